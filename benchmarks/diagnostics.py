@@ -33,7 +33,7 @@ from asyncrl.models import policy
 from learner.step import LearnerCore
 
 VERSIONS = 3
-SUMS = diagnostics.sums
+SUMS = diagnostics.sum_statistics
 
 
 def batch() -> Batch:
@@ -93,7 +93,7 @@ def main() -> None:
 
             def run() -> None:
                 nothing = name == "without"
-                diagnostics.sums = (lambda _: {}) if nothing else SUMS  # type: ignore[assignment]
+                diagnostics.sum_statistics = (lambda _: {}) if nothing else SUMS  # type: ignore[assignment]
                 for number in range(every):
                     core.state.number = number
                     found = core.train(msgspec.structs.replace(answers, number=number))

@@ -198,7 +198,7 @@ def main() -> None:
         return
     inside = Inside()
     shares = []
-    for name in ("prepare", "begin_step", "micro_loss", "finish", "add_sums"):
+    for name in ("prepare", "begin_step", "compute_micro_loss", "finish", "add_sums"):
         setattr(loss, name, inside.wrap(getattr(loss, name)))
     with tempfile.TemporaryDirectory() as work:
         path = Path(work) / "m"

@@ -25,14 +25,14 @@ PLANTED = [
     Planted(
         "on_exceed = mask leaves the token in the loss",
         ALGORITHMS + "batch.py",
-        "keep &= batch.token_lag <= config.staleness.limit",
+        "mask &= batch.token_lag <= config.staleness.limit",
         "pass",
         SETTINGS + "masked_tokens_leave_the_loss_and_its_denominator",
     ),
     Planted(
         "truncated = mask leaves the answer in the loss",
         ALGORITHMS + "batch.py",
-        "keep &= ~batch.truncated[batch.seq]",
+        "mask &= ~batch.truncated[batch.seq]",
         "pass",
         SETTINGS + "truncated_answers_leave_the_loss_and_its_denominator",
     ),
@@ -46,8 +46,8 @@ PLANTED = [
     Planted(
         "downweight does not reach the loss",
         ALGORITHMS + "loss.py",
-        "fixed.weight * prep.fade[part], 0.0)",
-        "fixed.weight, 0.0)",
+        "weights.weight * prep.staleness_weight[part], 0.0)",
+        "weights.weight, 0.0)",
         SETTINGS + "downweight_halves_a_token_for_each_half_life_above_the_limit",
     ),
     Planted(
@@ -67,8 +67,8 @@ PLANTED = [
     Planted(
         "the KL that a batch arrived with is not subtracted",
         ALGORITHMS + "loss.py",
-        "return now - stopping.kl_statistic(to_start, torch.ones_like(start), valid)[0], weight",
-        "return now, weight",
+        "return total - stopping.sum_kl(to_start, torch.ones_like(start), valid)[0], weight",
+        "return total, weight",
         "tests/algorithms/test_stops.py::test_at_learning_rate_zero_nothing_ever_stops"
         "[{'epochs': 3}-behavior-behavior]",
     ),
@@ -96,7 +96,7 @@ PLANTED = [
     Planted(
         "gae is never whitened",
         ALGORITHMS + "advantages.py",
-        "return masked_whiten(adv, t.mask) if c.whiten else adv, returns",
+        "return whiten_masked(adv, t.mask) if c.whiten else adv, returns",
         "return adv, returns",
         SETTINGS + "gae_can_be_whitened_and_cut_after_k_residuals",
     ),
@@ -110,7 +110,7 @@ PLANTED = [
     Planted(
         "process_grpo is 0",
         ALGORITHMS + "advantages.py",
-        "return _skipping(normalized, mask, seq, 1.0)",
+        "return _sum_masked_suffix(normalized, mask, seq, 1.0)",
         "return normalized * 0.0",
         SETTINGS + "process_supervision_sums_the_normalised_steps_from_a_token_on",
     ),

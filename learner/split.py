@@ -100,7 +100,7 @@ class SplitMeter:
         it, each of which costs a forward with its weights.
         """
         seen = prep.known & prep.passed
-        count = ratios.seq_sum(seen.long(), packed.loss.seq, packed.count)
+        count = ratios.sum_by_sample(seen.long(), packed.loss.seq, packed.count)
         places = np.diff(packed.offsets).tolist()
         whole = [i for i, n in enumerate(count.tolist()) if n == places[i] > 0]
         source = torch.Generator().manual_seed((self.config.seed * 1_000_003 + number) % 2**63)
@@ -146,7 +146,7 @@ class SplitMeter:
         after = after.to(prep.start.dtype)
         columns = (loss.behavior, version, prep.start, after, loss.token_lag, loss.age)
         self.version = version
-        metrics = split.metrics(split.LogRatioSplit(*(x[usable] for x in columns)))
+        metrics = split.compute_metrics(split.LogRatioSplit(*(x[usable] for x in columns)))
         metrics["split/coverage"] = len(usable) / max(int(prep.valid[part].sum()), 1)
         if self.config.exact is True and metrics.get("mismatch/max_one_version", 0.0) != 0:
             raise AsyncrlError(
@@ -200,13 +200,14 @@ class SplitMeter:
                 self.reference = freeze(load_learner_policy(path, self.config))
         part = packed.token_positions(answers)
         part = part[prep.valid[part]]
-        moved = ratios.log_ratio(
+        moved = ratios.compute_log_ratio(
             prep.latest[part],
             self.forward(self.reference, packed, answers)[part].to(prep.latest.dtype),
         ).double()
         return {
-            f"kl/target_ref_{name}": mean(f(moved)) for name, f in (("k1", kl.k1), ("k3", kl.k3))
-        } | {"kl/ref_target": mean(kl.forward_k3(moved))}
+            f"kl/target_ref_{name}": mean(f(moved))
+            for name, f in (("k1", kl.estimate_k1), ("k3", kl.estimate_k3))
+        } | {"kl/ref_target": mean(kl.estimate_forward_k3(moved))}
 
 
 def measure_move(
@@ -223,10 +224,11 @@ def measure_move(
         behavior: [N], log mu.
         valid: bool [N].
     """
-    weight = ratios.log_ratio(before, behavior).exp().clamp(max=2.0)
-    far = kl.k3(ratios.log_ratio(before, after.to(before.dtype)))
+    weight = ratios.compute_log_ratio(before, behavior).exp().clamp(max=2.0)
+    far = kl.estimate_k3(ratios.compute_log_ratio(before, after.to(before.dtype)))
     return float(
-        ratios.masked_mean(far * weight, valid) / ratios.masked_mean(weight, valid).clamp(min=1e-12)
+        ratios.average_masked(far * weight, valid)
+        / ratios.average_masked(weight, valid).clamp(min=1e-12)
     )
 
 

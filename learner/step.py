@@ -262,12 +262,14 @@ class LearnerCore:
         number = torch.tensor([titles.index(batch.tasks[place]) for place in packed.places])
         of_token = number.to(prep.start.device)[prep.batch.seq]
         seen = prep.valid & prep.known & prep.batch.mask
-        ratio = torch.where(seen, ratios.log_ratio(prep.start, prep.batch.behavior).exp(), 0.0)
+        ratio = torch.where(
+            seen, ratios.compute_log_ratio(prep.start, prep.batch.behavior).exp(), 0.0
+        )
         rows = torch.stack([seen.double(), ratio.double(), ratio.double().square()])
         sums = rows.new_zeros(3, len(titles)).index_add_(1, of_token, rows)
         count, first, second = self.backend.sum_over_ranks(sums).tolist()
         return {
-            f"task/{title}_ess": diagnostics.ess(first[i], second[i], count[i])
+            f"task/{title}_ess": diagnostics.compute_ess(first[i], second[i], count[i])
             for i, title in enumerate(titles)
             if count[i]
         }
@@ -295,7 +297,9 @@ class LearnerCore:
         config = self.config
         packed = pack(batch, greedy=config.advantage.name == "remax").to_device(self.where)
         everyone = range(packed.count)
-        if len(packed.responses) > packed.count and (keys := settings.ordered(config)):
+        if len(packed.responses) > packed.count and (
+            keys := settings.list_ordered_settings(config)
+        ):
             raise ConfigError(
                 f"{keys[0]} needs the order of a session's tokens, but a session of batch "
                 f'{batch.number} has forked, so it has no order; set agent.fork = "end"'
@@ -309,7 +313,7 @@ class LearnerCore:
                 "reward function's token_rewards are not trained on; "
                 f"{', '.join(advantages.BY_TOKEN)} use them"
             )
-        self._anchor(packed, everyone)
+        self._set_proximal(packed, everyone)
         self._measured(packed)
         if self.reference is not None:
             packed.loss.reference = self._forward(self.reference, packed, everyone)
@@ -410,7 +414,7 @@ class LearnerCore:
                 stopped = step.lr_scale == 0
                 if first and current is not None and not stopped:
                     stop_kl = self._stop_kl(
-                        *step_loss.stop_statistic(
+                        *step_loss.sum_update_kl(
                             prep,
                             packed.token_positions(samples),
                             current[packed.token_positions(samples)],
@@ -437,7 +441,7 @@ class LearnerCore:
                     self._zero_grad()
                     return StepSums(total, updates, stop_kl)
                 step_loss.add_sums(total, sums)
-                share = step_loss.learning_rate_share(prep, step, sums)
+                share = step_loss.compute_learning_rate_share(prep, step, sums)
                 norm = self._apply(packed, sums, share)
                 if norm is not None:
                     step_loss.mark_step_made(prep)
@@ -466,7 +470,7 @@ class LearnerCore:
             .tolist()
         )
         unused = [(0, 0)] * samples
-        drawn = ratios.seq_sum(prep.batch.mask.long(), prep.batch.seq, packed.count).tolist()
+        drawn = ratios.sum_by_sample(prep.batch.mask.long(), prep.batch.seq, packed.count).tolist()
         for answer, place in enumerate(packed.places):
             unused[place] = (0, int(counts[answer])) if answer in self.made else (drawn[answer], 0)
         return unused if any(map(any, unused)) else []
@@ -486,7 +490,7 @@ class LearnerCore:
             return self._gradient(prep, step, packed, samples)[0]
         part = packed.token_positions(samples)
         with torch.no_grad():
-            return step_loss.micro_loss(prep, step, part, prep.start[part])[1]
+            return step_loss.compute_micro_loss(prep, step, part, prep.start[part])[1]
 
     def _minibatches(self, packed: PackedBatch, epoch: int) -> list[list[int]]:
         """Return the samples of each optimizer step of the epoch."""
@@ -535,7 +539,7 @@ class LearnerCore:
             # attaches to the outputs of a forward pass
             lp = output.logprobs.to(self.where).view(-1)
             entropy = output.entropy.to(self.where) if output.entropy is not None else None
-            loss, more = step_loss.micro_loss(
+            loss, more = step_loss.compute_micro_loss(
                 prep,
                 step,
                 part,
@@ -547,7 +551,7 @@ class LearnerCore:
             self.backend.backward(loss, last=turn == rounds - 1)
             step_loss.add_sums(sums, more)
             if self.config.stop.kl_max:
-                statistic, weight = step_loss.stop_statistic(prep, part, lp.detach())
+                statistic, weight = step_loss.sum_update_kl(prep, part, lp.detach())
                 stop = [stop[0] + statistic, stop[1] + weight]
         if self.backend.ranks > 1:
             sums = self._sum_over_ranks(sums)
@@ -568,10 +572,10 @@ class LearnerCore:
         """Return the KL for early stopping over the whole batch, from a forward pass."""
         current = self._forward(self.model, packed, range(packed.count))
         everything = torch.arange(len(current), device=self.where)
-        return self._stop_kl(*step_loss.stop_statistic(prep, everything, current))
+        return self._stop_kl(*step_loss.sum_update_kl(prep, everything, current))
 
     def _stop_kl(self, total: torch.Tensor, weight: torch.Tensor) -> float:
-        """Return the KL for early stopping from the sums of `step_loss.stop_statistic`."""
+        """Return the KL for early stopping from the sums of `step_loss.sum_update_kl`."""
         return max(0.0, float(total / weight.clamp(min=1e-12))) if self.config.stop.kl_max else 0.0
 
     def _own_micro_batches(
@@ -734,7 +738,7 @@ class LearnerCore:
             self._run(model, packed, [samples[0]], entropy=False)
         return self.backend.sum_over_ranks(logprobs) if model is self.model else logprobs
 
-    def _anchor(self, packed: PackedBatch, samples: Sequence[int]) -> None:
+    def _set_proximal(self, packed: PackedBatch, samples: Sequence[int]) -> None:
         """Set the proximal policy, and the learner's start where a forward computes it.
 
         interpolate: a lp_behavior + (1 - a) lp_theta with a = 1 / (lag + 1), frozen at the batch's
@@ -743,7 +747,7 @@ class LearnerCore:
         """
         config = self.config
         loss = packed.loss
-        recompute = config.correction.proximal == "recompute" and step_loss.needs_anchor_first(
+        recompute = config.correction.proximal == "recompute" and step_loss.needs_proximal_first(
             config
         )
         if (
@@ -753,13 +757,13 @@ class LearnerCore:
         ):
             loss.start = self._forward(self.model, packed, samples)
         if config.correction.proximal == "recompute":
-            loss.anchor = loss.start
+            loss.proximal = loss.start
         elif config.correction.proximal == "behavior":
-            loss.anchor = loss.behavior
+            loss.proximal = loss.behavior
         else:
             assert loss.start is not None
             share = 1.0 / (loss.token_lag.float() + 1.0)
-            loss.anchor = share * loss.behavior + (1 - share) * loss.start
+            loss.proximal = share * loss.behavior + (1 - share) * loss.start
 
     def _rate(self) -> float:
         """Return the learning rate of this batch."""

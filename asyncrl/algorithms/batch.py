@@ -32,13 +32,13 @@ class LossBatch:
 
     Optional:
         start: [N], the learner's policy at the start of the batch, the origin of all measurements.
-        anchor: [N], pi_prox, the denominator of the loss: the start (correction.proximal =
+        proximal: [N], pi_prox, the denominator of the loss: the start (correction.proximal =
             recompute), mu (behavior) or between the two (interpolate).
         reference: [N], the reference policy of the loss and the metrics.
         reward_reference: [N], the reference of KL in the reward where it differs.
         token_rewards: [N]; a sample without any has its reward on its last token.
         steps: bool [N], the last token of each step of process supervision; absent: see
-            `advantages.steps`.
+            `advantages.find_step_ends`.
         values: [N].
         bootstrap: [B], V after the last token of a truncated sample.
         greedy: [B], reward of a greedy completion of the same prompt.
@@ -61,7 +61,7 @@ class LossBatch:
     rewards: torch.Tensor
     groups: torch.Tensor
     truncated: torch.Tensor
-    anchor: torch.Tensor | None = None
+    proximal: torch.Tensor | None = None
     reference: torch.Tensor | None = None
     token_rewards: torch.Tensor | None = None
     values: torch.Tensor | None = None
@@ -80,17 +80,17 @@ class LossBatch:
     part_names: tuple[str, ...] = ()
 
 
-def loss_mask(batch: LossBatch, config: Settings) -> torch.Tensor:
+def build_loss_mask(batch: LossBatch, config: Settings) -> torch.Tensor:
     """Return bool [N]: tokens left by staleness.on_exceed = mask and advantage.truncated = mask."""
-    keep = torch.ones_like(batch.mask)
+    mask = torch.ones_like(batch.mask)
     if config.staleness.on_exceed == "mask":
-        keep &= batch.token_lag <= config.staleness.limit
+        mask &= batch.token_lag <= config.staleness.limit
     if config.advantage.truncated == "mask":
-        keep &= ~batch.truncated[batch.seq]
-    return keep
+        mask &= ~batch.truncated[batch.seq]
+    return mask
 
 
-def staleness_weight(batch: LossBatch, config: Settings) -> torch.Tensor:
+def compute_staleness_weight(batch: LossBatch, config: Settings) -> torch.Tensor:
     """Return the staleness weight [N]: half per `half_life` versions above the limit.
 
     It is 1 everywhere unless staleness.on_exceed = downweight.
@@ -130,7 +130,7 @@ def _shape_truncated(
     if a.truncated == "penalty":
         return rewards - penalty * truncated
     if a.truncated == "soft":
-        return rewards - penalty * advantages.overlong_penalty(
+        return rewards - penalty * advantages.compute_overlong_penalty(
             lengths, config.generator.max_new_tokens, a.truncation_ramp
         )
     if a.truncated in ("zero", "fixed"):
@@ -138,19 +138,19 @@ def _shape_truncated(
     return rewards
 
 
-def _raw(rewards: torch.Tensor, over: torch.Tensor) -> torch.Tensor:
+def _keep_rewards(rewards: torch.Tensor, batch_rewards: torch.Tensor) -> torch.Tensor:
     return rewards
 
 
-def _whitened(rewards: torch.Tensor, over: torch.Tensor) -> torch.Tensor:
-    return advantages.whiten(rewards, over=over)
+def _whiten_rewards(rewards: torch.Tensor, batch_rewards: torch.Tensor) -> torch.Tensor:
+    return advantages.whiten(rewards, reference=batch_rewards)
 
 
 # advantage.rewards -> rewards scaled by those of the batch, `over`
 SCALES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "raw": _raw,
+    "raw": _keep_rewards,
     "unit": advantages.scale_to_unit,
-    "whiten": _whitened,
+    "whiten": _whiten_rewards,
 }
 
 
@@ -159,8 +159,12 @@ def shape_rewards(batch: LossBatch, valid: torch.Tensor, config: Settings) -> Sh
     a = config.advantage
     n = len(batch.rewards)
     token_rewards = batch.token_rewards if a.name in advantages.BY_TOKEN else None
-    earned = batch.rewards if token_rewards is None else ratios.seq_sum(token_rewards, batch.seq, n)
-    lengths = ratios.seq_sum(batch.mask.long(), batch.seq, n)
+    earned = (
+        batch.rewards
+        if token_rewards is None
+        else ratios.sum_by_sample(token_rewards, batch.seq, n)
+    )
+    lengths = ratios.sum_by_sample(batch.mask.long(), batch.seq, n)
     rewards = _shape_truncated(earned, batch.truncated, lengths, config)
     greedy = None
     if batch.greedy is not None:
@@ -168,13 +172,15 @@ def shape_rewards(batch: LossBatch, valid: torch.Tensor, config: Settings) -> Sh
         greedy = _shape_truncated(
             batch.greedy, batch.greedy_truncated, batch.greedy_lengths, config
         )
-    over = rewards if greedy is None else torch.cat([rewards, greedy])
+    batch_rewards = rewards if greedy is None else torch.cat([rewards, greedy])
     scale = ratios.choose_function("advantage.rewards", SCALES, a.rewards)
-    shaped = ShapedRewards(scale(rewards, over), None if greedy is None else scale(greedy, over))
+    shaped = ShapedRewards(
+        scale(rewards, batch_rewards), None if greedy is None else scale(greedy, batch_rewards)
+    )
     if token_rewards is not None:
         ends = torch.tensor([1.0, 0.0], dtype=rewards.dtype, device=rewards.device)
-        one, zero = scale(ends, over)
-        factor = (one - zero).expand(n)
+        scaled_one, scaled_zero = scale(ends, batch_rewards)
+        factor = (scaled_one - scaled_zero).expand(n)
         if a.truncated in ("zero", "fixed"):  # replaces all token rewards of a truncated sample
             factor = torch.where(batch.truncated, 0.0, factor)
         shaped.tokens = advantages.credit_trained_tokens(
@@ -184,87 +190,91 @@ def shape_rewards(batch: LossBatch, valid: torch.Tensor, config: Settings) -> Sh
     return shaped
 
 
-def _kl_in_reward(
+def _compute_reward_kl(
     batch: LossBatch, valid: torch.Tensor, config: Settings, beta: float
 ) -> torch.Tensor | None:
     """Return beta * sg[k] per token [N], 0 outside `valid`; None without such a term."""
     if beta <= 0:
         return None
     return beta * torch.where(
-        valid, kl.estimate(config.kl.reward.estimator, _to_reference(batch, config)), 0.0
+        valid, kl.estimate(config.kl.reward.estimator, _compute_reference_ratio(batch, config)), 0.0
     )
 
 
-def _to_reference(batch: LossBatch, config: Settings) -> torch.Tensor:
+def _compute_reference_ratio(batch: LossBatch, config: Settings) -> torch.Tensor:
     """Return log pi / pi_ref [N] for KL in the reward.
 
     pi is the learner's start, or mu where kl.reward.at = behavior.
     """
-    by = batch.behavior if config.kl.reward.at == "behavior" else batch.start
+    policy = batch.behavior if config.kl.reward.at == "behavior" else batch.start
     ref = batch.reference if batch.reward_reference is None else batch.reward_reference
-    if by is None or ref is None:
+    if policy is None or ref is None:
         raise ConfigError(
             "kl.reward.coefficient: the batch has no log-probabilities of the learner's start or "
             "of the reference"
         )
-    return ratios.difference(by, ref)
+    return ratios.subtract(policy, ref)
 
 
-def _kl_of_answers(batch: LossBatch, valid: torch.Tensor, config: Settings) -> torch.Tensor:
+def _estimate_sample_kl(batch: LossBatch, valid: torch.Tensor, config: Settings) -> torch.Tensor:
     """Return the k1 estimate of KL(start || reference) in nats per sample.
 
     It is the mean over samples with a token in the loss of the sum over their tokens.
     """
-    x = torch.where(valid, _to_reference(batch, config), 0.0)
-    some = ratios.seq_sum(valid.to(x.dtype), batch.seq, len(batch.rewards)) > 0
-    return x.sum() / some.sum().clamp(min=1)
+    x = torch.where(valid, _compute_reference_ratio(batch, config), 0.0)
+    has_tokens = ratios.sum_by_sample(valid.to(x.dtype), batch.seq, len(batch.rewards)) > 0
+    return x.sum() / has_tokens.sum().clamp(min=1)
 
 
-def advantage(
+def compute_advantage(
     batch: LossBatch, valid: torch.Tensor, config: Settings, baseline: float, beta: float
 ) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
     """Return (advantage [N], returns [N] or None, scalars for the metrics)."""
     rewards = shape_rewards(batch, valid, config)
-    charge = _kl_in_reward(batch, valid, config, beta)
-    adv, returns = _charged(batch, valid, rewards, charge, config, baseline)
-    used = (
+    kl_penalty = _compute_reward_kl(batch, valid, config, beta)
+    adv, returns = _compute_penalized(batch, valid, rewards, kl_penalty, config, baseline)
+    net_rewards = (
         rewards.answers
-        if charge is None
-        else rewards.answers - ratios.seq_sum(charge, batch.seq, len(batch.rewards))
+        if kl_penalty is None
+        else rewards.answers - ratios.sum_by_sample(kl_penalty, batch.seq, len(batch.rewards))
     )
-    numbers = {
+    scalars = {
         "reward/mean": batch.rewards.mean(),
-        "reward/std": _std(batch.rewards),
+        "reward/std": _compute_std(batch.rewards),
         "reward/min": batch.rewards.amin(),
         "reward/max": batch.rewards.amax(),
-        "reward/used_mean": used.mean(),
-        "advantage/std": _std(ratios.seq_mean(adv, batch.mask, batch.seq, len(batch.rewards))),
-        "reward/no_spread_share": advantages.zero_variance(batch.rewards, batch.groups)
+        "reward/used_mean": net_rewards.mean(),
+        "advantage/std": _compute_std(
+            ratios.average_by_sample(adv, batch.mask, batch.seq, len(batch.rewards))
+        ),
+        "reward/no_spread_share": advantages.find_zero_variance(batch.rewards, batch.groups)
         .float()
         .mean(),
         "answer/truncated_share": batch.truncated.float().mean(),
     }
-    if charge is not None and config.loss.surrogate != "sft":
-        plain = _charged(batch, valid, rewards, None, config, baseline)[0]
-        norm, own = (torch.where(valid, x, 0.0).norm() for x in (plain, adv - plain))
-        numbers["kl/reward_gradient_share"] = own / norm.clamp(min=1e-15)
-    if charge is not None:
-        numbers["kl/answer"] = _kl_of_answers(batch, valid, config)
+    if kl_penalty is not None and config.loss.surrogate != "sft":
+        unpenalized = _compute_penalized(batch, valid, rewards, None, config, baseline)[0]
+        norm, penalty_norm = (
+            torch.where(valid, x, 0.0).norm() for x in (unpenalized, adv - unpenalized)
+        )
+        scalars["kl/reward_gradient_share"] = penalty_norm / norm.clamp(min=1e-15)
+    if kl_penalty is not None:
+        scalars["kl/answer"] = _estimate_sample_kl(batch, valid, config)
     if batch.greedy is not None:
-        numbers["reward/greedy"] = batch.greedy.mean()
+        scalars["reward/greedy"] = batch.greedy.mean()
     if returns is not None and batch.values is not None:
-        numbers["value/explained_variance"] = diagnostics.explained_variance(
+        scalars["value/explained_variance"] = diagnostics.compute_explained_variance(
             batch.values, returns, valid
         )
-        numbers["value/mean"] = ratios.masked_mean(batch.values, valid)
-    return torch.where(valid, adv, 0.0), returns, numbers
+        scalars["value/mean"] = ratios.average_masked(batch.values, valid)
+    return torch.where(valid, adv, 0.0), returns, scalars
 
 
-def _charged(
+def _compute_penalized(
     batch: LossBatch,
     valid: torch.Tensor,
     rewards: ShapedRewards,
-    charge: torch.Tensor | None,
+    kl_penalty: torch.Tensor | None,
     config: Settings,
     baseline: float,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -274,50 +284,52 @@ def _charged(
         return (batch.rewards > 0).to(batch.rewards.dtype)[batch.seq], None
     by_token = rewards.tokens is not None or a.name not in advantages.BY_ANSWER
     if by_token and a.name in advantages.BY_TOKEN:
-        return advantages.BY_TOKEN[a.name](_tokens(batch, valid, rewards, charge), a)
+        return advantages.BY_TOKEN[a.name](
+            _build_token_rewards(batch, valid, rewards, kl_penalty), a
+        )
     by_name = ratios.choose_function("advantage.name", advantages.BY_ANSWER, a.name)
     net = rewards.answers
-    if charge is not None:
-        net = net - ratios.seq_sum(charge, batch.seq, len(net))
-    lengths = ratios.seq_sum(batch.mask.to(net.dtype), batch.seq, len(net))
+    if kl_penalty is not None:
+        net = net - ratios.sum_by_sample(kl_penalty, batch.seq, len(net))
+    lengths = ratios.sum_by_sample(batch.mask.to(net.dtype), batch.seq, len(net))
     answers = advantages.ResponseRewards(net, batch.groups, lengths, rewards.greedy, baseline)
     answers.baselines = batch.baselines
     answers.parts, answers.part_names = batch.parts, batch.part_names
     if a.name == "opob" and batch.start is not None:
-        answers.weights = _whole_ratios(batch)
+        answers.weights = _compute_sample_ratios(batch)
         answers.squared_norms = batch.squared_norms
     adv = by_name(answers, a)
     whiten = isinstance(a, settings.AnswerAdvantage) and a.whiten
     return (advantages.whiten(adv) if whiten else adv)[batch.seq], None
 
 
-def _whole_ratios(batch: LossBatch) -> torch.Tensor:
+def _compute_sample_ratios(batch: LossBatch) -> torch.Tensor:
     """Return start / mu of each whole sample [B], not truncated."""
     assert batch.start is not None
-    log_w = torch.where(batch.mask, ratios.difference(batch.start, batch.behavior), 0.0)
-    whole = ratios.seq_sum(log_w, batch.seq, len(batch.rewards))
-    return whole.clamp(-ratios.CLAMP, ratios.CLAMP).exp()
+    log_w = torch.where(batch.mask, ratios.subtract(batch.start, batch.behavior), 0.0)
+    log_ratios = ratios.sum_by_sample(log_w, batch.seq, len(batch.rewards))
+    return log_ratios.clamp(-ratios.CLAMP, ratios.CLAMP).exp()
 
 
-def _tokens(
-    batch: LossBatch, valid: torch.Tensor, rewards: ShapedRewards, charge: torch.Tensor | None
+def _build_token_rewards(
+    batch: LossBatch, valid: torch.Tensor, rewards: ShapedRewards, kl_penalty: torch.Tensor | None
 ) -> advantages.TokenRewards:
-    after = batch.bootstrap
+    bootstrap = batch.bootstrap
     return advantages.TokenRewards(
         answers=rewards.answers,
         mask=valid,
         seq=batch.seq,
         groups=batch.groups,
-        charge=charge,
-        given=batch.token_rewards,
+        kl_penalty=kl_penalty,
+        unshaped=batch.token_rewards,
         tokens=rewards.tokens,
         totals=rewards.totals,
         steps=batch.steps,
         values=batch.values,
-        after=None if after is None else torch.where(batch.truncated, after, 0.0),
+        bootstrap=None if bootstrap is None else torch.where(batch.truncated, bootstrap, 0.0),
         energy=batch.energy,
     )
 
 
-def _std(x: torch.Tensor) -> torch.Tensor:
+def _compute_std(x: torch.Tensor) -> torch.Tensor:
     return x.std() if len(x) > 1 else x.new_zeros(())

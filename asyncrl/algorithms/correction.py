@@ -3,7 +3,7 @@
 `sequence` is the product over the sample and `geometric` the geometric mean. The two names are
 never used for each other.
 
-log_rho comes from `ratios.difference` unclamped. It is clamped to [-20, 20] last: per token where a
+log_rho comes from `ratios.subtract` unclamped. It is clamped to [-20, 20] last: per token where a
 token's ratio is used by itself, and after the sum or mean for a whole sample. Clamping each token
 first would change the product: a token at -30 in a sample whose other tokens add up to +25 weighs
 e^-5, not e^5.
@@ -23,12 +23,12 @@ import torch
 
 from asyncrl.algorithms.ratios import (
     CLAMP,
-    binary_kl,
+    average_by_sample,
+    average_masked,
     choose_function,
-    masked_mean,
-    seq_max,
-    seq_mean,
-    seq_sum,
+    compute_binary_kl,
+    find_sample_max,
+    sum_by_sample,
 )
 from asyncrl.algorithms.settings import Correction
 from asyncrl.contract.errors import ConfigError
@@ -40,37 +40,43 @@ REJECT_BAND = {"token": (0.5, 2.0), "sum": (0.5, 2.0), "mean": (0.99, 1.01), "ma
 VETO = {"none": 0.0, "probability": 1e-6, "ratio": 1e-4}
 
 
-def _none(log_rho: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int) -> torch.Tensor:
+def _weigh_equally(
+    log_rho: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int
+) -> torch.Tensor:
     return torch.ones_like(log_rho)
 
 
-def _token(log_rho: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int) -> torch.Tensor:
+def _weigh_by_token(
+    log_rho: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int
+) -> torch.Tensor:
     """Return rho."""
     return log_rho.clamp(-CLAMP, CLAMP).exp()
 
 
-def _sequence(log_rho: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int) -> torch.Tensor:
+def _weigh_by_sequence(
+    log_rho: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int
+) -> torch.Tensor:
     """Return exp(sum log rho): per-trajectory importance sampling."""
-    return seq_sum(log_rho, seq, n).clamp(-CLAMP, CLAMP).exp()[seq]
+    return sum_by_sample(log_rho, seq, n).clamp(-CLAMP, CLAMP).exp()[seq]
 
 
-def _geometric(
+def _weigh_by_geometric_mean(
     log_rho: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int
 ) -> torch.Tensor:
     """Return exp(mean log rho): GSPO's ratio (arXiv 2507.18071) on proximal / behavior."""
-    return seq_mean(log_rho, mask, seq, n).clamp(-CLAMP, CLAMP).exp()[seq]
+    return average_by_sample(log_rho, mask, seq, n).clamp(-CLAMP, CLAMP).exp()[seq]
 
 
 # correction.level -> unbounded weights [N] of log rho [N] (0 outside the mask), mask, seq, n
 LEVELS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]] = {
-    "none": _none,
-    "token": _token,
-    "sequence": _sequence,
-    "geometric": _geometric,
+    "none": _weigh_equally,
+    "token": _weigh_by_token,
+    "sequence": _weigh_by_sequence,
+    "geometric": _weigh_by_geometric_mean,
 }
 
 
-def weights(
+def compute_weights(
     log_rho: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int, level: str
 ) -> torch.Tensor:
     """Return unbounded weights [N] by a name of LEVELS.
@@ -87,7 +93,7 @@ def weights(
     return choose_function("correction.level", LEVELS, level)(x, mask, seq, n)
 
 
-def _unbounded(w: torch.Tensor, lo: float, hi: float) -> torch.Tensor:
+def _leave_unbounded(w: torch.Tensor, lo: float, hi: float) -> torch.Tensor:
     return w
 
 
@@ -108,19 +114,19 @@ def _mask(w: torch.Tensor, lo: float, hi: float) -> torch.Tensor:
 
 # correction.bound -> bounded weights [N] of weights [N], lo, hi
 BOUNDS: dict[str, Callable[[torch.Tensor, float, float], torch.Tensor]] = {
-    "none": _unbounded,
+    "none": _leave_unbounded,
     "truncate": _truncate,
     "clip": _clip,
     "mask": _mask,
 }
 
 
-def bounded(w: torch.Tensor, bound: str, lo: float, hi: float) -> torch.Tensor:
+def apply_bound(w: torch.Tensor, bound: str, lo: float, hi: float) -> torch.Tensor:
     """Return weights [N] after a name of BOUNDS. Raises ConfigError for an unknown one."""
     return choose_function("correction.bound", BOUNDS, bound)(w, lo, hi)
 
 
-def mean_weight(
+def compute_mean_weight(
     w: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int, level: str
 ) -> torch.Tensor:
     """Return the divisor of self-normalization (Owen 2013, chapter 9), a scalar.
@@ -128,100 +134,110 @@ def mean_weight(
     It is the mean over tokens in the mask (token level) or over samples with any (other levels).
     """
     if level == "token":
-        mean = masked_mean(w, mask)
+        mean = average_masked(w, mask)
     else:
-        mean = masked_mean(seq_mean(w, mask, seq, n), seq_sum(mask.to(w.dtype), seq, n) > 0)
+        mean = average_masked(
+            average_by_sample(w, mask, seq, n), sum_by_sample(mask.to(w.dtype), seq, n) > 0
+        )
     return torch.where(mean > 0, mean, 1.0)
 
 
-def _raw(raw: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
+def _keep_log_ratio(raw: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
     return raw
 
 
-def _k1(raw: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
+def _estimate_k1(raw: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
     return -raw.clamp(-CLAMP, CLAMP)
 
 
-def _k2(raw: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
+def _estimate_k2(raw: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
     return raw.clamp(-CLAMP, CLAMP).square() / 2
 
 
-def _k3(raw: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
+def _estimate_k3(raw: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
     x = raw.clamp(-CLAMP, CLAMP)
     return torch.expm1(x) - x
 
 
-def _chi2(raw: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
+def _estimate_chi2(raw: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
     """Return rho^2 - 1, whose mean over a sample estimates chi^2(pi || mu)."""
     return torch.expm1(2 * raw.clamp(-CLAMP, CLAMP))
 
 
-def _tv(raw: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
+def _compute_tv(raw: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
     """Return |pi - mu| of the sampled token: total variation with all other tokens as one."""
     return ((log_mu + raw).exp() - log_mu.exp()).abs()
 
 
-def _kb(raw: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
+def _compute_largest_binary_kl(raw: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
     """Return the larger of the binary KL(pi || mu) and KL(mu || pi) (KPop).
 
     A rare token may move by orders of magnitude, a probable one may not.
     """
     pi = log_mu + raw
-    return torch.maximum(binary_kl(pi, log_mu), binary_kl(log_mu, pi))
+    return torch.maximum(compute_binary_kl(pi, log_mu), compute_binary_kl(log_mu, pi))
 
 
-def _kb_mu(raw: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
+def _compute_binary_kl_from_mu(raw: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
     """Return the binary KL(mu || pi) (FlashREINFORCE)."""
-    return binary_kl(log_mu, log_mu + raw)
+    return compute_binary_kl(log_mu, log_mu + raw)
 
 
-def _zero(raw: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
+def _return_zeros(raw: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(raw)
 
 
 # correction.reject -> statistic [N] of log rho [N] and log mu [N] per token; the ratio stays a
 # logarithm until the sum over the sample
 STATISTICS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "none": _zero,
-    "ratio": _raw,
-    "k1": _k1,
-    "k2": _k2,
-    "k3": _k3,
-    "chi2": _chi2,
-    "tv": _tv,
-    "kb": _kb,
-    "kb_mu": _kb_mu,
+    "none": _return_zeros,
+    "ratio": _keep_log_ratio,
+    "k1": _estimate_k1,
+    "k2": _estimate_k2,
+    "k3": _estimate_k3,
+    "chi2": _estimate_chi2,
+    "tv": _compute_tv,
+    "kb": _compute_largest_binary_kl,
+    "kb_mu": _compute_binary_kl_from_mu,
 }
 # statistics that are never negative
 NOT_NEGATIVE = ("k2", "k3", "tv", "kb", "kb_mu")
 
 
-def _of_token(s: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int) -> torch.Tensor:
+def _keep_token_values(
+    s: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int
+) -> torch.Tensor:
     return s
 
 
-def _of_sum(s: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int) -> torch.Tensor:
-    return seq_sum(s, seq, n)[seq]
+def _sum_over_sample(
+    s: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int
+) -> torch.Tensor:
+    return sum_by_sample(s, seq, n)[seq]
 
 
-def _of_mean(s: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int) -> torch.Tensor:
-    return seq_mean(s, mask, seq, n)[seq]
+def _average_over_sample(
+    s: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int
+) -> torch.Tensor:
+    return average_by_sample(s, mask, seq, n)[seq]
 
 
-def _of_max(s: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int) -> torch.Tensor:
-    return seq_max(s, mask, seq, n)[seq]
+def _maximize_over_sample(
+    s: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int
+) -> torch.Tensor:
+    return find_sample_max(s, mask, seq, n)[seq]
 
 
 # correction.reject_over -> [N], the token's own statistic or that of its whole sample
 OVER: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]] = {
-    "token": _of_token,
-    "sum": _of_sum,
-    "mean": _of_mean,
-    "max": _of_max,
+    "token": _keep_token_values,
+    "sum": _sum_over_sample,
+    "mean": _average_over_sample,
+    "max": _maximize_over_sample,
 }
 
 
-def statistic(
+def compute_statistic(
     name: str,
     over: str,
     log_rho: torch.Tensor,
@@ -249,7 +265,7 @@ def statistic(
     return s.clamp(-CLAMP, CLAMP).exp() if name == "ratio" else s
 
 
-def rejection_mask(
+def build_rejection_mask(
     name: str,
     over: str,
     lo: float | None,
@@ -270,12 +286,12 @@ def rejection_mask(
         return torch.ones_like(mask)
     if name != "ratio" and hi is None:
         raise ConfigError(f"correction.reject_hi: reject = {name} has no default bound; give one")
-    s = statistic(name, over, log_rho, mask, seq, n, log_mu=log_mu)
+    s = compute_statistic(name, over, log_rho, mask, seq, n, log_mu=log_mu)
     band = REJECT_BAND[over] if name == "ratio" else (-torch.inf, torch.inf)
     return (s >= (band[0] if lo is None else lo)) & (s <= (band[1] if hi is None else hi))
 
 
-def unrejected(
+def find_unrejected(
     log_rho: torch.Tensor,
     log_pi: torch.Tensor,
     mask: torch.Tensor,
@@ -294,7 +310,7 @@ def unrejected(
         adv: [N].
     """
     log_mu = log_pi - log_rho
-    keep = rejection_mask(
+    unrejected = build_rejection_mask(
         c.reject,
         c.reject_over,
         c.reject_lo,
@@ -304,7 +320,7 @@ def unrejected(
         seq=seq,
         n=n,
         log_mu=log_mu,
-    ) & rejection_mask(
+    ) & build_rejection_mask(
         c.reject2,
         c.reject2_over,
         c.reject2_lo,
@@ -316,24 +332,24 @@ def unrejected(
         log_mu=log_mu,
     )
     if c.reject_when == "always":
-        return keep
+        return unrejected
     assert adv is not None
-    return keep | (adv >= 0)
+    return unrejected | (adv >= 0)
 
 
-def masked_by_second_moment(
+def find_m2_exclusions(
     log_w: torch.Tensor, adv: torch.Tensor, mask: torch.Tensor, limit: float
 ) -> torch.Tensor:
     """Return bool [N]: tokens that M2PO excludes (arXiv 2510.01161).
 
     Candidates are tokens that moved in the direction of their advantage (A log w > 0). The largest
-    of them are dropped until `m2_threshold` holds for the rest. log_w = log pi_theta / mu.
+    of them are dropped until `find_m2_threshold` holds for the rest. log_w = log pi_theta / mu.
     """
-    pushing = mask & (adv * log_w > 0)
-    return pushing & (log_w.abs() >= m2_threshold(log_w, pushing, limit))
+    candidates = mask & (adv * log_w > 0)
+    return candidates & (log_w.abs() >= find_m2_threshold(log_w, candidates, limit))
 
 
-def vetoed(
+def find_vetoed(
     kind: str,
     threshold: float | None,
     log_rho: torch.Tensor,
@@ -348,35 +364,45 @@ def vetoed(
     """
     if kind == "none":
         return torch.zeros_like(mask)
-    own = choose_function("correction.veto", VETO, kind)
-    below = torch.tensor(own if threshold is None else threshold, dtype=log_rho.dtype)
-    limit = below.log().item()
+    default = choose_function("correction.veto", VETO, kind)
+    threshold_tensor = torch.tensor(
+        default if threshold is None else threshold, dtype=log_rho.dtype
+    )
+    limit = threshold_tensor.log().item()
     bad = mask & ((log_prox if kind == "probability" else log_rho) < limit)
-    return seq_sum(bad.to(log_rho.dtype), seq, n)[seq] > 0
+    return sum_by_sample(bad.to(log_rho.dtype), seq, n)[seq] > 0
 
 
-def m2_threshold(log_rho: torch.Tensor, mask: torch.Tensor, limit: float = 0.04) -> torch.Tensor:
+def find_m2_threshold(
+    log_rho: torch.Tensor, mask: torch.Tensor, limit: float = 0.04
+) -> torch.Tensor:
     """Return the |log rho| from which tokens are dropped, a scalar; inf when none needs to be.
 
     The largest go first, until the mean of (log rho)^2 of the rest is at most `limit`. Equal ratios
     go together. M2PO (Zheng et al. 2025, arXiv 2510.01161). The paper applies it to tokens
-    that moved in the direction of their advantage (`masked_by_second_moment`).
+    that moved in the direction of their advantage (`find_m2_exclusions`).
     """
-    size = torch.where(mask, log_rho.detach().abs(), torch.inf).sort().values
-    square = torch.where(size.isfinite(), size, 0.0).square()
-    rank = torch.arange(1, len(size) + 1, device=size.device)
-    over = size.isfinite() & (square.cumsum(0) / rank > limit)
-    return torch.where(over, size, torch.inf).amin() if len(size) else size.new_tensor(torch.inf)
+    magnitude = torch.where(mask, log_rho.detach().abs(), torch.inf).sort().values
+    square = torch.where(magnitude.isfinite(), magnitude, 0.0).square()
+    rank = torch.arange(1, len(magnitude) + 1, device=magnitude.device)
+    beyond = magnitude.isfinite() & (square.cumsum(0) / rank > limit)
+    return (
+        torch.where(beyond, magnitude, torch.inf).amin()
+        if len(magnitude)
+        else magnitude.new_tensor(torch.inf)
+    )
 
 
-def effective_sample_size(w: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+def compute_effective_sample_size(
+    w: torch.Tensor, mask: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return (sum w)^2 / (n sum w^2), a share in (0, 1] (Kong 1992); 1 without weights.
 
     It covers the mask, or all of w.
     """
-    inside = torch.ones_like(w, dtype=torch.bool) if mask is None else mask
-    w = torch.where(inside, w, 0.0)
-    n = inside.sum()
+    selected = torch.ones_like(w, dtype=torch.bool) if mask is None else mask
+    w = torch.where(selected, w, 0.0)
+    n = selected.sum()
     return torch.where(n > 0, w.sum().square() / (n * w.square().sum()).clamp(min=1e-30), 1.0)
 
 
@@ -438,24 +464,26 @@ def correct(
     if c.function:
         w = torch.as_tensor(load_function(c.function)(token, mask, seq, n, c)).detach()
     else:
-        w = bounded(
-            weights(log_rho, mask, seq, n, c.level),
+        w = apply_bound(
+            compute_weights(log_rho, mask, seq, n, c.level),
             c.bound,
             lo if c.lo is None else c.lo,
             hi if c.hi is None else c.hi,
         )
-    veto = vetoed(c.veto, c.veto_below, log_rho, log_prox, mask=mask, seq=seq, n=n)
-    keep = ~veto
+    veto = find_vetoed(c.veto, c.veto_below, log_rho, log_prox, mask=mask, seq=seq, n=n)
+    kept = ~veto
     if c.reject_at == "proximal":
-        keep = keep & unrejected(log_rho, log_prox, mask, seq, n, c=c, adv=adv)
+        kept = kept & find_unrejected(log_rho, log_prox, mask, seq, n, c=c, adv=adv)
     stats = stats or WeightStatistics()
-    w = torch.where(keep, w, 0.0)
+    w = torch.where(kept, w, 0.0)
     if c.self_normalize:
         stats.mean = (
-            mean_weight(w, mask & keep, seq, n, c.level) if stats.mean is None else stats.mean
+            compute_mean_weight(w, mask & kept, seq, n, c.level)
+            if stats.mean is None
+            else stats.mean
         )
         w = w / stats.mean
-    return ImportanceWeights(w, keep, veto)
+    return ImportanceWeights(w, kept, veto)
 
 
 def load_function(path: str) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from asyncrl.algorithms import kl
-from asyncrl.algorithms.ratios import log_ratio, seq_sum
+from asyncrl.algorithms.ratios import compute_log_ratio, sum_by_sample
 from asyncrl.algorithms.trust.view import DUAL, HIGH, LOW
 
 BUCKETS = (
@@ -24,7 +24,7 @@ BUCKETS = (
     (5, 8),
     (9, 10**9),
 )
-LOWS = torch.tensor([low for low, _ in BUCKETS[1:]])
+BUCKET_STARTS = torch.tensor([low for low, _ in BUCKETS[1:]])
 BUCKET_NAMES = ("0", "1", "2", "3to4", "5to8", "9plus")
 # Columns up to "known" cover every valid token, the rest those whose log-probability at the
 # learner's start is known (b behavior, s start, t target).
@@ -58,7 +58,7 @@ TOKENS = (
     "st_k3",
     "nll_start",
 )
-OF_START = TOKENS[TOKENS.index("known") :]
+START_STATISTICS = TOKENS[TOKENS.index("known") :]
 SAMPLES = (
     "n",
     "nll_mu",
@@ -115,7 +115,7 @@ class DiagnosticTokens:
     age: torch.Tensor | None = None
 
 
-def sums(v: DiagnosticTokens) -> dict[str, torch.Tensor]:
+def sum_statistics(v: DiagnosticTokens) -> dict[str, torch.Tensor]:
     """Return the sums of a micro-batch, float64 on the tokens' device.
 
     tokens: [TOKENS, 1 + buckets].
@@ -124,21 +124,21 @@ def sums(v: DiagnosticTokens) -> dict[str, torch.Tensor]:
     at_lag_0: [2], count and k3 of tokens that the start's own weights computed entirely.
     max/ratio, max/target_ratio, max/at_lag_0: scalars.
     """
-    a = log_ratio(v.start, v.behavior)
-    b = log_ratio(v.target, v.start)
-    t = log_ratio(v.target, v.behavior)
+    a = compute_log_ratio(v.start, v.behavior)
+    b = compute_log_ratio(v.target, v.start)
+    t = compute_log_ratio(v.target, v.behavior)
     zero = torch.zeros_like(a)
     rho = a.exp()
     known = v.valid if v.known is None else v.valid & v.known
-    same = known & (v.lag == 0) if v.age is None else known & (v.lag == 0) & (v.age == 0)
-    mismatch = kl.k3(-a)
+    own_version = known & (v.lag == 0) if v.age is None else known & (v.lag == 0) & (v.age == 0)
+    mismatch = kl.estimate_k3(-a)
     to_reference = dict.fromkeys(("ref_k1", "ref_k3", "ref_forward", "ref_nll"), zero)
     if v.reference is not None:
-        x = log_ratio(v.target, v.reference)
+        x = compute_log_ratio(v.target, v.reference)
         to_reference = {
             "ref_k1": x,
-            "ref_k3": kl.k3(x),
-            "ref_forward": kl.forward_k3(x),
+            "ref_k3": kl.estimate_k3(x),
+            "ref_forward": kl.estimate_forward_k3(x),
             "ref_nll": -v.reference,
         }
     columns = {
@@ -146,7 +146,7 @@ def sums(v: DiagnosticTokens) -> dict[str, torch.Tensor]:
         "w": v.weight,
         "w2": v.weight.square(),
         "bt_k1": -t,
-        "bt_k3": kl.k3(-t),
+        "bt_k3": kl.estimate_k3(-t),
         "nll_mu": -v.behavior,
         "nll": -v.target,
         "entropy": zero if v.entropy is None else v.entropy,
@@ -164,25 +164,25 @@ def sums(v: DiagnosticTokens) -> dict[str, torch.Tensor]:
         "bs_k1": -a,
         "bs_k3": mismatch,
         "st_k1": -b,
-        "st_k3": kl.k3(-b),
+        "st_k3": kl.estimate_k3(-b),
         "nll_start": -v.start,
     } | to_reference
     # one pass over all rows: with few tokens the number of calls is the cost
     table = torch.stack([columns[name] for name in TOKENS]).double()
-    table[: -len(OF_START)].masked_fill_(~v.valid, 0.0)
-    table[-len(OF_START) :].masked_fill_(~known, 0.0)
-    bucket = torch.bucketize(v.lag, LOWS.to(a.device), right=True)[:, None]
-    member = (bucket == torch.arange(len(BUCKETS), device=a.device)) & v.valid[:, None]
-    inside = torch.cat([v.valid[:, None], member], 1).double()
+    table[: -len(START_STATISTICS)].masked_fill_(~v.valid, 0.0)
+    table[-len(START_STATISTICS) :].masked_fill_(~known, 0.0)
+    bucket = torch.bucketize(v.lag, BUCKET_STARTS.to(a.device), right=True)[:, None]
+    in_bucket = (bucket == torch.arange(len(BUCKETS), device=a.device)) & v.valid[:, None]
+    columns_of_token = torch.cat([v.valid[:, None], in_bucket], 1).double()
     bins = torch.bucketize(a.abs().double(), EDGES.to(a.device, torch.float64))
     totals = {
-        "tokens": table @ inside,
-        "samples": _samples(v),
-        "max/ratio": _largest(rho, known),
-        "max/target_ratio": _largest(t.exp(), v.valid),
-        "max/at_lag_0": _largest(a.abs(), same),
+        "tokens": table @ columns_of_token,
+        "samples": _sum_samples(v),
+        "max/ratio": _find_largest(rho, known),
+        "max/target_ratio": _find_largest(t.exp(), v.valid),
+        "max/at_lag_0": _find_largest(a.abs(), own_version),
         "at_lag_0": torch.stack(
-            [same.double().sum(), torch.where(same, mismatch.double(), 0.0).sum()]
+            [own_version.double().sum(), torch.where(own_version, mismatch.double(), 0.0).sum()]
         ),
         "ratios": torch.zeros(len(EDGES) + 1, dtype=torch.float64, device=a.device).index_add_(
             0, bins, known.double()
@@ -191,34 +191,35 @@ def sums(v: DiagnosticTokens) -> dict[str, torch.Tensor]:
     return totals
 
 
-def _largest(x: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
+def _find_largest(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return the largest of x [n] (at least 0) over the mask, 0 without tokens, float64."""
-    return torch.where(inside, x, 0.0).amax().double() if len(x) else x.sum().double()
+    return torch.where(mask, x, 0.0).amax().double() if len(x) else x.sum().double()
 
 
-def _samples(v: DiagnosticTokens) -> torch.Tensor:
-    """Sum, over samples with a valid token, each one's mean over its tokens."""
+def _sum_samples(v: DiagnosticTokens) -> torch.Tensor:
+    """Sum the token means of all samples with a valid token: float64 [SAMPLES]."""
     n = len(v.rewards)
 
-    def per(x: torch.Tensor) -> torch.Tensor:
-        return seq_sum(torch.where(v.valid, x.double(), 0.0), v.seq, n)
+    def sum_valid(x: torch.Tensor) -> torch.Tensor:
+        return sum_by_sample(torch.where(v.valid, x.double(), 0.0), v.seq, n)
 
-    length = per(torch.ones_like(v.target))
-    some = (length > 0).double()
-    size = length.clamp(min=1)
-    rejected = (per(~v.kept) == length).double() * some
-    w = per(v.weight) / size
-    vetoed = (per(v.vetoed) > 0).double()
-    masked = per(v.kept & (v.weight == 0))
+    length = sum_valid(torch.ones_like(v.target))
+    has_tokens = (length > 0).double()
+    token_count = length.clamp(min=1)
+    rejected = (sum_valid(~v.kept) == length).double() * has_tokens
+    w = sum_valid(v.weight) / token_count
+    vetoed = (sum_valid(v.vetoed) > 0).double()
+    masked = sum_valid(v.kept & (v.weight == 0))
     rewards = v.rewards.double()
-    seen = torch.ones_like(v.valid) if v.known is None else v.known
-    known = (per(seen) == length).double() * some  # a pass covers whole samples
+    known_tokens = torch.ones_like(v.valid) if v.known is None else v.known
+    # a pass covers whole samples
+    known = (sum_valid(known_tokens) == length).double() * has_tokens
     rows = {
-        "n": some,
-        "nll_mu": per(-v.behavior) / size,
-        "nll": per(-v.target) / size,
-        "w": w * some,
-        "w2": w.square() * some,
+        "n": has_tokens,
+        "nll_mu": sum_valid(-v.behavior) / token_count,
+        "nll": sum_valid(-v.target) / token_count,
+        "w": w * has_tokens,
+        "w2": w.square() * has_tokens,
         "rejected": rejected,
         "rejected_length": rejected * length,
         "rejected_reward": rejected * rewards,
@@ -229,14 +230,14 @@ def _samples(v: DiagnosticTokens) -> torch.Tensor:
         "masked_length": masked * length,
         "masked_reward": masked * rewards,
         "known": known,
-        "nll_start": known * per(torch.where(seen, -v.start, 0.0)) / size,
+        "nll_start": known * sum_valid(torch.where(known_tokens, -v.start, 0.0)) / token_count,
     }
     return torch.stack([rows[name].sum() for name in SAMPLES])
 
 
-def add(total: dict[str, torch.Tensor], more: dict[str, torch.Tensor]) -> None:
+def add_sums(total: dict[str, torch.Tensor], sums: dict[str, torch.Tensor]) -> None:
     """Accumulate in place: sums add up, maxima take the larger."""
-    for name, x in more.items():
+    for name, x in sums.items():
         if name not in total:
             total[name] = x
         else:
@@ -258,29 +259,31 @@ def copy_to_host(tensors: dict[str, torch.Tensor]) -> dict[str, list[float]]:
     return host
 
 
-def metrics(total: dict[str, torch.Tensor]) -> dict[str, float]:
+def compute_metrics(total: dict[str, torch.Tensor]) -> dict[str, float]:
     """Return the metrics of a batch from its sums, as `metric_names` lists them."""
-    return metrics_of_each([total])[0]
+    return compute_metrics_of_each([total])[0]
 
 
-def metrics_of_each(totals: Sequence[dict[str, torch.Tensor]]) -> list[dict[str, float]]:
+def compute_metrics_of_each(totals: Sequence[dict[str, torch.Tensor]]) -> list[dict[str, float]]:
     """Return the metrics of several sums, with one synchronization with the device."""
     host = copy_to_host({f"{i}/{name}": x for i, t in enumerate(totals) for name, x in t.items()})
-    return [_of_sums({name: host[f"{i}/{name}"] for name in t}) for i, t in enumerate(totals)]
+    return [
+        _compute_metrics({name: host[f"{i}/{name}"] for name in t}) for i, t in enumerate(totals)
+    ]
 
 
-def _of_sums(host: dict[str, list[float]]) -> dict[str, float]:
+def _compute_metrics(host: dict[str, list[float]]) -> dict[str, float]:
     if "tokens" not in host:
         return {}
     width = 1 + len(BUCKETS)
     table = {name: host["tokens"][i * width : (i + 1) * width] for i, name in enumerate(TOKENS)}
-    computed = _of_tokens({name: row[0] for name, row in table.items()}) | _of_samples(
-        dict(zip(SAMPLES, host["samples"], strict=True))
-    )
+    computed = _compute_token_metrics(
+        {name: row[0] for name, row in table.items()}
+    ) | _compute_sample_metrics(dict(zip(SAMPLES, host["samples"], strict=True)))
     computed["is/target_ratio_max"] = host["max/target_ratio"][0]
     if table["known"][0] > 0:
         quantiles = {
-            f"is/log_ratio_{name}": _quantile(host["ratios"], q)
+            f"is/log_ratio_{name}": _find_quantile(host["ratios"], q)
             for name, q in (("p50", 0.5), ("p99", 0.99))
         }
         computed |= {"is/ratio_max": host["max/ratio"][0]} | quantiles
@@ -291,16 +294,18 @@ def _of_sums(host: dict[str, list[float]]) -> dict[str, float]:
         }
     for i, bucket in enumerate(BUCKET_NAMES, 1):
         if table["n"][i] > 0:
-            computed |= _of_bucket({name: row[i] for name, row in table.items()}, bucket)
+            computed |= _compute_bucket_metrics(
+                {name: row[i] for name, row in table.items()}, bucket
+            )
     computed |= {name: values[0] for name, values in host.items() if name.startswith("loss/")}
     if "reshape" in host:
-        computed |= _of_reshape(host["reshape"])
+        computed |= _compute_reshape_metrics(host["reshape"])
     if "sq/kl" in host and host["sq/policy"][0] > 0:
         computed["kl/gradient_share"] = math.sqrt(host["sq/kl"][0] / host["sq/policy"][0])
     return computed
 
 
-def explained_variance(
+def compute_explained_variance(
     values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor
 ) -> torch.Tensor:
     """1 - var(R - V) / var(R) over the mask: 1 for a perfect critic, 0 for a constant one."""
@@ -311,18 +316,18 @@ def explained_variance(
     return 1 - (r - v).var() / r.var().clamp(min=1e-12)
 
 
-def ess(w: float, w2: float, n: float) -> float:
+def compute_ess(w: float, w2: float, n: float) -> float:
     """Return the effective sample size as a share, from n weights' sum and sum of squares."""
     return w * w / max(n * w2, 1e-30)
 
 
-def _of_tokens(s: dict[str, float]) -> dict[str, float]:
+def _compute_token_metrics(s: dict[str, float]) -> dict[str, float]:
     n = max(s["n"], 1.0)
     m = {name: x / n for name, x in s.items()}
     computed = {
         "is/mean_weight": m["w"],
-        "is/weight_ess": ess(s["w"], s["w2"], n),
-        "is/target_ess": ess(s["t"], s["t2"], n),
+        "is/weight_ess": compute_ess(s["w"], s["w2"], n),
+        "is/target_ess": compute_ess(s["t"], s["t2"], n),
         "is/target_ratio": m["t"],
         "is/zero_share": m["masked"] + m["rejected"] + m["vetoed"],
         "is/rejected_share": m["rejected"],
@@ -335,13 +340,13 @@ def _of_tokens(s: dict[str, float]) -> dict[str, float]:
         "clip/dual": m["dual"],
         "clip/share": m["low"] + m["high"] + m["dual"],
         "policy/behavior_nll": m["nll_mu"],
-        "perplexity/behavior": _exp(m["nll_mu"]),
-        "perplexity/target": _exp(m["nll"]),
+        "perplexity/behavior": _exponentiate(m["nll_mu"]),
+        "perplexity/target": _exponentiate(m["nll"]),
     }
     if s["known"]:
-        computed |= _of_start({name: s[name] / s["known"] for name in OF_START}) | {
-            "is/ess": ess(s["rho"], s["rho2"], s["known"])
-        }
+        computed |= _compute_start_metrics(
+            {name: s[name] / s["known"] for name in START_STATISTICS}
+        ) | {"is/ess": compute_ess(s["rho"], s["rho2"], s["known"])}
     if s["entropy"]:
         computed["policy/entropy"] = m["entropy"]
     if s["ref_nll"]:
@@ -349,12 +354,12 @@ def _of_tokens(s: dict[str, float]) -> dict[str, float]:
             "kl/target_ref_k1": m["ref_k1"],
             "kl/target_ref_k3": m["ref_k3"],
             "kl/ref_target": m["ref_forward"],
-            "perplexity/reference": _exp(m["ref_nll"]),
+            "perplexity/reference": _exponentiate(m["ref_nll"]),
         }
     return computed
 
 
-def _of_start(m: dict[str, float]) -> dict[str, float]:
+def _compute_start_metrics(m: dict[str, float]) -> dict[str, float]:
     """Return metrics relative to the learner's start; m holds means over its known tokens."""
     return {
         "is/chi2": m["rho2"] - 1,
@@ -362,32 +367,33 @@ def _of_start(m: dict[str, float]) -> dict[str, float]:
         "kl/behavior_start_k3": m["bs_k3"],
         "kl/start_target_k1": m["st_k1"],
         "kl/start_target_k3": m["st_k3"],
-        "perplexity/start": _exp(m["nll_start"]),
+        "perplexity/start": _exponentiate(m["nll_start"]),
     }
 
 
-def _of_samples(s: dict[str, float]) -> dict[str, float]:
+def _compute_sample_metrics(s: dict[str, float]) -> dict[str, float]:
     n = max(s["n"], 1.0)
     computed = {
-        f"perplexity_by_answer/{who}": _exp(s[key] / n)
-        for who, key in (("behavior", "nll_mu"), ("target", "nll"))
+        f"perplexity_by_answer/{policy}": _exponentiate(s[key] / n)
+        for policy, key in (("behavior", "nll_mu"), ("target", "nll"))
     }
     if s["known"]:
-        computed["perplexity_by_answer/start"] = _exp(s["nll_start"] / s["known"])
+        computed["perplexity_by_answer/start"] = _exponentiate(s["nll_start"] / s["known"])
     computed |= {
-        "is/ess_by_answer": ess(s["w"], s["w2"], n),
+        "is/ess_by_answer": compute_ess(s["w"], s["w2"], n),
         "is/rejected_answers": s["rejected"] / n,
     }
     computed["is/vetoed_answers"] = s["vetoed"] / n
     for cause in ("rejected", "vetoed", "masked"):
         if s[cause]:
             computed |= {
-                f"is/{cause}_{of}": s[f"{cause}_{of}"] / s[cause] for of in ("length", "reward")
+                f"is/{cause}_{quantity}": s[f"{cause}_{quantity}"] / s[cause]
+                for quantity in ("length", "reward")
             }
     return computed
 
 
-def _of_bucket(s: dict[str, float], bucket: str) -> dict[str, float]:
+def _compute_bucket_metrics(s: dict[str, float], bucket: str) -> dict[str, float]:
     n = s["n"]
     of_bucket = {
         "target_k3": s["bt_k3"] / n,
@@ -398,17 +404,17 @@ def _of_bucket(s: dict[str, float], bucket: str) -> dict[str, float]:
     }
     if s["entropy"]:
         of_bucket["entropy"] = s["entropy"] / n
-    if known := s["known"]:
+    if known_count := s["known"]:
         of_bucket |= {
-            "k1": s["bs_k1"] / known,
-            "k3": s["bs_k3"] / known,
-            "update": s["st_k1"] / known,
-            "ess": ess(s["rho"], s["rho2"], known),
+            "k1": s["bs_k1"] / known_count,
+            "k3": s["bs_k3"] / known_count,
+            "update": s["st_k1"] / known_count,
+            "ess": compute_ess(s["rho"], s["rho2"], known_count),
         }
     return {f"by_lag/{name}_{bucket}": x for name, x in of_bucket.items()}
 
 
-def _of_reshape(s: list[float]) -> dict[str, float]:
+def _compute_reshape_metrics(s: list[float]) -> dict[str, float]:
     """Return IS-reshape's metrics from the sums of `surrogates`.
 
     They are n, gamma, w, w^gamma, w^gamma A and its square, then gamma and count of tokens that
@@ -428,16 +434,16 @@ def _of_reshape(s: list[float]) -> dict[str, float]:
     }
 
 
-def _exp(x: float) -> float:
+def _exponentiate(x: float) -> float:
     return math.exp(min(x, 50.0))
 
 
-def _quantile(counts: list[float], q: float) -> float:
+def _find_quantile(counts: list[float], q: float) -> float:
     """Return the upper edge of the bin that holds the quantile; 0 without counts."""
-    goal = q * sum(counts)
-    seen = 0.0
+    target = q * sum(counts)
+    total = 0.0
     for i, count in enumerate(counts):
-        seen += count
-        if count and seen >= goal:
+        total += count
+        if count and total >= target:
             return UPPER_EDGES[min(i, len(UPPER_EDGES) - 1)]
     return 0.0

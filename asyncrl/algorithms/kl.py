@@ -21,26 +21,26 @@ import torch
 
 from asyncrl.algorithms.ratios import (
     CLAMP,
+    build_name_error,
     choose_function,
-    difference,
-    discounted_suffix,
-    log_ratio,
-    running_sum,
-    unknown,
+    compute_log_ratio,
+    compute_running_sum,
+    subtract,
+    sum_discounted_suffix,
 )
 
 
-def k1(x: torch.Tensor) -> torch.Tensor:
+def estimate_k1(x: torch.Tensor) -> torch.Tensor:
     """x."""
     return x
 
 
-def k2(x: torch.Tensor) -> torch.Tensor:
+def estimate_k2(x: torch.Tensor) -> torch.Tensor:
     """x^2 / 2: its gradient in the loss is that of the token-level reverse KL."""
     return x.square() / 2
 
 
-def k3(x: torch.Tensor) -> torch.Tensor:
+def estimate_k3(x: torch.Tensor) -> torch.Tensor:
     """exp(-x) - 1 + x: its gradient in the loss is that of the token-level forward KL.
 
     It is constant below -20, where exp would overflow.
@@ -49,17 +49,17 @@ def k3(x: torch.Tensor) -> torch.Tensor:
     return torch.expm1(-x) + x
 
 
-def low_var_kl(x: torch.Tensor) -> torch.Tensor:
+def estimate_low_var_kl(x: torch.Tensor) -> torch.Tensor:
     """k3 clamped to [-10, 10], without gradient beyond."""
-    return k3(x).clamp(-10, 10)
+    return estimate_k3(x).clamp(-10, 10)
 
 
 ESTIMATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "k1": k1,
-    "k2": k2,
-    "k3": k3,
+    "k1": estimate_k1,
+    "k2": estimate_k2,
+    "k3": estimate_k3,
     "abs": torch.abs,
-    "low_var_kl": low_var_kl,
+    "low_var_kl": estimate_low_var_kl,
 }
 
 
@@ -69,16 +69,16 @@ def estimate(name: str, x: torch.Tensor) -> torch.Tensor:
     With `+` it has the estimator's value and the gradient of k2 (straight-through).
     """
     if (base := name.removesuffix("+")) not in ESTIMATORS:
-        raise unknown(
+        raise build_name_error(
             "kl.loss.estimator, kl.reward.estimator",
             name,
             [*ESTIMATORS, *(n + "+" for n in ESTIMATORS)],
         )
     value = ESTIMATORS[base](x)
-    return value if base == name else k2(x) - k2(x).detach() + value.detach()
+    return value if base == name else estimate_k2(x) - estimate_k2(x).detach() + value.detach()
 
 
-def forward_k3(x: torch.Tensor) -> torch.Tensor:
+def estimate_forward_k3(x: torch.Tensor) -> torch.Tensor:
     """Estimate the forward KL(ref || theta) from samples of theta; never negative.
 
     r log r - (r - 1) with r = exp(-x), x clamped from below at -20.
@@ -87,34 +87,36 @@ def forward_k3(x: torch.Tensor) -> torch.Tensor:
     return -x * torch.exp(-x) - torch.expm1(-x)
 
 
-def ratio(name: str, x: torch.Tensor, lp: torch.Tensor, behavior: torch.Tensor) -> torch.Tensor:
+def estimate_with_ratio(
+    name: str, x: torch.Tensor, lp: torch.Tensor, behavior: torch.Tensor
+) -> torch.Tensor:
     """exp(lp - lp_behavior) times the estimator, with gradient through the ratio too.
 
     DeepSeek-V3.2, arXiv 2512.02556. It is exact only on the states of the behavior policy: the
     distribution of states is not corrected.
     """
-    return log_ratio(lp, behavior).exp() * estimate(name, x)
+    return compute_log_ratio(lp, behavior).exp() * estimate(name, x)
 
 
-def _straight_through(
+def _attach_gradient(
     coefficient: torch.Tensor, lp: torch.Tensor, value: torch.Tensor
 ) -> torch.Tensor:
     """Return the value `value` with the gradient coefficient * grad lp."""
-    return coefficient.detach() * difference(lp, lp.detach()) + value.detach()
+    return coefficient.detach() * subtract(lp, lp.detach()) + value.detach()
 
 
-def prefix_weights(
+def compute_prefix_weights(
     lp: torch.Tensor, behavior: torch.Tensor, seq: torch.Tensor, truncate: float = torch.inf
 ) -> torch.Tensor:
     """W_{1:t} = prod_{u<=t} pi_theta / mu [N], detached, at most `truncate`.
 
     The running sum is clamped, not each of its tokens.
     """
-    log_w = difference(lp.detach(), behavior)
-    return running_sum(log_w, seq).clamp(-CLAMP, CLAMP).exp().clamp(max=truncate)
+    log_w = subtract(lp.detach(), behavior)
+    return compute_running_sum(log_w, seq).clamp(-CLAMP, CLAMP).exp().clamp(max=truncate)
 
 
-def prefix(
+def compute_prefix_kl(
     lp: torch.Tensor,
     ref: torch.Tensor,
     behavior: torch.Tensor,
@@ -130,14 +132,14 @@ def prefix(
     straight-through. (discount, truncate) = (1, inf) is exact, discount 0 the token level. Compare
     Tang and Munos 2025, arXiv 2506.09477.
     """
-    x = difference(lp.detach(), ref)
-    w = prefix_weights(lp, behavior, seq, truncate)
-    value = w * k3(x)
-    later = discounted_suffix(value, seq, discount) - value
-    return _straight_through(w * k1(x) + later, lp, value)
+    x = subtract(lp.detach(), ref)
+    w = compute_prefix_weights(lp, behavior, seq, truncate)
+    value = w * estimate_k3(x)
+    later_terms = sum_discounted_suffix(value, seq, discount) - value
+    return _attach_gradient(w * estimate_k1(x) + later_terms, lp, value)
 
 
-def prefix_full(
+def compute_full_prefix_kl(
     step_kl: torch.Tensor,
     lp: torch.Tensor,
     behavior: torch.Tensor,
@@ -146,16 +148,16 @@ def prefix_full(
     discount: float = 1.0,
     truncate: float = torch.inf,
 ) -> torch.Tensor:
-    """W_{1:k-1} KL_k per token [N]: exact like `prefix`, with less variance.
+    """W_{1:k-1} KL_k per token [N]: exact like `compute_prefix_kl`, with less variance.
 
     Tang and Munos 2025, arXiv 2506.09477. step_kl [N] is the exact KL(theta || ref) over the
     vocabulary at each state, with gradient.
     """
-    log_w = difference(lp.detach(), behavior)
-    w = (running_sum(log_w, seq) - log_w).clamp(-CLAMP, CLAMP).exp().clamp(max=truncate)
+    log_w = subtract(lp.detach(), behavior)
+    w = (compute_running_sum(log_w, seq) - log_w).clamp(-CLAMP, CLAMP).exp().clamp(max=truncate)
     value = w * step_kl.detach()
-    later = discounted_suffix(value, seq, discount) - value
-    return w * (step_kl - step_kl.detach()) + _straight_through(later, lp, value)
+    later_terms = sum_discounted_suffix(value, seq, discount) - value
+    return w * (step_kl - step_kl.detach()) + _attach_gradient(later_terms, lp, value)
 
 
 @dataclass(frozen=True)
@@ -186,43 +188,47 @@ class KLInputs:
         Estimators that exponentiate it clamp it. k1, k2 and abs pull however far the policy has
         moved.
         """
-        return difference(self.lp, self.ref)
+        return subtract(self.lp, self.ref)
 
 
-def _on_policy(p: KLInputs) -> torch.Tensor:
+def _apply_on_policy(p: KLInputs) -> torch.Tensor:
     return estimate(p.estimator, p.x)
 
 
-def _ratio(p: KLInputs) -> torch.Tensor:
-    return ratio(p.estimator, p.x, p.lp, p.behavior)
+def _apply_ratio(p: KLInputs) -> torch.Tensor:
+    return estimate_with_ratio(p.estimator, p.x, p.lp, p.behavior)
 
 
-def _prefix(p: KLInputs) -> torch.Tensor:
-    return prefix(p.lp, p.ref, p.behavior, p.seq, discount=p.discount, truncate=p.truncate)
+def _apply_prefix(p: KLInputs) -> torch.Tensor:
+    return compute_prefix_kl(
+        p.lp, p.ref, p.behavior, p.seq, discount=p.discount, truncate=p.truncate
+    )
 
 
-def _prefix_full(p: KLInputs) -> torch.Tensor:
+def _apply_full_prefix(p: KLInputs) -> torch.Tensor:
     if p.step_kl is None:
-        raise unknown(
+        raise build_name_error(
             "kl.loss.off_policy",
             "prefix_full (needs the exact KL of each step over the vocabulary)",
             [name for name in OFF_POLICY if name != "prefix_full"],
         )
-    return prefix_full(p.step_kl, p.lp, p.behavior, p.seq, discount=p.discount, truncate=p.truncate)
+    return compute_full_prefix_kl(
+        p.step_kl, p.lp, p.behavior, p.seq, discount=p.discount, truncate=p.truncate
+    )
 
 
 # kl.loss.off_policy -> the term per token [N], with gradient
 OFF_POLICY: dict[str, Callable[[KLInputs], torch.Tensor]] = {
-    "none": _on_policy,
-    "ratio": _ratio,
-    "prefix": _prefix,
-    "prefix_full": _prefix_full,
+    "none": _apply_on_policy,
+    "ratio": _apply_ratio,
+    "prefix": _apply_prefix,
+    "prefix_full": _apply_full_prefix,
 }
 # forms whose loss has a product over a sample's tokens
 PREFIXES = ("prefix", "prefix_full")
 
 
-def term(
+def compute_term(
     lp: torch.Tensor,
     ref: torch.Tensor,
     behavior: torch.Tensor,
@@ -235,18 +241,20 @@ def term(
     step_kl: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the KL term of the loss per token [N], with gradient."""
-    pair = KLInputs(lp, ref, behavior, seq, estimator, discount, truncate=truncate, step_kl=step_kl)
-    return choose_function("kl.loss.off_policy", OFF_POLICY, off_policy)(pair)
+    inputs = KLInputs(
+        lp, ref, behavior, seq, estimator, discount, truncate=truncate, step_kl=step_kl
+    )
+    return choose_function("kl.loss.off_policy", OFF_POLICY, off_policy)(inputs)
 
 
-def adaptive(beta: float, kl: float, target: float, samples: int, horizon: int) -> float:
+def adapt_beta(beta: float, kl: float, target: float, samples: int, horizon: int) -> float:
     """Return the next beta (Ziegler et al. 2019, arXiv 1909.08593)."""
     return beta * (1 + min(max(kl / target - 1, -0.2), 0.2) * samples / horizon)
 
 
 @dataclass
 class KLController:
-    """beta over a run: `fixed`, or `adaptive` towards kl = target.
+    """beta over a run: `fixed`, or `adapt_beta` towards kl = target.
 
     kl and target are in nats per sample (as published), horizon in samples.
     """
@@ -262,7 +270,7 @@ class KLController:
         A kl that is not finite changes nothing.
         """
         if self.kind not in ("fixed", "adaptive"):
-            raise unknown("kl.reward.controller", self.kind, ("fixed", "adaptive"))
+            raise build_name_error("kl.reward.controller", self.kind, ("fixed", "adaptive"))
         if self.kind == "adaptive" and abs(kl) < torch.inf:
-            self.beta = adaptive(self.beta, kl, self.target, samples, self.horizon)
+            self.beta = adapt_beta(self.beta, kl, self.target, samples, self.horizon)
         return self.beta

@@ -35,29 +35,34 @@ from asyncrl.algorithms import (
     stopping,
     surrogates,
 )
-from asyncrl.algorithms.batch import LossBatch, advantage, loss_mask, staleness_weight
+from asyncrl.algorithms.batch import (
+    LossBatch,
+    build_loss_mask,
+    compute_advantage,
+    compute_staleness_weight,
+)
 from asyncrl.algorithms.settings import Settings
 from asyncrl.algorithms.trust.view import StepBatch, SurrogateTokens
 from asyncrl.contract.errors import ConfigError
 
-add_sums = diagnostics.add
-finish = diagnostics.metrics
-finish_each = diagnostics.metrics_of_each
+add_sums = diagnostics.add_sums
+finish = diagnostics.compute_metrics
+finish_each = diagnostics.compute_metrics_of_each
 __all__ = [
     "LossBatch",
     "PreparedBatch",
     "StepPlan",
     "add_sums",
     "begin_step",
+    "compute_learning_rate_share",
+    "compute_micro_loss",
     "finish",
     "finish_each",
-    "learning_rate_share",
-    "micro_loss",
-    "needs_anchor_first",
     "needs_current",
+    "needs_proximal_first",
     "needs_start_first",
     "prepare",
-    "stop_statistic",
+    "sum_update_kl",
 ]
 
 
@@ -69,7 +74,7 @@ class PreparedBatch:
     config: Settings
     advantage: torch.Tensor  # [N]
     valid: torch.Tensor  # bool [N]: tokens in the loss, before rejection
-    fade: torch.Tensor  # [N] staleness weight (staleness.on_exceed = downweight)
+    staleness_weight: torch.Tensor  # [N] (staleness.on_exceed = downweight)
     # None: computed from the forward of the only optimizer step
     corrected: correction.ImportanceWeights | None
     returns: torch.Tensor | None = None  # [N], with a value head
@@ -111,14 +116,14 @@ class StepPlan:
     # inputs of the surrogate from the whole step: [N] or scalars
     prepass: dict[str, torch.Tensor] = field(default_factory=dict)
     # bool [N]: tokens that M2PO excludes
-    far: torch.Tensor | None = None
+    m2_excluded: torch.Tensor | None = None
 
 
-def needs_anchor_first(config: Settings) -> bool:
+def needs_proximal_first(config: Settings) -> bool:
     """Return whether the recomputed proximal policy is needed before the first optimizer step."""
     several = config.learner.epochs * config.learner.minibatches > 1
-    after = config.correction.denominator == "after"
-    return bool(several or correction.needs_statistics(config.correction) or after)
+    counts_after_rejection = config.correction.denominator == "after"
+    return bool(several or correction.needs_statistics(config.correction) or counts_after_rejection)
 
 
 def needs_start_first(config: Settings) -> bool:
@@ -141,17 +146,17 @@ def needs_current(prep: PreparedBatch) -> bool:
     """
     c = prep.config
     stop = c.stop
-    wanted = (
+    needed = (
         c.loss.surrogate in surrogates.NEED_CURRENT or stop.action == "slow" or stop.ess_min > 0
     )
-    wanted = wanted or (
+    needed = needed or (
         c.loss.surrogate == "reinforce" and correction.needs_statistics(c.correction)
     )
-    wanted = wanted or c.correction.m2 > 0
-    return bool(wanted and not _start_given(prep))
+    needed = needed or c.correction.m2 > 0
+    return bool(needed and not _has_given_start(prep))
 
 
-def _start_given(prep: PreparedBatch) -> bool:
+def _has_given_start(prep: PreparedBatch) -> bool:
     """Return whether the current policy is the given start: no step has been made yet."""
     return prep.steps == 0 and prep.batch.start is not None
 
@@ -179,23 +184,25 @@ def prepare(
     """
     beta = config.kl.reward.coefficient if beta is None else beta
     if batch.start is None and config.correction.proximal == "recompute":
-        batch.start = batch.anchor
-    valid = batch.mask & loss_mask(batch, config)
-    adv, returns, numbers = advantage(batch, valid, config, baseline, beta)
+        batch.start = batch.proximal
+    valid = batch.mask & build_loss_mask(batch, config)
+    adv, returns, scalars = compute_advantage(batch, valid, config, baseline, beta)
     adv = adv if advantages is None else advantages
     corrected = None
-    if batch.anchor is not None and config.loss.surrogate != "reinforce":
-        everything = torch.arange(len(batch.seq), device=batch.seq.device)
-        corrected = _correct(batch, everything, batch.anchor, valid, config, adv=adv)
-    inside = adv[valid]
-    numbers |= {
-        "advantage/mean": inside.mean() if len(inside) else adv.new_zeros(()),
-        "advantage/abs_max": inside.abs().amax() if len(inside) else adv.new_zeros(()),
+    if batch.proximal is not None and config.loss.surrogate != "reinforce":
+        all_tokens = torch.arange(len(batch.seq), device=batch.seq.device)
+        corrected = _correct(batch, all_tokens, batch.proximal, valid, config, adv=adv)
+    valid_advantages = adv[valid]
+    scalars |= {
+        "advantage/mean": valid_advantages.mean() if len(valid_advantages) else adv.new_zeros(()),
+        "advantage/abs_max": valid_advantages.abs().amax()
+        if len(valid_advantages)
+        else adv.new_zeros(()),
         "answer/masked_share": 1 - valid.to(adv.dtype).mean(),
     }
     stop = config.stop
     budget = stopping.KLBudget(stop.kl_max) if stop.action == "slow" and stop.kl_max > 0 else None
-    metrics = {name: x[0] for name, x in diagnostics.copy_to_host(numbers).items()}
+    metrics = {name: x[0] for name, x in diagnostics.copy_to_host(scalars).items()}
     has_start = batch.start is not None
     start = batch.start.clone() if batch.start is not None else torch.zeros_like(batch.behavior)
     known = torch.full_like(batch.mask, has_start)
@@ -204,7 +211,7 @@ def prepare(
         config=config,
         advantage=adv,
         valid=valid,
-        fade=staleness_weight(batch, config),
+        staleness_weight=compute_staleness_weight(batch, config),
         corrected=corrected,
         returns=returns,
         metrics=metrics,
@@ -226,7 +233,7 @@ def mark_step_made(prep: PreparedBatch) -> None:
     prep.used |= prep.live
 
 
-def learning_rate_share(
+def compute_learning_rate_share(
     prep: PreparedBatch, step: StepPlan, sums: dict[str, torch.Tensor]
 ) -> float:
     """Return the share of the learning rate for this optimizer step.
@@ -239,7 +246,7 @@ def learning_rate_share(
     count, total, square = sums["ess/answers"].tolist()
     ess = total * total / max(count * square, 1e-300) if count else 1.0
     stop = prep.config.stop
-    share = step.lr_scale * stopping.rate_by_ess(ess, stop.ess_on_policy, stop.lr_by_ess)
+    share = step.lr_scale * stopping.scale_lr_by_ess(ess, stop.ess_on_policy, stop.lr_by_ess)
     prep.metrics |= {"optim/lr_scale": share, "optim/answer_ess": ess}
     return share
 
@@ -247,7 +254,7 @@ def learning_rate_share(
 def _correct(
     batch: LossBatch,
     part: torch.Tensor,
-    anchor: torch.Tensor,
+    proximal: torch.Tensor,
     valid: torch.Tensor,
     config: Settings,
     *,
@@ -258,15 +265,15 @@ def _correct(
 
     Args:
         part: int64 [n], positions among the batch's N tokens.
-        anchor: [n], log pi_prox (log pi_theta for surrogate = reinforce).
+        proximal: [n], log pi_prox (log pi_theta for surrogate = reinforce).
         valid: bool [n], the mask.
         adv: [n], the advantage.
         stats: of the whole batch; None: computed from these tokens.
     """
-    log_rho = ratios.difference(anchor, batch.behavior[part])
+    log_rho = ratios.subtract(proximal, batch.behavior[part])
     return correction.correct(
         log_rho,
-        anchor,
+        proximal,
         valid,
         batch.seq[part],
         n=len(batch.rewards),
@@ -303,66 +310,72 @@ def begin_step(
     if current is not None and prep.steps == 0 and not prep.known.any():
         prep.start, prep.known = current.to(prep.start.dtype).clone(), torch.ones_like(prep.known)
     if current is None:
-        current = batch.start if _start_given(prep) else batch.anchor
-    inside = torch.zeros(len(batch.rewards), dtype=torch.bool, device=batch.seq.device)
-    inside[samples] = True
-    counted = of_step = prep.valid & inside[batch.seq]
+        current = batch.start if _has_given_start(prep) else batch.proximal
+    in_step = torch.zeros(len(batch.rewards), dtype=torch.bool, device=batch.seq.device)
+    in_step[samples] = True
+    counted_tokens = step_tokens = prep.valid & in_step[batch.seq]
     if prep.corrected is not None and c.correction.denominator == "after":
-        counted = counted & prep.corrected.kept
+        counted_tokens = counted_tokens & prep.corrected.kept
     length = (
         float(c.loss.norm_length or c.generator.max_new_tokens)
         if c.loss.reduction == "seq-mean-token-sum-norm"
         else 1.0
     )
-    factor = reductions.factors(counted, batch.seq, len(batch.rewards), c.loss.reduction, length)
+    factor = reductions.compute_factors(
+        counted_tokens, batch.seq, len(batch.rewards), c.loss.reduction, length
+    )
     step = StepPlan(factor.to(batch.behavior.dtype), correction.WeightStatistics())
-    _statistics(prep, step, current)
+    _fill_statistics(prep, step, current)
     if c.correction.m2:
         assert current is not None
-        log_w = ratios.log_ratio(current, batch.behavior)
-        step.far = correction.masked_by_second_moment(
-            log_w, prep.advantage, of_step, c.correction.m2
+        log_w = ratios.compute_log_ratio(current, batch.behavior)
+        step.m2_excluded = correction.find_m2_exclusions(
+            log_w, prep.advantage, step_tokens, c.correction.m2
         )
     if c.loss.surrogate in surrogates.PREPASS:
-        whole = StepBatch(
-            batch.behavior, prep.advantage, of_step, batch.seq, batch.groups, current=current
+        step_batch = StepBatch(
+            batch.behavior, prep.advantage, step_tokens, batch.seq, batch.groups, current=current
         )
-        step.prepass = surrogates.PREPASS[c.loss.surrogate](whole, c.loss)
+        step.prepass = surrogates.PREPASS[c.loss.surrogate](step_batch, c.loss)
     prep.live = torch.zeros_like(prep.live)
     prep.steps += 1
     return step
 
 
-def _statistics(prep: PreparedBatch, step: StepPlan, current: torch.Tensor | None) -> None:
+def _fill_statistics(prep: PreparedBatch, step: StepPlan, current: torch.Tensor | None) -> None:
     """Fill in the statistics of the whole batch that the surrogate and the stop need."""
     c = prep.config
     batch = prep.batch
     stop = c.stop
     name = c.loss.surrogate
     if name == "reinforce" and current is not None and correction.needs_statistics(c.correction):
-        everything = torch.arange(len(batch.seq), device=batch.seq.device)
-        _correct(batch, everything, current, prep.valid, c, adv=prep.advantage, stats=step.stats)
-    if name in surrogates.BEFORE and current is not None:
-        cov = surrogates.covariance(current, prep.advantage, prep.valid)
+        all_tokens = torch.arange(len(batch.seq), device=batch.seq.device)
+        _correct(batch, all_tokens, current, prep.valid, c, adv=prep.advantage, stats=step.stats)
+    if name in surrogates.COVARIANCE_CHOICES and current is not None:
+        cov = surrogates.compute_covariance(current, prep.advantage, prep.valid)
         seed = ((c.seed * 1_000_003 + prep.number) * 1009 + prep.steps) % 2**63
-        step.chosen = surrogates.BEFORE[name](cov, prep.valid, c.loss, seed)
+        step.chosen = surrogates.COVARIANCE_CHOICES[name](cov, prep.valid, c.loss, seed)
     if current is None or not (name == "reshape" or stop.action == "slow" or stop.ess_min > 0):
         return
-    log_w = ratios.log_ratio(current, batch.behavior)
-    read: dict[str, torch.Tensor] = {}
+    log_w = ratios.compute_log_ratio(current, batch.behavior)
+    device_values: dict[str, torch.Tensor] = {}
     stops = stop.action == "slow" or stop.ess_min > 0
     if stops:
-        read |= {
-            "stop": _stop_kl(prep, current),
-            "ess": correction.effective_sample_size(log_w.exp(), prep.valid),
+        device_values |= {
+            "stop": _compute_stop_kl(prep, current),
+            "ess": correction.compute_effective_sample_size(log_w.exp(), prep.valid),
         }
     if name == "reshape":
-        step.reshape = reshape.statistics(log_w, prep.valid, c.reshape.rho_min)
-        read |= {"k": step.reshape.kl, "base": step.reshape.base, "sigma2": step.reshape.sigma2}
+        step.reshape = reshape.compute_statistics(log_w, prep.valid, c.reshape.rho_min)
+        device_values |= {
+            "k": step.reshape.kl,
+            "base": step.reshape.base,
+            "sigma2": step.reshape.sigma2,
+        }
     # the only synchronization with the device before the gradient of the step
-    host = {key: x[0] for key, x in diagnostics.copy_to_host(read).items()}
+    host = {key: x[0] for key, x in diagnostics.copy_to_host(device_values).items()}
     if stops:
-        step.lr_scale = stopping.scale(
+        step.lr_scale = stopping.compute_lr_scale(
             host["stop"],
             host["ess"],
             kl_max=stop.kl_max if stop.action == "slow" else 0.0,
@@ -381,9 +394,9 @@ def _statistics(prep: PreparedBatch, step: StepPlan, current: torch.Tensor | Non
         }
 
 
-def _stop_kl(prep: PreparedBatch, current: torch.Tensor) -> torch.Tensor:
-    """Return the KL of the updates so far over the whole batch, as `stop_statistic` measures it."""
-    total, weight = stop_statistic(
+def _compute_stop_kl(prep: PreparedBatch, current: torch.Tensor) -> torch.Tensor:
+    """Return the KL of the updates so far over the whole batch, as `sum_update_kl` measures it."""
+    total, weight = sum_update_kl(
         prep, torch.arange(len(prep.valid), device=prep.valid.device), current
     )
     return (total / weight.clamp(min=1e-12)).clamp(min=0)
@@ -392,20 +405,20 @@ def _stop_kl(prep: PreparedBatch, current: torch.Tensor) -> torch.Tensor:
 # ---- per micro-batch -----------------------------------------------------------------------------
 
 
-def _tokens(
-    prep: PreparedBatch, step: StepPlan, part: torch.Tensor, now: torch.Tensor
+def _build_tokens(
+    prep: PreparedBatch, step: StepPlan, part: torch.Tensor, target: torch.Tensor
 ) -> SurrogateTokens:
     """Build the surrogate's inputs for the tokens `part`; now [n] is log pi_theta."""
     b = prep.batch
     return SurrogateTokens(
-        raw=ratios.difference(now, now if b.anchor is None else b.anchor[part]),
+        raw=ratios.subtract(target, target if b.proximal is None else b.proximal[part]),
         adv=prep.advantage[part],
-        lp=now,
+        lp=target,
         behavior=b.behavior[part],
         mask=prep.valid[part],
         seq=b.seq[part],
         n=len(b.rewards),
-        drawn=None if step.chosen is None else step.chosen[part],
+        chosen=None if step.chosen is None else step.chosen[part],
         stats=step.reshape,
         reshape=prep.config.reshape,
         prepass={name: x[part] if x.dim() else x for name, x in step.prepass.items()},
@@ -416,32 +429,32 @@ def _correct_at_target(
     prep: PreparedBatch,
     step: StepPlan,
     part: torch.Tensor,
-    now: torch.Tensor,
+    target: torch.Tensor,
     fixed: correction.ImportanceWeights,
 ) -> correction.ImportanceWeights:
     """Apply reject_at = target and correction.m2 to the weights; now [n] is log pi_theta."""
     b = prep.batch
     c = prep.config.correction
-    if c.reject_at != "target" and step.far is None:
+    if c.reject_at != "target" and step.m2_excluded is None:
         return fixed
-    weight, keep = fixed.weight, fixed.kept
+    weight, kept = fixed.weight, fixed.kept
     if c.reject_at == "target":
-        keep = keep & correction.unrejected(
-            ratios.difference(now, b.behavior[part]),
-            now,
+        kept = kept & correction.find_unrejected(
+            ratios.subtract(target, b.behavior[part]),
+            target,
             prep.valid[part],
             b.seq[part],
             len(b.rewards),
             c=c,
             adv=prep.advantage[part],
         )
-        weight = torch.where(keep, weight, 0.0)
-    if step.far is not None:
-        weight = torch.where(step.far[part], 0.0, weight)
-    return correction.ImportanceWeights(weight, keep, fixed.vetoed)
+        weight = torch.where(kept, weight, 0.0)
+    if step.m2_excluded is not None:
+        weight = torch.where(step.m2_excluded[part], 0.0, weight)
+    return correction.ImportanceWeights(weight, kept, fixed.vetoed)
 
 
-def micro_loss(
+def compute_micro_loss(
     prep: PreparedBatch,
     step: StepPlan,
     part: torch.Tensor,
@@ -462,37 +475,37 @@ def micro_loss(
     """
     b = prep.batch
     c = prep.config
-    now = lp.detach()
+    target = lp.detach()
     valid = prep.valid[part]
     factor = step.factor[part]
-    _remember(prep, part, now)
-    fixed = prep.corrected
-    if fixed is None:
-        known = None if c.loss.surrogate == "reinforce" else b.anchor
-        anchor = now if known is None else known[part]
+    _remember(prep, part, target)
+    weights = prep.corrected
+    if weights is None:
+        known = None if c.loss.surrogate == "reinforce" else b.proximal
+        proximal = target if known is None else known[part]
         adv = prep.advantage[part]
-        fixed = _correct(b, part, anchor, valid, c, adv=adv, stats=step.stats)
+        weights = _correct(b, part, proximal, valid, c, adv=adv, stats=step.stats)
     else:
-        fixed = correction.ImportanceWeights(
-            fixed.weight[part], fixed.kept[part], fixed.vetoed[part]
+        weights = correction.ImportanceWeights(
+            weights.weight[part], weights.kept[part], weights.vetoed[part]
         )
-    fixed = _correct_at_target(prep, step, part, now, fixed)
-    tokens = _tokens(prep, step, part, now)
-    trust = surrogates.trust(tokens, c)
-    live = valid & fixed.kept
-    weight = torch.where(live, fixed.weight * prep.fade[part], 0.0)
-    _record(prep, part, live & (fixed.weight != 0), weight, trust.clipped)
+    weights = _correct_at_target(prep, step, part, target, weights)
+    tokens = _build_tokens(prep, step, part, target)
+    trust = surrogates.apply_surrogate(tokens, c)
+    live = valid & weights.kept
+    weight = torch.where(live, weights.weight * prep.staleness_weight[part], 0.0)
+    _record(prep, part, live & (weights.weight != 0), weight, trust.clipped)
     scale = weight * factor
     if c.loss.coefficient != 1:
         scale = scale * c.loss.coefficient
     coefficient = torch.where(live, trust.coefficient * scale, 0.0)
-    safe = torch.where(live, lp, 0.0)
-    loss = -(coefficient * safe).sum()
+    live_logprobs = torch.where(live, lp, 0.0)
+    loss = -(coefficient * live_logprobs).sum()
     sums = tokens.sums | {"loss/policy": -torch.where(live, trust.objective * scale, 0.0).sum()}
     if c.stop.lr_by_ess != "off":
-        log_w = ratios.difference(now, tokens.behavior)
-        sums["ess/answers"] = stopping.answer_weights(log_w, valid, b.seq[part], len(b.rewards))
-    extra, terms = _terms(
+        log_w = ratios.subtract(target, tokens.behavior)
+        sums["ess/answers"] = stopping.sum_sample_weights(log_w, valid, b.seq[part], len(b.rewards))
+    extra, terms = _compute_extra_terms(
         prep,
         part,
         live,
@@ -507,12 +520,12 @@ def micro_loss(
         seq=b.seq[part],
         lag=b.token_lag[part],
         valid=valid,
-        kept=fixed.kept,
-        vetoed=fixed.vetoed,
+        kept=weights.kept,
+        vetoed=weights.vetoed,
         behavior=tokens.behavior,
         start=prep.start[part],
-        target=now,
-        weight=fixed.weight,
+        target=target,
+        weight=weights.weight,
         clipped=trust.clipped,
         rewards=b.rewards,
         reference=None if b.reference is None else b.reference[part],
@@ -520,7 +533,7 @@ def micro_loss(
         known=prep.known[part],
         age=None if b.age is None else b.age[part],
     )
-    return loss + extra, diagnostics.sums(view) | sums | terms
+    return loss + extra, diagnostics.sum_statistics(view) | sums | terms
 
 
 def _record(
@@ -536,21 +549,21 @@ def _record(
     prep.clipped[part] = clipped.to(torch.int8)
 
 
-def _remember(prep: PreparedBatch, part: torch.Tensor, now: torch.Tensor) -> None:
+def _remember(prep: PreparedBatch, part: torch.Tensor, target: torch.Tensor) -> None:
     """Record the log-probabilities of this pass.
 
     Those of the first optimizer step are the learner's start, which then costs no extra forward.
     """
-    now = now.to(prep.start.dtype)
+    target = target.to(prep.start.dtype)
     if prep.steps == 1:
-        fresh = ~prep.known[part]
-        prep.start[part] = torch.where(fresh, now, prep.start[part])
+        is_new = ~prep.known[part]
+        prep.start[part] = torch.where(is_new, target, prep.start[part])
         prep.known[part] = True
-    prep.latest[part] = now
+    prep.latest[part] = target
     prep.passed[part] = True
 
 
-def _terms(
+def _compute_extra_terms(
     prep: PreparedBatch,
     part: torch.Tensor,
     live: torch.Tensor,
@@ -568,40 +581,42 @@ def _terms(
     total = lp.new_zeros(())
     sums = {}
 
-    def safe(x: torch.Tensor) -> torch.Tensor:
+    def zero_others(x: torch.Tensor) -> torch.Tensor:
         return torch.where(live, x, 0.0)  # x[live] would make the host wait for its size
 
     def apply_weights(x: torch.Tensor) -> torch.Tensor:
-        return (safe(x) * factor).sum()
+        return (zero_others(x) * factor).sum()
 
     if entropy is not None and c.loss.entropy:
         sums["loss/entropy"] = apply_weights(entropy)
         total = total - c.loss.entropy * sums["loss/entropy"]
     k = c.kl.loss
     if b.reference is not None and k.coefficient > 0:
-        sums["loss/kl"] = _kl_in_loss(prep, part, live, lp, factor, step_kl)
+        sums["loss/kl"] = _compute_loss_kl(prep, part, live, lp, factor, step_kl)
         total = total + k.coefficient * sums["loss/kl"]
         # the full KL's gradient goes to all logits, past the logprobs of the sampled tokens
         if lp.requires_grad and step_kl is None:
-            slope = torch.autograd.grad(sums["loss/kl"], lp, retain_graph=True)[0]
+            gradient = torch.autograd.grad(sums["loss/kl"], lp, retain_graph=True)[0]
             sums |= {
-                "sq/kl": (k.coefficient * slope).square().sum(),
+                "sq/kl": (k.coefficient * gradient).square().sum(),
                 "sq/policy": coefficient.square().sum(),
             }
     if c.loss.surrogate == "reshape" and c.reshape.kl_penalty > 0:
-        x = ratios.difference(safe(lp), safe(b.behavior[part]))
+        x = ratios.subtract(zero_others(lp), zero_others(b.behavior[part]))
         sums["loss/kl_penalty"] = apply_weights(kl.estimate(c.reshape.kl_estimator, x))
         total = total + c.reshape.kl_penalty * sums["loss/kl_penalty"]
     if values_now is not None and prep.returns is not None:
-        old = None if b.values is None else safe(b.values[part])
+        batch_values = None if b.values is None else zero_others(b.values[part])
         sums["loss/value"] = apply_weights(
-            value_loss(safe(values_now), safe(prep.returns[part]), old, c.value.clip)
+            compute_value_loss(
+                zero_others(values_now), zero_others(prep.returns[part]), batch_values, c.value.clip
+            )
         )
         total = total + c.value.coefficient * sums["loss/value"]
     return total, {name: x.detach() for name, x in sums.items()}
 
 
-def _kl_in_loss(
+def _compute_loss_kl(
     prep: PreparedBatch,
     part: torch.Tensor,
     live: torch.Tensor,
@@ -615,15 +630,15 @@ def _kl_in_loss(
     assert b.reference is not None
     behavior, reference, seq = (x[part] for x in (b.behavior, b.reference, b.seq))
 
-    def safe(x: torch.Tensor) -> torch.Tensor:
+    def zero_others(x: torch.Tensor) -> torch.Tensor:
         return torch.where(live, x, 0.0)
 
     if k.off_policy in kl.PREFIXES:  # a product over the live tokens only
         lp, reference, behavior, seq = lp[live], reference[live], behavior[live], seq[live]
         step_kl = None if step_kl is None else step_kl[live]
     else:
-        lp, reference, behavior = safe(lp), safe(reference), safe(behavior)
-    term = kl.term(
+        lp, reference, behavior = zero_others(lp), zero_others(reference), zero_others(behavior)
+    term = kl.compute_term(
         lp,
         reference,
         behavior,
@@ -636,11 +651,14 @@ def _kl_in_loss(
     )
     if k.off_policy in kl.PREFIXES:
         return (term * factor[live]).sum()
-    return (safe(term) * factor).sum()
+    return (zero_others(term) * factor).sum()
 
 
-def value_loss(
-    values: torch.Tensor, returns: torch.Tensor, old: torch.Tensor | None = None, clip: float = 0.0
+def compute_value_loss(
+    values: torch.Tensor,
+    returns: torch.Tensor,
+    batch_values: torch.Tensor | None = None,
+    clip: float = 0.0,
 ) -> torch.Tensor:
     """Return the value loss per token [N]: 0.5 (V - R)^2.
 
@@ -653,14 +671,14 @@ def value_loss(
         old: [N] detached, or None.
     """
     loss = (values - returns).square()
-    if clip > 0 and old is not None:
-        near = old + (values - old).clamp(-clip, clip)
-        loss = torch.maximum(loss, (near - returns).square())
+    if clip > 0 and batch_values is not None:
+        clipped_values = batch_values + (values - batch_values).clamp(-clip, clip)
+        loss = torch.maximum(loss, (clipped_values - returns).square())
     return 0.5 * loss
 
 
 @torch.no_grad()
-def stop_statistic(
+def sum_update_kl(
     prep: PreparedBatch, part: torch.Tensor, lp: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (weighted sum, weight) of the KL that the updates of this batch alone have added.
@@ -676,10 +694,12 @@ def stop_statistic(
     valid = prep.valid[part]
     behavior = prep.batch.behavior[part]
     start = prep.start[part]
-    to_start = ratios.log_ratio(start, behavior)
+    to_start = ratios.compute_log_ratio(start, behavior)
     if prep.config.stop.against == "behavior":
-        now, weight = stopping.kl_statistic(
-            ratios.log_ratio(lp, behavior), torch.ones_like(start), valid
+        total, weight = stopping.sum_kl(
+            ratios.compute_log_ratio(lp, behavior), torch.ones_like(start), valid
         )
-        return now - stopping.kl_statistic(to_start, torch.ones_like(start), valid)[0], weight
-    return stopping.kl_statistic(ratios.log_ratio(lp, start), to_start.exp().clamp(max=2.0), valid)
+        return total - stopping.sum_kl(to_start, torch.ones_like(start), valid)[0], weight
+    return stopping.sum_kl(
+        ratios.compute_log_ratio(lp, start), to_start.exp().clamp(max=2.0), valid
+    )

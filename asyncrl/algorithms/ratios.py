@@ -23,7 +23,7 @@ FAR = 1000.0
 EDGE = 1e-8  # distance of a probability from 0 and 1 before its logarithm is taken
 
 
-def unknown(key: str, name: object, valid: Iterable[str]) -> ConfigError:
+def build_name_error(key: str, name: object, valid: Iterable[str]) -> ConfigError:
     """Build the error for a name outside a closed set."""
     return ConfigError(f"{key} = {name}: choose one of {', '.join(valid)}")
 
@@ -31,11 +31,11 @@ def unknown(key: str, name: object, valid: Iterable[str]) -> ConfigError:
 def choose_function(key: str, table: Mapping[str, Function], name: str) -> Function:
     """Return the function of `table` named by the config's `key`. Raises ConfigError."""
     if name not in table:
-        raise unknown(key, name, table)
+        raise build_name_error(key, name, table)
     return table[name]
 
 
-def difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def subtract(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return a - b with its gradient, not clamped.
 
     Where both are -inf, or the difference is nan, it is 0. Infinite differences become +-FAR. These
@@ -47,12 +47,12 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     )
 
 
-def log_ratio(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def compute_log_ratio(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return clamp(a - b, -20, 20); nan (also of two -inf) counts as 0, ratio 1."""
-    return difference(a, b).clamp(-CLAMP, CLAMP)
+    return subtract(a, b).clamp(-CLAMP, CLAMP)
 
 
-def binary_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+def compute_binary_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     """Return KL of (p, 1 - p) from (q, 1 - q) [N], with all other tokens as one.
 
     p and q are clamped to [1e-8, 1 - 1e-8].
@@ -62,25 +62,27 @@ def binary_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     return kl.to(log_p.dtype)
 
 
-def seq_sum(x: torch.Tensor, seq: torch.Tensor, n: int) -> torch.Tensor:
+def sum_by_sample(x: torch.Tensor, seq: torch.Tensor, n: int) -> torch.Tensor:
     """Return the sum of x over each sample: [n]."""
     return torch.zeros(n, dtype=x.dtype, device=x.device).index_add_(0, seq, x)
 
 
-def seq_mean(x: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int) -> torch.Tensor:
+def average_by_sample(
+    x: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int
+) -> torch.Tensor:
     """Return the mean of x over each sample's tokens in the mask: [n]; 0 without any."""
-    return seq_sum(torch.where(mask, x, 0.0), seq, n) / seq_sum(mask.to(x.dtype), seq, n).clamp(
-        min=1
-    )
+    return sum_by_sample(torch.where(mask, x, 0.0), seq, n) / sum_by_sample(
+        mask.to(x.dtype), seq, n
+    ).clamp(min=1)
 
 
-def seq_max(x: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int) -> torch.Tensor:
+def find_sample_max(x: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int) -> torch.Tensor:
     """Return the largest x of each sample's tokens in the mask: [n]; -inf without any."""
     largest = torch.full((n,), -torch.inf, dtype=x.dtype, device=x.device)
     return largest.scatter_reduce_(0, seq, torch.where(mask, x, -torch.inf), "amax")
 
 
-def masked_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def average_masked(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return the mean of x over the mask, 0 when it is empty; nan outside has no effect."""
     return torch.where(mask, x, 0.0).sum() / mask.sum().clamp(min=1)
 
@@ -92,11 +94,11 @@ class PaddedRows:
     """
 
     def __init__(self, seq: torch.Tensor) -> None:
-        new = torch.ones_like(seq, dtype=torch.bool)
-        new[1:] = seq[1:] != seq[:-1]
-        self.row = new.cumsum(0) - 1
-        place = torch.arange(len(seq), device=seq.device)
-        self.column = place - place[new][self.row]
+        starts = torch.ones_like(seq, dtype=torch.bool)
+        starts[1:] = seq[1:] != seq[:-1]
+        self.row = starts.cumsum(0) - 1
+        position = torch.arange(len(seq), device=seq.device)
+        self.column = position - position[starts][self.row]
         self.shape = (
             tuple((torch.stack([self.row.amax(), self.column.amax()]) + 1).tolist())
             if len(seq)
@@ -112,25 +114,25 @@ class PaddedRows:
         return m[self.row, self.column]
 
 
-def running_sum(x: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
+def compute_running_sum(x: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
     """Return the sum of x over a sample's tokens up to and including each: [N]."""
     rows = PaddedRows(seq)
     return rows.pack(rows.matrix(x).cumsum(1))
 
 
-def running_min(x: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
+def compute_running_min(x: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
     """Return the smallest x of a sample's tokens up to and including each: [N].
 
     |x| is at most FAR. One pass without reading the device: each sample is shifted below all
     earlier ones, in float64.
     """
-    new = torch.zeros_like(seq, dtype=torch.float64)
-    new[1:] = (seq[1:] != seq[:-1]).double()
-    below = new.cumsum(0) * (2 * FAR + 1)
-    return ((x.double() - below).cummin(0).values + below).to(x.dtype) if len(x) else x
+    starts = torch.zeros_like(seq, dtype=torch.float64)
+    starts[1:] = (seq[1:] != seq[:-1]).double()
+    shift = starts.cumsum(0) * (2 * FAR + 1)
+    return ((x.double() - shift).cummin(0).values + shift).to(x.dtype) if len(x) else x
 
 
-def discounted_suffix(
+def sum_discounted_suffix(
     x: torch.Tensor, seq: torch.Tensor, discount: float | torch.Tensor
 ) -> torch.Tensor:
     """S_t = x_t + discount_t S_{t+1} within each sample: [N]. discount: a float or [N]."""

@@ -6,25 +6,29 @@ from collections.abc import Callable
 
 import torch
 
-from asyncrl.algorithms.ratios import choose_function, seq_sum
+from asyncrl.algorithms.ratios import choose_function, sum_by_sample
 
 
-def token_mean(tokens: torch.Tensor, samples: torch.Tensor, length: float) -> torch.Tensor:
+def divide_by_tokens(tokens: torch.Tensor, samples: torch.Tensor, length: float) -> torch.Tensor:
     """1/T (DAPO, arXiv 2503.14476)."""
     return torch.ones_like(tokens) / tokens.sum().clamp(min=1)
 
 
-def token_sum(tokens: torch.Tensor, samples: torch.Tensor, length: float) -> torch.Tensor:
+def divide_by_samples(tokens: torch.Tensor, samples: torch.Tensor, length: float) -> torch.Tensor:
     """1/S."""
     return torch.ones_like(tokens) / samples
 
 
-def sample_mean(tokens: torch.Tensor, samples: torch.Tensor, length: float) -> torch.Tensor:
+def divide_by_sample_lengths(
+    tokens: torch.Tensor, samples: torch.Tensor, length: float
+) -> torch.Tensor:
     """1/(S T_i) (GRPO)."""
     return torch.ones_like(tokens) / (samples * tokens.clamp(min=1))
 
 
-def token_sum_norm(tokens: torch.Tensor, samples: torch.Tensor, length: float) -> torch.Tensor:
+def divide_by_fixed_length(
+    tokens: torch.Tensor, samples: torch.Tensor, length: float
+) -> torch.Tensor:
     """1/(S length) (Dr. GRPO, arXiv 2503.20783)."""
     return torch.ones_like(tokens) / (samples * length)
 
@@ -32,22 +36,22 @@ def token_sum_norm(tokens: torch.Tensor, samples: torch.Tensor, length: float) -
 # loss.reduction -> the factor [B] of each sample's tokens. Its arguments are T_i [B], the tokens of
 # the mask in each sample (T is their sum), S, the number of samples with any, and a fixed length
 REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]] = {
-    "token-mean": token_mean,
-    "seq-mean-token-sum": token_sum,
-    "seq-mean-token-mean": sample_mean,
-    "seq-mean-token-sum-norm": token_sum_norm,
+    "token-mean": divide_by_tokens,
+    "seq-mean-token-sum": divide_by_samples,
+    "seq-mean-token-mean": divide_by_sample_lengths,
+    "seq-mean-token-sum-norm": divide_by_fixed_length,
 }
 
 
-def factors(
-    counted: torch.Tensor, seq: torch.Tensor, n: int, how: str, length: float = 1.0
+def compute_factors(
+    mask: torch.Tensor, seq: torch.Tensor, n: int, reduction: str, length: float = 1.0
 ) -> torch.Tensor:
     """Return the factor [N] of each token of `counted` bool [N], 0 elsewhere.
 
     The loss is sum(factor * per-token loss). `how` is a name of REDUCTIONS. Raises ConfigError for
     an unknown name.
     """
-    tokens = seq_sum(counted.to(torch.float64), seq, n)
+    tokens = sum_by_sample(mask.to(torch.float64), seq, n)
     samples = (tokens > 0).sum().clamp(min=1)
-    by_sample = choose_function("loss.reduction", REDUCTIONS, how)(tokens, samples, length)
-    return torch.where(counted, by_sample[seq], 0.0)
+    by_sample = choose_function("loss.reduction", REDUCTIONS, reduction)(tokens, samples, length)
+    return torch.where(mask, by_sample[seq], 0.0)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncrl.algorithms.ratios import choose_function, masked_mean
+from asyncrl.algorithms.ratios import average_masked, choose_function
 from asyncrl.algorithms.settings import Reshape
 
 
@@ -38,21 +38,23 @@ class ReshapeStatistics:
     share: float = 1.0
 
 
-def statistics(log_w: torch.Tensor, mask: torch.Tensor, rho_min: float = 0.3) -> ReshapeStatistics:
+def compute_statistics(
+    log_w: torch.Tensor, mask: torch.Tensor, rho_min: float = 0.3
+) -> ReshapeStatistics:
     """gamma_base = min(1, sqrt(-log rho_min / sigma2)), 1 where sigma2 is 0.
 
     sigma2 is the unbiased variance of log w [N] over the mask.
     """
     x = torch.where(mask, log_w, 0.0)
     count = mask.sum()
-    centred = torch.where(mask, x - masked_mean(x, mask), 0.0)
-    sigma2 = centred.square().sum() / (count - 1).clamp(min=1)
-    room = -torch.log(torch.as_tensor(rho_min, dtype=log_w.dtype, device=log_w.device))
-    base = (room / sigma2.clamp(min=1e-30)).sqrt().clamp(max=1.0)
-    return ReshapeStatistics(sigma2, base, masked_mean(torch.expm1(x) - x, mask))
+    deviation = torch.where(mask, x - average_masked(x, mask), 0.0)
+    sigma2 = deviation.square().sum() / (count - 1).clamp(min=1)
+    log_margin = -torch.log(torch.as_tensor(rho_min, dtype=log_w.dtype, device=log_w.device))
+    base = (log_margin / sigma2.clamp(min=1e-30)).sqrt().clamp(max=1.0)
+    return ReshapeStatistics(sigma2, base, average_masked(torch.expm1(x) - x, mask))
 
 
-def gamma_v31(
+def compute_gamma_v31(
     log_w: torch.Tensor,
     adv: torch.Tensor,
     base: torch.Tensor,
@@ -65,10 +67,10 @@ def gamma_v31(
     At w = 1 it is (gamma_base + 1/2) / 2, so 0.75 for gamma_base = 1.
     """
     target = torch.sigmoid(-temperature * log_w)
-    return base + (target - base) * p_correct(log_w, adv, tau)
+    return base + (target - base) * compute_p_correct(log_w, adv, tau)
 
 
-def p_correct(log_w: torch.Tensor, adv: torch.Tensor, tau: float) -> torch.Tensor:
+def compute_p_correct(log_w: torch.Tensor, adv: torch.Tensor, tau: float) -> torch.Tensor:
     """Return P_correct = sigmoid(C / tau) [N], C = A log w."""
     return torch.sigmoid(adv * log_w / tau)
 
@@ -83,31 +85,31 @@ class GammaInputs:
     c: Reshape
 
 
-def _v31(x: GammaInputs) -> torch.Tensor:
-    g = gamma_v31(x.log_w, x.adv, x.stats.base, tau=x.c.tau, temperature=x.c.temperature)
+def _apply_v31(x: GammaInputs) -> torch.Tensor:
+    g = compute_gamma_v31(x.log_w, x.adv, x.stats.base, tau=x.c.tau, temperature=x.c.temperature)
     return g.clamp(min=x.c.gamma_min)
 
 
-def _base(x: GammaInputs) -> torch.Tensor:
+def _apply_base(x: GammaInputs) -> torch.Tensor:
     return x.stats.base.expand_as(x.log_w).clamp(min=x.c.gamma_min)
 
 
-def _constant(x: GammaInputs) -> torch.Tensor:
+def _apply_constant(x: GammaInputs) -> torch.Tensor:
     return torch.full_like(x.log_w, x.c.gamma)
 
 
-def _unspent(g: torch.Tensor, x: GammaInputs) -> torch.Tensor:
+def _keep_gamma(g: torch.Tensor, x: GammaInputs) -> torch.Tensor:
     return g
 
 
-def _of_tokens(g: torch.Tensor, x: GammaInputs) -> torch.Tensor:
+def _reduce_for_tokens(g: torch.Tensor, x: GammaInputs) -> torch.Tensor:
     """Reduce gamma of tokens that push away; box_cox reduces the coefficient instead."""
     if x.c.form == "box_cox":
         return g
     return torch.where(x.adv * x.log_w > 0, g * x.stats.share, g)
 
 
-def _of_batch(g: torch.Tensor, x: GammaInputs) -> torch.Tensor:
+def _reduce_for_batch(g: torch.Tensor, x: GammaInputs) -> torch.Tensor:
     """Repair D as the report words it: gamma_kl for the whole batch."""
     target = (x.c.kl_budget / x.stats.kl.clamp(min=1e-30)).sqrt().clamp(max=1.0)
     return torch.minimum(x.stats.base, target).expand_as(x.log_w)
@@ -115,19 +117,19 @@ def _of_batch(g: torch.Tensor, x: GammaInputs) -> torch.Tensor:
 
 # reshape.mode -> gamma [N]
 MODES: dict[str, Callable[[GammaInputs], torch.Tensor]] = {
-    "v3.1": _v31,
-    "base": _base,
-    "constant": _constant,
+    "v3.1": _apply_v31,
+    "base": _apply_base,
+    "constant": _apply_constant,
 }
 # reshape.budget -> gamma [N] after repair D
 BUDGETS: dict[str, Callable[[torch.Tensor, GammaInputs], torch.Tensor]] = {
-    "none": _unspent,
-    "tokens": _of_tokens,
-    "global": _of_batch,
+    "none": _keep_gamma,
+    "tokens": _reduce_for_tokens,
+    "global": _reduce_for_batch,
 }
 
 
-def gamma(
+def compute_gamma(
     log_w: torch.Tensor, adv: torch.Tensor, stats: ReshapeStatistics, c: Reshape
 ) -> torch.Tensor:
     """Return gamma [N]: mode, then gamma_min, then repair D (which may reach 0)."""

@@ -29,7 +29,7 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 @functools.cache
-def _tables(module: str) -> dict[str, tuple[str, ...]]:
+def _read_tables(module: str) -> dict[str, tuple[str, ...]]:
     """Return every dict with text keys and every tuple of texts at the module's top level."""
     tables = {}
     source = Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8")
@@ -49,13 +49,13 @@ def _tables(module: str) -> dict[str, tuple[str, ...]]:
     return tables
 
 
-def names(module: str, table: str) -> tuple[str, ...]:
+def read_names(module: str, table: str) -> tuple[str, ...]:
     """Return the keys of the dict `table` (or the words of a tuple) in MODULE.py of this folder.
 
     They are read from its source: importing it would import torch, which a config must not. Raises
     KeyError for an unknown table.
     """
-    return _tables(module)[table]
+    return _read_tables(module)[table]
 
 
 if TYPE_CHECKING:  # a type checker has no names to read
@@ -73,26 +73,26 @@ if TYPE_CHECKING:  # a type checker has no names to read
     Estimator = str
     OffPolicy = str
 else:
-    Baseline = Literal[names("advantages", "BASELINES")]
-    Scale = Literal[names("batch", "SCALES")]
-    Level = Literal[names("correction", "LEVELS")]
-    Bound = Literal[names("correction", "BOUNDS")]
-    Reject = Literal[names("correction", "STATISTICS")]
-    Over = Literal[names("correction", "OVER")]
-    Veto = Literal[names("correction", "VETO")]
-    Reduction = Literal[names("reductions", "REDUCTIONS")]
-    Mode = Literal[names("reshape", "MODES")]
-    Budget = Literal[names("reshape", "BUDGETS")]
-    Form = Literal[names("surrogates", "FORMS")]
-    _KL = names("kl", "ESTIMATORS")
+    Baseline = Literal[read_names("advantages", "BASELINES")]
+    Scale = Literal[read_names("batch", "SCALES")]
+    Level = Literal[read_names("correction", "LEVELS")]
+    Bound = Literal[read_names("correction", "BOUNDS")]
+    Reject = Literal[read_names("correction", "STATISTICS")]
+    Over = Literal[read_names("correction", "OVER")]
+    Veto = Literal[read_names("correction", "VETO")]
+    Reduction = Literal[read_names("reductions", "REDUCTIONS")]
+    Mode = Literal[read_names("reshape", "MODES")]
+    Budget = Literal[read_names("reshape", "BUDGETS")]
+    Form = Literal[read_names("surrogates", "FORMS")]
+    _KL = read_names("kl", "ESTIMATORS")
     Estimator = Literal[_KL + tuple(f"{name}+" for name in _KL)]
-    OffPolicy = Literal[names("kl", "OFF_POLICY")]
+    OffPolicy = Literal[read_names("kl", "OFF_POLICY")]
 # surrogates whose ratio is pi_theta / mu as published
-ON_BEHAVIOR = names("surrogates", "ON_BEHAVIOR")
+ON_BEHAVIOR = read_names("surrogates", "ON_BEHAVIOR")
 # statistics of rejection that are never negative
-NOT_NEGATIVE = names("correction", "NOT_NEGATIVE")
+NOT_NEGATIVE = read_names("correction", "NOT_NEGATIVE")
 # advantages that compare the samples of one prompt
-BY_GROUP = names("advantages", "BY_GROUP")
+BY_GROUP = read_names("advantages", "BY_GROUP")
 
 
 def read_with(key: str, *values: str) -> Meta:
@@ -106,22 +106,24 @@ def read_with(key: str, *values: str) -> Meta:
     return Meta(extra={"read_with": (key, values)})
 
 
-def variants(kind: Any) -> tuple[Any, ...]:
+def list_variants(kind: Any) -> tuple[Any, ...]:
     """Return the tagged structs below `kind`, in the order of their definition."""
     structs = []
-    for below in kind.__subclasses__():
-        if isinstance(below.__struct_config__.tag, str) and not below.__subclasses__():
-            structs.append(below)
-        structs += variants(below)
+    for subclass in kind.__subclasses__():
+        if isinstance(subclass.__struct_config__.tag, str) and not subclass.__subclasses__():
+            structs.append(subclass)
+        structs += list_variants(subclass)
     return tuple(structs)
 
 
-def variant(kind: Any, tag: str, **keys: Any) -> Any:
+def build_variant(kind: Any, tag: str, **keys: Any) -> Any:
     """Build the struct below `kind` with this tag: `variant(Loss, "dppo", dppo_threshold=0.1)`.
 
     Raises KeyError for an unknown tag.
     """
-    return {below.__struct_config__.tag: below for below in variants(kind)}[tag](**keys)
+    return {subclass.__struct_config__.tag: subclass for subclass in list_variants(kind)}[tag](
+        **keys
+    )
 
 
 Ddof = Annotated[
@@ -1088,9 +1090,9 @@ if TYPE_CHECKING:
     AnyCorrection = Correction
     AnyLoss = Loss
 else:
-    AnyAdvantage = functools.reduce(operator.or_, variants(Advantage))
-    AnyCorrection = functools.reduce(operator.or_, variants(Correction))
-    AnyLoss = functools.reduce(operator.or_, variants(Loss))
+    AnyAdvantage = functools.reduce(operator.or_, list_variants(Advantage))
+    AnyCorrection = functools.reduce(operator.or_, list_variants(Correction))
+    AnyLoss = functools.reduce(operator.or_, list_variants(Loss))
 
 
 class StalenessKeys(Protocol):
@@ -1149,7 +1151,7 @@ class Settings(Protocol):
     def stop(self) -> Stop: ...
 
 
-def ordered(config: Settings) -> list[str]:
+def list_ordered_settings(config: Settings) -> list[str]:
     """Return `key = value` of each setting that needs the token order of a whole sample.
 
     The training sequences of a session that forked have no such order.

@@ -17,7 +17,7 @@ import torch
 
 from asyncrl.algorithms import kl
 from asyncrl.algorithms.diagnostics import BUCKET_NAMES, BUCKETS
-from asyncrl.algorithms.ratios import log_ratio
+from asyncrl.algorithms.ratios import compute_log_ratio
 
 PARTS = ("mismatch", "staleness", "update")
 
@@ -52,7 +52,7 @@ class LogRatioSplit:
         return {name: a - b for name, (a, b) in zip(PARTS, pairs, strict=True)}
 
 
-def metrics(split: LogRatioSplit) -> dict[str, float]:
+def compute_metrics(split: LogRatioSplit) -> dict[str, float]:
     """Return means over the tokens; empty without tokens.
 
     `split/PART` is minus the log-ratio (k1; the parts add up to split/total), `split/PART_k3` its
@@ -61,26 +61,26 @@ def metrics(split: LogRatioSplit) -> dict[str, float]:
     if not len(split.lag):
         return {}
     parts = split.log_ratio_parts()
-    nothing = torch.zeros_like(split.behavior)
-    k3 = {name: kl.k3(-log_ratio(x, nothing)).double() for name, x in parts.items()}
-    means = {f"split/{name}": -_mean(x) for name, x in parts.items()}
-    means |= {f"split/{name}_k3": _mean(x) for name, x in k3.items()}
-    means["split/total"] = -_mean(split.target - split.behavior)
-    one = split.age == 0
-    if one.any():
-        means["mismatch/k3_one_version"] = _mean(k3["mismatch"][one])
-        means["mismatch/max_one_version"] = float(parts["mismatch"][one].abs().amax())
+    zeros = torch.zeros_like(split.behavior)
+    k3 = {name: kl.estimate_k3(-compute_log_ratio(x, zeros)).double() for name, x in parts.items()}
+    means = {f"split/{name}": -_average(x) for name, x in parts.items()}
+    means |= {f"split/{name}_k3": _average(x) for name, x in k3.items()}
+    means["split/total"] = -_average(split.target - split.behavior)
+    one_version = split.age == 0
+    if one_version.any():
+        means["mismatch/k3_one_version"] = _average(k3["mismatch"][one_version])
+        means["mismatch/max_one_version"] = float(parts["mismatch"][one_version].abs().amax())
     for name, (low, high) in zip(BUCKET_NAMES, BUCKETS, strict=True):
         in_bucket = (split.lag >= low) & (split.lag <= high)
         if in_bucket.any():
             for part in PARTS[:2]:
-                means[f"by_lag/{part}_{name}"] = -_mean(parts[part][in_bucket])
-                means[f"by_lag/{part}_k3_{name}"] = _mean(k3[part][in_bucket])
+                means[f"by_lag/{part}_{name}"] = -_average(parts[part][in_bucket])
+                means[f"by_lag/{part}_k3_{name}"] = _average(k3[part][in_bucket])
         in_bucket = (split.age >= low) & (split.age <= high)
         if in_bucket.any():
-            means[f"by_age/mismatch_k3_{name}"] = _mean(k3["mismatch"][in_bucket])
+            means[f"by_age/mismatch_k3_{name}"] = _average(k3["mismatch"][in_bucket])
     return means
 
 
-def _mean(x: torch.Tensor) -> float:
+def _average(x: torch.Tensor) -> float:
     return float(x.double().mean())

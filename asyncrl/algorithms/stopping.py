@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from asyncrl.algorithms.ratios import CLAMP, seq_sum
+from asyncrl.algorithms.ratios import CLAMP, sum_by_sample
 
 
-def kl_statistic(
+def sum_kl(
     log_r: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (weighted sum, weight) over the mask of r - 1 - log r, r = exp(log_r).
@@ -25,7 +25,7 @@ def kl_statistic(
     return torch.where(mask, weight * k, 0.0).sum(), torch.where(mask, weight, 0.0).sum()
 
 
-def step_share(kl: float, budget: float, step_kl: float | None = None) -> float:
+def compute_step_share(kl: float, budget: float, step_kl: float | None = None) -> float:
     """Return g in [0, 1]: the share of one full step that still fits into the KL budget.
 
     It is exactly 0 at the budget. To second order sqrt(KL) adds like a distance: g =
@@ -33,9 +33,9 @@ def step_share(kl: float, budget: float, step_kl: float | None = None) -> float:
     - sqrt(K)) / sqrt(dK1), 0, 1) with dK1 the KL that one full step adds. Before dK1 is known, g =
       1 - sqrt(K / budget).
     """
-    room = max(budget, 0.0) ** 0.5 - max(kl, 0.0) ** 0.5
-    full = budget**0.5 if step_kl is None else max(step_kl, 1e-12) ** 0.5
-    return float(min(1.0, max(0.0, room / max(full, 1e-12))))
+    distance_left = max(budget, 0.0) ** 0.5 - max(kl, 0.0) ** 0.5
+    step_distance = budget**0.5 if step_kl is None else max(step_kl, 1e-12) ** 0.5
+    return float(min(1.0, max(0.0, distance_left / max(step_distance, 1e-12))))
 
 
 @dataclass
@@ -59,13 +59,13 @@ class KLBudget:
         root = max(kl, 0.0) ** 0.5
         if self.step_kl is None and self._last is not None and self._last[1] > 0:
             self.step_kl = ((root - self._last[0]) / self._last[1]) ** 2
-        g = step_share(kl, self.limit, self.step_kl)
+        g = compute_step_share(kl, self.limit, self.step_kl)
         if self._last is None:
             self._last = (root, g)
         return g
 
 
-def scale(
+def compute_lr_scale(
     kl: float, ess: float, *, kl_max: float, ess_min: float, budget: KLBudget | None
 ) -> float:
     """Return the learning-rate scale of the coming step; 0 stops the batch.
@@ -80,23 +80,25 @@ def scale(
     return budget.next_share(kl) if budget is not None else (1.0 if kl <= kl_max else 0.0)
 
 
-def answer_weights(
+def sum_sample_weights(
     log_w: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int
 ) -> torch.Tensor:
     """Return (samples, sum W, sum W^2), float64 [3], over samples with a token in the mask.
 
     W = exp(sum log w) of each sample, not truncated. Sums of micro-batches and ranks add up.
     """
-    inside = seq_sum(mask.double(), seq, n) > 0
-    whole = seq_sum(torch.where(mask, log_w, 0.0).double(), seq, n).clamp(-CLAMP, CLAMP).exp()
-    w = torch.where(inside, whole, 0.0)
-    return torch.stack([inside.double().sum(), w.sum(), w.square().sum()])
+    has_tokens = sum_by_sample(mask.double(), seq, n) > 0
+    sample_ratios = (
+        sum_by_sample(torch.where(mask, log_w, 0.0).double(), seq, n).clamp(-CLAMP, CLAMP).exp()
+    )
+    w = torch.where(has_tokens, sample_ratios, 0.0)
+    return torch.stack([has_tokens.double().sum(), w.sum(), w.square().sum()])
 
 
-def rate_by_ess(ess: float, on_policy: float, how: str) -> float:
+def scale_lr_by_ess(ess: float, on_policy: float, form: str) -> float:
     """Return the share of the learning rate: min(1, ess / on_policy), its root with `sqrt`.
 
     VCPO, arXiv 2602.17616. It scales the rate, because Adam would undo a factor of the loss.
     """
     share = min(1.0, ess / on_policy)
-    return share**0.5 if how == "sqrt" else share
+    return share**0.5 if form == "sqrt" else share

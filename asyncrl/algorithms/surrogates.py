@@ -18,13 +18,13 @@ import torch
 from asyncrl.algorithms import settings
 from asyncrl.algorithms.ratios import (
     CLAMP,
-    binary_kl,
+    average_by_sample,
     choose_function,
-    log_ratio,
-    seq_mean,
-    seq_sum,
+    compute_binary_kl,
+    compute_log_ratio,
+    sum_by_sample,
 )
-from asyncrl.algorithms.reshape import gamma, p_correct
+from asyncrl.algorithms.reshape import compute_gamma, compute_p_correct
 from asyncrl.algorithms.settings import Reshape, Settings
 from asyncrl.algorithms.trust import sequence_surrogates, token_surrogates
 from asyncrl.algorithms.trust.view import (
@@ -34,8 +34,8 @@ from asyncrl.algorithms.trust.view import (
     StepBatch,
     SurrogateTerm,
     SurrogateTokens,
-    sides,
-    unclipped,
+    build_unclipped,
+    mark_sides,
 )
 from asyncrl.algorithms.trust.view import LOW as LOW
 
@@ -57,22 +57,22 @@ NEED_CURRENT = ("reshape", "kl_cov", "clip_cov", "bapo")
 GSPO_CLIP = (3e-4, 4e-4)  # its ratio is a mean: a clip range that is not 0.2
 
 
-def vanilla(log_r: torch.Tensor, adv: torch.Tensor) -> SurrogateTerm:
+def compute_vanilla(log_r: torch.Tensor, adv: torch.Tensor) -> SurrogateTerm:
     """r A: no trust region (Kakade and Langford 2002)."""
     r = log_r.exp()
-    return unclipped(r * adv, r * adv)
+    return build_unclipped(r * adv, r * adv)
 
 
-def log_probability_term(lp: torch.Tensor, adv: torch.Tensor) -> SurrogateTerm:
+def compute_log_probability_term(lp: torch.Tensor, adv: torch.Tensor) -> SurrogateTerm:
     """lp A: `reinforce` (Williams 1992), `gpg` (arXiv 2504.02546) and `sft`.
 
     For `reinforce` the bounded weight pi_theta / mu belongs to the correction. For `sft` A is 1
     where the sample was rewarded and 0 elsewhere.
     """
-    return unclipped(adv.clone(), lp * adv)
+    return build_unclipped(adv.clone(), lp * adv)
 
 
-def ppo(
+def compute_ppo(
     log_r: torch.Tensor,
     adv: torch.Tensor,
     *,
@@ -91,7 +91,7 @@ def ppo(
     """
     r = log_r.exp()
     value = torch.minimum(r * adv, r.clamp(1 - low, 1 + high) * adv)
-    clipped = sides((adv < 0) & (r < 1 - low), (adv > 0) & (r > 1 + high))
+    clipped = mark_sides((adv < 0) & (r < 1 - low), (adv > 0) & (r > 1 + high))
     if dual > 0:
         floor = (adv < 0) & (value < dual * adv)
         value = torch.where(floor, dual * adv, value)
@@ -99,7 +99,7 @@ def ppo(
     return SurrogateTerm(torch.where(clipped == OPEN, r * adv, 0.0), value, clipped)
 
 
-def cispo(
+def compute_cispo(
     log_r: torch.Tensor, adv: torch.Tensor, lp: torch.Tensor, *, lo: float = 0.0, hi: float = 1.2
 ) -> SurrogateTerm:
     """sg[clamp(r, lo, hi)] A lp (MiniMax-M1, arXiv 2506.13585): the gradient never vanishes.
@@ -113,10 +113,10 @@ def cispo(
     """
     r = log_r.exp()
     w = r.clamp(lo, hi)
-    return SurrogateTerm(w * adv, w * adv * lp, sides(r < lo, r > hi))
+    return SurrogateTerm(w * adv, w * adv * lp, mark_sides(r < lo, r > hi))
 
 
-def gspo(
+def compute_gspo(
     log_r: torch.Tensor,
     adv: torch.Tensor,
     mask: torch.Tensor,
@@ -138,10 +138,12 @@ def gspo(
         seq: int64 [N].
         n: number of samples.
     """
-    return ppo(seq_mean(log_r, mask, seq, n).clamp(-CLAMP, CLAMP)[seq], adv, low=low, high=high)
+    return compute_ppo(
+        average_by_sample(log_r, mask, seq, n).clamp(-CLAMP, CLAMP)[seq], adv, low=low, high=high
+    )
 
 
-def sapo(
+def compute_sapo(
     log_r: torch.Tensor, adv: torch.Tensor, *, tau_pos: float = 1.0, tau_neg: float = 1.05
 ) -> SurrogateTerm:
     """4/tau sigma(tau (r - 1)) A: a soft gate (SAPO, arXiv 2511.20347).
@@ -151,10 +153,10 @@ def sapo(
     r = log_r.exp()
     tau = torch.where(adv > 0, torch.full_like(adv, tau_pos), tau_neg)
     s = torch.sigmoid(tau * (r - 1))
-    return unclipped(4 * s * (1 - s) * r * adv, 4 / tau * s * adv)
+    return build_unclipped(4 * s * (1 - s) * r * adv, 4 / tau * s * adv)
 
 
-def dppo(
+def compute_dppo(
     log_r: torch.Tensor,
     adv: torch.Tensor,
     prob: torch.Tensor,
@@ -175,17 +177,17 @@ def dppo(
         high: threshold for A > 0; None: `threshold`.
     """
     r = log_r.exp()
-    up = threshold if high is None else high
+    upper = threshold if high is None else high
     if divergence == "kl":
-        moved = binary_kl(prob.log() - log_r, prob.log()) * log_r.sign()
+        moved = compute_binary_kl(prob.log() - log_r, prob.log()) * log_r.sign()
     else:
         moved = prob - prob / r
-    clipped = sides((adv < 0) & (moved < -threshold), (adv > 0) & (moved > up))
+    clipped = mark_sides((adv < 0) & (moved < -threshold), (adv > 0) & (moved > upper))
     open_value = torch.where(clipped == OPEN, r * adv, 0.0)
     return SurrogateTerm(open_value, open_value.clone(), clipped)
 
 
-def topr(
+def compute_topr(
     log_r: torch.Tensor,
     adv: torch.Tensor,
     lp: torch.Tensor,
@@ -205,22 +207,24 @@ def topr(
         seq: int64 [N].
         n: number of samples.
     """
-    whole = seq_sum(torch.where(mask, log_r, 0.0), seq, n).clamp(-CLAMP, 0.0).exp()[seq]
-    w = torch.where(adv < 0, whole, 1.0)
-    return unclipped(w * adv, w * adv * lp)
+    sample_ratio = (
+        sum_by_sample(torch.where(mask, log_r, 0.0), seq, n).clamp(-CLAMP, 0.0).exp()[seq]
+    )
+    w = torch.where(adv < 0, sample_ratio, 1.0)
+    return build_unclipped(w * adv, w * adv * lp)
 
 
-def dro(
+def compute_dro(
     log_r: torch.Tensor, adv: torch.Tensor, lp: torch.Tensor, *, beta: float = 0.05
 ) -> SurrogateTerm:
     """lp A - beta/2 (log pi_theta / mu)^2: token form of direct reward optimization.
 
     Richemond et al. 2024, arXiv 2405.19107.
     """
-    return unclipped(adv - beta * log_r, lp * adv - beta / 2 * log_r.square())
+    return build_unclipped(adv - beta * log_r, lp * adv - beta / 2 * log_r.square())
 
 
-def covariance(lp: torch.Tensor, adv: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def compute_covariance(lp: torch.Tensor, adv: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """(lp - mean lp)(A - mean A) [N], means over the mask; 0 elsewhere.
 
     Cui et al. 2025, arXiv 2505.22617.
@@ -231,14 +235,14 @@ def covariance(lp: torch.Tensor, adv: torch.Tensor, mask: torch.Tensor) -> torch
     return torch.where(mask, (x - x.sum() / count) * (a - a.sum() / count), 0.0)
 
 
-def highest(cov: torch.Tensor, mask: torch.Tensor, share: float) -> torch.Tensor:
+def choose_highest(cov: torch.Tensor, mask: torch.Tensor, share: float) -> torch.Tensor:
     """Return bool [N]: the `share` of the mask's tokens with the largest covariance (KL-Cov).
 
     At least one token is chosen.
     """
-    many = min(max(1, int(share * int(mask.sum()))), len(cov))
+    count = min(max(1, int(share * int(mask.sum()))), len(cov))
     chosen = torch.zeros_like(mask)
-    chosen[torch.where(mask, cov, -torch.inf).topk(many).indices] = True
+    chosen[torch.where(mask, cov, -torch.inf).topk(count).indices] = True
     return chosen & mask
 
 
@@ -246,24 +250,27 @@ def sample_by_covariance(
     cov: torch.Tensor, mask: torch.Tensor, share: float, lo: float, hi: float, seed: int
 ) -> torch.Tensor:
     """Sample `share` of the mask's tokens where lo < covariance < hi: bool [N] (Clip-Cov)."""
-    inside = mask & (cov > lo) & (cov < hi)
-    many = max(1, int(share * int(mask.sum())))
+    candidates = mask & (cov > lo) & (cov < hi)
+    count = max(1, int(share * int(mask.sum())))
     key = torch.rand(len(cov), generator=torch.Generator().manual_seed(seed)).to(cov.device)
     chosen = torch.zeros_like(mask)
-    chosen[torch.where(inside, key, -1.0).topk(min(many, len(cov))).indices] = True
-    return chosen & inside
+    chosen[torch.where(candidates, key, -1.0).topk(min(count, len(cov))).indices] = True
+    return chosen & candidates
 
 
-def kl_cov(
+def compute_kl_cov(
     log_r: torch.Tensor, adv: torch.Tensor, chosen: torch.Tensor, *, coefficient: float = 1.0
 ) -> SurrogateTerm:
-    """r A, minus coefficient |log r| on the tokens `chosen` by `highest` (arXiv 2505.22617)."""
+    """r A, minus coefficient |log r| on the tokens `chosen` by `choose_highest`.
+
+    Cui et al. 2025, arXiv 2505.22617.
+    """
     r = log_r.exp()
     pull = torch.where(chosen, coefficient, 0.0)
-    return unclipped(r * adv - pull * log_r.sign(), r * adv - pull * log_r.abs())
+    return build_unclipped(r * adv - pull * log_r.sign(), r * adv - pull * log_r.abs())
 
 
-def clip_cov(
+def compute_clip_cov(
     log_r: torch.Tensor,
     adv: torch.Tensor,
     chosen: torch.Tensor,
@@ -271,11 +278,11 @@ def clip_cov(
     low: float = 0.2,
     high: float = 0.2,
 ) -> SurrogateTerm:
-    """`ppo` without gradient on the tokens `chosen` by `sample_by_covariance`.
+    """`compute_ppo` without gradient on the tokens `chosen` by `sample_by_covariance`.
 
     arXiv 2505.22617.
     """
-    t = ppo(log_r, adv, low=low, high=high)
+    t = compute_ppo(log_r, adv, low=low, high=high)
     return SurrogateTerm(
         torch.where(chosen, 0.0, t.coefficient),
         t.objective,
@@ -283,7 +290,7 @@ def clip_cov(
     )
 
 
-def reshape(
+def compute_reshape(
     log_w: torch.Tensor, adv: torch.Tensor, g: torch.Tensor, c: Reshape, share: float = 1.0
 ) -> SurrogateTerm:
     """IS-reshape: w^gamma A (power) or A (w^gamma - 1) / gamma (Box-Cox).
@@ -310,19 +317,19 @@ def reshape(
     )
     if c.clip > 0:
         r = w if c.clip_on == "w_gamma" else log_w.exp()
-        cut = sides((adv < 0) & (r < 1 - c.clip), (adv > 0) & (r > 1 + c.clip))
+        cut = mark_sides((adv < 0) & (r < 1 - c.clip), (adv > 0) & (r > 1 + c.clip))
     else:
         cut = torch.zeros_like(adv, dtype=torch.int8)
     return SurrogateTerm(torch.where(cut == 0, coefficient, 0.0), value, cut)
 
 
-def _power(
+def _apply_power_form(
     log_w: torch.Tensor, adv: torch.Tensor, g: torch.Tensor, w: torch.Tensor, slow: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return g * w * adv, w * adv
 
 
-def _box_cox(
+def _apply_box_cox_form(
     log_w: torch.Tensor, adv: torch.Tensor, g: torch.Tensor, w: torch.Tensor, slow: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     # (w^gamma - 1) / gamma, whose limit at 0 is log w
@@ -333,52 +340,54 @@ def _box_cox(
 # reshape.form -> (coefficient [N], objective [N]) of log w, A, gamma, the bounded w^gamma, and the
 # share left to tokens that push away
 FORMS: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor]]] = {
-    "power": _power,
-    "box_cox": _box_cox,
+    "power": _apply_power_form,
+    "box_cox": _apply_box_cox_form,
 }
 
 # ---- by name -------------------------------------------------------------------------------------
 
 
-def _or(given: float | None, default: float) -> float:
-    return default if given is None else given
+def _use_default(value: float | None, default: float) -> float:
+    return default if value is None else value
 
 
-def _ratio(t: SurrogateTokens, c: settings.PpoFamilyLoss | settings.SapoLoss) -> torch.Tensor:
+def _compute_loss_ratio(
+    t: SurrogateTokens, c: settings.PpoFamilyLoss | settings.SapoLoss
+) -> torch.Tensor:
     """Return log r [N] by `loss.ratio`: of the token, or the sum or mean over its sample."""
     if c.ratio == "token":
         return t.log_r
     if c.ratio == "geometric":
-        return seq_mean(t.raw, t.mask, t.seq, t.n).clamp(-CLAMP, CLAMP)[t.seq]
-    return seq_sum(torch.where(t.mask, t.raw, 0.0), t.seq, t.n).clamp(-CLAMP, CLAMP)[t.seq]
+        return average_by_sample(t.raw, t.mask, t.seq, t.n).clamp(-CLAMP, CLAMP)[t.seq]
+    return sum_by_sample(torch.where(t.mask, t.raw, 0.0), t.seq, t.n).clamp(-CLAMP, CLAMP)[t.seq]
 
 
-def _ppo(t: SurrogateTokens, c: settings.PpoFamilyLoss) -> SurrogateTerm:
-    low, high = _or(c.eps_low, 0.2), _or(c.eps_high, 0.2)
-    return ppo(_ratio(t, c), t.adv, low=low, high=high, dual=c.dual_clip)
+def _apply_ppo(t: SurrogateTokens, c: settings.PpoFamilyLoss) -> SurrogateTerm:
+    low, high = _use_default(c.eps_low, 0.2), _use_default(c.eps_high, 0.2)
+    return compute_ppo(_compute_loss_ratio(t, c), t.adv, low=low, high=high, dual=c.dual_clip)
 
 
-def _vanilla(t: SurrogateTokens, c: settings.Loss) -> SurrogateTerm:
-    return vanilla(t.log_r, t.adv)
+def _apply_vanilla(t: SurrogateTokens, c: settings.Loss) -> SurrogateTerm:
+    return compute_vanilla(t.log_r, t.adv)
 
 
-def _log_probability(t: SurrogateTokens, c: settings.Loss) -> SurrogateTerm:
-    return log_probability_term(t.lp, t.adv)
+def _apply_log_probability(t: SurrogateTokens, c: settings.Loss) -> SurrogateTerm:
+    return compute_log_probability_term(t.lp, t.adv)
 
 
-def _gspo(t: SurrogateTokens, c: settings.GspoLoss) -> SurrogateTerm:
-    low, high = _or(c.eps_low, GSPO_CLIP[0]), _or(c.eps_high, GSPO_CLIP[1])
-    return gspo(t.raw, t.adv, t.mask, t.seq, t.n, low=low, high=high)
+def _apply_gspo(t: SurrogateTokens, c: settings.GspoLoss) -> SurrogateTerm:
+    low, high = _use_default(c.eps_low, GSPO_CLIP[0]), _use_default(c.eps_high, GSPO_CLIP[1])
+    return compute_gspo(t.raw, t.adv, t.mask, t.seq, t.n, low=low, high=high)
 
 
-def _cispo(t: SurrogateTokens, c: settings.CispoLoss) -> SurrogateTerm:
-    high = _or(c.eps_high, 0.2)
+def _apply_cispo(t: SurrogateTokens, c: settings.CispoLoss) -> SurrogateTerm:
+    high = _use_default(c.eps_high, 0.2)
     low = 0.0 if c.eps_low is None else 1 - c.eps_low
-    return cispo(t.log_r, t.adv, t.lp, lo=low, hi=high if c.cispo_absolute else 1 + high)
+    return compute_cispo(t.log_r, t.adv, t.lp, lo=low, hi=high if c.cispo_absolute else 1 + high)
 
 
-def _dppo(t: SurrogateTokens, c: settings.DppoLoss) -> SurrogateTerm:
-    return dppo(
+def _apply_dppo(t: SurrogateTokens, c: settings.DppoLoss) -> SurrogateTerm:
+    return compute_dppo(
         t.log_r,
         t.adv,
         t.lp.exp(),
@@ -388,34 +397,36 @@ def _dppo(t: SurrogateTokens, c: settings.DppoLoss) -> SurrogateTerm:
     )
 
 
-def _sapo(t: SurrogateTokens, c: settings.SapoLoss) -> SurrogateTerm:
-    return sapo(_ratio(t, c), t.adv, tau_pos=c.sapo_tau_pos, tau_neg=c.sapo_tau_neg)
+def _apply_sapo(t: SurrogateTokens, c: settings.SapoLoss) -> SurrogateTerm:
+    return compute_sapo(
+        _compute_loss_ratio(t, c), t.adv, tau_pos=c.sapo_tau_pos, tau_neg=c.sapo_tau_neg
+    )
 
 
-def _topr(t: SurrogateTokens, c: settings.Loss) -> SurrogateTerm:
-    return topr(t.raw, t.adv, t.lp, t.mask, t.seq, t.n)
+def _apply_topr(t: SurrogateTokens, c: settings.Loss) -> SurrogateTerm:
+    return compute_topr(t.raw, t.adv, t.lp, t.mask, t.seq, t.n)
 
 
-def _dro(t: SurrogateTokens, c: settings.DroLoss) -> SurrogateTerm:
-    return dro(t.log_r, t.adv, t.lp, beta=c.dro_beta)
+def _apply_dro(t: SurrogateTokens, c: settings.DroLoss) -> SurrogateTerm:
+    return compute_dro(t.log_r, t.adv, t.lp, beta=c.dro_beta)
 
 
-def _kl_cov(t: SurrogateTokens, c: settings.KlCovLoss) -> SurrogateTerm:
-    assert t.drawn is not None
-    return kl_cov(t.log_r, t.adv, t.drawn, coefficient=c.cov_coefficient)
+def _apply_kl_cov(t: SurrogateTokens, c: settings.KlCovLoss) -> SurrogateTerm:
+    assert t.chosen is not None
+    return compute_kl_cov(t.log_r, t.adv, t.chosen, coefficient=c.cov_coefficient)
 
 
-def _clip_cov(t: SurrogateTokens, c: settings.ClipCovLoss) -> SurrogateTerm:
-    assert t.drawn is not None
-    low, high = _or(c.eps_low, 0.2), _or(c.eps_high, 0.2)
-    return clip_cov(t.log_r, t.adv, t.drawn, low=low, high=high)
+def _apply_clip_cov(t: SurrogateTokens, c: settings.ClipCovLoss) -> SurrogateTerm:
+    assert t.chosen is not None
+    low, high = _use_default(c.eps_low, 0.2), _use_default(c.eps_high, 0.2)
+    return compute_clip_cov(t.log_r, t.adv, t.chosen, low=low, high=high)
 
 
-def _reshape(t: SurrogateTokens, c: settings.ReshapeLoss) -> SurrogateTerm:
+def _apply_reshape(t: SurrogateTokens, c: settings.ReshapeLoss) -> SurrogateTerm:
     """Apply IS-reshape against mu, whatever the proximal policy is, and add its metric sums."""
     assert t.stats is not None and t.reshape is not None
-    log_w = log_ratio(t.lp, t.behavior)
-    g = gamma(log_w, t.adv, t.stats, t.reshape)
+    log_w = compute_log_ratio(t.lp, t.behavior)
+    g = compute_gamma(log_w, t.adv, t.stats, t.reshape)
     push = t.adv * log_w
     w = (g * log_w).exp()
     rows = [
@@ -432,18 +443,18 @@ def _reshape(t: SurrogateTokens, c: settings.ReshapeLoss) -> SurrogateTerm:
         push,
     ]
     if t.reshape.mode == "v3.1":
-        rows.append(p_correct(log_w, t.adv, t.reshape.tau))
+        rows.append(compute_p_correct(log_w, t.adv, t.reshape.tau))
     t.sums["reshape"] = torch.stack([torch.where(t.mask, x.double(), 0.0).sum() for x in rows])
-    return reshape(log_w, t.adv, g, t.reshape, t.stats.share)
+    return compute_reshape(log_w, t.adv, g, t.reshape, t.stats.share)
 
 
-def _highest(
+def _choose_for_kl_cov(
     cov: torch.Tensor, mask: torch.Tensor, c: settings.KlCovLoss, seed: int
 ) -> torch.Tensor:
-    return highest(cov, mask, c.cov_share)
+    return choose_highest(cov, mask, c.cov_share)
 
 
-def _sample_by_covariance(
+def _sample_for_clip_cov(
     cov: torch.Tensor, mask: torch.Tensor, c: settings.ClipCovLoss, seed: int
 ) -> torch.Tensor:
     return sample_by_covariance(cov, mask, c.cov_share, c.cov_lo, c.cov_hi, seed)
@@ -451,54 +462,58 @@ def _sample_by_covariance(
 
 # loss.surrogate, the tag of its struct in `settings` -> SurrogateTerm of the tokens
 SURROGATES: dict[str, Callable[[SurrogateTokens, Any], SurrogateTerm]] = {
-    "vanilla": _vanilla,
-    "reinforce": _log_probability,
-    "ppo": _ppo,
-    "decoupled_ppo": _ppo,
-    "gspo": _gspo,
-    "cispo": _cispo,
-    "dppo": _dppo,
-    "sapo": _sapo,
-    "topr": _topr,
-    "dro": _dro,
-    "kl_cov": _kl_cov,
-    "clip_cov": _clip_cov,
-    "gpg": _log_probability,
-    "sft": _log_probability,
-    "reshape": _reshape,
-    "vespo": sequence_surrogates.vespo_term,
-    "oapl": sequence_surrogates.oapl_term,
-    "band": token_surrogates.band_term,
-    "gepo": sequence_surrogates.gepo_term,
-    "bapo": token_surrogates.bapo_term,
-    "minpro": token_surrogates.minpro_term,
-    "gmpo": sequence_surrogates.gmpo_term,
-    "ipo": token_surrogates.ipo_term,
+    "vanilla": _apply_vanilla,
+    "reinforce": _apply_log_probability,
+    "ppo": _apply_ppo,
+    "decoupled_ppo": _apply_ppo,
+    "gspo": _apply_gspo,
+    "cispo": _apply_cispo,
+    "dppo": _apply_dppo,
+    "sapo": _apply_sapo,
+    "topr": _apply_topr,
+    "dro": _apply_dro,
+    "kl_cov": _apply_kl_cov,
+    "clip_cov": _apply_clip_cov,
+    "gpg": _apply_log_probability,
+    "sft": _apply_log_probability,
+    "reshape": _apply_reshape,
+    "vespo": sequence_surrogates.apply_vespo,
+    "oapl": sequence_surrogates.apply_oapl,
+    "band": token_surrogates.apply_band,
+    "gepo": sequence_surrogates.apply_gepo,
+    "bapo": token_surrogates.apply_bapo,
+    "minpro": token_surrogates.apply_minpro,
+    "gmpo": sequence_surrogates.apply_gmpo,
+    "ipo": token_surrogates.apply_ipo,
 }
 # loss.surrogate -> bool [N]: tokens chosen by their covariance before a step
-BEFORE: dict[str, Callable[[torch.Tensor, torch.Tensor, Any, int], torch.Tensor]] = {
-    "kl_cov": _highest,
-    "clip_cov": _sample_by_covariance,
+COVARIANCE_CHOICES: dict[str, Callable[[torch.Tensor, torch.Tensor, Any, int], torch.Tensor]] = {
+    "kl_cov": _choose_for_kl_cov,
+    "clip_cov": _sample_for_clip_cov,
 }
 
 
-def _group_q(w: StepBatch, c: settings.GepoLoss) -> dict[str, torch.Tensor]:
-    return {"group_q": sequence_surrogates.group_probability(w.behavior, w.mask, w.seq, w.groups)}
+def _compute_gepo_prepass(w: StepBatch, c: settings.GepoLoss) -> dict[str, torch.Tensor]:
+    return {
+        "group_q": sequence_surrogates.compute_group_probability(
+            w.behavior, w.mask, w.seq, w.groups
+        )
+    }
 
 
-def _bapo_bounds(w: StepBatch, c: settings.BapoLoss) -> dict[str, torch.Tensor]:
+def _compute_bapo_prepass(w: StepBatch, c: settings.BapoLoss) -> dict[str, torch.Tensor]:
     assert w.current is not None
-    return token_surrogates.bapo_bounds(w.current, w.behavior, w.adv, w.mask, c.bapo_share)
+    return token_surrogates.find_bapo_bounds(w.current, w.behavior, w.adv, w.mask, c.bapo_share)
 
 
 # loss.surrogate -> its inputs from all tokens of an optimizer step: tensors [N] and scalars, for
 # `SurrogateTokens.prepass`; one that reads `current` stands in NEED_CURRENT too
 PREPASS: dict[str, Callable[[StepBatch, Any], dict[str, torch.Tensor]]] = {
-    "gepo": _group_q,
-    "bapo": _bapo_bounds,
+    "gepo": _compute_gepo_prepass,
+    "bapo": _compute_bapo_prepass,
 }
 
 
-def trust(t: SurrogateTokens, c: Settings) -> SurrogateTerm:
+def apply_surrogate(t: SurrogateTokens, c: Settings) -> SurrogateTerm:
     """Apply the configured surrogate. Raises ConfigError for an unknown one."""
     return choose_function("loss.surrogate", SURROGATES, c.loss.surrogate)(t, c.loss)

@@ -672,7 +672,7 @@ def _sessions(config: Config) -> Iterator[str]:
         yield from [
             f"{setting}: needs the order of a session's tokens, which several training sequences "
             'do not have: set agent.fork = "end"'
-            for setting in settings.ordered(config)
+            for setting in settings.list_ordered_settings(config)
         ]
 
 

@@ -161,14 +161,14 @@ def choose_samples(
 
     Only samples with a known start that a pass of this rank has seen can be chosen.
     """
-    seen = ratios.seq_sum((prep.known & prep.passed).long(), packed.loss.seq, packed.count)
+    seen = ratios.sum_by_sample((prep.known & prep.passed).long(), packed.loss.seq, packed.count)
     lengths = np.diff(packed.offsets)
     usable = [i for i, n in enumerate(seen.tolist()) if n == lengths[i] > 0]
     if not usable:
         return {}
     # an environment's tokens have no behavior policy
     moved = (prep.start - prep.batch.behavior).abs() * prep.valid * prep.batch.mask
-    far = ratios.seq_sum(moved.double(), packed.loss.seq, packed.count).cpu().numpy()
+    far = ratios.sum_by_sample(moved.double(), packed.loss.seq, packed.count).cpu().numpy()
     rewards = packed.loss.rewards.tolist()
     groups = sorted({packed.groups[i] for i in usable})
     turn = number // max(config.record.samples_every, 1)

@@ -76,23 +76,25 @@ def test_rewards_that_are_equal_to_rounding_teach_exactly_nothing(value: float, 
         r[::3] = torch.nextafter(r[::3], torch.tensor(torch.inf)) if value else 0.0
     groups, zero = torch.arange(24) // 8, torch.zeros(24)
     lengths = torch.arange(24) % 5 + 1
-    assert bool(adv.zero_variance(r, groups).all())
+    assert bool(adv.find_zero_variance(r, groups).all())
     for a in (
-        adv.rloo(r, groups),
-        adv.grpo(r, groups),
-        adv.grpo(r, groups, ddof=0, eps=0.0),
-        adv.dr_grpo(r, groups),
-        adv.gpg(r, groups),
-        adv.opo(r, groups, lengths),
+        adv.compute_rloo(r, groups),
+        adv.compute_grpo(r, groups),
+        adv.compute_grpo(r, groups, ddof=0, eps=0.0),
+        adv.compute_dr_grpo(r, groups),
+        adv.compute_gpg(r, groups),
+        adv.compute_opo(r, groups, lengths),
         adv.whiten(r),
         adv.scale_to_unit(r),
-        adv.remax(r, torch.full_like(r, value)),
-        adv.reinforce(r, value),
+        adv.compute_remax(r, torch.full_like(r, value)),
+        adv.compute_reinforce(r, value),
     ):
         assert torch.equal(a, zero), a
     every = torch.ones(24, dtype=torch.bool)
-    assert torch.equal(adv.process_grpo(r, every, every, torch.arange(24), groups, eps=0.0), zero)
-    assert torch.equal(adv.masked_whiten(r, every), zero)
+    assert torch.equal(
+        adv.compute_process_grpo(r, every, every, torch.arange(24), groups, eps=0.0), zero
+    )
+    assert torch.equal(adv.whiten_masked(r, every), zero)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +119,7 @@ def test_equal_rewards_are_nothing_through_the_whole_pre_pass(name: str, rewards
 def test_a_spread_of_more_than_a_millionth_is_one() -> None:
     groups = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
     r = vec(1, 1 - 1.1e-6, 1, 1 - 0.9e-6, -1, -1 + 1.1e-6, 0, 1e-30)
-    assert adv.zero_variance(r, groups).tolist() == [
+    assert adv.find_zero_variance(r, groups).tolist() == [
         False,
         False,
         True,
@@ -127,18 +129,18 @@ def test_a_spread_of_more_than_a_millionth_is_one() -> None:
         False,
         False,
     ]
-    assert adv.zero_variance(vec(-1, -1 + 0.9e-6, -1e-6, 1e-6), groups[:4]).tolist() == [
+    assert adv.find_zero_variance(vec(-1, -1 + 0.9e-6, -1e-6, 1e-6), groups[:4]).tolist() == [
         True,
         True,
         False,
         False,
     ]
-    apart = adv.centred(r, groups)
+    apart = adv.center_by_group(r, groups)
     assert apart[:2].tolist() == pytest.approx([0.55e-6, -0.55e-6]) and apart[2:4].tolist() == [
         0,
         0,
     ]
-    assert adv.grpo(r, groups, eps=0.0)[:4].tolist() == pytest.approx(
+    assert adv.compute_grpo(r, groups, eps=0.0)[:4].tolist() == pytest.approx(
         [math.sqrt(0.5), -math.sqrt(0.5), 0, 0]
     )
     assert adv.whiten(vec(1, 1 - 1.1e-6), eps=0.0).tolist() == pytest.approx(
@@ -150,16 +152,18 @@ def test_a_spread_of_more_than_a_millionth_is_one() -> None:
     assert adv.whiten(vec(1, 1 - 0.9e-6)).tolist() == [0, 0] and adv.whiten(vec(3.0)).tolist() == [
         0
     ]
-    assert adv.reinforce(vec(1, 1), 1 - 1.1e-6).tolist() == pytest.approx(
+    assert adv.compute_reinforce(vec(1, 1), 1 - 1.1e-6).tolist() == pytest.approx(
         [1.1e-6] * 2
-    ) and adv.reinforce(vec(1, 1), 1 - 0.9e-6).tolist() == [0, 0]
-    assert adv.remax(vec(1e-6, -2), vec(1, -2)).tolist() == pytest.approx([-1 + 1e-6, 0])
+    ) and adv.compute_reinforce(vec(1, 1), 1 - 0.9e-6).tolist() == [0, 0]
+    assert adv.compute_remax(vec(1e-6, -2), vec(1, -2)).tolist() == pytest.approx([-1 + 1e-6, 0])
 
 
 def test_not_a_number_stays_one_and_is_seen() -> None:
     r, groups = vec(math.nan, 1, 1, 1), torch.tensor([0, 0, 1, 1])
-    assert adv.zero_variance(r, groups).tolist() == [False, False, True, True]
-    assert bool(adv.grpo(r, groups)[:2].isnan().all()) and adv.grpo(r, groups)[2:].tolist() == [
+    assert adv.find_zero_variance(r, groups).tolist() == [False, False, True, True]
+    assert bool(adv.compute_grpo(r, groups)[:2].isnan().all()) and adv.compute_grpo(r, groups)[
+        2:
+    ].tolist() == [
         0,
         0,
     ]
@@ -167,11 +171,11 @@ def test_not_a_number_stays_one_and_is_seen() -> None:
 
 def test_scaling_by_the_spread_of_others() -> None:
     assert adv.scale_to_unit(vec(5, 0), vec(1, 3)).tolist() == [2, -0.5]
-    assert adv.whiten(vec(5, 0), eps=0.0, over=vec(1, 3)).tolist() == pytest.approx(
+    assert adv.whiten(vec(5, 0), eps=0.0, reference=vec(1, 3)).tolist() == pytest.approx(
         [3 / math.sqrt(2), -2 / math.sqrt(2)]
     )
     assert adv.scale_to_unit(vec(5, 0), vec(2, 2)).tolist() == [0, 0] and adv.whiten(
-        vec(5, 0), over=vec(2, 2)
+        vec(5, 0), reference=vec(2, 2)
     ).tolist() == [0, 0]
 
 
@@ -320,7 +324,7 @@ def test_what_comes_on_skipped_tokens_counts_for_the_one_before() -> None:
     ]
     step = torch.tensor([False, True, False, False, False, True, False])
     assert adv.sum_by_step(vec(1, 2, 3, 4, 5, 6, 7), step, seq).tolist() == [0, 10, 0, 0, 0, 11, 0]
-    assert adv.steps(vec(0, 0, 2, 0, 0, 0, 0), m, seq, 3).tolist() == [
+    assert adv.find_step_ends(vec(0, 0, 2, 0, 0, 0, 0), m, seq, 3).tolist() == [
         False,
         False,
         True,
@@ -329,7 +333,7 @@ def test_what_comes_on_skipped_tokens_counts_for_the_one_before() -> None:
         True,
         False,
     ]
-    assert adv.steps(vec(1, 9, 0, 9, 9, 0, 9), m, seq, 3).tolist() == [
+    assert adv.find_step_ends(vec(1, 9, 0, 9, 9, 0, 9), m, seq, 3).tolist() == [
         True,
         False,
         True,
@@ -526,4 +530,4 @@ def test_a_section_of_its_own_needs_no_penalty_key() -> None:
         **{k: getattr(c, k) for k in ("staleness", "loss", "kl", "generator")}, advantage=bare
     )
     b = answers([1, 1], [1.0, 0.0])
-    assert whole_batch.advantage(b, b.mask, plain, 0.0, 0.0)[0].tolist() == [1, -1]
+    assert whole_batch.compute_advantage(b, b.mask, plain, 0.0, 0.0)[0].tolist() == [1, -1]

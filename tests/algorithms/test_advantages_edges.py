@@ -28,50 +28,54 @@ REWARDS = vec(1, 2, 6, 4, 8)
 
 
 def test_group_means_and_baselines_of_groups_of_several_sizes() -> None:
-    assert adv.group_mean(REWARDS, GROUPS).tolist() == [3, 3, 3, 6, 6]
-    assert adv.dr_grpo(REWARDS, GROUPS).tolist() == [-2, -1, 3, -2, 2]
-    assert adv.rloo(REWARDS, GROUPS).tolist() == pytest.approx(
+    assert adv.average_by_group(REWARDS, GROUPS).tolist() == [3, 3, 3, 6, 6]
+    assert adv.compute_dr_grpo(REWARDS, GROUPS).tolist() == [-2, -1, 3, -2, 2]
+    assert adv.compute_rloo(REWARDS, GROUPS).tolist() == pytest.approx(
         [1 - 4, 2 - 3.5, 6 - 1.5, 4 - 8, 8 - 4]
     )
     std0, std1 = math.sqrt(14 / 3), math.sqrt(7)
-    assert adv.grpo(REWARDS, GROUPS, ddof=0, eps=0.0)[:3].tolist() == pytest.approx(
+    assert adv.compute_grpo(REWARDS, GROUPS, ddof=0, eps=0.0)[:3].tolist() == pytest.approx(
         [-2 / std0, -1 / std0, 3 / std0]
     )
-    assert adv.grpo(REWARDS, GROUPS, eps=0.0).tolist() == pytest.approx(
+    assert adv.compute_grpo(REWARDS, GROUPS, eps=0.0).tolist() == pytest.approx(
         [-2 / std1, -1 / std1, 3 / std1, -1 / math.sqrt(2), 1 / math.sqrt(2)]
     )
-    assert adv.grpo(REWARDS, GROUPS, eps=0.5)[:3].tolist() == pytest.approx(
+    assert adv.compute_grpo(REWARDS, GROUPS, eps=0.5)[:3].tolist() == pytest.approx(
         [-2 / (std1 + 0.5), -1 / (std1 + 0.5), 3 / (std1 + 0.5)]
     )
     # eps 1e-4, ddof 1 by default
-    assert float(adv.grpo(vec(0, 1e-3), torch.tensor([0, 0]))[1]) == pytest.approx(
+    assert float(adv.compute_grpo(vec(0, 1e-3), torch.tensor([0, 0]))[1]) == pytest.approx(
         5e-4 / (math.sqrt(5e-7) + 1e-4)
     )
     with pytest.raises(
         ConfigError,
         match=r"ddof = 1 needs more than 1 samples of each prompt: raise learner\.group_size",
     ):
-        adv.grpo(vec(1, 2, 3), torch.tensor([0, 0, 1]))
-    assert adv.grpo(vec(1, 2, 3), torch.tensor([0, 0, 1]), ddof=0, eps=0.0).tolist() == [-1, 1, 0]
+        adv.compute_grpo(vec(1, 2, 3), torch.tensor([0, 0, 1]))
+    assert adv.compute_grpo(vec(1, 2, 3), torch.tensor([0, 0, 1]), ddof=0, eps=0.0).tolist() == [
+        -1,
+        1,
+        0,
+    ]
     with pytest.raises(ConfigError, match="rloo needs at least two samples of each prompt"):
-        adv.rloo(vec(1, 2, 3), torch.tensor([0, 0, 1]))
-    assert adv.rloo(vec(1, 3), torch.tensor([0, 0])).tolist() == [-2, 2]
+        adv.compute_rloo(vec(1, 2, 3), torch.tensor([0, 0, 1]))
+    assert adv.compute_rloo(vec(1, 3), torch.tensor([0, 0])).tolist() == [-2, 2]
 
 
 def test_baselines_that_weigh_or_come_from_elsewhere() -> None:
-    assert adv.opo(REWARDS, GROUPS, torch.tensor([1, 1, 2, 3, 1])).tolist() == pytest.approx(
-        [1 - 3.75, 2 - 3.75, 6 - 3.75, 4 - 5, 8 - 5]
-    )
+    assert adv.compute_opo(
+        REWARDS, GROUPS, torch.tensor([1, 1, 2, 3, 1])
+    ).tolist() == pytest.approx([1 - 3.75, 2 - 3.75, 6 - 3.75, 4 - 5, 8 - 5])
     # answers without a token: a baseline of 0
-    assert adv.opo(vec(1, 3), torch.tensor([0, 0]), torch.tensor([0, 0])).tolist() == [1, 3]
-    assert adv.remax(vec(3, 4), vec(1, 6)).tolist() == [2, -2] and adv.reinforce(
+    assert adv.compute_opo(vec(1, 3), torch.tensor([0, 0]), torch.tensor([0, 0])).tolist() == [1, 3]
+    assert adv.compute_remax(vec(3, 4), vec(1, 6)).tolist() == [2, -2] and adv.compute_reinforce(
         vec(3, 4), 1.5
     ).tolist() == [1.5, 2.5]
     flat = vec(1, 2, 6, 5, 5)
     # three of five are in groups with a spread
-    assert adv.gpg(flat, GROUPS).tolist() == pytest.approx([-2 * 5 / 3, -5 / 3, 5, 0, 0])
-    assert adv.gpg(vec(5, 5), torch.tensor([0, 0])).tolist() == [0, 0]
-    assert adv.zero_variance(flat, GROUPS).tolist() == [False, False, False, True, True]
+    assert adv.compute_gpg(flat, GROUPS).tolist() == pytest.approx([-2 * 5 / 3, -5 / 3, 5, 0, 0])
+    assert adv.compute_gpg(vec(5, 5), torch.tensor([0, 0])).tolist() == [0, 0]
+    assert adv.find_zero_variance(flat, GROUPS).tolist() == [False, False, False, True, True]
 
 
 def test_the_last_token_is_that_of_the_mask_and_an_answer_without_one_gets_nothing() -> None:
@@ -96,14 +100,14 @@ def test_the_last_token_is_that_of_the_mask_and_an_answer_without_one_gets_nothi
 
 def test_steps_end_where_something_is_given_and_with_the_answer() -> None:
     seq = torch.tensor([0, 0, 0, 1, 1])
-    assert adv.steps(vec(0, 2, 0, 3, 0), yes(1, 1, 1, 1, 0), seq, 2).tolist() == [
+    assert adv.find_step_ends(vec(0, 2, 0, 3, 0), yes(1, 1, 1, 1, 0), seq, 2).tolist() == [
         False,
         True,
         True,
         True,
         False,
     ]
-    assert adv.steps(vec(0, 2, 0, 0, 3), yes(1, 0, 1, 1, 0), seq, 2).tolist() == [
+    assert adv.find_step_ends(vec(0, 2, 0, 0, 3), yes(1, 0, 1, 1, 0), seq, 2).tolist() == [
         False,
         False,
         True,
@@ -147,17 +151,17 @@ def test_residuals_skip_what_is_outside_the_mask_and_end_in_the_bootstrap() -> N
     """
     g = 0.5
     delta = [1 + g * 1.5 - 0.5, 0, 2 + g * 10 - 1.5, 0 + g * 3 - 2, 4 + g * 0 - 3]
-    assert adv.td_residual(R, V, MASK, SEQ, vec(10, 0), g).tolist() == pytest.approx(delta)
-    assert adv.td_residual(R, V, MASK, SEQ, vec(10, 0)).tolist() == pytest.approx(
+    assert adv.compute_td_residual(R, V, MASK, SEQ, vec(10, 0), g).tolist() == pytest.approx(delta)
+    assert adv.compute_td_residual(R, V, MASK, SEQ, vec(10, 0)).tolist() == pytest.approx(
         [1 + 1.5 - 0.5, 0, 2 + 10 - 1.5, 3 - 2, 1]
     )
     d, lam = delta, 0.8
     want = [d[0] + g * lam * d[2], 0, d[2], d[3] + g * lam * d[4], d[4]]
-    a, returns = adv.gae(R, V, MASK, SEQ, vec(10, 0), gamma=g, lam=lam)
+    a, returns = adv.compute_gae(R, V, MASK, SEQ, vec(10, 0), gamma=g, lam=lam)
     assert a.tolist() == pytest.approx(want) and returns.tolist() == pytest.approx(
         [want[0] + 0.5, 0, want[2] + 1.5, want[3] + 2, want[4] + 3]
     )
-    a, _ = adv.gae(R, V, MASK, SEQ, vec(10, 0))  # gamma 1, lambda 0.95
+    a, _ = adv.compute_gae(R, V, MASK, SEQ, vec(10, 0))  # gamma 1, lambda 0.95
     assert float(a[3]) == pytest.approx(1 + 0.95 * 1) and float(a[0]) == pytest.approx(
         2 + 0.95 * 10.5
     )
@@ -167,25 +171,25 @@ def test_k_residuals_with_discounts_over_the_tokens_of_the_mask() -> None:
     seq, r, v = torch.tensor([0, 0, 0, 0]), vec(1, 50, 2, 3), vec(0, 9, 0, 0)
     m = yes(1, 0, 1, 1)
     end = vec(0.0)
-    assert adv.k_step(r, v, m, seq, end, k=2, gamma=0.5, lam=0.5).tolist() == pytest.approx(
+    assert adv.compute_k_step(r, v, m, seq, end, k=2, gamma=0.5, lam=0.5).tolist() == pytest.approx(
         [1 + 0.25 * 2, 0, 2 + 0.25 * 3, 3]
     )
-    assert adv.k_step(r, v, m, seq, end, k=3, gamma=0.5, lam=0.5).tolist() == pytest.approx(
+    assert adv.compute_k_step(r, v, m, seq, end, k=3, gamma=0.5, lam=0.5).tolist() == pytest.approx(
         [1 + 0.5 + 3 / 16, 0, 2.75, 3]
     )
     # gamma = lambda = 1: returns
-    assert adv.k_step(r, v, m, seq, end, k=9).tolist() == pytest.approx([6, 0, 5, 3])
-    assert adv.k_step(r, v, m & False, seq, end, k=2).tolist() == [0, 0, 0, 0]
+    assert adv.compute_k_step(r, v, m, seq, end, k=9).tolist() == pytest.approx([6, 0, 5, 3])
+    assert adv.compute_k_step(r, v, m & False, seq, end, k=2).tolist() == [0, 0, 0, 0]
 
 
 def test_returns_to_go_are_whitened_over_the_mask() -> None:
     seq, m = torch.tensor([0, 0, 0, 1]), yes(1, 0, 1, 1)
     raw = vec(1 + 0.5 * 2, 2, 5)
-    got = adv.reinforce_pp(vec(1, 9, 2, 5), m, seq, gamma=0.5)
+    got = adv.compute_reinforce_pp(vec(1, 9, 2, 5), m, seq, gamma=0.5)
     assert float(got[1]) == 0 and torch.allclose(got[m], (raw - raw.mean()) / raw.std())
     raw = vec(3, 2, 5)
     assert torch.allclose(
-        adv.reinforce_pp(vec(1, 9, 2, 5), m, seq)[m], (raw - raw.mean()) / raw.std()
+        adv.compute_reinforce_pp(vec(1, 9, 2, 5), m, seq)[m], (raw - raw.mean()) / raw.std()
     )
 
 
@@ -199,26 +203,26 @@ def test_whitening_takes_its_constant_and_its_population() -> None:
     assert adv.whiten(x, eps=0.5).tolist() == pytest.approx(
         [-2 / (std + 0.5), -1 / (std + 0.5), 3 / (std + 0.5)]
     )
-    assert adv.whiten(vec(3, 9), over=x).tolist() == pytest.approx([0, 6 / std]) and adv.whiten(
-        vec(3, 9), over=vec(2, 2)
-    ).tolist() == [0, 0]
+    assert adv.whiten(vec(3, 9), reference=x).tolist() == pytest.approx(
+        [0, 6 / std]
+    ) and adv.whiten(vec(3, 9), reference=vec(2, 2)).tolist() == [0, 0]
     assert (
         adv.whiten(vec(3)).tolist() == [0]
-        and adv.whiten(vec(3, 4), over=vec(1)).tolist() == [0, 0]
+        and adv.whiten(vec(3, 4), reference=vec(1)).tolist() == [0, 0]
         and adv.whiten(vec(1, 3)).tolist() != [0, 0]
     )
-    assert adv.masked_whiten(vec(1, 99, 2, 6), yes(1, 0, 1, 1), eps=0.5).tolist() == pytest.approx(
+    assert adv.whiten_masked(vec(1, 99, 2, 6), yes(1, 0, 1, 1), eps=0.5).tolist() == pytest.approx(
         [-2 / (std + 0.5), 0, -1 / (std + 0.5), 3 / (std + 0.5)]
     )
     tiny = vec(0, 1e-8, 2e-8)  # std 1e-8, as large as the constant
-    assert adv.whiten(tiny).tolist() == pytest.approx([-0.5, 0, 0.5]) and adv.masked_whiten(
+    assert adv.whiten(tiny).tolist() == pytest.approx([-0.5, 0, 0.5]) and adv.whiten_masked(
         tiny, yes(1, 1, 1)
     ).tolist() == pytest.approx([-0.5, 0, 0.5])
 
 
 def test_rewards_in_the_unit_interval() -> None:
     assert adv.scale_to_unit(vec(2, 4, 6)).tolist() == [0, 0.5, 1] and adv.scale_to_unit(
-        vec(5, 8), over=vec(2, 6)
+        vec(5, 8), reference=vec(2, 6)
     ).tolist() == [0.75, 1.5]
     assert (
         adv.scale_to_unit(vec(3, 3)).tolist() == [0, 0] and adv.scale_to_unit(vec()).tolist() == []
@@ -226,10 +230,10 @@ def test_rewards_in_the_unit_interval() -> None:
 
 
 def test_the_ramp_before_the_limit() -> None:
-    assert adv.overlong_penalty(
+    assert adv.compute_overlong_penalty(
         torch.tensor([0, 6, 8, 9, 10, 15]), 10, 4
     ).tolist() == pytest.approx([0, 0, 0.5, 0.75, 1, 1])
-    assert adv.overlong_penalty(torch.tensor([9, 10]), 10, 0).tolist() == [
+    assert adv.compute_overlong_penalty(torch.tensor([9, 10]), 10, 0).tolist() == [
         0,
         0,
-    ] and adv.overlong_penalty(torch.tensor([9, 10]), 10, 1).tolist() == [0, 1]
+    ] and adv.compute_overlong_penalty(torch.tensor([9, 10]), 10, 1).tolist() == [0, 1]

@@ -34,7 +34,7 @@ from asyncrl.contract.errors import ConfigError
 
 def test_decoupled_ppo_with_prox_on_behaviour_is_ppo() -> None:
     b = batch()
-    b.anchor = b.behavior.clone()
+    b.proximal = b.behavior.clone()
     lp = theta(b)
     a = gradient(b, config(loss={"surrogate": "decoupled_ppo"}), lp)
     p = gradient(b, config(loss={"surrogate": "ppo"}, correction={"proximal": "behavior"}), lp)
@@ -65,11 +65,11 @@ def test_textbook_forms_have_the_gradient_of_their_coefficient_form(name: str) -
     exact = torch.autograd.grad(TEXTBOOK[name](log_r.exp(), adv).sum(), log_r)[0]
     x = log_r.detach()
     forms = {
-        "ppo": lambda: surrogates.ppo(x, adv),
-        "vanilla": lambda: surrogates.vanilla(x, adv),
-        "sapo": lambda: surrogates.sapo(x, adv),
-        "cispo": lambda: surrogates.cispo(x, adv, x),
-        "dro": lambda: surrogates.dro(x, adv, x),
+        "ppo": lambda: surrogates.compute_ppo(x, adv),
+        "vanilla": lambda: surrogates.compute_vanilla(x, adv),
+        "sapo": lambda: surrogates.compute_sapo(x, adv),
+        "cispo": lambda: surrogates.compute_cispo(x, adv, x),
+        "dro": lambda: surrogates.compute_dro(x, adv, x),
     }
     assert torch.allclose(forms[name]().coefficient, exact)
 
@@ -90,18 +90,18 @@ def test_gspo_with_sequence_means_has_the_published_gradient() -> None:
         },
         correction={"proximal": "behavior"},
     )
-    b.anchor = b.behavior.clone()
+    b.proximal = b.behavior.clone()
     _, ours, _ = gradient(b, c, lp)
     n = len(b.rewards)
-    adv = advantages.rloo(b.rewards, b.groups)
-    s = ratios.seq_mean(lp - b.behavior, b.mask, b.seq, n).exp()
+    adv = advantages.compute_rloo(b.rewards, b.groups)
+    s = ratios.average_by_sample(lp - b.behavior, b.mask, b.seq, n).exp()
     exact = torch.autograd.grad(-torch.minimum(s * adv, s.clamp(0.98, 1.02) * adv).mean(), lp)[0]
     assert torch.allclose(ours, exact)
 
 
 def test_reshape_with_gamma_one_is_vanilla_on_behaviour() -> None:
     b = batch()
-    b.anchor = b.behavior.clone()
+    b.proximal = b.behavior.clone()
     lp = theta(b)
     bypass = {"correction": {"proximal": "behavior"}}
     one = config(
@@ -116,20 +116,20 @@ def test_reshape_with_gamma_one_is_vanilla_on_behaviour() -> None:
 
 def test_box_cox_at_gamma_zero_is_weighted_log_likelihood() -> None:
     b = batch()
-    b.anchor = b.behavior.clone()
+    b.proximal = b.behavior.clone()
     lp = theta(b)
     c = config(
         loss={"surrogate": "reshape"},
         reshape={"form": "box_cox", "mode": "constant", "gamma": 0.0},
         correction={"proximal": "behavior"},
     )
-    adv = advantages.rloo(b.rewards, b.groups)[b.seq]
+    adv = advantages.compute_rloo(b.rewards, b.groups)[b.seq]
     exact = -torch.where(b.mask, adv, 0.0) / b.mask.sum()
     assert torch.allclose(gradient(b, c, lp)[1], exact)
 
 
 def test_gamma_v31_is_three_quarters_on_policy() -> None:
-    g = reshape.gamma_v31(
+    g = reshape.compute_gamma_v31(
         torch.zeros(3, dtype=D),
         torch.tensor([-1.0, 0.0, 2.0], dtype=D),
         torch.ones((), dtype=D),
@@ -140,7 +140,8 @@ def test_gamma_v31_is_three_quarters_on_policy() -> None:
 def test_rloo_is_a_scaled_centring() -> None:
     b = batch()
     assert torch.allclose(
-        advantages.rloo(b.rewards, b.groups), 4 / 3 * advantages.dr_grpo(b.rewards, b.groups)
+        advantages.compute_rloo(b.rewards, b.groups),
+        4 / 3 * advantages.compute_dr_grpo(b.rewards, b.groups),
     )
 
 
@@ -150,14 +151,14 @@ def test_gae_at_its_ends() -> None:
     n, g = len(b.rewards), torch.Generator().manual_seed(4)
     values, zero = torch.randn(len(b.seq), generator=g, dtype=D), torch.zeros(n, dtype=D)
     r = advantages.place_on_last_token(b.rewards, b.mask, b.seq)
-    adv, returns = advantages.gae(r, values, b.mask, b.seq, zero, gamma=1.0, lam=1.0)
+    adv, returns = advantages.compute_gae(r, values, b.mask, b.seq, zero, gamma=1.0, lam=1.0)
     assert torch.allclose(adv, b.rewards[b.seq] - values) and torch.allclose(
         returns, b.rewards[b.seq]
     )
-    td = advantages.td_residual(r, values, b.mask, b.seq, zero)
-    assert torch.allclose(advantages.gae(r, values, b.mask, b.seq, zero, lam=0.0)[0], td)
-    assert torch.allclose(advantages.k_step(r, values, b.mask, b.seq, zero, k=1), td)
-    assert torch.allclose(advantages.k_step(r, values, b.mask, b.seq, zero, k=99), adv)
+    td = advantages.compute_td_residual(r, values, b.mask, b.seq, zero)
+    assert torch.allclose(advantages.compute_gae(r, values, b.mask, b.seq, zero, lam=0.0)[0], td)
+    assert torch.allclose(advantages.compute_k_step(r, values, b.mask, b.seq, zero, k=1), td)
+    assert torch.allclose(advantages.compute_k_step(r, values, b.mask, b.seq, zero, k=99), adv)
 
 
 # ---- numbers by hand -----------------------------------------------------------------------------
@@ -165,14 +166,14 @@ def test_gae_at_its_ends() -> None:
 
 def test_advantages_by_hand() -> None:
     r, g = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 1.0], dtype=D), torch.tensor([0, 0, 0, 1, 1, 1])
-    assert advantages.rloo(r, g).tolist() == pytest.approx([1, -0.5, -0.5, 0, 0, 0])
-    assert advantages.grpo(r, g, ddof=0, eps=0.0)[:3].tolist() == pytest.approx(
+    assert advantages.compute_rloo(r, g).tolist() == pytest.approx([1, -0.5, -0.5, 0, 0, 0])
+    assert advantages.compute_grpo(r, g, ddof=0, eps=0.0)[:3].tolist() == pytest.approx(
         [math.sqrt(2), -math.sqrt(0.5), -math.sqrt(0.5)]
     )
-    assert advantages.gpg(r, g).tolist() == pytest.approx([4 / 3, -2 / 3, -2 / 3, 0, 0, 0])
+    assert advantages.compute_gpg(r, g).tolist() == pytest.approx([4 / 3, -2 / 3, -2 / 3, 0, 0, 0])
     lengths = torch.tensor([1, 1, 2, 1, 1, 1])
-    assert advantages.opo(r, g, lengths)[:3].tolist() == pytest.approx([0.75, -0.25, -0.25])
-    assert advantages.overlong_penalty(
+    assert advantages.compute_opo(r, g, lengths)[:3].tolist() == pytest.approx([0.75, -0.25, -0.25])
+    assert advantages.compute_overlong_penalty(
         torch.tensor([10, 24, 28, 32]), 32, 16
     ).tolist() == pytest.approx([0, 0.5, 0.75, 1])
 
@@ -188,8 +189,8 @@ def test_weights_by_hand() -> None:
     def w(level: str, bound: str, lo: float, hi: float) -> list[float]:
         return [
             round(v, 6)
-            for v in correction.bounded(
-                correction.weights(x, m, seq, 2, level), bound, lo, hi
+            for v in correction.apply_bound(
+                correction.compute_weights(x, m, seq, 2, level), bound, lo, hi
             ).tolist()
         ]
 
@@ -207,19 +208,23 @@ def test_weights_by_hand() -> None:
         "none", "none", 0, 0
     ) == [1, 1, 1]
     assert float(
-        correction.effective_sample_size(torch.tensor([1.0, 1.0, 2.0], dtype=D))
+        correction.compute_effective_sample_size(torch.tensor([1.0, 1.0, 2.0], dtype=D))
     ) == pytest.approx(16 / 18)
-    assert float(correction.mean_weight(x.exp(), m, seq, 2, "token")) == pytest.approx(5.25 / 3)
+    assert float(correction.compute_mean_weight(x.exp(), m, seq, 2, "token")) == pytest.approx(
+        5.25 / 3
+    )
     assert float(
-        correction.mean_weight(torch.tensor([6.0, 6.0, 0.25], dtype=D), m, seq, 2, "sequence")
+        correction.compute_mean_weight(
+            torch.tensor([6.0, 6.0, 0.25], dtype=D), m, seq, 2, "sequence"
+        )
     ) == pytest.approx(6.25 / 2)
 
 
 def test_m2po_drops_the_largest_until_the_second_moment_fits() -> None:
     x, m = torch.tensor([0.1, -0.2, 0.3, -0.6], dtype=D), torch.ones(4, dtype=torch.bool)
     # 0.01, 0.025, 0.0467: the third and the fourth go
-    limit = float(correction.m2_threshold(x, m, 0.04))
-    assert limit == pytest.approx(0.3) and torch.isinf(correction.m2_threshold(x, m, 1.0))
+    limit = float(correction.find_m2_threshold(x, m, 0.04))
+    assert limit == pytest.approx(0.3) and torch.isinf(correction.find_m2_threshold(x, m, 1.0))
 
 
 def test_rejection_and_veto_drop_whole_answers() -> None:
@@ -228,30 +233,37 @@ def test_rejection_and_veto_drop_whole_answers() -> None:
         torch.tensor([0, 0, 1]),
         torch.ones(3, dtype=torch.bool),
     )
-    assert correction.rejection_mask("ratio", "token", None, None, x, m, seq, 2).tolist() == [
+    assert correction.build_rejection_mask("ratio", "token", None, None, x, m, seq, 2).tolist() == [
         True,
         False,
         True,
     ]
-    assert correction.rejection_mask("ratio", "mean", None, None, x, m, seq, 2).tolist() == [
+    assert correction.build_rejection_mask("ratio", "mean", None, None, x, m, seq, 2).tolist() == [
         False,
         False,
         True,
     ]
-    assert correction.rejection_mask("k3", "max", None, 0.1, x, m, seq, 2).tolist() == [
+    assert correction.build_rejection_mask("k3", "max", None, 0.1, x, m, seq, 2).tolist() == [
         False,
         False,
         True,
     ]
     low = torch.tensor([0.0, -10.0, 0.0], dtype=D)
-    assert correction.vetoed("ratio", None, low, low, m, seq, 2).tolist() == [True, True, False]
+    assert correction.find_vetoed("ratio", None, low, low, m, seq, 2).tolist() == [
+        True,
+        True,
+        False,
+    ]
     with pytest.raises(ConfigError, match="k3 has no default bound"):
-        correction.rejection_mask("k3", "token", None, None, x, m, seq, 2)
+        correction.build_rejection_mask("k3", "token", None, None, x, m, seq, 2)
 
 
 def test_reductions_by_hand() -> None:
     counted, seq = torch.tensor([True, True, False, True]), torch.tensor([0, 0, 0, 1])
-    by = {h: reductions.factors(counted, seq, 3, h, 10.0).tolist() for h in reductions.REDUCTIONS}
+    by = {
+        h: reductions.compute_factors(counted, seq, 3, h, 10.0).tolist()
+        for h in reductions.REDUCTIONS
+    }
     assert by["token-mean"] == pytest.approx([1 / 3, 1 / 3, 0, 1 / 3]) and by[
         "seq-mean-token-sum"
     ] == pytest.approx([0.5, 0.5, 0, 0.5])
@@ -272,12 +284,12 @@ def test_a_kl_budget_spends_like_a_distance() -> None:
 
 def test_dual_clip_and_dppo_by_hand() -> None:
     x, minus = torch.tensor([4.0], dtype=D).log(), torch.tensor([-1.0], dtype=D)
-    t = surrogates.ppo(x, minus, dual=3.0)
+    t = surrogates.compute_ppo(x, minus, dual=3.0)
     assert (
         float(t.objective) == -3 and float(t.coefficient) == 0 and int(t.clipped) == surrogates.DUAL
     )
     # 0.2 -> 0.5: moved 0.3
-    moved = surrogates.dppo(
+    moved = surrogates.compute_dppo(
         torch.tensor([math.log(0.5 / 0.2)], dtype=D), -minus, torch.tensor([0.5], dtype=D)
     )
     assert float(moved.coefficient) == 0 and int(moved.clipped) == surrogates.HIGH
@@ -346,7 +358,7 @@ VARIANTS: list[dict[str, Any]] = [
 def prepared(seed: int, variant: dict[str, Any]) -> tuple[LossBatch, Config]:
     b, c = batch(seed), config(**variant)
     if c.correction.proximal == "behavior":
-        b.anchor = b.behavior.clone()
+        b.proximal = b.behavior.clone()
     return b, c
 
 
@@ -373,7 +385,7 @@ def test_what_lies_behind_the_mask_changes_nothing(variant: dict[str, Any]) -> N
     bad = torch.tensor([math.nan, math.inf, -math.inf, 1e4], dtype=D)
     out = ~dirty.mask
     fill = bad.repeat(len(out))[: int(out.sum())]
-    for name in ("behavior", "anchor", "reference"):
+    for name in ("behavior", "proximal", "reference"):
         getattr(dirty, name)[out] = fill
     spoiled = lp.detach().clone()
     spoiled[out] = fill.flip(0)
@@ -419,7 +431,7 @@ def test_the_order_of_the_answers_changes_nothing(seed: int, variant: dict[str, 
         b.rewards[order],
         b.groups[order],
         b.truncated[order],
-        None if b.anchor is None else b.anchor[at],
+        None if b.proximal is None else b.proximal[at],
         b.reference[at],
     )
     other, g, _ = gradient(moved, c, lp.detach()[at].requires_grad_(True))
@@ -439,15 +451,15 @@ def test_an_empty_mask_gives_zero() -> None:
 
 def test_float16_logprobs_do_not_overflow() -> None:
     b = batch()
-    b.behavior, b.anchor, b.reference = (
+    b.behavior, b.proximal, b.reference = (
         b.behavior.half().float(),
-        b.anchor.half().float(),
+        b.proximal.half().float(),
         b.reference.half().float(),
     )
     b.rewards = b.rewards.float()
-    lp = (b.anchor.half() + 5).requires_grad_(True)
+    lp = (b.proximal.half() + 5).requires_grad_(True)
     prep = sl.prepare(b, config())
-    loss, _ = sl.micro_loss(
+    loss, _ = sl.compute_micro_loss(
         prep, sl.begin_step(prep, torch.arange(12)), torch.arange(len(b.seq)), lp.float()
     )
     assert bool(loss.isfinite())
@@ -457,7 +469,7 @@ def test_weights_carry_no_gradient() -> None:
     x = torch.randn(5, dtype=D, requires_grad=True)
     m, seq = torch.ones(5, dtype=torch.bool), torch.tensor([0, 0, 1, 1, 1])
     for level in correction.LEVELS:
-        assert not correction.weights(x, m, seq, 2, level).requires_grad
+        assert not correction.compute_weights(x, m, seq, 2, level).requires_grad
 
 
 # ---- names and combinations ----------------------------------------------------------------------
@@ -466,11 +478,11 @@ def test_weights_carry_no_gradient() -> None:
 def test_unknown_names_list_the_valid_ones() -> None:
     x, m, seq = torch.zeros(2, dtype=D), torch.ones(2, dtype=torch.bool), torch.tensor([0, 1])
     for call, known in (
-        (lambda: correction.weights(x, m, seq, 2, "tokn"), "geometric"),
-        (lambda: correction.bounded(x, "cut", 0, 1), "truncate"),
-        (lambda: reductions.factors(m, seq, 2, "mean"), "token-mean"),
-        (lambda: correction.statistic("k9", "token", x, m, seq, 2), "k3"),
-        (lambda: correction.vetoed("never", None, x, x, m, seq, 2), "probability"),
+        (lambda: correction.compute_weights(x, m, seq, 2, "tokn"), "geometric"),
+        (lambda: correction.apply_bound(x, "cut", 0, 1), "truncate"),
+        (lambda: reductions.compute_factors(m, seq, 2, "mean"), "token-mean"),
+        (lambda: correction.compute_statistic("k9", "token", x, m, seq, 2), "k3"),
+        (lambda: correction.find_vetoed("never", None, x, x, m, seq, 2), "probability"),
     ):
         with pytest.raises(ConfigError, match=known):
             call()

@@ -15,7 +15,7 @@ from algorithms_kit import D, batch, config, gradient, theta
 
 from asyncrl.algorithms import advantages, diagnostics, kl, reshape, stopping, surrogates
 from asyncrl.algorithms import loss as sl
-from asyncrl.algorithms.batch import LossBatch, advantage
+from asyncrl.algorithms.batch import LossBatch, compute_advantage
 from asyncrl.config import load, presets, rules
 from asyncrl.contract.errors import ConfigError
 
@@ -24,7 +24,7 @@ def surrogate(name: str) -> tuple[LossBatch, Any]:
     b = batch(5)
     own = {"proximal": "behavior"} if name in surrogates.ON_BEHAVIOR else {}
     if own:
-        b.anchor = b.behavior.clone()
+        b.proximal = b.behavior.clone()
     picked = {"kl_cov": {"cov_share": 0.2}, "clip_cov": {"cov_share": 0.2, "cov_lo": -1.0}}
     return b, config(loss={"surrogate": name, **picked.get(name, {})}, correction=own)
 
@@ -52,7 +52,7 @@ def test_the_policy_term_is_linear_in_the_logprobs(name: str) -> None:
     lp = theta(b)
     prep = sl.prepare(b, c)
     step = sl.begin_step(prep, torch.arange(12), lp.detach())
-    loss, _ = sl.micro_loss(prep, step, torch.arange(len(b.seq)), lp)
+    loss, _ = sl.compute_micro_loss(prep, step, torch.arange(len(b.seq)), lp)
     slope = torch.autograd.grad(loss, lp, create_graph=True)[0]
     assert not slope.requires_grad
     assert float(loss.detach()) == pytest.approx(
@@ -77,7 +77,7 @@ def test_decoupled_ppo_by_hand() -> None:
         vec(1, 0),
         torch.tensor([0, 1]),
         torch.tensor([False, False]),
-        anchor=prox,
+        proximal=prox,
     )
     lp = torch.cat([prox[:3] + r.log(), vec(-1)]).requires_grad_(True)
     c = config(
@@ -92,28 +92,30 @@ def test_decoupled_ppo_by_hand() -> None:
 def test_topr_cispo_sapo_and_covariances_by_hand() -> None:
     m, seq = torch.ones(4, dtype=torch.bool), torch.tensor([0, 0, 1, 1])
     x, adv, lp = vec(0.5, 2.0, 0.5, 0.5).log(), vec(1, 1, -1, -1), vec(-1, -2, -3, -4)
-    assert surrogates.topr(x, adv, lp, m, seq, 2).coefficient.tolist() == pytest.approx(
+    assert surrogates.compute_topr(x, adv, lp, m, seq, 2).coefficient.tolist() == pytest.approx(
         [1, 1, -0.25, -0.25]
     )
-    up = surrogates.topr(-x, adv, lp, m, seq, 2).coefficient.tolist()
+    up = surrogates.compute_topr(-x, adv, lp, m, seq, 2).coefficient.tolist()
     assert up == pytest.approx([1, 1, -1, -1])  # pi_theta / mu = 4 counts as 1
-    assert surrogates.cispo(x, adv, lp, lo=0.0, hi=1.2).coefficient.tolist() == pytest.approx(
-        [0.5, 1.2, -0.5, -0.5]
-    )
+    assert surrogates.compute_cispo(
+        x, adv, lp, lo=0.0, hi=1.2
+    ).coefficient.tolist() == pytest.approx([0.5, 1.2, -0.5, -0.5])
     # at r = 1 the policy gradient
-    assert surrogates.sapo(vec(0.0), vec(3.0)).coefficient.tolist() == pytest.approx([3.0])
-    cov = surrogates.covariance(lp, adv, m)  # means -2.5 and 0
+    assert surrogates.compute_sapo(vec(0.0), vec(3.0)).coefficient.tolist() == pytest.approx([3.0])
+    cov = surrogates.compute_covariance(lp, adv, m)  # means -2.5 and 0
     assert cov.tolist() == pytest.approx([1.5, 0.5, 0.5, 1.5])
-    assert surrogates.highest(cov, m, 0.5).tolist() == [True, False, False, True]
+    assert surrogates.choose_highest(cov, m, 0.5).tolist() == [True, False, False, True]
     assert surrogates.sample_by_covariance(cov, m, 1.0, 1.0, 5.0, 0).tolist() == [
         True,
         False,
         False,
         True,
     ]
-    pulled = surrogates.kl_cov(x, adv, surrogates.highest(cov, m, 0.5), coefficient=0.1)
+    pulled = surrogates.compute_kl_cov(
+        x, adv, surrogates.choose_highest(cov, m, 0.5), coefficient=0.1
+    )
     assert pulled.coefficient.tolist() == pytest.approx([0.5 + 0.1, 2, -0.5, -0.5 + 0.1])
-    held = surrogates.clip_cov(
+    held = surrogates.compute_clip_cov(
         torch.zeros(4, dtype=D), adv, torch.tensor([True, False, False, False])
     )
     assert held.coefficient.tolist() == [0, 1, -1, -1]
@@ -124,17 +126,17 @@ def test_topr_cispo_sapo_and_covariances_by_hand() -> None:
 
 def test_gamma_base_follows_the_variance_of_the_log_ratios() -> None:
     x, m = vec(1, -1, 3, 99), torch.tensor([True, True, True, False])  # mean 1, variance 4
-    s = reshape.statistics(x, m, 0.3)
+    s = reshape.compute_statistics(x, m, 0.3)
     assert float(s.sigma2) == pytest.approx(4) and float(s.base) == pytest.approx(
         math.sqrt(-math.log(0.3) / 4)
     )
-    assert float(reshape.statistics(x * 0, m, 0.3).base) == 1
+    assert float(reshape.compute_statistics(x * 0, m, 0.3).base) == 1
 
 
 def test_repair_b_looks_at_w_and_not_at_its_power() -> None:
     # w^0.5 is 1.14 and 0.84, both inside 1 +- 0.2
     w, adv = vec(1.3, 1.3, 0.7, 0.7), vec(1, -1, 1, -1)
-    t = surrogates.reshape(w.log(), adv, torch.full((4,), 0.5, dtype=D), repaired(clip=0.2))
+    t = surrogates.compute_reshape(w.log(), adv, torch.full((4,), 0.5, dtype=D), repaired(clip=0.2))
     assert t.coefficient.tolist() == pytest.approx(
         [0, -0.5 * math.sqrt(1.3), 0.5 * math.sqrt(0.7), 0]
     )
@@ -143,35 +145,35 @@ def test_repair_b_looks_at_w_and_not_at_its_power() -> None:
 
 def test_a_token_without_an_advantage_counts_as_clipped_in_no_direction() -> None:
     w, adv = vec(0.1, 9, 1), vec(0, 0, 1)
-    t = surrogates.reshape(w.log(), adv, torch.full((3,), 0.5, dtype=D), repaired(clip=0.2))
+    t = surrogates.compute_reshape(w.log(), adv, torch.full((3,), 0.5, dtype=D), repaired(clip=0.2))
     assert t.clipped.tolist() == [0, 0, 0]
 
 
 def test_repair_d_slows_what_pushes_away_and_leaves_what_comes_back() -> None:
     x, adv = vec(0.3, -0.3, 0.3, -0.3), vec(1, 1, -1, -1)
-    s = reshape.statistics(x, torch.ones(4, dtype=torch.bool))
+    s = reshape.compute_statistics(x, torch.ones(4, dtype=torch.bool))
     s.share = 0.25
-    assert reshape.gamma(x, adv, s, repaired(budget="tokens")).tolist() == pytest.approx(
+    assert reshape.compute_gamma(x, adv, s, repaired(budget="tokens")).tolist() == pytest.approx(
         [0.125, 0.5, 0.5, 0.125]
     )
     s.share = 0.0
-    assert reshape.gamma(x, adv, s, repaired(budget="tokens")).tolist() == pytest.approx(
+    assert reshape.compute_gamma(x, adv, s, repaired(budget="tokens")).tolist() == pytest.approx(
         [0, 0.5, 0.5, 0]
     )
     s.kl = vec(0.2)[0]
-    assert reshape.gamma(
+    assert reshape.compute_gamma(
         x, adv, s, repaired(budget="global", kl_budget=0.05)
     ).tolist() == pytest.approx([0.5] * 4)
 
 
 def test_gamma_zero_in_the_power_form_has_no_gradient() -> None:
-    t = surrogates.reshape(vec(0.4, -0.4), vec(1, -1), vec(0, 0), repaired())
+    t = surrogates.compute_reshape(vec(0.4, -0.4), vec(1, -1), vec(0, 0), repaired())
     assert t.coefficient.tolist() == [0, 0] and t.objective.tolist() == [1, -1]
 
 
 def test_repair_c_adds_the_gradient_of_the_penalty() -> None:
     b = batch(6)
-    b.anchor = b.behavior.clone()
+    b.proximal = b.behavior.clone()
     lp = theta(b)
     run = {"loss": {"surrogate": "reshape"}, "correction": {"proximal": "behavior"}}
     plain = gradient(b, config(**run), lp)[1]
@@ -185,13 +187,15 @@ def test_repair_c_adds_the_gradient_of_the_penalty() -> None:
 
 def test_the_stop_statistic_by_hand() -> None:
     x = vec(2, 0.5, 9).log()
-    a, w = stopping.kl_statistic(x, vec(1, 2, 5), torch.tensor([True, True, False]))
+    a, w = stopping.sum_kl(x, vec(1, 2, 5), torch.tensor([True, True, False]))
     assert float(a) == pytest.approx((1 - math.log(2)) + 2 * (-0.5 + math.log(2))) and float(w) == 3
 
 
 def test_scale_stops_by_kl_by_ess_and_by_budget() -> None:
     def scale(k: float, ess: float, **keys: Any) -> float:
-        return stopping.scale(k, ess, **{"kl_max": 0.0, "ess_min": 0.0, "budget": None, **keys})
+        return stopping.compute_lr_scale(
+            k, ess, **{"kl_max": 0.0, "ess_min": 0.0, "budget": None, **keys}
+        )
 
     assert (
         scale(9.0, 0.0) == 1
@@ -203,10 +207,10 @@ def test_scale_stops_by_kl_by_ess_and_by_budget() -> None:
 
 
 def test_the_adaptive_controller_moves_at_most_a_fifth() -> None:
-    assert kl.adaptive(1.0, 6.6, 6.0, 1000, 10000) == pytest.approx(1.01) and kl.adaptive(
+    assert kl.adapt_beta(1.0, 6.6, 6.0, 1000, 10000) == pytest.approx(1.01) and kl.adapt_beta(
         1.0, 60, 6.0, 1000, 10000
     ) == pytest.approx(1.02)
-    assert kl.adaptive(1.0, 0.0, 6.0, 1000, 10000) == pytest.approx(0.98)
+    assert kl.adapt_beta(1.0, 0.0, 6.0, 1000, 10000) == pytest.approx(0.98)
     c = kl.KLController(0.5, "adaptive")
     assert (
         c.update(math.nan, 10) == 0.5
@@ -245,7 +249,7 @@ def numbers_of_three(**keys: Any) -> tuple[torch.Tensor, dict[str, Any]]:
     if settings["name"] == "reinforce":
         settings = {"baseline": "none"} | settings
     c = config(advantage=settings, generator={"max_new_tokens": 3, "context": 64}, **keys)
-    adv, _, numbers = advantage(b, m, c, keys.get("baseline", 0.0), c.kl.reward.coefficient)
+    adv, _, numbers = compute_advantage(b, m, c, keys.get("baseline", 0.0), c.kl.reward.coefficient)
     return adv, numbers
 
 
@@ -284,7 +288,7 @@ def test_reinforce_pp_by_hand() -> None:
         three(advantage={"name": "reinforce_pp", "gamma": 0.5}), (raw - raw.mean()) / raw.std()
     )
     m = torch.tensor([True, False, True])
-    got = advantages._skipping(vec(1, 50, 4), m, torch.zeros(3, dtype=torch.long), 0.5)
+    got = advantages._sum_masked_suffix(vec(1, 50, 4), m, torch.zeros(3, dtype=torch.long), 0.5)
     assert got.tolist() == [3, 0, 4]
 
 
@@ -294,11 +298,11 @@ def test_a_discount_has_the_precision_of_the_rewards(dtype: torch.dtype) -> None
     rewards = torch.tensor([0.0, 1.0], dtype=dtype)
     values, seq = torch.zeros(2, dtype=dtype), torch.tensor([0, 0])
     every, after = torch.ones(2, dtype=torch.bool), torch.zeros(1, dtype=dtype)
-    adv, _ = advantages.gae(rewards, values, every, seq, after, gamma=0.9, lam=0.9)
+    adv, _ = advantages.compute_gae(rewards, values, every, seq, after, gamma=0.9, lam=0.9)
     square = torch.tensor(0.9 * 0.9, dtype=dtype)
     assert adv.dtype == dtype and torch.equal(adv, torch.stack([square, torch.ones_like(square)]))
     exact = torch.tensor(0.9, dtype=dtype)
-    assert torch.equal(advantages._skipping(rewards, every, seq, 0.9)[0], exact)
+    assert torch.equal(advantages._sum_masked_suffix(rewards, every, seq, 0.9)[0], exact)
 
 
 def test_gae_bootstraps_truncated_answers_only() -> None:
@@ -307,7 +311,9 @@ def test_gae_bootstraps_truncated_answers_only() -> None:
         torch.ones(4, dtype=torch.bool),
         vec(0, 0, 0, 0),
     )
-    adv, returns = advantages.gae(zero, vec(1, 2, 1, 2), m, seq, vec(0, 5), gamma=1.0, lam=0.5)
+    adv, returns = advantages.compute_gae(
+        zero, vec(1, 2, 1, 2), m, seq, vec(0, 5), gamma=1.0, lam=0.5
+    )
     assert adv.tolist() == pytest.approx(
         [1 - 1, -2, 1 + 1.5, 3]
     ) and returns.tolist() == pytest.approx([1, 0, 3.5, 5])
@@ -315,13 +321,13 @@ def test_gae_bootstraps_truncated_answers_only() -> None:
 
 def test_clipped_value_loss_by_hand() -> None:
     v = vec(3.0, 0.5).requires_grad_(True)
-    loss = sl.value_loss(v, vec(2.0, 2.0), vec(1.0, 1.0), clip=0.2)
+    loss = sl.compute_value_loss(v, vec(2.0, 2.0), vec(1.0, 1.0), clip=0.2)
     # max((3-2)^2, (1.2-2)^2), max((0.5-2)^2, (0.8-2)^2)
     assert loss.tolist() == pytest.approx([0.5, 0.5 * 2.25])
     assert torch.autograd.grad(loss.sum(), v)[0].tolist() == pytest.approx([1.0, -1.5])
 
 
-@pytest.mark.parametrize("name", ["rloo", "grpo"])
+@pytest.mark.parametrize("name", ["compute_rloo", "compute_grpo"])
 def test_a_group_of_one_is_one_clear_error(name: str) -> None:
     with pytest.raises(ConfigError, match="group_size"):
         getattr(advantages, name)(vec(1, 2), torch.tensor([0, 1]))
@@ -350,7 +356,7 @@ def test_diagnostics_by_hand() -> None:
         vec(1, 7),
         reference=mu,
     )
-    m = sl.finish(diagnostics.sums(v))
+    m = sl.finish(diagnostics.sum_statistics(v))
     assert m["is/mean_weight"] == pytest.approx(2.5 / 3) and m["is/weight_ess"] == pytest.approx(
         2.5**2 / (3 * 4.25)
     )
@@ -381,7 +387,7 @@ def test_diagnostics_by_hand() -> None:
     )
     # the second answer vetoed, the first one's first token masked
     v.vetoed, v.weight = torch.tensor([False, False, True, False]), vec(0, 0.5, 0, 0)
-    n = sl.finish(diagnostics.sums(v))
+    n = sl.finish(diagnostics.sum_statistics(v))
     assert (n["is/vetoed_answers"], n["is/vetoed_length"], n["is/vetoed_reward"]) == (0.5, 1, 7)
     assert (n["is/masked_share"], n["is/masked_length"], n["is/masked_reward"]) == (
         pytest.approx(1 / 3),
@@ -409,7 +415,7 @@ def test_diagnostics_by_hand() -> None:
 def test_log_ratio_quantiles_are_upper_edges_of_their_bins() -> None:
     b, c = batch(1, groups=40, spread=0.4), config()
     m = sl.finish(gradient(b, c, theta(b))[2])
-    size = (b.anchor - b.behavior).abs()[b.mask]
+    size = (b.proximal - b.behavior).abs()[b.mask]
     for name, q in (("p50", 0.5), ("p99", 0.99)):
         exact = float(size.quantile(q))
         assert exact / 1.02 <= m[f"is/log_ratio_{name}"] <= exact * 1.2

@@ -15,7 +15,7 @@ from algorithms_kit import D, batch, config, gradient, theta
 
 from asyncrl.algorithms import correction, kl, ratios, reshape, surrogates
 from asyncrl.algorithms import loss as sl
-from asyncrl.algorithms.batch import LossBatch, _whole_ratios
+from asyncrl.algorithms.batch import LossBatch, _compute_sample_ratios
 from asyncrl.algorithms.settings import Reshape
 from asyncrl.algorithms.trust import sequence_surrogates, token_surrogates
 
@@ -28,10 +28,17 @@ def vec(*x: float) -> torch.Tensor:
 
 def test_differences_are_finite_and_pass_their_gradient_where_they_are_one() -> None:
     a = vec(3, -INF, -INF, math.nan, 0, 1e5).requires_grad_(True)
-    x = ratios.difference(a, vec(1, -INF, 0, 0, -INF, 0))
+    x = ratios.subtract(a, vec(1, -INF, 0, 0, -INF, 0))
     assert x.tolist() == [2, 0, -1000, 0, 1000, 1e5]
     assert torch.autograd.grad(x.sum(), a)[0].tolist() == [1, 0, 0, 0, 0, 1]
-    assert ratios.log_ratio(a.detach(), torch.zeros(6, dtype=D)).tolist() == [3, -20, -20, 0, 0, 20]
+    assert ratios.compute_log_ratio(a.detach(), torch.zeros(6, dtype=D)).tolist() == [
+        3,
+        -20,
+        -20,
+        0,
+        0,
+        20,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -50,12 +57,14 @@ def test_kl_in_the_loss_pulls_however_far_the_policy_has_gone(
 ) -> None:
     """At log-ratios of 30, -30 and 1; only what would overflow, exp(30), is cut."""
     lp = vec(-1, -31, -1).requires_grad_(True)
-    term = kl.term(
+    term = kl.compute_term(
         lp, vec(-31, -1, -2), lp.detach(), torch.zeros(3, dtype=torch.long), estimator=name
     )
     assert torch.autograd.grad(term.sum(), lp)[0].tolist() == pytest.approx(slopes)
-    assert kl.k3(vec(30, -30)).tolist() == pytest.approx([29, math.exp(20) - 21])
-    assert kl.forward_k3(vec(-30)).tolist() == pytest.approx([20 * math.exp(20) - math.exp(20) + 1])
+    assert kl.estimate_k3(vec(30, -30)).tolist() == pytest.approx([29, math.exp(20) - 21])
+    assert kl.estimate_forward_k3(vec(-30)).tolist() == pytest.approx(
+        [20 * math.exp(20) - math.exp(20) + 1]
+    )
 
 
 @pytest.mark.parametrize(
@@ -66,7 +75,9 @@ def test_kl_in_the_loss_pulls_however_far_the_policy_has_gone(
 )
 def test_a_token_that_is_impossible_to_both_costs_nothing(how: dict[str, Any]) -> None:
     lp = vec(-INF, -1).requires_grad_(True)
-    term = kl.term(lp, vec(-INF, -2), vec(-INF, -1), torch.zeros(2, dtype=torch.long), **how)
+    term = kl.compute_term(
+        lp, vec(-INF, -2), vec(-INF, -1), torch.zeros(2, dtype=torch.long), **how
+    )
     slope = torch.autograd.grad(term.sum(), lp)[0]
     assert (
         float(term[0].detach()) == 0
@@ -78,7 +89,7 @@ def test_a_token_that_is_impossible_to_both_costs_nothing(how: dict[str, Any]) -
 
 def test_repair_c_pulls_from_afar() -> None:
     b = batch(6)
-    b.anchor = b.behavior.clone()
+    b.proximal = b.behavior.clone()
     lp = (b.behavior + 25).requires_grad_(True)
     run = {"loss": {"surrogate": "reshape"}, "correction": {"proximal": "behavior"}}
     plain = gradient(b, config(**run), lp)[1]
@@ -94,7 +105,7 @@ FAR = vec(-30, 25, 26)  # of one answer: e^-5, in the mean e^-2.5
 
 def test_a_whole_answers_ratio_is_clamped_after_its_sum() -> None:
     def w(level: str) -> list[float]:
-        return correction.weights(FAR, EVERY, SEQ, 2, level).log().tolist()
+        return correction.compute_weights(FAR, EVERY, SEQ, 2, level).log().tolist()
 
     assert w("token") == pytest.approx([-20, 20, 20]) and w("sequence") == pytest.approx(
         [-5, -5, 20]
@@ -102,7 +113,7 @@ def test_a_whole_answers_ratio_is_clamped_after_its_sum() -> None:
     assert w("geometric") == pytest.approx([-2.5, -2.5, 20])
 
     def s(name: str, over: str) -> list[float]:
-        return correction.statistic(name, over, FAR, EVERY, SEQ, 2).log().tolist()
+        return correction.compute_statistic(name, over, FAR, EVERY, SEQ, 2).log().tolist()
 
     assert s("ratio", "sum") == pytest.approx([-5, -5, 20]) and s("ratio", "mean") == pytest.approx(
         [-2.5, -2.5, 20]
@@ -110,18 +121,22 @@ def test_a_whole_answers_ratio_is_clamped_after_its_sum() -> None:
     assert s("ratio", "token") == pytest.approx([-20, 20, 20]) and s(
         "ratio", "max"
     ) == pytest.approx([20, 20, 20])
-    assert correction.statistic("k1", "token", FAR, EVERY, SEQ, 2).tolist() == [20, -20, -20]
-    assert kl.prefix_weights(FAR, torch.zeros(3, dtype=D), SEQ).log().tolist() == pytest.approx(
-        [-20, -5, 20]
-    )
+    assert correction.compute_statistic("k1", "token", FAR, EVERY, SEQ, 2).tolist() == [
+        20,
+        -20,
+        -20,
+    ]
+    assert kl.compute_prefix_weights(
+        FAR, torch.zeros(3, dtype=D), SEQ
+    ).log().tolist() == pytest.approx([-20, -5, 20])
 
 
 def test_topr_and_gspo_see_the_answers_own_sum() -> None:
     minus, lp = vec(-1, -1, -1), vec(-1, -1, -1)
-    assert surrogates.topr(FAR, minus, lp, EVERY, SEQ, 2).coefficient.tolist() == pytest.approx(
-        [-math.exp(-5)] * 2 + [-1]
-    )
-    got = surrogates.gspo(FAR, minus, EVERY, SEQ, 2, low=0.99, high=1.0).coefficient
+    assert surrogates.compute_topr(
+        FAR, minus, lp, EVERY, SEQ, 2
+    ).coefficient.tolist() == pytest.approx([-math.exp(-5)] * 2 + [-1])
+    got = surrogates.compute_gspo(FAR, minus, EVERY, SEQ, 2, low=0.99, high=1.0).coefficient
     assert got.tolist() == pytest.approx([-math.exp(-2.5)] * 2 + [-math.exp(20)])
 
 
@@ -165,7 +180,7 @@ def test_the_loss_hands_whole_log_ratios_on(sections: dict[str, Any], factor: fl
         vec(1, 0),
         torch.tensor([0, 0]),
         torch.tensor([False, False]),
-        anchor=start,
+        proximal=start,
         start=start,
     )
     lp = start.clone().requires_grad_(True)
@@ -188,7 +203,7 @@ def test_the_surrogates_of_whole_answers_get_whole_log_ratios(name: str, factor:
         vec(0, 1),
         torch.tensor([0, 0]),
         torch.tensor([False, False]),
-        anchor=anchor,
+        proximal=anchor,
     )
     lp = (anchor + vec(-30, 25, 0)).requires_grad_(True)
     c = config(
@@ -210,18 +225,18 @@ def repaired(**keys: Any) -> Any:
 
 def test_repair_d_stops_the_box_cox_form_too() -> None:
     x, a = vec(0.3, -0.3, 0.3, -0.3), vec(1, 1, -1, -1)
-    s = reshape.statistics(x, torch.ones(4, dtype=torch.bool))
+    s = reshape.compute_statistics(x, torch.ones(4, dtype=torch.bool))
     c = repaired(budget="tokens", form="box_cox")
     for share in (0.0, 0.25, 1.0):
         s.share = share
-        g = reshape.gamma(x, a, s, c)
+        g = reshape.compute_gamma(x, a, s, c)
         assert g.tolist() == [0.5] * 4
-        t, w = surrogates.reshape(x, a, g, c, s.share), (0.5 * x).exp()
+        t, w = surrogates.compute_reshape(x, a, g, c, s.share), (0.5 * x).exp()
         slow = vec(share, 1, 1, share)
         assert torch.allclose(t.coefficient, slow * w * a) and torch.allclose(
             t.objective, slow * a * (w - 1) / 0.5
         )
-    free = surrogates.reshape(x, a, g, repaired(form="box_cox"), 0.0)
+    free = surrogates.compute_reshape(x, a, g, repaired(form="box_cox"), 0.0)
     assert torch.allclose(free.coefficient, (0.5 * x).exp() * a), (
         "a share without the budget is nobody's"
     )
@@ -232,7 +247,7 @@ def test_past_its_budget_a_box_cox_batch_only_comes_back() -> None:
     further.
     """
     b = batch(6)
-    b.anchor = b.behavior.clone()
+    b.proximal = b.behavior.clone()
     c = config(
         loss={"surrogate": "reshape"},
         correction={"proximal": "behavior"},
@@ -250,7 +265,7 @@ def test_past_its_budget_a_box_cox_batch_only_comes_back() -> None:
     sl.begin_step(prep, everyone, b.behavior)
     lp = theta(b)
     step = sl.begin_step(prep, everyone, lp.detach())
-    loss, _ = sl.micro_loss(prep, step, torch.arange(len(b.seq)), lp)
+    loss, _ = sl.compute_micro_loss(prep, step, torch.arange(len(b.seq)), lp)
     push = -torch.autograd.grad(loss, lp)[0] * (lp.detach() - b.behavior)
     assert step.reshape is not None and step.reshape.share == 0
     assert float(push.max()) <= 0 and float(push.min()) < -1e-3
@@ -259,7 +274,7 @@ def test_past_its_budget_a_box_cox_batch_only_comes_back() -> None:
 def test_what_dppo_masks_is_not_in_its_value() -> None:
     """0.2 -> 0.5 moved 0.3 up: masked for A > 0 in gradient and value; open for A < 0."""
     x, p = vec(math.log(2.5), math.log(2.5)), vec(0.5, 0.5)
-    t = surrogates.dppo(x, vec(2, -2), p)
+    t = surrogates.compute_dppo(x, vec(2, -2), p)
     assert t.coefficient.tolist() == pytest.approx(
         [0, -5]
     ) and t.objective.tolist() == pytest.approx([0, -5])
@@ -273,7 +288,7 @@ def drawn(seed: int, number: int, steps: int) -> list[bool]:
     )
     prep = sl.prepare(b, c, number=number)
     for _ in range(steps):
-        step = sl.begin_step(prep, torch.arange(len(b.rewards)), b.anchor)
+        step = sl.begin_step(prep, torch.arange(len(b.rewards)), b.proximal)
     assert step.chosen is not None
     return step.chosen.tolist()
 
@@ -292,34 +307,34 @@ def test_a_token_at_its_bound_or_without_an_advantage_is_not_cut() -> None:
     every, first = torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.long)
     lo, hi = torch.tensor(0.5), torch.tensor(2.0)
     for term in (
-        surrogates.ppo(far, none, dual=3.0),
-        surrogates.dppo(far, none, torch.full((2,), 0.5), threshold=0.01),
-        surrogates.dppo(far, none, torch.full((2,), 0.5), threshold=0.01, divergence="kl"),
-        sequence_surrogates.gmpo(far, none, every, first, 1),
-        token_surrogates.bapo(far, none, lo, hi),
+        surrogates.compute_ppo(far, none, dual=3.0),
+        surrogates.compute_dppo(far, none, torch.full((2,), 0.5), threshold=0.01),
+        surrogates.compute_dppo(far, none, torch.full((2,), 0.5), threshold=0.01, divergence="kl"),
+        sequence_surrogates.compute_gmpo(far, none, every, first, 1),
+        token_surrogates.compute_bapo(far, none, lo, hi),
     ):
         assert term.clipped.tolist() == [0, 0]
     for ratio, adv in ((0.5, -one), (2.0, one)):
         log_r = torch.log(torch.tensor([ratio], dtype=torch.float64))
         assert log_r.exp().item() == ratio
-        assert surrogates.ppo(log_r, adv, low=0.5, high=1.0).clipped.item() == 0
-        assert token_surrogates.bapo(log_r, adv, lo, hi).clipped.item() == 0
-        cut = sequence_surrogates.gmpo(
+        assert surrogates.compute_ppo(log_r, adv, low=0.5, high=1.0).clipped.item() == 0
+        assert token_surrogates.compute_bapo(log_r, adv, lo, hi).clipped.item() == 0
+        cut = sequence_surrogates.compute_gmpo(
             log_r, adv, every[:1], first[:1], 1, low=-min(float(log_r), 0.0), high=float(log_r)
         )
         assert cut.clipped.item() == 0
     beyond = torch.log(torch.tensor([0.4, 2.5]))
     adv = torch.tensor([-1.0, 1.0])
-    assert surrogates.ppo(beyond, adv, low=0.5, high=1.0).clipped.tolist() == [1, 2]
-    assert token_surrogates.bapo(beyond, adv, lo, hi).clipped.tolist() == [1, 2]
-    assert token_surrogates.bapo(beyond, -adv, lo, hi).clipped.tolist() == [0, 0]
+    assert surrogates.compute_ppo(beyond, adv, low=0.5, high=1.0).clipped.tolist() == [1, 2]
+    assert token_surrogates.compute_bapo(beyond, adv, lo, hi).clipped.tolist() == [1, 2]
+    assert token_surrogates.compute_bapo(beyond, -adv, lo, hi).clipped.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("level", ["geometric", "sequence"])
 def test_a_surrogates_whole_ratio_is_clamped_on_both_sides(level: str) -> None:
     raw = vec(-30, -30, 70)
     tokens = SimpleNamespace(raw=raw, log_r=raw, mask=EVERY, seq=SEQ, n=2)
-    got = surrogates._ratio(tokens, SimpleNamespace(ratio=level))  # type: ignore[arg-type]
+    got = surrogates._compute_loss_ratio(tokens, SimpleNamespace(ratio=level))  # type: ignore[arg-type]
     assert got.tolist() == [-20, -20, 20]
 
 
@@ -328,4 +343,4 @@ def test_masked_tokens_are_no_part_of_the_baselines_weights() -> None:
     b.start = b.behavior + torch.where(b.mask, 0.25, 9.0).to(D)
     counts = torch.zeros(len(b.rewards), dtype=D).index_add_(0, b.seq, b.mask.to(D))
     assert not bool(b.mask.all())
-    torch.testing.assert_close(_whole_ratios(b), (0.25 * counts).exp())
+    torch.testing.assert_close(_compute_sample_ratios(b), (0.25 * counts).exp())

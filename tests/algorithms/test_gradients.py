@@ -11,7 +11,7 @@ import pytest
 import torch
 from learner_step_kit import GROUPS, SIZE, batch, core, model_dir, weights
 
-from asyncrl.algorithms.ratios import seq_sum
+from asyncrl.algorithms.ratios import sum_by_sample
 from asyncrl.config import load, methods
 from learner import checkpoint
 from learner.batch import pack
@@ -151,7 +151,7 @@ def test_energies_are_gradient_norms_of_the_softmax(model_dir: Path) -> None:
     packed.temperature[:] = 0.7
     packed.loss.mask[3] = False
     learner._measured(packed)
-    found = seq_sum(
+    found = sum_by_sample(
         torch.where(packed.loss.mask, packed.loss.energy, 0.0), packed.loss.seq, packed.count
     )
     for answer in (0, 5):

@@ -32,15 +32,15 @@ def k3(x: float) -> float:
 
 def test_estimators_by_hand() -> None:
     x = vec(0.4, -0.3, 1.0)
-    assert kl.k1(x).tolist() == x.tolist() and kl.k2(x).tolist() == pytest.approx(
+    assert kl.estimate_k1(x).tolist() == x.tolist() and kl.estimate_k2(x).tolist() == pytest.approx(
         [0.08, 0.045, 0.5]
     )
-    assert kl.k3(x).tolist() == pytest.approx([k3(0.4), k3(-0.3), k3(1.0)])
-    assert kl.forward_k3(x).tolist() == pytest.approx(
+    assert kl.estimate_k3(x).tolist() == pytest.approx([k3(0.4), k3(-0.3), k3(1.0)])
+    assert kl.estimate_forward_k3(x).tolist() == pytest.approx(
         [-v * math.exp(-v) - math.exp(-v) + 1 for v in (0.4, -0.3, 1.0)]
     )
-    assert kl.low_var_kl(vec(-5, 30, 1)).tolist() == pytest.approx([10, 10, k3(1)])
-    assert kl.k3(vec(-25)).tolist() == pytest.approx([math.exp(20) - 21])
+    assert kl.estimate_low_var_kl(vec(-5, 30, 1)).tolist() == pytest.approx([10, 10, k3(1)])
+    assert kl.estimate_k3(vec(-25)).tolist() == pytest.approx([math.exp(20) - 21])
     for name in kl.ESTIMATORS:
         values, slope = sloped(lambda lp, name=name: kl.estimate(name + "+", lp - REF))
         assert values == pytest.approx(
@@ -49,12 +49,14 @@ def test_estimators_by_hand() -> None:
 
 
 def test_the_ratio_form_passes_its_gradient_through_the_ratio_too() -> None:
-    values, slope = sloped(lambda lp: kl.term(lp, REF, MU, SEQ, estimator="k2", off_policy="ratio"))
+    values, slope = sloped(
+        lambda lp: kl.compute_term(lp, REF, MU, SEQ, estimator="k2", off_policy="ratio")
+    )
     w, x = (LP - MU).exp(), LP - REF
     assert values == pytest.approx((w * x.square() / 2).tolist()) and slope == pytest.approx(
         (w * (x.square() / 2 + x)).tolist()
     )
-    plain = sloped(lambda lp: kl.term(lp, REF, MU, SEQ))  # k3 where nothing is said
+    plain = sloped(lambda lp: kl.compute_term(lp, REF, MU, SEQ))  # k3 where nothing is said
     assert plain[0] == pytest.approx([k3(float(v)) for v in x]) and plain[1] == pytest.approx(
         [1 - math.exp(-float(v)) for v in x]
     )
@@ -72,13 +74,13 @@ def test_the_prefix_form_by_hand(discount: float, truncate: float) -> None:
     x = [0.4, -0.3, 1.0]
     value = [a * k3(b) for a, b in zip(w, x, strict=True)]
     values, slope = sloped(
-        lambda lp: kl.term(
+        lambda lp: kl.compute_term(
             lp, REF, MU, SEQ, off_policy="prefix", discount=discount, truncate=truncate
         )
     )
     assert values == pytest.approx(value)
     assert slope == pytest.approx([w[0] * x[0] + discount * value[1], w[1] * x[1], w[2] * x[2]])
-    assert kl.prefix_weights(LP, MU, SEQ, truncate).tolist() == pytest.approx(w)
+    assert kl.compute_prefix_weights(LP, MU, SEQ, truncate).tolist() == pytest.approx(w)
 
 
 @pytest.mark.parametrize(("discount", "truncate"), [(1.0, math.inf), (0.5, 1.1)])
@@ -87,7 +89,7 @@ def test_the_exact_steps_form_by_hand(discount: float, truncate: float) -> None:
     w = [1.0, min(math.exp(0.2), truncate), 1.0]
     each = vec(0.3, 0.6, 0.9)
     lp, step = LP.clone().requires_grad_(True), each.clone().requires_grad_(True)
-    out = kl.term(
+    out = kl.compute_term(
         lp,
         REF,
         MU,
@@ -108,24 +110,30 @@ def test_forms_without_discount_and_truncation_are_exact_by_default() -> None:
     for form in ("prefix", "prefix_full"):
         more = {"step_kl": vec(0.3, 0.6, 0.9)} if form == "prefix_full" else {}
         a = sloped(
-            lambda lp, form=form, more=more: kl.term(lp, REF, MU, SEQ, off_policy=form, **more)
+            lambda lp, form=form, more=more: kl.compute_term(
+                lp, REF, MU, SEQ, off_policy=form, **more
+            )
         )
         b = sloped(
-            lambda lp, form=form, more=more: kl.term(
+            lambda lp, form=form, more=more: kl.compute_term(
                 lp, REF, MU, SEQ, off_policy=form, discount=1.0, truncate=math.inf, **more
             )
         )
         assert a == b
-    a = sloped(lambda lp: kl.prefix(lp, REF, MU, SEQ))
-    assert a == sloped(lambda lp: kl.prefix(lp, REF, MU, SEQ, discount=1.0, truncate=math.inf))
-    b = sloped(lambda lp: kl.prefix_full(vec(0.3, 0.6, 0.9), lp, MU, SEQ))
+    a = sloped(lambda lp: kl.compute_prefix_kl(lp, REF, MU, SEQ))
+    assert a == sloped(
+        lambda lp: kl.compute_prefix_kl(lp, REF, MU, SEQ, discount=1.0, truncate=math.inf)
+    )
+    b = sloped(lambda lp: kl.compute_full_prefix_kl(vec(0.3, 0.6, 0.9), lp, MU, SEQ))
     assert b == sloped(
-        lambda lp: kl.prefix_full(vec(0.3, 0.6, 0.9), lp, MU, SEQ, discount=1.0, truncate=math.inf)
+        lambda lp: kl.compute_full_prefix_kl(
+            vec(0.3, 0.6, 0.9), lp, MU, SEQ, discount=1.0, truncate=math.inf
+        )
     )
     # sums 30 and -15: the sum is cut, not its parts
-    far = kl.prefix_weights(vec(0, 0), vec(-30, 45), torch.tensor([0, 0]))
+    far = kl.compute_prefix_weights(vec(0, 0), vec(-30, 45), torch.tensor([0, 0]))
     assert far.tolist() == pytest.approx([math.exp(20), math.exp(-15)])
-    assert kl.prefix_full(
+    assert kl.compute_full_prefix_kl(
         vec(1, 1, 1), vec(0, 0, 0), vec(-30, 5, 0), torch.tensor([0, 0, 0])
     ).tolist() == pytest.approx([1, math.exp(20), math.exp(20)])
 
@@ -136,21 +144,21 @@ def test_errors_of_forms() -> None:
         match=r"off_policy = prefix_full .needs the exact KL of each step .*"
         r": choose one of none, ratio, prefix$",
     ):
-        kl.term(LP, REF, MU, SEQ, off_policy="prefix_full")
+        kl.compute_term(LP, REF, MU, SEQ, off_policy="prefix_full")
     with pytest.raises(
         ConfigError, match=r"off_policy = all: choose one of none, ratio, prefix, prefix_full"
     ):
-        kl.term(LP, REF, MU, SEQ, off_policy="all")
+        kl.compute_term(LP, REF, MU, SEQ, off_policy="all")
 
 
 def test_the_controller_of_the_paper() -> None:
     """beta (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon), with a target of 6 and a horizon of
     10000.
     """
-    assert kl.adaptive(2.0, 6.6, 6.0, 100, 1000) == pytest.approx(
+    assert kl.adapt_beta(2.0, 6.6, 6.0, 100, 1000) == pytest.approx(
         2 * (1 + 0.1 * 0.1)
-    ) and kl.adaptive(2.0, 99, 6.0, 100, 1000) == pytest.approx(2 * 1.02)
-    assert kl.adaptive(2.0, 5.4, 6.0, 100, 1000) == pytest.approx(2 * 0.99) and kl.adaptive(
+    ) and kl.adapt_beta(2.0, 99, 6.0, 100, 1000) == pytest.approx(2 * 1.02)
+    assert kl.adapt_beta(2.0, 5.4, 6.0, 100, 1000) == pytest.approx(2 * 0.99) and kl.adapt_beta(
         2.0, -9, 6.0, 100, 1000
     ) == pytest.approx(2 * 0.98)
     c = kl.KLController(1.0, "adaptive")
@@ -170,17 +178,17 @@ def test_the_controller_of_the_paper() -> None:
 
 def test_gamma_base_and_the_kl_of_the_batch() -> None:
     """Log-ratios 1, -1, 3 (one more behind the mask): variance 4; k3 = e^x - 1 - x."""
-    s = reshape.statistics(vec(1, -1, 3, 99), torch.tensor([True, True, True, False]))
+    s = reshape.compute_statistics(vec(1, -1, 3, 99), torch.tensor([True, True, True, False]))
     assert (
         float(s.sigma2) == pytest.approx(4)
         and float(s.base) == pytest.approx(math.sqrt(-math.log(0.3) / 4))
         and s.share == 1
     )
     assert float(s.kl) == pytest.approx(sum(math.exp(x) - 1 - x for x in (1, -1, 3)) / 3)
-    assert float(reshape.statistics(vec(0.1, -0.1), torch.tensor([True, True])).base) == 1
-    assert float(reshape.statistics(vec(2.0), torch.tensor([True])).sigma2) == 0
+    assert float(reshape.compute_statistics(vec(0.1, -0.1), torch.tensor([True, True])).base) == 1
+    assert float(reshape.compute_statistics(vec(2.0), torch.tensor([True])).sigma2) == 0
     assert float(
-        reshape.statistics(vec(1, -1, 3), torch.ones(3, dtype=torch.bool), 0.5).base
+        reshape.compute_statistics(vec(1, -1, 3), torch.ones(3, dtype=torch.bool), 0.5).base
     ) == pytest.approx(math.sqrt(-math.log(0.5) / 4))
 
 
@@ -191,80 +199,99 @@ def sigma(x: float) -> float:
 def test_gamma_of_a_token_by_hand() -> None:
     x, a, base = 0.4, 1.5, 0.6
     want = base + (sigma(-5 * x) - base) * sigma(a * x)
-    assert float(reshape.gamma_v31(vec(x), vec(a), vec(base)[0])) == pytest.approx(want)
+    assert float(reshape.compute_gamma_v31(vec(x), vec(a), vec(base)[0])) == pytest.approx(want)
     want = base + (sigma(-2 * x) - base) * sigma(a * x / 0.5)
     assert float(
-        reshape.gamma_v31(vec(x), vec(a), vec(base)[0], tau=0.5, temperature=2.0)
+        reshape.compute_gamma_v31(vec(x), vec(a), vec(base)[0], tau=0.5, temperature=2.0)
     ) == pytest.approx(want)
     s = reshape.ReshapeStatistics(vec(4)[0], vec(base)[0], vec(0.2)[0])
-    v31 = reshape.gamma(vec(x, x), vec(a, -a), s, repaired(mode="v3.1", tau=0.5, temperature=2.0))
+    v31 = reshape.compute_gamma(
+        vec(x, x), vec(a, -a), s, repaired(mode="v3.1", tau=0.5, temperature=2.0)
+    )
     assert v31.tolist() == pytest.approx(
         [want, base + (sigma(-2 * x) - base) * sigma(-a * x / 0.5)]
     )
-    low = reshape.gamma(vec(9), vec(9), s, repaired(mode="v3.1", gamma_min=0.05))
+    low = reshape.compute_gamma(vec(9), vec(9), s, repaired(mode="v3.1", gamma_min=0.05))
     assert low.tolist() == [0.05]
-    assert reshape.gamma(vec(1, 2), vec(1, 1), s, repaired(mode="base")).tolist() == [base, base]
-    assert reshape.gamma(vec(1), vec(1), s, repaired(mode="base", gamma_min=0.7)).tolist() == [0.7]
-    assert reshape.gamma(vec(1, 2), vec(1, 1), s, repaired(gamma=0.3)).tolist() == [0.3, 0.3]
+    assert reshape.compute_gamma(vec(1, 2), vec(1, 1), s, repaired(mode="base")).tolist() == [
+        base,
+        base,
+    ]
+    assert reshape.compute_gamma(
+        vec(1), vec(1), s, repaired(mode="base", gamma_min=0.7)
+    ).tolist() == [0.7]
+    assert reshape.compute_gamma(vec(1, 2), vec(1, 1), s, repaired(gamma=0.3)).tolist() == [
+        0.3,
+        0.3,
+    ]
 
 
 def test_repair_d_by_tokens_and_globally() -> None:
     s = reshape.ReshapeStatistics(vec(4)[0], vec(0.6)[0], vec(0.2)[0], share=0.25)
     x, a = vec(0.3, -0.3, 0.3, 0.0), vec(1, 1, -1, 1)
-    assert reshape.gamma(x, a, s, repaired(budget="tokens")).tolist() == pytest.approx(
+    assert reshape.compute_gamma(x, a, s, repaired(budget="tokens")).tolist() == pytest.approx(
         [0.125, 0.5, 0.5, 0.5]
     )
-    assert reshape.gamma(
+    assert reshape.compute_gamma(
         x, a, s, repaired(budget="tokens", form="box_cox")
     ).tolist() == pytest.approx([0.5] * 4)
     # sqrt(0.05 / 0.2), below the base
-    assert reshape.gamma(
+    assert reshape.compute_gamma(
         x, a, s, repaired(budget="global", kl_budget=0.05)
     ).tolist() == pytest.approx([0.5] * 4)
     # sqrt(1/2) is above it
-    assert reshape.gamma(
+    assert reshape.compute_gamma(
         x, a, s, repaired(budget="global", kl_budget=0.1)
     ).tolist() == pytest.approx([0.6] * 4)
     s.base, s.kl = vec(2)[0], vec(0.01)[0]
     # at most 1
-    assert reshape.gamma(x, a, s, repaired(budget="global", kl_budget=0.05)).tolist() == [1] * 4
+    assert (
+        reshape.compute_gamma(x, a, s, repaired(budget="global", kl_budget=0.05)).tolist()
+        == [1] * 4
+    )
 
 
 def test_the_two_forms_and_repair_b_by_hand() -> None:
     x, a, g = vec(2, 0.5).log(), vec(3, -1), vec(0.5, 0.5)
-    t = surrogates.reshape(x, a, g, repaired())
+    t = surrogates.compute_reshape(x, a, g, repaired())
     r2, rh = math.sqrt(2), math.sqrt(0.5)
     assert t.objective.tolist() == pytest.approx(
         [3 * r2, -rh]
     ) and t.coefficient.tolist() == pytest.approx([1.5 * r2, -0.5 * rh])
     assert t.clipped.tolist() == [0, 0]
-    t = surrogates.reshape(x, a, g, repaired(form="box_cox"))
+    t = surrogates.compute_reshape(x, a, g, repaired(form="box_cox"))
     assert t.objective.tolist() == pytest.approx(
         [3 * (r2 - 1) / 0.5, -(rh - 1) / 0.5]
     ) and t.coefficient.tolist() == pytest.approx([3 * r2, -rh])
-    t = surrogates.reshape(
+    t = surrogates.compute_reshape(
         x, a, vec(0, 0), repaired(form="box_cox")
     )  # the limit: log w, gradient 1
     assert t.objective.tolist() == pytest.approx(
         [3 * math.log(2), math.log(2)]
     ) and t.coefficient.tolist() == [3, -1]
-    t = surrogates.reshape(x, a, vec(1e-5, 1e-5), repaired(form="box_cox"))
+    t = surrogates.compute_reshape(x, a, vec(1e-5, 1e-5), repaired(form="box_cox"))
     assert t.objective.tolist() == pytest.approx([3 * math.log(2), math.log(2)], rel=1e-4)
     # both push away
-    slow = surrogates.reshape(x, a, g, repaired(form="box_cox", budget="tokens"), share=0.25)
+    slow = surrogates.compute_reshape(
+        x, a, g, repaired(form="box_cox", budget="tokens"), share=0.25
+    )
     assert slow.coefficient.tolist() == pytest.approx(
         [0.75 * r2, -0.25 * rh]
     ) and slow.objective.tolist() == pytest.approx([1.5 * (r2 - 1), -0.5 * (rh - 1)])
-    back = surrogates.reshape(x, -a, g, repaired(form="box_cox", budget="tokens"), share=0.25)
+    back = surrogates.compute_reshape(
+        x, -a, g, repaired(form="box_cox", budget="tokens"), share=0.25
+    )
     assert back.coefficient.tolist() == pytest.approx([-3 * r2, rh])
-    third = surrogates.reshape(x, a, g, repaired(form="box_cox", budget="tokens"), share=1 / 3)
+    third = surrogates.compute_reshape(
+        x, a, g, repaired(form="box_cox", budget="tokens"), share=1 / 3
+    )
     # in the loss's own precision
     assert third.coefficient.dtype == D and third.coefficient.tolist() == pytest.approx(
         [r2, -rh / 3], rel=1e-12
     )
-    free = surrogates.reshape(x, a, g, repaired(form="box_cox"), share=0.25)
+    free = surrogates.compute_reshape(x, a, g, repaired(form="box_cox"), share=0.25)
     assert free.coefficient.tolist() == pytest.approx([3 * r2, -rh])
-    cut = surrogates.reshape(
+    cut = surrogates.compute_reshape(
         vec(1.25, 1.25, 0.75, 0.75, 1.2, 0.8).log(),
         vec(1, -1, -1, 1, 1, -1),
         vec(*[1] * 6),
@@ -276,14 +303,16 @@ def test_the_two_forms_and_repair_b_by_hand() -> None:
         and cut.clipped.dtype == torch.int8
     )
     # w^gamma = 1.1, 1.21: at gamma = 1/2 the bound 1.15 lets w go to 1.15^2
-    late = surrogates.reshape(
+    late = surrogates.compute_reshape(
         vec(1.21, 1.4641).log(),
         vec(1, 1),
         vec(0.5, 0.5),
         repaired(clip=0.15, clip_on="w_gamma"),
     )
     assert late.clipped.tolist() == [0, surrogates.HIGH]
-    wide = surrogates.reshape(vec(4).log(), vec(1), vec(1), repaired(clip=0.2, weight_max=3.0))
+    wide = surrogates.compute_reshape(
+        vec(4).log(), vec(1), vec(1), repaired(clip=0.2, weight_max=3.0)
+    )
     assert wide.objective.tolist() == [3.0] and wide.coefficient.tolist() == [0.0]
 
 
@@ -311,8 +340,8 @@ def test_unknown_words_of_reshape(keys: dict[str, str], said: str) -> None:
     )
     s = reshape.ReshapeStatistics(vec(1)[0], vec(1)[0], vec(1)[0])
     with pytest.raises(ConfigError, match=said.replace(".", r"\.")):
-        reshape.gamma(vec(1), vec(1), s, c)
-        surrogates.reshape(vec(1), vec(1), vec(1), c)
+        reshape.compute_gamma(vec(1), vec(1), s, c)
+        surrogates.compute_reshape(vec(1), vec(1), vec(1), c)
 
 
 # ---- stops ---------------------------------------------------------------------------------------
@@ -322,17 +351,23 @@ def test_the_share_of_a_step_that_fits() -> None:
     """sqrt(KL) adds like a distance: of 0.2 (budget 0.04) 0.15 are spent (0.0225); a full step
     takes 0.1 (0.01), or all of it if unknown.
     """
-    assert stopping.step_share(0.0225, 0.04, 0.01) == pytest.approx(0.5) and stopping.step_share(
-        0.0225, 0.04
-    ) == pytest.approx(0.25)
+    assert stopping.compute_step_share(0.0225, 0.04, 0.01) == pytest.approx(
+        0.5
+    ) and stopping.compute_step_share(0.0225, 0.04) == pytest.approx(0.25)
     assert (
-        stopping.step_share(0.0, 0.04, 0.01) == 1
-        and stopping.step_share(0.05, 0.04, 0.01) == 0
-        and stopping.step_share(0.04, 0.04) == 0
+        stopping.compute_step_share(0.0, 0.04, 0.01) == 1
+        and stopping.compute_step_share(0.05, 0.04, 0.01) == 0
+        and stopping.compute_step_share(0.04, 0.04) == 0
     )
     # a step that moves nothing fits
-    assert stopping.step_share(-1.0, 0.04) == 1 and stopping.step_share(0.0225, 0.04, 0.0) == 1
-    assert stopping.step_share(0.0, 0.0) == 0 and stopping.step_share(1.0, -1.0, 1.0) == 0
+    assert (
+        stopping.compute_step_share(-1.0, 0.04) == 1
+        and stopping.compute_step_share(0.0225, 0.04, 0.0) == 1
+    )
+    assert (
+        stopping.compute_step_share(0.0, 0.0) == 0
+        and stopping.compute_step_share(1.0, -1.0, 1.0) == 0
+    )
 
 
 def test_a_budget_measures_its_first_step_alone() -> None:
@@ -349,13 +384,16 @@ def test_a_budget_measures_its_first_step_alone() -> None:
 
 
 def test_scales_at_their_limits() -> None:
-    assert stopping.scale(0.5, 0.5, kl_max=0.5, ess_min=0.5, budget=None) == 1
+    assert stopping.compute_lr_scale(0.5, 0.5, kl_max=0.5, ess_min=0.5, budget=None) == 1
     assert (
-        stopping.scale(0.51, 0.5, kl_max=0.5, ess_min=0.5, budget=None) == 0
-        and stopping.scale(0.5, 0.49, kl_max=0.5, ess_min=0.5, budget=None) == 0
+        stopping.compute_lr_scale(0.51, 0.5, kl_max=0.5, ess_min=0.5, budget=None) == 0
+        and stopping.compute_lr_scale(0.5, 0.49, kl_max=0.5, ess_min=0.5, budget=None) == 0
     )
-    assert stopping.scale(9.0, 0.0, kl_max=0.0, ess_min=0.0, budget=stopping.KLBudget(0.01)) == 1
     assert (
-        stopping.scale(0.0, 0.5, kl_max=0.5, ess_min=1.0, budget=None) == 0
-        and stopping.scale(2.0, 1.0, kl_max=1.0, ess_min=0.0, budget=None) == 0
+        stopping.compute_lr_scale(9.0, 0.0, kl_max=0.0, ess_min=0.0, budget=stopping.KLBudget(0.01))
+        == 1
+    )
+    assert (
+        stopping.compute_lr_scale(0.0, 0.5, kl_max=0.5, ess_min=1.0, budget=None) == 0
+        and stopping.compute_lr_scale(2.0, 1.0, kl_max=1.0, ess_min=0.0, budget=None) == 0
     )

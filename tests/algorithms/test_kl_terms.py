@@ -129,7 +129,7 @@ def test_both_at_once_are_the_sum_of_each_alone() -> None:
     nothing of one is in the other.
     """
     b = drawn(7)
-    b.start = b.anchor
+    b.start = b.proximal
     lp = theta(b)
     reward, loss = {"coefficient": 0.2, "estimator": "k1"}, {"coefficient": 0.3, "estimator": "k2"}
     none, one, other, both = (
@@ -147,7 +147,7 @@ def test_both_at_once_are_the_sum_of_each_alone() -> None:
 
 def test_each_is_towards_its_own_reference() -> None:
     b = drawn(7)
-    b.start = b.anchor
+    b.start = b.proximal
     lp, kl = (
         theta(b),
         {"reward": {"coefficient": 0.2}, "loss": {"coefficient": 0.3, "estimator": "k2"}},
@@ -173,7 +173,7 @@ def test_each_is_towards_its_own_reference() -> None:
 
 def test_it_is_measured_at_the_start_or_at_the_behaviour_policy_if_asked() -> None:
     b = drawn(7)
-    b.start, b.anchor = b.behavior + 0.5, b.behavior
+    b.start, b.proximal = b.behavior + 0.5, b.behavior
     how: dict[str, Any] = {
         "advantage": {"name": "reinforce", "baseline": "none"},
         "correction": {"proximal": "behavior"},

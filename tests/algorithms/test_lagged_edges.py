@@ -71,23 +71,25 @@ def test_a_bound_that_is_met_exactly() -> None:
     """band is open; the others cut beyond their bounds only."""
     assert HALF_AND_TWO.exp().tolist() == [0.5, 2, 0.5, 2]
     lp = vec(0.25, 1, 0.25, 1).log()
-    found = token_surrogates.band(HALF_AND_TWO, BOTH, lp, lo=0.5, hi=2.0, pull=0.0)
+    found = token_surrogates.compute_band(HALF_AND_TWO, BOTH, lp, lo=0.5, hi=2.0, pull=0.0)
     assert found.coefficient.tolist() == [0] * 4
     assert found.clipped.tolist() == [view.LOW, view.HIGH] * 2
     whole = vec(0.5, 2, -0.5, -2)
     # pi - mu is -0.25, 0.25
     prob = vec(0.25, 0.5, 0.25, 0.5)
     for kept in (
-        token_surrogates.ipo(HALF_AND_TWO, BOTH, prob, low=0.25, high=0.25),
-        surrogates.dppo(HALF_AND_TWO, BOTH, prob, threshold=0.25),
-        surrogates.ppo(HALF_AND_TWO, BOTH, low=0.5, high=1.0),
-        token_surrogates.minpro(HALF_AND_TWO, BOTH, lp, low=0.5, high=1.0),
-        token_surrogates.bapo(HALF_AND_TWO, BOTH, vec(0.5)[0], vec(2)[0]),
+        token_surrogates.compute_ipo(HALF_AND_TWO, BOTH, prob, low=0.25, high=0.25),
+        surrogates.compute_dppo(HALF_AND_TWO, BOTH, prob, threshold=0.25),
+        surrogates.compute_ppo(HALF_AND_TWO, BOTH, low=0.5, high=1.0),
+        token_surrogates.compute_minpro(HALF_AND_TWO, BOTH, lp, low=0.5, high=1.0),
+        token_surrogates.compute_bapo(HALF_AND_TWO, BOTH, vec(0.5)[0], vec(2)[0]),
     ):
         assert kept.coefficient.tolist() == whole.tolist()
         assert kept.clipped.tolist() == [view.OPEN] * 4
     seq, every = torch.tensor([0, 0, 1, 1]), torch.ones(4, dtype=torch.bool)
-    found = sequence_surrogates.gmpo(vec(0.25, 0, 0, -0.5), BOTH, every, seq, 2, low=0.5, high=0.25)
+    found = sequence_surrogates.compute_gmpo(
+        vec(0.25, 0, 0, -0.5), BOTH, every, seq, 2, low=0.5, high=0.25
+    )
     assert found.clipped.tolist() == [view.OPEN] * 4
     for s, found_s in ((math.exp(0.125), 0), (math.exp(-0.25), 2)):
         assert abs(float(found.coefficient[found_s])) == pytest.approx(s)
@@ -101,11 +103,15 @@ def test_a_statistic_that_meets_its_bounds_is_kept_and_an_advantage_of_0_is_not_
     )
 
     def kept(lo: float | None, hi: float | None) -> list[bool]:
-        return correction.rejection_mask("ratio", "token", lo, hi, one, every, seq, 3).tolist()
+        return correction.build_rejection_mask(
+            "ratio", "token", lo, hi, one, every, seq, 3
+        ).tolist()
 
     assert kept(0.5, 2.0) == [True] * 3 and kept(None, None) == [True] * 3
     assert kept(0.51, 1.99) == [False, True, False]
-    assert correction.rejection_mask("k2", "token", None, 0.0, one, every, seq, 3).tolist() == [
+    assert correction.build_rejection_mask(
+        "k2", "token", None, 0.0, one, every, seq, 3
+    ).tolist() == [
         0,
         1,
         0,
@@ -113,10 +119,10 @@ def test_a_statistic_that_meets_its_bounds_is_kept_and_an_advantage_of_0_is_not_
     keys = {"reject": "k2", "reject_hi": 0.01, "reject_when": "negative"}
     c = config(correction=keys).correction
     lp = vec(-1, -1, -1)
-    found = correction.unrejected(one, lp, every, seq, 3, c=c, adv=vec(0, -1, -1e-9))
+    found = correction.find_unrejected(one, lp, every, seq, 3, c=c, adv=vec(0, -1, -1e-9))
     assert found.tolist() == [True, True, False]
     # what does not move along its advantage pushes nowhere
-    assert correction.masked_by_second_moment(vec(0, 3, -3), vec(1, 1, 1), every, 0.1).tolist() == [
+    assert correction.find_m2_exclusions(vec(0, 3, -3), vec(1, 1, 1), every, 0.1).tolist() == [
         0,
         1,
         0,
@@ -136,13 +142,15 @@ def test_far_ratios_count_as_the_clamp() -> None:
         ("chi2", torch.expm1(2 * edge)),
         ("ratio", edge.exp()),
     ):
-        assert torch.allclose(correction.statistic(name, "token", far, every, seq, 2), of_edge)
-    whole = sequence_surrogates.vespo(far, vec(1, 1), positive=(1, 0))
+        assert torch.allclose(
+            correction.compute_statistic(name, "token", far, every, seq, 2), of_edge
+        )
+    whole = sequence_surrogates.compute_vespo(far, vec(1, 1), positive=(1, 0))
     assert torch.allclose(whole, edge.exp())
-    assert torch.allclose(sequence_surrogates.gepo(far, vec(0, 0), vec(1, 1)), edge.exp())
-    found = sequence_surrogates.gmpo(far, vec(-1, 1), every, seq, 2, low=9e9, high=9e9)
+    assert torch.allclose(sequence_surrogates.compute_gepo(far, vec(0, 0), vec(1, 1)), edge.exp())
+    found = sequence_surrogates.compute_gmpo(far, vec(-1, 1), every, seq, 2, low=9e9, high=9e9)
     assert torch.allclose(found.coefficient, edge.exp() * vec(-1, 1))
-    found = surrogates.gspo(far, vec(-1, 1), every, seq, 2, low=9e9, high=9e9)
+    found = surrogates.compute_gspo(far, vec(-1, 1), every, seq, 2, low=9e9, high=9e9)
     assert torch.allclose(found.coefficient, edge.exp() * vec(-1, 1))
     for level in ("sequence", "geometric"):
         c = config(loss={"surrogate": "ppo", "ratio": level, "eps_low": 1e9, "eps_high": 1e9})
@@ -151,7 +159,7 @@ def test_far_ratios_count_as_the_clamp() -> None:
             surrogates.SURROGATES["ppo"](given, c.loss).coefficient, edge.exp() * vec(-1, 1)
         )
     # the least and the most of exp alone, where the other would not show
-    _, total, square = stopping.answer_weights(far[1:], every[1:], seq[:1], 1).tolist()
+    _, total, square = stopping.sum_sample_weights(far[1:], every[1:], seq[:1], 1).tolist()
     assert (total, square) == (pytest.approx(math.exp(-20)), pytest.approx(math.exp(-40)))
 
 
@@ -162,7 +170,7 @@ def test_tokens_outside_the_mask_change_no_answers_ratio() -> None:
     mask = torch.tensor([True, False, True, True, True, False])
     log_w = torch.where(mask, X, 7.0)
     first, second = 1.2 * 1.5, 0.8 * 2
-    found = stopping.answer_weights(log_w, mask, SEQ, 2).tolist()
+    found = stopping.sum_sample_weights(log_w, mask, SEQ, 2).tolist()
     assert found == pytest.approx([2, first + second, first**2 + second**2])
     given = view.SurrogateTokens(log_w, SIGN, LP, MU.log(), mask, SEQ, 2)
     oapl = settings.OaplLoss(oapl_beta=0.5)
@@ -173,7 +181,7 @@ def test_tokens_outside_the_mask_change_no_answers_ratio() -> None:
     assert value.objective.tolist() == pytest.approx(mean)
     one = surrogates.SURROGATES["vespo"](given, settings.VespoLoss()).coefficient[mask].tolist()
     w = torch.tensor([first, second], dtype=D).log()[SEQ[mask]]
-    assert one == pytest.approx(sequence_surrogates.vespo(w, SIGN[mask]).tolist())
+    assert one == pytest.approx(sequence_surrogates.compute_vespo(w, SIGN[mask]).tolist())
     c = config(loss={"surrogate": "ppo", "ratio": "sequence", "eps_low": 9.0, "eps_high": 9.0})
     got = surrogates.SURROGATES["ppo"](given, c.loss).coefficient
     assert got.tolist() == pytest.approx([first] * 3 + [-second] * 3)
@@ -185,8 +193,8 @@ def test_an_answer_with_nothing_in_the_loss_has_no_oapl_and_no_weight() -> None:
     c = config(**vcpo(stop={"lr_by_ess": "linear"}))
     prep = sl.prepare(b, c)
     step = sl.begin_step(prep, torch.arange(2))
-    _, sums = sl.micro_loss(prep, step, torch.arange(6), LP)
-    assert sl.learning_rate_share(prep, step, sums) == 1.0
+    _, sums = sl.compute_micro_loss(prep, step, torch.arange(6), LP)
+    assert sl.compute_learning_rate_share(prep, step, sums) == 1.0
     assert prep.metrics["optim/answer_ess"] == 1.0
 
 
@@ -195,10 +203,10 @@ def test_the_share_of_a_stop_and_of_the_ess_multiply() -> None:
     prep = sl.prepare(example(), c)
     step = sl.begin_step(prep, torch.arange(2))
     step.lr_scale = 0.25
-    _, sums = sl.micro_loss(prep, step, torch.arange(6), LP)
+    _, sums = sl.compute_micro_loss(prep, step, torch.arange(6), LP)
     w = vec(0.9, 0.4)
     ess = float(w.sum() ** 2 / (2 * w.square().sum()))
-    assert sl.learning_rate_share(prep, step, sums) == pytest.approx(0.25 * ess / 0.9)
+    assert sl.compute_learning_rate_share(prep, step, sums) == pytest.approx(0.25 * ess / 0.9)
     assert prep.metrics["optim/lr_scale"] == pytest.approx(0.25 * ess / 0.9)
 
 
@@ -207,8 +215,8 @@ def test_the_share_of_a_stop_and_of_the_ess_multiply() -> None:
 
 def test_types_and_degrees_of_freedom() -> None:
     r, w = torch.tensor([1.0, 0.0]), torch.tensor([0.9, 0.4])
-    assert advantages.optimal_baseline(r, GROUP, w, w).dtype == torch.float32
-    assert advantages.pass_at_k(r, GROUP).dtype == torch.float32
+    assert advantages.compute_optimal_baseline(r, GROUP, w, w).dtype == torch.float32
+    assert advantages.compute_pass_at_k(r, GROUP).dtype == torch.float32
     parts = torch.stack([vec(1, 0, 0, 3), vec(1, 3, 5, 1)], 1)
     groups = torch.tensor([0, 0, 1, 1])
     for ddof, eps in ((0, 0.0), (1, 0.5), (0, 0.5)):
@@ -219,29 +227,29 @@ def test_types_and_degrees_of_freedom() -> None:
             each.append(((rows - rows.mean(1, keepdim=True)) / (std + eps)).flatten())
         total = each[0] + 2 * each[1]
         expected = (total - total.mean()) / total.std()
-        got = advantages.gdpo(parts, groups, vec(1, 2), ddof=ddof, eps=eps)
+        got = advantages.compute_gdpo(parts, groups, vec(1, 2), ddof=ddof, eps=eps)
         assert got.tolist() == pytest.approx(expected.tolist(), abs=1e-6)
         r = vec(1, 0, 0.5, 3)
-        got = advantages.batch_grpo(r, groups, ddof=ddof, eps=eps)
+        got = advantages.compute_batch_grpo(r, groups, ddof=ddof, eps=eps)
         half = vec(0.5, -0.5, -1.25, 1.25) / (r.std(correction=ddof) + eps)
         assert got.tolist() == pytest.approx(half.tolist())
     with pytest.raises(ConfigError):
-        advantages.batch_grpo(vec(1, 2), GROUP, ddof=2)
+        advantages.compute_batch_grpo(vec(1, 2), GROUP, ddof=2)
 
 
 BY_NAME: list[tuple[dict[str, Any], Any]] = [
-    ({"name": "pass_at_k", "k": 2}, lambda r, g: advantages.pass_at_k(r, g, k=2)),
-    ({"name": "pass_at_k"}, lambda r, g: advantages.pass_at_k(r, g, k=4)),
-    ({"name": "maxrl"}, advantages.maxrl),
-    ({"name": "oapl", "beta": 0.3}, lambda r, g: advantages.oapl(r, g, beta=0.3)),
-    ({"name": "asymre", "shift": -0.2}, lambda r, g: advantages.asymre(r, g, shift=-0.2)),
+    ({"name": "pass_at_k", "k": 2}, lambda r, g: advantages.compute_pass_at_k(r, g, k=2)),
+    ({"name": "pass_at_k"}, lambda r, g: advantages.compute_pass_at_k(r, g, k=4)),
+    ({"name": "maxrl"}, advantages.compute_maxrl),
+    ({"name": "oapl", "beta": 0.3}, lambda r, g: advantages.compute_oapl(r, g, beta=0.3)),
+    ({"name": "asymre", "shift": -0.2}, lambda r, g: advantages.compute_asymre(r, g, shift=-0.2)),
     (
         {"name": "grpo", "std": "batch", "ddof": 0, "eps": 0.1},
-        lambda r, g: advantages.batch_grpo(r, g, ddof=0, eps=0.1),
+        lambda r, g: advantages.compute_batch_grpo(r, g, ddof=0, eps=0.1),
     ),
     (
         {"name": "grpo", "ddof": 0, "eps": 0.1},
-        lambda r, g: advantages.grpo(r, g, ddof=0, eps=0.1),
+        lambda r, g: advantages.compute_grpo(r, g, ddof=0, eps=0.1),
     ),
 ]
 
@@ -262,16 +270,16 @@ def test_gdpo_takes_the_configs_degrees_of_freedom() -> None:
     b.part_names = ("form", "truth")
     lp = theta(b)
     got = gradient(b, config(advantage={"name": "gdpo", "ddof": 0, "eps": 0.3}), lp)[1]
-    b.rewards = advantages.gdpo(b.parts, b.groups, vec(1, 1), ddof=0, eps=0.3)
+    b.rewards = advantages.compute_gdpo(b.parts, b.groups, vec(1, 1), ddof=0, eps=0.3)
     plain = config(advantage={"name": "reinforce", "baseline": "none"})
     assert torch.allclose(got, gradient(b, plain, lp)[1])
 
 
 def test_small_weights_and_means_of_0() -> None:
-    assert advantages.maxrl(vec(1, -1), GROUP).tolist() == [0, 0]
-    small = advantages.optimal_baseline(vec(1, 0), GROUP, vec(0.009, 0.004), vec(2, 1))
+    assert advantages.compute_maxrl(vec(1, -1), GROUP).tolist() == [0, 0]
+    small = advantages.compute_optimal_baseline(vec(1, 0), GROUP, vec(0.009, 0.004), vec(2, 1))
     assert small.tolist() == pytest.approx([0.910112] * 2, abs=1e-6)
-    edge = ratios.running_min(vec(-ratios.FAR, ratios.FAR), torch.tensor([0, 1]))
+    edge = ratios.compute_running_min(vec(-ratios.FAR, ratios.FAR), torch.tensor([0, 1]))
     assert edge.tolist() == [-ratios.FAR, ratios.FAR]
     assert (
         admission.group_limit(math.inf, 1, 4, 5) == math.inf
@@ -296,7 +304,7 @@ def test_the_kl_of_the_loss_is_of_what_is_kept_and_prefix_fulls_value_is_its_own
     by_hand = sum((math.log(w) + 0.1) ** 2 / 2 / 6 for w in (1.2, 1.5, 0.8))
     assert float(sums["loss/kl"]) == pytest.approx(by_hand)
     exact = vec(0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
-    found = kl.prefix_full(exact, LP, MU.log(), SEQ)
+    found = kl.compute_full_prefix_kl(exact, LP, MU.log(), SEQ)
     before = vec(1, 1.2, 0.6, 1, 0.8, 1.6)
     assert torch.allclose(found, before * exact)
 
@@ -341,8 +349,8 @@ def test_errors_say_what_is_missing() -> None:
         "correction.reject_hi: reject = kb has no default bound; give one",
     )
     with pytest.raises(ConfigError, match=f"^{re.escape(words[0])}$"):
-        advantages.batch_grpo(vec(1), torch.tensor([0]))
+        advantages.compute_batch_grpo(vec(1), torch.tensor([0]))
     with pytest.raises(ConfigError, match=f"^{re.escape(words[1])}$"):
-        kl.term(LP, LP, LP, SEQ, off_policy="prefix_full")
+        kl.compute_term(LP, LP, LP, SEQ, off_policy="prefix_full")
     with pytest.raises(ConfigError, match=f"^{re.escape(words[2])}$"):
-        correction.rejection_mask("kb", "token", None, None, X, EVERY, SEQ, 2)
+        correction.build_rejection_mask("kb", "token", None, None, X, EVERY, SEQ, 2)

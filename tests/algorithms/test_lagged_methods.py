@@ -72,7 +72,7 @@ def test_the_learners_loss_has_them_for_its_gradient(
 
 def test_oapl_by_hand() -> None:
     """beta1 = 1, beta2 = 1/2; the same advantage in `dro`."""
-    value = advantages.soft_value(vec(1, 0), GROUP, 1.0)
+    value = advantages.compute_soft_value(vec(1, 0), GROUP, 1.0)
     assert value.tolist() == pytest.approx([0.620115] * 2, abs=1e-6)
     c = config(
         advantage={"name": "oapl", "beta": 1.0},
@@ -82,12 +82,12 @@ def test_oapl_by_hand() -> None:
     lp = LP.clone().requires_grad_(True)
     _, got, sums = gradient(example(), c, lp)
     assert (-2 * got).tolist() == pytest.approx([0.432566] * 3 + [-0.161969] * 3, abs=1e-6)
-    adv = advantages.oapl(vec(1, 0), GROUP, beta=1.0)
-    total = ratios.seq_sum(lp - MU.log(), SEQ, 2)
+    adv = advantages.compute_oapl(vec(1, 0), GROUP, beta=1.0)
+    total = ratios.sum_by_sample(lp - MU.log(), SEQ, 2)
     exact = (0.5 * total - adv).square().mean()
     assert torch.allclose(torch.autograd.grad(exact, lp)[0], got)
     assert float(sums["loss/policy"]) == pytest.approx(float(exact.detach()))
-    each = surrogates.dro(LP - MU.log(), adv[SEQ], LP, beta=0.5).coefficient
+    each = surrogates.compute_dro(LP - MU.log(), adv[SEQ], LP, beta=0.5).coefficient
     assert each.tolist() == pytest.approx(
         [0.288725, 0.726459, 0.177153, -0.508543, -0.966688, 0.073033], abs=1e-6
     )
@@ -95,20 +95,28 @@ def test_oapl_by_hand() -> None:
 
 def test_a_soft_value_lies_between_the_mean_and_the_largest() -> None:
     r, g = vec(1, 0, 0.5, 2, 2), torch.tensor([0, 0, 0, 1, 1])
-    assert advantages.soft_value(r, g, math.inf).tolist() == pytest.approx([0.5] * 3 + [2] * 2)
-    assert advantages.soft_value(r, g, 0.0).tolist() == [1, 1, 1, 2, 2]
-    assert torch.allclose(advantages.oapl(r, g, beta=math.inf), advantages.dr_grpo(r, g))
+    assert advantages.compute_soft_value(r, g, math.inf).tolist() == pytest.approx(
+        [0.5] * 3 + [2] * 2
+    )
+    assert advantages.compute_soft_value(r, g, 0.0).tolist() == [1, 1, 1, 2, 2]
+    assert torch.allclose(
+        advantages.compute_oapl(r, g, beta=math.inf), advantages.compute_dr_grpo(r, g)
+    )
     # far below the rewards, where e^(r / beta) would overflow
-    assert advantages.soft_value(r, g, 1e-6).tolist() == pytest.approx([1, 1, 1, 2, 2], abs=1e-4)
-    assert advantages.oapl(r, g, beta=0.3)[3:].tolist() == [0, 0]
+    assert advantages.compute_soft_value(r, g, 1e-6).tolist() == pytest.approx(
+        [1, 1, 1, 2, 2], abs=1e-4
+    )
+    assert advantages.compute_oapl(r, g, beta=0.3)[3:].tolist() == [0, 0]
 
 
 def test_asymre_by_hand() -> None:
-    assert advantages.asymre(vec(1, 0), GROUP, shift=-0.1).tolist() == pytest.approx([0.6, -0.4])
+    assert advantages.compute_asymre(vec(1, 0), GROUP, shift=-0.1).tolist() == pytest.approx(
+        [0.6, -0.4]
+    )
     r, g = vec(1, 0, 0.5, 2, 2), torch.tensor([0, 0, 0, 1, 1])
-    adv = advantages.asymre(r, g, shift=-0.1)
-    assert ratios.seq_sum(adv, g, 2).tolist() == pytest.approx([0.3, 0.2])
-    assert torch.equal(advantages.asymre(r, g, shift=0.0), advantages.dr_grpo(r, g))
+    adv = advantages.compute_asymre(r, g, shift=-0.1)
+    assert ratios.sum_by_sample(adv, g, 2).tolist() == pytest.approx([0.3, 0.2])
+    assert torch.equal(advantages.compute_asymre(r, g, shift=0.0), advantages.compute_dr_grpo(r, g))
 
 
 # ---- what they equal -----------------------------------------------------------------------------
@@ -123,7 +131,7 @@ ON_POLICY = [
 @pytest.mark.parametrize(("name", "keys"), ON_POLICY)
 def test_on_policy_the_coefficient_is_the_advantage(name: str, keys: dict[str, Any]) -> None:
     b = batch(3)
-    b.anchor = b.behavior.clone()
+    b.proximal = b.behavior.clone()
     lp = b.behavior.clone().requires_grad_(True)
     c = config(loss={"surrogate": name, **keys}, correction={"proximal": "behavior"})
     plain = config(loss={"surrogate": "gpg"}, correction={"proximal": "behavior"})
@@ -135,13 +143,13 @@ def test_on_policy_oapl_is_scaled_and_gepo_is_not_centred() -> None:
     lp = MU.log().requires_grad_(True)
     keys: dict[str, Any] = {"correction": {"proximal": "behavior"}, "advantage": {"name": "oapl"}}
     got = gradient(b, config(loss={"surrogate": "oapl", "oapl_beta": 0.2}, **keys), lp)[1]
-    adv = advantages.oapl(vec(1, 0), GROUP, beta=0.5)
+    adv = advantages.compute_oapl(vec(1, 0), GROUP, beta=0.5)
     assert torch.allclose(-6 * got, 2 * 0.2 * adv[SEQ])
-    q = ratios.seq_mean(MU.log(), EVERY, SEQ, 2).exp()
+    q = ratios.average_by_sample(MU.log(), EVERY, SEQ, 2).exp()
     expected = (q / (q.square().sum() / q.sum()))[SEQ]
     got = gradient(b, config(loss={"surrogate": "gepo"}, **keys), lp)[1]
     assert torch.allclose(-6 * got, expected * adv[SEQ])
-    even = LossBatch(**{**vars(b), "behavior": MU[SEQ * 0].log(), "anchor": MU[SEQ * 0].log()})
+    even = LossBatch(**{**vars(b), "behavior": MU[SEQ * 0].log(), "proximal": MU[SEQ * 0].log()})
     lp = even.behavior.clone().requires_grad_(True)
     got = gradient(even, config(loss={"surrogate": "gepo"}, **keys), lp)[1]
     assert torch.allclose(-6 * got, adv[SEQ])
@@ -151,16 +159,18 @@ def test_the_limits_of_vespo() -> None:
     """(k, l) = (1, 0) is the answer's importance weight, (0, 0) none."""
     x = torch.linspace(-3, 3, 25, dtype=D)
     adv = torch.where(torch.arange(25) % 2 == 0, 1.5, -0.5).to(D)
-    one = sequence_surrogates.vespo(x, adv, positive=(1, 0), negative=(1, 0))
+    one = sequence_surrogates.compute_vespo(x, adv, positive=(1, 0), negative=(1, 0))
     assert torch.allclose(one, x.exp() * adv)
-    assert torch.allclose(sequence_surrogates.vespo(x, adv, positive=(0, 0), negative=(0, 0)), adv)
+    assert torch.allclose(
+        sequence_surrogates.compute_vespo(x, adv, positive=(0, 0), negative=(0, 0)), adv
+    )
     for k, m, most in ((2.0, 3.0, 1.208), (3.0, 2.0, 1.242)):
         grid = torch.linspace(-4, 4, 8001, dtype=D)
-        phi = sequence_surrogates.vespo(grid, torch.ones(8001, dtype=D), positive=(k, m))
+        phi = sequence_surrogates.compute_vespo(grid, torch.ones(8001, dtype=D), positive=(k, m))
         assert float(phi.max()) == pytest.approx(most, abs=1e-3)
         assert float(grid[phi.argmax()].exp()) == pytest.approx(k / m, rel=1e-3)
     # far away: nothing, and finite
-    assert sequence_surrogates.vespo(vec(900, -900), vec(1, -1)).abs().max() < 1e-20
+    assert sequence_surrogates.compute_vespo(vec(900, -900), vec(1, -1)).abs().max() < 1e-20
 
 
 def test_minpro_on_answers_of_one_token_is_cispo() -> None:
@@ -168,7 +178,7 @@ def test_minpro_on_answers_of_one_token_is_cispo() -> None:
     first = torch.ones(len(b.seq), dtype=torch.bool)
     first[1:] = b.seq[1:] != b.seq[:-1]
     b.mask = first
-    b.anchor = b.behavior.clone()
+    b.proximal = b.behavior.clone()
     lp = theta(b)
     keys = {"eps_low": 0.2, "eps_high": 0.28}
     both = [
@@ -183,12 +193,12 @@ def test_minpro_on_answers_of_one_token_is_cispo() -> None:
 def test_the_prefix_minimum_starts_anew_with_each_answer_and_skips_what_is_masked() -> None:
     x, seq = vec(0.3, -1, 2, 0.5, -3, 0.1), torch.tensor([7, 7, 7, 7, 2, 2])
     mask = torch.tensor([True, False, True, True, True, True])
-    got = token_surrogates.prefix_minimum(x, mask, seq)[mask].tolist()
+    got = token_surrogates.compute_prefix_minimum(x, mask, seq)[mask].tolist()
     assert got == pytest.approx([0.3, 2.3, 0.8, -3, -2.9])
     long = torch.randn(5000, generator=torch.Generator().manual_seed(0), dtype=D)
     rows = torch.arange(5000) // 50
     expected = long.view(100, 50).cummin(1).values.flatten()
-    assert torch.allclose(ratios.running_min(long, rows), expected, atol=1e-9)
+    assert torch.allclose(ratios.compute_running_min(long, rows), expected, atol=1e-9)
 
 
 def test_gmpo_without_a_cut_is_gspo_without_one() -> None:
@@ -209,7 +219,7 @@ def test_bapos_bounds_move_until_positive_tokens_have_their_share() -> None:
     adv, mu = SIGN, MU.log()
 
     def bounds(share: float, mask: torch.Tensor = EVERY) -> list[float]:
-        found = token_surrogates.bapo_bounds(LP, mu, adv, mask, share)
+        found = token_surrogates.find_bapo_bounds(LP, mu, adv, mask, share)
         return [round(float(found[x]), 6) for x in ("lo", "hi")]
 
     def share(lo: float, hi: float) -> float:
@@ -291,27 +301,29 @@ def test_every_shipped_config_takes_the_default_arms() -> None:
 
 def test_binary_kl_by_hand() -> None:
     by_hand = [0.020411, 0.381909, 0.081093, 0.020411, 0.381909, 0.311239]
-    kb = correction.statistic("kb", "token", X, EVERY, SEQ, 2, log_mu=MU.log())
+    kb = correction.compute_statistic("kb", "token", X, EVERY, SEQ, 2, log_mu=MU.log())
     assert kb.tolist() == pytest.approx(by_hand, abs=1e-6)
-    kept = correction.rejection_mask("kb", "token", None, 0.3, X, EVERY, SEQ, 2, log_mu=MU.log())
+    kept = correction.build_rejection_mask(
+        "kb", "token", None, 0.3, X, EVERY, SEQ, 2, log_mu=MU.log()
+    )
     assert kept.tolist() == [True, False, True, True, False, False]
-    mean = correction.statistic("kb_mu", "mean", X, EVERY, SEQ, 2, log_mu=MU.log())
+    mean = correction.compute_statistic("kb_mu", "mean", X, EVERY, SEQ, 2, log_mu=MU.log())
     assert mean.tolist() == pytest.approx([0.145433] * 3 + [0.237853] * 3, abs=1e-6)
     # a rare token may move by orders of magnitude, a probable one may not
-    rare = ratios.binary_kl(vec(1e-3).log(), vec(1e-6).log())
-    probable = ratios.binary_kl(vec(0.999).log(), vec(0.9).log())
+    rare = ratios.compute_binary_kl(vec(1e-3).log(), vec(1e-6).log())
+    probable = ratios.compute_binary_kl(vec(0.999).log(), vec(0.9).log())
     assert float(rare) < 0.01 < 0.09 < float(probable)
     for dtype in (torch.float32, D):
         edge = torch.tensor([0.0, -1e4], dtype=dtype)
-        assert bool(ratios.binary_kl(edge, edge.flip(0)).isfinite().all())
+        assert bool(ratios.compute_binary_kl(edge, edge.flip(0)).isfinite().all())
 
 
 def test_total_variation_and_chi_square_by_hand() -> None:
-    tv = correction.statistic("tv", "token", X, EVERY, SEQ, 2, log_mu=MU.log())
+    tv = correction.compute_statistic("tv", "token", X, EVERY, SEQ, 2, log_mu=MU.log())
     assert tv.tolist() == pytest.approx([0.1, 0.4, 0.2, 0.1, 0.4, 0.3])
-    tv = correction.statistic("tv", "max", X, EVERY, SEQ, 2, log_mu=MU.log())
+    tv = correction.compute_statistic("tv", "max", X, EVERY, SEQ, 2, log_mu=MU.log())
     assert tv.tolist() == pytest.approx([0.4] * 6)
-    chi2 = correction.statistic("chi2", "mean", X, EVERY, SEQ, 2)
+    chi2 = correction.compute_statistic("chi2", "mean", X, EVERY, SEQ, 2)
     first, second = (1.44 + 0.25 + 2.25) / 3 - 1, (0.64 + 4 + 0.0625) / 3 - 1
     assert chi2.tolist() == pytest.approx([first] * 3 + [second] * 3)
 
@@ -366,7 +378,7 @@ def test_what_is_dropped_at_the_policy_as_it_is(
 def test_at_the_anchor_the_same_statistics_leave_the_anchor_alone() -> None:
     """theta = 2 prox: the weight is prox / mu, and rejection looks at prox."""
     b = example()
-    b.anchor = LP.clone()
+    b.proximal = LP.clone()
     lp = (LP + math.log(2.0)).requires_grad_(True)
     for keys, expected in (
         ({"reject": "kb", "reject_hi": 0.3}, [2.4, 0, 3, -1.6, 0, 0]),
@@ -382,15 +394,15 @@ def test_at_the_anchor_the_same_statistics_leave_the_anchor_alone() -> None:
 
 
 def test_m2po_excludes_only_tokens_that_move_with_their_advantage() -> None:
-    gone = correction.masked_by_second_moment(X, SIGN, EVERY, 0.04)
+    gone = correction.find_m2_exclusions(X, SIGN, EVERY, 0.04)
     assert gone.tolist() == [False, False, True, True, False, True]
-    assert not correction.masked_by_second_moment(X * 0, SIGN, EVERY, 0.04).any()
+    assert not correction.find_m2_exclusions(X * 0, SIGN, EVERY, 0.04).any()
 
 
 def test_a_mask_of_m2po_is_of_the_whole_batch_and_of_the_step() -> None:
     """Any split is the same; answers of another optimizer step do not count."""
     b = batch(7, spread=0.0)
-    b.anchor = b.behavior.clone()
+    b.proximal = b.behavior.clone()
     lp = theta(b)
     c = config(
         loss={"surrogate": "vanilla"},
@@ -400,9 +412,9 @@ def test_a_mask_of_m2po_is_of_the_whole_batch_and_of_the_step() -> None:
     assert torch.allclose(whole, gradient(b, c, lp, [[i] for i in range(12)])[1])
     half = list(range(4))
     inside = b.seq < 4
-    gone = correction.masked_by_second_moment(
+    gone = correction.find_m2_exclusions(
         (lp - b.behavior).detach(),
-        advantages.rloo(b.rewards, b.groups)[b.seq],
+        advantages.compute_rloo(b.rewards, b.groups)[b.seq],
         b.mask & inside,
         0.04,
     )
@@ -464,14 +476,14 @@ def test_an_optimal_baseline_by_hand() -> None:
         (vec(3, 3), 0.835052, None),  # by the length
         (vec(5, 5) / vec(0.81, 0.16), 0.5, [0.45, -0.2]),  # equal W g: the group's mean
     ):
-        found = advantages.optimal_baseline(r, GROUP, w, squared)
+        found = advantages.compute_optimal_baseline(r, GROUP, w, squared)
         assert found.tolist() == pytest.approx([b] * 2, abs=1e-6)
         if expected:
             assert (w * (r - found)).tolist() == pytest.approx(expected, abs=1e-6)
-    half = advantages.opob(r, GROUP, w, vec(2, 1))  # the deviation is 1/2
+    half = advantages.compute_opob(r, GROUP, w, vec(2, 1))  # the deviation is 1/2
     assert (half * w).tolist() == pytest.approx([0.080899 * 2, -0.364045 * 2], abs=1e-6)
-    assert advantages.opob(vec(1, 1), GROUP, w, vec(2, 1)).tolist() == [0, 0]
-    assert advantages.optimal_baseline(r, GROUP, w, vec(0, 0)).tolist() == [0.5, 0.5]
+    assert advantages.compute_opob(vec(1, 1), GROUP, w, vec(2, 1)).tolist() == [0, 0]
+    assert advantages.compute_optimal_baseline(r, GROUP, w, vec(0, 0)).tolist() == [0.5, 0.5]
 
 
 def test_the_baseline_in_the_loss_takes_whole_ratios_of_the_start() -> None:
@@ -502,18 +514,20 @@ def test_the_rate_follows_the_ess_of_whole_answers() -> None:
             sums: dict[str, torch.Tensor] = {}
             for p in parts or [[0, 1]]:
                 at = torch.nonzero(torch.isin(SEQ, torch.tensor(p)))[:, 0]
-                sl.add_sums(sums, sl.micro_loss(prep, step, at, LP[at])[1])
-            assert sl.learning_rate_share(prep, step, sums) == pytest.approx(scale, abs=1e-6)
+                sl.add_sums(sums, sl.compute_micro_loss(prep, step, at, LP[at])[1])
+            assert sl.compute_learning_rate_share(prep, step, sums) == pytest.approx(
+                scale, abs=1e-6
+            )
             if how != "off":
                 assert prep.metrics["optim/answer_ess"] == pytest.approx(0.871134, abs=1e-6)
                 assert prep.metrics["optim/lr_scale"] == pytest.approx(scale, abs=1e-6)
-    assert stopping.rate_by_ess(0.5, 0.8, "linear") == 0.625
-    assert stopping.rate_by_ess(0.9, 0.8, "sqrt") == 1
+    assert stopping.scale_lr_by_ess(0.5, 0.8, "linear") == 0.625
+    assert stopping.scale_lr_by_ess(0.9, 0.8, "sqrt") == 1
     # an answer without a token in the loss is none
     mask = torch.tensor([True] * 3 + [False] * 3)
-    assert stopping.answer_weights(X, mask, SEQ, 2).tolist() == pytest.approx([1, 0.9, 0.81])
+    assert stopping.sum_sample_weights(X, mask, SEQ, 2).tolist() == pytest.approx([1, 0.9, 0.81])
     # on policy the rate is whole
-    on = stopping.answer_weights(X * 0, EVERY, SEQ, 2).tolist()
+    on = stopping.sum_sample_weights(X * 0, EVERY, SEQ, 2).tolist()
     assert on == [2, 2, 2]
 
 
@@ -563,7 +577,7 @@ def test_dppo_with_two_thresholds_and_by_binary_kl() -> None:
     assert kept(dppo_threshold=0.05) == pytest.approx([0, 0.5, 0, 0, -2, 0])
     assert kept(dppo_threshold=0.05, dppo_high=0.15) == pytest.approx([1.2, 0.5, 0, 0, -2, 0])
     assert kept(dppo_threshold=0.2, dppo_high=0.05) == pytest.approx([0, 0.5, 0, -0.8, -2, 0])
-    kl = correction.statistic("kb_mu", "token", X, EVERY, SEQ, 2, log_mu=MU.log()).tolist()
+    kl = correction.compute_statistic("kb_mu", "token", X, EVERY, SEQ, 2, log_mu=MU.log()).tolist()
     for threshold in (0.05, 0.15, 0.3):
         gone = [
             value > threshold and sign * x > 0 for value, sign, x in zip(kl, SIGN, X, strict=True)
@@ -592,9 +606,9 @@ def test_ppo_and_sapo_on_whole_answers() -> None:
 def test_maxrl_by_hand() -> None:
     """Of n successes in G answers, each gets G / n - 1, the others -1."""
     r, g = vec(1, 0, 0, 0, 0, 0, 1, 1), torch.tensor([0, 0, 0, 0, 1, 1, 2, 2])
-    assert advantages.maxrl(r, g).tolist() == pytest.approx([3, -1, -1, -1, 0, 0, 0, 0])
+    assert advantages.compute_maxrl(r, g).tolist() == pytest.approx([3, -1, -1, -1, 0, 0, 0, 0])
     # below 0 there is no pass rate
-    assert advantages.maxrl(vec(-1, -3), GROUP).tolist() == [0, 0]
+    assert advantages.compute_maxrl(vec(-1, -3), GROUP).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("k", [2, 3, 4, 5, 0])
@@ -607,26 +621,26 @@ def test_what_an_answer_adds_to_the_best_of_k(k: int) -> None:
         best = [max(drawn) for drawn in itertools.combinations(others, many - 1)]
         expected.append(sum(max(own, x) - x for x in best) / len(best))
     both, groups = torch.cat([rewards, vec(2, 0)]), torch.tensor([0] * 5 + [1] * 2)
-    got = advantages.pass_at_k(both[:5], groups[:5], k=k)
+    got = advantages.compute_pass_at_k(both[:5], groups[:5], k=k)
     assert got.tolist() == pytest.approx(expected)
     if k in (0, 2):  # each group by itself
-        got = advantages.pass_at_k(both, groups, k=k)
+        got = advantages.compute_pass_at_k(both, groups, k=k)
         assert got.tolist() == pytest.approx([*expected, 2, 0])
     else:
         with pytest.raises(ConfigError, match="needs 2 or more, and groups of as many"):
-            advantages.pass_at_k(both, groups, k=k)
+            advantages.compute_pass_at_k(both, groups, k=k)
 
 
 def test_a_deviation_of_the_batch_spares_groups_of_little_spread() -> None:
     r, g = vec(1, 0, 0.5, 0.49), torch.tensor([0, 0, 1, 1])
     deviation = float(r.std())
-    got = advantages.batch_grpo(r, g, eps=0.0)
+    got = advantages.compute_batch_grpo(r, g, eps=0.0)
     assert got.tolist() == pytest.approx([x / deviation for x in (0.5, -0.5, 0.005, -0.005)])
     b = batch(9)
     got = gradient(b, config(advantage={"name": "grpo", "std": "batch"}), theta(b))[1]
     assert not torch.allclose(got, gradient(b, config(advantage={"name": "grpo"}), theta(b))[1])
     with pytest.raises(ConfigError, match="more than 1 samples in a batch"):
-        advantages.batch_grpo(vec(1), torch.tensor([0]))
+        advantages.compute_batch_grpo(vec(1), torch.tensor([0]))
 
 
 def test_flash_reinforce_by_hand() -> None:
@@ -673,9 +687,9 @@ def test_gdpo_by_hand() -> None:
     groups = torch.tensor([0, 0, 1, 1])
     half = math.sqrt(0.5)
     first = [half - half, -half + half, 0 + half, 0 - half]
-    got = advantages.gdpo(parts, groups, vec(1, 1), eps=0.0)
+    got = advantages.compute_gdpo(parts, groups, vec(1, 1), eps=0.0)
     assert got.tolist() == pytest.approx(advantages.whiten(vec(*first)).tolist())
-    got = advantages.gdpo(parts, groups, vec(1, 0), eps=0.0)
+    got = advantages.compute_gdpo(parts, groups, vec(1, 0), eps=0.0)
     assert got.tolist() == pytest.approx(advantages.whiten(vec(half, -half, 0, 0)).tolist())
 
 
@@ -687,7 +701,7 @@ def test_gdpo_in_the_loss_takes_the_rewards_parts_by_name() -> None:
     lp = theta(b)
     advantage = {"name": "gdpo", "part_weights": {"form": 0.0}}
     got = gradient(b, config(advantage=advantage), lp)[1]
-    adv = advantages.whiten(advantages.grpo(b.parts[:, 1], b.groups))
+    adv = advantages.whiten(advantages.compute_grpo(b.parts[:, 1], b.groups))
     c = config(advantage={"name": "reinforce", "baseline": "none"})
     b.rewards = adv
     assert torch.allclose(got, gradient(b, c, lp)[1])
@@ -703,12 +717,12 @@ def test_otb_by_hand() -> None:
     seq, groups = torch.tensor([0, 0, 0, 0, 1, 1]), torch.tensor([0, 0])
     mask = torch.tensor([True, False, True, True, True, True])
     energy, returns = vec(1, 99, 2, 1, 3, 1), vec(1, 99, 1, 1, 0, 0)
-    got = advantages.otb(returns, energy, mask, seq, groups)
+    got = advantages.compute_otb(returns, energy, mask, seq, groups)
     first, second = 1 / (1 + 3), 3 / (3 + 4)
     assert got.tolist() == pytest.approx([1 - first, 0, 1 - second, 0, -first, -second])
-    equal = advantages.otb(returns, energy * 0 + 1, mask, seq, groups)
+    equal = advantages.compute_otb(returns, energy * 0 + 1, mask, seq, groups)
     assert equal[mask].tolist() == pytest.approx([0.5, 0.5, 0, -0.5, -0.5])
-    apart = advantages.otb(returns, energy, mask, seq, torch.tensor([0, 1]))
+    apart = advantages.compute_otb(returns, energy, mask, seq, torch.tensor([0, 1]))
     assert apart.tolist() == [0] * 6
     b = batch(12)
     b.energy = torch.rand(len(b.seq), generator=torch.Generator().manual_seed(3), dtype=D)
@@ -716,8 +730,8 @@ def test_otb_by_hand() -> None:
     c = config(
         advantage={"name": "otb"}, loss={"surrogate": "gpg"}, correction={"proximal": "behavior"}
     )
-    b.anchor = b.behavior.clone()
-    adv = advantages.otb(b.rewards[b.seq], b.energy, b.mask, b.seq, b.groups)
+    b.proximal = b.behavior.clone()
+    adv = advantages.compute_otb(b.rewards[b.seq], b.energy, b.mask, b.seq, b.groups)
     whole = gradient(b, c, lp)[1]
     assert torch.allclose(whole, torch.where(b.mask, -adv, 0.0) / b.mask.sum())
     assert torch.allclose(whole, gradient(b, c, lp, [[i] for i in range(12)])[1])
@@ -832,11 +846,13 @@ def test_the_objectives_value() -> None:
 
 def test_an_answer_without_a_token_in_the_loss_is_not_of_its_group() -> None:
     mask = torch.tensor([True, True, True, False, False, False])
-    log_q = sequence_surrogates.group_probability(MU.log(), mask, SEQ, GROUP)
+    log_q = sequence_surrogates.compute_group_probability(MU.log(), mask, SEQ, GROUP)
     assert log_q.exp()[:3].tolist() == pytest.approx([0.542884] * 3, abs=1e-6)
-    both = sequence_surrogates.group_probability(MU.log(), EVERY, SEQ, GROUP)
+    both = sequence_surrogates.compute_group_probability(MU.log(), EVERY, SEQ, GROUP)
     assert both.exp().tolist() == pytest.approx([0.493326] * 6, abs=1e-6)
-    apart = sequence_surrogates.group_probability(MU.log(), EVERY, SEQ, torch.tensor([0, 1]))
+    apart = sequence_surrogates.compute_group_probability(
+        MU.log(), EVERY, SEQ, torch.tensor([0, 1])
+    )
     assert apart.exp().tolist() == pytest.approx([0.542884] * 3 + [0.430887] * 3, abs=1e-6)
 
 
@@ -855,7 +871,7 @@ def test_what_is_dropped_at_the_policy_is_counted() -> None:
 def test_far_ratios_of_whole_answers_stay_finite() -> None:
     far = torch.tensor([1e4, -1e4, 0.1], dtype=D)
     seq, mask = torch.arange(3), torch.ones(3, dtype=torch.bool)
-    count, total, square = stopping.answer_weights(far, mask, seq, 3).tolist()
+    count, total, square = stopping.sum_sample_weights(far, mask, seq, 3).tolist()
     assert count == 3 and total == pytest.approx(math.exp(20)) and math.isfinite(square)
     b = batch(14)
     b.start = b.behavior + 1e4

@@ -225,7 +225,7 @@ def by_answer(v: diagnostics.DiagnosticTokens, ts: list[dict[str, Any]]) -> dict
 @pytest.mark.parametrize("seed", [0, 1])
 def test_every_metric_is_its_definition(seed: int) -> None:
     v = view(seed)
-    got = diagnostics.metrics(diagnostics.sums(v))
+    got = diagnostics.compute_metrics(diagnostics.sum_statistics(v))
     want = wanted(v)
     quantiles = {f"is/log_ratio_{q}" for q in ("p50", "p99")}
     assert got.keys() - quantiles == want.keys() and got.keys() >= quantiles
@@ -236,11 +236,11 @@ def test_every_metric_is_its_definition(seed: int) -> None:
 
 
 def test_parts_of_a_batch_add_up_to_it_and_take_the_larger_maximum() -> None:
-    whole = diagnostics.metrics(diagnostics.sums(view(2)))
+    whole = diagnostics.compute_metrics(diagnostics.sum_statistics(view(2)))
     total: dict[str, torch.Tensor] = {}
     for part in (slice(0, 20), slice(20, 21), slice(21, 60)):
-        diagnostics.add(total, diagnostics.sums(view(2, part)))
-    got = diagnostics.metrics(total)
+        diagnostics.add_sums(total, diagnostics.sum_statistics(view(2, part)))
+    got = diagnostics.compute_metrics(total)
     assert got.keys() == whole.keys() and all(
         got[k] == pytest.approx(whole[k], rel=1e-9) for k in whole
     )
@@ -249,7 +249,7 @@ def test_parts_of_a_batch_add_up_to_it_and_take_the_larger_maximum() -> None:
 def test_what_nobody_knows_is_not_said() -> None:
     v = view(3)
     v.known = torch.zeros_like(v.valid)
-    got = diagnostics.metrics(diagnostics.sums(v))
+    got = diagnostics.compute_metrics(diagnostics.sum_statistics(v))
     of_start = (
         "start",
         "is/ess",
@@ -263,14 +263,16 @@ def test_what_nobody_knows_is_not_said() -> None:
         "by_lag/ess",
     )
     assert not [k for k in got if any(x in k for x in of_start) and k != "is/ess_by_answer"]
-    bare = diagnostics.metrics(diagnostics.sums(view(3, reference=None, entropy=None)))
+    bare = diagnostics.compute_metrics(
+        diagnostics.sum_statistics(view(3, reference=None, entropy=None))
+    )
     assert not [k for k in bare if "ref" in k or "entropy" in k]
-    everywhere = diagnostics.metrics(diagnostics.sums(view(3, known=None)))
+    everywhere = diagnostics.compute_metrics(diagnostics.sum_statistics(view(3, known=None)))
     v.known = torch.ones_like(v.valid)
-    assert everywhere == diagnostics.metrics(diagnostics.sums(v))
+    assert everywhere == diagnostics.compute_metrics(diagnostics.sum_statistics(v))
     v.lag += 1
     v.lag[v.lag == 3] = 500
-    late = diagnostics.metrics(diagnostics.sums(v))
+    late = diagnostics.compute_metrics(diagnostics.sum_statistics(v))
     assert late == {k: pytest.approx(x) for k, x in wanted(v).items()} | {
         k: late[k] for k in late if "log_ratio" in k
     }
@@ -285,21 +287,21 @@ def test_maxima_below_one_and_behind_the_mask() -> None:
     v = view(3)
     v.known, v.start = None, v.behavior - 0.5
     v.start[~v.valid] += 5
-    got = diagnostics.metrics(diagnostics.sums(v))
+    got = diagnostics.compute_metrics(diagnostics.sum_statistics(v))
     assert got["is/ratio_max"] == pytest.approx(math.exp(-0.5)) and got[
         "mismatch/max_at_lag_0"
     ] == pytest.approx(0.5)
     v.start[v.lag > 0] += 2
-    got = diagnostics.metrics(diagnostics.sums(v))
+    got = diagnostics.compute_metrics(diagnostics.sum_statistics(v))
     assert got["is/ratio_max"] == pytest.approx(math.exp(1.5)) and got[
         "mismatch/max_at_lag_0"
     ] == pytest.approx(0.5)
 
 
 def test_nothing_at_all_is_no_error() -> None:
-    empty = diagnostics.sums(view(0, slice(60, 60)))
-    assert diagnostics.metrics({}) == {} and diagnostics.copy_to_host({}) == {}
-    got = diagnostics.metrics(empty)
+    empty = diagnostics.sum_statistics(view(0, slice(60, 60)))
+    assert diagnostics.compute_metrics({}) == {} and diagnostics.copy_to_host({}) == {}
+    got = diagnostics.compute_metrics(empty)
     assert (
         got["is/mean_weight"] == 0
         and got["clip/share"] == 0
@@ -320,18 +322,18 @@ def test_quantiles_are_the_upper_edges_of_their_bins() -> None:
     edges = [0.01 * 1.15**i for i in range(48)]
     counts = [0.0] * 49
     counts[3], counts[10], counts[48] = 50, 49, 1
-    assert diagnostics._quantile(counts, 0.5) == pytest.approx(edges[3]) and diagnostics._quantile(
-        counts, 0.51
-    ) == pytest.approx(edges[10])
-    assert diagnostics._quantile(counts, 0.99) == pytest.approx(
+    assert diagnostics._find_quantile(counts, 0.5) == pytest.approx(
+        edges[3]
+    ) and diagnostics._find_quantile(counts, 0.51) == pytest.approx(edges[10])
+    assert diagnostics._find_quantile(counts, 0.99) == pytest.approx(
         edges[10]
-    ) and diagnostics._quantile(counts, 1.0) == pytest.approx(edges[47])
-    assert diagnostics._quantile([0.0] * 49, 0.5) == 0 and diagnostics._quantile(
+    ) and diagnostics._find_quantile(counts, 1.0) == pytest.approx(edges[47])
+    assert diagnostics._find_quantile([0.0] * 49, 0.5) == 0 and diagnostics._find_quantile(
         counts, 0.0
     ) == pytest.approx(edges[3])
     v = view(4)
     v.start = v.behavior + torch.where(torch.arange(len(v.seq)) % 2 == 0, 0.0105, -3.0)
-    got = diagnostics.metrics(diagnostics.sums(v))
+    got = diagnostics.compute_metrics(diagnostics.sum_statistics(v))
     assert got["is/log_ratio_p99"] == pytest.approx(next(e for e in edges if e >= 3.0), rel=1e-6)
 
 
@@ -344,7 +346,7 @@ def test_terms_and_reshape_sums_become_metrics() -> None:
         "other": torch.tensor(1.0),
         "reshape": torch.tensor([4.0, 2.0, 8.0, 6.0, 2.0, 5.0, 3.0, 2.0, 1.0, 4.0, -1.0, 3.0]),
     }
-    got = diagnostics.metrics(diagnostics.sums(v) | extra)
+    got = diagnostics.compute_metrics(diagnostics.sum_statistics(v) | extra)
     assert (
         got["loss/policy"] == 0.5
         and got["kl/gradient_share"] == pytest.approx(1.5)
@@ -366,9 +368,11 @@ def test_terms_and_reshape_sums_become_metrics() -> None:
             "p_correct": 0.75,
         }
     )
-    none = diagnostics._of_reshape([0.0] * 12)
+    none = diagnostics._compute_reshape_metrics([0.0] * 12)
     assert set(none.values()) == {0.0}
-    one = diagnostics._of_reshape([1.0, 0.5, 3.0, 2.0, 4.0, 20.0, 0.25, 1.0, 0.75, 1.0, 6.0])
+    one = diagnostics._compute_reshape_metrics(
+        [1.0, 0.5, 3.0, 2.0, 4.0, 20.0, 0.25, 1.0, 0.75, 1.0, 6.0]
+    )
     assert one == {
         "reshape/gamma": 0.5,
         "reshape/ratio": 3,
@@ -379,7 +383,9 @@ def test_terms_and_reshape_sums_become_metrics() -> None:
         "reshape/gamma_back": 0.75,
         "reshape/c": 6,
     }
-    assert diagnostics._exp(60) == math.exp(50) and diagnostics._exp(1.0) == math.e
+    assert (
+        diagnostics._exponentiate(60) == math.exp(50) and diagnostics._exponentiate(1.0) == math.e
+    )
 
 
 # ---- the log ratio in three parts ----------------------------------------------------------------
@@ -398,7 +404,7 @@ def test_the_split_is_its_definition_by_lag_and_by_age() -> None:
         torch.randint(0, 12, (n,), generator=g),
     )
     age = torch.randint(0, 12, (n,), generator=g)
-    got = split.metrics(split.LogRatioSplit(mu, version, start, target, lag, age))
+    got = split.compute_metrics(split.LogRatioSplit(mu, version, start, target, lag, age))
     parts = {"mismatch": version - mu, "staleness": start - version, "update": target - start}
     want: dict[str, float] = {"split/total": fmean((mu - target).tolist())}
     for name, x in parts.items():
@@ -434,9 +440,10 @@ def test_the_split_is_its_definition_by_lag_and_by_age() -> None:
     )
     none = torch.zeros(0, dtype=D)
     assert (
-        split.metrics(split.LogRatioSplit(none, none, none, none, none.long(), none.long())) == {}
+        split.compute_metrics(split.LogRatioSplit(none, none, none, none, none.long(), none.long()))
+        == {}
     )
-    old = split.metrics(
+    old = split.compute_metrics(
         split.LogRatioSplit(
             mu[:1], version[:1], start[:1], target[:1], lag[:1] * 0 + 1, age[:1] * 0 + 2
         )

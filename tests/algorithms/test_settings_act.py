@@ -261,7 +261,7 @@ def cases() -> list[Any]:
         ("loss", settings.Loss),
         ("correction", settings.Correction),
     ):
-        plain += [(section, struct) for struct in settings.variants(kind)]
+        plain += [(section, struct) for struct in settings.list_variants(kind)]
     for section, struct in plain:
         for name, field in layers.fields_of(struct).items():
             if not expected(section, struct, f"{section}.{name}"):

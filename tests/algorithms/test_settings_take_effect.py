@@ -74,7 +74,7 @@ def with_terms(
     prep = sl.prepare(b, c)
     everyone = torch.arange(len(b.rewards))
     step = sl.begin_step(prep, everyone, lp.detach())
-    return sl.micro_loss(prep, step, torch.arange(len(b.seq)), lp, **more)
+    return sl.compute_micro_loss(prep, step, torch.arange(len(b.seq)), lp, **more)
 
 
 def test_the_entropy_bonus_lowers_the_loss_by_its_coefficient() -> None:
@@ -135,7 +135,7 @@ def test_kl_in_the_loss_discounts_what_comes_later(discount: float) -> None:
     own = lp.detach()[live].requires_grad_(True)
     of = (own, b.reference[live], b.behavior[live], b.seq[live])  # type: ignore[index]
     how: dict[str, Any] = {"estimator": "k3", "off_policy": "prefix"}
-    term = kl.term(*of, **how, discount=discount, truncate=math.inf, step_kl=None)
+    term = kl.compute_term(*of, **how, discount=discount, truncate=math.inf, step_kl=None)
     (want,) = torch.autograd.grad(0.2 * term.sum() / live.sum(), own)
     assert torch.allclose(got[live], want)
     assert bool((got[~live] == 0).all())
@@ -150,7 +150,7 @@ def scaled(c: Any, kl: float) -> sl.StepPlan:
     """
     b = batch(15)
     b.mask[:] = True
-    b.anchor = b.start = b.behavior.clone()
+    b.proximal = b.start = b.behavior.clone()
     low, high = 0.0, 3.0
     for _ in range(80):  # r - 1 - log r = kl, by halving
         x = (low + high) / 2
@@ -178,7 +178,7 @@ def test_a_small_effective_sample_size_stops_the_batch() -> None:
     """Weights 1 on n - 1 tokens and e on one: ESS = (n - 1 + e)^2 / (n (n - 1 + e^2))."""
     b = batch(15)
     b.mask[:] = True
-    b.anchor = b.behavior.clone()
+    b.proximal = b.behavior.clone()
     n = len(b.seq)
     now = b.behavior.clone()
     now[3] += 3.0
@@ -218,7 +218,9 @@ def two_groups(name: str, **keys: Any) -> torch.Tensor:
         values=keys.pop("values", None),
         bootstrap=vec(0, 0, 0, 0),
     )
-    return whole_batch.advantage(b, b.mask, config(advantage={"name": name, **keys}), 0.0, 0.0)[0]
+    return whole_batch.compute_advantage(
+        b, b.mask, config(advantage={"name": name, **keys}), 0.0, 0.0
+    )[0]
 
 
 def test_a_group_baseline_leaves_only_what_a_group_did_not_share() -> None:
@@ -264,12 +266,12 @@ def test_process_supervision_sums_the_normalised_steps_from_a_token_on() -> None
     """
     seq, m = torch.tensor([0, 0, 0, 1, 1]), torch.ones(5, dtype=torch.bool)
     r, groups = vec(2, 0, 4, 6, 0), torch.tensor([0, 0])
-    got = advantages.process_grpo(r, r != 0, m, seq, groups, ddof=1, eps=0.0)
+    got = advantages.compute_process_grpo(r, r != 0, m, seq, groups, ddof=1, eps=0.0)
     assert got.tolist() == pytest.approx([-1, 0, 0, 1, 0])
-    exact = advantages.process_grpo(r, r != 0, m, seq, groups, ddof=1, eps=1e-4)
-    assert torch.equal(advantages.process_grpo(r, r != 0, m, seq, groups), exact)
+    exact = advantages.compute_process_grpo(r, r != 0, m, seq, groups, ddof=1, eps=1e-4)
+    assert torch.equal(advantages.compute_process_grpo(r, r != 0, m, seq, groups), exact)
     m[0] = False  # a token behind the mask is no step and gets nothing: 4 | 6, mean 5, std 1
-    got = advantages.process_grpo(r, r != 0, m, seq, groups, ddof=0, eps=0.0)
+    got = advantages.compute_process_grpo(r, r != 0, m, seq, groups, ddof=0, eps=0.0)
     assert got.tolist() == pytest.approx([0, -1, -1, 1, 0])
 
 
@@ -278,20 +280,20 @@ def test_process_supervision_sums_the_normalised_steps_from_a_token_on() -> None
 
 def test_reshapes_exponent_is_computed_as_exactly_as_the_ratios() -> None:
     x = vec(2, -2)  # sigma^2 = 8
-    base = reshape.statistics(x, torch.tensor([True, True]), 0.3).base
+    base = reshape.compute_statistics(x, torch.tensor([True, True]), 0.3).base
     assert base.dtype == torch.float64
     assert float(base) == pytest.approx(math.sqrt(-math.log(0.3) / 8), rel=1e-12)
 
 
 def test_reshapes_weight_is_bounded_in_value_and_gradient() -> None:
     x, adv, g = vec(16, 16, 0.25).log(), vec(1, -1, 1), vec(0.5, 0.5, 0.5)  # w^gamma = 4, 4, 1/2
-    t = surrogates.reshape(x, adv, g, repaired(weight_max=3.0))
+    t = surrogates.compute_reshape(x, adv, g, repaired(weight_max=3.0))
     assert t.coefficient.tolist() == pytest.approx(
         [1.5, -1.5, 0.25]
     ) and t.objective.tolist() == pytest.approx([3, -3, 0.5])
-    free = surrogates.reshape(x, adv, g, repaired())
+    free = surrogates.compute_reshape(x, adv, g, repaired())
     assert free.coefficient.tolist() == pytest.approx([2, -2, 0.25])
-    box = surrogates.reshape(x, adv, g, repaired(weight_max=3.0, form="box_cox"))
+    box = surrogates.compute_reshape(x, adv, g, repaired(weight_max=3.0, form="box_cox"))
     # (w^g - 1) / g
     assert box.coefficient.tolist() == pytest.approx(
         [3, -3, 0.5]
@@ -300,9 +302,9 @@ def test_reshapes_weight_is_bounded_in_value_and_gradient() -> None:
 
 def test_cispos_upper_bound_is_relative_unless_it_is_said_to_be_absolute() -> None:
     b = batch(16, spread=0.0)
-    b.anchor = b.behavior.clone()
+    b.proximal = b.behavior.clone()
     lp = (b.behavior + math.log(4.0)).requires_grad_(True)
-    adv = advantages.rloo(b.rewards, b.groups)[b.seq]
+    adv = advantages.compute_rloo(b.rewards, b.groups)[b.seq]
     part = -torch.where(b.mask, adv, 0.0) / b.mask.sum()
     for keys, bound in (
         ({"eps_high": 1.5}, 2.5),
@@ -325,8 +327,8 @@ def test_clip_ranges_default_to_the_surrogates_own_and_are_one_sided() -> None:
     with 0.35.
     """
     b = batch(17, spread=0.0)
-    b.anchor = b.behavior.clone()
-    adv = advantages.rloo(b.rewards, b.groups)[b.seq]
+    b.proximal = b.behavior.clone()
+    adv = advantages.compute_rloo(b.rewards, b.groups)[b.seq]
     part = -torch.where(b.mask, adv, 0.0) / b.mask.sum()
     for r in (1.3, 0.7):
         lp = (b.behavior + math.log(r)).requires_grad_(True)
@@ -344,54 +346,58 @@ def test_clip_ranges_default_to_the_surrogates_own_and_are_one_sided() -> None:
 
 
 SURROGATES = [
-    ("sapo", {"sapo_tau_pos": 2.0}, lambda x, a, lp, b: surrogates.sapo(x, a, tau_pos=2.0)),
-    ("sapo", {"sapo_tau_neg": 3.0}, lambda x, a, lp, b: surrogates.sapo(x, a, tau_neg=3.0)),
-    ("sapo", {}, lambda x, a, lp, b: surrogates.sapo(x, a, tau_pos=1.0, tau_neg=1.05)),
+    ("sapo", {"sapo_tau_pos": 2.0}, lambda x, a, lp, b: surrogates.compute_sapo(x, a, tau_pos=2.0)),
+    ("sapo", {"sapo_tau_neg": 3.0}, lambda x, a, lp, b: surrogates.compute_sapo(x, a, tau_neg=3.0)),
+    ("sapo", {}, lambda x, a, lp, b: surrogates.compute_sapo(x, a, tau_pos=1.0, tau_neg=1.05)),
     (
         "dppo",
         {"dppo_threshold": 0.01},
-        lambda x, a, lp, b: surrogates.dppo(x, a, lp.exp(), threshold=0.01),
+        lambda x, a, lp, b: surrogates.compute_dppo(x, a, lp.exp(), threshold=0.01),
     ),
-    ("dppo", {}, lambda x, a, lp, b: surrogates.dppo(x, a, lp.exp(), threshold=0.2)),
-    ("dro", {"dro_beta": 0.7}, lambda x, a, lp, b: surrogates.dro(x, a, lp, beta=0.7)),
-    ("dro", {}, lambda x, a, lp, b: surrogates.dro(x, a, lp, beta=0.05)),
-    ("topr", {}, lambda x, a, lp, b: surrogates.topr(x, a, lp, b.mask, b.seq, 12)),
-    ("vanilla", {}, lambda x, a, lp, b: surrogates.vanilla(x, a)),
-    ("gpg", {}, lambda x, a, lp, b: surrogates.log_probability_term(lp, a)),
+    ("dppo", {}, lambda x, a, lp, b: surrogates.compute_dppo(x, a, lp.exp(), threshold=0.2)),
+    ("dro", {"dro_beta": 0.7}, lambda x, a, lp, b: surrogates.compute_dro(x, a, lp, beta=0.7)),
+    ("dro", {}, lambda x, a, lp, b: surrogates.compute_dro(x, a, lp, beta=0.05)),
+    ("topr", {}, lambda x, a, lp, b: surrogates.compute_topr(x, a, lp, b.mask, b.seq, 12)),
+    ("vanilla", {}, lambda x, a, lp, b: surrogates.compute_vanilla(x, a)),
+    ("gpg", {}, lambda x, a, lp, b: surrogates.compute_log_probability_term(lp, a)),
     (
         "ppo",
         {"dual_clip": 1.1, "eps_high": 9.0},
-        lambda x, a, lp, b: surrogates.ppo(x, a, dual=1.1, high=9.0),
+        lambda x, a, lp, b: surrogates.compute_ppo(x, a, dual=1.1, high=9.0),
     ),
     (
         "decoupled_ppo",
         {"eps_low": 0.05, "eps_high": 0.3},
-        lambda x, a, lp, b: surrogates.ppo(x, a, low=0.05, high=0.3),
+        lambda x, a, lp, b: surrogates.compute_ppo(x, a, low=0.05, high=0.3),
     ),
-    ("gspo", {}, lambda x, a, lp, b: surrogates.gspo(x, a, b.mask, b.seq, 12, low=3e-4, high=4e-4)),
+    (
+        "gspo",
+        {},
+        lambda x, a, lp, b: surrogates.compute_gspo(x, a, b.mask, b.seq, 12, low=3e-4, high=4e-4),
+    ),
     (
         "gspo",
         {"eps_low": 0.2, "eps_high": 0.1},
-        lambda x, a, lp, b: surrogates.gspo(x, a, b.mask, b.seq, 12, low=0.2, high=0.1),
+        lambda x, a, lp, b: surrogates.compute_gspo(x, a, b.mask, b.seq, 12, low=0.2, high=0.1),
     ),
     (
         "kl_cov",
         {"cov_share": 0.3, "cov_coefficient": 0.4},
-        lambda x, a, lp, b: surrogates.kl_cov(
+        lambda x, a, lp, b: surrogates.compute_kl_cov(
             x,
             a,
-            surrogates.highest(surrogates.covariance(lp, a, b.mask), b.mask, 0.3),
+            surrogates.choose_highest(surrogates.compute_covariance(lp, a, b.mask), b.mask, 0.3),
             coefficient=0.4,
         ),
     ),
     (
         "clip_cov",
         {"cov_share": 0.3, "cov_lo": -1.0, "cov_hi": 1.0, "eps_low": 0.05, "eps_high": 0.3},
-        lambda x, a, lp, b: surrogates.clip_cov(
+        lambda x, a, lp, b: surrogates.compute_clip_cov(
             x,
             a,
             surrogates.sample_by_covariance(
-                surrogates.covariance(lp, a, b.mask), b.mask, 0.3, -1.0, 1.0, 0
+                surrogates.compute_covariance(lp, a, b.mask), b.mask, 0.3, -1.0, 1.0, 0
             ),
             low=0.05,
             high=0.3,
@@ -408,8 +414,8 @@ def test_each_surrogate_is_given_its_own_settings(
 ) -> None:
     b = batch(18)
     lp = theta(b)
-    adv = advantages.rloo(b.rewards, b.groups)[b.seq]
-    trust = form(lp.detach() - b.anchor, adv, lp.detach(), b)
+    adv = advantages.compute_rloo(b.rewards, b.groups)[b.seq]
+    trust = form(lp.detach() - b.proximal, adv, lp.detach(), b)
     got = gradient(b, config(loss={"surrogate": name, **keys}, **EVERYWHERE), lp)
     assert torch.allclose(
         got[1], torch.where(b.mask, -trust.coefficient, 0.0) / b.mask.sum(), rtol=1e-9
@@ -431,16 +437,16 @@ def test_a_veto_by_probability_looks_at_the_anchor_and_not_at_the_ratio() -> Non
     b.mask[:] = True
     first = torch.tensor([True, *(b.seq[1:] != b.seq[:-1]).tolist()])
     low = first & (b.seq % 3 == 0)
-    b.anchor = torch.where(low, -20.0, b.behavior)
+    b.proximal = torch.where(low, -20.0, b.behavior)
     b.behavior = torch.where(low, -20.0, b.behavior)
-    lp = b.anchor.clone().requires_grad_(True)
+    lp = b.proximal.clone().requires_grad_(True)
     got = gradient(b, config(correction={"veto": "probability"}), lp)[1]
-    adv = advantages.rloo(b.rewards, b.groups)[b.seq]
+    adv = advantages.compute_rloo(b.rewards, b.groups)[b.seq]
     assert torch.allclose(got, torch.where(b.seq % 3 == 0, 0.0, -adv) / len(b.seq))
 
 
 def test_the_tokens_of_clip_cov_are_shown_as_cut() -> None:
-    t = surrogates.clip_cov(
+    t = surrogates.compute_clip_cov(
         vec(0, 0.5, 0).exp().log(), vec(1, 1, 1), torch.tensor([True, True, False])
     )
     assert t.clipped.tolist() == [

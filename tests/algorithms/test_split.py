@@ -54,7 +54,7 @@ def test_the_parts_by_hand() -> None:
     start = version + vec(0.2, 0.0, 0.0)
     target = start + vec(0.3, 0.5, 0.0)
     lag, age = torch.tensor([0, 3, 1200]), torch.tensor([0, 2, 900])
-    m = split.metrics(split.LogRatioSplit(zero, version, start, target, lag, age))
+    m = split.compute_metrics(split.LogRatioSplit(zero, version, start, target, lag, age))
     assert m["split/mismatch"] == pytest.approx(0.3 / 3) and m["split/staleness"] == pytest.approx(
         -0.2 / 3
     )
@@ -83,7 +83,7 @@ def test_the_parts_by_hand() -> None:
         m["by_age/mismatch_k3_9plus"] == pytest.approx(k3(-0.4)) and "by_age/mismatch_k3_1" not in m
     )
     assert (
-        split.metrics(
+        split.compute_metrics(
             split.LogRatioSplit(
                 *[zero[:0]] * 4,
                 torch.tensor([], dtype=torch.long),

@@ -116,14 +116,14 @@ def test_the_statistic_by_hand() -> None:
         vec(1, 0),
         torch.tensor([0, 0]),
         torch.tensor([False, False]),
-        anchor=start,
+        proximal=start,
         start=start,
     )
     lp, part = start + vec(2, 0.5, 9).log(), torch.arange(3)
 
     def statistic(**stop: Any) -> list[float]:
         c = config(learner={"epochs": 2}, stop={"kl_max": 0.1, **stop})
-        return [float(x) for x in sl.stop_statistic(sl.prepare(b, c), part, lp)]
+        return [float(x) for x in sl.sum_update_kl(sl.prepare(b, c), part, lp)]
 
     assert statistic() == pytest.approx([2 * (1 - math.log(2)) + 0.5 * (math.log(2) - 0.5), 2.5])
     k = lambda r: r - 1 - math.log(r)  # noqa: E731

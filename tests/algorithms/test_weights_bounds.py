@@ -37,7 +37,7 @@ def section(**keys: Any) -> Any:
 def choices(struct: Any, key: str) -> set[str]:
     """The words that the configuration accepts for a key, or the tags that choose a struct."""
     if key == struct.__struct_config__.tag_field:
-        return {below.__struct_config__.tag for below in cf.variants(struct)}
+        return {below.__struct_config__.tag for below in cf.list_variants(struct)}
     kind = typing.get_type_hints(struct)[key]
     return set(typing.get_args(kind))
 
@@ -79,13 +79,15 @@ def test_the_words_an_error_offers_are_those_the_configuration_takes(
 
 def test_the_settings_read_words_from_the_source_as_python_does() -> None:
     """Dicts and tuples of texts, without importing the module; what is none is no table."""
-    assert cf.names("surrogates", "SURROGATES") == tuple(surrogates.SURROGATES)
+    assert cf.read_names("surrogates", "SURROGATES") == tuple(surrogates.SURROGATES)
     assert cf.ON_BEHAVIOR == surrogates.ON_BEHAVIOR and cf.BY_GROUP == advantages.BY_GROUP
-    assert set(surrogates.NEED_CURRENT) | set(surrogates.BEFORE) <= set(surrogates.SURROGATES)
+    assert set(surrogates.NEED_CURRENT) | set(surrogates.COVARIANCE_CHOICES) <= set(
+        surrogates.SURROGATES
+    )
     assert set(kl.PREFIXES) <= set(kl.OFF_POLICY)
     for module, table in (("surrogates", "NOTHING"), ("ratios", "CLAMP"), ("surrogates", "OPEN")):
         with pytest.raises(KeyError, match=table):
-            cf.names(module, table)
+            cf.read_names(module, table)
 
 
 # ---- weights and bounds --------------------------------------------------------------------------
@@ -97,30 +99,30 @@ def test_levels_look_at_the_mask_alone_and_clamp_what_they_exponentiate() -> Non
     """
     x, m, seq = vec(0.5, 0.1, 9.0, -30.0), yes(1, 1, 0, 1), torch.tensor([0, 0, 0, 1])
     cut = math.exp(-20)
-    assert weights.weights(x, m, seq, 2, "token").tolist() == pytest.approx(
+    assert weights.compute_weights(x, m, seq, 2, "token").tolist() == pytest.approx(
         [math.exp(0.5), math.exp(0.1), 1, cut]
     )
-    assert weights.weights(x, m, seq, 2, "sequence").tolist() == pytest.approx(
+    assert weights.compute_weights(x, m, seq, 2, "sequence").tolist() == pytest.approx(
         [math.exp(0.6)] * 3 + [cut]
     )
-    assert weights.weights(x, m, seq, 2, "geometric").tolist() == pytest.approx(
+    assert weights.compute_weights(x, m, seq, 2, "geometric").tolist() == pytest.approx(
         [math.exp(0.3)] * 3 + [cut]
     )
-    assert weights.weights(x, m, seq, 2, "none").tolist() == [1, 1, 1, 1]
+    assert weights.compute_weights(x, m, seq, 2, "none").tolist() == [1, 1, 1, 1]
     for level in ("token", "sequence", "geometric"):
         assert float(
-            weights.weights(vec(30), yes(1), torch.tensor([0]), 1, level)
+            weights.compute_weights(vec(30), yes(1), torch.tensor([0]), 1, level)
         ) == pytest.approx(math.exp(20))
     learned = vec(0.5).requires_grad_(True)
-    assert not weights.weights(learned, yes(1), torch.tensor([0]), 1, "token").requires_grad
+    assert not weights.compute_weights(learned, yes(1), torch.tensor([0]), 1, "token").requires_grad
 
 
 def test_bounds_hold_at_their_edges() -> None:
     w = vec(0.4, 0.5, 1.0, 2.0, 2.1)
-    assert weights.bounded(w, "truncate", 0.5, 2.0).tolist() == [0.4, 0.5, 1, 2, 2]
-    assert weights.bounded(w, "clip", 0.5, 2.0).tolist() == [0.5, 0.5, 1, 2, 2]
-    assert weights.bounded(w, "mask", 0.5, 2.0).tolist() == [0, 0.5, 1, 2, 0]
-    assert weights.bounded(w, "none", 0.5, 2.0).tolist() == w.tolist()
+    assert weights.apply_bound(w, "truncate", 0.5, 2.0).tolist() == [0.4, 0.5, 1, 2, 2]
+    assert weights.apply_bound(w, "clip", 0.5, 2.0).tolist() == [0.5, 0.5, 1, 2, 2]
+    assert weights.apply_bound(w, "mask", 0.5, 2.0).tolist() == [0, 0.5, 1, 2, 0]
+    assert weights.apply_bound(w, "none", 0.5, 2.0).tolist() == w.tolist()
 
 
 @pytest.mark.parametrize(
@@ -156,12 +158,14 @@ def test_absent_bounds_are_the_levels_own(level: str, lo: float, hi: float) -> N
 def test_the_mean_weight_is_over_what_the_level_counts() -> None:
     """Tokens in the mask; or answers that have any, the third has none."""
     w, m, seq = vec(2, 2, 9, 0.5, 7), yes(1, 1, 0, 1, 0), torch.tensor([0, 0, 0, 1, 2])
-    assert float(weights.mean_weight(w, m, seq, 3, "token")) == pytest.approx(4.5 / 3)
+    assert float(weights.compute_mean_weight(w, m, seq, 3, "token")) == pytest.approx(4.5 / 3)
     for level in ("sequence", "geometric", "none"):
-        assert float(weights.mean_weight(w, m, seq, 3, level)) == pytest.approx((2 + 0.5) / 2)
+        assert float(weights.compute_mean_weight(w, m, seq, 3, level)) == pytest.approx(
+            (2 + 0.5) / 2
+        )
     assert (
-        float(weights.mean_weight(w * 0, m, seq, 3, "token")) == 1
-        and float(weights.mean_weight(w, m & False, seq, 3, "sequence")) == 1
+        float(weights.compute_mean_weight(w * 0, m, seq, 3, "token")) == 1
+        and float(weights.compute_mean_weight(w, m & False, seq, 3, "sequence")) == 1
     )
 
 
@@ -209,12 +213,14 @@ def test_the_normalized_mis_by_hand() -> None:
 
 def test_effective_sample_size_is_over_the_mask() -> None:
     w = vec(1, 1, 2, 50)
-    assert float(weights.effective_sample_size(w, yes(1, 1, 1, 0))) == pytest.approx(16 / 18)
-    assert (
-        float(weights.effective_sample_size(w, yes(0, 0, 0, 0))) == 1
-        and float(weights.effective_sample_size(w[:0])) == 1
+    assert float(weights.compute_effective_sample_size(w, yes(1, 1, 1, 0))) == pytest.approx(
+        16 / 18
     )
-    assert float(weights.effective_sample_size(vec(3, 3))) == pytest.approx(1)
+    assert (
+        float(weights.compute_effective_sample_size(w, yes(0, 0, 0, 0))) == 1
+        and float(weights.compute_effective_sample_size(w[:0])) == 1
+    )
+    assert float(weights.compute_effective_sample_size(vec(3, 3))) == pytest.approx(1)
 
 
 # ---- rejection, veto, M2PO -----------------------------------------------------------------------
@@ -232,15 +238,15 @@ def test_statistics_of_a_token_and_of_its_answer() -> None:
     for name, f in forms.items():
         a, b, one = f(0.4), f(-0.2), f(1.0)
         g = math.exp if name == "ratio" else (lambda v: v)
-        assert weights.statistic(name, "token", x, m, seq, 2).tolist() == pytest.approx(
+        assert weights.compute_statistic(name, "token", x, m, seq, 2).tolist() == pytest.approx(
             [g(a), g(b), g(0.0), g(one)]
         )
         for over, value in (("sum", a + b), ("mean", (a + b) / 2), ("max", max(a, b))):
-            assert weights.statistic(name, over, x, m, seq, 2).tolist() == pytest.approx(
+            assert weights.compute_statistic(name, over, x, m, seq, 2).tolist() == pytest.approx(
                 [g(value)] * 3 + [g(one)]
             ), (name, over)
     far = vec(30.0, -30.0)
-    assert weights.statistic(
+    assert weights.compute_statistic(
         "ratio", "token", far, yes(1, 1), torch.tensor([0, 1]), 2
     ).tolist() == pytest.approx([math.exp(20), math.exp(-20)])
 
@@ -277,27 +283,29 @@ def test_the_ratios_band_by_what_it_is_taken_over(over: str, lo: float, hi: floa
 def test_bands_hold_at_their_edges_and_k_has_no_lower_one() -> None:
     one, seq = yes(1, 1, 1), torch.tensor([0, 1, 2])
     x = vec(-0.5, 0.0, 0.5)  # k1 = 0.5, 0, -0.5
-    assert weights.rejection_mask("k1", "token", None, 0.5, x, one, seq, 3).tolist() == [
+    assert weights.build_rejection_mask("k1", "token", None, 0.5, x, one, seq, 3).tolist() == [
         True,
         True,
         True,
     ]
-    assert weights.rejection_mask("k1", "token", None, 0.25, x, one, seq, 3).tolist() == [
+    assert weights.build_rejection_mask("k1", "token", None, 0.25, x, one, seq, 3).tolist() == [
         False,
         True,
         True,
     ]
-    assert weights.rejection_mask("k1", "token", 0.0, 0.25, x, one, seq, 3).tolist() == [
+    assert weights.build_rejection_mask("k1", "token", 0.0, 0.25, x, one, seq, 3).tolist() == [
         False,
         True,
         False,
     ]
-    assert weights.rejection_mask("k1", "token", -0.5, 0.5, x, one, seq, 3).tolist() == [
+    assert weights.build_rejection_mask("k1", "token", -0.5, 0.5, x, one, seq, 3).tolist() == [
         True,
         True,
         True,
     ]
-    assert weights.rejection_mask("none", "token", None, None, x * 100, one, seq, 3).tolist() == [
+    assert weights.build_rejection_mask(
+        "none", "token", None, None, x * 100, one, seq, 3
+    ).tolist() == [
         True,
         True,
         True,
@@ -307,7 +315,7 @@ def test_bands_hold_at_their_edges_and_k_has_no_lower_one() -> None:
             ConfigError,
             match=f"correction.reject_hi: reject = {name} has no default bound; give one",
         ):
-            weights.rejection_mask(name, "token", 0.1, None, x, one, seq, 3)
+            weights.build_rejection_mask(name, "token", 0.1, None, x, one, seq, 3)
 
 
 def test_a_veto_takes_the_answer_at_its_threshold_and_looks_behind_no_mask() -> None:
@@ -318,15 +326,15 @@ def test_a_veto_takes_the_answer_at_its_threshold_and_looks_behind_no_mask() -> 
             # the last is behind the mask
             low = torch.tensor([math.log(value), -1, -1, -50], dtype=D)
             rho, prox = (none, low) if kind == "probability" else (low, ok)
-            assert weights.vetoed(kind, None, rho, prox, m, seq, 2).tolist() == [
+            assert weights.find_vetoed(kind, None, rho, prox, m, seq, 2).tolist() == [
                 goes,
                 goes,
                 False,
                 False,
             ]
-            other = weights.vetoed(kind, 0.5, rho, prox, m, seq, 2).tolist()
+            other = weights.find_vetoed(kind, 0.5, rho, prox, m, seq, 2).tolist()
             assert other[:2] == [True, True]
-    assert weights.vetoed("none", None, ok * 99, ok * 99, m, seq, 2).tolist() == [False] * 4
+    assert weights.find_vetoed("none", None, ok * 99, ok * 99, m, seq, 2).tolist() == [False] * 4
     x = vec(-20, 0.1, 0.2, 0.3)
     got = weights.correct(x, ok, yes(1, 1, 1, 1), seq, 2, section(veto="ratio"))
     assert got.vetoed.tolist() == [True, True, False, False] and got.kept.tolist() == [
@@ -359,19 +367,19 @@ def test_m2po_keeps_the_largest_set_whose_second_moment_fits() -> None:
             ),
             default=0,
         )
-        limit = float(weights.m2_threshold(x, m, 0.04))
+        limit = float(weights.find_m2_threshold(x, m, 0.04))
         if keep == len(sizes):
             assert limit == INF
         else:
             assert limit == sizes[keep]
     # at the limit itself nothing goes
-    assert float(weights.m2_threshold(vec(0.2, 0.2), yes(1, 1), 0.2**2)) == INF
+    assert float(weights.find_m2_threshold(vec(0.2, 0.2), yes(1, 1), 0.2**2)) == INF
     assert (
-        float(weights.m2_threshold(vec(), yes(), 0.04)) == INF
-        and float(weights.m2_threshold(vec(9), yes(0), 0.04)) == INF
+        float(weights.find_m2_threshold(vec(), yes(), 0.04)) == INF
+        and float(weights.find_m2_threshold(vec(9), yes(0), 0.04)) == INF
     )
     # 0.04: the paper's
-    assert float(weights.m2_threshold(vec(0.19, 0.21), yes(1, 1))) == pytest.approx(0.21)
+    assert float(weights.find_m2_threshold(vec(0.19, 0.21), yes(1, 1))) == pytest.approx(0.21)
 
 
 # ---- one's own function --------------------------------------------------------------------------
@@ -418,27 +426,27 @@ def test_a_function_that_cannot_be_had_says_which_half_is_missing() -> None:
     ("call", "said"),
     [
         (
-            lambda: weights.weights(vec(0), yes(1), torch.tensor([0]), 1, "word"),
+            lambda: weights.compute_weights(vec(0), yes(1), torch.tensor([0]), 1, "word"),
             "correction.level = word: choose one of none, token, sequence, geometric",
         ),
         (
-            lambda: weights.bounded(vec(0), "cut", 0, 1),
+            lambda: weights.apply_bound(vec(0), "cut", 0, 1),
             "correction.bound = cut: choose one of none, truncate, clip, mask",
         ),
         (
-            lambda: weights.statistic("k4", "token", vec(0), yes(1), torch.tensor([0]), 1),
+            lambda: weights.compute_statistic("k4", "token", vec(0), yes(1), torch.tensor([0]), 1),
             "correction.reject = k4: choose one of none, ratio, k1, k2, k3",
         ),
         (
-            lambda: weights.statistic("k1", "min", vec(0), yes(1), torch.tensor([0]), 1),
+            lambda: weights.compute_statistic("k1", "min", vec(0), yes(1), torch.tensor([0]), 1),
             "correction.reject_over = min: choose one of token, sum, mean, max",
         ),
         (
-            lambda: weights.vetoed("all", None, vec(0), vec(0), yes(1), torch.tensor([0]), 1),
+            lambda: weights.find_vetoed("all", None, vec(0), vec(0), yes(1), torch.tensor([0]), 1),
             "correction.veto = all: choose one of none, probability, ratio",
         ),
         (
-            lambda: reductions.factors(yes(1), torch.tensor([0]), 1, "mean"),
+            lambda: reductions.compute_factors(yes(1), torch.tensor([0]), 1, "mean"),
             "loss.reduction = mean: choose one of token-mean, seq-mean-token-sum, ",
         ),
         (

@@ -23,7 +23,7 @@ def bare(advantage: dict[str, Any], **more: Any) -> Any:
         "seed": 0,
         "staleness": SimpleNamespace(on_exceed="pace"),
         "correction": settings.RecomputedCorrection(),
-        "advantage": settings.variant(settings.Advantage, advantage["name"], **keys),
+        "advantage": settings.build_variant(settings.Advantage, advantage["name"], **keys),
         "learner": SimpleNamespace(epochs=1, minibatches=1, backend="torch"),
         "loss": settings.PpoLoss(),
         "kl": settings.KL(),
@@ -95,11 +95,11 @@ def test_a_whole_step_with_bare_sections_is_that_of_the_defaults() -> None:
         prep = sl.prepare(b, c)
         assert (
             not sl.needs_current(prep)
-            and not sl.needs_anchor_first(c)
+            and not sl.needs_proximal_first(c)
             and not sl.needs_start_first(c)
         )
         step = sl.begin_step(prep, torch.arange(12))
-        loss, sums = sl.micro_loss(prep, step, torch.arange(len(b.seq)), lp)
+        loss, sums = sl.compute_micro_loss(prep, step, torch.arange(len(b.seq)), lp)
         found.append(
             (
                 torch.autograd.grad(loss, lp)[0],
@@ -132,7 +132,7 @@ def test_terms_of_bare_sections_have_the_defaults_of_the_configuration() -> None
     ):
         b = with_values(batch(3))
         prep = sl.prepare(b, c)
-        loss, sums = sl.micro_loss(
+        loss, sums = sl.compute_micro_loss(
             prep, sl.begin_step(prep, torch.arange(12)), torch.arange(len(b.seq)), lp, None, now
         )
         found.append((torch.autograd.grad(loss, (lp, now)), sl.finish(sums)))
@@ -148,7 +148,7 @@ def test_a_stop_of_a_limit_alone_skips_from_the_start() -> None:
         prep = sl.prepare(batch(3), bare({"name": "rloo", "whiten": False}, stop=stop))
         assert prep.budget is None and not sl.needs_current(prep)
         at = torch.arange(len(prep.batch.seq))
-        a, w = sl.stop_statistic(prep, at, theta(batch(3)).detach())
+        a, w = sl.sum_update_kl(prep, at, theta(batch(3)).detach())
         x = theta(batch(3)).detach() - prep.start
         weight = (prep.start - prep.batch.behavior).exp().clamp(max=2.0)
         assert float(a) == pytest.approx(

@@ -143,7 +143,7 @@ def test_sessions_that_fork_have_no_order_for_some_methods(
     more: dict[str, dict[str, object]], keys: list[str]
 ) -> None:
     raw = {"model": {"path": "m"}, "task": {"name": "sort"}, **more}
-    assert settings.ordered(load.build(raw)) == keys
+    assert settings.list_ordered_settings(load.build(raw)) == keys
 
 
 def test_every_key_says_what_it_means() -> None:

@@ -159,7 +159,7 @@ def variants() -> list[Any]:
             ("loss", settings.Loss),
             ("correction", settings.Correction),
         )
-        for tag in (layers.tag_of(struct)[1] for struct in settings.variants(kind))
+        for tag in (layers.tag_of(struct)[1] for struct in settings.list_variants(kind))
     ]
 
 

@@ -33,7 +33,7 @@ def test_the_defaults_of_every_method_are_written_down() -> None:
                 for name, value in msgspec.to_builtins(struct()).items()
                 if value is not None
             }
-            for struct in settings.variants(kind)
+            for struct in settings.list_variants(kind)
         }
         for kind in (settings.Advantage, settings.Loss, settings.Correction)
     }

@@ -185,14 +185,14 @@ def test_the_interpolated_anchor_leans_on_the_behaviour_policy_the_fresher_a_tok
     """1 / (lag + 1) of mu's log-probability, the rest the learner's own: mu itself at lag 0."""
     c = core(model_dir, correction={"proximal": "interpolate"})
     packed = pack(batch())
-    c._anchor(packed, range(len(packed.responses)))
+    c._set_proximal(packed, range(len(packed.responses)))
     loss, own = packed.loss, c._forward(c.model, packed, range(len(packed.responses)))
-    assert loss.anchor is not None and set(loss.token_lag.tolist()) == {0, 1, 2, 3}
+    assert loss.proximal is not None and set(loss.token_lag.tolist()) == {0, 1, 2, 3}
     share = torch.tensor([1, 1 / 2, 1 / 3, 1 / 4])[loss.token_lag]
     assert torch.allclose(
-        loss.anchor, share * loss.behavior + (1 - share) * own
+        loss.proximal, share * loss.behavior + (1 - share) * own
     ) and not torch.allclose(own, loss.behavior)
-    assert torch.equal(loss.anchor[loss.token_lag == 0], loss.behavior[loss.token_lag == 0])
+    assert torch.equal(loss.proximal[loss.token_lag == 0], loss.behavior[loss.token_lag == 0])
 
 
 def test_the_learning_rate_follows_its_schedule_and_its_warmup(model_dir: Path) -> None:

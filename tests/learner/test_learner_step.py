@@ -412,10 +412,10 @@ def test_m2po_masks_each_minibatch_by_the_policy_as_it_is_then(
         step = begin_step(prep, samples, current)
         inside = prep.valid & torch.isin(prep.batch.seq, samples)
         pushing = inside & ((now - prep.batch.behavior) * prep.advantage > 0)
-        assert step.far.any() and not (step.far & ~pushing).any()
-        left = pushing & ~step.far
+        assert step.m2_excluded.any() and not (step.m2_excluded & ~pushing).any()
+        left = pushing & ~step.m2_excluded
         far = (now - prep.batch.behavior).abs()
-        assert not left.any() or far[left].max() < far[step.far].min()
+        assert not left.any() or far[left].max() < far[step.m2_excluded].min()
         assert not left.any() or float(far[left].square().mean()) <= 0.01 + 1e-6
         masks.append((set(samples.tolist()), now.clone()))
         return step

@@ -46,15 +46,15 @@ def test_what_the_module_offers_is_there() -> None:
 
 
 def test_an_anchor_is_made_first_where_one_pass_is_not_enough() -> None:
-    assert not sl.needs_anchor_first(config())
+    assert not sl.needs_proximal_first(config())
     for more in (
         {"learner": {"epochs": 2}},
         {"learner": {"minibatches": 2}},
         {"correction": {"self_normalize": True}},
         {"correction": {"denominator": "after"}},
     ):
-        assert sl.needs_anchor_first(config(**more)), more
-    assert not sl.needs_anchor_first(
+        assert sl.needs_proximal_first(config(**more)), more
+    assert not sl.needs_proximal_first(
         SimpleNamespace(
             learner=SimpleNamespace(epochs=1, minibatches=1),
             correction=RecomputedCorrection(self_normalize=False),
@@ -98,7 +98,7 @@ def test_who_looks_at_the_whole_batch_needs_its_logprobs_unless_they_are_the_sta
     b.start = None
     proximal = more.get("correction", {}).get("proximal")
     if proximal:  # of a recomputed one nothing is known before the step
-        b.anchor = b.behavior.clone() if proximal == "behavior" else None
+        b.proximal = b.behavior.clone() if proximal == "behavior" else None
     c = config(**{**more, "correction": {"proximal": "behavior", **more.get("correction", {})}})
     prep = sl.prepare(b, c)
     assert sl.needs_current(prep)
@@ -126,19 +126,19 @@ def test_the_first_steps_pass_is_the_start_and_later_ones_are_the_latest() -> No
     prep, step = begun(b, config(**OFF))
     assert not prep.known.any() and not prep.passed.any()
     half, rest = torch.nonzero(b.seq < 6)[:, 0], torch.nonzero(b.seq >= 6)[:, 0]
-    sl.micro_loss(prep, step, half, first[half])
+    sl.compute_micro_loss(prep, step, half, first[half])
     assert (
         torch.equal(prep.known, b.seq < 6)
         and torch.equal(prep.start[half], first[half])
         and torch.equal(prep.passed, b.seq < 6)
     )
     # a second pass of the same step is not another start
-    sl.micro_loss(prep, step, half, second[half])
+    sl.compute_micro_loss(prep, step, half, second[half])
     assert torch.equal(prep.start[half], first[half]) and torch.equal(
         prep.latest[half], second[half]
     )
     step = sl.begin_step(prep, torch.arange(12))
-    sl.micro_loss(prep, step, rest, second[rest])
+    sl.compute_micro_loss(prep, step, rest, second[rest])
     assert (
         torch.equal(prep.known, b.seq < 6)
         and prep.passed.all()
@@ -159,7 +159,7 @@ def test_the_first_steps_pass_is_the_start_and_later_ones_are_the_latest() -> No
 
 def test_a_recomputed_anchor_is_the_start_and_another_is_not() -> None:
     b = batch(3)
-    assert torch.equal(sl.prepare(b, config()).start, b.anchor)  # type: ignore[arg-type]
+    assert torch.equal(sl.prepare(b, config()).start, b.proximal)  # type: ignore[arg-type]
     b = batch(3)
     assert not sl.prepare(b, config(**BYPASS)).known.any() and b.start is None
 
@@ -178,7 +178,9 @@ def test_rejected_tokens_leave_the_denominator_when_it_is_said_so() -> None:
     b = batch(5, spread=0.8)
     reject = {"reject": "ratio", "reject_over": "token"}
     keep = (
-        b.mask & (b.anchor - b.behavior >= math.log(0.5)) & (b.anchor - b.behavior <= math.log(2))
+        b.mask
+        & (b.proximal - b.behavior >= math.log(0.5))
+        & (b.proximal - b.behavior <= math.log(2))
     )  # type: ignore[operator]
     assert 0 < int(keep.sum()) < int(b.mask.sum())
     for how, counted in (("before", b.mask), ("after", keep)):
@@ -193,7 +195,7 @@ def test_the_constant_of_dr_grpo_is_the_longest_answer_or_what_is_said() -> None
             loss={"reduction": "seq-mean-token-sum-norm", **more},
             generator={"max_new_tokens": 40, "context": 99},
         )
-        some = int((ratios.seq_sum(b.mask.double(), b.seq, 12) > 0).sum())
+        some = int((ratios.sum_by_sample(b.mask.double(), b.seq, 12) > 0).sum())
         assert torch.allclose(begun(b, c)[1].factor, b.mask.to(D) / (some * length))
 
 
@@ -204,10 +206,10 @@ def test_covariances_choose_their_tokens_of_the_whole_batch() -> None:
     b = batch(7)
     now = theta(b).detach()
     prep, step = begun(b, config(loss={"surrogate": "kl_cov", "cov_share": 0.2}), now)
-    cov = surrogates.covariance(now, prep.advantage, prep.valid)
+    cov = surrogates.compute_covariance(now, prep.advantage, prep.valid)
     assert (
         step.chosen is not None
-        and torch.equal(step.chosen, surrogates.highest(cov, prep.valid, 0.2))
+        and torch.equal(step.chosen, surrogates.choose_highest(cov, prep.valid, 0.2))
         and step.chosen.any()
     )
     how = {"surrogate": "clip_cov", "cov_share": 0.2, "cov_lo": -1.0, "cov_hi": 1.0}
@@ -231,13 +233,13 @@ def test_covariances_choose_their_tokens_of_the_whole_batch() -> None:
 
 def test_reshape_is_told_the_statistics_of_pi_over_mu() -> None:
     b = batch(8)
-    b.anchor = b.behavior.clone()
+    b.proximal = b.behavior.clone()
     now = theta(b).detach()
     how = {"loss": {"surrogate": "reshape"}, **BYPASS}
     _, step = begun(
         b, config(**how, reshape={"rho_min": 0.9, "budget": "tokens", "kl_budget": 0.5}), now
     )
-    want = reshape.statistics(now - b.behavior, b.mask, 0.9)
+    want = reshape.compute_statistics(now - b.behavior, b.mask, 0.9)
     assert step.reshape is not None and float(step.reshape.base) == float(want.base) < 1
     share = 1 - math.sqrt(float(want.kl) / 0.5)
     assert step.reshape.share == pytest.approx(share) and 0 < share < 1
@@ -254,7 +256,7 @@ def test_reshape_is_told_the_statistics_of_pi_over_mu() -> None:
 
 def test_reshapes_own_sums_are_their_definitions() -> None:
     b = batch(8)
-    b.anchor = b.behavior.clone()
+    b.proximal = b.behavior.clone()
     lp = theta(b)
     c = config(
         loss={"surrogate": "reshape"},
@@ -262,7 +264,7 @@ def test_reshapes_own_sums_are_their_definitions() -> None:
         **BYPASS,
     )
     prep, step = begun(b, c, lp.detach())
-    _, sums = sl.micro_loss(prep, step, torch.arange(len(b.seq)), lp)
+    _, sums = sl.compute_micro_loss(prep, step, torch.arange(len(b.seq)), lp)
     assert step.reshape is not None
     at = [i for i in range(len(b.seq)) if b.mask[i]]
     x, a = (lp.detach() - b.behavior)[at].tolist(), prep.advantage[at].tolist()
@@ -288,7 +290,7 @@ def test_reshapes_own_sums_are_their_definitions() -> None:
     assert sums["reshape"].tolist() == pytest.approx(want)
     c = config(loss={"surrogate": "reshape"}, reshape={"tau": 0.5}, **BYPASS)
     prep, step = begun(b, c, lp.detach())
-    _, sums = sl.micro_loss(prep, step, torch.arange(len(b.seq)), lp)
+    _, sums = sl.compute_micro_loss(prep, step, torch.arange(len(b.seq)), lp)
     gate = [1 / (1 + math.exp(-p * q / 0.5)) for p, q in zip(x, a, strict=True)]
     assert sums["reshape"].tolist()[10:] == pytest.approx([want[-1], sum(gate)])
 
@@ -322,20 +324,20 @@ def test_the_terms_of_a_micro_batch_are_its_share_and_its_numbers() -> None:
     lp = theta(b)
     c = config(kl={"loss": {"coefficient": 0.3, "estimator": "k2"}}, **OFF)
     prep, step = begun(b, c)
-    loss, sums = sl.micro_loss(prep, step, torch.arange(len(b.seq)), lp)
+    loss, sums = sl.compute_micro_loss(prep, step, torch.arange(len(b.seq)), lp)
     x = (lp.detach() - b.reference)[b.mask]  # type: ignore[operator]
     n = int(b.mask.sum())
     assert float(sums["loss/kl"]) == pytest.approx(float((x.square() / 2).mean()))
     assert float(sums["sq/kl"]) == pytest.approx(float((0.3 * x / n).square().sum()))
-    r = (lp.detach() - b.anchor).exp()  # type: ignore[operator]
+    r = (lp.detach() - b.proximal).exp()  # type: ignore[operator]
     adv = prep.advantage
     open_ = b.mask & ~((adv > 0) & (r > 1.2)) & ~((adv < 0) & (r < 0.8))
     assert float(sums["sq/policy"]) == pytest.approx(float((r * adv / n)[open_].square().sum()))
     assert not any(t.requires_grad for t in sums.values())
-    bare, _ = sl.micro_loss(prep, step, torch.arange(len(b.seq)), lp.detach())
+    bare, _ = sl.compute_micro_loss(prep, step, torch.arange(len(b.seq)), lp.detach())
     # a pass without a gradient says the same
     assert float(bare) == pytest.approx(float(loss.detach()))
-    plain, more = sl.micro_loss(*begun(b, config(**OFF)), torch.arange(len(b.seq)), lp)
+    plain, more = sl.compute_micro_loss(*begun(b, config(**OFF)), torch.arange(len(b.seq)), lp)
     assert (
         float((loss - plain).detach()) == pytest.approx(0.3 * float(sums["loss/kl"]))
         and "loss/kl" not in more
@@ -350,8 +352,8 @@ def test_the_policys_value_is_the_surrogates_and_not_the_losss_own() -> None:
     b = batch(10)
     lp = theta(b)
     prep, step = begun(b, config(**OFF))
-    loss, sums = sl.micro_loss(prep, step, torch.arange(len(b.seq)), lp)
-    r, a = (lp.detach() - b.anchor).exp(), prep.advantage  # type: ignore[operator]
+    loss, sums = sl.compute_micro_loss(prep, step, torch.arange(len(b.seq)), lp)
+    r, a = (lp.detach() - b.proximal).exp(), prep.advantage  # type: ignore[operator]
     assert float(sums["loss/policy"]) == pytest.approx(
         -float(torch.minimum(r * a, r.clamp(0.8, 1.2) * a)[b.mask].sum()) / int(b.mask.sum())
     )
@@ -361,17 +363,17 @@ def test_the_policys_value_is_the_surrogates_and_not_the_losss_own() -> None:
 
 def test_reshapes_penalty_is_weighed_and_named() -> None:
     b = batch(10)
-    b.anchor = b.behavior.clone()
+    b.proximal = b.behavior.clone()
     lp = theta(b)
     c = config(
         loss={"surrogate": "reshape"}, reshape={"kl_penalty": 0.3, "kl_estimator": "k1"}, **BYPASS
     )
     prep, step = begun(b, c, lp.detach())
-    _, sums = sl.micro_loss(prep, step, torch.arange(len(b.seq)), lp)
+    _, sums = sl.compute_micro_loss(prep, step, torch.arange(len(b.seq)), lp)
     assert float(sums["loss/kl_penalty"]) == pytest.approx(
         float((lp.detach() - b.behavior)[b.mask].mean())
     )
-    _, none = sl.micro_loss(
+    _, none = sl.compute_micro_loss(
         *begun(b, config(loss={"surrogate": "reshape"}, **BYPASS), lp.detach()),
         torch.arange(len(b.seq)),
         lp,
@@ -388,10 +390,10 @@ def test_a_clipped_value_loss_takes_the_old_values() -> None:
     now = (b.values + 0.7).requires_grad_(True)
     c = config(advantage={"name": "gae", "lam": 1.0}, value={"coefficient": 0.5, "clip": 0.2})
     prep, step = begun(b, c)
-    loss, sums = sl.micro_loss(prep, step, torch.arange(len(b.seq)), theta(b), None, now)
-    want = sl.value_loss(now.detach(), b.rewards[b.seq], b.values, 0.2)[b.mask].mean()
+    loss, sums = sl.compute_micro_loss(prep, step, torch.arange(len(b.seq)), theta(b), None, now)
+    want = sl.compute_value_loss(now.detach(), b.rewards[b.seq], b.values, 0.2)[b.mask].mean()
     assert float(sums["loss/value"]) == pytest.approx(float(want)) and prep.returns is not None
-    bare, _ = sl.micro_loss(*begun(b, c), torch.arange(len(b.seq)), theta(b))
+    bare, _ = sl.compute_micro_loss(*begun(b, c), torch.arange(len(b.seq)), theta(b))
     assert float((loss - bare).detach()) == pytest.approx(0.5 * float(want))
 
 
@@ -719,9 +721,10 @@ def test_rewards_per_token_that_nobody_takes_are_spoken_of_once(
 def test_weights_of_a_bare_correction_section_are_those_of_the_defaults() -> None:
     b = batch(2)
     plain = RecomputedCorrection(level="token", bound="truncate", lo=None, hi=None)
-    x = ratios.difference(b.anchor, b.behavior)  # type: ignore[arg-type]
+    x = ratios.subtract(b.proximal, b.behavior)  # type: ignore[arg-type]
     got, want = (
-        correction.correct(x, b.anchor, b.mask, b.seq, 12, c) for c in (plain, config().correction)
+        correction.correct(x, b.proximal, b.mask, b.seq, 12, c)
+        for c in (plain, config().correction)
     )  # type: ignore[arg-type]
     assert (
         torch.equal(got.weight, want.weight)

@@ -27,16 +27,16 @@ SEQ = torch.tensor([0, 0, 0, 2, 2])  # sample 1 has no token
 
 def test_sums_means_and_maxima_of_answers_with_a_mask_and_an_empty_one() -> None:
     x, m = vec(1, -2, 40, 3, 5), yes(1, 1, 0, 1, 1)
-    assert ratios.seq_sum(x, SEQ, 3).tolist() == [39, 0, 8]
-    assert ratios.seq_mean(x, m, SEQ, 3).tolist() == [-0.5, 0, 4]
-    assert ratios.seq_max(x, m, SEQ, 3).tolist() == [1, -math.inf, 5]
-    assert ratios.seq_max(vec(-3, -2, 9, -1, -4), m, SEQ, 3).tolist() == [-2, -math.inf, -1]
+    assert ratios.sum_by_sample(x, SEQ, 3).tolist() == [39, 0, 8]
+    assert ratios.average_by_sample(x, m, SEQ, 3).tolist() == [-0.5, 0, 4]
+    assert ratios.find_sample_max(x, m, SEQ, 3).tolist() == [1, -math.inf, 5]
+    assert ratios.find_sample_max(vec(-3, -2, 9, -1, -4), m, SEQ, 3).tolist() == [-2, -math.inf, -1]
     assert (
-        float(ratios.masked_mean(x, m)) == pytest.approx(7 / 4)
-        and float(ratios.masked_mean(x, m & False)) == 0
+        float(ratios.average_masked(x, m)) == pytest.approx(7 / 4)
+        and float(ratios.average_masked(x, m & False)) == 0
     )
-    assert float(ratios.masked_mean(vec(1, math.nan), yes(1, 0))) == 1
-    assert float(ratios.masked_mean(vec(6, 1), yes(1, 0))) == 6
+    assert float(ratios.average_masked(vec(1, math.nan), yes(1, 0))) == 1
+    assert float(ratios.average_masked(vec(6, 1), yes(1, 0))) == 6
 
 
 def test_rows_and_back() -> None:
@@ -54,20 +54,20 @@ def test_rows_and_back() -> None:
 
 def test_running_sums_and_discounted_suffixes_stay_in_their_answer() -> None:
     x = vec(1, 2, 3, 4, 5)
-    assert ratios.running_sum(x, SEQ).tolist() == [1, 3, 6, 4, 9]
-    assert ratios.discounted_suffix(x, SEQ, 0.5).tolist() == [1 + 1 + 0.75, 3.5, 3, 6.5, 5]
-    assert ratios.discounted_suffix(x, SEQ, vec(0, 1, 9, 2, 9)).tolist() == [1, 5, 3, 14, 5]
-    assert ratios.discounted_suffix(x[:0], SEQ[:0], 0.5).tolist() == []
+    assert ratios.compute_running_sum(x, SEQ).tolist() == [1, 3, 6, 4, 9]
+    assert ratios.sum_discounted_suffix(x, SEQ, 0.5).tolist() == [1 + 1 + 0.75, 3.5, 3, 6.5, 5]
+    assert ratios.sum_discounted_suffix(x, SEQ, vec(0, 1, 9, 2, 9)).tolist() == [1, 5, 3, 14, 5]
+    assert ratios.sum_discounted_suffix(x[:0], SEQ[:0], 0.5).tolist() == []
 
 
 def test_a_difference_is_cut_where_it_is_exponentiated_and_only_there() -> None:
     a, b = vec(25, -25, 1, -math.inf, math.inf), vec(0, 0, 1, 0, 0)
-    assert ratios.log_ratio(a, b).tolist() == [20, -20, 0, -20, 20]
-    assert ratios.difference(a, b).tolist() == [25, -25, 0, -1000, 1000]
+    assert ratios.compute_log_ratio(a, b).tolist() == [20, -20, 0, -20, 20]
+    assert ratios.subtract(a, b).tolist() == [25, -25, 0, -1000, 1000]
 
 
 def test_the_order_of_messages_for_an_unknown_name() -> None:
-    assert str(ratios.unknown("a.b", "c", ("d", "e"))) == "a.b = c: choose one of d, e"
+    assert str(ratios.build_name_error("a.b", "c", ("d", "e"))) == "a.b = c: choose one of d, e"
 
 
 # ---- the value loss ------------------------------------------------------------------------------
@@ -77,19 +77,21 @@ def test_the_value_loss_is_half_a_square_and_clipped_only_when_asked() -> None:
     v, r, old = vec(3.0, 0.0, 1.0), vec(1.0, 2.0, 1.0), vec(1.0, 1.0, 3.0)
     half = [2.0, 2.0, 0.0]
     assert (
-        loss.value_loss(v, r).tolist()
+        loss.compute_value_loss(v, r).tolist()
         == half
-        == loss.value_loss(v, r, old).tolist()
-        == loss.value_loss(v, r, None, 0.5).tolist()
+        == loss.compute_value_loss(v, r, old).tolist()
+        == loss.compute_value_loss(v, r, None, 0.5).tolist()
     )
     # within 0.5 of the old value: 1.5, 0.5, 2.5; errors 0.5, 1.5, 1.5: the larger square of the two
     # counts
-    assert loss.value_loss(v, r, old, 0.5).tolist() == pytest.approx([2.0, 2.0, 0.5 * 1.5**2])
+    assert loss.compute_value_loss(v, r, old, 0.5).tolist() == pytest.approx(
+        [2.0, 2.0, 0.5 * 1.5**2]
+    )
     # the other side: values above the old one that must fall further
-    assert loss.value_loss(vec(2.0), vec(0.0), vec(4.0), 0.5).tolist() == pytest.approx(
+    assert loss.compute_value_loss(vec(2.0), vec(0.0), vec(4.0), 0.5).tolist() == pytest.approx(
         [0.5 * 3.5**2]
     )
-    assert loss.value_loss(vec(4.0), vec(6.0), vec(1.0), 0.5).tolist() == pytest.approx(
+    assert loss.compute_value_loss(vec(4.0), vec(6.0), vec(1.0), 0.5).tolist() == pytest.approx(
         [0.5 * 4.5**2]
     )
 
@@ -99,16 +101,20 @@ def test_explained_variance_by_hand() -> None:
     4; a mask of one says nothing.
     """
     r, m = vec(1, 3, 5, 99), yes(1, 1, 1, 0)
-    assert float(diagnostics.explained_variance(vec(0, 2, 4, 0), r, m)) == pytest.approx(1)
-    assert float(diagnostics.explained_variance(vec(0, 3, 6, 0), r, m)) == pytest.approx(0.75)
-    assert float(diagnostics.explained_variance(vec(3, 3, 3, 0), r, m)) == pytest.approx(0)
-    assert diagnostics.explained_variance(r, r, yes(1, 0, 0, 0)).tolist() == 0.0
-    # two are enough
-    assert float(diagnostics.explained_variance(vec(0, 3), vec(1, 3), yes(1, 1))) == pytest.approx(
-        1 - 0.5 / 2
+    assert float(diagnostics.compute_explained_variance(vec(0, 2, 4, 0), r, m)) == pytest.approx(1)
+    assert float(diagnostics.compute_explained_variance(vec(0, 3, 6, 0), r, m)) == pytest.approx(
+        0.75
     )
+    assert float(diagnostics.compute_explained_variance(vec(3, 3, 3, 0), r, m)) == pytest.approx(0)
+    assert diagnostics.compute_explained_variance(r, r, yes(1, 0, 0, 0)).tolist() == 0.0
+    # two are enough
+    assert float(
+        diagnostics.compute_explained_variance(vec(0, 3), vec(1, 3), yes(1, 1))
+    ) == pytest.approx(1 - 0.5 / 2)
     # returns without variance
-    assert math.isfinite(float(diagnostics.explained_variance(vec(1, 2), vec(1, 1), yes(1, 1))))
+    assert math.isfinite(
+        float(diagnostics.compute_explained_variance(vec(1, 2), vec(1, 1), yes(1, 1)))
+    )
 
 
 # ---- reductions ----------------------------------------------------------------------------------
@@ -117,15 +123,26 @@ def test_explained_variance_by_hand() -> None:
 def test_reductions_of_nothing_and_of_answers_that_have_nothing() -> None:
     seq = torch.tensor([0, 0, 1])
     for how in reductions.REDUCTIONS:
-        assert reductions.factors(yes(0, 0, 0), seq, 2, how).tolist() == [0, 0, 0]
+        assert reductions.compute_factors(yes(0, 0, 0), seq, 2, how).tolist() == [0, 0, 0]
     # one answer has a token
-    assert reductions.factors(yes(1, 0, 0), seq, 2, "seq-mean-token-sum").tolist() == [1, 0, 0]
-    assert reductions.factors(yes(1, 1, 0), seq, 2, "seq-mean-token-mean").tolist() == [0.5, 0.5, 0]
+    assert reductions.compute_factors(yes(1, 0, 0), seq, 2, "seq-mean-token-sum").tolist() == [
+        1,
+        0,
+        0,
+    ]
+    assert reductions.compute_factors(yes(1, 1, 0), seq, 2, "seq-mean-token-mean").tolist() == [
+        0.5,
+        0.5,
+        0,
+    ]
     assert (
-        reductions.factors(yes(1, 1, 1), seq, 2, "seq-mean-token-sum-norm", 4.0).tolist()
+        reductions.compute_factors(yes(1, 1, 1), seq, 2, "seq-mean-token-sum-norm", 4.0).tolist()
         == [0.125] * 3
     )
-    assert reductions.factors(yes(1, 1, 1), seq, 2, "seq-mean-token-sum-norm").tolist() == [0.5] * 3
+    assert (
+        reductions.compute_factors(yes(1, 1, 1), seq, 2, "seq-mean-token-sum-norm").tolist()
+        == [0.5] * 3
+    )
 
 
 # ---- surrogates ----------------------------------------------------------------------------------
@@ -135,7 +152,7 @@ def test_ppo_marks_the_side_that_cut_and_is_open_at_its_edges() -> None:
     r = vec(0.7, 0.8, 1.0, 1.25, 1.3)
     for sign, marks in ((1, [0, 0, 0, 0, surrogates.HIGH]), (-1, [surrogates.LOW, 0, 0, 0, 0])):
         adv = torch.full((5,), float(sign), dtype=D)
-        t = surrogates.ppo(
+        t = surrogates.compute_ppo(
             r.log(), adv, low=1 - math.exp(math.log(0.8)), high=math.exp(math.log(1.25)) - 1
         )
         assert t.clipped.tolist() == marks and t.clipped.dtype == torch.int8
@@ -143,14 +160,14 @@ def test_ppo_marks_the_side_that_cut_and_is_open_at_its_edges() -> None:
         assert torch.allclose(t.coefficient, torch.where(open_, sign * r, 0.0))
         bound = r.clamp(0.8, 1.25)
         assert torch.allclose(t.objective, torch.minimum(sign * r, sign * bound))
-    zero = surrogates.ppo(vec(2, 0.1).log(), vec(0, 0))
+    zero = surrogates.compute_ppo(vec(2, 0.1).log(), vec(0, 0))
     assert zero.clipped.tolist() == [0, 0]  # without an advantage nothing is cut
     # 0.2 by default
-    assert surrogates.ppo(vec(1.21, 0.79).log(), vec(1, -1)).clipped.tolist() == [
+    assert surrogates.compute_ppo(vec(1.21, 0.79).log(), vec(1, -1)).clipped.tolist() == [
         surrogates.HIGH,
         surrogates.LOW,
     ]
-    assert surrogates.ppo(vec(1.19, 0.81).log(), vec(1, -1)).clipped.tolist() == [0, 0]
+    assert surrogates.compute_ppo(vec(1.19, 0.81).log(), vec(1, -1)).clipped.tolist() == [0, 0]
 
 
 def test_gspo_clips_the_mean_ratio_of_an_answer_by_its_own_range() -> None:
@@ -159,26 +176,26 @@ def test_gspo_clips_the_mean_ratio_of_an_answer_by_its_own_range() -> None:
     """
     seq, m, x = torch.tensor([0, 0, 0, 1]), yes(1, 1, 0, 1), vec(0.3, -0.1, 9, -0.1)
     up, down = math.exp(0.1), math.exp(-0.1)
-    t = surrogates.gspo(x, vec(1, 1, 1, 1), m, seq, 2)
+    t = surrogates.compute_gspo(x, vec(1, 1, 1, 1), m, seq, 2)
     assert t.clipped.tolist() == [surrogates.HIGH] * 3 + [
         0
     ] and t.coefficient.tolist() == pytest.approx([0, 0, 0, down])
     assert t.objective.tolist() == pytest.approx([1 + 4e-4] * 3 + [down])
-    t = surrogates.gspo(x, vec(-1, -1, -1, -1), m, seq, 2)
+    t = surrogates.compute_gspo(x, vec(-1, -1, -1, -1), m, seq, 2)
     assert t.clipped.tolist() == [
         0,
         0,
         0,
         surrogates.LOW,
     ] and t.objective.tolist() == pytest.approx([-up] * 3 + [-(1 - 3e-4)])
-    wide = surrogates.gspo(x, vec(1, 1, 1, -1), m, seq, 2, low=0.05, high=0.11)
+    wide = surrogates.compute_gspo(x, vec(1, 1, 1, -1), m, seq, 2, low=0.05, high=0.11)
     assert wide.clipped.tolist() == [
         0,
         0,
         0,
         surrogates.LOW,
     ] and wide.coefficient.tolist() == pytest.approx([up, up, up, 0])
-    far = surrogates.gspo(vec(30, 30), vec(-1, -1), yes(1, 1), torch.tensor([0, 0]), 1)
+    far = surrogates.compute_gspo(vec(30, 30), vec(-1, -1), yes(1, 1), torch.tensor([0, 0]), 1)
     assert far.objective.tolist() == pytest.approx([-math.exp(20)] * 2)
 
 
@@ -187,27 +204,31 @@ def test_the_dual_clip_bounds_only_what_is_pushed_down() -> None:
     still.
     """
     x = vec(1.1, 2.0, 2.9, 4.0, 4.0).log()
-    t = surrogates.ppo(x, vec(-1, -1, -1, -1, 1), dual=3.0)
+    t = surrogates.compute_ppo(x, vec(-1, -1, -1, -1, 1), dual=3.0)
     assert t.clipped.tolist() == [0, 0, 0, surrogates.DUAL, surrogates.HIGH]
     assert t.objective.tolist() == pytest.approx(
         [-1.1, -2, -2.9, -3, 1.2]
     ) and t.coefficient.tolist() == pytest.approx([-1.1, -2, -2.9, 0, 0])
-    assert surrogates.ppo(x, vec(-1, -1, -1, -1, 1)).objective.tolist() == pytest.approx(
+    assert surrogates.compute_ppo(x, vec(-1, -1, -1, -1, 1)).objective.tolist() == pytest.approx(
         [-1.1, -2, -2.9, -4, 1.2]
     )
     # at the bound itself it is open
-    assert surrogates.ppo(vec(0), vec(-1), dual=1.0).clipped.tolist() == [0]
-    assert surrogates.ppo(vec(2).log(), vec(-1), dual=1.5).clipped.tolist() == [surrogates.DUAL]
-    assert surrogates.ppo(vec(2).log(), vec(-1), dual=0.5).clipped.tolist() == [surrogates.DUAL]
+    assert surrogates.compute_ppo(vec(0), vec(-1), dual=1.0).clipped.tolist() == [0]
+    assert surrogates.compute_ppo(vec(2).log(), vec(-1), dual=1.5).clipped.tolist() == [
+        surrogates.DUAL
+    ]
+    assert surrogates.compute_ppo(vec(2).log(), vec(-1), dual=0.5).clipped.tolist() == [
+        surrogates.DUAL
+    ]
 
 
 def test_cispo_keeps_the_gradient_and_marks_its_bounds() -> None:
     r, adv, lp = vec(0.3, 0.5, 1.0, 1.2, 2.0), vec(1, 1, -1, 1, 2), vec(-1, -2, -3, -4, -5)
-    t = surrogates.cispo(r.log(), adv, lp)
+    t = surrogates.compute_cispo(r.log(), adv, lp)
     assert t.coefficient.tolist() == pytest.approx([0.3, 0.5, -1, 1.2, 2.4])
     assert t.objective.tolist() == pytest.approx([-0.3, -1.0, 3, -4.8, -12])
     assert t.clipped.tolist()[:3] == [0, 0, 0] and t.clipped.tolist()[4] == surrogates.HIGH
-    low = surrogates.cispo(r.log(), adv, lp, lo=0.5001, hi=9)
+    low = surrogates.compute_cispo(r.log(), adv, lp, lo=0.5001, hi=9)
     assert low.clipped.tolist() == [surrogates.LOW, surrogates.LOW, 0, 0, 0] and float(
         low.coefficient[0]
     ) == pytest.approx(0.5001)
@@ -219,7 +240,7 @@ def test_dppo_is_open_while_the_probability_stays_near() -> None:
     """
     prob, old, adv = vec(0.75, 0.75, 0.25, 0.25), vec(0.5, 0.5, 0.5, 0.5), vec(1, -1, 1, -1)
     x = (prob / old).log()
-    t = surrogates.dppo(x, adv, prob, threshold=0.2)
+    t = surrogates.compute_dppo(x, adv, prob, threshold=0.2)
     assert t.clipped.tolist() == [
         surrogates.HIGH,
         0,
@@ -227,61 +248,71 @@ def test_dppo_is_open_while_the_probability_stays_near() -> None:
         surrogates.LOW,
     ] and t.coefficient.tolist() == pytest.approx([0, -1.5, 0.5, 0])
     assert t.objective.tolist() == pytest.approx([0, -1.5, 0.5, 0])
-    assert surrogates.dppo(x, adv, prob, threshold=0.3).clipped.tolist() == [0] * 4
-    assert surrogates.dppo(x, adv, prob).clipped.tolist() == t.clipped.tolist()  # 0.2 by default
-    assert surrogates.dppo(x, adv * 0, prob).clipped.tolist() == [0] * 4
+    assert surrogates.compute_dppo(x, adv, prob, threshold=0.3).clipped.tolist() == [0] * 4
+    assert (
+        surrogates.compute_dppo(x, adv, prob).clipped.tolist() == t.clipped.tolist()
+    )  # 0.2 by default
+    assert surrogates.compute_dppo(x, adv * 0, prob).clipped.tolist() == [0] * 4
 
 
 def test_sapo_topr_and_dro_by_hand() -> None:
     s = 1 / (1 + math.exp(-1.0))
-    t = surrogates.sapo(vec(2).log(), vec(3))
+    t = surrogates.compute_sapo(vec(2).log(), vec(3))
     assert t.coefficient.tolist() == pytest.approx(
         [4 * s * (1 - s) * 2 * 3]
     ) and t.objective.tolist() == pytest.approx([4 * s * 3])
     z = 1 / (1 + math.exp(-1.05))
-    t = surrogates.sapo(vec(2).log(), vec(-1))
+    t = surrogates.compute_sapo(vec(2).log(), vec(-1))
     assert t.coefficient.tolist() == pytest.approx(
         [-4 * z * (1 - z) * 2]
     ) and t.objective.tolist() == pytest.approx([-4 / 1.05 * z], rel=1e-12)
-    assert surrogates.sapo(vec(2).log(), vec(0), tau_pos=1.0, tau_neg=2.0).objective.tolist() == [0]
+    assert surrogates.compute_sapo(
+        vec(2).log(), vec(0), tau_pos=1.0, tau_neg=2.0
+    ).objective.tolist() == [0]
     # topr: answers 0.5 x 0.8 (masked 9) and 2 x 3; only A < 0 is weighted, by at most 1
     seq, m = torch.tensor([0, 0, 0, 1, 1]), yes(1, 1, 0, 1, 1)
     x, lp = vec(0.5, 0.8, 9, 2, 3).log(), vec(-1, -2, -3, -4, -5)
-    t = surrogates.topr(x, vec(-1, -1, -1, -1, -1), lp, m, seq, 2)
+    t = surrogates.compute_topr(x, vec(-1, -1, -1, -1, -1), lp, m, seq, 2)
     assert t.coefficient.tolist() == pytest.approx(
         [-0.4, -0.4, -0.4, -1, -1]
     ) and t.objective.tolist() == pytest.approx([0.4, 0.8, 1.2, 4, 5])
-    assert surrogates.topr(x, vec(2, 2, 2, 0, 0), lp, m, seq, 2).coefficient.tolist() == [
+    assert surrogates.compute_topr(x, vec(2, 2, 2, 0, 0), lp, m, seq, 2).coefficient.tolist() == [
         2,
         2,
         2,
         0,
         0,
     ]
-    far = surrogates.topr(vec(0, 0, 0, -30, -30), vec(-1, -1, -1, -1, -1), lp, m, seq, 2)
+    far = surrogates.compute_topr(vec(0, 0, 0, -30, -30), vec(-1, -1, -1, -1, -1), lp, m, seq, 2)
     assert far.coefficient.tolist()[3:] == pytest.approx([-math.exp(-20)] * 2)
-    t = surrogates.dro(vec(0.4), vec(2), vec(-3))
+    t = surrogates.compute_dro(vec(0.4), vec(2), vec(-3))
     assert t.coefficient.tolist() == pytest.approx(
         [2 - 0.05 * 0.4]
     ) and t.objective.tolist() == pytest.approx([-6 - 0.025 * 0.16])
-    assert surrogates.dro(
+    assert surrogates.compute_dro(
         vec(0.4), vec(2), vec(-3), beta=1.0
     ).coefficient.tolist() == pytest.approx([1.6])
 
 
 def test_covariances_and_who_is_chosen_by_them() -> None:
     lp, adv, m = vec(-1, -3, 7, -5), vec(2, 0, 50, 1), yes(1, 1, 0, 1)  # means -3 and 1
-    cov = surrogates.covariance(lp, adv, m)
+    cov = surrogates.compute_covariance(lp, adv, m)
     assert cov.tolist() == pytest.approx([2, 0, 0, 0])
-    assert surrogates.covariance(lp, adv, m & False).tolist() == [0, 0, 0, 0]
+    assert surrogates.compute_covariance(lp, adv, m & False).tolist() == [0, 0, 0, 0]
     c = vec(5, 1, 9, 3, 2)
     m = yes(1, 1, 0, 1, 1)
-    assert surrogates.highest(c, m, 0.5).tolist() == [True, False, False, True, False]  # 2 of 4
+    assert surrogates.choose_highest(c, m, 0.5).tolist() == [
+        True,
+        False,
+        False,
+        True,
+        False,
+    ]  # 2 of 4
     # at least one
-    assert surrogates.highest(c, m, 0.0).tolist() == [True, False, False, False, False]
+    assert surrogates.choose_highest(c, m, 0.0).tolist() == [True, False, False, False, False]
     assert (
-        surrogates.highest(c, m, 1.0).tolist() == m.tolist()
-        and not surrogates.highest(c, m & False, 0.5).any()
+        surrogates.choose_highest(c, m, 1.0).tolist() == m.tolist()
+        and not surrogates.choose_highest(c, m & False, 0.5).any()
     )
     for seed in range(20):
         one = surrogates.sample_by_covariance(c, m, 0.0, 1.0, 5.0, seed)
@@ -304,7 +335,7 @@ def test_covariances_and_who_is_chosen_by_them() -> None:
 
 def test_kl_cov_and_clip_cov_touch_the_chosen_tokens_alone() -> None:
     x, adv, chosen = vec(0.3, -0.3, 0.5), vec(1, 1, 1), yes(1, 1, 0)
-    t = surrogates.kl_cov(x, adv, chosen, coefficient=0.5)
+    t = surrogates.compute_kl_cov(x, adv, chosen, coefficient=0.5)
     r = x.exp()
     assert t.coefficient.tolist() == pytest.approx(
         [float(r[0]) - 0.5, float(r[1]) + 0.5, float(r[2])]
@@ -312,20 +343,26 @@ def test_kl_cov_and_clip_cov_touch_the_chosen_tokens_alone() -> None:
     assert t.objective.tolist() == pytest.approx(
         [float(r[0]) - 0.15, float(r[1]) - 0.15, float(r[2])]
     )
-    assert surrogates.kl_cov(x, adv, chosen).coefficient.tolist() == pytest.approx(
+    assert surrogates.compute_kl_cov(x, adv, chosen).coefficient.tolist() == pytest.approx(
         [float(r[0]) - 1, float(r[1]) + 1, float(r[2])]
     )
-    held = surrogates.clip_cov(x, adv, yes(0, 1, 0))
+    held = surrogates.compute_clip_cov(x, adv, yes(0, 1, 0))
     # 1.35 and 1.65 by the clip, the second as chosen
     assert held.clipped.tolist() == [surrogates.HIGH, surrogates.HIGH, surrogates.HIGH]
-    assert surrogates.clip_cov(x, adv, yes(0, 1, 0), low=0.5, high=0.5).clipped.tolist() == [
+    assert surrogates.compute_clip_cov(
+        x, adv, yes(0, 1, 0), low=0.5, high=0.5
+    ).clipped.tolist() == [
         0,
         surrogates.HIGH,
         surrogates.HIGH,
     ]
-    assert surrogates.clip_cov(-x, -adv, yes(1, 0, 0)).clipped.tolist() == [
+    assert surrogates.compute_clip_cov(-x, -adv, yes(1, 0, 0)).clipped.tolist() == [
         surrogates.LOW,
         0,
         surrogates.LOW,
     ]
-    assert surrogates.clip_cov(-x, -adv, yes(0, 0, 0), low=0.9).clipped.tolist() == [0, 0, 0]
+    assert surrogates.compute_clip_cov(-x, -adv, yes(0, 0, 0), low=0.9).clipped.tolist() == [
+        0,
+        0,
+        0,
+    ]

@@ -37,13 +37,13 @@ def batch(
         rewards=torch.rand(n, generator=g, dtype=D),
         groups=torch.arange(n) // size,
         truncated=torch.rand(n, generator=g) < 0.2,
-        anchor=behavior + spread * torch.randn(total, generator=g, dtype=D) if proximal else None,
+        proximal=behavior + spread * torch.randn(total, generator=g, dtype=D) if proximal else None,
         reference=behavior + 0.3 * torch.randn(total, generator=g, dtype=D),
     )
 
 
 def theta(b: LossBatch, seed: int = 9, spread: float = 0.4) -> torch.Tensor:
-    start = b.behavior if b.anchor is None else b.anchor
+    start = b.behavior if b.proximal is None else b.proximal
     return (
         start
         + spread * torch.randn(len(start), generator=torch.Generator().manual_seed(seed), dtype=D)
@@ -64,7 +64,7 @@ def gradient(
     total, sums = torch.zeros((), dtype=D), {}
     for p in parts or [everyone]:
         at = torch.cat([torch.nonzero(b.seq == i)[:, 0] for i in p])
-        loss, more = sl.micro_loss(prep, step, at, lp[at])
+        loss, more = sl.compute_micro_loss(prep, step, at, lp[at])
         total = total + loss
         sl.add_sums(sums, more)
     return total.detach(), torch.autograd.grad(total, lp)[0], sums

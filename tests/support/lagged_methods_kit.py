@@ -46,7 +46,7 @@ def example() -> LossBatch:
         vec(1, 0),
         GROUP,
         torch.tensor([False, False]),
-        anchor=MU.log(),
+        proximal=MU.log(),
     )
 
 

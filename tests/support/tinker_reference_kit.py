@@ -42,10 +42,10 @@ def learners_gradient(
         groups=torch.zeros(len(tokens), dtype=torch.int64),
         truncated=torch.zeros(len(tokens), dtype=torch.bool),
         start=now,
-        anchor=behavior,
+        proximal=behavior,
     )
     prep = step_loss.prepare(batch, config, advantages=torch.tensor(advantages)[seq])
     step = step_loss.begin_step(prep, torch.arange(len(tokens)), now)
-    value, _ = step_loss.micro_loss(prep, step, torch.arange(len(seq)), lp)
+    value, _ = step_loss.compute_micro_loss(prep, step, torch.arange(len(seq)), lp)
     (value * len(seq)).backward()
     return torch.cat([weight.grad.flatten() for weight in model.parameters])

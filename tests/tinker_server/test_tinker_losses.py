@@ -139,11 +139,11 @@ def learner_gradient(trainer: Trainer, **keys: object) -> torch.Tensor:
         groups=torch.zeros(3, dtype=torch.int64),
         truncated=torch.zeros(3, dtype=torch.bool),
         start=now,
-        anchor=proximal[config.correction.proximal],
+        proximal=proximal[config.correction.proximal],
     )
     prep = step_loss.prepare(batch, config)
     step = step_loss.begin_step(prep, torch.arange(3), now)
-    loss, _ = step_loss.micro_loss(prep, step, torch.arange(len(seq)), lp)
+    loss, _ = step_loss.compute_micro_loss(prep, step, torch.arange(len(seq)), lp)
     (loss * len(seq)).backward()
     weights = trainer.models["m"].parameters
     return torch.cat([weight.grad.flatten() for weight in weights])

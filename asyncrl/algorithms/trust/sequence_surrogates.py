@@ -8,13 +8,18 @@ from __future__ import annotations
 import torch
 
 from asyncrl.algorithms import settings
-from asyncrl.algorithms.ratios import CLAMP, seq_mean, seq_sum
-from asyncrl.algorithms.trust.view import SurrogateTerm, SurrogateTokens, sides, unclipped
+from asyncrl.algorithms.ratios import CLAMP, average_by_sample, sum_by_sample
+from asyncrl.algorithms.trust.view import (
+    SurrogateTerm,
+    SurrogateTokens,
+    build_unclipped,
+    mark_sides,
+)
 
 GMPO_CLIP = 0.4  # in nats of a token's log-ratio
 
 
-def vespo(
+def compute_vespo(
     log_w: torch.Tensor,
     adv: torch.Tensor,
     *,
@@ -35,22 +40,22 @@ def vespo(
     return (k * x + m - m * x.exp()).exp() * adv
 
 
-def vespo_term(t: SurrogateTokens, c: settings.VespoLoss) -> SurrogateTerm:
-    whole = seq_sum(torch.where(t.mask, t.raw, 0.0), t.seq, t.n)[t.seq]
-    coefficient = vespo(
-        whole,
+def apply_vespo(t: SurrogateTokens, c: settings.VespoLoss) -> SurrogateTerm:
+    sample_log_ratio = sum_by_sample(torch.where(t.mask, t.raw, 0.0), t.seq, t.n)[t.seq]
+    coefficient = compute_vespo(
+        sample_log_ratio,
         t.adv,
         positive=(c.vespo_k_pos, c.vespo_l_pos),
         negative=(c.vespo_k_neg, c.vespo_l_neg),
     )
-    return unclipped(coefficient, coefficient * t.lp)
+    return build_unclipped(coefficient, coefficient * t.lp)
 
 
-def oapl(log_w: torch.Tensor, adv: torch.Tensor, beta: float) -> torch.Tensor:
+def compute_oapl(log_w: torch.Tensor, adv: torch.Tensor, beta: float) -> torch.Tensor:
     """2 beta (A* - beta X): the coefficient of OAPL (arXiv 2602.19362).
 
     The loss is the mean over samples of (beta X - A*)^2, with gradient through X; A* is
-    `advantages.oapl`.
+    `advantages.compute_oapl`.
 
     Args:
         log_w: [N], X of each token's sample. It is not clamped: nothing is exponentiated, and the
@@ -60,15 +65,17 @@ def oapl(log_w: torch.Tensor, adv: torch.Tensor, beta: float) -> torch.Tensor:
     return 2 * beta * (adv - beta * log_w)
 
 
-def oapl_term(t: SurrogateTokens, c: settings.OaplLoss) -> SurrogateTerm:
-    inside = t.mask.to(t.raw.dtype)
-    whole = seq_sum(torch.where(t.mask, t.raw, 0.0), t.seq, t.n)[t.seq]
-    apart = c.oapl_beta * whole - t.adv
-    length = seq_sum(inside, t.seq, t.n)[t.seq].clamp(min=1)
-    return unclipped(oapl(whole, t.adv, c.oapl_beta), -apart.square() / length)
+def apply_oapl(t: SurrogateTokens, c: settings.OaplLoss) -> SurrogateTerm:
+    token_mask = t.mask.to(t.raw.dtype)
+    sample_log_ratio = sum_by_sample(torch.where(t.mask, t.raw, 0.0), t.seq, t.n)[t.seq]
+    residual = c.oapl_beta * sample_log_ratio - t.adv
+    length = sum_by_sample(token_mask, t.seq, t.n)[t.seq].clamp(min=1)
+    return build_unclipped(
+        compute_oapl(sample_log_ratio, t.adv, c.oapl_beta), -residual.square() / length
+    )
 
 
-def gmpo(
+def compute_gmpo(
     log_r: torch.Tensor,
     adv: torch.Tensor,
     mask: torch.Tensor,
@@ -84,21 +91,23 @@ def gmpo(
     seq-mean-token-mean this is the gradient of the geometric mean. Without a cut it equals `gspo`
     without a cut.
     """
-    over = (adv > 0) & (log_r > high)
-    under = (adv < 0) & (log_r < -low)
-    cut = torch.where(over, high, torch.where(under, -low, log_r))
-    whole = seq_mean(cut, mask, seq, n).clamp(-CLAMP, CLAMP).exp()[seq]
-    clipped = sides(under, over)
-    return SurrogateTerm(torch.where(clipped == 0, whole * adv, 0.0), whole * adv, clipped)
+    above = (adv > 0) & (log_r > high)
+    below = (adv < 0) & (log_r < -low)
+    clamped = torch.where(above, high, torch.where(below, -low, log_r))
+    sample_ratio = average_by_sample(clamped, mask, seq, n).clamp(-CLAMP, CLAMP).exp()[seq]
+    clipped = mark_sides(below, above)
+    return SurrogateTerm(
+        torch.where(clipped == 0, sample_ratio * adv, 0.0), sample_ratio * adv, clipped
+    )
 
 
-def gmpo_term(t: SurrogateTokens, c: settings.GmpoLoss) -> SurrogateTerm:
+def apply_gmpo(t: SurrogateTokens, c: settings.GmpoLoss) -> SurrogateTerm:
     low = GMPO_CLIP if c.eps_low is None else c.eps_low
     high = GMPO_CLIP if c.eps_high is None else c.eps_high
-    return gmpo(t.raw, t.adv, t.mask, t.seq, t.n, low=low, high=high)
+    return compute_gmpo(t.raw, t.adv, t.mask, t.seq, t.n, low=low, high=high)
 
 
-def group_probability(
+def compute_group_probability(
     behavior: torch.Tensor,
     mask: torch.Tensor,
     seq: torch.Tensor,
@@ -116,14 +125,16 @@ def group_probability(
         groups: int64 [B].
     """
     n = len(groups)
-    q = seq_mean(behavior, mask, seq, n).clamp(-CLAMP, CLAMP).double().exp()
-    q = torch.where(seq_sum(mask.to(q.dtype), seq, n) > 0, q, 0.0)
-    first, second = (torch.zeros_like(q).index_add_(0, groups, x)[groups] for x in (q, q.square()))
-    whole = (second / first.clamp(min=1e-30)).clamp(min=1e-30).log()
-    return whole.to(behavior.dtype)[seq]
+    q = average_by_sample(behavior, mask, seq, n).clamp(-CLAMP, CLAMP).double().exp()
+    q = torch.where(sum_by_sample(mask.to(q.dtype), seq, n) > 0, q, 0.0)
+    total, total_square = (
+        torch.zeros_like(q).index_add_(0, groups, x)[groups] for x in (q, q.square())
+    )
+    log_mean = (total_square / total.clamp(min=1e-30)).clamp(min=1e-30).log()
+    return log_mean.to(behavior.dtype)[seq]
 
 
-def gepo(log_p: torch.Tensor, log_q: torch.Tensor, adv: torch.Tensor) -> torch.Tensor:
+def compute_gepo(log_p: torch.Tensor, log_q: torch.Tensor, adv: torch.Tensor) -> torch.Tensor:
     """(p / E_q) A: the coefficient with seq-mean-token-mean (GEPO, arXiv 2508.17850).
 
     p = exp(mean log pi_theta) of each token's sample. It is not centered: at pi_theta = mu the
@@ -132,7 +143,7 @@ def gepo(log_p: torch.Tensor, log_q: torch.Tensor, adv: torch.Tensor) -> torch.T
     return (log_p - log_q).clamp(-CLAMP, CLAMP).exp() * adv
 
 
-def gepo_term(t: SurrogateTokens, c: settings.GepoLoss) -> SurrogateTerm:
-    now = seq_mean(t.lp, t.mask, t.seq, t.n)[t.seq]
-    coefficient = gepo(now, t.prepass["group_q"], t.adv)
-    return unclipped(coefficient, coefficient)
+def apply_gepo(t: SurrogateTokens, c: settings.GepoLoss) -> SurrogateTerm:
+    log_p = average_by_sample(t.lp, t.mask, t.seq, t.n)[t.seq]
+    coefficient = compute_gepo(log_p, t.prepass["group_q"], t.adv)
+    return build_unclipped(coefficient, coefficient)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 
 from asyncrl.algorithms import settings
-from asyncrl.algorithms.ratios import FAR, log_ratio, running_min
-from asyncrl.algorithms.trust.view import SurrogateTerm, SurrogateTokens, sides
+from asyncrl.algorithms.ratios import FAR, compute_log_ratio, compute_running_min
+from asyncrl.algorithms.trust.view import SurrogateTerm, SurrogateTokens, mark_sides
 
 # bounds of BAPO's ratio: first, step, last
 BAPO_LOW = (0.6, 0.02, 0.9)
 BAPO_HIGH = (1.2, 0.05, 3.0)
 
 
-def band(
+def compute_band(
     log_w: torch.Tensor, adv: torch.Tensor, lp: torch.Tensor, *, lo: float, hi: float, pull: float
 ) -> SurrogateTerm:
     """w A where lo < w < hi for either sign of A, else 0; minus 2 pull log w everywhere.
@@ -23,17 +23,19 @@ def band(
     pull acts outside the band too, where it is the only way back, is our reading.
     """
     w = log_w.exp()
-    under, over = w <= lo, w >= hi
-    weighed = torch.where(under | over, 0.0, w * adv)
-    coefficient = weighed - 2 * pull * log_w
-    return SurrogateTerm(coefficient, weighed * lp - pull * log_w.square(), sides(under, over))
+    below, above = w <= lo, w >= hi
+    weighted = torch.where(below | above, 0.0, w * adv)
+    coefficient = weighted - 2 * pull * log_w
+    return SurrogateTerm(
+        coefficient, weighted * lp - pull * log_w.square(), mark_sides(below, above)
+    )
 
 
-def band_term(t: SurrogateTokens, c: settings.BandLoss) -> SurrogateTerm:
-    return band(t.log_r, t.adv, t.lp, lo=c.band_lo, hi=c.band_hi, pull=c.pull)
+def apply_band(t: SurrogateTokens, c: settings.BandLoss) -> SurrogateTerm:
+    return compute_band(t.log_r, t.adv, t.lp, lo=c.band_lo, hi=c.band_hi, pull=c.pull)
 
 
-def ipo(
+def compute_ipo(
     log_w: torch.Tensor,
     adv: torch.Tensor,
     prob: torch.Tensor,
@@ -54,16 +56,16 @@ def ipo(
     """
     w = log_w.exp()
     moved = prob - prob / w
-    under, over = moved < -low, moved > high
-    weighed = torch.where(under | over, 0.0, w * adv)
+    below, above = moved < -low, moved > high
+    weighted = torch.where(below | above, 0.0, w * adv)
     return SurrogateTerm(
-        weighed - 2 * pull * log_w, weighed - pull * log_w.square(), sides(under, over)
+        weighted - 2 * pull * log_w, weighted - pull * log_w.square(), mark_sides(below, above)
     )
 
 
-def ipo_term(t: SurrogateTokens, c: settings.IpoLoss) -> SurrogateTerm:
+def apply_ipo(t: SurrogateTokens, c: settings.IpoLoss) -> SurrogateTerm:
     low, high = c.dppo_threshold, c.dppo_high
-    return ipo(
+    return compute_ipo(
         t.log_r,
         t.adv,
         t.lp.exp(),
@@ -73,19 +75,21 @@ def ipo_term(t: SurrogateTokens, c: settings.IpoLoss) -> SurrogateTerm:
     )
 
 
-def prefix_minimum(log_w: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
+def compute_prefix_minimum(
+    log_w: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor
+) -> torch.Tensor:
     """Return log u [N]: u_t = w_t times the smallest w before it in its sample.
 
     The first token's u is its w (our reading). Tokens outside the mask are skipped.
     """
-    least = running_min(torch.where(mask, log_w, FAR), seq)
-    new = torch.ones_like(mask)
-    new[1:] = seq[1:] != seq[:-1]
-    previous_min = torch.where(new, FAR, least.roll(1))
+    minimum = compute_running_min(torch.where(mask, log_w, FAR), seq)
+    starts = torch.ones_like(mask)
+    starts[1:] = seq[1:] != seq[:-1]
+    previous_min = torch.where(starts, FAR, minimum.roll(1))
     return log_w + torch.where(previous_min >= FAR, 0.0, previous_min)
 
 
-def minpro(
+def compute_minpro(
     log_u: torch.Tensor, adv: torch.Tensor, lp: torch.Tensor, *, low: float, high: float
 ) -> SurrogateTerm:
     """sg[clip(u, 1 - low, 1 + high)] A lp: the gradient is never 0 (MinPRO, arXiv 2601.22718).
@@ -94,16 +98,18 @@ def minpro(
     """
     u = log_u.exp()
     w = u.clamp(1 - low, 1 + high)
-    return SurrogateTerm(w * adv, w * adv * lp, sides(u < 1 - low, u > 1 + high))
+    return SurrogateTerm(w * adv, w * adv * lp, mark_sides(u < 1 - low, u > 1 + high))
 
 
-def minpro_term(t: SurrogateTokens, c: settings.MinproLoss) -> SurrogateTerm:
+def apply_minpro(t: SurrogateTokens, c: settings.MinproLoss) -> SurrogateTerm:
     low = 0.2 if c.eps_low is None else c.eps_low
     high = 0.28 if c.eps_high is None else c.eps_high
-    return minpro(prefix_minimum(t.log_r, t.mask, t.seq), t.adv, t.lp, low=low, high=high)
+    return compute_minpro(
+        compute_prefix_minimum(t.log_r, t.mask, t.seq), t.adv, t.lp, low=low, high=high
+    )
 
 
-def bapo_bounds(
+def find_bapo_bounds(
     current: torch.Tensor,
     behavior: torch.Tensor,
     adv: torch.Tensor,
@@ -117,40 +123,40 @@ def bapo_bounds(
     depends on hi alone, for A < 0 on lo alone. BAPO, arXiv 2510.18927, equation 8 as we read it:
     its code has another order and no mu.
     """
-    w = torch.where(mask, log_ratio(current, behavior), 0.0).double().exp()
-    size = torch.where(mask, behavior, -torch.inf).double().exp() * adv.double().abs()
-    up, down = (torch.where(side, size, 0.0) for side in (adv > 0, adv < 0))
-    lows, highs = _rising(BAPO_LOW), _rising(BAPO_HIGH)
-    tries = [(lows[0], hi) for hi in highs] + [(lo, highs[-1]) for lo in lows[1:]]
-    positive = {hi: (up * w.clamp(max=hi)).sum() for hi in highs}
-    negative = {lo: (down * w.clamp(min=lo)).sum() for lo in lows}
+    w = torch.where(mask, compute_log_ratio(current, behavior), 0.0).double().exp()
+    mass = torch.where(mask, behavior, -torch.inf).double().exp() * adv.double().abs()
+    positive_mass, negative_mass = (torch.where(side, mass, 0.0) for side in (adv > 0, adv < 0))
+    lows, highs = _list_bounds(BAPO_LOW), _list_bounds(BAPO_HIGH)
+    candidates = [(lows[0], hi) for hi in highs] + [(lo, highs[-1]) for lo in lows[1:]]
+    positive = {hi: (positive_mass * w.clamp(max=hi)).sum() for hi in highs}
+    negative = {lo: (negative_mass * w.clamp(min=lo)).sum() for lo in lows}
     p, q = (
-        torch.stack([part[x] for x in xs])
-        for part, xs in (
-            (positive, [hi for _, hi in tries]),
-            (negative, [lo for lo, _ in tries]),
+        torch.stack([sums[x] for x in xs])
+        for sums, xs in (
+            (positive, [hi for _, hi in candidates]),
+            (negative, [lo for lo, _ in candidates]),
         )
     )
-    short = p < share * (p + q)  # a batch without any mass is satisfied
-    place = torch.where(short.all(), len(tries) - 1, (~short).int().argmax())
-    both = torch.tensor(tries, dtype=current.dtype, device=current.device)[place]
-    return {"lo": both[0], "hi": both[1]}
+    insufficient = p < share * (p + q)  # a batch without any mass is satisfied
+    chosen = torch.where(insufficient.all(), len(candidates) - 1, (~insufficient).int().argmax())
+    bounds = torch.tensor(candidates, dtype=current.dtype, device=current.device)[chosen]
+    return {"lo": bounds[0], "hi": bounds[1]}
 
 
-def _rising(bounds: tuple[float, float, float]) -> list[float]:
+def _list_bounds(bounds: tuple[float, float, float]) -> list[float]:
     first, step, last = bounds
     return [first + step * i for i in range(round((last - first) / step) + 1)]
 
 
-def bapo(
+def compute_bapo(
     log_w: torch.Tensor, adv: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor
 ) -> SurrogateTerm:
-    """min(w A, clip(w, lo, hi) A), with the scalar bounds of `bapo_bounds`."""
+    """min(w A, clip(w, lo, hi) A), with the scalar bounds of `find_bapo_bounds`."""
     w = log_w.exp()
     value = torch.minimum(w * adv, torch.minimum(torch.maximum(w, lo), hi) * adv)
-    clipped = sides((adv < 0) & (w < lo), (adv > 0) & (w > hi))
+    clipped = mark_sides((adv < 0) & (w < lo), (adv > 0) & (w > hi))
     return SurrogateTerm(torch.where(clipped == 0, w * adv, 0.0), value, clipped)
 
 
-def bapo_term(t: SurrogateTokens, c: settings.BapoLoss) -> SurrogateTerm:
-    return bapo(t.log_r, t.adv, t.prepass["lo"], t.prepass["hi"])
+def apply_bapo(t: SurrogateTokens, c: settings.BapoLoss) -> SurrogateTerm:
+    return compute_bapo(t.log_r, t.adv, t.prepass["lo"], t.prepass["hi"])

@@ -30,12 +30,12 @@ class SurrogateTerm(NamedTuple):
     clipped: torch.Tensor
 
 
-def unclipped(coefficient: torch.Tensor, objective: torch.Tensor) -> SurrogateTerm:
+def build_unclipped(coefficient: torch.Tensor, objective: torch.Tensor) -> SurrogateTerm:
     """Build a term whose gradient no bound has cut."""
     return SurrogateTerm(coefficient, objective, torch.zeros_like(coefficient, dtype=torch.int8))
 
 
-def sides(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+def mark_sides(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
     return torch.where(low, LOW, torch.where(high, HIGH, OPEN)).to(torch.int8)
 
 
@@ -50,7 +50,7 @@ class SurrogateTokens:
     behavior: [n], log mu.
     mask: bool [n], in the loss.
     seq: int64 [n], the sample of each token, of `n` samples.
-    drawn: bool [n], tokens chosen by BEFORE from the whole batch before the step.
+    chosen: bool [n], tokens chosen by BEFORE from the whole batch before the step.
     stats: statistics of IS-reshape from the whole batch before the step.
     reshape: the config section of IS-reshape.
     sums: the surrogate adds sums for its own metrics here.
@@ -64,7 +64,7 @@ class SurrogateTokens:
     mask: torch.Tensor
     seq: torch.Tensor
     n: int
-    drawn: torch.Tensor | None = None
+    chosen: torch.Tensor | None = None
     stats: ReshapeStatistics | None = None
     reshape: Reshape | None = None
     sums: dict[str, torch.Tensor] = field(default_factory=dict)

@@ -61,17 +61,17 @@ class EstimatorCase:
 
         The log-ratio to theta leaves [-20, 20], where the formulas clamp it and nothing is exact.
         """
-        x = ratios.seq_sum(self.lp - self.lm, self.space.seq, self.space.n)
+        x = ratios.sum_by_sample(self.lp - self.lm, self.space.seq, self.space.n)
         return float(self.probability[x.abs() > ratios.CLAMP].sum())
 
     def over_answer(self, k: torch.Tensor) -> torch.Tensor:
         """Sum k [N] over each token's whole response: [N]."""
-        return ratios.seq_sum(k, self.space.seq, self.space.n)[self.space.seq]
+        return ratios.sum_by_sample(k, self.space.seq, self.space.n)[self.space.seq]
 
     def weight(self, level: str) -> torch.Tensor:
         """Return pi_theta / mu at a level of `correction.level`: [N]."""
-        return correction.weights(
-            ratios.difference(self.lp, self.lm), self.all, self.space.seq, self.space.n, level
+        return correction.compute_weights(
+            ratios.subtract(self.lp, self.lm), self.all, self.space.seq, self.space.n, level
         )
 
     def gradient_rows(self, parts: Parts) -> torch.Tensor:
@@ -102,7 +102,8 @@ def loss_estimator(case: EstimatorCase, name: str, weight: torch.Tensor | None =
     """
     w = torch.ones_like(case.lp) if weight is None else weight
     return coefficients(
-        lambda lp: w * kl.term(lp, case.lr, case.lm, case.space.seq, estimator=name), case.lp
+        lambda lp: w * kl.compute_term(lp, case.lr, case.lm, case.space.seq, estimator=name),
+        case.lp,
     )[0], None
 
 
@@ -114,7 +115,7 @@ def reward_estimator(
 ) -> Parts:
     """Return the estimator's value, charged to the whole response, times grad lp."""
     charge = case.over_answer(
-        kl.estimate(name, ratios.log_ratio(case.lp, case.lr) if x is None else x)
+        kl.estimate(name, ratios.compute_log_ratio(case.lp, case.lr) if x is None else x)
     )
     return charge if weight is None else weight * charge, None
 
@@ -129,7 +130,7 @@ def off_policy_estimator(
 ) -> Parts:
     """Return the estimator of kl.loss.off_policy = ratio, prefix or prefix_full."""
     lp, step = coefficients(
-        lambda lp, step: kl.term(
+        lambda lp, step: kl.compute_term(
             lp,
             case.lr,
             case.lm,
@@ -156,11 +157,11 @@ def estimators(case: EstimatorCase) -> dict[str, Parts]:
         by_name[f"{name}_in_reward"] = reward_estimator(case, name)
     for name in (*kl.ESTIMATORS, "k1+", "k3+", "abs+"):
         by_name[f"{name}_in_loss"] = loss_estimator(case, name)
-    x = ratios.log_ratio(case.lp, case.lr)
+    x = ratios.compute_log_ratio(case.lp, case.lr)
     seq = case.space.seq
-    by_name["k1_in_reward_to_go"] = ratios.discounted_suffix(kl.k1(x), seq, 1.0), None
-    mean = (case.probability * ratios.seq_sum(kl.k1(x), seq, case.space.n)).sum()
-    by_name["k1_in_reward_baseline"] = case.over_answer(kl.k1(x)) - mean, None
+    by_name["k1_in_reward_to_go"] = ratios.sum_discounted_suffix(kl.estimate_k1(x), seq, 1.0), None
+    mean = (case.probability * ratios.sum_by_sample(kl.estimate_k1(x), seq, case.space.n)).sum()
+    by_name["k1_in_reward_baseline"] = case.over_answer(kl.estimate_k1(x)) - mean, None
     # on policy their weights are 1
     return by_name | {name: off_policy_estimator(case, name) for name in ("prefix", "prefix_full")}
 
@@ -169,19 +170,24 @@ def stale_estimators(case: EstimatorCase) -> dict[str, Parts]:
     """Return the estimators that use pi_theta / mu."""
     token = case.weight("token")
     whole = case.weight("sequence")
-    x = ratios.log_ratio(case.lp, case.lr)
+    x = ratios.compute_log_ratio(case.lp, case.lr)
     seq = case.space.seq
-    w = kl.prefix_weights(case.lp, case.lm, seq)
+    w = kl.compute_prefix_weights(case.lp, case.lm, seq)
     frozen = reward_estimator(
         case,
         "k1",
-        surrogates.vanilla(ratios.log_ratio(case.lp, case.lm), torch.ones_like(x)).coefficient,
-        ratios.log_ratio(case.lm, case.lr),
+        surrogates.compute_vanilla(
+            ratios.compute_log_ratio(case.lp, case.lm), torch.ones_like(x)
+        ).coefficient,
+        ratios.compute_log_ratio(case.lm, case.lr),
     )
     return {
         "k1_in_reward_token": reward_estimator(case, "k1", token),
         "k1_in_reward_sequence": reward_estimator(case, "k1", whole),
-        "k1_in_reward_per_decision": (ratios.discounted_suffix(w * kl.k1(x), seq, 1.0), None),
+        "k1_in_reward_per_decision": (
+            ratios.sum_discounted_suffix(w * kl.estimate_k1(x), seq, 1.0),
+            None,
+        ),
         "k1_in_reward_frozen": frozen,
         "k2_in_loss_token": loss_estimator(case, "k2", token),
         "k3_in_loss_token": loss_estimator(case, "k3", token),
@@ -272,7 +278,7 @@ def update_policy(
     is_right = (torch.rand(space.n, generator=torch.Generator().manual_seed(seed + 1)) < 1 / 3).to(
         mu.dtype
     )
-    adv = advantages.rloo(is_right[sampled], torch.arange(samples) // GROUP)
+    adv = advantages.compute_rloo(is_right[sampled], torch.arange(samples) // GROUP)
     theta = mu.clone()
     lm = space.logprobs(mu)
     for step in range(count):
@@ -280,8 +286,8 @@ def update_policy(
         response_weight = torch.zeros(space.n, dtype=mu.dtype).index_add_(
             0, sampled[minibatch], adv[minibatch]
         ) / len(minibatch)
-        trust = surrogates.vanilla(
-            ratios.log_ratio(space.logprobs(theta), lm), response_weight[space.seq]
+        trust = surrogates.compute_vanilla(
+            ratios.compute_log_ratio(space.logprobs(theta), lm), response_weight[space.seq]
         )
         theta = theta + rate * space.mean(
             space.gradient_rows(theta, trust.coefficient), torch.ones(space.n, dtype=mu.dtype)
@@ -307,7 +313,7 @@ def sampled_error(
             count = torch.bincount(row, minlength=s.n).to(rows.dtype) / size
             g = s.mean(rows, count)
         else:
-            adv = advantages.rloo(charge[row], torch.arange(size) // GROUP)
+            adv = advantages.compute_rloo(charge[row], torch.arange(size) // GROUP)
             g = s.mean(unit, torch.zeros(s.n, dtype=rows.dtype).index_add_(0, row, adv) / size)
         total += float((g - case.exact).square().sum())
     return total / draws / float(case.exact.square().sum())

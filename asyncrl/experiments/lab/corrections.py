@@ -84,7 +84,7 @@ class StaleSamples:
         self.p = space.probability(mu)
         self.mask = torch.ones_like(space.seq, dtype=torch.bool)
         self.lp = space.logprobs(theta)
-        self.log_rho = ratios.difference(self.lp, space.logprobs(mu))
+        self.log_rho = ratios.subtract(self.lp, space.logprobs(mu))
         self.adv = (right - (self.p * right).sum())[space.seq]
         self.exact = exact_gradient(lambda t: (space.probability(t) * right).sum(), theta)
 
@@ -99,9 +99,9 @@ class StaleSamples:
                 chance = self.p[s.seq] * w.kept
                 stats.mean = (chance * w.weight).sum() / chance.sum()
             else:  # one weight an answer
-                chance = self.p * (ratios.seq_sum(w.kept.double(), s.seq, s.n) > 0)
+                chance = self.p * (ratios.sum_by_sample(w.kept.double(), s.seq, s.n) > 0)
                 stats.mean = (
-                    chance * ratios.seq_mean(w.weight, w.kept, s.seq, s.n)
+                    chance * ratios.average_by_sample(w.weight, w.kept, s.seq, s.n)
                 ).sum() / chance.sum()
             # if everything is rejected, the weights are 0, as in the learner
             stats.mean = torch.where(stats.mean > 0, stats.mean, 1.0)

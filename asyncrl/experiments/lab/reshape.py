@@ -91,7 +91,7 @@ def batch(
     return sampled, step_loss.LossBatch(
         seq=torch.arange(samples).repeat_interleave(space.length),
         behavior=lp,
-        anchor=lp,
+        proximal=lp,
         mask=torch.ones(n, dtype=torch.bool),
         token_lag=torch.zeros(n, dtype=torch.long),
         rewards=right[sampled],
@@ -157,7 +157,7 @@ class TabularTrainer:
         """Measure the policy, exactly and by the batch's k3 estimate."""
         theta = self.theta.detach()
         s = self.space
-        log_w = ratios.log_ratio(self.logprobs(sampled).detach(), prep.batch.behavior)
+        log_w = ratios.compute_log_ratio(self.logprobs(sampled).detach(), prep.batch.behavior)
         return {
             "kl": float(s.kl(mu, theta)) / s.length,
             "kl_batch": float((torch.expm1(log_w) - log_w).mean()),
@@ -177,7 +177,7 @@ class TabularTrainer:
             -1
         )
         lp = every[part]
-        loss, sums = step_loss.micro_loss(prep, step, part, lp)
+        loss, sums = step_loss.compute_micro_loss(prep, step, part, lp)
         if done and (
             step.lr_scale == 0
             or (
@@ -209,7 +209,7 @@ class TabularTrainer:
     def _is_over_budget(
         self, prep: step_loss.PreparedBatch, part: torch.Tensor, lp: torch.Tensor
     ) -> bool:
-        a, b = step_loss.stop_statistic(prep, part, lp)
+        a, b = step_loss.sum_update_kl(prep, part, lp)
         return float(a / b) > self.c.stop.kl_max
 
 

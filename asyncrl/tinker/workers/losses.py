@@ -43,7 +43,7 @@ class LossTokens(NamedTuple):
 
     @property
     def log_r(self) -> torch.Tensor:
-        return ratios.log_ratio(self.lp, self.behavior)
+        return ratios.compute_log_ratio(self.lp, self.behavior)
 
 
 def _bounds(options: Options, low: float = 0.8, high: float = 1.2) -> tuple[float, float]:
@@ -51,29 +51,29 @@ def _bounds(options: Options, low: float = 0.8, high: float = 1.2) -> tuple[floa
 
 
 def _importance_sampling(tokens: LossTokens, options: Options) -> SurrogateTerm:
-    return surrogates.vanilla(tokens.log_r, tokens.adv)
+    return surrogates.compute_vanilla(tokens.log_r, tokens.adv)
 
 
 def _ppo(tokens: LossTokens, options: Options) -> SurrogateTerm:
     low, high = _bounds(options)
-    return surrogates.ppo(tokens.log_r, tokens.adv, low=1 - low, high=high - 1)
+    return surrogates.compute_ppo(tokens.log_r, tokens.adv, low=1 - low, high=high - 1)
 
 
 def _cispo(tokens: LossTokens, options: Options) -> SurrogateTerm:
     low, high = _bounds(options)
-    return surrogates.cispo(tokens.log_r, tokens.adv, tokens.lp, lo=low, hi=high)
+    return surrogates.compute_cispo(tokens.log_r, tokens.adv, tokens.lp, lo=low, hi=high)
 
 
 def _dro(tokens: LossTokens, options: Options) -> SurrogateTerm:
-    return surrogates.dro(
+    return surrogates.compute_dro(
         tokens.log_r, tokens.adv, tokens.lp, beta=float(options.get("beta", 0.05))
     )
 
 
 def _gspo(tokens: LossTokens, options: Options) -> SurrogateTerm:
     low, high = _bounds(options, 1 - surrogates.GSPO_CLIP[0], 1 + surrogates.GSPO_CLIP[1])
-    raw = ratios.difference(tokens.lp, tokens.behavior)
-    return surrogates.gspo(
+    raw = ratios.subtract(tokens.lp, tokens.behavior)
+    return surrogates.compute_gspo(
         raw, tokens.adv, tokens.mask, tokens.seq, tokens.datums, low=1 - low, high=high - 1
     )
 

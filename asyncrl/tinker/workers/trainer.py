@@ -153,7 +153,7 @@ class Trainer:
             loss, sums = policy_loss(request, data, lp)
             if not request.forward_only:
                 loss.backward()  # type: ignore[no-untyped-call]
-                diagnostics.add(model.sums, sums)
+                diagnostics.add_sums(model.sums, sums)
             total += float(sums["loss/policy"])
             scored |= zip(places, split_rows(data, lp), strict=True)
         return ScoreResult([scored[place] for place in range(len(request.data))], total)
@@ -176,11 +176,11 @@ class Trainer:
         for part in parts if not request.forward_only else []:
             count = sum(datum.length for datum in part)
             positions = torch.arange(begin, begin + count, device=current.device)
-            loss, sums = step_loss.micro_loss(
+            loss, sums = step_loss.compute_micro_loss(
                 prep, step, positions, self.score(model.policy, part).float()
             )
             loss.backward()  # type: ignore[no-untyped-call]
-            diagnostics.add(model.sums, sums)
+            diagnostics.add_sums(model.sums, sums)
             model.is_weighted = True
             total += float(loss.detach())
             begin += count
@@ -255,7 +255,7 @@ class Trainer:
             group["eps"] = request.eps
             group["weight_decay"] = request.weight_decay
         model.optimizer.step()
-        metrics = diagnostics.metrics(model.sums)
+        metrics = diagnostics.compute_metrics(model.sums)
         if "tokens" not in model.sums:
             metrics = {name: float(x) for name, x in model.sums.items()}
         constant = CONSTANT + (() if model.is_weighted else UNWEIGHTED)
@@ -325,7 +325,7 @@ def method_step(
     share = {"behavior": torch.ones_like(current), "recompute": torch.zeros_like(current)}.get(
         config.correction.proximal, 1.0 / (batch.token_lag.float() + 1.0)
     )
-    batch.anchor = share * packed.behavior + (1 - share) * current
+    batch.proximal = share * packed.behavior + (1 - share) * current
     prep = step_loss.prepare(batch, config, advantages=packed.adv)
     everything = torch.arange(len(data), device=current.device)
     step = step_loss.begin_step(prep, everything, current)
@@ -350,7 +350,7 @@ def policy_loss(
     coefficient = torch.where(inside, term.coefficient * scale, 0.0)
     loss = -(coefficient * torch.where(inside, lp, 0.0)).sum()
     known = inside & (packed.lag >= 0)
-    sums = diagnostics.sums(
+    sums = diagnostics.sum_statistics(
         diagnostics.DiagnosticTokens(
             seq=packed.seq,
             lag=packed.lag,
