@@ -86,7 +86,7 @@ def main() -> None:
         }
         answers = batch()
         for core in cores.values():
-            core.measure.weights_of = lambda _, __: bytes(weights)
+            core.measure.read_weights = lambda _, __: bytes(weights)
 
         def interval(name: str) -> Callable[[], None]:
             core = cores[name]

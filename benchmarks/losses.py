@@ -152,11 +152,11 @@ class Bare(LearnerCore):
             packed.loss.seq
         )
         self.backend.zero_grad()
-        mine, n = self._own_micro_batches(packed, everyone)
+        mine, n = self._select_own_micro_batches(packed, everyone)
         for at, micro in enumerate(mine):
             lp = self._run(self.model, packed, micro, entropy=False).logprobs
             self.backend.backward(
-                -(adv[packed.token_positions(micro)] * lp).sum(), last=at == n - 1
+                -(adv[packed.find_token_positions(micro)] * lp).sum(), is_last=at == n - 1
             )
         self.backend.step(0.0, torch.zeros(()))
         return {}

@@ -20,7 +20,7 @@ import torch
 from asyncrl.config.engines import ENGINES
 from asyncrl.config.tree import Config
 from asyncrl.models.policy import PolicyModel, copy_flat, manifest, named_weights, probe_logprobs
-from learner.gradients import GradientAlignment, square_sum
+from learner.gradients import GradientAlignment, sum_squares
 
 
 class PlainAdamW(torch.optim.AdamW):
@@ -37,7 +37,7 @@ class PlainAdamW(torch.optim.AdamW):
     load_state_dict = inspect.unwrap(torch.optim.AdamW.load_state_dict)
 
 
-def optimizer_for(
+def build_optimizer(
     config: Config, parameters: Sequence[torch.nn.Parameter]
 ) -> torch.optim.Optimizer:
     settings = config.learner
@@ -74,17 +74,17 @@ class TorchBackend:
             if model.adapter is None
             else named_weights(model)
         )
-        self.optimizer = optimizer_for(
+        self.optimizer = build_optimizer(
             config, [p for p in model.hf.parameters() if p.requires_grad]
         )
-        self.alignment = self.gradient_alignment()
+        self.alignment = self.build_gradient_alignment()
 
-    def gradient_alignment(self) -> GradientAlignment | None:
+    def build_gradient_alignment(self) -> GradientAlignment | None:
         """Return the measurement that learner.gradient_cosine asks for."""
-        how = self.config.learner.gradient_cosine
-        if how == "off":
+        mode = self.config.learner.gradient_cosine
+        if mode == "off":
             return None
-        largest = self.config.learner.cosine_max if how == "project" else None
+        largest = self.config.learner.cosine_max if mode == "project" else None
         return GradientAlignment(largest, self.sum_over_ranks)
 
     @property
@@ -101,7 +101,7 @@ class TorchBackend:
         head, trunk: its modules, whose parameters are all trained.
         """
         modules = [head, *([] if trunk is None else [trunk.hf])]
-        return optimizer_for(self.config, [p for module in modules for p in module.parameters()])
+        return build_optimizer(self.config, [p for module in modules for p in module.parameters()])
 
     # ---- ranks -----------------------------------------------------------------------------------
 
@@ -136,7 +136,7 @@ class TorchBackend:
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
-    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+    def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         """Accumulate a micro-batch's gradient; `last` marks the last of the optimizer step."""
         loss.backward()  # type: ignore[no-untyped-call]
 
@@ -146,15 +146,17 @@ class TorchBackend:
         It returns None where the gradient or the loss (a scalar) is not finite. Reads the device
         once.
         """
-        seen = []
+        cosine_tensors = []
         if self.alignment is not None:
-            seen = [self.alignment.measure(self.gradients(self.model.hf.parameters()))]
+            cosine_tensors = [
+                self.alignment.measure(self.collect_gradients(self.model.hf.parameters()))
+            ]
         grad_norm = self.clip(self.model.hf.parameters())
         norm: float
-        norm, value, *cosines = torch.stack(
-            [grad_norm.double(), loss.detach().to(grad_norm.device).double(), *seen]
+        norm, loss_value, *cosines = torch.stack(
+            [grad_norm.double(), loss.detach().to(grad_norm.device).double(), *cosine_tensors]
         ).tolist()
-        if not (math.isfinite(norm) and math.isfinite(value)):
+        if not (math.isfinite(norm) and math.isfinite(loss_value)):
             self.zero_grad()
             return None
         for group in self.optimizer.param_groups:
@@ -165,7 +167,7 @@ class TorchBackend:
             self.cosine = cosines[0]
         return norm
 
-    def gradients(self, parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
+    def collect_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
         """Return this rank's part of the accumulated gradients."""
         return [p.grad for p in parameters if p.grad is not None]
 
@@ -174,19 +176,19 @@ class TorchBackend:
         limit = self.config.learner.clip_norm or math.inf
         return torch.nn.utils.clip_grad_norm_(parameters, limit)
 
-    def squared_gradient(self, value: torch.Tensor) -> torch.Tensor:
+    def compute_squared_gradient(self, value: torch.Tensor) -> torch.Tensor:
         """Return the square of the gradient's norm of `value`, a scalar: float64 scalar.
 
         Every rank passes the same value. It leaves no gradient behind.
         """
         parameters = [p for p in self.model.hf.parameters() if p.requires_grad]
         gradients = torch.autograd.grad(value, parameters, allow_unused=True)
-        return square_sum([gradient for gradient in gradients if gradient is not None])
+        return sum_squares([gradient for gradient in gradients if gradient is not None])
 
     # ---- weights and state -----------------------------------------------------------------------
 
     @contextmanager
-    def full_parameters(self) -> Iterator[None]:
+    def gather_full_parameters(self) -> Iterator[None]:
         """Hold every parameter in full in rank 0's model inside the context."""
         yield
 
@@ -211,7 +213,7 @@ class TorchBackend:
             else b""
         )
 
-    def state(self, directory: Path) -> dict[str, Any]:
+    def get_state(self, directory: Path) -> dict[str, Any]:
         """Return the optimizer's state, or write it below `directory` on every rank."""
         state = self.optimizer.state_dict()
         if self.alignment is not None:

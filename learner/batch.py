@@ -50,7 +50,7 @@ class PackedBatch:
         """Number of samples B."""
         return len(self.groups)
 
-    def rows_of(self, samples: Sequence[int]) -> list[int]:
+    def list_rows(self, samples: Sequence[int]) -> list[int]:
         """Return the rows of `samples`, in their order."""
         bounds = self.row_offsets
         return [row for i in samples for row in range(bounds[i], bounds[i + 1])]
@@ -62,40 +62,42 @@ class PackedBatch:
             [len(p) + len(r) for p, r in zip(self.prompts, self.responses, strict=True)]
         )
 
-    def sample_tokens(self) -> list[int]:
+    def count_sample_tokens(self) -> list[int]:
         """Return the tokens of each sample in the forward pass, prompts and responses."""
         tokens: list[int] = np.add.reduceat(self.row_lengths, self.row_offsets[:-1]).tolist()
         return tokens
 
-    def token_positions(self, samples: Sequence[int]) -> torch.Tensor:
+    def find_token_positions(self, samples: Sequence[int]) -> torch.Tensor:
         """Return the positions among N of the tokens of `samples`, in their order."""
         return torch.from_numpy(
             np.concatenate([np.arange(self.offsets[i], self.offsets[i + 1]) for i in samples])
         ).to(self.loss.seq.device)
 
-    def row_arrays(self, samples: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    def get_row_arrays(self, samples: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Return (prompts, responses) of the rows of `samples`."""
-        rows = self.rows_of(samples)
+        rows = self.list_rows(samples)
         return [self.prompts[row] for row in rows], [self.responses[row] for row in rows]
 
-    def row_supports(self, samples: Sequence[int]) -> list[SampledSupport | None]:
+    def get_row_supports(self, samples: Sequence[int]) -> list[SampledSupport | None]:
         """Return the supports of the rows of `samples`."""
-        return [self.supports[row] for row in self.rows_of(samples)]
+        return [self.supports[row] for row in self.list_rows(samples)]
 
-    def row_routed(self, samples: Sequence[int]) -> list[RoutedExperts | None]:
+    def get_row_routed(self, samples: Sequence[int]) -> list[RoutedExperts | None]:
         """Return the recorded experts of the rows of `samples`."""
-        return [self.routed[row] for row in self.rows_of(samples)]
+        return [self.routed[row] for row in self.list_rows(samples)]
 
-    def row_images(self, samples: Sequence[int]) -> list[list[bytes]]:
+    def get_row_images(self, samples: Sequence[int]) -> list[list[bytes]]:
         """Return the images of the rows of `samples`."""
-        return [self.images[row] for row in self.rows_of(samples)]
+        return [self.images[row] for row in self.list_rows(samples)]
 
-    def support_table(self, samples: Sequence[int], device: torch.device) -> SupportTable | None:
+    def build_support_table(
+        self, samples: Sequence[int], device: torch.device
+    ) -> SupportTable | None:
         """Return the supports of the tokens of `samples` on `device`; None: nothing truncated."""
-        lengths = [len(self.responses[row]) for row in self.rows_of(samples)]
-        return SupportTable.build(self.row_supports(samples), lengths, device)
+        lengths = [len(self.responses[row]) for row in self.list_rows(samples)]
+        return SupportTable.build(self.get_row_supports(samples), lengths, device)
 
-    def row_temperature(self, samples: Sequence[int]) -> torch.Tensor:
+    def get_row_temperature(self, samples: Sequence[int]) -> torch.Tensor:
         """Return the sampling temperature of each row of `samples`."""
         count = torch.from_numpy(np.diff(self.row_offsets)[list(samples)])
         return self.temperature[list(samples)].repeat_interleave(count)
@@ -121,18 +123,18 @@ def pack(batch: Batch, *, greedy: bool = False) -> PackedBatch:
     samples = [batch.samples[row] for row in places]
     baseline = {sample.ticket: sample for sample in batch.samples if sample.sample == 0}
     rows = [sample.all_rows() for sample in samples]
-    every = [row for of_sample in rows for row in of_sample]
+    all_rows = [row for sample_rows in rows for row in sample_rows]
     lengths = np.array([sample.token_count for sample in samples])
     tickets = dict.fromkeys(sample.ticket for sample in samples)
     order = {ticket: place for place, ticket in enumerate(tickets)}
     groups = [order[sample.ticket] for sample in samples]
-    known: dict[tuple[int, bytes, bytes], int] = {}
-    routed = [_routed(row) for row in every]
-    of_prompts = [
-        b"" if one is None else one.ids[: len(row.prompt_tokens) // 4].tobytes()
-        for row, one in zip(every, routed, strict=True)
+    prompt_numbers: dict[tuple[int, bytes, bytes], int] = {}
+    routed = [_decode_routed(row) for row in all_rows]
+    prompt_experts = [
+        b"" if recorded is None else recorded.ids[: len(row.prompt_tokens) // 4].tobytes()
+        for row, recorded in zip(all_rows, routed, strict=True)
     ]
-    owners = [group for group, of in zip(groups, rows, strict=True) for _ in of]
+    owners = [group for group, sample_rows in zip(groups, rows, strict=True) for _ in sample_rows]
     lag = np.zeros(int(lengths.sum()), np.int64)
     age = np.zeros(int(lengths.sum()), np.int64)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -144,8 +146,10 @@ def pack(batch: Batch, *, greedy: bool = False) -> PackedBatch:
             age[offsets[row] + span.start : offsets[row] + span.end] = max(
                 0, span.label.number - span.kv.number
             )
-    behavior = np.concatenate([np.frombuffer(row.behavior_logprobs, "<f4") for row in every]).copy()
-    mask = np.concatenate([np.frombuffer(row.mask, np.uint8) for row in every]) > 0
+    behavior = np.concatenate(
+        [np.frombuffer(row.behavior_logprobs, "<f4") for row in all_rows]
+    ).copy()
+    mask = np.concatenate([np.frombuffer(row.mask, np.uint8) for row in all_rows]) > 0
     loss = LossBatch(
         seq=torch.from_numpy(np.repeat(np.arange(len(samples)), lengths)),
         behavior=torch.from_numpy(behavior),
@@ -157,45 +161,49 @@ def pack(batch: Batch, *, greedy: bool = False) -> PackedBatch:
         age=torch.from_numpy(age),
     )
     if greedy:
-        beside = [baseline[sample.ticket] for sample in samples]
-        loss.greedy = torch.tensor([sample.reward for sample in beside])
-        loss.greedy_truncated = torch.tensor([sample.finish == "length" for sample in beside])
-        loss.greedy_lengths = torch.tensor([sample.length for sample in beside])
-    if any(row.token_rewards for row in every):
-        loss.token_rewards, loss.steps = _per_token(samples)
+        _add_greedy(loss, [baseline[sample.ticket] for sample in samples])
+    if any(row.token_rewards for row in all_rows):
+        loss.token_rewards, loss.steps = _collect_token_rewards(samples)
     names = sorted(samples[0].reward_parts)
     if names and all(sorted(sample.reward_parts) == names for sample in samples):
         loss.part_names = tuple(names)
         loss.parts = torch.tensor([[s.reward_parts[name] for name in names] for s in samples])
     return PackedBatch(
-        prompts=[np.frombuffer(row.prompt_tokens, "<i4") for row in every],
-        responses=[np.frombuffer(row.tokens, "<i4") for row in every],
+        prompts=[np.frombuffer(row.prompt_tokens, "<i4") for row in all_rows],
+        responses=[np.frombuffer(row.tokens, "<i4") for row in all_rows],
         shared=[
-            known.setdefault((group, row.prompt_tokens, experts), len(known))
-            for group, row, experts in zip(owners, every, of_prompts, strict=True)
+            prompt_numbers.setdefault((group, row.prompt_tokens, experts), len(prompt_numbers))
+            for group, row, experts in zip(owners, all_rows, prompt_experts, strict=True)
         ],
-        row_offsets=np.concatenate([[0], np.cumsum([len(of_sample) for of_sample in rows])]),
+        row_offsets=np.concatenate([[0], np.cumsum([len(sample_rows) for sample_rows in rows])]),
         groups=groups,
         temperature=torch.tensor([sample.temperature for sample in samples]),
         offsets=offsets,
         loss=loss,
         supports=[
             SampledSupport.decode(row.support, len(row.mask)) if row.support else None
-            for row in every
+            for row in all_rows
         ],
         routed=routed,
         places=places,
-        images=[[batch.images[name] for name in row.images] for row in every],
+        images=[[batch.images[name] for name in row.images] for row in all_rows],
     )
 
 
-def _routed(row: TrainingSequence) -> RoutedExperts | None:
-    """Decode the experts of a row."""
+def _add_greedy(loss: LossBatch, completions: Sequence[Trajectory]) -> None:
+    """Set reward, truncation and length of the greedy completion of each sample's prompt."""
+    loss.greedy = torch.tensor([sample.reward for sample in completions])
+    loss.greedy_truncated = torch.tensor([sample.finish == "length" for sample in completions])
+    loss.greedy_lengths = torch.tensor([sample.length for sample in completions])
+
+
+def _decode_routed(row: TrainingSequence) -> RoutedExperts | None:
+    """Decode the recorded experts of a row; None where they were not recorded."""
     tokens = (len(row.prompt_tokens) + len(row.tokens)) // 4
     return RoutedExperts.decode(row.routed, tokens - 1) if row.routed else None
 
 
-def _per_token(samples: Sequence[Trajectory]) -> tuple[torch.Tensor, torch.Tensor]:
+def _collect_token_rewards(samples: Sequence[Trajectory]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (rewards fp32 [N], bool [N]: ends of process-supervision steps).
 
     A token without a number (NaN on the wire) ends no step and has reward 0. Where a function gives
@@ -205,22 +213,24 @@ def _per_token(samples: Sequence[Trajectory]) -> tuple[torch.Tensor, torch.Tenso
     rewards = []
     steps = []
     for sample in samples:
-        given = np.frombuffer(sample.token_rewards, "<f4") if not sample.rows else np.zeros(0)
-        if len(given) not in (0, sample.token_count):
+        token_rewards = (
+            np.frombuffer(sample.token_rewards, "<f4") if not sample.rows else np.zeros(0)
+        )
+        if len(token_rewards) not in (0, sample.token_count):
             raise AsyncrlError(
-                f"ticket {sample.ticket}, sample {sample.sample}: {len(given)} token rewards "
-                f"for {sample.token_count} tokens"
+                f"ticket {sample.ticket}, sample {sample.sample}: {len(token_rewards)} token "
+                f"rewards for {sample.token_count} tokens"
             )
-        last = np.arange(sample.token_count) == sample.token_count - 1
-        if not len(given):
-            given = np.where(last, np.float32(sample.reward), np.float32(0.0))
-        given_number = ~np.isnan(given)
-        steps.append((given != 0) | last if given_number.all() else given_number)
-        rewards.append(np.where(given_number, given, np.float32(0.0)))
+        is_last = np.arange(sample.token_count) == sample.token_count - 1
+        if not len(token_rewards):
+            token_rewards = np.where(is_last, np.float32(sample.reward), np.float32(0.0))
+        has_number = ~np.isnan(token_rewards)
+        steps.append((token_rewards != 0) | is_last if has_number.all() else has_number)
+        rewards.append(np.where(has_number, token_rewards, np.float32(0.0)))
     return torch.from_numpy(np.concatenate(rewards)), torch.from_numpy(np.concatenate(steps))
 
 
-def micro_batches(
+def split_micro_batches(
     packed: PackedBatch,
     samples: Sequence[int],
     tokens: int,
@@ -228,10 +238,10 @@ def micro_batches(
     *,
     by_group: bool = False,
 ) -> list[list[int]]:
-    """Sort `samples` by length and cut them into micro-batches.
+    """Sort `samples` by length and split them into micro-batches.
 
-    None holds more than `tokens` padded tokens or `rows` rows, and a sample is never cut, because
-    per-sample quantities need all its tokens.
+    A micro-batch holds at most `tokens` padded tokens and `rows` rows, and at least one sample. A
+    sample is never split, because per-sample quantities need all its tokens.
 
     With `by_group` the samples of a group stay together and groups are sorted by their longest
     sample, for a forward pass that encodes a prompt once and pads only rows of similar lengths.
@@ -240,27 +250,27 @@ def micro_batches(
     widest = np.maximum.reduceat(packed.row_lengths, packed.row_offsets[:-1]).tolist()
     longest: dict[int, int] = {}
     if by_group:
-        for answer in samples:
-            group = packed.groups[answer]
-            longest[group] = max(widest[answer], longest.get(group, 0))
+        for sample in samples:
+            group = packed.groups[sample]
+            longest[group] = max(widest[sample], longest.get(group, 0))
 
-    def place(answer: int) -> tuple[int, ...]:
-        group = packed.groups[answer]
+    def sort_key(sample: int) -> tuple[int, ...]:
+        group = packed.groups[sample]
         return (
-            (longest[group], group, widest[answer], answer)
+            (longest[group], group, widest[sample], sample)
             if by_group
-            else (widest[answer], answer)
+            else (widest[sample], sample)
         )
 
     micros: list[list[int]] = []
-    row_count = 0  # rows of the last one
-    width = 0  # of its widest row
-    for answer in sorted(samples, key=place):
-        row_count += count[answer]
-        width = max(width, widest[answer])
+    row_count = 0  # rows of the last micro-batch
+    width = 0  # tokens of its widest row
+    for sample in sorted(samples, key=sort_key):
+        row_count += count[sample]
+        width = max(width, widest[sample])
         if micros and row_count <= rows and row_count * width <= tokens:
-            micros[-1].append(answer)
+            micros[-1].append(sample)
         else:
-            micros.append([answer])
-            row_count, width = count[answer], widest[answer]
+            micros.append([sample])
+            row_count, width = count[sample], widest[sample]
     return micros

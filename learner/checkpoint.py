@@ -36,7 +36,7 @@ from learner.state import LearnerState
 from learner.step import LearnerCore
 
 
-def epochs(root: Path, *, claimed: bool) -> list[int]:
+def list_epochs(root: Path, *, claimed: bool) -> list[int]:
     """Return the epoch numbers, ascending.
 
     With claimed=False they include those of learners that were never welcomed.
@@ -47,7 +47,8 @@ def epochs(root: Path, *, claimed: bool) -> list[int]:
     )
 
 
-def numbers(directory: Path) -> list[int]:
+def list_numbers(directory: Path) -> list[int]:
+    """Return the numbers of the checkpoints in `directory`, ascending."""
     return sorted(
         int(m.group(1))
         for p in directory.glob("number_*")
@@ -63,55 +64,59 @@ def start_epoch(root: Path) -> tuple[int, int, Path]:
     """
     atomic_write.directory(root)
     while True:
-        origin = max(epochs(root, claimed=True), default=0)
-        epoch = max(epochs(root, claimed=False), default=0) + 1
-        mine = root / f"epoch_{epoch}.new"
+        origin = max(list_epochs(root, claimed=True), default=0)
+        epoch = max(list_epochs(root, claimed=False), default=0) + 1
+        directory = root / f"epoch_{epoch}.new"
         try:
-            mine.mkdir()
+            directory.mkdir()
         except FileExistsError:
             continue
         # another learner may have claimed this number, or a greater one, since it was chosen
-        if max(epochs(root, claimed=True), default=0) >= epoch:
-            shutil.rmtree(mine, ignore_errors=True)
+        if max(list_epochs(root, claimed=True), default=0) >= epoch:
+            shutil.rmtree(directory, ignore_errors=True)
             continue
         try:
-            for number in numbers(root / f"epoch_{origin}") if origin else ():
+            for number in list_numbers(root / f"epoch_{origin}") if origin else ():
                 shutil.copytree(
                     root / f"epoch_{origin}" / f"number_{number}",
-                    mine / f"number_{number}",
+                    directory / f"number_{number}",
                     copy_function=os.link,
                 )
-            for made in (mine, *(path for path in mine.rglob("*") if path.is_dir()), root):
-                atomic_write.sync_path(made)
+            for created in (
+                directory,
+                *(path for path in directory.rglob("*") if path.is_dir()),
+                root,
+            ):
+                atomic_write.sync_path(created)
         except OSError:
-            if max(epochs(root, claimed=True), default=0) == origin and mine.exists():
+            if max(list_epochs(root, claimed=True), default=0) == origin and directory.exists():
                 raise
-            shutil.rmtree(mine, ignore_errors=True)  # the origin was overtaken, and is gone
+            shutil.rmtree(directory, ignore_errors=True)  # a newer epoch has removed the origin
             continue
-        return epoch, origin, mine
+        return epoch, origin, directory
 
 
-def fenced_error(directory: Path) -> LearnerFenced:
+def build_fenced_error(directory: Path) -> LearnerFenced:
     """Build the error for a directory that the claim of a greater epoch has removed."""
     return LearnerFenced(
         f"{directory} was removed: a newer incarnation of the learner has replaced it"
     )
 
 
-def claim(mine: Path, checkpointed: int) -> Path:
+def claim(directory: Path, checkpointed: int) -> Path:
     """Give a welcomed learner's directory its final name, which survives a power cut.
 
     Checkpoints below `checkpointed` are removed, because the buffer no longer covers them. Raises
     LearnerFenced.
     """
-    final = mine.with_suffix("")
+    final = directory.with_suffix("")
     try:
-        for number in numbers(mine):
+        for number in list_numbers(directory):
             if number < checkpointed:
-                shutil.rmtree(mine / f"number_{number}")
-        os.rename(mine, final)
+                shutil.rmtree(directory / f"number_{number}")
+        os.rename(directory, final)
     except FileNotFoundError as error:
-        raise fenced_error(mine) from error
+        raise build_fenced_error(directory) from error
     atomic_write.sync_path(final.parent)
     epoch = int(final.name.removeprefix("epoch_"))
     for lower in final.parent.glob("epoch_*"):
@@ -130,7 +135,7 @@ def save(
     directory: Path,
     core: LearnerCore,
     extra: Mapping[str, Any],
-    keep: int,
+    keep_count: int,
     older: Mapping[int, bytes] | None = None,
 ) -> int:
     """Write the checkpoint of `core`'s number and keep the last `keep`; return the oldest.
@@ -139,9 +144,9 @@ def save(
     """
     number = core.state.number
     final = directory / f"number_{number}"
-    hidden = directory / f".number_{number}.part"
+    part_path = directory / f".number_{number}.part"
     try:
-        with atomic_write.replacing(final, part=hidden, sync=True) as part:
+        with atomic_write.replacing(final, part=part_path, sync=True) as part:
             _fill(part, core, extra, older or {})
     except AsyncrlError:  # a lost rank, not a full disk
         raise
@@ -151,10 +156,10 @@ def save(
             f"checkpoint {final} could not be written (is the disk full?): {error}; the ones "
             "before it are whole: free some space and resume"
         ) from error
-    kept = numbers(directory)
-    for older_number in kept[:-keep]:
+    saved_numbers = list_numbers(directory)
+    for older_number in saved_numbers[:-keep_count]:
         shutil.rmtree(directory / f"number_{older_number}")
-    return kept[-keep:][0]
+    return saved_numbers[-keep_count:][0]
 
 
 def _fill(
@@ -163,11 +168,11 @@ def _fill(
     """Write all files of a checkpoint into the new directory `part`, and seal it."""
     part.mkdir()
     core.backend.broadcast("save", str(part))
-    optimizer = core.backend.state(part)
-    with core.backend.full_parameters():
+    optimizer = core.backend.get_state(part)
+    with core.backend.gather_full_parameters():
         export(core.model, part / "model")
     own_critic = core.critic is not None and not core.backend.writes_parts
-    critic = core.critic.state() if core.critic is not None and own_critic else None
+    critic = core.critic.get_state() if core.critic is not None and own_critic else None
     torch.save(
         {
             "optimizer": optimizer,
@@ -196,7 +201,7 @@ def seal(part: Path) -> None:
 
 
 def verify(path: Path) -> str:
-    """Return the problem with a checkpoint; empty when it is whole."""
+    """Return the problem with a checkpoint; empty when it is intact."""
     try:
         files = json.loads((path / "manifest").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -210,22 +215,23 @@ def verify(path: Path) -> str:
     return ""
 
 
-def newest_checkpoint(directory: Path) -> Path | None:
-    """Return the newest whole checkpoint, reporting and removing damaged ones.
+def find_newest_checkpoint(directory: Path) -> Path | None:
+    """Return the newest intact checkpoint, None without any; report and remove damaged ones.
 
-    Raises DamagedDataError when none is whole, LearnerFenced.
+    Raises DamagedDataError when all are damaged, LearnerFenced when a newer epoch has replaced
+    this one.
     """
-    saved = numbers(directory)
+    saved = list_numbers(directory)
     if not saved and not directory.exists():
-        raise fenced_error(directory)
+        raise build_fenced_error(directory)
     for number in reversed(saved):
         path = directory / f"number_{number}"
-        if not (wrong := verify(path)):
+        if not (problem := verify(path)):
             return path
         if not directory.exists():
-            raise fenced_error(directory)
+            raise build_fenced_error(directory)
         print(
-            f"checkpoint {path} is damaged ({wrong}); falling back to the one before it",
+            f"checkpoint {path} is damaged ({problem}); falling back to the one before it",
             file=sys.stderr,
         )
         shutil.rmtree(path)
@@ -275,14 +281,14 @@ def restore_weights(core: LearnerCore, path: Path) -> None:
         adapters.restore(core.model, path / "model")
         return
     saved = load_policy(path / "model", core.config.model.dtype, core.config.model.device)
-    theirs = [row[:3] for row in manifest(saved)]
-    ours = [row[:3] for row in core.layout]
-    if theirs != ours:
+    saved_rows = [row[:3] for row in manifest(saved)]
+    own_rows = [row[:3] for row in core.layout]
+    if saved_rows != own_rows:
         raise DamagedDataError(
             f"checkpoint {path} is of another model than model.path = {core.config.model.path}: "
             "start a new run, or point model.path at its model"
         )
-    with core.backend.full_parameters():
+    with core.backend.gather_full_parameters():
         load_weights(core.model, dict(named_weights(saved)))
 
 

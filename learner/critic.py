@@ -56,7 +56,7 @@ class Critic:
             if self.trunk.hidden_size != policy.hidden_size:
                 self.head = torch.nn.Linear(self.trunk.hidden_size, 1)
             if settings.init == "random":
-                _draw(self.trunk, source)
+                _initialize_weights(self.trunk, source)
             elif settings.init == "reward_model":
                 self._load_head(Path(settings.path))
         self.head.to(policy.device)
@@ -91,7 +91,7 @@ class Critic:
 
     # ---- values ----------------------------------------------------------------------------------
 
-    def values(
+    def compute_values(
         self, packed: PackedBatch, samples: Sequence[int], hidden: torch.Tensor | None
     ) -> torch.Tensor:
         """Return V [n] before each response token of `samples`, with gradient.
@@ -99,12 +99,14 @@ class Critic:
         hidden [n, H] holds the policy's states, for a shared trunk.
         """
         if self.trunk is not None:
-            hidden = self._states(self.trunk, packed, samples, packed.row_arrays(samples)[1])
+            hidden = self._compute_states(
+                self.trunk, packed, samples, packed.get_row_arrays(samples)[1]
+            )
         assert hidden is not None
-        return self._values_of(hidden)
+        return self._apply_head(hidden)
 
     @torch.no_grad()
-    def start(
+    def compute_start_values(
         self, packed: PackedBatch, parts: Sequence[Sequence[int]]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (V [N], bootstrap [B]) at the start of the batch.
@@ -115,29 +117,29 @@ class Critic:
         trunk = self.trunk or self.policy
         values = torch.zeros(int(packed.offsets[-1]))
         bootstrap = torch.zeros(packed.count)
-        cut = packed.loss.truncated.tolist()
+        is_truncated = packed.loss.truncated.tolist()
         for part in parts:
-            # an extra token makes the state after the last one appear; its value has no effect
+            # an extra token yields the state after the last one; which token it is has no effect
             answers = [
-                np.append(r, r[-1:]) if cut[place] else r
-                for place, r in ((place, packed.responses[place]) for place in part)
+                np.append(r, r[-1:]) if is_truncated[sample] else r
+                for sample, r in ((sample, packed.responses[sample]) for sample in part)
             ]
-            learned = self._values_of(self._states(trunk, packed, part, answers)).cpu()
+            computed = self._apply_head(self._compute_states(trunk, packed, part, answers)).cpu()
             start = 0
-            for place, answer in zip(part, answers, strict=True):
-                length = len(packed.responses[place])
-                values[int(packed.offsets[place]) : int(packed.offsets[place]) + length] = learned[
-                    start : start + length
-                ]
-                if cut[place]:
-                    bootstrap[place] = learned[start + length]
+            for sample, answer in zip(part, answers, strict=True):
+                length = len(packed.responses[sample])
+                values[int(packed.offsets[sample]) : int(packed.offsets[sample]) + length] = (
+                    computed[start : start + length]
+                )
+                if is_truncated[sample]:
+                    bootstrap[sample] = computed[start + length]
                 start += len(answer)
         return values, bootstrap
 
-    def _values_of(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _apply_head(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.head(hidden.float())[:, 0]  # type: ignore[no-any-return]
 
-    def _states(
+    def _compute_states(
         self,
         model: PolicyModel,
         packed: PackedBatch,
@@ -146,10 +148,10 @@ class Critic:
     ) -> torch.Tensor:
         """Return the state [n, H] that predicts each token of `answers`."""
         output = model.logprobs(
-            packed.row_arrays(samples)[0],
+            packed.get_row_arrays(samples)[0],
             answers,
-            packed.row_temperature(samples),
-            groups=[packed.shared[row] for row in packed.rows_of(samples)],
+            packed.get_row_temperature(samples),
+            groups=[packed.shared[row] for row in packed.list_rows(samples)],
             want_hidden=True,
         )
         assert output.hidden is not None
@@ -174,7 +176,7 @@ class Critic:
             self.optimizer.step()
         return norm
 
-    def state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, Any]:
         """Return weights and optimizer for the checkpoint."""
         trunk = self.trunk.hf.state_dict() if self.trunk is not None else {}
         return {
@@ -197,7 +199,7 @@ class Critic:
 
 
 @torch.no_grad()
-def _draw(model: PolicyModel, source: torch.Generator) -> None:
+def _initialize_weights(model: PolicyModel, source: torch.Generator) -> None:
     """Initialize a trunk: matrices normal with the model's own spread, norms 1, biases 0."""
     spread = float(getattr(model.hf.config, "initializer_range", 0.02))
     for name, parameter in model.hf.named_parameters():

@@ -20,32 +20,39 @@ class GradientAlignment:
     """
 
     def __init__(
-        self, most: float | None, total: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self,
+        max_cosine: float | None,
+        sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        self.most = most  # largest cosine; None: the cosine is only measured
+        self.max_cosine = max_cosine  # largest cosine; None: the cosine is only measured
         # adds up a value of all ranks, each of which measures its part of the gradients
-        self.total = total or (lambda value: value)
+        self.sum_over_ranks = sum_over_ranks or (lambda value: value)
         self.previous: list[torch.Tensor] = []
 
     @torch.no_grad()
     def measure(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the cosine with the previous gradient, nan without one.
 
-        With `most`, the gradients are changed in place so that the cosine is at most that. Call it
-        with the gradients summed over ranks, before clipping, then call `remember` unless the step
-        is dropped.
+        With `max_cosine`, the gradients are changed in place so that the cosine is at most that.
+        Call it with the gradients summed over ranks, before clipping, then call `remember` unless
+        the step is dropped.
         """
         raw = [gradient.to(torch.bfloat16, copy=True) for gradient in gradients]
         cosine = torch.full((), torch.nan, dtype=torch.float64, device=raw[0].device)
         if len(self.previous) == len(raw):
             pairs = (gradients, self.previous), (gradients, gradients), (self.previous,) * 2
-            along, size, before = self.total(torch.stack([_dot(*pair) for pair in pairs]))
-            cosine = along / (size * before).sqrt().clamp(min=1e-300)
-            if self.most is not None:
-                length = before.sqrt().clamp(min=1e-300)
-                away = excess(along / length, size, self.most) / length
-                for gradient, last in zip(gradients, self.previous, strict=True):
-                    gradient.sub_(last.to(gradient.dtype) * away.to(gradient.dtype))
+            along, squared_norm, previous_squared_norm = self.sum_over_ranks(
+                torch.stack([_compute_dot(*pair) for pair in pairs])
+            )
+            cosine = along / (squared_norm * previous_squared_norm).sqrt().clamp(min=1e-300)
+            if self.max_cosine is not None:
+                previous_norm = previous_squared_norm.sqrt().clamp(min=1e-300)
+                scale = (
+                    compute_excess(along / previous_norm, squared_norm, self.max_cosine)
+                    / previous_norm
+                )
+                for gradient, previous in zip(gradients, self.previous, strict=True):
+                    gradient.sub_(previous.to(gradient.dtype) * scale.to(gradient.dtype))
         self._next = raw
         return cosine
 
@@ -54,22 +61,24 @@ class GradientAlignment:
         self.previous = self._next
 
 
-def excess(along: torch.Tensor, size: torch.Tensor, most: float) -> torch.Tensor:
+def compute_excess(
+    along: torch.Tensor, squared_norm: torch.Tensor, max_cosine: float
+) -> torch.Tensor:
     """Return the excess length of a gradient's part along the previous one.
 
-    It is along - |across| m / sqrt(1 - m^2), at least 0, for a cosine of m = `most`.
+    It is along - |orthogonal| m / sqrt(1 - m^2), at least 0, for a cosine of m = `max_cosine`.
 
     Args:
         along: scalar, the signed length of that part.
-        size: scalar, the gradient's squared norm.
-        most: the largest cosine.
+        squared_norm: scalar, the gradient's squared norm.
+        max_cosine: the largest cosine.
     """
-    across = (size - along.square()).clamp(min=0).sqrt()
-    slope: float = most / (1 - most**2) ** 0.5
-    return (along - across * slope).clamp(min=0)
+    orthogonal = (squared_norm - along.square()).clamp(min=0).sqrt()
+    slope: float = max_cosine / (1 - max_cosine**2) ** 0.5
+    return (along - orthogonal * slope).clamp(min=0)
 
 
-def _dot(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> torch.Tensor:
+def _compute_dot(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum of products over all tensors, float64; products in float32."""
     parts = [
         (a.float() * b.float()).sum(dtype=torch.float64) for a, b in zip(left, right, strict=True)
@@ -81,31 +90,31 @@ def _dot(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> torch.T
 Run = Callable[[Sequence[int], bool], packed_forward.ForwardOutput]
 
 
-def square_sum(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+def sum_squares(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum of squares over all tensors, float64."""
     return torch.stack([gradient.double().square().sum() for gradient in gradients]).sum()
 
 
-def squared_norms(
-    packed: PackedBatch, run: Run, squared_gradient: Callable[[torch.Tensor], torch.Tensor]
+def compute_squared_norms(
+    packed: PackedBatch, run: Run, compute_squared_gradient: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
     """Return |grad log pi_theta(y)|^2 of each sample over all parameters: [B].
 
     log pi_theta(y) is the sum over the sample's tokens in the mask. It takes a forward and a
     backward pass per sample.
 
-    squared_gradient: see `TorchBackend.squared_gradient`.
+    compute_squared_gradient: see `TorchBackend.squared_gradient`.
     """
     norms = []
     for sample in range(packed.count):
-        part = packed.token_positions([sample])
+        part = packed.find_token_positions([sample])
         lp = run([sample], False).logprobs.to(packed.loss.mask.device)
-        norms.append(squared_gradient(torch.where(packed.loss.mask[part], lp, 0.0).sum()))
+        norms.append(compute_squared_gradient(torch.where(packed.loss.mask[part], lp, 0.0).sum()))
     return torch.stack(norms).to(packed.loss.behavior)
 
 
 @torch.no_grad()
-def energies(
+def compute_energies(
     packed: PackedBatch, model: PolicyModel, run: Run, micros: Sequence[Sequence[int]]
 ) -> torch.Tensor:
     """Return 1 - 2 p + sum_v p_v^2 of each token [N].
@@ -117,15 +126,15 @@ def energies(
     energy = torch.zeros_like(loss.behavior)
     assert model.fast is not None
     for micro in micros:
-        part = packed.token_positions(micro)
-        made = run(micro, True)
-        assert made.hidden is not None
+        part = packed.find_token_positions(micro)
+        output = run(micro, True)
+        assert output.hidden is not None
         temperature = packed.temperature.to(loss.seq.device)[loss.seq[part]]
         squares = packed_forward.squared_probabilities(
             model.fast,
-            made.hidden,
+            output.hidden,
             temperature,
-            packed.support_table(micro, made.hidden.device),
+            packed.build_support_table(micro, output.hidden.device),
         )
-        energy[part] = (1 - 2 * made.logprobs.exp() + squares).to(energy)
+        energy[part] = (1 - 2 * output.logprobs.exp() + squares).to(energy)
     return energy

@@ -47,21 +47,21 @@ class Learner(BufferPeer):
         self.full_bytes = adapter.base_bytes if adapter else policy.flat_bytes(self.core.layout)
         self.epoch, self.origin, self.directory = checkpoint.start_epoch(run_dir / "checkpoints")
         self.cursor = BatchCursor()
-        older: dict[int, bytes] = {}
-        if (path := checkpoint.newest_checkpoint(self.directory)) is not None:
+        earlier_versions: dict[int, bytes] = {}
+        if (path := checkpoint.find_newest_checkpoint(self.directory)) is not None:
             self.cursor = BatchCursor.read(checkpoint.restore(self.core, path))
-            older = checkpoint.read_earlier_versions(path)
+            earlier_versions = checkpoint.read_earlier_versions(path)
             print(
                 f"learner: resumed from {path} at version {self.number}, "
                 f"{config.learner.steps - self.number} steps left",
                 file=sys.stderr,
             )
         self.publisher = Publisher(config, run_dir, self.epoch, self.core)
-        for version, data in sorted(older.items()):
+        for version, data in sorted(earlier_versions.items()):
             self.publisher.publish_bytes(version, data)
         self.digest = self.publisher.publish(self.number)
-        self.ring = self.publisher.held_versions(older)
-        self.core.measure.weights_of = self.publisher.weights_of
+        self.ring = self.publisher.list_held_versions(earlier_versions)
+        self.core.measure.read_weights = self.publisher.read_weights
         super().__init__(config, run_dir, keys.LEARNER)
         self.silent_since = self.waiting_since
         self.vocabulary = int(self.core.model.hf.config.get_text_config().vocab_size)
@@ -102,8 +102,8 @@ class Learner(BufferPeer):
         for reply in self.receive(timeout):
             self.handle(reply)
         if self.commits:
-            first = min(self.commits)
-            self.repeat(f"commit {first}", self.commits[first])
+            oldest = min(self.commits)
+            self.repeat(f"commit {oldest}", self.commits[oldest])
         if (
             self.checkpointed is not None
             and min(self.commits, default=self.number) >= self.checkpointed
@@ -125,7 +125,7 @@ class Learner(BufferPeer):
         self.log_wait(wait)
 
     def on_reply(self) -> None:
-        """Silence counts from the last reply, while this learner waits."""
+        """Restart the silence timer, while this learner waits."""
         self.silent_since = time.monotonic() if self.waiting_for else 0.0
 
     def on_moved_buffer(self) -> None:
@@ -133,7 +133,10 @@ class Learner(BufferPeer):
         self.sent.clear()  # send every request to the new buffer too
 
     def on_finished_run(self) -> None:
-        """The buffer's last message was lost. Raises NothingToDo if this learner came too late."""
+        """Finish although the buffer's last message was lost.
+
+        Raises NothingToDo when this learner started after the end of the run.
+        """
         if self.number < self.config.learner.steps or not self.welcomed:
             raise self.error_after_end("this learner")
         self.finished = True
@@ -150,6 +153,7 @@ class Learner(BufferPeer):
             )
 
     def handle(self, reply: m.FromBuffer) -> None:
+        """Apply a checked reply. Raises LearnerFenced when a newer epoch has taken over."""
         if isinstance(reply, m.FencedReply) and reply.epoch == self.epoch:
             raise LearnerFenced(
                 f"epoch {reply.by} of the learner has taken over from epoch {self.epoch}"
@@ -174,14 +178,18 @@ class Learner(BufferPeer):
             self.finished = True
 
     def waits_for(self, reason: str) -> None:
-        """Set what the learner waits for. Silence counts from there: a long step reads nothing."""
+        """Set what the learner waits for and restart the silence timer.
+
+        Silence before the wait does not count: during a long step the learner reads nothing.
+        """
         if reason != self.waiting_for:
             super().waits_for(reason)
             self.silent_since = self.waiting_since if reason else 0.0
 
     # ---- the loop --------------------------------------------------------------------------------
 
-    def hello(self) -> None:
+    def send_hello(self) -> None:
+        """Send the hello until the buffer welcomes this learner or it is stopped."""
         parent = self.cursor.parent
         label = Label(self.epoch, self.number)
         message = m.LearnerHello(
@@ -212,9 +220,10 @@ class Learner(BufferPeer):
             self.repeat("hello", message)
             self.handle_messages(POLL_S)
 
-    def loop(self) -> None:
+    def run_batches(self) -> None:
+        """Run this incarnation: hello, all remaining batches, export and goodbye."""
         steps = self.config.learner.steps
-        self.hello()
+        self.send_hello()
         if self.welcomed:
             self.step_log = StepLog(self.config, self.run_dir, self.number)
             if self.config.record.token_samples:
@@ -222,21 +231,21 @@ class Learner(BufferPeer):
         if self.config.record.stream and self.welcomed and not self.stopping:
             self.recorder = Recorder(self.config, self.run_dir, self.epoch, self.core, self.digest)
         if self.number == 0 and not self.stopping:
-            self.checkpoint()  # from here on a killed learner finds a checkpoint
+            self.save_checkpoint()  # from here on a killed learner finds a checkpoint
         self.mark = time.monotonic()
         while self.number < steps and not self.stopping:
-            batch = self.next_batch()
+            batch = self.wait_for_batch()
             if batch is not None:
                 self.step(batch)
         self.waits_for("the replies to its commits")
         while (self.commits or self.checkpointed is not None) and not self.stopping:
             self.handle_messages(POLL_S)
         if not self.welcomed:
-            return  # stopped before it was welcomed: there is nothing to keep
-        if self.number not in checkpoint.numbers(self.directory):
-            self.checkpoint()
+            return  # stopped before its welcome: it has trained nothing
+        if self.number not in checkpoint.list_numbers(self.directory):
+            self.save_checkpoint()
         if self.stopping:
-            return  # the checkpoint is enough; run_dir/model belongs to a finished run
+            return  # run_dir/model belongs to a finished run
         self.export()
         self.waits_for("the last evaluation")
         while not self.finished and not self.stopping:
@@ -250,7 +259,7 @@ class Learner(BufferPeer):
         finished.
         """
         self.core.backend.broadcast("export")
-        with self.core.backend.full_parameters():
+        with self.core.backend.gather_full_parameters():
             model = self.core.model
             if model.adapter is not None and self.config.export.lora == "merged":
                 model = adapters.merged_model(model, self.config.model.device)
@@ -260,7 +269,7 @@ class Learner(BufferPeer):
             digest = weights_digest(self.core.model)
             atomic_write.write(self.run_dir / "weights_digest", digest, sync=True)
 
-    def next_batch(self) -> m.Batch | None:
+    def wait_for_batch(self) -> m.Batch | None:
         """Return the batch to train on, or None when stopped while waiting."""
         began = time.monotonic()
         while self.number not in self.batches and not self.stopping:
@@ -280,6 +289,7 @@ class Learner(BufferPeer):
         return batch
 
     def step(self, batch: m.Batch) -> None:
+        """Train on one batch, publish the new weights and commit the batch."""
         began = time.monotonic()
         with self.tracer.span("train", sum(s.length for s in batch.samples)):
             metrics = self.core.train(batch)
@@ -290,13 +300,13 @@ class Learner(BufferPeer):
             self.digest = self.publisher.publish(self.number)
         now = time.monotonic()
         tokens = sum(s.length for s in batch.samples)
-        whole = now - self.mark
+        step_s = now - self.mark
         metrics |= {
             "time/train": trained - began,
             "time/publish": now - trained,
-            "time/step": whole,
-            "time/learner_idle_share": max(0.0, 1.0 - (now - began) / max(whole, 1e-9)),
-            "throughput/learner_tokens_per_s": tokens / max(whole, 1e-9),
+            "time/step": step_s,
+            "time/learner_idle_share": max(0.0, 1.0 - (now - began) / max(step_s, 1e-9)),
+            "throughput/learner_tokens_per_s": tokens / max(step_s, 1e-9),
             "weights/bytes": self.publisher.ring.size,
             "weights/full_bytes": self.full_bytes,
             "memory/learner_mb": machine_memory.resident_bytes() / 2**20,
@@ -328,21 +338,24 @@ class Learner(BufferPeer):
         if self.recorder is not None:
             self.recorder.add(batch, metrics, self.digest)
         if self.number % self.config.learner.checkpoint_every == 0:
-            self.checkpoint()
+            self.save_checkpoint()
 
-    def checkpoint(self) -> None:
+    def save_checkpoint(self) -> None:
+        """Write a checkpoint; `handle_messages` announces it after its commits."""
         with self.tracer.span("checkpoint"):
             if self.step_log is not None:
                 self.step_log.sync()
             if self.core.sample_log is not None:
                 self.core.sample_log.sync()
-            older = self.publisher.earlier_versions(self.number) if self.publisher.depth else {}
+            earlier_versions = (
+                self.publisher.read_earlier_versions(self.number) if self.publisher.depth else {}
+            )
             oldest = checkpoint.save(
                 self.directory,
                 self.core,
                 self.cursor.as_checkpoint(),
                 self.config.learner.keep_checkpoints,
-                older,
+                earlier_versions,
             )
         self.checkpointed = oldest
 
@@ -377,8 +390,8 @@ def follow(core: LearnerCore) -> None:
             backend.write_flat(None)
         elif command in ("save", "export"):
             if command == "save":
-                backend.state(Path(payload))
-            with backend.full_parameters():
+                backend.get_state(Path(payload))
+            with backend.gather_full_parameters():
                 pass
         elif command == "restore":
             checkpoint.load_checkpoint(core, Path(payload))
@@ -389,7 +402,7 @@ def main(config: Config, run_dir: Path) -> bool:
 
     After SIGTERM it finishes the batch, writes a checkpoint and returns False.
     """
-    asked: list[int] = []
+    signals: list[int] = []
     learner: Learner | None = None
     bind_learner(config)
     memory.keep_freed()
@@ -402,7 +415,7 @@ def main(config: Config, run_dir: Path) -> bool:
         exit_rank()
 
     def stop(number: int, _frame: object) -> None:
-        asked.append(number)
+        signals.append(number)
         if learner is not None:
             learner.stopping = True
 
@@ -412,8 +425,8 @@ def main(config: Config, run_dir: Path) -> bool:
         learner = None
         try:
             learner = Learner(config, run_dir)
-            learner.stopping = bool(asked)
-            learner.loop()
+            learner.stopping = bool(signals)
+            learner.run_batches()
             return learner.finished
         except LearnerFenced as error:
             if (learner is not None and learner.welcomed) or not tries_left:

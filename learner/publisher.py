@@ -34,7 +34,7 @@ LARGE = 1e3
 HUGE = 1e6
 
 
-def depth(config: Config) -> int:
+def count_earlier_versions(config: Config) -> int:
     """Return how many earlier versions lag injection may use."""
     inject = config.staleness.inject
     return 0 if inject is None else (inject if isinstance(inject, int) else len(inject) - 1)
@@ -49,7 +49,7 @@ class Publisher:
     def __init__(self, config: Config, run_dir: Path, epoch: int, core: LearnerCore) -> None:
         self.epoch = epoch
         self.core = core
-        self.depth = depth(config)
+        self.depth = count_earlier_versions(config)
         self.directory = ring_dir(run_dir, epoch)
         private.directory(self.directory.parent)
         layout = core.layout
@@ -73,11 +73,11 @@ class Publisher:
 
     def remove_earlier(self) -> None:
         """Remove the rings of lower epochs; readers that still map one keep it."""
-        for old in self.directory.parent.glob("epoch_*"):
-            if (match := re.fullmatch(r"epoch_(\d+)", old.name)) and int(
+        for directory in self.directory.parent.glob("epoch_*"):
+            if (match := re.fullmatch(r"epoch_(\d+)", directory.name)) and int(
                 match.group(1)
             ) < self.epoch:
-                shutil.rmtree(old, ignore_errors=True)
+                shutil.rmtree(directory, ignore_errors=True)
 
     def recreate_ring(self) -> None:
         """Recreate the ring's directory if it was removed, so that new generators find it."""
@@ -114,10 +114,10 @@ class Publisher:
         self,
         label: Label,
         fill: Callable[[memoryview], None],
-        keep: Iterable[Label],
+        kept_labels: Iterable[Label],
         probe: bytes = b"",
     ) -> str:
-        digest = self.ring.write(label, fill, keep, probe)
+        digest = self.ring.write(label, fill, kept_labels, probe)
         if self.server is not None:
             self.server.on_published(label, digest)
         return digest
@@ -132,11 +132,11 @@ class Publisher:
         )
         if not math.isfinite(largest):
             return "are not finite"
-        probed = LARGE <= largest < HUGE and self.core.config.learner.backend == "torch"
-        sound = largest < HUGE and not (
-            probed and not np.isfinite(policy.probe_logprobs(self.core.model)).all()
+        is_probed = LARGE <= largest < HUGE and self.core.config.learner.backend == "torch"
+        is_usable = largest < HUGE and not (
+            is_probed and not np.isfinite(policy.probe_logprobs(self.core.model)).all()
         )
-        return "" if sound else f"are up to {largest:.1e}, too large for finite logprobs,"
+        return "" if is_usable else f"are up to {largest:.1e}, too large for finite logprobs,"
 
     def publish_bytes(self, number: int, data: bytes) -> str:
         """Write an earlier version from its flat bytes in a checkpoint."""
@@ -148,7 +148,7 @@ class Publisher:
             Label(self.epoch, number), fill, [Label(self.epoch, n) for n in range(number + 1)]
         )
 
-    def earlier_versions(self, number: int) -> dict[int, bytes]:
+    def read_earlier_versions(self, number: int) -> dict[int, bytes]:
         """Return the flat bytes of versions before `number` that injection may still use."""
         versions = {}
         for label, digest in self.ring.labels().items():
@@ -156,7 +156,7 @@ class Publisher:
                 versions[label.number] = self.ring.read_part(label, digest, 0, self.ring.size)[1]
         return versions
 
-    def weights_of(self, label: Label, digest: str) -> bytes:
+    def read_weights(self, label: Label, digest: str) -> bytes:
         """Return the flat bytes of version `label`; empty when the ring no longer holds it.
 
         A resumed learner publishes an earlier epoch's version again under its own epoch's label.
@@ -164,20 +164,24 @@ class Publisher:
         """
         if data := self.ring.read_part(label, digest, 0, self.ring.size)[1]:
             return data
-        same = [
+        equal_labels = [
             candidate
-            for candidate, other in self.ring.labels().items()
-            if digest and other == digest
+            for candidate, other_digest in self.ring.labels().items()
+            if digest and other_digest == digest
         ]
-        return self.ring.read_part(max(same), digest, 0, self.ring.size)[1] if same else b""
+        return (
+            self.ring.read_part(max(equal_labels), digest, 0, self.ring.size)[1]
+            if equal_labels
+            else b""
+        )
 
-    def held_versions(self, numbers: Iterable[int]) -> list[tuple[Label, str]]:
+    def list_held_versions(self, numbers: Iterable[int]) -> list[tuple[Label, str]]:
         """Return (label, digest) of the `numbers` that the ring holds."""
-        wanted = set(numbers)
+        selected = set(numbers)
         return sorted(
             (label, digest)
             for label, digest in self.ring.labels().items()
-            if label.number in wanted
+            if label.number in selected
         )
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """Functions of a batch's number: its learning rate, and the samples of each optimizer step.
 
-They carry nothing from batch to batch, so a checkpoint needs nothing of them.
+Neither keeps state, so a checkpoint stores nothing for them.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import torch
 from asyncrl.config.tree import LearnerConfig
 
 
-def learning_rate_share(settings: LearnerConfig, number: int) -> float:
+def compute_learning_rate_share(settings: LearnerConfig, number: int) -> float:
     """Return batch `number`'s share of `learner.lr`: the schedule, after the warm-up."""
     remaining = 1.0 - number / settings.steps
-    shape = {
+    share = {
         "constant": 1.0,
         "linear": remaining,
         "cosine": 0.5 * (1 + math.cos(math.pi * (1 - remaining))),
     }[settings.schedule]
-    return shape * min(1.0, (number + 1) / (settings.warmup_steps + 1))
+    return share * min(1.0, (number + 1) / (settings.warmup_steps + 1))
 
 
-def minibatches(
+def split_minibatches(
     groups: Sequence[int], parts: int, *, seed: int, number: int, epoch: int
 ) -> list[list[int]]:
     """Return the samples of each optimizer step.
@@ -37,8 +37,8 @@ def minibatches(
     source = torch.Generator().manual_seed(((seed * 1_000_003 + number) * 1009 + epoch) % 2**63)
     count = max(groups) + 1
     order = torch.randperm(count, generator=source).tolist()
-    place = {group: rank * parts // count for rank, group in enumerate(order)}
+    part_of_group = {group: rank * parts // count for rank, group in enumerate(order)}
     return [
-        [answer for answer, group in enumerate(groups) if place[group] == part]
+        [sample for sample, group in enumerate(groups) if part_of_group[group] == part]
         for part in range(parts)
     ]

@@ -45,7 +45,7 @@ from asyncrl.tasks.fit import ModelFitter, batch_at, learning_rate_share
 from learner import checkpoint
 
 CONFIG = "sft.toml"
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 def prepare(config: SftConfig, source: str) -> Path:
@@ -65,13 +65,13 @@ def prepare(config: SftConfig, source: str) -> Path:
 class SftRun:
     """One incarnation of a training: from its newest checkpoint, or from model.path."""
 
-    def __init__(self, config: SftConfig, run_dir: Path, say: Say) -> None:
+    def __init__(self, config: SftConfig, run_dir: Path, log: Log) -> None:
         torch.set_num_threads(config.training.threads)
         memory.keep_freed()
         torch.manual_seed(config.seed)
         self.config = config
         self.run_dir = run_dir
-        self.say = say
+        self.log = log
         self.model = load_policy(config.model.path, config.model.dtype, config.model.device)
         tokenizer = load_tokenizer(config.model.path)
         limit = int(self.model.hf.config.get_text_config().max_position_embeddings)
@@ -81,17 +81,17 @@ class SftRun:
         self.heldout = (
             pairs.read(heldout, tokenizer, config.data, limit, path).rows if heldout else []
         )
-        new = set(train.ends) - set(model_stops(tokenizer, path))
-        self.ends = train.ends if new else ()
+        added_ends = set(train.ends) - set(model_stops(tokenizer, path))
+        self.ends = train.ends if added_ends else ()
         self.rows = train.rows
-        say(
+        log(
             f"{len(train.rows)} training rows ({train.skipped} too long and excluded), "
             f"{len(self.heldout)} held out"
         )
         self.fitter = ModelFitter(self.model, config.training)
         self.tokens = 0
         self.checkpoints = run_dir / "checkpoints"
-        saved = checkpoint.newest_checkpoint(self.checkpoints)
+        saved = checkpoint.find_newest_checkpoint(self.checkpoints)
         if saved is not None:
             self.restore(saved)
         self.forget_after(self.fitter.number)
@@ -100,9 +100,9 @@ class SftRun:
     def forget_after(self, number: int) -> None:
         """Remove the metric rows of steps that will be repeated."""
         path = self.run_dir / "metrics.jsonl"
-        kept = [row for row in jsonl.read(path) if row["number"] < number]
+        rows = [row for row in jsonl.read(path) if row["number"] < number]
         if path.exists():
-            atomic_write.write(path, "".join(json.dumps(row) + "\n" for row in kept))
+            atomic_write.write(path, "".join(json.dumps(row) + "\n" for row in rows))
 
     def run(self, stopping: Callable[[], bool]) -> bool:
         """Train to the last step; return False where `stopping` ended it with a checkpoint."""
@@ -126,10 +126,11 @@ class SftRun:
         return True
 
     def step(self) -> None:
+        """Train on the next batch and write its metric row."""
         number = self.fitter.number
         training = self.config.training
         row: dict[str, Any] = {"number": number}
-        if self.heldout and self.due(number):
+        if self.heldout and self.is_due(number):
             row["heldout"] = self.fitter.loss(self.heldout)
         batch = batch_at(self.rows, training, self.config.seed, number)
         row["loss"] = self.fitter.step(batch)
@@ -137,9 +138,9 @@ class SftRun:
         self.tokens += sum(len(pair.answer) for pair in batch)
         self.metrics.write(row)
         if "heldout" in row:
-            self.say(f"step {number}: loss {row['loss']:.4f}, held out {row['heldout']:.4f}")
+            self.log(f"step {number}: loss {row['loss']:.4f}, held out {row['heldout']:.4f}")
 
-    def due(self, number: int) -> bool:
+    def is_due(self, number: int) -> bool:
         """Return whether the held-out loss is measured before step `number`."""
         every = self.config.training.heldout_every
         return number == 0 or bool(every and number % every == 0)
@@ -167,7 +168,7 @@ class SftRun:
                 f"checkpoint {final} could not be written (is the disk full?): {error}; the ones "
                 "before it are whole: free some space and resume"
             ) from error
-        for number in checkpoint.numbers(self.checkpoints)[
+        for number in checkpoint.list_numbers(self.checkpoints)[
             : -self.config.training.keep_checkpoints
         ]:
             shutil.rmtree(self.checkpoints / f"number_{number}")
@@ -185,7 +186,7 @@ class SftRun:
         self.fitter.number = state["number"]
         self.tokens = state["tokens"]
         torch.set_rng_state(state["random"])
-        self.say(f"resumed from {path}")
+        self.log(f"resumed from {path}")
 
     def finish(self, seconds: float) -> None:
         """Write the model, then the summary, so that a summary implies a model."""
@@ -209,7 +210,7 @@ class SftRun:
         atomic_write.write(self.run_dir / "summary.json", json.dumps(summary), sync=True)
 
 
-def run(config: SftConfig, run_dir: Path, say: Say) -> dict[str, Any] | None:
+def run(config: SftConfig, run_dir: Path, log: Log) -> dict[str, Any] | None:
     """Train in `run_dir`, from the start or a checkpoint; return the summary.
 
     Returns None where SIGINT or SIGTERM ended it with a checkpoint.
@@ -217,18 +218,22 @@ def run(config: SftConfig, run_dir: Path, say: Say) -> dict[str, Any] | None:
     lock = RunLock(run_dir, "sft")
     try:
         with catch_stop_signals() as stopping:
-            began = (run_dir / "metrics.jsonl").exists()
+            resumed = (run_dir / "metrics.jsonl").exists()
             try:
-                training = SftRun(config, run_dir, say)
+                training = SftRun(config, run_dir, log)
             except ConfigError:
-                if not began:  # leave nothing behind, so that the corrected command can run again
+                if not resumed:  # leave nothing behind, so that the corrected command can run again
                     shutil.rmtree(run_dir, ignore_errors=True)
                 raise
             try:
-                done = training.run(stopping)
+                completed = training.run(stopping)
             finally:
                 training.metrics.close()
-        return json.loads((run_dir / "summary.json").read_text(encoding="utf-8")) if done else None
+        return (
+            json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+            if completed
+            else None
+        )
     finally:
         lock.close()
 
@@ -244,14 +249,14 @@ def load_resumed(run_dir: Path, sets: tuple[str, ...]) -> SftConfig:
 
 @contextmanager
 def catch_stop_signals() -> Iterator[Callable[[], bool]]:
-    """Yield a function that tells whether SIGINT or SIGTERM has come."""
-    came: list[int] = []
-    before = {
-        number: signal.signal(number, lambda number, _: came.append(number))
+    """Yield a function that returns whether SIGINT or SIGTERM was received."""
+    received: list[int] = []
+    previous_handlers = {
+        number: signal.signal(number, lambda number, _: received.append(number))
         for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:
-        yield lambda: bool(came)
+        yield lambda: bool(received)
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)

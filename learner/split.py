@@ -27,13 +27,13 @@ from learner.batch import PackedBatch
 
 Forward = Callable[[PolicyModel, PackedBatch, list[int]], torch.Tensor]  # [N], 0 elsewhere
 # flat weights of a version by its label and digest, empty where they are no longer held
-WeightsOf = Callable[[Label, str], bytes]
+WeightReader = Callable[[Label, str], bytes]
 
 
 class SplitMeter:
     """Measurements of one learner besides its loss, at rank 0.
 
-    `weights_of` is set by the owner of a ring.
+    `read_weights` is set by the owner of a ring.
     """
 
     def __init__(
@@ -45,22 +45,22 @@ class SplitMeter:
         self.forward = forward
         # the learner's own model needs every rank for a forward pass, and this is rank 0 alone
         self.distributed = config.learner.backend != "torch"
-        self.weights_of: WeightsOf | None = None
+        self.read_weights: WeightReader | None = None
         # [N] of the last batch: log-probabilities under the learner's weights of the version that
         # sampled each token, nan where unknown; None: not measured
         self.version: torch.Tensor | None = None
         self.shadow: PolicyModel | None = None  # the model of one earlier version at a time
         self.reference: PolicyModel | None = None
 
-    def due(self, number: int) -> tuple[bool, bool]:
+    def is_due(self, number: int) -> tuple[bool, bool]:
         """Return whether batch `number` measures the split, and the reference KL.
 
         Every rank returns the same.
         """
-        every = self.config.record
+        record = self.config.record
         return (
-            every.split_every > 0 and number % every.split_every == 0,
-            every.reference_kl_every > 0 and number % every.reference_kl_every == 0,
+            record.split_every > 0 and number % record.split_every == 0,
+            record.reference_kl_every > 0 and number % record.reference_kl_every == 0,
         )
 
     def __call__(
@@ -69,25 +69,27 @@ class SplitMeter:
         packed: PackedBatch,
         prep: PreparedBatch,
         answers: tuple[list[int], list[int]],
-        after: torch.Tensor | None,
+        updated: torch.Tensor | None,
     ) -> dict[str, float]:
         """Return the metrics of this batch on its `answers`, from `choose_samples`.
 
-        after [N] holds the log-probabilities under the updated policy, where the split is due.
+        updated [N] holds the log-probabilities under the updated policy, where the split is due.
         Raises AsyncrlError when `exact` is true and engine and learner differ at equal weights.
         """
         metrics: dict[str, float] = {}
         split_on, refer_on = answers
-        if after is not None:
-            part = packed.token_positions(split_on)
-            columns = (prep.start, after, prep.batch.behavior, prep.valid)
+        if updated is not None:
+            part = packed.find_token_positions(split_on)
+            columns = (prep.start, updated, prep.batch.behavior, prep.valid)
             if not self.config.record.kl_moved:  # else it is measured on whole batches
                 metrics["kl/moved"] = measure_move(*(x[part] for x in columns))
-            if self.weights_of is not None:
+            if self.read_weights is not None:
                 samples = [batch.samples[i] for i in packed.places]
-                metrics |= self.split(packed, prep, after, split_on, samples, batch.number)
-        if self.due(batch.number)[1] and packed.loss.reference is None and refer_on:
-            metrics |= self.to_reference(packed, prep, refer_on)
+                metrics |= self.measure_split(
+                    packed, prep, updated, split_on, samples, batch.number
+                )
+        if self.is_due(batch.number)[1] and packed.loss.reference is None and refer_on:
+            metrics |= self.measure_reference_kl(packed, prep, refer_on)
         return metrics
 
     def choose_samples(
@@ -99,25 +101,27 @@ class SplitMeter:
         from as few groups as possible: a group's prompt is encoded once, and few versions sampled
         it, each of which costs a forward with its weights.
         """
-        seen = prep.known & prep.passed
-        count = ratios.sum_by_sample(seen.long(), packed.loss.seq, packed.count)
-        places = np.diff(packed.offsets).tolist()
-        whole = [i for i, n in enumerate(count.tolist()) if n == places[i] > 0]
+        has_start = prep.known & prep.passed
+        count = ratios.sum_by_sample(has_start.long(), packed.loss.seq, packed.count)
+        lengths = np.diff(packed.offsets).tolist()
+        candidates = [i for i, n in enumerate(count.tolist()) if n == lengths[i] > 0]
         source = torch.Generator().manual_seed((self.config.seed * 1_000_003 + number) % 2**63)
-        order = torch.randperm(len(whole), generator=source).tolist()
-        mixed = [whole[i] for i in order]
+        order = torch.randperm(len(candidates), generator=source).tolist()
+        shuffled = [candidates[i] for i in order]
         record = self.config.record
-        groups = list(dict.fromkeys(packed.groups[answer] for answer in mixed))
-        by_group = sorted(mixed, key=lambda answer: groups.index(packed.groups[answer]))
-        return sorted(by_group[: record.split_samples]), sorted(mixed[: record.reference_samples])
+        groups = list(dict.fromkeys(packed.groups[answer] for answer in shuffled))
+        by_group = sorted(shuffled, key=lambda answer: groups.index(packed.groups[answer]))
+        return sorted(by_group[: record.split_samples]), sorted(
+            shuffled[: record.reference_samples]
+        )
 
     # ---- three parts -----------------------------------------------------------------------------
 
-    def split(
+    def measure_split(
         self,
         packed: PackedBatch,
         prep: PreparedBatch,
-        after: torch.Tensor,
+        updated: torch.Tensor,
         answers: list[int],
         samples: list[Trajectory],
         number: int,
@@ -129,22 +133,24 @@ class SplitMeter:
         spans: dict[tuple[Label, str], list[tuple[int, int, int]]] = {}
         for answer in answers:
             for span in samples[answer].all_spans():
-                first, last = (
+                begin, stop = (
                     int(packed.offsets[answer]) + position for position in (span.start, span.end)
                 )
-                if last > first and bool((loss.token_lag[first:last] > 0).any()):
-                    written_by = (Label(*span.label), span.digest)
-                    spans.setdefault(written_by, []).append((answer, first, last))
-        for written_by, places in sorted(spans.items()):
-            written = sorted({answer for answer, _, _ in places})
-            if (logprobs := self.logprobs_under(written_by, packed, written)) is not None:
-                for _, first, last in places:
-                    version[first:last] = logprobs[first:last].to(version.dtype)
-        part = packed.token_positions(answers)
+                if stop > begin and bool((loss.token_lag[begin:stop] > 0).any()):
+                    version_key = (Label(*span.label), span.digest)
+                    spans.setdefault(version_key, []).append((answer, begin, stop))
+        for version_key, places in sorted(spans.items()):
+            version_answers = sorted({answer for answer, _, _ in places})
+            if (
+                logprobs := self.compute_logprobs_under(version_key, packed, version_answers)
+            ) is not None:
+                for _, begin, stop in places:
+                    version[begin:stop] = logprobs[begin:stop].to(version.dtype)
+        part = packed.find_token_positions(answers)
         usable = part[prep.valid[part] & version[part].isfinite()]
         assert loss.age is not None
-        after = after.to(prep.start.dtype)
-        columns = (loss.behavior, version, prep.start, after, loss.token_lag, loss.age)
+        updated = updated.to(prep.start.dtype)
+        columns = (loss.behavior, version, prep.start, updated, loss.token_lag, loss.age)
         self.version = version
         metrics = split.compute_metrics(split.LogRatioSplit(*(x[usable] for x in columns)))
         metrics["split/coverage"] = len(usable) / max(int(prep.valid[part].sum()), 1)
@@ -156,15 +162,15 @@ class SplitMeter:
             )
         return metrics
 
-    def logprobs_under(
+    def compute_logprobs_under(
         self, version: tuple[Label, str], packed: PackedBatch, answers: list[int]
     ) -> torch.Tensor | None:
         """Return log-probabilities [N] of `answers` under `version`, (label, digest).
 
         Returns None when its weights are no longer held.
         """
-        assert self.weights_of is not None
-        data = self.weights_of(*version)
+        assert self.read_weights is not None
+        data = self.read_weights(*version)
         if not data:
             return None
         if self.model.adapter is not None and not self.distributed:
@@ -183,7 +189,7 @@ class SplitMeter:
 
     # ---- reference -------------------------------------------------------------------------------
 
-    def to_reference(
+    def measure_reference_kl(
         self, packed: PackedBatch, prep: PreparedBatch, answers: list[int]
     ) -> dict[str, float]:
         """Return KL(target || reference) over the valid tokens of `answers`.
@@ -193,25 +199,28 @@ class SplitMeter:
         if self.reference is None:
             settings = self.config.model
             path = Path(settings.reference or settings.path)
-            of_base = path.resolve() == Path(settings.path).resolve()
-            if self.model.adapter is not None and of_base and not self.distributed:
+            is_base = path.resolve() == Path(settings.path).resolve()
+            if self.model.adapter is not None and is_base and not self.distributed:
                 self.reference = adapters.without_adapters(self.model)
             else:
                 self.reference = freeze(load_learner_policy(path, self.config))
-        part = packed.token_positions(answers)
+        part = packed.find_token_positions(answers)
         part = part[prep.valid[part]]
-        moved = ratios.compute_log_ratio(
+        log_ratios = ratios.compute_log_ratio(
             prep.latest[part],
             self.forward(self.reference, packed, answers)[part].to(prep.latest.dtype),
         ).double()
         return {
-            f"kl/target_ref_{name}": mean(f(moved))
+            f"kl/target_ref_{name}": average(f(log_ratios))
             for name, f in (("k1", kl.estimate_k1), ("k3", kl.estimate_k3))
-        } | {"kl/ref_target": mean(kl.estimate_forward_k3(moved))}
+        } | {"kl/ref_target": average(kl.estimate_forward_k3(log_ratios))}
 
 
 def measure_move(
-    before: torch.Tensor, after: torch.Tensor, behavior: torch.Tensor, valid: torch.Tensor
+    old_logprobs: torch.Tensor,
+    new_logprobs: torch.Tensor,
+    behavior: torch.Tensor,
+    valid: torch.Tensor,
 ) -> float:
     """Return KL(before || after) of one batch's updates, nats per token, by k3.
 
@@ -219,15 +228,17 @@ def measure_move(
     mu's.
 
     Args:
-        before: [N], log-probabilities before the updates.
-        after: [N], after the updates.
+        old_logprobs: [N], before the updates.
+        new_logprobs: [N], after the updates.
         behavior: [N], log mu.
         valid: bool [N].
     """
-    weight = ratios.compute_log_ratio(before, behavior).exp().clamp(max=2.0)
-    far = kl.estimate_k3(ratios.compute_log_ratio(before, after.to(before.dtype)))
+    weight = ratios.compute_log_ratio(old_logprobs, behavior).exp().clamp(max=2.0)
+    kl_estimates = kl.estimate_k3(
+        ratios.compute_log_ratio(old_logprobs, new_logprobs.to(old_logprobs.dtype))
+    )
     return float(
-        ratios.average_masked(far * weight, valid)
+        ratios.average_masked(kl_estimates * weight, valid)
         / ratios.average_masked(weight, valid).clamp(min=1e-12)
     )
 
@@ -237,5 +248,5 @@ def freeze(model: PolicyModel) -> PolicyModel:
     return model
 
 
-def mean(values: torch.Tensor) -> float:
+def average(values: torch.Tensor) -> float:
     return float(values.mean()) if len(values) else 0.0

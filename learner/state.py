@@ -47,10 +47,10 @@ class BatchCursor(msgspec.Struct, frozen=True):
 
     def as_checkpoint(self) -> dict[str, Any]:
         """Return the form that a checkpoint keeps and `read` reads."""
-        kept: dict[str, Any] = msgspec.to_builtins(self)
-        return kept
+        fields: dict[str, Any] = msgspec.to_builtins(self)
+        return fields
 
     @staticmethod
-    def read(kept: dict[str, Any]) -> BatchCursor:
+    def read(fields: dict[str, Any]) -> BatchCursor:
         """Read a checkpoint's cursor; names that an earlier version did not write get defaults."""
-        return msgspec.convert(kept, BatchCursor)
+        return msgspec.convert(fields, BatchCursor)

@@ -26,7 +26,7 @@ from asyncrl.models.low_precision.weight_rounding import load_learner_policy
 from asyncrl.models.policy import PolicyModel, manifest
 from learner import gradients, schedule
 from learner.backend import TorchBackend
-from learner.batch import PackedBatch, micro_batches, pack
+from learner.batch import PackedBatch, pack, split_micro_batches
 from learner.critic import Critic
 from learner.records.sample_log import SampleLog
 from learner.split import SplitMeter, measure_move
@@ -64,7 +64,7 @@ class Update(NamedTuple):
     sums: dict[str, torch.Tensor]
     before: dict[str, float]
 
-    def row(self, number: int, index: int, computed: dict[str, float]) -> dict[str, float]:
+    def as_row(self, number: int, index: int, metrics: dict[str, float]) -> dict[str, float]:
         """Return its row of RUN/optimizer_steps.jsonl, without values that are not finite.
 
         Args:
@@ -73,8 +73,8 @@ class Update(NamedTuple):
             computed: the metrics of `sums`.
         """
         values = {"optim/grad_norm": self.norm, "optim/lr": self.lr, **self.before}
-        values |= {name: computed[name] for name in OF_EACH_STEP if name in computed}
-        values |= {name: x for name, x in computed.items() if name.startswith("reshape/")}
+        values |= {name: metrics[name] for name in OF_EACH_STEP if name in metrics}
+        values |= {name: x for name, x in metrics.items() if name.startswith("reshape/")}
         return {"step": number, "update": index} | {
             name: x for name, x in values.items() if math.isfinite(x)
         }
@@ -106,14 +106,14 @@ class LearnerCore:
         self.run_dir = run_dir
         backend = config.learner.backend
         # under ZeRO-3, modules fetch their parameters by hooks
-        by_modules = backend == "deepspeed" and config.learner.zero_stage == 3
+        runs_modules = backend == "deepspeed" and config.learner.zero_stage == 3
         # FSDP2 moves a rank's part to its device
         device = "cpu" if backend == "fsdp2" else config.model.device
-        self.model = load_learner_policy(model_dir, config, device=device, whole=by_modules)
+        self.model = load_learner_policy(model_dir, config, device=device, whole=runs_modules)
         self.model.exact = bool(config.exact)
         self.model.exact_length = config.generator.context
         self.model.recompute = config.learner.gradient_checkpointing
-        # the routers whose recorded experts are replayed; None: none are
+        # routers whose recorded experts are replayed; None: no replay
         self.routing = self.model.replayable_routing() if config.learner.replay_routing else None
         if config.lora.rank:
             adapters.attach(self.model, config.lora, config.seed)
@@ -133,9 +133,9 @@ class LearnerCore:
             )
         self.layout = manifest(self.model)  # before a backend partitions the parameters
         self.backend = make_backend(config, self.model)
-        # the loss is computed beside the model, so that it never waits for the device; several
-        # ranks exchange it on the host
-        self.where = (
+        # one process computes the loss on the model's device and never waits for it; several ranks
+        # exchange it on the host
+        self.loss_device = (
             self.model.device
             if self.backend.ranks == 1 and config.learner.backend == "torch"
             else torch.device("cpu")
@@ -146,7 +146,7 @@ class LearnerCore:
         self.measure = SplitMeter(config, self.model, self.layout, self._forward)
         self.state = LearnerState(beta=config.kl.reward.coefficient)
         self.reported: set[str] = set()
-        self.made: set[int] = set()  # samples of the batch that an optimizer step was made on
+        self.trained_samples: set[int] = set()  # of the batch, by any optimizer step
         self.sample_log: SampleLog | None = None  # set by the owner of a run directory
         self.updates: list[dict[str, float]] = []  # of the last batch, one row per optimizer step
         # of the last batch, per sample, for `Commit.unused`
@@ -189,14 +189,14 @@ class LearnerCore:
         self.backend.broadcast("train", batch)
         config = self.config
         packed = self._pack_batch(batch)
-        everyone = range(packed.count)
+        all_samples = range(packed.count)
         self.critic_norms: list[float] = []
         self.cosines: list[float] = []
         advantage = config.advantage
         by_prompt = (
             isinstance(advantage, settings.ReinforceAdvantage) and advantage.baseline == "prompt"
         )
-        digests = self._known_prompts(batch, packed) if by_prompt else []
+        digests = self._look_up_prompts(batch, packed) if by_prompt else []
         prep = step_loss.prepare(
             packed.loss,
             config,
@@ -204,30 +204,34 @@ class LearnerCore:
             beta=self.state.beta,
             number=batch.number,
         )
-        rate = self._rate()
-        measured = config.record.kl_moved and batch.number % config.record.kl_moved == 0
-        before = self._forward(self.model, packed, everyone) if measured else None
-        steps = self._epochs(prep, packed)
-        self.unused = self._unused_tokens(prep, packed, len(batch.samples))
-        of_batch, *by_update = step_loss.finish_each([steps.sums, *(u.sums for u in steps.updates)])
-        metrics = prep.metrics | of_batch
-        again = config.learner.epochs > 1 or packed.loss.start is not None
-        if len(steps.updates) < 2 or not again:
-            # every pass over known samples is the start itself: always 0
+        rate = self._compute_rate()
+        measures_move = config.record.kl_moved and batch.number % config.record.kl_moved == 0
+        logprobs = self._forward(self.model, packed, all_samples) if measures_move else None
+        steps = self._run_epochs(prep, packed)
+        self.unused = self._count_unused_tokens(prep, packed, len(batch.samples))
+        batch_metrics, *step_metrics = step_loss.finish_each(
+            [steps.sums, *(u.sums for u in steps.updates)]
+        )
+        metrics = prep.metrics | batch_metrics
+        has_later_passes = config.learner.epochs > 1 or packed.loss.start is not None
+        if len(steps.updates) < 2 or not has_later_passes:
+            # every pass uses the start's own weights: always 0
             metrics = {k: x for k, x in metrics.items() if not k.startswith(OF_LATER_PASSES)}
         if batch.tasks:
-            metrics |= self._ess_by_task(batch, packed, prep)
+            metrics |= self._compute_ess_by_task(batch, packed, prep)
         self.measure.version = None
-        metrics |= self._measures(batch, packed, prep)
-        if self.sample_log is not None and self.sample_log.due(batch.number):
-            self.sample_log.add(self.sample_log.rows(batch, packed, prep, self.measure.version))
+        metrics |= self._measure_samples(batch, packed, prep)
+        if self.sample_log is not None and self.sample_log.is_due(batch.number):
+            self.sample_log.add(
+                self.sample_log.build_rows(batch, packed, prep, self.measure.version)
+            )
         self.updates = [
-            update.row(batch.number, i, values)
-            for i, (update, values) in enumerate(zip(steps.updates, by_update, strict=True))
+            update.as_row(batch.number, i, values)
+            for i, (update, values) in enumerate(zip(steps.updates, step_metrics, strict=True))
         ]
-        if config.exact is True and (off := metrics.get("mismatch/max_at_lag_0", 0.0)) != 0:
+        if config.exact is True and (error := metrics.get("mismatch/max_at_lag_0", 0.0)) != 0:
             raise AsyncrlError(
-                f"exact: engine and learner differ at lag 0 in batch {batch.number} by {off:.1e} "
+                f"exact: engine and learner differ at lag 0 in batch {batch.number} by {error:.1e} "
                 'nats; see `asyncrl doctor --exact`, or exact = "try"'
             )
         if self.critic_norms:
@@ -235,9 +239,9 @@ class LearnerCore:
         if self.cosines:
             metrics["optim/gradient_cosine"] = sum(self.cosines) / len(self.cosines)
             metrics["optim/gradient_cosine_max"] = max(self.cosines)
-        if before is not None:
-            after = self._forward(self.model, packed, everyone)
-            metrics["kl/moved"] = measure_move(before, after, packed.loss.behavior, prep.valid)
+        if logprobs is not None:
+            columns = logprobs, self._forward(self.model, packed, all_samples), packed.loss.behavior
+            metrics["kl/moved"] = measure_move(*columns, prep.valid)
         used_beta = self.state.beta
         self._carry(packed, metrics)
         if by_prompt:
@@ -254,49 +258,49 @@ class LearnerCore:
             "kl/loss_beta": config.kl.loss.coefficient,
         }
 
-    def _ess_by_task(
+    def _compute_ess_by_task(
         self, batch: Batch, packed: PackedBatch, prep: step_loss.PreparedBatch
     ) -> dict[str, float]:
         """Return is/ess of each task's tokens, in a mixture of tasks."""
         titles = list(dict.fromkeys(batch.tasks))
-        number = torch.tensor([titles.index(batch.tasks[place]) for place in packed.places])
-        of_token = number.to(prep.start.device)[prep.batch.seq]
-        seen = prep.valid & prep.known & prep.batch.mask
+        task_numbers = torch.tensor([titles.index(batch.tasks[place]) for place in packed.places])
+        task_of_token = task_numbers.to(prep.start.device)[prep.batch.seq]
+        known_tokens = prep.valid & prep.known & prep.batch.mask
         ratio = torch.where(
-            seen, ratios.compute_log_ratio(prep.start, prep.batch.behavior).exp(), 0.0
+            known_tokens, ratios.compute_log_ratio(prep.start, prep.batch.behavior).exp(), 0.0
         )
-        rows = torch.stack([seen.double(), ratio.double(), ratio.double().square()])
-        sums = rows.new_zeros(3, len(titles)).index_add_(1, of_token, rows)
-        count, first, second = self.backend.sum_over_ranks(sums).tolist()
+        rows = torch.stack([known_tokens.double(), ratio.double(), ratio.double().square()])
+        sums = rows.new_zeros(3, len(titles)).index_add_(1, task_of_token, rows)
+        count, ratio_sums, square_sums = self.backend.sum_over_ranks(sums).tolist()
         return {
-            f"task/{title}_ess": diagnostics.compute_ess(first[i], second[i], count[i])
+            f"task/{title}_ess": diagnostics.compute_ess(ratio_sums[i], square_sums[i], count[i])
             for i, title in enumerate(titles)
             if count[i]
         }
 
-    def _measures(
+    def _measure_samples(
         self, batch: Batch, packed: PackedBatch, prep: step_loss.PreparedBatch
     ) -> dict[str, float]:
         """Measure the split and the reference KL on some samples of the batch, at rank 0.
 
         All ranks run the pass under the updated policy.
         """
-        split, reference = self.measure.due(batch.number)
+        split, reference = self.measure.is_due(batch.number)
         if not split and not reference:
             return {}
         split_on, refer_on = self.backend.gather(
             self.measure.choose_samples(packed, prep, batch.number)
         )[0]
-        after = self._forward(self.model, packed, split_on) if split and split_on else None
+        updated = self._forward(self.model, packed, split_on) if split and split_on else None
         if self.backend.rank:
             return {}
-        return self.measure(batch, packed, prep, (split_on, refer_on), after)
+        return self.measure(batch, packed, prep, (split_on, refer_on), updated)
 
     def _pack_batch(self, batch: Batch) -> PackedBatch:
         """Pack the batch and add proximal and reference log-probabilities and values."""
         config = self.config
-        packed = pack(batch, greedy=config.advantage.name == "remax").to_device(self.where)
-        everyone = range(packed.count)
+        packed = pack(batch, greedy=config.advantage.name == "remax").to_device(self.loss_device)
+        all_samples = range(packed.count)
         if len(packed.responses) > packed.count and (
             keys := settings.list_ordered_settings(config)
         ):
@@ -313,48 +317,50 @@ class LearnerCore:
                 "reward function's token_rewards are not trained on; "
                 f"{', '.join(advantages.BY_TOKEN)} use them"
             )
-        self._set_proximal(packed, everyone)
-        self._measured(packed)
+        self._set_proximal(packed, all_samples)
+        self._add_gradient_norms(packed)
         if self.reference is not None:
-            packed.loss.reference = self._forward(self.reference, packed, everyone)
+            packed.loss.reference = self._forward(self.reference, packed, all_samples)
         if self.reward_reference is not None and self.reward_reference is not self.reference:
-            packed.loss.reward_reference = self._forward(self.reward_reference, packed, everyone)
+            packed.loss.reward_reference = self._forward(self.reward_reference, packed, all_samples)
         if self.critic is not None:
-            packed.loss.values, packed.loss.bootstrap = self._start_values(packed, self.critic)
+            packed.loss.values, packed.loss.bootstrap = self._compute_start_values(
+                packed, self.critic
+            )
         return packed
 
-    def _start_values(
+    def _compute_start_values(
         self, packed: PackedBatch, critic: Critic
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `Critic.start` of the whole batch."""
-        mine, rounds = self._own_micro_batches(packed, range(packed.count))
+        """Return `Critic.compute_start_values` of the whole batch."""
+        own_micros, rounds = self._select_own_micro_batches(packed, range(packed.count))
         with self.backend.guard():
-            values, bootstrap = critic.start(packed, mine)
-            for _ in range(rounds - len(mine)):
-                critic.start(packed, [[0]])
+            values, bootstrap = critic.compute_start_values(packed, own_micros)
+            for _ in range(rounds - len(own_micros)):
+                critic.compute_start_values(packed, [[0]])
         values, bootstrap = (self.backend.sum_over_ranks(x) for x in (values, bootstrap))
-        return values.to(self.where), bootstrap.to(self.where)
+        return values.to(self.loss_device), bootstrap.to(self.loss_device)
 
-    def _measured(self, packed: PackedBatch) -> None:
-        """Add gradient norms to the batch where the advantage needs them."""
+    def _add_gradient_norms(self, packed: PackedBatch) -> None:
+        """Add the gradient norms or token energies that the advantage needs to the batch."""
         advantage = self.config.advantage
 
         def run(samples: Sequence[int], hidden: bool) -> Any:
             return self._run(self.model, packed, samples, entropy=False, hidden=hidden)
 
         if advantage.name == "opob":
-            packed.loss.squared_norms = gradients.squared_norms(
-                packed, run, self.backend.squared_gradient
+            packed.loss.squared_norms = gradients.compute_squared_norms(
+                packed, run, self.backend.compute_squared_gradient
             )
         if advantage.name == "otb":
-            mine, rounds = self._own_micro_batches(packed, range(packed.count))
-            energy = gradients.energies(packed, self.model, run, mine)
+            own_micros, rounds = self._select_own_micro_batches(packed, range(packed.count))
+            energy = gradients.compute_energies(packed, self.model, run, own_micros)
             with torch.no_grad():
-                for _ in range(rounds - len(mine)):
+                for _ in range(rounds - len(own_micros)):
                     run([0], True)
             packed.loss.energy = self.backend.sum_over_ranks(energy)
 
-    def _known_prompts(self, batch: Batch, packed: PackedBatch) -> list[str]:
+    def _look_up_prompts(self, batch: Batch, packed: PackedBatch) -> list[str]:
         """Return each sample's key in `LearnerState.prompts`; set the baselines of the loss."""
         digests = [
             xxhash.xxh3_64_hexdigest(sample.prompt_tokens + "".join(sample.images).encode("ascii"))
@@ -366,16 +372,16 @@ class LearnerCore:
 
     def _remember_prompts(self, digests: Sequence[str], rewards: Sequence[float]) -> None:
         """Update the running mean of each prompt with the batch's mean reward."""
-        given: dict[str, list[float]] = {}
+        rewards_by_prompt: dict[str, list[float]] = {}
         for digest, reward in zip(digests, rewards, strict=True):
-            given.setdefault(digest, []).append(reward)
-        kept = self._ema_decay()
-        for digest, values in given.items():
+            rewards_by_prompt.setdefault(digest, []).append(reward)
+        decay = self._get_ema_decay()
+        for digest, values in rewards_by_prompt.items():
             mean = sum(values) / len(values)
-            before = self.state.prompts.get(digest, mean)
-            self.state.prompts[digest] = kept * before + (1 - kept) * mean
+            previous = self.state.prompts.get(digest, mean)
+            self.state.prompts[digest] = decay * previous + (1 - decay) * mean
 
-    def _ema_decay(self) -> float:
+    def _get_ema_decay(self) -> float:
         """Return the decay of the running means; other advantages use the default."""
         advantage = self.config.advantage
         if not isinstance(advantage, settings.ReinforceAdvantage):
@@ -388,36 +394,38 @@ class LearnerCore:
             print(f"learner: {line}", file=sys.stderr, flush=True)
         self.reported.add(line)
 
-    def _epochs(self, prep: step_loss.PreparedBatch, packed: PackedBatch) -> StepSums:
+    def _run_epochs(self, prep: step_loss.PreparedBatch, packed: PackedBatch) -> StepSums:
         """Make all optimizer steps of a batch, until KL early stopping ends them."""
         total: dict[str, torch.Tensor] = {}
         updates: list[Update] = []
         stop_kl = 0.0
-        self.made = set()
+        self.trained_samples = set()
         by_step = self.config.stop.kl_max > 0 and self.config.stop.every == "step"
         for epoch in range(self.config.learner.epochs):
             if epoch and self.config.stop.every == "epoch":
-                stop_kl = self._kl_of_batch(prep, packed)
+                stop_kl = self._measure_batch_kl(prep, packed)
                 if stop_kl > self.config.stop.kl_max:
                     self.state.early_stops += 1
                     break
-            for samples in self._minibatches(packed, epoch):
-                first = self.backend.stops_first and by_step and bool(updates)
+            for samples in self._choose_minibatches(packed, epoch):
+                decides_before = self.backend.stops_first and by_step and bool(updates)
                 current = (
                     self._forward(self.model, packed, range(packed.count))
-                    if first or step_loss.needs_current(prep)
+                    if decides_before or step_loss.needs_current(prep)
                     else None
                 )
-                step = step_loss.begin_step(prep, torch.tensor(samples, device=self.where), current)
+                step = step_loss.begin_step(
+                    prep, torch.tensor(samples, device=self.loss_device), current
+                )
                 prep.metrics |= step.metrics
                 # skip the step: with a learning rate of 0 it would still move Adam's moments
                 stopped = step.lr_scale == 0
-                if first and current is not None and not stopped:
-                    stop_kl = self._stop_kl(
+                if decides_before and current is not None and not stopped:
+                    stop_kl = self._compute_stop_kl(
                         *step_loss.sum_update_kl(
                             prep,
-                            packed.token_positions(samples),
-                            current[packed.token_positions(samples)],
+                            packed.find_token_positions(samples),
+                            current[packed.find_token_positions(samples)],
                         )
                     )
                     stopped = (
@@ -425,18 +433,18 @@ class LearnerCore:
                     )
                 sums: dict[str, torch.Tensor] = {}
                 if not stopped:
-                    sums, step_kl = self._gradient(prep, step, packed, samples)
+                    sums, step_kl = self._accumulate_gradient(prep, step, packed, samples)
                     if self.config.stop.every == "step":
                         stop_kl = step_kl
-                    over = (
+                    exceeds_kl = (
                         by_step
                         and self.config.stop.action == "skip"
                         and stop_kl > self.config.stop.kl_max
                     )
-                    stopped = over and bool(updates)
+                    stopped = exceeds_kl and bool(updates)
                 if stopped:
                     if not total:
-                        total = self._untrained(prep, step, packed, samples)
+                        total = self._sum_untrained(prep, step, packed, samples)
                     self.state.early_stops += 1
                     self._zero_grad()
                     return StepSums(total, updates, stop_kl)
@@ -445,13 +453,13 @@ class LearnerCore:
                 norm = self._apply(packed, sums, share)
                 if norm is not None:
                     step_loss.mark_step_made(prep)
-                    self.made.update(samples)
+                    self.trained_samples.update(samples)
                     if self.backend.cosine is not None:
                         step.metrics["optim/gradient_cosine"] = self.backend.cosine
-                    updates.append(Update(norm, self._rate() * share, sums, step.metrics))
+                    updates.append(Update(norm, self._compute_rate() * share, sums, step.metrics))
         return StepSums(total, updates, stop_kl)
 
-    def _unused_tokens(
+    def _count_unused_tokens(
         self, prep: step_loss.PreparedBatch, packed: PackedBatch, samples: int
     ) -> list[tuple[int, int]]:
         """Return (untrained, rejected) token counts per sample of the batch; [] when all are 0.
@@ -460,22 +468,26 @@ class LearnerCore:
         counts the tokens that were rejected or vetoed in every step.
         """
         # each rank has seen only its own samples
-        used = (
+        used_tokens = (
             self.backend.sum_over_ranks(prep.used.float()) if self.backend.ranks > 1 else prep.used
         )
-        lost = (prep.valid & (used == 0)).double()
+        unused_mask = (prep.valid & (used_tokens == 0)).double()
         counts = (
-            torch.zeros(packed.count, dtype=torch.double, device=lost.device)
-            .index_add_(0, prep.batch.seq, lost)
+            torch.zeros(packed.count, dtype=torch.double, device=unused_mask.device)
+            .index_add_(0, prep.batch.seq, unused_mask)
             .tolist()
         )
         unused = [(0, 0)] * samples
-        drawn = ratios.sum_by_sample(prep.batch.mask.long(), prep.batch.seq, packed.count).tolist()
-        for answer, place in enumerate(packed.places):
-            unused[place] = (0, int(counts[answer])) if answer in self.made else (drawn[answer], 0)
+        sampled = ratios.sum_by_sample(
+            prep.batch.mask.long(), prep.batch.seq, packed.count
+        ).tolist()
+        for sample, position in enumerate(packed.places):
+            unused[position] = (
+                (0, int(counts[sample])) if sample in self.trained_samples else (sampled[sample], 0)
+            )
         return unused if any(map(any, unused)) else []
 
-    def _untrained(
+    def _sum_untrained(
         self,
         prep: step_loss.PreparedBatch,
         step: step_loss.StepPlan,
@@ -487,14 +499,14 @@ class LearnerCore:
         A gradient that was computed is dropped.
         """
         if not self.backend.stops_first:
-            return self._gradient(prep, step, packed, samples)[0]
-        part = packed.token_positions(samples)
+            return self._accumulate_gradient(prep, step, packed, samples)[0]
+        part = packed.find_token_positions(samples)
         with torch.no_grad():
             return step_loss.compute_micro_loss(prep, step, part, prep.start[part])[1]
 
-    def _minibatches(self, packed: PackedBatch, epoch: int) -> list[list[int]]:
+    def _choose_minibatches(self, packed: PackedBatch, epoch: int) -> list[list[int]]:
         """Return the samples of each optimizer step of the epoch."""
-        return schedule.minibatches(
+        return schedule.split_minibatches(
             packed.groups,
             self.config.learner.minibatches,
             seed=self.config.seed,
@@ -502,7 +514,7 @@ class LearnerCore:
             epoch=epoch,
         )
 
-    def _gradient(
+    def _accumulate_gradient(
         self,
         prep: step_loss.PreparedBatch,
         step: step_loss.StepPlan,
@@ -511,11 +523,16 @@ class LearnerCore:
     ) -> tuple[dict[str, torch.Tensor], float]:
         """Accumulate the gradient of one optimizer step; return its sums and the stop's KL."""
         sums: dict[str, torch.Tensor] = {}
-        stop = [torch.zeros((), device=self.where), torch.zeros((), device=self.where)]
+        stop_sums = [
+            torch.zeros((), device=self.loss_device),
+            torch.zeros((), device=self.loss_device),
+        ]
         self._zero_grad()
-        mine, rounds = self._own_micro_batches(packed, samples)
-        for turn in range(rounds):
-            micro, real = (mine[turn], True) if turn < len(mine) else ([samples[0]], False)
+        own_micros, rounds = self._select_own_micro_batches(packed, samples)
+        for index in range(rounds):
+            micro, is_real = (
+                (own_micros[index], True) if index < len(own_micros) else ([samples[0]], False)
+            )
             output = self._run(
                 self.model,
                 packed,
@@ -523,23 +540,23 @@ class LearnerCore:
                 entropy=True,
                 hidden=self.full_kl or (self.critic is not None and self.critic.trunk is None),
             )
-            part = packed.token_positions(micro)
+            part = packed.find_token_positions(micro)
             values = (
                 None
                 if self.critic is None
-                else self._values(self.critic, packed, micro, output.hidden)
+                else self._compute_values(self.critic, packed, micro, output.hidden)
             )
-            step_kl = self._step_kl(packed, micro, output.hidden) if self.full_kl else None
-            if not real:  # every rank makes as many passes as the busiest one
-                passed = [x for x in (output.logprobs, values, step_kl) if x is not None]
-                nothing = torch.stack([x.sum().to(self.where) * 0.0 for x in passed]).sum()
-                self.backend.backward(nothing, last=turn == rounds - 1)
+            step_kl = self._compute_step_kl(packed, micro, output.hidden) if self.full_kl else None
+            if not is_real:  # every rank makes as many passes as the busiest one
+                outputs = [x for x in (output.logprobs, values, step_kl) if x is not None]
+                zero_loss = torch.stack([x.sum().to(self.loss_device) * 0.0 for x in outputs]).sum()
+                self.backend.backward(zero_loss, is_last=index == rounds - 1)
                 continue
             # a view: the loss takes gradients with respect to it, and these must not run what FSDP2
             # attaches to the outputs of a forward pass
-            lp = output.logprobs.to(self.where).view(-1)
-            entropy = output.entropy.to(self.where) if output.entropy is not None else None
-            loss, more = step_loss.compute_micro_loss(
+            lp = output.logprobs.to(self.loss_device).view(-1)
+            entropy = output.entropy.to(self.loss_device) if output.entropy is not None else None
+            loss, micro_sums = step_loss.compute_micro_loss(
                 prep,
                 step,
                 part,
@@ -548,43 +565,44 @@ class LearnerCore:
                 values_now=values,
                 step_kl=step_kl,
             )
-            self.backend.backward(loss, last=turn == rounds - 1)
-            step_loss.add_sums(sums, more)
+            self.backend.backward(loss, is_last=index == rounds - 1)
+            step_loss.add_sums(sums, micro_sums)
             if self.config.stop.kl_max:
                 statistic, weight = step_loss.sum_update_kl(prep, part, lp.detach())
-                stop = [stop[0] + statistic, stop[1] + weight]
+                stop_sums = [stop_sums[0] + statistic, stop_sums[1] + weight]
         if self.backend.ranks > 1:
             sums = self._sum_over_ranks(sums)
-            stop = [self.backend.sum_over_ranks(x.clone()) for x in stop]
-        return sums, self._stop_kl(*stop)
+            stop_sums = [self.backend.sum_over_ranks(x.clone()) for x in stop_sums]
+        return sums, self._compute_stop_kl(*stop_sums)
 
-    def _values(
+    def _compute_values(
         self,
         critic: Critic,
         packed: PackedBatch,
         samples: Sequence[int],
         hidden: torch.Tensor | None,
     ) -> torch.Tensor:
+        """Return `Critic.compute_values` [n] on the loss's device."""
         with self.backend.guard():
-            return critic.values(packed, samples, hidden).to(self.where)
+            return critic.compute_values(packed, samples, hidden).to(self.loss_device)
 
-    def _kl_of_batch(self, prep: step_loss.PreparedBatch, packed: PackedBatch) -> float:
+    def _measure_batch_kl(self, prep: step_loss.PreparedBatch, packed: PackedBatch) -> float:
         """Return the KL for early stopping over the whole batch, from a forward pass."""
         current = self._forward(self.model, packed, range(packed.count))
-        everything = torch.arange(len(current), device=self.where)
-        return self._stop_kl(*step_loss.sum_update_kl(prep, everything, current))
+        all_tokens = torch.arange(len(current), device=self.loss_device)
+        return self._compute_stop_kl(*step_loss.sum_update_kl(prep, all_tokens, current))
 
-    def _stop_kl(self, total: torch.Tensor, weight: torch.Tensor) -> float:
+    def _compute_stop_kl(self, total: torch.Tensor, weight: torch.Tensor) -> float:
         """Return the KL for early stopping from the sums of `step_loss.sum_update_kl`."""
         return max(0.0, float(total / weight.clamp(min=1e-12))) if self.config.stop.kl_max else 0.0
 
-    def _own_micro_batches(
+    def _select_own_micro_batches(
         self, packed: PackedBatch, samples: Sequence[int]
     ) -> tuple[list[list[int]], int]:
         """Return this rank's micro-batches of `samples` and the number of the busiest rank's."""
         by_rank = [
             self._split_micro_batches(self.model, packed, share) if share else []
-            for share in self.backend.split_samples(samples, packed.sample_tokens())
+            for share in self.backend.split_samples(samples, packed.count_sample_tokens())
         ]
         return by_rank[self.backend.rank], max(map(len, by_rank))
 
@@ -592,7 +610,7 @@ class LearnerCore:
         self, model: PolicyModel, packed: PackedBatch, samples: Sequence[int]
     ) -> list[list[int]]:
         """Return the micro-batches of `samples` under `model`."""
-        return micro_batches(
+        return split_micro_batches(
             packed,
             samples,
             self.config.learner.micro_batch_tokens,
@@ -607,15 +625,15 @@ class LearnerCore:
         shapes = self.backend.gather(
             {k: (tuple(v.shape), str(v.dtype).removeprefix("torch.")) for k, v in sums.items()}
         )
-        every = {k: v for s in shapes for k, v in s.items()}
+        shape_by_name = {k: v for s in shapes for k, v in s.items()}
         totals = {}
-        for name in sorted(every):
-            shape, dtype = every[name]
-            mine = sums.get(name, torch.zeros(shape, dtype=getattr(torch, dtype)))
+        for name in sorted(shape_by_name):
+            shape, dtype = shape_by_name[name]
+            own_sum = sums.get(name, torch.zeros(shape, dtype=getattr(torch, dtype)))
             totals[name] = (
-                self.backend.sum_over_ranks(mine.clone())
+                self.backend.sum_over_ranks(own_sum.clone())
                 if not name.startswith("max/")
-                else self.backend.max_over_ranks(mine.clone())
+                else self.backend.max_over_ranks(own_sum.clone())
             )
         return totals
 
@@ -627,11 +645,13 @@ class LearnerCore:
         A gradient that is not finite is skipped and counted. Raises NotFiniteError for the third in
         a row.
         """
-        norm = self.backend.step(self._rate() * lr_scale, sums["loss/policy"])
+        norm = self.backend.step(self._compute_rate() * lr_scale, sums["loss/policy"])
         if norm is not None:
             if self.critic is not None:
                 self.critic_norms.append(
-                    self.critic.step(self._rate() * lr_scale, self._schedule() * lr_scale)
+                    self.critic.step(
+                        self._compute_rate() * lr_scale, self._compute_schedule_share() * lr_scale
+                    )
                 )
             if self.backend.cosine is not None and not math.isnan(self.backend.cosine):
                 self.cosines.append(self.backend.cosine)
@@ -647,6 +667,7 @@ class LearnerCore:
         return None
 
     def _save(self, packed: PackedBatch) -> str:
+        """Save the batch for inspection; return the end of an error message that names the file."""
         if self.run_dir is None:
             return ""
         path = self.run_dir / "bad_batch.msgpack"
@@ -657,7 +678,7 @@ class LearnerCore:
                 "reward": reward,
             }
             for sample, reward in enumerate(packed.loss.rewards.tolist())
-            for row in packed.rows_of([sample])
+            for row in packed.list_rows([sample])
         ]
         path.write_bytes(msgspec.msgpack.encode(rows))
         return f"; the batch is saved in {path}"
@@ -674,20 +695,20 @@ class LearnerCore:
         hidden: bool = False,
     ) -> Any:
         # the policy of any version replays the experts; reference policies route by themselves
-        own = model is self.model or model is self.measure.shadow
+        replays_experts = model is self.model or model is self.measure.shadow
         with self.backend.guard():
             return model.logprobs(
-                *packed.row_arrays(samples),
-                packed.row_temperature(samples),
-                groups=[packed.shared[row] for row in packed.rows_of(samples)],
+                *packed.get_row_arrays(samples),
+                packed.get_row_temperature(samples),
+                groups=[packed.shared[row] for row in packed.list_rows(samples)],
                 want_entropy=entropy,
                 want_hidden=hidden,
-                supports=packed.row_supports(samples),
-                routed=packed.row_routed(samples) if own else None,
-                images=packed.row_images(samples),
+                supports=packed.get_row_supports(samples),
+                routed=packed.get_row_routed(samples) if replays_experts else None,
+                images=packed.get_row_images(samples),
             )
 
-    def _step_kl(
+    def _compute_step_kl(
         self, packed: PackedBatch, samples: Sequence[int], hidden: torch.Tensor
     ) -> torch.Tensor:
         """Return KL(theta || ref) over the vocabulary at each state, [n] with gradient.
@@ -706,8 +727,10 @@ class LearnerCore:
             hidden,
             self.reference.fast,
             ref,
-            packed.temperature.to(self.where)[packed.loss.seq[packed.token_positions(samples)]],
-            packed.support_table(samples, hidden.device),
+            packed.temperature.to(self.loss_device)[
+                packed.loss.seq[packed.find_token_positions(samples)]
+            ],
+            packed.build_support_table(samples, hidden.device),
         )
 
     def _zero_grad(self) -> None:
@@ -723,18 +746,18 @@ class LearnerCore:
 
         It uses the micro-batches of training.
         """
-        logprobs = torch.zeros(int(packed.offsets[-1]), device=self.where)
-        mine, rounds = (
-            self._own_micro_batches(packed, samples)
+        logprobs = torch.zeros(int(packed.offsets[-1]), device=self.loss_device)
+        own_micros, rounds = (
+            self._select_own_micro_batches(packed, samples)
             if model is self.model
             else (self._split_micro_batches(model, packed, samples), 0)
         )
-        for micro in mine:
-            logprobs[packed.token_positions(micro)] = (
-                self._run(model, packed, micro, entropy=False).logprobs.float().to(self.where)
+        for micro in own_micros:
+            logprobs[packed.find_token_positions(micro)] = (
+                self._run(model, packed, micro, entropy=False).logprobs.float().to(self.loss_device)
             )
         # with partitioned parameters every rank makes as many passes as the busiest one
-        for _ in range(rounds - len(mine)):
+        for _ in range(rounds - len(own_micros)):
             self._run(model, packed, [samples[0]], entropy=False)
         return self.backend.sum_over_ranks(logprobs) if model is self.model else logprobs
 
@@ -765,18 +788,18 @@ class LearnerCore:
             share = 1.0 / (loss.token_lag.float() + 1.0)
             loss.proximal = share * loss.behavior + (1 - share) * loss.start
 
-    def _rate(self) -> float:
+    def _compute_rate(self) -> float:
         """Return the learning rate of this batch."""
-        return self.config.learner.lr * self._schedule()
+        return self.config.learner.lr * self._compute_schedule_share()
 
-    def _schedule(self) -> float:
+    def _compute_schedule_share(self) -> float:
         """Return the schedule's share of the learning rate."""
-        return schedule.learning_rate_share(self.config.learner, self.state.number)
+        return schedule.compute_learning_rate_share(self.config.learner, self.state.number)
 
     def _carry(self, packed: PackedBatch, metrics: dict[str, float]) -> None:
         """Update the running mean of the rewards and the adaptive KL coefficient."""
         mean = metrics["reward/used_mean"]
-        decay = self._ema_decay()
+        decay = self._get_ema_decay()
         self.state.baseline = (
             mean if self.state.number == 0 else decay * self.state.baseline + (1 - decay) * mean
         )

@@ -202,8 +202,10 @@ def export(run_dir: Path, path: Path, push_to_hub: str, private: bool, as_json: 
     source = run_dir / "model"
     if not source.is_dir():
         root = run_dir / "checkpoints"
-        claimed = checkpoint.epochs(root, claimed=True)
-        newest = checkpoint.newest_checkpoint(root / f"epoch_{claimed[-1]}") if claimed else None
+        claimed = checkpoint.list_epochs(root, claimed=True)
+        newest = (
+            checkpoint.find_newest_checkpoint(root / f"epoch_{claimed[-1]}") if claimed else None
+        )
         if newest is None:
             raise ConfigError(f"{run_dir}: has no model and no checkpoint; is it a run directory?")
         source = newest / "model"

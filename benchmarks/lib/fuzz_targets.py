@@ -172,7 +172,7 @@ class Learner:
         return judged(lambda: self._act(data))
 
     def _act(self, data: bytes) -> None:
-        from learner.batch import micro_batches, pack
+        from learner.batch import pack, split_micro_batches
 
         message = self.socket.read([data])
         if not isinstance(message, m.Refusal | m.FencedReply):  # these end it, by right
@@ -181,7 +181,7 @@ class Learner:
         if isinstance(message, m.Batch):
             for greedy in (False, True):
                 packed = pack(message, greedy=greedy)
-                micro_batches(packed, range(packed.count), 1 << 12)
+                split_micro_batches(packed, range(packed.count), 1 << 12)
 
     def close(self) -> None:
         self.socket.close()

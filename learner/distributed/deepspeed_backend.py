@@ -30,7 +30,7 @@ from asyncrl.models.policy import (
     read_flat,
     recompute_modules,
 )
-from learner.backend import optimizer_for
+from learner.backend import build_optimizer
 from learner.distributed.ranks import DistributedBackend
 
 
@@ -82,7 +82,7 @@ class DeepSpeedBackend(DistributedBackend):
             # with adapters it gets only these: type and device of the base stay as they are, and
             # its weights stay out of checkpoints
             model=model.hf if model.adapter is None else torch.nn.ParameterList(self.trained),
-            optimizer=optimizer_for(config, self.trained),
+            optimizer=build_optimizer(config, self.trained),
             config=settings,
         )
         self.gathered = deepspeed.zero.GatheredParameters
@@ -108,11 +108,11 @@ class DeepSpeedBackend(DistributedBackend):
 
     # ---- one optimizer step ----------------------------------------------------------------------
 
-    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+    def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         if self.config.learner.zero_stage:
             # done by engine.forward too: without it stage 3 overwrites instead of accumulating
             self.engine.optimizer.clear_backward_seen_flag()
-        self.engine.set_gradient_accumulation_boundary(last)
+        self.engine.set_gradient_accumulation_boundary(is_last)
         with self.guard():
             self.engine.backward(loss * self.ranks)
 
@@ -145,9 +145,9 @@ class DeepSpeedBackend(DistributedBackend):
         """Discard an accumulated gradient that must not be used."""
         self.zero_grad()
         for name in ("averaged_gradients", "_DeepSpeedZeroOptimizer_Stage3__param_reduce_events"):
-            kept = getattr(self.optimizer, name, None)
-            if isinstance(kept, dict):
-                kept.clear()
+            cache = getattr(self.optimizer, name, None)
+            if isinstance(cache, dict):
+                cache.clear()
         # the next pass starts over in CPU memory instead of adding
         if self.config.learner.offload and self.config.learner.zero_stage < 3:
             inner: Any = self.optimizer
@@ -158,7 +158,7 @@ class DeepSpeedBackend(DistributedBackend):
     # ---- weights and state -----------------------------------------------------------------------
 
     @contextmanager
-    def full_parameters(self) -> Iterator[None]:
+    def gather_full_parameters(self) -> Iterator[None]:
         with (
             self.guard(),
             self.gathered(
@@ -168,10 +168,10 @@ class DeepSpeedBackend(DistributedBackend):
             ),
         ):
             # using the weights takes time that must not count against the deadline
-            began = self.inside
-            self.inside = 0.0
+            guarded_since = self.guarded_since
+            self.guarded_since = 0.0
             yield
-            self.inside = time.monotonic() if began else 0.0
+            self.guarded_since = time.monotonic() if guarded_since else 0.0
 
     def write_flat(self, buffer: memoryview | None) -> None:
         """Write one parameter at a time: no second full copy, also under ZeRO-3."""
@@ -194,7 +194,7 @@ class DeepSpeedBackend(DistributedBackend):
         with self.guard():  # under ZeRO-3 a forward pass of every rank
             return super().probe() if self.rank == 0 or self.sharded else b""
 
-    def state(self, directory: Path) -> dict[str, Any]:
+    def get_state(self, directory: Path) -> dict[str, Any]:
         with self.guard():
             self.engine.save_checkpoint(
                 str(directory / "deepspeed"),
@@ -226,22 +226,26 @@ class DeepSpeedBackend(DistributedBackend):
                 f"{self.ranks}: only the state of learner.optimizer = "
                 "adamw can be redistributed; resume with the same learner.ranks"
             )
-        apart = directory.with_name(f".{directory.name}.universal")  # the same on every rank
+        universal_dir = directory.with_name(
+            f".{directory.name}.universal"
+        )  # the same on every rank
         try:
             if self.rank == 0:
-                universal(saved / "state", apart / "state")
+                convert_to_universal(saved / "state", universal_dir / "state")
             with self.guard():
                 dist.barrier()
                 self.engine._config.load_universal_checkpoint = True
-                self.engine.load_checkpoint(str(apart), tag="state", load_module_strict=True)
+                self.engine.load_checkpoint(
+                    str(universal_dir), tag="state", load_module_strict=True
+                )
                 dist.barrier()
         finally:
             self.engine._config.load_universal_checkpoint = False
             if self.rank == 0:
-                shutil.rmtree(apart, ignore_errors=True)
+                shutil.rmtree(universal_dir, ignore_errors=True)
 
 
-def universal(source: Path, target: Path) -> None:
+def convert_to_universal(source: Path, target: Path) -> None:
     """Write DeepSpeed's universal form of the checkpoint in `source`.
 
     Each parameter's state is whole, for any number of ranks.

@@ -33,9 +33,9 @@ from torch.distributed.tensor import DTensor
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import DamagedDataError
 from asyncrl.models.policy import PolicyModel, named_weights, read_flat, recompute_modules
-from learner.backend import optimizer_for
+from learner.backend import build_optimizer
 from learner.distributed.ranks import DistributedBackend
-from learner.gradients import square_sum
+from learner.gradients import sum_squares
 
 FOLDER = "fsdp2"  # of a checkpoint
 PREVIOUS = "previous_gradient"
@@ -53,8 +53,8 @@ class FsdpBackend(DistributedBackend):
         self.roots: list[FSDPModule] = []
         self.parts: dict[str, TrainedPart] = {}
         self._shard_model(model)
-        self.optimizer = self._optimizer_of("policy", [model.hf])
-        self.alignment = self.gradient_alignment()
+        self.optimizer = self._build_optimizer("policy", [model.hf])
+        self.alignment = self.build_gradient_alignment()
 
     @property
     def load_device(self) -> str:
@@ -66,9 +66,11 @@ class FsdpBackend(DistributedBackend):
         self._shard(head, [], MixedPrecisionPolicy(cast_forward_inputs=False))
         if trunk is not None:
             self._shard_model(trunk)
-        return self._optimizer_of(name, [head, *([] if trunk is None else [trunk.hf])])
+        return self._build_optimizer(name, [head, *([] if trunk is None else [trunk.hf])])
 
-    def _optimizer_of(self, name: str, modules: Sequence[torch.nn.Module]) -> torch.optim.Optimizer:
+    def _build_optimizer(
+        self, name: str, modules: Sequence[torch.nn.Module]
+    ) -> torch.optim.Optimizer:
         """Return the optimizer of the modules' parameters, and keep them in checkpoints."""
         parameters = {
             f"{index}.{path}": parameter
@@ -76,7 +78,7 @@ class FsdpBackend(DistributedBackend):
             for path, parameter in module.named_parameters()
             if parameter.requires_grad
         }
-        optimizer = optimizer_for(self.config, list(parameters.values()))
+        optimizer = build_optimizer(self.config, list(parameters.values()))
         self.parts[name] = TrainedPart(parameters, optimizer)
         return optimizer
 
@@ -94,7 +96,7 @@ class FsdpBackend(DistributedBackend):
             policy = MixedPrecisionPolicy(
                 param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
             )
-        self._shard(model.hf, layers_of(model), policy)
+        self._shard(model.hf, list_layers(model), policy)
 
     def _shard(
         self,
@@ -114,7 +116,7 @@ class FsdpBackend(DistributedBackend):
             # the loss has global denominators
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
-            # of experts, for instance, that none of a rank's tokens chose
+            # for instance the experts that no token of a rank chose
             sharded.set_reduce_scatter_unused_params(True, recurse=False)
             sharded.gathered_call = _call
             register_fsdp_forward_method(sharded, "gathered_call")
@@ -127,24 +129,24 @@ class FsdpBackend(DistributedBackend):
 
     # ---- one optimizer step ----------------------------------------------------------------------
 
-    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+    def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         with self.guard():
-            super().backward(loss, last=last)
+            super().backward(loss, is_last=is_last)
 
-    def gradients(self, parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
-        return [part_of(p.grad) for p in parameters if p.grad is not None]
+    def collect_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
+        return [get_local_part(p.grad) for p in parameters if p.grad is not None]
 
     def clip(self, parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
-        given = self.gradients(parameters)
-        norm = self.sum_over_ranks(square_sum(given).cpu()).sqrt()
+        gradients = self.collect_gradients(parameters)
+        norm = self.sum_over_ranks(sum_squares(gradients).cpu()).sqrt()
         if limit := self.config.learner.clip_norm:
-            torch._foreach_mul_(given, float((limit / (norm + 1e-6)).clamp(max=1.0)))
+            torch._foreach_mul_(gradients, float((limit / (norm + 1e-6)).clamp(max=1.0)))
         return norm
 
-    def squared_gradient(self, value: torch.Tensor) -> torch.Tensor:
+    def compute_squared_gradient(self, value: torch.Tensor) -> torch.Tensor:
         self.zero_grad()
-        self.backward(value / self.ranks, last=True)
-        square = square_sum(self.gradients(self.model.hf.parameters())).cpu()
+        self.backward(value / self.ranks, is_last=True)
+        square = sum_squares(self.collect_gradients(self.model.hf.parameters())).cpu()
         self.zero_grad()
         return self.sum_over_ranks(square)
 
@@ -153,59 +155,62 @@ class FsdpBackend(DistributedBackend):
     def _gather(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
         """Return a whole parameter on rank 0, on the CPU; None on other ranks."""
         assert isinstance(parameter, DTensor)
-        part = part_of(parameter).to(self.device, dtype)
+        part = get_local_part(parameter).to(self.device, dtype)
         if self.ranks == 1:
             return part.cpu()
-        rows, size = -(-parameter.shape[0] // self.ranks), list(parameter.shape[1:])
-        padded = part.new_zeros(rows, *size)
+        rows, row_shape = -(-parameter.shape[0] // self.ranks), list(parameter.shape[1:])
+        padded = part.new_zeros(rows, *row_shape)
         padded[: len(part)] = part
-        every = [torch.empty_like(padded) for _ in range(self.ranks)] if self.rank == 0 else None
-        dist.gather(padded, every, dst=0)
-        return torch.cat(every)[: parameter.shape[0]].cpu() if every is not None else None
+        gathered = [torch.empty_like(padded) for _ in range(self.ranks)] if self.rank == 0 else None
+        dist.gather(padded, gathered, dst=0)
+        return torch.cat(gathered)[: parameter.shape[0]].cpu() if gathered is not None else None
 
-    def _gathered_weights(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
+    def _gather_weights(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
         """Yield name, part and, on rank 0, whole tensor of each weight, one at a time."""
         self._divide()
         dtypes = {name: getattr(torch, dtype) for name, dtype, *_ in self.layout}
         for name, parameter in named_weights(self.model):
             with self.guard():
-                whole = self._gather(parameter, dtypes[name])
-            yield name, parameter, whole
+                full_tensor = self._gather(parameter, dtypes[name])
+            yield name, parameter, full_tensor
 
     @contextmanager
-    def full_parameters(self) -> Iterator[None]:
+    def gather_full_parameters(self) -> Iterator[None]:
         # by the address of rank 0's part, which is never empty; tied modules share one
-        whole = {
-            part_of(parameter).data_ptr(): torch.nn.Parameter(tensor, requires_grad=False)
-            for _, parameter, tensor in self._gathered_weights()
+        full_parameters_by_address = {
+            get_local_part(parameter).data_ptr(): torch.nn.Parameter(tensor, requires_grad=False)
+            for _, parameter, tensor in self._gather_weights()
             if tensor is not None
         }
-        places = [
+        owners = [
             (module, name, parameter)
             for module in self.model.hf.modules()
             for name, parameter in module._parameters.items()
-            if parameter is not None and part_of(parameter).data_ptr() in whole
+            if parameter is not None
+            and get_local_part(parameter).data_ptr() in full_parameters_by_address
         ]
         try:
-            for module, name, parameter in places:
-                module._parameters[name] = whole[part_of(parameter).data_ptr()]
+            for module, name, parameter in owners:
+                module._parameters[name] = full_parameters_by_address[
+                    get_local_part(parameter).data_ptr()
+                ]
             yield
         finally:
-            for module, name, parameter in places:
+            for module, name, parameter in owners:
                 module._parameters[name] = parameter
 
     def write_flat(self, buffer: memoryview | None) -> None:
         """Write one parameter at a time: only rank 0 ever holds a whole one."""
         views = read_flat(buffer, self.layout) if buffer is not None else {}
-        for name, _, whole in self._gathered_weights():
-            if views and whole is not None:
-                views[name].copy_(whole)
+        for name, _, full_tensor in self._gather_weights():
+            if views and full_tensor is not None:
+                views[name].copy_(full_tensor)
 
     def probe(self) -> bytes:
         with self.guard():  # a forward pass of every rank
             return super().probe()
 
-    def _tensors(self, stored: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def _collect_tensors(self, stored: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return all trained parts by their names in a checkpoint.
 
         stored: the names of a checkpoint that is to be read. The optimizers get the states that it
@@ -214,25 +219,27 @@ class FsdpBackend(DistributedBackend):
         self._divide()
         tensors: dict[str, Any] = {}
         for name, part in self.parts.items():
-            tensors |= part.tensors(name, stored)
+            tensors |= part.collect_tensors(name, stored)
         if self.alignment is not None:
             policy = list(self.parts["policy"].parameters.values())
             if stored is not None:
-                known = any(name.startswith(PREVIOUS) for name in stored)
+                has_previous = any(name.startswith(PREVIOUS) for name in stored)
                 self.alignment.previous = [
-                    torch.zeros_like(part_of(p), dtype=torch.bfloat16) for p in policy if known
+                    torch.zeros_like(get_local_part(p), dtype=torch.bfloat16)
+                    for p in policy
+                    if has_previous
                 ]
             tensors |= {
-                f"{PREVIOUS}.{name}": like_parameter(gradient, parameter)
+                f"{PREVIOUS}.{name}": wrap_like_parameter(gradient, parameter)
                 for (name, parameter), gradient in zip(
                     self.parts["policy"].parameters.items(), self.alignment.previous, strict=False
                 )
             }
         return tensors
 
-    def state(self, directory: Path) -> dict[str, Any]:
+    def get_state(self, directory: Path) -> dict[str, Any]:
         with self.guard():
-            save(self._tensors(), checkpoint_id=directory / FOLDER)
+            save(self._collect_tensors(), checkpoint_id=directory / FOLDER)
             # every rank's part is on disk before rank 0 writes the manifest
             dist.barrier()
         return {FOLDER: self.ranks}
@@ -241,8 +248,8 @@ class FsdpBackend(DistributedBackend):
         saved = directory / FOLDER
         reader = FileSystemReader(saved)
         stored = reader.read_metadata().state_dict_metadata
-        wanted = self._tensors(stored)
-        for name, tensor in wanted.items():
+        tensors = self._collect_tensors(stored)
+        for name, tensor in tensors.items():
             if name not in stored or list(getattr(stored[name], "size", [])) != list(tensor.shape):
                 raise DamagedDataError(
                     f"checkpoint {directory} is of another model than model.path = "
@@ -250,7 +257,7 @@ class FsdpBackend(DistributedBackend):
                     "run, or resume it with the settings it was made with"
                 )
         with self.guard():
-            load(wanted, storage_reader=reader)
+            load(tensors, storage_reader=reader)
 
 
 class TrainedPart:
@@ -262,7 +269,7 @@ class TrainedPart:
         self.parameters = parameters
         self.optimizer = optimizer
 
-    def tensors(self, part: str, stored: Mapping[str, Any] | None) -> dict[str, Any]:
+    def collect_tensors(self, part: str, stored: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return parameters and states by name: PART.NAME and PART.NAME/STATE.
 
         stored: names in a checkpoint, after whose states the optimizer's are made; None: as it is.
@@ -284,7 +291,7 @@ class TrainedPart:
         return tensors
 
 
-def layers_of(model: PolicyModel) -> list[torch.nn.Module]:
+def list_layers(model: PolicyModel) -> list[torch.nn.Module]:
     """Return the layers of a model, each of which is gathered at a time."""
     if model.fast is not None:
         return list(model.hf.model.layers)
@@ -293,12 +300,12 @@ def layers_of(model: PolicyModel) -> list[torch.nn.Module]:
     return [m for m in model.hf.modules() if isinstance(m, GradientCheckpointingLayer)]
 
 
-def part_of(tensor: torch.Tensor) -> torch.Tensor:
+def get_local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a divided tensor, sharing its memory."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def like_parameter(part: torch.Tensor, parameter: torch.Tensor) -> DTensor:
+def wrap_like_parameter(part: torch.Tensor, parameter: torch.Tensor) -> DTensor:
     """Return the divided tensor of a rank's `part`, divided like `parameter`."""
     assert isinstance(parameter, DTensor)
     return DTensor.from_local(
@@ -311,5 +318,5 @@ def like_parameter(part: torch.Tensor, parameter: torch.Tensor) -> DTensor:
     )
 
 
-def _call(function: Callable[..., Any], *args: Any, **more: Any) -> Any:
-    return function(*args, **more)
+def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)

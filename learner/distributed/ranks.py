@@ -1,8 +1,8 @@
-"""Several learner processes as one learner: how they start, meet, talk and end.
+"""Several learner processes that act as one learner: start, connection, collectives and end.
 
 Every rank holds the whole batch and the same state. Forward and backward passes are assigned by
-length. The loss has global denominators, so the ranks' gradients add up to the whole. Ranks must
-make the same number of passes, so those with fewer micro-batches add empty ones.
+length. The loss has global denominators, so the ranks' gradients add up to that of the whole batch.
+All ranks must make the same number of passes, so ranks with fewer micro-batches add empty ones.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ from asyncrl.contract.parent import die_with_parent
 from asyncrl.models.policy import PolicyModel, manifest, resolve_device
 from learner.backend import TorchBackend
 
-# time to come together, imports included, in addition to learner.rank_timeout_s; time to end
-START_S = 60.0
-END_S = 20.0
+START_S = 60.0  # time to connect, imports included, in addition to learner.rank_timeout_s
+END_S = 20.0  # time for the other ranks to exit
 TRANSPORT = ("gloo", "nccl", "connection", "timed out", "timeout", "socket", "broken pipe")
 
 
@@ -42,7 +41,7 @@ class RankLost(AsyncrlError):
     exit_code = 137  # like a kill: the supervisor restarts the learner from its checkpoint
 
 
-def reserved_port() -> socket.socket:
+def reserve_port() -> socket.socket:
     """Open a socket that holds a free port of this host until it is closed.
 
     torch's store, which starts some imports later, may listen on the port meanwhile.
@@ -53,11 +52,12 @@ def reserved_port() -> socket.socket:
     return holder
 
 
-def start_ranks(config: Config, meet: socket.socket) -> list[subprocess.Popen[bytes]]:
+def start_ranks(config: Config, reserved: socket.socket) -> list[subprocess.Popen[bytes]]:
     """Make this process rank 0 and start the other ranks as copies of it.
 
-    They meet at the port that `meet` holds. Nothing is started when a launcher (torchrun) has set
-    the ranks. Raises ConfigError when the launcher's number differs from learner.ranks.
+    The ranks connect at the port that `reserved` holds. Nothing is started when a launcher
+    (torchrun) has set the ranks. Raises ConfigError when the launcher's number differs from
+    learner.ranks.
     """
     if "WORLD_SIZE" in os.environ:
         if int(os.environ["WORLD_SIZE"]) != config.learner.ranks:
@@ -69,7 +69,7 @@ def start_ranks(config: Config, meet: socket.socket) -> list[subprocess.Popen[by
     common = {
         "WORLD_SIZE": str(config.learner.ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(meet.getsockname()[1]),
+        "MASTER_PORT": str(reserved.getsockname()[1]),
     }
     # other ranks choose their own GPU: asyncrl/models/devices.py
     os.environ.update(common | {"RANK": "0", "LOCAL_RANK": "0"})
@@ -87,7 +87,7 @@ def start_ranks(config: Config, meet: socket.socket) -> list[subprocess.Popen[by
 class DistributedBackend(TorchBackend):
     """The base of backends of several ranks; see `TorchBackend`.
 
-    A subclass prepares model and optimizer after this class has brought the ranks together.
+    A subclass prepares model and optimizer after this class has connected the ranks.
     """
 
     # every rank takes part in each forward pass, and the parameters on a rank are parts
@@ -99,10 +99,10 @@ class DistributedBackend(TorchBackend):
         self.model = model
         self.device = torch.device(resolve_device(config.model.device))
         self.own = "WORLD_SIZE" not in os.environ
-        self.others = start_ranks(config, meet := reserved_port())
+        self.others = start_ranks(config, reserved := reserve_port())
         self.layout = manifest(model)
-        self.heard_at = time.monotonic()
-        self.inside = 0.0
+        self.last_broadcast_at = time.monotonic()
+        self.guarded_since = 0.0
         self.closed = False
         cuda = self.device.type == "cuda"
         if cuda and learner.ranks > 1 and not learner.gpus:
@@ -117,9 +117,9 @@ class DistributedBackend(TorchBackend):
         except (RuntimeError, ValueError) as error:
             raise RankLost(
                 f"the ranks of the learner did not come together within {limit:g} s: "
-                f"{_first_line(error)}"
+                f"{_get_first_line(error)}"
             ) from error
-        meet.close()
+        reserved.close()
         self.rank = dist.get_rank()
         self.ranks = dist.get_world_size()
         if self.ranks > 1:
@@ -140,7 +140,7 @@ class DistributedBackend(TorchBackend):
             with self.guard():
                 dist.broadcast(torch.tensor([len(data)]), src=0)
                 dist.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8), src=0)
-            self.heard_at = time.monotonic()
+            self.last_broadcast_at = time.monotonic()
 
     def receive_broadcast(self) -> tuple[str, Any]:
         """Receive the next command of rank 0, on another rank."""
@@ -163,7 +163,7 @@ class DistributedBackend(TorchBackend):
                     f"rank {rank} of the learner has ended "
                     f"({signal.Signals(-code).name if code < 0 else f'exit code {code}'})"
                 )
-        if time.monotonic() - self.heard_at > self.config.learner.rank_timeout_s / 4:
+        if time.monotonic() - self.last_broadcast_at > self.config.learner.rank_timeout_s / 4:
             self.broadcast("wait")
 
     def _watch(self) -> None:
@@ -174,18 +174,18 @@ class DistributedBackend(TorchBackend):
         while not self.closed:
             limit = self.config.learner.rank_timeout_s
             time.sleep(min(1.0, limit / 10))
-            since = self.inside
-            if since and time.monotonic() - since > limit:
-                ended = [
+            guarded_since = self.guarded_since
+            if guarded_since and time.monotonic() - guarded_since > limit:
+                exited = [
                     r for r, process in enumerate(self.others, 1) if process.poll() is not None
                 ]
-                who = (
-                    f"rank {ended[0]} of the learner has ended"
-                    if ended
+                problem = (
+                    f"rank {exited[0]} of the learner has ended"
+                    if exited
                     else "a rank of the learner does not answer"
                 )
                 print(
-                    f"error: RankLost: {who}: rank {self.rank} has waited {limit:g} s for it "
+                    f"error: RankLost: {problem}: rank {self.rank} has waited {limit:g} s for it "
                     f"(learner.rank_timeout_s = {limit:g})",
                     file=sys.stderr,
                     flush=True,
@@ -198,31 +198,31 @@ class DistributedBackend(TorchBackend):
     def guard(self) -> Iterator[None]:
         """Set a deadline for rank 0, and raise RankLost instead of a transport error.
 
-        The other ranks have no deadline: they may wait as long as rank 0 waits for a batch, and end
-        with it. Guards nest.
+        The other ranks have no deadline: they may wait as long as rank 0 waits for a batch, and
+        exit with it. Guards nest.
         """
-        outer = self.inside
-        self.inside = self.inside or (time.monotonic() if self.rank == 0 else 0.0)
+        outer = self.guarded_since
+        self.guarded_since = self.guarded_since or (time.monotonic() if self.rank == 0 else 0.0)
         try:
             yield
         except RuntimeError as error:
             if not isinstance(error, dist.DistError) and not any(
                 word in str(error).lower() for word in TRANSPORT
             ):
-                raise  # an error of this rank itself
+                raise  # this rank's own error
             time.sleep(0.2)  # a process's end becomes visible shortly after its connection's
-            ended = [r for r, p in enumerate(self.others, 1) if p.poll() is not None]
-            who = (
-                f"rank {ended[0]} of the learner has ended"
-                if ended
+            exited = [r for r, p in enumerate(self.others, 1) if p.poll() is not None]
+            problem = (
+                f"rank {exited[0]} of the learner has ended"
+                if exited
                 else "a rank of the learner has ended or did not answer"
             )
             raise RankLost(
-                f"{who} (learner.rank_timeout_s = {self.config.learner.rank_timeout_s:g}): "
-                f"{_first_line(error)}"
+                f"{problem} (learner.rank_timeout_s = {self.config.learner.rank_timeout_s:g}): "
+                f"{_get_first_line(error)}"
             ) from error
         finally:
-            self.inside = outer
+            self.guarded_since = outer
 
     def split_samples(self, samples: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
         order = sorted(samples, key=lambda i: (lengths[i], i))
@@ -247,18 +247,18 @@ class DistributedBackend(TorchBackend):
     def gather(self, value: Any) -> list[Any]:
         if self.ranks == 1:
             return [value]
-        mine = msgspec.msgpack.encode(value)
-        size = int(self.max_over_ranks(torch.tensor([len(mine)])))
+        encoded = msgspec.msgpack.encode(value)
+        size = int(self.max_over_ranks(torch.tensor([len(encoded)])))
         padded = torch.zeros(size, dtype=torch.uint8)
-        padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        every = [torch.zeros_like(padded) for _ in range(self.ranks)]
+        padded[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        gathered = [torch.zeros_like(padded) for _ in range(self.ranks)]
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.ranks)]
         with self.guard():
-            dist.all_gather(sizes, torch.tensor([len(mine)]))
-            dist.all_gather(every, padded)
+            dist.all_gather(sizes, torch.tensor([len(encoded)]))
+            dist.all_gather(gathered, padded)
         return [
             msgspec.msgpack.decode(t.numpy()[: int(n)].tobytes())
-            for t, n in zip(every, sizes, strict=True)
+            for t, n in zip(gathered, sizes, strict=True)
         ]
 
     def close(self) -> None:
@@ -289,7 +289,7 @@ class DistributedBackend(TorchBackend):
                 os.environ.pop(name, None)
 
 
-def _first_line(error: BaseException) -> str:
+def _get_first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
 
 

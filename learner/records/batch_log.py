@@ -35,8 +35,8 @@ class BatchLog:
         self.path = path
         self.limit_mib, self.limit_name = limit_mib, limit_name
         self.full = False
-        kept = [row for row in jsonl.read(path) if row.get(batch_key, number) < number]
-        lines = "".join(json.dumps(row) + "\n" for row in kept)
+        rows = [row for row in jsonl.read(path) if row.get(batch_key, number) < number]
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
         try:
             atomic_write.write(path, lines, sync=True)
         except OSError as error:
@@ -47,8 +47,8 @@ class BatchLog:
     def add(self, rows: Sequence[dict[str, Any]]) -> None:
         """Append `rows` until the file has reached its bound, which is reported once."""
         for row in rows:
-            size = len(json.dumps(row)) + 1
-            if not self.full and self.written + size > self.limit_mib * MIB:
+            row_bytes = len(json.dumps(row)) + 1
+            if not self.full and self.written + row_bytes > self.limit_mib * MIB:
                 self.full = True
                 print(
                     f"learner: {self.path} has reached {self.limit_name} = {self.limit_mib}: later "
@@ -59,7 +59,7 @@ class BatchLog:
             if self.full:
                 return
             self.file.write(row)
-            self.written += size
+            self.written += row_bytes
 
     def sync(self) -> None:
         """Make the rows so far survive a power cut, which a later checkpoint relies on."""

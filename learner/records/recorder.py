@@ -23,7 +23,7 @@ from learner.step import LearnerCore
 
 
 class StepLog(BatchLog):
-    """RUN/optimizer_steps.jsonl: a row for each optimizer step, `Update.row`."""
+    """RUN/optimizer_steps.jsonl: a row for each optimizer step, `Update.as_row`."""
 
     def __init__(self, config: Config, run_dir: Path, number: int) -> None:
         """Keep the rows of batches below `number`: see `BatchLog`."""
@@ -53,10 +53,10 @@ class Recorder:
         self.start = core.state.number
         self.size_reported = False
         self.broken = ""
-        life = RecordingHeader(stream.FORMAT, epoch, self.start, digest, load.dump(config))
+        header = RecordingHeader(stream.FORMAT, epoch, self.start, digest, load.dump(config))
         try:
             self.log = RecordingWriter(
-                run_dir, life, stream.size(run_dir), config.record.stream_mib * MIB
+                run_dir, header, stream.size(run_dir), config.record.stream_mib * MIB
             )
         except OSError as error:
             raise AsyncrlError(
@@ -68,7 +68,7 @@ class Recorder:
             3 if config.learner.optimizer == "adamw" else 1
         )
         if not stream.weights(run_dir):  # the version that a replay starts from
-            self.weights()
+            self.store_weights()
             if self.log.full:
                 raise AsyncrlError(
                     f"record.stream_mib: {config.record.stream_mib} MiB do not hold the first "
@@ -80,19 +80,19 @@ class Recorder:
         if self.broken:
             return
         try:
-            added = self.log.add(
+            has_room = self.log.add(
                 batch.number, RecordedStep(stream.strip_batch(batch), metrics, digest)
             )
         except OSError as error:
             return self.stop(f"{self.log.path} cannot be written: {error}")
-        if not added:
+        if not has_room:
             return self.stop(f"record.stream_mib = {self.config.record.stream_mib} is reached")
         every = self.config.record.weights_every
         if every and self.core.state.number % every == 0:
-            self.weights()
+            self.store_weights()
         self.report_size(batch.number)
 
-    def weights(self) -> None:
+    def store_weights(self) -> None:
         """Store the current weights and optimizer."""
         if self.log.has_room(self.weights_bytes):
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -101,10 +101,10 @@ class Recorder:
             except AsyncrlError as error:
                 return self.stop(str(error))
             path = self.directory / f"number_{self.core.state.number}"
-            written = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
+            size = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
             # the first ones have no optimizer moments yet
-            self.weights_bytes = max(written, self.weights_bytes)
-            self.log.used += written
+            self.weights_bytes = max(size, self.weights_bytes)
+            self.log.used += size
 
     def report_size(self, number: int) -> None:
         """Report the expected size of the recording, after the third batch."""
@@ -114,12 +114,14 @@ class Recorder:
         config = self.config
         steps = self.config.learner.steps
         batch_bytes = self.log.written / 3
-        many = (steps // config.record.weights_every if config.record.weights_every else 0) + 1
-        whole = batch_bytes * steps + many * self.weights_bytes
+        weight_count = (
+            steps // config.record.weights_every if config.record.weights_every else 0
+        ) + 1
+        total_bytes = batch_bytes * steps + weight_count * self.weights_bytes
         print(
-            f"recording: {batch_bytes / 1024:.1f} KiB a batch and {many} x "
-            f"{self.weights_bytes / MIB:.1f} MiB of weights: about {whole / MIB:.1f} MiB after "
-            f"{steps} batches, bound {config.record.stream_mib} MiB (record.stream_mib)",
+            f"recording: {batch_bytes / 1024:.1f} KiB a batch and {weight_count} x "
+            f"{self.weights_bytes / MIB:.1f} MiB of weights: about {total_bytes / MIB:.1f} MiB "
+            f"after {steps} batches, bound {config.record.stream_mib} MiB (record.stream_mib)",
             file=sys.stderr,
         )
 

@@ -44,13 +44,13 @@ class SampleLog(BatchLog):
             limit_name="record.token_samples_mib",
         )
 
-    def due(self, number: int) -> bool:
-        """Return whether samples of batch `number` are to be logged."""
+    def is_due(self, number: int) -> bool:
+        """Return whether batch `number` logs samples."""
         record = self.config.record
-        every = record.samples_every
-        return bool(every and record.token_samples and number % every == 0 and not self.full)
+        interval = record.samples_every
+        return bool(interval and record.token_samples and number % interval == 0 and not self.full)
 
-    def rows(
+    def build_rows(
         self,
         batch: Batch,
         packed: PackedBatch,
@@ -75,7 +75,7 @@ class SampleLog(BatchLog):
         if sampler is not None:
             columns["sampler"] = sampler
         rounded = {name: _round(x) for name, x in columns.items()}
-        whole = {
+        integers = {
             "lag": prep.batch.token_lag.cpu().numpy(),
             "clip": prep.clipped.cpu().numpy(),
             "mask": prep.batch.mask.cpu().numpy().astype(int),
@@ -85,25 +85,25 @@ class SampleLog(BatchLog):
         for group, reward in zip(packed.groups, packed.loss.rewards.tolist(), strict=True):
             rewards.setdefault(group, []).append(reward)
         return [
-            self._row(
+            self._build_row(
                 batch.samples[packed.places[position]],
                 batch.number,
                 rules,
                 {"group_rewards": rewards[packed.groups[position]]}
                 | ({"task": batch.tasks[packed.places[position]]} if batch.tasks else {}),
                 int(packed.offsets[position]),
-                rounded | whole,
+                rounded | integers,
                 images=batch.images,
             )
             for position, rules in sorted(chosen.items())
         ]
 
-    def _row(
+    def _build_row(
         self,
         sample: Trajectory,
         number: int,
         rules: list[str],
-        more: dict[str, Any],
+        extra: dict[str, Any],
         offset: int,
         columns: dict[str, np.ndarray],
         *,
@@ -123,7 +123,7 @@ class SampleLog(BatchLog):
                     "tokens": ids,
                     "versions": [[str(s.label), s.start, s.end] for s in sequence.spans],
                 }
-                | {name: _as_json(x[tokens]) for name, x in columns.items()}
+                | {name: _convert_to_json(x[tokens]) for name, x in columns.items()}
                 | ({"images": _describe_images(sequence.images, images)} if sequence.images else {})
             )
             offset += len(ids)
@@ -149,7 +149,7 @@ class SampleLog(BatchLog):
             "lag_mean": round(sum(lags) / max(len(lags), 1), DECIMALS),
             "lag_max": max(lags, default=0),
             "length": sum(len(sequence["tokens"]) for sequence in sequences),
-            **more,
+            **extra,
             "sequences": sequences,
         }
 
@@ -161,23 +161,25 @@ def choose_samples(
 
     Only samples with a known start that a pass of this rank has seen can be chosen.
     """
-    seen = ratios.sum_by_sample((prep.known & prep.passed).long(), packed.loss.seq, packed.count)
+    known_counts = ratios.sum_by_sample(
+        (prep.known & prep.passed).long(), packed.loss.seq, packed.count
+    )
     lengths = np.diff(packed.offsets)
-    usable = [i for i, n in enumerate(seen.tolist()) if n == lengths[i] > 0]
+    usable = [i for i, n in enumerate(known_counts.tolist()) if n == lengths[i] > 0]
     if not usable:
         return {}
     # an environment's tokens have no behavior policy
     moved = (prep.start - prep.batch.behavior).abs() * prep.valid * prep.batch.mask
-    far = ratios.sum_by_sample(moved.double(), packed.loss.seq, packed.count).cpu().numpy()
+    distances = ratios.sum_by_sample(moved.double(), packed.loss.seq, packed.count).cpu().numpy()
     rewards = packed.loss.rewards.tolist()
     groups = sorted({packed.groups[i] for i in usable})
-    turn = number // max(config.record.samples_every, 1)
+    group_index = number // max(config.record.samples_every, 1)
     source = random.Random(config.seed * 1_000_003 + number)
     by_rule = {
-        "group": [i for i in usable if packed.groups[i] == groups[turn % len(groups)]],
+        "group": [i for i in usable if packed.groups[i] == groups[group_index % len(groups)]],
         "best": [max(usable, key=lambda i: rewards[i])],
         "worst": [min(usable, key=lambda i: rewards[i])],
-        "off_policy": [max(usable, key=lambda i: far[i] / lengths[i])],
+        "off_policy": [max(usable, key=lambda i: distances[i] / lengths[i])],
         "longest": [max(usable, key=lambda i: lengths[i])],
         "random": [source.choice(usable)],
     }
@@ -195,17 +197,21 @@ def decode_pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     character has all of it. Where a tokenizer rewrites earlier text, each token is decoded alone.
     """
     pieces: list[str] = []
-    start = done = 0  # first token of the window, first token without a piece
+    start = decoded_end = 0  # first token of the window, first token without a piece
     text = ""  # of the window up to `done`
     for end in range(1, len(ids) + 1):
-        longer = tokenizer.decode(ids[start:end])
-        if longer.endswith("\N{REPLACEMENT CHARACTER}") and end < len(ids) and end - done < 8:
+        window_text = tokenizer.decode(ids[start:end])
+        if (
+            window_text.endswith("\N{REPLACEMENT CHARACTER}")
+            and end < len(ids)
+            and end - decoded_end < 8
+        ):
             continue
-        if not longer.startswith(text):
+        if not window_text.startswith(text):
             return [tokenizer.decode([token]) for token in ids]
-        pieces += [""] * (end - done - 1) + [longer[len(text) :]]
+        pieces += [""] * (end - decoded_end - 1) + [window_text[len(text) :]]
         # a short window keeps the cost linear; one token of context keeps spaces in place
-        start, done = end - 1, end
+        start, decoded_end = end - 1, end
         text = tokenizer.decode(ids[start:end])
     return pieces
 
@@ -226,6 +232,6 @@ def _round(column: torch.Tensor) -> np.ndarray:
     return np.round(column.detach().double().cpu().numpy(), DECIMALS)
 
 
-def _as_json(column: np.ndarray) -> list[float | int | None]:
-    """A list of numbers, None for what is not finite, which JSON cannot hold."""
+def _convert_to_json(column: np.ndarray) -> list[float | int | None]:
+    """Return the column as numbers, with None for values that JSON cannot hold."""
     return [x if np.isfinite(x) else None for x in column.tolist()]

@@ -178,7 +178,7 @@ def test_earlier_versions_share_the_rounding(model: Path) -> None:
     core.measure.weights_of = lambda label, digest: bytes(flat)
     packed = core._pack_batch(learner_step_kit.batch())
     everyone = list(range(packed.count))
-    found = core.measure.logprobs_under((Label(1, 0), ""), packed, everyone)
+    found = core.measure.compute_logprobs_under((Label(1, 0), ""), packed, everyone)
     with torch.no_grad():
         own = core._forward(core.model, packed, everyone)
     assert found is not None and torch.equal(found, own)

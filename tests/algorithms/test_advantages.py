@@ -20,7 +20,7 @@ from asyncrl.algorithms.batch import LossBatch
 from asyncrl.algorithms.settings import RlooAdvantage
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import Trajectory
-from learner.batch import _per_token
+from learner.batch import _collect_token_rewards
 
 
 def vec(*x: float) -> torch.Tensor:
@@ -471,7 +471,7 @@ def test_token_rewards_of_a_mixed_batch() -> None:
     """All tokens rewarded: steps where it is not 0, and the end.  Some said nothing of: steps where
     something was said, 0 too.  None: the end.
     """
-    rewards, steps = _per_token(
+    rewards, steps = _collect_token_rewards(
         [
             sample([0.5, 0, 0], 3, 9.0),
             sample([math.nan, 0.0, math.nan], 3, 9.0),
@@ -482,7 +482,7 @@ def test_token_rewards_of_a_mixed_batch() -> None:
     assert rewards.tolist() == [0.5, 0, 0, 0, 0, 0, 0, 0.25] and rewards.dtype == torch.float32
     assert steps.tolist() == [True, False, True, False, True, False, False, True]
     with pytest.raises(AsyncrlError, match="ticket 7, sample 1: 2 token rewards for 3 tokens"):
-        _per_token([sample([1, 2], 3, 1.0)])
+        _collect_token_rewards([sample([1, 2], 3, 1.0)])
 
 
 # ---- KL in the reward ----------------------------------------------------------------------------

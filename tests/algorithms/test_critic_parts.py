@@ -90,7 +90,7 @@ def test_biases_are_drawn_as_zero_also_those_of_norms() -> None:
     odd = Odd()
     odd.config = SimpleNamespace()  # type: ignore[assignment]  # says no spread: 0.02
     # type: ignore[arg-type]
-    critic_module._draw(SimpleNamespace(hf=odd), torch.Generator().manual_seed(1))
+    critic_module._initialize_weights(SimpleNamespace(hf=odd), torch.Generator().manual_seed(1))
     assert (
         odd.norm.weight.tolist() == [1.0] * 4
         and odd.norm.bias.tolist() == [0.0] * 4
@@ -157,18 +157,18 @@ def test_the_learner_gives_it_the_rate_and_the_share_of_the_schedule(model_dir: 
 def test_the_bootstrap_is_of_cut_answers_whatever_the_parts(model_dir: Path) -> None:
     c, packed = gae(model_dir), pack(batch())
     assert c.critic is not None
-    whole = c.critic.start(packed, [list(range(16))])
+    whole = c.critic.compute_start_values(packed, [list(range(16))])
     for parts in (
         [[i] for i in range(16)],
         [[5, 0, 3], [1, 2], [15, 14, 13, 12, 4], [6, 7, 8, 9, 10, 11]],
     ):
-        values, bootstrap = c.critic.start(packed, parts)
+        values, bootstrap = c.critic.compute_start_values(packed, parts)
         assert torch.allclose(values, whole[0], atol=1e-5) and torch.allclose(
             bootstrap, whole[1], atol=1e-5
         )
     shared = gae(model_dir, {"trunk": "shared"})
     assert shared.critic is not None
-    values, _ = shared.critic.start(packed, [list(range(16))])
+    values, _ = shared.critic.compute_start_values(packed, [list(range(16))])
     with torch.no_grad():
         out = shared.model.logprobs(
             packed.prompts,
@@ -178,7 +178,7 @@ def test_the_bootstrap_is_of_cut_answers_whatever_the_parts(model_dir: Path) -> 
             want_hidden=True,
         )
         assert torch.allclose(
-            values, shared.critic.values(packed, list(range(16)), out.hidden), atol=1e-5
+            values, shared.critic.compute_values(packed, list(range(16)), out.hidden), atol=1e-5
         )
 
 
@@ -235,8 +235,8 @@ def test_state_comes_back_and_another_kind_is_refused(model_dir: Path) -> None:
     )
     own.train(batch())
     assert own.critic is not None and shared.critic is not None
-    state = own.critic.state()
-    assert set(state) == {"head", "trunk", "optimizer"} and shared.critic.state()["trunk"] == {}
+    state = own.critic.get_state()
+    assert set(state) == {"head", "trunk", "optimizer"} and shared.critic.get_state()["trunk"] == {}
     fresh = gae(model_dir, learner={"optimizer": "adamw"})
     assert fresh.critic is not None
     fresh.critic.load_state(state, Path("there"))
@@ -249,7 +249,7 @@ def test_state_comes_back_and_another_kind_is_refused(model_dir: Path) -> None:
     )
     for other, made, trunk in (
         (shared, state, "shared"),
-        (fresh, shared.critic.state(), "own"),
+        (fresh, shared.critic.get_state(), "own"),
         (fresh, None, "own"),
         (fresh, {}, "own"),
     ):

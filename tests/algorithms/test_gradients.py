@@ -111,7 +111,7 @@ def test_a_restored_learner_knows_the_gradient_before(model_dir: Path, tmp_path:
     for learner in (whole, first):
         learner.train(batch(0, seed=0))
     checkpoint.save(tmp_path, first, {}, 2)
-    path = checkpoint.newest_checkpoint(tmp_path)
+    path = checkpoint.find_newest_checkpoint(tmp_path)
     assert path is not None
     checkpoint.restore(second, path)
     rows = [learner.train(batch(1, seed=1)) for learner in (whole, second)]
@@ -129,7 +129,7 @@ def test_norms_of_answers_are_those_of_their_gradients(model_dir: Path) -> None:
     )
     packed = pack(batch())
     packed.loss.mask[:2] = False
-    learner._measured(packed)
+    learner._add_gradient_norms(packed)
     found = packed.loss.squared_norms
     parameters = list(learner.model.hf.parameters())
     assert all(p.grad is None for p in parameters)
@@ -137,7 +137,7 @@ def test_norms_of_answers_are_those_of_their_gradients(model_dir: Path) -> None:
         for p in parameters:
             p.grad = None
         out = learner._run(learner.model, packed, [answer], entropy=False)
-        out.logprobs[packed.loss.mask[packed.token_positions([answer])]].sum().backward()
+        out.logprobs[packed.loss.mask[packed.find_token_positions([answer])]].sum().backward()
         exact = sum(float(p.grad.double().square().sum()) for p in parameters)
         assert float(found[answer]) == pytest.approx(exact, rel=1e-4)
 
@@ -150,7 +150,7 @@ def test_energies_are_gradient_norms_of_the_softmax(model_dir: Path) -> None:
     packed = pack(batch())
     packed.temperature[:] = 0.7
     packed.loss.mask[3] = False
-    learner._measured(packed)
+    learner._add_gradient_norms(packed)
     found = sum_by_sample(
         torch.where(packed.loss.mask, packed.loss.energy, 0.0), packed.loss.seq, packed.count
     )
@@ -161,7 +161,7 @@ def test_energies_are_gradient_norms_of_the_softmax(model_dir: Path) -> None:
             logits = learner.model.hf(ids).logits[0, len(prompt) - 1 : -1]
         logits = logits.double().requires_grad_(True)
         lp = (logits / 0.7).log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
-        lp[packed.loss.mask[packed.token_positions([answer])]].sum().backward()
+        lp[packed.loss.mask[packed.find_token_positions([answer])]].sum().backward()
         # with respect to what the softmax is taken of: at temperature T, T times as much
         exact = float((logits.grad * 0.7).square().sum())
         assert float(found[answer]) == pytest.approx(exact, rel=1e-4)
@@ -222,12 +222,12 @@ def test_a_learner_remembers_each_prompts_rewards(model_dir: Path, tmp_path: Pat
     means = [sum(rewards[i : i + SIZE]) / SIZE for i in range(0, len(rewards), SIZE)]
     assert list(learner.state.prompts.values()) == pytest.approx(means)
     packed = pack(given)
-    digests = learner._known_prompts(given, packed)
+    digests = learner._look_up_prompts(given, packed)
     assert packed.loss.baselines.tolist() == pytest.approx([x for x in means for _ in range(SIZE)])
     assert len(set(digests)) == GROUPS
     checkpoint.save(tmp_path, learner, {}, 2)
     again = core(model_dir, learner={"lr": 0.0}, advantage=advantage)
-    path = checkpoint.newest_checkpoint(tmp_path)
+    path = checkpoint.find_newest_checkpoint(tmp_path)
     assert path is not None
     checkpoint.restore(again, path)
     other = batch(1)  # the same prompts

@@ -205,7 +205,7 @@ def core(model_dir: Path, ring: Ring, **sections: Any) -> LearnerCore:
     load_weights(
         c.model, read_flat(memoryview(bytearray(ring.held[Label(1, 2)])), manifest(c.model))
     )
-    c.measure.weights_of = ring
+    c.measure.read_weights = ring
     return c
 
 
@@ -441,8 +441,8 @@ def test_the_reference_is_measured_on_answers_of_its_own(model_dir: Path) -> Non
         model_dir, ring, record={"reference_kl_every": 2, "reference_samples": 5, "split_every": 0}
     )
     seen: list[int] = []
-    real = c.measure.to_reference
-    c.measure.to_reference = lambda packed, prep, answers: (  # type: ignore[method-assign]
+    real = c.measure.measure_reference_kl
+    c.measure.measure_reference_kl = lambda packed, prep, answers: (  # type: ignore[method-assign]
         seen.extend(answers) or real(packed, prep, answers)  # type: ignore[func-returns-value]
     )
     assert "kl/target_ref_k3" in c.train(batch(ring))

@@ -75,7 +75,7 @@ def test_what_is_measured_by_hand(
     packed, everyone = pack(batch()), range(GROUPS * SIZE)
     c = core(model_dir, learner=layout, stop={"kl_max": 1e9, "against": against}, **anchor)
     start = c._forward(c.model, packed, everyone).double()
-    second = (c._minibatches(packed, 0) + c._minibatches(packed, 1))[1]
+    second = (c._choose_minibatches(packed, 0) + c._choose_minibatches(packed, 1))[1]
     seen: list[torch.Tensor] = []
     real = c.backend.step
 
@@ -86,7 +86,7 @@ def test_what_is_measured_by_hand(
 
     c.backend.step = step  # type: ignore[method-assign]
     said = c.train(batch())["optim/stop_kl"]
-    part, mu = packed.token_positions(second), packed.loss.behavior.double()
+    part, mu = packed.find_token_positions(second), packed.loss.behavior.double()
     now, start, mu = seen[0][part], start[part], mu[part]
     if against == "start":
         weight, x = (start - mu).exp().clamp(max=2.0), now - start

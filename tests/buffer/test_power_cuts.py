@@ -170,11 +170,11 @@ def test_a_checkpoint_that_was_told_of_is_there_at_every_later_sync(
         nonlocal cuts
         cuts += 1
         left = disk.cut(run, tmp_path / "left")
-        claimed = checkpoint.epochs(left / "checkpoints", claimed=True)
+        claimed = checkpoint.list_epochs(left / "checkpoints", claimed=True)
         if promised >= 0:
             assert claimed, "no claimed epoch"
             directory = left / "checkpoints" / f"epoch_{claimed[-1]}"
-            kept = checkpoint.numbers(directory)
+            kept = checkpoint.list_numbers(directory)
             assert kept and kept[-1] >= promised, (kept, promised)
             assert [checkpoint.verify(directory / f"number_{n}") for n in kept] == [""] * len(kept)
         shutil.rmtree(left)

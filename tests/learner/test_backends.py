@@ -267,9 +267,9 @@ def test_bfloat16_stages_agree_and_a_lock_left_behind_holds_nobody_up(
 def test_the_ports_at_which_ranks_meet_are_nobody_elses() -> None:
     import torch.distributed as dist
 
-    from learner.distributed.ranks import reserved_port
+    from learner.distributed.ranks import reserve_port
 
-    with reserved_port() as meet:
+    with reserve_port() as meet:
         port = meet.getsockname()[1]
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind(("127.0.0.1", port))

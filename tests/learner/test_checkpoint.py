@@ -38,7 +38,7 @@ def test_a_restored_learner_goes_on_bitwise(model_dir: Path, tmp_path: Path) -> 
         whole.train(batch(n, seed=n))
         if n == 1:
             assert checkpoint.save(directory, whole, EXTRA, 2, {1: b"older"}) == 2
-    path = checkpoint.newest_checkpoint(directory)
+    path = checkpoint.find_newest_checkpoint(directory)
     assert (
         path is not None
         and path.name == "number_2"
@@ -99,20 +99,20 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(
         victim.write_bytes(
             data[: len(data) // 2] if how == "cut" else bytes([data[0] ^ 1]) + data[1:]
         )
-    path = checkpoint.newest_checkpoint(directory)
+    path = checkpoint.find_newest_checkpoint(directory)
     assert path is not None and path.name == "number_1"
     said = capsys.readouterr().err
     assert "number_2 is damaged" in said and "falling back" in said
-    assert checkpoint.numbers(directory) == [1]
+    assert checkpoint.list_numbers(directory) == [1]
 
 
 def test_no_whole_checkpoint_is_an_error(model_dir: Path, tmp_path: Path) -> None:
     _, directory = claimed(tmp_path)
-    assert checkpoint.newest_checkpoint(directory) is None
+    assert checkpoint.find_newest_checkpoint(directory) is None
     checkpoint.save(directory, core(model_dir), EXTRA, 1)
     (directory / "number_0" / "state.pt").unlink()
     with pytest.raises(DamagedDataError, match=r"no checkpoint in .* is whole"):
-        checkpoint.newest_checkpoint(directory)
+        checkpoint.find_newest_checkpoint(directory)
 
 
 def test_another_models_checkpoint_is_refused(model_dir: Path, tmp_path: Path) -> None:
@@ -197,11 +197,13 @@ def test_a_new_life_links_its_origins_checkpoints_and_claims_once(
         os.stat(mine / "number_4" / "state.pt").st_ino
         == os.stat(directory / "number_4" / "state.pt").st_ino
     )
-    assert checkpoint.epochs(tmp_path, claimed=True) == [1], (
+    assert checkpoint.list_epochs(tmp_path, claimed=True) == [1], (
         "nothing counts before the buffer's welcome"
     )
     final = checkpoint.claim(mine, 4)
-    assert checkpoint.numbers(final) == [4], "what the buffer has let go of cannot be resumed from"
+    assert checkpoint.list_numbers(final) == [4], (
+        "what the buffer has let go of cannot be resumed from"
+    )
     assert [p.name for p in tmp_path.iterdir()] == ["epoch_3"] and not abandoned.exists()
     assert checkpoint.verify(final / "number_4") == ""
 
@@ -213,7 +215,7 @@ def lives(root: Path, seed: int, out: Any) -> None:
         try:
             epoch, _, mine = checkpoint.start_epoch(root)
             out.put(("began", epoch))
-            if not checkpoint.numbers(mine):
+            if not checkpoint.list_numbers(mine):
                 made = mine / "number_0" / "model"
                 made.mkdir(parents=True)
                 for number in range(20):
@@ -246,6 +248,6 @@ def test_lives_that_begin_at_once_have_epochs_of_their_own_or_are_fenced(tmp_pat
     for kind in ("began", "claimed"):
         epochs = [epoch for what, epoch in told if what == kind]
         assert len(epochs) == len(set(epochs)) > 10, kind
-    (left,) = checkpoint.epochs(tmp_path / "c", claimed=True)[-1:]
+    (left,) = checkpoint.list_epochs(tmp_path / "c", claimed=True)[-1:]
     assert left == max(epoch for what, epoch in told if what == "claimed")
     assert not list((tmp_path / "c").glob(".*.gone"))

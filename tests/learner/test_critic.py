@@ -95,9 +95,9 @@ def test_values_begin_before_the_first_token_and_a_cut_answer_has_one_more(model
     c, b = gae(model_dir), batch()
     packed = pack(b)
     assert c.critic is not None
-    values, bootstrap = c.critic.start(packed, [list(range(GROUPS * SIZE))])
+    values, bootstrap = c.critic.compute_start_values(packed, [list(range(GROUPS * SIZE))])
     assert torch.allclose(
-        values, c.critic.values(packed, range(GROUPS * SIZE), None).detach(), atol=1e-6
+        values, c.critic.compute_values(packed, range(GROUPS * SIZE), None).detach(), atol=1e-6
     )
     for i, s in enumerate(b.samples):
         if s.finish == "stop":
@@ -106,8 +106,8 @@ def test_values_begin_before_the_first_token_and_a_cut_answer_has_one_more(model
         for further in (3, 9):
             longer = np.append(packed.responses[i], np.int32(further))
             # type: ignore[arg-type]
-            hidden = c.critic._states(c.critic.trunk, packed, [i], [longer])
-            assert float(c.critic._values_of(hidden)[-1].detach()) == pytest.approx(
+            hidden = c.critic._compute_states(c.critic.trunk, packed, [i], [longer])
+            assert float(c.critic._apply_head(hidden)[-1].detach()) == pytest.approx(
                 float(bootstrap[i]), abs=1e-6
             )
     assert int((bootstrap != 0).sum()) == 4
@@ -128,7 +128,7 @@ def test_initialisations(model_dir: Path, tmp_path: Path) -> None:
         c = gae(model_dir, {"init": init} | ({"path": path} if path else {}))
         assert c.critic is not None and c.critic.trunk is not None
         trunks[init] = torch.cat([p.detach().flatten() for p in c.critic.trunk.hf.parameters()])
-        starts[init] = c.critic.start(pack(batch()), [range(GROUPS * SIZE)])[0]
+        starts[init] = c.critic.compute_start_values(pack(batch()), [range(GROUPS * SIZE)])[0]
     assert torch.equal(trunks["policy"], weights(core(model_dir))) and torch.equal(
         trunks["zeros"], trunks["policy"]
     )

@@ -50,7 +50,7 @@ def test_the_model_is_exported_before_the_buffer_hears_the_goodbye(
     """So whoever is killed after the buffer has said Finished leaves nothing undone."""
     one = learner()
     one.core.state.number = 2  # a life that finds the last checkpoint at the last step
-    one.loop()
+    one.run_batches()
     # type: ignore[attr-defined]
     assert one.finished and one.socket.seen["LearnerGoodbye"] == [
         "model/config.json",
@@ -64,7 +64,7 @@ def test_a_run_that_goes_on_past_its_end_has_no_final_weights_until_its_new_end(
 ) -> None:
     one = learner()
     (one.run_dir / "weights_digest").write_text("of the end before")
-    one.hello()
+    one.send_hello()
     assert one.welcomed and not (one.run_dir / "weights_digest").exists()
 
 
@@ -73,7 +73,7 @@ def test_a_learner_whose_ring_was_removed_makes_it_anew_while_it_waits(
 ) -> None:
     """A generator that is started then finds the weights, though no step has been made since."""
     one = learner()
-    one.hello()
+    one.send_hello()
     shutil.rmtree(one.publisher.directory)
     one.sent["progress"] = 0.0
     one.handle_messages(0)
@@ -86,7 +86,7 @@ def test_a_buffer_found_elsewhere_is_asked_at_once_for_all_that_was_not_answered
     learner: Callable[[], Learner],
 ) -> None:
     one = learner()
-    one.hello()
+    one.send_hello()
     one.repeat("ask 0", m.BatchRequest(one.epoch, 0))
     one.socket.sent.clear()  # type: ignore[attr-defined]
     one.waiting_for = "a batch"
@@ -110,7 +110,7 @@ def test_one_that_comes_after_the_end_says_so_and_one_whose_last_answer_was_lost
     one.waiting_since -= 3
     one.waiting_for = "the buffer's welcome"
     with pytest.raises(NothingToDo, match="all its 2 steps are made: this learner came too late"):
-        one.hello()
+        one.send_hello()
     two.core.state.number, two.welcomed, two.waiting_for = 2, True, "the last evaluation"
     two.silent_since -= 3
     two.handle_messages(0)
@@ -121,9 +121,9 @@ def test_told_to_stop_it_leaves_a_checkpoint_and_exports_nothing(
     learner: Callable[[], Learner],
 ) -> None:
     one = learner()
-    one.hello()
+    one.send_hello()
     one.stopping = True
-    one.loop()
+    one.run_batches()
     assert (
         not one.finished
         and list(one.directory.glob("number_0"))
@@ -136,9 +136,9 @@ def test_a_resumed_learner_tells_the_buffer_what_the_checkpoint_kept(
     learner: Callable[[], Learner],
 ) -> None:
     one = learner()
-    one.hello()
+    one.send_hello()
     one.cursor = BatchCursor(7, {"trained": {"tokens": 5.0}}, [9], [1, 0])
-    one.checkpoint()
+    one.save_checkpoint()
     two = learner()
     assert two.cursor == one.cursor
     said: list[m.LearnerHello] = []
@@ -150,7 +150,7 @@ def test_a_resumed_learner_tells_the_buffer_what_the_checkpoint_kept(
         send(message)
 
     two.socket.send = listen  # type: ignore[method-assign]
-    two.hello()
+    two.send_hello()
     [hello] = said
     assert (hello.next_ticket, hello.ledger, hello.trained_above, hello.parent) == (
         7,

@@ -127,7 +127,7 @@ def flat(one: Learner) -> bytes:
 
 def test_the_timeline_has_every_step_checkpoint_and_publication(life: Made) -> None:
     one, _ = life()
-    one.loop()
+    one.run_batches()
     one.tracer.close()
     spans = trace.read_sized_spans(one.run_dir)["learner"]
     names = Counter(span.name for span in spans)
@@ -139,7 +139,7 @@ def test_the_timeline_has_every_step_checkpoint_and_publication(life: Made) -> N
 def test_a_life_from_hello_to_goodbye(life: Made) -> None:
     one, buffer = life()
     start = one.digest
-    one.loop()
+    one.run_batches()
     (hello,) = buffer.of(m.LearnerHello)
     assert (hello.epoch, hello.label, hello.parent, hello.origin) == (1, Label(1, 0), None, 0)
     assert hello.digest == start and hello.pid == os.getpid() and hello.protocol == m.PROTOCOL
@@ -159,7 +159,7 @@ def test_a_life_from_hello_to_goodbye(life: Made) -> None:
     assert [c.digest for c in commits] == [buffer.held[c.label] for c in commits]
     assert len({start, *(c.digest for c in commits)}) == STEPS + 1
     # the first, every third, and the last one
-    assert checkpoint.numbers(one.directory) == [3, 4] and one.directory.name == "epoch_1"
+    assert checkpoint.list_numbers(one.directory) == [3, 4] and one.directory.name == "epoch_1"
     assert [c.oldest for c in buffer.of(m.CheckpointNotice)] == [0, 0, 3]
     (goodbye,) = buffer.of(m.LearnerGoodbye)
     assert (goodbye.epoch, goodbye.number) == (1, STEPS) and one.finished
@@ -172,7 +172,7 @@ def test_a_life_from_hello_to_goodbye(life: Made) -> None:
 def test_what_a_commit_says_of_its_step(life: Made) -> None:
     one, buffer = life()
     began = time.monotonic()
-    one.loop()
+    one.run_batches()
     whole = time.monotonic() - began
     for commit in buffer.of(m.Commit):
         t = commit.metrics
@@ -195,9 +195,9 @@ def test_a_resumed_learner_goes_on_from_its_checkpoint_and_its_own_version_has_n
     life: Made, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, first = life()
-    one.hello()
+    one.send_hello()
     for _ in range(3):
-        ready = one.next_batch()
+        ready = one.wait_for_batch()
         assert ready is not None
         one.step(ready)
     assert one.number == 3
@@ -205,7 +205,7 @@ def test_a_resumed_learner_goes_on_from_its_checkpoint_and_its_own_version_has_n
     said = capsys.readouterr().err
     assert "resumed from" in said and "number_3 at version 3, 1 steps left" in said
     assert flat(two) == flat(one) and two.digest == one.digest
-    two.hello()
+    two.send_hello()
     (hello,) = second.of(m.LearnerHello)
     assert (hello.epoch, hello.origin, hello.label) == (2, 1, Label(2, 3))
     # batch 2 made version 3 of version 2
@@ -220,7 +220,7 @@ def test_a_resumed_learner_goes_on_from_its_checkpoint_and_its_own_version_has_n
     tree.register(hello.label, hello.parent, hello.digest)
     assert tree.lag(Label(1, 3), hello.label, 3) == 0 and tree.lag(hello.label, hello.label, 3) == 0
     assert tree.lag(Label(1, 2), hello.label, 3) == 1
-    two.loop()
+    two.run_batches()
     assert [a.number for a in second.of(m.BatchRequest)] == [3]
     assert [(c.number, c.label) for c in second.of(m.Commit)] == [(3, Label(2, 4))]
     assert two.finished
@@ -228,7 +228,7 @@ def test_a_resumed_learner_goes_on_from_its_checkpoint_and_its_own_version_has_n
 
 def test_a_lost_commit_is_repeated_in_order_while_training_goes_on(life: Made) -> None:
     one, buffer = life(lose=(m.Commit,))
-    one.loop()
+    one.run_batches()
     numbers = [c.number for c in buffer.of(m.Commit)]
     assert numbers[0] == 0 and 0 in numbers[1:]
     # none is sent before those ahead of it are answered
@@ -239,7 +239,7 @@ def test_a_lost_commit_is_repeated_in_order_while_training_goes_on(life: Made) -
 @pytest.mark.parametrize("lost", [m.LearnerHello, m.BatchRequest, m.LearnerGoodbye])
 def test_a_lost_request_is_sent_again(life: Made, lost: type) -> None:
     one, buffer = life(lose=(lost,))
-    one.loop()
+    one.run_batches()
     sent = buffer.of(lost)
     assert one.finished and sent[0] in sent[1:]
 
@@ -254,7 +254,7 @@ def test_a_request_is_not_repeated_before_its_time(life: Made) -> None:
 
 def test_what_is_not_for_this_life_changes_nothing(life: Made) -> None:
     one, _ = life()
-    one.hello()
+    one.send_hello()
     one.commits = {0: "waits"}  # type: ignore[dict-item]
     for other in (
         m.FencedReply(2, 3),
@@ -283,7 +283,7 @@ def test_what_is_not_for_this_life_changes_nothing(life: Made) -> None:
 
 def test_a_second_welcome_does_not_claim_again(life: Made) -> None:
     one, _ = life()
-    one.hello()
+    one.send_hello()
     claimed = one.directory
     one.handle(m.Welcome(1, 0))
     assert one.directory == claimed == one.run_dir / "checkpoints" / "epoch_1"
@@ -308,7 +308,7 @@ def test_what_it_waits_for_goes_to_the_buffer_and_to_stderr(
     now = time.monotonic()
     one.report(now + 3)
     assert not buffer.of(m.LearnerProgress), "it is not welcomed yet"
-    one.hello()
+    one.send_hello()
     buffer.sent.clear()
     one.sent["progress"] = now
     one.waits_for("batch 0")
@@ -371,7 +371,7 @@ def test_a_run_that_has_ended_without_it_is_nothing_to_do(
 
 def test_without_prefetch_one_batch_is_asked_for_at_a_time(life: Made) -> None:
     one, buffer = life("learner.prefetch=0", "learner.steps=2")
-    one.loop()
+    one.run_batches()
     order = [
         (type(x).__name__, x.number)
         for x in buffer.sent
@@ -387,7 +387,7 @@ def test_the_rings_of_lower_epochs_go_with_the_welcome(life: Made, tmp_path: Pat
     above = two.publisher.directory.with_name("epoch_3")
     above.mkdir()
     (above.parent / "epoch_0.note").write_text("not a ring")
-    two.hello()
+    two.send_hello()
     assert not one.publisher.directory.exists() and two.publisher.directory.exists()
     assert above.exists() and (above.parent / "epoch_0.note").exists()
 
@@ -399,32 +399,34 @@ def test_injected_versions_survive_a_resume(life: Made) -> None:
     sets = ("staleness.max_lag=2", "staleness.inject=2", "learner.checkpoint_every=1")
     one, buffer = life(*sets)
     assert one.publisher.depth == 2
-    one.hello()
+    one.send_hello()
     made_before = {0: flat(one)}
     for n in range(3):
-        ready = one.next_batch()
+        ready = one.wait_for_batch()
         assert ready is not None
         one.step(ready)
         made_before[n + 1] = flat(one)
-    assert set(one.publisher.earlier_versions(3)) == {1, 2}, "as far as the injection names them"
+    assert set(one.publisher.read_earlier_versions(3)) == {1, 2}, (
+        "as far as the injection names them"
+    )
     two, second = life(*sets)
-    two.hello()
+    two.send_hello()
     (hello,) = second.of(m.LearnerHello)
     digests = {c.label.number: c.digest for c in buffer.of(m.Commit)}
     assert hello.ring == [(Label(2, n), digests[n]) for n in (1, 2)]
-    assert {n: two.publisher.weights_of(Label(2, n), "") for n in (1, 2, 3)} == {
+    assert {n: two.publisher.read_weights(Label(2, n), "") for n in (1, 2, 3)} == {
         n: made_before[n] for n in (1, 2, 3)
     }
-    assert two.publisher.weights_of(Label(2, 0), "") == b""
+    assert two.publisher.read_weights(Label(2, 0), "") == b""
     # answers of before the resume name the first life's labels: their weights are known by digest
-    assert two.publisher.weights_of(Label(1, 2), digests[2]) == made_before[2]
-    assert two.publisher.weights_of(Label(1, 2), "") == b"", "it may be of a branch that died"
-    assert two.publisher.weights_of(Label(2, 2), digests[1]) == made_before[1]
+    assert two.publisher.read_weights(Label(1, 2), digests[2]) == made_before[2]
+    assert two.publisher.read_weights(Label(1, 2), "") == b"", "it may be of a branch that died"
+    assert two.publisher.read_weights(Label(2, 2), digests[1]) == made_before[1]
     # as generators see them
     reader = RingReader(two.publisher.directory, "one")
     assert reader.labels() == {Label(2, n): digests[n] for n in (1, 2, 3)}
     reader.close()
-    assert two.publisher.held_versions([2, 9]) == [(Label(2, 2), digests[2])]
+    assert two.publisher.list_held_versions([2, 9]) == [(Label(2, 2), digests[2])]
 
 
 @pytest.mark.parametrize(
@@ -433,7 +435,9 @@ def test_injected_versions_survive_a_resume(life: Made) -> None:
 )
 def test_how_many_versions_an_injection_names(inject: str, depth: int) -> None:
     sets = ["staleness.max_lag=4", *([inject] if inject else [])]
-    assert publisher.depth(load.load(ROOT / "configs" / "demo.toml", sets)) == depth
+    assert (
+        publisher.count_earlier_versions(load.load(ROOT / "configs" / "demo.toml", sets)) == depth
+    )
 
 
 # ---- weights that cannot be used -----------------------------------------------------------------
@@ -467,7 +471,7 @@ def test_weights_that_give_no_logprobs_are_not_published(life: Made) -> None:
 
 def test_a_learner_told_to_stop_while_it_waits_has_no_batch(life: Made) -> None:
     one, buffer = life()
-    one.hello()
+    one.send_hello()
     recv = buffer.recv
 
     def stop(timeout: float) -> Any:
@@ -479,16 +483,16 @@ def test_a_learner_told_to_stop_while_it_waits_has_no_batch(life: Made) -> None:
     buffer.recv = stop  # type: ignore[method-assign]
     buffer.inbox.clear()
     buffer.crash = {m.BatchRequest}
-    assert one.next_batch() is None
+    assert one.wait_for_batch() is None
     assert one.waiting_for == ""
 
 
 def test_one_that_was_never_welcomed_leaves_nothing(life: Made) -> None:
     one, buffer = life(lose=(m.LearnerHello,))
     one.stopping = True
-    one.loop()
+    one.run_batches()
     assert not one.finished and not buffer.of(m.LearnerGoodbye)
-    assert checkpoint.numbers(one.directory) == [] and not (one.run_dir / "model").exists()
+    assert checkpoint.list_numbers(one.directory) == [] and not (one.run_dir / "model").exists()
 
 
 class FakeLearner:
@@ -502,7 +506,7 @@ class FakeLearner:
         self.how = self.lives[len(self.made)]
         self.made.append(self)
 
-    def loop(self) -> None:
+    def run_batches(self) -> None:
         if isinstance(self.how, BaseException):
             raise self.how
         self.how(self)
@@ -603,7 +607,7 @@ def test_a_recording_holds_each_batch_and_the_weights_that_were_asked_for(
     life: Made, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, buffer = life("record.stream=true", "record.weights_every=2")
-    one.loop()
+    one.run_batches()
     said = capsys.readouterr().err
     assert said.count("recording:") == 1 and "KiB a batch and 3 x" in said
     assert f"after {STEPS} batches, bound {one.config.record.stream_mib} MiB" in said
@@ -632,7 +636,7 @@ def test_a_recording_that_reaches_its_bound_says_so_once_and_the_run_goes_on(
         send(message)
 
     buffer.send = fill  # type: ignore[method-assign]
-    one.loop()
+    one.run_batches()
     said = capsys.readouterr().err
     assert one.finished and said.count("recording: stops") == 1
     assert f"recording: stops before batch {after + 1}: record.stream_mib = " in said
@@ -642,7 +646,7 @@ def test_a_recording_that_reaches_its_bound_says_so_once_and_the_run_goes_on(
 
 def test_a_recording_that_cannot_hold_the_first_weights_is_refused(life: Made) -> None:
     one, _ = life("record.stream=true", "record.stream_mib=1")
-    one.hello()
+    one.send_hello()
     one.config = msgspec.structs.replace(
         one.config, record=msgspec.structs.replace(one.config.record, stream_mib=0)
     )

@@ -203,7 +203,7 @@ def test_the_learning_rate_follows_its_schedule_and_its_warmup(model_dir: Path) 
     def share(n: int, **learner: object) -> float:
         c.config = core(model_dir, learner={"steps": 10, **learner}).config
         c.state.number = n
-        return c._schedule()
+        return c._compute_schedule_share()
 
     c = core(model_dir)
     assert [share(n, schedule="linear") for n in (0, 5, 9)] == pytest.approx([1, 0.5, 0.1])
@@ -212,4 +212,4 @@ def test_the_learning_rate_follows_its_schedule_and_its_warmup(model_dir: Path) 
         [0.25, 0.5, 0.75, 1, 1, 1]
     )
     assert share(1, schedule="linear", warmup_steps=3) == pytest.approx(0.5 * 0.9)
-    assert c._rate() == pytest.approx(0.1 * 0.5 * 0.9)
+    assert c._compute_rate() == pytest.approx(0.1 * 0.5 * 0.9)

@@ -28,7 +28,7 @@ from asyncrl.config import load
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.contract.messages import Batch
 from asyncrl.models.policy import build_model
-from learner.batch import micro_batches, pack
+from learner.batch import pack, split_micro_batches
 from learner.step import LearnerCore
 
 VARIANTS: list[dict[str, Any]] = [
@@ -71,7 +71,7 @@ def test_micro_batches_accumulate_the_big_batchs_gradient(
 
 def test_micro_batches_hold_every_sample_once_within_the_token_budget() -> None:
     packed = pack(batch())
-    parts = micro_batches(packed, range(GROUPS * SIZE), 40)
+    parts = split_micro_batches(packed, range(GROUPS * SIZE), 40)
     assert sorted(i for p in parts for i in p) == list(range(GROUPS * SIZE))
     longest = [max(len(packed.prompts[i]) + len(packed.responses[i]) for i in p) for p in parts]
     assert all(len(p) * n <= 40 or len(p) == 1 for p, n in zip(parts, longest, strict=True))
@@ -82,23 +82,27 @@ def test_groups_stand_together_where_a_prompt_is_encoded_once(model_dir: Path) -
     c, packed = core(model_dir), pack(batch())
 
     def order() -> list[int]:
-        return [i for micro in c._own_micro_batches(packed, range(packed.count))[0] for i in micro]
+        return [
+            i
+            for micro in c._select_own_micro_batches(packed, range(packed.count))[0]
+            for i in micro
+        ]
 
     groups = [packed.groups[i] for i in order()]
     assert sum(a != b for a, b in itertools.pairwise(groups)) == GROUPS - 1
     c.model.exact = True
     assert [packed.groups[i] for i in order()] == groups
     c.model.fast = None  # encodes every row whole: by length
-    lengths = [packed.sample_tokens()[i] for i in order()]
+    lengths = [packed.count_sample_tokens()[i] for i in order()]
     assert lengths == sorted(lengths) and order() != sorted(order(), key=lambda i: packed.groups[i])
 
 
 def test_minibatches_are_whole_groups_and_repeat_by_seed(model_dir: Path) -> None:
     c, packed = core(model_dir, learner={"minibatches": 3}), pack(batch())
     first, again, other = (
-        c._minibatches(packed, 0),
-        c._minibatches(packed, 0),
-        c._minibatches(packed, 1),
+        c._choose_minibatches(packed, 0),
+        c._choose_minibatches(packed, 0),
+        c._choose_minibatches(packed, 1),
     )
     assert first == again != other
     assert sorted(i for p in first for i in p) == list(range(GROUPS * SIZE)) and len(first) == 3
@@ -207,7 +211,7 @@ def test_schedule_is_a_function_of_the_batch_number(model_dir: Path) -> None:
     rates = []
     for n in range(10):
         c.state.number = n
-        rates.append(c._rate())
+        rates.append(c._compute_rate())
     assert rates == pytest.approx([min(1, (n + 1) / 5) * (1 - n / 10) for n in range(10)])
 
 
@@ -439,7 +443,7 @@ def test_several_minibatches_measure_the_first_ones_answers(model_dir: Path) -> 
     )
     packed = pack(batch())
     start = c._forward(c.model, packed, range(GROUPS * SIZE)).double()
-    first = packed.token_positions(c._minibatches(packed, 0)[0])
+    first = packed.find_token_positions(c._choose_minibatches(packed, 0)[0])
     x = (start - packed.loss.behavior.double())[first]
     m = c.train(batch())
     assert m["kl/behavior_start_k1"] == pytest.approx(float(-x.mean()), rel=1e-5)
@@ -482,7 +486,7 @@ def test_minibatches_that_early_stopping_leaves_out_are_counted_whole(model_dir:
     )
     assert c.train(b)["optim/steps"] == 1
     c.state.number = b.number  # the permutation is the batch's
-    (made, *_) = c._minibatches(pack(b), 0)
+    (made, *_) = c._choose_minibatches(pack(b), 0)
     assert len(made) == len(b.samples) // 3
     assert c.unused == [(0, 0) if i in made else (n, 0) for i, n in enumerate(lengths(b))]
     again = core(

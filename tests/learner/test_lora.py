@@ -277,8 +277,8 @@ def test_an_earlier_version_is_measured_in_place(model_dir: Path) -> None:
     learner.backend.write_flat(memoryview(flat))
     learner.train(batch(0))
     digest = policy.weights_digest(learner.model)
-    learner.measure.weights_of = lambda label, digest: bytes(flat)
-    found = learner.measure.logprobs_under((Label(1, 0), ""), packed, everyone)
+    learner.measure.read_weights = lambda label, digest: bytes(flat)
+    found = learner.measure.compute_logprobs_under((Label(1, 0), ""), packed, everyone)
     assert found is not None and torch.equal(found, before)
     assert policy.weights_digest(learner.model) == digest and learner.measure.shadow is None
     assert not torch.equal(learner._forward(learner.model, packed, everyone), before)
@@ -294,7 +294,7 @@ def test_a_checkpoint_is_the_adapter_and_goes_on_bit_for_bit(
     whole = lora_core(model_dir, **adam)
     whole.train(batch(0))
     checkpoint.save(tmp_path, whole, {"a": 1}, 2)
-    path = checkpoint.newest_checkpoint(tmp_path)
+    path = checkpoint.find_newest_checkpoint(tmp_path)
     assert path is not None
     held = {p.name for p in (path / "model").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= held

@@ -590,8 +590,13 @@ def test_minibatches_deal_whole_groups_evenly_by_seed_batch_and_epoch(model_dir:
         sorted(i for i in range(GROUPS * SIZE) if order.index(packed.groups[i]) * 4 // GROUPS == p)
         for p in range(4)
     ]
-    assert c._minibatches(packed, 1) == want and [len(p) // SIZE for p in want] == [2, 1, 2, 1]
-    assert core(model_dir)._minibatches(packed, 1) == [list(range(GROUPS * SIZE))]
+    assert c._choose_minibatches(packed, 1) == want and [len(p) // SIZE for p in want] == [
+        2,
+        1,
+        2,
+        1,
+    ]
+    assert core(model_dir)._choose_minibatches(packed, 1) == [list(range(GROUPS * SIZE))]
 
 
 def test_sums_of_ranks_add_up_and_a_rank_without_samples_takes_part(model_dir: Path) -> None:
@@ -633,12 +638,12 @@ def test_sums_of_ranks_add_up_and_a_rank_without_samples_takes_part(model_dir: P
 def test_the_stop_sees_a_quotient_that_is_never_negative(model_dir: Path) -> None:
     c = core(model_dir, stop={"kl_max": 0.1})
     assert (
-        c._stop_kl(torch.tensor(3.0), torch.tensor(4.0)) == 0.75
-        and c._stop_kl(torch.tensor(-3.0), torch.tensor(4.0)) == 0
+        c._compute_stop_kl(torch.tensor(3.0), torch.tensor(4.0)) == 0.75
+        and c._compute_stop_kl(torch.tensor(-3.0), torch.tensor(4.0)) == 0
     )
     assert (
-        c._stop_kl(torch.tensor(0.0), torch.tensor(0.0)) == 0
-        and core(model_dir)._stop_kl(torch.tensor(3.0), torch.tensor(4.0)) == 0
+        c._compute_stop_kl(torch.tensor(0.0), torch.tensor(0.0)) == 0
+        and core(model_dir)._compute_stop_kl(torch.tensor(3.0), torch.tensor(4.0)) == 0
     )
 
 
@@ -661,7 +666,7 @@ def test_references_are_loaded_once_for_each_directory(model_dir: Path) -> None:
         loss.reference is not None
         and loss.reward_reference is None
         and loss.full_kl
-        and loss.where == torch.device("cpu")
+        and loss.loss_device == torch.device("cpu")
     )
     assert type(make_backend(loss.config, loss.model)).__name__ == "TorchBackend"
 

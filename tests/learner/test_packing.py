@@ -10,7 +10,7 @@ import torch
 
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import Batch, Trajectory
-from learner.batch import ROWS, PackedBatch, micro_batches, pack
+from learner.batch import ROWS, PackedBatch, pack, split_micro_batches
 
 
 def answer(
@@ -96,7 +96,7 @@ def test_every_field_lies_at_its_tokens_place() -> None:
         and loss.token_rewards is None
         and loss.steps is None
     )
-    assert p.token_positions([2, 0]).tolist() == [4, 5, 0, 1, 2] and p.token_positions(
+    assert p.find_token_positions([2, 0]).tolist() == [4, 5, 0, 1, 2] and p.find_token_positions(
         [3]
     ).tolist() == [6, 7, 8, 9]
     assert p.to_device(torch.device("cpu")) is p
@@ -166,23 +166,29 @@ def test_micro_batches_by_group_share_their_prompts() -> None:
     lengths = {(0, 0): 2, (0, 1): 9, (1, 0): 3, (1, 1): 5, (2, 0): 1, (2, 1): 4}
     p = pack(batch([answer(*name, [7], [2] * n) for name, n in lengths.items()]))
     both = {"by_group": True}
-    assert micro_batches(p, range(6), 10**6, rows=2, **both) == [[4, 5], [2, 3], [0, 1]]
-    assert micro_batches(p, range(6), 10**6, rows=3, **both) == [[4, 5, 2], [3, 0, 1]]
+    assert split_micro_batches(p, range(6), 10**6, rows=2, **both) == [[4, 5], [2, 3], [0, 1]]
+    assert split_micro_batches(p, range(6), 10**6, rows=3, **both) == [[4, 5, 2], [3, 0, 1]]
     # the widest so far bounds the padding: 4 rows of 6, then 2 of 10
-    assert micro_batches(p, range(6), 24, **both) == [[4, 5, 2, 3], [0, 1]]
-    assert micro_batches(p, range(6), 23, **both) == [[4, 5, 2], [3, 0], [1]]
-    assert micro_batches(p, [1, 5, 4], 10**6, **both) == [[4, 5, 1]]
+    assert split_micro_batches(p, range(6), 24, **both) == [[4, 5, 2, 3], [0, 1]]
+    assert split_micro_batches(p, range(6), 23, **both) == [[4, 5, 2], [3, 0], [1]]
+    assert split_micro_batches(p, [1, 5, 4], 10**6, **both) == [[4, 5, 1]]
     # a group stands by its longest, wherever that comes: 9 and 2, then 5 and 3
-    assert micro_batches(p, [1, 0, 3, 2], 10**6, rows=2, **both) == [[2, 3], [0, 1]]
+    assert split_micro_batches(p, [1, 0, 3, 2], 10**6, rows=2, **both) == [[2, 3], [0, 1]]
 
 
 def test_micro_batches_are_sorted_by_length_and_hold_their_padded_tokens() -> None:
     p = packed([(2, 3), (1, 1), (2, 2), (1, 4), (1, 3)])  # 5, 2, 4, 5, 4 tokens
-    assert micro_batches(p, range(5), 10**6) == [[1, 2, 4, 0, 3]]
-    assert micro_batches(p, range(5), 12) == [[1, 2, 4], [0, 3]]  # 3 rows of 4 fit, 4 of 5 do not
-    assert micro_batches(p, range(5), 11) == [[1, 2], [4, 0], [3]]
-    assert micro_batches(p, range(5), 1) == [[1], [2], [4], [0], [3]]  # one at least
-    assert micro_batches(p, range(5), 10**6, rows=2) == [[1, 2], [4, 0], [3]]
-    assert micro_batches(p, [3, 1], 10**6) == [[1, 3]] and micro_batches(p, [], 5) == []
+    assert split_micro_batches(p, range(5), 10**6) == [[1, 2, 4, 0, 3]]
+    assert split_micro_batches(p, range(5), 12) == [
+        [1, 2, 4],
+        [0, 3],
+    ]  # 3 rows of 4 fit, 4 of 5 do not
+    assert split_micro_batches(p, range(5), 11) == [[1, 2], [4, 0], [3]]
+    assert split_micro_batches(p, range(5), 1) == [[1], [2], [4], [0], [3]]  # one at least
+    assert split_micro_batches(p, range(5), 10**6, rows=2) == [[1, 2], [4, 0], [3]]
+    assert split_micro_batches(p, [3, 1], 10**6) == [[1, 3]] and split_micro_batches(p, [], 5) == []
     many = packed([(1, 1)] * (ROWS + 1))
-    assert [len(m) for m in micro_batches(many, range(ROWS + 1), 10**6)] == [ROWS, 1] and ROWS == 96
+    assert [len(m) for m in split_micro_batches(many, range(ROWS + 1), 10**6)] == [
+        ROWS,
+        1,
+    ] and ROWS == 96

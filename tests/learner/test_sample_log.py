@@ -79,14 +79,14 @@ def test_each_rule_chooses_its_sample(model_dir: Path) -> None:
     assert by_rule["longest"] == [lengths.index(max(lengths))]
     assert len(by_rule["random"]) == 1
     moved = (prep.start - packed.loss.behavior).abs()
-    far = [float(moved[packed.token_positions([i])].mean()) for i in range(packed.count)]
+    far = [float(moved[packed.find_token_positions([i])].mean()) for i in range(packed.count)]
     assert by_rule["off_policy"] == [far.index(max(far))]
-    prep.batch.mask[packed.token_positions([far.index(max(far))])] = 0
+    prep.batch.mask[packed.find_token_positions([far.index(max(far))])] = 0
     (again,) = [
         i for i, why in choose_samples(packed, prep, made.config, 20).items() if "off_policy" in why
     ]
     assert again == far.index(sorted(far)[-2]), "tokens that nothing sampled have no part in it"
-    prep.passed[packed.token_positions([by_rule["best"][0]])] = False
+    prep.passed[packed.find_token_positions([by_rule["best"][0]])] = False
     left = choose_samples(packed, prep, made.config, 20)
     assert by_rule["best"][0] not in left, "no pass has seen it"
 
@@ -115,7 +115,7 @@ def test_the_file_keeps_to_its_bound(
     log = SampleLog(made.config, tmp_path, 0)
     row = {"batch": 0, "filler": "x" * 300_000}
     log.add([row] * 5)
-    assert not log.due(0) and (tmp_path / FILE).stat().st_size <= 2**20
+    assert not log.is_due(0) and (tmp_path / FILE).stat().st_size <= 2**20
     assert capsys.readouterr().err.count("record.token_samples_mib = 1") == 1
     log.close()
 

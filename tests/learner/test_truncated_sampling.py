@@ -101,14 +101,16 @@ def test_the_rows_of_a_batch_carry_their_supports(model_dir: Path) -> None:
     learner = core(model_dir)
     asked = sampled(learner)
     packed = pack(asked)
-    for row, sample in zip(packed.row_supports(range(packed.count)), asked.samples, strict=True):
+    for row, sample in zip(
+        packed.get_row_supports(range(packed.count)), asked.samples, strict=True
+    ):
         assert row is not None
         assert row.encode() == sample.support
-    table = packed.support_table([2, 5], torch.device("cpu"))
+    table = packed.build_support_table([2, 5], torch.device("cpu"))
     assert table is not None and len(table.truncated) == sum(
         asked.samples[i].length for i in (2, 5)
     )
-    assert pack(batch()).support_table([0, 1], torch.device("cpu")) is None
+    assert pack(batch()).build_support_table([0, 1], torch.device("cpu")) is None
 
 
 def test_only_an_engine_that_records_no_support_is_warned_about(

@@ -62,7 +62,7 @@ class Rank(TorchBackend):
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         self.passes += 1
-        super().backward(loss, last=last)
+        super().backward(loss, is_last=last)
         assert last == (len(set(self.gather((self.passes, last)))) == 1 and last), (
             "ranks make their passes side by side"
         )

@@ -252,7 +252,9 @@ def batch(core: LearnerCore, number: int, off: float) -> Batch:
     lags = [[(0, 8, 1)]] * len(samples)
     made = Batch(1, number, samples, [1] * len(samples), [0] * len(samples), lags, {}, 4, {})
     packed = pack(made)
-    own = core.measure.logprobs_under(Label(1, number - 1), packed, list(range(packed.count)))
+    own = core.measure.compute_logprobs_under(
+        Label(1, number - 1), packed, list(range(packed.count))
+    )
     assert own is not None
     for sample, first in zip(samples, packed.offsets[:-1], strict=True):
         of_sample = own[int(first) : int(first) + 8] + off
@@ -274,7 +276,7 @@ def test_a_mismatch_that_begins_in_mid_run_is_said_under_every_shipped_config(
     begins = min(30, steps // 4)
     core = LearnerCore(settings, model_dir)
     held = bytearray(policy.flat_bytes(core.layout))
-    core.measure.weights_of = lambda _, __: bytes(held)
+    core.measure.read_weights = lambda _, __: bytes(held)
     told: list[str] = []
     watcher = runner.HealthWatcher(tmp_path, told.append, health_checks.RunFacts(settings))
     writer = metrics.MetricsWriter(tmp_path)

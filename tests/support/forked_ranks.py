@@ -63,7 +63,7 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
         tempfile.TemporaryFile("w+") as out,
         tempfile.TemporaryFile("w+") as nothing,
         tempfile.TemporaryFile("w+") as err,
-        ranks.reserved_port() as meet,
+        ranks.reserve_port() as meet,
     ):
         port = meet.getsockname()[1]
         live = {

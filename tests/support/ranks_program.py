@@ -103,7 +103,7 @@ def main() -> None:
         core.backend.broadcast("publish")
         core.backend.probe()
         core.backend.write_flat(memoryview(first))
-        core.measure.weights_of = lambda *_: bytes(first)
+        core.measure.read_weights = lambda *_: bytes(first)
     if "restore" in job:
         checkpoint.restore(core, Path(job["restore"]))
     losses, norms, steps = [], [], []

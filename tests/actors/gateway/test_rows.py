@@ -32,7 +32,7 @@ from asyncrl.models.policy import build_model
 from buffer import checks
 from buffer.groups import StoreSettings, size
 from buffer.ledger import total_tokens
-from learner.batch import micro_batches, pack
+from learner.batch import pack, split_micro_batches
 
 
 @pytest.fixture(scope="module")
@@ -97,17 +97,17 @@ def test_rows_stand_one_after_another_and_share_prompts_by_their_ids() -> None:
     assert p.loss.token_lag.tolist() == [0, 0, 1, 0, 1, 1, 4, 4, 7]
     assert p.loss.age.tolist() == [0, 0, 0, 0, 2, 0, 0, 0, 0]
     assert p.loss.behavior.tolist() == [-1, 0, -3, 0, -4, -5, -6, -7, -8]
-    assert p.rows_of([1, 0]) == [3, 0, 1, 2] and p.sample_tokens() == [5 + 4 + 4, 4, 3]
-    assert p.row_temperature([0, 2]).tolist() == [1.0] * 4
+    assert p.list_rows([1, 0]) == [3, 0, 1, 2] and p.count_sample_tokens() == [5 + 4 + 4, 4, 3]
+    assert p.get_row_temperature([0, 2]).tolist() == [1.0] * 4
 
 
 def test_a_micro_batch_holds_whole_samples() -> None:
     long = [row([1], [2] * 9, [-1] * 9, [1] * 9)] * 3
     short = [row([1], [2] * 4, [-1] * 4, [1] * 4)]
     p = pack(batch([sample(0, 0, long), sample(0, 1, short), sample(0, 2, short)], [0, 0, 0]))
-    assert micro_batches(p, [0, 1, 2], 1000) == [[1, 2, 0]]
-    assert micro_batches(p, [0, 1, 2], 1000, rows=4) == [[1, 2], [0]]
-    assert micro_batches(p, [0, 1, 2], 40) == [[1, 2], [0]]
+    assert split_micro_batches(p, [0, 1, 2], 1000) == [[1, 2, 0]]
+    assert split_micro_batches(p, [0, 1, 2], 1000, rows=4) == [[1, 2], [0]]
+    assert split_micro_batches(p, [0, 1, 2], 40) == [[1, 2], [0]]
 
 
 def test_a_forked_session_has_its_reward_on_its_last_token_of_all() -> None:
@@ -150,8 +150,8 @@ def test_skipped_tokens_are_counted_where_they_were_drawn(model_dir: Path) -> No
         data = sessions(how)
         packed = c._pack_batch(data)
         prep = step_loss.prepare(packed.loss, c.config)
-        c.made = set()
-        unused = c._unused_tokens(prep, packed, len(data.samples))
+        c.trained_samples = set()
+        unused = c._count_unused_tokens(prep, packed, len(data.samples))
         assert unused == [(s.length, 0) for s in data.samples]
 
 
