@@ -94,6 +94,7 @@ def test_every_option_that_is_followed() -> None:
     assert order(messages=GO, logprobs=True).most_likely == 0
     assert order(messages=GO, logprobs=True, top_logprobs=3).most_likely == 3
     assert order(messages=GO, top_logprobs=3).most_likely is None
+    assert order(messages=GO, logprobs=False).most_likely is None
     assert order(prompt=["a"] * 512, n=2, max_tokens=63).count == 2
 
 

@@ -39,7 +39,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     policy.build_model(path, SYMBOLS + ":\n", max_positions=64, seed=3)
     (path / "chat_template.jinja").write_text(
-        "{% for m in messages %}{{ m['content'] }}:{% endfor %}"
+        "{% for m in messages %}{{ raise_exception('no tools') if m['role'] == 'tool' else '' }}"
+        "{{ m['content'] }}:{% endfor %}"
     )
     return path
 
@@ -340,6 +341,12 @@ def test_an_engine_that_breaks_fails_what_is_open_and_what_comes() -> None:
     assert thread.thread.daemon and thread.thread.name == "engine"
     with pytest.raises(AsyncrlError, match=r"^too long$"):
         thread.score([], 1).result()
+    engine = SimpleNamespace(active=0, score=lambda prompts, most_likely: {}[most_likely])
+    scoring = EngineThread(engine)  # type: ignore[arg-type]
+    with pytest.raises(KeyError):
+        scoring.score([], 1).result()
+    scoring.thread.join()
+    assert isinstance(scoring.error, KeyError) and scoring.closing
     broken = thread.complete(SimpleNamespace(key=(1, 0, 1)))  # type: ignore[arg-type]
     for future in (broken, thread.complete(SimpleNamespace(key=(2, 0, 1)))):  # type: ignore[arg-type]
         with pytest.raises(AsyncrlError, match=r"^the engine has ended: 'gone'$"):
@@ -403,7 +410,7 @@ def test_work_that_an_ending_engine_has_not_begun_fails() -> None:
 # ---- answers -------------------------------------------------------------------------------------
 
 
-def test_answers_have_every_field_of_the_api(url: str) -> None:
+def test_answers_have_every_field_of_the_api(url: str, directory: Path) -> None:
     headers = {"authorization": f"Bearer {KEY}"}
 
     def ask(route: str, **body: Any) -> dict[str, Any]:
@@ -448,6 +455,18 @@ def test_answers_have_every_field_of_the_api(url: str) -> None:
     assert len(found["top_logprobs"][1]) == 1 and set(found) == {
         *("tokens", "token_logprobs", "text_offset", "top_logprobs")
     }
+    ended = ask("completions", prompt=[3, 1], max_tokens=0, echo=True, logprobs=0)
+    (choice,) = ended["choices"]
+    special = load_tokenizer(directory).decode([1])
+    assert choice["logprobs"]["tokens"][1] == special and choice["text"].endswith(special)
+    refused = httpx2.post(
+        f"{url}/chat/completions",
+        json={"messages": [{"role": "tool", "content": "a"}]},
+        headers=headers,
+    )
+    error = refused.json()["error"]
+    assert refused.status_code == 400 and "no tools" in error.pop("message")
+    assert error == {"type": "invalid_request_error", "param": "messages", "code": "invalid_value"}
     turns = [{"role": "user", "content": "abc"}]
     chat = ask("chat/completions", messages=turns, max_tokens=1, temperature=0, logprobs=True)
     (choice,) = chat["choices"]

@@ -38,6 +38,7 @@ STRIPS = """{%- set ns = namespace(last=-1) -%}
 {%- for m in messages if m.role == 'user' %}{% set ns.last = messages.index(m) %}{% endfor -%}
 {%- for m in messages -%}
 {%- set text = m.content -%}
+{{- '' if m.role in ('user', 'assistant', 'tool') else raise_exception('role') -}}
 {%- if loop.index0 < ns.last %}{% set text = text.split('</think>')[-1] %}{% endif -%}
 <|im_start|>{{ m.role }}
 {{ text }}<|im_end|>
@@ -352,6 +353,10 @@ def test_a_history_that_was_changed_forks_and_says_where() -> None:
     told = Play(Kind("{{ tools | tojson }}" + CHATML, "", chatml_head, "<|im_end|>", "\n"))
     answer = told.draw(told.ask(one, tools=tools), [*play.characters("low"), end], "stop")
     assert told.ask([*one, answer, more], tools=tools).parent is not None
+    assert told.chat.write(one, tools).startswith(json.dumps(tools) + "<|im_start|>system\ns")
+    assert told.chat.write(one, []).startswith("null<|im_start|>"), (
+        "no list rather than an empty one"
+    )
     assert told.ask([*one, answer, more]).parent is None
     assert told.session.forks == {"tools": 1}
 
@@ -471,33 +476,52 @@ def test_the_common_beginning_of_two_texts(one: str, other: str, count: int) -> 
 
 
 def test_a_template_that_fails_is_a_refusal_and_changes_nothing() -> None:
-    play = Play(Kind("{{ raise_exception('roles alternate') }}", "", chatml_head, "", ""))
-    with pytest.raises(CallRefused, match="roles alternate") as caught:
+    play = Play(Kind("{{ raise_exception('roles\n alternate') }}", "", chatml_head, "", ""))
+    with pytest.raises(CallRefused) as caught:
         play.ask([{"role": "user", "content": "go"}])
-    assert caught.value.status == 400 and play.session.calls == 0
+    why = "the model's chat template fails on these messages: TemplateError: roles alternate"
+    assert refusal(caught.value) == (400, "chat_template", None, why)
+    assert play.session.calls == 0
     bare = Play(Kind("", "", chatml_head, "", ""))
     bare.tokenizer.chat_template = None
     with pytest.raises(CallRefused, match="chat template"):
         bare.ask([{"role": "user", "content": "go"}])
 
 
+NO_CALLS = "messages[0].tool_calls: give a list of objects with `id` and `function`"
+
+
 @pytest.mark.parametrize(
-    "messages, where",
+    "messages, why",
     [
-        (None, "messages"),
-        ([], "messages"),
-        (["hi"], r"messages\[0\]"),
-        ([{"role": "user", "content": "x"}, {"content": "x"}], r"messages\[1\]"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "image_url"),
-        ([{"role": "user", "content": 3}], "content is int"),
-        ([{"role": "assistant", "tool_calls": [{"id": "x"}]}], "tool_calls"),
-        ([{"role": "assistant", "tool_calls": ["x"]}], "tool_calls"),
+        (None, "messages: give a list of at least one message"),
+        ([], "messages: give a list of at least one message"),
+        (["hi"], "messages[0]: give an object with `role` and `content`"),
+        (
+            [{"role": "user", "content": "x"}, {"content": "x"}],
+            "messages[1]: give an object with `role` and `content`",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            "messages[0]: a content part of type 'image_url': only text is supported",
+        ),
+        (
+            [{"role": "user", "content": 3}],
+            "messages[0]: content is int; give text, or a list of text parts",
+        ),
+        ([{"role": "assistant", "tool_calls": [{"id": "x"}]}], NO_CALLS),
+        ([{"role": "assistant", "tool_calls": ["x"]}], NO_CALLS),
+        ([{"role": "assistant", "tool_calls": 3}], NO_CALLS),
     ],
 )
-def test_messages_that_are_none_are_refused_by_place(messages: Any, where: str) -> None:
-    with pytest.raises(CallRefused, match=where) as caught:
+def test_messages_that_are_none_are_refused_by_place(messages: Any, why: str) -> None:
+    with pytest.raises(CallRefused) as caught:
         normalised(messages)
-    assert (caught.value.status, caught.value.param) == (400, "messages")
+    assert refusal(caught.value) == (400, "invalid_messages", "messages", why)
+
+
+def refusal(found: CallRefused) -> tuple[int, str, str | None, str]:
+    return found.status, found.code, found.param, str(found)
 
 
 def test_messages_as_templates_take_them() -> None:
@@ -518,6 +542,19 @@ def test_messages_as_templates_take_them() -> None:
         "a": 1
     }
     assert made[2] == {"role": "assistant", "content": "x"}
+    arguments = ["[1]", "no JSON", '{"a": [1]}', {"b": 2}]
+    calls = [{"id": "c", "function": {"name": "f"}}]
+    calls += [{"id": "c", "function": {"name": "f", "arguments": given}} for given in arguments]
+    (made_one,) = normalised([{"role": "assistant", "tool_calls": calls, "name": "n"}])
+    wanted = [{}, "[1]", "no JSON", {"a": [1]}, {"b": 2}]
+    assert made_one == {
+        "role": "assistant",
+        "content": "",
+        "name": "n",
+        "tool_calls": [
+            {"id": "c", "function": {"name": "f", "arguments": given}} for given in wanted
+        ],
+    }
 
 
 def mine(text: str) -> dict[str, Any]:
@@ -533,7 +570,14 @@ def test_parsers() -> None:
     read = play.chat.read(np.array(play.characters("go")), (), "1.0.1-0")
     assert read["tool_calls"][0]["function"]["name"] == "go"
     assert read["tool_calls"][0]["id"] == call_id("1.0.1-0", 0) != call_id("1.0.1-0", 1)
-    assert len(call_id("x", 0)) == 9 and call_id("x", 0).isalnum()
+    assert (read["tool_calls"][0]["id"], call_id("1.0.1-0", 1)) == ("0prc7fubq", "o2vbxpttz")
+    assert read == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"type": "function", "id": "0prc7fubq", "function": {"name": "go", "arguments": {}}}
+        ],
+    }
     # what does not parse is content
     read = play.chat.read(np.array(play.characters("broken")), (), "1.0.1-0")
     assert read == {"role": "assistant", "content": "broken"}
@@ -543,6 +587,95 @@ def test_parsers() -> None:
         '<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g", "arguments": 3}</tool_call>'
     )
     assert len(two["tool_calls"]) == 1 and '"g"' in two["content"]
-    for name in ("nothing", "no.such.module:f", f"{__file__}:absent", f"{__file__}:CHATML"):
-        with pytest.raises(ConfigError, match=r"agent\.parser"):
-            parser_for(name)
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}} </tool_call>'
+    assert hermes(f"<think>\n hm \n</think>\n\n {call} and\n{call}\n") == {
+        "reasoning_content": " hm ",
+        "content": "and",
+        "tool_calls": [
+            {"id": "", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+        ]
+        * 2,
+    }
+    assert hermes("hm</think>\n\n so\n") == {"reasoning_content": "hm", "content": " so\n"}
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("nothing", "'nothing' is not one of none, hermes, module:function"),
+        ("no.such.module:f", "no.such.module:f: ModuleNotFoundError: No module named 'no'"),
+        ("json:absent", "json:absent: AttributeError: module 'json' has no attribute 'absent'"),
+        ("json:__name__", "json:__name__ is not a function"),
+    ],
+)
+def test_parsers_that_are_none(name: str, why: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parser_for(name)
+    assert str(error.value) == f"agent.parser: {why}"
+
+
+def test_what_a_parser_returns_is_an_assistants_message() -> None:
+    def parse(text: str) -> dict[str, Any]:
+        made: dict[str, dict[str, Any]] = {
+            "role": {"role": "user", "content": "x", "reasoning_content": "hm", "tool_calls": []},
+            "name": {"content": "x", "tool_calls": [{"function": {"name": 3, "arguments": {}}}]},
+            "arguments": {"tool_calls": [{"function": {"name": "f", "arguments": {1, 2}}}]},
+            "function": {"content": "x", "tool_calls": [{"name": "f"}]},
+        }
+        return made[text]
+
+    play = Play(ZOO["chatml"], parser=parse)
+
+    def read(text: str) -> Any:
+        return play.chat.read(np.array(play.characters(text)), (), "1.0.1-0")
+
+    assert read("role") == {"role": "assistant", "content": "x", "reasoning_content": "hm"}
+    for text in ("name", "arguments", "function", "other"):
+        assert read(text) == {"role": "assistant", "content": text}, "no valid call: all is text"
+
+
+def test_an_answer_is_seen_up_to_its_end_or_a_stop() -> None:
+    play = Play(ZOO["chatml"])
+    end = play.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    start = play.tokenizer.convert_tokens_to_ids("<|im_start|>")
+    ids = np.array([start, *play.characters("ab abc."), end], np.int32)
+    seen = [play.chat.visible_text(ids, stop) for stop in ((), ("",), ("c", "b "), ("z", "abc"))]
+    assert seen == ["ab abc.", "ab abc.", "a", "ab "]
+    assert play.chat.visible_text(ids[:-1]) == "ab abc."
+    assert play.chat.visible_text(np.array([], np.int32)) == ""
+    found = [play.chat.find_stop(ids, stop) for stop in (("abc", "."), ("b",), ("", "z"), ())]
+    assert found == [7, 3, None, None]
+    assert play.chat.decode_text(ids.tolist()) == "<|im_start|>ab abc.<|im_end|>"
+
+
+def test_a_text_is_encoded_as_far_as_it_may_fit() -> None:
+    """At most 64 tokens of its beginning may become fewer in the whole text."""
+    chat = ChatFormat(tokenizer(CHATML), (101,), context=2)
+    asked: list[str] = []
+    encode = chat.tokenizer.encode
+
+    def noted(text: str, **how: Any) -> Any:
+        asked.append(text)
+        return encode(text, **how)
+
+    chat.tokenizer.encode = noted
+    found = chat.encode("x" * 66)
+    assert found.dtype == np.int32 and found.tolist() == encode("x" * 66, add_special_tokens=False)
+    assert [len(text) for text in asked] == [16, 32, 64, 66]
+    asked.clear()
+    with pytest.raises(CallRefused) as caught:
+        chat.encode("x" * 1000)
+    assert [len(text) for text in asked] == [16, 32, 64, 128]
+    why = (
+        "This model's maximum context length is 2 tokens, prompt and answer (generator.context = "
+        "2), but the prompt has over 64: shorten the history"
+    )
+    assert refusal(caught.value) == (400, "context_length_exceeded", "messages", why)
+    with pytest.raises(CallRefused) as caught:
+        chat.encode("a\ud800")
+    why = "the prompt has \\ud800, half of a character: UTF-8 cannot encode it"
+    assert refusal(caught.value) == (400, "invalid_text", "messages", why)
+    asked.clear()
+    free = ChatFormat(chat.tokenizer, (101,))
+    assert len(free.encode("x" * 1000)) == 1000 and len(asked) == 1 and free.context == 0
+    assert free.ends == {101: "</s>"} and free.when is None and not free.keeps
