@@ -25,14 +25,15 @@ FOLDER = DOCS / "coming-from"
 COLUMNS = 100
 SOURCE = "Generated from `docs/coming-from/keys.toml` by `python benchmarks/reference_pages.py`."
 NO_DEFAULT = ("", "-", "not set", "none: it must be given", '""', "{}", "[]")
-READING = """A cell of the column "here" names keys of the [configuration](../configuration.md).
-Keys that are joined by commas belong together. "or" separates alternatives. A dash means that
-asyncrl has no such setting, and the remark says what it does instead. The column before it holds
-the defaults of its keys in their order. There a dash or "unset" means that nothing is set, or that
-the method decides. A name without dots in the column "there" has the prefix of the name before it.
+READING = """- The column "here" has keys of the [configuration](../configuration.md). Commas join
+  keys that belong together. "or" separates alternatives. A dash means that asyncrl has no such
+  setting, and the remark gives the reason or an alternative.
+- "default here" has the defaults of these keys in the same order. A dash or "unset" means that
+  nothing is set, or that the method decides.
+- In the column "there", a name without dots has the prefix of the name before it.
 
-Lag counts versions here. The learner publishes one version after every batch, however many
-optimizer steps the batch takes.
+In asyncrl, lag is a number of versions. The learner publishes one version after every batch, with
+any number of optimizer steps.
 """
 
 
@@ -114,7 +115,7 @@ def index_page() -> str:
         lag = next(row for row in system["keys"] if "staleness.max_lag" in row[2])
         names = ", ".join(f"`{name}`" for name in lag[0].split(", "))
         rows.append(_row(f"[{system['title']}]({name}.md)", names, lag[3]))
-    table = _row("system", "what limits lag there", "beside `staleness.max_lag`")
+    table = _row("system", "what limits lag there", "compared with `staleness.max_lag`")
     return head + table + "|---|---|---|\n" + "".join(rows)
 
 
@@ -122,23 +123,25 @@ PAPERS_HEAD = """# Papers
 
 Generated from `docs/papers.toml` by `python benchmarks/reference_pages.py`.
 
-Paper by paper: the settings that follow it here. Settings that are joined by commas belong
-together, "or" separates alternatives. `method` sets all keys of a published method, which
+This page lists the settings that reproduce each paper. Settings that are joined by commas belong
+together. "or" separates alternatives. `method` sets all keys of a published method, which
 `asyncrl methods` lists. Each number is that of a preprint on arXiv. Write a row into a config, or
-type it: `asyncrl run CONFIG --set method=vespo`. A test trains two batches with every row.
+set it on the command line: `asyncrl run CONFIG --set method=vespo`. A test trains two batches with
+every row.
 
-The last column says what was read and what differs. Where it is a dash, the docstring of the
-function names the source. [Algorithms](algorithms.md) leads to formulas and measurements.
+The last column gives the sources that were read and the differences from them. If it is a dash, the
+docstring of the function names the source. [Algorithms](algorithms.md) leads to formulas and
+measurements.
 
 """
 # exit code -> what to do
 ACTIONS = {
     0: "nothing",
     1: "read the last lines; for a run, `asyncrl doctor RUN` names the cause and the remedy",
-    2: "correct the line that the message names; `asyncrl config explain KEY` tells more",
+    2: "correct the line that the message names; `asyncrl config explain KEY` describes the key",
     3: "read `logs/attempt_N/PROCESS.log`, correct the cause, then `asyncrl run --resume RUN`",
     4: "start the process that the message names, or correct its address or its keys",
-    5: "`asyncrl run --resume RUN` goes on from the newest data that is not damaged",
+    5: "`asyncrl run --resume RUN` continues from the newest undamaged data",
     6: "raise `learner.steps` with `--resume`, or start a new run",
     7: "nothing: the run continues with the other process",
     130: "`asyncrl run --resume RUN`",
@@ -148,8 +151,8 @@ EXIT_HEAD = """# Exit codes
 Generated from the table in `asyncrl/contract/errors.py` by
 `python benchmarks/reference_pages.py`.
 
-Every command ends with one of these codes. A failure that is expected prints one line to stderr,
-never a traceback. `asyncrl diff` and `asyncrl config diff` end with 1 where the two differ.
+Every command ends with one of these codes. An expected failure prints one line to stderr, never a
+traceback. `asyncrl diff` and `asyncrl config diff` end with 1 if the two differ.
 
 """
 
