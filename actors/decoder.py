@@ -21,7 +21,7 @@ from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.models import exact_operators
 from asyncrl.models.moe import expert_layers
 from asyncrl.models.packed_attention import QueryBlock, cut_queries
-from asyncrl.models.packed_forward import ModelLayout, kept_tokens, renormalize, rotate
+from asyncrl.models.packed_forward import ModelLayout, find_kept_tokens, renormalize, rotate
 
 MASKED = -1e30
 BLOCK = 64  # steps between two searches for free columns; granularity of attention's columns
@@ -46,7 +46,9 @@ class FusedWeights:
         self.qk_norm = hasattr(hf.model.layers[0].self_attn, "q_norm")
         self.bias = hf.model.layers[0].self_attn.q_proj.bias is not None
         self.tied = hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
-        cos, sin = lay.rope(torch.arange(positions, device=hf.model.embed_tokens.weight.device))
+        cos, sin = lay.compute_rope(
+            torch.arange(positions, device=hf.model.embed_tokens.weight.device)
+        )
         self.cos = cos[:, 0].contiguous()
         self.sin = sin[:, 0].contiguous()
         self.eps = torch.tensor(lay.eps, device=cos.device)
@@ -128,8 +130,8 @@ class FusedWeights:
 
     def logits_exact(self, x: torch.Tensor) -> torch.Tensor:
         """Compute logits fp32 [n, V] from residuals x [n, H] with the operators of exact mode."""
-        padded = exact_operators.unit(exact_operators.pad_rows(x), self.lay.eps)
-        return exact_operators.times(padded, self.top["head"])[: len(x)]
+        padded = exact_operators.normalize(exact_operators.pad_rows(x), self.lay.eps)
+        return exact_operators.multiply(padded, self.top["head"])[: len(x)]
 
     @property
     def vocabulary(self) -> int:
@@ -163,8 +165,9 @@ class ColumnCache:
     """Keys and values of all rows, and an additive bias [rows, 1, columns].
 
     The bias hides the columns that a row may not see. together: for exact mode, the heads per
-    product (`exact_operators.heads_per_product`). These heads are stored as one wider head, and the
-    keys of a column are contiguous in memory, which is faster to read for a product of few queries.
+    product (`exact_operators.count_heads_per_product`). These heads are stored as one wider head,
+    and the keys of a column are contiguous in memory, which is faster to read for a product of few
+    queries.
     """
 
     def __init__(
@@ -680,7 +683,7 @@ def sample(
     kept = allowed
     if cut is not None:
         among = logs if allowed is None else logs.masked_fill(~allowed, -torch.inf)
-        kept = kept_tokens(among, *cut)
+        kept = find_kept_tokens(among, *cut)
         kept = kept if allowed is None else kept & allowed
     if kept is not None:
         logs = renormalize(logs, kept)
@@ -726,7 +729,7 @@ def decode_exact(
     bias = cache.bias[:n, None, :, :seen]
     turns = w.turned.index_select(0, exact_operators.pad_rows(positions))
     x = w.top["embed"].index_select(0, exact_operators.pad_rows(tokens))
-    space = exact_operators.one_query_space(lay, n, x)
+    space = exact_operators.allocate_query_space(lay, n, x)
     groups, wide = space.shape[1], space.shape[3]
     for i, layer in enumerate(w.per_layer):
         q, k, v = exact_operators.project(lay, layer, x, turns)
@@ -761,7 +764,7 @@ def verify_exact(
     places = exact_operators.pad_rows(positions.flatten().clamp(max=len(w.turned) - 1))
     turns = w.turned.index_select(0, places)
     x = w.top["embed"].index_select(0, exact_operators.pad_rows(tokens.flatten()))
-    space = exact_operators.one_query_space(lay, n * m, x)
+    space = exact_operators.allocate_query_space(lay, n * m, x)
     groups, wide = space.shape[1], space.shape[3]
     for i, layer in enumerate(w.per_layer):
         q, k, v = exact_operators.project(lay, layer, x, turns)
@@ -806,7 +809,7 @@ def _run_layers_exact(
     """Run `_run_layers` with the operators of exact mode."""
     b, n = ids.shape
     lay, share = w.lay, w.lay.heads // w.lay.kv_heads
-    groups = lay.kv_heads // exact_operators.heads_per_product(lay)
+    groups = lay.kv_heads // exact_operators.count_heads_per_product(lay)
     turns = w.turned[:n].repeat(b, 1)
     blocks = query_blocks(lay, b, n, 0, ids.device.type)
     bias = causal_bias(blocks, ids.device)

@@ -471,7 +471,7 @@ class EmbeddedEngine:
             rows,
             columns,
             torch.empty(0, dtype=self.dtype, device=self.device),
-            together=exact_operators.heads_per_product(self.lay) if self.fixed else None,
+            together=exact_operators.count_heads_per_product(self.lay) if self.fixed else None,
         )
 
     def _cache_columns(self) -> int:
@@ -497,7 +497,7 @@ class EmbeddedEngine:
             padding = exact_operators.round_up(width, exact_operators.KEYS) - width
             ids = np.pad(ids, ((0, 0), (0, padding)))
         tokens = torch.from_numpy(ids).to(self.device)
-        replay = router_hooks.padded_table(replayed, self.routing, ids.shape[1], self.device)
+        replay = router_hooks.build_padded_table(replayed, self.routing, ids.shape[1], self.device)
         if not self.fixed:
             return decoder.encode(self.weights, tokens, routed=routed, replayed=replay)
         return [
@@ -1112,7 +1112,7 @@ def make_engine(config: Config) -> Engine:
         in_flight=config.weights.in_flight,
         max_new_tokens=settings.max_new_tokens,
         base=AdapterBase(model, config.lora) if config.lora.rank else None,
-        record_routing=bool(config.learner.replay_routing and model.replayable_routing()),
+        record_routing=bool(config.learner.replay_routing and model.require_replayable_routing()),
         **(
             {
                 "fixed": bool(config.exact),

@@ -144,7 +144,7 @@ class GenericEngine:
             longest = max(len(row.request.prompt) + len(row.tokens) for row in self.rows)
             logits = self._last_logits(self.rows, longest)
         if self.model.vision is not None:
-            logits = self.model.vision.without_image_token(logits)
+            logits = self.model.vision.exclude_image_token(logits)
         requests = [r.request for r in self.rows]
         uniform = torch.tensor([float(r.stream[len(r.tokens)]) for r in self.rows], device=device)
         scale = torch.tensor([1.0 / r.temperature for r in requests], device=device)
@@ -181,7 +181,7 @@ class GenericEngine:
         }
         known = {name: self.features[name] for name in blobs if name in self.features}
         new = {name: blob for name, blob in blobs.items() if name not in known}
-        self.features = known | self.model.vision.features(new, single=self.fixed)
+        self.features = known | self.model.vision.compute_features(new, single=self.fixed)
 
     def _last_logits(self, rows: Sequence[GenericRow], width: int) -> torch.Tensor:
         """Encode rows padded to `width`; return the logits of their next tokens, fp32 [n, V]."""
@@ -196,8 +196,8 @@ class GenericEngine:
         images: dict[str, Any] = {}
         if self.model.vision is not None:
             names = [name for row in rows for name in row.images]
-            images = self.model.vision.inputs(names, self.features)
-        with router_hooks.routing(hf, self._replayed(width), routed):
+            images = self.model.vision.build_inputs(names, self.features)
+        with router_hooks.replay_routing(hf, self._replayed(width), routed):
             out = hf(
                 input_ids=torch.from_numpy(ids).to(device),
                 attention_mask=torch.from_numpy(mask).to(device),
@@ -218,7 +218,7 @@ class GenericEngine:
             RoutedExperts(np.concatenate(row.routed), self.routing.experts) if row.routed else None
             for row in self.rows
         ]
-        return router_hooks.padded_table(known, self.routing, width, self.model.device)
+        return router_hooks.build_padded_table(known, self.routing, width, self.model.device)
 
     def _record_routing(self, routed: list[torch.Tensor], lengths: list[int]) -> None:
         """Keep the experts, [rows * columns, k] of each layer, of the tokens read first now."""

@@ -37,8 +37,13 @@ from asyncrl.contract.importing import collection_paused
 from asyncrl.contract.messages import VersionSpan
 from asyncrl.contract.versions import Label
 from asyncrl.models.adapters import AdapterBase
-from asyncrl.models.installed import missing
-from asyncrl.models.policy import load_policy, probe_ids, probe_logprobs, text_config
+from asyncrl.models.installed import explain_missing
+from asyncrl.models.policy import (
+    compute_probe_logprobs,
+    list_probe_ids,
+    load_policy,
+    load_text_config,
+)
 
 PROBE = "probe"
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # nats, see `probe_limits`
@@ -215,15 +220,15 @@ class ReferenceWeights:
     """
 
     def __init__(self, path: str, dtype: str) -> None:
-        self.model = load_policy(path, dtype, "cpu", whole=True)
+        self.model = load_policy(path, dtype, "cpu", with_modules=True)
         self.model.fast = None
         self._forget()
 
     def logprobs(self, weights: Mapping[str, torch.Tensor]) -> np.ndarray:
-        """See `asyncrl.models.policy.probe_logprobs`."""
+        """See `asyncrl.models.policy.compute_probe_logprobs`."""
         for name, parameter in self.model.hf.named_parameters():
             parameter.data = weights[name].cpu()
-        logprobs = probe_logprobs(self.model)
+        logprobs = compute_probe_logprobs(self.model)
         self._forget()
         return logprobs
 
@@ -262,7 +267,7 @@ class VllmEngine:
         lora: LoraConfig | None = None,
         kept_tokens: int | None = None,
     ) -> None:
-        if why := missing("vllm"):
+        if why := explain_missing("vllm"):
             raise ConfigError(f"generator.engine = vllm: {why}")
         self.slots = slots
         self.steps_made = 0
@@ -276,8 +281,8 @@ class VllmEngine:
         self.reference: ReferenceWeights | None = None  # built on first use
         self.base = AdapterBase(load_policy(path, dtype, "cpu"), lora) if lora is not None else None
         with collection_paused():
-            shape = text_config(path)
-        self.ids = probe_ids(shape)
+            shape = load_text_config(path)
+        self.ids = list_probe_ids(shape)
         self.layers = int(shape.num_hidden_layers)
         self.llm = start(
             path,

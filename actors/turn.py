@@ -34,7 +34,7 @@ from asyncrl.contract.blobs.images import digest
 from asyncrl.contract.errors import NotFiniteLogprob
 from asyncrl.contract.messages import RewardFailure, Ticket, Trajectory, VersionSpan
 from asyncrl.contract.versions import Label
-from asyncrl.models.tokenizer import encode_prompt, load_tokenizer, stop_tokens
+from asyncrl.models.tokenizer import collect_stop_tokens, encode_prompt, load_tokenizer
 from asyncrl.tasks.evaluation_sets import task_of
 
 DECODE_STEPS = 8  # between two reads of the socket
@@ -77,7 +77,7 @@ class GeneratorTurn:
             drain_first=config.weights.in_flight == "between_groups", lockstep=lockstep
         )
         self.tokenizer = load_tokenizer(config.model.path)
-        self.stops = stop_tokens(self.tokenizer, config)
+        self.stops = collect_stop_tokens(self.tokenizer, config)
         self.task = task_of(config)
         self.rewards = runner_of(config, self.task, run_dir)
         self.judged: dict[Key, ScoredResponse] = {}  # waiting for their reward

@@ -17,7 +17,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.errors import PeerUnreachable
 from asyncrl.contract.messages import WeightsSource
 from asyncrl.contract.versions import Label
-from asyncrl.models.policy import flat_bytes, read_flat, views
+from asyncrl.models.policy import build_views, count_flat_bytes, read_flat
 from asyncrl.transport import weight_transport
 from asyncrl.transport.ring import RingReader
 
@@ -96,7 +96,11 @@ class WeightsReceiver:
         except PeerUnreachable:
             self.close()  # the next pull opens a new pair
             raise
-        return PulledWeights(views(pair.flat, pair.layout), digest, pair.probe) if digest else None
+        return (
+            PulledWeights(build_views(pair.flat, pair.layout), digest, pair.probe)
+            if digest
+            else None
+        )
 
     def open(self, source: WeightsSource) -> None:
         self.close()
@@ -115,7 +119,7 @@ class WeightsReceiver:
             )
             self.manifest = self.client.manifest()
         # every pull writes all of it, so its pages are touched once; numpy asks for large pages
-        self.into = np.empty(flat_bytes(self.manifest), np.uint8)
+        self.into = np.empty(count_flat_bytes(self.manifest), np.uint8)
         self.tensors = read_flat(self.into.data, self.manifest)
         self.epoch = source.epoch
 

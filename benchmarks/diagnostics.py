@@ -75,7 +75,7 @@ def main() -> None:
         model = policy.build_model(path, "0123456789abcdefghij")
         settings = config(path)
         every = settings.record.split_every
-        weights = bytearray(policy.flat_bytes(policy.manifest(model)))
+        weights = bytearray(policy.count_flat_bytes(policy.build_manifest(model)))
         policy.write_flat(model, memoryview(weights))
         off = {"split_every": 0, "reference_kl_every": 0}
         cores = {

@@ -80,7 +80,7 @@ def by_engine(
     most = int(lens.max())
     context = prompts.shape[1] + most
     engine = EmbeddedEngine(model, slots=slots, context=context, max_new_tokens=most)
-    engine.load(dict(policy.named_weights(model)), Label(1, 0), "d")
+    engine.load(dict(policy.list_named_weights(model)), Label(1, 0), "d")
     rows = prompts.numpy().astype(np.int32)
     requests = [
         CompletionRequest(

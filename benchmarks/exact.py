@@ -38,7 +38,7 @@ def generation(
     engine = EmbeddedEngine(
         model, slots=slots, context=PROMPT + MOST, max_new_tokens=MOST, fixed=fixed
     )
-    engine.load(dict(policy.named_weights(model)), Label(1, 0), "d")
+    engine.load(dict(policy.list_named_weights(model)), Label(1, 0), "d")
     requests = [
         CompletionRequest(
             (i // GROUP, i % GROUP, 1), prompts[i], i // GROUP, int(n), 1.0, 1.0, 0, (), 7

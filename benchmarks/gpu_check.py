@@ -128,10 +128,10 @@ def installed_versions() -> dict[str, str]:
 
 
 def print_heading(device: dict[str, Any], error: str, versions: dict[str, str]) -> None:
-    from asyncrl.models.installed import untested_versions
+    from asyncrl.models.installed import list_untested_versions
 
     print(", ".join(f"{name} {version or '-'}" for name, version in versions.items()))
-    if other := untested_versions():
+    if other := list_untested_versions():
         print(f"warning: untested versions: {other}")
     for gpu in device["gpus"]:
         print(f"GPU: {gpu['name']}, {gpu['memory_gib']} GiB, CUDA {device['cuda']}")

@@ -73,7 +73,7 @@ def engine_round(model: policy.PolicyModel, rows: int, lengths: list[int]) -> di
     """Seconds a step up to each length, of the engine and of bare attention."""
     longest = lengths[-1]
     engine = EmbeddedEngine(model, slots=rows, context=PROMPT + longest, max_new_tokens=longest)
-    engine.load(dict(policy.named_weights(model)), Label(1, 0), "d")
+    engine.load(dict(policy.list_named_weights(model)), Label(1, 0), "d")
     prompt = np.arange(3, 3 + PROMPT, dtype=np.int32)
     engine.add(
         CompletionRequest((row, 0, 1), prompt, row, longest, 1.0, 1.0, 0, (), 7)

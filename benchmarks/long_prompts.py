@@ -52,7 +52,7 @@ def prompt_of(length: int) -> np.ndarray:
 def by_engine(model: policy.PolicyModel, prompt: np.ndarray, tokens: int) -> Callable[[], None]:
     """Sample `tokens` tokens behind a prompt."""
     engine = EmbeddedEngine(model, slots=1, context=len(prompt) + tokens, max_new_tokens=tokens)
-    weights = dict(policy.named_weights(model))
+    weights = dict(policy.list_named_weights(model))
 
     def run() -> None:
         engine.load(weights, Label(1, 0), "d")

@@ -444,8 +444,8 @@ def publication(work: Path, n: int) -> tuple[list[dict[str, Any]], dict[str, Any
         work / "big", "0123456789abcdefghij", hidden=512, layers=8, heads=8, intermediate=2048
     )
     core = LearnerCore(config(work / "big"), work / "big")
-    layout = models.manifest(core.model)
-    size = models.flat_bytes(layout)
+    layout = models.build_manifest(core.model)
+    size = models.count_flat_bytes(layout)
     ring = WeightRing(Path("/dev/shm") / f"asyncrl-bench-{os.getpid()}", size, 4, layout, 1)
     steps = []
     writes = []

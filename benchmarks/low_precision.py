@@ -72,7 +72,7 @@ def mismatch(path: str, way: str, tokens: int) -> dict[str, float]:
     engine = EmbeddedEngine(
         model, slots=64, context=tokens + 16, max_new_tokens=tokens, quantize=way
     )
-    engine.load(dict(policy.named_weights(model)), Label(1, 0), "d")
+    engine.load(dict(policy.list_named_weights(model)), Label(1, 0), "d")
     prompt = np.arange(5, 13, dtype=np.int32)
     engine.add(
         CompletionRequest((0, s, 1), prompt, 0, tokens, 1.0, 1.0, 0, stop=(), seed=3)
@@ -108,7 +108,7 @@ def main() -> None:
     memory.keep_freed()
     rounds = 1 if args.quick else 5
     model = policy.load_policy(args.model, "float32", "cpu")
-    weights = dict(policy.named_weights(model))
+    weights = dict(policy.list_named_weights(model))
     engines = {
         way: EmbeddedEngine(model, slots=1, context=32, max_new_tokens=8, quantize=way)
         for way in WAYS

@@ -78,7 +78,7 @@ def learns(path: Path, dtype: str, work: Path) -> None:
     conf = settings(path, dtype)
     core = LearnerCore(conf, path)
     ring_of = publisher(core, conf, work / "learner")
-    b = batch(8, 8, PROMPT, policy.text_config(path).vocab_size)
+    b = batch(8, 8, PROMPT, policy.load_text_config(path).vocab_size)
     for number in range(2):
         core.train(msgspec.structs.replace(b, number=number))
         ring_of.publish(number + 1)
@@ -97,7 +97,7 @@ def publishes(path: Path, dtype: str, work: Path) -> None:
     core: Any = SimpleNamespace(
         config=conf,
         model=model,
-        layout=policy.manifest(model),
+        layout=policy.build_manifest(model),
         backend=TorchBackend(conf, model),
     )
     ring_of = publisher(core, conf, work / "generator")
@@ -114,7 +114,7 @@ def writes(path: Path, dtype: str, work: Path, source: dict[str, Any]) -> None:
     conf = settings(path, dtype)
     engine = make_engine(conf)
     receiver = WeightsReceiver(conf, "generator-0")
-    b = batch(8, 8, PROMPT, policy.text_config(path).vocab_size)
+    b = batch(8, 8, PROMPT, policy.load_text_config(path).vocab_size)
     place = msgspec.convert(source["source"], WeightsSource)
     for number, digest in enumerate(source["digests"], 1):
         pulled = receiver.pull(place, Label(1, number), digest)

@@ -235,7 +235,7 @@ def measure(
     demo = load.load(rounds.results_file.ROOT / "configs" / "demo.toml")
     shapes: dict[str, Any] = SMALL if quick else MODEL
     model = policy.build_model(work / "model", TASKS[demo.task.name]().symbols, **shapes)
-    size = policy.flat_bytes(policy.manifest(model))
+    size = policy.count_flat_bytes(policy.build_manifest(model))
     make_keys(work / "keys", 2)
     steps = 10 if quick else STEPS
     sets = [

@@ -43,7 +43,7 @@ def sessions(model: policy.PolicyModel, kept: int, encoded: dict[int, int]) -> C
     engine = EmbeddedEngine(
         model, slots=SESSIONS, context=CONTEXT, max_new_tokens=ANSWER, kept_tokens=kept
     )
-    weights = dict(policy.named_weights(model))
+    weights = dict(policy.list_named_weights(model))
     random = np.random.default_rng(5)
     system = random.integers(3, 20, SYSTEM)
     observed = random.integers(3, 20, (TURNS, SESSIONS, OBSERVATION))
@@ -66,7 +66,7 @@ def singles(model: policy.PolicyModel, kept: int) -> Callable[[], None]:
     engine = EmbeddedEngine(
         model, slots=SESSIONS, context=CONTEXT, max_new_tokens=ANSWER, kept_tokens=kept
     )
-    weights = dict(policy.named_weights(model))
+    weights = dict(policy.list_named_weights(model))
     prompts = np.random.default_rng(6).integers(3, 20, (TURNS, SESSIONS, SYSTEM))
 
     def run() -> None:

@@ -64,9 +64,9 @@ from asyncrl.contract.versions import Label
 from asyncrl.models import packed_forward
 from asyncrl.models.policy import (
     PolicyModel,
+    compute_probe_logprobs,
+    list_named_weights,
     load_policy,
-    named_weights,
-    probe_logprobs,
 )
 
 LENGTHS = (10, 100, 300, 1000)  # tokens of the prompts, about
@@ -106,7 +106,7 @@ class Held:
         self.wanted = np.empty(0, np.float32)
 
     def model(self, dtype: str, *, whole: bool = True) -> PolicyModel:
-        return load_policy(self.path, dtype, "cpu", whole=whole)
+        return load_policy(self.path, dtype, "cpu", with_modules=whole)
 
     def want(self, answers: list[Answered]) -> np.ndarray:
         """Their log-probabilities by transformers in float32."""
@@ -117,7 +117,7 @@ class Held:
         if not self.answers:
             model = self.model("float32")
             engine = embedded(model, self.asked)
-            engine.load(dict(named_weights(model)), Label(1, 0), "")
+            engine.load(dict(list_named_weights(model)), Label(1, 0), "")
             self.answers = drawn(engine, self.asked)
             self.wanted = by_transformers(model, self.answers)
         return self.answers, self.wanted
@@ -170,7 +170,7 @@ def forms(held: Held) -> None:
             pair = Pair(model, Path(work))
             pair.publish()
             pair.pull()
-            sent = dict(named_weights(model))
+            sent = dict(list_named_weights(model))
             other = [n for n, t in sent.items() if not torch.equal(t, pair.tensors[n])]
             held.goal(f"ring, {dtype}: tensors that differ", len(other), 0)
             tied = model.hf.config.tie_word_embeddings
@@ -196,7 +196,7 @@ def forms(held: Held) -> None:
 def exact(held: Held) -> None:
     model = held.model("float32")
     engine = embedded(model, held.asked, fixed=True)
-    engine.load(dict(named_weights(model)), Label(1, 0), "")
+    engine.load(dict(list_named_weights(model)), Label(1, 0), "")
     answers = drawn(engine, held.asked)
     del engine
     model.exact = True
@@ -212,7 +212,7 @@ def vllm(held: Held) -> None:
 
     for dtype in DTYPES:
         model = held.model(dtype)
-        weights = dict(named_weights(model))
+        weights = dict(list_named_weights(model))
         engine = VllmEngine(
             held.path,
             slots=SLOTS,
@@ -221,7 +221,7 @@ def vllm(held: Held) -> None:
             published=dtype,
             device="cpu",
         )
-        probe = probe_logprobs(model).tobytes()
+        probe = compute_probe_logprobs(model).tobytes()
         # the probe of a swap that another one follows is never asked
         engine.load({n: t * 1.01 for n, t in weights.items()}, Label(1, 0), "a", probe)
         engine.load(weights, Label(1, 1), "b", probe)

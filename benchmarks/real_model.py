@@ -155,7 +155,7 @@ def engine(path: Path, size: Size, n_rounds: int) -> Found:
 
 
 def learner(path: Path, size: Size, n_rounds: int) -> Found:
-    words = policy.text_config(path).vocab_size
+    words = policy.load_text_config(path).vocab_size
     b = batch(size.groups, GROUP, size.prompt, words)
     # as the shipped config has it: no second model, no diagnostics by other passes
     settings = config(

@@ -49,7 +49,7 @@ def complete(
     engine = EmbeddedEngine(model, slots=ROWS, context=length + 80, max_new_tokens=length)
     if not record:
         engine._record_kept = lambda kept: None  # type: ignore[method-assign]
-    engine.load(dict(policy.named_weights(model)), Label(1, 0), "d")
+    engine.load(dict(policy.list_named_weights(model)), Label(1, 0), "d")
     ids = load_tokenizer(model.tokenizer_dir).encode(PROMPT)
     prompt = np.array(ids or range(5, 13), np.int32)
     engine.add(

@@ -58,7 +58,7 @@ def requests(model: policy.PolicyModel, groups: int, first: int = 0) -> list[Com
 
 def make_engine(model: policy.PolicyModel, slots: int, **how: Any) -> EmbeddedEngine:
     engine = EmbeddedEngine(model, slots=slots, context=96, max_new_tokens=LONGEST, **how)
-    engine.load(dict(policy.named_weights(model)), Label(1, 0), "d0")
+    engine.load(dict(policy.list_named_weights(model)), Label(1, 0), "d0")
     return engine
 
 
@@ -106,13 +106,13 @@ def changed_weights(model: policy.PolicyModel) -> dict[str, torch.Tensor]:
     source = torch.Generator().manual_seed(1)
     return {
         name: weight + 0.02 * weight.std() * torch.randn(weight.shape, generator=source)
-        for name, weight in policy.named_weights(model)
+        for name, weight in policy.list_named_weights(model)
     }
 
 
 def other_bits(model: policy.PolicyModel, count: int) -> tuple[int, int]:
     """Completions in exact mode across a swap, and how many differ from those without drafts."""
-    old, new = dict(policy.named_weights(model)), changed_weights(model)
+    old, new = dict(policy.list_named_weights(model)), changed_weights(model)
     compared = different = 0
     how = {"fixed": True, "in_flight": "recompute_kv"}
     drafting = make_engine(model, BATCH, drafts=DraftPolicy(MOST, BATCH), **how)

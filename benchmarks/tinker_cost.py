@@ -32,7 +32,7 @@ from lib import rounds
 from lib.results_file import ROOT
 
 from asyncrl.models.policy import build_model
-from asyncrl.models.tokenizer import load_tokenizer, model_stops
+from asyncrl.models.tokenizer import collect_model_stops, load_tokenizer
 from asyncrl.tinker import demo_model, settings
 from asyncrl.tinker.messages import (
     CallFailure,
@@ -84,7 +84,7 @@ class DirectSteps:
         self.results: dict[int, SampleResult | CallFailure] = {}
         self.sampler = Sampler(config, self.results.__setitem__)
         self.trainer = Trainer(config)
-        self.ends = [*model_stops(load_tokenizer(config.model.path), config.model.path)]
+        self.ends = [*collect_model_stops(load_tokenizer(config.model.path), config.model.path)]
         self.handle(LoadModel("m", RANK, 0))
         self.version = 0
 

@@ -150,16 +150,16 @@ class Ours:
         ]
         config = load.load("configs/vllm.toml", sets)
         rundir.prepare(config, load.dump(config), run_dir)
-        turn.stop_tokens = lambda *_: ()  # every answer is of the same length
+        turn.collect_stop_tokens = lambda *_: ()  # every answer is of the same length
         self.generator = g.Generator(config, run_dir, 0, g.engine_for(config))
         self.engine: Any = self.generator.engine
         model = models.load_policy(path, "float32", "cpu")
-        layout = models.manifest(model)
-        self.bytes = models.flat_bytes(layout)
+        layout = models.build_manifest(model)
+        self.bytes = models.count_flat_bytes(layout)
         self.source = bytearray(self.bytes)
         models.write_flat(model, memoryview(self.source))
         self.weights = models.read_flat(memoryview(self.source), layout)
-        self.probe = models.probe_logprobs(model).tobytes()  # as the learner publishes it
+        self.probe = models.compute_probe_logprobs(model).tobytes()  # as the learner publishes it
         self.path = path
         self.layout = layout
         self.version = 0

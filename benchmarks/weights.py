@@ -87,14 +87,14 @@ class Pair:
         core: Any = SimpleNamespace(
             config=settings,
             model=model,
-            layout=policy.manifest(model),
+            layout=policy.build_manifest(model),
             backend=TorchBackend(settings, model),
         )
         rundir.ensure(settings, load.dump(settings), work / "run")
         self.run_dir = work / "run"
         self.publisher = Publisher(settings, self.run_dir, 1, core)
         self.receiver = WeightsReceiver(settings, "generator-0")
-        self.bytes = policy.flat_bytes(core.layout)
+        self.bytes = policy.count_flat_bytes(core.layout)
         self.number = 0
         self.digest = ""
         self.model = model

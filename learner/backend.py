@@ -19,7 +19,13 @@ import torch
 
 from asyncrl.config.engines import ENGINES
 from asyncrl.config.tree import Config
-from asyncrl.models.policy import PolicyModel, copy_flat, manifest, named_weights, probe_logprobs
+from asyncrl.models.policy import (
+    PolicyModel,
+    build_manifest,
+    compute_probe_logprobs,
+    copy_flat,
+    list_named_weights,
+)
 from learner.gradients import GradientAlignment, sum_squares
 
 
@@ -67,12 +73,12 @@ class TorchBackend:
     def __init__(self, config: Config, model: PolicyModel) -> None:
         self.config = config
         self.model = model
-        self.layout = manifest(model)
+        self.layout = build_manifest(model)
         # walking through the modules would take half the time of a small model's publication
         self.weights: list[tuple[str, torch.Tensor]] = (
             list(model.hf.named_parameters(remove_duplicate=True))
             if model.adapter is None
-            else named_weights(model)
+            else list_named_weights(model)
         )
         self.optimizer = build_optimizer(
             config, [p for p in model.hf.parameters() if p.requires_grad]
@@ -208,7 +214,7 @@ class TorchBackend:
         if self.model.adapter is not None:
             return self.model.adapter.base.encode()
         return (
-            probe_logprobs(self.model).astype("<f4").tobytes()
+            compute_probe_logprobs(self.model).astype("<f4").tobytes()
             if ENGINES[self.config.generator.engine].probed
             else b""
         )

@@ -30,7 +30,13 @@ import xxhash
 
 from asyncrl.contract.errors import AsyncrlError, DamagedDataError, LearnerFenced
 from asyncrl.models import adapters
-from asyncrl.models.policy import export, load_policy, load_weights, manifest, named_weights
+from asyncrl.models.policy import (
+    build_manifest,
+    export,
+    list_named_weights,
+    load_policy,
+    load_weights,
+)
 from asyncrl.records import atomic_write
 from learner.state import LearnerState
 from learner.step import LearnerCore
@@ -281,7 +287,7 @@ def restore_weights(core: LearnerCore, path: Path) -> None:
         adapters.restore(core.model, path / "model")
         return
     saved = load_policy(path / "model", core.config.model.dtype, core.config.model.device)
-    saved_rows = [row[:3] for row in manifest(saved)]
+    saved_rows = [row[:3] for row in build_manifest(saved)]
     own_rows = [row[:3] for row in core.layout]
     if saved_rows != own_rows:
         raise DamagedDataError(
@@ -289,7 +295,7 @@ def restore_weights(core: LearnerCore, path: Path) -> None:
             "start a new run, or point model.path at its model"
         )
     with core.backend.gather_full_parameters():
-        load_weights(core.model, dict(named_weights(saved)))
+        load_weights(core.model, dict(list_named_weights(saved)))
 
 
 def check_adapter(core: LearnerCore, path: Path) -> None:

@@ -130,7 +130,7 @@ def compute_energies(
         output = run(micro, True)
         assert output.hidden is not None
         temperature = packed.temperature.to(loss.seq.device)[loss.seq[part]]
-        squares = packed_forward.squared_probabilities(
+        squares = packed_forward.compute_squared_probabilities(
             model.fast,
             output.hidden,
             temperature,

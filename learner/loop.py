@@ -21,7 +21,7 @@ from asyncrl.contract.errors import LearnerFenced
 from asyncrl.contract.versions import Label
 from asyncrl.models import adapters, memory, policy
 from asyncrl.models.devices import bind_learner
-from asyncrl.models.policy import export, weights_digest
+from asyncrl.models.policy import compute_weights_digest, export
 from asyncrl.records import atomic_write, machine_memory, process_log
 from asyncrl.records.trace import Tracer
 from asyncrl.transport import keys, message_checks
@@ -44,7 +44,9 @@ class Learner(BufferPeer):
     def __init__(self, config: Config, run_dir: Path) -> None:
         self.core = LearnerCore(config, config.model.path, run_dir)
         adapter = self.core.model.adapter
-        self.full_bytes = adapter.base_bytes if adapter else policy.flat_bytes(self.core.layout)
+        self.full_bytes = (
+            adapter.base_bytes if adapter else policy.count_flat_bytes(self.core.layout)
+        )
         self.epoch, self.origin, self.directory = checkpoint.start_epoch(run_dir / "checkpoints")
         self.cursor = BatchCursor()
         earlier_versions: dict[int, bytes] = {}
@@ -262,11 +264,11 @@ class Learner(BufferPeer):
         with self.core.backend.gather_full_parameters():
             model = self.core.model
             if model.adapter is not None and self.config.export.lora == "merged":
-                model = adapters.merged_model(model, self.config.model.device)
+                model = adapters.merge_model(model, self.config.model.device)
             export(model, self.run_dir / "model")
             atomic_write.sync_tree(self.run_dir / "model")
             atomic_write.sync_path(self.run_dir)
-            digest = weights_digest(self.core.model)
+            digest = compute_weights_digest(self.core.model)
             atomic_write.write(self.run_dir / "weights_digest", digest, sync=True)
 
     def wait_for_batch(self) -> m.Batch | None:

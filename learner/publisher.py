@@ -55,7 +55,7 @@ class Publisher:
         layout = core.layout
         slots = config.weights.slots + self.depth
         self.ring = WeightRing(
-            self.directory, policy.flat_bytes(layout), slots, layout, epoch, most=slots + 4
+            self.directory, policy.count_flat_bytes(layout), slots, layout, epoch, most=slots + 4
         )
         self.keep: list[Label] = []
         self.server = weight_transport.maker(config.weights.transport).serve(config, self.ring)
@@ -134,7 +134,7 @@ class Publisher:
             return "are not finite"
         is_probed = LARGE <= largest < HUGE and self.core.config.learner.backend == "torch"
         is_usable = largest < HUGE and not (
-            is_probed and not np.isfinite(policy.probe_logprobs(self.core.model)).all()
+            is_probed and not np.isfinite(policy.compute_probe_logprobs(self.core.model)).all()
         )
         return "" if is_usable else f"are up to {largest:.1e}, too large for finite logprobs,"
 

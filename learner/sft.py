@@ -30,14 +30,14 @@ from asyncrl.config.sft import SftConfig
 from asyncrl.contract.errors import AsyncrlError, ConfigError, DamagedDataError, NothingToDo
 from asyncrl.models import memory
 from asyncrl.models.policy import (
+    build_manifest,
+    compute_weights_digest,
     export,
+    list_named_weights,
     load_policy,
     load_weights,
-    manifest,
-    named_weights,
-    weights_digest,
 )
-from asyncrl.models.tokenizer import load_tokenizer, model_stops
+from asyncrl.models.tokenizer import collect_model_stops, load_tokenizer
 from asyncrl.records import atomic_write, jsonl
 from asyncrl.records.rundir import RunLock
 from asyncrl.tasks import pairs
@@ -81,7 +81,7 @@ class SftRun:
         self.heldout = (
             pairs.read(heldout, tokenizer, config.data, limit, path).rows if heldout else []
         )
-        added_ends = set(train.ends) - set(model_stops(tokenizer, path))
+        added_ends = set(train.ends) - set(collect_model_stops(tokenizer, path))
         self.ends = train.ends if added_ends else ()
         self.rows = train.rows
         log(
@@ -176,11 +176,13 @@ class SftRun:
     def restore(self, path: Path) -> None:
         """Continue from the checkpoint at `path`. Raises DamagedDataError for another model's."""
         saved = load_policy(path / "model", self.config.model.dtype, self.config.model.device)
-        if [row[:3] for row in manifest(saved)] != [row[:3] for row in manifest(self.model)]:
+        if [row[:3] for row in build_manifest(saved)] != [
+            row[:3] for row in build_manifest(self.model)
+        ]:
             raise DamagedDataError(
                 f"checkpoint {path} is of another model than model.path = {self.config.model.path}"
             )
-        load_weights(self.model, dict(named_weights(saved)))
+        load_weights(self.model, dict(list_named_weights(saved)))
         state = torch.load(path / "state.pt", weights_only=True)
         self.fitter.optimizer.load_state_dict(state["optimizer"])
         self.fitter.number = state["number"]
@@ -204,7 +206,7 @@ class SftRun:
             "heldout_start": rows[0].get("heldout"),
             "heldout_end": end,
             "seconds": round(seconds, 1),
-            "weights_digest": weights_digest(self.model),
+            "weights_digest": compute_weights_digest(self.model),
             "model": str(self.run_dir / "model"),
         }
         atomic_write.write(self.run_dir / "summary.json", json.dumps(summary), sync=True)

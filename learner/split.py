@@ -175,7 +175,7 @@ class SplitMeter:
             return None
         if self.model.adapter is not None and not self.distributed:
             flat = read_flat(memoryview(bytearray(data)), self.layout)
-            with adapters.adapters_replaced(self.model, flat):
+            with adapters.replace_adapters(self.model, flat):
                 return self.forward(self.model, packed, answers)
         if self.shadow is None:
             self.shadow = load_learner_policy(self.config.model.path, self.config)
@@ -201,7 +201,7 @@ class SplitMeter:
             path = Path(settings.reference or settings.path)
             is_base = path.resolve() == Path(settings.path).resolve()
             if self.model.adapter is not None and is_base and not self.distributed:
-                self.reference = adapters.without_adapters(self.model)
+                self.reference = adapters.build_base_policy(self.model)
             else:
                 self.reference = freeze(load_learner_policy(path, self.config))
         part = packed.find_token_positions(answers)

@@ -23,7 +23,7 @@ from asyncrl.contract.errors import AsyncrlError, ConfigError, NotFiniteError
 from asyncrl.contract.messages import Batch
 from asyncrl.models import adapters, memory, packed_forward
 from asyncrl.models.low_precision.weight_rounding import load_learner_policy
-from asyncrl.models.policy import PolicyModel, manifest
+from asyncrl.models.policy import PolicyModel, build_manifest
 from learner import gradients, schedule
 from learner.backend import TorchBackend
 from learner.batch import PackedBatch, pack, split_micro_batches
@@ -109,12 +109,16 @@ class LearnerCore:
         runs_modules = backend == "deepspeed" and config.learner.zero_stage == 3
         # FSDP2 moves a rank's part to its device
         device = "cpu" if backend == "fsdp2" else config.model.device
-        self.model = load_learner_policy(model_dir, config, device=device, whole=runs_modules)
+        self.model = load_learner_policy(
+            model_dir, config, device=device, with_modules=runs_modules
+        )
         self.model.exact = bool(config.exact)
         self.model.exact_length = config.generator.context
         self.model.recompute = config.learner.gradient_checkpointing
         # routers whose recorded experts are replayed; None: no replay
-        self.routing = self.model.replayable_routing() if config.learner.replay_routing else None
+        self.routing = (
+            self.model.require_replayable_routing() if config.learner.replay_routing else None
+        )
         if config.lora.rank:
             adapters.attach(self.model, config.lora, config.seed)
         self._load_references()
@@ -131,7 +135,7 @@ class LearnerCore:
                 "advantage.name: otb needs a model of the packed forward (Llama, Qwen2, Qwen3, "
                 "Mistral, Qwen3-MoE, Mixtral); use another"
             )
-        self.layout = manifest(self.model)  # before a backend partitions the parameters
+        self.layout = build_manifest(self.model)  # before a backend partitions the parameters
         self.backend = make_backend(config, self.model)
         # one process computes the loss on the model's device and never waits for it; several ranks
         # exchange it on the host
@@ -163,7 +167,9 @@ class LearnerCore:
         config = self.config
         loaded: dict[Path, PolicyModel] = {}
         if self.model.adapter is not None:
-            loaded[Path(self.model.tokenizer_dir).resolve()] = adapters.without_adapters(self.model)
+            loaded[Path(self.model.tokenizer_dir).resolve()] = adapters.build_base_policy(
+                self.model
+            )
 
         def load(term: KLReward | KLLoss) -> PolicyModel | None:
             if term.coefficient <= 0:
@@ -722,7 +728,7 @@ class LearnerCore:
         )
         with torch.no_grad():
             ref = self._run(self.reference, packed, samples, entropy=False, hidden=True).hidden
-        return packed_forward.step_kl(
+        return packed_forward.compute_step_kl(
             self.model.fast,
             hidden,
             self.reference.fast,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncrl.models.tokenizer import PlainTokenizer, vocabulary
+from asyncrl.models.tokenizer import PlainTokenizer, read_vocabulary_size
 
 REMEMBERED = 256  # compiled grammars
 
@@ -56,7 +56,7 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Any, path: str, stops: Sequence[int]) -> None:
         self.tokenizer = tokenizer
-        self.size = max(len(tokenizer.get_vocab()), vocabulary(path))
+        self.size = max(len(tokenizer.get_vocab()), read_vocabulary_size(path))
         self.stops = list(stops)
         self.tokens: Any = None  # llguidance's form of the tokenizer, made on first use
         self.compiled: OrderedDict[str, Any] = OrderedDict()

@@ -33,7 +33,7 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.importing import module
 from asyncrl.models.tokenizer import takes_parts
 from asyncrl.models.vision import image_tokens
-from asyncrl.models.vision.image_tokens import image_parts
+from asyncrl.models.vision.image_tokens import split_image_parts
 
 # characters encoded at once, for each token of generator.context: a longer text is too long if its
 # beginning is
@@ -151,7 +151,7 @@ class ChatFormat:
         for message in messages:
             content = plain_text(message.get("content"))
             digests += digests_in(content)
-            turns.append({**message, "content": image_parts(with_markers(content))})
+            turns.append({**message, "content": split_image_parts(with_markers(content))})
         text = with_marks(self._render(turns, tools, answering=answering), digests)
         if text is None:
             raise CallRefused(

@@ -19,7 +19,7 @@ from asyncrl.config.tree import Config, EvaluationConfig, RewardConfig, TaskConf
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import AsyncrlError, BadMessage
 from asyncrl.contract.versions import Label
-from asyncrl.models.tokenizer import vocabulary
+from asyncrl.models.tokenizer import read_vocabulary_size
 from asyncrl.records.rundir import gateway_address, run_id
 from asyncrl.tasks.arena import SeedPrompts
 from asyncrl.transport import message_checks
@@ -41,7 +41,7 @@ class CallTurn(GeneratorTurn):
             evaluation=EvaluationConfig(),
         )
         super().__init__(without_task, engine, lockstep=False)
-        self.vocabulary = vocabulary(config.model.path)
+        self.vocabulary = read_vocabulary_size(config.model.path)
         self.grammars = GrammarCompiler(self.tokenizer, config.model.path, self.stops)
         self.constraints: dict[int, TokenConstraint] = {}  # call id -> of its grammar
         self.images: dict[int, tuple[bytes, ...]] = {}  # call id -> of its image tokens

@@ -50,11 +50,11 @@ from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.contract.waits import OpenSession, ProcessWait
 from asyncrl.models.tokenizer import (
     PlainTokenizer,
+    collect_stop_tokens,
     encode_prompt,
     has_template,
     load_tokenizer,
-    stop_tokens,
-    vocabulary,
+    read_vocabulary_size,
 )
 from asyncrl.records.rundir import gateway_address
 from asyncrl.tasks.evaluation_sets import task_of
@@ -171,11 +171,11 @@ class Gateway(sockets.SessionPeer):
         self.agents = config.agents
         self.limits = {part: limits(config, agent) for part, agent in self.agents.items()}
         self.tokenizer = load_tokenizer(config.model.path)
-        self.vocabulary = vocabulary(config.model.path)
+        self.vocabulary = read_vocabulary_size(config.model.path)
         self.routing: m.RoutingShape | None = (
             None  # of the model's routers, once a call had experts
         )
-        self.stops = stop_tokens(self.tokenizer, config)
+        self.stops = collect_stop_tokens(self.tokenizer, config)
         self.chat = ChatFormat(
             self.tokenizer,
             self.stops,

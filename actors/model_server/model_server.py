@@ -17,8 +17,8 @@ from asyncrl.config.tree import Config, GeneratorConfig, ModelConfig, TaskConfig
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.versions import Label
 from asyncrl.models import model_check
-from asyncrl.models.policy import load_policy, named_weights, weights_digest
-from asyncrl.models.tokenizer import stop_tokens, vocabulary
+from asyncrl.models.policy import compute_weights_digest, list_named_weights, load_policy
+from asyncrl.models.tokenizer import collect_stop_tokens, read_vocabulary_size
 
 MOST_CONTEXT = 4096  # without --context
 
@@ -30,8 +30,8 @@ def config_of(
 
     context: 0 means that of the model, at most MOST_CONTEXT. threads: 0 means all cores.
     """
-    raw = model_check.settings(Path(path), "MODEL")
-    most = model_check.positions(raw) or max(context, MOST_CONTEXT)
+    raw = model_check.read_settings(Path(path), "MODEL")
+    most = model_check.find_max_positions(raw) or max(context, MOST_CONTEXT)
     if context > most:
         raise ConfigError(f"--context {context}: the model in {path} has {most} positions")
     return Config(
@@ -52,15 +52,15 @@ def build_app(config: Config, name: str, key: str) -> CompletionsApp:
     engine = engine_for(config)
     dtype = config.model.dtype
     model = load_policy(path, dtype, config.model.device)
-    engine.load(dict(named_weights(model)), Label(1, 0), weights_digest(model))
+    engine.load(dict(list_named_weights(model)), Label(1, 0), compute_weights_digest(model))
     return CompletionsApp(
         EngineThread(engine),
         tokenizer,
         name=name,
         key=key,
         context=config.generator.context,
-        vocabulary=vocabulary(path),
-        stops=stop_tokens(tokenizer, config),
+        vocabulary=read_vocabulary_size(path),
+        stops=collect_stop_tokens(tokenizer, config),
     )
 
 

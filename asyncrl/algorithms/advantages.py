@@ -867,7 +867,7 @@ BY_ANSWER: dict[str, Callable[[ResponseRewards, Any], torch.Tensor]] = {
     "pass_at_k": _apply_pass_at_k,
     "gdpo": _apply_gdpo,
 }
-# advantage.name -> (advantage [N], returns [N] or None); KL in the reward is charged by token.  A
+# advantage.name -> (advantage [N], returns [N] or None); KL in the reward is charged by token. A
 # name of both dicts is here where the reward function gives rewards of tokens, else there.
 BY_TOKEN: dict[str, Callable[[TokenRewards, Any], tuple[torch.Tensor, torch.Tensor | None]]] = {
     "reinforce_pp": _apply_reinforce_pp,

@@ -1,4 +1,4 @@
-"""Names of the metrics that the mathematics emits: name -> (unit, meaning).  Plain data, imports
+"""Names of the metrics that the mathematics emits: name -> (unit, meaning). Plain data, imports
 nothing.
 """
 

@@ -93,7 +93,7 @@ def run(
     if dry_run:
         print(load.dump(config))
         print(
-            f"would start in {run_dir}: buffer, {', '.join(devices.placement(config))}",
+            f"would start in {run_dir}: buffer, {', '.join(devices.describe_placement(config))}",
             file=sys.stderr,
         )
         from asyncrl.supervise import preflight
@@ -221,7 +221,7 @@ def export(run_dir: Path, path: Path, push_to_hub: str, private: bool, as_json: 
         from asyncrl.models import adapters, policy
 
         base = policy.load_policy(config.model.path, config.model.dtype, "cpu")
-        policy.export(adapters.merged_directory(base, source), path)
+        policy.export(adapters.merge_directory(base, source), path)
     else:
         shutil.copytree(source, path)
     model_card.write(run_dir, path)

@@ -14,7 +14,7 @@ from actors.turn import EVERYTHING, GeneratorTurn, ScoredResponse
 from asyncrl.config.tree import Config
 from asyncrl.contract.messages import Ticket
 from asyncrl.contract.versions import Label
-from asyncrl.models.policy import PolicyModel, named_weights, weights_digest
+from asyncrl.models.policy import PolicyModel, compute_weights_digest, list_named_weights
 from asyncrl.records.pass_at_k import set_metrics
 from buffer.evaluation import EvaluationSet
 from buffer.service import evaluations
@@ -46,7 +46,9 @@ class OfflineEvaluator:
     def load(self, model: PolicyModel, number: int) -> None:
         """Evaluate this model from now on, as version `number`."""
         self.loaded = Label(1, number)
-        self.engine.load(dict(named_weights(model)), self.loaded, weights_digest(model))
+        self.engine.load(
+            dict(list_named_weights(model)), self.loaded, compute_weights_digest(model)
+        )
 
     def evaluate(self, model: PolicyModel, number: int, *, last: bool) -> dict[str, float]:
         """Return the metrics of version `number`; empty if no evaluation is due.

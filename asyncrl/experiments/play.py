@@ -101,14 +101,14 @@ class ModelPlayer:
 
     def __init__(self, config: Config, ticket: Ticket) -> None:
         from actors.engine import engine_for
-        from asyncrl.models.policy import load_policy, named_weights, weights_digest
+        from asyncrl.models.policy import compute_weights_digest, list_named_weights, load_policy
+        from asyncrl.models.tokenizer import collect_stop_tokens as stops_of
         from asyncrl.models.tokenizer import encode_prompt, has_template, load_tokenizer
-        from asyncrl.models.tokenizer import stop_tokens as stops_of
 
         self.ticket = ticket
         self.engine = engine_for(config)
         model = load_policy(Path(config.model.path), config.model.dtype, config.model.device)
-        self.engine.load(dict(named_weights(model)), LOADED, weights_digest(model))
+        self.engine.load(dict(list_named_weights(model)), LOADED, compute_weights_digest(model))
         tokenizer = load_tokenizer(config.model.path)
         self.stops = stops_of(tokenizer, config)
         parser, history = parser_for(config.agent.parser), config.agent.history

@@ -48,7 +48,7 @@ from asyncrl.contract.messages import LearnerHello, WeightsSource
 from asyncrl.contract.versions import Label
 from asyncrl.experiments.one_process import needs_own_process
 from asyncrl.experiments.serial_record import RunRecord, SerialRecord
-from asyncrl.models.policy import named_weights, weights_digest
+from asyncrl.models.policy import compute_weights_digest, list_named_weights
 from buffer.groups import settings
 from buffer.mixing.mixer import mixer_of
 from buffer.numbers import limit_metrics, window_metrics
@@ -244,8 +244,8 @@ class SerialRun:
     def publish(self) -> tuple[Label, str]:
         """Publish the learner's weights as a new version."""
         label = Label(EPOCH, self.core.state.number)
-        digest = weights_digest(self.core.model)
-        tensors = {name: w.detach().clone() for name, w in named_weights(self.core.model)}
+        digest = compute_weights_digest(self.core.model)
+        tensors = {name: w.detach().clone() for name, w in list_named_weights(self.core.model)}
         self.ring[label] = PublishedWeights(tensors, digest)
         return label, digest
 
@@ -301,7 +301,7 @@ class SerialRun:
         return bool(self.numbers.abandoned)
 
     def record(self, wall_s: float) -> RunRecord:
-        digest = weights_digest(self.core.model)
+        digest = compute_weights_digest(self.core.model)
         return self.numbers.as_run_record(self.config.seed, self.store, digest, self.clock, wall_s)
 
 

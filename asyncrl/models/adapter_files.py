@@ -36,10 +36,11 @@ def is_adapter_weight(name: str) -> bool:
     return f".lora_A.{NAME}." in name or f".lora_B.{NAME}." in name
 
 
-def weights(hf: Any) -> list[tuple[str, torch.Tensor]]:
+def list_adapter_weights(hf: Any) -> list[tuple[str, torch.Tensor]]:
     """Return (name, tensor) of the adapters.
 
-    Names and shapes: MODULE.lora_A.weight [rank, in], MODULE.lora_B.weight [out, rank]."""
+    Names and shapes: MODULE.lora_A.weight [rank, in], MODULE.lora_B.weight [out, rank].
+    """
     return [
         (name.replace(f".{NAME}.", "."), parameter.detach())
         for name, parameter in hf.named_parameters()
@@ -58,13 +59,13 @@ def save(hf: Any, adapter: AdapterInfo, base_directory: str, path: Path) -> None
         "base_model_name_or_path": str(Path(base_directory).resolve()),
         "r": adapter.lora.rank,
         "lora_alpha": adapter.lora.alpha,
-        "target_modules": sorted({name.split(".")[-3] for name, _ in weights(hf)}),
+        "target_modules": sorted({name.split(".")[-3] for name, _ in list_adapter_weights(hf)}),
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,
     }
     (path / CONFIG).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
-    state = {PREFIX + name: tensor.contiguous() for name, tensor in weights(hf)}
+    state = {PREFIX + name: tensor.contiguous() for name, tensor in list_adapter_weights(hf)}
     safetensors.torch.save_file(
         state, path / WEIGHTS, metadata={"format": "pt", BASE: adapter.base}
     )
@@ -74,12 +75,12 @@ class StoredAdapter(NamedTuple):
     """The content of an adapter's files."""
 
     settings: dict[str, Any]  # peft's
-    tensors: dict[str, torch.Tensor]  # by the names of `weights`
+    tensors: dict[str, torch.Tensor]  # by the names of `list_adapter_weights`
     base: str  # digest of the base; "" if another program wrote the files
 
 
 def read(path: Path) -> StoredAdapter:
-    """Read the adapter in `path`.  Raises DamagedDataError."""
+    """Read the adapter in `path`. Raises DamagedDataError."""
     import safetensors
 
     try:

@@ -1,10 +1,11 @@
 """LoRA adapters (Hu et al. 2021, arXiv 2106.09685): low-rank matrices added to linear layers.
 
-Only the adapters are trained, published and stored.  The learner computes with peft's layers, which
-the packed forward calls like any linear layer.  An engine never sees an adapter: it gets
+Only the adapters are trained, published and stored. The learner computes with peft's layers, which
+the packed forward calls like any linear layer. An engine never sees an adapter: it gets
 `MergedWeights`, which are computed from the base each time, so that the same adapter gives the same
-bits however often it is loaded.  Files are in peft's format.  peft is only imported to attach
-adapters."""
+bits however often it is loaded. Files are in peft's format. peft is only imported to attach
+adapters.
+"""
 
 from __future__ import annotations
 
@@ -24,33 +25,34 @@ from asyncrl.models.adapter_files import (
     NAME,
     AdapterInfo,
     is_adapter_weight,
+    list_adapter_weights,
     read,
-    weights,
 )
 from asyncrl.models.packed_forward import ForwardOutput
 from asyncrl.models.policy import (
     PolicyModel,
-    flat_bytes,
+    build_manifest,
+    count_flat_bytes,
+    list_named_weights,
     load_policy,
-    manifest,
-    named_weights,
 )
 
 
-def base_digest(model: PolicyModel) -> str:
+def compute_base_digest(model: PolicyModel) -> str:
     """Return the xxh3-64 over names and bytes of the weights, tensor by tensor."""
     digest = xxhash.xxh3_64()
-    for name, tensor in named_weights(model):
+    for name, tensor in list_named_weights(model):
         digest.update(name.encode())
         raw = tensor.detach().contiguous().flatten().view(torch.uint8)
         digest.update(raw.cpu().numpy().data)
     return str(digest.hexdigest())
 
 
-def linear_names(model: PolicyModel) -> list[str]:
+def list_linear_names(model: PolicyModel) -> list[str]:
     """Return the linear layers that can have adapters.
 
-    The head is excluded: the loss reads its weight directly."""
+    The head is excluded: the loss reads its weight directly.
+    """
     head = model.hf.get_output_embeddings()
     return [
         name
@@ -62,15 +64,16 @@ def linear_names(model: PolicyModel) -> list[str]:
 def attach(model: PolicyModel, lora: LoraConfig, seed: int) -> None:
     """Attach adapters to the model, in place, and freeze the base.
 
-    B is zero, A is random with the given seed; both are float32.  Raises ConfigError for modules
-    that do not exist, or without peft."""
+    B is zero, A is random with the given seed; both are float32. Raises ConfigError for modules
+    that do not exist, or without peft.
+    """
     try:
         import peft
     except ImportError as error:
         raise ConfigError("lora.rank: needs peft: pip install 'asyncrl[lora]'") from error
 
-    modules = layout.targets(linear_names(model), lora.target_modules)
-    adapter = AdapterInfo(lora, base_digest(model), flat_bytes(manifest(model)))
+    modules = layout.select_targets(list_linear_names(model), lora.target_modules)
+    adapter = AdapterInfo(lora, compute_base_digest(model), count_flat_bytes(build_manifest(model)))
     model.hf.requires_grad_(False)
     settings = peft.LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha, target_modules=modules, lora_dropout=0.0, bias="none"
@@ -85,7 +88,7 @@ def attach(model: PolicyModel, lora: LoraConfig, seed: int) -> None:
 
 
 @contextmanager
-def adapters_disabled(hf: Any) -> Iterator[None]:
+def disable_adapters(hf: Any) -> Iterator[None]:
     """Disable the adapters inside the block: the model computes like its base."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -103,30 +106,31 @@ def adapters_disabled(hf: Any) -> Iterator[None]:
 class BasePolicyModel(PolicyModel):
     """The base of a model with adapters, a reference policy that shares its parameters.
 
-    Called without gradient."""
+    Called without gradient.
+    """
 
     def logprobs(self, *args: Any, **kwargs: Any) -> ForwardOutput:
-        with adapters_disabled(self.hf):
+        with disable_adapters(self.hf):
             return super().logprobs(*args, **kwargs)
 
 
-def without_adapters(model: PolicyModel) -> BasePolicyModel:
+def build_base_policy(model: PolicyModel) -> BasePolicyModel:
     """Return `model` with its adapters disabled."""
     return BasePolicyModel(model.hf, model.tokenizer_dir)
 
 
 @contextmanager
-def adapters_replaced(model: PolicyModel, other: Mapping[str, torch.Tensor]) -> Iterator[None]:
+def replace_adapters(model: PolicyModel, replacement: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Load the adapters of another version inside the block."""
-    own = weights(model.hf)
-    copies = [tensor.clone() for _, tensor in own]
+    own_weights = list_adapter_weights(model.hf)
+    copies = [tensor.clone() for _, tensor in own_weights]
     with torch.no_grad():
-        for name, tensor in own:
-            tensor.copy_(other[name])
+        for name, tensor in own_weights:
+            tensor.copy_(replacement[name])
         try:
             yield
         finally:
-            for (_, tensor), copy in zip(own, copies, strict=True):
+            for (_, tensor), copy in zip(own_weights, copies, strict=True):
                 tensor.copy_(copy)
 
 
@@ -136,7 +140,8 @@ def adapters_replaced(model: PolicyModel, other: Mapping[str, torch.Tensor]) -> 
 class MergedWeights(Mapping[str, torch.Tensor]):
     """The weights of a base with an adapter merged, by the base's names.
 
-    Each is computed when it is read: W + alpha / rank * B A, in float32, rounded to W's dtype."""
+    Each is computed when it is read: W + alpha / rank * B A, in float32, rounded to W's dtype.
+    """
 
     def __init__(
         self, base: Mapping[str, torch.Tensor], adapter: Mapping[str, torch.Tensor], scale: float
@@ -146,14 +151,16 @@ class MergedWeights(Mapping[str, torch.Tensor]):
         self.scale = scale
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        own = self.base[name]
+        weight = self.base[name]
         module = name.removesuffix(".weight")
-        down = self.adapter.get(f"{module}.lora_A.weight")
-        if down is None:
-            return own
-        up = self.adapter[f"{module}.lora_B.weight"]
-        low, high = (matrix.to(own.device, torch.float32) for matrix in (down, up))
-        return torch.addmm(own.float(), high, low, alpha=self.scale).to(own.dtype)
+        lora_a = self.adapter.get(f"{module}.lora_A.weight")
+        if lora_a is None:
+            return weight
+        lora_b = self.adapter[f"{module}.lora_B.weight"]
+        matrix_a, matrix_b = (
+            matrix.to(weight.device, torch.float32) for matrix in (lora_a, lora_b)
+        )
+        return torch.addmm(weight.float(), matrix_b, matrix_a, alpha=self.scale).to(weight.dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.base)
@@ -166,18 +173,19 @@ class AdapterBase:
     """The base of an engine, into which each version of the adapter is merged."""
 
     def __init__(self, model: PolicyModel, lora: LoraConfig) -> None:
-        layout.targets(linear_names(model), lora.target_modules)
-        self.digest = base_digest(model)
+        layout.select_targets(list_linear_names(model), lora.target_modules)
+        self.digest = compute_base_digest(model)
         self.scale = lora.alpha / lora.rank
         # without the fast path, the engine overwrites the model's own parameters
         copied = model.fast is None
-        self.weights = {n: t.clone() if copied else t for n, t in named_weights(model)}
+        self.weights = {n: t.clone() if copied else t for n, t in list_named_weights(model)}
 
     def merge(self, adapter: Mapping[str, torch.Tensor], probe: bytes) -> MergedWeights:
         """Merge `adapter` into the base.
 
-        probe: digest of the learner's base, as it was published; may be empty.  Raises ConfigError
-        for another base."""
+        probe: digest of the learner's base, as it was published; may be empty. Raises ConfigError
+        for another base.
+        """
         base = probe.decode()
         if base and base != self.digest:
             raise ConfigError(
@@ -193,17 +201,19 @@ class AdapterBase:
 def restore(model: PolicyModel, path: Path) -> None:
     """Load the adapter in `path` into the model's adapter.
 
-    Raises DamagedDataError for another base or other shapes."""
+    Raises DamagedDataError for another base or other shapes.
+    """
     tensors = read_fitting(model, path)
     with torch.no_grad():
-        for name, tensor in weights(model.hf):
+        for name, tensor in list_adapter_weights(model.hf):
             tensor.copy_(tensors[name])
 
 
 def read_fitting(model: PolicyModel, path: Path) -> dict[str, torch.Tensor]:
     """Return the adapter in `path` by the names of `weights`.
 
-    Raises DamagedDataError if it belongs to another base or has other shapes than the model's."""
+    Raises DamagedDataError if it belongs to another base or has other shapes than the model's.
+    """
     assert model.adapter is not None
     stored = read(path)
     if stored.base != model.adapter.base:
@@ -212,8 +222,8 @@ def read_fitting(model: PolicyModel, path: Path) -> dict[str, torch.Tensor]:
             f"model.path = {model.tokenizer_dir} (digest {model.adapter.base}): start a new run, "
             "or point model.path at its base"
         )
-    own = weights(model.hf)
-    if {name: tensor.shape for name, tensor in own} != {
+    own_weights = list_adapter_weights(model.hf)
+    if {name: tensor.shape for name, tensor in own_weights} != {
         n: t.shape for n, t in stored.tensors.items()
     }:
         raise DamagedDataError(
@@ -223,30 +233,33 @@ def read_fitting(model: PolicyModel, path: Path) -> dict[str, torch.Tensor]:
     return stored.tensors
 
 
-def merged_model(model: PolicyModel, device: str = "auto") -> PolicyModel:
+def merge_model(model: PolicyModel, device: str = "auto") -> PolicyModel:
     """Return a new model with base and adapter of `model` merged."""
     assert model.adapter is not None
     dtype = str(model.hf.get_output_embeddings().weight.dtype).removeprefix("torch.")
     base = load_policy(model.tokenizer_dir, dtype, device)
-    return _added(base, dict(weights(model.hf)), model.adapter.scale)
+    return _write_merged(base, dict(list_adapter_weights(model.hf)), model.adapter.scale)
 
 
-def merged_directory(base: PolicyModel, path: Path) -> PolicyModel:
+def merge_directory(base: PolicyModel, path: Path) -> PolicyModel:
     """Merge the adapter in `path` into `base`, in place.
 
-    Raises DamagedDataError for another base."""
+    Raises DamagedDataError for another base.
+    """
     stored = read(path)
-    if stored.base != base_digest(base):
+    if stored.base != compute_base_digest(base):
         raise DamagedDataError(
             f"the adapter in {path} belongs to another base than {base.tokenizer_dir}"
         )
-    return _added(base, stored.tensors, stored.settings["lora_alpha"] / stored.settings["r"])
+    return _write_merged(base, stored.tensors, stored.settings["lora_alpha"] / stored.settings["r"])
 
 
-def _added(base: PolicyModel, adapter: Mapping[str, torch.Tensor], scale: float) -> PolicyModel:
-    own = dict(named_weights(base))
-    merged = MergedWeights(own, adapter, scale)
+def _write_merged(
+    base: PolicyModel, adapter: Mapping[str, torch.Tensor], scale: float
+) -> PolicyModel:
+    own_weights = dict(list_named_weights(base))
+    merged = MergedWeights(own_weights, adapter, scale)
     with torch.no_grad():
-        for name, tensor in own.items():
+        for name, tensor in own_weights.items():
             tensor.copy_(merged[name])
     return base

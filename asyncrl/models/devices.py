@@ -13,14 +13,17 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 
 # the original CUDA_VISIBLE_DEVICES, from which the children of a bound process choose
-WHOLE = "ASYNCRL_VISIBLE_DEVICES"
+ORIGINAL_DEVICES = "ASYNCRL_VISIBLE_DEVICES"
 
 
-def visible_devices(gpus: Sequence[int], index: int, visible: str = "", key: str = "gpus") -> str:
+def select_visible_devices(
+    gpus: Sequence[int], index: int, visible: str = "", key: str = "gpus"
+) -> str:
     """Return CUDA_VISIBLE_DEVICES for process `index`: its GPU of `gpus`, assigned in turn.
 
-    GPU numbers count within `visible` where that is set.  Raises ConfigError, with `key` in the
-    message, for a number outside of it."""
+    GPU numbers count within `visible` where that is set. Raises ConfigError, with `key` in the
+    message, for a number outside of it.
+    """
     names = [x.strip() for x in visible.split(",") if x.strip()]
     number = gpus[index % len(gpus)]
     if names and number >= len(names):
@@ -34,12 +37,13 @@ def visible_devices(gpus: Sequence[int], index: int, visible: str = "", key: str
 def bind(gpus: Sequence[int], index: int, key: str) -> None:
     """Restrict this process to its GPU; does nothing for an empty list.
 
-    Call it before CUDA is initialized.  Raises ConfigError, with `key` in the message, when the
-    GPU does not exist."""
+    Call it before CUDA is initialized. Raises ConfigError, with `key` in the message, when the
+    GPU does not exist.
+    """
     if not gpus:
         return
-    whole = os.environ.setdefault(WHOLE, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-    os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices(gpus, index, whole, key)
+    original = os.environ.setdefault(ORIGINAL_DEVICES, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    os.environ["CUDA_VISIBLE_DEVICES"] = select_visible_devices(gpus, index, original, key)
     import torch
 
     if not torch.cuda.is_available():
@@ -50,14 +54,14 @@ def bind(gpus: Sequence[int], index: int, key: str) -> None:
 
 
 def bind_learner(config: Config) -> None:
-    """Bind a rank of the learner, which is then rank 0 on its only visible device."""
+    """Restrict a rank of the learner to its GPU, which then has local rank 0."""
     if config.learner.gpus:
         bind(config.learner.gpus, int(os.environ.get("LOCAL_RANK", "0")), "learner.gpus")
         os.environ["LOCAL_RANK"] = "0"
 
 
-def missing(config: Config) -> str:
-    """Describe the GPUs that the config needs and this machine lacks; "" when it has all."""
+def find_missing_gpus(config: Config) -> str:
+    """Describe the first GPU that the config needs and this machine lacks; "" if none."""
     gpus = {"generator.gpus": config.generator.gpus, "learner.gpus": config.learner.gpus}
     key = next(
         (k for k, g in gpus.items() if g),
@@ -119,8 +123,8 @@ def split_gpus(config: Config, count: int, sets: Sequence[str] = ()) -> DeviceSp
             f"{option}: {ranks} learner ranks (learner.ranks) {reason}; use --gpus "
             f"{ranks + 1}{fewer}"
         )
-    free = list(range(ranks, count)) or [0]
-    chosen = (list(range(ranks)), free, len(free))
+    generator_gpus = list(range(ranks, count)) or [0]
+    chosen = (list(range(ranks)), generator_gpus, len(generator_gpus))
     lines = tuple(f"{key}={value}" for key, value in zip(SPLIT_KEYS, chosen, strict=True))
     return DeviceSplit(lines, _explain_split(config, count))
 
@@ -134,35 +138,35 @@ def _explain_split(config: Config, count: int) -> str:
     )
     if config.learner.backend == "torch" and count > 2:
         takes += " (more with learner.backend=fsdp2 and learner.ranks)"
-    free = count - ranks
+    generators = count - ranks
     return f"{takes}; " + (
         "the other one has a generator"
-        if free == 1
-        else f"each of the other {free} has a generator"
+        if generators == 1
+        else f"each of the other {generators} has a generator"
     )
 
 
-def any_cuda() -> bool:
-    """Whether torch sees a CUDA device."""
+def has_cuda() -> bool:
+    """Return whether torch sees a CUDA device."""
     import torch
 
     return torch.cuda.is_available()
 
 
-def placement(config: Config) -> list[str]:
+def describe_placement(config: Config) -> list[str]:
     """Return one line per learner rank and generator with its device."""
     default = config.model.device
     ranks = [
         f"learner rank {r}: "
-        f"{f'GPU {g}' if (g := _device_of(config.learner.gpus, r)) is not None else default}"
+        f"{f'GPU {g}' if (g := _select_gpu(config.learner.gpus, r)) is not None else default}"
         for r in range(config.learner.ranks)
     ]
     return ranks + [
         f"generator {i}: "
-        f"{f'GPU {g}' if (g := _device_of(config.generator.gpus, i)) is not None else default}"
+        f"{f'GPU {g}' if (g := _select_gpu(config.generator.gpus, i)) is not None else default}"
         for i in range(config.generators)
     ]
 
 
-def _device_of(gpus: Sequence[int], index: int) -> int | None:
+def _select_gpu(gpus: Sequence[int], index: int) -> int | None:
     return gpus[index % len(gpus)] if gpus else None

@@ -1,7 +1,7 @@
 """Operators of exact mode: a token's result does not depend on the rest of the batch (fp32, CPU).
 
 The engine decodes one token of many samples at a time, the learner computes whole samples at once,
-and libraries choose other kernels, with other orders of summation, for other shapes.  In exact mode
+and libraries choose other kernels, with other orders of summation, for other shapes. In exact mode
 both sides call the same functions on the same fused weights:
 
 - tokens are padded to a multiple of `ROWS`: one matrix kernel, no scalar tail in a vectorized loop;
@@ -9,10 +9,11 @@ both sides call the same functions on the same fused weights:
 - values are summed `BLOCK` at a time;
 - there are at least `QUERIES` query rows and `COLUMNS` columns of logits.
 
-Only attention has two forms.  The engine has one query per head (`attend_one`), which it would have
-to pad to `QUERIES` rows.  Instead several heads share these rows, each among zeros of the others,
-which change no bit of a sum in order.  `asyncrl.supervise.exact_check` tests whether this is enough
-on a machine."""
+Only attention has two forms. The engine has one query per head (`attend_one`), which it would have
+to pad to `QUERIES` rows. Instead several heads share these rows, each beside zeros in the columns
+of the others, which change no bit of a sum in order. `asyncrl.supervise.exact_check` tests whether
+this is enough on a machine.
+"""
 
 from __future__ import annotations
 
@@ -34,22 +35,23 @@ MASKED = -1e30
 TINY = 8  # for heads of up to so many columns a library may choose another kernel
 
 
-def round_up(n: int, to: int) -> int:
+def round_up(n: int, multiple: int) -> int:
     """Round n up to a multiple of `to`, at least `to`."""
-    return max(to, -(-n // to) * to)
+    return max(multiple, -(-n // multiple) * multiple)
 
 
-def pad_rows(x: torch.Tensor, to: int = ROWS) -> torch.Tensor:
+def pad_rows(x: torch.Tensor, multiple: int = ROWS) -> torch.Tensor:
     """Append rows of zeros to x [n, ...], up to a multiple of `to`."""
-    extra = round_up(len(x), to) - len(x)
-    return x if not extra else torch.cat([x, x.new_zeros(extra, *x.shape[1:])])
+    padding = round_up(len(x), multiple) - len(x)
+    return x if not padding else torch.cat([x, x.new_zeros(padding, *x.shape[1:])])
 
 
-def times(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def multiply(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """x [n, in] @ w [in, out], with w padded to at least COLUMNS columns.
 
     For a narrower matrix (the head of a tiny vocabulary) a library may choose another kernel, with
-    another order of summation, for other n."""
+    another order of summation, for other n.
+    """
     width = w.shape[1]
     return (
         x @ w
@@ -59,7 +61,7 @@ def times(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _scalar(x: float) -> torch.Tensor:
+def _make_scalar(x: float) -> torch.Tensor:
     return torch.tensor(x)
 
 
@@ -67,7 +69,7 @@ class _ExactNormalization(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, eps: float) -> torch.Tensor:
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        r = torch.addcmul(_scalar(eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()
+        r = torch.addcmul(_make_scalar(eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()
         n: torch.Tensor = x * r
         ctx.save_for_backward(n, r)
         return n
@@ -79,7 +81,7 @@ class _ExactNormalization(torch.autograd.Function):
         return (g - n * (g * n).mean(-1, keepdim=True)) * r, None
 
 
-def unit(x: torch.Tensor, eps: float) -> torch.Tensor:
+def normalize(x: torch.Tensor, eps: float) -> torch.Tensor:
     """x divided by its root mean square over the last axis."""
     return _ExactNormalization.apply(x, eps)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -104,7 +106,8 @@ def rotate_pairs(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
     """Rotary embedding of x whose columns are in pairs (see `interleave_halves`).
 
     x: [n, heads, d]
-    turns: complex [n, d / 2]"""
+    turns: complex [n, d / 2]
+    """
     return _ExactRotation.apply(x, turns)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -112,7 +115,8 @@ def interleave_halves(lay: Any, fused: Mapping[str, torch.Tensor]) -> dict[str, 
     """Reorder the columns of `fuse_layer` for rotation by one complex product.
 
     In each head of queries and keys, columns that rotary embedding combines become neighbors.
-    Scores do not depend on the order of the columns."""
+    Scores do not depend on the order of the columns.
+    """
     device = fused["qkv"].device
     order = torch.arange(lay.head_dim, device=device).view(2, -1).T.flatten()
     rotated = lay.heads + lay.kv_heads
@@ -131,7 +135,8 @@ def interleave_halves(lay: Any, fused: Mapping[str, torch.Tensor]) -> dict[str, 
 def fuse_layer(lay: Any, i: int, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the matrices [in, out] of layer i, with norm weights folded into the next matrix.
 
-    A sparse layer has a router, and `up` and `down` of all its experts [E, in, out]."""
+    A sparse layer has a router, and `up` and `down` of all its experts [E, in, out].
+    """
     p = f"model.layers.{i}."
     norm1 = weights[p + "input_layernorm.weight"]
     norm2 = weights[p + "post_attention_layernorm.weight"]
@@ -173,15 +178,16 @@ def project(
 
     w: the layer's `interleave_halves`
     x: [n, H], the residual stream; n is a multiple of ROWS
-    turns: complex [n, d / 2]"""
-    h = unit(x, lay.eps)
+    turns: complex [n, d / 2]
+    """
+    h = normalize(x, lay.eps)
     y = torch.addmm(w["b"], h, w["qkv"]) if "b" in w else h @ w["qkv"]
     y = y.view(len(x), lay.heads + 2 * lay.kv_heads, lay.head_dim)
-    both = lay.heads + lay.kv_heads
-    qk = y[:, :both]
-    v = y[:, both:]
+    rotated_heads = lay.heads + lay.kv_heads
+    qk = y[:, :rotated_heads]
+    v = y[:, rotated_heads:]
     if "norm" in w:
-        qk = unit(qk, lay.eps) * w["norm"]
+        qk = normalize(qk, lay.eps) * w["norm"]
     qk = rotate_pairs(qk, turns)
     q = qk[:, : lay.heads]
     k = qk[:, lay.heads :]
@@ -199,16 +205,17 @@ def finish(
     """Apply the rest of a layer: output projection and MLP or experts.
 
     x, attended: [n, H]; n is a multiple of ROWS
-    replayed, recorded: see `expert_layers.apply`"""
+    replayed, recorded: see `expert_layers.apply`
+    """
     x = torch.addmm(x, attended, w["o"])
     if "router" in w:
-        h = unit(x, lay.eps)
+        h = normalize(x, lay.eps)
         weights = expert_layers.ExpertWeights(w["router"], w["up"], w["down"])
-        logits = times(h, weights.router)
+        logits = multiply(h, weights.router)
         return x + expert_layers.apply(
             h, weights, lay.experts, replayed, recorded, logits, rows=ROWS
         )
-    gate, up = (unit(x, lay.eps) @ w["up"]).chunk(2, -1)
+    gate, up = (normalize(x, lay.eps) @ w["up"]).chunk(2, -1)
     inner = F.silu(gate.contiguous())
     inner = inner * up if inner.requires_grad else inner.mul_(up)
     return torch.addmm(x, inner, w["down"])
@@ -220,41 +227,45 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor
     q: [B, h_kv, rows, d], scaled; rows is a multiple of QUERIES
     k, v: [B * h_kv, W, d], column = position; W is a multiple of KEYS
     bias: added to the scores of the last columns, broadcasts to [B, h_kv, rows, columns]
-    Returns [B, h_kv, rows, d]."""
+    Returns [B, h_kv, rows, d].
+    """
     b, groups, rows, d = q.shape
     scores = torch.bmm(q.reshape(b * groups, rows, d), k.transpose(1, 2))
     scores.view(b, groups, rows, -1)[..., -bias.shape[-1] :].add_(bias)
-    return weighted_values(torch.softmax(scores, -1), v).view(b, groups, rows, d)
+    return sum_weighted_values(torch.softmax(scores, -1), v).view(b, groups, rows, d)
 
 
-def weighted_values(shares: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def sum_weighted_values(shares: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Sum v weighted by shares, BLOCK columns at a time.
 
     shares: [N, rows, W]
     v: [N, W, d]
-    Returns [N, rows, d]."""
+    Returns [N, rows, d].
+    """
     total = torch.bmm(shares[..., :BLOCK], v[:, :BLOCK])
-    for first in range(BLOCK, shares.shape[-1], BLOCK):
-        block = slice(first, first + BLOCK)
+    for start in range(BLOCK, shares.shape[-1], BLOCK):
+        block = slice(start, start + BLOCK)
         total = torch.baddbmm(total, shares[..., block], v[:, block])
     return total
 
 
-def heads_per_product(lay: Any) -> int:
+def count_heads_per_product(lay: Any) -> int:
     """Return how many key heads are stored side by side in the engine's cache.
 
-    Their queries share the rows of one matrix product: as many heads as fit into the rows to which
-    the queries of one would be padded.  Sums are over at most `BLOCK` columns, as for values."""
+    Their queries share the rows of one matrix product. As many heads share it as fit into the rows
+    to which the queries of one head would be padded. Sums are over at most `BLOCK` columns, as for
+    values.
+    """
     share = lay.heads // lay.kv_heads
-    most = (
+    largest = (
         min(round_up(share, QUERIES) // share, BLOCK // lay.head_dim) if lay.head_dim > TINY else 1
     )
-    return max(g for g in range(1, max(1, most) + 1) if lay.kv_heads % g == 0)
+    return max(g for g in range(1, max(1, largest) + 1) if lay.kv_heads % g == 0)
 
 
-def one_query_space(lay: Any, n: int, like: torch.Tensor) -> torch.Tensor:
+def allocate_query_space(lay: Any, n: int, like: torch.Tensor) -> torch.Tensor:
     """Return zeros [n, groups of heads, rows, columns of a group] for `attend_one`."""
-    g = heads_per_product(lay)
+    g = count_heads_per_product(lay)
     rows = round_up(g * (lay.heads // lay.kv_heads), QUERIES)
     return like.new_zeros(n, lay.kv_heads // g, rows, g * lay.head_dim)
 
@@ -267,11 +278,12 @@ def attend_one(
     q: [n, heads, d], scaled
     k, v: [n * groups, W, g * d], with g heads side by side
     bias: broadcasts to [n, groups, rows, W]
-    space: `one_query_space`; its entries for queries are overwritten
-    Returns [n, heads * d]."""
+    space: `allocate_query_space`; its entries for queries are overwritten
+    Returns [n, heads * d].
+    """
     n, heads, d = q.shape
-    groups, wide = space.shape[1], space.shape[3]
-    g = wide // d
+    groups, width = space.shape[1], space.shape[3]
+    g = width // d
     share = heads // (groups * g)
     _select_own_columns(space, g, share).copy_(
         q.view(n, groups, g, share, d).permute(0, 1, 3, 4, 2)
@@ -288,30 +300,32 @@ def attend_several(
     q: [n * m, heads, d], scaled
     k, v: [n * groups, W, g * d], with g heads side by side
     bias: [n, m, W]
-    space: `one_query_space` of n * m; its entries for queries are overwritten
-    Returns [n * m, heads * d]."""
+    space: `allocate_query_space` of n * m; its entries for queries are overwritten
+    Returns [n * m, heads * d].
+    """
     (n, m, columns), (count, heads, d) = bias.shape, q.shape
-    groups, padded, wide = space.shape[1:]
-    g = wide // d
+    groups, padded, width = space.shape[1:]
+    g = width // d
     share = heads // (groups * g)
     _select_own_columns(space, g, share).copy_(
         q.view(count, groups, g, share, d).permute(0, 1, 3, 4, 2)
     )
-    queries = space.view(n, m, groups, padded, wide).transpose(1, 2)
+    queries = space.view(n, m, groups, padded, width).transpose(1, 2)
     attended = attend(
-        queries.reshape(n, groups, m * padded, wide),
+        queries.reshape(n, groups, m * padded, width),
         k,
         v,
         bias[:, None, :, None].expand(n, 1, m, padded, columns).reshape(n, 1, -1, columns),
     )
-    attended = attended.view(n, groups, m, padded, wide).transpose(1, 2)
-    own = _select_own_columns(attended.reshape(count, groups, padded, wide), g, share)
-    return own.permute(0, 1, 4, 2, 3).reshape(count, heads * d)
+    attended = attended.view(n, groups, m, padded, width).transpose(1, 2)
+    selected = _select_own_columns(attended.reshape(count, groups, padded, width), g, share)
+    return selected.permute(0, 1, 4, 2, 3).reshape(count, heads * d)
 
 
 def _select_own_columns(x: torch.Tensor, g: int, share: int) -> torch.Tensor:
     """View each head's rows of x [n, groups, rows, g * d] in its own columns.
 
-    Returns [n, groups, share, d, g]."""
-    n, groups, _, wide = x.shape
-    return x[:, :, : g * share].view(n, groups, g, share, g, wide // g).diagonal(0, 2, 4)
+    Returns [n, groups, share, d, g].
+    """
+    n, groups, _, width = x.shape
+    return x[:, :, : g * share].view(n, groups, g, share, g, width // g).diagonal(0, 2, 4)

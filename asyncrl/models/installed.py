@@ -33,7 +33,7 @@ KNOWN = {
 }
 
 
-def install(extra: str) -> str:
+def build_install_command(extra: str) -> str:
     """Return the command that installs an extra of pyproject.toml; `make env` in a checkout."""
     if (CHECKOUT / "Makefile").is_file() and (CHECKOUT / "requirements").is_dir():
         return "make env (on a CUDA machine: make env TARGET=gpu)"
@@ -45,13 +45,14 @@ def install(extra: str) -> str:
     return f"pip install 'asyncrl[{extra}]'"
 
 
-def missing_for(config: Config) -> str:
+def find_missing_package(config: Config) -> str:
     """Describe the first package that a config needs and this environment lacks; "" if none.
 
-    Quick: nothing is imported."""
+    Quick: nothing is imported.
+    """
     engine = config.generator.engine
-    if why := missing(engine):
-        return f"generator.engine = {engine}: {why}"
+    if problem := explain_missing(engine):
+        return f"generator.engine = {engine}: {problem}"
     over_http = any(agent.http for agent in config.agents.values())
     needs = [
         (config.learner.backend == "deepspeed", "learner.backend", "deepspeed", "deepspeed"),
@@ -62,15 +63,15 @@ def missing_for(config: Config) -> str:
     ]
     return next(
         (
-            f"{key}: needs {package}, which is not installed: {install(extra)}"
-            for wanted, key, package, extra in needs
-            if wanted and importlib.util.find_spec(package) is None
+            f"{key}: needs {package}, which is not installed: {build_install_command(extra)}"
+            for is_needed, key, package, extra in needs
+            if is_needed and importlib.util.find_spec(package) is None
         ),
         "",
     )
 
 
-def version(*names: str) -> str:
+def find_version(*names: str) -> str:
     """Return the version of the first installed distribution of `names`; "" for none."""
     for name in names:
         try:
@@ -80,55 +81,58 @@ def version(*names: str) -> str:
     return ""
 
 
-def untested_versions() -> str:
+def list_untested_versions() -> str:
     """Name the packages of TESTED that have another version here; "" for none.
 
-    Quick: nothing is imported."""
-    installed = {name: version(name).partition("+")[0] for name in TESTED}
-    other = [
+    Quick: nothing is imported.
+    """
+    installed = {name: find_version(name).partition("+")[0] for name in TESTED}
+    untested = [
         f"{name} {installed[name] or 'is not installed'} (tested: {tested})"
         for name, tested in TESTED.items()
         if installed[name] != tested
     ]
-    return ", ".join(other)
+    return ", ".join(untested)
 
 
-def missing(engine: str) -> str:
+def explain_missing(engine: str) -> str:
     """Explain why this engine cannot be used here, and what to do; "" when it can.
 
-    Quick: nothing is imported."""
+    Quick: nothing is imported.
+    """
     row = ENGINES[engine]
     if importlib.util.find_spec(row.package) is None:
-        return f"{row.title} is not installed: {install(engine)}"
-    installed = version(*row.distributions).partition("+")[0]
+        return f"{row.title} is not installed: {build_install_command(engine)}"
+    installed = find_version(*row.distributions).partition("+")[0]
     if row.pinned and installed != row.pinned:
         return (
             f"{row.title} {installed} is installed, and its internals differ between versions; "
-            f"asyncrl needs {row.pinned}: {install(engine)}"
+            f"asyncrl needs {row.pinned}: {build_install_command(engine)}"
         )
     return ""
 
 
 def explain_import_failure(name: str, error: str) -> str:
     """Explain in one line why the trial import of `name` failed, and what to do."""
-    last = error.strip().splitlines()[-1] if error.strip() else "no message"
-    present = [p for p in VISION if version(p)]
+    reason = error.strip().splitlines()[-1] if error.strip() else "no message"
+    present = [p for p in VISION if find_version(p)]
     if present and ("torchvision" in error or "torchaudio" in error or "torchcodec" in error):
         return (
-            f"{', '.join(present)} of another build than torch {version('torch')} "
-            f"({last}): pip uninstall -y {' '.join(present)}"
+            f"{', '.join(present)} of another build than torch {find_version('torch')} "
+            f"({reason}): pip uninstall -y {' '.join(present)}"
         )
-    return f"importing it fails: {last}; {install(name)}"
+    return f"importing it fails: {reason}; {build_install_command(name)}"
 
 
 def check_installed() -> list[dict[str, Any]]:
     """Return a row per engine or backend: name, setting, version, works, why ("" if it works).
 
-    Trial imports run in parallel."""
+    Trial imports run in parallel.
+    """
     env = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
     trials = {}
     for name, (_, names, code) in KNOWN.items():
-        if version(*names):
+        if find_version(*names):
             trials[name] = subprocess.Popen(
                 [sys.executable, "-P", "-c", code],
                 stdout=subprocess.DEVNULL,
@@ -138,16 +142,16 @@ def check_installed() -> list[dict[str, Any]]:
             )
     rows = []
     for name, (setting, names, _) in KNOWN.items():
-        problem = f"not installed: {install(name)}"
+        problem = f"not installed: {build_install_command(name)}"
         if name in trials:
-            problem = trial_result(name, trials[name])
+            problem = explain_trial(name, trials[name])
         if name in ENGINES and not problem:
-            problem = missing(name)
+            problem = explain_missing(name)
         rows.append(
             {
                 "name": name,
                 "setting": setting,
-                "version": version(*names).partition("+")[0],
+                "version": find_version(*names).partition("+")[0],
                 "works": not problem,
                 "why": problem,
             }
@@ -155,7 +159,7 @@ def check_installed() -> list[dict[str, Any]]:
     return rows
 
 
-def trial_result(name: str, trial: subprocess.Popen[str]) -> str:
+def explain_trial(name: str, trial: subprocess.Popen[str]) -> str:
     """Explain why a trial import failed; "" when it succeeded."""
     try:
         _, error = trial.communicate(timeout=TRIAL_S)
@@ -166,7 +170,7 @@ def trial_result(name: str, trial: subprocess.Popen[str]) -> str:
     return explain_import_failure(name, error) if trial.returncode else ""
 
 
-def device() -> str:
+def describe_device() -> str:
     """Describe the device that torch uses."""
     import torch
 

@@ -29,7 +29,7 @@ NEEDED = (
     "initializer_range",
     "hidden_act",
 )
-SAYS_MORE = (
+EXTRA_KEYS = (
     "quantization_config",
     "auto_map",
     "rope_scaling",
@@ -40,15 +40,15 @@ INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
 
 
-def head_dim(raw: dict[str, Any]) -> int:
+def compute_head_dim(raw: dict[str, Any]) -> int:
     return int(raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"])
 
 
-def names(raw: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def list_shapes(raw: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return every parameter's name and shape, tied ones once."""
     width = raw["hidden_size"]
-    wide = raw["intermediate_size"]
-    dim = head_dim(raw)
+    intermediate = raw["intermediate_size"]
+    dim = compute_head_dim(raw)
     rows = {
         "q": raw["num_attention_heads"] * dim,
         "k": raw["num_key_value_heads"] * dim,
@@ -72,9 +72,9 @@ def names(raw: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         if family == "qwen3":
             shapes |= {f"{prefix}self_attn.{part}_norm.weight": (dim,) for part in "qk"}
         for part, shape in (
-            ("gate", (wide, width)),
-            ("up", (wide, width)),
-            ("down", (width, wide)),
+            ("gate", (intermediate, width)),
+            ("up", (intermediate, width)),
+            ("down", (width, intermediate)),
         ):
             shapes[f"{prefix}mlp.{part}_proj.weight"] = shape
             if family == "llama" and raw.get("mlp_bias"):
@@ -89,17 +89,17 @@ def names(raw: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def linears(raw: dict[str, Any]) -> list[str]:
+def list_linears(raw: dict[str, Any]) -> list[str]:
     """Return the names of the linear layers, without the head."""
-    outside = ("model.embed_tokens.weight", "lm_head.weight")
+    excluded = ("model.embed_tokens.weight", "lm_head.weight")
     return [
         name.removesuffix(".weight")
-        for name, shape in names(raw).items()
-        if len(shape) == 2 and name not in outside
+        for name, shape in list_shapes(raw).items()
+        if len(shape) == 2 and name not in excluded
     ]
 
 
-def targets(names: Sequence[str], wanted: Sequence[str]) -> list[str]:
+def select_targets(names: Sequence[str], target_modules: Sequence[str]) -> list[str]:
     """Select the names that end with one of `wanted`; all names if `wanted` is empty.
 
     Raises ConfigError for an entry of `wanted` that matches no name.
@@ -107,19 +107,19 @@ def targets(names: Sequence[str], wanted: Sequence[str]) -> list[str]:
     >>> targets(["model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"], ["up_proj"])
     ['model.layers.0.mlp.up_proj']
     """
-    for target in wanted:
+    for target in target_modules:
         if not any(name == target or name.endswith(f".{target}") for name in names):
-            known = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in names}))
+            available = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in names}))
             raise ConfigError(
                 f"lora.target_modules: no linear layer of the model is called {target!r}; it has "
-                f"{known or 'none'}"
+                f"{available or 'none'}"
             )
-    ends = tuple(f".{target}" for target in wanted)
-    return [name for name in names if not wanted or f".{name}".endswith(ends)]
+    ends = tuple(f".{target}" for target in target_modules)
+    return [name for name in names if not target_modules or f".{name}".endswith(ends)]
 
 
 def is_plain_config(raw: dict[str, Any]) -> bool:
-    """Whether config.json fully describes a model that the packed forward covers."""
+    """Return whether config.json fully describes a model that the packed forward covers."""
     family = raw.get("model_type", "")
     sliding = (
         raw.get("sliding_window", "some") if family == "mistral" else raw.get("use_sliding_window")
@@ -130,14 +130,14 @@ def is_plain_config(raw: dict[str, Any]) -> bool:
         and raw["hidden_act"] == "silu"
         and not sliding
         and set(raw.get("layer_types") or ()) <= {"full_attention"}
-        and rope_base(raw) is not None
-        and not any(raw.get(k) is not None for k in SAYS_MORE)
+        and find_rope_base(raw) is not None
+        and not any(raw.get(k) is not None for k in EXTRA_KEYS)
         and (family != "qwen3" or raw.get("head_dim") is not None)
         and (family not in ("llama", "qwen3") or raw.get("attention_bias") is not None)
     )
 
 
-def rope_base(raw: dict[str, Any]) -> float | None:
+def find_rope_base(raw: dict[str, Any]) -> float | None:
     """Return the base of plain rotary embeddings; None if they are scaled or it is missing."""
     rope = raw.get("rope_parameters")
     if rope is None:

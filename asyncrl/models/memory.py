@@ -1,9 +1,10 @@
 """Keep memory that torch has freed in the process, for the next tensors of the same size.
 
-A step allocates and frees the same tensors again and again.  By default glibc returns blocks of
-128 KiB and more to the system at once, or trims its heap after them.  The next step then faults in
+A step allocates and frees the same tensors again and again. By default glibc returns blocks of
+128 KiB and more to the system at once, or trims its heap after them. The next step then faults in
 every page again with a cold cache, which took more than a quarter of the CPU time of a learner's
-step at 84k parameters."""
+step at 84k parameters.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def keep_freed() -> bool:
 
     Returns False where nothing was set: the user has malloc settings, or this is not glibc.
     Threads that start later share one heap: zmq's thread allocates batches of many megabytes that
-    another thread frees, and a separate heap would be returned page by page each time."""
+    another thread frees, and a separate heap would be returned page by page each time.
+    """
     if any(os.environ.get(name) for name in SETTINGS):
         return False
     try:

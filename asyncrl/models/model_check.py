@@ -1,8 +1,9 @@
 """Check a model directory before a run: a complete, finite causal LM that fits the settings.
 
-Does not import torch for a model that the packed forward covers.  Any other is loaded once by
+Does not import torch for a model that the packed forward covers. Any other is loaded once by
 transformers in a separate process (`python -m asyncrl.supervise.start asyncrl.models.model_check
-PATH DTYPE`), because only transformers' classes define which weights they need."""
+PATH DTYPE`), because only transformers' classes define which weights they need.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +23,9 @@ from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.models import layout
 from asyncrl.models.tokenizer import (
     check_weights,
+    collect_stop_tokens,
+    describe_missing_weights,
     load_tokenizer,
-    missing_weights_message,
-    stop_tokens,
 )
 
 OTHER_HEADS = (
@@ -51,64 +52,68 @@ CHUNK = 1 << 20  # numbers checked at a time, which fit into the core's cache
 def check(config: Config) -> Any:
     """Check the model, its references and the settings that depend on them.
 
-    Returns the tokenizer.  Raises ConfigError with the first problem."""
+    Returns the tokenizer. Raises ConfigError with the first problem.
+    """
     path = Path(config.model.path)
-    raw = settings(path, "model.path")
-    kind(raw, path, "model.path")
+    raw = read_settings(path, "model.path")
+    check_kind(raw, path, "model.path")
     check_weights(path)
     tokenizer = load_tokenizer(path)
-    vocabulary(raw, path, tokenizer)
-    if (most := positions(raw)) is not None and config.generator.context > most:
+    check_vocabulary(raw, path, tokenizer)
+    max_positions = find_max_positions(raw)
+    if max_positions is not None and config.generator.context > max_positions:
         raise ConfigError(
-            f"generator.context: {config.generator.context} tokens; the model in {path} has {most} "
-            "positions (config.json)"
+            f"generator.context: {config.generator.context} tokens; the model in {path} has "
+            f"{max_positions} positions (config.json)"
         )
-    if not stop_tokens(tokenizer, config):
+    if not collect_stop_tokens(tokenizer, config):
         raise ConfigError(
             "model.path: no token ends a completion: neither the tokenizer nor "
             f"generation_config.json in {path} has an end-of-sequence token; list the texts of "
             "such tokens in generator.stop"
         )
-    complete(raw, path, config.model.dtype, "model.path")
+    check_complete(raw, path, config.model.dtype, "model.path")
     check_finite(path, "model.path")
     check_adapters(config, raw)
-    for key, other in references(config):
-        theirs = settings(other, key)
-        kind(theirs, other, key)
-        check_weights(other)
-        if language_config(theirs).get("vocab_size") != language_config(raw).get("vocab_size"):
+    vocabulary = get_language_config(raw).get("vocab_size")
+    for key, reference in list_references(config):
+        reference_config = read_settings(reference, key)
+        check_kind(reference_config, reference, key)
+        check_weights(reference)
+        reference_vocabulary = get_language_config(reference_config).get("vocab_size")
+        if reference_vocabulary != vocabulary:
             raise ConfigError(
-                f"{key}: {other} has a vocabulary of {language_config(theirs).get('vocab_size')}, "
-                f"model.path of {language_config(raw).get('vocab_size')}"
+                f"{key}: {reference} has a vocabulary of {reference_vocabulary}, model.path of "
+                f"{vocabulary}"
             )
-        complete(theirs, other, config.model.dtype, key)
-        check_finite(other, key)
+        check_complete(reference_config, reference, config.model.dtype, key)
+        check_finite(reference, key)
     return tokenizer
 
 
-def references(config: Config) -> list[tuple[str, Path]]:
+def list_references(config: Config) -> list[tuple[str, Path]]:
     """Return the reference policies and teachers that the config names, with their keys."""
     kl = config.kl
-    named = (
+    candidates = (
         ("model.reference", config.model.reference),
         ("kl.loss.reference", kl.loss.reference if kl.loss.coefficient > 0 else ""),
         ("kl.reward.reference", kl.reward.reference if kl.reward.coefficient > 0 else ""),
     )
-    return [(key, Path(path)) for key, path in named if path]
+    return [(key, Path(path)) for key, path in candidates if path]
 
 
 def check_adapters(config: Config, raw: dict[str, Any]) -> None:
-    """Check that adapters can be attached to the configured modules.  Raises ConfigError."""
+    """Check that adapters can be attached to the configured modules. Raises ConfigError."""
     if not config.lora.rank:
         return
     if importlib.util.find_spec("peft") is None:
         raise ConfigError("lora.rank: needs peft: pip install 'asyncrl[lora]'")
     if layout.is_plain_config(raw):  # for any other model the learner checks it
-        layout.targets(layout.linears(raw), config.lora.target_modules)
+        layout.select_targets(layout.list_linears(raw), config.lora.target_modules)
 
 
-def settings(path: Path, key: str) -> dict[str, Any]:
-    """Read config.json.  Raises ConfigError, with `key` in the message."""
+def read_settings(path: Path, key: str) -> dict[str, Any]:
+    """Read config.json. Raises ConfigError, with `key` in the message."""
     try:
         raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -122,13 +127,13 @@ def settings(path: Path, key: str) -> dict[str, Any]:
     return raw
 
 
-def language_config(raw: dict[str, Any]) -> dict[str, Any]:
+def get_language_config(raw: dict[str, Any]) -> dict[str, Any]:
     """Return the language model's part of a config."""
     part = raw.get("text_config")
     return part if isinstance(part, dict) else raw
 
 
-def kind(raw: dict[str, Any], path: Path, key: str) -> None:
+def check_kind(raw: dict[str, Any], path: Path, key: str) -> None:
     """Raise ConfigError for encoders and models with another head."""
     for name in raw.get("architectures") or []:
         if str(name).endswith(OTHER_HEADS):
@@ -139,9 +144,9 @@ def kind(raw: dict[str, Any], path: Path, key: str) -> None:
         )
 
 
-def vocabulary(raw: dict[str, Any], path: Path, tokenizer: Any) -> None:
+def check_vocabulary(raw: dict[str, Any], path: Path, tokenizer: Any) -> None:
     """Raise ConfigError for a tokenizer with tokens that the model has no embedding for."""
-    size = language_config(raw).get("vocab_size")
+    size = get_language_config(raw).get("vocab_size")
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if isinstance(size, int) and largest >= size:
         raise ConfigError(
@@ -151,24 +156,27 @@ def vocabulary(raw: dict[str, Any], path: Path, tokenizer: Any) -> None:
         )
 
 
-def positions(raw: dict[str, Any]) -> int | None:
-    """Return the model's longest context in tokens; None if its config lacks it."""
-    raw = language_config(raw)
-    most = next((raw[k] for k in POSITIONS if isinstance(raw.get(k), int)), None)
+def find_max_positions(raw: dict[str, Any]) -> int | None:
+    """Return the model's longest context in tokens; None if its config does not give it."""
+    raw = get_language_config(raw)
+    longest = next((raw[k] for k in POSITIONS if isinstance(raw.get(k), int)), None)
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if (
-        most is not None
+        longest is not None
         and isinstance(rope, dict)
         and isinstance(factor := rope.get("factor"), int | float)
     ):
-        most = max(most, int(factor * (rope.get("original_max_position_embeddings") or most)))
-    return most
+        longest = max(
+            longest, int(factor * (rope.get("original_max_position_embeddings") or longest))
+        )
+    return longest
 
 
-def headers(path: Path) -> Iterator[tuple[Path, int, dict[str, Any]]]:
+def read_headers(path: Path) -> Iterator[tuple[Path, int, dict[str, Any]]]:
     """Yield each safetensors file with the offset of its data and its header.
 
-    The header maps names to dtype, shape and data_offsets.  `check_weights` has validated it."""
+    The header maps names to dtype, shape and data_offsets. `check_weights` has validated it.
+    """
     for file in sorted(path.glob("*.safetensors")):
         with file.open("rb") as opened:
             size = int.from_bytes(opened.read(8), "little")
@@ -179,7 +187,7 @@ def headers(path: Path) -> Iterator[tuple[Path, int, dict[str, Any]]]:
 
 def check_finite(path: Path, key: str) -> None:
     """Raise ConfigError for weights with NaN or infinities."""
-    for file, begin, entries in headers(path):
+    for file, begin, entries in read_headers(path):
         with file.open("rb") as opened:
             for name, entry in entries.items():
                 if entry["dtype"] not in EXPONENT:
@@ -198,35 +206,35 @@ def check_finite(path: Path, key: str) -> None:
                         )
 
 
-def complete(raw: dict[str, Any], path: Path, dtype: str, key: str) -> None:
+def check_complete(raw: dict[str, Any], path: Path, dtype: str, key: str) -> None:
     """Raise ConfigError for missing weights, and for models that attend to later tokens."""
     if layout.is_plain_config(raw):
         present = {
             name: tuple(entry["shape"])
-            for _, _, entries in headers(path)
+            for _, _, entries in read_headers(path)
             for name, entry in entries.items()
         }
-        needed = layout.names(raw)
+        needed = layout.list_shapes(raw)
         if present == needed:
             return
         if present.items() < needed.items():
             raise ConfigError(
-                f"{key}: {missing_weights_message(path, sorted(set(needed) - set(present)))}"
+                f"{key}: {describe_missing_weights(path, sorted(set(needed) - set(present)))}"
             )
     argv = importing.command("asyncrl.models.model_check", str(path), dtype, key)
-    done = subprocess.run(
+    process = subprocess.run(
         argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )
-    if done.returncode:
-        lines = [x for x in done.stderr.splitlines() if x.strip()] or [
-            f"exit code {done.returncode}"
+    if process.returncode:
+        lines = [x for x in process.stderr.splitlines() if x.strip()] or [
+            f"exit code {process.returncode}"
         ]
         errors = [x.removeprefix("error: ") for x in lines if x.startswith("error: ")]
         raise ConfigError(errors[-1] if errors else f"{key}: {path} cannot be loaded: {lines[-1]}")
 
 
 def main(path: str, dtype: str, key: str) -> None:
-    """Load the model on the CPU, as learner and generator will."""
+    """Load the model on the CPU, in a separate process; print an error and exit if it fails."""
     from asyncrl.models import policy
 
     try:

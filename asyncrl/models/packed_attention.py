@@ -1,10 +1,11 @@
 """Attention over packed tokens, which are padded into rows only here.
 
-Prompts attend to themselves; responses attend to their prompt and to themselves.  Long rows are
-cut into blocks of queries, each over the keys that its last query sees.  A causal mask excludes
-half of a row's scores; with the cuts little more than the other half is computed and stored.  The
+Prompts attend to themselves; responses attend to their prompt and to themselves. Long rows are
+cut into blocks of queries, each over the keys that its last query sees. A causal mask excludes
+half of a row's scores; with the cuts little more than the other half is computed and stored. The
 backward pass is written by hand in the layout of the forward pass: autograd's, with its copies,
-takes several times as long."""
+takes several times as long.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class AttentionTable:
     keys: torch.Tensor  # [B, K], index of each key among the packed tokens; padding: 0
     bias: torch.Tensor  # [B, Q, K], added to the scores
     flat: torch.Tensor  # [n], positions in [B * Q] of the rows' tokens, which are packed in order
-    before: int  # query q of a row sees no key after column before + q
+    query_offset: int  # query q of a row sees no key after column query_offset + q
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class PackingPlan:
     """The packing of a micro-batch.
 
     The n packed tokens are the unique prompts, then each response without its last token, in the
-    order of `answers`.  N is the number of response tokens."""
+    order of `answers`. N is the number of response tokens.
+    """
 
     ids: torch.Tensor  # [n]
     positions: torch.Tensor  # [n]
@@ -79,11 +81,11 @@ class AttentionSide:
         columns = table.keys.shape[1]
         return cls(
             (len(table.rows), width, columns),
-            _indices_by_head(table.rows, heads),
-            _indices_by_head(table.keys, kv_heads),
-            _indices_by_position(table.flat, width, heads),
+            _index_by_head(table.rows, heads),
+            _index_by_head(table.keys, kv_heads),
+            _index_by_position(table.flat, width, heads),
             table.bias[:, None],
-            cut_queries(width, columns, table.before, table.keys.device.type),
+            cut_queries(width, columns, table.query_offset, table.keys.device.type),
         )
 
 
@@ -107,55 +109,59 @@ class AttentionRows:
             longest, columns = table.rows.shape[1], table.keys.shape[1]
             row = table.flat // max(longest, 1)
             places = table.flat + row * (columns - longest) + start[row]
-            answer_keys.append(_indices_by_position(places, columns, kv_heads))
+            answer_keys.append(_index_by_position(places, columns, kv_heads))
         return cls(
             AttentionSide.from_table(plan.prompts, heads, kv_heads),
             [AttentionSide.from_table(table, heads, kv_heads) for table in plan.answers],
             plan.owners,
-            _indices_by_position(plan.prompts.flat, plan.prompts.rows.shape[1], kv_heads),
+            _index_by_position(plan.prompts.flat, plan.prompts.rows.shape[1], kv_heads),
             answer_keys,
             exact,
         )
 
 
 def cut_queries(
-    width: int, columns: int, before: int, device: str, most: int = 0
+    width: int, columns: int, query_offset: int, device: str, max_queries: int = 0
 ) -> list[QueryBlock]:
     """Cut rows of `width` queries over `columns` keys into blocks.
 
     All ends but the last, and all numbers of keys, are multiples of `exact_operators.KEYS`.
-    before: see `AttentionTable`.  most: queries of a block, at least one such multiple, whatever
-    number of blocks that takes; 0: no limit."""
+    query_offset: see `AttentionTable`.
+    max_queries: largest number of queries in a block, rounded down to such a multiple (at least
+        one), with any number of blocks; 0: no limit.
+    """
     uncut = UNCUT.get(device, UNCUT_ELSEWHERE)
-    if width <= uncut and not 0 < most < width:
+    if width <= uncut and not 0 < max_queries < width:
         return [QueryBlock(0, width, columns)]
-    many = min(MOST_CUTS, -(-width // uncut))
-    step = exact_operators.round_up(-(-width // many), exact_operators.KEYS)
-    if most:
+    block_count = min(MOST_CUTS, -(-width // uncut))
+    step = exact_operators.round_up(-(-width // block_count), exact_operators.KEYS)
+    if max_queries:
         step = min(
-            step, exact_operators.round_up(most - exact_operators.KEYS + 1, exact_operators.KEYS)
+            step,
+            exact_operators.round_up(max_queries - exact_operators.KEYS + 1, exact_operators.KEYS),
         )
     blocks = []
-    for first in range(0, width, step):
-        end = min(first + step, width)
+    for start in range(0, width, step):
+        end = min(start + step, width)
         visible = columns
         if end < width:
-            padded = exact_operators.round_up(before + end, exact_operators.KEYS)
+            padded = exact_operators.round_up(query_offset + end, exact_operators.KEYS)
             visible = min(padded, columns)
-        blocks.append(QueryBlock(first, end, visible))
+        blocks.append(QueryBlock(start, end, visible))
     return blocks
 
 
-def _indices_by_head(table: torch.Tensor, heads: int) -> torch.Tensor:
+def _index_by_head(table: torch.Tensor, heads: int) -> torch.Tensor:
     """Index [B * heads * width] of the heads of packed tokens `table` [B, width], head by head."""
     head = torch.arange(heads, device=table.device)[None, :, None]
     return (table[:, None] * heads + head).flatten()
 
 
-def _indices_by_position(flat: torch.Tensor, width: int, heads: int) -> torch.Tensor:
+def _index_by_position(flat: torch.Tensor, width: int, heads: int) -> torch.Tensor:
     """Index [n * heads] in [B, heads, width] of the entries `flat` [n] of [B, width].
 
-    The heads of a packed token are consecutive."""
+    The heads of a packed token are consecutive.
+    """
     row, column = flat // max(width, 1), flat % max(width, 1)
     head = torch.arange(heads, device=flat.device)
     return ((row[:, None] * heads + head) * width + column[:, None]).flatten()
@@ -171,7 +177,8 @@ def attend_packed(
 
     q: [n, h, d]
     k, v: [n, h_kv, d]
-    Returns [n, h * d]."""
+    Returns [n, h * d].
+    """
     attended: torch.Tensor = _Attention.apply(q, k, v, rows)  # type: ignore[no-untyped-call]
     return attended
 
@@ -187,9 +194,11 @@ class _Attention(torch.autograd.Function):
         saved: list[torch.Tensor] = []  # of each side: queries, keys, values, shares of each block
         parts = []
         for side in (rows.prompts, *rows.answers):
-            attended, of_side = _forward(side, *by_head, scale=None if rows.exact else ctx.scale)
+            attended, side_saved = _attend_side(
+                side, *by_head, scale=None if rows.exact else ctx.scale
+            )
             parts.append(attended)
-            saved += of_side
+            saved += side_saved
         ctx.save_for_backward(*saved)
         return _pad_rows(torch.cat(parts), len(q), q.shape[1])
 
@@ -204,11 +213,11 @@ class _Attention(torch.autograd.Function):
         lengths = [len(side.back) for side in sides]
         grad = torch.split(grads[0].reshape(-1, dim)[: sum(lengths)], lengths)
         gradients = []
-        first = 0
+        start = 0
         for side, of_side in zip(sides, grad, strict=True):
-            end = first + 3 + len(side.cuts)
-            gradients.append(_backward(side, of_side, saved[first:end], ctx.scale))
-            first = end
+            end = start + 3 + len(side.cuts)
+            gradients.append(_backpropagate_side(side, of_side, saved[start:end], ctx.scale))
+            start = end
         queries = torch.cat([of_queries for of_queries, _, _ in gradients])
         keys = _sum_key_gradients(rows, [of_keys for _, of_keys, _ in gradients])
         values = _sum_key_gradients(rows, [of_values for _, _, of_values in gradients])
@@ -226,13 +235,14 @@ class _Attention(torch.autograd.Function):
 def _pad_rows(x: torch.Tensor, n: int, heads: int) -> torch.Tensor:
     """Reshape x [m * heads, d] to [n, heads * d], n >= m, with zeros in the rows after m.
 
-    Exact mode pads the packed tokens."""
+    Exact mode pads the packed tokens.
+    """
     if extra := n * heads - len(x):
         x = torch.cat([x, x.new_zeros(extra, x.shape[1])])
     return x.view(n, -1)
 
 
-def _forward(
+def _attend_side(
     side: AttentionSide,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -242,7 +252,8 @@ def _forward(
     """Return the attended [n * h, d] of the packed queries, and tensors for the backward pass.
 
     Query heads that share a key head are handled as further queries of it.
-    scale: of the queries; None in exact mode, where they are already scaled."""
+    scale: of the queries; None in exact mode, where they are already scaled.
+    """
     columns = side.shape[2]
     dim = q.shape[1]
     groups = len(side.keys) // max(columns, 1)
@@ -252,30 +263,31 @@ def _forward(
     saved = [queries, keys, values]
     if scale is not None:
         queries.mul_(scale)
-    multiply = exact_operators.weighted_values if scale is None else torch.bmm
+    multiply = exact_operators.sum_weighted_values if scale is None else torch.bmm
     parts = []
     for cut in side.cuts:
-        shares = _shares(side, cut, queries, keys)
+        shares = _compute_shares(side, cut, queries, keys)
         parts.append(multiply(shares, values[:, : cut.columns]))
         saved.append(shares)
-    return _uncut(parts, side).index_select(0, side.back), saved
+    return _join_blocks(parts, side).index_select(0, side.back), saved
 
 
-def _shares(
+def _compute_shares(
     side: AttentionSide, cut: QueryBlock, queries: torch.Tensor, keys: torch.Tensor
 ) -> torch.Tensor:
     """Attention probabilities [B * h_kv, queries, keys] of a block."""
-    block = _queries_of_block(queries, side, cut)
+    block = _select_block_queries(queries, side, cut)
     scores = torch.bmm(block, keys[:, : cut.columns].transpose(1, 2)).float()
     bias = side.bias[:, :, cut.first : cut.end, : cut.columns]
     scores.view(len(bias), -1, *bias.shape[2:]).add_(bias)
     return torch.softmax(scores, -1).to(queries.dtype)
 
 
-def _queries_of_block(x: torch.Tensor, side: AttentionSide, cut: QueryBlock) -> torch.Tensor:
+def _select_block_queries(x: torch.Tensor, side: AttentionSide, cut: QueryBlock) -> torch.Tensor:
     """Select a block's queries from x [B * h_kv, queries, d].
 
-    The queries of heads that share a key head are stored head after head."""
+    The queries of heads that share a key head are stored head after head.
+    """
     if len(side.cuts) == 1:
         return x
     groups, _, dim = x.shape
@@ -283,8 +295,8 @@ def _queries_of_block(x: torch.Tensor, side: AttentionSide, cut: QueryBlock) -> 
     return by_head[:, :, cut.first : cut.end].reshape(groups, -1, dim)
 
 
-def _uncut(parts: list[torch.Tensor], side: AttentionSide) -> torch.Tensor:
-    """Join blocks [B * h_kv, queries, d] into [B * h * Q, d]; inverts `_queries_of_block`."""
+def _join_blocks(parts: list[torch.Tensor], side: AttentionSide) -> torch.Tensor:
+    """Join blocks [B * h_kv, queries, d] into [B * h * Q, d]; inverts `_select_block_queries`."""
     groups, _, dim = parts[0].shape
     if len(parts) > 1:
         by_head = [
@@ -295,13 +307,14 @@ def _uncut(parts: list[torch.Tensor], side: AttentionSide) -> torch.Tensor:
     return parts[0].view(-1, dim)
 
 
-def _backward(
+def _backpropagate_side(
     side: AttentionSide, grad: torch.Tensor, saved: tuple[torch.Tensor, ...], scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return gradients of the packed queries [n * h, d], and of keys and values [B * h_kv, K, d].
 
-    The latter are in the rows' layout.  Padded queries have no gradient, and add none to keys.
-    grad: [n * h, d]"""
+    The latter are in the rows' layout. Padded queries have no gradient, and add none to keys.
+    grad: [n * h, d]
+    """
     queries, keys, values, *blocks = saved
     dim = queries.shape[2]
     padded = torch.zeros_like(queries)
@@ -309,8 +322,8 @@ def _backward(
     of_queries: list[torch.Tensor] = []
     of_keys = of_values = torch.empty(0)
     for cut, shares in zip(reversed(side.cuts), reversed(blocks), strict=True):
-        block_grad = _queries_of_block(padded, side, cut)
-        block_queries = _queries_of_block(queries, side, cut)
+        block_grad = _select_block_queries(padded, side, cut)
+        block_queries = _select_block_queries(queries, side, cut)
         to_values = torch.bmm(shares.transpose(1, 2), block_grad)
         of_shares = torch.bmm(block_grad, values[:, : cut.columns].transpose(1, 2))
         of_scores = torch._softmax_backward_data(of_shares, shares, -1, shares.dtype)
@@ -321,14 +334,15 @@ def _backward(
         else:
             of_keys[:, : cut.columns] += to_keys
             of_values[:, : cut.columns] += to_values
-    packed = _uncut(of_queries, side).index_select(0, side.back).mul_(scale)
+    packed = _join_blocks(of_queries, side).index_select(0, side.back).mul_(scale)
     return packed, of_keys, of_values
 
 
 def _sum_key_gradients(rows: AttentionRows, sides: list[torch.Tensor]) -> torch.Tensor:
     """Gradient [n * h_kv, d] of the packed keys (or values) from those of each side's rows.
 
-    A prompt's gradient includes the sum over its responses."""
+    A prompt's gradient includes the sum over its responses.
+    """
     prompts, *answers = sides
     count, _, width = rows.prompts.shape
     dim = prompts.shape[2]

@@ -1,9 +1,10 @@
 """The packed forward pass for Llama-like models, the learner's fast path.
 
-It covers Llama, Qwen2, Qwen3, Mistral, Qwen3-MoE and Mixtral.  A prompt that a group shares is
-encoded once.  All tokens go packed through the linear layers; only attention pads them into rows.
-The parameters are those of the transformers model, so gradients accumulate there.  A test compares
-values and gradients with the plain path."""
+It covers Llama, Qwen2, Qwen3, Mistral, Qwen3-MoE and Mixtral. A prompt that a group shares is
+encoded once. All tokens go packed through the linear layers; only attention pads them into rows.
+The parameters are those of the transformers model, so gradients accumulate there. A test compares
+values and gradients with the plain path.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ from asyncrl.models.packed_attention import AttentionRows, AttentionTable, Packi
 FAMILIES = {"llama", "qwen2", "qwen3", "mistral", "qwen3_moe", "mixtral"}
 SPARSE = {"qwen3_moe", "mixtral"}
 LOGIT_CHUNK = 1 << 24  # logits in memory at a time (64 MB in fp32)
-# attention scores of padding (rows x queries x keys) that cost as much as one more table, whose
-# calls cost more where each one starts a kernel on another device
+# attention scores of padding (rows x queries x keys) that cost as much as one more table. The calls
+# of a table cost more where each one starts a kernel on another device
 WORTH_A_TABLE = {"cpu": 1 << 13}
 WORTH_A_TABLE_ELSEWHERE = 1 << 20
 
@@ -56,7 +57,8 @@ class ModelLayout:
     def from_model(cls, hf: Any) -> ModelLayout | None:
         """Return the layout of `hf`, or None for a model that needs the plain path.
 
-        That is another family, a sliding window, dynamic RoPE, or experts of odd widths."""
+        Such a model has another family, a sliding window, dynamic RoPE, or experts of odd widths.
+        """
         c = hf.config
         if c.model_type not in FAMILIES or c.hidden_act != "silu":
             return None
@@ -70,7 +72,7 @@ class ModelLayout:
             "linear",
         ):
             return None
-        experts = expert_layers.settings_of(c)
+        experts = expert_layers.read_settings(c)
         if experts is None and c.model_type in SPARSE:
             return None
         dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
@@ -85,7 +87,7 @@ class ModelLayout:
         layers = sum(map(expert_layers.is_sparse, self.hf.model.layers))
         return RoutingShape(layers, self.experts.number, self.experts.chosen)
 
-    def rope(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def compute_rope(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin [n, 1, head_dim] at integer positions [n]."""
         with torch.no_grad():
             cos, sin = self.hf.model.rotary_emb(
@@ -118,7 +120,7 @@ class _RMSNorm(torch.autograd.Function):
         return gx.to(grads[0].dtype), gw.to(w.dtype), None
 
 
-def rms_norm(x: torch.Tensor, w: torch.Tensor, eps: float) -> torch.Tensor:
+def apply_rms_norm(x: torch.Tensor, w: torch.Tensor, eps: float) -> torch.Tensor:
     """Root-mean-square norm over the last axis, computed in fp32."""
     return _RMSNorm.apply(x, w, eps)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -158,14 +160,15 @@ class _Rotate(torch.autograd.Function):
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """`rotate`, differentiable in x.
 
-    cos, sin: [n, 1, d], whose second half repeats the first, as in rotary embeddings."""
+    cos, sin: [n, 1, d], whose second half repeats the first, as in rotary embeddings.
+    """
     return _Rotate.apply(x, cos, sin)  # type: ignore[no-any-return, no-untyped-call]
 
 
 # ---- truncated sampling, shared by engine and learner, which then agree bitwise ------------------
 
 
-def kept_tokens(logs: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
+def find_kept_tokens(logs: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
     """Return bool [n, V]: tokens left by top-k, then by top-p.
 
     Top-p keeps the smallest set of tokens of at least that mass.
@@ -186,7 +189,7 @@ def kept_tokens(logs: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) ->
     return torch.zeros_like(excluded).scatter_(1, index, ~excluded)
 
 
-def renormalize(logs: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+def renormalize(logs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return log-probabilities over the kept tokens, [n, V]; -inf elsewhere.
 
     A row that keeps all its tokens stays bitwise as it is.
@@ -195,8 +198,8 @@ def renormalize(logs: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
         logs: [n, V], log-probabilities over the whole vocabulary.
         kept: bool [n, V].
     """
-    cut = torch.log_softmax(logs.masked_fill(~kept, -torch.inf), -1)
-    return torch.where(kept.all(-1, keepdim=True), logs, cut)
+    cut = torch.log_softmax(logs.masked_fill(~mask, -torch.inf), -1)
+    return torch.where(mask.all(-1, keepdim=True), logs, cut)
 
 
 class SupportTable:
@@ -237,25 +240,25 @@ class SupportTable:
             return None
         return cls(supports, lengths, device)
 
-    def kept_mask(self, part: slice, vocabulary: int) -> torch.Tensor:
+    def build_kept_mask(self, part: slice, vocabulary: int) -> torch.Tensor:
         """Return bool [n, V]: the kept tokens of the positions `part`.
 
         Positions beyond the last one, with which exact mode pads, keep all.
         """
-        last = len(self.offsets) - 1
-        first, end = min(part.start, last), min(part.stop, last)
-        kept = torch.ones(
+        count = len(self.offsets) - 1
+        start, end = min(part.start, count), min(part.stop, count)
+        mask = torch.ones(
             part.stop - part.start, vocabulary, dtype=torch.bool, device=self.ids.device
         )
-        kept[: end - first] = ~self.truncated[first:end, None]
-        at = slice(int(self.offsets[first]), int(self.offsets[end]))
-        kept[self.position[at] - first, self.ids[at]] = True
-        return kept
+        mask[: end - start] = ~self.truncated[start:end, None]
+        at = slice(int(self.offsets[start]), int(self.offsets[end]))
+        mask[self.position[at] - start, self.ids[at]] = True
+        return mask
 
     def renormalize(self, logs: torch.Tensor, start: int) -> torch.Tensor:
         """`renormalize` of logs [n, V], the positions from `start` on."""
         part = slice(start, start + len(logs))
-        return renormalize(logs, self.kept_mask(part, logs.shape[1]))
+        return renormalize(logs, self.build_kept_mask(part, logs.shape[1]))
 
 
 # ---- log-probabilities ---------------------------------------------------------------------------
@@ -264,9 +267,10 @@ class SupportTable:
 class _PickedLogprobs(torch.autograd.Function):
     """Log-probability and entropy of given tokens, computed in chunks.
 
-    Neither forward nor backward holds the logits of all tokens at once.  With a support,
+    Neither forward nor backward holds the logits of all tokens at once. With a support,
     log-probabilities are those over the kept tokens of each position; the entropy stays that over
-    the whole vocabulary."""
+    the whole vocabulary.
+    """
 
     @staticmethod
     def forward(
@@ -282,22 +286,22 @@ class _PickedLogprobs(torch.autograd.Function):
         step = exact_operators.round_up(LOGIT_CHUNK // weight.shape[0], exact_operators.ROWS)
         lp = hidden.new_empty(n, dtype=torch.float32)
         ent = hidden.new_zeros(n if want_entropy else 0, dtype=torch.float32)
-        kept = None
+        saved_logs = None
         for at in range(0, n, step):
             s = slice(at, at + step)
             logs = torch.log_softmax(
-                exact_operators.times(hidden[s], weight.T).float() * scale[s, None], -1
+                exact_operators.multiply(hidden[s], weight.T).float() * scale[s, None], -1
             )
             picked = logs if support is None else support.renormalize(logs, at)
             lp[s] = picked.gather(1, targets[s, None])[:, 0]
             if want_entropy:
                 ent[s] = -(logs.exp() * logs).sum(-1)
-            kept = logs if n <= step else None
+            saved_logs = logs if n <= step else None
         ctx.want_entropy = want_entropy
         ctx.step = step
         ctx.support = support
         ctx.save_for_backward(
-            hidden, weight, targets, scale, ent, *([kept] if kept is not None else [])
+            hidden, weight, targets, scale, ent, *([saved_logs] if saved_logs is not None else [])
         )
         return lp, ent
 
@@ -305,21 +309,21 @@ class _PickedLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, *grads: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, None, None, None, None]:
-        hidden, weight, targets, scale, ent, *kept = ctx.saved_tensors
+        hidden, weight, targets, scale, ent, *saved_logs = ctx.saved_tensors
         gh = torch.empty_like(hidden)
         gw = torch.zeros_like(weight)
         for at in range(0, hidden.shape[0], ctx.step):
             s = slice(at, at + ctx.step)
             logs = (
-                kept[0]
-                if kept
+                saved_logs[0]
+                if saved_logs
                 else torch.log_softmax(
-                    exact_operators.times(hidden[s], weight.T).float() * scale[s, None], -1
+                    exact_operators.multiply(hidden[s], weight.T).float() * scale[s, None], -1
                 )
             )
             p = logs.exp()
-            over = p if ctx.support is None else ctx.support.renormalize(logs, at).exp()
-            d = over * -grads[0][s, None]
+            supported = p if ctx.support is None else ctx.support.renormalize(logs, at).exp()
+            d = supported * -grads[0][s, None]
             d.scatter_add_(1, targets[s, None], grads[0][s, None])
             if ctx.want_entropy:
                 d -= p * (logs + ent[s, None]) * grads[1][s, None]
@@ -332,10 +336,11 @@ class _PickedLogprobs(torch.autograd.Function):
 class _StepKL(torch.autograd.Function):
     """Exact KL(theta || ref) over the vocabulary at each state, computed in chunks.
 
-    The reference gets no gradient."""
+    The reference gets no gradient.
+    """
 
     @staticmethod
-    def _chunk(
+    def _compute_chunk(
         s: slice,
         hidden: Any,
         weight: Any,
@@ -371,7 +376,7 @@ class _StepKL(torch.autograd.Function):
         cuts = range(0, len(hidden), ctx.step)
         return torch.cat(
             [
-                _StepKL._chunk(
+                _StepKL._compute_chunk(
                     slice(at, min(at + ctx.step, len(hidden))),
                     hidden,
                     weight,
@@ -393,7 +398,7 @@ class _StepKL(torch.autograd.Function):
         gw = torch.zeros_like(weight)
         for at in range(0, len(hidden), ctx.step):
             s = slice(at, min(at + ctx.step, len(hidden)))
-            p, gap, k = _StepKL._chunk(
+            p, gap, k = _StepKL._compute_chunk(
                 s, hidden, weight, ref_hidden, ref_weight, scale, support=ctx.support
             )
             d = (p * (gap - k[:, None]) * (grads[0][s] * scale[s])[:, None]).to(hidden.dtype)
@@ -402,7 +407,7 @@ class _StepKL(torch.autograd.Function):
         return gh, gw, None, None, None, None
 
 
-def step_kl(
+def compute_step_kl(
     lay: ModelLayout,
     hidden: torch.Tensor,
     ref: ModelLayout,
@@ -415,7 +420,8 @@ def step_kl(
     hidden: [N, H], states of the trained model
     ref_hidden: [N, H], states of the reference
     temperature: [N]
-    support: of the N positions; the KL is then the one over their kept tokens"""
+    support: of the N positions; the KL is then the one over their kept tokens
+    """
     heads = lay.hf.get_output_embeddings().weight, ref.hf.get_output_embeddings().weight
     scale = 1.0 / temperature.to(hidden.device, torch.float32)
     return _StepKL.apply(  # type: ignore[no-any-return, no-untyped-call]
@@ -424,7 +430,7 @@ def step_kl(
 
 
 @torch.no_grad()
-def squared_probabilities(
+def compute_squared_probabilities(
     lay: ModelLayout,
     hidden: torch.Tensor,
     temperature: torch.Tensor,
@@ -434,7 +440,8 @@ def squared_probabilities(
 
     hidden: [N, H]
     temperature: [N]
-    support: of the N positions, over which p is then normalized"""
+    support: of the N positions, over which p is then normalized
+    """
     weight = lay.hf.get_output_embeddings().weight
     scale = 1.0 / temperature.to(hidden.device, torch.float32)
     squares = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
@@ -450,39 +457,41 @@ def squared_probabilities(
 
 
 def _index_rows(
-    lengths: np.ndarray, start: int, to: int = 1
+    lengths: np.ndarray, start: int, multiple: int = 1
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Index consecutive segments of `lengths` [B], the first of which begins at `start`.
 
     Returns the padded index table [B, W], its validity [B, W], and the flat positions of its valid
-    entries.  W is the longest length, rounded up to a multiple of `to`."""
-    width = exact_operators.round_up(int(lengths.max(initial=0)), to)
+    entries. W is the longest length, rounded up to a multiple of `to`.
+    """
+    width = exact_operators.round_up(int(lengths.max(initial=0)), multiple)
     begin = start + np.concatenate([[0], np.cumsum(lengths)[:-1]])
     valid = np.arange(width)[None] < lengths[:, None]
     table = np.where(valid, begin[:, None] + np.arange(width)[None], 0)
     return table, valid, np.flatnonzero(valid)
 
 
-def _alike(lengths: np.ndarray, prompt: int, worth: int) -> list[np.ndarray]:
+def _group_by_length(lengths: np.ndarray, prompt: int, worth: int) -> list[np.ndarray]:
     """Group the indices of `lengths` into runs of similar length.
 
     Sorted by length, a run is cut in half for as long as that saves more than `worth` attention
-    scores.  A row of n queries has n (prompt + n) scores."""
+    scores. A row of n queries has n (prompt + n) scores.
+    """
     order = np.argsort(lengths, kind="stable")
     groups = []
     runs = [(0, len(order))]
     while runs:
-        first, end = runs.pop()
-        middle = (first + end) // 2
-        wide, narrow = (int(lengths[order[max(first, at - 1)]]) for at in (end, middle))
-        if (middle - first) * (wide * (prompt + wide) - narrow * (prompt + narrow)) > worth:
-            runs += [(middle, end), (first, middle)]
+        start, end = runs.pop()
+        middle = (start + end) // 2
+        longest, median = (int(lengths[order[max(start, at - 1)]]) for at in (end, middle))
+        if (middle - start) * (longest * (prompt + longest) - median * (prompt + median)) > worth:
+            runs += [(middle, end), (start, middle)]
         else:
-            groups.append(order[first:end])
+            groups.append(order[start:end])
     return groups
 
 
-def _keys_after_prompt(
+def _build_keys_after_prompt(
     prompts: tuple[np.ndarray, np.ndarray],
     rows: np.ndarray,
     valid: np.ndarray,
@@ -491,70 +500,78 @@ def _keys_after_prompt(
 
     A row's keys are the padded columns of its prompt, then its own.
     prompts: index table and validity [B, Pmax] of each row's prompt
-    rows, valid: [B, Q]"""
-    table, inside = prompts
+    rows, valid: [B, Q]
+    """
+    table, prompt_valid = prompts
     shape = len(rows), rows.shape[1], table.shape[1]
-    of_prompt = np.broadcast_to(inside[:, None], shape)
-    return np.concatenate([table, rows], 1), np.concatenate([of_prompt, _causal(valid)], 2)
+    of_prompt = np.broadcast_to(prompt_valid[:, None], shape)
+    return np.concatenate([table, rows], 1), np.concatenate(
+        [of_prompt, _build_causal_mask(valid)], 2
+    )
 
 
-def _keys_by_position(
+def _build_keys_by_position(
     lengths: tuple[np.ndarray, np.ndarray],
     begins: tuple[np.ndarray, np.ndarray],
     valid: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`_keys_after_prompt` for exact mode, where the key of position p is in column p.
+    """`_build_keys_after_prompt` for exact mode, where the key of position p is in column p.
 
     lengths, begins: [B] each, of a row's prompt and of its response, among the packed tokens
-    valid: [B, Q]"""
-    own, inner = lengths
-    column = np.arange(exact_operators.round_up(int((own + inner).max()), exact_operators.KEYS))[
-        None
-    ]
+    valid: [B, Q]
+    """
+    prompt_lengths, response_lengths = lengths
+    column = np.arange(
+        exact_operators.round_up(
+            int((prompt_lengths + response_lengths).max()), exact_operators.KEYS
+        )
+    )[None]
     of_prompt = begins[0][:, None] + column
-    of_answer = begins[1][:, None] + column - own[:, None]
-    keys = np.where(column < own[:, None], of_prompt, of_answer)
+    of_answer = begins[1][:, None] + column - prompt_lengths[:, None]
+    keys = np.where(column < prompt_lengths[:, None], of_prompt, of_answer)
     query = np.arange(valid.shape[1])[None, :, None]
-    seen = valid[:, :, None] & (column[:, None] <= own[:, None, None] + query)
-    return np.where(column < (own + inner)[:, None], keys, 0), seen
+    visible = valid[:, :, None] & (column[:, None] <= prompt_lengths[:, None, None] + query)
+    return np.where(column < (prompt_lengths + response_lengths)[:, None], keys, 0), visible
 
 
-def _causal(valid: np.ndarray) -> np.ndarray:
+def _build_causal_mask(valid: np.ndarray) -> np.ndarray:
     """Return which keys of its own row each query sees [B, Q, Q].
 
-    valid: [B, Q]"""
+    valid: [B, Q]
+    """
     width = valid.shape[1]
     past = np.tril(np.ones((width, width), bool))
-    seen: np.ndarray = valid[:, None, :] & past[None]
-    return seen
+    visible: np.ndarray = valid[:, None, :] & past[None]
+    return visible
 
 
 def _to_device(x: np.ndarray, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(x, dtype=np.int64)).to(device)
 
 
-def _table(
+def _build_table(
     indices: tuple[np.ndarray, np.ndarray, np.ndarray],
-    seen: np.ndarray,
-    before: int,
+    visible: np.ndarray,
+    query_offset: int,
     device: torch.device,
 ) -> AttentionTable:
     """Build an `AttentionTable`.
 
     indices: its rows, keys and flat
-    seen: [B, Q, K], which keys a query sees"""
+    seen: [B, Q, K], which keys a query sees
+    """
     rows, keys, flat = (_to_device(index, device) for index in indices)
-    bias = np.where(seen, np.float32(0), np.float32(-1e30))
+    bias = np.where(visible, np.float32(0), np.float32(-1e30))
     return AttentionTable(
         rows,
         keys,
         torch.from_numpy(bias).to(device),
         flat,
-        before,
+        query_offset,
     )
 
 
-def plan(
+def plan_packing(
     prompts: Sequence[np.ndarray],
     responses: Sequence[np.ndarray],
     groups: Sequence[int] | None,
@@ -563,26 +580,27 @@ def plan(
 ) -> PackingPlan:
     """Plan the packing of one micro-batch.
 
-    fixed: for exact mode, padded and with keys at the column of their position."""
+    fixed: for exact mode, padded and with keys at the column of their position.
+    """
     names = range(len(prompts)) if groups is None else groups
-    first: dict[int, int] = {}  # prompt -> the first sample with it
+    first_sample: dict[int, int] = {}  # prompt -> the first sample with it
     for sample, name in enumerate(names):
-        first.setdefault(name, sample)
-    place = {name: at for at, name in enumerate(first)}
-    unique = [prompts[sample] for sample in first.values()]
-    owner = np.array([place[name] for name in names])
+        first_sample.setdefault(name, sample)
+    index_of_prompt = {name: at for at, name in enumerate(first_sample)}
+    unique = [prompts[sample] for sample in first_sample.values()]
+    owner = np.array([index_of_prompt[name] for name in names])
     plen = np.array([len(p) for p in unique])
     rlen = np.array([len(r) for r in responses])
     inner = rlen - 1
     ptab, pval, pflat = _index_rows(plen, 0, exact_operators.KEYS if fixed else 1)
     worth = WORTH_A_TABLE.get(device.type, WORTH_A_TABLE_ELSEWHERE)
-    sides = _alike(inner, ptab.shape[1], worth)
+    sides = _group_by_length(inner, ptab.shape[1], worth)
     order = np.concatenate(sides)
     begin = np.empty_like(inner)  # of each response, among the packed tokens
     begin[order] = plen.sum() + np.cumsum(inner[order]) - inner[order]
     ends = np.cumsum(plen)
 
-    def put(x: np.ndarray) -> torch.Tensor:
+    def to_device(x: np.ndarray) -> torch.Tensor:
         return _to_device(x, device)
 
     answers = []
@@ -595,39 +613,45 @@ def plan(
             exact_operators.QUERIES if fixed else 1,
         )
         of_row = owner[side]
-        own = plen[of_row]
-        keys, seen = (
-            _keys_by_position((own, inner[side]), (ends[of_row] - own, begin[side]), valid)
+        prompt_lengths = plen[of_row]
+        keys, visible = (
+            _build_keys_by_position(
+                (prompt_lengths, inner[side]), (ends[of_row] - prompt_lengths, begin[side]), valid
+            )
             if fixed
-            else _keys_after_prompt((ptab[of_row], pval[of_row]), rows, valid)
+            else _build_keys_after_prompt((ptab[of_row], pval[of_row]), rows, valid)
         )
-        before = int(own.max()) if fixed else ptab.shape[1]
-        answers.append(_table((rows, keys, flat), seen, before, device))
-        starts.append(put(own if fixed else np.full_like(own, ptab.shape[1])))
-        positions.append((own[:, None] + np.arange(rows.shape[1])[None])[valid])
+        query_offset = int(prompt_lengths.max()) if fixed else ptab.shape[1]
+        answers.append(_build_table((rows, keys, flat), visible, query_offset, device))
+        starts.append(
+            to_device(prompt_lengths if fixed else np.full_like(prompt_lengths, ptab.shape[1]))
+        )
+        positions.append((prompt_lengths[:, None] + np.arange(rows.shape[1])[None])[valid])
     ids = np.concatenate([*unique, *[responses[sample][:-1] for sample in order]])
     pos = np.concatenate(positions)
     if fixed:
-        extra = exact_operators.round_up(len(ids), exact_operators.ROWS) - len(ids)
-        ids, pos = (np.pad(array, (0, extra)) for array in (ids, pos))
+        padding = exact_operators.round_up(len(ids), exact_operators.ROWS) - len(ids)
+        ids, pos = (np.pad(array, (0, padding)) for array in (ids, pos))
     within = np.arange(int(rlen.sum())) - np.repeat(np.cumsum(rlen) - rlen, rlen)
-    last = np.repeat(ends[owner] - 1, rlen)
+    last_prompt_token = np.repeat(ends[owner] - 1, rlen)
     return PackingPlan(
-        ids=put(ids),
-        positions=put(pos),
-        prompts=_table((ptab, ptab, pflat), _causal(pval), 0, device),
+        ids=to_device(ids),
+        positions=to_device(pos),
+        prompts=_build_table((ptab, ptab, pflat), _build_causal_mask(pval), 0, device),
         answers=answers,
-        owners=[put(owner[side]) for side in sides],
+        owners=[to_device(owner[side]) for side in sides],
         starts=starts,
-        picks=put(np.where(within == 0, last, np.repeat(begin, rlen) + within - 1)),
-        targets=put(np.concatenate(responses)),
-        sample=put(np.repeat(np.arange(len(responses)), rlen)),
-        first=list(first.values()),
+        picks=to_device(
+            np.where(within == 0, last_prompt_token, np.repeat(begin, rlen) + within - 1)
+        ),
+        targets=to_device(np.concatenate(responses)),
+        sample=to_device(np.repeat(np.arange(len(responses)), rlen)),
+        first=list(first_sample.values()),
         order=order.tolist(),
     )
 
 
-def block(
+def apply_block(
     lay: ModelLayout,
     layer: Any,
     x: torch.Tensor,
@@ -638,29 +662,30 @@ def block(
 ) -> torch.Tensor:
     """Apply one transformer layer to packed tokens x [n, H].
 
-    replayed: int64 [n, k], see `expert_layers.route`"""
+    replayed: int64 [n, k], see `expert_layers.route`
+    """
     att = layer.self_attn
     mlp = layer.mlp
-    h = rms_norm(x, layer.input_layernorm.weight, lay.eps)
+    h = apply_rms_norm(x, layer.input_layernorm.weight, lay.eps)
     heads = (-1, lay.head_dim)
     q = att.q_proj(h).view(len(h), *heads)
     k = att.k_proj(h).view(len(h), *heads)
     v = att.v_proj(h).view(len(h), *heads)
     if hasattr(att, "q_norm"):
-        q = rms_norm(q, att.q_norm.weight, lay.eps)
-        k = rms_norm(k, att.k_norm.weight, lay.eps)
+        q = apply_rms_norm(q, att.q_norm.weight, lay.eps)
+        k = apply_rms_norm(k, att.k_norm.weight, lay.eps)
     q = apply_rotary(q, cos, sin)
     k = apply_rotary(k, cos, sin)
     attended = packed_attention.attend_packed(q, k, v, rows)
     x = x + att.o_proj(attended)
-    h = rms_norm(x, layer.post_attention_layernorm.weight, lay.eps)
+    h = apply_rms_norm(x, layer.post_attention_layernorm.weight, lay.eps)
     if lay.experts is not None and expert_layers.is_sparse(layer):
-        return x + expert_layers.apply(h, expert_layers.weights_of(mlp), lay.experts, replayed)
-    added: torch.Tensor = mlp.down_proj(F.silu(mlp.gate_proj(h)) * mlp.up_proj(h))
-    return x + added
+        return x + expert_layers.apply(h, expert_layers.get_weights(mlp), lay.experts, replayed)
+    mlp_output: torch.Tensor = mlp.down_proj(F.silu(mlp.gate_proj(h)) * mlp.up_proj(h))
+    return x + mlp_output
 
 
-def logprobs(
+def compute_logprobs(
     lay: ModelLayout,
     prompts: Sequence[np.ndarray],
     responses: Sequence[np.ndarray],
@@ -676,13 +701,14 @@ def logprobs(
 ) -> ForwardOutput:
     """See `PolicyModel.logprobs`.
 
-    fixed: use the operators of exact mode.  recompute: recompute each layer in the backward pass
-    (Chen et al. 2016, arXiv:1604.06174), which changes no bit."""
+    fixed: use the operators of exact mode. recompute: recompute each layer in the backward pass
+    (Chen et al. 2016, arXiv:1604.06174), which changes no bit.
+    """
     run_layer = _run_checkpointed if recompute and torch.is_grad_enabled() else _run_layer
     if fixed:
         weight = lay.hf.get_output_embeddings().weight
-        pl = plan(prompts, responses, groups, weight.device, True)
-        return _fixed_logprobs(
+        pl = plan_packing(prompts, responses, groups, weight.device, True)
+        return _compute_fixed_logprobs(
             lay,
             pl,
             temperature,
@@ -691,11 +717,11 @@ def logprobs(
             run_layer,
             support=SupportTable.build(supports, [len(r) for r in responses], weight.device),
             targets=targets,
-            replayed=_replayed_by_layer(lay, pl, prompts, responses, routed),
+            replayed=_list_replayed(lay, pl, prompts, responses, routed),
         )
     lp, ent, hidden = call_as_forward(
         lay.hf,
-        _packed_logprobs,
+        _compute_packed_logprobs,
         lay,
         prompts,
         responses,
@@ -710,16 +736,17 @@ def logprobs(
     return ForwardOutput(lp, ent if want_entropy else None, hidden if want_hidden else None)
 
 
-def call_as_forward(module: Any, function: Callable[..., Any], *args: Any, **more: Any) -> Any:
+def call_as_forward(module: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `function` as a forward pass of `module`.
 
-    A module whose parameters are divided among ranks has a `gathered_call`, which has them whole
-    during the call (learner/distributed/fsdp_backend.py)."""
+    A module whose parameters are divided among ranks has a `gathered_call`, which gathers them for
+    the call (learner/distributed/fsdp_backend.py).
+    """
     gathered = getattr(module, "gathered_call", None)
-    return function(*args, **more) if gathered is None else gathered(function, *args, **more)
+    return function(*args, **kwargs) if gathered is None else gathered(function, *args, **kwargs)
 
 
-def _packed_logprobs(
+def _compute_packed_logprobs(
     lay: ModelLayout,
     prompts: Sequence[np.ndarray],
     responses: Sequence[np.ndarray],
@@ -731,19 +758,19 @@ def _packed_logprobs(
     targets: torch.Tensor | None,
     routed: Sequence[RoutedExperts | None] | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return log-probabilities, entropies and states of `logprobs`."""
+    """Return log-probabilities, entropies and states of `compute_logprobs`."""
     model = lay.hf.model
     weight = lay.hf.get_output_embeddings().weight
     support = SupportTable.build(supports, [len(r) for r in responses], weight.device)
-    pl = plan(prompts, responses, groups, weight.device)
-    replayed = _replayed_by_layer(lay, pl, prompts, responses, routed)
+    pl = plan_packing(prompts, responses, groups, weight.device)
+    replayed = _list_replayed(lay, pl, prompts, responses, routed)
     x = F.embedding(pl.ids, model.embed_tokens.weight)
-    cos, sin = (table.to(x.dtype) for table in lay.rope(pl.positions))
+    cos, sin = (table.to(x.dtype) for table in lay.compute_rope(pl.positions))
     rows = packed_attention.AttentionRows.from_plan(pl, lay.heads, lay.kv_heads)
     for layer, ids in zip(model.layers, replayed, strict=True):
-        more = {"cos": cos, "sin": sin, "rows": rows, "replayed": ids}
-        x = call_as_forward(layer, run_layer, block, lay, layer, x, **more)
-    hidden = rms_norm(x, model.norm.weight, lay.eps).index_select(0, pl.picks)
+        kwargs = {"cos": cos, "sin": sin, "rows": rows, "replayed": ids}
+        x = call_as_forward(layer, run_layer, apply_block, lay, layer, x, **kwargs)
+    hidden = apply_rms_norm(x, model.norm.weight, lay.eps).index_select(0, pl.picks)
     scale = (1.0 / temperature.to(weight.device, torch.float32))[pl.sample]
     scored = pl.targets if targets is None else targets.to(weight.device)
     lp, ent = _PickedLogprobs.apply(  # type: ignore[no-untyped-call]
@@ -752,7 +779,7 @@ def _packed_logprobs(
     return lp, ent, hidden
 
 
-def _replayed_by_layer(
+def _list_replayed(
     lay: ModelLayout,
     pl: PackingPlan,
     prompts: Sequence[np.ndarray],
@@ -766,10 +793,10 @@ def _replayed_by_layer(
     table = (
         None
         if shape is None
-        else expert_layers.replay_table(
+        else expert_layers.build_replay_table(
             routed,
             lengths,
-            first=pl.first,
+            prompt_samples=pl.first,
             order=pl.order,
             count=len(pl.ids),
             shape=shape,
@@ -782,19 +809,21 @@ def _replayed_by_layer(
     return [next(by_layer) if expert_layers.is_sparse(layer) else None for layer in layers]
 
 
-def _run_layer(layer: Callable[..., torch.Tensor], *args: Any, **more: Any) -> torch.Tensor:
-    return layer(*args, **more)
+def _run_layer(layer: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    return layer(*args, **kwargs)
 
 
-def _run_checkpointed(layer: Callable[..., torch.Tensor], *args: Any, **more: Any) -> torch.Tensor:
+def _run_checkpointed(
+    layer: Callable[..., torch.Tensor], *args: Any, **kwargs: Any
+) -> torch.Tensor:
     """Run `layer` so that only its arguments are kept for the backward pass."""
     output: torch.Tensor = checkpoint(
-        layer, *args, use_reentrant=False, preserve_rng_state=False, **more
+        layer, *args, use_reentrant=False, preserve_rng_state=False, **kwargs
     )
     return output
 
 
-def _fixed_logprobs(
+def _compute_fixed_logprobs(
     lay: ModelLayout,
     pl: PackingPlan,
     temperature: torch.Tensor,
@@ -805,7 +834,7 @@ def _fixed_logprobs(
     replayed: Sequence[torch.Tensor | None],
     targets: torch.Tensor | None = None,
 ) -> ForwardOutput:
-    """`logprobs` with the operators that the engine uses in exact mode."""
+    """`compute_logprobs` with the operators that the engine uses in exact mode."""
     hf = lay.hf
     weights = dict(hf.named_parameters())
     top = exact_operators.fuse_top(
@@ -813,16 +842,18 @@ def _fixed_logprobs(
     )
     x = F.embedding(pl.ids, top["embed"])
     half = lay.head_dim // 2
-    cos, sin = lay.rope(pl.positions)
+    cos, sin = lay.compute_rope(pl.positions)
     turns = torch.complex(
         cos[:, 0, :half].contiguous(),
         sin[:, 0, :half].contiguous(),
     )
     rows = AttentionRows.from_plan(pl, lay.heads, lay.kv_heads, exact=True)
     for i, ids in enumerate(replayed):
-        x = run_layer(_fixed_block, lay, i, weights, x, turns=turns, rows=rows, replayed=ids)
+        x = run_layer(_apply_fixed_block, lay, i, weights, x, turns=turns, rows=rows, replayed=ids)
     n = len(pl.picks)
-    hidden = exact_operators.unit(exact_operators.pad_rows(x.index_select(0, pl.picks)), lay.eps)
+    hidden = exact_operators.normalize(
+        exact_operators.pad_rows(x.index_select(0, pl.picks)), lay.eps
+    )
     scale = exact_operators.pad_rows((1.0 / temperature.to(x.device, torch.float32))[pl.sample])
     head = top["head"].contiguous()
     scored = exact_operators.pad_rows(pl.targets if targets is None else targets.to(x.device))
@@ -832,7 +863,7 @@ def _fixed_logprobs(
     return ForwardOutput(lp[:n], ent[:n] if want_entropy else None, normed)
 
 
-def _fixed_block(
+def _apply_fixed_block(
     lay: ModelLayout,
     i: int,
     weights: Mapping[str, torch.Tensor],

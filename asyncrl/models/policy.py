@@ -1,8 +1,9 @@
 """Policy models: load, build and export them, their flat weights, and response log-probabilities.
 
-The only module that imports transformers' models.  `PolicyModel.logprobs` has two paths with the
+The only module that imports transformers' models. `PolicyModel.logprobs` has two paths with the
 same result: a packed one for Llama-like models (packed_forward.py), and plain transformers for
-every other causal LM.  Neither holds logits [B, T, V] of a whole batch."""
+every other causal LM. Neither holds logits [B, T, V] of a whole batch.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.models import adapter_files, fetch, packed_forward, without_transformers
 from asyncrl.models.moe import router_hooks
 from asyncrl.models.packed_forward import ForwardOutput, SupportTable
-from asyncrl.models.tokenizer import missing_weights_message
-from asyncrl.models.vision.image_encoder import ImageEncoder, processor_files
+from asyncrl.models.tokenizer import describe_missing_weights
+from asyncrl.models.vision.image_encoder import ImageEncoder, list_processor_files
 from asyncrl.models.vision.image_tokens import read_shape
 from asyncrl.records import atomic_write
 
@@ -80,12 +81,13 @@ class PolicyModel:
     @property
     def routing(self) -> RoutingShape | None:
         """The shape of the ids of routed experts; None: a dense model."""
-        return self.fast.routing if self.fast is not None else router_hooks.routing_of(self.hf)
+        return self.fast.routing if self.fast is not None else router_hooks.find_routing(self.hf)
 
-    def replayable_routing(self) -> RoutingShape:
+    def require_replayable_routing(self) -> RoutingShape:
         """The shape of the ids of routed experts.
 
-        Raises ConfigError for a dense model, or for routers whose choice cannot be replayed."""
+        Raises ConfigError for a dense model, or for routers whose choice cannot be replayed.
+        """
         shape = self.routing
         if shape is None:
             raise ConfigError(
@@ -122,9 +124,10 @@ class PolicyModel:
         routed: of B samples, the experts to use for each token but the last; None: the model's own
         images: of B samples, the blobs of their image tokens; None: they have none
         Returns tensors packed in sample order, N = sum of response lengths: logprobs [N] fp32,
-        entropy [N] in nats or None, hidden [N, H] (the state that predicts each token) or None."""
+        entropy [N] in nats or None, hidden [N, H] (the state that predicts each token) or None.
+        """
         if self.fast is not None:
-            return packed_forward.logprobs(
+            return packed_forward.compute_logprobs(
                 self.fast,
                 prompts,
                 responses,
@@ -139,14 +142,14 @@ class PolicyModel:
                 routed=routed,
             )
         alone = bool(self.exact and self.exact_length)
-        return plain_logprobs(
+        return compute_plain_logprobs(
             self.hf,
             prompts,
             responses,
             temperature,
             want_entropy,
             want_hidden,
-            rows=1 if alone else self._rows_at_once(prompts, responses),
+            rows=1 if alone else self._choose_rows_at_once(prompts, responses),
             recompute=not self.one_pass,
             supports=supports,
             targets=targets,
@@ -156,7 +159,7 @@ class PolicyModel:
             width=self.exact_length if alone else 0,
         )
 
-    def _rows_at_once(self, prompts: Arrays, responses: Arrays) -> int:
+    def _choose_rows_at_once(self, prompts: Arrays, responses: Arrays) -> int:
         """Return the rows of a forward pass on the plain path."""
         if self.one_pass:
             return len(prompts)
@@ -170,7 +173,8 @@ class PolicyModel:
 def recompute_modules(hf: Any) -> None:
     """Let transformers' modules recompute each layer in the backward pass.
 
-    Raises ConfigError for a model that does not support it."""
+    Raises ConfigError for a model that does not support it.
+    """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     try:
@@ -182,7 +186,7 @@ def recompute_modules(hf: Any) -> None:
             module.training = True  # required for checkpointing; its submodules stay in eval mode
 
 
-def plain_logprobs(
+def compute_plain_logprobs(
     hf: Any,
     prompts: Arrays,
     responses: Arrays,
@@ -200,15 +204,16 @@ def plain_logprobs(
 ) -> ForwardOutput:
     """`PolicyModel.logprobs` through plain transformers, `rows` samples at a time.
 
-    recompute: each chunk is recomputed in the backward pass.  width: see `_plain_rows`."""
+    recompute: each chunk is recomputed in the backward pass. width: see `_compute_plain_rows`.
+    """
     parts = []
-    for first in range(0, len(prompts), rows):
-        piece = slice(first, first + rows)
+    for begin in range(0, len(prompts), rows):
+        piece = slice(begin, begin + rows)
         args = (hf, prompts[piece], responses[piece], temperature[piece], want_entropy, want_hidden)
-        start = sum(map(len, responses[:first]))
+        start = sum(map(len, responses[:begin]))
         stop = start + sum(map(len, responses[piece]))
         run = partial(
-            _plain_rows,
+            _compute_plain_rows,
             supports=None if supports is None else supports[piece],
             targets=None if targets is None else targets[start:stop],
             routed=None if routed is None else routed[piece],
@@ -229,7 +234,7 @@ def plain_logprobs(
     )
 
 
-def _plain_rows(
+def _compute_plain_rows(
     hf: Any,
     prompts: Arrays,
     responses: Arrays,
@@ -243,9 +248,10 @@ def _plain_rows(
     vision: ImageEncoder | None = None,
     width: int = 0,
 ) -> tuple[Any, ...]:
-    """Compute a chunk of `plain_logprobs` in one forward pass.
+    """Compute a chunk of `compute_plain_logprobs` in one forward pass.
 
-    width: the length that rows are padded to; 0: that of the longest."""
+    width: the length that rows are padded to; 0: that of the longest.
+    """
     device = next(hf.parameters()).device
     sequences = [
         np.concatenate([prompt, response])
@@ -257,10 +263,10 @@ def _plain_rows(
     mask = np.zeros((len(sequences), width), np.int64)
     for row, tokens in enumerate(sequences):
         ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, 1
-    shape = router_hooks.routing_of(hf) if routed is not None else None
-    replayed = router_hooks.padded_table(routed, shape, width, device)
-    pictures = {} if vision is None else _encoded(vision, images or (), single=exact)
-    with router_hooks.routing(hf, replayed):
+    shape = router_hooks.find_routing(hf) if routed is not None else None
+    replayed = router_hooks.build_padded_table(routed, shape, width, device)
+    pictures = {} if vision is None else _encode_images(vision, images or (), single=exact)
+    with router_hooks.replay_routing(hf, replayed):
         output = hf(
             input_ids=torch.from_numpy(ids).to(device),
             attention_mask=torch.from_numpy(mask).to(device),
@@ -278,11 +284,11 @@ def _plain_rows(
         states = slice(len(prompt) - 1, len(prompt) + len(response) - 1)  # that predict a token
         logits = output.logits[row, states].float()
         if vision is not None:
-            logits = vision.without_image_token(logits)
+            logits = vision.exclude_image_token(logits)
         # times the inverse, as the engine does
         logs = torch.log_softmax(logits * (1.0 / temperature[row].float()).to(device), -1)
-        own = None if supports is None else supports[row : row + 1]
-        support = SupportTable.build(own, [len(response)], device)
+        row_support = None if supports is None else supports[row : row + 1]
+        support = SupportTable.build(row_support, [len(response)], device)
         picked = logs if support is None else support.renormalize(logs, 0)
         lp.append(picked.gather(1, scored[row][:, None])[:, 0])
         if want_entropy:
@@ -296,27 +302,28 @@ def _plain_rows(
     )
 
 
-def _encoded(vision: ImageEncoder, images: RowImages, *, single: bool) -> dict[str, Any]:
+def _encode_images(vision: ImageEncoder, images: RowImages, *, single: bool) -> dict[str, Any]:
     """Return the arguments of a forward pass for the images of its rows."""
     names = [image_blobs.digest(blob) for of_row in images for blob in of_row]
     blobs = dict(zip(names, (blob for of_row in images for blob in of_row), strict=True))
-    return vision.inputs(names, vision.features(blobs, single=single))
+    return vision.build_inputs(names, vision.compute_features(blobs, single=single))
 
 
 # ---- directories ---------------------------------------------------------------------------------
 
 
 def load_policy(
-    path: str | Path, dtype: str = "float32", device: str = "auto", *, whole: bool = False
+    path: str | Path, dtype: str = "float32", device: str = "auto", *, with_modules: bool = False
 ) -> PolicyModel:
     """Load the causal LM in the Hugging Face directory `path`.
 
-    whole: use transformers' modules even where without_transformers.py can load it.  Raises
-    ConfigError when the directory is missing or does not hold a causal LM."""
+    with_modules: use transformers' modules even where without_transformers.py can load it. Raises
+    ConfigError when the directory is missing or does not hold a causal LM.
+    """
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(f"model.path: {path} is not a model directory (it has no config.json)")
-    where = resolve_device(device)
-    hf: Any = None if whole else without_transformers.load(path, dtype)
+    target_device = resolve_device(device)
+    hf: Any = None if with_modules else without_transformers.load(path, dtype)
     if hf is None:
         import transformers
 
@@ -337,14 +344,14 @@ def load_policy(
                 f"model.path: {path} cannot be loaded as a causal LM: {str(error).splitlines()[0]}"
             ) from error
         if missing := sorted(info["missing_keys"]):
-            raise ConfigError(f"model.path: {missing_weights_message(path, missing)}")
-        hf = realign_parameters(hf.to(where).eval())
+            raise ConfigError(f"model.path: {describe_missing_weights(path, missing)}")
+        hf = realign_parameters(hf.to(target_device).eval())
         if is_bidirectional(hf):
             raise ConfigError(
                 f"model.path: {path} is not a causal LM: its logits at a token depend on later "
                 f"tokens ({type(hf).__name__})"
             )
-    return PolicyModel(hf.to(where).eval(), str(path))
+    return PolicyModel(hf.to(target_device).eval(), str(path))
 
 
 def resolve_device(name: str) -> str:
@@ -354,8 +361,8 @@ def resolve_device(name: str) -> str:
 
 @torch.no_grad()
 def is_bidirectional(hf: Any) -> bool:
-    """Whether the logits at a token depend on a later token, as in an encoder."""
-    first, second, third, fourth = probe_ids(hf.config.get_text_config())[:4]
+    """Return whether the logits at a token depend on a later token, as in an encoder."""
+    first, second, third, fourth = list_probe_ids(hf.config.get_text_config())[:4]
     ids = torch.tensor(
         [[first, second, third], [first, second, fourth]], device=next(hf.parameters()).device
     )
@@ -369,20 +376,22 @@ def is_bidirectional(hf: Any) -> bool:
 
 
 def realign_parameters(hf: Any) -> Any:
-    """Move parameters to aligned addresses; as read, they lie at any offset of their file.
+    """Move parameters to aligned addresses; when read, they start at any offset of their file.
 
     A matrix product may round differently for operands at other alignments, so that results would
-    not be bitwise equal between copies of a model."""
+    not be bitwise equal between copies of a model.
+    """
     for parameter in hf.parameters():
         if parameter.data_ptr() % ALIGN:
             parameter.data = parameter.data.clone()
     return hf
 
 
-def text_config(path: str | Path) -> Any:
+def load_text_config(path: str | Path) -> Any:
     """Load transformers' config of the language model in `path`, without its weights.
 
-    Raises ConfigError like `load_policy`."""
+    Raises ConfigError like `load_policy`.
+    """
     import transformers
 
     if not (Path(path) / "config.json").is_file():
@@ -398,8 +407,9 @@ def text_config(path: str | Path) -> Any:
 def export(model: PolicyModel, path: str | Path, ends: Sequence[int] = ()) -> None:
     """Write a Hugging Face directory with model and tokenizer, by rename.
 
-    Of a model with adapters, only the adapter is written.  ends: the tokens that end a completion,
-    if they differ from the model's own."""
+    Of a model with adapters, only the adapter is written. ends: the tokens that end a completion,
+    if they differ from the model's own.
+    """
     own_part = Path(f"{path}.part{os.getpid()}")
     with atomic_write.replacing(Path(path), part=own_part) as part:
         part.mkdir(parents=True)
@@ -420,7 +430,7 @@ def export(model: PolicyModel, path: str | Path, ends: Sequence[int] = ()) -> No
 
 def copy_tokenizer(source: str | Path, target: Path) -> None:
     """Copy the tokenizer's files, and those of an image processor."""
-    for file in processor_files(source):
+    for file in list_processor_files(source):
         shutil.copy(file, target / file.name)
     for pattern in (
         "tokenizer*",
@@ -451,11 +461,13 @@ def build_model(
 ) -> PolicyModel:
     """Build a tiny causal LM with a character tokenizer in the Hugging Face directory `path`.
 
-    symbols: characters and words; pad, end-of-text and unknown tokens are added.  family: llama,
-    qwen2, qwen3, mistral, or with experts of which a token uses CHOSEN, qwen3_moe or mixtral."""
+    symbols: characters and words; pad, end-of-text and unknown tokens are added.
+    family: llama, qwen2, qwen3 or mistral; qwen3_moe or mixtral for a model with experts, of which
+        a token uses CHOSEN.
+    """
     import transformers
 
-    tokenizer = character_tokenizer(symbols)
+    tokenizer = build_character_tokenizer(symbols)
     configs = {
         "llama": "LlamaConfig",
         "qwen2": "Qwen2Config",
@@ -495,10 +507,11 @@ def build_model(
     return PolicyModel(hf.eval(), str(path))
 
 
-def character_tokenizer(symbols: Sequence[str]) -> Any:
+def build_character_tokenizer(symbols: Sequence[str]) -> Any:
     """Build a fast tokenizer with one token per character, `<pad>` = 0 and `<eos>` = 1.
 
-    Symbols of several characters are words, of which the longest match is taken."""
+    Symbols of several characters are words, of which the longest match is taken.
+    """
     import tokenizers
     import transformers
 
@@ -518,20 +531,21 @@ def character_tokenizer(symbols: Sequence[str]) -> Any:
 # ---- flat weights --------------------------------------------------------------------------------
 
 
-def named_weights(model: PolicyModel) -> list[tuple[str, torch.Tensor]]:
+def list_named_weights(model: PolicyModel) -> list[tuple[str, torch.Tensor]]:
     """Return (name, tensor) of every parameter in a fixed order, tied ones once.
 
-    Of a model with adapters, only those of the adapters."""
+    Of a model with adapters, only those of the adapters.
+    """
     if model.adapter is not None:
-        return adapter_files.weights(model.hf)
+        return adapter_files.list_adapter_weights(model.hf)
     return [(n, p.detach()) for n, p in model.hf.named_parameters(remove_duplicate=True)]
 
 
-def manifest(model: PolicyModel) -> Manifest:
+def build_manifest(model: PolicyModel) -> Manifest:
     """Lay the weights out flat: name, dtype, shape, offset and bytes of each tensor."""
     rows = []
     offset = 0
-    for name, tensor in named_weights(model):
+    for name, tensor in list_named_weights(model):
         size = tensor.numel() * tensor.element_size()
         dtype = str(tensor.dtype).removeprefix("torch.")
         rows.append((name, dtype, list(tensor.shape), offset, size))
@@ -539,14 +553,14 @@ def manifest(model: PolicyModel) -> Manifest:
     return rows
 
 
-def flat_bytes(layout: Manifest) -> int:
+def count_flat_bytes(layout: Manifest) -> int:
     """Return the size of the flat layout in bytes."""
     return -(-(layout[-1][3] + layout[-1][4]) // ALIGN) * ALIGN
 
 
 def write_flat(model: PolicyModel, buffer: memoryview) -> None:
-    """Copy the weights into `buffer` (at least `flat_bytes`); gaps are not written."""
-    copy_flat(named_weights(model), buffer, manifest(model))
+    """Copy the weights into `buffer` (at least `count_flat_bytes`); gaps are not written."""
+    copy_flat(list_named_weights(model), buffer, build_manifest(model))
 
 
 def copy_flat(
@@ -554,22 +568,24 @@ def copy_flat(
 ) -> torch.Tensor:
     """Copy named weights into `buffer` according to `layout`.
 
-    Returns a scalar, at least the square of the largest weight; NaN or inf if one is not finite."""
+    Returns a scalar, at least the square of the largest weight; NaN or inf if one is not finite.
+    """
     targets = read_flat(buffer, layout)
     squares = []
     with torch.no_grad():
         for name, tensor in weights:
             targets[name].copy_(tensor)
-            squares.append(square_bound(tensor))  # while the tensor is in the cache
+            squares.append(compute_square_bound(tensor))  # while the tensor is in the cache
     largest: torch.Tensor = torch.stack(squares).amax()
     return largest
 
 
-def square_bound(weights: torch.Tensor) -> torch.Tensor:
+def compute_square_bound(weights: torch.Tensor) -> torch.Tensor:
     """Return a scalar, at least the square of the largest |weight|; NaN or inf if not finite.
 
     On a CPU it is the sum of squares: a dot product takes a thirtieth of the time of a maximum of
-    magnitudes there."""
+    magnitudes there.
+    """
     if weights.device.type == "cpu" and weights.dtype == torch.float32:
         flat = weights.reshape(-1)
         squares: torch.Tensor = torch.dot(flat, flat)
@@ -580,10 +596,10 @@ def square_bound(weights: torch.Tensor) -> torch.Tensor:
 
 def read_flat(buffer: memoryview, layout: Manifest) -> dict[str, torch.Tensor]:
     """Return name -> tensor views of a writable `buffer`, which share one storage."""
-    return views(torch.frombuffer(buffer, dtype=torch.uint8), layout)
+    return build_views(torch.frombuffer(buffer, dtype=torch.uint8), layout)
 
 
-def views(flat: torch.Tensor, layout: Manifest) -> dict[str, torch.Tensor]:
+def build_views(flat: torch.Tensor, layout: Manifest) -> dict[str, torch.Tensor]:
     """Return name -> tensor views of `flat` (uint8, on any device)."""
     return {
         name: flat[offset : offset + size].view(getattr(torch, dtype)).view(shape)
@@ -591,17 +607,18 @@ def views(flat: torch.Tensor, layout: Manifest) -> dict[str, torch.Tensor]:
     }
 
 
-def probe_ids(text_config: Any) -> list[int]:
+def list_probe_ids(text_config: Any) -> list[int]:
     """Return PROBE_TOKENS fixed tokens, whose logprobs identify the weights an engine uses."""
     return [(7 * i * i + 3 * i + 1) % int(text_config.vocab_size) for i in range(PROBE_TOKENS)]
 
 
 @torch.no_grad()
-def probe_logprobs(model: PolicyModel) -> np.ndarray:
+def compute_probe_logprobs(model: PolicyModel) -> np.ndarray:
     """Return the log-probabilities of the probe's tokens after the first.
 
-    Shape [PROBE_TOKENS - 1], float32."""
-    ids = np.array(probe_ids(model.hf.config.get_text_config()), np.int32)
+    Shape [PROBE_TOKENS - 1], float32.
+    """
+    ids = np.array(list_probe_ids(model.hf.config.get_text_config()), np.int32)
     logprobs: np.ndarray = (
         model.logprobs([ids[:1]], [ids[1:]], torch.ones(1, device=model.device))
         .logprobs.float()
@@ -614,17 +631,17 @@ def probe_logprobs(model: PolicyModel) -> np.ndarray:
 def load_weights(model: PolicyModel, weights: Mapping[str, torch.Tensor]) -> None:
     """Copy `weights` into the model's parameters, in place."""
     with torch.no_grad():
-        for name, tensor in named_weights(model):
+        for name, tensor in list_named_weights(model):
             tensor.copy_(weights[name])
 
 
-def digest(buffer: memoryview | bytes | bytearray) -> str:
+def compute_digest(buffer: memoryview | bytes | bytearray) -> str:
     """Return the xxh3-64 of the flat bytes, in hex."""
     return xxhash.xxh3_64_hexdigest(buffer)
 
 
-def weights_digest(model: PolicyModel) -> str:
+def compute_weights_digest(model: PolicyModel) -> str:
     """Return the digest of the model's weights in their flat layout, with gaps of zeros."""
-    buffer = bytearray(flat_bytes(manifest(model)))
+    buffer = bytearray(count_flat_bytes(build_manifest(model)))
     write_flat(model, memoryview(buffer))
-    return digest(buffer)
+    return compute_digest(buffer)

@@ -1,9 +1,10 @@
 """Tokenizers, encoded prompts and a quick check of weight files, without torch.
 
-transformers takes seconds of CPU to import, and wraps a Rust library that does the work.  Where its
+transformers takes seconds of CPU to import, and wraps a Rust library that does the work. Where its
 configuration adds nothing to `tokenizer.json`, that library is used directly, with the same results
-(a test compares them).  Published Qwen models use transformers' class, which needs no torch; all
-others use AutoTokenizer, which also imports models."""
+(a test compares them). Published Qwen models use transformers' class, which needs no torch; all
+others use AutoTokenizer, which also imports models.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 from asyncrl.models import fetch
 from asyncrl.models.vision import image_tokens
-from asyncrl.models.vision.image_tokens import image_parts, read_shape
+from asyncrl.models.vision.image_tokens import read_shape, split_image_parts
 
 fetch.stay_offline()
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -35,8 +36,8 @@ KNOWN_FILES = (
     "tokenizer_config.json",
     "spiece.model",
 )
-# Further files that transformers reads and that may change the tokens: it loads directories with
-# any of them.
+# Further files that transformers reads and that may change the tokens: transformers loads every
+# directory that has any of them.
 OTHER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
@@ -47,7 +48,7 @@ OTHER_FILES = (
     "spiece.model",
     "tekken.json",
 )
-# families for which transformers uses tokenizer_class = TokenizersBackend as it is
+# families for which transformers uses tokenizer_class = TokenizersBackend without changes
 OWN_CLASS = ("qwen3", "llama")
 NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
 HARMLESS = {"tokenizer_class", "backend", "model_max_length", "chat_template", *NAMED}
@@ -75,7 +76,8 @@ class PlainTokenizer:
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Encode `text` into token ids.
 
-        add_special_tokens: add those that transformers would add."""
+        add_special_tokens: add those that transformers would add.
+        """
         if add_special_tokens:
             return list(self.full_tokenizer.encode(text))
         if len(text) > LONG_TEXT:
@@ -97,13 +99,14 @@ class PlainTokenizer:
     @cached_property
     def full_tokenizer(self) -> Any:
         """The same tokenizer in transformers' class."""
-        return transformers_tokenizer(self.path)
+        return load_transformers_tokenizer(self.path)
 
 
 def read_plain_settings(path: Path) -> dict[str, Any] | None:
-    """Return the settings of a tokenizer that is fully described by its tokenizer.json.
+    """Return the settings of a tokenizer that its tokenizer.json describes completely.
 
-    None when transformers adds something to it, or may."""
+    Returns None when transformers adds something to it, or may.
+    """
     if any((path / name).exists() for name in OTHER_FILES):
         return None
     try:
@@ -111,24 +114,24 @@ def read_plain_settings(path: Path) -> dict[str, Any] | None:
         settings = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
         stored = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
         special = {t["content"] for t in stored["added_tokens"] if t["special"]}
-        named = [settings[k] for k in NAMED if settings.get(k) is not None]
-        same = (
+        special_tokens = [settings[k] for k in NAMED if settings.get(k) is not None]
+        is_plain = (
             family in OWN_CLASS
             and set(settings) <= HARMLESS
             and settings["tokenizer_class"] == "TokenizersBackend"
             and settings.get("backend") == "tokenizers"
             and stored["truncation"] is None
             and stored["padding"] is None
-            and all(isinstance(t, str) and t in special for t in named)
+            and all(isinstance(t, str) and t in special for t in special_tokens)
             and len(stored["model"]["vocab"]) + len(special) < PATCHED_VOCABULARY
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # transformers raises the error
-    return settings if same else None
+    return settings if is_plain else None
 
 
-def qwens(path: Path) -> bool:
-    """Whether AutoTokenizer would choose Qwen2Tokenizer for this directory."""
+def uses_qwen_tokenizer(path: Path) -> bool:
+    """Return whether AutoTokenizer would choose Qwen2Tokenizer for this directory."""
     # AutoTokenizer chooses another class for these names
     if str(path).lower().startswith(("deepseek-ai/", "stepfun-ai/")):
         return False
@@ -144,7 +147,7 @@ def qwens(path: Path) -> bool:
         return False
 
 
-def vocabulary(path: str | Path) -> int:
+def read_vocabulary_size(path: str | Path) -> int:
     """Return the vocabulary size in a model's config.json; 0 if it is missing."""
     try:
         raw = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
@@ -154,10 +157,11 @@ def vocabulary(path: str | Path) -> int:
     return size if isinstance(size, int) else 0
 
 
-def transformers_tokenizer(path: str | Path) -> Any:
+def load_transformers_tokenizer(path: str | Path) -> Any:
     """Load the tokenizer in a model directory with transformers.
 
-    Raises ConfigError when it does not load."""
+    Raises ConfigError when it does not load.
+    """
     import transformers
 
     try:
@@ -169,9 +173,10 @@ def transformers_tokenizer(path: str | Path) -> Any:
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """Load the tokenizer in a model directory.  Raises ConfigError when there is none.
+    """Load the tokenizer in a model directory. Raises ConfigError when there is none.
 
-    Its `image_shape` says how the model reads images; None: it reads only text."""
+    Its `image_shape` describes how the model reads images; None: it reads only text.
+    """
     tokenizer = _load_text_tokenizer(path)
     tokenizer.image_shape = read_shape(path)
     return tokenizer
@@ -189,7 +194,7 @@ def _load_text_tokenizer(path: str | Path) -> Any:
             return PlainTokenizer(path, settings)
         except Exception:  # the library raises bare Exception; transformers raises a better one
             pass
-    if qwens(Path(path)):
+    if uses_qwen_tokenizer(Path(path)):
         from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
 
         try:
@@ -199,16 +204,17 @@ def _load_text_tokenizer(path: str | Path) -> Any:
                 f"model.path: the tokenizer in {path} cannot be loaded: "
                 f"{str(error).splitlines()[0]}"
             ) from error
-    return transformers_tokenizer(path)
+    return load_transformers_tokenizer(path)
 
 
-def stop_tokens(tokenizer: Any, config: Config) -> tuple[int, ...]:
+def collect_stop_tokens(tokenizer: Any, config: Config) -> tuple[int, ...]:
     """Return the tokens that end a completion.
 
     They come from the tokenizer, from generation_config.json (else config.json, as in
-    transformers), and from generator.stop.  Raises ConfigError for a text of generator.stop that is
-    not one token."""
-    stops = [*model_stops(tokenizer, config.model.path)]
+    transformers), and from generator.stop. Raises ConfigError for a text of generator.stop that is
+    not one token.
+    """
+    stops = [*collect_model_stops(tokenizer, config.model.path)]
     for text in config.generator.stop:
         ids = tokenizer.encode(text, add_special_tokens=False)
         if len(ids) != 1:
@@ -220,23 +226,24 @@ def stop_tokens(tokenizer: Any, config: Config) -> tuple[int, ...]:
     return tuple(dict.fromkeys(stops))
 
 
-def model_stops(tokenizer: Any, path: str | Path) -> tuple[int, ...]:
+def collect_model_stops(tokenizer: Any, path: str | Path) -> tuple[int, ...]:
     """Return the tokens of a model directory that end a completion in any run."""
     stops = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     for name in ("generation_config.json", "config.json"):
         try:
-            named = json.loads((Path(path) / name).read_text(encoding="utf-8")).get("eos_token_id")
+            end_ids = json.loads((Path(path) / name).read_text(encoding="utf-8")).get(
+                "eos_token_id"
+            )
         except (OSError, ValueError, AttributeError):
             continue
-        stops += [
-            int(x) for x in (named if isinstance(named, list) else [] if named is None else [named])
-        ]
+        if end_ids is not None:
+            stops += [int(x) for x in (end_ids if isinstance(end_ids, list) else [end_ids])]
         break
     return tuple(dict.fromkeys(stops))
 
 
 def has_character(tokenizer: Any, character: str) -> bool:
-    """Whether the vocabulary has a printable character: neither unknown token nor dropped."""
+    """Return whether the vocabulary has a character: neither the unknown token nor dropped."""
     ids = tokenizer.encode(character, add_special_tokens=False)
     return bool(ids) and tokenizer.unk_token_id not in ids
 
@@ -244,15 +251,16 @@ def has_character(tokenizer: Any, character: str) -> bool:
 def encode_prompt(tokenizer: Any, prompt: Prompt) -> np.ndarray:
     """Encode a prompt into token ids, int32 [P]; chat turns use the chat template.
 
-    An image is as many tokens as the model reads it in.  Raises ConfigError where there is no
-    template, or where it fails, and for images that the model cannot read."""
+    Each image takes the number of tokens that the model reads. Raises ConfigError for chat turns
+    without a working template, and for images that the model cannot read.
+    """
     shape: ImageShape | None = getattr(tokenizer, "image_shape", None)
-    where = directory_of(tokenizer)
-    which = f"task: {prompt.split} prompt {prompt.id}"
+    directory = get_directory(tokenizer)
+    label = f"task: {prompt.split} prompt {prompt.id}"
     try:
-        image_tokens.require_images(shape, len(prompt.images), where)
+        image_tokens.require_images(shape, len(prompt.images), directory)
     except ConfigError as error:
-        raise ConfigError(f"{which} {error}") from error
+        raise ConfigError(f"{label} {error}") from error
     if prompt.messages:
         ids = encode_chat_prompt(tokenizer, prompt)
     else:
@@ -263,13 +271,13 @@ def encode_prompt(tokenizer: Any, prompt: Prompt) -> np.ndarray:
     markers = image_tokens.count(ids, shape)
     if markers != len(prompt.images):
         raise ConfigError(
-            f"{which} has {len(prompt.images)} images and {markers} image tokens under the "
-            f"tokenizer in {where}: write {MARKER} once for each image, or nowhere"
+            f"{label} has {len(prompt.images)} images and {markers} image tokens under the "
+            f"tokenizer in {directory}: write {MARKER} once for each image, or nowhere"
         )
     return image_tokens.expand(ids, shape)
 
 
-def directory_of(tokenizer: Any) -> str:
+def get_directory(tokenizer: Any) -> str:
     """Return the directory that a tokenizer was loaded from."""
     return str(getattr(tokenizer, "path", None) or getattr(tokenizer, "name_or_path", ""))
 
@@ -277,49 +285,53 @@ def directory_of(tokenizer: Any) -> str:
 def encode_chat_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
     """Encode the chat turns of a prompt, up to the beginning of the completion.
 
-    Raises ConfigError like `encode_prompt`."""
-    where = directory_of(tokenizer)
-    full = tokenizer.full_tokenizer if isinstance(tokenizer, PlainTokenizer) else tokenizer
-    if not full.chat_template:
+    Raises ConfigError like `encode_prompt`.
+    """
+    directory = get_directory(tokenizer)
+    full_tokenizer = (
+        tokenizer.full_tokenizer if isinstance(tokenizer, PlainTokenizer) else tokenizer
+    )
+    if not full_tokenizer.chat_template:
         raise ConfigError(
-            f"task: {prompt.split} prompt {prompt.id} has `messages`, and the tokenizer in {where} "
-            "has no chat template: put one there (chat_template.jinja), or give the text as "
-            "`prompt`"
+            f"task: {prompt.split} prompt {prompt.id} has `messages`, and the tokenizer in "
+            f"{directory} has no chat template: put one there (chat_template.jinja), or give the "
+            "text as `prompt`"
         )
     turns: list[Any] = list(prompt.messages)
     if getattr(tokenizer, "image_shape", None) is not None:
-        turns = image_tokens.turns_with_images(turns, len(prompt.images))
+        turns = image_tokens.add_image_markers(turns, len(prompt.images))
         if takes_parts(tokenizer):
-            turns = [{**turn, "content": image_parts(turn["content"])} for turn in turns]
+            turns = [{**turn, "content": split_image_parts(turn["content"])} for turn in turns]
     try:
         return list(
-            full.apply_chat_template(
+            full_tokenizer.apply_chat_template(
                 turns, add_generation_prompt=True, tokenize=True, return_dict=False
             )
         )
     except Exception as error:  # a template is a program and may raise anything
         raise ConfigError(
-            f"task: {prompt.split} prompt {prompt.id}: the chat template in {where} fails on its "
-            f"`messages`: {type(error).__name__}: {' '.join(str(error).split())}"
+            f"task: {prompt.split} prompt {prompt.id}: the chat template in {directory} fails on "
+            f"its `messages`: {type(error).__name__}: {' '.join(str(error).split())}"
         ) from error
 
 
 def takes_parts(tokenizer: Any) -> bool:
-    """Whether the chat template of a model that reads images takes content in parts.
+    """Return whether the chat template of a model that reads images takes content in parts.
 
-    Such a template writes nothing for content that is text."""
-    known: bool | None = getattr(tokenizer, "parts_taken", None)
-    if known is None:
+    Such a template writes nothing for content that is text.
+    """
+    takes: bool | None = getattr(tokenizer, "parts_taken", None)
+    if takes is None:
         content = [{"type": "text", "text": "MMM"}]
         try:
             text = tokenizer.apply_chat_template(
                 [{"role": "user", "content": content}], tokenize=False
             )
-            known = "MMM" in text and "type" not in text
+            takes = "MMM" in text and "type" not in text
         except Exception:  # a template is a program and may raise anything
-            known = False
-        tokenizer.parts_taken = known
-    return known
+            takes = False
+        tokenizer.parts_taken = takes
+    return takes
 
 
 def encode_chat_response(
@@ -328,38 +340,51 @@ def encode_chat_response(
     """Encode an assistant's turn after `turns`, as the chat template writes it.
 
     The tokens end at the first of `stops` after the text, else at the first special token there.
-    Where the template writes neither, they are the text and stops[0].  Raises any exception of the
-    template."""
-    full = tokenizer.full_tokenizer if isinstance(tokenizer, PlainTokenizer) else tokenizer
-    before, after = (
-        str(full.apply_chat_template(list(chat), add_generation_prompt=generate, tokenize=False))
+    Where the template writes neither, they are the text and stops[0]. Raises any exception of the
+    template.
+    """
+    full_tokenizer = (
+        tokenizer.full_tokenizer if isinstance(tokenizer, PlainTokenizer) else tokenizer
+    )
+    prompt_text, full_text = (
+        str(
+            full_tokenizer.apply_chat_template(
+                list(chat), add_generation_prompt=generate, tokenize=False
+            )
+        )
         for chat, generate in (
             (turns, True),
             ([*turns, {"role": "assistant", "content": answer}], False),
         )
     )
     # a template may strip the text, or write earlier turns differently once there is an answer
-    text = answer if answer in after else answer.strip()
-    turn = after[len(before) :] if after.startswith(before) else text + _text_after(after, text)
+    text = answer if answer in full_text else answer.strip()
+    turn = (
+        full_text[len(prompt_text) :]
+        if full_text.startswith(prompt_text)
+        else text + _find_text_after(full_text, text)
+    )
     if text not in turn:
         turn = text
-    ids = list(full.encode(turn, add_special_tokens=False))
-    rest = list(full.encode(_text_after(turn, text), add_special_tokens=False))
-    special = {number for number, token in full.added_tokens_decoder.items() if token.special}
-    ends = [index for index, token in enumerate(rest) if token in stops]
-    ends += [index for index, token in enumerate(rest) if token in special]
+    ids = list(full_tokenizer.encode(turn, add_special_tokens=False))
+    suffix_ids = list(full_tokenizer.encode(_find_text_after(turn, text), add_special_tokens=False))
+    special = {
+        number for number, token in full_tokenizer.added_tokens_decoder.items() if token.special
+    }
+    ends = [index for index, token in enumerate(suffix_ids) if token in stops]
+    ends += [index for index, token in enumerate(suffix_ids) if token in special]
     if ends:
-        return ids[: len(ids) - len(rest) + ends[0] + 1]
-    return [*full.encode(text, add_special_tokens=False), *stops[:1]]
+        return ids[: len(ids) - len(suffix_ids) + ends[0] + 1]
+    return [*full_tokenizer.encode(text, add_special_tokens=False), *stops[:1]]
 
 
-def _text_after(turn: str, text: str) -> str:
+def _find_text_after(turn: str, text: str) -> str:
     """Return the part of `turn` after the last occurrence of `text`; "" without one."""
     return turn.rpartition(text)[2] if text in turn else ""
 
 
 def has_template(path: str | Path) -> bool:
-    """Whether the tokenizer in a model directory has a chat template."""
+    """Return whether the tokenizer in a model directory has a chat template."""
     if (Path(path) / "chat_template.jinja").is_file():
         return True
     try:
@@ -369,19 +394,20 @@ def has_template(path: str | Path) -> bool:
         return False
 
 
-def missing_weights_message(path: str | Path, missing: Sequence[str]) -> str:
+def describe_missing_weights(path: str | Path, missing: Sequence[str]) -> str:
     """Describe weight files that lack these parameters."""
-    more = ", ..." if len(missing) > NAMED_FIRST else ""
+    ellipsis = ", ..." if len(missing) > NAMED_FIRST else ""
     return (
         f"the weights in {path} lack {len(missing)} of the parameters in its config.json, which "
-        f"would be random: {', '.join(missing[:NAMED_FIRST])}{more}"
+        f"would be random: {', '.join(missing[:NAMED_FIRST])}{ellipsis}"
     )
 
 
 def check_weights(path: str | Path) -> None:
     """Check the headers of a directory's weight files, without loading the weights.
 
-    Raises ConfigError for missing or damaged files."""
+    Raises ConfigError for missing or damaged files.
+    """
     import safetensors
 
     files = sorted(Path(path).glob("*.safetensors"))

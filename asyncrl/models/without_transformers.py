@@ -3,9 +3,10 @@
 The packed forward (packed_forward.py) and the decoder need a model's parameters, a few numbers of
 its config and its rotary table; importing transformers for them costs each process seconds of CPU.
 `load` provides them, under transformers' names and in its order, for directories that describe the
-model completely; it returns None for all others, which transformers loads.  A call of the model
+model completely; it returns None for all others, which transformers loads. A call of the model
 itself (a plain forward, `generate`) goes to transformers' modules over the same parameters, which
-are built on the first call."""
+are built on the first call.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,14 @@ from typing import Any
 
 import torch
 
-from asyncrl.models.layout import INDEX, WEIGHTS, head_dim, is_plain_config, names, rope_base
+from asyncrl.models.layout import (
+    INDEX,
+    WEIGHTS,
+    compute_head_dim,
+    find_rope_base,
+    is_plain_config,
+    list_shapes,
+)
 
 
 class BareConfig(SimpleNamespace):
@@ -30,7 +38,8 @@ class BareConfig(SimpleNamespace):
 class RotaryEmbedding(torch.nn.Module):
     """Rotary embedding in the half-split layout (Su et al. 2021, arXiv 2104.09864).
 
-    Maps positions [B, n] to cos and sin [B, n, head_dim], whose second half repeats the first."""
+    Maps positions [B, n] to cos and sin [B, n, head_dim], whose second half repeats the first.
+    """
 
     rope_type = "default"
 
@@ -57,7 +66,8 @@ class RotaryEmbedding(torch.nn.Module):
 class BareLinear(torch.nn.Linear):
     """x W^T + b, built without torch's random initialization.
 
-    It is a subclass of torch.nn.Linear because peft only attaches adapters to that."""
+    It is a subclass of torch.nn.Linear because peft only attaches adapters to that.
+    """
 
     def __init__(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> None:
         torch.nn.Module.__init__(self)
@@ -84,7 +94,8 @@ class ModuleHolder(torch.nn.Module):
 class BareModel(torch.nn.Module):
     """A Llama-like model with transformers' parameter names.
 
-    files: the directory's JSON files, for `save_pretrained`."""
+    files: the directory's JSON files, for `save_pretrained`.
+    """
 
     def __init__(
         self, raw: dict[str, Any], tensors: dict[str, torch.Tensor], files: dict[str, str]
@@ -92,9 +103,9 @@ class BareModel(torch.nn.Module):
         super().__init__()
         config = self.config = BareConfig(**raw)
         self._files = files
-        parameters = {name: torch.nn.Parameter(tensors[name]) for name in names(raw)}
+        parameters = {name: torch.nn.Parameter(tensors[name]) for name in list_shapes(raw)}
 
-        def linear(module: str) -> BareLinear:
+        def build_linear(module: str) -> BareLinear:
             return BareLinear(parameters[module + ".weight"], parameters.get(module + ".bias"))
 
         self.model = ModuleHolder()
@@ -106,21 +117,23 @@ class BareModel(torch.nn.Module):
             layer.self_attn = ModuleHolder()
             layer.mlp = ModuleHolder()
             for part in "qkvo":
-                layer.self_attn.add_module(f"{part}_proj", linear(f"{prefix}self_attn.{part}_proj"))
+                layer.self_attn.add_module(
+                    f"{part}_proj", build_linear(f"{prefix}self_attn.{part}_proj")
+                )
             for part in "qk" if config.model_type == "qwen3" else "":
                 layer.self_attn.add_module(
                     f"{part}_norm",
                     WeightModule(parameters[f"{prefix}self_attn.{part}_norm.weight"]),
                 )
             for part in ("gate", "up", "down"):
-                layer.mlp.add_module(f"{part}_proj", linear(f"{prefix}mlp.{part}_proj"))
+                layer.mlp.add_module(f"{part}_proj", build_linear(f"{prefix}mlp.{part}_proj"))
             layer.input_layernorm = WeightModule(parameters[prefix + "input_layernorm.weight"])
             layer.post_attention_layernorm = WeightModule(
                 parameters[prefix + "post_attention_layernorm.weight"]
             )
             self.model.layers.append(layer)
         self.model.norm = WeightModule(parameters["model.norm.weight"])
-        self.model.rotary_emb = RotaryEmbedding(rope_base(raw) or 0.0, head_dim(raw))
+        self.model.rotary_emb = RotaryEmbedding(find_rope_base(raw) or 0.0, compute_head_dim(raw))
         self.lm_head = WeightModule(
             self.model.embed_tokens.weight
             if config.tie_word_embeddings
@@ -134,19 +147,19 @@ class BareModel(torch.nn.Module):
     def get_output_embeddings(self) -> Any:
         return self.lm_head
 
-    def full_model(self) -> Any:
+    def get_full_model(self) -> Any:
         """Return transformers' model with the same parameters."""
         if not self._full:
-            self._full.append(transformers_modules(self))
+            self._full.append(build_transformers_model(self))
         return self._full[0].train(self.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call transformers' model."""
-        return self.full_model()(*args, **kwargs)
+        return self.get_full_model()(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Call `generate` of transformers' model."""
-        return self.full_model().generate(*args, **kwargs)
+        return self.get_full_model().generate(*args, **kwargs)
 
     def save_pretrained(self, path: str | Path) -> None:
         """Write config.json, generation_config.json and one weights file, as transformers does."""
@@ -158,16 +171,16 @@ class BareModel(torch.nn.Module):
         safetensors.torch.save_file(state, Path(path) / WEIGHTS, metadata={"format": "pt"})
 
 
-def transformers_modules(model: BareModel) -> Any:
+def build_transformers_model(model: BareModel) -> Any:
     """Build transformers' model around the parameters of `model`, without copying them."""
     import transformers
 
-    one = next(model.parameters())
+    first_parameter = next(model.parameters())
     config = transformers.AutoConfig.for_model(**vars(model.config))
     with torch.random.fork_rng(devices=[]):  # its initialization consumes random numbers
         hf = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=one.dtype, attn_implementation="sdpa"
-        ).to(one.device)
+            config, dtype=first_parameter.dtype, attn_implementation="sdpa"
+        ).to(first_parameter.device)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         module, _, leaf = name.rpartition(".")
         setattr(hf.get_submodule(module), leaf, parameter)
@@ -192,7 +205,8 @@ def open_weight_files(path: Path) -> Iterator[Any]:
 def load(path: str | Path, dtype: str) -> BareModel | None:
     """Load the model in `path` as `dtype` on the CPU.
 
-    None when it needs transformers, or when its files are unusual or damaged."""
+    Returns None when it needs transformers, or when its files are unusual or damaged.
+    """
     import safetensors
 
     path = Path(path)
@@ -205,7 +219,7 @@ def load(path: str | Path, dtype: str) -> BareModel | None:
         raw = json.loads(files["config.json"])
         if not is_plain_config(raw):
             return None
-        shapes = names(raw)
+        shapes = list_shapes(raw)
         tensors = {}
         for file in open_weight_files(path):
             for name in file.keys():  # noqa: SIM118  # not a mapping

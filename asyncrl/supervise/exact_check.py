@@ -76,7 +76,7 @@ def check_generation(
         engine: Engine = kind(
             model, slots=slots, context=context, max_new_tokens=longest, fixed=True
         )
-        engine.load(dict(policy.named_weights(model)), Label(1, 0), "check")
+        engine.load(dict(policy.list_named_weights(model)), Label(1, 0), "check")
         random = np.random.default_rng(seed)
         prompts = [
             _prompt(model, random, int(n), number)
@@ -182,11 +182,11 @@ def operators(
     heads = torch.randn(max(SHAPES), fused["o"].shape[0], generator=source)
     logits = torch.randn(max(SHAPES), head.shape[1], generator=source) * 3
     table: list[Operator] = [
-        ("norm", big, lambda x: exact_operators.unit(x, lay.eps)),
+        ("norm", big, lambda x: exact_operators.normalize(x, lay.eps)),
         ("qkv", big, lambda x: x @ fused["qkv"]),
         ("output", heads, lambda x: x @ fused["o"]),
         *_feed_forward(lay, fused, big, source),
-        ("head", big, lambda x: exact_operators.times(x, head)),
+        ("head", big, lambda x: exact_operators.multiply(x, head)),
         ("log-softmax", logits, lambda x: torch.log_softmax(x, -1)),
     ]
     previous_threads = torch.get_num_threads()
@@ -225,12 +225,12 @@ def _feed_forward(
         weights = expert_layers.ExpertWeights(fused["router"], fused["up"], fused["down"])
 
         def experts(states: torch.Tensor) -> torch.Tensor:
-            logits = exact_operators.times(states, weights.router)
+            logits = exact_operators.multiply(states, weights.router)
             rows = exact_operators.ROWS
             return expert_layers.apply(states, weights, lay.experts, logits=logits, rows=rows)
 
         return [
-            ("router", big, lambda x: exact_operators.times(x, weights.router)),
+            ("router", big, lambda x: exact_operators.multiply(x, weights.router)),
             ("experts", big, experts),
         ]
     inner = torch.randn(max(SHAPES), fused["down"].shape[0], generator=source)
@@ -262,7 +262,7 @@ def _attention(
     )
     torch.set_num_threads(threads[0])
     pairs = []
-    space = exact_operators.one_query_space(lay, 1, queries)
+    space = exact_operators.allocate_query_space(lay, 1, queries)
     keys, values = (
         t.view(space.shape[1], -1, width, lay.head_dim).transpose(1, 2).flatten(2)
         for t in (keys, values)

@@ -105,7 +105,7 @@ class Subject:
 
         if not (self.path / "config.json").is_file():
             raise NotYet("once the model is built")
-        return model_check.language_config(model_check.settings(self.path, "model.path"))
+        return model_check.get_language_config(model_check.read_settings(self.path, "model.path"))
 
     @cached_property
     def parameters(self) -> int:
@@ -115,7 +115,7 @@ class Subject:
         self.raw  # noqa: B018 - raises NotYet
         shapes = (
             entry["shape"]
-            for _, _, entries in model_check.headers(self.path)
+            for _, _, entries in model_check.read_headers(self.path)
             for entry in entries.values()
         )
         return sum(math.prod(shape) for shape in shapes)
@@ -125,7 +125,7 @@ class Subject:
         """The reference models that the learner also holds."""
         from asyncrl.models import model_check
 
-        return model_check.references(self.config)
+        return model_check.list_references(self.config)
 
     @property
     def kv_cache(self) -> int:
@@ -152,7 +152,7 @@ def located(config: Config, report: Callable[[str], None] = say) -> Config:
     if not config.model.path.startswith(fetch.HUB):
         return config
     report(f"fetching {config.model.path}")
-    path = str(fetch.from_hub(config.model.path))
+    path = str(fetch.download_model(config.model.path))
     return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=path))
 
 
@@ -177,10 +177,10 @@ def located_sets(config: Config, sets: Sequence[str]) -> Sequence[str]:
 
 def packages_installed(subject: Subject) -> str:
     """Check the packages of the engine, the backend, adapters and sessions over HTTP."""
-    from asyncrl.models.installed import missing_for
+    from asyncrl.models.installed import find_missing_package
 
     config = subject.config
-    if why := missing_for(config):
+    if why := find_missing_package(config):
         raise ConfigError(why)
     return (
         f"generator.engine = {config.generator.engine}, learner.backend = {config.learner.backend}"
@@ -189,18 +189,18 @@ def packages_installed(subject: Subject) -> str:
 
 def versions_tested(subject: Subject) -> str:
     """Compare the versions of torch and transformers with those that asyncrl is tested with."""
-    from asyncrl.models.installed import TESTED, untested_versions
+    from asyncrl.models.installed import TESTED, list_untested_versions
 
-    if other := untested_versions():
+    if other := list_untested_versions():
         raise Doubt(f"untested versions: {other}; the run starts, but results may differ")
     return ", ".join(f"{name} {tested}" for name, tested in TESTED.items())
 
 
 def devices_present(subject: Subject) -> str:
     """Check the GPUs that the config names."""
-    if why := devices.missing(subject.config):
+    if why := devices.find_missing_gpus(subject.config):
         raise ConfigError(why)
-    return "; ".join(devices.placement(subject.config))
+    return "; ".join(devices.describe_placement(subject.config))
 
 
 def task_reads(subject: Subject) -> str:
@@ -250,7 +250,7 @@ def is_own_models_folder(config: Config) -> bool:
 def no_model_at(config: Config) -> str:
     """Explain why there is no model at `model.path`, and what to do."""
     path = config.model.path
-    if why := fetch.missing_model_hint(path):
+    if why := fetch.explain_missing_model(path):
         return f"model.path: {why}"
     folder, _, name = path.partition("/")
     if HUB_NAME.fullmatch(path) and folder != "models" and not Path(folder).exists():
@@ -297,10 +297,10 @@ def model_built(subject: Subject) -> None:
 
 def tokenizer_ends(subject: Subject) -> str:
     """Check the tokenizer, and name the tokens that end a completion."""
-    from asyncrl.models.tokenizer import stop_tokens
+    from asyncrl.models.tokenizer import collect_stop_tokens
 
     tokenizer = subject.tokenizer
-    ends = [tokenizer.decode([token]) for token in stop_tokens(tokenizer, subject.config)]
+    ends = [tokenizer.decode([token]) for token in collect_stop_tokens(tokenizer, subject.config)]
     return f"{len(tokenizer.get_vocab()):,} tokens; completions end at {', '.join(map(repr, ends))}"
 
 
@@ -517,7 +517,7 @@ def memory_needed(subject: Subject) -> str:
         f"learner {_gib(learner)}, {config.generators} generator(s) of {_gib(generator)}, "
         f"published versions {_gib(versions)}, and activations (docs/memory.md)"
     )
-    if config.model.device != "cpu" and devices.any_cuda():
+    if config.model.device != "cpu" and devices.has_cuda():
         return parts
     free = psutil.virtual_memory().available
     if total > free:

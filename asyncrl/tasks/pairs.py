@@ -15,7 +15,7 @@ import numpy as np
 from asyncrl.config.sft import SftData
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
-from asyncrl.models.tokenizer import encode_chat_response, encode_prompt, model_stops
+from asyncrl.models.tokenizer import collect_model_stops, encode_chat_response, encode_prompt
 from asyncrl.tasks import file
 from asyncrl.tasks.data import rows as data_rows
 from asyncrl.tasks.data.image_columns import IMAGE_COLUMNS, holds_images
@@ -86,7 +86,7 @@ def read(path: str, tokenizer: Any, data: SftData, limit: int, model: str | Path
         raise ConfigError(f"data: {path} is not a file")
     if tokenizer.eos_token_id is None:
         raise ConfigError("model.path: its tokenizer has no end token, which answers end with")
-    stops = model_stops(tokenizer, model)
+    stops = collect_model_stops(tokenizer, model)
     ends = dict.fromkeys(stops)
     most = min(data.context, limit)
     rows: list[FitExample] = []

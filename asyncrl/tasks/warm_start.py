@@ -106,9 +106,9 @@ def fit_answers(
 
     images: the blobs of each pair; None: there are none. The learning rate decays linearly after a
     short warm-up."""
-    from asyncrl.models.tokenizer import transformers_tokenizer
+    from asyncrl.models.tokenizer import load_transformers_tokenizer
 
-    tokenizer = transformers_tokenizer(model.tokenizer_dir)
+    tokenizer = load_transformers_tokenizer(model.tokenizer_dir)
     coded = [
         tokenizer(list(side), add_special_tokens=False)["input_ids"]
         for side in zip(*pairs, strict=True)
@@ -189,15 +189,15 @@ def _sample_continuations(
     images: one of each text, or none at all."""
     import torch
 
-    from asyncrl.models.tokenizer import transformers_tokenizer
+    from asyncrl.models.tokenizer import load_transformers_tokenizer
 
-    tokenizer = transformers_tokenizer(model.tokenizer_dir)
+    tokenizer = load_transformers_tokenizer(model.tokenizer_dir)
     tokenizer.padding_side = "left"
     seen: dict[str, Any] = {}
     if images:
         length = model.vision.shape.length
         before = [text.replace(MARKER, MARKER * length) for text in before]
-        pixels = [model.vision.pixel_values(digest(blob), blob) for blob in images]
+        pixels = [model.vision.load_pixels(digest(blob), blob) for blob in images]
         seen = {"pixel_values": torch.stack(pixels).to(model.device)}
     coded = tokenizer(before, add_special_tokens=False, padding=True, return_tensors="pt")
     out = model.hf.generate(

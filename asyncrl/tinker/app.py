@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.printable import LONGEST_LINE, escape_line
-from asyncrl.models.tokenizer import load_tokenizer, model_stops
+from asyncrl.models.tokenizer import collect_model_stops, load_tokenizer
 from asyncrl.records import atomic_write, jsonl
 from asyncrl.tinker import wire
 from asyncrl.tinker.call_log import TrainingCall, TrainingOutcome
@@ -62,7 +62,7 @@ class TinkerServer:
         self.trainer = WorkerLink("training", settings, logs / "training.log")
         self.sampling = WorkerLink("sampling", settings, logs / "sampling.log")
         self.tokenizer = load_tokenizer(config.model.path)
-        ends = model_stops(self.tokenizer, config.model.path)
+        ends = collect_model_stops(self.tokenizer, config.model.path)
         self.samplers = SamplerService(config, folder, self.sampling, self.ledger, ends)
         self.samplers.pace = self.pace
         self.session_rows = jsonl.JsonlAppender(folder / "sessions.jsonl")

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from asyncrl.models.policy import PolicyModel, build_model, export
-from asyncrl.models.tokenizer import transformers_tokenizer
+from asyncrl.models.tokenizer import load_transformers_tokenizer
 from asyncrl.records import atomic_write
 
 STEPS = 1700
@@ -52,7 +52,7 @@ def demonstrations(count: int, seed: int, declined: float = 0.0) -> list[str]:
 @torch.no_grad()
 def begin_numbers(model: PolicyModel, seed: int) -> None:
     """Set the embedding of each number to the sum of those of its tens and its ones."""
-    tokenizer = transformers_tokenizer(model.tokenizer_dir)
+    tokenizer = load_transformers_tokenizer(model.tokenizer_dir)
     rows = model.hf.get_input_embeddings().weight
     generator = torch.Generator().manual_seed(seed)
     tens, ones = (torch.randn(21, rows.shape[1], generator=generator) for _ in range(2))
@@ -65,7 +65,7 @@ def begin_numbers(model: PolicyModel, seed: int) -> None:
 
 def fit_additions(model: PolicyModel, seed: int, steps: int) -> float:
     """Train on demonstrations, and return the last loss in nats per learned token."""
-    tokenizer = transformers_tokenizer(model.tokenizer_dir)
+    tokenizer = load_transformers_tokenizer(model.tokenizer_dir)
     prefix = np.array(tokenizer.encode(PREFIX), np.int32)
     habit = min(HABIT_STEPS, steps // 2)
     texts = demonstrations((steps - habit) * BATCH, seed)

@@ -12,7 +12,7 @@ import msgspec
 import tinker.types as sdk
 
 from asyncrl.contract.errors import ConfigError
-from asyncrl.models.tokenizer import vocabulary
+from asyncrl.models.tokenizer import read_vocabulary_size
 from asyncrl.records import atomic_write, jsonl
 from asyncrl.tinker import wire
 from asyncrl.tinker.links import WorkerExited, WorkerLink, log
@@ -80,7 +80,7 @@ class SamplerService:
         self.link = link
         self.ledger = ledger
         self.ends = ends
-        self.vocabulary = vocabulary(config.model.path) or 1 << 31
+        self.vocabulary = read_vocabulary_size(config.model.path) or 1 << 31
         self.remembered = remembered
         self.path = folder / "samplers.jsonl"
         rows = [msgspec.convert(row, SamplerRecord) for row in jsonl.read(self.path)]

@@ -39,7 +39,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.errors import PeerUnreachable
 from asyncrl.contract.messages import WeightsSource
 from asyncrl.contract.versions import Label
-from asyncrl.models.policy import flat_bytes
+from asyncrl.models.policy import count_flat_bytes
 from asyncrl.transport.ring import RingReader, Rows, WeightRing
 from asyncrl.transport.weight_transport import WeightsServer
 
@@ -206,7 +206,7 @@ class PairServer(WeightsServer):
         self.store.set("layout", msgspec.json.encode(layout).decode())
         self.address = f"tcp://127.0.0.1:{self.store.port}"
         self.device = device_of(backend)
-        self.size = flat_bytes(layout)
+        self.size = count_flat_bytes(layout)
         self.reader = RingReader(directory, "pairs")
         self.lock = threading.Lock()
         self.newest: _StagedVersion | None = None
@@ -315,7 +315,9 @@ class PairClient:
             store = store_at(address, deadline_s)
             self.layout: Rows = msgspec.json.decode(store.get("layout"), type=Rows)
             self.pair = GpuPair(backend, store, store.add("pairs", 1), 1, deadline_s)
-        self.flat = torch.zeros(flat_bytes(self.layout), dtype=torch.uint8, device=self.pair.device)
+        self.flat = torch.zeros(
+            count_flat_bytes(self.layout), dtype=torch.uint8, device=self.pair.device
+        )
 
     @contextmanager
     def _peer(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ and trusts the copy only when sequence and checksum agree. A pin whose heartbeat
 is ignored, because its reader is suspended or dead. If that reader resumes, its checksum fails.
 
 The probe holds the learner's log-probabilities of a few fixed tokens
-(`asyncrl.models.policy.probe_ids`) under these weights, float32, or nothing.
+(`asyncrl.models.policy.list_probe_ids`) under these weights, float32, or nothing.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from asyncrl.config.tree import Config, TaskConfig
 from asyncrl.contract import messages as m
 from asyncrl.contract.versions import Label
 from asyncrl.models import policy as models
-from asyncrl.models.tokenizer import encode_prompt, load_tokenizer, stop_tokens
+from asyncrl.models.tokenizer import collect_stop_tokens, encode_prompt, load_tokenizer
 from asyncrl.tasks import get_task
 from learner.step import LearnerCore
 
@@ -43,10 +43,10 @@ class Work:
         sets = [f"model.path={model_dir!r}", "learner.steps=1000000", "learner.lr=0.0"]
         self.config: Config = load(ROOT / "configs" / "demo.toml", sets)
         self.tokenizer = load_tokenizer(model_dir)
-        self.stop = stop_tokens(self.tokenizer, self.config)
+        self.stop = collect_stop_tokens(self.tokenizer, self.config)
         self.task = get_task(TaskConfig(name="sort"))
         self.engine: Any = make_engine(self.config)
-        weights = dict(models.named_weights(models.load_policy(model_dir)))
+        weights = dict(models.list_named_weights(models.load_policy(model_dir)))
         self.engine.load(weights, Label(1, 0), "d")
         self.cursor = 0
         self.engine.add(self.requests(GROUPS))

@@ -306,11 +306,11 @@ class ChunkClient:
         return judged(lambda: self._act(data))
 
     def _act(self, data: bytes) -> None:
-        from asyncrl.models.policy import flat_bytes, read_flat
+        from asyncrl.models.policy import count_flat_bytes, read_flat
 
         manifest = data if data[:1] in (b"\x91", b"\x92") else self.client.read([data]).data
         rows = chunks.layout(manifest)
-        if (size := flat_bytes(rows)) < 1 << 24:
+        if (size := count_flat_bytes(rows)) < 1 << 24:
             read_flat(memoryview(bytearray(size)), rows)
 
     def close(self) -> None:

@@ -217,7 +217,7 @@ def check_engine(setting: Setting, dtype: str) -> PartResult:
     """Generate, and compare the recorded log-probabilities with the CPU's."""
     model = setting.load(dtype)
     engine = make_engine(setting, model)
-    engine.load(dict(policy.named_weights(model)), Label(1, 0), "gpu-check")
+    engine.load(dict(policy.list_named_weights(model)), Label(1, 0), "gpu-check")
     completions = generate(setting, engine)
     seconds = measure_seconds(setting, lambda: generate(setting, engine))
     tokens = sum(len(completion.tokens) for completion in completions)
@@ -306,11 +306,11 @@ def check_learner(setting: Setting, dtype: str, replaced: Sections = NO_SECTIONS
     core = LearnerCore(setting.config(dtype, replaced=replaced), path)
     reference = LearnerCore(setting.config(device="cpu", replaced=replaced), path)
     if core.model.adapter is not None:  # random matrices, which may differ between devices
-        policy.load_weights(reference.model, dict(policy.named_weights(core.model)))
-    before = [weight.clone() for _, weight in policy.named_weights(core.model)]
+        policy.load_weights(reference.model, dict(policy.list_named_weights(core.model)))
+    before = [weight.clone() for _, weight in policy.list_named_weights(core.model)]
     metrics = core.train(batch)
     reference.train(batch)
-    after = [weight for _, weight in policy.named_weights(core.model)]
+    after = [weight for _, weight in policy.list_named_weights(core.model)]
     if not all(bool(weight.isfinite().all()) for weight in after):
         raise PartError("the step made weights that are not finite")
     if all(torch.equal(old, new) for old, new in zip(before, after, strict=True)):
@@ -352,7 +352,7 @@ def check_ring(setting: Setting) -> PartResult:
     receiver = WeightsReceiver(setting.config(), "generator-0")
     digest = publisher.publish(1)
     pulled = receiver.pull(publisher.source, Label(1, 1), digest)
-    expected = dict(policy.named_weights(publisher.core.model))
+    expected = dict(policy.list_named_weights(publisher.core.model))
     if pulled is None or hash_weights(pulled.tensors) != hash_weights(expected):
         raise PartError("the version that arrived differs from the published one")
     engine = make_engine(setting, setting.load("float32"))
@@ -397,7 +397,7 @@ def check_pairs(setting: Setting) -> PartResult:
     received = run_command(command, env)
     publisher.close()
     rundir.clean(setting.work / "pairs")
-    if received["hash"] != hash_weights(dict(policy.named_weights(publisher.core.model))):
+    if received["hash"] != hash_weights(dict(policy.list_named_weights(publisher.core.model))):
         raise PartError("the version that arrived differs from the published one")
     return PartResult(note="NCCL" if both else "Gloo between CPUs: NCCL needs two GPUs")
 
@@ -488,7 +488,7 @@ def check_lora(setting: Setting) -> PartResult:
     model, reference = setting.load("float32"), setting.load_reference()
     random = torch.Generator().manual_seed(2)
     adapter: dict[str, torch.Tensor] = {}
-    for name in adapters.linear_names(reference):
+    for name in adapters.list_linear_names(reference):
         rows, columns = reference.hf.get_submodule(name).weight.shape
         adapter[f"{name}.lora_A.weight"] = torch.randn(4, columns, generator=random) * 0.1
         adapter[f"{name}.lora_B.weight"] = torch.randn(rows, 4, generator=random) * 0.01
@@ -497,7 +497,7 @@ def check_lora(setting: Setting) -> PartResult:
     completions = generate(setting, engine)
     unmerged = compare_completions(completions, reference)
     merged = adapters.MergedWeights(
-        dict(policy.named_weights(reference)), adapter, lora.alpha / lora.rank
+        dict(policy.list_named_weights(reference)), adapter, lora.alpha / lora.rank
     )
     policy.load_weights(reference, merged)
     result = PartResult(compare_completions(completions, reference)).check("float32")

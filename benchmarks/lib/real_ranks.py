@@ -26,7 +26,7 @@ import torch
 
 from asyncrl.config import load
 from asyncrl.contract import messages as m
-from asyncrl.models.policy import flat_bytes, read_flat
+from asyncrl.models.policy import count_flat_bytes, read_flat
 from learner.step import LearnerCore
 from lib.real_answers import Answered
 
@@ -70,7 +70,7 @@ def flat(core: LearnerCore) -> torch.Tensor:
     """uint8: the weights as they are published."""
     core.backend.broadcast("publish")
     core.backend.probe()
-    buffer = torch.zeros(flat_bytes(core.layout), dtype=torch.uint8)
+    buffer = torch.zeros(count_flat_bytes(core.layout), dtype=torch.uint8)
     core.backend.write_flat(buffer.numpy().data)
     return buffer
 

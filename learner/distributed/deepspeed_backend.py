@@ -26,7 +26,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.errors import DamagedDataError
 from asyncrl.models.policy import (
     PolicyModel,
-    named_weights,
+    list_named_weights,
     read_flat,
     recompute_modules,
 )
@@ -180,7 +180,7 @@ class DeepSpeedBackend(DistributedBackend):
         published = (
             list(self.model.hf.named_parameters(remove_duplicate=True))
             if self.model.adapter is None
-            else named_weights(self.model)
+            else list_named_weights(self.model)
         )
         for name, parameter in published:
             with (

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import DamagedDataError
-from asyncrl.models.policy import PolicyModel, named_weights, read_flat, recompute_modules
+from asyncrl.models.policy import PolicyModel, list_named_weights, read_flat, recompute_modules
 from learner.backend import build_optimizer
 from learner.distributed.ranks import DistributedBackend
 from learner.gradients import sum_squares
@@ -169,7 +169,7 @@ class FsdpBackend(DistributedBackend):
         """Yield name, part and, on rank 0, whole tensor of each weight, one at a time."""
         self._divide()
         dtypes = {name: getattr(torch, dtype) for name, dtype, *_ in self.layout}
-        for name, parameter in named_weights(self.model):
+        for name, parameter in list_named_weights(self.model):
             with self.guard():
                 full_tensor = self._gather(parameter, dtypes[name])
             yield name, parameter, full_tensor

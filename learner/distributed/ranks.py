@@ -27,7 +27,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.contract.messages import Batch
 from asyncrl.contract.parent import die_with_parent
-from asyncrl.models.policy import PolicyModel, manifest, resolve_device
+from asyncrl.models.policy import PolicyModel, build_manifest, resolve_device
 from learner.backend import TorchBackend
 
 START_S = 60.0  # time to connect, imports included, in addition to learner.rank_timeout_s
@@ -100,7 +100,7 @@ class DistributedBackend(TorchBackend):
         self.device = torch.device(resolve_device(config.model.device))
         self.own = "WORLD_SIZE" not in os.environ
         self.others = start_ranks(config, reserved := reserve_port())
-        self.layout = manifest(model)
+        self.layout = build_manifest(model)
         self.last_broadcast_at = time.monotonic()
         self.guarded_since = 0.0
         self.closed = False

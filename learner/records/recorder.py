@@ -64,7 +64,7 @@ class Recorder:
                 "space, or leave record.stream out"
             ) from error
         # an estimate until weights have been written
-        self.weights_bytes = policy.flat_bytes(core.layout) * (
+        self.weights_bytes = policy.count_flat_bytes(core.layout) * (
             3 if config.learner.optimizer == "adamw" else 1
         )
         if not stream.weights(run_dir):  # the version that a replay starts from

@@ -222,7 +222,7 @@ def _describe_images(names: Sequence[str], blobs: Mapping[str, bytes]) -> list[d
         {
             "digest": name,
             "size": list(size_of(blobs[name])),
-            "thumbnail": pictures.thumbnail_url(blobs[name]),
+            "thumbnail": pictures.build_thumbnail_url(blobs[name]),
         }
         for name in names
     ]

@@ -29,7 +29,7 @@ def test_engine_and_learner_agree_with_transformers(family: str, tmp_path: Path)
     path = directory(tmp_path, family, "abcdefgh")
     model = policy.load_policy(path, "float32", "cpu")
     engine = GenericEngine(policy.load_policy(path, "float32", "cpu"), slots=4, context=64)
-    engine.load(dict(policy.named_weights(model)), Label(1, 0), "d")
+    engine.load(dict(policy.list_named_weights(model)), Label(1, 0), "d")
     requests = [
         request(t, 0, [3 + t] * (1 + t), 4 + t, temperature=0.7 if t % 2 else 1.0) for t in range(6)
     ]

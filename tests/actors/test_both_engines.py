@@ -16,7 +16,7 @@ from holding import held
 from process_kit import ROOT, RUN_SEED
 
 from asyncrl.config import load
-from asyncrl.models.policy import character_tokenizer
+from asyncrl.models.policy import build_character_tokenizer
 from asyncrl.tasks.warm_start import warm_start
 
 pytestmark = pytest.mark.slow
@@ -119,7 +119,7 @@ def test_a_gemma_through_both(tmp_path: Path) -> None:
     """Neither packed forward nor plain norms: embeddings scaled, norms of 1 + w, always tied.  From
     random weights to mostly a's.
     """
-    tokenizer = character_tokenizer("abcdefgh")
+    tokenizer = build_character_tokenizer("abcdefgh")
     config = transformers.GemmaConfig(
         vocab_size=len(tokenizer),
         hidden_size=32,

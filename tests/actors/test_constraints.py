@@ -73,7 +73,7 @@ def text(compiler: GrammarCompiler, tokens: np.ndarray) -> str:
 def engines(model: policy.PolicyModel, kind: str) -> Any:
     if kind == "generic":
         other = GenericEngine(model, slots=5, context=64)
-        other.load(dict(policy.named_weights(model)), Label(1, 0), "d")
+        other.load(dict(policy.list_named_weights(model)), Label(1, 0), "d")
         return other
     drafts = DraftPolicy(4, 64) if kind == "drafts" else None
     return engine(model, slots=5, fixed=kind == "exact", drafts=drafts)

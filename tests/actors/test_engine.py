@@ -73,7 +73,7 @@ def test_a_bfloat16_engine_takes_the_learners_float32_weights(tmp_path: Path) ->
     e = EmbeddedEngine(own, slots=8, context=64, max_new_tokens=20)
     requests = [request(t, s, [3 + t % 8] * (1 + t), 12) for t in range(4) for s in range(3)]
     for version in (1, 2):
-        e.load(dict(policy.named_weights(learners)), Label(1, version), f"d{version}")
+        e.load(dict(policy.list_named_weights(learners)), Label(1, version), f"d{version}")
         off = max(
             float((torch.from_numpy(a.logprobs) - expected(learners, a, requests[0])).abs().max())
             for a in run(e, requests).values()
@@ -101,7 +101,7 @@ def test_swap_in_mid_answer(tmp_path: Path, in_flight: str) -> None:
     requests = [request(t, 0, [3, 4, 3 + t], 20) for t in range(8)]
     e.add(requests)
     answers = e.step(6)
-    e.load(dict(policy.named_weights(new)), Label(1, 1), "d1")
+    e.load(dict(policy.list_named_weights(new)), Label(1, 1), "d1")
     while e.active:
         answers += e.step(3)
     two = [a for a in answers if len(a.spans) == 2]
@@ -183,7 +183,7 @@ def test_attention_looks_at_the_columns_in_use_alone(
     for block in (4, 10**6):
         monkeypatch.setattr(decoder, "BLOCK", block)
         one = EmbeddedEngine(model, slots=4, context=60, max_new_tokens=24)
-        one.load(dict(policy.named_weights(model)), Label(1, 0), "d")
+        one.load(dict(policy.list_named_weights(model)), Label(1, 0), "d")
         looked.clear()
         out = {}
         for start, most in ((0, 7), (4, 24), (8, 5), (12, 20), (16, 40), (20, 30)):
@@ -223,7 +223,7 @@ def test_a_generator_that_never_runs_dry_pays_for_its_answers_not_for_their_limi
     monkeypatch.setattr(decoder, "decode", spy)
     monkeypatch.setattr(decoder, "BLOCK", 16)
     one = EmbeddedEngine(model, slots=4, context=220, max_new_tokens=200)
-    one.load(dict(policy.named_weights(model)), Label(1, 0), "d")
+    one.load(dict(policy.list_named_weights(model)), Label(1, 0), "d")
     prompt = np.array([3, 4, 5], np.int32)
 
     def more(first: int, count: int, most: Callable[[int], int]) -> None:
@@ -305,7 +305,7 @@ def test_a_long_prompt_is_encoded_in_blocks_of_queries(
     has more than a fixed number of scores, or some numbers a token."""
     model = policy.build_model(tmp_path / "m", "0123456789", max_positions=4096, kv_heads=2)
     e = EmbeddedEngine(model, slots=2, context=4000, fixed=fixed)
-    e.load(dict(policy.named_weights(model)), Label(1, 0), "d0")
+    e.load(dict(policy.list_named_weights(model)), Label(1, 0), "d0")
     ids = torch.from_numpy(np.random.default_rng(0).integers(3, 12, (2, 1600)))
     start = None
     if begun:

@@ -85,13 +85,14 @@ def test_the_rules_follow_from_the_row(
 
 def test_what_a_row_pins_and_brings_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ENGINES, "other", OTHER)
-    assert installed.missing("other").startswith("Other is not installed: make env")
+    assert installed.explain_missing("other").startswith("Other is not installed: make env")
     there = msgspec.structs.replace(OTHER, package="msgspec", distributions=("msgspec",))
     monkeypatch.setitem(ENGINES, "other", there)
-    assert installed.missing("other") == ""
+    assert installed.explain_missing("other") == ""
     monkeypatch.setitem(ENGINES, "other", msgspec.structs.replace(there, pinned="0.0.1"))
-    assert "and its internals differ between versions; asyncrl needs 0.0.1" in installed.missing(
-        "other"
+    assert (
+        "and its internals differ between versions; asyncrl needs 0.0.1"
+        in installed.explain_missing("other")
     )
 
 
@@ -100,11 +101,11 @@ def test_untested_versions_are_warned_about_and_not_refused(
 ) -> None:
     subject = preflight.Subject(config())
     versions = {"torch": "2.11.0+cu128", "transformers": installed.TESTED["transformers"]}
-    usual = installed.version
-    monkeypatch.setattr(installed, "version", lambda *n: versions.get(n[0]) or usual(*n))
+    usual = installed.find_version
+    monkeypatch.setattr(installed, "find_version", lambda *n: versions.get(n[0]) or usual(*n))
     other = f"torch 2.11.0 (tested: {installed.TESTED['torch']})"
-    assert installed.untested_versions() == other
-    assert installed.missing_for(subject.config) == ""
+    assert installed.list_untested_versions() == other
+    assert installed.find_missing_package(subject.config) == ""
     with pytest.raises(preflight.Doubt, match=r"untested versions: torch 2\.11\.0"):
         preflight.versions_tested(subject)
     for check in ("packages_installed", "devices_present", "task_reads", "model_built"):
@@ -118,7 +119,7 @@ def test_untested_versions_are_warned_about_and_not_refused(
     main(["engines"])
     assert f"\nwarning: untested versions: {other}\n" in capsys.readouterr().out
     versions["torch"] = installed.TESTED["torch"] + "+cpu"
-    assert installed.untested_versions() == ""
+    assert installed.list_untested_versions() == ""
     assert preflight.versions_tested(subject).startswith("torch ")
 
 

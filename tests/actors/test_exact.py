@@ -40,14 +40,14 @@ def tables(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> l
     pass had.
     """
     found: list[int] = []
-    plan = packed_forward.plan
+    plan = packed_forward.plan_packing
 
     def counted(*args: Any, **more: Any) -> Any:
         out = plan(*args, **more)
         found.append(len(out.answers))
         return out
 
-    monkeypatch.setattr(packed_forward, "plan", counted)
+    monkeypatch.setattr(packed_forward, "plan_packing", counted)
     worth = 1 << 40 if request.param == "one table" else 0
     monkeypatch.setitem(packed_forward.WORTH_A_TABLE, "cpu", worth)
     return found
@@ -120,7 +120,7 @@ def test_the_exact_forward_is_the_model_in_value_and_gradient(
             out = (
                 model.logprobs(*args, groups=owner, want_entropy=True, want_hidden=True)
                 if way
-                else policy.plain_logprobs(model.hf, *args, True, True)
+                else policy.compute_plain_logprobs(model.hf, *args, True, True)
             )
             assert out.entropy is not None and out.hidden is not None
             (
@@ -155,7 +155,7 @@ def test_queries_that_share_a_product_have_the_bits_of_queries_alone(
     heads: int, kv: int, dim: int, side_by_side: int
 ) -> None:
     lay = ModelLayout(None, heads, kv, dim, 1e-6)
-    assert exact_operators.heads_per_product(lay) == side_by_side
+    assert exact_operators.count_heads_per_product(lay) == side_by_side
     row = exact_check._attention(lay, (1, 1), torch.Generator().manual_seed(dim), 208)
     assert (row.cases, row.values, row.differ) == (64, 64 * heads * dim, 0)
 
@@ -164,9 +164,9 @@ def test_the_self_test_says_which_operator_differs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = policy.build_model(tmp_path, "abcdefgh")
-    plain = exact_operators.unit
+    plain = exact_operators.normalize
     monkeypatch.setattr(
-        exact_operators, "unit", lambda x, eps: plain(x, eps) * (1 + 1e-6 * (len(x) % 32 != 0))
+        exact_operators, "normalize", lambda x, eps: plain(x, eps) * (1 + 1e-6 * (len(x) % 32 != 0))
     )
     wrong = exact_check.failure(exact_check.operators(model))
     assert wrong.startswith("norm (") and "qkv" not in wrong

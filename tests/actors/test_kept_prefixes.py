@@ -180,7 +180,7 @@ def test_keys_of_older_weights_serve_no_newer_version(tmp_path: Path, in_flight:
     crossing = [request(10 + at, 0, [*SYSTEM, 3 + at, 9, 4, 5, 6], 20) for at in range(8)]
     e.add(crossing)
     answers = e.step(5)
-    e.load(dict(policy.named_weights(new)), Label(1, 1), "d1")
+    e.load(dict(policy.list_named_weights(new)), Label(1, 1), "d1")
     while e.active:
         answers += e.step(5)
     found = {answer.key: answer for answer in answers}

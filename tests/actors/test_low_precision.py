@@ -23,7 +23,7 @@ from asyncrl.contract.versions import Label
 from asyncrl.experiments.serial import run_serial
 from asyncrl.models import policy
 from asyncrl.models.low_precision.weight_rounding import (
-    linear_layers,
+    list_linear_layers,
     load_learner_policy,
     round_rows,
     share_rounding,
@@ -79,10 +79,10 @@ def log_probabilities(model: policy.PolicyModel, answers: list[Completion]) -> t
 
 def in_float64(path: Path, answers: list[Completion], number_format: str | None) -> torch.Tensor:
     """Log-probabilities by transformers in float64, of the model or of its emulated rounding."""
-    hf = policy.load_policy(path, whole=True).hf.double()
+    hf = policy.load_policy(path, with_modules=True).hf.double()
     if number_format is not None:
         with torch.no_grad():
-            for _, layer in linear_layers(hf):
+            for _, layer in list_linear_layers(hf):
                 layer.weight.copy_(torch.from_numpy(emulated(layer.weight.numpy(), number_format)))
     widest = max(len(a.prompt) + len(a.tokens) for a in answers)
     ids = torch.zeros(len(answers), widest, dtype=torch.long)  # padded at the right
@@ -139,7 +139,7 @@ def test_the_learners_gradient_is_that_at_the_rounded_weights(
     before = {name: p.detach().clone() for name, p in shared.hf.named_parameters()}
     rounded = policy.load_policy(model)
     with torch.no_grad():
-        for _, layer in linear_layers(rounded.hf):
+        for _, layer in list_linear_layers(rounded.hf):
             layer.weight.copy_(round_rows(layer.weight, number_format))
     found, wanted = gradients(shared), gradients(rounded)
     for name, parameter in shared.hf.named_parameters():
@@ -165,7 +165,7 @@ def test_rounding_is_that_of_the_format(number_format: str) -> None:
 
 def test_embeddings_and_the_head_are_not_rounded(model: Path) -> None:
     hf = policy.load_policy(model).hf
-    names = [name for name, _ in linear_layers(hf)]
+    names = [name for name, _ in list_linear_layers(hf)]
     assert len(names) == 2 * 7 and not any("head" in name for name in names)
 
 
@@ -173,9 +173,9 @@ def test_earlier_versions_share_the_rounding(model: Path) -> None:
     core = learner_step_kit.core(
         model, generator={"quantize": "int8"}, learner={"shared_rounding": True}
     )
-    flat = bytearray(policy.flat_bytes(core.layout))
+    flat = bytearray(policy.count_flat_bytes(core.layout))
     policy.write_flat(core.model, memoryview(flat))
-    core.measure.weights_of = lambda label, digest: bytes(flat)
+    core.measure.read_weights = lambda label, digest: bytes(flat)
     packed = core._pack_batch(learner_step_kit.batch())
     everyone = list(range(packed.count))
     found = core.measure.compute_logprobs_under((Label(1, 0), ""), packed, everyone)

@@ -70,7 +70,7 @@ def test_a_model_without_packed_forward_is_scored(tmp_path: Path) -> None:
     path = directory(tmp_path, "gpt2", "abcdefgh")
     scored = GenericEngine(policy.load_policy(path, "float32", "cpu"), slots=4, context=64)
     model = policy.load_policy(path, "float32", "cpu")
-    scored.load(dict(policy.named_weights(model)), Label(1, 0), "d")
+    scored.load(dict(policy.list_named_weights(model)), Label(1, 0), "d")
     check(model, scored.score(arrays(PROMPTS), 3), 3)
 
 
@@ -117,7 +117,7 @@ def test_scores_follow_the_loaded_weights_and_the_context(tmp_path: Path) -> Non
     before = scored.score(arrays(PROMPTS))
     with torch.no_grad():
         model.hf.lm_head.weight.mul_(2)
-    scored.load(dict(policy.named_weights(model)), Label(1, 1), "d1")
+    scored.load(dict(policy.list_named_weights(model)), Label(1, 1), "d1")
     after = scored.score(arrays(PROMPTS))
     assert not np.allclose(before[0].logprobs, after[0].logprobs)
     check(model, after, 1)

@@ -126,7 +126,7 @@ def test_an_answer_across_a_swap_is_the_one_swapped_at_the_same_token(
 ) -> None:
     """Rows advance by different numbers of tokens, and each span says where its swap came."""
     in_flight = "recompute_kv" if exact else "keep_kv"
-    other = dict(policy.named_weights(repetitive(tmp_path, seed=5)))
+    other = dict(policy.list_named_weights(repetitive(tmp_path, seed=5)))
     wanted = requests()
     speculates = drafting(model, slots=16, fixed=exact, in_flight=in_flight)
     speculates.add(wanted)
@@ -324,7 +324,7 @@ def test_the_cost_is_measured_with_the_first_weights(
     e.drafts.count(64, 64)  # nothing was accepted: 2 tokens a row, with the assumed ones
     assert [e.drafts.pays(rows) for rows in (2, 4)] == [True, False]
     monkeypatch.setattr(EmbeddedEngine, "_time_verification", None)  # is not called again
-    e.load(dict(policy.named_weights(model)), Label(1, 1), "d1")
+    e.load(dict(policy.list_named_weights(model)), Label(1, 1), "d1")
     assert e.drafts.pays(4), "new weights may repeat themselves more"
     e.drafts.count_lookup(10, 0.5)
     assert e.drafts.pays(1) and not e.drafts.pays(4), "the look-up of a row takes 0.05 s"

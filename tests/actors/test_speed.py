@@ -42,7 +42,7 @@ def test_the_buffer_with_its_metrics_imports_no_torch(tmp_path: Path) -> None:
 def test_the_engine_stays_flat_over_many_short_answers(tmp_path: Path) -> None:
     model = policy.build_model(tmp_path / "m", "abcdefgh", hidden=32, layers=2)
     engine = EmbeddedEngine(model, slots=32, context=24, max_new_tokens=8)
-    weights = dict(policy.named_weights(model))
+    weights = dict(policy.list_named_weights(model))
     prompt = np.array([3, 4, 5], np.int32)
 
     def write(first: int, groups: int) -> None:

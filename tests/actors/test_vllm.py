@@ -33,7 +33,7 @@ from asyncrl.config import load as config_load
 from asyncrl.contract.errors import ConfigError, ProtocolError
 from asyncrl.contract.versions import Label
 from asyncrl.models import adapter_files, adapters, installed, policy
-from asyncrl.models.tokenizer import load_tokenizer, stop_tokens
+from asyncrl.models.tokenizer import collect_stop_tokens, load_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -57,8 +57,8 @@ def test_answers_end_at_any_of_several_tokens(tmp_path: Path) -> None:
         published="float32",
         device="cpu",
     )
-    e.load(flat(model), Label(1, 1), "d", policy.probe_logprobs(model).tobytes())
-    stops = stop_tokens(load_tokenizer(tmp_path), chat_config(tmp_path))
+    e.load(flat(model), Label(1, 1), "d", policy.compute_probe_logprobs(model).tobytes())
+    stops = collect_stop_tokens(load_tokenizer(tmp_path), chat_config(tmp_path))
     e.add([replace(request(t, 0, [4, 5, 13], 12), stop=stops) for t in range(64)])
     answers: list[Completion] = []
     while e.active:
@@ -81,7 +81,7 @@ def test_adapters_are_added_to_the_base_at_the_swap(tmp_path: Path) -> None:
         adapters.attach(model, config.lora, 0)
         draw = torch.Generator().manual_seed(seed)
         with torch.no_grad():
-            for _, tensor in adapter_files.weights(model.hf):
+            for _, tensor in adapter_files.list_adapter_weights(model.hf):
                 tensor.copy_(torch.randn(tensor.shape, generator=draw) * 0.2)
         models.append(model)
     one, other, wrong = models
@@ -96,7 +96,7 @@ def test_adapters_are_added_to_the_base_at_the_swap(tmp_path: Path) -> None:
         while engine.active:
             answers += engine.step(5)
         seen.append(answers[0])
-        want = expected(adapters.merged_model(model, "cpu"), answers[0], asked)
+        want = expected(adapters.merge_model(model, "cpu"), answers[0], asked)
         apart = torch.from_numpy(answers[0].logprobs) - want
         assert float(apart.abs().max()) < 1e-5
     assert engine.probes == 3
@@ -135,7 +135,10 @@ class Case:
     def load(self, model: policy.PolicyModel) -> Label:
         self.at += 1
         self.engine.load(
-            flat(model), Label(1, self.at), f"d{self.at}", policy.probe_logprobs(model).tobytes()
+            flat(model),
+            Label(1, self.at),
+            f"d{self.at}",
+            policy.compute_probe_logprobs(model).tobytes(),
         )
         return Label(1, self.at)
 
@@ -440,7 +443,9 @@ def test_without_a_published_probe_the_generator_computes_it(case: Case) -> None
     case.engine.step(3)
     assert case.engine.probes == before + 1 and case.engine.reference is not None
     case.engine.reference = None
-    case.engine.load(flat(case.old), Label(1, 901), "d", policy.probe_logprobs(case.new).tobytes())
+    case.engine.load(
+        flat(case.old), Label(1, 901), "d", policy.compute_probe_logprobs(case.new).tobytes()
+    )
     with pytest.raises(ProtocolError, match="nats off"):
         case.engine.step(3)
     case.load(case.old)
@@ -524,15 +529,15 @@ def test_without_repacking_a_tied_head_is_stale_and_the_probe_says_so(
 def test_the_reference_holds_no_copy_of_the_weights(tmp_path: Path) -> None:
     model = policy.build_model(tmp_path, "abcdefgh", seed=3, **SHAPE)
     reference = ReferenceWeights(str(tmp_path), "float32")
-    got = reference.logprobs(dict(policy.named_weights(model)))
-    ids = torch.tensor([policy.probe_ids(model.hf.config)])
+    got = reference.logprobs(dict(policy.list_named_weights(model)))
+    ids = torch.tensor([policy.list_probe_ids(model.hf.config)])
     with torch.no_grad():
         want = torch.log_softmax(model.hf(input_ids=ids).logits[0, :-1], -1).gather(
             1, ids[0, 1:, None]
         )[:, 0]
     assert np.allclose(got, want.numpy(), atol=1e-6)
     # the packed forward's, as the learner publishes them
-    assert np.allclose(policy.probe_logprobs(model), want.numpy(), atol=1e-6)
+    assert np.allclose(policy.compute_probe_logprobs(model), want.numpy(), atol=1e-6)
     assert sum(p.numel() for p in reference.model.hf.parameters()) == 0
 
 

@@ -59,7 +59,7 @@ class Engine:
     def load(self, model: policy.PolicyModel) -> Label:
         self.at += 1
         label = Label(1, self.at)
-        probe = policy.probe_logprobs(model).tobytes()
+        probe = policy.compute_probe_logprobs(model).tobytes()
         self.engine.load(flat(model), label, f"d{self.at}", probe)
         return label
 

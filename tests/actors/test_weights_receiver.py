@@ -24,7 +24,7 @@ from asyncrl.transport import gpu_pairs
 from asyncrl.transport.ring import Rows, WeightRing
 
 ROWS: Rows = [("w", "float32", [2, 2], 0, 16), ("b", "uint8", [3], 16, 3)]
-SIZE = policy.flat_bytes(ROWS)
+SIZE = policy.count_flat_bytes(ROWS)
 HERE = socket.gethostname()
 
 

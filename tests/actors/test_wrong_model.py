@@ -28,7 +28,7 @@ from asyncrl.contract import messages as m
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.versions import Label
 from asyncrl.models import policy
-from asyncrl.models.tokenizer import load_tokenizer, stop_tokens
+from asyncrl.models.tokenizer import collect_stop_tokens, load_tokenizer
 from asyncrl.supervise.preflight import preflight
 
 pytestmark = pytest.mark.slow
@@ -198,7 +198,7 @@ def test_what_ends_an_answer(tmp_path: Path) -> None:
     policy.build_model(tmp_path, SYMBOLS, hidden=32)
 
     def ends(*sets: str) -> tuple[int, ...]:
-        return stop_tokens(load_tokenizer(tmp_path), config(tmp_path, *sets))
+        return collect_stop_tokens(load_tokenizer(tmp_path), config(tmp_path, *sets))
 
     assert ends() == (1,)
     edit(tmp_path, "generation_config.json", eos_token_id=[1, 7, 9])
@@ -212,7 +212,7 @@ def test_what_ends_an_answer(tmp_path: Path) -> None:
     shutil.copytree(tmp_path, no_eos, ignore=shutil.ignore_patterns("n"))
     edit(no_eos, "tokenizer_config.json", eos_token=None)
     edit(no_eos, "config.json", eos_token_id=None)
-    assert stop_tokens(load_tokenizer(no_eos), config(no_eos)) == ()
+    assert collect_stop_tokens(load_tokenizer(no_eos), config(no_eos)) == ()
     preflight(config(no_eos, 'generator.stop=["#"]'))
 
 
@@ -248,8 +248,8 @@ def test_a_chat_template_with_several_end_tokens(tmp_path: Path) -> None:
         return_dict=False,
     )
     assert prompt == [4, 5, 13, 1, 14], "the template's own end of a turn is in the prompt"
-    stops = stop_tokens(tokenizer, c)
+    stops = collect_stop_tokens(tokenizer, c)
     engine = EmbeddedEngine(model, slots=64, context=32, max_new_tokens=12)
-    engine.load(dict(policy.named_weights(model)), Label(1, 0), "d")
+    engine.load(dict(policy.list_named_weights(model)), Label(1, 0), "d")
     requests = [replace(request(t, 0, prompt, 12), stop=stops) for t in range(64)]
     check_ends(run(engine, requests), stops, 12)

@@ -23,10 +23,10 @@ from asyncrl.contract.versions import Label
 from asyncrl.models.policy import (
     PolicyModel,
     build_model,
-    flat_bytes,
+    count_flat_bytes,
+    list_named_weights,
     load_policy,
     load_weights,
-    named_weights,
     write_flat,
 )
 from learner.batch import pack
@@ -114,25 +114,27 @@ class Ring:
         source = torch.Generator().manual_seed(5)
         for number in range(3):
             with torch.no_grad():
-                for _, p in named_weights(self.model):
+                for _, p in list_named_weights(self.model):
                     p.add_(0.05 * torch.randn(p.shape, generator=source))
             self.held[Label(1, number)] = self.flat()
 
     def flat(self) -> bytes:
-        from asyncrl.models.policy import manifest
+        from asyncrl.models.policy import build_manifest
 
-        data = bytearray(flat_bytes(manifest(self.model)))
+        data = bytearray(count_flat_bytes(build_manifest(self.model)))
         write_flat(self.model, memoryview(data))
         return bytes(data)
 
     def logprobs(
         self, number: int, prompts: list[np.ndarray], answers: list[np.ndarray]
     ) -> torch.Tensor:
-        from asyncrl.models.policy import manifest, read_flat
+        from asyncrl.models.policy import build_manifest, read_flat
 
         load_weights(
             self.model,
-            read_flat(memoryview(bytearray(self.held[Label(1, number)])), manifest(self.model)),
+            read_flat(
+                memoryview(bytearray(self.held[Label(1, number)])), build_manifest(self.model)
+            ),
         )
         with torch.no_grad():
             return self.model.logprobs(prompts, answers, torch.ones(len(prompts))).logprobs
@@ -200,10 +202,10 @@ def core(model_dir: Path, ring: Ring, **sections: Any) -> LearnerCore:
         **sections,
     }
     c = LearnerCore(load.build(raw), model_dir)
-    from asyncrl.models.policy import manifest, read_flat
+    from asyncrl.models.policy import build_manifest, read_flat
 
     load_weights(
-        c.model, read_flat(memoryview(bytearray(ring.held[Label(1, 2)])), manifest(c.model))
+        c.model, read_flat(memoryview(bytearray(ring.held[Label(1, 2)])), build_manifest(c.model))
     )
     c.measure.read_weights = ring
     return c

@@ -203,7 +203,7 @@ def test_a_digest_of_the_final_weights_is_never_there_without_them(
     atomic_write.sync_path(tmp_path)
     atomic_write.sync_path(run)
     learner: Any = SimpleNamespace(core=core(model_dir), run_dir=run)
-    expected = policy.weights_digest(learner.core.model)
+    expected = policy.compute_weights_digest(learner.core.model)
     there = 0
 
     def look() -> None:
@@ -212,7 +212,7 @@ def test_a_digest_of_the_final_weights_is_never_there_without_them(
         if (left / "weights_digest").exists():
             there += 1
             assert (left / "weights_digest").read_text() == expected
-            assert policy.weights_digest(policy.load_policy(left / "model")) == expected
+            assert policy.compute_weights_digest(policy.load_policy(left / "model")) == expected
         shutil.rmtree(left)
 
     disk.at_sync = look

@@ -86,7 +86,10 @@ def test_every_token_was_drawn_by_the_version_it_names_and_the_lag_is_its_age(
                 policies[n] = transformers.AutoModelForCausalLM.from_pretrained(
                     path, dtype=torch.float32
                 )
-                assert policy.weights_digest(policy.load_policy(path, "float32", "cpu")) == digest
+                assert (
+                    policy.compute_weights_digest(policy.load_policy(path, "float32", "cpu"))
+                    == digest
+                )
             for named, kept in ((n, True), (number(r["versions"][0][0]), False)):
                 with torch.no_grad():
                     logits = (

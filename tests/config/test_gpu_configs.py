@@ -90,7 +90,7 @@ def test_each_process_sees_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {})
     with pytest.raises(ConfigError, match=r"generator\.gpus: GPU 2 does not exist"):
         devices.bind(config.generator.gpus, 0, "generator.gpus")
-    assert devices.missing(config).startswith("generator.gpus: needs CUDA")
+    assert devices.find_missing_gpus(config).startswith("generator.gpus: needs CUDA")
 
 
 @pytest.mark.parametrize(

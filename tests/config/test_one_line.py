@@ -24,7 +24,7 @@ from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 from asyncrl.models import policy
-from asyncrl.models.tokenizer import encode_prompt, load_tokenizer, transformers_tokenizer
+from asyncrl.models.tokenizer import encode_prompt, load_tokenizer, load_transformers_tokenizer
 from asyncrl.records import rundir
 from asyncrl.supervise.preflight import preflight
 from asyncrl.tasks.file import read_prompts
@@ -118,7 +118,7 @@ def test_messages_and_a_template_that_cannot_write_them(
     template: str, said: str, tmp_path: Path
 ) -> None:
     path = with_template(tmp_path / "m", template)
-    for tokenizer in (load_tokenizer(path), transformers_tokenizer(path)):
+    for tokenizer in (load_tokenizer(path), load_transformers_tokenizer(path)):
         with pytest.raises(ConfigError) as e:
             encode_prompt(tokenizer, Prompt(7, "12=", "", TURNS, {}, "train"))
         assert (

@@ -17,7 +17,7 @@ from asyncrl.cli import main
 from asyncrl.config import load
 from asyncrl.experiments import offline_eval
 from asyncrl.experiments.replay import replay as replaying
-from asyncrl.models.policy import load_policy, weights_digest
+from asyncrl.models.policy import compute_weights_digest, load_policy
 from asyncrl.records import metrics, stream
 from asyncrl.records.stream import RecordedStep, RecordingHeader, RecordingWriter
 from asyncrl.tasks.evaluation_sets import task_of
@@ -176,7 +176,7 @@ def test_a_rate_of_zero_moves_nothing(
         4,
     ).json
     assert (
-        found["weights_digest"] == weights_digest(load_policy(small_model, device="cpu"))
+        found["weights_digest"] == compute_weights_digest(load_policy(small_model, device="cpu"))
         and found["to"] == 4
     )
     was, now = train_rows(recorded["rows"]), train_rows(metrics.read(tmp_path / "still"))

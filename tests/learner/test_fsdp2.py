@@ -17,7 +17,7 @@ from ranks_kit import trained
 from asyncrl.config import load
 from asyncrl.config.engines import BACKEND_ABILITIES
 from asyncrl.contract.errors import ConfigError
-from asyncrl.models.policy import build_model, character_tokenizer
+from asyncrl.models.policy import build_character_tokenizer, build_model
 
 pytestmark = pytest.mark.slow
 
@@ -103,7 +103,7 @@ def test_experts_that_no_token_of_a_rank_chose(family: str, tmp_path: Path) -> N
     import torch
     import transformers
 
-    tokenizer = character_tokenizer("abcdefgh")
+    tokenizer = build_character_tokenizer("abcdefgh")
     more = {"Qwen3Moe": {"head_dim": 8}, "Qwen2Moe": {"shared_expert_intermediate_size": 16}}
     config = getattr(transformers, f"{family}Config")(
         vocab_size=len(tokenizer),

@@ -28,7 +28,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often a layer was computed: in a forward pass, and within a backward one."""
     count: Counter[str] = Counter()
-    for name in ("block", "_fixed_block"):
+    for name in ("apply_block", "_apply_fixed_block"):
         plain = getattr(packed_forward, name)
 
         def counted(*args: Any, plain: Any = plain, **more: Any) -> torch.Tensor:
@@ -113,7 +113,7 @@ def test_transformers_own_modules_do_so_too(model_dir: Path) -> None:
     """As ZeRO stage 3 runs them; one that cannot says so."""
     found = []
     for again in (False, True):
-        model = policy.load_policy(model_dir, "float32", "cpu", whole=True)
+        model = policy.load_policy(model_dir, "float32", "cpu", with_modules=True)
         model.fast, model.one_pass = None, True
         mlp = model.hf.model.layers[0].mlp
         within = told(mlp.gate_proj)

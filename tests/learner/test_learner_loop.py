@@ -166,7 +166,7 @@ def test_a_life_from_hello_to_goodbye(life: Made) -> None:
     assert stream.size(one.run_dir) == 0, "a recording needs record.stream"
     assert (one.run_dir / "weights_digest").read_text() == commits[-1].digest
     left = policy.load_policy(one.run_dir / "model", device="cpu")
-    assert policy.weights_digest(left) == commits[-1].digest
+    assert policy.compute_weights_digest(left) == commits[-1].digest
 
 
 def test_what_a_commit_says_of_its_step(life: Made) -> None:
@@ -446,7 +446,7 @@ def test_how_many_versions_an_injection_names(inject: str, depth: int) -> None:
 def test_weights_that_give_no_logprobs_are_not_published(life: Made) -> None:
     one, _ = life()
     before = one.publisher.ring.labels()
-    weight = next(p for n, p in policy.named_weights(one.core.model) if p.dim() == 2)
+    weight = next(p for n, p in policy.list_named_weights(one.core.model) if p.dim() == 2)
     kept = weight.detach().clone()
 
     def with_first(value: float) -> str:

@@ -26,7 +26,7 @@ from asyncrl.contract.errors import ConfigError, DamagedDataError
 from asyncrl.contract.versions import Label
 from asyncrl.models import adapter_files, adapters, model_check, policy
 from asyncrl.models.low_precision.weight_rounding import WeightRounder
-from asyncrl.models.policy import PolicyModel, build_model, load_policy, named_weights
+from asyncrl.models.policy import PolicyModel, build_model, list_named_weights, load_policy
 from learner import checkpoint
 from learner.batch import pack
 from learner.step import LearnerCore
@@ -42,11 +42,11 @@ ANSWERS = [np.array([5, 6, 7, 1], np.int32), np.array([3, 1], np.int32)]
 
 def adapted(path: Path, *, whole: bool = False, seed: int = 7, **keys: Any) -> PolicyModel:
     """A model with adapters that are not zero."""
-    model = load_policy(path, keys.pop("dtype", "float32"), "cpu", whole=whole)
+    model = load_policy(path, keys.pop("dtype", "float32"), "cpu", with_modules=whole)
     adapters.attach(model, LoraConfig(**(LORA | keys)), 3)
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for _, tensor in adapter_files.weights(model.hf):
+        for _, tensor in adapter_files.list_adapter_weights(model.hf):
             tensor.copy_(torch.randn(tensor.shape, generator=draw) * 0.2)
     return model
 
@@ -71,7 +71,9 @@ def test_the_gradient_is_that_of_transformers_with_peft(
     ours = logprobs(model)
     ours.sum().backward()
     theirs = peft.PeftModel.from_pretrained(
-        load_policy(model_dir, device="cpu", whole=True).hf, tmp_path / "adapter", is_trainable=True
+        load_policy(model_dir, device="cpu", with_modules=True).hf,
+        tmp_path / "adapter",
+        is_trainable=True,
     )
     rows = []
     for prompt, answer in zip(PROMPTS, ANSWERS, strict=True):
@@ -102,9 +104,9 @@ def test_at_first_an_adapter_changes_nothing_and_is_drawn_by_the_seed(model_dir:
         adapters.attach(model, LoraConfig(rank=2, target_modules=["q_proj"]), seed)
     assert torch.equal(before, torch.get_rng_state())
     assert torch.equal(logprobs(models[0]), logprobs(base))
-    first, same, other = (policy.weights_digest(model) for model in models)
+    first, same, other = (policy.compute_weights_digest(model) for model in models)
     assert first == same != other
-    assert [name for name, _ in named_weights(models[0])] == [
+    assert [name for name, _ in list_named_weights(models[0])] == [
         f"model.layers.{layer}.self_attn.q_proj.lora_{part}.weight"
         for layer in (0, 1)
         for part in "AB"
@@ -114,25 +116,25 @@ def test_at_first_an_adapter_changes_nothing_and_is_drawn_by_the_seed(model_dir:
 def test_alpha_over_rank_is_the_scale(model_dir: Path) -> None:
     base = load_policy(model_dir, device="cpu")
     model = adapted(model_dir, alpha=6.0)
-    tensors = dict(adapter_files.weights(model.hf))
+    tensors = dict(adapter_files.list_adapter_weights(model.hf))
     name = "model.layers.1.mlp.up_proj"
-    want = dict(named_weights(base))[f"{name}.weight"] + 1.5 * (
+    want = dict(list_named_weights(base))[f"{name}.weight"] + 1.5 * (
         tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"]
     )
-    got = dict(named_weights(adapters.merged_model(model, "cpu")))
+    got = dict(list_named_weights(adapters.merge_model(model, "cpu")))
     torch.testing.assert_close(got[f"{name}.weight"], want)
     with torch.no_grad():
-        beside, together = (logprobs(x) for x in (model, adapters.merged_model(model, "cpu")))
+        beside, together = (logprobs(x) for x in (model, adapters.merge_model(model, "cpu")))
     torch.testing.assert_close(beside, together, atol=1e-5, rtol=1e-5)
     untouched = "model.embed_tokens.weight"
-    assert torch.equal(got[untouched], dict(named_weights(base))[untouched])
+    assert torch.equal(got[untouched], dict(list_named_weights(base))[untouched])
 
 
 def test_a_bfloat16_base_keeps_its_adapters_in_float32(model_dir: Path) -> None:
     model = adapted(model_dir, dtype="bfloat16")
-    assert {tensor.dtype for _, tensor in named_weights(model)} == {torch.float32}
-    merged = adapters.merged_model(model, "cpu")
-    assert {tensor.dtype for _, tensor in named_weights(merged)} == {torch.bfloat16}
+    assert {tensor.dtype for _, tensor in list_named_weights(model)} == {torch.float32}
+    merged = adapters.merge_model(model, "cpu")
+    assert {tensor.dtype for _, tensor in list_named_weights(merged)} == {torch.bfloat16}
     base = load_policy(model_dir, device="cpu")
     with torch.no_grad():
         beside, together, without = (logprobs(each) for each in (model, merged, base))
@@ -144,7 +146,7 @@ def test_a_bfloat16_base_keeps_its_adapters_in_float32(model_dir: Path) -> None:
 
 
 def engine_of(path: Path, kind: Any, **keys: Any) -> Any:
-    model = load_policy(path, device="cpu", whole=kind is GenericEngine)
+    model = load_policy(path, device="cpu", with_modules=kind is GenericEngine)
     if kind is GenericEngine:
         model.fast = None
     base = adapters.AdapterBase(model, LoraConfig(**(LORA | keys)))
@@ -162,7 +164,7 @@ def drawn(engine: Any) -> tuple[np.ndarray, np.ndarray]:
 def test_an_engine_rounds_the_sum_of_base_and_adapter(model_dir: Path) -> None:
     model = adapted(model_dir)
     assert model.adapter is not None
-    weights, probe = dict(named_weights(model)), model.adapter.base.encode()
+    weights, probe = dict(list_named_weights(model)), model.adapter.base.encode()
     hf = load_policy(model_dir, device="cpu")
     base = adapters.AdapterBase(hf, LoraConfig(**LORA))
     sizes = {"slots": 4, "context": 32, "max_new_tokens": 8}
@@ -184,7 +186,7 @@ def test_an_engine_merges_anew_from_the_base(model_dir: Path, kind: Any) -> None
     engine = engine_of(model_dir, kind)
     seen = []
     for number, policy_model in enumerate((model, other, other, model)):
-        engine.load(dict(named_weights(policy_model)), Label(1, number), "d", probe)
+        engine.load(dict(list_named_weights(policy_model)), Label(1, number), "d", probe)
         seen.append(drawn(engine))
         tokens, found = seen[-1]
         with torch.no_grad():
@@ -202,7 +204,7 @@ def test_an_engine_refuses_an_adapter_of_another_base(model_dir: Path, tmp_path:
     assert model.adapter is not None
     engine = engine_of(model_dir, EmbeddedEngine)
     with pytest.raises(ConfigError, match=r"the learner's adapter belongs to [0-9a-f]{16}"):
-        engine.load(dict(named_weights(model)), Label(1, 0), "d", model.adapter.base.encode())
+        engine.load(dict(list_named_weights(model)), Label(1, 0), "d", model.adapter.base.encode())
 
 
 # ---- the learner ---------------------------------------------------------------------------------
@@ -213,20 +215,20 @@ def test_the_learner_trains_and_publishes_adapters_alone(model_dir: Path) -> Non
     adapter = learner.model.adapter
     assert adapter is not None
     base = {n: p.clone() for n, p in learner.model.hf.named_parameters() if "lora" not in n}
-    before = {n: t.clone() for n, t in named_weights(learner.model)}
+    before = {n: t.clone() for n, t in list_named_weights(learner.model)}
     learner.train(batch(0))
     for name, parameter in learner.model.hf.named_parameters():
         assert "lora" in name or torch.equal(parameter, base[name])
-    after = dict(named_weights(learner.model))
+    after = dict(list_named_weights(learner.model))
     assert any(not torch.equal(after[name], tensor) for name, tensor in before.items())
-    flat = bytearray(policy.flat_bytes(learner.layout))
+    flat = bytearray(policy.count_flat_bytes(learner.layout))
     learner.backend.write_flat(memoryview(flat))
     read = policy.read_flat(memoryview(flat), learner.layout)
     assert set(read) == set(after) and all(torch.equal(read[n], t) for n, t in after.items())
     assert learner.backend.probe() == adapter.base.encode()
-    full = policy.manifest(load_policy(model_dir, device="cpu"))
-    assert adapter.base_bytes == policy.flat_bytes(full) > 2 * len(flat)
-    assert adapter.base == adapters.base_digest(load_policy(model_dir, device="cpu"))
+    full = policy.build_manifest(load_policy(model_dir, device="cpu"))
+    assert adapter.base_bytes == policy.count_flat_bytes(full) > 2 * len(flat)
+    assert adapter.base == adapters.compute_base_digest(load_policy(model_dir, device="cpu"))
 
 
 @pytest.mark.parametrize(
@@ -254,7 +256,7 @@ def test_the_reference_is_the_base_without_a_second_model(
         assert found.keys() == want.keys()
         for key, value in want.items():
             assert found[key] == pytest.approx(value, abs=1e-6, nan_ok=True), key
-    assert policy.weights_digest(ours.model) == policy.weights_digest(theirs.model)
+    assert policy.compute_weights_digest(ours.model) == policy.compute_weights_digest(theirs.model)
     moved = [value for key, value in found.items() if key.startswith("kl/") and value > 1e-9]
     assert moved
 
@@ -273,14 +275,14 @@ def test_an_earlier_version_is_measured_in_place(model_dir: Path) -> None:
     packed = pack(batch(0))
     everyone = list(range(packed.count))
     before = learner._forward(learner.model, packed, everyone)
-    flat = bytearray(policy.flat_bytes(learner.layout))
+    flat = bytearray(policy.count_flat_bytes(learner.layout))
     learner.backend.write_flat(memoryview(flat))
     learner.train(batch(0))
-    digest = policy.weights_digest(learner.model)
+    digest = policy.compute_weights_digest(learner.model)
     learner.measure.read_weights = lambda label, digest: bytes(flat)
     found = learner.measure.compute_logprobs_under((Label(1, 0), ""), packed, everyone)
     assert found is not None and torch.equal(found, before)
-    assert policy.weights_digest(learner.model) == digest and learner.measure.shadow is None
+    assert policy.compute_weights_digest(learner.model) == digest and learner.measure.shadow is None
     assert not torch.equal(learner._forward(learner.model, packed, everyone), before)
 
 
@@ -303,7 +305,7 @@ def test_a_checkpoint_is_the_adapter_and_goes_on_bit_for_bit(
     assert checkpoint.restore(again, path) == {"a": 1}
     for learner in (whole, again):
         learner.train(batch(1))
-    assert policy.weights_digest(whole.model) == policy.weights_digest(again.model)
+    assert policy.compute_weights_digest(whole.model) == policy.compute_weights_digest(again.model)
     with pytest.raises(DamagedDataError, match=r"another lora.rank or other lora.target_modules"):
         checkpoint.restore(lora_core(model_dir, lora={"rank": 2}, **adam), path)
     build_model(tmp_path / "other", "abcdefgh", hidden=32, layers=2, seed=1)
@@ -311,7 +313,7 @@ def test_a_checkpoint_is_the_adapter_and_goes_on_bit_for_bit(
         checkpoint.restore(lora_core(tmp_path / "other", **adam), path)
     with pytest.raises(DamagedDataError, match="belongs to another base"):
         base = load_policy(tmp_path / "other", device="cpu")
-        adapters.merged_directory(base, path / "model")
+        adapters.merge_directory(base, path / "model")
     full = core(model_dir, **adam)
     (tmp_path / "full").mkdir()
     checkpoint.save(tmp_path / "full", full, {}, 2)
@@ -339,7 +341,7 @@ def test_export_of_a_run_that_was_cut_short(
         if how == "adapter":
             assert not (tmp_path / "out" / "model.safetensors").exists()
             base = load_policy(model_dir, device="cpu")
-            got = logprobs(adapters.merged_directory(base, tmp_path / "out"))
+            got = logprobs(adapters.merge_directory(base, tmp_path / "out"))
         else:
             got = logprobs(load_policy(tmp_path / "out", device="cpu"))
     torch.testing.assert_close(got, want, atol=2e-6, rtol=0)
@@ -433,5 +435,5 @@ def test_a_run_on_adapters_and_one_whose_learner_is_killed(
     merged = load_policy(whole["run_dir"] / "model", device="cpu")
     base = load_policy(small_model, device="cpu")
     assert not torch.equal(logprobs(merged), logprobs(base))
-    again = adapters.merged_directory(base, killed["run_dir"] / "model")
-    assert policy.weights_digest(again) == policy.weights_digest(merged)
+    again = adapters.merge_directory(base, killed["run_dir"] / "model")
+    assert policy.compute_weights_digest(again) == policy.compute_weights_digest(merged)

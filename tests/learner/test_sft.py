@@ -22,7 +22,7 @@ from asyncrl.config import load
 from asyncrl.config import sft as configs
 from asyncrl.config.sft import SftData, SftTraining
 from asyncrl.contract.errors import ConfigError, DamagedDataError, NotFiniteError, NothingToDo
-from asyncrl.models.policy import build_model, export, load_policy, weights_digest
+from asyncrl.models.policy import build_model, compute_weights_digest, export, load_policy
 from asyncrl.models.tokenizer import load_tokenizer
 from asyncrl.supervise.preflight import preflight
 from asyncrl.tasks import fit, get_task, pairs, warm_start
@@ -304,7 +304,7 @@ def test_packed_passes_give_the_gradient_of_one_row_at_a_time(model: Path) -> No
         gradients.append(torch.cat([p.grad.flatten() for p in policy.hf.parameters()]))
     tokens = sum(len(row.answer) for row in rows)
     ids = [torch.tensor([[*row.prompt.tolist(), *row.answer.tolist()]]) for row in rows]
-    plain = load_policy(model, device="cpu", whole=True)
+    plain = load_policy(model, device="cpu", with_modules=True)
     total = torch.zeros(())
     for row, each in zip(rows, ids, strict=True):
         logs = plain.hf(input_ids=each).logits[0].log_softmax(-1)
@@ -387,7 +387,9 @@ def test_the_warm_start_is_bit_for_bit_what_a_plain_loop_makes(tmp_path: Path) -
         torch.nn.utils.clip_grad_norm_(policy.hf.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-    assert weights_digest(load_policy(tmp_path / "warm", device="cpu")) == weights_digest(policy)
+    assert compute_weights_digest(
+        load_policy(tmp_path / "warm", device="cpu")
+    ) == compute_weights_digest(policy)
 
 
 # ---- the command ---------------------------------------------------------------------------------
@@ -407,7 +409,7 @@ def test_it_learns_and_a_run_takes_what_it_leaves(
     assert [row["lr"] for row in rows[:2]] == [1e-2 * 0.5, 1e-2 * 0.9]
     assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["number_10", "number_9"]
     left = load_policy(found["model"], device="cpu")
-    assert weights_digest(left) == found["weights_digest"]
+    assert compute_weights_digest(left) == found["weights_digest"]
     preflight(
         load.load(
             ROOT / "configs" / "file_example.toml",

@@ -60,10 +60,10 @@ class Rank(TorchBackend):
     def max_over_ranks(self, x: torch.Tensor) -> torch.Tensor:
         return torch.maximum(*self.gather(x))
 
-    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+    def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         self.passes += 1
-        super().backward(loss, is_last=last)
-        assert last == (len(set(self.gather((self.passes, last)))) == 1 and last), (
+        super().backward(loss, is_last=is_last)
+        assert is_last == (len(set(self.gather((self.passes, is_last)))) == 1 and is_last), (
             "ranks make their passes side by side"
         )
 

@@ -61,8 +61,8 @@ def test_a_reader_denied_shared_memory_gets_every_byte_over_the_socket(tmp_path:
     from asyncrl.models import policy
 
     model = policy.build_model(tmp_path / "m", "abcdefgh", hidden=256, layers=3)
-    layout = policy.manifest(model)
-    r = WeightRing(tmp_path / "ring", policy.flat_bytes(layout), 2, layout, 1)
+    layout = policy.build_manifest(model)
+    r = WeightRing(tmp_path / "ring", policy.count_flat_bytes(layout), 2, layout, 1)
     server = ChunkServer("tcp://127.0.0.1:0", layout, r.read_part)
     raw = {"model": {"path": "m"}, "task": {"name": "sort"}, "wires": {"connect_s": 600.0}}
     receiver = WeightsReceiver(load.build(raw), "generator-0")
@@ -73,11 +73,11 @@ def test_a_reader_denied_shared_memory_gets_every_byte_over_the_socket(tmp_path:
         digest = r.write(Label(1, n), lambda buffer: policy.write_flat(model, buffer))
         got = receiver.pull(denied, Label(1, n), digest)
         assert got is not None and got[1] == digest and receiver.reader is None
-        for name, tensor in policy.named_weights(model):
+        for name, tensor in policy.list_named_weights(model):
             assert (got[0][name] == tensor).all(), name
-        whole = (n + 1) * policy.flat_bytes(layout)
+        whole = (n + 1) * policy.count_flat_bytes(layout)
         assert whole <= receiver.bytes_over_socket == server.bytes_sent < whole + 100_000
-    told, bytes_of_weights = receiver.numbers(), 3 * policy.flat_bytes(layout)
+    told, bytes_of_weights = receiver.numbers(), 3 * policy.count_flat_bytes(layout)
     assert told["link/fetched_mb"] == bytes_of_weights / 1e6 and told["link/fetch_s"] > 0
     assert receiver.pull(denied, Label(1, 0), "gone") is None
     receiver.close()

@@ -34,7 +34,7 @@ def biased(path: Path) -> None:
     edit(path, "config.json", attention_bias=True, mlp_bias=True)
     tensors, shapes = (
         safetensors.torch.load_file(path / "model.safetensors"),
-        layout.names(json.loads((path / "config.json").read_text())),
+        layout.list_shapes(json.loads((path / "config.json").read_text())),
     )
     torch.manual_seed(1)
     safetensors.torch.save_file(
@@ -70,7 +70,7 @@ def test_a_bare_model_is_transformers_model(
         (path / "generation_config.json").unlink()
     ours, theirs = (
         policy.load_policy(path, dtype, "cpu"),
-        policy.load_policy(path, dtype, "cpu", whole=True),
+        policy.load_policy(path, dtype, "cpu", with_modules=True),
     )
     assert (
         isinstance(ours.hf, BareModel)
@@ -82,11 +82,13 @@ def test_a_bare_model_is_transformers_model(
     assert [n for n, _ in ours.hf.named_parameters()] == [
         n for n, _ in theirs.hf.named_parameters()
     ]
-    assert list(ours.hf.state_dict()) == list(theirs.hf.state_dict()) and policy.weights_digest(
-        ours
-    ) == policy.weights_digest(theirs)
+    assert list(ours.hf.state_dict()) == list(
+        theirs.hf.state_dict()
+    ) and policy.compute_weights_digest(ours) == policy.compute_weights_digest(theirs)
     for a, b in zip(
-        ours.fast.rope(torch.arange(300)), theirs.fast.rope(torch.arange(300)), strict=True
+        ours.fast.compute_rope(torch.arange(300)),
+        theirs.fast.compute_rope(torch.arange(300)),
+        strict=True,
     ):
         assert torch.equal(a, b)
     assert all(
@@ -106,7 +108,8 @@ def test_a_bare_model_is_transformers_model(
     with torch.no_grad():
         assert torch.equal(ours.hf(input_ids=ids).logits, theirs.hf(input_ids=ids).logits)
     assert all(
-        a is b for a, b in zip(ours.hf.parameters(), ours.hf.full_model().parameters(), strict=True)
+        a is b
+        for a, b in zip(ours.hf.parameters(), ours.hf.get_full_model().parameters(), strict=True)
     )
 
     # And it is written as transformers writes it.
@@ -124,9 +127,9 @@ def test_a_bare_model_is_transformers_model(
     assert {k: v for k, v in configs[0].items() if k != "_name_or_path"} == {
         k: v for k, v in configs[1].items() if k != "_name_or_path"
     }
-    assert policy.weights_digest(
-        policy.load_policy(tmp_path / "ours", dtype, "cpu", whole=True)
-    ) == policy.weights_digest(ours)
+    assert policy.compute_weights_digest(
+        policy.load_policy(tmp_path / "ours", dtype, "cpu", with_modules=True)
+    ) == policy.compute_weights_digest(ours)
 
 
 def extra_tensor(path: Path) -> None:
@@ -318,9 +321,9 @@ assert core.train(batch())["optim/steps"] == 1
 root = Path(sys.argv[2])
 saved = checkpoint.claim(checkpoint.start_epoch(root)[2], 0)
 checkpoint.save(saved, core, {}, 2)
-checkpoint.restore(core, checkpoint.newest_checkpoint(saved))
+checkpoint.restore(core, checkpoint.find_newest_checkpoint(saved))
 engine, tokenizer = actors.generator.engine_for(config), load_tokenizer(sys.argv[1])
-engine.load(dict(policy.named_weights(core.model)), Label(1, 0), "d")
+engine.load(dict(policy.list_named_weights(core.model)), Label(1, 0), "d")
 engine.add([CompletionRequest((0, 0, 1), np.array(tokenizer.encode("12="), np.int32), 0, 8, 1.0, 1.0, 0, (1,), 0)])
 while engine.active:
     for a in engine.step():

@@ -41,18 +41,18 @@ def encoded(kind: str, mode: str = "RGB", size: tuple[int, int] = (5, 3), **more
 
 def test_a_file_becomes_one_png_with_the_same_pixels() -> None:
     plain = encoded("PNG")
-    assert pictures.blob_of(plain) is plain  # it is one
+    assert pictures.build_blob(plain) is plain  # it is one
     for file in (encoded("JPEG"), encoded("PNG", "P"), encoded("PNG", "L"), encoded("PNG", "RGBA")):
-        blob = pictures.blob_of(file)
+        blob = pictures.build_blob(file)
         assert images.size_of(blob) == (5, 3)
         shown = np.asarray(Image.open(io.BytesIO(file)).convert("RGB"))
         assert np.array_equal(pictures.decode_pixels(blob), shown)
     turned = Image.Exif()
     turned[0x0112] = 6  # a camera held upright
-    assert images.size_of(pictures.blob_of(encoded("JPEG", exif=turned))) == (3, 5)
+    assert images.size_of(pictures.build_blob(encoded("JPEG", exif=turned))) == (3, 5)
     url = images.to_data_url(plain)
     assert pictures.decode_data_url(url) == plain and url.startswith("data:image/png;base64,")
-    small = pictures.thumbnail_url(picture(0, 200))
+    small = pictures.build_thumbnail_url(picture(0, 200))
     assert images.size_of(pictures.decode_data_url(small)) == (96, 96)
 
 
@@ -70,7 +70,7 @@ def test_a_file_becomes_one_png_with_the_same_pixels() -> None:
 )
 def test_what_is_no_image_is_refused(data: bytes, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        pictures.blob_of(data)
+        pictures.build_blob(data)
 
 
 def test_a_blob_is_checked_by_its_head_and_its_digest() -> None:
@@ -165,7 +165,7 @@ def generate(model: policy.PolicyModel, *, fixed: bool) -> list[Completion]:
     assert model.vision is not None
     token, length = model.vision.shape
     engine = GenericEngine(model, slots=4, context=CONTEXT, fixed=fixed)
-    engine.load(dict(policy.named_weights(model)), Label(1, 0), "one")
+    engine.load(dict(policy.list_named_weights(model)), Label(1, 0), "one")
     shown = ([token] * length + [3, 4], [token] * 2 * length + [5], [6, 7, 8])
     engine.add(
         CompletionRequest(
@@ -215,7 +215,7 @@ def test_engine_learner_and_transformers_agree(llava: Path) -> None:
     at = 0
     for one in found:
         if one.support is None:  # transformers by itself, with pixel_values
-            pixels = [model.vision.pixel_values(images.digest(x), x) for x in SHOWN[one.key[0]]]
+            pixels = [model.vision.load_pixels(images.digest(x), x) for x in SHOWN[one.key[0]]]
             ids = torch.from_numpy(np.concatenate([one.prompt, one.tokens]).astype(np.int64))
             with torch.no_grad():
                 logits = model.hf(input_ids=ids[None], pixel_values=torch.stack(pixels)).logits[0]
@@ -290,7 +290,7 @@ def test_a_swap_encodes_the_images_again(llava: Path, tmp_path: Path) -> None:
     model = policy.load_policy(llava, "float32", "cpu")
     other = policy.load_policy(seeing_model(tmp_path / "m", layers=1, seed=4), "float32", "cpu")
     engine = GenericEngine(model, slots=4, context=CONTEXT)
-    engine.load(dict(policy.named_weights(model)), Label(1, 0), "one")
+    engine.load(dict(policy.list_named_weights(model)), Label(1, 0), "one")
     assert model.vision is not None
     token, length = model.vision.shape
     prompt = np.array([token] * length + [3], np.int32)
@@ -299,7 +299,7 @@ def test_a_swap_encodes_the_images_again(llava: Path, tmp_path: Path) -> None:
     )
     engine.add([asked])
     engine.step(2)
-    engine.load(dict(policy.named_weights(other)), Label(1, 1), "two")
+    engine.load(dict(policy.list_named_weights(other)), Label(1, 1), "two")
     (one,) = engine.step(4)
     assert [(s.label.number, s.start, s.end) for s in one.spans] == [(0, 0, 2), (1, 2, 6)]
     after = other.logprobs([prompt], [one.tokens], torch.ones(1), images=[(picture(0),)]).logprobs
@@ -336,12 +336,12 @@ def test_directories_that_do_not_fit_are_refused(llava: Path, tmp_path: Path) ->
     assert model.vision is not None
     blobs = images.by_digest([picture(0)])
     with pytest.raises(ConfigError, match="makes 9 features of an image, and image_seq_length"):
-        model.vision.features(blobs, single=True)
+        model.vision.compute_features(blobs, single=True)
     (tmp_path / "m" / "preprocessor_config.json").unlink()
     model = policy.load_policy(tmp_path / "m", "float32", "cpu")
     assert model.vision is not None
     with pytest.raises(ConfigError, match=r"the image processor in .* cannot be loaded"):
-        model.vision.features(blobs, single=True)
+        model.vision.compute_features(blobs, single=True)
     file.write_text(json.dumps({k: x for k, x in raw.items() if k != "image_token_index"}))
     with pytest.raises(ConfigError, match="has no image_token_index"):
         image_tokens.read_shape(tmp_path / "m")

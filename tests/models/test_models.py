@@ -30,7 +30,7 @@ def test_packed_logprobs_equal_plain_ones_in_value_and_gradient(
     model = policy.build_model(tmp_path, "abcdefgh", family=family, kv_heads=kv, tied=tied)
     assert model.fast is not None
     prompts, responses, owner = sample_batch(11)
-    made = policy.packed_forward.plan(prompts, responses, owner, torch.device("cpu"))
+    made = policy.packed_forward.plan_packing(prompts, responses, owner, torch.device("cpu"))
     assert len(made.answers) == tables
     temperature = torch.tensor([1.0, 0.7, 1.3, 1.0, 2.0, 0.5])
     grads = []
@@ -41,7 +41,7 @@ def test_packed_logprobs_equal_plain_ones_in_value_and_gradient(
                 prompts, responses, temperature, groups=owner, want_entropy=True, want_hidden=True
             )
         else:
-            out = policy.plain_logprobs(
+            out = policy.compute_plain_logprobs(
                 model.hf, prompts, responses, temperature, True, True, rows=4
             )
         weight = torch.linspace(-1, 1, len(out.logprobs))
@@ -79,7 +79,7 @@ def test_answers_are_padded_with_others_of_like_length() -> None:
     lengths = r.permutation([*[4] * 40, *[20] * 40, 50])
     prompts = [np.arange(12, dtype=np.int32)] * len(lengths)
     answers = [np.ones(n + 1, np.int32) for n in lengths]
-    made = policy.packed_forward.plan(
+    made = policy.packed_forward.plan_packing(
         prompts, answers, [0] * len(lengths), torch.device("cpu")
     ).answers
     widths = [table.rows.shape[1] for table in made]
@@ -87,11 +87,13 @@ def test_answers_are_padded_with_others_of_like_length() -> None:
     padded = sum(table.bias.numel() for table in made)
     least = sum(n * (12 + n) for n in lengths)
     assert padded < 1.6 * least and len(made) < 8, (padded / least, widths)
-    alike = policy.packed_forward.plan(
+    alike = policy.packed_forward.plan_packing(
         prompts, [np.ones(21, np.int32)] * len(lengths), None, torch.device("cpu")
     )
     assert len(alike.answers) == 1  # nothing to save
-    fixed = policy.packed_forward.plan(prompts, answers, None, torch.device("cpu"), True).answers
+    fixed = policy.packed_forward.plan_packing(
+        prompts, answers, None, torch.device("cpu"), True
+    ).answers
     shapes = [(table.rows.shape[1], table.keys.shape[1]) for table in fixed]
     assert shapes[0] == (4, 16) and shapes[-1] == (52, 64)  # exact mode: in steps of 4 and 16
 
@@ -114,14 +116,20 @@ def test_chunked_head_equals_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_flat_weights_come_back_and_have_a_digest(tmp_path: Path) -> None:
     model = policy.build_model(tmp_path / "a", "abc", seed=1)
     other = policy.build_model(tmp_path / "b", "abc", seed=2)
-    layout = policy.manifest(model)
-    buffer = bytearray(policy.flat_bytes(layout))
+    layout = policy.build_manifest(model)
+    buffer = bytearray(policy.count_flat_bytes(layout))
     policy.write_flat(model, memoryview(buffer))
-    assert policy.weights_digest(other) != policy.digest(buffer) == policy.weights_digest(model)
+    assert (
+        policy.compute_weights_digest(other)
+        != policy.compute_digest(buffer)
+        == policy.compute_weights_digest(model)
+    )
     policy.load_weights(other, policy.read_flat(memoryview(buffer), layout))
-    assert policy.weights_digest(other) == policy.digest(buffer)
+    assert policy.compute_weights_digest(other) == policy.compute_digest(buffer)
     policy.export(other, tmp_path / "c")
-    assert policy.weights_digest(policy.load_policy(tmp_path / "c")) == policy.digest(buffer)
+    assert policy.compute_weights_digest(
+        policy.load_policy(tmp_path / "c")
+    ) == policy.compute_digest(buffer)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -129,11 +137,11 @@ def test_flat_weights_come_with_a_bound_of_the_largest(tmp_path: Path, dtype: to
     """What a publication looks at before anything else is asked of the weights."""
     model = policy.build_model(tmp_path, "abc")
     model.hf.to(dtype)
-    layout = policy.manifest(model)
-    buffer = bytearray(policy.flat_bytes(layout))
+    layout = policy.build_manifest(model)
+    buffer = bytearray(policy.count_flat_bytes(layout))
 
     def bound() -> float:
-        return float(policy.copy_flat(policy.named_weights(model), memoryview(buffer), layout))
+        return float(policy.copy_flat(policy.list_named_weights(model), memoryview(buffer), layout))
 
     weights = model.hf.model.embed_tokens.weight
     for last in (0.0, -300.0, 3e5):
@@ -141,7 +149,7 @@ def test_flat_weights_come_with_a_bound_of_the_largest(tmp_path: Path, dtype: to
             weights[1, 2] = last
         largest = max(float(p.detach().abs().amax()) for p in model.hf.parameters())
         assert largest**2 <= bound() * (1 + 1e-5) <= 2e4 * max(largest, 1.0) ** 2
-        assert policy.digest(buffer) == policy.weights_digest(model)
+        assert policy.compute_digest(buffer) == policy.compute_weights_digest(model)
     for last in (math.inf, -math.inf, math.nan):
         with torch.no_grad():
             weights[1, 2] = last

@@ -26,8 +26,8 @@ from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.versions import Label
 from asyncrl.models import fetch, model_check
-from asyncrl.models.policy import PolicyModel, load_policy, named_weights
-from asyncrl.models.tokenizer import encode_prompt, load_tokenizer, stop_tokens
+from asyncrl.models.policy import PolicyModel, list_named_weights, load_policy
+from asyncrl.models.tokenizer import collect_stop_tokens, encode_prompt, load_tokenizer
 from asyncrl.supervise import preflight
 from asyncrl.tasks import Prompt
 
@@ -90,7 +90,7 @@ def test_its_template_and_its_end(directory: Path, config: Any) -> None:
     default = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
     assert tokenizer.decode(plain.tolist()) == f"{start}system\n{default}{end}{asked}"
     assert tokenizer.decode(told.tolist()) == f"{start}system\n{system['content']}{end}{asked}"
-    assert [tokenizer.decode([t]) for t in stop_tokens(tokenizer, config)] == ["<|im_end|>"]
+    assert [tokenizer.decode([t]) for t in collect_stop_tokens(tokenizer, config)] == ["<|im_end|>"]
 
 
 def test_the_packed_forward_is_transformers(directory: Path, model: PolicyModel) -> None:
@@ -118,11 +118,11 @@ def test_the_engine_draws_by_the_same_probabilities_and_says_paris(
     config: Any, directory: Path, model: PolicyModel
 ) -> None:
     engine = make_engine(config)
-    engine.load(dict(named_weights(model)), Label(1, 0), "d")
+    engine.load(dict(list_named_weights(model)), Label(1, 0), "d")
     tokenizer = load_tokenizer(directory)
     question = {"role": "user", "content": "What is the capital of France?"}
     prompt = encode_prompt(tokenizer, Prompt(0, "", messages=[question]))
-    stop = stop_tokens(tokenizer, config)
+    stop = collect_stop_tokens(tokenizer, config)
     engine.add(
         CompletionRequest((0, i, 0), prompt, 0, 12, temperature, 1.0, 0, stop, 1)
         for i, temperature in enumerate((1.0, 1.0, 0.05))
@@ -226,7 +226,7 @@ def test_a_run_fetches_a_name_of_the_hub_once(
     """From the hub, then, where there is none any more, from what its client kept; also where this
     program has said that nothing else may ask the hub.
     """
-    home = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": fetch.OURS}
+    home = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": fetch.OWN_OFFLINE_VALUE}
     waits = {"HF_HUB_ETAG_TIMEOUT": "600", "HF_HUB_DOWNLOAD_TIMEOUT": "600"}
     sets = [f"runs={str(tmp_path / 'runs')!r}", "name='r'", "model.path='hf://org/name'", *SMALL]
     words = [x for item in (*sets, "learner.steps=1") for x in ("--set", item)]

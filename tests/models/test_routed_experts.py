@@ -50,7 +50,7 @@ def generate(
 ) -> list[Completion]:
     """Two answers to each of several prompts, by an engine with the weights of `master`."""
     e = engine(model, record_routing=True, **more)
-    e.load(dict(policy.named_weights(master)), Label(2, 0), "d1")
+    e.load(dict(policy.list_named_weights(master)), Label(2, 0), "d1")
     r = np.random.default_rng(3)
     prompts = [r.integers(2, 29, 1 + 5 * t).tolist() for t in range(tickets)]
     return list(run(e, [request(t, s, p) for t, p in enumerate(prompts) for s in (0, 1)]).values())
@@ -239,7 +239,7 @@ def test_replay_removes_nearly_all_of_the_mismatch_of_a_bf16_engine(
 def own_choice(model: policy.PolicyModel, tokens: np.ndarray) -> np.ndarray:
     """The experts of a plain transformers forward, sorted: [tokens, layers, k]."""
     recorded: list[torch.Tensor] = []
-    with torch.no_grad(), router_hooks.routing(model.hf, recorded=recorded):
+    with torch.no_grad(), router_hooks.replay_routing(model.hf, recorded=recorded):
         model.hf(input_ids=torch.from_numpy(tokens.astype(np.int64))[None])
     return np.sort(torch.stack(recorded, 1).numpy(), -1)
 
@@ -283,7 +283,7 @@ def test_a_swap_keeps_the_experts_of_the_version_that_sampled(
     e = engine(load(model), record_routing=True, in_flight=in_flight, fixed=fixed)
     e.add(asked)
     e.step(4)
-    e.load(dict(policy.named_weights(second)), Label(2, 0), "d1")
+    e.load(dict(policy.list_named_weights(second)), Label(2, 0), "d1")
     answers = []
     while e.active:
         answers += e.step(5)
@@ -312,7 +312,7 @@ def test_a_later_call_repeats_the_experts_of_the_keys_that_it_reuses(model: Path
     e = EmbeddedEngine(
         ours, slots=4, context=64, max_new_tokens=20, kept_tokens=512, record_routing=True
     )
-    e.load(dict(policy.named_weights(ours)), Label(1, 0), "d0")
+    e.load(dict(policy.list_named_weights(ours)), Label(1, 0), "d0")
     (first,) = run(e, [request(0, 0, list(range(3, 24)))]).values()
     longer = [*first.prompt.tolist(), *first.tokens.tolist(), 5, 6, 7]
     (second,) = run(e, [request(1, 0, longer, 8)]).values()
@@ -329,7 +329,7 @@ def test_a_model_of_one_layer_records_no_prompt(tmp_path: Path) -> None:
     e = EmbeddedEngine(
         ours, slots=4, context=64, max_new_tokens=8, kept_tokens=512, record_routing=True
     )
-    e.load(dict(policy.named_weights(ours)), Label(1, 0), "d0")
+    e.load(dict(policy.list_named_weights(ours)), Label(1, 0), "d0")
     for call in range(2):
         prompt = list(range(3, 24 + call))
         (a,) = run(e, [request(call, 0, prompt, 8)]).values()
@@ -365,7 +365,7 @@ def olmoe(tmp_path_factory: pytest.TempPathFactory) -> policy.PolicyModel:
 def test_any_transformers_mixture_records_and_replays(olmoe: policy.PolicyModel) -> None:
     assert olmoe.fast is None and olmoe.routing == (2, 8, 2)
     e = GenericEngine(olmoe, slots=3, context=64, record_routing=True)
-    e.load(dict(policy.named_weights(olmoe)), Label(1, 0), "d0")
+    e.load(dict(policy.list_named_weights(olmoe)), Label(1, 0), "d0")
     asked = [request(t, 0, [3 + t, 4, 5][: t + 1], 6) for t in range(3)]
     answers = list(run(e, asked).values())  # type: ignore[arg-type]
     for a in answers:
@@ -382,7 +382,7 @@ def test_any_transformers_mixture_records_and_replays(olmoe: policy.PolicyModel)
 def test_any_transformers_mixture_keeps_its_experts_across_a_swap(
     olmoe: policy.PolicyModel,
 ) -> None:
-    first = {name: weight.clone() for name, weight in policy.named_weights(olmoe)}
+    first = {name: weight.clone() for name, weight in policy.list_named_weights(olmoe)}
     second = {name: weight.roll(1, -1) for name, weight in first.items()}
     e = GenericEngine(olmoe, slots=3, context=64, record_routing=True)
     e.load(first, Label(1, 0), "d0")
@@ -410,7 +410,7 @@ def test_a_load_balancing_loss_keeps_its_own_statistics(olmoe: policy.PolicyMode
     first = torch.zeros(2, 20, 2, dtype=torch.long) + torch.tensor([0, 1])
     with torch.no_grad():
         plain = olmoe.hf(input_ids=ids, output_router_logits=True)
-        with router_hooks.routing(olmoe.hf, first):
+        with router_hooks.replay_routing(olmoe.hf, first):
             replayed = olmoe.hf(input_ids=ids, output_router_logits=True)
     assert torch.equal(plain.router_logits[0], replayed.router_logits[0])
     assert not torch.equal(plain.logits, replayed.logits)
@@ -423,7 +423,7 @@ def test_a_load_balancing_loss_keeps_its_own_statistics(olmoe: policy.PolicyMode
 def test_routers_that_choose_in_several_steps_are_refused(olmoe: policy.PolicyModel) -> None:
     import transformers
 
-    assert olmoe.replayable_routing() == (2, 8, 2)
+    assert olmoe.require_replayable_routing() == (2, 8, 2)
     config = transformers.DeepseekV3Config(
         vocab_size=29,
         hidden_size=32,
@@ -443,11 +443,11 @@ def test_routers_that_choose_in_several_steps_are_refused(olmoe: policy.PolicyMo
     )
     other = policy.PolicyModel(transformers.AutoModelForCausalLM.from_config(config), "d")
     with pytest.raises(ConfigError, match=r"routers of a deepseek_v3 choose .* by 3 calls"):
-        other.replayable_routing()
+        other.require_replayable_routing()
 
 
 def test_models_without_experts_are_refused(tmp_path: Path) -> None:
     dense = policy.build_model(tmp_path / "d", "ab", hidden=32)
     assert dense.routing is None
     with pytest.raises(ConfigError, match=r"replay_routing: .* is a dense qwen3, it has no"):
-        dense.replayable_routing()
+        dense.require_replayable_routing()

@@ -20,7 +20,7 @@ from asyncrl.contract.messages import TrainingSequence
 from asyncrl.contract.sampled_support import HEAD, SampledSupport
 from asyncrl.contract.versions import Label
 from asyncrl.models import packed_forward, policy
-from asyncrl.models.packed_forward import SupportTable, kept_tokens, renormalize
+from asyncrl.models.packed_forward import SupportTable, find_kept_tokens, renormalize
 from asyncrl.transport import arrays
 
 D = torch.float64
@@ -118,7 +118,7 @@ def test_the_ratio_over_the_support_has_no_bias(top_p: float, top_k: int) -> Non
     old = torch.log_softmax(
         logits.detach() + 0.3 * torch.randn(1, 9, generator=source, dtype=D), -1
     )
-    kept = kept_tokens(old, torch.tensor([top_p]), torch.tensor([top_k]))
+    kept = find_kept_tokens(old, torch.tensor([top_p]), torch.tensor([top_k]))
     assert 1 < int(kept.sum()) < 9
     q = renormalize(old, kept).exp()
     whole = torch.log_softmax(logits, -1)
@@ -134,7 +134,7 @@ def test_the_ratio_over_the_support_has_no_bias(top_p: float, top_k: int) -> Non
 def test_nothing_is_truncated_by_rounding() -> None:
     """Sums of float32 reach 1 before the last token: a row without a cut keeps all."""
     logs = torch.log_softmax(torch.linspace(30, -30, 50).expand(3, 50), -1)
-    kept = kept_tokens(logs, torch.tensor([1.0, 1.0, 0.5]), torch.tensor([0, 2, 0]))
+    kept = find_kept_tokens(logs, torch.tensor([1.0, 1.0, 0.5]), torch.tensor([0, 2, 0]))
     assert kept.sum(1).tolist() == [50, 2, 1]
     assert torch.equal(renormalize(logs, kept)[0], logs[0])
 
@@ -266,11 +266,11 @@ def test_kl_and_energies_are_those_over_the_support(model: policy.PolicyModel) -
     p = a.exp()
     safe = torch.where(mask, a, 0.0) - torch.where(mask, b, 0.0)
     expected = (p * safe).sum(-1)
-    got = packed_forward.step_kl(lay, hidden, lay, other, scale, table)
+    got = packed_forward.compute_step_kl(lay, hidden, lay, other, scale, table)
     torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
     found, wanted = (torch.autograd.grad(x.sum(), hidden)[0] for x in (got, expected))
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
-    squares = packed_forward.squared_probabilities(lay, hidden, scale, table)
+    squares = packed_forward.compute_squared_probabilities(lay, hidden, scale, table)
     torch.testing.assert_close(squares.double(), p.detach().square().sum(-1), atol=1e-6, rtol=1e-5)
 
 
@@ -291,7 +291,7 @@ def test_an_engine_records_the_tokens_that_it_kept(model: policy.PolicyModel, ki
         answers = run(engine(model, slots=5), requests)
     else:
         other = GenericEngine(model, slots=5, context=64)
-        other.load(dict(policy.named_weights(model)), Label(1, 0), "d")
+        other.load(dict(policy.list_named_weights(model)), Label(1, 0), "d")
         answers = run(other, requests)  # type: ignore[arg-type]
     every = [answers[r.key] for r in requests]
     for r, a in zip(requests, every, strict=True):

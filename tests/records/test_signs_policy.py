@@ -275,7 +275,7 @@ def test_a_mismatch_that_begins_in_mid_run_is_said_under_every_shipped_config(
     steps, every = settings.learner.steps, settings.record.split_every
     begins = min(30, steps // 4)
     core = LearnerCore(settings, model_dir)
-    held = bytearray(policy.flat_bytes(core.layout))
+    held = bytearray(policy.count_flat_bytes(core.layout))
     core.measure.read_weights = lambda _, __: bytes(held)
     told: list[str] = []
     watcher = runner.HealthWatcher(tmp_path, told.append, health_checks.RunFacts(settings))

@@ -155,7 +155,7 @@ def test_a_run_whose_tracker_fails_ends_as_without_it(tmp_path: Path, small_mode
 def test_a_missing_tracker_is_refused_with_its_install_command() -> None:
     least = {"model": {"path": "m"}, "task": {"name": "sort"}}
     config = load.build({**least, "record": {"trackers": ["mlflow"]}})
-    found = installed.missing_for(config)
+    found = installed.find_missing_package(config)
     if "mlflow" in INSTALLED:
         assert found == ""
     else:

@@ -9,7 +9,7 @@ from actors.engine import Completion, CompletionRequest
 from actors.engine_embedded import EmbeddedEngine
 from asyncrl.contract.versions import Label
 from asyncrl.models import policy
-from asyncrl.models.packed_forward import kept_tokens, renormalize
+from asyncrl.models.packed_forward import find_kept_tokens, renormalize
 
 EOS = 1
 
@@ -26,7 +26,7 @@ def request(
 def engine(model: policy.PolicyModel, slots: int = 8, **more: object) -> EmbeddedEngine:
     # type: ignore[arg-type]
     e = EmbeddedEngine(model, slots=slots, context=64, max_new_tokens=20, **more)
-    e.load(dict(policy.named_weights(model)), Label(1, 0), "d0")
+    e.load(dict(policy.list_named_weights(model)), Label(1, 0), "d0")
     return e
 
 
@@ -49,7 +49,9 @@ def expected(model: policy.PolicyModel, a: Completion, r: CompletionRequest) -> 
         logits = model.hf(input_ids=ids).logits[0, len(a.prompt) - 1 : -1].float() / r.temperature
     logs = torch.log_softmax(logits, -1)
     n = len(logs)
-    kept = kept_tokens(logs, torch.full((n,), r.top_p), torch.full((n,), r.top_k, dtype=torch.long))
+    kept = find_kept_tokens(
+        logs, torch.full((n,), r.top_p), torch.full((n,), r.top_k, dtype=torch.long)
+    )
     logs = renormalize(logs, kept)
     return logs.gather(1, ids[0, len(a.prompt) :, None])[:, 0]
 

@@ -27,11 +27,11 @@ from torch.distributed.tensor import DTensor
 
 from asyncrl.config import load
 from asyncrl.models.policy import (
-    digest,
-    flat_bytes,
+    compute_digest,
+    compute_probe_logprobs,
+    count_flat_bytes,
     load_policy,
     load_weights,
-    probe_logprobs,
     read_flat,
 )
 from learner import checkpoint
@@ -99,7 +99,7 @@ def main() -> None:
         os.write(2, f"{json.dumps(told)}\n".encode())  # at once: other ranks write, too
         ranks.exit_rank()
     if job.get("held"):
-        first = bytearray(flat_bytes(core.layout))
+        first = bytearray(count_flat_bytes(core.layout))
         core.backend.broadcast("publish")
         core.backend.probe()
         core.backend.write_flat(memoryview(first))
@@ -138,7 +138,7 @@ def main() -> None:
             checkpoint.save(Path(job["save"][1]), core, {}, 3)
             if "stand" in job:
                 stand(core, Path(job["stand"][0]), job["stand"][1])
-    buffer = bytearray(flat_bytes(core.layout))
+    buffer = bytearray(count_flat_bytes(core.layout))
     core.backend.broadcast("publish")
     raw = core.backend.probe()
     core.backend.write_flat(memoryview(buffer))
@@ -146,14 +146,16 @@ def main() -> None:
     if core.model.adapter is None:
         published = load_policy(job["model"], job.get("dtype", "float32"), "cpu")
         load_weights(published, tensors)
-        probe_off = float(np.abs(np.frombuffer(raw, np.float32) - probe_logprobs(published)).max())
+        probe_off = float(
+            np.abs(np.frombuffer(raw, np.float32) - compute_probe_logprobs(published)).max()
+        )
     else:
         probe_off = float(raw != core.model.adapter.base.encode())
     out = {
         "losses": losses,
         "norms": norms,
         "numbers": steps,
-        "digest": digest(buffer),
+        "digest": compute_digest(buffer),
         "held": held(core),
         "pid": os.getpid(),
         "again": len(again),

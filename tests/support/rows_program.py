@@ -15,7 +15,7 @@ import torch
 from learner_step_kit import core
 from rows_kit import GROUPS, SIZE, sessions
 
-from asyncrl.models.policy import flat_bytes
+from asyncrl.models.policy import count_flat_bytes
 
 VARIANTS: list[dict[str, Any]] = [
     {},
@@ -42,7 +42,7 @@ def moved(model: Path, variant: dict[str, Any], ways: tuple[str, str], **learner
 
 
 def published(made: Any) -> torch.Tensor:
-    buffer = bytearray(flat_bytes(made.layout))
+    buffer = bytearray(count_flat_bytes(made.layout))
     made.backend.write_flat(memoryview(buffer))
     return torch.frombuffer(buffer, dtype=torch.float32)
 

@@ -108,7 +108,7 @@ def test_a_way_is_chosen_by_its_row_and_told_of_every_version(
     core, weights = learner()
     publisher = Publisher(config("copies"), tmp_path, 1, core)
     receiver = WeightsReceiver(config("copies"), "generator-0")
-    size = policy.flat_bytes(ROWS)
+    size = policy.count_flat_bytes(ROWS)
     for number in range(3):
         flat = bytes([number]) * size
         weights.flat = flat
@@ -138,7 +138,7 @@ def test_a_learner_without_an_address_serves_no_chunks(tmp_path: Path) -> None:
     core: Any = SimpleNamespace(layout=ROWS)
     publisher = Publisher(config("auto"), tmp_path, 1, core)
     assert publisher.server is None and publisher.source.address == ""
-    publisher.publish_bytes(0, bytes(policy.flat_bytes(ROWS)))
+    publisher.publish_bytes(0, bytes(policy.count_flat_bytes(ROWS)))
     publisher.close()
 
 

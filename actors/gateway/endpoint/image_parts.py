@@ -63,7 +63,7 @@ def _replace_image(where: str, part: Any, blobs: dict[str, bytes]) -> Any:
     if kind not in ("image_url", "input_image", "image"):
         return _without_images(where, part, blobs)
     try:
-        blob = pictures.blob_of(pictures.decode_data_url(_url_of(where, part)))
+        blob = pictures.build_blob(pictures.decode_data_url(_url_of(where, part)))
     except ValueError as error:
         raise _bad(where, f"the image cannot be read: {error}") from error
     name = digest(blob)

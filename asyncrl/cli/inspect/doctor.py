@@ -128,12 +128,12 @@ def engines(as_json: bool) -> None:
     from asyncrl.models import installed
 
     rows = installed.check_installed()
-    device = installed.device()
+    device = installed.describe_device()
     if as_json:
         result.print_result({"device": device, "engines": rows})
         return
     print(f"device: {device}")
-    if other := installed.untested_versions():
+    if other := installed.list_untested_versions():
         print(f"warning: untested versions: {other}")
     for row in rows:
         print(

@@ -38,7 +38,7 @@ def eval(  # the name by which the command line finds it
     from asyncrl.experiments import model_evaluation
     from asyncrl.models import fetch
 
-    path = str(fetch.from_hub(model)) if model.startswith(fetch.HUB) else model
+    path = str(fetch.download_model(model)) if model.startswith(fetch.HUB) else model
     config = model_evaluation.load_config(path, source, sets)
     progress = model_evaluation.EvaluationProgress(print_progress)
     found = model_evaluation.evaluate(config, only, prompts, progress)

@@ -76,7 +76,7 @@ def serve(
             f"--host {host} is open to the network; give --certificate and --private-key, or "
             "listen on 127.0.0.1"
         )
-    path = str(fetch.from_hub(model)) if model.startswith(fetch.HUB) else model
+    path = str(fetch.download_model(model)) if model.startswith(fetch.HUB) else model
     config = model_server.config_of(
         path,
         context=context or 0,

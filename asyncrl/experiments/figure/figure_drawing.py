@@ -11,7 +11,7 @@ from pathlib import Path
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.figure.figure_points import HELDOUT, LAG, STEP, FigureLine, caption
-from asyncrl.models.installed import install
+from asyncrl.models.installed import build_install_command
 
 OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX"
@@ -35,7 +35,7 @@ def draw(lines: Sequence[FigureLine], metric: str, across: str, path: Path) -> N
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError(
-            f"a figure needs matplotlib: {install('figures')}; --csv works without it"
+            f"a figure needs matplotlib: {build_install_command('figures')}; --csv works without it"
         ) from error
     with rc_context(SETTINGS):
         figure = Figure(figsize=(5.5, 3.8), layout="constrained")

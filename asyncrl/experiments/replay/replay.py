@@ -31,7 +31,7 @@ from asyncrl.experiments.compare.page import clean
 from asyncrl.experiments.compare.verdict import stability
 from asyncrl.experiments.offline_eval import OfflineEvaluator
 from asyncrl.experiments.replay import diff
-from asyncrl.models.policy import export, weights_digest
+from asyncrl.models.policy import compute_weights_digest, export
 from asyncrl.records import atomic_write, metrics, stream
 from learner import checkpoint
 from learner.step import LearnerCore
@@ -226,7 +226,10 @@ class Replay:
         if self.start and self.recorded.learner.backend == "torch":
             checkpoint.restore(core, self.weights)
         result = ReplayResult(
-            self.config, self.start, self.end, digests={self.start: weights_digest(core.model)}
+            self.config,
+            self.start,
+            self.end,
+            digests={self.start: compute_weights_digest(core.model)},
         )
         evaluator = OfflineEvaluator(core.config) if evaluate else None
         writer = metrics.MetricsWriter(out)
@@ -243,7 +246,7 @@ class Replay:
                 self.measure(evaluator, core, number, write)
                 core = self.follow(core, number)
                 write(number, core.train(step.batch))
-                result.digests[number + 1] = weights_digest(core.model)
+                result.digests[number + 1] = compute_weights_digest(core.model)
                 if time.monotonic() - reported > REPORT_S or number + 1 == self.end:
                     reported = time.monotonic()
                     log(f"replayed {number + 1 - self.start} of {self.end - self.start} batches")
@@ -256,7 +259,7 @@ class Replay:
             if evaluator is not None:
                 evaluator.close()
         export(core.model, out / "model")
-        (out / "weights_digest").write_text(weights_digest(core.model), encoding="utf-8")
+        (out / "weights_digest").write_text(compute_weights_digest(core.model), encoding="utf-8")
         return result
 
     def measure(

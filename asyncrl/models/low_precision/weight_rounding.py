@@ -1,8 +1,9 @@
 """Weights rounded to int8 or fp8, in the engine and in the learner's forward pass.
 
 Every row (output channel) of a linear layer has its own scale, so that its largest weight is the
-largest number of the format.  Embeddings, output head, norms, biases and activations keep their
-data type.  Both sides call `round_rows` on the same published numbers and get the same bits."""
+largest number of the format. Embeddings, output head, norms, biases and activations keep their
+data type. Both sides call `round_rows` on the same published numbers and get the same bits.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def round_rows(weight: torch.Tensor, number_format: str) -> torch.Tensor:
     return codes.float().mul_(scales).to(weight.dtype)
 
 
-def linear_layers(hf: Any) -> Iterator[tuple[str, torch.nn.Linear]]:
+def list_linear_layers(hf: Any) -> Iterator[tuple[str, torch.nn.Linear]]:
     """Yield (name, module) of the linear layers, without the output head."""
     head = hf.get_output_embeddings()
     for name, module in hf.named_modules():
@@ -67,7 +68,7 @@ class WeightRounder:
 
     def __init__(self, hf: Any, number_format: str) -> None:
         self.number_format = number_format
-        self.names = frozenset(f"{name}.weight" for name, _ in linear_layers(hf))
+        self.names = frozenset(f"{name}.weight" for name, _ in list_linear_layers(hf))
 
     def __call__(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {
@@ -91,9 +92,10 @@ class _StraightThrough(torch.autograd.Function):
 def share_rounding(model: PolicyModel, number_format: str) -> PolicyModel:
     """Let the linear layers of `model` multiply with rounded weights; returns `model`.
 
-    The parameters keep their precision: they get the gradient at the rounded weights."""
+    The parameters keep their precision: they get the gradient at the rounded weights.
+    """
 
-    def rounded_forward(module: torch.nn.Linear) -> Any:
+    def wrap_forward(module: torch.nn.Linear) -> Any:
         def forward(inputs: torch.Tensor) -> torch.Tensor:
             rounded = _StraightThrough.apply(  # type: ignore[no-untyped-call]
                 module.weight, number_format
@@ -102,18 +104,22 @@ def share_rounding(model: PolicyModel, number_format: str) -> PolicyModel:
 
         return forward
 
-    for _, module in linear_layers(model.hf):
-        module.forward = rounded_forward(module)  # type: ignore[method-assign]
+    for _, module in list_linear_layers(model.hf):
+        module.forward = wrap_forward(module)  # type: ignore[method-assign]
     return model
 
 
 def load_learner_policy(
-    path: str | Path, config: Config, *, device: str = "", whole: bool = False
+    path: str | Path, config: Config, *, device: str = "", with_modules: bool = False
 ) -> PolicyModel:
     """Load a policy of the learner, with the engine's rounding if `learner.shared_rounding`.
 
-    device: instead of `model.device`.  whole: see `load_policy`."""
-    model = load_policy(path, config.model.dtype, device or config.model.device, whole=whole)
+    device: instead of `model.device`.
+    with_modules: see `load_policy`.
+    """
+    model = load_policy(
+        path, config.model.dtype, device or config.model.device, with_modules=with_modules
+    )
     if config.learner.shared_rounding:
         share_rounding(model, config.generator.quantize)
     return model

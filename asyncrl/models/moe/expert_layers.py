@@ -1,8 +1,9 @@
 """The sparse layers of the packed forward and of the embedded engine.
 
 A router gives each token the k experts with the largest probabilities; the layer's output is the
-sum of their outputs, weighted by these probabilities.  Tokens are sorted by expert, so that each
-expert is one matrix product."""
+sum of their outputs, weighted by these probabilities. Tokens are sorted by expert, so that each
+expert is one matrix product.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ ALIGNED = 8  # a width of the experts is a multiple of it: torch's grouped produ
 class ExpertSettings(NamedTuple):
     """How the routers of a model choose.
 
-    normalize: the probabilities of the chosen experts are divided by their sum."""
+    normalize: the probabilities of the chosen experts are divided by their sum.
+    """
 
     number: int
     chosen: int
@@ -34,35 +36,37 @@ class ExpertWeights(NamedTuple):
 
     router: [H, E]
     up: [E, H, 2 I], gate and up projection side by side
-    down: [E, I, H]"""
+    down: [E, I, H]
+    """
 
     router: torch.Tensor
     up: torch.Tensor
     down: torch.Tensor
 
 
-def settings_of(config: Any) -> ExpertSettings | None:
-    """Return how the routers of a Qwen3-MoE or Mixtral choose, or None for another model.
+def read_settings(config: Any) -> ExpertSettings | None:
+    """Return how the routers of a Qwen3-MoE or Mixtral choose; None for another model.
 
-    None too for experts of widths that torch's grouped product does not take."""
+    Returns None too for experts of widths that torch's grouped product does not support.
+    """
     if config.model_type == "mixtral":
-        count, wide, normalize = config.num_local_experts, config.intermediate_size, True
+        count, width, normalize = config.num_local_experts, config.intermediate_size, True
     elif config.model_type == "qwen3_moe":
-        count, wide = config.num_experts, config.moe_intermediate_size
+        count, width = config.num_experts, config.moe_intermediate_size
         normalize = bool(config.norm_topk_prob)
     else:
         return None
-    if wide % ALIGNED or config.hidden_size % ALIGNED:
+    if width % ALIGNED or config.hidden_size % ALIGNED:
         return None
     return ExpertSettings(int(count), int(config.num_experts_per_tok), normalize)
 
 
 def is_sparse(layer: Any) -> bool:
-    """Whether a transformers layer has experts."""
+    """Return whether a transformers layer has experts."""
     return hasattr(layer.mlp, "experts")
 
 
-def weights_of(mlp: Any) -> ExpertWeights:
+def get_weights(mlp: Any) -> ExpertWeights:
     """Return views of the weights of transformers' sparse layer."""
     return ExpertWeights(
         mlp.gate.weight.T,
@@ -77,8 +81,9 @@ def route(
     """Choose the experts of each token; return their shares fp32 [n, k] and ids [n, k].
 
     logits: [n, E] of the router
-    replayed: int64 [n, k], experts to use instead; E: the own ones.  Their shares are this router's
-        own probabilities, so that it gets a gradient either way."""
+    replayed: int64 [n, k], experts to use instead; E: the router's own choice. Their shares are
+        this router's probabilities, so that it gets a gradient either way.
+    """
     probabilities = torch.softmax(logits.float(), -1)
     shares, ids = torch.topk(probabilities, settings.chosen, -1)
     if replayed is not None:
@@ -100,7 +105,8 @@ def mix(
 
     states: [n, H]
     shares, ids: [n, k]
-    rows: each expert's tokens are padded to a multiple of it"""
+    rows: each expert's tokens are padded to a multiple of it
+    """
     source, slots, ends = _sort_by_expert(ids, len(weights.up), rows)
     inner = F.grouped_mm(states.index_select(0, source), weights.up, offs=ends)
     gate, up = inner.chunk(2, -1)
@@ -118,7 +124,8 @@ def _sort_by_expert(
     """Sort the choices [n, k] by expert.
 
     Returns the token of each sorted row, padding included, the row of each choice [n * k], and
-    int32 [count] where each expert's rows end."""
+    int32 [count] where each expert's rows end.
+    """
     flat = ids.flatten()
     order = torch.argsort(flat, stable=True)
     counts = torch.bincount(flat, minlength=count)
@@ -149,7 +156,8 @@ def apply(
     replayed: see `route`
     recorded: the ids used [n, k] are appended to it
     logits: [n, E] of the router, if the caller computed them
-    rows: see `mix`"""
+    rows: see `mix`
+    """
     scores = states @ weights.router if logits is None else logits
     shares, ids = route(scores, settings, replayed)
     if recorded is not None:
@@ -160,10 +168,10 @@ def apply(
 # ---- the ids of packed tokens --------------------------------------------------------------------
 
 
-def replay_table(
+def build_replay_table(
     routed: Sequence[RoutedExperts | None] | None,
     lengths: Sequence[tuple[int, int]],
-    first: Sequence[int],
+    prompt_samples: Sequence[int],
     order: Sequence[int],
     count: int,
     shape: RoutingShape,
@@ -175,16 +183,17 @@ def replay_table(
     lengths: prompt and response tokens of each sample
     first: a sample of each unique prompt
     order: the samples whose responses, without their last token, follow
-    count: packed tokens n, padding included"""
-    if routed is None or not any(one is not None for one in routed):
+    count: packed tokens n, padding included
+    """
+    if routed is None or not any(recorded is not None for recorded in routed):
         return None
     parts = [np.full((0, shape.layers, shape.chosen), shape.experts, np.uint16)]
-    every = [(sample, 0, lengths[sample][0]) for sample in first]
-    every += [(sample, lengths[sample][0], sum(lengths[sample]) - 1) for sample in order]
-    for sample, begin, end in every:
-        one = routed[sample] or RoutedExperts.unrecorded(sum(lengths[sample]) - 1, shape)
-        parts.append(one.ids[begin:end])
+    segments = [(sample, 0, lengths[sample][0]) for sample in prompt_samples]
+    segments += [(sample, lengths[sample][0], sum(lengths[sample]) - 1) for sample in order]
+    for sample, begin, end in segments:
+        recorded = routed[sample] or RoutedExperts.unrecorded(sum(lengths[sample]) - 1, shape)
+        parts.append(recorded.ids[begin:end])
     ids = np.concatenate(parts)
     ids = np.pad(ids, ((0, count - len(ids)), (0, 0), (0, 0)), constant_values=shape.experts)
-    moved = np.ascontiguousarray(ids.transpose(1, 0, 2), np.int64)
-    return torch.from_numpy(moved).to(device)
+    by_layer = np.ascontiguousarray(ids.transpose(1, 0, 2), np.int64)
+    return torch.from_numpy(by_layer).to(device)

@@ -1,9 +1,10 @@
 """Record and replay the experts of any transformers model that has routers.
 
-A router computes scores of the experts and passes them to `torch.topk` once.  Inside the block that
+A router computes scores of the experts and passes them to `torch.topk` once. Inside the block that
 call is observed, or its choice is replaced by recorded ids with the router's own scores for them.
 The rest of the router (renormalization, scaling, a softmax over the chosen) runs unchanged, and so
-does a load-balancing loss, which computes its statistics from the logits."""
+does a load-balancing loss, which computes its statistics from the logits.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +23,11 @@ from asyncrl.contract.routed_experts import RoutedExperts
 
 
 class TopKChoice(TorchFunctionMode):
-    """Replaces the ids that `torch.topk` chooses, and keeps those that were used.
+    """Replace the ids that `torch.topk` chooses, and record the ids that were used.
 
-    replayed: int64 [n, k]; the number of experts itself: the router's own choice. None: all own."""
+    replayed: int64 [n, k]; an id equal to the number of experts stands for the router's own choice.
+        None: the router's own choice everywhere.
+    """
 
     def __init__(self, replayed: torch.Tensor | None) -> None:
         super().__init__()
@@ -45,29 +48,29 @@ class TopKChoice(TorchFunctionMode):
         return chosen
 
 
-def routers(hf: Any) -> list[Any]:
+def list_routers(hf: Any) -> list[Any]:
     """Return the modules of a transformers model that choose experts, in order."""
-    named = getattr(hf, "_can_record_outputs", None) or {}
-    target = getattr(named.get("router_logits"), "target_class", None)
+    recordable = getattr(hf, "_can_record_outputs", None) or {}
+    target = getattr(recordable.get("router_logits"), "target_class", None)
     return [] if target is None else [m for m in hf.modules() if isinstance(m, target)]
 
 
-def routing_of(hf: Any) -> RoutingShape | None:
+def find_routing(hf: Any) -> RoutingShape | None:
     """Return the shape of a model's routing; None: a dense model."""
-    modules = routers(hf)
+    modules = list_routers(hf)
     if not modules:
         return None
-    first = modules[0]
-    return RoutingShape(len(modules), int(first.num_experts), int(first.top_k))
+    router = modules[0]
+    return RoutingShape(len(modules), int(router.num_experts), int(router.top_k))
 
 
 @torch.no_grad()
 def check_replayable(hf: Any) -> None:
     """Try a router. Raises ConfigError if it chooses in another way than by one `torch.topk`."""
-    first = routers(hf)[0]
+    router = list_routers(hf)[0]
     choice = TopKChoice(None)
     with choice:
-        first(torch.zeros_like(first.weight[:1]))
+        router(torch.zeros_like(router.weight[:1]))
     if len(choice.used) != 1:
         raise ConfigError(
             f"learner.replay_routing: the routers of a {hf.config.model_type} choose their experts "
@@ -76,7 +79,7 @@ def check_replayable(hf: Any) -> None:
 
 
 @contextmanager
-def routing(
+def replay_routing(
     hf: Any,
     replayed: torch.Tensor | None = None,
     recorded: list[torch.Tensor] | None = None,
@@ -84,38 +87,39 @@ def routing(
     """Replay or record the experts of the forward passes inside the block.
 
     replayed: int64 [layers, n, k], see `TopKChoice`
-    recorded: the ids used in each layer [n, k] are appended to it"""
-    modules = routers(hf) if replayed is not None or recorded is not None else []
+    recorded: the ids used in each layer [n, k] are appended to it
+    """
+    modules = list_routers(hf) if replayed is not None or recorded is not None else []
     own_forwards = [router.__dict__.get("forward") for router in modules]
     for layer, router in enumerate(modules):
         ids = None if replayed is None else replayed[layer]
-        router.forward = partial(_forward, router.forward, ids, recorded)
+        router.forward = partial(_call_router, router.forward, ids, recorded)
     try:
         yield
     finally:
         for router, forward in zip(modules, own_forwards, strict=True):
             if forward is None:
-                del router.forward  # the class's own again
+                del router.forward  # restores the method of the class
             else:
                 router.forward = forward
 
 
-def _forward(
+def _call_router(
     forward: Callable[..., Any],
     replayed: torch.Tensor | None,
     recorded: list[torch.Tensor] | None,
     *args: Any,
-    **more: Any,
+    **kwargs: Any,
 ) -> Any:
     choice = TopKChoice(replayed)
     with choice:
-        output = forward(*args, **more)
+        output = forward(*args, **kwargs)
     if recorded is not None:
         recorded += choice.used
     return output
 
 
-def padded_table(
+def build_padded_table(
     routed: Sequence[RoutedExperts | None] | None,
     shape: RoutingShape | None,
     width: int,
@@ -123,12 +127,13 @@ def padded_table(
 ) -> torch.Tensor | None:
     """Return the recorded ids of padded rows, int64 [layers, rows * width, k], or None.
 
-    routed: of each row; None: not recorded"""
-    if shape is None or routed is None or not any(one is not None for one in routed):
+    routed: of each row; None: not recorded
+    """
+    if shape is None or routed is None or not any(recorded is not None for recorded in routed):
         return None
     table = RoutedExperts.unrecorded(len(routed) * width, shape).ids
-    for row, one in enumerate(routed):
-        if one is not None:
-            table[row * width : row * width + len(one.ids)] = one.ids
-    moved = np.ascontiguousarray(table.transpose(1, 0, 2), np.int64)
-    return torch.from_numpy(moved).to(device)
+    for row, recorded in enumerate(routed):
+        if recorded is not None:
+            table[row * width : row * width + len(recorded.ids)] = recorded.ids
+    by_layer = np.ascontiguousarray(table.transpose(1, 0, 2), np.int64)
+    return torch.from_numpy(by_layer).to(device)

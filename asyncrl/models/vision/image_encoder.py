@@ -16,7 +16,7 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.models.vision import pictures
 from asyncrl.models.vision.image_tokens import FAMILY, read_shape
 
-KEPT_IMAGES = 512  # whose pixel tensors are kept
+KEPT_IMAGES = 512  # images whose pixel tensors are cached
 NEVER_SAMPLED = -1e30  # the logit of the image token
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
@@ -56,7 +56,7 @@ class ImageEncoder:
                 f"({' or '.join(PROCESSOR_FILES)}): {str(error).splitlines()[0]}"
             ) from error
 
-    def pixel_values(self, name: str, blob: bytes) -> torch.Tensor:
+    def load_pixels(self, name: str, blob: bytes) -> torch.Tensor:
         """Return the pixels of the image with digest `name` as the model reads them, [3, H, W]."""
         if name not in self.pixels:
             processed = self.processor(pictures.as_pil(blob), return_tensors="pt")
@@ -66,21 +66,24 @@ class ImageEncoder:
         self.pixels.move_to_end(name)
         return self.pixels[name]
 
-    def features(self, blobs: Mapping[str, bytes], *, single: bool) -> dict[str, torch.Tensor]:
+    def compute_features(
+        self, blobs: Mapping[str, bytes], *, single: bool
+    ) -> dict[str, torch.Tensor]:
         """Return digest -> features [length, hidden] of images, differentiable.
 
-        single: encode each by itself, so that its features do not depend on the others.
-        Raises ConfigError where the vision tower gives another number of features."""
+        single: encode each image by itself, so that its features do not depend on the others.
+        Raises ConfigError where the vision tower gives another number of features.
+        """
         if not blobs:
             return {}
-        pixels = [self.pixel_values(name, blob) for name, blob in blobs.items()]
-        groups = [[one] for one in pixels] if single else [pixels]
-        encoded = [one for group in groups for one in self._encode(group)]
-        for one in encoded:
-            if len(one) != self.shape.length:
+        pixels = [self.load_pixels(name, blob) for name, blob in blobs.items()]
+        groups = [[image] for image in pixels] if single else [pixels]
+        encoded = [image for group in groups for image in self._encode(group)]
+        for image in encoded:
+            if len(image) != self.shape.length:
                 raise ConfigError(
-                    f"model.path: the vision tower in {self.path} makes {len(one)} features of an "
-                    f"image, and image_seq_length in its config.json is {self.shape.length}"
+                    f"model.path: the vision tower in {self.path} makes {len(image)} features of "
+                    f"an image, and image_seq_length in its config.json is {self.shape.length}"
                 )
         return dict(zip(blobs, encoded, strict=True))
 
@@ -92,7 +95,7 @@ class ImageEncoder:
         return encoded
 
     @staticmethod
-    def inputs(names: Iterable[str], features: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    def build_inputs(names: Iterable[str], features: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Return the arguments of a forward pass whose image tokens are `names`, in row order."""
         encoded = [features[name] for name in names]
         return (
@@ -101,14 +104,15 @@ class ImageEncoder:
             else {}
         )
 
-    def without_image_token(self, logits: torch.Tensor) -> torch.Tensor:
+    def exclude_image_token(self, logits: torch.Tensor) -> torch.Tensor:
         """Exclude the image token from sampling: only a prompt may hold one.
 
-        logits: fp32 [..., V]."""
+        logits: fp32 [..., V].
+        """
         token = torch.tensor([self.shape.token], device=logits.device)
         return logits.index_fill(-1, token, NEVER_SAMPLED)
 
 
-def processor_files(path: str | Path) -> list[Path]:
+def list_processor_files(path: str | Path) -> list[Path]:
     """Return the files of a directory that describe its image processor."""
     return [file for name in PROCESSOR_FILES if (file := Path(path) / name).is_file()]

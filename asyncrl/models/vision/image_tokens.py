@@ -1,7 +1,8 @@
 """The tokens of images in prompts, without torch.
 
 In the text of a prompt an image is one marker. The model reads it as a fixed number of tokens with
-one id, whose embeddings its vision tower gives."""
+one id, whose embeddings its vision tower gives.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ FAMILY = "llava"  # the model type that reads images
 def read_shape(path: str | Path) -> ImageShape | None:
     """Return how the model in a directory reads images, from its config.json; None: it does not.
 
-    Raises ConfigError where config.json does not say it."""
+    Raises ConfigError for a config.json without the keys that describe it.
+    """
     try:
         raw = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -54,9 +56,9 @@ def contract(ids: Sequence[int] | np.ndarray, shape: ImageShape) -> np.ndarray:
     [5, 9, 9, 6]
     """
     tokens = np.asarray(ids, np.int32)
-    seen = tokens == shape.token
-    kept: np.ndarray = tokens[~seen | ((np.cumsum(seen) - 1) % shape.length == 0)]
-    return kept
+    is_image = tokens == shape.token
+    contracted: np.ndarray = tokens[~is_image | ((np.cumsum(is_image) - 1) % shape.length == 0)]
+    return contracted
 
 
 def count(ids: Sequence[int] | np.ndarray, shape: ImageShape) -> int:
@@ -64,32 +66,36 @@ def count(ids: Sequence[int] | np.ndarray, shape: ImageShape) -> int:
     return int((np.asarray(ids) == shape.token).sum())
 
 
-def image_parts(text: str) -> list[dict[str, str]]:
+def split_image_parts(text: str) -> list[dict[str, str]]:
     """Divide the text of a turn at its markers into the parts that chat templates take.
 
     >>> image_parts("a<image>")
     [{'type': 'text', 'text': 'a'}, {'type': 'image'}]
     """
     parts: list[dict[str, str]] = []
-    for place, piece in enumerate(text.split(MARKER)):
-        parts += [{"type": "image"}] if place else []
+    for index, piece in enumerate(text.split(MARKER)):
+        parts += [{"type": "image"}] if index else []
         parts += [{"type": "text", "text": piece}] if piece else []
     return parts
 
 
-def turns_with_images(turns: Sequence[dict[str, Any]], images: int) -> list[dict[str, Any]]:
+def add_image_markers(turns: Sequence[dict[str, Any]], images: int) -> list[dict[str, Any]]:
     """Return chat turns with a marker for each image.
 
-    Turns without markers get them in front of the last user's text."""
+    Turns without markers get them in front of the last user's text.
+    """
     copied = [dict(turn) for turn in turns]
     if not any(MARKER in turn["content"] for turn in copied):
-        asked = [turn for turn in copied if turn["role"] == "user"] or copied
-        asked[-1]["content"] = MARKER * images + asked[-1]["content"]
+        user_turns = [turn for turn in copied if turn["role"] == "user"] or copied
+        user_turns[-1]["content"] = MARKER * images + user_turns[-1]["content"]
     return copied
 
 
 def require_images(shape: ImageShape | None, images: int, path: str | Path) -> None:
-    """Raise ConfigError, without its beginning, for images that the model cannot read."""
+    """Raise ConfigError for images that the model cannot read.
+
+    The message lacks its subject, which the caller puts in front.
+    """
     if images and shape is None:
         raise ConfigError(
             f"has an image, and the model in {path} reads only text: images need a LLaVA "

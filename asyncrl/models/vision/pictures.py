@@ -16,11 +16,12 @@ DATA_URL = images.DATA_URL
 MOST_FILE_BYTES = 20 << 20
 
 
-def blob_of(data: bytes) -> bytes:
+def build_blob(data: bytes) -> bytes:
     """Return the blob (asyncrl/contract/blobs/images.py) of a PNG or JPEG file.
 
-    Transparency is dropped, and a JPEG is turned as its EXIF data say. Raises ValueError for
-    anything else, for damaged files and beyond the limits."""
+    Transparency is dropped, and a JPEG is rotated by its EXIF data. Raises ValueError for other
+    formats, for damaged files and beyond the limits.
+    """
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     if len(data) > MOST_FILE_BYTES:
@@ -48,7 +49,7 @@ def blob_of(data: bytes) -> bytes:
 
 
 def decode_data_url(url: str) -> bytes:
-    """Return the bytes of a data: URL with an image in base64.  Raises ValueError."""
+    """Return the bytes of a data: URL with an image in base64. Raises ValueError."""
     head, comma, body = url.partition(",")
     if not (comma and head.startswith(DATA_URL) and head.endswith(";base64")):
         raise ValueError("a data: URL of an image is data:image/png;base64,... or image/jpeg")
@@ -60,7 +61,7 @@ def decode_data_url(url: str) -> bytes:
         raise ValueError("its base64 is damaged") from error
 
 
-def thumbnail_url(blob: bytes) -> str:
+def build_thumbnail_url(blob: bytes) -> str:
     """Return a blob as a data: URL of at most THUMBNAIL pixels a side."""
     picture = as_pil(blob)
     if max(picture.size) > THUMBNAIL:
@@ -80,7 +81,8 @@ def _is_blob(data: bytes) -> bool:
 def decode_pixels(blob: bytes) -> np.ndarray:
     """Return the pixels of a blob, uint8 [height, width, 3].
 
-    Raises ValueError for a damaged one."""
+    Raises ValueError for a damaged one.
+    """
     from PIL import Image
 
     try:

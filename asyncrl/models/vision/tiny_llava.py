@@ -9,7 +9,7 @@ import torch
 
 from asyncrl.contract.blobs.images import MARKER
 from asyncrl.models import fetch
-from asyncrl.models.policy import PolicyModel, character_tokenizer
+from asyncrl.models.policy import PolicyModel, build_character_tokenizer
 
 
 def build_llava(
@@ -28,10 +28,11 @@ def build_llava(
     """Build a LLaVA in the directory `path`: a CLIP tower, a projector and a Qwen3.
 
     side: pixels of a side of an image, which is one token for each patch of `patch` pixels a side.
-    symbols: characters of the tokenizer, as in `build_model`; the image token is added."""
+    symbols: characters of the tokenizer, as in `build_model`; the image token is added.
+    """
     import transformers
 
-    tokenizer = character_tokenizer([*symbols, MARKER])
+    tokenizer = build_character_tokenizer([*symbols, MARKER])
     text = transformers.Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden,

@@ -25,7 +25,7 @@ def with_data_sets(config: Config, report: Callable[[str], None]) -> Config:
             return source
         if source not in local:
             report(f"fetching {source}")
-            local[source] = fetch.data_set_from_hub(source)
+            local[source] = fetch.download_data_set(source)
         return local[source]
 
     def locate_in(task: Any) -> Any:

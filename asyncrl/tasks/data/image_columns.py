@@ -33,7 +33,7 @@ def read_images(where: str, column: str, value: Any, folder: Path) -> list[bytes
     Raises ConfigError that begins with `where`."""
     values = value if isinstance(value, list) else [value]
     try:
-        return [pictures.blob_of(_file_bytes(one, folder)) for one in values]
+        return [pictures.build_blob(_file_bytes(one, folder)) for one in values]
     except (OSError, ValueError) as error:
         why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
         raise ConfigError(

@@ -19,7 +19,7 @@ from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.versions import Label
 from asyncrl.models import adapter_files, memory
 from asyncrl.models.adapters import MergedWeights
-from asyncrl.models.policy import load_policy, named_weights
+from asyncrl.models.policy import list_named_weights, load_policy
 from asyncrl.models.tokenizer import load_tokenizer
 from asyncrl.tinker.messages import CallFailure, SampleCall, SampleResult, SequenceResult
 from asyncrl.tinker.settings import TinkerConfig, run_config
@@ -53,7 +53,7 @@ class Sampler:
         self.reply = reply
         self.engine = engine_for(run_config(config, 0))
         base = load_policy(config.model.path, config.model.dtype, config.model.device)
-        self.base = dict(named_weights(base))
+        self.base = dict(list_named_weights(base))
         self.tokenizer = load_tokenizer(config.model.path)
         self.versions: dict[str, Mapping[str, torch.Tensor]] = {"": self.base}
         self.loaded: str | None = None  # weights in the engine
@@ -119,7 +119,7 @@ class Sampler:
                 scale = stored.settings["lora_alpha"] / stored.settings["r"]
                 own: Mapping[str, torch.Tensor] = MergedWeights(self.base, stored.tensors, scale)
             else:
-                own = dict(named_weights(load_policy(path, self.config.model.dtype)))
+                own = dict(list_named_weights(load_policy(path, self.config.model.dtype)))
             while len(self.versions) > KEPT:
                 oldest = next(name for name in self.versions if name)
                 del self.versions[oldest]

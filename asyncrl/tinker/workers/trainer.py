@@ -19,7 +19,7 @@ from asyncrl.algorithms.batch import LossBatch
 from asyncrl.config.tree import LoraConfig
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.models import adapters, memory
-from asyncrl.models.policy import PolicyModel, export, load_policy, load_weights, named_weights
+from asyncrl.models.policy import PolicyModel, export, list_named_weights, load_policy, load_weights
 from asyncrl.records import atomic_write
 from asyncrl.tinker.messages import (
     NOT_SAMPLED,
@@ -77,7 +77,7 @@ class TrainedModel:
             adapters.restore(self.policy, path / MODEL)
         else:
             saved = load_policy(path / MODEL, str(self.parameters[0].dtype).removeprefix("torch."))
-            load_weights(self.policy, dict(named_weights(saved)))
+            load_weights(self.policy, dict(list_named_weights(saved)))
         if optimizer:
             state = torch.load(path / STATE, weights_only=True)
             self.optimizer.load_state_dict(state["optimizer"])

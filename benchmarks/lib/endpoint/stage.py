@@ -136,14 +136,14 @@ def engine(run_dir: Path) -> None:
     from asyncrl.models import policy as models
 
     config = load.load(run_dir / "config.toml")
-    turn.stop_tokens = lambda *_: ()  # every answer is of the same length
+    turn.collect_stop_tokens = lambda *_: ()  # every answer is of the same length
     made = generators.Generator(config, run_dir, 0, generators.engine_for(config))
     model = models.load_policy(config.model.path, "float32", "cpu")
-    layout = models.manifest(model)
-    source = bytearray(models.flat_bytes(layout))
+    layout = models.build_manifest(model)
+    source = bytearray(models.count_flat_bytes(layout))
     models.write_flat(model, memoryview(source))
     weights = models.read_flat(memoryview(source), layout)
-    made.engine.load(weights, AT, "d", models.probe_logprobs(model).tobytes())
+    made.engine.load(weights, AT, "d", models.compute_probe_logprobs(model).tobytes())
     made.loaded = generators.LoadedWeights(AT, "d")
     made.loop()
 

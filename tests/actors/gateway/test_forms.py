@@ -303,9 +303,11 @@ def test_the_shipped_agent_demands_calls_and_results() -> None:
 
 def test_a_missing_library_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load.load("calc_form")
-    assert installed.missing_for(config) == "" and config.support_bytes > 1 << 15
+    assert installed.find_missing_package(config) == "" and config.support_bytes > 1 << 15
     present = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "llguidance" else present(name)
     )
-    assert installed.missing_for(config).startswith("agent.forced: constrain: needs llguidance, w")
+    assert installed.find_missing_package(config).startswith(
+        "agent.forced: constrain: needs llguidance, w"
+    )

@@ -210,7 +210,7 @@ def turn(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-d
     from actors.engine import engine_for
     from actors.gateway.generator_calls import CallTurn
     from asyncrl.config import load
-    from asyncrl.models.policy import build_model, named_weights
+    from asyncrl.models.policy import build_model, list_named_weights
 
     path = tmp_path_factory.mktemp("calls") / "m"
     model = build_model(path, "abcdefgh", hidden=32, layers=1)
@@ -223,7 +223,7 @@ def turn(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-d
     }
     config = load.build(raw)
     made = CallTurn(config, engine_for(config))
-    made.engine.load(dict(named_weights(model)), Label(1, 3), "d3")
+    made.engine.load(dict(list_named_weights(model)), Label(1, 3), "d3")
     return made
 
 
