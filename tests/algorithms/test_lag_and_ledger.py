@@ -12,7 +12,13 @@ import pytest
 
 from asyncrl.contract import admission
 from asyncrl.contract.errors import ProtocolError
-from asyncrl.contract.messages import DISPOSITIONS, RewardFailure, Trajectory, VersionSpan
+from asyncrl.contract.messages import (
+    DISPOSITIONS,
+    RewardFailure,
+    TrainingSequence,
+    Trajectory,
+    VersionSpan,
+)
 from asyncrl.contract.versions import Label, PolicyTree
 from buffer.ledger import Ledger, LedgerSums, binned, total_tokens
 
@@ -86,6 +92,21 @@ def branched() -> PolicyTree:
     for n in (2, 3):
         tree.register(Label(2, n), Label(2, n - 1), f"b{n}")
     return tree
+
+
+def test_the_spans_of_a_session_have_positions_in_the_sample() -> None:
+    label = Label(1, 0)
+
+    def row(length: int) -> TrainingSequence:
+        span = VersionSpan(label, "d", 1, length, label)
+        return TrainingSequence(b"", b"", b"", b"\1" * length, [span])
+
+    first = row(2)
+    sample = Trajectory(0, 0, 1, b"", b"", b"", first.mask, first.spans, 0.0, {}, "stop", 1.0)
+    assert sample.all_spans() == first.spans
+    sample.rows = [row(3), row(4), row(5)]
+    ends = [(1, 2), (3, 5), (6, 9), (10, 14)]
+    assert sample.all_spans() == [VersionSpan(label, "d", *at, label) for at in ends]
 
 
 def test_the_lag_counts_updates_on_both_branches() -> None:

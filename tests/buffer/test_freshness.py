@@ -28,6 +28,7 @@ from asyncrl.contract.freshness.window import (
     BatchTiming,
     admitted_batches,
     next_window,
+    recent,
     replay_step,
 )
 from asyncrl.contract.versions import Label
@@ -88,6 +89,14 @@ def test_one_late_batch_is_no_change() -> None:
     steady = after(AdmissionWindow(), [1.4] * KEPT)
     assert abs(after(steady, [4.0]).size - steady.size) <= 1.0
     assert len(after(steady, [4.0]).timings) == KEPT
+
+
+@pytest.mark.parametrize("earlier", [SHIFT - 1, SHIFT, SHIFT + 1])
+def test_a_change_needs_as_many_batches_before_it_as_after_it(earlier: int) -> None:
+    slow, fast = (BatchTiming(1.0, 0.0, latency, math.nan, 0.0) for latency in (9.0, 1.0))
+    for before, last in ((slow, fast), (fast, slow)):
+        timings = [*[before] * earlier, *[last] * SHIFT]
+        assert recent(timings) == (timings if earlier < SHIFT else timings[-SHIFT:])
 
 
 def test_an_outage_says_nothing_about_the_latency() -> None:

@@ -61,6 +61,14 @@ def store_of(steps: int = 4, group: int = 2) -> Store:
     return made
 
 
+def test_a_digest_is_32_hexadecimal_digits() -> None:
+    assert all(images.is_digest(name) for name in NAMES) and images.is_digest(
+        "0123456789abcdef" * 2
+    )
+    for name in ("", NAMES[0][1:], NAMES[0] + "0", "X" * 32, "A" * 32, NAMES[0][:-1] + "g"):
+        assert not images.is_digest(name)
+
+
 def test_a_group_has_its_image_once_and_counts_its_bytes() -> None:
     store = store_of()
     (ticket, other) = store.grant("g", 1, 4, 0.0)
@@ -160,7 +168,8 @@ def test_the_journal_keeps_images_whatever_becomes_of_their_files(tmp_path: Path
 
     for _ in range(2):  # from records, then from a snapshot
         again = opened(tmp_path, changed)
-        assert again.alive[1].images[NAMES[3]] == BLOBS[3]
+        assert again.alive[1].images == {NAMES[1]: BLOBS[1], NAMES[3]: BLOBS[3]}
+        assert again.stored_bytes == store.stored_bytes
         found, _ = again.ask(1, 0)
         assert again.batch(found, 1, 0).images == before.images
         assert before.images == {NAMES[0]: BLOBS[0], NAMES[2]: BLOBS[2]}

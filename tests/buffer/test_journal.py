@@ -4,6 +4,7 @@ that wrote it.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import threading
@@ -16,6 +17,7 @@ from journal_kit import evaluations, recorded, state
 from schedules import PROMPTS, World
 from store_kit import hello, judged, sample, train, write
 
+from asyncrl.contract.admission import LimitEvidence
 from asyncrl.contract.errors import AsyncrlError, DamagedDataError
 from asyncrl.contract.freshness.window import AdmissionWindow, BatchTiming
 from asyncrl.contract.messages import (
@@ -28,7 +30,24 @@ from asyncrl.contract.messages import (
 )
 from asyncrl.contract.versions import Label, PolicyTree
 from buffer import journal as j
-from buffer.durable_store import CheckpointRecord, RecordedStore
+from buffer.durable_store import (
+    BatchRequestRecord,
+    CheckpointRecord,
+    CommitRecord,
+    DeliveryRecord,
+    ExpiryRecord,
+    FinishRecord,
+    FrameRecord,
+    FreedLeasesRecord,
+    GrantRecord,
+    HelloRecord,
+    Record,
+    RecordedStore,
+    RenewalRecord,
+    SampleRecord,
+    SessionsEndRecord,
+    TokenReportRecord,
+)
 from buffer.evaluation import Evaluations
 from buffer.groups import StoreSettings
 from buffer.ledger import Ledger
@@ -183,6 +202,7 @@ def test_a_segment_is_replaced_while_it_goes_on_to_count(
     log.append(b"before the snapshot")
     log.rotate(b"two", wait=False)
     assert not log.is_full and log.next is not None
+    assert log.next.thread.daemon and log.next.thread.name == "journal-next"
     for payload in (b"a", b"b"):
         log.append(payload)
         log.write()
@@ -451,6 +471,93 @@ def test_every_attribute_of_a_store_comes_back_from_a_snapshot() -> None:
             judged(evaluated, ticket, 0.5)
     compare(evaluated)
     assert not never, f"never other than a new store's: {sorted(never)}"
+
+
+def test_each_change_is_one_record_that_replays_to_the_same_state(tmp_path: Path) -> None:
+    """A call that changes nothing is not recorded."""
+    settings = StoreSettings(2, 1, 9, SamplingSettings(), ess_floor=0.5, wait=0.02)
+
+    def opened(directory: Path) -> RecordedStore:
+        return RecordedStore.open(
+            directory,
+            sync=False,
+            settings=settings,
+            prompt=PROMPTS.__getitem__,
+            evaluations=Evaluations(),
+            now=0.0,
+        )
+
+    store = opened(tmp_path / "journal")
+    known = 0
+
+    def check(*expected: Any) -> None:
+        nonlocal known
+        store.flush_journal()
+        (path,) = j.segments(tmp_path / "journal")
+        records = [msgspec.msgpack.decode(one, type=Record) for one in list(j.read(path))[1:]]
+        assert records[known:] == list(expected)
+        known = len(records)
+        shutil.copytree(path.parent, tmp_path / "copy")
+        again = opened(tmp_path / "copy")
+        assert state(again) == state(store)
+        again.journal.close()
+        shutil.rmtree(tmp_path / "copy")
+
+    source = WeightsSource(1, "here", "there", "")
+    learner = LearnerHello(1, "run", 1, Label(1, 0), None, "d0", 0, 0, 8.0, source, [])
+    for records in ([HelloRecord(learner)], []):
+        assert store.hello(learner)
+        check(*records)
+    a, b, c, d = store.grant("g", 1, 4, 1.5)
+    check(GrantRecord("g", 1, 4, 1.5, store.attempts))
+    for count, records in ((5, [TokenReportRecord("g", 1, 5)]), (5, []), (4, [])):
+        store.report_tokens("g", 1, count)
+        check(*records)
+    progress, judging = [(a.ticket, a.attempt, 2)], [(b.ticket, b.attempt)]
+    store.renew("g", 1, progress, 9.0, judging, gap=1e3)
+    check(RenewalRecord("g", 1, progress, 9.0, judging, 1e3))
+    for gap, records in ((1e3, []), (0.0, [RenewalRecord("g", 1, [], 9.5)]), (0.0, [])):
+        store.renew("g", 1, [], 9.5, gap=gap)
+        check(*records)
+    store.renew("g", 1, [], 9.5, judging)
+    check(RenewalRecord("g", 1, [], 9.5, judging))
+    store.free_leases([(d.ticket, d.attempt)])
+    check(FreedLeasesRecord([(d.ticket, d.attempt)]))
+    for records in ([ExpiryRecord(1e4)], []):
+        assert store.expire(1e4) == 3 * len(records)
+        check(*records)
+    samples = [sample(ticket, digest="d0") for ticket in (a, b, c, d)]
+    assert store.accept_sample(samples[0]) == "accepted"
+    check(SampleRecord(samples[0]))
+    assert store.accept_samples(samples[1:3]) == ["accepted"] * 2
+    check(FrameRecord(samples[1:3]))
+    delivery = Delivery("g", 1, 1, samples[3:])
+    assert store.accept_samples(samples[3:], msgspec.msgpack.encode(delivery)) == ["accepted"]
+    check(DeliveryRecord(delivery))
+    for records in ([BatchRequestRecord(1, 0)], []):
+        assert store.ask(1, 0)[0]
+        check(*records)
+    evidence, timing = LimitEvidence(0.9, 4.0, 0.1), BatchTiming(1.0, 0.5, 2.0, 0.1, 0.4)
+    for records in (
+        [CommitRecord(0, Label(1, 1), "d1", [(1, 2), (0, 1)], evidence, timing, 7.0)],
+        [],
+    ):
+        done = store.commit(
+            0, Label(1, 1), "d1", [(1, 2), (0, 1)], seen=evidence, timing=timing, now=7.0
+        )
+        assert done is bool(records)
+        check(*records)
+    assert store.window.timings == (timing,) and store.limit.settling == 0
+    store.checkpointed(1)
+    check(CheckpointRecord(1))
+    (e,) = store.grant("g", 2, 1, 2e4)
+    check(GrantRecord("g", 2, 1, 2e4, store.attempts))
+    store.end_sessions("g", 3)
+    check(SessionsEndRecord("g", 3))
+    assert store.alive[e.ticket].lease is None
+    store.settings = settings = dataclasses.replace(settings, steps=1)  # all were made
+    store.finish()
+    check(FinishRecord())
 
 
 def test_a_checkpoint_is_recorded_once_and_only_if_it_frees_something(tmp_path: Path) -> None:

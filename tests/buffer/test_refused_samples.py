@@ -46,6 +46,64 @@ BAD: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"reward": NAN}, "reward is nan, not a finite number"),
+        (
+            {"reward": -2e15},
+            "reward is -2e+15, more than 1e+15 in magnitude, which overflows the learner's "
+            "float32: scale it down",
+        ),
+        ({"reward_parts": {"a": 2e15}}, "a is 2e+15, more than 1e+15 in magnitude, which"),
+        ({"reward_parts": dict.fromkeys(map(str, range(257)), 0.0)}, "a reward has 257 parts; at "),
+        (
+            {"reward_parts": {"x" * 201: 0.0}},
+            f"the name of a part has 201 characters, '{'x' * 40}...'...; at most 200",
+        ),
+        (
+            {"reward_parts": {"\ud800": 0.0}},
+            "the name of a part has \\ud800, half of a character: ",
+        ),
+        (
+            {"failed": m.RewardFailure("data", "x" * 65537)},
+            "the reason has 65537 characters; at most 65536 are allowed",
+        ),
+        ({"failed": m.RewardFailure("data", "\ud800")}, "the reason has \\ud800, half of a "),
+        (
+            {"text": "a\udfff"},
+            "the text of the completion has \\udfff, half of a character: UTF-8 cannot encode it",
+        ),
+        ({"prompt_text": "\ud800"}, "the text of the prompt has \\ud800, half of a character: "),
+        ({"group_key": "\ud800"}, "the key of the group has \\ud800, half of a character: "),
+    ],
+)
+def test_an_outcome_is_refused_with_its_reason(change: dict[str, Any], said: str) -> None:
+    good = m.Trajectory(0, 0, 1, b"", b"", b"", b"", [], 1e15, {"x" * 200: -1e15}, "stop", 1.0)
+    outcomes.check_sample(good)
+    with pytest.raises(ValueError) as refused:
+        outcomes.check_sample(msgspec.structs.replace(good, **change))
+    assert str(refused.value).startswith(said)
+
+
+def test_a_failed_sample_keeps_its_tokens_and_drops_its_outcome() -> None:
+    row = m.TrainingSequence(b"", b"2", b"3", b"4", [], segments=[("model", 0, 1)])
+    row = msgspec.structs.replace(row, token_rewards=b"5", images=["0" * 32])
+    kept = m.Trajectory(7, 1, 2, b"1", b"2", b"3", b"4", [], 0.0, {}, "stop", 0.5)
+    kept.generated_at = 3.0
+    kept.rows = [m.TrainingSequence(b"", b"2", b"3", b"4", [])]
+    outcome: dict[str, Any] = {"text": "a", "prompt_text": "b", "group_key": "c"}
+    outcome |= {"reward": 2.0, "reward_parts": {"d": 1.0}, "rows": [row]}
+    outcome |= {x: getattr(row, x) for x in ("segments", "token_rewards", "images")}
+    failed = outcomes.failed_sample(msgspec.structs.replace(kept, **outcome), "data", "no\nreward")
+    kept.failed = m.RewardFailure("data", "no\\nreward")
+    assert failed == kept
+    for temperature, at in ((NAN, NAN), (0.0, float("inf")), (float("inf"), NAN)):
+        broken = msgspec.structs.replace(kept, temperature=temperature, generated_at=at)
+        failed = outcomes.failed_sample(broken, "data", "no")
+        assert (failed.temperature, failed.generated_at) == (1.0, 0.0)
+
+
 @pytest.mark.parametrize("mode", ["memory", "process"])
 def test_a_sample_that_cannot_be_fails_alone_and_its_sender_goes_on(
     mode: str, bench: Callable[..., Bench]

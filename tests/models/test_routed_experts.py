@@ -138,6 +138,9 @@ def test_malformed_ids_are_refused_at_the_door() -> None:
         with pytest.raises(BadMessage, match=said) as refused:
             arrays.numbers_of(row(data), "it", 9, shape)
         assert refused.value.reason == "shape"
+    partly = RoutedExperts(np.array([[[8, 8, 9]]], np.uint16), 8).encode()
+    with pytest.raises(ValueError, match="ids that are not 3 different ones below 8"):
+        RoutedExperts.decode(partly, 1)
 
 
 # ---- the packed forward --------------------------------------------------------------------------

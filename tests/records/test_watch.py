@@ -329,11 +329,14 @@ def test_a_run_that_begins_later_appears(client: TestClient, run_dir: Path) -> N
 @pytest.mark.parametrize(
     ("query", "message"),
     [
-        ("plots?page=none", "page: one of"),
-        ("plots?axis=none", "axis: one of"),
+        ("plots?page=none", f"page: one of {', '.join(plots.PAGES)}; axis: one of step, time, "),
+        ("plots?axis=none", "axis: one of step, time, tokens"),
         ("plots?smooth=x", "give a number"),
         ("overview?runs=none", "no run of this page"),
         ("sample?number=99", "the run has 4 samples"),
+        ("samples?step=x", "--step x: "),
+        ("samples?reward=x", "--reward x: "),
+        ("samples?lag=x", "--lag x: "),
         ("samples?text=(", "no regular expression"),
         ("logs?file=../../etc/passwd", "no log file"),
     ],
@@ -383,8 +386,12 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_only_this_machine_without_a_token(run_dir: Path) -> None:
-    with pytest.raises(ConfigError, match="everyone who reaches this address"):
+    with pytest.raises(ConfigError) as refused:
         server.serve([run_dir], "0.0.0.0", 0, lambda *_: None, token=False)
+    assert str(refused.value) == (
+        "--no-token --host 0.0.0.0: everyone who reaches this address could read prompts and logs; "
+        "leave out --no-token, or listen on 127.0.0.1"
+    )
     listener = server.listen("127.0.0.1", 0)
     with pytest.raises(ConfigError, match="choose another port"):
         server.listen("127.0.0.1", listener.getsockname()[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import time
@@ -24,6 +25,7 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.records import process_log, rundir
 from asyncrl.records.process_log import ProcessIncarnation
 from asyncrl.supervise.report import plots
+from asyncrl.supervise.report.token_samples import SHADES
 from asyncrl.viewer import findings, run_search
 from asyncrl.viewer.app import POLICY, WatchApp
 from asyncrl.viewer.findings import WatchedRun
@@ -188,8 +190,40 @@ def test_a_run_that_cannot_be_summed_up_has_no_summary(run_dir: Path) -> None:
     run = WatchedRun("first", run_dir)
     wait_for_summary(run)
     (run_dir / "config.toml").unlink()
+    began = time.monotonic()
     run._compose()
-    assert run.summary() == {} and run._next_summary > time.monotonic()
+    now = time.monotonic()
+    assert run.summary() == {}
+    assert began + findings.COMPOSE_S <= run._next_summary
+    assert run._next_summary <= now + max(
+        findings.COMPOSE_S, (now - began) / findings.COMPOSE_SHARE
+    )
+
+
+def test_the_health_checks_of_a_run_in_progress_are_those_of_its_composed_summary(
+    run_dir: Path,
+) -> None:
+    run = WatchedRun("first", run_dir)
+    run._summary = {"signs": [{"name": "odd", "said": "it was odd", "try_this": "nothing"}]}
+    run._next_summary = math.inf
+    assert [line["rule"] for line in run.overview()["advice"]] == ["check odd"]
+
+
+def test_the_last_batches_of_a_finished_run_give_no_advice(run_dir: Path) -> None:
+    """Its generators had no more tickets: they idle without a limit of the speed."""
+    idle = {"time/learner_idle_share": 0.0, "time/generator_idle_share": 0.0}
+    last = 1 + int(load.load(run_dir / "config.toml").staleness.limit)
+    late = idle | {"time/generator_idle_share": 1.0}
+    rows = [metric_row(step, **(idle if step < 20 else late)) for step in range(20 + last)]
+    write_lines(run_dir / "metrics.jsonl", rows)
+    run = WatchedRun("first", run_dir)
+    run._next_summary = math.inf
+    run.refresh()
+    rules = lambda: [line["rule"] for line in run.overview()["advice"]]  # noqa: E731
+    assert "generators_wait" in rules()
+    (run_dir / "buffer_summary.json").write_text(json.dumps(FINISHED))
+    (run_dir / "weights_digest").write_text("abc")
+    assert "balanced" in rules()
 
 
 def test_the_overview_has_the_figures_of_the_summary(client: TestClient, run_dir: Path) -> None:
@@ -218,7 +252,9 @@ def test_the_overview_has_the_figures_of_the_summary(client: TestClient, run_dir
 
 
 def test_the_ledger_is_that_of_the_summary(client: TestClient, run_dir: Path) -> None:
-    assert answer(client, "ledger") == {"first": {"totals": {}, "lines": {}, "failures": {}}}
+    run = WatchedRun("first", run_dir)
+    run._next_summary = math.inf  # none is composed meanwhile
+    assert run.ledger() == {"totals": {}, "lines": {}, "failures": {}}
     lines = {"ledger": {"trained": 9}, "ledger_lines": {"trained": {"tokens": 9}}}
     (run_dir / "summary.json").write_text(json.dumps(lines | {"failures": {"reward": 2}}))
     assert answer(client, "ledger")["first"] == {
@@ -237,6 +273,7 @@ def test_processes_with_restarts_host_and_memory(client: TestClient, run_dir: Pa
         process_log.append_event(run_dir, "generator-0", pid, "ended", code=1, why="lost")
     process_log.append_event(run_dir, "generator-0", 13, "began", host="two")
     process_log.append_event(run_dir, "generator-0", 13, "ended", code=0)
+    append(process_log.path(run_dir), {"at": 0.0, "name": "rewards", "pid": 9, "event": "began"})
     learner = ProcessIncarnation(run_dir, "learner", alone=False)
     rows = {row["name"]: row for row in answer(client, "processes")["first"]}
     generator = rows["generator-0"]
@@ -244,6 +281,7 @@ def test_processes_with_restarts_host_and_memory(client: TestClient, run_dir: Pa
     assert generator["memory_mb"] is None and "exit code 0" in generator["said"]
     assert (rows["learner"]["restarts"], rows["learner"]["pid"]) == (0, os.getpid())
     assert rows["learner"]["alive"] and 10 < rows["learner"]["memory_mb"] < 10**5
+    assert (rows["rewards"]["host"], rows["rewards"]["pid"]) == ("", 9), "of an older version"
     never = rows["buffer"]
     assert (never["restarts"], never["host"], never["pid"]) == (0, "", None)
     learner.end(0)
@@ -319,12 +357,16 @@ def test_samples_are_chosen_by_each_key_of_the_question(client: TestClient, run_
     rows[3]["sequences"][0]["pieces"] = ["1", "needle", "<eos>"]
     (run_dir / "token_samples.jsonl").unlink()
     answer(client, "runs")
+    assert answer(client, "samples")["none"] == (
+        "This run has logged no samples yet: it logs some of every record.samples_every-th batch "
+        "(record.token_samples)."
+    )
     write_lines(run_dir / "token_samples.jsonl", rows)
     answer(client, "runs")
 
     def batches(query: str) -> list[int]:
         found = answer(client, f"samples?{query}")
-        assert found["all"] == 70 and "weight" in found["shades"]
+        assert (found["all"], found["shades"]) == (70, SHADES)
         return [row["batch"] for row in found["rows"]]
 
     assert batches("") == list(range(69, 9, -1)), "the newest 60"

@@ -16,15 +16,19 @@ from starlette.testclient import TestClient
 from tinker import types
 from tinker_kit import draw, policy_datum, tuned_datum
 from tinker_local_kit import LocalServer
+from watch_kit import sample_row, write_lines
 
 from asyncrl.cli import main
+from asyncrl.config import load
 from asyncrl.records import process_log
 from asyncrl.records.process_log import INTERRUPTED, ProcessIncarnation
 from asyncrl.supervise import tinker_status
 from asyncrl.supervise.report.plots import PAGES
+from asyncrl.supervise.report.token_samples import SHADES
 from asyncrl.tinker import app, sample_log
 from asyncrl.tinker.server import recorded_process
 from asyncrl.viewer.app import WatchApp
+from asyncrl.viewer.tinker_models import WatchedTinkerModel
 
 ADAM = types.AdamParams(learning_rate=1e-2)
 
@@ -123,6 +127,177 @@ def test_the_pages_of_a_served_model(server: LocalServer, monkeypatch: pytest.Mo
     assert "batch 0  datum" in shown and "  prompt    2+2=" in shown
     refused = CliRunner().invoke(main, ["samples", str(server.folder)])
     assert refused.exit_code == 2 and "has several models" in refused.output
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Path:
+    """The directory of a model, below that of its server, from their files alone."""
+    server = tmp_path / "server"
+    model = server / "s-1-train-0"
+    (server / "logs").mkdir(parents=True)
+    model.mkdir()
+    (server / tinker_status.CONFIG).write_text("[staleness]\nmax_lag = 2\n[server]\nport = 0\n")
+    for name in ("sampling", "server", "training"):
+        (server / "logs" / f"{name}.log").write_text(f"{name} has started\n")
+    least = {"model": {"path": "m"}, "task": {"name": "sort"}}
+    (model / "config.toml").write_text(load.dump(load.build(least)))
+    (model / tinker_status.MODEL).write_text(json.dumps({"rank": 4, "version": 7, "time": NOON}))
+    return model
+
+
+NOON = time.mktime((2026, 3, 4, 15, 6, 7, 0, 0, -1))
+LAGS = [{"batch": 0, "lags": {"0": 6}, "unknown": 0}, {"batch": 1, "lags": {"1": 3}, "unknown": 1}]
+METRICS = [
+    {"step": 0, "t": 1.5, "lag/mean": 0.0, "lag/max": 2, "lag/unknown_share": 0.0},
+    {"step": 1, "t": 4.5, "lag/mean": 0.75, "lag/max": 1, "lag/unknown_share": 0.25},
+]
+COUNTS = {"sampled": 1200, "never_trained": 300, "trained_once": 600, "trained_again": 300}
+
+
+def read_model(folder: Path) -> WatchedTinkerModel:
+    model = WatchedTinkerModel("one", folder)
+    model.refresh()
+    return model
+
+
+def test_a_model_without_a_step(served: Path) -> None:
+    model = read_model(served)
+    state = {
+        "id": "one",
+        "path": str(served),
+        "state": "stopped",
+        "problem": "",
+        "step": 7,
+        "steps": 0,
+        "seconds": 0.0,
+        "accuracy": None,
+        "reward": None,
+        "lag": None,
+        "rows": 0,
+        "samples": 0,
+        "summed_up": False,
+        "damaged": 0,
+    }
+    cards = [
+        ["version", 7],
+        ["server", "stopped"],
+        ["sequences sampled", None],
+        ["never trained", None],
+        ["mean lag of the newest step", None],
+        ["largest lag", None],
+        ["lag limit", "2"],
+        ["of unknown lag, share of the newest step", None],
+    ]
+    assert model.state() == state and model.summary() == {}
+    assert model.overview() == {"state": state, "advice": [], "waits": [], "cards": cards}
+    sequences, tokens = model.ledger()["tables"]
+    assert sequences["title"] == "0 sequences sampled, with 0 tokens"
+    assert [row[1:] for row in sequences["rows"]] == [[0, 0]] * 3
+    assert (tokens["title"], tokens["rows"]) == ("0 tokens trained", [])
+    (served / tinker_status.MODEL).write_text("{}")
+    assert read_model(served).state()["step"] == 0
+    (served / tinker_status.MODEL).unlink()
+    state = read_model(served).state()
+    assert (state["state"], state["step"]) == ("unreadable", 0)
+    assert state["problem"].startswith(f"{served / tinker_status.MODEL}: ")
+
+
+def test_a_model_in_training(served: Path) -> None:
+    server = served.parent
+    write_lines(served / "metrics.jsonl", METRICS, end="no json\n")
+    write_lines(served / "trained.jsonl", LAGS)
+    write_lines(served / "token_samples.jsonl", [sample_row(0), {"batch": 1}])
+    (served / tinker_status.LEDGER).write_text(json.dumps(COUNTS | {"sampled_tokens": 5000}))
+    process = ProcessIncarnation(server, "server", alone=True)
+    for event, more in (("began", {}), ("ended", {"code": 3}), ("began", {})):
+        process_log.append_event(server, "training", 17, event, **more)
+    process_log.append_event(server, "sampling", 18, "began")
+    process_log.append_event(server, "sampling", 18, "ended", code=1, why="lost")
+    model = read_model(served)
+    state = model.state()
+    assert {key: state[key] for key in ("state", "step", "seconds", "lag", "rows")} == {
+        "state": "running",
+        "step": 2,
+        "seconds": 4.5,
+        "lag": 0.75,
+        "rows": 2,
+    }
+    assert (state["samples"], state["damaged"]) == (1, 2)
+    seen = model.overview()
+    assert seen["cards"] == [
+        ["version", 2],
+        ["server", "running"],
+        ["sequences sampled", 1200],
+        ["never trained", 300],
+        ["mean lag of the newest step", 0.75],
+        ["largest lag", 2.0],
+        ["lag limit", "2"],
+        ["of unknown lag, share of the newest step", 0.25],
+    ]
+    (ended,) = seen["waits"]
+    assert ended.startswith("sampling (process 18) ended with exit code 1: lost at ")
+    assert model.process_group == str(server)
+    rows = [(x["name"], x["alive"], x["restarts"], x["pid"]) for x in model.processes()]
+    assert rows == [
+        ("server", True, 0, os.getpid()),
+        ("training", True, 1, 17),
+        ("sampling", False, 0, 18),
+    ]
+    assert model.ledger() == {
+        "tables": [
+            {
+                "title": "1,200 sequences sampled, with 5,000 tokens",
+                "head": ["what became of them", "sequences", "share"],
+                "rows": [
+                    ["never trained", 300, 0.25],
+                    ["trained once", 600, 0.5],
+                    ["trained more often", 300, 0.25],
+                ],
+            },
+            {
+                "title": "10 tokens trained",
+                "head": ["how old they were", "tokens", "share"],
+                "rows": [["lag 0", 6, 0.6], ["lag 1", 3, 0.3], ["unknown lag", 1, 0.1]],
+            },
+        ]
+    }
+    process.end(0)
+    process.release()
+    seen = model.overview()
+    assert seen["state"]["state"] == "stopped" and seen["waits"] == []
+
+
+def test_the_settings_and_logs_of_a_model_are_its_server_s(served: Path) -> None:
+    model = read_model(served)
+    assert model.settings() == {
+        "this model.rank": 4,
+        "this model.version": 7,
+        "this model.time": "2026-03-04 15:06:07",
+        "staleness.max_lag": 2,
+        "server.port": 0,
+    }
+    assert model.logs() == ["logs/server.log", "logs/training.log", "logs/sampling.log"]
+    assert model.log_tail("logs/training.log") == "training has started"
+    (served / "metrics.jsonl").touch()
+    answer = ask(TestClient(WatchApp([served.parent]).starlette()), "samples")
+    assert (answer["rows"], answer["all"], answer["shades"]) == ([], 0, SHADES)
+    assert answer["none"] == (
+        "No samples yet: the server logs some of every tenth optimizer step on sampled tokens."
+    )
+
+
+def test_the_health_checks_of_a_model_follow_its_metrics(served: Path) -> None:
+    rows = [{"step": n, "t": float(n), "split/mismatch_k3": 0.5} for n in range(40)]
+    model = read_model(served)
+    assert model.advice([]) == []
+    write_lines(served / "metrics.jsonl", rows)
+    assert model.advice([]) == [], "no new row was read"
+    model.refresh()
+    (line,) = model.overview()["advice"]
+    assert (line["rule"], line["about"]) == ("engine_mismatch", "health")
+    assert line["said"].startswith("engine and learner differ at equal weights by k3 = 5.0e-01")
+    assert line["try_this"] == tinker_status.ADVICE
+    assert model.advice([]) is model.advice([]), "computed once"
 
 
 def test_an_interrupted_step_and_a_full_file_log_nothing(
