@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio.selector_events
 import json
+import re
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -536,19 +537,30 @@ def test_other_routes_are_not_there(method: str, path: str, served: Served) -> N
 
 def test_an_open_address_needs_tls_or_a_proxy(tmp_path: Any) -> None:
     for host in ("0.0.0.0", "::", "example.org", "10.0.0.1"):
-        with pytest.raises(ConfigError, match=r"agent\.host"):
+        with pytest.raises(ConfigError) as error:
             ListenAddress(host).check()
+        assert str(error.value) == (
+            f"agent.host: {host} is open to the network; give agent.certificate and "
+            "agent.private_key, or agent.behind_proxy = true, or use 127.0.0.1"
+        )
         ListenAddress(host, behind_proxy=True).check()
         ListenAddress(host, certificate="c", private_key="k").check()
     for host in ("127.0.0.1", "::1", "localhost", "127.0.0.2"):
         ListenAddress(host).check()
-    with pytest.raises(ConfigError, match="both or none"):
-        ListenAddress(certificate="c").check()
+    for keys in ({"certificate": "c"}, {"private_key": "k"}):
+        with pytest.raises(ConfigError) as error:
+            ListenAddress(**keys).check()
+        assert str(error.value) == "agent.certificate and agent.private_key: give both or none"
     taken = socket.socket()
     taken.bind(("127.0.0.1", 0))
     taken.listen()
-    with pytest.raises(ConfigError, match=r"agent\.port"):
-        Served(bind=ListenAddress(port=taken.getsockname()[1]))
+    port = taken.getsockname()[1]
+    for name in ("agent.port", "--port"):
+        with pytest.raises(ConfigError) as error:
+            http_server.HttpServer(None, ListenAddress(port=port, port_name=name))  # type: ignore[arg-type]
+        assert str(error.value) == f"{name}: 127.0.0.1:{port}: Address already in use"
+    with pytest.raises(ConfigError, match=r"^agent\.port: "):
+        Served(bind=ListenAddress(port=port))
     taken.close()
 
 
@@ -929,3 +941,28 @@ def test_the_family_of_an_address(
     with pytest.raises(ConfigError, match="asked"):
         http_server.HttpServer(None, ListenAddress(host))  # type: ignore[arg-type]
     assert seen == [(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)]
+
+
+def test_uvicorn_is_configured_for_an_api() -> None:
+    app: Any = lambda scope, receive, send: None  # noqa: E731
+    for host, proxy, url in (("127.0.0.1", True, "127.0.0.1"), ("::1", False, "[::1]")):
+        server = http_server.HttpServer(app, ListenAddress(host, behind_proxy=proxy))
+        try:
+            assert server.socket.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR) == 1
+            assert re.fullmatch(rf"http://{re.escape(url)}:[1-9]\d*", server.url)
+            assert (server.task, server.server.started) == (None, False)
+            config = server.server.config
+            assert isinstance(config.app, http_server.CoalescedResponses) and config.app.app is app
+            names = ("interface", "ws", "lifespan", "log_config", "access_log", "server_header")
+            names += ("date_header", "timeout_graceful_shutdown", "ssl_certfile", "ssl_keyfile")
+            found = [getattr(config, name) for name in names]
+            assert found == ["asgi3", "none", "off", None, False, False, False, 1, None, None]
+            assert (config.http, config.proxy_headers) == (http_server.BoundedConnection, proxy)
+            server.bind = ListenAddress(certificate="c", private_key="k")
+            assert server.url.startswith("https://")
+        finally:
+            server.socket.close()
+    own = ListenAddress(certificate="c", private_key="k")
+    server = http_server.HttpServer(app, own)
+    server.socket.close()
+    assert (server.server.config.ssl_certfile, server.server.config.ssl_keyfile) == ("c", "k")
