@@ -307,3 +307,45 @@ def test_a_generator_may_ask_for_as_many_samples_as_are_possible() -> None:
     for samples in (-1, checks.WANTED + 1):
         with pytest.raises(BadMessage, match="are possible"):
             checks.want(m.TicketRequest("generator-0", 1, 1, samples, None))
+
+
+@pytest.mark.parametrize(
+    ("check", "why"),
+    [
+        (
+            lambda: outcomes.check_number(float("-inf"), "reward"),
+            "reward is -inf, not a finite number",
+        ),
+        (
+            lambda: outcomes.check_number(-2e15, "a"),
+            "a is -2e+15, more than 1e+15 in magnitude, which overflows the learner's float32: "
+            "scale it down",
+        ),
+        (
+            lambda: outcomes.check_parts({str(number): 0.0 for number in range(257)}),
+            "a reward has 257 parts; at most 256 are allowed",
+        ),
+        (
+            lambda: outcomes.check_parts({"a": 0.0, "\n" + "x" * 200: 0.0}),
+            f"the name of a part has 201 characters, '\\\\n{'x' * 38}...'...; at most 200 are "
+            "allowed",
+        ),
+        (
+            lambda: outcomes.check_parts({"x\udfff": 0.0}),
+            "the name of a part has \\udfff, half of a character: UTF-8 cannot encode it",
+        ),
+        (lambda: outcomes.check_parts({"a\n": NAN}), "a\\n is nan, not a finite number"),
+        (
+            lambda: outcomes.check_reason("x" * 65537),
+            "the reason has 65537 characters; at most 65536 are allowed",
+        ),
+        (
+            lambda: outcomes.check_reason("\ud800"),
+            "the reason has \\ud800, half of a character: UTF-8 cannot encode it",
+        ),
+    ],
+)
+def test_what_an_outcome_may_not_hold_is_named(check: Callable[[], None], why: str) -> None:
+    with pytest.raises(ValueError) as error:
+        check()
+    assert str(error.value) == why

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 import asyncrl
-from asyncrl.contract import importing
+from asyncrl.contract import foreign_start, importing
 from asyncrl.contract.importing import PartsFinder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -132,6 +132,47 @@ def test_the_command_of_a_process() -> None:
     assert start.is_file()
     words = ["/opt/python", "-P", str(start), "actors.worker", "3"]
     assert importing.command("actors.worker", "3", python="/opt/python") == words
+
+
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder whose module `told` is to run as another Python's main program would."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "asyncrl", asyncrl)
+    monkeypatch.setattr(sys, "argv", ["foreign_start.py", "told", "3"])
+    return tmp_path
+
+
+def test_a_foreign_python_runs_a_module_as_its_main_program(
+    started: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (started / "told.py").write_text(
+        "import sys\n"
+        "print(sys.argv, __name__, vars(sys.modules['__main__']) is globals())\n"
+        "package = sys.modules['asyncrl']\n"
+        "print(package.__path__, package.__file__, package.__doc__[:13])\n"
+    )
+    foreign_start.main()
+    assert capsys.readouterr().out == (
+        f"{[str(started / 'told.py'), '3']} __main__ True\n"
+        f"{[str(INSIDE)]} {INSIDE / '__init__.py'} Reinforcement\n"
+    )
+    assert sys.modules["asyncrl"] is not asyncrl
+
+
+@pytest.mark.parametrize("name", ["msgspec", "xxhash"])
+def test_a_foreign_python_is_told_what_it_lacks(started: Path, name: str) -> None:
+    (started / "told.py").write_text(f"raise ModuleNotFoundError('gone', name={name!r})")
+    with pytest.raises(SystemExit) as ended:
+        foreign_start.main()
+    assert ended.value.code == (
+        f"agent.python: {sys.executable} has no {name}: {sys.executable} -m pip install "
+        "msgspec xxhash"
+    )
+    (started / "told.py").write_text("import no_such_module_of_theirs")
+    sys.argv[:] = ["foreign_start.py", "told"]
+    with pytest.raises(ModuleNotFoundError, match="no_such_module_of_theirs"):
+        foreign_start.main()
 
 
 def test_no_garbage_is_collected_during_imports() -> None:
