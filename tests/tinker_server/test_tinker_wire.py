@@ -1,0 +1,181 @@
+"""Messages and files of the Tinker server, without a server: the calls on disk, saved weights, and
+what a request's body may hold.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import tinker.types as sdk
+from tinker.proto import tinker_public_pb2 as pb
+
+from asyncrl.contract.errors import ConfigError
+from asyncrl.tinker import wire
+from asyncrl.tinker.call_log import CallLog, TrainingCall, TrainingOutcome
+from asyncrl.tinker.messages import ScoreResult
+from asyncrl.tinker.model_records import SavedWeights, find_saved
+
+
+def refusal(function: Any, *values: Any, **named: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        function(*values, **named)
+    return str(error.value)
+
+
+def test_calls_and_outcomes_are_read_as_written(tmp_path: Path) -> None:
+    log = CallLog(tmp_path / "new" / "model")
+    assert CallLog(tmp_path / "new" / "model").numbers("call") == []
+    call, outcome = TrainingCall(12, "optim_step", b"{}"), TrainingOutcome(b"r", version=3)
+    log.write_call(call)
+    log.write_outcome(7, outcome)
+    assert log.read_call(12) == call and log.read_outcome(7) == outcome
+    assert log.read_call(7) is None and log.read_outcome(12) is None
+    assert (log.numbers("call"), log.numbers("outcome")) == ([12], [7])
+    names = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*"))
+    assert names == ["new/model/calls/000000007.outcome", "new/model/calls/000000012.call"]
+    path = log.checkpoint_path(12, 3)
+    assert path == tmp_path / "new" / "model" / "checkpoints" / "000000012-3"
+
+
+def test_the_last_two_checkpoints_and_what_they_do_not_cover_stay(tmp_path: Path) -> None:
+    log = CallLog(tmp_path)
+
+    def begin(*checkpoints: tuple[int, int]) -> None:
+        for number in range(8):
+            log.write_call(TrainingCall(number, "optim_step", b""))
+            log.write_outcome(number, TrainingOutcome())
+        for number, version in checkpoints:
+            log.checkpoint_path(number, version).mkdir()
+
+    every = list(range(8))
+    begin()
+    log.prune()
+    assert (log.numbers("call"), log.numbers("outcome")) == (every, every)
+    begin((1, 1))
+    log.prune()
+    assert (log.numbers("call"), log.numbers("outcome")) == ([0, *range(2, 8)], every)
+    begin((3, 1), (5, 10), (5, 9))
+    (tmp_path / "checkpoints" / "5-new").mkdir()
+    (tmp_path / "checkpoints" / "new-5").mkdir()
+    assert log.checkpoint_numbers() == [(1, 1), (3, 1), (5, 9), (5, 10)]
+    log.prune()
+    assert log.checkpoint_numbers() == [(5, 9), (5, 10)]
+    assert (log.numbers("call"), log.numbers("outcome")) == ([0, 6, 7], [0, 6, 7])
+
+
+def test_saved_weights_are_found_by_their_path(tmp_path: Path) -> None:
+    saved = SavedWeights("s:train:0@7", 2, 3, {"a": 1}, 4.0)
+    folder = tmp_path / "s-train-0" / "weights"
+    folder.mkdir(parents=True)
+    (folder / "a.1.json").write_bytes(msgspec.json.encode(saved))
+    path = "tinker://s:train:0/weights/a.1"
+    assert find_saved(tmp_path, path) == (folder / "a.1", saved)
+    assert find_saved(tmp_path, path, "weights") == (folder / "a.1", saved)
+    other = "tinker://s:train:0/sampler_weights/a.1"
+    assert refusal(find_saved, tmp_path, other, "weights") == (
+        f"{other} has no optimizer: training goes on from tinker://MODEL/weights/"
+    )
+    assert refusal(find_saved, tmp_path, other) == f"{other}: this server has no such weights"
+    for bad in (f"{path}/x", f"{path} ", "tinker://s/weights/.a", "tinker://s/other/a", "a"):
+        assert refusal(find_saved, tmp_path, bad) == (
+            f"{bad} is not a path of saved weights: tinker://MODEL/weights/NAME"
+        )
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (b"[]", "the body must be a JSON object"),
+        (b"{", "the body is not JSON: Expecting property name enclosed in double quotes: "),
+        (b'{"a": NaN}', "the body is not JSON: NaN is not finite"),
+        (b'{"a": 1e999}', "the body is not JSON: 1e999 is not finite"),
+        (b'{"a": 9223372036854775808}', "the body is not JSON: 9223372036854775808 has more than "),
+        (b'{"a": -9223372036854775809}', "the body is not JSON: -9223372036854775809 has more "),
+        (b'{"a": "\\ud800"}', "the body is not JSON: 'utf-8' codec can't encode character"),
+        (b"\xff", "the body is not JSON: 'utf-8' codec can't decode byte 0xff"),
+    ],
+)
+def test_bodies_that_are_no_object_are_refused(body: bytes, why: str) -> None:
+    assert refusal(wire.parse_object, body).startswith(why)
+
+
+def test_bodies_of_the_largest_numbers_are_read() -> None:
+    body = b'{"a": 9223372036854775807, "b": -9223372036854775808, "c": 1.5, "d": "\\u00e9"}'
+    assert wire.parse_object(body) == {"a": 2**63 - 1, "b": -(2**63), "c": 1.5, "d": "é"}
+    assert wire.parse_object(b"") == {} and wire.json_reply({"a": 1}) == b'{"a": 1}'
+
+
+def sample_call(prompt: list[int], **more: Any) -> Any:
+    """The call of a request for samples, to a model of 50 tokens that reads 16."""
+    params = {name: more.pop(name) for name in set(more) & set(sdk.SamplingParams.model_fields)}
+    request = sdk.SampleRequest(
+        prompt=sdk.ModelInput.from_ints(prompt),
+        sampling_params=sdk.SamplingParams(**params),
+        **more,
+    )
+    return wire.sample_request(request, ends=(1, 2), limit=16, default=9, vocabulary=50)
+
+
+def test_a_request_for_samples_is_converted_whole() -> None:
+    found = msgspec.structs.asdict(sample_call([3, 49]))
+    wanted = {"weights": "", "version": 0, "count": 1, "max_tokens": 9, "temperature": 1.0}
+    wanted |= {"top_p": 1.0, "seed": 0, "ticket": 0, "stop": [1, 2], "texts": []}
+    wanted |= {"prompt": np.array([3, 49], "<i4").tobytes(), "prompt_topk": 0}
+    assert {name: found[name] for name in wanted} == wanted and not found["prompt_logprobs"]
+    found = msgspec.structs.asdict(
+        sample_call(
+            [3], num_samples=4, prompt_logprobs=True, topk_prompt_logprobs=32,
+            max_tokens=15, temperature=0.0, top_p=0.5, top_k=7, stop=[7, 1, 7],
+        )
+    )  # fmt: skip
+    wanted = {"count": 4, "max_tokens": 15, "temperature": 0.0, "top_p": 0.5, "top_k": 7}
+    wanted |= {"stop": [1, 2, 7], "texts": [], "prompt_logprobs": True, "prompt_topk": 32}
+    assert {name: found[name] for name in wanted} == wanted
+    assert sample_call([3] * 10).max_tokens == 6, "what is left of the context"
+    assert (sample_call([3], stop="x").texts, sample_call([3], stop=[]).stop) == (["x"], [])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "more", "why"),
+    [
+        ([], {}, "prompt: is empty"),
+        ([50], {}, "prompt: has a token outside the vocabulary of 50"),
+        ([-1], {}, "prompt: has a token outside the vocabulary of 50"),
+        ([3], {"topk_prompt_logprobs": 33}, "topk_prompt_logprobs: must be from 0 to 32"),
+        ([3], {"num_samples": 1025}, "num_samples: 1025 must be from 1 to 1024 in one request"),
+        (
+            [3],
+            {"max_tokens": 16},
+            "a prompt of 1 and max_tokens = 16 do not fit sampling.context = 16 of the server",
+        ),
+        (
+            [3] * 16,
+            {},
+            "a prompt of 16 and max_tokens = 9 do not fit sampling.context = 16 of the server",
+        ),
+        (
+            [3],
+            {"top_p": 0.0},
+            "temperature = 1 must not be negative, and top_p = 0 must be above 0 and at most 1",
+        ),
+    ],
+)
+def test_samples_that_cannot_be_had(prompt: list[int], more: dict[str, Any], why: str) -> None:
+    assert refusal(sample_call, prompt, **more) == why
+
+
+def test_the_result_of_a_loss_has_all_logprobs_in_one_tensor() -> None:
+    rows = [np.array(row, "<f4").tobytes() for row in ([-1.0, -2.0], [-3.0])]
+    message = pb.ForwardBackwardOutput()
+    message.ParseFromString(wire.loss_reply(ScoreResult(logprobs=rows, loss=1.5)))
+    assert message.loss_fn_output_type == "TorchLossReturn"
+    assert dict(message.metrics) == {"loss:sum": 1.5}
+    (record,) = message.loss_fn_outputs
+    field = record.fields["logprobs"]
+    assert (record.num_datums, field.dtype) == (2, pb.DTYPE_FLOAT32)
+    assert np.frombuffer(field.offsets, "<i8").tolist() == [0, 8, 12]
+    assert np.frombuffer(field.data, "<f4").tolist() == [-1.0, -2.0, -3.0]
