@@ -129,7 +129,7 @@ class TorchBackend:
         """Return the sum of `value` over the ranks."""
         return value
 
-    def max_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
+    def find_max_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
         """Return the elementwise maximum of `value` over the ranks."""
         return value
 

@@ -78,10 +78,13 @@ def compute_excess(
     return (along - orthogonal * slope).clamp(min=0)
 
 
-def _compute_dot(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> torch.Tensor:
+def _compute_dot(
+    first_tensors: Sequence[torch.Tensor], second_tensors: Sequence[torch.Tensor]
+) -> torch.Tensor:
     """Return the sum of products over all tensors, float64; products in float32."""
     parts = [
-        (a.float() * b.float()).sum(dtype=torch.float64) for a, b in zip(left, right, strict=True)
+        (a.float() * b.float()).sum(dtype=torch.float64)
+        for a, b in zip(first_tensors, second_tensors, strict=True)
     ]
     return torch.stack(parts).sum()
 
@@ -103,7 +106,7 @@ def compute_squared_norms(
     log pi_theta(y) is the sum over the sample's tokens in the mask. It takes a forward and a
     backward pass per sample.
 
-    compute_squared_gradient: see `TorchBackend.squared_gradient`.
+    compute_squared_gradient: see `TorchBackend.compute_squared_gradient`.
     """
     norms = []
     for sample in range(packed.count):

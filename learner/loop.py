@@ -77,7 +77,6 @@ class Learner(BufferPeer):
         self.commits: dict[int, m.Commit] = {}
         self.sent: dict[str, float] = {}
         self.busy_s = self.idle_s = 0.0
-        self.last_batch: m.Batch | None = None
         self.mark = time.monotonic()
         self.checkpointed: int | None = None
         self.recorder: Recorder | None = None
@@ -314,7 +313,6 @@ class Learner(BufferPeer):
             "memory/learner_mb": machine_memory.resident_bytes() / 2**20,
         }
         self.mark = now
-        self.last_batch = batch
         self.cursor = BatchCursor(
             next_ticket=batch.next_ticket,
             ledger=batch.ledger,

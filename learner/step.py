@@ -639,7 +639,7 @@ class LearnerCore:
             totals[name] = (
                 self.backend.sum_over_ranks(own_sum.clone())
                 if not name.startswith("max/")
-                else self.backend.max_over_ranks(own_sum.clone())
+                else self.backend.find_max_over_ranks(own_sum.clone())
             )
         return totals
 

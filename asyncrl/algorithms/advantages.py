@@ -404,8 +404,8 @@ def _find_next_value(
 ) -> torch.Tensor:
     """Return V at the next token of the mask; after the last one, bootstrap [B]."""
     rows = PaddedRows(seq)
-    values_matrix = rows.matrix(torch.where(mask, values, 0.0))
-    mask_matrix = rows.matrix(mask)
+    values_matrix = rows.pad(torch.where(mask, values, 0.0))
+    mask_matrix = rows.pad(mask)
     sample_of_row = (
         seq[torch.cat([seq.new_ones(1, dtype=torch.bool), seq[1:] != seq[:-1]])]
         if len(seq)
@@ -484,7 +484,7 @@ def compute_k_step(
     adv = torch.zeros_like(values)
     if not len(seq[mask]):
         return adv
-    d = rows.matrix(compute_td_residual(token_rewards, values, mask, seq, bootstrap, gamma)[mask])
+    d = rows.pad(compute_td_residual(token_rewards, values, mask, seq, bootstrap, gamma)[mask])
     total = torch.zeros_like(d)
     for step in range(min(k, d.shape[1])):
         total[:, : d.shape[1] - step] += (gamma * lam) ** step * d[:, step:]
@@ -685,7 +685,7 @@ class TokenRewards:
     bootstrap: torch.Tensor | None = None
     energy: torch.Tensor | None = None
 
-    def rewards(self, totals: torch.Tensor) -> torch.Tensor:
+    def compute_rewards(self, totals: torch.Tensor) -> torch.Tensor:
         """Return what each token earns, minus its KL penalty, [N]; answers [B] are the totals."""
         if self.tokens is None:
             token_rewards = place_on_last_token(totals, self.mask, self.seq)
@@ -696,7 +696,7 @@ class TokenRewards:
             )
         return token_rewards if self.kl_penalty is None else token_rewards - self.kl_penalty
 
-    def step_ends(self) -> torch.Tensor:
+    def find_step_ends(self) -> torch.Tensor:
         """Return bool [N]: trained tokens that end a step, by what the reward function rewarded.
 
         A KL penalty never makes a step.
@@ -817,12 +817,12 @@ def _apply_reinforce_pp(
     t: TokenRewards, c: settings.ReinforcePpAdvantage
 ) -> tuple[torch.Tensor, None]:
     answers = compute_dr_grpo(t.answers, t.groups) if c.group_baseline else t.answers
-    return compute_reinforce_pp(t.rewards(answers), t.mask, t.seq, gamma=c.gamma), None
+    return compute_reinforce_pp(t.compute_rewards(answers), t.mask, t.seq, gamma=c.gamma), None
 
 
 def _apply_process_grpo(t: TokenRewards, c: settings.GrpoAdvantage) -> tuple[torch.Tensor, None]:
-    ends = t.step_ends()
-    step_rewards = sum_by_step(t.rewards(t.answers), ends, t.seq)
+    ends = t.find_step_ends()
+    step_rewards = sum_by_step(t.compute_rewards(t.answers), ends, t.seq)
     return compute_process_grpo(
         step_rewards, ends, t.mask, t.seq, t.groups, ddof=c.ddof, eps=c.eps
     ), None
@@ -831,14 +831,14 @@ def _apply_process_grpo(t: TokenRewards, c: settings.GrpoAdvantage) -> tuple[tor
 def _apply_otb(t: TokenRewards, c: settings.Advantage) -> tuple[torch.Tensor, None]:
     if t.energy is None:
         raise ConfigError("advantage.name = otb needs each token's energy (LossBatch.energy)")
-    returns = _sum_masked_suffix(t.rewards(t.answers), t.mask, t.seq, 1.0)
+    returns = _sum_masked_suffix(t.compute_rewards(t.answers), t.mask, t.seq, 1.0)
     return compute_otb(returns, t.energy, t.mask, t.seq, t.groups), None
 
 
 def _apply_gae(t: TokenRewards, c: settings.GaeAdvantage) -> tuple[torch.Tensor, torch.Tensor]:
     if t.values is None:
         raise ConfigError("advantage.name = gae needs values (LossBatch.values): a value head")
-    token_rewards = t.rewards(t.answers)
+    token_rewards = t.compute_rewards(t.answers)
     bootstrap = torch.zeros_like(t.answers) if t.bootstrap is None else t.bootstrap
     adv, returns = compute_gae(
         token_rewards, t.values, t.mask, t.seq, bootstrap, gamma=c.gamma, lam=c.lam

@@ -239,7 +239,7 @@ OVER: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.
 
 def compute_statistic(
     name: str,
-    over: str,
+    aggregation: str,
     log_rho: torch.Tensor,
     mask: torch.Tensor,
     seq: torch.Tensor,
@@ -261,13 +261,13 @@ def compute_statistic(
     raw = torch.where(mask, log_rho.detach(), 0.0)
     mu = torch.zeros_like(raw) if log_mu is None else torch.where(mask, log_mu.detach(), 0.0)
     by_token = choose_function("correction.reject", STATISTICS, name)(raw, mu)
-    s = choose_function("correction.reject_over", OVER, over)(by_token, mask, seq, n)
+    s = choose_function("correction.reject_over", OVER, aggregation)(by_token, mask, seq, n)
     return s.clamp(-CLAMP, CLAMP).exp() if name == "ratio" else s
 
 
 def build_rejection_mask(
     name: str,
-    over: str,
+    aggregation: str,
     lo: float | None,
     hi: float | None,
     log_rho: torch.Tensor,
@@ -286,8 +286,8 @@ def build_rejection_mask(
         return torch.ones_like(mask)
     if name != "ratio" and hi is None:
         raise ConfigError(f"correction.reject_hi: reject = {name} has no default bound; give one")
-    s = compute_statistic(name, over, log_rho, mask, seq, n, log_mu=log_mu)
-    band = REJECT_BAND[over] if name == "ratio" else (-torch.inf, torch.inf)
+    s = compute_statistic(name, aggregation, log_rho, mask, seq, n, log_mu=log_mu)
+    band = REJECT_BAND[aggregation] if name == "ratio" else (-torch.inf, torch.inf)
     return (s >= (band[0] if lo is None else lo)) & (s <= (band[1] if hi is None else hi))
 
 

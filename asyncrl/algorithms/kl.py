@@ -31,17 +31,17 @@ from asyncrl.algorithms.ratios import (
 
 
 def estimate_k1(x: torch.Tensor) -> torch.Tensor:
-    """x."""
+    """Return x: unbiased, with a gradient of mean 0 in the loss on policy."""
     return x
 
 
 def estimate_k2(x: torch.Tensor) -> torch.Tensor:
-    """x^2 / 2: its gradient in the loss is that of the token-level reverse KL."""
+    """Return x^2 / 2: its gradient in the loss is that of the token-level reverse KL."""
     return x.square() / 2
 
 
 def estimate_k3(x: torch.Tensor) -> torch.Tensor:
-    """exp(-x) - 1 + x: its gradient in the loss is that of the token-level forward KL.
+    """Return exp(-x) - 1 + x: its gradient in the loss is that of the token-level forward KL.
 
     It is constant below -20, where exp would overflow.
     """
@@ -50,7 +50,7 @@ def estimate_k3(x: torch.Tensor) -> torch.Tensor:
 
 
 def estimate_low_var_kl(x: torch.Tensor) -> torch.Tensor:
-    """k3 clamped to [-10, 10], without gradient beyond."""
+    """Return k3 clamped to [-10, 10], without gradient beyond."""
     return estimate_k3(x).clamp(-10, 10)
 
 
@@ -90,7 +90,7 @@ def estimate_forward_k3(x: torch.Tensor) -> torch.Tensor:
 def estimate_with_ratio(
     name: str, x: torch.Tensor, lp: torch.Tensor, behavior: torch.Tensor
 ) -> torch.Tensor:
-    """exp(lp - lp_behavior) times the estimator, with gradient through the ratio too.
+    """Return exp(lp - lp_behavior) times the estimator, with gradient through the ratio too.
 
     DeepSeek-V3.2, arXiv 2512.02556. It is exact only on the states of the behavior policy: the
     distribution of states is not corrected.
@@ -225,7 +225,7 @@ OFF_POLICY: dict[str, Callable[[KLInputs], torch.Tensor]] = {
     "prefix_full": _apply_full_prefix,
 }
 # forms whose loss has a product over a sample's tokens
-PREFIXES = ("prefix", "prefix_full")
+PREFIX_FORMS = ("prefix", "prefix_full")
 
 
 def compute_term(

@@ -5,11 +5,11 @@
     # once per optimizer step: global factors and statistics
     step = begin_step(prep, samples, current)
     # per micro-batch: call backward on `loss`, add up losses and sums over the step
-    loss, sums = micro_loss(prep, step, part, lp)
+    loss, sums = compute_micro_loss(prep, step, part, lp)
     # share of the learning rate, from the sums of the step
-    share = learning_rate_share(prep, step, sums)
+    share = compute_learning_rate_share(prep, step, sums)
     # early stop: KL = sum a / sum b over the micro-batches of the step
-    a, b = stop_statistic(prep, part, lp)
+    a, b = sum_update_kl(prep, part, lp)
     # once per batch: one synchronization with the device
     add_sums(total, sums); metrics = finish(total)
 
@@ -386,7 +386,7 @@ def _fill_statistics(prep: PreparedBatch, step: StepPlan, current: torch.Tensor 
     if step.reshape is not None:
         if c.reshape.budget == "tokens":
             prep.budget = prep.budget or stopping.KLBudget(c.reshape.kl_budget)
-            step.reshape.share = prep.budget.next_share(host["k"])
+            step.reshape.share = prep.budget.compute_next_share(host["k"])
         step.metrics |= {
             "reshape/gamma_base": host["base"],
             "reshape/sigma2": host["sigma2"],
@@ -633,7 +633,7 @@ def _compute_loss_kl(
     def zero_others(x: torch.Tensor) -> torch.Tensor:
         return torch.where(live, x, 0.0)
 
-    if k.off_policy in kl.PREFIXES:  # a product over the live tokens only
+    if k.off_policy in kl.PREFIX_FORMS:  # a product over the live tokens only
         lp, reference, behavior, seq = lp[live], reference[live], behavior[live], seq[live]
         step_kl = None if step_kl is None else step_kl[live]
     else:
@@ -649,7 +649,7 @@ def _compute_loss_kl(
         truncate=k.truncate,
         step_kl=step_kl,
     )
-    if k.off_policy in kl.PREFIXES:
+    if k.off_policy in kl.PREFIX_FORMS:
         return (term * factor[live]).sum()
     return (zero_others(term) * factor).sum()
 

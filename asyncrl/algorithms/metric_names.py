@@ -1,5 +1,6 @@
-"""Names of the metrics that the mathematics emits: name -> (unit, meaning). Plain data, imports
-nothing.
+"""Names of the metrics that the mathematics emits: name -> (unit, meaning).
+
+Plain data; imports nothing.
 """
 
 from __future__ import annotations

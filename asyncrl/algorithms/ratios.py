@@ -105,7 +105,7 @@ class PaddedRows:
             else (0, 0)
         )
 
-    def matrix(self, x: torch.Tensor) -> torch.Tensor:
+    def pad(self, x: torch.Tensor) -> torch.Tensor:
         """Return [samples, width], 0 beyond a sample's end."""
         return x.new_zeros(self.shape).index_put((self.row, self.column), x)
 
@@ -117,7 +117,7 @@ class PaddedRows:
 def compute_running_sum(x: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
     """Return the sum of x over a sample's tokens up to and including each: [N]."""
     rows = PaddedRows(seq)
-    return rows.pack(rows.matrix(x).cumsum(1))
+    return rows.pack(rows.pad(x).cumsum(1))
 
 
 def compute_running_min(x: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
@@ -139,8 +139,8 @@ def sum_discounted_suffix(
     if not len(x):
         return x
     rows = PaddedRows(seq)
-    m = rows.matrix(x)
-    d = rows.matrix(torch.as_tensor(discount, dtype=x.dtype, device=x.device).expand_as(x))
+    m = rows.pad(x)
+    d = rows.pad(torch.as_tensor(discount, dtype=x.dtype, device=x.device).expand_as(x))
     suffix = torch.empty_like(m)
     carry = torch.zeros_like(m[:, 0])
     for t in range(m.shape[1] - 1, -1, -1):

@@ -3,8 +3,8 @@
 The config is built of them (`asyncrl.config.tree`), and a caller without a config builds them
 itself. Each advantage, surrogate and correction has its own struct with the keys that it reads. To
 add one, write its struct here and its function, and add a line to the dict that maps its tag to it.
-A key that acts only under one value of another key says so with `read_with`; giving it elsewhere is
-an error, which `asyncrl.config.layers` derives from here.
+A key that acts only under one value of another key declares that with `read_with`; giving it
+elsewhere is an error, which `asyncrl.config.layers` derives from here.
 
 A key that names a function takes its choices from the dict that holds the functions, so the config,
 its schema and its error messages need no second list.
@@ -117,9 +117,10 @@ def list_variants(kind: Any) -> tuple[Any, ...]:
 
 
 def build_variant(kind: Any, tag: str, **keys: Any) -> Any:
-    """Build the struct below `kind` with this tag: `variant(Loss, "dppo", dppo_threshold=0.1)`.
+    """Build the struct below `kind` with this tag.
 
-    Raises KeyError for an unknown tag.
+    For example `build_variant(Loss, "dppo", dppo_threshold=0.1)`. Raises KeyError for an unknown
+    tag.
     """
     return {subclass.__struct_config__.tag: subclass for subclass in list_variants(kind)}[tag](
         **keys

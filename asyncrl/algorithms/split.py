@@ -42,7 +42,7 @@ class LogRatioSplit:
     lag: torch.Tensor
     age: torch.Tensor
 
-    def log_ratio_parts(self) -> dict[str, torch.Tensor]:
+    def compute_parts(self) -> dict[str, torch.Tensor]:
         """Return each part's log-ratio [n]."""
         pairs = (
             (self.version, self.behavior),
@@ -60,7 +60,7 @@ def compute_metrics(split: LogRatioSplit) -> dict[str, float]:
     """
     if not len(split.lag):
         return {}
-    parts = split.log_ratio_parts()
+    parts = split.compute_parts()
     zeros = torch.zeros_like(split.behavior)
     k3 = {name: kl.estimate_k3(-compute_log_ratio(x, zeros)).double() for name, x in parts.items()}
     means = {f"split/{name}": -_average(x) for name, x in parts.items()}

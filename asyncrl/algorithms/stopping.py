@@ -28,10 +28,16 @@ def sum_kl(
 def compute_step_share(kl: float, budget: float, step_kl: float | None = None) -> float:
     """Return g in [0, 1]: the share of one full step that still fits into the KL budget.
 
-    It is exactly 0 at the budget. To second order sqrt(KL) adds like a distance: g =
-    clip((sqrt(budget)
-    - sqrt(K)) / sqrt(dK1), 0, 1) with dK1 the KL that one full step adds. Before dK1 is known, g =
-      1 - sqrt(K / budget).
+    It is exactly 0 at the budget. To second order sqrt(KL) adds like a distance:
+
+        g = clip((sqrt(budget) - sqrt(K)) / sqrt(dK1), 0, 1)
+
+    dK1 is the KL that one full step adds. Before it is known, g = 1 - sqrt(K / budget).
+
+    Args:
+        kl: K, measured so far, in nats per token.
+        budget: in nats per token.
+        step_kl: dK1, or None.
     """
     distance_left = max(budget, 0.0) ** 0.5 - max(kl, 0.0) ** 0.5
     step_distance = budget**0.5 if step_kl is None else max(step_kl, 1e-12) ** 0.5
@@ -42,10 +48,13 @@ def compute_step_share(kl: float, budget: float, step_kl: float | None = None) -
 class KLBudget:
     """A KL budget over the optimizer steps of one batch; measures dK1 from its own first step.
 
+    The first step is a full one, because nothing is spent and dK1 is unknown. It adds sqrt(K) =
+    0.15 of 0.2, so a third of a step still fits:
+
     >>> b = KLBudget(0.04)
-    >>> round(b.next_share(0.0), 3)    # nothing spent, dK1 unknown: a full step
+    >>> round(b.compute_next_share(0.0), 3)
     1.0
-    >>> round(b.next_share(0.0225), 3) # the step added sqrt(K) = 0.15 of 0.2: a third of one fits
+    >>> round(b.compute_next_share(0.0225), 3)
     0.333
     """
 
@@ -54,7 +63,7 @@ class KLBudget:
     # sqrt(K) before the first step, and the g of that step
     _last: tuple[float, float] | None = field(default=None, repr=False)
 
-    def next_share(self, kl: float) -> float:
+    def compute_next_share(self, kl: float) -> float:
         """Return g of the coming step, from K measured before it. Call once per optimizer step."""
         root = max(kl, 0.0) ** 0.5
         if self.step_kl is None and self._last is not None and self._last[1] > 0:
@@ -77,7 +86,7 @@ def compute_lr_scale(
         return 0.0
     if kl_max <= 0:
         return 1.0
-    return budget.next_share(kl) if budget is not None else (1.0 if kl <= kl_max else 0.0)
+    return budget.compute_next_share(kl) if budget is not None else (1.0 if kl <= kl_max else 0.0)
 
 
 def sum_sample_weights(

@@ -210,7 +210,7 @@ def restore(model: PolicyModel, path: Path) -> None:
 
 
 def read_fitting(model: PolicyModel, path: Path) -> dict[str, torch.Tensor]:
-    """Return the adapter in `path` by the names of `weights`.
+    """Return the adapter in `path` by the names of `list_adapter_weights`.
 
     Raises DamagedDataError if it belongs to another base or has other shapes than the model's.
     """

@@ -16,7 +16,6 @@ from typing import Any
 from asyncrl.config.engines import ENGINES
 from asyncrl.config.tree import Config
 
-VLLM = ENGINES["vllm"].pinned
 # the versions of pyproject.toml, with which the tests run; others are warned about
 TESTED = {"torch": "2.13.0", "transformers": "5.19.0"}
 VISION = ("torchvision", "torchaudio", "torchcodec")

@@ -238,7 +238,7 @@ class DistributedBackend(TorchBackend):
                 dist.all_reduce(value)
         return value
 
-    def max_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
+    def find_max_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
         if self.ranks > 1:
             with self.guard():
                 dist.all_reduce(value, op=dist.ReduceOp.MAX)
@@ -248,7 +248,7 @@ class DistributedBackend(TorchBackend):
         if self.ranks == 1:
             return [value]
         encoded = msgspec.msgpack.encode(value)
-        size = int(self.max_over_ranks(torch.tensor([len(encoded)])))
+        size = int(self.find_max_over_ranks(torch.tensor([len(encoded)])))
         padded = torch.zeros(size, dtype=torch.uint8)
         padded[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         gathered = [torch.zeros_like(padded) for _ in range(self.ranks)]

@@ -30,6 +30,7 @@ from actors.engine import Completion, CompletionRequest
 from actors.engine_vllm import ReferenceWeights, SeededSampler, VllmEngine, make_engine
 from actors.vllm_swap import PLAIN, DirectWriter, UnsupportedModel, fused_view
 from asyncrl.config import load as config_load
+from asyncrl.config.engines import ENGINES
 from asyncrl.contract.errors import ConfigError, ProtocolError
 from asyncrl.contract.versions import Label
 from asyncrl.models import adapter_files, adapters, installed, policy
@@ -589,6 +590,6 @@ def test_engines_command() -> None:
     assert rows.keys() == {"embedded", "vllm", "torch", "deepspeed"}
     assert all(r["works"] and not r["why"] for r in rows.values())
     assert (
-        rows["vllm"]["version"] == installed.VLLM
+        rows["vllm"]["version"] == ENGINES["vllm"].pinned
         and rows["vllm"]["setting"] == 'generator.engine = "vllm"'
     )

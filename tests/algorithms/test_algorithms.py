@@ -275,10 +275,10 @@ def test_reductions_by_hand() -> None:
 def test_a_kl_budget_spends_like_a_distance() -> None:
     b = stopping.KLBudget(0.04)
     assert (
-        b.next_share(0.0) == 1.0
-        and b.next_share(0.0225) == pytest.approx(1 / 3)
-        and b.next_share(0.04) == 0.0
-        and b.next_share(0.09) == 0.0
+        b.compute_next_share(0.0) == 1.0
+        and b.compute_next_share(0.0225) == pytest.approx(1 / 3)
+        and b.compute_next_share(0.04) == 0.0
+        and b.compute_next_share(0.09) == 0.0
     )
 
 

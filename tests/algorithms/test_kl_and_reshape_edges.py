@@ -372,15 +372,21 @@ def test_the_share_of_a_step_that_fits() -> None:
 
 def test_a_budget_measures_its_first_step_alone() -> None:
     b = stopping.KLBudget(0.09)
-    assert b.next_share(0.01) == pytest.approx(1 - 0.1 / 0.3) and b.step_kl is None
+    assert b.compute_next_share(0.01) == pytest.approx(1 - 0.1 / 0.3) and b.step_kl is None
     # two thirds of a step moved 0.1
-    assert b.next_share(0.04) == pytest.approx(0.1 / 0.15) and b.step_kl == pytest.approx(0.15**2)
-    assert b.next_share(0.0625) == pytest.approx(0.05 / 0.15) and b.step_kl == pytest.approx(
+    assert b.compute_next_share(0.04) == pytest.approx(0.1 / 0.15) and b.step_kl == pytest.approx(
         0.15**2
     )
+    assert b.compute_next_share(0.0625) == pytest.approx(
+        0.05 / 0.15
+    ) and b.step_kl == pytest.approx(0.15**2)
     spent = stopping.KLBudget(0.01)
     # no step was made: nothing is known of one
-    assert spent.next_share(0.02) == 0 and spent.next_share(0.03) == 0 and spent.step_kl is None
+    assert (
+        spent.compute_next_share(0.02) == 0
+        and spent.compute_next_share(0.03) == 0
+        and spent.step_kl is None
+    )
 
 
 def test_scales_at_their_limits() -> None:

@@ -195,10 +195,10 @@ def test_a_budget_after_its_first_step_knows_what_one_costs() -> None:
     left: all of a step; then nothing.
     """
     b = stopping.KLBudget(0.09)
-    b.next_share(0.0225)  # sqrt 0.15: half of the budget, g = 1/2
+    b.compute_next_share(0.0225)  # sqrt 0.15: half of the budget, g = 1/2
     # 0.15 -> 0.25 by half a step; 0.05 of 0.2 fits
-    assert b.next_share(0.0625) == pytest.approx(0.25) and b.step_kl == pytest.approx(0.04)
-    assert b.next_share(0.09) == 0
+    assert b.compute_next_share(0.0625) == pytest.approx(0.25) and b.step_kl == pytest.approx(0.04)
+    assert b.compute_next_share(0.09) == 0
 
 
 # ---- advantages ----------------------------------------------------------------------------------

@@ -235,19 +235,19 @@ def test_a_budget_slows_before_it_stops(model_dir: Path) -> None:
     ]
     c = core(model_dir, learner={"epochs": 3}, stop={"kl_max": limit, "action": "slow"})
     seen: list[float] = []
-    real = sl.stopping.KLBudget.next_share
+    real = sl.stopping.KLBudget.compute_next_share
 
     def next_(self: stopping.KLBudget, k: float) -> float:
         seen.append(k)
         return real(self, k)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stopping.KLBudget, "next_share", next_)
+        patch.setattr(stopping.KLBudget, "compute_next_share", next_)
         metrics = c.train(batch())
     assert seen[0] == pytest.approx(0, abs=1e-9) and seen[2] > seen[1] > limit / 10
     budget = stopping.KLBudget(limit)
     assert (
-        metrics["optim/lr_scale"] == [budget.next_share(k) for k in seen][-1]
+        metrics["optim/lr_scale"] == [budget.compute_next_share(k) for k in seen][-1]
         and metrics["optim/lr_scale"] < 0.9
     )
 

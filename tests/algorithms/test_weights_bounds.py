@@ -84,7 +84,7 @@ def test_the_settings_read_words_from_the_source_as_python_does() -> None:
     assert set(surrogates.NEED_CURRENT) | set(surrogates.COVARIANCE_CHOICES) <= set(
         surrogates.SURROGATES
     )
-    assert set(kl.PREFIXES) <= set(kl.OFF_POLICY)
+    assert set(kl.PREFIX_FORMS) <= set(kl.OFF_POLICY)
     for module, table in (("surrogates", "NOTHING"), ("ratios", "CLAMP"), ("surrogates", "OPEN")):
         with pytest.raises(KeyError, match=table):
             cf.read_names(module, table)

@@ -41,7 +41,7 @@ def test_sums_means_and_maxima_of_answers_with_a_mask_and_an_empty_one() -> None
 
 def test_rows_and_back() -> None:
     rows = ratios.PaddedRows(SEQ)
-    m = rows.matrix(vec(1, 2, 3, 4, 5))
+    m = rows.pad(vec(1, 2, 3, 4, 5))
     assert (
         m.tolist() == [[1, 2, 3], [4, 5, 0]]
         and rows.pack(m).tolist() == [1, 2, 3, 4, 5]

@@ -57,7 +57,7 @@ class Rank(TorchBackend):
         a, b = self.gather(x)
         return a + b  # type: ignore[no-any-return]
 
-    def max_over_ranks(self, x: torch.Tensor) -> torch.Tensor:
+    def find_max_over_ranks(self, x: torch.Tensor) -> torch.Tensor:
         return torch.maximum(*self.gather(x))
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:

@@ -144,8 +144,8 @@ def find_bapo_bounds(
 
 
 def _list_bounds(bounds: tuple[float, float, float]) -> list[float]:
-    first, step, last = bounds
-    return [first + step * i for i in range(round((last - first) / step) + 1)]
+    lowest, step, highest = bounds
+    return [lowest + step * i for i in range(round((highest - lowest) / step) + 1)]
 
 
 def compute_bapo(

@@ -50,7 +50,7 @@ class SurrogateTokens:
     behavior: [n], log mu.
     mask: bool [n], in the loss.
     seq: int64 [n], the sample of each token, of `n` samples.
-    chosen: bool [n], tokens chosen by BEFORE from the whole batch before the step.
+    chosen: bool [n], tokens chosen by COVARIANCE_CHOICES from the whole batch before the step.
     stats: statistics of IS-reshape from the whole batch before the step.
     reshape: the config section of IS-reshape.
     sums: the surrogate adds sums for its own metrics here.
