@@ -143,20 +143,20 @@ REFERENCE_HEAD = """# Configuration
 
 Generated from the config's structs by `asyncrl config reference`.
 
-A config is a TOML file. Every key below can stand in it, and `--set key=value` sets one on the
-command line. `method` and the two keys `correction.preset` and `kl.preset` set several keys at
-once. A key that you give beside them wins.
+A config is a TOML file. It may contain any key below, and `--set key=value` sets one on the command
+line. `method`, `correction.preset` and `kl.preset` set several keys at once. Keys that you set
+yourself override them.
 
-- **Values**: what a key takes, then its unit in parentheses. A number without a unit counts things
-  or has no dimension.
-- **Default**: the value of a key that you do not give, with the reason where there is more to say
-  than that it switches something off. A dash means that the value depends on the method, or that
-  nothing is set. The meaning says which.
-- **Read with**: the settings under which the key acts. A key that you give elsewhere is refused.
-  A dash means that it always acts.
+- **Values**: the allowed values of a key, then its unit in parentheses. A number without a unit is
+  a count or has no dimension.
+- **Default**: the value of a key that you do not set. If the default does more than switch
+  something off, its reason follows. A dash means that the value depends on the method, or that
+  nothing is set, as the meaning explains.
+- **Read with**: the settings under which the key has an effect. With other settings, setting it is
+  an error. A dash means that it always has an effect.
 
 `asyncrl config explain KEY` prints the same for one key, with the published methods that set it.
-`asyncrl config show CONFIG` prints the values of a config and where each comes from.
+`asyncrl config show CONFIG` prints the values of a config and the origin of each.
 
 """
 REFERENCE_TABLE = "| key | meaning | values | default | read with |\n|---|---|---|---|---|\n"

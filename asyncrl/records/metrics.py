@@ -338,9 +338,9 @@ Generated from `asyncrl/records/metrics.py` by `asyncrl config metrics`.
 
 ## Look here first
 
-The numbers are those at which the [health checks](failures.md#when-a-run-goes-wrong) speak, or that
-[Staleness](staleness.md#choose-a-limit) names. They come from small models. Take them as a first
-guess. [Troubleshooting](troubleshooting.md) says what to do.
+The numbers are the thresholds of the [health checks](failures.md#when-a-run-goes-wrong) or of
+[Staleness](staleness.md#choose-a-limit). They come from small models, so use them as a first guess.
+If a metric is not healthy, read [Troubleshooting](troubleshooting.md).
 
 """
 
