@@ -296,6 +296,7 @@ def test_group_commit_makes_nothing_durable_before_the_disk_has_it(
         real(fd)
 
     log = j.Journal(tmp_path, sync=True)
+    assert log.thread is not None and log.thread.daemon and log.thread.name == "journal"
     log.rotate(b"")
     monkeypatch.setattr(os, "fdatasync", slow)
     log.append(b"a")

@@ -21,6 +21,7 @@ from hostile_messages_kit import GOOD
 
 from actors.gateway.endpoint import server as http_server
 from asyncrl.contract import messages as m
+from asyncrl.contract.blobs.images import ImageShape
 from asyncrl.contract.errors import BadMessage, PeerUnreachable
 from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.versions import Label
@@ -247,21 +248,37 @@ def test_what_an_honest_server_says_is_taken(message: Any) -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"tokens": b"\0" * 5}, "5 bytes of tokens"),
-        ({"logprobs": b""}, "0 of logprobs"),
-        ({"lost": -1}, "-1 lost"),
-        ({"lost": 5}, "5 lost"),
-        ({"spans": []}, "not its 2 tokens"),
-        ({"spans": GOOD["spans"][:1]}, "not its 2 tokens"),
-        ({"spans": [m.VersionSpan(Label(2, 0), "", 0, 2, Label(2, 0))]}, "of another epoch than 1"),
-        ({"spans": [m.VersionSpan(Label(1, -1), "", 0, 2, AT)]}, "versions: 1.-1"),
-        ({"tokens": b"\5\0\0\0" * 2}, "with 5 tokens"),
-        ({"logprobs": np.float32([-1, NAN]).tobytes()}, "above 0 or not finite"),
-        ({"logprobs": np.float32([-1, 0.5]).tobytes()}, "above 0 or not finite"),
-        ({"tokens": b"\0" * 20, "logprobs": b"\0" * 20}, "5 tokens and 0 lost"),
-        ({"routed": b"\1"}, "the experts of its tokens: 1 bytes"),
-        ({"routed": RoutedExperts.unrecorded(9, ROUTING).encode()}, "bytes for 3 tokens"),
-        ({"routed": b""}, "it has no experts"),
+        ({"tokens": b"\0" * 5}, "call 1: 5 bytes of tokens, 8 of logprobs"),
+        ({"logprobs": b""}, "call 1: 8 bytes of tokens, 0 of logprobs"),
+        ({"lost": -1}, "call 1: 2 tokens and -1 lost; it may have 4"),
+        ({"lost": 5}, "call 1: 2 tokens and 5 lost; it may have 4"),
+        ({"failed": "no"}, "call 1: 2 tokens, and a failure of 2 characters"),
+        ({"spans": []}, "call 1: its spans are not its 2 tokens in order"),
+        ({"spans": GOOD["spans"][:1]}, "call 1: its spans are not its 2 tokens in order"),
+        (
+            {"spans": [m.VersionSpan(Label(2, 0), "", 0, 2, Label(2, 0))]},
+            "call 1: tokens of another epoch than 1",
+        ),
+        ({"spans": [m.VersionSpan(Label(1, -1), "", 0, 2, AT)]}, "call 1: versions: 1.-1"),
+        ({"tokens": b"\5\0\0\0" * 2}, "call 1: tokens from 5 to 5, of a model with 5 tokens"),
+        (
+            {"logprobs": np.float32([-1, NAN]).tobytes()},
+            "call 1: a behavior_logprob is above 0 or not finite",
+        ),
+        (
+            {"logprobs": np.float32([-1, 0.5]).tobytes()},
+            "call 1: a behavior_logprob is above 0 or not finite",
+        ),
+        (
+            {"tokens": b"\0" * 20, "logprobs": b"\0" * 20},
+            "call 1: 5 tokens and 0 lost; it may have 4",
+        ),
+        ({"routed": b"\1"}, "call 1: the experts of its tokens: 1 bytes"),
+        (
+            {"routed": RoutedExperts.unrecorded(9, ROUTING).encode()},
+            "call 1: the experts of its tokens: 23 bytes for 3 tokens and 1 layers with 2 experts",
+        ),
+        ({"routed": b""}, "call 1: it has no experts, and the learner replays them"),
     ],
 )
 def test_an_answer_to_a_call_fits_it(more: dict[str, Any], said: str) -> None:
@@ -269,12 +286,38 @@ def test_an_answer_to_a_call_fits_it(more: dict[str, Any], said: str) -> None:
     good = m.CallResult(1, b"\0" * 8, b"\0" * 8, GOOD["spans"], "stop", routed=experts)
     message_checks.check_call_result(good, CALL, 5, ROUTING)
     message_checks.check_call_result(replace(good, routed=b""), CALL, 5)
+    message_checks.check_call_result(replace(good, lost=4), CALL, 5, ROUTING)
     nothing = m.CallResult(1, b"", b"", [], "length", 4)
     message_checks.check_call_result(nothing, CALL, 5, ROUTING)
-    with pytest.raises(BadMessage, match="a support or experts without tokens"):
-        message_checks.check_call_result(replace(nothing, routed=experts), CALL, 5)
-    with pytest.raises(BadMessage, match=said):
+    failed = replace(nothing, failed="x" * message_checks.TEXT)
+    message_checks.check_call_result(failed, CALL, 5, ROUTING)
+    with pytest.raises(BadMessage, match=r"^call 1: 0 tokens, and a failure of 65537 characters$"):
+        message_checks.check_call_result(replace(failed, failed="x" * 65537), CALL, 5)
+    for more_of_none in ({"routed": experts}, {"support": b"1"}):
+        with pytest.raises(BadMessage, match=r"^call 1: a support or experts without tokens$"):
+            message_checks.check_call_result(replace(nothing, **more_of_none), CALL, 5)
+    other = [m.VersionSpan(Label(2, 0), "", 0, 2, Label(2, 0))]
+    exact = replace(CALL, exact_version=Label(2, 0))
+    message_checks.check_call_result(replace(good, spans=other), exact, 5, ROUTING)
+    with pytest.raises(BadMessage) as refused:
         message_checks.check_call_result(replace(good, **more), CALL, 5, ROUTING)
+    assert str(refused.value) == said
+
+
+def test_a_call_has_the_images_of_its_image_tokens() -> None:
+    shape = ImageShape(4, 2)
+    pictured = replace(CALL, prompt=b"\4\0\0\0" * 4, images=["a", "b"])
+    message_checks.call_images(pictured, {"a": b"", "b": b"", "c": b""}, shape)
+    message_checks.call_images(replace(pictured, images=[]), {}, None)
+    for call, blobs, read, said in (
+        (pictured, {"a": b""}, shape, "call 1: an image is not in the message"),
+        (replace(pictured, images=["a"]), {"a": b""}, shape, "call 1: 4 image tokens for 1 images"),
+        (pictured, {"a": b"", "b": b""}, None, "call 1: 0 image tokens for 2 images"),
+        (replace(CALL, images=[]), {}, shape, "call 1: 1 image tokens for 0 images"),
+    ):
+        with pytest.raises(BadMessage) as refused:
+            message_checks.call_images(call, blobs, read)
+        assert str(refused.value) == said
 
 
 def test_a_generators_word_of_itself() -> None:
