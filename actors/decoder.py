@@ -68,7 +68,7 @@ class FusedWeights:
             _copy_into(store, fused, self.dtype)
         _copy_into(self.top, exact_operators.fuse_top(weights, self.tied), self.dtype)
 
-    def rotations(self, positions: torch.Tensor) -> Turns:
+    def compute_rotations(self, positions: torch.Tensor) -> Turns:
         """Return the rotary factors for queries and keys at `positions` [n]."""
         if self.paired:
             return self.turned.index_select(0, positions)
@@ -84,13 +84,13 @@ class FusedWeights:
         """Compute q (scaled), k, v [n, heads, d] of layer i from residuals x [n, H]."""
         w = self.per_layer[i]
         lay = self.lay
-        h = _unit(x, self.eps)
+        h = _normalize(x, self.eps)
         y = torch.addmm(w["b"], h, w["qkv"]) if self.bias else h @ w["qkv"]
         y = y.view(len(x), lay.heads + 2 * lay.kv_heads, lay.head_dim)
         qk = y[:, : lay.heads + lay.kv_heads]
         v = y[:, lay.heads + lay.kv_heads :]
         if self.qk_norm:
-            qk = _unit(qk, self.eps) * w["norm"]
+            qk = _normalize(qk, self.eps) * w["norm"]
         if isinstance(turns, torch.Tensor):
             pairs = torch.view_as_complex(qk.view(*qk.shape[:-1], -1, 2))
             qk = torch.view_as_real(pairs * turns[:, None]).flatten(-2)
@@ -118,18 +118,19 @@ class FusedWeights:
         if "router" in w:
             assert self.lay.experts is not None
             weights = expert_layers.ExpertWeights(w["router"], w["up"], w["down"])
-            h = _unit(x, self.eps)
+            h = _normalize(x, self.eps)
             return x + expert_layers.apply(h, weights, self.lay.experts, replayed, routed)
-        gate, up = (_unit(x, self.eps) @ w["up"]).chunk(2, -1)
+        gate, up = (_normalize(x, self.eps) @ w["up"]).chunk(2, -1)
         return torch.addmm(x, F.silu(gate).mul_(up), w["down"])
 
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        product: torch.Tensor = _unit(x, self.eps) @ self.top["head"]
+    def compute_logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute logits fp32 [n, V] from residuals x [n, H]."""
+        product: torch.Tensor = _normalize(x, self.eps) @ self.top["head"]
         logits: torch.Tensor = product.float()
         return logits
 
-    def logits_exact(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute logits fp32 [n, V] from residuals x [n, H] with the operators of exact mode."""
+    def compute_logits_exact(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute `compute_logits` with the operators of exact mode."""
         padded = exact_operators.normalize(exact_operators.pad_rows(x), self.lay.eps)
         return exact_operators.multiply(padded, self.top["head"])[: len(x)]
 
@@ -139,20 +140,20 @@ class FusedWeights:
 
 
 def _copy_into(
-    store: dict[str, torch.Tensor], new: Mapping[str, torch.Tensor], dtype: torch.dtype
+    store: dict[str, torch.Tensor], weights: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> None:
     """Copy weights into existing buffers in the engine's precision.
 
     Reusing the buffers avoids touching new memory at each load.
     """
-    for name, tensor in new.items():
+    for name, tensor in weights.items():
         if name in store:
             store[name].copy_(tensor)
         else:
             store[name] = tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-def _unit(x: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
+def _normalize(x: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
     """Divide x by its root mean square on the last axis; eps: a scalar."""
     xf = x.float()
     norm = torch.linalg.vector_norm(xf, dim=-1, keepdim=True)
@@ -164,7 +165,7 @@ def _unit(x: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
 class ColumnCache:
     """Keys and values of all rows, and an additive bias [rows, 1, columns].
 
-    The bias hides the columns that a row may not see. together: for exact mode, the heads per
+    The bias hides the columns that a row may not see. joined_heads: for exact mode, the heads per
     product (`exact_operators.count_heads_per_product`). These heads are stored as one wider head,
     and the keys of a column are contiguous in memory, which is faster to read for a product of few
     queries.
@@ -178,9 +179,9 @@ class ColumnCache:
         columns: int,
         like: torch.Tensor,
         *,
-        together: int | None = None,
+        joined_heads: int | None = None,
     ) -> None:
-        heads_per_group = together or 1
+        heads_per_group = joined_heads or 1
         shape = (
             layers,
             rows,
@@ -189,7 +190,7 @@ class ColumnCache:
             heads_per_group * lay.head_dim,
         )
         self.v = like.new_zeros(shape)
-        if together is None:
+        if joined_heads is None:
             self.k = like.new_zeros(shape)
             self.stored = self.k, self.v
         else:
@@ -199,6 +200,7 @@ class ColumnCache:
         self.bias = like.new_full((rows, 1, columns), MASKED, dtype=torch.float32)
 
     def forget(self, rows: torch.Tensor) -> None:
+        """Hide all columns from `rows`."""
         self.bias[rows] = MASKED
 
     def compact(self, rows: torch.Tensor) -> None:
@@ -210,7 +212,7 @@ class ColumnCache:
 
 
 class StepColumns:
-    """Chooses the column that every row writes at a decode step.
+    """The allocation of the column that every row writes at a decode step.
 
     It is the lowest column in which no live row has keys. Attention then covers as many columns as
     the longest live responses need, instead of `count`, the length of the longest permitted
@@ -223,39 +225,39 @@ class StepColumns:
 
     def clear(self) -> None:
         """Reset: no row is live and steps begin at 0."""
-        self.written = np.full(self.count, -1)  # the last step at each column
-        self.at = np.zeros(self.count, np.int64)  # the column of a step, at step % count
-        self.free: list[int] = []  # descending
+        self.last_steps = np.full(self.count, -1)  # the last step at each column
+        self.column_at = np.zeros(self.count, np.int64)  # the column of a step, at step % count
+        self.free_columns: list[int] = []  # descending
         self.high = 0  # columns from here on are empty
 
     def grow(self, count: int) -> None:
         """Append columns up to `count`."""
-        self.written = np.pad(self.written, (0, count - self.count), constant_values=-1)
+        self.last_steps = np.pad(self.last_steps, (0, count - self.count), constant_values=-1)
         self.count = count
-        self.at = np.zeros(count, np.int64)
-        order = self.written.argsort()  # of two steps with one index the later one is live
-        used = order[self.written[order] >= 0]
-        self.at[self.written[used] % count] = used
-        self.free = []
+        self.column_at = np.zeros(count, np.int64)
+        order = self.last_steps.argsort()  # of two steps with one index the later one is live
+        used_columns = order[self.last_steps[order] >= 0]
+        self.column_at[self.last_steps[used_columns] % count] = used_columns
+        self.free_columns = []
 
     def allocate(self, step: int, oldest: Callable[[], int]) -> int:
         """Return a column for `step`.
 
         oldest(): the first step of the oldest live row, fewer than `count` steps ago.
         """
-        if not self.free or step % BLOCK == 0:
-            live = self.written >= oldest()
-            self.free = np.flatnonzero(~live)[::-1].tolist()
+        if not self.free_columns or step % BLOCK == 0:
+            live = self.last_steps >= oldest()
+            self.free_columns = np.flatnonzero(~live)[::-1].tolist()
             self.high = int(np.flatnonzero(live).max(initial=-1)) + 1
-        column = self.free.pop()
-        self.written[column] = step
-        self.at[step % self.count] = column
+        column = self.free_columns.pop()
+        self.last_steps[column] = step
+        self.column_at[step % self.count] = column
         self.high = max(self.high, column + 1)
         return column
 
-    def columns_of(self, first: int, end: int) -> np.ndarray:
+    def list_columns(self, first_step: int, end: int) -> np.ndarray:
         """Return the columns [end - first] of the steps first..end-1 of a live row."""
-        columns: np.ndarray = self.at[np.arange(first, end) % self.count]
+        columns: np.ndarray = self.column_at[np.arange(first_step, end) % self.count]
         return columns
 
 
@@ -278,7 +280,7 @@ class PrefixCache:
         like: torch.Tensor,
         routing: RoutingShape | None = None,
     ) -> None:
-        self.most = tokens // KEPT_BLOCK  # blocks
+        self.max_blocks = tokens // KEPT_BLOCK  # blocks
         self.routed = None if routing is None else RoutedExperts.unrecorded(0, routing).ids
         self.k = like.new_zeros((layers, lay.kv_heads, 0, lay.head_dim))
         self.v = self.k.clone()
@@ -288,7 +290,7 @@ class PrefixCache:
         """Drop everything."""
         # (predecessor's number or -1, tokens int32) -> number, least recently used first
         self.blocks: OrderedDict[tuple[int, bytes], int] = OrderedDict()
-        self.free = list(range(self.k.shape[2] // KEPT_BLOCK))
+        self.free_blocks = list(range(self.k.shape[2] // KEPT_BLOCK))
 
     @property
     def tokens(self) -> int:
@@ -299,7 +301,7 @@ class PrefixCache:
 
         These blocks count as used now.
         """
-        return [self.blocks[name] for name in self._path(_split_blocks(tokens))]
+        return [self.blocks[name] for name in self._find_path(_split_blocks(tokens))]
 
     def store(
         self,
@@ -317,38 +319,38 @@ class PrefixCache:
             columns: int [L], the column of each token among the C.
             routed: uint16 [L, layers, k], its experts; None: `routing` is None.
         """
-        blocks = _split_blocks(tokens)[: self.most]
-        path = self._path(blocks)
-        known = len(path)
-        if known == len(blocks):
+        blocks = _split_blocks(tokens)[: self.max_blocks]
+        path = self._find_path(blocks)
+        kept_count = len(path)
+        if kept_count == len(blocks):
             return
         previous = self.blocks[path[-1]] if path else -1
         numbers = []
-        for block in blocks[known:]:
+        for block in blocks[kept_count:]:
             number = self._allocate_block()
             self.blocks[previous, block] = number
             path.append((previous, block))
             numbers.append(number)
             previous = number
-        self._use(path)
-        first, end = known * KEPT_BLOCK, len(blocks) * KEPT_BLOCK
-        source = torch.from_numpy(columns[first:end]).to(keys.device)
-        at = self.columns(numbers)
-        target = torch.from_numpy(at).to(keys.device)
+        self._mark_used(path)
+        start, end = kept_count * KEPT_BLOCK, len(blocks) * KEPT_BLOCK
+        source = torch.from_numpy(columns[start:end]).to(keys.device)
+        target_columns = self.list_columns(numbers)
+        target = torch.from_numpy(target_columns).to(keys.device)
         if self.routed is not None:
             assert routed is not None
-            self.routed[at] = routed[first:end]
+            self.routed[target_columns] = routed[start:end]
         self.k.index_copy_(2, target, keys.index_select(2, source))
         self.v.index_copy_(2, target, values.index_select(2, source))
 
     @staticmethod
-    def columns(numbers: Sequence[int]) -> np.ndarray:
+    def list_columns(numbers: Sequence[int]) -> np.ndarray:
         """Return the columns of these blocks in k and v: int64 [blocks x KEPT_BLOCK]."""
         first = np.array(numbers, np.int64) * KEPT_BLOCK
         columns: np.ndarray = (first[:, None] + np.arange(KEPT_BLOCK)).flatten()
         return columns
 
-    def _path(self, blocks: Sequence[bytes]) -> list[tuple[int, bytes]]:
+    def _find_path(self, blocks: Sequence[bytes]) -> list[tuple[int, bytes]]:
         path: list[tuple[int, bytes]] = []
         previous = -1
         for block in blocks:
@@ -357,29 +359,29 @@ class PrefixCache:
                 break
             path.append((previous, block))
             previous = number
-        self._use(path)
+        self._mark_used(path)
         return path
 
-    def _use(self, path: Sequence[tuple[int, bytes]]) -> None:
+    def _mark_used(self, path: Sequence[tuple[int, bytes]]) -> None:
         for name in reversed(path):
             self.blocks.move_to_end(name)
 
     def _allocate_block(self) -> int:
         """Return a block to fill, evicting the least recently used one if necessary.
 
-        A caller asks for at most `most` blocks minus the known ones of its path, which were used
-        last. Only blocks of other sequences are evicted.
+        A caller asks for at most `max_blocks` blocks minus the kept ones of its path, which were
+        used last. Only blocks of other sequences are evicted.
         """
-        made = self.k.shape[2] // KEPT_BLOCK
-        if not self.free and made < self.most:
-            more = min(max(made, 32), self.most - made)
-            pad = (0, 0, 0, more * KEPT_BLOCK)
+        allocated = self.k.shape[2] // KEPT_BLOCK
+        if not self.free_blocks and allocated < self.max_blocks:
+            added = min(max(allocated, 32), self.max_blocks - allocated)
+            pad = (0, 0, 0, added * KEPT_BLOCK)
             self.k, self.v = (F.pad(tensor, pad) for tensor in (self.k, self.v))
             if self.routed is not None:
-                rows = (0, more * KEPT_BLOCK)
+                rows = (0, added * KEPT_BLOCK)
                 self.routed = np.pad(self.routed, (rows, (0, 0), (0, 0)))
-            self.free = list(range(made, made + more))
-        return self.free.pop() if self.free else self.blocks.popitem(last=False)[1]
+            self.free_blocks = list(range(allocated, allocated + added))
+        return self.free_blocks.pop() if self.free_blocks else self.blocks.popitem(last=False)[1]
 
 
 def _split_blocks(tokens: np.ndarray) -> list[bytes]:
@@ -394,12 +396,12 @@ class PrefilledPrefix(NamedTuple):
 
     Args:
         k, v: [layers, B, kv heads, M, d].
-        known: int [B], how many of the M columns row b has.
+        lengths: int [B], how many of the M columns row b has.
     """
 
     k: torch.Tensor
     v: torch.Tensor
-    known: torch.Tensor
+    lengths: torch.Tensor
 
 
 def decode(
@@ -423,7 +425,7 @@ def decode(
     n = len(tokens)
     lay = w.lay
     share = lay.heads // lay.kv_heads
-    turns = w.rotations(positions)
+    turns = w.compute_rotations(positions)
     cache.bias[:n, :, column] = 0.0
     bias = cache.bias[:n, None, :, :seen]
     x = w.top["embed"].index_select(0, tokens)
@@ -437,12 +439,12 @@ def decode(
         scores = torch.bmm(q, keys.reshape(n * lay.kv_heads, columns, lay.head_dim).transpose(1, 2))
         scores = scores.view(n, lay.kv_heads, share, columns).float().add_(bias)
         p = torch.softmax(scores, -1).to(x.dtype)
-        out = torch.bmm(
+        attended = torch.bmm(
             p.view(n * lay.kv_heads, share, columns),
             values.reshape(n * lay.kv_heads, columns, lay.head_dim),
         )
-        x = w.finish(i, x, out.reshape(n, lay.heads * lay.head_dim), routed)
-    return w.logits(x)
+        x = w.finish(i, x, attended.reshape(n, lay.heads * lay.head_dim), routed)
+    return w.compute_logits(x)
 
 
 def verify(
@@ -453,7 +455,7 @@ def verify(
     end: int,
     routed: list[torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Run m tokens a row at once, with each row's keys at the column of its own position.
+    """Run m tokens a row at once, each row's keys at the columns of their positions.
 
     Args:
         tokens: [n, m], a row's last token and its draft.
@@ -467,52 +469,53 @@ def verify(
     n, m = tokens.shape
     lay = w.lay
     share = lay.heads // lay.kv_heads
-    positions, seen, bias = _causal_columns(cache, positions, end, 1)
+    positions, width, bias = _select_causal_columns(cache, positions, end, 1)
     rows = torch.arange(n, device=tokens.device)[:, None]
-    turns = w.rotations(positions.flatten().clamp(max=len(w.cos) - 1))
+    turns = w.compute_rotations(positions.flatten().clamp(max=len(w.cos) - 1))
     x = w.top["embed"].index_select(0, tokens.flatten())
     for i in range(w.layers):
         q, k, v = w.project(i, x, turns)
         cache.k[i, rows, :, positions] = k.reshape(n, m, lay.kv_heads, lay.head_dim)
         cache.v[i, rows, :, positions] = v.reshape(n, m, lay.kv_heads, lay.head_dim)
         keys, values = (
-            t[i, :n, :, :seen].reshape(n * lay.kv_heads, seen, lay.head_dim)
+            t[i, :n, :, :width].reshape(n * lay.kv_heads, width, lay.head_dim)
             for t in (cache.k, cache.v)
         )
         by_key = q.reshape(n, m, lay.kv_heads, share, lay.head_dim).transpose(1, 2)
         scores = torch.bmm(
             by_key.reshape(n * lay.kv_heads, m * share, lay.head_dim), keys.transpose(1, 2)
         )
-        scores = scores.view(n, lay.kv_heads, m, share, seen).float().add_(bias[:, None, :, None])
+        scores = scores.view(n, lay.kv_heads, m, share, width).float().add_(bias[:, None, :, None])
         p = torch.softmax(scores, -1).to(x.dtype)
-        out = torch.bmm(p.view(n * lay.kv_heads, m * share, seen), values)
-        out = out.view(n, lay.kv_heads, m, share * lay.head_dim).transpose(1, 2)
-        x = w.finish(i, x, out.reshape(n * m, lay.heads * lay.head_dim), routed)
-    return w.logits(x)
+        attended = torch.bmm(p.view(n * lay.kv_heads, m * share, width), values)
+        attended = attended.view(n, lay.kv_heads, m, share * lay.head_dim).transpose(1, 2)
+        x = w.finish(i, x, attended.reshape(n * m, lay.heads * lay.head_dim), routed)
+    return w.compute_logits(x)
 
 
-def _causal_columns(
+def _select_causal_columns(
     cache: ColumnCache, positions: torch.Tensor, end: int, multiple: int
 ) -> tuple[torch.Tensor, int, torch.Tensor]:
-    """Return positions within the cache, the columns that are read, and their bias [n, m, seen].
+    """Select the columns to read.
 
+    Returns positions within the cache, the number of columns, and their bias [n, m, width].
     multiple: the number of columns is rounded up to it.
     """
     columns = cache.bias.shape[2]
     positions = positions.clamp(max=columns - 1)
-    seen = min(exact_operators.round_up(end, multiple), columns)
-    column = torch.arange(seen, device=positions.device)
+    width = min(exact_operators.round_up(end, multiple), columns)
+    column = torch.arange(width, device=positions.device)
     bias = torch.where(column <= positions[..., None], 0.0, MASKED)
-    return positions, seen, bias
+    return positions, width, bias
 
 
 def count_accepted(
     sampled: torch.Tensor, drafts: torch.Tensor, stop: torch.Tensor, left: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return how many of its m sampled tokens each row takes [n], and whether it stops [n].
+    """Count the accepted tokens of each row [n] and decide whether it stops [n].
 
-    A row takes the tokens up to its first one that differs from the draft, that one included: the
-    later ones follow a token that was not sampled.
+    A row accepts its sampled tokens up to the first one that differs from the draft, that one
+    included: the later ones follow a token that was not sampled.
 
     Args:
         sampled: [n, m].
@@ -520,13 +523,15 @@ def count_accepted(
         stop: [n, S], stop tokens; -1: none.
         left: [n], tokens that may still be sampled; 0: the row is not live.
     """
-    taken = (sampled[:, :-1] == drafts).long().cumprod(1).sum(1) + 1
+    accepted = (sampled[:, :-1] == drafts).long().cumprod(1).sum(1) + 1
     stops = (sampled[..., None] == stop[:, None]).any(2)
-    until = torch.where(stops.any(1), stops.long().argmax(1) + 1, sampled.shape[1] + 1)
-    return torch.minimum(torch.minimum(taken, until), left), until <= torch.minimum(taken, left)
+    stop_count = torch.where(stops.any(1), stops.long().argmax(1) + 1, sampled.shape[1] + 1)
+    return torch.minimum(torch.minimum(accepted, stop_count), left), stop_count <= torch.minimum(
+        accepted, left
+    )
 
 
-def query_blocks(lay: ModelLayout, b: int, n: int, past: int, device: str) -> list[QueryBlock]:
+def split_queries(lay: ModelLayout, b: int, n: int, past: int, device: str) -> list[QueryBlock]:
     """Split the queries of b rows of n tokens, behind `past` others, into blocks.
 
     A block has SCORES attention scores, so that memory grows with n instead of its square.
@@ -534,7 +539,7 @@ def query_blocks(lay: ModelLayout, b: int, n: int, past: int, device: str) -> li
     return cut_queries(n, n, 0, device, max(1, SCORES // max(1, b * lay.heads * (past + n))))
 
 
-def causal_bias(blocks: Sequence[QueryBlock], device: torch.device) -> torch.Tensor:
+def build_causal_bias(blocks: Sequence[QueryBlock], device: torch.device) -> torch.Tensor:
     """Build the causal bias [m, m] among the m tokens of the longest block.
 
     A shorter block uses its top left corner.
@@ -546,30 +551,33 @@ def causal_bias(blocks: Sequence[QueryBlock], device: torch.device) -> torch.Ten
 def encode(
     w: FusedWeights,
     ids: torch.Tensor,
-    begun: PrefilledPrefix | None = None,
+    prefix: PrefilledPrefix | None = None,
     routed: list[torch.Tensor] | None = None,
     replayed: torch.Tensor | None = None,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Compute keys and values [B, kv heads, L, d] of every layer for ids [B, L].
 
-    Rows are padded at the right. They start at position 0 or, with `begun`, behind its known keys.
+    Rows are padded at the right. They start at position 0 or, with `prefix`, behind its keys.
     The experts of each sparse layer but a last one, int64 [B * L, k], are appended to `routed`.
     replayed: int64 [sparse layers, B * L, k], see `expert_layers.route`.
     """
     layers: list[tuple[torch.Tensor, torch.Tensor]] = []
-    _run_layers(w, ids, begun, layers, routed, replayed)
+    _run_layers(w, ids, prefix, layers, routed, replayed)
     return layers
 
 
-def final_states(w: FusedWeights, ids: torch.Tensor) -> torch.Tensor:
-    """Compute the residuals [B, L, H] behind the last layer for ids [B, L], padded at the right."""
+def compute_final_states(w: FusedWeights, ids: torch.Tensor) -> torch.Tensor:
+    """Compute the residuals [B, L, H] after the last layer.
+
+    ids: [B, L], padded at the right.
+    """
     return _run_layers(w, ids, None, None).view(*ids.shape, -1)
 
 
 def _run_layers(
     w: FusedWeights,
     ids: torch.Tensor,
-    begun: PrefilledPrefix | None,
+    prefix: PrefilledPrefix | None,
     layers: list[tuple[torch.Tensor, torch.Tensor]] | None,
     routed: list[torch.Tensor] | None = None,
     replayed: torch.Tensor | None = None,
@@ -581,17 +589,17 @@ def _run_layers(
     b, n = ids.shape
     lay = w.lay
     positions = torch.arange(n, device=ids.device).repeat(b)
-    prefix = None
-    if begun is not None:
-        past = begun.k.shape[3]
-        positions = (positions.view(b, n) + begun.known[:, None]).flatten()
+    prefix_mask = None
+    if prefix is not None:
+        past = prefix.k.shape[3]
+        positions = (positions.view(b, n) + prefix.lengths[:, None]).flatten()
         positions.clamp_(max=len(w.cos) - 1)  # padding
         columns = torch.arange(past, device=ids.device)
-        known = torch.where(columns < begun.known[:, None, None, None], 0.0, MASKED)
-        blocks = query_blocks(lay, b, n, past, ids.device.type)
-        prefix = PrefixMask(known, blocks, causal_bias(blocks, ids.device))
-    turns = w.rotations(positions)
-    replay = _replay_by_layer(w, replayed)
+        known_bias = torch.where(columns < prefix.lengths[:, None, None, None], 0.0, MASKED)
+        blocks = split_queries(lay, b, n, past, ids.device.type)
+        prefix_mask = PrefixMask(known_bias, blocks, build_causal_bias(blocks, ids.device))
+    turns = w.compute_rotations(positions)
+    replay = _split_replay(w, replayed)
     x = w.top["embed"].index_select(0, ids.flatten())
     for i in range(w.layers):
         q, k, v = (t.view(b, n, -1, lay.head_dim).transpose(1, 2) for t in w.project(i, x, turns))
@@ -599,17 +607,18 @@ def _run_layers(
             layers.append((k, v))
             if i + 1 == w.layers:
                 break
-        if begun is not None:
-            k, v = torch.cat([begun.k[i], k], 2), torch.cat([begun.v[i], v], 2)
-        a = _attend(q, k, v, prefix)
+        if prefix is not None:
+            k, v = torch.cat([prefix.k[i], k], 2), torch.cat([prefix.v[i], v], 2)
+        a = _attend(q, k, v, prefix_mask)
         x = w.finish(i, x, a.transpose(1, 2).reshape(b * n, -1), routed, replay[i])
     return x
 
 
-def _replay_by_layer(
-    w: FusedWeights, replayed: torch.Tensor | None
-) -> Sequence[torch.Tensor | None]:
-    """Return the experts to replay in each layer; None in dense layers, and without `replayed`."""
+def _split_replay(w: FusedWeights, replayed: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+    """Return the experts to replay in each layer.
+
+    None in dense layers, and in all layers without `replayed`.
+    """
     ids = iter(() if replayed is None else replayed)
     return [next(ids, None) if "router" in layer else None for layer in w.per_layer]
 
@@ -617,9 +626,9 @@ def _replay_by_layer(
 class PrefixMask(NamedTuple):
     """The bias of queries behind a known prefix, by blocks."""
 
-    known: torch.Tensor  # bias [B, 1, 1, M] over the prefix's keys: its padding is masked
+    prefix_bias: torch.Tensor  # bias [B, 1, 1, M] over the prefix's keys: its padding is masked
     blocks: Sequence[QueryBlock]
-    bias: torch.Tensor  # `causal_bias` of the blocks
+    bias: torch.Tensor  # `build_causal_bias` of the blocks
 
 
 def _attend(
@@ -645,7 +654,7 @@ def _attend(
     for block in prefix.blocks:
         queries, end = block.end - block.first, past + block.end
         mask = q.new_zeros(b, 1, queries, end)
-        mask[..., :past] = prefix.known
+        mask[..., :past] = prefix.prefix_bias
         mask[..., past + block.first :] = prefix.bias[:queries, :queries]
         outputs.append(
             F.scaled_dot_product_attention(
@@ -669,8 +678,8 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Sample one token a row by inverse CDF.
 
-    Returns tokens [n], their log-probabilities [n] under what was sampled from, and with `cut` or
-    `allowed` the tokens that were kept, bool [n, V].
+    Returns tokens [n], their log-probabilities [n] under the sampling distribution, and with `cut`
+    or `allowed` the tokens that were kept, bool [n, V].
 
     Args:
         logits: fp32 [n, V].
@@ -680,25 +689,28 @@ def sample(
         allowed: bool [n, V], the tokens of which top-p and top-k keep some; None: all.
     """
     logs = torch.log_softmax(logits if scale is None else logits * scale[:, None], -1)
-    kept = allowed
+    kept_mask = allowed
     if cut is not None:
-        among = logs if allowed is None else logs.masked_fill(~allowed, -torch.inf)
-        kept = find_kept_tokens(among, *cut)
-        kept = kept if allowed is None else kept & allowed
-    if kept is not None:
-        logs = renormalize(logs, kept)
+        allowed_logs = logs if allowed is None else logs.masked_fill(~allowed, -torch.inf)
+        kept_mask = find_kept_tokens(allowed_logs, *cut)
+        kept_mask = kept_mask if allowed is None else kept_mask & allowed
+    if kept_mask is not None:
+        logs = renormalize(logs, kept_mask)
     c = logs.exp().cumsum(-1)
     # below the sum, whatever u rounds to: the first position above it has a probability
     reached = torch.minimum(u[:, None] * c[:, -1:], torch.nextafter(c[:, -1:], c.new_zeros(())))
     tokens = torch.searchsorted(c, reached, right=True)
-    return tokens[:, 0], logs.gather(1, tokens)[:, 0], kept
+    return tokens[:, 0], logs.gather(1, tokens)[:, 0], kept_mask
 
 
-def kept_ids(kept: torch.Tensor) -> list[np.ndarray]:
-    """Return the kept tokens of each row, int32; empty where all were kept.  kept: bool [n, V]."""
-    some = kept & ~kept.all(-1, keepdim=True)
-    sizes = some.sum(-1).cpu().numpy()
-    ids = some.nonzero()[:, 1].to(torch.int32).cpu().numpy()
+def list_kept_ids(kept: torch.Tensor) -> list[np.ndarray]:
+    """List the kept tokens of each row, int32; an empty array if all were kept.
+
+    kept: bool [n, V].
+    """
+    partial_mask = kept & ~kept.all(-1, keepdim=True)
+    sizes = partial_mask.sum(-1).cpu().numpy()
+    ids = partial_mask.nonzero()[:, 1].to(torch.int32).cpu().numpy()
     return np.split(ids, np.cumsum(sizes)[:-1])
 
 
@@ -715,18 +727,16 @@ def decode_exact(
 ) -> torch.Tensor:
     """Run `decode` with each row's keys at the column of its own position.
 
-    Rows of `routed` behind the n are padding.
-
-    longest: the largest position of a live row.
+    Rows of `routed` after the first n are padding. longest: the largest position of a live row.
     """
     n = len(tokens)
     lay = w.lay
     rows = torch.arange(n, device=tokens.device)
     columns = cache.bias.shape[2]
     positions = positions.clamp(max=columns - 1)
-    seen = min(exact_operators.round_up(longest + 1, exact_operators.KEYS), columns)
+    width = min(exact_operators.round_up(longest + 1, exact_operators.KEYS), columns)
     cache.bias[rows, 0, positions] = 0.0
-    bias = cache.bias[:n, None, :, :seen]
+    bias = cache.bias[:n, None, :, :width]
     turns = w.turned.index_select(0, exact_operators.pad_rows(positions))
     x = w.top["embed"].index_select(0, exact_operators.pad_rows(tokens))
     space = exact_operators.allocate_query_space(lay, n, x)
@@ -736,12 +746,12 @@ def decode_exact(
         cache.k[i, rows, :, positions] = k[:n].reshape(n, groups, wide)
         cache.v[i, rows, :, positions] = v[:n].reshape(n, groups, wide)
         keys, values = (
-            t[i, :n].view(n * groups, columns, wide)[:, :seen] for t in (cache.k, cache.v)
+            t[i, :n].view(n * groups, columns, wide)[:, :width] for t in (cache.k, cache.v)
         )
         attended = exact_operators.attend_one(q[:n], keys, values, bias, space)
         attended = exact_operators.pad_rows(attended)
         x = exact_operators.finish(lay, layer, x, attended, recorded=routed)
-    return w.logits_exact(x)[:n]
+    return w.compute_logits_exact(x)[:n]
 
 
 def verify_exact(
@@ -752,17 +762,18 @@ def verify_exact(
     end: int,
     routed: list[torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Run `verify` with the operators of exact mode: the same bits as one token at a time.
+    """Run `verify` with the operators of exact mode.
 
-    Rows of `routed` behind the n * m are padding.
+    The logits have the same bits as one token at a time. Rows of `routed` after the first n * m are
+    padding.
     """
     n, m = tokens.shape
     lay = w.lay
-    positions, seen, bias = _causal_columns(cache, positions, end, exact_operators.KEYS)
+    positions, seen, bias = _select_causal_columns(cache, positions, end, exact_operators.KEYS)
     columns = cache.bias.shape[2]
     rows = torch.arange(n, device=tokens.device)[:, None]
-    places = exact_operators.pad_rows(positions.flatten().clamp(max=len(w.turned) - 1))
-    turns = w.turned.index_select(0, places)
+    rope_positions = exact_operators.pad_rows(positions.flatten().clamp(max=len(w.turned) - 1))
+    turns = w.turned.index_select(0, rope_positions)
     x = w.top["embed"].index_select(0, exact_operators.pad_rows(tokens.flatten()))
     space = exact_operators.allocate_query_space(lay, n * m, x)
     groups, wide = space.shape[1], space.shape[3]
@@ -776,7 +787,7 @@ def verify_exact(
         attended = exact_operators.attend_several(q[: n * m], keys, values, bias, space)
         attended = exact_operators.pad_rows(attended)
         x = exact_operators.finish(lay, layer, x, attended, recorded=routed)
-    return w.logits_exact(x)[: n * m]
+    return w.compute_logits_exact(x)[: n * m]
 
 
 def encode_exact(
@@ -794,8 +805,8 @@ def encode_exact(
     return layers
 
 
-def final_states_exact(w: FusedWeights, ids: torch.Tensor) -> torch.Tensor:
-    """Run `final_states` on rows padded to a multiple of `exact_operators.KEYS`."""
+def compute_final_states_exact(w: FusedWeights, ids: torch.Tensor) -> torch.Tensor:
+    """Run `compute_final_states` on rows of a multiple of `exact_operators.KEYS`."""
     return _run_layers_exact(w, ids, None).view(*ids.shape, -1)
 
 
@@ -811,9 +822,9 @@ def _run_layers_exact(
     lay, share = w.lay, w.lay.heads // w.lay.kv_heads
     groups = lay.kv_heads // exact_operators.count_heads_per_product(lay)
     turns = w.turned[:n].repeat(b, 1)
-    blocks = query_blocks(lay, b, n, 0, ids.device.type)
-    bias = causal_bias(blocks, ids.device)
-    replay = _replay_by_layer(w, replayed)
+    blocks = split_queries(lay, b, n, 0, ids.device.type)
+    bias = build_causal_bias(blocks, ids.device)
+    replay = _split_replay(w, replayed)
     x = w.top["embed"].index_select(0, ids.flatten())
     for i, layer in enumerate(w.per_layer):
         q, k, v = (
@@ -845,7 +856,7 @@ def _run_layers_exact(
     return x
 
 
-# ---- scoring given tokens ------------------------------------------------------------------------
+# ---- scoring -------------------------------------------------------------------------------------
 
 
 def score_states(
@@ -855,7 +866,7 @@ def score_states(
     logits: Callable[[torch.Tensor], torch.Tensor],
     vocabulary: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Score the token that follows each state, with the logits of SCORES numbers in memory.
+    """Score the token after each state, with at most SCORES logits in memory.
 
     Returns log-probabilities [n] fp32 of `targets`, and ids and log-probabilities [n, most_likely]
     of the most likely tokens, best first.
@@ -867,9 +878,9 @@ def score_states(
     """
     step = exact_operators.round_up(SCORES // vocabulary, exact_operators.ROWS)
     picked, ids, best = [], [], []
-    for first in range(0, max(1, len(states)), step):
-        logs = torch.log_softmax(logits(states[first : first + step]), -1)
-        picked.append(logs.gather(1, targets[first : first + step, None])[:, 0])
+    for start in range(0, max(1, len(states)), step):
+        logs = torch.log_softmax(logits(states[start : start + step]), -1)
+        picked.append(logs.gather(1, targets[start : start + step, None])[:, 0])
         values, indices = logs.topk(most_likely)
         best.append(values)
         ids.append(indices)

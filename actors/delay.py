@@ -12,7 +12,7 @@ from asyncrl.contract.messages import Ticket
 Item = TypeVar("Item")
 
 
-def decode_steps(config: Config, ticket: Ticket, sample: int, tokens: int) -> float:
+def compute_delay_steps(config: Config, ticket: Ticket, sample: int, tokens: int) -> float:
     """Compute by how many decode steps a sample of `tokens` tokens is late.
 
     The delay is a factor per token, as if each token had taken that much longer; 0 for evaluation.
@@ -28,13 +28,14 @@ class DelayQueue(Generic[Item]):
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Item]] = []
-        self._held = 0
+        self._count = 0
 
-    def hold(self, until: float, item: Item) -> None:
-        self._held += 1
-        heapq.heappush(self._heap, (until, self._held, item))
+    def hold(self, due_at: float, item: Item) -> None:
+        """Hold the item until `due_at`."""
+        self._count += 1
+        heapq.heappush(self._heap, (due_at, self._count, item))
 
-    def due(self, now: float) -> list[Item]:
+    def pop_due(self, now: float) -> list[Item]:
         """Remove and return the items that are due, the earliest first."""
         items = []
         while self._heap and self._heap[0][0] <= now:

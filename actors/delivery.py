@@ -22,12 +22,17 @@ NO_IMAGES: Mapping[str, bytes] = {}
 REMEMBERED = 20_000  # attempts whose counts may still grow
 
 
-def size(sample: Trajectory) -> int:
+def estimate_size(sample: Trajectory) -> int:
     """Estimate the bytes of one sample on the wire, to a few per cent."""
-    return 160 + len(sample.text) + arrays_size(sample) + sum(map(arrays_size, sample.rows))
+    return (
+        160
+        + len(sample.text)
+        + estimate_arrays_size(sample)
+        + sum(map(estimate_arrays_size, sample.rows))
+    )
 
 
-def arrays_size(sequence: Trajectory | TrainingSequence) -> int:
+def estimate_arrays_size(sequence: Trajectory | TrainingSequence) -> int:
     """Estimate the bytes of one training sequence."""
     arrays = (
         sequence.prompt_tokens,
@@ -76,11 +81,13 @@ class TokenReport:
         count[0] += tokens
 
     def on_report(self, progress: Iterable[tuple[int, int, int]]) -> int:
+        """Count reported (ticket, attempt, tokens); return the sum over all attempts."""
         for ticket, attempt, tokens in progress:
             self._add(ticket, attempt, tokens, 0)
         return self.total
 
     def on_delivery(self, ticket: int, attempt: int, tokens: int) -> int:
+        """Count the tokens of a delivered sample; return the sum over all attempts."""
         self._add(ticket, attempt, 0, tokens)
         return self.total
 
@@ -89,8 +96,8 @@ class UnackedSample(NamedTuple):
     """An unacknowledged sample, and when it was sent (CLOCK_MONOTONIC seconds)."""
 
     sample: Trajectory
-    first: float
-    last: float
+    first_sent: float
+    last_sent: float
 
 
 class Outbox:
@@ -99,7 +106,7 @@ class Outbox:
     Several samples share one frame of about `frame_bytes`.
 
     >>> box = Outbox(WiresConfig(), "generator-0", 1)     # nothing to send: no frames
-    >>> list(box.frames(0.0, flush=True)), box.is_full
+    >>> list(box.take_frames(0.0, flush=True)), box.is_full
     ([], False)
     """
 
@@ -117,7 +124,7 @@ class Outbox:
         self.unacked_bytes = 0
         self.acked: dict[str, int] = {}  # disposition -> samples
         self.waited_s = 0.0  # from first send to acknowledgement, summed over samples
-        self.drawn = TokenReport()
+        self.token_report = TokenReport()
 
     @property
     def is_full(self) -> bool:
@@ -125,36 +132,34 @@ class Outbox:
         return self.unacked_bytes >= self.credit
 
     @property
-    def empty(self) -> bool:
+    def is_empty(self) -> bool:
         return not self.fresh and not self.sent
 
-    def tickets(self) -> set[tuple[int, int]]:
+    def list_tickets(self) -> set[tuple[int, int]]:
         """Return the (ticket, attempt) pairs of unacknowledged samples."""
         fresh = {(sample.ticket, sample.attempt) for sample in self.fresh}
         return fresh | {(ticket, attempt) for ticket, _, attempt in self.sent}
 
-    def unacked_keys(self) -> set[Key]:
+    def list_unacked_keys(self) -> set[Key]:
         """Return the (ticket, sample, attempt) keys of unacknowledged samples."""
         fresh = {(sample.ticket, sample.sample, sample.attempt) for sample in self.fresh}
         return fresh | self.sent.keys()
 
     def add(self, sample: Trajectory, images: Mapping[str, bytes] = NO_IMAGES) -> None:
-        """Queue a sample; queue one that cannot be encoded as failed.
+        """Queue a sample; a sample that cannot be encoded is queued as failed.
 
+        Otherwise its frame could not be encoded, or would be refused with all its samples.
         images: digest -> blob, of those that the buffer may not have.
-
-        Otherwise the frame that holds it could not be encoded, or would be refused with all its
-        samples.
         """
         try:
             outcomes.check_sample(sample)
         except ValueError as error:
             sample = outcomes.failed_sample(sample, "data", f"it cannot be delivered: {error}")
-        if own := {name: images[name] for name in sample.all_images if name in images}:
-            self.images[sample.ticket, sample.sample, sample.attempt] = own
+        if sample_images := {name: images[name] for name in sample.all_images if name in images}:
+            self.images[sample.ticket, sample.sample, sample.attempt] = sample_images
         self.fresh.append(sample)
 
-    def numbers(self) -> dict[str, float]:
+    def collect_metrics(self) -> dict[str, float]:
         """Return metrics for the buffer, summed since the start."""
         return {
             "link/acked": float(sum(self.acked.values())),
@@ -172,49 +177,60 @@ class Outbox:
         self.credit = reply.credit
         for ticket, sample, attempt, disposition in reply.acks:
             if (entry := self.sent.pop((ticket, sample, attempt), None)) is not None:
-                self.unacked_bytes -= self._size(entry.sample)
+                self.unacked_bytes -= self._estimate_size(entry.sample)
                 self.images.pop((ticket, sample, attempt), None)
-                busy_s = max(0.0, unread[1] - max(unread[0], entry.first))
-                self.waited_s += now - entry.first - busy_s
+                busy_s = max(0.0, unread[1] - max(unread[0], entry.first_sent))
+                self.waited_s += now - entry.first_sent - busy_s
                 self.acked[disposition] = self.acked.get(disposition, 0) + 1
 
-    def frames(self, now: float, *, flush: bool) -> Iterator[Delivery]:
-        """Yield the frames to send now: new samples, and samples unanswered for `retry_s`."""
-        late = [entry.sample for entry in self.sent.values() if now - entry.last > self.retry_s]
+    def take_frames(self, now: float, *, flush: bool) -> Iterator[Delivery]:
+        """Yield the frames to send now.
+
+        They hold the new samples, and those that are unacknowledged for `retry_s`.
+        """
+        samples = [
+            entry.sample for entry in self.sent.values() if now - entry.last_sent > self.retry_s
+        ]
         if self.fresh and not self.fresh_since:
             self.fresh_since = now
-        due = (
+        is_due = (
             flush
             or now - self.fresh_since > LINGER_S
-            or sum(map(self._size, self.fresh)) >= self.frame_bytes
+            or sum(map(self._estimate_size, self.fresh)) >= self.frame_bytes
         )
-        if self.fresh and due and not self.is_full:
+        if self.fresh and is_due and not self.is_full:
             for sample in self.fresh:
-                self.unacked_bytes += self._size(sample)
-            late = late + self.fresh
+                self.unacked_bytes += self._estimate_size(sample)
+            samples = samples + self.fresh
             self.fresh = []
             self.fresh_since = 0.0
-        yield from self._make_frames(late, now)
+        yield from self._make_frames(samples, now)
 
     def _make_frames(self, samples: list[Trajectory], now: float) -> Iterator[Delivery]:
         frame: list[Trajectory] = []
         for sample in samples:
-            if frame and sum(map(self._size, frame)) + self._size(sample) > self.frame_bytes:
-                yield self._frame(frame, now)
+            if (
+                frame
+                and sum(map(self._estimate_size, frame)) + self._estimate_size(sample)
+                > self.frame_bytes
+            ):
+                yield self._make_frame(frame, now)
                 frame = []
             frame.append(sample)
         if frame:
-            yield self._frame(frame, now)
+            yield self._make_frame(frame, now)
 
-    def _frame(self, samples: list[Trajectory], now: float) -> Delivery:
+    def _make_frame(self, samples: list[Trajectory], now: float) -> Delivery:
         self.sequence += 1
         for sample in samples:
             key = (sample.ticket, sample.sample, sample.attempt)
             earlier = self.sent.get(key)
             if earlier is None:
                 for attempt, tokens in sample.tokens_by_attempt:
-                    self.drawn.on_delivery(sample.ticket, attempt, tokens)
-            self.sent[key] = UnackedSample(sample, now if earlier is None else earlier.first, now)
+                    self.token_report.on_delivery(sample.ticket, attempt, tokens)
+            self.sent[key] = UnackedSample(
+                sample, now if earlier is None else earlier.first_sent, now
+            )
         images = [
             self.images.get((sample.ticket, sample.sample, sample.attempt), NO_IMAGES)
             for sample in samples
@@ -224,11 +240,11 @@ class Outbox:
             self.session,
             self.sequence,
             samples,
-            self.drawn.total,
+            self.token_report.total,
             {name: blob for of_sample in images for name, blob in of_sample.items()},
         )
 
-    def _size(self, sample: Trajectory) -> int:
+    def _estimate_size(self, sample: Trajectory) -> int:
         """Estimate the bytes of a sample with its images."""
         images = self.images.get((sample.ticket, sample.sample, sample.attempt), NO_IMAGES)
-        return size(sample) + sum(map(len, images.values()))
+        return estimate_size(sample) + sum(map(len, images.values()))

@@ -39,7 +39,7 @@ class CompletionRequest:
     top_p: float
     top_k: int  # 0: all
     stop: tuple[int, ...]
-    seed: int  # of the run, see `uniforms`
+    seed: int  # of the run, see `draw_uniforms`
     beside: int = 0  # selects another stream for a further call of the same sample
     drawn_for: tuple[int, int] | None = None  # (ticket, sample) of the stream, if not the key's
     # the grammar that it is decoded under, which the engine advances; None: any tokens
@@ -58,7 +58,7 @@ class CompletionRequest:
 
     @property
     def stream(self) -> tuple[int, int, int]:
-        """The (seed, ticket, sample) that `uniforms` derives the random stream from."""
+        """The (seed, ticket, sample) that `draw_uniforms` derives the random stream from."""
         ticket, sample = self.drawn_for or self.key[:2]
         return self.seed, ticket, sample ^ self.beside
 
@@ -96,7 +96,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class PromptScores:
-    """Log-probabilities of a prompt's tokens under the loaded weights, at temperature 1.
+    """Log-probabilities of a prompt's tokens under the loaded weights (temperature 1).
 
     logprobs: float32 [P - 1], of the tokens 1..P-1, each given all tokens before it.
     top_ids: int32 [P - 1, N], the N most likely tokens at these positions, best first.
@@ -123,7 +123,7 @@ class Engine(Protocol):
     ) -> None:
         """Use a copy of these weights (name -> tensor) from the next decode step on.
 
-        probe: what the learner published to check an engine with.
+        probe: the learner's log-probabilities, to check the engine.
         """
 
     def add(self, requests: Iterable[CompletionRequest]) -> None:
@@ -133,7 +133,7 @@ class Engine(Protocol):
         """Make at most `steps` decode steps and return the completions that ended."""
 
     def score(self, prompts: Sequence[np.ndarray], most_likely: int = 1) -> list[PromptScores]:
-        """Score the tokens of given sequences by one forward pass; live rows are not touched.
+        """Score the tokens of sequences by one forward pass, without touching live rows.
 
         prompts: int32 [P] each, P >= 1. most_likely: the N of `PromptScores`, at least 1 and at
         most the vocabulary. Raises ConfigError for a sequence longer than the context, and for an
@@ -143,10 +143,10 @@ class Engine(Protocol):
     def abort(self, keys: Iterable[Key]) -> dict[Key, int]:
         """Drop requests and return the number of tokens that each had."""
 
-    def progress(self) -> dict[Key, int]:
+    def count_tokens(self) -> dict[Key, int]:
         """Return the tokens generated so far of every request in the engine."""
 
-    def numbers(self) -> dict[str, float]:
+    def collect_metrics(self) -> dict[str, float]:
         """Return metrics, summed since the engine's start."""
 
 
@@ -159,32 +159,34 @@ def require_context(prompts: Sequence[np.ndarray], context: int) -> None:
         )
 
 
-def engine_for(config: Config) -> Engine:
+def build_engine(config: Config) -> Engine:
     """Build the engine that `generator.engine` names."""
-    maker = importlib.import_module(ENGINES[config.generator.engine].maker)
-    made: Engine = maker.make_engine(config)
-    return made
+    engine_module = importlib.import_module(ENGINES[config.generator.engine].maker)
+    engine: Engine = engine_module.make_engine(config)
+    return engine
 
 
-def uniforms(seed: int, ticket: int, sample: int, count: int) -> np.ndarray:
+def draw_uniforms(seed: int, ticket: int, sample: int, count: int) -> np.ndarray:
     """Return float32 [count] in (0, 1), a counter-based random stream.
 
     It depends on (seed, ticket, sample, position) alone.
     """
-    row: np.ndarray = uniform_rows([(seed, ticket, sample)], count)[0]
+    row: np.ndarray = draw_uniform_rows([(seed, ticket, sample)], count)[0]
     return row
 
 
-def uniform_rows(keys: Sequence[tuple[int, int, int]], count: int) -> np.ndarray:
-    """Return float32 [len(keys), count]: `uniforms` of every (seed, ticket, sample).
+def draw_uniform_rows(keys: Sequence[tuple[int, int, int]], count: int) -> np.ndarray:
+    """Return float32 [len(keys), count]: `draw_uniforms` of every key.
+
+    keys: (seed, ticket, sample) each.
 
     The finalizer is SplitMix64 (Steele, Lea, Flood 2014), applied to a key that is itself mixed per
     component.
     """
     key = np.full(len(keys), 0x9E3779B97F4A7C15, np.uint64)
-    for parts in zip(*keys, strict=True):
-        part = np.array([number & 0xFFFFFFFFFFFFFFFF for number in parts], np.uint64)
-        key = _mix(key ^ _mix(part + np.uint64(0x632BE59BD9B4E019)))
+    for components in zip(*keys, strict=True):
+        column = np.array([number & 0xFFFFFFFFFFFFFFFF for number in components], np.uint64)
+        key = _mix(key ^ _mix(column + np.uint64(0x632BE59BD9B4E019)))
     counter = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     bits = _mix(key[:, None] + counter)
     rows: np.ndarray = ((bits >> np.uint64(40)).astype(np.float64) + 0.5).astype(

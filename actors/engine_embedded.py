@@ -31,8 +31,8 @@ from actors.engine import (
     Engine,
     Key,
     PromptScores,
+    draw_uniform_rows,
     require_context,
-    uniform_rows,
 )
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
@@ -57,7 +57,8 @@ SHRINK = 0.75  # compact when a smaller share of the rows in use is live
 class EngineRow:
     """Host-side state of a live row.
 
-    born: the step of its first decode input. loads: the load count of the weights of all its keys.
+    born: the step of its first decode input.
+    loads: the engine's load count when all its keys were computed.
     """
 
     request: CompletionRequest
@@ -75,7 +76,7 @@ class EngineRow:
 class EmbeddedEngine:
     """See `actors.engine.Engine`.
 
-    in_flight: what `load` does to live rows; under `between_groups` none is live then. fixed: use
+    in_flight: how `load` treats live rows; under `between_groups` none is live then. fixed: use
     the operators of exact mode (asyncrl/models/exact_operators.py), with every key at the column of
     its position. mantissa_bits: weights are rounded to so many bits when loaded; 0 means no
     rounding. quantize: the format to which the linear layers' weights are rounded instead, or
@@ -104,7 +105,7 @@ class EmbeddedEngine:
     ) -> None:
         assert model.fast is not None
         self.routing = model.fast.routing if record_routing else None
-        self.slots = slots
+        self.slots = rows = slots
         self.in_flight = in_flight
         self.lay = model.fast
         self.mantissa_bits = mantissa_bits
@@ -115,18 +116,19 @@ class EmbeddedEngine:
         self.weights = decoder.FusedWeights(model.fast, positions)
         self.fixed = fixed
         self.drafts = drafts
-        self.book = DraftBook()  # what drafts are looked up in
+        self.draft_book = DraftBook()
         self.proposed = self.accepted = 0  # draft tokens
         self.by_position = fixed or drafts is not None  # the keys of position p are in column p
         self.dtype = next(model.hf.parameters()).dtype
         self.device = model.device
-        if (needed := self._bytes(1, context, context)) > free_memory(self.device):
+        if (needed_bytes := self._compute_bytes(1, context, context)) > get_free_bytes(self.device):
             raise ConfigError(
-                f"generator.context = {context}: one response of that length takes {gb(needed)}, "
-                f"and {gb(free_memory(self.device))} are free; set a lower context or add memory"
+                f"generator.context = {context}: one response of that length takes "
+                f"{format_gb(needed_bytes)}, and {format_gb(get_free_bytes(self.device))} are "
+                "free; set a lower context or add memory"
             )
         self.cache: decoder.ColumnCache | None = None
-        self.answer_needed = max_new_tokens
+        self.response_needed = max_new_tokens
         self.prompt_needed = 8
         self.queue: deque[CompletionRequest] = deque()
         self.rows: list[EngineRow | None] = []
@@ -136,7 +138,7 @@ class EmbeddedEngine:
         self.columns = decoder.StepColumns(max_new_tokens)
         self.loads = 0
         like = torch.empty(0, dtype=self.dtype, device=self.device)
-        self.kept = (
+        self.prefix_cache = (
             decoder.PrefixCache(self.lay, self.weights.layers, kept_tokens, like, self.routing)
             if kept_tokens and not fixed
             else None
@@ -144,11 +146,10 @@ class EmbeddedEngine:
         self.hits = self.reused = self.encoded = 0  # prompts with kept keys; tokens
         self.label = Label(0, 0)
         self.digest = ""
-        rows = slots
         self.token = torch.zeros(rows, dtype=torch.long, device=self.device)
         self.position = torch.zeros(rows, dtype=torch.long, device=self.device)
         # tokens that may still be sampled; 0: the row is not live
-        self.left = torch.zeros(rows, dtype=torch.long, device=self.device)
+        self.remaining = torch.zeros(rows, dtype=torch.long, device=self.device)
         self.count = torch.zeros(rows, dtype=torch.long, device=self.device)  # tokens sampled
         self.scale = torch.ones(rows, device=self.device)
         self.top_p = torch.ones(rows, device=self.device)
@@ -180,7 +181,7 @@ class EmbeddedEngine:
         numbers: int = 2 * self.weights.layers * lay.kv_heads * lay.head_dim
         return numbers * int(self.dtype.itemsize)
 
-    def _bytes(self, rows: int, columns: int, prompt: int) -> int:
+    def _compute_bytes(self, rows: int, columns: int, prompt: int) -> int:
         """Compute the bytes of a cache, plus those of encoding `prompt` tokens."""
         config = self.lay.hf.config
         states: int = 4 * config.hidden_size + 3 * config.intermediate_size
@@ -203,14 +204,14 @@ class EmbeddedEngine:
         self.label = label
         self.digest = digest
         self.loads += 1
-        if self.kept is not None:
-            self.kept.clear()
+        if self.prefix_cache is not None:
+            self.prefix_cache.clear()
         if self.drafts is not None:
             self.drafts.begin_version()
             if self.drafts.rows is None and not self.drafts.seconds:
-                self.drafts.seconds = self._measure_drafts(self.drafts.most)
+                self.drafts.seconds = self._measure_drafts(self.drafts.draft_tokens)
         for row in filter(None, self.rows):
-            position = self._length(row)
+            position = self._count_sampled(row)
             if row.marks and row.marks[-1][0] == position:
                 row.marks.pop()
             row.marks.append((position, label, digest))
@@ -226,53 +227,54 @@ class EmbeddedEngine:
                 )
             self.queue.append(request)
             if self.drafts is not None:
-                self.book.open(request)
+                self.draft_book.open(request)
 
     @torch.inference_mode()
     def step(self, steps: int = 8) -> list[Completion]:
-        answers: list[Completion] = []
+        completions: list[Completion] = []
         for _ in range(steps):
             self._arrange()
             if not self.live:
                 break
-            answers += self._decode()
+            completions += self._decode()
             self.steps_made += 1
-        return answers
+        return completions
 
     @torch.inference_mode()
     def score(self, prompts: Sequence[np.ndarray], most_likely: int = 1) -> list[PromptScores]:
         require_context(prompts, self.context)
         scores: dict[int, PromptScores] = {}
-        for batch in batches([len(prompt) for prompt in prompts]):
+        for batch in group_into_batches([len(prompt) for prompt in prompts]):
             rows = [prompts[index] for index in batch]
             ids = pad_token_rows(rows)
-            # a state for every token but the last, which predicts nothing that is given
-            row, column = np.nonzero(
-                np.arange(ids.shape[1])[None] < np.array([len(each) - 1 for each in rows])[:, None]
-            )
+            # a state for every token but the last, whose successor is unknown
+            counts = np.array([len(prompt) - 1 for prompt in rows])
+            row, column = np.nonzero(np.arange(ids.shape[1])[None] < counts[:, None])
             picked, top_ids, top_logprobs = (
                 values.cpu().numpy() for values in self._score(ids, row, column, most_likely)
             )
-            ends = np.cumsum([len(each) - 1 for each in rows])[:-1]
-            parts = (np.split(values, ends) for values in (picked, top_ids, top_logprobs))
-            for index, logprobs, likely, likely_logprobs in zip(batch, *parts, strict=True):
+            ends = np.cumsum(counts)[:-1]
+            by_prompt = (np.split(values, ends) for values in (picked, top_ids, top_logprobs))
+            for index, logprobs, likely, likely_logprobs in zip(batch, *by_prompt, strict=True):
                 scores[index] = PromptScores(logprobs, likely.astype(np.int32), likely_logprobs)
         return [scores[index] for index in range(len(prompts))]
 
     def _score(
         self, ids: np.ndarray, row: np.ndarray, column: np.ndarray, most_likely: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Score the tokens behind the places (row, column) of padded token rows ids [B, L]."""
+        """Score the tokens after the positions (row, column) of padded rows ids [B, L]."""
         targets = torch.from_numpy(ids[row, np.minimum(column + 1, ids.shape[1] - 1)])
         if self.fixed:
             width = ids.shape[1]
             wide = exact_operators.round_up(width, exact_operators.KEYS)
             ids = np.pad(ids, ((0, 0), (0, wide - width)))
-            states = decoder.final_states_exact(self.weights, torch.from_numpy(ids))
-            logits = self.weights.logits_exact
+            states = decoder.compute_final_states_exact(self.weights, torch.from_numpy(ids))
+            logits = self.weights.compute_logits_exact
         else:
-            states = decoder.final_states(self.weights, torch.from_numpy(ids).to(self.device))
-            logits = self.weights.logits
+            states = decoder.compute_final_states(
+                self.weights, torch.from_numpy(ids).to(self.device)
+            )
+            logits = self.weights.compute_logits
         return decoder.score_states(
             states[torch.from_numpy(row), torch.from_numpy(column)],
             targets.to(self.device),
@@ -282,27 +284,27 @@ class EmbeddedEngine:
         )
 
     def abort(self, keys: Iterable[Key]) -> dict[Key, int]:
-        gone = set(keys)
+        aborted_keys = set(keys)
         tokens = {}
-        for request in [request for request in self.queue if request.key in gone]:
+        for request in [request for request in self.queue if request.key in aborted_keys]:
             tokens[request.key] = 0
             self.queue.remove(request)
             if self.drafts is not None:
-                self.book.close(request)
+                self.draft_book.close(request)
         for index, row in enumerate(self.rows):
-            if row is not None and row.request.key in gone:
-                tokens[row.request.key] = self._length(row)
+            if row is not None and row.request.key in aborted_keys:
+                tokens[row.request.key] = self._count_sampled(row)
                 if self.drafts is not None:
-                    self.book.close(row.request)
+                    self.draft_book.close(row.request)
                 self._release_row(index)
         return tokens
 
-    def progress(self) -> dict[Key, int]:
-        return {row.request.key: self._length(row) for row in filter(None, self.rows)}
+    def count_tokens(self) -> dict[Key, int]:
+        return {row.request.key: self._count_sampled(row) for row in filter(None, self.rows)}
 
-    def numbers(self) -> dict[str, float]:
+    def collect_metrics(self) -> dict[str, float]:
         numbers: dict[str, float] = {}
-        if self.kept is not None:
+        if self.prefix_cache is not None:
             numbers |= {
                 "prefix/hits": self.hits,
                 "prefix/reused_tokens": self.reused,
@@ -314,29 +316,29 @@ class EmbeddedEngine:
 
     # ---- where a row's tokens are ----------------------------------------------------------------
 
-    def _length(self, row: EngineRow) -> int:
+    def _count_sampled(self, row: EngineRow) -> int:
         """Count the tokens sampled so far."""
         return self.clock - row.born if self.drafts is None else row.sampled
 
-    def _output_columns(self, row: EngineRow) -> np.ndarray:
+    def _list_output_columns(self, row: EngineRow) -> np.ndarray:
         """Return the columns of its tokens in `out_token` and `out_logprob`, int [length]."""
         if self.drafts is not None:
             return np.arange(row.sampled)
-        return self.columns.columns_of(row.born, self.clock)
+        return self.columns.list_columns(row.born, self.clock)
 
-    def _key_columns(self, row: EngineRow, known: int) -> np.ndarray:
-        """Return the cache's columns of its first `known` tokens, the prompt's included."""
+    def _list_key_columns(self, row: EngineRow, count: int) -> np.ndarray:
+        """Return the cache's columns of its first `count` tokens, the prompt's included."""
         if self.by_position:
-            return np.arange(known)
+            return np.arange(count)
         prompt = len(row.request.prompt) - 1
-        steps = self.columns.columns_of(row.born, row.born + known - prompt)
+        steps = self.columns.list_columns(row.born, row.born + count - prompt)
         return np.concatenate([np.arange(prompt), self.prompt_needed + steps])
 
     # ---- rows ------------------------------------------------------------------------------------
 
     def _release_row(self, index: int) -> None:
         self.rows[index] = None
-        self.left[index] = 0
+        self.remaining[index] = 0
         self.live -= 1
 
     def _arrange(self) -> None:
@@ -346,14 +348,14 @@ class EmbeddedEngine:
             self.clock = 0
             self.columns.clear()
         if self.queue:
-            free = self.slots - self.live
-            if free >= min(CHUNK, max(1, self.slots // 4), len(self.queue)) or not self.live:
-                self._admit([self.queue.popleft() for _ in range(min(free, len(self.queue)))])
+            free_slots = self.slots - self.live
+            if free_slots >= min(CHUNK, max(1, self.slots // 4), len(self.queue)) or not self.live:
+                self._admit([self.queue.popleft() for _ in range(min(free_slots, len(self.queue)))])
         elif self.live < SHRINK * len(self.rows):
             self._compact()
 
     def _compact(self) -> None:
-        keep = [slot for slot, request in enumerate(self.rows) if request is not None]
+        keep = [slot for slot, row in enumerate(self.rows) if row is not None]
         index = torch.tensor(keep, device=self.device)
         count = len(keep)
         assert self.cache is not None
@@ -361,7 +363,7 @@ class EmbeddedEngine:
         for tensor in (
             self.token,
             self.position,
-            self.left,
+            self.remaining,
             self.count,
             self.scale,
             self.top_p,
@@ -379,25 +381,27 @@ class EmbeddedEngine:
     def _admit(self, requests: list[CompletionRequest]) -> None:
         self._reserve(requests)
         assert self.cache is not None
-        free = [slot for slot, request in enumerate(self.rows) if request is None]
-        extra = max(0, len(requests) - len(free))
-        free += range(len(self.rows), len(self.rows) + extra)
+        free_slots = [slot for slot, row in enumerate(self.rows) if row is None]
+        extra = max(0, len(requests) - len(free_slots))
+        free_slots += range(len(self.rows), len(self.rows) + extra)
         self.rows += [None] * extra
-        free = free[: len(requests)]
-        index = torch.tensor(free, device=self.device)
+        free_slots = free_slots[: len(requests)]
+        index = torch.tensor(free_slots, device=self.device)
         self.cache.forget(index)
-        for slot, request in zip(free, requests, strict=True):
+        for slot, request in zip(free_slots, requests, strict=True):
             self.rows[slot] = EngineRow(
                 request, self.clock, self.loads, [(0, self.label, self.digest)]
             )
         self._fill(index, requests)
         self._write_prompts(
-            free, [request.prompt for request in requests], [request.group for request in requests]
+            free_slots,
+            [request.prompt for request in requests],
+            [request.group for request in requests],
         )
         self.live += len(requests)
-        rows = [request.request for request in self.rows if request is not None]
-        self.plain = all(request.temperature == 1 and not request.truncates for request in rows)
-        self.cuts = any(request.truncates for request in rows)
+        live = [row.request for row in self.rows if row is not None]
+        self.plain = all(request.temperature == 1 and not request.truncates for request in live)
+        self.cuts = any(request.truncates for request in live)
 
     def _fill(self, index: torch.Tensor, requests: list[CompletionRequest]) -> None:
         def put(values: list[Any], dtype: torch.dtype) -> torch.Tensor:
@@ -406,7 +410,7 @@ class EmbeddedEngine:
         self.token[index] = put([int(request.prompt[-1]) for request in requests], torch.long)
         self.position[index] = put([len(request.prompt) - 1 for request in requests], torch.long)
         self.count[index] = 0
-        self.left[index] = put([request.max_new_tokens for request in requests], torch.long)
+        self.remaining[index] = put([request.max_new_tokens for request in requests], torch.long)
         self.scale[index] = 1.0 / put([request.temperature for request in requests], torch.float32)
         self.top_p[index] = put([request.top_p for request in requests], torch.float32)
         self.top_k[index] = put([request.top_k for request in requests], torch.long)
@@ -415,7 +419,7 @@ class EmbeddedEngine:
             [list(request.stop) + [-1] * (width - len(request.stop)) for request in requests],
             torch.long,
         )
-        stream = uniform_rows(
+        stream = draw_uniform_rows(
             [request.stream for request in requests],
             self.uniform.shape[1],
         )
@@ -424,7 +428,7 @@ class EmbeddedEngine:
     def _reserve(self, requests: list[CompletionRequest]) -> None:
         """Grow the cache and tables for longer prompts or responses or more stop tokens."""
         prompt = max(self.prompt_needed, *(len(request.prompt) - 1 for request in requests))
-        response = max(self.answer_needed, *(request.max_new_tokens for request in requests))
+        response = max(self.response_needed, *(request.max_new_tokens for request in requests))
         stops = max(1, *(len(request.stop) for request in requests))
         if stops > self.stop.shape[1]:
             self.stop = torch.nn.functional.pad(
@@ -433,52 +437,53 @@ class EmbeddedEngine:
         if (
             self.cache is not None
             and prompt == self.prompt_needed
-            and response == self.answer_needed
+            and response == self.response_needed
         ):
             return
-        old = self.cache
+        previous_cache = self.cache
         old_prompt = self.prompt_needed
         self.prompt_needed = -(-prompt // 8) * 8
-        self.answer_needed = response
+        self.response_needed = response
         # in main memory, pages of untouched rows take no space
         rows = min(self.slots, len(self.rows) + len(requests))
         rows = rows if self.device.type == "cpu" else self.slots
-        needed = self._bytes(rows, self._cache_columns(), prompt)
-        if needed > (free := free_memory(self.device)):
+        needed_bytes = self._compute_bytes(rows, self._count_cache_columns(), prompt)
+        if needed_bytes > (free_bytes := get_free_bytes(self.device)):
             raise ConfigError(
                 f"a prompt of {prompt + 1} tokens: the keys and values of {rows} sequences of up "
-                f"to {self._cache_columns()} tokens take {gb(needed)}, and {gb(free)} are free; "
-                f"lower generator.slots = {self.slots} or generator.context = {self.context}"
+                f"to {self._count_cache_columns()} tokens take {format_gb(needed_bytes)}, and "
+                f"{format_gb(free_bytes)} are free; lower generator.slots = {self.slots} or "
+                f"generator.context = {self.context}"
             )
-        self.cache = self._new_cache(self.slots, self._cache_columns())
+        self.cache = self._make_cache(self.slots, self._count_cache_columns())
         if response > self.columns.count:
-            more = response - self.columns.count
+            added = response - self.columns.count
             self.columns.grow(response)
             pad = torch.nn.functional.pad
             self.uniform, self.out_token, self.out_logprob = (
-                pad(tensor, (0, more))
+                pad(tensor, (0, added))
                 for tensor in (self.uniform, self.out_token, self.out_logprob)
             )
             if self.out_routed is not None:
-                self.out_routed = pad(self.out_routed, (0, 0, 0, 0, 0, more))
-        if old is not None:
-            self._copy_cache(old, old_prompt)
+                self.out_routed = pad(self.out_routed, (0, 0, 0, 0, 0, added))
+        if previous_cache is not None:
+            self._copy_cache(previous_cache, old_prompt)
 
-    def _new_cache(self, rows: int, columns: int) -> decoder.ColumnCache:
+    def _make_cache(self, rows: int, columns: int) -> decoder.ColumnCache:
         return decoder.ColumnCache(
             self.lay,
             self.weights.layers,
             rows,
             columns,
             torch.empty(0, dtype=self.dtype, device=self.device),
-            together=exact_operators.count_heads_per_product(self.lay) if self.fixed else None,
+            joined_heads=exact_operators.count_heads_per_product(self.lay) if self.fixed else None,
         )
 
-    def _cache_columns(self) -> int:
+    def _count_cache_columns(self) -> int:
         """Count the cache's columns: prompts plus steps; exact mode pads their sum."""
-        columns = self.prompt_needed + self.answer_needed
+        columns = self.prompt_needed + self.response_needed
         if self.drafts is not None:  # drafts of a row may reach beyond its last token
-            columns += self.drafts.most
+            columns += self.drafts.draft_tokens
         return exact_operators.round_up(columns, exact_operators.KEYS) if self.fixed else columns
 
     def _encode(
@@ -505,7 +510,9 @@ class EmbeddedEngine:
             for keys, values in decoder.encode_exact(self.weights, tokens, routed, replay)
         ]
 
-    def _prompt_routing(self, routed: list[torch.Tensor], rows: int, width: int) -> np.ndarray:
+    def _collect_prompt_routing(
+        self, routed: list[torch.Tensor], rows: int, width: int
+    ) -> np.ndarray:
         """Return the recorded experts of encoded prompts, uint16 [rows, width, layers, k].
 
         A last layer encodes no prompt, because its output is not needed: it is not recorded.
@@ -518,21 +525,21 @@ class EmbeddedEngine:
             table[:, :, layer] = of_rows.cpu().numpy()
         return table
 
-    def _copy_cache(self, old: decoder.ColumnCache, prompt: int) -> None:
+    def _copy_cache(self, previous: decoder.ColumnCache, prompt: int) -> None:
         """Copy a smaller cache into the new one: prompt columns, then step columns."""
         assert self.cache is not None
-        count = old.bias.shape[2]
-        parts = (
+        count = previous.bias.shape[2]
+        column_ranges = (
             [(0, 0, count)]
             if self.by_position
             else [(0, 0, prompt), (self.prompt_needed, prompt, count)]
         )
-        for to, first, end in parts:
-            target = slice(to, to + end - first)
-            used = len(self.rows)  # pages of the other rows stay untouched
-            for new, previous in ((self.cache.k, old.k), (self.cache.v, old.v)):
-                new[:, :used, :, target] = previous[:, :used, :, first:end]
-            self.cache.bias[:, :, target] = old.bias[:, :, first:end]
+        used_rows = len(self.rows)  # pages of the other rows stay untouched
+        for target_start, start, end in column_ranges:
+            target = slice(target_start, target_start + end - start)
+            for copy, original in ((self.cache.k, previous.k), (self.cache.v, previous.v)):
+                copy[:, :used_rows, :, target] = original[:, :used_rows, :, start:end]
+            self.cache.bias[:, :, target] = previous.bias[:, :, start:end]
 
     def _write_prompts(self, rows: list[int], prompts: list[np.ndarray], groups: list[Any]) -> None:
         """Fill each row with its prompt's keys and values, and keep them for later.
@@ -540,25 +547,27 @@ class EmbeddedEngine:
         The last prompt token is excluded: it is the first decode input.
         """
         prompt_of = dict(zip(groups, prompts, strict=True))
-        known = {
-            group: self.kept.find(prompt[:-1]) if self.kept is not None else []
+        kept_blocks = {
+            group: self.prefix_cache.find(prompt[:-1]) if self.prefix_cache is not None else []
             for group, prompt in prompt_of.items()
         }
-        for begun in (False, True):
-            names = [group for group in prompt_of if bool(known[group]) == begun]
-            for batch in batches([len(prompt_of[group]) for group in names]):
+        for has_prefix in (False, True):
+            names = [group for group in prompt_of if bool(kept_blocks[group]) == has_prefix]
+            for batch in group_into_batches([len(prompt_of[group]) for group in names]):
                 members = {names[index] for index in batch}
-                part = [index for index, group in enumerate(groups) if group in members]
+                indices = [index for index, group in enumerate(groups) if group in members]
                 chosen = (
-                    [rows[index] for index in part],
-                    [prompts[index] for index in part],
-                    [groups[index] for index in part],
+                    [rows[index] for index in indices],
+                    [prompts[index] for index in indices],
+                    [groups[index] for index in indices],
                 )
-                if begun:
-                    self._write_begun(*chosen, [known[groups[index]] for index in part])
+                if has_prefix:
+                    self._write_continued(
+                        *chosen, [kept_blocks[groups[index]] for index in indices]
+                    )
                 else:
                     self._write_new(*chosen)
-        if self.kept is None:
+        if self.prefix_cache is None:
             return
         assert self.cache is not None
         last_index = {group: index for index, group in enumerate(groups)}
@@ -567,11 +576,11 @@ class EmbeddedEngine:
             columns = np.arange(len(prompt))
             row = self.rows[slot]
             assert row is not None
-            self.kept.store(
+            self.prefix_cache.store(
                 prompt, self.cache.k[:, slot], self.cache.v[:, slot], columns, row.routed
             )
 
-    def _write_begun(
+    def _write_continued(
         self,
         rows: list[int],
         prompts: list[np.ndarray],
@@ -579,82 +588,85 @@ class EmbeddedEngine:
         numbers: list[list[int]],
     ) -> None:
         """Encode each distinct prompt behind its kept prefix, the blocks `numbers`."""
-        assert self.cache is not None and self.kept is not None
-        owner_of = {group: token_index for token_index, group in enumerate(dict.fromkeys(groups))}
-        first = [groups.index(group) for group in owner_of]
-        columns = [self.kept.columns(numbers[token_index]) for token_index in first]
-        known = np.array([len(each) for each in columns])
-        rest = [
-            prompts[token_index][start:-1] for token_index, start in zip(first, known, strict=True)
+        assert self.cache is not None and self.prefix_cache is not None
+        owner_of = {group: number for number, group in enumerate(dict.fromkeys(groups))}
+        first_indices = [groups.index(group) for group in owner_of]
+        columns = [self.prefix_cache.list_columns(numbers[index]) for index in first_indices]
+        prefix_lengths = np.array(list(map(len, columns)))
+        suffixes = [
+            prompts[index][length:-1]
+            for index, length in zip(first_indices, prefix_lengths, strict=True)
         ]
-        past, ids = pad_token_rows(columns), pad_token_rows(rest)
+        past, ids = pad_token_rows(columns), pad_token_rows(suffixes)
         owner = np.array([owner_of[group] for group in groups])
-        place_of = torch.from_numpy(past).to(self.device)
-        begun = decoder.PrefilledPrefix(
-            self.kept.k[:, :, place_of].transpose(1, 2),
-            self.kept.v[:, :, place_of].transpose(1, 2),
-            torch.from_numpy(known).to(self.device),
+        past_columns = torch.from_numpy(past).to(self.device)
+        prefix = decoder.PrefilledPrefix(
+            self.prefix_cache.k[:, :, past_columns].transpose(1, 2),
+            self.prefix_cache.v[:, :, past_columns].transpose(1, 2),
+            torch.from_numpy(prefix_lengths).to(self.device),
         )
-        row, source = (torch.tensor(each, device=self.device) for each in (rows, owner))
-        for cached, old in ((self.cache.k, begun.k), (self.cache.v, begun.v)):
-            cached[:, row, :, : past.shape[1]] = old[:, source]
+        row, source = (torch.tensor(numbers, device=self.device) for numbers in (rows, owner))
+        for cached, prefix_tensor in ((self.cache.k, prefix.k), (self.cache.v, prefix.v)):
+            cached[:, row, :, : past.shape[1]] = prefix_tensor[:, source]
         routed: list[torch.Tensor] | None = None if self.routing is None else []
         self.hits += len(owner_of)
-        self.reused += int(known.sum())
-        self.encoded += sum(map(len, rest))
+        self.reused += int(prefix_lengths.sum())
+        self.encoded += sum(map(len, suffixes))
         if ids.shape[1]:
-            # of every token of every row: its index among `rows` and its position in `rest`
+            # of every token of every row: its index among `rows` and its position in its suffix
             row_index, token_index = np.nonzero(
-                np.arange(ids.shape[1])[None] < np.array([len(rest[o]) for o in owner])[:, None]
+                np.arange(ids.shape[1])[None] < np.array([len(suffixes[o]) for o in owner])[:, None]
             )
-            to_row, to_column, of, token = (
-                torch.from_numpy(each).to(self.device)
-                for each in (
+            to_row, to_column, suffix, token = (
+                torch.from_numpy(indices).to(self.device)
+                for indices in (
                     np.array(rows)[row_index],
-                    known[owner][row_index] + token_index,
+                    prefix_lengths[owner][row_index] + token_index,
                     owner[row_index],
                     token_index,
                 )
             )
             tokens = torch.from_numpy(ids).to(self.device)
-            encoded = decoder.encode(self.weights, tokens, begun, routed)
+            encoded = decoder.encode(self.weights, tokens, prefix, routed)
             for layer, (keys, values) in enumerate(encoded):
-                self.cache.k[layer][to_row, :, to_column] = keys[of, :, token]
-                self.cache.v[layer][to_row, :, to_column] = values[of, :, token]
+                self.cache.k[layer][to_row, :, to_column] = keys[suffix, :, token]
+                self.cache.v[layer][to_row, :, to_column] = values[suffix, :, token]
         if routed is not None:
-            assert self.kept.routed is not None
-            table = self._prompt_routing(routed, len(rest), ids.shape[1])
+            assert self.prefix_cache.routed is not None
+            table = self._collect_prompt_routing(routed, len(suffixes), ids.shape[1])
             for slot, of_row in zip(rows, owner, strict=True):
-                begin = self.kept.routed[columns[of_row]]
-                new = table[of_row, : len(rest[of_row])]
-                self._set_prompt_routing(slot, np.concatenate([begin, new]))
+                prefix_routing = self.prefix_cache.routed[columns[of_row]]
+                suffix_routing = table[of_row, : len(suffixes[of_row])]
+                self._set_prompt_routing(slot, np.concatenate([prefix_routing, suffix_routing]))
         lengths = np.array([len(prompt) - 1 for prompt in prompts])
-        seen = torch.from_numpy(np.arange(lengths.max())[None] < lengths[:, None]).to(self.device)
-        self.cache.bias[row, 0, : int(lengths.max())] = torch.where(seen, 0.0, decoder.MASKED)
+        visible = torch.from_numpy(np.arange(lengths.max())[None] < lengths[:, None]).to(
+            self.device
+        )
+        self.cache.bias[row, 0, : int(lengths.max())] = torch.where(visible, 0.0, decoder.MASKED)
 
     def _set_prompt_routing(self, slot: int, ids: np.ndarray) -> None:
         row = self.rows[slot]
         assert row is not None
         row.routed = ids
 
-    def _keep_answer(
+    def _keep_completion(
         self, slot: int, row: EngineRow, tokens: np.ndarray, routed: RoutedExperts | None
     ) -> None:
         """Keep the keys, values and experts of a row that ended with `tokens`.
 
         The last token has none, because it was never an input.
         """
-        if self.kept is None or row.loads != self.loads:
+        if self.prefix_cache is None or row.loads != self.loads:
             return
         if routed is not None and len(row.marks) > 1:
             return  # an earlier version chose experts of the keys
         assert self.cache is not None
-        known = np.concatenate([row.request.prompt, tokens[:-1]])
-        self.kept.store(
-            known,
+        cached_tokens = np.concatenate([row.request.prompt, tokens[:-1]])
+        self.prefix_cache.store(
+            cached_tokens,
             self.cache.k[:, slot],
             self.cache.v[:, slot],
-            self._key_columns(row, len(known)),
+            self._list_key_columns(row, len(cached_tokens)),
             None if routed is None else routed.ids,
         )
 
@@ -681,11 +693,11 @@ class EmbeddedEngine:
             self.cache.k[layer, row, :, :width] = keys[owner]
             self.cache.v[layer, row, :, :width] = values[owner]
         if routed is not None:
-            table = self._prompt_routing(routed, len(unique), width)
+            table = self._collect_prompt_routing(routed, len(unique), width)
             for slot, of_row in pairs:
                 self._set_prompt_routing(slot, table[of_row, : lengths[of_row]])
-        seen = torch.from_numpy(np.arange(width)[None] < lengths[:, None]).to(self.device)[owner]
-        self.cache.bias[row, 0, :width] = torch.where(seen, 0.0, decoder.MASKED)
+        visible = torch.from_numpy(np.arange(width)[None] < lengths[:, None]).to(self.device)[owner]
+        self.cache.bias[row, 0, :width] = torch.where(visible, 0.0, decoder.MASKED)
 
     def _recompute(self) -> None:
         """Rebuild the keys and values of every live row with the weights now loaded.
@@ -693,40 +705,37 @@ class EmbeddedEngine:
         Tokens keep their recorded experts, with which a learner computes them, too.
         """
         assert self.cache is not None
-        live = [(slot, request) for slot, request in enumerate(self.rows) if request is not None]
-        lengths = [len(row.request.prompt) + self._length(row) for _, row in live]
-        for batch in batches(lengths):
-            part = [live[live_index] for live_index in batch]
+        live = [(slot, row) for slot, row in enumerate(self.rows) if row is not None]
+        lengths = [len(row.request.prompt) + self._count_sampled(row) for _, row in live]
+        for batch in group_into_batches(lengths):
+            batch_rows = [live[index] for index in batch]
             sequences = [
-                np.concatenate(
-                    [
-                        request.request.prompt,
-                        self._sampled_tokens(slot, request)[0],
-                    ]
-                )[:-1]
-                for slot, request in part
+                np.concatenate([row.request.prompt, self._read_sampled(slot, row)[0]])[:-1]
+                for slot, row in batch_rows
             ]
-            ids = np.zeros((len(part), max(1, *map(len, sequences))), np.int64)
+            ids = np.zeros((len(batch_rows), max(1, *map(len, sequences))), np.int64)
             for index, tokens in enumerate(sequences):
                 ids[index, : len(tokens)] = tokens
-            layers = self._encode(ids, replayed=self._routed_so_far(part))
-            for index, (slot, request) in enumerate(part):
-                request.loads = self.loads
-                known = len(sequences[index])
-                columns = self._key_columns(request, known)
+            layers = self._encode(ids, replayed=self._collect_routing(batch_rows))
+            for index, (slot, row) in enumerate(batch_rows):
+                row.loads = self.loads
+                length = len(sequences[index])
+                columns = self._list_key_columns(row, length)
                 target = torch.from_numpy(columns).to(self.device)
                 for layer, (keys, values) in enumerate(layers):
                     self.cache.k[layer, slot, :, target], self.cache.v[layer, slot, :, target] = (
-                        keys[index, :, :known],
-                        values[index, :, :known],
+                        keys[index, :, :length],
+                        values[index, :, :length],
                     )
 
-    def _routed_so_far(self, rows: list[tuple[int, EngineRow]]) -> list[RoutedExperts] | None:
+    def _collect_routing(self, rows: list[tuple[int, EngineRow]]) -> list[RoutedExperts] | None:
         """Return the experts of the tokens that `rows` have read; None: not recorded."""
         if self.out_routed is None:
             return None
         return [
-            self._routed(row, self.out_routed[slot, self._output_columns(row)].cpu().numpy())
+            self._join_routing(
+                row, self.out_routed[slot, self._list_output_columns(row)].cpu().numpy()
+            )
             for slot, row in rows
         ]
 
@@ -737,7 +746,7 @@ class EmbeddedEngine:
         if self.drafts is not None:
             return self._decode_drafts(self.drafts)
         count = len(self.rows)
-        column = self.columns.allocate(self.clock, self._oldest_step)
+        column = self.columns.allocate(self.clock, self._find_oldest_step)
         routed: list[torch.Tensor] | None = None if self.routing is None else []
         if self.fixed:
             logits = decoder.decode_exact(
@@ -745,7 +754,7 @@ class EmbeddedEngine:
                 self.cache,
                 self.token[:count],
                 self.position[:count],
-                self._longest(),
+                self._find_longest_position(),
                 routed=routed,
             )
         else:
@@ -755,41 +764,43 @@ class EmbeddedEngine:
                 self.token[:count],
                 self.position[:count],
                 self.prompt_needed + column,
-                self._visible_columns(),
+                self._count_visible_columns(),
                 routed=routed,
             )
         # the row's own token count selects its uniform, so that a sample does not depend on the
         # rows beside it
         draws = self.uniform[:count].gather(1, self.count[:count, None])[:, 0]
-        allowed = self._allowed()
-        token, logprob, kept = decoder.sample(
+        allowed = self._compute_allowed()
+        token, logprob, kept_mask = decoder.sample(
             logits,
             draws,
             None if self.plain else self.scale[:count],
             (self.top_p[:count], self.top_k[:count]) if self.cuts else None,
             allowed,
         )
-        if kept is not None:
-            self._record_kept(kept)
+        if kept_mask is not None:
+            self._record_kept(kept_mask)
         if allowed is not None:
-            constraints.advance(self._constraints(), token)
+            constraints.advance(self._list_constraints(), token)
         self.out_token[:count, column], self.out_logprob[:count, column] = token, logprob
         if routed is not None and self.out_routed is not None:
             self.out_routed[:count, column] = torch.stack(routed, 1)[:count].to(
                 self.out_routed.dtype
             )
-        live = self.left[:count] > 0
-        self.left[:count].sub_(live.long())
-        ended = live & ((token[:, None] == self.stop[:count]).any(1) | (self.left[:count] == 0))
+        live = self.remaining[:count] > 0
+        self.remaining[:count].sub_(live.long())
+        is_ended = live & (
+            (token[:, None] == self.stop[:count]).any(1) | (self.remaining[:count] == 0)
+        )
         self.token[:count], self.clock = token, self.clock + 1
         self.count[:count].add_(1).clamp_(max=self.uniform.shape[1] - 1)
         self.position[:count].add_(1).clamp_(max=self.context)
-        return self._answers(ended.nonzero()[:, 0])
+        return self._finish_rows(is_ended.nonzero()[:, 0])
 
     def _decode_drafts(self, policy: DraftPolicy) -> list[Completion]:
-        """Make a step in which each row gets the tokens of its draft that it would have sampled.
+        """Make a step in which each row accepts the tokens that it would have sampled.
 
-        They are those before the first difference, and the sampled token there.
+        They are its draft's tokens before the first difference, and the sampled token there.
         """
         assert self.cache is not None
         count = len(self.rows)
@@ -804,32 +815,32 @@ class EmbeddedEngine:
             self.cache,
             tokens,
             self.position[:count, None] + steps,
-            self._longest() + width,
+            self._find_longest_position() + width,
             routed,
         )
-        places = (self.count[:count, None] + steps).clamp(max=self.uniform.shape[1] - 1)
+        uniform_index = (self.count[:count, None] + steps).clamp(max=self.uniform.shape[1] - 1)
 
-        allowed = self._allowed()
+        allowed = self._compute_allowed()
 
-        def by_token(of_row: torch.Tensor) -> torch.Tensor:
-            return of_row[:count].repeat_interleave(width, 0)
+        def repeat_by_token(by_row: torch.Tensor) -> torch.Tensor:
+            return by_row[:count].repeat_interleave(width, 0)
 
-        token, logprob, kept = (
-            None if each is None else each.view(count, width, *each.shape[1:])
-            for each in decoder.sample(
+        token, logprob, kept_mask = (
+            None if sampled is None else sampled.view(count, width, *sampled.shape[1:])
+            for sampled in decoder.sample(
                 logits,
-                self.uniform[:count].gather(1, places).flatten(),
-                None if self.plain else by_token(self.scale),
-                (by_token(self.top_p), by_token(self.top_k)) if self.cuts else None,
-                None if allowed is None else by_token(allowed),
+                self.uniform[:count].gather(1, uniform_index).flatten(),
+                None if self.plain else repeat_by_token(self.scale),
+                (repeat_by_token(self.top_p), repeat_by_token(self.top_k)) if self.cuts else None,
+                None if allowed is None else repeat_by_token(allowed),
             )
         )
         assert token is not None and logprob is not None
-        left = self.left[:count]
-        taken, stopped = decoder.count_accepted(token, drafts, self.stop[:count], left)
-        if kept is not None:
-            self._record_drafted(kept, taken)
-        row, step = (steps < taken[:, None]).nonzero(as_tuple=True)
+        remaining = self.remaining[:count]
+        accepted, stopped = decoder.count_accepted(token, drafts, self.stop[:count], remaining)
+        if kept_mask is not None:
+            self._record_drafted(kept_mask, accepted)
+        row, step = (steps < accepted[:, None]).nonzero(as_tuple=True)
         column = self.count[row] + step
         self.out_token[row, column], self.out_logprob[row, column] = (
             token[row, step],
@@ -839,69 +850,81 @@ class EmbeddedEngine:
             experts = torch.stack(routed, 1)[row * width + step]
             self.out_routed[row, column] = experts.to(self.out_routed.dtype)
         if allowed is not None:  # constrained rows draft nothing
-            constraints.advance(self._constraints(), token[:, 0])
-        live = left > 0
-        last = token.gather(1, (taken - 1).clamp(min=0)[:, None])[:, 0]
-        self.token[:count] = torch.where(live, last, self.token[:count])
-        left.sub_(taken)
-        self.count[:count].add_(taken).clamp_(max=self.uniform.shape[1] - 1)
-        self.position[:count].add_(taken)
+            constraints.advance(self._list_constraints(), token[:, 0])
+        live = remaining > 0
+        last_tokens = token.gather(1, (accepted - 1).clamp(min=0)[:, None])[:, 0]
+        self.token[:count] = torch.where(live, last_tokens, self.token[:count])
+        remaining.sub_(accepted)
+        self.count[:count].add_(accepted).clamp_(max=self.uniform.shape[1] - 1)
+        self.position[:count].add_(accepted)
         self.clock += 1
-        self._count_drafts(policy, (drafts >= 0).sum(1).tolist(), taken.tolist())
-        return self._answers((live & (stopped | (left == 0))).nonzero()[:, 0])
+        self._count_drafts(policy, (drafts >= 0).sum(1).tolist(), accepted.tolist())
+        return self._finish_rows((live & (stopped | (remaining == 0))).nonzero()[:, 0])
 
     def _propose(self, policy: DraftPolicy) -> torch.Tensor:
         """Return the drafts of all rows, int64 [rows, D], padded with -1; D may be 0."""
-        found: list[list[int]] = [[] for _ in self.rows]
+        drafts: list[list[int]] = [[] for _ in self.rows]
         if policy.pays(self.live):
             began = time.perf_counter()
             for slot, row in enumerate(self.rows):
                 if row is None or row.request.constraint is not None:
                     continue
-                most = min(policy.most, row.request.max_new_tokens - row.sampled - 1)
-                if not most:
+                limit = min(policy.draft_tokens, row.request.max_new_tokens - row.sampled - 1)
+                if not limit:
                     continue
-                known = self.book.count_known(row.request)
-                new_tokens = self.out_token[slot, known : row.sampled].tolist()
-                found[slot] = self.book.propose(row.request, new_tokens, most)
+                indexed_count = self.draft_book.count_indexed(row.request)
+                new_tokens = self.out_token[slot, indexed_count : row.sampled].tolist()
+                drafts[slot] = self.draft_book.propose(row.request, new_tokens, limit)
             policy.count_lookup(self.live, time.perf_counter() - began)
-        width = max(map(len, found))
-        padded = [draft + [-1] * (width - len(draft)) for draft in found]
-        return torch.tensor(padded, dtype=torch.long, device=self.device).view(len(found), width)
+        width = max(map(len, drafts))
+        padded = [draft + [-1] * (width - len(draft)) for draft in drafts]
+        return torch.tensor(padded, dtype=torch.long, device=self.device).view(len(drafts), width)
 
-    def _count_drafts(self, policy: DraftPolicy, drafts: list[int], taken: list[int]) -> None:
-        """Advance the rows by the tokens they have taken, and count those of drafts."""
-        for row, draft, tokens in zip(self.rows, drafts, taken, strict=True):
+    def _count_drafts(self, policy: DraftPolicy, drafts: list[int], accepted: list[int]) -> None:
+        """Advance the rows by their accepted tokens, and count those of drafts.
+
+        drafts, accepted: numbers of tokens, one for each row.
+        """
+        for row, draft, count in zip(self.rows, drafts, accepted, strict=True):
             if row is not None:
-                row.sampled += tokens
+                row.sampled += count
                 self.proposed += draft
-                self.accepted += tokens - 1
+                self.accepted += count - 1
         if any(drafts):
-            policy.count(self.live, sum(taken))
+            policy.count(self.live, sum(accepted))
 
-    def _record_drafted(self, kept: torch.Tensor, taken: torch.Tensor) -> None:
-        """Append the kept tokens, bool [n, D, V], of the `taken` [n] tokens of each row."""
-        self.vocabulary = kept.shape[2]
+    def _record_drafted(self, kept_mask: torch.Tensor, accepted: torch.Tensor) -> None:
+        """Append the kept tokens of each row's accepted tokens.
+
+        kept_mask: bool [n, D, V].
+        accepted: [n], numbers of tokens.
+        """
+        self.vocabulary = kept_mask.shape[2]
         for slot, row in enumerate(self.rows):
             if row is not None and row.request.has_support:
-                row.kept += decoder.kept_ids(kept[slot, : int(taken[slot])])
+                row.kept += decoder.list_kept_ids(kept_mask[slot, : int(accepted[slot])])
 
-    def _measure_drafts(self, most: int) -> dict[int, tuple[float, float]]:
-        """Measure steps without and with drafts to verify, in seconds, by their number of rows."""
+    def _measure_drafts(self, draft_tokens: int) -> dict[int, tuple[float, float]]:
+        """Measure steps without and with drafts to verify.
+
+        Returns number of rows -> seconds without drafts, seconds with them.
+        """
         seconds = {}
         for rows in (1 << power for power in range(self.slots.bit_length())):
-            if self._bytes(rows, BRIEF, 0) > free_memory(self.device) / 4:
+            if self._compute_bytes(rows, BRIEF, 0) > get_free_bytes(self.device) / 4:
                 break
-            plain, verified = (self._time_verification(rows, width) for width in (1, 1 + most))
+            plain, verified = (
+                self._time_verification(rows, width) for width in (1, 1 + draft_tokens)
+            )
             seconds[rows] = plain, verified
-            if verified > (1 + most) * plain:  # cannot pay, nor can it with more rows
+            if verified > (1 + draft_tokens) * plain:  # cannot pay, nor can it with more rows
                 break
         return seconds
 
     def _time_verification(self, rows: int, width: int) -> float:
         """Return the least seconds of three steps of `rows` rows in an empty cache."""
         columns = exact_operators.round_up(min(self.context, BRIEF), exact_operators.KEYS)
-        cache = self._new_cache(rows, columns)
+        cache = self._make_cache(rows, columns)
         tokens = torch.zeros(rows, width, dtype=torch.long, device=self.device)
         positions = torch.arange(width, device=self.device).expand(rows, width)
         verify = decoder.verify_exact if self.fixed else decoder.verify
@@ -912,74 +935,80 @@ class EmbeddedEngine:
             seconds.append(time.perf_counter() - began)
         return min(seconds[1:])
 
-    def _longest(self) -> int:
+    def _find_longest_position(self) -> int:
         """Return the largest position of a live row."""
         return max(
-            len(row.request.prompt) - 1 + self._length(row) for row in self.rows if row is not None
+            len(row.request.prompt) - 1 + self._count_sampled(row)
+            for row in self.rows
+            if row is not None
         )
 
-    def _record_kept(self, kept: torch.Tensor) -> None:
+    def _record_kept(self, kept_mask: torch.Tensor) -> None:
         """Append the kept tokens, bool [n, V], to the rows that have a support."""
-        self.vocabulary = kept.shape[1]
-        recorded = [
+        self.vocabulary = kept_mask.shape[1]
+        recorded_slots = [
             slot
             for slot, row in enumerate(self.rows)
             if row is not None and row.request.has_support
         ]
-        if not recorded:
+        if not recorded_slots:
             return
-        for slot, ids in zip(recorded, decoder.kept_ids(kept[recorded]), strict=True):
+        for slot, ids in zip(
+            recorded_slots, decoder.list_kept_ids(kept_mask[recorded_slots]), strict=True
+        ):
             row = self.rows[slot]
             assert row is not None
             row.kept.append(ids)
 
-    def _constraints(self) -> list[TokenConstraint | None]:
+    def _list_constraints(self) -> list[TokenConstraint | None]:
         return [None if row is None else row.request.constraint for row in self.rows]
 
-    def _allowed(self) -> torch.Tensor | None:
+    def _compute_allowed(self) -> torch.Tensor | None:
         """Return bool [n, V]: the tokens that grammars leave to each row; None: all."""
-        return constraints.allowed_tokens(self._constraints(), self.weights.vocabulary, self.device)
+        return constraints.compute_allowed_tokens(
+            self._list_constraints(), self.weights.vocabulary, self.device
+        )
 
-    def _oldest_step(self) -> int:
+    def _find_oldest_step(self) -> int:
         return min(row.born for row in self.rows if row is not None)
 
-    def _visible_columns(self) -> int:
-        """Count the columns that attention reads: those behind the highest used are empty.
+    def _count_visible_columns(self) -> int:
+        """Count the columns that attention reads: all up to the highest used one.
 
         Rounded up to BLOCK, so that short responses use one kernel for all steps.
         """
         assert self.cache is not None
-        used = self.prompt_needed + self.columns.high
-        return min(exact_operators.round_up(used, decoder.BLOCK), self.cache.bias.shape[2])
+        used_columns = self.prompt_needed + self.columns.high
+        return min(exact_operators.round_up(used_columns, decoder.BLOCK), self.cache.bias.shape[2])
 
-    def _sampled_tokens(self, index: int, row: EngineRow) -> tuple[np.ndarray, np.ndarray]:
+    def _read_sampled(self, index: int, row: EngineRow) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens and logprobs sampled so far of row `index`."""
-        columns = torch.from_numpy(self._output_columns(row)).to(self.device)
+        columns = torch.from_numpy(self._list_output_columns(row)).to(self.device)
         return self.out_token[index, columns].cpu().numpy().astype(np.int32), self.out_logprob[
             index, columns
         ].cpu().numpy()
 
-    def _answers(self, ended: torch.Tensor) -> list[Completion]:
-        """Read the completions of the rows `ended` [n] together and free these rows."""
-        if not len(ended):
+    def _finish_rows(self, ended_slots: torch.Tensor) -> list[Completion]:
+        """Read the completions of the rows `ended_slots` [n] together and free these rows."""
+        if not len(ended_slots):
             return []
-        ended_tokens = self.out_token[ended].cpu().numpy().astype(np.int32)
-        logprobs = self.out_logprob[ended].cpu().numpy()
-        routed = None if self.out_routed is None else self.out_routed[ended].cpu().numpy()
-        self.left[ended] = 0
+        ended_tokens = self.out_token[ended_slots].cpu().numpy().astype(np.int32)
+        logprobs = self.out_logprob[ended_slots].cpu().numpy()
+        routed = None if self.out_routed is None else self.out_routed[ended_slots].cpu().numpy()
+        self.remaining[ended_slots] = 0
         completions = []
-        for index, slot in enumerate(ended.tolist()):
+        for index, slot in enumerate(ended_slots.tolist()):
             row = self.rows[slot]
             assert row is not None
-            columns = self._output_columns(row)
+            columns = self._list_output_columns(row)
             tokens = ended_tokens[index, columns]
             finish: Literal["stop", "length"] = (
                 "stop" if int(tokens[-1]) in row.request.stop else "length"
             )
-            experts = None if routed is None else self._routed(row, routed[index, columns])
-            self._keep_answer(slot, row, tokens, experts)
+            experts = None if routed is None else self._join_routing(row, routed[index, columns])
+            self._keep_completion(slot, row, tokens, experts)
             if self.drafts is not None:
-                self.book.close(row.request, tokens)
+                self.draft_book.close(row.request, tokens)
             self.rows[slot] = None
             completions.append(
                 Completion(
@@ -987,7 +1016,7 @@ class EmbeddedEngine:
                     row.request.prompt,
                     tokens,
                     logprobs[index, columns],
-                    spans(row, len(tokens), self.in_flight),
+                    build_spans(row, len(tokens), self.in_flight),
                     finish,
                     support=SampledSupport.from_lists(row.kept, self.vocabulary)
                     if row.kept
@@ -998,33 +1027,39 @@ class EmbeddedEngine:
         self.live -= len(completions)
         return completions
 
-    def _routed(self, row: EngineRow, sampled: np.ndarray) -> RoutedExperts:
-        """Join the experts of a row's prompt with those of its decode steps, [T, layers, k]."""
+    def _join_routing(self, row: EngineRow, step_experts: np.ndarray) -> RoutedExperts:
+        """Join the experts of a row's prompt with those of its decode steps.
+
+        step_experts: [T, layers, k].
+        """
         assert self.routing is not None
-        parts = [] if row.routed is None else [row.routed]
+        tables = [] if row.routed is None else [row.routed]
         return RoutedExperts(
-            np.concatenate([*parts, sampled.astype(np.uint16)]), self.routing.experts
+            np.concatenate([*tables, step_experts.astype(np.uint16)]), self.routing.experts
         )
 
 
-def free_memory(device: torch.device) -> int:
+def get_free_bytes(device: torch.device) -> int:
     """Return the bytes of `device` that this process can still allocate."""
     if device.type != "cuda":
         return machine_memory.free_bytes()
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return int(
+        free_bytes + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    )
 
 
-def gb(size: int) -> str:
+def format_gb(size: int) -> str:
+    """Format bytes as gigabytes."""
     return f"{size / 1e9:.1f} GB"
 
 
-def batches(lengths: Sequence[int]) -> list[list[int]]:
+def group_into_batches(lengths: Sequence[int]) -> list[list[int]]:
     """Group row indices into batches to encode, by similar length.
 
     A batch has at most CHUNK rows and TOGETHER tokens with padding, or a single row.
 
-    >>> batches([5, 40_000, 9, 30_000, 7])
+    >>> group_into_batches([5, 40_000, 9, 30_000, 7])
     [[0, 4, 2], [3], [1]]
     """
     groups: list[list[int]] = []
@@ -1045,7 +1080,7 @@ def pad_token_rows(rows: list[np.ndarray]) -> np.ndarray:
     return padded
 
 
-def spans(row: EngineRow, length: int, in_flight: str) -> list[VersionSpan]:
+def build_spans(row: EngineRow, length: int, in_flight: str) -> list[VersionSpan]:
     """Return the version spans of a response of `length` tokens.
 
     Under recompute_kv each span's keys are of its own version, else of the first.
@@ -1092,20 +1127,20 @@ def make_engine(config: Config) -> Engine:
     model = load_policy(Path(config.model.path), dtype, config.model.device)
     from actors.engine_generic import GenericEngine
 
-    kind: Any = GenericEngine if model.fast is None else EmbeddedEngine
-    if kind is GenericEngine:
-        for key, off in (("mantissa_bits", 0), ("quantize", "none"), ("speculate", 0)):
-            if getattr(settings, key) != off:
+    engine_class: Any = GenericEngine if model.fast is None else EmbeddedEngine
+    if engine_class is GenericEngine:
+        for key, neutral_value in (("mantissa_bits", 0), ("quantize", "none"), ("speculate", 0)):
+            if getattr(settings, key) != neutral_value:
                 raise ConfigError(
                     f"generator.{key}: needs a model of the packed forward (Llama, Qwen2, Qwen3, "
-                    f"Mistral, Qwen3-MoE, Mixtral); set it to {off}"
+                    f"Mistral, Qwen3-MoE, Mixtral); set it to {neutral_value}"
                 )
     if settings.quantize != "none" and model.fast is not None and model.fast.experts is not None:
         raise ConfigError(
             "generator.quantize: does not round the experts of a mixture, which are most of its "
             "weights; set it to none"
         )
-    made: Engine = kind(
+    engine: Engine = engine_class(
         model,
         slots=settings.slots,
         context=settings.context,
@@ -1121,8 +1156,8 @@ def make_engine(config: Config) -> Engine:
                 "drafts": DraftPolicy.from_config(settings) if settings.speculate else None,
                 "kept_tokens": settings.prefix_cache_tokens if config.uses_sessions else 0,
             }
-            if kind is EmbeddedEngine
+            if engine_class is EmbeddedEngine
             else {"fixed": bool(config.exact)}
         ),
     )
-    return made
+    return engine

@@ -15,15 +15,15 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from actors.decoder import kept_ids, sample, score_states
+from actors.decoder import list_kept_ids, sample, score_states
 from actors.decoding import constraints
 from actors.engine import (
     Completion,
     CompletionRequest,
     Key,
     PromptScores,
+    draw_uniforms,
     require_context,
-    uniforms,
 )
 from asyncrl.contract.blobs import images
 from asyncrl.contract.errors import ConfigError
@@ -38,6 +38,12 @@ from asyncrl.models.policy import PolicyModel, load_weights
 
 @dataclass
 class GenericRow:
+    """State of a live row.
+
+    marks: (first token, label, digest) of each span.
+    stream: float32 [max_new_tokens], the uniform numbers that its tokens are sampled by.
+    """
+
     request: CompletionRequest
     tokens: list[int]
     logprobs: list[float]
@@ -117,7 +123,7 @@ class GenericEngine:
                         [],
                         [],
                         [(0, self.label, self.digest)],
-                        uniforms(*request.stream, request.max_new_tokens),
+                        draw_uniforms(*request.stream, request.max_new_tokens),
                         images=[images.digest(blob) for blob in request.images],
                     )
                 )
@@ -125,24 +131,26 @@ class GenericEngine:
                 break
             self._decode()
             self.steps_made += 1
-            ended = [
-                request
-                for request in self.rows
-                if request.tokens[-1] in request.request.stop
-                or len(request.tokens) >= request.request.max_new_tokens
+            ended_rows = [
+                row
+                for row in self.rows
+                if row.tokens[-1] in row.request.stop
+                or len(row.tokens) >= row.request.max_new_tokens
             ]
-            self.rows = [request for request in self.rows if request not in ended]
-            completions += [self._answer(request) for request in ended]
+            self.rows = [row for row in self.rows if row not in ended_rows]
+            completions += [self._build_completion(row) for row in ended_rows]
         return completions
 
     def _decode(self) -> None:
         device = self.model.device
         self._encode_images()
         if self.fixed:
-            logits = torch.cat([self._last_logits([row], self.context) for row in self.rows])
+            logits = torch.cat(
+                [self._compute_last_logits([row], self.context) for row in self.rows]
+            )
         else:
             longest = max(len(row.request.prompt) + len(row.tokens) for row in self.rows)
-            logits = self._last_logits(self.rows, longest)
+            logits = self._compute_last_logits(self.rows, longest)
         if self.model.vision is not None:
             logits = self.model.vision.exclude_image_token(logits)
         requests = [r.request for r in self.rows]
@@ -153,22 +161,22 @@ class GenericEngine:
             torch.tensor([r.top_k for r in requests], device=device),
         )
         constrained = [request.constraint for request in requests]
-        tokens, logprobs, kept = sample(
+        tokens, logprobs, kept_mask = sample(
             logits,
             uniform,
             scale,
             cut if any(request.truncates for request in requests) else None,
-            constraints.allowed_tokens(constrained, logits.shape[1], device),
+            constraints.compute_allowed_tokens(constrained, logits.shape[1], device),
         )
         constraints.advance(constrained, tokens)
         for row, token, logprob in zip(self.rows, tokens.tolist(), logprobs.tolist(), strict=True):
             row.tokens.append(token)
             row.logprobs.append(logprob)
-        if kept is not None:
-            for row, ids in zip(self.rows, kept_ids(kept), strict=True):
+        if kept_mask is not None:
+            for row, ids in zip(self.rows, list_kept_ids(kept_mask), strict=True):
                 if row.request.has_support:
                     row.kept.append(ids)
-            self.vocabulary = kept.shape[1]
+            self.vocabulary = kept_mask.shape[1]
 
     def _encode_images(self) -> None:
         """Encode the images of the live rows that the loaded weights have not encoded yet."""
@@ -179,12 +187,12 @@ class GenericEngine:
             for row in self.rows
             for name, blob in zip(row.images, row.request.images, strict=True)
         }
-        known = {name: self.features[name] for name in blobs if name in self.features}
-        new = {name: blob for name, blob in blobs.items() if name not in known}
-        self.features = known | self.model.vision.compute_features(new, single=self.fixed)
+        encoded = {name: self.features[name] for name in blobs if name in self.features}
+        new_blobs = {name: blob for name, blob in blobs.items() if name not in encoded}
+        self.features = encoded | self.model.vision.compute_features(new_blobs, single=self.fixed)
 
-    def _last_logits(self, rows: Sequence[GenericRow], width: int) -> torch.Tensor:
-        """Encode rows padded to `width`; return the logits of their next tokens, fp32 [n, V]."""
+    def _compute_last_logits(self, rows: Sequence[GenericRow], width: int) -> torch.Tensor:
+        """Encode rows padded to `width`; return their next tokens' logits, fp32 [n, V]."""
         hf = self.model.hf
         device = self.model.device
         sequences = [[*r.request.prompt.tolist(), *r.tokens] for r in rows]
@@ -197,8 +205,8 @@ class GenericEngine:
         if self.model.vision is not None:
             names = [name for row in rows for name in row.images]
             images = self.model.vision.build_inputs(names, self.features)
-        with router_hooks.replay_routing(hf, self._replayed(width), routed):
-            out = hf(
+        with router_hooks.replay_routing(hf, self._collect_replayed_experts(width), routed):
+            outputs = hf(
                 input_ids=torch.from_numpy(ids).to(device),
                 attention_mask=torch.from_numpy(mask).to(device),
                 use_cache=False,
@@ -206,28 +214,35 @@ class GenericEngine:
             )
         if routed is not None:
             self._record_routing(routed, [len(tokens) for tokens in sequences])
-        last = torch.tensor([len(tokens_so_far) - 1 for tokens_so_far in sequences], device=device)
-        logits: torch.Tensor = out.logits[torch.arange(len(sequences), device=device), last].float()
+        last_positions = torch.tensor(
+            [len(tokens_so_far) - 1 for tokens_so_far in sequences], device=device
+        )
+        logits: torch.Tensor = outputs.logits[
+            torch.arange(len(sequences), device=device), last_positions
+        ].float()
         return logits
 
-    def _replayed(self, width: int) -> torch.Tensor | None:
-        """Return the experts of the tokens read before, which they keep."""
+    def _collect_replayed_experts(self, width: int) -> torch.Tensor | None:
+        """Collect the experts of the tokens that were read before: they keep them."""
         if self.routing is None:
             return None
-        known = [
+        row_experts = [
             RoutedExperts(np.concatenate(row.routed), self.routing.experts) if row.routed else None
             for row in self.rows
         ]
-        return router_hooks.build_padded_table(known, self.routing, width, self.model.device)
+        return router_hooks.build_padded_table(row_experts, self.routing, width, self.model.device)
 
     def _record_routing(self, routed: list[torch.Tensor], lengths: list[int]) -> None:
-        """Keep the experts, [rows * columns, k] of each layer, of the tokens read first now."""
+        """Keep the experts of the tokens that were read for the first time.
+
+        routed: [rows * columns, k] of each layer.
+        """
         table = torch.stack(routed, 1).to(torch.int32).cpu().numpy().astype(np.uint16)
         by_row = table.reshape(len(self.rows), -1, *table.shape[1:])
-        for row, of_row, length in zip(self.rows, by_row, lengths, strict=True):
-            row.routed.append(of_row[sum(map(len, row.routed)) : length])
+        for row, experts, length in zip(self.rows, by_row, lengths, strict=True):
+            row.routed.append(experts[sum(map(len, row.routed)) : length])
 
-    def _answer(self, row: GenericRow) -> Completion:
+    def _build_completion(self, row: GenericRow) -> Completion:
         ends = [m[0] for m in row.marks[1:]] + [len(row.tokens)]
         spans = [
             VersionSpan(label, digest, start, end, label)
@@ -273,16 +288,16 @@ class GenericEngine:
         return scores
 
     def abort(self, keys: Iterable[Key]) -> dict[Key, int]:
-        gone = set(keys)
-        tokens = {r.key: 0 for r in self.queue if r.key in gone} | {
-            r.request.key: len(r.tokens) for r in self.rows if r.request.key in gone
+        aborted_keys = set(keys)
+        tokens = {r.key: 0 for r in self.queue if r.key in aborted_keys} | {
+            r.request.key: len(r.tokens) for r in self.rows if r.request.key in aborted_keys
         }
-        self.queue = deque(r for r in self.queue if r.key not in gone)
-        self.rows = [r for r in self.rows if r.request.key not in gone]
+        self.queue = deque(r for r in self.queue if r.key not in aborted_keys)
+        self.rows = [r for r in self.rows if r.request.key not in aborted_keys]
         return tokens
 
-    def progress(self) -> dict[Key, int]:
+    def count_tokens(self) -> dict[Key, int]:
         return {r.request.key: len(r.tokens) for r in self.rows}
 
-    def numbers(self) -> dict[str, float]:
+    def collect_metrics(self) -> dict[str, float]:
         return {}

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from actors.decoding.vllm_support import SupportRecorder
-from actors.engine import Completion, CompletionRequest, Key, PromptScores, uniform_rows
+from actors.engine import Completion, CompletionRequest, Key, PromptScores, draw_uniform_rows
 from actors.vllm_swap import DirectWriter, UnsupportedModel, pack
 from asyncrl.config.tree import Config, LoraConfig
 from asyncrl.contract.errors import ConfigError, ProtocolError
@@ -46,7 +46,7 @@ from asyncrl.models.policy import (
 )
 
 PROBE = "probe"
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # nats, see `probe_limits`
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # nats, see `compute_probe_limits`
 BLOCK = 32  # tokens in a block of keys and values; vLLM's CPU kernels need multiples of 32
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the core in this process
@@ -89,7 +89,7 @@ class SwapExtension:
         direct.load(weights)
         return ""
 
-    def asyncrl_sampler(self, recorder: SupportRecorder) -> None:
+    def asyncrl_install_recorder(self, recorder: SupportRecorder) -> None:
         """Put `recorder` in front of vLLM's sampling.
 
         On a CPU: replace that by `SeededSampler` and use its rewind.
@@ -104,7 +104,7 @@ class SwapExtension:
             runner._bookkeeping_sync = lambda *args, **more: self._take_back(plain, *args, **more)
         recorder.install(runner)
 
-    def _take_back(self, plain: Callable[..., Any], *args: Any, **more: Any) -> Any:
+    def _take_back(self, plain: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Run vLLM's bookkeeping of a step, rewinding generators of discarded tokens.
 
         A partly encoded prompt has sampled a token that is discarded, so that its generator must
@@ -118,7 +118,7 @@ class SwapExtension:
         for generator in removed.values():
             worker.asyncrl_seeded.rewind(generator)
         try:
-            return plain(*args, **more)
+            return plain(*args, **options)
         finally:
             batch.generators.update(removed)
 
@@ -155,7 +155,7 @@ class SeededSampler:
         self.room = room
         # by id, which stays unique because the generator is kept alive
         self.ahead: OrderedDict[int, tuple[torch.Generator, list[int]]] = OrderedDict()
-        self.last: dict[int, int] = {}  # the number each of these returned last
+        self.last_numbers: dict[int, int] = {}  # the number each of these returned last
 
     def __call__(
         self,
@@ -177,27 +177,28 @@ class SeededSampler:
         )
 
     def draw(self, generator: torch.Generator) -> int:
+        """Return the generator's next number."""
         name = id(generator)
         if name not in self.ahead:
             self.ahead[name] = generator, []
             if len(self.ahead) > self.room:
-                self.last.pop(self.ahead.popitem(last=False)[0], None)
+                self.last_numbers.pop(self.ahead.popitem(last=False)[0], None)
         self.ahead.move_to_end(name)
         numbers = self.ahead[name][1]
         if not numbers:
-            fresh = torch.randint(0, 2**31, (self.AHEAD,), generator=generator)
-            numbers += reversed(fresh.tolist())
-        self.last[name] = numbers.pop()
-        return self.last[name]
+            drawn = torch.randint(0, 2**31, (self.AHEAD,), generator=generator)
+            numbers += reversed(drawn.tolist())
+        self.last_numbers[name] = numbers.pop()
+        return self.last_numbers[name]
 
     def rewind(self, generator: torch.Generator) -> None:
         """Return the generator's last number to the front of its numbers."""
         name = id(generator)
-        if name in self.last:
-            self.ahead[name][1].append(self.last.pop(name))
+        if name in self.last_numbers:
+            self.ahead[name][1].append(self.last_numbers.pop(name))
 
 
-def probe_limits(expected: np.ndarray, dtype: torch.dtype, layers: int) -> np.ndarray:
+def compute_probe_limits(expected: np.ndarray, dtype: torch.dtype, layers: int) -> np.ndarray:
     """Compute how far each log-probability of the probe may be off, in nats.
 
     Two programs round differently. The difference grows for an unlikely token, whose logit is far
@@ -207,8 +208,8 @@ def probe_limits(expected: np.ndarray, dtype: torch.dtype, layers: int) -> np.nd
     outputs is 1.8 off.
     """
     unlikely = 1 + np.abs(expected) / 5
-    deep = max(1.0, layers / 8) ** 0.5
-    limits: np.ndarray = TOLERANCE[dtype] * unlikely * deep
+    depth_factor = max(1.0, layers / 8) ** 0.5
+    limits: np.ndarray = TOLERANCE[dtype] * unlikely * depth_factor
     return limits
 
 
@@ -224,7 +225,7 @@ class ReferenceWeights:
         self.model.fast = None
         self._forget()
 
-    def logprobs(self, weights: Mapping[str, torch.Tensor]) -> np.ndarray:
+    def compute_logprobs(self, weights: Mapping[str, torch.Tensor]) -> np.ndarray:
         """See `asyncrl.models.policy.compute_probe_logprobs`."""
         for name, parameter in self.model.hf.named_parameters():
             parameter.data = weights[name].cpu()
@@ -267,8 +268,8 @@ class VllmEngine:
         lora: LoraConfig | None = None,
         kept_tokens: int | None = None,
     ) -> None:
-        if why := explain_missing("vllm"):
-            raise ConfigError(f"generator.engine = vllm: {why}")
+        if reason := explain_missing("vllm"):
+            raise ConfigError(f"generator.engine = vllm: {reason}")
         self.slots = slots
         self.steps_made = 0
         self.context = context
@@ -296,11 +297,11 @@ class VllmEngine:
             seed=seed,
         )
         self.recorder = SupportRecorder()
-        self.llm.collective_rpc("asyncrl_sampler", args=(self.recorder,))
+        self.llm.collective_rpc("asyncrl_install_recorder", args=(self.recorder,))
         # id -> (request, label when it was added)
         self.requests: dict[str, tuple[CompletionRequest, Label]] = {}
         self.expected: np.ndarray | None = None  # logprobs of the running probe
-        self.kept: deque[Completion] = deque()  # completions that wait for the probe
+        self.unprobed: deque[Completion] = deque()  # completions that wait for the probe
         self.label = Label(0, 0)
         self.digest = ""
         self.loads = 0
@@ -310,7 +311,7 @@ class VllmEngine:
 
     @property
     def active(self) -> int:
-        return len(self.requests) + len(self.kept)
+        return len(self.requests) + len(self.unprobed)
 
     def load(
         self, weights: Mapping[str, Any], label: Label, digest: str, probe: bytes = b""
@@ -324,7 +325,7 @@ class VllmEngine:
         expected = (
             np.frombuffer(probe, "<f4")
             if probe or self.reference is None
-            else self.reference.logprobs(weights)
+            else self.reference.compute_logprobs(weights)
         )
         reasons = self.llm.collective_rpc("asyncrl_load", args=(weights,))
         if reasons and reasons[0] and not self.loads:
@@ -334,7 +335,7 @@ class VllmEngine:
             )
         # replace the probe of the last swap, which has not run yet
         if self.expected is not None:
-            self._drop([self._id(PROBE, self.loads)])
+            self._drop([self._join_id(PROBE, self.loads)])
         if self.in_flight == "recompute_kv":
             self.llm.reset_prefix_cache(reset_running_requests=True)
         self.label = label
@@ -342,21 +343,24 @@ class VllmEngine:
         self.loads = self.loads + 1
         self.llm.set_weight_version(f"{label.epoch}.{label.number}.{digest}")
         self.expected = expected
-        settings = params(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        settings = make_sampling_params(max_tokens=1, temperature=0.0, prompt_logprobs=0)
         self.llm.add_request(
-            self._id(PROBE, self.loads), self._prompt(self.ids, PROBE), settings, priority=-1
+            self._join_id(PROBE, self.loads),
+            self._build_prompt(self.ids, PROBE),
+            settings,
+            priority=-1,
         )
 
     def add(self, requests: Iterable[CompletionRequest]) -> None:
         requests = list(requests)
-        for request, seed in zip(requests, seeds(requests), strict=True):
+        for request, seed in zip(requests, derive_seeds(requests), strict=True):
             if len(request.prompt) + request.max_new_tokens > self.context:
                 raise ConfigError(
                     f"prompt of {len(request.prompt)} and {request.max_new_tokens} new tokens do "
                     f"not fit generator.context = {self.context}"
                 )
-            name = self._id(*request.key)
-            settings = params(
+            name = self._join_id(*request.key)
+            settings = make_sampling_params(
                 max_tokens=request.max_new_tokens,
                 temperature=request.temperature,
                 top_p=request.top_p,
@@ -369,7 +373,7 @@ class VllmEngine:
             self.requests[name] = (request, self.label)
             if request.has_support:
                 self.recorder.begin(name, request.constraint)
-            prompt = self._prompt(request.prompt.tolist(), request.group)
+            prompt = self._build_prompt(request.prompt.tolist(), request.group)
             self.llm.add_request(name, prompt, settings)
 
     def step(self, steps: int = 8) -> list[Completion]:
@@ -382,12 +386,12 @@ class VllmEngine:
                 if not output.finished:
                     continue
                 if output.request_id.startswith(PROBE):
-                    self._check(output)
+                    self._check_probe(output)
                 elif output.request_id in self.requests:
-                    self.kept.append(self._answer(output))
+                    self.unprobed.append(self._build_completion(output))
             if self.expected is None:
-                completions += self.kept
-                self.kept.clear()
+                completions += self.unprobed
+                self.unprobed.clear()
         return completions
 
     def score(self, prompts: Sequence[np.ndarray], most_likely: int = 1) -> list[PromptScores]:
@@ -397,13 +401,17 @@ class VllmEngine:
         )
 
     def abort(self, keys: Iterable[Key]) -> dict[Key, int]:
-        gone = set(keys)
+        aborted_keys = set(keys)
         tokens = {}
-        live = self.progress()
-        for completion in [completion for completion in self.kept if completion.key in gone]:
+        live = self.count_tokens()
+        for completion in [
+            completion for completion in self.unprobed if completion.key in aborted_keys
+        ]:
             tokens[completion.key] = len(completion.tokens)
-            self.kept.remove(completion)
-        names = [name for name, (request, _) in self.requests.items() if request.key in gone]
+            self.unprobed.remove(completion)
+        names = [
+            name for name, (request, _) in self.requests.items() if request.key in aborted_keys
+        ]
         for name in names:
             key = self.requests.pop(name)[0].key
             tokens[key] = live.get(key, 0)
@@ -411,7 +419,7 @@ class VllmEngine:
         self._drop(names)
         return tokens
 
-    def progress(self) -> dict[Key, int]:
+    def count_tokens(self) -> dict[Key, int]:
         states = self.llm.output_processor.request_states
         count = {
             s.external_req_id: s.detokenizer.num_output_tokens()
@@ -420,7 +428,7 @@ class VllmEngine:
         }
         return {request.key: count.get(name, 0) for name, (request, _) in self.requests.items()}
 
-    def numbers(self) -> dict[str, float]:
+    def collect_metrics(self) -> dict[str, float]:
         if not self.kept_tokens:
             return {}
         return {
@@ -436,72 +444,72 @@ class VllmEngine:
         self.llm.engine_core.shutdown()
         cleanup_dist_env_and_memory()
 
-    # ---- inside ----------------------------------------------------------------------------------
+    # ---- internals -------------------------------------------------------------------------------
 
     @staticmethod
-    def _id(*parts: Any) -> str:
+    def _join_id(*parts: Any) -> str:
         return "-".join(map(str, parts))
 
-    def _prompt(self, ids: list[int], group: Hashable) -> dict[str, Any]:
+    def _build_prompt(self, ids: list[int], group: Hashable) -> dict[str, Any]:
         """Build a prompt whose keys are shared only between requests of the same load.
 
         Where calls keep no keys, sharing is further limited to the request's group.
         """
-        salt = str(self.loads) if self.kept_tokens != 0 else self._id(self.loads, hash(group))
+        salt = str(self.loads) if self.kept_tokens != 0 else self._join_id(self.loads, hash(group))
         return {"prompt_token_ids": ids, "cache_salt": salt}
 
     def _drop(self, names: list[str]) -> None:
         self.llm.abort_request(names)
 
-    def _check(self, done: Any) -> None:
+    def _check_probe(self, output: Any) -> None:
         """Compare a finished probe.
 
         Raises ProtocolError, which stops the run, when the engine computes with other weights.
         """
         assert self.expected is not None
         measured = np.array(
-            [next(iter(position.values())).logprob for position in done.prompt_logprobs[1:]],
+            [next(iter(position.values())).logprob for position in output.prompt_logprobs[1:]],
             np.float32,
         )
-        limits = probe_limits(self.expected, self.dtype, self.layers)
+        limits = compute_probe_limits(self.expected, self.dtype, self.layers)
         difference = np.abs(measured - self.expected)
         worst = int(np.nan_to_num(difference / limits, nan=np.inf).argmax())
-        off, limit = float(difference[worst]), float(limits[worst])
-        if not off <= limit:  # also when it is not a number
+        distance, limit = float(difference[worst]), float(limits[worst])
+        if not distance <= limit:  # also when it is not a number
             raise ProtocolError(
                 f"vLLM does not compute with the weights it was given: after loading {self.label} "
-                f"(digest {self.digest}) the log-probabilities of the probe are {off:.2g} nats off "
-                f"those that the learner published (limit {limit:.2g}); its swap does not work for "
-                "this model: use generator.engine = embedded"
+                f"(digest {self.digest}) the log-probabilities of the probe are {distance:.2g} "
+                f"nats off those that the learner published (limit {limit:.2g}); its swap does not "
+                "work for this model: use generator.engine = embedded"
             )
         self.expected = None
         self.probes = self.probes + 1
 
-    def _answer(self, done: Any) -> Completion:
-        request, born = self.requests.pop(done.request_id)
-        output = done.outputs[0]
-        self.hits += done.num_cached_tokens > 0
-        self.reused += done.num_cached_tokens
-        self.encoded += len(request.prompt) - done.num_cached_tokens
+    def _build_completion(self, output: Any) -> Completion:
+        request, born = self.requests.pop(output.request_id)
+        response = output.outputs[0]
+        self.hits += output.num_cached_tokens > 0
+        self.reused += output.num_cached_tokens
+        self.encoded += len(request.prompt) - output.num_cached_tokens
         spans = [
-            self._span(span.version, span.start, span.end, born)
-            for span in output.weight_versions
+            self._build_span(span.version, span.start, span.end, born)
+            for span in response.weight_versions
             if span.end > span.start
         ]
         finish: Literal["stop", "length"] = (
-            "stop" if output.token_ids[-1] in request.stop else "length"
+            "stop" if response.token_ids[-1] in request.stop else "length"
         )
         return Completion(
             request.key,
             request.prompt,
-            np.array(output.token_ids, np.int32),
-            np.array(output.logprobs.logprobs, np.float32),
+            np.array(response.token_ids, np.int32),
+            np.array(response.logprobs.logprobs, np.float32),
             spans,
             finish,
-            support=self.recorder.end(done.request_id, len(output.token_ids)),
+            support=self.recorder.end(output.request_id, len(response.token_ids)),
         )
 
-    def _span(self, version: str, start: int, end: int, born: Label) -> VersionSpan:
+    def _build_span(self, version: str, start: int, end: int, born: Label) -> VersionSpan:
         epoch, number, digest = version.split(".")
         label = Label(int(epoch), int(number))
         return VersionSpan(
@@ -509,7 +517,8 @@ class VllmEngine:
         )
 
 
-def params(**settings: Any) -> Any:
+def make_sampling_params(**settings: Any) -> Any:
+    """Build vLLM's sampling parameters of a request that is returned when finished."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -518,16 +527,16 @@ def params(**settings: Any) -> Any:
     )
 
 
-def seeds(requests: Sequence[CompletionRequest]) -> list[int]:
+def derive_seeds(requests: Sequence[CompletionRequest]) -> list[int]:
     """Derive one seed per request, so that a sample does not depend on its neighbors."""
     if not requests:
         return []
-    numbers = uniform_rows([request.stream for request in requests], 1)[:, 0]
+    numbers = draw_uniform_rows([request.stream for request in requests], 1)[:, 0]
     return [int(number * 2**31) for number in numbers.tolist()]
 
 
 class PlaceholderModule(ModuleType):
-    """Stands in for a module that `import vllm` loads first.
+    """A stand-in for a module that `import vllm` loads first.
 
     The real one imports torch's whole compiler, a tenth of the cost of a start, to patch parts of
     it that an eager engine on a CPU never runs. It is imported as soon as one of its names is used.

@@ -17,17 +17,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from actors.delay import decode_steps
+from actors.delay import compute_delay_steps
 from actors.delivery import Outbox
-from actors.engine import Completion, Engine, engine_for
+from actors.engine import Completion, Engine, build_engine
 from actors.gateway.generator_calls import CallPeer, CallTurn
 from actors.turn import (
     DECODE_STEPS,
     IDLE_POLL_S,
     GeneratorTurn,
     PromptTooLong,
-    failed_trajectory,
-    trajectory,
+    build_failed_trajectory,
+    build_trajectory,
 )
 from actors.weights_receiver import PulledWeights, WeightsReceiver
 from asyncrl.config.tree import Config
@@ -50,7 +50,7 @@ REWARD_POLL_S = 0.002
 
 
 class LoadedWeights(NamedTuple):
-    """The weights in the engine."""
+    """The version of the weights in the engine."""
 
     label: Label
     digest: str
@@ -74,7 +74,8 @@ class GeneratorUsage:
     swaps: float = 0.0
     reward_idle_s: float = 0.0  # the part of idle_s that waited for rewards
 
-    def metrics(self) -> dict[str, float]:
+    def collect_metrics(self) -> dict[str, float]:
+        """Return the metrics, by name."""
         return {f"generator/{name}": value for name, value in asdict(self).items()}
 
 
@@ -96,7 +97,7 @@ class Generator(SessionPeer):
         self.engine = engine
         self.schedule = self.turn.schedule
         self.rewards = self.turn.rewards
-        self.judged = self.turn.judged
+        self.unscored = self.turn.unscored
         self.tracer = Tracer(run_dir, self.producer)
         self.reward_tracer = (
             Tracer(run_dir, f"{self.producer}-rewards") if self.rewards.pool is not None else None
@@ -111,16 +112,17 @@ class Generator(SessionPeer):
         self.steps = DECODE_STEPS  # of the next decode call
         self.read_until = time.monotonic()  # the end of the last `read`
         self.unread = (self.read_until, self.read_until)  # see `Outbox.on_acks`
-        self.lacking = False  # weights are wanted and unavailable now
-        self.gone: MissingWeights | None = None
+        self.lacks_weights = False  # the weights to load are unavailable now
+        self.missing: MissingWeights | None = None
         limits = config.wires.connect_s, config.watchdog.startup_s
         self.patience_s = math.inf if os.environ.get("ASYNCRL_SUPERVISED") else max(limits)
-        self.spent = GeneratorUsage()
+        self.usage = GeneratorUsage()
         self.idle_since = time.monotonic()
 
     # ---- the loop --------------------------------------------------------------------------------
 
     def loop(self) -> None:
+        """Make passes until the run ends or SIGTERM arrives."""
         self.greet()
         while True:
             self.read()
@@ -131,8 +133,8 @@ class Generator(SessionPeer):
             self.decode()
             self.collect()
             self.deliver()
-            self.renew()  # before `want`: the buffer does not grant again what is reported as held
-            self.want()
+            self.renew()  # before the request: tickets reported as held are not granted again
+            self.request_samples()
         if not self.over:
             self.shut_down()
         elif self.loaded is None:
@@ -140,7 +142,7 @@ class Generator(SessionPeer):
 
     def read(self) -> None:
         """Handle the messages that have arrived. When idle, wait a little for more."""
-        timeout = 0.0 if self.engine.active else REWARD_POLL_S if self.judged else IDLE_POLL_S
+        timeout = 0.0 if self.engine.active else REWARD_POLL_S if self.unscored else IDLE_POLL_S
         self.unread = (self.read_until, time.monotonic())
         if self.calls is not None:
             wait([self.socket, self.calls.socket], [], timeout)
@@ -174,7 +176,7 @@ class Generator(SessionPeer):
             shared
             or announcement is None
             or not announcement.source.address
-            or self.weights.local(announcement.source)
+            or self.weights.is_local(announcement.source)
         ):
             return current_buffer_address(self.config, self.run_dir)
         return chunks.buffer_of(self.config, announcement.source, self.producer)
@@ -184,35 +186,35 @@ class Generator(SessionPeer):
 
         Runs between two decode steps.
         """
-        for leased in self.schedule.outdated():
+        for leased in self.schedule.find_outdated():
             self.engine.abort(self.schedule.drop(leased))
             if self.calls is not None:
                 self.calls.turn.drop_call(leased.ticket.ticket)
-        goal = self.schedule.next_version(self.loaded.label if self.loaded else None)
+        target_version = self.schedule.next_version(self.loaded.label if self.loaded else None)
         announcement = self.schedule.announced
-        self.lacking = announcement is None
+        self.lacks_weights = announcement is None
         if announcement is None and self.ever_heard:
             self.waits_for("the learner: no weights have been announced yet")
-        if goal is None or announcement is None:
+        if target_version is None or announcement is None:
             return
         began = time.monotonic()
         with self.tracer.span("weights"):
-            pulled = self.pull(announcement, goal)
+            pulled = self.pull(announcement, target_version)
             # its slot was reused or is being written: the next announcement or a retry succeeds
             if pulled is None:
-                self.lacking = True
-                if self.gone is None:
-                    self.waits_for(f"weights {goal}")
-                time.sleep(0.001 if self.gone is None or self.engine.active else IDLE_POLL_S)
+                self.lacks_weights = True
+                if self.missing is None:
+                    self.waits_for(f"weights {target_version}")
+                time.sleep(0.001 if self.missing is None or self.engine.active else IDLE_POLL_S)
                 return
             tensors, digest, probe = pulled
-            self.engine.load(tensors, goal, digest, probe)
-        self.loaded = LoadedWeights(goal, digest)
-        self.spent.swap_s += time.monotonic() - began
-        self.spent.swaps += 1
+            self.engine.load(tensors, target_version, digest, probe)
+        self.loaded = LoadedWeights(target_version, digest)
+        self.usage.swap_s += time.monotonic() - began
+        self.usage.swaps += 1
 
-    def pull(self, announcement: m.PolicyAnnouncement, goal: Label) -> PulledWeights | None:
-        """Copy weights `goal` from their source; None while they are unavailable.
+    def pull(self, announcement: m.PolicyAnnouncement, version: Label) -> PulledWeights | None:
+        """Copy weights `version` from their source; None while they are unavailable.
 
         The source may be unreachable because its learner exited and the next one is still starting;
         the buffer then announces another source. Raises PeerUnreachable when the source stays
@@ -222,30 +224,31 @@ class Generator(SessionPeer):
         try:
             pulled = self.weights.pull(
                 announcement.source,
-                goal,
-                announcement.digest if goal == announcement.label else None,
+                version,
+                announcement.digest if version == announcement.label else None,
             )
         except (PeerUnreachable, FileNotFoundError) as error:
-            if self.gone is None or self.gone.source != announcement.source:
-                self.gone = MissingWeights(announcement.source, time.monotonic())
-            gone_s = time.monotonic() - self.gone.since
+            if self.missing is None or self.missing.source != announcement.source:
+                self.missing = MissingWeights(announcement.source, time.monotonic())
+            gone_s = time.monotonic() - self.missing.since
             if gone_s > self.patience_s:
                 raise PeerUnreachable(
-                    f"weights {goal} have been unavailable for {gone_s:.0f} s: {error}; is the "
+                    f"weights {version} have been unavailable for {gone_s:.0f} s: {error}; is the "
                     "learner running?"
                 ) from error
             self.waits_for(
-                f"weights {goal}, which are unavailable ({error}); the learner's next incarnation "
-                "announces others"
+                f"weights {version}, which are unavailable ({error}); the learner's next "
+                "incarnation announces others"
             )
             return None
-        self.gone = None
+        self.missing = None
         return pulled
 
     def admit(self) -> None:
+        """Start the samples that may start with the loaded weights."""
         if self.loaded is None or self.engine.slots <= self.engine.active:
             return
-        requests, refused = self.turn.requests(self.loaded.label)
+        requests, refused = self.turn.build_requests(self.loaded.label)
         for sample in refused:
             self.fail(sample)
         if requests:
@@ -257,11 +260,12 @@ class Generator(SessionPeer):
                 self.engine.add(requests)
 
     def decode(self) -> None:
+        """Decode a few steps, and accept the completions that ended."""
         now = time.monotonic()
         if not self.engine.active:
-            self.spent.idle_s += now - self.idle_since
+            self.usage.idle_s += now - self.idle_since
             if self.rewards.waiting:
-                self.spent.reward_idle_s += now - self.idle_since
+                self.usage.reward_idle_s += now - self.idle_since
             self.idle_since = now
             return
         row_count = self.engine.active
@@ -270,51 +274,54 @@ class Generator(SessionPeer):
         completions = self.engine.step(self.steps)
         ended = time.monotonic()
         self.tracer.add("decode", began, ended, row_count, self.engine.steps_made - made_before)
-        took = ended - now
+        elapsed = ended - now
         if not self.lockstep:  # lockstep repeats bitwise, so no count may depend on time
             self.steps = (
-                max(1, min(DECODE_STEPS, int(self.steps * CALL_S / took)))
-                if took > CALL_S
+                max(1, min(DECODE_STEPS, int(self.steps * CALL_S / elapsed)))
+                if elapsed > CALL_S
                 else min(DECODE_STEPS, self.steps + 1)
             )
         for completion in completions:
-            self.spent.tokens += len(completion.tokens)
-            self.finished(completion)
-        self.spent.busy_s += time.monotonic() - self.idle_since
+            self.usage.tokens += len(completion.tokens)
+            self.accept_completion(completion)
+        self.usage.busy_s += time.monotonic() - self.idle_since
         self.idle_since = time.monotonic()
         self.waits_for("")
 
-    def finished(self, completion: Completion) -> None:
-        response = self.turn.finished(completion)
+    def accept_completion(self, completion: Completion) -> None:
+        """Hold a finished completion until its artificial delay is over."""
+        response = self.turn.finish(completion)
         if response is None:
             return
-        steps = decode_steps(
+        steps = compute_delay_steps(
             self.config, response.ticket, completion.key[1], len(completion.tokens)
         )
-        step_s = self.spent.busy_s / max(self.engine.steps_made, 1)
-        self.turn.late.hold(time.monotonic() + steps * step_s, completion.key)
+        step_s = self.usage.busy_s / max(self.engine.steps_made, 1)
+        self.turn.delayed.hold(time.monotonic() + steps * step_s, completion.key)
 
     def fail(self, refused: PromptTooLong) -> None:
         """Deliver a sample that cannot be generated as failed."""
         assert self.loaded is not None
         self.schedule.finish_sample(refused.key, 0)
-        self.outbox.add(failed_trajectory(refused, *self.loaded))
+        self.outbox.add(build_failed_trajectory(refused, *self.loaded))
 
     def collect(self) -> None:
-        for response in self.turn.due(time.monotonic()):
+        """Submit due responses for their rewards, and queue the scored samples."""
+        for response in self.turn.pop_due(time.monotonic()):
             self.turn.submit(response)
-        for response, result in self.turn.results():
+        for response, result in self.turn.poll_results():
             if result.failed and self.config.reward.on_error == "stop":
                 raise AsyncrlError(
                     f"the reward function failed on prompt {response.ticket.prompt.id}: "
                     f"{result.failed} (reward.on_error = stop)"
                 )
-            self.outbox.add(trajectory(response, result))
+            self.outbox.add(build_trajectory(response, result))
 
     def deliver(self) -> None:
+        """Send the queued samples, and the results of calls."""
         if self.calls is not None:
             self.calls.send_report(time.monotonic(), self.engine.slots)
-        for frame in self.outbox.frames(time.monotonic(), flush=not self.engine.active):
+        for frame in self.outbox.take_frames(time.monotonic(), flush=not self.engine.active):
             self.socket.send(frame)
 
     def current_wait(self, now: float) -> ProcessWait | None:
@@ -323,68 +330,68 @@ class Generator(SessionPeer):
             return wait._replace(on=f"{self.producer}-rewards")
         return wait
 
-    def want(self) -> None:
+    def request_samples(self) -> None:
         """Request tickets for as many samples as `actors.turn` says.
 
         One request at a time, repeated when unanswered.
         """
         if self.calls is not None:
-            self.follow()
+            self.request_news()
             return
-        free = self.turn.samples_to_request(unsent=bool(self.outbox.fresh))
+        sample_count = self.turn.count_samples_to_request(unsent=bool(self.outbox.fresh))
         if self.outbox.is_full:
             self.waits_for("credit: the buffer has not acknowledged what was delivered")
             return
-        self.request_tickets(free, self.loaded.label if self.loaded else None)
+        self.request_tickets(sample_count, self.loaded.label if self.loaded else None)
         if (
             not self.engine.active
-            and not self.judged
-            and not self.schedule.waiting()
-            and not self.lacking
+            and not self.unscored
+            and not self.schedule.count_waiting()
+            and not self.lacks_weights
         ):
             self.waits_for("a ticket: the staleness limit leaves no room, or all tickets are out")
         elif not self.engine.active and self.rewards.waiting:
             self.waits_for(m.REWARDS_WAITED_FOR)
 
-    def follow(self) -> None:
+    def request_news(self) -> None:
         """Request announcements and the run's end, no samples: the gateway assigns calls."""
         if time.monotonic() - self.want_sent > self.config.wires.retry_s:
             self.send_ticket_request(0, self.loaded.label if self.loaded else None)
-        if not self.engine.active and not self.schedule.waiting() and not self.lacking:
+        if not self.engine.active and not self.schedule.count_waiting() and not self.lacks_weights:
             self.waits_for("a call: sessions are with their environments, or there are none")
 
-    def judging(self) -> list[tuple[int, int]]:
+    def list_judging(self) -> list[tuple[int, int]]:
         """List the fully generated (ticket, attempt) pairs that wait only for rewards."""
         if not self.rewards.is_working:
             return []
-        return sorted({(t, a) for t, _, a in self.judged if (t, a) not in self.schedule.held})
+        return sorted({(t, a) for t, _, a in self.unscored if (t, a) not in self.schedule.held})
 
-    def unacknowledged(self) -> list[tuple[int, int]]:
+    def list_unacknowledged(self) -> list[tuple[int, int]]:
         """List the (ticket, attempt) pairs with generated and unacknowledged samples."""
-        return sorted({(t, a) for t, _, a in self.judged} | self.outbox.tickets())
+        return sorted({(t, a) for t, _, a in self.unscored} | self.outbox.list_tickets())
 
     def renewal(self, wait: ProcessWait | None) -> m.LeaseRenewal:
-        progress = self.turn.progress()
+        progress = self.turn.list_progress()
         return m.LeaseRenewal(
             producer=self.producer,
             session=self.session,
             progress=progress,
-            stats=self.spent.metrics()
-            | self.rewards.numbers()
-            | self.weights.numbers()
-            | self.outbox.numbers()
-            | self.engine.numbers(),
+            stats=self.usage.collect_metrics()
+            | self.rewards.collect_metrics()
+            | self.weights.collect_metrics()
+            | self.outbox.collect_metrics()
+            | self.engine.collect_metrics(),
             waiting=wait,
-            judging=self.judging(),
-            drawn=self.outbox.drawn.on_report(progress),
-            written=self.unacknowledged(),
+            judging=self.list_judging(),
+            drawn=self.outbox.token_report.on_report(progress),
+            written=self.list_unacknowledged(),
             # calls have their own numbers
             taken=self.schedule.newest_attempt if self.calls is None else 0,
         )
 
     def shut_down(self) -> None:
         """After SIGTERM: send finished samples and report unfinished ones as lost."""
-        for frame in self.outbox.frames(time.monotonic(), flush=True):
+        for frame in self.outbox.take_frames(time.monotonic(), flush=True):
             self.socket.send(frame)
         self.renewed = 0.0
         self.renew()
@@ -407,7 +414,7 @@ def main(config: Config, run_dir: Path, index: int) -> bool:
     Returns True when the run is finished, False when SIGTERM ended this process.
     """
     bind(config.generator.gpus, index, "generator.gpus")
-    engine = engine_for(config)
+    engine = build_engine(config)
     generator = Generator(config, run_dir, index, engine)
 
     def stop(_number: int, _frame: object) -> None:
@@ -420,7 +427,7 @@ def main(config: Config, run_dir: Path, index: int) -> bool:
     finally:
         generator.close()
     print(
-        f"{generator.producer}: ended after {generator.spent.tokens:.0f} tokens",
+        f"{generator.producer}: ended after {generator.usage.tokens:.0f} tokens",
         file=sys.stderr,
     )
     return generator.over

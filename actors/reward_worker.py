@@ -21,8 +21,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from actors.scorers.deadline_pause import DeadlinePause, JudgeBudgetSpent, of_this_call
-from actors.scorers.user_function import FailureLog, in_our_form, is_async, last_frame
+from actors.scorers.deadline_pause import DeadlinePause, JudgeBudgetSpent, current_pause
+from actors.scorers.user_function import FailureLog, adapt_function, format_last_frame, is_async
 from asyncrl.config.tree import RewardConfig, TaskConfig
 from asyncrl.contract import importing, outcomes
 from asyncrl.contract.errors import ConfigError
@@ -83,7 +83,7 @@ class RewardReply(msgspec.Struct, frozen=True, array_like=True):
     window: int = 1  # ready: units running at once
 
 
-def first_line(text: str) -> str:
+def get_first_line(text: str) -> str:
     """Return the first line of an exception's text, escaped by `escape_line`."""
     lines = (line.strip() for line in text.splitlines())
     return escape_line(next((line for line in lines if line), ""))
@@ -91,14 +91,14 @@ def first_line(text: str) -> str:
 
 def describe_exception(error: BaseException) -> str:
     """Describe an exception or exit on one line: `raised KeyError: 'x'`."""
-    return first_line(
+    return get_first_line(
         f"called sys.exit({error.code!r})"
         if isinstance(error, SystemExit)
         else f"raised {type(error).__name__}: {error}"
     )
 
 
-# ---- what a function returned --------------------------------------------------------------------
+# ---- return values -------------------------------------------------------------------------------
 
 
 def check_value(value: Any, tokens: int) -> Judged:
@@ -108,15 +108,15 @@ def check_value(value: Any, tokens: int) -> Judged:
     names the defect: not a number, not finite, too large, a dict without `reward`, a wrong count of
     token rewards.
     """
-    parts: dict[str, float] = {}
+    reward_parts: dict[str, float] = {}
     per_token = None
     if isinstance(value, dict):
         value = dict(value)
         per_token = value.pop("token_rewards", None)
         if "reward" not in value:
             raise ValueError(f"a dict without `reward`: {sorted(map(str, value))}")
-        parts = {str(k): check_number(v, escape_line(str(k))) for k, v in value.items()}
-        outcomes.check_parts(parts)
+        reward_parts = {str(k): check_number(v, escape_line(str(k))) for k, v in value.items()}
+        outcomes.check_parts(reward_parts)
         value = value["reward"]
     if per_token is not None:
         per_token = per_token.tolist() if hasattr(per_token, "tolist") else per_token
@@ -124,7 +124,7 @@ def check_value(value: Any, tokens: int) -> Judged:
             raise ValueError(f"token_rewards must be a list of {tokens} numbers, one a token")
         # nan: no reward for this token
         per_token = [math.nan if x is None else check_number(x, "token_rewards") for x in per_token]
-    return check_number(value, "reward"), parts, per_token
+    return check_number(value, "reward"), reward_parts, per_token
 
 
 def check_number(value: Any, name: str) -> float:
@@ -144,7 +144,7 @@ def check_or_explain(value: Any, tokens: int) -> Judged | str:
     try:
         return check_value(value, tokens)
     except Exception as error:
-        return first_line(
+        return get_first_line(
             "the reward function returned an unusable value: "
             f"{error if type(error) is ValueError else describe_exception(error)}"
         )
@@ -200,12 +200,12 @@ def load_judge(setup: RewardWorkerSetup) -> Callable[..., Any]:
     function = None
     if settings.function:
         bound_names = ("judge",) if settings.judge.url else ()
-        function = in_our_form(resolve(settings.function), settings.function, bound_names)
+        function = adapt_function(resolve(settings.function), settings.function, bound_names)
     if not settings.judge.url:
         return function or get_task(setup.task).reward
     from actors.scorers import judge
 
-    client = judge.client(settings.judge, setup.run_dir)
+    client = judge.build_client(settings.judge, setup.run_dir)
     if function is None:
         return judge.JudgeReward(client)
     if not is_async(function) or "judge" not in inspect.signature(function).parameters:
@@ -256,9 +256,10 @@ def call_function(function: Callable[..., Any], calls: list[RewardCall]) -> Any:
     )
 
 
-def results(
+def check_results(
     function: Callable[..., Any], value: Any, calls: list[RewardCall]
 ) -> list[Judged | str]:
+    """Check the return value of one call, by response: the reward, or an error."""
     return (
         split_results(value, calls)
         if takes_lists(function)
@@ -272,7 +273,7 @@ def call(function: Callable[..., Any], prompt: Prompt, text: str, tokens: list[i
     Raises the function's exception, and ValueError for an unusable return value.
     """
     calls = [RewardCall(prompt, text, tokens)]
-    value = _awaited(call_function(function, calls))
+    value = _await_value(call_function(function, calls))
     if not takes_lists(function):
         return check_value(value, len(tokens))
     (result,) = split_results(value, calls)
@@ -281,7 +282,7 @@ def call(function: Callable[..., Any], prompt: Prompt, text: str, tokens: list[i
     return result
 
 
-def _awaited(value: Any) -> Any:
+def _await_value(value: Any) -> Any:
     return asyncio.run(_wait_for(value)) if inspect.isawaitable(value) else value
 
 
@@ -292,7 +293,7 @@ async def _wait_for(awaited: Any) -> Any:
 # ---- the loop ------------------------------------------------------------------------------------
 
 
-def encoded(reply: RewardReply) -> bytes:
+def encode_reply(reply: RewardReply) -> bytes:
     """Encode one frame; a reply that cannot be encoded becomes a failure."""
     try:
         payload = msgspec.msgpack.encode(reply)
@@ -305,7 +306,7 @@ def encoded(reply: RewardReply) -> bytes:
     return frame(payload)
 
 
-def returned(
+def build_reply(
     unit: RewardUnit, results: list[Judged | str], began: float, log: FailureLog
 ) -> RewardReply:
     """Build the reply to a call that returned, and log its unusable results."""
@@ -315,12 +316,14 @@ def returned(
     return RewardReply("ok", unit.id, results, "", began, time.monotonic())
 
 
-def failed(unit: RewardUnit, error: BaseException, began: float, log: FailureLog) -> RewardReply:
-    """Build the reply to a call that raised.
+def build_failure_reply(
+    unit: RewardUnit, error: BaseException, began: float, log: FailureLog
+) -> RewardReply:
+    """Build the reply to a call that raised, and log the reason.
 
-    Of several responses each is judged again, alone, so the reason is logged only then.
+    Of several responses each is judged again, alone, and the reason is logged only then.
     """
-    reason = describe_exception(error) + last_frame(error)
+    reason = describe_exception(error) + format_last_frame(error)
     if len(unit.calls) == 1:
         log.note(unit.calls[0].prompt, unit.calls[0].text, reason, error)
     return RewardReply("failed", unit.id, [], reason, began, time.monotonic())
@@ -330,10 +333,12 @@ def judge(function: Callable[..., Any], unit: RewardUnit, log: FailureLog) -> Re
     """Call the function now. Any exception, an exit included, fails only this call."""
     began = time.monotonic()
     try:
-        judged = results(function, _awaited(call_function(function, unit.calls)), unit.calls)
-        return returned(unit, judged, began, log)
+        results = check_results(
+            function, _await_value(call_function(function, unit.calls)), unit.calls
+        )
+        return build_reply(unit, results, began, log)
     except BaseException as error:
-        return failed(unit, error, began, log)
+        return build_failure_reply(unit, error, began, log)
 
 
 async def judge_later(
@@ -345,25 +350,25 @@ async def judge_later(
     """
     began = time.monotonic()
 
-    async def guarded() -> RewardReply:
+    async def judge_guarded() -> RewardReply:
         try:
-            judged = results(function, await call_function(function, unit.calls), unit.calls)
-            return returned(unit, judged, began, log)
+            results = check_results(function, await call_function(function, unit.calls), unit.calls)
+            return build_reply(unit, results, began, log)
         except JudgeBudgetSpent as error:  # every further call would fail the same way
             return RewardReply("broken", unit.id, [], str(error), began, time.monotonic())
         except BaseException as error:  # an exit in a task would end the loop
-            return failed(unit, error, began, log)
+            return build_failure_reply(unit, error, began, log)
 
     pause = DeadlinePause()
-    of_this_call.set(pause)
-    task = asyncio.create_task(guarded())
+    current_pause.set(pause)
+    task = asyncio.create_task(judge_guarded())
     remaining_s = deadline_s
     while remaining_s > 0:
         done, _ = await asyncio.wait({task}, timeout=remaining_s)
         if done:
             return task.result()
         now = time.monotonic()
-        remaining_s = began + deadline_s + pause.seconds(now) - now
+        remaining_s = began + deadline_s + pause.count_seconds(now) - now
     task.cancel()
     return RewardReply("hung", unit.id, [], "", began, time.monotonic())
 
@@ -375,10 +380,10 @@ def serve(wire: socket.socket) -> None:
     try:
         function = load_judge(setup)
     except ConfigError as error:
-        wire.sendall(encoded(RewardReply("broken", why=str(error))))
+        wire.sendall(encode_reply(RewardReply("broken", why=str(error))))
         return
     window = setup.reward.concurrency if is_async(function) else 1
-    wire.sendall(encoded(RewardReply("ready", batched=takes_lists(function), window=window)))
+    wire.sendall(encode_reply(RewardReply("ready", batched=takes_lists(function), window=window)))
     if is_async(function):
         asyncio.run(_serve_async(wire, function, setup))
         return
@@ -386,7 +391,7 @@ def serve(wire: socket.socket) -> None:
     log = FailureLog(setup.run_dir)
     while (payload := read_frame(stream)) is not None:
         for unit in decode(payload):
-            wire.sendall(encoded(judge(function, unit, log)))
+            wire.sendall(encode_reply(judge(function, unit, log)))
 
 
 async def _serve_async(
@@ -398,20 +403,20 @@ async def _serve_async(
     running = set[asyncio.Task[None]]()
     log = FailureLog(setup.run_dir)
 
-    async def beat() -> None:
-        """Report liveness: how long calls wait for their turn is unknown to the parent."""
+    async def send_heartbeats() -> None:
+        """Report liveness: the parent does not know how long calls wait their turn."""
         while True:
             await asyncio.sleep(BEAT_S)
-            writer.write(encoded(RewardReply("alive", ended=time.monotonic())))
+            writer.write(encode_reply(RewardReply("alive", ended=time.monotonic())))
 
     decode = msgspec.msgpack.Decoder(list[RewardUnit]).decode
 
     async def judge_unit(unit: RewardUnit) -> None:
-        writer.write(encoded(await judge_later(function, unit, setup.deadline_s, log)))
+        writer.write(encode_reply(await judge_later(function, unit, setup.deadline_s, log)))
         gate.release()
 
     if setup.reward.judge.url:
-        running.add(asyncio.create_task(beat()))
+        running.add(asyncio.create_task(send_heartbeats()))
     while True:
         try:
             payload = await reader.readexactly(int.from_bytes(await reader.readexactly(4), "big"))

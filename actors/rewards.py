@@ -47,7 +47,7 @@ from actors.reward_worker import (
     call,
     describe_exception,
 )
-from actors.scorers.judge_budget import ACCOUNT, totals
+from actors.scorers.judge_budget import ACCOUNT, read_totals
 from actors.scorers.user_function import LOG, format_text
 from asyncrl.config.tree import Config, RewardConfig
 from asyncrl.contract.errors import AsyncrlError
@@ -66,7 +66,7 @@ REST_S = 0.002  # between two polls, so that replies are read together
 SLACK_S = 1.0
 TURN_S = 0.5  # the longest wait of the thread
 STUCK_S = 30.0  # a thread that makes no turn for so long counts as stuck
-# one measurement: so many seconds, so many calls per process, or this long at most
+# one measurement lasts GROW_S and GROW_CALLS calls per process, but at most GROW_MOST_S
 GROW_S = 1.0
 GROW_CALLS = 8
 GROW_MOST_S = 10.0
@@ -89,7 +89,7 @@ class _RewardJob:
 
     key: Key
     call: RewardCall
-    at: float  # when it was submitted
+    submitted_at: float  # when it was submitted
 
 
 @dataclass
@@ -108,7 +108,7 @@ class _RewardProcess(Worker):
         super().__init__("actors.reward_worker", setup)
         self.units: dict[int, tuple[list[_RewardJob], int]] = {}  # id -> (its responses, its bytes)
         self.bytes = 0
-        self.alone = False  # reserved for one suspect, which may be the only unit
+        self.is_reserved = False  # reserved for one suspect, which may be the only unit
         self.batched = False
         self.window = 1
 
@@ -116,25 +116,25 @@ class _RewardProcess(Worker):
     def is_busy(self) -> bool:
         return bool(self.units)
 
-    def running_jobs(self) -> list[_RewardJob]:
+    def list_running_jobs(self) -> list[_RewardJob]:
         """Return the responses that the process is working on."""
         return [job for jobs, _ in list(self.units.values())[: self.window] for job in jobs]
 
-    def queued_jobs(self) -> list[_RewardJob]:
+    def list_queued_jobs(self) -> list[_RewardJob]:
         """Return the responses that the process has not begun."""
         return [job for jobs, _ in list(self.units.values())[self.window :] for job in jobs]
 
 
-def call_timeout_s(settings: RewardConfig) -> float:
+def compute_call_timeout_s(settings: RewardConfig) -> float:
     """Return the deadline of one call in seconds; a judge's requests have their own."""
     if not settings.judge.url:
         return settings.deadline_s
-    from actors.scorers.judge import longest_s
+    from actors.scorers.judge import compute_longest_s
 
-    return max(settings.deadline_s, longest_s(settings.judge))
+    return max(settings.deadline_s, compute_longest_s(settings.judge))
 
 
-def judge_name(settings: RewardConfig) -> str:
+def describe_reward_source(settings: RewardConfig) -> str:
     """Return the config line that names the source of rewards, for messages."""
     if settings.model.path:
         return f"reward.model.path = {settings.model.path}"
@@ -143,32 +143,36 @@ def judge_name(settings: RewardConfig) -> str:
     return f"reward.function = {settings.function}"
 
 
-def idle_cores() -> Callable[[], float]:
+def make_idle_core_counter() -> Callable[[], float]:
     """Return a function that counts this process's cores idle since its last call."""
     import psutil
 
-    mine = sorted(os.sched_getaffinity(0))
-    last = psutil.cpu_times(percpu=True)
+    own_cores = sorted(os.sched_getaffinity(0))
+    newest_times = psutil.cpu_times(percpu=True)
 
-    def idle_share() -> float:
-        nonlocal last
-        earlier = last
-        last = psutil.cpu_times(percpu=True)
-        idle = 0.0
-        for core in (c for c in mine if c < min(len(earlier), len(last))):
+    def count_idle_cores() -> float:
+        nonlocal newest_times
+        previous_times = newest_times
+        newest_times = psutil.cpu_times(percpu=True)
+        idle_count = 0.0
+        for core in (c for c in own_cores if c < min(len(previous_times), len(newest_times))):
             # fields beyond the eighth count guest time twice
-            spent = sum(last[core][:8]) - sum(earlier[core][:8])
-            idle += (last[core].idle - earlier[core].idle) / spent if spent > 0 else 0.0
-        return idle
+            elapsed = sum(newest_times[core][:8]) - sum(previous_times[core][:8])
+            idle_count += (
+                (newest_times[core].idle - previous_times[core].idle) / elapsed
+                if elapsed > 0
+                else 0.0
+            )
+        return idle_count
 
-    return idle_share
+    return count_idle_cores
 
 
-def next_pool_size(workers: int, cores: int, idle: float, rate: float, before: float) -> int:
+def next_pool_size(workers: int, cores: int, idle: float, rate: float, previous_rate: float) -> int:
     """Return the next number of processes of a pool that always had work waiting.
 
     Twice as many, as far as idle cores allow, while the last enlargement paid. rate: calls per
-    second now. before: the rate before the last enlargement; 0: none yet.
+    second now. previous_rate: the rate before the last enlargement; 0: none yet.
 
     >>> next_pool_size(1, 8, 6.0, 10.0, 0.0), next_pool_size(2, 8, 5.0, 19.0, 10.0)
     (2, 4)
@@ -177,7 +181,7 @@ def next_pool_size(workers: int, cores: int, idle: float, rate: float, before: f
     >>> next_pool_size(2, 8, 5.0, 11.0, 10.0), next_pool_size(2, 8, 0.3, 19.0, 10.0)
     (2, 2)
     """
-    if idle < 0.5 or rate < WORTH * before:
+    if idle < 0.5 or rate < WORTH * previous_rate:
         return workers
     return max(workers, min(cores, 2 * workers, workers + max(1, int(idle))))
 
@@ -193,11 +197,11 @@ class _RewardPool(WorkerPool[_RewardProcess, RewardReply]):
 
     def __init__(self, config: Config, run_dir: Path | None = None) -> None:
         settings = config.reward
-        call_s = call_timeout_s(settings)
+        call_s = compute_call_timeout_s(settings)
         directory = str(run_dir.resolve()) if run_dir else ""
         setup = msgspec.msgpack.encode(RewardWorkerSetup(settings, config.task, call_s, directory))
         super().__init__(
-            judge_name(settings),
+            describe_reward_source(settings),
             lambda _: _RewardProcess(setup),
             (settings.workers if isinstance(settings.workers, int) else 0) or 1,
             RewardReply,
@@ -214,7 +218,7 @@ class _RewardPool(WorkerPool[_RewardProcess, RewardReply]):
         self.results: deque[tuple[_RewardJob, RewardResult, float]] = (
             deque()
         )  # job, result, end of the call
-        self.spans: deque[tuple[float, float, int]] = deque()  # calls: began, ended, answers
+        self.spans: deque[tuple[float, float, int]] = deque()  # calls: began, ended, responses
         self.queue: deque[_RewardJob] = deque()
         self.suspects: deque[_RewardJob] = deque()  # to be judged alone
         self.last_id = 0
@@ -225,8 +229,8 @@ class _RewardPool(WorkerPool[_RewardProcess, RewardReply]):
         # 0: the pool keeps its size
         grows = settings.workers == "auto" and not (settings.judge.url or settings.model.path)
         self.cores = len(os.sched_getaffinity(0)) if grows else 0
-        self.idle_cores = idle_cores() if self.cores > 1 else lambda: 0.0
-        self.looked = time.monotonic()
+        self.idle_cores = make_idle_core_counter() if self.cores > 1 else lambda: 0.0
+        self.measured_at = time.monotonic()
         self.done = 0
         self.rate_before = 0.0
         self.ours, self.wake = socket.socketpair()
@@ -236,10 +240,12 @@ class _RewardPool(WorkerPool[_RewardProcess, RewardReply]):
     # ---- the generator's side --------------------------------------------------------------------
 
     def submit(self, jobs: Iterable[_RewardJob]) -> None:
+        """Queue responses, from another thread."""
         self.inbox.extend(jobs)
         self.wake_up()
 
     def wake_up(self) -> None:
+        """Wake the feeding thread."""
         try:
             self.wake.send(b"x")
         except OSError:  # the buffer is full, so the thread wakes up anyway
@@ -248,6 +254,7 @@ class _RewardPool(WorkerPool[_RewardProcess, RewardReply]):
     # ---- the thread ------------------------------------------------------------------------------
 
     def run(self) -> None:
+        """Feed the processes until `end`; the next poll raises an error of this thread."""
         try:
             while not self.closing:
                 self.step()
@@ -307,7 +314,7 @@ class _RewardPool(WorkerPool[_RewardProcess, RewardReply]):
             return
         jobs, size = worker.units.pop(reply.id, ([], 0))
         worker.bytes -= size
-        worker.alone = False
+        worker.is_reserved = False
         seconds = reply.ended - reply.began
         self.unit_s = 0.9 * self.unit_s + 0.1 * seconds if self.unit_s else max(seconds, 1e-6)
         self.spans.append((reply.began, reply.ended, len(jobs)))
@@ -323,13 +330,13 @@ class _RewardPool(WorkerPool[_RewardProcess, RewardReply]):
             hang = self.hang_text.format(limit_s=self.call_s)
             self._blame(jobs, RewardFailure("data", hang), reply.ended)
         else:
-            why = RewardFailure("data", f"the reward {reply.why}")
-            self._blame(jobs, why, reply.ended, self.log)
+            failure = RewardFailure("data", f"the reward {reply.why}")
+            self._blame(jobs, failure, reply.ended, self.log)
 
     def on_lost(self, worker: _RewardProcess, reason: str, *, hung: bool) -> None:
         failure = RewardFailure("data" if hung else "machinery", reason)
-        self._blame(worker.running_jobs(), failure, time.monotonic())
-        self.queue.extendleft(reversed(worker.queued_jobs()))
+        self._blame(worker.list_running_jobs(), failure, time.monotonic())
+        self.queue.extendleft(reversed(worker.list_queued_jobs()))
 
     def _fail(self, job: _RewardJob, failure: RewardFailure, ended: float, log: str = "") -> None:
         """Report a failed response. log: where the worker has written more about it."""
@@ -348,27 +355,27 @@ class _RewardPool(WorkerPool[_RewardProcess, RewardReply]):
         else:
             self.suspects.extend(jobs)
 
-    # ---- giving out ------------------------------------------------------------------------------
+    # ---- the distribution of work ----------------------------------------------------------------
 
     def _feed(self) -> None:
-        free = [process for process in self.workers if process.ready and not process.alone]
+        free = [process for process in self.workers if process.ready and not process.is_reserved]
         if self.suspects and free:
             process = min(free, key=lambda x: len(x.units))
             free.remove(process)  # no other work, so that it becomes empty
             if not process.units:
-                process.alone = True
+                process.is_reserved = True
                 jobs = [self.suspects.popleft()]
-                process.bytes += _size(jobs)
+                process.bytes += _estimate_bytes(jobs)
                 self._send(process, [jobs])
-        given: dict[_RewardProcess, list[list[_RewardJob]]] = {}
-        room = {process: self._capacity(process) - len(process.units) for process in free}
+        assigned_jobs: dict[_RewardProcess, list[list[_RewardJob]]] = {}
+        room = {process: self._compute_capacity(process) - len(process.units) for process in free}
         while self.queue and (
             free := [
                 process for process in free if room[process] > 0 and process.bytes <= AHEAD_BYTES
             ]
         ):
-            most = max(room[process] for process in free)
-            for process in [process for process in free if room[process] == most]:
+            largest_room = max(room[process] for process in free)
+            for process in [process for process in free if room[process] == largest_room]:
                 if not self.queue:
                     break
                 count = (
@@ -377,13 +384,13 @@ class _RewardPool(WorkerPool[_RewardProcess, RewardReply]):
                     else 1
                 )
                 jobs = [self.queue.popleft() for _ in range(count)]
-                given.setdefault(process, []).append(jobs)
+                assigned_jobs.setdefault(process, []).append(jobs)
                 room[process] -= 1
-                process.bytes += _size(jobs)
-        for process, groups in given.items():
+                process.bytes += _estimate_bytes(jobs)
+        for process, groups in assigned_jobs.items():
             self._send(process, groups)
 
-    def _capacity(self, process: _RewardProcess) -> int:
+    def _compute_capacity(self, process: _RewardProcess) -> int:
         """Return how many units a process may hold: those running, plus short ones ahead."""
         return process.window + (
             min(MOST_AHEAD, int(AHEAD_S * process.window / self.unit_s)) if self.unit_s else 0
@@ -395,13 +402,13 @@ class _RewardPool(WorkerPool[_RewardProcess, RewardReply]):
         units = []
         for jobs in groups:
             self.last_id += 1
-            process.units[self.last_id] = (jobs, _size(jobs))
+            process.units[self.last_id] = (jobs, _estimate_bytes(jobs))
             units.append(RewardUnit(self.last_id, [j.call for j in jobs]))
         process.send(units)
 
-    # ---- its size --------------------------------------------------------------------------------
+    # ---- the size of the pool --------------------------------------------------------------------
 
-    def waiting(self) -> int:
+    def count_waiting(self) -> int:
         """Count the calls that no process has begun."""
         return (
             len(self.queue)
@@ -412,26 +419,26 @@ class _RewardPool(WorkerPool[_RewardProcess, RewardReply]):
     def _measure(self) -> None:
         """Enlarge the pool if calls always waited, cores were idle and the last step paid."""
         now = time.monotonic()
-        waiting = self.waiting()
+        waiting = self.count_waiting()
         if not waiting or not all(process.ready for process in self.workers):
-            self.looked = now
+            self.measured_at = now
             self.done = 0
             self.idle_cores()
             return
-        spent = now - self.looked
+        elapsed = now - self.measured_at
         count = len(self.workers)
-        if spent < GROW_S or (self.done < GROW_CALLS * count and spent < GROW_MOST_S):
+        if elapsed < GROW_S or (self.done < GROW_CALLS * count and elapsed < GROW_MOST_S):
             return
-        rate = self.done / spent
-        wanted = next_pool_size(count, self.cores, self.idle_cores(), rate, self.rate_before)
-        self.looked = now
+        rate = self.done / elapsed
+        target_count = next_pool_size(count, self.cores, self.idle_cores(), rate, self.rate_before)
+        self.measured_at = now
         self.done = 0
-        if wanted > count:
+        if target_count > count:
             self.rate_before = rate
-            self.workers += map(self.make, range(count, wanted))
+            self.workers += map(self.make, range(count, target_count))
 
 
-def _size(jobs: list[_RewardJob]) -> int:
+def _estimate_bytes(jobs: list[_RewardJob]) -> int:
     """Estimate the bytes of these jobs in a message."""
     return sum(
         64
@@ -446,7 +453,7 @@ def _size(jobs: list[_RewardJob]) -> int:
     )
 
 
-def check(config: Config) -> None:
+def check_reward_process(config: Config) -> None:
     """Start and stop one reward process. Raises ConfigError when it cannot start."""
     pool = _RewardPool(
         msgspec.structs.replace(config, reward=msgspec.structs.replace(config.reward, workers=1))
@@ -459,7 +466,7 @@ def check(config: Config) -> None:
 
 
 class RewardRunner:
-    """Submits responses and polls their rewards.
+    """The rewards of a run: submits responses and polls their results.
 
     Results come in any order; each submitted key comes back exactly once. Rewards run in place when
     the task computes them and `reward.workers` is 0 or "auto". Otherwise they run in
@@ -492,15 +499,11 @@ class RewardRunner:
         return self.pool.workers if self.pool is not None else []
 
     @property
-    def hang_count(self) -> int:
-        return self.pool.hangs if self.pool is not None else 0
-
-    @property
     def is_working(self) -> bool:
         """Whether the feeding thread makes progress, so that waiting calls will end."""
         return self.pool is None or time.monotonic() - self.pool.turned < STUCK_S
 
-    def numbers(self) -> dict[str, float]:
+    def collect_metrics(self) -> dict[str, float]:
         """Return metrics: sums since the start, and the current state.
 
         Empty when rewards are judged in place.
@@ -514,7 +517,7 @@ class RewardRunner:
             "reward/called_s": timing.called_s,
             "reward/queue": self.waiting,
             "reward/workers": len(self.processes),
-            **(totals(self.account, self.judge) if self.account is not None else {}),
+            **(read_totals(self.account, self.judge) if self.account is not None else {}),
         }
 
     def submit(self, key: Key, prompt: Prompt, text: str, tokens: Any) -> None:
@@ -531,8 +534,8 @@ class RewardRunner:
             )
             return
         try:
-            judged = call(self.task.reward, prompt, text, [int(x) for x in tokens])
-            self.done.append(RewardResult(key, *judged, ""))
+            result = call(self.task.reward, prompt, text, [int(x) for x in tokens])
+            self.done.append(RewardResult(key, *result, ""))
         except Exception as error:
             failure = RewardFailure("data", f"the reward {describe_exception(error)}")
             self.done.append(RewardResult(key, 0.0, {}, None, failure))
@@ -557,14 +560,14 @@ class RewardRunner:
             pool.submit(self.fresh)
             self.fresh = []
         while pool.spans:
-            began, ended, answers = pool.spans.popleft()
+            began, ended, responses = pool.spans.popleft()
             self.timing.called_s += ended - began
             if self.timed is not None:
-                self.timed("reward", began, ended, answers)
+                self.timed("reward", began, ended, responses)
         while pool.results:
             job, result, ended = pool.results.popleft()
             self.timing.judged += 1
-            self.timing.waited_s += ended - job.at
+            self.timing.waited_s += ended - job.submitted_at
             self.done.append(result)
 
     def collect(self) -> list[RewardResult]:
@@ -583,53 +586,55 @@ class RewardRunner:
 
 
 class RewardRunnerOfParts(RewardRunner):
-    """The rewards of a run whose evaluation sets or tasks have rewards of their own.
+    """The rewards of a run with separate rewards for evaluation sets or tasks.
 
-    Their functions start with their first sample. A judge has its own RUN/judges/NAME, with its
+    Each function starts with its first sample. A judge has its own RUN/judges/NAME, with its
     replies and spending.
     """
 
     def __init__(self, config: Config, task: Any, run_dir: Path | None = None) -> None:
         super().__init__(config, task, run_dir)
-        self.own = configs_of_rewards(config)
+        self.reward_configs = configs_of_rewards(config)
         self.run_dir = run_dir
         self.runners: dict[str, RewardRunner] = {}
 
     @property
     def is_working(self) -> bool:
-        return super().is_working and all(one.is_working for one in self.runners.values())
+        return super().is_working and all(runner.is_working for runner in self.runners.values())
 
     def submit(self, key: Key, prompt: Prompt, text: str, tokens: Any) -> None:
-        name = prompt.split if prompt.split in self.own else prompt.task
-        if name not in self.own:
+        name = prompt.split if prompt.split in self.reward_configs else prompt.task
+        if name not in self.reward_configs:
             super().submit(key, prompt, text, tokens)
             return
         if name not in self.runners:
-            self.runners[name] = RewardRunner(self.own[name], self.task, self._folder(name))
+            self.runners[name] = RewardRunner(
+                self.reward_configs[name], self.task, self._make_judge_folder(name)
+            )
         self.waiting += 1
         self.runners[name].submit(key, prompt, text, tokens)
 
-    def _folder(self, name: str) -> Path | None:
+    def _make_judge_folder(self, name: str) -> Path | None:
         """Make the folder of a judge; None for a function, or without a run directory."""
-        if self.run_dir is None or not self.own[name].reward.judge.url:
+        if self.run_dir is None or not self.reward_configs[name].reward.judge.url:
             return None
         folder = self.run_dir / "judges" / name
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def numbers(self) -> dict[str, float]:
+    def collect_metrics(self) -> dict[str, float]:
         """Return the sums over all runners."""
-        sums = Counter[str](super().numbers())
+        sums = Counter[str](super().collect_metrics())
         for runner in self.runners.values():
-            sums.update(runner.numbers())
+            sums.update(runner.collect_metrics())
         return dict(sums)
 
     def poll(self) -> list[RewardResult]:
         results = super().poll()
         for runner in self.runners.values():
-            found = runner.poll()
-            self.waiting -= len(found)
-            results += found
+            finished = runner.poll()
+            self.waiting -= len(finished)
+            results += finished
         return results
 
     def close(self) -> None:
@@ -638,7 +643,7 @@ class RewardRunnerOfParts(RewardRunner):
             runner.close()
 
 
-def runner_of(config: Config, task: Any, run_dir: Path | None = None) -> RewardRunner:
+def make_runner(config: Config, task: Any, run_dir: Path | None = None) -> RewardRunner:
     """Make the reward runner of a run."""
     several = bool(configs_of_rewards(config))
     return (RewardRunnerOfParts if several else RewardRunner)(config, task, run_dir)
@@ -648,7 +653,7 @@ def judge_all(
     config: Config, task: Any, responses: Sequence[tuple[Prompt, str, list[int]]]
 ) -> list[RewardResult]:
     """Judge (prompt, text, token ids) triples as a run would; return results in order."""
-    runner = runner_of(config, task)
+    runner = make_runner(config, task)
     try:
         for index, (prompt, text, tokens) in enumerate(responses):
             runner.submit((index, 0, 0), prompt, text, tokens)

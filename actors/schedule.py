@@ -73,11 +73,11 @@ class TicketSchedule:
 
     def add_tickets(self, tickets: Iterable[Ticket]) -> list[Ticket]:
         """Take each ticket once (attempt numbers are unique); return the new ones."""
-        new = [ticket for ticket in tickets if ticket.attempt > self.newest_attempt]
-        for ticket in new:
+        new_tickets = [ticket for ticket in tickets if ticket.attempt > self.newest_attempt]
+        for ticket in new_tickets:
             self.newest_attempt = max(self.newest_attempt, ticket.attempt)
             self.held[ticket.ticket, ticket.attempt] = LeasedTicket(ticket, list(ticket.samples))
-        return new
+        return new_tickets
 
     def refuse_up_to(self, attempts: int) -> None:
         """Refuse tickets up to this attempt: the buffer grants lost ones again.
@@ -86,16 +86,18 @@ class TicketSchedule:
         """
         self.newest_attempt = max(self.newest_attempt, attempts)
 
-    def order(self) -> list[LeasedTicket]:
+    def sort_waiting(self) -> list[LeasedTicket]:
+        """Return the tickets with samples to start, in serving order."""
         return sorted(
             (leased for leased in self.held.values() if leased.waiting),
             key=lambda leased: (leased.ticket.kind == "train", leased.ticket.ticket),
         )
 
-    def waiting(self) -> int:
+    def count_waiting(self) -> int:
+        """Count the samples that have not started."""
         return sum(len(leased.waiting) for leased in self.held.values())
 
-    def outdated(self) -> list[LeasedTicket]:
+    def find_outdated(self) -> list[LeasedTicket]:
         """Return the held tickets of an epoch older than the announced one, to be dropped."""
         if self.announced is None:
             return []
@@ -104,9 +106,11 @@ class TicketSchedule:
         ]
 
     def is_pinned(self) -> bool:
+        """Whether a live row needs exactly the loaded version."""
         return any(leased.live and leased.exact is not None for leased in self.held.values())
 
-    def live(self) -> int:
+    def count_live(self) -> int:
+        """Count the samples that have started and not ended."""
         return sum(len(leased.live) for leased in self.held.values())
 
     def next_version(self, loaded: Label | None) -> Label | None:
@@ -116,12 +120,14 @@ class TicketSchedule:
         """
         if self.announced is None or self.is_pinned():
             return None
-        need = next((leased.exact for leased in self.order() if leased.exact is not None), None)
-        goal = need or self.announced.label
-        if goal == loaded or (need is None and loaded is not None and goal < loaded):
+        exact_version = next(
+            (leased.exact for leased in self.sort_waiting() if leased.exact is not None), None
+        )
+        goal = exact_version or self.announced.label
+        if goal == loaded or (exact_version is None and loaded is not None and goal < loaded):
             return None
         backwards = loaded is not None and goal < loaded
-        if self.live() and (self.drain_first or backwards):
+        if self.count_live() and (self.drain_first or backwards):
             return None
         return goal
 
@@ -131,9 +137,9 @@ class TicketSchedule:
         Samples without an exact version wait while the schedule drains the engine.
         """
         started: list[tuple[LeasedTicket, int]] = []
-        goal = self._drain_goal(loaded)
-        for leased in self.order():
-            if goal is not None and leased.exact != loaded:
+        drain_version = self._find_drain_version(loaded)
+        for leased in self.sort_waiting():
+            if drain_version is not None and leased.exact != loaded:
                 continue
             if (
                 self.lockstep
@@ -147,20 +153,22 @@ class TicketSchedule:
                 started.append((leased, sample))
         return started
 
-    def _drain_goal(self, loaded: Label | None) -> Label | None:
+    def _find_drain_version(self, loaded: Label | None) -> Label | None:
         """Return the version that can be loaded only after the live rows end, if any."""
-        if self.announced is None or loaded is None or not self.live():
+        if self.announced is None or loaded is None or not self.count_live():
             return None
-        need = next(
+        exact_version = next(
             (
                 leased.exact
-                for leased in self.order()
+                for leased in self.sort_waiting()
                 if leased.exact is not None and leased.exact != loaded
             ),
             None,
         )
-        if need is not None and (need < loaded or self.drain_first or self.is_pinned()):
-            return need
+        if exact_version is not None and (
+            exact_version < loaded or self.drain_first or self.is_pinned()
+        ):
+            return exact_version
         return self.announced.label if self.drain_first and self.announced.label > loaded else None
 
     def finish_sample(self, key: Key, tokens: int) -> None:

@@ -27,7 +27,7 @@ import numpy as np
 
 from actors.delay import DelayQueue
 from actors.engine import Completion, CompletionRequest, Engine, Key
-from actors.rewards import RewardResult, runner_of
+from actors.rewards import RewardResult, make_runner
 from actors.schedule import TicketSchedule
 from asyncrl.config.tree import Config
 from asyncrl.contract.blobs.images import digest
@@ -49,7 +49,7 @@ class ScoredResponse(NamedTuple):
     """
 
     ticket: Ticket
-    answer: Completion
+    completion: Completion
     text: str
 
 
@@ -58,7 +58,7 @@ class PromptTooLong(NamedTuple):
 
     ticket: Ticket
     key: Key
-    why: RewardFailure
+    failure: RewardFailure
 
 
 class GeneratorTurn:
@@ -79,14 +79,16 @@ class GeneratorTurn:
         self.tokenizer = load_tokenizer(config.model.path)
         self.stops = collect_stop_tokens(self.tokenizer, config)
         self.task = task_of(config)
-        self.rewards = runner_of(config, self.task, run_dir)
-        self.judged: dict[Key, ScoredResponse] = {}  # waiting for their reward
-        self.late: DelayQueue[Key] = DelayQueue()  # the delayed ones among them (staleness.delay)
+        self.rewards = make_runner(config, self.task, run_dir)
+        self.unscored: dict[Key, ScoredResponse] = {}  # waiting for their reward
+        self.delayed: DelayQueue[Key] = DelayQueue()  # of these, by staleness.delay
 
-    def samples_to_request(self, *, unsent: bool = False) -> int:
+    def count_samples_to_request(self, *, unsent: bool = False) -> int:
         """Compute how many samples to request; unsent: finished samples await delivery."""
-        unfinished = bool(self.judged) or unsent
-        return samples_to_ask_for(self.schedule, self.engine.slots, self.engine.active, unfinished)
+        unfinished = bool(self.unscored) or unsent
+        return count_samples_to_request(
+            self.schedule, self.engine.slots, self.engine.active, unfinished
+        )
 
     def accept_tickets(self, tickets: Iterable[Ticket]) -> None:
         """Take the new tickets and tokenize their prompts."""
@@ -94,10 +96,10 @@ class GeneratorTurn:
             leased = self.schedule.held[ticket.ticket, ticket.attempt]
             leased.prompt = encode_prompt(self.tokenizer, ticket.prompt)
 
-    def requests(
+    def build_requests(
         self, loaded: Label | None, room: int | None = None
     ) -> tuple[list[CompletionRequest], list[PromptTooLong]]:
-        """Build engine requests for what may start with the weights `loaded`.
+        """Build engine requests for the samples that may start with the weights `loaded`.
 
         Returns the requests, and the samples whose prompts are too long. room: the number of
         samples; None means all free rows of the engine.
@@ -134,7 +136,7 @@ class GeneratorTurn:
             )
         return requests, refused
 
-    def finished(self, completion: Completion) -> ScoredResponse | None:
+    def finish(self, completion: Completion) -> ScoredResponse | None:
         """Decode a finished completion, which then waits for its reward.
 
         Returns None if its ticket was dropped.
@@ -146,28 +148,32 @@ class GeneratorTurn:
         self.schedule.finish_sample(completion.key, len(completion.tokens))
         visible = [int(token) for token in completion.tokens if int(token) not in self.stops]
         text = self.tokenizer.decode(visible, skip_special_tokens=True)
-        self.judged[completion.key] = ScoredResponse(leased.ticket, completion, text)
-        return self.judged[completion.key]
+        self.unscored[completion.key] = ScoredResponse(leased.ticket, completion, text)
+        return self.unscored[completion.key]
 
-    def due(self, now: float) -> list[ScoredResponse]:
+    def pop_due(self, now: float) -> list[ScoredResponse]:
         """Return the delayed responses that are due by `now`, in the caller's unit."""
-        return [self.judged[key] for key in self.late.due(now)]
+        return [self.unscored[key] for key in self.delayed.pop_due(now)]
 
-    def submit(self, written: ScoredResponse) -> None:
+    def submit(self, response: ScoredResponse) -> None:
         """Submit a response for its reward."""
-        answer = written.answer
-        self.rewards.submit(answer.key, written.ticket.prompt, written.text, answer.tokens)
+        completion = response.completion
+        self.rewards.submit(
+            completion.key, response.ticket.prompt, response.text, completion.tokens
+        )
 
-    def results(self) -> list[tuple[ScoredResponse, RewardResult]]:
+    def poll_results(self) -> list[tuple[ScoredResponse, RewardResult]]:
         """Return the finished rewards, each with its response."""
-        return [(self.judged.pop(result.key), result) for result in self.rewards.poll()]
+        return [(self.unscored.pop(result.key), result) for result in self.rewards.poll()]
 
-    def progress(self) -> list[tuple[int, int, int]]:
+    def list_progress(self) -> list[tuple[int, int, int]]:
         """Return (ticket, attempt, tokens generated so far) for every held ticket."""
-        return ticket_progress(self.schedule, self.engine.progress())
+        return list_ticket_progress(self.schedule, self.engine.count_tokens())
 
 
-def samples_to_ask_for(schedule: TicketSchedule, slots: int, active: int, unfinished: bool) -> int:
+def count_samples_to_request(
+    schedule: TicketSchedule, slots: int, active: int, unfinished: bool
+) -> int:
     """Compute how many samples will find a free row soon.
 
     In lockstep, request everything, and only when the engine is empty and everything is delivered.
@@ -175,30 +181,30 @@ def samples_to_ask_for(schedule: TicketSchedule, slots: int, active: int, unfini
     bitwise.
     """
     if schedule.lockstep:
-        return 0 if active or schedule.waiting() or unfinished else EVERYTHING
-    return slots - active - schedule.waiting()
+        return 0 if active or schedule.count_waiting() or unfinished else EVERYTHING
+    return slots - active - schedule.count_waiting()
 
 
-def ticket_progress(
-    schedule: TicketSchedule, live: Mapping[Key, int]
+def list_ticket_progress(
+    schedule: TicketSchedule, live_tokens: Mapping[Key, int]
 ) -> list[tuple[int, int, int]]:
     """Return (ticket, attempt, tokens) for every held ticket.
 
     live: the tokens of each row in the engine.
     """
     tokens = {name: leased.tokens for name, leased in schedule.held.items()}
-    for (ticket, _, attempt), count in live.items():
+    for (ticket, _, attempt), count in live_tokens.items():
         if (ticket, attempt) in tokens:
             tokens[ticket, attempt] += count
     return [(ticket, attempt, count) for (ticket, attempt), count in tokens.items()]
 
 
-def trajectory(written: ScoredResponse, result: RewardResult) -> Trajectory:
+def build_trajectory(response: ScoredResponse, result: RewardResult) -> Trajectory:
     """Build the record of one sample, with token ids exactly as sampled.
 
     Raises NotFiniteLogprob for a log-probability that is not finite.
     """
-    ticket, completion, text = written
+    ticket, completion, text = response
     if not np.isfinite(completion.logprobs).all():
         raise NotFiniteLogprob(
             f"the engine gave a logprob that is not finite for ticket {ticket.ticket}, sample "
@@ -231,7 +237,7 @@ def trajectory(written: ScoredResponse, result: RewardResult) -> Trajectory:
     )
 
 
-def failed_trajectory(refused: PromptTooLong, label: Label, digest: str) -> Trajectory:
+def build_failed_trajectory(refused: PromptTooLong, label: Label, digest: str) -> Trajectory:
     """Build the record of a sample that could not be generated.
 
     It counts as failed, which is never trained on as a reward of 0.
@@ -247,5 +253,5 @@ def failed_trajectory(refused: PromptTooLong, label: Label, digest: str) -> Traj
         reward_parts={},
         finish="stop",
         temperature=refused.ticket.sampling.temperature,
-        failed=refused.why,
+        failed=refused.failure,
     )

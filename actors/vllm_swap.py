@@ -41,7 +41,7 @@ class StackedTensor:
     tied: bool  # shared with another part, which fills it
 
 
-def fused_view(weights: Weights, names: Sequence[str]) -> torch.Tensor | None:
+def view_fused(weights: Weights, names: Sequence[str]) -> torch.Tensor | None:
     """Return the stacked tensor as a view, or None if the parts are not contiguous."""
     first, *rest = (weights[name] for name in names)
     end = first.storage_offset() + first.numel()
@@ -58,7 +58,7 @@ def fused_view(weights: Weights, names: Sequence[str]) -> torch.Tensor | None:
 
 
 class DirectWriter:
-    """The parts of one model. Raises UnsupportedModel.
+    """A writer of weights into the layers of one model. Raises UnsupportedModel.
 
     dtype: the engine's.
     """
@@ -66,7 +66,7 @@ class DirectWriter:
     def __init__(self, model: torch.nn.Module, weights: Weights, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.cpu = next(model.parameters()).device.type == "cpu"
-        self.parts = list(stacked_tensors(model, weights))
+        self.parts = list(find_stacked_tensors(model, weights))
         names = [name for part in self.parts if not part.tied for name in part.names]
         if (missing := weights.keys() - set(names)) or len(names) > len(weights):
             raise UnsupportedModel(
@@ -86,7 +86,7 @@ class DirectWriter:
         self.plain: dict[int, torch.Tensor] = {}
 
     def check_same(self, weights: Weights) -> None:
-        """Compare with what vLLM's reload has just made of these weights.
+        """Compare with the result of vLLM's reload of these weights.
 
         Raises UnsupportedModel.
         """
@@ -116,7 +116,7 @@ class DirectWriter:
 
         A view of the published bytes where possible.
         """
-        view = fused_view(weights, part.names)
+        view = view_fused(weights, part.names)
         if view is not None and (view.dtype == self.dtype or not part.product):
             return view
         size = sum(weights[name].numel() for name in part.names)
@@ -128,6 +128,7 @@ class DirectWriter:
 
     @torch.no_grad()
     def load(self, weights: Weights) -> None:
+        """Write `weights` into all layers."""
         for module in self.idle:
             module.cpu_linear = linear
         for number, part in enumerate(self.parts):
@@ -150,15 +151,15 @@ class DirectWriter:
                     pack(part.layer, remove_weight=True)
                     continue
             elif self.cpu and part.product and not part.layer.weight.numel():
-                own = (
+                plain_weight = (
                     self.plain[number]
                     if number in self.plain
                     else self.plain.setdefault(number, self.stack(weights, part).clone())
                 )
-                part.layer.cpu_linear = lambda probe, _weight, bias, own=own: linear(
+                part.layer.cpu_linear = lambda probe, _weight, bias, own=plain_weight: linear(
                     probe, own, bias
                 )
-                self.copy(weights, part, own)
+                self.copy(weights, part, plain_weight)
                 continue
             elif self.cpu and part.product:
                 part.layer.cpu_linear = linear
@@ -183,7 +184,7 @@ def pack(layer: Any, *, remove_weight: bool) -> None:
     dispatch_cpu_unquantized_gemm(layer, remove_weight=remove_weight)
 
 
-def stacked_tensors(model: torch.nn.Module, weights: Weights) -> Iterator[StackedTensor]:
+def find_stacked_tensors(model: torch.nn.Module, weights: Weights) -> Iterator[StackedTensor]:
     """Yield every parameter of the model with its sources.
 
     Raises UnsupportedModel for a layer that is not plain.
@@ -198,7 +199,7 @@ def stacked_tensors(model: torch.nn.Module, weights: Weights) -> Iterator[Stacke
 
     stacks: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
     has_head = any(isinstance(module, ParallelLMHead) for module in model.modules())
-    seen: dict[int, list[str]] = {}
+    names_by_tensor: dict[int, list[str]] = {}
     for path, layer in model.named_modules():
         method: Any = getattr(layer, "quant_method", None)
         square = isinstance(layer, LinearBase) and type(method) is UnquantizedLinearMethod
@@ -216,16 +217,16 @@ def stacked_tensors(model: torch.nn.Module, weights: Weights) -> Iterator[Stacke
                 table and kind == "weight" and (isinstance(layer, ParallelLMHead) or not has_head)
             )
             names = [".".join(filter(None, (prefix, s, kind))) for s in stacks.get(leaf, [leaf])]
-            tied = head and names[0] not in weights and id(tensor) in seen
+            tied = head and names[0] not in weights and id(tensor) in names_by_tensor
             if tied:
-                names = seen[id(tensor)]
+                names = names_by_tensor[id(tensor)]
             elif any(name not in weights for name in names):
                 raise UnsupportedModel(
                     f"no published weight is called {min(set(names) - set(weights))}"
                 )
             elif not _shapes_fit(tensor, [weights[name] for name in names], padded=table):
                 raise UnsupportedModel(f"{path}.{kind} has another shape than {names[0]}")
-            seen[id(tensor)] = names
+            names_by_tensor[id(tensor)] = names
             yield StackedTensor(layer, kind, names, kind == "weight" and (square or head), tied)
 
 

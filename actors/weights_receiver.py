@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class PulledWeights(NamedTuple):
     """The weights of one version.
 
-    tensors: name -> view of a private buffer. probe: what the learner published to check an engine
-    with.
+    tensors: name -> view of a private buffer.
+    probe: the learner's log-probabilities, to check an engine.
     """
 
     tensors: dict[str, Any]
@@ -38,7 +38,7 @@ class PulledWeights(NamedTuple):
 
 
 class WeightsReceiver:
-    """Pulls announced versions; `bytes_over_socket` excludes shared memory."""
+    """A reader of announced versions; `bytes_over_socket` excludes shared memory."""
 
     def __init__(self, config: Config, reader_id: str) -> None:
         self.config = config
@@ -47,31 +47,35 @@ class WeightsReceiver:
         self.epoch = -1
         self.reader: RingReader | None = None
         self.manifest: Any = None
-        self.into = np.empty(0, np.uint8)
-        self.tensors: dict[str, Any] = {}  # views of `into`
+        self.buffer = np.empty(0, np.uint8)
+        self.tensors: dict[str, Any] = {}  # views of `buffer`
         self.client: weight_transport.WeightsClient | None = None
         self.pair: PairClient | None = None
         self.bytes_over_socket = 0
         self.fetch_s = self.fetched_mb = 0.0  # seconds and megabytes over a socket, summed
 
-    def numbers(self) -> dict[str, float]:
+    def collect_metrics(self) -> dict[str, float]:
         """Return metrics for the buffer, summed since the start."""
         return {"link/fetch_s": self.fetch_s, "link/fetched_mb": self.fetched_mb}
 
-    def local(self, source: WeightsSource) -> bool:
+    def is_local(self, source: WeightsSource) -> bool:
+        """Whether the shared memory of `source` can be read from this process."""
         if self.transport == "auto":
             return source.host == socket.gethostname() and Path(source.directory).is_dir()
         return self.transport == "shared_memory"
 
     def pull(self, source: WeightsSource, label: Label, digest: str | None) -> PulledWeights | None:
-        """Copy version `label`, or return None when it is unavailable right now."""
+        """Copy version `label`; return None while it is unavailable.
+
+        Raises PeerUnreachable, and FileNotFoundError when the ring's files are missing.
+        """
         if source.epoch != self.epoch:
             self.open(source)
         if self.pair is not None:
             return self._receive(self.pair, label, digest)
         if self.reader is not None:
             digest = digest or self.reader.labels().get(label)
-            if digest is None or not self.reader.read(label, digest, self.into.data):
+            if digest is None or not self.reader.read(label, digest, self.buffer.data):
                 if self.reader.is_replaced():
                     self.close()  # the next pull opens the new ring
                 return None
@@ -80,7 +84,7 @@ class WeightsReceiver:
             assert self.client is not None
             began, bytes_before = time.monotonic(), self.client.bytes_received
             try:
-                digest = self.client.fetch(label, digest or "", self.into.data)
+                digest = self.client.fetch(label, digest or "", self.buffer.data)
             finally:
                 self.fetch_s += time.monotonic() - began
                 self.fetched_mb += (self.client.bytes_received - bytes_before) / 1e6
@@ -103,6 +107,7 @@ class WeightsReceiver:
         )
 
     def open(self, source: WeightsSource) -> None:
+        """Connect to `source` and allocate the buffer for its weights."""
         self.close()
         if self.transport == "nccl" or self.transport == "gloo":
             from asyncrl.transport import gpu_pairs
@@ -110,7 +115,7 @@ class WeightsReceiver:
             self.pair = gpu_pairs.connect(self.config, source, self.reader_id)
             self.epoch = source.epoch
             return
-        if self.local(source):
+        if self.is_local(source):
             self.reader = RingReader(Path(source.directory), self.reader_id)
             self.manifest = self.reader.manifest
         else:
@@ -119,11 +124,12 @@ class WeightsReceiver:
             )
             self.manifest = self.client.manifest()
         # every pull writes all of it, so its pages are touched once; numpy asks for large pages
-        self.into = np.empty(count_flat_bytes(self.manifest), np.uint8)
-        self.tensors = read_flat(self.into.data, self.manifest)
+        self.buffer = np.empty(count_flat_bytes(self.manifest), np.uint8)
+        self.tensors = read_flat(self.buffer.data, self.manifest)
         self.epoch = source.epoch
 
     def close(self) -> None:
+        """Close the connection to the source; the next pull opens another."""
         if self.reader is not None:
             self.reader.close()
         if self.client is not None:

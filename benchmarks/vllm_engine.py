@@ -151,7 +151,7 @@ class Ours:
         config = load.load("configs/vllm.toml", sets)
         rundir.prepare(config, load.dump(config), run_dir)
         turn.collect_stop_tokens = lambda *_: ()  # every answer is of the same length
-        self.generator = g.Generator(config, run_dir, 0, g.engine_for(config))
+        self.generator = g.Generator(config, run_dir, 0, g.build_engine(config))
         self.engine: Any = self.generator.engine
         model = models.load_policy(path, "float32", "cpu")
         layout = models.build_manifest(model)
@@ -256,11 +256,11 @@ class Ours:
             "taken": taken,
             "load": lambda: worker.asyncrl_load(self.weights),
             "reload": reload,
-            "reference": lambda: reference.logprobs(self.weights),
+            "reference": lambda: reference.compute_logprobs(self.weights),
             "pack": pack,
             "step": step,
             "amid": amid,
-            "end": lambda: self.engine.abort(list(self.engine.progress())),
+            "end": lambda: self.engine.abort(list(self.engine.count_tokens())),
         }
 
 

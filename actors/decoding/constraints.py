@@ -32,8 +32,8 @@ class TokenConstraint:
         self.matcher = matcher
         self.stops = list(stops)
 
-    def allowed(self, size: int) -> np.ndarray:
-        """Return bool [size]: the tokens that may come next; `size` is that of the vocabulary."""
+    def compute_allowed(self, size: int) -> np.ndarray:
+        """Return bool [size]: the tokens that may come next; size: of the vocabulary."""
         packed = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
         bits = np.unpackbits(packed, count=size, bitorder="little").astype(bool)
         bits[self.stops] = self.matcher.is_accepting()
@@ -43,13 +43,13 @@ class TokenConstraint:
         return bits
 
     def advance(self, token: int) -> None:
-        """Take the sampled token, which was allowed."""
+        """Advance by the sampled token, which was allowed."""
         if token not in self.stops:
             self.matcher.consume_token(token)
 
 
 class GrammarCompiler:
-    """Compiles grammars for the tokens of a model, and remembers the last ones.
+    """A compiler of grammars for the tokens of a model, with a cache.
 
     path: the model's directory. stops: the tokens that end a completion.
     """
@@ -119,16 +119,16 @@ def convert_tokenizer(tokenizer: Any, size: int, stops: Sequence[int]) -> Any:
         return LLTokenizer(wrapped, n_vocab=size, eos_token=ends)
 
 
-def allowed_tokens(
+def compute_allowed_tokens(
     rows: Sequence[TokenConstraint | None], size: int, device: torch.device
 ) -> torch.Tensor | None:
-    """Return bool [rows, size]: the tokens that each row may sample; None: any, in every row."""
+    """Return bool [rows, size]: the tokens that each row may sample; None: all."""
     if all(constraint is None for constraint in rows):
         return None
     allowed = np.ones((len(rows), size), bool)
     for row, constraint in enumerate(rows):
         if constraint is not None:
-            allowed[row] = constraint.allowed(size)
+            allowed[row] = constraint.compute_allowed(size)
     return torch.from_numpy(allowed).to(device)
 
 

@@ -18,7 +18,7 @@ PRIOR_STEPS = 64  # weight of the assumption with which each version starts, in 
 
 
 class GroupDrafts:
-    """The n-grams of one group's prompt and completions, with what followed them last.
+    """The n-grams of one group's sequences, with their last continuations.
 
     >>> group = GroupDrafts()
     >>> group.extend((0, 0, 1), [5, 6, 7, 8, 9])
@@ -42,13 +42,15 @@ class GroupDrafts:
                     self.continuations[tuple(sequence[end - size :])] = sequence, end
             sequence.append(token)
 
-    def propose(self, key: Key, most: int) -> list[int]:
-        """Return at most `most` tokens that may follow the sequence of `key`."""
-        own = self.sequences[key]
+    def propose(self, key: Key, limit: int) -> list[int]:
+        """Return at most `limit` tokens that may follow the sequence of `key`."""
+        own_sequence = self.sequences[key]
         for size in NGRAMS:
-            if size <= len(own) and (found := self.continuations.get(tuple(own[-size:]))):
-                sequence, position = found
-                return sequence[position : position + most]
+            if size <= len(own_sequence) and (
+                continuation := self.continuations.get(tuple(own_sequence[-size:]))
+            ):
+                sequence, position = continuation
+                return sequence[position : position + limit]
         return []
 
 
@@ -76,44 +78,44 @@ class DraftBook:
             for table in (self.outstanding, self.groups, self.finished):
                 table.pop(group, None)
         elif tokens is not None:
-            whole = np.concatenate([request.prompt, tokens])
-            self.finished.setdefault(group, []).append((request.key, whole))
+            sequence = np.concatenate([request.prompt, tokens])
+            self.finished.setdefault(group, []).append((request.key, sequence))
 
-    def count_known(self, request: CompletionRequest) -> int:
-        """Return how many tokens of the completion the book has."""
+    def count_indexed(self, request: CompletionRequest) -> int:
+        """Count the tokens of the completion that are indexed."""
         group = self.groups.get(request.group)
         sequence = group.sequences.get(request.key) if group else None
         return len(sequence) - len(request.prompt) if sequence else 0
 
     def propose(
-        self, request: CompletionRequest, new_tokens: Sequence[int], most: int
+        self, request: CompletionRequest, new_tokens: Sequence[int], limit: int
     ) -> list[int]:
-        """Return a draft of at most `most` tokens.
+        """Return a draft of at most `limit` tokens.
 
         Args:
             request: a request that is being decoded.
-            new_tokens: its tokens from `count_known` on.
-            most: at least 1.
+            new_tokens: its tokens from `count_indexed` on.
+            limit: at least 1.
         """
         group = self.groups.setdefault(request.group, GroupDrafts())
-        for key, whole in self.finished.pop(request.group, []):
-            known = len(group.sequences.get(key, ()))
-            group.extend(key, whole[known:].tolist())
+        for key, full_sequence in self.finished.pop(request.group, []):
+            indexed_count = len(group.sequences.get(key, ()))
+            group.extend(key, full_sequence[indexed_count:].tolist())
         if request.key not in group.sequences:
             group.extend(request.key, request.prompt.tolist())
         group.extend(request.key, new_tokens)
-        return group.propose(request.key, most)
+        return group.propose(request.key, limit)
 
 
 class DraftPolicy:
-    """Decides at which number of live rows drafts pay.
+    """The rule that decides at which number of live rows drafts pay.
 
     A step with drafts takes the seconds of verifying them and of looking them up, and yields `gain`
     tokens a row.  It pays while gain steps without drafts take longer.
 
     Args:
-        most: tokens of a draft.
-        rows: draft for up to so many live rows; None: measure the cost and the gain.
+        draft_tokens: the most tokens of a draft.
+        rows: draft for at most this many live rows; None: measure the cost and the gain.
 
     >>> policy = DraftPolicy(4, None)
     >>> policy.seconds = {1: (1.0, 1.5), 4: (1.0, 2.0), 8: (1.0, 5.0)}
@@ -124,8 +126,8 @@ class DraftPolicy:
     False
     """
 
-    def __init__(self, most: int, rows: int | None) -> None:
-        self.most = most
+    def __init__(self, draft_tokens: int, rows: int | None) -> None:
+        self.draft_tokens = draft_tokens
         self.rows = rows
         # rows of a step -> seconds without and with drafts to verify
         self.seconds: Mapping[int, tuple[float, float]] = {}
@@ -135,6 +137,7 @@ class DraftPolicy:
 
     @classmethod
     def from_config(cls, settings: GeneratorConfig) -> DraftPolicy:
+        """Build the policy of [generator]."""
         rows = settings.draft_rows
         return cls(settings.speculate, None if rows == "auto" else rows)
 
@@ -144,7 +147,7 @@ class DraftPolicy:
         The first drafts assume that half of the tokens are accepted.
         """
         self.drafted = float(PRIOR_STEPS)
-        self.yielded = PRIOR_STEPS * (1 + self.most / 2)
+        self.yielded = PRIOR_STEPS * (1 + self.draft_tokens / 2)
 
     def count_lookup(self, rows: int, seconds: float) -> None:
         """Count the time that the drafts of a step's rows took."""
@@ -160,9 +163,9 @@ class DraftPolicy:
         """Whether to draft at a step of `live` rows."""
         if self.rows is not None:
             return live <= self.rows
-        known = [rows for rows in self.seconds if rows >= live]
-        if not known:
+        measured_rows = [rows for rows in self.seconds if rows >= live]
+        if not measured_rows:
             return False
-        plain, verified = self.seconds[min(known)]
+        plain, verified = self.seconds[min(measured_rows)]
         lookup = live * self.lookup_s / max(self.looked_up, 1)
         return verified + lookup < plain * self.yielded / self.drafted

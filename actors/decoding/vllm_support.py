@@ -1,4 +1,4 @@
-"""Top-p, top-k and grammars in front of vLLM's sampler, and a record of the tokens left.
+"""Top-p, top-k and grammars in front of vLLM's sampler; records the support.
 
 vLLM 0.32 returns the kept tokens (`return_sampling_mask`) from one of its model runners only, which
 does not run on a CPU, and its guided decoding needs vLLM's own tokenizer.  So both happen here, in
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from actors.decoder import kept_ids
+from actors.decoder import list_kept_ids
 from actors.decoding.constraints import TokenConstraint
 from asyncrl.contract.sampled_support import SampledSupport
 
@@ -28,21 +28,21 @@ class RecordedRequest:
 
     def __init__(self, constraint: TokenConstraint | None) -> None:
         self.constraint = constraint
-        self.taken = 0  # tokens that the constraint has seen
+        self.consumed = 0  # tokens that the constraint has advanced by
         self.kept: dict[int, np.ndarray] = {}
 
-    def allowed(self, sampled: list[int], size: int) -> np.ndarray | None:
-        """Return bool [size]: what may follow the `sampled` tokens; None: all tokens."""
+    def compute_allowed(self, tokens: list[int], size: int) -> np.ndarray | None:
+        """Return bool [size]: the tokens that may follow `tokens`; None: all."""
         if self.constraint is None:
             return None
-        for token in sampled[self.taken :]:
+        for token in tokens[self.consumed :]:
             self.constraint.advance(token)
-        self.taken = len(sampled)
-        return self.constraint.allowed(size)
+        self.consumed = len(tokens)
+        return self.constraint.compute_allowed(size)
 
 
 class SupportRecorder:
-    """Restricts and records the distributions of the requests that have a support."""
+    """A record of the requests that have a support, whose distributions it restricts."""
 
     def __init__(self) -> None:
         self.requests: dict[str, RecordedRequest] = {}
@@ -53,7 +53,7 @@ class SupportRecorder:
         self.requests[name] = RecordedRequest(constraint)
 
     def end(self, name: str, length: int = 0) -> SampledSupport | None:
-        """Forget a request and return the support of its `length` tokens; None: not recorded."""
+        """Forget a request; return the support of its `length` tokens, if recorded."""
         recorded = self.requests.pop(name, None)
         if recorded is None:
             return None
@@ -73,26 +73,26 @@ class SupportRecorder:
             keys: torch.Tensor | None,
             parameter: torch.Tensor | None,
         ) -> Any:
-            rows = self._rows(runner.input_batch, len(logits)) if self.requests else {}
+            rows = self._map_rows(runner.input_batch, len(logits)) if self.requests else {}
             if not rows:
                 return plain(logits, generators, keys, parameter)
-            for row, (recorded, sampled) in rows.items():
-                allowed = recorded.allowed(sampled, logits.shape[1])
+            for row, (recorded, tokens) in rows.items():
+                allowed = recorded.compute_allowed(tokens, logits.shape[1])
                 if allowed is not None:
                     mask = torch.from_numpy(allowed).to(logits.device)
                     logits[row].masked_fill_(~mask, -torch.inf)
             logits = apply_top_k_top_p(logits, keys, parameter)
             self.vocabulary = logits.shape[1]
             chosen = torch.tensor(list(rows), device=logits.device)
-            for (recorded, sampled), ids in zip(
-                rows.values(), kept_ids(logits[chosen] > -torch.inf), strict=True
+            for (recorded, tokens), ids in zip(
+                rows.values(), list_kept_ids(logits[chosen] > -torch.inf), strict=True
             ):
-                recorded.kept[len(sampled)] = ids
+                recorded.kept[len(tokens)] = ids
             return plain(logits, generators, None, None)
 
         inner.forward = forward
 
-    def _rows(self, batch: Any, count: int) -> dict[int, tuple[RecordedRequest, list[int]]]:
+    def _map_rows(self, batch: Any, count: int) -> dict[int, tuple[RecordedRequest, list[int]]]:
         """Return the recorded requests by their row, each with its tokens so far."""
         rows = {}
         for row, internal in enumerate(batch.req_ids[:count]):

@@ -1,11 +1,12 @@
-"""Assigns calls to generators: the gateway's side of the connection.
+"""The router of calls to generators: the gateway's side of the connection.
 
-A session's call goes to the generator that sampled its previous one while that has a free slot, as
-it may still hold the keys and values of the prompt's beginning.  Other calls go to the generator
-with the most free slots.
+A session's call goes to the generator that sampled its previous one while that has a free slot,
+because it may still hold the keys and values of the prompt's beginning.  Other calls go to the
+generator with the most free slots.
 
 The calls of a generator that was restarted, or has been silent for too long, are assigned again
-with the same random stream.  If the silent one answers after all, the first answer counts."""
+with the same random stream.  If the silent one answers after all, the first answer counts.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +29,10 @@ class ServingGenerator:
     peer: bytes  # its zmq address
     session: int
     slots: int
-    heard_at: float
+    reported_at: float
     sequence: int = 0  # number of the last message to it
     calls: dict[int, int] = field(default_factory=dict)  # call id -> number of its message
-    fresh: list[m.GenerationCall] = field(default_factory=list)  # for the next message
+    new_calls: list[m.GenerationCall] = field(default_factory=list)  # for the next message
     cut: list[int] = field(default_factory=list)  # calls to cancel with the next message
     announced: Label | None = None  # the newest weights announced to it
 
@@ -43,8 +44,8 @@ class ServingGenerator:
 class CallRouter:
     """The queue of calls and the generators that sample them.
 
-    Pure: the clock is an argument, and messages come and go by `on_report`, `on_result` and
-    `frames`.
+    Pure: the clock is an argument; `on_report` and `on_result` handle messages, and `take_messages`
+    builds them.
     """
 
     def __init__(self, run: str, silent_s: float) -> None:
@@ -99,14 +100,14 @@ class CallRouter:
             )
         generator.peer = peer
         generator.slots = message.slots
-        generator.heard_at = now
-        held = set(message.held)
-        lost = [
+        generator.reported_at = now
+        held_calls = set(message.held)
+        lost_calls = [
             call
             for call, sequence in generator.calls.items()
-            if sequence <= message.heard and call not in held
+            if sequence <= message.heard and call not in held_calls
         ]
-        for call in lost:
+        for call in lost_calls:
             del generator.calls[call]
             self._resubmit(call)
         return None
@@ -125,7 +126,7 @@ class CallRouter:
     def tick(self, now: float) -> None:
         """Drop generators that were silent for too long and assign their calls again."""
         for name, generator in list(self.generators.items()):
-            if now - generator.heard_at > self.silent_s:
+            if now - generator.reported_at > self.silent_s:
                 del self.generators[name]
                 self._drop_generator(generator)
 
@@ -141,44 +142,50 @@ class CallRouter:
     def _choose_generator(self, call: m.GenerationCall | None) -> ServingGenerator | None:
         """Choose the generator for a call; None if there is none."""
         if call is not None:
-            last = self.generators.get(self.last_generator.get((call.ticket, call.sample), ""))
-            if last is not None and len(last.calls) < last.slots:
-                return last
+            name = self.last_generator.get((call.ticket, call.sample), "")
+            previous = self.generators.get(name)
+            if previous is not None and len(previous.calls) < previous.slots:
+                return previous
         return max(
             self.generators.values(), key=lambda generator: generator.free_slots, default=None
         )
 
-    def frames(
+    def take_messages(
         self,
         announcement: m.PolicyAnnouncement | None,
-        images_of: Callable[[m.GenerationCall], Mapping[str, bytes]] = lambda _: {},
+        get_images: Callable[[m.GenerationCall], Mapping[str, bytes]] = lambda _: {},
     ) -> Sequence[tuple[bytes, m.CallAssignments]]:
-        """Build the messages to send now: (address, new and cancelled calls, announcement).
+        """Build the messages to send now, each with its generator's address.
 
-        images_of: the images of a call, digest -> blob."""
+        get_images: returns the images of a call, digest -> blob
+        """
         while self.queue:
             generator = self._choose_generator(self.open.get(self.queue[0]))
             if generator is None or generator.free_slots <= 0:
                 break
             call = self.queue.popleft()
             if call in self.open:
-                generator.fresh.append(self.open[call])
+                generator.new_calls.append(self.open[call])
                 generator.calls[call] = generator.sequence + 1
         messages = []
         label = None if announcement is None else announcement.announcement_key
         for generator in self.generators.values():
-            if not generator.fresh and not generator.cut and generator.announced == label:
+            if not generator.new_calls and not generator.cut and generator.announced == label:
                 continue
             generator.sequence += 1
             generator.announced = label
             message = m.CallAssignments(
                 generator.session,
                 generator.sequence,
-                generator.fresh,
+                generator.new_calls,
                 generator.cut,
                 announcement,
-                {name: blob for call in generator.fresh for name, blob in images_of(call).items()},
+                {
+                    name: blob
+                    for call in generator.new_calls
+                    for name, blob in get_images(call).items()
+                },
             )
-            generator.fresh, generator.cut = [], []
+            generator.new_calls, generator.cut = [], []
             messages.append((generator.peer, message))
         return messages

@@ -7,12 +7,13 @@ r"""The tree of a session's calls, and the training sequences that are made of i
 ```
 
 A node is a call: its prompt and the sampled ids.  Its prompt begins with the prompt and the sampled
-ids of its parent (`token_ids`), id by id, since decoding and encoding them again may give other
-ids.  Messages only serve to find the parent, by chained digests; the session's own answers among
-them are replaced by the sampled ones.
+ids of its parent (`build_token_ids`), id by id, because decoding and encoding them again may give
+other ids.  Messages only serve to find the parent, by chained digests.  The session's own answers
+among them are replaced by the sampled ones.
 
 A training sequence ("row" in names) follows first children from a node to a leaf.  So each sampled
-token is trained in exactly one sequence, the first that holds it.  Pure."""
+token is trained in exactly one sequence, the first that holds it.  Pure.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ _encode = msgspec.json.Encoder().encode
 class CallNode:
     """One call.
 
-    tail: int32, the prompt after the parent's `token_ids` (for a root, all of it)
+    tail: int32, the prompt after the parent's `build_token_ids` (for a root, all of it)
     ids: int32 [T], T >= 1, the sampled ids, or None until the call is answered
     logprobs: float32 [T]
     """
@@ -64,31 +65,33 @@ class CallNode:
     text_digest: bytes = b""
     images: list[str] = field(default_factory=list)  # the digests of its tail's images
     answer: Message | None = None  # the parsed answer, as the template takes it
-    written: tuple[int, bytes, str] | None = None  # chat.py: length, digest and closing of the turn
+    rendered_turn: tuple[int, bytes, str] | None = (
+        None  # chat.py: length, digest and closing of the turn
+    )
 
-    def prompt(self) -> np.ndarray:
-        """The ids of the whole prompt, int32 [P]."""
-        parts = [self.tail]
+    def build_prompt(self) -> np.ndarray:
+        """Return the ids of the whole prompt, int32 [P]."""
+        pieces = [self.tail]
         node = self.parent
         while node is not None:
             assert node.ids is not None  # only an answered call is continued
-            parts += [node.ids, node.tail]
+            pieces += [node.ids, node.tail]
             node = node.parent
-        return np.concatenate(parts[::-1])
+        return np.concatenate(pieces[::-1])
 
-    def token_ids(self) -> np.ndarray:
-        """The prompt and the sampled ids, int32 [P + T]."""
+    def build_token_ids(self) -> np.ndarray:
+        """Return the prompt and the sampled ids, int32 [P + T]."""
         assert self.ids is not None
-        return np.concatenate([self.prompt(), self.ids])
+        return np.concatenate([self.build_prompt(), self.ids])
 
-    def all_images(self) -> list[str]:
-        """The digests of the images of the whole prompt."""
-        parts = [self.images]
+    def list_images(self) -> list[str]:
+        """Return the digests of the images of the whole prompt."""
+        digest_lists = [self.images]
         node = self.parent
         while node is not None:
-            parts.append(node.images)
+            digest_lists.append(node.images)
             node = node.parent
-        return [name for part in parts[::-1] for name in part]
+        return [name for part in digest_lists[::-1] for name in part]
 
     @property
     def own_reads(self) -> int:
@@ -100,29 +103,35 @@ class CallNode:
         return len(self.tail) + len(self.ids) - (self.parent is None)
 
     def set_routed(self, routed: RoutedExperts | None) -> None:
-        """Keep the experts of its own reads; routed: of the P + T - 1 or more tokens it read."""
+        """Keep the experts of the call's own reads.
+
+        routed: of the P + T - 1 or more tokens that the call read
+        """
         if routed is not None:
             assert self.ids is not None
-            end = len(self.prompt()) + len(self.ids) - 1
+            end = len(self.build_prompt()) + len(self.ids) - 1
             routed = routed.part(end - self.own_reads, end)
         self.routed = routed
 
-    def all_routed(self) -> RoutedExperts | None:
-        """The experts of all P + T - 1 tokens, each as the first call that read it used them."""
-        parts = []
+    def join_routed(self) -> RoutedExperts | None:
+        """Join the experts of all P + T - 1 tokens.
+
+        Each token has those of the first call that read it; None: not recorded.
+        """
+        pieces = []
         node: CallNode | None = self
         while node is not None:
             if node.routed is None:
                 return None
-            parts.append(node.routed)
+            pieces.append(node.routed)
             node = node.parent
-        return RoutedExperts.join(parts[::-1])
+        return RoutedExperts.join(pieces[::-1])
 
 
 # ---- messages ------------------------------------------------------------------------------------
 
 
-def plain_text(content: Any) -> str:
+def join_text(content: Any) -> str:
     """Join the text of a message's content; None is "".
 
     Raises ValueError for a part that is not text.
@@ -143,42 +152,43 @@ def plain_text(content: Any) -> str:
     return "".join(texts)
 
 
-def canonical_arguments(given: Any) -> str:
+def canonicalize_arguments(arguments: Any) -> str:
     """Write a tool call's arguments as canonical JSON; text that is not JSON is kept."""
-    if isinstance(given, str):
+    if isinstance(arguments, str):
         try:
-            given = json.loads(given)
+            arguments = json.loads(arguments)
         except ValueError:
-            return str(given)
-    return json.dumps(given, sort_keys=True, separators=(",", ":"))
+            return str(arguments)
+    return json.dumps(arguments, sort_keys=True, separators=(",", ":"))
 
 
-def canonical(message: Message) -> bytes:
+def encode_identity(message: Message) -> bytes:
     """Encode a message's identity.
 
-    White space around an assistant's text is ignored, since some clients strip it.
+    White space around an assistant's text is ignored, because some clients strip it.
     """
-    text = plain_text(message.get("content"))
+    text = join_text(message.get("content"))
     if message.get("role") == "assistant":
         text = text.strip()
     calls = []
     for call in message.get("tool_calls") or []:
         function = call.get("function") or {}
-        arguments = canonical_arguments(function.get("arguments", ""))
+        arguments = canonicalize_arguments(function.get("arguments", ""))
         calls.append([call.get("id"), function.get("name"), arguments])
-    parts = [message.get("role"), text, calls, message.get("tool_call_id")]
+    identity = [message.get("role"), text, calls, message.get("tool_call_id")]
     try:
-        return _encode(parts)
+        return _encode(identity)
     except UnicodeEncodeError:  # an unpaired surrogate, which JSON may hold
-        return json.dumps(parts).encode()
+        return json.dumps(identity).encode()
 
 
-def chained(before: bytes, message: Message) -> bytes:
+def chain_digest(previous: bytes, message: Message) -> bytes:
     """Chain the digest of a conversation's beginning with its last message."""
-    return xxhash.xxh3_128_digest(before + xxhash.xxh3_128_digest(canonical(message)))
+    return xxhash.xxh3_128_digest(previous + xxhash.xxh3_128_digest(encode_identity(message)))
 
 
-def text_digest(text: str) -> bytes:
+def compute_text_digest(text: str) -> bytes:
+    """Compute the digest of a text, which may hold unpaired surrogates."""
     return xxhash.xxh3_128_digest(text.encode("utf-8", "surrogatepass"))
 
 
@@ -187,17 +197,17 @@ class MessageMatch:
     """The earlier calls that a request's messages match.
 
     chains: [n + 1], the digest before each message and after the last
-    candidates: (i, a node whose answer is message i), the deepest first, of these the nodes of the
-        wanted kind, of these the newest
-    known: number of leading messages that an earlier request held
+    candidates: (i, a node with message i as its answer), the deepest first, of these the nodes of
+        the preferred kind, of these the newest
+    known_count: number of leading messages that an earlier request held
     """
 
     chains: list[bytes]
     candidates: list[tuple[int, CallNode]]
-    known: int
+    known_count: int
 
-    def own_answers(self) -> dict[int, CallNode]:
-        """The session's own answers among the messages, by the best candidate."""
+    def map_own_answers(self) -> dict[int, CallNode]:
+        """Map message indices to the session's own answers, by the best candidate."""
         if not self.candidates:
             return {}
         index, node = self.candidates[0]
@@ -213,43 +223,43 @@ class CallTree:
     def __init__(self) -> None:
         self.nodes: list[CallNode] = []
         self.placed = 0  # calls ever placed, which is the next one's number
-        self.answers: dict[bytes, list[CallNode]] = {}  # chain after the answer -> nodes
-        self.seen: set[bytes] = set()  # chains of all requests
+        self.nodes_by_answer: dict[bytes, list[CallNode]] = {}  # chain after the answer -> nodes
+        self.known_chains: set[bytes] = set()  # chains of all requests
         self.forks: Counter[str] = Counter()  # cause -> sequences beyond the first
 
     def find(self, messages: Sequence[Message], aside: bool = False) -> MessageMatch:
         """Find the calls that the messages may continue.
 
-        aside: prefer excluded calls among equal ones, or trained ones.  The two sides of a game may
-            have equal messages, and each must continue its own.
+        aside: whether to prefer excluded calls among equal ones.  The two sides of a game may have
+            equal messages, and each must continue its own.
 
-        Raises ValueError as `plain_text` does.
+        Raises ValueError as `join_text` does.
         """
         chains = [b""]
         for message in messages:
-            chains.append(chained(chains[-1], message))
+            chains.append(chain_digest(chains[-1], message))
         candidates = [
             (index, node)
             for index in reversed(range(len(messages)))
             for preferred in (True, False)
-            for node in reversed(self.answers.get(chains[index + 1], ()))
+            for node in reversed(self.nodes_by_answer.get(chains[index + 1], ()))
             if (node.aside == aside) is preferred
         ]
-        known = 0
-        while known < len(messages) and chains[known + 1] in self.seen:
-            known += 1
-        return MessageMatch(chains, candidates, known)
+        known_count = 0
+        while known_count < len(messages) and chains[known_count + 1] in self.known_chains:
+            known_count += 1
+        return MessageMatch(chains, candidates, known_count)
 
     def find_ids(self, ids: np.ndarray, aside: bool = False) -> CallNode | None:
-        """Find the node with the longest `token_ids` that `ids` begin with.
+        """Find the node with the longest token ids that `ids` begin with.
 
-        Of equal ones it is one with the given `aside`, of these the newest.
+        Among nodes of equal length, one with an equal `aside` is preferred, and then the newest.
         """
         best: tuple[tuple[int, bool], CallNode] | None = None
         for node in self.nodes:
             if node.ids is None:
                 continue
-            own_ids = node.token_ids()
+            own_ids = node.build_token_ids()
             length = len(own_ids)
             rank = (length, node.aside == aside)
             if best is not None and rank < best[0]:
@@ -258,53 +268,53 @@ class CallTree:
                 best = (rank, node)
         return best[1] if best else None
 
-    def texts(self) -> list[CallNode]:
-        """The answered calls that were placed by text without a template."""
+    def list_text_nodes(self) -> list[CallNode]:
+        """List the answered calls that were placed by text without a template."""
         return [
             node
             for node in self.nodes
             if node.ids is not None and node.text_digest and not node.chain
         ]
 
-    def starts_row(self, new: CallNode) -> bool:
+    def starts_row(self, new_node: CallNode) -> bool:
         """Whether a call that is not among the nodes yet would begin a training sequence."""
-        if new.aside:
+        if new_node.aside:
             return False
-        above = trained_above(new.parent)
-        return above is None or any(
-            trained_above(node.parent) is above for node in self.nodes if not node.aside
+        ancestor = find_trained_ancestor(new_node.parent)
+        return ancestor is None or any(
+            find_trained_ancestor(node.parent) is ancestor for node in self.nodes if not node.aside
         )
 
-    def rows_begun(self) -> int:
-        """The number of training sequences, with those of open calls."""
-        return sum(1 for _ in row_starts(self.nodes))
+    def count_rows(self) -> int:
+        """Count the training sequences, with those of open calls."""
+        return sum(1 for _ in find_row_starts(self.nodes))
 
     def add(self, node: CallNode, chains: Sequence[bytes] = ()) -> None:
         """Add a placed call and the chains of its messages."""
         self.nodes.append(node)
         self.placed += 1
-        self.seen.update(chains[1:])
+        self.known_chains.update(chains[1:])
 
     def set_answer(self, node: CallNode, answer: Message) -> None:
         """Set the parsed answer of a call; requests that contain it continue the node."""
         node.answer = answer
-        chain = chained(node.chain, answer)
-        self.answers.setdefault(chain, []).append(node)
-        self.seen.add(chain)
+        chain = chain_digest(node.chain, answer)
+        self.nodes_by_answer.setdefault(chain, []).append(node)
+        self.known_chains.add(chain)
 
     def remove(self, node: CallNode) -> None:
         """Remove a call that has no token."""
         self.nodes.remove(node)
 
 
-def trained_above(node: CallNode | None) -> CallNode | None:
+def find_trained_ancestor(node: CallNode | None) -> CallNode | None:
     """Find the nearest trained node among a node and its ancestors."""
     while node is not None and node.aside:
         node = node.parent
     return node
 
 
-def row_starts(nodes: Sequence[CallNode]) -> Iterator[CallNode]:
+def find_row_starts(nodes: Sequence[CallNode]) -> Iterator[CallNode]:
     """Yield the nodes that begin a training sequence, in call order.
 
     These are trained roots, and all trained children of a node but the first.
@@ -313,14 +323,14 @@ def row_starts(nodes: Sequence[CallNode]) -> Iterator[CallNode]:
     for node in sorted(nodes, key=lambda node: node.number):
         if node.aside:
             continue
-        above = trained_above(node.parent)
-        if above is None or above in continued:
+        ancestor = find_trained_ancestor(node.parent)
+        if ancestor is None or ancestor in continued:
             yield node
         else:
-            continued.add(above)
+            continued.add(ancestor)
 
 
-def rows_of(
+def build_rows(
     nodes: Sequence[CallNode], rewards: Mapping[int, float] = {}
 ) -> tuple[TrainingSequence, ...]:
     """Build the training sequences, in the order of their first own calls.
@@ -330,20 +340,20 @@ def rows_of(
     answered = [node for node in nodes if node.ids is not None]
     follower: dict[CallNode, CallNode] = {}
     for node in sorted(answered, key=lambda node: node.number):
-        if not node.aside and (above := trained_above(node.parent)) is not None:
-            follower.setdefault(above, node)
-    return tuple(_make_row(start, follower, rewards) for start in row_starts(answered))
+        if not node.aside and (ancestor := find_trained_ancestor(node.parent)) is not None:
+            follower.setdefault(ancestor, node)
+    return tuple(_make_row(start, follower, rewards) for start in find_row_starts(answered))
 
 
 def _make_row(
-    start: CallNode, follower: Mapping[CallNode, CallNode], shares: Mapping[int, float]
+    root: CallNode, follower: Mapping[CallNode, CallNode], shares: Mapping[int, float]
 ) -> TrainingSequence:
-    """Build the training sequence that begins at `start` and follows first children."""
-    own = [start]
-    while (following := follower.get(own[-1])) is not None:
-        own.append(following)
-    prompt = start.prompt()
-    tokens = own[-1].token_ids()[len(prompt) :]
+    """Build the training sequence that begins at `root` and follows first children."""
+    path = [root]
+    while (following := follower.get(path[-1])) is not None:
+        path.append(following)
+    prompt = root.build_prompt()
+    tokens = path[-1].build_token_ids()[len(prompt) :]
     logprobs = np.zeros(len(tokens), np.float32)
     mask = np.zeros(len(tokens), np.uint8)
     rewards = np.full(len(tokens), np.nan, np.float32)  # NaN: no reward at this token
@@ -351,25 +361,25 @@ def _make_row(
     segments: list[tuple[str, int, int]] = []
     supports: list[SampledSupport] = []
     end = 0
-    for node in own:
+    for node in path:
         assert node.ids is not None and node.logprobs is not None
-        first = len(node.prompt()) - len(prompt)
-        if first > end:
-            segments.append(("context", end, first))
+        start = len(node.build_prompt()) - len(prompt)
+        if start > end:
+            segments.append(("context", end, start))
         supports += [
-            SampledSupport.untruncated(first - end),
+            SampledSupport.untruncated(start - end),
             node.support or SampledSupport.untruncated(len(node.ids)),
         ]
-        end = first + len(node.ids)
-        segments.append(("model", first, end))
-        logprobs[first:end] = node.logprobs
-        mask[first:end] = 1
+        end = start + len(node.ids)
+        segments.append(("model", start, end))
+        logprobs[start:end] = node.logprobs
+        mask[start:end] = 1
         rewards[end - 1] = shares.get(node.number, np.nan)
         spans += [
-            VersionSpan(span.label, span.digest, first + span.start, first + span.end, span.kv)
+            VersionSpan(span.label, span.digest, start + span.start, start + span.end, span.kv)
             for span in node.spans
         ]
-    routed = own[-1].all_routed()
+    routed = path[-1].join_routed()
     return TrainingSequence(
         prompt_tokens=np.ascontiguousarray(prompt, "<i4").tobytes(),
         tokens=np.ascontiguousarray(tokens, "<i4").tobytes(),
@@ -380,5 +390,5 @@ def _make_row(
         token_rewards=rewards.astype("<f4").tobytes() if shares else b"",
         support=SampledSupport.join(supports).encode(),
         routed=b"" if routed is None else routed.encode(),
-        images=own[-1].all_images(),
+        images=path[-1].list_images(),
     )

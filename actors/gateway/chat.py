@@ -1,8 +1,9 @@
-"""Converts messages to token ids, and sampled ids to a message.
+"""The conversion of messages to token ids, and of sampled ids to a message.
 
 The prompt of a request that continues a call consists of that call's ids, as sampled, and the
-encoding of the text after the call's answer: sampled ids are never decoded and encoded again, which
-may change them.  The end of the answer in the request's text is found in three ways, in this order:
+encoding of the text after the call's answer.  Sampled ids are never decoded and encoded again,
+which may change them.  The end of the answer in the request's text is found in three ways, in this
+order:
 
 1. The text begins with the call's prompt text and the sampled text.  The rest follows.
 2. The text begins with the template's rendering of the call's messages and its answer, for example
@@ -10,7 +11,8 @@ may change them.  The end of the answer in the request's text is found in three 
 3. With `history = "keep"`, for templates that strip thinking from earlier turns: the answer is
    rendered as a mark, and the text after the mark follows.
 
-Otherwise the request gets a new prompt."""
+Otherwise the request gets a new prompt.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,9 @@ from typing import Any, Literal
 import numpy as np
 import xxhash
 
-from actors.gateway.call_tree import CallNode, Message, plain_text, text_digest
-from actors.gateway.image_marks import digests_in, with_markers, with_marks
-from actors.gateway.sessions import CallRefused, too_long
+from actors.gateway.call_tree import CallNode, Message, compute_text_digest, join_text
+from actors.gateway.image_marks import find_digests, replace_marks, restore_marks
+from actors.gateway.sessions import CallRefused, build_too_long_error
 from asyncrl.contract import outcomes
 from asyncrl.contract.blobs.images import ImageShape
 from asyncrl.contract.errors import ConfigError
@@ -35,8 +37,8 @@ from asyncrl.models.tokenizer import takes_parts
 from asyncrl.models.vision import image_tokens
 from asyncrl.models.vision.image_tokens import split_image_parts
 
-# characters encoded at once, for each token of generator.context: a longer text is too long if its
-# beginning is
+# characters encoded at once, for each token of generator.context: if the beginning of a text is too
+# long, the text is
 AT_ONCE = 8
 CUT_TOKENS = 64  # tokens that the beginning of a text may have more alone than in the whole text
 MARK = "\ue000answer\ue001"  # of private characters, which occur in no history
@@ -63,7 +65,7 @@ class ChatFormat:
     ) -> None:
         self.tokenizer = tokenizer
         self.parser = parser or parse_plain_text
-        self.keeps = history == "keep"
+        self.keeps_history = history == "keep"
         self.context = context
         self.ends = {int(token): self.decode_text([int(token)]) for token in stop}
         self.when = when
@@ -85,32 +87,35 @@ class ChatFormat:
         """Encode a text as int32 [P], without added special tokens.
 
         Raises CallRefused for an unpaired surrogate, which a tool call's arguments may hold, and
-        for a text longer than the context; that check costs time by the context, not by the text.
+        for a text longer than the context.  The time of that check depends on the context, not on
+        the text.
         """
         try:
             outcomes.check_text(text, "the prompt")
         except ValueError as error:
             raise CallRefused(400, "invalid_text", str(error), "messages") from error
         if self.image_shape is not None:
-            text = with_markers(text)
+            text = replace_marks(text)
         at_once = AT_ONCE * self.context
         while self.context and len(text) > at_once:
             count = len(self.tokenizer.encode(text[:at_once], add_special_tokens=False))
             if count > self.context + CUT_TOKENS:
-                raise too_long(f"the prompt has over {count - CUT_TOKENS}", self.context)
+                raise build_too_long_error(
+                    f"the prompt has over {count - CUT_TOKENS}", self.context
+                )
             at_once *= 2
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         if self.image_shape is not None:
             return image_tokens.expand(ids, self.image_shape)
         return np.asarray(ids, dtype=np.int32)
 
-    def images_of(self, text: str, tail: np.ndarray) -> list[str]:
-        """See `sessions.Composer.images_of`."""
+    def find_images(self, text: str, tail: np.ndarray) -> list[str]:
+        """See `sessions.Composer.find_images`."""
         if self.image_shape is None:
             return []
-        digests = digests_in(text)
-        own = image_tokens.count(tail, self.image_shape) // self.image_shape.length
-        return digests[len(digests) - own :]
+        digests = find_digests(text)
+        image_count = image_tokens.count(tail, self.image_shape) // self.image_shape.length
+        return digests[len(digests) - image_count :]
 
     def require_text(self, ids: np.ndarray) -> None:
         """See `sessions.Composer.require_text`."""
@@ -126,33 +131,33 @@ class ChatFormat:
         self, node: CallNode, messages: Sequence[Message], answer_at: int, text: str
     ) -> np.ndarray | None:
         """See `sessions.Composer.follow`.  Raises CallRefused."""
-        rest = self._behind_drawn(node, text)
-        if rest is None:
-            rest = self._behind_turn(node, messages[: answer_at + 1], text)
-        if rest is None and self.keeps:
-            rest = self._behind_mark(node, messages, answer_at)
-        return None if rest is None else self._continued(node, rest)
+        suffix = self._find_after_sampled(node, text)
+        if suffix is None:
+            suffix = self._find_after_turn(node, messages[: answer_at + 1], text)
+        if suffix is None and self.keeps_history:
+            suffix = self._find_after_mark(node, messages, answer_at)
+        return None if suffix is None else self._encode_suffix(node, suffix)
 
     def continue_text(self, node: CallNode, text: str) -> np.ndarray | None:
         """See `sessions.Composer.continue_text`.  Raises CallRefused."""
         if not self._begins_with_prompt(node, text):
             return None
-        sampled = self._drawn_text(node)
+        sampled = self._decode_sampled(node)
         if not text.startswith(sampled, node.text_length):
             return None
-        return self._continued(node, text[node.text_length + len(sampled) :])
+        return self._encode_suffix(node, text[node.text_length + len(sampled) :])
 
     def _write(self, messages: Sequence[Message], tools: Sequence[Any], *, answering: bool) -> str:
-        """Render messages; where the template takes parts, images get their marks afterwards."""
+        """Render messages; if the template takes parts, images get their marks afterwards."""
         if self.image_shape is None or not takes_parts(self.tokenizer):
             return self._render(messages, tools, answering=answering)
         turns = []
         digests: list[str] = []
         for message in messages:
-            content = plain_text(message.get("content"))
-            digests += digests_in(content)
-            turns.append({**message, "content": split_image_parts(with_markers(content))})
-        text = with_marks(self._render(turns, tools, answering=answering), digests)
+            content = join_text(message.get("content"))
+            digests += find_digests(content)
+            turns.append({**message, "content": split_image_parts(replace_marks(content))})
+        text = restore_marks(self._render(turns, tools, answering=answering), digests)
         if text is None:
             raise CallRefused(
                 400,
@@ -182,56 +187,64 @@ class ChatFormat:
     def _begins_with_prompt(self, node: CallNode, text: str) -> bool:
         return (
             len(text) >= node.text_length
-            and text_digest(text[: node.text_length]) == node.text_digest
+            and compute_text_digest(text[: node.text_length]) == node.text_digest
         )
 
     def _ended_by_token(self, node: CallNode) -> bool:
         assert node.ids is not None
         return int(node.ids[-1]) in self.ends
 
-    def _behind_drawn(self, node: CallNode, text: str) -> str | None:
+    def _find_after_sampled(self, node: CallNode, text: str) -> str | None:
         """Find the text after the sampled answer: way 1 of the module's docstring."""
-        sampled = self._drawn_text(node)
+        sampled = self._decode_sampled(node)
         if not self._begins_with_prompt(node, text):
             return None
         if not text.startswith(sampled, node.text_length):
             return None
-        rest = text[node.text_length + len(sampled) :]
+        suffix = text[node.text_length + len(sampled) :]
         if not self._ended_by_token(node):
-            return rest
-        return next((rest[len(end) :] for end in self.ends.values() if rest.startswith(end)), None)
+            return suffix
+        return next(
+            (suffix[len(end) :] for end in self.ends.values() if suffix.startswith(end)), None
+        )
 
-    def _behind_turn(self, node: CallNode, messages: Sequence[Message], text: str) -> str | None:
+    def _find_after_turn(
+        self, node: CallNode, messages: Sequence[Message], text: str
+    ) -> str | None:
         """Find the text after the rendered answer: way 2.  messages: up to the answer."""
-        if node.written is None:
+        if node.rendered_turn is None:
             turn = self._write(messages, node.tools, answering=False)
-            node.written = (len(turn), text_digest(turn), self._closing(node, messages, turn))
-        length, digest, closing = node.written
-        if len(text) < length or text_digest(text[:length]) != digest:
+            node.rendered_turn = (
+                len(turn),
+                compute_text_digest(turn),
+                self._find_closing(node, messages, turn),
+            )
+        length, digest, closing = node.rendered_turn
+        if len(text) < length or compute_text_digest(text[:length]) != digest:
             return None
         return closing + text[length:]
 
-    def _closing(self, node: CallNode, messages: Sequence[Message], turn: str) -> str:
+    def _find_closing(self, node: CallNode, messages: Sequence[Message], turn: str) -> str:
         """Find the text with which the template closes an answer's turn.
 
         It begins at the last end token, or after it when the model sampled an end token.
         """
         start = node.text_length
         if not self._begins_with_prompt(node, turn):
-            start = common(self._write(messages[:-1], node.tools, answering=True), turn)
+            start = count_common(self._write(messages[:-1], node.tools, answering=True), turn)
         tail = turn[start:]
         ends = [(pos, end) for end in self.ends.values() if end and (pos := tail.rfind(end)) >= 0]
         if ends:
             position, end = max(ends)
             return tail[position + len(end) :] if self._ended_by_token(node) else tail[position:]
-        # without an end token: what follows the text, which a template may have stripped
-        content = plain_text(messages[-1].get("content"))
+        # without an end token, the closing follows the text, which a template may have stripped
+        content = join_text(messages[-1].get("content"))
         for text in (content, content.strip()):
             if (position := tail.rfind(text)) >= 0:
                 return tail[position + len(text) :]
         return ""
 
-    def _behind_mark(
+    def _find_after_mark(
         self, node: CallNode, messages: Sequence[Message], answer_at: int
     ) -> str | None:
         """Find the text after the answer by rendering a mark in its place: way 3."""
@@ -241,48 +254,48 @@ class ChatFormat:
         position = text.rfind(MARK)
         if position < 0:
             return None
-        rest = text[position + len(MARK) :]
+        suffix = text[position + len(MARK) :]
         if self._ended_by_token(node):
             for end in self.ends.values():
-                before, separator, after = rest.partition(end)
-                if end and separator and not before.strip():
-                    return after
-        return rest
+                skipped, separator, suffix_after_end = suffix.partition(end)
+                if end and separator and not skipped.strip():
+                    return suffix_after_end
+        return suffix
 
-    def _continued(self, node: CallNode, rest: str) -> np.ndarray:
-        """Encode `rest`, after the sampled end token if there is one.
+    def _encode_suffix(self, node: CallNode, suffix: str) -> np.ndarray:
+        """Encode `suffix`, after the sampled end token if there is one.
 
         A tokenizer may encode a text differently at the beginning and after a token.
         """
         assert node.ids is not None
-        last = int(node.ids[-1])
-        if end := self.ends.get(last):
-            ids = self.encode(end + rest)
-            if len(ids) and ids[0] == last:
+        last_id = int(node.ids[-1])
+        if end := self.ends.get(last_id):
+            ids = self.encode(end + suffix)
+            if len(ids) and ids[0] == last_id:
                 return ids[1:]
-        return self.encode(rest)
+        return self.encode(suffix)
 
     # ---- to a message ----------------------------------------------------------------------------
 
     def read(self, ids: np.ndarray, stop: Sequence[str], name: str) -> Message:
         """Parse sampled ids int32 [T] into a message, in the template's form."""
-        text = self.visible_text(ids, stop)
+        text = self.decode_visible(ids, stop)
         try:
             message = {**self.parser(text), "role": "assistant"}
             calls = [
                 {
                     **call,
                     "type": "function",
-                    "id": call_id(name, place),
+                    "id": make_call_id(name, index),
                 }
-                for place, call in enumerate(message.pop("tool_calls", ()))
+                for index, call in enumerate(message.pop("tool_calls", ()))
             ]
             _check_tool_calls(calls)
         except Exception:  # an answer that the parser cannot read is text
             return {"role": "assistant", "content": text}
         return {**message, "tool_calls": calls} if calls else message
 
-    def visible_text(self, ids: np.ndarray, stop: Sequence[str] = ()) -> str:
+    def decode_visible(self, ids: np.ndarray, stop: Sequence[str] = ()) -> str:
         """Decode sampled ids, up to the end token or a stop string."""
         tokens = [int(token) for token in ids]
         if tokens and tokens[-1] in self.ends:
@@ -292,7 +305,7 @@ class ChatFormat:
         return text[: min(positions)] if positions else text
 
     def find_stop(self, ids: np.ndarray, stop: Sequence[str]) -> int | None:
-        """Count the leading ids of int32 [T] that complete a stop string; None without one."""
+        """Count the leading ids of int32 [T] that complete a stop string, if any."""
 
         def contains_stop(count: int) -> bool:
             text = self.tokenizer.decode(ids[:count].tolist(), skip_special_tokens=True)
@@ -302,21 +315,21 @@ class ChatFormat:
             return None
         return bisect.bisect_left(range(len(ids)), True, key=contains_stop)
 
-    def _drawn_text(self, node: CallNode) -> str:
+    def _decode_sampled(self, node: CallNode) -> str:
         assert node.ids is not None
-        return self.visible_text(node.ids, node.stop)
+        return self.decode_visible(node.ids, node.stop)
 
     def decode_text(self, ids: Sequence[int]) -> str:
         """Decode ids, special tokens included."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
-def common(one: str, other: str) -> int:
+def count_common(first: str, second: str) -> int:
     """Count the characters of the common beginning of two texts."""
-    for position, (left, right) in enumerate(zip(one, other, strict=False)):
-        if left != right:
+    for position, (character, other) in enumerate(zip(first, second, strict=False)):
+        if character != other:
             return position
-    return min(len(one), len(other))
+    return min(len(first), len(second))
 
 
 def _check_tool_calls(calls: Sequence[Message]) -> None:
@@ -327,34 +340,34 @@ def _check_tool_calls(calls: Sequence[Message]) -> None:
         json.dumps(call["function"]["arguments"])
 
 
-def call_id(name: str, place: int) -> str:
+def make_call_id(name: str, index: int) -> str:
     """Make a tool call's id of nine letters and digits, as some templates require."""
     digits = "0123456789abcdefghijklmnopqrstuvwxyz"
-    number = xxhash.xxh3_64_intdigest(f"{name}/{place}".encode())
+    number = xxhash.xxh3_64_intdigest(f"{name}/{index}".encode())
     return "".join(digits[number // 36**position % 36] for position in range(9))
 
 
 # ---- messages of a request -----------------------------------------------------------------------
 
 
-def normalised(messages: Any) -> list[Message]:
+def normalize_messages(messages: Any) -> list[Message]:
     """Convert a request's messages to the form that templates take.
 
     Text parts are joined, None becomes "", a tool call's arguments become an object.  Raises
     CallRefused.
     """
     if not isinstance(messages, list) or not messages:
-        raise _bad("messages: give a list of at least one message")
-    return [_normalised(place, message) for place, message in enumerate(messages)]
+        raise _build_refusal("messages: give a list of at least one message")
+    return [_normalize_message(index, message) for index, message in enumerate(messages)]
 
 
-def _normalised(place: int, message: Any) -> Message:
+def _normalize_message(index: int, message: Any) -> Message:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise _bad(f"messages[{place}]: give an object with `role` and `content`")
+        raise _build_refusal(f"messages[{index}]: give an object with `role` and `content`")
     try:
-        content = plain_text(message.get("content"))
+        content = join_text(message.get("content"))
     except ValueError as error:
-        raise _bad(f"messages[{place}]: {error}") from error
+        raise _build_refusal(f"messages[{index}]: {error}") from error
     converted = {**message, "content": content}
     if message["role"] == "developer":
         converted["role"] = "system"
@@ -363,29 +376,32 @@ def _normalised(place: int, message: Any) -> Message:
         return converted
     try:
         converted["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": _arguments(call["function"])}}
+            {
+                **call,
+                "function": {**call["function"], "arguments": _parse_arguments(call["function"])},
+            }
             for call in message["tool_calls"]
         ]
     except (TypeError, KeyError, AttributeError) as error:
-        raise _bad(
-            f"messages[{place}].tool_calls: give a list of objects with `id` and `function`"
+        raise _build_refusal(
+            f"messages[{index}].tool_calls: give a list of objects with `id` and `function`"
         ) from error
     return converted
 
 
-def _arguments(function: Mapping[str, Any]) -> Any:
-    given = function.get("arguments", {})
-    if isinstance(given, str):
+def _parse_arguments(function: Mapping[str, Any]) -> Any:
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
         try:
-            value = json.loads(given)
+            value = json.loads(arguments)
         except ValueError:
-            return given
-        return value if isinstance(value, dict) else given
-    return given
+            return arguments
+        return value if isinstance(value, dict) else arguments
+    return arguments
 
 
-def _bad(why: str) -> CallRefused:
-    return CallRefused(400, "invalid_messages", why, "messages")
+def _build_refusal(reason: str) -> CallRefused:
+    return CallRefused(400, "invalid_messages", reason, "messages")
 
 
 # ---- parsers -------------------------------------------------------------------------------------
@@ -403,27 +419,28 @@ def parse_plain_text(text: str) -> Message:
 HERMES_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
-def hermes(text: str) -> Message:
-    """Parse tool calls between <tool_call> tags (agent.parser = "hermes"; Qwen, Hermes).
+def parse_hermes(text: str) -> Message:
+    """Parse tool calls in <tool_call> tags (agent.parser = "hermes"; Qwen, Hermes).
 
     Text up to </think> is thinking.  A tag without a valid call stays text.
 
-    >>> made = hermes('hm</think>So: <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
-    >>> made["reasoning_content"], made["content"], made["tool_calls"][0]["function"]
+    >>> call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    >>> message = parse_hermes("hm</think>So: " + call)
+    >>> message["reasoning_content"], message["content"], message["tool_calls"][0]["function"]
     ('hm', 'So:', {'name': 'add', 'arguments': {'a': 1}})
-    >>> hermes("<tool_call>{oops}</tool_call>")
+    >>> parse_hermes("<tool_call>{oops}</tool_call>")
     {'content': '<tool_call>{oops}</tool_call>'}
     """
     message: Message = {}
-    thought, closed, answer = text.partition("</think>")
-    if closed:
+    thought, end_tag, visible = text.partition("</think>")
+    if end_tag:
         message["reasoning_content"] = thought.removeprefix("<think>").strip("\n")
-        text = answer.lstrip("\n")
+        text = visible.lstrip("\n")
     calls = []
     texts = []
     end = 0
     for match in HERMES_CALL.finditer(text):
-        if (function := _hermes_call(match[1])) is None:
+        if (function := _parse_hermes_call(match[1])) is None:
             continue
         calls.append(
             {
@@ -441,7 +458,7 @@ def hermes(text: str) -> Message:
     return message
 
 
-def _hermes_call(text: str) -> dict[str, Any] | None:
+def _parse_hermes_call(text: str) -> dict[str, Any] | None:
     try:
         call = json.loads(text)
     except ValueError:
@@ -452,10 +469,10 @@ def _hermes_call(text: str) -> dict[str, Any] | None:
     return {"name": call["name"], "arguments": arguments} if isinstance(arguments, dict) else None
 
 
-PARSERS: dict[str, Parser] = {"none": parse_plain_text, "hermes": hermes}
+PARSERS: dict[str, Parser] = {"none": parse_plain_text, "hermes": parse_hermes}
 
 
-def parser_for(name: str) -> Parser:
+def find_parser(name: str) -> Parser:
     """Find the parser that agent.parser names: `hermes`, `none` or `module:function`.
 
     A parser takes an answer's text and returns a message: content, and optionally tool_calls and

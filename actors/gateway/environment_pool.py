@@ -1,8 +1,9 @@
-"""Runs the environments of all sessions in worker processes.
+"""The worker processes that run the environments of all sessions.
 
 A process answers in order, so it is busy with its oldest unanswered operation.  If that takes
 longer than agent.step_s or ends the process, its session fails; the other sessions of the process
-begin again."""
+begin again.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +24,9 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.printable import escape_line
 from asyncrl.transport.worker_pool import Worker, WorkerPool
 
-SAID = 5  # lines in the log for each kind of loss; further losses are only counted
+LOGGED_LOSSES = 5  # lines in the log for each kind of loss; further losses are only counted
 HOPELESS = 3  # replaced processes per worker, after which an operation that never worked is fatal
-DOES = {"reset": "a reset", "step": "a step", "score": "get_reward"}
+ACTIVITIES = {"reset": "a reset", "step": "a step", "score": "get_reward"}
 
 
 class _EnvironmentProcess(Worker):
@@ -44,8 +45,8 @@ class _EnvironmentProcess(Worker):
 class EnvironmentPlace(NamedTuple):
     """The current operation of a session's process.
 
-    front: the session whose step is being made; None while the process starts
-    seconds: since when, at most
+    front: the session of the current step; None while the process starts
+    seconds: since its start, at most
     limit: the config key that ends it, in `left_s` seconds
     """
 
@@ -58,7 +59,7 @@ class EnvironmentPlace(NamedTuple):
 class EnvironmentPool(WorkerPool[_EnvironmentProcess, EnvironmentEvent]):
     """The worker processes with the environments of a gateway.
 
-    judged: the config names a reward of its own
+    judged: the config names a reward
     name: of the environments, in messages
     """
 
@@ -80,7 +81,7 @@ class EnvironmentPool(WorkerPool[_EnvironmentProcess, EnvironmentEvent]):
             EnvironmentEvent,
             agent.step_s,
         )
-        self.places: dict[int, _EnvironmentProcess] = {}
+        self.processes: dict[int, _EnvironmentProcess] = {}
         self.events: list[EnvironmentEvent] = []  # since the last `poll`
         self.done: set[str] = set()  # operations that were answered once: reset, step
         self.over = Counter[str]()  # operation -> processes replaced during it
@@ -91,23 +92,23 @@ class EnvironmentPool(WorkerPool[_EnvironmentProcess, EnvironmentEvent]):
         return [worker.wire for worker in self.workers]
 
     def reset(self, op: EnvironmentOperation) -> None:
-        """Begin a session in the process with the fewest."""
+        """Begin a session in the process with the fewest sessions."""
         worker = min(self.workers, key=lambda worker: len(worker.sessions))
         worker.sessions.add(op.session)
-        self.places[op.session] = worker
+        self.processes[op.session] = worker
         self.step(op)
 
     def step(self, op: EnvironmentOperation) -> None:
         """Queue an operation of a session that has begun."""
-        worker = self.places[op.session]
+        worker = self.processes[op.session]
         if not worker.asked and worker.ready:
             worker.restart_clock()
         worker.asked.append((op.session, op.kind))
         worker.send([op])
 
     def locate(self, session: int, now: float) -> EnvironmentPlace:
-        """Describe what the process does that a session waits for."""
-        worker = self.places[session]
+        """Describe the current operation of a session's process."""
+        worker = self.processes[session]
         front = worker.asked[0][0] if worker.ready and worker.asked else None
         limit = "agent.step_s" if worker.ready else ""
         seconds_left = self.deadline(worker) - now
@@ -115,7 +116,7 @@ class EnvironmentPool(WorkerPool[_EnvironmentProcess, EnvironmentEvent]):
 
     def end(self, session: int) -> None:
         """End a session's environment."""
-        worker = self.places.pop(session, None)
+        worker = self.processes.pop(session, None)
         if worker is not None:
             worker.sessions.discard(session)
             worker.send([EnvironmentOperation(session, "end")])
@@ -140,31 +141,31 @@ class EnvironmentPool(WorkerPool[_EnvironmentProcess, EnvironmentEvent]):
         front, kind = worker.asked[0] if worker.ready and worker.asked else (None, "")
         self._count(worker, kind, reason)
         for session in sorted(worker.sessions):
-            self.places.pop(session, None)
+            self.processes.pop(session, None)
             if session == front:
-                why = f"the environment failed: {reason}"
-                self.events.append(EnvironmentEvent(session, "failed", why=why))
+                failure = f"the environment failed: {reason}"
+                self.events.append(EnvironmentEvent(session, "failed", why=failure))
             else:
                 self.events.append(EnvironmentEvent(session, "lost"))
 
     def _count(self, worker: _EnvironmentProcess, kind: str, reason: str) -> None:
-        """Count a replaced process, by what it was doing, and log the first ones.
+        """Count a replaced process by its operation, and log the first ones.
 
         Raises ConfigError for an operation that was tried often and has never worked.
         """
-        does = DOES.get(kind, "a pause" if worker.ready else "its import")
-        self.over[does] += 1
-        count = self.over[does]
-        self.replaced = f"{count} lost in {does} so far, the last one as {reason}"
-        if count <= SAID:
+        activity = ACTIVITIES.get(kind, "a pause" if worker.ready else "its import")
+        self.over[activity] += 1
+        count = self.over[activity]
+        self.replaced = f"{count} lost in {activity} so far, the last one as {reason}"
+        if count <= LOGGED_LOSSES:
             print(
-                f"{self.named}: a process was lost in {does}: {escape_line(reason)}",
+                f"{self.named}: a process was lost in {activity}: {escape_line(reason)}",
                 file=sys.stderr,
                 flush=True,
             )
         if kind and kind not in self.done and count >= HOPELESS * len(self.workers):
             raise ConfigError(
-                f"{self.named}: {count} processes were lost in {does}, and none has ever completed "
-                f"one; the last one as {reason}: raise agent.step_s, or move slow work to the "
-                "import"
+                f"{self.named}: {count} processes were lost in {activity}, and none has ever "
+                f"completed one; the last one as {reason}: raise agent.step_s, or move slow work "
+                "to the import"
             )

@@ -1,4 +1,4 @@
-"""Sessions in environments (agent.env, agent.tools), a source of the gateway's."""
+"""Sessions in environments (agent.env, agent.tools)."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class EnvironmentState:
 
 
 class EnvironmentSource(SessionSource):
-    """Plays each session of a part in an environment, one side or both."""
+    """A source that plays each session of a part in an environment, one side or both."""
 
     def __init__(self, gateway: Gateway, part: str = "") -> None:
         self.gateway = gateway
         self.part = part
         self.agent = gateway.agents[part]
         reward = configs_of_rewards(gateway.config).get(part, gateway.config).reward
-        name = gateway.source_name(part)
+        name = gateway.get_source_name(part)
         self.pool = EnvironmentPool(self.agent, judged=reward.uses_reward_processes, name=name)
         self.states: dict[int, EnvironmentState] = {}  # number of the episode -> state
 
@@ -53,7 +53,7 @@ class EnvironmentSource(SessionSource):
         return self.gateway.free_sessions
 
     def open_sessions(self) -> None:
-        for grant in self.gateway.waiting_tickets({self.part}):
+        for grant in self.gateway.list_waiting_tickets({self.part}):
             while grant.waiting and self.gateway.free_sessions > 0:
                 self.open(grant, grant.waiting.pop(0), first=True)
 
@@ -67,7 +67,7 @@ class EnvironmentSource(SessionSource):
                 session=episode.number,
                 kind="reset",
                 prompt=grant.ticket.prompt,
-                seed=self.gateway.env_seed(grant.ticket),
+                seed=self.gateway.compute_env_seed(grant.ticket),
                 attempt=grant.ticket.attempt,
                 first=first,
                 opponent=self.agent.opponent_for(grant.ticket.kind),
@@ -96,6 +96,7 @@ class EnvironmentSource(SessionSource):
         self.open(grant, session.sample, first=False)
 
     def on_event(self, episode: Episode, event: EnvironmentEvent) -> None:
+        """Record the result of an episode's operation; place its next call or end it."""
         state = self.states[episode.number]
         state.tools = event.tools or state.tools
         state.pays = state.pays or event.pays
@@ -120,7 +121,7 @@ class EnvironmentSource(SessionSource):
         session, state = episode.session, self.states[episode.number]
         now = time.monotonic()
         try:
-            call = state.players.now.place_observation(session, obs, state.tools, now)
+            call = state.players.active.place_observation(session, obs, state.tools, now)
         except CallRefused as error:
             # a limit ends the session; messages that the template refuses fail it
             if error.code in ("session_limit", TOO_LONG):
@@ -142,10 +143,10 @@ class EnvironmentSource(SessionSource):
             self.end_at_limit(episode)
             return
         state = self.states[episode.number]
-        state.players.now.on_answer(node)
+        state.players.active.on_answer(node)
         state.doing = describe_request(node.answer)
         assert node.ids is not None
-        text = self.gateway.chat.visible_text(node.ids)
+        text = self.gateway.chat.decode_visible(node.ids)
         self.pool.step(EnvironmentOperation(episode.number, "step", text, node.answer))
 
     # ---- the end ---------------------------------------------------------------------------------
@@ -167,13 +168,13 @@ class EnvironmentSource(SessionSource):
     def score(self, episode: Episode) -> None:
         """Score the session by its environment's rewards.
 
-        The session fails if its time ran out meanwhile or the sum is not a valid reward.
+        The session fails if its time has run out or the sum is not a valid reward.
         """
         session, state = episode.session, self.states[episode.number]
         calls = state.shares if self.agent.fork == "end" else {}
         now = time.monotonic()
         try:
-            session.reward(state.reward, state.parts, calls, now=now)
+            session.set_reward(state.reward, state.parts, calls, now=now)
         except CallRefused as refused:
             session.fail(f"its environment's rewards cannot be used: {refused}")
 
@@ -188,21 +189,21 @@ class EnvironmentSource(SessionSource):
         self.pool.end(episode.number)
 
     def explain_wait(self, episode: Episode, limit: str, left_s: float, now: float) -> WaitCause:
-        what = self.states[episode.number].doing
-        if episode.number not in self.pool.places:
-            return WaitCause("environment", what, limit, left_s)
+        text = self.states[episode.number].doing
+        if episode.number not in self.pool.processes:
+            return WaitCause("environment", text, limit, left_s)
         place = self.pool.locate(episode.number, now)
         if place.left_s <= left_s or place.front is None:
             limit, left_s = place.limit, place.left_s
         if place.front is None:
-            what = f"a process to import {self.pool.named}"
+            text = f"a process to import {self.pool.named}"
         if self.pool.replaced:
-            what += f" ({self.pool.replaced})"
+            text += f" ({self.pool.replaced})"
         if place.front is not None and place.front != episode.number:
             front = self.gateway.episodes.get(place.front)
             name = front.session.name if front is not None else "one that has ended"
-            what += f", behind that of session {name} in the same process"
-        return WaitCause("environment", what, limit, left_s)
+            text += f", behind that of session {name} in the same process"
+        return WaitCause("environment", text, limit, left_s)
 
     def explain_queue(self, part: str) -> WaitCause:
         return WaitCause("place", f"a place: agent.sessions = {self.agent.sessions}")

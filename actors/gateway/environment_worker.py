@@ -35,9 +35,9 @@ Observation = str | list[dict[str, Any]]
 
 
 class EnvironmentSetup(msgspec.Struct, frozen=True):
-    """The first message: agent.env, agent.tools, the opponents in a game and agent.args.
+    """The first message: agent.env, agent.tools, a game's opponents and agent.args.
 
-    judged: the config names a reward of its own
+    judged: the config names a reward
     """
 
     env: str
@@ -71,8 +71,8 @@ class EnvironmentEvent(msgspec.Struct, frozen=True, array_like=True):
 
     kind: "failed" if the environment raised or returned an invalid value, "lost" if its process
         ended during another session's step
-    asked: whose turn it is: 0 for the policy; 1, 2, ... for the opponent in the session's game of
-        that number
+    asked: the player with the turn: 0 for the policy; 1, 2, ... for the opponent in the session's
+        game of that number
     told: (observation, move) of an opponent that the policy does not play
     pays: the tools score the session themselves, also one that a limit has cut
     """
@@ -93,21 +93,24 @@ class EnvironmentEvent(msgspec.Struct, frozen=True, array_like=True):
 
 
 def resolve(path: str, players: int = 1, args: Mapping[str, Any] = MappingProxyType({})) -> Any:
-    """Import `module:name`, `file.py:name`, `textarena:GAME` for a number of players or `HUB:NAME`.
+    """Import `module:name`, `file.py:name`, `textarena:GAME` or `HUB:NAME`.
 
-    args: agent.args.  Raises what the import raises.
+    players: of a textarena game
+    args: agent.args
+
+    Raises the import's error.
     """
-    hub, _, rest = path.partition(":")
+    hub, _, name_in_hub = path.partition(":")
     if hub in stepped.FINDERS:
-        return stepped.find(hub, rest, args)
+        return stepped.find(hub, name_in_hub, args)
     module, _, name = path.rpartition(":")
     if module == "textarena":
         return arena.find_game(name, players)
-    found = getattr(importing.module(module), name)
-    return partial(found, **args) if args else found
+    factory = getattr(importing.module(module), name)
+    return partial(factory, **args) if args else factory
 
 
-def opponent(path: str) -> games.Opponent | None:
+def resolve_opponent(path: str) -> games.Opponent | None:
     """Find the opponent in a game; None: the policy itself.  Raises ConfigError."""
     if path == SELF:
         return None
@@ -125,10 +128,11 @@ def opponent(path: str) -> games.Opponent | None:
 # ---- environments --------------------------------------------------------------------------------
 
 
-def check_number(value: Any, what: str) -> float:
+def check_number(value: Any, name: str) -> float:
+    """Convert to a finite float.  Raises ValueError."""
     number = float(value)
     if not math.isfinite(number):
-        raise ValueError(f"{what} is {number}, not a finite number")
+        raise ValueError(f"{name} is {number}, not a finite number")
     return number
 
 
@@ -144,8 +148,8 @@ def check_observation(obs: Any) -> Observation:
     raise ValueError(f"an observation must be text or a list of messages, not {type(obs).__name__}")
 
 
-def sides(env: Any) -> tuple[int, list[tuple[str, str]]]:
-    """`asked` and `told` of an EnvironmentEvent, for a two-player game."""
+def read_sides(env: Any) -> tuple[int, list[tuple[str, str]]]:
+    """Read `asked` and `told` of an EnvironmentEvent, for a two-player game."""
     return (env.asked, list(env.told)) if isinstance(env, games.GameMatch) else (0, [])
 
 
@@ -154,11 +158,11 @@ class EnvironmentHost:
 
     def __init__(self, setup: EnvironmentSetup) -> None:
         players = 2 if setup.opponents else 1
-        self.made = resolve(setup.env, players, setup.args) if setup.env else None
-        games.check(self.made, setup.env, setup.opponents)
-        self.opponents = {path: opponent(path) for path in setup.opponents}
-        found = [(path, resolve(path)) for path in setup.tools]
-        self.make_tools = tools.load(found, setup.args, judged=setup.judged)
+        self.make_environment = resolve(setup.env, players, setup.args) if setup.env else None
+        games.check(self.make_environment, setup.env, setup.opponents)
+        self.opponents = {path: resolve_opponent(path) for path in setup.opponents}
+        imported_tools = [(path, resolve(path)) for path in setup.tools]
+        self.make_tools = tools.load(imported_tools, setup.args, judged=setup.judged)
         self.sessions: dict[int, Any] = {}
 
     def apply(self, op: EnvironmentOperation) -> EnvironmentEvent | None:
@@ -172,24 +176,24 @@ class EnvironmentHost:
                 if env is not None and hasattr(env, "close"):
                     env.close()
                 return None
-            if self.made is None:
-                return self._tools(op)
+            if self.make_environment is None:
+                return self._apply_tools(op)
             return self._reset(op) if op.kind == "reset" else self._step(op)
         except BaseException as error:
             self.sessions.pop(op.session, None)
-            why = f"the environment {describe_exception(error)} in {op.kind}"
-            return EnvironmentEvent(op.session, "failed", why=why) if op.kind != "end" else None
+            reason = f"the environment {describe_exception(error)} in {op.kind}"
+            return EnvironmentEvent(op.session, "failed", why=reason) if op.kind != "end" else None
 
     def _reset(self, op: EnvironmentOperation) -> EnvironmentEvent:
-        assert self.made is not None
-        env = self.made()
+        assert self.make_environment is not None
+        env = self.make_environment()
         if op.opponent:
             env = games.GameMatch(env, op.opponent, self.opponents[op.opponent])
         self.sessions[op.session] = env
         options = {"prompt": op.prompt, "attempt": op.attempt, "first": op.first}
         obs, info = env.reset(seed=op.seed, options=options)
         tools = list((info or {}).get("tools", []))
-        asked, told = sides(env)
+        asked, told = read_sides(env)
         return EnvironmentEvent(
             op.session, "ok", check_observation(obs), tools=tools, asked=asked, told=told
         )
@@ -201,7 +205,7 @@ class EnvironmentHost:
             str(k): check_number(v, str(k)) for k, v in ((info or {}).get("parts") or {}).items()
         }
         ended = bool(terminated or truncated)
-        asked, told = sides(env)
+        asked, told = read_sides(env)
         return EnvironmentEvent(
             op.session,
             "ok",
@@ -214,7 +218,7 @@ class EnvironmentHost:
             told=told,
         )
 
-    def _tools(self, op: EnvironmentOperation) -> EnvironmentEvent:
+    def _apply_tools(self, op: EnvironmentOperation) -> EnvironmentEvent:
         if op.kind == "reset":
             assert op.prompt is not None
             loop: ToolLoop = self.make_tools()
@@ -222,12 +226,12 @@ class EnvironmentHost:
             obs = check_observation(loop.reset(op.prompt))
             return EnvironmentEvent(op.session, "ok", obs, tools=loop.schemas, pays=loop.pays)
         loop = self.sessions[op.session]
-        messages = loop.answer(op.message or {}) if op.kind == "step" else []
+        messages = loop.run_calls(op.message or {}) if op.kind == "step" else []
         if messages:
             return EnvironmentEvent(op.session, "ok", messages)
         if not loop.pays:
             return EnvironmentEvent(op.session, "ok", ended=True, judge=True)
-        reward = check_number(loop.reward(), "the reward of get_reward")
+        reward = check_number(loop.compute_reward(), "the reward of get_reward")
         return EnvironmentEvent(
             op.session, "ok", reward=reward, ended=True, truncated=op.kind == "score"
         )
@@ -241,17 +245,17 @@ def serve(wire: socket.socket) -> None:
         try:
             payload = msgspec.msgpack.encode(event)
         except Exception as error:  # an observation with objects that msgpack cannot encode
-            why = f"the environment's result cannot be sent: {describe_exception(error)}"
-            payload = msgspec.msgpack.encode(EnvironmentEvent(event.session, "failed", why=why))
+            reason = f"the environment's result cannot be sent: {describe_exception(error)}"
+            payload = msgspec.msgpack.encode(EnvironmentEvent(event.session, "failed", why=reason))
         wire.sendall(frame(payload))
 
     setup = msgspec.msgpack.decode(read_frame(stream) or b"", type=EnvironmentSetup)
     try:
         environments = EnvironmentHost(setup)
     except BaseException as error:
-        named = f"agent.env = {setup.env}" if setup.env else f"agent.tools = {setup.tools}"
+        source = f"agent.env = {setup.env}" if setup.env else f"agent.tools = {setup.tools}"
         why = (
-            f"{named}: importing it {describe_exception(error)}; write module:name or file.py:name"
+            f"{source}: importing it {describe_exception(error)}; write module:name or file.py:name"
         )
         why = str(error) if isinstance(error, ConfigError) else why
         send(EnvironmentEvent(-1, "broken", why=why))

@@ -2,7 +2,8 @@
 
 The schedule treats a call as a ticket with one sample: it starts with weights of its epoch, at or
 above its session's minimum version, or with exactly the version of an evaluation, which stays
-loaded while one of its calls is open."""
+loaded while one of its calls is open.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +27,14 @@ from asyncrl.transport import message_checks
 from asyncrl.transport.sockets import PeerSocket
 
 NO_IMAGES: Mapping[str, bytes] = {}
-SAY_S = 0.5  # between two reports
+REPORT_S = 0.5  # between two reports
 
 
 class CallTurn(GeneratorTurn):
     """A generator's turn that samples calls, without rewards and tickets."""
 
     def __init__(self, config: Config, engine: Engine) -> None:
-        # its files may be on another machine: prompts and rewards are the gateway's
+        # the task's files may be on another machine; the gateway has prompts and rewards
         without_task = msgspec.structs.replace(
             config,
             reward=RewardConfig(workers=0),
@@ -48,9 +49,10 @@ class CallTurn(GeneratorTurn):
         self.calls: dict[int, m.GenerationCall] = {}
         self.keys: dict[int, Key] = {}  # call id -> its key in the schedule
         self.served = 0  # calls accepted, which numbers them
-        self.answered: list[m.CallResult] = []
+        self.results: list[m.CallResult] = []
 
-    def samples_to_request(self, *, unsent: bool = False) -> int:
+    def count_samples_to_request(self, *, unsent: bool = False) -> int:
+        """Return 0: the gateway requests the samples."""
         return 0
 
     def take_calls(
@@ -58,7 +60,8 @@ class CallTurn(GeneratorTurn):
     ) -> None:
         """Accept the new calls; an invalid one gets a failure as its result at once.
 
-        images: digest -> blob, of all calls."""
+        images: digest -> blob, of all calls
+        """
         for call in calls:
             if call.id in self.calls:
                 continue
@@ -68,7 +71,7 @@ class CallTurn(GeneratorTurn):
                 if call.grammar:
                     self.constraints[call.id] = self.grammars.begin(call.grammar)
             except (BadMessage, ValueError) as error:
-                self.answered.append(
+                self.results.append(
                     m.CallResult(call.id, b"", b"", [], "length", failed=str(error))
                 )
                 continue
@@ -90,7 +93,7 @@ class CallTurn(GeneratorTurn):
             self.schedule.add_tickets([ticket])
             self.schedule.held[call.id, self.served].prompt = np.frombuffer(call.prompt, "<i4")
 
-    def requests(
+    def build_requests(
         self, loaded: Label | None, room: int | None = None
     ) -> tuple[list[CompletionRequest], list[PromptTooLong]]:
         """List the calls that may start now with the weights `loaded`.
@@ -99,13 +102,13 @@ class CallTurn(GeneratorTurn):
         """
         room = self.engine.slots - self.engine.active if room is None else room
         requests = []
-        for held, sample in self.schedule.admit(loaded, room):
-            call = self.calls[held.ticket.ticket]
+        for leased, sample in self.schedule.admit(loaded, room):
+            call = self.calls[leased.ticket.ticket]
             sampling = call.sampling
             requests.append(
                 CompletionRequest(
                     key=self.keys[call.id],
-                    prompt=held.prompt,
+                    prompt=leased.prompt,
                     group=call.prompt,
                     max_new_tokens=call.max_new_tokens,
                     temperature=sampling.temperature,
@@ -121,20 +124,20 @@ class CallTurn(GeneratorTurn):
             )
         return requests, []
 
-    def finished(self, answer: Completion) -> ScoredResponse | None:
+    def finish(self, completion: Completion) -> ScoredResponse | None:
         """Queue the result of a finished call."""
-        self.schedule.finish_sample(answer.key, len(answer.tokens))
-        if self.calls.pop(answer.key[0], None) is not None:
-            del self.keys[answer.key[0]]
-            self.answered.append(
+        self.schedule.finish_sample(completion.key, len(completion.tokens))
+        if self.calls.pop(completion.key[0], None) is not None:
+            del self.keys[completion.key[0]]
+            self.results.append(
                 m.CallResult(
-                    answer.key[0],
-                    np.ascontiguousarray(answer.tokens, dtype="<i4").tobytes(),
-                    np.ascontiguousarray(answer.logprobs, dtype="<f4").tobytes(),
-                    answer.spans,
-                    answer.finish,
-                    support=answer.support_bytes,
-                    routed=answer.routed_bytes,
+                    completion.key[0],
+                    np.ascontiguousarray(completion.tokens, dtype="<i4").tobytes(),
+                    np.ascontiguousarray(completion.logprobs, dtype="<f4").tobytes(),
+                    completion.spans,
+                    completion.finish,
+                    support=completion.support_bytes,
+                    routed=completion.routed_bytes,
                 )
             )
         return None
@@ -148,9 +151,9 @@ class CallTurn(GeneratorTurn):
             self.constraints.pop(call, None)
             self.images.pop(call, None)
             tokens = self.engine.abort([key]).get(key, 0)
-            if (held := self.schedule.held.get((key[0], key[2]))) is not None:
-                self.schedule.drop(held)
-            self.answered.append(m.CallResult(call, b"", b"", [], "length", tokens))
+            if (leased := self.schedule.held.get((key[0], key[2]))) is not None:
+                self.schedule.drop(leased)
+            self.results.append(m.CallResult(call, b"", b"", [], "length", tokens))
 
     def drop_call(self, call: int) -> None:
         """Forget a call of an epoch that is over."""
@@ -159,13 +162,13 @@ class CallTurn(GeneratorTurn):
         self.constraints.pop(call, None)
         self.images.pop(call, None)
 
-    def progress(self) -> list[tuple[int, int, int]]:
-        """Nothing, as the gateway reports the progress of its tickets."""
+    def list_progress(self) -> list[tuple[int, int, int]]:
+        """Return nothing: the gateway reports the progress of its tickets."""
         return []
 
 
 class CallPeer:
-    """The connection to the gateway: receives calls for `turn` and sends their results."""
+    """The connection to the gateway, for the calls of `turn` and their results."""
 
     def __init__(
         self, config: Config, turn: CallTurn, run_dir: Path, producer: str, session: int
@@ -182,8 +185,8 @@ class CallPeer:
         )
         self.producer = producer
         self.session = session
-        self.heard = 0  # the highest number of a received message
-        self.said = -SAY_S  # time of the last report
+        self.received_sequence = 0  # the highest number of a received message
+        self.reported_at = -REPORT_S  # time of the last report
 
     def read(self) -> None:
         """Handle the gateway's messages.  Raises AsyncrlError for a refusal."""
@@ -193,18 +196,18 @@ class CallPeer:
                 error.exit_code = message.exit_code
                 raise error
             if message.session == self.session:
-                self.heard = max(self.heard, message.sequence)
+                self.received_sequence = max(self.received_sequence, message.sequence)
                 self.turn.schedule.announce(message.announcement)
                 self.turn.take_calls(message.calls, message.images)
                 self.turn.cancel_calls(message.cut)
 
     def send_report(self, now: float, slots: int) -> None:
-        """Send the results, and every SAY_S a report of the calls that are open."""
-        for result in self.turn.answered:
+        """Send the results, and every REPORT_S a report of the calls that are open."""
+        for result in self.turn.results:
             self.socket.send(result)
-        self.turn.answered = []
-        if now - self.said >= SAY_S:
-            self.said = now
+        self.turn.results = []
+        if now - self.reported_at >= REPORT_S:
+            self.reported_at = now
             self.socket.send(
                 m.ServingReport(
                     protocol=m.PROTOCOL,
@@ -213,7 +216,7 @@ class CallPeer:
                     session=self.session,
                     slots=slots,
                     held=sorted(self.turn.calls),
-                    heard=self.heard,
+                    heard=self.received_sequence,
                 )
             )
 

@@ -1,4 +1,7 @@
-"""Runs a gateway with sessions over HTTP, of a harness or of agents that it starts."""
+"""The event loop of a gateway with sessions over HTTP.
+
+A harness plays them, or agents that the gateway starts.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,16 @@ from actors.gateway.endpoint.server import ListenAddress
 from actors.gateway.endpoint.web import Endpoint
 from actors.gateway.mixing.mixed_sources import MixedSource
 from actors.gateway.service import Gateway
-from actors.gateway.session_api import SessionApi, kept_port, write_endpoint_files
+from actors.gateway.session_api import SessionApi, read_kept_port, write_endpoint_files
 from asyncrl.contract.errors import ConfigError
 from asyncrl.transport.sockets import BufferSocket, PeerSocket
 
 POLL_S = 0.05  # longest wait between two turns
-OVER_S = 1.0  # how long the endpoint still answers, with 410, after the run's end
+OVER_S = 1.0  # from the run's end to the endpoint's: requests get the status 410
 
 
 class SocketWatcher:
-    """Wakes a gateway when one of its sockets is readable, and every POLL_S."""
+    """A watcher that wakes a gateway when a socket is readable, and every POLL_S."""
 
     def __init__(self, gateway: Gateway, sessions: SessionApi, agents: list[AgentPool]) -> None:
         self.gateway = gateway
@@ -30,16 +33,17 @@ class SocketWatcher:
         self.agents = agents
         self.loop = asyncio.get_running_loop()
         self.watched: dict[int, Any] = {}  # descriptor -> its socket
-        self.clock = self.loop.call_later(POLL_S, self.tick)
+        self.timer = self.loop.call_later(POLL_S, self.tick)
 
     def tick(self) -> None:
+        """Wake the gateway, now and every POLL_S."""
         self.sessions.wake()
-        self.clock = self.loop.call_later(POLL_S, self.tick)
+        self.timer = self.loop.call_later(POLL_S, self.tick)
 
-    def listen(self) -> None:
+    def watch_sockets(self) -> None:
         """Register the current descriptors with the event loop.
 
-        Sockets and processes are replaced at times, by others that may get the same descriptor.
+        A new socket or process may get the descriptor of an old one.
         """
         wires = [*self.gateway.source.wires, *(wire for pool in self.agents for wire in pool.wires)]
         current: dict[int, Any] = {wire.fileno(): wire for wire in wires}
@@ -61,9 +65,9 @@ class SocketWatcher:
         if peer.waiting:
             self.sessions.wake()
 
-    async def notify(self) -> None:
+    async def wait_until_due(self) -> None:
         """Wait until the next turn is due."""
-        self.listen()
+        self.watch_sockets()
         waiting = (self.gateway.socket.waiting, self.gateway.calls_socket.waiting)
         if any(waiting):  # zmq's descriptors signal new messages only, not those already there
             await asyncio.sleep(0)
@@ -72,7 +76,8 @@ class SocketWatcher:
         self.sessions.due.clear()
 
     def close(self) -> None:
-        self.clock.cancel()
+        """Stop watching."""
+        self.timer.cancel()
         for descriptor in self.watched:
             self.loop.remove_reader(descriptor)
 
@@ -89,7 +94,7 @@ async def serve(gateway: Gateway) -> None:
         agent.private_key,
         agent.behind_proxy,
     )
-    endpoint = listen(sessions, bind, kept_port(gateway.run_dir))
+    endpoint = bind_endpoint(sessions, bind, read_kept_port(gateway.run_dir))
     sessions.restore_sessions()
     await endpoint.start()
     write_endpoint_files(gateway.run_dir, endpoint.url, sessions.run_key)
@@ -97,16 +102,16 @@ async def serve(gateway: Gateway) -> None:
     agents: list[AgentPool] = []
     watcher = SocketWatcher(gateway, sessions, agents)
     try:
-        for part, own in gateway.agents.items():
-            if own.starts_agents:
+        for part, part_agent in gateway.agents.items():
+            if part_agent.starts_agents:
                 agents.append(AgentPool(sessions, endpoint.url, part))
         while True:
-            await watcher.notify()
+            await watcher.wait_until_due()
             if gateway.step():
                 break
             for pool in agents:
                 pool.step()
-            sessions.after_turn()
+            sessions.wake_leases()
         gateway.finish()
         sessions.news.set()
         if gateway.over:
@@ -120,13 +125,14 @@ async def serve(gateway: Gateway) -> None:
         watcher.close()
 
 
-def listen(sessions: SessionApi, bind: ListenAddress, kept: int) -> Endpoint:
+def bind_endpoint(sessions: SessionApi, bind: ListenAddress, kept_port: int) -> Endpoint:
     """Bind the endpoint to its port.
 
-    Without agent.port it is the earlier process's port, if that is still free.  Raises ConfigError
-    when the port cannot be bound.
+    kept_port: of an earlier process, used if agent.port is not set and the port is free
+
+    Raises ConfigError when the port cannot be bound.
     """
-    if kept and not bind.port:
+    if kept_port and not bind.port:
         with suppress(ConfigError):
-            return Endpoint(sessions, replace(bind, port=kept))
+            return Endpoint(sessions, replace(bind, port=kept_port))
     return Endpoint(sessions, bind)

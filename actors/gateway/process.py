@@ -32,7 +32,10 @@ def import_http() -> ModuleType:
 
 
 def main(config: Config, run_dir: Path, index: int) -> bool:
-    """Run gateway `index`; True at the run's end, False when SIGTERM ended the process."""
+    """Run gateway `index`.
+
+    Returns True when the run is finished, False when SIGTERM ended the process.
+    """
     agents = config.agents
     http = import_http() if any(agent.http for agent in agents.values()) else None
     make_http = http.SessionApi if http is not None else None

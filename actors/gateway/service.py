@@ -7,9 +7,10 @@
     +--Trajectory-- outbox <-----+  +------> session source     (environments, agents over HTTP)
 ```
 
-To the buffer a gateway is a generator whose samples take several calls.  It renews the lease of
-each open session up to the session's deadline, since no token is sampled while a tool runs.  A
-`SessionSource` begins the sessions and uses the answers."""
+For the buffer, a gateway is a generator with samples of several calls.  It renews the lease of each
+open session up to the session's deadline, because no token is sampled while a tool runs.  A
+`SessionSource` begins the sessions and uses the answers.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +31,10 @@ import xxhash
 
 from actors.delivery import Outbox
 from actors.gateway.call_router import CallRouter
-from actors.gateway.chat import ChatFormat, parser_for
+from actors.gateway.chat import ChatFormat, find_parser
 from actors.gateway.session_source import Episode, PlacedCall, SessionSource, WaitCause
 from actors.gateway.sessions import Session, SessionCall, SessionLimits, SessionOutcome
-from actors.rewards import runner_of
+from actors.rewards import make_runner
 from asyncrl.config.agents import AgentConfig
 from asyncrl.config.tree import Config
 from asyncrl.contract import messages as m
@@ -60,8 +61,8 @@ from asyncrl.records.rundir import gateway_address
 from asyncrl.tasks.evaluation_sets import task_of
 from asyncrl.transport import message_checks, sockets
 
-MOST_AT_ONCE = 1000  # generator messages read in one turn, so that the other sockets get theirs
-REFUSALS_SAID = 20  # refusals that are logged; further ones are only counted
+MOST_AT_ONCE = 1000  # generator messages read in one turn, before the other sockets' turn
+LOGGED_REFUSALS = 20  # refusals that are logged; further ones are only counted
 CALLED_BYTES = 128  # per sampled token of a result: id, log-probability, at most a span each
 MORE_BYTES = 1 << 20  # for the rest of a message
 POLL_S = 0.05  # longest wait before the clock is read again
@@ -72,7 +73,7 @@ RARE = 0.1  # the run ends when a smaller share of them ended well
 OLDEST = 8  # tickets listed in a report, one session each
 SHOWN = 40  # characters shown of a prompt
 KEPT_SESSIONS = 200  # sessions in the statistic of durations
-LAST_WORDS = 256  # closed tickets that are still reported, since a report may be lost
+REPORTED_CLOSED = 256  # closed tickets that are still reported, since a report may be lost
 
 
 @dataclass
@@ -83,20 +84,20 @@ class GatewayTicket:
     waiting: list[int]
     open: set[int] = field(default_factory=set)  # episode numbers
     tokens: int = 0  # sampled by its sessions that were dropped
-    taken: float = field(default_factory=lambda: time.monotonic())
+    granted_at: float = field(default_factory=lambda: time.monotonic())
 
 
 @dataclass
 class SessionTally:
-    """The sessions of one agent: how many began, and how the last ones ended.
+    """The sessions of one agent: counts, and the results of the last ones.
 
     recent: whether each of the last sessions failed
-    took: seconds, of successful sessions
+    durations: seconds, of successful sessions
     """
 
     recent: deque[bool] = field(default_factory=lambda: deque(maxlen=RECENT))
-    took: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_SESSIONS))
-    began: int = 0
+    durations: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_SESSIONS))
+    begun: int = 0
     failed: int = 0
 
     @classmethod
@@ -105,14 +106,14 @@ class SessionTally:
         at_once = agent.at_once if agent.starts_agents else agent.sessions
         return cls(deque(maxlen=max(RECENT, 2 * at_once)))
 
-    def failure(self) -> str:
-        """Describe failures of a source that hardly ever works; "" for few of them.
+    def describe_failure(self) -> str:
+        """Describe the failures of a source that hardly ever works; "" for fewer.
 
-        At least half of all that began have to fail, since a session that fails ends sooner than a
-        good one.
+        Failed sessions end sooner than good ones.  Before the first success, at least half of all
+        that began have to fail.
         """
-        if not self.took:
-            hopeless = self.failed >= max(HOPELESS, self.began / 2)
+        if not self.durations:
+            hopeless = self.failed >= max(HOPELESS, self.begun / 2)
             return f"{self.failed} sessions failed, and none has ended well" if hopeless else ""
         hopeless = sum(self.recent) > (1 - RARE) * len(self.recent)
         if len(self.recent) < (self.recent.maxlen or 0) or not hopeless:
@@ -120,8 +121,8 @@ class SessionTally:
         return f"{sum(self.recent)} of the last {len(self.recent)} sessions failed"
 
 
-def limits(config: Config, agent: AgentConfig) -> SessionLimits:
-    """Build the limits of an agent's session, or of a single completion without an agent."""
+def build_limits(config: Config, agent: AgentConfig) -> SessionLimits:
+    """Build the limits of an agent's session, or of a completion without an agent."""
     return SessionLimits(
         context=config.generator.context,
         max_calls=agent.max_calls if agent.uses_sessions else 1,
@@ -135,23 +136,23 @@ def limits(config: Config, agent: AgentConfig) -> SessionLimits:
     )
 
 
-def agent_log(part: str, index: int) -> str:
+def name_agent_log(part: str, index: int) -> str:
     """Name the log of agents that process `index` of a part starts."""
     return f"agent-{part}-{index}.log" if part else f"agent-{index}.log"
 
 
-def env_seed(config: Config, ticket: m.Ticket) -> int:
+def compute_env_seed(config: Config, ticket: m.Ticket) -> int:
     """Compute the seed of an environment's reset.
 
-    All samples of a group get the same one, since they are compared with each other; an evaluation
-    prompt gets the same one at every version.
+    All samples of a group get the same one, because they are compared with each other.  An
+    evaluation prompt gets the same one at every version.
     """
     name = f"{config.seed}:{ticket.ticket}" if ticket.kind == "train" else f"e{ticket.prompt.id}"
     return xxhash.xxh3_64_intdigest(f"env:{name}".encode()) >> 33
 
 
 class Gateway(sockets.SessionPeer):
-    """A gateway.
+    """A gateway process.
 
     source: makes the source of its sessions
     """
@@ -169,7 +170,7 @@ class Gateway(sockets.SessionPeer):
         self.outbox = Outbox(config.wires, self.producer, self.session)
         self.index = index
         self.agents = config.agents
-        self.limits = {part: limits(config, agent) for part, agent in self.agents.items()}
+        self.limits = {part: build_limits(config, agent) for part, agent in self.agents.items()}
         self.tokenizer = load_tokenizer(config.model.path)
         self.vocabulary = read_vocabulary_size(config.model.path)
         self.routing: m.RoutingShape | None = (
@@ -179,7 +180,7 @@ class Gateway(sockets.SessionPeer):
         self.chat = ChatFormat(
             self.tokenizer,
             self.stops,
-            parser=parser_for(config.agent.parser),
+            parser=find_parser(config.agent.parser),
             history=config.agent.history,
             context=config.generator.context,
         )
@@ -189,8 +190,10 @@ class Gateway(sockets.SessionPeer):
                 f"agent.tools: the tokenizer in {config.model.path} has no chat template, so the "
                 "model cannot be shown tools; add one there (chat_template.jinja) or use agent.env"
             )
-        judges = any(one.tools or one.http or not one.uses_sessions for one in self.agents.values())
-        self.rewards = runner_of(config, task_of(config), run_dir) if judges else None
+        judges = any(
+            agent.tools or agent.http or not agent.uses_sessions for agent in self.agents.values()
+        )
+        self.rewards = make_runner(config, task_of(config), run_dir) if judges else None
         self.judged: dict[tuple[int, int, int], Episode] = {}
         self.calls_socket = sockets.BufferSocket(
             gateway_address(config, run_dir, index),
@@ -207,11 +210,11 @@ class Gateway(sockets.SessionPeer):
         self.episodes: dict[int, Episode] = {}
         self.calls: dict[int, PlacedCall] = {}  # id at the generators -> call
         # of these, the calls that wait until their session has a valid ticket
-        self.put_off: dict[int, m.GenerationCall] = {}
+        self.deferred_calls: dict[int, m.GenerationCall] = {}
         # (ticket, attempt) of an earlier process, whose sessions wait for the next grant
         self.restored: set[tuple[int, int]] = set()
         # (ticket, attempt) without waiting samples or open sessions -> tokens sampled for it
-        self.last_words: OrderedDict[tuple[int, int], int] = OrderedDict()
+        self.closed_tokens: OrderedDict[tuple[int, int], int] = OrderedDict()
         # the newest number of an episode or call.  It starts at the time, so that a generator's
         # result for a call of an earlier gateway process never matches a call of this one
         self.numbers = self.session
@@ -225,8 +228,8 @@ class Gateway(sockets.SessionPeer):
     def warm_up(self) -> None:
         """Load the full tokenizer and freeze the heap, before any session waits.
 
-        Importing the template renderer takes seconds, which would block the loop; frozen objects
-        are skipped by later garbage collections.
+        Importing the template renderer takes seconds, which would block the loop.  Later garbage
+        collections skip frozen objects.
         """
         if self.templated and isinstance(self.tokenizer, PlainTokenizer):
             _ = self.tokenizer.full_tokenizer
@@ -236,6 +239,7 @@ class Gateway(sockets.SessionPeer):
     # ---- the loop --------------------------------------------------------------------------------
 
     def loop(self) -> None:
+        """Run turns until the run or this process ends."""
         self.greet()
         while True:
             self.wait()
@@ -259,9 +263,9 @@ class Gateway(sockets.SessionPeer):
         self.tick(time.monotonic())
         self.open_sessions()
         self.send_calls()
-        for frame in self.outbox.frames(time.monotonic(), flush=True):
+        for frame in self.outbox.take_frames(time.monotonic(), flush=True):
             self.socket.send(frame)
-        self.want()
+        self.request_samples()
         self.renew()
         return False
 
@@ -279,19 +283,20 @@ class Gateway(sockets.SessionPeer):
     def on_attempts(self, attempts: int) -> None:
         self.newest_attempt = max(self.newest_attempt, attempts)
 
-    def announce(self, said: m.PolicyAnnouncement | None) -> None:
+    def announce(self, announcement: m.PolicyAnnouncement | None) -> None:
         """Record an announcement of newer weights.
 
         A new epoch ends the leases of earlier ones: waiting samples are forgotten, and open
         sessions are parked until their sample is granted again.
         """
-        if said is None or (
-            self.announced is not None and said.announcement_key <= self.announced.announcement_key
+        if announcement is None or (
+            self.announced is not None
+            and announcement.announcement_key <= self.announced.announcement_key
         ):
             return
-        if self.announced is None or said.label.epoch > self.announced.label.epoch:
+        if self.announced is None or announcement.label.epoch > self.announced.label.epoch:
             self.epoch_since = time.monotonic()
-        self.announced = said
+        self.announced = announcement
         for name, grant in list(self.held.items()):
             if not self.is_expired(grant.ticket):
                 continue
@@ -300,7 +305,7 @@ class Gateway(sockets.SessionPeer):
                 episode = self.episodes[number]
                 if (
                     grant.ticket.kind == "eval"
-                    or len(self.parked_episodes()) > self.config.agent.sessions
+                    or len(self.list_parked_episodes()) > self.config.agent.sessions
                 ):
                     self.drop(episode)
                 else:
@@ -310,13 +315,16 @@ class Gateway(sockets.SessionPeer):
 
     def is_expired(self, ticket: m.Ticket) -> bool:
         """Whether the ticket belongs to an earlier epoch or to an earlier gateway process."""
-        said = self.announced
+        announcement = self.announced
         if (ticket.ticket, ticket.attempt) in self.restored:
             return True
-        return said is not None and ticket.min_version.epoch < said.label.epoch
+        return announcement is not None and ticket.min_version.epoch < announcement.label.epoch
 
-    def parked_episodes(self) -> list[Episode]:
-        """Open training sessions with an expired ticket, which resume under a new one."""
+    def list_parked_episodes(self) -> list[Episode]:
+        """List the open training sessions with an expired ticket.
+
+        They resume under a new one.
+        """
         return [
             episode
             for episode in self.episodes.values()
@@ -326,7 +334,7 @@ class Gateway(sockets.SessionPeer):
     def park(self, episode: Episode) -> None:
         """Take the episode's calls back until its session has a new ticket.
 
-        They must not be sampled by the weights of the old epoch.  They get new numbers, since
+        They must not be sampled by the weights of the old epoch.  They get new numbers, because
         results for the old numbers may be on their way.
         """
         for number, placed in list(self.calls.items()):
@@ -335,10 +343,10 @@ class Gateway(sockets.SessionPeer):
             del self.calls[number]
             call = self.router.forget(number)
             if call is None:  # it was not submitted
-                call = self.put_off.pop(number)
+                call = self.deferred_calls.pop(number)
             self.numbers += 1
             self.calls[self.numbers] = placed
-            self.put_off[self.numbers] = msgspec.structs.replace(call, id=self.numbers)
+            self.deferred_calls[self.numbers] = msgspec.structs.replace(call, id=self.numbers)
 
     # ---- sessions --------------------------------------------------------------------------------
 
@@ -348,32 +356,34 @@ class Gateway(sockets.SessionPeer):
             if ticket.attempt <= self.newest_attempt:
                 continue
             self.newest_attempt = ticket.attempt
-            new = GatewayTicket(ticket, list(ticket.samples))
+            new_grant = GatewayTicket(ticket, list(ticket.samples))
             for name, grant in list(self.held.items()):
                 # two evaluations that run at once use the same ticket numbers
                 same_version = grant.ticket.exact_version == ticket.exact_version
                 if name[0] == ticket.ticket and same_version:
-                    self.transfer_sessions(grant, new)
+                    self.transfer_sessions(grant, new_grant)
                     if not grant.waiting and not grant.open:
                         self.close_ticket(name)
-            self.held[ticket.ticket, ticket.attempt] = new
+            self.held[ticket.ticket, ticket.attempt] = new_grant
 
-    def transfer_sessions(self, grant: GatewayTicket, new: GatewayTicket) -> None:
+    def transfer_sessions(self, grant: GatewayTicket, new_grant: GatewayTicket) -> None:
         """Move the samples and open sessions of a ticket's earlier grant to its new one."""
-        grant.waiting = [sample for sample in grant.waiting if sample not in new.ticket.samples]
+        grant.waiting = [
+            sample for sample in grant.waiting if sample not in new_grant.ticket.samples
+        ]
         for number in sorted(grant.open):
             session = self.episodes[number].session
-            if session.sample not in new.waiting:
+            if session.sample not in new_grant.waiting:
                 continue
-            new.waiting.remove(session.sample)
+            new_grant.waiting.remove(session.sample)
             grant.open.discard(number)
             grant.tokens += session.current_attempt_tokens
-            session.resume_under(new.ticket)
+            session.resume_under(new_grant.ticket)
             self.source.on_resume(session)
-            new.open.add(number)
+            new_grant.open.add(number)
             for call_number, placed in self.calls.items():
-                if placed.episode.number == number and call_number in self.put_off:
-                    self.submit_call(self.put_off.pop(call_number), new.ticket)
+                if placed.episode.number == number and call_number in self.deferred_calls:
+                    self.submit_call(self.deferred_calls.pop(call_number), new_grant.ticket)
 
     def submit_call(self, call: m.GenerationCall, ticket: m.Ticket) -> None:
         """Submit a call, with the minimum version of its session's current ticket."""
@@ -386,51 +396,58 @@ class Gateway(sockets.SessionPeer):
 
     @property
     def free_sessions(self) -> int:
-        """How many sessions may begin.
+        """The number of sessions that may begin.
 
-        Parked sessions do not count: if they filled all places, this gateway would ask for no
+        Parked sessions do not count: if they filled all places, this gateway would request no
         ticket, and none of them could resume.
         """
-        return self.config.agent.sessions - len(self.episodes) + len(self.parked_episodes())
+        return self.config.agent.sessions - len(self.episodes) + len(self.list_parked_episodes())
 
-    def part_of(self, ticket: m.Ticket) -> str:
-        """The part of the mixture whose agent plays a ticket; "" is the run's own agent."""
+    def get_part(self, ticket: m.Ticket) -> str:
+        """Return the part of the mixture that a ticket belongs to; "": the run's agent."""
         return ticket.prompt.task if ticket.prompt.task in self.agents else ""
 
-    def source_name(self, part: str) -> str:
-        """Key and value of the source of a part's sessions."""
+    def get_source_name(self, part: str) -> str:
+        """Return key and value of the source of a part's sessions."""
         name = self.agents[part].source_name
         return f"task.mixture: {part}: {name}" if part else name
 
-    def agent_of(self, session: Session) -> AgentConfig:
-        """The agent that plays a session."""
-        return self.agents[self.part_of(session.ticket)]
+    def get_agent(self, session: Session) -> AgentConfig:
+        """Return the agent that plays a session."""
+        return self.agents[self.get_part(session.ticket)]
 
-    def waiting_tickets(self, parts: Collection[str]) -> list[GatewayTicket]:
-        """Tickets of some parts with waiting samples, evaluations first."""
+    def list_waiting_tickets(self, parts: Collection[str]) -> list[GatewayTicket]:
+        """List the tickets of some parts with waiting samples, evaluations first."""
         return sorted(
             (
                 grant
                 for grant in self.held.values()
-                if grant.waiting and self.part_of(grant.ticket) in parts
+                if grant.waiting and self.get_part(grant.ticket) in parts
             ),
             key=lambda grant: (grant.ticket.kind == "train", grant.ticket.ticket),
         )
 
-    def env_seed(self, ticket: m.Ticket) -> int:
-        return env_seed(self.config, ticket)
+    def compute_env_seed(self, ticket: m.Ticket) -> int:
+        """Compute the seed of the reset of a ticket's environment."""
+        return compute_env_seed(self.config, ticket)
 
     def begin_episode(self, grant: GatewayTicket, sample: int, *, first: bool) -> Episode:
         """Begin a session of a ticket's sample."""
         ticket = grant.ticket
         self.numbers += 1
-        part = self.part_of(ticket)
-        self.tallies[part].began += 1
-        own = encode_prompt(self.tokenizer, ticket.prompt)
+        part = self.get_part(ticket)
+        self.tallies[part].begun += 1
+        own_prompt = encode_prompt(self.tokenizer, ticket.prompt)
         now = time.monotonic()
         chat = self.chat.with_date(datetime.now())
         session = Session(
-            ticket, sample, ticket.attempt, self.limits[part], chat, own_prompt=own, opened=now
+            ticket,
+            sample,
+            ticket.attempt,
+            self.limits[part],
+            chat,
+            own_prompt=own_prompt,
+            opened=now,
         )
         episode = self.episodes[self.numbers] = Episode(self.numbers, session, first)
         grant.open.add(self.numbers)
@@ -439,11 +456,11 @@ class Gateway(sockets.SessionPeer):
     def restore(self, session: Session, last: SessionCall | None, *, first: bool) -> Episode:
         """Continue a session of an earlier gateway process.
 
-        This process's greeting ends the session's lease in the buffer, so its calls wait for the
-        next grant of its sample.  Tokens that were reported already are not reported again.
+        This process's greeting ends the session's lease in the buffer, so that its calls wait for
+        the next grant of its sample.  Reported tokens are not reported again.
         """
         self.numbers += 1
-        self.tallies[self.part_of(session.ticket)].began += 1
+        self.tallies[self.get_part(session.ticket)].begun += 1
         episode = Episode(self.numbers, session, first, last)
         self.episodes[episode.number] = episode
         name = (session.ticket.ticket, session.attempt)
@@ -452,7 +469,7 @@ class Gateway(sockets.SessionPeer):
         grant.open.add(episode.number)
         reported = max(0, session.current_attempt_tokens - session.tokens + session.reported)
         for attempt, tokens in (*session.adopted, (session.attempt, reported)):
-            self.outbox.drawn.restore(session.ticket.ticket, attempt, tokens)
+            self.outbox.token_report.restore(session.ticket.ticket, attempt, tokens)
         return episode
 
     def drop(self, episode: Episode) -> None:
@@ -461,7 +478,7 @@ class Gateway(sockets.SessionPeer):
         for number, placed in list(self.calls.items()):
             if placed.episode is episode:
                 self.router.forget(number)
-                self.put_off.pop(number, None)
+                self.deferred_calls.pop(number, None)
                 del self.calls[number]
         session = episode.session
         self.judged.pop((session.ticket.ticket, session.sample, session.attempt), None)
@@ -476,7 +493,7 @@ class Gateway(sockets.SessionPeer):
         self.numbers += 1
         ticket = session.ticket
         self.calls[self.numbers] = PlacedCall(episode, call)
-        asked = m.GenerationCall(
+        generation_call = m.GenerationCall(
             id=self.numbers,
             ticket=ticket.ticket,
             sample=session.sample,
@@ -489,13 +506,13 @@ class Gateway(sockets.SessionPeer):
             seed=ticket.seed,
             stream=call.stream_key,
             grammar=call.grammar,
-            images=call.node.all_images(),
+            images=call.node.list_images(),
         )
         if self.is_expired(ticket):
-            self.put_off[asked.id] = asked
+            self.deferred_calls[generation_call.id] = generation_call
         else:
-            self.submit_call(asked, ticket)
-        return asked.id
+            self.submit_call(generation_call, ticket)
+        return generation_call.id
 
     def submit(self, episode: Episode) -> None:
         """Submit the last answer of a "judging" session to the reward runner, once."""
@@ -503,7 +520,7 @@ class Gateway(sockets.SessionPeer):
         assert self.rewards is not None
         if episode.last is None:
             session.on_judged(
-                SessionOutcome(0.0, {}, why_untrained(session, self.agent_of(session)))
+                SessionOutcome(0.0, {}, explain_untrained(session, self.get_agent(session)))
             )
             return
         ids = episode.last.node.ids
@@ -512,9 +529,9 @@ class Gateway(sockets.SessionPeer):
         if key in self.judged:
             return
         self.judged[key] = episode
-        self.rewards.submit(key, session.ticket.prompt, self.chat.visible_text(ids), ids)
+        self.rewards.submit(key, session.ticket.prompt, self.chat.decode_visible(ids), ids)
 
-    # ---- news ------------------------------------------------------------------------------------
+    # ---- results ---------------------------------------------------------------------------------
 
     def read_calls(self) -> None:
         """Handle the generators' results and reports."""
@@ -545,9 +562,9 @@ class Gateway(sockets.SessionPeer):
             self.on_result(message)
 
     def refuse(self, reason: str, line: str) -> None:
-        """Count a refused message and log the first REFUSALS_SAID of them."""
+        """Count a refused message and log the first LOGGED_REFUSALS of them."""
         self.refused[reason] += 1
-        if self.refused.total() <= REFUSALS_SAID:
+        if self.refused.total() <= LOGGED_REFUSALS:
             print(f"{self.producer}: {escape_line(line)}", file=sys.stderr, flush=True)
 
     def on_result(self, message: m.CallResult) -> None:
@@ -565,16 +582,16 @@ class Gateway(sockets.SessionPeer):
             past=message.lost,
             now=time.monotonic(),
             support=SampledSupport.decode(message.support, len(message.tokens) // 4),
-            routed=self.routed_of(message, len(call.prompt_ids)),
+            routed=self.decode_routed(message, len(call.prompt_ids)),
         )
         if node is not None and not call.aside:
             episode.last = call
         self.source.on_answer(episode, call, node, message.failed)
 
-    def routed_of(self, message: m.CallResult, prompt: int) -> RoutedExperts | None:
+    def decode_routed(self, message: m.CallResult, prompt: int) -> RoutedExperts | None:
         """Decode the experts of a call with `prompt` prompt tokens.
 
-        The first ones show the shape of the model's routers, which all others must have.
+        The first ones define the shape of the model's routers, which all others must have.
         """
         if not message.routed:
             return None
@@ -583,6 +600,7 @@ class Gateway(sockets.SessionPeer):
         return routed
 
     def read_rewards(self) -> None:
+        """End the sessions whose rewards are ready."""
         if self.rewards is None:
             return
         for result in self.rewards.poll():
@@ -604,7 +622,7 @@ class Gateway(sockets.SessionPeer):
                 self.cancel_call(session.cuts.pop())
             if self.is_expired(session.ticket):
                 self.give_up(episode, now)
-            elif session.complete:
+            elif session.is_complete:
                 self.deliver(episode)
 
     def give_up(self, episode: Episode, now: float) -> None:
@@ -622,7 +640,7 @@ class Gateway(sockets.SessionPeer):
                 self.close_ticket((session.ticket.ticket, session.attempt))
 
     def cancel_call(self, call: SessionCall) -> None:
-        """Cancel a call in the engine; a call that no engine has ends now, without tokens."""
+        """Cancel a call in the engine; without an engine it ends now, without tokens."""
         for number, placed in self.calls.items():
             if placed.call is call:
                 if self.drop_call(number):
@@ -631,11 +649,12 @@ class Gateway(sockets.SessionPeer):
 
     def drop_call(self, number: int) -> bool:
         """Cancel a call; True when no result will come for it."""
-        return self.put_off.pop(number, None) is not None or self.router.cancel(number)
+        return self.deferred_calls.pop(number, None) is not None or self.router.cancel(number)
 
     def deliver(self, episode: Episode) -> None:
+        """Queue the trajectory of a session that has ended, and forget the session."""
         session = episode.session
-        delivered = trajectory(session, self.tokenizer, self.agent_of(session))
+        delivered = build_trajectory(session, self.tokenizer, self.get_agent(session))
         self.count(session, delivered.failed)
         self.source.on_deliver(session)
         prompt = by_digest(session.ticket.prompt.images)  # which the buffer has
@@ -650,144 +669,147 @@ class Gateway(sockets.SessionPeer):
         """Count a session that ended.
 
         Raises ConfigError when none of its agent's sessions has ended well so far, or hardly any of
-        the last ones: the buffer would grant their samples again without end, evaluations above
-        all, which have no budget of failures.  Sessions of an external harness (agent.serve) and
-        single completions are only counted.
+        the last ones.  The buffer would otherwise grant their samples again without end, above all
+        those of evaluations, which have no budget of failures.  Sessions of an external harness
+        (agent.serve) and single completions are only counted.
         """
-        part = self.part_of(session.ticket)
+        part = self.get_part(session.ticket)
         agent, tally = self.agents[part], self.tallies[part]
         tally.recent.append(bool(failed))
         if not failed:
-            tally.took.append(time.monotonic() - session.opened)
+            tally.durations.append(time.monotonic() - session.opened)
             return
         tally.failed += 1
         reason = escape_line(str(failed))
         task = f" of task {part}" if part else ""
-        if tally.failed <= REFUSALS_SAID:
+        if tally.failed <= LOGGED_REFUSALS:
             line = f"{self.producer}: session {session.name}{task}: {reason}"
             print(line, file=sys.stderr, flush=True)
-        if agent.serve or not agent.uses_sessions or not (counts := tally.failure()):
+        if agent.serve or not agent.uses_sessions or not (counts := tally.describe_failure()):
             return
         hint = "if it cannot use the model's answer, let it give a reward, such as 0"
         if agent.starts_agents:
-            hint = f"its output is in {self.run_dir / agent_log(part, 0)}"
-        raise ConfigError(f"{self.source_name(part)}: {counts}; the last one: {reason}; {hint}")
+            hint = f"its output is in {self.run_dir / name_agent_log(part, 0)}"
+        raise ConfigError(f"{self.get_source_name(part)}: {counts}; the last one: {reason}; {hint}")
 
     def close_ticket(self, name: tuple[int, int]) -> None:
         """Forget a ticket without waiting samples and open sessions.
 
-        Its tokens stay in the next reports, as no sample delivers those of restarted sessions.
+        Its tokens stay in the next reports, because no sample delivers those of restarted sessions.
         """
         grant = self.held.pop(name)
         self.restored.discard(name)
         if grant.tokens:
-            self.last_words[name] = grant.tokens
-        while len(self.last_words) > LAST_WORDS:
-            self.last_words.popitem(last=False)
+            self.closed_tokens[name] = grant.tokens
+        while len(self.closed_tokens) > REPORTED_CLOSED:
+            self.closed_tokens.popitem(last=False)
 
     def send_calls(self) -> None:
-        for peer, message in self.router.frames(self.announced, self.images_of):
+        """Send new and cancelled calls to the generators."""
+        for peer, message in self.router.take_messages(self.announced, self.get_images):
             self.calls_socket.send(peer, message)
 
-    def images_of(self, call: m.GenerationCall) -> dict[str, bytes]:
-        """The images of a call, digest -> blob."""
-        known = self.calls[call.id].episode.session.images if call.images else {}
-        return {name: known[name] for name in call.images}
+    def get_images(self, call: m.GenerationCall) -> dict[str, bytes]:
+        """Return the images of a call, digest -> blob."""
+        session_images = self.calls[call.id].episode.session.images if call.images else {}
+        return {name: session_images[name] for name in call.images}
 
     # ---- the buffer ------------------------------------------------------------------------------
 
-    def want(self) -> None:
+    def request_samples(self) -> None:
         """Request as many samples as the source has room for."""
         waiting = sum(len(grant.waiting) for grant in self.held.values())
-        free = self.source.count_wanted() - waiting
+        sample_count = self.source.count_wanted() - waiting
         if self.outbox.is_full:
             self.waits_for("credit: the buffer has not acknowledged what was delivered")
             return
-        self.request_tickets(free, self.announced.label if self.announced is not None else None)
+        self.request_tickets(
+            sample_count, self.announced.label if self.announced is not None else None
+        )
 
-    def progress(self) -> list[tuple[int, int, int]]:
+    def list_progress(self) -> list[tuple[int, int, int]]:
         """List (ticket, attempt, tokens sampled for it so far).
 
-        The count is capped at what the ticket's samples may have: sessions that begin anew often
-        can exceed it.
+        The count is capped at the limit of the ticket's samples, which sessions that begin anew
+        often can exceed.
         """
         longest = max(agent.max_tokens for agent in self.agents.values())
-        most = self.config.learner.group_size * longest
-        open_now = {
+        token_cap = self.config.learner.group_size * longest
+        open_counts = {
             name: grant.tokens
             + sum(self.episodes[x].session.current_attempt_tokens for x in grant.open)
             for name, grant in self.held.items()
         }
-        counts = {**self.last_words, **open_now}
-        return [(*name, min(most, tokens)) for name, tokens in counts.items()]
+        counts = {**self.closed_tokens, **open_counts}
+        return [(*name, min(token_cap, tokens)) for name, tokens in counts.items()]
 
     def renewal(self, wait: ProcessWait | None) -> m.LeaseRenewal:
-        progress = self.progress()
+        progress = self.list_progress()
         self.source.on_report()
         return m.LeaseRenewal(
             producer=self.producer,
             session=self.session,
             progress=progress,
-            stats=self.stats(),
+            stats=self.collect_metrics(),
             waiting=wait,
             judging=sorted(
                 name for name, grant in self.held.items() if not self.is_expired(grant.ticket)
             ),
-            drawn=self.outbox.drawn.on_report(progress),
-            sessions=self.oldest_sessions(time.monotonic()),
-            written=sorted(self.outbox.tickets()),
+            drawn=self.outbox.token_report.on_report(progress),
+            sessions=self.list_oldest_sessions(time.monotonic()),
+            written=sorted(self.outbox.list_tickets()),
             taken=self.newest_attempt,
         )
 
-    def stats(self) -> dict[str, float]:
+    def collect_metrics(self) -> dict[str, float]:
         """Collect the metrics that this process reports."""
-        metrics = self.rewards.numbers() if self.rewards is not None else {}
-        if ordered := sorted(took for tally in self.tallies.values() for took in tally.took):
+        metrics = self.rewards.collect_metrics() if self.rewards is not None else {}
+        if ordered := sorted(took for tally in self.tallies.values() for took in tally.durations):
             metrics[m.SESSION_P95] = ordered[int(0.95 * (len(ordered) - 1))]
         return metrics
 
-    def oldest_sessions(self, now: float) -> list[OpenSession]:
+    def list_oldest_sessions(self, now: float) -> list[OpenSession]:
         """List one session of each of the OLDEST oldest tickets, for the run's status.
 
-        It is the one that has waited longest, sessions that wait for the engine last; a sample
-        that no session has begun counts too.
+        It is the one that has waited longest, a sample without a session included.  Sessions that
+        wait for the engine come last.
         """
         sessions = []
         for grant in sorted(self.held.values(), key=lambda grant: grant.ticket.ticket):
-            states = [self.session_state(self.episodes[number], now) for number in grant.open]
+            states = [self.describe_session(self.episodes[number], now) for number in grant.open]
             if grant.waiting:
-                states.append(self.waiting_sample(grant, now))
+                states.append(self.describe_waiting_sample(grant, now))
             if states:  # tickets of evaluations have the highest numbers
                 sessions.append(max(states, key=lambda one: (one.kind != "engine", one.seconds)))
             if len(sessions) == OLDEST:
                 break
         return sessions
 
-    def waiting_sample(self, grant: GatewayTicket, now: float) -> OpenSession:
-        """Describe the wait of a sample that no session has begun."""
-        ticket, cause = grant.ticket, self.source.explain_queue(self.part_of(grant.ticket))
-        waited = now - grant.taken
+    def describe_waiting_sample(self, grant: GatewayTicket, now: float) -> OpenSession:
+        """Describe the wait of a sample without a session."""
+        ticket, cause = grant.ticket, self.source.explain_queue(self.get_part(grant.ticket))
+        waited = now - grant.granted_at
         sample = grant.waiting[0]
         return OpenSession(
             ticket=ticket.ticket,
             sample=sample,
             name="",
-            task=task(ticket),
+            task=describe_prompt(ticket),
             turn=0,
             kind=cause.kind,
-            what=cause.what,
+            what=cause.text,
             seconds=waited,
             open_s=waited,
         )
 
-    def session_state(self, episode: Episode, now: float) -> OpenSession:
-        """Describe what an open session waits for, and until when."""
+    def describe_session(self, episode: Episode, now: float) -> OpenSession:
+        """Describe the wait of an open session, and the limit that ends it."""
         session = episode.session
         limit, deadline = session.next_deadline()
         since, left_s = session.call_at, deadline - now
         if self.is_expired(session.ticket):
-            what = "its ticket to be granted again by the new learner"
-            cause = WaitCause("grant", what, limit, left_s)
+            text = "its ticket to be granted again by the new learner"
+            cause = WaitCause("grant", text, limit, left_s)
         elif session.open_calls:
             missing = "" if self.router.generators else ": no generator serves"
             cause = WaitCause("engine", f"an answer of the engine{missing}", limit, left_s)
@@ -800,10 +822,10 @@ class Gateway(sockets.SessionPeer):
             ticket=session.ticket.ticket,
             sample=session.sample,
             name=session.name,
-            task=task(session.ticket),
+            task=describe_prompt(session.ticket),
             turn=session.calls,
             kind=cause.kind,
-            what=cause.what,
+            what=cause.text,
             seconds=max(0.0, now - since),
             open_s=max(0.0, now - session.opened),
             limit=cause.limit if ends_s < math.inf else "",
@@ -811,6 +833,7 @@ class Gateway(sockets.SessionPeer):
         )
 
     def close(self) -> None:
+        """Release all resources and leave the buffer."""
         self.source.close()
         if self.rewards is not None:
             self.rewards.close()
@@ -818,7 +841,7 @@ class Gateway(sockets.SessionPeer):
         self.calls_socket.close()
 
 
-def task(ticket: m.Ticket) -> str:
+def describe_prompt(ticket: m.Ticket) -> str:
     """Describe a ticket's prompt in one short line."""
     prompt = ticket.prompt
     kind = "evaluation prompt" if ticket.kind == "eval" else "prompt"
@@ -826,8 +849,8 @@ def task(ticket: m.Ticket) -> str:
     return f"{kind} {prompt.id} {text[:SHOWN]!a}{'...' if len(text) > SHOWN else ''}"
 
 
-def why_untrained(session: Session, agent: AgentConfig) -> str:
-    """Explain why a session that has ended has no token to train on."""
+def explain_untrained(session: Session, agent: AgentConfig) -> str:
+    """Explain the lack of tokens to train on of a session that has ended."""
     if session.refusals and not any(node.ids is not None for node in session.tree.nodes):
         return f"the session ended without an answer; {session.refusals}"
     if not session.calls:
@@ -842,17 +865,17 @@ def why_untrained(session: Session, agent: AgentConfig) -> str:
     )
 
 
-def trajectory(session: Session, tokenizer: Any, agent: AgentConfig) -> m.Trajectory:
+def build_trajectory(session: Session, tokenizer: Any, agent: AgentConfig) -> m.Trajectory:
     """Build the trajectory of a session that has ended."""
     assert session.outcome is not None
-    rows = list(session.training_rows())
+    rows = list(session.build_training_rows())
     failed: m.RewardFailure | str = ""
     if session.outcome.failed:
-        why = session.outcome.failed
-        reason = f"{why}; {session.refusals}" if session.refusals else why
+        reason = session.outcome.failed
+        reason = f"{reason}; {session.refusals}" if session.refusals else reason
         failed = m.RewardFailure("data", reason)
     elif not rows:
-        failed = m.RewardFailure("data", why_untrained(session, agent))
+        failed = m.RewardFailure("data", explain_untrained(session, agent))
     first = rows[0] if rows else m.TrainingSequence(b"", b"", b"", b"", [])
     shown = [int(x) for x in np.frombuffer(first.tokens, "<i4")]
     ticket = session.ticket

@@ -1,7 +1,8 @@
-"""Sessions over HTTP, a source of the gateway's, and the service of the endpoint.
+"""Sessions over HTTP: a source for the gateway, and the service of the endpoint.
 
 Leases take samples of the gateway's tickets, and calls go to its router.  One event loop runs the
-endpoint and the gateway's turns."""
+endpoint and the gateway's turns.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from actors.gateway.endpoint.web import OpenedSession
 from actors.gateway.recovery.session_journal import (
     SessionJournal,
     SessionOpening,
-    last_ticket,
+    find_last_ticket,
     restore,
 )
 from actors.gateway.service import Gateway
@@ -35,7 +36,7 @@ from asyncrl.models.tokenizer import encode_prompt
 from asyncrl.records import private
 
 REMEMBERED = 4096  # leases, and ended sessions, that can still be looked up
-# what a session waits for: the key that plays it -> text
+# the description of a session's wait, by the key of the agent that plays it
 AGENTS = {
     "serve": "its harness: the next call, or its reward",
     "command": "its program (agent.command): the next call, or its end",
@@ -47,13 +48,13 @@ AGENTS = {
 class SessionApi(SessionSource):
     """Sessions over HTTP: a `web.SessionService` in the thread of the gateway's turns.
 
-    parts: the parts of a mixture whose sessions these are
+    parts: the parts of a mixture that these sessions belong to
     """
 
     def __init__(self, gateway: Gateway, parts: Collection[str] = ("",)) -> None:
         agent = gateway.config.agent
         self.gateway = gateway
-        # parts whose sessions a harness leases; agents that the gateway starts play the others
+        # a harness leases the sessions of these parts; agents of the gateway play the others
         self.leased_parts = {part for part in parts if gateway.agents[part].serve}
         self.request_policy = RequestPolicy(
             agent.model,
@@ -77,7 +78,7 @@ class SessionApi(SessionSource):
         self.episodes: dict[str, Episode] = {}
         self.answers: dict[SessionCall, asyncio.Future[CallNode | None]] = {}  # of open calls
         self.asks = 0  # leases that wait for a sample
-        self.starting: set[str] = set()  # parts none of whose agents' processes is ready
+        self.starting: set[str] = set()  # parts without a ready agents' process
         # (ticket, sample, an evaluation's version) that a session has begun
         self.begun: set[tuple[int, int, Label | None]] = set()
         self.news = asyncio.Event()  # set after each turn
@@ -100,7 +101,7 @@ class SessionApi(SessionSource):
         return self.opened.get(name)
 
     async def lease(self, lease: str, wait_s: float) -> OpenedSession | None:
-        until = self.current_time() + wait_s
+        deadline = self.current_time() + wait_s
         self.asks += 1
         self.wake()
         try:
@@ -108,7 +109,7 @@ class SessionApi(SessionSource):
                 opened = self.leases.get(lease)
                 if opened is None:
                     opened = self.lease_session(lease, self.leased_parts)
-                seconds_left = until - self.current_time()
+                seconds_left = deadline - self.current_time()
                 if opened is not None or seconds_left <= 0 or self.is_over or self.is_ending:
                     return opened
                 self.news.clear()
@@ -120,9 +121,9 @@ class SessionApi(SessionSource):
             self.asks -= 1
 
     def lease_session(self, lease: str, parts: Collection[str]) -> OpenedSession | None:
-        """Begin a session of the parts' next waiting sample; None for no sample or no room."""
+        """Begin a session of the parts' next waiting sample; None without one, or room."""
         gateway = self.gateway
-        grant = next(iter(gateway.waiting_tickets(parts)), None)
+        grant = next(iter(gateway.list_waiting_tickets(parts)), None)
         if grant is None or gateway.free_sessions < 1:
             return None
         name = (grant.ticket.ticket, grant.waiting[0], grant.ticket.exact_version)
@@ -135,7 +136,7 @@ class SessionApi(SessionSource):
             chat=session.composer,
             key=secrets.token_urlsafe(32),
             task=describe_task(grant.ticket),
-            seed=gateway.env_seed(grant.ticket),
+            seed=gateway.compute_env_seed(grant.ticket),
             first=episode.first,
         )
         self.keep(opened, lease)
@@ -143,12 +144,12 @@ class SessionApi(SessionSource):
         return opened
 
     def keep(self, opened: OpenedSession, lease: str) -> None:
-        """Begin the file by which a training session outlives this process.
+        """Begin the file from which a restarted gateway continues a training session.
 
-        An evaluation's session does not: a restarted gateway evaluates another version.
+        An evaluation's session has none: a restarted gateway evaluates another version.
         """
         session = opened.session
-        is_leased = self.gateway.agent_of(session).serve
+        is_leased = self.gateway.get_agent(session).serve
         if self.journal is None or not is_leased or session.ticket.kind != "train":
             return
         opening = SessionOpening(
@@ -170,36 +171,36 @@ class SessionApi(SessionSource):
         while len(self.leases) > REMEMBERED:
             self.leases.popitem(last=False)
         while len(self.opened) > REMEMBERED:
-            ended = next((x for x in self.opened if x not in self.episodes), None)
-            if ended is None:
+            ended_name = next((x for x in self.opened if x not in self.episodes), None)
+            if ended_name is None:
                 break
-            del self.opened[ended]
+            del self.opened[ended_name]
 
     def restore_sessions(self) -> None:
         """Continue the sessions of an earlier process of this gateway.
 
-        Those that had ended are delivered again; the buffer ignores samples that it has.
+        Ended sessions are delivered again; the buffer ignores samples that it has.
         """
         gateway = self.gateway
         for file, opening, records in self.journal.read() if self.journal is not None else ():
-            ticket, now = last_ticket(records), self.current_time()
+            ticket, now = find_last_ticket(records), self.current_time()
             chat = gateway.chat.with_date(datetime.fromisoformat(opening.date))
             session = Session(
                 ticket,
                 opening.sample,
                 ticket.attempt,
-                gateway.limits[gateway.part_of(ticket)],
+                gateway.limits[gateway.get_part(ticket)],
                 chat,
                 own_prompt=encode_prompt(gateway.tokenizer, ticket.prompt),
                 opened=min(opening.opened, now),  # the clock begins anew when the machine restarts
             )
             session.name = opening.name
             try:
-                last = restore(session, records, now)
+                last_call = restore(session, records, now)
             except KeyError as error:
                 file.fail(f"call {error} is missing")
                 continue
-            episode = gateway.restore(session, last, first=opening.first)
+            episode = gateway.restore(session, last_call, first=opening.first)
             opened = OpenedSession(
                 session=session,
                 chat=chat,
@@ -211,7 +212,7 @@ class SessionApi(SessionSource):
             )
             self.begun.add((ticket.ticket, session.sample, ticket.exact_version))
             self.add(opened, episode, opening.lease)
-            if session.complete:
+            if session.is_complete:
                 gateway.deliver(episode)
             else:
                 self.on_change(session)
@@ -220,11 +221,11 @@ class SessionApi(SessionSource):
         episode = self.episodes.get(session.name)
         if episode is None:
             raise CallRefused(410, "session_ended", f"session {session.name} has ended")
-        answer: asyncio.Future[CallNode | None] = asyncio.get_running_loop().create_future()
-        self.answers[call] = answer
+        future: asyncio.Future[CallNode | None] = asyncio.get_running_loop().create_future()
+        self.answers[call] = future
         self.gateway.ask(episode, call)
         self.wake()
-        return await answer
+        return await future
 
     def on_change(self, session: Session) -> None:
         episode = self.episodes.get(session.name)
@@ -238,19 +239,19 @@ class SessionApi(SessionSource):
 
     def count_wanted(self) -> int:
         gateway = self.gateway
-        return min(gateway.free_sessions, self.asks) + len(gateway.parked_episodes())
+        return min(gateway.free_sessions, self.asks) + len(gateway.list_parked_episodes())
 
     def on_answer(
         self, episode: Episode, call: SessionCall, node: CallNode | None, failed: str
     ) -> None:
-        answer = self.answers.pop(call)
-        if answer.done():
+        future = self.answers.pop(call)
+        if future.done():
             return
         if failed:
             reason = f"a generator cannot sample this call: {escape_line(failed)}"
-            answer.set_exception(CallRefused(500, "call_refused", reason))
+            future.set_exception(CallRefused(500, "call_refused", reason))
         else:
-            answer.set_result(node)
+            future.set_result(node)
 
     def on_drop(self, episode: Episode) -> None:
         """Forget a session that was delivered or lost, and refuse its open calls."""
@@ -259,16 +260,16 @@ class SessionApi(SessionSource):
         opened = self.opened[session.name]
         if opened.file is not None:
             key = (session.ticket.ticket, session.sample, session.attempt)
-            if key in self.gateway.outbox.unacked_keys():
+            if key in self.gateway.outbox.list_unacked_keys():
                 self.unacked[key] = opened
             else:
                 opened.file.remove()
         session.fail("its ticket has expired: the learner was restarted")
         for call in session.open_calls.values():
-            answer = self.answers.pop(call, None)
-            if answer is not None and not answer.done():
+            future = self.answers.pop(call, None)
+            if future is not None and not future.done():
                 reason = f"session {session.name} is lost: lease another"
-                answer.set_exception(CallRefused(410, "session_lost", reason))
+                future.set_exception(CallRefused(410, "session_lost", reason))
 
     def on_resume(self, session: Session) -> None:
         """Record that the session goes on under another ticket."""
@@ -289,16 +290,16 @@ class SessionApi(SessionSource):
         self.record_progress(session)
 
     def explain_wait(self, episode: Episode, limit: str, left_s: float, now: float) -> WaitCause:
-        agent = self.gateway.agent_of(episode.session)
-        what = AGENTS[next(key for key in AGENTS if getattr(agent, key))]
-        return WaitCause("agent", what, limit, left_s)
+        agent = self.gateway.get_agent(episode.session)
+        text = AGENTS[next(key for key in AGENTS if getattr(agent, key))]
+        return WaitCause("agent", text, limit, left_s)
 
     def explain_queue(self, part: str) -> WaitCause:
         agent = self.gateway.agents[part]
         if agent.serve:
             return WaitCause("agent", "a harness to lease it (RUN/agent.url, RUN/agent.key)")
         if part in self.starting:
-            name = self.gateway.source_name(part)
+            name = self.gateway.get_source_name(part)
             return WaitCause("place", f"a process that imports {name} to be ready")
         return WaitCause("place", f"a place: agent.at_once = {agent.at_once}")
 
@@ -309,14 +310,14 @@ class SessionApi(SessionSource):
 
     def remove_acked_files(self) -> None:
         """Remove the files of the samples that the buffer has acknowledged."""
-        waiting = self.gateway.outbox.unacked_keys() if self.unacked else ()
-        for key in [key for key in self.unacked if key not in waiting]:
+        unacked_keys = self.gateway.outbox.list_unacked_keys() if self.unacked else ()
+        for key in [key for key in self.unacked if key not in unacked_keys]:
             file = self.unacked.pop(key).file
             assert file is not None
             file.remove()
 
     def requeue(self, opened: OpenedSession) -> None:
-        """Put the sample of a session back that lost its agent through another's fault."""
+        """Put back the sample of a session that lost its agent through another session."""
         episode = self.episodes.get(opened.session.name)
         if episode is not None and episode.session.state == "open":
             session = episode.session
@@ -328,7 +329,7 @@ class SessionApi(SessionSource):
         """Make the gateway take its next turn now."""
         self.due.set()
 
-    def after_turn(self) -> None:
+    def wake_leases(self) -> None:
         """Wake the leases that wait for a sample, after each turn of the gateway."""
         self.remove_acked_files()
         self.news.set()
@@ -357,7 +358,7 @@ def read_endpoint_file(run_dir: Path, name: str) -> str:
         return file.read().strip()
 
 
-def kept_port(run_dir: Path) -> int:
+def read_kept_port(run_dir: Path) -> int:
     """Read the port in RUN/agent.url; 0 if there is none."""
     port = read_endpoint_file(run_dir, "agent.url").rpartition(":")[2]
     return int(port) if port.isdecimal() and int(port) < 1 << 16 else 0
@@ -366,8 +367,8 @@ def kept_port(run_dir: Path) -> int:
 def write_endpoint_files(run_dir: Path, url: str, key: str) -> None:
     """Write RUN/agent.url and RUN/agent.key, which only this user can read."""
     for name, text in (("agent.key", key), ("agent.url", url)):
-        new = run_dir / f"{name}.new"
-        descriptor = private.open_private(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        temporary_path = run_dir / f"{name}.new"
+        descriptor = private.open_private(temporary_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text + "\n")
-        new.replace(run_dir / name)
+        temporary_path.replace(run_dir / name)

@@ -1,4 +1,4 @@
-"""Where a gateway's sessions come from: environments, or agents over HTTP.
+"""The interface of a source of sessions: environments, or agents over HTTP.
 
 The gateway takes tickets, submits calls and delivers trajectories.  A source begins the sessions,
 places their calls and uses the answers.
@@ -42,13 +42,13 @@ class WaitCause(NamedTuple):
     """The cause of a session's wait; limit: the key that ends it in `left_s`, or ""."""
 
     kind: SessionWait
-    what: str
+    text: str
     limit: str = ""
     left_s: float = 0.0
 
 
 class SessionSource(ABC):
-    """Where sessions come from; the gateway calls these methods from one thread."""
+    """A source of sessions; the gateway calls its methods from one thread."""
 
     @abstractmethod
     def count_wanted(self) -> int:
@@ -61,7 +61,7 @@ class SessionSource(ABC):
         """Use the answer to a call.
 
         node: the call's node, or None if it has no token
-        failed: why a generator refused the call, or ""
+        failed: the reason of a generator's refusal, or ""
         """
 
     @abstractmethod
@@ -70,27 +70,27 @@ class SessionSource(ABC):
 
     @abstractmethod
     def explain_wait(self, episode: Episode, limit: str, left_s: float, now: float) -> WaitCause:
-        """Describe what an open session without an open call waits for.
+        """Describe the wait of an open session without an open call.
 
         limit, left_s: the session's own limit and the seconds until it
         """
 
     @abstractmethod
     def explain_queue(self, part: str) -> WaitCause:
-        """Describe what a sample of a part waits for that no session has begun."""
+        """Describe the wait of a part's samples that no session has begun."""
 
-    # ---- by default nothing is to be done --------------------------------------------------------
+    # ---- without effect by default ---------------------------------------------------------------
 
     @property
     def wires(self) -> Sequence[socket.socket]:
-        """Sockets whose news `poll` reads."""
+        """Sockets that `poll` reads."""
         return ()
 
     def open_sessions(self) -> None:
         """Begin sessions of waiting samples, in each turn."""
 
     def poll(self) -> None:
-        """Handle the news of environments, in each turn."""
+        """Handle the events of environments, in each turn."""
 
     def on_resume(self, session: Session) -> None:
         """Record that a session goes on under another ticket."""
@@ -102,4 +102,4 @@ class SessionSource(ABC):
         """Record the token counts that are about to be reported."""
 
     def close(self) -> None:
-        """End what the source has started."""
+        """End the processes that the source has started."""

@@ -1,15 +1,16 @@
 """A session: one sample that takes several calls, from its ticket to its reward.
 
 ```
- place_* --> SessionCall --(an engine samples)--> on_result       training_rows
- request, on_response_sent, closed: recognize a client's retries
+ place_* --> SessionCall --(an engine samples)--> on_result       build_training_rows
+ register_request, on_response_sent, on_connection_closed: recognize a client's retries
 
  open --> limited (grace_s) --+
  open ------------------------+--> judging --> ended: scored or failed
 ```
 
 Pure: the clock and the composer of prompts are arguments, and no method waits.  All methods are
-called from one thread."""
+called from one thread.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,14 @@ import numpy as np
 import xxhash
 from msgspec import structs
 
-from actors.gateway.call_tree import CallNode, CallTree, Message, MessageMatch, rows_of, text_digest
+from actors.gateway.call_tree import (
+    CallNode,
+    CallTree,
+    Message,
+    MessageMatch,
+    build_rows,
+    compute_text_digest,
+)
 from asyncrl.contract import outcomes
 from asyncrl.contract.blobs.images import MOST_IMAGES, MOST_SESSION_BYTES
 from asyncrl.contract.errors import AsyncrlError, ProtocolError
@@ -43,7 +51,7 @@ class CallRefused(AsyncrlError):
 
     status: the HTTP status
     code: the error's name, on which a client may branch
-    param: the key of the body that is wrong
+    param: the wrong key of the body
     """
 
     def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
@@ -53,13 +61,16 @@ class CallRefused(AsyncrlError):
         self.param = param
 
 
-def too_long(found: str, context: int, param: str = "messages") -> CallRefused:
-    """Refuse a prompt longer than the context.
+def build_too_long_error(detail: str, context: int, param: str = "messages") -> CallRefused:
+    """Build the refusal of a prompt longer than the context.
 
-    The message begins as that of OpenAI's API: clients recognize the error by these words."""
+    The message begins as that of OpenAI's API: clients recognize the error by these words.
+
+    detail: the length, as in "the prompt has 9 tokens"
+    """
     text = (
         f"This model's maximum context length is {context} tokens, prompt and answer "
-        f"(generator.context = {context}), but {found}: shorten the history"
+        f"(generator.context = {context}), but {detail}: shorten the history"
     )
     return CallRefused(400, TOO_LONG, text, param)
 
@@ -74,7 +85,7 @@ class SessionLimits:
     rows: int = 16  # training sequences
     parallel: int = 16  # calls of one session at once
     deadline_s: float = 600.0
-    idle_s: float = 0.0  # without a call, an answer or a beat, for an external harness
+    idle_s: float = 0.0  # without a call, an answer or a heartbeat, for an external harness
     grace_s: float = 30.0  # from a limit to the reward
     linger_s: float = 60.0  # how long a call goes on after its client disconnected
     # end: a call that would begin a second training sequence ends the session
@@ -93,25 +104,25 @@ class Composer(Protocol):
     def follow(
         self, node: CallNode, messages: Sequence[Message], answer_at: int, text: str
     ) -> np.ndarray | None:
-        """Encode what follows the node's answer in `text`, as int32.
+        """Encode the rest of `text` after the node's answer, as int32.
 
         `text` is rendered from `messages`, and the answer is message `answer_at`.  None when the
         text does not begin with the node's turn.
         """
 
     def continue_text(self, node: CallNode, text: str) -> np.ndarray | None:
-        """Do the same for a text without a template."""
+        """Do the same as `follow` for a text without a template."""
 
     def read(self, ids: np.ndarray, stop: Sequence[str], name: str) -> Message:
         """Parse sampled ids into a message; `name` makes the ids of its tool calls unique."""
 
-    def visible_text(self, ids: np.ndarray, stop: Sequence[str] = ()) -> str:
+    def decode_visible(self, ids: np.ndarray, stop: Sequence[str] = ()) -> str:
         """Decode sampled ids, up to an end token or a stop string."""
 
     def find_stop(self, ids: np.ndarray, stop: Sequence[str]) -> int | None:
-        """Count the leading ids that complete the first stop string; None if there is none."""
+        """Count the leading ids that complete the first stop string, if any."""
 
-    def images_of(self, text: str, tail: np.ndarray) -> list[str]:
+    def find_images(self, text: str, tail: np.ndarray) -> list[str]:
         """Return the digests of the images of `tail`, the end of the prompt `text`."""
 
     def require_text(self, ids: np.ndarray) -> None:
@@ -147,8 +158,8 @@ class Composed(NamedTuple):
     parent: CallNode | None
     tail: np.ndarray  # int32 [P]: what follows the parent's turn; without a parent, all
     text: str
-    why: str  # the cause to count if the call begins a training sequence
-    found: MessageMatch | None = None  # of a call by messages
+    fork_cause: str  # the cause to count if the call begins a training sequence
+    match: MessageMatch | None = None  # of a call by messages
     ours: Mapping[int, CallNode] = MappingProxyType({})  # message index -> the call it answers
     tools: Sequence[Any] = ()
 
@@ -179,6 +190,7 @@ class Refusals:
     why: str = ""
 
     def add(self, refused: CallRefused) -> None:
+        """Count a refused call."""
         self.count += 1
         self.code = refused.code
         self.why = escape_line(str(refused))
@@ -195,7 +207,7 @@ class Refusals:
 
 @dataclass(frozen=True)
 class SessionOutcome:
-    """How a session ended: with a reward, or with the reason why it has none."""
+    """The end of a session: its reward, or the reason of its failure."""
 
     reward: float
     parts: dict[str, float]
@@ -236,10 +248,12 @@ class Session:
         self.aside = 0  # of these, excluded from training
         self.reported = 0  # tokens in the newest report to the buffer
         self.adopted: list[tuple[int, int]] = []  # (earlier attempt, tokens sampled under it)
-        self.call_at = self.heard_at = self.opened  # last call or answer; last of those or a beat
+        self.call_at = self.active_at = self.opened  # last call or answer; last of those or a beat
         self.judging_at = self.opened
         self.shortened = False  # the policy's newest answer was cut by a limit of the run
-        self._asked: dict[bytes, int] = {}  # digest of prompt ids -> number of calls with them
+        self._prompt_counts: dict[
+            bytes, int
+        ] = {}  # digest of prompt ids -> number of calls with them
         self.score: tuple[float, dict[str, float], dict[int, float]] | None = None
 
     # ---- calls -----------------------------------------------------------------------------------
@@ -254,34 +268,34 @@ class Session:
         stop: Sequence[str] = (),
         aside: bool = False,
     ) -> SessionCall:
-        """Place a call by messages: find what it continues and compose its prompt.
+        """Place a call by messages: find its parent call and compose its prompt.
 
         max_new_tokens: the client's limit, or 0 for the run's
 
-        Raises CallRefused and what the composer raises.  The session is unchanged then.
+        Raises CallRefused and the composer's errors.  The session is unchanged then.
         """
-        self.may_call(now)
+        self.check_may_call(now)
         composed = self.draft(messages, tools, aside)()
         return self.accept(composed, now=now, max_new_tokens=max_new_tokens, stop=stop, aside=aside)
 
     def draft(
         self, messages: Sequence[Message], tools: Sequence[Any] = (), aside: bool = False
     ) -> Callable[[], Composed]:
-        """Find what a call by messages continues, before its prompt is composed.
+        """Find the call that a call by messages continues.
 
-        Returns the function that composes it.  That one runs the template and the tokenizer, which
-        takes long for a long prompt, and may run in another thread.  Until `accept`, no other call
-        of the session may be drafted. Raises ValueError as `plain_text` does.
+        Returns the function that composes its prompt by the template and the tokenizer.  It takes
+        long for a long prompt, and may run in another thread.  Until `accept`, no other call of the
+        session may be drafted.  Raises ValueError as `join_text` does.
         """
-        found = self.tree.find(messages, aside)
-        return partial(self._composed, partial(self._compose, found, messages, tools))
+        match = self.tree.find(messages, aside)
+        return partial(self._run_composer, partial(self._compose, match, messages, tools))
 
     def draft_text(self, text: str) -> Callable[[], Composed]:
-        """Do the same for a call by text without a template."""
-        texts = sorted(self.tree.texts(), key=lambda x: (-x.text_length, -x.number))
-        return partial(self._composed, partial(self._compose_text, texts, text))
+        """Do the same as `draft` for a call by text without a template."""
+        texts = sorted(self.tree.list_text_nodes(), key=lambda x: (-x.text_length, -x.number))
+        return partial(self._run_composer, partial(self._compose_text, texts, text))
 
-    def _composed(self, compose: Callable[[], Composed]) -> Composed:
+    def _run_composer(self, compose: Callable[[], Composed]) -> Composed:
         try:
             return compose()
         except CallRefused as refused:
@@ -289,22 +303,22 @@ class Session:
             raise
 
     def _compose(
-        self, found: MessageMatch, messages: Sequence[Message], tools: Sequence[Any]
+        self, match: MessageMatch, messages: Sequence[Message], tools: Sequence[Any]
     ) -> Composed:
         assert self.composer is not None
-        for index, node in found.candidates:
+        for index, node in match.candidates:
             ours = {**node.ours, index: node}
             restored = restore_own_answers(messages, ours)
             text = self.composer.write(restored, tools)
             tail = self.composer.follow(node, restored, index, text)
             if tail is not None:
-                why = row_start_reason(found, node, tools)
-                return Composed(node, tail, text, why, found=found, ours=ours, tools=tools)
-        ours = found.own_answers()
+                fork_cause = find_row_start_reason(match, node, tools)
+                return Composed(node, tail, text, fork_cause, match=match, ours=ours, tools=tools)
+        ours = match.map_own_answers()
         text = self.composer.write(restore_own_answers(messages, ours), tools)
         tail = self.composer.encode(text)
-        why = row_start_reason(found, None, tools)
-        return Composed(None, tail, text, why, found=found, ours=ours, tools=tools)
+        fork_cause = find_row_start_reason(match, None, tools)
+        return Composed(None, tail, text, fork_cause, match=match, ours=ours, tools=tools)
 
     def _compose_text(self, texts: Sequence[CallNode], text: str) -> Composed:
         assert self.composer is not None
@@ -323,44 +337,45 @@ class Session:
         aside: bool = False,
         images: Mapping[str, bytes] = MappingProxyType({}),
     ) -> SessionCall:
-        """Add the call whose prompt was composed.
+        """Add a call with a composed prompt.
 
-        images: digest -> blob of the request's images.  Raises CallRefused, also when the session
-        has ended since the call was drafted.
+        images: digest -> blob of the request's images
+
+        Raises CallRefused, also when the session has ended since the call was drafted.
         """
-        self.may_call(now)
+        self.check_may_call(now)
         tail = np.ascontiguousarray(composed.tail, np.int32)
         node = CallNode(self.tree.placed, composed.parent, tail, aside)
-        found = composed.found
-        if found is not None:
-            node.chain, node.ours = found.chains[-1], dict(composed.ours)
+        match = composed.match
+        if match is not None:
+            node.chain, node.ours = match.chains[-1], dict(composed.ours)
             node.tools = composed.tools
-        node.text_length, node.text_digest = len(composed.text), text_digest(composed.text)
+        node.text_length, node.text_digest = len(composed.text), compute_text_digest(composed.text)
         assert self.composer is not None
-        node.images = self.composer.images_of(composed.text, tail)
-        new = self._new_images(node, images)
+        node.images = self.composer.find_images(composed.text, tail)
+        new_images = self._find_new_images(node, images)
         call = self._limit_call(node, max_new_tokens, stop, now)
-        self.images |= new
-        return self._add_call(call, found, composed.why, now)
+        self.images |= new_images
+        return self._add_call(call, match, composed.fork_cause, now)
 
-    def _new_images(self, node: CallNode, images: Mapping[str, bytes]) -> dict[str, bytes]:
-        """Return the images of a call that the session does not have yet.  Raises CallRefused."""
-        new = {name: images[name] for name in node.images if name in images}
-        if lost := set(node.images) - new.keys() - self.images.keys():
+    def _find_new_images(self, node: CallNode, images: Mapping[str, bytes]) -> dict[str, bytes]:
+        """Return the call's images that are new to the session.  Raises CallRefused."""
+        new_images = {name: images[name] for name in node.images if name in images}
+        if unknown := set(node.images) - new_images.keys() - self.images.keys():
             raise CallRefused(
-                400, "invalid_image", f"a text names the unknown image {min(lost)}", "messages"
+                400, "invalid_image", f"a text names the unknown image {min(unknown)}", "messages"
             )
-        size = sum(map(len, (self.images | new).values()))
-        if len(node.all_images()) > MOST_IMAGES or size > MOST_SESSION_BYTES:
+        size = sum(map(len, (self.images | new_images).values()))
+        if len(node.list_images()) > MOST_IMAGES or size > MOST_SESSION_BYTES:
             raise CallRefused(
                 400,
                 "too_many_images",
-                f"session {self.name} would have {len(node.all_images())} images in a prompt and "
+                f"session {self.name} would have {len(node.list_images())} images in a prompt and "
                 f"{size} bytes of images; at most {MOST_IMAGES} and {MOST_SESSION_BYTES} are "
                 "served",
                 "messages",
             )
-        return new
+        return new_images
 
     def place_ids(
         self,
@@ -375,10 +390,10 @@ class Session:
 
         It continues the node with the longest ids that they begin with.  Raises CallRefused.
         """
-        self.may_call(now)
+        self.check_may_call(now)
         ids = np.ascontiguousarray(ids, np.int32)
         parent = self.tree.find_ids(ids, aside)
-        tail = ids if parent is None else ids[len(parent.token_ids()) :]
+        tail = ids if parent is None else ids[len(parent.build_token_ids()) :]
         if self.composer is not None:
             self.composer.require_text(tail)
         node = CallNode(self.tree.placed, parent, tail, aside)
@@ -399,17 +414,17 @@ class Session:
         It continues the node with the longest text that it begins with, of these the newest.
         Raises CallRefused.
         """
-        self.may_call(now)
+        self.check_may_call(now)
         composed = self.draft_text(text)()
         return self.accept(composed, now=now, max_new_tokens=max_new_tokens, stop=stop, aside=aside)
 
-    def may_call(self, now: float) -> None:
+    def check_may_call(self, now: float) -> None:
         """Raise CallRefused if no further call may begin."""
         self.tick(now)
         if self.state != "open":
             raise CallRefused(410, "session_ended", f"session {self.name} has ended")
         if self.limit:
-            raise self._over_error()
+            raise self._build_limit_error()
         limits = self.limits
         at_once = len(self.open_calls) + self.composing
         if limits.parallel and at_once >= limits.parallel:
@@ -420,25 +435,25 @@ class Session:
                 f"{limits.parallel}: wait for one of them",
             )
         if limits.max_calls and self.calls >= limits.max_calls:
-            raise self._limit_reached("max_calls", now)
+            raise self._reach_limit("max_calls", now)
         if limits.max_tokens and self.tokens >= limits.max_tokens:
-            raise self._limit_reached("max_tokens", now)
+            raise self._reach_limit("max_tokens", now)
 
     def _limit_call(
-        self, node: CallNode, wanted: int, stop: Sequence[str], now: float
+        self, node: CallNode, requested_tokens: int, stop: Sequence[str], now: float
     ) -> SessionCall:
         """Make the node a call within the session's limits.  Raises CallRefused."""
         limits = self.limits
-        prompt = node.prompt()
+        prompt = node.build_prompt()
         if not len(prompt):
             raise CallRefused(400, "empty_prompt", "the prompt has no token: send some text")
-        most = self.ticket.sampling.max_new_tokens
+        limit = self.ticket.sampling.max_new_tokens
         if limits.context:
             # this does not end the session: an agent may shorten its history and go on
             if len(prompt) >= limits.context:
                 self.shortened = True
-                raise too_long(f"the prompt has {len(prompt)}", limits.context)
-            most = min(most, limits.context - len(prompt))
+                raise build_too_long_error(f"the prompt has {len(prompt)}", limits.context)
+            limit = min(limit, limits.context - len(prompt))
         if limits.max_tokens:
             promised = sum(call.max_new_tokens for call in self.open_calls.values())
             remaining = limits.max_tokens - self.tokens - promised
@@ -449,60 +464,60 @@ class Session:
                     f"the open calls of session {self.name} may use up agent.max_tokens = "
                     f"{limits.max_tokens}: wait for one of them",
                 )
-            most = min(most, remaining)
-        if self.tree.starts_row(node) and (begun := self.tree.rows_begun()):
+            limit = min(limit, remaining)
+        if self.tree.starts_row(node) and (row_count := self.tree.count_rows()):
             if limits.fork == "end":
-                raise self._limit_reached("fork", now)
-            if limits.rows and begun >= limits.rows:
-                raise self._limit_reached("rows", now)
+                raise self._reach_limit("fork", now)
+            if limits.rows and row_count >= limits.rows:
+                raise self._reach_limit("rows", now)
         node.stop = tuple(stop)
         digest = xxhash.xxh3_128_digest(prompt.tobytes())
-        run_bound = not 0 < wanted < most
+        run_bound = not 0 < requested_tokens < limit
         return SessionCall(
             number=node.number,
             parent=node.parent,
             prompt_ids=prompt,
-            stream_key=self._stream_key(prompt, digest),
+            stream_key=self._choose_stream_key(prompt, digest),
             prompt_digest=digest,
-            max_new_tokens=most if run_bound else wanted,
+            max_new_tokens=limit if run_bound else requested_tokens,
             node=node,
             run_bound=run_bound,
             aside=node.aside,
             stop=node.stop,
         )
 
-    def _stream_key(self, prompt: np.ndarray, digest: bytes) -> int:
+    def _choose_stream_key(self, prompt: np.ndarray, digest: bytes) -> int:
         """Choose the random stream of a call.
 
         It is 0, the stream of a sample without an agent, for the first call with the ticket's own
         prompt.  Otherwise it is a 64-bit hash of the prompt and the number of earlier calls with
         it, so that it does not depend on the order of other calls.
         """
-        earlier = self._asked.get(digest, 0)
+        earlier = self._prompt_counts.get(digest, 0)
         if not earlier and np.array_equal(prompt, self.own_prompt):
             return 0
         return xxhash.xxh3_64_intdigest(prompt.tobytes() + earlier.to_bytes(4, "little")) or 1
 
     def _add_call(
-        self, call: SessionCall, found: MessageMatch | None, why: str, now: float
+        self, call: SessionCall, match: MessageMatch | None, fork_cause: str, now: float
     ) -> SessionCall:
         """Record the call as open."""
-        if self.tree.starts_row(call.node) and self.tree.rows_begun():
-            self.tree.forks[why] += 1
-        self.tree.add(call.node, found.chains if found else ())
-        self._asked[call.prompt_digest] = self._asked.get(call.prompt_digest, 0) + 1
+        if self.tree.starts_row(call.node) and self.tree.count_rows():
+            self.tree.forks[fork_cause] += 1
+        self.tree.add(call.node, match.chains if match else ())
+        self._prompt_counts[call.prompt_digest] = self._prompt_counts.get(call.prompt_digest, 0) + 1
         self.open_calls[call.number] = call
         self.calls += 1
-        self.call_at = self.heard_at = now
+        self.call_at = self.active_at = now
         return call
 
     def restore_call(self, node: CallNode) -> SessionCall:
         """Put back an answered call of an earlier process."""
         assert node.ids is not None
-        prompt = node.prompt()
+        prompt = node.build_prompt()
         digest = xxhash.xxh3_128_digest(prompt.tobytes())
         self.tree.nodes.append(node)
-        self._asked[digest] = self._asked.get(digest, 0) + 1
+        self._prompt_counts[digest] = self._prompt_counts.get(digest, 0) + 1
         return SessionCall(
             number=node.number,
             parent=node.parent,
@@ -562,7 +577,7 @@ class Session:
                 ]
         self.tokens += len(ids) + past
         self.aside += past + (len(ids) if call.aside else 0)
-        self.call_at = self.heard_at = max(now, self.heard_at)
+        self.call_at = self.active_at = max(now, self.active_at)
         if not len(ids):
             self.tree.remove(node)
             return None
@@ -578,13 +593,15 @@ class Session:
             name = f"{self.name}-{call.number}"
             self.tree.set_answer(node, self.composer.read(node.ids, call.stop, name))
         elif self.composer is not None:  # placed by text or ids: nothing is parsed
-            text = self.composer.visible_text(node.ids, call.stop)
+            text = self.composer.decode_visible(node.ids, call.stop)
             node.answer = {"role": "assistant", "content": text}
         return node
 
     # ---- requests and their retries --------------------------------------------------------------
 
-    def request(self, body: bytes, *, retry: bool = False, key: str = "") -> HarnessRequest:
+    def register_request(
+        self, body: bytes, *, retry: bool = False, key: str = ""
+    ) -> HarnessRequest:
         """Find the earlier request that this one repeats, or add a new one.
 
         body: a digest of the path and the body
@@ -616,11 +633,11 @@ class Session:
             self.requests.remove(request)
 
     def on_response_sent(self, request: HarnessRequest) -> None:
-        """Record that the whole answer was sent on one of its connections."""
+        """Record that the whole answer was sent on one of the request's connections."""
         request.connections -= 1
 
-    def closed(self, request: HarnessRequest, now: float) -> None:
-        """Record that one of its connections closed before the answer was sent."""
+    def on_connection_closed(self, request: HarnessRequest, now: float) -> None:
+        """Record that one of the request's connections closed before the answer was sent."""
         request.connections -= 1
         if request.connections <= 0:
             request.lost = True
@@ -636,52 +653,43 @@ class Session:
                 self._cancel_call(call)
         if self.state != "open":
             return
-        if now >= self._deadline() and not self.limit:
+        if now >= self._compute_deadline() and not self.limit:
             self.limit, self.limited_at = "deadline_s", now
             self._cut_all()
         if self.limit:
-            if now >= self._grace_over():
+            if now >= self._compute_grace_end():
                 self.fail(f"agent.{self.limit} was reached and no reward came")
-        elif now >= self._idle_over():
+        elif now >= self._compute_idle_end():
             self.fail(f"no call and no beat for agent.idle_s = {self.limits.idle_s:g} s")
 
-    def next_tick(self) -> float:
-        """The next time at which `tick` acts."""
-        times = [
-            call.alone_since + self.limits.linger_s
-            for call in self.open_calls.values()
-            if not call.cut
-        ]
-        if self.state == "open":
-            times.append(self._grace_over() if self.limit else self._deadline())
-            times.append(NEVER if self.limit else self._idle_over())
-        return min(times, default=NEVER)
-
     def next_deadline(self) -> tuple[str, float]:
-        """The limit that ends the session next, and its time; ("", NEVER): none does."""
+        """Return the limit that ends the session next, and its time; ("", NEVER): none."""
         if self.limit:
-            return f"the time to score it after agent.{self.limit}", self._grace_over()
-        time, key = min((self._deadline(), "agent.deadline_s"), (self._idle_over(), "agent.idle_s"))
+            return f"the time to score it after agent.{self.limit}", self._compute_grace_end()
+        time, key = min(
+            (self._compute_deadline(), "agent.deadline_s"),
+            (self._compute_idle_end(), "agent.idle_s"),
+        )
         return (key, time) if time < NEVER else ("", NEVER)
 
-    def _deadline(self) -> float:
+    def _compute_deadline(self) -> float:
         return self.opened + (self.limits.deadline_s or NEVER)
 
-    def _idle_over(self) -> float:
+    def _compute_idle_end(self) -> float:
         idle = not self.open_calls and self.limits.idle_s
-        return self.heard_at + self.limits.idle_s if idle else NEVER
+        return self.active_at + self.limits.idle_s if idle else NEVER
 
-    def _grace_over(self) -> float:
-        """The end of the grace period, from the limit or the last answer after it."""
+    def _compute_grace_end(self) -> float:
+        """Return the end of the grace period, from the limit or the last answer after it."""
         if self.open_calls:
             return NEVER
         return max(self.limited_at, self.call_at) + self.limits.grace_s
 
-    def _limit_reached(self, limit: str, now: float) -> CallRefused:
+    def _reach_limit(self, limit: str, now: float) -> CallRefused:
         self.limit, self.limited_at = limit, now
-        return self._over_error()
+        return self._build_limit_error()
 
-    def _over_error(self) -> CallRefused:
+    def _build_limit_error(self) -> CallRefused:
         return CallRefused(
             400,
             "session_limit",
@@ -698,13 +706,13 @@ class Session:
         for call in list(self.open_calls.values()):
             self._cancel_call(call)
 
-    def beat(self, now: float) -> None:
+    def record_beat(self, now: float) -> None:
         """Record a sign of life of the harness."""
-        self.heard_at = max(self.heard_at, now)
+        self.active_at = max(self.active_at, now)
 
     # ---- the end ---------------------------------------------------------------------------------
 
-    def reward(
+    def set_reward(
         self,
         value: float,
         parts: Mapping[str, float] = {},
@@ -712,7 +720,7 @@ class Session:
         *,
         now: float,
     ) -> None:
-        """Score and end the session; repeating the same score changes nothing.
+        """Score and end the session; an equal score has no effect the second time.
 
         value: the sample's whole reward
         parts: named parts of it, for metrics
@@ -744,7 +752,7 @@ class Session:
         self._cut_all()
 
     def judge(self, now: float) -> bool:
-        """End the calls and wait for the config's reward; False if it was done before.
+        """End the calls and wait for the config's reward; False the second time.
 
         Raises CallRefused when the session has failed.
         """
@@ -762,14 +770,14 @@ class Session:
         if self.state == "judging":
             self.state, self.outcome = "ended", outcome
 
-    def fail(self, why: str) -> None:
-        """End the session without a reward; `why` is the reason that is logged."""
+    def fail(self, reason: str) -> None:
+        """End the session without a reward; `reason` is logged."""
         if self.state != "ended":
-            self.state, self.outcome = "ended", SessionOutcome(0.0, {}, why)
+            self.state, self.outcome = "ended", SessionOutcome(0.0, {}, reason)
             self._cut_all()
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether the session has ended and no call is open, so that it is final."""
         return self.state == "ended" and not self.open_calls
 
@@ -793,7 +801,7 @@ class Session:
 
     @property
     def finish(self) -> Finish:
-        """How it ended; length: at a limit of the run, or the last answer was cut by one."""
+        """The finish reason; length: a limit of the run ended it, or cut the last answer."""
         return "length" if self.limit or self.shortened else "stop"
 
     @property
@@ -801,20 +809,20 @@ class Session:
         """Cause -> number of training sequences beyond the first."""
         return self.tree.forks
 
-    def training_rows(self) -> tuple[TrainingSequence, ...]:
+    def build_training_rows(self) -> tuple[TrainingSequence, ...]:
         """Build the training sequences, in the order of their first own calls."""
         shares = dict(self.score[2]) if self.score is not None else {}
         trained = [n for n in self.tree.nodes if n.ids is not None and not n.aside]
         if shares and trained:
             assert self.outcome is not None
-            last = max(node.number for node in trained)
+            last_number = max(node.number for node in trained)
             remainder = self.outcome.reward - math.fsum(shares.values())
-            if remainder or last in shares:
-                shares[last] = shares.get(last, 0.0) + remainder
-        return rows_of(self.tree.nodes, shares)
+            if remainder or last_number in shares:
+                shares[last_number] = shares.get(last_number, 0.0) + remainder
+        return build_rows(self.tree.nodes, shares)
 
     def describe(self, now: float) -> dict[str, Any]:
-        """The session's state as JSON: counts, versions, seconds left."""
+        """Describe the session's state as JSON: counts, versions, seconds left."""
         labels = {
             span.label for node in self.tree.nodes if node.ids is not None for span in node.spans
         }
@@ -825,7 +833,7 @@ class Session:
             "open_calls": len(self.open_calls),
             "tokens": self.tokens,
             "aside": self.aside,
-            "rows": self.tree.rows_begun(),
+            "rows": self.tree.count_rows(),
             "forks": dict(self.forks),
             "versions": [str(label) for label in sorted(labels)],
             "refused": self.refusals.count,
@@ -833,7 +841,7 @@ class Session:
             if self.refusals
             else None,
             "limit": self.limit,
-            "left_s": max(0.0, round(self._deadline() - now, 1))
+            "left_s": max(0.0, round(self._compute_deadline() - now, 1))
             if self.limits.deadline_s
             else None,
         }
@@ -859,16 +867,16 @@ def _check_reward(value: float, parts: Mapping[str, float], calls: Mapping[int, 
 class SessionPlayer:
     """One player in a session's environment, with its history.
 
-    game: 0 for the policy; 1, 2, ... for the opponent in the session's game of that number, whose
+    game: 0 for the policy; 1, 2, ... for the opponent in the session's game of that number; its
         calls are excluded from training
     history: messages, for a chat template
-    last: its newest answered call
+    last_node: its newest answered call
     """
 
     templated: bool
     game: int = 0
     history: list[Message] = field(default_factory=list)
-    last: CallNode | None = None
+    last_node: CallNode | None = None
 
     def place_observation(
         self, session: Session, obs: str | list[Message], tools: Sequence[Any], now: float
@@ -878,38 +886,38 @@ class SessionPlayer:
         Without a template the prompt is the ids so far and the observation's.  Raises CallRefused.
         """
         if self.templated:
-            new = [{"role": "user", "content": obs}] if isinstance(obs, str) else obs
-            self.history = [*self.history, *new]
+            new_messages = [{"role": "user", "content": obs}] if isinstance(obs, str) else obs
+            self.history = [*self.history, *new_messages]
             return session.place_messages(
                 messages=self.history, tools=tools, now=now, aside=self.game > 0
             )
         assert session.composer is not None
         text = obs if isinstance(obs, str) else "".join(str(x.get("content", "")) for x in obs)
         ids = session.composer.encode(text)
-        if self.last is not None:
-            ids = np.concatenate([self.last.token_ids(), ids])
+        if self.last_node is not None:
+            ids = np.concatenate([self.last_node.build_token_ids(), ids])
         return session.place_ids(ids, now=now, aside=self.game > 0)
 
     def on_answer(self, node: CallNode) -> None:
-        """Append its answer to its history."""
-        self.last = node
+        """Append an answer to the player's history."""
+        self.last_node = node
         if self.templated:
             assert node.answer is not None
             self.history = [*self.history, node.answer]
 
 
 class SessionPlayers:
-    """The players in a session's environment; `now` is the one whose turn it is."""
+    """The players in a session's environment; `active` has the turn."""
 
     def __init__(self, templated: bool) -> None:
-        self.policy = self.now = SessionPlayer(templated)
-        self.other = SessionPlayer(templated, 1)
+        self.policy = self.active = SessionPlayer(templated)
+        self.opponent = SessionPlayer(templated, 1)
 
     def set_turn(self, game: int) -> None:
-        """Set whose turn it is, by `SessionPlayer.game`; a new game has a new opponent."""
-        if game not in (0, self.other.game):
-            self.other = SessionPlayer(self.policy.templated, game)
-        self.now = self.other if game else self.policy
+        """Give the turn to the player of `game`; a new game has a new opponent."""
+        if game not in (0, self.opponent.game):
+            self.opponent = SessionPlayer(self.policy.templated, game)
+        self.active = self.opponent if game else self.policy
 
 
 def restore_own_answers(messages: Sequence[Message], ours: Mapping[int, CallNode]) -> list[Message]:
@@ -920,12 +928,14 @@ def restore_own_answers(messages: Sequence[Message], ours: Mapping[int, CallNode
     ]
 
 
-def row_start_reason(found: MessageMatch, parent: CallNode | None, tools: Sequence[Any]) -> str:
+def find_row_start_reason(
+    match: MessageMatch, parent: CallNode | None, tools: Sequence[Any]
+) -> str:
     """Name the cause to count if a call by messages begins a training sequence."""
-    if found.candidates:
-        deepest = found.candidates[0][1]
+    if match.candidates:
+        deepest = match.candidates[0][1]
         if deepest is parent:
             return "branch"
         return "template" if list(deepest.tools) == list(tools) else "tools"
-    count = len(found.chains) - 1
-    return "again" if found.known == count else f"message {found.known}"
+    count = len(match.chains) - 1
+    return "again" if match.known_count == count else f"message {match.known_count}"

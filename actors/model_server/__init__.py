@@ -1,1 +1,1 @@
-"""Serves a model directory by OpenAI's completions API, without a run."""
+"""A server of a model directory by OpenAI's completions API, without a run."""

@@ -1,6 +1,6 @@
 """Strict parser of the bodies that the model server accepts.  Pure.
 
-Options that would change an answer and are not followed are refused, never ignored.
+Options that would change a completion and are not served are refused, never ignored.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from actors.gateway.chat import normalised
-from actors.gateway.endpoint.requests import bad, parse_ids, parse_stops
+from actors.gateway.chat import normalize_messages
+from actors.gateway.endpoint.requests import build_refusal, parse_ids, parse_stops
 from actors.gateway.sessions import TOO_LONG, CallRefused
 from asyncrl.contract.messages import Prompt
 
@@ -57,14 +57,14 @@ class CompletionBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 @dataclass(frozen=True)
 class CompletionOrder:
-    """The completions that a request asks for.
+    """The completions of one request.
 
     prompts: int32 [P] each.
     max_new_tokens: of each completion; 0: only the prompt is scored.
     temperature: 0 is greedy.
     count: completions of each prompt.
-    seed: None: another one for each request.
-    most_likely: None: no log-probabilities are asked for; else how many of the most likely tokens.
+    seed: None: a random one for each completion.
+    most_likely: how many of the most likely tokens to name; None: no log-probabilities.
     """
 
     prompts: list[np.ndarray]
@@ -88,40 +88,42 @@ def parse_order(
     vocabulary: int,
     encode: Callable[[Prompt], np.ndarray],
 ) -> CompletionOrder:
-    """Parse a body.  Raises CallRefused with what is wrong.
+    """Parse a body.  Raises CallRefused, which names the defect.
 
     name: the model that is served. encode: tokenizes a prompt.
     """
-    given = read_body(body)
-    if given.model not in (None, name):
+    fields = read_body(body)
+    if fields.model not in (None, name):
         raise CallRefused(
             404,
             "model_not_found",
-            f"no model {given.model!r}: this server has {name!r}",
+            f"no model {fields.model!r}: this server has {name!r}",
             "model",
         )
-    most_likely = _most_likely(given, chat=chat)
+    most_likely = _parse_most_likely(fields, chat=chat)
     if most_likely is not None and most_likely > vocabulary:
-        raise bad("logprobs", f"{most_likely}: the model has {vocabulary} tokens")
+        raise build_refusal("logprobs", f"{most_likely}: the model has {vocabulary} tokens")
     if chat:
-        if given.prompt is not None or given.echo:
-            key = "echo" if given.echo else "prompt"
-            raise bad(key, "belongs to /v1/completions", "unsupported_parameter")
-        prompts = [encode(Prompt(0, "", messages=_turns(given.messages)))]
+        if fields.prompt is not None or fields.echo:
+            key = "echo" if fields.echo else "prompt"
+            raise build_refusal(key, "belongs to /v1/completions", "unsupported_parameter")
+        prompts = [encode(Prompt(0, "", messages=_parse_turns(fields.messages)))]
     else:
-        prompts = _prompts(given.prompt, vocabulary, encode)
-    tokens = given.max_completion_tokens
-    tokens = given.max_tokens if tokens is None else tokens
+        prompts = _parse_prompts(fields.prompt, vocabulary, encode)
+    tokens = fields.max_completion_tokens
+    tokens = fields.max_tokens if tokens is None else tokens
     order = CompletionOrder(
         prompts=prompts,
-        max_new_tokens=_default_tokens(prompts, context, chat=chat) if tokens is None else tokens,
-        temperature=1.0 if given.temperature is None else given.temperature,
-        top_p=1.0 if given.top_p is None else given.top_p,
-        top_k=given.top_k or 0,
-        count=given.count or 1,
-        seed=given.seed,
-        stop=parse_stops(given.stop),
-        echo=bool(given.echo),
+        max_new_tokens=_compute_default_tokens(prompts, context, chat=chat)
+        if tokens is None
+        else tokens,
+        temperature=1.0 if fields.temperature is None else fields.temperature,
+        top_p=1.0 if fields.top_p is None else fields.top_p,
+        top_k=fields.top_k or 0,
+        count=fields.count or 1,
+        seed=fields.seed,
+        stop=parse_stops(fields.stop),
+        echo=bool(fields.echo),
         most_likely=most_likely,
     )
     check_order(order, context)
@@ -129,33 +131,40 @@ def parse_order(
 
 
 def read_body(body: bytes) -> CompletionBody:
-    """Decode a body.  Raises CallRefused for JSON of another form, and for an option not served."""
+    """Decode a body.
+
+    Raises CallRefused for JSON of another form, and for an option that is not served.
+    """
     try:
         raw = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise CallRefused(400, "invalid_json", f"the body is not JSON: {error}") from error
     if not isinstance(raw, dict):
         raise CallRefused(400, "invalid_json", "the body is not a JSON object")
-    known = {field.encode_name for field in msgspec.structs.fields(CompletionBody)}
+    field_names = {field.encode_name for field in msgspec.structs.fields(CompletionBody)}
     for key, value in list(raw.items()):
-        if key in known:
+        if key in field_names:
             continue
         if key not in QUIET and value is not None and value != NEUTRAL.get(key):
-            raise bad(key, f"{value!r:.80} is not served; leave it out", "unsupported_parameter")
+            raise build_refusal(
+                key, f"{value!r:.80} is not served; leave it out", "unsupported_parameter"
+            )
         del raw[key]
     try:
         return msgspec.convert(raw, CompletionBody)
     except msgspec.ValidationError as error:
-        message, _, place = str(error).partition(" - at `$.")
-        raise bad(place.rstrip("`"), message) from error
+        message, _, key_path = str(error).partition(" - at `$.")
+        raise build_refusal(key_path.rstrip("`"), message) from error
 
 
 def check_order(order: CompletionOrder, context: int) -> None:
     """Raise CallRefused for an order that the engine cannot fill."""
     if not order.max_new_tokens and not (order.echo and order.most_likely is not None):
-        raise bad("max_tokens", "0 needs echo = true and logprobs, to score the prompt")
+        raise build_refusal("max_tokens", "0 needs echo = true and logprobs, to score the prompt")
     if len(order.prompts) * order.count > MOST_COMPLETIONS:
-        raise bad("n", f"asks for more than {MOST_COMPLETIONS} completions in one request")
+        raise build_refusal(
+            "n", f"asks for more than {MOST_COMPLETIONS} completions in one request"
+        )
     longest = max(map(len, order.prompts))
     if longest + order.max_new_tokens > context:
         raise CallRefused(
@@ -167,26 +176,31 @@ def check_order(order: CompletionOrder, context: int) -> None:
         )
 
 
-def _most_likely(given: CompletionBody, *, chat: bool) -> int | None:
-    """Return how many of the most likely tokens are asked for; None: no log-probabilities."""
+def _parse_most_likely(fields: CompletionBody, *, chat: bool) -> int | None:
+    """Parse how many of the most likely tokens to name; None: no log-probabilities."""
     if not chat:
-        if given.top_logprobs is not None:
-            raise bad("top_logprobs", "belongs to /v1/chat/completions; give logprobs a number")
-        return None if given.logprobs is None or given.logprobs is False else int(given.logprobs)
-    if given.logprobs not in (None, True, False):
-        raise bad("logprobs", "give true or false, and top_logprobs a number")
-    return (given.top_logprobs or 0) if given.logprobs else None
+        if fields.top_logprobs is not None:
+            raise build_refusal(
+                "top_logprobs", "belongs to /v1/chat/completions; give logprobs a number"
+            )
+        return None if fields.logprobs is None or fields.logprobs is False else int(fields.logprobs)
+    if fields.logprobs not in (None, True, False):
+        raise build_refusal("logprobs", "give true or false, and top_logprobs a number")
+    return (fields.top_logprobs or 0) if fields.logprobs else None
 
 
-def _default_tokens(prompts: list[np.ndarray], context: int, *, chat: bool) -> int:
-    """A chat's answer may fill the context; a completion has OpenAI's default."""
+def _compute_default_tokens(prompts: list[np.ndarray], context: int, *, chat: bool) -> int:
+    """Compute max_tokens if the client gives none.
+
+    A chat's response may fill the context; a completion has OpenAI's default.
+    """
     room = max(1, context - max(map(len, prompts)))
     return room if chat else min(room, DEFAULT_TOKENS)
 
 
-def _turns(messages: Any) -> list[dict[str, str]]:
+def _parse_turns(messages: Any) -> list[dict[str, str]]:
     """Read chat turns of text.  Raises CallRefused."""
-    turns = normalised(messages)
+    turns = normalize_messages(messages)
     for number, turn in enumerate(turns):
         if not isinstance(turn.get("content"), str) or turn.get("tool_calls"):
             raise CallRefused(
@@ -195,18 +209,18 @@ def _turns(messages: Any) -> list[dict[str, str]]:
     return [{"role": turn["role"], "content": turn["content"]} for turn in turns]
 
 
-def _prompts(
-    given: Any, vocabulary: int, encode: Callable[[Prompt], np.ndarray]
+def _parse_prompts(
+    value: Any, vocabulary: int, encode: Callable[[Prompt], np.ndarray]
 ) -> list[np.ndarray]:
     """Read one prompt or several, each text or token ids.  Raises CallRefused."""
-    several = isinstance(given, list) and given and isinstance(given[0], str | list)
+    is_list = isinstance(value, list) and value and isinstance(value[0], str | list)
     prompts = []
-    for one in given if several else [given]:
-        if isinstance(one, str):
-            ids = encode(Prompt(0, one))
+    for prompt in value if is_list else [value]:
+        if isinstance(prompt, str):
+            ids = encode(Prompt(0, prompt))
             if not len(ids):
-                raise bad("prompt", "is empty; give at least one token")
+                raise build_refusal("prompt", "is empty; give at least one token")
         else:
-            ids = parse_ids("prompt", one, vocabulary)
+            ids = parse_ids("prompt", prompt, vocabulary)
         prompts.append(ids)
     return prompts

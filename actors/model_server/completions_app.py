@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from actors.engine import Completion, CompletionRequest, PromptScores
-from actors.gateway.endpoint.server import connection_of
+from actors.gateway.endpoint.server import get_connection
 from actors.gateway.endpoint.web import HANDLERS, LARGEST_BODY, has_key, read_body
 from actors.gateway.sessions import CallRefused
 from actors.model_server.completion_requests import CompletionOrder, parse_order
@@ -36,7 +36,7 @@ from asyncrl.models.tokenizer import encode_prompt
 class CompletionsApp:
     """The routes of a served model: `app` is the ASGI application.
 
-    name: of the model in requests and answers. key: what a client must send; "": nothing.
+    name: of the model in requests and responses. key: that a client must send; "": none.
     """
 
     def __init__(
@@ -61,20 +61,20 @@ class CompletionsApp:
         self.app = Starlette(
             routes=[
                 Route("/v1/completions", self._complete, methods=["POST"]),
-                Route("/v1/chat/completions", self._chat, methods=["POST"]),
-                Route("/v1/models", self._models),
-                Route("/v1/models/{model:path}", self._models),
-                Route("/health", self._health),
+                Route("/v1/chat/completions", self._complete_chat, methods=["POST"]),
+                Route("/v1/models", self._list_models),
+                Route("/v1/models/{model:path}", self._list_models),
+                Route("/health", self._report_health),
             ],
             exception_handlers=HANDLERS,
         )
 
     # ---- routes ----------------------------------------------------------------------------------
 
-    async def _health(self, request: Request) -> Response:
+    async def _report_health(self, request: Request) -> Response:
         return Response()
 
-    async def _models(self, request: Request) -> Response:
+    async def _list_models(self, request: Request) -> Response:
         self._authorize(request)
         model = {
             "id": self.name,
@@ -83,16 +83,18 @@ class CompletionsApp:
             "owned_by": "asyncrl",
             "max_model_len": self.context,
         }
-        if wanted := request.path_params.get("model"):
-            if wanted != self.name:
-                raise CallRefused(404, "model_not_found", f"unknown model {wanted!r}", "model")
+        if requested_model := request.path_params.get("model"):
+            if requested_model != self.name:
+                raise CallRefused(
+                    404, "model_not_found", f"unknown model {requested_model!r}", "model"
+                )
             return JSONResponse(model)
         return JSONResponse({"object": "list", "data": [model]})
 
     async def _complete(self, request: Request) -> Response:
         return await self._answer(request, chat=False)
 
-    async def _chat(self, request: Request) -> Response:
+    async def _complete_chat(self, request: Request) -> Response:
         return await self._answer(request, chat=True)
 
     def _authorize(self, request: Request) -> None:
@@ -102,7 +104,7 @@ class CompletionsApp:
                 "invalid_api_key",
                 "this server needs the key that it printed at its start: set OPENAI_API_KEY",
             )
-        connection_of(request.scope).authorize()
+        get_connection(request.scope).authorize()
 
     async def _answer(self, request: Request, *, chat: bool) -> Response:
         self._authorize(request)
@@ -122,7 +124,7 @@ class CompletionsApp:
         except AsyncrlError as error:
             raise CallRefused(500, "engine", str(error)) from error
         choices = [
-            self._choice(order, sample, score, index, chat=chat)
+            self._build_choice(order, sample, score, index, chat=chat)
             for index, (sample, score) in enumerate(zip(samples, scores, strict=True))
         ]
         prompt = sum(map(len, order.prompts))
@@ -154,11 +156,16 @@ class CompletionsApp:
     # ---- the engine ------------------------------------------------------------------------------
 
     async def _generate(self, order: CompletionOrder) -> list[Completion]:
-        """Generate the completions, prompt by prompt, without tokens if none are asked for."""
-        requests = [one for prompt in order.prompts for one in self._requests(order, prompt)]
+        """Generate the completions, prompt by prompt; without tokens if max_tokens is 0."""
+        requests = [
+            request for prompt in order.prompts for request in self._build_requests(order, prompt)
+        ]
         if not order.max_new_tokens:
-            nothing = np.empty(0, np.int32), np.empty(0, np.float32)
-            return [Completion(one.key, one.prompt, *nothing, [], "length") for one in requests]
+            no_tokens = np.empty(0, np.int32), np.empty(0, np.float32)
+            return [
+                Completion(request.key, request.prompt, *no_tokens, [], "length")
+                for request in requests
+            ]
         futures = [asyncio.wrap_future(self.engine.complete(request)) for request in requests]
         try:
             return list(await asyncio.gather(*futures))
@@ -166,10 +173,12 @@ class CompletionsApp:
             self.engine.cancel([request.key for request in requests])
             raise
 
-    def _requests(self, order: CompletionOrder, prompt: np.ndarray) -> list[CompletionRequest]:
+    def _build_requests(
+        self, order: CompletionOrder, prompt: np.ndarray
+    ) -> list[CompletionRequest]:
         """Make the engine's requests of one prompt.
 
-        With a seed, sample i of a prompt has the same random stream whenever it is asked for.
+        With a seed, sample i of a prompt has the same random stream in every request.
         """
         number = next(self.numbers)
         greedy = order.temperature == 0
@@ -192,19 +201,19 @@ class CompletionsApp:
     async def _score(
         self, order: CompletionOrder, samples: Sequence[Completion]
     ) -> list[PromptScores | None]:
-        """Score prompts and completions together, where log-probabilities are asked for."""
+        """Score prompts and completions together if the order has log-probabilities."""
         if order.most_likely is None:
             return [None] * len(samples)
         sequences = [np.concatenate([sample.prompt, sample.tokens]) for sample in samples]
         scores = await asyncio.wrap_future(self.engine.score(sequences, max(1, order.most_likely)))
         return [*scores]
 
-    # ---- answers ---------------------------------------------------------------------------------
+    # ---- responses -------------------------------------------------------------------------------
 
-    def _text(self, ids: Sequence[int]) -> str:
+    def _decode_text(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
 
-    def _choice(
+    def _build_choice(
         self,
         order: CompletionOrder,
         sample: Completion,
@@ -213,20 +222,26 @@ class CompletionsApp:
         *,
         chat: bool,
     ) -> dict[str, Any]:
-        """Build one choice.  A stop text ends it; what was generated behind is left out."""
+        """Build one choice, which ends before a stop text."""
         prompt, tokens = sample.prompt.tolist(), sample.tokens.tolist()
         visible = [token for token in tokens if token not in self.stops]
         text = str(self.tokenizer.decode(visible, skip_special_tokens=True))
-        end = min((place for stop in order.stop if (place := text.find(stop)) >= 0), default=-1)
+        end = min(
+            (position for stop in order.stop if (position := text.find(stop)) >= 0), default=-1
+        )
         if end >= 0:
             text = text[:end]
-            kept = (count for count in range(len(tokens)) if len(self._text(tokens[:count])) >= end)
-            tokens = tokens[: next(kept, len(tokens))]
+            counts = (
+                count
+                for count in range(len(tokens))
+                if len(self._decode_text(tokens[:count])) >= end
+            )
+            tokens = tokens[: next(counts, len(tokens))]
         finish = "stop" if end >= 0 else sample.finish
         rows = None
         if scores is not None:
             ids = [*prompt, *tokens]
-            rows = self._rows(ids, scores, order.most_likely or 0)
+            rows = self._describe_tokens(ids, scores, order.most_likely or 0)
             rows = rows if order.echo else rows[len(prompt) :]
         if chat:
             return {
@@ -237,35 +252,43 @@ class CompletionsApp:
             }
         return {
             "index": index,
-            "text": self._text(prompt) + text if order.echo else text,
-            "logprobs": None if rows is None else _columns(rows, order.most_likely or 0),
+            "text": self._decode_text(prompt) + text if order.echo else text,
+            "logprobs": None if rows is None else _convert_to_columns(rows, order.most_likely or 0),
             "finish_reason": finish,
         }
 
-    def _rows(
+    def _describe_tokens(
         self, ids: Sequence[int], scores: PromptScores, most_likely: int
     ) -> list[dict[str, Any]]:
-        """Describe each token as chat completions do.  The first one of a prompt has no logprob."""
-        texts = [self._text([token]) for token in ids]
-        rows = [_row(texts[0], None)]
-        for place, text in enumerate(texts[1:]):
+        """Describe each token as chat completions do.
+
+        The first token of a prompt has no log-probability.
+        """
+        texts = [self._decode_text([token]) for token in ids]
+        rows = [_describe_token(texts[0], None)]
+        for position, text in enumerate(texts[1:]):
             likely = zip(
-                scores.top_ids[place, :most_likely].tolist(),
-                scores.top_logprobs[place, :most_likely].tolist(),
+                scores.top_ids[position, :most_likely].tolist(),
+                scores.top_logprobs[position, :most_likely].tolist(),
                 strict=True,
             )
             rows.append(
-                _row(text, float(scores.logprobs[place]))
-                | {"top_logprobs": [_row(self._text([token]), value) for token, value in likely]}
+                _describe_token(text, float(scores.logprobs[position]))
+                | {
+                    "top_logprobs": [
+                        _describe_token(self._decode_text([token]), value)
+                        for token, value in likely
+                    ]
+                }
             )
         return rows
 
 
-def _row(text: str, logprob: float | None) -> dict[str, Any]:
+def _describe_token(text: str, logprob: float | None) -> dict[str, Any]:
     return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace"))}
 
 
-def _columns(rows: Sequence[dict[str, Any]], most_likely: int) -> dict[str, Any]:
+def _convert_to_columns(rows: Sequence[dict[str, Any]], most_likely: int) -> dict[str, Any]:
     """Convert rows to the form of /v1/completions.
 
     Of two tokens with the same text the more likely one is named.
@@ -274,12 +297,12 @@ def _columns(rows: Sequence[dict[str, Any]], most_likely: int) -> dict[str, Any]
     likely = [
         None
         if "top_logprobs" not in row or not most_likely
-        else {each["token"]: each["logprob"] for each in reversed(row["top_logprobs"])}
+        else {entry["token"]: entry["logprob"] for entry in reversed(row["top_logprobs"])}
         for row in rows
     ]
     return {
         "tokens": tokens,
         "token_logprobs": [row["logprob"] for row in rows],
         "top_logprobs": likely if most_likely else None,
-        "text_offset": [sum(map(len, tokens[:place])) for place in range(len(tokens))],
+        "text_offset": [sum(map(len, tokens[:index])) for index in range(len(tokens))],
     }

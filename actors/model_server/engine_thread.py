@@ -1,6 +1,6 @@
 """An engine in a thread of its own, which many requests share.
 
-The thread alone touches the engine. Others hand it work and get a future. Requests that arrive
+Only this thread touches the engine. Other threads queue work and get a future. Requests that arrive
 while others are being decoded join them at the next step.
 """
 
@@ -17,16 +17,16 @@ import numpy as np
 from actors.engine import Completion, CompletionRequest, Engine, Key, PromptScores
 from asyncrl.contract.errors import AsyncrlError
 
-STEPS = 8  # decode steps between two looks for new work
+STEPS = 8  # decode steps between two checks for new work
 
 
 class EngineThread:
-    """Runs the steps of an engine and resolves the futures of its completions."""
+    """The thread that runs the steps of an engine and resolves completions' futures."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.work: deque[tuple[Callable[[], None], Future[Any]]] = deque()
-        self.open: dict[Key, Future[Completion]] = {}
+        self.futures: dict[Key, Future[Completion]] = {}
         self.news = threading.Condition()
         self.closing = False
         self.error: BaseException | None = None
@@ -34,29 +34,29 @@ class EngineThread:
         self.thread.start()
 
     def complete(self, request: CompletionRequest) -> Future[Completion]:
-        """Have a completion generated. Its key must differ from those of open requests."""
+        """Queue a completion to generate; its key must differ from those of open requests."""
         future: Future[Completion] = Future()
 
         def add() -> None:
             self.engine.add([request])
-            self.open[request.key] = future
+            self.futures[request.key] = future
 
         self._submit(add, future)
         return future
 
     def score(self, prompts: Sequence[np.ndarray], most_likely: int) -> Future[list[PromptScores]]:
-        """Have token sequences scored; see `Engine.score`."""
+        """Queue token sequences to score; see `Engine.score`."""
         future: Future[list[PromptScores]] = Future()
         self._submit(lambda: future.set_result(self.engine.score(prompts, most_likely)), future)
         return future
 
     def cancel(self, keys: Sequence[Key]) -> None:
-        """Give up completions, for example of a closed connection."""
+        """Abort completions, for example of a closed connection."""
 
         def abort() -> None:
             self.engine.abort(keys)
             for key in keys:
-                if (future := self.open.pop(key, None)) is not None:
+                if (future := self.futures.pop(key, None)) is not None:
                     future.set_exception(CancelledError())
 
         self._submit(abort, Future())
@@ -82,12 +82,12 @@ class EngineThread:
         future.set_running_or_notify_cancel()
         with self.news:
             if self.error is not None or self.closing:
-                future.set_exception(self._end_error())
+                future.set_exception(self._build_end_error())
                 return
             self.work.append((run, future))
             self.news.notify()
 
-    def _end_error(self) -> AsyncrlError:
+    def _build_end_error(self) -> AsyncrlError:
         return AsyncrlError(f"the engine has ended: {self.error or 'closed'}")
 
     def _run(self) -> None:
@@ -96,13 +96,13 @@ class EngineThread:
                 while self.work:
                     self.work.popleft()[0]()
                 for completion in self.engine.step(STEPS) if self.engine.active else []:
-                    self.open.pop(completion.key).set_result(completion)
+                    self.futures.pop(completion.key).set_result(completion)
         except BaseException as error:
             self.error = error
         with self.news:
             self.closing = True
-            for future in (*self.open.values(), *(future for _, future in self.work)):
-                future.set_exception(self._end_error())
+            for future in (*self.futures.values(), *(future for _, future in self.work)):
+                future.set_exception(self._build_end_error())
 
     def _wait(self) -> bool:
         """Wait for work; False when the thread should end."""

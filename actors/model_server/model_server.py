@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from actors.engine import engine_for
+from actors.engine import build_engine
 from actors.gateway.endpoint.server import HttpServer, ListenAddress
 from actors.model_server.completions_app import CompletionsApp
 from actors.model_server.engine_thread import EngineThread
@@ -23,7 +23,7 @@ from asyncrl.models.tokenizer import collect_stop_tokens, read_vocabulary_size
 MOST_CONTEXT = 4096  # without --context
 
 
-def config_of(
+def build_config(
     path: str, *, context: int, slots: int, dtype: str, device: str, threads: int
 ) -> Config:
     """Build the config of an engine for a model directory.  Raises ConfigError.
@@ -31,25 +31,28 @@ def config_of(
     context: 0 means that of the model, at most MOST_CONTEXT. threads: 0 means all cores.
     """
     raw = model_check.read_settings(Path(path), "MODEL")
-    most = model_check.find_max_positions(raw) or max(context, MOST_CONTEXT)
-    if context > most:
-        raise ConfigError(f"--context {context}: the model in {path} has {most} positions")
+    max_positions = model_check.find_max_positions(raw) or max(context, MOST_CONTEXT)
+    if context > max_positions:
+        raise ConfigError(f"--context {context}: the model in {path} has {max_positions} positions")
     return Config(
         model=ModelConfig(path=path, dtype=dtype, device=device),  # type: ignore[arg-type]
         task=TaskConfig(name="none"),
         generator=GeneratorConfig(
             slots=slots,
-            context=context or min(most, MOST_CONTEXT),
+            context=context or min(max_positions, MOST_CONTEXT),
             threads=threads or len(os.sched_getaffinity(0)),
         ),
     )
 
 
 def build_app(config: Config, name: str, key: str) -> CompletionsApp:
-    """Load the model and start its engine.  Raises ConfigError for a directory without a model."""
+    """Load the model and start its engine.
+
+    Raises ConfigError for a directory without a model.
+    """
     path = config.model.path
     tokenizer = model_check.check(config)
-    engine = engine_for(config)
+    engine = build_engine(config)
     dtype = config.model.dtype
     model = load_policy(path, dtype, config.model.device)
     engine.load(dict(list_named_weights(model)), Label(1, 0), compute_weights_digest(model))
@@ -65,9 +68,10 @@ def build_app(config: Config, name: str, key: str) -> CompletionsApp:
 
 
 def serve(app: CompletionsApp, bind: ListenAddress, announce: Callable[[str], None]) -> None:
-    """Serve until SIGINT or SIGTERM.  announce: called with the URL when requests are accepted.
+    """Serve until SIGINT or SIGTERM.
 
-    Raises ConfigError for an address that cannot be used.
+    announce: called with the URL when requests are accepted. Raises ConfigError for an address that
+    cannot be used.
     """
     with suppress(KeyboardInterrupt):
         asyncio.run(_serve(app, bind, announce))
@@ -78,8 +82,8 @@ async def _serve(app: CompletionsApp, bind: ListenAddress, announce: Callable[[s
     server = HttpServer(app.app, bind)
     await server.start()
     announce(server.url)
-    ended = asyncio.Event()
+    stop_event = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, ended.set)
-    await ended.wait()
+        asyncio.get_running_loop().add_signal_handler(number, stop_event.set)
+    await stop_event.wait()
     await server.stop()

@@ -26,17 +26,18 @@ class DeadlinePause:
         self.depth = 0
         self.began = 0.0
 
-    def seconds(self, now: float) -> float:
+    def count_seconds(self, now: float) -> float:
+        """Return the seconds of all waits until `now` (CLOCK_MONOTONIC)."""
         return self.total + (now - self.began if self.depth else 0.0)
 
 
-of_this_call: ContextVar[DeadlinePause | None] = ContextVar("held", default=None)
+current_pause: ContextVar[DeadlinePause | None] = ContextVar("held", default=None)
 
 
 @contextmanager
-def waiting() -> Iterator[None]:
+def pause_deadline() -> Iterator[None]:
     """Pause the current call's deadline inside the `with` block."""
-    pause = of_this_call.get()
+    pause = current_pause.get()
     if pause is None:
         yield
         return

@@ -37,14 +37,14 @@ PLACE = re.compile(r"\{(\w+)\}")
 SCORE = re.compile(r"SCORE:[ \t]*([+-]?[0-9]+(?:\.[0-9]+)?)")
 
 
-def question(prompt: Prompt) -> str:
+def render_question(prompt: Prompt) -> str:
     """Render the prompt as text; a chat with its roles."""
     if not prompt.messages:
         return prompt.text
     return "\n\n".join(f"[{message['role']}]\n{message['content']}" for message in prompt.messages)
 
 
-def mark(*texts: str) -> str:
+def make_mark(*texts: str) -> str:
     """Return sixteen hex digits, a function of the texts that occurs in none of them."""
     state = hashlib.sha256()
     for text in texts:
@@ -73,22 +73,26 @@ class GradingTemplate:
                 raise ConfigError(
                     f"reward.judge.template = {settings.template}: {error}; give a text file"
                 ) from error
-        places = set(PLACE.findall(self.text))
-        if unknown := sorted(places - set(NAMES)):
+        placeholders = set(PLACE.findall(self.text))
+        if unknown := sorted(placeholders - set(NAMES)):
             raise ConfigError(
                 f"reward.judge.template = {settings.template}: {{{unknown[0]}}} is not a "
                 f"placeholder; there are {', '.join('{' + name + '}' for name in NAMES)}"
             )
-        if "answer" not in places:
+        if "answer" not in placeholders:
             raise ConfigError(
                 f"reward.judge.template = {settings.template}: has no {{answer}}, so every answer "
                 "would be graded alike"
             )
 
-    def fill(self, prompt: Prompt, answer: str) -> str:
+    def fill(self, prompt: Prompt, response: str) -> str:
         """Fill all placeholders in one pass, so that a response's own stay unchanged."""
-        texts = {"question": question(prompt), "reference": prompt.answer, "answer": answer}
-        digits = mark(*texts.values())
+        texts = {
+            "question": render_question(prompt),
+            "reference": prompt.answer,
+            "answer": response,
+        }
+        digits = make_mark(*texts.values())
         values = {
             **{
                 name: f"<<{digits} {name}\n{text}\n{digits} {name}>>"
@@ -108,8 +112,8 @@ class GradingTemplate:
         lines = [line.strip() for line in reply.splitlines() if line.strip()]
         match = SCORE.fullmatch(lines[-1]) if lines else None
         if match is None:
-            last = lines[-1][:80] if lines else ""
-            raise ValueError(f"the judge's last line is not `SCORE: number`: {last!r}")
+            last_line = lines[-1][:80] if lines else ""
+            raise ValueError(f"the judge's last line is not `SCORE: number`: {last_line!r}")
         if sum(line.startswith("SCORE:") for line in lines) > 1:
             raise ValueError("the judge wrote several lines `SCORE:`")
         grade = float(match[1])

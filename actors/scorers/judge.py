@@ -25,14 +25,14 @@ from weakref import WeakValueDictionary
 import httpx2
 import msgspec
 
-from actors.scorers.deadline_pause import waiting
+from actors.scorers.deadline_pause import pause_deadline
 from actors.scorers.grading import GradingTemplate
 from actors.scorers.judge_budget import ACCOUNT, JudgeBudget
 from asyncrl.config.scorers import JudgeConfig
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 
-AGAIN = {
+RETRIED_STATUSES = {
     408,  # request timeout
     409,  # conflict: a temporary lock
     425,  # too early
@@ -47,23 +47,23 @@ FIRST_S = 0.5  # back-off before the second attempt; doubles each time, times 0.
 LONGEST_S = 20.0
 PATIENCE_S = 60.0  # a longer Retry-After fails the request
 CHARACTERS_A_TOKEN = 3  # estimates tokens until the reply gives their number
-SAID = 200  # characters of an error's body
+SHOWN_CHARACTERS = 200  # characters of an error's body
 
 
 class JudgeFailed(Exception):
     """The judge gave no grade."""
 
 
-def longest_s(settings: JudgeConfig) -> float:
+def compute_longest_s(settings: JudgeConfig) -> float:
     """Return the longest time of one call, without waiting for its turn."""
     return settings.attempts * (settings.timeout_s + LONGEST_S)
 
 
-def retry_after_s(header: str | None) -> float | None:
+def parse_retry_after(header: str | None) -> float | None:
     """Parse a Retry-After header into seconds: a number or a date; None if neither.
 
-    >>> retry_after_s("1.5"), retry_after_s("soon"), retry_after_s(None), retry_after_s("-3")
-    (1.5, None, None, 0.0)
+    >>> [parse_retry_after(header) for header in ("1.5", "soon", None, "-3")]
+    [1.5, None, None, 0.0]
     """
     if header is None:
         return None
@@ -89,7 +89,9 @@ def read_reply(body: bytes) -> tuple[str, int]:
         finish_reason = choice.get("finish_reason")
         tokens = (reply.get("usage") or {}).get("total_tokens")
     except (msgspec.DecodeError, LookupError, TypeError, AttributeError) as error:
-        raise JudgeFailed(f"the judge's reply is not a chat completion: {body[:SAID]!r}") from error
+        raise JudgeFailed(
+            f"the judge's reply is not a chat completion: {body[:SHOWN_CHARACTERS]!r}"
+        ) from error
     if not isinstance(text, str):
         raise JudgeFailed("the judge's reply has no text")
     if finish_reason == "length":
@@ -102,7 +104,7 @@ class JudgeClient:
 
     def __init__(self, settings: JudgeConfig, account: JudgeBudget) -> None:
         self.settings = settings
-        self.account = account
+        self.budget = account
         headers = {"content-type": "application/json"}
         if settings.key_env:
             key = os.environ.get(settings.key_env, "")
@@ -115,7 +117,7 @@ class JudgeClient:
         self.url = settings.url.rstrip("/") + "/chat/completions"
         self.client = httpx2.AsyncClient(headers=headers, timeout=None)
         self.gate = asyncio.Semaphore(settings.concurrency)
-        self.same: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
+        self.locks: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
 
     async def ask(self, messages: list[dict[str, Any]], accept: Any = None) -> str:
         """Return the judge's reply to these chat messages, from the cache if it has one.
@@ -132,24 +134,24 @@ class JudgeClient:
         }
         payload = msgspec.json.encode(request, order="deterministic")
         digest = hashlib.sha256(self.url.encode() + b"\0" + payload).digest()
-        lock = self.same.setdefault(digest, asyncio.Lock())
-        with waiting():  # for a concurrent call with the same request
+        lock = self.locks.setdefault(digest, asyncio.Lock())
+        with pause_deadline():  # for a concurrent call with the same request
             await lock.acquire()
         try:
-            cached_reply = self.account.reply(digest)
+            cached_reply = self.budget.find_reply(digest)
             if cached_reply is not None:
-                self.account.count(cached=1)
+                self.budget.count(cached=1)
                 return cached_reply
-            reply = await self._gated(payload)
+            reply = await self._send_in_turn(payload)
             if accept is not None:
                 accept(reply)
-            self.account.store_reply(digest, reply)
+            self.budget.store_reply(digest, reply)
             return reply
         finally:
             lock.release()
 
-    async def _gated(self, payload: bytes) -> str:
-        with waiting():
+    async def _send_in_turn(self, payload: bytes) -> str:
+        with pause_deadline():
             await self.gate.acquire()
         try:
             return await self._send_request(payload)
@@ -163,7 +165,7 @@ class JudgeClient:
             if attempt:
                 longest = min(LONGEST_S, FIRST_S * 2 ** (attempt - 1))
                 await asyncio.sleep(longest * random.uniform(0.5, 1.0))
-            sent = await self._wait_for_slot(estimate)
+            request_id = await self._wait_for_slot(estimate)
             began = time.monotonic()
             try:
                 try:
@@ -171,42 +173,43 @@ class JudgeClient:
                         response = await self.client.post(self.url, content=payload)
                 finally:
                     seconds = time.monotonic() - began
-                    self.account.count(seconds=seconds, **({"retries": 1} if attempt else {}))
+                    self.budget.count(seconds=seconds, **({"retries": 1} if attempt else {}))
             except (httpx2.TransportError, TimeoutError) as error:
                 reason = f"{type(error).__name__} {error}".strip()
                 if isinstance(error, httpx2.ConnectError):  # any other error may have cost tokens
-                    self.account.record_cost(sent, estimate, 0)
+                    self.budget.record_cost(request_id, estimate, 0)
                 continue
             if response.status_code == 200:
-                text, spent = read_reply(response.content)
-                self.account.record_cost(sent, estimate, spent or estimate)
-                self.account.count(replies=1)
+                text, tokens = read_reply(response.content)
+                self.budget.record_cost(request_id, estimate, tokens or estimate)
+                self.budget.count(replies=1)
                 return text
-            self.account.record_cost(sent, estimate, 0)
+            self.budget.record_cost(request_id, estimate, 0)
             if response.status_code == 429:
-                self.account.count(throttled=1)
-            reason = f"status {response.status_code}: {' '.join(response.text[:SAID].split())}"
-            if response.status_code not in AGAIN:
+                self.budget.count(throttled=1)
+            body = " ".join(response.text[:SHOWN_CHARACTERS].split())
+            reason = f"status {response.status_code}: {body}"
+            if response.status_code not in RETRIED_STATUSES:
                 break
-            wait = retry_after_s(response.headers.get("retry-after"))
+            wait = parse_retry_after(response.headers.get("retry-after"))
             if wait is not None and wait > PATIENCE_S:
                 reason += f" (it asks for a retry in {wait:.0f} s)"
                 break
             if wait:
-                self.account.hold(time.monotonic() + wait)
+                self.budget.hold(time.monotonic() + wait)
         raise JudgeFailed(f"{self.url}: {attempt + 1} requests, the last: {reason}")
 
     async def _wait_for_slot(self, estimate: int) -> int:
         """Wait until the limits permit a request; return its number."""
         while True:
-            sent, wait = self.account.reserve(time.monotonic(), estimate)
-            if sent:
-                return sent
-            with waiting():
+            request_id, wait = self.budget.reserve(time.monotonic(), estimate)
+            if request_id:
+                return request_id
+            with pause_deadline():
                 await asyncio.sleep(wait + random.uniform(0.0, 0.05))
 
 
-def client(settings: JudgeConfig, run_dir: str) -> JudgeClient:
+def build_client(settings: JudgeConfig, run_dir: str) -> JudgeClient:
     """Build the client of [reward.judge]. Raises ConfigError."""
     path = Path(run_dir) / ACCOUNT if run_dir else None
     return JudgeClient(settings, JudgeBudget(path, settings))
@@ -220,5 +223,5 @@ class JudgeReward:
         self.template = GradingTemplate(judge.settings)
 
     async def __call__(self, prompt: Prompt, text: str) -> float:
-        asked = [{"role": "user", "content": self.template.fill(prompt, text)}]
-        return self.template.grade(await self.judge.ask(asked, self.template.grade))
+        messages = [{"role": "user", "content": self.template.fill(prompt, text)}]
+        return self.template.grade(await self.judge.ask(messages, self.template.grade))

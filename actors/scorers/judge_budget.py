@@ -30,15 +30,15 @@ CREATE TABLE IF NOT EXISTS sums (name TEXT PRIMARY KEY, value REAL NOT NULL) WIT
 """
 
 
-def totals(path: Path, settings: JudgeConfig) -> dict[str, float]:
+def read_totals(path: Path, settings: JudgeConfig) -> dict[str, float]:
     """Return metrics of this machine's judge requests in the whole run.
 
     One per entry of SUMS, and the rest of each budget. Empty before the first request and while the
     file cannot be read.
     """
     try:
-        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as wire:
-            sums = dict(wire.execute("SELECT name, value FROM sums"))
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as connection:
+            sums = dict(connection.execute("SELECT name, value FROM sums"))
     except sqlite3.Error:
         return {}
     metrics = {f"judge/{name}": float(sums.get(name, 0.0)) for name in SUMS}
@@ -57,32 +57,34 @@ class JudgeBudget:
 
     def __init__(self, path: Path | None, settings: JudgeConfig) -> None:
         self.settings = settings
-        self.wire = sqlite3.connect(
+        self.connection = sqlite3.connect(
             str(path) if path else ":memory:", timeout=BUSY_S, isolation_level=None
         )
-        self.wire.execute("PRAGMA journal_mode=WAL")
-        self.wire.execute("PRAGMA synchronous=NORMAL")
-        self.wire.executescript(TABLES)
+        self.connection.execute("PRAGMA journal_mode=WAL")
+        self.connection.execute("PRAGMA synchronous=NORMAL")
+        self.connection.executescript(TABLES)
 
     @contextmanager
-    def _alone(self) -> Iterator[sqlite3.Connection]:
-        self.wire.execute("BEGIN IMMEDIATE")
+    def _begin_transaction(self) -> Iterator[sqlite3.Connection]:
+        self.connection.execute("BEGIN IMMEDIATE")
         try:
-            yield self.wire
+            yield self.connection
         except BaseException:
-            self.wire.execute("ROLLBACK")
+            self.connection.execute("ROLLBACK")
             raise
-        self.wire.execute("COMMIT")
+        self.connection.execute("COMMIT")
 
     # ---- replies ---------------------------------------------------------------------------------
 
-    def reply(self, digest: bytes) -> str | None:
-        cursor = self.wire.execute("SELECT reply FROM replies WHERE digest = ?", (digest,))
+    def find_reply(self, digest: bytes) -> str | None:
+        """Return the cached reply to the request with this digest, if any."""
+        cursor = self.connection.execute("SELECT reply FROM replies WHERE digest = ?", (digest,))
         row = cursor.fetchone()
         return None if row is None else str(row[0])
 
     def store_reply(self, digest: bytes, reply: str) -> None:
-        self.wire.execute("INSERT OR REPLACE INTO replies VALUES (?, ?)", (digest, reply))
+        """Cache the reply to the request with this digest."""
+        self.connection.execute("INSERT OR REPLACE INTO replies VALUES (?, ?)", (digest, reply))
 
     # ---- limits ----------------------------------------------------------------------------------
 
@@ -93,14 +95,14 @@ class JudgeBudget:
         above tokens_per_minute is permitted when nothing else was sent within the minute.
         """
         settings = self.settings
-        with self._alone() as wire:
+        with self._begin_transaction() as connection:
             self._check_budget(tokens)
             # a time later than now is from before the machine's last boot
-            wire.execute("DELETE FROM sent WHERE at <= ? OR at > ?", (now - WINDOW_S, now))
-            until = self.sum("until")
+            connection.execute("DELETE FROM sent WHERE at <= ? OR at > ?", (now - WINDOW_S, now))
+            until = self.read_sum("until")
             if now < until <= now + 2 * WINDOW_S:
                 return 0, until - now
-            count, sent_tokens, oldest = wire.execute(
+            count, sent_tokens, oldest = connection.execute(
                 "SELECT COUNT(*), COALESCE(SUM(tokens), 0), MIN(at) FROM sent"
             ).fetchone()
             most_requests = settings.requests_per_minute
@@ -109,50 +111,51 @@ class JudgeBudget:
                 most_tokens and count and sent_tokens + tokens > most_tokens
             ):
                 return 0, oldest + WINDOW_S - now
-            row = wire.execute("INSERT INTO sent (at, tokens) VALUES (?, ?)", (now, tokens))
+            row = connection.execute("INSERT INTO sent (at, tokens) VALUES (?, ?)", (now, tokens))
             self._add("requests", 1)
             self._add("tokens", tokens)
             return int(row.lastrowid or 0), 0.0
 
-    def record_cost(self, sent: int, estimate: int, tokens: int) -> None:
-        """Replace a request's estimate by its actual tokens."""
-        with self._alone() as wire:
-            wire.execute("UPDATE sent SET tokens = ? WHERE id = ?", (tokens, sent))
+    def record_cost(self, request_id: int, estimate: int, tokens: int) -> None:
+        """Replace the estimate of request `request_id` by its actual tokens."""
+        with self._begin_transaction() as connection:
+            connection.execute("UPDATE sent SET tokens = ? WHERE id = ?", (tokens, request_id))
             self._add("tokens", tokens - estimate)
 
     def count(self, **sums: float) -> None:
         """Add to entries of SUMS, for the metrics."""
-        with self._alone():
-            for name, more in sums.items():
-                self._add(name, more)
+        with self._begin_transaction():
+            for name, amount in sums.items():
+                self._add(name, amount)
 
     def hold(self, until: float) -> None:
-        """Let no process send before `until`: the server asked for it."""
-        with self._alone() as wire:
-            wire.execute("INSERT OR REPLACE INTO sums VALUES ('until', ?)", (until,))
+        """Stop all processes from sending before `until`, as the server asked."""
+        with self._begin_transaction() as connection:
+            connection.execute("INSERT OR REPLACE INTO sums VALUES ('until', ?)", (until,))
 
-    def sum(self, name: str) -> float:
+    def read_sum(self, name: str) -> float:
         """Return an entry of SUMS; "until": when the next request may be sent."""
-        row = self.wire.execute("SELECT value FROM sums WHERE name = ?", (name,)).fetchone()
+        row = self.connection.execute("SELECT value FROM sums WHERE name = ?", (name,)).fetchone()
         return 0.0 if row is None else float(row[0])
 
-    def _add(self, name: str, more: float) -> None:
-        self.wire.execute(
+    def _add(self, name: str, amount: float) -> None:
+        self.connection.execute(
             "INSERT INTO sums VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = value + ?",
-            (name, more, more),
+            (name, amount, amount),
         )
 
     def _check_budget(self, tokens: int) -> None:
-        for name, budget, more in (
+        for name, budget, amount in (
             ("requests", self.settings.budget_requests, 1),
             ("tokens", self.settings.budget_tokens, tokens),
         ):
-            spent = self.sum(name)
-            if budget and spent + more > budget:
+            used = self.read_sum(name)
+            if budget and used + amount > budget:
                 raise JudgeBudgetSpent(
-                    f"reward.judge.budget_{name}: {budget} for the whole run, {spent:.0f} are "
-                    f"spent and the next request takes {more}; resume with a higher one"
+                    f"reward.judge.budget_{name}: {budget} for the whole run, {used:.0f} are "
+                    f"spent and the next request takes {amount}; resume with a higher one"
                 )
 
     def close(self) -> None:
-        self.wire.close()
+        """Close the database."""
+        self.connection.close()

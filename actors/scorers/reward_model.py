@@ -23,8 +23,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 TOKENS = 8192  # of one forward pass, with padding
 
 
-def refuse(settings: Settings, why: str) -> ConfigError:
-    return ConfigError(f"reward.model.path = {settings.path}: {why}")
+def build_refusal(settings: Settings, reason: str) -> ConfigError:
+    """Build the error for an unsuitable reward model."""
+    return ConfigError(f"reward.model.path = {settings.path}: {reason}")
 
 
 def read_classifier_config(settings: Settings) -> dict[str, Any]:
@@ -33,17 +34,17 @@ def read_classifier_config(settings: Settings) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise refuse(settings, f"not a model directory: its config.json: {error}") from error
+        raise build_refusal(settings, f"not a model directory: its config.json: {error}") from error
     kinds = config.get("architectures") or []
     if not any(kind.endswith("ForSequenceClassification") for kind in kinds):
-        raise refuse(
+        raise build_refusal(
             settings,
             f"is a {', '.join(kinds) or 'model of no kind'}, not a sequence classifier "
             "(...ForSequenceClassification); a generative judge goes to [reward.judge]",
         )
     labels = config.get("num_labels") or len(config.get("id2label") or {}) or 2
     if labels != 1:
-        raise refuse(settings, f"has {labels} labels; a reward is one number, so one label")
+        raise build_refusal(settings, f"has {labels} labels; a reward is one number, so one label")
     return dict(config)
 
 
@@ -70,35 +71,36 @@ class RewardModelScorer:
             )
         except Exception as error:  # safetensors, tokenizers and torch raise different types
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise refuse(settings, f"cannot be loaded: {reason}") from error
+            raise build_refusal(settings, f"cannot be loaded: {reason}") from error
         if missing := sorted(loading_info["missing_keys"]):
-            raise refuse(
+            raise build_refusal(
                 settings,
                 f"lacks {missing[0]} and {len(missing) - 1} more weights, which would be random; "
                 "was it saved as a classifier?",
             )
         self.model = model.to(device).eval()
-        self._pad(settings)
+        self._set_padding(settings)
         positions = getattr(model.config, "max_position_embeddings", None) or 1 << 20
         self.context = min(settings.context or positions, positions)
 
-    def _pad(self, settings: Settings) -> None:
+    def _set_padding(self, settings: Settings) -> None:
         """Set a padding token on which model and tokenizer agree.
 
         A decoder's classifier reads the last token that is not padding.
         """
         pad = self.tokenizer.pad_token_id
         if pad is None:
-            raise refuse(
+            raise build_refusal(
                 settings, "its tokenizer has no padding token; set one (pad_token) and save it"
             )
-        known = self.model.config.pad_token_id
-        if known is None:
+        model_pad = self.model.config.pad_token_id
+        if model_pad is None:
             self.model.config.pad_token_id = pad
-        elif known != pad:
-            raise refuse(
+        elif model_pad != pad:
+            raise build_refusal(
                 settings,
-                f"its tokenizer pads with token {pad}, its config.json says {known}; make them one",
+                f"its tokenizer pads with token {pad}, its config.json says {model_pad}; make them "
+                "one",
             )
         self.tokenizer.padding_side = "right"
 

@@ -23,21 +23,21 @@ OURS = ("reward_worker.py", "user_function.py")
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
 
-# ---- its form ------------------------------------------------------------------------------------
+# ---- signatures ----------------------------------------------------------------------------------
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether its calls are awaited."""
+    """Whether the function's calls are awaited."""
     call = getattr(function, "__call__", None)  # noqa: B004
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
-def in_our_form(function: Callable[..., Any], path: str, given: Sequence[str]) -> Any:
+def adapt_function(function: Callable[..., Any], path: str, bound_names: Sequence[str]) -> Any:
     """Adapt `function`, named `path` in the config, to a call with (prompt, text).
 
     It also receives `tokens` if it has such a parameter. A function in TRL's form, with a parameter
-    `completions`, is wrapped. given: names that are bound later. Raises ConfigError for parameters
-    that fit neither form.
+    `completions`, is wrapped. bound_names: parameters that are bound later. Raises ConfigError for
+    parameters that fit neither form.
     """
     try:
         signature = inspect.signature(function)
@@ -51,8 +51,8 @@ def in_our_form(function: Callable[..., Any], path: str, given: Sequence[str]) -
                     f"reward.function = {path}: takes {name}, which only TRL's trainer has; give "
                     f"it a default, as in {name}=None, and do without"
                 )
-        return from_trl(function, signature)
-    keywords = [name for name in ("tokens", *given) if name in names]
+        return wrap_trl_function(function, signature)
+    keywords = [name for name in ("tokens", *bound_names) if name in names]
     hint = "parameters do not fit"
     try:
         signature.bind(None, None, **dict.fromkeys(keywords))
@@ -74,7 +74,9 @@ def log_nothing(*_: Any, **__: Any) -> None:
     """Stand in for TRL's `log_extra(column, values)` and `log_metric(name, value)`."""
 
 
-def from_trl(function: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
+def wrap_trl_function(
+    function: Callable[..., Any], signature: inspect.Signature
+) -> Callable[..., Any]:
     """Wrap a function in TRL's form as one that takes lists.
 
     It is called by keyword: `prompts` and `completions` (texts, or lists of messages where the
@@ -83,14 +85,14 @@ def from_trl(function: Callable[..., Any], signature: inspect.Signature) -> Call
     """
     parameters = signature.parameters.values()
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    needed = {
+    required = {
         parameter.name
         for parameter in parameters
         if parameter.default is parameter.empty
         and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
     }
 
-    def arguments(
+    def build_arguments(
         prompts: list[Prompt], texts: list[str], tokens: list[list[int]]
     ) -> dict[str, Any]:
         columns = sorted({name for prompt in prompts for name in prompt.meta})
@@ -107,7 +109,7 @@ def from_trl(function: Callable[..., Any], signature: inspect.Signature) -> Call
             "completion_ids": tokens,
         }
         values |= {name: log_nothing for name in LOGS_OF_TRL if name in signature.parameters}
-        if missing := sorted(needed - set(values)):
+        if missing := sorted(required - set(values)):
             raise TypeError(
                 f"it takes {', '.join(missing)}, but the prompts have no such column: they have "
                 f"{', '.join([*columns, 'answer'])} (task.columns renames)"
@@ -116,34 +118,35 @@ def from_trl(function: Callable[..., Any], signature: inspect.Signature) -> Call
             return values
         return {name: value for name, value in values.items() if name in signature.parameters}
 
-    async def awaited(prompts: Any, texts: Any, tokens: Any) -> Any:
-        return await function(**arguments(prompts, texts, tokens))
+    async def call_async(prompts: Any, texts: Any, tokens: Any) -> Any:
+        return await function(**build_arguments(prompts, texts, tokens))
 
-    def direct(prompts: Any, texts: Any, tokens: Any) -> Any:
-        return function(**arguments(prompts, texts, tokens))
+    def call_directly(prompts: Any, texts: Any, tokens: Any) -> Any:
+        return function(**build_arguments(prompts, texts, tokens))
 
-    wrapped: Callable[..., Any] = awaited if is_async(function) else direct
+    wrapped: Callable[..., Any] = call_async if is_async(function) else call_directly
     wrapped.batched = True  # type: ignore[attr-defined]
     return wrapped
 
 
-# ---- what failed ---------------------------------------------------------------------------------
+# ---- failed calls --------------------------------------------------------------------------------
 
 
-def frames_of(error: BaseException) -> list[traceback.FrameSummary]:
+def list_user_frames(error: BaseException) -> list[traceback.FrameSummary]:
     """Return the frames of an exception, from the user's function on."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [index for index, frame in enumerate(frames) if Path(frame.filename).name in OURS]
     return frames[ours[-1] + 1 :] if ours else list(frames)
 
 
-def last_frame(error: BaseException) -> str:
+def format_last_frame(error: BaseException) -> str:
     """Format the last frame outside libraries: ` at reward.py:12 in reward`, or ""."""
-    frames = frames_of(error)
-    own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)] or frames
-    if not own:
+    frames = list_user_frames(error)
+    user_frames = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)] or frames
+    if not user_frames:
         return ""
-    return f" at {Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name}"
+    last = user_frames[-1]
+    return f" at {Path(last.filename).name}:{last.lineno} in {last.name}"
 
 
 def format_text(text: str) -> str:
@@ -167,7 +170,7 @@ class FailureLog:
         lines += [f"prompt:   {prompt.text!r}", f"response: {text!r}"]
         if error is not None:
             lines += ["Traceback (most recent call last):"]
-            lines += ["".join(traceback.format_list(frames_of(error))).rstrip()]
+            lines += ["".join(traceback.format_list(list_user_frames(error))).rstrip()]
             lines += ["".join(traceback.format_exception_only(error)).rstrip()]
         entry = "\n".join(lines) + "\n\n"
         try:

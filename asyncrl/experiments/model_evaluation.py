@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from actors.engine import engine_for
+from actors.engine import build_engine
 from asyncrl.config import load
 from asyncrl.config.tree import Config, LoraConfig
 from asyncrl.contract.errors import AsyncrlError, ConfigError
@@ -88,7 +88,7 @@ def evaluate(
     if config.uses_sessions:
         return _evaluate_sessions(config, names, prompts, progress)
     progress.say(f"loading {config.model.path}")
-    engine = engine_for(config)
+    engine = build_engine(config)
     evaluator = OfflineEvaluator(config, engine, progress.report)
     try:
         evaluator.load(load_policy(config.model.path, config.model.dtype, config.model.device), 0)

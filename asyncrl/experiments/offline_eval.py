@@ -100,28 +100,28 @@ class OfflineEvaluator:
             return {}
         self.turn.accept_tickets(self.tickets(plan, prompts))
         total = prompts * len(plan.numbers)
-        requests, refused = self.turn.requests(self.loaded, room=EVERYTHING)
+        requests, refused = self.turn.build_requests(self.loaded, room=EVERYTHING)
         for sample in refused:
             self.turn.schedule.finish_sample(sample.key, 0)
-            self.failures.append(sample.why.why)
+            self.failures.append(sample.failure.why)
         self.engine.add(requests)
         rewards: dict[int, list[float]] = {}
         greedy: list[float] = []
         lengths: list[int] = []
 
         def add(written: ScoredResponse, reward: float) -> None:
-            ticket, sample, _ = written.answer.key
+            ticket, sample, _ = written.completion.key
             if sample == plan.samples:
                 greedy.append(reward)
                 return
             rewards.setdefault(ticket - plan.ticket(0), []).append(reward)
-            lengths.append(len(written.answer.tokens))
+            lengths.append(len(written.completion.tokens))
 
-        while self.engine.active or self.turn.judged:
+        while self.engine.active or self.turn.unscored:
             for completion in self.engine.step() if self.engine.active else []:
-                if (finished := self.turn.finished(completion)) is not None:
+                if (finished := self.turn.finish(completion)) is not None:
                     self.turn.submit(finished)
-            results = self.turn.results()
+            results = self.turn.poll_results()
             for written, result in results:
                 if result.failed:
                     self.failures.append(result.failed.why)

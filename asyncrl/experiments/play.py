@@ -13,10 +13,10 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from actors.gateway.chat import ChatFormat, parser_for
+from actors.gateway.chat import ChatFormat, find_parser
 from actors.gateway.environment_pool import EnvironmentPool
 from actors.gateway.environment_worker import EnvironmentEvent, EnvironmentOperation, Observation
-from actors.gateway.service import env_seed, limits
+from actors.gateway.service import build_limits, compute_env_seed
 from actors.gateway.sessions import CallRefused, Session, SessionCall, SessionPlayers
 from actors.rewards import judge_all
 from asyncrl.config.tree import Config
@@ -77,7 +77,7 @@ class HumanPlayer:
 
     def __init__(self, config: Config, read_line: Callable[[], str | None]) -> None:
         self.line = read_line
-        self.parse = parser_for(config.agent.parser)
+        self.parse = find_parser(config.agent.parser)
         self.most = config.agent.max_calls
         self.calls = 0
 
@@ -100,18 +100,18 @@ class ModelPlayer:
     """The model at config.model.path, sampled as in a run, with the config's seed."""
 
     def __init__(self, config: Config, ticket: Ticket) -> None:
-        from actors.engine import engine_for
+        from actors.engine import build_engine
         from asyncrl.models.policy import compute_weights_digest, list_named_weights, load_policy
         from asyncrl.models.tokenizer import collect_stop_tokens as stops_of
         from asyncrl.models.tokenizer import encode_prompt, has_template, load_tokenizer
 
         self.ticket = ticket
-        self.engine = engine_for(config)
+        self.engine = build_engine(config)
         model = load_policy(Path(config.model.path), config.model.dtype, config.model.device)
         self.engine.load(dict(list_named_weights(model)), LOADED, compute_weights_digest(model))
         tokenizer = load_tokenizer(config.model.path)
         self.stops = stops_of(tokenizer, config)
-        parser, history = parser_for(config.agent.parser), config.agent.history
+        parser, history = find_parser(config.agent.parser), config.agent.history
         self.chat = ChatFormat(tokenizer, self.stops, parser=parser, history=history)
         self.templated = has_template(config.model.path)
         if config.agent.tools and not self.templated:
@@ -123,7 +123,13 @@ class ModelPlayer:
         chat = self.chat.with_date(datetime.now())
         opened = time.monotonic()
         self.session = Session(
-            ticket, 0, 1, limits(config, config.agent), chat, own_prompt=own_prompt, opened=opened
+            ticket,
+            0,
+            1,
+            build_limits(config, config.agent),
+            chat,
+            own_prompt=own_prompt,
+            opened=opened,
         )
         self.sides = SessionPlayers(self.templated)
         self.call: SessionCall | None = None
@@ -133,9 +139,9 @@ class ModelPlayer:
     ) -> tuple[int, bool]:
         self.sides.set_turn(event.asked)
         now = time.monotonic()
-        begun = self.session.tree.rows_begun()
-        self.call = self.sides.now.place_observation(self.session, event.obs, tools, now)
-        return len(self.call.prompt_ids), self.session.tree.rows_begun() > begun > 0
+        begun = self.session.tree.count_rows()
+        self.call = self.sides.active.place_observation(self.session, event.obs, tools, now)
+        return len(self.call.prompt_ids), self.session.tree.count_rows() > begun > 0
 
     def answer(self) -> PlayerAnswer | None:
         from actors.engine import CompletionRequest
@@ -172,8 +178,8 @@ class ModelPlayer:
         )
         if node is None:
             return None
-        self.sides.now.on_answer(node)
-        text = self.chat.visible_text(completion.tokens)
+        self.sides.active.on_answer(node)
+        text = self.chat.decode_visible(completion.tokens)
         message = node.answer or {"role": "assistant", "content": text}
         return PlayerAnswer(text, message, [int(token) for token in completion.tokens])
 
@@ -225,7 +231,7 @@ def play(config: Config, ticket: Ticket, player: Player) -> Iterator[PlayEvent]:
 def _played(
     config: Config, ticket: Ticket, player: Player, pool: EnvironmentPool
 ) -> Iterator[PlayEvent]:
-    seed = env_seed(config, ticket)
+    seed = compute_env_seed(config, ticket)
     opponent = config.agent.opponent_for(ticket.kind)
     pool.reset(EnvironmentOperation(1, "reset", prompt=ticket.prompt, seed=seed, opponent=opponent))
     event = _wait(pool)

@@ -37,9 +37,9 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from actors.delay import decode_steps
-from actors.engine import Engine, engine_for
-from actors.turn import GeneratorTurn, trajectory
+from actors.delay import compute_delay_steps
+from actors.engine import Engine, build_engine
+from actors.turn import GeneratorTurn, build_trajectory
 from asyncrl.config.tree import Config
 from asyncrl.contract import admission
 from asyncrl.contract.errors import AsyncrlError, ConfigError, NotFiniteError
@@ -159,13 +159,13 @@ class SerialRun:
 
     def ask(self) -> None:
         """Request tickets for free engine rows (`want`; buffer/service.py grants them)."""
-        samples = self.turn.samples_to_request()
+        samples = self.turn.count_samples_to_request()
         self.turn.schedule.announce(self.store.announcement())
         if samples > 0:
             tickets = self.store.grant("one", 1, samples, self.clock)
             self.meter.on_grant((t.ticket for t in tickets if t.kind == "train"), self.clock)
             self.turn.accept_tickets(tickets)
-        free = max(0, self.turn.samples_to_request())
+        free = max(0, self.turn.count_samples_to_request())
         self.meter.on_free(free, self.config.generator.slots, self.clock)
 
     def swap(self) -> None:
@@ -178,10 +178,10 @@ class SerialRun:
 
     def start(self) -> None:
         """Start samples whose weights are loaded, as far as the engine has room (`admit`)."""
-        requests, refused = self.turn.requests(self.loaded)
+        requests, refused = self.turn.build_requests(self.loaded)
         for sample in refused:
             raise ConfigError(
-                f"ticket {sample.ticket.ticket}: {sample.why.why}; a comparison needs it"
+                f"ticket {sample.ticket.ticket}: {sample.failure.why}; a comparison needs it"
             )
         self.turn.engine.add(requests)
 
@@ -189,21 +189,21 @@ class SerialRun:
         """Run a few engine steps and queue the finished samples (`decode`, `finished`)."""
         began = time.monotonic()
         for completion in self.turn.engine.step(SLICE) if self.turn.engine.active else []:
-            finished = self.turn.finished(completion)
+            finished = self.turn.finish(completion)
             assert finished is not None, "no ticket is dropped here"
             self.numbers.tokens += len(completion.tokens)
-            delay = decode_steps(
+            delay = compute_delay_steps(
                 self.config, finished.ticket, completion.key[1], len(completion.tokens)
             )
-            self.turn.late.hold(self.clock + SLICE + delay, completion.key)
+            self.turn.delayed.hold(self.clock + SLICE + delay, completion.key)
         self.numbers.decode_s += time.monotonic() - began
 
     def deliver(self) -> None:
         """Score the due samples and deliver their trajectories (`collect`, `deliver`)."""
         began = time.monotonic()
-        for finished in self.turn.due(self.clock + SLICE):
+        for finished in self.turn.pop_due(self.clock + SLICE):
             self.turn.submit(finished)
-            while not (results := self.turn.results()):
+            while not (results := self.turn.poll_results()):
                 time.sleep(0.001)
             for judged, result in results:
                 if result.failed:
@@ -211,7 +211,7 @@ class SerialRun:
                         f"the reward function failed on ticket {judged.ticket.ticket}: "
                         f"{result.failed}; a comparison needs every reward"
                     )
-                sample = trajectory(judged, result)
+                sample = build_trajectory(judged, result)
                 self.numbers.answer_delivered(sample)
                 self.store.deliver(sample, self.clock)
                 if self.store.is_complete(sample.ticket):
@@ -287,7 +287,9 @@ class SerialRun:
         opens = self.store.opens_at(self.clock)
         due_times += [opens] if opens < math.inf else []
         # `deliver` looks one slice ahead
-        due_times += [self.turn.late.next_due - SLICE] if self.turn.late.next_due < math.inf else []
+        due_times += (
+            [self.turn.delayed.next_due - SLICE] if self.turn.delayed.next_due < math.inf else []
+        )
         return math.ceil(min(due_times, default=0))
 
     def evaluating(self) -> bool:
@@ -331,9 +333,9 @@ def engine_of(config: Config) -> Engine:
     )
     key = repr((config.model, config.generator, *other_settings))  # what `make_engine` reads
     if key not in _engines:
-        _engines[key] = engine_for(config)
+        _engines[key] = build_engine(config)
     engine = _engines[key]
-    engine.abort(list(engine.progress()))
+    engine.abort(list(engine.count_tokens()))
     return engine
 
 

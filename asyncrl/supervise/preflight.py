@@ -148,7 +148,7 @@ def located(config: Config, report: Callable[[str], None] = say) -> Config:
     environment's own prompts to files.
 
     They are downloaded unless the hub's cache has them.  Raises ConfigError."""
-    config = with_data_sets(prompt_files.with_prompt_files(config), report)
+    config = with_data_sets(prompt_files.write_prompt_files(config), report)
     if not config.model.path.startswith(fetch.HUB):
         return config
     report(f"fetching {config.model.path}")
@@ -449,7 +449,7 @@ def characters_known(subject: Subject) -> str:
 
 def reward_called(subject: Subject) -> str:
     """Call the reward function on the prompt's reference answer, or on an empty completion."""
-    from actors.rewards import judge_all, judge_name
+    from actors.rewards import describe_reward_source, judge_all
 
     config = subject.config
     reward_imports(subject)
@@ -459,10 +459,14 @@ def reward_called(subject: Subject) -> str:
         agents = {part: one.source_name for part, one in config.agents.items() if part}
         return ", ".join(f"{part}: {name}" for part, name in agents.items()) + " give the reward"
     if config.reward.judge.url:
-        return f"{judge_name(config.reward)}: not called, as a request may cost money"
+        return f"{describe_reward_source(config.reward)}: not called, as a request may cost money"
     prompt = subject.task.prompt("train", 0, config.seed)
     completions = [(prompt, prompt.answer, [0])]
-    name = judge_name(config.reward) if config.reward.uses_reward_processes else "the task's own"
+    name = (
+        describe_reward_source(config.reward)
+        if config.reward.uses_reward_processes
+        else "the task's own"
+    )
     (result,) = judge_all(config, subject.task, completions)
     if result.failed:
         raise ConfigError(f"{name}: {result.failed}")
@@ -532,17 +536,17 @@ def _gib(size: float) -> str:
 
 def reward_imports(subject: Subject) -> None:
     """Check the reward function, judge or reward model in a process of its own."""
-    from actors.rewards import check
+    from actors.rewards import check_reward_process
     from asyncrl.tasks.evaluation_sets import configs_of_rewards
 
     config = subject.config
     if config.reward.function and ":" not in config.reward.function:
         raise ConfigError(f"reward.function: {config.reward.function} is not module:function")
     if config.reward.uses_reward_processes:
-        check(config)
+        check_reward_process(config)
     for own in configs_of_rewards(config).values():
         if own.reward.uses_reward_processes:
-            check(own)
+            check_reward_process(own)
 
 
 def exact_agrees(subject: Subject) -> None:

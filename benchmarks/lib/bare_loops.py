@@ -95,7 +95,7 @@ class Work:
             elif finished >= warm:
                 warm, began = finished, time.perf_counter()
         took = time.perf_counter() - began
-        self.engine.abort([r.key for r in self.engine.queue] + list(self.engine.progress()))
+        self.engine.abort([r.key for r in self.engine.queue] + list(self.engine.count_tokens()))
         return took / tokens
 
     def learn(self, seconds: float) -> float:

@@ -314,7 +314,7 @@ class Completions:
         self.work = tempfile.TemporaryDirectory()
         model = Path(self.work.name) / "tiny"
         build_model(model, SYMBOLS, hidden=32, layers=1, heads=2, max_positions=256)
-        config = model_server.config_of(
+        config = model_server.build_config(
             str(model), context=32, slots=8, dtype="float32", device="cpu", threads=1
         )
         self.server = model_server.build_app(config, "tiny", KEY)

@@ -239,7 +239,7 @@ class Generator:
             if turn.answered:
                 raise BadMessage(turn.answered[0].failed)
         loaded = schedule.next_version(None)
-        schedule.outdated()
+        schedule.find_outdated()
         for held, _ in schedule.admit(loaded, 100):
             limit = held.ticket.sampling.max_new_tokens
             assert limit >= 1 and held.ticket.sampling.temperature > 0
@@ -362,7 +362,7 @@ class Calls:
         opened.session.on_result(
             call, ids, logprobs, message.spans, message.finish, past=message.lost
         )
-        list(opened.session.training_rows())
+        list(opened.session.build_training_rows())
         self.scripted.sessions.clear()
 
     def feed(self, data: bytes) -> str:
@@ -454,11 +454,11 @@ class Web:
 
     def _check_samples(self) -> None:
         """Raise for an ended session whose sample cannot be sent or would be refused."""
-        from actors.gateway.service import trajectory
+        from actors.gateway.service import build_trajectory
 
         for opened in self.service.sessions.values():
-            if opened.session.complete:
-                made = trajectory(opened.session, self.service.tokenizer, AgentConfig())
+            if opened.session.is_complete:
+                made = build_trajectory(opened.session, self.service.tokenizer, AgentConfig())
                 outcomes.check_sample(made)
                 encode(made)
 

@@ -21,7 +21,7 @@ from actors.decoding.constraints import (
     TokenBytes,
     TokenConstraint,
     advance,
-    allowed_tokens,
+    compute_allowed_tokens,
     convert_tokenizer,
 )
 from actors.decoding.drafts import DraftPolicy
@@ -42,7 +42,7 @@ ANSWER = {
 
 
 def form(**options: Any) -> str:
-    return forms.grammar_of(options, options.get("tools", ()), "hermes")
+    return forms.build_grammar(options, options.get("tools", ()), "hermes")
 
 
 JSON = form(response_format={"type": "json_schema", "json_schema": {"schema": ANSWER}})
@@ -152,9 +152,9 @@ def test_a_stop_text_ends_an_answer_only_where_it_is_complete(model: policy.Poli
     )
     size = model.hf.config.vocab_size
     begun.advance(digit)
-    assert np.flatnonzero(begun.allowed(size)).tolist() == [digit]
+    assert np.flatnonzero(begun.compute_allowed(size)).tolist() == [digit]
     begun.advance(digit)
-    assert np.flatnonzero(begun.allowed(size)).tolist() == [1, comma]
+    assert np.flatnonzero(begun.compute_allowed(size)).tolist() == [1, comma]
 
 
 def byte_level() -> Any:
@@ -187,16 +187,16 @@ def test_tokens_of_several_characters_or_of_parts_of_one_are_constrained(
         begun = compiler.begin(grammar)
         ids = tokenizer.encode(good, add_special_tokens=False)
         for token in ids:
-            allowed = begun.allowed(size)
+            allowed = begun.compute_allowed(size)
             assert allowed[token] and not allowed[end]
             assert not allowed[tokenizer.encode("z", add_special_tokens=False)[0]]
             begun.advance(token)
-        assert np.flatnonzero(begun.allowed(size)).tolist() == [end]
+        assert np.flatnonzero(begun.compute_allowed(size)).tolist() == [end]
     special = chat_tokenizer(CHATML).convert_tokens_to_ids(SPECIAL)
     begun = GrammarCompiler(chat_tokenizer(CHATML), model.tokenizer_dir, special[:1]).begin(
         form(structured_outputs={"regex": ".*"})
     )
-    allowed = begun.allowed(size)
+    allowed = begun.compute_allowed(size)
     assert allowed[special[0]] and not allowed[special[1:]].any() and allowed.sum() > 90
 
 
@@ -223,8 +223,8 @@ def test_a_grammar_is_compiled_once_until_256_others_are(
     tokens, compiled = own.tokens, own.compiled[grammar("a")]
     (a,) = own.tokenizer.encode("a")
     first.advance(a)
-    assert np.flatnonzero(first.allowed(own.size)).tolist() == [1]
-    assert np.flatnonzero(again.allowed(own.size)).tolist() == [a], "each has its own state"
+    assert np.flatnonzero(first.compute_allowed(own.size)).tolist() == [1]
+    assert np.flatnonzero(again.compute_allowed(own.size)).tolist() == [a], "each has its own state"
     own.begin(grammar("b"))
     own.begin(grammar("a"))
     assert list(own.compiled) == [grammar("b"), grammar("a")], "the one used last comes last"
@@ -284,19 +284,19 @@ def test_each_row_has_its_own_tokens(compiler: GrammarCompiler) -> None:
     begun = [compiler.begin(form(structured_outputs={"choice": [text]})) for text in ("ab", "b")]
     rows: list[TokenConstraint | None] = [begun[0], None, begun[1]]
     cpu = torch.device("cpu")
-    assert allowed_tokens([None, None], size, cpu) is None
+    assert compute_allowed_tokens([None, None], size, cpu) is None
     a, b = compiler.tokenizer.encode("ab")
     wanted = torch.ones(3, size, dtype=torch.bool)
     wanted[0] = wanted[2] = False
     wanted[0, a] = wanted[2, b] = True
-    found = allowed_tokens(rows, size, cpu)
+    found = compute_allowed_tokens(rows, size, cpu)
     assert found is not None and found.dtype == torch.bool and torch.equal(found, wanted)
     advance(rows, torch.tensor([a, b, b]))
     wanted[0, a], wanted[0, b], wanted[2, b], wanted[2, 1] = False, True, False, True
-    found = allowed_tokens(rows, size, cpu)
+    found = compute_allowed_tokens(rows, size, cpu)
     assert found is not None and torch.equal(found, wanted)
     advance([begun[1]], torch.tensor([1]))
-    assert np.flatnonzero(begun[1].allowed(size)).tolist() == [1], "an end is not consumed"
+    assert np.flatnonzero(begun[1].compute_allowed(size)).tolist() == [1], "an end is not consumed"
     with pytest.raises(ValueError, match="zip"):
         advance(rows, torch.tensor([a, b]))
 
@@ -307,8 +307,8 @@ def test_a_broken_grammar_leaves_the_ends_alone(
     """A token that was not allowed breaks it, and the library writes nothing about that."""
     begun = compiler.begin(form(structured_outputs={"regex": "a*"}))
     (b,) = compiler.tokenizer.encode("b")
-    assert begun.allowed(compiler.size).dtype == bool
+    assert begun.compute_allowed(compiler.size).dtype == bool
     begun.matcher.consume_token(b)
     assert begun.matcher.is_error()
-    assert np.flatnonzero(begun.allowed(compiler.size)).tolist() == [1]
+    assert np.flatnonzero(begun.compute_allowed(compiler.size)).tolist() == [1]
     assert capfd.readouterr() == ("", "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from actors.delivery import size
+from actors.delivery import estimate_size
 from asyncrl.contract.messages import TrainingSequence, Trajectory, VersionSpan
 from asyncrl.contract.versions import Label
 
@@ -35,6 +35,6 @@ def test_a_samples_size_is_that_of_its_message(
         rows=[row(*other, **more) for other in others],
         **more,  # type: ignore[arg-type]
     )
-    assert size(sample) == pytest.approx(len(msgspec.msgpack.encode(sample)), rel=0.05)
+    assert estimate_size(sample) == pytest.approx(len(msgspec.msgpack.encode(sample)), rel=0.05)
     names = msgspec.structs.replace(sample, images=["f" * 32] * 50)
-    assert size(names) == pytest.approx(len(msgspec.msgpack.encode(names)), rel=0.05)
+    assert estimate_size(names) == pytest.approx(len(msgspec.msgpack.encode(names)), rel=0.05)

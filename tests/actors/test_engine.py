@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from actors import decoder, engine_embedded
-from actors.engine import CompletionRequest, uniform_rows, uniforms
+from actors.engine import CompletionRequest, draw_uniform_rows, draw_uniforms
 from actors.engine_embedded import EmbeddedEngine, round_mantissa
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.versions import Label
@@ -130,7 +130,7 @@ def test_abort_and_progress(tmp_path: Path) -> None:
     done = {a.key for a in e.step(3)}
     expected_live = {(t, 0, 1) for t in range(3)} - done
     tokens = e.abort(expected_live)
-    assert tokens.keys() == expected_live and e.active == 0 and e.progress() == {}
+    assert tokens.keys() == expected_live and e.active == 0 and e.count_tokens() == {}
 
 
 def test_growing_prompts_and_answers_keep_what_is_live(tmp_path: Path) -> None:
@@ -152,13 +152,13 @@ def test_growing_prompts_and_answers_keep_what_is_live(tmp_path: Path) -> None:
 
 
 def test_uniforms_are_a_counter_stream() -> None:
-    a = uniforms(1, 2, 3, 1000)
-    assert (uniforms(1, 2, 3, 10) == a[:10]).all() and ((a > 0) & (a < 1)).all()
-    assert abs(a.mean() - 0.5) < 0.05 and (uniforms(1, 3, 2, 1000) != a).mean() > 0.99
+    a = draw_uniforms(1, 2, 3, 1000)
+    assert (draw_uniforms(1, 2, 3, 10) == a[:10]).all() and ((a > 0) & (a < 1)).all()
+    assert abs(a.mean() - 0.5) < 0.05 and (draw_uniforms(1, 3, 2, 1000) != a).mean() > 0.99
     # any number is a key, and a row does not know what is drawn beside it
     keys = [(1, 2, 3), (-3, 2**62, 7), (2**70 + 1, 0, 0)]
-    rows = uniform_rows(keys, 100)
-    assert all((row == uniforms(*key, 100)).all() for row, key in zip(rows, keys, strict=True))
+    rows = draw_uniform_rows(keys, 100)
+    assert all((row == draw_uniforms(*key, 100)).all() for row, key in zip(rows, keys, strict=True))
     assert len({row.tobytes() for row in rows}) == 3
     assert (
         rows[0, :3] == np.float32([0.5003024339675903, 0.540410041809082, 0.3515719473361969])
@@ -263,14 +263,14 @@ def test_a_column_is_taken_again_when_no_live_row_has_keys_in_it(data: st.DataOb
         live = {where[at] for at in range(oldest, step)}
         assert column not in live and 0 <= column < columns.count
         where[step] = column
-        assert columns.columns_of(oldest, step + 1).tolist() == [
+        assert columns.list_columns(oldest, step + 1).tolist() == [
             where[at] for at in range(oldest, step + 1)
         ]
         assert columns.high > max(live | {column})
         if data.draw(st.booleans()) and count < 12:
             count += 1
             columns.grow(count)
-            assert columns.columns_of(oldest, step + 1).tolist() == [
+            assert columns.list_columns(oldest, step + 1).tolist() == [
                 where[at] for at in range(oldest, step + 1)
             ]
     columns.clear()

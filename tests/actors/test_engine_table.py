@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from process_kit import ROOT
 
-from actors.engine import engine_for
+from actors.engine import build_engine
 from asyncrl.cli import main
 from asyncrl.config import load, rules, tree
 from asyncrl.config.engines import ENGINES, EngineInfo, EngineName
@@ -52,7 +52,7 @@ def test_a_generator_makes_the_engine_that_its_row_names(monkeypatch: pytest.Mon
     made = object()
     module = SimpleNamespace(make_engine=lambda config: made)
     monkeypatch.setitem(sys.modules, "other_engine", module)  # type: ignore[arg-type]
-    assert engine_for(with_engine(monkeypatch, OTHER)) is made
+    assert build_engine(with_engine(monkeypatch, OTHER)) is made
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from generator_kit import (
 
 from actors.engine import Completion
 from actors.generator import Generator
-from actors.turn import PromptTooLong, failed_trajectory
+from actors.turn import PromptTooLong, build_failed_trajectory
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import NothingToDo, PeerUnreachable
 from asyncrl.contract.versions import Label
@@ -66,7 +66,7 @@ def test_the_time_of_swaps_is_summed(
         g.schedule.announce(announcement(1, number))
         g.swap()
         assert g.loaded is not None and g.loaded.label == (1, number)
-    assert (g.spent.swap_s, g.spent.swaps) == (5.0, 2)
+    assert (g.usage.swap_s, g.usage.swaps) == (5.0, 2)
 
 
 def test_answers_that_wait_for_their_reward_keep_their_lease(
@@ -91,7 +91,7 @@ def test_answers_that_wait_for_their_reward_keep_their_lease(
     def ends(*keys: tuple[int, int, int]) -> None:
         for key in keys:
             tokens = np.zeros(2, np.int32)
-            g.finished(
+            g.accept_completion(
                 Completion(
                     key,
                     rows.pop(key).prompt,
@@ -126,7 +126,7 @@ def test_answers_that_wait_for_their_reward_keep_their_lease(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "open").touch()
     deadline = time.monotonic() + 600
-    while g.judged:
+    while g.unscored:
         assert time.monotonic() < deadline
         one_pass(g)
     assert (
@@ -160,14 +160,14 @@ def test_what_was_granted_and_has_not_come_is_forgone_and_said_to_be(
         answer = Completion(
             key, row.prompt, np.zeros(2, np.int32), np.zeros(2, np.float32), [span], "length"
         )
-        g.finished(answer)
+        g.accept_completion(answer)
     g.rewards.poll = list  # type: ignore[method-assign, assignment]
     renew = told()
     assert (renew.taken, renew.written) == (3, [(0, 1), (1, 2)])
     assert [name[:2] for name in renew.progress] == [(2, 3)]
-    written = g.judged.pop((0, 0, 1))
+    written = g.unscored.pop((0, 0, 1))
     g.outbox.add(
-        failed_trajectory(
+        build_failed_trajectory(
             PromptTooLong(written.ticket, (0, 0, 1), m.RewardFailure("data", "no")),
             Label(1, 0),
             "d",
@@ -243,7 +243,7 @@ def test_a_slow_engine_makes_fewer_steps_in_a_call(
         one_pass(g)
         clock, made, slow = [0.0], [], [4.0, 4.0, 4.0, 4.0, 0.1, 0.1, 0.1]
         g.steps = 8
-        g.idle_since = g.spent.busy_s = 0.0
+        g.idle_since = g.usage.busy_s = 0.0
         total = sum(slow)
 
         def step(
@@ -259,7 +259,7 @@ def test_a_slow_engine_makes_fewer_steps_in_a_call(
             g.decode()
         monkeypatch.undo()
         assert made == expected
-        assert g.spent.busy_s == pytest.approx(total)
+        assert g.usage.busy_s == pytest.approx(total)
         g.tracer.close()
         calls = trace.read_sized_spans(g.run_dir)[g.producer][-len(made) :]
         assert {(call.name, call.size) for call in calls} == {("decode", 2)}
@@ -350,20 +350,20 @@ def test_weights_whose_learner_is_gone_are_waited_for_by_name_until_others_are_a
         one_pass(g)
     since = g.waiting_since
     assert (
-        g.gone is not None
+        g.missing is not None
         and "weights 1.0, which are unavailable" in g.waiting_for
         and "ring_1/manifest" in g.waiting_for
     )
     one_pass(g)
     assert g.waiting_since == since  # one wait, whose age grows, and not a new one in each pass
     # longer than wires.connect_s, shorter than a start may take
-    g.gone = g.gone._replace(since=time.monotonic() - CONNECT_S - 1)
+    g.missing = g.missing._replace(since=time.monotonic() - CONNECT_S - 1)
     one_pass(g)
     # type: ignore[attr-defined]
     g.socket.inbox.append(tickets(g, announcement(2), ticket(0, 2, epoch=2)))
     one_pass(g)
     # type: ignore[attr-defined]
-    assert g.gone is None and g.engine.loads == [(2, 0)] and g.engine.active == 2
+    assert g.missing is None and g.engine.loads == [(2, 0)] and g.engine.active == 2
 
 
 def test_the_version_that_is_announced_is_pulled_by_the_digest_that_was_announced(
@@ -381,7 +381,7 @@ def test_the_version_that_is_announced_is_pulled_by_the_digest_that_was_announce
     # type: ignore[attr-defined]
     g.socket.inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1)))
     one_pass(g)
-    assert asked == [(Label(1, 0), "d1.0")] and g.loaded is None and g.lacking
+    assert asked == [(Label(1, 0), "d1.0")] and g.loaded is None and g.lacks_weights
     assert not g.engine.loads and "weights 1.0" in g.waiting_for  # type: ignore[attr-defined]
     said = announcement(1, 3)
     assert g.pull(said, Label(1, 3)) == ({}, "d1.3", b"")
@@ -403,7 +403,7 @@ def test_hands_full_of_a_dead_learners_tickets_are_emptied_when_the_next_one_is_
     g.socket.inbox.append(tickets(g, announcement(1) if ring == "gone" else None, *full))
     for _ in range(2):
         one_pass(g)
-    assert g.schedule.waiting() == g.engine.slots and not g.engine.active
+    assert g.schedule.count_waiting() == g.engine.slots and not g.engine.active
     said = g.socket.said  # type: ignore[attr-defined]
     del said[:]
     g.socket.inbox.append(m.HeartbeatReply(2, announcement(2)))  # type: ignore[attr-defined]
@@ -422,8 +422,8 @@ def test_weights_that_stay_gone_end_a_generator_of_its_own_and_never_a_supervise
         g.weights.missing = {1}  # type: ignore[attr-defined]
         g.socket.inbox.append(tickets(g, announcement(1)))  # type: ignore[attr-defined]
         one_pass(g)
-        assert g.gone is not None
-        g.gone = g.gone._replace(since=time.monotonic() - STARTUP_S - 1)
+        assert g.missing is not None
+        g.missing = g.missing._replace(since=time.monotonic() - STARTUP_S - 1)
         one_pass(g)
 
     with pytest.raises(

@@ -123,11 +123,11 @@ def test_calls_that_begin_with_kept_keys_draw_as_those_encoded_whole(
     new, due = talk(keeps, Told(), 1)
     assert [a.tokens.tolist() for _, a in new] == [a.tokens.tolist() for _, a in old]
     check(model, new)
-    assert keeps.numbers()["prefix/encoded_tokens"] == keeps.encoded == due
+    assert keeps.collect_metrics()["prefix/encoded_tokens"] == keeps.encoded == due
     assert keeps.encoded + keeps.reused == plain.encoded
-    assert due < 0.6 * plain.encoded and plain.numbers() == {}
-    assert 12 < keeps.numbers()["prefix/hits"] < 24
-    assert keeps.numbers()["prefix/reused_tokens"] == keeps.reused
+    assert due < 0.6 * plain.encoded and plain.collect_metrics() == {}
+    assert 12 < keeps.collect_metrics()["prefix/hits"] < 24
+    assert keeps.collect_metrics()["prefix/reused_tokens"] == keeps.reused
 
 
 def test_one_prompt_of_several_rows_is_looked_up_and_counted_once(
@@ -223,12 +223,12 @@ def test_memory_is_bounded_and_what_was_used_last_stays(model: policy.PolicyMode
     e = engine(model, kept_tokens=small)
     drawn, _ = talk(e, Told(), 2)
     check(model, drawn)
-    assert e.kept is not None
-    assert e.kept.k.shape[2] == 9 * KEPT_BLOCK == e.kept.tokens
+    assert e.prefix_cache is not None
+    assert e.prefix_cache.k.shape[2] == 9 * KEPT_BLOCK == e.prefix_cache.tokens
     assert 0 < e.reused < talk_reused(model, 2)
     none = engine(model, kept_tokens=KEPT_BLOCK - 1)
     check(model, talk(none, Told(), 3)[0])
-    assert none.reused == 0 and none.kept is not None and none.kept.tokens == 0
+    assert none.reused == 0 and none.prefix_cache is not None and none.prefix_cache.tokens == 0
 
 
 def talk_reused(model: policy.PolicyModel, seed: int) -> int:
@@ -261,7 +261,7 @@ class Numbered:
 
     def find(self, tokens: list[int]) -> int:
         numbers = self.store.find(np.array(tokens, np.int32))
-        columns = torch.from_numpy(self.store.columns(numbers))
+        columns = torch.from_numpy(self.store.list_columns(numbers))
         assert torch.equal(self.store.k[:, :, columns], self.keys(tokens)[:, :, : len(columns)])
         assert torch.equal(self.store.v[:, :, columns], -self.keys(tokens)[:, :, : len(columns)])
         return len(numbers)
@@ -315,10 +315,10 @@ def test_runs_of_sessions_keep_keys_and_no_others_do(tmp_path: Path) -> None:
     def kept(config: str, *sets: str) -> decoder.PrefixCache | None:
         made = make_engine(load.load(config, [f"model.path='{tmp_path / 'm'}'", *sets]))
         assert isinstance(made, EmbeddedEngine)
-        return made.kept
+        return made.prefix_cache
 
     on = kept("calc", "generator.prefix_cache_tokens=80")
-    assert on is not None and on.most == 80 // KEPT_BLOCK
+    assert on is not None and on.max_blocks == 80 // KEPT_BLOCK
     assert kept("calc", "generator.prefix_cache_tokens=0") is None
     assert kept("calc", "exact=true", "weights.in_flight='recompute_kv'") is None
     assert kept("demo") is None

@@ -24,7 +24,7 @@ from actors.gateway.endpoint.server import ListenAddress
 from actors.model_server import model_server
 from actors.model_server.completions_app import CompletionsApp
 from actors.model_server.engine_thread import EngineThread
-from actors.model_server.model_server import MOST_CONTEXT, build_app, config_of
+from actors.model_server.model_server import MOST_CONTEXT, build_app, build_config
 from asyncrl.cli import main
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.models import policy
@@ -79,13 +79,13 @@ def test_the_context_is_that_of_the_model_and_bounded_without_an_option(tmp_path
         path = tmp_path / f"{positions}"
         if not path.exists():
             policy.build_model(path, SYMBOLS, hidden=16, layers=1, max_positions=positions)
-        made = config_of(str(path), context=asked, threads=0, **keys)
+        made = build_config(str(path), context=asked, threads=0, **keys)
         assert (made.generator.context, made.generator.slots) == (context, 3)
         assert made.generator.threads == len(os.sched_getaffinity(0))
         assert (made.model.dtype, made.model.device) == ("float32", "cpu")
-    assert config_of(str(path), context=8, threads=2, **keys).generator.threads == 2
+    assert build_config(str(path), context=8, threads=2, **keys).generator.threads == 2
     with pytest.raises(ConfigError, match="has 4097 positions"):
-        config_of(str(path), context=MOST_CONTEXT + 2, threads=1, **keys)
+        build_config(str(path), context=MOST_CONTEXT + 2, threads=1, **keys)
 
 
 def test_a_prompt_is_scored_with_its_most_likely_tokens(
@@ -262,7 +262,7 @@ def test_the_command_serves_until_it_is_ended(directory: Path, tmp_path: Path) -
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_server_and_its_engine(directory: Path, number: int) -> None:
     keys = {"context": 9, "slots": 2, "dtype": "float32", "device": "cpu", "threads": 1}
-    config = config_of(str(directory), **keys)  # type: ignore[arg-type]
+    config = build_config(str(directory), **keys)  # type: ignore[arg-type]
     assert (config.generator.context, config.generator.slots, config.generator.threads) == (9, 2, 1)
     app = build_app(config, "n", "")
     found: list[str] = []
@@ -362,11 +362,11 @@ def test_given_up_completions_leave_the_engine() -> None:
     engine = BrokenEngine(KeyError())
     thread = EngineThread(engine)  # type: ignore[arg-type]
     open_one: Any = Future()
-    thread.open[1, 0, 1] = open_one
+    thread.futures[1, 0, 1] = open_one
     thread.cancel([(1, 0, 1), (2, 0, 1)])
     with pytest.raises(AsyncrlError):
         thread.score([], 1).result()  # the one before it is done
-    assert engine.aborted == [(1, 0, 1), (2, 0, 1)] and not thread.open
+    assert engine.aborted == [(1, 0, 1), (2, 0, 1)] and not thread.futures
     assert isinstance(open_one.exception(), CancelledError)
     thread.close()
 

@@ -155,7 +155,7 @@ def ended_for(runner: RewardRunner, *texts: str) -> RewardRunner:
     deadline = runner.pool.deadline
 
     def held(process: Any) -> float:
-        at = {job.call.text for job in process.running_jobs()}
+        at = {job.call.text for job in process.list_running_jobs()}
         return deadline(process) if at & set(texts) or not process.ready else math.inf
 
     runner.pool.deadline = held  # type: ignore[method-assign]
@@ -214,7 +214,7 @@ def test_what_raises_or_returns_no_number_is_a_failure(runner: Callable[..., Rew
 def test_a_process_that_hangs_or_dies_is_replaced(runner: Callable[..., RewardRunner]) -> None:
     r = ended_for(runner("mine:reward", deadline_s=2.0), "hang")
     got = judge(r, "2", "hang", "a", "die", "b", "2")
-    assert "hung for more than 2 s" in got[1][4] and r.hang_count == 1
+    assert "hung for more than 2 s" in got[1][4] and r.pool is not None and r.pool.hangs == 1
     assert got[3][4].startswith("machinery: the reward process ended (exit code 3); prompt '1+1='")
     assert [x[1] for x in got] == [1.0, 0.0, 0.0, 0.0, 0.0, 1.0] and [bool(x[4]) for x in got] == [
         False,
@@ -260,7 +260,7 @@ def test_processes_go_on_between_two_looks(runner: Callable[..., RewardRunner]) 
     assert len(had) + r.waiting == 50
     until(lambda: len(noted()) == 50)
     assert len(collected(r, 50, had)) == 50 and r.timing.judged == 50
-    numbers = r.numbers()
+    numbers = r.collect_metrics()
     assert (
         numbers["reward/judged"] == 50
         and numbers["reward/queue"] == 0
@@ -462,7 +462,7 @@ def test_the_pool_grows_while_answers_wait_and_cores_are_idle(
     monkeypatch.setattr(rewards, "GROW_S", 0.0)
     monkeypatch.setattr(rewards, "GROW_CALLS", 0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(3)))
-    monkeypatch.setattr(rewards, "idle_cores", lambda: lambda: 2.0)
+    monkeypatch.setattr(rewards, "make_idle_core_counter", lambda: lambda: 2.0)
     r = runner("mine:reward", workers="auto")
     assert len(r.processes) == 1
     for i in range(9):
@@ -471,7 +471,7 @@ def test_the_pool_grows_while_answers_wait_and_cores_are_idle(
     until(lambda: len(r.processes) == 3)
     Path("gate").touch()
     assert len(collected(r, 9)) == 9 and len(r.processes) == 3, "never more than cores"
-    monkeypatch.setattr(rewards, "idle_cores", lambda: lambda: 0.0)
+    monkeypatch.setattr(rewards, "make_idle_core_counter", lambda: lambda: 0.0)
     busy = runner("mine:reward", workers="auto")
     judge(busy, *["a"] * 50)
     assert len(busy.processes) == 1
@@ -498,26 +498,26 @@ def test_when_a_pool_measures_whether_it_should_grow(monkeypatch: pytest.MonkeyP
 
     def measure(spent: float, done: int) -> bool:
         """Whether it has measured, after so many seconds and calls."""
-        pool.looked, pool.done = clock - spent, done
+        pool.measured_at, pool.done = clock - spent, done
         del pool.workers[2:]
         before = len(asked)
         pool._measure()
         return len(asked) > before
 
     assert not measure(grow_s * 0.99, 2 * calls) and not measure(grow_s, 2 * calls - 1)
-    assert pool.done == 2 * calls - 1 and pool.looked == clock - grow_s
+    assert pool.done == 2 * calls - 1 and pool.measured_at == clock - grow_s
     assert measure(grow_s, 2 * calls) and asked[-1] == (2, 8, 4.0, 2 * calls / grow_s, 0.5)
-    assert pool.workers[2:] == ["new 2"] and (pool.looked, pool.done) == (clock, 0)
+    assert pool.workers[2:] == ["new 2"] and (pool.measured_at, pool.done) == (clock, 0)
     assert pool.rate_before == 2 * calls / grow_s
     assert not measure(most_s * 0.99, 1) and measure(most_s, 1)
     pool.queue.clear()
-    assert not measure(most_s, 9) and (pool.looked, pool.done) == (clock, 0), "none waits"
+    assert not measure(most_s, 9) and (pool.measured_at, pool.done) == (clock, 0), "none waits"
     pool.suspects.append(1)  # type: ignore[arg-type]
     begun.ready = False
-    assert not measure(most_s, 9) and (pool.looked, pool.done) == (clock, 0)
+    assert not measure(most_s, 9) and (pool.measured_at, pool.done) == (clock, 0)
     pool.suspects.clear()
     begun.units = [1, 2, 3]
-    assert pool.waiting() == 4
+    assert pool.count_waiting() == 4
 
 
 def test_a_pool_s_thread_has_its_name(runner: Callable[..., RewardRunner]) -> None:
@@ -692,6 +692,6 @@ def test_idle_cores_are_those_of_this_process_since_the_last_call(
     ]
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(psutil, "cpu_times", lambda percpu: readings.pop(0))
-    idle = rewards.idle_cores()
+    idle = rewards.make_idle_core_counter()
     assert idle() == pytest.approx(0.25), "none of core 0, a quarter of core 1; core 2 is another's"
     assert idle() == pytest.approx(1.0), "all of core 0 since then; core 1 has no new reading"

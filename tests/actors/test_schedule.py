@@ -8,7 +8,7 @@ import msgspec
 from generator_kit import announcement, ticket
 
 from actors.schedule import LeasedTicket, TicketSchedule
-from actors.turn import EVERYTHING, samples_to_ask_for, ticket_progress
+from actors.turn import EVERYTHING, count_samples_to_request, list_ticket_progress
 from asyncrl.contract.messages import Ticket
 from asyncrl.contract.versions import Label
 
@@ -61,7 +61,7 @@ def test_samples_start_with_weights_of_their_epoch_that_are_new_enough() -> None
 def test_evaluation_starts_first_then_tickets_by_number() -> None:
     made = schedule(ticket(5, 1, 1), ticket(2, 2, 1), exact(9, 3, V1, samples=2))
     assert numbers(made.admit(V1, 4)) == [(9, 0), (9, 1), (2, 0), (2, 1)]
-    assert made.waiting() == 2 and made.live() == 4
+    assert made.count_waiting() == 2 and made.count_live() == 4
     assert numbers(made.admit(V1, 0)) == [] and numbers(made.admit(None, 9)) == []
     assert numbers(made.admit(V1, 9)) == [(5, 0), (5, 1)]
 
@@ -121,9 +121,9 @@ def test_between_groups_new_weights_wait_for_the_samples_in_the_engine() -> None
 
 def test_a_newer_epoch_drops_the_tickets_of_the_older_one() -> None:
     made = schedule(ticket(1, 1, 1), ticket(2, 2, 2))
-    assert made.outdated() == []
+    assert made.find_outdated() == []
     made.announce(announcement(2, 0))
-    (old,) = made.outdated()
+    (old,) = made.find_outdated()
     assert old.ticket.ticket == 1 and old.epoch == 1
     made.admit(V1, 9)
     assert made.drop(old) == [(1, 0, 1), (1, 1, 1)] and list(made.held) == [(2, 2)]
@@ -135,19 +135,27 @@ def test_progress_counts_the_tokens_of_finished_and_of_live_samples() -> None:
     made.admit(V1, 9)
     made.finish_sample((1, 0, 4), 5)
     made.finish_sample((1, 1, 4), 7)
-    assert sorted(ticket_progress(made, {(1, 2, 4): 3, (2, 0, 5): 2, (8, 0, 9): 1})) == [
+    assert sorted(list_ticket_progress(made, {(1, 2, 4): 3, (2, 0, 5): 2, (8, 0, 9): 1})) == [
         (1, 4, 15),
         (2, 5, 2),
     ]
     made.finish_sample((1, 2, 4), 3)
-    assert ticket_progress(made, {}) == [(2, 5, 0)], "a finished ticket is forgotten"
+    assert list_ticket_progress(made, {}) == [(2, 5, 0)], "a finished ticket is forgotten"
 
 
 def test_as_many_samples_are_asked_for_as_rows_are_free() -> None:
     made = schedule(ticket(1, 1, 1, 3))
-    assert samples_to_ask_for(made, 10, 4, False) == samples_to_ask_for(made, 10, 4, True) == 3
+    assert (
+        count_samples_to_request(made, 10, 4, False)
+        == count_samples_to_request(made, 10, 4, True)
+        == 3
+    )
     empty = schedule(lockstep=True)
-    assert samples_to_ask_for(empty, 10, 0, False) == EVERYTHING
-    assert samples_to_ask_for(empty, 10, 1, False) == samples_to_ask_for(empty, 10, 0, True) == 0
+    assert count_samples_to_request(empty, 10, 0, False) == EVERYTHING
+    assert (
+        count_samples_to_request(empty, 10, 1, False)
+        == count_samples_to_request(empty, 10, 0, True)
+        == 0
+    )
     made.lockstep = True
-    assert samples_to_ask_for(made, 10, 0, False) == 0
+    assert count_samples_to_request(made, 10, 0, False) == 0

@@ -79,7 +79,7 @@ def test_no_bit_changes_in_exact_mode(tmp_path: Path, family: str, kv_heads: int
     plain = run(engine(made, **how), requests())
     speculates = drafting(made, **how)
     assert_same(run(speculates, requests()), plain, bitwise=True)
-    assert speculates.numbers()["draft/accepted"] > 5
+    assert speculates.collect_metrics()["draft/accepted"] > 5
     assert {a.finish for a in plain.values()} == {"stop", "length"}
     assert any(a.support is not None for a in plain.values())
     assert all((a.routed is not None) == how["record_routing"] for a in plain.values())
@@ -89,9 +89,9 @@ def test_tokens_are_the_same_without_exact_mode(model: Any) -> None:
     plain = run(engine(model, slots=8), requests())
     speculates = drafting(model, slots=8)
     assert_same(run(speculates, requests()), plain, bitwise=False)
-    found = speculates.numbers()
+    found = speculates.collect_metrics()
     assert 5 < found["draft/accepted"] < found["draft/proposed"]
-    assert not speculates.book.groups and not speculates.book.outstanding
+    assert not speculates.draft_book.groups and not speculates.draft_book.outstanding
 
 
 @pytest.mark.parametrize("guess", ["right", "wrong", "half"])
@@ -104,7 +104,7 @@ def test_any_draft_leaves_the_bits_alone(
     def propose(
         book: DraftBook, asked: CompletionRequest, new_tokens: list[int], most: int
     ) -> list[int]:
-        begun = speculates.progress()[asked.key]
+        begun = speculates.count_tokens()[asked.key]
         right = plain[asked.key].tokens.tolist()[begun : begun + most]
         assert most <= asked.max_new_tokens - begun - 1
         wrong = {"right": len(right), "wrong": 0, "half": len(right) // 2}[guess]
@@ -157,7 +157,7 @@ def test_calls_of_a_session_read_the_keys_that_drafts_have_left(model: Any) -> N
     assert_same(turns(speculates), turns(plain), bitwise=False)
     assert speculates.accepted > 0
     for name in ("prefix/hits", "prefix/reused_tokens", "prefix/encoded_tokens"):
-        assert speculates.numbers()[name] == plain.numbers()[name] > 0
+        assert speculates.collect_metrics()[name] == plain.collect_metrics()[name] > 0
 
 
 def test_longer_requests_grow_a_cache_that_holds_drafts(model: Any) -> None:
@@ -176,13 +176,13 @@ def test_aborted_requests_leave_the_book(model: Any) -> None:
     e = drafting(model, slots=2)
     e.add([request(t, s, [3, 4, 3, 4], 20) for t in range(2) for s in range(2)])
     answers = e.step(2)
-    progress = e.progress()
+    progress = e.count_tokens()
     assert progress and all(tokens >= 2 for tokens in progress.values())
     keys = [(t, s, 1) for t in range(2) for s in range(2)]
     tokens = e.abort(keys)
     assert {k: tokens[k] for k in progress} == progress
     assert len(tokens) + len(answers) == 4 and e.active == 0
-    assert not (e.book.outstanding or e.book.groups or e.book.finished)
+    assert not (e.draft_book.outstanding or e.draft_book.groups or e.draft_book.finished)
 
 
 def test_drafts_come_from_the_groups_finished_answers() -> None:
@@ -190,10 +190,10 @@ def test_drafts_come_from_the_groups_finished_answers() -> None:
     first, second = (request(0, s, [3, 4, 5], 20) for s in range(2))
     for each in (first, second):
         book.open(each)
-    assert book.propose(second, [], 4) == [] and book.count_known(second) == 0
+    assert book.propose(second, [], 4) == [] and book.count_indexed(second) == 0
     book.close(first, np.array([6, 7, 8, 9, 9], np.int32))
     assert book.propose(second, [], 4) == [6, 7, 8, 9], "after the prompt, as the other one went"
-    assert book.propose(second, [2, 7, 8], 4) == [9, 9] and book.count_known(second) == 3
+    assert book.propose(second, [2, 7, 8], 4) == [9, 9] and book.count_indexed(second) == 3
     book.close(second)
     assert not (book.outstanding or book.groups or book.finished)
 
@@ -223,8 +223,8 @@ def test_the_book_counts_the_requests_of_each_group() -> None:
     for entering in (first, second, third, other):
         book.open(entering)
     assert book.outstanding == {0: 3, 1: 1}
-    assert book.propose(first, [6, 7], 4) == [] and book.count_known(first) == 2
-    assert book.count_known(second) == 0, "another of its group is indexed alone"
+    assert book.propose(first, [6, 7], 4) == [] and book.count_indexed(first) == 2
+    assert book.count_indexed(second) == 0, "another of its group is indexed alone"
     book.close(first, np.array([6, 7, 8, 9], np.int32))
     ((key, tokens),) = book.finished[0]
     assert key == first.key and tokens.tolist() == [3, 4, 5, 6, 7, 8, 9]
@@ -233,7 +233,7 @@ def test_the_book_counts_the_requests_of_each_group() -> None:
     assert book.propose(second, [6, 7], 4) == [8, 9]
     sequences = book.groups[0].sequences
     assert sequences == {first.key: [3, 4, 5, 6, 7, 8, 9], second.key: [3, 4, 5, 6, 7]}
-    assert not book.finished and book.count_known(other) == 0
+    assert not book.finished and book.count_indexed(other) == 0
     book.close(other, np.array([1], np.int32))
     assert book.outstanding == {0: 1} and list(book.groups) == [0] and not book.finished
     book.close(second, np.array([1], np.int32))
@@ -270,7 +270,7 @@ def test_a_row_without_drafts_keeps_no_other_from_them(model: Any) -> None:
 def test_drafts_pay_while_the_gain_is_above_their_cost() -> None:
     policy = DraftPolicy(6, None)
     assert vars(policy) == {
-        "most": 6,
+        "draft_tokens": 6,
         "rows": None,
         "seconds": {},
         "lookup_s": 0.0,
@@ -301,10 +301,10 @@ def test_no_drafts_above_the_given_number_of_rows(model: Any) -> None:
     full = drafting(model, rows=3, slots=4)
     full.add([request(t, 0, [3, 4] * 4, 20) for t in range(4)])
     full.step(1)
-    assert len(full.progress()) == 4
+    assert len(full.count_tokens()) == 4
     full.step(3)
     assert full.proposed == 0
-    full.abort(list(full.progress())[:1])
+    full.abort(list(full.count_tokens())[:1])
     while full.active:
         full.step(1)
     assert full.proposed > 0
@@ -344,7 +344,7 @@ def test_the_policy_of_a_config(draft_rows: int | str, rows: int | None) -> None
     own = {"speculate": 3, "draft_rows": draft_rows}
     config = load.build({"model": {"path": "m"}, "task": {"name": "sort"}, "generator": own})
     made = DraftPolicy.from_config(config.generator)
-    assert (made.most, made.rows) == (3, rows)
+    assert (made.draft_tokens, made.rows) == (3, rows)
 
 
 def test_a_config_switches_it_on(sort_model: Path, tmp_path: Path) -> None:
@@ -352,7 +352,7 @@ def test_a_config_switches_it_on(sort_model: Path, tmp_path: Path) -> None:
     model = {"path": str(sort_model), "device": "cpu"}
     made = make_engine(load.convert({"model": model, **raw}, "c.toml"))
     assert isinstance(made, EmbeddedEngine) and made.drafts is not None
-    assert made.drafts.most == 3 and made.drafts.rows is None
+    assert made.drafts.draft_tokens == 3 and made.drafts.rows is None
     raw["generator"]["draft_rows"] = 2
     made = make_engine(load.convert({"model": model, **raw}, "c.toml"))
     assert isinstance(made, EmbeddedEngine) and made.drafts is not None and made.drafts.rows == 2
@@ -377,9 +377,9 @@ def test_a_run_of_the_shipped_config_ends_with_the_same_weights(sort_model: Path
         made = engine_of(config)
         digests.add(run_serial(config, 0)["weights_digest"])
         if config.generator.speculate:
-            assert made.numbers()["draft/accepted"] > 5
+            assert made.collect_metrics()["draft/accepted"] > 5
         else:
-            assert made.numbers() == {}
+            assert made.collect_metrics() == {}
     assert len(digests) == 1
 
 

@@ -18,8 +18,8 @@ from actors.turn import (
     GeneratorTurn,
     PromptTooLong,
     ScoredResponse,
-    failed_trajectory,
-    trajectory,
+    build_failed_trajectory,
+    build_trajectory,
 )
 from asyncrl.config import load
 from asyncrl.contract.errors import AsyncrlError
@@ -40,7 +40,7 @@ def written(logprobs: list[float], **more: Any) -> ScoredResponse:
 def test_a_trajectory_has_the_tokens_as_sampled_and_the_reward_as_judged() -> None:
     result = RewardResult((4, 1, 9), 1, {"form": 0.5}, [0.25, float("nan"), 1.0], "")
     began = time.monotonic()
-    made = trajectory(written([-0.5, -0.25, 0.0]), result)
+    made = build_trajectory(written([-0.5, -0.25, 0.0]), result)
     assert (made.ticket, made.sample, made.attempt) == (4, 1, 9)
     assert np.frombuffer(made.prompt_tokens, "<i4").tolist() == [5, 6]
     assert np.frombuffer(made.tokens, "<i4").tolist() == [7, 8, 1]
@@ -55,7 +55,7 @@ def test_a_trajectory_has_the_tokens_as_sampled_and_the_reward_as_judged() -> No
     assert made.support == made.routed == b""
     assert began <= made.generated_at <= time.monotonic()
     failure = RewardFailure("data", "no")
-    made = trajectory(written([0.0, 0.0, 0.0]), RewardResult((4, 1, 9), 0, {}, None, failure))
+    made = build_trajectory(written([0.0, 0.0, 0.0]), RewardResult((4, 1, 9), 0, {}, None, failure))
     assert made.failed == failure and made.token_rewards == b""
 
 
@@ -63,12 +63,12 @@ def test_a_trajectory_has_the_tokens_as_sampled_and_the_reward_as_judged() -> No
 def test_a_logprob_that_is_not_finite_names_ticket_sample_and_weights(bad: float) -> None:
     result = RewardResult((4, 1, 9), 0, {}, None, "")
     with pytest.raises(AsyncrlError, match=r"not finite for ticket 4, sample 1, with weights 1\.2"):
-        trajectory(written([-0.5, bad, 0.0]), result)
+        build_trajectory(written([-0.5, bad, 0.0]), result)
 
 
 def test_a_prompt_that_is_too_long_becomes_a_failed_sample_without_tokens() -> None:
     refused = PromptTooLong(ticket(4, 9, 1), (4, 1, 9), RewardFailure("data", "too long"))
-    made = failed_trajectory(refused, AT, "d")
+    made = build_failed_trajectory(refused, AT, "d")
     assert (made.ticket, made.sample, made.attempt) == (4, 1, 9)
     assert made.tokens == made.prompt_tokens == made.behavior_logprobs == made.mask == b""
     assert made.spans == [VersionSpan(AT, "d", 0, 0, AT)]
@@ -83,22 +83,22 @@ def test_all_free_rows_of_the_engine_are_filled(small_model: Path) -> None:
     turn.context = 9
     try:
         turn.accept_tickets([ticket(0, 1, 1, samples=20)])
-        first, refused = turn.requests(Label(1, 0), 3)
+        first, refused = turn.build_requests(Label(1, 0), 3)
         engine.add(first)
         assert [request.key for request in first] == [(0, n, 1) for n in range(3)]
-        more, _ = turn.requests(Label(1, 0))
+        more, _ = turn.build_requests(Label(1, 0))
         assert [request.key for request in more] == [(0, n, 1) for n in range(3, 8)]
         prompt = len(first[0].prompt)
         assert {request.max_new_tokens for request in more} == {9 - prompt} and not refused
         assert more[0].stop == turn.stops and more[0].group == 0 and more[0].seed == 0
         turn.context = prompt
-        none, refused = turn.requests(Label(1, 0), 1)
+        none, refused = turn.build_requests(Label(1, 0), 1)
         why = f"the prompt has {prompt} tokens, generator.context is {prompt}"
         assert none == [] and refused == [
             PromptTooLong(ticket(0, 1, 1, samples=20), (0, 8, 1), RewardFailure("data", why))
         ]
         turn.context = prompt + 1
-        ((last,), refused) = turn.requests(Label(1, 0), 1)
+        ((last,), refused) = turn.build_requests(Label(1, 0), 1)
         assert last.max_new_tokens == 1 and not refused
     finally:
         turn.rewards.close()
@@ -116,7 +116,7 @@ def test_the_text_of_a_completion_ends_before_its_stop_token(tmp_path: Path) -> 
     held = SimpleNamespace(
         held={(4, 9): SimpleNamespace(ticket="t")}, finish_sample=lambda *_: None
     )
-    turn.schedule, turn.judged = held, {}  # type: ignore[assignment]
+    turn.schedule, turn.unscored = held, {}  # type: ignore[assignment]
     turn.tokenizer, turn.stops = Tokens(), frozenset({1})  # type: ignore[assignment]
-    response = turn.finished(written([0.0, 0.0, 0.0]).answer)
+    response = turn.finish(written([0.0, 0.0, 0.0]).completion)
     assert response is not None and decoded == [[7, 8]] and response.text == "text"

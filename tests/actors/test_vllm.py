@@ -28,7 +28,7 @@ from wrong_model_kit import config as chat_config
 from actors.decoding.constraints import GrammarCompiler
 from actors.engine import Completion, CompletionRequest
 from actors.engine_vllm import ReferenceWeights, SeededSampler, VllmEngine, make_engine
-from actors.vllm_swap import PLAIN, DirectWriter, UnsupportedModel, fused_view
+from actors.vllm_swap import PLAIN, DirectWriter, UnsupportedModel, view_fused
 from asyncrl.config import load as config_load
 from asyncrl.config.engines import ENGINES
 from asyncrl.contract.errors import ConfigError, ProtocolError
@@ -212,7 +212,7 @@ def test_swap_in_mid_answer(case: Case) -> None:
     made = case.engine.steps_made
     early = case.engine.step(6)
     assert case.engine.steps_made == made + 6
-    assert all(n == 6 for n in case.engine.progress().values())
+    assert all(n == 6 for n in case.engine.count_tokens().values())
     second = case.load(case.new)
     # the same prompt, after the swap: it must not see the old keys
     case.engine.add([request(50, 0, [3, 4, 3], 6)])
@@ -349,7 +349,7 @@ def test_numbers_drawn_ahead_are_each_generators_own(case: Case) -> None:
         together.rewind(generators[1])
     assert [together.draw(g) for g in generators[1:]] == [
         again[1],
-        together.last[id(generators[2])],
+        together.last_numbers[id(generators[2])],
     ]
     after = SeededSampler(plain, 9), torch.Generator().manual_seed(1)
     assert [after[0].draw(after[1]) for _ in range(102)][100:] == [
@@ -359,7 +359,7 @@ def test_numbers_drawn_ahead_are_each_generators_own(case: Case) -> None:
     for n in range(50):
         together.draw(torch.Generator().manual_seed(n))
     together.rewind(torch.Generator())  # one that has drawn nothing
-    assert len(together.ahead) == len(together.last) == 3
+    assert len(together.ahead) == len(together.last_numbers) == 3
     assert len({x for a in alone for x in a}) == 300
 
 
@@ -373,7 +373,7 @@ def test_abort_and_what_does_not_fit(case: Case) -> None:
         tokens.keys() == left
         and set(tokens.values()) <= {3}
         and case.engine.active == 0
-        and case.engine.progress() == {}
+        and case.engine.count_tokens() == {}
     )
     with pytest.raises(ConfigError, match=r"generator\.context"):
         case.engine.add([request(9, 0, [3] * 60, 20)])
@@ -415,7 +415,7 @@ def test_how_far_a_probe_may_be_off_by_type_depth_and_likelihood() -> None:
         engine.dtype, engine.layers, engine.expected = dtype, layers, published
         engine.label, engine.digest, engine.probes = Label(1, 2), "d", 0
         found = [{0: SimpleNamespace(logprob=x)} for x in published + off]
-        engine._check(SimpleNamespace(prompt_logprobs=[None, *found]))
+        engine._check_probe(SimpleNamespace(prompt_logprobs=[None, *found]))
         assert engine.expected is None
         return engine.probes
 
@@ -483,7 +483,7 @@ def test_what_cannot_be_written_directly_is_known(case: Case) -> None:
     case.load(case.old)
     DirectWriter(model, weights, dtype).check_same(weights)
     assert (
-        fused_view(
+        view_fused(
             weights, ["model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"]
         )
         is not None
@@ -530,7 +530,7 @@ def test_without_repacking_a_tied_head_is_stale_and_the_probe_says_so(
 def test_the_reference_holds_no_copy_of_the_weights(tmp_path: Path) -> None:
     model = policy.build_model(tmp_path, "abcdefgh", seed=3, **SHAPE)
     reference = ReferenceWeights(str(tmp_path), "float32")
-    got = reference.logprobs(dict(policy.list_named_weights(model)))
+    got = reference.compute_logprobs(dict(policy.list_named_weights(model)))
     ids = torch.tensor([policy.list_probe_ids(model.hf.config)])
     with torch.no_grad():
         want = torch.log_softmax(model.hf(input_ids=ids).logits[0, :-1], -1).gather(

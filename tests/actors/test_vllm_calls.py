@@ -110,7 +110,7 @@ def test_calls_begin_with_keys_of_earlier_calls_and_never_with_those_of_other_we
     monkeypatch.setattr(vllm.engine, "in_flight", "keep_kv")  # a load then drops no keys
     for model in (vllm.old, vllm.new):
         vllm.load(model)
-        before = vllm.engine.numbers()
+        before = vllm.engine.collect_metrics()
         random = np.random.default_rng(1)
         histories = [list(SYSTEM) for _ in range(6)]
         kept: list[list[int]] = []
@@ -135,7 +135,7 @@ def test_calls_begin_with_keys_of_earlier_calls_and_never_with_those_of_other_we
                 assert worst(model, answer) < 1e-5
                 history += answer.tokens.tolist()
                 kept.append(history[:-1])
-        now = vllm.engine.numbers()
+        now = vllm.engine.collect_metrics()
         told = {name: now[name] - before[name] for name in now}
         assert 12 < hits < 24 and due < 0.6 * asked
         assert told == {
@@ -159,12 +159,12 @@ def test_keys_that_calls_may_keep_have_room_and_without_it_equal_prompts_alone_s
     assert vllm.counted([again]) == (0, 0, size)
     assert vllm.counted([first]) == (0, 0, size)
     assert vllm.counted([first]) == (1, BLOCK, size - BLOCK)
-    assert vllm.engine.numbers() == {}
+    assert vllm.engine.collect_metrics() == {}
     monkeypatch.setattr(vllm.engine, "kept_tokens", None)
     vllm.load(vllm.old)
     assert vllm.counted([again]) == (0, 0, size)
     assert vllm.counted([first]) == (1, BLOCK, size - BLOCK)
-    assert vllm.engine.numbers() == {}
+    assert vllm.engine.collect_metrics() == {}
 
 
 def test_runs_of_sessions_keep_keys_and_no_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,21 +210,21 @@ def test_a_call_that_lives_through_a_swap_has_a_span_for_each_version(
     first = vllm.load(vllm.old)
     second = Label(1, vllm.at + 1)
     turn.take_calls([asked(number, first) for number in range(6)] + [asked(6, second)])
-    starting, _ = turn.requests(first)
+    starting, _ = turn.build_requests(first)
     assert [each.key[0] for each in starting] == list(range(6))
     vllm.engine.add(starting)
     for answer in vllm.engine.step(4):
-        turn.finished(answer)
-    written = {key[0]: tokens for key, tokens in vllm.engine.progress().items()}
+        turn.finish(answer)
+    written = {key[0]: tokens for key, tokens in vllm.engine.count_tokens().items()}
     cut = max(written)
     assert len(written) >= 4 and set(written.values()) == {4}
     turn.cancel_calls([cut])
     assert vllm.load(vllm.new) == second
-    late, _ = turn.requests(second)
+    late, _ = turn.build_requests(second)
     assert [each.key[0] for each in late] == [6]
     for answer in vllm.draw(late).values():
-        turn.finished(answer)
-    called = {each.id: each for each in turn.answered}
+        turn.finish(answer)
+    called = {each.id: each for each in turn.results}
     assert set(called) == set(range(7)) and not turn.calls and not turn.schedule.held
     assert (called[cut].lost, called[cut].tokens) == (4, b"")
     assert [span.label for span in called[6].spans] == [second]
@@ -261,9 +261,9 @@ def test_the_same_call_drawn_again_is_the_same(vllm: Engine) -> None:
                 for number, stream in zip(numbers, (0, 8), strict=True)
             ]
         )
-        for answer in vllm.draw(turn.requests(label)[0]).values():
-            turn.finished(answer)
-    tokens = {each.id: each.tokens for each in turn.answered}
+        for answer in vllm.draw(turn.build_requests(label)[0]).values():
+            turn.finish(answer)
+    tokens = {each.id: each.tokens for each in turn.results}
     assert tokens[10] == tokens[12] != tokens[11] == tokens[13]
 
 

@@ -64,7 +64,7 @@ def test_shared_memory_is_read_on_one_host_or_by_the_config(
 ) -> None:
     receiver = WeightsReceiver(config(transport), "generator-0")
     directory = tmp_path if is_there else tmp_path / "none"
-    assert receiver.local(WeightsSource(1, host, str(directory), "")) is local
+    assert receiver.is_local(WeightsSource(1, host, str(directory), "")) is local
 
 
 def test_a_version_is_read_by_its_label_and_digest(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_version_is_read_by_its_label_and_digest(tmp_path: Path) -> None:
     assert receiver.pull(source(made), Label(1, 7), None) is None
     assert receiver.pull(source(made), Label(1, 0), digests[1]) is None
     assert receiver.reader is reader and receiver.bytes_over_socket == 0
-    assert receiver.numbers() == {"link/fetch_s": 0.0, "link/fetched_mb": 0.0}
+    assert receiver.collect_metrics() == {"link/fetch_s": 0.0, "link/fetched_mb": 0.0}
     receiver.close()
     assert receiver.reader is None and receiver.epoch == -1
     made.close()
@@ -156,7 +156,7 @@ def test_over_a_socket_time_and_bytes_are_counted_even_of_what_fails(
     assert asked == [(settings, away, "generator-0")] and receiver.epoch == 3
     assert pulled is not None and (pulled.digest, pulled.probe) == ("d", b"p")
     assert pulled.tensors["b"].tolist() == [7] * 3
-    assert receiver.numbers() == {"link/fetch_s": 2.5, "link/fetched_mb": 2.0}
+    assert receiver.collect_metrics() == {"link/fetch_s": 2.5, "link/fetched_mb": 2.0}
     assert receiver.bytes_over_socket == 2_500_000 and receiver.reader is None
     client.digest = ""
     assert receiver.pull(away, Label(3, 2), "e") is None
@@ -164,7 +164,7 @@ def test_over_a_socket_time_and_bytes_are_counted_even_of_what_fails(
     client.gone = True
     with pytest.raises(PeerUnreachable):
         receiver.pull(away, Label(3, 3), "e")
-    assert receiver.numbers() == {"link/fetch_s": 5.0, "link/fetched_mb": 6.0}
+    assert receiver.collect_metrics() == {"link/fetch_s": 5.0, "link/fetched_mb": 6.0}
     receiver.close()
     receiver.close()
     assert client.closed == 1 and receiver.client is None

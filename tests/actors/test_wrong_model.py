@@ -226,12 +226,12 @@ def test_the_generator_stops_there_and_shows_the_text_without(
     ((key, r),) = g.engine.rows.items()  # type: ignore[attr-defined]
     assert r.stop == (1, 16)
     span = m.VersionSpan(Label(1, 0), "d", 0, 3, Label(1, 0))
-    g.finished(
+    g.accept_completion(
         Completion(
             key, r.prompt, np.array([4, 5, 16], np.int32), np.zeros(3, np.float32), [span], "stop"
         )
     )
-    assert g.judged[key][2] == "12"
+    assert g.unscored[key][2] == "12"
 
 
 def test_a_chat_template_with_several_end_tokens(tmp_path: Path) -> None:

@@ -22,9 +22,9 @@ from process_kit import ENV, ROOT, SMALL, Ended, demo_command
 
 from actors import reward_worker
 from actors.reward_worker import RewardCall, RewardUnit
-from actors.rewards import RewardRunner, check, judge_all
+from actors.rewards import RewardRunner, check_reward_process, judge_all
 from actors.scorers import user_function
-from actors.scorers.user_function import in_our_form
+from actors.scorers.user_function import adapt_function
 from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
@@ -160,7 +160,7 @@ def test_parameters_that_fit_nothing_are_refused_before_the_run(
     name: str, said: str, config: Callable[..., Config]
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        check(config(name))
+        check_reward_process(config(name))
     assert said in str(error.value) and f"own_reward.py:{name}" in str(error.value)
     assert "write reward(prompt, text), or reward(prompts, completions, **columns)" in str(
         error.value
@@ -179,10 +179,10 @@ def test_our_own_forms_are_taken() -> None:
 
     many.batched = True  # type: ignore[attr-defined]
     for function in (tokens, many, print, max):
-        assert in_our_form(function, "m:f", ()) is function
-    assert in_our_form(judge, "m:f", ("judge",)) is judge
+        assert adapt_function(function, "m:f", ()) is function
+    assert adapt_function(judge, "m:f", ("judge",)) is judge
     with pytest.raises(ConfigError, match="missing a required argument: 'judge'"):
-        in_our_form(judge, "m:f", ())
+        adapt_function(judge, "m:f", ())
 
 
 def test_trls_form_is_called_by_names(config: Callable[..., Config]) -> None:
@@ -209,17 +209,17 @@ def test_what_trls_trainer_passes_besides_is_given_or_refused_by_name() -> None:
     def may_ask(completions: list[str], trainer_state: Any = None) -> list[float]:
         return [float(trainer_state is None) for _ in completions]
 
-    assert in_our_form(logs, "m:f", ())([SUM], ["abc"], tokens=[[1]]) == [1.0]
-    assert in_our_form(may_ask, "m:f", ())([SUM], ["abc"], tokens=[[1]]) == [1.0]
+    assert adapt_function(logs, "m:f", ())([SUM], ["abc"], tokens=[[1]]) == [1.0]
+    assert adapt_function(may_ask, "m:f", ())([SUM], ["abc"], tokens=[[1]]) == [1.0]
     with pytest.raises(ConfigError, match="m:f: takes trainer_state, which only TRL's trainer has"):
-        in_our_form(asks, "m:f", ())
+        adapt_function(asks, "m:f", ())
 
 
 def test_an_async_function_of_trls_form_stays_one() -> None:
     async def reward(completions: list[str], **_: Any) -> list[float]:
         return [len(text) for text in completions]
 
-    made = in_our_form(reward, "m:f", ())
+    made = adapt_function(reward, "m:f", ())
     assert inspect.iscoroutinefunction(made) and made.batched
     assert asyncio.run(made([SUM], ["abc"], tokens=[[1]])) == [3]
 
@@ -333,13 +333,13 @@ def test_a_quoted_text_is_short() -> None:
 )
 def test_the_whole_refusal_names_both_forms(own: dict[str, Any], name: str, said: str) -> None:
     with pytest.raises(ConfigError) as error:
-        in_our_form(own[name], f"a:b.py:{name}", ())
+        adapt_function(own[name], f"a:b.py:{name}", ())
     assert str(error.value) == (
         f"reward.function = a:b.py:{name}: {said}; write reward(prompt, text), or "
         "reward(prompts, completions, **columns) as TRL calls one"
     )
     own["lists"].batched = True
-    assert in_our_form(own["lists"], "m:lists", ()) is own["lists"]
+    assert adapt_function(own["lists"], "m:lists", ()) is own["lists"]
 
 
 def test_trls_form_gets_all_columns_by_name() -> None:
@@ -357,8 +357,8 @@ def test_trls_form_gets_all_columns_by_name() -> None:
 
     large = Prompt(1, "3?", "3", [{"role": "user", "content": "3?"}], {"size": 3})
     asked = ([SUM, large], ["a", "b"], [[1], [2, 3]])
-    assert in_our_form(every, "m:f", ())(*asked) == [1.0, 2.0]
-    made = in_our_form(few, "m:f", ())
+    assert adapt_function(every, "m:f", ())(*asked) == [1.0, 2.0]
+    made = adapt_function(few, "m:f", ())
     assert made(*asked) == [3.0, 4.0] and made.batched is True
     completions = ["a", [{"role": "assistant", "content": "b"}]]
     assert got == [
@@ -381,14 +381,14 @@ def test_what_trls_form_lacks_is_named() -> None:
         return []
 
     with pytest.raises(TypeError) as error:
-        in_our_form(asks, "m:f", ())([SUM, CHAT], ["a", "b"], [[1], [2]])
+        adapt_function(asks, "m:f", ())([SUM, CHAT], ["a", "b"], [[1], [2]])
     assert str(error.value) == (
         "it takes best, truth, but the prompts have no such column: they have unit, answer "
         "(task.columns renames)"
     )
 
     unit = RewardUnit(3, [RewardCall(SUM, "a", [5])])
-    reply = reward_worker.judge(in_our_form(asks, "m:f", ()), unit, user_function.FailureLog(""))
+    reply = reward_worker.judge(adapt_function(asks, "m:f", ()), unit, user_function.FailureLog(""))
     assert reply.why.endswith(" unit, answer (task.columns renames)"), "no place in the user's code"
 
     def trains(completions: Any, trainer_state: Any) -> list[float]:
@@ -399,7 +399,7 @@ def test_what_trls_form_lacks_is_named() -> None:
 
     for function, name in ((trains, "trainer_state"), (plays, "environments")):
         with pytest.raises(ConfigError) as refused:
-            in_our_form(function, "m:f", ())
+            adapt_function(function, "m:f", ())
         assert str(refused.value) == (
             f"reward.function = m:f: takes {name}, which only TRL's trainer has; give it a "
             f"default, as in {name}=None, and do without"
@@ -412,7 +412,7 @@ def test_an_object_may_be_async_too() -> None:
             return [len(text) for text in completions]
 
     assert user_function.is_async(Reward()) and not user_function.is_async(print)
-    made = in_our_form(Reward(), "m:f", ())
+    made = adapt_function(Reward(), "m:f", ())
     assert asyncio.run(made([SUM], ["abc"], [[1]])) == [3] and made.batched is True
 
 
@@ -457,6 +457,6 @@ def test_trls_form_gets_the_texts_of_chats_as_messages() -> None:
     def reward(prompts: list[Any], completions: list[Any], **_: Any) -> list[Any]:
         return [prompts, completions]
 
-    texts, chats = in_our_form(reward, "m:f", ())([SUM, CHAT], ["a", "b"], tokens=[[1], [2]])
+    texts, chats = adapt_function(reward, "m:f", ())([SUM, CHAT], ["a", "b"], tokens=[[1], [2]])
     assert texts == ["1+1=", [{"role": "user", "content": "3?"}]]
     assert chats == ["a", [{"role": "assistant", "content": "b"}]]

@@ -85,7 +85,7 @@ def test_a_group_has_its_image_once_and_counts_its_bytes() -> None:
     delivered = Outbox(WiresConfig(), "g", 1)
     for one in batch.samples:
         delivered.add(one)
-    (frame,) = delivered.frames(1.0, flush=True)
+    (frame,) = delivered.take_frames(1.0, flush=True)
     assert frame.images == {} and len(msgspec.msgpack.encode(frame)) < 600
     assert store.commit(0, Label(1, 1), "d1")
     assert store.stored_bytes == of_samples + len(BLOBS[0]) + len(BLOBS[1])  # a learner may repeat
@@ -124,11 +124,11 @@ def test_an_outbox_sends_each_image_once_a_frame_until_it_is_acknowledged() -> N
     blobs = {NAMES[2]: BLOBS[2]}
     for number in range(2):
         box.add(seen(ticket, number, NAMES[2], NAMES[0]), blobs)
-    (frame,) = box.frames(1.0, flush=True)
+    (frame,) = box.take_frames(1.0, flush=True)
     assert frame.images == blobs and len(frame.samples) == 2
     full = box.unacked_bytes
     assert full > 2 * len(BLOBS[2])
-    (again,) = box.frames(1.0 + WiresConfig().retry_s + 1, flush=True)
+    (again,) = box.take_frames(1.0 + WiresConfig().retry_s + 1, flush=True)
     assert again.images == blobs
     acks: list[Any] = [(ticket.ticket, n, ticket.attempt, "accepted") for n in range(2)]
     box.on_acks(m.DeliveryAcks(1, acks, 1 << 20, None), 9.0)

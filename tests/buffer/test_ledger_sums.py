@@ -51,12 +51,14 @@ class Generator:
         for (t, _, a), (_, n) in self.rows.items():
             tokens[t, a] += n
         progress = [(t, a, n + self.done.get((t, a), 0)) for (t, a), n in tokens.items()]
-        self.store.report_tokens(self.name, self.session, self.outbox.drawn.on_report(progress))
+        self.store.report_tokens(
+            self.name, self.session, self.outbox.token_report.on_report(progress)
+        )
         self.store.renew(self.name, self.session, progress, 0.0)
 
     def deliver(self) -> None:
         # those unanswered are sent again, and again
-        for frame in self.outbox.frames(self.r.random() * 100, flush=True):
+        for frame in self.outbox.take_frames(self.r.random() * 100, flush=True):
             self.store.report_tokens(self.name, self.session, frame.drawn)
             for t in frame.samples:
                 self.store.deliver(t, 0.0)

@@ -243,7 +243,7 @@ def test_what_cannot_be_encoded_or_would_be_refused_is_sent_as_failed(
     good, bad = sample(ticket, 0), sample(ticket, 1, **change)
     box.add(good)
     box.add(bad)
-    (frame,) = box.frames(0.0, flush=True)
+    (frame,) = box.take_frames(0.0, flush=True)
     kept, failed = msgspec.msgpack.decode(msgspec.msgpack.encode(frame), type=m.Delivery).samples
     assert kept == good and failed.failed and failed.failed.kind == "data"
     assert failed.failed.why.startswith("it cannot be delivered: ") and failed.tokens == bad.tokens

@@ -16,7 +16,7 @@ import pytest
 from process_kit import ENV, ROOT, RUN_SEED, Ended
 from warm_python import FORKED
 
-from actors.rewards import check
+from actors.rewards import check_reward_process
 from asyncrl.cli import new
 from asyncrl.config import load, rules
 from asyncrl.config.tree import TaskConfig
@@ -131,7 +131,7 @@ def test_config_prompts_and_reward_fit_together(
     monkeypatch.chdir(elsewhere)
     c = load.load(project / "config.toml")
     assert not rules.warnings(c)
-    check(c)
+    check_reward_process(c)
     task = get_task(c.task)
     assert isinstance(task, FileTask)
     assert (len(task.sets["train"]), len(task.sets["heldout"])) == (800, 160)
@@ -156,7 +156,7 @@ def test_the_rewards_in_comments_work_once_they_are_none(project: Path) -> None:
     assert asyncio.run(made.waiting(prompts[0], "3")) == 1.0
     for name in ("waiting", "together"):
         sets = [f"reward.function='{file}:{name}'"]
-        check(load.load(project / "config.toml", sets))
+        check_reward_process(load.load(project / "config.toml", sets))
 
 
 def test_a_project_trains_and_gets_better(project: Path, tmp_path: Path) -> None:

@@ -97,8 +97,8 @@ def test_a_reason_from_an_agent_is_one_line_of_the_log(
     gateway: Any = SimpleNamespace(
         agents={"": AgentConfig(serve=True)},
         tallies={"": service.SessionTally()},
-        part_of=lambda ticket: "",
-        source_name=lambda part: gateway.agents[part].source_name,
+        get_part=lambda ticket: "",
+        get_source_name=lambda part: gateway.agents[part].source_name,
         producer="gateway-0",
         run_dir=Path("r"),
     )
@@ -109,7 +109,7 @@ def test_a_reason_from_an_agent_is_one_line_of_the_log(
     assert harmless(shown)
     # and one that ends the run
     gateway.agents[""] = AgentConfig(function="a:b")
-    gateway.tallies[""].failed = gateway.tallies[""].began = 99
+    gateway.tallies[""].failed = gateway.tallies[""].begun = 99
     with pytest.raises(ConfigError) as caught:
         service.Gateway.count(gateway, session, m.RewardFailure("data", EVIL))
     assert str(caught.value).isprintable()

@@ -13,7 +13,7 @@ import pytest
 from process_kit import ROOT, RUN_SEED
 from store_kit import make, train, write
 
-from actors.delay import DelayQueue, decode_steps
+from actors.delay import DelayQueue, compute_delay_steps
 from asyncrl.config import load
 from asyncrl.contract import admission
 from asyncrl.contract.errors import ConfigError
@@ -110,7 +110,7 @@ def test_answers_of_a_ticket_are_late_together_or_each_by_itself() -> None:
 
     def steps(*sets: str) -> list[list[float]]:
         config = load.load(ROOT / "configs" / "demo.toml", ["staleness.delay=2", *sets])
-        return [[decode_steps(config, t, sample, 10) for sample in range(3)] for t in both]
+        return [[compute_delay_steps(config, t, sample, 10) for sample in range(3)] for t in both]
 
     together, evaluated = steps()
     assert together == [10 * admission.delay(2.0, 7, 5)] * 3 and evaluated == [0.0] * 3
@@ -123,13 +123,13 @@ def test_answers_of_a_ticket_are_late_together_or_each_by_itself() -> None:
 
 def test_late_answers_come_back_by_their_time() -> None:
     late: DelayQueue[str] = DelayQueue()
-    assert late.next_due == float("inf") and late.due(1e9) == []
+    assert late.next_due == float("inf") and late.pop_due(1e9) == []
     for until, what in ((3.0, "b"), (1.0, "a"), (3.0, "c"), (9.0, "d")):
         late.hold(until, what)
     assert (
         late.next_due == 1.0
-        and late.due(0.5) == []
-        and late.due(3.0) == ["a", "b", "c"]
+        and late.pop_due(0.5) == []
+        and late.pop_due(3.0) == ["a", "b", "c"]
         and late.next_due == 9.0
     )
 

@@ -277,7 +277,7 @@ def test_the_generators_constants_are_the_real_ones() -> None:
         generator.IDLE_POLL_S,
         messages.RENEW_S,
     )
-    assert simulated_processes.samples_to_ask_for is turn.samples_to_ask_for
+    assert simulated_processes.count_samples_to_request is turn.count_samples_to_request
 
 
 # ---- distributions -------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from learner_step_kit import batch, core, model_dir
 
 from actors.engine import Completion
 from actors.rewards import RewardResult
-from actors.turn import ScoredResponse, trajectory
+from actors.turn import ScoredResponse, build_trajectory
 from asyncrl.config import load
 from asyncrl.contract.errors import AsyncrlError, NotFiniteError, ProtocolError
 from asyncrl.contract.messages import Prompt, SamplingSettings, Ticket, VersionSpan
@@ -77,5 +77,7 @@ def test_a_logprob_that_is_not_finite_is_a_divergence_and_a_breach_of_the_protoc
         seed=0,
     )
     with pytest.raises(NotFiniteError, match="logprob that is not finite for ticket 3") as error:
-        trajectory(ScoredResponse(ticket, answer, ""), RewardResult(answer.key, 0.0, {}, None, ""))
+        build_trajectory(
+            ScoredResponse(ticket, answer, ""), RewardResult(answer.key, 0.0, {}, None, "")
+        )
     assert isinstance(error.value, ProtocolError)

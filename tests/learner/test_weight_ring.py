@@ -77,11 +77,11 @@ def test_a_reader_denied_shared_memory_gets_every_byte_over_the_socket(tmp_path:
             assert (got[0][name] == tensor).all(), name
         whole = (n + 1) * policy.count_flat_bytes(layout)
         assert whole <= receiver.bytes_over_socket == server.bytes_sent < whole + 100_000
-    told, bytes_of_weights = receiver.numbers(), 3 * policy.count_flat_bytes(layout)
+    told, bytes_of_weights = receiver.collect_metrics(), 3 * policy.count_flat_bytes(layout)
     assert told["link/fetched_mb"] == bytes_of_weights / 1e6 and told["link/fetch_s"] > 0
     assert receiver.pull(denied, Label(1, 0), "gone") is None
     receiver.close()
-    assert receiver.numbers()["link/fetch_s"] > told["link/fetch_s"]
+    assert receiver.collect_metrics()["link/fetch_s"] > told["link/fetch_s"]
     server.close()
     r.close()
 

@@ -322,7 +322,7 @@ root = Path(sys.argv[2])
 saved = checkpoint.claim(checkpoint.start_epoch(root)[2], 0)
 checkpoint.save(saved, core, {}, 2)
 checkpoint.restore(core, checkpoint.find_newest_checkpoint(saved))
-engine, tokenizer = actors.generator.engine_for(config), load_tokenizer(sys.argv[1])
+engine, tokenizer = actors.generator.build_engine(config), load_tokenizer(sys.argv[1])
 engine.load(dict(policy.list_named_weights(core.model)), Label(1, 0), "d")
 engine.add([CompletionRequest((0, 0, 1), np.array(tokenizer.encode("12="), np.int32), 0, 8, 1.0, 1.0, 0, (1,), 0)])
 while engine.active:

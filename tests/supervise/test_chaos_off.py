@@ -49,7 +49,7 @@ PATCHED = [
     (checks, "commit"),
     (BufferService, "is_fenced"),
     (BatchCursor, "read"),
-    (Outbox, "frames"),
+    (Outbox, "take_frames"),
     (RecordedStore, "flush_journal"),
 ]
 
@@ -133,7 +133,7 @@ class Play:
             self.mine.add(key)
             self.history.made[key] = made.length
             self.box.add(made)
-        for frame in self.box.frames(self.now, flush=True):
+        for frame in self.box.take_frames(self.now, flush=True):
             for _ in range(choice.choice((0, 1, 1, 1, 1, 2))):
                 self.deliver(frame)
 
@@ -256,7 +256,7 @@ class Play:
             self.store.expire(self.now)
             if self.choice.random() < 0.04 and self.store.committed < STEPS - 4:
                 self.choice.choice(faults)()
-            if self.over or (self.store.committed == STEPS and self.box.empty):
+            if self.over or (self.store.committed == STEPS and self.box.is_empty):
                 break
         self.history.witness = self.learners[-1].witness
         self.history.made_by_survivors = self.mine

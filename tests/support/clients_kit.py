@@ -20,7 +20,7 @@ from process_kit import ROOT
 from pushed_kit import Commands
 
 from actors.gateway.agents.session_messages import SessionAccess, SessionOrders, SessionResult
-from actors.gateway.chat import hermes
+from actors.gateway.chat import parse_hermes
 from actors.gateway.endpoint import web
 from actors.gateway.endpoint.requests import ParsedRequest
 from actors.gateway.endpoint.web import OpenedSession
@@ -80,7 +80,7 @@ class Ended:
         """Of its calls."""
         session = self.opened.session
         text = self.opened.chat.decode_text
-        return [text(node.prompt().tolist()) for node in session.tree.nodes]
+        return [text(node.build_prompt().tolist()) for node in session.tree.nodes]
 
 
 class Runner:
@@ -88,7 +88,7 @@ class Runner:
 
     def __init__(self, path: Path, command: Sequence[str]) -> None:
         self.path = path
-        self.served = Served(parser=hermes)
+        self.served = Served(parser=parse_hermes)
         agent = AgentConfig(command=[*command])
         self.commands = Commands(path, agent)
         self.number = 0
@@ -135,7 +135,7 @@ class Runner:
 @contextmanager
 def recorded(ended: Ended) -> Iterator[None]:
     """Note what the endpoint ignores of each request."""
-    request = web.WebApp._request
+    request = web.WebApp._begin_request
 
     def noted(
         self: Any, http: Any, opened: OpenedSession, asked: ParsedRequest, body: bytes
@@ -143,8 +143,8 @@ def recorded(ended: Ended) -> Iterator[None]:
         ended.ignored.update(asked.ignored)
         return request(self, http, opened, asked, body)
 
-    web.WebApp._request = noted  # type: ignore[method-assign]
+    web.WebApp._begin_request = noted  # type: ignore[method-assign]
     try:
         yield
     finally:
-        web.WebApp._request = request  # type: ignore[method-assign]
+        web.WebApp._begin_request = request  # type: ignore[method-assign]

@@ -12,7 +12,7 @@ import pytest
 from gateway_kit import Served
 from openai import OpenAI
 
-from actors.gateway.chat import hermes
+from actors.gateway.chat import parse_hermes
 from actors.gateway.endpoint.web import OpenedSession
 
 WAIT_S = 600.0
@@ -20,7 +20,7 @@ WAIT_S = 600.0
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Served]:
-    made = Served(parser=hermes)
+    made = Served(parser=parse_hermes)
     yield made
     made.close()
 

@@ -58,10 +58,10 @@ class Engine:
     def step(self, steps: int) -> list[Completion]:
         return []
 
-    def progress(self) -> dict[tuple[int, int, int], int]:
+    def count_tokens(self) -> dict[tuple[int, int, int], int]:
         return dict.fromkeys(self.rows, 3)
 
-    def numbers(self) -> dict[str, float]:
+    def collect_metrics(self) -> dict[str, float]:
         return {"prefix/hits": 4.0}
 
 
@@ -99,7 +99,7 @@ class Weights:
     def __init__(self) -> None:
         self.missing: set[int] = set()
 
-    def numbers(self) -> dict[str, float]:
+    def collect_metrics(self) -> dict[str, float]:
         return {"link/fetch_s": 0.0}
 
     def pull(
@@ -160,7 +160,16 @@ def make(tmp_path: Path, small_model: Path) -> Iterator[Callable[..., Generator]
 
 def one_pass(g: Generator) -> None:
     """What the loop does between two looks at whether it is to end."""
-    for part in (g.read, g.swap, g.admit, g.decode, g.collect, g.deliver, g.want, g.renew):
+    for part in (
+        g.read,
+        g.swap,
+        g.admit,
+        g.decode,
+        g.collect,
+        g.deliver,
+        g.request_samples,
+        g.renew,
+    ):
         part()
 
 

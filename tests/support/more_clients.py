@@ -89,7 +89,7 @@ class Bench:
                 runner.close()
         session, left = ended.opened.session, ended.left
         reward = left.reward if left.kind == "scored" else left.kind
-        sequences = len(session.training_rows())
+        sequences = len(session.build_training_rows())
         self.lines.append(f"{page:16}{policy:8}{reward!s:>8}{session.calls:8}{sequences:20}")
         return ended, log
 
@@ -115,7 +115,7 @@ def test_an_agent_is_paid_for_its_answer(page: str, bench: Bench) -> None:
     ended, log = bench.play(page, "right", script.answers)
     assert (ended.left.kind, ended.left.reward) == ("scored", 1.0), log
     session = ended.opened.session
-    found = (session.calls, len(session.training_rows()), session.aside)
+    found = (session.calls, len(session.build_training_rows()), session.aside)
     assert found == (script.calls, script.sequences, 0), log
     assert not script.ignored or script.ignored in ended.ignored
     assert ended.left.parts.get("parsed", 1.0) == 1.0

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
-from actors.engine import uniforms
+from actors.engine import draw_uniforms
 from asyncrl.contract.messages import Prompt
 from asyncrl.models.policy import PolicyModel, load_policy
 
@@ -49,7 +49,7 @@ def write(
     """One answer [T] a prompt, by inverse CDF at temperature 1; keys: (ticket, sample), which name
     the random stream.
     """
-    streams = [uniforms(seed, ticket, sample, most) for ticket, sample in keys]
+    streams = [draw_uniforms(seed, ticket, sample, most) for ticket, sample in keys]
     answers: list[list[int]] = [[] for _ in prompts]
     live = list(range(len(prompts)))
     for t in range(most):

@@ -161,9 +161,9 @@ class Source(environment_sessions.EnvironmentSource):
         nodes = [node for node in episode.session.tree.nodes if node.ids is not None]
         r = self.gateway.world.r
         if nodes and r.random() < self.gateway.world.fork_share:
-            before = r.choice([node.token_ids for node in nodes] + [nodes[0].prompt])
-            player: Any = self.states[episode.number].players.now
-            player.last = SimpleNamespace(token_ids=before)
+            before = r.choice([node.build_token_ids for node in nodes] + [nodes[0].build_prompt])
+            player: Any = self.states[episode.number].players.active
+            player.last_node = SimpleNamespace(build_token_ids=before)
             obs = obs or "="
         super().place_call(episode, obs)
 
@@ -617,7 +617,7 @@ def drawn_at_once(self: service.Gateway, episode: Episode) -> None:
     PARK(self, episode)
     assert self.announced is not None
     for number in [x for x, each in self.calls.items() if each.episode is episode]:
-        call = self.put_off.pop(number)
+        call = self.deferred_calls.pop(number)
         self.world.placed[call.id] = episode.session.ticket.attempt  # type: ignore[attr-defined]
         self.router.submit(msgspec.structs.replace(call, min_version=self.announced.label))
 

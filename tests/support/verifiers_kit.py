@@ -12,7 +12,7 @@ from process_kit import ENV
 from pushed_kit import Commands
 
 from actors.gateway.agents.session_messages import SessionAccess, SessionOrders, SessionResult
-from actors.gateway.chat import hermes
+from actors.gateway.chat import parse_hermes
 from actors.gateway.endpoint.web import OpenedSession
 from actors.gateway.sessions import SessionCall, SessionLimits
 from asyncrl.config.agents import AgentConfig
@@ -41,7 +41,9 @@ class Bench:
         self.task = get_task(located.task)
         self.rows = len(Path(located.task.prompts).read_text(encoding="utf-8").splitlines())
         self.heldout = self.task.size("heldout") or 0
-        self.served = Served(parser=hermes, limits=SessionLimits(max_calls=3, context=context))
+        self.served = Served(
+            parser=parse_hermes, limits=SessionLimits(max_calls=3, context=context)
+        )
         self.commands = Commands(path, located.agent)
         self.number = 0
 
@@ -87,4 +89,4 @@ class Bench:
     def texts(self, opened: OpenedSession) -> list[str]:
         """The prompts of a session's calls."""
         decode = opened.chat.decode_text
-        return [decode(node.prompt().tolist()) for node in opened.session.tree.nodes]
+        return [decode(node.build_prompt().tolist()) for node in opened.session.tree.nodes]

@@ -512,7 +512,7 @@ def test_a_model_plays_both_sides(tmp_path: Path) -> None:
         for side in (True, False)
     }
     assert sum(x.kind == "asked" for x in found) == 6 and not any(x.row for x in found)
-    (row,) = player.session.training_rows()
+    (row,) = player.session.build_training_rows()
     assert int(np.frombuffer(row.mask, np.uint8).sum()) == drawn[False] > 0
     assert player.session.aside == drawn[True] > 0
 

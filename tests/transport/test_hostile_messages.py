@@ -16,7 +16,7 @@ from journal_kit import state
 from process_kit import ROOT
 from service_kit import SMALL
 
-from actors.turn import PromptTooLong, failed_trajectory
+from actors.turn import PromptTooLong, build_failed_trajectory
 from asyncrl.config import load
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import BadMessage
@@ -251,7 +251,7 @@ BAD = [
 
 def test_an_answer_that_could_not_be_begun_and_rewards_given_for_some_tokens_are_taken() -> None:
     """Nothing was drawn of the first; NaN among token rewards says that none was given."""
-    failed = failed_trajectory(
+    failed = build_failed_trajectory(
         PromptTooLong(
             m.Ticket(
                 ticket=3,

@@ -26,15 +26,15 @@ def test_an_acknowledgement_is_waited_for_from_the_first_sending() -> None:
     first, second = sample(0), sample(1)
     for each in (first, second):
         box.add(each)
-    assert len(list(box.frames(10.0, flush=True))) == 1
-    assert len(list(box.frames(11.5, flush=True))) == 1  # sent again
+    assert len(list(box.take_frames(10.0, flush=True))) == 1
+    assert len(list(box.take_frames(11.5, flush=True))) == 1  # sent again
     acks = DeliveryAcks(1, [(0, 0, first.attempt, "accepted")], 1000, None)
     box.on_acks(acks, 13.0)
     box.on_acks(acks, 99.0)  # twice said is once heard
-    assert box.numbers() == {"link/acked": 1.0, "link/ack_waited_s": 3.0}
+    assert box.collect_metrics() == {"link/acked": 1.0, "link/ack_waited_s": 3.0}
     box.on_acks(DeliveryAcks(1, [(0, 1, second.attempt, "accepted")], 1000, None), 12.0)
-    assert box.numbers() == {"link/acked": 2.0, "link/ack_waited_s": 5.0}
-    assert box.empty and box.unacked_bytes == 0
+    assert box.collect_metrics() == {"link/acked": 2.0, "link/ack_waited_s": 5.0}
+    assert box.is_empty and box.unacked_bytes == 0
 
 
 def test_two_generators_links_become_a_line() -> None:
@@ -70,9 +70,9 @@ def test_what_a_generator_spends_on_a_long_step_is_no_wait_for_the_link() -> Non
     def waited(sent: float, unread: tuple[float, float], read: float) -> float:
         box = Outbox(WiresConfig(), "generator-0", 1)
         box.add(sample(0))
-        assert len(list(box.frames(sent, flush=True))) == 1
+        assert len(list(box.take_frames(sent, flush=True))) == 1
         box.on_acks(DeliveryAcks(1, [(0, 0, 1, "accepted")], 1000, None), read, unread)
-        return box.numbers()["link/ack_waited_s"]
+        return box.collect_metrics()["link/ack_waited_s"]
 
     assert waited(10.0, (9.0, 18.0), 18.0) == 0.0, "sent, then a step of eight seconds"
     assert waited(10.0, (14.0, 18.0), 18.0) == 4.0, "it was not there after four seconds"

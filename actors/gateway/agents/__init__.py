@@ -1,6 +1,6 @@
-"""Agents that the gateway starts (agent.command, agent.function and environments that
-call the policy themselves).
+"""Agents that the gateway starts.
 
-session_messages.py holds the messages between their processes and the gateway, agent_pool.py the
-gateway's side.
+They are programs (agent.command), functions (agent.function) and environments that call the policy
+themselves. session_messages.py holds the messages between their processes and the gateway,
+agent_pool.py the gateway's side.
 """

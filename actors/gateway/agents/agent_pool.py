@@ -1,9 +1,10 @@
 """The pool of agents that the gateway starts: sessions, processes and results.
 
-An agent that fails has failed its session, and the buffer grants the sample again.  If the session
-had reached a limit, the config's reward scores it instead: granting only those again would bias the
-samples against long ones.  All sessions of a process that exits fail.  When a process is killed
-because an agent does not stop, its other sessions begin again."""
+An agent that fails fails its session, and the buffer grants the sample again.  If the session had
+reached a limit, the config's reward scores it instead: granting such samples again would bias the
+batch against long ones.  All sessions of a process that exits fail.  When a process is killed
+because an agent does not stop, its other sessions begin again.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from actors.gateway.agents.session_messages import (
     SessionResult,
 )
 from actors.gateway.endpoint.web import OpenedSession
-from actors.gateway.service import agent_log
+from actors.gateway.service import name_agent_log
 from actors.gateway.session_api import SessionApi
 from actors.gateway.sessions import CallRefused
 from asyncrl.config.agents import AgentConfig
@@ -37,8 +38,8 @@ GLOB = set("*?[")
 class AgentSession:
     """A session that an agent plays.
 
-    stop_at: when it is asked to stop
-    dead_at: when its process is killed if it has not stopped
+    stop_at: the time of the request to stop
+    dead_at: the time at which its process is killed if it has not stopped
     """
 
     opened: OpenedSession
@@ -85,23 +86,23 @@ class AgentPool(WorkerPool[_AgentProcess, SessionResult]):
             )
         self.sessions = sessions
         self.url = url
-        self.each = math.ceil(agent.at_once / agent.workers)
+        self.places_per_process = math.ceil(agent.at_once / agent.workers)
         run_dir = sessions.gateway.run_dir
 
         def make(index: int) -> _AgentProcess:
-            log = str(run_dir / agent_log(part, index))
+            log = str(run_dir / name_agent_log(part, index))
             setup = AgentSetup(
                 agent.command, agent.function, log, agent.env_pass, agent.env, agent.args
             )
             return _AgentProcess(agent, msgspec.msgpack.encode(setup))
 
         count = min(agent.workers, agent.at_once)
-        name = sessions.gateway.source_name(part)
+        name = sessions.gateway.get_source_name(part)
         super().__init__(name, make, count, SessionResult, agent.step_s)
         # a process with programs ends them first; an environment tears down what it holds
         self.exit_s = 0.0 if agent.function else STOP_S
-        self.numbers = 0  # sessions begun, which numbers them
-        self.asked = 0  # samples that are wanted and not granted yet
+        self.numbers = 0  # sessions begun; the last one's number
+        self.requested = 0  # samples that are wanted and not granted yet
 
     @property
     def wires(self) -> list[socket.socket]:
@@ -133,7 +134,7 @@ class AgentPool(WorkerPool[_AgentProcess, SessionResult]):
                 session.fail(f"it reached agent.{session.limit}")
             elif result.kind == "scored" or (result.scored and session.limit):
                 session.shortened |= result.truncated
-                session.reward(result.reward, result.parts, now=now)
+                session.set_reward(result.reward, result.parts, now=now)
             elif result.kind == "judge" or session.limit:
                 session.judge(now)
             else:
@@ -144,7 +145,7 @@ class AgentPool(WorkerPool[_AgentProcess, SessionResult]):
             self.sessions.on_change(session)
 
     def _watch(self, worker: _AgentProcess, now: float) -> None:
-        """Stop agents whose session is over: at once if it failed, else after grace_s."""
+        """Stop the agents of ended sessions: at once if failed, else after grace_s."""
         for number, player in worker.playing.items():
             session = player.opened.session
             if session.state != "open" and player.stop_at == math.inf:
@@ -169,29 +170,29 @@ class AgentPool(WorkerPool[_AgentProcess, SessionResult]):
                 self.sessions.requeue(player.opened)
 
     def _start_sessions(self) -> None:
-        """Begin sessions in the processes with the fewest, and ask for as many as have room."""
+        """Begin sessions in the processes with the fewest; request samples for the rest."""
         ready = [worker for worker in self.workers if worker.ready]
         if ready:
             self.sessions.starting.discard(self.part)
         else:
             self.sessions.starting.add(self.part)
-        free = min(
-            sum(self.each - len(worker.playing) for worker in ready),
+        room = min(
+            sum(self.places_per_process - len(worker.playing) for worker in ready),
             self.agent.at_once - sum(len(worker.playing) for worker in self.workers),
         )
-        while free:
+        while room:
             lease = f"played here {self.part} {self.numbers + 1}"
             if (opened := self.sessions.lease_session(lease, {self.part})) is None:
                 break
             worker = min(ready, key=lambda worker: len(worker.playing))
-            free -= 1
+            room -= 1
             self.numbers += 1
             worker.playing[self.numbers] = AgentSession(opened)
-            worker.send(SessionOrders([self._seat(opened)]))
-        self.sessions.asks += free - self.asked
-        self.asked = free
+            worker.send(SessionOrders([self._build_access(opened)]))
+        self.sessions.asks += room - self.requested
+        self.requested = room
 
-    def _seat(self, opened: OpenedSession) -> SessionAccess:
+    def _build_access(self, opened: OpenedSession) -> SessionAccess:
         session = opened.session
         return SessionAccess(
             number=self.numbers,

@@ -1,9 +1,10 @@
 """Run agent.command: `python -m actors.gateway.agents.agent_programs FD PARENT`.
 
 Each session is a program in its own process group.  When the program or this process ends, all
-descendants are killed, also those that left the group: a running program adopts its orphaned
+descendants are killed, also those that left the group.  A running program adopts its orphaned
 descendants (PR_SET_CHILD_SUBREAPER), and when it ends they become children of this process.  So any
-child of this process that is not a running program belongs to a session that has ended."""
+child of this process that is not a running program belongs to a session that has ended.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ from actors.gateway.agents.session_messages import (
     parse_outcome,
     send,
 )
-from actors.reward_worker import first_line
+from actors.reward_worker import get_first_line
 from asyncrl.transport import worker_pool
 
 KEPT_BYTES = 64 << 10  # the last bytes of each of a program's two streams
@@ -66,8 +67,8 @@ MODEL_VARIABLES = (
 _libc = ctypes.CDLL(None)
 
 
-def sample_as_json(seat: SessionAccess) -> dict[str, Any]:
-    """Build task.json, with all of the sample but the answer."""
+def describe_sample(seat: SessionAccess) -> dict[str, Any]:
+    """Build task.json: the sample without its answer."""
     prompt = seat.prompt
     return {
         "id": prompt.id,
@@ -85,7 +86,7 @@ def sample_as_json(seat: SessionAccess) -> dict[str, Any]:
     }
 
 
-def inherited(patterns: Sequence[str]) -> dict[str, str]:
+def select_inherited(patterns: Sequence[str]) -> dict[str, str]:
     """Select the variables of this process that match BASE_ENVIRONMENT or `patterns`."""
     allowed = (*BASE_ENVIRONMENT, *patterns)
     return {
@@ -95,13 +96,15 @@ def inherited(patterns: Sequence[str]) -> dict[str, str]:
     }
 
 
-def environment(seat: SessionAccess, folder: Path, patterns: Sequence[str] = ()) -> dict[str, str]:
+def build_environment(
+    seat: SessionAccess, folder: Path, patterns: Sequence[str] = ()
+) -> dict[str, str]:
     """Build the environment of a session's program.
 
     It holds the inherited variables (patterns: agent.env_pass) and those that OpenAI's and
     Anthropic's clients read.
     """
-    return inherited(patterns) | {
+    return select_inherited(patterns) | {
         "OPENAI_BASE_URL": seat.base_url,
         "OPENAI_API_KEY": seat.api_key,
         "ANTHROPIC_BASE_URL": seat.url,
@@ -115,31 +118,33 @@ def environment(seat: SessionAccess, folder: Path, patterns: Sequence[str] = ())
 
 
 def judge_exit(
-    number: int, code: int, out: bytes, err: bytes, written: bytes | None
+    number: int, code: int, stdout: bytes, stderr: bytes, reward_file: bytes | None
 ) -> SessionResult:
     """Read the result of a program that ended by itself.
 
     code: its exit code, or minus the number of a signal
-    out, err: the last bytes that it printed
-    written: the content of $ASYNCRL_REWARD, if it wrote that file
+    stdout, stderr: the last bytes that it printed
+    reward_file: the content of $ASYNCRL_REWARD, if it wrote that file
     """
-    last = [line.strip() for line in out.decode("utf-8", "replace").splitlines() if line.strip()]
+    lines = [
+        line.strip() for line in stdout.decode("utf-8", "replace").splitlines() if line.strip()
+    ]
     if code:
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
-        lines = err.decode("utf-8", "replace").splitlines() or last
+        ending = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+        lines = stderr.decode("utf-8", "replace").splitlines() or lines
         reason = next((line for line in reversed(lines) if line.strip()), "")
-        why = first_line(f"{how}: {reason}" if reason else how)
-        return SessionResult(number, "failed", why=why)
-    text = written.decode("utf-8", "replace").strip() if written is not None else ""
-    text = text or (last[-1] if last else "")
+        reason = get_first_line(f"{ending}: {reason}" if reason else ending)
+        return SessionResult(number, "failed", why=reason)
+    text = reward_file.decode("utf-8", "replace").strip() if reward_file is not None else ""
+    text = text or (lines[-1] if lines else "")
     if not text:
-        why = f"{NO_REWARD}: print it as the last line, or write it to the file $ASYNCRL_REWARD"
-        return SessionResult(number, "failed", why=why)
+        reason = f"{NO_REWARD}: print it as the last line, or write it to the file $ASYNCRL_REWARD"
+        return SessionResult(number, "failed", why=reason)
     try:
         value = json.loads(text)
     except ValueError:
-        why = f"gave an invalid reward, not a number or JSON: {first_line(text)!r:.100}"
-        return SessionResult(number, "failed", why=why)
+        reason = f"gave an invalid reward, not a number or JSON: {get_first_line(text)!r:.100}"
+        return SessionResult(number, "failed", why=reason)
     return parse_outcome(number, value)
 
 
@@ -158,19 +163,19 @@ class AgentProgram:
 
     def __init__(self, seat: SessionAccess, setup: AgentSetup) -> None:
         self.seat = seat
-        self.began = time.monotonic()
+        self.started_at = time.monotonic()
         self.kill_at = 0.0  # when SIGKILL follows SIGTERM; 0: no SIGTERM was sent
         self.folder = Path(tempfile.mkdtemp(prefix="asyncrl-agent-"))
         try:
             task = self.folder / "task.json"
-            task.write_text(json.dumps(sample_as_json(seat)), encoding="utf-8")
+            task.write_text(json.dumps(describe_sample(seat)), encoding="utf-8")
             with task.open("rb") as stdin:
                 self.process = subprocess.Popen(
                     setup.command,
                     stdin=stdin,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
-                    env=environment(seat, self.folder, setup.env_pass),
+                    env=build_environment(seat, self.folder, setup.env_pass),
                     start_new_session=True,
                     preexec_fn=_prepare_child,  # no other thread is in this process
                 )
@@ -182,7 +187,7 @@ class AgentProgram:
         self.printed = (bytearray(), bytearray())
         for stream in self.streams:
             os.set_blocking(stream.fileno(), False)
-        self.ended = os.pidfd_open(self.process.pid)
+        self.pidfd = os.pidfd_open(self.process.pid)
 
     def read(self, stream: IO[bytes]) -> bool:
         """Read the output on one stream; False at its end."""
@@ -196,34 +201,34 @@ class AgentProgram:
             return True
 
     def signal(self, number: int) -> None:
-        """Signal its process group, whose id is valid until `finish` reaps the leader."""
+        """Send a signal to the process group; its id is valid until `finish`."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
     def finish(self, running: set[int]) -> SessionResult:
-        """Kill it with its descendants, remove its folder and return its result.
+        """Kill the program with its descendants, remove its folder and return its result.
 
-        running: process ids of the programs that go on
+        running: process ids of the other programs
         """
         self.signal(signal.SIGKILL)
         code = self.process.wait()
         end_strays(running)
         for stream in self.streams:
             self.read(stream)
-        out, err = map(bytes, self.printed)
-        reward = self.folder / "reward"
-        written = None
-        if reward.is_file():
-            with reward.open("rb") as file:
-                written = file.read(KEPT_BYTES)
+        stdout, stderr = map(bytes, self.printed)
+        path = self.folder / "reward"
+        reward_file = None
+        if path.is_file():
+            with path.open("rb") as file:
+                reward_file = file.read(KEPT_BYTES)
         shutil.rmtree(self.folder, ignore_errors=True)
         for stream in self.streams:
             stream.close()
-        os.close(self.ended)
+        os.close(self.pidfd)
         if self.kill_at:
-            why = "was stopped because its session was over"
-            return SessionResult(self.seat.number, "failed", why=why)
-        return judge_exit(self.seat.number, code, out, err, written)
+            reason = "was stopped because its session was over"
+            return SessionResult(self.seat.number, "failed", why=reason)
+        return judge_exit(self.seat.number, code, stdout, stderr, reward_file)
 
 
 def end_strays(running: set[int]) -> None:
@@ -259,24 +264,27 @@ class AgentPrograms:
         return {program.process.pid for program in self.running.values()}
 
     def start(self, seat: SessionAccess) -> None:
+        """Start a session's program; one that cannot be started fails the session."""
         try:
             program = self.running[seat.number] = AgentProgram(seat, self.setup)
         except OSError as error:
-            why = f"cannot be started: {error.strerror or error}"
-            send(self.wire, SessionResult(seat.number, "failed", why=why))
+            reason = f"cannot be started: {error.strerror or error}"
+            send(self.wire, SessionResult(seat.number, "failed", why=reason))
             return
         for stream in program.streams:
             self.selector.register(stream, selectors.EVENT_READ, (program, stream))
-        self.selector.register(program.ended, selectors.EVENT_READ, (program, None))
+        self.selector.register(program.pidfd, selectors.EVENT_READ, (program, None))
 
     def stop(self, number: int) -> None:
+        """Send SIGTERM to a session's program; SIGKILL follows after POLITE_S."""
         program = self.running.get(number)
         if program is not None and not program.kill_at:
             program.kill_at = time.monotonic() + POLITE_S
             program.signal(signal.SIGTERM)
 
     def finish(self, program: AgentProgram) -> None:
-        for source in (*program.streams, program.ended):
+        """End a program, log its output and send its result."""
+        for source in (*program.streams, program.pidfd):
             with contextlib.suppress(KeyError):
                 self.selector.unregister(source)
         del self.running[program.seat.number]
@@ -284,8 +292,8 @@ class AgentPrograms:
         outcome = result.why or result.kind
         if result.kind == "scored":
             outcome = f"scored {result.reward:g}"
-        took = time.monotonic() - program.began
-        head = f"session {program.seat.name} {took:.1f} s: {outcome}"
+        elapsed = time.monotonic() - program.started_at
+        head = f"session {program.seat.name} {elapsed:.1f} s: {outcome}"
         self.log.write(head, *map(bytes, program.printed))
         send(self.wire, result)
 
@@ -301,6 +309,7 @@ class AgentPrograms:
         return bool(data)
 
     def apply_orders(self, orders: SessionOrders) -> None:
+        """Start and stop the programs that the gateway orders."""
         for seat in orders.seats:
             self.start(seat)
         for number in orders.stop:
@@ -308,12 +317,12 @@ class AgentPrograms:
 
     def step(self) -> bool:
         """Handle the events until the next deadline; False when the gateway has ended."""
-        due = [program.kill_at for program in self.running.values() if program.kill_at]
-        wait = max(0.0, min(due) - time.monotonic()) if due else None
-        going = True
+        deadlines = [program.kill_at for program in self.running.values() if program.kill_at]
+        wait = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+        is_open = True
         for key, _ in self.selector.select(wait):
             if key.data is None:
-                going = self.read_orders() and going
+                is_open = self.read_orders() and is_open
                 continue
             program, stream = key.data
             if program.seat.number not in self.running:
@@ -325,9 +334,10 @@ class AgentPrograms:
         for program in list(self.running.values()):
             if program.kill_at and time.monotonic() >= program.kill_at:
                 self.finish(program)
-        return going
+        return is_open
 
     def close(self) -> None:
+        """End all programs."""
         while self.running:
             _, program = self.running.popitem()
             program.finish(self.processes)

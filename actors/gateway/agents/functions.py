@@ -1,9 +1,10 @@
-"""Call agent.function, or an environment: `python -m actors.gateway.agents.functions FD PARENT`.
+"""Run agent functions: `python -m actors.gateway.agents.functions FD PARENT`.
 
-Coroutines share one event loop, so that a client made in the agent's module serves all sessions.  A
-plain function runs in a thread for each session, since it mostly waits for the model.  To stop a
-session, its coroutine is cancelled; a plain function cannot be stopped, and the gateway kills this
-process if it goes on."""
+The process calls agent.function, or an environment.  Coroutines share one event loop, so that a
+client made in the agent's module serves all sessions.  A plain function runs in a thread for each
+session, because it mostly waits for the model.  To stop a session, its coroutine is cancelled; a
+plain function cannot be stopped, and the gateway kills this process if it does not end.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ from asyncrl.transport.worker_pool import read_frame
 
 MOST_THREADS = 1024  # for blocking calls of coroutines (asyncio.to_thread)
 
-Outcome = tuple[Any, BaseException | None]  # of a function: its value, or what it raised
+Outcome = tuple[Any, BaseException | None]  # of a function: its value, or its exception
 
 
 class SharedLoop:
@@ -60,7 +61,7 @@ class SharedLoop:
     def begin(self, number: int, awaitable: Awaitable[Any]) -> Future[Outcome]:
         """Begin a session's awaitable in the loop, from another thread.
 
-        The outcome is its value, or what it raised: SystemExit too, CancelledError after `stop`.
+        The outcome is its value or its exception: SystemExit too, CancelledError after `stop`.
         """
 
         async def catch() -> Outcome:
@@ -87,7 +88,7 @@ class SharedLoop:
 
 
 def resolve(path: str) -> Callable[..., Any]:
-    """Import `module:function` or `file.py:function`.  Raises what the import raises."""
+    """Import `module:function` or `file.py:function`.  Raises the import's error."""
     module, _, name = path.rpartition(":")
     function = getattr(importing.module(module), name)
     if not callable(function):
@@ -96,7 +97,7 @@ def resolve(path: str) -> Callable[..., Any]:
 
 
 def load_player(setup: AgentSetup) -> Callable[..., Any]:
-    """Import what plays the sessions.  Raises ConfigError."""
+    """Import the function or environment that plays sessions.  Raises ConfigError."""
     if setup.env:
         return self_playing.load(setup.env, setup.args).play
     try:
@@ -109,7 +110,7 @@ def load_player(setup: AgentSetup) -> Callable[..., Any]:
 
 
 class SessionRunner:
-    """Runs the sessions of this process and reports how each of them ended."""
+    """The sessions of this process, each run and reported to the gateway."""
 
     def __init__(self, function: Callable[..., Any], log: AgentLog, wire: socket.socket) -> None:
         self.function = function
@@ -147,13 +148,13 @@ class SessionRunner:
     def report(
         self, seat: SessionAccess, began: float, value: Any, error: BaseException | None
     ) -> None:
-        """Send a session's result: what the function returned, or why it failed."""
+        """Send a session's result: the function's value, or the reason of its failure."""
         if error is not None:
-            why = describe_exception(error)
-            head = f"session {seat.name} {why} after {time.monotonic() - began:.1f} s"
+            reason = describe_exception(error)
+            head = f"session {seat.name} {reason} after {time.monotonic() - began:.1f} s"
             trace = "".join(traceback.format_exception(error))
             self.log.write(head, trace.encode("utf-8", "replace"))
-            result = SessionResult(seat.number, "failed", why=why)
+            result = SessionResult(seat.number, "failed", why=reason)
         elif isinstance(value, SessionResult):
             result = value
         else:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from actors.reward_worker import check_value, describe_exception, first_line
+from actors.reward_worker import check_value, describe_exception, get_first_line
 from asyncrl.contract.messages import Prompt
 from asyncrl.transport.worker_pool import frame
 
@@ -68,9 +68,9 @@ class SessionOrders(msgspec.Struct, frozen=True):
 
 
 class SessionResult(msgspec.Struct, frozen=True, array_like=True):
-    """How an agent's session ended.
+    """The result of an agent's session.
 
-    kind: judge: the config's reward scores it; failed: for the reason in `why`
+    kind: judge: the config's reward scores it; failed: `why` is the reason
     truncated: a limit of the environment has cut it
     scored: it failed, and its reward counts if a limit of the session is the cause
     """
@@ -85,7 +85,7 @@ class SessionResult(msgspec.Struct, frozen=True, array_like=True):
 
 
 def parse_outcome(number: int, value: Any) -> SessionResult:
-    """Read what an agent returned.
+    """Read an agent's return value.
 
     It is a number, a dict of parts with `reward`, or None for the config's reward.
     """
@@ -94,8 +94,10 @@ def parse_outcome(number: int, value: Any) -> SessionResult:
     try:
         reward, parts, _ = check_value(value, 0)
     except Exception as error:
-        why = str(error) if type(error) is ValueError else describe_exception(error)
-        return SessionResult(number, "failed", why=f"gave an invalid reward: {first_line(why)}")
+        reason = str(error) if type(error) is ValueError else describe_exception(error)
+        return SessionResult(
+            number, "failed", why=f"gave an invalid reward: {get_first_line(reason)}"
+        )
     return SessionResult(number, "scored", reward, parts)
 
 

@@ -1,4 +1,4 @@
-"""Translates Anthropic's /v1/messages to a chat completion and back.  Pure."""
+"""Translate Anthropic's /v1/messages to a chat completion and back.  Pure."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from actors.gateway.sessions import CallRefused
 QUIET = ("system", "max_tokens", "stop_sequences", "messages", "tools", "tool_choice", "thinking")
 
 
-def _bad(where: str, why: str) -> CallRefused:
-    return CallRefused(400, "invalid_value", f"{where}: {why}", where.partition("[")[0])
+def _build_refusal(location: str, reason: str) -> CallRefused:
+    return CallRefused(400, "invalid_value", f"{location}: {reason}", location.partition("[")[0])
 
 
 def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate a request to a chat completion's.  Raises CallRefused."""
+    """Translate a request to one for a chat completion.  Raises CallRefused."""
     request = {key: value for key, value in body.items() if key not in QUIET}
     messages: list[Message] = []
     if system := body.get("system"):
-        messages.append({"role": "system", "content": _texts("system", system)})
-    given = body.get("messages")
-    if not isinstance(given, list) or not given:
-        raise _bad("messages", "give a list of at least one message")
-    for place, message in enumerate(given):
-        messages += _convert_message(f"messages[{place}]", message)
+        messages.append({"role": "system", "content": _join_blocks("system", system)})
+    messages_in_body = body.get("messages")
+    if not isinstance(messages_in_body, list) or not messages_in_body:
+        raise _build_refusal("messages", "give a list of at least one message")
+    for index, message in enumerate(messages_in_body):
+        messages += _convert_message(f"messages[{index}]", message)
     request["messages"] = messages
     request["max_tokens"] = body.get("max_tokens")
     request["stop"] = body.get("stop_sequences")
@@ -39,24 +39,24 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     if choice is not None:
         kind = choice.get("type") if isinstance(choice, dict) else None
         if not isinstance(kind, str):
-            raise _bad("tool_choice", "give an object with a type")
+            raise _build_refusal("tool_choice", "give an object with a type")
         request["tool_choice"] = kind if kind in ("auto", "none") else choice
     output = request.pop("output_config", None) or {}
     if not isinstance(output, dict):
-        raise _bad("output_config", "give an object")
+        raise _build_refusal("output_config", "give an object")
     request |= {f"output_config.{key}": value for key, value in output.items()}
-    request["tools"] = _tools(request, body.get("tools") or [])
+    request["tools"] = _convert_tools(request, body.get("tools") or [])
     return request
 
 
-def _tools(request: dict[str, Any], given: Any) -> list[Any]:
-    """Translate tools to functions; provider's tools are ignored and listed."""
-    if not isinstance(given, list):
-        raise _bad("tools", "give a list")
+def _convert_tools(request: dict[str, Any], value: Any) -> list[Any]:
+    """Translate tools to functions; a provider's tools are ignored and listed."""
+    if not isinstance(value, list):
+        raise _build_refusal("tools", "give a list")
     tools = []
-    for place, tool in enumerate(given):
+    for index, tool in enumerate(value):
         if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):
-            raise _bad(f"tools[{place}]", "give an object with a name")
+            raise _build_refusal(f"tools[{index}]", "give an object with a name")
         if tool.get("type", "custom") != "custom":
             request[f"tools.{tool['type']}"] = True
             continue
@@ -67,28 +67,28 @@ def _tools(request: dict[str, Any], given: Any) -> list[Any]:
     return tools
 
 
-def _texts(where: str, content: Any) -> str:
+def _join_blocks(location: str, content: Any) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise _bad(where, "give text, or a list of text blocks")
+        raise _build_refusal(location, "give text, or a list of text blocks")
     for block in content:
         if not isinstance(block, dict) or not isinstance(block.get("text"), str):
             kind = block.get("type") if isinstance(block, dict) else type(block).__name__
-            raise _bad(where, f"a block of type {kind!r}: only text is supported")
+            raise _build_refusal(location, f"a block of type {kind!r}: only text is supported")
     return "".join(block["text"] for block in content)
 
 
-def _convert_message(where: str, message: Any) -> Iterator[Message]:
+def _convert_message(location: str, message: Any) -> Iterator[Message]:
     """Convert a message: an answer with calls, or tool results and the user's text."""
     if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
-        raise _bad(where, "give an object with the role user or assistant")
+        raise _build_refusal(location, "give an object with the role user or assistant")
     role, content = message["role"], message.get("content")
     if isinstance(content, str):
         yield {"role": role, "content": content}
         return
     if not isinstance(content, list):
-        raise _bad(where, "content: give text, or a list of blocks")
+        raise _build_refusal(location, "content: give text, or a list of blocks")
     text: list[Any] = []
     calls = []
     for block in content:
@@ -103,7 +103,7 @@ def _convert_message(where: str, message: Any) -> Iterator[Message]:
                 }
             )
         elif kind == "tool_result" and role == "user":
-            result = _texts(where, block.get("content") or "")
+            result = _join_blocks(location, block.get("content") or "")
             yield {
                 "role": "tool",
                 "tool_call_id": block.get("tool_use_id"),
@@ -111,7 +111,7 @@ def _convert_message(where: str, message: Any) -> Iterator[Message]:
             }
         elif kind not in ("thinking", "redacted_thinking"):  # restored with the sampled answer
             text.append(block)
-    joined = _texts(where, text)
+    joined = _join_blocks(location, text)
     if role == "assistant":
         yield {
             "role": role,
@@ -122,7 +122,7 @@ def _convert_message(where: str, message: Any) -> Iterator[Message]:
         yield {"role": role, "content": joined}
 
 
-def answer(
+def build_response(
     message: Message, finish: str, usage: Mapping[str, int], head: Mapping[str, Any], stop: str
 ) -> dict[str, Any]:
     """Build the body of a response.
@@ -143,14 +143,14 @@ def answer(
     if message["content"] or not calls:
         blocks.append({"type": "text", "text": message["content"] or ""})
     for call in calls:
-        given = json.loads(call["function"]["arguments"])
+        arguments = json.loads(call["function"]["arguments"])
         name = call["function"]["name"]
         blocks.append(
             {
                 "type": "tool_use",
                 "id": call["id"],
                 "name": name,
-                "input": given,
+                "input": arguments,
             }
         )
     reasons = {"length": "max_tokens", "tool_calls": "tool_use"}
@@ -169,7 +169,7 @@ def answer(
     }
 
 
-def events(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+def split_events(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Split a response into the events of a stream."""
     start = {
         **body,
@@ -180,7 +180,7 @@ def events(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     start["usage"] = {**body["usage"], "output_tokens": 0}
     blocks: list[dict[str, Any]] = []
     for index, block in enumerate(body["content"]):
-        empty, delta = _delta(block)
+        empty, delta = _split_block(block)
         blocks += [
             {
                 "type": "content_block_start",
@@ -194,20 +194,20 @@ def events(body: Mapping[str, Any]) -> list[dict[str, Any]]:
             },
             {"type": "content_block_stop", "index": index},
         ]
-    ended = {"stop_reason": body["stop_reason"], "stop_sequence": body["stop_sequence"]}
+    ending = {"stop_reason": body["stop_reason"], "stop_sequence": body["stop_sequence"]}
     return [
         {"type": "message_start", "message": start},
         *blocks,
         {
             "type": "message_delta",
-            "delta": ended,
+            "delta": ending,
             "usage": body["usage"],
         },
         {"type": "message_stop"},
     ]
 
 
-def _delta(block: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _split_block(block: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split a block into its empty beginning and the delta that completes it."""
     if block["type"] == "tool_use":
         text = json.dumps(block["input"], ensure_ascii=False)
@@ -216,7 +216,7 @@ def _delta(block: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return {**block, kind: ""}, {"type": f"{kind}_delta", kind: block[kind]}
 
 
-def sse(events: Sequence[Mapping[str, Any]]) -> bytes:
+def encode_events(events: Sequence[Mapping[str, Any]]) -> bytes:
     """Encode named server-sent events, for Anthropic's API and /v1/responses."""
     return b"".join(
         f"event: {event['type']}\ndata: {json.dumps(event, ensure_ascii=False)}\n\n".encode()

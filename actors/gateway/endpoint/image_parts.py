@@ -1,4 +1,4 @@
-"""Images in the content of requests, in the forms of OpenAI's and Anthropic's APIs.  Pure.
+"""Images in requests, in the forms of OpenAI's and Anthropic's APIs.  Pure.
 
 ```
 chat        {"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}
@@ -6,14 +6,15 @@ responses   {"type": "input_image", "image_url": "data:image/png;base64,..."}
 messages    {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ...}}
 ```
 
-Only data: URLs are read: the gateway never opens an address that a request names."""
+Only data: URLs are read: the gateway never opens an address that a request names.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from actors.gateway.image_marks import mark_of
+from actors.gateway.image_marks import make_mark
 from actors.gateway.sessions import CallRefused
 from asyncrl.contract.blobs.images import MOST_IMAGES, MOST_SESSION_BYTES, digest
 from asyncrl.models.vision import pictures
@@ -25,53 +26,54 @@ PARTS = ("content", "output")  # keys of an item or a part that hold parts
 def take_images(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Return the body with a text part in place of each image, and digest -> blob.
 
-    Raises CallRefused for an image that cannot be read."""
+    Raises CallRefused for an image that cannot be read.
+    """
     blobs: dict[str, bytes] = {}
-    taken = dict(body)
+    converted = dict(body)
     for key in LISTS:
         if isinstance(body.get(key), list):
-            taken[key] = [
-                _without_images(f"{key}[{place}]", item, blobs)
-                for place, item in enumerate(body[key])
+            converted[key] = [
+                _replace_images(f"{key}[{index}]", item, blobs)
+                for index, item in enumerate(body[key])
             ]
     if len(blobs) > MOST_IMAGES or sum(map(len, blobs.values())) > MOST_SESSION_BYTES:
-        raise _bad(
+        raise _build_refusal(
             "messages",
             f"{len(blobs)} images of {sum(map(len, blobs.values()))} bytes as PNG; at most "
             f"{MOST_IMAGES} of {MOST_SESSION_BYTES} bytes together are served",
         )
-    return taken, blobs
+    return converted, blobs
 
 
-def _without_images(where: str, item: Any, blobs: dict[str, bytes]) -> Any:
+def _replace_images(location: str, item: Any, blobs: dict[str, bytes]) -> Any:
     """Replace the images in the parts of an item, at any depth."""
     if not isinstance(item, dict):
         return item
-    found = dict(item)
+    converted = dict(item)
     for key in PARTS:
         if isinstance(item.get(key), list):
-            found[key] = [
-                _replace_image(f"{where}.{key}[{place}]", part, blobs)
-                for place, part in enumerate(item[key])
+            converted[key] = [
+                _replace_image(f"{location}.{key}[{index}]", part, blobs)
+                for index, part in enumerate(item[key])
             ]
-    return found
+    return converted
 
 
-def _replace_image(where: str, part: Any, blobs: dict[str, bytes]) -> Any:
+def _replace_image(location: str, part: Any, blobs: dict[str, bytes]) -> Any:
     """Return a part, or the text part that stands for its image."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in ("image_url", "input_image", "image"):
-        return _without_images(where, part, blobs)
+        return _replace_images(location, part, blobs)
     try:
-        blob = pictures.build_blob(pictures.decode_data_url(_url_of(where, part)))
+        blob = pictures.build_blob(pictures.decode_data_url(_get_url(location, part)))
     except ValueError as error:
-        raise _bad(where, f"the image cannot be read: {error}") from error
+        raise _build_refusal(location, f"the image cannot be read: {error}") from error
     name = digest(blob)
     blobs[name] = blob
-    return {"type": "text", "text": mark_of(name)}
+    return {"type": "text", "text": make_mark(name)}
 
 
-def _url_of(where: str, part: Mapping[str, Any]) -> str:
+def _get_url(location: str, part: Mapping[str, Any]) -> str:
     """Return the data: URL of an image part."""
     source = part.get("source")
     if isinstance(source, dict) and source.get("type") == "base64":
@@ -80,14 +82,14 @@ def _url_of(where: str, part: Mapping[str, Any]) -> str:
     if isinstance(url, dict):
         url = url.get("url")
     if not isinstance(url, str):
-        raise _bad(where, "give the image as a data: URL (data:image/png;base64,...)")
+        raise _build_refusal(location, "give the image as a data: URL (data:image/png;base64,...)")
     if not url.startswith("data:"):
-        raise _bad(
-            where,
+        raise _build_refusal(
+            location,
             f"{url:.80} is not fetched: send the image itself, as data:image/png;base64,...",
         )
     return url
 
 
-def _bad(where: str, why: str) -> CallRefused:
-    return CallRefused(400, "invalid_image", f"{where}: {why}", where.partition("[")[0])
+def _build_refusal(location: str, reason: str) -> CallRefused:
+    return CallRefused(400, "invalid_image", f"{location}: {reason}", location.partition("[")[0])

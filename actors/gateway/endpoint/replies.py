@@ -18,15 +18,15 @@ TYPES = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
-AGAIN = (408, 429)  # statuses below 500 that a client should retry
+RETRIED_STATUSES = (408, 429)  # statuses below 500 that a client should retry
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
 Text = Callable[[Sequence[int]], str]  # of token ids
 
 
-def error(refused: CallRefused) -> tuple[dict[str, Any], dict[str, str]]:
-    """Build the body and headers of a refusal, with a hint whether to retry."""
+def build_error(refused: CallRefused) -> tuple[dict[str, Any], dict[str, str]]:
+    """Build the body and headers of a refusal; the headers say whether to retry."""
     status = refused.status
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     body = {
@@ -35,27 +35,33 @@ def error(refused: CallRefused) -> tuple[dict[str, Any], dict[str, str]]:
         "param": refused.param,
         "code": refused.code,
     }
-    if status not in AGAIN and status < 500:
+    if status not in RETRIED_STATUSES and status < 500:
         return {"error": body}, {"x-should-retry": "false"}
     return {"error": body}, {"retry-after": "1"} if status in (429, 503) else {}
 
 
-def answer(wanted: ParsedRequest, node: CallNode, name: str, text: Text, when: int) -> bytes:
+def build_answer(
+    parsed: ParsedRequest, node: CallNode, name: str, decode: Text, created: int
+) -> bytes:
     """Build the body of an answered call, complete or as a stream.
 
     node: the call
     name: its id in the answer
-    text: decodes token ids
-    when: the time in the answer, in seconds since 1970
+    decode: decodes token ids
+    created: the time in the answer, in seconds since 1970
     """
-    if wanted.kind == "ids":
-        return _encode(_tokens(wanted, node, name))
-    if wanted.kind in ("messages", "responses"):
-        return _translated(wanted, node, name, when, text)
-    body = _chat(wanted, node, text) if wanted.kind == "chat" else _text(wanted, node, text)
-    head = _head(wanted, name, when, chunk=wanted.stream)
-    usage = _usage(node)
-    if not wanted.stream:
+    if parsed.kind == "ids":
+        return _encode(_build_tokens_body(parsed, node, name))
+    if parsed.kind in ("messages", "responses"):
+        return _build_translated(parsed, node, name, created, decode)
+    body = (
+        _build_chat_choice(parsed, node, decode)
+        if parsed.kind == "chat"
+        else _build_text_choice(parsed, node, decode)
+    )
+    head = _build_head(parsed, name, created, chunk=parsed.stream)
+    usage = _count_usage(node)
+    if not parsed.stream:
         return _encode(
             {
                 **head,
@@ -63,59 +69,65 @@ def answer(wanted: ParsedRequest, node: CallNode, name: str, text: Text, when: i
                 "usage": usage,
             }
         )
-    parts = [{**head, "choices": [choice]} for choice in _chunked(wanted, body)]
-    if wanted.usage:
-        parts.append(
+    chunks = [{**head, "choices": [choice]} for choice in _split_choice(parsed, body)]
+    if parsed.usage:
+        chunks.append(
             {
                 **head,
                 "choices": [],
                 "usage": usage,
             }
         )
-    return b"".join(b"data: " + _encode(part) + b"\n\n" for part in parts) + DONE
+    return b"".join(b"data: " + _encode(part) + b"\n\n" for part in chunks) + DONE
 
 
-def _translated(wanted: ParsedRequest, node: CallNode, name: str, when: int, text: Text) -> bytes:
-    """Do the same for /v1/messages and /v1/responses."""
-    choice = _chat(wanted, node, text)
-    completion = (choice["message"], choice["finish_reason"], _usage(node))
+def _build_translated(
+    parsed: ParsedRequest, node: CallNode, name: str, created: int, decode: Text
+) -> bytes:
+    """Do the same as `build_answer` for /v1/messages and /v1/responses."""
+    choice = _build_chat_choice(parsed, node, decode)
+    completion = (choice["message"], choice["finish_reason"], _count_usage(node))
     head = {
         "id": name,
-        "model": wanted.model,
-        "created": when,
+        "model": parsed.model,
+        "created": created,
     }
-    if wanted.kind == "messages":
-        body = anthropic.answer(*completion, head, _stopped(wanted, node, text))
-        return anthropic.sse(anthropic.events(body)) if wanted.stream else _encode(body)
-    body = responses.answer(*completion, head)
-    return anthropic.sse(responses.events(body)) if wanted.stream else _encode(body)
+    if parsed.kind == "messages":
+        body = anthropic.build_response(*completion, head, _find_stop(parsed, node, decode))
+        return (
+            anthropic.encode_events(anthropic.split_events(body))
+            if parsed.stream
+            else _encode(body)
+        )
+    body = responses.build_response(*completion, head)
+    return anthropic.encode_events(responses.split_events(body)) if parsed.stream else _encode(body)
 
 
-def _stopped(wanted: ParsedRequest, node: CallNode, text: Text) -> str:
+def _find_stop(parsed: ParsedRequest, node: CallNode, decode: Text) -> str:
     """Find the stop string that ended the answer; "" if none did."""
     assert node.ids is not None
-    sampled = text([int(token) for token in node.ids])
-    return next((stop for stop in wanted.stop if stop in sampled), "")
+    sampled = decode([int(token) for token in node.ids])
+    return next((stop for stop in parsed.stop if stop in sampled), "")
 
 
 def _encode(body: Any) -> bytes:
     return msgspec.json.encode(body)
 
 
-def _head(wanted: ParsedRequest, name: str, when: int, *, chunk: bool) -> dict[str, Any]:
-    chat = wanted.kind == "chat"
+def _build_head(parsed: ParsedRequest, name: str, created: int, *, chunk: bool) -> dict[str, Any]:
+    chat = parsed.kind == "chat"
     kind = "chat.completion" + ".chunk" * chunk if chat else "text_completion"
     return {
         "id": name,
         "object": kind,
-        "created": when,
-        "model": wanted.model,
+        "created": created,
+        "model": parsed.model,
     }
 
 
-def _usage(node: CallNode) -> dict[str, int]:
+def _count_usage(node: CallNode) -> dict[str, int]:
     assert node.ids is not None
-    prompt, completion = len(node.prompt()), len(node.ids)
+    prompt, completion = len(node.build_prompt()), len(node.ids)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -135,18 +147,18 @@ def message_for_client(answer: Message) -> Message:
     if calls := answer.get("tool_calls"):
         message["content"] = answer["content"] or None
         message["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": _arguments(call)}}
+            {**call, "function": {**call["function"], "arguments": _encode_arguments(call)}}
             for call in calls
         ]
     return message
 
 
-def _arguments(call: Message) -> str:
-    given = call["function"]["arguments"]
-    return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+def _encode_arguments(call: Message) -> str:
+    arguments = call["function"]["arguments"]
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
-def _chat(wanted: ParsedRequest, node: CallNode, text: Text) -> dict[str, Any]:
+def _build_chat_choice(parsed: ParsedRequest, node: CallNode, decode: Text) -> dict[str, Any]:
     assert node.answer is not None and node.ids is not None and node.logprobs is not None
     message = message_for_client(node.answer)
     finish: str = node.finish
@@ -158,8 +170,8 @@ def _chat(wanted: ParsedRequest, node: CallNode, text: Text) -> dict[str, Any]:
         "logprobs": None,
         "finish_reason": finish,
     }
-    if wanted.logprobs:
-        tokens = [text([int(token)]) for token in node.ids]
+    if parsed.logprobs:
+        tokens = [decode([int(token)]) for token in node.ids]
         choice["logprobs"] = {
             "content": [
                 {
@@ -172,10 +184,10 @@ def _chat(wanted: ParsedRequest, node: CallNode, text: Text) -> dict[str, Any]:
             ],
             "refusal": None,
         }
-    return {**choice, **_ids(wanted, node)}
+    return {**choice, **_build_id_fields(parsed, node)}
 
 
-def _text(wanted: ParsedRequest, node: CallNode, text: Text) -> dict[str, Any]:
+def _build_text_choice(parsed: ParsedRequest, node: CallNode, decode: Text) -> dict[str, Any]:
     assert node.ids is not None and node.logprobs is not None
     assert node.answer is not None
     choice: dict[str, Any] = {
@@ -184,25 +196,25 @@ def _text(wanted: ParsedRequest, node: CallNode, text: Text) -> dict[str, Any]:
         "logprobs": None,
         "finish_reason": node.finish,
     }
-    if wanted.logprobs:
-        tokens = [text([int(token)]) for token in node.ids]
+    if parsed.logprobs:
+        tokens = [decode([int(token)]) for token in node.ids]
         choice["logprobs"] = {
             "tokens": tokens,
             "token_logprobs": [float(logprob) for logprob in node.logprobs],
             "top_logprobs": None,
-            "text_offset": [sum(map(len, tokens[:place])) for place in range(len(tokens))],
+            "text_offset": [sum(map(len, tokens[:index])) for index in range(len(tokens))],
         }
-    return {**choice, **_ids(wanted, node)}
+    return {**choice, **_build_id_fields(parsed, node)}
 
 
-def _ids(wanted: ParsedRequest, node: CallNode) -> dict[str, Any]:
-    if not wanted.token_ids:
+def _build_id_fields(parsed: ParsedRequest, node: CallNode) -> dict[str, Any]:
+    if not parsed.token_ids:
         return {}
     assert node.ids is not None
-    return {"token_ids": node.ids.tolist(), "prompt_token_ids": node.prompt().tolist()}
+    return {"token_ids": node.ids.tolist(), "prompt_token_ids": node.build_prompt().tolist()}
 
 
-def _tokens(wanted: ParsedRequest, node: CallNode, name: str) -> dict[str, Any]:
+def _build_tokens_body(parsed: ParsedRequest, node: CallNode, name: str) -> dict[str, Any]:
     assert node.ids is not None and node.logprobs is not None
     choice: dict[str, Any] = {
         "index": 0,
@@ -218,7 +230,7 @@ def _tokens(wanted: ParsedRequest, node: CallNode, name: str) -> dict[str, Any]:
             for span in node.spans
         ],
     }
-    if wanted.logprobs:
+    if parsed.logprobs:
         choice["logprobs"] = {
             "content": [
                 {
@@ -233,22 +245,22 @@ def _tokens(wanted: ParsedRequest, node: CallNode, name: str) -> dict[str, Any]:
     return {
         "request_id": name,
         "choices": [choice],
-        "prompt_token_ids": node.prompt().tolist() if wanted.token_ids else None,
-        "usage": _usage(node),
+        "prompt_token_ids": node.build_prompt().tolist() if parsed.token_ids else None,
+        "usage": _count_usage(node),
     }
 
 
-def _chunked(wanted: ParsedRequest, choice: dict[str, Any]) -> list[dict[str, Any]]:
+def _split_choice(parsed: ParsedRequest, choice: dict[str, Any]) -> list[dict[str, Any]]:
     """Split a finished answer into the choices of a stream."""
     extra: dict[str, Any] = {
         key: choice[key] for key in ("token_ids", "prompt_token_ids") if key in choice
     }
-    last: dict[str, Any] = {
+    last_choice: dict[str, Any] = {
         "index": 0,
         "logprobs": None,
         "finish_reason": choice["finish_reason"],
     }
-    if wanted.kind == "text":
+    if parsed.kind == "text":
         complete: dict[str, Any] = {
             "index": 0,
             "text": choice["text"],
@@ -260,14 +272,14 @@ def _chunked(wanted: ParsedRequest, choice: dict[str, Any]) -> list[dict[str, An
                 "finish_reason": None,
                 **extra,
             },
-            {**last, "text": ""},
+            {**last_choice, "text": ""},
         ]
     message = choice["message"]
     delta: dict[str, Any] = {"content": message["content"]}
     if "reasoning_content" in message:
         delta["reasoning_content"] = message["reasoning_content"]
     if calls := message.get("tool_calls"):
-        delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]
+        delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
     unfinished: dict[str, Any] = {
         "index": 0,
         "logprobs": None,
@@ -288,5 +300,5 @@ def _chunked(wanted: ParsedRequest, choice: dict[str, Any]) -> list[dict[str, An
             "logprobs": choice["logprobs"],
             **extra,
         },
-        {**last, "delta": {}},
+        {**last_choice, "delta": {}},
     ]

@@ -5,7 +5,8 @@ The run determines the distribution of an answer:
 - options that only end an answer earlier are followed
 - a client's sampling options are ignored and named, or refused
 - a forced format or tool is ignored and named, refused, or becomes the answer's grammar
-- options under which the policy cannot be trained are refused"""
+- options under which the policy cannot be trained are refused
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ import msgspec
 import numpy as np
 
 from actors.gateway.call_tree import Message
-from actors.gateway.chat import normalised
+from actors.gateway.chat import normalize_messages
 from actors.gateway.endpoint import anthropic, forms, image_parts, responses
 from actors.gateway.sessions import CallRefused
 from asyncrl.contract.messages import SamplingSettings
@@ -36,7 +37,7 @@ STOP_CHARACTERS = 256
 
 @dataclass(frozen=True)
 class RequestPolicy:
-    """How the run treats the options of a request: the config's section [agent]."""
+    """The run's treatment of a request's options: the config's section [agent]."""
 
     model: str = "policy"  # the model name of trained calls
     # calls for another name are excluded from training, trained, or answered with 404
@@ -73,73 +74,73 @@ class ParsedRequest:
     images: Mapping[str, bytes] = field(default_factory=dict)
 
 
-def _empty(value: Any) -> bool:
+def _is_empty(value: Any) -> bool:
     return not value
 
 
-def _is(*allowed: Any) -> Callable[[Any], bool]:
-    return lambda value: any(value == one and type(value) is not bool for one in allowed)
+def _is_one_of(*values: Any) -> Callable[[Any], bool]:
+    return lambda value: any(value == accepted and type(value) is not bool for accepted in values)
 
 
-def _false(value: Any) -> bool:
+def _is_false(value: Any) -> bool:
     return value is False
 
 
-# options that the policy cannot follow: key -> (test for values without effect, why not)
+# options that the policy cannot follow: key -> (test for values without effect, reason)
 ONE = "a call has one answer: repeat the request, each one is sampled independently"
 OTHER = "the answers would come from another distribution than the one that is trained"
 REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "n": (_is(1), ONE),
-    "best_of": (_is(0, 1), ONE),
-    "use_beam_search": (_false, ONE),
-    "logit_bias": (_empty, OTHER),
-    "frequency_penalty": (_is(0), OTHER),
-    "presence_penalty": (_is(0), OTHER),
-    "repetition_penalty": (_is(1), OTHER),
-    "length_penalty": (_is(1), OTHER),
-    "min_p": (_is(0), OTHER),
-    "min_tokens": (_is(0), OTHER),
-    "ignore_eos": (_false, OTHER),
-    "bad_words": (_empty, OTHER),
-    "allowed_token_ids": (_empty, OTHER),
-    "logits_processors": (_empty, OTHER),
-    "thinking_token_budget": (_empty, OTHER),
-    "functions": (_empty, "give `tools`"),
-    "function_call": (_is("auto", "none"), "give `tool_choice`"),
-    "echo": (_false, "the prompt is not repeated"),
-    "suffix": (_empty, "text is only continued at its end"),
-    "top_logprobs": (_is(0), "only the sampled token's log-probability is kept"),
-    "prompt_logprobs": (_is(0), "a prompt is not scored"),
-    "logprob_token_ids": (_empty, "only the sampled token's log-probability is kept"),
-    "include_stop_str_in_output": (_false, "the text ends before the stop string"),
-    "truncate_prompt_tokens": (_empty, "shorten the history yourself"),
+    "n": (_is_one_of(1), ONE),
+    "best_of": (_is_one_of(0, 1), ONE),
+    "use_beam_search": (_is_false, ONE),
+    "logit_bias": (_is_empty, OTHER),
+    "frequency_penalty": (_is_one_of(0), OTHER),
+    "presence_penalty": (_is_one_of(0), OTHER),
+    "repetition_penalty": (_is_one_of(1), OTHER),
+    "length_penalty": (_is_one_of(1), OTHER),
+    "min_p": (_is_one_of(0), OTHER),
+    "min_tokens": (_is_one_of(0), OTHER),
+    "ignore_eos": (_is_false, OTHER),
+    "bad_words": (_is_empty, OTHER),
+    "allowed_token_ids": (_is_empty, OTHER),
+    "logits_processors": (_is_empty, OTHER),
+    "thinking_token_budget": (_is_empty, OTHER),
+    "functions": (_is_empty, "give `tools`"),
+    "function_call": (_is_one_of("auto", "none"), "give `tool_choice`"),
+    "echo": (_is_false, "the prompt is not repeated"),
+    "suffix": (_is_empty, "text is only continued at its end"),
+    "top_logprobs": (_is_one_of(0), "only the sampled token's log-probability is kept"),
+    "prompt_logprobs": (_is_one_of(0), "a prompt is not scored"),
+    "logprob_token_ids": (_is_empty, "only the sampled token's log-probability is kept"),
+    "include_stop_str_in_output": (_is_false, "the text ends before the stop string"),
+    "truncate_prompt_tokens": (_is_empty, "shorten the history yourself"),
     "continue_final_message": (
-        _false,
+        _is_false,
         "an answer begins a turn; use /v1/completions to continue a text",
     ),
     "add_generation_prompt": (lambda value: value is True, "an answer begins a turn"),
-    "chat_template": (_empty, "the template is the run's"),
-    "chat_template_kwargs": (_empty, "the template is the run's"),
-    "documents": (_empty, "put them into a message"),
-    "audio": (_empty, "only text is supported"),
-    "content_parts": (_empty, "only text is supported"),
-    "features": (_empty, "only text is supported"),
+    "chat_template": (_is_empty, "the template is the run's"),
+    "chat_template_kwargs": (_is_empty, "the template is the run's"),
+    "documents": (_is_empty, "put them into a message"),
+    "audio": (_is_empty, "only text is supported"),
+    "content_parts": (_is_empty, "only text is supported"),
+    "features": (_is_empty, "only text is supported"),
     "modalities": (lambda value: value == ["text"], "only text is supported"),
-    "web_search_options": (_empty, "give the search as a tool"),
+    "web_search_options": (_is_empty, "give the search as a tool"),
 }
 # a format or tool that the answer must have -> test for values without effect
 FORCED: dict[str, Callable[[Any], bool]] = {
     "response_format": lambda value: value == {"type": "text"},
-    "structured_outputs": _empty,
+    "structured_outputs": _is_empty,
     "text.format": lambda value: value == {"type": "text"},
-    "output_format": _empty,
-    "output_config.format": _empty,
-    "tool_choice": _is("auto", "none"),
+    "output_format": _is_empty,
+    "output_config.format": _is_empty,
+    "tool_choice": _is_one_of("auto", "none"),
 }
 GUIDED = "guided_"
 # a client's sampling options: ignored and named, or refused
 SAMPLING = ("temperature", "top_p", "top_k", "seed")
-# options that are read elsewhere, or ignored without being named
+# options that are parsed elsewhere, or ignored without being named
 QUIET = {
     *("model", "messages", "prompt", "token_ids", "sampling_params", "tools"),
     *("max_tokens", "max_completion_tokens", "stop", "stream", "stream_options", "logprobs"),
@@ -148,11 +149,12 @@ QUIET = {
 }
 
 
-def bad(param: str, why: str, code: str = "invalid_value") -> CallRefused:
-    return CallRefused(400, code, f"{param}: {why}", param)
+def build_refusal(param: str, reason: str, code: str = "invalid_value") -> CallRefused:
+    """Build the refusal of a request for the key `param` of its body."""
+    return CallRefused(400, code, f"{param}: {reason}", param)
 
 
-def decoded(body: bytes) -> dict[str, Any]:
+def decode_body(body: bytes) -> dict[str, Any]:
     """Decode a body as a JSON object.  Raises CallRefused."""
     try:
         value = msgspec.json.decode(body)
@@ -178,15 +180,15 @@ def parse_request(
     elif kind == "ids":
         inner = body.get("sampling_params", {})
         if not isinstance(inner, dict):
-            raise bad("sampling_params", "give an object")
+            raise build_refusal("sampling_params", "give an object")
         options = {**inner, **body}
     ignored = _check_options(options, policy, run)
-    stream, usage = _stream(options)
+    stream, usage = _parse_stream(options)
     if stream and kind == "ids":
-        raise bad("stream", "the token route does not stream", "unsupported_parameter")
+        raise build_refusal("stream", "the token route does not stream", "unsupported_parameter")
     model = options.get("model", policy.model)
     if not isinstance(model, str):
-        raise bad("model", "give its name as text")
+        raise build_refusal("model", "give its name as text")
     if model != policy.model and policy.other_models == "refuse":
         raise CallRefused(
             404,
@@ -194,10 +196,10 @@ def parse_request(
             f"there is no model {model!r}: use {policy.model!r} (agent.other_models = refuse)",
             "model",
         )
-    prompt = _prompt(kind, options, policy)
+    prompt = _parse_prompt(kind, options, policy)
     grammar = ""
     if policy.forced == "constrain":
-        grammar = forms.grammar_of(options, prompt.get("tools", ()), policy.parser)
+        grammar = forms.build_grammar(options, prompt.get("tools", ()), policy.parser)
         if grammar:
             ignored = tuple(name for name in ignored if name != forms.PARALLEL)
     return ParsedRequest(
@@ -205,13 +207,13 @@ def parse_request(
         model=model,
         **prompt,
         grammar=grammar,
-        max_new_tokens=_max_tokens(options),
+        max_new_tokens=_parse_max_tokens(options),
         stop=parse_stops(options.get("stop")),
-        aside=(model != policy.model and policy.other_models == "aside") or _aside(options),
+        aside=(model != policy.model and policy.other_models == "aside") or _parse_aside(options),
         stream=stream,
         usage=usage,
-        logprobs=_logprobs(kind, options),
-        token_ids=_flag(options, "return_token_ids"),
+        logprobs=_parse_logprobs(kind, options),
+        token_ids=_parse_flag(options, "return_token_ids"),
         ignored=ignored,
         images=images,
     )
@@ -228,7 +230,9 @@ def _check_options(
         if name in REFUSED:
             has_no_effect, reason = REFUSED[name]
             if not has_no_effect(value):
-                raise bad(name, f"{value!r:.80} is not served: {reason}", "unsupported_parameter")
+                raise build_refusal(
+                    name, f"{value!r:.80} is not served: {reason}", "unsupported_parameter"
+                )
         elif name == "stop_token_ids":
             _check_stop_ids(value, policy)
         elif name in FORCED or name.startswith(GUIDED):
@@ -239,35 +243,37 @@ def _check_options(
     return tuple(ignored)
 
 
-def _check_stop_ids(given: Any, policy: RequestPolicy) -> None:
-    """Raise CallRefused for an id that does not end an answer in this run anyway."""
-    if not isinstance(given, list) or not all(type(token) is int for token in given):
-        raise bad("stop_token_ids", "give a list of token ids")
-    if foreign := sorted({*given} - policy.stops):
-        raise bad(
+def _check_stop_ids(ids: Any, policy: RequestPolicy) -> None:
+    """Raise CallRefused for an id that does not end an answer in this run."""
+    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+        raise build_refusal("stop_token_ids", "give a list of token ids")
+    if unknown_ids := sorted({*ids} - policy.stops):
+        raise build_refusal(
             "stop_token_ids",
-            f"{foreign!r:.80} do not end an answer in this run, whose stop ids are "
+            f"{unknown_ids!r:.80} do not end an answer in this run, whose stop ids are "
             f"{sorted(policy.stops)}: omit them, or add their text to generator.stop",
             "unsupported_parameter",
         )
 
 
 def _forces(name: str, value: Any, policy: RequestPolicy) -> bool:
-    """Whether a value forces the form of the answer, in vain.  Raises CallRefused."""
-    if FORCED.get(name, _empty)(value):
+    """Whether a value forces the answer's form, without effect.  Raises CallRefused."""
+    if FORCED.get(name, _is_empty)(value):
         return False
     if (
         name in FORCED
         and not isinstance(value, dict)
         and not (name == "tool_choice" and isinstance(value, str))
     ):
-        raise bad(name, f"{value!r:.80}: give an object")
+        raise build_refusal(name, f"{value!r:.80}: give an object")
     if policy.forced == "constrain":
         if name.startswith(GUIDED):
-            raise bad(name, "is not served: give structured_outputs", "unsupported_parameter")
+            raise build_refusal(
+                name, "is not served: give structured_outputs", "unsupported_parameter"
+            )
         return False
     if policy.forced == "refuse":
-        raise bad(
+        raise build_refusal(
             name,
             f"{value!r:.80} is not served, as an answer's form cannot be forced (agent.forced = "
             "refuse): ask for it in the prompt, and check it in the reward",
@@ -278,12 +284,12 @@ def _forces(name: str, value: Any, policy: RequestPolicy) -> bool:
 
 def _samples_otherwise(name: str, value: Any, policy: RequestPolicy, run: SamplingSettings) -> bool:
     """Whether a sampling option differs from the run's.  Raises CallRefused."""
-    ours = {"temperature": run.temperature, "top_p": run.top_p, "top_k": run.top_k}
-    if name in ours and value == ours[name]:
+    run_values = {"temperature": run.temperature, "top_p": run.top_p, "top_k": run.top_k}
+    if name in run_values and value == run_values[name]:
         return False
     if policy.sampling == "refuse":
-        value_of_run = f", {ours[name]:g}" if name in ours else ""
-        raise bad(
+        value_of_run = f", {run_values[name]:g}" if name in run_values else ""
+        raise build_refusal(
             name,
             f"{value!r:.80} is not the run's{value_of_run} (agent.sampling = refuse): omit it",
             "unsupported_parameter",
@@ -291,9 +297,12 @@ def _samples_otherwise(name: str, value: Any, policy: RequestPolicy, run: Sampli
     return True
 
 
-def _prompt(kind: Kind, options: Mapping[str, Any], policy: RequestPolicy) -> dict[str, Any]:
+def _parse_prompt(kind: Kind, options: Mapping[str, Any], policy: RequestPolicy) -> dict[str, Any]:
     if kind not in ("text", "ids"):
-        return {"messages": normalised(options.get("messages")), "tools": _tools(options)}
+        return {
+            "messages": normalize_messages(options.get("messages")),
+            "tools": _parse_tools(options),
+        }
     if kind == "text":
         prompt = options.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
@@ -301,85 +310,89 @@ def _prompt(kind: Kind, options: Mapping[str, Any], policy: RequestPolicy) -> di
         if isinstance(prompt, str):
             return {"text": prompt}
         if prompt and isinstance(prompt, list) and isinstance(prompt[0], str | list):
-            raise bad("prompt", "give one prompt a call", "unsupported_parameter")
+            raise build_refusal("prompt", "give one prompt a call", "unsupported_parameter")
         return {"ids": parse_ids("prompt", prompt, policy.vocabulary)}
     return {"ids": parse_ids("token_ids", options.get("token_ids"), policy.vocabulary)}
 
 
-def parse_ids(param: str, given: Any, vocabulary: int) -> np.ndarray:
+def parse_ids(param: str, value: Any, vocabulary: int) -> np.ndarray:
     """Read token ids below `vocabulary` (0: any), int32 [P].  Raises CallRefused."""
-    most = vocabulary or (1 << 31)
-    if not isinstance(given, list) or not given:
+    limit = vocabulary or (1 << 31)
+    if not isinstance(value, list) or not value:
         kind = "text or a list of token ids" if param == "prompt" else "a list of token ids"
-        raise bad(param, f"give {kind}")
-    if not all(type(token) is int and 0 <= token < most for token in given):
-        raise bad(param, f"give token ids in [0, {most})")
-    return np.array(given, np.int32)
+        raise build_refusal(param, f"give {kind}")
+    if not all(type(token) is int and 0 <= token < limit for token in value):
+        raise build_refusal(param, f"give token ids in [0, {limit})")
+    return np.array(value, np.int32)
 
 
-def _tools(options: Mapping[str, Any]) -> list[Any]:
+def _parse_tools(options: Mapping[str, Any]) -> list[Any]:
     tools = options.get("tools") or []
     if not isinstance(tools, list):
-        raise bad("tools", "give a list")
-    for place, tool in enumerate(tools):
+        raise build_refusal("tools", "give a list")
+    for index, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise bad("tools", f"tools[{place}]: give a function with a name")
+            raise build_refusal("tools", f"tools[{index}]: give a function with a name")
     return [] if options.get("tool_choice") == "none" else tools
 
 
-def _max_tokens(options: Mapping[str, Any]) -> int:
+def _parse_max_tokens(options: Mapping[str, Any]) -> int:
     for name in ("max_completion_tokens", "max_tokens"):
         value = options.get(name)
         if value is None:
             continue
         if type(value) is not int or value < 1:
-            raise bad(name, f"{value!r:.80} is not a positive number of tokens")
+            raise build_refusal(name, f"{value!r:.80} is not a positive number of tokens")
         return value
     return 0
 
 
-def parse_stops(given: Any) -> tuple[str, ...]:
+def parse_stops(value: Any) -> tuple[str, ...]:
     """Read the texts that end an answer.  Raises CallRefused."""
-    stops = [given] if isinstance(given, str) else given or []
+    stops = [value] if isinstance(value, str) else value or []
     if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
-        raise bad("stop", "give a text, or a list of texts")
+        raise build_refusal("stop", "give a text, or a list of texts")
     if len(stops) > MOST_STOPS or any(len(text) > STOP_CHARACTERS for text in stops):
-        raise bad("stop", f"give at most {MOST_STOPS} texts of {STOP_CHARACTERS} characters")
+        raise build_refusal(
+            "stop", f"give at most {MOST_STOPS} texts of {STOP_CHARACTERS} characters"
+        )
     return tuple(stops)
 
 
-def _aside(options: Mapping[str, Any]) -> bool:
+def _parse_aside(options: Mapping[str, Any]) -> bool:
     metadata = options.get("metadata")
     if metadata is not None and not isinstance(metadata, dict):
-        raise bad("metadata", "give an object")
+        raise build_refusal("metadata", "give an object")
     mark = (metadata or {}).get("asyncrl")
     if mark not in (None, "aside"):
-        raise bad("metadata", f'asyncrl = {mark!r:.80}: the only valid value is "aside"')
+        raise build_refusal("metadata", f'asyncrl = {mark!r:.80}: the only valid value is "aside"')
     return mark == "aside"
 
 
-def _stream(options: Mapping[str, Any]) -> tuple[bool, bool]:
-    more = options.get("stream_options") or {}
-    if not isinstance(more, dict):
-        raise bad("stream_options", "give an object")
-    return _flag(options, "stream"), _flag(more, "include_usage")
+def _parse_stream(options: Mapping[str, Any]) -> tuple[bool, bool]:
+    stream_options = options.get("stream_options") or {}
+    if not isinstance(stream_options, dict):
+        raise build_refusal("stream_options", "give an object")
+    return _parse_flag(options, "stream"), _parse_flag(stream_options, "include_usage")
 
 
-def _flag(options: Mapping[str, Any], name: str) -> bool:
+def _parse_flag(options: Mapping[str, Any], name: str) -> bool:
     value = options.get(name)
     if value not in (None, True, False):
-        raise bad(name, f"{value!r:.80} is neither true nor false")
+        raise build_refusal(name, f"{value!r:.80} is neither true nor false")
     return bool(value)
 
 
-def _logprobs(kind: Kind, options: Mapping[str, Any]) -> bool:
+def _parse_logprobs(kind: Kind, options: Mapping[str, Any]) -> bool:
     value = options.get("logprobs")
     if kind not in ("text", "ids"):
-        return _flag(options, "logprobs")
+        return _parse_flag(options, "logprobs")
     if value is None or value is False:
         return False
     if value is not True and value not in (0, 1):
         reason = "only the sampled token's log-probability is kept: ask for 1"
-        raise bad("logprobs", f"{value!r:.80} is not served: {reason}", "unsupported_parameter")
+        raise build_refusal(
+            "logprobs", f"{value!r:.80} is not served: {reason}", "unsupported_parameter"
+        )
     return True

@@ -1,14 +1,15 @@
-"""Translates OpenAI's /v1/responses to a chat completion and back.  Pure.
+"""Translate OpenAI's /v1/responses to a chat completion and back.  Pure.
 
 Nothing is stored for a later request: each one must hold the whole input, as agents send it with
-`store` off."""
+`store` off.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from actors.gateway.call_tree import Message, plain_text
+from actors.gateway.call_tree import Message, join_text
 from actors.gateway.sessions import CallRefused
 
 TAKEN = ("input", "instructions", "tools", "max_output_tokens", "text", "tool_choice", "messages")
@@ -17,12 +18,12 @@ QUIET = ("include", "truncation", "background", "conversation", "previous_respon
 STATE = ("background", "conversation", "previous_response_id", "prompt")
 
 
-def _bad(where: str, why: str) -> CallRefused:
-    return CallRefused(400, "invalid_value", f"{where}: {why}", where.partition("[")[0])
+def _build_refusal(location: str, reason: str) -> CallRefused:
+    return CallRefused(400, "invalid_value", f"{location}: {reason}", location.partition("[")[0])
 
 
 def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate a request to a chat completion's.  Raises CallRefused."""
+    """Translate a request to one for a chat completion.  Raises CallRefused."""
     for name in STATE:
         if body.get(name):
             reason = "nothing is stored between requests: send the whole input"
@@ -31,20 +32,20 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
         reason = "shorten the input yourself"
         raise CallRefused(400, "unsupported_parameter", f"truncation: {reason}", "truncation")
     request = {key: value for key, value in body.items() if key not in (*TAKEN, *QUIET)}
-    request["messages"] = _messages(body)
+    request["messages"] = _convert_input(body)
     request["max_tokens"] = body.get("max_output_tokens")
-    wanted = body.get("text") or {}
-    if not isinstance(wanted, dict):
-        raise _bad("text", "give an object")
-    request["text.format"] = wanted.get("format")
+    text_options = body.get("text") or {}
+    if not isinstance(text_options, dict):
+        raise _build_refusal("text", "give an object")
+    request["text.format"] = text_options.get("format")
     request["tool_choice"] = body.get("tool_choice")
     tools = body.get("tools") or []
     if not isinstance(tools, list):
-        raise _bad("tools", "give a list")
+        raise _build_refusal("tools", "give a list")
     request["tools"] = []
-    for place, tool in enumerate(tools):
+    for index, tool in enumerate(tools):
         if not isinstance(tool, dict) or not isinstance(tool.get("type"), str):
-            raise _bad(f"tools[{place}]", "give an object with a type")
+            raise _build_refusal(f"tools[{index}]", "give an object with a type")
         if tool["type"] != "function":  # it runs at the provider: ignored and listed
             request[f"tools.{tool['type']}"] = True
             continue
@@ -53,28 +54,30 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     return request
 
 
-def _messages(body: Mapping[str, Any]) -> list[Message]:
+def _convert_input(body: Mapping[str, Any]) -> list[Message]:
     messages: list[Message] = []
     if instructions := body.get("instructions"):
         messages.append({"role": "system", "content": instructions})
-    given = body.get("input")
-    if isinstance(given, str):
-        return [*messages, {"role": "user", "content": given}]
-    if not isinstance(given, list) or not given:
-        raise _bad("input", "give text, or a list of at least one item")
-    for place, item in enumerate(given):
-        _add(messages, f"input[{place}]", item)
+    input_items = body.get("input")
+    if isinstance(input_items, str):
+        return [*messages, {"role": "user", "content": input_items}]
+    if not isinstance(input_items, list) or not input_items:
+        raise _build_refusal("input", "give text, or a list of at least one item")
+    for index, item in enumerate(input_items):
+        _append_item(messages, f"input[{index}]", item)
     return messages
 
 
-def _add(messages: list[Message], where: str, item: Any) -> None:
+def _append_item(messages: list[Message], location: str, item: Any) -> None:
     """Append an item to the messages.
 
-    The text and the calls of an answer are separate items and become one message.
+    The text and the calls of an answer are separate items that become one message.
     """
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "message" and isinstance(item.get("role"), str):
-        messages.append({"role": item["role"], "content": _text(where, item.get("content"))})
+        messages.append(
+            {"role": item["role"], "content": _join_text(location, item.get("content"))}
+        )
     elif kind == "function_call":
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
@@ -86,7 +89,7 @@ def _add(messages: list[Message], where: str, item: Any) -> None:
         }
         messages[-1] = {**messages[-1], "tool_calls": [*messages[-1].get("tool_calls", ()), call]}
     elif kind == "function_call_output":
-        result = _text(where, item.get("output"))
+        result = _join_text(location, item.get("output"))
         messages.append(
             {
                 "role": "tool",
@@ -95,17 +98,17 @@ def _add(messages: list[Message], where: str, item: Any) -> None:
             }
         )
     elif kind != "reasoning":  # restored with the sampled answer
-        raise _bad(where, f"an item of type {kind!r} is not supported")
+        raise _build_refusal(location, f"an item of type {kind!r} is not supported")
 
 
-def _text(where: str, content: Any) -> str:
+def _join_text(location: str, content: Any) -> str:
     try:
-        return plain_text(content)
+        return join_text(content)
     except ValueError as error:
-        raise _bad(where, str(error)) from error
+        raise _build_refusal(location, str(error)) from error
 
 
-def answer(
+def build_response(
     message: Message, finish: str, usage: Mapping[str, int], head: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Build the body of a response.  head: id, model and created."""
@@ -139,10 +142,10 @@ def answer(
                 "content": [part],
             }
         )
-    for place, call in enumerate(calls):
+    for index, call in enumerate(calls):
         output.append(
             {
-                "id": f"fc_{name}_{place}",
+                "id": f"fc_{name}_{index}",
                 "type": "function_call",
                 "status": "completed",
                 "call_id": call["id"],
@@ -177,7 +180,7 @@ def answer(
     }
 
 
-def events(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+def split_events(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Split a response into the events of a stream."""
     unfinished = {
         **body,
@@ -191,11 +194,11 @@ def events(body: Mapping[str, Any]) -> list[dict[str, Any]]:
         {"type": "response.in_progress", "response": unfinished},
     ]
     for index, item in enumerate(body["output"]):
-        place = {"output_index": index, "item_id": item["id"]}
+        location = {"output_index": index, "item_id": item["id"]}
         empty = {
             **item,
             "status": "in_progress",
-            **_emptied(item),
+            **_empty_content(item),
         }
         events.append(
             {
@@ -210,18 +213,18 @@ def events(body: Mapping[str, Any]) -> list[dict[str, Any]]:
             events += [
                 {
                     "type": f"{kind}.delta",
-                    **place,
+                    **location,
                     "delta": text,
                 },
                 {
                     "type": f"{kind}.done",
-                    **place,
+                    **location,
                     "arguments": text,
                     "name": name,
                 },
             ]
         else:
-            events += _part(item["content"][0], {**place, "content_index": 0})
+            events += _build_part_events(item["content"][0], {**location, "content_index": 0})
         events.append(
             {
                 "type": "response.output_item.done",
@@ -233,35 +236,37 @@ def events(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{**event, "sequence_number": number} for number, event in enumerate(events)]
 
 
-def _emptied(item: Mapping[str, Any]) -> dict[str, Any]:
+def _empty_content(item: Mapping[str, Any]) -> dict[str, Any]:
     return {"arguments": ""} if item["type"] == "function_call" else {"content": []}
 
 
-def _part(part: Mapping[str, Any], place: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _build_part_events(
+    part: Mapping[str, Any], location: Mapping[str, Any]
+) -> list[dict[str, Any]]:
     """Build the events of a message's or thought's text, which is its only part."""
     kind = f"response.{part['type']}"
     logprobs: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
     return [
         {
             "type": "response.content_part.added",
-            **place,
+            **location,
             "part": {**part, "text": ""},
         },
         {
             "type": f"{kind}.delta",
-            **place,
+            **location,
             "delta": part["text"],
             **logprobs,
         },
         {
             "type": f"{kind}.done",
-            **place,
+            **location,
             "text": part["text"],
             **logprobs,
         },
         {
             "type": "response.content_part.done",
-            **place,
+            **location,
             "part": part,
         },
     ]

@@ -1,6 +1,7 @@
 """The HTTP server: uvicorn, with limits on connections and the heads of requests.
 
-No other module imports uvicorn.  Limits on bodies are the application's."""
+No other module imports uvicorn.  The application limits bodies.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +27,9 @@ CONNECTIONS = 4096
 
 @dataclass(frozen=True)
 class ListenAddress:
-    """The address to listen at, and how connections are encrypted.
+    """The address to listen at, and the encryption of connections.
 
-    port_name: what the user calls the port, for messages.
+    port_name: the user's name of the port, for messages.
     """
 
     host: str = "127.0.0.1"
@@ -38,15 +39,15 @@ class ListenAddress:
     behind_proxy: bool = False
     port_name: str = "agent.port"
 
-    def check(self) -> None:
+    def require_encryption(self) -> None:
         """Raise ConfigError if keys would be sent unencrypted over a network."""
         if bool(self.certificate) != bool(self.private_key):
             raise ConfigError("agent.certificate and agent.private_key: give both or none")
         try:
-            local = self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
+            is_local = self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
         except ValueError:
-            local = False
-        if not local and not self.certificate and not self.behind_proxy:
+            is_local = False
+        if not is_local and not self.certificate and not self.behind_proxy:
             raise ConfigError(
                 f"agent.host: {self.host} is open to the network; give agent.certificate and "
                 "agent.private_key, or agent.behind_proxy = true, or use 127.0.0.1"
@@ -57,7 +58,7 @@ class CoalescedResponses:
     """ASGI middleware that sends a response's head with the first part of its body.
 
     uvicorn writes them as two packets.  One packet takes 102 instead of 125 us of CPU time a small
-    request (docs/log/agents.md), and no client waits for the second one.
+    request (docs/log/agents.md), and clients do not wait for the second one.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -66,7 +67,7 @@ class CoalescedResponses:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_together(message: Message) -> None:
             if message["type"] == "http.response.start" and scope["method"] != "HEAD":
-                connection_of(scope).hold()
+                get_connection(scope).hold()
             await send(message)
 
         await self.app(scope, receive, send_together)
@@ -83,6 +84,7 @@ class CoalescingTransport:
         return getattr(self.inner, name)
 
     def hold(self) -> None:
+        """Hold the next write back until the one after it."""
         self.held = self.held or b""
 
     def write(self, data: bytes) -> None:
@@ -100,7 +102,7 @@ class CoalescingTransport:
         self.inner.close()
 
 
-def connection_of(scope: Scope) -> BoundedConnection:
+def get_connection(scope: Scope) -> BoundedConnection:
     """Find the connection that carries a request."""
     connection: BoundedConnection = scope["asyncrl.connection"]
     return connection
@@ -109,58 +111,59 @@ def connection_of(scope: Scope) -> BoundedConnection:
 class BoundedConnection(HttpToolsProtocol):
     """A connection that limits requests' heads and the number of connections.
 
-    uvicorn's own protocol buffers a head without limit and refuses new connections when there are
-    too many, with or without a key.
+    uvicorn's protocol buffers a head without limit.  When there are too many connections, it
+    refuses new ones, with or without a key.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self.beside = 0  # bytes received since the last part of a body
+        self.head_bytes = 0  # bytes received since the last part of a body
         self.in_head = False
-        self.late: asyncio.TimerHandle | None = None
+        self.head_timer: asyncio.TimerHandle | None = None
         self.lost = False
         # connections that have not shown a valid key yet, the oldest first
         self.unauthorized: dict[BoundedConnection, None] = vars(self.server_state).setdefault(
             "unauthorized", {}
         )
         self.unauthorized[self] = None
-        self.waiting: set[Callable[[], None]] = set()  # called when the connection closes
-        self.out = CoalescingTransport(transport)
-        super().connection_made(self.out)  # type: ignore[arg-type]
-        if len(self.connections) > most_connections():
+        self.close_callbacks: set[Callable[[], None]] = set()  # called when the connection closes
+        self.coalescing = CoalescingTransport(transport)
+        super().connection_made(self.coalescing)  # type: ignore[arg-type]
+        if len(self.connections) > count_allowed_connections():
             # only connections without a key are closed to make room
             next(iter(self.unauthorized)).abort()
-            if self.closed:
+            if self.is_closed:
                 return
-        self.late = self.loop.call_later(HEAD_S, transport.abort)
+        self.head_timer = self.loop.call_later(HEAD_S, transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._check_deadline()
+        self._cancel_head_timer()
         self.lost = True
         self.unauthorized.pop(self, None)
         super().connection_lost(exc)
-        for notify in list(self.waiting):
+        for notify in list(self.close_callbacks):
             notify()
 
     def abort(self) -> None:
+        """Close the connection at once."""
         self.unauthorized.pop(self, None)
         self.transport.abort()
 
     def authorize(self) -> None:
-        """Keep the connection when there are too many: it has shown a valid key."""
+        """Keep the connection, which has shown a valid key, when there are too many."""
         self.unauthorized.pop(self, None)
 
     @property
-    def closed(self) -> bool:
+    def is_closed(self) -> bool:
         """Whether the connection has closed or is closing."""
         return self.lost or self.transport.is_closing()
 
     def hold(self) -> None:
         """Send the next write together with the one after it."""
-        self.out.hold()
+        self.coalescing.hold()
 
     async def wait_for(self, task: asyncio.Task[None], timeout: float | None) -> None:
         """Wait until the task is done or the connection closes, at most `timeout` seconds."""
-        if self.closed or task.done():
+        if self.is_closed or task.done():
             return
         news: asyncio.Future[None] = self.loop.create_future()
 
@@ -170,52 +173,52 @@ class BoundedConnection(HttpToolsProtocol):
 
         timer = None if timeout is None else self.loop.call_later(timeout, notify)
         task.add_done_callback(notify)
-        self.waiting.add(notify)
+        self.close_callbacks.add(notify)
         try:
             await news
         finally:
-            self.waiting.discard(notify)
+            self.close_callbacks.discard(notify)
             task.remove_done_callback(notify)
             if timer is not None:
                 timer.cancel()
 
     def data_received(self, data: bytes) -> None:
-        self.beside += len(data)
+        self.head_bytes += len(data)
         super().data_received(data)
-        if self.beside > LARGEST_HEAD:
+        if self.head_bytes > LARGEST_HEAD:
             self.transport.abort()
-        elif self.in_head and self.late is None:  # the head is incomplete
-            self.late = self.loop.call_later(HEAD_S, self.transport.abort)
+        elif self.in_head and self.head_timer is None:  # the head is incomplete
+            self.head_timer = self.loop.call_later(HEAD_S, self.transport.abort)
 
     def on_message_begin(self) -> None:
-        self.beside = 0
+        self.head_bytes = 0
         super().on_message_begin()
         self.scope["asyncrl.connection"] = self  # type: ignore[typeddict-unknown-key]
-        self._check_deadline()
+        self._cancel_head_timer()
         self.in_head = True
 
     def on_headers_complete(self) -> None:
-        self._check_deadline()
+        self._cancel_head_timer()
         self.in_head = False
-        self.beside = 0
+        self.head_bytes = 0
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        self.beside = 0
+        self.head_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self.beside = 0
+        self.head_bytes = 0
         super().on_message_complete()
 
-    def _check_deadline(self) -> None:
-        if self.late is not None:
-            self.late.cancel()
-            self.late = None
+    def _cancel_head_timer(self) -> None:
+        if self.head_timer is not None:
+            self.head_timer.cancel()
+            self.head_timer = None
 
 
-def most_connections() -> int:
-    """The limit of open connections: at most half of the process's file descriptors."""
+def count_allowed_connections() -> int:
+    """Return the limit of open connections: at most half of the file descriptors."""
     return min(CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
 
@@ -231,7 +234,7 @@ class HttpServer:
     """An HTTP server for an ASGI application, in the running event loop."""
 
     def __init__(self, app: ASGIApp, bind: ListenAddress) -> None:
-        bind.check()
+        bind.require_encryption()
         self.bind = bind
         family = socket.AF_INET6 if ":" in bind.host else socket.AF_INET
         # asyncio sets TCP_NODELAY only if the protocol is given; without it, a response in two
@@ -266,12 +269,13 @@ class HttpServer:
 
     @property
     def url(self) -> str:
-        """The URL for a harness on this machine."""
+        """URL for a harness on this machine."""
         host, port = self.socket.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
         return f"http{'s' if self.bind.certificate else ''}://{host}:{port}"
 
     async def start(self) -> None:
+        """Start the server; return once it accepts connections."""
         self.task = asyncio.create_task(self.server.serve([self.socket]))
         while not self.server.started and not self.task.done():
             await asyncio.sleep(0.01)

@@ -1,7 +1,7 @@
 """The routes of the endpoint: model APIs for each session, leases, rewards, ends.
 
-One event loop owns all sessions.  Each call runs as a task that outlives its connection: the answer
-is kept, and a client's retry gets it.
+One event loop owns all sessions.  Each call runs as a task that outlives its connection.  Its
+answer is kept for a client's retry.
 
     POST /asyncrl/v1/sessions                 leases a sample (the run's key)
     POST /s/ID/reward, /end, /beat            (the session's key, as all below)
@@ -9,8 +9,9 @@ is kept, and a client's retry gets it.
     POST /s/ID/v1/chat/completions, /v1/completions, /v1/responses, /v1/messages
     POST /s/ID/inference/v1/generate
 
-Starlette finds the route and turns errors into responses, for about 30 us of CPU time a request of
-the 440 or more that a call takes (docs/log/agents.md)."""
+Starlette finds the route and turns errors into responses.  That takes about 30 us of CPU time a
+request, of the 440 or more of a call (docs/log/agents.md).
+"""
 
 from __future__ import annotations
 
@@ -40,23 +41,24 @@ from actors.gateway.endpoint.requests import (
     Kind,
     ParsedRequest,
     RequestPolicy,
-    decoded,
+    decode_body,
     parse_request,
 )
 from actors.gateway.endpoint.server import (
     BoundedConnection,
     HttpServer,
     ListenAddress,
-    connection_of,
+    get_connection,
 )
 from actors.gateway.recovery.session_journal import SessionFile
 from actors.gateway.sessions import (
     TOO_LONG,
     CallRefused,
+    Composed,
     HarnessRequest,
     Session,
     SessionCall,
-    too_long,
+    build_too_long_error,
 )
 from asyncrl.contract import outcomes
 
@@ -65,9 +67,11 @@ LARGEST_REPORT = 1024 * 1024  # bytes of a lease, a reward, an end or a beat
 INLINE_BYTES = 1 << 15  # larger bodies are parsed in a thread; for smaller ones it costs more
 THREADS = 4  # that compose prompts
 BODY_S = 60.0  # for a body to arrive
-KEEP_ALIVE_S = 10.0  # between two comments in a stream without news
+KEEP_ALIVE_S = 10.0  # between two comments in an idle stream
 LONGEST_WAIT_S = 60.0  # for a lease
 LEASE_CHARACTERS = 256
+# the key of the prompt in a body without `messages`
+PROMPT_PARAMS: Mapping[Kind, str] = {"text": "prompt", "ids": "token_ids", "responses": "input"}
 
 Result = TypeVar("Result")
 RouteFunction = Callable[[Request], Awaitable[Any]]  # returns an ASGI application: the response
@@ -98,23 +102,23 @@ class SessionService(Protocol):
 
     @property
     def is_over(self) -> bool:
-        """Whether the run has ended, so that nothing is leased or sampled any more."""
+        """Whether the run has ended, which ends leases and sampling."""
 
     @property
     def is_ending(self) -> bool:
-        """Whether this process ends; clients are asked to come again."""
+        """Whether this process ends; clients should retry."""
 
     def current_time(self) -> float:
-        """The clock of the sessions, in seconds."""
+        """Return the time of the sessions' clock, in seconds."""
 
     def find(self, name: str) -> OpenedSession | None:
-        """Find a session by its name; recently ended ones are found too."""
+        """Find a session by its name, also a recently ended one."""
 
     async def lease(self, lease: str, wait_s: float) -> OpenedSession | None:
-        """Begin a session, or find that of an equal lease; None without a sample in time."""
+        """Begin a session, or find that of an equal lease; None after `wait_s` seconds."""
 
     async def draw(self, session: Session, call: SessionCall) -> CallNode | None:
-        """Have the call sampled and recorded in the session; None when it has no token.
+        """Sample the call and record it in the session; None when it has no token.
 
         Raises CallRefused.
         """
@@ -132,7 +136,7 @@ class WebApp:
         self.drawing: dict[HarnessRequest, asyncio.Task[None]] = {}
         self.threads = ThreadPoolExecutor(THREADS, "prompts")
         self.errors: dict[HarnessRequest, CallRefused] = {}
-        session, call = self._session_route, self._call_route
+        session, call = self._make_session_route, self._make_call_route
         # tried in this order: the frequent ones first
         posts = {
             "/s/{session}/v1/chat/completions": call("chat"),
@@ -141,15 +145,15 @@ class WebApp:
             "/s/{session}/v1/completions": call("text"),
             "/s/{session}/inference/v1/generate": call("ids"),
             "/asyncrl/v1/sessions": self._lease,
-            "/s/{session}/reward": session(self._reward),
+            "/s/{session}/reward": session(self._set_reward),
             "/s/{session}/end": session(self._end),
-            "/s/{session}/beat": session(self._beat),
-            "/s/{session}/v1/messages/count_tokens": session(self._count, LARGEST_BODY),
+            "/s/{session}/beat": session(self._record_beat),
+            "/s/{session}/v1/messages/count_tokens": session(self._count_tokens, LARGEST_BODY),
         }
         gets = {
             "/s/{session}": session(self._describe_session),
-            "/s/{session}/v1/models": session(self._models),
-            "/s/{session}/v1/models/{model:path}": session(self._models),
+            "/s/{session}/v1/models": session(self._list_models),
+            "/s/{session}/v1/models/{model:path}": session(self._list_models),
         }
         routes = [Route(path, route, methods=["POST"]) for path, route in posts.items()]
         routes += [Route(path, route, methods=["GET"]) for path, route in gets.items()]
@@ -161,7 +165,7 @@ class WebApp:
 
     # ---- authorization ---------------------------------------------------------------------------
 
-    def _authorized_session(self, request: Request) -> OpenedSession:
+    def _authorize_session(self, request: Request) -> OpenedSession:
         """Find the session of the path and check the key.  Raises CallRefused."""
         opened = self.service.find(request.path_params["session"])
         if opened is None or not has_key(request, opened.key):
@@ -171,19 +175,19 @@ class WebApp:
                 "this session's URL and key do not match: use OPENAI_BASE_URL and OPENAI_API_KEY "
                 "of the same lease",
             )
-        connection_of(request.scope).authorize()
+        get_connection(request.scope).authorize()
         return opened
 
-    def _session_route(
+    def _make_session_route(
         self,
         serve: Callable[[Request, OpenedSession, bytes], Awaitable[Response]],
-        most: int = LARGEST_REPORT,
+        limit: int = LARGEST_REPORT,
     ) -> RouteFunction:
-        """Make a route of a session, which needs its key; most: bytes of a body."""
+        """Make a route of a session, which needs its key; limit: bytes of a body."""
 
         async def route(request: Request) -> Response:
-            opened = self._authorized_session(request)
-            return await serve(request, opened, await read_body(request, most))
+            opened = self._authorize_session(request)
+            return await serve(request, opened, await read_body(request, limit))
 
         return route
 
@@ -192,9 +196,9 @@ class WebApp:
     async def _lease(self, request: Request) -> Response:
         if not has_key(request, self.service.run_key):
             raise CallRefused(401, "invalid_api_key", "the key is not the one in RUN/agent.key")
-        connection_of(request.scope).authorize()
-        given = _json(await read_body(request, LARGEST_REPORT))
-        lease = given.get("lease")
+        get_connection(request.scope).authorize()
+        fields = _parse_json(await read_body(request, LARGEST_REPORT))
+        lease = fields.get("lease")
         if not isinstance(lease, str) or not 0 < len(lease) <= LEASE_CHARACTERS:
             raise CallRefused(
                 400,
@@ -203,11 +207,11 @@ class WebApp:
                 "session; an equal one gets the same session",
                 "lease",
             )
-        wait_s = _parse_number(given.get("wait_s", 0.0), "wait_s")
-        self._running()
+        wait_s = _parse_number(fields.get("wait_s", 0.0), "wait_s")
+        self._require_running()
         opened = await self.service.lease(lease, min(max(wait_s, 0.0), LONGEST_WAIT_S))
         if opened is None:
-            self._running()
+            self._require_running()
             return Response(status_code=204)
         session = opened.session
         return JSONResponse(
@@ -224,20 +228,20 @@ class WebApp:
             }
         )
 
-    def _running(self) -> None:
+    def _require_running(self) -> None:
         """Raise CallRefused when the run is over or this process ends."""
         if self.service.is_over:
             raise CallRefused(410, "run_over", "the run is over")
         if self.service.is_ending:
             raise CallRefused(503, "ending", "the gateway is ending: come again")
 
-    async def _reward(self, request: Request, opened: OpenedSession, body: bytes) -> Response:
-        given = _json(body)
+    async def _set_reward(self, request: Request, opened: OpenedSession, body: bytes) -> Response:
+        fields = _parse_json(body)
         session = opened.session
-        value = _parse_number(given.get("reward"), "reward", finite=False)
-        parts = _numbers(given.get("parts"), "parts")
+        value = _parse_number(fields.get("reward"), "reward", finite=False)
+        parts = _parse_numbers(fields.get("parts"), "parts")
         calls: dict[int, float] = {}
-        for name, share in _numbers(given.get("calls"), "calls").items():
+        for name, share in _parse_numbers(fields.get("calls"), "calls").items():
             number = name.rpartition("-")[2]
             names = {f"{prefix}{session.name}-{number}" for prefix in PREFIX.values()}
             call = _parse_count(number)
@@ -249,15 +253,15 @@ class WebApp:
                 raise CallRefused(422, "invalid_value", f"calls: {call} has two shares", "calls")
             calls[call] = share
         try:
-            session.reward(value, parts, calls, now=self.service.current_time())
+            session.set_reward(value, parts, calls, now=self.service.current_time())
         finally:
             self.service.on_change(session)
-        return self._state(session)
+        return self._build_state_response(session)
 
     async def _end(self, request: Request, opened: OpenedSession, body: bytes) -> Response:
-        given = _json(body)
+        fields = _parse_json(body)
         session = opened.session
-        failed = given.get("failed")
+        failed = fields.get("failed")
         if failed is not None:
             if not isinstance(failed, str) or not failed:
                 raise CallRefused(400, "invalid_value", "failed: give the reason as text", "failed")
@@ -268,28 +272,28 @@ class WebApp:
             if session.outcome is not None and not session.outcome.failed:
                 raise CallRefused(422, "session_scored", f"session {session.name} has a reward")
             session.fail(failed)
-        elif given.get("score") is True:
+        elif fields.get("score") is True:
             session.judge(self.service.current_time())
         else:
             raise CallRefused(400, "invalid_value", 'give {"score": true} or {"failed": "why"}')
         self.service.on_change(session)
-        return self._state(session)
+        return self._build_state_response(session)
 
-    async def _beat(self, request: Request, opened: OpenedSession, body: bytes) -> Response:
-        opened.session.beat(self.service.current_time())
-        return self._state(opened.session)
+    async def _record_beat(self, request: Request, opened: OpenedSession, body: bytes) -> Response:
+        opened.session.record_beat(self.service.current_time())
+        return self._build_state_response(opened.session)
 
     async def _describe_session(
         self, request: Request, opened: OpenedSession, body: bytes
     ) -> Response:
-        return self._state(opened.session)
+        return self._build_state_response(opened.session)
 
-    def _state(self, session: Session) -> Response:
+    def _build_state_response(self, session: Session) -> Response:
         return JSONResponse(session.describe(self.service.current_time()))
 
     # ---- calls -----------------------------------------------------------------------------------
 
-    async def _models(self, request: Request, opened: OpenedSession, body: bytes) -> Response:
+    async def _list_models(self, request: Request, opened: OpenedSession, body: bytes) -> Response:
         name = self.service.request_policy.model
         model = {
             "id": name,
@@ -298,13 +302,15 @@ class WebApp:
             "owned_by": "asyncrl",
             "max_model_len": opened.session.limits.context or None,
         }
-        if wanted := request.path_params.get("model"):
-            if wanted != name:
-                raise CallRefused(404, "model_not_found", f"there is no model {wanted!r}", "model")
+        if requested_model := request.path_params.get("model"):
+            if requested_model != name:
+                raise CallRefused(
+                    404, "model_not_found", f"there is no model {requested_model!r}", "model"
+                )
             return JSONResponse(model)
         return JSONResponse({"object": "list", "data": [model]})
 
-    async def _count(self, request: Request, opened: OpenedSession, body: bytes) -> Response:
+    async def _count_tokens(self, request: Request, opened: OpenedSession, body: bytes) -> Response:
         """Count the tokens of a prompt without a call."""
         parsed = await self._read_call("messages", opened, body)
         chat = opened.chat
@@ -314,13 +320,13 @@ class WebApp:
 
         return JSONResponse({"input_tokens": await self._run_in_thread(len(body), count)})
 
-    def _call_route(self, kind: Kind) -> RouteFunction:
+    def _make_call_route(self, kind: Kind) -> RouteFunction:
         async def route(request: Request) -> CallReply:
-            opened = self._authorized_session(request)
+            opened = self._authorize_session(request)
             try:
                 body = await read_body(request, LARGEST_BODY)
                 parsed = await self._read_call(kind, opened, body)
-                harness_request = await self._request(request, opened, parsed, body)
+                harness_request = await self._begin_request(request, opened, parsed, body)
             except CallRefused as refused:
                 opened.session.refusals.add(refused)
                 raise
@@ -334,12 +340,12 @@ class WebApp:
         context = session.limits.context
 
         def read() -> ParsedRequest:
-            options = decoded(body)
+            options = decode_body(body)
             for name in ("messages", "input", "prompt", "token_ids"):
-                given = options.get(name)
-                if context and isinstance(given, list) and len(given) > context:
-                    found = f"{name} has {len(given)} entries of a token or more"
-                    raise too_long(found, context, name)
+                entries = options.get(name)
+                if context and isinstance(entries, list) and len(entries) > context:
+                    detail = f"{name} has {len(entries)} entries of a token or more"
+                    raise build_too_long_error(detail, context, name)
             return parse_request(kind, options, request_policy, session.ticket.sampling)
 
         try:
@@ -354,7 +360,7 @@ class WebApp:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self.threads, work)
 
-    async def _request(
+    async def _begin_request(
         self, request: Request, opened: OpenedSession, parsed: ParsedRequest, body: bytes
     ) -> HarnessRequest:
         """Begin a call, or join the one that this request repeats.  Raises CallRefused."""
@@ -362,49 +368,71 @@ class WebApp:
         digest = xxhash.xxh3_128_digest(request.scope["path"].encode() + b"\n" + body)
         repeats = _parse_count(request.headers.get("x-stainless-retry-count", "0")) or 0
         key = request.headers.get("idempotency-key", "")
-        made = session.request(digest, retry=repeats > 0, key=key)
-        if made.call is not None:
-            return made
-        if made not in self.placing:
-            self.placing[made] = asyncio.create_task(self._place(opened, made, parsed, len(body)))
+        harness_request = session.register_request(digest, retry=repeats > 0, key=key)
+        if harness_request.call is not None:
+            return harness_request
+        if harness_request not in self.placing:
+            self.placing[harness_request] = asyncio.create_task(
+                self._place(opened, harness_request, parsed, len(body))
+            )
         # retries wait for the same task, and a connection that closes must not cancel it
-        await asyncio.shield(self.placing[made])
-        return made
+        await asyncio.shield(self.placing[harness_request])
+        return harness_request
 
     async def _place(
-        self, opened: OpenedSession, made: HarnessRequest, parsed: ParsedRequest, size: int
+        self,
+        opened: OpenedSession,
+        harness_request: HarnessRequest,
+        parsed: ParsedRequest,
+        size: int,
     ) -> None:
         """Compose the call's prompt and begin its sampling.  Raises CallRefused."""
         session = opened.session
         try:
-            self._running()
-            session.may_call(self.service.current_time())
-            made.call = await self._compose(opened, parsed, size)
-            made.call.grammar = parsed.grammar
+            self._require_running()
+            session.check_may_call(self.service.current_time())
+            harness_request.call = await self._compose(opened, parsed, size)
+            harness_request.call.grammar = parsed.grammar
         except BaseException:
-            session.forget(made)
+            session.forget(harness_request)
             self.service.on_change(session)
             raise
         finally:
-            del self.placing[made]
-        self.drawing[made] = asyncio.create_task(self._draw(opened, made, parsed))
+            del self.placing[harness_request]
+        self.drawing[harness_request] = asyncio.create_task(
+            self._draw(opened, harness_request, parsed)
+        )
 
     async def _compose(
         self, opened: OpenedSession, parsed: ParsedRequest, size: int
     ) -> SessionCall:
         """Place the call in its session.
 
-        The calls of a session are composed one after another in the order of their requests, as
-        each may continue those before it.  Raises CallRefused.
+        The calls of a session are composed one after another in the order of their requests,
+        because each may continue the earlier ones.  Raises CallRefused.
         """
         session = opened.session
-        common: dict[str, Any] = {
+        options: dict[str, Any] = {
             "max_new_tokens": parsed.max_new_tokens,
             "stop": parsed.stop,
             "aside": parsed.aside,
         }
-        if parsed.ids is not None:
-            return session.place_ids(parsed.ids, now=self.service.current_time(), **common)
+        try:
+            if parsed.ids is not None:
+                return session.place_ids(parsed.ids, now=self.service.current_time(), **options)
+            composed = await self._run_draft(opened, parsed, size)
+            # no await since the lock's release: the next call is drafted after this one is accepted
+            return session.accept(
+                composed, now=self.service.current_time(), images=parsed.images, **options
+            )
+        except CallRefused as refused:
+            if refused.param == "messages":  # a session does not know the API of the request
+                refused.param = PROMPT_PARAMS.get(parsed.kind, "messages")
+            raise
+
+    async def _run_draft(self, opened: OpenedSession, parsed: ParsedRequest, size: int) -> Composed:
+        """Compose the prompt of a call by text or messages.  Raises CallRefused."""
+        session = opened.session
         session.composing += 1
         try:
             async with opened.composing:
@@ -412,19 +440,15 @@ class WebApp:
                     draft = session.draft_text(parsed.text)
                 else:
                     draft = session.draft(parsed.messages, parsed.tools, parsed.aside)
-                composed = await self._run_in_thread(size, draft)
+                return await self._run_in_thread(size, draft)
         finally:
             session.composing -= 1
-        # no await since the lock's release: the next call is drafted after this one is accepted
-        return session.accept(
-            composed, now=self.service.current_time(), images=parsed.images, **common
-        )
 
     async def _draw(
-        self, opened: OpenedSession, made: HarnessRequest, parsed: ParsedRequest
+        self, opened: OpenedSession, harness_request: HarnessRequest, parsed: ParsedRequest
     ) -> None:
-        """Have the call sampled and keep its answer for all of its connections."""
-        session, call = opened.session, made.call
+        """Sample the call and keep its answer for all of its connections."""
+        session, call = opened.session, harness_request.call
         assert call is not None
         try:
             node = await self.service.draw(session, call)
@@ -432,27 +456,29 @@ class WebApp:
                 raise CallRefused(
                     410, "session_ended", f"session {session.name} ended before a token was sampled"
                 )
-            name = _name(session, call.number, parsed.kind)
-            made.answer = replies.answer(
+            name = _make_call_name(session, call.number, parsed.kind)
+            harness_request.answer = replies.build_answer(
                 parsed, node, name, opened.chat.decode_text, int(time.time())
             )
-            if opened.file is not None:  # before a client gets it
-                opened.file.append_answer(session, made)
+            if opened.file is not None:  # before it is sent to a client
+                opened.file.append_answer(session, harness_request)
         except CallRefused as refused:
-            self._failed(session, made, refused)
+            self._record_failure(session, harness_request, refused)
         except Exception as error:
             reason = f"the gateway failed: {type(error).__name__}: {error}"
-            self._failed(session, made, CallRefused(500, "gateway", reason))
+            self._record_failure(session, harness_request, CallRefused(500, "gateway", reason))
             raise
         finally:
-            self.drawing.pop(made, None)
+            self.drawing.pop(harness_request, None)
 
-    def _failed(self, session: Session, made: HarnessRequest, error: CallRefused) -> None:
+    def _record_failure(
+        self, session: Session, harness_request: HarnessRequest, error: CallRefused
+    ) -> None:
         """Record that a call has no answer, so that the same request again is a new one."""
-        session.forget(made)
+        session.forget(harness_request)
         session.refusals.add(error)
-        if made.connections > 0:
-            self.errors[made] = error
+        if harness_request.connections > 0:
+            self.errors[harness_request] = error
 
 
 class CallReply:
@@ -464,28 +490,34 @@ class CallReply:
     """
 
     def __init__(
-        self, web: WebApp, opened: OpenedSession, made: HarnessRequest, parsed: ParsedRequest
+        self,
+        web: WebApp,
+        opened: OpenedSession,
+        harness_request: HarnessRequest,
+        parsed: ParsedRequest,
     ) -> None:
         self.web = web
         self.session = opened.session
         self.file = opened.file
-        self.made = made
+        self.harness_request = harness_request
         self.parsed = parsed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sent = False
         try:
-            sent = await self._send(connection_of(scope), send)
+            sent = await self._send(get_connection(scope), send)
         finally:
             if sent:
-                self.session.on_response_sent(self.made)
+                self.session.on_response_sent(self.harness_request)
                 if self.file is not None:
-                    self.file.append_sent(self.made)
+                    self.file.append_sent(self.harness_request)
             else:
-                self.session.closed(self.made, self.web.service.current_time())
+                self.session.on_connection_closed(
+                    self.harness_request, self.web.service.current_time()
+                )
                 self.web.service.on_change(self.session)
-            if self.made.connections <= 0:
-                self.web.errors.pop(self.made, None)
+            if self.harness_request.connections <= 0:
+                self.web.errors.pop(self.harness_request, None)
 
     async def _send(self, connection: BoundedConnection, send: Send) -> bool:
         """Send the answer; False when the connection closed before its end."""
@@ -493,19 +525,19 @@ class CallReply:
         if stream:
             headers = {"content-type": "text/event-stream", "cache-control": "no-cache"}
             await self._send_head(send, 200, headers)
-            await send(_body_part(replies.KEEP_ALIVE))
-        while (task := self.web.drawing.get(self.made)) is not None:
+            await send(_build_body_part(replies.KEEP_ALIVE))
+        while (task := self.web.drawing.get(self.harness_request)) is not None:
             await connection.wait_for(task, KEEP_ALIVE_S if stream else None)
-            if connection.closed:
+            if connection.is_closed:
                 return False
             if stream and not task.done():
-                await send(_body_part(replies.KEEP_ALIVE))
-        if connection.closed:
+                await send(_build_body_part(replies.KEEP_ALIVE))
+        if connection.is_closed:
             return False
-        answer, status, headers = self.made.answer, 200, dict[str, str]()
+        answer, status, headers = self.harness_request.answer, 200, dict[str, str]()
         if answer is None:
-            refused = self.web.errors[self.made]
-            body, headers = replies.error(refused)
+            refused = self.web.errors[self.harness_request]
+            body, headers = replies.build_error(refused)
             event = b""
             if self.parsed.kind == "messages":  # Anthropic's clients expect both
                 body["type"], event = "error", b"event: error\n"
@@ -517,70 +549,70 @@ class CallReply:
         else:
             headers |= {"content-type": "application/json", "content-length": str(len(answer))}
             await self._send_head(send, status, headers)
-        await send(_body_part(answer))
-        if connection.closed:
+        await send(_build_body_part(answer))
+        if connection.is_closed:
             return False
-        await send(_body_part(b"", more=False))
+        await send(_build_body_part(b"", more_body=False))
         return True
 
     async def _send_head(self, send: Send, status: int, headers: Mapping[str, str]) -> None:
         if self.parsed.ignored:
             headers = {**headers, "x-asyncrl-ignored": ", ".join(self.parsed.ignored)}
-        raw = [(name.encode(), _ascii(value)) for name, value in headers.items()]
+        raw = [(name.encode(), _encode_header(value)) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": status, "headers": raw})
 
 
-def _body_part(body: bytes, *, more: bool = True) -> Message:
-    return {"type": "http.response.body", "body": body, "more_body": more}
+def _build_body_part(body: bytes, *, more_body: bool = True) -> Message:
+    return {"type": "http.response.body", "body": body, "more_body": more_body}
 
 
-def _ascii(text: str) -> bytes:
+def _encode_header(text: str) -> bytes:
     """Encode a header's value, which may hold a client's text."""
     return "".join(c if " " <= c <= "~" else "?" for c in text)[:1000].encode()
 
 
-def _name(session: Session, number: int, kind: Kind) -> str:
-    """The id of a call in its answer."""
+def _make_call_name(session: Session, number: int, kind: Kind) -> str:
+    """Make the id of a call in its answer."""
     return f"{PREFIX[kind]}{session.name}-{number}"
 
 
 def has_key(request: Request, key: str) -> bool:
     """Whether the request carries the key, compared in constant time."""
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    scheme, _, sent_key = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer":
-        given = request.headers.get("x-api-key", "")
-    return hmac.compare_digest(given.strip().encode("utf-8", "replace"), key.encode())
+        sent_key = request.headers.get("x-api-key", "")
+    return hmac.compare_digest(sent_key.strip().encode("utf-8", "replace"), key.encode())
 
 
-async def read_body(request: Request, most: int) -> bytes:
-    """Read a body of at most `most` bytes within BODY_S.  Raises CallRefused.
+async def read_body(request: Request, limit: int) -> bytes:
+    """Read a body of at most `limit` bytes within BODY_S.  Raises CallRefused.
 
     Starlette's own limit (`max_body_size`) answers with plain text, which clients cannot parse.
     """
     length = _parse_count(request.headers.get("content-length", "0"))
-    if length is not None and length > most:
-        raise _too_large(most)
+    if length is not None and length > limit:
+        raise _build_too_large_error(limit)
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_S):
             async for part in request.stream():
                 body += part
-                if len(body) > most:
-                    raise _too_large(most)
+                if len(body) > limit:
+                    raise _build_too_large_error(limit)
     except TimeoutError as error:
         raise CallRefused(408, "body_late", f"the body took over {BODY_S:g} s") from error
     return bytes(body)
 
 
-def _too_large(most: int) -> CallRefused:
-    return CallRefused(413, "body_too_large", f"the body has more than {most} bytes")
+def _build_too_large_error(limit: int) -> CallRefused:
+    return CallRefused(413, "body_too_large", f"the body has more than {limit} bytes")
 
 
-def _json(body: bytes) -> dict[str, Any]:
+def _parse_json(body: bytes) -> dict[str, Any]:
     """Parse a small body as a JSON object.
 
-    Its values may be NaN, which their readers refuse.  Raises CallRefused, also for unpaired
-    surrogates, which no message to the buffer can hold.
+    Its values may be NaN, which later checks refuse.  Raises CallRefused, also for unpaired
+    surrogates, which cannot be sent to the buffer.
     """
     try:
         value = json.loads(body.decode() or "{}")
@@ -609,17 +641,18 @@ def _parse_number(value: Any, name: str, *, finite: bool = True) -> float:
     return number
 
 
-def _numbers(given: Any, name: str) -> dict[str, float]:
-    if given is None:
+def _parse_numbers(values: Any, name: str) -> dict[str, float]:
+    if values is None:
         return {}
-    if not isinstance(given, dict):
+    if not isinstance(values, dict):
         raise CallRefused(422, "invalid_value", f"{name}: give an object of numbers", name)
-    return {key: _parse_number(value, name, finite=False) for key, value in given.items()}
+    return {key: _parse_number(value, name, finite=False) for key, value in values.items()}
 
 
 async def refuse(request: Request, error: Exception) -> Response:
+    """Build the response of a refused request, in the form of its API."""
     assert isinstance(error, CallRefused)
-    body, headers = replies.error(error)
+    body, headers = replies.build_error(error)
     if "/v1/messages" in request.scope["path"]:
         body["type"] = "error"  # which Anthropic's clients expect
     return JSONResponse(body, error.status, headers)
@@ -637,7 +670,7 @@ async def _fail(request: Request, error: Exception) -> Response:
 
 
 async def _ignore(request: Request, error: Exception) -> Response:
-    """Send nothing that arrives: the connection closed before the body was read."""
+    """Return an empty response: the connection closed before the body was read."""
     return Response()
 
 

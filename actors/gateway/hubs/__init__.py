@@ -1,7 +1,7 @@
 """Environments of the hubs, by name: agent.env = "verifiers:NAME".
 
-The adapters run in the processes of agent.workers, and so in agent.python: they import a hub's
-package when they are asked for one of its environments, and else only asyncrl, msgspec and xxhash.
+The adapters run in the processes of agent.workers, and so in agent.python. They import a hub's
+package only to load one of its environments, and otherwise only asyncrl, msgspec and xxhash.
 
     self_playing   chooses the adapter of an environment that calls the policy itself
     verifiers_v0   environments of verifiers 0.1: load_environment(NAME, **args)

@@ -1,4 +1,4 @@
-"""Make an environment and write its prompts: `python -m actors.gateway.hubs.examine ENV ARGS DIR`.
+"""Write prompts of a hub: `python -m actors.gateway.hubs.examine ENV ARGS DIR`.
 
 ENV is agent.env and ARGS agent.args as JSON. The rows go to DIR/train.jsonl and DIR/eval.jsonl.
 Standard output is one JSON object: the number of rows of each, or `error`.
@@ -21,26 +21,30 @@ from asyncrl.contract.errors import ConfigError
 def write_rows(env: str, rows: Iterator[dict[str, Any]], file: TextIO) -> int:
     """Write the rows of a data set and return their number.
 
-    Raises ConfigError for what building the data set raises."""
+    Raises ConfigError for any error in building the data set.
+    """
     count = 0
     try:
         for row in rows:
             file.write(json.dumps(row) + "\n")
             count += 1
     except Exception as error:
-        why = str(error) if isinstance(error, ConfigError) else describe_exception(error)
-        raise ConfigError(f"agent.env = {env}: its data set: {why}") from error
+        reason = str(error) if isinstance(error, ConfigError) else describe_exception(error)
+        raise ConfigError(f"agent.env = {env}: its data set: {reason}") from error
     return count
 
 
 def examine(env: str, args: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Write the environment's prompts into `folder`; return the number of rows, or its error."""
+    """Write the environment's prompts into `folder`.
+
+    Returns split -> number of rows, or "error" -> the environment's error.
+    """
     counts: dict[str, Any] = {}
     try:
         environment = self_playing.load(env, args)
         for split in SPLITS:
             with (folder / f"{split}.jsonl").open("w", encoding="utf-8") as file:
-                counts[split] = write_rows(env, environment.rows(split), file)
+                counts[split] = write_rows(env, environment.iterate_rows(split), file)
     except ConfigError as error:
         return {"error": str(error)}
     return counts

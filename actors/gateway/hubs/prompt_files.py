@@ -22,19 +22,20 @@ ROWS = "env"  # task.name
 Task = TypeVar("Task", bound=TaskSource)
 
 
-def with_prompt_files(config: Config) -> Config:
-    """Set task.prompts and task.heldout to files with the rows of the environment's data sets.
+def write_prompt_files(config: Config) -> Config:
+    """Write the rows of the environment's data sets, and set the task's files to them.
 
-    The files are named by their content, so that a resumed run has the rows with which it began.
-    A config whose task has files already, or has no rows of an environment, is returned as it is.
-    Raises ConfigError."""
+    The files are task.prompts and task.heldout. They are named by their content, so that a resumed
+    run has the rows with which it began. A task that has files already, or has no rows of an
+    environment, stays unchanged. Raises ConfigError.
+    """
     folder = Path(config.runs) / FOLDER
     if config.task.name == ROWS and not config.task.prompts:
-        task = with_rows(config.task, config.agent, folder)
+        task = write_task_files(config.task, config.agent, folder)
         return msgspec.structs.replace(config, task=task)
     agents = config.agents
     parts = [
-        with_rows(part, agents.get(part.title, config.agent), folder)
+        write_task_files(part, agents.get(part.title, config.agent), folder)
         if part.name == ROWS and not part.prompts
         else part
         for part in config.task.mixture
@@ -45,29 +46,30 @@ def with_prompt_files(config: Config) -> Config:
     return msgspec.structs.replace(config, task=task)
 
 
-def with_rows(task: Task, agent: AgentConfig, folder: Path) -> Task:
-    """Set the files of a task, or a part of a mixture, to the rows of its agent's environment."""
+def write_task_files(task: Task, agent: AgentConfig, folder: Path) -> Task:
+    """Set the files of a task, or part of a mixture, to its environment's rows."""
     with tempfile.TemporaryDirectory() as temporary:
         counts = examine(agent, Path(temporary))
         if not counts.get("train"):
             raise ConfigError(f"agent.env = {agent.env}: it has no training data set")
-        kept = {
+        files = {
             split: keep_text((Path(temporary) / f"{split}.jsonl").read_text("utf-8"), folder)
             for split, count in counts.items()
             if count
         }
-    heldout = task.heldout or kept.get("eval", "")
-    return msgspec.structs.replace(task, prompts=kept["train"], heldout=heldout)
+    heldout = task.heldout or files.get("eval", "")
+    return msgspec.structs.replace(task, prompts=files["train"], heldout=heldout)
 
 
 def examine(agent: AgentConfig, folder: Path) -> dict[str, Any]:
     """Run the program `examine` in agent.python; return the rows of each split.
 
-    Raises ConfigError with the environment's own error."""
-    words = (agent.env, json.dumps(agent.args), str(folder))
-    argv = importing.command("actors.gateway.hubs.examine", *words, python=agent.python)
+    Raises ConfigError with the environment's error.
+    """
+    arguments = (agent.env, json.dumps(agent.args), str(folder))
+    argv = importing.command("actors.gateway.hubs.examine", *arguments, python=agent.python)
     try:
-        ended = subprocess.run(
+        process = subprocess.run(
             argv, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
         )
     except OSError as error:
@@ -76,11 +78,11 @@ def examine(agent: AgentConfig, folder: Path) -> dict[str, Any]:
             "Python of 3.11 or newer"
         ) from error
     try:
-        found: dict[str, Any] = json.loads(ended.stdout)
+        counts: dict[str, Any] = json.loads(process.stdout)
     except ValueError:
-        lines = [line for line in ended.stderr.splitlines() if line.strip()]
-        reason = escape_line(lines[-1] if lines else f"exit code {ended.returncode}")
+        lines = [line for line in process.stderr.splitlines() if line.strip()]
+        reason = escape_line(lines[-1] if lines else f"exit code {process.returncode}")
         raise ConfigError(f"agent.env = {agent.env}: its process ended: {reason}") from None
-    if why := found.pop("error", ""):
-        raise ConfigError(why)
-    return found
+    if error_text := counts.pop("error", ""):
+        raise ConfigError(error_text)
+    return counts

@@ -1,4 +1,4 @@
-"""Environments of hubs with gymnasium's reset and step, whose actions and observations are text."""
+"""Environments of hubs with gymnasium's reset and step on text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asyncrl.tasks.games import SeededRandom
 
 PACKAGES = {GEM: "gem-llm", GYMNASIUM: "gymnasium", OPENENV: "openenv-core"}
 SCHEMA_S = 30.0  # for an OpenEnv server to answer
-# fields of OpenEnv's actions and observations that are not what is said
+# fields of OpenEnv's actions and observations without their content
 OWN_FIELDS = frozenset({"metadata", "done", "reward"})
 
 Step = tuple[Any, float, bool, bool, dict[str, Any]]
@@ -26,20 +26,21 @@ Step = tuple[Any, float, bool, bool, dict[str, Any]]
 def find(hub: str, name: str, args: Mapping[str, Any]) -> Callable[[], Any]:
     """Return a function that makes the environment of a session.
 
-    One is made at once, so that a wrong name or argument fails here and not in every session.
-    Raises ConfigError, also for a missing package, with the command that installs it."""
-    named = f"agent.env = {hub}:{name}"
+    It makes one at once, so that a wrong name or argument fails here and not in every session.
+    Raises ConfigError, also for a missing package, with the command that installs it.
+    """
+    source = f"agent.env = {hub}:{name}"
     importing.append_working_directory()
     try:
         return FINDERS[hub](name, args)
     except ImportError as error:
         raise ConfigError(
-            f"{named}: {error}; install {PACKAGES[hub]} into the Python of agent.python"
+            f"{source}: {error}; install {PACKAGES[hub]} into the Python of agent.python"
         ) from error
     except ConfigError as error:
-        raise ConfigError(f"{named}: {error}") from error
+        raise ConfigError(f"{source}: {error}") from error
     except Exception as error:
-        raise ConfigError(f"{named}: making it {describe_exception(error)}") from error
+        raise ConfigError(f"{source}: making it {describe_exception(error)}") from error
 
 
 # ---- gem -----------------------------------------------------------------------------------------
@@ -48,7 +49,8 @@ def find(hub: str, name: str, args: Mapping[str, Any]) -> Callable[[], Any]:
 class GemEnvironment:
     """An environment of gem.
 
-    It samples from Python's global generator, so each session keeps its own state of it."""
+    It samples from Python's global generator, so each session keeps its own state of it.
+    """
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self.environment = make()
@@ -66,7 +68,7 @@ class GemEnvironment:
 
 
 def find_gem(name: str, args: Mapping[str, Any]) -> Callable[[], Any]:
-    """Return what makes gem.make(NAME, **args)."""
+    """Return a function that makes gem.make(NAME, **args)."""
     make = partial(GemEnvironment, partial(importlib.import_module("gem").make, name, **args))
     make()
     return make
@@ -76,7 +78,7 @@ def find_gem(name: str, args: Mapping[str, Any]) -> Callable[[], Any]:
 
 
 class GymnasiumEnvironment:
-    """An environment of gymnasium. Its info is its own, and not reward parts or tools."""
+    """An environment of gymnasium. Its info does not hold reward parts or tools."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self.environment = make()
@@ -92,9 +94,10 @@ class GymnasiumEnvironment:
 
 
 def find_gymnasium(name: str, args: Mapping[str, Any]) -> Callable[[], Any]:
-    """Return what makes gymnasium.make(NAME, **args).
+    """Return a function that makes gymnasium.make(NAME, **args).
 
-    Raises ConfigError unless its actions and observations are text."""
+    Raises ConfigError unless its actions and observations are text.
+    """
     gymnasium = importlib.import_module("gymnasium")
     make = partial(GymnasiumEnvironment, partial(gymnasium.make, name, **args))
     environment = make().environment
@@ -113,9 +116,10 @@ def find_gymnasium(name: str, args: Mapping[str, Any]) -> Callable[[], Any]:
 
 
 class OpenEnvSession:
-    """A session of an OpenEnv server, on a connection of its own.
+    """A session of an OpenEnv server, on its own connection.
 
-    action, observation: the fields that hold the policy's text and the environment's."""
+    action, observation: the fields that hold the policy's text and the environment's
+    """
 
     def __init__(self, connect: Callable[[], Any], action: str, observation: str) -> None:
         client = connect()
@@ -134,26 +138,32 @@ class OpenEnvSession:
 
 
 def find_openenv(url: str, args: Mapping[str, Any]) -> Callable[[], Any]:
-    """Return what opens a session at the server of this URL.
+    """Return a function that opens a session at the server of this URL.
 
-    args: `action` and `observation` name the fields with the text, where the server's schema has
-    several; the rest goes to GenericEnvClient.  Raises ConfigError."""
+    args: `action` and `observation` name the fields with the text, if the server's schema has
+        several; the rest goes to GenericEnvClient
+
+    Raises ConfigError.
+    """
     client = importlib.import_module("openenv.core.generic_client").GenericEnvClient
-    more = dict(args)
+    client_args = dict(args)
     base = url.rstrip("/")
-    with urllib.request.urlopen(f"{base}/schema", timeout=SCHEMA_S) as answer:
-        schema = json.load(answer)
+    with urllib.request.urlopen(f"{base}/schema", timeout=SCHEMA_S) as response:
+        schema = json.load(response)
     fields = [
-        text_field(kind, schema[kind]["properties"], more.pop(kind, ""))
+        choose_text_field(kind, schema[kind]["properties"], client_args.pop(kind, ""))
         for kind in ("action", "observation")
     ]
-    return partial(OpenEnvSession, partial(client, base_url=base, **more), *fields)
+    return partial(OpenEnvSession, partial(client, base_url=base, **client_args), *fields)
 
 
-def text_field(kind: str, properties: Mapping[str, Any], given: str) -> str:
+def choose_text_field(kind: str, properties: Mapping[str, Any], given: str) -> str:
     """Choose the field of an action or observation that holds its text.
 
-    given: its name from agent.args, or ""; then the only field with text.  Raises ConfigError."""
+    given: its name from agent.args; "": the only field with text
+
+    Raises ConfigError.
+    """
     texts: Sequence[str] = [
         name
         for name, field in properties.items()

@@ -1,7 +1,7 @@
 """The harness `null` of verifiers 0.4 without a process for each session.
 
-verifiers runs every harness as a program, also one that only chats. Starting Python with the
-packages of that program takes longer than most sessions.
+verifiers runs every harness as a program, even if it only chats. Starting Python with the packages
+of that program takes longer than most sessions.
 """
 
 from __future__ import annotations
@@ -23,19 +23,22 @@ __all__ = ["ChatHarness"]  # verifiers takes the one harness that a module expor
 HARNESS_ID = "asyncrl_chat"
 
 
-def config_of(config: NullHarnessConfig) -> NullHarnessConfig:
-    """The config of this harness, with the keys of one of `null`."""
+def build_config(config: NullHarnessConfig) -> NullHarnessConfig:
+    """Build the config of this harness from one of `null`."""
     return config.model_copy(update={"id": HARNESS_ID})
 
 
 @cache
-def shared_http_client() -> DefaultAsyncHttpxClient:
-    """The HTTP client of all sessions of this process: making one takes longer than a call."""
+def get_http_client() -> DefaultAsyncHttpxClient:
+    """Return the HTTP client of all sessions: making one takes longer than a call."""
     return DefaultAsyncHttpxClient(timeout=None)
 
 
 class ChatHarness(NullHarness):  # type: ignore[misc]  # verifiers is not installed where mypy runs
-    """Calls the model, and the tools that it asks for, until it asks for none, as `null` does."""
+    """A harness that calls the model and its tools until an answer calls none.
+
+    It behaves as `null` does.
+    """
 
     async def setup(self, runtime: Any) -> None:
         """Prepare nothing: `launch` prepares the program where it needs one."""
@@ -51,7 +54,7 @@ class ChatHarness(NullHarness):  # type: ignore[misc]  # verifiers is not instal
         data: Any,
         tool_interception_url: str | None = None,
     ) -> ProgramResult:
-        if tool_interception_url:  # the task's hooks judge each tool call: the program asks them
+        if tool_interception_url:  # the task's hooks judge each tool call, which the program sends
             return await super().launch(
                 *(ctx, trace, runtime, endpoint, secret, mcp_urls, data), tool_interception_url
             )
@@ -66,19 +69,20 @@ class ChatHarness(NullHarness):  # type: ignore[misc]  # verifiers is not instal
             for name, url in mcp_urls.items()
         }
         client = AsyncOpenAI(
-            base_url=endpoint, api_key=secret, timeout=None, http_client=shared_http_client()
+            base_url=endpoint, api_key=secret, timeout=None, http_client=get_http_client()
         )
         async with AsyncExitStack() as stack:
             tools = ToolServers(*await connect_mcp({"mcpServers": servers}, stack))
-            return await chat(client, ctx.model, messages, tools)
+            return await converse(client, ctx.model, messages, tools)
 
 
 class ToolServers:
     """The tools of a session.
 
-    schemas: as the model gets them
-    servers: the server and the tool's name there, by the name that the model uses
-    connections: by the server's name"""
+    schemas: for the model
+    servers: the model's name of a tool -> the server and the tool's name there
+    connections: by the server's name
+    """
 
     def __init__(
         self,
@@ -91,7 +95,7 @@ class ToolServers:
         self.connections = connections
 
     async def call(self, name: str, arguments: str) -> Any:
-        """Call a tool; return its result, or what the model did wrong, as `null` words it."""
+        """Call a tool; return its result, or the model's error in the words of `null`."""
         try:
             values = json.loads(arguments or "{}")
         except ValueError as error:
@@ -106,11 +110,14 @@ class ToolServers:
         return await call_mcp(self.connections, self.servers, name, values)
 
 
-async def chat(client: Any, model: str, messages: list[Any], tools: ToolServers) -> ProgramResult:
+async def converse(
+    client: Any, model: str, messages: list[Any], tools: ToolServers
+) -> ProgramResult:
     """Converse until an answer calls no tool.
 
     A refused call (4xx) ends the conversation, and the task scores it: a limit of the session was
-    reached. Another error is that of a program that has failed."""
+    reached. Any other error counts as that of a failed program.
+    """
     while True:
         try:
             completion = await client.chat.completions.create(

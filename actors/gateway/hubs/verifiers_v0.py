@@ -1,5 +1,7 @@
-"""Environments of verifiers 0.1, as the environments hub has them: SingleTurnEnv, MultiTurnEnv,
-ToolEnv and their subclasses, each with its data sets and its rubric.
+"""Environments of verifiers 0.1.
+
+The environments hub has them as SingleTurnEnv, MultiTurnEnv, ToolEnv and their subclasses, each
+with its data sets and its rubric.
 
 A session is one `run_rollout` with an OpenAI client at the session's endpoint. All sessions of a
 process share one HTTP client and the event loop of agents.functions.
@@ -20,8 +22,8 @@ from verifiers.clients import OpenAIChatCompletionsClient
 
 from actors.gateway.agents.session_messages import SessionAccess, SessionResult, parse_outcome
 from actors.gateway.hubs import Split
-from actors.gateway.hubs.self_playing import check_row, text_messages
-from actors.reward_worker import first_line
+from actors.gateway.hubs.self_playing import build_text_messages, check_row
+from actors.reward_worker import get_first_line
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 
@@ -33,10 +35,11 @@ reward_errors: ContextVar[list[str]] = ContextVar("reward_errors")
 
 
 class RewardErrorHandler(logging.Handler):
-    """Collects the errors of reward functions.
+    """A handler that collects the errors of reward functions.
 
     A rubric logs the exception of a reward function and counts it as 0. Trained on, that would
-    teach the policy whatever breaks the function."""
+    teach the policy to avoid all that breaks the function.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         if (errors := reward_errors.get(None)) is not None:
@@ -46,17 +49,19 @@ class RewardErrorHandler(logging.Handler):
 def load(name: str, args: Mapping[str, Any]) -> VerifiersEnvironment:
     """Load an environment by its name.
 
-    Raises ConfigError for one whose sessions cannot be scored, and all that its loading raises."""
+    Raises ConfigError if its sessions cannot be scored, and any error of its loading.
+    """
     return VerifiersEnvironment(verifiers.load_environment(name, **args))
 
 
 class VerifiersEnvironment:
     """One environment as a SelfPlayingEnvironment.
 
-    Raises ConfigError if its rubric compares the rollouts of a group."""
+    Raises ConfigError if its rubric compares the rollouts of a group.
+    """
 
     def __init__(self, environment: Any) -> None:
-        # it sets handlers of its own: an interrupt of the run is the gateway's to handle
+        # the environment sets signal handlers; the gateway handles an interrupt of the run
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         self.environment = environment
         if environment.requires_group_rollouts:
@@ -68,27 +73,30 @@ class VerifiersEnvironment:
         self.client = AsyncOpenAI(base_url="http://127.0.0.1", api_key="none", timeout=None)
         logging.getLogger("verifiers.rubrics").addHandler(RewardErrorHandler(logging.ERROR))
 
-    def dataset(self, split: Split) -> Any:
+    def get_dataset(self, split: Split) -> Any:
         """Return one of its data sets, or None."""
         if split == "train":
             return self.environment.build_dataset()
         return self.environment.build_eval_dataset()
 
-    def rows(self, split: Split) -> Iterator[dict[str, Any]]:
-        for number, row in enumerate(self.dataset(split) or ()):
+    def iterate_rows(self, split: Split) -> Iterator[dict[str, Any]]:
+        for number, row in enumerate(self.get_dataset(split) or ()):
             yield {
-                "messages": text_messages(row["prompt"], f"{split} row {number}"),
+                "messages": build_text_messages(row["prompt"], f"{split} row {number}"),
                 "answer": row.get("answer") or "",
                 "dataset": split,
             }
 
-    def row(self, prompt: Prompt) -> dict[str, Any]:
+    def find_row(self, prompt: Prompt) -> dict[str, Any]:
         """Return the row of a prompt.
 
-        Raises ValueError if it is another one than when the run began."""
+        Raises ValueError if it has changed since the run began.
+        """
         split: Split = "eval" if prompt.meta["dataset"] == "eval" else "train"
-        row: dict[str, Any] = self.dataset(split)[prompt.id]
-        check_row(prompt, text_messages(row["prompt"], f"row {prompt.id}"), "load_environment")
+        row: dict[str, Any] = self.get_dataset(split)[prompt.id]
+        check_row(
+            prompt, build_text_messages(row["prompt"], f"row {prompt.id}"), "load_environment"
+        )
         return row
 
     async def play(self, prompt: Prompt, session: SessionAccess) -> SessionResult:
@@ -96,7 +104,7 @@ class VerifiersEnvironment:
         reward_errors.set(errors)
         client = self.client.with_options(base_url=session.base_url, api_key=session.api_key)
         output = await self.environment.run_rollout(
-            self.row(prompt), OpenAIChatCompletionsClient(client), session.model, {}
+            self.find_row(prompt), OpenAIChatCompletionsClient(client), session.model, {}
         )
         return read_output(session.number, output, errors)
 
@@ -106,8 +114,9 @@ def read_output(
 ) -> SessionResult:
     """Convert a RolloutOutput: its rubric's functions become parts of the reward.
 
-    An empty answer is the policy's own. It is scored, and a function that cannot read it pays 0: a
-    failed session would be sampled again, until no empty answer is left to learn from."""
+    An empty answer is the policy's. It is scored, and a function that cannot read it pays 0. A
+    failed session would be sampled again, so that the policy would never learn from empty answers.
+    """
     scored = parse_outcome(
         number, {**(output.get("metrics") or {}), "reward": output.get("reward")}
     )
@@ -119,9 +128,9 @@ def read_output(
     if error is not None and error["error"] == EMPTY_ANSWER:
         return scored
     if error is not None:
-        why = f"failed: {first_line(error['error_chain_repr'])}"
+        reason = f"failed: {get_first_line(error['error_chain_repr'])}"
     elif reward_errors:
-        why = f"failed: {first_line(reward_errors[0])}"
+        reason = f"failed: {get_first_line(reward_errors[0])}"
     else:
         return scored
-    return msgspec.structs.replace(scored, kind="failed", why=why, scored=True)
+    return msgspec.structs.replace(scored, kind="failed", why=reason, scored=True)

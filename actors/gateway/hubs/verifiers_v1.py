@@ -1,7 +1,7 @@
-"""Environments of verifiers 0.4 (`verifiers.v1`): a taskset, its tasks with their rewards, and the
-agents that play them.
+"""Environments of verifiers 0.4 (`verifiers.v1`).
 
-A session is one episode. The environment's interception server forwards the policy's calls to the
+An environment has a taskset, its tasks with their rewards, and the agents that play them. A session
+is one episode. The environment's interception server forwards the policy's calls to the
 session's endpoint. All sessions of a process share that server and the event loop of
 agents.functions.
 """
@@ -25,8 +25,8 @@ from verifiers.v1.utils.loaders import harness_class, load_environment, resolve_
 
 from actors.gateway.agents.session_messages import SessionAccess, SessionResult, parse_outcome
 from actors.gateway.hubs import Split, verifiers_chat
-from actors.gateway.hubs.self_playing import check_row, text_messages
-from actors.reward_worker import first_line
+from actors.gateway.hubs.self_playing import build_text_messages, check_row
+from actors.reward_worker import get_first_line
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 
@@ -39,8 +39,9 @@ def load(name: str, args: Mapping[str, Any]) -> TasksetEnvironment:
 
     args: agent.args, an [env] block of verifiers with `select` beside it
 
-    Raises ConfigError for keys that verifiers refuses and for agents that cannot be played, and
-    what importing the taskset raises."""
+    Raises ConfigError for keys that verifiers refuses and for agents that cannot be played, and any
+    error of the taskset's import.
+    """
     block = dict(args)
     select = block.pop(SELECT, {})
     block["taskset"] = {**block.get("taskset", {}), "id": name}
@@ -49,7 +50,7 @@ def load(name: str, args: Mapping[str, Any]) -> TasksetEnvironment:
         config = resolve_env_config(block)
     except ValidationError as error:
         raise ConfigError(f"[agent.args]: {describe_validation(error)}") from error
-    policy, agents = local_agents(config)
+    policy, agents = localize_agents(config)
     environment = load_environment(config.model_copy(update=agents))
     taskset = environment.taskset.select(selection)
     if not taskset.bounded:
@@ -60,19 +61,20 @@ def load(name: str, args: Mapping[str, Any]) -> TasksetEnvironment:
 
 
 def describe_validation(error: ValidationError) -> str:
-    """Name the first key that verifiers refuses, and why, in one line."""
-    first = error.errors()[0]
-    return first_line(f"{'.'.join(map(str, first['loc'])) or 'env'}: {first['msg']}")
+    """Describe the first key that verifiers refuses, with the reason, in one line."""
+    details = error.errors()[0]
+    return get_first_line(f"{'.'.join(map(str, details['loc'])) or 'env'}: {details['msg']}")
 
 
-def local_agents(config: Any) -> tuple[str, dict[str, Any]]:
-    """Return the name of the policy's agent, and all agents as they run on this machine.
+def localize_agents(config: Any) -> tuple[str, dict[str, Any]]:
+    """Return the name of the policy's agent, and all agents for this machine.
 
-    Without a runtime of its own, an agent whose harness only chats runs here and not in Prime's
+    An agent without a runtime and with a harness that only chats runs here and not in Prime's
     sandboxes. The harness `null` runs in this process instead of one for each session.
 
     Raises ConfigError unless exactly one agent is the policy, and for a harness that would run the
-    policy's commands here unasked."""
+    policy's commands here unasked.
+    """
     specs = agent_config_fields(config)
     policies = [name for name, spec in specs.items() if spec.client is None]
     if len(policies) != 1:
@@ -84,18 +86,18 @@ def local_agents(config: Any) -> tuple[str, dict[str, Any]]:
     agents = {}
     for name, spec in specs.items():
         harness, runtime = harnesses[name], spec.runtime
-        kind = harness_class(harness.id)
+        harness_type = harness_class(harness.id)
         if "runtime" not in spec.model_fields_set:
             runtime = SubprocessConfig()
-            if kind.EXECUTES_CODE:
+            if harness_type.EXECUTES_CODE:
                 raise ConfigError(
                     f"its agent {name} has the harness {harness.id}, which runs the policy's "
                     f'commands: choose where, agent.args.{name}.runtime.type = "docker" or '
                     f'"subprocess" (this machine), or agent.args.{name}.harness.id = "null" for '
                     "a chat without commands"
                 )
-        if kind is NullHarness and isinstance(runtime, SubprocessConfig):
-            harness = verifiers_chat.config_of(harness)
+        if harness_type is NullHarness and isinstance(runtime, SubprocessConfig):
+            harness = verifiers_chat.build_config(harness)
         # a second attempt would be trained on as a part of the same session
         agents[name] = spec.model_copy(
             update={"harness": harness, "runtime": runtime, "retries": vf.RetryConfig()}
@@ -106,7 +108,8 @@ def local_agents(config: Any) -> tuple[str, dict[str, Any]]:
 class TasksetEnvironment:
     """A taskset with its agents, as a SelfPlayingEnvironment.
 
-    policy: the name of the agent that the policy plays"""
+    policy: the name of the agent that the policy plays
+    """
 
     def __init__(self, environment: Any, tasks: list[Any], policy: str) -> None:
         self.environment = environment
@@ -115,24 +118,26 @@ class TasksetEnvironment:
         self.serving: AbstractAsyncContextManager[None] | None = None
         self.starting = asyncio.Lock()
 
-    def rows(self, split: Split) -> Iterator[dict[str, Any]]:
+    def iterate_rows(self, split: Split) -> Iterator[dict[str, Any]]:
         if split == "train":  # a taskset has no second data set
             for number, task in enumerate(self.tasks):
-                messages = task_messages(task.data, f"row {number}")
+                messages = build_task_messages(task.data, f"row {number}")
                 yield {"messages": messages, "answer": "", "dataset": split}
 
-    def task(self, prompt: Prompt) -> Any:
+    def find_task(self, prompt: Prompt) -> Any:
         """Return the task of a prompt.
 
-        Raises ValueError if it is another one than when the run began."""
+        Raises ValueError if it has changed since the run began.
+        """
         task = self.tasks[prompt.id]
-        check_row(prompt, task_messages(task.data, f"row {prompt.id}"), "the taskset")
+        check_row(prompt, build_task_messages(task.data, f"row {prompt.id}"), "the taskset")
         return task
 
     async def serve(self) -> None:
         """Start the interception server and shared tools, once in this process.
 
-        They end with it: verifiers stops its processes when Python exits."""
+        They end with the process: verifiers stops its processes when Python exits.
+        """
         async with self.starting:
             if self.serving is None:
                 serving = self.environment.serving()
@@ -140,7 +145,7 @@ class TasksetEnvironment:
                 self.serving = serving
 
     async def play(self, prompt: Prompt, session: SessionAccess) -> SessionResult:
-        task = self.task(prompt)
+        task = self.find_task(prompt)
         await self.serve()
         # a client reads its key from a variable alone; programs of the environment do not inherit
         # one with API_KEY in its name
@@ -156,40 +161,41 @@ class TasksetEnvironment:
 
 
 def read_episode(number: int, episode: Any, policy: str) -> SessionResult:
-    """Convert an Episode: the rewards of the policy's trace, and its metrics, become parts."""
+    """Convert an Episode: rewards and metrics of the policy's trace become parts."""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if errors:
-        why = f"failed: {first_line(f'{errors[0].type}: {errors[0].message}')}"
-        return SessionResult(number, "failed", why=why)
+        reason = f"failed: {get_first_line(f'{errors[0].type}: {errors[0].message}')}"
+        return SessionResult(number, "failed", why=reason)
     traces = [trace for trace in episode.traces if trace.agent.name == policy]
     if len(traces) != 1:
-        why = f"the environment ran the agent {policy} {len(traces)} times, not once"
-        return SessionResult(number, "failed", why=why)
+        reason = f"the environment ran the agent {policy} {len(traces)} times, not once"
+        return SessionResult(number, "failed", why=reason)
     (trace,) = traces
     scores = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
     metrics = {name: value for name, value in trace.metrics.items() if value is not None}
     scored = parse_outcome(number, {**metrics, **scores, "reward": trace.reward})
     if scored.kind != "scored":
         return scored
-    refused = trace.calls[-1].error if trace.calls else None
-    overlong = refused is not None and CONTEXT_EXCEEDED in refused.message
+    call_error = trace.calls[-1].error if trace.calls else None
+    overlong = call_error is not None and CONTEXT_EXCEEDED in call_error.message
     truncated = bool(trace.is_truncated or trace.is_timeout or episode.is_timeout or overlong)
     scored = msgspec.structs.replace(scored, truncated=truncated)
-    if refused is None or overlong:
+    if call_error is None or overlong:
         return scored
-    why = f"failed: {first_line(refused.message)}"
-    return msgspec.structs.replace(scored, kind="failed", why=why, scored=True)
+    reason = f"failed: {get_first_line(call_error.message)}"
+    return msgspec.structs.replace(scored, kind="failed", why=reason, scored=True)
 
 
-def task_messages(data: Any, where: str) -> list[dict[str, str]]:
+def build_task_messages(data: Any, location: str) -> list[dict[str, str]]:
     """Return a task's prompt as chat messages, its system prompt first.
 
-    A task without a prompt, which another agent opens, has its name instead."""
+    A task without a prompt, which another agent opens, has its name instead.
+    """
     if data.prompt is None or isinstance(data.prompt, str):
         prompt: Any = data.prompt or data.name or data.description or f"task {data.idx}"
     else:
         prompt = [{"role": turn.role, "content": turn.content} for turn in data.prompt]
-    messages = text_messages(prompt, where)
+    messages = build_text_messages(prompt, location)
     if data.system_prompt is not None:
         messages.insert(0, {"role": "system", "content": data.system_prompt})
     return messages

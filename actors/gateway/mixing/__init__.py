@@ -1,1 +1,1 @@
-"""Sessions of a mixture's parts, each with its own source."""
+"""The sessions of a mixture's parts, each with its own source."""

@@ -15,10 +15,10 @@ from actors.gateway.sessions import Session, SessionCall
 
 
 class MixedSource(SessionSource):
-    """Passes each session to the source of its part.
+    """A source that passes each session to the source of its part.
 
-    make_http: makes the source of all parts whose agents call over HTTP, which share an endpoint;
-        None without such parts
+    make_http: makes the source of all parts with agents over HTTP, which share an endpoint; None
+        without such parts
     """
 
     def __init__(
@@ -32,38 +32,39 @@ class MixedSource(SessionSource):
         self.local: dict[str, SessionSource] = {}
         for part, agent in gateway.agents.items():
             if part not in over_http:
-                kind = EnvironmentSource if agent.uses_sessions else SingleCompletions
-                self.local[part] = kind(gateway, part)
+                source_class = EnvironmentSource if agent.uses_sessions else SingleCompletions
+                self.local[part] = source_class(gateway, part)
 
     @property
     def sources(self) -> list[SessionSource]:
         """Every source once."""
         return [*self.local.values(), *([self.http] if self.http is not None else [])]
 
-    def source_of(self, session: Session) -> SessionSource:
-        """The source of a session's part."""
-        return self.of_part(self.gateway.part_of(session.ticket))
+    def get_session_source(self, session: Session) -> SessionSource:
+        """Return the source of a session's part."""
+        return self.get_part_source(self.gateway.get_part(session.ticket))
 
-    def of_part(self, part: str) -> SessionSource:
-        """The source of a part."""
+    def get_part_source(self, part: str) -> SessionSource:
+        """Return the source of a part."""
         source = self.local.get(part, self.http)
         assert source is not None
         return source
 
     def count_wanted(self) -> int:
-        """Count the samples that the sources have room for, and those that wait for a source.
+        """Count the samples that wait for a source, and those that sources have room for.
 
-        A part whose agents have no room does not keep the others from new samples."""
+        A part with busy agents does not keep the others from new samples.
+        """
         waiting = {True: 0, False: 0}  # for the sources here, and for agents over HTTP
         for grant in self.gateway.held.values():
-            is_local = self.gateway.part_of(grant.ticket) in self.local
+            is_local = self.gateway.get_part(grant.ticket) in self.local
             waiting[is_local] += len(grant.waiting)
-        wanted = sum(waiting.values())
+        sample_count = sum(waiting.values())
         if self.local:
-            wanted += max(0, self.gateway.free_sessions - waiting[True])
+            sample_count += max(0, self.gateway.free_sessions - waiting[True])
         if self.http is not None:
-            wanted += max(0, self.http.count_wanted() - waiting[False])
-        return wanted
+            sample_count += max(0, self.http.count_wanted() - waiting[False])
+        return sample_count
 
     @property
     def wires(self) -> Sequence[socket.socket]:
@@ -72,16 +73,16 @@ class MixedSource(SessionSource):
     def on_answer(
         self, episode: Episode, call: SessionCall, node: CallNode | None, failed: str
     ) -> None:
-        self.source_of(episode.session).on_answer(episode, call, node, failed)
+        self.get_session_source(episode.session).on_answer(episode, call, node, failed)
 
     def on_drop(self, episode: Episode) -> None:
-        self.source_of(episode.session).on_drop(episode)
+        self.get_session_source(episode.session).on_drop(episode)
 
     def explain_wait(self, episode: Episode, limit: str, left_s: float, now: float) -> WaitCause:
-        return self.source_of(episode.session).explain_wait(episode, limit, left_s, now)
+        return self.get_session_source(episode.session).explain_wait(episode, limit, left_s, now)
 
     def explain_queue(self, part: str) -> WaitCause:
-        return self.of_part(part).explain_queue(part)
+        return self.get_part_source(part).explain_queue(part)
 
     def open_sessions(self) -> None:
         for source in self.sources:
@@ -92,10 +93,10 @@ class MixedSource(SessionSource):
             source.poll()
 
     def on_resume(self, session: Session) -> None:
-        self.source_of(session).on_resume(session)
+        self.get_session_source(session).on_resume(session)
 
     def on_deliver(self, session: Session) -> None:
-        self.source_of(session).on_deliver(session)
+        self.get_session_source(session).on_deliver(session)
 
     def on_report(self) -> None:
         for source in self.sources:

@@ -11,9 +11,10 @@ from actors.gateway.sessions import CallRefused, SessionCall
 
 
 class SingleCompletions(SessionSource):
-    """Makes each sample a session of one call, whose answer the reward judges.
+    """A source that makes each sample a session of one call, for the config's reward.
 
-    The call has the random stream of a sample in a run without sessions."""
+    The call has the random stream of a sample in a run without sessions.
+    """
 
     def __init__(self, gateway: Gateway, part: str = "") -> None:
         self.gateway = gateway
@@ -23,7 +24,7 @@ class SingleCompletions(SessionSource):
         return self.gateway.free_sessions
 
     def open_sessions(self) -> None:
-        for grant in self.gateway.waiting_tickets({self.part}):
+        for grant in self.gateway.list_waiting_tickets({self.part}):
             while grant.waiting and self.gateway.free_sessions > 0:
                 episode = self.gateway.begin_episode(grant, grant.waiting.pop(0), first=True)
                 session, now = episode.session, time.monotonic()

@@ -1,14 +1,16 @@
 """Files of the open HTTP sessions, from which a restarted gateway continues.
 
-One append-only file per session, `RUN/sessions-INDEX/NAME` (mode 0600), removed once the buffer has
-acknowledged the sample: the directory never holds more than the gateway does in memory.
+Each session has an append-only file, `RUN/sessions-INDEX/NAME` (mode 0600).  It is removed once the
+buffer has acknowledged the sample, so that the directory never holds more than the gateway does in
+memory.
 
     frame:  4 bytes length, 8 bytes xxh3 of the record, the record (msgpack)
     first:  SessionRecord with `opening`; then one per answer, before the answer leaves
 
-A process may die in the middle of a frame: a torn tail is the record of an answer that never
-left, and is cut off.  Calls that were being sampled are not kept: a client's retry begins them
-again."""
+A process may exit in the middle of a frame.  A torn tail is the record of an answer that was not
+sent, and is cut off.  Calls that were being sampled are not kept: a client's retry begins them
+again.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from actors.gateway.call_tree import CallNode, chained
+from actors.gateway.call_tree import CallNode, chain_digest
 from actors.gateway.sessions import (
     Finish,
     HarnessRequest,
@@ -59,7 +61,7 @@ class SessionOpening(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SessionProgress(msgspec.Struct, frozen=True, array_like=True):
-    """The state of a session, which the newest record overrides.
+    """The state of a session; the newest record is valid.
 
     calls: their number, without the open ones
     """
@@ -81,7 +83,10 @@ class SessionProgress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CallRecord(msgspec.Struct, frozen=True, array_like=True):
-    """A call and its answer. tail and ids are int32, logprobs float32, all little-endian."""
+    """A call and its answer.
+
+    tail and ids are int32, logprobs float32, all little-endian.
+    """
 
     number: int
     parent: int | None
@@ -125,8 +130,8 @@ class SessionRecord(msgspec.Struct, frozen=True, array_like=True):
 class SessionFile:
     """The file of one open session.
 
-    If it cannot be written it is removed, and a line is logged: the session goes on, but ends with
-    this process.
+    A file that cannot be written is removed, and a line is logged.  The session goes on, but ends
+    with this process.
     """
 
     def __init__(self, path: Path) -> None:
@@ -135,7 +140,7 @@ class SessionFile:
         self.images: set[str] = set()  # that this process has written
 
     def append(self, record: SessionRecord) -> None:
-        """Write one frame, which outlives a kill of this process from then on."""
+        """Write one frame, which outlives a kill of this process."""
         if not self.is_kept:
             return
         try:
@@ -148,7 +153,8 @@ class SessionFile:
             self.fail(error)
 
     def append_progress(self, session: Session, ticket: Ticket | None = None) -> None:
-        self.append(SessionRecord(progress_of(session), ticket=ticket))
+        """Record the session's state, and its ticket if that has changed."""
+        self.append(SessionRecord(build_progress(session), ticket=ticket))
 
     def append_answer(self, session: Session, request: HarnessRequest) -> None:
         """Record an answered call with its answer's bytes."""
@@ -178,26 +184,28 @@ class SessionFile:
             routed=b"" if node.routed is None else node.routed.encode(),
             images=node.images,
         )
-        new = {name: session.images[name] for name in node.images if name not in self.images}
-        self.images.update(new)
-        self.append(SessionRecord(progress_of(session), call=call, images=new))
+        new_images = {name: session.images[name] for name in node.images if name not in self.images}
+        self.images.update(new_images)
+        self.append(SessionRecord(build_progress(session), call=call, images=new_images))
 
     def append_sent(self, request: HarnessRequest) -> None:
         """Record that an answer was sent, so that the same request again is a new one."""
         if request.call is not None and request.answer is not None:
             self.append(SessionRecord(sent=request.call.number))
 
-    def fail(self, why: object) -> None:
+    def fail(self, reason: object) -> None:
         """Log the reason and remove the file."""
-        print(f"{self.path}: {why}: a restart ends this session", file=sys.stderr, flush=True)
+        print(f"{self.path}: {reason}: a restart ends this session", file=sys.stderr, flush=True)
         self.remove()
 
     def remove(self) -> None:
+        """Remove the file; later records are dropped."""
         self.is_kept = False
         self.path.unlink(missing_ok=True)
 
 
-def progress_of(session: Session) -> SessionProgress:
+def build_progress(session: Session) -> SessionProgress:
+    """Build the record of a session's state."""
     return SessionProgress(
         state=session.state,
         calls=session.calls - len(session.open_calls),
@@ -236,7 +244,7 @@ def read_records(path: Path) -> list[SessionRecord]:
     return records
 
 
-def last_ticket(records: list[SessionRecord]) -> Ticket:
+def find_last_ticket(records: list[SessionRecord]) -> Ticket:
     """Find the newest ticket of a session. Raises IndexError if no record has one."""
     return [record.ticket for record in records if record.ticket is not None][-1]
 
@@ -249,20 +257,20 @@ def restore(session: Session, records: list[SessionRecord], now: float) -> Sessi
     """
     nodes: dict[int, CallNode] = {}
     requests: dict[int, HarnessRequest] = {}
-    last = None
+    last_call = None
     for record in records:
         session.images |= record.images
         if record.call is not None:
             request = _restore_call(session, record.call, nodes)
             requests[record.call.number] = request
             assert request.call is not None
-            last = last if request.call.aside else request.call
+            last_call = last_call if request.call.aside else request.call
         if record.sent in requests:
             requests[record.sent].lost = False
         if record.progress is not None:
             _restore_progress(session, record.progress)
-    session.call_at = session.heard_at = session.judging_at = now
-    return last
+    session.call_at = session.active_at = session.judging_at = now
+    return last_call
 
 
 def _restore_progress(session: Session, progress: SessionProgress) -> None:
@@ -277,38 +285,40 @@ def _restore_progress(session: Session, progress: SessionProgress) -> None:
     session.tree.forks.update(progress.forks)
 
 
-def _restore_call(session: Session, kept: CallRecord, nodes: dict[int, CallNode]) -> HarnessRequest:
+def _restore_call(
+    session: Session, record: CallRecord, nodes: dict[int, CallNode]
+) -> HarnessRequest:
     """Put a call back into the session's tree. Raises KeyError for an unknown parent."""
-    parent = None if kept.parent is None else nodes[kept.parent]
+    parent = None if record.parent is None else nodes[record.parent]
     node = CallNode(
-        kept.number,
+        record.number,
         parent,
-        np.frombuffer(kept.tail, "<i4").astype(np.int32),
-        kept.aside,
-        stop=kept.stop,
-        ids=np.frombuffer(kept.ids, "<i4").astype(np.int32),
-        logprobs=np.frombuffer(kept.logprobs, "<f4").astype(np.float32),
-        spans=kept.spans,
-        support=SampledSupport.decode(kept.support, len(kept.ids) // 4),
-        finish=kept.finish,
-        chain=kept.chain,
-        ours={index: nodes[number] for index, number in kept.ours.items()},
-        tools=kept.tools,
-        text_length=kept.text_length,
-        text_digest=kept.text_digest,
-        images=list(kept.images),
+        np.frombuffer(record.tail, "<i4").astype(np.int32),
+        record.aside,
+        stop=record.stop,
+        ids=np.frombuffer(record.ids, "<i4").astype(np.int32),
+        logprobs=np.frombuffer(record.logprobs, "<f4").astype(np.float32),
+        spans=record.spans,
+        support=SampledSupport.decode(record.support, len(record.ids) // 4),
+        finish=record.finish,
+        chain=record.chain,
+        ours={index: nodes[number] for index, number in record.ours.items()},
+        tools=record.tools,
+        text_length=record.text_length,
+        text_digest=record.text_digest,
+        images=list(record.images),
     )
-    if kept.routed:
-        node.routed = RoutedExperts.decode(kept.routed, node.own_reads)
-    nodes[kept.number] = node
+    if record.routed:
+        node.routed = RoutedExperts.decode(record.routed, node.own_reads)
+    nodes[record.number] = node
     call = session.restore_call(node)
-    if kept.chain and kept.message is not None:
-        session.tree.seen.update((kept.chain, chained(kept.chain, kept.message)))
-        session.tree.set_answer(node, kept.message)
+    if record.chain and record.message is not None:
+        session.tree.known_chains.update((record.chain, chain_digest(record.chain, record.message)))
+        session.tree.set_answer(node, record.message)
     else:
-        node.answer = kept.message
+        node.answer = record.message
     request = HarnessRequest(
-        kept.body, kept.idempotency_key, call, connections=0, lost=True, answer=kept.answer
+        record.body, record.idempotency_key, call, connections=0, lost=True, answer=record.answer
     )
     session.requests.append(request)
     return request

@@ -77,7 +77,7 @@ def serve(
             "listen on 127.0.0.1"
         )
     path = str(fetch.download_model(model)) if model.startswith(fetch.HUB) else model
-    config = model_server.config_of(
+    config = model_server.build_config(
         path,
         context=context or 0,
         slots=slots,

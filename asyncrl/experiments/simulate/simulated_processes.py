@@ -14,13 +14,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from actors.delivery import LINGER_S, size
+from actors.delivery import LINGER_S, estimate_size
 from actors.schedule import Key, TicketSchedule
 from actors.turn import (
     DECODE_STEPS,
     IDLE_POLL_S,
-    samples_to_ask_for,
-    ticket_progress,
+    count_samples_to_request,
+    list_ticket_progress,
 )
 from asyncrl.config.tree import Config
 from asyncrl.contract.messages import (
@@ -339,7 +339,7 @@ class SimulatedGenerator:
         if self.returned:
             return True
         room = len(self.open) < self.most_open
-        return room and any(held.is_ready(self.loaded) for held in self.schedule.order())
+        return room and any(held.is_ready(self.loaded) for held in self.schedule.sort_waiting())
 
     # ---- sessions --------------------------------------------------------------------------------
 
@@ -436,7 +436,7 @@ class SimulatedGenerator:
             return
         now = self.clock.now
         self.fresh_since = self.fresh_since or now
-        full = sum(map(size, self.fresh)) >= self.config.wires.frame_bytes
+        full = sum(map(estimate_size, self.fresh)) >= self.config.wires.frame_bytes
         if not self.live or now - self.fresh_since > LINGER_S or full:
             work = self.times.buffer * len(self.fresh)
             self.buffer.send(self.buffer.on_deliver, self, self.fresh, work=work)
@@ -445,7 +445,7 @@ class SimulatedGenerator:
 
     def want(self) -> None:
         unfinished = bool(self.calls or self.fresh)
-        free = samples_to_ask_for(self.schedule, self.most_open, len(self.open), unfinished)
+        free = count_samples_to_request(self.schedule, self.most_open, len(self.open), unfinished)
         if free > 0 and free > self.asked:
             self.sequence += 1
             self.asked = free
@@ -460,7 +460,7 @@ class SimulatedGenerator:
             live = {sample.sample_key: sample.finished_tokens for sample in self.open.values()}
             for sample in (s for ended in (*self.engine.values(), self.ended) for s in ended):
                 live[sample.sample_key] += self.engine_clock - sample.born
-            self.buffer.send(self.buffer.on_lost, ticket_progress(self.schedule, live), self)
+            self.buffer.send(self.buffer.on_lost, list_ticket_progress(self.schedule, live), self)
             self.lost = True
             self.buffer.awake.pop(self.name, None)
             lease_s = self.config.wires.lease_s

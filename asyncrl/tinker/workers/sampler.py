@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from actors.engine import Completion, CompletionRequest, engine_for
+from actors.engine import Completion, CompletionRequest, build_engine
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.versions import Label
 from asyncrl.models import adapter_files, memory
@@ -51,7 +51,7 @@ class Sampler:
         memory.keep_freed()
         self.config = config
         self.reply = reply
-        self.engine = engine_for(run_config(config, 0))
+        self.engine = build_engine(run_config(config, 0))
         base = load_policy(config.model.path, config.model.dtype, config.model.device)
         self.base = dict(list_named_weights(base))
         self.tokenizer = load_tokenizer(config.model.path)

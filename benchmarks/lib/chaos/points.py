@@ -341,13 +341,13 @@ def switch_off(mechanism: str) -> None:
             lambda extra: BatchCursor(parent=extra["parent"])
         )
     elif mechanism == "redelivery":
-        plain = Outbox.frames
+        plain = Outbox.take_frames
 
         def frames(box: Any, now: float, *, flush: bool) -> Any:
             box.retry_s = 1e9
             return plain(box, now, flush=flush)
 
-        Outbox.frames = frames  # type: ignore[method-assign,assignment]
+        Outbox.take_frames = frames  # type: ignore[method-assign,assignment]
 
 
 def any_order() -> None:

@@ -31,7 +31,7 @@ from asyncrl.transport import sockets
 
 AT = Label(1, 1)
 CREDIT = 1 << 23
-SAY_S = 0.5
+REPORT_S = 0.5
 FIRST_TOKEN = 3  # behind pad, eos and unk
 SYMBOLS = 40  # different tokens that a stand-in draws, and different pauses that it makes
 RECV = 1 << 20
@@ -112,13 +112,13 @@ def drawn(run_dir: Path, mean_s: float) -> NoReturn:
     ]  # each in order of time
     while True:
         now = time.monotonic()
-        if now - said > SAY_S:
+        if now - said > REPORT_S:
             said = now
             held = [call.id for queue in waiting for _, call in queue]
             slots = config.generator.slots
             peer.send(m.ServingReport(m.PROTOCOL, run, "generator-0", session, slots, held, heard))
-        due = min((queue[0][0] for queue in waiting if queue), default=now + SAY_S)
-        if (message := peer.recv(max(0.0, min(due - now, SAY_S)))) is not None:
+        due = min((queue[0][0] for queue in waiting if queue), default=now + REPORT_S)
+        if (message := peer.recv(max(0.0, min(due - now, REPORT_S)))) is not None:
             heard = max(heard, message.sequence)
             for call in message.calls:
                 which = call.id % SYMBOLS
@@ -137,7 +137,7 @@ def engine(run_dir: Path) -> None:
 
     config = load.load(run_dir / "config.toml")
     turn.collect_stop_tokens = lambda *_: ()  # every answer is of the same length
-    made = generators.Generator(config, run_dir, 0, generators.engine_for(config))
+    made = generators.Generator(config, run_dir, 0, generators.build_engine(config))
     model = models.load_policy(config.model.path, "float32", "cpu")
     layout = models.build_manifest(model)
     source = bytearray(models.count_flat_bytes(layout))

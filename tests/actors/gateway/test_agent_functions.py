@@ -282,14 +282,14 @@ def test_a_package_of_that_name_that_is_another_one_is_named(
 
 def test_the_installed_version_chooses_the_adapter(tmp_path: Path) -> None:
     package = ModuleType("verifiers")
-    assert self_playing.adapter_of(package) == ""
+    assert self_playing.find_adapter(package) == ""
     package.__path__ = [str(tmp_path)]
     (tmp_path / "v1").mkdir()
-    assert self_playing.adapter_of(package) == ""
+    assert self_playing.find_adapter(package) == ""
     (tmp_path / "v1" / "__init__.py").touch()
-    assert self_playing.adapter_of(package) == "actors.gateway.hubs.verifiers_v1"
+    assert self_playing.find_adapter(package) == "actors.gateway.hubs.verifiers_v1"
     package.load_environment = print  # type: ignore[attr-defined]  # 0.1, which may have both
-    assert self_playing.adapter_of(package) == "actors.gateway.hubs.verifiers_v0"
+    assert self_playing.find_adapter(package) == "actors.gateway.hubs.verifiers_v0"
 
 
 def test_the_first_cause_of_a_failed_load_is_told_with_what_to_do() -> None:
@@ -302,14 +302,14 @@ def test_the_first_cause_of_a_failed_load_is_told_with_what_to_do() -> None:
     assert self_playing.describe_cause(missing) == (
         "loading it raised ModuleNotFoundError: No module named 'words'"
     )
-    assert self_playing.hint(missing, "0.4") == (
+    assert self_playing.suggest_fix(missing, "0.4") == (
         "; install its package into agent.python, or run where its module lies"
     )
     wrong = wrapped(TypeError("f() got an unexpected keyword argument 'x'"))
-    assert self_playing.hint(wrong, "0.4") == "; see [agent.args]"
-    assert self_playing.hint(wrapped(TypeError("other")), "0.4") == ""
-    assert self_playing.hint(wrapped(KeyError("argument")), "0.4") == ""
-    assert self_playing.hint(AttributeError("module has no Rubric"), "0.4") == (
+    assert self_playing.suggest_fix(wrong, "0.4") == "; see [agent.args]"
+    assert self_playing.suggest_fix(wrapped(TypeError("other")), "0.4") == ""
+    assert self_playing.suggest_fix(wrapped(KeyError("argument")), "0.4") == ""
+    assert self_playing.suggest_fix(AttributeError("module has no Rubric"), "0.4") == (
         "; agent.python has verifiers 0.4: is it the environment's version?"
     )
     assert self_playing.describe_cause(KeyError("x")) == "loading it raised KeyError: 'x'"
@@ -321,7 +321,7 @@ class Words:
     def __init__(self, args: dict[str, Any]) -> None:
         self.args = args
 
-    def rows(self, split: str) -> Iterator[dict[str, Any]]:
+    def iterate_rows(self, split: str) -> Iterator[dict[str, Any]]:
         for number in range(2 if split == "train" else 1):
             yield {"messages": [], "answer": f"é{number}", "dataset": split}
         if split == self.args.get("bad"):
@@ -363,7 +363,7 @@ def test_the_prompts_of_an_environment_become_files(
     ],
 )
 def test_a_data_set_that_cannot_be_built_is_one_line(error: Exception, why: str) -> None:
-    rows = Words({"bad": "train", "error": error}).rows("train")
+    rows = Words({"bad": "train", "error": error}).iterate_rows("train")
     with pytest.raises(ConfigError) as raised:
         examine.write_rows("verifiers:words", rows, io.StringIO())
     assert str(raised.value) == f"agent.env = verifiers:words: its data set: {why}"

@@ -26,8 +26,8 @@ from actors.gateway.agents.agent_programs import (
     MODEL_VARIABLES,
     PR_SET_CHILD_SUBREAPER,
     AgentPrograms,
-    inherited,
     judge_exit,
+    select_inherited,
 )
 from actors.gateway.agents.session_messages import (
     AgentSetup,
@@ -184,7 +184,11 @@ def test_the_variables_of_a_program(
         **dict.fromkeys(MODEL_VARIABLES, "m"),
     }
     assert {name: env.get(name) for name in expected} == expected
-    assert len(MODEL_VARIABLES) == 7 and "PATH" in inherited([]) and not inherited([]).get("LC")
+    assert (
+        len(MODEL_VARIABLES) == 7
+        and "PATH" in select_inherited([])
+        and not select_inherited([]).get("LC")
+    )
 
 
 def test_the_variables_that_every_program_inherits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,8 +202,8 @@ def test_the_variables_that_every_program_inherits(monkeypatch: pytest.MonkeyPat
     }
     given = dict.fromkeys([*names, "AWS_KEY", "path", "XDG_HOME", "HOMEPATH"], "x")
     monkeypatch.setattr(agent_programs.os, "environ", given)
-    assert inherited([]) == dict.fromkeys(names, "x")
-    assert inherited(["AWS_*", "pa?h"]).keys() == names | {"AWS_KEY", "path"}
+    assert select_inherited([]) == dict.fromkeys(names, "x")
+    assert select_inherited(["AWS_*", "pa?h"]).keys() == names | {"AWS_KEY", "path"}
     assert agent_programs.MODEL_VARIABLES == (
         "ASYNCRL_MODEL",
         "OPENAI_MODEL",

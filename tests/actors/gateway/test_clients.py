@@ -54,7 +54,7 @@ def test_an_agent_is_paid_for_its_answer(page: str, runner: Runner) -> None:
     ended = runner.play(page, answers)
     assert (ended.left.kind, ended.left.reward) == ("scored", 1.0), runner.log()
     session = ended.opened.session
-    assert (session.calls, len(session.training_rows()), session.aside) == (calls, rows, 0)
+    assert (session.calls, len(session.build_training_rows()), session.aside) == (calls, rows, 0)
     assert "51" not in ended.prompts[0] and "51" in ended.prompts[1]
     assert not ignored or ignored in ended.ignored
     assert ended.left.parts.get("parsed", 1.0) == 1.0

@@ -54,7 +54,7 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[asyncio.AbstractEventLoop]
 @pytest.fixture
 def connect(loop: asyncio.AbstractEventLoop) -> Connect:
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        assert http_server.connection_of(scope) is scope["asyncrl.connection"]
+        assert http_server.get_connection(scope) is scope["asyncrl.connection"]
         await send({"type": "http.response.start", "status": 204, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
@@ -74,48 +74,48 @@ def test_a_head_has_thirty_seconds(connect: Connect, loop: asyncio.AbstractEvent
     """From its connection, and from the first byte of each further one."""
 
     def deadline() -> float | None:
-        return None if connection.late is None else connection.late.when()
+        return None if connection.head_timer is None else connection.head_timer.when()
 
     connection, wire = connect()
-    first = connection.late
+    first = connection.head_timer
     assert first is not None and deadline() == 130.0 and not connection.in_head
     connection.data_received(b"GET / HTTP/1.1\r\n")
     assert first.cancelled() and deadline() == 130.0 and connection.in_head
-    second = connection.late
+    second = connection.head_timer
     connection.data_received(b"host: x\r\n")
-    assert connection.late is second, "more of the same head has no more time"
+    assert connection.head_timer is second, "more of the same head has no more time"
     connection.data_received(b"\r\n")
     assert second is not None and second.cancelled() and deadline() is None
-    assert (connection.in_head, connection.beside) == (False, 0)
+    assert (connection.in_head, connection.head_bytes) == (False, 0)
     loop.run_until_complete(asyncio.sleep(0))
     assert wire.events == ["HTTP/1.1 204 No Content\r\n\r\n"], "head and body are one packet"
     assert deadline() is None, "between two requests the connection may rest"
     connection.data_received(b"GET / HTTP/1.1\r\n")
-    late = connection.late
+    late = connection.head_timer
     assert late is not None
     late._run()
     assert wire.events[1:] == ["aborted"]
     connection.connection_lost(ConnectionResetError())
-    assert late.cancelled() and connection.late is None and wire.events[1:] == ["aborted"]
+    assert late.cancelled() and connection.head_timer is None and wire.events[1:] == ["aborted"]
     other, closing = connect()
     other.connection_lost(None)
-    assert closing.events == ["closed"] and other.closed and other.late is None
+    assert closing.events == ["closed"] and other.is_closed and other.head_timer is None
 
 
 def test_a_head_has_64_kib(connect: Connect, loop: asyncio.AbstractEventLoop) -> None:
     for more, events in ((0, []), (1, ["aborted"])):
         connection, wire = connect()
         connection.data_received(b"POST / HTTP/1.1\r\ncontent-length: 200000\r\n")
-        assert connection.beside == 0
+        assert connection.head_bytes == 0
         connection.data_received(b"x: ")
         connection.data_received(b"a" * (64 * 1024 - 3 + more))
         assert wire.events == events
     connection, wire = connect()
     connection.data_received(b"POST / HTTP/1.1\r\ncontent-length: 200000\r\n\r\n")
     connection.data_received(b"a" * 199_999)
-    assert (connection.beside, wire.events) == (0, []), "a body is no head"
+    assert (connection.head_bytes, wire.events) == (0, []), "a body is no head"
     connection.data_received(b"a")
-    assert (connection.beside, connection.closed) == (0, False)
+    assert (connection.head_bytes, connection.is_closed) == (0, False)
     loop.run_until_complete(asyncio.sleep(0))
 
 
@@ -128,14 +128,14 @@ def test_too_many_connections_close_the_oldest_without_a_key(
     first.authorize()
     third, newest = connect()
     assert (kept.events, oldest.events, newest.events) == ([], ["aborted"], [])
-    assert second.closed and list(third.unauthorized) == [third] and third.late is not None
+    assert second.is_closed and list(third.unauthorized) == [third] and third.head_timer is not None
     second.connection_lost(None)
     assert [first, third] == sorted(third.connections, key=[first, third].index)
     third.authorize()
     fourth, refused = connect()
-    assert refused.events == ["aborted"] and fourth.late is None and not fourth.unauthorized
+    assert refused.events == ["aborted"] and fourth.head_timer is None and not fourth.unauthorized
     assert (kept.events, newest.events) == ([], [])
-    assert first.late is not None and third.late is not None
+    assert first.head_timer is not None and third.head_timer is not None
 
 
 def test_a_wait_ends_with_its_task_its_connection_or_its_time(
@@ -152,16 +152,18 @@ def test_a_wait_ends_with_its_task_its_connection_or_its_time(
         waiter = asyncio.create_task(connection.wait_for(task, 5.0 if how == "time" else None))
         await asyncio.sleep(0)
         timers = [handle.when() for handle in loop._scheduled]  # type: ignore[attr-defined]
-        assert not waiter.done() and len(connection.waiting) == 1
+        assert not waiter.done() and len(connection.close_callbacks) == 1
         if how == "task":
             release.set()
         elif how == "closed":
             connection.connection_lost(None)
         else:
-            max(loop._scheduled, key=lambda handle: handle is not connection.late)._run()  # type: ignore[attr-defined]
+            max(loop._scheduled, key=lambda handle: handle is not connection.head_timer)._run()  # type: ignore[attr-defined]
         await waiter
-        assert not connection.waiting and task.done() == (how == "task")
-        assert {handle for handle in loop._scheduled if not handle.cancelled()} <= {connection.late}  # type: ignore[attr-defined]
+        assert not connection.close_callbacks and task.done() == (how == "task")
+        assert {handle for handle in loop._scheduled if not handle.cancelled()} <= {
+            connection.head_timer
+        }  # type: ignore[attr-defined]
         if how == "closed":
             await connection.wait_for(task, None)
         release.set()

@@ -22,7 +22,7 @@ from actors.gateway.environment_worker import (
     EnvironmentOperation,
     EnvironmentSetup,
 )
-from actors.gateway.hubs.tools import ToolLoop, schema
+from actors.gateway.hubs.tools import ToolLoop, build_schema
 from asyncrl.config.agents import AgentConfig
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
@@ -93,7 +93,7 @@ def test_a_process_is_told_what_it_plays(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_session_begins_in_the_process_with_the_fewest() -> None:
     pool = EnvironmentPool.__new__(EnvironmentPool)
-    pool.places = {}
+    pool.processes = {}
 
     def process(*sessions: int) -> Any:
         sent: list[Any] = []
@@ -109,13 +109,14 @@ def test_a_session_begins_in_the_process_with_the_fewest() -> None:
     for session, place in ((6, 1), (7, 0), (8, 1)):
         pool.reset(reset(session))
         assert (
-            pool.places[session] is pool.workers[place] and session in pool.places[session].sessions
+            pool.processes[session] is pool.workers[place]
+            and session in pool.processes[session].sessions
         )
-        assert pool.places[session].sent[-1] == [reset(session)]
-        assert pool.places[session].asked[-1] == (session, "reset")
+        assert pool.processes[session].sent[-1] == [reset(session)]
+        assert pool.processes[session].asked[-1] == (session, "reset")
     pool.end(6)
     pool.end(6)
-    assert 6 not in pool.workers[1].sessions and 6 not in pool.places
+    assert 6 not in pool.workers[1].sessions and 6 not in pool.processes
     assert pool.workers[1].sent[2:] == [[EnvironmentOperation(6, "end")]]
 
 
@@ -243,7 +244,7 @@ def test_tools_are_called_until_an_answer_calls_none() -> None:
         More of it."""
         return text * times
 
-    assert schema(double)["function"] == {
+    assert build_schema(double)["function"] == {
         "name": "double",
         "description": "Say it again.",
         "parameters": {
@@ -256,14 +257,14 @@ def test_tools_are_called_until_an_answer_calls_none() -> None:
 
     def called(name: str, **arguments: object) -> str:
         call = {"id": "x1", "function": {"name": name, "arguments": arguments}}
-        (message,) = loop.answer({"tool_calls": [call]})
+        (message,) = loop.run_calls({"tool_calls": [call]})
         assert (message["role"], message["tool_call_id"]) == ("tool", "x1")
         return str(message["content"])
 
     assert called("double", text="ab") == "abab" and called("double", text="a", times=3) == "aaa"
     assert called("triple", text="a") == "error: no tool 'triple'; there are double"
     assert called("double").startswith("error: TypeError")
-    assert loop.answer({"content": "4"}) == []
+    assert loop.run_calls({"content": "4"}) == []
 
 
 def test_a_tool_session_asks_the_reward_at_its_end() -> None:

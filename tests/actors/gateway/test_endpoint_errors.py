@@ -217,13 +217,16 @@ def test_limits_of_a_session_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_bodies_of_reports_are_objects_of_finite_numbers() -> None:
-    assert web._json(b"") == {} and web._json(b'{"a": NaN}')["a"] != web._json(b'{"a": 1}')["a"]
+    assert (
+        web._parse_json(b"") == {}
+        and web._parse_json(b'{"a": NaN}')["a"] != web._parse_json(b'{"a": 1}')["a"]
+    )
     for body in (b"{", b"\xff", b'{"a": "\\ud800"}', b"[" * 100_000):
-        status, code, param, text = refused(web._json, body)
+        status, code, param, text = refused(web._parse_json, body)
         assert (status, code, param) == (400, "invalid_json", None)
         assert text.startswith("the body is not JSON: ")
     text = "the body is not a JSON object"
-    assert refused(web._json, b"[]") == (400, "invalid_json", None, text)
+    assert refused(web._parse_json, b"[]") == (400, "invalid_json", None, text)
     assert [web._parse_count(text) for text in ("0", "9" * 18, "1" * 19, "-1", "٣", "", "1.0")] == [
         *(0, 10**18 - 1, None, None, None, None, None)
     ]
@@ -232,10 +235,10 @@ def test_bodies_of_reports_are_objects_of_finite_numbers() -> None:
     for value in (10**400, math.inf, math.nan):
         text = "a: give a finite number"
         assert refused(web._parse_number, value, "a") == (422, "invalid_value", "a", text)
-    assert web._numbers(None, "p") == {} and web._numbers({"x": 1}, "p") == {"x": 1.0}
-    assert math.isinf(web._numbers({"x": math.inf}, "p")["x"])
+    assert web._parse_numbers(None, "p") == {} and web._parse_numbers({"x": 1}, "p") == {"x": 1.0}
+    assert math.isinf(web._parse_numbers({"x": math.inf}, "p")["x"])
     text = "the body has more than 9 bytes"
-    found = web._too_large(9)
+    found = web._build_too_large_error(9)
     assert (found.status, found.code, str(found)) == (413, "body_too_large", text)
 
 

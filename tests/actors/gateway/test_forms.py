@@ -69,10 +69,10 @@ def accepts(form: str, text: str) -> bool:
     begun = compiler().begin(form)
     size = len(compiler().tokenizer)
     for token in compiler().tokenizer.convert_tokens_to_ids(list(text)):
-        if not begun.allowed(size)[token]:
+        if not begun.compute_allowed(size)[token]:
             return False
         begun.advance(token)
-    return bool(begun.allowed(size)[compiler().stops[0]])
+    return bool(begun.compute_allowed(size)[compiler().stops[0]])
 
 
 SPACED = '{\n  "a" : 7\n}'

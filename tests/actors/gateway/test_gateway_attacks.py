@@ -73,11 +73,11 @@ def finish(served: Served, opened: OpenedSession) -> None:
     assert chat(served, opened).status_code == 200
     assert post(served, opened, "/reward", {"reward": 0.5}).status_code == 200
     made = served.do(
-        lambda: service.trajectory(opened.session, served.service.tokenizer, AgentConfig())
+        lambda: service.build_trajectory(opened.session, served.service.tokenizer, AgentConfig())
     )
     box = Outbox(WiresConfig(), "gateway-0", 1)
     box.add(made)
-    (frame,) = box.frames(0.0, flush=True)
+    (frame,) = box.take_frames(0.0, flush=True)
     (sent,) = msgspec.msgpack.decode(msgspec.msgpack.encode(frame), type=type(frame)).samples
     assert sent.reward == 0.5 and not sent.failed
 
@@ -191,7 +191,7 @@ def test_a_session_remembers_what_was_refused(served: Served) -> None:
     assert state["refused"] == 3 and state["refusal"]["code"] == "invalid_json"
     assert post(served, opened, "/reward", {"reward": 0.0}).status_code == 200
     made = served.do(
-        lambda: service.trajectory(opened.session, served.service.tokenizer, AgentConfig())
+        lambda: service.build_trajectory(opened.session, served.service.tokenizer, AgentConfig())
     )
     assert made.failed and made.failed.why.startswith(
         "the session ended without an answer; 3 of its calls were refused, the last one with "
@@ -205,7 +205,7 @@ def test_a_failure_tells_what_was_refused_before_it(served: Served) -> None:
     assert post(served, opened, "/v1/chat/completions", bad).status_code == 400
     assert post(served, opened, "/end", {"failed": "gave up"}).status_code == 200
     made = served.do(
-        lambda: service.trajectory(opened.session, served.service.tokenizer, AgentConfig())
+        lambda: service.build_trajectory(opened.session, served.service.tokenizer, AgentConfig())
     )
     assert made.failed and made.failed.why.startswith("gave up; 1 of its calls was refused")
     other = served.do(served.service.open)
@@ -445,9 +445,9 @@ def test_a_stranger_never_takes_the_place_of_one_with_a_key(
 
 def test_there_are_fewer_connections_than_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server.resource, "getrlimit", lambda which: (256, 4096))
-    assert http_server.most_connections() == 128
+    assert http_server.count_allowed_connections() == 128
     monkeypatch.setattr(http_server.resource, "getrlimit", lambda which: (1 << 20, 1 << 20))
-    assert http_server.most_connections() == http_server.CONNECTIONS
+    assert http_server.count_allowed_connections() == http_server.CONNECTIONS
 
 
 # ---- keys and ids of others, and what comes out of order -----------------------------------------

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from gateway_calls_kit import AT, call
 
-from actors.engine import CompletionRequest, uniforms
+from actors.engine import CompletionRequest, draw_uniforms
 from actors.gateway import call_router
 from actors.gateway.call_router import REMEMBERED, CallRouter
 from asyncrl.contract import messages as m
@@ -24,7 +24,7 @@ def said(
 
 
 def sent(board: CallRouter) -> dict[bytes, list[int]]:
-    return {peer: [c.id for c in message.calls] for peer, message in board.frames(None)}
+    return {peer: [c.id for c in message.calls] for peer, message in board.take_messages(None)}
 
 
 def board(*names: str) -> CallRouter:
@@ -116,7 +116,7 @@ def test_a_generator_started_anew_is_sent_its_calls_again() -> None:
     assert sent(one) == {b"a": [1, 2]}
     one.on_result(m.CallResult(1, b"", b"", [], "stop"))
     one.on_report(b"a2", said("a", 2, []), 1.0)
-    ((peer, message),) = one.frames(None)
+    ((peer, message),) = one.take_messages(None)
     assert (peer, message.session, message.calls) == (b"a2", 2, [call(2)])
     assert one.reassigned == 1
 
@@ -152,7 +152,7 @@ def test_a_cut_call_is_told_to_its_generator_and_one_that_waits_is_over() -> Non
     one.submit(call(1))
     sent(one)
     assert not one.cancel(1)
-    ((_, message),) = one.frames(None)
+    ((_, message),) = one.take_messages(None)
     assert message.cut == [1] and not message.calls
     one.submit(call(2))
     assert one.cancel(2)
@@ -184,8 +184,8 @@ def test_new_weights_are_told_once() -> None:
     one = board("a")
     source = m.WeightsSource(1, "here", "", "")
     news = m.PolicyAnnouncement(Label(1, 4), "d", source)
-    assert [message.announcement for _, message in one.frames(news)] == [news]
-    assert one.frames(news) == []
+    assert [message.announcement for _, message in one.take_messages(news)] == [news]
+    assert one.take_messages(news) == []
 
 
 def request(stream: int, sample: int = 1) -> CompletionRequest:
@@ -195,10 +195,12 @@ def request(stream: int, sample: int = 1) -> CompletionRequest:
 
 
 def test_a_calls_stream_is_the_plain_answers_or_one_beside_it() -> None:
-    plain = uniforms(*request(0).stream, 8)
-    assert (plain == uniforms(5, 7, 1, 8)).all()
+    plain = draw_uniforms(*request(0).stream, 8)
+    assert (plain == draw_uniforms(5, 7, 1, 8)).all()
     beside = [
-        uniforms(*request(stream, sample).stream, 8) for stream in (12, 13) for sample in (1, 2)
+        draw_uniforms(*request(stream, sample).stream, 8)
+        for stream in (12, 13)
+        for sample in (1, 2)
     ]
     seen = {tuple(x) for x in (plain, *beside)}
     assert len(seen) == 5
@@ -207,7 +209,7 @@ def test_a_calls_stream_is_the_plain_answers_or_one_beside_it() -> None:
 
 @pytest.fixture()
 def turn(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
-    from actors.engine import engine_for
+    from actors.engine import build_engine
     from actors.gateway.generator_calls import CallTurn
     from asyncrl.config import load
     from asyncrl.models.policy import build_model, list_named_weights
@@ -222,7 +224,7 @@ def turn(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-d
         "reward": {"function": "of_another_machine:reward"},
     }
     config = load.build(raw)
-    made = CallTurn(config, engine_for(config))
+    made = CallTurn(config, build_engine(config))
     made.engine.load(dict(list_named_weights(model)), Label(1, 3), "d3")
     return made
 
@@ -230,13 +232,13 @@ def turn(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-d
 # type: ignore[no-untyped-def]
 def drawn(turn, calls: list[m.GenerationCall], loaded: Label) -> list[m.CallResult]:
     turn.take_calls(calls)
-    requests, refused = turn.requests(loaded)
+    requests, refused = turn.build_requests(loaded)
     assert not refused
     turn.engine.add(requests)
     while turn.engine.active:
         for answer in turn.engine.step():
-            turn.finished(answer)
-    out, turn.answered = turn.answered, []
+            turn.finish(answer)
+    out, turn.results = turn.results, []
     return out
 
 
@@ -310,10 +312,10 @@ def test_the_same_call_drawn_again_is_the_same(turn) -> None:  # type: ignore[no
 def test_a_cut_call_tells_what_is_lost(turn) -> None:  # type: ignore[no-untyped-def]
     turn.stops = ()
     turn.take_calls([call(1)])
-    turn.engine.add(turn.requests(AT)[0])
+    turn.engine.add(turn.build_requests(AT)[0])
     turn.engine.step(2)
     turn.cancel_calls([1, 77])
-    (told,) = turn.answered
+    (told,) = turn.results
     assert (told.id, told.tokens, told.lost) == (1, b"", 2)
     assert not turn.engine.active and not turn.schedule.held and not turn.calls
 
@@ -346,7 +348,7 @@ def peer(turn, *received: m.FromGateway):  # type: ignore[no-untyped-def]
     made = CallPeer.__new__(CallPeer)
     made.turn, made.socket = turn, PlayedSocket(*received)
     made.run, made.producer, made.session = "run", "generator-0", 7
-    made.heard, made.said = 0, -1.0
+    made.received_sequence, made.reported_at = 0, -1.0
     return made
 
 
@@ -369,35 +371,35 @@ def test_a_refusal_of_the_gateway_ends_the_generator(turn) -> None:  # type: ign
 
 
 def test_assignments_of_this_session_are_taken_and_reported(turn) -> None:  # type: ignore[no-untyped-def]
-    from actors.gateway.generator_calls import SAY_S
+    from actors.gateway.generator_calls import REPORT_S
 
     served = peer(turn, assigned(7, 3, 1, 2), assigned(6, 9, 5), assigned(7, 2, 3, cut=(1,)))
     served.read()
-    assert sorted(turn.calls) == [2, 3] and served.heard == 3
+    assert sorted(turn.calls) == [2, 3] and served.received_sequence == 3
     assert turn.schedule.announced is not None and turn.schedule.announced.label == Label(1, 3)
-    (cut,) = turn.answered
+    (cut,) = turn.results
     served.send_report(100.0, 4)
     report = m.ServingReport(m.PROTOCOL, "run", "generator-0", 7, 4, [2, 3], 3)
-    assert served.socket.sent == [cut, report] and turn.answered == []
-    served.send_report(100.0 + SAY_S / 2, 4)
+    assert served.socket.sent == [cut, report] and turn.results == []
+    served.send_report(100.0 + REPORT_S / 2, 4)
     assert len(served.socket.sent) == 2
-    served.send_report(100.0 + SAY_S, 5)
+    served.send_report(100.0 + REPORT_S, 5)
     assert served.socket.sent[2:] == [msgspec.structs.replace(report, slots=5)]
 
 
 def test_a_generator_of_calls_starts_no_reward_process(turn) -> None:  # type: ignore[no-untyped-def]
-    assert not turn.rewards.processes and turn.samples_to_request() == 0
+    assert not turn.rewards.processes and turn.count_samples_to_request() == 0
 
 
 def test_what_a_generator_holds_is_the_calls_alone(turn) -> None:  # type: ignore[no-untyped-def]
     turn.take_calls([call(1), call(2)])
     turn.take_calls([call(1)])
-    assert turn.served == 2 and turn.progress() == []
+    assert turn.served == 2 and turn.list_progress() == []
     turn.drop_call(2)
     turn.drop_call(9)
     held = (turn.calls, turn.keys, turn.images)
     assert [sorted(part) for part in held] == [[1], [1], [1]] and turn.constraints == {}
     turn.cancel_calls([9, 1])
-    assert [result.id for result in turn.answered] == [1]
-    assert turn.answered[0] == m.CallResult(1, b"", b"", [], "length", 0)
+    assert [result.id for result in turn.results] == [1]
+    assert turn.results[0] == m.CallResult(1, b"", b"", [], "length", 0)
     assert all(part == {} for part in held)

@@ -16,15 +16,15 @@ import numpy as np
 import pytest
 from gateway_kit import CHATML, tokenizer
 
-from actors.gateway.call_tree import rows_of
+from actors.gateway.call_tree import build_rows
 from actors.gateway.chat import (
     ChatFormat,
-    call_id,
-    common,
-    hermes,
-    normalised,
+    count_common,
+    find_parser,
+    make_call_id,
+    normalize_messages,
+    parse_hermes,
     parse_plain_text,
-    parser_for,
 )
 from actors.gateway.sessions import CallRefused, Session, SessionLimits, SessionPlayers
 from asyncrl.contract.errors import ConfigError
@@ -155,7 +155,7 @@ class Play:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def ask(self, messages: list[dict[str, Any]], **more: Any) -> Any:
-        return self.session.place_messages(messages=normalised(messages), now=0.0, **more)
+        return self.session.place_messages(messages=normalize_messages(messages), now=0.0, **more)
 
     def draw(self, call: Any, ids: list[int], finish: str) -> dict[str, Any]:
         spans = [VersionSpan(Label(1, 0), "d", 0, len(ids), Label(1, 0))]
@@ -248,9 +248,9 @@ def test_both_sides_of_a_game_may_be_told_and_say_the_same(templated: bool) -> N
 
     def turn(game: int, told: Any, chosen: list[int] = ids) -> Any:
         sides.set_turn(game)
-        call = sides.now.place_observation(play.session, told, (), 0.0)
+        call = sides.active.place_observation(play.session, told, (), 0.0)
         play.draw(call, chosen, "stop")
-        sides.now.on_answer(call.node)
+        sides.active.on_answer(call.node)
         assert call.aside == (game > 0)
         return call
 
@@ -267,8 +267,8 @@ def test_both_sides_of_a_game_may_be_told_and_say_the_same(templated: bool) -> N
     again = turn(2, "go")
     assert again.parent is None and again.prompt_ids.tolist() == first[0].prompt_ids.tolist()
     assert turn(2, "slow").parent is again.node
-    assert sides.policy.last is third[0].node and sides.policy.game == 0
-    (row,) = play.session.training_rows()
+    assert sides.policy.last_node is third[0].node and sides.policy.game == 0
+    (row,) = play.session.build_training_rows()
     trained = np.frombuffer(row.tokens, "<i4")[np.frombuffer(row.mask, np.uint8) > 0]
     assert trained.tolist() == [*ids, *ids, *ids[1:]]
     assert play.session.aside == 5 * len(ids)
@@ -301,7 +301,7 @@ def test_thinking_that_the_parser_took_out_is_put_back() -> None:
         "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
         "{{ m.content }}",
     )
-    play = Play(Kind(template, "", chatml_head, "<|im_end|>", "\n"), parser=hermes)
+    play = Play(Kind(template, "", chatml_head, "<|im_end|>", "\n"), parser=parse_hermes)
     end = play.tokenizer.convert_tokens_to_ids("<|im_end|>")
     ids = [*play.characters("<think>low</think>slow"), end]
     messages = [{"role": "user", "content": "go"}]
@@ -313,7 +313,7 @@ def test_thinking_that_the_parser_took_out_is_put_back() -> None:
 
 
 def test_a_tool_call_that_the_template_writes_otherwise_stays_as_drawn() -> None:
-    play = Play(Kind(CHATML, "", chatml_head, "<|im_end|>", "\n"), parser=hermes)
+    play = Play(Kind(CHATML, "", chatml_head, "<|im_end|>", "\n"), parser=parse_hermes)
     end = play.tokenizer.convert_tokens_to_ids("<|im_end|>")
     drawn = 'ok <tool_call>{"arguments":{"b":2,  "a":1},"name":"add"}</tool_call>'
     for tail, finish in (([end], "stop"), ([], "length")):
@@ -362,7 +362,7 @@ def test_a_history_that_was_changed_forks_and_says_where() -> None:
 
 
 def test_of_two_equal_answers_the_newest_goes_on_and_calls_have_ids_of_their_own() -> None:
-    play = Play(Kind(CHATML, "", chatml_head, "<|im_end|>", "\n"), parser=hermes)
+    play = Play(Kind(CHATML, "", chatml_head, "<|im_end|>", "\n"), parser=parse_hermes)
     end = play.tokenizer.convert_tokens_to_ids("<|im_end|>")
     one = [{"role": "user", "content": "go"}]
     calls = [play.ask(one) for _ in range(4)]
@@ -438,7 +438,7 @@ def test_what_lies_behind_a_stop_string_is_set_aside() -> None:
         assert play.session.tokens == len(ids) + 1
         assert play.session.aside == len(ids) + 1 - len("slow STOP")
     long, short = (play.session.tree.nodes for play in plays)
-    assert rows_of(long[:1]) == rows_of(short[:1])
+    assert build_rows(long[:1]) == build_rows(short[:1])
     assert long[1].tail.tolist() == short[1].tail.tolist()
 
 
@@ -453,7 +453,7 @@ def test_an_answer_s_turn_closes_behind_its_last_end_token() -> None:
         nodes.append(call.node)
     prompt = play.chat.write(messages[:1], [])
     turn = f"{prompt}a<|im_end|>b<|im_end|>c"
-    assert [play.chat._closing(node, messages, turn) for node in nodes] == ["c", "<|im_end|>c"]
+    assert [play.chat._find_closing(node, messages, turn) for node in nodes] == ["c", "<|im_end|>c"]
     for text, closing in (
         ("x low y", "y"),
         ("x low", ""),
@@ -461,10 +461,10 @@ def test_an_answer_s_turn_closes_behind_its_last_end_token() -> None:
         ("low low.", "."),
         ("x", ""),
     ):
-        found = play.chat._closing(nodes[1], messages, prompt + text)
+        found = play.chat._find_closing(nodes[1], messages, prompt + text)
         assert found == closing, (text, found)
     # where the template writes the prompt otherwise: what both have in common is skipped
-    assert play.chat._closing(nodes[0], messages, prompt[:5] + "x<|im_end|>y") == "y"
+    assert play.chat._find_closing(nodes[0], messages, prompt[:5] + "x<|im_end|>y") == "y"
 
 
 @pytest.mark.parametrize(
@@ -472,7 +472,7 @@ def test_an_answer_s_turn_closes_behind_its_last_end_token() -> None:
     [("", "", 0), ("ab", "ab", 2), ("ab", "abc", 2), ("abd", "abc", 2), ("x", "y", 0)],
 )
 def test_the_common_beginning_of_two_texts(one: str, other: str, count: int) -> None:
-    assert common(one, other) == common(other, one) == count
+    assert count_common(one, other) == count_common(other, one) == count
 
 
 def test_a_template_that_fails_is_a_refusal_and_changes_nothing() -> None:
@@ -516,7 +516,7 @@ NO_CALLS = "messages[0].tool_calls: give a list of objects with `id` and `functi
 )
 def test_messages_that_are_none_are_refused_by_place(messages: Any, why: str) -> None:
     with pytest.raises(CallRefused) as caught:
-        normalised(messages)
+        normalize_messages(messages)
     assert refusal(caught.value) == (400, "invalid_messages", "messages", why)
 
 
@@ -526,7 +526,7 @@ def refusal(found: CallRefused) -> tuple[int, str, str | None, str]:
 
 def test_messages_as_templates_take_them() -> None:
     function = {"name": "f", "arguments": '{"a": 1}'}
-    made = normalised(
+    made = normalize_messages(
         [
             {"role": "developer", "content": [{"type": "text", "text": "a"}, {"text": "b"}]},
             {
@@ -545,7 +545,7 @@ def test_messages_as_templates_take_them() -> None:
     arguments = ["[1]", "no JSON", '{"a": [1]}', {"b": 2}]
     calls = [{"id": "c", "function": {"name": "f"}}]
     calls += [{"id": "c", "function": {"name": "f", "arguments": given}} for given in arguments]
-    (made_one,) = normalised([{"role": "assistant", "tool_calls": calls, "name": "n"}])
+    (made_one,) = normalize_messages([{"role": "assistant", "tool_calls": calls, "name": "n"}])
     wanted = [{}, "[1]", "no JSON", {"a": [1]}, {"b": 2}]
     assert made_one == {
         "role": "assistant",
@@ -565,12 +565,12 @@ def mine(text: str) -> dict[str, Any]:
 
 
 def test_parsers() -> None:
-    assert parser_for("none") is parse_plain_text and parser_for("hermes") is hermes
-    play = Play(ZOO["chatml"], parser=parser_for(f"{__file__}:mine"))
+    assert find_parser("none") is parse_plain_text and find_parser("hermes") is parse_hermes
+    play = Play(ZOO["chatml"], parser=find_parser(f"{__file__}:mine"))
     read = play.chat.read(np.array(play.characters("go")), (), "1.0.1-0")
     assert read["tool_calls"][0]["function"]["name"] == "go"
-    assert read["tool_calls"][0]["id"] == call_id("1.0.1-0", 0) != call_id("1.0.1-0", 1)
-    assert (read["tool_calls"][0]["id"], call_id("1.0.1-0", 1)) == ("0prc7fubq", "o2vbxpttz")
+    assert read["tool_calls"][0]["id"] == make_call_id("1.0.1-0", 0) != make_call_id("1.0.1-0", 1)
+    assert (read["tool_calls"][0]["id"], make_call_id("1.0.1-0", 1)) == ("0prc7fubq", "o2vbxpttz")
     assert read == {
         "role": "assistant",
         "content": "",
@@ -582,13 +582,13 @@ def test_parsers() -> None:
     read = play.chat.read(np.array(play.characters("broken")), (), "1.0.1-0")
     assert read == {"role": "assistant", "content": "broken"}
     for text in ("<tool_call>[1]</tool_call>", '<tool_call>{"name": 1}</tool_call>', "<tool_call>"):
-        assert hermes(text) == {"content": text}
-    two = hermes(
+        assert parse_hermes(text) == {"content": text}
+    two = parse_hermes(
         '<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g", "arguments": 3}</tool_call>'
     )
     assert len(two["tool_calls"]) == 1 and '"g"' in two["content"]
     call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}} </tool_call>'
-    assert hermes(f"<think>\n hm \n</think>\n\n {call} and\n{call}\n") == {
+    assert parse_hermes(f"<think>\n hm \n</think>\n\n {call} and\n{call}\n") == {
         "reasoning_content": " hm ",
         "content": "and",
         "tool_calls": [
@@ -596,7 +596,7 @@ def test_parsers() -> None:
         ]
         * 2,
     }
-    assert hermes("hm</think>\n\n so\n") == {"reasoning_content": "hm", "content": " so\n"}
+    assert parse_hermes("hm</think>\n\n so\n") == {"reasoning_content": "hm", "content": " so\n"}
 
 
 @pytest.mark.parametrize(
@@ -610,7 +610,7 @@ def test_parsers() -> None:
 )
 def test_parsers_that_are_none(name: str, why: str) -> None:
     with pytest.raises(ConfigError) as error:
-        parser_for(name)
+        find_parser(name)
     assert str(error.value) == f"agent.parser: {why}"
 
 
@@ -639,10 +639,10 @@ def test_an_answer_is_seen_up_to_its_end_or_a_stop() -> None:
     end = play.tokenizer.convert_tokens_to_ids("<|im_end|>")
     start = play.tokenizer.convert_tokens_to_ids("<|im_start|>")
     ids = np.array([start, *play.characters("ab abc."), end], np.int32)
-    seen = [play.chat.visible_text(ids, stop) for stop in ((), ("",), ("c", "b "), ("z", "abc"))]
+    seen = [play.chat.decode_visible(ids, stop) for stop in ((), ("",), ("c", "b "), ("z", "abc"))]
     assert seen == ["ab abc.", "ab abc.", "a", "ab "]
-    assert play.chat.visible_text(ids[:-1]) == "ab abc."
-    assert play.chat.visible_text(np.array([], np.int32)) == ""
+    assert play.chat.decode_visible(ids[:-1]) == "ab abc."
+    assert play.chat.decode_visible(np.array([], np.int32)) == ""
     found = [play.chat.find_stop(ids, stop) for stop in (("abc", "."), ("b",), ("", "z"), ())]
     assert found == [7, 3, None, None]
     assert play.chat.decode_text(ids.tolist()) == "<|im_start|>ab abc.<|im_end|>"
@@ -678,4 +678,4 @@ def test_a_text_is_encoded_as_far_as_it_may_fit() -> None:
     asked.clear()
     free = ChatFormat(chat.tokenizer, (101,))
     assert len(free.encode("x" * 1000)) == 1000 and len(asked) == 1 and free.context == 0
-    assert free.ends == {101: "</s>"} and free.when is None and not free.keeps
+    assert free.ends == {101: "</s>"} and free.when is None and not free.keeps_history

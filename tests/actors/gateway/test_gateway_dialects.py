@@ -12,10 +12,10 @@ import pytest
 from gateway_kit import Served
 from gateway_web_kit import client, post
 
-from actors.gateway.call_tree import chained
-from actors.gateway.chat import hermes
+from actors.gateway.call_tree import chain_digest
+from actors.gateway.chat import parse_hermes
 from actors.gateway.endpoint import responses
-from actors.gateway.endpoint.anthropic import answer, events, to_chat
+from actors.gateway.endpoint.anthropic import build_response, split_events, to_chat
 from actors.gateway.endpoint.requests import parse_ids
 from actors.gateway.endpoint.web import OpenedSession
 from actors.gateway.sessions import CallRefused
@@ -26,14 +26,14 @@ BOTH = f"<think>hm</think>so {CALL}"
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Served]:
-    made = Served(parser=hermes)
+    made = Served(parser=parse_hermes)
     yield made
     made.close()
 
 
 @pytest.fixture(scope="module")
 def refusing() -> Iterator[Served]:
-    made = Served(parser=hermes, forced="refuse")
+    made = Served(parser=parse_hermes, forced="refuse")
     yield made
     made.close()
 
@@ -77,8 +77,8 @@ def test_messages_with_tools_go_on_in_one_row(served: Served) -> None:
     )
     # type: ignore[union-attr]
     assert second.content[0].text == "answer 1" and second.stop_reason == "end_turn"
-    assert len(opened.session.training_rows()) == 1 and opened.session.forks == {}
-    text = served.service.tokenizer.decode(opened.session.tree.nodes[1].prompt())
+    assert len(opened.session.build_training_rows()) == 1 and opened.session.forks == {}
+    text = served.service.tokenizer.decode(opened.session.tree.nodes[1].build_prompt())
     assert f"{BOTH}<|im_end|>\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>user\nand?" in text
     assert text.startswith("<|im_start|>system\nbe<|im_end|>")
 
@@ -115,7 +115,7 @@ def test_the_events_of_a_stream_have_anthropics_names() -> None:
     blocks = [{"type": "text", "text": "so"}, {"type": "tool_use", "id": "c", "input": {"a": 1}}]
     body = {"id": "m", "type": "message", "content": blocks, "usage": usage}
     ended = {"stop_reason": "tool_use", "stop_sequence": None}
-    start, *middle, delta, stop = events(body | ended)
+    start, *middle, delta, stop = split_events(body | ended)
     first = {"content": [], "stop_reason": None, "usage": usage | {"output_tokens": 0}}
     assert start == {"type": "message_start", "message": body | ended | first}
     assert [(event["type"], event["index"]) for event in middle] == [
@@ -184,7 +184,7 @@ def test_an_answer_is_a_message_of_blocks() -> None:
     said |= {"tool_calls": [{"id": "c1", "function": function}]}
     usage = {"prompt_tokens": 3, "completion_tokens": 5}
     head = {"id": "m1", "model": "policy"}
-    assert answer(said, "tool_calls", usage, head, "") == {
+    assert build_response(said, "tool_calls", usage, head, "") == {
         "id": "m1",
         "type": "message",
         "role": "assistant",
@@ -202,7 +202,7 @@ def test_an_answer_is_a_message_of_blocks() -> None:
         ("stop", "", "end_turn"),
         ("stop", "x", "stop_sequence"),
     ):
-        found = answer({"content": None}, finish, usage, head, stop)
+        found = build_response({"content": None}, finish, usage, head, stop)
         assert (found["stop_reason"], found["stop_sequence"]) == (reason, stop or None)
         assert found["content"] == [{"type": "text", "text": ""}]
 
@@ -311,7 +311,10 @@ def test_a_forced_answer_is_ignored_by_name_or_refused(
         assert said.status_code == 200
         assert said.headers.get("x-asyncrl-ignored") == (name if body != go else None)
     plain, forced = opened.session.tree.nodes
-    assert plain.prompt().tolist() == forced.prompt().tolist() and plain.tools == forced.tools
+    assert (
+        plain.build_prompt().tolist() == forced.build_prompt().tolist()
+        and plain.tools == forced.tools
+    )
     _, opened = claude(refusing)
     said = post(refusing, opened, f"/v1/{route}", go | more)
     assert said.status_code == 400 and said.json()["error"]["param"] == name
@@ -352,7 +355,7 @@ def test_responses_with_tools_go_on_in_one_row(served: Served) -> None:
     # type: ignore[list-item]
     second = talk.responses.create(model="policy", instructions="be", input=said, tools=[FUNCTION])
     assert second.output_text == "answer 1" and second.id == f"resp_{opened.session.name}-1"
-    assert len(opened.session.training_rows()) == 1 and opened.session.forks == {}
+    assert len(opened.session.build_training_rows()) == 1 and opened.session.forks == {}
     # its id is good for a reward
     body = {"reward": 1.0, "calls": {second.id: 0.5}}
     assert post(served, opened, "/reward", body).status_code == 200
@@ -417,7 +420,7 @@ def test_an_answers_items_are_one_message_and_thinking_is_none_of_it() -> None:
     assert [message["role"] for message in made] == ["assistant", "tool", "assistant"]
     calls = [{"id": each, "function": {"name": "f", "arguments": {}}} for each in "12"]
     ours = {"role": "assistant", "content": "so", "tool_calls": calls}
-    assert chained(b"", made[0]) == chained(b"", ours)
+    assert chain_digest(b"", made[0]) == chain_digest(b"", ours)
     with pytest.raises(CallRefused):
         responses.to_chat({"input": ["x"]})
 
@@ -428,7 +431,7 @@ def test_an_answer_is_a_response_of_items() -> None:
     said |= {"tool_calls": [{"id": "c1", "function": function}]}
     usage = {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
     head = {"id": "resp_7", "model": "policy", "created": 9}
-    body = responses.answer(said, "stop", usage, head)
+    body = responses.build_response(said, "stop", usage, head)
     thought, text, call = body.pop("output")
     assert thought == {
         "id": "rs_7",
@@ -475,13 +478,13 @@ def test_an_answer_is_a_response_of_items() -> None:
             "total_tokens": 8,
         },
     }
-    cut = responses.answer({"content": None}, "length", usage, head)
+    cut = responses.build_response({"content": None}, "length", usage, head)
     assert (cut["status"], cut["incomplete_details"]) == (
         "incomplete",
         {"reason": "max_output_tokens"},
     )
     assert cut["output"][0]["content"][0]["text"] == ""
-    kinds = [event["type"] for event in responses.events(body | {"output": [thought, call]})]
+    kinds = [event["type"] for event in responses.split_events(body | {"output": [thought, call]})]
     assert kinds == [
         "response.created",
         "response.in_progress",
@@ -497,7 +500,7 @@ def test_an_answer_is_a_response_of_items() -> None:
         "response.output_item.done",
         "response.completed",
     ]
-    cut_events = responses.events(cut)
+    cut_events = responses.split_events(cut)
     assert [event["sequence_number"] for event in cut_events] == list(range(len(cut_events)))
     first, *_, added, last_part, done, last = cut_events
     assert first["response"]["status"] == "in_progress" and first["response"]["output"] == []

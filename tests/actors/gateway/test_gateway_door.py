@@ -67,7 +67,7 @@ def test_what_sessions_over_http_wait_for(config: Config, tmp_path: Path) -> Non
             "its environment (agent.env): the next call, or its end": AgentConfig(env="a:b"),
         }
         for what, agent in agents.items():
-            gateway.agent_of = lambda session, agent=agent: agent  # type: ignore[method-assign,misc]
+            gateway.get_agent = lambda session, agent=agent: agent  # type: ignore[method-assign,misc]
             episode: Any = SimpleNamespace(session=None)
             assert door.explain_wait(episode, "limit", 2.0, 1.0) == WaitCause(
                 "agent", what, "limit", 2.0
@@ -90,12 +90,12 @@ def test_leases_calls_and_a_new_life_of_the_learner(config: Config, tmp_path: Pa
             waiting = asyncio.create_task(door.lease("a", 1.0))
             await asyncio.sleep(0)
             assert not waiting.done()
-            gateway.want()
+            gateway.request_samples()
             assert [x.samples for x in wire.sent if isinstance(x, m.TicketRequest)] == [
                 1
             ]  # as many as asked
             gateway.accept_tickets([ticket(1), ticket(2, "eval", 1)])
-            door.after_turn()
+            door.wake_leases()
             first = await waiting
         assert first is not None and first.session.ticket.kind == "eval"  # evaluation goes first
         assert await door.lease("a", 0.0) is first
@@ -115,7 +115,7 @@ def test_leases_calls_and_a_new_life_of_the_learner(config: Config, tmp_path: Pa
         logprob = np.zeros(1, "<f4").tobytes()
         gateway.on_result(m.CallResult(number, one, logprob, spans, "stop"))
         assert await drawing is session.tree.nodes[0]
-        session.reward(1.0, now=door.current_time())
+        session.set_reward(1.0, now=door.current_time())
         gateway.tick(door.current_time())
         (sample,) = gateway.outbox.fresh
         assert (sample.ticket, sample.reward, sample.calls) == (1, 1.0, 1)
@@ -148,7 +148,7 @@ def test_leases_calls_and_a_new_life_of_the_learner(config: Config, tmp_path: Pa
         drawing = asyncio.create_task(door.draw(third.session, call))
         await asyncio.sleep(0)
         gateway.announce(m.PolicyAnnouncement(Label(3, 0), "d", source))
-        gateway.drop(gateway.parked_episodes()[0])
+        gateway.drop(gateway.list_parked_episodes()[0])
         with pytest.raises(CallRefused) as caught:
             await drawing
         assert caught.value.status == 410 and third.session.state == "ended"
@@ -168,8 +168,10 @@ def test_leases_calls_and_a_new_life_of_the_learner(config: Config, tmp_path: Pa
 
 
 class Heard:
-    """A socket of the gateway's, as `Ears` needs it.  taken: a message was taken off it already;
-    sent: what its descriptor tells of is no message.
+    """A socket of the gateway, as `SocketWatcher` needs it.
+
+    taken: its message was received already
+    sent: its descriptor is readable without a message
     """
 
     def __init__(self) -> None:
@@ -203,7 +205,7 @@ def test_a_turn_is_due_when_something_has_come(monkeypatch: pytest.MonkeyPatch) 
 
         async def told_by(send: Any, what: socket.socket) -> None:
             """A turn is not due before `send` has written to what is heard as `what`, and then."""
-            turn = asyncio.create_task(ears.notify())
+            turn = asyncio.create_task(ears.wait_until_due())
             for _ in range(5):
                 await asyncio.sleep(0)
             assert not turn.done()
@@ -229,9 +231,9 @@ def test_a_turn_is_due_when_something_has_come(monkeypatch: pytest.MonkeyPatch) 
         for end in (wire, other, environment, far):
             end.close()
         two.taken = True  # zmq has it already, and its descriptor says nothing more
-        await asyncio.wait_for(ears.notify(), 600)
+        await asyncio.wait_for(ears.wait_until_due(), 600)
         two.taken = False
-        turn = asyncio.create_task(ears.notify())
+        turn = asyncio.create_task(ears.wait_until_due())
         two.sent = True
         two.other.send(b"x")
         for _ in range(5):

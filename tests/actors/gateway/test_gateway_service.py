@@ -77,7 +77,7 @@ class World:
         def look() -> bool:
             self.gateway.source.poll()
             self.gateway.tick(time.monotonic())
-            for _, message in self.gateway.router.frames(self.gateway.announced):
+            for _, message in self.gateway.router.take_messages(self.gateway.announced):
                 out.extend(message.calls)
                 self.cut.extend(message.cut)
             return len(out) >= count
@@ -187,7 +187,7 @@ def of_side(w: World, side: int, kind: str = "") -> m.Ticket:
     """A ticket whose seed gives the policy that side of a game."""
     while True:
         ticket = w.ticket(kind=kind)
-        if service.env_seed(w.gateway.config, ticket) % 2 == side:
+        if service.compute_env_seed(w.gateway.config, ticket) % 2 == side:
             return ticket
 
 
@@ -327,7 +327,7 @@ def test_the_deadline_ends_a_session_whose_call_is_being_drawn(
     w.gateway.router.on_report(b"g", holding, late)
     w.gateway.tick(late)
     w.gateway.ticked = 0.0
-    ((_, message),) = w.gateway.router.frames(None)
+    ((_, message),) = w.gateway.router.take_messages(None)
     assert message.cut == [call.id] and not w.gateway.outbox.fresh
     lost = m.CallResult(call.id, b"", b"", [], "length", 2)
     assert w.gateway.router.on_result(lost) is not None
@@ -385,21 +385,21 @@ def test_sessions_of_an_epoch_that_is_over_wait_and_go_on_under_the_next_grant(
     w.answer(w.calls(2)[0], "ab")
     w.calls(1)
     gateway = w.gateway
-    assert gateway.progress() == [(11, 1, 3)]
+    assert gateway.list_progress() == [(11, 1, 3)]
     source = m.WeightsSource(2, "here", "", "")
     gateway.announce(m.PolicyAnnouncement(Label(2, 1), "d", source))
     assert (
-        len(gateway.parked_episodes()) == 2
+        len(gateway.list_parked_episodes()) == 2
         and not gateway.router.open
         and gateway.free_sessions == 256
     )
-    assert gateway.progress() == [(11, 1, 3)]
+    assert gateway.list_progress() == [(11, 1, 3)]
     gateway.renewed = 0.0
     gateway.renew()
     assert [x.judging for x in w.wire.sent if isinstance(x, m.LeaseRenewal)] == [[]]
     gateway.accept_tickets([msgspec.structs.replace(first, attempt=2, min_version=Label(2, 1))])
-    assert not gateway.parked_episodes() and not gateway.put_off
-    assert sorted(gateway.progress()) == [(11, 1, 3), (11, 2, 0)]
+    assert not gateway.list_parked_episodes() and not gateway.deferred_calls
+    assert sorted(gateway.list_progress()) == [(11, 1, 3), (11, 2, 0)]
     first_done = next(x.session.sample for x in gateway.episodes.values() if x.session.tokens)
     texts = {first_done: ["abc", "a"], 1 - first_done: ["ab", "abc", "a"]}
     calls = w.calls(2)
@@ -454,7 +454,7 @@ def test_what_nothing_adopts_is_given_up_and_told_of(world: Callable[..., World]
     gateway.ticked = 0.0
     gateway.tick(now + 1000.0 + gateway.limits[""].grace_s + 1.0)
     assert not gateway.episodes and not gateway.held and not gateway.calls
-    assert not gateway.outbox.fresh and gateway.progress() == [(11, 1, 3)]
+    assert not gateway.outbox.fresh and gateway.list_progress() == [(11, 1, 3)]
 
 
 def test_a_sample_granted_again_while_it_waits_or_is_open_is_written_once(
@@ -468,7 +468,7 @@ def test_a_sample_granted_again_while_it_waits_or_is_open_is_written_once(
     assert list(w.gateway.held) == [(11, 2)] and len(w.gateway.episodes) == 1
     assert w.gateway.held[11, 2].waiting == [1]
     w.answer(call, "ab")  # of the same epoch: it is still drawn
-    assert w.gateway.progress() == [(11, 2, 3)]
+    assert w.gateway.list_progress() == [(11, 2, 3)]
 
 
 def test_an_environment_that_answers_as_its_time_runs_out_ends_no_gateway(
@@ -489,14 +489,14 @@ def test_it_vouches_for_open_sessions_and_asks_for_as_many_as_it_may_hold(
     world: Callable[..., World],
 ) -> None:
     w = world(sessions=3)
-    w.gateway.want()
+    w.gateway.request_samples()
     assert [x.samples for x in w.wire.sent] == [3]
     w.wire.sent.clear()
     w.take(w.ticket(2), w.ticket(2))
     assert len(w.gateway.episodes) == 3
     w.answer(w.calls(3)[0], "ab")
     w.gateway.asked = 0
-    w.gateway.want()
+    w.gateway.request_samples()
     assert not w.wire.sent  # one waits already
     w.gateway.renew()
     (renewed,) = [x for x in w.wire.sent if isinstance(x, m.LeaseRenewal)]
@@ -552,7 +552,7 @@ def test_it_tells_what_the_oldest_sessions_wait_for(world: Callable[..., World])
     w.take(w.ticket(2, kind="hangs"), w.ticket(2))
 
     def told(after: float = 0.0) -> list[OpenSession]:
-        return gateway.oldest_sessions(time.monotonic() + after)
+        return gateway.list_oldest_sessions(time.monotonic() + after)
 
     assert [x.ticket for x in told()] == [11, 12]
     assert [(x.name, x.kind, x.what) for x in told() if x.kind == "place"] == [
@@ -579,7 +579,7 @@ def test_it_tells_what_the_oldest_sessions_wait_for(world: Callable[..., World])
     assert first.limit == "agent.deadline_s" and first.bounded
     w.answer(behind, "ab")
     one = next(x for x in gateway.episodes.values() if x.session.name == f"11.{behind.sample}.1")
-    second = gateway.session_state(one, time.monotonic())
+    second = gateway.describe_session(one, time.monotonic())
     assert second.what.endswith(f"behind that of session {name} in the same process")
     source = m.WeightsSource(2, "here", "", "")
     gateway.announce(m.PolicyAnnouncement(Label(2, 1), "d", source))
@@ -606,7 +606,7 @@ def test_sessions_of_which_none_ends_well_end_the_run(
 
     gateway = world().gateway
     session: Any = SimpleNamespace(name="1.1.1", opened=0.0, ticket=TICKET)
-    gateway.tallies[""].began = 18
+    gateway.tallies[""].begun = 18
     for _ in range(8):
         gateway.count(session, "why")
     with pytest.raises(ConfigError, match=r"agent\.env = agent_envs:Talks: 9 sessions failed"):
@@ -664,23 +664,27 @@ def test_its_numbers_are_its_rewards_and_how_long_sessions_take(
     world: Callable[..., World],
 ) -> None:
     gateway = world().gateway
-    assert gateway.stats() == {}
-    gateway.tallies[""].took.extend(float(n) for n in range(101))
-    assert gateway.stats() == {"session/p95_s": 95.0}
-    rewards: Any = SimpleNamespace(numbers=lambda: {"judge/requests": 3.0}, close=lambda: None)
+    assert gateway.collect_metrics() == {}
+    gateway.tallies[""].durations.extend(float(n) for n in range(101))
+    assert gateway.collect_metrics() == {"session/p95_s": 95.0}
+    rewards: Any = SimpleNamespace(
+        collect_metrics=lambda: {"judge/requests": 3.0}, close=lambda: None
+    )
     gateway.rewards = rewards
-    assert gateway.stats() == {"session/p95_s": 95.0, "judge/requests": 3.0}
+    assert gateway.collect_metrics() == {"session/p95_s": 95.0, "judge/requests": 3.0}
 
 
 def test_all_samples_of_a_group_meet_the_same_environment(world: Callable[..., World]) -> None:
     config = world().gateway.config
     w = world()
     one, other = w.ticket(), w.ticket()
-    assert service.env_seed(config, one) == service.env_seed(config, one)
-    assert service.env_seed(config, one) != service.env_seed(config, other)
+    assert service.compute_env_seed(config, one) == service.compute_env_seed(config, one)
+    assert service.compute_env_seed(config, one) != service.compute_env_seed(config, other)
     again = msgspec.structs.replace(one, ticket=m.EVAL_BASE, kind="eval")
     later = msgspec.structs.replace(other, ticket=m.EVAL_BASE + 512, kind="eval")
-    assert service.env_seed(config, again) == service.env_seed(config, later)  # of prompt 5
+    assert service.compute_env_seed(config, again) == service.compute_env_seed(
+        config, later
+    )  # of prompt 5
 
 
 def test_tools_need_a_chat_template(world: Callable[..., World]) -> None:

@@ -13,7 +13,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from actors.gateway.call_tree import CallNode, canonical, chained, plain_text, text_digest
+from actors.gateway.call_tree import (
+    CallNode,
+    chain_digest,
+    compute_text_digest,
+    encode_identity,
+    join_text,
+)
 from actors.gateway.sessions import CallRefused, Session, SessionCall, SessionLimits, SessionOutcome
 from asyncrl.contract.errors import ProtocolError
 from asyncrl.contract.messages import (
@@ -138,7 +144,7 @@ def test_random_forests_train_each_drawn_token_once_behind_the_ids_it_saw(seed: 
         assert (node is None) == (not known.tokens)
         if known.tokens:
             calls.append(known)
-            assert tuple(node.token_ids().tolist()) == known.whole  # type: ignore[union-attr]
+            assert tuple(node.build_token_ids().tolist()) == known.whole  # type: ignore[union-attr]
 
     for _ in range(chance.randrange(1, 20)):
         # two tokens and short tails: prompts meet by chance, too
@@ -160,10 +166,10 @@ def test_random_forests_train_each_drawn_token_once_behind_the_ids_it_saw(seed: 
             draw()
     while waiting:
         draw()
-    assert [opened(row) for row in made.training_rows()] == reference_rows(calls)
+    assert [opened(row) for row in made.build_training_rows()] == reference_rows(calls)
     assert made.aside == sum(len(c.tokens) for c in calls if c.aside)
     assert made.tokens == sum(len(c.tokens) for c in calls)
-    assert made.tree.rows_begun() == len(made.training_rows())
+    assert made.tree.count_rows() == len(made.build_training_rows())
 
 
 def test_versions_and_keys_of_a_row_stay_with_their_tokens() -> None:
@@ -175,7 +181,7 @@ def test_versions_and_keys_of_a_row_stay_with_their_tokens() -> None:
     ]
     made.on_result(first, ids(6, 7, 8), np.zeros(3, np.float32), spans, "stop")
     answer(made, made.place_ids(ids(4, 5, 6, 7, 8, 9, 9), now=0.0), ids(1), number=3)
-    (row,) = made.training_rows()
+    (row,) = made.build_training_rows()
     assert row.spans == [*spans, VersionSpan(Label(1, 3), "d3", 5, 6, Label(1, 3))]
     assert row.segments == [("model", 0, 3), ("context", 3, 5), ("model", 5, 6)]
 
@@ -186,7 +192,7 @@ def test_forks_are_counted_by_cause() -> None:
         answer(made, made.place_ids(ids(*prompt), now=0.0), ids(5))
     # (1, 5) goes on from the first call, (1, 5, 7) branches from it too
     assert made.forks == {"ids": 1, "branch": 2}
-    assert len(made.training_rows()) == 4
+    assert len(made.build_training_rows()) == 4
 
 
 # ---- random streams ------------------------------------------------------------------------------
@@ -234,27 +240,24 @@ def test_a_limit_ends_the_calls_and_leaves_time_for_the_reward(
     assert (said.status, said.code) == (400, "session_limit") and f"agent.{limit}" in str(said)
     # nothing gets in any more, not even what would open no row
     assert refused(made, ids(1, 5, 5), now=11.0).code == "session_limit"
-    assert made.next_tick() == 40.0
     made.tick(39.9)
     assert made.state == "open"
-    made.reward(0.5, now=39.9)
-    assert made.complete and made.finish == "length" and made.outcome == SessionOutcome(0.5, {})
+    made.set_reward(0.5, now=39.9)
+    assert made.is_complete and made.finish == "length" and made.outcome == SessionOutcome(0.5, {})
 
 
 def test_no_reward_after_a_limit_fails_the_session() -> None:
     made = session(replace(FREE, deadline_s=100.0))
     call = made.place_ids(ids(1), now=0.0)
-    assert made.next_tick() == 100.0
     made.tick(99.9)
     assert not made.cuts
     made.tick(100.0)
     assert made.cuts == [call] and made.state == "open"
-    assert made.next_tick() == float("inf")  # grace begins with the cut call's last word
     answer(made, call, ids(3), finish="length", now=101.0)
     made.tick(130.9)
     assert made.state == "open"
     made.tick(131.0)
-    assert made.complete and made.outcome and "agent.deadline_s" in made.outcome.failed
+    assert made.is_complete and made.outcome and "agent.deadline_s" in made.outcome.failed
     assert refused(made, ids(1), now=132.0).status == 410
 
 
@@ -303,8 +306,7 @@ def test_calls_at_once_never_draw_more_than_the_session_may() -> None:
 
 def test_an_idle_harness_is_gone_one_that_beats_or_waits_is_not() -> None:
     made = session(replace(FREE, idle_s=10.0))
-    made.beat(5.0)
-    assert made.next_tick() == 15.0
+    made.record_beat(5.0)
     call = made.place_ids(ids(1), now=14.0)
     made.tick(100.0)
     assert made.state == "open"  # it waits for us
@@ -320,69 +322,68 @@ def test_an_idle_harness_is_gone_one_that_beats_or_waits_is_not() -> None:
 
 def test_equal_bodies_are_draws_of_their_own_and_a_retry_joins() -> None:
     made = session()
-    votes = [made.request(b"same") for _ in range(3)]
+    votes = [made.register_request(b"same") for _ in range(3)]
     assert len(set(map(id, votes))) == 3
     for vote in votes:
         vote.call = made.place_ids(ids(1), now=0.0)
-    made.closed(votes[1], now=1.0)
-    assert made.request(b"same", retry=True) is votes[1]
+    made.on_connection_closed(votes[1], now=1.0)
+    assert made.register_request(b"same", retry=True) is votes[1]
     assert votes[1].call.alone_since == float("inf")
-    assert made.request(b"other", retry=True) not in votes  # nothing known: a new draw
+    assert made.register_request(b"other", retry=True) not in votes  # nothing known: a new draw
     # without the word: only one whose connection is gone is joined
-    made.closed(votes[2], now=1.0)
-    assert made.request(b"same") is votes[2]
-    assert made.request(b"same") not in votes
+    made.on_connection_closed(votes[2], now=1.0)
+    assert made.register_request(b"same") is votes[2]
+    assert made.register_request(b"same") not in votes
 
 
 def test_a_retry_of_an_answered_request_gets_the_stored_bytes() -> None:
     made = session()
-    first = made.request(b"same")
+    first = made.register_request(b"same")
     first.call = made.place_ids(ids(1), now=0.0)
     first.answer = b"bytes"
     made.on_response_sent(first)
-    assert made.request(b"same", retry=True) is first
+    assert made.register_request(b"same", retry=True) is first
     made.on_response_sent(first)
-    assert made.request(b"same") is not first  # asked again, not repeated
+    assert made.register_request(b"same") is not first  # asked again, not repeated
 
 
 def test_an_idempotency_key_names_a_request() -> None:
     made = session()
-    first = made.request(b"same", key="k1")
-    assert made.request(b"same", key="k2") is not first
-    assert made.request(b"same", key="k1") is first
-    assert made.request(b"else", key="k1") is not first
+    first = made.register_request(b"same", key="k1")
+    assert made.register_request(b"same", key="k2") is not first
+    assert made.register_request(b"same", key="k1") is first
+    assert made.register_request(b"else", key="k1") is not first
 
 
 def test_a_refused_request_is_forgotten() -> None:
     made = session()
-    first = made.request(b"same")
+    first = made.register_request(b"same")
     made.forget(first)
-    assert made.request(b"same", retry=True) is not first
+    assert made.register_request(b"same", retry=True) is not first
 
 
 def test_a_call_whose_client_is_gone_lingers_is_cut_and_its_node_stays() -> None:
     made = session()
-    request = made.request(b"same")
+    request = made.register_request(b"same")
     call = request.call = made.place_ids(ids(1), now=0.0)
-    made.closed(request, now=5.0)
-    assert made.next_tick() == 65.0
+    made.on_connection_closed(request, now=5.0)
     made.tick(64.9)
     assert not made.cuts
     made.tick(65.0)
     made.tick(66.0)
     assert made.cuts == [call]
     answer(made, call, ids(5, 6), finish="length", now=66.0)
-    assert len(made.training_rows()) == 1
-    made.reward(1.0, now=67.0)
+    assert len(made.build_training_rows()) == 1
+    made.set_reward(1.0, now=67.0)
     assert made.finish == "length"
 
 
 def test_a_client_that_comes_back_saves_its_call() -> None:
     made = session()
-    request = made.request(b"same")
+    request = made.register_request(b"same")
     request.call = made.place_ids(ids(1), now=0.0)
-    made.closed(request, now=5.0)
-    assert made.request(b"same", retry=True) is request
+    made.on_connection_closed(request, now=5.0)
+    assert made.register_request(b"same", retry=True) is request
     made.tick(1000.0)
     assert not made.cuts
 
@@ -393,11 +394,11 @@ def test_a_client_that_comes_back_saves_its_call() -> None:
 def test_a_reward_is_said_once_and_may_be_repeated() -> None:
     made = session()
     answer(made, made.place_ids(ids(1), now=0.0), ids(5))
-    made.reward(1.0, {"style": 0.5}, now=1.0)
-    made.reward(1.0, {"style": 0.5}, now=2.0)
+    made.set_reward(1.0, {"style": 0.5}, now=1.0)
+    made.set_reward(1.0, {"style": 0.5}, now=2.0)
     for value, parts in ((0.0, {"style": 0.5}), (1.0, {})):
         with pytest.raises(CallRefused) as caught:
-            made.reward(value, parts, now=3.0)
+            made.set_reward(value, parts, now=3.0)
         assert caught.value.status == 422
     assert made.outcome == SessionOutcome(1.0, {"style": 0.5})
     assert refused(made, ids(1)).status == 410
@@ -419,9 +420,9 @@ def test_a_reward_that_is_none_is_refused_and_the_session_stays_open(said: tuple
     answer(made, made.place_ids(ids(1), now=0.0), ids(5))
     answer(made, made.place_ids(ids(1), now=0.0, aside=True), ids(5))
     with pytest.raises(CallRefused) as caught:
-        made.reward(*said, now=0.0)
+        made.set_reward(*said, now=0.0)
     assert caught.value.status == 422 and made.state == "open"
-    made.reward(0.0, now=0.0)
+    made.set_reward(0.0, now=0.0)
 
 
 def test_what_shares_leave_of_a_reward_is_the_last_trained_calls_never_an_excluded_ones() -> None:
@@ -429,8 +430,8 @@ def test_what_shares_leave_of_a_reward_is_the_last_trained_calls_never_an_exclud
     answer(made, made.place_ids(ids(1), now=0.0), ids(5))
     answer(made, made.place_ids(ids(1, 5, 2), now=0.0), ids(6))
     answer(made, made.place_ids(ids(1, 5, 2, 6, 3), now=0.0, aside=True), ids(7))
-    made.reward(1.0, calls={0: 0.25}, now=0.0)
-    (row,) = made.training_rows()
+    made.set_reward(1.0, calls={0: 0.25}, now=0.0)
+    (row,) = made.build_training_rows()
     given = np.frombuffer(row.token_rewards, "<f4")
     drawn = np.frombuffer(row.mask, np.uint8) == 1
     # of tokens 5 and 6; the tool's 2 stands between them
@@ -442,26 +443,26 @@ def test_calls_that_still_draw_are_cut_and_waited_for() -> None:
     made = session()
     answer(made, made.place_ids(ids(1), now=0.0), ids(5))
     late = made.place_ids(ids(2), now=0.0)
-    made.reward(1.0, now=0.0)
-    assert made.cuts == [late] and not made.complete
+    made.set_reward(1.0, now=0.0)
+    assert made.cuts == [late] and not made.is_complete
     answer(made, late, ids(6, 6), finish="length")
     # what is drawn is trained, read or not
-    assert made.complete and len(made.training_rows()) == 2
+    assert made.is_complete and len(made.build_training_rows()) == 2
 
 
 def test_the_rewards_of_calls_sit_on_their_last_tokens_and_sum_to_the_whole() -> None:
     made = session()
     for prompt in ((1,), (1, 5, 5), (1, 5, 5, 5, 5), (9,)):
         answer(made, made.place_ids(ids(*prompt), now=0.0), ids(5, 5))
-    made.reward(1.0, calls={0: 0.25, 2: 0.5}, now=0.0)
+    made.set_reward(1.0, calls={0: 0.25, 2: 0.5}, now=0.0)
     nothing = float("nan")
     want = [[nothing, 0.25, nothing, nothing, nothing, 0.5], [nothing, 0.25]]
-    for row, rewards in zip(made.training_rows(), want, strict=True):
+    for row, rewards in zip(made.build_training_rows(), want, strict=True):
         np.testing.assert_array_equal(np.frombuffer(row.token_rewards, "<f4"), rewards)
     plain = session()
     answer(plain, plain.place_ids(ids(1), now=0.0), ids(5, 5))
-    plain.reward(1.0, now=0.0)
-    assert plain.training_rows()[0].token_rewards == b""
+    plain.set_reward(1.0, now=0.0)
+    assert plain.build_training_rows()[0].token_rewards == b""
 
 
 def test_judged_by_the_run_or_failed() -> None:
@@ -470,12 +471,12 @@ def test_judged_by_the_run_or_failed() -> None:
     assert made.judge(now=0.0) and not made.judge(now=1.0)
     assert refused(made, ids(1)).status == 410
     made.on_judged(SessionOutcome(0.5, {}))
-    assert made.complete and not made.judge(now=2.0)
+    assert made.is_complete and not made.judge(now=2.0)
     lost = session()
     lost.fail("the agent exited with 1")
     lost.fail("again")
     assert lost.outcome == SessionOutcome(0.0, {}, "the agent exited with 1")
-    for speak in (lost.judge, lambda now: lost.reward(1.0, now=now)):
+    for speak in (lost.judge, lambda now: lost.set_reward(1.0, now=now)):
         with pytest.raises(CallRefused) as caught:
             speak(now=0.0)
         assert (caught.value.status, caught.value.code) == (410, "session_ended")
@@ -530,15 +531,15 @@ def test_messages_are_the_same_in_any_spelling() -> None:
             {**call('{"b":2,"a":1}'), "content": " "},
         ],
     ]
-    chains = Counter(chained(chained(b"", one), two) for one, two in same)
+    chains = Counter(chain_digest(chain_digest(b"", one), two) for one, two in same)
     assert len(chains) == 1
     base = {"role": "user", "content": "ab"}
     for other in ({"content": "ab "}, {"role": "system"}, {"tool_call_id": "c1"}):
-        assert canonical({**base, **other}) != canonical(base)
-    assert canonical(call("{}")) != canonical(call("{"))
+        assert encode_identity({**base, **other}) != encode_identity(base)
+    assert encode_identity(call("{}")) != encode_identity(call("{"))
     halves = [{"role": "user", "content": half} for half in ("\ud83d", "\ud83e", "?")]
-    assert len({canonical(each) for each in halves}) == 3  # JSON may hold them, UTF-8 may not
-    assert len({text_digest(half["content"]) for half in halves}) == 3
-    assert plain_text(None) == ""
+    assert len({encode_identity(each) for each in halves}) == 3  # JSON may hold them, UTF-8 may not
+    assert len({compute_text_digest(half["content"]) for half in halves}) == 3
+    assert join_text(None) == ""
     with pytest.raises(ValueError, match="image_url"):
-        plain_text([{"type": "image_url", "image_url": {"url": ""}}])
+        join_text([{"type": "image_url", "image_url": {"url": ""}}])

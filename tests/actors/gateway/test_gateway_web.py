@@ -32,7 +32,7 @@ from actors.gateway.endpoint import web
 from actors.gateway.endpoint.requests import REFUSED
 from actors.gateway.endpoint.server import CoalescingTransport, ListenAddress
 from actors.gateway.endpoint.web import OpenedSession
-from actors.gateway.service import trajectory
+from actors.gateway.service import build_trajectory
 from actors.gateway.sessions import SessionLimits
 from asyncrl.config.agents import AgentConfig
 from asyncrl.contract.errors import ConfigError
@@ -142,8 +142,8 @@ def test_a_chat_goes_on_in_one_row(served: Served) -> None:
         assert answer.usage and answer.usage.completion_tokens == len("answer 0") + 1
         assert answer.usage.total_tokens == answer.usage.prompt_tokens + len("answer 0") + 1
         said += [choice.message, {"role": "user", "content": "more"}]
-    assert len(opened.session.training_rows()) == 1 and opened.session.forks == {}
-    assert opened.session.training_rows()[0].mask.count(1) == 3 * (len("answer 0") + 1)
+    assert len(opened.session.build_training_rows()) == 1 and opened.session.forks == {}
+    assert opened.session.build_training_rows()[0].mask.count(1) == 3 * (len("answer 0") + 1)
 
 
 def test_tools_and_thinking_reach_the_client_and_come_back(served: Served) -> None:
@@ -161,7 +161,7 @@ def test_tools_and_thinking_reach_the_client_and_come_back(served: Served) -> No
     done = talk.chat.completions.create(model="policy", messages=more, tools=TOOLS)
     assert done.choices[0].message.content == "3"
     # CHATML writes no thinking: the drawn text is not the template's, and stays as drawn
-    assert len(opened.session.training_rows()) == 1
+    assert len(opened.session.build_training_rows()) == 1
 
 
 def test_a_stream_is_the_answer_in_chunks(served: Served) -> None:
@@ -212,7 +212,7 @@ def test_log_probabilities_and_ids_are_mu(served: Served) -> None:
     )
     assert "".join(each.token for each in choice.logprobs.content) == "answer 0<|im_end|>"
     assert choice.token_ids == node.ids.tolist()  # type: ignore[union-attr, attr-defined]
-    assert choice.prompt_token_ids == node.prompt().tolist()  # type: ignore[attr-defined]
+    assert choice.prompt_token_ids == node.build_prompt().tolist()  # type: ignore[attr-defined]
     text = talk.completions.create(model="policy", prompt="2+2=", logprobs=1)
     made = text.choices[0].logprobs
     assert made and made.tokens and made.token_logprobs and len(made.token_logprobs) == 9
@@ -224,12 +224,12 @@ def test_text_and_token_routes(served: Served) -> None:
     first = talk.completions.create(model="policy", prompt="2+2=", max_tokens=4)
     assert first.choices[0].text == "answ" and first.choices[0].finish_reason == "length"
     talk.completions.create(model="policy", prompt=["2+2=answ and"])
-    assert len(opened.session.training_rows()) == 1
+    assert len(opened.session.build_training_rows()) == 1
     node = opened.session.tree.nodes[1]
-    ids = [*node.token_ids().tolist(), 5, 6]
+    ids = [*node.build_token_ids().tolist(), 5, 6]
     by_ids = talk.completions.create(model="policy", prompt=ids)
-    assert by_ids.choices[0].text == "answer 2" and len(opened.session.training_rows()) == 1
-    more = [*opened.session.tree.nodes[2].token_ids().tolist(), 7]
+    assert by_ids.choices[0].text == "answer 2" and len(opened.session.build_training_rows()) == 1
+    more = [*opened.session.tree.nodes[2].build_token_ids().tolist(), 7]
     body = {"token_ids": more, "sampling_params": {"max_tokens": 3, "logprobs": 0}}
     said = post(served, opened, "/inference/v1/generate", body).json()
     (choice,) = said["choices"]
@@ -237,7 +237,7 @@ def test_text_and_token_routes(served: Served) -> None:
     assert drawn.ids is not None and choice["token_ids"] == drawn.ids.tolist()
     assert choice["weight_versions"] == [{"version": "1.2", "start": 0, "end": 3}]
     assert [each["token_id"] for each in choice["logprobs"]["content"]] == choice["token_ids"]
-    assert choice["finish_reason"] == "length" and len(opened.session.training_rows()) == 1
+    assert choice["finish_reason"] == "length" and len(opened.session.build_training_rows()) == 1
 
 
 def test_stop_strings_and_lengths_cut(served: Served) -> None:
@@ -267,19 +267,19 @@ def test_other_names_and_marked_calls_are_set_aside(served: Served) -> None:
     talk.chat.completions.create(model="gpt-4o-mini", messages=GO)  # type: ignore[call-overload]
     # type: ignore[call-overload]
     talk.chat.completions.create(model="policy", messages=GO, metadata={"asyncrl": "aside"})
-    assert opened.session.training_rows() == () and opened.session.aside == 2 * (
+    assert opened.session.build_training_rows() == () and opened.session.aside == 2 * (
         len("answer 0") + 1
     )
-    opened.session.reward(1.0, now=0.0)
+    opened.session.set_reward(1.0, now=0.0)
     # type: ignore[union-attr]
-    why = trajectory(opened.session, None, AgentConfig(serve=True, model="tuned")).failed.why
+    why = build_trajectory(opened.session, None, AgentConfig(serve=True, model="tuned")).failed.why
     assert "all 2 answered calls of the session are excluded" in why and "model tuned" in why
     for others, status in (("train", 200), ("refuse", 404)):
         strict = Served(other_models=others)
         _, opened = client(strict)
         body = {"model": "gpt-4o-mini", "messages": GO}
         assert post(strict, opened, "/v1/chat/completions", body).status_code == status
-        assert len(opened.session.training_rows()) == (status == 200)
+        assert len(opened.session.build_training_rows()) == (status == 200)
         strict.close()
 
 
@@ -387,7 +387,7 @@ def test_what_would_force_an_answer_is_ignored_by_name_or_refused(
         assert said.status_code == 200
         assert said.headers.get("x-asyncrl-ignored") == (name if more else None)
     plain, forced = opened.session.tree.nodes
-    assert plain.prompt().tolist() == forced.prompt().tolist()
+    assert plain.build_prompt().tolist() == forced.build_prompt().tolist()
     assert opened.session.aside == 0
     talk, opened = client(refusing)
     with pytest.raises(openai.BadRequestError) as caught:
@@ -538,18 +538,23 @@ def test_other_routes_are_not_there(method: str, path: str, served: Served) -> N
 def test_an_open_address_needs_tls_or_a_proxy(tmp_path: Any) -> None:
     for host in ("0.0.0.0", "::", "example.org", "10.0.0.1"):
         with pytest.raises(ConfigError) as error:
-            ListenAddress(host).check()
+            ListenAddress(host).require_encryption()
         assert str(error.value) == (
             f"agent.host: {host} is open to the network; give agent.certificate and "
             "agent.private_key, or agent.behind_proxy = true, or use 127.0.0.1"
         )
-        ListenAddress(host, behind_proxy=True).check()
-        ListenAddress(host, certificate="c", private_key="k").check()
+        assert str(error.value) == (
+            f"agent.host: {host} is open to the network; give agent.certificate and "
+            "agent.private_key, or agent.behind_proxy = true, or use 127.0.0.1"
+        )
+        ListenAddress(host, behind_proxy=True).require_encryption()
+        ListenAddress(host, certificate="c", private_key="k").require_encryption()
     for host in ("127.0.0.1", "::1", "localhost", "127.0.0.2"):
-        ListenAddress(host).check()
+        ListenAddress(host).require_encryption()
     for keys in ({"certificate": "c"}, {"private_key": "k"}):
         with pytest.raises(ConfigError) as error:
-            ListenAddress(**keys).check()
+            ListenAddress(**keys).require_encryption()
+        assert str(error.value) == "agent.certificate and agent.private_key: give both or none"
         assert str(error.value) == "agent.certificate and agent.private_key: give both or none"
     taken = socket.socket()
     taken.bind(("127.0.0.1", 0))
@@ -698,7 +703,7 @@ def test_the_clients_own_retries_join_the_call_and_lose_nothing(served: Served) 
         served.do(served.service.gate.set)
         answer = asked.result(WAIT_S)
     assert answer.choices[0].message.content == "answer 0"
-    assert served.service.drawn == [0] and len(opened.session.training_rows()) == 1
+    assert served.service.drawn == [0] and len(opened.session.build_training_rows()) == 1
 
 
 def test_an_answer_that_came_while_the_client_was_away_is_given_to_its_retry(
@@ -776,7 +781,7 @@ def test_equal_bodies_at_once_are_draws_of_their_own(served: Served) -> None:
         got = {each.result(WAIT_S).choices[0].message.content for each in asked}
     assert got == {f"answer {number}" for number in range(5)}
     keys = {node.number for node in opened.session.tree.nodes}
-    assert len(keys) == 5 and len(opened.session.training_rows()) == 5
+    assert len(keys) == 5 and len(opened.session.build_training_rows()) == 5
 
 
 def test_votes_of_which_one_loses_its_socket_keep_their_draws(served: Served) -> None:
@@ -811,7 +816,7 @@ def test_a_client_that_never_comes_back_leaves_what_was_drawn(served: Served) ->
     served.service.skew = 61.0
     served.do(lambda: served.service.on_change(opened.session))
     served.until(lambda: not opened.session.open_calls)
-    assert len(opened.session.training_rows()) == 1 and opened.session.finish == "length"
+    assert len(opened.session.build_training_rows()) == 1 and opened.session.finish == "length"
 
 
 def test_a_draw_that_fails_is_said_and_may_be_asked_again(served: Served) -> None:
@@ -863,7 +868,7 @@ def test_a_harness_leases_runs_and_scores(served: Served) -> None:
     assert post(served, opened, "/reward", {"reward": 0}).status_code == 422
     assert opened.session.outcome and opened.session.outcome.reward == 1.0
     assert opened.session.outcome.parts == {"style": 0.5}
-    rewards = np.frombuffer(opened.session.training_rows()[0].token_rewards, "<f4")
+    rewards = np.frombuffer(opened.session.build_training_rows()[0].token_rewards, "<f4")
     assert rewards[-1] == 1.0  # its own and what remains
     head = {"authorization": f"Bearer {opened.key}"}
     view = httpx.get(f"{served.url}/s/{got['session']}", headers=head, timeout=WAIT_S).json()

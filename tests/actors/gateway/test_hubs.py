@@ -14,7 +14,7 @@ import pytest
 from clients_kit import python_of
 from hubs_kit import PATIENCE_S, Player
 
-from actors.gateway.hubs.stepped import text_field
+from actors.gateway.hubs.stepped import choose_text_field
 from asyncrl.config import load, rules
 from asyncrl.contract.errors import ConfigError
 
@@ -72,13 +72,13 @@ def test_a_server_of_openenv_is_played_by_its_url(in_support: None, server: str)
 
 def test_a_field_is_named_where_the_schema_has_several(server: str) -> None:
     fields = {"text": {"type": "string"}, "note": {"type": "string"}, "metadata": {}}
-    assert text_field("observation", fields, "note") == "note"
-    assert text_field("action", {"word": {"type": "string"}, "n": {"type": "integer"}}, "") == (
-        "word"
-    )
+    assert choose_text_field("observation", fields, "note") == "note"
+    assert choose_text_field(
+        "action", {"word": {"type": "string"}, "n": {"type": "integer"}}, ""
+    ) == ("word")
     for given in ("", "other", "metadata"):
         with pytest.raises(ConfigError, match=r"its observation has the text fields text, note"):
-            text_field("observation", fields, given)
+            choose_text_field("observation", fields, given)
 
 
 @pytest.mark.parametrize(

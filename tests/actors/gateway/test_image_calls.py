@@ -21,7 +21,7 @@ from gateway_web_kit import client, post
 from process_kit import ENV, ROOT, RUN_SEED
 from vision_kit import picture, seeing_model
 
-from actors.gateway.call_tree import rows_of
+from actors.gateway.call_tree import build_rows
 from actors.gateway.chat import ChatFormat
 from actors.gateway.recovery.session_journal import (
     SessionJournal,
@@ -78,7 +78,7 @@ def prompt_of(session: Session, number: int) -> str:
     assert isinstance(session.composer, ChatFormat)
     shape = session.composer.image_shape
     assert shape is not None
-    ids = session.tree.nodes[number].prompt()
+    ids = session.tree.nodes[number].build_prompt()
     return session.composer.decode_text(image_tokens.contract(ids, shape).tolist())
 
 
@@ -89,7 +89,7 @@ def test_openais_client_sends_images_and_goes_on_with_them(served: Served) -> No
     def ask(*messages: Any) -> str:
         answer = policy.chat.completions.create(model="policy", messages=messages)
         assert answer.usage is not None
-        assert answer.usage.prompt_tokens == len(session.tree.nodes[-1].prompt())
+        assert answer.usage.prompt_tokens == len(session.tree.nodes[-1].build_prompt())
         return str(answer.choices[0].message.content)
 
     first = user("see ", 0, " and ", 1)
@@ -101,11 +101,11 @@ def test_openais_client_sends_images_and_goes_on_with_them(served: Served) -> No
     history = (first, {"role": "assistant", "content": said})
     ask(*history, user("more ", 2))
     below = session.tree.nodes[1]
-    assert below.parent is node and below.images == [NAMES[2]] and below.all_images() == NAMES
+    assert below.parent is node and below.images == [NAMES[2]] and below.list_images() == NAMES
     ask(user("see ", 1, " and ", 0), history[1], user("more ", 2))  # the same words
     other = session.tree.nodes[2]
     assert other.parent is None and other.images == [NAMES[1], NAMES[0], NAMES[2]]
-    rows = rows_of(session.tree.nodes)
+    rows = build_rows(session.tree.nodes)
     assert [row.images for row in rows] == [NAMES, other.images]
     shape = session.composer.image_shape  # type: ignore[union-attr]
     for row in rows:
@@ -138,7 +138,7 @@ def test_the_other_apis_take_their_own_forms(served: Served) -> None:
     counted = post(
         served, opened, "/v1/messages/count_tokens", {"model": "policy", **turns["/v1/messages"]}
     )
-    assert counted.json() == {"input_tokens": len(opened.session.tree.nodes[0].prompt())}
+    assert counted.json() == {"input_tokens": len(opened.session.tree.nodes[0].build_prompt())}
 
 
 def url_part(url: Any) -> dict[str, Any]:
@@ -156,7 +156,11 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("chat", {"role": "user", "content": "look: <image>"}, "the model's token of an image"),
     ("chat", {"role": "user", "content": f"\ue002{'0' * 32}\ue003"}, "names the unknown image"),
     ("text", {"prompt": "<image>r="}, "the model's token of an image"),
+    ("text", {"prompt": f"\ue002{'0' * 32}\ue003="}, "names the unknown image"),
+    ("responses", {"input": "look: <image>"}, "the model's token of an image"),
 ]
+PATHS = {"chat": "chat/completions", "text": "completions", "responses": "responses"}
+PROMPT_KEYS = {"chat": "messages", "text": "prompt", "responses": "input"}
 
 
 @pytest.mark.parametrize(("kind", "given", "said"), BAD, ids=[str(n) for n in range(len(BAD))])
@@ -164,19 +168,12 @@ def test_what_is_no_image_is_refused_and_nothing_is_fetched(
     served: Served, kind: str, given: dict[str, Any], said: str
 ) -> None:
     opened = served.do(served.service.open)
-    path, body = (
-        ("/v1/chat/completions", {"messages": [given]})
-        if kind == "chat"
-        else (
-            "/v1/completions",
-            given,
-        )
-    )
-    answer = post(served, opened, path, {"model": "policy", **body})
+    body = {"messages": [given]} if kind == "chat" else given
+    answer = post(served, opened, f"/v1/{PATHS[kind]}", {"model": "policy", **body})
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["code"] == "invalid_image", answer.text
     assert said in error["message"] and "\n" not in error["message"]
-    assert error["param"] == "messages"
+    assert error["param"] == PROMPT_KEYS[kind]
     assert not opened.session.tree.nodes and not opened.session.images
 
 
@@ -184,9 +181,9 @@ def test_token_ids_hold_no_images_of_their_own(served: Served) -> None:
     policy, opened = client(served)
     shape = served.service.tokenizer.image_shape
     policy.chat.completions.create(model="policy", messages=[user(0)])  # type: ignore[list-item]
-    known = opened.session.tree.nodes[0].token_ids().tolist()
+    known = opened.session.tree.nodes[0].build_token_ids().tolist()
     again = post(served, opened, "/v1/completions", {"model": "policy", "prompt": [*known, 5]})
-    assert again.status_code == 200 and opened.session.tree.nodes[1].all_images() == NAMES[:1]
+    assert again.status_code == 200 and opened.session.tree.nodes[1].list_images() == NAMES[:1]
     ids = [*known, *[shape.token] * shape.length]
     refused = post(served, opened, "/v1/completions", {"model": "policy", "prompt": ids})
     assert refused.status_code == 400 and "send the image as a data: URL" in refused.text
@@ -224,7 +221,7 @@ def test_a_restored_session_has_its_images(tmp_path: Path) -> None:
     file = SessionJournal(tmp_path).open(opening, session.ticket)
     at = Label(1, 0)
     for number, text in enumerate((f"\ue002{NAMES[0]}\ue003a", f"\ue002{NAMES[0]}\ue003b")):
-        request = session.request(str(number).encode())
+        request = session.register_request(str(number).encode())
         composed = session.draft_text(text)()
         request.call = session.accept(composed, now=6.0, images={NAMES[0]: picture(0)})
         ids = np.array([5, 6], np.int32)
@@ -236,8 +233,8 @@ def test_a_restored_session_has_its_images(tmp_path: Path) -> None:
     again = Session(ticket(1), 0, 1, SessionLimits(), chat)
     restore(again, read_records(file.path), 8.0)
     assert again.images == session.images == {NAMES[0]: picture(0)}
-    assert rows_of(again.tree.nodes) == rows_of(session.tree.nodes)
-    assert [row.images for row in rows_of(again.tree.nodes)] == [NAMES[:1]] * 2
+    assert build_rows(again.tree.nodes) == build_rows(session.tree.nodes)
+    assert [row.images for row in build_rows(again.tree.nodes)] == [NAMES[:1]] * 2
 
 
 @pytest.mark.slow

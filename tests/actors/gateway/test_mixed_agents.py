@@ -148,15 +148,17 @@ def test_each_source_begins_the_sessions_of_its_part(gateway: Any) -> None:
         :1
     ]
     assert call.call.stream_key == 0  # that of a run without sessions
-    assert "agent.at_once = 4" in gateway.source.explain_queue("ask").what
+    assert "agent.at_once = 4" in gateway.source.explain_queue("ask").text
     gateway.source.http.starting.add("ask")
     starting = "a process that imports task.mixture: ask: agent.function = mixed_agent:ask to be"
     assert gateway.source.explain_queue("ask") == WaitCause("place", f"{starting} ready")
     pool = gateway.source.local["play"].pool
-    assert pool.named == gateway.source_name("play") == f"task.mixture: play: agent.env = {PLAY}"
+    assert (
+        pool.named == gateway.get_source_name("play") == f"task.mixture: play: agent.env = {PLAY}"
+    )
     room = f"a place: agent.sessions = {gateway.config.agent.sessions}"
     assert gateway.source.explain_queue("play") == WaitCause("place", room)
-    waits = {one.task.split("'")[0]: one for one in gateway.oldest_sessions(time.monotonic())}
+    waits = {one.task.split("'")[0]: one for one in gateway.list_oldest_sessions(time.monotonic())}
     assert waits
 
 

@@ -67,7 +67,7 @@ def mixed(monkeypatch: pytest.MonkeyPatch) -> MixedSource:
         "serve": SimpleNamespace(http=True, uses_sessions=True),
     }
     gateway = SimpleNamespace(
-        agents=agents, held={}, free_sessions=5, part_of=lambda ticket: ticket.part
+        agents=agents, held={}, free_sessions=5, get_part=lambda ticket: ticket.part
     )
     return MixedSource(gateway, lambda *given: Recorder(*given))  # type: ignore[arg-type]
 
@@ -179,7 +179,7 @@ class Gateway:
         self.submitted: list[Any] = []
         self.refused: dict[int, CallRefused] = {}
 
-    def waiting_tickets(self, parts: set[str]) -> Any:
+    def list_waiting_tickets(self, parts: set[str]) -> Any:
         assert parts == {"sort"}
         return self.grants
 
@@ -275,7 +275,7 @@ def examined(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_an_environments_rows_become_the_tasks_files(
     examined: dict[str, Any], tmp_path: Path
 ) -> None:
-    task = prompt_files.with_rows(TaskConfig(name="env"), ENV, tmp_path)
+    task = prompt_files.write_task_files(TaskConfig(name="env"), ENV, tmp_path)
     assert Path(task.prompts).read_text() == "train\n" * 2 and task.heldout == ""
     assert Path(task.prompts).is_relative_to(tmp_path)
     (argv,) = examined["argv"]
@@ -284,13 +284,13 @@ def test_an_environments_rows_become_the_tasks_files(
     ]
     assert not Path(argv[-1]).exists(), "the temporary folder is removed"
     examined["counts"] = {"train": 1, "eval": 3}
-    task = prompt_files.with_rows(TaskConfig(name="env"), ENV, tmp_path)
+    task = prompt_files.write_task_files(TaskConfig(name="env"), ENV, tmp_path)
     assert Path(task.heldout).read_text() == "eval\n" * 3
-    kept = prompt_files.with_rows(TaskConfig(name="env", heldout="mine"), ENV, tmp_path)
+    kept = prompt_files.write_task_files(TaskConfig(name="env", heldout="mine"), ENV, tmp_path)
     assert kept.heldout == "mine" and kept.prompts == task.prompts
     examined["counts"] = {"train": 0, "eval": 3}
     with pytest.raises(ConfigError) as error:
-        prompt_files.with_rows(TaskConfig(name="env"), ENV, tmp_path)
+        prompt_files.write_task_files(TaskConfig(name="env"), ENV, tmp_path)
     assert str(error.value) == "agent.env = verifiers:words: it has no training data set"
 
 
@@ -335,11 +335,11 @@ def test_a_config_gets_the_files_of_its_environments(
         asked.append((agent, folder))
         return msgspec.structs.replace(task, prompts="rows")
 
-    monkeypatch.setattr(prompt_files, "with_rows", rows)
+    monkeypatch.setattr(prompt_files, "write_task_files", rows)
     for config in (loaded(), loaded(name="env", prompts="mine")):
-        assert prompt_files.with_prompt_files(config) is config
+        assert prompt_files.write_prompt_files(config) is config
     config = loaded(name="env")
-    found = prompt_files.with_prompt_files(config)
+    found = prompt_files.write_prompt_files(config)
     assert found.task.prompts == "rows" and found.agent is ENV
     folder = Path(config.runs) / prompt_files.FOLDER
     assert asked == [(ENV, folder)]
@@ -351,13 +351,13 @@ def test_a_config_gets_the_files_of_its_environments(
     ]
     task = msgspec.convert({"name": "mixture", "mixture": parts}, type(config.task))
     mixture = msgspec.structs.replace(config, task=task)
-    found = prompt_files.with_prompt_files(mixture)
+    found = prompt_files.write_prompt_files(mixture)
     assert [part.prompts for part in found.task.mixture] == ["rows", "rows", "mine", ""]
     assert [agent.env for agent, _ in asked[1:]] == ["verifiers:words"] * 2
     assert asked[1][0].args == {} and asked[2] == (ENV, folder) and found.task.name == "mixture"
     few = msgspec.structs.replace(task, mixture=task.mixture[2:])
     mixture = msgspec.structs.replace(config, task=few)
-    assert prompt_files.with_prompt_files(mixture) is mixture
+    assert prompt_files.write_prompt_files(mixture) is mixture
 
 
 # ---- the events of an environment ----------------------------------------------------------------
@@ -437,8 +437,8 @@ def test_sessions_begin_where_agents_have_room() -> None:
     sessions = SimpleNamespace(starting=set(), asks=0, lease_session=lease)
     pool.sessions, pool.part = sessions, "ask"  # type: ignore[assignment]
     pool.agent = SimpleNamespace(at_once=6)  # type: ignore[assignment]
-    pool.each, pool.numbers, pool.asked = 3, 7, 0
-    pool._seat = lambda opened: opened.name  # type: ignore[method-assign,assignment,return-value]
+    pool.places_per_process, pool.numbers, pool.requested = 3, 7, 0
+    pool._build_access = lambda opened: opened.name  # type: ignore[method-assign,assignment,return-value]
     pool.workers = [worker(1, 2), worker(3), worker(ready=False)]
     pool._start_sessions()
     assert (
@@ -449,7 +449,9 @@ def test_sessions_begin_where_agents_have_room() -> None:
     first, second, starting = pool.workers
     assert [orders.seats for orders in second.sent] == [["opened 0"], ["opened 2"]]
     assert [orders.seats for orders in first.sent] == [["opened 1"]] and starting.sent == []
-    assert pool.numbers == 10 and sessions.asks == pool.asked == 0 and sessions.starting == set()
+    assert (
+        pool.numbers == 10 and sessions.asks == pool.requested == 0 and sessions.starting == set()
+    )
     for each in pool.workers:
         each.ready = False
     pool._start_sessions()

@@ -101,7 +101,7 @@ def with_model(settings: Config, index: int = 0) -> tuple[ModelPlayer, list[Play
 
 
 def whole(player: ModelPlayer) -> Sequence[int]:
-    (row,) = player.session.training_rows()
+    (row,) = player.session.build_training_rows()
     return [int(x) for part in (row.prompt_tokens, row.tokens) for x in np.frombuffer(part, "<i4")]
 
 

@@ -325,7 +325,7 @@ def test_the_import_of_a_function_has_the_time_of_a_step_and_a_minute_at_least(
         w.turn()
         assert w.pushing.workers == [worker]
         starting = "a process that imports agent.function = agent_envs:plays to be ready"
-        assert w.door.explain_queue("").what == starting
+        assert w.door.explain_queue("").text == starting
         w.pushing.start_s -= 1000.0
         worker.since -= allowed_s
         assert w.pushing.start_s == allowed_s
@@ -340,8 +340,8 @@ def test_what_functions_return_ends_their_sessions(world: World, tmp_path: Path)
     gate = tmp_path / "gate"
     until(lambda: world.turn() or world.pushing.workers[0].ready)
     world.turn()
-    assert world.door.explain_queue("").what == "a place: agent.at_once = 3"
-    world.gateway.want()
+    assert world.door.explain_queue("").text == "a place: agent.at_once = 3"
+    world.gateway.request_samples()
     assert [x.samples for x in world.wire.sent if isinstance(x, m.TicketRequest)] == [3]
     waits = world.take("judge", gate=str(gate))
     opened = world.begun(waits)

@@ -62,7 +62,7 @@ def test_a_tool_call_and_a_bridged_turn_are_one_row(served: Served) -> None:
     tools: Any = [TOOL]
     first = asked(served, opened, Qwen3RendererConfig(), tools=tools)
     nodes = opened.session.tree.nodes
-    assert first["prompt_ids"] == nodes[0].prompt().tolist()
+    assert first["prompt_ids"] == nodes[0].build_prompt().tolist()
     assert first["completion_ids"] == nodes[0].ids.tolist()  # type: ignore[union-attr]
     np.testing.assert_array_equal(
         np.float32(first["completion_logprobs"]),
@@ -81,7 +81,7 @@ def test_a_tool_call_and_a_bridged_turn_are_one_row(served: Served) -> None:
     more = {"prompt_ids": bridged.token_ids, "prompt_attribution": bridged, "tools": tools}
     second = asked(served, opened, Qwen3RendererConfig(), **more)
     assert second["content"] == "three" and second["finish_reason"] == "stop"
-    assert len(opened.session.training_rows()) == 1 and opened.session.forks == {}
+    assert len(opened.session.build_training_rows()) == 1 and opened.session.forks == {}
     assert opened.session.aside == 0
 
 
@@ -117,5 +117,5 @@ def test_sampling_of_its_own_is_ignored_and_prompt_ids_come_back(served: Served)
     more = {"sampling_params": params, "cache_salt": "a", "priority": 1}
     made = asked(served, opened, Qwen3RendererConfig(), **more)
     node = opened.session.tree.nodes[0]
-    assert made["prompt_ids"] == node.prompt().tolist() and made["finish_reason"] == "length"
+    assert made["prompt_ids"] == node.build_prompt().tolist() and made["finish_reason"] == "length"
     assert len(made["completion_ids"]) == 3 and made["sampling_mask"] is None

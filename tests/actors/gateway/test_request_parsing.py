@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.gateway.call_tree import CallNode, canonical_arguments
+from actors.gateway.call_tree import CallNode, canonicalize_arguments
 from actors.gateway.endpoint import forms, replies
 from actors.gateway.endpoint.requests import (
     PREFIX,
     ParsedRequest,
     RequestPolicy,
-    decoded,
+    decode_body,
     parse_request,
 )
 from actors.gateway.endpoint.requests import REFUSED as REFUSED_OPTIONS
@@ -151,7 +151,7 @@ def test_forms_without_an_effect_are_served_in_silence() -> None:
 @pytest.mark.parametrize("body", [b"[", b"[]", b"\xff", b'"x"', b"[" * 100_000])
 def test_bytes_that_are_no_object_are_refused(body: bytes) -> None:
     with pytest.raises(CallRefused) as refused:
-        decoded(body)
+        decode_body(body)
     error = refused.value
     assert (error.status, error.code, error.param) == (400, "invalid_json", None)
     head, _, why = str(error).partition(": ")
@@ -159,7 +159,7 @@ def test_bytes_that_are_no_object_are_refused(body: bytes) -> None:
         assert (head, why) == ("the body is not a JSON object", "")
     else:
         assert head == "the body is not JSON" and why
-    assert decoded(b'{"a": 1}') == {"a": 1}
+    assert decode_body(b'{"a": 1}') == {"a": 1}
 
 
 def test_ids_of_calls_and_defaults_of_requests() -> None:
@@ -499,7 +499,7 @@ def test_grammars_of_forced_answers() -> None:
     ],
 )
 def test_arguments_of_calls_are_compared_in_one_spelling(given: Any, expected: str) -> None:
-    assert canonical_arguments(given) == expected
+    assert canonicalize_arguments(given) == expected
 
 
 # ---- replies -------------------------------------------------------------------------------------
@@ -547,7 +547,7 @@ def reply(kind: Any, name: str, options: dict[str, Any]) -> str:
     given = {**options, "stop": tuple(options.get("stop", ()))}
     wanted = ParsedRequest(kind, "policy", **given)
     texts = ["a", "bc", "é"]
-    decoded = replies.answer(
+    decoded = replies.build_answer(
         wanted, node, "id_7", lambda ids: "".join(texts[i] for i in ids), 1_700_000_000
     )
     return decoded.decode()
@@ -588,7 +588,7 @@ def test_a_refusal_says_whether_to_ask_again(
     status: int, kind: str, headers: dict[str, str]
 ) -> None:
     body = {"error": {"message": "why", "type": kind, "param": "p", "code": "c"}}
-    assert replies.error(CallRefused(status, "c", "why", "p")) == (body, headers)
+    assert replies.build_error(CallRefused(status, "c", "why", "p")) == (body, headers)
 
 
 def write() -> None:

@@ -15,7 +15,7 @@ from learner_step_kit import core, weights
 from rows_kit import AT, GROUPS, SIZE, batch, ids, row, sample, sessions
 from store_kit import make
 
-from actors.gateway.service import limits
+from actors.gateway.service import build_limits
 from asyncrl.algorithms import loss as step_loss
 from asyncrl.algorithms.reductions import REDUCTIONS
 from asyncrl.config import load
@@ -276,7 +276,7 @@ def test_a_session_without_a_limit_of_rows_has_no_more_than_the_buffer_takes() -
     agent: dict[str, Any] = {"env": "a:B", "rows": 0}
     raw: dict[str, Any] = {"model": {"path": "m"}, "task": {"name": "calc"}, "agent": agent}
     config = load.build(raw)
-    most = limits(config, config.agent).rows
+    most = build_limits(config, config.agent).rows
     small = row([1], [2], [-1.0], [1])
     settings = replace(SETTINGS, session_tokens=2 * most)
     checks.answers([sample(0, 0, [small] * most)], 9, settings)

@@ -22,11 +22,11 @@ from actors.gateway.endpoint.web import OpenedSession
 from actors.gateway.recovery.session_journal import (
     SessionJournal,
     SessionOpening,
-    last_ticket,
+    find_last_ticket,
     read_records,
     restore,
 )
-from actors.gateway.session_api import SessionApi, kept_port, write_endpoint_files
+from actors.gateway.session_api import SessionApi, read_kept_port, write_endpoint_files
 from actors.gateway.sessions import CallRefused, HarnessRequest, Session, SessionLimits
 from asyncrl.config.tree import Config
 from asyncrl.contract import messages as m
@@ -56,7 +56,7 @@ class Recorded:
 
     def answer(self, body: bytes, messages: list[Any], text: str, **more: Any) -> dict[str, Any]:
         """One call: placed, sampled, kept."""
-        request = self.session.request(body)
+        request = self.session.register_request(body)
         call = self.session.place_messages(messages=messages, now=6.0, **more)
         request.call = call
         ids = np.array([*self.tokens.convert_tokens_to_ids(list(text)), self.ends[1]], np.int32)
@@ -111,12 +111,15 @@ def test_a_restored_session_is_the_one_that_was_kept(tmp_path: Path) -> None:
     assert recorded.file.path.stat().st_mode & 0o777 == 0o600
     assert recorded.file.path.parent.stat().st_mode & 0o777 == 0o700
     ((_, opening, records),) = SessionJournal(tmp_path / "sessions").read()
-    assert opening.key == "key" and last_ticket(records) == before.ticket
+    assert opening.key == "key" and find_last_ticket(records) == before.ticket
     after = recorded.new_session()
     last = restore(after, records, 8.0)
     assert last is not None and last.number == 2  # the newest that is trained
-    assert after.training_rows() == before.training_rows() and len(after.training_rows()) == 2
-    for row in after.training_rows():
+    assert (
+        after.build_training_rows() == before.build_training_rows()
+        and len(after.build_training_rows()) == 2
+    )
+    for row in after.build_training_rows():
         support = SampledSupport.decode(row.support, len(row.mask))
         assert np.array_equal(support.sizes > 0, np.frombuffer(row.mask, np.uint8) > 0)
         assert support.contains(np.frombuffer(row.tokens, "<i4")).all()
@@ -137,9 +140,9 @@ def test_a_restored_session_is_the_one_that_was_kept(tmp_path: Path) -> None:
         assert new.prompt_ids.tolist() == old.prompt_ids.tolist()
         assert (new.parent and new.parent.number) == (old.parent and old.parent.number)
     # a retry is given its bytes, with and without a word of it; an answer that went out is no retry
-    assert after.request(b"a", retry=True).answer == b"bytes of a"
-    assert after.request(b"a").answer is None
-    assert after.request(b"b").answer == b"bytes of b"
+    assert after.register_request(b"a", retry=True).answer == b"bytes of a"
+    assert after.register_request(b"a").answer is None
+    assert after.register_request(b"b").answer == b"bytes of b"
 
 
 def test_an_answer_that_went_out_is_noted(tmp_path: Path) -> None:
@@ -229,7 +232,7 @@ class Process:
     async def ask(self, opened: OpenedSession, body: bytes, tokens: int) -> None:
         """One call and its answer, as the endpoint serves it."""
         session, door = opened.session, self.door
-        request = session.request(body)
+        request = session.register_request(body)
         request.call = session.place_text("ab=", now=door.current_time())
         drawing = asyncio.create_task(door.draw(session, request.call))
         await asyncio.sleep(0)
@@ -244,7 +247,7 @@ class Process:
         opened.file.append_answer(session, request)
 
     def score(self, opened: OpenedSession, reward: float) -> None:
-        opened.session.reward(reward, now=self.door.current_time())
+        opened.session.set_reward(reward, now=self.door.current_time())
         self.door.on_change(opened.session)
 
     def kill(self) -> None:
@@ -277,12 +280,12 @@ def test_a_new_process_delivers_each_sample_once(config: Config, tmp_path: Path)
         opened = door.find(going.session.name)
         assert opened is not None and opened.key == going.key
         assert await door.lease("b", 0.0) is opened and opened.file is not None
-        assert opened.session.request(b"y", retry=True).answer == b"answer"
+        assert opened.session.register_request(b"y", retry=True).answer == b"answer"
         waiting = opened.session.place_text("ab=1", now=door.current_time())
         drawing = asyncio.create_task(door.draw(opened.session, waiting))
         await asyncio.sleep(0)
         assert not gateway.router.open
-        gateway.want()
+        gateway.request_samples()
         (asked,) = [x for x in second.wire.sent if isinstance(x, m.TicketRequest)]
         assert asked.samples == 1
         gateway.renew()
@@ -311,12 +314,12 @@ def test_a_new_process_delivers_each_sample_once(config: Config, tmp_path: Path)
         assert samples[1, 9].adopted == [(1, 3), (7, 0)] and samples[1, 9].reward == 0.5
         # files stay until the buffer has the samples
         files = tmp_path / "sessions-0"
-        third.door.after_turn()
+        third.door.wake_leases()
         assert len(list(files.iterdir())) == 2
-        (frame,) = third.gateway.outbox.frames(0.0, flush=True)
+        (frame,) = third.gateway.outbox.take_frames(0.0, flush=True)
         acks = [(x.ticket, x.sample, x.attempt, "stored") for x in frame.samples]
         third.gateway.outbox.on_acks(m.DeliveryAcks(0, acks, 1 << 20, None), 0.0)  # type: ignore[arg-type]
-        third.door.after_turn()
+        third.door.wake_leases()
         assert not list(files.iterdir())
         third.kill()
 
@@ -372,9 +375,9 @@ def test_a_learners_restart_while_the_gateway_is_down(config: Config, tmp_path: 
 
 
 def test_port_and_key_are_kept(config: Config, tmp_path: Path) -> None:
-    assert kept_port(tmp_path) == 0
+    assert read_kept_port(tmp_path) == 0
     write_endpoint_files(tmp_path, "http://127.0.0.1:4321", "the-key")
-    assert kept_port(tmp_path) == 4321
+    assert read_kept_port(tmp_path) == 4321
     process = Process(config, tmp_path)
     assert process.door.run_key == "the-key"
     process.kill()

@@ -13,7 +13,14 @@ from actors.gateway.environment_worker import (
     EnvironmentOperation,
     EnvironmentSetup,
 )
-from actors.gateway.hubs.tools import LONGEST, StatefulTools, ToolLoop, load, row_of, schema
+from actors.gateway.hubs.tools import (
+    LONGEST,
+    StatefulTools,
+    ToolLoop,
+    build_row,
+    build_schema,
+    load,
+)
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 
@@ -107,7 +114,7 @@ def test_every_type_of_a_parameter_and_its_description() -> None:
         """
         return ""
 
-    function = schema(act)["function"]
+    function = build_schema(act)["function"]
     types = {name: what["type"] for name, what in function["parameters"]["properties"].items()}
     assert types == {
         **{"a": "integer", "b": "number", "c": "boolean", "d": "string"},
@@ -120,12 +127,14 @@ def test_every_type_of_a_parameter_and_its_description() -> None:
     }
     assert described == {"a": "the first.", "b": "the second"}
     assert function["parameters"]["required"] == list("abcdefg")
-    assert schema(act)["type"] == "function" and function["description"] == "Act."
-    assert schema(lambda: "")["function"]["description"] == ""
+    assert build_schema(act)["type"] == "function" and function["description"] == "Act."
+    assert build_schema(lambda: "")["function"]["description"] == ""
 
 
 def called(loop: ToolLoop, name: str, arguments: Any) -> dict[str, Any]:
-    (message,) = loop.answer({"tool_calls": [{"function": {"name": name, "arguments": arguments}}]})
+    (message,) = loop.run_calls(
+        {"tool_calls": [{"function": {"name": name, "arguments": arguments}}]}
+    )
     return message
 
 
@@ -151,7 +160,7 @@ def test_results_errors_and_coroutines_of_tools() -> None:
     assert (
         called(loop, "none", {})["content"] == "error: no tool 'none'; there are long, later, wrong"
     )
-    assert loop.answer({"tool_calls": None}) == [] == loop.answer({})
+    assert loop.run_calls({"tool_calls": None}) == [] == loop.run_calls({})
     turns = [{"role": "user", "content": "hi"}]
     assert loop.reset(Prompt(0, "a", messages=turns)) == turns
     assert loop.reset(Prompt(0, "a")) == [{"role": "user", "content": "a"}]
@@ -191,7 +200,7 @@ def test_a_state_is_begun_scored_and_closed() -> None:
     assert first == [turns[0], {"role": "user", "content": "u!", "name": "n"}]
     assert (made.goal, made.prompt, made.answer) == (2, turns, [1])
     assert turns[1]["content"] == "u", "the prompt stays"
-    assert loop.reward() == 0.5 and called(loop, "count", {})["content"] == "3"
+    assert loop.compute_reward() == 0.5 and called(loop, "count", {})["content"] == "3"
     loop.close()
     assert made.closed
 
@@ -212,7 +221,7 @@ def test_columns_of_a_row_for_the_parameters_of_reset() -> None:
 
     def every(a: int, b: float, c: bool, **more: Any) -> None: ...
 
-    row = row_of(prompt, [], every)
+    row = build_row(prompt, [], every)
     assert row == {
         **{"prompt": [], "a": 1, "b": 1.5, "c": True, "d": {"x": 1}, "e": "[1", "f": "7"},
         **{"g": "", "answer": "4"},
@@ -220,7 +229,7 @@ def test_columns_of_a_row_for_the_parameters_of_reset() -> None:
 
     def some(f: str, answer: int, none: int = 0) -> None: ...
 
-    assert row_of(prompt, [], some) == {"f": "7", "answer": 4}
+    assert build_row(prompt, [], some) == {"f": "7", "answer": 4}
 
 
 # ---- making it -----------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import verifiers_kit
 from clients_kit import MULTIPLY, python_of
 from verifiers_kit import COMPILED, KINDS, Bench
 
-from actors.gateway.hubs.prompt_files import FOLDER, with_prompt_files
+from actors.gateway.hubs.prompt_files import FOLDER, write_prompt_files
 from asyncrl.config import rules
 from asyncrl.config.agents import AgentConfig, AgentSource
 from asyncrl.config.tree import Config, MixedTaskConfig, TaskConfig
@@ -58,7 +58,7 @@ def test_the_prompts_are_the_rows_of_its_data_sets(located: Config, tmp_path: Pa
     assert held.messages[-1]["content"] == "5+2=" and held.meta == {"dataset": "eval"}
     # named by their content in the folder of the runs, once
     assert Path(located.task.prompts).parent == Path(located.runs) / FOLDER
-    assert with_prompt_files(located) is located
+    assert write_prompt_files(located) is located
     sets = preflight.located_sets(
         msgspec.structs.replace(located, task=TaskConfig(name="env", prompts="here")), ["seed=1"]
     )
@@ -81,7 +81,7 @@ def test_a_part_of_a_mixture_has_the_rows_of_its_own_environment(
     assert {task.draw("kinds", at, 0).task for at in range(5)} == {"kinds"}
     assert {task.draw("kinds", at, 0).id for at in range(5)} == {0, 1, 2, 3, 4}
     assert Path(found.task.mixture[1].prompts).parent == tmp_path / FOLDER
-    assert with_prompt_files(found) is found
+    assert write_prompt_files(found) is found
 
 
 REFUSED = [
@@ -158,12 +158,12 @@ def test_turns_and_tools_are_one_training_sequence(bench: Bench) -> None:
     result, opened = bench.play(bench.prompt("guess"), "3", "7")
     assert (result.kind, result.reward) == ("scored", 0.0), result  # the last word is "hit"
     assert "no" in bench.texts(opened)[1] and result.parts["num_turns"] == 2.0
-    assert (opened.session.calls, len(opened.session.training_rows())) == (2, 1)
+    assert (opened.session.calls, len(opened.session.build_training_rows())) == (2, 1)
     call = MULTIPLY.replace("17", "7").replace("3", "1")
     result, opened = bench.play(bench.prompt("What is 7 times 1?"), call, "7")
     assert (result.kind, result.reward) == ("scored", 1.0), result
     assert "7" in bench.texts(opened)[1].rpartition("multiply")[2]
-    assert (opened.session.calls, len(opened.session.training_rows())) == (2, 1)
+    assert (opened.session.calls, len(opened.session.build_training_rows())) == (2, 1)
 
 
 def test_a_reward_function_that_raises_fails_the_session(bench: Bench) -> None:

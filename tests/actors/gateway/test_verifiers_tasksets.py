@@ -52,14 +52,14 @@ def test_its_rewards_pay_and_each_is_a_part(bench: Bench) -> None:
         parts = {"exact": paid, "short": paid, "turns": 1.0, "reward": reward}
         assert result.parts == parts
         assert "Be brief." in bench.texts(opened)[0] and text in bench.texts(opened)[0]
-        assert (opened.session.calls, len(opened.session.training_rows())) == (1, 1)
+        assert (opened.session.calls, len(opened.session.build_training_rows())) == (1, 1)
 
 
 def test_an_exchange_of_several_turns_is_one_training_sequence(bench: Bench) -> None:
     result, opened = bench.play(bench.prompt("guess"), "3", "7")
     assert (result.kind, result.reward, result.parts["turns"]) == ("scored", 1.5, 2.0), result
     assert "no" in bench.texts(opened)[1]
-    assert (opened.session.calls, len(opened.session.training_rows())) == (2, 1)
+    assert (opened.session.calls, len(opened.session.build_training_rows())) == (2, 1)
 
 
 def test_tools_of_the_taskset_are_called(bench: Bench) -> None:
@@ -73,7 +73,7 @@ def test_tools_of_the_taskset_are_called(bench: Bench) -> None:
     _, second, third = bench.texts(opened)
     assert second.rpartition("</tool_call>")[2].count("7") == 1
     assert "error: unknown tool 'calculator_divide'" in third
-    assert len(opened.session.training_rows()) == 1
+    assert len(opened.session.build_training_rows()) == 1
 
 
 def test_an_empty_answer_is_scored(bench: Bench) -> None:

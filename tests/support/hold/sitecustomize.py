@@ -33,7 +33,7 @@ def hold_answers(module: Any) -> None:
         held = [h.ticket.ticket for h in self.schedule.held.values() if h.ticket.kind == "train"]
         written = said is not None and bool(held) and min(held) >= groups * (said.label.number + 1)
         # asked: announcements come with answers only
-        if written and self.asked and any(self.engine.progress().values()):
+        if written and self.asked and any(self.engine.count_tokens().values()):
             time.sleep(0.002)
             return
         plain(self)
