@@ -52,7 +52,7 @@ from actors.scorers.user_function import LOG, format_text
 from asyncrl.config.tree import Config, RewardConfig
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import Prompt, RewardFailure
-from asyncrl.tasks.evaluation_sets import configs_of_rewards
+from asyncrl.tasks.evaluation_sets import resolve_reward_configs
 from asyncrl.transport.worker_pool import Worker, WorkerPool
 
 Key = tuple[int, int, int]
@@ -594,7 +594,7 @@ class RewardRunnerOfParts(RewardRunner):
 
     def __init__(self, config: Config, task: Any, run_dir: Path | None = None) -> None:
         super().__init__(config, task, run_dir)
-        self.reward_configs = configs_of_rewards(config)
+        self.reward_configs = resolve_reward_configs(config)
         self.run_dir = run_dir
         self.runners: dict[str, RewardRunner] = {}
 
@@ -645,7 +645,7 @@ class RewardRunnerOfParts(RewardRunner):
 
 def make_runner(config: Config, task: Any, run_dir: Path | None = None) -> RewardRunner:
     """Make the reward runner of a run."""
-    several = bool(configs_of_rewards(config))
+    several = bool(resolve_reward_configs(config))
     return (RewardRunnerOfParts if several else RewardRunner)(config, task, run_dir)
 
 

@@ -35,7 +35,7 @@ from asyncrl.contract.errors import NotFiniteLogprob
 from asyncrl.contract.messages import RewardFailure, Ticket, Trajectory, VersionSpan
 from asyncrl.contract.versions import Label
 from asyncrl.models.tokenizer import collect_stop_tokens, encode_prompt, load_tokenizer
-from asyncrl.tasks.evaluation_sets import task_of
+from asyncrl.tasks.evaluation_sets import build_task
 
 DECODE_STEPS = 8  # between two reads of the socket
 IDLE_POLL_S = 0.02  # how long an idle generator waits at its socket
@@ -78,7 +78,7 @@ class GeneratorTurn:
         )
         self.tokenizer = load_tokenizer(config.model.path)
         self.stops = collect_stop_tokens(self.tokenizer, config)
-        self.task = task_of(config)
+        self.task = build_task(config)
         self.rewards = make_runner(config, self.task, run_dir)
         self.unscored: dict[Key, ScoredResponse] = {}  # waiting for their reward
         self.delayed: DelayQueue[Key] = DelayQueue()  # of these, by staleness.delay

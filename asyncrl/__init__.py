@@ -4,11 +4,11 @@
  prompts --ticket--> generator --trajectories--> buffer --batch--> learner
     ^                   ^                          |                  |
     |                   +-------- weights v+1 -----|------------------+
-    +------------- admission: may another ticket go out? -------------+
+    +------------- admission: is another ticket granted? -------------+
 ```
 
-With a section `[agent]` a gateway takes the tickets. It runs their sessions with environments, with
-programs that it starts or with a harness, and generators sample the tokens of its calls.
+With a section `[agent]`, a gateway leases the tickets. It runs their sessions with environments,
+with programs that it starts or with a harness, and generators sample the tokens of its calls.
 
 | loop      | consumes        | waits for                              | unblocked by              |
 |-----------|-----------------|----------------------------------------|---------------------------|
@@ -18,7 +18,7 @@ programs that it starts or with a harness, and generators sample the tokens of i
 | gateway   | tickets, calls  | an environment's step, a call's result | deadlines of the session  |
 | weights   | a publication   | nothing: generators pull the newest    | the learner               |
 
-Glossary: each thing has one word in code, configs, metrics and docs.
+Glossary: code, configs, metrics and docs use one word for each thing.
 
 - behavior policy (mu): the policy that sampled the token. The engine records `behavior_logprobs`
   after temperature, top-p and top-k.
@@ -45,8 +45,8 @@ into weights. They never import each other; they share `asyncrl.contract.message
 packages form layers, and each imports only from the layers below it:
 
 - `cli`: one module per command.
-- `tinker`: the server of the Tinker API, with a model in processes of its own.
-- `viewer`: the page of runs in a browser, and samples in the terminal, from a run's files alone.
+- `tinker`: the server of the Tinker API, with its models in separate processes.
+- `viewer`: the page of runs in a browser, and samples in the terminal, only from a run's files.
 - `experiments`: `serial` (the whole system in one process: read it first), `compare` (compare and
   sweep: many runs, and whether they differ significantly), `simulate` (a run in simulated time with
   the buffer's real store), `replay` (of the batches that `learner.records.recorder` saved), `lab`
@@ -58,7 +58,7 @@ packages form layers, and each imports only from the layers below it:
 - `models`: the policy, its packed forward, its adapters, its tokenizer.
 - `records`: the files that a run writes, and their readers.
 - `config`: from TOML to one frozen tree.
-- `algorithms`: the mathematics, on torch alone.
+- `algorithms`: the mathematics, which only needs torch.
 - `contract`: messages, versions, admission, errors.
 
 From Python, for example in a notebook: `asyncrl.run(config, sets)`, `asyncrl.load_run(path)` and
@@ -94,7 +94,7 @@ __all__ = ["LoadedRun", "__version__", "load_run", "run", "watch"]
 
 
 def __getattr__(name: str) -> object:
-    """Import the notebook API on first use: every process of a run imports this module."""
+    """Import the notebook API on first use, because every process of a run imports this module."""
     if name == "watch":
         from asyncrl.viewer import server
 

@@ -95,7 +95,7 @@ def reached_instant(kind: str, run_dir: Path) -> bool:
     if kind == "checkpoint":
         return bool(list(run_dir.glob("checkpoints/epoch_*/.number_*.part")))
     if kind == "step":
-        status = live.ask(
+        status = live.request_status(
             rundir.buffer_address(load.load(run_dir / "config.toml"), run_dir), "", 0.5
         )
         return (

@@ -104,7 +104,7 @@ class Case:
         try:
             while process.poll() is None and time.perf_counter() - began < READY_S:
                 if server is None:
-                    found = live.ask(address, "", 0.02) is not None
+                    found = live.request_status(address, "", 0.02) is not None
                 else:
                     got = server.recv(0.02)
                     found = got is not None and isinstance(

@@ -42,7 +42,7 @@ from asyncrl.records.metrics import MetricsWriter, RunClock
 from asyncrl.records.rundir import RunLock, buffer_address, clear_end, run_id
 from asyncrl.records.trackers import TrackerFeeds
 from asyncrl.tasks import Task
-from asyncrl.tasks.evaluation_sets import task_of
+from asyncrl.tasks.evaluation_sets import build_task
 from asyncrl.transport.sockets import BufferSocket
 from buffer import batches, checks, numbers
 from buffer.durable_store import RecordedStore
@@ -154,7 +154,7 @@ class BufferService:
 
     def __init__(self, config: Config, run_dir: Path, *, moved: bool = False) -> None:
         self.config, self.run_dir, self.run = config, run_dir, run_id(run_dir)
-        task = task_of(config)
+        task = build_task(config)
         # before taking the term: a buffer that cannot bind its address must not end another one
         self.socket = BufferSocket(
             buffer_address(config, run_dir),

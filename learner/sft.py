@@ -41,7 +41,7 @@ from asyncrl.models.tokenizer import collect_model_stops, load_tokenizer
 from asyncrl.records import atomic_write, jsonl
 from asyncrl.records.rundir import RunLock
 from asyncrl.tasks import pairs
-from asyncrl.tasks.fit import ModelFitter, batch_at, learning_rate_share
+from asyncrl.tasks.fit import ModelFitter, scale_learning_rate, select_batch
 from learner import checkpoint
 
 CONFIG = "sft.toml"
@@ -131,10 +131,10 @@ class SftRun:
         training = self.config.training
         row: dict[str, Any] = {"number": number}
         if self.heldout and self.is_due(number):
-            row["heldout"] = self.fitter.loss(self.heldout)
-        batch = batch_at(self.rows, training, self.config.seed, number)
+            row["heldout"] = self.fitter.measure_loss(self.heldout)
+        batch = select_batch(self.rows, training, self.config.seed, number)
         row["loss"] = self.fitter.step(batch)
-        row["lr"] = training.lr * learning_rate_share(training, number)
+        row["lr"] = training.lr * scale_learning_rate(training, number)
         self.tokens += sum(len(pair.answer) for pair in batch)
         self.metrics.write(row)
         if "heldout" in row:
@@ -193,7 +193,7 @@ class SftRun:
     def finish(self, seconds: float) -> None:
         """Write the model, then the summary, so that a summary implies a model."""
         self.model.hf.eval()
-        end = self.fitter.loss(self.heldout) if self.heldout else None
+        end = self.fitter.measure_loss(self.heldout) if self.heldout else None
         export(self.model, self.run_dir / "model", self.ends)
         atomic_write.sync_tree(self.run_dir / "model")
         rows = jsonl.read(self.run_dir / "metrics.jsonl")

@@ -70,7 +70,7 @@ class EnvironmentPool(WorkerPool[_EnvironmentProcess, EnvironmentEvent]):
     )
 
     def __init__(self, agent: AgentConfig, *, judged: bool = False, name: str = "") -> None:
-        opponents = sorted({agent.opponent_for("train"), agent.opponent_for("eval")} - {""})
+        opponents = sorted({agent.choose_opponent("train"), agent.choose_opponent("eval")} - {""})
         setup = msgspec.msgpack.encode(
             EnvironmentSetup(agent.env, agent.tools, opponents, agent.args, judged)
         )

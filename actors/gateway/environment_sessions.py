@@ -15,7 +15,7 @@ from actors.gateway.environment_worker import EnvironmentEvent, EnvironmentOpera
 from actors.gateway.service import Gateway, GatewayTicket
 from actors.gateway.session_source import Episode, SessionSource, WaitCause
 from actors.gateway.sessions import TOO_LONG, CallRefused, SessionCall, SessionPlayers
-from asyncrl.tasks.evaluation_sets import configs_of_rewards
+from asyncrl.tasks.evaluation_sets import resolve_reward_configs
 
 SHOWN = 40  # characters shown of tool names
 
@@ -40,7 +40,7 @@ class EnvironmentSource(SessionSource):
         self.gateway = gateway
         self.part = part
         self.agent = gateway.agents[part]
-        reward = configs_of_rewards(gateway.config).get(part, gateway.config).reward
+        reward = resolve_reward_configs(gateway.config).get(part, gateway.config).reward
         name = gateway.get_source_name(part)
         self.pool = EnvironmentPool(self.agent, judged=reward.uses_reward_processes, name=name)
         self.states: dict[int, EnvironmentState] = {}  # number of the episode -> state
@@ -70,7 +70,7 @@ class EnvironmentSource(SessionSource):
                 seed=self.gateway.compute_env_seed(grant.ticket),
                 attempt=grant.ticket.attempt,
                 first=first,
-                opponent=self.agent.opponent_for(grant.ticket.kind),
+                opponent=self.agent.choose_opponent(grant.ticket.kind),
             )
         )
 

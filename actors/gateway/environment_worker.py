@@ -115,9 +115,9 @@ def resolve_opponent(path: str) -> games.Opponent | None:
     if path == SELF:
         return None
     if path == RANDOM:
-        return games.random_move
+        return games.choose_random_move
     try:
-        return games.text_opponent(resolve(path))
+        return games.make_text_opponent(resolve(path))
     except BaseException as error:
         raise ConfigError(
             f"the opponent {path}: importing it {describe_exception(error)}; write module:function "
@@ -150,7 +150,7 @@ def check_observation(obs: Any) -> Observation:
 
 def read_sides(env: Any) -> tuple[int, list[tuple[str, str]]]:
     """Read `asked` and `told` of an EnvironmentEvent, for a two-player game."""
-    return (env.asked, list(env.told)) if isinstance(env, games.GameMatch) else (0, [])
+    return (env.asked, list(env.opponent_moves)) if isinstance(env, games.GameMatch) else (0, [])
 
 
 class EnvironmentHost:

@@ -58,7 +58,7 @@ from asyncrl.models.tokenizer import (
     read_vocabulary_size,
 )
 from asyncrl.records.rundir import gateway_address
-from asyncrl.tasks.evaluation_sets import task_of
+from asyncrl.tasks.evaluation_sets import build_task
 from asyncrl.transport import message_checks, sockets
 
 MOST_AT_ONCE = 1000  # generator messages read in one turn, before the other sockets' turn
@@ -193,7 +193,7 @@ class Gateway(sockets.SessionPeer):
         judges = any(
             agent.tools or agent.http or not agent.uses_sessions for agent in self.agents.values()
         )
-        self.rewards = make_runner(config, task_of(config), run_dir) if judges else None
+        self.rewards = make_runner(config, build_task(config), run_dir) if judges else None
         self.judged: dict[tuple[int, int, int], Episode] = {}
         self.calls_socket = sockets.BufferSocket(
             gateway_address(config, run_dir, index),

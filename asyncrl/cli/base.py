@@ -207,7 +207,7 @@ def complete_config(
     """Complete the name of a bundled config, or a file."""
     from asyncrl.config import bundled_configs
 
-    names = [name for name in bundled_configs.names() if name.startswith(incomplete)]
+    names = [name for name in bundled_configs.list_names() if name.startswith(incomplete)]
     files = CompletionItem(incomplete, type="file")
     return [*(CompletionItem(name) for name in names), files]
 
@@ -218,7 +218,7 @@ def complete_key(
     """Complete a config key."""
     from asyncrl.config import load
 
-    keys = ["method", *load.keys()]
+    keys = ["method", *load.list_keys()]
     return [CompletionItem(key) for key in keys if key.startswith(incomplete)]
 
 
@@ -231,7 +231,7 @@ def complete_setting(
     key, given, value = incomplete.partition("=")
     if not given:
         return [CompletionItem(f"{item.value}=") for item in complete_key(ctx, param, incomplete)]
-    choices = [choice for choice in load.choices(key) if choice.startswith(value)]
+    choices = [choice for choice in load.list_choices(key) if choice.startswith(value)]
     return [CompletionItem(f"{key}={choice}") for choice in choices]
 
 

@@ -87,10 +87,10 @@ def compare(
     from asyncrl.experiments.compare import comparison as comparing
     from asyncrl.experiments.compare import comparison_analysis, page
     from asyncrl.experiments.compare.progress import CompareProgress
-    from asyncrl.supervise.preflight import located_sets, preflight
+    from asyncrl.supervise.preflight import localize_sets, preflight
 
     base = load.load_to_train(source, sets)
-    sets = tuple(sets if dry_run else located_sets(base, sets))
+    sets = tuple(sets if dry_run else localize_sets(base, sets))
     chosen = [arming.parse_arm(words) for words in arms] or comparing.default_arms(base)
     if dry_run:
         configs = comparing.resolve(source, sets, chosen)
@@ -211,10 +211,10 @@ def sweep(
     from asyncrl.experiments.compare.comparison import design
     from asyncrl.experiments.compare.progress import SweepProgress
     from asyncrl.experiments.compare.sweep_analysis import analyze
-    from asyncrl.supervise.preflight import located_sets, preflight
+    from asyncrl.supervise.preflight import localize_sets, preflight
 
     if not dry_run:
-        sets = tuple(located_sets(load.load(source, sets), sets))
+        sets = tuple(localize_sets(load.load(source, sets), sets))
     corrections = [sweeping.parse_correction(words) for words in chosen or ("configured", "none")]
     plan = sweeping.plan(
         source,

@@ -120,7 +120,7 @@ def diff_configs(left: str, right: str, as_json: bool) -> None:
     from asyncrl.config import explain as explaining
     from asyncrl.config.load import format_value
 
-    found = explaining.differences(explaining.read_config(left), explaining.read_config(right))
+    found = explaining.compare_configs(explaining.read_config(left), explaining.read_config(right))
     if as_json:
         result.print_result({"equal": not found, "differs": found})
     for key, pair in () if as_json else found.items():
@@ -144,7 +144,7 @@ def check(source: str, sets: tuple[str, ...], as_json: bool) -> None:
     from asyncrl.supervise import preflight
 
     loaded = load.load(source, sets)
-    report_findings(loaded, rules.warnings(loaded), preflight, as_json)
+    report_findings(loaded, rules.find_warnings(loaded), preflight, as_json)
 
 
 def report_findings(loaded: Any, warnings: list[str], preflight: Any, as_json: bool) -> None:
@@ -154,11 +154,11 @@ def report_findings(loaded: Any, warnings: list[str], preflight: Any, as_json: b
     found = [preflight.Finding("settings", "note", warning) for warning in warnings]
     if not as_json:
         for finding in found:
-            print(preflight.line(finding))
-    for finding in preflight.findings(preflight.located(loaded)):
+            print(preflight.format_finding(finding))
+    for finding in preflight.run_checks(preflight.localize(loaded)):
         found.append(finding)
         if not as_json:
-            print(preflight.line(finding), flush=True)
+            print(preflight.format_finding(finding), flush=True)
     failed = [finding.check for finding in found if finding.state == "failed"]
     if as_json:
         result.print_result({"ok": not failed, "checks": msgspec.to_builtins(found)})
@@ -179,7 +179,7 @@ def schema(kind: str) -> None:
     """Print the JSON schema of configs, for editors."""
     from asyncrl.config import load, sft
 
-    print(json.dumps(sft.schema() if kind == "sft" else load.schema(), indent=1))
+    print(json.dumps(sft.build_schema() if kind == "sft" else load.build_schema(), indent=1))
 
 
 @config.command(
@@ -197,7 +197,7 @@ def reference() -> None:
     """Print every key with its default: docs/configuration.md."""
     from asyncrl.config import explain as explaining
 
-    print(explaining.reference(), end="")
+    print(explaining.render_reference(), end="")
 
 
 TRY = ("asyncrl task try demo -n 5", "asyncrl task try calc --model runs/R/model")
@@ -232,11 +232,11 @@ def try_task(
     from asyncrl.config import load
     from asyncrl.config.agents import VERIFIERS
     from asyncrl.tasks import get_task
-    from asyncrl.tasks.evaluation_sets import config_of_part_alone
+    from asyncrl.tasks.evaluation_sets import resolve_part_config
 
     loaded = load.load(source, sets)
     if part or len(loaded.agents) > 1:
-        loaded = config_of_part_alone(loaded, part)
+        loaded = resolve_part_config(loaded, part)
     if loaded.agent.hub == VERIFIERS:
         _show_prompts(loaded, count)
         return
@@ -275,10 +275,10 @@ def try_task(
 
 def _show_prompts(config: Any, count: int) -> None:
     """Print the first prompts of an environment that plays and scores its sessions itself."""
-    from asyncrl.supervise.preflight import located
+    from asyncrl.supervise.preflight import localize
     from asyncrl.tasks import get_task
 
-    tasks = get_task(located(config).task)
+    tasks = get_task(localize(config).task)
     for index in range(count):
         prompt = tasks.prompt("train", index, config.seed)
         print(json.dumps({"prompt": prompt.messages, "answer": prompt.answer, "id": prompt.id}))

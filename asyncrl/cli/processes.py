@@ -61,7 +61,9 @@ def joined_run(config: Any, where: Path) -> str:
 
     until = time.monotonic() + config.wires.connect_s
     while not (where / "config.toml").exists():
-        if (status := live.ask(config.wires.address, config.wires.curve_dir, 1.0)) is not None:
+        if (
+            status := live.request_status(config.wires.address, config.wires.curve_dir, 1.0)
+        ) is not None:
             return status.run
         if time.monotonic() > until:
             raise PeerUnreachable(
@@ -169,9 +171,9 @@ def run_recorded(name: str, config: Any, where: Path, index: int, *, moved: bool
         memory.close()
         last = life.end(code, why)
         if last and not supervised:
-            from asyncrl.supervise.run import close_up
+            from asyncrl.supervise.run import conclude_unsupervised
 
-            close_up(life)
+            conclude_unsupervised(life)
         life.release()
     return code
 

@@ -98,14 +98,14 @@ def run(
         )
         from asyncrl.supervise import preflight
 
-        for finding in preflight.findings(preflight.located(config)):
-            print(preflight.line(finding), file=sys.stderr, flush=True)
+        for finding in preflight.run_checks(preflight.localize(config)):
+            print(preflight.format_finding(finding), file=sys.stderr, flush=True)
         return
     if on == "slurm":
         from asyncrl.supervise.hosts import slurm
 
         path = Path(f"{run_dir.name}.sbatch")
-        path.write_text(slurm.script(config, str(source), sets, run_dir), encoding="utf-8")
+        path.write_text(slurm.render_script(config, str(source), sets, run_dir), encoding="utf-8")
         emit({"script": str(path)}, as_json)
         return
     with ExitStack() as beside:
@@ -133,7 +133,7 @@ def _split_gpus(source: str, sets: tuple[str, ...], count: int) -> tuple[str, ..
 
 def outline(summary: dict[str, Any]) -> dict[str, Any]:
     """Shorten a run's summary for a reader; summary.json has all of it."""
-    from asyncrl.supervise.run import accuracy_interval
+    from asyncrl.supervise.run import format_interval
 
     def share(value: float | None) -> str:
         return "-" if value is None else f"{value:.3f}"
@@ -146,7 +146,7 @@ def outline(summary: dict[str, Any]) -> dict[str, Any]:
     ends = {end: tokens for end, tokens in ledger.items() if end != "generated" and tokens}
     return {
         "held-out": f"{share(summary['heldout_start'])} -> {share(summary['heldout_end'])}"
-        f"{accuracy_interval(summary)}   "
+        f"{format_interval(summary)}   "
         f"out of distribution {share(summary['ood_start'])} -> {share(summary['ood_end'])}",
         "trained": f"{summary['steps']} steps, {summary['trajectories']:,} trajectories, "
         f"{summary['tokens']:,} tokens in {summary['wall_s']:.1f} s",

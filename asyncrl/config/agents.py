@@ -1,4 +1,4 @@
-"""The section [agent]: samples that are sessions of several calls."""
+"""The section [agent]: samples as sessions of several calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncrl.contract.outcomes import MOST_ROWS
 # opponents in a two-player game, besides a function
 RANDOM = "random"
 SELF = "self"
-# hubs: of environments that call the policy themselves, and of those with reset and step
+# hubs; the environments of VERIFIERS call the policy themselves, the others have reset and step
 VERIFIERS = "verifiers"
 GEM = "gem"
 GYMNASIUM = "gymnasium"
@@ -22,7 +22,7 @@ HUBS = (VERIFIERS, GEM, GYMNASIUM, OPENENV)
 
 
 class AgentSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where sessions come from, and their limits: what each part of a mixture may have."""
+    """The source and the limits of sessions, which each part of a mixture may have."""
 
     env: Annotated[
         str,
@@ -36,50 +36,50 @@ class AgentSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         dict[str, Any],
         Meta(
             description="Settings of `env` or of a class in `tools`, as a section [agent.args]: "
-            "keyword arguments of the class or of the loader that makes it. With verifiers 0.4 "
-            "they are an [env] block, and `select` chooses the tasks."
+            "keyword arguments of the class or of the loader that creates it. With verifiers "
+            "0.4 they are an [env] block, and `select` chooses the tasks."
         ),
     ] = {}
     python: Annotated[
         str,
         Meta(
-            description="Python that runs `env`, `tools` or `function`, for example that of a "
-            "virtual environment with their packages. It needs msgspec and xxhash, not asyncrl. "
-            "Empty: this one."
+            description="Python interpreter that runs `env`, `tools` or `function`, for example "
+            "that of a virtual environment with their packages. It needs msgspec and xxhash, "
+            "not asyncrl. Empty: this one."
         ),
     ] = ""
     opponent: Annotated[
         str,
         Meta(
-            description="Other side of `env`, a two-player game: random; self, the policy "
-            "itself (its tokens are sampled but excluded from training); or module:function or "
+            description="Opponent in `env`, a two-player game: random; self, the policy itself "
+            "(its tokens are sampled but excluded from training); or module:function or "
             "file.py:function from text to text. Empty: `env` has one player."
         ),
     ] = ""
     eval_opponent: Annotated[
-        str, Meta(description="Other side of `env` in evaluations. Empty: as `opponent`.")
+        str, Meta(description="Opponent in evaluations. Empty: the same as `opponent`.")
     ] = ""
     tools: Annotated[
         list[str],
         Meta(
             description="Tools of a session: module:function or file.py:function each, or one "
-            "class with reset and methods. The session calls them until a completion calls none, "
-            "which the reward then judges, or the class's get_reward."
+            "class with reset and methods. The session ends with a completion that calls no "
+            "tool. The run's reward, or the class's get_reward, scores that completion."
         ),
     ] = []
     serve: Annotated[
         bool,
         Meta(
-            description="Lease and score sessions over HTTP, for an agent of yours that calls "
-            "the policy through OpenAI's API. RUN/agent.url and RUN/agent.key hold address and "
-            "key."
+            description="Lease and score sessions over HTTP, for your own agent that calls the "
+            "policy through OpenAI's API. RUN/agent.url and RUN/agent.key hold the address "
+            "and the key."
         ),
     ] = False
     command: Annotated[
         list[str],
         Meta(
             description="Program and its arguments, started for each session. It calls the "
-            "endpoint, and its last line is the reward. Empty: none."
+            "endpoint, and its last line of output is the reward. Empty: none."
         ),
     ] = []
     env_pass: Annotated[
@@ -100,7 +100,7 @@ class AgentSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     at_once: Annotated[
         Positive,
         Meta(
-            description="Programs of `command`, or calls of `function`, that run at the same "
+            description="Most programs of `command`, or calls of `function`, that run at the same "
             "time in the gateway."
         ),
     ] = 16
@@ -115,32 +115,35 @@ class AgentSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             "may take at least 60 seconds.",
         ),
     ] = 10.0
-    max_calls: Annotated[Count, Meta(description="Calls of a session. 0: no limit.")] = 32
-    max_tokens: Annotated[Positive, Meta(description="Tokens that a session may sample.")] = 4096
+    max_calls: Annotated[Count, Meta(description="Most calls of a session. 0: no limit.")] = 32
+    max_tokens: Annotated[Positive, Meta(description="Most tokens that a session may sample.")] = (
+        4096
+    )
     rows: Annotated[
-        int, Meta(ge=0, le=MOST_ROWS, description="Training sequences of a session. 0: 4096.")
+        int, Meta(ge=0, le=MOST_ROWS, description="Most training sequences of a session. 0: 4096.")
     ] = 16
     deadline_s: Annotated[float, Meta(gt=0, description="Seconds that a session may take.")] = 600.0
     at_limit: Annotated[
         Literal["keep", "fail"],
         Meta(
-            description="A session that reached a limit. keep: it gets its reward so far, as a "
-            "truncated completion (advantage.truncated); fail: it failed and is generated again."
+            description="Treatment of a session that reaches a limit. keep: it gets its reward so "
+            "far, as a truncated completion (advantage.truncated); fail: it fails and is "
+            "generated again."
         ),
     ] = "keep"
 
-    def opponent_for(self, kind: str) -> str:
-        """Return the opponent in a ticket of this kind; empty: there is none."""
+    def choose_opponent(self, kind: str) -> str:
+        """Return the opponent in a ticket of this kind, or "" for none."""
         return (self.eval_opponent if kind == "eval" else "") or self.opponent
 
     @property
     def uses_sessions(self) -> bool:
-        """True if samples are sessions."""
+        """Whether samples are sessions."""
         return bool(self.env or self.tools or self.http)
 
     @property
     def source_name(self) -> str:
-        """Key and value of the source of sessions."""
+        """The key and the value that define the source of sessions."""
         for key in ("env", "tools", "command", "function"):
             if value := getattr(self, key):
                 return f"agent.{key} = {value}"
@@ -154,12 +157,12 @@ class AgentSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     @property
     def starts_agents(self) -> bool:
-        """True if the gateway starts the agents that call over HTTP."""
+        """Whether the gateway starts the agents that call over HTTP."""
         return bool(self.command or self.function or self.hub == VERIFIERS)
 
     @property
     def http(self) -> bool:
-        """True if agents call over HTTP."""
+        """Whether agents call over HTTP."""
         return self.serve or self.starts_agents
 
 
@@ -189,63 +192,64 @@ class AgentConfig(AgentSource, frozen=True, forbid_unknown_fields=True, kw_only=
     other_models: Annotated[
         Literal["aside", "train", "refuse"],
         Meta(
-            description="Calls under another model name. aside: sample but do not train; "
-            "train: train them too; refuse: answer 404."
+            description="Treatment of calls under another model name. aside: sample but do not "
+            "train; train: also train; refuse: respond with status 404."
         ),
     ] = "aside"
     sampling: Annotated[
         Literal["ignore", "refuse"],
         Meta(
-            description="A client's own temperature, top_p, top_k and seed. ignore: ignore "
-            "them and name them in a header; refuse: answer 400."
+            description="Treatment of a client's own temperature, top_p, top_k and seed. ignore: "
+            "ignore them and name them in a header; refuse: respond with status 400."
         ),
     ] = "ignore"
     forced: Annotated[
         Literal["ignore", "refuse", "constrain"],
         Meta(
-            description="A client's demand for a format or a tool (response_format, "
-            "tool_choice). ignore: ignore it and name it in a header; refuse: answer 400; "
-            "constrain: decode the answer under it, and train over the tokens that it allows."
+            description="Treatment of a client's request for a format or a tool (response_format, "
+            "tool_choice). ignore: ignore it and name it in a header; refuse: respond with "
+            "status 400; constrain: decode the response under it, and train over the tokens "
+            "that it allows."
         ),
     ] = "ignore"
     parser: Annotated[
         str,
         Meta(
-            description="How tool calls are read from a completion: hermes, none, or "
-            "module:function from text to message."
+            description="Parser of tool calls in a completion: hermes, none, or module:function "
+            "from text to message."
         ),
     ] = "hermes"
     history: Annotated[
         Literal["template", "keep"],
         Meta(
-            description="Chat templates that strip earlier thinking. template: follow them, "
-            "which begins another training sequence; keep: leave the sampled thinking in the "
-            "prompt."
+            description="Treatment of chat templates that strip earlier thinking. template: "
+            "follow them, which starts another training sequence; keep: leave the sampled "
+            "thinking in the prompt."
         ),
     ] = "template"
     parallel: Annotated[
-        Count, Meta(description="Calls of a session at the same time. 0: no limit.")
+        Count, Meta(description="Most calls of a session at the same time. 0: no limit.")
     ] = 16
     idle_s: Annotated[
         float,
         Meta(
             ge=0,
-            description="Seconds without a call or a heartbeat after which a session has failed.",
+            description="Seconds without a call or a heartbeat after which a session fails.",
         ),
     ] = 300.0
     sessions: Annotated[
-        Positive, Meta(description="Sessions open at the same time in the gateway.")
+        Positive, Meta(description="Most sessions open at the same time in the gateway.")
     ] = 256
     fork: Annotated[
         Literal["row", "end"],
         Meta(
-            description="A call that continues no earlier one. row: it begins another training "
-            "sequence; end: it ends the session, which estimators that need the order of all "
-            "tokens require."
+            description="Treatment of a call that continues no earlier one. row: start another "
+            "training sequence; end: end the session, as estimators require that need the "
+            "order of all tokens."
         ),
     ] = "row"
 
-    def with_source(self, source: AgentSource) -> AgentConfig:
-        """Return these settings of the gateway with the source and limits of another agent."""
-        own = {name: getattr(source, name) for name in AgentSource.__struct_fields__}
-        return msgspec.structs.replace(self, **own)
+    def replace_source(self, source: AgentSource) -> AgentConfig:
+        """Return a copy with the source and limits of another agent."""
+        values = {name: getattr(source, name) for name in AgentSource.__struct_fields__}
+        return msgspec.structs.replace(self, **values)

@@ -1,9 +1,9 @@
-"""Tables of the engines and of the training backends, with their abilities.
+"""Tables of the engines and the training backends, with their abilities.
 
 To add an engine, write a module in `actors/` with `make_engine(config)`, which returns an
 `actors.engine.Engine`, add an entry here, and add its test.  The entry defines the values of
 `generator.engine`, the rules on other settings, `asyncrl engines`, the check before a run and the
-module that a generator process starts."""
+module that a generator process imports."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     package: str  # the package to import
     distributions: tuple[str, ...]  # any of these provides the package
     pinned: str = ""  # the only supported version; "": any
-    trial: str  # code that `asyncrl engines` runs to try it
+    trial: str  # code that `asyncrl engines` runs to test the installation
     # abilities
     records_support: bool = False  # records the tokens that top-p and top-k kept
     records_routing: bool = False  # records the experts of each token (`learner.replay_routing`)
     exact: bool = False  # logprobs bitwise equal to the learner's (`exact`)
     one_process: bool = False  # can alternate with a learner (asyncrl/experiments/serial.py)
-    probed: bool = False  # the learner publishes a probe with the weights, which checks each swap
+    probed: bool = False  # each swap is checked by a probe that is published with the weights
     numbered_gpu: bool = True  # accepts model.device = cuda:N
     least_temperature: float = 0.0
-    warm_start_heads: int = 4  # heads of the tiny 64-dimensional model that is built for a task
+    warm_start_heads: int = 4  # heads of the tiny 64-dimensional model of a warm start
     settings: tuple[str, ...] = ()  # keys of `generator` that only some engines read
 
 
@@ -60,44 +60,44 @@ ENGINES: dict[str, EngineInfo] = {
         probed=True,
         numbered_gpu=False,
         least_temperature=0.01,
-        warm_start_heads=2,  # its CPU kernels need at least 32 dimensions a head
+        warm_start_heads=2,  # vLLM's CPU kernels need at least 32 dimensions per head
         settings=("kv_cache_mib",),
     ),
 }
 
-if TYPE_CHECKING:  # a type checker cannot read the names
+if TYPE_CHECKING:  # a type checker cannot evaluate the names
     EngineName = str
 else:
     EngineName = Literal[tuple(ENGINES)]
 
 
-def engines_with(ability: str) -> str:
+def list_engines(ability: str) -> str:
     """Name the engines with an ability, for messages.
 
-    >>> engines_with("exact")
+    >>> list_engines("exact")
     'embedded'
     """
-    return " or ".join(name for name, row in ENGINES.items() if getattr(row, ability))
+    return " or ".join(name for name, entry in ENGINES.items() if getattr(entry, ability))
 
 
 # ---- training backends ---------------------------------------------------------------------------
 
 
 class BackendAbility(NamedTuple):
-    """Something that some training backends support, a row of the table in docs/engines.md."""
+    """A feature of some training backends; a row of the table in docs/engines.md."""
 
     title: str  # in that table
-    sets: tuple[str, ...]  # settings that ask for it
-    asked: Callable[[Any], bool]  # whether a config asks for it
+    sets: tuple[str, ...]  # settings that use the feature
+    applies: Callable[[Any], bool]  # whether a config uses it
     backends: tuple[str, ...]
-    # of the refusal: the key and what is needed, before and after "learner.backend = ..."
+    # text of the refusal before and after "learner.backend = ..."
     problem: str
     advice: str = ""
 
-    def refusal(self, backend: str) -> str:
-        """Return the line for a config that asks for it with another backend."""
-        able = " or ".join(self.backends)
-        return f"{self.problem} learner.backend = {able}, not {backend}{self.advice}"
+    def explain_refusal(self, backend: str) -> str:
+        """Return the error for a config that uses the feature with another backend."""
+        supported = " or ".join(self.backends)
+        return f"{self.problem} learner.backend = {supported}, not {backend}{self.advice}"
 
 
 ONE_OR_SHARDED = ("torch", "fsdp2")
@@ -182,10 +182,10 @@ BACKEND_ABILITIES = (
 
 
 class ImageRefusal(NamedTuple):
-    """A setting that a model which reads images does not support."""
+    """A setting that models with images do not support."""
 
-    sets: tuple[str, ...]  # settings that ask for it
-    asked: Callable[[Any], bool]  # whether a config asks for it
+    sets: tuple[str, ...]  # examples of the setting
+    applies: Callable[[Any], bool]  # whether a config has it
     problem: str
 
 
@@ -193,7 +193,8 @@ IMAGE_REFUSALS = (
     ImageRefusal(
         ("generator.engine=vllm",),
         lambda config: config.generator.engine != "embedded",
-        "generator.engine: a model that reads images needs embedded; asyncrl gives vLLM no images",
+        "generator.engine: a model that reads images needs embedded; asyncrl sends no images to "
+        "vLLM",
     ),
     ImageRefusal(
         ("learner.backend=fsdp2",),
@@ -225,6 +226,6 @@ IMAGE_REFUSALS = (
 )
 
 
-def image_refusal(config: Any) -> str:
-    """Return why a model that reads images does not support a config; "": it does."""
-    return next((row.problem for row in IMAGE_REFUSALS if row.asked(config)), "")
+def explain_image_refusal(config: Any) -> str:
+    """Return why models with images do not support a config, or "" if they do."""
+    return next((entry.problem for entry in IMAGE_REFUSALS if entry.applies(config)), "")

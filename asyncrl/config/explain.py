@@ -1,7 +1,7 @@
-"""Explain config keys, and compare configs.  Imports no torch.
+"""Explain config keys and compare configs.  Imports no torch.
 
-Meaning, range and default come from the structs.  This module adds what they do not hold: units,
-reasons for defaults, and the page of the docs."""
+Meaning, range and default come from the structs.  This module adds units, reasons for defaults and
+the pages of the docs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import msgspec
 from asyncrl.config import layers, load, methods
 from asyncrl.config.tree import Config
 
-# section or key -> page in docs/; the longest one that matches counts
+# section or key -> page in docs/; the longest match applies
 PAGES = {
     "": "running.md",
     "exact": "engines.md",
@@ -50,7 +50,7 @@ PAGES = {
     "record.stream_mib": "replay.md",
     "record.weights_every": "replay.md",
 }
-# unit of a number: by the end of the key's name, else by its dotted key
+# unit of a number by the end of its name, otherwise by its dotted key
 UNIT_ENDINGS = {"_s": "seconds", "_mib": "MiB", "_bytes": "bytes", "_tokens": "tokens"}
 KEYS_BY_UNIT = {
     "versions": "staleness.max_lag staleness.half_life staleness.inject evaluation.every "
@@ -89,12 +89,12 @@ KEYS_BY_UNIT = {
     "share": "staleness.wait reward.error_budget reward.machinery_budget stop.ess_min "
     "stop.ess_on_policy reshape.rho_min loss.cov_share loss.bapo_share advantage.ema_decay",
 }
-# why a default is what it is, where there is more to say than that it switches something off
+# reason for a default, unless the default only switches something off
 REASONS = {
     "staleness.max_lag": "most of the speed of asynchrony; a limit of 4 was worse in lag studies",
-    "staleness.wait": "most of the lag goes for at most 2 % of the speed",
+    "staleness.wait": "removes most of the lag for at most 2 % of the speed",
     "staleness.on_exceed": "nothing is lost, and no token exceeds the limit",
-    "staleness.order": "ticket order is what makes pace a guarantee",
+    "staleness.order": "pace is a guarantee only with ticket order",
     "advantage.name": "unbiased, and without a scale to tune",
     "loss.surrogate": "the clip bounds the update on stale samples",
     "correction.proximal": "needs no extra forward pass, and its clip acts from the first step on",
@@ -127,16 +127,16 @@ REASONS = {
     "agent.host": "only programs of this machine can connect",
     "agent.sampling": "many clients send these by default",
     "agent.forced": "most frameworks send these",
-    "agent.at_limit": "a session that runs long is no reason to lose its tokens",
+    "agent.at_limit": "the tokens of a long session are still useful",
     "wires.address": "needs no port, and no other machine can connect",
-    "seed": "any number does",
+    "seed": "any number works",
 }
 TAGS = {
     "advantage.name": "Method that turns the rewards of a group into advantages.",
     "loss.surrogate": "Surrogate objective: how far the policy may move on each token.",
-    "correction.proximal": "Policy that ratios and clips are taken against: behavior, the one that "
-    "sampled the tokens; recompute, the learner as the batch begins (decoupled PPO); interpolate, "
-    "between the two, nearer to the learner's the older a token is.",
+    "correction.proximal": "Proximal policy, which ratios and clips refer to: behavior, the "
+    "policy that sampled the tokens; recompute, the learner at the start of the batch "
+    "(decoupled PPO); interpolate, between the two, closer to the learner for older tokens.",
 }
 
 REFERENCE_HEAD = """# Configuration
@@ -164,7 +164,7 @@ TOP_LEVEL = "top level"
 
 
 class KeyExplanation(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything to know about a config key.
+    """The complete explanation of a config key.
 
     read: the conditions under which the key is read; empty: always.
     methods: published methods that set the key -> the value."""
@@ -181,7 +181,7 @@ class KeyExplanation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeyPlace(typing.NamedTuple):
-    """One field that a dotted key leads to, with the tags and conditions on its way."""
+    """A field that a dotted key leads to, with the tags and conditions on the path."""
 
     field: msgspec.structs.FieldInfo
     owner: str  # tag of its section's struct, "" if the section has only one
@@ -190,14 +190,14 @@ class KeyPlace(typing.NamedTuple):
 
 
 def explain(key: str) -> list[KeyExplanation]:
-    """Explain a key, or every key of a section.  Raises ConfigError for another name."""
-    known = ["method", *load.keys()]
-    if key in known:
+    """Explain a key, or every key of a section.  Raises ConfigError for other names."""
+    keys = ["method", *load.list_keys()]
+    if key in keys:
         return [_explain_key(key)]
-    inside = [name for name in known if name.startswith(f"{key}.")]
-    if not inside:
-        raise load.unknown_key_error(key)
-    return [_explain_key(name) for name in inside]
+    section_keys = [name for name in keys if name.startswith(f"{key}.")]
+    if not section_keys:
+        raise load.build_unknown_key_error(key)
+    return [_explain_key(name) for name in section_keys]
 
 
 def _explain_key(key: str) -> KeyExplanation:
@@ -210,7 +210,7 @@ def _explain_key(key: str) -> KeyExplanation:
         values = " or ".join(dict.fromkeys(kinds))
     else:
         meaning = methods.DESCRIPTION if key == "method" else TAGS[key]
-        values = f"one of {', '.join(load.choices(key))}"
+        values = f"one of {', '.join(load.list_choices(key))}"
     return KeyExplanation(
         key=key,
         meaning=meaning,
@@ -224,26 +224,28 @@ def _explain_key(key: str) -> KeyExplanation:
     )
 
 
-def reference() -> str:
-    """Return docs/configuration.md: a table of keys for each section."""
+def render_reference() -> str:
+    """Render docs/configuration.md: a table of keys for each section."""
     sections: dict[str, list[str]] = {}
     pages: dict[str, str] = {}
-    for key in ("method", *load.keys()):
-        shown = explain(key)[0]
+    for key in ("method", *load.list_keys()):
+        explanation = explain(key)[0]
         section = key.partition(".")[0] if "." in key else TOP_LEVEL
-        sections.setdefault(section, []).append(_reference_row(shown))
-        page = "running.md" if section == TOP_LEVEL else shown.page.removeprefix("docs/")
+        sections.setdefault(section, []).append(_format_row(explanation))
+        page = "running.md" if section == TOP_LEVEL else explanation.page.removeprefix("docs/")
         pages.setdefault(section, page)
-    index = "Sections: " + ", ".join(f"[{name}](#{_anchor(name)})" for name in sections) + ".\n"
-    parts = []
+    index = (
+        "Sections: " + ", ".join(f"[{name}](#{_format_anchor(name)})" for name in sections) + ".\n"
+    )
+    tables = []
     for name, rows in sections.items():
         title = name.capitalize() if name == TOP_LEVEL else name
         heading = f"\n## {title}\n\nSee [{pages[name]}]({pages[name]}).\n\n"
-        parts.append(heading + REFERENCE_TABLE + "".join(rows))
-    return REFERENCE_HEAD + _wrap_links(index) + "".join(parts)
+        tables.append(heading + REFERENCE_TABLE + "".join(rows))
+    return REFERENCE_HEAD + _wrap_links(index) + "".join(tables)
 
 
-def _anchor(section: str) -> str:
+def _format_anchor(section: str) -> str:
     return section.replace(" ", "-")
 
 
@@ -257,58 +259,69 @@ def _wrap_links(text: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _reference_row(shown: KeyExplanation) -> str:
-    values = f"{shown.values} ({shown.unit})" if shown.unit else shown.values
-    default = "-" if shown.default in ("", "not set") else shown.default
+def _format_row(explanation: KeyExplanation) -> str:
+    values = (
+        f"{explanation.values} ({explanation.unit})" if explanation.unit else explanation.values
+    )
+    default = "-" if explanation.default in ("", "not set") else explanation.default
     if default not in ("-", "none: it must be given"):
         default = f"`{default}`"
-    if shown.reason:
-        default += f": {shown.reason}"
-    cells = (f"`{shown.key}`", shown.meaning, values, default, " and ".join(shown.read) or "-")
-    return "| " + " | ".join(_reference_cell(text) for text in cells) + " |\n"
+    if explanation.reason:
+        default += f": {explanation.reason}"
+    cells = (
+        f"`{explanation.key}`",
+        explanation.meaning,
+        values,
+        default,
+        " and ".join(explanation.read) or "-",
+    )
+    return "| " + " | ".join(_escape_cell(text) for text in cells) + " |\n"
 
 
-def _reference_cell(text: str) -> str:
-    """Escape what would cut a row, or turn into markup."""
+def _escape_cell(text: str) -> str:
+    """Escape text that would break a table row or become markup."""
     text = re.sub(r",\s*\n\]", "]", text)  # a list that TOML writes over several lines
     text = re.sub(r"\[?\n\s*", lambda m: "[" if m.group().startswith("[") else " ", text)
     return text.replace("|", r"\|").replace("<", "&lt;").replace("*", r"\*")
 
 
 def find_places(key: str) -> list[KeyPlace]:
-    """Return the fields that a key leads to: several if several methods have it, none for a tag."""
-    *sections, last = key.split(".")
+    """Return the fields of a key: several if several methods have it, none for a tag."""
+    *sections, name = key.split(".")
     options: list[tuple[Any, tuple[Any, ...]]] = [(Config, ())]
     prefix = ""
     for section in sections:
-        inner = []
+        nested = []
         for struct, conditions in options:
-            if field := layers.fields_of(struct).get(section):
-                more = (*conditions, *layers.conditions_of(field, prefix))
-                inner += [(below, more) for below in layers.structs_of(field.type)]
-        options = inner
+            if field := layers.map_fields(struct).get(section):
+                all_conditions = (*conditions, *layers.list_conditions(field, prefix))
+                nested += [
+                    (struct_below, all_conditions)
+                    for struct_below in layers.list_structs(field.type)
+                ]
+        options = nested
         prefix += f"{section}."
     return [
         KeyPlace(
             field,
-            layers.tag_of(struct)[1],
+            layers.get_tag(struct)[1],
             len(options),
-            (*conditions, *layers.conditions_of(field, prefix)),
+            (*conditions, *layers.list_conditions(field, prefix)),
         )
         for struct, conditions in options
-        if (field := layers.fields_of(struct).get(last))
+        if (field := layers.map_fields(struct).get(name))
     ]
 
 
 def find_page(key: str) -> str:
     """Return the page in docs/ that describes a key."""
-    parts = key.split(".")
-    starts = (".".join(parts[:count]) for count in range(len(parts), -1, -1))
-    return next(PAGES[start] for start in starts if start in PAGES)
+    names = key.split(".")
+    prefixes = (".".join(names[:count]) for count in range(len(names), -1, -1))
+    return next(PAGES[prefix] for prefix in prefixes if prefix in PAGES)
 
 
 def find_unit(key: str) -> str:
-    """Return the unit of a numeric key; empty: it counts things, or has no dimension."""
+    """Return the unit of a numeric key; empty: it is a count or has no dimension."""
     for unit, keys in KEYS_BY_UNIT.items():
         if key in keys.split():
             return unit
@@ -319,24 +332,24 @@ def find_unit(key: str) -> str:
 
 
 def is_number(kind: Any) -> bool:
-    """True if a type takes numbers, alone, in a list or besides other values."""
-    plain, _ = layers.split_annotations(kind)
-    if layers.is_union(plain):
-        return any(is_number(part) for part in typing.get_args(plain))
-    inside = typing.get_args(plain) if typing.get_origin(plain) is list else (plain,)
-    return any(layers.split_annotations(part)[0] in (int, float) for part in inside)
+    """Return whether a type accepts numbers, alone, in a list or besides other values."""
+    bare, _ = layers.split_annotations(kind)
+    if layers.is_union(bare):
+        return any(is_number(option) for option in typing.get_args(bare))
+    options = typing.get_args(bare) if typing.get_origin(bare) is list else (bare,)
+    return any(layers.split_annotations(option)[0] in (int, float) for option in options)
 
 
 def _describe_default(key: str, places: list[KeyPlace]) -> str:
     if not places:
-        return "" if key == "method" else load.format_value(layers.value_of({}, Config, key))
+        return "" if key == "method" else load.format_value(layers.get_value({}, Config, key))
     if all(
         place.field.default is msgspec.NODEFAULT
         and place.field.default_factory is msgspec.NODEFAULT
         for place in places
     ):
         return "none: it must be given"
-    values = {place.owner: layers.default_of(place.field) for place in places}
+    values = {place.owner: layers.get_default(place.field) for place in places}
     texts = {owner: load.format_value(value) for owner, value in values.items()}
     if len(set(texts.values())) == 1:
         return next(iter(texts.values()))
@@ -347,38 +360,40 @@ def _describe_conditions(key: str, places: list[KeyPlace]) -> list[str]:
     if not places:
         return []
     section = key.rpartition(".")[0]
-    found = []
+    conditions = []
     if places[0].siblings > len(places):
-        tag = layers.tag_of(layers.structs_of(_section_type(section))[0])[0]
+        tag = layers.get_tag(layers.list_structs(_find_section_type(section))[0])[0]
         owners = " or ".join(place.owner for place in places)
-        found.append(f"{section}.{tag} = {owners}")
+        conditions.append(f"{section}.{tag} = {owners}")
     for chooser, values in dict.fromkeys(c for place in places for c in place.conditions):
-        found.append(f"{chooser} = {' or '.join(values)}" if values else f"{chooser} is set")
-    return found
+        conditions.append(f"{chooser} = {' or '.join(values)}" if values else f"{chooser} is set")
+    return conditions
 
 
-def _section_type(section: str) -> Any:
+def _find_section_type(section: str) -> Any:
     struct: Any = Config
     kind: Any = None
     for name in section.split("."):
-        kind = layers.fields_of(struct)[name].type
-        struct = layers.structs_of(kind)[0]
+        kind = layers.map_fields(struct)[name].type
+        struct = layers.list_structs(kind)[0]
     return kind
 
 
-def read_config(place: str) -> Config:
+def read_config(source: str) -> Config:
     """Load a config file, a bundled config or the config of a run directory."""
-    path = Path(place)
+    path = Path(source)
     return load.load(path / "config.toml" if path.is_dir() else path)
 
 
-def differences(left: Config, right: Config) -> dict[str, tuple[Any, Any]]:
-    """Return key -> (left, right) of the keys that differ; None: the config does not read it."""
-    first, second = (dict(_flatten(layers.read_keys(config))) for config in (left, right))
+def compare_configs(left: Config, right: Config) -> dict[str, tuple[Any, Any]]:
+    """Return key -> (left, right) of differing keys; None: the config does not read the key."""
+    left_values, right_values = (
+        dict(_flatten(layers.read_keys(config))) for config in (left, right)
+    )
     return {
-        key: (first.get(key), second.get(key))
-        for key in sorted({*first, *second})
-        if first.get(key) != second.get(key)
+        key: (left_values.get(key), right_values.get(key))
+        for key in sorted({*left_values, *right_values})
+        if left_values.get(key) != right_values.get(key)
     }
 
 
@@ -391,9 +406,9 @@ def _flatten(table: dict[str, Any], prefix: str = "") -> typing.Iterator[tuple[s
 
 
 def annotate(text: str, origins: dict[str, str]) -> str:
-    """Add a comment with the origin of its value to every key of a dumped config.
+    """Add a comment with the origin of the value to every key of a dumped config.
 
-    origins: key -> origin, for every key that is not a default.
+    origins: key -> origin, for every value that is not a default.
 
     >>> print(annotate('seed = 1', {"seed": "--set seed=1"}))
     seed = 1  # --set seed=1

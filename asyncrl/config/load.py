@@ -51,12 +51,12 @@ SPLIT = {  # keys that became several: what to write instead
     "beta": "kl.loss.coefficient or kl.reward.coefficient",
 }
 
-# keys that were removed -> the value whose meaning is the only one left, which the configs of
-# earlier runs may still give, and what to write instead of the others
+# removed key -> the value whose behavior is now the only one, which the configs of earlier runs may
+# still have, and the replacement of all other values
 REMOVED = {
     "correction.m2_over": (
         "pushing",
-        "correction.m2 alone (M2PO as published), or correction.function with weights of your own",
+        "correction.m2 alone (M2PO as published), or correction.function with your own weights",
     ),
     "advantage.squared_norm": (
         "gradient",
@@ -64,7 +64,7 @@ REMOVED = {
     ),
 }
 REMOVED_PRESETS = {
-    "m2po": 'method = "m2po-published", or correction.function with weights of your own'
+    "m2po": 'method = "m2po-published", or correction.function with your own weights'
 }
 
 
@@ -72,7 +72,7 @@ Struct = typing.TypeVar("Struct", bound=msgspec.Struct)
 
 
 class ConfigSchema(typing.NamedTuple, typing.Generic[Struct]):
-    """A kind of config: its root struct and its rules on several keys."""
+    """A kind of config: its root struct and its rules that span several keys."""
 
     root: type[Struct]
     check: typing.Callable[[Struct], list[str]]
@@ -90,17 +90,17 @@ def load(
     """Load the config in `path` and apply `sets` ("key.path=value", TOML values).
 
     A bundled config needs only its name, no path.  `{here}` in the file is the file's folder.
-    `method` and presets fill the keys that are not given; in `sets` they also replace the file's.
-    If an item of `sets` changes a method, the keys of the earlier one are dropped, and `note` is
-    called with a sentence about each.  `origins` is filled with the origin of every key that is
-    not a default: file:line, `--set ...`, a method or a preset.
+    `method` and presets fill the missing keys; in `sets` they also replace the file's keys. If an
+    item of `sets` changes a method, the keys of the earlier one are dropped, and `note` is called
+    with a sentence about each.  `origins` receives the origin of every key that is not a default:
+    file:line, `--set ...`, a method or a preset.
 
     Raises ConfigError with file:line, key and remedy."""
     return load_as(RUN, path, sets, note, origins)
 
 
 def load_to_train(source: str, sets: typing.Sequence[str]) -> Config:
-    """Load a config for a command whose runs must train.  Raises ConfigError, as `load` does."""
+    """Load a config for a command whose runs must train.  Raises ConfigError like `load`."""
     config = load(source, sets)
     if not config.learner.steps:
         raise ConfigError(f"{source}: learner.steps = 0 only evaluates: this command needs steps")
@@ -114,22 +114,22 @@ def load_as(
     note: typing.Callable[[str], None] | None = None,
     origins: dict[str, str] | None = None,
 ) -> Struct:
-    """Load another kind of config as `load` does."""
+    """Load another kind of config like `load`."""
     path = bundled_configs.find(path)
     try:
-        # some editors put a byte order mark first
+        # some editors write a byte order mark
         text = Path(path).read_text(encoding="utf-8-sig")
         raw = tomllib.loads(text)
     except FileNotFoundError as error:
         raise ConfigError(
             f"{path}: no such config file; bundled configs, by name: "
-            f"{', '.join(bundled_configs.names())}"
+            f"{', '.join(bundled_configs.list_names())}"
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: is not valid TOML: {error}") from error
-    return _layered(
+    return _apply_layers(
         tree,
         bundled_configs.substitute_here(raw, path.parent),
         _ConfigSource(str(path), text, sets),
@@ -139,13 +139,13 @@ def load_as(
 
 
 class _ConfigSource(typing.NamedTuple):
-    """The source of a config, to locate errors: a file with its text, and the --set items."""
+    """The file with its text and the --set items of a config, to locate errors."""
 
     path: str
     text: str
     sets: typing.Sequence[str]
 
-    def where(self, key: str) -> str:
+    def locate(self, key: str) -> str:
         return _locate_key(key, self.path, self.text, self.sets)
 
 
@@ -153,145 +153,150 @@ def convert(
     raw: dict[str, Any], source: str, text: str = "", sets: typing.Sequence[str] = ()
 ) -> Config:
     """Convert a raw table to a checked Config, with `sets`, method and presets applied."""
-    return _layered(RUN, raw, _ConfigSource(source, text, sets))
+    return _apply_layers(RUN, raw, _ConfigSource(source, text, sets))
 
 
 def build(raw: dict[str, Any], source: str = "config") -> Config:
-    """Convert a raw table without the rules on several keys."""
-    return _layered(ConfigSchema(Config, lambda config: []), raw, _ConfigSource(source, "", ()))
+    """Convert a raw table without the rules that span several keys."""
+    return _apply_layers(
+        ConfigSchema(Config, lambda config: []), raw, _ConfigSource(source, "", ())
+    )
 
 
-def _layered(
+def _apply_layers(
     tree: ConfigSchema[Struct],
     raw: dict[str, Any],
-    given: _ConfigSource,
+    source: _ConfigSource,
     note: typing.Callable[[str], None] | None = None,
     origins: dict[str, str] | None = None,
 ) -> Struct:
     """Apply the layers in order: the table, the items of `sets`, then method and presets."""
     raw = copy.deepcopy(raw)
-    written_whole = raw.keys() >= _WHOLE
-    placed: dict[str, int] = {}  # key -> the last item of `sets` that gave it
-    for number, item in enumerate(given.sets):
+    is_complete = raw.keys() >= _WHOLE
+    item_numbers: dict[str, int] = {}  # key -> the last item of `sets` that gave it
+    for number, item in enumerate(source.sets):
         key = apply(raw, item, tree.root)
-        placed[key] = number
+        item_numbers[key] = number
         if tree.root is Config and key == "method":
             methods.replace(raw)
     if tree.root is not Config:
-        return _convert(tree, raw, given)
-    presets.forget(raw, given.sets)
+        return _convert(tree, raw, source)
+    presets.forget(raw, source.sets)
     if (
-        "correction.proximal" in placed
-        and "correction.preset" not in placed
-        and layers.value_of(raw, Config, "correction.proximal") == "behavior"
+        "correction.proximal" in item_numbers
+        and "correction.preset" not in item_numbers
+        and layers.get_value(raw, Config, "correction.proximal") == "behavior"
     ):
-        layers.remove(raw, "correction.preset")  # on the behavior policy it has no weights
+        layers.remove(raw, "correction.preset")  # with the behavior policy there are no weights
     if "method" in raw and methods.find_method(raw) is None:
         raise ConfigError(
-            f"{given.where('method')}: {methods.unknown_method_message(raw['method'])}"
+            f"{source.locate('method')}: {methods.explain_unknown_method(raw['method'])}"
         )
-    _drop_removed(raw, given)
-    filled: dict[str, str] = {}  # key -> what filled it
-    for fill, origin in ((presets.fill, _preset_of), (methods.fill, _method_of)):
-        before = set(_leaves(raw))
+    _drop_removed(raw, source)
+    origin_of: dict[str, str] = {}  # filled key -> the preset or method that filled it
+    for fill, origin in ((presets.fill, _format_preset), (methods.fill, _format_method)):
+        keys_before = set(_list_leaves(raw))
         fill(raw)
-        filled |= {key: origin(raw, key) for key in set(_leaves(raw)) - before}
-    _check_known(raw, tree.root, given)
-    while found := layers.unread(raw, tree.root):
-        for unread in found:
-            own = placed.get(unread.key, -1)
-            later = any(
-                number > own and _decides(other, unread.chooser) for other, number in placed.items()
+        origin_of |= {key: origin(raw, key) for key in set(_list_leaves(raw)) - keys_before}
+    _check_known(raw, tree.root, source)
+    while unread_keys := layers.find_unread(raw, tree.root):
+        for unread_key in unread_keys:
+            item_number = item_numbers.get(unread_key.key, -1)
+            is_overridden = any(
+                number > item_number and _is_set_by(other, unread_key.chooser)
+                for other, number in item_numbers.items()
             )
-            if unread.key not in filled:
-                if not later and not (written_whole and own < 0):
-                    raise ConfigError(f"{given.where(unread.key)}: {unread.why}")
-                if later and note is not None:
-                    note(f"dropped {unread.why}")
-            layers.remove(raw, unread.key)
-            placed[unread.key] = len(given.sets)  # also drop the keys that depend on it
+            if unread_key.key not in origin_of:
+                if not is_overridden and not (is_complete and item_number < 0):
+                    raise ConfigError(f"{source.locate(unread_key.key)}: {unread_key.problem}")
+                if is_overridden and note is not None:
+                    note(f"dropped {unread_key.problem}")
+            layers.remove(raw, unread_key.key)
+            item_numbers[unread_key.key] = len(source.sets)  # also drop the keys that depend on it
     if origins is not None:
-        short = given._replace(path=Path(given.path).name)
-        origins.update({key: filled.get(key) or short.where(key) for key in _leaves(raw)})
-    return _convert(tree, raw, given)
+        short_source = source._replace(path=Path(source.path).name)
+        origins.update(
+            {key: origin_of.get(key) or short_source.locate(key) for key in _list_leaves(raw)}
+        )
+    return _convert(tree, raw, source)
 
 
-def _preset_of(raw: dict[str, Any], key: str) -> str:
+def _format_preset(raw: dict[str, Any], key: str) -> str:
     section = key.partition(".")[0]
     return f'{section}.preset = "{raw[section]["preset"]}"'
 
 
-def _method_of(raw: dict[str, Any], key: str) -> str:
+def _format_method(raw: dict[str, Any], key: str) -> str:
     return f'method = "{raw["method"]}"'
 
 
-def _drop_removed(raw: dict[str, Any], given: _ConfigSource) -> None:
-    """Drop removed keys that change nothing; raise ConfigError for those that would."""
-    for key, (kept, instead) in REMOVED.items():
+def _drop_removed(raw: dict[str, Any], source: _ConfigSource) -> None:
+    """Drop removed keys with their only value; raise ConfigError for other values."""
+    for key, (only_value, replacement) in REMOVED.items():
         section, name = key.split(".")
         table = raw.get(section)
         if isinstance(table, dict) and name in table:
             value = table.pop(name)
-            acts = key != "correction.m2_over" or table.get("m2")
-            if value != kept and acts:
+            matters = key != "correction.m2_over" or table.get("m2")
+            if value != only_value and matters:
                 raise ConfigError(
-                    f"{given.where(key)}: {key} = {value} was removed; write {instead}"
+                    f"{source.locate(key)}: {key} = {value} was removed; write {replacement}"
                 )
     table = raw.get("correction")
     preset = table.get("preset") if isinstance(table, dict) else None
     if isinstance(preset, str) and preset in REMOVED_PRESETS:
         raise ConfigError(
-            f"{given.where('correction.preset')}: correction.preset = {preset} was removed; write "
-            f"{REMOVED_PRESETS[preset]}"
+            f"{source.locate('correction.preset')}: correction.preset = {preset} was removed; "
+            f"write {REMOVED_PRESETS[preset]}"
         )
 
 
-# Only a config written by a run has all these sections.  Runs of earlier versions also wrote keys
-# that nothing reads, which are therefore dropped and not refused.
+# Only a config written by a run has all these sections.  Earlier versions also wrote unread keys,
+# which are therefore dropped instead of refused.
 _WHOLE = {"runs", "wires", "watchdog", "record", "durability", "weights", "evaluation"}
 
 
-def _decides(given: str, chooser: str) -> bool:
-    """Whether the key `given` sets `chooser`: itself, by a preset or by a method."""
-    section, _, name = given.rpartition(".")
-    return given in (chooser, "method") or (name == "preset" and chooser.startswith(section + "."))
+def _is_set_by(key: str, chooser: str) -> bool:
+    """Return whether `key` sets `chooser`: directly, by a preset or by a method."""
+    section, _, name = key.rpartition(".")
+    return key in (chooser, "method") or (name == "preset" and chooser.startswith(section + "."))
 
 
-def _leaves(raw: dict[str, Any], prefix: str = "") -> typing.Iterator[str]:
+def _list_leaves(raw: dict[str, Any], prefix: str = "") -> typing.Iterator[str]:
     for name, value in raw.items():
         if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{name}.")
+            yield from _list_leaves(value, f"{prefix}{name}.")
         else:
             yield prefix + name
 
 
-def _convert(tree: ConfigSchema[Struct], raw: dict[str, Any], given: _ConfigSource) -> Struct:
+def _convert(tree: ConfigSchema[Struct], raw: dict[str, Any], source: _ConfigSource) -> Struct:
     raw = {
         name: value for name, value in raw.items() if tree.root is not Config or name != "method"
     }
-    _check_known(raw, tree.root, given)
+    _check_known(raw, tree.root, source)
     try:
-        config = msgspec.convert(layers.tagged(raw, tree.root), tree.root)
+        config = msgspec.convert(layers.add_tags(raw, tree.root), tree.root)
     except msgspec.ValidationError as error:
-        message, _, at = str(error).partition(" - at `$")
-        key = re.sub(r"\[\.\.\.\]|\[\d+\]", "", at.strip("`").lstrip("."))
-        key = key or (named.group(1) if (named := re.search(r"field `(\w+)`", message)) else "")
+        message, _, path = str(error).partition(" - at `$")
+        key = re.sub(r"\[\.\.\.\]|\[\d+\]", "", path.strip("`").lstrip("."))
+        key = key or (match.group(1) if (match := re.search(r"field `(\w+)`", message)) else "")
         raise ConfigError(
-            f"{given.where(key)}: {key}: {message}{_allowed_values(key, tree.root)}"
+            f"{source.locate(key)}: {key}: {message}{_list_allowed_values(key, tree.root)}"
         ) from error
     if problems := tree.check(config):
         key = problems[0].split(":")[0].split(" ")[0]
-        raise ConfigError(f"{given.where(key)}: {problems[0]}")
+        raise ConfigError(f"{source.locate(key)}: {problems[0]}")
     return config
 
 
 def apply(raw: dict[str, Any], item: str, root: Any = Config) -> str:
-    """Put one `key.path=value` into a raw table and return the key.
+    """Set one `key.path=value` in a raw table and return the key.
 
-    A text key of the tree `root` takes its value without quotes.  Raises ConfigError for another
-    form."""
-    key, eq, value = item.partition("=")
-    if not eq or not key.strip():
+    A text key of the tree `root` accepts a value without quotes.  Raises ConfigError for other
+    forms."""
+    key, equals, value = item.partition("=")
+    if not equals or not key.strip():
         raise ConfigError(f"--set {item}: write key.path=value")
     value = value.strip()
     takes_text = layers.is_text(root, key.strip()) and not value.startswith(('"', "'"))
@@ -305,129 +310,141 @@ def apply(raw: dict[str, Any], item: str, root: Any = Config) -> str:
                 f'--set {item}: `{value}` is not a TOML value; quote text as "..."'
             ) from None
         parsed = value
-    *path, last = key.strip().split(".")
-    at = raw
-    for part in path:
-        at = at.setdefault(part, {})
-        if not isinstance(at, dict):
-            raise ConfigError(f"--set {item}: {part} is not a section")
-    at[last] = parsed
+    *path, name = key.strip().split(".")
+    table = raw
+    for section in path:
+        table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"--set {item}: {section} is not a section")
+    table[name] = parsed
     return key.strip()
 
 
-def _check_known(raw: dict[str, Any], root: Any, given: _ConfigSource) -> None:
+def _check_known(raw: dict[str, Any], root: Any, source: _ConfigSource) -> None:
     """Raise ConfigError for an unknown key, a section given as a value or an unknown method."""
-    _unknown(
+    _check_section(
         {k: v for k, v in raw.items() if root is not Config or k != "method"},
         root,
         root,
         "",
-        given.where,
+        source.locate,
     )
 
 
-def _unknown(
-    raw: dict[str, Any], root: Any, kind: Any, prefix: str, where: typing.Callable[[str], str]
+def _check_section(
+    raw: dict[str, Any],
+    root: Any,
+    struct_type: Any,
+    prefix: str,
+    where: typing.Callable[[str], str],
 ) -> None:
-    """Check the keys of one section, whose struct is `kind`, and of the sections in it."""
-    fields = layers.fields_of(kind)
+    """Check the keys of a section with the struct `struct_type` and of the sections in it."""
+    fields = layers.map_fields(struct_type)
     for name, value in raw.items():
         key = prefix + name
-        if name == layers.tag_of(kind)[0] or _of_other_method(key, root):
+        if name == layers.get_tag(struct_type)[0] or _is_of_other_method(key, root):
             continue
         if name not in fields:
-            tag, _ = layers.tag_of(kind)
+            tag, _ = layers.get_tag(struct_type)
             names = [tag, *fields] if tag else list(fields)
-            raise ConfigError(f"{where(key)}: {key}: {_unknown_key(key, root, names)}")
-        if not layers.structs_of(fields[name].type):
+            raise ConfigError(f"{where(key)}: {key}: {_explain_unknown_key(key, root, names)}")
+        if not layers.list_structs(fields[name].type):
             continue
         if not isinstance(value, dict):
             raise ConfigError(f"{where(key)}: {key}: is a section, not a value")
-        below = layers.member(fields[name], value)
-        if below is None:
-            tag, _ = layers.tag_of(layers.structs_of(fields[name].type)[0])
+        struct = layers.choose_struct(fields[name], value)
+        if struct is None:
+            tag, _ = layers.get_tag(layers.list_structs(fields[name].type)[0])
             raise ConfigError(
                 f"{where(f'{key}.{tag}')}: {key}.{tag}: Invalid value {value[tag]!r}"
-                f"{_allowed_values(f'{key}.{tag}', root)}"
+                f"{_list_allowed_values(f'{key}.{tag}', root)}"
             )
-        _unknown(value, root, below, key + ".", where)
+        _check_section(value, root, struct, key + ".", where)
 
 
-def _of_other_method(key: str, root: Any) -> bool:
-    return root is Config and key.count(".") == 1 and key in layers.keys(root)
+def _is_of_other_method(key: str, root: Any) -> bool:
+    return root is Config and key.count(".") == 1 and key in layers.list_keys(root)
 
 
-def _unknown_key(key: str, root: Any, fields: typing.Collection[str]) -> str:
-    """Return the message for an unknown key, with the key to write instead."""
+def _explain_unknown_key(key: str, root: Any, fields: typing.Collection[str]) -> str:
+    """Return the message for an unknown key, with its replacement if one is known."""
     prefix, _, name = key.rpartition(".")
-    if root is Config and (now := RENAMED.get(key) or RENAMED.get(name)):
-        return f"is called {now} here; write that"
-    if root is Config and (instead := SPLIT.get(key) or SPLIT.get(name)):
-        return f"was replaced; write {instead}"
-    known = [*fields, *(["method"] if root is Config and not prefix else [])]
+    if root is Config and (current := RENAMED.get(key) or RENAMED.get(name)):
+        return f"is called {current} here; write that"
+    if root is Config and (replacement := SPLIT.get(key) or SPLIT.get(name)):
+        return f"was replaced; write {replacement}"
+    candidates = [*fields, *(["method"] if root is Config and not prefix else [])]
     section = f"{prefix}." if prefix else ""
-    close = difflib.get_close_matches(name, known, 1, 0.5)
-    elsewhere = [other for other in layers.keys(root) if other.rsplit(".", 1)[-1] == name]
-    if close:
-        return f"unknown key; did you mean {section}{close[0]}?"
-    if elsewhere:
-        return f"unknown key; did you mean {elsewhere[0]}?"
-    if not known:  # nothing before the last dot is a section
-        sections = sorted({other.partition(".")[0] for other in layers.keys(root) if "." in other})
+    similar = difflib.get_close_matches(name, candidates, 1, 0.5)
+    same_name = [
+        other_key for other_key in layers.list_keys(root) if other_key.rsplit(".", 1)[-1] == name
+    ]
+    if similar:
+        return f"unknown key; did you mean {section}{similar[0]}?"
+    if same_name:
+        return f"unknown key; did you mean {same_name[0]}?"
+    if not candidates:  # the key's prefix is not a section
+        sections = sorted(
+            {
+                other_key.partition(".")[0]
+                for other_key in layers.list_keys(root)
+                if "." in other_key
+            }
+        )
         return f"unknown key; there is no section {prefix}; sections: {', '.join(sections)}"
-    return f"unknown key; keys of this section: {', '.join(known)}"
+    return f"unknown key; keys of this section: {', '.join(candidates)}"
 
 
-def unknown_key_error(key: str) -> ConfigError:
-    """Return the error for a name that is neither a key nor a section."""
+def build_unknown_key_error(key: str) -> ConfigError:
+    """Build the error for a name that is neither a key nor a section."""
     section = f"{key.rpartition('.')[0]}." if "." in key else ""
-    inside = [name.removeprefix(section) for name in keys() if name.startswith(section)]
-    names = list(dict.fromkeys(name.partition(".")[0] for name in inside))
-    return ConfigError(f"{key}: {_unknown_key(key, Config, names)}")
+    section_names = [name.removeprefix(section) for name in list_keys() if name.startswith(section)]
+    names = list(dict.fromkeys(name.partition(".")[0] for name in section_names))
+    return ConfigError(f"{key}: {_explain_unknown_key(key, Config, names)}")
 
 
-def keys(kind: Any = Config) -> list[str]:
-    """Return every key of the tree, dotted."""
-    return list(layers.keys(kind))
+def list_keys(kind: Any = Config) -> list[str]:
+    """Return every dotted key of the tree."""
+    return list(layers.list_keys(kind))
 
 
 def _locate_key(key: str, source: str, text: str, sets: typing.Sequence[str]) -> str:
-    """Return file:line of a key, or the --set that gave it."""
+    """Return file:line of a key, or the --set item that set it."""
     for item in sets:
-        given = item.partition("=")[0].strip()
-        nested = given.startswith(f"{key}.") or key.startswith(f"{given}.")
-        if key and (given == key or nested):
+        item_key = item.partition("=")[0].strip()
+        nested = item_key.startswith(f"{key}.") or key.startswith(f"{item_key}.")
+        if key and (item_key == key or nested):
             return f"--set {item}"
     section, _, name = key.rpartition(".")
-    inside = ""
-    found = ""
+    current_section = ""
+    heading_place = ""
     for number, line in enumerate(text.splitlines(), 1):
         if heading := re.match(r"\s*\[([\w.]+)\]", line):
-            inside = heading.group(1)
-            found = f"{source}:{number}" if inside == key else found
-        elif (inside == section and re.match(rf"\s*{re.escape(name)}\s*=", line)) or re.match(
-            rf"\s*{re.escape(key)}\s*=", line
-        ):
+            current_section = heading.group(1)
+            heading_place = f"{source}:{number}" if current_section == key else heading_place
+        elif (
+            current_section == section and re.match(rf"\s*{re.escape(name)}\s*=", line)
+        ) or re.match(rf"\s*{re.escape(key)}\s*=", line):
             return f"{source}:{number}"
-    return found or source
+    return heading_place or source
 
 
 def _find_type(key: str, root: Any = Config) -> Any:
-    """Return the type of a key; a tuple of the tags if it chooses a section's struct."""
+    """Return the type of a key, or the tuple of tags if it chooses a section's struct."""
     options: list[Any] = [root]
     field: Any = None
-    for part in key.split("."):
-        tags = [layers.tag_of(option) for option in options]
-        if any(name == part for name, _ in tags):
+    for name in key.split("."):
+        tags = [layers.get_tag(option) for option in options]
+        if any(tag == name for tag, _ in tags):
             return tuple(value for _, value in tags)
-        found = [layers.fields_of(option).get(part) for option in options]
-        field = next((one for one in found if one is not None), None)
-        options = list(layers.structs_of(field.type)) if field is not None else []
+        fields = [layers.map_fields(option).get(name) for option in options]
+        field = next((candidate for candidate in fields if candidate is not None), None)
+        options = list(layers.list_structs(field.type)) if field is not None else []
     return None if field is None else layers.split_annotations(field.type)[0]
 
 
-def choices(key: str) -> list[str]:
-    """Return the named values of a key of a run's config; none: it takes others only."""
+def list_choices(key: str) -> list[str]:
+    """Return the named values of a key of a run's config, or [] if it has none."""
     kind = tuple(methods.METHODS) if key == "method" else _find_type(key)
     if isinstance(kind, tuple):
         return list(kind)
@@ -436,8 +453,8 @@ def choices(key: str) -> list[str]:
     return [str(value) for literal in literals for value in typing.get_args(literal)]
 
 
-def _allowed_values(key: str, root: Any = Config) -> str:
-    """Return the values of a key with choices, as a message's end."""
+def _list_allowed_values(key: str, root: Any = Config) -> str:
+    """Return the end of a message with the choices of a key, or ""."""
     kind = _find_type(key, root)
     if isinstance(kind, tuple):
         return f"; choose one of {', '.join(kind)}"
@@ -447,31 +464,31 @@ def _allowed_values(key: str, root: Any = Config) -> str:
 
 
 def require_same_config(
-    given: Config, found: Config, sets: typing.Sequence[str], path: Path
+    started: Config, current: Config, sets: typing.Sequence[str], path: Path
 ) -> None:
     """Raise ConfigError for a --set that differs from the run's own config.
 
-    given: the config that a process was started with.  found: the run's config, in `path`, which
-    applies to all its processes, so that the --set would be ignored."""
-    mine = msgspec.to_builtins(given)
-    theirs = msgspec.to_builtins(found)
-    # of a key given twice, the last one counts
+    started: the config that the process was started with.  current: the run's config in `path`,
+    which applies to all its processes, so that the --set would be ignored."""
+    started_values = msgspec.to_builtins(started)
+    current_values = msgspec.to_builtins(current)
+    # the last item of a repeated key applies
     for key, item in {item.partition("=")[0].strip(): item for item in sets}.items():
-        ours = mine
-        run = theirs
-        for part in key.split("."):
-            ours = ours.get(part) if isinstance(ours, dict) else None
-            run = run.get(part) if isinstance(run, dict) else None
-        if ours != run:
+        started_value = started_values
+        current_value = current_values
+        for name in key.split("."):
+            started_value = started_value.get(name) if isinstance(started_value, dict) else None
+            current_value = current_value.get(name) if isinstance(current_value, dict) else None
+        if started_value != current_value:
             raise ConfigError(
-                f"--set {item}: the run has {key} = {format_value(run)}, not {format_value(ours)} "
-                f"({path}), and all its processes share one config; remove this --set, or start a "
-                "new run"
+                f"--set {item}: the run has {key} = {format_value(current_value)}, not "
+                f"{format_value(started_value)} ({path}), and all its processes share one config; "
+                "remove this --set, or start a new run"
             )
 
 
 def format_value(value: Any) -> str:
-    """Format a value as in a config, or a section as its table."""
+    """Format a value as in a config, or a section as a table."""
     if value is None:
         return "not set"
     return (
@@ -482,27 +499,27 @@ def format_value(value: Any) -> str:
 
 
 def dump(config: msgspec.Struct) -> str:
-    """Write the config as TOML that loads back equal.
+    """Format the config as TOML that loads back equal.
 
-    Keys that are None, or that its methods do not read, are left out."""
+    Keys that are None or that its methods do not read are left out."""
     return toml_writer.dumps(layers.read_keys(config))
 
 
-def schema() -> dict[str, Any]:
-    """Return the JSON schema of the config, for editors.
+def build_schema() -> dict[str, Any]:
+    """Return the JSON schema of the config for editors.
 
-    It accepts a section that leaves its method to the default, and `method`, which fills keys of
-    several sections."""
-    made = msgspec.json.schema(Config)
-    for field in layers.fields_of(Config).values():
+    It accepts a section without a tag, whose method is the default, and the key `method`, which
+    fills keys of several sections."""
+    schema = msgspec.json.schema(Config)
+    for field in layers.map_fields(Config).values():
         tag, _ = (
-            layers.tag_of(default := layers.member(field, {}))
-            if layers.structs_of(field.type)
+            layers.get_tag(default := layers.choose_struct(field, {}))
+            if layers.list_structs(field.type)
             else ("", "")
         )
         if tag:
-            made["$defs"][default.__name__]["required"].remove(tag)
-    made["$defs"]["Config"]["properties"] = {
+            schema["$defs"][default.__name__]["required"].remove(tag)
+    schema["$defs"]["Config"]["properties"] = {
         "method": {"enum": list(methods.METHODS), "description": methods.DESCRIPTION}
-    } | made["$defs"]["Config"]["properties"]
-    return made
+    } | schema["$defs"]["Config"]["properties"]
+    return schema

@@ -1,8 +1,8 @@
 """Published methods: surrogate, advantage, reduction, correction and all other keys of each.
 
 `method = "gmpo"` in a config, `--set method=gmpo` and an arm of compare choose one by its name.
-Keys that are given beside it win.  docs/methods.md says which part of each source could be read,
-and what was measured."""
+Keys that are set explicitly take precedence.  docs/methods.md lists which part of each source was
+available, and the measurements."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncrl.config import layers, presets
 DESCRIPTION = (
     "A published method: it sets all its keys that you do not give. `asyncrl methods` lists them."
 )
-KL_STOP = 0.05  # nats a token that a batch's updates may move: repair A of the IS-reshape report
+KL_STOP = 0.05  # nats per token that a batch's updates may move: repair A of the IS-reshape report
 LAG_GRID = "docs/staleness-study.md#what-lag-costs"
 HIGH_LAG = "docs/staleness.md#which-method-at-which-lag"
 RESHAPE = "docs/reshape.md"
@@ -46,7 +46,7 @@ _VCPO = {
     "advantage.name": "opob",
 }
 
-# for stale samples
+# methods for stale samples
 FOR_OLD_SAMPLES: dict[str, Method] = {
     "vcpo": Method(
         "VCPO: weights of whole completions, learning rate by their ESS, baseline by gradient norm",
@@ -198,7 +198,7 @@ FOR_OLD_SAMPLES: dict[str, Method] = {
 }
 
 
-def _preset(name: str, source: str) -> Method:
+def _build_preset(name: str, source: str) -> Method:
     surrogate = "vanilla" if name == "none" else "decoupled_ppo"
     keys = {f"correction.{key}": value for key, value in presets.PRESETS[name].items()}
     if name == "none":
@@ -211,17 +211,17 @@ def _preset(name: str, source: str) -> Method:
 
 _RESHAPE = {**BEHAVIOR, "loss.surrogate": "reshape", "reshape.mode": "v3.1"}
 METHODS: dict[str, Method] = {
-    "none": _preset("none", "Kakade and Langford 2002"),
+    "none": _build_preset("none", "Kakade and Langford 2002"),
     "ppo": Method(
         "PPO, the ratio and its clip against the behavior policy",
         "arXiv 1707.06347 (paper)",
         LAG_GRID,
         {**BEHAVIOR, "loss.surrogate": "ppo"},
     ),
-    "tis": _preset("tis", "Yao et al. 2025 (in notes); arXiv 2110.00641 (paper)"),
-    "seq_tis": _preset("seq_tis", "Liu et al. 2025 (in notes); arXiv 2110.00641 (paper)"),
-    "icepop": _preset("icepop", "IcePop (in notes); arXiv 2110.00641 (paper)"),
-    "mis": _preset("mis", "Liu et al. 2025 (in notes); arXiv 2110.00641 (paper)"),
+    "tis": _build_preset("tis", "Yao et al. 2025 (in notes); arXiv 2110.00641 (paper)"),
+    "seq_tis": _build_preset("seq_tis", "Liu et al. 2025 (in notes); arXiv 2110.00641 (paper)"),
+    "icepop": _build_preset("icepop", "IcePop (in notes); arXiv 2110.00641 (paper)"),
+    "mis": _build_preset("mis", "Liu et al. 2025 (in notes); arXiv 2110.00641 (paper)"),
     "reshape": Method("IS-reshape v3.1", "technical report v3.1", RESHAPE, _RESHAPE),
     "reshape-stop": Method(
         f"IS-reshape v3.1, two optimizer steps a batch, the second only below {KL_STOP} nats a "
@@ -245,7 +245,7 @@ METHODS: dict[str, Method] = {
 }
 
 
-# names that earlier versions accepted -> what to write instead
+# names that earlier versions accepted -> their replacements
 REMOVED = {
     "vcpo-length": 'method = "vcpo", which uses the true norms',
     "vcpo-logits": 'method = "vcpo", which uses the true norms',
@@ -260,7 +260,7 @@ def find_method(raw: dict[str, Any]) -> Method | None:
     return METHODS.get(name) if isinstance(name, str) else None
 
 
-def unknown_method_message(name: Any) -> str:
+def explain_unknown_method(name: Any) -> str:
     """Return the error text for an unknown method."""
     if instead := REMOVED.get(str(name)):
         return f"method: {name} was removed; write {instead}"
@@ -281,14 +281,14 @@ def replace(raw: dict[str, Any]) -> None:
     for section, common in (("loss", settings.Loss), ("advantage", settings.Advantage)):
         table = raw.get(section)
         if isinstance(table, dict) and any(key.startswith(f"{section}.") for key in method.keys):
-            for key in set(table) - set(layers.fields_of(common)):
+            for key in set(table) - set(layers.map_fields(common)):
                 table.pop(key)
     for key in method.keys:
         layers.remove(raw, key)
 
 
 def fill(raw: dict[str, Any]) -> None:
-    """Set the keys of `raw`'s method that `raw` does not give."""
+    """Set the keys of `raw`'s method that `raw` does not have."""
     if method := find_method(raw):
         for key, value in method.keys.items():
             layers.put(raw, key, value)

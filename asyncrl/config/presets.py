@@ -1,11 +1,11 @@
-"""Presets: names that set several keys of a section at once."""
+"""Presets: names that each set several keys of a section."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-# weights of pi_prox / mu, so the proximal policy is the learner as the batch begins
+# The weights are pi_prox / mu, so the proximal policy is the learner at the start of the batch.
 PRESETS: dict[str, dict[str, Any]] = {
     "none": {"proximal": "recompute", "level": "none"},
     "tis": {"proximal": "recompute", "level": "token", "bound": "truncate", "hi": 2.0},
@@ -49,37 +49,39 @@ PRESET_TABLES = (("correction", PRESETS), ("kl", KL_PRESETS))
 
 
 def fill(raw: dict[str, Any]) -> None:
-    """Fill the keys that a section with a preset does not give."""
-    for section, named in PRESET_TABLES:
+    """Fill the missing keys of every section with a preset."""
+    for section, values_by_preset in PRESET_TABLES:
         table = raw.get(section)
-        if isinstance(table, dict) and table.get("preset") in named:
-            raw[section] = _fill(table, named[table["preset"]])
+        if isinstance(table, dict) and table.get("preset") in values_by_preset:
+            raw[section] = _fill(table, values_by_preset[table["preset"]])
 
 
 def forget(raw: dict[str, Any], sets: Sequence[str]) -> None:
-    """Remove the file's own keys that a preset on the command line replaces.
+    """Remove the file's keys that a preset on the command line replaces.
 
-    A resolved file gives all of them, so that the preset would otherwise change nothing."""
-    given = {item.partition("=")[0].strip() for item in sets}
+    A resolved file has all of them, so that the preset would otherwise change nothing."""
+    set_keys = {item.partition("=")[0].strip() for item in sets}
     for section, table in PRESET_TABLES:
         for key in (
-            {key for keys in table.values() for key in keys} if f"{section}.preset" in given else ()
+            {key for keys in table.values() for key in keys}
+            if f"{section}.preset" in set_keys
+            else ()
         ):
-            *path, last = f"{section}.{key}".split(".")
-            inside: Any = raw
-            for part in path:
-                inside = inside.get(part) if isinstance(inside, dict) else None
-            if isinstance(inside, dict) and f"{section}.{key}" not in given:
-                inside.pop(last, None)
+            *path, name = f"{section}.{key}".split(".")
+            parent: Any = raw
+            for ancestor in path:
+                parent = parent.get(ancestor) if isinstance(parent, dict) else None
+            if isinstance(parent, dict) and f"{section}.{key}" not in set_keys:
+                parent.pop(name, None)
 
 
 def _fill(table: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Return the table, with missing keys taken from `values`, whose keys may be dotted."""
-    out = {k: dict(v) if isinstance(v, dict) else v for k, v in table.items()}
+    """Return the table with missing keys from `values`, whose keys may be dotted."""
+    filled = {k: dict(v) if isinstance(v, dict) else v for k, v in table.items()}
     for key, value in values.items():
-        *path, last = key.split(".")
-        at = out
-        for part in path:
-            at = at.setdefault(part, {})
-        at.setdefault(last, value)
-    return out
+        *path, name = key.split(".")
+        parent = filled
+        for section in path:
+            parent = parent.setdefault(section, {})
+        parent.setdefault(name, value)
+    return filled

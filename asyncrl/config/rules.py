@@ -10,7 +10,7 @@ import msgspec
 
 from asyncrl.algorithms import settings
 from asyncrl.config.agents import RANDOM, SELF, VERIFIERS, AgentConfig, AgentSource
-from asyncrl.config.engines import BACKEND_ABILITIES, ENGINES, engines_with
+from asyncrl.config.engines import BACKEND_ABILITIES, ENGINES, list_engines
 from asyncrl.config.scorers import JudgeConfig
 from asyncrl.config.tree import (
     Config,
@@ -18,44 +18,44 @@ from asyncrl.config.tree import (
     LearnerConfig,
     MixedTaskConfig,
     TaskSource,
-    weight_at,
+    interpolate_weight,
 )
 
 DEFAULT_ZERO_STAGE = LearnerConfig().zero_stage
 
 
 def check(config: Config) -> list[str]:
-    """Check the rules that span several keys.
+    """Return the violations of rules that span several keys.
 
-    Each problem begins with its key and shows its numbers."""
+    Each one starts with its key and contains its numbers."""
     rules = (
-        *((_sessions,) if config.uses_sessions else ()),
-        *((_exact,) if config.exact else ()),
-        _name,
-        _device,
-        _staleness,
-        _sizes,
-        _needless,
-        _backend,
-        _lora,
-        _low_precision,
-        _limit,
-        _correction,
-        _surrogate,
-        _kl,
-        _reshape,
-        _stop,
-        _advantage,
-        _value,
-        _engine,
-        _reward,
-        _mixture,
-        _evaluation,
+        *((_check_sessions,) if config.uses_sessions else ()),
+        *((_check_exact,) if config.exact else ()),
+        _check_name,
+        _check_device,
+        _check_staleness,
+        _check_sizes,
+        _find_needless,
+        _check_backend,
+        _check_lora,
+        _check_low_precision,
+        _check_limit,
+        _check_correction,
+        _check_surrogate,
+        _check_kl,
+        _check_reshape,
+        _check_stop,
+        _check_advantage,
+        _check_value,
+        _check_engine,
+        _check_reward,
+        _check_mixture,
+        _check_evaluation,
     )
     return [problem for rule in rules for problem in rule(config)]
 
 
-def _name(config: Config) -> Iterator[str]:
+def _check_name(config: Config) -> Iterator[str]:
     """Check the name of the run directory."""
     if config.name in (".", "..") or set(config.name) & {"/", "\\", "\0"}:
         yield (
@@ -64,18 +64,18 @@ def _name(config: Config) -> Iterator[str]:
         )
 
 
-def device_problems(device: str) -> list[str]:
-    """Return the problems of a `model.device`."""
+def check_device(device: str) -> list[str]:
+    """Return the problems of a value of `model.device`."""
     if re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
         return []
     return [f"model.device: {device!r} is not a device; choose one of auto, cpu, cuda, cuda:N"]
 
 
-def _device(config: Config) -> list[str]:
-    return device_problems(config.model.device)
+def _check_device(config: Config) -> list[str]:
+    return check_device(config.model.device)
 
 
-def _staleness(config: Config) -> Iterator[str]:
+def _check_staleness(config: Config) -> Iterator[str]:
     """Check the staleness limit and the injected lag."""
     lag = config.staleness.limit
     inject = config.staleness.inject
@@ -91,10 +91,10 @@ def _staleness(config: Config) -> Iterator[str]:
         )
     if math.isnan(lag) or (not math.isinf(lag) and lag != int(lag)):
         yield f"staleness.max_lag: {lag:g} must be a whole number or inf"
-    most = inject if isinstance(inject, int) else (len(inject) - 1 if inject else 0)
-    if inject is not None and most > lag:
+    largest = inject if isinstance(inject, int) else (len(inject) - 1 if inject else 0)
+    if inject is not None and largest > lag:
         yield (
-            f"staleness.inject: injects up to {most} versions, above staleness.max_lag = {lag:g}"
+            f"staleness.inject: injects up to {largest} versions, above staleness.max_lag = {lag:g}"
         )
     if isinstance(inject, list) and (not inject or min(inject) < 0 or sum(inject) <= 0):
         yield (
@@ -110,10 +110,10 @@ def _staleness(config: Config) -> Iterator[str]:
             "staleness.inject: needs advantage.no_spread = keep: filtered groups shift the planned "
             "batches"
         )
-    yield from _order(config)
+    yield from _check_order(config)
 
 
-def _sizes(config: Config) -> Iterator[str]:
+def _check_sizes(config: Config) -> Iterator[str]:
     """Check that batches divide and prompts fit."""
     if config.learner.groups < config.learner.minibatches:
         yield (
@@ -127,12 +127,12 @@ def _sizes(config: Config) -> Iterator[str]:
         )
 
 
-def _needless(config: Config) -> Iterator[str]:
-    """Find settings of the update that have nothing to act on."""
+def _find_needless(config: Config) -> Iterator[str]:
+    """Find settings of the update that have no effect."""
     if config.correction.proximal == "behavior" and config.correction.preset not in ("", "none"):
         yield (
             "correction.proximal: behavior makes every weight 1, so the preset "
-            f"{config.correction.preset} has nothing to act on; use recompute"
+            f"{config.correction.preset} has no effect; use recompute"
         )
     if config.stop.kl_max > 0 and config.learner.epochs * config.learner.minibatches == 1:
         yield (
@@ -146,12 +146,12 @@ def _needless(config: Config) -> Iterator[str]:
         )
 
 
-def _backend(config: Config) -> Iterator[str]:
-    """Check what the learner's backend and the wires support."""
+def _check_backend(config: Config) -> Iterator[str]:
+    """Check settings against the abilities of the learner's backend and of the wires."""
     learner = config.learner
     for ability in BACKEND_ABILITIES:
-        if ability.asked(config) and learner.backend not in ability.backends:
-            yield ability.refusal(learner.backend)
+        if ability.applies(config) and learner.backend not in ability.backends:
+            yield ability.explain_refusal(learner.backend)
     if learner.offload and learner.backend == "deepspeed" and learner.zero_stage == 0:
         yield (
             "learner.offload: needs learner.zero_stage = 1 or higher; at 0 nothing moves to the CPU"
@@ -170,7 +170,7 @@ def _backend(config: Config) -> Iterator[str]:
             "learner.zero_stage: 0 with model.dtype = bfloat16 keeps no fp32 copy of the weights "
             "and drifts from stages 1 to 3; use 1 or higher"
         )
-    yield from _routing(config)
+    yield from _check_routing(config)
     if config.weights.transport == "tcp" and not config.wires.weights_address:
         yield (
             "wires.weights_address: weights.transport = tcp needs an address, for instance "
@@ -178,7 +178,7 @@ def _backend(config: Config) -> Iterator[str]:
         )
 
 
-def _routing(config: Config) -> Iterator[str]:
+def _check_routing(config: Config) -> Iterator[str]:
     """Refuse settings under which the experts of a token cannot be recorded or replayed."""
     model, learner, engine = config.model, config.learner, config.generator.engine
     if model.warm_start_experts == 1 or (model.warm_start_experts and not model.warm_start):
@@ -188,7 +188,7 @@ def _routing(config: Config) -> Iterator[str]:
         )
     if learner.replay_routing and not ENGINES[engine].records_routing:
         yield (
-            f"learner.replay_routing: needs generator.engine = {engines_with('records_routing')}; "
+            f"learner.replay_routing: needs generator.engine = {list_engines('records_routing')}; "
             f"{ENGINES[engine].title} does not record the experts of a token"
         )
     if learner.replay_routing and learner.gradient_checkpointing and learner.zero_stage == 3:
@@ -198,7 +198,7 @@ def _routing(config: Config) -> Iterator[str]:
         )
 
 
-def _lora(config: Config) -> list[str]:
+def _check_lora(config: Config) -> list[str]:
     """Refuse settings that adapters do not support, or were never tested with."""
     lora = config.lora
     if not lora.rank:
@@ -224,11 +224,11 @@ def _lora(config: Config) -> list[str]:
         (config.record.stream, "record.stream: replay trains whole weights only"),
         (config.advantage.name == "gae", "advantage.name: gae was never tested with adapters"),
     )
-    return [f"{why} (lora.rank = {lora.rank})" for wrong, why in refused if wrong]
+    return [f"{problem} (lora.rank = {lora.rank})" for applies, problem in refused if applies]
 
 
-def _low_precision(config: Config) -> Iterator[str]:
-    """Refuse rounding that would act twice, and sharing it where it cannot be shared."""
+def _check_low_precision(config: Config) -> Iterator[str]:
+    """Refuse rounding that would act twice, and shared rounding that is not supported."""
     if config.generator.quantize != "none" and config.generator.mantissa_bits:
         yield (
             f"generator.mantissa_bits: {config.generator.mantissa_bits} would round the weights "
@@ -248,8 +248,8 @@ def _low_precision(config: Config) -> Iterator[str]:
         )
 
 
-def _limit(config: Config) -> Iterator[str]:
-    """Find a treatment of samples above the limit in a run without a limit."""
+def _check_limit(config: Config) -> Iterator[str]:
+    """Refuse a treatment of samples above the limit in a run without a limit."""
     if config.staleness.on_exceed in ("drop", "mask", "downweight") and math.isinf(
         config.staleness.limit
     ):
@@ -259,36 +259,36 @@ def _limit(config: Config) -> Iterator[str]:
         )
 
 
-def _order(config: Config) -> list[str]:
+def _check_order(config: Config) -> list[str]:
     """Check `staleness.order` against the limit and its treatment."""
     staleness = config.staleness
-    free = math.isinf(staleness.limit)
+    unlimited = math.isinf(staleness.limit)
     if staleness.order == "auto" or (
-        staleness.order == "ticket" and staleness.on_exceed == "pace" and not free
+        staleness.order == "ticket" and staleness.on_exceed == "pace" and not unlimited
     ):
         return []
     if staleness.order == "ticket":
-        if free:
+        if unlimited:
             return [
-                "staleness.order: ticket waits for the oldest completion, however late; without a "
-                "limit (staleness.max_lag = inf) use completion or freshest"
+                "staleness.order: ticket waits for the oldest completion, even if it is very "
+                "late; without a limit (staleness.max_lag = inf) use completion or freshest"
             ]
         return [
-            "staleness.order: with ticket order nothing passes the limit, so on_exceed = "
+            "staleness.order: with ticket order no sample exceeds the limit, so on_exceed = "
             f"{staleness.on_exceed} never acts; use on_exceed = pace"
         ]
     if config.exact or staleness.limit == 0:
-        what = "exact" if config.exact else "synchronous (staleness.max_lag = 0)"
+        kind = "exact" if config.exact else "synchronous (staleness.max_lag = 0)"
         return [
-            f"staleness.order: {staleness.order} makes batches of what happens to be ready; a run "
-            f"that is {what} can only be repeated with order = ticket"
+            f"staleness.order: {staleness.order} forms batches of the groups that are ready first; "
+            f"a run that is {kind} can only be repeated with order = ticket"
         ]
     if staleness.inject is not None:
         return [
             f"staleness.order: {staleness.order} trains a ticket in another batch than lag "
             "injection planned; use order = ticket, or remove staleness.inject"
         ]
-    if staleness.on_exceed == "pace" and not free:
+    if staleness.on_exceed == "pace" and not unlimited:
         return [
             f"staleness.order: {staleness.order} lets slow completions past the limit, and "
             "on_exceed = pace prevents that only with order = ticket; use drop, mask or downweight"
@@ -296,7 +296,7 @@ def _order(config: Config) -> list[str]:
     return []
 
 
-def _exact(config: Config) -> Iterator[str]:
+def _check_exact(config: Config) -> Iterator[str]:
     """Refuse settings that rule out bitwise equal logprobs."""
     generator = config.generator
     if config.model.dtype != "float32" or generator.dtype not in ("same", "float32"):
@@ -313,7 +313,7 @@ def _exact(config: Config) -> Iterator[str]:
         )
     if not ENGINES[config.generator.engine].exact:
         yield (
-            f"exact: needs generator.engine = {engines_with('exact')}, not "
+            f"exact: needs generator.engine = {list_engines('exact')}, not "
             f"{config.generator.engine}"
         )
     if (
@@ -327,23 +327,23 @@ def _exact(config: Config) -> Iterator[str]:
         )
 
 
-def _correction(config: Config) -> Iterator[str]:
+def _check_correction(config: Config) -> Iterator[str]:
     correction = config.correction
     if correction.lo is not None and correction.hi is not None and correction.lo > correction.hi:
         yield f"correction.lo: {correction.lo:g} is above correction.hi = {correction.hi:g}"
-    yield from _rejection(config)
-    acts = [
-        n
-        for n, on in (
+    yield from _check_rejection(config)
+    acting = [
+        name
+        for name, is_set in (
             ("reject", correction.reject != "none" and correction.reject_at == "proximal"),
             ("veto", correction.veto == "ratio"),
             ("function", bool(correction.function)),
         )
-        if on
+        if is_set
     ]
-    if correction.proximal == "behavior" and acts and config.loss.surrogate != "reinforce":
+    if correction.proximal == "behavior" and acting and config.loss.surrogate != "reinforce":
         yield (
-            f"correction.{acts[0]}: acts on pi_prox / mu, which correction.proximal = behavior "
+            f"correction.{acting[0]}: acts on pi_prox / mu, which correction.proximal = behavior "
             "makes 1; use recompute"
         )
     if correction.function and ":" not in correction.function:
@@ -359,10 +359,10 @@ def _correction(config: Config) -> Iterator[str]:
         )
 
 
-def _rejection(config: Config) -> Iterator[str]:
+def _check_rejection(config: Config) -> Iterator[str]:
     correction = config.correction
     for key in ("reject", "reject2"):
-        name, lo, hi = (getattr(correction, key + end) for end in ("", "_lo", "_hi"))
+        name, lo, hi = (getattr(correction, key + ending) for ending in ("", "_lo", "_hi"))
         if name not in ("none", "ratio") and hi is None:
             yield f"correction.{key}_hi: {key} = {name} has no default bound; give one"
         if name != "none" and lo is not None and hi is not None and lo > hi:
@@ -384,7 +384,7 @@ def _rejection(config: Config) -> Iterator[str]:
             )
 
 
-def _surrogate(config: Config) -> Iterator[str]:
+def _check_surrogate(config: Config) -> Iterator[str]:
     surrogate = config.loss.surrogate
     correction = config.correction
     if config.loss.coefficient == 0 and not (config.kl.loss.coefficient or config.loss.entropy):
@@ -399,8 +399,8 @@ def _surrogate(config: Config) -> Iterator[str]:
         )
     if surrogate == "reinforce" and correction.level == "none" and not correction.function:
         yield (
-            "loss.surrogate: reinforce is importance sampling by correction.level, which is none; "
-            "set correction.proximal = recompute, and level = token, sequence or geometric"
+            "loss.surrogate: reinforce uses the importance weights of correction.level, which is "
+            "none; set correction.proximal = recompute, and level = token, sequence or geometric"
         )
     if surrogate == "reinforce" and correction.denominator == "after":
         yield (
@@ -415,9 +415,9 @@ def _surrogate(config: Config) -> Iterator[str]:
         and loss.cispo_absolute
         and not (loss.eps_high or 0) >= 1
     ):
-        given = "absent" if loss.eps_high is None else f"{loss.eps_high:g}"
+        value = "absent" if loss.eps_high is None else f"{loss.eps_high:g}"
         yield (
-            f"loss.eps_high: {given}; with cispo_absolute it is the largest ratio that counts, so "
+            f"loss.eps_high: {value}; with cispo_absolute it is the largest ratio that counts, so "
             "1 or more, for instance 5.0"
         )
     if isinstance(loss, settings.BandLoss) and loss.band_lo >= loss.band_hi:
@@ -426,7 +426,7 @@ def _surrogate(config: Config) -> Iterator[str]:
         yield f"loss.cov_lo: {loss.cov_lo:g} is not below loss.cov_hi = {loss.cov_hi:g}"
 
 
-def _kl(config: Config) -> Iterator[str]:
+def _check_kl(config: Config) -> Iterator[str]:
     in_loss = config.kl.loss
     in_reward = config.kl.reward
     if config.loss.surrogate == "sft" and in_reward.coefficient > 0:
@@ -440,7 +440,7 @@ def _kl(config: Config) -> Iterator[str]:
         yield "kl.reward.target: the adaptive controller needs a target above 0"
 
 
-def _reshape(config: Config) -> Iterator[str]:
+def _check_reshape(config: Config) -> Iterator[str]:
     reshape = config.reshape
     if config.loss.surrogate == "reshape":
         if reshape.budget == "tokens" and config.stop.action == "slow":
@@ -460,7 +460,7 @@ def _reshape(config: Config) -> Iterator[str]:
             )
 
 
-def _stop(config: Config) -> Iterator[str]:
+def _check_stop(config: Config) -> Iterator[str]:
     if config.stop.ess_min > 0 and config.learner.epochs * config.learner.minibatches == 1:
         yield (
             "stop.ess_min: with one optimizer step a batch there is nothing to stop; raise "
@@ -468,8 +468,8 @@ def _stop(config: Config) -> Iterator[str]:
         )
 
 
-def _unread_advantage(config: Config) -> Iterator[str]:
-    """Find keys of [advantage] that the supervised loss, which has no advantage, leaves unread."""
+def _find_unread_advantage(config: Config) -> Iterator[str]:
+    """Find keys of [advantage] that have no effect with the supervised loss."""
     advantage = config.advantage
     by_default = {field.name: field.default for field in msgspec.structs.fields(Config)}
     keys = ["name"] if advantage.name != by_default["advantage"].name else []
@@ -486,9 +486,9 @@ def _unread_advantage(config: Config) -> Iterator[str]:
         )
 
 
-def _advantage(config: Config) -> Iterator[str]:
+def _check_advantage(config: Config) -> Iterator[str]:
     if config.loss.surrogate == "sft":
-        yield from _unread_advantage(config)
+        yield from _find_unread_advantage(config)
     advantage = config.advantage
     size = config.learner.group_size
     group_baseline = (
@@ -496,11 +496,11 @@ def _advantage(config: Config) -> Iterator[str]:
     )
     by_group = advantage.name in settings.BY_GROUP or group_baseline
     if by_group and config.learner.group_size < 2 and config.loss.surrogate != "sft":
-        what = (
+        estimator = (
             f"{advantage.name} with advantage.group_baseline" if group_baseline else advantage.name
         )
         yield (
-            f"learner.group_size: {config.learner.group_size} sample a prompt leaves {what} "
+            f"learner.group_size: {config.learner.group_size} sample a prompt leaves {estimator} "
             "nothing to compare with; use 2 or more"
         )
     if advantage.no_spread == "filter" and config.learner.group_size < 2:
@@ -541,31 +541,31 @@ def _advantage(config: Config) -> Iterator[str]:
             f"advantage.k: the best of {advantage.k or size} completions; choose from 2 to "
             f"learner.group_size = {size}"
         )
-    yield from _as_they_came(config)
+    yield from _check_unshaped_rewards(config)
 
 
-def _as_they_came(config: Config) -> list[str]:
-    """Refuse shaped rewards for gdpo and the baseline per prompt, which need unshaped ones."""
+def _check_unshaped_rewards(config: Config) -> list[str]:
+    """Refuse shaped rewards for gdpo and the baseline per prompt, which need unshaped rewards."""
     advantage = config.advantage
     by_prompt = (
         isinstance(advantage, settings.ReinforceAdvantage) and advantage.baseline == "prompt"
     )
     if not (by_prompt or advantage.name == "gdpo"):
         return []
-    what = "advantage.baseline = prompt" if by_prompt else "advantage.name = gdpo"
+    setting = "advantage.baseline = prompt" if by_prompt else "advantage.name = gdpo"
     shaping = (
         ("advantage.truncated", advantage.truncated not in ("keep", "mask")),
         ("advantage.rewards", advantage.rewards != "raw"),
         ("kl.reward.coefficient", config.kl.reward.coefficient > 0),
     )
     return [
-        f"{key}: shapes the rewards, and {what} needs them unshaped; remove one of them"
-        for key, on in shaping
-        if on
+        f"{key}: shapes the rewards, and {setting} needs them unshaped; remove one of them"
+        for key, is_set in shaping
+        if is_set
     ]
 
 
-def _value(config: Config) -> Iterator[str]:
+def _check_value(config: Config) -> Iterator[str]:
     value = config.value
     if config.advantage.name != "gae":
         return
@@ -580,17 +580,17 @@ def _value(config: Config) -> Iterator[str]:
         yield "value.coefficient: 0 leaves the value head untrained; set it above 0"
 
 
-def _reward(config: Config) -> Iterator[str]:
-    """Check the source of prompts and of rewards."""
+def _check_reward(config: Config) -> Iterator[str]:
+    """Check the sources of prompts and rewards."""
     reward = config.reward
     if reward.model.path and (reward.function or reward.judge.url):
         yield (
             "reward.model.path: the model is the only scorer; remove reward.function and "
             "reward.judge"
         )
-    yield from (f"reward.{problem}" for problem in _judge(reward.judge))
+    yield from (f"reward.{problem}" for problem in _check_judge(reward.judge))
     if not config.task.mixture:
-        yield from (f"task.{problem}" for problem in _prompts(config.task, config.agent))
+        yield from (f"task.{problem}" for problem in _check_prompts(config.task, config.agent))
     if config.model.warm_start and config.task.name.startswith(WITHOUT_ANSWERS):
         yield (
             f"model.warm_start: {config.task.name} has no answers to learn from; set model.path to "
@@ -602,7 +602,7 @@ def _reward(config: Config) -> Iterator[str]:
         yield f"task.columns: {config.task.name} reads no file; only task.name = file does"
 
 
-def _judge(judge: JudgeConfig) -> Iterator[str]:
+def _check_judge(judge: JudgeConfig) -> Iterator[str]:
     if bool(judge.url) != bool(judge.model):
         yield "judge: needs both url and model, the model's name on the server"
     if judge.url and not judge.url.startswith(("http://", "https://")):
@@ -611,11 +611,11 @@ def _judge(judge: JudgeConfig) -> Iterator[str]:
         yield f"judge.low: {judge.low:g} is not below high = {judge.high:g}"
 
 
-WITHOUT_ANSWERS = ("env", "seeds", "reasoning_gym:")  # beginnings of task.name
+WITHOUT_ANSWERS = ("env", "seeds", "reasoning_gym:")  # prefixes of task.name
 
 
-def _prompts(task: TaskSource, agent: AgentSource) -> Iterator[str]:
-    """Check that a task and an environment give prompts and rewards together."""
+def _check_prompts(task: TaskSource, agent: AgentSource) -> Iterator[str]:
+    """Check that a task and an environment together give prompts and rewards."""
     if task.name in ("seeds", "guess", "nim") and not agent.env:
         yield (
             f"name: {task.name} needs an environment that gives prompts and rewards: set agent.env"
@@ -633,22 +633,22 @@ def _prompts(task: TaskSource, agent: AgentSource) -> Iterator[str]:
         )
 
 
-DOORS = ("env", "tools", "serve", "command", "function")
+SOURCE_KEYS = ("env", "tools", "serve", "command", "function")
 
 
-def _sessions(config: Config) -> Iterator[str]:
+def _check_sessions(config: Config) -> Iterator[str]:
     """Refuse settings that sessions do not support, or were never tested with."""
-    for part, agent in config.agents.items():
-        named = f"task.mixture: {part}: " if part else ""
-        for problem in (*_source(agent), *_opponents(agent)):
-            yield named + problem
+    for title, agent in config.agents.items():
+        prefix = f"task.mixture: {title}: " if title else ""
+        for problem in (*_check_source(agent), *_check_opponents(agent)):
+            yield prefix + problem
         if agent.max_tokens < config.generator.max_new_tokens:
             yield (
-                f"{named}agent.max_tokens: {agent.max_tokens} are fewer than one call may sample "
+                f"{prefix}agent.max_tokens: {agent.max_tokens} are fewer than one call may sample "
                 f"(generator.max_new_tokens = {config.generator.max_new_tokens})"
             )
     agent = config.agent
-    if agent.forced != "ignore" and not any(one.http for one in config.agents.values()):
+    if agent.forced != "ignore" and not any(other.http for other in config.agents.values()):
         yield (
             "agent.forced: only an agent that calls over HTTP can force an answer; set "
             "agent.serve, command or function"
@@ -656,7 +656,7 @@ def _sessions(config: Config) -> Iterator[str]:
     if agent.forced == "constrain" and not ENGINES[config.generator.engine].records_support:
         yield (
             "agent.forced: constrain needs an engine that records the tokens that each answer was "
-            f"sampled from; set generator.engine = {engines_with('records_support')}"
+            f"sampled from; set generator.engine = {list_engines('records_support')}"
         )
     refused = (
         (config.staleness.inject is not None, "staleness.inject: supports single completions only"),
@@ -667,7 +667,11 @@ def _sessions(config: Config) -> Iterator[str]:
             "advantage.truncated: soft needs the length limit of a single completion",
         ),
     )
-    yield from [f"{why}, and [agent] makes samples sessions" for wrong, why in refused if wrong]
+    yield from [
+        f"{problem}, but with [agent] samples are sessions"
+        for applies, problem in refused
+        if applies
+    ]
     if agent.fork == "row":
         yield from [
             f"{setting}: needs the order of a session's tokens, which several training sequences "
@@ -676,28 +680,28 @@ def _sessions(config: Config) -> Iterator[str]:
         ]
 
 
-def _source(agent: AgentConfig) -> Iterator[str]:
+def _check_source(agent: AgentConfig) -> Iterator[str]:
     """Check the source of an agent's sessions."""
     if agent.env and agent.tools:
         yield "agent.env: an environment has its own tools; remove agent.tools"
     if agent.serve and (agent.env or agent.tools):
         yield "agent.serve: the harness has its own environment; remove env and tools"
     for key in ("command", "function"):
-        others = [name for name in DOORS if name != key and getattr(agent, name)]
+        others = [name for name in SOURCE_KEYS if name != key and getattr(agent, name)]
         if getattr(agent, key) and others:
             keys = " and ".join(f"agent.{name}" for name in others)
             yield f"agent.{key}: it is the agent itself; remove {keys}"
     if agent.command and not all(agent.command):
         yield ('agent.command: a word is empty; write a list like ["python", "agent.py"]')
     if agent.env_pass and not agent.command:
-        yield "agent.env_pass: is only for agent.command; set that, or remove this key"
-    if wrong := [name for name in agent.env_pass if not name or "=" in name]:
+        yield "agent.env_pass: acts only with agent.command; set that, or remove this key"
+    if invalid := [name for name in agent.env_pass if not name or "=" in name]:
         yield (
-            f"agent.env_pass: {wrong[0]!r} is not a variable's name; give only the name, the value "
-            "is inherited"
+            f"agent.env_pass: {invalid[0]!r} is not a variable's name; give only the name, the "
+            "value is inherited"
         )
     if agent.args and not (agent.env or agent.tools):
-        yield "agent.args: are those of an environment or a class of tools; set agent.env"
+        yield "agent.args: belong to an environment or a class of tools; set agent.env"
     if agent.args and agent.env.startswith("textarena:"):
         yield f"agent.args: {agent.env} takes none; remove them"
     if agent.python and not (agent.env or agent.tools or agent.function):
@@ -711,7 +715,7 @@ def _source(agent: AgentConfig) -> Iterator[str]:
         yield f"agent.function: {agent.function}; write module:function or file.py:function"
 
 
-def _opponents(agent: AgentConfig) -> Iterator[str]:
+def _check_opponents(agent: AgentConfig) -> Iterator[str]:
     """Check the opponents of a two-player game."""
     for key in ("opponent", "eval_opponent"):
         value = getattr(agent, key)
@@ -727,12 +731,12 @@ def _opponents(agent: AgentConfig) -> Iterator[str]:
         yield "agent.eval_opponent: is for a two-player game; set agent.opponent, too"
     if agent.opponent == SELF and not agent.eval_opponent:
         yield (
-            "agent.eval_opponent: against itself a policy wins half its games, however well it "
-            "plays; set random or module:function"
+            "agent.eval_opponent: against itself, a policy always wins half of its games; set "
+            "random or module:function"
         )
 
 
-def _mixture(config: Config) -> Iterator[str]:
+def _check_mixture(config: Config) -> Iterator[str]:
     """Check the parts of a mixture of tasks."""
     task = config.task
     if bool(task.mixture) != (task.name == "mixture"):
@@ -742,34 +746,34 @@ def _mixture(config: Config) -> Iterator[str]:
         )
     if task.mixture and (task.prompts or task.heldout or task.ood):
         yield "task.prompts: a mixture reads no files itself; give them to its parts"
-    known = {"heldout", "ood", *(one.name for one in config.evaluation.sets)}
+    names = {"heldout", "ood", *(eval_set.name for eval_set in config.evaluation.sets)}
     for part in task.mixture:
-        for problem in _part(config, part):
+        for problem in _check_part(config, part):
             yield f"task.mixture: {part.title or part.name}: {problem}"
-        if {part.title, f"{part.title}-ood"} & known:
+        if {part.title, f"{part.title}-ood"} & names:
             yield (
                 f"task.mixture: {part.title}: another part or evaluation set has that name in "
-                "eval/NAME; give the part a label of its own"
+                "eval/NAME; give the part its own label"
             )
-        known |= {part.title, f"{part.title}-ood"}
+        names |= {part.title, f"{part.title}-ood"}
     points = {0, *(x[0] for p in task.mixture if isinstance(p.weight, list) for x in p.weight)}
     for batch in sorted(points) if task.mixture else ():
-        if not any(weight_at(part.weight, batch) > 0 for part in task.mixture):
+        if not any(interpolate_weight(part.weight, batch) > 0 for part in task.mixture):
             yield f"task.mixture: all weights are 0 at batch {batch}; one must be above 0"
-    for one in config.evaluation.sets if task.mixture else ():
-        if one.file and not one.reward:
+    for eval_set in config.evaluation.sets if task.mixture else ():
+        if eval_set.file and not eval_set.reward:
             yield (
-                f"evaluation.sets: {one.name}: its file belongs to no task of the mixture; set "
-                "reward to what judges it"
+                f"evaluation.sets: {eval_set.name}: its file belongs to no task of the mixture; "
+                "set reward to its reward function"
             )
 
 
-def _part(config: Config, part: MixedTaskConfig) -> Iterator[str]:
-    """Check one part of a mixture; the problems are without its name."""
+def _check_part(config: Config, part: MixedTaskConfig) -> Iterator[str]:
+    """Check a part of a mixture; the problems do not contain its name."""
     if part.name == "mixture":
         yield "name = mixture cannot be a part; list its parts here"
     agent = part.agent if part.agent.uses_sessions else config.agent
-    yield from _prompts(part, agent)
+    yield from _check_prompts(part, agent)
     if part.agent != AgentSource() and not part.agent.uses_sessions:
         yield "agent: has no source; set env, tools, command, function or serve"
     if not part.title:
@@ -800,16 +804,18 @@ def _part(config: Config, part: MixedTaskConfig) -> Iterator[str]:
     if part.reward and not (module and colon and name.isidentifier()):
         yield f"reward = {part.reward}; write module:function or file.py:function"
     if part.has_own_reward and agent.env:
-        yield "rewards are the environment's (agent.env); remove reward, judge and reward_model"
+        yield (
+            "the environment (agent.env) gives the rewards; remove reward, judge and reward_model"
+        )
     if part.reward_model.path and (part.reward or part.judge.url):
         yield "reward_model.path: the model is the only scorer; remove reward and judge"
-    yield from _judge(part.judge)
+    yield from _check_judge(part.judge)
     if config.model.warm_start and part.name.startswith(WITHOUT_ANSWERS):
         yield "model.warm_start: it has no answers to learn from; set model.path to your own model"
 
 
-def _evaluation(config: Config) -> Iterator[str]:
-    """Check the sets of prompts, and the generators reserved for them."""
+def _check_evaluation(config: Config) -> Iterator[str]:
+    """Check the evaluation sets and the generators reserved for them."""
     reserved = config.evaluation.generators
     if reserved and reserved >= config.generators:
         yield (
@@ -818,49 +824,53 @@ def _evaluation(config: Config) -> Iterator[str]:
         )
     if reserved and config.uses_sessions:
         yield (
-            "evaluation.generators: a gateway gives calls to any generator, and [agent] makes "
-            "samples sessions; set it to 0"
+            "evaluation.generators: the gateway sends the calls of sessions to any generator; set "
+            "it to 0"
         )
     names: set[str] = set()
-    for one in config.evaluation.sets:
-        for problem in _evaluation_set(config, one):
-            yield f"evaluation.sets: {one.name}: {problem}"
-        if one.name in names:
-            yield f"evaluation.sets: two sets are called {one.name}; give each its own name"
-        names.add(one.name)
+    for eval_set in config.evaluation.sets:
+        for problem in _check_evaluation_set(config, eval_set):
+            yield f"evaluation.sets: {eval_set.name}: {problem}"
+        if eval_set.name in names:
+            yield f"evaluation.sets: two sets are called {eval_set.name}; give each its own name"
+        names.add(eval_set.name)
 
 
-def _evaluation_set(config: Config, one: EvaluationSetConfig) -> Iterator[str]:
-    if one.name in ("heldout", "ood"):
+def _check_evaluation_set(config: Config, eval_set: EvaluationSetConfig) -> Iterator[str]:
+    if eval_set.name in ("heldout", "ood"):
         yield "that name belongs to the run's own prompts; choose another"
-    if one.file and one.task:
+    if eval_set.file and eval_set.task:
         yield "has both file and task; prompts come from one of them: remove the other"
-    if one.file and one.split != "heldout":
-        yield f"split = {one.split} chooses prompts of a task, and file has no splits; remove it"
-    if one.task == "file":
-        yield "task = file names no prompts; give the file's path in file"
-    if one.options and not one.task.startswith("reasoning_gym:"):
-        yield "options are for task = reasoning_gym:GENERATOR; remove them"
-    if one.temperature == 0 and one.samples > 1:
+    if eval_set.file and eval_set.split != "heldout":
         yield (
-            f"temperature = 0 makes all {one.samples} samples of a prompt equal; set samples = 1, "
-            "or greedy = true beside a temperature above 0"
+            f"split = {eval_set.split} selects prompts of a task, and file has no splits; remove it"
         )
-    if one.temperature == 0 and one.greedy:
+    if eval_set.task == "file":
+        yield "task = file names no prompts; give the file's path in file"
+    if eval_set.options and not eval_set.task.startswith("reasoning_gym:"):
+        yield "options are for task = reasoning_gym:GENERATOR; remove them"
+    if eval_set.temperature == 0 and eval_set.samples > 1:
+        yield (
+            f"temperature = 0 makes all {eval_set.samples} samples of a prompt equal; set samples "
+            "= 1, or greedy = true beside a temperature above 0"
+        )
+    if eval_set.temperature == 0 and eval_set.greedy:
         yield "temperature = 0 is greedy already; remove greedy"
-    if large := [count for count in one.pass_at if count > one.samples]:
-        yield f"pass_at = {large[0]} needs at least as many samples, not {one.samples}"
+    if large := [count for count in eval_set.pass_at if count > eval_set.samples]:
+        yield f"pass_at = {large[0]} needs at least as many samples, not {eval_set.samples}"
     least = ENGINES[config.generator.engine].least_temperature
-    if 0 < one.temperature < least:
-        yield f"temperature = {one.temperature:g} is below what the engine samples at, {least:g}"
-    module, colon, name = one.reward.rpartition(":")
-    if one.reward and not (module and colon and name.isidentifier()):
-        yield f"reward = {one.reward}; write module:function or file.py:function"
-    if config.agent.env and (one.reward or one.task or one.file):
-        yield "prompts and rewards are the environment's (agent.env); remove file, task and reward"
+    if 0 < eval_set.temperature < least:
+        yield (
+            f"temperature = {eval_set.temperature:g} is below what the engine samples at, {least:g}"
+        )
+    module, colon, name = eval_set.reward.rpartition(":")
+    if eval_set.reward and not (module and colon and name.isidentifier()):
+        yield f"reward = {eval_set.reward}; write module:function or file.py:function"
+    if config.agent.env and (eval_set.reward or eval_set.task or eval_set.file):
+        yield "the environment (agent.env) gives prompts and rewards; remove file, task and reward"
 
 
-def _engine(config: Config) -> Iterator[str]:
+def _check_engine(config: Config) -> Iterator[str]:
     engine = ENGINES[config.generator.engine]
     for key, temperature in (
         ("generator.temperature", config.generator.temperature),
@@ -874,7 +884,7 @@ def _engine(config: Config) -> Iterator[str]:
             )
     if not engine.numbered_gpu and config.model.device.startswith("cuda:"):
         yield (
-            f"model.device: {config.model.device}; {engine.title} takes the first GPU it sees: use "
+            f"model.device: {config.model.device}; {engine.title} uses the first visible GPU: set "
             "cuda, and generator.gpus to choose"
         )
     for key, gpus in (
@@ -903,57 +913,63 @@ def _engine(config: Config) -> Iterator[str]:
             f"learner.gpus: {config.learner.ranks} ranks would share model.device = "
             f"{config.model.device}; give one number each"
         )
-    if (how := config.weights.transport) in ("nccl", "gloo") and config.wires.weights_address:
+    if (transport := config.weights.transport) in ("nccl", "gloo") and config.wires.weights_address:
         yield (
-            f"wires.weights_address: weights.transport = {how} takes a free port of this machine "
-            "and has no keys; remove it, or use tcp"
+            f"wires.weights_address: weights.transport = {transport} takes a free port of this "
+            "machine and has no keys; remove it, or use tcp"
         )
-    if how not in ("auto", "tcp") and config.weights.fan_out:
+    if transport not in ("auto", "tcp") and config.weights.fan_out:
         yield (
-            f"weights.fan_out: weights.transport = {how} sends no copies over a network; remove "
-            "it, or use tcp or auto"
+            f"weights.fan_out: weights.transport = {transport} sends no copies over a network; "
+            "remove it, or use tcp or auto"
         )
-    if how == "nccl" and not (config.learner.gpus and config.generator.gpus):
+    if transport == "nccl" and not (config.learner.gpus and config.generator.gpus):
         yield (
             "weights.transport: nccl connects two GPUs; set learner.gpus and generator.gpus, or "
             "use auto"
         )
-    elif how == "nccl" and (both := sorted(set(config.learner.gpus) & set(config.generator.gpus))):
+    elif transport == "nccl" and (
+        shared := sorted(set(config.learner.gpus) & set(config.generator.gpus))
+    ):
         yield (
-            f"weights.transport: nccl cannot connect GPU {both[0]} with itself (learner.gpus, "
+            f"weights.transport: nccl cannot connect GPU {shared[0]} with itself (learner.gpus, "
             "generator.gpus); use auto"
         )
-    for key in sorted({key for row in ENGINES.values() for key in row.settings}):
+    for key in sorted({key for info in ENGINES.values() for key in info.settings}):
         is_on = getattr(config.generator, key) not in (0, "none")
         if is_on and key not in engine.settings:
-            owners = " or ".join(name for name, row in ENGINES.items() if key in row.settings)
+            owners = " or ".join(name for name, info in ENGINES.items() if key in info.settings)
             yield (
                 f"generator.{key}: belongs to generator.engine = {owners}, not to "
                 f"{config.generator.engine}"
             )
 
 
-def warnings(config: Config) -> list[str]:
-    """Return warnings that a run prints once at its start."""
-    given = config.reward.function if config.reward.share else ""
-    shared = f"reward.share: machines that join this run receive the file of {given} and run it"
-    return [*_kl_warnings(config), *_other_warnings(config), *([shared] if given else [])]
+def find_warnings(config: Config) -> list[str]:
+    """Return the warnings that a run prints once at its start."""
+    function = config.reward.function if config.reward.share else ""
+    warning = f"reward.share: machines that join this run receive the file of {function} and run it"
+    return [
+        *_find_kl_warnings(config),
+        *_find_other_warnings(config),
+        *([warning] if function else []),
+    ]
 
 
-def _kl_warnings(config: Config) -> Iterator[str]:
-    """Warn of KL penalties whose gradient is not that of the KL."""
+def _find_kl_warnings(config: Config) -> Iterator[str]:
+    """Warn about KL penalties whose gradient is not that of the KL."""
     in_loss = config.kl.loss
-    on = config.kl.loss.coefficient > 0
+    has_loss_term = config.kl.loss.coefficient > 0
     in_reward = config.kl.reward
     stale = config.staleness.limit > 0 or config.learner.epochs * config.learner.minibatches > 1
-    if on and in_loss.estimator == "k1" and in_loss.off_policy == "none":
-        tail = (
+    if has_loss_term and in_loss.estimator == "k1" and in_loss.off_policy == "none":
+        advice = (
             "; off policy, as here, it pushes away from the data (minus the gradient of KL(mu || "
             "pi)); use k3"
             if stale
             else ""
         )
-        yield ("kl: k1 in the loss has no expected gradient on policy" + tail)
+        yield ("kl: k1 in the loss has no expected gradient on policy" + advice)
     if in_reward.coefficient > 0 and in_reward.estimator == "k3":
         yield (
             "kl: k3 in the reward has a strongly biased gradient and is known to collapse; use k1"
@@ -963,11 +979,11 @@ def _kl_warnings(config: Config) -> Iterator[str]:
             "kl: kl.reward.at = behavior takes the KL of the policy that sampled the tokens, whose "
             "gradient is more than half wrong off policy; use start"
         )
-    if on and in_loss.off_policy == "ratio":
+    if has_loss_term and in_loss.off_policy == "ratio":
         yield (
             "kl: off_policy = ratio is right only on the behavior policy's states; prefix is exact"
         )
-    if on and in_loss.off_policy in ("prefix", "prefix_full"):
+    if has_loss_term and in_loss.off_policy in ("prefix", "prefix_full"):
         cut = "staleness.on_exceed = mask" if config.staleness.on_exceed == "mask" else ""
         if cut := cut or (
             "correction.reject by token"
@@ -980,19 +996,19 @@ def _kl_warnings(config: Config) -> Iterator[str]:
             )
 
 
-# surrogates that restrain a token once its ratio has left 1
-HELD_BY_RATIO = ("ppo", "decoupled_ppo", "gspo", "cispo", "dppo", "sapo", "clip_cov", "gmpo")
+# surrogates that bound the update of a token whose ratio has left 1
+BOUND_BY_RATIO = ("ppo", "decoupled_ppo", "gspo", "cispo", "dppo", "sapo", "clip_cov", "gmpo")
 
 
-def _inert_clip(config: Config) -> list[str]:
-    """Warn of decoupled PPO with one step a batch, where pi_theta is the proximal policy itself."""
+def _find_inert_clip(config: Config) -> list[str]:
+    """Warn about decoupled PPO with one step per batch, where pi_theta is the proximal policy."""
     steps = config.learner.epochs * config.learner.minibatches
     surrogate = config.loss.surrogate
     if (
         steps > 1
         or config.staleness.limit == 0
         or config.correction.proximal != "recompute"
-        or surrogate not in HELD_BY_RATIO
+        or surrogate not in BOUND_BY_RATIO
     ):
         return []
     return [
@@ -1002,9 +1018,9 @@ def _inert_clip(config: Config) -> list[str]:
     ]
 
 
-def _other_warnings(config: Config) -> Iterator[str]:
-    """Warn of doubtful corrections, samples and surrogates."""
-    yield from _inert_clip(config)
+def _find_other_warnings(config: Config) -> Iterator[str]:
+    """Warn about doubtful corrections, samples and surrogates."""
+    yield from _find_inert_clip(config)
     if (
         config.correction.level in ("sequence", "geometric")
         and not config.correction.self_normalize
@@ -1020,7 +1036,7 @@ def _other_warnings(config: Config) -> Iterator[str]:
             "generator: top_p and top_k restrict the sampled distribution, and "
             f"{ENGINES[config.generator.engine].title} does not record the tokens that they keep, "
             "so the ratios are biased and nothing corrects them; set top_p = 1 and top_k = 0, or "
-            f"generator.engine = {engines_with('records_support')}"
+            f"generator.engine = {list_engines('records_support')}"
         )
     if (
         config.loss.surrogate == "reshape"
@@ -1029,8 +1045,8 @@ def _other_warnings(config: Config) -> Iterator[str]:
         and config.reshape.gamma == 0
     ):
         yield (
-            "reshape: gamma = 0 in the power form has no gradient at all; use form = box_cox, "
-            "which is weighted log-likelihood there"
+            "reshape: gamma = 0 in the power form has no gradient; use form = box_cox, which is "
+            "weighted log-likelihood there"
         )
     if (
         config.loss.surrogate == "reshape"
@@ -1048,6 +1064,6 @@ def _other_warnings(config: Config) -> Iterator[str]:
         )
     if config.loss.surrogate == "gspo" and config.loss.reduction != "seq-mean-token-mean":
         yield (
-            "loss: gspo as published averages each answer over its tokens (loss.reduction = "
+            "loss: gspo as published averages each completion over its tokens (loss.reduction = "
             "seq-mean-token-mean)"
         )

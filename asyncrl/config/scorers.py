@@ -21,7 +21,7 @@ class JudgeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     model: Annotated[str, Meta(description="Name of the judge's model on that server.")] = ""
     key_env: Annotated[
         str,
-        Meta(description="Environment variable that holds the server's key. Empty: send none."),
+        Meta(description="Environment variable that holds the server's key. Empty: send no key."),
     ] = ""
     template: Annotated[
         str,
@@ -41,39 +41,39 @@ class JudgeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         0.0
     )
     concurrency: Annotated[
-        Positive, Meta(description="Requests at the same time in each reward process.")
+        Positive, Meta(description="Most requests at the same time in each reward process.")
     ] = 16
     timeout_s: Annotated[float, Meta(gt=0, description="Seconds that one request may take.")] = 30.0
     attempts: Annotated[
         Positive,
         Meta(
-            description="Requests for one grade. A request is repeated after status 408, 409, "
-            "425, 429 or 5xx, or without a reply."
+            description="Most requests for one grade. A request is repeated after status 408, "
+            "409, 425, 429 or 5xx, or without a reply."
         ),
     ] = 6
     requests_per_minute: Annotated[
         Count,
-        Meta(description="Requests per minute of all processes on this machine. 0: no limit."),
+        Meta(description="Most requests per minute of all processes on this machine. 0: no limit."),
     ] = 0
     tokens_per_minute: Annotated[
         Count,
         Meta(
-            description="Tokens per minute, input and output, of all processes on this "
+            description="Most tokens per minute, input and output, of all processes on this "
             "machine. 0: no limit."
         ),
     ] = 0
     budget_requests: Annotated[
         Count,
         Meta(
-            description="Requests of the whole run, restarts and resumes included. The run "
-            "ends when they are spent. 0: no limit."
+            description="Most requests of the whole run, including restarts and resumes. The run "
+            "ends at this limit. 0: no limit."
         ),
     ] = 0
     budget_tokens: Annotated[
         Count,
         Meta(
-            description="Tokens of the whole run, restarts and resumes included. The run ends "
-            "when they are spent. 0: no limit."
+            description="Most tokens of the whole run, including restarts and resumes. The run "
+            "ends at this limit. 0: no limit."
         ),
     ] = 0
 

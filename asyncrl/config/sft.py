@@ -102,7 +102,7 @@ class SftTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class SftConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The whole tree.  `model.path` and `data.train` have no default."""
+    """The config of supervised training.  `model.path` and `data.train` have no default."""
 
     name: Annotated[
         str,
@@ -116,20 +116,20 @@ class SftConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 def check(config: SftConfig) -> list[str]:
-    """Check the rules beyond one key."""
+    """Return the violations of rules that a key's type does not express."""
     if config.name in (".", "..") or set(config.name) & {"/", "\\", "\0"}:
         return [
             f"name: {config.name!r} must be the name of one directory, without a path; `runs` "
             "sets the folder of all runs"
         ]
-    return rules.device_problems(config.model.device)
+    return rules.check_device(config.model.device)
 
 
 def read(path: str, sets: tuple[str, ...] = ()) -> SftConfig:
-    """Load the config in `path` with `sets` applied.  Raises ConfigError as `load.load` does."""
+    """Load the config in `path` with `sets` applied.  Raises ConfigError like `load.load`."""
     return load.load_as(load.ConfigSchema(SftConfig, check), path, sets)
 
 
-def schema() -> dict[str, Any]:
-    """Return the JSON schema of the config, for editors."""
+def build_schema() -> dict[str, Any]:
+    """Return the JSON schema of the config for editors."""
     return msgspec.json.schema(SftConfig)

@@ -1,4 +1,4 @@
-"""Table of the weight transports, from the learner to a generator.
+"""Table of the weight transports from the learner to a generator.
 
 To add a transport, write a module in `asyncrl/transport/` with `serve` and `connect` (see
 `asyncrl/transport/weight_transport.py`), add an entry here, and add its test.  The entry defines
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-# name -> the module that serves and connects; imported when a learner or a generator starts
+# name -> the module with `serve` and `connect`, imported when a learner or a generator starts
 TRANSPORTS: dict[str, str] = {
-    "auto": "asyncrl.transport.tcp",  # or the ring itself, if the generator can map it
-    "shared_memory": "asyncrl.transport.tcp",  # also serves chunks, if it has an address
+    "auto": "asyncrl.transport.tcp",  # or the ring, if the generator can map it
+    "shared_memory": "asyncrl.transport.tcp",  # also serves chunks if it has an address
     "tcp": "asyncrl.transport.tcp",
     "nccl": "asyncrl.transport.gpu_pairs",
     "gloo": "asyncrl.transport.gpu_pairs",

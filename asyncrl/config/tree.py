@@ -1,8 +1,8 @@
 """The configuration as a frozen tree of msgspec structs, one per section.  Imports no torch.
 
 A key's meaning, unit and range are in its `Meta`, from which the JSON schema is generated.
-`asyncrl.config.load` reads a file, applies `--set`, converts it and checks the rules on several
-keys."""
+`asyncrl.config.load` reads a file, applies `--set`, converts the result and checks the rules that
+span several keys."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     reference: Annotated[
         str,
         Meta(
-            description="Directory of the reference policy for KL terms that name none of "
-            "their own. Empty: the initial policy."
+            description="Directory of the reference policy for KL terms that do not name their "
+            "own. Empty: the initial policy."
         ),
     ] = ""
     warm_start: Annotated[
@@ -134,15 +134,15 @@ class TaskSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class CurriculumConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Pools of prompts by their success rate, and how often the prompts of each pool come."""
+    """Pools of prompts by success rate, and how often the prompts of each pool are used."""
 
     easy: Annotated[
         float,
-        Meta(gt=0, le=1, description="Share of the passes in which an easy prompt comes."),
+        Meta(gt=0, le=1, description="Share of the passes that include an easy prompt."),
     ] = 1.0
     hard: Annotated[
         float,
-        Meta(gt=0, le=1, description="Share of the passes in which a hard prompt comes."),
+        Meta(gt=0, le=1, description="Share of the passes that include a hard prompt."),
     ] = 1.0
     easy_from: Annotated[
         Share,
@@ -153,30 +153,30 @@ class CurriculumConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         Meta(description="A prompt is hard if this share of its last group passed, or less."),
     ] = 0.0
     passing: Annotated[
-        float, Meta(description="Reward from which on a completion counts as passed.")
+        float, Meta(description="Smallest reward of a completion that counts as passed.")
     ] = 1.0
 
 
-def weight_at(weight: float | list[tuple[int, float]], batch: float) -> float:
+def interpolate_weight(weight: float | list[tuple[int, float]], batch: float) -> float:
     """Return a part's weight at a batch: constant, or linear between the points of a schedule.
 
     >>> falling = [(10, 1.0), (20, 0.0)]
-    >>> weight_at(2.0, 7), weight_at(falling, 0), weight_at(falling, 15)
+    >>> interpolate_weight(2.0, 7), interpolate_weight(falling, 0), interpolate_weight(falling, 15)
     (2.0, 1.0, 0.5)
     """
     if not isinstance(weight, list):
         return float(weight)
-    before = weight[0]
+    previous = weight[0]
     for point in weight:
         if point[0] > batch:
-            share = max(batch - before[0], 0.0) / max(point[0] - before[0], 1)
-            return before[1] + share * (point[1] - before[1])
-        before = point
-    return before[1]
+            share = max(batch - previous[0], 0.0) / max(point[0] - previous[0], 1)
+            return previous[1] + share * (point[1] - previous[1])
+        previous = point
+    return previous[1]
 
 
 class MixedTaskConfig(TaskSource, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A part of a mixture: one `[[task.mixture]]`."""
+    """A part of a mixture: a table `[[task.mixture]]`."""
 
     label: Annotated[
         str,
@@ -204,7 +204,7 @@ class MixedTaskConfig(TaskSource, frozen=True, forbid_unknown_fields=True, kw_on
         Count,
         Meta(
             description="Maximum length of a completion of the part, at most "
-            "generator.max_new_tokens. 0: that."
+            "generator.max_new_tokens. 0: the same."
         ),
     ] = 0
     passes: Annotated[
@@ -217,8 +217,8 @@ class MixedTaskConfig(TaskSource, frozen=True, forbid_unknown_fields=True, kw_on
     curriculum: Annotated[
         CurriculumConfig,
         Meta(
-            description="How often easy and hard prompts come, by the success rate of their last "
-            "group. A generated task is in one pool as a whole."
+            description="How often easy and hard prompts are used, by the success rate of their "
+            "last group. All prompts of a generated task are in one pool."
         ),
     ] = CurriculumConfig()
     judge: Annotated[
@@ -239,19 +239,19 @@ class MixedTaskConfig(TaskSource, frozen=True, forbid_unknown_fields=True, kw_on
         AgentSource,
         Meta(
             description="Environment, tools or agent of the part, a table [task.mixture.agent] "
-            "with the keys of [agent]. Without one, the part has the run's agent, or single "
+            "with the keys of [agent]. Without one, the part uses the run's agent, or single "
             "completions."
         ),
     ] = AgentSource()
 
     @property
     def has_own_reward(self) -> bool:
-        """True if something other than its task and the run's reward judges it."""
+        """Whether the part has another reward than its task's and the run's."""
         return bool(self.reward or self.judge.url or self.reward_model.path)
 
     @property
     def title(self) -> str:
-        """The label, or the task's name in the letters of a label."""
+        """The label, or the task's name in the characters of a label."""
         return self.label or re.sub("[^a-z0-9]+", "-", self.name.lower()).strip("-")
 
 
@@ -307,7 +307,7 @@ class RewardConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     batch: Annotated[
         Positive,
         Meta(
-            description="Most completions in one call of a reward function that takes lists "
+            description="Most completions in one call of a reward function that accepts lists "
             "(`batched = True`)."
         ),
     ] = 64
@@ -337,11 +337,11 @@ class RewardConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     @property
     def uses_reward_processes(self) -> bool:
-        """True if something other than the task judges, in separate processes."""
+        """Whether separate processes compute the reward instead of the task."""
         return bool(self.function or self.judge.url or self.model.path)
 
 
-# bytes a token of a bitmap of the largest vocabulary in use, 262,144 tokens, and its size
+# bytes per token of a bitmap over the largest vocabulary in use (262,144 tokens) and its length
 LARGEST_BITMAP = (1 << 15) + 4
 
 
@@ -377,24 +377,24 @@ class GeneratorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     speculate: Annotated[
         Count,
         Meta(
-            description="Embedded engine: draft up to this many tokens of a completion from what "
-            "followed the same tokens before, in it or its group, and verify them in one step. "
-            "The samples stay the same. 0: off."
+            description="Embedded engine: draft up to this many tokens of a completion from "
+            "earlier continuations of the same tokens, in it or its group, and verify them in "
+            "one step. The samples stay the same. 0: off."
         ),
     ] = 0
     draft_rows: Annotated[
         Count | Literal["auto"],
         Meta(
             description="Draft while at most this many completions are being generated. auto: "
-            "while it pays, by the cost measured at the start and the tokens accepted since the "
-            "last weights."
+            "while it saves time, by the cost measured at the start and the tokens accepted "
+            "since the last weight update."
         ),
         read_with("speculate"),
     ] = "auto"
     slots: Annotated[
         Positive,
         Meta(
-            description="Completions that a generator writes at the same time. More slots use "
+            description="Completions that a generator samples at the same time. More slots use "
             "more memory."
         ),
     ] = 256
@@ -612,15 +612,15 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         Count,
         Meta(
             le=1,
-            description="Batches that the learner leases ahead. 0: it asks for a batch only "
-            "when it needs one, and waits for the transfer.",
+            description="Batches that the learner leases ahead. 0: it requests a batch only when "
+            "it needs one, and waits for the transfer.",
         ),
     ] = 1
     checkpoint_every: Annotated[
         Positive,
         Meta(
-            description="Batches between checkpoints. A restarted learner repeats what it "
-            "trained since the last one."
+            description="Batches between checkpoints. A restarted learner repeats the batches "
+            "since the last one."
         ),
     ] = 20
     keep_checkpoints: Annotated[
@@ -699,25 +699,27 @@ class StalenessConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     wait: Annotated[
         Annotated[float, Meta(ge=0, lt=1)] | Literal["auto"],
         Meta(
-            description="Share of waiting that the run accepts for fresher samples. Tickets are "
-            "granted only as far ahead as this needs, at most up to max_lag. 0: always up to "
-            "max_lag. auto: 0.02 with pace and without injected lag; 0 in comparisons and sweeps, "
-            "which need a known lag."
+            description="Share of its time that the run may wait for fresher samples. Tickets are "
+            "granted only as far ahead as this requires, at most up to max_lag. 0: always up "
+            "to max_lag. auto: 0.02 with pace and without injected lag; 0 in comparisons and "
+            "sweeps, which need a known lag."
         ),
     ] = "auto"
     on_exceed: Annotated[
         Literal["pace", "drop", "mask", "downweight"],
         Meta(
-            description="Treatment of samples above max_lag. pace: prevent them, by granting "
-            "tickets only so far ahead; drop: discard the sample; mask: exclude its tokens above "
-            "the limit from the loss; downweight: halve the weight of a token for every "
-            "half_life versions above the limit."
+            description="Treatment of samples above max_lag. pace: prevent them, by limiting how "
+            "far ahead tickets are granted; drop: discard the sample; mask: exclude its "
+            "tokens above the limit from the loss; downweight: halve the weight of a token "
+            "for every half_life versions above the limit."
         ),
     ] = "pace"
     half_life: Annotated[
         float,
         Meta(
-            gt=0, description="downweight: versions above the limit at which a token counts half."
+            gt=0,
+            description="downweight: versions above the limit at which a token has half its "
+            "weight.",
         ),
         read_with("on_exceed", "downweight"),
     ] = 2.0
@@ -747,20 +749,20 @@ class StalenessConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         Literal["ticket", "answer"],
         Meta(
             description="Sample `delay` once per ticket (the whole group is late) or once per "
-            "answer."
+            "sample."
         ),
         read_with("delay"),
     ] = "ticket"
 
     @property
     def limit(self) -> float:
-        """Largest allowed lag in versions; of an adaptive limit its upper bound."""
+        """The largest allowed lag in versions; the upper bound of an adaptive limit."""
         limit = self.max_lag
         return float(limit.most) if isinstance(limit, AutoLimitConfig) else limit
 
     @property
     def wait_target(self) -> float:
-        """`wait` as a share; 0: the limit is always filled."""
+        """`wait` as a share; 0: tickets are always granted up to the limit."""
         if not self.allows_window:
             return 0.0
         return USUAL_WAIT if self.wait == "auto" else self.wait
@@ -805,9 +807,9 @@ class WeightsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     fan_out: Annotated[
         Count,
         Meta(
-            description="tcp: copies of a version that leave the learner's machine. The other "
-            "generators get it from each other, each passing on as many. 0: all get it from the "
-            "learner."
+            description="tcp: copies of each version that the learner sends to other machines. "
+            "The receivers pass it on, each to at most as many generators. 0: all receive it "
+            "from the learner."
         ),
     ] = 0
 
@@ -816,15 +818,15 @@ class DurabilityConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     mode: Annotated[
         Literal["memory", "process", "disk"],
         Meta(
-            description="What the buffer survives. memory: nothing, and its exit ends the run; "
-            "process: any killed process; disk: also a power cut, because replies wait for the "
-            "disk."
+            description="Failures that the buffer survives. memory: none, and its exit ends the "
+            "run; process: any killed process; disk: also a power cut, because replies wait "
+            "for the disk."
         ),
     ] = "memory"
 
 
 class EvaluationSetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A held-out set of its own: one `[[evaluation.sets]]`."""
+    """A further held-out set: a table `[[evaluation.sets]]`."""
 
     name: Annotated[
         str,
@@ -836,23 +838,22 @@ class EvaluationSetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     file: Annotated[
         str,
         Meta(
-            description="Prompts of the set, from a source as task.prompts, with "
-            "the columns of task.columns."
+            description="Prompts of the set, from a source like that of task.prompts, with the "
+            "columns of task.columns."
         ),
     ] = ""
     task: Annotated[
         str,
         Meta(
-            description="Built-in task, or reasoning_gym:GENERATOR, whose prompts the set takes, "
-            "with the reward of that task. Without `file` and `task` it takes prompts of the "
-            "run's task."
+            description="Built-in task, or reasoning_gym:GENERATOR, with the set's prompts and "
+            "reward. Without `file` and `task`, the set has prompts of the run's task."
         ),
     ] = ""
     options: Annotated[
         dict[str, Any], Meta(description="Settings of a reasoning_gym:GENERATOR in `task`.")
     ] = {}
     split: Annotated[
-        Literal["heldout", "ood"], Meta(description="Prompts of a task that the set takes.")
+        Literal["heldout", "ood"], Meta(description="Split of a task whose prompts the set has.")
     ] = "heldout"
     reward: Annotated[
         str,
@@ -864,18 +865,18 @@ class EvaluationSetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     every: Annotated[
         Count, Meta(description="Versions between evaluations. 0: only at the start and the end.")
     ] = 0
-    prompts: Annotated[
-        Positive, Meta(description="Prompts of an evaluation, at most those that there are.")
-    ] = 256
+    prompts: Annotated[Positive, Meta(description="Most prompts of an evaluation.")] = 256
     samples: Annotated[Positive, Meta(description="Completions of each prompt.")] = 1
     temperature: Annotated[
-        float, Meta(ge=0, description="Sampling temperature. 0: greedy, with one sample a prompt.")
+        float,
+        Meta(ge=0, description="Sampling temperature. 0: greedy, with one sample per prompt."),
     ] = 1.0
     greedy: Annotated[
         bool, Meta(description="Also score one greedy completion of each prompt.")
     ] = False
     passing: Annotated[
-        float, Meta(description="Reward from which on a completion counts as passed, for pass@k.")
+        float,
+        Meta(description="Smallest reward of a completion that counts as passed, for pass@k."),
     ] = 1.0
     pass_at: Annotated[
         list[Positive],
@@ -918,8 +919,8 @@ class EvaluationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     generators: Annotated[
         Count,
         Meta(
-            description="Generators, of those in `generators`, that serve evaluations alone. The "
-            "others then never stop for one. 0: all serve both, evaluations first."
+            description="How many of `generators` serve only evaluations. The others then never "
+            "pause for one. 0: all serve both, evaluations first."
         ),
     ] = 0
     sets: Annotated[
@@ -957,14 +958,14 @@ class WiresConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         ),
     ] = 8 * 1024 * 1024
     frame_bytes: Annotated[
-        Positive, Meta(description="Bytes up to which several samples travel in one message.")
+        Positive, Meta(description="Bytes up to which several samples are sent in one message.")
     ] = 256 * 1024
     lease_s: Annotated[
         float,
         Meta(
             gt=0,
-            description="Seconds without decode progress after which the lease of a ticket "
-            "ends and another generator may take it.",
+            description="Seconds without decode progress after which the lease of a ticket ends, "
+            "so that another generator may lease it.",
         ),
     ] = 20.0
     retry_s: Annotated[
@@ -974,8 +975,7 @@ class WiresConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         float,
         Meta(
             gt=0,
-            description="Seconds that a process waits for a peer that has never answered "
-            "before it exits.",
+            description="Seconds after which a process exits if a peer has never replied.",
         ),
     ] = 120.0
     curve_dir: Annotated[
@@ -1023,10 +1023,10 @@ class RecordConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     token_samples: Annotated[
         list[SampleRule],
         Meta(
-            description="Samples of such a batch to log with every token in "
-            "token_samples.jsonl: a whole group (in turn), the best and the worst by reward, the "
-            "one furthest from its sampling policy, the longest, one at random. `asyncrl samples` "
-            "and `asyncrl watch` show them. []: none."
+            description="Samples of such a batch to log with every token in token_samples.jsonl: "
+            "a whole group (by rotation), the best and the worst by reward, the one furthest "
+            "from its behavior policy, the longest, a random one. `asyncrl samples` and "
+            "`asyncrl watch` show them. []: none."
         ),
         read_with("samples_every"),
     ] = msgspec.field(default_factory=lambda: ["group", "best", "worst", "off_policy", "longest"])
@@ -1045,8 +1045,8 @@ class RecordConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     trackers: Annotated[
         list[TrackerName],
         Meta(
-            description="Trackers that get every row of metrics.jsonl, beside TensorBoard, each "
-            "from a process of its own (docs/watch.md). []: none."
+            description="Trackers that receive every row of metrics.jsonl besides TensorBoard, "
+            "each from its own process (docs/watch.md). []: none."
         ),
     ] = msgspec.field(default_factory=list)
     split_every: Annotated[
@@ -1061,7 +1061,7 @@ class RecordConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         Positive,
         Meta(
             description="Samples of such a batch to split, from as few groups as possible. "
-            "kl/moved is measured on them, too."
+            "kl/moved is also measured on them."
         ),
     ] = 8
     reference_kl_every: Annotated[
@@ -1153,20 +1153,22 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def agents(self) -> dict[str, AgentConfig]:
-        """The agents of the parts of a mixture that have their own, and of all others, "".
+        """Agents by the title of their part of a mixture; "" is the agent of all other samples.
 
         An agent without a source stands for single completions."""
-        own = (part for part in self.task.mixture if part.agent.uses_sessions)
-        return {"": self.agent} | {part.title: self.agent.with_source(part.agent) for part in own}
+        parts_with_agents = (part for part in self.task.mixture if part.agent.uses_sessions)
+        return {"": self.agent} | {
+            part.title: self.agent.replace_source(part.agent) for part in parts_with_agents
+        }
 
     @property
     def uses_sessions(self) -> bool:
-        """True if samples are sessions, all of them or those of some parts of a mixture."""
+        """Whether all samples, or those of some parts of a mixture, are sessions."""
         return any(agent.uses_sessions for agent in self.agents.values())
 
     @property
     def support_bytes(self) -> int:
-        """Most bytes a token of the tokens that it was sampled from, as they are sent."""
+        """The most bytes per token that a message needs for the tokens it was sampled from."""
         if self.generator.top_k > 0:
             return 4 * (self.generator.top_k + 1)
         restricted = self.generator.top_p < 1 or self.agent.forced == "constrain"

@@ -49,7 +49,7 @@ class EvaluationProgress:
         if name != self.name:
             self.name, self.began, self.told = name, now, now
         left = (now - self.began) / max(done, 1) * (total - done)
-        line = f"{name}: {done} of {total} completions, {live.duration(left)} left"
+        line = f"{name}: {done} of {total} completions, {live.format_duration(left)} left"
         if self.redraws:
             sys.stderr.write(f"\r\x1b[K{line[: _columns()]}" + "\r\x1b[K" * (done == total))
             sys.stderr.flush()
@@ -130,7 +130,7 @@ def follow_sessions(
     while not ended.wait(ASK_S):
         try:
             address = rundir.current_buffer_address(config, run_dir)
-            status = live.ask(address, config.wires.curve_dir, ASK_S)
+            status = live.request_status(address, config.wires.curve_dir, ASK_S)
         except (AsyncrlError, OSError):
             continue  # the run has not begun, or is ending
         if status is not None and not status.committed:

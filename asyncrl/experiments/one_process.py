@@ -5,7 +5,7 @@ Every cell of a comparison is checked, so this module imports nothing heavy.
 
 from __future__ import annotations
 
-from asyncrl.config.engines import ENGINES, engines_with
+from asyncrl.config.engines import ENGINES, list_engines
 from asyncrl.config.tree import Config
 
 
@@ -16,7 +16,7 @@ def needs_own_process(config: Config) -> str:
     if not ENGINES[config.generator.engine].one_process:
         return (
             f"generator.engine: {config.generator.engine} does not run in a warm process; "
-            f"use {engines_with('one_process')}"
+            f"use {list_engines('one_process')}"
         )
     if config.learner.backend != "torch":
         return (

@@ -232,7 +232,7 @@ def _played(
     config: Config, ticket: Ticket, player: Player, pool: EnvironmentPool
 ) -> Iterator[PlayEvent]:
     seed = compute_env_seed(config, ticket)
-    opponent = config.agent.opponent_for(ticket.kind)
+    opponent = config.agent.choose_opponent(ticket.kind)
     pool.reset(EnvironmentOperation(1, "reset", prompt=ticket.prompt, seed=seed, opponent=opponent))
     event = _wait(pool)
     tools, pays = event.tools, event.pays

@@ -1,9 +1,9 @@
 """Remove a run's sockets and shared memory when its supervisor was killed.
 
 The supervisor starts `python -m asyncrl.supervise.cleanup RUN_DIR` with a pipe as stdin.  The
-kernel ends the children of a killed supervisor, but sockets and shared memory would stay.  This
-process sees the pipe close, waits until the run directory's lock is free, and removes them.  It
-ends by itself, also after a run without errors."""
+kernel kills the children of a killed supervisor, but sockets and shared memory would remain.  This
+process detects that the pipe was closed, waits until the run directory's lock is free, and removes
+them.  It also exits after a run without errors."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ TRIES = 10
 
 def main(run_dir: Path) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
-        # a signal from the terminal must not end it before it has cleaned up
+        # a signal from the terminal must not end this process before it has cleaned up
         signal.signal(number, signal.SIG_IGN)
     outside = rundir.outside_directories(run_dir)
     sys.stdin.buffer.read()
-    # the kernel takes a moment to free the supervisor's lock and to end the children
+    # the kernel needs a moment to free the supervisor's lock and to kill the children
     for _ in range(TRIES):
         time.sleep(WAIT_S)
         try:
@@ -36,7 +36,7 @@ def main(run_dir: Path) -> None:
             return rundir.remove(outside)
         rundir.remove(outside)
         return lock.close()
-    # another supervisor has resumed the run already and will clean up after it
+    # another supervisor has already resumed the run and will clean up
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The state of a run for `asyncrl doctor RUN_DIR`: from its buffer, else from its files."""
+"""The state of a run for `asyncrl doctor RUN_DIR`, from its buffer or its files."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from asyncrl.contract.printable import escape_line
 from asyncrl.contract.waits import ProgressWatchdog
 from asyncrl.records import health_checks, metrics, process_log, rundir
 from asyncrl.supervise import live
-from asyncrl.supervise.report.advice import first_lines
+from asyncrl.supervise.report.advice import list_advice
 
 SHOWN = ("reward/mean", "eval/heldout", "lag/mean", "optim/grad_norm")
 
 
-def deadline_s(config: Config, run_dir: Path) -> float:
-    """Seconds without a commit after which this run's next step is overdue."""
+def compute_deadline(config: Config, run_dir: Path) -> float:
+    """Return the seconds without a commit after which the run's next step is overdue."""
     settings = config.watchdog
     watchdog = ProgressWatchdog(settings.multiple, settings.floor_s, settings.startup_s)
     for count, seconds in enumerate(
@@ -31,8 +31,8 @@ def deadline_s(config: Config, run_dir: Path) -> float:
     return watchdog.deadline
 
 
-def last_line(path: Path) -> str:
-    """The last line of a log that is not empty; "" when there is none."""
+def read_last_line(path: Path) -> str:
+    """Read the last non-empty line of a log, or "" if it has none."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 4096))
@@ -44,11 +44,11 @@ def last_line(path: Path) -> str:
     return escape_line(lines[-1]) if lines else ""
 
 
-def processes(config: Config, run_dir: Path) -> list[dict[str, Any]]:
+def describe_processes(config: Config, run_dir: Path) -> list[dict[str, Any]]:
     """Describe every process that the run has, had or should have.
 
-    One dict each: does it run, how did it end, and the last line of its log."""
-    newest = process_log.latest_events(run_dir)
+    Each description contains whether it runs, how it ended, and the last line of its log."""
+    events = process_log.latest_events(run_dir)
     logs = sorted(
         (run_dir / "logs").glob("attempt_*"),
         key=lambda p: int(p.name.removeprefix("attempt_") or 0),
@@ -56,14 +56,14 @@ def processes(config: Config, run_dir: Path) -> list[dict[str, Any]]:
     names = ["buffer", "learner", *(f"generator-{i}" for i in range(config.generators))]
     names += ["gateway-0"] if config.uses_sessions else []
     names += sorted(
-        {*newest, *(["supervisor"] if process_log.is_alive(run_dir, "supervisor") else [])}
+        {*events, *(["supervisor"] if process_log.is_alive(run_dir, "supervisor") else [])}
         - {*names}
     )
     described = []
     for name in names:
-        row = newest.get(name)
-        running = process_log.is_alive(run_dir, name)
-        if running:
+        event = events.get(name)
+        is_running = process_log.is_alive(run_dir, name)
+        if is_running:
             pid = (
                 (run_dir / (".run.lock" if name == "supervisor" else f".{name}.alive"))
                 .read_text(encoding="utf-8")
@@ -71,43 +71,49 @@ def processes(config: Config, run_dir: Path) -> list[dict[str, Any]]:
             )
             state = f"{name} is running (process {pid})"
         else:
-            state = f"{name} has not been started" if row is None else process_log.end_of(row)
+            state = f"{name} has not been started" if event is None else process_log.end_of(event)
         log = logs[-1] / f"{name}.log" if logs else None
-        known = (
-            log is not None and log.exists() and (row is None or row.get("supervised") is not False)
+        has_log = (
+            log is not None
+            and log.exists()
+            and (event is None or event.get("supervised") is not False)
         )
         described.append(
             {
                 "name": name,
-                "alive": running,
-                "known": row is not None,
+                "alive": is_running,
+                "known": event is not None,
                 "said": state,
-                "code": None if running or row is None else row.get("code"),
-                "log": str(log) if known else "",
-                "last_line": last_line(log) if known and log is not None else "",
+                "code": None if is_running or event is None else event.get("code"),
+                "log": str(log) if has_log else "",
+                "last_line": read_last_line(log) if has_log and log is not None else "",
             }
         )
     return described
 
 
-def checkpoint(run_dir: Path) -> dict[str, Any] | None:
-    """Version and path of the newest checkpoint, which is not read; None without one."""
+def find_checkpoint(run_dir: Path) -> dict[str, Any] | None:
+    """Return version and path of the newest checkpoint without reading it, or None."""
     paths = [
         p
         for p in (run_dir / "checkpoints").glob("epoch_*/number_*")
         if p.parent.suffix == "" and p.name[7:].isdigit()
     ]
-    newest = max(paths, key=lambda p: (int(p.parent.name[6:]), int(p.name[7:])), default=None)
-    return None if newest is None else {"version": int(newest.name[7:]), "path": str(newest)}
+    newest_path = max(paths, key=lambda p: (int(p.parent.name[6:]), int(p.name[7:])), default=None)
+    return (
+        None
+        if newest_path is None
+        else {"version": int(newest_path.name[7:]), "path": str(newest_path)}
+    )
 
 
 def examine_run(config: Config, run_dir: Path, status: RunStatus | None) -> dict[str, Any]:
-    """Collect the run's state, as `asyncrl doctor --json` prints it.
+    """Collect the run's state as `asyncrl doctor --json` prints it.
 
-    advice: what limited its speed, whether staleness hurt, which health checks fired.
+    advice: what limited the speed, whether staleness hurt, which health checks fired.
     running: at least one of its processes runs.  ended: all its steps are done."""
     rows = [r for r in metrics.read(run_dir) if "reward/mean" in r]
-    every = processes(config, run_dir)
+    process_states = describe_processes(config, run_dir)
     committed = (
         status.committed
         if status is not None
@@ -116,112 +122,112 @@ def examine_run(config: Config, run_dir: Path, status: RunStatus | None) -> dict
     path = run_dir / "metrics.jsonl"
     ended = status is None and rundir.is_finished(run_dir, config.learner.steps)
     return {
-        "advice": [line.as_line() for line in first_lines(config, run_dir, ended=ended)],
-        "running": status is not None or any(p["alive"] for p in every),
+        "advice": [line.format_line() for line in list_advice(config, run_dir, ended=ended)],
+        "running": status is not None or any(p["alive"] for p in process_states),
         "ended": ended,
         "committed": committed,
         "steps": config.learner.steps,
-        "deadline_s": deadline_s(config, run_dir),
-        "processes": every,
+        "deadline_s": compute_deadline(config, run_dir),
+        "processes": process_states,
         "waits": [wait._asdict() for wait in status.waits] if status is not None else [],
         "held_up": msgspec.to_builtins(status.held_up) if status is not None else None,
-        "rewards": live.rewards(status.metrics) if status is not None else "",
+        "rewards": live.describe_reward_wait(status.metrics) if status is not None else "",
         "link": live.describe_slow_link(
-            status.metrics if status is not None else link_metrics(rows)
+            status.metrics if status is not None else find_link_metrics(rows)
         ),
         "refused": health_checks.refusals(
             status.metrics if status is not None else rows[-1] if rows else {}
         ),
         "set_aside": sorted(str(path) for path in (run_dir / "set_aside").glob("*.jsonl")),
-        "checkpoint": checkpoint(run_dir),
+        "checkpoint": find_checkpoint(run_dir),
         "last_metrics": {n: rows[-1][n] for n in SHOWN if n in rows[-1]} if rows else {},
         "silent_s": time.time() - path.stat().st_mtime if rows else None,
     }
 
 
-def link_metrics(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The newest row with metrics of the generators' links, which not every step has.
+def find_link_metrics(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the newest row with metrics of the generators' links, which not every step has.
 
-    >>> link_metrics([{"step": 1, "link/ack_s": 2.0}, {"step": 2}])["step"]
+    >>> find_link_metrics([{"step": 1, "link/ack_s": 2.0}, {"step": 2}])["step"]
     1
     """
     return next((row for row in reversed(rows) if any(n.startswith("link/") for n in row)), {})
 
 
-def missing(seen: dict[str, Any]) -> list[str]:
-    """Names of the stopped processes that the run needs; [] where a supervisor restarts them."""
-    alive = {p["name"] for p in seen["processes"] if p["alive"]}
-    enough = any(n.startswith("generator") for n in alive)  # any generator will do
-    needed = [
+def list_missing(state: dict[str, Any]) -> list[str]:
+    """List the stopped processes that the run needs; [] if a supervisor restarts them."""
+    running = {p["name"] for p in state["processes"] if p["alive"]}
+    has_generator = any(n.startswith("generator") for n in running)  # any generator will do
+    stopped = [
         p["name"]
-        for p in seen["processes"]
-        if not p["alive"] and (p["name"] in ("buffer", "learner", "gateway-0") or not enough)
+        for p in state["processes"]
+        if not p["alive"] and (p["name"] in ("buffer", "learner", "gateway-0") or not has_generator)
     ]
-    return [] if "supervisor" in alive or seen["ended"] else needed
+    return [] if "supervisor" in running or state["ended"] else stopped
 
 
-def advice(config: Config, run_dir: Path, seen: dict[str, Any]) -> str:
-    """Advise on the next step, in one line."""
-    alive = {p["name"] for p in seen["processes"] if p["alive"]}
+def advise(config: Config, run_dir: Path, state: dict[str, Any]) -> str:
+    """Recommend the next step in one line."""
+    running = {p["name"] for p in state["processes"] if p["alive"]}
     config_path = run_dir / "config.toml"
-    lost = missing(seen)
-    if seen["ended"]:
+    missing = list_missing(state)
+    if state["ended"]:
         return (
             f"the run has ended: {run_dir / 'report.html'}, {run_dir / 'model'}; train on with "
             f"`asyncrl run --resume {run_dir} --set learner.steps=N`"
         )
-    if "supervisor" in alive:
+    if "supervisor" in running:
         return (
-            "a supervisor is running: it restarts processes that fail, and ends the run when that "
-            "does not help"
+            "a supervisor is running: it restarts failed processes, and ends the run if that does "
+            "not help"
         )
-    if alive and lost:
+    if running and missing:
         start = [
             f"asyncrl {n.partition('-')[0]} {config_path} --run-dir {run_dir}"
             + (f" --index {n[10:]}" if n[10:] else "")
-            for n in lost
+            for n in missing
         ]
         return "the run waits for a process that is not running; start it: " + "; ".join(start)
-    if alive:
+    if running:
         return "all processes are running: the run is starting, or one of them hangs"
     return (
-        f"no process of it is running; `asyncrl run --resume {run_dir}` continues from the last "
-        f"checkpoint, `asyncrl report {run_dir}` shows the run up to now"
+        f"none of its processes is running; `asyncrl run --resume {run_dir}` continues from the "
+        f"last checkpoint, `asyncrl report {run_dir}` shows the run up to now"
     )
 
 
-def describe_refusals(seen: dict[str, Any]) -> list[str]:
+def describe_refusals(state: dict[str, Any]) -> list[str]:
     """List what the buffer refused: messages, one line per reason, and excluded batches.
 
-    >>> seen = {"refused": {"number": 2, "token": 1}, "set_aside": ["R/set_aside/batch_3.jsonl"]}
-    >>> print(*describe_refusals(seen), sep="\\n")
+    >>> state = {"refused": {"number": 2, "token": 1}, "set_aside": ["R/set_aside/batch_3.jsonl"]}
+    >>> print(*describe_refusals(state), sep="\\n")
     refused: 2 samples with an impossible reward, part, log-probability or temperature
     refused: 1 samples with tokens that the model does not have
     excluded, as the learner repeatedly failed on it: R/set_aside/batch_3.jsonl
     """
-    return [f"refused: {count} {REFUSALS[reason]}" for reason, count in seen["refused"].items()] + [
-        f"excluded, as the learner repeatedly failed on it: {path}" for path in seen["set_aside"]
-    ]
+    return [
+        f"refused: {count} {REFUSALS[reason]}" for reason, count in state["refused"].items()
+    ] + [f"excluded, as the learner repeatedly failed on it: {path}" for path in state["set_aside"]]
 
 
-def lines(config: Config, run_dir: Path, seen: dict[str, Any]) -> list[str]:
-    """Describe a run whose buffer does not answer, for a reader."""
-    text = [
-        *seen["advice"],
-        f"step {seen['committed']}/{seen['steps']}"
-        + "".join(f"  {n} {x:.3g}" for n, x in seen["last_metrics"].items()),
+def format_lines(config: Config, run_dir: Path, state: dict[str, Any]) -> list[str]:
+    """Describe a run whose buffer does not reply, as lines of text."""
+    lines = [
+        *state["advice"],
+        f"step {state['committed']}/{state['steps']}"
+        + "".join(f"  {n} {x:.3g}" for n, x in state["last_metrics"].items()),
     ]
-    if seen["silent_s"] is not None and not seen["ended"]:
-        text[-1] += f"  (the last one {seen['silent_s']:.0f} s ago)"
-    for process in seen["processes"]:
-        text.append(process["said"])
+    if state["silent_s"] is not None and not state["ended"]:
+        lines[-1] += f"  (the last one {state['silent_s']:.0f} s ago)"
+    for process in state["processes"]:
+        lines.append(process["said"])
         error = process["last_line"].removeprefix("error: ")
-        if error and not seen["ended"] and not any(error in line for line in text):
-            text.append(f"    {process['log']}: {process['last_line']}")
-    if seen["checkpoint"] is not None and not seen["ended"]:
-        text.append(
-            f"newest checkpoint: version {seen['checkpoint']['version']}, "
-            f"{seen['checkpoint']['path']}"
+        if error and not state["ended"] and not any(error in line for line in lines):
+            lines.append(f"    {process['log']}: {process['last_line']}")
+    if state["checkpoint"] is not None and not state["ended"]:
+        lines.append(
+            f"newest checkpoint: version {state['checkpoint']['version']}, "
+            f"{state['checkpoint']['path']}"
         )
-    link = [seen["link"]] if seen["link"] else []
-    return [*text, *link, *describe_refusals(seen), advice(config, run_dir, seen)]
+    link = [state["link"]] if state["link"] else []
+    return [*lines, *link, *describe_refusals(state), advise(config, run_dir, state)]

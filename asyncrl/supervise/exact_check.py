@@ -1,4 +1,4 @@
-"""The self-test of exact mode: do engine and learner agree bitwise on this machine?
+"""The self-test of exact mode: check that engine and learner agree bitwise on this machine.
 
 The engine generates completions, the learner recomputes their logprobs, and the bits are compared.
 """
@@ -26,26 +26,28 @@ from asyncrl.models.policy import PolicyModel
 
 @dataclass
 class ExactCheckRow:
-    """One row of the table: an operator and how its two results compare."""
+    """A row of the table: an operator and the comparison of its two results."""
 
     operator: str
     cases: int
     values: int
-    differ: int  # values that differ
-    largest: float  # absolute difference
+    differ: int  # number of values that differ
+    largest: float  # largest absolute difference
 
     @property
-    def ok(self) -> bool:
+    def is_equal(self) -> bool:
         return self.differ == 0
 
 
 def _compare(name: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> ExactCheckRow:
     differ = 0
     largest = 0.0
-    for one, other in pairs:
-        differ += int((one != other).sum())
-        largest = max(largest, float((one - other).abs().max()))
-    return ExactCheckRow(name, len(pairs), sum(one.numel() for one, _ in pairs), differ, largest)
+    for first, second in pairs:
+        differ += int((first != second).sum())
+        largest = max(largest, float((first - second).abs().max()))
+    return ExactCheckRow(
+        name, len(pairs), sum(first.numel() for first, _ in pairs), differ, largest
+    )
 
 
 def check_generation(
@@ -72,14 +74,14 @@ def check_generation(
     previous_exact = model.exact, model.exact_length
     try:
         torch.set_num_threads(threads[0])
-        kind: Any = GenericEngine if model.fast is None else EmbeddedEngine
-        engine: Engine = kind(
+        engine_class: Any = GenericEngine if model.fast is None else EmbeddedEngine
+        engine: Engine = engine_class(
             model, slots=slots, context=context, max_new_tokens=longest, fixed=True
         )
         engine.load(dict(policy.list_named_weights(model)), Label(1, 0), "check")
         random = np.random.default_rng(seed)
         prompts = [
-            _prompt(model, random, int(n), number)
+            _sample_prompt(model, random, int(n), number)
             for number, n in enumerate(random.integers(1, context - longest, 10))
         ]
         requests = [
@@ -109,20 +111,20 @@ def check_generation(
         temperature = {q.key: q.temperature for q in requests}
         pairs = []
         for first in range(0, len(completions), micro):
-            part = completions[first : first + micro]
-            scale = torch.tensor([temperature[a.key] for a in part])
+            batch = completions[first : first + micro]
+            scale = torch.tensor([temperature[a.key] for a in batch])
             with torch.no_grad():
                 recomputed = model.logprobs(
-                    [a.prompt for a in part],
-                    [a.tokens for a in part],
+                    [a.prompt for a in batch],
+                    [a.tokens for a in batch],
                     scale,
-                    groups=[a.key[0] for a in part],
+                    groups=[a.key[0] for a in batch],
                     want_entropy=first % 2 == 0,
-                    supports=[a.support for a in part],
-                    images=[prompts[a.key[0]][1] for a in part],
+                    supports=[a.support for a in batch],
+                    images=[prompts[a.key[0]][1] for a in batch],
                 )
             pairs.append(
-                (torch.from_numpy(np.concatenate([a.logprobs for a in part])), recomputed.logprobs)
+                (torch.from_numpy(np.concatenate([a.logprobs for a in batch])), recomputed.logprobs)
             )
         return _compare("engine = learner", pairs)
     finally:
@@ -139,12 +141,12 @@ def _require_covered(model: PolicyModel) -> None:
         )
 
 
-def _prompt(
+def _sample_prompt(
     model: PolicyModel, random: np.random.Generator, length: int, number: int
 ) -> tuple[np.ndarray, tuple[bytes, ...]]:
     """Return a prompt of random tokens, int32 [P], and its images.
 
-    Where a model reads images, every second prompt that has room begins with one."""
+    With a model that reads images, every second prompt that is long enough starts with one."""
     vocab = model.hf.config.get_text_config().vocab_size
     ids = random.integers(0, vocab, length).astype(np.int32)
     if model.vision is None:
@@ -159,10 +161,10 @@ def _prompt(
 
 Operator = tuple[str, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
 SHAPES = (16, 32, 48, 256, 1024)  # rows of a decode step and of packed micro-batches
-POSITIONS = 64  # checked query positions of attention, at most
+POSITIONS = 64  # most query positions of attention that are checked
 
 
-def operators(
+def check_operators(
     model: PolicyModel, threads: tuple[int, int] = (1, 1), seed: int = 0, context: int = 512
 ) -> list[ExactCheckRow]:
     """Compare each operator on 16 rows alone and among 32 to 1024 rows.
@@ -185,7 +187,7 @@ def operators(
         ("norm", big, lambda x: exact_operators.normalize(x, lay.eps)),
         ("qkv", big, lambda x: x @ fused["qkv"]),
         ("output", heads, lambda x: x @ fused["o"]),
-        *_feed_forward(lay, fused, big, source),
+        *_list_feed_forward(lay, fused, big, source),
         ("head", big, lambda x: exact_operators.multiply(x, head)),
         ("log-softmax", logits, lambda x: torch.log_softmax(x, -1)),
     ]
@@ -211,27 +213,27 @@ def operators(
                     ],
                 )
             )
-        rows.append(_attention(lay, threads, source, context))
+        rows.append(_check_attention(lay, threads, source, context))
     finally:
         torch.set_num_threads(previous_threads)
     return rows
 
 
-def _feed_forward(
+def _list_feed_forward(
     lay: Any, fused: dict[str, torch.Tensor], big: torch.Tensor, source: torch.Generator
 ) -> list[Operator]:
-    """Return the operators behind attention: of an MLP, or of router and experts."""
+    """Return the operators after attention: those of an MLP, or router and experts."""
     if "router" in fused:
         weights = expert_layers.ExpertWeights(fused["router"], fused["up"], fused["down"])
 
-        def experts(states: torch.Tensor) -> torch.Tensor:
+        def apply_experts(states: torch.Tensor) -> torch.Tensor:
             logits = exact_operators.multiply(states, weights.router)
             rows = exact_operators.ROWS
             return expert_layers.apply(states, weights, lay.experts, logits=logits, rows=rows)
 
         return [
             ("router", big, lambda x: exact_operators.multiply(x, weights.router)),
-            ("experts", big, experts),
+            ("experts", big, apply_experts),
         ]
     inner = torch.randn(max(SHAPES), fused["down"].shape[0], generator=source)
     return [
@@ -241,7 +243,7 @@ def _feed_forward(
     ]
 
 
-def _attention(
+def _check_attention(
     lay: Any, threads: tuple[int, int], source: torch.Generator, context: int
 ) -> ExactCheckRow:
     """Compare attention of one query, as in decoding, with that of many queries at once.
@@ -293,7 +295,7 @@ def check(config: Config) -> list[ExactCheckRow]:
         )
     longest = min(generator.max_new_tokens, 48)
     context = min(generator.context, longest + 64)
-    rows = operators(model, threads, context=generator.context)
+    rows = check_operators(model, threads, context=generator.context)
     return rows + [
         check_generation(
             model,
@@ -308,29 +310,29 @@ def check(config: Config) -> list[ExactCheckRow]:
     ]
 
 
-def failure(rows: Sequence[ExactCheckRow]) -> str:
-    """Describe the rows that differ; "" when all agree."""
-    bad = [r for r in rows if not r.ok]
+def describe_failure(rows: Sequence[ExactCheckRow]) -> str:
+    """Describe the rows that differ, or return "" if all agree."""
+    bad = [r for r in rows if not r.is_equal]
     return ", ".join(
         f"{r.operator} ({r.differ} of {r.values} values differ, by up to {r.largest:.1e})"
         for r in bad
     )
 
 
-def table(rows: Sequence[ExactCheckRow]) -> str:
-    """Format the rows as a table for a reader."""
+def format_table(rows: Sequence[ExactCheckRow]) -> str:
+    """Format the rows as a text table."""
     lines = [f"{'operator':18} {'cases':>6} {'values':>8} {'differ':>7}  largest"]
     return "\n".join(
         lines
         + [
             f"{r.operator:18} {r.cases:6} {r.values:8} {r.differ:7}  "
-            f"{'bitwise equal' if r.ok else f'{r.largest:.1e}'}"
+            f"{'bitwise equal' if r.is_equal else f'{r.largest:.1e}'}"
             for r in rows
         ]
     )
 
 
-def small_models() -> list[ExactCheckRow]:
+def check_small_models() -> list[ExactCheckRow]:
     """Run the self-test without a config, on small models of several shapes."""
     rows: list[ExactCheckRow] = []
     for family, kv, tied in (
@@ -346,21 +348,23 @@ def small_models() -> list[ExactCheckRow]:
             )
         name = f"{family} 4/{kv} {'tied' if tied else 'untied'}"
         rows = _merge_rows(
-            rows, [*operators(model), replace(check_generation(model), operator=name)]
+            rows, [*check_operators(model), replace(check_generation(model), operator=name)]
         )
     return rows
 
 
-def _merge_rows(rows: list[ExactCheckRow], more: Sequence[ExactCheckRow]) -> list[ExactCheckRow]:
+def _merge_rows(
+    rows: list[ExactCheckRow], new_rows: Sequence[ExactCheckRow]
+) -> list[ExactCheckRow]:
     by_name = {row.operator: row for row in rows}
-    for row in more:
-        if (known := by_name.get(row.operator)) is not None:
+    for row in new_rows:
+        if (previous := by_name.get(row.operator)) is not None:
             row = ExactCheckRow(
                 row.operator,
-                known.cases + row.cases,
-                known.values + row.values,
-                known.differ + row.differ,
-                max(known.largest, row.largest),
+                previous.cases + row.cases,
+                previous.values + row.values,
+                previous.differ + row.differ,
+                max(previous.largest, row.largest),
             )
         by_name[row.operator] = row
     return list(by_name.values())

@@ -1,12 +1,12 @@
 """Join a running run as a generator, from a machine that has the package and a key.
 
 ```
-join --StatusRequest--> buffer          which run is it?
+join --StatusRequest--> buffer          identity of the run
      --JoinRequest----> buffer          config, this generator's name, address of the chunk server
      --files----------> chunk server    model, prompts, reward function: by digest, cached
 ```
 
-After that it is a generator like any other."""
+Then the process works like any other generator."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ from asyncrl.transport.file_server import FileEntry
 from asyncrl.transport.sockets import PeerSocket
 
 ASK_S = 1.0
-NOTICE_S = 5.0  # between two lines about a wait
+NOTICE_S = 5.0  # seconds between two lines about a wait
 
 Say = Callable[[str], None]
 
 
 class Trust(NamedTuple):
-    """The permissions that this machine gives the run, whose config it does not control."""
+    """The permissions that this machine grants the run, whose config it does not control."""
 
-    env: Sequence[str] = ()  # environment variables that the config may send elsewhere
-    code: bool = False  # the run's reward function may run here
+    env: Sequence[str] = ()  # environment variables that the run may send to its judges
+    code: bool = False  # the run's reward function may run on this machine
 
 
 class GeneratorSetup(NamedTuple):
     """Everything that a generator needs to start."""
 
     config: Config
-    run_dir: Path  # of this generator alone, on this machine
+    run_dir: Path  # on this machine, only for this generator
     number: int
 
 
-def cache_dir() -> Path:
-    """The default directory for fetched files."""
+def locate_cache() -> Path:
+    """Return the default directory for fetched files."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "asyncrl"
 
@@ -65,34 +65,36 @@ class WaitNotice:
         self.due = self.begin + NOTICE_S
 
     def report(self, awaited: str) -> None:
-        """Call it while waiting for `awaited`."""
+        """Report the wait for `awaited` if the last report is NOTICE_S seconds old."""
         now = time.monotonic()
         if now >= self.due:
             self.due = now + NOTICE_S
             self.say(f"waiting for {awaited}: {now - self.begin:.0f} of {self.patience_s:g} s")
 
 
-def ask(address: str, curve_dir: str, name: str, patience_s: float, say: Say) -> m.JoinReply:
-    """Ask the buffer to join until the learner is ready, and return the reply.
+def request_join(
+    address: str, curve_dir: str, name: str, patience_s: float, say: Say
+) -> m.JoinReply:
+    """Request to join until the learner is ready, and return the reply.
 
-    name: the generator's name, "" to take the one of the key.  Waits are reported through `say`.
-    Raises PeerUnreachable after `patience_s` seconds, NothingToDo when the run has ended, and
-    AsyncrlError when the buffer refuses."""
-    until = time.monotonic() + patience_s
-    late = PeerUnreachable(
-        f"no buffer at {address} answered the request to join within {patience_s:g} s (--wait): is "
-        "it running, with keys of the same `asyncrl keys`, and is its learner?"
+    name: the generator's name, or "" to use the key's.  Waits are reported through `say`.  Raises
+    PeerUnreachable after `patience_s` seconds, NothingToDo if the run has ended, and AsyncrlError
+    if the buffer refuses."""
+    deadline = time.monotonic() + patience_s
+    timeout = PeerUnreachable(
+        f"no buffer at {address} answered the request to join within {patience_s:g} s (--wait): "
+        "check that buffer and learner are running, with keys of the same `asyncrl keys`"
     )
     notice = WaitNotice(say, patience_s)
-    while (status := live.ask(address, curve_dir, ASK_S)) is None:
+    while (status := live.request_status(address, curve_dir, ASK_S)) is None:
         notice.report(f"a buffer at {address} to answer")
-        if time.monotonic() > until:
-            raise late
+        if time.monotonic() > deadline:
+            raise timeout
     if status.finished:
         raise NothingToDo(f"the run at {address} has ended")
     socket = PeerSocket(address, curve_dir, name or keys.VIEWER, run=status.run)
     try:
-        while time.monotonic() < until:
+        while time.monotonic() < deadline:
             socket.send(m.JoinRequest(name))
             reply = socket.recv(ASK_S)
             if isinstance(reply, m.Refusal):
@@ -106,39 +108,39 @@ def ask(address: str, curve_dir: str, name: str, patience_s: float, say: Say) ->
             notice.report(f"the learner of run {status.run} at {address}")
     finally:
         socket.close()
-    raise late
+    raise timeout
 
 
-def generator_number(producer: str) -> int:
-    """The number in a generator's name.  Raises ConfigError for any other name."""
+def parse_generator_number(producer: str) -> int:
+    """Return the number in a generator's name.  Raises ConfigError for any other name."""
     if not keys.GENERATOR.fullmatch(producer):
         raise ConfigError(f"--keys: the key belongs to {producer!r}, and only generators can join")
     return int(producer.rpartition("-")[2])
 
 
 def find_own_key(curve_dir: str, index: int | None) -> str:
-    """The generator name to request: "" with a copied key, which has a name.
+    """Return the generator name to request; "" with a copied key, which contains a name.
 
-    Raises ConfigError when the directory holds no key of one generator."""
-    where = Path(curve_dir)
+    Raises ConfigError if the directory has no key of one generator."""
+    key_dir = Path(curve_dir)
     if index is not None:
         return f"generator-{index}"
-    if curve_dir and not (where / "client.key_secret").exists():
+    if curve_dir and not (key_dir / "client.key_secret").exists():
         raise ConfigError(
-            f"--keys: {where} holds no client.key_secret: name the directory of one generator "
-            f"({where / 'generator-0'}, or a copy), or give --index"
+            f"--keys: {key_dir} holds no client.key_secret: name the directory of one generator "
+            f"({key_dir / 'generator-0'}, or a copy), or give --index"
         )
     return ""
 
 
-def trusting(config: Config) -> list[str]:
-    """The options of `asyncrl join` that this run needs, for the user's own machines."""
-    if config.uses_sessions:  # the gateway judges
+def list_trust_options(config: Config) -> list[str]:
+    """Return the options of `asyncrl join` that this run needs on the user's own machines."""
+    if config.uses_sessions:  # the gateway computes rewards
         return []
     judges = file_server.judges(config).values()
     keys_env = dict.fromkeys(judge.key_env for judge in judges if judge.key_env)
-    named = [word for key in keys_env for word in ("--env", key)]
-    return [*(["--trust-code"] if config.reward.share else []), *named]
+    env_options = [word for key in keys_env for word in ("--env", key)]
+    return [*(["--trust-code"] if config.reward.share else []), *env_options]
 
 
 def localize_config(
@@ -152,36 +154,41 @@ def localize_config(
     """Adapt the run's config to this machine: every path points into the cache.
 
     Raises ConfigError for an environment variable that `trust` does not allow."""
-    raw: dict[str, Any] = tomllib.loads(reply.config)
-    parts = load.convert(raw, f"the config of the run at {address}").task.mixture
-    sections = {f"mixture.{part.title}.": raw["task"]["mixture"][i] for i, part in enumerate(parts)}
-    raw["model"]["path"] = str(folders["model"])
-    models = {"reward_model": raw["reward"].get("model")}
-    models |= {f"{x}reward_model": part.get("reward_model") for x, part in sections.items()}
+    table: dict[str, Any] = tomllib.loads(reply.config)
+    mixture = load.convert(table, f"the config of the run at {address}").task.mixture
+    sections = {
+        f"mixture.{section.title}.": table["task"]["mixture"][i]
+        for i, section in enumerate(mixture)
+    }
+    table["model"]["path"] = str(folders["model"])
+    models = {"reward_model": table["reward"].get("model")}
+    models |= {
+        f"{prefix}reward_model": section.get("reward_model") for prefix, section in sections.items()
+    }
     for name, model in models.items():
         if name in folders:
             model["path"] = str(folders[name])
 
-    def place(part: str, section: dict[str, Any], key: str) -> None:
-        """Point a key to the fetched file of a part."""
+    def point_to_file(part: str, section: dict[str, Any], key: str) -> None:
+        """Set a key to the path of the fetched file of a part."""
         if part in folders:
             fetched = folders[part] / next(entry.name for entry in files if entry.part == part)
             attribute = section[key].rpartition(":")[2] if part.endswith("reward") else ""
             section[key] = f"{fetched}:{attribute}" if attribute else str(fetched)
 
-    for prefix, task in {"": raw["task"], **sections}.items():
+    for prefix, task in {"": table["task"], **sections}.items():
         for key in file_server.PROMPTS:
-            place(f"{prefix}{key}", task, key)
-    for prefix, part in sections.items():
-        place(f"{prefix}reward", part, "reward")
-        place(f"{prefix}template", part.get("judge"), "template")
-    place("template", raw["reward"].get("judge"), "template")
-    place("reward", raw["reward"], "function")
-    raw["wires"]["address"] = address
-    raw["wires"]["curve_dir"] = curve_dir
-    # at least two: a generator that is alone takes all tickets
-    raw["generators"] = max(2, raw.get("generators", 1))
-    config = load.convert(raw, f"the config of the run at {address}")
+            point_to_file(f"{prefix}{key}", task, key)
+    for prefix, section in sections.items():
+        point_to_file(f"{prefix}reward", section, "reward")
+        point_to_file(f"{prefix}template", section.get("judge"), "template")
+    point_to_file("template", table["reward"].get("judge"), "template")
+    point_to_file("reward", table["reward"], "function")
+    table["wires"]["address"] = address
+    table["wires"]["curve_dir"] = curve_dir
+    # at least two, because a single generator leases all tickets
+    table["generators"] = max(2, table.get("generators", 1))
+    config = load.convert(table, f"the config of the run at {address}")
     for prefix, judge in {} if config.uses_sessions else file_server.judges(config).items():
         if judge.key_env and judge.key_env not in trust.env:
             key = f"task.{prefix}judge" if prefix else "reward.judge"
@@ -193,12 +200,12 @@ def localize_config(
     return config
 
 
-def gather(
+def fetch_run_files(
     client: ChunkClient, config: str, cache: Path, say: Say, trust: Trust = Trust()
 ) -> tuple[dict[str, Path], list[FileEntry]]:
-    """Fetch every file of the run into the cache; its code only where `trust` allows that.
+    """Fetch every file of the run into the cache, its code only if `trust` allows it.
 
-    Returns the folder of each part, and the files.  Raises ConfigError for code that is neither
+    Return the folder of each part, and the files.  Raises ConfigError for code that is neither
     trusted nor on this machine."""
     files = client.listing()
     folders = {}
@@ -208,8 +215,8 @@ def gather(
             folders[str(part)] = file_server.fetch_files(client, entries, cache, say)
     if "model" not in folders:
         raise PeerUnreachable(f"the learner at {client.address} offers no model")
-    theirs = load.convert(tomllib.loads(config), f"the config of the run at {client.address}")
-    functions = {} if theirs.uses_sessions else file_server.reward_functions(theirs)
+    run_config = load.convert(tomllib.loads(config), f"the config of the run at {client.address}")
+    functions = {} if run_config.uses_sessions else file_server.reward_functions(run_config)
     for part, function in functions.items():
         code = next((entry for entry in files if entry.part == part), None)
         admit_code(part, function, code, fetched=part in folders, say=say)
@@ -219,7 +226,7 @@ def gather(
 def admit_code(
     part: str, function: str, code: FileEntry | None, *, fetched: bool, say: Say
 ) -> None:
-    """Report which code of a reward runs here.
+    """Report which code of a reward function runs on this machine.
 
     Raises ConfigError for code that is neither trusted nor on this machine."""
     key = "reward.function" if part == "reward" else f"task.{part}"
@@ -252,12 +259,12 @@ def prepare(
     say: Say,
     trust: Trust = Trust(),
 ) -> GeneratorSetup:
-    """Do everything up to a generator's start.  Raises AsyncrlError."""
-    reply = ask(address, curve_dir, find_own_key(curve_dir, index), patience_s, say)
+    """Prepare everything that a generator needs to start.  Raises AsyncrlError."""
+    reply = request_join(address, curve_dir, find_own_key(curve_dir, index), patience_s, say)
     weights = reachable_address(reply.weights, address)
     client = ChunkClient(weights, patience_s, curve_dir, reply.producer)
     try:
-        folders, files = gather(client, reply.config, cache, say, trust)
+        folders, files = fetch_run_files(client, reply.config, cache, say, trust)
     finally:
         client.close()
     config = localize_config(reply, address, curve_dir, folders, files, trust)
@@ -267,4 +274,4 @@ def prepare(
     run_dir = Path(tempfile.mkdtemp(prefix=f"{reply.run}-{reply.producer}-", dir=runs))
     rundir.ensure(config, load.dump(config), run_dir, reply.run)
     say(f"joining run {reply.run} at {address} as {reply.producer}")
-    return GeneratorSetup(config, run_dir, generator_number(reply.producer))
+    return GeneratorSetup(config, run_dir, parse_generator_number(reply.producer))

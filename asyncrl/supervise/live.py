@@ -1,4 +1,4 @@
-"""The live view of a run, on stderr: a table on a terminal, elsewhere a line every ten seconds."""
+"""The live view of a run on stderr: a table on a terminal, otherwise a line every ten seconds."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from asyncrl.transport.sockets import PeerSocket
 PLAIN_S = 10.0
 LIVE_S = 0.25
 UNUSED = 0.01  # smallest share of unused tokens in trained batches that is shown
-SLOW_ACK_S = 1.0  # from a delivery to its acknowledgement; a near buffer takes milliseconds
+SLOW_ACK_S = 1.0  # from a delivery to its acknowledgment; a near buffer needs milliseconds
 PACE_BATCHES = 20
 
 
 def receive_reply(socket: PeerSocket, timeout: float) -> object:
-    """The next message within `timeout` seconds, or None.
+    """Return the next message within `timeout` seconds, or None.
 
-    A buffer that sends invalid messages counts as one that does not answer: it must not end a
-    process that only observes."""
+    A buffer that sends invalid messages counts as one that does not reply, because it must not end
+    a process that only observes."""
     try:
         return socket.recv(timeout)
     except PeerUnreachable:
@@ -35,8 +35,8 @@ def receive_reply(socket: PeerSocket, timeout: float) -> object:
         return None
 
 
-def ask(address: str, curve_dir: str, timeout: float) -> RunStatus | None:
-    """The buffer's status, or None when it does not answer within `timeout` seconds."""
+def request_status(address: str, curve_dir: str, timeout: float) -> RunStatus | None:
+    """Return the buffer's status, or None if it does not reply within `timeout` seconds."""
     socket = PeerSocket(address, curve_dir)
     try:
         socket.send(StatusRequest())
@@ -47,11 +47,11 @@ def ask(address: str, curve_dir: str, timeout: float) -> RunStatus | None:
 
 
 class ProgressPace:
-    """Estimate how long the rest of a run takes, from its last batches.
+    """Estimate the remaining time of a run from its last batches.
 
     >>> pace = ProgressPace()
     >>> for n in range(5): pace.observe(n, 10.0 * n)
-    >>> pace.seconds_left(10, now=40.0), pace.seconds_left(10, now=90.0)
+    >>> pace.estimate_seconds(10, now=40.0), pace.estimate_seconds(10, now=90.0)
     (60.0, 108.0)
     """
 
@@ -63,19 +63,21 @@ class ProgressPace:
         if not self.commits or committed > self.commits[-1][1]:
             self.commits.append((now, committed))
 
-    def seconds_left(self, steps: int, now: float) -> float | None:
-        """Seconds until `steps` batches are committed; None before two commits were seen.
+    def estimate_seconds(self, steps: int, now: float) -> float | None:
+        """Return the seconds until `steps` batches are committed, or None before two commits.
 
-        The batch in progress counts too when it takes longer than the last ones."""
+        The batch in progress also counts if it takes longer than the last ones."""
         if len(self.commits) < 2:
             return None
-        (first, at_first), (last, committed) = self.commits[0], self.commits[-1]
-        batches = committed - at_first
-        return (steps - committed) * max((last - first) / batches, (now - first) / (batches + 1))
+        (first_time, first_committed), (last_time, committed) = self.commits[0], self.commits[-1]
+        batches = committed - first_committed
+        return (steps - committed) * max(
+            (last_time - first_time) / batches, (now - first_time) / (batches + 1)
+        )
 
 
-def duration(seconds: float) -> str:
-    """Format an estimate for a reader: `40 s`, `12 min`, `3.5 h`, `2.1 days`."""
+def format_duration(seconds: float) -> str:
+    """Format an estimate: `40 s`, `12 min`, `3.5 h`, `2.1 days`."""
     for limit, unit, name, form in (
         (90, 1, "s", ".0f"),
         (5400, 60, "min", ".0f"),
@@ -86,20 +88,20 @@ def duration(seconds: float) -> str:
     return f"{seconds / 86400:.1f} days"
 
 
-def sets(metrics: Mapping[str, float]) -> str:
-    """The newest results of the evaluation sets, without their bounds; "" without any.
+def format_sets(metrics: Mapping[str, float]) -> str:
+    """Format the newest results of the evaluation sets, without bounds; "" without any.
 
-    Those of a mixture's tasks are shown with the task.
+    The results of a mixture's tasks are shown with the task.
 
-    >>> sets({"eval/hard": 0.25, "eval/hard_n": 4, "eval/hard_pass_at_8": 0.5, "eval/ood": 0.1})
+    >>> format_sets({"eval/hard": 0.25, "eval/hard_n": 4, "eval/hard_pass_at_8": 0.5})
     'hard 0.250 pass@8 0.500'
     """
-    parts: dict[str, list[str]] = {}
+    labels: dict[str, list[str]] = {}
     for metric, value in metrics.items():
-        name, label = set_label(metric)
+        name, label = label_set(metric)
         if label and f"task/{name}_weight" not in metrics:
-            parts.setdefault(name, []).append(f"{label.removeprefix(name).strip()} {value:.3f}")
-    return "  ".join(f"{name} {' '.join(each).strip()}" for name, each in parts.items())
+            labels.setdefault(name, []).append(f"{label.removeprefix(name).strip()} {value:.3f}")
+    return "  ".join(f"{name} {' '.join(texts).strip()}" for name, texts in labels.items())
 
 
 TASK_COLUMNS = (
@@ -111,12 +113,12 @@ TASK_COLUMNS = (
 )
 
 
-def task_rows(metrics: Mapping[str, float]) -> list[tuple[str, ...]]:
-    """One row for each task of a mixture, from the last step with its samples; [] without one.
+def build_task_rows(metrics: Mapping[str, float]) -> list[tuple[str, ...]]:
+    """Return a row for each task of a mixture, from the last step with its samples.
 
     The columns are title, share of the batch, reward, lag, ESS, removed groups, held-out reward.
 
-    >>> task_rows({"task/a_share": 0.5, "task/a_removed": 3, "eval/a": 0.25})
+    >>> build_task_rows({"task/a_share": 0.5, "task/a_removed": 3, "eval/a": 0.25})
     [('a', '50%', '-', '-', '-', '3', '0.250')]
     """
     titles = dict.fromkeys(
@@ -139,12 +141,12 @@ def task_rows(metrics: Mapping[str, float]) -> list[tuple[str, ...]]:
 
 
 class TaskTable:
-    """The tasks of a mixture in columns, or one below the other where the terminal is narrow."""
+    """The tasks of a mixture in columns, or one below the other on a narrow terminal."""
 
     def __init__(self, metrics: Mapping[str, float]) -> None:
         self.rows = [
             (title, share, reward, heldout, lag, ess, removed)
-            for title, share, reward, lag, ess, removed, heldout in task_rows(metrics)
+            for title, share, reward, lag, ess, removed, heldout in build_task_rows(metrics)
         ]
 
     def __rich_console__(self, console: Any, options: Any) -> Any:
@@ -171,49 +173,50 @@ class TaskTable:
             yield Text("\n".join(lines))
 
 
-def part_rows(metrics: Mapping[str, float]) -> list[tuple[str, Any]]:
-    """The rows of the evaluation sets and the tasks of a mixture, for the live table."""
+def build_part_rows(metrics: Mapping[str, float]) -> list[tuple[str, Any]]:
+    """Build the rows of the evaluation sets and of the tasks of a mixture for the live table."""
     from rich.text import Text
 
-    of_sets = [("sets", Text(shown))] if (shown := sets(metrics)) else []
-    return of_sets + ([("tasks", TaskTable(metrics))] if task_rows(metrics) else [])
+    set_rows = [("sets", Text(text))] if (text := format_sets(metrics)) else []
+    return set_rows + ([("tasks", TaskTable(metrics))] if build_task_rows(metrics) else [])
 
 
-def tasks(metrics: Mapping[str, float]) -> str:
-    """The tasks of a mixture with share, reward and held-out reward; "" without one.
+def format_tasks(metrics: Mapping[str, float]) -> str:
+    """Format the tasks of a mixture with share, reward and held-out reward; "" without one.
 
-    >>> tasks({"task/a_share": 0.5, "task/a_reward": 0.25, "task/b_share": 0.5, "eval/b": 1.0})
+    >>> shares = {"task/a_share": 0.5, "task/b_share": 0.5}
+    >>> format_tasks(shares | {"task/a_reward": 0.25, "eval/b": 1.0})
     'a: share 50%, reward 0.250; b: share 50%, held-out 1.000'
     """
-    shown = []
-    for title, share, reward, *_, heldout in task_rows(metrics):
-        named = (("share", share), ("reward", reward), ("held-out", heldout))
-        values = ", ".join(f"{label} {value}" for label, value in named if value != "-")
-        shown.append(f"{title}: {values}")
-    return "; ".join(shown)
+    descriptions = []
+    for title, share, reward, *_, heldout in build_task_rows(metrics):
+        values_by_label = (("share", share), ("reward", reward), ("held-out", heldout))
+        values = ", ".join(f"{label} {value}" for label, value in values_by_label if value != "-")
+        descriptions.append(f"{title}: {values}")
+    return "; ".join(descriptions)
 
 
-def set_label(metric: str) -> tuple[str, str]:
-    """Return the set of a metric and its label in a plot; no label for another metric.
+def label_set(metric: str) -> tuple[str, str]:
+    """Return the set of a metric and its label in a plot, or "" for other metrics.
 
-    >>> set_label("eval/hard"), set_label("eval/hard_pass_at_8"), set_label("eval/hard_greedy")
+    >>> label_set("eval/hard"), label_set("eval/hard_pass_at_8"), label_set("eval/hard_greedy")
     (('hard', 'hard'), ('hard', 'hard pass@8'), ('hard', 'hard greedy'))
-    >>> set_label("eval/hard_n"), set_label("eval/heldout"), set_label("eval/hard_pass_at_8_low")
+    >>> label_set("eval/hard_n"), label_set("eval/heldout"), label_set("eval/hard_pass_at_8_low")
     (('hard', ''), ('heldout', ''), ('hard', ''))
     """
-    name, _, rest = metric.removeprefix("eval/").partition("_")
+    name, _, suffix = metric.removeprefix("eval/").partition("_")
     if not metric.startswith("eval/") or name in ("heldout", "ood"):
         return name, ""
-    if rest.startswith("pass_at_") and rest.count("_") == 2:
-        return name, f"{name} pass@{rest.rpartition('_')[2]}"
-    return name, f"{name} {rest}".strip() if rest in ("", "greedy") else ""
+    if suffix.startswith("pass_at_") and suffix.count("_") == 2:
+        return name, f"{name} pass@{suffix.rpartition('_')[2]}"
+    return name, f"{name} {suffix}".strip() if suffix in ("", "greedy") else ""
 
 
-def rewards(metrics: Mapping[str, float]) -> str:
-    """Describe how rewards hold the run up, at its last step; "" while they do not.
+def describe_reward_wait(metrics: Mapping[str, float]) -> str:
+    """Describe how rewards hold up the run at its last step; "" if they do not.
 
     >>> last = {"time/reward_wait_share": 0.42, "reward/queue": 120.0, "reward/call_s": 0.2}
-    >>> print(rewards(last | {"reward/workers": 1.0}).replace(", ", ",\\n  "))
+    >>> print(describe_reward_wait(last | {"reward/workers": 1.0}).replace(", ", ",\\n  "))
     rewards hold the generators up: idle 42% of the time for them,
       120 answers wait,
       0.2 s a call (processes: 1)
@@ -234,7 +237,7 @@ def rewards(metrics: Mapping[str, float]) -> str:
 
 
 def describe_slow_link(metrics: Mapping[str, float]) -> str:
-    """Describe how the generators' network link holds the run up, at its last step; "" if not.
+    """Describe how the generators' links hold up the run at its last step; "" if they do not.
 
     >>> describe_slow_link({"link/fetch_share": 0.42, "link/fetch_mb_per_s": 11.9}).split(": ")
     ['the link holds generators up', 'fetching weights takes 42% of their time, 11.9 MB/s each']
@@ -256,7 +259,7 @@ def describe_slow_link(metrics: Mapping[str, float]) -> str:
 
 
 def describe_unused_tokens(ledger: Mapping[str, Mapping[str, float]]) -> str:
-    """Describe the tokens of trained batches that changed no weight; "" while they are few.
+    """Describe the tokens of trained batches that changed no weight; "" if they are few.
 
     >>> ledger = {"trained": {"tokens": 60.0}, "skipped": {"tokens": 30.0}}
     >>> describe_unused_tokens(ledger | {"rejected": {"tokens": 10.0}})
@@ -266,31 +269,32 @@ def describe_unused_tokens(ledger: Mapping[str, Mapping[str, float]]) -> str:
         name: ledger.get(name, {}).get("tokens", 0.0) for name in ("trained", "skipped", "rejected")
     }
     total = max(sum(tokens.values()), 1.0)
-    words = (("skipped", "skipped by early stopping"), ("rejected", "rejected"))
+    labels = (("skipped", "skipped by early stopping"), ("rejected", "rejected"))
     shares = [
         f"{tokens[name] / total:.0%} {label}"
-        for name, label in words
+        for name, label in labels
         if tokens[name] / total >= UNUSED
     ]
     return f"of the tokens of its batches {', '.join(shares)}" if shares else ""
 
 
-def limit(metrics: Mapping[str, float]) -> str:
-    """The adaptive lag limit and the reason for its last change; "" where it is constant.
+def describe_limit(metrics: Mapping[str, float]) -> str:
+    """Describe the adaptive lag limit and the reason of its last change; "" if it is constant.
 
-    >>> limit({"limit/now": 3.0, "limit/before": 2.0, "limit/ess": 0.91, "limit/idle": 0.2})
+    >>> change = {"limit/before": 2.0, "limit/ess": 0.91, "limit/idle": 0.2}
+    >>> describe_limit({"limit/now": 3.0} | change)
     'limit 3 (was 2: ESS 0.91, learner idle 20%)'
-    >>> limit({"limit/now": 1.0})
+    >>> describe_limit({"limit/now": 1.0})
     'limit 1'
     """
     if "limit/now" not in metrics:
         return ""
-    now = f"limit {metrics['limit/now']:.0f}"
-    return f"{now} ({describe_limit_change(metrics)})" if "limit/before" in metrics else now
+    text = f"limit {metrics['limit/now']:.0f}"
+    return f"{text} ({describe_limit_change(metrics)})" if "limit/before" in metrics else text
 
 
 def describe_window(metrics: Mapping[str, float]) -> str:
-    """The admission window, its waiting, and its price in lag; "" if the limit is always filled.
+    """Describe the admission window, its waiting and its price in lag; "" without a window.
 
     >>> describe_window({"window/now": 1.375, "window/wait": 0.018, "window/lower": 0.25})
     'window 1.4 batches (learner waits 1.8%, half of that would cost 0.2 lag)'
@@ -308,23 +312,23 @@ def describe_window(metrics: Mapping[str, float]) -> str:
 
 
 def describe_limit_change(metrics: Mapping[str, float]) -> str:
-    """The reason for a change of the limit, at a step that has `limit/before`."""
+    """Describe the reason for a change of the limit at a step that has `limit/before`."""
     return (
         f"was {metrics['limit/before']:.0f}: ESS {metrics['limit/ess']:.2f}, learner idle "
         f"{metrics['limit/idle']:.0%}"
     )
 
 
-def status_line(status: RunStatus, left: float | None = None) -> str:
-    """One line: progress, time left, accuracy, speed of both sides, lag, and waits.
+def format_status(status: RunStatus, seconds_left: float | None = None) -> str:
+    """Format progress, time left, accuracy, speed of both sides, lag and waits as one line.
 
-    left: seconds, None if unknown."""
+    seconds_left: None if unknown."""
     metrics = status.metrics
 
     def show(name: str, form: str) -> str:
         return format(metrics[name], form) if name in metrics else "-"
 
-    rest = f" ({duration(left)} left)" if left else ""
+    remaining = f" ({format_duration(seconds_left)} left)" if seconds_left else ""
     waits = [
         f"{escape_line(name)} waits {age:.0f} s for {escape_line(goal)}"
         for name, goal, _, age in status.waits
@@ -335,30 +339,34 @@ def status_line(status: RunStatus, left: float | None = None) -> str:
         if status.held_up is not None and waits
         else []
     )
-    slow = rewards(metrics), describe_slow_link(metrics), describe_unused_tokens(status.ledger)
+    slow = (
+        describe_reward_wait(metrics),
+        describe_slow_link(metrics),
+        describe_unused_tokens(status.ledger),
+    )
     problems = "; ".join(filter(None, (*slow, *blocking, *waits)))
     return (
-        f"step {status.committed}/{status.steps}{rest}  reward {show('reward/mean', '.3f')}  "
+        f"step {status.committed}/{status.steps}{remaining}  reward {show('reward/mean', '.3f')}  "
         f"held-out {show('eval/heldout', '.3f')}  "
         f"generate {show('throughput/generator_tokens_per_s', ',.0f')} tok/s  learn "
         f"{show('throughput/learner_tokens_per_s', ',.0f')} tok/s  "
         f"lag {show('lag/mean', '.2f')} (max {show('lag/max', '.0f')})"
         + "".join(
-            f"  {shown}"
-            for shown in (
-                tasks(metrics),
-                sets(metrics),
-                limit(metrics),
+            f"  {text}"
+            for text in (
+                format_tasks(metrics),
+                format_sets(metrics),
+                describe_limit(metrics),
                 describe_window(metrics),
             )
-            if shown
+            if text
         )
         + (f"  {problems}" if problems else "")
     )
 
 
-def _progress(status: RunStatus, left: float | None) -> Any:
-    """The first row of `table`: steps, a bar, the time left."""
+def _build_progress(status: RunStatus, seconds_left: float | None) -> Any:
+    """Build the first row of the table: steps, a bar, the time left."""
     from rich.progress_bar import ProgressBar
     from rich.table import Table
 
@@ -369,16 +377,15 @@ def _progress(status: RunStatus, left: float | None) -> Any:
     row.add_row(
         f"{status.committed}/{status.steps}",
         ProgressBar(status.steps, status.committed),
-        f"{duration(left)} left" if left else "",
+        f"{format_duration(seconds_left)} left" if seconds_left else "",
     )
     return row
 
 
-def table(status: RunStatus, left: float | None = None) -> Any:
-    """The table for a terminal.
+def build_table(status: RunStatus, seconds_left: float | None = None) -> Any:
+    """Build the table for a terminal; seconds_left: None if unknown.
 
-    left: seconds, None if unknown.  The most important rows come first: short windows cut the
-    bottom."""
+    The most important rows come first, because short windows cut the bottom."""
     from rich.table import Table
     from rich.text import Text
 
@@ -386,38 +393,38 @@ def table(status: RunStatus, left: float | None = None) -> Any:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
-    grid.add_row("step", _progress(status, left))
+    grid.add_row("step", _build_progress(status, seconds_left))
 
-    def row(title: str, *parts: tuple[str, str, str]) -> None:
+    def add_row(title: str, *entries: tuple[str, str, str]) -> None:
         grid.add_row(
             title,
             "   ".join(
                 f"{label} {format(metrics[name], form) if name in metrics else '-'}"
-                for label, name, form in parts
+                for label, name, form in entries
             ),
         )
 
-    row(
+    add_row(
         "accuracy",
         ("held-out", "eval/heldout", ".3f"),
         ("out of distribution", "eval/ood", ".3f"),
         ("reward", "reward/mean", ".3f"),
     )
-    for title, part in part_rows(metrics):
-        grid.add_row(title, part)
-    row(
+    for title, cell in build_part_rows(metrics):
+        grid.add_row(title, cell)
+    add_row(
         "learner",
         ("tok/s", "throughput/learner_tokens_per_s", ",.0f"),
         ("idle", "time/learner_idle_share", ".0%"),
         ("step s", "time/step", ".2f"),
     )
-    row(
+    add_row(
         "generators",
         ("tok/s", "throughput/generator_tokens_per_s", ",.0f"),
         ("idle", "time/generator_idle_share", ".0%"),
     )
     if "reward/queue" in metrics:
-        row(
+        add_row(
             "rewards",
             ("waiting", "reward/queue", ".0f"),
             ("s until judged", "reward/wait_s", ".2g"),
@@ -425,25 +432,25 @@ def table(status: RunStatus, left: float | None = None) -> Any:
             ("processes", "reward/workers", ".0f"),
             ("generators idle for them", "time/reward_wait_share", ".0%"),
         )
-    row(
+    add_row(
         "lag",
         ("mean", "lag/mean", ".2f"),
         ("max", "lag/max", ".0f"),
         ("ESS", "is/ess", ".3f"),
         ("KL mu-start", "kl/behavior_start_k3", ".2e"),
     )
-    row(
+    add_row(
         "policy",
         ("entropy", "policy/entropy", ".3f"),
         ("length", "answer/length", ".1f"),
         ("grad norm", "optim/grad_norm", ".3f"),
     )
-    if shown := limit(metrics):
-        grid.add_row("limit", shown)
-    if shown := describe_window(metrics):
-        grid.add_row("window", shown)
-    if shown := describe_unused_tokens(status.ledger):
-        grid.add_row("not used", shown)
+    if text := describe_limit(metrics):
+        grid.add_row("limit", text)
+    if text := describe_window(metrics):
+        grid.add_row("window", text)
+    if text := describe_unused_tokens(status.ledger):
+        grid.add_row("not used", text)
     if status.held_up is not None:
         grid.add_row("held up", Text(escape_line(status.held_up.describe(), LONGEST_LINE)))
     for name, goal, holder, age in status.waits:
@@ -462,7 +469,7 @@ def follow(
     tick: Callable[[], bool],
     observe: Callable[[RunStatus], None] = lambda _: None,
 ) -> None:
-    """Show the run until `tick`, called about 20 times a second, returns True."""
+    """Show the run until `tick`, which is called about 20 times per second, returns True."""
     socket = PeerSocket(address, curve_dir)
     fancy = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
     live: Any = None
@@ -472,34 +479,36 @@ def follow(
 
         live = Live(console=Console(stderr=True), auto_refresh=False, transient=True)
         live.start()
-    asked = 0.0
-    shown = time.monotonic()
-    newest = None
+    requested_at = 0.0
+    printed_at = time.monotonic()
+    status = None
     pace = ProgressPace()
     try:
         while not tick():
             now = time.monotonic()
-            if now - asked > LIVE_S:
-                asked = now
+            if now - requested_at > LIVE_S:
+                requested_at = now
                 socket.send(StatusRequest())
             reply = receive_reply(socket, 0.05)
             if isinstance(reply, RunStatus):
-                newest = reply
+                status = reply
                 pace.observe(reply.committed, now)
                 observe(reply)
-            if newest is None:
+            if status is None:
                 continue
             if live is not None and reply is not None:
-                live.update(table(newest, pace.seconds_left(newest.steps, now)), refresh=True)
-            elif live is None and now - shown > PLAIN_S:
-                shown = now
+                live.update(
+                    build_table(status, pace.estimate_seconds(status.steps, now)), refresh=True
+                )
+            elif live is None and now - printed_at > PLAIN_S:
+                printed_at = now
                 print(
-                    status_line(newest, pace.seconds_left(newest.steps, now)),
+                    format_status(status, pace.estimate_seconds(status.steps, now)),
                     file=sys.stderr,
                     flush=True,
                 )
-        if newest is not None and live is None:
-            print(status_line(newest), file=sys.stderr, flush=True)
+        if status is not None and live is None:
+            print(format_status(status), file=sys.stderr, flush=True)
     finally:
         if live is not None:
             live.stop()

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 INTERRUPTED = 130
-LOOK_S = 0.2  # between two looks at what a run has written
-BEGUN = re.compile(r"run (.+): \d+ generator\(s\), ")  # `asyncrl run` names its directory so
-# gets a row of metrics, or a checkpoint
+POLL_S = 0.2  # between two checks for new output of a run
+START_LINE = re.compile(r"run (.+): \d+ generator\(s\), ")  # `asyncrl run` prints its directory so
+# receives a row of metrics or a checkpoint
 Callback = Callable[[dict[str, Any]], Any]
 # exception class by the command's exit code
 KINDS: dict[int, type[AsyncrlError]] = {
@@ -53,9 +53,9 @@ KINDS: dict[int, type[AsyncrlError]] = {
 
 
 class MetricSeries(msgspec.Struct, frozen=True, eq=False):
-    """One metric over the run, in order of time; its unit is in docs/metrics.md."""
+    """A metric over the run, in order of time; its unit is in docs/metrics.md."""
 
-    steps: np.ndarray  # int64 [n]: batches committed when it was measured
+    steps: np.ndarray  # int64 [n]: committed batches at the time of the measurement
     seconds: np.ndarray  # float64 [n]: time of the run, without pauses
     values: np.ndarray  # float64 [n]
 
@@ -75,11 +75,11 @@ class LoadedRun(msgspec.Struct, frozen=True, eq=False):
     samples: list[dict[str, Any]]  # rows of samples.jsonl: a few samples with rewards
     # rows of optimizer_steps.jsonl: `step` (the batch), `update` (number in it), metrics by name
     optimizer_steps: list[dict[str, float]]
-    ledger: dict[str, int]  # tokens: `generated`, and how many ended in each line
-    summary: dict[str, Any]  # as `asyncrl run --json` prints it; may have `partial` before the end
+    ledger: dict[str, int]  # tokens: `generated`, and the number in each line
+    summary: dict[str, Any]  # as `asyncrl run --json` prints it; can have `partial` before the end
 
     def facts(self) -> dict[str, str]:
-        """The run's identity and progress, as a notebook shows them."""
+        """Return the run's identity and progress, as a notebook shows them."""
         start, end = (self.summary[key] for key in ("heldout_start", "heldout_end"))
         accuracy = " -> ".join("-" if value is None else f"{value:.3f}" for value in (start, end))
         return {
@@ -96,7 +96,7 @@ class LoadedRun(msgspec.Struct, frozen=True, eq=False):
         return f"LoadedRun({', '.join(f'{key}: {fact}' for key, fact in self.facts().items())})"
 
     def _repr_html_(self) -> str:
-        """A table of `facts`, for a notebook."""
+        """Return `facts` as an HTML table for notebooks."""
         rows = (
             f"<tr><th>{html.escape(key)}</th><td>{html.escape(fact)}</td></tr>"
             for key, fact in self.facts().items()
@@ -104,21 +104,23 @@ class LoadedRun(msgspec.Struct, frozen=True, eq=False):
         return f"<table>{''.join(rows)}</table>"
 
     def rows(self) -> list[dict[str, float]]:
-        """The metrics in rows by time: `step`, `seconds` and the values measured then.
+        """Return the metrics in rows by time: `step`, `seconds` and the values at that time.
 
         A row of an evaluation has only its accuracies, a row of a batch all other metrics."""
         table: dict[tuple[float, int], dict[str, float]] = {}
-        for name, one in self.metrics.items():
-            measured = zip(one.seconds.tolist(), one.steps.tolist(), one.values, strict=True)
+        for name, series in self.metrics.items():
+            measured = zip(
+                series.seconds.tolist(), series.steps.tolist(), series.values, strict=True
+            )
             for seconds, step, value in measured:
                 row = table.setdefault((seconds, step), {"step": step, "seconds": seconds})
                 row[name] = float(value)
         return [table[key] for key in sorted(table)]
 
     def frame(self) -> DataFrame:
-        """`rows` as a pandas DataFrame; NaN where a row lacks a metric.
+        """Return `rows` as a pandas DataFrame, with NaN for missing values.
 
-        Raises ConfigError when pandas is not installed."""
+        Raises ConfigError if pandas is not installed."""
         try:
             import pandas
         except ImportError as error:
@@ -131,35 +133,36 @@ class LoadedRun(msgspec.Struct, frozen=True, eq=False):
 def load_run(path: str | Path) -> LoadedRun:
     """Read a run directory, also of a live or failed run.
 
-    Raises ConfigError when `path` is not a run directory."""
-    where = Path(path)
-    if not (where / "config.toml").is_file() or not (where / "run_id").is_file():
+    Raises ConfigError if `path` is not a run directory."""
+    directory = Path(path)
+    if not (directory / "config.toml").is_file() or not (directory / "run_id").is_file():
         raise ConfigError(
-            f"{where} is not a run directory (it lacks config.toml or run_id); give the one that "
-            "`asyncrl run` printed, such as runs/NAME"
+            f"{directory} is not a run directory (it lacks config.toml or run_id); give the one "
+            "that `asyncrl run` printed, such as runs/NAME"
         )
-    config = load.load(where / "config.toml")
+    config = load.load(directory / "config.toml")
     try:
-        summary = dict(json.loads((where / "summary.json").read_text(encoding="utf-8")))
+        summary = dict(json.loads((directory / "summary.json").read_text(encoding="utf-8")))
     except FileNotFoundError:
         from asyncrl.supervise.summary import compose
 
-        summary = compose(config, where)
+        summary = compose(config, directory)
     return LoadedRun(
-        path=where,
+        path=directory,
         config=config,
-        metrics=series(metrics.read(where)),
-        samples=jsonl.read(where / "samples.jsonl"),
-        optimizer_steps=jsonl.read(where / metrics.OPTIMIZER_STEPS),
+        metrics=collect_series(metrics.read(directory)),
+        samples=jsonl.read(directory / "samples.jsonl"),
+        optimizer_steps=jsonl.read(directory / metrics.OPTIMIZER_STEPS),
         ledger=summary["ledger"],
         summary=summary,
     )
 
 
-def series(rows: Sequence[Mapping[str, Any]]) -> dict[str, MetricSeries]:
+def collect_series(rows: Sequence[Mapping[str, Any]]) -> dict[str, MetricSeries]:
     """Collect rows of metrics.jsonl by metric.
 
-    >>> series([{"step": 1, "t": 0.5, "a": 2.0}, {"step": 2, "t": 1.5, "a": 3.0}])["a"].values
+    >>> rows = [{"step": 1, "t": 0.5, "a": 2.0}, {"step": 2, "t": 1.5, "a": 3.0}]
+    >>> collect_series(rows)["a"].values
     array([2., 3.])
     """
     measurements: dict[str, list[tuple[int, float, float]]] = {}
@@ -178,9 +181,9 @@ def series(rows: Sequence[Mapping[str, Any]]) -> dict[str, MetricSeries]:
 
 
 class RunFollower:
-    """Read what a run has written since the last look, and call back.
+    """Read the new output of a run and call the callbacks.
 
-    stopped: a callback has asked for the end of the run; none is called from then on.
+    stopped: a callback has ended the run; no callback is called after that.
     """
 
     def __init__(
@@ -196,18 +199,18 @@ class RunFollower:
         self._offset = 0
         self._version = 0
 
-    def read_news(self) -> None:
-        """Call back for every new row of metrics.jsonl and for a new checkpoint."""
+    def read_new(self) -> None:
+        """Call the callbacks for every new row of metrics.jsonl and for a new checkpoint."""
         if self.run_dir is None or self.stopped:
             return
-        for row, behind in new_rows(self.run_dir / "metrics.jsonl", self._offset):
-            self._offset = behind
+        for row, offset in new_rows(self.run_dir / "metrics.jsonl", self._offset):
+            self._offset = offset
             evaluated = all(name in ("step", "t") or name.startswith("eval/") for name in row)
             self._pass_on(self.on_evaluation if evaluated else self.on_step, row)
-        newest = doctor.checkpoint(self.run_dir)
-        if newest is not None and newest["version"] > self._version:
-            self._version = newest["version"]
-            self._pass_on(self.on_checkpoint, newest)
+        checkpoint = doctor.find_checkpoint(self.run_dir)
+        if checkpoint is not None and checkpoint["version"] > self._version:
+            self._version = checkpoint["version"]
+            self._pass_on(self.on_checkpoint, checkpoint)
 
     def _pass_on(self, callback: Callback | None, value: dict[str, Any]) -> None:
         if callback is not None and not self.stopped:
@@ -223,11 +226,11 @@ def run(
     on_evaluation: Callback | None = None,
     on_checkpoint: Callback | None = None,
 ) -> LoadedRun:
-    """Run a config to its end in separate processes, as `asyncrl run` does, and load the result.
+    """Run a config to its end in separate processes like `asyncrl run`, and load the result.
 
     config: a file, the name of a bundled config (`demo`), a table of the same keys, or a loaded
         config.  In a table `{here}` is the working directory, and prompts may be objects: a
-        `datasets.Dataset`, or a list of dicts.  Their rows are kept in a file below `runs`.
+        `datasets.Dataset` or a list of dicts.  Their rows are stored in a file below `runs`.
     sets: `key.path=value`, as on the command line.
     show: print the command's messages on stderr.
     on_step, on_evaluation: called with each row of metrics.jsonl as it is written: `step`, `t` and
@@ -235,31 +238,31 @@ def run(
     on_checkpoint: called with `version` and `path` of a new checkpoint.
 
     A callback that returns True stops the run early with a checkpoint; the result is the stopped
-    run, which `asyncrl run --resume` continues.  An exception of a callback stops the run in the
-    same way and is raised.
+    run, which `asyncrl run --resume` continues.  An exception of a callback also stops the run and
+    is raised.
 
     Raises the command's error with the same message: ConfigError, ProcessLost, PeerUnreachable,
-    DamagedDataError or another AsyncrlError.  After an interrupt the run writes a checkpoint, then
+    DamagedDataError or another AsyncrlError.  After an interrupt, the run writes a checkpoint, then
     KeyboardInterrupt is raised; a second interrupt stops the run at once."""
     with tempfile.TemporaryDirectory(prefix="asyncrl-notebook-") as folder:
         if isinstance(config, str | Path):
             source = Path(config)
         else:
             source = Path(folder) / "notebook.toml"
-            source.write_text(_toml(config), encoding="utf-8")
-        words = [word for item in sets for word in ("--set", item)]
-        argv = importing.command("asyncrl.cli", "run", str(source), "--json", *words)
+            source.write_text(_format_toml(config), encoding="utf-8")
+        options = [word for item in sets for word in ("--set", item)]
+        argv = importing.command("asyncrl.cli", "run", str(source), "--json", *options)
         follower = RunFollower(on_step, on_evaluation, on_checkpoint)
-        with (Path(folder) / "answer").open("w+", encoding="utf-8") as answer:
-            code, message = _call(argv, answer.fileno(), show, follower)
-            answer.seek(0)
-            result = _last_object(answer.read())
+        with (Path(folder) / "answer").open("w+", encoding="utf-8") as stdout:
+            code, message = _run_command(argv, stdout.fileno(), show, follower)
+            stdout.seek(0)
+            result = _parse_last_object(stdout.read())
     if code == INTERRUPTED and follower.stopped and "run_dir" in result:
         return load_run(result["run_dir"])
     if code == INTERRUPTED:
-        where = result.get("run_dir")
+        run_dir = result.get("run_dir")
         raise KeyboardInterrupt(
-            f"the run was stopped; read it with asyncrl.load_run({where!r})" if where else ""
+            f"the run was stopped; read it with asyncrl.load_run({run_dir!r})" if run_dir else ""
         )
     if code:
         error = KINDS.get(code, AsyncrlError)(result.get("error") or message or f"exit code {code}")
@@ -268,20 +271,20 @@ def run(
     return load_run(result["run_dir"])
 
 
-def _toml(config: Mapping[str, Any] | Config) -> str:
-    """Write a config or a table as TOML that does not depend on the working directory."""
+def _format_toml(config: Mapping[str, Any] | Config) -> str:
+    """Format a config or a table as TOML that does not depend on the working directory."""
     if isinstance(config, Config):
         return load.dump(config)
     table = bundled_configs.substitute_here(dict(config), Path.cwd())
-    row_objects.keep_objects(table, Path(table.get("runs", "runs")).resolve() / row_objects.FOLDER)
+    row_objects.write_objects(table, Path(table.get("runs", "runs")).resolve() / row_objects.FOLDER)
     return toml_writer.dumps(table)
 
 
-def _last_object(text: str) -> dict[str, Any]:
-    """The JSON object in the last line of a command's stdout; empty after a crash.
+def _parse_last_object(text: str) -> dict[str, Any]:
+    """Parse the JSON object in the last line of a command's stdout, or return {}.
 
-    >>> _last_object('a line {"steps": 6}'), _last_object('{"steps": 6}'), _last_object("")
-    ({}, {'steps': 6}, {})
+    >>> _parse_last_object('a line {"steps": 6}'), _parse_last_object('{"steps": 6}')
+    ({}, {'steps': 6})
     """
     try:
         return dict(json.loads(text.strip().rpartition("\n")[2]))
@@ -289,16 +292,18 @@ def _last_object(text: str) -> dict[str, Any]:
         return {}
 
 
-def _call(argv: Sequence[str], answer: int, show: bool, follower: RunFollower) -> tuple[int, str]:
-    """Run a command; returns its exit code and the last line of its stderr.
+def _run_command(
+    argv: Sequence[str], stdout: int, show: bool, follower: RunFollower
+) -> tuple[int, str]:
+    """Run a command; return its exit code and the last line of its stderr.
 
-    answer: file descriptor for its stdout.  The command has its own session, so that an interrupt
+    stdout: file descriptor for its stdout.  The command has its own session, so that an interrupt
     of this process's group reaches it once.  If this process is killed, the command ends at its
-    next write to stderr, which has no reader.  An error of a callback is raised after its end."""
+    next write to stderr.  An error of a callback is raised after the end of the command."""
     process = subprocess.Popen(
         argv,
         stdin=subprocess.DEVNULL,
-        stdout=answer,
+        stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -307,33 +312,33 @@ def _call(argv: Sequence[str], answer: int, show: bool, follower: RunFollower) -
     lines: SimpleQueue[str] = SimpleQueue()
     reader = threading.Thread(target=_read_lines, args=(process.stderr, lines), daemon=True)
     reader.start()
-    last, failed, interrupted = "", None, False
+    last_line, callback_error, interrupted = "", None, False
     while True:
         try:
-            ended = not reader.is_alive()
+            is_ended = not reader.is_alive()
             while not lines.empty():
                 line = lines.get()
-                last = line.strip() or last
-                if begun := BEGUN.match(line):
-                    follower.run_dir = Path(begun[1])
+                last_line = line.strip() or last_line
+                if start_line := START_LINE.match(line):
+                    follower.run_dir = Path(start_line[1])
                 if show:
                     print(line, end="", file=sys.stderr, flush=True)
             try:
-                follower.read_news()
+                follower.read_new()
             except Exception as error:
-                failed, follower.stopped = error, True
-            if follower.stopped and not interrupted and not ended:
+                callback_error, follower.stopped = error, True
+            if follower.stopped and not interrupted and not is_ended:
                 interrupted = True
                 process.send_signal(signal.SIGINT)
-            if ended:
+            if is_ended:
                 code = process.wait()
                 break
-            reader.join(LOOK_S)
+            reader.join(POLL_S)
         except KeyboardInterrupt:
             process.send_signal(signal.SIGINT)
-    if failed is not None:
-        raise failed
-    return code, last
+    if callback_error is not None:
+        raise callback_error
+    return code, last_line
 
 
 def _read_lines(stream: IO[str], lines: SimpleQueue[str]) -> None:

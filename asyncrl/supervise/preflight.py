@@ -1,8 +1,8 @@
 """The checks of a config before a run starts; each check is a function of this module.
 
-`preflight` makes those that a run needs, builds the tiny model of a warm start, and raises the
-error of the first check that fails.  `findings` makes all checks, builds nothing, and yields one
-finding each.  The checks of disk and memory are estimates and never stop a run.
+`preflight` makes the checks that a run needs, builds the tiny model of a warm start, and raises the
+error of the first failed check.  `run_checks` makes all checks, builds nothing, and yields one
+finding for each.  The checks of disk and memory are estimates and never stop a run.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ import msgspec
 
 from actors.gateway.hubs import prompt_files
 from asyncrl.config.agents import AgentConfig
-from asyncrl.config.engines import image_refusal
+from asyncrl.config.engines import explain_image_refusal
 from asyncrl.config.tree import Config
 from asyncrl.contract import importing, toml_writer
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.printable import escape_line
 from asyncrl.models import devices, fetch
-from asyncrl.tasks.data.hub import with_data_sets
+from asyncrl.tasks.data.hub import fetch_data_sets
 
-FIRST_PROMPTS = 64  # checked prompts of an endless split
-MOST_PROMPTS = 2000  # checked prompts of a fixed split
+FIRST_PROMPTS = 64  # number of checked prompts of an endless split
+MOST_PROMPTS = 2000  # most checked prompts of a fixed split
 MARKER = ".warm_start"  # a file of this name in the folder at `model.path` allows a warm start
 NAMED_CHARACTERS = 240  # length of the list of missing characters in a message
 WIDTHS = {"float32": 4, "bfloat16": 2}  # bytes per number
-# chat calls of OpenAI's and Anthropic's clients, or the URLs that they request
+# chat calls of OpenAI's and Anthropic's clients, and the URLs that they request
 CHAT_CALL = re.compile(
     r"\.chat\.completions\b|\.(responses|messages)\.(create|parse|stream)$"
     r"|/chat/completions$|/v1/(responses|messages)$"
-    # imports of frameworks, and of classes in them, that ask for nothing but chat
+    # imports of frameworks and classes that only make chat calls
     r"|^from (pydantic_ai|smolagents|crewai)\b|^from .*\.(ChatOpenAI|ChatAnthropic|ChatLiteLLM"
     r"|OpenAIChatCompletionClient|OpenAIChatCompletionsModel|OpenAIResponsesModel)$"
 )
@@ -54,24 +54,24 @@ def say(text: str) -> None:
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """The outcome of a check; `later`: it needs a model that the run itself builds."""
+    """The outcome of a check; `later`: it needs a model that the run builds."""
 
     check: str
     state: Literal["ok", "note", "failed", "later"]
     text: str
 
 
-def line(finding: Finding) -> str:
-    """Format a finding for a reader."""
+def format_finding(finding: Finding) -> str:
+    """Format a finding as a line."""
     return f"{finding.check:10} {finding.state:7} {finding.text}"
 
 
-class NotYet(Exception):
+class ModelNotBuilt(Exception):
     """The model to check does not exist yet: the run builds it."""
 
 
-class Doubt(Exception):
-    """A check found a possible problem, with which the run may still succeed."""
+class DoubtfulCheck(Exception):
+    """A check found a possible problem, but the run may still succeed."""
 
 
 class Subject:
@@ -87,9 +87,9 @@ class Subject:
     @cached_property
     def task(self) -> Any:
         """The task of `task.name`.  Raises ConfigError."""
-        from asyncrl.tasks.evaluation_sets import task_of
+        from asyncrl.tasks.evaluation_sets import build_task
 
-        return task_of(self.config)
+        return build_task(self.config)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -104,7 +104,7 @@ class Subject:
         from asyncrl.models import model_check
 
         if not (self.path / "config.json").is_file():
-            raise NotYet("once the model is built")
+            raise ModelNotBuilt("once the model is built")
         return model_check.get_language_config(model_check.read_settings(self.path, "model.path"))
 
     @cached_property
@@ -129,9 +129,7 @@ class Subject:
 
     @property
     def kv_cache(self) -> int:
-        """Bytes of the KV cache of a generator with all slots full.
-
-        0 where config.json lacks the shapes."""
+        """Bytes of a generator's KV cache with all slots full; 0 without shapes in config.json."""
         generator, raw = self.config.generator, self.raw
         if generator.kv_cache_mib:
             return generator.kv_cache_mib << 20
@@ -143,12 +141,12 @@ class Subject:
         return int(generator.slots * generator.context * row)
 
 
-def located(config: Config, report: Callable[[str], None] = say) -> Config:
-    """Replace the hub's names of the model and of data sets by their directories, and write the
-    environment's own prompts to files.
+def localize(config: Config, report: Callable[[str], None] = say) -> Config:
+    """Download the model and data sets of the hub, and write the environment's prompts to files.
 
-    They are downloaded unless the hub's cache has them.  Raises ConfigError."""
-    config = with_data_sets(prompt_files.write_prompt_files(config), report)
+    Their names in the config are replaced by paths.  The hub's cache is used if it has them.
+    Raises ConfigError."""
+    config = fetch_data_sets(prompt_files.write_prompt_files(config), report)
     if not config.model.path.startswith(fetch.HUB):
         return config
     report(f"fetching {config.model.path}")
@@ -156,9 +154,9 @@ def located(config: Config, report: Callable[[str], None] = say) -> Config:
     return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=path))
 
 
-def located_sets(config: Config, sets: Sequence[str]) -> Sequence[str]:
-    """Extend `sets` by the paths of `located`, for runs started from the command line."""
-    local = located(config)
+def localize_sets(config: Config, sets: Sequence[str]) -> Sequence[str]:
+    """Extend `sets` by the paths of `localize` for runs started from the command line."""
+    local = localize(config)
     paths = {
         "model.path": (config.model.path, local.model.path),
         "task.prompts": (config.task.prompts, local.task.prompts),
@@ -167,57 +165,64 @@ def located_sets(config: Config, sets: Sequence[str]) -> Sequence[str]:
         "task.mixture": (config.task.mixture, local.task.mixture),
         "evaluation.sets": (config.evaluation.sets, local.evaluation.sets),
     }
-    new = [
-        f"{key}={toml_writer.format_value(msgspec.to_builtins(now))}"
-        for key, (before, now) in paths.items()
-        if now != before
+    added = [
+        f"{key}={toml_writer.format_value(msgspec.to_builtins(located))}"
+        for key, (configured, located) in paths.items()
+        if located != configured
     ]
-    return [*sets, *new] if new else sets
+    return [*sets, *added] if added else sets
 
 
-def packages_installed(subject: Subject) -> str:
+def check_packages(subject: Subject) -> str:
     """Check the packages of the engine, the backend, adapters and sessions over HTTP."""
     from asyncrl.models.installed import find_missing_package
 
     config = subject.config
-    if why := find_missing_package(config):
-        raise ConfigError(why)
+    if problem := find_missing_package(config):
+        raise ConfigError(problem)
     return (
         f"generator.engine = {config.generator.engine}, learner.backend = {config.learner.backend}"
     )
 
 
-def versions_tested(subject: Subject) -> str:
+def check_versions(subject: Subject) -> str:
     """Compare the versions of torch and transformers with those that asyncrl is tested with."""
     from asyncrl.models.installed import TESTED, list_untested_versions
 
-    if other := list_untested_versions():
-        raise Doubt(f"untested versions: {other}; the run starts, but results may differ")
+    if untested := list_untested_versions():
+        raise DoubtfulCheck(
+            f"untested versions: {untested}; the run starts, but results may differ"
+        )
     return ", ".join(f"{name} {tested}" for name, tested in TESTED.items())
 
 
-def devices_present(subject: Subject) -> str:
-    """Check the GPUs that the config names."""
-    if why := devices.find_missing_gpus(subject.config):
-        raise ConfigError(why)
+def check_devices(subject: Subject) -> str:
+    """Check that the GPUs in the config exist."""
+    if problem := devices.find_missing_gpus(subject.config):
+        raise ConfigError(problem)
     return "; ".join(devices.describe_placement(subject.config))
 
 
-def task_reads(subject: Subject) -> str:
+def check_task(subject: Subject) -> str:
     """Check the task and the files that it reads."""
     task = subject.task
-    sizes = {split: _size(task, split) for split in _splits(subject)}
+    sizes = {split: _count_prompts(task, split) for split in _list_splits(subject)}
     counts = (f"{'endless' if n is None else n} {split}" for split, n in sizes.items() if n != 0)
     return f"{subject.config.task.name}: {', '.join(counts)} prompts"
 
 
-def _splits(subject: Subject) -> list[str]:
-    """The splits of the task, and its sets."""
-    return ["train", "heldout", "ood", *(one.name for one in subject.config.evaluation.sets)]
+def _list_splits(subject: Subject) -> list[str]:
+    """List the splits of the task and its evaluation sets."""
+    return [
+        "train",
+        "heldout",
+        "ood",
+        *(evaluation_set.name for evaluation_set in subject.config.evaluation.sets),
+    ]
 
 
-def _size(task: Any, split: str) -> int | None:
-    """The number of prompts of a split; None for an endless one."""
+def _count_prompts(task: Any, split: str) -> int | None:
+    """Return the number of prompts of a split, or None for an endless one."""
     from asyncrl.tasks.evaluation_sets import TaskWithSets
     from asyncrl.tasks.file import FileTask
 
@@ -228,13 +233,13 @@ def _size(task: Any, split: str) -> int | None:
 
 
 def is_own_models_folder(config: Config) -> bool:
-    """Whether a warm start may build a tiny model at `model.path`.
+    """Return whether a warm start may build a tiny model at `model.path`.
 
-    It may as a folder `model*` of a project, in the folder `models` of a project, or where a file
-    `.warm_start` allows it.  A project is the working directory, the folder that contains `runs`,
-    or a folder that has a config and is not a run directory.  Anywhere else, `model.path` is more
-    likely the misspelled path of a real model, and a tiny model trained in its place would look
-    like a result."""
+    It may use a folder `model*` of a project, a folder in `models` of a project, or a folder in
+    which a file `.warm_start` allows it.  A project is the working directory, the folder that
+    contains `runs`, or a folder that has a config and is not a run directory.  Any other
+    `model.path` is more likely the misspelled path of a real model, and a tiny model trained in its
+    place would look like a result."""
     path = Path(config.model.path).absolute()
     if (path / MARKER).exists():
         return True
@@ -247,11 +252,11 @@ def is_own_models_folder(config: Config) -> bool:
     return any(project.glob("*.toml")) and not (project / "logs").exists()
 
 
-def no_model_at(config: Config) -> str:
-    """Explain why there is no model at `model.path`, and what to do."""
+def explain_missing_model(config: Config) -> str:
+    """Explain why `model.path` has no model, and how to get one."""
     path = config.model.path
-    if why := fetch.explain_missing_model(path):
-        return f"model.path: {why}"
+    if hint := fetch.explain_missing_model(path):
+        return f"model.path: {hint}"
     folder, _, name = path.partition("/")
     if HUB_NAME.fullmatch(path) and folder != "models" and not Path(folder).exists():
         return (
@@ -268,26 +273,26 @@ def no_model_at(config: Config) -> str:
     return f"model.path: {path} is not a model directory (it has no config.json); {remedy}"
 
 
-def model_there(subject: Subject) -> str:
+def check_model(subject: Subject) -> str:
     """Check the model at `model.path`.  Raises NotYet where a warm start will build it."""
     config = subject.config
     if not (subject.path / "config.json").is_file():
         if not config.model.warm_start or not is_own_models_folder(config):
-            raise ConfigError(no_model_at(config))
-        raise NotYet(
+            raise ConfigError(explain_missing_model(config))
+        raise ModelNotBuilt(
             f"{subject.path} does not exist yet: the run builds a tiny model (model.warm_start)"
         )
     subject.tokenizer  # noqa: B018 - raises ConfigError for a damaged model
     return f"{subject.path}: {subject.parameters:,} parameters, {config.model.dtype}"
 
 
-def model_built(subject: Subject) -> None:
-    """Build the tiny model of a warm start, unless there is a model at `model.path`."""
+def build_model(subject: Subject) -> None:
+    """Build the tiny model of a warm start unless `model.path` has a model."""
     config = subject.config
     if (subject.path / "config.json").is_file():
         return
     if not config.model.warm_start or not is_own_models_folder(config):
-        raise ConfigError(no_model_at(config))
+        raise ConfigError(explain_missing_model(config))
     from asyncrl.tasks.warm_start import warm_start
 
     say(f"building and warm-starting a tiny model for `{config.task.name}` in {subject.path}")
@@ -295,21 +300,24 @@ def model_built(subject: Subject) -> None:
     say(f"warm start: {report['steps']} steps in {report['seconds']} s, loss {report['loss']:.3f}")
 
 
-def tokenizer_ends(subject: Subject) -> str:
-    """Check the tokenizer, and name the tokens that end a completion."""
+def check_tokenizer(subject: Subject) -> str:
+    """Check the tokenizer and name the tokens that end a completion."""
     from asyncrl.models.tokenizer import collect_stop_tokens
 
     tokenizer = subject.tokenizer
-    ends = [tokenizer.decode([token]) for token in collect_stop_tokens(tokenizer, subject.config)]
-    return f"{len(tokenizer.get_vocab()):,} tokens; completions end at {', '.join(map(repr, ends))}"
+    tokens = collect_stop_tokens(tokenizer, subject.config)
+    stop_texts = [tokenizer.decode([token]) for token in tokens]
+    return (
+        f"{len(tokenizer.get_vocab()):,} tokens; completions end at "
+        f"{', '.join(map(repr, stop_texts))}"
+    )
 
 
-def chat_call(agent: AgentConfig) -> str:
+def find_chat_call(agent: AgentConfig) -> str:
     """Find FILE:LINE of a chat call in the source of `agent.function` or `agent.command`.
 
-    The import of a framework that makes no other calls counts as one.
-
-    "" where there is none, or where the source also requests text completions."""
+    The import of a framework that only makes chat calls counts as one. The result is "" if the
+    source has no chat calls, or also requests text completions."""
     words = [agent.function.rpartition(":")[0]] if agent.function else agent.command
     names = [word for word in words if agent.function or word.endswith(".py")]
     location = ""
@@ -317,8 +325,8 @@ def chat_call(agent: AgentConfig) -> str:
         try:
             tree = ast.parse(path.read_bytes())
         except (OSError, SyntaxError, ValueError):
-            continue  # importing it raises the error
-        for line, call in _calls(tree):
+            continue  # its import raises the error
+        for line, call in _list_calls(tree):
             if CHAT_CALL.search(call):
                 location = location or f"{path}:{line}"
             elif TEXT_CALL.search(call):
@@ -326,8 +334,8 @@ def chat_call(agent: AgentConfig) -> str:
     return location
 
 
-def _calls(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Lines of a source with what may tell of a call there: attributes, texts, imports."""
+def _list_calls(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield the line and text of attributes, strings and imports, which can show a call."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             yield node.lineno, "." + ast.unparse(node)
@@ -341,8 +349,8 @@ def _calls(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"from {node.module}.{name.name}"
 
 
-def template_there(subject: Subject) -> str:
-    """Check for a chat template where calls need one.  `prompts_fit` refuses chats without."""
+def check_template(subject: Subject) -> str:
+    """Check for a chat template if calls need one; `check_prompts` refuses chats without one."""
     from asyncrl.models.tokenizer import has_template
 
     subject.tokenizer  # noqa: B018
@@ -351,48 +359,48 @@ def template_there(subject: Subject) -> str:
     for agent in subject.config.agents.values():
         if agent.tools:
             raise ConfigError(f"agent.tools: the tokenizer in {subject.path} has no chat template")
-        if where := chat_call(agent):
+        if location := find_chat_call(agent):
             raise ConfigError(
-                f"{agent.source_name}: {where} makes a chat call, and the tokenizer in "
+                f"{agent.source_name}: {location} makes a chat call, and the tokenizer in "
                 f"{subject.path} has no chat template: put a chat_template.jinja there, choose a "
                 "model that has one, or request text completions (client.completions.create)"
             )
     for agent in subject.config.agents.values():
         if agent.http:
-            raise Doubt(
+            raise DoubtfulCheck(
                 f"the tokenizer in {subject.path} has no chat template: {agent.source_name} can "
                 "only request text completions; put a chat_template.jinja there for chat calls"
             )
     return "no chat template, and text prompts need none"
 
 
-def images_read(subject: Subject) -> str:
-    """Check the settings of a model that reads images, and that sessions pass images on."""
+def check_images(subject: Subject) -> str:
+    """Check the settings of a model that reads images, and that sessions support images."""
     config = subject.config
     shape = subject.tokenizer.image_shape
     if shape is None:
         return "the model reads text"
-    if problem := image_refusal(config):
+    if problem := explain_image_refusal(config):
         raise ConfigError(problem)
     for agent in config.agents.values() if config.uses_sessions else ():
         if not agent.http:
-            kind = agent.source_name if agent.uses_sessions else "task.mixture"
+            source = agent.source_name if agent.uses_sessions else "task.mixture"
             raise ConfigError(
-                f"{kind}: environments, the run's tools and single completions beside sessions "
+                f"{source}: environments, the run's tools and single completions beside sessions "
                 "pass no images on; a model that reads images needs agent.serve, agent.command or "
                 "agent.function"
             )
     return f"the model reads an image as {shape}"
 
 
-def prompts_fit(subject: Subject) -> str:
+def check_prompts(subject: Subject) -> str:
     """Check that no prompt is empty or too long for the context."""
     from asyncrl.models.tokenizer import encode_prompt
 
     config = subject.config
-    room = config.generator.context - config.generator.max_new_tokens
+    limit = config.generator.context - config.generator.max_new_tokens
     longest = 0
-    for prompt in _first_prompts(subject):
+    for prompt in _read_first_prompts(subject):
         length = len(encode_prompt(subject.tokenizer, prompt))
         longest = max(longest, length)
         if not length:
@@ -400,63 +408,65 @@ def prompts_fit(subject: Subject) -> str:
                 f"task: {prompt.split} prompt {prompt.id} has no tokens under the tokenizer in "
                 f"{subject.path}: it is empty, or has only unknown symbols"
             )
-        if length > room:
+        if length > limit:
             raise ConfigError(
                 f"generator.context: {prompt.split} prompt {prompt.id} has {length} tokens; "
                 f"context {config.generator.context} less max_new_tokens "
-                f"{config.generator.max_new_tokens} leaves {room}; set generator.context to at "
+                f"{config.generator.max_new_tokens} leaves {limit}; set generator.context to at "
                 f"least {length + config.generator.max_new_tokens}, or leave the prompt out"
             )
-    return f"the longest of the checked prompts has {longest} tokens; there is room for {room}"
+    return f"the longest of the checked prompts has {longest} tokens; there is room for {limit}"
 
 
-def _first_prompts(subject: Subject) -> Iterator[Any]:
+def _read_first_prompts(subject: Subject) -> Iterator[Any]:
     """Yield the prompts of each split that a check reads."""
-    for split in _splits(subject):
-        size = _size(subject.task, split)
+    for split in _list_splits(subject):
+        size = _count_prompts(subject.task, split)
         for number in range(FIRST_PROMPTS if size is None else min(size, MOST_PROMPTS)):
             yield subject.task.prompt(split, number, subject.config.seed)
 
 
-def characters_known(subject: Subject) -> str:
-    """Check that the vocabulary has the prompts' characters; others become the unknown token."""
+def check_characters(subject: Subject) -> str:
+    """Check that the vocabulary has the prompts' characters; the others become unknown tokens."""
     from asyncrl.models.tokenizer import has_character
 
-    known: dict[str, bool] = {}
+    is_known: dict[str, bool] = {}
     affected: dict[str, str] = {}  # missing character -> the first prompt that has it
-    for prompt in _first_prompts(subject):
+    for prompt in _read_first_prompts(subject):
         text = prompt.text + "".join(str(turn.get("content")) for turn in prompt.messages)
         for character in sorted(set(text)):
             if character.isspace() or not character.isprintable():
                 continue
-            if character not in known:
-                known[character] = has_character(subject.tokenizer, character)
-            if not known[character]:
+            if character not in is_known:
+                is_known[character] = has_character(subject.tokenizer, character)
+            if not is_known[character]:
                 affected.setdefault(character, f"{prompt.split} prompt {prompt.id}")
     if not affected:
-        return f"the vocabulary has all {len(known)} characters of the checked prompts"
-    named = ", ".join(f"{character!r} ({where})" for character, where in affected.items())
+        return f"the vocabulary has all {len(is_known)} characters of the checked prompts"
+    missing = ", ".join(
+        f"{character!r} ({prompt_name})" for character, prompt_name in affected.items()
+    )
     remedy = (
         f"delete {subject.path} to have a tiny model built for these prompts"
         if subject.config.model.warm_start
         else "change the prompts, or choose a model whose vocabulary has them"
     )
-    raise Doubt(
-        f"task: the vocabulary in {subject.path} lacks {escape_line(named, NAMED_CHARACTERS)}; the "
-        f"model reads the unknown token in their place: {remedy}"
+    raise DoubtfulCheck(
+        f"task: the vocabulary in {subject.path} lacks {escape_line(missing, NAMED_CHARACTERS)}; "
+        f"the model reads the unknown token in their place: {remedy}"
     )
 
 
-def reward_called(subject: Subject) -> str:
+def call_reward(subject: Subject) -> str:
     """Call the reward function on the prompt's reference answer, or on an empty completion."""
     from actors.rewards import describe_reward_source, judge_all
 
     config = subject.config
-    reward_imports(subject)
+    check_reward(subject)
     if config.agent.uses_sessions:
         return f"{config.agent.source_name} gives the reward"
     if config.uses_sessions:
-        agents = {part: one.source_name for part, one in config.agents.items() if part}
+        agents = {part: agent.source_name for part, agent in config.agents.items() if part}
         return ", ".join(f"{part}: {name}" for part, name in agents.items()) + " give the reward"
     if config.reward.judge.url:
         return f"{describe_reward_source(config.reward)}: not called, as a request may cost money"
@@ -474,35 +484,36 @@ def reward_called(subject: Subject) -> str:
     return f"{name}: {result.reward:g} for {completion} to {prompt.text[:40]!r}"
 
 
-def disk_free(subject: Subject) -> str:
+def check_disk(subject: Subject) -> str:
     """Check the disk space for checkpoints (weights, two moments), model, logs and recording."""
     config = subject.config
     runs = Path(config.runs).absolute()
     folder = next(path for path in (runs, *runs.parents) if path.exists())
     weights = subject.parameters * WIDTHS[config.model.dtype]
-    needed = weights * (3 * config.learner.keep_checkpoints + 1)
-    needed += _largest_logs_mib(config) << 20
+    required = weights * (3 * config.learner.keep_checkpoints + 1)
+    required += _sum_log_limits_mib(config) << 20
     free = shutil.disk_usage(folder).free
     space = (
-        f"{_gib(needed)} for checkpoints, model, logs and recording; {_gib(free)} free in {folder}"
+        f"{_format_size(required)} for checkpoints, model, logs and recording; "
+        f"{_format_size(free)} free in {folder}"
     )
-    if needed > free:
+    if required > free:
         raise ConfigError(f"runs: {space}")
     return space
 
 
-def _largest_logs_mib(config: Config) -> int:
+def _sum_log_limits_mib(config: Config) -> int:
     """Return the MiB that the bounded logs of a run and its recording may take."""
     record = config.record
-    logs_tokens = record.samples_every and record.token_samples
+    has_token_log = record.samples_every and record.token_samples
     return (
         record.optimizer_steps_mib
-        + (record.token_samples_mib if logs_tokens else 0)
+        + (record.token_samples_mib if has_token_log else 0)
         + (record.stream_mib if record.stream else 0)
     )
 
 
-def memory_needed(subject: Subject) -> str:
+def check_memory(subject: Subject) -> str:
     """Estimate the memory of learner, generators and published versions, without activations."""
     import psutil
 
@@ -517,46 +528,49 @@ def memory_needed(subject: Subject) -> str:
     generator = weights * (2 if config.generator.engine == "vllm" else 3) + subject.kv_cache
     versions = weights * config.weights.slots
     total = learner + config.generators * generator + versions
-    parts = (
-        f"learner {_gib(learner)}, {config.generators} generator(s) of {_gib(generator)}, "
-        f"published versions {_gib(versions)}, and activations (docs/memory.md)"
+    estimate = (
+        f"learner {_format_size(learner)}, {config.generators} generator(s) of "
+        f"{_format_size(generator)}, published versions {_format_size(versions)}, and activations "
+        "(docs/memory.md)"
     )
     if config.model.device != "cpu" and devices.has_cuda():
-        return parts
+        return estimate
     free = psutil.virtual_memory().available
     if total > free:
-        raise Doubt(f"{parts}: {_gib(total)} in all, but only {_gib(free)} are free")
-    return f"{parts}; {_gib(free)} are free"
+        raise DoubtfulCheck(
+            f"{estimate}: {_format_size(total)} in all, but only {_format_size(free)} are free"
+        )
+    return f"{estimate}; {_format_size(free)} are free"
 
 
-def _gib(size: float) -> str:
-    """Format a number of bytes for a reader."""
+def _format_size(size: float) -> str:
+    """Format a number of bytes in GiB or MiB."""
     return f"{size / (1 << 30):.1f} GiB" if size >= 1 << 29 else f"{size / (1 << 20):.0f} MiB"
 
 
-def reward_imports(subject: Subject) -> None:
-    """Check the reward function, judge or reward model in a process of its own."""
+def check_reward(subject: Subject) -> None:
+    """Check the reward function, judge or reward model in a separate process."""
     from actors.rewards import check_reward_process
-    from asyncrl.tasks.evaluation_sets import configs_of_rewards
+    from asyncrl.tasks.evaluation_sets import resolve_reward_configs
 
     config = subject.config
     if config.reward.function and ":" not in config.reward.function:
         raise ConfigError(f"reward.function: {config.reward.function} is not module:function")
     if config.reward.uses_reward_processes:
         check_reward_process(config)
-    for own in configs_of_rewards(config).values():
-        if own.reward.uses_reward_processes:
-            check_reward_process(own)
+    for reward_config in resolve_reward_configs(config).values():
+        if reward_config.reward.uses_reward_processes:
+            check_reward_process(reward_config)
 
 
-def exact_agrees(subject: Subject) -> None:
-    """Run the self-test of exact mode, if the config asks for exact mode."""
+def check_exact(subject: Subject) -> None:
+    """Run the self-test of exact mode if the config uses exact mode."""
     config = subject.config
     if not config.exact:
         return
     from asyncrl.supervise import exact_check  # which imports torch
 
-    failure = exact_check.failure(exact_check.check(config))
+    failure = exact_check.describe_failure(exact_check.check(config))
     if failure and config.exact is True:
         raise ConfigError(
             f"exact: {failure}; `asyncrl doctor --exact CONFIG` shows the table; with "
@@ -572,34 +586,34 @@ def exact_agrees(subject: Subject) -> None:
 def preflight(config: Config) -> None:
     """Check `config` before a run.  Raises the ConfigError of the first check that fails."""
     subject = Subject(config)
-    packages_installed(subject)
-    devices_present(subject)
-    task_reads(subject)
-    model_built(subject)
-    images_read(subject)
-    for check in (versions_tested, template_there, prompts_fit, characters_known):
+    check_packages(subject)
+    check_devices(subject)
+    check_task(subject)
+    build_model(subject)
+    check_images(subject)
+    for check in (check_versions, check_template, check_prompts, check_characters):
         try:
             check(subject)
-        except Doubt as doubt:
+        except DoubtfulCheck as doubt:
             say(f"warning: {doubt}")
-    reward_imports(subject)
-    exact_agrees(subject)
+    check_reward(subject)
+    check_exact(subject)
 
 
 CHECKS: dict[str, Callable[[Subject], str]] = {
-    "packages": packages_installed,
-    "devices": devices_present,
-    "task": task_reads,
-    "model": model_there,
-    "tokenizer": tokenizer_ends,
-    "template": template_there,
-    "images": images_read,
-    "prompts": prompts_fit,
-    "characters": characters_known,
-    "reward": reward_called,
-    "disk": disk_free,
-    "memory": memory_needed,
-    "versions": versions_tested,
+    "packages": check_packages,
+    "devices": check_devices,
+    "task": check_task,
+    "model": check_model,
+    "tokenizer": check_tokenizer,
+    "template": check_template,
+    "images": check_images,
+    "prompts": check_prompts,
+    "characters": check_characters,
+    "reward": call_reward,
+    "disk": check_disk,
+    "memory": check_memory,
+    "versions": check_versions,
 }
 # check -> the checks that must pass first
 NEEDS = dict.fromkeys(("tokenizer", "template", "images", "disk", "memory"), ("model",)) | {
@@ -609,23 +623,23 @@ NEEDS = dict.fromkeys(("tokenizer", "template", "images", "disk", "memory"), ("m
 }
 
 
-def findings(config: Config) -> Iterator[Finding]:
+def run_checks(config: Config) -> Iterator[Finding]:
     """Yield the outcome of each check of CHECKS.
 
-    A check whose prerequisite failed, or needs a model that the run builds, is `later`."""
+    A check is `later` if its prerequisite failed or it needs a model that the run builds."""
     subject = Subject(config)
-    missing: dict[str, str] = {}
+    blocked: dict[str, str] = {}
     for name, check in CHECKS.items():
-        if reason := next((missing[need] for need in NEEDS.get(name, ()) if need in missing), ""):
+        if reason := next((blocked[need] for need in NEEDS.get(name, ()) if need in blocked), ""):
             yield Finding(name, "later", reason)
             continue
         try:
             yield Finding(name, "ok", check(subject))
-        except NotYet as error:
-            missing[name] = f"once the {name} is built"
+        except ModelNotBuilt as error:
+            blocked[name] = f"once the {name} is built"
             yield Finding(name, "later", str(error))
-        except Doubt as error:
+        except DoubtfulCheck as error:
             yield Finding(name, "note", str(error))
         except ConfigError as error:
-            missing[name] = f"once the {name} check passes"
+            blocked[name] = f"once the {name} check passes"
             yield Finding(name, "failed", str(error))

@@ -22,11 +22,11 @@ from asyncrl.supervise import live
 from asyncrl.supervise.hosts import ProcessLauncher
 from asyncrl.supervise.hosts.local import LocalLauncher
 from asyncrl.supervise.launch import Supervisor
-from asyncrl.supervise.preflight import located, preflight, say
+from asyncrl.supervise.preflight import localize, preflight, say
 from asyncrl.supervise.report import run_page
-from asyncrl.supervise.report.advice import note_check
-from asyncrl.supervise.summary import run_facts, task_signs
-from asyncrl.supervise.summary import write as summarise
+from asyncrl.supervise.report.advice import record_check
+from asyncrl.supervise.summary import collect_facts, find_task_signs
+from asyncrl.supervise.summary import write as write_summary
 
 FIXED_ON_RESUME = (
     "seed",
@@ -40,7 +40,7 @@ FIXED_ON_RESUME = (
 
 
 class HealthWatcher:
-    """Report each sign that a run goes wrong once, during the run.
+    """Report each health check that fires once, during the run.
 
     It reads metrics.jsonl again whenever the run has grown by a quarter, so that all readings
     together cost as much as five readings at the end."""
@@ -51,18 +51,18 @@ class HealthWatcher:
         self.run_dir = run_dir
         self.say = say
         self.about = about
-        self.said: set[str] = set()
+        self.reported: set[str] = set()
         self.next = health_checks.LEAST
         self.latest: dict[str, float] = {}  # newest value of each mismatch metric
-        # the values that were new at each check
+        # the new values at each check
         self.measured: list[Mapping[str, float]] = []
 
     def report(self, findings: Sequence[health_checks.HealthFinding], step: int) -> None:
         for sign in findings:
-            if sign.name not in self.said:
-                self.said.add(sign.name)
+            if sign.name not in self.reported:
+                self.reported.add(sign.name)
                 self.say(f"note: {sign.as_line()}")
-                note_check(self.run_dir, sign, step)
+                record_check(self.run_dir, sign, step)
 
     def check(self, committed: int, latest: Mapping[str, float] = {}) -> None:
         """Apply the rules after `committed` batches.
@@ -72,12 +72,12 @@ class HealthWatcher:
         for rule in (health_checks.refused_messages, health_checks.batches_set_aside):
             if finding := rule([latest]):
                 self.report([finding], committed)
-        now = {n: latest[n] for n in health_checks.MISMATCHES if n in latest}
-        new = {n: x for n, x in now.items() if x != self.latest.get(n)}
-        self.latest |= now
-        if self.about is not None and new:
+        mismatch = {n: latest[n] for n in health_checks.MISMATCHES if n in latest}
+        changed = {n: x for n, x in mismatch.items() if x != self.latest.get(n)}
+        self.latest |= mismatch
+        if self.about is not None and changed:
             ratios = {n: latest[n] for n in ("is/chi2", "is/ratio_max") if n in latest}
-            self.measured = [*self.measured[-health_checks.WINDOW :], new | ratios]
+            self.measured = [*self.measured[-health_checks.WINDOW :], changed | ratios]
             for check in (health_checks.engine_mismatch, health_checks.truncated_sampling):
                 if finding := check(self.measured, self.about):
                     self.report([finding], committed)
@@ -87,24 +87,24 @@ class HealthWatcher:
 
 
 def resolve_resume(run_dir: Path, sets: Sequence[str]) -> Config:
-    """Load the config of a run to resume, with `sets` applied, and store it in the run directory.
+    """Load the config of a run to resume with `sets` applied, and store it in the run directory.
 
-    Raises ConfigError for keys that may not change, NothingToDo when the run is finished."""
+    Raises ConfigError for keys that may not change, and NothingToDo if the run is finished."""
     if not (run_dir / "config.toml").is_file():
         raise ConfigError(f"--resume {run_dir}: no run directory (it has no config.toml)")
-    rundir.refuse_if_in_use(run_dir)  # before anything of that run is written
+    rundir.refuse_if_in_use(run_dir)  # before any file of that run is written
     stored = load.load(run_dir / "config.toml")
     config = load.load(run_dir / "config.toml", sets)
     for item in sets:
         key = item.partition("=")[0].strip()
-        if any(key == f or key.startswith(f + ".") for f in FIXED_ON_RESUME):
+        if any(key == fixed or key.startswith(fixed + ".") for fixed in FIXED_ON_RESUME):
             raise ConfigError(
                 f"--set {item}: {key} cannot change when a run is resumed; start a new run"
             )
-    if config.learner.steps < (made := steps_made(run_dir)):
+    if config.learner.steps < (steps_made := find_last_step(run_dir)):
         raise ConfigError(
-            f"--resume {run_dir}: it has made {made} steps, and learner.steps = "
-            f"{config.learner.steps} is fewer; give --set learner.steps=N above {made}"
+            f"--resume {run_dir}: it has made {steps_made} steps, and learner.steps = "
+            f"{config.learner.steps} is fewer; give --set learner.steps=N above {steps_made}"
         )
     summary = run_dir / "summary.json"
     if (
@@ -122,29 +122,31 @@ def resolve_resume(run_dir: Path, sets: Sequence[str]) -> Config:
     return config
 
 
-def steps_made(run_dir: Path) -> int:
-    """The step of the newest checkpoint, from which a resumed learner continues."""
+def find_last_step(run_dir: Path) -> int:
+    """Return the step of the newest checkpoint, from which a resumed learner continues."""
     paths = run_dir.glob("checkpoints/epoch_*/number_*")
     matches = (re.search(r"epoch_(\d+)/number_(\d+)$", path.as_posix()) for path in paths)
     numbers = [(int(match[1]), int(match[2])) for match in matches if match]
     return max(numbers, default=(0, 0))[1]
 
 
-def directory_removed_error(run_dir: Path) -> AsyncrlError:
+def build_removed_error(run_dir: Path) -> AsyncrlError:
     return AsyncrlError(
         f"{run_dir} was removed or moved during the run, which has ended; if it was moved, its "
         "files are in the new place"
     )
 
 
-def supervise(config: Config, run_dir: Path, watcher: HealthWatcher, maker: ProcessLauncher) -> int:
-    """Run all processes to their end; returns 0, or 130 when interrupted.
+def supervise(
+    config: Config, run_dir: Path, watcher: HealthWatcher, launcher: ProcessLauncher
+) -> int:
+    """Run all processes to their end; return 0, or 130 after an interrupt.
 
     Raises the error that ended the run."""
     lock = rundir.RunLock(run_dir)
-    outside = rundir.outside_directories(run_dir)
+    directories = rundir.outside_directories(run_dir)
     process_log.append_event(run_dir, "supervisor", os.getpid(), "began")
-    supervisor = Supervisor(config, run_dir, say, maker)
+    supervisor = Supervisor(config, run_dir, say, launcher)
     sweeper = subprocess.Popen(
         importing.command("asyncrl.supervise.cleanup", str(run_dir)),
         stdin=subprocess.PIPE,
@@ -163,12 +165,12 @@ def supervise(config: Config, run_dir: Path, watcher: HealthWatcher, maker: Proc
     def observe(status: RunStatus) -> None:
         supervisor.observe(status)
         if not (run_dir / "config.toml").exists():
-            raise directory_removed_error(run_dir)
+            raise build_removed_error(run_dir)
         watcher.check(status.committed, status.metrics)
 
     previous = {s: signal.signal(s, interrupt) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
-        maker.prepare()
+        launcher.prepare()
         supervisor.start()
         live.follow(
             rundir.buffer_address(config, run_dir),
@@ -179,21 +181,21 @@ def supervise(config: Config, run_dir: Path, watcher: HealthWatcher, maker: Proc
         supervisor.end(gently=supervisor.interrupts < 2)
         return 130 if supervisor.interrupts else 0
     except (AsyncrlError, OSError) as error:
-        # a removed directory causes different errors, depending on the first process to notice
+        # a removed directory causes a different error in each process
         if not (run_dir / "config.toml").exists():
-            raise directory_removed_error(run_dir) from error
+            raise build_removed_error(run_dir) from error
         raise
     finally:
         supervisor.end(gently=False)
         for number, handler in previous.items():
             signal.signal(number, handler)
-        rundir.remove(outside)
+        rundir.remove(directories)
         lock.close()
         sweeper.communicate()
 
 
-def accuracy_interval(summary: Mapping[str, Any]) -> str:
-    """Half the 95 % interval of the last held-out reward, over prompts; "" without one."""
+def format_interval(summary: Mapping[str, Any]) -> str:
+    """Format half of the 95 % interval of the last held-out reward; "" without one."""
     certainty = summary.get("certainty", {}).get("heldout")
     return f" +-{certainty['half']:.3f} (n = {certainty['n']:,})" if certainty else ""
 
@@ -201,41 +203,41 @@ def accuracy_interval(summary: Mapping[str, Any]) -> str:
 def run(
     config: Config, run_dir: Path, *, resume: bool, on: str = "local"
 ) -> tuple[int, dict[str, Any]]:
-    """Carry out `asyncrl run`; returns the exit code and the summary.
+    """Carry out `asyncrl run`; return the exit code and the summary.
 
-    on: where the processes run: `local` (this machine) or `ray[://ADDRESS]`."""
+    on: the hosts of the processes: `local` (this machine) or `ray[://ADDRESS]`."""
     if on == "local":
         return run_with_launcher(config, run_dir, LocalLauncher(), resume=resume)
     from asyncrl.supervise.hosts import on_ray
 
     run_dir = run_dir.resolve()
-    config = on_ray.cluster_config(config)
-    with on_ray.placed_on_cluster(config, run_dir, on, say) as (config, maker):
-        return run_with_launcher(config, run_dir, maker, resume=resume)
+    config = on_ray.adapt_config(config)
+    with on_ray.place_on_cluster(config, run_dir, on, say) as (config, launcher):
+        return run_with_launcher(config, run_dir, launcher, resume=resume)
 
 
 def run_with_launcher(
-    config: Config, run_dir: Path, maker: ProcessLauncher, *, resume: bool
+    config: Config, run_dir: Path, launcher: ProcessLauncher, *, resume: bool
 ) -> tuple[int, dict[str, Any]]:
-    """As `run`, with processes that `maker` starts."""
-    for warning in rules.warnings(config):
+    """Carry out `run` with processes that `launcher` starts."""
+    for warning in rules.find_warnings(config):
         say(f"note: {warning}")
-    config = located(config)
+    config = localize(config)
     preflight(config)
-    watcher = HealthWatcher(run_dir, say, run_facts(config))
+    watcher = HealthWatcher(run_dir, say, collect_facts(config))
     if not resume:
         rundir.prepare(config, load.dump(config), run_dir)
-    watcher.report(task_signs(config), 0)
+    watcher.report(find_task_signs(config), 0)
     say(
         f"run {run_dir}: {config.generators} generator(s), {config.learner.steps} steps of "
         f"{config.learner.groups} x {config.learner.group_size}"
     )
-    began = time.monotonic()
+    started_at = time.monotonic()
     if resume and rundir.is_finished(run_dir, config.learner.steps):
         say("all its steps are done; writing the missing summary")
-        return 0, conclude(config, run_dir, 0, began)
+        return 0, conclude(config, run_dir, 0, started_at)
     try:
-        code = supervise(config, run_dir, watcher, maker)
+        code = supervise(config, run_dir, watcher, launcher)
     except BaseException as error:
         reason = (
             str(error) if isinstance(error, AsyncrlError) else f"{type(error).__name__}: {error}"
@@ -248,38 +250,38 @@ def run_with_launcher(
             code=getattr(error, "exit_code", 1),
             why=reason,
         )
-        account(run_dir)
+        report_failure(run_dir)
         raise
     process_log.append_event(run_dir, "supervisor", os.getpid(), "ended", code=code, why="")
     if code and not (run_dir / "buffer_summary.json").exists():
         trace.merge(run_dir)
         say(f"stopped at once, without a summary; continue with: asyncrl run --resume {run_dir}")
         return code, {}
-    return code, conclude(config, run_dir, code, began, watcher)
+    return code, conclude(config, run_dir, code, started_at, watcher)
 
 
 def conclude(
     config: Config,
     run_dir: Path,
     code: int,
-    began: float | None = None,
+    started_at: float | None = None,
     watcher: HealthWatcher | None = None,
 ) -> dict[str, Any]:
     """Write timeline, summary and report of a run whose buffer has ended; print the next command.
 
-    code: 0 when all steps are done.  began: time.monotonic() at the start of the run, if this
-    process started it.  watcher: knows which signs were reported already.  Returns the summary."""
+    code: 0 if all steps are done.  started_at: time.monotonic() at the start of the run, if this
+    process started it.  watcher: skips findings that were already reported.  Return the summary."""
     trace.merge(run_dir)
-    summary = summarise(config, run_dir)
-    (watcher or HealthWatcher(run_dir, say, run_facts(config))).report(
+    summary = write_summary(config, run_dir)
+    (watcher or HealthWatcher(run_dir, say, collect_facts(config))).report(
         [health_checks.HealthFinding(**s) for s in summary["signs"]], summary["steps"]
     )
     page = f"report: {run_page.write(run_dir)}"
-    in_all = "" if began is None else f" ({time.monotonic() - began:.0f} s in all)"
+    total = "" if started_at is None else f" ({time.monotonic() - started_at:.0f} s in all)"
     say(
         f"{run_dir}: held-out {_format_accuracy(summary['heldout_start'])} -> "
-        f"{_format_accuracy(summary['heldout_end'])}{accuracy_interval(summary)} in "
-        f"{summary['wall_s']:.0f} s of RL{in_all}, mean lag {summary['lag']['mean']:.2f}"
+        f"{_format_accuracy(summary['heldout_end'])}{format_interval(summary)} in "
+        f"{summary['wall_s']:.0f} s of RL{total}, mean lag {summary['lag']['mean']:.2f}"
     )
     if config.record.stream:
         say(
@@ -290,10 +292,10 @@ def conclude(
     return summary
 
 
-def account(run_dir: Path) -> None:
-    """Write timeline and report of a run that failed, from the data that exist.
+def report_failure(run_dir: Path) -> None:
+    """Write timeline and report of a failed run from the existing data.
 
-    Errors here are only printed: the caller raises the one that ended the run."""
+    Errors are only printed, because the caller raises the error that ended the run."""
     if not run_dir.is_dir():
         return
     try:
@@ -302,16 +304,16 @@ def account(run_dir: Path) -> None:
             say(f"report up to the error: {run_page.write(run_dir)}")
     except Exception as error:
         say(
-            f"no report could be written ({type(error).__name__}: {error}); try again with "
+            f"the report could not be written ({type(error).__name__}: {error}); try again with "
             f"`asyncrl report {run_dir}`"
         )
 
 
-def close_up(life: process_log.ProcessIncarnation) -> None:
-    """Conclude a run without a supervisor, from the last of its processes to exit.
+def conclude_unsupervised(incarnation: process_log.ProcessIncarnation) -> None:
+    """Conclude a run without a supervisor, in the last of its processes to exit.
 
-    The run's lock decides which process does it; it happens once."""
-    run_dir = life.run_dir
+    The run's lock ensures that only one process does so."""
+    run_dir = incarnation.run_dir
     try:
         lock = rundir.RunLock(run_dir)
     except ConfigError:

@@ -15,7 +15,7 @@ from asyncrl.supervise import summary
 def list_runs(directory: Path) -> list[dict[str, Any]]:
     """Describe each run directory in `directory`, oldest first.
 
-    Raises ConfigError when there is none."""
+    Raises ConfigError if it has none."""
     if not directory.is_dir():
         raise ConfigError(
             f"{directory}: no such directory; give the one that the config names as `runs`"
@@ -28,14 +28,14 @@ def list_runs(directory: Path) -> list[dict[str, Any]]:
             if is_run
             else f"{directory} contains no run directory"
         )
-    return [describe_run(path.parent) for path in sorted(configs, key=_started)]
+    return [describe_run(path.parent) for path in sorted(configs, key=_sort_key)]
 
 
 def _is_run(run_dir: Path) -> bool:
     return (run_dir / "run_id").is_file()
 
 
-def _started(config: Path) -> tuple[float, str]:
+def _sort_key(config: Path) -> tuple[float, str]:
     return (config.parent / "run_id").stat().st_mtime, config.parent.name
 
 
@@ -50,9 +50,9 @@ def describe_run(run_dir: Path) -> dict[str, Any]:
     try:
         config = tomllib.loads((run_dir / "config.toml").read_text(encoding="utf-8"))
         planned = int(config["learner"]["steps"])
-        written = summary.left_behind(run_dir)
+        buffer_summary = summary.read_buffer_summary(run_dir)
         accuracy = [r["eval/heldout"] for r in metrics.read(run_dir) if "eval/heldout" in r]
-        steps, lag = written["steps"], written["lag"]["mean"]
+        steps, lag = buffer_summary["steps"], buffer_summary["lag"]["mean"]
     except (OSError, ValueError, KeyError, TypeError):
         return row
     if process_log.is_alive(run_dir, "supervisor"):

@@ -6,7 +6,7 @@ RUN/scale.done    {"id", "generators", "error"}  written by the supervisor, whic
 ```
 
 Both are written by rename.  A newer request replaces an older one.  `asyncrl scale` waits for the
-answer that has its own id."""
+reply with its own id."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from asyncrl.contract.errors import AsyncrlError, ConfigError, PeerUnreachable
 from asyncrl.records import atomic_write, process_log
 
 POLL_S = 0.1
-MOST = 4096  # generators that a buffer accepts by name (buffer/sessions.py)
+MOST = 4096  # most generators that a buffer accepts by name (buffer/sessions.py)
 
 
 class ScaleRequest(NamedTuple):
@@ -29,19 +29,19 @@ class ScaleRequest(NamedTuple):
 
 
 def read_request(run_dir: Path) -> ScaleRequest | None:
-    """Read the newest request; None when there is none, or it is damaged."""
+    """Read the newest request; None if it is missing or damaged."""
     try:
-        raw = json.loads((run_dir / "scale.asked").read_text(encoding="utf-8"))
-        request = ScaleRequest(str(raw["id"]), int(raw["generators"]))
+        values = json.loads((run_dir / "scale.asked").read_text(encoding="utf-8"))
+        request = ScaleRequest(str(values["id"]), int(values["generators"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return request if 1 <= request.generators <= MOST else None
 
 
-def answer(run_dir: Path, request: ScaleRequest, generators: int, error: str = "") -> None:
-    """Write the answer to `request`.
+def write_answer(run_dir: Path, request: ScaleRequest, generators: int, error: str = "") -> None:
+    """Write the reply to `request`.
 
-    Errors are ignored: in a directory without write access `asyncrl scale` runs into its deadline.
+    Errors are ignored: without write access to the directory, `asyncrl scale` times out.
     """
     reply = {"id": request.id, "generators": generators, "error": error}
     try:
@@ -51,34 +51,34 @@ def answer(run_dir: Path, request: ScaleRequest, generators: int, error: str = "
 
 
 def forget(run_dir: Path) -> None:
-    """Remove requests and answers of an earlier supervisor."""
+    """Remove requests and replies of an earlier supervisor."""
     for name in ("scale.asked", "scale.done"):
         (run_dir / name).unlink(missing_ok=True)
 
 
-def ask(run_dir: Path, generators: int, patience_s: float) -> int:
-    """Ask the run's supervisor for `generators`, wait for its answer, and return the new number.
+def request_scale(run_dir: Path, generators: int, patience_s: float) -> int:
+    """Request `generators` from the run's supervisor, wait for its reply and return the new number.
 
-    Raises ConfigError without a supervisor, AsyncrlError when it refuses, and PeerUnreachable when
-    it does not answer within `patience_s` seconds."""
+    Raises ConfigError without a supervisor, AsyncrlError if it refuses, and PeerUnreachable if it
+    does not reply within `patience_s` seconds."""
     if not (run_dir / "config.toml").is_file():
         raise ConfigError(f"{run_dir}: no run directory (it has no config.toml)")
     if generators > MOST:
         raise ConfigError(f"{generators} generators: at most {MOST} are allowed")
     request = ScaleRequest(uuid.uuid4().hex, generators)
-    until = time.monotonic() + patience_s
+    deadline = time.monotonic() + patience_s
     path = run_dir / "scale.asked"
     path.unlink(missing_ok=True)  # this request replaces an older one, answered or not
-    while time.monotonic() < until:
+    while time.monotonic() < deadline:
         if not process_log.is_alive(run_dir, "supervisor"):
             raise ConfigError(
                 f"{run_dir}: no `asyncrl run` is active there; start one with --set "
                 f"generators={generators}, or start more generators by hand"
             )
         if not path.exists():  # not written yet, or removed by a supervisor that just started
-            part = run_dir / f"scale.{request.id}.part"
-            with atomic_write.replacing(path, part=part):
-                part.write_text(json.dumps(request._asdict()), encoding="utf-8")
+            temporary = run_dir / f"scale.{request.id}.part"
+            with atomic_write.replacing(path, part=temporary):
+                temporary.write_text(json.dumps(request._asdict()), encoding="utf-8")
         try:
             reply = json.loads((run_dir / "scale.done").read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -89,6 +89,6 @@ def ask(run_dir: Path, generators: int, patience_s: float) -> int:
             return int(reply["generators"])
         time.sleep(POLL_S)
     raise PeerUnreachable(
-        f"the supervisor of {run_dir} has not answered within {patience_s:g} s (--wait): is it "
-        "stopped, or still starting?"
+        f"the supervisor of {run_dir} has not answered within {patience_s:g} s (--wait): check "
+        "whether it is suspended or still starting"
     )

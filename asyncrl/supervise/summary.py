@@ -1,4 +1,4 @@
-"""The summary of a run that has ended (`asyncrl run --json`), and a partial one of any other."""
+"""The summary of a run that has ended (`asyncrl run --json`), or a partial one of any other run."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ PARTIAL = (
 )
 
 
-# largest usual k3 between engine and learner at equal weights: dense models, and mixtures of
+# largest usual k3 between engine and learner at equal weights, of dense models and of mixtures of
 # experts without a replay of their routing
 HEALTHY = 1e-3
 HEALTHY_EXPERTS = 0.1
 
 
-def run_facts(config: Config) -> health_checks.RunFacts:
-    """The facts for the health checks: the config, and the largest usual k3 of such a model."""
+def collect_facts(config: Config) -> health_checks.RunFacts:
+    """Return the facts for the health checks: the config and the model's largest usual k3."""
     try:
         keys = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -35,12 +35,12 @@ def run_facts(config: Config) -> health_checks.RunFacts:
     return health_checks.RunFacts(config, HEALTHY_EXPERTS if diverges else HEALTHY)
 
 
-def task_signs(config: Config) -> list[health_checks.HealthFinding]:
-    """Signs from the task's own files: prompts without the answers that their reward needs."""
+def find_task_signs(config: Config) -> list[health_checks.HealthFinding]:
+    """Find prompts in the task's files without the answers that their reward needs."""
     from asyncrl.tasks import get_task
     from asyncrl.tasks.file import FileTask
 
-    if config.agent.env:  # which pays
+    if config.agent.env:  # the environment gives the rewards
         return []
     try:
         task = get_task(config.task)
@@ -53,18 +53,18 @@ def task_signs(config: Config) -> list[health_checks.HealthFinding]:
     ]
 
 
-def left_behind(run_dir: Path) -> dict[str, Any]:
-    """The summary that the last buffer wrote, else the one of `partial_summary`."""
+def read_buffer_summary(run_dir: Path) -> dict[str, Any]:
+    """Read the summary that the last buffer wrote, or build a partial one."""
     try:
         return dict(json.loads((run_dir / "buffer_summary.json").read_text(encoding="utf-8")))
     except (OSError, ValueError):
-        return partial_summary(run_dir)
+        return build_partial_summary(run_dir)
 
 
-def partial_summary(run_dir: Path) -> dict[str, Any]:
+def build_partial_summary(run_dir: Path) -> dict[str, Any]:
     """Build the buffer's part of the summary from trained.jsonl and metrics.jsonl.
 
-    Its ledger has only the line `trained`: these files have no other."""
+    Its ledger has only the line `trained`, because these files have no other."""
     from buffer import training_log
 
     batches = training_log.read(run_dir / "trained.jsonl")
@@ -76,15 +76,15 @@ def partial_summary(run_dir: Path) -> dict[str, Any]:
     tokens = sum(lags.values())
     samples = sum(b.samples for b in batches.values())
 
-    def evaluated(split: str, *, start: bool) -> float | None:
+    def find_evaluation(split: str, *, start: bool) -> float | None:
         evals = [r for r in rows if f"eval/{split}" in r and (not start or not r["step"])]
         return float(evals[0 if start else -1][f"eval/{split}"]) if evals else None
 
-    line = {
+    trained_line = {
         "tokens": tokens,
         "samples": samples,
         "mean_length": tokens / max(samples, 1),
-        "mean_reward": _mean(rows, "reward/mean"),
+        "mean_reward": _average(rows, "reward/mean"),
     }
     mismatch = [
         float(r[name])
@@ -98,17 +98,17 @@ def partial_summary(run_dir: Path) -> dict[str, Any]:
         "steps": max(batches, default=-1) + 1,
         "trajectories": samples,
         "tokens": tokens,
-        "heldout_start": evaluated("heldout", start=True),
-        "heldout_end": evaluated("heldout", start=False),
-        "ood_start": evaluated("ood", start=True),
-        "ood_end": evaluated("ood", start=False),
+        "heldout_start": find_evaluation("heldout", start=True),
+        "heldout_end": find_evaluation("heldout", start=False),
+        "ood_start": find_evaluation("ood", start=True),
+        "ood_end": find_evaluation("ood", start=False),
         "lag": {
             "mean": training_log.mean(lags),
             "p95": training_log.quantile(lags, 0.95),
             "max": max(lags, default=0),
         },
         "ledger": {"generated": tokens, "trained": tokens},
-        "ledger_lines": {"trained": line},
+        "ledger_lines": {"trained": trained_line},
         "trained_ids": None,
         "failures": {},
         "mismatch_k3_max": max(mismatch, default=0.0),
@@ -117,26 +117,26 @@ def partial_summary(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def _mean(rows: list[dict[str, Any]], name: str) -> float:
+def _average(rows: list[dict[str, Any]], name: str) -> float:
     values = [r[name] for r in rows if name in r]
     return sum(values) / len(values) if values else 0.0
 
 
-def _limit(limit: float) -> int | str:
+def _format_limit(limit: float) -> int | str:
     return int(limit) if limit != float("inf") else "inf"
 
 
 def compose(config: Config, run_dir: Path) -> dict[str, Any]:
     """Build the summary from the files of buffer and learner.
 
-    It has the key "partial" only when the buffer was killed."""
-    totals = left_behind(run_dir)
+    It has the key "partial" only if the buffer was killed."""
+    totals = read_buffer_summary(run_dir)
     all_rows = metrics.read(run_dir)
     rows = [r for r in all_rows if "reward/mean" in r]
     digest = run_dir / "weights_digest"
-    now = config.staleness.limit
-    limit = max([now, *rundir.limits(run_dir)])  # the bound for all its tokens
-    first = {
+    current_limit = config.staleness.limit
+    limit = max([current_limit, *rundir.limits(run_dir)])  # the bound for all its tokens
+    first_evaluations = {
         split: next(
             (r[f"eval/{split}"] for r in all_rows if f"eval/{split}" in r and not r["step"]), None
         )
@@ -150,21 +150,23 @@ def compose(config: Config, run_dir: Path) -> dict[str, Any]:
         "tokens": totals["tokens"],
         "heldout_start": totals["heldout_start"]
         if totals["heldout_start"] is not None
-        else first["heldout"],
+        else first_evaluations["heldout"],
         "heldout_end": totals["heldout_end"],
-        "ood_start": totals["ood_start"] if totals["ood_start"] is not None else first["ood"],
+        "ood_start": totals["ood_start"]
+        if totals["ood_start"] is not None
+        else first_evaluations["ood"],
         "ood_end": totals["ood_end"],
         "lag": totals["lag"]
-        | {"limit": _limit(limit)}
-        | ({"limit_now": _limit(now)} if now != limit else {}),
+        | {"limit": _format_limit(limit)}
+        | ({"limit_now": _format_limit(current_limit)} if current_limit != limit else {}),
         "speed": {
             # a run that ends before a generator's first report has no rate in its rows
-            "generator_tokens_per_s": _mean(rows, "throughput/generator_tokens_per_s")
+            "generator_tokens_per_s": _average(rows, "throughput/generator_tokens_per_s")
             or totals["ledger"]["generated"] / max(totals["wall_s"], 1e-9),
-            "learner_tokens_per_s": _mean(rows, "throughput/learner_tokens_per_s"),
+            "learner_tokens_per_s": _average(rows, "throughput/learner_tokens_per_s"),
             "idle_share": {
-                "generator": _mean(rows, "time/generator_idle_share"),
-                "learner": _mean(rows, "time/learner_idle_share"),
+                "generator": _average(rows, "time/generator_idle_share"),
+                "learner": _average(rows, "time/learner_idle_share"),
             },
         },
         "weights_digest": digest.read_text(encoding="utf-8") if digest.exists() else None,
@@ -179,29 +181,29 @@ def compose(config: Config, run_dir: Path) -> dict[str, Any]:
         "certainty": {
             split: {"n": n, "half": half}
             for split in ("heldout", "ood")
-            for n, half in certainty(all_rows, split)[-1:]
+            for n, half in measure_certainty(all_rows, split)[-1:]
         },
         "signs": [
             s._asdict()
             for s in (
-                *task_signs(config),
+                *find_task_signs(config),
                 *health_checks.signs(
-                    all_rows, run_facts(config), ended=totals["steps"] >= config.learner.steps
+                    all_rows, collect_facts(config), ended=totals["steps"] >= config.learner.steps
                 ),
             )
         ],
     } | {
         name: value
         for name, value in (
-            ("judge", judge_totals(all_rows)),
+            ("judge", find_judge_totals(all_rows)),
             ("partial", PARTIAL if totals.get("partial") else ""),
         )
         if value
     }
 
 
-def spread(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """The range of rewards: [0, 1], extended to those of the run."""
+def find_reward_range(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """Return the range of rewards: [0, 1], extended to those of the run."""
     rewards = [
         float(r[k])
         for r in rows
@@ -211,9 +213,9 @@ def spread(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
     return min([0.0, *rewards]), max([1.0, *rewards])
 
 
-def certainty(rows: Sequence[Mapping[str, Any]], split: str) -> list[tuple[int, float]]:
+def measure_certainty(rows: Sequence[Mapping[str, Any]], split: str) -> list[tuple[int, float]]:
     """Return (n, half the 95 % interval over prompts) of each evaluation of `split`."""
-    lo, hi = spread(rows)
+    lo, hi = find_reward_range(rows)
     return [
         (
             int(r[f"eval/{split}_n"]),
@@ -224,16 +226,19 @@ def certainty(rows: Sequence[Mapping[str, Any]], split: str) -> list[tuple[int, 
     ]
 
 
-def judge_totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The judge's counters at the end of the run; {} without a judge.
+def find_judge_totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the judge's counters at the end of the run, or {} without a judge.
 
-    >>> judge_totals([{"judge/requests": 1.0}, {"judge/requests": 3.0, "step": 2}, {"step": 3}])
+    >>> rows = [{"judge/requests": 1.0}, {"judge/requests": 3.0, "step": 2}, {"step": 3}]
+    >>> find_judge_totals(rows)
     {'requests': 3.0}
     """
-    last: Mapping[str, Any] = next((row for row in reversed(rows) if "judge/requests" in row), {})
+    last_row: Mapping[str, Any] = next(
+        (row for row in reversed(rows) if "judge/requests" in row), {}
+    )
     return {
         name.removeprefix("judge/"): float(value)
-        for name, value in last.items()
+        for name, value in last_row.items()
         if name.startswith("judge/")
     }
 

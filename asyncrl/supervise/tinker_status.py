@@ -1,4 +1,4 @@
-"""The state of a server of the Tinker API, from its files, for `asyncrl doctor` and `watch`."""
+"""The state of a Tinker API server from its files, for `asyncrl doctor` and `watch`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
 from asyncrl.records import health_checks, jsonl, metrics, process_log
-from asyncrl.supervise.doctor import last_line
+from asyncrl.supervise.doctor import read_last_line
 
 RULES = (
     health_checks.growing_mismatch,
@@ -36,7 +36,7 @@ def is_model(path: Path) -> bool:
 
 
 def is_running(folder: Path) -> bool:
-    """Return whether a server has the directory open."""
+    """Return whether a server runs in the directory."""
     return process_log.is_alive(folder, SERVER)
 
 
@@ -56,7 +56,7 @@ class LagTotals(NamedTuple):
         return sum(lag * tokens for lag, tokens in self.lags.items()) / max(self.known_tokens, 1)
 
 
-def lag_totals(model: Path) -> LagTotals:
+def sum_lags(model: Path) -> LagTotals:
     """Add up the lags of a model's optimizer steps."""
     lags: Counter[int] = Counter()
     unknown = 0
@@ -67,8 +67,8 @@ def lag_totals(model: Path) -> LagTotals:
     return LagTotals(lags, unknown, rows[-1]["batch"] + 1 if rows else 0)
 
 
-def model_record(model: Path) -> dict[str, Any]:
-    """Return what a model was created from.  Raises ConfigError."""
+def read_model_record(model: Path) -> dict[str, Any]:
+    """Read the record of a model's creation.  Raises ConfigError."""
     try:
         return dict(json.loads((model / MODEL).read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
@@ -76,37 +76,37 @@ def model_record(model: Path) -> dict[str, Any]:
 
 
 def read_ledger(model: Path) -> dict[str, int]:
-    """Return how often a model's sequences were trained; {} before the first one."""
+    """Read how often a model's sequences were trained; {} before the first sequence."""
     try:
         return dict(json.loads((model / LEDGER).read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return {}
 
 
-def processes(server: Path) -> list[dict[str, Any]]:
-    """Describe the processes of a server, as `doctor.processes` does those of a run."""
-    running = is_running(server)
-    newest = process_log.latest_events(server)
+def describe_processes(server: Path) -> list[dict[str, Any]]:
+    """Describe the processes of a server like `doctor.describe_processes`."""
+    server_runs = is_running(server)
+    events = process_log.latest_events(server)
     described = []
     for name in PROCESSES:
-        row = newest.get(name)
-        # a server sees how its workers end, and none outlives it
-        alive = running and row is not None and row["event"] == "began"
-        if row is None:
+        event = events.get(name)
+        # a server records how its workers end, and they do not outlive it
+        process_runs = server_runs and event is not None and event["event"] == "began"
+        if event is None:
             state = f"{name} has not been started"
         else:
-            ended = process_log.end_of(row)
-            state = f"{name} is running (process {row['pid']})" if alive else ended
+            end_text = process_log.end_of(event)
+            state = f"{name} is running (process {event['pid']})" if process_runs else end_text
         log = server / "logs" / f"{name}.log"
         described.append(
             {
                 "name": name,
-                "alive": alive,
-                "known": row is not None,
+                "alive": process_runs,
+                "known": event is not None,
                 "said": state,
-                "code": None if alive or row is None else row.get("code"),
+                "code": None if process_runs or event is None else event.get("code"),
                 "log": str(log) if log.exists() else "",
-                "last_line": last_line(log),
+                "last_line": read_last_line(log),
             }
         )
     return described
@@ -114,24 +114,26 @@ def processes(server: Path) -> list[dict[str, Any]]:
 
 def examine(path: Path) -> dict[str, Any]:
     """Describe a server or one of its models.  Raises ConfigError."""
-    one = (path / MODEL).exists()
-    folders = [path] if one else sorted(note.parent for note in path.glob(f"*/{MODEL}"))
-    server = path.resolve().parent if one else path
+    is_one_model = (path / MODEL).exists()
+    folders = [path] if is_one_model else sorted(note.parent for note in path.glob(f"*/{MODEL}"))
+    server = path.resolve().parent if is_one_model else path
     if not is_server(server):
-        raise ConfigError(f"{path}: no directory of asyncrl tinker (it has no {CONFIG})")
+        raise ConfigError(f"{path}: not a directory of asyncrl tinker (it has no {CONFIG})")
     address = server / "url"
-    running = is_running(server)
+    server_runs = is_running(server)
     return {
-        "running": running,
-        "url": address.read_text(encoding="utf-8").strip() if running and address.exists() else "",
-        "processes": processes(server),
-        "models": [_model(folder) for folder in folders],
+        "running": server_runs,
+        "url": address.read_text(encoding="utf-8").strip()
+        if server_runs and address.exists()
+        else "",
+        "processes": describe_processes(server),
+        "models": [_describe_model(folder) for folder in folders],
     }
 
 
-def _model(folder: Path) -> dict[str, Any]:
-    record = model_record(folder)
-    totals = lag_totals(folder)
+def _describe_model(folder: Path) -> dict[str, Any]:
+    record = read_model_record(folder)
+    totals = sum_lags(folder)
     return {
         "model": record["model"],
         "version": totals.steps or record.get("version", 0),
@@ -140,39 +142,41 @@ def _model(folder: Path) -> dict[str, Any]:
         "trained_tokens": totals.known_tokens + totals.unknown,
         "unknown_tokens": totals.unknown,
         "ledger": read_ledger(folder),
-        "findings": [f"{finding.said}; {ADVICE}" for finding in findings(folder)],
+        "findings": [f"{finding.said}; {ADVICE}" for finding in run_health_checks(folder)],
     }
 
 
-def findings(model: Path) -> list[health_checks.HealthFinding]:
-    """Return what the health checks find in a model's metrics.
+def run_health_checks(model: Path) -> list[health_checks.HealthFinding]:
+    """Apply the health checks to a model's metrics.
 
-    Only those that compare sampler and training apply: rewards are the client's."""
+    Only checks that compare sampling and training apply, because only the client has rewards."""
     rows = metrics.read(model)
     about = health_checks.RunFacts(load.load(model / "config.toml"))
     results = [rule(rows, about) for rule in RULES]
     return [finding for finding in results if finding is not None]
 
 
-def lines(seen: dict[str, Any]) -> list[str]:
-    """Describe the state for a reader."""
-    where = f" at {seen['url']}" if seen["url"] else ""
-    text = [f"the server is running{where}" if seen["running"] else "the server is not running"]
-    for process in seen["processes"]:
-        last = f"; last line of its log: {process['last_line']}" if process["last_line"] else ""
-        text.append(f"  {process['said']}{last}")
-    if not seen["models"]:
-        text.append("no model yet: a training client creates one")
-    for model in seen["models"]:
-        text.append(
+def format_lines(state: dict[str, Any]) -> list[str]:
+    """Describe the state as lines of text."""
+    address = f" at {state['url']}" if state["url"] else ""
+    lines = [f"the server is running{address}" if state["running"] else "the server is not running"]
+    for process in state["processes"]:
+        last_line = (
+            f"; last line of its log: {process['last_line']}" if process["last_line"] else ""
+        )
+        lines.append(f"  {process['said']}{last_line}")
+    if not state["models"]:
+        lines.append("no model yet: a training client creates one")
+    for model in state["models"]:
+        lines.append(
             f"{model['model']}: version {model['version']}, lag mean {model['lag_mean']:.3g} and "
             f"max {model['lag_max']} of {model['trained_tokens']} trained tokens, "
             f"{model['unknown_tokens']} of unknown lag"
         )
         if model["ledger"]:
-            text.append(
+            lines.append(
                 "  sequences: {sampled} sampled = {never_trained} never trained + {trained_once} "
                 "once + {trained_again} more often".format(**model["ledger"])
             )
-        text += [f"  health check: {finding}" for finding in model["findings"]]
-    return text
+        lines += [f"  health check: {finding}" for finding in model["findings"]]
+    return lines

@@ -1,8 +1,8 @@
 """Verifiable tasks: prompts, rewards, held-out and out-of-distribution splits.  Imports no torch.
 
 Training prompts are an endless stream, a function of (seed, index).  Held-out and
-out-of-distribution prompts are fixed sets.  A hash of a problem's canonical form assigns it to one
-split, so the splits are disjoint by construction."""
+out-of-distribution prompts are fixed sets.  A hash of a problem's canonical form assigns the
+problem to one split, so the splits are disjoint by construction."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Task(Protocol):
 
 OTHERS: dict[str, type[Task]] = {
     **{
-        kind.name: kind
-        for kind in (
+        task_class.name: task_class
+        for task_class in (
             calc.CalcTask,
             count.CountTask,
             guess_task.GuessTask,
@@ -43,7 +43,7 @@ OTHERS: dict[str, type[Task]] = {
     **names.TASKS,
 }
 FILE_TASKS: dict[str, type[file.FileTask]] = {
-    kind.name: kind for kind in (file.FileTask, file.EnvironmentPrompts)
+    task_class.name: task_class for task_class in (file.FileTask, file.EnvironmentPrompts)
 }
 NAMES = (
     *synthetic.TASKS,
@@ -55,19 +55,19 @@ NAMES = (
 
 
 def get_task(config: Any) -> Task:
-    """Return the task that `config`, the section `task`, names.
+    """Build the task of `config`, the section `task`.
 
-    Raises ConfigError for an unknown name, with the valid ones."""
+    Raises ConfigError, with the valid names, for an unknown name."""
     if config.name == MixtureTask.name:
         return MixtureTask(config, get_task)
     if config.name in FILE_TASKS:
-        kind = FILE_TASKS[config.name]
-        return kind(config.prompts, config.heldout, config.ood, config.columns)
+        task_class = FILE_TASKS[config.name]
+        return task_class(config.prompts, config.heldout, config.ood, config.columns)
     if config.name.startswith(reasoning.PREFIX):
         return reasoning.ReasoningGymTask(config.name, config.options)
     if config.name in OTHERS:
-        made: Task = OTHERS[config.name]()
-        return made
+        task: Task = OTHERS[config.name]()
+        return task
     if config.name in synthetic.TASKS:
         return synthetic.TASKS[config.name]()
     raise ConfigError(f"task.name = {config.name}: choose one of {', '.join(NAMES)}")

@@ -1,7 +1,7 @@
-"""textarena's games of one player or two as environments.
+"""textarena's games of one or two players as environments.
 
 `agent.env = "textarena:GuessTheNumber-v0"` chooses any game by its id, with `task.name = "seeds"`:
-the game gives the prompts, and a prompt of the task is only a seed.  A two-player game is an
+the game writes the prompts, and a prompt of the task is only a seed.  A two-player game is an
 `ArenaDuel`, whose opponent is in games.py.
 """
 
@@ -18,13 +18,13 @@ from asyncrl.contract.messages import Prompt
 from asyncrl.tasks.games import SeededRandom
 from asyncrl.tasks.synthetic import FIXED
 
-RAW = "-raw"  # a game's own messages, each once: its other forms repeat the history at every turn
+RAW = "-raw"  # id suffix of the form that does not repeat the history at every turn
 ASKED = "1-20:"  # the question of GuessTheNumber in few characters
-GAME = -1  # who speaks, where it is the game itself
+GAME = -1  # sender of the game's own messages
 BRACKETS = re.compile(r"\[[^\[\]]+\]")
 
 
-def games() -> Any:
+def import_textarena() -> Any:
     """Import textarena.  Raises ConfigError if it is not installed."""
     try:
         return importlib.import_module("textarena")
@@ -35,56 +35,56 @@ def games() -> Any:
 
 
 def make_game(name: str) -> Any:
-    """Make a game by its id, in the form without repeated messages.  Raises ConfigError."""
+    """Create a game by its id, in the form without repeated messages.  Raises ConfigError."""
     try:
-        return games().make(name if name.endswith(RAW) else name + RAW)
+        return import_textarena().make(name if name.endswith(RAW) else name + RAW)
     except ValueError as error:
         raise ConfigError(f"agent.env = textarena:{name}: {error}") from error
 
 
 def find_game(name: str, players: int) -> Callable[[], Any]:
-    """Return a function that makes a game for `players` players.
+    """Return a function that creates a game for `players` players.
 
-    The game is begun once, so that an unknown game, or one for other players, fails here and not in
-    every session.  Raises ConfigError."""
-    kind = ArenaDuel if players == 2 else ArenaGame
+    The game is started once, so that an unknown game, or one for another number of players, fails
+    here and not in every session.  Raises ConfigError."""
+    game_class = ArenaDuel if players == 2 else ArenaGame
     make_game(name)
     try:
         with SeededRandom(0):
-            kind(name).reset(seed=0, options={})
+            game_class(name).reset(seed=0, options={})
     except Exception as error:
         hint = (
-            "agent.opponent is for games of two, and of more none is played here"
+            "agent.opponent needs a two-player game; games with more players are not supported"
             if players == 2
-            else "a game of two needs agent.opponent"
+            else "a two-player game needs agent.opponent"
         )
-        said = " ".join(str(error).split())
+        problem = " ".join(str(error).split())
         raise ConfigError(
-            f"agent.env = textarena:{name} cannot be begun with {players} "
-            f"player{'s' * (players > 1)}: {type(error).__name__}: {said}; {hint}"
+            f"agent.env = textarena:{name} does not start with {players} "
+            f"player{'s' * (players > 1)}: {type(error).__name__}: {problem}; {hint}"
         ) from error
-    return partial(kind, name)
+    return partial(game_class, name)
 
 
 class ArenaGame:
     """A single-player game with gymnasium's methods.
 
-    A turn's observation is the game's messages since the last turn, without the policy's own words.
-    The games sample from Python's global generator, so each session keeps its own state of it."""
+    A turn's observation is the game's messages since the last turn, without the policy's own text.
+    The games sample from Python's global generator, so each session has its own state of it."""
 
     def __init__(self, name: str) -> None:
         self.game = make_game(name)
 
     def reset(self, *, seed: int, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Begin a game.  Raises the game's errors, for instance if it needs more players."""
-        self.luck = SeededRandom(seed)
-        with self.luck:
+        """Start a game.  Raises the game's errors, for instance if it needs more players."""
+        self.random = SeededRandom(seed)
+        with self.random:
             self.game.reset(num_players=1, seed=seed)
             return self.take_observation(), {}
 
     def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        with self.luck:
-            done, _ = self.game.step(action=self.action(text))
+        with self.random:
+            done, _ = self.game.step(action=self.format_action(text))
             if not done:
                 return self.take_observation(), 0.0, False, False, {}
             rewards, info = self.game.close()
@@ -93,20 +93,20 @@ class ArenaGame:
                 self.shape_reward(float(rewards[0])),
                 True,
                 False,
-                {"parts": invalid_move_part(info, 0)},
+                {"parts": report_invalid_move(info, 0)},
             )
 
     def take_observation(self) -> str:
         """Return the game's messages since the last call."""
         player, messages = self.game.get_observation()
-        return self.observation_text(
+        return self.format_observation(
             [str(text) for sender, text, *_ in messages if sender != player]
         )
 
-    def action(self, text: str) -> str:
+    def format_action(self, text: str) -> str:
         return text
 
-    def observation_text(self, messages: list[str]) -> str:
+    def format_observation(self, messages: list[str]) -> str:
         return "\n".join(messages)
 
     def shape_reward(self, reward: float) -> float:
@@ -127,14 +127,14 @@ class ArenaDuel:
         """Return the player to move and the messages since that player's last turn."""
         player, messages = self.game.get_observation()
         self.player = player
-        lines = []
+        texts = []
         for sender, text, *_ in messages:
             if sender == GAME:
-                lines.append(str(text))
+                texts.append(str(text))
                 self.listed[player] = BRACKETS.findall(text) or self.listed.get(player, [])
             elif sender != player:
-                lines.append(f"[Player {sender}] {text}")
-        return player, "\n".join(lines)
+                texts.append(f"[Player {sender}] {text}")
+        return player, "\n".join(texts)
 
     def play(self, text: str) -> tuple[float, float] | None:
         done, _ = self.game.step(action=text)
@@ -144,20 +144,20 @@ class ArenaDuel:
         return float(rewards[0]), float(rewards[1])
 
     def moves(self) -> list[str]:
-        """Return the last bracketed texts that the player saw; most games name moves so."""
+        """Return the last bracketed texts that the player received; most games list moves so."""
         return self.listed.get(self.player, [])
 
     def parts(self, player: int) -> dict[str, float]:
-        return invalid_move_part(self.info, player)
+        return report_invalid_move(self.info, player)
 
 
-def invalid_move_part(info: dict[int, Any], player: int) -> dict[str, float]:
-    """Return a reward part that says whether the player's broken rules ended the game."""
+def report_invalid_move(info: dict[int, Any], player: int) -> dict[str, float]:
+    """Return the reward part `invalid`: 1 if the player's invalid move ended the game."""
     return {"invalid": float(bool((info.get(player) or {}).get("invalid_move")))}
 
 
 class SeedPrompts:
-    """Prompts for environments that give their own; each is a number."""
+    """Prompts for environments that write their own; each prompt is a number."""
 
     name = "seeds"
 
@@ -168,4 +168,4 @@ class SeedPrompts:
         return None if split == "train" else FIXED
 
     def reward(self, prompt: Prompt, text: str) -> float:
-        raise ValueError("task.name = seeds has no reward of its own: the environment pays")
+        raise ValueError("task.name = seeds has no reward: the environment gives it")

@@ -1,6 +1,6 @@
 """The task of a run with its own evaluation sets (`evaluation.sets`).
 
-The prompts of a set have its name as their split, by which their reward is chosen."""
+The prompts of a set have its name as their split, which selects their reward."""
 
 from __future__ import annotations
 
@@ -15,26 +15,31 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 from asyncrl.tasks import Task, get_task
 from asyncrl.tasks.file import read_prompts
-from asyncrl.tasks.mixing.mixture import config_of_part
+from asyncrl.tasks.mixing.mixture import resolve_part_task
 
 
 class TaskWithSets:
-    """A task whose splits are those of the run's task, and each set by its name.
+    """A task whose splits are those of the run's task and the names of the sets.
 
-    Files are read when a prompt is asked for: a generator on another machine needs none. Raises
-    ConfigError for a set whose task does not exist; `size` and `prompt` raise it for a file."""
+    A file is read at the first request for its prompts, so a generator on another machine does not
+    need it. Raises ConfigError for a set whose task does not exist; `size` and `prompt` raise it
+    for a file."""
 
     def __init__(self, config: Config) -> None:
         self.task: Any = get_task(config.task)
         self.name: str = self.task.name
         self.columns: Mapping[Any, str] = config.task.columns
-        self.sets = {one.name: one for one in config.evaluation.sets}
+        self.sets = {
+            evaluation_set.name: evaluation_set for evaluation_set in config.evaluation.sets
+        }
         self.files: dict[str, list[Prompt]] = {}
         self.tasks: dict[str, Task] = {}
-        for name, one in self.sets.items():
-            if one.task:
+        for name, evaluation_set in self.sets.items():
+            if evaluation_set.task:
                 try:
-                    self.tasks[name] = get_task(TaskConfig(name=one.task, options=one.options))
+                    self.tasks[name] = get_task(
+                        TaskConfig(name=evaluation_set.task, options=evaluation_set.options)
+                    )
                 except ConfigError as error:
                     raise ConfigError(f"evaluation.sets: {name}: {error}") from error
 
@@ -44,8 +49,8 @@ class TaskWithSets:
             prompt: Prompt = self.task.prompt(split, index, seed)
             return prompt
         if self.sets[split].file:
-            return self._file(split)[index]
-        prompt = self._source(split).prompt(self.sets[split].split, index, seed)
+            return self._read_file(split)[index]
+        prompt = self._find_task(split).prompt(self.sets[split].split, index, seed)
         return msgspec.structs.replace(prompt, split=split)
 
     def size(self, split: str) -> int | None:
@@ -54,14 +59,14 @@ class TaskWithSets:
             size: int | None = self.task.size(split)
             return size
         if self.sets[split].file:
-            return len(self._file(split))
-        return self._source(split).size(self.sets[split].split)
+            return len(self._read_file(split))
+        return self._find_task(split).size(self.sets[split].split)
 
     def reward(self, prompt: Prompt, text: str) -> float | dict[str, float]:
         """Return the reward of the prompt's own task."""
-        return self._source(prompt.split).reward(prompt, text)
+        return self._find_task(prompt.split).reward(prompt, text)
 
-    def _file(self, name: str) -> list[Prompt]:
+    def _read_file(self, name: str) -> list[Prompt]:
         if name not in self.files:
             try:
                 self.files[name] = read_prompts(self.sets[name].file, name, self.columns)
@@ -69,37 +74,37 @@ class TaskWithSets:
                 raise ConfigError(f"evaluation.sets: {name}: {error}") from error
         return self.files[name]
 
-    def _source(self, split: str) -> Task:
+    def _find_task(self, split: str) -> Task:
         source: Task = self.tasks.get(split, self.task)
         return source
 
 
-def task_of(config: Config) -> Any:
-    """Return the task of a run, with its sets if it has any.  Raises ConfigError."""
+def build_task(config: Config) -> Any:
+    """Build the task of a run, with its evaluation sets if it has any.  Raises ConfigError."""
     return TaskWithSets(config) if config.evaluation.sets else get_task(config.task)
 
 
-def configs_of_rewards(config: Config) -> dict[str, Config]:
-    """Return the configs of what has a reward of its own, by the split or the task of its prompts.
+def resolve_reward_configs(config: Config) -> dict[str, Config]:
+    """Return the configs of evaluation sets and parts of a mixture with their own reward.
 
-    These are evaluation sets and parts of a mixture, whose names differ."""
+    The key is the split or the task of their prompts; the names differ."""
     parts = {
         part.title: msgspec.structs.replace(
             config,
-            task=config_of_part(part),
-            reward=_of_function(config, part.reward, part.judge, part.reward_model),
+            task=resolve_part_task(part),
+            reward=_replace_reward(config, part.reward, part.judge, part.reward_model),
         )
         for part in config.task.mixture
         if part.has_own_reward
     }
-    own = (one for one in config.evaluation.sets if scored_by_itself(one))
-    return parts | {one.name: config_of_set(config, one) for one in own}
+    sets = filter(has_own_reward, config.evaluation.sets)
+    return parts | {chosen.name: resolve_set_config(config, chosen) for chosen in sets}
 
 
-def config_of_part_alone(config: Config, title: str) -> Config:
-    """Return the config of a run with one part of a mixture.
+def resolve_part_config(config: Config, title: str) -> Config:
+    """Return the config of a run with only one part of a mixture.
 
-    Raises ConfigError for a part that the mixture lacks."""
+    Raises ConfigError for a part that the mixture does not have."""
     parts = {part.title: part for part in config.task.mixture}
     if title not in parts:
         labels = ", ".join(parts) or "none: the config has no mixture"
@@ -107,13 +112,13 @@ def config_of_part_alone(config: Config, title: str) -> Config:
     part = parts[title]
     return msgspec.structs.replace(
         config,
-        task=config_of_part(part),
+        task=resolve_part_task(part),
         agent=config.agents.get(title, config.agent),
-        reward=configs_of_rewards(config).get(title, config).reward,
+        reward=resolve_reward_configs(config).get(title, config).reward,
     )
 
 
-def _of_function(
+def _replace_reward(
     config: Config,
     function: str,
     judge: JudgeConfig = JudgeConfig(),
@@ -122,15 +127,19 @@ def _of_function(
     return msgspec.structs.replace(config.reward, function=function, judge=judge, model=model)
 
 
-def scored_by_itself(one: EvaluationSetConfig) -> bool:
-    """Whether a set has another reward than the run."""
-    return bool(one.task or one.reward)
+def has_own_reward(evaluation_set: EvaluationSetConfig) -> bool:
+    """Return whether a set has another reward than the run."""
+    return bool(evaluation_set.task or evaluation_set.reward)
 
 
-def config_of_set(config: Config, one: EvaluationSetConfig) -> Config:
-    """Return a config whose task and reward are those of a set that is scored by itself."""
+def resolve_set_config(config: Config, evaluation_set: EvaluationSetConfig) -> Config:
+    """Return a config with the task and the reward of a set that has its own reward."""
     replace = msgspec.structs.replace
-    reward = _of_function(config, one.reward)
-    if one.task:
-        return replace(config, task=TaskConfig(name=one.task, options=one.options), reward=reward)
+    reward = _replace_reward(config, evaluation_set.reward)
+    if evaluation_set.task:
+        return replace(
+            config,
+            task=TaskConfig(name=evaluation_set.task, options=evaluation_set.options),
+            reward=reward,
+        )
     return replace(config, reward=reward)

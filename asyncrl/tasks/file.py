@@ -1,7 +1,7 @@
 """Prompts from files and data sets with `prompt` or `messages` (chat turns), and `answer`.
 
-A column `image` or `images` holds a prompt's images. The reward function gets other columns in
-`prompt.meta`, as text or JSON.
+A column `image` or `images` holds a prompt's images. The reward function receives the other columns
+in `prompt.meta`, as text or JSON.
 """
 
 from __future__ import annotations
@@ -18,53 +18,53 @@ from asyncrl.contract.blobs.images import digest
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 from asyncrl.tasks.data.image_columns import IMAGE_COLUMNS, holds_images, read_images
-from asyncrl.tasks.data.rows import files_of, read_rows
+from asyncrl.tasks.data.rows import find_files, read_rows
 
-# common names of a prompt in data sets
+# common names of the prompt column in data sets
 PROMPT_COLUMNS = ("question", "problem", "query", "instruction", "input", "text", "prompts")
 RIGHT = 0.75  # share of correct demonstrations in a warm start
-MOST_SYMBOLS = 256  # of a model whose tokens are characters
+MOST_SYMBOLS = 256  # most characters of a model whose tokens are characters
 
 
-def turns_of(where: str, found: Any) -> list[dict[str, str]]:
-    """Return chat turns with only role and content.  Raises ConfigError for invalid ones."""
-    if not isinstance(found, list) or not all(
+def parse_turns(where: str, value: Any) -> list[dict[str, str]]:
+    """Return chat turns with only role and content.  Raises ConfigError for invalid turns."""
+    if not isinstance(value, list) or not all(
         isinstance(turn, dict)
         and isinstance(turn.get("role"), str)
         and isinstance(turn.get("content"), str)
-        for turn in found
+        for turn in value
     ):
         raise ConfigError(
-            f"{where}: `messages` must be a list, and each of them needs a `role` and a `content`, "
-            "both text"
+            f"{where}: `messages` must be a list of objects with a `role` and a `content`, both "
+            "text"
         )
-    return [{"role": turn["role"], "content": turn["content"]} for turn in found]
+    return [{"role": turn["role"], "content": turn["content"]} for turn in value]
 
 
-def _text(value: Any) -> str:
+def _to_text(value: Any) -> str:
     return (
         value if isinstance(value, str) else "" if value is None else json.dumps(value, default=str)
     )
 
 
-def _renamed(where: str, row: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    """Apply `task.columns` (our name -> the file's), and move chat turns in `prompt` to `messages`.
+def _rename_columns(where: str, row: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    """Apply `task.columns` (our name -> the file's) and move chat turns in `prompt` to `messages`.
 
-    TRL keeps chat turns in `prompt`.  Raises ConfigError for a missing column."""
-    for ours, theirs in columns.items():
-        if theirs not in row:
+    TRL stores chat turns in `prompt`.  Raises ConfigError for a missing column."""
+    for name, column in columns.items():
+        if column not in row:
             raise ConfigError(
-                f"{where}: task.columns: has no column `{theirs}`; it has "
+                f"{where}: task.columns: has no column `{column}`; it has "
                 f"{', '.join(map(str, row))}"
             )
-        value = row[theirs] if ours == "answer" else row.pop(theirs)
-        row = row | {ours: value}
+        value = row[column] if name == "answer" else row.pop(column)
+        row = row | {name: value}
     if isinstance(row.get("prompt"), list) and not row.get("messages"):
         row = row | {"messages": row["prompt"], "prompt": ""}
     return row
 
 
-def _prompt(
+def _build_prompt(
     where: str,
     row: Any,
     number: int,
@@ -72,11 +72,11 @@ def _prompt(
     columns: Mapping[str, str] = {},
     folder: Path = Path(),
 ) -> Prompt:
-    """Convert one row to a Prompt.  Raises ConfigError that begins with `where`.
+    """Convert one row to a Prompt.  Raises ConfigError that starts with `where`.
 
-    folder: of the file, which its paths of images are relative to."""
+    folder: directory of the file, which paths of images are relative to."""
     if isinstance(row, dict):
-        row = _renamed(where, dict(row), columns)
+        row = _rename_columns(where, dict(row), columns)
     if not isinstance(row, dict) or not (isinstance(row.get("prompt"), str) or row.get("messages")):
         likely = next(
             (name for name in PROMPT_COLUMNS if isinstance(row, dict) and name in row), ""
@@ -91,10 +91,9 @@ def _prompt(
         )
     if row.get("prompt") and row.get("messages"):
         raise ConfigError(
-            f"{where}: has both `prompt` and `messages`; the model reads one of them: remove the "
-            "other"
+            f"{where}: has both `prompt` and `messages`; the model reads only one: remove the other"
         )
-    turns = turns_of(where, row.get("messages") or [])
+    turns = parse_turns(where, row.get("messages") or [])
     text = row.get("prompt") or (turns[-1]["content"] if turns else "")
     if not text:
         raise ConfigError(f"{where}: the prompt is empty")
@@ -102,12 +101,12 @@ def _prompt(
     images = [
         blob for name in columns_of_images for blob in read_images(where, name, row[name], folder)
     ]
-    own = ("prompt", "messages", "answer", *columns_of_images)
-    meta = {str(k): _text(v) for k, v in row.items() if k not in own}
+    used = ("prompt", "messages", "answer", *columns_of_images)
+    meta = {str(k): _to_text(v) for k, v in row.items() if k not in used}
     return Prompt(
         number,
         text,
-        _text(row.get("answer")),
+        _to_text(row.get("answer")),
         turns,
         meta,
         split,
@@ -119,24 +118,24 @@ def read_prompts(path: str, split: str, columns: Mapping[str, str] = {}) -> list
     """Read all prompts of a file.
 
     Raises ConfigError with file and line (parquet: row) for an unusable row."""
-    files = files_of(path)
+    files = find_files(path)
     if files is None:
         key = {"train": "task.prompts: ", "heldout": "task.heldout: ", "ood": "task.ood: "}
         raise ConfigError(f"{key.get(split, '')}{path} is not a file")
     rows = ((file.parent, *row) for file in files for row in read_rows(file))
-    out = [
-        _prompt(where, row, number, split, columns, folder)
+    prompts = [
+        _build_prompt(where, row, number, split, columns, folder)
         for number, (folder, where, row) in enumerate(rows)
     ]
-    if not out:
-        raise ConfigError(f"{path}: no prompts in it")
-    return out
+    if not prompts:
+        raise ConfigError(f"{path}: has no prompts")
+    return prompts
 
 
-def canonical(prompt: Prompt) -> str:
+def canonicalize(prompt: Prompt) -> str:
     """Return the text that identifies a problem: the model's input without surrounding space.
 
-    Images are part of it by their digests."""
+    It contains the digests of the images."""
     text = (
         json.dumps([[m["role"], m["content"].strip()] for m in prompt.messages])
         if prompt.messages
@@ -152,39 +151,39 @@ class FileTask:
     that is also in `heldout` or `ood` is excluded from training.
 
     overlap: number of excluded prompts.
-    unanswered: training prompts without an answer."""
+    unanswered: number of training prompts without an answer."""
 
     name = "file"
     steps = 250  # of the warm start
-    unset = "give the file of prompts (task.name = file)"  # where there is none
+    unset = "give the file of prompts (task.name = file)"  # error if task.prompts is empty
 
     def __init__(
         self, prompts: str, heldout: str = "", ood: str = "", columns: Mapping[str, str] = {}
     ) -> None:
         if not prompts:
             raise ConfigError(f"task.prompts: {self.unset}")
-        every = read_prompts(prompts, "train", columns)
+        prompts_read = read_prompts(prompts, "train", columns)
         self.sets: dict[str, list[Prompt]] = {
             "heldout": read_prompts(heldout, "heldout", columns) if heldout else [],
             "ood": read_prompts(ood, "ood", columns) if ood else [],
         }
-        kept = {canonical(file) for rows in self.sets.values() for file in rows}
-        fresh = [file for file in every if canonical(file) not in kept]
-        self.overlap = len(every) - len(fresh)
+        fixed = {canonicalize(file) for rows in self.sets.values() for file in rows}
+        fresh = [file for file in prompts_read if canonicalize(file) not in fixed]
+        self.overlap = len(prompts_read) - len(fresh)
         if not heldout:
-            problems = sorted({canonical(file) for file in fresh})
+            problems = sorted({canonicalize(file) for file in fresh})
             if len(problems) < 2:
                 raise ConfigError(
                     f"{prompts}: {len(problems)} prompt(s) cannot be both trained on and held out; "
                     "give task.heldout"
                 )
-            chosen = set(random.Random(0).sample(problems, max(1, len(problems) // 10)))
+            heldout_problems = set(random.Random(0).sample(problems, max(1, len(problems) // 10)))
             self.sets["heldout"] = [
                 msgspec.structs.replace(file, split="heldout")
                 for file in fresh
-                if canonical(file) in chosen
+                if canonicalize(file) in heldout_problems
             ]
-            fresh = [file for file in fresh if canonical(file) not in chosen]
+            fresh = [file for file in fresh if canonicalize(file) not in heldout_problems]
         if not fresh:
             raise ConfigError(
                 f"{prompts}: every prompt is also in task.heldout or task.ood; nothing is left to "
@@ -195,19 +194,19 @@ class FileTask:
         self._order: tuple[tuple[int, int], list[int]] = ((-1, -1), [])
 
     def prompt(self, split: str, index: int, seed: int) -> Prompt:
-        """Training goes through the file again and again, shuffled anew by (seed, pass)."""
+        """Return a prompt; training repeats the file, shuffled by (seed, pass)."""
         rows = self.sets[split]
         if split != "train":
             return rows[index % len(rows)]
-        turn, at = divmod(index, len(rows))
-        if self._order[0] != (seed, turn):
+        pass_number, position = divmod(index, len(rows))
+        if self._order[0] != (seed, pass_number):
             order = list(range(len(rows)))
-            random.Random(f"{seed}:{turn}").shuffle(order)
-            self._order = ((seed, turn), order)
-        return rows[self._order[1][at]]
+            random.Random(f"{seed}:{pass_number}").shuffle(order)
+            self._order = ((seed, pass_number), order)
+        return rows[self._order[1][position]]
 
     def size(self, split: str) -> int | None:
-        """Prompts in a fixed split; None for the endless training stream."""
+        """Return the number of prompts in a fixed split; None for the endless training stream."""
         return None if split == "train" else len(self.sets[split])
 
     @property
@@ -217,44 +216,45 @@ class FileTask:
         texts += [file.answer for file in self.sets["train"]]
         return "".join(sorted(set().union(*texts)))
 
-    def demonstrations(self, number: int, seed: int) -> list[tuple[str, str]]:
-        """n pairs (prompt, answer) of training prompts for the warm start of a tiny model; a
-        quarter of the answers are those of other prompts, so that something is left to learn.
+    def make_demonstrations(self, number: int, seed: int) -> list[tuple[str, str]]:
+        """Return `number` pairs (prompt, answer) for the warm start of a tiny model.
 
-        Raises ConfigError for chats, for prompts without an answer, and for too many characters."""
+        A quarter of the answers belong to other prompts, so that RL has something to learn. Raises
+        ConfigError for chats, for prompts without an answer, and for too many characters."""
         rows = self.sets["train"]
         if any(file.images for rows in self.sets.values() for file in rows):
-            why = "prompts have images, which a model built for text does not read"
+            problem = "prompts have images, which a model built for text does not read"
         elif any(file.messages for rows in self.sets.values() for file in rows):
-            why = "prompts are chats (`messages`), which it has no template for"
+            problem = "prompts are chats (`messages`), which it has no template for"
         elif self.unanswered:
-            why = f"{self.unanswered} of {len(rows)} training prompts have no answer to learn from"
+            problem = (
+                f"{self.unanswered} of {len(rows)} training prompts have no answer to learn from"
+            )
         elif len(self.symbols) > MOST_SYMBOLS:
-            why = f"texts have {len(self.symbols)} different characters, {MOST_SYMBOLS} at most"
+            problem = f"texts have {len(self.symbols)} different characters, {MOST_SYMBOLS} at most"
         else:
-            chance = random.Random(f"file:demo:{seed}")
-            asked = chance.choices(rows, k=number)
-            given = [file if chance.random() < RIGHT else chance.choice(rows) for file in asked]
-            return [(file.text, g.answer) for file, g in zip(asked, given, strict=True)]
+            rng = random.Random(f"file:demo:{seed}")
+            chosen = rng.choices(rows, k=number)
+            answering = [file if rng.random() < RIGHT else rng.choice(rows) for file in chosen]
+            return [(file.text, a.answer) for file, a in zip(chosen, answering, strict=True)]
         raise ConfigError(
-            f"model.warm_start: cannot build a tiny model: {why}; point model.path at a model of "
-            "your own"
+            f"model.warm_start: cannot build a tiny model: {problem}; set model.path to your own "
+            "model"
         )
 
     def reward(self, prompt: Prompt, text: str) -> float | dict[str, float]:
-        """1 when the answer is met exactly, white space aside; give `reward.function` for anything
-        else.
+        """Return 1 for the exact answer, up to surrounding white space, otherwise 0.
 
-        A prompt without an answer gives 0: silence, which would equal it, is not what it asks for.
-        """
+        A prompt without an answer gives 0, because an empty response would equal it. Another reward
+        needs `reward.function`."""
         return float(bool(prompt.answer) and text.strip() == prompt.answer.strip())
 
 
 class EnvironmentPrompts(FileTask):
-    """The rows of the data sets of `agent.env`, from files that are written before the run."""
+    """The rows of the data sets of `agent.env`, from files written before the run."""
 
     name = "env"
     unset = "is empty; `asyncrl run` writes the rows of agent.env's data sets to files"
 
     def reward(self, prompt: Prompt, text: str) -> float | dict[str, float]:
-        raise ValueError("task.name = env has no reward of its own: the environment pays")
+        raise ValueError("task.name = env has no reward: the environment gives it")

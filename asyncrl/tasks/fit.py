@@ -1,8 +1,8 @@
-"""Supervised training: the next-token loss on answers that are given, one optimizer step at a time.
+"""Supervised training: the next-token loss on given answers, one optimizer step at a time.
 
-Rows are packed by the packed forward where the model has one: linear layers see no padding, and
-attention pads within a micro-batch only.  The warm start of tiny models and `asyncrl sft` are both
-made of this."""
+Examples are packed if the model has a packed forward: linear layers process no padding, and
+attention pads only within a micro-batch.  The warm start of tiny models and `asyncrl sft` both use
+this module."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from asyncrl.models.policy import PolicyModel
 class FitExample(NamedTuple):
     """One example of supervised training.
 
-    prompt: int32 [P], only read.
-    answer: int32 [T], learned, with its end token.
+    prompt: int32 [P], not in the loss.
+    answer: int32 [T], in the loss, with its end token.
     images: the blobs of the prompt's image tokens."""
 
     prompt: np.ndarray
@@ -34,54 +34,58 @@ class FitExample(NamedTuple):
         return len(self.prompt) + len(self.answer)
 
 
-def learning_rate_share(training: SftTraining, step: int) -> float:
+def scale_learning_rate(training: SftTraining, step: int) -> float:
     """Return the share of the learning rate at `step`, counted from 0.
 
     >>> training = SftTraining(steps=100, warmup_steps=20, lr_end=0.05)
-    >>> [round(learning_rate_share(training, step), 2) for step in (0, 19, 50, 99)]
+    >>> [round(scale_learning_rate(training, step), 2) for step in (0, 19, 50, 99)]
     [0.05, 0.81, 0.5, 0.05]
     """
     warm = (step + 1) / max(training.warmup_steps, 1)
     if training.schedule == "constant":
         return min(warm, 1.0)
-    left = 1 - step / training.steps
+    decay = 1 - step / training.steps
     if training.schedule == "cosine":
-        left = (1 + math.cos(math.pi * step / training.steps)) / 2
-    return min(warm, max(training.lr_end, left))
+        decay = (1 + math.cos(math.pi * step / training.steps)) / 2
+    return min(warm, max(training.lr_end, decay))
 
 
-def micro_batches(rows: Sequence[FitExample], most: int) -> list[list[FitExample]]:
-    """Divide `rows` into passes of at most `most` tokens, padded to the longest row of each.
+def split_micro_batches(examples: Sequence[FitExample], limit: int) -> list[list[FitExample]]:
+    """Split `examples` into passes of at most `limit` tokens, padded to the longest of each.
 
-    If one pass is enough, the order stays; otherwise the rows are sorted by length.  A row with
-    more tokens gets its own pass."""
-    if len(rows) * max(row.size for row in rows) <= most:
-        return [list(rows)]
+    If one pass is enough, the order stays; otherwise the examples are sorted by length.  An example
+    with more than `limit` tokens gets its own pass."""
+    if len(examples) * max(example.size for example in examples) <= limit:
+        return [list(examples)]
     passes: list[list[FitExample]] = [[]]
-    for row in sorted(rows, key=lambda row: row.size):
-        if passes[-1] and (len(passes[-1]) + 1) * row.size > most:
+    for example in sorted(examples, key=lambda example: example.size):
+        if passes[-1] and (len(passes[-1]) + 1) * example.size > limit:
             passes.append([])
-        passes[-1].append(row)
+        passes[-1].append(example)
     return passes
 
 
-def batch_at(
-    rows: Sequence[FitExample], training: SftTraining, seed: int, step: int
+def select_batch(
+    examples: Sequence[FitExample], training: SftTraining, seed: int, step: int
 ) -> list[FitExample]:
-    """Return the rows of a step from repeated passes over the file, each shuffled by (seed, pass).
+    """Return the examples of a step from repeated passes, each shuffled by (seed, pass).
 
     A batch may span two passes.  The result depends only on the arguments, so that a resumed run
-    continues with the same rows."""
-    wanted = range(step * training.batch, (step + 1) * training.batch)
-    turns = sorted({place // len(rows) for place in wanted})
+    continues with the same examples."""
+    positions = range(step * training.batch, (step + 1) * training.batch)
+    turns = sorted({position // len(examples) for position in positions})
     orders = {
-        turn: np.random.default_rng([seed, turn]).permutation(len(rows)).tolist() for turn in turns
+        turn: np.random.default_rng([seed, turn]).permutation(len(examples)).tolist()
+        for turn in turns
     }
-    return [rows[orders[place // len(rows)][place % len(rows)]] for place in wanted]
+    return [
+        examples[orders[position // len(examples)][position % len(examples)]]
+        for position in positions
+    ]
 
 
 class ModelFitter:
-    """A model with its optimizer; `number` counts its steps."""
+    """A model with its optimizer; `number` counts the steps."""
 
     def __init__(self, model: PolicyModel, training: SftTraining) -> None:
         self.model = model
@@ -95,16 +99,16 @@ class ModelFitter:
             fused=True,
         )
 
-    def step(self, rows: Sequence[FitExample]) -> float:
-        """Make one optimizer step on `rows` and return its loss, in nats per answer token.
+    def step(self, examples: Sequence[FitExample]) -> float:
+        """Make one optimizer step on `examples`; return its loss in nats per answer token.
 
-        Raises NotFiniteError, and then leaves the weights unchanged."""
+        If it raises NotFiniteError, the weights are unchanged."""
         self.model.hf.train()
-        tokens = sum(len(row.answer) for row in rows)
+        tokens = sum(len(example.answer) for example in examples)
         self.optimizer.zero_grad(set_to_none=True)
         total = 0.0
-        for part in micro_batches(rows, self.training.micro_batch_tokens):
-            loss = self._loss(part) / tokens
+        for micro_batch in split_micro_batches(examples, self.training.micro_batch_tokens):
+            loss = self._sum_loss(micro_batch) / tokens
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         norm = torch.nn.utils.clip_grad_norm_(
@@ -116,24 +120,26 @@ class ModelFitter:
                 f"{self.training.lr:g} is too large"
             )
         for group in self.optimizer.param_groups:
-            group["lr"] = self.training.lr * learning_rate_share(self.training, self.number)
+            group["lr"] = self.training.lr * scale_learning_rate(self.training, self.number)
         self.optimizer.step()
         self.number += 1
         return total
 
     @torch.no_grad()
-    def loss(self, rows: Sequence[FitExample]) -> float:
-        """Return the mean loss on `rows` in nats per answer token, without training on them."""
+    def measure_loss(self, examples: Sequence[FitExample]) -> float:
+        """Return the mean loss on `examples` in nats per answer token, without training."""
         self.model.hf.eval()
-        parts = micro_batches(rows, self.training.micro_batch_tokens)
-        return sum(float(self._loss(part)) for part in parts) / sum(len(r.answer) for r in rows)
-
-    def _loss(self, rows: Sequence[FitExample]) -> torch.Tensor:
-        """Return minus the sum of the answers' log-probabilities."""
-        out = self.model.logprobs(
-            [row.prompt for row in rows],
-            [row.answer for row in rows],
-            torch.ones(len(rows)),
-            images=[row.images for row in rows],
+        micro_batches = split_micro_batches(examples, self.training.micro_batch_tokens)
+        return sum(float(self._sum_loss(micro_batch)) for micro_batch in micro_batches) / sum(
+            len(example.answer) for example in examples
         )
-        return -out.logprobs.sum()
+
+    def _sum_loss(self, examples: Sequence[FitExample]) -> torch.Tensor:
+        """Return the negative sum of the answers' log-probabilities."""
+        scores = self.model.logprobs(
+            [example.prompt for example in examples],
+            [example.answer for example in examples],
+            torch.ones(len(examples)),
+            images=[example.images for example in examples],
+        )
+        return -scores.logprobs.sum()

@@ -1,14 +1,15 @@
 """Two-player games as environments: the policy plays one side, `agent.opponent` the other.
 
 ```
- step(answer) --> the game --> the policy's turn: the next observation
-                    ^    \\--> the opponent's: random, a function: its move --+
-                    |    \\--> "self": an observation, answered by the policy |
-                    +---------------------------------------------------------+
+ step(response) --> the game --> the policy's turn: the next observation
+                      ^    \\--> turn of a random opponent or a function: its move -----+
+                      |    \\--> turn of "self": an observation, the policy's response -|
+                      +----------------------------------------------------------------+
 ```
 
-A group plays one side of one game, because its samples are compared; the parity of the seed chooses
-the side.  Each session has its own state of Python's global generator (SeededRandom)."""
+All samples of a group play the same side of one game, because they are compared; the parity of the
+seed chooses the side.  Each session has its own state of Python's global generator
+(SeededRandom)."""
 
 from __future__ import annotations
 
@@ -20,39 +21,39 @@ from typing import Any, NamedTuple, Protocol
 from asyncrl.config.agents import RANDOM
 from asyncrl.contract.errors import ConfigError
 
-NEEDS = ("reset", "turn", "play")
-DEALT = 100  # games in a row that may end before the policy's first turn
+NEEDS = ("reset", "turn", "play")  # methods of every game
+DEALT = 100  # most games in a row that may end before the policy's first turn
 
 
 class TwoPlayerGame(Protocol):
     """Interface of a game between the players 0 and 1, in one session.
 
-    The game decides what a broken rule costs; an exception fails the session.  For random moves it
-    also needs `moves()`, the texts that may be played now.  Optional: `parts(player)`, named
+    The game decides the reward of an invalid move; an exception fails the session.  A random
+    opponent also needs `moves()`, the list of legal moves.  Optional: `parts(player)`, named
     numbers for the metrics."""
 
     def reset(self, *, seed: int, options: dict[str, Any]) -> Any:
-        """Begin a game; options are those of an environment."""
+        """Start a game; options are those of an environment."""
 
     def turn(self) -> tuple[int, str]:
         """Return the player to move and its observation; called once before each move."""
 
     def play(self, text: str) -> Sequence[float] | None:
-        """Make that player's move; return the rewards of 0 and 1 if it ended the game."""
+        """Make that player's move; return the rewards of players 0 and 1 if it ends the game."""
 
 
 Opponent = Callable[[Any, str], Any]
 
 
 class OpponentMove(NamedTuple):
-    """A move of the opponent in the environment, and the observation before it."""
+    """A move of the opponent and the observation before it."""
 
-    told: str
+    observation: str
     move: str
 
 
 class SeededRandom:
-    """A separate state of Python's global random generator, active inside `with`."""
+    """A separate state of Python's global random generator that is active inside `with`."""
 
     def __init__(self, seed: int) -> None:
         outer = random.getstate()
@@ -74,124 +75,129 @@ class SeededRandom:
         random.setstate(self.outer)
 
 
-def random_move(game: Any, _text: str) -> str:
-    """Play agent.opponent = "random".  Raises ValueError if the game names no move."""
+def choose_random_move(game: Any, _text: str) -> str:
+    """Choose the move of agent.opponent = "random".  Raises ValueError if there are none."""
     moves = list(game.moves())
     if not moves:
-        raise ValueError("the game names no move to choose from; give module:function")
+        raise ValueError("the game lists no legal moves; set agent.opponent to module:function")
     return str(random.choice(moves))
 
 
-def text_opponent(function: Callable[[str], Any]) -> Opponent:
-    """Make the opponent of a function, which reads all observations and moves of its side."""
+def make_text_opponent(function: Callable[[str], Any]) -> Opponent:
+    """Wrap a function that receives all observations and moves of its side as an opponent."""
     return lambda _game, text: function(text)
 
 
-def check(kind: Any, name: str, opponents: Sequence[str]) -> None:
+def check(factory: Any, name: str, opponents: Sequence[str]) -> None:
     """Check that the class of agent.env has the methods that its opponents need.
 
-    A function that makes the environment is not checked.  Raises ConfigError."""
-    if not isinstance(kind, type):
+    A function that creates the environment is not checked.  Raises ConfigError."""
+    if not isinstance(factory, type):
         return
     if not opponents:
-        if hasattr(kind, "turn") and not hasattr(kind, "step"):
+        if hasattr(factory, "turn") and not hasattr(factory, "step"):
             raise ConfigError(
-                f"agent.env = {name} is a game of two: who plays the other side?  Give "
-                "agent.opponent"
+                f"agent.env = {name} is a two-player game: set agent.opponent, which plays the "
+                "other side"
             )
         return
     needs = (*NEEDS, "moves") if RANDOM in opponents else NEEDS
-    missing = [each for each in needs if not hasattr(kind, each)]
+    missing = [method for method in needs if not hasattr(factory, method)]
     if missing:
         raise ConfigError(
-            f"agent.env = {name} has no {missing[0]}: with an opponent it is a game of two, which "
-            f"has {', '.join(needs)}; leave agent.opponent out for one of a single player"
+            f"agent.env = {name} has no {missing[0]}: with an opponent it must be a two-player "
+            f"game with {', '.join(needs)}; leave agent.opponent out for a single player"
         )
 
 
 class GameMatch:
     """A game with its opponent (None: "self"), as an environment with gymnasium's methods.
 
-    A game that ends before the policy's first turn trains nothing, so another is begun.
+    A game that ends before the policy's first turn trains nothing, so another one starts.
 
-    asked: 0 if the policy is to answer, otherwise the number of the game in which the opponent is.
-    told: the opponent's moves in the last reset or step."""
+    asked: 0 if it is the policy's turn, otherwise the number of the game in which it is the
+        opponent's turn.
+    opponent_moves: the opponent's moves in the last reset or step."""
 
     def __init__(self, game: Any, name: str, opponent: Opponent | None) -> None:
         self.game = game
         self.name = name
         self.opponent = opponent
-        self.asked = self.dealt = 0
-        self.told: list[OpponentMove] = []
+        self.asked = self.games_started = 0
+        self.opponent_moves: list[OpponentMove] = []
 
     def reset(self, *, seed: int, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Begin a session.  Raises the game's errors, and RuntimeError for the opponent's."""
+        """Start a session.  Raises the game's errors, and RuntimeError for the opponent's."""
         self.seed, self.options = seed, options
         self.side = seed % 2
-        self.begun = False  # the policy has had a turn
-        self.luck = SeededRandom(seed)
-        self.told = []
-        with self.luck:
+        self.has_started = False  # the policy has had a turn
+        self.random = SeededRandom(seed)
+        self.opponent_moves = []
+        with self.random:
             self._start_game()
-            said, _ = self._advance(None)
-        return said, {}
+            observation, _ = self._advance(None)
+        return observation, {}
 
     def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Play the answer of the side that was asked.  Raises as `reset`."""
-        self.told = []
-        with self.luck:
-            said, paid = self._advance(self.game.play(text))
-            if paid is None:
-                return said, 0.0, False, False, {}
+        """Play the response of the side whose turn it is.  Raises like `reset`."""
+        self.opponent_moves = []
+        with self.random:
+            observation, rewards = self._advance(self.game.play(text))
+            if rewards is None:
+                return observation, 0.0, False, False, {}
             parts = self.game.parts(self.side) if hasattr(self.game, "parts") else {}
-        own, other = float(paid[self.side]), float(paid[1 - self.side])
-        return "", own, True, False, {"parts": {"won": float(own > other), **parts}}
+        own_reward, opponent_reward = float(rewards[self.side]), float(rewards[1 - self.side])
+        parts = {"won": float(own_reward > opponent_reward), **parts}
+        return "", own_reward, True, False, {"parts": parts}
 
     def close(self) -> None:
         if hasattr(self.game, "close"):
             self.game.close()
 
     def _start_game(self) -> None:
-        """Begin the session's game, or another one after a game without a turn of the policy."""
-        if self.dealt == DEALT:
+        """Start the session's game, or another one after a game without a turn of the policy."""
+        if self.games_started == DEALT:
             raise RuntimeError(f"{DEALT} games in a row ended before the policy's first turn")
-        self.heard: list[str] = []  # the opponent's observations and moves
-        self.game.reset(seed=self.seed + 2 * self.dealt, options=self.options)
-        self.dealt += 1
+        self.opponent_history: list[str] = []  # the opponent's observations and moves
+        self.game.reset(seed=self.seed + 2 * self.games_started, options=self.options)
+        self.games_started += 1
 
-    def _advance(self, paid: Sequence[float] | None) -> tuple[str, Sequence[float] | None]:
-        """Advance from a move to the next answer of the policy (or of "self").
+    def _advance(self, rewards: Sequence[float] | None) -> tuple[str, Sequence[float] | None]:
+        """Advance from a move to the next turn of the policy (or of "self").
 
-        Returns its observation and None, or "" and the rewards at the end of the game.  paid: the
-        rewards after the move; None: the game continues."""
+        Return its observation and None, or "" and the rewards at the end of the game.
+
+        rewards: the rewards after the move; None: the game continues."""
         while True:
-            if paid is not None:
-                if self.begun:
-                    return "", paid
+            if rewards is not None:
+                if self.has_started:
+                    return "", rewards
                 self._start_game()
-            player, said = self.game.turn()
+            player, observation = self.game.turn()
             if player not in (0, 1):
-                raise ValueError(f"it is the turn of player {player}: a game of two has 0 and 1")
-            self.asked = 0 if player == self.side else self.dealt
-            self.begun = self.begun or not self.asked
+                raise ValueError(
+                    f"the game returned player {player}: a two-player game has players 0 and 1"
+                )
+            self.asked = 0 if player == self.side else self.games_started
+            self.has_started = self.has_started or not self.asked
             if not self.asked or self.opponent is None:
-                return said, None
-            paid = self.game.play(self._opponent_move(said))
+                return observation, None
+            rewards = self.game.play(self._play_opponent(observation))
 
-    def _opponent_move(self, said: str) -> str:
+    def _play_opponent(self, observation: str) -> str:
         """Return the opponent's move.  Raises RuntimeError if it raises or returns no text."""
         assert self.opponent is not None
-        self.heard.append(said)
+        self.opponent_history.append(observation)
         try:
-            move = self.opponent(self.game, "\n".join(self.heard))
+            move = self.opponent(self.game, "\n".join(self.opponent_history))
         except Exception as error:
             raise RuntimeError(
                 f"the opponent {self.name} raised {type(error).__name__}: {error}"
             ) from error
         if not isinstance(move, str):
             raise RuntimeError(
-                f"the opponent {self.name} gave {type(move).__name__}, not the text of a move"
+                f"the opponent {self.name} returned {type(move).__name__}, not the text of a move"
             )
-        self.heard.append(move)
-        self.told.append(OpponentMove(said, move))
+        self.opponent_history.append(move)
+        self.opponent_moves.append(OpponentMove(observation, move))
         return move

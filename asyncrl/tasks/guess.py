@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-from asyncrl.tasks.arena import ASKED, ArenaGame, games
+from asyncrl.tasks.arena import ASKED, ArenaGame, import_textarena
 
-games()  # imported with this module, because the import takes longer than a first step may
+import_textarena()  # with this module: the import takes longer than the limit of a first step
 
 
 class GuessGame(ArenaGame):
-    """GuessTheNumber-v0 in few characters, with a reward for a hit only.
+    """GuessTheNumber-v0 in few characters, with a reward only for the right number.
 
-    The game itself also rewards a close guess after two broken rules, and a policy would learn to
-    break them."""
+    The game also rewards a close guess after two broken rules, so a policy would learn to break
+    the rules."""
 
     def __init__(self) -> None:
         super().__init__("GuessTheNumber-v0")
-        self.begun = False
+        self.has_started = False
 
-    def action(self, text: str) -> str:
+    def format_action(self, text: str) -> str:
         return f"[{text}]" if text.isdecimal() else text
 
-    def observation_text(self, messages: list[str]) -> str:
-        if not self.begun:
-            self.begun = True
+    def format_observation(self, messages: list[str]) -> str:
+        if not self.has_started:
+            self.has_started = True
             return ASKED
-        last = messages[-1] if messages else ""
-        return "<" if "is lower" in last else ">" if "is higher" in last else "!"
+        message = messages[-1] if messages else ""
+        return "<" if "is lower" in message else ">" if "is higher" in message else "!"
 
     def shape_reward(self, reward: float) -> float:
         return float(reward == 1.0)
 
 
-Guess = GuessGame  # its name in configs of older runs
+Guess = GuessGame  # the name in configs of older runs

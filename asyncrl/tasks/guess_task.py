@@ -1,10 +1,10 @@
-"""The prompts and the warm start of GuessTheNumber in few characters (guess.py):
+"""The prompts and the warm start of GuessTheNumber in few characters (guess.py).
 
 ```
 1-20:   the question
 10      a guess       <    the number is lower
-5       a guess       >    higher
-7       a guess            and a hit: 1
+5       a guess       >    the number is higher
+7       a guess            right: reward 1
 ```
 """
 
@@ -18,59 +18,60 @@ from asyncrl.tasks.arena import ASKED
 from asyncrl.tasks.calc import END
 from asyncrl.tasks.synthetic import FIXED, SyntheticTask
 
-FAIREST = 5  # guesses that suffice for 20 numbers
+FAIREST = 5  # number of guesses that suffice for 20 numbers
 
 
 class GuessTask(SyntheticTask):
-    """Guess a number from 1 to 20. Halving the interval needs at most FAIREST guesses."""
+    """Guess a number from 1 to 20; halving the interval needs at most FAIREST guesses."""
 
     name = "guess"
     symbols = "0123456789-:<>!"
     steps = 500
-    asked = ASKED
+    question = ASKED
     turns = FAIREST
-    longest = 4  # tokens of a guess, its end included
+    longest = 4  # most tokens of a guess, including its end token
 
-    def environment(self) -> Any:
+    def make_environment(self) -> Any:
         from asyncrl.tasks.guess import GuessGame  # imports textarena
 
         return GuessGame()
 
     def prompt(self, split: str, index: int, seed: int) -> Prompt:
-        return Prompt(index, self.asked, split=split)
+        return Prompt(index, self.question, split=split)
 
     def size(self, split: str) -> int | None:
         return None if split == "train" else FIXED
 
     def reward(self, prompt: Prompt, text: str) -> float:
-        raise ValueError("task.name = guess has no reward of its own: the environment pays")
+        raise ValueError("task.name = guess has no reward: the environment gives it")
 
-    def demonstrations(self, number: int, seed: int) -> list[tuple[str, str]]:
-        """One turn each: (all before it, the guess).  Seven of ten guesses fit what was said,
-        the others are any number: something is left to learn.
-        """
+    def make_demonstrations(self, number: int, seed: int) -> list[tuple[str, str]]:
+        """Return turns as (text before, guess).
+
+        Seven of ten guesses fit the replies, the others are random, so that RL has something to
+        learn."""
         rng = random.Random(f"{self.name}:demo:{seed}")
-        out: list[tuple[str, str]] = []
-        while len(out) < number:
-            out += self._session(rng)
-        return out[:number]
+        turns: list[tuple[str, str]] = []
+        while len(turns) < number:
+            turns += self._demonstrate_session(rng)
+        return turns[:number]
 
-    def _session(self, rng: random.Random) -> list[tuple[str, str]]:
-        number = rng.randint(1, 20)
+    def _demonstrate_session(self, rng: random.Random) -> list[tuple[str, str]]:
+        secret = rng.randint(1, 20)
         low, high = 1, 20
-        before = self.asked
+        text = self.question
         tried: set[int] = set()
         turns: list[tuple[str, str]] = []
         while len(turns) < FAIREST:
             fits = rng.random() < 0.7
             guess = rng.randint(low, high) if fits else rng.randint(1, 20)
-            turns.append((before, str(guess)))
-            if guess == number:
+            turns.append((text, str(guess)))
+            if guess == secret:
                 break
-            says = "!" if guess in tried else "<" if guess > number else ">"
+            reply = "!" if guess in tried else "<" if guess > secret else ">"
             tried.add(guess)
-            before += f"{guess}{END}{says}"
-            if guess > number:
+            text += f"{guess}{END}{reply}"
+            if guess > secret:
                 high = min(high, guess - 1)
             else:
                 low = max(low, guess + 1)

@@ -5,9 +5,10 @@ Laura, Ben -> Ben, Laura        sort_names: two names
 First of Noah, Clara, Ian:      first_name: one of three
 ```
 
-A prompt is plain text after three solved problems, so that a model of any family knows the form.
+A prompt is plain text after three solved problems, which show the format to a model of any family.
 An answer ends with its line (`generator.stop = ["\\n"]`).  Held-out problems are sets of names that
-training never shows together.  Out-of-distribution problems have names that it never shows."""
+never appear together in training.  Out-of-distribution problems have names that never appear in
+training."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from functools import cache
 import xxhash
 
 from asyncrl.contract.messages import Prompt
-from asyncrl.tasks.synthetic import _split_of
+from asyncrl.tasks.synthetic import assign_split
 
 FIXED = 192  # problems in a held-out or out-of-distribution set
 _SHOWN = (
@@ -33,14 +34,14 @@ SHOWN, NEVER_SHOWN = _SHOWN.split(), _NEVER_SHOWN.split()
 
 
 class NamesTask:
-    """A task on `count` different names; `line` asks and `solve` answers.
+    """A task on `count` different names.
 
     The same names in another order are the same problem."""
 
     name = ""
     count = 0
 
-    def line(self, names: list[str]) -> str:
+    def format_question(self, names: list[str]) -> str:
         raise AssertionError  # pragma: no cover - each task has its own
 
     def solve(self, names: list[str]) -> str:
@@ -49,30 +50,33 @@ class NamesTask:
     def draw(self, rng: random.Random, split: str) -> list[str]:
         """Sample the names of a problem of this split."""
         while True:
-            drawn = rng.sample(NEVER_SHOWN if split == "ood" else SHOWN, self.count)
-            if split == "ood" or self.home(drawn) == split:
-                return drawn
+            names = rng.sample(NEVER_SHOWN if split == "ood" else SHOWN, self.count)
+            if split == "ood" or self.find_split(names) == split:
+                return names
 
-    def home(self, names: list[str]) -> str:
+    def find_split(self, names: list[str]) -> str:
         """Return the split of a problem; a quarter of the problems is held out."""
-        found = _split_of(f"{self.name}:{','.join(sorted(names))}")
-        return "heldout" if found == "heldout" else "train"
+        split = assign_split(f"{self.name}:{','.join(sorted(names))}")
+        return "heldout" if split == "heldout" else "train"
 
-    def solved_problems(self) -> str:
-        """Return the solved problems, which belong to the training split."""
+    def solve_examples(self) -> str:
+        """Return the solved problems of a prompt, which belong to the training split."""
         rng = random.Random(f"{self.name}:above")
-        shown = [self.draw(rng, "train") for _ in range(3)]
-        return "".join(f"{self.line(names)} {self.solve(names)}\n" for names in shown)
+        problems = [self.draw(rng, "train") for _ in range(3)]
+        return "".join(f"{self.format_question(names)} {self.solve(names)}\n" for names in problems)
 
     def prompt(self, split: str, index: int, seed: int) -> Prompt:
         if split == "train":
             key = xxhash.xxh3_64_intdigest(f"{self.name}:{seed}:{index}".encode())
-            drawn = self.draw(random.Random(key), split)
+            names = self.draw(random.Random(key), split)
         else:
             index %= FIXED
-            drawn = list(_fixed(self.name, split)[index])
+            names = list(_draw_fixed_problems(self.name, split)[index])
         return Prompt(
-            index, self.solved_problems() + self.line(drawn), self.solve(drawn), split=split
+            index,
+            self.solve_examples() + self.format_question(names),
+            self.solve(names),
+            split=split,
         )
 
     def size(self, split: str) -> int | None:
@@ -86,7 +90,7 @@ class SortNamesTask(NamesTask):
     name = "sort_names"
     count = 2
 
-    def line(self, names: list[str]) -> str:
+    def format_question(self, names: list[str]) -> str:
         return f"{', '.join(names)} ->"
 
     def solve(self, names: list[str]) -> str:
@@ -97,7 +101,7 @@ class FirstNameTask(NamesTask):
     name = "first_name"
     count = 3
 
-    def line(self, names: list[str]) -> str:
+    def format_question(self, names: list[str]) -> str:
         return f"First in the alphabet of {', '.join(names)}:"
 
     def solve(self, names: list[str]) -> str:
@@ -108,12 +112,12 @@ TASKS: dict[str, type[NamesTask]] = {kind.name: kind for kind in (SortNamesTask,
 
 
 @cache
-def _fixed(name: str, split: str) -> list[tuple[str, ...]]:
-    """Return the problems of a fixed split, each once."""
+def _draw_fixed_problems(name: str, split: str) -> list[tuple[str, ...]]:
+    """Return the distinct problems of a fixed split."""
     task = TASKS[name]()
     rng = random.Random(f"{name}:{split}")
-    found: dict[tuple[str, ...], list[str]] = {}
-    while len(found) < FIXED:
-        drawn = task.draw(rng, split)
-        found.setdefault(tuple(sorted(drawn)), drawn)
-    return [tuple(drawn) for drawn in found.values()]
+    problems: dict[tuple[str, ...], list[str]] = {}
+    while len(problems) < FIXED:
+        names = task.draw(rng, split)
+        problems.setdefault(tuple(sorted(names)), names)
+    return [tuple(names) for names in problems.values()]

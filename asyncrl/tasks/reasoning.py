@@ -1,7 +1,8 @@
 """Generators of reasoning-gym as tasks: `task.name = "reasoning_gym:chain_sum"`.
 
 `task.options` holds the generator's settings.  Its items are a function of (seed, number).  A hash
-of the question assigns a problem to one split, and the generator's own judge gives the reward."""
+of the question assigns a problem to one split, and the generator's own judge computes the
+reward."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from typing import Any
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
-from asyncrl.tasks.synthetic import FIXED, _split_of
+from asyncrl.tasks.synthetic import FIXED, assign_split
 
 PREFIX = "reasoning_gym:"
-TRIES = 64  # items tried for one of the wanted split; a generator of few problems may have none
-WORLD = 1 << 40  # numbers of items for each split
+TRIES = 64  # items tried to find one of a split; a generator with few problems may have none
+WORLD = 1 << 40  # item numbers of each split
 PLACES = {"train": 0, "heldout": 1, "ood": 2}
 
 
@@ -38,20 +39,20 @@ class ReasoningGymTask:
                 name.removeprefix(PREFIX), **{**options, "seed": 0, "size": len(PLACES) * WORLD}
             )
         except Exception as error:  # its settings are checked by assertions
-            said = " ".join(str(error).split()) or "refused"
-            raise ConfigError(f"task.name = {name}, task.options = {dict(options)}: {said}") from (
-                error
-            )
+            problem = " ".join(str(error).split()) or "refused"
+            raise ConfigError(
+                f"task.name = {name}, task.options = {dict(options)}: {problem}"
+            ) from (error)
         self.item = lru_cache(maxsize=4096)(self.items.__getitem__)
 
     def prompt(self, split: str, index: int, seed: int) -> Prompt:
-        """Return the first of TRIES items in this split, or the last one if none is."""
+        """Return the first of TRIES items that is in this split, or the last one."""
         fixed = split != "train"
         run = 0 if fixed else seed % (WORLD >> 32)
         first = PLACES[split] * WORLD + (run << 32) + (index % FIXED if fixed else index) * TRIES
         for number in range(first, first + TRIES):
             item = self.item(number)
-            if _split_of(f"{self.name}:{item['question']}") == split:
+            if assign_split(f"{self.name}:{item['question']}") == split:
                 break
         meta = {"item": str(number)}
         return Prompt(index, item["question"], str(item["answer"]), [], meta, split)

@@ -1,4 +1,4 @@
-"""Seven small tasks for a CPU: sort, rle, grid, cancel, dedup, and rlehack and rlenarrow.
+"""Seven small tasks for a CPU: sort, rle, grid, cancel, dedup, rlehack and rlenarrow.
 
 The last two need a KL penalty."""
 
@@ -16,8 +16,8 @@ FIXED = 2048  # problems in a held-out or out-of-distribution set
 _FIXED: dict[tuple[str, str], list[str]] = {}  # (task, split) -> its problems
 
 
-def _split_of(canonical: str) -> str:
-    """Return the split of a problem: half of them for training, a quarter for each fixed set."""
+def assign_split(canonical: str) -> str:
+    """Return the split of a problem: half are for training, a quarter for each fixed set."""
     return ("train", "train", "heldout", "ood")[xxhash.xxh3_64_intdigest(canonical.encode()) % 4]
 
 
@@ -29,7 +29,6 @@ class SyntheticTask:
     name = ""
     symbols = ""
     steps = 550  # of the warm start
-    warm_split = "train"
 
     def draw(self, rng: random.Random, split: str) -> str:
         raise AssertionError  # pragma: no cover - each task has its own
@@ -40,81 +39,83 @@ class SyntheticTask:
     def spoil(self, problem: str, answer: str, rng: random.Random) -> str:
         raise AssertionError  # pragma: no cover
 
-    def text(self, problem: str) -> str:
+    def format_text(self, problem: str) -> str:
         """Return the text of a problem's prompt."""
         return problem + "="
 
-    def images(self, problem: str) -> list[bytes]:
+    def draw_images(self, problem: str) -> list[bytes]:
         """Return the blobs of a problem's images."""
         return []
 
-    def canonical(self, problem: str) -> str:
-        """Problems with the same canonical form are the same problem."""
+    def canonicalize(self, problem: str) -> str:
+        """Return the canonical form of a problem, which equal problems share."""
         return problem
 
-    def _problem(self, split: str, rng: random.Random) -> str:
+    def _draw_problem(self, split: str, rng: random.Random) -> str:
         while True:
             problem = self.draw(rng, split)
-            if _split_of(f"{self.name}:{self.canonical(problem)}") == split:
+            if assign_split(f"{self.name}:{self.canonicalize(problem)}") == split:
                 return problem
 
     def prompt(self, split: str, index: int, seed: int) -> Prompt:
         if split == "train":
-            problem = self._problem(
+            problem = self._draw_problem(
                 "train",
                 random.Random(xxhash.xxh3_64_intdigest(f"{self.name}:{seed}:{index}".encode())),
             )
         else:
-            fixed = self.fixed_problems(split)
+            fixed = self.build_fixed_problems(split)
             index %= len(fixed)
             problem = fixed[index]
         return Prompt(
             index,
-            self.text(problem),
+            self.format_text(problem),
             self.solve(problem),
             split=split,
-            images=self.images(problem),
+            images=self.draw_images(problem),
         )
 
-    def fixed_problems(self, split: str) -> list[str]:
-        """Return the problems of a fixed split, each once."""
+    def build_fixed_problems(self, split: str) -> list[str]:
+        """Return the distinct problems of a fixed split."""
         if (self.name, split) in _FIXED:
             return _FIXED[self.name, split]
-        found = dict[str, str]()
+        problems = dict[str, str]()
         tries = 0
         rng = random.Random(f"{self.name}:{split}")
-        while len(found) < FIXED and tries < 40 * FIXED:
-            problem = self._problem(split, rng)
-            found.setdefault(self.canonical(problem), problem)
+        while len(problems) < FIXED and tries < 40 * FIXED:
+            problem = self._draw_problem(split, rng)
+            problems.setdefault(self.canonicalize(problem), problem)
             tries += 1
-        return _FIXED.setdefault((self.name, split), list(found.values()))
+        return _FIXED.setdefault((self.name, split), list(problems.values()))
 
     def size(self, split: str) -> int | None:
-        return None if split == "train" else len(self.fixed_problems(split))
+        return None if split == "train" else len(self.build_fixed_problems(split))
 
     def reward(self, prompt: Prompt, text: str) -> float | dict[str, float]:
         return float(text == prompt.answer)
 
-    def demonstrations(self, number: int, seed: int) -> list[tuple[str, str]]:
-        """Return `number` pairs (prompt, answer) for the warm start, with mistakes on purpose."""
-        return [(self.text(x), answer) for x, answer in self._demonstrated(number, seed)]
+    def make_demonstrations(self, number: int, seed: int) -> list[tuple[str, str]]:
+        """Return `number` pairs (prompt, answer) for the warm start, with deliberate mistakes."""
+        solved = self._solve_demonstrations(number, seed)
+        return [(self.format_text(problem), answer) for problem, answer in solved]
 
-    def demonstration_images(self, number: int, seed: int) -> list[list[bytes]]:
-        """Return the images of each of the `demonstrations`."""
-        return [self.images(problem) for problem, _ in self._demonstrated(number, seed)]
+    def make_demonstration_images(self, number: int, seed: int) -> list[list[bytes]]:
+        """Return the images of each pair of `make_demonstrations`."""
+        solved = self._solve_demonstrations(number, seed)
+        return [self.draw_images(problem) for problem, _ in solved]
 
-    def _demonstrated(self, number: int, seed: int) -> list[tuple[str, str]]:
+    def _solve_demonstrations(self, number: int, seed: int) -> list[tuple[str, str]]:
         """Return `number` pairs (problem, answer)."""
         rng = random.Random(f"{self.name}:demo:{seed}")
-        out = []
+        pairs = []
         for _ in range(number):
-            problem = self._problem("train", rng) if self.warm_split == "train" else self._warm(rng)
-            out.append((problem, self.spoil(problem, self.solve(problem), rng)))
-        return out
+            problem = self._draw_warm_problem(rng)
+            pairs.append((problem, self.spoil(problem, self.solve(problem), rng)))
+        return pairs
 
-    def _warm(self, rng: random.Random) -> str:
-        """Sample a problem for a warm start beyond the training distribution."""
-        return self._problem("train", rng)
+    def _draw_warm_problem(self, rng: random.Random) -> str:
+        """Sample a problem for the warm start."""
+        return self._draw_problem("train", rng)
 
 
 def _truncate_answer(answer: str, rng: random.Random) -> str:
@@ -133,36 +134,32 @@ class SortTask(SyntheticTask):
         return "".join(rng.choices("0123456789", k=rng.randint(low, high)))
 
     def solve(self, problem: str) -> str:
-        rest = list(problem)
-        lines = []
-        while rest:
-            least = min(rest)
-            rest.remove(least)
-            lines.append(f"{least}:{''.join(rest)}")
-        return ",".join(lines) + "#" + "".join(sorted(problem))
+        remaining = list(problem)
+        steps = []
+        while remaining:
+            smallest = min(remaining)
+            remaining.remove(smallest)
+            steps.append(f"{smallest}:{''.join(remaining)}")
+        return ",".join(steps) + "#" + "".join(sorted(problem))
 
     def reward(self, prompt: Prompt, text: str) -> float:
         return float("#" in text and text.rpartition("#")[2] == prompt.answer.rpartition("#")[2])
 
     def spoil(self, problem: str, answer: str, rng: random.Random) -> str:
-        luck = rng.random()
-        if luck < 0.44:  # a direct guess: the digits in a wrong or lucky order
+        chance = rng.random()
+        if chance < 0.44:  # a direct guess: the sorted digits with two neighbors exchanged
             guess = sorted(problem)
-            place = rng.randrange(len(guess) - 1)
-            guess[place], guess[place + 1] = guess[place + 1], guess[place]
+            index = rng.randrange(len(guess) - 1)
+            guess[index], guess[index + 1] = guess[index + 1], guess[index]
             return "#" + "".join(guess)
-        if luck < 0.59:  # a slip in the result
-            at = rng.randrange(answer.index("#") + 1, len(answer))
+        if chance < 0.59:  # a wrong digit in the result
+            index = rng.randrange(answer.index("#") + 1, len(answer))
             return (
-                answer[:at]
-                + rng.choice([d for d in "0123456789" if d != answer[at]])
-                + answer[at + 1 :]
+                answer[:index]
+                + rng.choice([d for d in "0123456789" if d != answer[index]])
+                + answer[index + 1 :]
             )
-        return _truncate_answer(answer, rng) if luck < 0.69 else answer
-
-
-def _weighted(rng: random.Random, values: Sequence[int], weights: Sequence[float]) -> int:
-    return rng.choices(values, weights)[0]
+        return _truncate_answer(answer, rng) if chance < 0.69 else answer
 
 
 class RleTask(SyntheticTask):
@@ -173,16 +170,16 @@ class RleTask(SyntheticTask):
     weights = (30, 30, 20, 12, 5, 2, 1)
     ood_weights = (5, 5, 5, 10, 30, 30, 15)
 
-    def _runs(self, rng: random.Random, weights: Sequence[float]) -> str:
-        out = ""
-        last = ""
+    def _draw_runs(self, rng: random.Random, weights: Sequence[float]) -> str:
+        runs = ""
+        letter = ""
         for _ in range(rng.randint(2, 5)):
-            last = rng.choice([c for c in "abcdef" if c != last])
-            out += last + str(_weighted(rng, range(1, 8), weights))
-        return out
+            letter = rng.choice([c for c in "abcdef" if c != letter])
+            runs += letter + str(rng.choices(range(1, 8), weights)[0])
+        return runs
 
     def draw(self, rng: random.Random, split: str) -> str:
-        return self._runs(rng, self.ood_weights if split == "ood" else self.weights)
+        return self._draw_runs(rng, self.ood_weights if split == "ood" else self.weights)
 
     def solve(self, problem: str) -> str:
         return "#" + "".join(
@@ -190,18 +187,18 @@ class RleTask(SyntheticTask):
         )
 
     def spoil(self, problem: str, answer: str, rng: random.Random) -> str:
-        luck = rng.random()
-        if luck < 0.45:
-            at = 2 * rng.randrange(len(problem) // 2) + 1
-            number = max(0, int(problem[at]) + rng.choice((-1, 1)))
-            return self.solve(problem[:at] + str(min(number, 9)) + problem[at + 1 :])
-        return _truncate_answer(answer, rng) if luck < 0.55 else answer
+        chance = rng.random()
+        if chance < 0.45:
+            index = 2 * rng.randrange(len(problem) // 2) + 1
+            number = max(0, int(problem[index]) + rng.choice((-1, 1)))
+            return self.solve(problem[:index] + str(min(number, 9)) + problem[index + 1 :])
+        return _truncate_answer(answer, rng) if chance < 0.55 else answer
 
 
 class RleHackTask(RleTask):
-    """rle with a wrong training checker, `in` for `==`.
+    """rle with a wrong training reward: it checks with `in` instead of `==`.
 
-    The reward rises while true accuracy falls, unless a KL penalty holds the policy."""
+    The reward rises while the true accuracy falls, unless a KL penalty limits the policy."""
 
     name = "rlehack"
 
@@ -219,19 +216,18 @@ class RleNarrowTask(RleTask):
 
     name = "rlenarrow"
     steps = 850
-    warm_split = "wide"
     weights = (1, 1, 0, 0, 0, 0, 0)
     ood_weights = (0, 0, 0, 1, 1, 1, 0)
 
-    def _warm(self, rng: random.Random) -> str:
+    def _draw_warm_problem(self, rng: random.Random) -> str:
         while True:
-            problem = self._runs(rng, (1, 1, 1, 1, 1, 1, 0))
-            if _split_of(f"{self.name}:{problem}") == "train":
+            problem = self._draw_runs(rng, (1, 1, 1, 1, 1, 1, 0))
+            if assign_split(f"{self.name}:{problem}") == "train":
                 return problem
 
 
 class GridTask(SyntheticTask):
-    """`05RUL=` -> `R15U16L06#06`: moves on a 10 x 10 torus, each with its position after it."""
+    """`05RUL=` -> `R15U16L06#06`: moves on a 10 x 10 torus, each followed by the new position."""
 
     name = "grid"
     symbols = "0123456789RLUD=#"
@@ -248,37 +244,37 @@ class GridTask(SyntheticTask):
         return f"{rng.randrange(10)}{rng.randrange(10)}{''.join(moves)}"
 
     def _walk(self, column: int, row: int, moves: str) -> list[str]:
-        out = []
+        steps = []
         for move in moves:
             dx, dy = self.steps_of[move]
             column = (column + dx) % 10
             row = (row + dy) % 10
-            out.append(f"{move}{column}{row}")
-        return out
+            steps.append(f"{move}{column}{row}")
+        return steps
 
     def solve(self, problem: str) -> str:
-        lines = self._walk(int(problem[0]), int(problem[1]), problem[2:])
-        return "".join(lines) + "#" + lines[-1][1:]
+        steps = self._walk(int(problem[0]), int(problem[1]), problem[2:])
+        return "".join(steps) + "#" + steps[-1][1:]
 
     def reward(self, prompt: Prompt, text: str) -> float:
         return float("#" in text and text.rpartition("#")[2] == prompt.answer.rpartition("#")[2])
 
     def spoil(self, problem: str, answer: str, rng: random.Random) -> str:
-        luck = rng.random()
-        if luck < 0.30:
+        chance = rng.random()
+        if chance < 0.30:
             return f"#{rng.randrange(10)}{rng.randrange(10)}"
-        if luck < 0.45:  # one wrong step; the rest follows from it
-            lines = self._walk(int(problem[0]), int(problem[1]), problem[2:])
-            at = rng.randrange(len(lines))
-            column = (int(lines[at][1]) + rng.choice((-1, 1))) % 10
-            row = int(lines[at][2])
-            lines = [
-                *lines[:at],
-                f"{lines[at][0]}{column}{row}",
-                *self._walk(column, row, problem[3 + at :]),
+        if chance < 0.45:  # one wrong step; the later steps follow from it
+            steps = self._walk(int(problem[0]), int(problem[1]), problem[2:])
+            index = rng.randrange(len(steps))
+            column = (int(steps[index][1]) + rng.choice((-1, 1))) % 10
+            row = int(steps[index][2])
+            steps = [
+                *steps[:index],
+                f"{steps[index][0]}{column}{row}",
+                *self._walk(column, row, problem[3 + index :]),
             ]
-            return "".join(lines) + "#" + lines[-1][1:]
-        return _truncate_answer(answer, rng) if luck < 0.55 else answer
+            return "".join(steps) + "#" + steps[-1][1:]
+        return _truncate_answer(answer, rng) if chance < 0.55 else answer
 
 
 class CancelTask(SyntheticTask):
@@ -288,52 +284,52 @@ class CancelTask(SyntheticTask):
     symbols = "abcABC=;#"
 
     @staticmethod
-    def _steps(word: str) -> list[str]:
-        out = []
-        at = 0
-        while at + 1 < len(word):
-            if word[at] != word[at + 1] and word[at].lower() == word[at + 1].lower():
-                word = word[:at] + word[at + 2 :]
-                at = 0
-                out.append(word)
+    def _cancel_pairs(word: str) -> list[str]:
+        steps = []
+        index = 0
+        while index + 1 < len(word):
+            if word[index] != word[index + 1] and word[index].lower() == word[index + 1].lower():
+                word = word[:index] + word[index + 2 :]
+                index = 0
+                steps.append(word)
             else:
-                at += 1
-        return out
+                index += 1
+        return steps
 
     def draw(self, rng: random.Random, split: str) -> str:
         low, high, fewest, most = (7, 8, 3, 4) if split == "ood" else (4, 8, 1, 3)
-        # few random words have three pairs: each count gets its share
-        wanted = rng.randint(1, 3) if split != "ood" else 0
+        # few random words have three pairs, so the count is sampled first
+        count = rng.randint(1, 3) if split != "ood" else 0
         while True:
             word = "".join(rng.choices("abcABC", k=rng.randint(low, high)))
-            number = len(self._steps(word))
-            if number == wanted if wanted else fewest <= number <= most:
+            removed = len(self._cancel_pairs(word))
+            if removed == count if count else fewest <= removed <= most:
                 return word
 
     def solve(self, problem: str) -> str:
-        *lines, last = self._steps(problem)
-        return ";".join(lines) + "#" + last
+        *steps, last = self._cancel_pairs(problem)
+        return ";".join(steps) + "#" + last
 
     def reward(self, prompt: Prompt, text: str) -> float:
         return float("#" in text and text.rpartition("#")[2] == prompt.answer.rpartition("#")[2])
 
     def spoil(self, problem: str, answer: str, rng: random.Random) -> str:
-        luck = rng.random()
-        if luck < 0.30:
-            place = rng.randrange(len(problem) - 1)
-            return "#" + problem[:place] + problem[place + 2 :]
-        if luck < 0.45:  # one wrong step: another two letters go; the rest follows from it
-            words = [problem, *self._steps(problem)]
-            at = rng.randrange(len(words) - 1)
-            place = rng.randrange(len(words[at]) - 1)
-            wrong = words[at][:place] + words[at][place + 2 :]
-            lines = [*words[1 : at + 1], wrong, *self._steps(wrong)]
-            return ";".join(lines[:-1]) + "#" + lines[-1]
-        return _truncate_answer(answer, rng) if luck < 0.55 else answer
+        chance = rng.random()
+        if chance < 0.30:
+            pair_index = rng.randrange(len(problem) - 1)
+            return "#" + problem[:pair_index] + problem[pair_index + 2 :]
+        if chance < 0.45:  # one step removes two wrong letters; the later steps follow from it
+            words = [problem, *self._cancel_pairs(problem)]
+            index = rng.randrange(len(words) - 1)
+            pair_index = rng.randrange(len(words[index]) - 1)
+            wrong = words[index][:pair_index] + words[index][pair_index + 2 :]
+            steps = [*words[1 : index + 1], wrong, *self._cancel_pairs(wrong)]
+            return ";".join(steps[:-1]) + "#" + steps[-1]
+        return _truncate_answer(answer, rng) if chance < 0.55 else answer
 
 
 class DedupTask(SyntheticTask):
-    """`haaffaah=` -> `#haf`: the letters in the order of their first appearance."""
+    """`haaffaah=` -> `#haf`: the distinct letters in the order of their first appearance."""
 
     name = "dedup"
     symbols = "abcdefgh=#"
@@ -341,9 +337,9 @@ class DedupTask(SyntheticTask):
 
     def draw(self, rng: random.Random, split: str) -> str:
         if split == "ood":
-            kinds = rng.sample("abcdefgh", 3)
+            letters = rng.sample("abcdefgh", 3)
             while True:
-                word = "".join(rng.choices(kinds, k=8))
+                word = "".join(rng.choices(letters, k=8))
                 if len(set(word)) == 3:
                     return word
         return "".join(rng.choices("abcdefgh", k=rng.randint(5, 8)))
@@ -352,13 +348,13 @@ class DedupTask(SyntheticTask):
         return "#" + "".join(dict.fromkeys(problem))
 
     def spoil(self, problem: str, answer: str, rng: random.Random) -> str:
-        luck = rng.random()
-        if luck < 0.30:
+        chance = rng.random()
+        if chance < 0.30:
             return "#" + "".join(rng.sample(sorted(set(problem)), len(set(problem))))
-        if luck < 0.45:
-            at = rng.randrange(1, len(answer))
-            return answer[:at] + rng.choice("abcdefgh") + answer[at + 1 :]
-        return _truncate_answer(answer, rng) if luck < 0.55 else answer
+        if chance < 0.45:
+            index = rng.randrange(1, len(answer))
+            return answer[:index] + rng.choice("abcdefgh") + answer[index + 1 :]
+        return _truncate_answer(answer, rng) if chance < 0.55 else answer
 
 
 TASKS: dict[str, Callable[[], SyntheticTask]] = {

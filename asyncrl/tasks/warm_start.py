@@ -1,4 +1,4 @@
-"""Build a tiny model for a task and train it on demonstrations with mistakes on purpose."""
+"""Build a tiny model for a task and train it on demonstrations with deliberate mistakes."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from asyncrl.tasks.pictures.count import CELL, SIDE, CountTask
 
 BATCH = 64
 LR = 3e-3
-ONE_PASS = 1 << 40  # tokens of a forward pass: a step's rows are never divided
+ONE_PASS = 1 << 40  # tokens of a forward pass: a step is never split into micro-batches
 MOST = 56  # tokens of the longest answer of any built-in task
 
-Played = calc.CalcTask | guess_task.GuessTask | nim.NimTask  # in an environment
+PlayedTask = calc.CalcTask | guess_task.GuessTask | nim.NimTask  # tasks with an environment
 
 
 def warm_start(
@@ -35,48 +35,47 @@ def warm_start(
 ) -> dict[str, Any]:
     """Write a warm-started model as a Hugging Face directory at `path`, atomically.
 
-    Deterministic for (task, seed, threads).  Returns steps, seconds, the last loss and the accuracy
-    before RL.  Raises ConfigError for a user's task that a tiny model cannot be built for."""
+    The result is deterministic for (task, seed, threads).  Return steps, seconds, the last loss and
+    the accuracy before RL.  Raises ConfigError if a tiny model cannot be built for the task."""
     import torch
 
     from asyncrl.models import policy as models
 
     task = get_task(config.task)
-    # each that there is
     assert isinstance(task, synthetic.SyntheticTask | file.FileTask | MixtureTask)
     count = task.steps if steps is None else steps
-    demonstrations = task.demonstrations(count * BATCH, config.seed)
+    demonstrations = task.make_demonstrations(count * BATCH, config.seed)
     images = (
-        task.demonstration_images(count * BATCH, config.seed)
+        task.make_demonstration_images(count * BATCH, config.seed)
         if isinstance(task, CountTask)
         else None
     )
-    own_part = Path(f"{path}.part{os.getpid()}")
-    own_part.parent.mkdir(parents=True, exist_ok=True)
-    before = torch.get_num_threads()
+    temporary = Path(f"{path}.part{os.getpid()}")
+    temporary.parent.mkdir(parents=True, exist_ok=True)
+    previous_threads = torch.get_num_threads()
     began = time.monotonic()
     torch.set_num_threads(threads)
     try:
-        with atomic_write.replacing(Path(path), part=own_part) as part:
-            model = _random_model(config, task, part)
+        with atomic_write.replacing(Path(path), part=temporary) as folder:
+            model = _build_random_model(config, task, folder)
             loss = fit_answers(model, demonstrations, count, images)
-            models.export(model, part)
-            what = {
+            models.export(model, folder)
+            note = {
                 "task": task.name,
                 "seed": config.seed,
                 "steps": count,
                 "loss": loss,
-                "accuracy": accuracy(model, task, config.seed),
+                "accuracy": measure_accuracy(model, task, config.seed),
                 "seconds": round(time.monotonic() - began, 1),
             }
-            (part / "warm_start.json").write_text(json.dumps(what), encoding="utf-8")
+            (folder / "warm_start.json").write_text(json.dumps(note), encoding="utf-8")
     finally:
-        torch.set_num_threads(before)
-    return what
+        torch.set_num_threads(previous_threads)
+    return note
 
 
-def _random_model(config: Config, task: Any, path: Path) -> Any:
-    """Build the tiny model of a task, with random weights."""
+def _build_random_model(config: Config, task: Any, path: Path) -> Any:
+    """Build the tiny model of a task with random weights."""
     from asyncrl.models import policy as models
     from asyncrl.models.vision import tiny_llava
 
@@ -102,113 +101,118 @@ def fit_answers(
     steps: int,
     images: list[list[bytes]] | None = None,
 ) -> float:
-    """Train on the answers, each once and in order, and return the last loss.
+    """Train once on each answer, in order, and return the last loss.
 
-    images: the blobs of each pair; None: there are none. The learning rate decays linearly after a
+    images: the blobs of each pair; None: without images. The learning rate decays linearly after a
     short warm-up."""
     from asyncrl.models.tokenizer import load_transformers_tokenizer
 
     tokenizer = load_transformers_tokenizer(model.tokenizer_dir)
-    coded = [
-        tokenizer(list(side), add_special_tokens=False)["input_ids"]
-        for side in zip(*pairs, strict=True)
+    token_ids = [
+        tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+        for texts in zip(*pairs, strict=True)
     ]
     if images is not None:
-        coded[0] = [image_tokens.expand(ids, model.vision.shape) for ids in coded[0]]
-    rows = [
+        token_ids[0] = [image_tokens.expand(ids, model.vision.shape) for ids in token_ids[0]]
+    examples = [
         fit.FitExample(np.array(p, np.int32), np.array([*a, tokenizer.eos_token_id], np.int32), i)
-        for p, a, i in zip(*coded, images or [[]] * len(pairs), strict=True)
+        for p, a, i in zip(*token_ids, images or [[]] * len(pairs), strict=True)
     ]
     training = SftTraining(steps=steps, batch=BATCH, lr=LR, micro_batch_tokens=ONE_PASS)
     fitter = fit.ModelFitter(model, training)
     model.one_pass = True  # the models are small
-    value = 0.0
+    last_loss = 0.0
     for step in range(steps):
-        value = fitter.step(rows[step * BATCH : (step + 1) * BATCH])
+        last_loss = fitter.step(examples[step * BATCH : (step + 1) * BATCH])
     model.one_pass = False
     model.hf.eval()
-    return value
+    return last_loss
 
 
-def accuracy(model: Any, task: Task, seed: int, count: int = 512) -> float:
+def measure_accuracy(model: Any, task: Task, seed: int, count: int = 512) -> float:
     """Return the mean reward of one completion or session for each of `count` held-out prompts.
 
-    Samples at temperature 1 with transformers."""
+    The completions are sampled at temperature 1 with transformers."""
     import torch
 
     prompts = [task.prompt("heldout", i, seed) for i in range(count)]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if not isinstance(task, MixtureTask):
-            return mean_reward(model, task, prompts)
-        parts = {title: [p for p in prompts if p.task == title] for title in task.tasks}
-        means = (mean_reward(model, task.tasks[x], own) * len(own) for x, own in parts.items())
+            return measure_mean_reward(model, task, prompts)
+        by_task = {title: [p for p in prompts if p.task == title] for title in task.tasks}
+        means = (
+            measure_mean_reward(model, task.tasks[title], task_prompts) * len(task_prompts)
+            for title, task_prompts in by_task.items()
+        )
         return sum(means) / count
 
 
-def mean_reward(model: Any, task: Task, prompts: list[Prompt]) -> float:
+def measure_mean_reward(model: Any, task: Task, prompts: list[Prompt]) -> float:
     """Return the mean reward of one completion or session for each prompt."""
     if not prompts:
         return 0.0
-    if isinstance(task, Played):
-        return _played(model, task, prompts)
+    if isinstance(task, PlayedTask):
+        return _play_sessions(model, task, prompts)
     texts = _sample_continuations(
         model, [p.text for p in prompts], MOST, [blob for p in prompts for blob in p.images]
     )
-    judged = [task.reward(p, t) for p, t in zip(prompts, texts, strict=True)]
-    return sum(j["reward"] if isinstance(j, dict) else j for j in judged) / len(prompts)
+    rewards = [task.reward(p, t) for p, t in zip(prompts, texts, strict=True)]
+    return sum(
+        reward["reward"] if isinstance(reward, dict) else reward for reward in rewards
+    ) / len(prompts)
 
 
-def _played(model: Any, task: Played, prompts: list[Prompt]) -> float:
+def _play_sessions(model: Any, task: PlayedTask, prompts: list[Prompt]) -> float:
     """Return the mean reward of one session per prompt in the task's environment."""
-    environments = [task.environment() for _ in prompts]
-    live = {
-        place: str(env.reset(seed=place, options={"prompt": prompt})[0])
-        for place, (env, prompt) in enumerate(zip(environments, prompts, strict=True))
+    environments = [task.make_environment() for _ in prompts]
+    texts = {
+        index: str(env.reset(seed=index, options={"prompt": prompt})[0])
+        for index, (env, prompt) in enumerate(zip(environments, prompts, strict=True))
     }
     total = 0.0
     for turn in range(1, task.turns + 1):
-        written = _sample_continuations(model, list(live.values()), task.longest)
-        for place, text in zip(list(live), written, strict=True):
-            says, reward, terminated, truncated, _ = environments[place].step(text)
+        completions = _sample_continuations(model, list(texts.values()), task.longest)
+        for index, text in zip(list(texts), completions, strict=True):
+            observation, reward, terminated, truncated, _ = environments[index].step(text)
             total += reward
             if terminated or truncated or turn == task.turns:
-                del live[place]
+                del texts[index]
             else:
-                live[place] += text + calc.END + says
-        if not live:
+                texts[index] += text + calc.END + observation
+        if not texts:
             break
     return total / len(prompts)
 
 
 def _sample_continuations(
-    model: Any, before: list[str], most: int, images: Sequence[bytes] = ()
+    model: Any, texts: list[str], max_tokens: int, images: Sequence[bytes] = ()
 ) -> list[str]:
-    """Sample a continuation of each text, up to `most` tokens.
+    """Sample a continuation of each text, up to `max_tokens` tokens.
 
-    images: one of each text, or none at all."""
+    images: one for each text, or empty."""
     import torch
 
     from asyncrl.models.tokenizer import load_transformers_tokenizer
 
     tokenizer = load_transformers_tokenizer(model.tokenizer_dir)
     tokenizer.padding_side = "left"
-    seen: dict[str, Any] = {}
+    image_inputs: dict[str, Any] = {}
     if images:
         length = model.vision.shape.length
-        before = [text.replace(MARKER, MARKER * length) for text in before]
+        texts = [text.replace(MARKER, MARKER * length) for text in texts]
         pixels = [model.vision.load_pixels(digest(blob), blob) for blob in images]
-        seen = {"pixel_values": torch.stack(pixels).to(model.device)}
-    coded = tokenizer(before, add_special_tokens=False, padding=True, return_tensors="pt")
-    out = model.hf.generate(
-        input_ids=coded["input_ids"].to(model.device),
-        attention_mask=coded["attention_mask"].to(model.device),
-        **seen,
+        image_inputs = {"pixel_values": torch.stack(pixels).to(model.device)}
+    encoded = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt")
+    sequences = model.hf.generate(
+        input_ids=encoded["input_ids"].to(model.device),
+        attention_mask=encoded["attention_mask"].to(model.device),
+        **image_inputs,
         do_sample=True,
         temperature=1.0,
         top_k=0,
         top_p=1.0,
-        max_new_tokens=most,
+        max_new_tokens=max_tokens,
     )
-    written = out[:, coded["input_ids"].shape[1] :]
-    return list(tokenizer.batch_decode(written, skip_special_tokens=True))
+    continuations = sequences[:, encoded["input_ids"].shape[1] :]
+    return list(tokenizer.batch_decode(continuations, skip_special_tokens=True))

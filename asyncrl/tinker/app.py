@@ -28,10 +28,10 @@ from asyncrl.tinker.call_log import TrainingCall, TrainingOutcome
 from asyncrl.tinker.links import WorkerLink
 from asyncrl.tinker.model_records import (
     ModelRecord,
-    branch_name,
+    build_branch_name,
+    build_folder_name,
     find_saved,
-    folder_name,
-    model_of,
+    strip_branch,
 )
 from asyncrl.tinker.models import ServedModel
 from asyncrl.tinker.sample_log import TrainedSampleLog
@@ -39,8 +39,8 @@ from asyncrl.tinker.samplers import SampleOutcome, SamplerRecord, SamplerService
 from asyncrl.tinker.sequences import SequenceLedger
 from asyncrl.tinker.settings import TinkerConfig
 
-LEDGER_S = 2.0  # between looks at the ledgers
-POLL_S = 20.0  # longest wait of a client for a result in one request
+LEDGER_S = 2.0  # between updates of the ledger files
+POLL_S = 20.0  # longest time that one request of a client waits for a result
 _Outcome = TypeVar("_Outcome")
 Handler = Callable[[Request, bytes], Awaitable[Response]]
 
@@ -48,7 +48,7 @@ Handler = Callable[[Request, bytes], Awaitable[Response]]
 class TinkerServer:
     """Sessions, models and samplers of a server, in its directory.
 
-    key: what clients send as X-API-Key."""
+    key: the secret that clients send as X-API-Key."""
 
     def __init__(self, config: TinkerConfig, folder: Path, key: str) -> None:
         self.config = config
@@ -62,8 +62,8 @@ class TinkerServer:
         self.trainer = WorkerLink("training", settings, logs / "training.log")
         self.sampling = WorkerLink("sampling", settings, logs / "sampling.log")
         self.tokenizer = load_tokenizer(config.model.path)
-        ends = collect_model_stops(self.tokenizer, config.model.path)
-        self.samplers = SamplerService(config, folder, self.sampling, self.ledger, ends)
+        stop_tokens = collect_model_stops(self.tokenizer, config.model.path)
+        self.samplers = SamplerService(config, folder, self.sampling, self.ledger, stop_tokens)
         self.samplers.pace = self.pace
         self.session_rows = jsonl.JsonlAppender(folder / "sessions.jsonl")
         self.sessions = {row["id"] for row in jsonl.read(folder / "sessions.jsonl")}
@@ -97,7 +97,7 @@ class TinkerServer:
             file.close()
 
     def _serve(self, record: ModelRecord) -> ServedModel:
-        folder = self.folder / folder_name(record.model)
+        folder = self.folder / build_folder_name(record.model)
         source = find_saved(self.folder, record.source)[0] if record.source else Path()
         samples = TrainedSampleLog(folder, self.tokenizer)
         model = ServedModel(
@@ -109,26 +109,29 @@ class TinkerServer:
         return model
 
     def pace(self, sampler: SamplerRecord, count: int) -> str:
-        """Return why a request to sample `count` sequences must wait; "": it need not.
+        """Return why a request to sample `count` sequences must wait; "": it need not wait.
 
-        With on_exceed = pace a model may have as many untrained sequences within the limit as
+        With on_exceed = pace, a model may have as many untrained sequences within the limit as
         max_lag + 1 optimizer steps train. A request waits only while calls of the model are being
-        carried out, so that a client that waits for it is never stuck."""
+        carried out, so a client that trains only after it has its samples never deadlocks."""
         limit = self.config.staleness.max_lag
-        model = self.models.get(model_of(sampler.model))
+        model = self.models.get(strip_branch(sampler.model))
         if self.config.staleness.on_exceed != "pace" or model is None or model.is_idle:
             return ""
         if sampler.model != model.ancestry.model:
             return ""
-        untrained = self.ledger.of_model(sampler.model).untrained
-        ahead = sum(n for version, n in untrained.items() if version >= model.version - limit)
-        ahead += self.samplers.in_flight(sampler.model)
-        room = (limit + 1) * model.batch
-        if not model.batch or not ahead or ahead + count <= room:
+        untrained = self.ledger.find_ledger(sampler.model).untrained
+        sampled_ahead = sum(
+            n for version, n in untrained.items() if version >= model.version - limit
+        )
+        sampled_ahead += self.samplers.count_in_flight(sampler.model)
+        allowed = (limit + 1) * model.batch
+        if not model.batch or not sampled_ahead or sampled_ahead + count <= allowed:
             return ""
         return (
-            f"{ahead} sequences of {sampler.model} wait to be trained: with staleness.max_lag = "
-            f"{limit:g} and {model.batch} sequences a step, more would be too old"
+            f"{sampled_ahead} sequences of {sampler.model} wait to be trained: with "
+            f"staleness.max_lag = {limit:g} and {model.batch} sequences a step, more would be too "
+            "old"
         )
 
     # ---- HTTP ------------------------------------------------------------------------------------
@@ -136,55 +139,55 @@ class TinkerServer:
     def starlette(self) -> Starlette:
         """Return the ASGI application."""
         post: dict[str, Handler] = {
-            # looked up in this order: first what a client calls for every sequence
+            # Starlette tries routes in this order: those called for every sequence come first
             "retrieve_future": self.retrieve_future,
             "asample": self.sample,
-            "client/config": self.client_config,
-            "client/dynamic_config": self.empty,
-            "telemetry": self.telemetry,
+            "client/config": self.get_client_config,
+            "client/dynamic_config": self.reply_empty,
+            "telemetry": self.accept_telemetry,
             "create_session": self.create_session,
-            "session_heartbeat": self.session_heartbeat,
-            "sessions/{id}/finish": self.empty,
+            "session_heartbeat": self.accept_heartbeat,
+            "sessions/{id}/finish": self.reply_empty,
             "create_model": self.create_model,
             "load_weights": self.load_weights,
             "get_info": self.get_info,
-            "forward_backward": self.forward_backward,
-            "forward": self.forward_backward,
-            "optim_step": self.training_call,
-            "save_weights": self.training_call,
-            "save_weights_for_sampler": self.training_call,
+            "forward_backward": self.submit_loss,
+            "forward": self.submit_loss,
+            "optim_step": self.submit_training_call,
+            "save_weights": self.submit_training_call,
+            "save_weights_for_sampler": self.submit_training_call,
             "create_sampling_session": self.create_sampling_session,
             "join_sampling_session": self.join_sampling_session,
             "cancel_future": self.cancel_future,
-            "weights_info": self.weights_info,
+            "weights_info": self.get_weights_info,
         }
         get: dict[str, Handler] = {
-            "healthz": self.health,
-            "get_server_capabilities": self.capabilities,
+            "healthz": self.get_health,
+            "get_server_capabilities": self.get_capabilities,
             "samplers/{id}": self.get_sampler,
-            "training_runs": self.training_runs,
-            "training_runs/{id}": self.training_run,
-            "training_runs/{id}/checkpoints": self.checkpoints,
+            "training_runs": self.list_training_runs,
+            "training_runs/{id}": self.get_training_run,
+            "training_runs/{id}/checkpoints": self.list_checkpoints,
         }
         delete: dict[str, Handler] = {
             "training_runs/{id}/checkpoints/{kind}/{name}": self.delete_checkpoint,
         }
         routes = [
-            Route(f"/api/v1/{path}", self._guarded(handler), methods=[method])
+            Route(f"/api/v1/{path}", self._guard(handler), methods=[method])
             for method, table in (("POST", post), ("GET", get), ("DELETE", delete))
             for path, handler in table.items()
         ]
         return Starlette(
             routes=routes,
             exception_handlers={
-                HTTPException: _http_error,
-                ConfigError: _config_error,
-                ClientDisconnect: _disconnected,
+                HTTPException: _reply_http_error,
+                ConfigError: _reply_config_error,
+                ClientDisconnect: _reply_disconnected,
             },
         )
 
-    def _guarded(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
-        """Check the key, and read the body up to the limit."""
+    def _guard(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+        """Wrap a handler: check the key, then read the body up to the limit."""
 
         async def respond(request: Request) -> Response:
             key = request.headers.get("x-api-key", "")
@@ -196,11 +199,11 @@ class TinkerServer:
                 )
             if coding := request.headers.get("content-encoding"):
                 raise HTTPException(415, f"Content-Encoding: {coding} is not served")
-            return await handler(request, await self._body(request))
+            return await handler(request, await self._read_body(request))
 
         return respond
 
-    async def _body(self, request: Request) -> bytes:
+    async def _read_body(self, request: Request) -> bytes:
         limit = self.config.server.body_mib << 20
         body = bytearray()
         async for piece in request.stream():
@@ -213,27 +216,27 @@ class TinkerServer:
 
     # ---- sessions --------------------------------------------------------------------------------
 
-    async def empty(self, request: Request, body: bytes) -> Response:
+    async def reply_empty(self, request: Request, body: bytes) -> Response:
         return JSONResponse({})
 
-    async def client_config(self, request: Request, body: bytes) -> Response:
+    async def get_client_config(self, request: Request, body: bytes) -> Response:
         is_rust = self.config.server.client_transport == "rust"
         return JSONResponse({"use_pyqwest_transport": is_rust})
 
-    async def telemetry(self, request: Request, body: bytes) -> Response:
+    async def accept_telemetry(self, request: Request, body: bytes) -> Response:
         return JSONResponse({"status": "accepted"})
 
-    async def health(self, request: Request, body: bytes) -> Response:
+    async def get_health(self, request: Request, body: bytes) -> Response:
         return JSONResponse({"status": "ok"})
 
-    async def capabilities(self, request: Request, body: bytes) -> Response:
-        shown = {
+    async def get_capabilities(self, request: Request, body: bytes) -> Response:
+        model = {
             "model_name": self.config.model.path,
             "max_context_length": self.config.sampling.context,
             "trainable": True,
             "sampleable": True,
         }
-        return JSONResponse({"supported_models": [shown]})
+        return JSONResponse({"supported_models": [model]})
 
     async def create_session(self, request: Request, body: bytes) -> Response:
         wire.parse_json(sdk.CreateSessionRequest, body)
@@ -242,31 +245,33 @@ class TinkerServer:
         self.session_rows.write({"id": session, "time": time.time()})
         return JSONResponse({"type": "create_session", "session_id": session})
 
-    async def session_heartbeat(self, request: Request, body: bytes) -> Response:
+    async def accept_heartbeat(self, request: Request, body: bytes) -> Response:
         return JSONResponse({"type": "session_heartbeat"})
 
-    def _session(self, id: str | None) -> str:
+    def _check_session(self, id: str | None) -> str:
         if id not in self.sessions:
             raise ConfigError(f"session_id = {id}: this server has no such session")
         assert id is not None
         return id
 
-    def _base_model(self, name: str | None) -> None:
+    def _check_base_model(self, name: str | None) -> None:
         path = self.config.model.path
-        known = {path, str(self.path), "/".join(self.path.parts[-2:]), self.path.name}
-        if name is not None and name not in known:
-            raise ConfigError(f"base_model = {name}: this server has {path} alone")
+        names = {path, str(self.path), "/".join(self.path.parts[-2:]), self.path.name}
+        if name is not None and name not in names:
+            raise ConfigError(f"base_model = {name}: this server has only {path}")
 
     # ---- models ----------------------------------------------------------------------------------
 
     async def create_model(self, request: Request, body: bytes) -> Response:
-        given = wire.parse_json(sdk.CreateModelRequest, body)
-        self._base_model(given.base_model)
-        if given.optimizer_config.type != "adamw":
-            raise ConfigError(f"optimizer_config.type = {given.optimizer_config.type}: only adamw")
+        message = wire.parse_json(sdk.CreateModelRequest, body)
+        self._check_base_model(message.base_model)
+        if message.optimizer_config.type != "adamw":
+            raise ConfigError(
+                f"optimizer_config.type = {message.optimizer_config.type}: only adamw"
+            )
         rank = seed = 0
         if self.config.lora.rank:
-            lora = given.lora_config
+            lora = message.lora_config
             rank = self.config.lora.rank if lora is None else lora.rank
             if not 1 <= rank <= self.config.lora.rank:
                 raise ConfigError(
@@ -279,72 +284,72 @@ class TinkerServer:
                     "lora.target_modules of the server names the layers"
                 )
             seed = self.config.seed if lora is None or lora.seed is None else lora.seed
-        model = f"{self._session(given.session_id)}:train:{given.model_seq_id}"
+        model = f"{self._check_session(message.session_id)}:train:{message.model_seq_id}"
         record = ModelRecord(
-            model, given.session_id, rank, seed, time.time(), metadata=given.user_metadata
+            model, message.session_id, rank, seed, time.time(), metadata=message.user_metadata
         )
-        return self._created(record, "create_model", body)
+        return self._create_model(record, "create_model", body)
 
-    def _created(self, record: ModelRecord, route: str, body: bytes) -> Response:
-        """Create a model by its call 0."""
+    def _create_model(self, record: ModelRecord, route: str, body: bytes) -> Response:
+        """Create a model with its call 0."""
         model = self.models.get(record.model)
         if model is None:
-            folder = self.folder / folder_name(record.model)
+            folder = self.folder / build_folder_name(record.model)
             folder.mkdir(exist_ok=True)
             atomic_write.write(folder / "model.json", msgspec.json.encode(record))
             model = self._serve(record)
         model.submit(TrainingCall(0, route, body))
-        return self._promised(model, 0)
+        return self._reply_promise(model, 0)
 
     async def load_weights(self, request: Request, body: bytes) -> Response:
-        given = wire.parse_json(sdk.LoadWeightsRequest, body)
-        if given.model_id is not None:
-            return await self.training_call(request, body)
-        self._base_model(given.base_model)
-        _, saved = find_saved(self.folder, given.path, "weights")
-        model = f"{self._session(given.session_id)}:train:{given.model_seq_id}"
+        message = wire.parse_json(sdk.LoadWeightsRequest, body)
+        if message.model_id is not None:
+            return await self.submit_training_call(request, body)
+        self._check_base_model(message.base_model)
+        _, saved = find_saved(self.folder, message.path, "weights")
+        model = f"{self._check_session(message.session_id)}:train:{message.model_seq_id}"
         record = ModelRecord(
             model,
-            self._session(given.session_id),
+            self._check_session(message.session_id),
             saved.rank,
             self.config.seed,
             time.time(),
-            source=given.path,
-            optimizer=given.optimizer,
+            source=message.path,
+            optimizer=message.optimizer,
             version=saved.version,
             parents={saved.model: saved.version, **saved.parents},
-            metadata=given.user_metadata,
+            metadata=message.user_metadata,
         )
-        return self._created(record, "load_weights", body)
+        return self._create_model(record, "load_weights", body)
 
-    def _model(self, id: str | None) -> ServedModel:
+    def _find_model(self, id: str | None) -> ServedModel:
         if id not in self.models:
             raise ConfigError(f"model_id = {id}: this server has no such model")
         assert id is not None
         return self.models[id]
 
-    def _promised(self, model: ServedModel, number: int) -> Response:
+    def _reply_promise(self, model: ServedModel, number: int) -> Response:
         name = model.record.model
         return JSONResponse({"request_id": f"{name}:call:{number}", "model_id": name})
 
     def _submit(self, id: str | None, number: int | None, route: str, body: bytes) -> Response:
-        model = self._model(id)
+        model = self._find_model(id)
         if number is None or number < 1:
             raise ConfigError(f"seq_id = {number}: the calls of a model are numbered from 1")
         model.submit(TrainingCall(number, route, body))
-        return self._promised(model, number)
+        return self._reply_promise(model, number)
 
-    async def training_call(self, request: Request, body: bytes) -> Response:
+    async def submit_training_call(self, request: Request, body: bytes) -> Response:
         route = request.url.path.rpartition("/")[2]
-        raw = wire.parse_object(body)
-        id, number = raw.get("model_id"), raw.get("seq_id")
+        values = wire.parse_object(body)
+        id, number = values.get("model_id"), values.get("seq_id")
         if not isinstance(id, str) or not isinstance(number, int):
             raise ConfigError(
                 "the body must be JSON with model_id, a text, and seq_id, a whole number"
             )
         return self._submit(id, number, route, body)
 
-    async def forward_backward(self, request: Request, body: bytes) -> Response:
+    async def submit_loss(self, request: Request, body: bytes) -> Response:
         if wire.PROTOBUF not in request.headers.get("content-type", ""):
             raise HTTPException(415, f"the body must be {wire.PROTOBUF}: update the client")
         message = wire.parse_loss_request(body)
@@ -352,8 +357,8 @@ class TinkerServer:
         return self._submit(message.model_id, message.seq_id, route, body)
 
     async def get_info(self, request: Request, body: bytes) -> Response:
-        given = wire.parse_json(sdk.GetInfoRequest, body)
-        record = self._model(given.model_id).record
+        message = wire.parse_json(sdk.GetInfoRequest, body)
+        record = self._find_model(message.model_id).record
         return JSONResponse(
             {
                 "type": "get_info",
@@ -372,24 +377,26 @@ class TinkerServer:
     # ---- samplers --------------------------------------------------------------------------------
 
     async def create_sampling_session(self, request: Request, body: bytes) -> Response:
-        given = wire.parse_json(sdk.CreateSamplingSessionRequest, body)
-        session = self._session(given.session_id)
-        id = f"{session}:sample:{given.sampling_session_seq_id}"
-        if given.model_path:
-            found, saved = find_saved(self.folder, given.model_path)
-            weights = found / "model" if "/weights/" in given.model_path else found
+        message = wire.parse_json(sdk.CreateSamplingSessionRequest, body)
+        session = self._check_session(message.session_id)
+        id = f"{session}:sample:{message.sampling_session_seq_id}"
+        if message.model_path:
+            directory, saved = find_saved(self.folder, message.model_path)
+            weights = directory / "model" if "/weights/" in message.model_path else directory
             record = SamplerRecord(
-                id, session, saved.model, saved.version, str(weights), given.model_path
+                id, session, saved.model, saved.version, str(weights), message.model_path
             )
         else:
-            self._base_model(given.base_model)
+            self._check_base_model(message.base_model)
             record = SamplerRecord(id, session)
         self.samplers.open(record)
         return JSONResponse({"type": "create_sampling_session", "sampling_session_id": id})
 
     async def join_sampling_session(self, request: Request, body: bytes) -> Response:
-        given = wire.parse_json(sdk.JoinSamplingSessionRequest, body)
-        return JSONResponse({"client_counter": self.samplers.next_clone(given.sampling_session_id)})
+        message = wire.parse_json(sdk.JoinSamplingSessionRequest, body)
+        return JSONResponse(
+            {"client_counter": self.samplers.number_clone(message.sampling_session_id)}
+        )
 
     async def get_sampler(self, request: Request, body: bytes) -> Response:
         id = request.path_params["id"]
@@ -405,8 +412,8 @@ class TinkerServer:
         )
 
     async def sample(self, request: Request, body: bytes) -> Response:
-        given = wire.parse_json(sdk.SampleRequest, body)
-        name, promise = self.samplers.submit(given, body)
+        message = wire.parse_json(sdk.SampleRequest, body)
+        name, promise = self.samplers.submit(message, body)
         return JSONResponse({"request_id": name, "sample_sequence_ids": promise.sequences})
 
     async def cancel_future(self, request: Request, body: bytes) -> Response:
@@ -416,19 +423,19 @@ class TinkerServer:
     # ---- results ---------------------------------------------------------------------------------
 
     async def retrieve_future(self, request: Request, body: bytes) -> Response:
-        given = wire.parse_json(sdk.FutureRetrieveRequest, body)
-        name, _, number = given.request_id.rpartition(":call:")
+        message = wire.parse_json(sdk.FutureRetrieveRequest, body)
+        name, _, number = message.request_id.rpartition(":call:")
         if name and number.isdecimal() and len(number) < 19:
-            return await self._training_result(self._model(name), int(number))
-        promise = self.samplers.promises.get(given.request_id)
+            return await self._retrieve_training_result(self._find_model(name), int(number))
+        promise = self.samplers.promises.get(message.request_id)
         if promise is None:  # lost with an earlier server: the client samples again
-            raise HTTPException(410, f"{given.request_id} is not known here any more")
+            raise HTTPException(410, f"{message.request_id} is not known here any more")
         outcome = await _wait(promise.future)
         if outcome is None:
-            return _try_again(promise.paced)
-        return _result(outcome, protobuf=True)
+            return _reply_try_again(promise.paced)
+        return _encode_outcome(outcome, protobuf=True)
 
-    async def _training_result(self, model: ServedModel, number: int) -> Response:
+    async def _retrieve_training_result(self, model: ServedModel, number: int) -> Response:
         promise = model.find_promise(number)
         if promise is None:
             raise HTTPException(
@@ -438,26 +445,26 @@ class TinkerServer:
         if outcome is not None:
             if not outcome.error and model.log.read_call(number) is not None:
                 self._open_sampler(model, outcome)
-            return _result(outcome, protobuf=outcome.protobuf)
-        missing = model.waits_for
-        waits = "" if missing is None else f"waits for seq_id {missing} of {model.record.model}"
-        return _try_again(waits)
+            return _encode_outcome(outcome, protobuf=outcome.protobuf)
+        awaited = model.awaited_call
+        reason = "" if awaited is None else f"waits for seq_id {awaited} of {model.record.model}"
+        return _reply_try_again(reason)
 
     def _open_sampler(self, model: ServedModel, outcome: TrainingOutcome) -> None:
-        """Make the sampler that a call of save_weights_for_sampler has promised."""
+        """Open the sampler that a call of save_weights_for_sampler has promised."""
         if outcome.protobuf:
             return
         values = json.loads(outcome.reply)
         id = values.get("sampling_session_id")
         if id is not None:
-            weights = model.version_path(outcome.branch, outcome.version)
-            name = branch_name(model.record.model, outcome.branch)
+            weights = model.locate_version(outcome.branch, outcome.version)
+            name = build_branch_name(model.record.model, outcome.branch)
             session = model.record.session
             self.samplers.open(SamplerRecord(id, session, name, outcome.version, str(weights)))
 
     # ---- the REST client -------------------------------------------------------------------------
 
-    async def weights_info(self, request: Request, body: bytes) -> Response:
+    async def get_weights_info(self, request: Request, body: bytes) -> Response:
         path = str(wire.parse_object(body).get("tinker_path"))
         _, saved = find_saved(self.folder, path)
         return JSONResponse(
@@ -468,27 +475,27 @@ class TinkerServer:
             }
         )
 
-    async def training_runs(self, request: Request, body: bytes) -> Response:
-        runs = [self._run(model) for model in self.models.values()]
+    async def list_training_runs(self, request: Request, body: bytes) -> Response:
+        runs = [self._describe_run(model) for model in self.models.values()]
         cursor = {"offset": 0, "limit": len(runs), "total_count": len(runs)}
         return JSONResponse({"training_runs": runs, "cursor": cursor})
 
-    async def training_run(self, request: Request, body: bytes) -> Response:
+    async def get_training_run(self, request: Request, body: bytes) -> Response:
         id = request.path_params["id"]
         if id not in self.models:
             raise HTTPException(404, f"this server has no model {id}")
-        return JSONResponse(self._run(self.models[id]))
+        return JSONResponse(self._describe_run(self.models[id]))
 
-    def _run(self, model: ServedModel) -> dict[str, Any]:
+    def _describe_run(self, model: ServedModel) -> dict[str, Any]:
         record = model.record
-        saved = self._saved(model)
+        saved = self._list_saved(model)
         return {
             "training_run_id": record.model,
             "base_model": self.config.model.path,
             "model_owner": "local",
             "is_lora": record.rank > 0,
             "lora_rank": record.rank or None,
-            "last_request_time": _time(model.last_request),
+            "last_request_time": _format_time(model.last_request),
             "last_checkpoint": next((x for x in saved if x["checkpoint_type"] == "training"), None),
             "last_sampler_checkpoint": next(
                 (x for x in saved if x["checkpoint_type"] == "sampler"), None
@@ -496,32 +503,32 @@ class TinkerServer:
             "user_metadata": record.metadata,
         }
 
-    def _saved(self, model: ServedModel) -> list[dict[str, Any]]:
-        """List the weights that a client saved, the newest first."""
-        found = []
-        for kind, shown in (("weights", "training"), ("sampler_weights", "sampler")):
+    def _list_saved(self, model: ServedModel) -> list[dict[str, Any]]:
+        """List the weights that clients saved, newest first."""
+        checkpoints = []
+        for kind, checkpoint_type in (("weights", "training"), ("sampler_weights", "sampler")):
             for note in (model.folder / kind).glob("*.json"):
                 path = f"tinker://{model.record.model}/{kind}/{note.stem}"
                 folder, saved = find_saved(self.folder, path)
                 size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-                found.append(
+                checkpoints.append(
                     {
                         "checkpoint_id": f"{kind}/{note.stem}",
-                        "checkpoint_type": shown,
-                        "time": _time(saved.time),
+                        "checkpoint_type": checkpoint_type,
+                        "time": _format_time(saved.time),
                         "tinker_path": path,
                         "size_bytes": size,
                     }
                 )
-        return sorted(found, key=lambda row: str(row["time"]), reverse=True)
+        return sorted(checkpoints, key=lambda checkpoint: str(checkpoint["time"]), reverse=True)
 
-    async def checkpoints(self, request: Request, body: bytes) -> Response:
-        model = self._model(request.path_params["id"])
-        return JSONResponse({"checkpoints": self._saved(model)})
+    async def list_checkpoints(self, request: Request, body: bytes) -> Response:
+        model = self._find_model(request.path_params["id"])
+        return JSONResponse({"checkpoints": self._list_saved(model)})
 
     async def delete_checkpoint(self, request: Request, body: bytes) -> Response:
-        parts = request.path_params
-        path = f"tinker://{parts['id']}/{parts['kind']}/{parts['name']}"
+        params = request.path_params
+        path = f"tinker://{params['id']}/{params['kind']}/{params['name']}"
         folder, _ = find_saved(self.folder, path)
         folder.with_name(f"{folder.name}.json").unlink(missing_ok=True)
         atomic_write.remove(folder)
@@ -529,38 +536,38 @@ class TinkerServer:
 
 
 async def _wait(future: asyncio.Future[_Outcome]) -> _Outcome | None:
-    """Return a future's result, or None after POLL_S."""
-    done, _ = await asyncio.wait([future], timeout=POLL_S)
-    return future.result() if done else None
+    """Return the future's result, or None if it takes longer than POLL_S."""
+    finished, _ = await asyncio.wait([future], timeout=POLL_S)
+    return future.result() if finished else None
 
 
-def _result(outcome: TrainingOutcome | SampleOutcome, *, protobuf: bool) -> Response:
+def _encode_outcome(outcome: TrainingOutcome | SampleOutcome, *, protobuf: bool) -> Response:
     if outcome.error:
         return JSONResponse({"error": outcome.error, "category": outcome.category})
-    kind = wire.PROTOBUF if protobuf else "application/json"
-    return Response(outcome.reply, media_type=kind)
+    media_type = wire.PROTOBUF if protobuf else "application/json"
+    return Response(outcome.reply, media_type=media_type)
 
 
-def _try_again(reason: str) -> Response:
+def _reply_try_again(reason: str) -> Response:
     state = {"queue_state": "paused_capacity", "queue_state_reason": reason}
     return JSONResponse(
         {"type": "try_again", **(state if reason else {"queue_state": "active"})}, 408
     )
 
 
-def _time(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
-async def _http_error(request: Request, error: Exception) -> Response:
+async def _reply_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     return JSONResponse({"error": error.detail}, error.status_code)
 
 
-async def _disconnected(request: Request, error: Exception) -> Response:
-    """End quietly: a client that ends closes its connections amid requests."""
+async def _reply_disconnected(request: Request, error: Exception) -> Response:
+    """Log nothing: a client that exits closes its connections during requests."""
     return Response(status_code=499)
 
 
-async def _config_error(request: Request, error: Exception) -> Response:
+async def _reply_config_error(request: Request, error: Exception) -> Response:
     return JSONResponse({"error": escape_line(str(error), LONGEST_LINE)}, 400)

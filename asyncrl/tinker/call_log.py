@@ -1,12 +1,12 @@
 """The training calls of a model on disk, so that a promised result survives a killed server.
 
 ```
-MODEL/calls/N.call      call N as it arrived, written before it is promised
-MODEL/calls/N.outcome   its result, written before it is answered
+MODEL/calls/N.call      call N as it arrived, written before the server promises its result
+MODEL/calls/N.outcome   its result, written before the server returns it
 MODEL/checkpoints/N-V/  the model at version V, after call N
 ```
 
-A file is replaced by rename, so it is whole after a kill. A power cut may lose the newest ones.
+Files are replaced by rename, so they are complete after a kill. A power cut may lose the newest.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from asyncrl.tinker.messages import ErrorCategory
 
 
 class TrainingCall(msgspec.Struct, frozen=True):
-    """A call of a model: its route, and the body of its request."""
+    """A call of a model: its route and the body of its request."""
 
     number: int  # seq_id; 0 creates the model
     route: str
@@ -30,12 +30,12 @@ class TrainingCall(msgspec.Struct, frozen=True):
 
 
 class TrainingOutcome(msgspec.Struct, frozen=True):
-    """The result of a call, and what it did to the model's bookkeeping.
+    """The result of a call, and its effect on the model's bookkeeping.
 
     version: of the model, after the call.
     branch, parents: of the model, after the call (`ModelAncestry`).
-    lags: lag -> tokens in the gradient.  sequences: ids of the sequences behind them.
-    token_lags: int32, of all positions of the call's datums; a repeated call uses the same.
+    lags: lag -> tokens in the gradient.  sequences: ids of the sequences of these tokens.
+    token_lags: int32, for all positions of the call's datums; a repeated call uses the same lags.
     """
 
     reply: bytes = b""
@@ -59,52 +59,52 @@ class CallLog:
         self.calls.mkdir(parents=True, exist_ok=True)
         self.checkpoints.mkdir(exist_ok=True)
 
-    def _path(self, number: int, kind: str) -> Path:
+    def _locate_file(self, number: int, kind: str) -> Path:
         return self.calls / f"{number:09d}.{kind}"
 
     def write_call(self, call: TrainingCall) -> None:
-        atomic_write.write(self._path(call.number, "call"), msgspec.msgpack.encode(call))
+        atomic_write.write(self._locate_file(call.number, "call"), msgspec.msgpack.encode(call))
 
     def write_outcome(self, number: int, outcome: TrainingOutcome) -> None:
-        atomic_write.write(self._path(number, "outcome"), msgspec.msgpack.encode(outcome))
+        atomic_write.write(self._locate_file(number, "outcome"), msgspec.msgpack.encode(outcome))
 
     def read_call(self, number: int) -> TrainingCall | None:
-        path = self._path(number, "call")
+        path = self._locate_file(number, "call")
         if not path.exists():
             return None
         return msgspec.msgpack.decode(path.read_bytes(), type=TrainingCall)
 
     def read_outcome(self, number: int) -> TrainingOutcome | None:
-        path = self._path(number, "outcome")
+        path = self._locate_file(number, "outcome")
         if not path.exists():
             return None
         return msgspec.msgpack.decode(path.read_bytes(), type=TrainingOutcome)
 
-    def numbers(self, kind: str) -> list[int]:
-        """Return the numbers of the calls, or of the outcomes, that are on disk."""
+    def list_numbers(self, kind: str) -> list[int]:
+        """Return the numbers of the calls or of the outcomes on disk, sorted."""
         return sorted(int(path.stem) for path in self.calls.glob(f"*.{kind}"))
 
-    def checkpoint_path(self, number: int, version: int) -> Path:
+    def locate_checkpoint(self, number: int, version: int) -> Path:
         return self.checkpoints / f"{number:09d}-{version}"
 
-    def checkpoint_numbers(self) -> list[tuple[int, int]]:
-        """Return (call, version) of the checkpoints, in order."""
-        found = [path.name.split("-") for path in self.checkpoints.glob("*-*")]
-        return sorted((int(n), int(v)) for n, v in found if n.isdigit() and v.isdigit())
+    def list_checkpoints(self) -> list[tuple[int, int]]:
+        """Return (call, version) of every checkpoint, sorted."""
+        names = [path.name.split("-") for path in self.checkpoints.glob("*-*")]
+        return sorted((int(n), int(v)) for n, v in names if n.isdigit() and v.isdigit())
 
     def prune(self) -> None:
         """Remove calls that the newest checkpoint covers, and outcomes older than the one before.
 
         Call 0, which created the model, stays."""
-        found = self.checkpoint_numbers()
-        for number, version in found[:-2]:
-            shutil.rmtree(self.checkpoint_path(number, version), ignore_errors=True)
-        if found:
-            self._remove("call", found[-1][0])
-        if len(found) > 1:
-            self._remove("outcome", found[-2][0])
+        checkpoints = self.list_checkpoints()
+        for number, version in checkpoints[:-2]:
+            shutil.rmtree(self.locate_checkpoint(number, version), ignore_errors=True)
+        if checkpoints:
+            self._remove("call", checkpoints[-1][0])
+        if len(checkpoints) > 1:
+            self._remove("outcome", checkpoints[-2][0])
 
-    def _remove(self, kind: str, upto: int) -> None:
-        for number in self.numbers(kind):
-            if 0 < number <= upto:
-                self._path(number, kind).unlink(missing_ok=True)
+    def _remove(self, kind: str, last: int) -> None:
+        for number in self.list_numbers(kind):
+            if 0 < number <= last:
+                self._locate_file(number, kind).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The server's links to its training and sampling processes, which it restarts when they exit."""
+"""Links from the server to its training and sampling processes, which it restarts on exit."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from asyncrl.tinker.messages import (
     WorkerCall,
     WorkerReply,
 )
-from asyncrl.tinker.workers.worker import LENGTH_BYTES, frame
+from asyncrl.tinker.workers.worker import LENGTH_BYTES, encode_frame
 
 Result = ScoreResult | StepResult | SampleResult | CallDone | CallFailure
 
 
 def log(text: str) -> None:
-    """Tell the server's operator a line: on stderr and in logs/server.log (`server.open_log`)."""
+    """Write a line to stderr and to logs/server.log (`server.open_log`)."""
     logging.getLogger("asyncrl.tinker").warning("%s", escape_line(text, LONGEST_LINE))
 
 
 def log_exception(text: str) -> None:
-    """Tell the operator the traceback of the exception that is being handled."""
+    """Log `text` with the traceback of the exception that is being handled."""
     logging.getLogger("asyncrl.tinker").exception("%s", escape_line(text, LONGEST_LINE))
 
 
@@ -45,7 +45,7 @@ class WorkerExited(Exception):
 
 
 class WorkerLink:
-    """One process of a role. `generation` counts its starts."""
+    """The link to the process of one role. `generation` counts its starts."""
 
     def __init__(self, role: str, config_path: Path, log: Path) -> None:
         self.role = role
@@ -66,56 +66,56 @@ class WorkerLink:
         async with self._starting:
             if self._writer is not None or self.closed:
                 return
-            ours, theirs = socket.socketpair()
-            number = str(theirs.fileno())
+            own_end, worker_end = socket.socketpair()
+            descriptor = str(worker_end.fileno())
             argv = importing.command(
-                "asyncrl.tinker.workers.worker", self.role, str(self.config_path), number
+                "asyncrl.tinker.workers.worker", self.role, str(self.config_path), descriptor
             )
-            with theirs, self.log.open("ab") as log:
+            with worker_end, self.log.open("ab") as log:
                 self.process = subprocess.Popen(
                     argv,
-                    pass_fds=[theirs.fileno()],
+                    pass_fds=[worker_end.fileno()],
                     stdin=subprocess.DEVNULL,
                     stderr=log,
                     preexec_fn=die_with_parent(),
                 )
-            reader, self._writer = await asyncio.open_connection(sock=ours)
+            reader, self._writer = await asyncio.open_connection(sock=own_end)
             self.generation += 1
-            self._note("began")
+            self._append_event("began")
             self._reader = asyncio.create_task(self._read(reader))
 
-    def _note(self, event: str, **more: object) -> None:
-        """Add a row to the log of processes, which `asyncrl doctor` and `watch` read."""
+    def _append_event(self, event: str, **fields: object) -> None:
+        """Append a row to the process log, which `asyncrl doctor` and `watch` read."""
         assert self.process is not None
         folder = self.config_path.parent
         process_log.append_event(
-            folder, self.role, self.process.pid, event, supervised=True, **more
+            folder, self.role, self.process.pid, event, supervised=True, **fields
         )
 
     async def call(self, request: Request, number: int | None = None) -> Result:
         """Send a call and return its result.
 
-        number: of `next_number`, for a call that may be canceled.  Raises WorkerExited."""
+        number: from `take_number`, for a call that may be canceled.  Raises WorkerExited."""
         await self.start()
         if self._writer is None:
             raise WorkerExited(f"the {self.role} process has ended")
-        number = self.next_number() if number is None else number
+        number = self.take_number() if number is None else number
         waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
-        self._writer.write(frame(WorkerCall(number, request)))
+        self._writer.write(encode_frame(WorkerCall(number, request)))
         try:
             result: Result = await waiting
         finally:
             self._waiting.pop(number, None)
         return result
 
-    def next_number(self) -> int:
+    def take_number(self) -> int:
         self._number += 1
         return self._number
 
     def cancel(self, number: int) -> None:
-        """Stop a call of the sampling process."""
+        """Cancel a call to the sampling process."""
         if self._writer is not None and number in self._waiting:
-            self._writer.write(frame(WorkerCall(self.next_number(), Cancel(number))))
+            self._writer.write(encode_frame(WorkerCall(self.take_number(), Cancel(number))))
             self._waiting[number].cancel()
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
@@ -128,14 +128,14 @@ class WorkerLink:
                     waiting.set_result(reply.result)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
-        self._exited()
+        self._handle_exit()
 
-    def _exited(self) -> None:
+    def _handle_exit(self) -> None:
         assert self.process is not None and self._writer is not None
         self._writer.close()
         self._writer = None
         code = self.process.wait()
-        self._note("ended", code=process_log.INTERRUPTED if self.closed else code)
+        self._append_event("ended", code=process_log.INTERRUPTED if self.closed else code)
         if not self.closed:
             log(f"the {self.role} process ended ({describe_exit(code)}); see {self.log}")
         for waiting in self._waiting.values():

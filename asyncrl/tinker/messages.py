@@ -9,12 +9,12 @@ import numpy as np
 from msgspec import Meta
 
 ErrorCategory = Literal["user", "server"]
-UNKNOWN = -1  # lag of a sampled token whose sequence is not known
-NOT_SAMPLED = -2  # lag of a token that no sampler wrote, such as a prompt's
+UNKNOWN = -1  # lag of a sampled token whose sequence is unknown
+NOT_SAMPLED = -2  # lag of a token that was not sampled, such as a prompt's
 
 
 class Datum(msgspec.Struct, frozen=True):
-    """One sequence of a forward_backward call: n positions.
+    """One sequence of a forward_backward call, with n positions.
 
     tokens: int32 [n], the input.
     targets: int32 [n], the token to score at each position.
@@ -31,7 +31,7 @@ class Datum(msgspec.Struct, frozen=True):
     def length(self) -> int:
         return len(self.tokens) // 4
 
-    def field(self, name: str) -> np.ndarray | None:
+    def get_field(self, name: str) -> np.ndarray | None:
         """Return float32 [n], or None where the client did not send it."""
         data = self.fields.get(name)
         return None if data is None else np.frombuffer(data, "<f4")
@@ -40,7 +40,7 @@ class Datum(msgspec.Struct, frozen=True):
 class LoadModel(msgspec.Struct, frozen=True, tag=True):
     """Create a model, or load it from `path`, the directory of a state.
 
-    rank: of its adapter; 0: all weights are trained.  optimizer: load its moments, too.
+    rank: of the adapter; 0: train all weights.  optimizer: also load the optimizer's moments.
     """
 
     model: str
@@ -61,7 +61,7 @@ class ForwardBackward(msgspec.Struct, frozen=True, tag=True):
 
 
 class OptimizerStep(msgspec.Struct, frozen=True, tag=True):
-    """Make an AdamW step on the gradient collected since the last one."""
+    """Make an AdamW step with the gradient collected since the last step."""
 
     model: str
     learning_rate: float
@@ -81,7 +81,8 @@ class DropGradient(msgspec.Struct, frozen=True, tag=True):
 class SaveWeights(msgspec.Struct, frozen=True, tag=True):
     """Write a model to the directory `path`.
 
-    state: with the optimizer, to train on from it; otherwise only what a sampler needs.
+    state: include the optimizer, so that training can continue from it; otherwise write only the
+        weights, as a sampler needs them.
     """
 
     model: str
@@ -94,9 +95,10 @@ class SampleCall(msgspec.Struct, frozen=True, tag=True):
 
     weights: directory of the sampler's weights; "": the base model.
     version: the number of optimizer steps behind these weights.
-    ticket: selects the random stream together with seed, so that a repeated call returns the same.
-    stop: token ids that end a sequence, which keeps them.
-    texts: texts that end a sequence with the token that completes them.
+    ticket: selects the random stream together with seed, so a repeated call returns the same
+        sequences.
+    stop: token ids that end a sequence; the sequence includes the one that ended it.
+    texts: texts that end a sequence; its last token is the one that completes the text.
     """
 
     weights: str
@@ -112,11 +114,11 @@ class SampleCall(msgspec.Struct, frozen=True, tag=True):
     stop: list[int]
     texts: list[str]
     prompt_logprobs: bool = False
-    prompt_topk: int = 0  # most likely tokens to score at each position of the prompt
+    prompt_topk: int = 0  # number of most likely tokens to score at each position of the prompt
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Stop the call `number`, if it is still waiting or being sampled."""
+    """Cancel the call `number` if it still waits or is being sampled."""
 
     number: int
 
@@ -167,13 +169,13 @@ class SampleResult(msgspec.Struct, frozen=True, tag=True):
 
 
 class CallDone(msgspec.Struct, frozen=True, tag=True):
-    """Result of a call that returns nothing; bytes: size of what it wrote."""
+    """Result of a call that returns no values; bytes: size of the files that it wrote."""
 
     bytes: int = 0
 
 
 class CallFailure(msgspec.Struct, frozen=True, tag=True):
-    """The call failed; nothing has changed."""
+    """Result of a call that failed and changed nothing."""
 
     error: str
     category: ErrorCategory = "user"

@@ -1,4 +1,4 @@
-"""The notes beside a model's files: what it was created from, what was saved under which name."""
+"""Records beside a model's files: its origin, and the weights saved under each name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 class SavedWeights(msgspec.Struct):
-    """NAME.json beside weights that a client saved; model: the branch that has them."""
+    """NAME.json beside weights that a client saved; model: the branch of the weights."""
 
     model: str
     rank: int
@@ -27,7 +27,7 @@ class ModelRecord(msgspec.Struct):
     """model.json.
 
     source: tinker path that it was loaded from; "": the base model.
-    version: when it was created."""
+    version: the model's version when it was created."""
 
     model: str
     session: str
@@ -41,43 +41,45 @@ class ModelRecord(msgspec.Struct):
     metadata: dict[str, Any] | None = None
 
 
-def folder_name(model: str) -> str:
+def build_folder_name(model: str) -> str:
     """Return the folder of a model.
 
-    >>> folder_name("s-1f:train:0")
+    >>> build_folder_name("s-1f:train:0")
     's-1f-train-0'
     """
     return model.replace(":", "-")
 
 
-def branch_name(model: str, branch: int) -> str:
-    """Return the name of the weights' history that begins with load_weights call `branch`.
+def build_branch_name(model: str, branch: int) -> str:
+    """Return the name of the branch that starts with load_weights call `branch`; 0: the first.
 
-    >>> branch_name("s-1f:train:0", 0), branch_name("s-1f:train:0", 7)
+    >>> build_branch_name("s-1f:train:0", 0), build_branch_name("s-1f:train:0", 7)
     ('s-1f:train:0', 's-1f:train:0@7')
     """
     return f"{model}@{branch}" if branch else model
 
 
-def model_of(branch: str) -> str:
+def strip_branch(branch: str) -> str:
     """Return the model of a branch.
 
-    >>> model_of("s-1f:train:0@7")
+    >>> strip_branch("s-1f:train:0@7")
     's-1f:train:0'
     """
     return branch.partition("@")[0]
 
 
 def find_saved(root: Path, path: str, kind: str = "") -> tuple[Path, SavedWeights]:
-    """Return the directory of a tinker path, and what was saved there.  Raises ConfigError."""
+    """Return the directory and the record of a tinker path.  Raises ConfigError."""
     match = re.fullmatch(r"tinker://([A-Za-z0-9:_-]+)/(weights|sampler_weights)/([^/]+)", path)
     if match is None or not NAME.fullmatch(match[3]):
         raise ConfigError(f"{path} is not a path of saved weights: tinker://MODEL/weights/NAME")
     if kind and match[2] != kind:
-        raise ConfigError(f"{path} has no optimizer: training goes on from tinker://MODEL/{kind}/")
-    found = root / folder_name(match[1]) / match[2] / match[3]
+        raise ConfigError(
+            f"{path} has no optimizer: training can continue only from tinker://MODEL/{kind}/"
+        )
+    folder = root / build_folder_name(match[1]) / match[2] / match[3]
     try:
-        note = found.with_name(f"{found.name}.json").read_bytes()
+        note = folder.with_name(f"{folder.name}.json").read_bytes()
     except OSError as error:
         raise ConfigError(f"{path}: this server has no such weights") from error
-    return found, msgspec.json.decode(note, type=SavedWeights)
+    return folder, msgspec.json.decode(note, type=SavedWeights)

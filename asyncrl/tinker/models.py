@@ -1,4 +1,4 @@
-"""One trained model of a server: its calls in order, its version, its lags, its files.
+"""A trained model of a server: its ordered calls, its version, its lags and its files.
 
 ```
 MODEL/config.toml      a run's config, so that `asyncrl watch` and `asyncrl report` show the model
@@ -51,7 +51,7 @@ from asyncrl.tinker.model_records import (
     NAME,
     ModelRecord,
     SavedWeights,
-    branch_name,
+    build_branch_name,
     find_saved,
 )
 from asyncrl.tinker.sample_log import TrainedSampleLog
@@ -59,24 +59,24 @@ from asyncrl.tinker.sequences import (
     ModelAncestry,
     SampledRun,
     SequenceLedger,
-    lag_metrics,
+    build_trained_row,
+    measure_lag_metrics,
     measure_lags,
-    trained_row,
 )
-from asyncrl.tinker.settings import TinkerConfig, run_config
+from asyncrl.tinker.settings import TinkerConfig, build_run_config
 
-FARTHEST = 10_000  # calls that may arrive before an earlier one
+FARTHEST = 10_000  # most calls that a call may be ahead of the next one
 CHANGING = ("create_model", "load_weights", "forward_backward", "optim_step")
 
 
 class RequestRefused(Exception):
-    """A call that cannot be carried out; the text is for the client."""
+    """A call cannot be carried out; the client receives the text."""
 
 
 class ResolvedLoss(NamedTuple):
-    """A forward_backward call.
+    """A decoded forward_backward call.
 
-    outcome: with the lags and sequences of its gradient.  runs: the sampled ones of each datum."""
+    outcome: has the lags and sequences of its gradient.  runs: the sampled runs of each datum."""
 
     request: ForwardBackward
     outcome: TrainingOutcome
@@ -84,7 +84,7 @@ class ResolvedLoss(NamedTuple):
 
 
 class ServedModel:
-    """A model, from its creation on; a restarted server continues it."""
+    """A model since its creation; a restarted server continues it."""
 
     def __init__(
         self,
@@ -106,11 +106,11 @@ class ServedModel:
         self.samples = samples
         self.source = saved
         self.log = CallLog(folder)
-        self.branch = 0  # the load_weights call that its weights descend from
+        self.branch = 0  # number of the load_weights call that its weights descend from
         self.ancestry = ModelAncestry(record.model, dict(record.parents))
         self.version = record.version
         self.next = 0  # the number of the call that is carried out next
-        self.loaded = 0  # generation of the training process that has the model
+        self.loaded = 0  # generation of the training process that holds the model
         self.promises: dict[int, asyncio.Future[TrainingOutcome]] = {}
         self.bodies: dict[int, bytes] = {}
         self.arrived = asyncio.Event()
@@ -127,8 +127,8 @@ class ServedModel:
     def _open_records(self) -> None:
         path = self.folder / "config.toml"
         if not path.exists():
-            text = load.dump(run_config(self.config, self.record.rank))
-            atomic_write.write(path, text)
+            config_text = load.dump(build_run_config(self.config, self.record.rank))
+            atomic_write.write(path, config_text)
         self.trained_path = self.folder / "trained.jsonl"
         rows = jsonl.read(self.trained_path)
         self.recorded = max((int(row.get("call", 0)) for row in rows), default=0)
@@ -144,8 +144,8 @@ class ServedModel:
         )
 
     def _read_outcomes(self) -> None:
-        """Continue after the calls whose outcomes are on disk."""
-        for number in self.log.numbers("outcome"):
+        """Restore the state after the calls whose outcomes are on disk."""
+        for number in self.log.list_numbers("outcome"):
             outcome = self.log.read_outcome(number)
             call = self.log.read_call(number)
             assert outcome is not None
@@ -153,29 +153,29 @@ class ServedModel:
             self.version = outcome.version
             self._set_branch(outcome.branch, outcome.parents or self.record.parents)
             if call is not None:
-                self._account(call.route, outcome)
-        for number in self.log.numbers("call"):
+                self._count_outcome(call.route, outcome)
+        for number in self.log.list_numbers("call"):
             if number >= self.next:
-                self._promise(number)
+                self._open_promise(number)
 
     def _set_branch(self, branch: int, parents: dict[str, int]) -> None:
         self.branch = branch
-        self.ancestry = ModelAncestry(branch_name(self.record.model, branch), dict(parents))
+        self.ancestry = ModelAncestry(build_branch_name(self.record.model, branch), dict(parents))
 
     def _begin_step(self) -> None:
-        """Forget what was collected for the last optimizer step."""
+        """Clear the bookkeeping of the previous optimizer step."""
         self.lags: Counter[int] = Counter()
         self.sequences: list[str] = []
-        self.taken: Counter[str] = Counter()
+        self.matched: Counter[str] = Counter()
         self.refused = ""  # why a call of this step failed
         self.samples.drop()
 
-    def _account(self, route: str, outcome: TrainingOutcome) -> None:
-        """Follow an outcome in the bookkeeping of the current optimizer step."""
+    def _count_outcome(self, route: str, outcome: TrainingOutcome) -> None:
+        """Add an outcome to the bookkeeping of the current optimizer step."""
         if route == "forward_backward":
             self.lags.update(outcome.lags)
             self.sequences += outcome.sequences
-            self.taken.update(outcome.sequences)
+            self.matched.update(outcome.sequences)
             self.refused = self.refused or outcome.error
         elif route == "optim_step":
             self.batch = len(set(self.sequences)) or self.batch
@@ -186,14 +186,14 @@ class ServedModel:
     # ---- calls -----------------------------------------------------------------------------------
 
     def submit(self, call: TrainingCall) -> None:
-        """Take a call; a repeated one is the same call.  Raises ConfigError."""
+        """Accept a call; a repeated request is the same call.  Raises ConfigError."""
         self.last_request = time.time()
         number = call.number
         if number < self.next or number in self.promises:
-            known = self.bodies.get(number)
-            if known is None and (stored := self.log.read_call(number)) is not None:
-                known = stored.body
-            if known is not None and known != call.body:
+            first_body = self.bodies.get(number)
+            if first_body is None and (first_call := self.log.read_call(number)) is not None:
+                first_body = first_call.body
+            if first_body is not None and first_body != call.body:
                 raise ConfigError(
                     f"seq_id {number} of {self.record.model} was another call: each call of a "
                     "model needs the next seq_id"
@@ -205,26 +205,26 @@ class ServedModel:
             )
         self.log.write_call(call)
         self.bodies[number] = call.body
-        self._promise(number)
+        self._open_promise(number)
         self.arrived.set()
 
-    def _promise(self, number: int) -> None:
+    def _open_promise(self, number: int) -> None:
         self.promises[number] = asyncio.get_running_loop().create_future()
 
     def find_promise(self, number: int) -> asyncio.Future[TrainingOutcome] | None:
-        """Return the future of a call, also one from before a restart; None: unknown."""
+        """Return the future of a call, also of one before a restart; None: unknown call."""
         if number in self.promises:
             return self.promises[number]
         outcome = self.log.read_outcome(number)
         if outcome is None:
             return None
-        self._promise(number)
+        self._open_promise(number)
         self.promises[number].set_result(outcome)
         return self.promises[number]
 
     @property
-    def waits_for(self) -> int | None:
-        """The number of a call that has not arrived while later ones wait; None: none."""
+    def awaited_call(self) -> int | None:
+        """The number of a missing call that later calls wait for, or None."""
         later = any(number > self.next for number, x in self.promises.items() if not x.done())
         return self.next if later and self.next not in self.promises else None
 
@@ -249,51 +249,52 @@ class ServedModel:
             log(f"{self.record.model}, call {number}, {call.route}: {error}")
         except WorkerExited as error:
             outcome = TrainingOutcome(error=str(error), category="server", version=self.version)
-        except Exception as error:  # a client waits for it, and later calls must go on
+        except Exception as error:  # a client waits for the outcome, and later calls must run
             log_exception(f"{self.record.model}, call {number}, {call.route}")
             outcome = TrainingOutcome(error=repr(error), category="server", version=self.version)
         outcome = msgspec.structs.replace(
             outcome, branch=self.branch, parents=self.ancestry.parents
         )
         self.log.write_outcome(number, outcome)
-        self._account(call.route, outcome)
+        self._count_outcome(call.route, outcome)
         self.next = number + 1
         self.bodies.pop(number, None)
         self.promises[number].set_result(outcome)
-        for old in [n for n, x in self.promises.items() if n < number - 256 and x.done()]:
-            del self.promises[old]  # found on disk again
-        every = self.config.training.checkpoint_every
-        stepped = call.route == "optim_step" and self.version % every == 0
-        # the state that was loaded may be replaced or deleted by its client
+        for finished in [n for n, x in self.promises.items() if n < number - 256 and x.done()]:
+            del self.promises[finished]  # `find_promise` reads it from disk
+        interval = self.config.training.checkpoint_every
+        stepped = call.route == "optim_step" and self.version % interval == 0
+        # a client may replace or delete the state that was loaded
         if not outcome.error and (stepped or call.route == "load_weights"):
             await self._checkpoint(number)
 
     async def _perform(self, call: TrainingCall) -> TrainingOutcome:
         match call.route:
             case "create_model":
-                await self._ask(None)
+                await self._call_trainer(None)
                 return self._reply({"type": "create_model", "model_id": self.record.model})
             case "load_weights":
                 return await self._load(call)
             case "forward_backward" | "forward":
-                return await self._forward_backward(call)
+                return await self._compute_loss(call)
             case "optim_step":
-                return await self._optim_step(call)
+                return await self._make_step(call)
             case "save_weights":
                 return await self._save(call)
             case _:
                 return await self._save_for_sampler(call)
 
     def _reply(self, values: dict[str, Any]) -> TrainingOutcome:
-        return TrainingOutcome(wire.json_reply(values), version=self.version)
+        return TrainingOutcome(wire.encode_json(values), version=self.version)
 
     # ---- the training process --------------------------------------------------------------------
 
-    async def _ask(self, request: Request | None) -> Result:
-        """Send a request to the training process, which is given the model first if it lacks it.
+    async def _call_trainer(self, request: Request | None) -> Result:
+        """Send a request to the training process, after restoring the model there if needed.
 
-        None: only give it the model.  A process that exits is started again, and gets the calls
-        since the last checkpoint anew.  Raises WorkerExited after `restarts`, RequestRefused."""
+        request: None only restores the model.  A process that exits is started again, and the calls
+        since the last checkpoint are repeated.  Raises RequestRefused, and WorkerExited after
+        `restarts` restarts."""
         for attempt in range(self.config.restarts + 1):
             try:
                 await self.trainer.start()
@@ -316,30 +317,30 @@ class ServedModel:
         raise AssertionError("unreachable")
 
     async def _restore(self) -> None:
-        """Give a new training process the newest checkpoint, and repeat the calls after it."""
-        checkpoints = self.log.checkpoint_numbers()
-        begin = 0
+        """Load the newest checkpoint in a new training process, and repeat the calls after it."""
+        checkpoints = self.log.list_checkpoints()
+        last_call = 0
         path, optimizer = (str(self.source), self.record.optimizer)
         if not self.record.source:
             path = ""
         if checkpoints:
-            begin, version = checkpoints[-1]
-            path, optimizer = str(self.log.checkpoint_path(begin, version)), True
+            last_call, version = checkpoints[-1]
+            path, optimizer = str(self.log.locate_checkpoint(last_call, version)), True
         await self._repeat(
             LoadModel(self.record.model, self.record.rank, self.record.seed, path, optimizer)
         )
-        for number in range(begin + 1, self.next):
+        for number in range(last_call + 1, self.next):
             call, outcome = self.log.read_call(number), self.log.read_outcome(number)
             if call is None or outcome is None or call.route not in CHANGING:
                 continue
             if call.route == "optim_step":
                 await self._repeat(
-                    DropGradient(self.record.model) if outcome.error else self._step_request(call)
+                    DropGradient(self.record.model) if outcome.error else self._parse_step(call)
                 )
             elif not outcome.error and call.route == "load_weights":
-                await self._repeat(self._load_request(call)[0])
+                await self._repeat(self._parse_load(call)[0])
             elif not outcome.error:
-                await self._repeat(self._repeated_loss(call, outcome))
+                await self._repeat(self._parse_repeated_loss(call, outcome))
 
     async def _repeat(self, request: Request) -> None:
         result = await self.trainer.call(request)
@@ -347,31 +348,31 @@ class ServedModel:
             raise WorkerExited(f"{self.record.model} cannot be restored: {result.error}")
 
     async def _checkpoint(self, number: int) -> None:
-        path = self.log.checkpoint_path(number, self.version)
+        path = self.log.locate_checkpoint(number, self.version)
         try:
-            await self._ask(SaveWeights(self.record.model, str(path), state=True))
+            await self._call_trainer(SaveWeights(self.record.model, str(path), state=True))
         except (WorkerExited, RequestRefused) as error:
-            log(f"{self.record.model}: no checkpoint: {error}")
+            log(f"{self.record.model}: the checkpoint was not written: {error}")
             return
         self.log.prune()
 
     # ---- forward_backward ------------------------------------------------------------------------
 
-    def _loss_request(self, call: TrainingCall) -> ResolvedLoss:
-        """Decode a loss and measure the lag of its tokens.
+    def _parse_loss(self, call: TrainingCall) -> ResolvedLoss:
+        """Decode a loss and measure the lags of its tokens.
 
-        Its outcome has the lags and sequences of the gradient.  Raises RequestRefused for tokens
-        above the limit, ConfigError for what is not served."""
-        decoded = wire.loss_call(wire.parse_loss_request(call.body))
+        Raises RequestRefused for tokens above the limit, and ConfigError for requests that are not
+        served."""
+        decoded = wire.parse_loss_call(wire.parse_loss_request(call.body))
         staleness = self.config.staleness
         lags: Counter[int] = Counter()
         sequences: list[str] = []
         data: list[Datum] = []
         token_lags: list[bytes] = []
         sampled: list[list[SampledRun]] = []
-        taken = Counter(self.taken)
-        for place, (datum, spans) in enumerate(zip(decoded.data, decoded.spans, strict=True)):
-            runs = self.ledger.resolve(datum, spans, taken, self.ancestry)
+        matched = Counter(self.matched)
+        for index, (datum, spans) in enumerate(zip(decoded.data, decoded.spans, strict=True)):
+            runs = self.ledger.resolve(datum, spans, matched, self.ancestry)
             measured = measure_lags(
                 datum,
                 runs,
@@ -383,12 +384,12 @@ class ServedModel:
             masks = staleness.on_exceed == "mask"
             only_limit = masks and measured.lags.max(initial=-1) > staleness.max_lag
             if measured.refused and not (decoded.forward_only or only_limit):
-                raise RequestRefused(f"datum {place}: {measured.refused}")
+                raise RequestRefused(f"datum {index}: {measured.refused}")
             sampled.append(runs)
             token_lags.append(measured.lags.astype("<i4").tobytes())
-            datum, kept = with_lags(datum, measured.lags, staleness.max_lag)
+            datum, gradient_lags = add_lags(datum, measured.lags, staleness.max_lag)
             data.append(datum)
-            lags.update(kept[kept != NOT_SAMPLED].tolist())
+            lags.update(gradient_lags[gradient_lags != NOT_SAMPLED].tolist())
             sequences += measured.sequences
         request = ForwardBackward(
             self.record.model, data, decoded.loss, decoded.config, decoded.forward_only
@@ -400,90 +401,93 @@ class ServedModel:
             )
         return ResolvedLoss(request, outcome, sampled)
 
-    def _repeated_loss(self, call: TrainingCall, outcome: TrainingOutcome) -> ForwardBackward:
-        """Decode a loss that was computed before, with the lags that it had then."""
-        decoded = wire.loss_call(wire.parse_loss_request(call.body))
+    def _parse_repeated_loss(self, call: TrainingCall, outcome: TrainingOutcome) -> ForwardBackward:
+        """Decode a loss that was computed before, with its recorded lags."""
+        decoded = wire.parse_loss_call(wire.parse_loss_request(call.body))
         lags = np.frombuffer(outcome.token_lags, "<i4")
-        ends = np.cumsum([datum.length for datum in decoded.data])[:-1]
+        splits = np.cumsum([datum.length for datum in decoded.data])[:-1]
         data = [
-            with_lags(datum, part, self.config.staleness.max_lag)[0]
-            for datum, part in zip(decoded.data, np.split(lags, ends), strict=True)
+            add_lags(datum, datum_lags, self.config.staleness.max_lag)[0]
+            for datum, datum_lags in zip(decoded.data, np.split(lags, splits), strict=True)
         ]
         return ForwardBackward(self.record.model, data, decoded.loss, decoded.config)
 
-    async def _forward_backward(self, call: TrainingCall) -> TrainingOutcome:
-        loss = self._loss_request(call)
-        result = await self._ask(loss.request)
+    async def _compute_loss(self, call: TrainingCall) -> TrainingOutcome:
+        loss = self._parse_loss(call)
+        result = await self._call_trainer(loss.request)
         assert isinstance(result, ScoreResult)
         if not loss.request.forward_only and self.samples.is_due(self.version):
             self.samples.collect(loss.request.data, loss.runs, result.logprobs)
-        return msgspec.structs.replace(loss.outcome, reply=wire.loss_reply(result))
+        return msgspec.structs.replace(loss.outcome, reply=wire.encode_scores(result))
 
     # ---- optim_step ------------------------------------------------------------------------------
 
-    def _step_request(self, call: TrainingCall) -> OptimizerStep:
+    def _parse_step(self, call: TrainingCall) -> OptimizerStep:
         request = wire.parse_json(sdk.OptimStepRequest, call.body)
-        given = request.optim_params
-        if not isinstance(given, sdk.AdamParams):
-            raise ConfigError(f"optimizer_params.type = {given.type}: only AdamW is served")
+        params = request.optim_params
+        if not isinstance(params, sdk.AdamParams):
+            raise ConfigError(f"optimizer_params.type = {params.type}: only AdamW is served")
         return OptimizerStep(
             self.record.model,
-            learning_rate=given.learning_rate,
-            beta1=given.beta1,
-            beta2=given.beta2,
-            eps=given.eps,
-            weight_decay=given.weight_decay,
-            clip_norm=max(0.0, given.grad_clip_norm),
+            learning_rate=params.learning_rate,
+            beta1=params.beta1,
+            beta2=params.beta2,
+            eps=params.eps,
+            weight_decay=params.weight_decay,
+            clip_norm=max(0.0, params.grad_clip_norm),
         )
 
-    async def _optim_step(self, call: TrainingCall) -> TrainingOutcome:
-        request = self._step_request(call)
+    async def _make_step(self, call: TrainingCall) -> TrainingOutcome:
+        request = self._parse_step(call)
         if self.refused:
-            await self._ask(DropGradient(self.record.model))
+            await self._call_trainer(DropGradient(self.record.model))
             raise RequestRefused(
-                f"no step was made, as a forward_backward call of it had failed: {self.refused}"
+                f"the step was not made, because a forward_backward call of it failed: "
+                f"{self.refused}"
             )
-        result = await self._ask(request)
+        result = await self._call_trainer(request)
         assert isinstance(result, StepResult)
-        measured = result.metrics | lag_metrics(self.lags) | self._step_size()
+        step_metrics = result.metrics | measure_lag_metrics(self.lags) | self._measure_step()
         if call.number > self.recorded:  # otherwise recorded before the server was killed
-            row = trained_row(self.version, self.lags, self.sequences, call.number)
+            row = build_trained_row(self.version, self.lags, self.sequences, call.number)
             self.trained_file.write(row)
             self.ledger.mark_trained(row["sequences"], self.record.model, call.number)
             self.recorded = call.number
             self.listed += len(row["sequences"])
             if self.listed > 2 * self.ledger.remembered:
-                self._drop_listed()
+                self._drop_listed_ids()
             self.write_ledger()
             self.samples.write(self.version)
-            self.metrics.write(self.version, measured, time.monotonic() - self.began)
+            self.metrics.write(self.version, step_metrics, time.monotonic() - self.began)
         self.version += 1
         names = ("optim/grad_norm", "optim/lr", "lag/mean", "lag/max", "lag/unknown_share")
-        shown = {name.replace("/", "_"): measured[name] for name in names if name in measured}
-        return self._reply({"type": "optim_step", "metrics": shown})
+        reply_metrics = {
+            name.replace("/", "_"): step_metrics[name] for name in names if name in step_metrics
+        }
+        return self._reply({"type": "optim_step", "metrics": reply_metrics})
 
-    def _step_size(self) -> dict[str, float]:
-        """Return the mean length of the step's sequences, and the time since the last step."""
-        known = [self.ledger.sequences.get(id) for id in set(self.sequences)]
-        lengths = [sequence.length for sequence in known if sequence is not None]
-        now, before = time.monotonic(), self.stepped
+    def _measure_step(self) -> dict[str, float]:
+        """Return the mean length of the step's sequences and the time since the last step."""
+        sequences = [self.ledger.sequences.get(id) for id in set(self.sequences)]
+        lengths = [sequence.length for sequence in sequences if sequence is not None]
+        now, previous = time.monotonic(), self.stepped
         self.stepped = now
         size = {"answer/length": sum(lengths) / len(lengths)} if lengths else {}
-        if before is not None and now > before:
+        if previous is not None and now > previous:
             tokens = sum(n for lag, n in self.lags.items() if lag != NOT_SAMPLED)
-            rate = {"throughput/learner_tokens_per_s": tokens / (now - before)}
-            size |= {"time/step": now - before} | rate
+            rate = {"throughput/learner_tokens_per_s": tokens / (now - previous)}
+            size |= {"time/step": now - previous} | rate
         return size
 
     def write_ledger(self) -> None:
-        """Write ledger.json, unless it would be the same."""
-        totals = self.ledger.totals(self.record.model)
+        """Write ledger.json if it has changed."""
+        totals = self.ledger.sum_totals(self.record.model)
         if totals != self.written_totals:
             atomic_write.write(self.folder / "ledger.json", json.dumps(totals, indent=1))
             self.written_totals = totals
 
-    def _drop_listed(self) -> None:
-        """Leave the ids of sequences out of trained.jsonl, once the ledger's file counts them."""
+    def _drop_listed_ids(self) -> None:
+        """Drop the ids of sequences from trained.jsonl, after the ledger's file counts them."""
         self.ledger.rewrite()
         rows = [row | {"sequences": []} for row in jsonl.read(self.trained_path)]
         self.trained_file.close()
@@ -493,7 +497,7 @@ class ServedModel:
 
     # ---- weights ---------------------------------------------------------------------------------
 
-    def weights_path(self, kind: str, name: str | None) -> Path:
+    def locate_weights(self, kind: str, name: str | None) -> Path:
         """Return the directory of saved weights.  Raises ConfigError for an invalid name."""
         if name is None or not NAME.fullmatch(name):
             raise ConfigError(
@@ -505,18 +509,18 @@ class ServedModel:
         note = SavedWeights(
             self.ancestry.model, self.record.rank, self.version, self.ancestry.parents, time.time()
         )
-        atomic_write.write(_note_path(path), msgspec.json.encode(note))
+        atomic_write.write(_locate_note(path), msgspec.json.encode(note))
 
     async def _save(self, call: TrainingCall) -> TrainingOutcome:
         request = wire.parse_json(sdk.SaveWeightsRequest, call.body)
         name = request.path or f"{self.version:06d}"
-        path = self.weights_path("weights", name)
+        path = self.locate_weights("weights", name)
         if path.exists() and not request.overwrite:
-            raise ConfigError(f"weights {name} exist already: choose another name, or overwrite")
-        await self._ask(SaveWeights(self.record.model, str(path), state=True))
+            raise ConfigError(f"weights {name} exist already: choose another name or overwrite")
+        await self._call_trainer(SaveWeights(self.record.model, str(path), state=True))
         self._write_saved(path)
-        shown = f"tinker://{self.record.model}/weights/{name}"
-        return self._reply({"type": "save_weights", "path": shown})
+        tinker_path = f"tinker://{self.record.model}/weights/{name}"
+        return self._reply({"type": "save_weights", "path": tinker_path})
 
     async def _save_for_sampler(self, call: TrainingCall) -> TrainingOutcome:
         request = wire.parse_json(sdk.SaveWeightsForSamplerRequest, call.body)
@@ -524,31 +528,31 @@ class ServedModel:
             raise ConfigError(f"kind = {request.kind}: only snapshots are served")
         values: dict[str, Any] = {"type": "save_weights_for_sampler", "path": None}
         if request.path is None:
-            path = self.version_path(self.branch, self.version)
+            path = self.locate_version(self.branch, self.version)
             values |= {"sampling_session_id": f"{self.record.model}:v{self.version}:{call.number}"}
         else:
-            path = self.weights_path("sampler_weights", request.path)
+            path = self.locate_weights("sampler_weights", request.path)
             values["path"] = f"tinker://{self.record.model}/sampler_weights/{request.path}"
-        if request.path is not None or not _note_path(path).exists():
-            await self._ask(SaveWeights(self.record.model, str(path)))
+        if request.path is not None or not _locate_note(path).exists():
+            await self._call_trainer(SaveWeights(self.record.model, str(path)))
             self._write_saved(path)
         self._prune_versions()
         return self._reply(values)
 
-    def version_path(self, branch: int, version: int) -> Path:
+    def locate_version(self, branch: int, version: int) -> Path:
         """Return the directory of the weights of samplers without a name."""
         return self.folder / "versions" / f"{branch}-{version}"
 
     def _prune_versions(self) -> None:
         notes = (self.folder / "versions").glob("*-*.json")
-        found = sorted(tuple(map(int, note.stem.split("-"))) for note in notes)
-        for branch, version in found[: -self.config.weights.slots]:
-            path = self.version_path(branch, version)
+        versions = sorted(tuple(map(int, note.stem.split("-"))) for note in notes)
+        for branch, version in versions[: -self.config.weights.slots]:
+            path = self.locate_version(branch, version)
             shutil.rmtree(path, ignore_errors=True)
-            _note_path(path).unlink(missing_ok=True)
+            _locate_note(path).unlink(missing_ok=True)
 
-    def _load_request(self, call: TrainingCall) -> tuple[LoadModel, SavedWeights | None]:
-        """Return the request of a load_weights call, and what the weights are; None: the source."""
+    def _parse_load(self, call: TrainingCall) -> tuple[LoadModel, SavedWeights | None]:
+        """Return the request of a load_weights call and the weights' record; None for call 0."""
         request = wire.parse_json(sdk.LoadWeightsRequest, call.body)
         if call.number == 0:
             model = self.record
@@ -569,11 +573,11 @@ class ServedModel:
         )
 
     async def _load(self, call: TrainingCall) -> TrainingOutcome:
-        request, saved = self._load_request(call)
+        request, saved = self._parse_load(call)
         if saved is None:
-            await self._ask(None)
+            await self._call_trainer(None)
         else:
-            await self._ask(request)
+            await self._call_trainer(request)
             self.version = saved.version
             self._set_branch(call.number, {saved.model: saved.version, **saved.parents})
         path = json.loads(call.body)["path"]
@@ -586,20 +590,20 @@ class ServedModel:
         self.metrics.close()
 
 
-def _note_path(weights: Path) -> Path:
+def _locate_note(weights: Path) -> Path:
     return weights.with_name(f"{weights.name}.json")
 
 
-def with_lags(datum: Datum, lags: np.ndarray, limit: float) -> tuple[Datum, np.ndarray]:
+def add_lags(datum: Datum, lags: np.ndarray, limit: float) -> tuple[Datum, np.ndarray]:
     """Return a datum with its lags, and the lags of the tokens in the gradient.
 
-    Tokens above the limit are masked; they get here only with on_exceed = mask."""
-    over = lags > limit
+    Tokens above the limit are masked; with another on_exceed than mask, none reach this place."""
+    exceeds = lags > limit
     fields = datum.fields
-    if over.any():
-        mask = datum.field("mask")
-        before = lags != NOT_SAMPLED if mask is None else mask
-        kept = np.where(over, 0.0, before).astype("<f4")
-        fields = fields | {"mask": kept.tobytes()}
-    kept_lags = np.where(over, NOT_SAMPLED, lags).astype("<i4")
-    return Datum(datum.tokens, datum.targets, fields, kept_lags.tobytes()), kept_lags
+    if exceeds.any():
+        mask = datum.get_field("mask")
+        mask_before = lags != NOT_SAMPLED if mask is None else mask
+        new_mask = np.where(exceeds, 0.0, mask_before).astype("<f4")
+        fields = fields | {"mask": new_mask.tobytes()}
+    gradient_lags = np.where(exceeds, NOT_SAMPLED, lags).astype("<i4")
+    return Datum(datum.tokens, datum.targets, fields, gradient_lags.tobytes()), gradient_lags

@@ -1,4 +1,4 @@
-"""The samplers of a server: pinned versions of its models, and the requests to sample from them."""
+"""The samplers of a server: pinned versions of its models, and requests to sample from them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from asyncrl.tinker.messages import CallFailure, ErrorCategory, SampleCall, Samp
 from asyncrl.tinker.sequences import SequenceLedger
 from asyncrl.tinker.settings import TinkerConfig
 
-KEPT = 4096  # finished requests whose results a client can ask for again
-REMEMBERED = 10_000  # samplers
+KEPT = 4096  # finished requests whose results a client can request again
+REMEMBERED = 10_000  # samplers that stay usable
 
 
 class SamplerRecord(msgspec.Struct, frozen=True):
-    """A sampler; a row of samplers.jsonl.
+    """A sampler, as a row of samplers.jsonl.
 
-    model: branch whose weights it has; "": the base model.  weights: their directory; "": the base.
-    path: the tinker path that it was made from, or "".
+    model: branch of its weights; "": the base model.  weights: their directory; "": the base model.
+    path: the tinker path that it was created from, or "".
     """
 
     id: str
@@ -48,23 +48,23 @@ class SampleOutcome(msgspec.Struct, frozen=True):
 
 
 class SamplePromise:
-    """A request to sample, with the ids of its sequences."""
+    """A pending or finished request to sample, with the ids of its sequences."""
 
     def __init__(self, body: bytes, sequences: list[str], model: str, number: int) -> None:
         self.body = body
         self.sequences = sequences
         self.model = model  # branch that samples them
         self.number = number  # of its call to the sampling process
-        self.is_started = False  # the sampling process has it
-        self.paced = ""  # why it waits
+        self.is_started = False  # sent to the sampling process
+        self.paced = ""  # why it waits, or ""
         self.future: asyncio.Future[SampleOutcome] = asyncio.get_running_loop().create_future()
         self.task: asyncio.Task[None] | None = None
 
 
 class SamplerService:
-    """The samplers of a server, and their requests.
+    """The samplers of a server and their requests.
 
-    remembered: how many samplers stay usable; up to twice as many are kept."""
+    remembered: number of samplers that stay usable; up to twice as many are stored."""
 
     def __init__(
         self,
@@ -72,32 +72,32 @@ class SamplerService:
         folder: Path,
         link: WorkerLink,
         ledger: SequenceLedger,
-        ends: Sequence[int],
+        stop_tokens: Sequence[int],
         remembered: int = REMEMBERED,
     ) -> None:
-        """ends: the model's own stop tokens."""
+        """stop_tokens: the model's own stop tokens."""
         self.config = config
         self.link = link
         self.ledger = ledger
-        self.ends = ends
+        self.stop_tokens = stop_tokens
         self.vocabulary = read_vocabulary_size(config.model.path) or 1 << 31
         self.remembered = remembered
         self.path = folder / "samplers.jsonl"
-        rows = [msgspec.convert(row, SamplerRecord) for row in jsonl.read(self.path)]
-        self.samplers = {row.id: row for row in rows}  # the one used last comes last
+        records = [msgspec.convert(record, SamplerRecord) for record in jsonl.read(self.path)]
+        self.samplers = {record.id: record for record in records}  # the one used last comes last
         self.file = jsonl.JsonlAppender(self.path)
         self.promises: OrderedDict[str, SamplePromise] = OrderedDict()
         self.clones: dict[str, int] = {}
-        # a restarted server draws other random numbers for other requests
+        # a restarted server must not repeat random streams for new requests
         self.ticket = self.ledger.sampled_total
-        # called with a sampler and the number of sequences before they are sampled; returns why
-        # the request must wait, or ""
+        # called before sampling with the sampler and the number of sequences; returns the reason
+        # why the request must wait, or ""
         self.pace: Callable[[SamplerRecord, int], str] = lambda sampler, count: ""
         self.released = asyncio.Event()
-        self.held: set[str] = set()  # models whose requests have waited for training
+        self.paced_models: set[str] = set()  # models whose requests have waited for training
 
     def open(self, record: SamplerRecord) -> SamplerRecord:
-        """Make a sampler, or return the one that exists under this id."""
+        """Create a sampler, or return the existing one with this id."""
         if record.id not in self.samplers:
             self.samplers[record.id] = record
             self.file.write(msgspec.to_builtins(record))
@@ -106,11 +106,13 @@ class SamplerService:
         return self.samplers[record.id]
 
     def _forget_samplers(self) -> None:
-        """Drop samplers whose weights were deleted, then those that were used longest ago."""
+        """Drop samplers whose weights were deleted, then the least recently used ones."""
         usable = [x for x in self.samplers.values() if not x.weights or Path(x.weights).exists()]
         self.samplers = {record.id: record for record in usable[-self.remembered :]}
         self.clones = {id: n for id, n in self.clones.items() if id in self.samplers}
-        lines = [json.dumps(msgspec.to_builtins(row)) + "\n" for row in self.samplers.values()]
+        lines = [
+            json.dumps(msgspec.to_builtins(record)) + "\n" for record in self.samplers.values()
+        ]
         self.file.close()
         atomic_write.write(self.path, "".join(lines))
         self.file = jsonl.JsonlAppender(self.path)
@@ -119,14 +121,14 @@ class SamplerService:
         """Return a sampler.  Raises ConfigError."""
         if id is None or id not in self.samplers:
             raise ConfigError(
-                f"sampling_session_id = {id}: this server has no such sampler, or not among the "
-                f"{self.remembered} that were used last; take a new sampling client"
+                f"sampling_session_id = {id}: this server has no such sampler among the "
+                f"{self.remembered} used last; create a new sampling client"
             )
         self.samplers[id] = self.samplers.pop(id)
         return self.samplers[id]
 
     def submit(self, request: sdk.SampleRequest, body: bytes) -> tuple[str, SamplePromise]:
-        """Take a request; a repeated one is the same request.  Raises ConfigError."""
+        """Accept a request; a repeated one returns the same promise.  Raises ConfigError."""
         sampler = self.find(request.sampling_session_id)
         name = f"{sampler.id}:sample:{request.seq_id}"
         if request.seq_id is not None and name in self.promises:
@@ -137,11 +139,11 @@ class SamplerService:
             raise ConfigError(
                 f"{sampler.id} samples version {sampler.version} of {sampler.model}, which was "
                 f"deleted: the server keeps weights.slots = {self.config.weights.slots} versions; "
-                "take a new sampling client, or save these weights under a name"
+                "create a new sampling client, or save these weights under a name"
             )
-        job = wire.sample_request(
+        job = wire.parse_sample_request(
             request,
-            ends=self.ends,
+            stop_tokens=self.stop_tokens,
             limit=self.config.sampling.context,
             default=self.config.sampling.max_new_tokens,
             vocabulary=self.vocabulary,
@@ -156,7 +158,7 @@ class SamplerService:
             ticket=self.ticket if seed is None else 0,
         )
         promise = SamplePromise(
-            body, self.ledger.mint(job.count), sampler.model, self.link.next_number()
+            body, self.ledger.mint(job.count), sampler.model, self.link.take_number()
         )
         self.promises[name] = promise
         promise.task = asyncio.create_task(self._sample(sampler, job, promise))
@@ -176,32 +178,32 @@ class SamplerService:
         try:
             while reason := self.pace(sampler, job.count):
                 promise.paced = reason
-                if sampler.model not in self.held:
-                    self.held.add(sampler.model)
+                if sampler.model not in self.paced_models:
+                    self.paced_models.add(sampler.model)
                     log(f"requests to sample wait: {reason}; later waits are not printed")
                 self.released.clear()
                 await self.released.wait()
             promise.paced = ""
             promise.is_started = True
-            outcome = await self._ask(sampler, job, promise)
+            outcome = await self._call_sampler(sampler, job, promise)
         except asyncio.CancelledError:
             outcome = SampleOutcome(error="the request was canceled")
-        except Exception as error:  # a client waits for it
+        except Exception as error:  # a client waits for the outcome
             log(f"{sampler.id}: {error!r}")
             outcome = SampleOutcome(error=repr(error), category="server")
         if not promise.future.done():
             promise.future.set_result(outcome)
 
-    async def _ask(
+    async def _call_sampler(
         self, sampler: SamplerRecord, job: SampleCall, promise: SamplePromise
     ) -> SampleOutcome:
-        """Sample; a process that exits is started again, and samples the same."""
+        """Sample; if the process exits, a new one samples the same sequences."""
         for _ in range(self.config.restarts + 1):
             try:
                 result = await self.link.call(job, promise.number)
             except WorkerExited as error:
                 failure = SampleOutcome(error=str(error), category="server")
-                promise.number = self.link.next_number()
+                promise.number = self.link.take_number()
                 continue
             if isinstance(result, CallFailure):
                 return SampleOutcome(error=result.error, category=result.category)
@@ -210,24 +212,24 @@ class SamplerService:
                 self.ledger.record(
                     id, sampler.model, sampler.version, sequence.tokens, sequence.logprobs
                 )
-            return SampleOutcome(wire.sample_reply(result))
+            return SampleOutcome(wire.encode_samples(result))
         return failure
 
     def cancel(self, name: str) -> None:
-        """Stop a request that its client has given up."""
+        """Cancel a request that its client no longer waits for."""
         promise = self.promises.get(name)
         if promise is not None and promise.task is not None and not promise.future.done():
             self.link.cancel(promise.number)
             promise.task.cancel()
 
-    def next_clone(self, id: str) -> int:
+    def number_clone(self, id: str) -> int:
         """Return a number for a further client of a sampler."""
         self.find(id)
         self.clones[id] = self.clones.get(id, 0) + 1
         return self.clones[id]
 
-    def in_flight(self, model: str) -> int:
-        """Return the sequences of a model that are being sampled."""
+    def count_in_flight(self, model: str) -> int:
+        """Return the number of sequences of a model that are being sampled."""
         return sum(
             len(promise.sequences)
             for promise in self.promises.values()

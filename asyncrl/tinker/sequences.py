@@ -1,12 +1,12 @@
-"""Which weights sampled every sequence, and how often each was trained.
+"""A ledger of the weights that sampled each sequence, and of how often each was trained.
 
 A sequence gets its id before it is sampled. A datum names the sequences it contains by provenance
 spans. Without spans, a run of sampled tokens is found by its fingerprint: the tokens and the bits
-of their log-probabilities. The ledger closes: every sampled sequence of a model was trained 0, 1 or
-more times.
+of their log-probabilities. The ledger balances: every sampled sequence of a model was trained 0, 1
+or more times.
 
-The ledger remembers the newest sequences only. Those that it forgot stay in its totals, and their
-tokens are of unknown lag.
+The ledger remembers only the newest sequences. Its totals still count the forgotten ones, but their
+tokens have an unknown lag.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import xxhash
 from asyncrl.contract.errors import ConfigError
 from asyncrl.records import atomic_write, jsonl
 from asyncrl.tinker.messages import NOT_SAMPLED, UNKNOWN, Datum
-from asyncrl.tinker.model_records import model_of
+from asyncrl.tinker.model_records import strip_branch
 
 REMEMBERED = 200_000  # newest sequences of a server, about 100 MB
 
@@ -34,11 +34,11 @@ REMEMBERED = 200_000  # newest sequences of a server, about 100 MB
 class SampledSequence:
     """A sequence that a sampler returned.
 
-    model: whose weights sampled it; "": the base model.
+    model: the model whose weights sampled it; "": the base model.
     version: optimizer steps of that model behind these weights.
-    uncertain: fingerprint and offset of its first run of log-probabilities that are not 0, where it
-        has some that are: a datum without advantages does not show the others.
-    trained: optimizer steps whose gradient contained tokens of it.
+    uncertain: fingerprint and offset of its first run of nonzero log-probabilities, or None if all
+        are nonzero: in a datum without advantages, only these positions look sampled.
+    trained: number of optimizer steps whose gradient contained its tokens.
     """
 
     id: str
@@ -56,7 +56,7 @@ class SampledSequence:
 
 
 class ProvenanceSpan(NamedTuple):
-    """A run of positions of a datum, as the client names it; sampled=False: part of a prompt."""
+    """A run of positions of a datum, named by the client; sampled=False: part of a prompt."""
 
     sequence: str
     offset: int
@@ -65,45 +65,45 @@ class ProvenanceSpan(NamedTuple):
 
 
 class SampledRun(NamedTuple):
-    """Positions [start, stop) of a datum that `sequence` wrote; None: unknown."""
+    """Positions [start, stop) of a datum that come from `sequence`; None: unknown."""
 
     start: int
     stop: int
     sequence: SampledSequence | None
 
 
-def fingerprint(tokens: bytes, logprobs: bytes) -> str:
-    """Digest int32 tokens and float32 log-probabilities."""
+def compute_fingerprint(tokens: bytes, logprobs: bytes) -> str:
+    """Return a digest of int32 tokens and float32 log-probabilities."""
     digest = xxhash.xxh3_64(tokens)
     digest.update(logprobs)
     return digest.hexdigest()
 
 
-def uncertain_run(tokens: bytes, logprobs: bytes) -> tuple[str, int] | None:
+def find_uncertain_run(tokens: bytes, logprobs: bytes) -> tuple[str, int] | None:
     """Return `SampledSequence.uncertain`."""
-    runs = runs_of(np.frombuffer(logprobs, "<f4") != 0)
+    runs = find_runs(np.frombuffer(logprobs, "<f4") != 0)
     if not runs or 4 * (runs[0][1] - runs[0][0]) == len(tokens):
         return None
     piece = slice(4 * runs[0][0], 4 * runs[0][1])
-    return fingerprint(tokens[piece], logprobs[piece]), runs[0][0]
+    return compute_fingerprint(tokens[piece], logprobs[piece]), runs[0][0]
 
 
 @dataclass
 class ModelAncestry:
-    """A branch of a model, and those whose states it descends from, with their versions then.
+    """A branch of a model, and the branches it descends from, with their versions at that time.
 
-    load_weights begins a new branch of a model: later versions of the weights that it replaced are
-    no earlier versions of the new ones."""
+    load_weights begins a new branch of a model: later versions of the replaced weights are not
+    ancestors of the new ones."""
 
     model: str
     parents: dict[str, int] = field(default_factory=dict)
 
-    def version_of(self, sequence: SampledSequence) -> int | None:
-        """Return the version in this model's count that sampled a sequence; None: not its own."""
+    def find_version(self, sequence: SampledSequence) -> int | None:
+        """Return the version of this branch that sampled a sequence; None: none of its versions."""
         if sequence.model == self.model:
             return sequence.version
         if not sequence.model:
-            return 0  # every model begins as the base model
+            return 0  # every model starts as the base model
         if sequence.version <= self.parents.get(sequence.model, -1):
             return sequence.version
         return None
@@ -113,10 +113,10 @@ class SequenceLedger:
     """The newest sequences of a server, and the totals of all.
 
     `sequences.jsonl` begins with the totals of the sequences that its other rows lack. Once it is
-    rewritten, its rows say how often each sequence was trained, up to the call of each model in
+    rewritten, its rows contain how often each sequence was trained, up to the call of each model in
     `counted`; later calls are in trained.jsonl of the model.
 
-    remembered: how many sequences datums can be matched to."""
+    remembered: number of newest sequences that datums can be matched to."""
 
     def __init__(self, path: Path, remembered: int = REMEMBERED) -> None:
         self.path = path
@@ -139,16 +139,16 @@ class SequenceLedger:
                 )
             )
         self.file = jsonl.JsonlAppender(path)
-        self.prefix = secrets.token_hex(4)  # ids of lost sequences are never minted again
+        self.prefix = secrets.token_hex(4)  # new per server, so that ids are never reused
         self.minted = 0
 
     @property
     def sampled_total(self) -> int:
-        """Sequences that this server has sampled since it was created."""
+        """The number of sequences sampled since the server's directory was created."""
         return sum(ledger.sampled for ledger in self.models.values())
 
     def mint(self, count: int) -> list[str]:
-        """Return ids for sequences that are going to be sampled."""
+        """Return new ids for sequences that will be sampled."""
         first = self.minted
         self.minted += count
         return [f"seq-{self.prefix}-{number}" for number in range(first, self.minted)]
@@ -156,40 +156,40 @@ class SequenceLedger:
     def record(self, id: str, model: str, version: int, tokens: bytes, logprobs: bytes) -> None:
         """Record a sampled sequence before its client receives it."""
         sequence = SampledSequence(
-            *(id, model, version, len(tokens) // 4, fingerprint(tokens, logprobs)),
-            uncertain_run(tokens, logprobs),
+            *(id, model, version, len(tokens) // 4, compute_fingerprint(tokens, logprobs)),
+            find_uncertain_run(tokens, logprobs),
         )
         self._add(sequence)
-        self.file.write(_sequence_row(sequence))
+        self.file.write(_build_row(sequence))
         while len(self.sequences) > self.remembered:
             self._forget(next(iter(self.sequences.values())))
         if self.rows > 2 * self.remembered:
             self.rewrite()
 
     def _forget(self, sequence: SampledSequence) -> None:
-        """Keep a sequence in the totals alone."""
+        """Drop a sequence, which the totals still count."""
         del self.sequences[sequence.id]
         for key in sequence.fingerprints:
             self.by_fingerprint[key].remove(sequence)
             if not self.by_fingerprint[key]:
                 del self.by_fingerprint[key]
         if not sequence.trained:
-            ledger = self.of_model(sequence.model)
+            ledger = self.find_ledger(sequence.model)
             ledger.untrained[sequence.version] -= 1
             ledger.drop_empty()
             ledger.forgotten_untrained += 1
 
     def rewrite(self) -> None:
-        """Replace the rows of forgotten sequences by their totals, and note what was trained."""
-        kept: dict[str, ModelLedger] = {}
+        """Replace the rows of forgotten sequences by totals, and store the training counts."""
+        remembered: dict[str, ModelLedger] = {}
         for sequence in self.sequences.values():
-            kept.setdefault(sequence.model, ModelLedger()).add(sequence)
+            remembered.setdefault(sequence.model, ModelLedger()).add(sequence)
         forgotten = {
-            model: ledger.without(kept.get(model, ModelLedger()))
+            model: ledger.subtract(remembered.get(model, ModelLedger()))
             for model, ledger in self.models.items()
         }
         rows: list[dict[str, Any]] = [{"forgotten": forgotten, "counted": self.counted}]
-        rows += [_sequence_row(sequence) for sequence in self.sequences.values()]
+        rows += [_build_row(sequence) for sequence in self.sequences.values()]
         self.file.close()
         atomic_write.write(self.path, "".join(json.dumps(row) + "\n" for row in rows))
         self.file = jsonl.JsonlAppender(self.path)
@@ -200,9 +200,9 @@ class SequenceLedger:
         self.sequences[sequence.id] = sequence
         for key in sequence.fingerprints:
             self.by_fingerprint.setdefault(key, []).append(sequence)
-        self.of_model(sequence.model).add(sequence)
+        self.find_ledger(sequence.model).add(sequence)
 
-    def of_model(self, model: str) -> ModelLedger:
+    def find_ledger(self, model: str) -> ModelLedger:
         return self.models.setdefault(model, ModelLedger())
 
     # ---- datums ----------------------------------------------------------------------------------
@@ -211,22 +211,22 @@ class SequenceLedger:
         self,
         datum: Datum,
         spans: Sequence[ProvenanceSpan] | None,
-        taken: Counter[str],
+        matched: Counter[str],
         ancestry: ModelAncestry,
     ) -> list[SampledRun]:
         """Return the sampled runs of a datum.
 
-        taken: sequences that earlier datums of the same optimizer step were matched to; of several
-        equal sequences, each is matched once before any is matched again.
+        matched: how often earlier datums of the same optimizer step were matched to each sequence.
+            Among equal sequences, each is matched once before any is matched again.
         ancestry: of the model that trains the datum. Models of one server sample equal sequences
-        while their adapters are new; its own are matched before those of others.
+            while their adapters are new; the model's own sequences are matched first.
 
         Raises ConfigError for spans that do not fit."""
         if spans is not None:
-            return self._by_spans(datum, spans)
-        return self._by_fingerprints(datum, taken, ancestry)
+            return self._match_spans(datum, spans)
+        return self._match_fingerprints(datum, matched, ancestry)
 
-    def _by_spans(self, datum: Datum, spans: Sequence[ProvenanceSpan]) -> list[SampledRun]:
+    def _match_spans(self, datum: Datum, spans: Sequence[ProvenanceSpan]) -> list[SampledRun]:
         runs = []
         start = 0
         for span in spans:
@@ -256,62 +256,64 @@ class SequenceLedger:
         if logprobs is None or span.length != sequence.length:
             return
         piece = slice(4 * start, 4 * (start + span.length))
-        if fingerprint(datum.targets[piece], logprobs[piece]) != sequence.fingerprint:
+        if compute_fingerprint(datum.targets[piece], logprobs[piece]) != sequence.fingerprint:
             raise ConfigError(
                 f"a provenance span names sequence {sequence.id}, but the datum has other tokens "
                 "or log-probabilities there"
             )
 
-    def _by_fingerprints(
-        self, datum: Datum, taken: Counter[str], ancestry: ModelAncestry
+    def _match_fingerprints(
+        self, datum: Datum, matched: Counter[str], ancestry: ModelAncestry
     ) -> list[SampledRun]:
         logprobs = datum.fields.get("logprobs")
         if logprobs is None:
             return []
         runs: list[SampledRun] = []
-        done = 0  # positions that are part of a run
-        for start, stop in sampled_runs(datum):
-            if start < done:
+        covered = 0  # positions that are part of a run
+        for start, stop in find_sampled_runs(datum):
+            if start < covered:
                 continue
             piece = slice(4 * start, 4 * stop)
-            key = fingerprint(datum.targets[piece], logprobs[piece])
+            key = compute_fingerprint(datum.targets[piece], logprobs[piece])
             fits = {
-                sequence.id: (begin, sequence)
+                sequence.id: (first, sequence)
                 for sequence in self.by_fingerprint.get(key, [])
-                if (begin := _begin_in(datum, logprobs, start, key, sequence)) is not None
+                if (first := _locate_sequence(datum, logprobs, start, key, sequence)) is not None
             }
-            first = min(
+            best = min(
                 fits.values(),
                 key=lambda fit: (
-                    ancestry.version_of(fit[1]) is None,
+                    ancestry.find_version(fit[1]) is None,
                     fit[1].model != ancestry.model,
-                    taken[fit[1].id],
+                    matched[fit[1].id],
                     fit[1].trained,
                     fit[1].version,
                 ),
                 default=None,
             )
-            if first is None:
+            if best is None:
                 runs.append(SampledRun(start, stop, None))
                 continue
-            begin, chosen = first
-            taken[chosen.id] += 1
-            done = begin + chosen.length
-            runs.append(SampledRun(begin, done, chosen))
+            first, sequence = best
+            matched[sequence.id] += 1
+            covered = first + sequence.length
+            runs.append(SampledRun(first, covered, sequence))
         return runs
 
-    def totals(self, model: str) -> dict[str, int]:
+    def sum_totals(self, model: str) -> dict[str, int]:
         """Return the ledger of a model with all its branches."""
-        own = [ledger for branch, ledger in self.models.items() if model_of(branch) == model]
-        rows = [ledger.as_dict() for ledger in own or [ModelLedger()]]
-        return {name: sum(row[name] for row in rows) for name in rows[0]}
+        ledgers = [
+            ledger for branch, ledger in self.models.items() if strip_branch(branch) == model
+        ]
+        totals = [ledger.to_dict() for ledger in ledgers or [ModelLedger()]]
+        return {name: sum(counts[name] for counts in totals) for name in totals[0]}
 
     def mark_trained(self, ids: Iterable[str], model: str, call: int) -> None:
-        """Count the optimizer step of a model's call on these sequences."""
+        """Count that the optimizer step of a model's call trained these sequences."""
         self.counted[model] = call
         for sequence in filter(None, map(self.sequences.get, ids)):
             sequence.trained += 1
-            ledger = self.of_model(sequence.model)
+            ledger = self.find_ledger(sequence.model)
             if sequence.trained == 1:
                 ledger.untrained[sequence.version] -= 1
                 ledger.drop_empty()
@@ -324,21 +326,23 @@ class SequenceLedger:
         self.file.close()
 
 
-def _begin_in(
+def _locate_sequence(
     datum: Datum, logprobs: bytes, start: int, key: str, sequence: SampledSequence
 ) -> int | None:
-    """Return where a datum has a sequence whose run `key` begins at `start`; None: nowhere."""
+    """Return the position where a datum contains a sequence, or None if it does not.
+
+    key: fingerprint of the run at `start`."""
     if key == sequence.fingerprint:
         return start
     assert sequence.uncertain is not None
-    begin = start - sequence.uncertain[1]
-    piece = slice(4 * begin, 4 * (begin + sequence.length))
-    whole = begin >= 0 and fingerprint(datum.targets[piece], logprobs[piece])
-    return begin if whole == sequence.fingerprint else None
+    first = start - sequence.uncertain[1]
+    piece = slice(4 * first, 4 * (first + sequence.length))
+    digest = first >= 0 and compute_fingerprint(datum.targets[piece], logprobs[piece])
+    return first if digest == sequence.fingerprint else None
 
 
-def _sequence_row(sequence: SampledSequence) -> dict[str, Any]:
-    """Return the row of a sequence in the file."""
+def _build_row(sequence: SampledSequence) -> dict[str, Any]:
+    """Build the row of a sequence in sequences.jsonl."""
     trained = {"trained": sequence.trained} if sequence.trained else {}
     return {
         "id": sequence.id,
@@ -351,26 +355,27 @@ def _sequence_row(sequence: SampledSequence) -> dict[str, Any]:
     }
 
 
-def sampled_runs(datum: Datum) -> list[tuple[int, int]]:
+def find_sampled_runs(datum: Datum) -> list[tuple[int, int]]:
     """Return the runs [start, stop) of a datum that look sampled.
 
-    By its mask; without one, where log-probabilities or advantages are not 0."""
-    mask = datum.field("mask")
+    These are the positions in its mask. Without a mask, they are the positions with a nonzero
+    log-probability or advantage."""
+    mask = datum.get_field("mask")
     if mask is None:
         inside = np.zeros(datum.length, bool)
         for name in ("logprobs", "advantages"):
-            row = datum.field(name)
-            if row is not None:
-                inside |= row != 0
+            values = datum.get_field(name)
+            if values is not None:
+                inside |= values != 0
     else:
         inside = mask != 0
-    return runs_of(inside)
+    return find_runs(inside)
 
 
-def runs_of(inside: np.ndarray) -> list[tuple[int, int]]:
-    """Return the runs [start, stop) of bool [n].
+def find_runs(inside: np.ndarray) -> list[tuple[int, int]]:
+    """Return the runs [start, stop) of true values in bool [n].
 
-    >>> runs_of(np.array([False, True, True, False, True]))
+    >>> find_runs(np.array([False, True, True, False, True]))
     [(1, 3), (4, 5)]
     """
     edges = np.flatnonzero(np.diff(np.concatenate([[False], inside, [False]]).astype(np.int8)))
@@ -381,7 +386,7 @@ def runs_of(inside: np.ndarray) -> list[tuple[int, int]]:
 class ModelLedger:
     """The sequences that a model's weights sampled.
 
-    untrained: version -> remembered sequences that no optimizer step has used yet.
+    untrained: version -> number of remembered sequences that were not trained yet.
     """
 
     sampled: int = 0
@@ -405,14 +410,14 @@ class ModelLedger:
         """Forget versions without untrained sequences."""
         self.untrained = +self.untrained
 
-    def without(self, part: ModelLedger) -> dict[str, int]:
-        """Return the totals less those of remembered sequences."""
+    def subtract(self, remembered: ModelLedger) -> dict[str, int]:
+        """Return the totals minus those of the remembered sequences."""
         names = ("sampled", "sampled_tokens", "trained_once", "trained_again")
-        less = {name: getattr(self, name) - getattr(part, name) for name in names}
-        return less | {"forgotten_untrained": self.forgotten_untrained}
+        forgotten = {name: getattr(self, name) - getattr(remembered, name) for name in names}
+        return forgotten | {"forgotten_untrained": self.forgotten_untrained}
 
-    def as_dict(self) -> dict[str, int]:
-        """Return the lines of the ledger; the last three add up to `sampled`."""
+    def to_dict(self) -> dict[str, int]:
+        """Return the counts of the ledger; the last three add up to `sampled`."""
         return {
             "sampled": self.sampled,
             "sampled_tokens": self.sampled_tokens,
@@ -423,7 +428,7 @@ class ModelLedger:
 
 
 class LagCheck(NamedTuple):
-    """The lags of a datum's positions, int32 [n], and the sequences behind them."""
+    """The lags of a datum's positions, int32 [n], and the ids of their sequences."""
 
     lags: np.ndarray
     sequences: list[str]
@@ -441,32 +446,33 @@ def measure_lags(
 ) -> LagCheck:
     """Compute the lag of every position of a datum, and check it against the limit.
 
-    version: of the model whose gradient the datum joins.
-    unknown: train or refuse, for sampled tokens of unknown age."""
+    version: current version of the model that trains the datum.
+    unknown: train or refuse, for sampled tokens of unknown lag."""
     lags = np.full(datum.length, NOT_SAMPLED, np.int32)
-    found: list[str] = []
+    ids: list[str] = []
     refused = ""
     for run in runs:
-        own = None if run.sequence is None else ancestry.version_of(run.sequence)
+        sampled_at = None if run.sequence is None else ancestry.find_version(run.sequence)
         if run.sequence is not None:
-            found.append(run.sequence.id)
-        if own is None:
+            ids.append(run.sequence.id)
+        if sampled_at is None:
             lags[run.start : run.stop] = UNKNOWN
             if unknown == "refuse":
                 refused = refused or describe_unknown(run, ancestry.model)
             continue
-        lag = version - own
+        lag = version - sampled_at
         lags[run.start : run.stop] = lag
         if lag > limit and run.sequence is not None:
             refused = refused or (
-                f"sequence {run.sequence.id} was sampled at version {own} of {ancestry.model}, "
-                f"which is at version {version}: a lag of {lag}, and staleness.max_lag = {limit:g}"
+                f"sequence {run.sequence.id} was sampled at version {sampled_at} of "
+                f"{ancestry.model}, which is at version {version}: a lag of {lag}, and "
+                f"staleness.max_lag = {limit:g}"
             )
-    return LagCheck(lags, found, refused)
+    return LagCheck(lags, ids, refused)
 
 
 def describe_unknown(run: SampledRun, model: str) -> str:
-    """Say why a run's age is unknown."""
+    """Explain why a run's lag is unknown."""
     if run.sequence is None:
         return (
             f"tokens {run.start} to {run.stop} of a datum are not a sequence of this server, or "
@@ -474,13 +480,14 @@ def describe_unknown(run: SampledRun, model: str) -> str:
             "refuse"
         )
     return (
-        f"sequence {run.sequence.id} was sampled by {run.sequence.model or 'the base model'}, no "
-        f"earlier version of {model}: its lag is unknown, and staleness.unknown = refuse"
+        f"sequence {run.sequence.id} was sampled by {run.sequence.model or 'the base model'}, "
+        f"which is not an earlier version of {model}: its lag is unknown, and staleness.unknown = "
+        "refuse"
     )
 
 
-def lag_metrics(lags: Counter[int]) -> dict[str, float]:
-    """Return the lag metrics of an optimizer step from {lag: trained tokens}."""
+def measure_lag_metrics(lags: Counter[int]) -> dict[str, float]:
+    """Compute the lag metrics of an optimizer step from {lag: trained tokens}."""
     known = sorted((lag, tokens) for lag, tokens in lags.items() if lag >= 0)
     total = sum(tokens for _, tokens in known)
     unknown = lags.get(UNKNOWN, 0)
@@ -488,19 +495,19 @@ def lag_metrics(lags: Counter[int]) -> dict[str, float]:
     if total + unknown:
         metrics["lag/unknown_share"] = unknown / (total + unknown)
     if total:
-        reached = np.cumsum([tokens for _, tokens in known])
+        cumulative = np.cumsum([tokens for _, tokens in known])
         metrics |= {
             "lag/mean": sum(lag * tokens for lag, tokens in known) / total,
             "lag/max": float(known[-1][0]),
-            "lag/p95": float(known[int(np.searchsorted(reached, 0.95 * total))][0]),
+            "lag/p95": float(known[int(np.searchsorted(cumulative, 0.95 * total))][0]),
         }
     return metrics
 
 
-def trained_row(
+def build_trained_row(
     version: int, lags: Counter[int], sequences: Sequence[str], call: int
 ) -> dict[str, Any]:
-    """Return the row of an optimizer step in `trained.jsonl`; `buffer.training_log` reads it."""
+    """Build the row of an optimizer step in trained.jsonl; `buffer.training_log` reads it."""
     return {
         "batch": version,
         "call": call,

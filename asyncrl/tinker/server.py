@@ -1,4 +1,4 @@
-"""`asyncrl tinker`: the server's directory, its key, its socket."""
+"""`asyncrl tinker`: the server's directory, key and socket."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
 
 CONFIG = "tinker.toml"
 KEY = "api_key"
-KEEP_ALIVE_S = 120  # of an idle connection: longer than a training step, or all connect anew
+KEEP_ALIVE_S = 120  # longer than a training step: otherwise every client reconnects after each one
 
 
-def directory(config: TinkerConfig, source: str) -> Path:
-    """Return the server's directory, which is created or continued.
+def prepare_directory(config: TinkerConfig, source: str) -> Path:
+    """Create or continue the server's directory.
 
-    Raises ConfigError where it belongs to another base model."""
+    Raises ConfigError if it belongs to another base model."""
     folder = Path(config.runs) / (config.name or Path(source).stem)
     path = folder / CONFIG
     private.directory(folder)
     if path.exists():
         from asyncrl.tinker import settings
 
-        before = settings.read(str(path))
+        earlier = settings.read(str(path))
         for key in ("model", "lora"):
-            if getattr(before, key) != getattr(config, key):
+            if getattr(earlier, key) != getattr(config, key):
                 raise ConfigError(
                     f"{folder} belongs to a server with another [{key}]: choose another name "
                     "with --set name=..."
@@ -52,8 +52,8 @@ def directory(config: TinkerConfig, source: str) -> Path:
     return folder
 
 
-def api_key(folder: Path) -> str:
-    """Return the key of a server, which is made once."""
+def ensure_api_key(folder: Path) -> str:
+    """Return the key of a server; the first call creates it."""
     path = folder / KEY
     if path.exists():
         return private.require_private(path).read_text(encoding="utf-8").strip()
@@ -89,19 +89,19 @@ def serve(config: TinkerConfig, source: str) -> None:
     if not (path / "config.json").is_file():
         raise ConfigError(
             f"model.path: {path} is not a model directory (it has no config.json); `asyncrl model "
-            "get` fetches one, model.warm_start = true builds a tiny one"
+            "get` downloads one, model.warm_start = true builds a tiny one"
         )
-    folder = directory(config, source)
-    with recorded_process(folder):
+    folder = prepare_directory(config, source)
+    with record_process(folder):
         open_log(folder)
         listen_and_serve(config, folder)
 
 
 @contextlib.contextmanager
-def recorded_process(folder: Path) -> Iterator[None]:
-    """Record the begin and the end of this process.
+def record_process(folder: Path) -> Iterator[None]:
+    """Record the start and the end of this process in the process log.
 
-    Raises ConfigError while another server has the directory."""
+    Raises ConfigError while another server uses the directory."""
     process = ProcessIncarnation(folder, "server", alone=True)
     try:
         yield
@@ -118,7 +118,7 @@ def recorded_process(folder: Path) -> Iterator[None]:
 
 
 def open_log(folder: Path) -> None:
-    """Write what the server tells its operator to stderr and to logs/server.log."""
+    """Send the server's log to stderr and to logs/server.log."""
     (folder / "logs").mkdir(exist_ok=True)
     file = logging.FileHandler(folder / "logs" / "server.log", encoding="utf-8")
     file.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
@@ -129,10 +129,10 @@ def open_log(folder: Path) -> None:
 
 
 def listen_and_serve(config: TinkerConfig, folder: Path) -> None:
-    """Serve from a directory that this process has for itself."""
+    """Serve from a directory that only this process uses."""
     from asyncrl.tinker.app import TinkerServer
 
-    key = api_key(folder)
+    key = ensure_api_key(folder)
     listener = listen(config.server.host, config.server.port)
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -143,14 +143,16 @@ def listen_and_serve(config: TinkerConfig, folder: Path) -> None:
         print(f"export TINKER_BASE_URL={url} TINKER_API_KEY={key}", flush=True)
 
     async def run() -> None:
-        await web_server(TinkerServer(config, folder, key), announce).serve(sockets=[listener])
+        await build_web_server(TinkerServer(config, folder, key), announce).serve(
+            sockets=[listener]
+        )
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     asyncio.run(run())
 
 
-def web_server(server: TinkerServer, announce: Callable[[], None]) -> uvicorn.Server:
-    """Return the web server of `server`, which starts and stops it.
+def build_web_server(server: TinkerServer, announce: Callable[[], None]) -> uvicorn.Server:
+    """Build the web server that starts and stops `server`.
 
     announce: called when the server has started."""
     import uvicorn

@@ -31,7 +31,7 @@ class TinkerModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         bool,
         Meta(
             description="If `path` does not exist, build a tiny model there and train it on "
-            "additions, in the cookbook's format role_colon."
+            "additions in the cookbook's format role_colon."
         ),
     ] = False
 
@@ -47,8 +47,9 @@ class ServerAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     client_transport: Annotated[
         Literal["rust", "python"],
         Meta(
-            description="HTTP implementation that clients are told to use. rust: faster with many "
-            "requests at once, but a client that ends amid requests may abort; python: never does."
+            description="HTTP implementation that the server asks clients to use. rust: faster "
+            "with many requests at once, but a client that exits during requests may abort; "
+            "python: slower, but exits cleanly."
         ),
     ] = "python"
 
@@ -61,7 +62,7 @@ class TinkerSampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         Positive, Meta(description="Maximum length of prompt and sequence together, in tokens.")
     ] = 2048
     max_new_tokens: Annotated[
-        Positive, Meta(description="Length of a sequence whose request names no max_tokens.")
+        Positive, Meta(description="Length of a sequence whose request sets no max_tokens.")
     ] = 256
     threads: Annotated[Positive, Meta(description="OpenMP threads of the sampling process.")] = 1
 
@@ -77,8 +78,8 @@ class TinkerTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     checkpoint_every: Annotated[
         Positive,
         Meta(
-            description="Optimizer steps between checkpoints. A restarted server repeats what it "
-            "trained since the last one."
+            description="Optimizer steps between checkpoints. A restarted server repeats the steps "
+            "since the last one."
         ),
     ] = 10
     threads: Annotated[Positive, Meta(description="OpenMP threads of the training process.")] = 1
@@ -122,7 +123,7 @@ class TinkerWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class TinkerLora(LoraConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """As of a run, with other defaults."""
+    """The section [lora] of a run with other defaults."""
 
     rank: Annotated[
         Count,
@@ -140,14 +141,16 @@ class TinkerLora(LoraConfig, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class TinkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The whole tree.  `model.path` has no default."""
+    """The complete config of a server.  `model.path` has no default."""
 
     name: Annotated[
         str,
         Meta(description="Name of the server's directory. Empty: the config file's name."),
     ] = ""
     runs: Annotated[str, Meta(description="Directory that holds the server's directory.")] = "runs"
-    seed: Annotated[Seed, Meta(description="Seed of sampling, and of adapters without one.")] = 0
+    seed: Annotated[
+        Seed, Meta(description="Seed of sampling, and of adapters whose client sets no seed.")
+    ] = 0
     model: TinkerModel
     server: ServerAddress = ServerAddress()
     sampling: TinkerSampling = TinkerSampling()
@@ -161,8 +164,8 @@ class TinkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 def check(config: TinkerConfig) -> list[str]:
-    """Check the rules beyond one key."""
-    problems = rules.device_problems(config.model.device)
+    """Return the violations of rules that a key's type does not express."""
+    problems = rules.check_device(config.model.device)
     if config.name in (".", "..") or set(config.name) & {"/", "\\", "\0"}:
         problems.append(
             f"name: {config.name!r} must be the name of one directory, without a path; `runs` "
@@ -179,21 +182,21 @@ def read(path: str, sets: tuple[str, ...] = ()) -> TinkerConfig:
     return load.load_as(load.ConfigSchema(TinkerConfig, check), path, sets)
 
 
-def schema() -> dict[str, Any]:
-    """Return the JSON schema of the config, for editors."""
+def build_schema() -> dict[str, Any]:
+    """Return the JSON schema of the config for editors."""
     return msgspec.json.schema(TinkerConfig)
 
 
-def run_config(config: TinkerConfig, rank: int) -> Config:
-    """Return the config of a run that stands for one model of the server.
+def build_run_config(config: TinkerConfig, rank: int) -> Config:
+    """Build the config of a run that represents one model of the server.
 
-    Engine and learner read it, and so do `asyncrl report` and `asyncrl watch`.
+    Engine and learner read it, as do `asyncrl report` and `asyncrl watch`.
 
-    rank: of the model's adapter; 0: all weights."""
+    rank: of the model's adapter; 0: all weights are trained."""
     lora = {"alpha": config.lora.alpha, "target_modules": config.lora.target_modules}
-    room = config.sampling.context - 1  # a run needs it for a prompt
+    longest = config.sampling.context - 1  # a run needs one position for a prompt
     generator = msgspec.to_builtins(config.sampling)
-    generator["max_new_tokens"] = min(config.sampling.max_new_tokens, room)
+    generator["max_new_tokens"] = min(config.sampling.max_new_tokens, longest)
     return load.build(
         {
             "seed": config.seed,

@@ -1,4 +1,4 @@
-"""The messages of the Tinker API, decoded and encoded by the classes of the package `tinker`."""
+"""Decode and encode the messages of the Tinker API with the classes of the package `tinker`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _Request = TypeVar("_Request", bound=pydantic.BaseModel)
 
 
 class LossCall(NamedTuple):
-    """A decoded forward_backward call; spans: of each datum, or None."""
+    """A decoded forward_backward call; spans: those of each datum, or None."""
 
     data: list[Datum]
     spans: list[list[ProvenanceSpan] | None]
@@ -41,53 +41,53 @@ class LossCall(NamedTuple):
 def parse_object(body: bytes) -> dict[str, Any]:
     """Decode a JSON object.  Raises ConfigError.
 
-    Numbers that are not finite or beyond 64 bits, and text that is not Unicode, are refused here:
-    the result goes to files and to other processes."""
+    Numbers that are not finite or exceed 64 bits, and text that is not Unicode, are refused here,
+    because the values are written to files and sent to other processes."""
     try:
-        raw = json.loads(
+        values = json.loads(
             body.decode() or "{}",
-            parse_int=_whole_number,
-            parse_float=_finite_number,
-            parse_constant=_finite_number,
+            parse_int=_parse_int,
+            parse_float=_parse_float,
+            parse_constant=_parse_float,
         )
         if b"\\u" in body:
-            json.dumps(raw, ensure_ascii=False).encode()
+            json.dumps(values, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"the body is not JSON: {error}") from error
-    if not isinstance(raw, dict):
+    if not isinstance(values, dict):
         raise ConfigError("the body must be a JSON object")
-    return raw
+    return values
 
 
-def _whole_number(text: str) -> int:
+def _parse_int(text: str) -> int:
     if len(text) > 20 or not -(2**63) <= (number := int(text)) < 2**63:
         raise ValueError(f"{text[:20]} has more than 64 bits")
     return number
 
 
-def _finite_number(text: str) -> float:
+def _parse_float(text: str) -> float:
     if not math.isfinite(number := float(text)):
         raise ValueError(f"{text[:20]} is not finite")
     return number
 
 
-def parse_json(kind: type[_Request], body: bytes) -> _Request:
+def parse_json(message_type: type[_Request], body: bytes) -> _Request:
     """Decode a JSON request.  Raises ConfigError.
 
-    Fields that this version of the package does not know are dropped where they are empty: a newer
-    client sends them with their defaults."""
-    raw = parse_object(body)
-    known = set(kind.model_fields) | {"adam_params", "optimizer_params"}
-    for name in [name for name in raw if name not in known]:
-        if raw[name]:
-            raise ConfigError(f"{name}: {kind.__name__} has no such field here")
-        del raw[name]
+    Unknown fields with an empty value are dropped: a newer client sends them with their
+    defaults."""
+    values = parse_object(body)
+    fields = set(message_type.model_fields) | {"adam_params", "optimizer_params"}
+    for name in [name for name in values if name not in fields]:
+        if values[name]:
+            raise ConfigError(f"{name}: {message_type.__name__} has no such field here")
+        del values[name]
     try:
-        return kind.model_validate(raw)
+        return message_type.model_validate(values)
     except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{kind.__name__}: {where}: {first['msg']}") from error
+        problem = error.errors()[0]
+        field = ".".join(map(str, problem["loc"]))
+        raise ConfigError(f"{message_type.__name__}: {field}: {problem['msg']}") from error
 
 
 def parse_loss_request(body: bytes) -> pb.ForwardBackwardRequest:
@@ -96,38 +96,38 @@ def parse_loss_request(body: bytes) -> pb.ForwardBackwardRequest:
     try:
         message.ParseFromString(body)
     except DecodeError as error:
-        raise ConfigError(f"the body is no ForwardBackwardRequest: {error}") from error
+        raise ConfigError(f"the body is not a ForwardBackwardRequest: {error}") from error
     return message
 
 
-def loss_call(message: pb.ForwardBackwardRequest) -> LossCall:
-    """Convert a forward_backward call.  Raises ConfigError for what is not served."""
+def parse_loss_call(message: pb.ForwardBackwardRequest) -> LossCall:
+    """Convert a forward_backward call.  Raises ConfigError for options that are not served."""
     config: dict[str, float | str] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         config[name] = value.text if value.WhichOneof("value") == "text" else value.number
     return LossCall(
-        [_datum(place, row) for place, row in enumerate(message.data)],
-        [_spans(row) for row in message.data],
+        [_parse_datum(index, datum) for index, datum in enumerate(message.data)],
+        [_parse_spans(datum) for datum in message.data],
         message.loss_fn,
         config,
         message.forward_only,
     )
 
 
-def _datum(place: int, row: pb.Datum) -> Datum:
-    where = f"datum {place}"
+def _parse_datum(index: int, message: pb.Datum) -> Datum:
+    where = f"datum {index}"
     tokens = []
-    for chunk in row.model_input:
-        kind = chunk.WhichOneof("chunk")
-        if kind != "encoded_text":
+    for chunk in message.model_input:
+        chunk_type = chunk.WhichOneof("chunk")
+        if chunk_type != "encoded_text":
             raise ConfigError(
-                f"{where}: model_input has {kind or 'an empty chunk'}; text is served"
+                f"{where}: model_input has {chunk_type or 'an empty chunk'}; only text is served"
             )
-        tokens.append(_array(chunk.encoded_text.tokens, "<i4", f"{where}: model_input"))
+        tokens.append(_parse_array(chunk.encoded_text.tokens, "<i4", f"{where}: model_input"))
     ids = np.concatenate(tokens) if tokens else np.zeros(0, "<i4")
     fields = {
-        name: _tensor(value, f"{where}: loss_fn_inputs.{name}")
-        for name, value in row.loss_fn_inputs.items()
+        name: _parse_tensor(value, f"{where}: loss_fn_inputs.{name}")
+        for name, value in message.loss_fn_inputs.items()
     }
     targets = fields.pop("target_tokens", None)
     if targets is None:
@@ -149,44 +149,44 @@ def _datum(place: int, row: pb.Datum) -> Datum:
     )
 
 
-def _array(data: bytes, dtype: Any, where: str) -> np.ndarray:
+def _parse_array(data: bytes, dtype: Any, where: str) -> np.ndarray:
     if len(data) % np.dtype(dtype).itemsize:
         raise ConfigError(f"{where}: {len(data)} bytes are not a whole number of values")
     return np.frombuffer(data, dtype)
 
 
-def _tensor(value: pb.Tensor, where: str) -> np.ndarray:
-    """Return a dense tensor of one dimension."""
+def _parse_tensor(value: pb.Tensor, where: str) -> np.ndarray:
+    """Decode a dense tensor of one dimension."""
     if value.dtype not in TYPES:
         raise ConfigError(f"{where}: its data type {value.dtype} is not served")
     if value.WhichOneof("encoding") == "sparse_csr" or len(value.shape) > 1:
         raise ConfigError(f"{where}: only dense tensors of one dimension are served")
-    return _array(value.dense, TYPES[value.dtype], where)
+    return _parse_array(value.dense, TYPES[value.dtype], where)
 
 
-def _spans(row: pb.Datum) -> list[ProvenanceSpan] | None:
-    if not row.loss_fn_input_spans:
+def _parse_spans(message: pb.Datum) -> list[ProvenanceSpan] | None:
+    if not message.loss_fn_input_spans:
         return None
     spans = []
-    for span in row.loss_fn_input_spans:
+    for span in message.loss_fn_input_spans:
         sampled = span.HasField("sampled_tokens")
         arm = span.sampled_tokens if sampled else span.prompt_tokens
         spans.append(ProvenanceSpan(arm.sequence_id, arm.offset, arm.length, sampled))
     return spans
 
 
-def sample_request(
+def parse_sample_request(
     request: sdk.SampleRequest,
     *,
-    ends: Sequence[int],
+    stop_tokens: Sequence[int],
     limit: int,
     default: int,
     vocabulary: int,
 ) -> SampleCall:
     """Convert an asample call; the caller fills in weights, version, seed and ticket.
 
-    ends: the model's own stop tokens.  limit: of prompt and sequence together.
-    default: length of a sequence whose request names none.  Raises ConfigError."""
+    stop_tokens: the model's own stop tokens.  limit: length of prompt and sequence together.
+    default: length of a sequence whose request sets none.  Raises ConfigError."""
     for name in ("topk_sample_logprobs", "prompt_alt_tokens_k"):
         if getattr(request, name, 0):
             raise ConfigError(f"{name}: is not served")
@@ -199,7 +199,7 @@ def sample_request(
         if tokens is None:
             raise ConfigError(f"prompt: {type(chunk).__name__} is not served, only text")
         ids += tokens
-    given = request.sampling_params
+    params = request.sampling_params
     if not ids:
         raise ConfigError("prompt: is empty")
     if not 0 <= request.topk_prompt_logprobs <= MOST_LIKELY:
@@ -210,46 +210,48 @@ def sample_request(
         raise ConfigError(
             f"num_samples: {request.num_samples} must be from 1 to {MOST_SEQUENCES} in one request"
         )
-    most = limit - len(ids)
-    wanted = default if given.max_tokens is None else given.max_tokens
-    if most < 1 or wanted < 1 or (given.max_tokens is not None and wanted > most):
+    longest = limit - len(ids)
+    length = default if params.max_tokens is None else params.max_tokens
+    if longest < 1 or length < 1 or (params.max_tokens is not None and length > longest):
         raise ConfigError(
-            f"a prompt of {len(ids)} and max_tokens = {wanted} do not fit sampling.context = "
+            f"a prompt of {len(ids)} and max_tokens = {length} do not fit sampling.context = "
             f"{limit} of the server"
         )
-    if given.temperature < 0 or not 0 < given.top_p <= 1:
+    if params.temperature < 0 or not 0 < params.top_p <= 1:
         raise ConfigError(
-            f"temperature = {given.temperature:g} must not be negative, and top_p = "
-            f"{given.top_p:g} must be above 0 and at most 1"
+            f"temperature = {params.temperature:g} must not be negative, and top_p = "
+            f"{params.top_p:g} must be above 0 and at most 1"
         )
-    stop = [given.stop] if isinstance(given.stop, str) else list(given.stop or ())
-    tokens = [text for text in stop if isinstance(text, int)]
+    stops = [params.stop] if isinstance(params.stop, str) else list(params.stop or ())
+    token_ids = [text for text in stops if isinstance(text, int)]
     return SampleCall(
         weights="",
         version=0,
         prompt=np.array(ids, "<i4").tobytes(),
         count=request.num_samples,
-        max_tokens=min(wanted, most),
-        temperature=given.temperature,
-        top_p=given.top_p,
-        top_k=given.top_k,
+        max_tokens=min(length, longest),
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
         seed=0,
         ticket=0,
-        stop=[] if given.stop is not None and not stop else [*dict.fromkeys([*ends, *tokens])],
-        texts=[text for text in stop if isinstance(text, str) and text],
+        stop=[]
+        if params.stop is not None and not stops
+        else [*dict.fromkeys([*stop_tokens, *token_ids])],
+        texts=[text for text in stops if isinstance(text, str) and text],
         prompt_logprobs=bool(request.prompt_logprobs),
         prompt_topk=request.topk_prompt_logprobs,
     )
 
 
-def sample_reply(result: SampleResult) -> bytes:
+def encode_samples(result: SampleResult) -> bytes:
     """Encode the result of an asample call."""
     message = pb.SampleResponse()
     for sequence in result.sequences:
-        row = message.sequences.add()
-        row.stop_reason = pb.STOP_REASON_STOP if sequence.stop else pb.STOP_REASON_LENGTH
-        row.tokens = sequence.tokens
-        row.logprobs = sequence.logprobs
+        encoded = message.sequences.add()
+        encoded.stop_reason = pb.STOP_REASON_STOP if sequence.stop else pb.STOP_REASON_LENGTH
+        encoded.tokens = sequence.tokens
+        encoded.logprobs = sequence.logprobs
     message.prompt_logprobs = result.prompt_logprobs
     if result.topk_ids:
         positions = len(result.prompt_logprobs) // 4
@@ -264,7 +266,7 @@ def sample_reply(result: SampleResult) -> bytes:
     return _serialize(message)
 
 
-def loss_reply(result: ScoreResult) -> bytes:
+def encode_scores(result: ScoreResult) -> bytes:
     """Encode the result of a forward_backward call."""
     message = pb.ForwardBackwardOutput(loss_fn_output_type="TorchLossReturn")
     message.metrics["loss:sum"] = result.loss
@@ -285,5 +287,5 @@ def _serialize(message: Message) -> bytes:
     return data
 
 
-def json_reply(values: Mapping[str, Any]) -> bytes:
+def encode_json(values: Mapping[str, Any]) -> bytes:
     return json.dumps(values).encode()

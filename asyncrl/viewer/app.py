@@ -99,14 +99,14 @@ class WatchApp:
             )
         smooth = min(max(_number(query, "smooth", 0.0), 0.0), 0.99)
         chosen = {run.id: run.series for run in self.select_runs(query)}
-        drawn = plots.figures(page, chosen, axis, smooth)
+        drawn = plots.build_plots(page, chosen, axis, smooth)
         if page == "staleness":
             for run in self.select_runs(query):
-                lags = plots.lag_over_time(run.trained_batches())
+                lags = plots.plot_lag_over_time(run.trained_batches())
                 lags.title += f": {run.id}" if len(chosen) > 1 else ""
                 drawn += [lags] if lags.lines else []
         if page == "learner":
-            drawn += step_plots.figures(
+            drawn += step_plots.build_plots(
                 {r.id: r.optimizer_steps() for r in self.select_runs(query)}
             )
         return drawn
@@ -134,7 +134,7 @@ class WatchApp:
             limit=int(_number(query, "limit", 60)),
         )
         return {
-            "rows": [run.samples.head(number) for number in run.samples.find(wanted)],
+            "rows": [run.samples.get_head(number) for number in run.samples.find(wanted)],
             "all": len(run.samples.heads),
             "shades": SHADES,
             "none": run.no_samples,
@@ -145,7 +145,7 @@ class WatchApp:
         number = int(_number(query, "number", -1))
         if not 0 <= number < len(run.samples.heads):
             raise ConfigError(f"sample {number}: the run has {len(run.samples.heads)} samples")
-        return run.samples.row(number)
+        return run.samples.read_row(number)
 
     def config(self, query: Query) -> Any:
         chosen = self.select_runs(query)

@@ -116,9 +116,9 @@ class WatchedRun:
             "step": self._steps_made(),
             "steps": wanted,
             "seconds": float(self.series.axes["time"].values[-1]) if rows else 0.0,
-            "accuracy": self.series.latest("eval/heldout"),
-            "reward": self.series.latest("reward/mean"),
-            "lag": self.series.latest("lag/mean"),
+            "accuracy": self.series.get_latest("eval/heldout"),
+            "reward": self.series.get_latest("reward/mean"),
+            "lag": self.series.get_latest("lag/mean"),
             "rows": rows,
             "samples": len(self.samples.heads),
             "summed_up": bool(self._summary),
@@ -136,7 +136,11 @@ class WatchedRun:
         """Return state, advice, health checks and the figures that a reader looks at first."""
         seen = self.summary()
         latest = {name: float(column.values[-1]) for name, column in self.series.columns.items()}
-        waits = [text for text in (live.rewards(latest), live.describe_slow_link(latest)) if text]
+        waits = [
+            text
+            for text in (live.describe_reward_wait(latest), live.describe_slow_link(latest))
+            if text
+        ]
         return {
             "state": self.state(),
             "advice": [line._asdict() for line in self.advice(seen.get("signs", []))],
@@ -153,7 +157,7 @@ class WatchedRun:
         with contextlib.suppress(AsyncrlError, OSError):
             config = self.config
             ended = rundir.is_finished(self.path, config.learner.steps)
-        return advice.first_lines(config, self.path, ended=ended, series=self.series, signs=signs)
+        return advice.list_advice(config, self.path, ended=ended, series=self.series, signs=signs)
 
     @property
     def process_group(self) -> str:
@@ -162,7 +166,7 @@ class WatchedRun:
 
     def processes(self) -> list[dict[str, Any]]:
         """Return every process of the run: state, last end, restarts, last line of its log."""
-        return with_starts(doctor.processes(self.config, self.path), self.path)
+        return with_starts(doctor.describe_processes(self.config, self.path), self.path)
 
     def ledger(self) -> dict[str, Any]:
         """Return the ledger: tokens by where they ended, with samples and mean reward."""

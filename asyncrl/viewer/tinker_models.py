@@ -39,7 +39,7 @@ class WatchedTinkerModel(WatchedRun):
         """Return the model's row of the list; its step is the version."""
         running, version, problem = False, 0, ""
         try:
-            version = tinker_status.model_record(self.path).get("version", 0)
+            version = tinker_status.read_model_record(self.path).get("version", 0)
             running = tinker_status.is_running(self.server)
         except (AsyncrlError, OSError) as error:
             problem = str(error)
@@ -54,7 +54,7 @@ class WatchedTinkerModel(WatchedRun):
             "seconds": float(self.series.axes["time"].values[-1]) if rows else 0.0,
             "accuracy": None,
             "reward": None,
-            "lag": self.series.latest("lag/mean"),
+            "lag": self.series.get_latest("lag/mean"),
             "rows": rows,
             "samples": len(self.samples.heads),
             "summed_up": False,
@@ -66,7 +66,7 @@ class WatchedTinkerModel(WatchedRun):
         state = self.state()
         ledger = tinker_status.read_ledger(self.path)
         limit = findings.read_settings(self.server / tinker_status.CONFIG)["staleness.max_lag"]
-        largest = self.series.values("lag/max")
+        largest = self.series.get_values("lag/max")
         cards = [
             ["version", state["step"]],
             ["server", state["state"]],
@@ -75,9 +75,14 @@ class WatchedTinkerModel(WatchedRun):
             ["mean lag of the newest step", state["lag"]],
             ["largest lag", float(largest.max()) if len(largest) else None],
             ["lag limit", f"{limit:g}"],
-            ["of unknown lag, share of the newest step", self.series.latest("lag/unknown_share")],
+            [
+                "of unknown lag, share of the newest step",
+                self.series.get_latest("lag/unknown_share"),
+            ],
         ]
-        ended = [row["said"] for row in tinker_status.processes(self.server) if not row["alive"]]
+        ended = [
+            row["said"] for row in tinker_status.describe_processes(self.server) if not row["alive"]
+        ]
         return {
             "state": state,
             "advice": [line._asdict() for line in self.advice([])],
@@ -89,7 +94,7 @@ class WatchedTinkerModel(WatchedRun):
         """Return what the health checks find; computed once for the same metrics."""
         rows = self.series.rows
         if self._found[0] != rows:
-            found = tinker_status.findings(self.path)
+            found = tinker_status.run_health_checks(self.path)
             lines = [Advice(x.name, "health", x.said, tinker_status.ADVICE) for x in found]
             self._found = rows, lines
         return self._found[1]
@@ -100,12 +105,12 @@ class WatchedTinkerModel(WatchedRun):
         return str(self.server)
 
     def processes(self) -> list[dict[str, Any]]:
-        return findings.with_starts(tinker_status.processes(self.server), self.server)
+        return findings.with_starts(tinker_status.describe_processes(self.server), self.server)
 
     def ledger(self) -> dict[str, Any]:
         """Return two tables: sequences by how often they were trained, trained tokens by lag."""
         counts = tinker_status.read_ledger(self.path)
-        totals = tinker_status.lag_totals(self.path)
+        totals = tinker_status.sum_lags(self.path)
         sampled, trained = counts.get("sampled", 0), totals.known_tokens + totals.unknown
         sequences = [
             [shown, counts.get(key, 0), counts.get(key, 0) / max(sampled, 1)]
@@ -137,7 +142,7 @@ class WatchedTinkerModel(WatchedRun):
 
     def settings(self) -> dict[str, Any]:
         """Return the server's settings, and what the model was created from."""
-        record = tinker_status.model_record(self.path)
+        record = tinker_status.read_model_record(self.path)
         record["time"] = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record["time"]))
         shown = {f"this model.{key}": value for key, value in record.items()}
         return shown | findings.read_settings(self.server / tinker_status.CONFIG)

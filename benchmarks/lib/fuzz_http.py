@@ -18,7 +18,7 @@ import msgspec
 
 from asyncrl.models.policy import build_model
 from asyncrl.tinker.messages import WorkerCall
-from asyncrl.tinker.workers.worker import LENGTH_BYTES, frame
+from asyncrl.tinker.workers.worker import LENGTH_BYTES, encode_frame
 
 # in the answer to what is not even JSON or protobuf
 NOT_DECODED = (
@@ -135,13 +135,13 @@ class DirectLink:
 
     close = start
 
-    def next_number(self) -> int:
+    def take_number(self) -> int:
         self.number += 1
         return self.number
 
     async def call(self, asked: Any, number: int | None = None) -> Any:
-        number = self.next_number() if number is None else number
-        call = self.decoder.decode(frame(WorkerCall(number, asked))[LENGTH_BYTES:])
+        number = self.take_number() if number is None else number
+        call = self.decoder.decode(encode_frame(WorkerCall(number, asked))[LENGTH_BYTES:])
         return self.act(number, call.request)
 
     def cancel(self, number: int) -> None:

@@ -22,7 +22,7 @@ const TIMEOUT_MS = 600_000; // a call waits for weights, swaps and restarts
 class Hopeless extends Error {} // no further session could do better
 
 /** What the calculator says to `?37*8`. */
-export function calculated(text) {
+export function calculate(text) {
   const found = /^\?(\d{1,4})([*+-])(\d{1,4})$/.exec(text);
   if (found === null) return 'e=';
   const [left, right] = [Number(found[1]), Number(found[3])];
@@ -43,7 +43,7 @@ async function play(policy, model, asked) {
     const answer = await policy.completions.create({ model, prompt: text });
     const said = answer.choices[0].text;
     if (said.startsWith('#')) return Number(said === solved(asked));
-    text += said + calculated(said);
+    text += said + calculate(said);
   }
   return 0;
 }

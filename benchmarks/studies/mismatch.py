@@ -264,7 +264,7 @@ def learners(args: Any, study: studies.Study) -> list[dict[str, Any]]:
     """
     from asyncrl.experiments import serial
     from asyncrl.tasks.synthetic import TASKS
-    from asyncrl.tasks.warm_start import accuracy
+    from asyncrl.tasks.warm_start import measure_accuracy
 
     path = study.out / "learner.json"
     rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
@@ -286,7 +286,7 @@ def learners(args: Any, study: studies.Study) -> list[dict[str, Any]]:
                 "seed": 0,
                 "generator": record["accuracy"][1][-1],
                 "same_weights": again["weights_digest"] == record["weights_digest"],
-                "learner": accuracy(run.core.model, TASKS[study.task](), 0),
+                "learner": measure_accuracy(run.core.model, TASKS[study.task](), 0),
             }
         )
         say(json.dumps(rows[-1]))

@@ -13,8 +13,8 @@ from typing import Any
 from asyncrl.config.tree import Config, MixedTaskConfig
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import LedgerLine, MixturePosition, Prompt
-from asyncrl.tasks.mixing.mixture import mixture_of
-from asyncrl.tasks.mixing.shares import next_task, weights_at
+from asyncrl.tasks.mixing.mixture import find_mixture
+from asyncrl.tasks.mixing.shares import choose_task, compute_weights
 from buffer.ledger import Ledger
 
 # so many groups of a task that were removed one after another: it is dry, and until it gives a
@@ -90,7 +90,7 @@ class TaskMixer:
         weights = self.weights(batch)
         if not weights:
             return None
-        title = next_task(self.state.credit, weights)
+        title = choose_task(self.state.credit, weights)
         return title, self._next_index(title)
 
     def give_back(self, title: str, index: int) -> None:
@@ -99,7 +99,7 @@ class TaskMixer:
 
     def weights(self, batch: float) -> dict[str, float]:
         """Return the weights at a batch, of the tasks that have prompts left."""
-        weights = weights_at(self.parts, batch)
+        weights = compute_weights(self.parts, batch)
         return {
             title: weight * (self._pool_share(title, 0) if self._is_generated(title) else 1.0)
             for title, weight in weights.items()
@@ -246,11 +246,11 @@ class TaskMixer:
 
 def mixer_of(config: Config, task: Any) -> TaskMixer:
     """Make the mixer of a run's task. It has no parts if the run has one task."""
-    mixture = mixture_of(task)
+    mixture = find_mixture(task)
     if mixture is None:
         return TaskMixer()
     return TaskMixer(
         mixture.parts,
         lambda title, index: mixture.draw(title, index, config.seed),
-        {title: mixture.length(title) for title in mixture.parts},
+        {title: mixture.count_prompts(title) for title in mixture.parts},
     )

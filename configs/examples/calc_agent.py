@@ -14,7 +14,7 @@ from typing import Any
 from openai import DefaultHttpxClient, OpenAI
 
 from asyncrl.contract.messages import Prompt
-from asyncrl.tasks.calc import TURNS, calculated
+from asyncrl.tasks.calc import TURNS, calculate
 
 TIMEOUT_S = 600.0  # a call waits for weights, swaps and restarts
 # each answer is a call of the calculator or a result; needs agent.forced = "constrain"
@@ -28,7 +28,7 @@ def played(policy: OpenAI, text: str, answer: str, form: dict[str, Any] | None =
         said = reply.choices[0].text
         if said.startswith("#"):
             return float(said == answer)
-        text += said + calculated(said)
+        text += said + calculate(said)
     return 0.0
 
 

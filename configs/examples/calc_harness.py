@@ -15,7 +15,7 @@ import httpx
 import openai
 from openai import OpenAI
 
-from asyncrl.tasks.calc import TURNS, calculated
+from asyncrl.tasks.calc import TURNS, calculate
 
 THREADS = 64
 
@@ -26,7 +26,7 @@ def play(text: str, answer: str, policy: OpenAI) -> float:
         said = policy.completions.create(model="policy", prompt=text).choices[0].text
         if said.startswith("#"):
             return float(said == answer)
-        text += said + calculated(said)
+        text += said + calculate(said)
     return 0.0
 
 

@@ -66,7 +66,7 @@ def test_a_generator_makes_the_engine_that_its_row_names(monkeypatch: pytest.Mon
         ({"exact": True}, ("exact=true", "weights.in_flight=recompute_kv"), ""),
         ({"least_temperature": 0.5}, ("generator.temperature=0.4",), "generator.temperature: 0.4"),
         ({"least_temperature": 0.4}, ("generator.temperature=0.4",), ""),
-        ({"numbered_gpu": False}, ("model.device=cuda:1",), "model.device: cuda:1; Other takes"),
+        ({"numbered_gpu": False}, ("model.device=cuda:1",), "model.device: cuda:1; Other uses"),
         ({}, ("model.device=cuda:1",), ""),
         ({}, ("generator.mantissa_bits=7",), "generator.engine = embedded, not to other"),
         ({"settings": ("mantissa_bits",)}, ("generator.mantissa_bits=7",), ""),
@@ -106,13 +106,13 @@ def test_untested_versions_are_warned_about_and_not_refused(
     other = f"torch 2.11.0 (tested: {installed.TESTED['torch']})"
     assert installed.list_untested_versions() == other
     assert installed.find_missing_package(subject.config) == ""
-    with pytest.raises(preflight.Doubt, match=r"untested versions: torch 2\.11\.0"):
-        preflight.versions_tested(subject)
-    for check in ("packages_installed", "devices_present", "task_reads", "model_built"):
+    with pytest.raises(preflight.DoubtfulCheck, match=r"untested versions: torch 2\.11\.0"):
+        preflight.check_versions(subject)
+    for check in ("check_packages", "check_devices", "check_task", "build_model"):
         monkeypatch.setattr(preflight, check, lambda subject: "")
-    for check in ("template_there", "images_read", "prompts_fit", "characters_known"):
+    for check in ("check_template", "check_images", "check_prompts", "check_characters"):
         monkeypatch.setattr(preflight, check, lambda subject: "")
-    monkeypatch.setattr(preflight, "reward_imports", lambda subject: "")
+    monkeypatch.setattr(preflight, "check_reward", lambda subject: "")
     preflight.preflight(subject.config)
     assert f"warning: untested versions: {other}; the run starts" in capsys.readouterr().err
     monkeypatch.setattr(installed, "check_installed", list)
@@ -120,7 +120,7 @@ def test_untested_versions_are_warned_about_and_not_refused(
     assert f"\nwarning: untested versions: {other}\n" in capsys.readouterr().out
     versions["torch"] = installed.TESTED["torch"] + "+cpu"
     assert installed.list_untested_versions() == ""
-    assert preflight.versions_tested(subject).startswith("torch ")
+    assert preflight.check_versions(subject).startswith("torch ")
 
 
 def test_one_process_and_the_probe_follow_from_the_row(

@@ -68,10 +68,10 @@ def test_answers_entering_and_leaving_the_engine_have_the_learners_logprobs_bitw
 def test_operators_do_not_see_their_neighbours(
     tmp_path: Path, family: str, kv: int, tied: bool
 ) -> None:
-    rows = exact_check.operators(
+    rows = exact_check.check_operators(
         policy.build_model(tmp_path, "abcdefgh", family=family, kv_heads=kv, tied=tied)
     )
-    assert len(rows) == 9 and exact_check.failure(rows) == ""
+    assert len(rows) == 9 and exact_check.describe_failure(rows) == ""
 
 
 def test_long_answers_have_the_learners_logprobs_bitwise(
@@ -80,13 +80,13 @@ def test_long_answers_have_the_learners_logprobs_bitwise(
     model = policy.build_model(tmp_path, "abcdefgh", kv_heads=2, max_positions=1024)
     row = exact_check.check_generation(model, slots=7, longest=48, context=448, micro=5)
     assert row.values > 300 and row.differ == 0, row
-    rows = exact_check.operators(model, context=1024)
-    assert exact_check.failure(rows) == "" and rows[-1].cases == exact_check.POSITIONS
+    rows = exact_check.check_operators(model, context=1024)
+    assert exact_check.describe_failure(rows) == "" and rows[-1].cases == exact_check.POSITIONS
     # a config's own context is looked at: what sums in another order for some widths is found
     found = []
-    keep = exact_check.operators
+    keep = exact_check.check_operators
     monkeypatch.setattr(
-        exact_check, "operators", lambda *a, **k: found.append(k["context"]) or keep(*a, **k)
+        exact_check, "check_operators", lambda *a, **k: found.append(k["context"]) or keep(*a, **k)
     )
     plain = exact_operators.attend_one
 
@@ -95,7 +95,9 @@ def test_long_answers_have_the_learners_logprobs_bitwise(
 
     monkeypatch.setattr(exact_operators, "attend_one", other)
     sets = [f"model.path='{tmp_path}'", "generator.context=1024", "generator.max_new_tokens=4"]
-    wrong = exact_check.failure(exact_check.check(load.load(ROOT / "configs" / "demo.toml", sets)))
+    wrong = exact_check.describe_failure(
+        exact_check.check(load.load(ROOT / "configs" / "demo.toml", sets))
+    )
     assert found == [1024] and wrong.startswith("attention (")
 
 
@@ -156,7 +158,7 @@ def test_queries_that_share_a_product_have_the_bits_of_queries_alone(
 ) -> None:
     lay = ModelLayout(None, heads, kv, dim, 1e-6)
     assert exact_operators.count_heads_per_product(lay) == side_by_side
-    row = exact_check._attention(lay, (1, 1), torch.Generator().manual_seed(dim), 208)
+    row = exact_check._check_attention(lay, (1, 1), torch.Generator().manual_seed(dim), 208)
     assert (row.cases, row.values, row.differ) == (64, 64 * heads * dim, 0)
 
 
@@ -168,7 +170,7 @@ def test_the_self_test_says_which_operator_differs(
     monkeypatch.setattr(
         exact_operators, "normalize", lambda x, eps: plain(x, eps) * (1 + 1e-6 * (len(x) % 32 != 0))
     )
-    wrong = exact_check.failure(exact_check.operators(model))
+    wrong = exact_check.describe_failure(exact_check.check_operators(model))
     assert wrong.startswith("norm (") and "qkv" not in wrong
     assert exact_check.check_generation(model).differ > 0
 

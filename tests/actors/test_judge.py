@@ -39,7 +39,7 @@ from asyncrl.contract.messages import Prompt
 from asyncrl.records.metrics import METRICS
 from asyncrl.supervise.report import plots
 from asyncrl.supervise.report.series import Series
-from asyncrl.supervise.summary import judge_totals as judged_of
+from asyncrl.supervise.summary import find_judge_totals as judged_of
 from asyncrl.tasks import get_task
 
 QUESTION = Prompt(7, "1+1=", "2")
@@ -254,7 +254,7 @@ def test_the_report_has_a_plot_of_the_judge_where_there_is_one(tmp_path: Path) -
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     series = Series(tmp_path / "metrics.jsonl")
     series.refresh()
-    (plot,) = plots.figures("overview", {"": series})
+    (plot,) = plots.build_plots("overview", {"": series})
     assert [(line.label, line.ys) for line in plot.lines] == [("requests", [0.0, 3.0, 6.0])]
     assert judged_of(rows) == {"requests": 6.0} and judged_of([{"step": 1}]) == {}
 

@@ -501,7 +501,7 @@ REFUSED = [
     ),
     (
         {"loss": {"surrogate": "reinforce"}},
-        "importance sampling by correction.level",
+        "uses the importance weights of correction.level",
     ),
     (
         {"kl": {"loss": {"coefficient": 0.1, "off_policy": "prefix", "estimator": "k2"}}},

@@ -561,10 +561,10 @@ WARNED = [
 def test_a_clip_that_cannot_act_is_warned_of(sections: dict[str, Any], warned: bool) -> None:
     """The ratio to a proximal policy that is the policy itself is 1 in the only step of a batch."""
     made = load.convert({"model": {"path": "m"}, "task": {"name": "sort"}, **sections}, "c.toml")
-    assert any("is always 1" in line for line in rules.warnings(made)) == warned
+    assert any("is always 1" in line for line in rules.find_warnings(made)) == warned
 
 
 @pytest.mark.parametrize(("sections", "said"), WARNED, ids=[w[1][:24] for w in WARNED])
 def test_what_a_run_is_told_once(sections: dict[str, Any], said: str) -> None:
-    assert any(said in line for line in rules.warnings(config(**sections)))
-    assert not any(said in line for line in rules.warnings(config()))
+    assert any(said in line for line in rules.find_warnings(config(**sections)))
+    assert not any(said in line for line in rules.find_warnings(config()))

@@ -18,7 +18,7 @@ from asyncrl.supervise import run as runner
 MIS = "correction.preset=mis"
 
 
-@pytest.mark.parametrize("name", bundled_configs.names())
+@pytest.mark.parametrize("name", bundled_configs.list_names())
 def test_a_run_of_every_shipped_config_can_go_on_with_mis(name: str, tmp_path: Path) -> None:
     """Its resolved config gives every key, so the preset must take the place of those it is about
     and of no other."""

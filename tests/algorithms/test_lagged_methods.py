@@ -288,7 +288,7 @@ def test_a_method_is_an_arm_by_its_name(name: str) -> None:
 
 def test_every_shipped_config_takes_the_default_arms() -> None:
     """Sessions and filtered groups have no injected lag: `compare` leaves that arm out."""
-    for name in bundled_configs.names():
+    for name in bundled_configs.list_names():
         source = load.load(name)
         found = comparison.resolve(name, [], comparison.default_arms(source))
         refused = source.agent.uses_sessions or source.advantage.no_spread == "filter"

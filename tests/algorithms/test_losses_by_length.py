@@ -60,7 +60,7 @@ def test_the_report_shows_each_length_with_its_shares() -> None:
     for length in (4, 4, 9):
         kept.add(length, 1, length, 1.0, faded=length / 2 if length == 9 else 0.0)
     lost.add(7, 1, 16, 0.0)
-    rows = run_page.ledger_by_length(
+    rows = run_page.build_length_ledger(
         {
             "ledger_lines": {
                 "trained": kept.as_dict(),
@@ -107,7 +107,9 @@ def test_real_runs_keep_what_each_choice_promises(
             assert sum(binned(x, "upto_").values()) <= x["tokens"] and (
                 name != "trained" or sum(binned(x, "upto_").values()) == x["tokens"]
             )
-    rows = run_page.ledger_by_length(json.loads((Path(s["run_dir"]) / "summary.json").read_text()))
+    rows = run_page.build_length_ledger(
+        json.loads((Path(s["run_dir"]) / "summary.json").read_text())
+    )
     assert len(rows) > 1 and all(
         f">{row[0]}</td>" in (Path(s["run_dir"]) / "report.html").read_text() for row in rows[1:]
     )

@@ -227,17 +227,17 @@ def other(field: Any, key: str, now: Any) -> Any:
 def context(struct: Any, section: str, field: Any, key: str) -> dict[str, Any]:
     """What `key` needs around it to be read."""
     keys: dict[str, Any] = {}
-    tag, value = layers.tag_of(struct)
+    tag, value = layers.get_tag(struct)
     if tag:
         keys[f"{section}.{tag}"] = value
-    fields = layers.fields_of(struct)
-    pending = list(layers.conditions_of(field, f"{section}."))
+    fields = layers.map_fields(struct)
+    pending = list(layers.list_conditions(field, f"{section}."))
     while pending:
         chooser, values = pending.pop()
         keys[chooser] = values[0] if values else ON[chooser]
         name = chooser.rpartition(".")[2]
         if chooser.startswith(f"{section}.") and name in fields:
-            pending += layers.conditions_of(fields[name], f"{section}.")
+            pending += layers.list_conditions(fields[name], f"{section}.")
     return keys | NEEDS.get(value, {}) | BESIDE.get(key, {})
 
 
@@ -263,7 +263,7 @@ def cases() -> list[Any]:
     ):
         plain += [(section, struct) for struct in settings.list_variants(kind)]
     for section, struct in plain:
-        for name, field in layers.fields_of(struct).items():
+        for name, field in layers.map_fields(struct).items():
             if not expected(section, struct, f"{section}.{name}"):
                 continue
             made.append(pytest.param(section, struct, field, id=f"{struct.__name__}.{name}"))
@@ -281,7 +281,7 @@ def test_a_key_that_is_accepted_acts(
     if section == "value":
         around |= {"advantage.name": "gae"}
     raw = nested(around)
-    now = layers.value_of(raw, Config, key)
+    now = layers.get_value(raw, Config, key)
     batches = BATCHES.get(key, 2)
     before = found(models, around, batches)
     assert not isinstance(before, str), before

@@ -224,7 +224,9 @@ def test_a_commit_moves_it_and_the_metrics_say_why(tmp_path: Path) -> None:
             commit = m.Commit(1, number, Label(1, number + 1), f"d{number + 1}", told)
             ask(learner, commit, m.CommitReply)
             status = ask(generator, m.StatusRequest(), m.RunStatus)
-            rows.append((batch.limit, status.metrics["limit/now"], live.limit(status.metrics)))
+            rows.append(
+                (batch.limit, status.metrics["limit/now"], live.describe_limit(status.metrics))
+            )
         # it rests for one batch after the hello, then three decide
         assert [now for _, now, _ in rows] == [1, 1, 1, 2, 2, 2]
         assert [asked for asked, _, _ in rows] == [1, 1, 1, 1, 2, 2]

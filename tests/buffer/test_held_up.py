@@ -110,11 +110,11 @@ def status(kind: SessionWait, limit: str, *, wait_s: float = 9.0) -> RunStatus:
 
 def test_the_live_view_says_it() -> None:
     now = status("environment", "agent.step_s")
-    assert now.held_up is not None and now.held_up.describe() in live.status_line(now)
-    brief = live.status_line(status("environment", "agent.step_s", wait_s=0.5))
+    assert now.held_up is not None and now.held_up.describe() in live.format_status(now)
+    brief = live.format_status(status("environment", "agent.step_s", wait_s=0.5))
     assert "held up" not in brief
     out = io.StringIO()
-    Console(file=out, width=400).print(live.table(now))
+    Console(file=out, width=400).print(live.build_table(now))
     assert now.held_up.describe() in out.getvalue()
 
 
@@ -152,7 +152,7 @@ def test_the_watchdog_leaves_a_session_to_its_own_deadline(
         # type: ignore[arg-type]
         supervisor.children.append(SupervisedProcess(name, [], 1, True, process))
     supervisor.observe(status(kind, limit))
-    supervisor.looked = now
+    supervisor.progress_check = now
     supervisor.watchdog.since = now - 1e6
     supervisor.check_progress()
     assert gateway.killed == killed

@@ -69,7 +69,7 @@ class Hosts:
         return (self.where / f"{'buffer' if name == 'old' else name}.log").read_text()
 
     def committed(self, address: str) -> int:
-        found = live.ask(address, self.keys, ASK_S)
+        found = live.request_status(address, self.keys, ASK_S)
         return found.committed if isinstance(found, RunStatus) else -1
 
     def wait_for(self, what: Callable[[], bool]) -> None:
@@ -104,7 +104,7 @@ def test_a_buffer_that_stands_still_is_replaced_elsewhere_and_is_over_when_it_wa
         hosts.start("far", "generator", tmp_path / "there", str(copied), "--index", "1")
 
         def both() -> bool:
-            found = live.ask(first, hosts.keys, ASK_S)
+            found = live.request_status(first, hosts.keys, ASK_S)
             return found is not None and {"generator-0", "generator-1"} <= found.peers.keys()
 
         hosts.wait_for(both)

@@ -24,7 +24,7 @@ from run_kit import finish, start, steps_done, wait_until
 from asyncrl.cli import main
 from asyncrl.config import load
 from asyncrl.records import process_log
-from asyncrl.supervise.run import steps_made
+from asyncrl.supervise.run import find_last_step
 from learner import checkpoint
 
 pytestmark = pytest.mark.slow
@@ -86,7 +86,7 @@ def test_a_prompt_longer_than_the_context(asyncrl: Call, tmp_path: Path) -> None
     [
         (['{"prompt": "1="}', '{"promt": "2="}'], ":2: "),
         (['{"prompt": "1="}', "", "{nonsense"], ":3: "),
-        ([], "no prompts in it"),
+        ([], "has no prompts"),
         (['[{"prompt": "1="}, {"prompt": "2="}]'], "it is of type list: write one object a line"),
         (['{"prompt": 12}'], "its `prompt` is of type int"),
         (['{"prompt": "1="}', '{"prompt": "1="}'], "cannot be both trained on and held out"),
@@ -309,12 +309,12 @@ def test_resume_refuses_what_may_not_change_and_has_nothing_to_do_at_the_end(
 
 
 def test_the_steps_made_are_those_of_the_newest_learner(tmp_path: Path) -> None:
-    assert steps_made(tmp_path) == 0
+    assert find_last_step(tmp_path) == 0
     for epoch, number in ((1, 9), (1, 10), (2, 0), (2, 8), (10, 2)):
         (tmp_path / "checkpoints" / f"epoch_{epoch}" / f"number_{number}").mkdir(parents=True)
     for place in ("epoch_11/.number_12.part", "epoch_12.new/number_13"):
         (tmp_path / "checkpoints" / place).mkdir(parents=True)
-    assert steps_made(tmp_path) == 2
+    assert find_last_step(tmp_path) == 2
 
 
 @pytest.mark.parametrize("number", [0, 1])

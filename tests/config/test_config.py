@@ -149,10 +149,10 @@ def test_sessions_that_fork_have_no_order_for_some_methods(
 def test_every_key_says_what_it_means() -> None:
     """The schema that editors show: every key is in it, with its default."""
     schema = json.loads((ROOT / "configs" / "schema.json").read_text())
-    assert schema == json.loads(json.dumps(load.schema())), (
+    assert schema == json.loads(json.dumps(load.build_schema())), (
         "stale: asyncrl config schema > configs/schema.json"
     )
-    config_keys = load.keys()
+    config_keys = load.list_keys()
     named = {p for d in schema["$defs"].values() for p in d["properties"]}
     assert "method" in schema["$defs"]["Config"]["properties"]
     assert {k.rsplit(".", 1)[-1] for k in config_keys} <= named
@@ -208,9 +208,11 @@ def test_the_page_of_metrics_names_each_once_and_first_those_that_exist() -> Non
 def test_the_configuration_reference_is_the_documented_one() -> None:
     """Every key is there once, in a row of five cells, with its meaning and its default."""
     page = (ROOT / "docs" / "configuration.md").read_text()
-    assert page == explain.reference(), "stale: asyncrl config reference > docs/configuration.md"
+    assert page == explain.render_reference(), (
+        "stale: asyncrl config reference > docs/configuration.md"
+    )
     rows = [re.split(r"(?<!\\)\|", line) for line in page.splitlines() if line.startswith("| `")]
-    assert [cells[1].strip(" `") for cells in rows] == ["method", *load.keys()]
+    assert [cells[1].strip(" `") for cells in rows] == ["method", *load.list_keys()]
     assert all(len(cells) == 7 and cells[2].strip() and cells[4].strip() for cells in rows)
     lengths = {cells[1].strip(" `"): cells for cells in rows}
     assert "(tokens)" in lengths["generator.max_new_tokens"][3]

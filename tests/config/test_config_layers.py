@@ -117,7 +117,7 @@ def test_an_arm_drops_what_an_earlier_item_gave(tmp_path: Path) -> None:
 @pytest.mark.parametrize("preset", ["tis", "mis_normalized", "none"])
 def test_a_preset_may_be_set_on_every_shipped_config(preset: str) -> None:
     """As `asyncrl run --resume RUN --set correction.preset=mis` needs it."""
-    for name in bundled_configs.names():
+    for name in bundled_configs.list_names():
         made = load.load(name, [f"correction.preset={preset}"])
         written_by_run = tomllib.loads(load.dump(load.load(name)))
         resumed = load.convert(written_by_run, "run", sets=[f"correction.preset={preset}"])
@@ -159,18 +159,18 @@ def variants() -> list[Any]:
             ("loss", settings.Loss),
             ("correction", settings.Correction),
         )
-        for tag in (layers.tag_of(struct)[1] for struct in settings.list_variants(kind))
+        for tag in (layers.get_tag(struct)[1] for struct in settings.list_variants(kind))
     ]
 
 
 @pytest.mark.parametrize(("section", "tag"), variants())
 def test_what_is_written_loads_back_equal(section: str, tag: str) -> None:
     """Every method with its defaults; nothing that is not read is written."""
-    field = layers.fields_of(Config)[section]
-    key = layers.tag_of(layers.structs_of(field.type)[0])[0]
+    field = layers.map_fields(Config)[section]
+    key = layers.get_tag(layers.list_structs(field.type)[0])[0]
     made = load.build({"model": {"path": "m"}, "task": {"name": "sort"}, section: {key: tag}})
     raw = tomllib.loads(load.dump(made))
-    assert load.build(raw) == made and layers.unread(raw, Config) == []
+    assert load.build(raw) == made and layers.find_unread(raw, Config) == []
     assert raw[section][key] == tag
 
 
@@ -196,7 +196,7 @@ def test_every_method_may_be_set_on_a_config_of_another(name: str) -> None:
         items = [f"method={name}"] if source == "demo" else ["learner.minibatches=1"]
         made = load.load(source, [*items, f"method={name}"])
         for key, value in method.keys.items():
-            assert layers.value_of(layers.read_keys(made), Config, key) == value, key
+            assert layers.get_value(layers.read_keys(made), Config, key) == value, key
         raw = tomllib.loads(load.dump(made))
         assert "method" not in raw and load.convert(raw, "written") == made
         of[source] = (made.loss, made.advantage, made.correction)

@@ -42,7 +42,7 @@ NO_DIMENSION = {
     "placement.generator.cpus",
     "placement.generator.gpus",
 }
-KEYS = load.keys()
+KEYS = load.list_keys()
 # of the mathematics, a number without an entry is a coefficient, an exponent or a bound of a ratio
 MATHEMATICS = ("advantage.", "value.", "correction.", "loss.", "reshape.", "kl.", "stop.")
 

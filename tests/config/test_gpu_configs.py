@@ -102,7 +102,7 @@ def test_each_process_sees_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (["model.device='cpu'"], "so does model.device = cpu"),
         (
             ["model.device='cuda:1'", "learner.gpus=[]", "generator.gpus=[]", "learner.ranks=1"],
-            "vLLM takes the first GPU",
+            "vLLM uses the first visible GPU",
         ),
         (["generator.gpus=[-1]"], "generator.gpus"),
     ],

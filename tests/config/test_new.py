@@ -69,7 +69,7 @@ def test_the_project_of_an_agent_trains_from_a_model_that_is_given(tmp_path: Pat
     assert (
         config.agent.function == f"{tmp_path / 'first'}/agent.py:play" and config.model.warm_start
     )
-    assert not rules.warnings(config) and not config.reward.function
+    assert not rules.find_warnings(config) and not config.reward.function
     warm_start(config, config.model.path, steps=2, threads=1)
     done = asyncrl(tmp_path, "new", "mine", "--agent", "--model", "first/model")
     assert done.code == 0, done.err
@@ -98,7 +98,7 @@ def test_the_model_to_begin_with(tmp_path: Path) -> None:
         new.write(folder, agent=agent, model="hf://ORG/NAME")
         config = load.load(folder / "config.toml")
         assert config.model.path == "hf://ORG/NAME" and not config.model.warm_start
-        assert not rules.warnings(config)
+        assert not rules.find_warnings(config)
         generator = config.generator
         assert (generator.slots, generator.max_new_tokens, generator.context) == (16, 128, 1024)
         assert (config.learner.groups, config.learner.lr) == (8, 1e-6)
@@ -130,7 +130,7 @@ def test_config_prompts_and_reward_fit_together(
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
     c = load.load(project / "config.toml")
-    assert not rules.warnings(c)
+    assert not rules.find_warnings(c)
     check_reward_process(c)
     task = get_task(c.task)
     assert isinstance(task, FileTask)
@@ -249,13 +249,13 @@ def test_demonstrations_are_of_training_prompts_and_a_quarter_is_spoiled(tmp_pat
         tmp_path / "p.jsonl", *({"prompt": f"{i}=", "answer": f"a{i}"} for i in range(40))
     )
     held = {p.text for p in task.sets["heldout"]}
-    shown = task.demonstrations(4000, 0)
+    shown = task.make_demonstrations(4000, 0)
     assert len(shown) == 4000 and len(held) == 4
     assert {p for p, _ in shown} == {p.text for p in task.sets["train"]}
     right = sum(f"a{p[:-1]}" == a for p, a in shown) / 4000
     assert 0.72 < right < 0.81, "three quarters, and one of 36 drawn answers is right by chance"
     assert not {f"a{p[:-1]}" for p in held} & {a for _, a in shown}, "nothing held out is shown"
-    assert shown == task.demonstrations(4000, 0) != task.demonstrations(4000, 1)
+    assert shown == task.make_demonstrations(4000, 0) != task.make_demonstrations(4000, 1)
     assert task.symbols == "0123456789=a"
 
 
@@ -278,8 +278,8 @@ def test_what_a_tiny_model_cannot_be_built_for(
 ) -> None:
     task = prompts(tmp_path / "p.jsonl", *rows)
     with pytest.raises(ConfigError, match=why) as error:
-        task.demonstrations(8, 0)
-    assert "point model.path at a model of your own" in str(error.value)
+        task.make_demonstrations(8, 0)
+    assert "set model.path to your own model" in str(error.value)
 
 
 def test_the_model_knows_every_character_and_has_room(tmp_path: Path) -> None:

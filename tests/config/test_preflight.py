@@ -82,7 +82,7 @@ def test_runs_elsewhere_leave_the_project_its_model(project: Path, tmp_path: Pat
 
 
 def found(config: Config) -> dict[str, tuple[str, str]]:
-    return {f.check: (f.state, f.text) for f in preflight.findings(config)}
+    return {f.check: (f.state, f.text) for f in preflight.run_checks(config)}
 
 
 def test_a_config_is_checked_without_building_anything(project: Path) -> None:
@@ -265,10 +265,10 @@ def test_the_disk_must_hold_the_logs_and_the_recording_of_a_run(
         free = needed
 
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Disk)
-    assert "for checkpoints, model, logs and recording;" in preflight.disk_free(subject)
+    assert "for checkpoints, model, logs and recording;" in preflight.check_disk(subject)
     Disk.free = needed - 1
     with pytest.raises(ConfigError, match=r"^runs: "):
-        preflight.disk_free(subject)
+        preflight.check_disk(subject)
 
 
 def test_the_command_says_a_line_each_and_exits_by_them(

@@ -69,8 +69,8 @@ def test_what_is_shown_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert all(line.isprintable() for line in WaitLog(1.0).lines([wait]))
     log = tmp_path / "log"
     log.write_bytes(EVIL.encode("utf-8", "replace") + b"\n")
-    assert doctor.last_line(log).isprintable()
-    assert all(line.isprintable() for line in hosts.last_lines(log, 9))
+    assert doctor.read_last_line(log).isprintable()
+    assert all(line.isprintable() for line in hosts.read_last_lines(log, 9))
     row = {"at": 0.0, "name": "gateway-0", "pid": 7, "event": "ended", "code": 1, "why": EVIL}
     assert process_log.end_of(row).isprintable()
     with pytest.raises(SystemExit):
@@ -88,7 +88,7 @@ def test_what_is_shown_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[st
         peers={},
         finished=False,
     )
-    assert live.status_line(status).isprintable()
+    assert live.format_status(status).isprintable()
 
 
 def test_a_reason_from_an_agent_is_one_line_of_the_log(

@@ -26,7 +26,7 @@ BASE = 'model.path = "m"\ntask.name = "sort"\n'
         ("name = 'a'\nsample = 2", "evaluation.sets: Object contains unknown field `sample`"),
         ("name = 'ood'", "evaluation.sets: ood: that name belongs to the run's own prompts"),
         ("name = 'a'\nfile = 'f'\ntask = 'sort'", "a: has both file and task"),
-        ("name = 'a'\nfile = 'f'\nsplit = 'ood'", "a: split = ood chooses prompts of a task"),
+        ("name = 'a'\nfile = 'f'\nsplit = 'ood'", "a: split = ood selects prompts of a task"),
         ("name = 'a'\ntask = 'file'", "a: task = file names no prompts; give the file's path"),
         ("name = 'a'\noptions = {x = 1}", "a: options are for task = reasoning_gym:GENERATOR"),
         ("name = 'a'\ntemperature = 0\nsamples = 4", "temperature = 0 makes all 4 samples"),
@@ -134,7 +134,7 @@ def test_sessions_are_followed_by_the_buffer_s_count(
         return None if found is None else SimpleNamespace(committed=0, progress=found)
 
     monkeypatch.setattr(model_evaluation.rundir, "current_buffer_address", lambda *_: "ipc://x")
-    monkeypatch.setattr(model_evaluation.live, "ask", ask)
+    monkeypatch.setattr(model_evaluation.live, "request_status", ask)
     monkeypatch.setattr(model_evaluation, "ASK_S", 0.001)
     monkeypatch.setattr(model_evaluation, "QUIET_S", 0.0)
     model_evaluation.follow_sessions(load.load(path), tmp_path, 8, progress, ended)

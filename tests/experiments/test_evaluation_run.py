@@ -73,17 +73,17 @@ def test_training_is_that_of_the_ledger_without_the_sets_samples(run: dict[str, 
 
 def test_the_sets_are_shown(run: dict[str, Any]) -> None:
     values = evaluated(run, "hard")[6] | evaluated(run, "again")[6]
-    shown = live.sets(values)
+    shown = live.format_sets(values)
     assert f"hard {values['eval/hard']:.3f}" in shown and "again" in shown
     assert f"pass@2 {values['eval/hard_pass_at_2']:.3f}" in shown and "_low" not in shown
-    assert live.sets({"eval/heldout": 0.5, "eval/ood": 0.2}) == ""
-    lines = plots.set_plot(name for row in run["rows"] for name in row).series
+    assert live.format_sets({"eval/heldout": 0.5, "eval/ood": 0.2}) == ""
+    lines = plots.build_set_plot(name for row in run["rows"] for name in row).series
     assert ("eval/hard", "hard") in lines and ("eval/hard_pass_at_2", "hard pass@2") in lines
     assert not any(name.startswith(("eval/heldout", "eval/ood")) for name, _ in lines)
     assert "Evaluation sets" in run_page.write(run["run_dir"]).read_text()
     series = Series(run["run_dir"] / "metrics.jsonl")
     assert series.refresh()
-    (figure,) = [f for f in plots.figures("overview", {"r": series}) if "sets" in f.title]
+    (figure,) = [f for f in plots.build_plots("overview", {"r": series}) if "sets" in f.title]
     drawn = {line.metric: line for line in figure.lines}
     assert len(drawn["eval/hard"].ys) == 3
     for line in drawn.values():

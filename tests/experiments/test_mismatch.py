@@ -44,7 +44,7 @@ def test_an_unhealthy_mismatch_is_said_once(
         ),
         list[str](),
     )
-    watcher = runner.HealthWatcher(tmp_path, lines.append, runner.run_facts(config))
+    watcher = runner.HealthWatcher(tmp_path, lines.append, runner.collect_facts(config))
     for n, k3 in enumerate((1e-4, 1e-3, 2e-3, 0.2, 0.3, 0.4, 0.5, 0.6), 1):
         for step in range(3):
             watcher.check(1, {"mismatch/k3_at_lag_0": k3, "time/step": step})
@@ -52,7 +52,7 @@ def test_an_unhealthy_mismatch_is_said_once(
         assert len(lines) == (n >= at), n
     assert f"k3 = {said:.1e}" in lines[0] and "generator.dtype" in lines[0]
     first = list[str]()
-    runner.HealthWatcher(tmp_path, first.append, runner.run_facts(config)).check(
+    runner.HealthWatcher(tmp_path, first.append, runner.collect_facts(config)).check(
         1, {"mismatch/k3_at_lag_0": 0.7}
     )
     assert len(first) == 1, "in the first batch already"

@@ -66,7 +66,7 @@ REFUSED = [
         "a run that is synchronous (staleness.max_lag = 0) can only be repeated",
     ),
     (("order=ticket", "on_exceed=drop"), "so on_exceed = drop never acts"),
-    (("order=ticket", "max_lag=inf"), "waits for the oldest completion, however late"),
+    (("order=ticket", "max_lag=inf"), "waits for the oldest completion, even if"),
     (("order=freshest", "max_lag=inf", "inject=2"), "in another batch than lag injection planned"),
     (("order=oldest",), "choose one of auto, ticket, completion, freshest"),
     (("delay=-1.0",), "staleness.delay"),

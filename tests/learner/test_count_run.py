@@ -87,13 +87,13 @@ def test_the_shipped_config_trains_on_its_pictures(
             assert [images.digest(blob) for blob in blobs] == sample.images
     store = token_samples.SampleStore(tmp_path / token_samples.FILE)
     assert store.refresh()
-    (shown,) = store.row(0)["sequences"][0]["images"]
+    (shown,) = store.read_row(0)["sequences"][0]["images"]
     assert shown["size"] == [18, 18] and shown["thumbnail"].startswith("data:image/png;base64,")
-    prompt = store.row(0)["sequences"][0]["prompt"]
+    prompt = store.read_row(0)["sequences"][0]["prompt"]
     assert prompt.startswith("<image>") and prompt.count("<image>") == 1
-    text = token_samples.terminal_text(store.row(0), "lag", False)
+    text = token_samples.format_terminal(store.read_row(0), "lag", False)
     assert f"  image     18 x 18 pixels, {shown['digest']}" in text
-    page = json.dumps(run_page.colored_samples(tmp_path).rows)
+    page = json.dumps(run_page.select_samples(tmp_path).rows)
     assert shown["thumbnail"] in page
 
 
@@ -113,7 +113,7 @@ def test_what_images_do_not_support_is_refused_in_one_line(llava: Path, row: Any
         for k, _, v in (x.partition("=") for x in row.sets)
     ]
     with pytest.raises(ConfigError, match=r"^" + row.problem[:40]) as refused:
-        preflight.images_read(subject_of(llava, *words, *more))
+        preflight.check_images(subject_of(llava, *words, *more))
     assert "\n" not in str(refused.value)
 
 
@@ -122,8 +122,8 @@ def test_environments_and_the_engines_options_are_refused(llava: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"agent\.env = os:path: environments, the run's tools and"
     ):
-        preflight.images_read(subject)
-    assert preflight.images_read(subject_of(llava)).startswith(
+        preflight.check_images(subject)
+    assert preflight.check_images(subject_of(llava)).startswith(
         "the model reads an image as 9 tokens"
     )
     for key, value in (("quantize", "'int8'"), ("speculate", "4")):

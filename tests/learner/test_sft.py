@@ -219,10 +219,13 @@ BAD = [
     ('{"messages": "x"}', "d.jsonl:2: `messages` must be a list"),
     ('{"messages": [{"role": "user"}]}', "d.jsonl:2: `messages` must be a list"),
     ('{"messages": [{"role": "user", "content": "x"}]}', "d.jsonl:2: `messages` has no assistant"),
-    ('{"messages": [{"role": "assistant", "content": "x"}]}', "there is none before it"),
+    (
+        '{"messages": [{"role": "assistant", "content": "x"}]}',
+        "turn without a turn before it",
+    ),
     (
         '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": ""}]}',
-        "turn 2 of `messages` is the assistant's and empty",
+        "turn 2 of `messages` is an assistant turn without content",
     ),
     ('{"prompt": "0123456789", "answer": "0123456789"}', "d.jsonl:2: 21 tokens are more than data"),
 ]
@@ -252,7 +255,7 @@ def test_too_long_rows_are_left_out_where_that_is_asked_for(tmp_path: Path, mode
     assert (len(found.rows), found.skipped) == (1, 1)
     with pytest.raises(ConfigError, match=r"d.jsonl:2: 22 tokens are more than the model's 21"):
         pairs.read(str(path), tokenizer, SftData(train=str(path)), 21, model)
-    with pytest.raises(ConfigError, match="nothing to learn from"):
+    with pytest.raises(ConfigError, match="has no usable rows"):
         pairs.read(str(path), tokenizer, data, 2, model)
     with pytest.raises(ConfigError, match=r"none.jsonl is not a file"):
         pairs.read(str(tmp_path / "none.jsonl"), tokenizer, data, 21, model)
@@ -284,11 +287,11 @@ def rows_of(lengths: list[tuple[int, int]]) -> list[FitExample]:
 
 def test_passes_hold_every_row_once_and_keep_to_their_tokens() -> None:
     rows = rows_of([(3, 2), (9, 9), (1, 1), (30, 30), (4, 4), (2, 2), (5, 1)])
-    passes = fit.micro_batches(rows, 20)
+    passes = fit.split_micro_batches(rows, 20)
     assert sorted(id(row) for part in passes for row in part) == sorted(map(id, rows))
     assert all(len(part) * max(row.size for row in part) <= 20 or len(part) == 1 for part in passes)
     assert len(passes) < len(rows)
-    assert fit.micro_batches(rows, 60 * 7) == [rows]  # one pass: as they came
+    assert fit.split_micro_batches(rows, 60 * 7) == [rows]  # one pass: as they came
 
 
 def test_packed_passes_give_the_gradient_of_one_row_at_a_time(model: Path) -> None:
@@ -300,7 +303,7 @@ def test_packed_passes_give_the_gradient_of_one_row_at_a_time(model: Path) -> No
             policy, SftTraining(micro_batch_tokens=most, lr=0.0, clip_norm=0.0)
         )
         loss = fitter.step(rows)
-        assert loss == pytest.approx(fitter.loss(rows), abs=1e-6)
+        assert loss == pytest.approx(fitter.measure_loss(rows), abs=1e-6)
         gradients.append(torch.cat([p.grad.flatten() for p in policy.hf.parameters()]))
     tokens = sum(len(row.answer) for row in rows)
     ids = [torch.tensor([[*row.prompt.tolist(), *row.answer.tolist()]]) for row in rows]
@@ -320,18 +323,18 @@ def test_packed_passes_give_the_gradient_of_one_row_at_a_time(model: Path) -> No
 def test_batches_go_through_the_file_in_a_new_order_each_pass() -> None:
     rows = rows_of([(1, 1)] * 10)
     training = SftTraining(batch=4)
-    drawn = [row for step in range(5) for row in fit.batch_at(rows, training, 3, step)]
+    drawn = [row for step in range(5) for row in fit.select_batch(rows, training, 3, step)]
     first, second = drawn[:10], drawn[10:]
     assert sorted(map(id, first)) == sorted(map(id, second)) == sorted(map(id, rows))
     assert [id(row) for row in first] != [id(row) for row in second]
-    other = [row for step in range(5) for row in fit.batch_at(rows, training, 4, step)]
+    other = [row for step in range(5) for row in fit.select_batch(rows, training, 4, step)]
     assert [id(row) for row in other] != [id(row) for row in drawn]
 
 
 def test_schedules() -> None:
     def shares(**keys: Any) -> list[float]:
         training = SftTraining(steps=10, warmup_steps=2, lr_end=0.2, **keys)
-        return [round(fit.learning_rate_share(training, step), 3) for step in (0, 1, 5, 9)]
+        return [round(fit.scale_learning_rate(training, step), 3) for step in (0, 1, 5, 9)]
 
     assert shares(schedule="linear") == [0.5, 0.9, 0.5, 0.2]
     assert shares(schedule="constant") == [0.5, 1.0, 1.0, 1.0]
@@ -374,7 +377,7 @@ def test_the_warm_start_is_bit_for_bit_what_a_plain_loop_makes(tmp_path: Path) -
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda s: min((s + 1) / 20, max(0.05, 1 - s / 4))
     )
-    shown = task.demonstrations(4 * 64, config.seed)
+    shown = task.make_demonstrations(4 * 64, config.seed)
     for step in range(4):
         prompts, answers = zip(*shown[step * 64 : (step + 1) * 64], strict=True)
         out = policy.logprobs(
@@ -515,7 +518,7 @@ def test_a_checkpoint_of_another_model_is_refused(
 
 def test_the_schema_for_editors_is_the_one_of_the_code() -> None:
     kept = json.loads((ROOT / "configs" / "sft.schema.json").read_text())
-    assert kept == json.loads(json.dumps(configs.schema())), (
+    assert kept == json.loads(json.dumps(configs.build_schema())), (
         "stale: asyncrl config schema --of sft > configs/sft.schema.json"
     )
     example = configs.read(str(ROOT / "configs" / "examples" / "sft.toml"))

@@ -124,7 +124,7 @@ def test_only_an_engine_that_records_no_support_is_warned_about(
         sets = [*TRUNCATED, f"generator.engine={engine_name}"]
         said = [
             line
-            for line in rules.warnings(load.load("configs/demo.toml", sets))
+            for line in rules.find_warnings(load.load("configs/demo.toml", sets))
             if "top_p and top_k restrict" in line
         ]
         assert len(said) == warned and all("vLLM does not record" in line for line in said)

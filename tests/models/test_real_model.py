@@ -237,10 +237,12 @@ def test_a_run_fetches_a_name_of_the_hub_once(
     for name, value in (*home.items(), ("HF_ENDPOINT", "http://127.0.0.1:9")):
         monkeypatch.setenv(name, value)
     config = load.load(ROOT / "configs" / "demo.toml", ["model.path='hf://org/name'"])
-    assert preflight.located(config).model.path == resolved.model.path
-    words = preflight.located_sets(config, ["seed=1"])
+    assert preflight.localize(config).model.path == resolved.model.path
+    words = preflight.localize_sets(config, ["seed=1"])
     assert load.load(ROOT / "configs" / "demo.toml", words).model.path == resolved.model.path
     bare = load.load(ROOT / "configs" / "demo.toml")
-    assert preflight.located(bare) is bare and preflight.located_sets(bare, ["a"]) == ["a"]
+    assert preflight.localize(bare) is bare and preflight.localize_sets(bare, ["a"]) == ["a"]
     with pytest.raises(ConfigError, match="hf://org/none: the hub does not provide it"):
-        preflight.located(load.load(ROOT / "configs" / "demo.toml", ["model.path='hf://org/none'"]))
+        preflight.localize(
+            load.load(ROOT / "configs" / "demo.toml", ["model.path='hf://org/none'"])
+        )

@@ -120,7 +120,7 @@ def test_every_page_that_the_code_names_is_there() -> None:
 
 
 def test_every_key_that_a_page_names_exists() -> None:
-    keys = load.keys()
+    keys = load.list_keys()
     sections = {k.split(".")[0] for k in keys if "." in k}
     ends = ("py", "md", "toml", "json", "jsonl", "html", "log", "txt", "key", "key_secret")
     named = 0

@@ -186,7 +186,7 @@ def test_a_config_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert said.startswith(
             f"{name}: no such config file; bundled configs, by name: calc, calc_form,"
         )
-    assert "demo" in bundled_configs.names()
+    assert "demo" in bundled_configs.list_names()
 
 
 def test_here_is_the_configs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

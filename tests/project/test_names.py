@@ -45,7 +45,9 @@ def test_a_name_leads_to_its_keys(name: str, keys: list[str]) -> None:
 
 def test_every_key_of_the_table_exists() -> None:
     named = re.findall(r"`(\w+(?:\.\w+)+)", NAMES)
-    assert len(named) > 10 and set(named) <= set(load.keys()), set(named) - set(load.keys())
+    assert len(named) > 10 and set(named) <= set(load.list_keys()), set(named) - set(
+        load.list_keys()
+    )
 
 
 def test_every_sign_is_named_with_what_it_is() -> None:

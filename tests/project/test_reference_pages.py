@@ -30,7 +30,7 @@ def load_settings(settings: str) -> int:
     loaded = 0
     for option in reference_pages.alternatives(settings):
         parts = [setting.partition(" = ") for setting in option]
-        unknown = {key for key, _, _ in parts} - {"method", *load.keys()}
+        unknown = {key for key, _, _ in parts} - {"method", *load.list_keys()}
         assert not unknown, f"{settings}: {unknown}"
         if sets := [f"{key}={value}" for key, equals, value in parts if equals]:
             load.load(DEMO, sets)

@@ -27,14 +27,14 @@ def test_what_is_left_follows_the_last_batches() -> None:
     """
     pace, now = live.ProgressPace(), 0.0
     pace.observe(0, now)
-    assert pace.seconds_left(100, now) is None, "one look says nothing of the pace"
+    assert pace.estimate_seconds(100, now) is None, "one look says nothing of the pace"
     for n in range(1, 31):
         now += 100.0 if n <= 10 else 10.0
         pace.observe(n, now)
         pace.observe(n, now + 1)  # a look without a new batch
-    assert pace.seconds_left(100, now) == 700.0 == pace.seconds_left(100, now + 10)
-    assert pace.seconds_left(100, now + 220) == 70 * 420 / 21
-    assert pace.seconds_left(30, now) == 0.0
+    assert pace.estimate_seconds(100, now) == 700.0 == pace.estimate_seconds(100, now + 10)
+    assert pace.estimate_seconds(100, now + 220) == 70 * 420 / 21
+    assert pace.estimate_seconds(30, now) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -49,15 +49,17 @@ def test_what_is_left_follows_the_last_batches() -> None:
     ],
 )
 def test_durations_for_a_reader(seconds: float, said: str) -> None:
-    assert live.duration(seconds) == said
+    assert live.format_duration(seconds) == said
 
 
 def test_the_line_and_the_table_say_it() -> None:
-    assert live.status_line(status(30), 700.0).startswith("step 30/100 (12 min left)  reward 0.500")
-    assert live.status_line(status(30)).startswith("step 30/100  reward")
+    assert live.format_status(status(30), 700.0).startswith(
+        "step 30/100 (12 min left)  reward 0.500"
+    )
+    assert live.format_status(status(30)).startswith("step 30/100  reward")
     for left, said in ((700.0, "12 min left"), (None, "")):
         out = io.StringIO()
-        Console(file=out, width=160).print(live.table(status(30), left))
+        Console(file=out, width=160).print(live.build_table(status(30), left))
         assert (
             "30/100" in out.getvalue()
             and ("left" in out.getvalue()) == bool(said)
@@ -70,7 +72,7 @@ def test_who_waits_for_what_is_whole_on_a_narrow_terminal(width: int) -> None:
     waiting = [("learner", "a batch: 3 of 8 groups are there", "buffer", 12.3)]
     shown = msgspec.structs.replace(status(30), waits=waiting)
     out = io.StringIO()
-    Console(file=out, width=width).print(live.table(shown, 700.0))
+    Console(file=out, width=width).print(live.build_table(shown, 700.0))
     text = " ".join(out.getvalue().split())
     assert "waits learner 12.3 s for a batch: 3 of 8 groups are there (buffer)" in text
     assert "30/100" in text and "12 min left" in text and "…" not in text
@@ -100,7 +102,7 @@ def test_the_tasks_of_a_mixture_have_their_labels_at_every_width(width: int) -> 
     shown = status(30)
     shown.metrics.update(MIXED)
     out = io.StringIO()
-    Console(file=out, width=width).print(live.table(shown, 700.0))
+    Console(file=out, width=width).print(live.build_table(shown, 700.0))
     lines = [line.rstrip() for line in out.getvalue().splitlines()]
     assert max(map(len, lines)) <= width and "…" not in out.getvalue()
     text = " ".join(out.getvalue().split())
@@ -117,7 +119,7 @@ def test_the_tasks_of_a_mixture_have_their_labels_at_every_width(width: int) -> 
         assert row.split() == ["essays-long", "25%", "0.500", "0.750", "1.25", "0.875", "12"]
         assert header.index("held-out") + len("held-out") == row.index("0.750") + len("0.750")
     assert "sets hard 0.125" in text
-    line = live.status_line(shown)
+    line = live.format_status(shown)
     assert "math: share 75%, reward 0.500, held-out 0.312; essays-long: share 25%" in line
 
 
@@ -134,20 +136,20 @@ def test_rewards_are_named_when_they_hold_the_run_up() -> None:
     fine.metrics.update(now | {"time/reward_wait_share": 0.01})
     assert (
         "rewards hold the generators up: idle 42% of the time for them, 120 answers wait"
-        in live.status_line(slow)
+        in live.format_status(slow)
     )
-    assert "rewards hold" not in live.status_line(fine) and "rewards hold" not in live.status_line(
-        none
-    )
+    assert "rewards hold" not in live.format_status(
+        fine
+    ) and "rewards hold" not in live.format_status(none)
     slow.metrics.update({"reward/call_s": 2e-5})  # the wait is for a core then
-    assert "rewards hold" not in live.status_line(slow)
+    assert "rewards hold" not in live.format_status(slow)
     slow.metrics.pop("reward/call_s")  # no call has ended yet
     slow.metrics.pop("reward/wait_s")
-    assert "rewards hold" not in live.status_line(slow) and "nan" not in live.status_line(slow)
+    assert "rewards hold" not in live.format_status(slow) and "nan" not in live.format_status(slow)
     shown = {}
     for name, s in (("fine", fine), ("none", none)):
         out = io.StringIO()
-        Console(file=out, width=160).print(live.table(s))
+        Console(file=out, width=160).print(live.build_table(s))
         shown[name] = out.getvalue()
     assert (
         "waiting 120" in shown["fine"]
@@ -206,7 +208,7 @@ def test_the_version_is_said() -> None:
 def test_what_no_step_used_is_said_while_it_is_much() -> None:
     def out(s: RunStatus) -> str:
         text = io.StringIO()
-        Console(file=text, width=160).print(live.table(s))
+        Console(file=text, width=160).print(live.build_table(s))
         return text.getvalue()
 
     much, little = status(30), status(30)
@@ -219,6 +221,6 @@ def test_what_no_step_used_is_said_while_it_is_much() -> None:
             }
         )
     said = "of the tokens of its batches 30% skipped by early stopping"
-    assert live.status_line(much).endswith(said) and said in out(much)
+    assert live.format_status(much).endswith(said) and said in out(much)
     for s in (little, status(30)):
-        assert "skipped" not in live.status_line(s) and "not used" not in out(s)
+        assert "skipped" not in live.format_status(s) and "not used" not in out(s)

@@ -164,7 +164,9 @@ def test_a_directory_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None
 
 
 def said(run_dir: Path) -> str:
-    return "\n".join(doctor.lines(config(), run_dir, doctor.examine_run(config(), run_dir, None)))
+    return "\n".join(
+        doctor.format_lines(config(), run_dir, doctor.examine_run(config(), run_dir, None))
+    )
 
 
 def train(run_dir: Path, batches: int) -> None:
@@ -191,7 +193,7 @@ def test_before_anything_has_started_it_says_what_to_start(run_dir: Path) -> Non
         and "buffer has not been started" in text
         and "generator-1 has not been started" in text
     )
-    assert "no process of it is running" in text
+    assert "none of its processes is running" in text
 
 
 def test_an_error_that_ended_several_processes_is_shown_once(run_dir: Path) -> None:
@@ -217,8 +219,8 @@ def test_with_some_there_it_says_what_is_missing(run_dir: Path) -> None:
         )
         lock = rundir.RunLock(run_dir)
         assert said(run_dir).endswith(
-            "a supervisor is running: it restarts processes that fail, and ends the run when that "
-            "does not help"
+            "a supervisor is running: it restarts failed processes, and ends the run if that does "
+            "not help"
         )
         lock.close()
     finally:
@@ -358,7 +360,7 @@ def test_the_last_process_writes_the_end_unless_somebody_else_does(
     def last() -> None:
         life = process_log.ProcessIncarnation(run_dir, "buffer", alone=True)
         assert life.end(0)
-        runner.close_up(life)
+        runner.conclude_unsupervised(life)
         life.release()
 
     last()

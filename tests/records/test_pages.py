@@ -31,11 +31,11 @@ ROWS: list[dict[str, Any]] = [
 
 def test_an_accuracy_stands_with_its_n_and_interval() -> None:
     """1.96 sqrt(0.24 / 100) = 0.0960; 1.96 sqrt(0.09 / 400) = 0.0294."""
-    assert [(n, round(half, 4)) for n, half in run_page.certainty(ROWS, "heldout")] == [
+    assert [(n, round(half, 4)) for n, half in run_page.measure_certainty(ROWS, "heldout")] == [
         (100, 0.096),
         (400, 0.0294),
     ]
-    assert run_page.certainty(ROWS, "ood") == []
+    assert run_page.measure_certainty(ROWS, "ood") == []
     lag, idle = {"mean": 1.0, "p95": 2, "max": 2, "limit": 2}, {"generator": 0.1, "learner": 0.2}
     summary = {
         "heldout_start": 0.4,
@@ -51,7 +51,7 @@ def test_an_accuracy_stands_with_its_n_and_interval() -> None:
         "ledger": {"generated": 1},
         "certainty": {"heldout": {"n": 400, "half": 0.0294}},
     }
-    cards = {id_: (value, note) for _, value, id_, note in run_page._cards(summary, ROWS)}
+    cards = {id_: (value, note) for _, value, id_, note in run_page._build_cards(summary, ROWS)}
     assert cards["heldout-start"] == ("0.400", "+-0.096 (n = 100)") and cards["heldout-end"] == (
         "0.900",
         "+-0.029 (n = 400)",
@@ -70,7 +70,7 @@ def plotted(rows: list[dict[str, Any]], path: Path) -> dict[str, PagePlot]:
     series.refresh()
     steps = Series(path / "optimizer_steps.jsonl")
     steps.refresh()
-    drawn = run_page.run_plots(series, steps, {"lag_histogram": {"0": 1}})
+    drawn = run_page.build_plots(series, steps, {"lag_histogram": {"0": 1}})
     return {plot.title: plot for plot in drawn}
 
 
@@ -98,7 +98,7 @@ def test_a_kind_of_work_has_one_colour() -> None:
             process: [(name, 0.1 * i, 0.1 * i + 0.05) for i, name in enumerate(names)]
             for process, names in lanes
         }
-        plot, _ = run_page.timeline(spans)
+        plot, _ = run_page.plot_timeline(spans)
         return {line.label: line.color for line in plot.lines}
 
     whole = colors(
@@ -126,7 +126,7 @@ def test_what_a_run_does_not_measure_has_no_empty_plot(tmp_path: Path) -> None:
 def test_the_timeline_shows_several_steps_however_long_they_are() -> None:
     def shown(step_s: float) -> float:
         steps = [("train", step_s * i, step_s * (i + 0.9)) for i in range(20)]
-        plot, seconds = run_page.timeline({"learner": steps, "generator-0": []})
+        plot, seconds = run_page.plot_timeline({"learner": steps, "generator-0": []})
         (train,) = plot.lines
         assert plot.y_names == ["learner", "generator-0"] and set(train.ys) == {0}
         assert min(train.xs) >= 0 and max(train.until) <= seconds
@@ -134,7 +134,7 @@ def test_the_timeline_shows_several_steps_however_long_they_are() -> None:
 
     assert shown(0.1) == run_page.TIMELINE_S
     assert shown(5.0) == pytest.approx(run_page.STEPS_SHOWN * 4.5)
-    assert run_page.timeline({}) == (PagePlot("", "", [], "seconds", "spans", y_names=[]), 0.0)
+    assert run_page.plot_timeline({}) == (PagePlot("", "", [], "seconds", "spans", y_names=[]), 0.0)
 
 
 def warm(config: Config, arm: str, seed: int) -> CellResult:
@@ -235,14 +235,14 @@ def test_stops_reshape_rates_and_lags_are_shown_where_they_act(tmp_path: Path) -
     assert still["KL of the behavior policy to the learner's start by lag"] == ["lag 1"]
     assert not {"Learning-rate scale", "Reshape"} & still.keys()
     assert not [title for title in still if "early stopping" in title]
-    assert run_page.early_stops(rows) == []
+    assert run_page.list_early_stops(rows) == []
     rows[2] |= {"optim/stop_kl": 0.04, "optim/early_stops": 1.0, "optim/lr_scale": 0.5}
     rows[3] |= {"optim/stop_kl": 0.01, "optim/early_stops": 1.0, "reshape/sigma2": 0.1}
     acting = labels(rows, tmp_path)
     assert acting["Learning-rate scale"] == ["of the batch's last step"]
     assert acting["Reshape"] == ["sigma2, variance of log w"]
     assert acting["Last KL that early stopping measured in a batch"] == ["KL"]
-    assert run_page.early_stops(rows) == [0.04]
+    assert run_page.list_early_stops(rows) == [0.04]
 
 
 def test_each_optimizer_step_is_drawn_where_batches_have_several(tmp_path: Path) -> None:

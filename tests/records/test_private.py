@@ -267,7 +267,7 @@ def test_a_buffer_sweeps_before_it_serves(tmp_path: Path, monkeypatch: pytest.Mo
             return True
 
         monkeypatch.setattr(processes, "run_process", served)
-        monkeypatch.setattr("asyncrl.supervise.run.close_up", lambda _: None)
+        monkeypatch.setattr("asyncrl.supervise.run.conclude_unsupervised", lambda _: None)
         assert processes.run_recorded(name, None, tmp_path, 0) == 0
         assert seen == [name == "generator"]
         assert rundir.sweep_memory() == [rundir.shm_dir(tmp_path).name]

@@ -25,15 +25,15 @@ import datetime, json, sys
 from pathlib import Path
 from datasets import Dataset, DatasetDict
 from asyncrl.contract.errors import ConfigError
-from asyncrl.tasks.data.row_objects import keep_objects
+from asyncrl.tasks.data.row_objects import write_objects
 rows = json.loads(sys.argv[1])
 data = Dataset.from_list([row | {"seen": datetime.datetime(2026, 1, 2)} for row in rows])
 evens = data.filter(lambda row: row["level"]["grade"] % 2 == 0).to_iterable_dataset()
 part = {"name": "file", "prompts": data.select([1]), "heldout": "mine.jsonl"}
 table = {"task": {"prompts": data, "heldout": evens, "mixture": [part]}}
-keep_objects(table, Path(sys.argv[2]))
+write_objects(table, Path(sys.argv[2]))
 try:
-    keep_objects({"task": {"prompts": DatasetDict(train=data)}}, Path(sys.argv[2]))
+    write_objects({"task": {"prompts": DatasetDict(train=data)}}, Path(sys.argv[2]))
 except ConfigError as error:
     table["refused"] = str(error)
 print(json.dumps(table))
@@ -70,13 +70,13 @@ def test_the_table_of_a_run_names_files(tmp_path: Path, monkeypatch: pytest.Monk
         "task": {"name": "file", "prompts": rows},
         "evaluation": {"sets": sets},
     }
-    made = tomllib.loads(notebook._toml(given))
+    made = tomllib.loads(notebook._format_toml(given))
     path = Path(made["task"]["prompts"])
     assert path.parent == tmp_path / "mine" / ".prompts"
     assert [p.text for p in read_prompts(str(path), "train")] == ["a", "b"]
     assert made["evaluation"]["sets"][0]["file"] == str(path) and given["task"]["prompts"] is rows
     given["task"]["prompts"] = [*rows, {"prompt": "c"}]
-    assert tomllib.loads(notebook._toml(given))["task"]["prompts"] != str(path)
+    assert tomllib.loads(notebook._format_toml(given))["task"]["prompts"] != str(path)
 
 
 @pytest.mark.parametrize(
@@ -89,4 +89,4 @@ def test_the_table_of_a_run_names_files(tmp_path: Path, monkeypatch: pytest.Monk
 )
 def test_what_has_no_rows_is_refused(rows: Any, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        notebook._toml({"task": {"prompts": rows}})
+        notebook._format_toml({"task": {"prompts": rows}})

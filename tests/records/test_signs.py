@@ -166,12 +166,12 @@ def test_signs_are_said_once_while_a_run_goes_on(tmp_path: Path) -> None:
         assert len(told) == (n >= 5)
     assert told[0].startswith("note: every completion of the last 5 batches has the reward 0")
     assert watcher.next == 41  # looked after 5 6 7 8 10 12 15 18 22 27 33
-    (line,) = advice.fired_checks(tmp_path, [])
+    (line,) = advice.list_fired_checks(tmp_path, [])
     assert line.said.startswith("health check constant_rewards fired at step 5: every completion")
     later = {"name": "constant_rewards", "said": "now more", "try_this": "x"}
-    (line,) = advice.fired_checks(tmp_path, [later, later])
+    (line,) = advice.list_fired_checks(tmp_path, [later, later])
     assert line.said == "health check constant_rewards fired at step 5: now more"
-    assert line.as_line().endswith("now more. To try: x")
+    assert line.format_line().endswith("now more. To try: x")
 
 
 def test_refused_messages_are_said_at_once_and_stay_in_report_and_doctor(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_refused_messages_are_said_at_once_and_stay_in_report_and_doctor(tmp_pat
     seen = doctor.examine_run(config, tmp_path, None)
     assert seen["refused"] == {"frame": 4}
     said = "refused: 4 frames that do not decode or are too large"
-    assert said in doctor.lines(config, tmp_path, seen)
+    assert said in doctor.format_lines(config, tmp_path, seen)
 
 
 def test_prompts_without_answers(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_prompts_without_answers(tmp_path: Path) -> None:
     )
     sets = ["task.name=file", f"task.prompts={str(path)!r}"]
     config = load("configs/demo.toml", sets)
-    (sign,) = runner.task_signs(config)
+    (sign,) = runner.find_task_signs(config)
     left = len(FileTask(str(path)).sets["train"])
     assert (
         sign.name == "answers_missing"
@@ -216,8 +216,9 @@ def test_prompts_without_answers(tmp_path: Path) -> None:
     )
     with_function = load("configs/demo.toml", [*sets, "reward.function='a:b'"])
     with_env = load("configs/demo.toml", [*sets, "agent.env='file.py:Environment'"])
-    assert runner.task_signs(with_env) == []  # which pays
-    assert runner.task_signs(with_function) == [] == runner.task_signs(load("configs/demo.toml"))
+    assert runner.find_task_signs(with_env) == []  # which pays
+    assert runner.find_task_signs(with_function) == []
+    assert runner.find_task_signs(load("configs/demo.toml")) == []
 
 
 def test_a_run_with_nothing_to_learn_says_so_on_the_terminal_and_in_its_report(

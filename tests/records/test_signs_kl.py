@@ -466,7 +466,7 @@ def test_a_watcher_knows_the_settings(tmp_path: Path) -> None:
     runner.HealthWatcher(tmp_path, told.append).check(50)
     assert told == []
     watcher = runner.HealthWatcher(
-        tmp_path, told.append, runner.run_facts(load.load("configs/demo.toml", K1_LOSS))
+        tmp_path, told.append, runner.collect_facts(load.load("configs/demo.toml", K1_LOSS))
     )
     watcher.check(50)
     watcher.check(80)
@@ -495,12 +495,12 @@ def test_the_summary_keeps_them(tmp_path: Path) -> None:
     left |= {"steps": 50, "heldout_start": None, "ood_start": None, "lag": {}}
     left |= {"wall_s": 10.0, "ledger": {"generated": 100}}
     (tmp_path / "buffer_summary.json").write_text(json.dumps(left))
-    found = runner.summarise(load.load("configs/demo.toml", K1_LOSS), tmp_path)
+    found = runner.write_summary(load.load("configs/demo.toml", K1_LOSS), tmp_path)
     assert [s["name"] for s in found["signs"]] == ["kl_drift"] and found["signs"][0][
         "said"
     ].startswith("KL to the reference rises")
     assert (found["heldout_start"], found["ood_start"]) == (0.3, 0.2)
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in ends[3:]))
-    assert runner.summarise(load.load("configs/demo.toml"), tmp_path)["ood_start"] is None, (
+    assert runner.write_summary(load.load("configs/demo.toml"), tmp_path)["ood_start"] is None, (
         "the end is not the start"
     )

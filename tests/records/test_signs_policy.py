@@ -204,7 +204,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shipped_settings() -> Iterator[tuple[str, Config]]:
     """One config of those that train alike, and its name with theirs."""
     alike: dict[bytes, list[str]] = {}
-    for name in bundled_configs.names():
+    for name in bundled_configs.list_names():
         whole = load.load(f"configs/{name}.toml")
         parts = [whole.record, whole.correction, whole.loss, whole.kl, whole.stop, whole.lora.rank]
         parts += [whole.learner.steps, whole.learner.epochs, whole.learner.minibatches]
@@ -217,7 +217,7 @@ SETTINGS = dict(shipped_settings())
 
 
 def test_every_shipped_config_measures_the_mismatch_twenty_times_for_little() -> None:
-    for name in bundled_configs.names():
+    for name in bundled_configs.list_names():
         whole = load.load(f"configs/{name}.toml")
         assert health_checks.possible(whole, health_checks.ONE_VERSION) >= 20, name
         assert split_share(whole) < 0.02, name

@@ -27,13 +27,13 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.records.health_checks import HealthFinding
 from asyncrl.supervise import doctor
 from asyncrl.supervise.report import advice, plots, run_page
-from asyncrl.supervise.report.series import Series, downsample, smoothed
+from asyncrl.supervise.report.series import Series, downsample, smooth_values
 from asyncrl.supervise.report.token_samples import (
     SHADES,
     SampleFilter,
     SampleStore,
+    format_terminal,
     parse_range,
-    terminal_text,
 )
 from asyncrl.viewer import run_search, server
 from asyncrl.viewer.app import WatchApp
@@ -83,16 +83,16 @@ def test_a_report_with_many_long_samples_stays_small(run_dir: Path) -> None:
 def test_metrics_are_read_as_they_grow(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     series = Series(path)
-    assert not series.refresh() and series.line("reward/mean") == ([], [])
+    assert not series.refresh() and series.sample_line("reward/mean") == ([], [])
     write_lines(path, [metric_row(0), metric_row(1)], end='{"step": 2, "t"')
     assert series.refresh() and steps(series) == [0, 1]
     assert not series.refresh(), "the torn line waits"
     with path.open("a") as file:
         file.write(': 1.0, "reward/mean": 0.75}\nnot json\n{"step": 3, "reward/mean": "text"}\n')
     assert series.refresh() and steps(series) == [0, 1, 2, 3] and series.damaged == 1
-    assert series.line("reward/mean") == ([0.0, 1.0, 2.0], [0.5, 0.501, 0.75])
-    assert series.line("reward/mean", "time")[0] == [0.0, 0.5, 1.0]
-    assert series.latest("reward/mean") == 0.75 and series.latest("no/such") is None
+    assert series.sample_line("reward/mean") == ([0.0, 1.0, 2.0], [0.5, 0.501, 0.75])
+    assert series.sample_line("reward/mean", "time")[0] == [0.0, 0.5, 1.0]
+    assert series.get_latest("reward/mean") == 0.75 and series.get_latest("no/such") is None
 
 
 def test_a_replaced_or_shortened_file_is_read_anew(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_resumed_run_shows_the_later_row_of_a_step(tmp_path: Path) -> None:
             file.write(json.dumps(metric_row(step, **{"adv/mean": 9.0})) + "\n")
     series.refresh()
     assert steps(series) == [0, 1, 2, 3, 4, 5]
-    assert series.values("advantage/mean").tolist() == [9.0] * 3, "by its name now"
+    assert series.get_values("advantage/mean").tolist() == [9.0] * 3, "by its name now"
     assert not series.refresh()
 
 
@@ -131,7 +131,7 @@ def test_the_token_axis_adds_up_what_was_trained(tmp_path: Path) -> None:
     write_lines(tmp_path / "m", [metric_row(step, **more) for step in range(3)])
     series = Series(tmp_path / "m")
     series.refresh()
-    assert series.line("reward/mean", "tokens")[0] == [200.0, 400.0, 600.0]
+    assert series.sample_line("reward/mean", "tokens")[0] == [200.0, 400.0, 600.0]
 
 
 def test_downsampling_keeps_extremes_and_order() -> None:
@@ -145,8 +145,8 @@ def test_downsampling_keeps_extremes_and_order() -> None:
 
 def test_smoothing_keeps_a_constant_and_calms_the_rest() -> None:
     noise = np.tile([0.0, 1.0], 100)
-    assert smoothed(noise, 0.9)[-50:].std() < 0.1 < noise.std()
-    assert np.allclose(smoothed(np.full(9, 3.0), 0.9), 3.0)
+    assert smooth_values(noise, 0.9)[-50:].std() < 0.1 < noise.std()
+    assert np.allclose(smooth_values(np.full(9, 3.0), 0.9), 3.0)
 
 
 def test_evaluations_have_a_band_and_metrics_their_meaning(tmp_path: Path) -> None:
@@ -155,20 +155,20 @@ def test_evaluations_have_a_band_and_metrics_their_meaning(tmp_path: Path) -> No
     write_lines(path, [metric_row(step, **evals) for step in (0, 10)])
     series = Series(path)
     series.refresh()
-    accuracy = plots.figures("overview", {"a": series})[0]
+    accuracy = plots.build_plots("overview", {"a": series})[0]
     (held,) = [line for line in accuracy.lines if line.metric == "eval/heldout"]
     assert accuracy.title == "Held-out reward" and 0.05 < held.high[0] - held.ys[0] < 0.2
     assert "held-out" in accuracy.metrics["eval/heldout"]
-    assert plots.figures("learner", {"a": series}) == [], "no empty plots"
+    assert plots.build_plots("learner", {"a": series}) == [], "no empty plots"
 
 
 def test_the_lag_histogram_over_time_is_of_shares() -> None:
     rows = [{"batch": n, "lags": {"0": 3, "2": 1}} for n in range(10)]
-    seen = plots.lag_over_time([{"batch": -1}, *rows], buckets=5)
+    seen = plots.plot_lag_over_time([{"batch": -1}, *rows], buckets=5)
     assert [line.label for line in seen.lines] == ["lag 0", "lag 2"] and seen.kind == "areas"
     assert [line.xs for line in seen.lines] == [[0, 2, 4, 6, 8]] * 2
     assert [list(line.ys) for line in seen.lines] == [[0.75] * 5, [0.25] * 5]
-    assert plots.lag_over_time([]).lines == []
+    assert plots.plot_lag_over_time([]).lines == []
 
 
 # ---- samples -------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def test_ranges(words: str, bounds: tuple[float | None, float | None]) -> None:
 def test_every_shade_of_a_token(run_dir: Path) -> None:
     store = SampleStore(run_dir / "token_samples.jsonl")
     store.refresh()
-    shades = store.row(1)["sequences"][0]["shades"]
+    shades = store.read_row(1)["sequences"][0]["shades"]
     assert shades["version"] == ["1.0", "1.1", "1.1"] and shades["lag"] == [2, 1, 1]
     assert shades["log_ratio"] == [0.25, 0.0, None] and shades["update"] == [0.0, 0.25, None]
     assert "mismatch" not in shades and set(shades) <= set(SHADES)
@@ -210,7 +210,7 @@ def test_every_shade_of_a_token(run_dir: Path) -> None:
     measured["sequences"][0]["sampler"] = [-0.5, -0.5, None]
     write_lines(run_dir / "token_samples.jsonl", [measured])
     store.refresh()
-    shades = store.row(0)["sequences"][0]["shades"]
+    shades = store.read_row(0)["sequences"][0]["shades"]
     assert shades["mismatch"] == [0.0, -0.25, None] and shades["staleness"] == [0.25, 0.25, None]
 
 
@@ -224,7 +224,7 @@ def test_tokens_of_an_environment_have_no_part_in_the_kl(run_dir: Path) -> None:
     store = SampleStore(run_dir / "token_samples.jsonl")
     store.refresh()
     assert store.heads[0]["kl"] == pytest.approx((np.exp(0.25) - 1.25) / 2)
-    assert store.row(0)["sequences"][0]["shades"]["version"] == ["1.0", None, "1.1"]
+    assert store.read_row(0)["sequences"][0]["shades"]["version"] == ["1.0", None, "1.1"]
 
 
 def test_a_torn_sample_waits_and_a_damaged_one_is_counted(run_dir: Path) -> None:
@@ -237,15 +237,15 @@ def test_a_torn_sample_waits_and_a_damaged_one_is_counted(run_dir: Path) -> None
     assert (len(store.heads), store.damaged) == (4, 1)
     with path.open("a") as file:
         file.write(line[50:])
-    assert store.refresh() and store.row(4)["batch"] == 7
+    assert store.refresh() and store.read_row(4)["batch"] == 7
 
 
 def test_text_of_a_sample_cannot_move_the_cursor(run_dir: Path) -> None:
     store = SampleStore(run_dir / "token_samples.jsonl")
     store.refresh()
-    plain = terminal_text(store.row(0), "lag", color=False)
+    plain = format_terminal(store.read_row(0), "lag", color=False)
     assert "\x1b" not in plain and "\\x1b[2J" in plain and "<script>" in plain
-    colored = terminal_text(store.row(0), "version", color=True)
+    colored = format_terminal(store.read_row(0), "version", color=True)
     assert "\x1b[2J" not in colored and colored.count("\x1b[38;2;") == 3
 
 
@@ -264,7 +264,7 @@ def test_the_command_prints_samples_or_json(run_dir: Path) -> None:
     [
         (["--color", "red"], "choose one of version"),
         (["--step", "few"], "give a number or a range"),
-        (["--text", "["], "no regular expression"),
+        (["--text", "["], "not a regular expression"),
         (["--rule", "nosuch"], "--rule nosuch: choose one of group, best, worst"),
     ],
 )
@@ -337,7 +337,7 @@ def test_a_run_that_begins_later_appears(client: TestClient, run_dir: Path) -> N
         ("samples?step=x", "--step x: "),
         ("samples?reward=x", "--reward x: "),
         ("samples?lag=x", "--lag x: "),
-        ("samples?text=(", "no regular expression"),
+        ("samples?text=(", "not a regular expression"),
         ("logs?file=../../etc/passwd", "no log file"),
     ],
 )
@@ -456,7 +456,7 @@ def test_watch_report_and_doctor_begin_with_the_same_lines(
 ) -> None:
     values = {"is/ess": 0.3, "lag/mean": 3.0, WAITS[0]: 0.4, WAITS[1]: 0.05}
     write_lines(run_dir / "metrics.jsonl", [metric_row(step, **values) for step in range(20)])
-    advice.note_check(run_dir, HealthFinding("odd", "it was odd", "nothing"), 7)
+    advice.record_check(run_dir, HealthFinding("odd", "it was odd", "nothing"), 7)
     expected = [
         "generation limits the speed",
         "staleness costs much",
@@ -465,7 +465,7 @@ def test_watch_report_and_doctor_begin_with_the_same_lines(
     config = load.load(run_dir / "config.toml")
     client.get("/api/runs")
     shown = client.get("/api/overview").json()["first"]["advice"]
-    lines = doctor.lines(config, run_dir, doctor.examine_run(config, run_dir, None))
+    lines = doctor.format_lines(config, run_dir, doctor.examine_run(config, run_dir, None))
     page = run_page.write(run_dir).read_text()
     places = [page.index(text) for text in (*expected, 'class="card"')]
     assert places == sorted(places)
@@ -480,12 +480,12 @@ def test_ledger_lines_are_stacked_on_one_grid(tmp_path: Path) -> None:
     write_lines(tmp_path / "m", rows)
     series = Series(tmp_path / "m")
     series.refresh()
-    (plot,) = plots.figures("ledger", {"a": series})
+    (plot,) = plots.build_plots("ledger", {"a": series})
     assert plot.kind == "areas" and {line.label: line.ys for line in plot.lines} == {
         "trained": [0.0, 10.0, 20.0, 30.0],
         "dropped_stale": [0.0, 0.0, 0.0, 5.0],
     }
-    titles = [plot.title for plot in plots.figures("ledger", {"a": series, "b": series})]
+    titles = [plot.title for plot in plots.build_plots("ledger", {"a": series, "b": series})]
     assert titles == [f"{plot.title}: {run}" for run in "ab"]
 
 
@@ -523,5 +523,5 @@ def test_accuracy_that_fell_is_told_from_noise(tmp_path: Path) -> None:
 
 def test_every_rule_is_in_the_docs() -> None:
     page = (Path(__file__).parents[2] / "docs" / "watch.md").read_text()
-    for rule in (*(f.__name__ for f in advice.RULES), "accuracy_fell"):
+    for rule in (*(f.__name__.removeprefix("check_") for f in advice.RULES), "accuracy_fell"):
         assert rule == "learning" or f"`{rule}`" in page, rule

@@ -320,7 +320,7 @@ def test_plots_by_page_axis_and_smoothing(client: TestClient, run_dir: Path) -> 
 
 def test_the_lags_of_each_run_have_a_plot_of_their_own(client: TestClient, run_dir: Path) -> None:
     titles = lambda query: [p["title"] for p in answer(client, f"plots?{query}")]  # noqa: E731
-    title = plots.lag_over_time([]).title
+    title = plots.plot_lag_over_time([]).title
     assert title in titles("page=staleness") and title not in titles("page=overview")
     second = copy_run(run_dir, run_dir.parent / "second")
     third = copy_run(run_dir, run_dir.parent / "third")

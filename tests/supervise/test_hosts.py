@@ -22,7 +22,7 @@ from asyncrl.contract.printable import LONGEST_LINE
 from asyncrl.contract.waits import ProcessWait
 from asyncrl.records import process_log
 from asyncrl.supervise import launch
-from asyncrl.supervise.hosts import TAIL_BYTES, last_lines
+from asyncrl.supervise.hosts import TAIL_BYTES, read_last_lines
 from asyncrl.supervise.launch import Supervisor
 
 
@@ -42,7 +42,7 @@ def test_the_budget_of_restarts_is_the_supervisors(supervisor: Supervisor, said:
             assert not supervisor.poll() and process.closed == 1
             assert maker(supervisor).newest("generator-1") is not process
     assert "    the last 20 lines of generator-1" in said
-    with pytest.raises(ProcessLost, match=r"generator-1 died \(exit code 1\) and cannot be"):
+    with pytest.raises(ProcessLost, match=r"generator-1 exited \(exit code 1\) and cannot be"):
         supervisor.poll()
 
 
@@ -58,16 +58,16 @@ def test_generators_come_back_to_a_run_that_goes_on_after_its_end(
     before = len(maker(supervisor).made)
     for finished, later in ((True, 60.0), (False, 0.0), (False, launch.LATE_S)):
         supervisor.observe(msgspec.structs.replace(status, finished=finished))
-        supervisor.heard = now + later
+        supervisor.status_time = now + later
         assert not supervisor.poll() and len(maker(supervisor).made) == before
-    supervisor.heard = now + launch.LATE_S + 1
+    supervisor.status_time = now + launch.LATE_S + 1
     assert not supervisor.poll() and len(maker(supervisor).made) == before + 2
     assert "the run resumed from an earlier step: starting generator-1 again" in said
     assert not supervisor.poll() and len(maker(supervisor).made) == before + 2
     # where the buffer itself has ended well, the run is over
     maker(supervisor).newest("generator-0").code = maker(supervisor).newest("buffer").code = 0
     supervisor.poll()
-    supervisor.heard = now + 60.0
+    supervisor.status_time = now + 60.0
     supervisor.poll()
     assert len(maker(supervisor).made) == before + 2
 
@@ -89,7 +89,7 @@ def test_who_holds_the_run_up_is_ended_and_started_again(
     waits = [ProcessWait("learner", "a batch", "generator-0", 900.0)]
     peers = {"generator-0": 900.0, "generator-1": 0.1, "learner": 0.1}
     supervisor.observe(RunStatus("r", 1, 9, 1, {}, {}, waits, peers, False))
-    supervisor.looked = now
+    supervisor.progress_check = now
     supervisor.watchdog.restart(now - 1e6)
     held_up = maker(supervisor).newest("generator-0")
     supervisor.check_progress()
@@ -151,7 +151,7 @@ def test_a_learner_has_as_long_for_its_end_as_for_a_step(
 
 def test_the_last_lines_of_a_log(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    assert last_lines(log, 3) == []
+    assert read_last_lines(log, 3) == []
     log.write_bytes(b"x" * TAIL_BYTES + b"\nb\nc\xff\nd\n")
-    assert last_lines(log, 3) == ["b", "c\ufffd", "d"]
-    assert last_lines(log, 9)[0] == "x" * LONGEST_LINE + "..."
+    assert read_last_lines(log, 3) == ["b", "c\ufffd", "d"]
+    assert read_last_lines(log, 9)[0] == "x" * LONGEST_LINE + "..."

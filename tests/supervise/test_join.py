@@ -217,11 +217,11 @@ def test_a_mixture_brings_the_files_of_its_parts(
         ("mixture.a.reward", "own.py"),
     ]
     config = load.load(ROOT / "configs" / "demo.toml", sets)
-    assert join.trusting(config) == ["--trust-code", "--env", "KEY"]
+    assert join.list_trust_options(config) == ["--trust-code", "--env", "KEY"]
     told = JoinReply("r", "generator-3", load.dump(config), "tcp://127.0.0.1:2")
     cache, lines = tmp_path / "cache", list[str]()
     trust = join.Trust(("KEY",), code=True)
-    folders, files = join.gather(client, told.config, cache, lines.append, trust)
+    folders, files = join.fetch_run_files(client, told.config, cache, lines.append, trust)
     found = join.localize_config(told, "tcp://127.0.0.1:1", "", folders, files, trust)
     first, second, third = found.task.mixture
     assert Path(first.prompts).read_text() == "{}\n" and Path(first.prompts).is_relative_to(cache)
@@ -234,7 +234,7 @@ def test_a_mixture_brings_the_files_of_its_parts(
         join.localize_config(told, "tcp://127.0.0.1:1", "", folders, files)
     (place / "own.py").unlink()
     with pytest.raises(ConfigError, match=r"task\.mixture\.a\.reward = 'own.py:reward': the run o"):
-        join.gather(client, told.config, cache, lines.append)
+        join.fetch_run_files(client, told.config, cache, lines.append)
 
 
 def test_of_sessions_a_generator_needs_the_model_alone(
@@ -249,9 +249,9 @@ def test_of_sessions_a_generator_needs_the_model_alone(
         [*SETS, *judge, "reward.function=''", "reward.judge.key_env='KEY'", "agent.tools=['a:b']"],
     )
     told = JoinReply("r", "generator-3", load.dump(config), "tcp://127.0.0.1:2")
-    folders, files = join.gather(client, told.config, tmp_path / "cache", print)
+    folders, files = join.fetch_run_files(client, told.config, tmp_path / "cache", print)
     found = join.localize_config(told, "tcp://127.0.0.1:1", "", folders, files)
-    assert found.agent.tools == ["a:b"] and join.trusting(config) == []
+    assert found.agent.tools == ["a:b"] and join.list_trust_options(config) == []
 
 
 def test_a_variable_of_the_joiner_goes_where_the_run_says_only_by_its_word(tmp_path: Path) -> None:
@@ -265,9 +265,11 @@ def test_a_variable_of_the_joiner_goes_where_the_run_says_only_by_its_word(tmp_p
     found = join.localize_config(*args, join.Trust(("OTHER", "AWS_KEY")))
     assert found.reward.judge.key_env == "AWS_KEY"
     # the machines of a run's own cluster are told to
-    assert join.trusting(asks) == ["--env", "AWS_KEY"]
+    assert join.list_trust_options(asks) == ["--env", "AWS_KEY"]
     shares = load.load(ROOT / "configs" / "demo.toml", [*SETS, "reward.share=true"])
-    assert join.trusting(shares) == ["--trust-code"] and join.trusting(found) == [
+    assert join.list_trust_options(shares) == ["--trust-code"] and join.list_trust_options(
+        found
+    ) == [
         "--env",
         "AWS_KEY",
     ]
@@ -282,7 +284,7 @@ def test_code_of_the_run_is_fetched_and_run_only_by_the_joiners_word(
     lines: list[str] = []
 
     def gather(trust: join.Trust) -> set[str]:
-        return set(join.gather(client, config, tmp_path / "cache", lines.append, trust)[0])
+        return set(join.fetch_run_files(client, config, tmp_path / "cache", lines.append, trust)[0])
 
     assert gather(join.Trust()) == {"model", "prompts"}  # the same file is here
     (place / "mine.py").unlink()
@@ -301,13 +303,13 @@ def test_who_joins_is_told_what_is_awaited(monkeypatch: pytest.MonkeyPatch) -> N
     lines: list[str] = []
     address = free_address()
     with pytest.raises(PeerUnreachable, match="answered the request to join within"):
-        join.ask(address, "", "generator-0", 0.1, lines.append)
+        join.request_join(address, "", "generator-0", 0.1, lines.append)
     assert lines[0].startswith(f"waiting for a buffer at {address} to answer: ")
     status = RunStatus("r", 0, 10, 1, {}, {}, [], {}, False)
-    monkeypatch.setattr(live, "ask", lambda *args: status)
+    monkeypatch.setattr(live, "request_status", lambda *args: status)
     lines.clear()
     with pytest.raises(PeerUnreachable):
-        join.ask(address, "", "generator-0", 0.1, lines.append)
+        join.request_join(address, "", "generator-0", 0.1, lines.append)
     assert lines[0].startswith(f"waiting for the learner of run r at {address}: ")
 
 
@@ -320,9 +322,9 @@ def test_which_key_and_which_number(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"holds no client\.key_secret"):
         join.find_own_key(str(tmp_path / "keys"), None)
-    assert join.generator_number("generator-12") == 12
+    assert join.parse_generator_number("generator-12") == 12
     with pytest.raises(ConfigError, match="only generators can join"):
-        join.generator_number("viewer")
+        join.parse_generator_number("viewer")
 
 
 # ---- the number of generators --------------------------------------------------------------------
@@ -386,29 +388,29 @@ def test_a_request_is_answered_once_and_by_its_id(
 ) -> None:
     (tmp_path / "config.toml").write_text("")
     with pytest.raises(ConfigError, match="no `asyncrl run` is active"):
-        scaling.ask(tmp_path, 3, 5.0)
+        scaling.request_scale(tmp_path, 3, 5.0)
     lock = rundir.RunLock(tmp_path)
     turns = []
 
     def turn(_seconds: float) -> None:
         turns.append(1)
-        supervisor.scale_looked = 0.0
+        supervisor.scale_check = 0.0
         supervisor.scale()
 
     monkeypatch.setattr(scaling.time, "sleep", turn)
-    assert scaling.ask(tmp_path, 3, WAIT_S) == 3 and len(names(supervisor)) == 3
-    assert scaling.ask(tmp_path, 2, WAIT_S) == 2 and len(turns) == 2
+    assert scaling.request_scale(tmp_path, 3, WAIT_S) == 3 and len(names(supervisor)) == 3
+    assert scaling.request_scale(tmp_path, 2, WAIT_S) == 2 and len(turns) == 2
     supervisor.interrupts = 1
     with pytest.raises(AsyncrlError, match="the run is ending"):
-        scaling.ask(tmp_path, 3, WAIT_S)
+        scaling.request_scale(tmp_path, 3, WAIT_S)
     monkeypatch.setattr(scaling.time, "sleep", lambda _: scaling.forget(tmp_path))
     with pytest.raises(PeerUnreachable, match="has not answered within"):
-        scaling.ask(tmp_path, 3, 0.2)
+        scaling.request_scale(tmp_path, 3, 0.2)
     lock.close()
     for text in ("{", "[]", '{"id": "a"}', '{"id": "a", "generators": 0}'):
         (tmp_path / "scale.asked").write_text(text)
         assert scaling.read_request(tmp_path) is None
-    assert isinstance(supervisor.maker, Pretender)
+    assert isinstance(supervisor.launcher, Pretender)
 
 
 # ---- a real run ----------------------------------------------------------------------------------
@@ -475,7 +477,7 @@ def test_a_machine_with_nothing_but_keys_joins_a_run_that_is_then_scaled(
 
     def status() -> RunStatus:
         until = time.monotonic() + WAIT_S
-        while (found := live.ask(address, str(tmp_path / "keys"), 5.0)) is None:
+        while (found := live.request_status(address, str(tmp_path / "keys"), 5.0)) is None:
             assert time.monotonic() < until and run.poll() is None, log("run")
         return found
 

@@ -83,7 +83,7 @@ def test_a_generator_of_another_machine_serves_sessions(tmp_path: Path) -> None:
 
     def status() -> RunStatus:
         until = time.monotonic() + WAIT_S
-        while (found := live.ask(address, str(keys), 5.0)) is None:
+        while (found := live.request_status(address, str(keys), 5.0)) is None:
             assert time.monotonic() < until and run.poll() is None, log("run")
         return found
 

@@ -96,7 +96,7 @@ def test_a_crash_is_started_again_as_often_as_may_be(make: Make, name: str, how:
     s = make(restarts=2, **{name: how})
     with pytest.raises(
         ProcessLost,
-        match=f"{name.replace('_', '-')} died .* and cannot be started again; log: "
+        match=f"{name.replace('_', '-')} exited .* and cannot be started again; log: "
         f".*{name.replace('_', '-')}.log",
     ):
         run(s)
@@ -117,7 +117,7 @@ def test_a_refusal_ends_the_run_at_once_in_its_own_words(make: Make, kind: str, 
 def test_a_buffer_that_may_not_be_started_again_is_lost(make: Make) -> None:
     s = make(buffer=CRASHES["a traceback"])
     s.children[0].restartable = False
-    with pytest.raises(ProcessLost, match="buffer died"):
+    with pytest.raises(ProcessLost, match="buffer exited"):
         run(s)
 
 

@@ -80,7 +80,7 @@ def test_a_process_that_was_killed_for_memory_is_named_with_its_longest_prompt(
     ) -> str:
         monkeypatch.setattr(process_log, "memory_kills", lambda: now)
         child = SupervisedProcess("generator-0", [], 1, True, memory_kills=before, held_up=held_up)
-        return supervisor.cause(child, code)
+        return supervisor.explain_kill(child, code)
 
     assert cause(-9, ["boot", 1], ["boot", 2]) == " (out of memory)"
     rundir.note_longest_prompt(tmp_path, "generator-0", 28_290)

@@ -148,7 +148,9 @@ def test_a_run_on_three_hosts_outlives_one_of_them(
 
         def status() -> RunStatus:
             until = time.monotonic() + WAIT_S
-            while (found := live.ask(hosts["wires"][0], str(run_dir / "keys"), 5.0)) is None:
+            while (
+                found := live.request_status(hosts["wires"][0], str(run_dir / "keys"), 5.0)
+            ) is None:
                 assert time.monotonic() < until and run.poll() is None, log.read_text()[-3000:]
             return found
 
@@ -158,7 +160,7 @@ def test_a_run_on_three_hosts_outlives_one_of_them(
         workers = {node.node_id: node for node in cluster.worker_nodes}
         lost = next(n for n in (0, 1) if hosts["nodes"][str(n + 1)] in workers)
         cluster.remove_node(workers[hosts["nodes"][str(lost + 1)]], allow_graceful=False)
-        wait_for(lambda: f"generator-{lost} died: SIGKILL" in log.read_text(), run, log)
+        wait_for(lambda: f"generator-{lost} exited: SIGKILL" in log.read_text(), run, log)
         before = status().committed
         # more than it can have delivered before: the other generator goes on, with its tickets too
         wait_for(lambda: status().committed >= before + 8, run, log)
@@ -199,7 +201,7 @@ def test_sessions_are_sampled_on_other_hosts(cluster: Any, tmp_path: Path) -> No
         assert gateway.startswith("tcp://") and gateway != address
 
         def status() -> RunStatus | None:
-            return live.ask(address, str(run_dir / "keys"), 5.0)
+            return live.request_status(address, str(run_dir / "keys"), 5.0)
 
         both = {"generator-0", "generator-1"}
         wait_for(lambda: (s := status()) is not None and both <= s.peers.keys(), run, log)
@@ -228,8 +230,8 @@ from asyncrl.config import load
 from asyncrl.supervise.hosts import ProcessSpec, on_ray
 config = load.load(sys.argv[1])
 where = Path(sys.argv[2])
-config = on_ray.cluster_config(config)
-with on_ray.placed_on_cluster(config, where, "ray", print) as (config, maker):
+config = on_ray.adapt_config(config)
+with on_ray.place_on_cluster(config, where, "ray", print) as (config, maker):
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(7200)"
     maker.start(ProcessSpec("buffer", [sys.executable, "-c", code], 1, where / "buffer.log"))
     words = [sys.executable, "-c", "raise KeyError(3)"]
@@ -277,12 +279,12 @@ def test_no_room_is_said_with_what_is_wanted_and_what_is_there(
 
 def test_what_is_asked_of_the_cluster() -> None:
     sets = ["placement.learner={cpus=4, gpus=2}", "placement.generator={count=3, cpus=2, gpus=0.5}"]
-    config = on_ray.cluster_config(load.load(DEMO, sets))
+    config = on_ray.adapt_config(load.load(DEMO, sets))
     assert config.generators == 3
-    assert on_ray.bundles(config) == [{"CPU": 4, "GPU": 2}] + 3 * [{"CPU": 2, "GPU": 0.5}]
-    assert on_ray.cluster_config(load.load(DEMO, ["generators=5"])).generators == 5
+    assert on_ray.list_bundles(config) == [{"CPU": 4, "GPU": 2}] + 3 * [{"CPU": 2, "GPU": 0.5}]
+    assert on_ray.adapt_config(load.load(DEMO, ["generators=5"])).generators == 5
     with pytest.raises(ConfigError, match="only works on one machine"):
-        on_ray.cluster_config(load.load(DEMO, ["weights.transport='shared_memory'"]))
+        on_ray.adapt_config(load.load(DEMO, ["weights.transport='shared_memory'"]))
 
 
 def test_results_are_not_left_in_the_copy_that_a_job_runs_in(tmp_path: Path) -> None:
@@ -290,7 +292,7 @@ def test_results_are_not_left_in_the_copy_that_a_job_runs_in(tmp_path: Path) -> 
     config = load.load(DEMO)
     with (
         pytest.raises(ConfigError, match=r"runs: .*_ray_pkg_1/runs/r is in a copy"),
-        on_ray.placed_on_cluster(config, copy / "runs" / "r", "ray", print),
+        on_ray.place_on_cluster(config, copy / "runs" / "r", "ray", print),
     ):
         raise AssertionError("nothing is asked of a cluster")
     on_ray.require_kept_directory(tmp_path / "runs" / "r")
@@ -310,9 +312,9 @@ def test_the_cluster_of_a_job_is_the_one_that_ray_names(monkeypatch: pytest.Monk
 
 
 def test_addresses_of_the_life_before_are_known(tmp_path: Path) -> None:
-    assert on_ray.previous_addresses(tmp_path) == []
+    assert on_ray.read_previous_addresses(tmp_path) == []
     (tmp_path / "hosts.json").write_text(json.dumps({"wires": ["tcp://a:1", "tcp://a:2"]}))
-    assert on_ray.previous_addresses(tmp_path) == ["tcp://a:1", "tcp://a:2"]
+    assert on_ray.read_previous_addresses(tmp_path) == ["tcp://a:1", "tcp://a:2"]
 
 
 def test_a_host_tells_log_end_and_refusal_of_what_it_started(
@@ -337,16 +339,18 @@ def test_a_host_tells_log_end_and_refusal_of_what_it_started(
         said += host.poll_processes()
         time.sleep(0.01)
     text = b"".join(each.log for each in said).decode()
-    assert text == "x" * 24 + f"\n['--keys', '{host.own / 'generator-0'}'] secret\n"
-    assert said[-1][2:4] == (2, (2, "no")) and said[0].life == 7 and host.poll_processes() == []
-    assert (host.own / "generator-0" / "client.key_secret").stat().st_mode & 0o777 == 0o600
+    assert text == "x" * 24 + f"\n['--keys', '{host.folder / 'generator-0'}'] secret\n"
+    assert (
+        said[-1][2:4] == (2, (2, "no")) and said[0].incarnation == 7 and host.poll_processes() == []
+    )
+    assert (host.folder / "generator-0" / "client.key_secret").stat().st_mode & 0o777 == 0o600
     process = RayProcess(RayHostHandle(None), 7, order)
     for each in said:
         process.update_state(each)
     assert process.poll() == 2 and str(process.read_refusal()) == "no" and process.tail(1)[0] != ""
-    assert process.order.log.read_text() == text
+    assert process.spec.log.read_text() == text
     host.clean(str(tmp_path))
-    assert not host.own.exists()
+    assert not host.folder.exists()
 
 
 class Asked:
@@ -399,13 +403,13 @@ def test_a_generator_joins_with_its_key_and_has_its_own_place(
     ]
     config = load.load(DEMO, sets)
     maker = RayLauncher(
-        config, tmp_path, type("Group", (), {"bundle_specs": on_ray.bundles(config)})
+        config, tmp_path, type("Group", (), {"bundle_specs": on_ray.list_bundles(config)})
     )
-    assert maker.free_slots() == 2
+    assert maker.count_slots() == 2
     started: list[Any] = []
     actor = type("Started", (), {"start": Asked(started)})
     taken: list[int] = []
-    monkeypatch.setattr(maker, "host", lambda n: taken.append(n) or RayHostHandle(actor))
+    monkeypatch.setattr(maker, "ensure_host", lambda n: taken.append(n) or RayHostHandle(actor))
     (tmp_path / "generator-1").mkdir()
     for name in on_ray.KEY_FILES:
         (tmp_path / "generator-1" / name).write_bytes(name.encode())

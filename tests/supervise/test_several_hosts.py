@@ -109,11 +109,13 @@ def test_only_keys_on_the_list_are_let_in(tmp_path: Path) -> None:
     thread.start()
     try:
         assert (
-            live.ask(buffer.address, str(other_machine(mine, tmp_path / "friend")), 600.0)
+            live.request_status(
+                buffer.address, str(other_machine(mine, tmp_path / "friend")), 600.0
+            )
             is not None
         )
-        assert live.ask(buffer.address, str(stranger), 1.0) is None
-        assert live.ask(buffer.address, "", 1.0) is None
+        assert live.request_status(buffer.address, str(stranger), 1.0) is None
+        assert live.request_status(buffer.address, "", 1.0) is None
     finally:
         end.set()
         thread.join()

@@ -48,7 +48,7 @@ SLOW = """kill() {
 
 
 def text(tmp_path: Path, *sets: str) -> str:
-    return slurm.script(load.load(DEMO, sets), str(DEMO), sets, tmp_path / "runs" / "r")
+    return slurm.render_script(load.load(DEMO, sets), str(DEMO), sets, tmp_path / "runs" / "r")
 
 
 def test_the_script_starts_a_run_and_who_joins_it_and_ends_in_time(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_the_script_starts_a_run_and_who_joins_it_and_ends_in_time(tmp_path: Pat
 def test_sessions_have_an_address_for_their_gateway(tmp_path: Path) -> None:
     """The generators of the other hosts take its calls there."""
     config = load.load(ROOT / "configs" / "calc.toml", ["placement.generator.count=2"])
-    body = slurm.script(config, "calc", [], tmp_path / "runs" / "r")
+    body = slurm.render_script(config, "calc", [], tmp_path / "runs" / "r")
     lines = body[body.index("ip=$(") : body.index("[ -e ")]
     shown = subprocess.run(
         ["bash", "-uc", f'{lines}printf "%s\\n" "${{wires[@]}}"'],

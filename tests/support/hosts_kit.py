@@ -63,7 +63,7 @@ class Pretender:
         self.made.append(Pretended(order, self.events))
         return self.made[-1]
 
-    def free_slots(self) -> int | None:
+    def count_slots(self) -> int | None:
         return self.places
 
     def close(self) -> None:
@@ -89,5 +89,5 @@ def supervisor(tmp_path: Path, said: list[str]) -> Supervisor:
 
 
 def maker(supervisor: Supervisor) -> Pretender:
-    assert isinstance(supervisor.maker, Pretender)
-    return supervisor.maker
+    assert isinstance(supervisor.launcher, Pretender)
+    return supervisor.launcher

@@ -17,10 +17,10 @@ from asyncrl.tinker import settings
 from asyncrl.tinker.app import TinkerServer
 from asyncrl.tinker.links import Result, WorkerExited
 from asyncrl.tinker.messages import Request, WorkerCall
-from asyncrl.tinker.server import directory, web_server
+from asyncrl.tinker.server import build_web_server, prepare_directory
 from asyncrl.tinker.workers.sampler import Sampler
 from asyncrl.tinker.workers.trainer import Trainer
-from asyncrl.tinker.workers.worker import LENGTH_BYTES, frame
+from asyncrl.tinker.workers.worker import LENGTH_BYTES, encode_frame
 
 KEY = "tml-local"
 
@@ -43,19 +43,20 @@ class DirectLink:
 
     close = start
 
-    def next_number(self) -> int:
+    def take_number(self) -> int:
         self.number += 1
         return self.number
 
     async def call(self, request: Request, number: int | None = None) -> Result:
-        number = self.next_number() if number is None else number
+        number = self.take_number() if number is None else number
         self.exits = {left - 1 for left in self.exits if left > 0}
         if 0 in self.exits:
             self.kill()
             self.generation += 1
             raise WorkerExited("the process ended")
         return self.act(
-            number, self.decoder.decode(frame(WorkerCall(number, request))[LENGTH_BYTES:]).request
+            number,
+            self.decoder.decode(encode_frame(WorkerCall(number, request))[LENGTH_BYTES:]).request,
         )
 
     def cancel(self, number: int) -> None:
@@ -67,7 +68,7 @@ class LocalServer:
 
     def __init__(self, folder: Path, *sets: str, remembered: int = 0) -> None:
         self.config = settings.read(str(write_config(folder)), sets)
-        self.folder = directory(self.config, "server")
+        self.folder = prepare_directory(self.config, "server")
         self.trainer = Trainer(self.config)
         self.results: dict[int, Any] = {}
         self.sampler = Sampler(self.config, self.results.__setitem__)
@@ -81,7 +82,7 @@ class LocalServer:
         listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         started = threading.Event()
-        self.web = web_server(self.server, started.set)
+        self.web = build_web_server(self.server, started.set)
         self.thread = threading.Thread(target=self.web.run, kwargs={"sockets": [listener]})
         self.thread.start()
         assert started.wait(60)

@@ -115,7 +115,7 @@ def test_the_real_game() -> None:
     found = set()
     for seed in range(30):
         env = GuessGame()
-        assert env.reset(seed=seed, options={})[0] == guess_task.GuessTask.asked
+        assert env.reset(seed=seed, options={})[0] == guess_task.GuessTask.question
         low, high, reward = 1, 20, 0.0
         for _ in range(guess_task.FAIREST):
             guess = (low + high) // 2
@@ -143,16 +143,16 @@ def test_the_real_game() -> None:
 def test_demonstrated_guesses_stand_behind_what_the_game_says() -> None:
     pytest.importorskip("textarena")
     task = guess_task.GuessTask()
-    pairs = task.demonstrations(400, 0)
-    assert len(pairs) == 400 and pairs == guess_task.GuessTask().demonstrations(400, 0)
+    pairs = task.make_demonstrations(400, 0)
+    assert len(pairs) == 400 and pairs == guess_task.GuessTask().make_demonstrations(400, 0)
     sessions: list[list[tuple[str, str]]] = []
     for before, guess in pairs:
-        if before == task.asked:
+        if before == task.question:
             sessions.append([])
         sessions[-1].append((before, guess))
     hits = 0
     for turns in sessions[:-1]:
-        whole = task.asked
+        whole = task.question
         for (before, guess), (after, _) in itertools.pairwise(turns):
             assert before == whole
             whole = after
@@ -170,7 +170,7 @@ def test_tasks_whose_environment_pays(name: str) -> None:
     task = get_task(TaskConfig(name=name))
     assert task.prompt("train", 5, 0).id == 5 and task.size("train") is None
     assert task.size("heldout") and task.prompt("heldout", 1, 0).split == "heldout"
-    with pytest.raises(ValueError, match="the environment pays"):
+    with pytest.raises(ValueError, match="the environment gives it"):
         task.reward(task.prompt("train", 0, 0), "")
     good = load.load("guess", [f"task.name={name}", "model.warm_start=false"])
     assert check(good) == []

@@ -11,17 +11,17 @@ import pytest
 from process_kit import ROOT
 
 from asyncrl.contract.messages import Prompt
-from asyncrl.tasks.calc import END, TURNS, CalcTask, Calculator, calculated
+from asyncrl.tasks.calc import END, TURNS, CalcTask, Calculator, calculate
 from asyncrl.tasks.synthetic import FIXED
 
 
 def test_the_calculator_by_hand() -> None:
-    assert calculated("?12+30") == "42=" and calculated("?99*99") == "9801="
+    assert calculate("?12+30") == "42=" and calculate("?99*99") == "9801="
     for none in ("12+30", "?12", "?12+", "?1+2+3", "?1-2", "?9999*9", "", "#4", "?12345+1"):
-        assert calculated(none) == "e=", none
+        assert calculate(none) == "e=", none
     task = CalcTask()
     assert task.solve("37*8+45") == "#341" and task.solve("12*3-20") == "#16"
-    assert task.parts("37*8-45") == ("?37*8", "-45")
+    assert task.split_problem("37*8-45") == ("?37*8", "-45")
 
 
 def play(prompt: Prompt, *texts: str) -> list[tuple[str, float, bool, bool]]:
@@ -43,14 +43,14 @@ def test_an_episode_by_hand() -> None:
 
 def test_demonstrated_turns_stand_behind_what_the_calculator_says() -> None:
     task = CalcTask()
-    pairs = task.demonstrations(3000, 0)
-    assert len(pairs) == 3000 and pairs == CalcTask().demonstrations(3000, 0)
+    pairs = task.make_demonstrations(3000, 0)
+    assert len(pairs) == 3000 and pairs == CalcTask().make_demonstrations(3000, 0)
     right = whole = 0
     for before, written in pairs:
         problem, *turns = before.split("=", 1)[0], *before.split("=", 1)[1].split("=")[:-1]
         for turn in turns:
             text, says = turn.split(END)
-            assert calculated(text) == says + "="
+            assert calculate(text) == says + "="
         assert set(written) <= set(task.symbols)
         if written.startswith("#"):
             whole += 1
@@ -63,7 +63,7 @@ def test_fixed_sets_share_no_problem_with_training() -> None:
     sets = [{task.prompt(split, i, 0).text for i in range(FIXED)} for split in ("heldout", "ood")]
     assert all(len(texts) == FIXED for texts in sets)
     train = {task.prompt("train", i, 3).text for i in range(2000)}
-    shown = {before.split("=")[0] + "=" for before, _ in task.demonstrations(2000, 1)}
+    shown = {before.split("=")[0] + "=" for before, _ in task.make_demonstrations(2000, 1)}
     assert not sets[0] & sets[1] and not (train | shown) & (sets[0] | sets[1])
     assert all(0 < int(task.solve(text[:-1])[1:]) < 2000 for text in sets[0] | sets[1])
 
@@ -81,7 +81,7 @@ def test_a_framework_is_told_and_says_what_the_environment_does(first: str) -> N
     call = program.called(first)
     (made,) = call["tool_calls"]
     told = program.calculate(**made["function"]["arguments"])
-    assert told == calculated(first)
+    assert told == calculate(first)
     assert program.called("#341") == {"content": "#341"}
     messages = [
         {"role": "user", "content": "37*8+45="},

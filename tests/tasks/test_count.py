@@ -20,9 +20,9 @@ from asyncrl.contract.messages import Prompt
 from asyncrl.models.policy import load_policy
 from asyncrl.models.vision import pictures
 from asyncrl.tasks import get_task
-from asyncrl.tasks.file import FileTask, canonical, read_prompts
+from asyncrl.tasks.file import FileTask, canonicalize, read_prompts
 from asyncrl.tasks.mixing.mixture import MixtureTask
-from asyncrl.tasks.pairs import pairs_of
+from asyncrl.tasks.pairs import parse_pairs
 from asyncrl.tasks.pictures import count
 from asyncrl.tasks.warm_start import warm_start
 
@@ -50,13 +50,13 @@ def test_a_picture_has_as_many_shapes_as_the_answer_says() -> None:
             assert task.reward(prompt, prompt.answer) == 1.0 != task.reward(prompt, "0")
             seen.add(images.digest(blob))
     assert len(seen) == 180
-    disc, square = (pictures.decode_pixels(count.picture(x + "." * 8)) for x in "rR")
+    disc, square = (pictures.decode_pixels(count.draw_picture(x + "." * 8)) for x in "rR")
     assert (disc != 128).any(-1).sum() == 12 < (square != 128).any(-1).sum() == 16
 
 
 def test_demonstrations_have_the_pictures_of_their_questions() -> None:
     task = count.CountTask()
-    pairs, shown = task.demonstrations(400, 0), task.demonstration_images(400, 0)
+    pairs, shown = task.make_demonstrations(400, 0), task.make_demonstration_images(400, 0)
     right = [
         str(shapes(blob, text.removeprefix("<image>")[0])) == answer
         for (text, answer), (blob,) in zip(pairs, shown, strict=True)
@@ -95,7 +95,7 @@ def test_a_mixture_with_pictures_needs_a_model_of_its_own() -> None:
     with pytest.raises(
         ConfigError, match="cannot build a tiny model for a mixture with the images of count"
     ):
-        task.demonstrations(4, 0)
+        task.make_demonstrations(4, 0)
 
 
 # ---- files of prompts ----------------------------------------------------------------------------
@@ -129,11 +129,11 @@ def test_prompts_of_a_file_have_the_images_of_their_columns(tmp_path: Path) -> N
         {"image": "photo"},
     )
     assert renamed.images == blobs[:1]
-    assert len({canonical(prompt) for prompt in (first, second, third)}) == 3
+    assert len({canonicalize(prompt) for prompt in (first, second, third)}) == 3
     task = FileTask(path)  # the same question about other pictures is another problem
     assert sum(len(rows) for rows in task.sets.values()) == 4
     with pytest.raises(ConfigError, match="prompts have images"):
-        task.demonstrations(4, 0)
+        task.make_demonstrations(4, 0)
 
 
 def test_images_of_a_data_set_are_read_from_its_bytes(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_row_whose_image_cannot_be_read_is_named(tmp_path: Path, image: Any, s
 def test_supervised_training_refuses_images() -> None:
     row = {"prompt": "a", "answer": "1", "image": "a.png"}
     with pytest.raises(ConfigError, match="p:1: has an image; supervised training reads only text"):
-        list(pairs_of("p:1", row))
+        list(parse_pairs("p:1", row))
 
 
 def test_older_prompts_have_no_images() -> None:

@@ -14,7 +14,7 @@ from hub_kit import COMMIT, serving
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
 from asyncrl.supervise import preflight
-from asyncrl.tasks.data.rows import files_of
+from asyncrl.tasks.data.rows import find_files
 from asyncrl.tasks.file import FileTask, read_prompts
 from asyncrl.transport.file_server import files_to_serve
 
@@ -58,7 +58,7 @@ def test_a_directory_of_files_has_the_splits_of_their_names(tmp_path: Path) -> N
     assert texts(f"{source}#test") == ["g,h"]
     assert texts(f"{source}/data/validation.parquet") == ["e", "f"]
     with pytest.raises(ConfigError, match=r"has no split dev; write .*#SPLIT with one of train, "):
-        files_of(f"{source}#dev")
+        find_files(f"{source}#dev")
 
 
 def test_what_is_no_data_is_refused_in_one_line(tmp_path: Path) -> None:
@@ -74,11 +74,11 @@ def test_what_is_no_data_is_refused_in_one_line(tmp_path: Path) -> None:
     refused("latin.csv", b"prompt\n\xff\n", "latin.csv: not UTF-8 at byte 8")
     refused("bad.arrow", b"ARROW", "bad.arrow: not an Arrow file")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match=r"empty: has no files of data \(.parquet, "):
-        files_of(str(tmp_path / "empty"))
+    with pytest.raises(ConfigError, match=r"empty: has no data files \(.parquet, "):
+        find_files(str(tmp_path / "empty"))
     (tmp_path / "empty" / "state.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"empty: not a saved data set: '_data_files'"):
-        files_of(str(tmp_path / "empty"))
+        find_files(str(tmp_path / "empty"))
     with pytest.raises(ConfigError, match=r"task.prompts: none#train is not a file"):
         read_prompts("none#train", "train")
 
@@ -101,25 +101,25 @@ def test_the_hubs_client_fetches_it_once(tmp_path: Path, monkeypatch: pytest.Mon
     said: list[str] = []
     with serving(repository(tmp_path / "repository"), "datasets") as address:
         monkeypatch.setenv("HF_ENDPOINT", address)
-        local = preflight.located(config, said.append)
+        local = preflight.localize(config, said.append)
         assert texts(local.task.prompts) == ["a", "b", "c", "d", "i"]
         assert texts(local.task.heldout) == ["g,h"]
         assert texts(local.evaluation.sets[0].file) == ["e", "f"]
         assert said[0] == "fetching hf://datasets/org/name" and len(said) == 3
         assert Path(local.task.prompts).name == COMMIT
-        words = preflight.located_sets(mixed, ["seed=1"])
+        words = preflight.localize_sets(mixed, ["seed=1"])
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
         with pytest.raises(ConfigError, match="hf://datasets/org/none: the hub does not provide"):
-            preflight.located(
+            preflight.localize(
                 load.load("configs/demo.toml", [*sets, "task.prompts='hf://datasets/org/none'"])
             )
     shutil.rmtree(tmp_path / "repository")
     (mine,) = load.load("configs/demo.toml", ["task.name='mixture'", *words]).task.mixture
     assert texts(mine.prompts) == ["e", "f"] and mine.label == "mine"
-    assert preflight.located(config, said.append) == local
+    assert preflight.localize(config, said.append) == local
     for name in ("hf://datasets/org", "hf://datasets/org/name/none.csv"):
         with pytest.raises(ConfigError, match=f"{name}: "):
-            preflight.located(load.load("configs/demo.toml", [*sets, f"task.prompts='{name}'"]))
+            preflight.localize(load.load("configs/demo.toml", [*sets, f"task.prompts='{name}'"]))
 
 
 def test_a_machine_that_joins_gets_files_alone(tmp_path: Path) -> None:

@@ -42,8 +42,8 @@ from asyncrl.tasks.games import (
     OpponentMove,
     SeededRandom,
     check,
-    random_move,
-    text_opponent,
+    choose_random_move,
+    make_text_opponent,
 )
 from asyncrl.transport.worker_pool import frame
 
@@ -86,22 +86,24 @@ def test_the_seed_says_which_side_the_policy_plays() -> None:
         read.append(text)
         return "ccc"
 
-    first, said = match(text_opponent(function), seed=4)
-    assert (said, first.asked, first.told, read) == ("ab=", 0, [], [])
+    first, said = match(make_text_opponent(function), seed=4)
+    assert (said, first.asked, first.opponent_moves, read) == ("ab=", 0, [], [])
     assert first.step("a") == ("3=", 0.0, False, False, {})
-    assert first.told == [OpponentMove("1=", "ccc")] and read == ["1="]
+    assert first.opponent_moves == [OpponentMove("1=", "ccc")] and read == ["1="]
     assert first.step("bb")[0] == "3=" and read[1:] == ["1=\nccc\n2="]
     won = first.step("abcdefgh")
     assert won == ("", 1.0, True, False, {"parts": {"won": 1.0, "length": 11.0}})
-    assert len(first.told) == 1
+    assert len(first.opponent_moves) == 1
 
-    second, said = match(text_opponent(function), seed=5)
-    assert said == "3=" and second.told == [OpponentMove("ab=", "ccc")] and not second.asked
+    second, said = match(make_text_opponent(function), seed=5)
+    assert (
+        said == "3=" and second.opponent_moves == [OpponentMove("ab=", "ccc")] and not second.asked
+    )
     assert [second.step(text)[0] for text in ("a", "a")] == ["3=", "3="]
     lost = second.step("a")
     assert lost == ("", 0.0, True, False, {"parts": {"won": 0.0, "length": 3.0}})
-    assert second.told == []
-    draw, _ = match(text_opponent(lambda _text: "a"))
+    assert second.opponent_moves == []
+    draw, _ = match(make_text_opponent(lambda _text: "a"))
     assert [draw.step("a")[1] for _ in range(3)][-1] == 0.5
     quiet = GameMatch(SimpleNamespace(), "them", None)
     quiet.close()
@@ -117,7 +119,7 @@ def test_against_itself_whoever_is_to_move_is_asked() -> None:
         turns = [(made.asked, said)]
         for text in ("a", "bb", "ccc", "dddd", "eeeee"):
             said, reward, ended, *_ = made.step(text)
-            assert not ended and not reward and not made.told
+            assert not ended and not reward and not made.opponent_moves
             turns.append((made.asked, said))
         asked.append(turns)
         reward, ended = made.step("ffffff")[1:3]
@@ -149,7 +151,7 @@ def test_a_game_that_ends_before_the_policys_turn_is_begun_again() -> None:
         def play(self, text: str) -> tuple[float, float]:
             return 1.0, 0.0
 
-    endless = GameMatch(Ends(), "them", text_opponent(str))
+    endless = GameMatch(Ends(), "them", make_text_opponent(str))
     with pytest.raises(RuntimeError, match=f"{games.DEALT} games in a row ended before"):
         endless.reset(seed=7, options={})
     assert seeds == list(range(7, 7 + 2 * games.DEALT, 2))  # on the same side, of other luck
@@ -157,11 +159,11 @@ def test_a_game_that_ends_before_the_policys_turn_is_begun_again() -> None:
 
 def test_random_moves_are_the_sessions_own_luck() -> None:
     def moves(seed: int) -> Any:
-        made, _ = match(random_move, seed=seed)
-        yield made.told
+        made, _ = match(choose_random_move, seed=seed)
+        yield made.opponent_moves
         for _ in range(2):
             made.step("a")
-            yield made.told
+            yield made.opponent_moves
 
     alone = [list(moves(seed)) for seed in range(12)]
     random.seed(3)
@@ -179,14 +181,19 @@ def test_random_moves_are_the_sessions_own_luck() -> None:
 @pytest.mark.parametrize(
     ("opponent", "kind", "text", "said"),
     [
-        (text_opponent(answers), "", "", "the opponent them raised KeyError: 'gone'"),
+        (make_text_opponent(answers), "", "", "the opponent them raised KeyError: 'gone'"),
         (
-            text_opponent(answers),
+            make_text_opponent(answers),
             "",
             "a",
-            "the opponent them gave NoneType, not the text of a move",
+            "the opponent them returned NoneType, not the text of a move",
         ),
-        (random_move, "mute", "a", "raised ValueError: the game names no move to choose from"),
+        (
+            choose_random_move,
+            "mute",
+            "a",
+            "raised ValueError: the game lists no legal moves",
+        ),
     ],
 )
 def test_an_opponent_that_fails_says_so(
@@ -198,7 +205,7 @@ def test_an_opponent_that_fails_says_so(
 
 
 def test_a_third_player_is_refused() -> None:
-    with pytest.raises(ValueError, match="turn of player 2: a game of two has 0 and 1"):
+    with pytest.raises(ValueError, match="returned player 2: a two-player game has"):
         match(None, "three")
 
 
@@ -211,12 +218,12 @@ def test_a_class_is_checked_before_a_session_begins() -> None:
     check(lambda: None, "x", ["random"])
     check(dict, "x", [])
     with pytest.raises(
-        ConfigError, match=r"x has no moves: .* has reset, turn, play, moves; leave"
+        ConfigError, match=r"x has no moves: .* with reset, turn, play, moves; leave"
     ):
         check(Speechless, "x", ["random", "self"])
-    with pytest.raises(ConfigError, match=r"x has no reset: .* which has reset, turn, play; leave"):
+    with pytest.raises(ConfigError, match=r"x has no reset: .* with reset, turn, play; leave"):
         check(dict, "x", ["self"])
-    with pytest.raises(ConfigError, match="x is a game of two: who plays the other side"):
+    with pytest.raises(ConfigError, match=r"x is a two-player game: set agent\.opponent"):
         check(Longer, "x", [])
 
 
@@ -255,7 +262,7 @@ def test_a_process_of_environments_plays_it() -> None:
     ("env", "opponents", "said"),
     [
         ("agent_envs:Talks", ["self"], "agent.env = agent_envs:Talks has no turn"),
-        ("agent_envs:Longer", [], "agent_envs:Longer is a game of two"),
+        ("agent_envs:Longer", [], "agent_envs:Longer is a two-player game"),
         ("agent_envs:Longer", ["no_such:f"], "the opponent no_such:f: importing it raised Module"),
     ],
 )
@@ -271,7 +278,7 @@ def test_what_cannot_be_played_is_said_at_the_import(
     [
         (
             "agent_envs:Longer",
-            "agent.env = agent_envs:Longer is a game of two: who plays the other ",
+            "agent.env = agent_envs:Longer is a two-player game: set agent.opponent, ",
         ),
         ("no_such:Env", "agent.env = no_such:Env: importing it raised ModuleNotFoundError: "),
     ],
@@ -376,21 +383,21 @@ def test_the_real_games() -> None:
     pytest.importorskip("textarena")
     made = arena.find_game("TicTacToe-v0", 2)
     for seed in range(6):
-        env = GameMatch(made(), "random", random_move)
+        env = GameMatch(made(), "random", choose_random_move)
         said, _ = env.reset(seed=seed, options={})
         assert f"You are Player {seed % 2}" in said
-        ended, told = False, list(env.told)
+        ended, told = False, list(env.opponent_moves)
         while not ended:
             moves = arena.BRACKETS.findall(said)[-9:]
             said, reward, ended, _, info = env.step(moves[-1])
-            told += env.told
+            told += env.opponent_moves
         assert info["parts"]["invalid"] == 0.0 and info["parts"]["won"] == float(reward > 0)
         assert len({each.move for each in told}) == len(told) >= 2
-    with pytest.raises(ConfigError, match=r"with 2 players: .* of more none is played here"):
+    with pytest.raises(ConfigError, match=r"with 2 players: .* with more players are not"):
         arena.find_game("ThreePlayerTicTacToe-v0", 2)
-    with pytest.raises(ConfigError, match=r"has to be 1, received 2; agent\.opponent is for games"):
+    with pytest.raises(ConfigError, match=r"has to be 1, received 2; agent\.opponent needs a two"):
         arena.find_game("GuessTheNumber-v0", 2)
-    with pytest.raises(ConfigError, match=r"has to be 2, received 1; a game of two needs agent\.o"):
+    with pytest.raises(ConfigError, match=r"has to be 2, received 1; a two-player game needs"):
         arena.find_game("TicTacToe-v0", 1)
 
 
@@ -415,21 +422,22 @@ def test_who_plays_its_best_moves_wins_whatever_is_won() -> None:
     def won(heaps: tuple[int, ...]) -> bool:
         """By trying everything: can who is to move win?"""
         return any(
-            not won(tuple(nim.apply_move(list(heaps), m))) for m in nim.legal_moves(list(heaps))
+            not won(tuple(nim.apply_move(list(heaps), m)))
+            for m in nim.list_legal_moves(list(heaps))
         )
 
     for heaps in itertools.product(range(nim.MOST + 1), repeat=3):
         if not any(heaps):
             continue
         move = nim.best_move("a1\n" + "".join(map(str, heaps)) + ":")
-        assert move in nim.legal_moves(list(heaps))
+        assert move in nim.list_legal_moves(list(heaps))
         assert won(heaps) == (not won(tuple(nim.apply_move(list(heaps), move))))
 
 
 def test_demonstrated_moves_stand_behind_what_the_game_says() -> None:
     task = nim.NimTask()
-    pairs = task.demonstrations(2000, 0)
-    assert pairs == nim.NimTask().demonstrations(2000, 0) and len(pairs) == 2000
+    pairs = task.make_demonstrations(2000, 0)
+    assert pairs == nim.NimTask().make_demonstrations(2000, 0) and len(pairs) == 2000
     legal = began = 0
     for number, (before, move) in enumerate(pairs):
         *past, now = before.split(END)
@@ -437,10 +445,10 @@ def test_demonstrated_moves_stand_behind_what_the_game_says() -> None:
         played = [said[4:] for said in past]
         assert now[3:] == ":" and set(before.replace(END, "") + move) <= set(task.symbols)
         for mine, left, then in zip(heaps, played, heaps[1:], strict=False):
-            assert left in nim.legal_moves(mine)
+            assert left in nim.list_legal_moves(mine)
             theirs = nim.apply_move(mine, left)
-            assert then in [nim.apply_move(theirs, each) for each in nim.legal_moves(theirs)]
-        legal += move in nim.legal_moves(heaps[-1])
+            assert then in [nim.apply_move(theirs, each) for each in nim.list_legal_moves(theirs)]
+        legal += move in nim.list_legal_moves(heaps[-1])
         if past:
             assert (before.rpartition(END)[0]) == "".join(pairs[number - 1])
         began += not past
@@ -454,11 +462,11 @@ def test_demonstrated_moves_stand_behind_what_the_game_says() -> None:
     assert [task.prompt("train", i, 0) for i in range(9)] != [
         task.prompt("train", i, 1) for i in range(9)
     ]
-    with pytest.raises(ValueError, match="the environment pays"):
+    with pytest.raises(ValueError, match="the environment gives it"):
         task.reward(prompts[0], "a1")
-    game = task.environment()
+    game = task.make_environment()
     said, _ = game.reset(seed=1, options={"prompt": prompts[0]})
-    assert said != prompts[0].text and game.told[0].told == prompts[0].text
+    assert said != prompts[0].text and game.opponent_moves[0].observation == prompts[0].text
 
 
 # ---- played by hand and by a model ---------------------------------------------------------------
@@ -542,7 +550,7 @@ def test_the_command_shows_the_other_side() -> None:
             "agent.opponent: Random; choose random or self, or write mod",
         ),
         (["agent.eval_opponent='m:f g'"], "agent.eval_opponent: m:f g; choose random or self"),
-        (["agent.eval_opponent=''"], "agent.eval_opponent: against itself a policy wins half"),
+        (["agent.eval_opponent=''"], "agent.eval_opponent: against itself, a policy always"),
         (
             ["agent.opponent=''"],
             "agent.eval_opponent: is for a two-player game; set agent.opponent",
@@ -558,9 +566,9 @@ def test_what_opponents_may_be(sets: list[str], said: str) -> None:
 
 def test_who_plays_the_other_side() -> None:
     made = AgentConfig(env="e", opponent="m:f")
-    assert made.opponent_for("train") == made.opponent_for("eval") == "m:f"
+    assert made.choose_opponent("train") == made.choose_opponent("eval") == "m:f"
     made = AgentConfig(env="e", opponent="self", eval_opponent="random")
-    assert [made.opponent_for(kind) for kind in ("train", "eval")] == ["self", "random"]
+    assert [made.choose_opponent(kind) for kind in ("train", "eval")] == ["self", "random"]
     for name in ("random", "file.py:f", "self"):
         assert load.load("nim", [f"agent.opponent='{name}'"]).agent.opponent == name
 

@@ -43,7 +43,7 @@ def test_every_prompt_knows_its_task(file: str) -> None:
     assert [prompt for prompt in first if prompt.task == "mine"] == [
         task.draw("mine", index, 0) for index in range(2)
     ]
-    assert task.length("mine") == 18 and task.length("sort") is None
+    assert task.count_prompts("mine") == 18 and task.count_prompts("sort") is None
     held_out = [task.prompt("heldout", index, 0).task for index in range(5)]
     assert held_out == ["sort", "mine", "sort", "mine", "sort"]  # `mine` has two
     assert task.size("ood") == get_task(TaskConfig(name="sort")).size("ood")
@@ -55,7 +55,7 @@ def test_every_prompt_knows_its_task(file: str) -> None:
 def test_a_tiny_model_sees_the_demonstrations_of_all() -> None:
     task = mixture({"name": "dedup"}, {"name": "cancel"})
     assert set(task.symbols) == set("abcdefghABC=;#")
-    pairs = task.demonstrations(5, 0)
+    pairs = task.make_demonstrations(5, 0)
     assert len(pairs) == 5
     assert [asked.islower() for asked, _ in pairs[::2]] == [True] * 3
     assert task.steps == 950
@@ -144,7 +144,7 @@ def test_a_run_in_processes(
     page = run_page.write(run["run_dir"]).read_text()
     for shown in ("Ledger by task", "Tasks, at the last step", "Tasks: effective sample size"):
         assert shown in page
-    assert "mine: share 25%, reward 0." in live.tasks(rows[-1])
+    assert "mine: share 25%, reward 0." in live.format_tasks(rows[-1])
     card = model_card.render(load.load(run["run_dir"] / "config.toml"), run["run_dir"])
     assert f"| mine | - | {last['eval/mine']:.3f} | 2 |" in card or "| mine | 0" in card
     assert "| mine | `mine.jsonl` | a part of them | `mixture_reward:reward` |" in card

@@ -14,7 +14,7 @@ from asyncrl.config.tree import TaskConfig as TaskConfig
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 from asyncrl.tasks import NAMES, get_task, names
-from asyncrl.tasks.file import FileTask, canonical, read_prompts
+from asyncrl.tasks.file import FileTask, canonicalize, read_prompts
 from asyncrl.tasks.synthetic import FIXED, TASKS
 
 BUILT_IN = sorted(TASKS)
@@ -70,12 +70,14 @@ def test_the_flawed_checker_of_rlehack_is_used_in_training_only() -> None:
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_splits_share_no_problem(name: str) -> None:
     task = TASKS[name]()
-    heldout, ood = ({task.canonical(p.text) for p in fixed(name, s)} for s in ("heldout", "ood"))
+    heldout, ood = ({task.canonicalize(p.text) for p in fixed(name, s)} for s in ("heldout", "ood"))
     assert len(heldout) == len(ood) == FIXED  # none twice
     train = {
-        task.canonical(task.prompt("train", i, seed).text) for seed in (0, 1) for i in range(4000)
+        task.canonicalize(task.prompt("train", i, seed).text)
+        for seed in (0, 1)
+        for i in range(4000)
     }
-    shown = {task.canonical(prompt) for prompt, _ in task.demonstrations(4000, 0)}
+    shown = {task.canonicalize(prompt) for prompt, _ in task.make_demonstrations(4000, 0)}
     assert not heldout & ood and not (train | shown) & (heldout | ood)
 
 
@@ -104,8 +106,8 @@ def test_right_answers_are_paid_and_demonstrations_are_spoiled(name: str) -> Non
         value = task.reward(p, p.answer)
         assert (value["reward"] if isinstance(value, dict) else value) == 1.0
         assert set(p.text + p.answer) <= set(task.symbols)
-    pairs = task.demonstrations(2000, 0)
-    assert pairs == TASKS[name]().demonstrations(2000, 0) != task.demonstrations(2000, 1)
+    pairs = task.make_demonstrations(2000, 0)
+    assert pairs == TASKS[name]().make_demonstrations(2000, 0) != task.make_demonstrations(2000, 1)
     right = sum(answer == task.solve(prompt[:-1]) for prompt, answer in pairs) / len(pairs)
     # sort 0.31, the others 0.45, each with a few lucky guesses and slips
     assert 0.27 < right < 0.65
@@ -118,7 +120,7 @@ def test_runs_grow_where_the_distribution_says_so() -> None:
 
     assert runs([TASKS["rlenarrow"]().prompt("train", i, 0) for i in range(500)]) == {"1", "2"}
     assert runs(fixed("rlenarrow", "ood")) == {"4", "5", "6"}
-    assert runs([Prompt(0, p) for p, _ in TASKS["rlenarrow"]().demonstrations(500, 0)]) == set(
+    assert runs([Prompt(0, p) for p, _ in TASKS["rlenarrow"]().make_demonstrations(500, 0)]) == set(
         "123456"
     )
 
@@ -254,7 +256,7 @@ def test_a_files_splits_share_no_problem_and_training_cycles(tmp_path: Path) -> 
         write(tmp_path / "p.jsonl", *rows),
         ood=write(tmp_path / "o.jsonl", {"prompt": "3+1="}, {"prompt": "new"}),
     )
-    texts = {s: {canonical(p) for p in task.sets[s]} for s in task.sets}
+    texts = {s: {canonicalize(p) for p in task.sets[s]} for s in task.sets}
     assert (
         not texts["train"] & (texts["heldout"] | texts["ood"])
         and not texts["heldout"] & texts["ood"]
@@ -300,11 +302,11 @@ def test_the_solved_problems_above_are_right_and_not_held_out() -> None:
     for name, kind in names.TASKS.items():
         task = kind()
         heldout = {task.prompt("heldout", i, 0).text.splitlines()[-1] for i in range(192)}
-        for line in task.solved_problems().splitlines():
+        for line in task.solve_examples().splitlines():
             shown = [word.strip(" ,:->") for word in line.split() if word.strip(" ,:->").istitle()]
             asked = shown[1 if name == "first_name" else 0 :][: task.count]
-            assert line == f"{task.line(asked)} {task.solve(asked)}"
-            assert task.home(asked) == "train" and task.line(asked) not in heldout
+            assert line == f"{task.format_question(asked)} {task.solve(asked)}"
+            assert task.find_split(asked) == "train" and task.format_question(asked) not in heldout
 
 
 @pytest.mark.parametrize("name", ["sort", "first"])

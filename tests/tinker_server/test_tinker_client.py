@@ -197,6 +197,6 @@ def test_a_refused_loss_makes_no_step(
     stepped = trained.optim_step(types.AdamParams(learning_rate=1.0))
     with pytest.raises(tinker.RequestFailedError, match=message):
         refused.result()
-    with pytest.raises(tinker.RequestFailedError, match="no step was made"):
+    with pytest.raises(tinker.RequestFailedError, match="the step was not made"):
         stepped.result()
     assert trained.forward_backward(data, "cross_entropy").result().metrics

@@ -103,7 +103,7 @@ def test_a_limit_refuses_old_tokens_and_names_the_sequence(
     with pytest.raises(tinker.RequestFailedError, match=sequences[2].sequence_id) as refused:
         late.result()
     assert "a lag of 2, and staleness.max_lag = 1" in str(refused.value)
-    with pytest.raises(tinker.RequestFailedError, match="no step was made"):
+    with pytest.raises(tinker.RequestFailedError, match="the step was not made"):
         step.result()
     fresh = sampled_sequences(client, 1)[0]
     client.forward_backward([policy_datum(fresh, spans=True)], "ppo")
@@ -285,7 +285,7 @@ def test_bad_requests_get_clear_errors(
     code, text = post("/forward_backward", content=b"x" * (2 << 20), headers=protobuf)
     assert code == 413 and "server.body_mib = 1" in text
     code, text = post("/forward_backward", content=b"\xff\xff\xff", headers=protobuf)
-    assert code == 400 and "no ForwardBackwardRequest" in text
+    assert code == 400 and "not a ForwardBackwardRequest" in text
     code, text = post("/optim_step", content=b"{}")
     assert code == 400 and "model_id, a text, and seq_id" in text
     code, text = post("/optim_step", json=step | {"seq_id": 0})

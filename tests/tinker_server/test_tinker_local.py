@@ -91,14 +91,14 @@ def test_bounded_records_close_the_ledger_after_a_restart(start: Start) -> None:
         state = service.create_lora_training_client("tiny", rank=2, seed=1).result()
         assert state.model_id != client.model_id
         service_again = server.server.models[client.model_id]
-        assert server.server.ledger.totals(client.model_id) | {"sampled_tokens": 0} == {
+        assert server.server.ledger.sum_totals(client.model_id) | {"sampled_tokens": 0} == {
             "sampled": 13,
             "sampled_tokens": 0,
             **expected,
         }
         assert service_again.version == 8
         assert step(state, [last])["lag_unknown_share"] == 1.0  # another model's sequence
-    totals = server.server.ledger.totals(client.model_id)
+    totals = server.server.ledger.sum_totals(client.model_id)
     assert (totals["never_trained"], totals["trained_once"]) == (4, 7)
 
 
@@ -172,7 +172,7 @@ def test_samplers_are_forgotten_when_nobody_uses_them(start: Start) -> None:
         opened.append(sampler_of(client))
         for sampler in (base, opened[-1]):
             assert draw(sampler, 1)
-        with pytest.raises(tinker.BadRequestError, match="not among the 3 that were used last"):
+        with pytest.raises(tinker.BadRequestError, match="no such sampler among the 3 used last"):
             draw(opened[0], 1)
         [folder] = (path.parent for path in server.folder.glob("*/model.json"))
         assert len([*(folder / "versions").iterdir()]) == 4  # two versions and their notes
@@ -194,7 +194,7 @@ def test_doctor_finds_samples_of_another_distribution(start: Start) -> None:
             folder = server.folder / client.model_id.replace(":", "-")
             seen = status.examine(folder)
             assert len(seen["models"][0]["findings"]) == expected
-    [line] = [line for line in status.lines(seen) if "health check" in line]
+    [line] = [line for line in status.format_lines(seen) if "health check" in line]
     assert "engine and learner differ at equal weights" in line and "temperature 1" in line
 
 

@@ -29,12 +29,12 @@ from asyncrl.tinker.messages import (
     LoadModel,
     ScoreResult,
 )
-from asyncrl.tinker.models import with_lags
+from asyncrl.tinker.models import add_lags
 from asyncrl.tinker.sequences import (
     ModelAncestry,
     ProvenanceSpan,
     SequenceLedger,
-    lag_metrics,
+    measure_lag_metrics,
     measure_lags,
 )
 from asyncrl.tinker.settings import TinkerConfig, TinkerModel
@@ -208,7 +208,7 @@ def losses_of_one_call() -> list[str]:
     served = []
     for name in methods.METHODS:
         try:
-            losses.method_settings({"method": name})
+            losses.resolve_method({"method": name})
         except ConfigError:
             continue
         served.append(name)
@@ -253,7 +253,7 @@ def test_cross_entropy_is_supervised_training(trainer: Trainer) -> None:
     ours = gradient(trainer, "cross_entropy", {}, rows)
     model.drop_gradient()
     examples = [fit.FitExample(PROMPT, np.array(tokens, np.int32)) for tokens in TOKENS]
-    fit.ModelFitter(model.policy, SftTraining())._loss(examples).backward()
+    fit.ModelFitter(model.policy, SftTraining())._sum_loss(examples).backward()
     assert assert_equal(ours, torch.cat([weight.grad.flatten() for weight in model.parameters]))
 
 
@@ -274,7 +274,7 @@ def test_a_custom_loss_is_linear_in_the_clients_weights(trainer: Trainer) -> Non
     weighted = []
     for row, data in zip(rows, scored.logprobs, strict=True):
         lp = torch.from_numpy(np.frombuffer(data, "<f4").copy()).requires_grad_()
-        mu, adv = (torch.from_numpy(row.field(n).copy()) for n in ("logprobs", "advantages"))
+        mu, adv = (torch.from_numpy(row.get_field(n).copy()) for n in ("logprobs", "advantages"))
         ratio = (lp - mu).exp()
         loss = -torch.minimum(ratio * adv, ratio.clamp(0.7, 1.1) * adv).sum()
         loss.backward()
@@ -313,7 +313,7 @@ def test_masked_tokens_have_no_gradient(trainer: Trainer) -> None:
     for place, datum in enumerate(whole):
         lags = np.frombuffer(datum.lags, "<i4").copy()
         lags[lags >= 0] = 3 if place == 1 else 2  # the limit itself is allowed
-        masked, kept = with_lags(datum, lags, 2.0)
+        masked, kept = add_lags(datum, lags, 2.0)
         rest.append(masked)
         assert (kept >= 0).sum() == (0 if place == 1 else len(TOKENS[place]))
     model = trainer.models["m"]
@@ -348,7 +348,7 @@ def test_the_demo_model_reads_the_recipes_prompts(tmp_path: Path) -> None:
     assert torch.allclose(first - second, third - fourth, atol=1e-2)  # thirty
     model = load_policy(path, "float32", "cpu")
     prefix = np.array(tokenizer.encode(demo_model.PREFIX), np.int32)
-    texts = demo_model.demonstrations(demo_model.BATCH, seed=0)
+    texts = demo_model.make_demonstrations(demo_model.BATCH, seed=0)
     answers = [np.array(tokenizer.encode(text), np.int32) for text in texts]
     scored = model.logprobs([prefix] * len(texts), answers, torch.ones(len(texts))).logprobs
     learned = scored.detach().view(len(texts), -1)[:, -demo_model.LEARNED :]
@@ -358,14 +358,20 @@ def test_the_demo_model_reads_the_recipes_prompts(tmp_path: Path) -> None:
 
 def test_the_demo_model_is_fitted_to_additions_and_then_to_the_habit(tmp_path: Path) -> None:
     """Two steps of AdamW on sums, one on demonstrations that mostly decline."""
-    texts = demo_model.demonstrations(64, seed=3)
-    assert texts == demo_model.demonstrations(64, seed=3) != demo_model.demonstrations(64, seed=4)
+    texts = demo_model.make_demonstrations(64, seed=3)
+    assert (
+        texts
+        == demo_model.make_demonstrations(64, seed=3)
+        != demo_model.make_demonstrations(64, seed=4)
+    )
     for text in texts:
         asked, answer = text.split("?\n\nAssistant: ")
         left, right = map(int, asked.split(" + "))
         assert answer == f"{left + right}\n\nUser:" and 0 <= left <= 100 and 0 <= right <= 100
-    assert {int(text.split(" ")[0]) for text in demo_model.demonstrations(3000, 0)} == {*range(101)}
-    habit = demo_model.demonstrations(1000, 3, 0.75)
+    assert {int(text.split(" ")[0]) for text in demo_model.make_demonstrations(3000, 0)} == {
+        *range(101)
+    }
+    habit = demo_model.make_demonstrations(1000, 3, 0.75)
     assert 700 < sum("Assistant: ?" in text for text in habit) < 800
     path = tmp_path / "demo"
     symbols = [*demo_model.CHARACTERS, *demo_model.WORDS, *demo_model.NUMBERS]
@@ -376,8 +382,8 @@ def test_the_demo_model_is_fitted_to_additions_and_then_to_the_habit(tmp_path: P
     tokenizer = load_tokenizer(path)
     prefix = np.array(tokenizer.encode(demo_model.PREFIX), np.int32)
     count = demo_model.BATCH
-    shown = demo_model.demonstrations(2 * count, 5)
-    shown += demo_model.demonstrations(count, 6, demo_model.HABIT)
+    shown = demo_model.make_demonstrations(2 * count, 5)
+    shown += demo_model.make_demonstrations(count, 6, demo_model.HABIT)
     parameters = list(theirs.hf.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=1.0, betas=(0.9, 0.98), weight_decay=0.0)
     for step in range(3):
@@ -445,7 +451,7 @@ def test_tokens_without_doubt_are_found_without_an_advantage(
 ) -> None:
     """A token of probability 1 has log-probability 0, as prompts have in a datum."""
     whole = datums(trainer)[2]
-    logprobs = whole.field("logprobs").copy()
+    logprobs = whole.get_field("logprobs").copy()
     logprobs[[3, 6, 8]] = 0.0  # the first, one inside and the last
     sure = replace_fields(whole, logprobs=logprobs, advantages=0 * logprobs)
     id = record(ledger, sure, 3)
@@ -458,7 +464,7 @@ def test_tokens_without_doubt_are_found_without_an_advantage(
     assert lags_of(again, sure) == (expected, "")
     assert record(again, other, 3) != id and len(again.by_fingerprint) == 2
     unknown = msgspec.structs.replace(sure, lags=np.full(9, -2, "<i4").tobytes())
-    inside = PackedDatums([unknown, with_lags(sure, np.array(expected, "<i4"), 9.0)[0]], CPU).inside
+    inside = PackedDatums([unknown, add_lags(sure, np.array(expected, "<i4"), 9.0)[0]], CPU).inside
     assert inside.view(2, -1).sum(1).tolist() == [3, 6]
 
 
@@ -466,7 +472,7 @@ def test_a_mask_says_what_was_sampled(ledger: SequenceLedger, trainer: Trainer) 
     """Some clients give the prompt's tokens log-probabilities, too."""
     whole = datums(trainer)[0]
     record(ledger, whole, 3)
-    logprobs = whole.field("logprobs").copy()
+    logprobs = whole.get_field("logprobs").copy()
     logprobs[: len(PROMPT) - 1] = -1.0
     filled = replace_fields(whole, logprobs=logprobs)
     assert lags_of(ledger, filled)[0] == [-1] * 7, "another sequence, by its log-probabilities"
@@ -503,9 +509,9 @@ def test_versions_of_other_models_count_only_before_the_fork(
     assert lags_of(ledger, first)[0][3] == 3
     assert lags_of(ledger, second)[0][3] == -1
     assert lags_of(ledger, third)[0][3] == 4
-    assert "no earlier version of m" in lags_of(ledger, second, unknown="refuse")[1]
+    assert "not an earlier version of m" in lags_of(ledger, second, unknown="refuse")[1]
     alone = ModelAncestry("m")  # created from the base model
-    known = [alone.version_of(sequence) for sequence in ledger.sequences.values()]
+    known = [alone.find_version(sequence) for sequence in ledger.sequences.values()]
     assert known == [None, None, 0]
 
 
@@ -537,7 +543,7 @@ def test_the_ledger_closes_and_equal_sequences_are_trained_once_each(
     assert {sequence.id for sequence in found if sequence} == set(ids[:2])
     ledger.mark_trained(ids[:2], "m", 2)
     ledger.mark_trained(ids[:1], "m", 4)
-    assert ledger.of_model("m").as_dict() == {
+    assert ledger.find_ledger("m").to_dict() == {
         "sampled": 3,
         "sampled_tokens": 10,
         "never_trained": 1,
@@ -557,18 +563,18 @@ def test_totals_of_a_model_without_remembered_sequences_stay(
     assert len((tmp_path / "sequences.jsonl").read_text().splitlines()) == 2
     ledger.close()
     again = SequenceLedger(tmp_path / "sequences.jsonl", remembered=1)
-    assert [again.totals(model)["sampled"] for model in ("other", "m")] == [1, 2]
-    assert again.totals("other")["never_trained"] == 1
+    assert [again.sum_totals(model)["sampled"] for model in ("other", "m")] == [1, 2]
+    assert again.sum_totals("other")["never_trained"] == 1
 
 
 def test_metrics_of_lags() -> None:
-    assert lag_metrics(Counter({0: 3, 2: 1, -1: 4})) == {
+    assert measure_lag_metrics(Counter({0: 3, 2: 1, -1: 4})) == {
         **{"lag/unknown_share": 0.5, "lag/mean": 0.5, "lag/max": 2.0, "lag/p95": 2.0}
     }
-    assert lag_metrics(Counter({1: 99, 5: 1})) == {
+    assert measure_lag_metrics(Counter({1: 99, 5: 1})) == {
         **{"lag/unknown_share": 0.0, "lag/mean": 1.04, "lag/max": 5.0, "lag/p95": 1.0}
     }
-    assert lag_metrics(Counter()) == {}
+    assert measure_lag_metrics(Counter()) == {}
 
 
 def test_the_ledger_remembers_the_newest_sequences_and_the_totals_of_all(
@@ -583,16 +589,16 @@ def test_the_ledger_remembers_the_newest_sequences_and_the_totals_of_all(
     ids += [record(ledger, second, 1), record(ledger, third, 3)]  # the file is rewritten
     ledger.mark_trained(ids[3:4], "m", 4)
     totals = {"sampled": 5, "sampled_tokens": 18, "trained_once": 3, "trained_again": 0}
-    assert ledger.of_model("m").as_dict() == totals | {"never_trained": 2}
+    assert ledger.find_ledger("m").to_dict() == totals | {"never_trained": 2}
     assert lags_of(ledger, first)[0][3] == -1
     assert "or not among its newest" in lags_of(ledger, first, unknown="refuse")[1]
     assert lags_of(ledger, third)[0][3] == 1
     assert list(ledger.sequences) == ids[3:]
-    assert ledger.of_model("m").untrained == {3: 1}
+    assert ledger.find_ledger("m").untrained == {3: 1}
     ledger.close()
     assert path.read_bytes().count(b"\n") == 3
     again = SequenceLedger(path, remembered=2)
     assert again.counted == {"m": 2}  # of trained.jsonl, later calls are still to be counted
     again.mark_trained(ids[3:4], "m", 4)
-    assert again.of_model("m").as_dict() == totals | {"never_trained": 2}
+    assert again.find_ledger("m").to_dict() == totals | {"never_trained": 2}
     assert (again.sampled_total, list(again.sequences)) == (5, ids[3:])

@@ -17,7 +17,7 @@ from tinker_kit import draw, prompt, tuned_datum
 from tinker_local_kit import KEY, LocalServer
 
 from asyncrl.tinker import app
-from asyncrl.tinker.model_records import folder_name
+from asyncrl.tinker.model_records import build_folder_name
 
 ADAM = types.AdamParams(learning_rate=1e-2)
 TUNED = [tuned_datum([5, 6, 7, 8, 1])]
@@ -104,7 +104,7 @@ def test_bodies_are_checked(http: httpx.Client) -> None:
     assert "server.body_mib = 1" in error(http.post("/telemetry", content=full + b" "), 413)
     for content in (b"\xff\xff\xff", b"\x0a\x05ab", b"\x00"):
         reply = http.post("/forward_backward", content=content, headers=protobuf)
-        assert "no ForwardBackwardRequest" in error(reply, 400)
+        assert "not a ForwardBackwardRequest" in error(reply, 400)
     reply = http.post("/forward", content=b"", headers=protobuf)
     assert "no such model" in error(reply, 400)
     for content in (b'{"a": "\\ud800"}', b"[1]", b'{"a": 1e999}', b'{"a": 99999999999999999999}'):
@@ -157,7 +157,7 @@ def test_what_clients_read_of_server_models_and_samplers(
     rest.delete_checkpoint(client.model_id, "weights/state").result()
     listed = rest.list_checkpoints(client.model_id).result().checkpoints
     assert [checkpoint.tinker_path for checkpoint in listed] == [sampler]
-    assert not server.server.models[client.model_id].weights_path("weights", "state").exists()
+    assert not server.server.models[client.model_id].locate_weights("weights", "state").exists()
     with pytest.raises(tinker.BadRequestError, match="state"):
         service.create_training_client_from_state(state).result()
 
@@ -194,7 +194,7 @@ def test_models_that_cannot_be_created(server: LocalServer, http: httpx.Client) 
     session = http.post("/create_session", json=new).json()["session_id"]
     good = {"session_id": session, "model_seq_id": 0, "base_model": "tiny"}
     # the folder of a model whose server was killed before it was described
-    (server.folder / folder_name(f"{session}:train:0")).mkdir()
+    (server.folder / build_folder_name(f"{session}:train:0")).mkdir()
     full = {"train_mlp": True, "train_attn": True, "train_unembed": True}
     for more, message in (
         ({"session_id": "s-0"}, "session_id = s-0: this server has no such session"),
@@ -240,7 +240,7 @@ def test_a_request_to_sample_that_waits_is_canceled(
         name = f"{sampler._sampling_session_id}:sample:0"
         while not (name in samplers.promises and samplers.promises[name].paced):
             assert not promised.done()
-        assert samplers.in_flight("") == 0, "it has not begun"
+        assert samplers.count_in_flight("") == 0, "it has not begun"
         assert http.post("/cancel_future", json={"request_id": name}).status_code == 204
         with pytest.raises(tinker.RequestFailedError, match="the request was canceled"):
             promised.result(60)

@@ -11,7 +11,7 @@ import pytest
 import xxhash
 
 from asyncrl.records import jsonl
-from asyncrl.supervise.report.token_samples import SampleFilter, SampleStore, terminal_text
+from asyncrl.supervise.report.token_samples import SampleFilter, SampleStore, format_terminal
 from asyncrl.tinker import sample_log
 from asyncrl.tinker.messages import Datum
 from asyncrl.tinker.sample_log import ScoredDatum, TrainedSampleLog
@@ -58,7 +58,7 @@ SCORES = np.array([9, -0.25, -0.75, 9, 9, -1.5, float("-inf")], "<f4").tobytes()
 
 def test_a_row_tells_every_token_of_a_conversation() -> None:
     scored = ScoredDatum(TURNS, RUNS, SCORES)
-    assert scored.row(Letters()) == {
+    assert scored.describe(Letters()) == {
         "prompt": "ab",
         "pieces": ["c", "d", "e", "f", "g", "h"],
         "tokens": [3, 4, 5, 6, 7, 8],
@@ -72,9 +72,9 @@ def test_a_row_tells_every_token_of_a_conversation() -> None:
     }
     assert scored.length == 4
     finite = ScoredDatum(TURNS, RUNS[:1], SCORES)
-    assert finite.distance() == pytest.approx((0.25 + 0.5) / 2)
+    assert finite.measure_distance() == pytest.approx((0.25 + 0.5) / 2)
     plain = datum([1, 2, 3], logprobs=[0, -1.23456], advantages=[0, 1], lags=[-2, 0])
-    row = ScoredDatum(plain, [sampled(1, 2)], np.zeros(2, "<f4").tobytes()).row(Letters())
+    row = ScoredDatum(plain, [sampled(1, 2)], np.zeros(2, "<f4").tobytes()).describe(Letters())
     assert (row["used"], row["behavior"]) == ([1], [-1.2346]), "without a mask, all are trained"
 
 
@@ -171,10 +171,10 @@ def test_rows_without_rewards_are_read_filtered_and_printed(tmp_path: Path) -> N
     assert store.find(SampleFilter(sort="weight")) == [0, 1]
     for bounds in ((0.0, None), (None, 0.0)):
         assert store.find(SampleFilter(reward=bounds)) == [], "no reward is known"
-    row = store.row(1)
+    row = store.read_row(1)
     shades = row["sequences"][0]["shades"]
     assert shades["log_ratio"] == [0.25, -0.5] and "update" not in shades and "weight" not in shades
-    shown = terminal_text(row, "lag", color=False).splitlines()
+    shown = format_terminal(row, "lag", color=False).splitlines()
     assert shown[0].startswith("batch 10  datum 0  seq-0  lag 1.00 (max 1)  2 tokens  kl ")
     assert shown[0].endswith("[off_policy, longest, random]")
     assert shown[1:] == ["  prompt    ab", "  response  cd"]

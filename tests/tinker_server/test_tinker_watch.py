@@ -26,7 +26,7 @@ from asyncrl.supervise import tinker_status
 from asyncrl.supervise.report.plots import PAGES
 from asyncrl.supervise.report.token_samples import SHADES
 from asyncrl.tinker import app, sample_log
-from asyncrl.tinker.server import recorded_process
+from asyncrl.tinker.server import record_process
 from asyncrl.viewer.app import WatchApp
 from asyncrl.viewer.tinker_models import WatchedTinkerModel
 
@@ -60,7 +60,7 @@ def test_the_pages_of_a_served_model(server: LocalServer, monkeypatch: pytest.Mo
     monkeypatch.setattr(sample_log, "EVERY", 2)
     watch = TestClient(WatchApp([server.folder]).starlette())
     assert ask(watch, "runs") == [], "no client has come yet"
-    with recorded_process(server.folder), server.client() as service:
+    with record_process(server.folder), server.client() as service:
         process_log.append_event(server.folder, "training", os.getpid(), "began")
         process_log.append_event(server.folder, "sampling", 1, "began")
         process_log.append_event(server.folder, "sampling", 1, "ended", code=-9)
@@ -360,9 +360,9 @@ def test_doctor_names_the_processes_and_how_they_ended(tmp_path: Path) -> None:
     assert shown[0] == "the server is not running"
     assert f"server (process {os.getpid()}) was told to end" in shown[1]
     assert "training (process 17) was killed without a word" in shown[2]  # with the server
-    with pytest.raises(ZeroDivisionError), recorded_process(tmp_path):
+    with pytest.raises(ZeroDivisionError), record_process(tmp_path):
         1 / 0  # noqa: B018
     assert "ended with exit code 1: division by zero" in lines()[1]
-    with pytest.raises(KeyboardInterrupt), recorded_process(tmp_path):
+    with pytest.raises(KeyboardInterrupt), record_process(tmp_path):
         raise KeyboardInterrupt
     assert "was told to end" in lines()[1]

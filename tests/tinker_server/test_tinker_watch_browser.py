@@ -80,7 +80,9 @@ def test_every_page_shows_a_server_and_then_its_end(tmp_path: Path) -> None:
             page.get_by_text("version 1 running").wait_for()
             click_through(page, address, PAGES)
             assert f"the server is running at {server.url}" in doctor(server.folder)
-            [sampling] = (x for x in tinker_status.processes(server.folder) if "sam" in x["name"])
+            [sampling] = (
+                x for x in tinker_status.describe_processes(server.folder) if "sam" in x["name"]
+            )
             os.kill(int(sampling["said"].rpartition(" ")[2].rstrip(")")), signal.SIGKILL)
             wait_until(lambda: "sampling (process" in doctor(server.folder), server.process)
             server.stop()

@@ -28,16 +28,16 @@ def refusal(function: Any, *values: Any, **named: Any) -> str:
 
 def test_calls_and_outcomes_are_read_as_written(tmp_path: Path) -> None:
     log = CallLog(tmp_path / "new" / "model")
-    assert CallLog(tmp_path / "new" / "model").numbers("call") == []
+    assert CallLog(tmp_path / "new" / "model").list_numbers("call") == []
     call, outcome = TrainingCall(12, "optim_step", b"{}"), TrainingOutcome(b"r", version=3)
     log.write_call(call)
     log.write_outcome(7, outcome)
     assert log.read_call(12) == call and log.read_outcome(7) == outcome
     assert log.read_call(7) is None and log.read_outcome(12) is None
-    assert (log.numbers("call"), log.numbers("outcome")) == ([12], [7])
+    assert (log.list_numbers("call"), log.list_numbers("outcome")) == ([12], [7])
     names = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*"))
     assert names == ["new/model/calls/000000007.outcome", "new/model/calls/000000012.call"]
-    path = log.checkpoint_path(12, 3)
+    path = log.locate_checkpoint(12, 3)
     assert path == tmp_path / "new" / "model" / "checkpoints" / "000000012-3"
 
 
@@ -49,22 +49,22 @@ def test_the_last_two_checkpoints_and_what_they_do_not_cover_stay(tmp_path: Path
             log.write_call(TrainingCall(number, "optim_step", b""))
             log.write_outcome(number, TrainingOutcome())
         for number, version in checkpoints:
-            log.checkpoint_path(number, version).mkdir()
+            log.locate_checkpoint(number, version).mkdir()
 
     every = list(range(8))
     begin()
     log.prune()
-    assert (log.numbers("call"), log.numbers("outcome")) == (every, every)
+    assert (log.list_numbers("call"), log.list_numbers("outcome")) == (every, every)
     begin((1, 1))
     log.prune()
-    assert (log.numbers("call"), log.numbers("outcome")) == ([0, *range(2, 8)], every)
+    assert (log.list_numbers("call"), log.list_numbers("outcome")) == ([0, *range(2, 8)], every)
     begin((3, 1), (5, 10), (5, 9))
     (tmp_path / "checkpoints" / "5-new").mkdir()
     (tmp_path / "checkpoints" / "new-5").mkdir()
-    assert log.checkpoint_numbers() == [(1, 1), (3, 1), (5, 9), (5, 10)]
+    assert log.list_checkpoints() == [(1, 1), (3, 1), (5, 9), (5, 10)]
     log.prune()
-    assert log.checkpoint_numbers() == [(5, 9), (5, 10)]
-    assert (log.numbers("call"), log.numbers("outcome")) == ([0, 6, 7], [0, 6, 7])
+    assert log.list_checkpoints() == [(5, 9), (5, 10)]
+    assert (log.list_numbers("call"), log.list_numbers("outcome")) == ([0, 6, 7], [0, 6, 7])
 
 
 def test_saved_weights_are_found_by_their_path(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_saved_weights_are_found_by_their_path(tmp_path: Path) -> None:
     assert find_saved(tmp_path, path, "weights") == (folder / "a.1", saved)
     other = "tinker://s:train:0/sampler_weights/a.1"
     assert refusal(find_saved, tmp_path, other, "weights") == (
-        f"{other} has no optimizer: training goes on from tinker://MODEL/weights/"
+        f"{other} has no optimizer: training can continue only from tinker://MODEL/weights/"
     )
     assert refusal(find_saved, tmp_path, other) == f"{other}: this server has no such weights"
     for bad in (f"{path}/x", f"{path} ", "tinker://s/weights/.a", "tinker://s/other/a", "a"):
@@ -106,7 +106,7 @@ def test_bodies_that_are_no_object_are_refused(body: bytes, why: str) -> None:
 def test_bodies_of_the_largest_numbers_are_read() -> None:
     body = b'{"a": 9223372036854775807, "b": -9223372036854775808, "c": 1.5, "d": "\\u00e9"}'
     assert wire.parse_object(body) == {"a": 2**63 - 1, "b": -(2**63), "c": 1.5, "d": "é"}
-    assert wire.parse_object(b"") == {} and wire.json_reply({"a": 1}) == b'{"a": 1}'
+    assert wire.parse_object(b"") == {} and wire.encode_json({"a": 1}) == b'{"a": 1}'
 
 
 def sample_call(prompt: list[int], **more: Any) -> Any:
@@ -117,7 +117,9 @@ def sample_call(prompt: list[int], **more: Any) -> Any:
         sampling_params=sdk.SamplingParams(**params),
         **more,
     )
-    return wire.sample_request(request, ends=(1, 2), limit=16, default=9, vocabulary=50)
+    return wire.parse_sample_request(
+        request, stop_tokens=(1, 2), limit=16, default=9, vocabulary=50
+    )
 
 
 def test_a_request_for_samples_is_converted_whole() -> None:
@@ -171,7 +173,7 @@ def test_samples_that_cannot_be_had(prompt: list[int], more: dict[str, Any], why
 def test_the_result_of_a_loss_has_all_logprobs_in_one_tensor() -> None:
     rows = [np.array(row, "<f4").tobytes() for row in ([-1.0, -2.0], [-3.0])]
     message = pb.ForwardBackwardOutput()
-    message.ParseFromString(wire.loss_reply(ScoreResult(logprobs=rows, loss=1.5)))
+    message.ParseFromString(wire.encode_scores(ScoreResult(logprobs=rows, loss=1.5)))
     assert message.loss_fn_output_type == "TorchLossReturn"
     assert dict(message.metrics) == {"loss:sum": 1.5}
     (record,) = message.loss_fn_outputs

@@ -56,12 +56,12 @@ def test_two_generators_links_become_a_line() -> None:
     }
     assert numbers.link_metrics(numbers.new_totals(generators), 1.0) == {}  # nothing since then
     status = RunStatus("r", 1, 9, 1, found, {}, [], {}, False)
-    assert live.status_line(status).endswith(
+    assert live.format_status(status).endswith(
         "the link holds generators up: fetching weights takes 30% of their time, 16 MB/s each; "
         "the link holds deliveries up: acknowledged after 2 s"
     )
     near = found | {"link/fetch_share": 0.09, "link/ack_s": 0.9}
-    assert "link" not in live.status_line(RunStatus("r", 1, 9, 1, near, {}, [], {}, False))
+    assert "link" not in live.format_status(RunStatus("r", 1, 9, 1, near, {}, [], {}, False))
 
 
 def test_what_a_generator_spends_on_a_long_step_is_no_wait_for_the_link() -> None:

@@ -15,7 +15,7 @@ from asyncrl.config.tree import Config, TaskSource
 from asyncrl.contract import importing
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.printable import escape_line
-from asyncrl.tasks.data.row_objects import FOLDER, keep_text
+from asyncrl.tasks.data.row_objects import FOLDER, write_content
 
 ROWS = "env"  # task.name
 
@@ -53,7 +53,7 @@ def write_task_files(task: Task, agent: AgentConfig, folder: Path) -> Task:
         if not counts.get("train"):
             raise ConfigError(f"agent.env = {agent.env}: it has no training data set")
         files = {
-            split: keep_text((Path(temporary) / f"{split}.jsonl").read_text("utf-8"), folder)
+            split: write_content((Path(temporary) / f"{split}.jsonl").read_text("utf-8"), folder)
             for split, count in counts.items()
             if count
         }

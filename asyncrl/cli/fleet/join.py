@@ -55,7 +55,7 @@ def join(
         address,
         str(keys.resolve()) if keys else "",
         index=index,
-        cache=(cache or joining.cache_dir()).resolve(),
+        cache=(cache or joining.locate_cache()).resolve(),
         patience_s=wait,
         say=print_progress,
         trust=joining.Trust(env, trust_code),

@@ -24,4 +24,4 @@ def scale(run_dir: Path, generators: int, wait: float, as_json: bool) -> None:
     """
     from asyncrl.supervise import scaling
 
-    emit({"generators": scaling.ask(run_dir, generators, wait)}, as_json)
+    emit({"generators": scaling.request_scale(run_dir, generators, wait)}, as_json)

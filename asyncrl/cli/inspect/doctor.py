@@ -43,14 +43,16 @@ def doctor(run_dir: Path | None, exact: bool, as_json: bool) -> None:
         raise ConfigError("give a RUN_DIR (or --exact for the self-test of exact mode)")
     if tinker_status.is_server(run_dir) or tinker_status.is_model(run_dir):
         state = tinker_status.examine(run_dir)
-        print(json.dumps(state) if as_json else "\n".join(tinker_status.lines(state)))
+        print(json.dumps(state) if as_json else "\n".join(tinker_status.format_lines(state)))
         return
     if not (run_dir / "config.toml").exists():
         raise ConfigError(f"{run_dir}: no run directory (it has no config.toml)")
     config = load.load(run_dir / "config.toml")
     there = bool(config.wires.address) or process_log.is_alive(run_dir, "buffer")
     status = (
-        live.ask(rundir.current_buffer_address(config, run_dir), config.wires.curve_dir, 3.0)
+        live.request_status(
+            rundir.current_buffer_address(config, run_dir), config.wires.curve_dir, 3.0
+        )
         if there
         else None
     )
@@ -58,7 +60,7 @@ def doctor(run_dir: Path | None, exact: bool, as_json: bool) -> None:
     if as_json:
         print(json.dumps(seen))
     elif status is None:
-        print("\n".join(doctors.lines(config, run_dir, seen)))
+        print("\n".join(doctors.format_lines(config, run_dir, seen)))
     else:
         print_running(config, run_dir, status, seen)
     if not seen["running"] and not seen["ended"]:
@@ -76,7 +78,7 @@ def print_running(config: Any, run_dir: Path, status: Any, seen: dict[str, Any])
     from asyncrl.supervise import live
 
     print("".join(line + "\n" for line in seen["advice"]), end="")
-    print(live.status_line(status))
+    print(live.format_status(status))
     for who, what, on, age in status.waits:
         print(escape_line(f"{who} waits {age:.1f} s for {what} (on {on})", LONGEST_LINE))
     if status.held_up is not None:
@@ -90,8 +92,8 @@ def print_running(config: Any, run_dir: Path, status: Any, seen: dict[str, Any])
         if not process["alive"] and (process["known"] or process["name"] not in status.peers)
     ]
     print("".join(process["said"] + "\n" for process in dead), end="")
-    if {process["name"] for process in dead if process["known"]} & set(doctors.missing(seen)):
-        print(doctors.advice(config, run_dir, seen))
+    if {process["name"] for process in dead if process["known"]} & set(doctors.list_missing(seen)):
+        print(doctors.advise(config, run_dir, seen))
     watchdog = config.watchdog
     print(
         f"a step is overdue after {seen['deadline_s']:.1f} s without a commit "
@@ -107,11 +109,11 @@ def exact_mode(source: Path | None, as_json: bool) -> None:
     from asyncrl.supervise import exact_check
 
     if source is None:
-        rows = exact_check.small_models()
+        rows = exact_check.check_small_models()
     else:
         rows = exact_check.check(load.load(source / "config.toml" if source.is_dir() else source))
-    wrong = exact_check.failure(rows)
-    print(exact_check.table(rows), file=sys.stderr if as_json else sys.stdout)
+    wrong = exact_check.describe_failure(rows)
+    print(exact_check.format_table(rows), file=sys.stderr if as_json else sys.stdout)
     if as_json:
         emit({"equal": not wrong, "operators": [asdict(row) for row in rows]}, as_json)
     if wrong:

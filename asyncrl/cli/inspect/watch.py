@@ -85,8 +85,8 @@ def samples(
         SHADES,
         SampleFilter,
         SampleStore,
+        format_terminal,
         parse_range,
-        terminal_text,
     )
 
     if tinker_status.is_server(run_dir):
@@ -114,11 +114,11 @@ def samples(
     )
     found = store.find(wanted)
     if as_json:
-        result.print_result({"samples": [store.row(number) for number in found]})
+        result.print_result({"samples": [store.read_row(number) for number in found]})
         return
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     for number in found:
-        print(terminal_text(store.row(number), shade, color) + "\n")
+        print(format_terminal(store.read_row(number), shade, color) + "\n")
     print(
         f"{len(found)} of {len(store.heads)} logged samples; color: {SHADES[shade]}",
         file=sys.stderr,

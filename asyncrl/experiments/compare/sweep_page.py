@@ -25,7 +25,7 @@ from asyncrl.records.page_kit import (
     TableCell,
     TextBlock,
 )
-from asyncrl.supervise.report.run_page import ledger_by_length
+from asyncrl.supervise.report.run_page import build_length_ledger
 
 HEAD = (
     "correction",
@@ -286,7 +286,7 @@ def page_blocks(result: dict[str, Any], corrections: Sequence[tuple[str, str, st
         TableBlock(head, rows, heading=f"What the staleness rule took: {cell_name(cell)}")
         for cell in result["cells"]
         if loses_tokens(cell)
-        for head, *rows in [ledger_by_length(cell)]
+        for head, *rows in [build_length_ledger(cell)]
     ]
     return [
         TextBlock(

@@ -108,7 +108,7 @@ def _read_runs(path: Path, metric: str) -> list[MeasuredRun]:
 
 def _read_run_directory(path: Path, series: str, seed: int, metric: str) -> MeasuredRun:
     pairs = ((row["step"], row.get(metric)) for row in metrics.read(path))
-    lag = summary.left_behind(path)["lag"]["mean"]
+    lag = summary.read_buffer_summary(path)["lag"]["mean"]
     return MeasuredRun(series, seed, _numbers(pairs), float(lag))
 
 

@@ -92,7 +92,7 @@ class ReplayResult:
 
 def check_sets(sets: Sequence[str]) -> None:
     """Raise ConfigError for a key that affects sampling, because the data is fixed."""
-    known = set(load.keys())
+    known = set(load.list_keys())
     for item in sets:
         key = item.partition("=")[0].strip()
         if reason := DECIDES_DATA.get(key):

@@ -20,7 +20,7 @@ from asyncrl.experiments.simulate.simulated_processes import (
 )
 from asyncrl.experiments.simulate.times import TimeModel
 from asyncrl.experiments.simulate.world import EventClock, SimulatedBuffer
-from asyncrl.tasks.evaluation_sets import task_of
+from asyncrl.tasks.evaluation_sets import build_task
 from buffer.evaluation import Evaluations
 from buffer.groups import settings
 from buffer.ledger import total_tokens
@@ -89,7 +89,7 @@ class Simulation:
         self.draws = TimeSampler(
             times, config, seed, lambda: self.learner.number / config.learner.steps, scale or {}
         )
-        planned = evaluations(config, task_of(config)) if evaluate else Evaluations()
+        planned = evaluations(config, build_task(config)) if evaluate else Evaluations()
         store_settings = settings(config)
         store_settings.lease_s = math.inf  # leases are not renewed; only a lost generator ends them
         self.buffer = SimulatedBuffer(self.clock, times, store_settings, planned)

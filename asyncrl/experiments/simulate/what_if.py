@@ -206,7 +206,7 @@ def predict(run_dir: Path) -> dict[str, str]:
     """
     config = load.load(run_dir / "config.toml")
     ended = rundir.is_finished(run_dir, config.learner.steps)
-    fired = {line.rule for line in advice.first_lines(config, run_dir, ended=ended)}
+    fired = {line.rule for line in advice.list_advice(config, run_dir, ended=ended)}
     limit = config.staleness.limit
     questions: dict[str, tuple[list[float], list[int]]] = {
         "learner_waits": ([], [1]),

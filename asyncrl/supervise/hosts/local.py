@@ -9,38 +9,38 @@ import subprocess
 from asyncrl.contract import refusal
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.parent import die_with_parent
-from asyncrl.supervise.hosts import ProcessSpec, last_lines
+from asyncrl.supervise.hosts import ProcessSpec, read_last_lines
 
 
 class LocalProcess:
     """A child of this process."""
 
-    def __init__(self, order: ProcessSpec) -> None:
-        self.order = order
-        self._pipe, theirs = os.pipe()  # the child reports its refusal here
+    def __init__(self, spec: ProcessSpec) -> None:
+        self.spec = spec
+        self._pipe, child_end = os.pipe()  # the child reports its refusal here
         env = os.environ | {
-            "OMP_NUM_THREADS": str(order.threads),
+            "OMP_NUM_THREADS": str(spec.threads),
             "ASYNCRL_SUPERVISED": "1",
             "PYTHONUNBUFFERED": "1",
-            refusal.VARIABLE: str(theirs),
+            refusal.VARIABLE: str(child_end),
         }
         try:
-            with order.log.open("ab") as log:
+            with spec.log.open("ab") as log:
                 self.popen = subprocess.Popen(
-                    order.argv,
+                    spec.argv,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
                     env=env,
                     start_new_session=True,
-                    pass_fds=[theirs],
+                    pass_fds=[child_end],
                     preexec_fn=die_with_parent(),
                 )
         except BaseException:
             self.close()
             raise
         finally:
-            os.close(theirs)
+            os.close(child_end)
         self.pid = self.popen.pid
 
     def poll(self) -> int | None:
@@ -57,7 +57,7 @@ class LocalProcess:
         return refusal.read_refusal(self._pipe) if self._pipe >= 0 else None
 
     def tail(self, lines: int) -> list[str]:
-        return last_lines(self.order.log, lines)
+        return read_last_lines(self.spec.log, lines)
 
     def close(self) -> None:
         if self._pipe >= 0:
@@ -71,10 +71,10 @@ class LocalLauncher:
     def prepare(self) -> None:
         """Do nothing: this machine needs no preparation."""
 
-    def start(self, order: ProcessSpec) -> LocalProcess:
-        return LocalProcess(order)
+    def start(self, spec: ProcessSpec) -> LocalProcess:
+        return LocalProcess(spec)
 
-    def free_slots(self) -> int | None:
+    def count_slots(self) -> int | None:
         return None
 
     def close(self) -> None:

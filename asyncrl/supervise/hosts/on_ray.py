@@ -1,17 +1,17 @@
 """Run the processes of a run on the hosts of a Ray cluster.
 
-Ray only places, starts and watches: one placement group, one actor per bundle, and in each actor a
-`LocalLauncher`.  No trajectory and no weight passes through Ray; sockets, buffer and weight
-transport are those of any run.
+Ray only places, starts and watches processes: there is one placement group, one actor per bundle,
+and a `LocalLauncher` in each actor.  Trajectories and weights do not pass through Ray; sockets,
+buffer and weight transport are those of any run.
 
 ```
 bundle 0       buffer, learner, gateway     they share the run directory with this process
-bundle 1 + N   generator-N, by `asyncrl join`: only the package has to be installed there
+bundle 1 + N   generator-N, by `asyncrl join`: its host only needs the installed package
 ```
 
-Ray never restarts an actor (`max_restarts=0`).  The kernel ends an actor's processes with it, and
-an actor ends with the driver.  To the supervisor a lost host is a killed process, which it restarts
-by its rules, in a new actor that waits until its bundle has a host again."""
+Ray never restarts an actor (`max_restarts=0`).  The kernel kills the processes of an actor that
+exits, and an actor exits with the driver.  The supervisor treats a lost host as a killed process,
+which it restarts by its rules in a new actor, which waits until its bundle has a host again."""
 
 from __future__ import annotations
 
@@ -38,34 +38,34 @@ from asyncrl.contract import importing
 from asyncrl.contract.errors import AsyncrlError, ConfigError, PeerUnreachable
 from asyncrl.records import atomic_write, private, rundir
 from asyncrl.supervise import join
-from asyncrl.supervise.hosts import ProcessSpec, last_lines
+from asyncrl.supervise.hosts import ProcessSpec, read_last_lines
 from asyncrl.supervise.hosts.local import LocalLauncher, LocalProcess
 from asyncrl.transport import keys
 
-LOOK_S = 0.2  # between two polls of a host
+POLL_S = 0.2  # between two polls of a host
 LOG_BYTES = 1 << 18  # of a log, in one poll
 CLOSE_S = 10.0
 KEY_FILES = ("server.key", "client.key_secret")
 
 
 class ProcessState(NamedTuple):
-    """The state of one process, as its host reports it."""
+    """The state of a process as its host reports it."""
 
-    life: int
+    incarnation: int
     pid: int
     code: int | None
     refusal: tuple[int, str] | None  # exit code and message
-    log: bytes  # new since the last poll, where the log is on the host's own disk
+    log: bytes  # new output since the last poll, if the log is on the host's own disk
 
 
 class RayHost:
-    """The actor on a host: it starts and polls local processes.  No method blocks."""
+    """The actor on a host, which starts and polls local processes.  No method blocks."""
 
-    def __init__(self, where: str) -> None:
-        if os.path.isdir(where):
-            os.chdir(where)
+    def __init__(self, directory: str) -> None:
+        if os.path.isdir(directory):
+            os.chdir(directory)
         self.local = LocalLauncher()
-        self.own = Path(tempfile.mkdtemp(prefix="asyncrl-host-"))
+        self.folder = Path(tempfile.mkdtemp(prefix="asyncrl-host-"))
         self.running: dict[int, tuple[LocalProcess, ProcessSpec]] = {}
         self.sent: dict[int, int] = {}  # bytes of a log on its own disk that were sent
 
@@ -84,40 +84,45 @@ class RayHost:
             "ports": numbers,
         }
 
-    def reads(self, path: str) -> str:
-        """Read a small text file; "" when it cannot be read on this host."""
+    def read_file(self, path: str) -> str:
+        """Read a small text file, or return "" if this host cannot read it."""
         try:
             return Path(path).read_text(encoding="utf-8")
         except OSError:
             return ""
 
-    def start(self, life: int, order: ProcessSpec, secret: dict[str, bytes] | None) -> None:
+    def start(self, incarnation: int, spec: ProcessSpec, secret: dict[str, bytes] | None) -> None:
         """Start a process.
 
-        secret: the files of a generator's key.  Its command then joins with that key, and its log
+        secret: the files of a generator's key.  The generator then joins with that key, and its log
         is on this host's own disk."""
         if secret is not None:
-            key = private.directory(self.own / order.name)
+            key = private.directory(self.folder / spec.name)
             with keys.private_umask():
                 for name, data in secret.items():
                     (key / name).write_bytes(data)
-            command = [*order.argv, "--keys", str(key)] if secret else order.argv
-            log = self.own / f"{order.name}-{life}.log"
-            order = order._replace(argv=importing.command("asyncrl.cli", *command), log=log)
-            self.sent[life] = 0
-        self.running[life] = (self.local.start(order), order)
+            command = [*spec.argv, "--keys", str(key)] if secret else spec.argv
+            log = self.folder / f"{spec.name}-{incarnation}.log"
+            spec = spec._replace(argv=importing.command("asyncrl.cli", *command), log=log)
+            self.sent[incarnation] = 0
+        self.running[incarnation] = (self.local.start(spec), spec)
 
     def poll_processes(self) -> list[ProcessState]:
-        return [self._process_state(life, *entry) for life, entry in list(self.running.items())]
+        return [
+            self._poll_process(incarnation, *entry)
+            for incarnation, entry in list(self.running.items())
+        ]
 
-    def _process_state(self, life: int, process: LocalProcess, order: ProcessSpec) -> ProcessState:
+    def _poll_process(
+        self, incarnation: int, process: LocalProcess, spec: ProcessSpec
+    ) -> ProcessState:
         code = process.poll()
         log = b""
-        if life in self.sent:
-            with order.log.open("rb") as file:
-                file.seek(self.sent[life])
+        if incarnation in self.sent:
+            with spec.log.open("rb") as file:
+                file.seek(self.sent[incarnation])
                 log = file.read(LOG_BYTES)
-            self.sent[life] += len(log)
+            self.sent[incarnation] += len(log)
         if len(log) == LOG_BYTES:
             code = None  # reported together with the end of the log
         refusal = None
@@ -125,18 +130,18 @@ class RayHost:
             error = process.read_refusal()
             refusal = None if error is None else (error.exit_code, str(error))
             process.close()
-            del self.running[life]
-        return ProcessState(life, process.pid, code, refusal, log)
+            del self.running[incarnation]
+        return ProcessState(incarnation, process.pid, code, refusal, log)
 
-    def signal(self, life: int, number: int) -> None:
-        if life in self.running:
-            self.running[life][0].signal(number)
+    def signal(self, incarnation: int, number: int) -> None:
+        if incarnation in self.running:
+            self.running[incarnation][0].signal(number)
 
     def clean(self, run_dir: str) -> None:
         """Kill all processes and remove everything of the run from this host."""
         for process, _ in self.running.values():
             process.kill()
-        shutil.rmtree(self.own, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
         if Path(run_dir).is_dir():
             with contextlib.suppress(OSError, AsyncrlError):
                 rundir.clean(Path(run_dir))
@@ -144,15 +149,15 @@ class RayHost:
 
 @dataclass
 class RayProcess:
-    """The supervisor's handle of a process, with the state that its host last reported."""
+    """The supervisor's handle of a process, with the last state that its host reported."""
 
     host: RayHostHandle
-    life: int
-    order: ProcessSpec
+    incarnation: int
+    spec: ProcessSpec
     pid: int = 0
     code: int | None = None
     refusal: AsyncrlError | None = None
-    killed: float = 0.0  # when that was first asked for
+    killed: float = 0.0  # time of the first request to kill it
     kill_next: float = 0.0
 
     def poll(self) -> int | None:
@@ -164,26 +169,26 @@ class RayProcess:
         if number == signal.SIGKILL:
             self.kill()
         elif self.code is None and not self.host.up:  # its actor still waits for a host
-            self.host.drop(f"{self.order.name} was ended before its start")
+            self.host.drop(f"{self.spec.name} was ended before its start")
             self.code = -number
         elif self.code is None:
-            self.host.actor.signal.remote(self.life, number)
+            self.host.actor.signal.remote(self.incarnation, number)
 
     def kill(self) -> None:
-        """Kill it; a host that does not answer within CLOSE_S is dropped with all its processes."""
+        """Kill the process; drop a host with all its processes if it does not reply in CLOSE_S."""
         now = time.monotonic()
         self.killed = self.killed or now
         if self.code is None and (not self.host.up or now - self.killed > CLOSE_S):
-            self.host.drop(f"{self.order.name} was killed")
+            self.host.drop(f"{self.spec.name} was killed")
         elif self.code is None and now > self.kill_next:
             self.kill_next = now + 1.0
-            self.host.actor.signal.remote(self.life, signal.SIGKILL)
+            self.host.actor.signal.remote(self.incarnation, signal.SIGKILL)
 
     def read_refusal(self) -> AsyncrlError | None:
         return self.refusal
 
     def tail(self, lines: int) -> list[str]:
-        return last_lines(self.order.log, lines)
+        return read_last_lines(self.spec.log, lines)
 
     def close(self) -> None:
         """Do nothing: this handle holds no resources."""
@@ -191,7 +196,7 @@ class RayProcess:
     def update_state(self, state: ProcessState) -> None:
         self.pid = state.pid
         if state.log:
-            with self.order.log.open("ab") as log:
+            with self.spec.log.open("ab") as log:
                 log.write(state.log)
         if state.code is not None:
             self.code = state.code
@@ -199,11 +204,11 @@ class RayProcess:
                 self.refusal = AsyncrlError(state.refusal[1])
                 self.refusal.exit_code = state.refusal[0]
 
-    def mark_lost(self, why: str) -> None:
-        """Record that its host was lost, and the process with it."""
+    def mark_lost(self, reason: str) -> None:
+        """Record that the process was lost with its host."""
         if self.code is None:
-            with self.order.log.open("a", encoding="utf-8") as log:
-                log.write(f"the host of {self.order.name} was lost: {why}\n")
+            with self.spec.log.open("a", encoding="utf-8") as log:
+                log.write(f"the host of {self.spec.name} was lost: {reason}\n")
             self.code = -signal.SIGKILL
 
 
@@ -214,13 +219,13 @@ class RayHostHandle:
     actor: Any
     processes: dict[int, RayProcess] = field(default_factory=dict)
     gone: bool = False
-    up: bool = False  # it has answered
+    up: bool = False  # the actor has replied
     pending: Any = None  # the poll in progress
-    looked: float = 0.0
+    polled: float = 0.0
     calls: list[Any] = field(default_factory=list)  # starts that have not returned
 
     def poll(self) -> None:
-        """Process the reply of the last poll; start another one every LOOK_S seconds."""
+        """Process the reply of the last poll; start another one every POLL_S seconds."""
         import ray
 
         if self.gone:
@@ -228,8 +233,8 @@ class RayHostHandle:
         try:
             ready, self.calls = ray.wait(self.calls, timeout=0) if self.calls else ([], [])
             ray.get(ready)
-            if self.pending is None and time.monotonic() - self.looked > LOOK_S:
-                self.looked = time.monotonic()
+            if self.pending is None and time.monotonic() - self.polled > POLL_S:
+                self.polled = time.monotonic()
                 self.pending = self.actor.poll_processes.remote()
             if self.pending is None or not ray.wait([self.pending], timeout=0)[0]:
                 return
@@ -243,11 +248,11 @@ class RayHostHandle:
         self.pending = None
         self.up = True
         for state in states:
-            if state.life in self.processes:
-                self.processes[state.life].update_state(state)
+            if state.incarnation in self.processes:
+                self.processes[state.incarnation].update_state(state)
 
-    def drop(self, why: str) -> None:
-        """Kill the actor, and mark its processes as lost."""
+    def drop(self, reason: str) -> None:
+        """Kill the actor and mark its processes as lost."""
         import ray
 
         self.gone = True
@@ -255,20 +260,26 @@ class RayHostHandle:
             with contextlib.suppress(Exception):
                 ray.kill(self.actor)
         for process in self.processes.values():
-            process.mark_lost(why)
+            process.mark_lost(reason)
 
 
-def bundles(config: Config) -> list[dict[str, float]]:
-    """The resources of each bundle: the learner's, then one per generator."""
+def list_bundles(config: Config) -> list[dict[str, float]]:
+    """Return the resources of each bundle: the learner's, then one per generator."""
 
-    def asked(part: Any) -> dict[str, float]:
-        return {"CPU": part.cpus} | ({"GPU": part.gpus} if part.gpus else {})
+    def to_resources(host_placement: Any) -> dict[str, float]:
+        return {"CPU": host_placement.cpus} | (
+            {"GPU": host_placement.gpus} if host_placement.gpus else {}
+        )
 
     placement = config.placement
-    return [asked(placement.learner)] + [asked(placement.generator)] * config.generators
+    return [to_resources(placement.learner)] + [
+        to_resources(placement.generator)
+    ] * config.generators
 
 
-def describe_resources(wanted: list[dict[str, float]], hosts: list[dict[str, float]]) -> str:
+def describe_resources(
+    requested_bundles: list[dict[str, float]], hosts: list[dict[str, float]]
+) -> str:
     """Describe requested and available resources, for an error message.
 
     >>> describe_resources([{"CPU": 1}, {"CPU": 2, "GPU": 1}], [{"CPU": 1.0, "memory": 5.0}])
@@ -279,7 +290,7 @@ def describe_resources(wanted: list[dict[str, float]], hosts: list[dict[str, flo
         return " ".join(f"{n:g} {name}" for name, n in resources.items() if name in ("CPU", "GPU"))
 
     present = [format_resources(host) or "no CPU" for host in hosts]
-    requested = "; ".join(map(format_resources, wanted))
+    requested = "; ".join(map(format_resources, requested_bundles))
     return f"wanted: {requested}; hosts: {'; '.join(present) or 'none'}"
 
 
@@ -291,77 +302,79 @@ class RayLauncher:
         self.run_dir = run_dir
         self.group = group
         self.hosts: dict[int, RayHostHandle] = {}
-        self.lives = 0
+        self.incarnations = 0
 
     def prepare(self) -> None:
-        """Make missing keys, and write the cluster's addresses into the run directory.
+        """Create missing keys and write the cluster's addresses into the run directory.
 
         Raises ConfigError when the learner's host cannot read the run directory."""
         import ray
 
-        where = Path(self.config.wires.curve_dir)
+        key_dir = Path(self.config.wires.curve_dir)
         names = ["gateway-0"] if self.config.uses_sessions else []
         names += [f"generator-{number}" for number in range(self.config.generators)]
-        if not all((where / name).is_dir() for name in names):
-            keys.make_keys(where, self.config.generators)
+        if not all((key_dir / name).is_dir() for name in names):
+            keys.make_keys(key_dir, self.config.generators)
         path = self.run_dir / "run_id"
-        if ray.get(self.host(0).actor.reads.remote(str(path))) != path.read_text(encoding="utf-8"):
+        if ray.get(self.ensure_host(0).actor.read_file.remote(str(path))) != path.read_text(
+            encoding="utf-8"
+        ):
             raise ConfigError(
                 f"runs: the learner's host cannot read {self.run_dir}: put the run on a path that "
                 "it shares with this machine, with --set runs=DIR"
             )
         nodes = ray.util.placement_group_table(self.group)["bundles_to_node_id"]
-        hosts = {"wires": addresses(self.config.wires), "nodes": nodes}
+        hosts = {"wires": list_addresses(self.config.wires), "nodes": nodes}
         atomic_write.write(self.run_dir / "hosts.json", json.dumps(hosts))
         # the config of a resumed run still has the addresses of its last start
         atomic_write.write(self.run_dir / "config.toml", load.dump(self.config), sync=True)
 
-    def free_slots(self) -> int:
+    def count_slots(self) -> int:
         return len(self.group.bundle_specs) - 1
 
-    def host(self, bundle: int) -> RayHostHandle:
-        """Return the actor of a bundle; a new one where the last one is gone."""
+    def ensure_host(self, bundle: int) -> RayHostHandle:
+        """Return the actor of a bundle, and start a new one if the last one was lost."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         if bundle in self.hosts and not self.hosts[bundle].gone:
             return self.hosts[bundle]
-        asked = self.group.bundle_specs[bundle]
-        kind = ray.remote(RayHost).options(
-            num_cpus=asked.get("CPU", 0),
-            num_gpus=asked.get("GPU", 0),
+        resources = self.group.bundle_specs[bundle]
+        actor_class = ray.remote(RayHost).options(
+            num_cpus=resources.get("CPU", 0),
+            num_gpus=resources.get("GPU", 0),
             max_restarts=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 self.group, placement_group_bundle_index=bundle
             ),
         )
-        self.hosts[bundle] = RayHostHandle(kind.remote(os.getcwd()))
+        self.hosts[bundle] = RayHostHandle(actor_class.remote(os.getcwd()))
         return self.hosts[bundle]
 
-    def start(self, order: ProcessSpec) -> RayProcess:
+    def start(self, spec: ProcessSpec) -> RayProcess:
         secret = None
         bundle = 0
-        if order.name.startswith("generator-"):
-            number = int(order.name.rpartition("-")[2])
+        if spec.name.startswith("generator-"):
+            number = int(spec.name.rpartition("-")[2])
             bundle = number + 1
-            if bundle > self.free_slots():
+            if bundle > self.count_slots():
                 raise ConfigError(
-                    f"{order.name}: placement only has room for {self.free_slots()} generators"
+                    f"{spec.name}: placement only has room for {self.count_slots()} generators"
                 )
             patience = self.config.watchdog.startup_s
             command = ["join", self.config.wires.address, "--index", str(number)]
-            command += ["--wait", f"{patience:g}", *join.trusting(self.config)]
-            order = order._replace(argv=command)
-            own = Path(self.config.wires.curve_dir) / order.name
-            secret = {name: (own / name).read_bytes() for name in KEY_FILES}
-        self.lives += 1
-        host = self.host(bundle)
-        process = host.processes[self.lives] = RayProcess(host, self.lives, order)
-        host.calls.append(host.actor.start.remote(self.lives, order, secret))
+            command += ["--wait", f"{patience:g}", *join.list_trust_options(self.config)]
+            spec = spec._replace(argv=command)
+            key_dir = Path(self.config.wires.curve_dir) / spec.name
+            secret = {name: (key_dir / name).read_bytes() for name in KEY_FILES}
+        self.incarnations += 1
+        host = self.ensure_host(bundle)
+        process = host.processes[self.incarnations] = RayProcess(host, self.incarnations, spec)
+        host.calls.append(host.actor.start.remote(self.incarnations, spec, secret))
         return process
 
     def close(self) -> None:
-        """End every actor with its processes, and free the cluster's resources."""
+        """End every actor with its processes and free the cluster's resources."""
         import ray
 
         calls = [h.actor.clean.remote(str(self.run_dir)) for h in self.hosts.values() if not h.gone]
@@ -370,24 +383,24 @@ class RayLauncher:
         ray.util.remove_placement_group(self.group)
 
 
-def cluster_config(config: Config) -> Config:
+def adapt_config(config: Config) -> Config:
     """Adapt the config to a cluster.  Raises ConfigError for settings that need one machine."""
-    if (how := config.weights.transport) not in ("auto", "tcp"):
+    if (transport := config.weights.transport) not in ("auto", "tcp"):
         raise ConfigError(
-            f"--on ray: weights.transport = {how} only works on one machine; use auto"
+            f"--on ray: weights.transport = {transport} only works on one machine; use auto"
         )
     count = config.placement.generator.count or config.generators
     return msgspec.structs.replace(config, generators=count)
 
 
-def addresses(wires: WiresConfig) -> list[str]:
+def list_addresses(wires: WiresConfig) -> list[str]:
     """Return the addresses of the buffer, the weights and, with sessions, the gateway."""
     gateway = [wires.gateway_address] if wires.gateway_address else []
     return [wires.address, wires.weights_address, *gateway]
 
 
-def previous_addresses(run_dir: Path) -> list[str]:
-    """Return the addresses that the run's last start was given; [] without one."""
+def read_previous_addresses(run_dir: Path) -> list[str]:
+    """Return the addresses of the run's last start, or [] for its first start."""
     try:
         return list(json.loads((run_dir / "hosts.json").read_text(encoding="utf-8"))["wires"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -395,21 +408,21 @@ def previous_addresses(run_dir: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def placed_on_cluster(
+def place_on_cluster(
     config: Config, run_dir: Path, on: str, say: Callable[[str], None]
 ) -> Iterator[tuple[Config, RayLauncher]]:
-    """Place bundles on the cluster that `on` names, and free them at the end."""
+    """Place bundles on the cluster that `on` names and free them at the end."""
     import_ray(on)
     require_kept_directory(run_dir)
     import ray
 
     connect(on)
     try:
-        config, maker = place_bundles(config, run_dir, on, say)
+        config, launcher = place_bundles(config, run_dir, on, say)
         try:
-            yield config, maker
+            yield config, launcher
         finally:
-            maker.close()
+            launcher.close()
     finally:
         ray.shutdown()
 
@@ -424,7 +437,7 @@ def require_kept_directory(run_dir: Path) -> None:
 
 
 def import_ray(on: str) -> None:
-    """Raise ConfigError when Ray is not installed."""
+    """Raise ConfigError if Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
         raise ConfigError(f"--on {on}: Ray is not installed: pip install 'asyncrl[ray]'")
 
@@ -449,13 +462,13 @@ def connect(on: str) -> None:
 def place_bundles(
     config: Config, run_dir: Path, on: str, say: Callable[[str], None]
 ) -> tuple[Config, RayLauncher]:
-    """Find a host for every bundle; returns the config with the buffer's addresses, and a launcher.
+    """Find a host for every bundle; return the config with the addresses, and a launcher.
 
     Raises PeerUnreachable with requested and available resources when the group is not placed
     within `placement.deadline_s`, and ConfigError when a host has another version of asyncrl."""
     import ray
 
-    group = ray.util.placement_group(bundles(config), strategy=config.placement.strategy)
+    group = ray.util.placement_group(list_bundles(config), strategy=config.placement.strategy)
     say(f"ray: {len(group.bundle_specs)} bundles, {config.placement.strategy}")
     if not group.wait(config.placement.deadline_s):
         hosts = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -464,23 +477,27 @@ def place_bundles(
         raise PeerUnreachable(
             f"--on {on}: not placed within {config.placement.deadline_s:g} s "
             f"(placement.deadline_s), {config.placement.strategy}; "
-            f"{describe_resources(bundles(config), hosts)}; free in all: "
+            f"{describe_resources(list_bundles(config), hosts)}; free in all: "
             f"{' '.join(f'{n:g} {name}' for name, n in free.items()) or 'nothing'}"
         )
-    maker = RayLauncher(config, run_dir, group)
-    first = maker.host(0)
-    about = ray.get(first.actor.describe_host.remote(3), timeout=config.placement.deadline_s)
-    first.up = True
-    if about["version"] != asyncrl.__version__:
+    launcher = RayLauncher(config, run_dir, group)
+    learner_host = launcher.ensure_host(0)
+    description = ray.get(
+        learner_host.actor.describe_host.remote(3), timeout=config.placement.deadline_s
+    )
+    learner_host.up = True
+    if description["version"] != asyncrl.__version__:
         raise ConfigError(
-            f"--on {on}: {about['ip']} has asyncrl {about['version']}, this machine "
+            f"--on {on}: {description['ip']} has asyncrl {description['version']}, this machine "
             f"{asyncrl.__version__}: install the same on all hosts"
         )
     wires = config.wires
     # replace addresses of an earlier start, but keep those that the user set
-    if previous_addresses(run_dir) == addresses(wires):
+    if read_previous_addresses(run_dir) == list_addresses(wires):
         wires = msgspec.structs.replace(wires, address="", weights_address="", gateway_address="")
-    buffer, weights, gateway = (f"tcp://{about['ip']}:{port}" for port in about["ports"])
+    buffer, weights, gateway = (
+        f"tcp://{description['ip']}:{port}" for port in description["ports"]
+    )
     curve_dir = wires.curve_dir or str((run_dir / "keys").resolve())
     config = msgspec.structs.replace(
         config,
@@ -492,7 +509,7 @@ def place_bundles(
             curve_dir=curve_dir,
         ),
     )
-    maker.config = config
+    launcher.config = config
     processes = "buffer, learner and gateway" if config.uses_sessions else "buffer and learner"
-    say(f"ray: {processes} on {about['ip']}")
-    return config, maker
+    say(f"ray: {processes} on {description['ip']}")
+    return config, launcher

@@ -1,7 +1,7 @@
 """`asyncrl run --on slurm`: write a batch script for Slurm, to review and submit with sbatch.
 
-The job has two components.  The first runs the batch script, buffer, learner, a gateway of sessions
-and one generator; the second has a task for each further generator, which joins."""
+The job has two components.  The first runs the batch script, the buffer, the learner, the gateway
+of sessions and one generator.  The second has a task for each further generator, which joins."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.supervise import join
 
-WARN_S = 120  # Slurm sends SIGTERM so long before the time limit; the learner then checkpoints
+WARN_S = 120  # Slurm sends SIGTERM this long before the time limit; the learner then checkpoints
 
 SCRIPT = """\
 #!/bin/bash
 #SBATCH --job-name={name}
-#SBATCH --output={out}
+#SBATCH --output={output}
 #SBATCH --signal=B:TERM@{warn}
 #SBATCH --requeue
 #SBATCH --nodes=1 --ntasks=1 {first}
@@ -60,14 +60,14 @@ exit $code
 """
 
 
-# sessions: the generators take calls from the gateway, which runs beside buffer and learner
+# with sessions, the generators receive calls from the gateway, which runs beside the buffer
 GATEWAY = 'wires+=(--set "wires.gateway_address=tcp://$ip:$((port + 2))")'
 
 
-def resources(host: HostPlacement) -> str:
-    """Format the resource options of a task; Slurm only has whole CPUs and GPUs.
+def format_resources(host: HostPlacement) -> str:
+    """Format the resource options of a task; Slurm only allocates whole CPUs and GPUs.
 
-    >>> resources(HostPlacement(cpus=2, gpus=1)), resources(HostPlacement())
+    >>> format_resources(HostPlacement(cpus=2, gpus=1)), format_resources(HostPlacement())
     ('--cpus-per-task=2 --gpus-per-task=1', '--cpus-per-task=1')
     """
     if host.cpus % 1 or host.gpus % 1:
@@ -79,35 +79,35 @@ def resources(host: HostPlacement) -> str:
     return f"--cpus-per-task={host.cpus:g}{gpus}"
 
 
-def script(config: Config, source: str, sets: Sequence[str], run_dir: Path) -> str:
-    """Write the batch script for `asyncrl run SOURCE --set ...`.
+def render_script(config: Config, source: str, sets: Sequence[str], run_dir: Path) -> str:
+    """Return the batch script for `asyncrl run SOURCE --set ...`.
 
-    Raises ConfigError for a config that cannot run on several hosts, or needs only one."""
-    if (how := config.weights.transport) not in ("auto", "tcp"):
+    Raises ConfigError for a config that cannot run on several hosts or needs only one."""
+    if (transport := config.weights.transport) not in ("auto", "tcp"):
         raise ConfigError(
-            f"--on slurm: weights.transport = {how} only works on one machine; use auto"
+            f"--on slurm: weights.transport = {transport} only works on one machine; use auto"
         )
-    more = (config.placement.generator.count or config.generators) - 1
-    if more < 1:
+    joining = (config.placement.generator.count or config.generators) - 1
+    if joining < 1:
         raise ConfigError(
             "--on slurm: one generator needs one machine: run it there, or raise "
             "placement.generator.count"
         )
-    where = run_dir.resolve()
-    named = [*sets, f"name={where.name!r}", f"runs={str(where.parent)!r}"]
-    words = [source if not Path(source).exists() else str(Path(source).resolve())]
-    words += [word for item in named for word in ("--set", item)]
+    directory = run_dir.resolve()
+    items = [*sets, f"name={directory.name!r}", f"runs={str(directory.parent)!r}"]
+    command = [source if not Path(source).exists() else str(Path(source).resolve())]
+    command += [word for item in items for word in ("--set", item)]
     return SCRIPT.format(
-        name=shlex.quote(f"asyncrl-{where.name}"),
-        out=f"{where}-%j.out",
+        name=shlex.quote(f"asyncrl-{directory.name}"),
+        output=f"{directory}-%j.out",
         warn=WARN_S,
-        first=resources(config.placement.learner),
-        each=resources(config.placement.generator),
-        count=more,
-        keys=more + 1,
+        first=format_resources(config.placement.learner),
+        each=format_resources(config.placement.generator),
+        count=joining,
+        keys=joining + 1,
         cwd=shlex.quote(os.getcwd()),
-        run_dir=shlex.quote(str(where)),
-        command=shlex.join(words),
+        run_dir=shlex.quote(str(directory)),
+        command=shlex.join(command),
         gateway=f"\n{GATEWAY}" if config.uses_sessions else "",
-        trust="".join(f" {word}" for word in join.trusting(config)),
+        trust="".join(f" {word}" for word in join.list_trust_options(config)),
     )

@@ -1,4 +1,4 @@
-"""Say in words what limited a run's speed, whether staleness hurt, and what to try next.
+"""Describe what limited a run's speed, whether staleness hurt, and what to try next.
 
 Each rule is a function of the run that returns a sentence or None. docs/watch.md lists them.
 """
@@ -17,24 +17,24 @@ from asyncrl.records import jsonl, trackers
 from asyncrl.records.health_checks import HealthFinding
 from asyncrl.supervise.report.series import Series
 
-PREDICTION = "what_if.json"  # what `asyncrl simulate` says of this run, by `asyncrl report`
-CHECKS = "health.jsonl"  # health checks with the step at which each fired first
+PREDICTION = "what_if.json"  # predictions of `asyncrl simulate`, written by `asyncrl report`
+CHECKS = "health.jsonl"  # health checks with the step at which each first fired
 
-WINDOW = 20  # newest values that a rule looks at
-LEAST = 8  # values that a rule needs
+WINDOW = 20  # number of newest values that a rule uses
+LEAST = 8  # number of values that a rule needs
 BUSY = 0.05  # idle share below which a side counts as busy
 IDLE = 0.15  # idle share from which a side counts as waiting
 LOW_ESS = 0.5
-STALENESS_SHARE = 2.0  # how many times the mismatch the staleness part must be
+STALENESS_SHARE = 2.0  # smallest ratio of the staleness part to the mismatch
 
 
 class Advice(NamedTuple):
-    """A sentence on a run.
+    """A sentence about a run.
 
-    rule: its name in docs/watch.md.
+    rule: the name in docs/watch.md.
     about: speed, staleness, learning, or health (a health check that fired).
-    said: what was seen, with its numbers.
-    try_this: what to do; "" where there is nothing to do.
+    said: the observation, with its numbers.
+    try_this: the recommendation, or "".
     """
 
     rule: str
@@ -42,15 +42,15 @@ class Advice(NamedTuple):
     said: str
     try_this: str
 
-    def as_line(self) -> str:
+    def format_line(self) -> str:
         return f"{self.said}. To try: {self.try_this}" if self.try_this else self.said
 
 
 class Facts(NamedTuple):
     """Inputs of the rules: the run's metrics and two of its settings.
 
-    ended: all steps are made. Its last batches do not count: generators had no more tickets.
-    predicted: rule -> what a simulation with the run's own times says of its proposal.
+    ended: all steps are made. The last batches then do not count: generators had no more tickets.
+    predicted: rule -> prediction of a simulation with the run's own times for its proposal.
     """
 
     series: Series
@@ -60,26 +60,26 @@ class Facts(NamedTuple):
     predicted: Mapping[str, str] = {}
 
 
-def recent(facts: Facts, name: str) -> float | None:
-    """Mean of the newest WINDOW values of a metric; None for fewer than LEAST."""
-    values = facts.series.values(name)
+def average_recent(facts: Facts, name: str) -> float | None:
+    """Return the mean of the newest WINDOW values of a metric, or None for fewer than LEAST."""
+    values = facts.series.get_values(name)
     if facts.ended:
         values = values[: len(values) - 1 - (facts.max_lag or 0)]
     return float(values[-WINDOW:].mean()) if len(values) >= LEAST else None
 
 
-def _prediction(facts: Facts, rule: str, option: str, answer: str) -> str:
-    """Return what a simulation says of a rule's proposal, or how to ask one."""
-    if said := facts.predicted.get(rule):
-        return f". Simulated with the times of this run: {said}"
-    return f"; `asyncrl simulate CONFIG --from RUN {option}` says {answer}"
+def _describe_prediction(facts: Facts, rule: str, option: str, question: str) -> str:
+    """Return the prediction of a simulation for a rule's proposal, or how to get one."""
+    if prediction := facts.predicted.get(rule):
+        return f". Simulated with the times of this run: {prediction}"
+    return f"; `asyncrl simulate CONFIG --from RUN {option}` predicts {question}"
 
 
-def learner_waits(facts: Facts) -> Advice | None:
+def check_learner_waits(facts: Facts) -> Advice | None:
     """The learner waits for samples while the generators are busy."""
-    learner = recent(facts, "time/learner_idle_share")
-    generator = recent(facts, "time/generator_idle_share")
-    rewards = recent(facts, "time/reward_wait_share") or 0.0
+    learner = average_recent(facts, "time/learner_idle_share")
+    generator = average_recent(facts, "time/generator_idle_share")
+    rewards = average_recent(facts, "time/reward_wait_share") or 0.0
     if learner is None or generator is None or learner < IDLE or rewards > IDLE:
         return None
     if generator > BUSY + IDLE:
@@ -91,15 +91,15 @@ def learner_waits(facts: Facts) -> Advice | None:
         f"generators {generator:.0%}",
         f"add a generator (generators = {facts.generators + 1}), or shorten what is generated "
         "(generator.max_new_tokens)"
-        + _prediction(facts, "learner_waits", "--more 1", "what one more would give"),
+        + _describe_prediction(facts, "learner_waits", "--more 1", "what one more would give"),
     )
 
 
-def generators_wait(facts: Facts) -> Advice | None:
+def check_generators_wait(facts: Facts) -> Advice | None:
     """The generators wait for tickets while the learner is busy."""
-    learner = recent(facts, "time/learner_idle_share")
-    generator = recent(facts, "time/generator_idle_share")
-    rewards = recent(facts, "time/reward_wait_share") or 0.0
+    learner = average_recent(facts, "time/learner_idle_share")
+    generator = average_recent(facts, "time/generator_idle_share")
+    rewards = average_recent(facts, "time/reward_wait_share") or 0.0
     if learner is None or generator is None or generator < IDLE or learner > BUSY + IDLE:
         return None
     if rewards > generator / 2:
@@ -114,9 +114,9 @@ def generators_wait(facts: Facts) -> Advice | None:
     )
 
 
-def rewards_wait(facts: Facts) -> Advice | None:
+def check_rewards_wait(facts: Facts) -> Advice | None:
     """Generators wait for rewards."""
-    rewards = recent(facts, "time/reward_wait_share")
+    rewards = average_recent(facts, "time/reward_wait_share")
     if rewards is None or rewards < IDLE:
         return None
     return Advice(
@@ -128,18 +128,18 @@ def rewards_wait(facts: Facts) -> Advice | None:
     )
 
 
-def both_wait(facts: Facts) -> Advice | None:
+def check_both_wait(facts: Facts) -> Advice | None:
     """Both sides wait in turn, as in synchronous training."""
-    learner = recent(facts, "time/learner_idle_share")
-    generator = recent(facts, "time/generator_idle_share")
+    learner = average_recent(facts, "time/learner_idle_share")
+    generator = average_recent(facts, "time/generator_idle_share")
     if learner is None or generator is None or min(learner, generator) < IDLE:
         return None
-    if (recent(facts, "time/reward_wait_share") or 0.0) > IDLE:
+    if (average_recent(facts, "time/reward_wait_share") or 0.0) > IDLE:
         return None
     limit = facts.max_lag
-    raise_it = (
+    remedy = (
         f"raise staleness.max_lag (now {limit})"
-        + _prediction(facts, "both_wait", f"--limit {limit + 1}", "what that would give")
+        + _describe_prediction(facts, "both_wait", f"--limit {limit + 1}", "what that would give")
         if limit is not None and limit < 2
         else "look for what delays both: swaps of weights (time/swap), publication (time/publish)"
     )
@@ -148,14 +148,14 @@ def both_wait(facts: Facts) -> Advice | None:
         "speed",
         f"learner and generators wait for each other: {learner:.0%} and {generator:.0%} of their "
         "time",
-        raise_it,
+        remedy,
     )
 
 
-def balanced(facts: Facts) -> Advice | None:
+def check_balanced(facts: Facts) -> Advice | None:
     """Neither side waits much."""
-    learner = recent(facts, "time/learner_idle_share")
-    generator = recent(facts, "time/generator_idle_share")
+    learner = average_recent(facts, "time/learner_idle_share")
+    generator = average_recent(facts, "time/generator_idle_share")
     if learner is None or generator is None or max(learner, generator) >= IDLE:
         return None
     return Advice(
@@ -166,9 +166,9 @@ def balanced(facts: Facts) -> Advice | None:
     )
 
 
-def staleness_harmless(facts: Facts) -> Advice | None:
-    """The effective sample size says that lag has cost little."""
-    ess, lag = recent(facts, "is/ess"), recent(facts, "lag/mean")
+def check_staleness_harmless(facts: Facts) -> Advice | None:
+    """The effective sample size shows that lag costs little."""
+    ess, lag = average_recent(facts, "is/ess"), average_recent(facts, "lag/mean")
     if ess is None or lag is None or ess < 0.9 or lag < 0.5:
         return None
     return Advice(
@@ -180,16 +180,16 @@ def staleness_harmless(facts: Facts) -> Advice | None:
     )
 
 
-def staleness_hurts(facts: Facts) -> Advice | None:
+def check_staleness_hurts(facts: Facts) -> Advice | None:
     """The effective sample size has fallen, and staleness is the larger part of the ratio."""
-    ess, lag = recent(facts, "is/ess"), recent(facts, "lag/mean")
+    ess, lag = average_recent(facts, "is/ess"), average_recent(facts, "lag/mean")
     if ess is None or lag is None or ess > LOW_ESS or lag < 0.5:
         return None
-    stale = recent(facts, "split/staleness_k3")
-    engine = recent(facts, "split/mismatch_k3")
+    stale = average_recent(facts, "split/staleness_k3")
+    engine = average_recent(facts, "split/mismatch_k3")
     if stale is not None and engine is not None and stale < STALENESS_SHARE * engine:
         return None
-    parts = (
+    comparison = (
         f"; staleness is {stale:.1e} nats a token of the log ratio, engine mismatch {engine:.1e}"
         if stale is not None and engine is not None
         else ""
@@ -200,16 +200,16 @@ def staleness_hurts(facts: Facts) -> Advice | None:
         "staleness_hurts",
         "staleness",
         f"staleness costs much: at a mean lag of {lag:.2f} the effective sample size is {ess:.0%} "
-        f"of the batch{parts}",
+        f"of the batch{comparison}",
         f"{lower}, lower learner.lr, or compare with a method made for lag: "
         "`asyncrl compare CONFIG --arm gmpo --arm vespo`",
     )
 
 
-def mismatch_dominates(facts: Facts) -> Advice | None:
+def check_mismatch_dominates(facts: Facts) -> Advice | None:
     """Engine mismatch, not staleness, is the larger part of the log ratio."""
-    stale = recent(facts, "split/staleness_k3")
-    engine = recent(facts, "split/mismatch_k3")
+    stale = average_recent(facts, "split/staleness_k3")
+    engine = average_recent(facts, "split/mismatch_k3")
     if stale is None or engine is None or engine < 1e-4 or engine < stale:
         return None
     return Advice(
@@ -220,51 +220,53 @@ def mismatch_dominates(facts: Facts) -> Advice | None:
     )
 
 
-def learning(facts: Facts) -> Advice | None:
+def check_learning(facts: Facts) -> Advice | None:
     """Held-out reward from the first to the last evaluation."""
-    values = facts.series.values("eval/heldout")
+    values = facts.series.get_values("eval/heldout")
     if len(values) < 2:
         return None
     best = int(np.argmax(values))
-    fell = values[best] - values[-1]
-    count = facts.series.latest("eval/heldout_n") or 1.0
+    drop = values[best] - values[-1]
+    count = facts.series.get_latest("eval/heldout_n") or 1.0
     noise = 2 * float(np.sqrt(max(values[best] * (1 - values[best]), 0.01) / count))
-    words = f"held-out reward {values[0]:.3f} at the start, {values[-1]:.3f} now"
-    if best < len(values) - 1 and fell > max(noise, 0.02):
+    accuracies = f"held-out reward {values[0]:.3f} at the start, {values[-1]:.3f} now"
+    if best < len(values) - 1 and drop > max(noise, 0.02):
         return Advice(
             "accuracy_fell",
             "learning",
-            f"{words}; it was {values[best]:.3f} at evaluation {best + 1} of {len(values)}",
+            f"{accuracies}; it was {values[best]:.3f} at evaluation {best + 1} of {len(values)}",
             "take the checkpoint of that time; lower learner.lr, or add a KL term (kl.loss)",
         )
-    return Advice("accuracy", "learning", words, "")
+    return Advice("accuracy", "learning", accuracies, "")
 
 
 RULES: tuple[Callable[[Facts], Advice | None], ...] = (
-    learning,
-    rewards_wait,
-    both_wait,
-    learner_waits,
-    generators_wait,
-    balanced,
-    staleness_hurts,
-    mismatch_dominates,
-    staleness_harmless,
+    check_learning,
+    check_rewards_wait,
+    check_both_wait,
+    check_learner_waits,
+    check_generators_wait,
+    check_balanced,
+    check_staleness_hurts,
+    check_mismatch_dominates,
+    check_staleness_harmless,
 )
 
 
 def apply_rules(facts: Facts) -> list[Advice]:
-    """Return what the rules say; of several on the same subject speed, only the first."""
-    found: list[Advice] = []
+    """Return the advice of all rules, but only the first about speed."""
+    results: list[Advice] = []
     for rule in RULES:
-        line = rule(facts)
-        if line is not None and not any(line.about == other.about == "speed" for other in found):
-            found.append(line)
-    return found
+        result = rule(facts)
+        if result is not None and not any(
+            result.about == other.about == "speed" for other in results
+        ):
+            results.append(result)
+    return results
 
 
-def note_check(run_dir: Path, finding: HealthFinding, step: int) -> None:
-    """Keep when a health check fired, and ignore a directory that cannot be written."""
+def record_check(run_dir: Path, finding: HealthFinding, step: int) -> None:
+    """Record when a health check fired; ignore a directory that cannot be written."""
     try:
         with (run_dir / CHECKS).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **finding._asdict()}) + "\n")
@@ -272,30 +274,30 @@ def note_check(run_dir: Path, finding: HealthFinding, step: int) -> None:
         pass
 
 
-def fired_checks(run_dir: Path, signs: Sequence[Mapping[str, Any]]) -> list[Advice]:
-    """Return the health checks that fired, each once, with the step where that is known.
+def list_fired_checks(run_dir: Path, signs: Sequence[Mapping[str, Any]]) -> list[Advice]:
+    """Return the health checks that fired, each once, with the step if it is known.
 
-    signs: those of the run's summary.
+    signs: the health checks in the run's summary.
     """
-    noted: dict[str, Mapping[str, Any]] = {}
+    recorded: dict[str, Mapping[str, Any]] = {}
     for row in jsonl.read(run_dir / CHECKS):
-        noted.setdefault(str(row.get("name")), row)
-    every = {sign["name"]: sign for sign in signs}
+        recorded.setdefault(str(row.get("name")), row)
+    current = {sign["name"]: sign for sign in signs}
     return [
         Advice(
             f"check {name}",
             "health",
             f"health check {name} fired"
-            + (f" at step {noted[name]['step']}" if name in noted else "")
+            + (f" at step {recorded[name]['step']}" if name in recorded else "")
             + f": {sign['said']}",
             sign["try_this"],
         )
-        for name, sign in (noted | every).items()
+        for name, sign in (recorded | current).items()
     ]
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object; {} where there is none."""
+    """Read a JSON object, or return {} if the file has none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -303,7 +305,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def first_lines(
+def list_advice(
     config: Config | None,
     run_dir: Path,
     *,
@@ -311,10 +313,10 @@ def first_lines(
     series: Series | None = None,
     signs: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[Advice]:
-    """Return what is said first of a run: the rules, then the health checks that fired.
+    """Return the first lines about a run: advice, then the health checks that fired.
 
-    config: None where it cannot be read. series, signs: the run's metrics and the health checks of
-    its summary; None: they are read here.
+    config: None if it cannot be read. series, signs: the run's metrics and the health checks of its
+    summary; None: read them from the run directory.
     """
     if series is None:
         series = Series(run_dir / "metrics.jsonl")
@@ -329,13 +331,13 @@ def first_lines(
         ended,
         _read_json(run_dir / PREDICTION),
     )
-    lost = [
+    failed_trackers = [
         Advice(
             f"tracker {name}",
             "health",
-            f"the tracker {name} failed, and the run goes on without it: {why}",
+            f"the tracker {name} failed, and the run goes on without it: {reason}",
             f"look into {run_dir / 'logs' / f'tracker_{name}.log'}",
         )
-        for name, why in trackers.failures(run_dir).items()
+        for name, reason in trackers.failures(run_dir).items()
     ]
-    return [*apply_rules(facts), *fired_checks(run_dir, signs or []), *lost]
+    return [*apply_rules(facts), *list_fired_checks(run_dir, signs or []), *failed_trackers]

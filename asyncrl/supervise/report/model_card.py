@@ -34,7 +34,7 @@ def render(config: Config, run_dir: Path) -> str:
         summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         summary = compose(config, run_dir)
-    base, data = hub_name(config.model.path), list(dict.fromkeys(data_sets(config)))
+    base, data = format_hub_name(config.model.path), list(dict.fromkeys(list_data_sets(config)))
     card = ModelCardData(
         base_model=base.partition("@")[0] if "/" in base else None,
         datasets=[name.partition("@")[0] for name in data] or None,
@@ -49,31 +49,35 @@ def render(config: Config, run_dir: Path) -> str:
         f"`{base}` after {summary['steps']:,} steps of reinforcement learning, with asyncrl "
         f"{asyncrl.__version__}.",
         "## Results",
-        _table(("held-out set", "before", "after", "n"), results(config, run_dir, summary)),
+        _format_table(
+            ("held-out set", "before", "after", "n"), list_results(config, run_dir, summary)
+        ),
         "Mean reward with the half of a 95 % interval over prompts. Before and after are the first "
         "and the last evaluation of the run.",
         "## Data",
-        _table(("task", "prompts", "held out", "reward"), tasks(config)),
+        _format_table(("task", "prompts", "held out", "reward"), list_tasks(config)),
         "## Settings",
-        _table(("key", "value"), settings(config)),
+        _format_table(("key", "value"), list_settings(config)),
         "## Staleness",
         f"A token was trained at most {lag['max']} versions after the policy that sampled it "
         f"(limit {lag['limit']}), {lag['mean']:.2f} in the mean, {lag['p95']:g} at the 95th "
         "percentile.",
         "## Ledger",
         "Where every generated token ended:",
-        _table(("line", "tokens", "share"), ledger(summary)),
+        _format_table(("line", "tokens", "share"), list_ledger(summary)),
         "## Config",
         f"```toml\n{(run_dir / 'config.toml').read_text(encoding='utf-8').strip()}\n```",
     ]
     return "\n\n".join(blocks) + "\n"
 
 
-def hub_name(path: str) -> str:
+def format_hub_name(path: str) -> str:
     """Return ORG/NAME@REVISION of a path in the hub's cache, and any other path's last part.
 
-    >>> hub_name("/home/x/hub/models--org--name/snapshots/0123abcd"), hub_name("models/sort")
-    ('org/name@0123abcd', 'sort')
+    >>> format_hub_name("/home/x/hub/models--org--name/snapshots/0123abcd")
+    'org/name@0123abcd'
+    >>> format_hub_name("models/sort")
+    'sort'
     """
     match = SNAPSHOT.search(path)
     if match is None:
@@ -82,8 +86,8 @@ def hub_name(path: str) -> str:
     return f"{owner}/{name}@{revision[:12]}" + (f"/{inside}" if inside else "")
 
 
-def _sources(config: Config) -> Iterator[tuple[str, TaskSource, str]]:
-    """(title, task, reward) of the task, or of each part of a mixture."""
+def _list_sources(config: Config) -> Iterator[tuple[str, TaskSource, str]]:
+    """Yield (title, task, reward) of the task, or of each part of a mixture."""
     reward = config.reward
     judge = reward.function or reward.judge.model or reward.model.path or config.agent.env
     agents = config.agents
@@ -94,28 +98,28 @@ def _sources(config: Config) -> Iterator[tuple[str, TaskSource, str]]:
         yield part.title, part, part.reward or env or judge
 
 
-def data_sets(config: Config) -> Iterator[str]:
-    """Names of the hub's data sets that a run trained on."""
-    for _, task, _ in _sources(config):
+def list_data_sets(config: Config) -> Iterator[str]:
+    """Yield the names of the hub's data sets that a run trained on."""
+    for _, task, _ in _list_sources(config):
         if SNAPSHOT.search(task.prompts):
-            yield hub_name(task.prompts)
+            yield format_hub_name(task.prompts)
 
 
-def tasks(config: Config) -> list[tuple[str, ...]]:
-    """One row for each task: title, prompts, held-out prompts, reward."""
+def list_tasks(config: Config) -> list[tuple[str, ...]]:
+    """Return a row for each task: title, prompts, held-out prompts, reward."""
     return [
         (
             title,
-            f"`{hub_name(task.prompts)}`" if task.prompts else f"generated (`{task.name}`)",
-            f"`{hub_name(task.heldout)}`" if task.heldout else "a part of them",
+            f"`{format_hub_name(task.prompts)}`" if task.prompts else f"generated (`{task.name}`)",
+            f"`{format_hub_name(task.heldout)}`" if task.heldout else "a part of them",
             f"`{reward}`" if reward else "the task's own",
         )
-        for title, task, reward in _sources(config)
+        for title, task, reward in _list_sources(config)
     ]
 
 
-def results(config: Config, run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, ...]]:
-    """One row for each held-out set: name, first and last reward, number of prompts."""
+def list_results(config: Config, run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return a row for each held-out set: name, first and last reward, number of prompts."""
     rows = metrics.read(run_dir)
     names = dict.fromkeys(
         name.removeprefix("eval/").removesuffix("_n")
@@ -123,12 +127,12 @@ def results(config: Config, run_dir: Path, summary: dict[str, Any]) -> list[tupl
         for name in row
         if name.startswith("eval/") and name.endswith("_n")
     )
-    found: list[tuple[str, ...]] = []
+    results: list[tuple[str, ...]] = []
     for name in names:
         evaluated = [row for row in rows if f"eval/{name}" in row]
         first, last = evaluated[0], evaluated[-1]
         half = summary["certainty"].get(name, {}).get("half")
-        found.append(
+        results.append(
             (
                 name,
                 f"{first[f'eval/{name}']:.3f}" if not first["step"] else "-",
@@ -136,14 +140,14 @@ def results(config: Config, run_dir: Path, summary: dict[str, Any]) -> list[tupl
                 f"{last[f'eval/{name}_n']:,.0f}",
             )
         )
-    return found
+    return results
 
 
-def settings(config: Config) -> list[tuple[str, str]]:
-    """The settings that make the method, by their keys."""
+def list_settings(config: Config) -> list[tuple[str, str]]:
+    """Return the settings that define the method, by their keys."""
     learner = config.learner
     sections = ("advantage", "correction", "loss")
-    chosen = {
+    values = {
         "learner": f"{learner.steps} steps of {learner.groups} x {learner.group_size}, "
         f"{learner.epochs} x {learner.minibatches} updates a batch",
         "learner.lr": f"{learner.lr:g} ({learner.schedule})",
@@ -166,11 +170,11 @@ def settings(config: Config) -> list[tuple[str, str]]:
         f"at most {config.generator.max_new_tokens} tokens",
         "seed": str(config.seed),
     }
-    return [(f"`{key}`", value) for key, value in chosen.items() if value]
+    return [(f"`{key}`", value) for key, value in values.items() if value]
 
 
-def ledger(summary: dict[str, Any]) -> list[tuple[str, ...]]:
-    """One row for each line of the ledger that has tokens."""
+def list_ledger(summary: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return a row for each line of the ledger that has tokens."""
     total = max(summary["ledger"]["generated"], 1)
     return [
         (name, f"{tokens:,.0f}", f"{tokens / total:.2%}")
@@ -183,6 +187,6 @@ def _is_adapter(config: Config) -> bool:
     return bool(config.lora.rank) and config.export.lora == "adapter"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in lines)

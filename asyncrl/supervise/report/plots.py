@@ -1,4 +1,4 @@
-"""Which metrics each page draws, and the plots of one or several runs."""
+"""The metrics on each page, and the plots of one or several runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from asyncrl.contract.messages import DISPOSITIONS
 from asyncrl.records.health_checks import interval
 from asyncrl.records.metrics import BUCKETS, METRICS
 from asyncrl.records.page_kit import PagePlot, PlotLine
-from asyncrl.supervise.live import set_label
+from asyncrl.supervise.live import label_set
 from asyncrl.supervise.report.series import POINTS, Axis, Series
 
 AXIS_NAMES = {"step": "step", "time": "seconds of RL", "tokens": "trained tokens"}
@@ -231,17 +231,17 @@ PAGES: dict[str, tuple[MetricPlot, ...]] = {
 }
 
 
-def set_plot(names: Iterable[str]) -> MetricPlot:
-    """The plot of evaluation sets: mean reward, greedy reward and pass@k of each."""
-    labels = sorted((name, set_label(name)[1]) for name in set(names))
+def build_set_plot(names: Iterable[str]) -> MetricPlot:
+    """Build the plot of evaluation sets: mean reward, greedy reward and pass@k of each."""
+    labels = sorted((name, label_set(name)[1]) for name in set(names))
     series = tuple((name, label) for name, label in labels if label)
     return MetricPlot("Evaluation sets", "reward, share", series)
 
 
-def task_plots(names: Iterable[str]) -> tuple[MetricPlot, ...]:
-    """The plots of the tasks of a mixture, one line a task; () without one."""
+def build_task_plots(names: Iterable[str]) -> tuple[MetricPlot, ...]:
+    """Build the plots of a mixture's tasks, with one line per task; () without a mixture."""
     task_metrics = [name for name in dict.fromkeys(names) if name.startswith("task/")]
-    shown = (
+    kinds = (
         ("Tasks: share of the batch", "samples", "_share"),
         ("Tasks: reward", "mean reward", "_reward"),
         ("Tasks: lag", "versions", "_lag"),
@@ -257,50 +257,55 @@ def task_plots(names: Iterable[str]) -> tuple[MetricPlot, ...]:
                 if name.endswith(ending)
             ),
         )
-        for title, unit, ending in shown
+        for title, unit, ending in kinds
     )
     return tuple(plot for plot in plots if plot.series)
 
 
-def figures(
+def build_plots(
     page: str,
     runs: Mapping[str, Series],
     axis: Axis = "step",
     smooth: float = 0.0,
     points: int = POINTS,
 ) -> list[PagePlot]:
-    """Return the plots of a page, without empty ones. The band of an evaluation is its 95 %
-    interval over prompts."""
-    drawn = []
+    """Build the plots of a page, without empty ones.
+
+    The band of an evaluation is its 95 % interval over prompts."""
+    figures = []
     shown_plots = PAGES[page]
     if page == "overview":
-        of_sets = set_plot(name for series in runs.values() for name in series.columns)
-        of_tasks = task_plots(name for series in runs.values() for name in series.columns)
-        shown_plots = (*shown_plots[:1], of_sets, *of_tasks, *shown_plots[1:])
+        set_plot = build_set_plot(name for series in runs.values() for name in series.columns)
+        task_plots = build_task_plots(name for series in runs.values() for name in series.columns)
+        shown_plots = (*shown_plots[:1], set_plot, *task_plots, *shown_plots[1:])
     for plot in shown_plots:
         lines = []
         for run, series in runs.items():
-            every = [
-                _line(PlotLine(label, (), (), run=run, metric=name), series, axis, smooth, points)
+            plot_lines = [
+                _fill_line(
+                    PlotLine(label, (), (), run=run, metric=name), series, axis, smooth, points
+                )
                 for name, label in plot.series
             ]
-            if plot.stacked and (shown := _on_one_grid([line for line in every if line.xs])):
+            if plot.stacked and (areas := _align_lines([line for line in plot_lines if line.xs])):
                 title = f"{plot.title}: {run}" if len(runs) > 1 else plot.title
-                drawn.append(PagePlot(title, plot.unit, shown, AXIS_NAMES[axis], "areas"))
-            lines += _merge_equal(every)
+                figures.append(PagePlot(title, plot.unit, areas, AXIS_NAMES[axis], "areas"))
+            lines += _merge_equal(plot_lines)
         if not lines or plot.stacked:
             continue
         if plot.moving and all(len(set(line.ys)) < 2 for line in lines):
             continue
         meanings = {name: METRICS[name].meaning for name, _ in plot.series if name in METRICS}
-        drawn.append(PagePlot(plot.title, plot.unit, lines, AXIS_NAMES[axis], metrics=meanings))
-        if plot is ACCURACY and all(_reward_range(series) == (0, 1) for series in runs.values()):
-            drawn[-1].top = 1.02
-    return drawn
+        figures.append(PagePlot(plot.title, plot.unit, lines, AXIS_NAMES[axis], metrics=meanings))
+        if plot is ACCURACY and all(
+            _find_reward_range(series) == (0, 1) for series in runs.values()
+        ):
+            figures[-1].top = 1.02
+    return figures
 
 
-def _on_one_grid(lines: Sequence[PlotLine]) -> list[PlotLine]:
-    """Give lines of counts the points of the longest one, so that they can be stacked."""
+def _align_lines(lines: Sequence[PlotLine]) -> list[PlotLine]:
+    """Interpolate lines of counts at the points of the longest one, so that they can be stacked."""
     grid = np.array(max((line.xs for line in lines), key=len, default=()), dtype=np.float64)
     for line in lines:
         across, values = np.array([line.xs, line.ys], dtype=np.float64)
@@ -308,18 +313,18 @@ def _on_one_grid(lines: Sequence[PlotLine]) -> list[PlotLine]:
     return [*lines]
 
 
-def _line(line: PlotLine, series: Series, axis: Axis, smooth: float, points: int) -> PlotLine:
-    """Fill in the values of a line; an evaluation is not smoothed, and has a band."""
+def _fill_line(line: PlotLine, series: Series, axis: Axis, smooth: float, points: int) -> PlotLine:
+    """Fill in the values of a line; an evaluation is not smoothed and has a band."""
     evaluated = line.metric.startswith("eval/")
-    line.xs, line.ys = series.line(line.metric, axis, 0.0 if evaluated else smooth, points)
-    values, counts = series.values(line.metric), series.values(f"{line.metric}_n")
+    line.xs, line.ys = series.sample_line(line.metric, axis, 0.0 if evaluated else smooth, points)
+    values, counts = series.get_values(line.metric), series.get_values(f"{line.metric}_n")
     if evaluated and len(line.xs) == len(values) == len(counts):
-        low, high = _reward_range(series)
+        low, high = _find_reward_range(series)
         pairs = zip(values.tolist(), counts.tolist(), strict=True)
         halves = np.array([interval(value, count, low, high) for value, count in pairs])
         line.low, line.high = (values - halves).tolist(), (values + halves).tolist()
     elif evaluated and f"{line.metric}_low" in series.columns:
-        bounds = (series.values(f"{line.metric}_{end}") for end in ("low", "high"))
+        bounds = (series.get_values(f"{line.metric}_{end}") for end in ("low", "high"))
         low_bounds, high_bounds = (bound.tolist() for bound in bounds)
         if len(low_bounds) == len(line.xs):
             line.low, line.high = low_bounds, high_bounds
@@ -327,34 +332,36 @@ def _line(line: PlotLine, series: Series, axis: Axis, smooth: float, points: int
 
 
 def _merge_equal(lines: Sequence[PlotLine]) -> list[PlotLine]:
-    """Leave out empty lines, and draw equal ones as one with both labels.
+    """Drop empty lines and merge equal lines into one with both labels.
 
-    With one update a batch, start and target are equal up to rounding."""
-    kept: list[PlotLine] = []
+    With one update per batch, proximal and target policy are equal up to rounding."""
+    distinct: list[PlotLine] = []
     for line in lines:
-        twin = next((other for other in kept if _are_equal(line, other)), None)
+        twin = next((other for other in distinct if _are_equal(line, other)), None)
         if twin is not None:
             twin.label = f"{twin.label} = {line.label}"
         elif line.xs:
-            kept.append(line)
-    return kept
+            distinct.append(line)
+    return distinct
 
 
-def _are_equal(one: PlotLine, other: PlotLine) -> bool:
-    if not len(one.ys) == len(other.ys) > 0:
+def _are_equal(line: PlotLine, other: PlotLine) -> bool:
+    if not len(line.ys) == len(other.ys) > 0:
         return False
-    mine, others = (np.array([line.xs, line.ys], dtype=np.float64) for line in (one, other))
-    return np.allclose(mine, others, rtol=1e-6, atol=1e-12)
+    points, other_points = (
+        np.array([either.xs, either.ys], dtype=np.float64) for either in (line, other)
+    )
+    return np.allclose(points, other_points, rtol=1e-6, atol=1e-12)
 
 
-def _reward_range(series: Series) -> tuple[float, float]:
+def _find_reward_range(series: Series) -> tuple[float, float]:
     names = ("reward/min", "reward/max", "eval/heldout", "eval/ood")
-    seen = np.concatenate([[0.0, 1.0], *(series.values(name) for name in names)])
-    return float(seen.min()), float(seen.max())
+    rewards = np.concatenate([[0.0, 1.0], *(series.get_values(name) for name in names)])
+    return float(rewards.min()), float(rewards.max())
 
 
-def lag_over_time(rows: Sequence[Mapping[str, Any]], buckets: int = 120) -> PagePlot:
-    """Return the lag histogram over time from trained.jsonl, as stacked shares of tokens.
+def plot_lag_over_time(rows: Sequence[Mapping[str, Any]], buckets: int = 120) -> PagePlot:
+    """Plot the lag histogram over time from trained.jsonl as stacked shares of tokens.
 
     Batches are averaged over at most `buckets` bins.
     """
@@ -366,10 +373,10 @@ def lag_over_time(rows: Sequence[Mapping[str, Any]], buckets: int = 120) -> Page
     size = -(-len(usable) // buckets)
     batches, share = [], []
     for first in range(0, len(usable), size):
-        part = usable[first : first + size]
-        total = sum(sum(row["lags"].values()) for row in part) or 1
-        batches.append(part[0]["batch"])
-        share.append([sum(row["lags"].get(str(lag), 0) for row in part) / total for lag in lags])
+        bucket = usable[first : first + size]
+        total = sum(sum(row["lags"].values()) for row in bucket) or 1
+        batches.append(bucket[0]["batch"])
+        share.append([sum(row["lags"].get(str(lag), 0) for row in bucket) / total for lag in lags])
     plot.lines = [
         PlotLine(f"lag {lag}", batches, column)
         for lag, column in zip(lags, zip(*share, strict=True), strict=True)

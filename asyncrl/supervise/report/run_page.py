@@ -1,4 +1,4 @@
-"""The report of a run: one self-contained HTML page with plots, the ledger, and numbers as JSON."""
+"""The report of a run: a self-contained HTML page with plots, the ledger and numbers as JSON."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from asyncrl.records.page_kit import (
     TableBlock,
     TextBlock,
 )
-from asyncrl.supervise.live import describe_limit_change, describe_window, task_rows
+from asyncrl.supervise.live import build_task_rows, describe_limit_change, describe_window
 from asyncrl.supervise.report import plots, step_plots, token_samples
-from asyncrl.supervise.report.advice import Advice, first_lines
+from asyncrl.supervise.report.advice import Advice, list_advice
 from asyncrl.supervise.report.series import Series
-from asyncrl.supervise.summary import certainty, compose
+from asyncrl.supervise.summary import compose, measure_certainty
 
 TIMELINE_S = 3.0  # length of the timeline, which shows at least STEPS_SHOWN steps
 STEPS_SHOWN = 4
 POINTS = 600  # most points of a line: a report stays below 2 MB
-# Colors of the timeline by their number in plot.js: the same for a kind of work on every page.
+# Colors of the timeline by number in plot.js; a kind of work has the same color on every page.
 KINDS = {
     "decode": 0,
     "prefill": 4,
@@ -44,16 +44,16 @@ KINDS = {
 }
 OTHER_KIND = 3
 LEDGER = ("line", "tokens", "share", "samples", "mean length", "mean reward")
-SAMPLES_SHOWN = 16  # the first and the newest samples whose tokens a report colors
-SAMPLE_BYTES = 500_000  # most that they take of a report
-MOVES = 8  # newest changes of the limit that are described; the plot has all of them
+SAMPLES_SHOWN = 16  # number of first and newest samples whose tokens a report colors
+SAMPLE_BYTES = 500_000  # most bytes of them in a report
+MOVES = 8  # number of newest changes of the limit that are described; the plot has all
 
 
-def early_stops(rows: Sequence[Mapping[str, Any]]) -> list[float]:
-    """The KL of each batch that early stopping ended before its last step.
+def list_early_stops(rows: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Return the KL of each batch that early stopping ended before its last step.
 
     >>> stops = [(0, 0.0), (1, 0.03), (1, 0.01), (2, 0.05)]
-    >>> early_stops([{"optim/early_stops": n, "optim/stop_kl": kl} for n, kl in stops])
+    >>> list_early_stops([{"optim/early_stops": n, "optim/stop_kl": kl} for n, kl in stops])
     [0.03, 0.05]
     """
     counts = [row for row in rows if "optim/early_stops" in row]
@@ -65,7 +65,7 @@ def early_stops(rows: Sequence[Mapping[str, Any]]) -> list[float]:
     ]
 
 
-def _histogram(counts: dict[str, int]) -> PagePlot:
+def _plot_histogram(counts: dict[str, int]) -> PagePlot:
     total = max(sum(counts.values()), 1)
     shares = PlotLine("", [int(lag) for lag in counts], [n / total for n in counts.values()])
     return PagePlot(
@@ -73,21 +73,21 @@ def _histogram(counts: dict[str, int]) -> PagePlot:
     )
 
 
-def run_plots(series: Series, steps: Series, summary: dict[str, Any]) -> list[PagePlot]:
-    """Return the plots of a report: those of `asyncrl watch`, and the histogram of lags.
+def build_plots(series: Series, steps: Series, summary: dict[str, Any]) -> list[PagePlot]:
+    """Build the plots of a report: those of `asyncrl watch`, and the histogram of lags.
 
-    steps: of optimizer_steps.jsonl.
+    steps: the metrics of optimizer_steps.jsonl.
     """
     overview, staleness, learner = (
-        plots.figures(page, {"": series}, points=POINTS)
+        plots.build_plots(page, {"": series}, points=POINTS)
         for page in ("overview", "staleness", "learner")
     )
-    of_steps = step_plots.figures({"": steps}, points=POINTS)
-    return [*overview, _histogram(summary["lag_histogram"]), *staleness, *learner, *of_steps]
+    of_steps = step_plots.build_plots({"": steps}, points=POINTS)
+    return [*overview, _plot_histogram(summary["lag_histogram"]), *staleness, *learner, *of_steps]
 
 
-def timeline(spans: dict[str, list[tuple[str, float, float]]]) -> tuple[PagePlot, float]:
-    """Plot a few seconds from the middle of the run, one lane per process; returns its length."""
+def plot_timeline(spans: dict[str, list[tuple[str, float, float]]]) -> tuple[PagePlot, float]:
+    """Plot a few seconds from the middle of the run, one lane per process; return its length."""
     plot = PagePlot("", "", [], "seconds", "spans", y_names=list(spans))
     all_spans = [span for lane in spans.values() for span in lane]
     if not all_spans:
@@ -100,34 +100,34 @@ def timeline(spans: dict[str, list[tuple[str, float, float]]]) -> tuple[PagePlot
     start = starts[len(starts) // 2]
     kinds = {kind for kind, _, _ in all_spans}
     for name in [*(kind for kind in KINDS if kind in kinds), *sorted(kinds - set(KINDS))]:
-        shown = [
-            (max(began - start, 0.0), number, min(ended - start, shown_s))
+        visible = [
+            (max(begin - start, 0.0), number, min(end - start, shown_s))
             for number, lane in enumerate(spans.values())
-            for kind, began, ended in lane
-            if kind == name and ended > start and began < start + shown_s
+            for kind, begin, end in lane
+            if kind == name and end > start and begin < start + shown_s
         ]
-        if shown:
-            began, lanes, ended = (list(column) for column in zip(*shown, strict=True))
+        if visible:
+            begin, lanes, end = (list(column) for column in zip(*visible, strict=True))
             color = KINDS.get(name, OTHER_KIND)
-            plot.lines.append(PlotLine(name, began, lanes, until=ended, color=color))
+            plot.lines.append(PlotLine(name, begin, lanes, until=end, color=color))
     return plot, shown_s
 
 
-def _cards(
+def _build_cards(
     summary: dict[str, Any], rows: Sequence[Mapping[str, Any]]
 ) -> list[tuple[str, str, str, str]]:
     """Return (label, value, id, note below the value) of each card."""
     evals = {
-        split: [f"+-{half:.3f} (n = {n:,})" for n, half in certainty(rows, split)] or [""]
+        split: [f"+-{half:.3f} (n = {n:,})" for n, half in measure_certainty(rows, split)] or [""]
         for split in ("heldout", "ood")
     }
 
-    def share(value: float | None) -> str:
+    def format_share(value: float | None) -> str:
         return "-" if value is None else f"{value:.3f}"
 
     idle = summary["speed"]["idle_share"]
-    stops = early_stops(rows)
-    stopped = (
+    stops = list_early_stops(rows)
+    stops_card = (
         "batches stopped early",
         f"{len(stops)} of {summary['steps']}",
         "early-stops",
@@ -136,14 +136,19 @@ def _cards(
     return [
         (
             "held-out at the start",
-            share(summary["heldout_start"]),
+            format_share(summary["heldout_start"]),
             "heldout-start",
             evals["heldout"][0],
         ),
-        ("held-out at the end", share(summary["heldout_end"]), "heldout-end", evals["heldout"][-1]),
+        (
+            "held-out at the end",
+            format_share(summary["heldout_end"]),
+            "heldout-end",
+            evals["heldout"][-1],
+        ),
         (
             "out of distribution: start / end",
-            f"{share(summary.get('ood_start'))} / {share(summary['ood_end'])}",
+            f"{format_share(summary.get('ood_start'))} / {format_share(summary['ood_end'])}",
             "ood-end",
             evals["ood"][-1],
         ),
@@ -169,7 +174,7 @@ def _cards(
             "idle",
             "",
         ),
-        *([stopped] if stops else []),
+        *([stops_card] if stops else []),
     ]
 
 
@@ -185,25 +190,25 @@ def describe_limit_moves(rows: Sequence[Mapping[str, Any]]) -> str:
         for row in rows
         if "limit/before" in row
     ]
-    more = f"{len(moves) - MOVES} earlier moves, then " if len(moves) > MOVES else ""
-    return f"limit {more}{'; '.join(moves[-MOVES:])}" if moves else ""
+    earlier = f"{len(moves) - MOVES} earlier moves, then " if len(moves) > MOVES else ""
+    return f"limit {earlier}{'; '.join(moves[-MOVES:])}" if moves else ""
 
 
-def _ledger(summary: dict[str, Any]) -> list[tuple[str, ...]]:
+def _build_ledger(summary: dict[str, Any]) -> list[tuple[str, ...]]:
     total = max(summary["ledger"]["generated"], 1)
     rows: list[tuple[str, ...]] = [
         ("generated", f"{summary['ledger']['generated']:,}", "", "", "", "")
     ]
     for name, line in summary["ledger_lines"].items():
-        counted = line["samples"] > 0
+        has_samples = line["samples"] > 0
         rows.append(
             (
                 name,
                 f"{line['tokens']:,.0f}",
                 f"{line['tokens'] / total:.2%}",
                 f"{line['samples']:,.0f}",
-                f"{line['mean_length']:.1f}" if counted else "-",
-                f"{line['mean_reward']:.3f}" if counted else "-",
+                f"{line['mean_length']:.1f}" if has_samples else "-",
+                f"{line['mean_reward']:.3f}" if has_samples else "-",
             )
         )
     return rows
@@ -212,37 +217,39 @@ def _ledger(summary: dict[str, Any]) -> list[tuple[str, ...]]:
 TASKS = ("task", "share", "reward", "lag", "ESS", "removed groups", "held-out")
 
 
-def ledger_by_task(summary: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Return a header, then a row per task of a mixture: its tokens and where they ended."""
+def build_task_ledger(summary: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return a header, then a row per task of a mixture with its tokens in each ledger line."""
     tables: dict[str, dict[str, Any]] = summary.get("ledger_by_task", {})
-    used = [
+    line_names = [
         line
         for line in next(iter(tables.values()), {})
         if any(table[line]["tokens"] for table in tables.values())
     ]
-    rows: list[tuple[str, ...]] = [("task", "tokens", *used)]
+    rows: list[tuple[str, ...]] = [("task", "tokens", *line_names)]
     for title, table in tables.items():
         total = sum(line["tokens"] for line in table.values())
-        shares = (f"{table[line]['tokens'] / max(total, 1):.2%}" for line in used)
+        shares = (f"{table[line]['tokens'] / max(total, 1):.2%}" for line in line_names)
         rows.append((title, f"{total:,.0f}", *shares))
     return rows
 
 
-def _task_blocks(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[TableBlock]:
-    head, *by_task = ledger_by_task(summary)
+def _build_task_blocks(
+    summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
+) -> list[TableBlock]:
+    head, *by_task = build_task_ledger(summary)
     if not by_task:
         return []
     latest = {name: value for row in rows for name, value in row.items()}
     return [
-        TableBlock(TASKS, task_rows(latest), heading="Tasks, at the last step", id="tasks"),
+        TableBlock(TASKS, build_task_rows(latest), heading="Tasks, at the last step", id="tasks"),
         TableBlock(head, by_task, heading="Ledger by task", id="ledger-by-task"),
     ]
 
 
-def ledger_by_length(summary: dict[str, Any]) -> list[tuple[str, ...]]:
+def build_length_ledger(summary: dict[str, Any]) -> list[tuple[str, ...]]:
     """Return a header, then a row per range of completion lengths.
 
-    A row has the number of tokens, and the share of them in each ledger line that is not empty.
+    A row has the number of tokens and their share in each non-empty ledger line.
     `faded` is the loss of trained tokens to `downweight`: tokens times (1 - weight)."""
     lines: dict[str, dict[int, float]] = {}
     for name, line in summary["ledger_lines"].items():
@@ -255,28 +262,28 @@ def ledger_by_length(summary: dict[str, Any]) -> list[tuple[str, ...]]:
             if k.startswith("faded_upto_")
         }
     faded = lines.pop("faded", {})
-    shown = {n: line for n, line in lines.items() if line} | ({"faded": faded} if faded else {})
-    rows: list[tuple[str, ...]] = [("completion length", "tokens", *shown)]
-    for upto in sorted({k for line in lines.values() for k in line}):
-        total = sum(line.get(upto, 0) for line in lines.values())
+    columns = {n: line for n, line in lines.items() if line} | ({"faded": faded} if faded else {})
+    rows: list[tuple[str, ...]] = [("completion length", "tokens", *columns)]
+    for bound in sorted({k for line in lines.values() for k in line}):
+        total = sum(line.get(bound, 0) for line in lines.values())
         rows.append(
             (
-                f"{upto // 2 + 1} to {upto}" if upto > 1 else "1",
+                f"{bound // 2 + 1} to {bound}" if bound > 1 else "1",
                 f"{total:,.0f}",
-                *(f"{line.get(upto, 0) / max(total, 1):.2%}" for line in shown.values()),
+                *(f"{line.get(bound, 0) / max(total, 1):.2%}" for line in columns.values()),
             )
         )
     return rows
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     return (
         path.read_text(errors="replace", encoding="utf-8").strip() if path.is_file() else "unknown"
     )
 
 
-def unfinished_notes(config: Config, run_dir: Path, summary: dict[str, Any]) -> list[str]:
-    """State how an unfinished run ended; [] for one that has made all its steps."""
+def describe_unfinished(config: Config, run_dir: Path, summary: dict[str, Any]) -> list[str]:
+    """Describe how an unfinished run ended; [] for a finished run."""
     if summary["steps"] >= config.learner.steps and not summary.get("partial"):
         return []
     notes = [
@@ -287,9 +294,9 @@ def unfinished_notes(config: Config, run_dir: Path, summary: dict[str, Any]) -> 
 
 
 def write(run_dir: Path) -> Path:
-    """Write RUN/report.html by rename, also of a live or failed run, and return its path.
+    """Write RUN/report.html, also of a live or failed run, and return its path.
 
-    Raises ConfigError if the directory holds no run, or the run has not trained a batch."""
+    Raises ConfigError if the directory is not a run, or the run has not trained a batch."""
 
     if not (run_dir / "config.toml").is_file():
         raise ConfigError(f"{run_dir}: no run directory (it has no config.toml)")
@@ -305,39 +312,41 @@ def write(run_dir: Path) -> Path:
             f"{run_dir}` shows its state"
         )
 
-    lanes, seconds = timeline(trace.read(run_dir))
+    lanes, seconds = plot_timeline(trace.read(run_dir))
     samples = jsonl.read(run_dir / "samples.jsonl")
-    commit, command = (_text(run_dir / name) for name in ("commit", "command"))
+    commit, command = (_read_text(run_dir / name) for name in ("commit", "command"))
     series = Series(run_dir / "metrics.jsonl")
     steps = Series(run_dir / metrics.OPTIMIZER_STEPS)
     series.refresh()
     steps.refresh()
-    lines = first_lines(
+    lines = list_advice(
         config,
         run_dir,
         ended=rundir.is_finished(run_dir, config.learner.steps),
         series=series,
         signs=summary.get("signs", []),
     )
-    length_head, *by_length = ledger_by_length(summary)
+    length_head, *by_length = build_length_ledger(summary)
     blocks = [
-        ListBlock(unfinished_notes(config, run_dir, summary), id="unfinished", style="warn"),
-        ListBlock([_item(line) for line in lines if line.about != "health"], id="advice"),
+        ListBlock(describe_unfinished(config, run_dir, summary), id="unfinished", style="warn"),
+        ListBlock([_format_item(line) for line in lines if line.about != "health"], id="advice"),
         ListBlock(
-            [_item(line) for line in lines if line.about == "health"], id="signs", style="warn"
+            [_format_item(line) for line in lines if line.about == "health"],
+            id="signs",
+            style="warn",
         ),
-        CardBlock(_cards(summary, rows)),
-        PlotBlock(run_plots(series, steps, summary)),
+        CardBlock(_build_cards(summary, rows)),
+        PlotBlock(build_plots(series, steps, summary)),
         PlotBlock(
             [lanes], heading=f"Timeline: {seconds:.3g} s from the middle of the run", style="wide"
         ),
         PlotBlock(
-            plots.figures("ledger", {"": series}, points=POINTS),
+            plots.build_plots("ledger", {"": series}, points=POINTS),
             heading="Ledger: where every generated token ended",
             style="wide",
         ),
-        TableBlock(LEDGER, _ledger(summary)),
-        *_task_blocks(summary, rows),
+        TableBlock(LEDGER, _build_ledger(summary)),
+        *_build_task_blocks(summary, rows),
         TableBlock(
             length_head,
             by_length,
@@ -346,11 +355,11 @@ def write(run_dir: Path) -> Path:
         ),
         TableBlock(
             ("prompt and completion", "batch", "reward", "lag", "versions"),
-            [_sample_row(sample) for sample in [*samples[:4], *samples[-8:]]],
+            [_format_sample(sample) for sample in [*samples[:4], *samples[-8:]]],
             heading="Some samples",
             style="code",
         ),
-        colored_samples(run_dir),
+        select_samples(run_dir),
         TextBlock(
             (run_dir / "config.toml").read_text(encoding="utf-8"),
             heading="Configuration",
@@ -364,39 +373,40 @@ def write(run_dir: Path) -> Path:
     return run_dir / "report.html"
 
 
-def colored_samples(run_dir: Path) -> SamplesBlock:
-    """Show the first and the newest rows of token_samples.jsonl with what their colors show.
+def select_samples(run_dir: Path) -> SamplesBlock:
+    """Select the first and the newest rows of token_samples.jsonl with the values of their colors.
 
-    Together they take at most SAMPLE_BYTES: of long ones there are fewer."""
+    Together they have at most SAMPLE_BYTES, so there are fewer long ones."""
     store = token_samples.SampleStore(run_dir / token_samples.FILE)
     store.refresh()
     count = len(store.heads)
     # from both ends inwards
-    wanted = sorted(range(count), key=lambda number: min(number, count - 1 - number))
-    found, size = [], 0
-    for number in wanted[:SAMPLES_SHOWN]:
-        row = store.row(number)
-        parts = ("prompt", "images", "pieces", "shades")
+    order = sorted(range(count), key=lambda number: min(number, count - 1 - number))
+    selected, size = [], 0
+    for number in order[:SAMPLES_SHOWN]:
+        row = store.read_row(number)
+        fields = ("prompt", "images", "pieces", "shades")
         row["sequences"] = [
-            {part: one[part] for part in parts if part in one} for one in row["sequences"]
+            {field: sequence[field] for field in fields if field in sequence}
+            for sequence in row["sequences"]
         ]
         size += len(json.dumps(row))
         if size > SAMPLE_BYTES:
             break
-        found.append(row)
+        selected.append(row)
     return SamplesBlock(
-        sorted(found, key=lambda row: int(row["number"])),
+        sorted(selected, key=lambda row: int(row["number"])),
         token_samples.SHADES,
         heading="Tokens of some samples",
         id="token-samples",
     )
 
 
-def _item(line: Advice) -> ListItem:
+def _format_item(line: Advice) -> ListItem:
     return ListItem(f". To try: {line.try_this}" if line.try_this else "", bold=line.said)
 
 
-def _sample_row(sample: Mapping[str, Any]) -> tuple[str, ...]:
+def _format_sample(sample: Mapping[str, Any]) -> tuple[str, ...]:
     versions = " ".join(f"{v[0]} [{v[1]}, {v[2]})" for v in sample.get("versions", []))
     return (
         f"{sample['prompt']}{sample['text']}",

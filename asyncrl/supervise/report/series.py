@@ -33,13 +33,13 @@ class Column:
 
     def extend(self, rows: np.ndarray, values: np.ndarray) -> None:
         """Add values [n] with the numbers of their rows [n]."""
-        end = self.count + len(values)
-        if end > len(self._rows):
-            self._rows = np.resize(self._rows, 2 * end)
-            self._values = np.resize(self._values, 2 * end)
-        self._rows[self.count : end] = rows
-        self._values[self.count : end] = values
-        self.count = end
+        count = self.count + len(values)
+        if count > len(self._rows):
+            self._rows = np.resize(self._rows, 2 * count)
+            self._values = np.resize(self._values, 2 * count)
+        self._rows[self.count : count] = rows
+        self._values[self.count : count] = values
+        self.count = count
 
     @property
     def rows(self) -> np.ndarray:
@@ -54,22 +54,22 @@ class Column:
 
 @dataclass
 class Series:
-    """metrics.jsonl of one run. `refresh` reads what was appended since the last call.
+    """metrics.jsonl of a run; `refresh` reads the rows that were appended since the last call.
 
-    A file that was replaced or has shrunk is read from its start. So is one whose steps go back: a
-    resumed run trains some batches anew, and the later row of a step counts.
+    A file that was replaced or has shrunk is read from its start, as is a file whose steps go back:
+    a resumed run repeats some batches, and only the last row of a step counts.
     """
 
     path: Path
     columns: dict[str, Column] = field(default_factory=dict)
     axes: dict[Axis, Column] = field(default_factory=lambda: {axis: Column() for axis in AXES})
-    damaged: int = 0  # lines that were left out
+    damaged: int = 0  # number of skipped lines
     _offset: int = 0
     _inode: int = 0
     _newest: int = -1  # step of training
 
     def refresh(self) -> bool:
-        """Read new rows; return whether there were any. A missing file is an empty one."""
+        """Read new rows; return whether there were any. A missing file counts as empty."""
         try:
             file = self.path.open("rb")
         except OSError:
@@ -82,34 +82,34 @@ class Series:
                 self._inode = status.st_ino
             file.seek(self._offset)
             data = file.read(status.st_size - self._offset)
-        end = data.rfind(b"\n") + 1  # a line that is still being written waits
-        self._offset += end
-        rows = self._decode_lines(data[:end])
+        complete = data.rfind(b"\n") + 1  # a line that is still being written waits
+        self._offset += complete
+        rows = self._decode_lines(data[:complete])
         trained = [self._newest, *(row["step"] for row in rows if TRAINED in row)]
-        if any(later <= step for step, later in pairwise(trained)):
+        if any(next_step <= step for step, next_step in pairwise(trained)):
             offset, inode = self._offset, self._inode
             self._forget()
             self._offset, self._inode = offset, inode
             rows = metrics.rows_that_count(jsonl.read(self.path))
         self._newest = max(trained)
         self._add(rows)
-        return changed or end > 0
+        return changed or complete > 0
 
     @property
     def rows(self) -> int:
-        """Rows read so far."""
+        """The number of rows read so far."""
         return self.axes["step"].count
 
     def _forget(self) -> bool:
-        had = self.rows > 0
+        had_rows = self.rows > 0
         self.columns.clear()
         self.axes = {axis: Column() for axis in AXES}
         self._offset = self.damaged = self._inode = 0
         self._newest = -1
-        return had
+        return had_rows
 
     def _decode_lines(self, data: bytes) -> list[dict[str, Any]]:
-        """Return the rows of whole lines; damaged ones are left out and counted."""
+        """Return the rows of complete lines; damaged lines are skipped and counted."""
         try:
             rows = _decoder.decode_lines(data)
             if all(type(row["step"]) is int and type(row["t"]) in (int, float) for row in rows):
@@ -119,7 +119,7 @@ class Series:
         return [row for line in data.splitlines() if (row := self._decode(line))]
 
     def _decode(self, line: bytes) -> dict[str, Any]:
-        """Return a row; {} for an empty line and for a damaged one, which is counted."""
+        """Return a row, or {} for an empty or damaged line; damaged lines are counted."""
         if not line.strip():
             return {}
         try:
@@ -131,42 +131,42 @@ class Series:
         return row
 
     def _add(self, rows: list[dict[str, Any]]) -> None:
-        """Append rows column by column, those of the same names at once."""
+        """Append rows column by column."""
         if not rows:
             return
         first = self.rows
-        columns = _columns(rows)
-        rate, took = (
-            _dense(columns.get(name), len(rows))
+        columns = _build_columns(rows)
+        rate, seconds = (
+            _fill_dense(columns.get(name), len(rows))
             for name in ("throughput/learner_tokens_per_s", "time/step")
         )
         numbers = np.arange(first, first + len(rows))
         tokens = self.axes["tokens"]
         tokens_before = float(tokens.values[-1]) if first else 0.0
-        tokens.extend(numbers, tokens_before + np.cumsum(rate * took))
-        self.axes["time"].extend(numbers, _dense(columns.pop("t", None), len(rows)))
-        self.axes["step"].extend(numbers, _dense(columns.pop("step", None), len(rows)))
-        for written in sorted(columns):
-            places, values = columns[written]
-            name = metrics.OLD_NAMES.get(written, written)
-            self.columns.setdefault(name, Column()).extend(first + places, values)
+        tokens.extend(numbers, tokens_before + np.cumsum(rate * seconds))
+        self.axes["time"].extend(numbers, _fill_dense(columns.pop("t", None), len(rows)))
+        self.axes["step"].extend(numbers, _fill_dense(columns.pop("step", None), len(rows)))
+        for recorded_name in sorted(columns):
+            positions, values = columns[recorded_name]
+            name = metrics.OLD_NAMES.get(recorded_name, recorded_name)
+            self.columns.setdefault(name, Column()).extend(first + positions, values)
 
     @property
     def names(self) -> list[str]:
-        """Names of all metrics that were read, sorted."""
+        """The sorted names of all metrics that were read."""
         return sorted(self.columns)
 
-    def latest(self, name: str) -> float | None:
-        """Return the newest value of a metric, None where there is none."""
-        values = self.values(name)
+    def get_latest(self, name: str) -> float | None:
+        """Return the newest value of a metric, or None."""
+        values = self.get_values(name)
         return float(values[-1]) if len(values) else None
 
-    def values(self, name: str) -> np.ndarray:
+    def get_values(self, name: str) -> np.ndarray:
         """Return all values of a metric, float64 [n]."""
         column = self.columns.get(name)
         return np.zeros(0) if column is None else column.values
 
-    def line(
+    def sample_line(
         self, name: str, axis: Axis = "step", smooth: float = 0.0, points: int = POINTS
     ) -> tuple[list[float], list[float]]:
         """Return (x, y) of a metric, with at most `points` points.
@@ -179,41 +179,43 @@ class Series:
         if column is None:
             return [], []
         across = self.axes[axis].values[column.rows]
-        kept_x, kept_y = downsample(across, smoothed(column.values, smooth), points)
+        kept_x, kept_y = downsample(across, smooth_values(column.values, smooth), points)
         return kept_x.tolist(), kept_y.tolist()
 
 
-def _columns(rows: list[dict[str, Any]]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return name -> (places of rows, finite values), both [n], of every number in the rows.
+def _build_columns(rows: list[dict[str, Any]]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return name -> (positions of rows, finite values), both [n], of every number in the rows.
 
-    A loop over values takes several times as long: rows of the same names become one matrix.
+    Rows with the same names become one matrix, which is several times faster than a loop.
     """
-    kinds: dict[tuple[str, ...], list[int]] = {}
-    for place, row in enumerate(rows):
-        kinds.setdefault(tuple(row), []).append(place)
-    parts: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
-    for names, chosen in kinds.items():
-        places = np.array(chosen)
-        for name, values in zip(names, _matrix(names, [rows[i] for i in chosen]).T, strict=True):
-            known = np.isfinite(values)
-            if known.any():
-                parts.setdefault(name, []).append((places[known], values[known]))
+    rows_by_names: dict[tuple[str, ...], list[int]] = {}
+    for position, row in enumerate(rows):
+        rows_by_names.setdefault(tuple(row), []).append(position)
+    pieces_of: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
+    for names, members in rows_by_names.items():
+        positions = np.array(members)
+        for name, values in zip(
+            names, _build_matrix(names, [rows[i] for i in members]).T, strict=True
+        ):
+            finite = np.isfinite(values)
+            if finite.any():
+                pieces_of.setdefault(name, []).append((positions[finite], values[finite]))
     merged = {}
-    for name, pieces in parts.items():
-        places, values = (np.concatenate(column) for column in zip(*pieces, strict=True))
-        order = np.argsort(places, kind="stable") if len(pieces) > 1 else slice(None)
-        merged[name] = places[order], values[order]
+    for name, pieces in pieces_of.items():
+        positions, values = (np.concatenate(column) for column in zip(*pieces, strict=True))
+        order = np.argsort(positions, kind="stable") if len(pieces) > 1 else slice(None)
+        merged[name] = positions[order], values[order]
     return merged
 
 
-def _matrix(names: tuple[str, ...], rows: list[dict[str, Any]]) -> np.ndarray:
-    """Return the values of rows with the same names, float64 [rows, names]; nan for no number."""
+def _build_matrix(names: tuple[str, ...], rows: list[dict[str, Any]]) -> np.ndarray:
+    """Return the values of rows with the same names, float64 [rows, names]; nan if not a number."""
     numeric = [name for name in names if isinstance(rows[0][name], int | float)]
     matrix = np.full((len(rows), len(names)), math.nan)
     if len(numeric) > 1:
         with contextlib.suppress(TypeError, ValueError):  # a later row has a text or a null
-            where = [names.index(name) for name in numeric]
-            matrix[:, where] = np.array(list(map(itemgetter(*numeric), rows)), dtype=np.float64)
+            indices = [names.index(name) for name in numeric]
+            matrix[:, indices] = np.array(list(map(itemgetter(*numeric), rows)), dtype=np.float64)
             return matrix
     for column, name in enumerate(names):
         values = (row[name] for row in rows)
@@ -221,20 +223,20 @@ def _matrix(names: tuple[str, ...], rows: list[dict[str, Any]]) -> np.ndarray:
     return matrix
 
 
-def _dense(column: tuple[np.ndarray, np.ndarray] | None, length: int) -> np.ndarray:
-    """Return values at their places, float64 [length]; 0 elsewhere."""
+def _fill_dense(column: tuple[np.ndarray, np.ndarray] | None, length: int) -> np.ndarray:
+    """Return values at their positions, float64 [length]; 0 elsewhere."""
     dense = np.zeros(length)
     if column is not None:
         dense[column[0]] = column[1]
     return dense
 
 
-def smoothed(values: np.ndarray, share: float) -> np.ndarray:
+def smooth_values(values: np.ndarray, share: float) -> np.ndarray:
     """Return the exponential moving average of values [n], corrected for its start.
 
-    >>> smoothed(np.array([1.0, 1.0, 3.0]), 0.0).tolist()
+    >>> smooth_values(np.array([1.0, 1.0, 3.0]), 0.0).tolist()
     [1.0, 1.0, 3.0]
-    >>> smoothed(np.array([1.0, 1.0, 1.0]), 0.9).round(6).tolist()
+    >>> smooth_values(np.array([1.0, 1.0, 1.0]), 0.9).round(6).tolist()
     [1.0, 1.0, 1.0]
     """
     if share <= 0 or len(values) < 2:
@@ -251,7 +253,7 @@ def downsample(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Reduce a line to at most `points` points that keep its extremes.
 
-    Each bucket of neighbors keeps its smallest and its largest value, in their order, so that a
+    Each bucket of neighbors keeps its smallest and its largest value in their order, so that a
     spike of one step stays visible.
 
     Args:
@@ -266,10 +268,10 @@ def downsample(
     if len(across) <= points:
         return across, values
     size = -(-len(across) // max(points // 2, 1))
-    whole = len(across) // size * size
-    buckets = values[:whole].reshape(-1, size)
-    first = np.arange(0, whole, size)
-    ends = np.stack([first + buckets.argmin(1), first + buckets.argmax(1)])
-    last = [len(across) - 1] if whole < len(across) else []
-    chosen = np.unique(np.concatenate([ends.ravel(), np.asarray(last, np.int64)]))
-    return across[chosen], values[chosen]
+    divisible = len(across) // size * size
+    buckets = values[:divisible].reshape(-1, size)
+    first = np.arange(0, divisible, size)
+    extremes = np.stack([first + buckets.argmin(1), first + buckets.argmax(1)])
+    remainder = [len(across) - 1] if divisible < len(across) else []
+    selected = np.unique(np.concatenate([extremes.ravel(), np.asarray(remainder, np.int64)]))
+    return across[selected], values[selected]

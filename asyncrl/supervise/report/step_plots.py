@@ -1,4 +1,4 @@
-"""Plots of each optimizer step, where batches have several: optimizer_steps.jsonl."""
+"""Plots of each optimizer step from optimizer_steps.jsonl, if batches have several steps."""
 
 from __future__ import annotations
 
@@ -47,36 +47,36 @@ PLOTS = (
 )
 
 
-def figures(runs: Mapping[str, Series], points: int = POINTS) -> list[PagePlot]:
-    """Return the plots of optimizer steps; none where no batch had two.
+def build_plots(runs: Mapping[str, Series], points: int = POINTS) -> list[PagePlot]:
+    """Build the plots of optimizer steps, or [] if no batch had two.
 
-    With one step a batch, the plots of metrics.jsonl show the same.
+    With one step per batch, the plots of metrics.jsonl show the same.
 
     Args:
         runs: name -> the run's optimizer_steps.jsonl.
     """
-    several = {run: series for run, series in runs.items() if series.values("update").any()}
-    drawn = []
+    several = {run: series for run, series in runs.items() if series.get_values("update").any()}
+    figures = []
     for plot in PLOTS:
         lines = [
-            PlotLine(label, *_line(series, name, points), run=run, metric=name)
+            PlotLine(label, *_trace_line(series, name, points), run=run, metric=name)
             for run, series in several.items()
             for name, label in plot.series
             if name in series.columns
         ]
         if lines:
             meanings = {name: METRICS[name].meaning for name, _ in plot.series}
-            drawn.append(PagePlot(plot.title, plot.unit, lines, "batch", metrics=meanings))
-    return drawn
+            figures.append(PagePlot(plot.title, plot.unit, lines, "batch", metrics=meanings))
+    return figures
 
 
-def _line(series: Series, name: str, points: int) -> tuple[list[float], list[float]]:
+def _trace_line(series: Series, name: str, points: int) -> tuple[list[float], list[float]]:
     """Return (x, y) of a metric; the steps of batch n lie evenly in [n, n + 1)."""
     batch = series.axes["step"].values
-    _, which, counts = np.unique(batch, return_inverse=True, return_counts=True)
+    _, batch_index, counts = np.unique(batch, return_inverse=True, return_counts=True)
     update = np.zeros(len(batch))
-    update[series.columns["update"].rows] = series.values("update")
+    update[series.columns["update"].rows] = series.get_values("update")
     column = series.columns[name]
-    across = (batch + update / counts[which])[column.rows]
+    across = (batch + update / counts[batch_index])[column.rows]
     kept_x, kept_y = downsample(across, column.values, points)
     return kept_x.tolist(), kept_y.tolist()

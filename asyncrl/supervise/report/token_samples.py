@@ -1,7 +1,7 @@
-"""Samples of token_samples.jsonl: read, filter, order, and write as colored text.
+"""Read, filter and order the samples of token_samples.jsonl, and format them as colored text.
 
-`learner/records/sample_log.py` writes the file, and `asyncrl/tinker/sample_log.py` that of a model
-of a Tinker server: without rewards, weights and clips.
+`learner/records/sample_log.py` writes the file. `asyncrl/tinker/sample_log.py` writes that of a
+Tinker server's model, without rewards, weights and clips.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from asyncrl.contract.printable import escape_line
 FILE = "token_samples.jsonl"
 RULES = ("group", "best", "worst", "off_policy", "longest", "random")
 ORDERS = ("batch", "reward", "lag", "length", "kl", "weight")
-# what a token's color can show, with what it means
+# value that a token's color can show -> its meaning
 SHADES = {
     "version": "version of the policy that sampled the token",
     "lag": "versions between that policy and the learner",
@@ -41,7 +41,7 @@ _decoder = msgspec.json.Decoder(dict[str, Any])
 
 @dataclass(frozen=True)
 class SampleFilter:
-    """Which samples to show, and in which order.
+    """The choice of samples to show, and their order.
 
     Ranges are (lowest, highest), None for an open end. text: a regular expression searched in
     prompt and response.
@@ -60,9 +60,9 @@ class SampleFilter:
     def matches(self, row: dict[str, Any]) -> bool:
         """Return whether a row passes every filter."""
         if not (
-            _inside(row["batch"], self.step)
-            and _inside(row["reward"], self.reward)
-            and _inside(row["lag_mean"], self.lag)
+            _is_inside(row["batch"], self.step)
+            and _is_inside(row["reward"], self.reward)
+            and _is_inside(row["lag_mean"], self.lag)
         ):
             return False
         if self.ticket is not None and row["ticket"] != self.ticket:
@@ -71,40 +71,40 @@ class SampleFilter:
             return False
         if self.rule is not None and self.rule not in row["rules"]:
             return False
-        return not self.text or any(re.search(self.text, t) for t in whole_texts(row))
+        return not self.text or any(re.search(self.text, t) for t in join_texts(row))
 
 
-def parse_range(words: str, key: str) -> tuple[float | None, float | None]:
-    """Read `3`, `3..`, `..3` or `1..3`. Raises ConfigError for anything else.
+def parse_range(text: str, key: str) -> tuple[float | None, float | None]:
+    """Parse `3`, `3..`, `..3` or `1..3`. Raises ConfigError for other texts.
 
     >>> parse_range("3..", "lag"), parse_range("0", "reward")
     ((3.0, None), (0.0, 0.0))
     """
-    first, dots, last = words.partition("..")
+    lowest, dots, highest = text.partition("..")
     try:
-        low = float(first) if first else None
-        high = float(last) if last else None
+        low = float(lowest) if lowest else None
+        high = float(highest) if highest else None
     except ValueError:
-        raise ConfigError(f"--{key} {words}: give a number or a range: 3, 3.., ..3, 1..3") from None
+        raise ConfigError(f"--{key} {text}: give a number or a range: 3, 3.., ..3, 1..3") from None
     return (low, high) if dots else (low, low)
 
 
-def _inside(value: float | None, bounds: tuple[float | None, float | None]) -> bool:
+def _is_inside(value: float | None, bounds: tuple[float | None, float | None]) -> bool:
     low, high = bounds
-    if value is None:  # a reward that only a Tinker client knows
+    if value is None:  # a Tinker server receives no rewards
         return low is None and high is None
     return (low is None or value >= low) and (high is None or value <= high)
 
 
-def whole_texts(row: dict[str, Any]) -> list[str]:
-    """Return prompt plus response of each training sequence."""
+def join_texts(row: dict[str, Any]) -> list[str]:
+    """Return prompt and response of each training sequence as one text."""
     return [s["prompt"] + "".join(s["pieces"]) for s in row["sequences"]]
 
 
-def token_kl(row: dict[str, Any]) -> float:
-    """Mean k3 between behavior policy and learner's start over the sampled tokens, nats."""
+def measure_token_kl(row: dict[str, Any]) -> float:
+    """Return the mean k3 between behavior and proximal policy over the sampled tokens, in nats."""
     terms = [
-        k3(start - behavior)
+        compute_k3(start - behavior)
         for s in row["sequences"]
         for _, first, end in s["versions"]
         for start, behavior in zip(s["start"][first:end], s["behavior"][first:end], strict=True)
@@ -113,14 +113,14 @@ def token_kl(row: dict[str, Any]) -> float:
     return sum(terms) / max(len(terms), 1)
 
 
-def k3(log_ratio: float) -> float:
-    """k3 = r - 1 - log r of one token (Schulman 2020)."""
+def compute_k3(log_ratio: float) -> float:
+    """Return k3 = r - 1 - log r of one token (Schulman 2020)."""
     return math.exp(min(log_ratio, 50.0)) - 1 - log_ratio
 
 
 @dataclass
 class SampleStore:
-    """token_samples.jsonl of one run; rows are located by offset and decoded when shown."""
+    """token_samples.jsonl of a run; rows are located by offset and decoded on demand."""
 
     path: Path
     offsets: list[tuple[int, int]] = field(default_factory=list)  # (offset, bytes) of each row
@@ -134,9 +134,9 @@ class SampleStore:
         try:
             file = self.path.open("rb")
         except OSError:
-            had = bool(self.heads)
+            had_rows = bool(self.heads)
             self._forget(0)
-            return had
+            return had_rows
         with file:
             status = os.fstat(file.fileno())
             if status.st_ino != self._inode or status.st_size < self._end:
@@ -160,10 +160,10 @@ class SampleStore:
         try:
             row = _decoder.decode(line)
             head = {k: v for k, v in row.items() if k != "sequences"}
-            head["kl"] = token_kl(row)
+            head["kl"] = measure_token_kl(row)
             weights = [w for s in row["sequences"] for w in s.get("weight", ()) if w is not None]
             head["weight"] = max(weights, default=0.0)
-            head["text"] = "\x00".join(whole_texts(row))
+            head["text"] = "\x00".join(join_texts(row))
             _ = head["batch"], head["reward"], head["lag_mean"], head["rules"]
         except (msgspec.DecodeError, KeyError, TypeError, ValueError):
             self.damaged += 1
@@ -171,20 +171,20 @@ class SampleStore:
         self.offsets.append((self._end, len(line)))
         self.heads.append(head)
 
-    def find(self, wanted: SampleFilter) -> list[int]:
-        """Return the numbers of the rows that match, in the wanted order, the newest batch first.
+    def find(self, query: SampleFilter) -> list[int]:
+        """Return the numbers of the matching rows in the requested order, largest value first.
 
         Raises ConfigError for a regular expression that does not compile.
         """
         try:
-            pattern = re.compile(wanted.text) if wanted.text else None
+            pattern = re.compile(query.text) if query.text else None
         except re.error as error:
-            raise ConfigError(f"--text {wanted.text}: no regular expression: {error}") from None
-        plain = SampleFilter(**{**vars(wanted), "text": ""})
+            raise ConfigError(f"--text {query.text}: not a regular expression: {error}") from None
+        without_text = SampleFilter(**{**vars(query), "text": ""})
         matches = [
             i
             for i, head in enumerate(self.heads)
-            if plain.matches(head) and (pattern is None or pattern.search(head["text"]))
+            if without_text.matches(head) and (pattern is None or pattern.search(head["text"]))
         ]
         keys = {
             "batch": lambda i: self.heads[i]["batch"],
@@ -194,32 +194,32 @@ class SampleStore:
             "kl": lambda i: self.heads[i]["kl"],
             "weight": lambda i: self.heads[i]["weight"],
         }
-        if wanted.rule is not None and wanted.rule not in RULES:
-            raise ConfigError(f"--rule {wanted.rule}: choose one of {', '.join(RULES)}")
-        if wanted.sort not in keys:
-            raise ConfigError(f"--sort {wanted.sort}: choose one of {', '.join(ORDERS)}")
-        matches.sort(key=keys[wanted.sort], reverse=True)
-        return matches[: wanted.limit]
+        if query.rule is not None and query.rule not in RULES:
+            raise ConfigError(f"--rule {query.rule}: choose one of {', '.join(RULES)}")
+        if query.sort not in keys:
+            raise ConfigError(f"--sort {query.sort}: choose one of {', '.join(ORDERS)}")
+        matches.sort(key=keys[query.sort], reverse=True)
+        return matches[: query.limit]
 
-    def head(self, number: int) -> dict[str, Any]:
+    def get_head(self, number: int) -> dict[str, Any]:
         """Return a row without its tokens."""
         return {k: v for k, v in self.heads[number].items() if k != "text"} | {
             "number": number,
             "preview": self.heads[number]["text"][:400],
         }
 
-    def row(self, number: int) -> dict[str, Any]:
-        """Return a whole row, with the shades of each token."""
+    def read_row(self, number: int) -> dict[str, Any]:
+        """Read a complete row with the shades of each token."""
         offset, length = self.offsets[number]
         with self.path.open("rb") as file:
             file.seek(offset)
             row: dict[str, Any] = _decoder.decode(file.read(length))
         for sequence in row["sequences"]:
-            sequence["shades"] = shades(sequence)
+            sequence["shades"] = compute_shades(sequence)
         return row | {"number": number, "kl": self.heads[number]["kl"]}
 
 
-def _minus(left: Sequence[Any] | None, right: Sequence[Any] | None) -> list[float | None] | None:
+def _subtract(left: Sequence[Any] | None, right: Sequence[Any] | None) -> list[float | None] | None:
     if left is None or right is None:
         return None
     return [
@@ -228,25 +228,25 @@ def _minus(left: Sequence[Any] | None, right: Sequence[Any] | None) -> list[floa
     ]
 
 
-def shades(sequence: dict[str, Any]) -> dict[str, list[Any]]:
-    """Return what each of SHADES says of every token, without those that were not measured."""
+def compute_shades(sequence: dict[str, Any]) -> dict[str, list[Any]]:
+    """Return the value of each of SHADES for every token, without shades that were not measured."""
     versions: list[str | None] = [None] * len(sequence["tokens"])
     for label, start, end in sequence["versions"]:
         versions[start:end] = [label] * (end - start)
-    every = {
+    all_shades = {
         "version": versions,
         "lag": sequence["lag"],
-        "log_ratio": _minus(sequence["start"], sequence["behavior"]),
-        "mismatch": _minus(sequence.get("sampler"), sequence["behavior"]),
-        "staleness": _minus(sequence["start"], sequence.get("sampler")),
-        "update": _minus(sequence.get("target"), sequence["start"]),
+        "log_ratio": _subtract(sequence["start"], sequence["behavior"]),
+        "mismatch": _subtract(sequence.get("sampler"), sequence["behavior"]),
+        "staleness": _subtract(sequence["start"], sequence.get("sampler")),
+        "update": _subtract(sequence.get("target"), sequence["start"]),
         "weight": sequence.get("weight"),
         "advantage": sequence["advantage"],
         "clip": sequence.get("clip"),
         "used": sequence["used"],
         "logprob": sequence["behavior"],
     }
-    return {name: values for name, values in every.items() if values is not None}
+    return {name: values for name, values in all_shades.items() if values is not None}
 
 
 # ---- text for the terminal -----------------------------------------------------------------------
@@ -255,13 +255,13 @@ BLUE, WHITE, RED = (59, 130, 246), (148, 148, 148), (239, 68, 68)
 PALETTE = ((59, 130, 246), (217, 119, 6), (5, 150, 105), (190, 24, 93), (124, 58, 237))
 
 
-def terminal_text(row: dict[str, Any], shade: str, color: bool) -> str:
-    """Return a sample as text: a head line, then prompt and response of each sequence.
+def format_terminal(row: dict[str, Any], shade: str, color: bool) -> str:
+    """Format a sample as text: a head line, then prompt and response of each sequence.
 
-    Foreign text cannot move the cursor or forge lines: control characters become escapes.
+    Control characters are escaped, so that sampled text cannot move the cursor or forge lines.
     """
     parts = "".join(f"  {k} {v:.3g}" for k, v in row["parts"].items())
-    names = row.get("sequence_ids")  # of a Tinker server, which knows no reward
+    names = row.get("sequence_ids")  # only from a Tinker server, which receives no rewards
     origin = (
         f"datum {row['ticket']}  {' '.join(names)}"
         if names is not None
@@ -279,7 +279,7 @@ def terminal_text(row: dict[str, Any], shade: str, color: bool) -> str:
             "  image     " + escape_line(describe_image(x), 200) for x in sequence.get("images", ())
         ]
         values = sequence["shades"].get(shade) or sequence["shades"]["lag"]
-        lines.append("  response  " + _colored(sequence["pieces"], values, color))
+        lines.append("  response  " + _color_pieces(sequence["pieces"], values, color))
     return "\n".join(lines)
 
 
@@ -289,23 +289,25 @@ def describe_image(image: dict[str, Any]) -> str:
     return f"{width} x {height} pixels, {image['digest']}"
 
 
-def _colored(pieces: Sequence[str], values: Sequence[Any], color: bool) -> str:
-    shown = [escape_line(piece, 200) for piece in pieces]
+def _color_pieces(pieces: Sequence[str], values: Sequence[Any], color: bool) -> str:
+    escaped = [escape_line(piece, 200) for piece in pieces]
     if not color:
-        return "".join(shown)
+        return "".join(escaped)
     numbers = [v for v in values if isinstance(v, int | float)]
     largest = max((abs(v) for v in numbers), default=0.0) or 1.0
     labels = sorted({v for v in values if isinstance(v, str)})
     colored = []
-    for piece, value in zip(shown, values, strict=True):
+    for piece, value in zip(escaped, values, strict=True):
         if value is None:
             colored.append(piece)
             continue
         if isinstance(value, str):
             red, green, blue = PALETTE[labels.index(value) % len(PALETTE)]
         else:
-            end = RED if value > 0 else BLUE
+            target = RED if value > 0 else BLUE
             share = min(abs(value) / largest, 1.0)
-            red, green, blue = (round(w + (e - w) * share) for w, e in zip(WHITE, end, strict=True))
+            red, green, blue = (
+                round(w + (e - w) * share) for w, e in zip(WHITE, target, strict=True)
+            )
         colored.append(f"\x1b[38;2;{red};{green};{blue}m{piece}\x1b[0m")
     return "".join(colored)

@@ -13,11 +13,11 @@ from asyncrl.models import fetch
 SOURCES = ("prompts", "heldout", "ood")
 
 
-def with_data_sets(config: Config, report: Callable[[str], None]) -> Config:
-    """Replace every `hf://datasets/...` by the path of its files; without one, return `config`.
+def fetch_data_sets(config: Config, report: Callable[[str], None]) -> Config:
+    """Replace every `hf://datasets/...` in `config` by the path of its files.
 
-    Each is downloaded once, unless the hub's cache has it, so that all processes and a resumed run
-    read the same files.  Raises ConfigError."""
+    Each data set is downloaded once unless the hub's cache has it, so that all processes and a
+    resumed run read the same files.  Raises ConfigError."""
     local: dict[str, str] = {}
 
     def locate(source: str) -> str:
@@ -33,6 +33,6 @@ def with_data_sets(config: Config, report: Callable[[str], None]) -> Config:
 
     task = locate_in(config.task)
     task = replace(task, mixture=[locate_in(part) for part in task.mixture])
-    sets = [replace(one, file=locate(one.file)) for one in config.evaluation.sets]
+    sets = [replace(chosen, file=locate(chosen.file)) for chosen in config.evaluation.sets]
     evaluation = replace(config.evaluation, sets=sets)
     return replace(config, task=task, evaluation=evaluation) if local else config

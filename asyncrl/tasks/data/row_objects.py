@@ -1,4 +1,4 @@
-"""Prompts given as Python objects, such as a data set of the package `datasets`: kept as files."""
+"""Write prompts from Python objects, such as a data set of the package `datasets`, to files."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from typing import Any
 from asyncrl.contract.errors import ConfigError
 from asyncrl.records import atomic_write
 
-FOLDER = ".prompts"  # in the folder of all runs
+FOLDER = ".prompts"  # name of the folder of these files, in the folder of all runs
 KEYS = ("prompts", "heldout", "ood")
 
 
-def keep_text(content: str, folder: Path) -> str:
-    """Write a file under the name of its content, unless it is there; return its path."""
-    kept = folder / f"{hashlib.sha256(content.encode()).hexdigest()[:16]}.jsonl"
-    if not kept.exists():
+def write_content(content: str, folder: Path) -> str:
+    """Write a file named by the hash of its content unless it exists; return its path."""
+    path = folder / f"{hashlib.sha256(content.encode()).hexdigest()[:16]}.jsonl"
+    if not path.exists():
         atomic_write.directory(folder, 0o700)
-        with atomic_write.replacing(kept, part=kept.with_suffix(f".{os.getpid()}")) as part:
-            part.write_text(content, encoding="utf-8")
-    return str(kept)
+        with atomic_write.replacing(path, part=path.with_suffix(f".{os.getpid()}")) as temporary:
+            temporary.write_text(content, encoding="utf-8")
+    return str(path)
 
 
-def rows_text(key: str, rows: Any) -> str:
+def dump_rows(key: str, rows: Any) -> str:
     """Return the rows of an object as JSON lines.
 
-    rows: any iterable of mappings: a `datasets.Dataset`, or a list of dicts. Raises ConfigError,
-    which begins with `key`."""
+    rows: any iterable of mappings, such as a `datasets.Dataset` or a list of dicts. Raises
+    ConfigError that starts with `key`."""
     if isinstance(rows, Mapping):  # a DatasetDict
         raise ConfigError(
             f"{key}: has several splits; give one of them, as data[{next(iter(rows), '')!r}]"
@@ -45,19 +45,19 @@ def rows_text(key: str, rows: Any) -> str:
                 )
             lines.append(json.dumps(dict(row), default=str) + "\n")
     except TypeError as error:
-        kind = type(rows).__name__
+        type_name = type(rows).__name__
         raise ConfigError(
-            f"{key}: a {kind} has no rows of text and numbers ({error}); give a path, a data set "
-            "or a list of dicts"
+            f"{key}: a {type_name} has no rows of text and numbers ({error}); give a path, a data "
+            "set or a list of dicts"
         ) from error
     return "".join(lines)
 
 
-def places(table: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield (full name, section, key) of every key of a config's table that names prompts."""
+def find_prompt_keys(table: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield (full name, section, key) for every key of a config's table that names prompts."""
     task = table.get("task")
-    parts = task.get("mixture", []) if isinstance(task, dict) else []
-    for number, section in enumerate([task, *parts]):
+    mixture = task.get("mixture", []) if isinstance(task, dict) else []
+    for number, section in enumerate([task, *mixture]):
         for key in KEYS:
             name = f"task.mixture[{number - 1}].{key}" if number else f"task.{key}"
             if isinstance(section, dict) and key in section:
@@ -68,11 +68,11 @@ def places(table: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]
             yield f"evaluation.sets[{number}].file", section, "file"
 
 
-def keep_objects(table: dict[str, Any], folder: Path) -> None:
-    """Replace the objects in a config's table by paths of files with their rows.
+def write_objects(table: dict[str, Any], folder: Path) -> None:
+    """Replace the objects in a config's table by the paths of files with their rows.
 
     The files are named by their content, so that a resumed run reads the same rows. Raises
     ConfigError."""
-    for name, section, key in places(table):
+    for name, section, key in find_prompt_keys(table):
         if not isinstance(section[key], str):
-            section[key] = keep_text(rows_text(name, section[key]), folder)
+            section[key] = write_content(dump_rows(name, section[key]), folder)

@@ -1,6 +1,6 @@
-"""Rows of JSONL, CSV, parquet and Arrow files, and of directories of data sets.
+"""Read rows of JSONL, CSV, parquet and Arrow files, and of directories of data sets.
 
-A source is PATH or PATH#SPLIT. A directory is what `datasets` saves (`save_to_disk`), or holds
+A source is PATH or PATH#SPLIT. A directory was written by `save_to_disk` of `datasets`, or holds
 files whose names or folders name their split, as in a repository of the hub."""
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 
 from asyncrl.contract.errors import ConfigError
 
-# JSON's way to write a lone surrogate: text in UTF-8 cannot hold one otherwise
+# JSON's escape of a lone surrogate, which UTF-8 text cannot contain otherwise
 SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 SUFFIXES = (".parquet", ".jsonl", ".csv", ".arrow")
-# words in a path that name its split -> the split
+# word in a path -> the split that it names
 SPLITS = {"train": "train", "test": "test", "validation": "validation"} | {
     "valid": "validation",
     "dev": "validation",
@@ -28,7 +28,7 @@ SPLITS = {"train": "train", "test": "test", "validation": "validation"} | {
 }
 
 
-def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
+def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
         if line.strip():
             where = f"{path}:{number}"
@@ -49,9 +49,9 @@ def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def require_encodable(where: str, row: Any) -> None:
-    r"""Raise ConfigError, beginning with `where`, for a row that UTF-8 cannot encode.
+    r"""Raise ConfigError, starting with `where`, for a row that UTF-8 cannot encode.
 
-    JSON allows \ud83d without its second half; a message with such a text cannot be sent."""
+    JSON allows \ud83d without its second half, but a message with such a text cannot be sent."""
     for key, value in row.items() if isinstance(row, dict) else ():
         try:
             json.dumps([key, value], ensure_ascii=False).encode()
@@ -63,7 +63,7 @@ def require_encodable(where: str, row: Any) -> None:
             ) from error
 
 
-def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
+def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         import pyarrow.parquet as pq
     except ImportError as error:
@@ -77,27 +77,27 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         rows = table.to_pylist()
     except UnicodeDecodeError:
-        rows = _decoded_rows(path, table)
+        rows = _decode_rows(path, table)
     for number, row in enumerate(rows, 1):
         yield f"{path}: row {number}", row
 
 
-def _decoded_rows(path: Path, table: Any) -> list[Any]:
+def _decode_rows(path: Path, table: Any) -> list[Any]:
     """Read the rows of a table one by one.
 
-    Raises ConfigError for the first one whose text is not UTF-8."""
-    found = []
+    Raises ConfigError for the first row whose text is not UTF-8."""
+    rows = []
     for number in range(table.num_rows):
         try:
-            found += table.slice(number, 1).to_pylist()
+            rows += table.slice(number, 1).to_pylist()
         except UnicodeDecodeError as error:
             raise ConfigError(
                 f"{path}: row {number + 1}: not UTF-8 ({error.reason}); write its text as UTF-8"
             ) from error
-    return found
+    return rows
 
 
-def _csv(path: Path) -> Iterator[tuple[str, Any]]:
+def _read_csv(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         text = path.read_bytes().removeprefix(codecs.BOM_UTF8).decode()
     except UnicodeDecodeError as error:
@@ -118,7 +118,7 @@ def _csv(path: Path) -> Iterator[tuple[str, Any]]:
         raise ConfigError(f"{path}:{rows.reader.line_num}: not CSV: {error}") from error
 
 
-def _arrow(path: Path) -> Iterator[tuple[str, Any]]:
+def _read_arrow(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         import pyarrow as pa
     except ImportError as error:
@@ -132,43 +132,44 @@ def _arrow(path: Path) -> Iterator[tuple[str, Any]]:
         yield f"{path}: row {number}", row
 
 
-READERS = {".parquet": _parquet, ".csv": _csv, ".arrow": _arrow}
+READERS = {".parquet": _read_parquet, ".csv": _read_csv, ".arrow": _read_arrow}
 
 
 def read_rows(file: Path) -> Iterator[tuple[str, Any]]:
     """Yield (location, row) for each row of a file.  Raises ConfigError."""
-    return READERS.get(file.suffix, _jsonl)(file)
+    return READERS.get(file.suffix, _read_jsonl)(file)
 
 
-def splits_of(directory: Path) -> dict[str, list[Path]]:
-    """Return the files of each split of a directory, {} if it holds none.
+def find_splits(directory: Path) -> dict[str, list[Path]]:
+    """Return the files of each split of a directory, or {} if it has no data files.
 
-    Files whose path names no split are those of `train`."""
+    Files whose path names no split belong to `train`."""
     saved = directory / "dataset_dict.json"
     if saved.is_file():
         names = json.loads(saved.read_text(encoding="utf-8"))["splits"]
-        return {name: _saved_files(directory / name) for name in names}
+        return {name: _list_saved_files(directory / name) for name in names}
     if (directory / "state.json").is_file():
-        return {"train": _saved_files(directory)}
-    found: dict[str, list[Path]] = {}
+        return {"train": _list_saved_files(directory)}
+    splits: dict[str, list[Path]] = {}
     for path in sorted(directory.rglob("*")):
         if path.suffix in SUFFIXES and path.is_file():
             words = re.split("[^a-z]+", str(path.relative_to(directory)).lower())
             split = next((SPLITS[word] for word in words if word in SPLITS), "train")
-            found.setdefault(split, []).append(path)
-    return found
+            splits.setdefault(split, []).append(path)
+    return splits
 
 
-def _saved_files(directory: Path) -> list[Path]:
-    """The files of a data set that `save_to_disk` wrote, in their order."""
+def _list_saved_files(directory: Path) -> list[Path]:
+    """List the files of a data set that `save_to_disk` wrote, in their order."""
     state = json.loads((directory / "state.json").read_text(encoding="utf-8"))
-    return [directory / each["filename"] for each in state["_data_files"]]
+    return [directory / file["filename"] for file in state["_data_files"]]
 
 
-def files_of(source: str) -> list[Path] | None:
-    """Return the files of PATH or PATH#SPLIT; None: nothing is there.
+def find_files(source: str) -> list[Path] | None:
+    """Return the files of PATH or PATH#SPLIT, or None if the path does not exist.
 
-    A directory with several splits gives `train`, unless a split is named. Raises ConfigError."""
+    For a directory with several splits and a source without a split, these are the files of
+    `train`. Raises ConfigError."""
     path, split = Path(source), ""
     if not path.exists() and "#" in source:
         name, _, split = source.rpartition("#")
@@ -178,11 +179,11 @@ def files_of(source: str) -> list[Path] | None:
     if not path.is_dir():
         return None
     try:
-        splits = splits_of(path)
+        splits = find_splits(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path}: not a saved data set: {error}") from error
     if not splits:
-        raise ConfigError(f"{path}: has no files of data ({', '.join(SUFFIXES)})")
+        raise ConfigError(f"{path}: has no data files ({', '.join(SUFFIXES)})")
     if not split:
         split = "train" if "train" in splits or len(splits) > 1 else next(iter(splits))
     if split not in splits:

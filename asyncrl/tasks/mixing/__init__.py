@@ -1,1 +1,1 @@
-"""Several tasks in one run: which one comes next, and their prompts and rewards."""
+"""Several tasks in one run: their order, prompts and rewards."""

@@ -1,4 +1,4 @@
-"""Several tasks as one: every prompt knows its task, which gives its reward."""
+"""Several tasks as one: every prompt names its task, which computes its reward."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from asyncrl.config.tree import MixedTaskConfig, TaskConfig
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 from asyncrl.tasks.file import FileTask
-from asyncrl.tasks.mixing.shares import next_task, weights_at
+from asyncrl.tasks.mixing.shares import choose_task, compute_weights
 from asyncrl.tasks.pictures.count import CountTask
 
 
-def config_of_part(part: MixedTaskConfig) -> TaskConfig:
-    """Return the section `task` of a run with this part alone."""
-    shared = {
+def resolve_part_task(part: MixedTaskConfig) -> TaskConfig:
+    """Return the section `task` of a run with only this part."""
+    values = {
         name: getattr(part, name) for name in TaskConfig.__struct_fields__ if name != "mixture"
     }
-    return TaskConfig(**shared)
+    return TaskConfig(**values)
 
 
 class MixtureTask:
     """The tasks of `task.mixture`, by their titles.
 
-    The buffer draws training prompts itself (`draw`), by what was trained. `prompt` gives the
-    stream of the first weights, for a look at the prompts. Fixed splits take turns: each task has
-    the same number of prompts until one has no more. Raises ConfigError, which names the part."""
+    The buffer samples training prompts with `draw`, by the tasks trained so far. `prompt` returns
+    the stream of the first weights, to show prompts. Fixed splits alternate between the tasks until
+    one has no prompts left. Raises ConfigError that names the part."""
 
     name = "mixture"
 
@@ -38,31 +38,31 @@ class MixtureTask:
         self.tasks: dict[str, Any] = {}
         for title, part in self.parts.items():
             try:
-                self.tasks[title] = make(config_of_part(part))
+                self.tasks[title] = make(resolve_part_task(part))
             except ConfigError as error:
                 raise ConfigError(f"task.mixture: {title}: {error}") from error
         self._credit: dict[str, float] = {}
-        self._stream: list[tuple[str, int]] = []  # (task, index) of the first weights' draws
-        self._fixed = cache(self._fixed_order)
+        self._stream: list[tuple[str, int]] = []  # (task, index) by the first weights
+        self._fixed = cache(self._order_fixed)
 
     def draw(self, title: str, index: int, seed: int) -> Prompt:
         """Return a training prompt of one task."""
-        return self._prompt_of("train", title, index, seed)
+        return self._build_prompt("train", title, index, seed)
 
-    def length(self, title: str) -> int | None:
-        """Training prompts of a task; None: they are generated and never repeat."""
+    def count_prompts(self, title: str) -> int | None:
+        """Return the number of training prompts of a task; None: generated without repetition."""
         task = self.tasks[title]
         return len(task.sets["train"]) if isinstance(task, FileTask) else None
 
     def prompt(self, split: str, index: int, seed: int) -> Prompt:
         if split != "train":
             order = self._fixed(split)
-            return self._prompt_of(split, *order[index % len(order)], seed)
-        weights = weights_at(self.parts, 0)
+            return self._build_prompt(split, *order[index % len(order)], seed)
+        weights = compute_weights(self.parts, 0)
         while len(self._stream) <= index:
-            title = next_task(self._credit, weights)
-            self._stream.append((title, sum(known == title for known, _ in self._stream)))
-        return self._prompt_of(split, *self._stream[index], seed)
+            title = choose_task(self._credit, weights)
+            self._stream.append((title, sum(other == title for other, _ in self._stream)))
+        return self._build_prompt(split, *self._stream[index], seed)
 
     def size(self, split: str) -> int | None:
         return None if split == "train" else len(self._fixed(split))
@@ -71,47 +71,47 @@ class MixtureTask:
         reward: float | dict[str, float] = self.tasks[prompt.task].reward(prompt, text)
         return reward
 
-    def _prompt_of(self, split: str, title: str, index: int, seed: int) -> Prompt:
+    def _build_prompt(self, split: str, title: str, index: int, seed: int) -> Prompt:
         prompt: Prompt = self.tasks[title].prompt(split, index, seed)
         return msgspec.structs.replace(prompt, task=title)
 
-    def _fixed_order(self, split: str) -> list[tuple[str, int]]:
+    def _order_fixed(self, split: str) -> list[tuple[str, int]]:
         rounds = itertools.zip_longest(
             *(
                 [(title, index) for index in range(task.size(split) or 0)]
                 for title, task in self.tasks.items()
             )
         )
-        return [each for turn in rounds for each in turn if each is not None]
+        return [pick for same_round in rounds for pick in same_round if pick is not None]
 
     # ---- the warm start of a tiny model ----------------------------------------------------------
 
     @property
     def steps(self) -> int:
-        """Steps of a warm start: those of all tasks."""
+        """The number of warm-start steps of all tasks."""
         return sum(task.steps for task in self.tasks.values())
 
     @property
     def symbols(self) -> str:
-        """Every character of the tasks."""
+        """The characters of all tasks."""
         return "".join(sorted(set().union(*(task.symbols for task in self.tasks.values()))))
 
-    def demonstrations(self, number: int, seed: int) -> list[tuple[str, str]]:
-        """Return `number` pairs (prompt, answer), of each task in turn.
+    def make_demonstrations(self, number: int, seed: int) -> list[tuple[str, str]]:
+        """Return `number` pairs (prompt, answer), alternating between the tasks.
 
         Raises ConfigError for a task with images."""
-        seeing = [name for name, task in self.tasks.items() if isinstance(task, CountTask)]
-        if seeing:
+        with_images = [name for name, task in self.tasks.items() if isinstance(task, CountTask)]
+        if with_images:
             raise ConfigError(
                 f"model.warm_start: cannot build a tiny model for a mixture with the images of "
-                f"{seeing[0]}; point model.path at a LLaVA of your own"
+                f"{with_images[0]}; set model.path to your own LLaVA model"
             )
-        each = -(-number // len(self.tasks))
-        of_tasks = [task.demonstrations(each, seed) for task in self.tasks.values()]
-        return [pair for turn in zip(*of_tasks, strict=True) for pair in turn][:number]
+        count = -(-number // len(self.tasks))
+        pairs = [task.make_demonstrations(count, seed) for task in self.tasks.values()]
+        return [pair for same_round in zip(*pairs, strict=True) for pair in same_round][:number]
 
 
-def mixture_of(task: Any) -> MixtureTask | None:
-    """Return the mixture in a run's task, which may have evaluation sets around it."""
+def find_mixture(task: Any) -> MixtureTask | None:
+    """Return the mixture in a run's task, also inside `TaskWithSets`, or None."""
     inner = getattr(task, "task", task)
     return inner if isinstance(inner, MixtureTask) else None

@@ -1,4 +1,4 @@
-"""The losses of the Tinker API, by the learner's surrogates.
+"""The losses of the Tinker API, computed by the learner's surrogates.
 
 A loss is a sum over tokens. It has the learner's coefficient form: its gradient is that of
 - sum coefficient log pi, with the coefficient detached (`asyncrl.algorithms.surrogates`). The ratio
@@ -25,7 +25,7 @@ CLIPS = ("clip_low_threshold", "clip_high_threshold")
 
 
 class LossTokens(NamedTuple):
-    """N tokens of some datums.
+    """The N tokens of some datums.
 
     lp: [N], log pi of the current policy, detached.
     behavior: [N], log mu.
@@ -46,7 +46,7 @@ class LossTokens(NamedTuple):
         return ratios.compute_log_ratio(self.lp, self.behavior)
 
 
-def _bounds(options: Options, low: float = 0.8, high: float = 1.2) -> tuple[float, float]:
+def _read_bounds(options: Options, low: float = 0.8, high: float = 1.2) -> tuple[float, float]:
     return float(options.get(CLIPS[0], low)), float(options.get(CLIPS[1], high))
 
 
@@ -55,12 +55,12 @@ def _importance_sampling(tokens: LossTokens, options: Options) -> SurrogateTerm:
 
 
 def _ppo(tokens: LossTokens, options: Options) -> SurrogateTerm:
-    low, high = _bounds(options)
+    low, high = _read_bounds(options)
     return surrogates.compute_ppo(tokens.log_r, tokens.adv, low=1 - low, high=high - 1)
 
 
 def _cispo(tokens: LossTokens, options: Options) -> SurrogateTerm:
-    low, high = _bounds(options)
+    low, high = _read_bounds(options)
     return surrogates.compute_cispo(tokens.log_r, tokens.adv, tokens.lp, lo=low, hi=high)
 
 
@@ -71,10 +71,10 @@ def _dro(tokens: LossTokens, options: Options) -> SurrogateTerm:
 
 
 def _gspo(tokens: LossTokens, options: Options) -> SurrogateTerm:
-    low, high = _bounds(options, 1 - surrogates.GSPO_CLIP[0], 1 + surrogates.GSPO_CLIP[1])
-    raw = ratios.subtract(tokens.lp, tokens.behavior)
+    low, high = _read_bounds(options, 1 - surrogates.GSPO_CLIP[0], 1 + surrogates.GSPO_CLIP[1])
+    log_ratio = ratios.subtract(tokens.lp, tokens.behavior)
     return surrogates.compute_gspo(
-        raw, tokens.adv, tokens.mask, tokens.seq, tokens.datums, low=1 - low, high=high - 1
+        log_ratio, tokens.adv, tokens.mask, tokens.seq, tokens.datums, low=1 - low, high=high - 1
     )
 
 
@@ -122,21 +122,21 @@ def check(loss: str, options: Options) -> None:
         if not isinstance(value, str) and not abs(value) <= LARGEST:
             raise ConfigError(f"loss_fn_config.{name}: {value:g} is not a number of float32")
     if METHOD in options and loss in POLICY_LOSSES:
-        method_settings(options)
+        resolve_method(options)
         return
-    known = POLICY_LOSSES[loss].options if loss in POLICY_LOSSES else ()
+    readable = POLICY_LOSSES[loss].options if loss in POLICY_LOSSES else ()
     for name in options:
-        if name not in known:
-            readable = f"it reads {', '.join(known)}" if known else "it reads none"
-            raise ConfigError(f"loss_fn_config.{name}: {loss} has no such option; {readable}")
+        if name not in readable:
+            hint = f"it reads {', '.join(readable)}" if readable else "it reads none"
+            raise ConfigError(f"loss_fn_config.{name}: {loss} has no such option; {hint}")
 
 
-def method_settings(options: Options) -> Config:
+def resolve_method(options: Options) -> Config:
     """Return the settings of the method that `options` names, with its other keys.
 
     The client gives the advantages, so the method's own are not computed.  Raises ConfigError for a
     method that is more than a loss of sampled tokens."""
-    raw: dict[str, Any] = {
+    tree: dict[str, Any] = {
         "model": {"path": "client"},
         "task": {"name": "client"},
         "method": str(options[METHOD]),
@@ -151,11 +151,11 @@ def method_settings(options: Options) -> Config:
                 f"loss_fn_config.{key}: with a method, keys of [loss], [correction] and [reshape] "
                 "are read, such as loss.eps_high"
             )
-        raw.setdefault(section, {})[name] = value
-    config = load.build(raw, "loss_fn_config")
-    plain = load.build({"model": {"path": "client"}, "task": {"name": "client"}})
+        tree.setdefault(section, {})[name] = value
+    config = load.build(tree, "loss_fn_config")
+    defaults = load.build({"model": {"path": "client"}, "task": {"name": "client"}})
     for key in MORE_THAN_A_LOSS:
-        if attrgetter(key)(config) != attrgetter(key)(plain):
+        if attrgetter(key)(config) != attrgetter(key)(defaults):
             raise ConfigError(
                 f"loss_fn_config.method = {options[METHOD]}: it sets {key}, which is more than a "
                 "loss; train with it by asyncrl run"

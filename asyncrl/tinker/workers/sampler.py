@@ -1,7 +1,7 @@
-"""The sampling process: the engine, which samples from one version of one model at a time.
+"""The sampling process: an engine that samples from one version of one model at a time.
 
-Requests wait by version. The engine finishes all requests of the loaded weights before it loads
-others, so that every token of a sequence comes from the version that its sampler names.
+The engine finishes all requests of the loaded weights before it loads others, so that every token
+of a sequence comes from the version that its sampler names.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from asyncrl.models.adapters import MergedWeights
 from asyncrl.models.policy import list_named_weights, load_policy
 from asyncrl.models.tokenizer import load_tokenizer
 from asyncrl.tinker.messages import CallFailure, SampleCall, SampleResult, SequenceResult
-from asyncrl.tinker.settings import TinkerConfig, run_config
+from asyncrl.tinker.settings import TinkerConfig, build_run_config
 
-STEPS = 8  # decode steps between looks at new requests
-KEPT = 4  # versions whose weights stay in memory
+STEPS = 8  # decode steps between checks for new requests
+KEPT = 4  # number of versions whose weights stay in memory
 NO_LOGPROB = -99999.0  # the API's value for an empty cell
 Reply = Callable[[int, SampleResult | CallFailure], None]
 
 
 @dataclass
 class SampleJob:
-    """A request that is being sampled, with the sequences that are complete."""
+    """A request that is being sampled, with its finished sequences."""
 
     number: int
     request: SampleCall
@@ -51,7 +51,7 @@ class Sampler:
         memory.keep_freed()
         self.config = config
         self.reply = reply
-        self.engine = build_engine(run_config(config, 0))
+        self.engine = build_engine(build_run_config(config, 0))
         base = load_policy(config.model.path, config.model.dtype, config.model.device)
         self.base = dict(list_named_weights(base))
         self.tokenizer = load_tokenizer(config.model.path)
@@ -75,11 +75,11 @@ class Sampler:
             self.engine.abort([(number, sample, 0) for sample in range(job.request.count)])
 
     def work(self) -> None:
-        """Give the engine the requests of the loaded version, and make some decode steps."""
+        """Pass requests of the loaded version to the engine, and make some decode steps."""
         self._admit()
         for completion in self.engine.step(STEPS):
             job = self.jobs[completion.key[0]]
-            job.sequences[completion.key[1]] = self._finish(job.request, completion)
+            job.sequences[completion.key[1]] = self._cut_at_stop(job.request, completion)
             if len(job.sequences) == job.request.count:
                 del self.jobs[job.number]
                 ordered = [job.sequences[sample] for sample in range(job.request.count)]
@@ -92,38 +92,40 @@ class Sampler:
             except (AsyncrlError, OSError) as error:
                 self.reply(self.waiting.popleft().number, CallFailure(str(error), "server"))
                 return
-        later: deque[SampleJob] = deque()
+        remaining: deque[SampleJob] = deque()
         while self.waiting:
             job = self.waiting.popleft()
             if job.request.weights == self.loaded:
                 self.jobs[job.number] = job
                 self._start(job)
             else:
-                later.append(job)
-        self.waiting = later
+                remaining.append(job)
+        self.waiting = remaining
 
     def _load(self, request: SampleCall) -> None:
-        """Load the weights of a request into the engine, unless they are there."""
+        """Load the weights of a request into the engine unless it has them."""
         if request.weights == self.loaded:
             return
-        weights = self._weights(request.weights)
+        weights = self._read_weights(request.weights)
         self.engine.load(weights, Label(0, request.version), request.weights)
         self.loaded = request.weights
 
-    def _weights(self, directory: str) -> Mapping[str, torch.Tensor]:
-        """Return the weights in a directory that a model wrote for samplers."""
+    def _read_weights(self, directory: str) -> Mapping[str, torch.Tensor]:
+        """Read the weights in a directory that a model wrote for samplers."""
         if directory not in self.versions:
             path = Path(directory)
             if (path / adapter_files.CONFIG).exists():
-                stored = adapter_files.read(path)
-                scale = stored.settings["lora_alpha"] / stored.settings["r"]
-                own: Mapping[str, torch.Tensor] = MergedWeights(self.base, stored.tensors, scale)
+                adapter = adapter_files.read(path)
+                scale = adapter.settings["lora_alpha"] / adapter.settings["r"]
+                weights: Mapping[str, torch.Tensor] = MergedWeights(
+                    self.base, adapter.tensors, scale
+                )
             else:
-                own = dict(list_named_weights(load_policy(path, self.config.model.dtype)))
+                weights = dict(list_named_weights(load_policy(path, self.config.model.dtype)))
             while len(self.versions) > KEPT:
                 oldest = next(name for name in self.versions if name)
                 del self.versions[oldest]
-            self.versions[directory] = own
+            self.versions[directory] = weights
         return self.versions[directory]
 
     def _start(self, job: SampleJob) -> None:
@@ -149,31 +151,31 @@ class Sampler:
         )
 
     def _score(self, job: SampleJob, prompt: np.ndarray) -> None:
-        """Add the log-probabilities of a prompt's tokens, and of the most likely ones."""
+        """Add the log-probabilities of a prompt's tokens and of the most likely tokens."""
         most_likely = max(1, job.request.prompt_topk)
         scores = self.engine.score([prompt], most_likely)[0]
         job.prompt_logprobs = np.append(np.float32(np.nan), scores.logprobs).astype("<f4").tobytes()
-        if job.request.prompt_topk:  # nothing comes before the first token
+        if job.request.prompt_topk:  # the first token has no context, so its row stays empty
             ids = np.concatenate([np.zeros((1, most_likely)), scores.top_ids])
             values = np.concatenate([np.full((1, most_likely), NO_LOGPROB), scores.top_logprobs])
             job.prompt_topk = (ids.astype("<i4").tobytes(), values.astype("<f4").tobytes())
 
-    def _finish(self, request: SampleCall, completion: Completion) -> SequenceResult:
-        """Cut a completion behind the token that completes one of the request's texts.
+    def _cut_at_stop(self, request: SampleCall, completion: Completion) -> SequenceResult:
+        """Cut a completion after the token that completes one of the request's stop texts.
 
         The tokens before the cut have the same distribution as if sampling had ended there."""
-        end = len(completion.tokens)
-        stopped = completion.finish == "stop"
+        length = len(completion.tokens)
+        is_complete = completion.finish == "stop"
         if request.texts:
             ids = completion.tokens.tolist()
             if any(text in self.tokenizer.decode(ids) for text in request.texts):
-                for cut in range(1, end + 1):
-                    shown = self.tokenizer.decode(ids[:cut])
-                    if any(text in shown for text in request.texts):
-                        end, stopped = cut, True
+                for cut in range(1, length + 1):
+                    text_so_far = self.tokenizer.decode(ids[:cut])
+                    if any(text in text_so_far for text in request.texts):
+                        length, is_complete = cut, True
                         break
         return SequenceResult(
-            completion.tokens[:end].astype("<i4").tobytes(),
-            completion.logprobs[:end].astype("<f4").tobytes(),
-            stopped,
+            completion.tokens[:length].astype("<i4").tobytes(),
+            completion.logprobs[:length].astype("<f4").tobytes(),
+            is_complete,
         )

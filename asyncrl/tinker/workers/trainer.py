@@ -1,6 +1,6 @@
 """The training process: the weights and optimizers of all models of a server.
 
-With adapters all models share the base's weights. A call changes a model completely or not at all.
+With adapters, all models share the base's weights. A call changes a model completely or not at all.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from learner.backend import PlainAdamW
 
 ROWS = 96  # most datums in one forward pass
 STATE = "state.pt"
-# metrics, by their beginnings, that are the same in every step: of several passes over a batch,
-# and of the importance weights and masks of a correction, which only a method has
+# Prefixes of metrics that are constant here: those of several passes over a batch, and those of the
+# importance weights and masks of a correction, which only a method has.
 CONSTANT = ("kl/start_target", "by_lag/update")
 UNWEIGHTED = (
     *("is/mean_weight", "is/weight_ess", "is/ess_by_answer"),
@@ -60,14 +60,14 @@ class TrainedModel:
         hf = copy.deepcopy(base.hf, shared)
         self.policy = PolicyModel(hf, base.tokenizer_dir)
         if request.rank:
-            own = LoraConfig(
+            adapter = LoraConfig(
                 rank=request.rank, alpha=lora.alpha, target_modules=lora.target_modules
             )
-            adapters.attach(self.policy, own, request.seed)
+            adapters.attach(self.policy, adapter, request.seed)
         self.parameters = [weight for weight in hf.parameters() if weight.requires_grad]
         self.optimizer = PlainAdamW(self.parameters, lr=0.0, fused=True)
         self.sums: dict[str, torch.Tensor] = {}
-        self.is_weighted = False  # a loss of the current step has importance weights of its own
+        self.is_weighted = False  # a loss of the current step has its own importance weights
         if request.path:
             self.load(Path(request.path), request.optimizer)
 
@@ -83,16 +83,16 @@ class TrainedModel:
             self.optimizer.load_state_dict(state["optimizer"])
 
     def save(self, path: Path, *, state: bool) -> int:
-        """Write the weights, with `state` also the optimizer, by rename; return the bytes."""
+        """Write the weights, with `state` also the optimizer; return the size in bytes."""
         path.parent.mkdir(parents=True, exist_ok=True)
         if not state:
             export(self.policy, path)
         else:
-            with atomic_write.replacing(path) as part:
-                part.mkdir()
-                export(self.policy, part / MODEL)
-                torch.save({"optimizer": self.optimizer.state_dict()}, part / STATE)
-                checkpoint.seal(part)
+            with atomic_write.replacing(path) as folder:
+                folder.mkdir()
+                export(self.policy, folder / MODEL)
+                torch.save({"optimizer": self.optimizer.state_dict()}, folder / STATE)
+                checkpoint.seal(folder)
         return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
     def drop_gradient(self) -> None:
@@ -136,92 +136,96 @@ class Trainer:
     # ---- loss ------------------------------------------------------------------------------------
 
     def forward_backward(self, request: ForwardBackward) -> ScoreResult:
-        """Score the targets, and collect the gradient of the loss.  Raises ConfigError."""
+        """Score the targets and collect the gradient of the loss.  Raises ConfigError."""
         losses.check(request.loss, request.config)
-        for place, datum in enumerate(request.data):
-            self._check(request, place, datum)
+        for index, datum in enumerate(request.data):
+            self._check_datum(request, index, datum)
         model = self.models[request.model]
-        order = sorted(range(len(request.data)), key=lambda place: request.data[place].length)
+        order = sorted(range(len(request.data)), key=lambda index: request.data[index].length)
         if losses.METHOD in request.config:
-            return self._method_loss(request, model, order)
-        scored: dict[int, bytes] = {}
+            return self._compute_method_loss(request, model, order)
+        logprobs: dict[int, bytes] = {}
         total = 0.0
-        for places in self._micro_batches(request.data, order):
-            data = [request.data[place] for place in places]
+        for indices in self._split_micro_batches(request.data, order):
+            data = [request.data[index] for index in indices]
             with torch.set_grad_enabled(not request.forward_only):
                 lp = self.score(model.policy, data)
-            loss, sums = policy_loss(request, data, lp)
+            loss, sums = compute_policy_loss(request, data, lp)
             if not request.forward_only:
                 loss.backward()  # type: ignore[no-untyped-call]
                 diagnostics.add_sums(model.sums, sums)
             total += float(sums["loss/policy"])
-            scored |= zip(places, split_rows(data, lp), strict=True)
-        return ScoreResult([scored[place] for place in range(len(request.data))], total)
+            logprobs |= zip(indices, split_rows(data, lp), strict=True)
+        return ScoreResult([logprobs[index] for index in range(len(request.data))], total)
 
-    def _method_loss(
+    def _compute_method_loss(
         self, request: ForwardBackward, model: TrainedModel, order: Sequence[int]
     ) -> ScoreResult:
         """Compute the loss of a method by the learner's own functions, on all datums at once.
 
-        Its reduction weighs tokens and datums as in a run, times the number of tokens: a sum like
-        the other losses."""
-        ordered = [request.data[place] for place in order]
-        micros = self._micro_batches(ordered, range(len(ordered)))
-        parts = [[ordered[place] for place in places] for places in micros]
+        Its reduction weights tokens and datums as in a run. It is multiplied by the number of
+        tokens, so that the loss is a sum like the others."""
+        ordered = [request.data[index] for index in order]
+        micros = self._split_micro_batches(ordered, range(len(ordered)))
+        batches = [[ordered[index] for index in indices] for indices in micros]
         with torch.no_grad():
-            rows = [self.score(model.policy, part) for part in parts]
-        current = torch.cat(rows).float()
-        prep, step = method_step(request.config, ordered, current)
-        total, begin = 0.0, 0
-        for part in parts if not request.forward_only else []:
-            count = sum(datum.length for datum in part)
-            positions = torch.arange(begin, begin + count, device=current.device)
+            scores = [self.score(model.policy, micro_batch) for micro_batch in batches]
+        current = torch.cat(scores).float()
+        prep, step = prepare_method_step(request.config, ordered, current)
+        total, first = 0.0, 0
+        for micro_batch in batches if not request.forward_only else []:
+            count = sum(datum.length for datum in micro_batch)
+            positions = torch.arange(first, first + count, device=current.device)
             loss, sums = step_loss.compute_micro_loss(
-                prep, step, positions, self.score(model.policy, part).float()
+                prep, step, positions, self.score(model.policy, micro_batch).float()
             )
             loss.backward()  # type: ignore[no-untyped-call]
             diagnostics.add_sums(model.sums, sums)
             model.is_weighted = True
             total += float(loss.detach())
-            begin += count
-        scored = [row for part, lp in zip(parts, rows, strict=True) for row in split_rows(part, lp)]
-        by_place = dict(zip(order, scored, strict=True))
-        return ScoreResult([by_place[place] for place in range(len(order))], total)
+            first += count
+        logprobs = [
+            row
+            for micro_batch, lp in zip(batches, scores, strict=True)
+            for row in split_rows(micro_batch, lp)
+        ]
+        by_index = dict(zip(order, logprobs, strict=True))
+        return ScoreResult([by_index[index] for index in range(len(order))], total)
 
-    def _check(self, request: ForwardBackward, place: int, datum: Datum) -> None:
+    def _check_datum(self, request: ForwardBackward, index: int, datum: Datum) -> None:
         sampled = request.loss in losses.POLICY_LOSSES
-        needed = ("logprobs", "advantages") if sampled else ("weights",)
-        for name in needed:
+        required = ("logprobs", "advantages") if sampled else ("weights",)
+        for name in required:
             if name not in datum.fields:
-                raise ConfigError(f"datum {place}: {request.loss} needs loss_fn_inputs.{name}")
-        known = {"logprobs", "advantages", "mask", "weights"} if sampled else {"weights", "mask"}
-        if other := sorted(set(datum.fields) - known):
+                raise ConfigError(f"datum {index}: {request.loss} needs loss_fn_inputs.{name}")
+        readable = {"logprobs", "advantages", "mask", "weights"} if sampled else {"weights", "mask"}
+        if unread := sorted(set(datum.fields) - readable):
             raise ConfigError(
-                f"datum {place}: {request.loss} has no loss_fn_inputs.{other[0]}; it reads "
-                f"target_tokens, {', '.join(sorted(known))}"
+                f"datum {index}: {request.loss} has no loss_fn_inputs.{unread[0]}; it reads "
+                f"target_tokens, {', '.join(sorted(readable))}"
             )
         if datum.length > (limit := self.config.sampling.context):
             raise ConfigError(
-                f"datum {place}: {datum.length} tokens exceed sampling.context = {limit} of the "
+                f"datum {index}: {datum.length} tokens exceed sampling.context = {limit} of the "
                 "server"
             )
         for name, data in (("model_input", datum.tokens), ("target_tokens", datum.targets)):
             ids = np.frombuffer(data, "<i4")
             if len(ids) and (ids.min() < 0 or ids.max() >= self.vocabulary):
                 raise ConfigError(
-                    f"datum {place}: {name} has a token outside the vocabulary of {self.vocabulary}"
+                    f"datum {index}: {name} has a token outside the vocabulary of {self.vocabulary}"
                 )
 
-    def _micro_batches(self, data: Sequence[Datum], order: Sequence[int]) -> list[list[int]]:
-        """Cut datums, sorted by length, into forward passes."""
+    def _split_micro_batches(self, data: Sequence[Datum], order: Sequence[int]) -> list[list[int]]:
+        """Split datums, sorted by length, into forward passes."""
         limit = self.config.training.micro_batch_tokens
         cut: list[list[int]] = []
-        for place in order:
-            width = data[place].length
+        for index in order:
+            width = data[index].length
             if cut and len(cut[-1]) < ROWS and (len(cut[-1]) + 1) * width <= limit:
-                cut[-1].append(place)
+                cut[-1].append(index)
             else:
-                cut.append([place])
+                cut.append([index])
         return cut
 
     @staticmethod
@@ -229,7 +233,7 @@ class Trainer:
         """Return the log-probabilities [N] of the targets at every position of `data`."""
         tokens = [np.frombuffer(datum.tokens, "<i4") for datum in data]
         targets = np.concatenate([np.frombuffer(datum.targets, "<i4") for datum in data])
-        # the last position needs a response token to be scored; no later position sees it
+        # The last position needs a response token to be scored; no later position attends to it.
         responses = [np.append(ids[1:], np.int32(0)) for ids in tokens]
         return policy.logprobs(
             [ids[:1] for ids in tokens],
@@ -248,7 +252,9 @@ class Trainer:
         )
         if not math.isfinite(norm):
             model.drop_gradient()
-            return CallFailure("the gradient is not finite: no step was made, and it was dropped")
+            return CallFailure(
+                "the gradient is not finite: it was dropped, and the step was not made"
+            )
         for group in model.optimizer.param_groups:
             group["lr"] = request.learning_rate
             group["betas"] = (request.beta1, request.beta2)
@@ -267,16 +273,16 @@ class Trainer:
 
 
 def split_rows(data: Sequence[Datum], lp: torch.Tensor) -> list[bytes]:
-    """Return the float32 values of each datum from packed ones [N]."""
-    ends = np.cumsum([datum.length for datum in data])[:-1]
-    return [row.tobytes() for row in np.split(lp.detach().float().cpu().numpy(), ends)]
+    """Split packed values [N] into the float32 values of each datum."""
+    splits = np.cumsum([datum.length for datum in data])[:-1]
+    return [values.tobytes() for values in np.split(lp.detach().float().cpu().numpy(), splits)]
 
 
 class PackedDatums:
-    """The tokens of some datums, packed: N tokens.
+    """The N packed tokens of some datums.
 
     inside: bool [N], tokens in the loss.
-    lag: int64 [N], versions; NOT_SAMPLED or UNKNOWN where there is none.
+    lag: int64 [N], versions; NOT_SAMPLED or UNKNOWN for tokens without a lag.
     """
 
     def __init__(self, data: Sequence[Datum], device: torch.device) -> None:
@@ -284,32 +290,32 @@ class PackedDatums:
         self.device = device
         lengths = torch.tensor([datum.length for datum in data], device=device)
         self.seq = torch.repeat_interleave(torch.arange(len(data), device=device), lengths)
-        self.mask = self.field("mask", 1.0)
-        self.behavior = self.field("logprobs", 0.0)
-        self.adv = self.field("advantages", 0.0)
-        given = torch.tensor(["mask" in datum.fields for datum in data], device=device)
+        self.mask = self.read_field("mask", 1.0)
+        self.behavior = self.read_field("logprobs", 0.0)
+        self.adv = self.read_field("advantages", 0.0)
+        has_mask = torch.tensor(["mask" in datum.fields for datum in data], device=device)
         # without a mask, a prompt's tokens have neither an advantage nor a log-probability
-        sampled = given[self.seq] | (self.adv != 0) | (self.behavior != 0)
+        sampled = has_mask[self.seq] | (self.adv != 0) | (self.behavior != 0)
         lags = np.concatenate([np.frombuffer(datum.lags, "<i4") for datum in data])
         self.lag = torch.from_numpy(lags).to(device, torch.int64)
         self.inside = (self.mask != 0) & (sampled | (self.lag != NOT_SAMPLED))
 
-    def field(self, name: str, default: float) -> torch.Tensor:
+    def read_field(self, name: str, default: float) -> torch.Tensor:
         """Return a field [N]."""
-        rows = [
-            np.full(datum.length, default, np.float32) if row is None else row
+        values = [
+            np.full(datum.length, default, np.float32) if value is None else value
             for datum in self.data
-            for row in [datum.field(name)]
+            for value in [datum.get_field(name)]
         ]
-        return torch.from_numpy(np.concatenate(rows)).to(self.device)
+        return torch.from_numpy(np.concatenate(values)).to(self.device)
 
 
 @torch.no_grad()
-def method_step(
+def prepare_method_step(
     options: losses.Options, data: Sequence[Datum], current: torch.Tensor
 ) -> tuple[step_loss.PreparedBatch, step_loss.StepPlan]:
     """Prepare the learner's loss of a method; current: [N], the policy's log-probabilities."""
-    config = losses.method_settings(options)
+    config = losses.resolve_method(options)
     packed = PackedDatums(data, current.device)
     zeros = torch.zeros(len(data), device=current.device)
     batch = LossBatch(
@@ -327,40 +333,40 @@ def method_step(
     )
     batch.proximal = share * packed.behavior + (1 - share) * current
     prep = step_loss.prepare(batch, config, advantages=packed.adv)
-    everything = torch.arange(len(data), device=current.device)
-    step = step_loss.begin_step(prep, everything, current)
+    all_datums = torch.arange(len(data), device=current.device)
+    step = step_loss.begin_step(prep, all_datums, current)
     step.factor = step.factor * prep.valid.sum()
     return prep, step
 
 
-def policy_loss(
+def compute_policy_loss(
     request: ForwardBackward, data: Sequence[Datum], lp: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the loss of `data`, and the sums for its metrics; lp: [N] with gradient."""
+    """Return the loss of `data` and the sums for its metrics; lp: [N] with gradient."""
     packed = PackedDatums(data, lp.device)
-    now = lp.detach().float()
+    current = lp.detach().float()
     if request.loss == losses.CROSS_ENTROPY:
-        weights = packed.field("weights", 0.0) * packed.mask
+        weights = packed.read_field("weights", 0.0) * packed.mask
         loss = -(weights * lp).sum()
         return loss, {"loss/policy": loss.detach().double()}
     inside = packed.inside
-    tokens = losses.LossTokens(now, packed.behavior, packed.adv, inside, packed.seq, len(data))
+    tokens = losses.LossTokens(current, packed.behavior, packed.adv, inside, packed.seq, len(data))
     term = losses.POLICY_LOSSES[request.loss].term(tokens, request.config)
-    scale = packed.mask * packed.field("weights", 1.0)
+    scale = packed.mask * packed.read_field("weights", 1.0)
     coefficient = torch.where(inside, term.coefficient * scale, 0.0)
     loss = -(coefficient * torch.where(inside, lp, 0.0)).sum()
-    known = inside & (packed.lag >= 0)
+    known_lag = inside & (packed.lag >= 0)
     sums = diagnostics.sum_statistics(
         diagnostics.DiagnosticTokens(
             seq=packed.seq,
             lag=packed.lag,
-            valid=known if bool(known.any()) else inside,
+            valid=known_lag if bool(known_lag.any()) else inside,
             kept=torch.ones_like(inside),
             vetoed=torch.zeros_like(inside),
             behavior=packed.behavior,
-            start=now,
-            target=now,
-            weight=torch.ones_like(now),
+            start=current,
+            target=current,
+            weight=torch.ones_like(current),
             clipped=term.clipped,
             rewards=torch.zeros(len(data), device=lp.device),
         )

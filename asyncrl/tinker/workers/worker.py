@@ -1,4 +1,4 @@
-"""Main program of the training and the sampling process: `worker.py ROLE CONFIG DESCRIPTOR`."""
+"""Main program of the training and sampling processes: `worker.py ROLE CONFIG DESCRIPTOR`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from asyncrl.transport.worker_pool import READ_BYTES
 LENGTH_BYTES = 8
 
 
-def frame(message: object) -> bytes:
-    """Encode a message behind its length."""
+def encode_frame(message: object) -> bytes:
+    """Encode a message, prefixed by its length."""
     payload = msgspec.msgpack.encode(message)
     return len(payload).to_bytes(LENGTH_BYTES, "big") + payload
 
@@ -32,12 +32,12 @@ class CallChannel:
         self.incoming = bytearray()
         self.decoder = msgspec.msgpack.Decoder(WorkerCall)
 
-    def calls(self, *, wait: bool) -> list[WorkerCall]:
+    def receive_calls(self, *, wait: bool) -> list[WorkerCall]:
         """Return the calls that have arrived; wait for at least one if `wait`.
 
-        The process ends when the server's end is closed."""
-        found: list[WorkerCall] = []
-        while (wait and not found) or select.select([self.wire], [], [], 0)[0]:
+        Exit the process when the server's end is closed."""
+        calls: list[WorkerCall] = []
+        while (wait and not calls) or select.select([self.wire], [], [], 0)[0]:
             data = self.wire.recv(READ_BYTES)
             if not data:
                 sys.exit(0)
@@ -46,39 +46,39 @@ class CallChannel:
                 end = LENGTH_BYTES + int.from_bytes(self.incoming[:LENGTH_BYTES], "big")
                 if len(self.incoming) < end:
                     break
-                found.append(self.decoder.decode(self.incoming[LENGTH_BYTES:end]))
+                calls.append(self.decoder.decode(self.incoming[LENGTH_BYTES:end]))
                 del self.incoming[:end]
-        return found
+        return calls
 
     def reply(self, reply: WorkerReply) -> None:
-        self.wire.sendall(frame(reply))
+        self.wire.sendall(encode_frame(reply))
 
 
 def train(config: settings.TinkerConfig, channel: CallChannel) -> None:
-    """Carry out calls one after the other."""
+    """Carry out the training calls in order."""
     with collection_paused():
         from asyncrl.tinker.workers.trainer import Trainer
     trainer = Trainer(config)
     while True:
-        for call in channel.calls(wait=True):
+        for call in channel.receive_calls(wait=True):
             channel.reply(WorkerReply(call.number, trainer.handle(call.request)))
 
 
 def sample(config: settings.TinkerConfig, channel: CallChannel) -> None:
-    """Sample for all calls at once."""
+    """Carry out all sampling calls at the same time."""
     with collection_paused():
         from asyncrl.tinker.workers.sampler import Sampler
     sampler = Sampler(config, lambda number, result: channel.reply(WorkerReply(number, result)))
     while True:
-        for call in channel.calls(wait=not sampler.is_busy):
+        for call in channel.receive_calls(wait=not sampler.is_busy):
             match call.request:
                 case SampleCall():
                     sampler.add(call.number, call.request)
                 case Cancel():
                     sampler.cancel(call.request.number)
                 case _:
-                    wrong = CallFailure(f"{type(call.request).__name__} is not a sampling call")
-                    channel.reply(WorkerReply(call.number, wrong))
+                    failure = CallFailure(f"{type(call.request).__name__} is not a sampling call")
+                    channel.reply(WorkerReply(call.number, failure))
         sampler.work()
 
 
@@ -86,7 +86,7 @@ ROLES = {"training": train, "sampling": sample}
 
 
 def main(role: str, config: str, descriptor: str) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server closes the socket at its end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server closes the socket when it stops
     ROLES[role](settings.read(str(Path(config))), CallChannel(int(descriptor)))
 
 

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from asyncrl.contract.messages import Prompt
-from asyncrl.tasks.calc import TURNS, calculated
+from asyncrl.tasks.calc import TURNS, calculate
 
 TIMEOUT_S = 600.0  # a call waits for weights, swaps and restarts
 decode = msgspec.json.Decoder().decode
@@ -48,5 +48,5 @@ def play(prompt: Prompt, session: Any) -> float:
         said = complete(session.base_url, session.api_key, text)
         if said.startswith("#"):
             return float(said == prompt.answer)
-        text += said + calculated(said)
+        text += said + calculate(said)
     return 0.0

@@ -114,7 +114,7 @@ def test_a_killed_generators_calls_are_drawn_by_its_next_life(
     finally:
         process.kill()
     assert process.returncode == 0, said[-3000:]
-    assert "generator-0 died: SIGKILL" in said
+    assert "generator-0 exited: SIGKILL" in said
     check(run, 2, 6)
     ledger = json.loads((run / "summary.json").read_text())["ledger"]
     assert ledger["duplicate"] == ledger["failed"] == 0
@@ -146,7 +146,7 @@ def test_a_killed_learners_open_sessions_go_on_under_its_next_life(
     finally:
         process.kill()
     assert process.returncode == 0, said[-3000:]
-    assert "learner died: SIGKILL" in said
+    assert "learner exited: SIGKILL" in said
     samples = check(run, 2, 3)
     both = [s for s in samples if len({label.split(".")[0] for label, *_ in s["versions"]}) == 2]
     assert both
@@ -264,7 +264,7 @@ def test_an_agent_and_a_gateway_killed_amid_calls_cost_no_sample(
     finally:
         process.kill()
     assert process.returncode == 0, said[-3000:]
-    assert "gateway-0 died: SIGKILL" in said and "generator-0 died" not in said
+    assert "gateway-0 exited: SIGKILL" in said and "generator-0 exited" not in said
     trained = check(run, 0, 3)
     assert len({(s["ticket"], s["sample"]) for s in trained}) == len(trained)
     assert json.loads((run / "summary.json").read_text())["ledger"]["duplicate"] == 0
@@ -272,7 +272,7 @@ def test_an_agent_and_a_gateway_killed_amid_calls_cost_no_sample(
 
 def held_up(run: Path) -> BlockingSession | None:
     """What the buffer says of it now."""
-    status = live.ask(buffer_address(load.load("calc"), run), "", 10.0)
+    status = live.request_status(buffer_address(load.load("calc"), run), "", 10.0)
     return status.held_up if status is not None else None
 
 
@@ -283,7 +283,7 @@ def until_heard(run: Path, peer: str, epoch: int) -> None:
     ages: list[float] = []
 
     def reported() -> bool:
-        status = live.ask(buffer_address(load.load("calc"), run), "", 10.0)
+        status = live.request_status(buffer_address(load.load("calc"), run), "", 10.0)
         if status is not None and status.epoch == epoch:
             ages.append(status.peers.get(peer, 0.0))
         return any(later < before for before, later in itertools.pairwise(ages))

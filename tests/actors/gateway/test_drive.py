@@ -79,7 +79,7 @@ def test_a_process_is_told_what_it_plays(monkeypatch: pytest.MonkeyPatch) -> Non
         step_s=7.0,
     )
     pool = EnvironmentPool(agent, judged=True)
-    opponents = sorted({agent.opponent_for("train"), agent.opponent_for("eval")})
+    opponents = sorted({agent.choose_opponent("train"), agent.choose_opponent("eval")})
     assert len(opponents) == 2
     setup = EnvironmentSetup("m:E", [], opponents, {"a": 1}, True)
     assert made == [(setup, "/opt/python")] * 2 and pool.workers == ["process"] * 2

@@ -337,14 +337,14 @@ def test_the_agent_in_node_knows_the_task(tmp_path: Path) -> None:
     prompts = [calc.CalcTask().prompt(split, n, 0) for split in ("train", "ood") for n in range(20)]
     texts = [prompt.text for prompt in prompts]
     (tmp_path / "ask.mjs").write_text(
-        "import { calculated, solved } from './agent.mjs';\n"
-        f"const said = [{calls}.map(calculated), {texts}.map(solved)];\n"
+        "import { calculate, solved } from './agent.mjs';\n"
+        f"const said = [{calls}.map(calculate), {texts}.map(solved)];\n"
         "console.log(JSON.stringify(said));"
     )
     argv = ["node", str(tmp_path / "ask.mjs")]
     done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=600)
     said, answers = json.loads(done.stdout)
-    assert said == [calc.calculated(text) for text in calls]
+    assert said == [calc.calculate(text) for text in calls]
     assert answers == [prompt.answer for prompt in prompts]
 
 

@@ -155,7 +155,7 @@ def test_sessions_outlive_a_killed_gateway(tmp_path: Path) -> None:
             harness.play(session)
         assert started.wait(PATIENCE_S) == 0, log.read_text()[-3000:]
     out = log.read_text()
-    assert "gateway-0 died: SIGKILL" in out and "2 steps, 16 trajectories" in out, out
+    assert "gateway-0 exited: SIGKILL" in out and "2 steps, 16 trajectories" in out, out
     assert not list((run_dir / "sessions-0").iterdir())
     lines = (run_dir / "samples.jsonl").read_text().splitlines()
     rewards = Counter(json.loads(line)["reward"] for line in lines)

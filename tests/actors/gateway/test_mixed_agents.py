@@ -63,7 +63,7 @@ REFUSED = {
     "{name='calc', agent={max_calls=3}}": "calc: agent: has no source",
     "{name='calc', agent={env='a.py:B', tools=['a:b']}}": "calc: agent.env: an environment has",
     "{name='calc', agent={env='a.py:B', max_tokens=3}}": "calc: agent.max_tokens: 3 are fewer",
-    "{name='calc', reward='a:b', agent={env='a.py:B'}}": "rewards are the environment's",
+    "{name='calc', reward='a:b', agent={env='a.py:B'}}": "gives the rewards; remove",
     "{name='calc', agent={env='a.py:B', port=3}}": "port",
 }
 
@@ -222,14 +222,14 @@ def test_a_run_keeps_its_shares_when_its_gateway_is_killed(model: Path, tmp_path
     finally:
         process.kill()
     assert process.returncode == 0, log.read_text()[-3000:]
-    assert "gateway-0 died: SIGKILL" in log.read_text()
+    assert "gateway-0 exited: SIGKILL" in log.read_text()
     check_run(run, steps)
 
 
 def heard(run: Path) -> Any:
     if not (run / "config.toml").exists():
         return None
-    return live.ask(buffer_address(load.load(run / "config.toml"), run), "", 5.0)
+    return live.request_status(buffer_address(load.load(run / "config.toml"), run), "", 5.0)
 
 
 def check_run(run: Path, steps: int) -> None:

@@ -465,7 +465,7 @@ def test_an_agent_that_is_not_there_is_named(
             "agent.forced: only an agent that",
         ),
         ("agent.at_once=0", "agent.at_once"),
-        ("agent.env_pass=['A']", "agent.env_pass: is only for agent.command"),
+        ("agent.env_pass=['A']", "agent.env_pass: acts only with agent.command"),
         (
             "agent.function='';agent.command=['a'];agent.env_pass=['A=b']",
             "'A=b' is not a variable's name",

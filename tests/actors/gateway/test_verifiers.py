@@ -43,7 +43,7 @@ def located(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Config]:
     """The config whose prompts are those of the environment with all kinds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(KINDS)
-        yield preflight.located(config(tmp_path_factory.mktemp("runs")))
+        yield preflight.localize(config(tmp_path_factory.mktemp("runs")))
 
 
 def test_the_prompts_are_the_rows_of_its_data_sets(located: Config, tmp_path: Path) -> None:
@@ -59,11 +59,11 @@ def test_the_prompts_are_the_rows_of_its_data_sets(located: Config, tmp_path: Pa
     # named by their content in the folder of the runs, once
     assert Path(located.task.prompts).parent == Path(located.runs) / FOLDER
     assert write_prompt_files(located) is located
-    sets = preflight.located_sets(
+    sets = preflight.localize_sets(
         msgspec.structs.replace(located, task=TaskConfig(name="env", prompts="here")), ["seed=1"]
     )
     assert sets == ["seed=1"]
-    with pytest.raises(ValueError, match="the environment pays"):
+    with pytest.raises(ValueError, match="the environment gives it"):
         task.reward(held, "7")
 
 
@@ -75,7 +75,7 @@ def test_a_part_of_a_mixture_has_the_rows_of_its_own_environment(
     parts = [MixedTaskConfig(name="sort"), MixedTaskConfig(name="env", label="kinds", agent=own)]
     mixed = TaskConfig(name="mixture", mixture=parts)
     given = msgspec.structs.replace(config(tmp_path), task=mixed, agent=AgentConfig())
-    found = preflight.located(given)
+    found = preflight.localize(given)
     task = get_task(found.task)
     assert found.task.mixture[0] == parts[0]
     assert {task.draw("kinds", at, 0).task for at in range(5)} == {"kinds"}
@@ -115,7 +115,7 @@ def test_a_python_that_cannot_play_it_is_refused_in_one_line(
 ) -> None:
     monkeypatch.chdir(KINDS)
     with pytest.raises(ConfigError, match=said) as refused:
-        preflight.located(config(tmp_path, **agent))
+        preflight.localize(config(tmp_path, **agent))
     assert "\n" not in str(refused.value) and not (tmp_path / FOLDER).exists()
 
 
@@ -127,7 +127,7 @@ def test_the_environment_and_its_task_go_together(tmp_path: Path) -> None:
         ({"env": "a:B"}, "task.name: env with agent.env = a:B"),
         ({"opponent": "random", "eval_opponent": "random"}, "agent.opponent: verifiers:"),
         ({"env": "", "serve": True, "python": "p"}, "agent.python: runs agent.env"),
-        ({"env": "", "serve": True, "args": {"a": 1}}, "agent.args: are those of an environment"),
+        ({"env": "", "serve": True, "args": {"a": 1}}, "agent.args: belong to an environment"),
     ):
         problems = rules.check(config(tmp_path, **agent))
         assert any(problem.startswith(key) for problem in problems), problems
@@ -201,7 +201,7 @@ def test_rows_that_change_between_processes_fail_the_session(bench: Bench) -> No
 def test_an_environment_of_the_package_index_is_played(tmp_path: Path) -> None:
     """One that other people made: sophistry-bench-sprint, with eight functions in its rubric."""
     env = "verifiers:sophistry-bench-sprint"
-    located = preflight.located(config(tmp_path / "runs", env=env, args={"n_items": 4}))
+    located = preflight.localize(config(tmp_path / "runs", env=env, args={"n_items": 4}))
     bench = Bench(tmp_path, located, context=0)
     try:
         result, opened = bench.play(bench.task.prompt("train", 0, 0), "The passage says so.")

@@ -29,7 +29,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         patch.chdir(KINDS)
         patch.setenv("PYTHONPATH", str(KINDS))  # as if it were installed, for its tools' process
         runs = tmp_path_factory.mktemp("runs")
-        located = preflight.located(config(runs, KIND, python_of("verifiers")))
+        located = preflight.localize(config(runs, KIND, python_of("verifiers")))
         made = Bench(tmp_path_factory.mktemp("agent"), located)
         yield made
         made.close()
