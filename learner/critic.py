@@ -68,7 +68,7 @@ class Critic:
         for file in sorted(path.glob("*.safetensors")):
             with safetensors.safe_open(str(file), framework="pt") as opened:
                 for name in HEADS:
-                    if name in opened.keys():  # noqa: SIM118  (safe_open is no mapping)
+                    if name in opened.keys():  # noqa: SIM118  (safe_open is not a mapping)
                         weight = opened.get_tensor(name)
                         if weight.shape != self.head.weight.shape:
                             raise ConfigError(

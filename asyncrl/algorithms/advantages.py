@@ -580,8 +580,8 @@ def whiten(
 ) -> torch.Tensor:
     """Scale to mean 0 and standard deviation 1 over the batch (ddof 1).
 
-    A single value, or values that are all equal, become 0. `over` holds the values whose mean and
-    deviation are taken, when they are not x itself.
+    A single value, or values that are all equal, become 0. `reference` holds the values whose mean
+    and deviation are taken, when they are not x itself.
     """
     reference = x if reference is None else reference
     if len(reference) < 2:
@@ -604,7 +604,7 @@ def whiten_masked(x: torch.Tensor, mask: torch.Tensor, eps: float = 1e-8) -> tor
 def scale_to_unit(x: torch.Tensor, reference: torch.Tensor | None = None) -> torch.Tensor:
     """Scale rewards to [0, 1] over the batch; equal rewards become 0.
 
-    `over` holds the values that map to 0 and 1, when they are not x itself.
+    `reference` holds the values that map to 0 and 1, when they are not x itself.
     """
     reference = x if reference is None else reference
     return (
@@ -850,8 +850,8 @@ def _apply_gae(t: TokenRewards, c: settings.GaeAdvantage) -> tuple[torch.Tensor,
     return whiten_masked(adv, t.mask) if c.whiten else adv, returns
 
 
-# advantage.name, the tag of its struct in `settings` -> [B], broadcast to the answer's tokens; KL
-# in the reward is charged to the answer
+# advantage.name, the tag of its struct in `settings` -> [B], broadcast to the sample's tokens. The
+# KL penalty in the reward is subtracted from the sample's reward
 BY_ANSWER: dict[str, Callable[[ResponseRewards, Any], torch.Tensor]] = {
     "reinforce": _apply_reinforce,
     "rloo": _apply_rloo,
@@ -867,8 +867,9 @@ BY_ANSWER: dict[str, Callable[[ResponseRewards, Any], torch.Tensor]] = {
     "pass_at_k": _apply_pass_at_k,
     "gdpo": _apply_gdpo,
 }
-# advantage.name -> (advantage [N], returns [N] or None); KL in the reward is charged by token. A
-# name of both dicts is here where the reward function gives rewards of tokens, else there.
+# advantage.name -> (advantage [N], returns [N] or None). The KL penalty in the reward is subtracted
+# token by token. A name of both dicts is read here where the reward function returns token rewards,
+# otherwise in BY_ANSWER
 BY_TOKEN: dict[str, Callable[[TokenRewards, Any], tuple[torch.Tensor, torch.Tensor | None]]] = {
     "reinforce_pp": _apply_reinforce_pp,
     "gae": _apply_gae,

@@ -668,7 +668,7 @@ def compute_value_loss(
     Args:
         values: [N] with gradient.
         returns: [N] detached.
-        old: [N] detached, or None.
+        batch_values: [N] detached, or None.
     """
     loss = (values - returns).square()
     if clip > 0 and batch_values is not None:

@@ -46,10 +46,10 @@ REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor
 def compute_factors(
     mask: torch.Tensor, seq: torch.Tensor, n: int, reduction: str, length: float = 1.0
 ) -> torch.Tensor:
-    """Return the factor [N] of each token of `counted` bool [N], 0 elsewhere.
+    """Return the factor [N] of each token of `mask` bool [N], 0 elsewhere.
 
-    The loss is sum(factor * per-token loss). `how` is a name of REDUCTIONS. Raises ConfigError for
-    an unknown name.
+    The loss is sum(factor * per-token loss). `reduction` is a name of REDUCTIONS. Raises
+    ConfigError for an unknown name.
     """
     tokens = sum_by_sample(mask.to(torch.float64), seq, n)
     samples = (tokens > 0).sum().clamp(min=1)

@@ -261,7 +261,7 @@ def download_data_set(name: str) -> str:
 
 
 def _download_snapshot(name: str, repository: str, patterns: Sequence[str], kind: str) -> Path:
-    """Download the files of a repository that match the patterns, in a process of its own."""
+    """Download the files of a repository that match the patterns, in a separate process."""
     process = _run_client(PROGRAM, repository, json.dumps(patterns), kind)
     if process.returncode:
         raise ConfigError(

@@ -100,11 +100,11 @@ def list_linears(raw: dict[str, Any]) -> list[str]:
 
 
 def select_targets(names: Sequence[str], target_modules: Sequence[str]) -> list[str]:
-    """Select the names that end with one of `wanted`; all names if `wanted` is empty.
+    """Select the names that end with one of `target_modules`; all names if it is empty.
 
-    Raises ConfigError for an entry of `wanted` that matches no name.
+    Raises ConfigError for an entry of `target_modules` that matches no name.
 
-    >>> targets(["model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"], ["up_proj"])
+    >>> select_targets(["model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"], ["up_proj"])
     ['model.layers.0.mlp.up_proj']
     """
     for target in target_modules:

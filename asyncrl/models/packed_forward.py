@@ -196,7 +196,7 @@ def renormalize(logs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
     Args:
         logs: [n, V], log-probabilities over the whole vocabulary.
-        kept: bool [n, V].
+        mask: bool [n, V].
     """
     cut = torch.log_softmax(logs.masked_fill(~mask, -torch.inf), -1)
     return torch.where(mask.all(-1, keepdim=True), logs, cut)
@@ -462,7 +462,7 @@ def _index_rows(
     """Index consecutive segments of `lengths` [B], the first of which begins at `start`.
 
     Returns the padded index table [B, W], its validity [B, W], and the flat positions of its valid
-    entries. W is the longest length, rounded up to a multiple of `to`.
+    entries. W is the longest length, rounded up to a multiple of `multiple`.
     """
     width = exact_operators.round_up(int(lengths.max(initial=0)), multiple)
     begin = start + np.concatenate([[0], np.cumsum(lengths)[:-1]])
@@ -535,7 +535,7 @@ def _build_keys_by_position(
 
 
 def _build_causal_mask(valid: np.ndarray) -> np.ndarray:
-    """Return which keys of its own row each query sees [B, Q, Q].
+    """Return the causal mask: which keys of its row each query sees, bool [B, Q, Q].
 
     valid: [B, Q]
     """
@@ -558,7 +558,7 @@ def _build_table(
     """Build an `AttentionTable`.
 
     indices: its rows, keys and flat
-    seen: [B, Q, K], which keys a query sees
+    visible: [B, Q, K], which keys a query sees
     """
     rows, keys, flat = (_to_device(index, device) for index in indices)
     bias = np.where(visible, np.float32(0), np.float32(-1e30))

@@ -1,6 +1,6 @@
 """The log of trained samples with every token: RUN/token_samples.jsonl.
 
-`asyncrl samples` and `asyncrl watch` read it. The learner writes it, because only the learner knows
+`asyncrl samples` and `asyncrl watch` read it. The learner writes it, because only the learner has
 a token's log-probability under the policy that sampled it, under its own policy before and after
 the update, its advantage, its importance weight and whether the trust region clipped it.
 """
@@ -198,7 +198,7 @@ def decode_pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """
     pieces: list[str] = []
     start = decoded_end = 0  # first token of the window, first token without a piece
-    text = ""  # of the window up to `done`
+    text = ""  # of the window up to `decoded_end`
     for end in range(1, len(ids) + 1):
         window_text = tokenizer.decode(ids[start:end])
         if (

@@ -181,7 +181,7 @@ def build_replay_table(
 
     routed: of each sample; None: not recorded
     lengths: prompt and response tokens of each sample
-    first: a sample of each unique prompt
+    prompt_samples: a sample of each unique prompt
     order: the samples whose responses, without their last token, follow
     count: packed tokens n, padding included
     """

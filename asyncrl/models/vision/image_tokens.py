@@ -69,7 +69,7 @@ def count(ids: Sequence[int] | np.ndarray, shape: ImageShape) -> int:
 def split_image_parts(text: str) -> list[dict[str, str]]:
     """Divide the text of a turn at its markers into the parts that chat templates take.
 
-    >>> image_parts("a<image>")
+    >>> split_image_parts("a<image>")
     [{'type': 'text', 'text': 'a'}, {'type': 'image'}]
     """
     parts: list[dict[str, str]] = []
