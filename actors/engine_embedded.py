@@ -1042,7 +1042,7 @@ class EmbeddedEngine:
 def get_free_bytes(device: torch.device) -> int:
     """Return the bytes of `device` that this process can still allocate."""
     if device.type != "cuda":
-        return machine_memory.free_bytes()
+        return machine_memory.read_free_bytes()
     free_bytes, _ = torch.cuda.mem_get_info(device)
     return int(
         free_bytes + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -37,7 +37,7 @@ from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import ProcessWait
 from asyncrl.models.devices import bind
 from asyncrl.records import buffer_leadership
-from asyncrl.records.rundir import current_buffer_address, note_longest_prompt
+from asyncrl.records.rundir import get_current_buffer_address, note_longest_prompt
 from asyncrl.records.trace import Tracer
 from asyncrl.transport import chunks
 from asyncrl.transport.sockets import SessionPeer, wait
@@ -171,14 +171,14 @@ class Generator(SessionPeer):
         gives it.
         """
         announcement = self.schedule.announced
-        shared = buffer_leadership.directory(self.run_dir).exists()
+        shared = buffer_leadership.get_directory(self.run_dir).exists()
         if (
             shared
             or announcement is None
             or not announcement.source.address
             or self.weights.is_local(announcement.source)
         ):
-            return current_buffer_address(self.config, self.run_dir)
+            return get_current_buffer_address(self.config, self.run_dir)
         return chunks.buffer_of(self.config, announcement.source, self.producer)
 
     def swap(self) -> None:
@@ -198,7 +198,7 @@ class Generator(SessionPeer):
         if target_version is None or announcement is None:
             return
         began = time.monotonic()
-        with self.tracer.span("weights"):
+        with self.tracer.time_span("weights"):
             pulled = self.pull(announcement, target_version)
             # its slot was reused or is being written: the next announcement or a retry succeeds
             if pulled is None:
@@ -252,7 +252,7 @@ class Generator(SessionPeer):
         for sample in refused:
             self.fail(sample)
         if requests:
-            with self.tracer.span("prefill", len(requests)):
+            with self.tracer.time_span("prefill", len(requests)):
                 longest = max(len(request.prompt) for request in requests)
                 if longest > self.longest_prompt:
                     self.longest_prompt = longest

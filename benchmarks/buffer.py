@@ -126,7 +126,7 @@ class Buffer:
             stderr=(work / f"{name}.log").open("w"),
             env=os.environ | {"PYTHONPATH": str(HERE.parent)},
         )
-        self.run = rundir.run_id(self.dir)
+        self.run = rundir.read_run_id(self.dir)
         self.steps = steps
         self.values = values
         self.tokens = tokens
@@ -135,7 +135,7 @@ class Buffer:
         bytes_each = 9 * tokens + 4 * PROMPT + 400
         self.frame = max(1, min(FRAME, config.wires.frame_bytes // bytes_each))
         self.window = max(1, config.wires.credit_bytes // (self.frame * bytes_each))
-        where = rundir.buffer_address(config, self.dir)
+        where = rundir.get_buffer_address(config, self.dir)
         self.socket = PeerSocket(where, curve_dir, "generator-0", run=self.run)
         # without keys the sender is not checked: one connection acts as both
         self.learner = (

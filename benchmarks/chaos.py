@@ -111,7 +111,7 @@ def warm(model: Path, topology: str = "tickets") -> None:
     policy.build_model(model, symbols(topology), hidden=16, kv_heads=2, seed=1)
     policy.load_policy(model)
     load_tokenizer(model)
-    event_file.protocol()
+    event_file.import_protocol()
 
 
 class Run:

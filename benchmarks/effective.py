@@ -140,7 +140,7 @@ class Run:
         if not (self.dir / "config.toml").exists():
             return None
         config = load.load(self.dir / "config.toml")
-        return live.request_status(rundir.buffer_address(config, self.dir), "", ANSWER_S)
+        return live.request_status(rundir.get_buffer_address(config, self.dir), "", ANSWER_S)
 
     def pid(self, victim: str) -> int | None:
         if victim == "supervisor":

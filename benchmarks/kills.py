@@ -96,7 +96,7 @@ def reached_instant(kind: str, run_dir: Path) -> bool:
         return bool(list(run_dir.glob("checkpoints/epoch_*/.number_*.part")))
     if kind == "step":
         status = live.request_status(
-            rundir.buffer_address(load.load(run_dir / "config.toml"), run_dir), "", 0.5
+            rundir.get_buffer_address(load.load(run_dir / "config.toml"), run_dir), "", 0.5
         )
         return (
             status is not None
@@ -105,7 +105,8 @@ def reached_instant(kind: str, run_dir: Path) -> bool:
         )
     name = "pin_generator-0" if kind == "copy" else "slot_*"
     rings = sorted(
-        rundir.shm_dir(run_dir).glob("epoch_*"), key=lambda d: int(d.name.removeprefix("epoch_"))
+        rundir.get_shm_dir(run_dir).glob("epoch_*"),
+        key=lambda d: int(d.name.removeprefix("epoch_")),
     )
     for path in rings[-1].glob(name) if rings else ():
         try:

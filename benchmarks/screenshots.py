@@ -40,7 +40,7 @@ MARK = """(element, number) => {
 def served(run: Path) -> Iterator[str]:
     """Yield the address of the live page of a run."""
     listener = server.listen("127.0.0.1", 0)
-    app = WatchApp([run], token="pictures").starlette()
+    app = WatchApp([run], token="pictures").build_application()
     running = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
     thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
     thread.start()

@@ -52,8 +52,8 @@ def answer(app: WatchApp, *pages: str) -> None:
     """Compute and encode what the page asks for."""
     msgspec.json.encode(app.list_runs({}))
     for page in pages:
-        msgspec.json.encode(app.draw({"page": page}))
-    msgspec.json.encode(app.overview({}))
+        msgspec.json.encode(app.draw_plots({"page": page}))
+    msgspec.json.encode(app.build_overview({}))
 
 
 def measure(batches: int, updates: int = 20) -> dict[str, float]:
@@ -66,7 +66,7 @@ def measure(batches: int, updates: int = 20) -> dict[str, float]:
         answer(app, "overview", "staleness")
         opened = time.perf_counter() - began
         while not app.list_runs({})[0]["summed_up"]:  # once, beside the answers, as on a real page
-            app.overview({})
+            app.build_overview({})
             time.sleep(0.1)
         spent = 0.0
         for number in range(updates):

@@ -19,7 +19,7 @@ from asyncrl.contract.messages import (
     Trajectory,
 )
 from asyncrl.contract.versions import Label
-from asyncrl.records.pass_at_k import set_metrics
+from asyncrl.records.pass_at_k import compute_set_metrics
 from buffer.groups import LeaseTable, StoreSettings
 
 SET_TICKETS = 1 << 32  # ticket numbers of each set
@@ -112,7 +112,7 @@ class EvaluationRound:
         by_prompt: dict[int, list[float]] = {}
         for index, reward in zip(self.places, self.rewards, strict=True):
             by_prompt.setdefault(index, []).append(reward)
-        return set_metrics(
+        return compute_set_metrics(
             self.split, by_prompt, self.greedy, self.lengths, plan.passing, plan.counts
         )
 

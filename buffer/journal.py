@@ -41,7 +41,7 @@ import xxhash
 
 from asyncrl.contract.errors import DamagedDataError
 from asyncrl.records import atomic_write
-from asyncrl.records.jsonl import disk_full_error
+from asyncrl.records.jsonl import make_disk_full_error
 
 MARK = b"aRJ1"
 HEAD = struct.Struct("<4sIQQ")
@@ -265,7 +265,7 @@ class Journal:
         self.term = term
         self.sync = sync
         self.segment_bytes = segment_bytes
-        atomic_write.directory(directory)
+        atomic_write.create_directory(directory)
         for leftover in directory.glob("*.part"):
             if segment_position(leftover)[0] <= term:
                 atomic_write.remove(leftover)
@@ -296,7 +296,7 @@ class Journal:
     def write(self) -> None:
         """Hand all appended records to the kernel; the thread syncs them under `disk`."""
         if self.failure is not None:
-            raise disk_full_error(self.directory, self.failure) from self.failure
+            raise make_disk_full_error(self.directory, self.failure) from self.failure
         if self.next is not None and self.next.ready:
             self._switch()
         if not self.waiting:
@@ -312,7 +312,7 @@ class Journal:
             self.size += _write(self.fd, pieces)
         except OSError as error:
             self.failure = error  # the file may end in a torn tail: append nothing after it
-            raise disk_full_error(self.directory, error) from error
+            raise make_disk_full_error(self.directory, error) from error
         if not self.sync:
             self.durable = self.appended
             self.sure = self.size
@@ -370,7 +370,7 @@ class Journal:
         Raises AsyncrlError when the disk is full; the older segment is unchanged and stays
         valid."""
         if self.failure is not None:
-            raise disk_full_error(self.directory, self.failure) from self.failure
+            raise make_disk_full_error(self.directory, self.failure) from self.failure
         if self.next is not None:
             self.next.abandon()
             self.next = None
@@ -395,7 +395,7 @@ class Journal:
                 new.name()
             except OSError as error:
                 new.abandon()
-                raise disk_full_error(new.part, error) from error
+                raise make_disk_full_error(new.part, error) from error
             old = self.fd
             self.fd = new.fd
             self.number = self.number + 1

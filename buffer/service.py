@@ -39,7 +39,7 @@ from asyncrl.contract.waits import (
 from asyncrl.models import memory
 from asyncrl.records import atomic_write, buffer_leadership, jsonl, metrics
 from asyncrl.records.metrics import MetricsWriter, RunClock
-from asyncrl.records.rundir import RunLock, buffer_address, clear_end, run_id
+from asyncrl.records.rundir import RunLock, clear_end, get_buffer_address, read_run_id
 from asyncrl.records.trackers import TrackerFeeds
 from asyncrl.tasks import Task
 from asyncrl.tasks.evaluation_sets import build_task
@@ -153,11 +153,11 @@ class BufferService:
     config."""
 
     def __init__(self, config: Config, run_dir: Path, *, moved: bool = False) -> None:
-        self.config, self.run_dir, self.run = config, run_dir, run_id(run_dir)
+        self.config, self.run_dir, self.run = config, run_dir, read_run_id(run_dir)
         task = build_task(config)
         # before taking the term: a buffer that cannot bind its address must not end another one
         self.socket = BufferSocket(
-            buffer_address(config, run_dir),
+            get_buffer_address(config, run_dir),
             config.wires.curve_dir,
             run=self.run,
             most=max_message_bytes(config),
@@ -659,7 +659,7 @@ class BufferService:
             lines = (json.dumps(row) + "\n" for row in numbers.batch_rows(batch))
             atomic_write.write(path, "".join(lines))
         except OSError as error:
-            raise jsonl.disk_full_error(path, error) from error
+            raise jsonl.make_disk_full_error(path, error) from error
         tokens = sum(sample.length for sample in batch.samples)
         return (
             f"batch {number} is excluded, because the last learner processes ended on it; its "
@@ -935,7 +935,7 @@ class BufferService:
             # steps are shorter than the generators' report interval: the next report covers all
             # the time since the last one
             return {}
-        span = now - (self.last_metrics or self.clock.began or now)
+        span = now - (self.last_metrics or self.clock.started_at or now)
         self.last_metrics = now
         stats = [entry["stats"] for entry in self.generators.values()]
         return (
@@ -1036,7 +1036,7 @@ class BufferService:
         try:
             atomic_write.write(path, json.dumps(self.summary()))
         except OSError as error:
-            raise jsonl.disk_full_error(path, error) from error
+            raise jsonl.make_disk_full_error(path, error) from error
 
     def close(self) -> str:
         """Close everything; return the first error message, or "".

@@ -68,7 +68,7 @@ def start_epoch(root: Path) -> tuple[int, int, Path]:
     The directory links to the origin's checkpoints and survives a power cut. Other learners may
     start and claim epochs at the same time.
     """
-    atomic_write.directory(root)
+    atomic_write.create_directory(root)
     while True:
         origin = max(list_epochs(root, claimed=True), default=0)
         epoch = max(list_epochs(root, claimed=False), default=0) + 1
@@ -152,7 +152,7 @@ def save(
     final = directory / f"number_{number}"
     part_path = directory / f".number_{number}.part"
     try:
-        with atomic_write.replacing(final, part=part_path, sync=True) as part:
+        with atomic_write.replace(final, part=part_path, sync=True) as part:
             _fill(part, core, extra, older or {})
     except AsyncrlError:  # a lost rank, not a full disk
         raise

@@ -214,7 +214,7 @@ class Learner(BufferPeer):
             limit=self.cursor.limit,
             window=self.cursor.window,
             mixture=self.cursor.mixture,
-            before=process_log.previous_end(self.run_dir, "learner", os.getpid()),
+            before=process_log.find_previous_end(self.run_dir, "learner", os.getpid()),
         )
         self.waits_for("the buffer's welcome")
         while not self.welcomed and not self.stopping:
@@ -292,12 +292,12 @@ class Learner(BufferPeer):
     def step(self, batch: m.Batch) -> None:
         """Train on one batch, publish the new weights and commit the batch."""
         began = time.monotonic()
-        with self.tracer.span("train", sum(s.length for s in batch.samples)):
+        with self.tracer.time_span("train", sum(s.length for s in batch.samples)):
             metrics = self.core.train(batch)
         if self.step_log is not None:
             self.step_log.add(self.core.updates)
         trained = time.monotonic()
-        with self.tracer.span("publish"):
+        with self.tracer.time_span("publish"):
             self.digest = self.publisher.publish(self.number)
         now = time.monotonic()
         tokens = sum(s.length for s in batch.samples)
@@ -310,7 +310,7 @@ class Learner(BufferPeer):
             "throughput/learner_tokens_per_s": tokens / max(step_s, 1e-9),
             "weights/bytes": self.publisher.ring.size,
             "weights/full_bytes": self.full_bytes,
-            "memory/learner_mb": machine_memory.resident_bytes() / 2**20,
+            "memory/learner_mb": machine_memory.read_resident_bytes() / 2**20,
         }
         self.mark = now
         self.cursor = BatchCursor(
@@ -342,7 +342,7 @@ class Learner(BufferPeer):
 
     def save_checkpoint(self) -> None:
         """Write a checkpoint; `handle_messages` announces it after its commits."""
-        with self.tracer.span("checkpoint"):
+        with self.tracer.time_span("checkpoint"):
             if self.step_log is not None:
                 self.step_log.sync()
             if self.core.sample_log is not None:

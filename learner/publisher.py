@@ -22,7 +22,7 @@ from asyncrl.contract.messages import WeightsSource
 from asyncrl.contract.versions import Label
 from asyncrl.models import policy
 from asyncrl.records import buffer_leadership, private
-from asyncrl.records.rundir import ring_dir
+from asyncrl.records.rundir import get_ring_dir
 from asyncrl.transport import weight_transport
 from asyncrl.transport.chunks import ChunkServer
 from asyncrl.transport.ring import WeightRing
@@ -50,8 +50,8 @@ class Publisher:
         self.epoch = epoch
         self.core = core
         self.depth = count_earlier_versions(config)
-        self.directory = ring_dir(run_dir, epoch)
-        private.directory(self.directory.parent)
+        self.directory = get_ring_dir(run_dir, epoch)
+        private.create_directory(self.directory.parent)
         layout = core.layout
         slots = config.weights.slots + self.depth
         self.ring = WeightRing(
@@ -60,7 +60,7 @@ class Publisher:
         self.keep: list[Label] = []
         self.server = weight_transport.maker(config.weights.transport).serve(config, self.ring)
         if isinstance(self.server, ChunkServer):
-            self.server.buffer = lambda: buffer_leadership.current_address(run_dir)
+            self.server.buffer = lambda: buffer_leadership.read_current_address(run_dir)
 
     @property
     def source(self) -> WeightsSource:

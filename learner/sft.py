@@ -152,7 +152,7 @@ class SftRun:
         """
         final = self.checkpoints / f"number_{self.fitter.number}"
         try:
-            with atomic_write.replacing(final, sync=True) as part:
+            with atomic_write.replace(final, sync=True) as part:
                 part.mkdir()
                 export(self.model, part / "model")
                 state = {

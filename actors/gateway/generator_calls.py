@@ -21,7 +21,7 @@ from asyncrl.contract import messages as m
 from asyncrl.contract.errors import AsyncrlError, BadMessage
 from asyncrl.contract.versions import Label
 from asyncrl.models.tokenizer import read_vocabulary_size
-from asyncrl.records.rundir import gateway_address, run_id
+from asyncrl.records.rundir import get_gateway_address, read_run_id
 from asyncrl.tasks.arena import SeedPrompts
 from asyncrl.transport import message_checks
 from asyncrl.transport.sockets import PeerSocket
@@ -174,9 +174,9 @@ class CallPeer:
         self, config: Config, turn: CallTurn, run_dir: Path, producer: str, session: int
     ) -> None:
         self.turn = turn
-        self.run = run_id(run_dir)
+        self.run = read_run_id(run_dir)
         self.socket = PeerSocket(
-            gateway_address(config, run_dir, 0),
+            get_gateway_address(config, run_dir, 0),
             config.wires.curve_dir,
             producer,
             reads=m.FromGateway,

@@ -57,7 +57,7 @@ from asyncrl.models.tokenizer import (
     load_tokenizer,
     read_vocabulary_size,
 )
-from asyncrl.records.rundir import gateway_address
+from asyncrl.records.rundir import get_gateway_address
 from asyncrl.tasks.evaluation_sets import build_task
 from asyncrl.transport import message_checks, sockets
 
@@ -196,7 +196,7 @@ class Gateway(sockets.SessionPeer):
         self.rewards = make_runner(config, build_task(config), run_dir) if judges else None
         self.judged: dict[tuple[int, int, int], Episode] = {}
         self.calls_socket = sockets.BufferSocket(
-            gateway_address(config, run_dir, index),
+            get_gateway_address(config, run_dir, index),
             config.wires.curve_dir,
             run=self.run,
             most=(CALLED_BYTES + config.support_bytes) * config.generator.context + MORE_BYTES,

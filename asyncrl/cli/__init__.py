@@ -15,8 +15,8 @@ from asyncrl import __version__
 from asyncrl.cli.base import CommandGroup
 from asyncrl.contract.errors import EXIT_CODES
 
-# Set before anything loads OpenMP: waiting threads sleep.  By default they spin for milliseconds,
-# and on cores shared with other work a warm start of half a minute took seven.
+# Let waiting OpenMP threads sleep; set before OpenMP is loaded.  By default they spin for
+# milliseconds: on shared cores a warm start of half a minute then took seven minutes.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # file in this folder -> the commands in it

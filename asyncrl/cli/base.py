@@ -29,7 +29,7 @@ DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 def restart_in_utf8() -> None:
-    """Begin again in Python's UTF-8 mode where it cannot write every path.
+    """Restart in Python's UTF-8 mode if Python cannot encode every path.
 
     With LC_ALL=C and PYTHONUTF8=0 Python encodes paths as ASCII, so a run directory, a config, a
     prompt file or a reward with another character in its name cannot be opened.  Printed text
@@ -61,12 +61,12 @@ class ExampleGroup(ExampleCommand, click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click's, and name the nearest command where there is none of that name."""
+        """Resolve a command; the error for an unknown one names the nearest command."""
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
-            near = difflib.get_close_matches(args[0], self.list_commands(ctx), 1, 0.5)
-            hint = f" Did you mean {near[0]}?" if near else ""
+            matches = difflib.get_close_matches(args[0], self.list_commands(ctx), 1, 0.5)
+            hint = f" Did you mean {matches[0]}?" if matches else ""
             raise click.UsageError(
                 f"{error.message}{hint} --help lists all commands.", ctx
             ) from None
@@ -83,7 +83,7 @@ class CommandGroup(ExampleGroup):
     Programming errors keep their traceback.
 
     places: command -> the module that defines it, under its own name.  The module is imported only
-    when the command is used, so that a process imports no other command's file."""
+    when the command is used, so that a process imports the file of its own command only."""
 
     def __init__(self, *args: Any, places: Mapping[str, str] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -94,20 +94,20 @@ class CommandGroup(ExampleGroup):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in self.places:
-            found: click.Command = getattr(import_module(self.places[cmd_name]), cmd_name)
-            return found
+            loaded: click.Command = getattr(import_module(self.places[cmd_name]), cmd_name)
+            return loaded
         return super().get_command(ctx, cmd_name)
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        if not args and "args" not in kwargs:  # otherwise another program calls it
+        if not args and "args" not in kwargs:  # not called by another program
             restart_in_utf8()
         append_working_directory()
         for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, io.TextIOWrapper):  # an ASCII terminal shows \xe9 and the like
+            if isinstance(stream, io.TextIOWrapper):  # an ASCII terminal shows escapes
                 stream.reconfigure(errors="backslashreplace")
         result.start_result()
-        words = kwargs.get("args") or (args[0] if args else None) or sys.argv[1:]
-        as_json = "--json" in words
+        arguments = kwargs.get("args") or (args[0] if args else None) or sys.argv[1:]
+        as_json = "--json" in arguments
         try:
             return super().main(*args, **(kwargs | {"standalone_mode": False}))
         except click.exceptions.Exit as error:
@@ -131,14 +131,14 @@ class CommandGroup(ExampleGroup):
             )
 
 
-def fail(why: str, code: int, as_json: bool) -> NoReturn:
+def fail(reason: str, code: int, as_json: bool) -> NoReturn:
     """Exit with one line on stderr; with --json also as the last line of stdout.
 
-    A result that was printed already stays the last line."""
+    After a printed result it prints no JSON, so that the result stays the last line."""
     with suppress(OSError):  # stderr may be a file on the disk that is full
-        print(f"error: {escape_line(why, LONGEST_LINE)}", file=sys.stderr, flush=True)
+        print(f"error: {escape_line(reason, LONGEST_LINE)}", file=sys.stderr, flush=True)
     if as_json:
-        result.put_error(why, code)
+        result.put_error(reason, code)
     sys.exit(code)
 
 
@@ -149,9 +149,9 @@ def json_option(command: Any) -> Any:
     )(command)
 
 
-def dry_run_option(shown: str) -> Callable[[Any], Any]:
+def dry_run_option(content: str) -> Callable[[Any], Any]:
     """Add --dry-run, which prints `shown` and starts nothing."""
-    return click.option("--dry-run", is_flag=True, help=f"print {shown}; start nothing")
+    return click.option("--dry-run", is_flag=True, help=f"print {content}; start nothing")
 
 
 def count_option(name: str, default: int, help_text: str, least: int = 1) -> Callable[[Any], Any]:
@@ -178,10 +178,10 @@ def set_option(help_text: str) -> Callable[[Any], Any]:
     )
 
 
-def config_argument(name: str = "source", *, required: bool = True) -> Callable[[Any], Any]:
+def config_argument(*, required: bool = True) -> Callable[[Any], Any]:
     """Add CONFIG, a file or the name of a bundled config."""
     return click.argument(
-        name,
+        "source",
         metavar="CONFIG",
         required=required,
         type=click.Path(),
@@ -190,7 +190,7 @@ def config_argument(name: str = "source", *, required: bool = True) -> Callable[
 
 
 def options(*, source: bool = True) -> Callable[[Any], Any]:
-    """Add CONFIG, --set and --json; `source`: CONFIG is required."""
+    """Add CONFIG, --set and --json.  source: CONFIG is required."""
 
     def add(command: Any) -> Any:
         overrides = set_option(
@@ -228,24 +228,24 @@ def complete_setting(
     """Complete KEY of KEY=VALUE, and after `=` the choices of the key."""
     from asyncrl.config import load
 
-    key, given, value = incomplete.partition("=")
-    if not given:
+    key, separator, value = incomplete.partition("=")
+    if not separator:
         return [CompletionItem(f"{item.value}=") for item in complete_key(ctx, param, incomplete)]
     choices = [choice for choice in load.list_choices(key) if choice.startswith(value)]
     return [CompletionItem(f"{key}={choice}") for choice in choices]
 
 
-def emit(value: dict[str, Any], as_json: bool) -> None:
+def emit(values: dict[str, Any], as_json: bool) -> None:
     """Print a result to stdout, as one JSON object or as readable lines.
 
-    The lines leave out what was not measured and long tables, and round numbers.
+    The lines leave out missing values and long tables, and round numbers.
     """
     if as_json:
-        result.print_result(value)
+        result.print_result(values)
         return
-    for key, shown in value.items():
-        if shown is not None and (not isinstance(shown, dict) or len(shown) < 12):
-            print(f"{key:16} {shown:.5g}" if isinstance(shown, float) else f"{key:16} {shown}")
+    for key, value in values.items():
+        if value is not None and (not isinstance(value, dict) or len(value) < 12):
+            print(f"{key:16} {value:.5g}" if isinstance(value, float) else f"{key:16} {value}")
 
 
 def print_progress(text: str) -> None:

@@ -61,13 +61,13 @@ SWEPT = (
     "arms",
     multiple=True,
     metavar="NAME:KEY=VALUE,...",
-    help="an arm; the first is the one that the others are compared with; repeatable",
+    help="an arm; the others are compared with the first; repeatable",
 )
 @count_option("--seeds", 3, "seeds of each arm, counted from the config's")
 @out_option("directory of the comparison; an unfinished comparison there is continued")
 @count_option("--jobs", 1, "real runs at the same time; more than one disturbs the timings")
 @click.option(
-    "--real", is_flag=True, help="start new processes for every run, even if a warm one could do it"
+    "--real", is_flag=True, help="start new processes for every run, even where a warm one would do"
 )
 @dry_run_option("the arms and the number of runs")
 def compare(
@@ -91,64 +91,66 @@ def compare(
 
     base = load.load_to_train(source, sets)
     sets = tuple(sets if dry_run else localize_sets(base, sets))
-    chosen = [arming.parse_arm(words) for words in arms] or comparing.default_arms(base)
+    chosen_arms = [arming.parse_arm(text) for text in arms] or comparing.make_default_arms(base)
     if dry_run:
-        configs = comparing.resolve(source, sets, chosen)
-        print_arms(base, configs, set() if real else comparing.warm_arms(configs))
-        print(f"would start {len(chosen) * seeds} runs", file=sys.stderr)
+        configs = comparing.resolve(source, sets, chosen_arms)
+        print_arms(base, configs, set() if real else comparing.find_warm_arms(configs))
+        print(f"would start {len(chosen_arms) * seeds} runs", file=sys.stderr)
         return
-    where = out or Path(base.runs) / f"compare-{base.name or Path(source).stem}"
-    comparison = comparing.Comparison(where, source, sets, chosen, seeds, print_progress, real=real)
+    directory = out or Path(base.runs) / f"compare-{base.name or Path(source).stem}"
+    comparison = comparing.Comparison(
+        directory, source, sets, chosen_arms, seeds, print_progress, real=real
+    )
     for config in comparison.configs.values():
         preflight(config)
     with CompareProgress(comparison) as progress:
         cells = comparison.run(jobs, progress.on_event)
-    found = comparison_analysis.analyze(cells, comparison.configs)
-    differs = arming.from_first(comparison.configs)
+    analysis = comparison_analysis.analyze(cells, comparison.configs)
+    differs = arming.compare_with_first(comparison.configs)
     settings = [
         page.Setting(
             arm.name,
             f"the same as {arm.same_as}" if arm.same_as else arm.title,
-            arming.words(differs[arm.name]) if arm.name in differs else "",
+            arming.format_differences(differs[arm.name]) if arm.name in differs else "",
         )
         for arm in comparison.arms
     ]
-    html = page.write(where, where.name, cells, found, settings, base)
+    html = page.write(directory, directory.name, cells, analysis, settings, base)
     if as_json:
-        result.print_result(page.clean(found))
+        result.print_result(page.clean(analysis))
         return
-    print_comparison(found, f"{where.name}: {seeds} seed(s)", settings)
+    print_comparison(analysis, f"{directory.name}: {seeds} seed(s)", settings)
     print_progress(f"report: {html}")
 
 
 def print_arms(base: Config, configs: Mapping[str, Config], warm: set[str]) -> None:
-    """Print for --dry-run what each arm changes and whether it needs real processes."""
-    from asyncrl.experiments.compare.arms import from_first, words
+    """Print for --dry-run the changes of each arm and whether it needs real processes."""
+    from asyncrl.experiments.compare.arms import compare_with_first, format_differences
 
     for name, config in configs.items():
-        differs = from_first({"": base, name: config})[name]
+        differs = compare_with_first({"": base, name: config})[name]
         print(
-            f"{name}: {words(differs) if differs else 'as configured'} "
+            f"{name}: {format_differences(differs) if differs else 'as configured'} "
             f"({'a warm process' if name in warm else 'real processes'})"
         )
 
 
-def print_comparison(found: dict[str, Any], title: str, settings: Sequence[Setting]) -> None:
-    """Print the table, the differences, the verdicts and what faster arms lose."""
+def print_comparison(analysis: dict[str, Any], title: str, settings: Sequence[Setting]) -> None:
+    """Print the table, the differences, the verdicts and the losses of faster arms."""
     from asyncrl.experiments.compare import page
-    from asyncrl.experiments.compare.progress import print_beside, print_table
+    from asyncrl.experiments.compare.progress import print_other_measures, print_table
 
-    start = next(iter(found["arms"].values()))["heldout_start"]
-    rows = page.arm_rows(found)
+    start = next(iter(analysis["arms"].values()))["heldout_start"]
+    rows = page.format_arms(analysis)
     print_table(page.HEAD, rows, COMPARED, f"{title}, held-out reward from {start:.3f}")
-    print_beside(page.HEAD, rows, ("arm",), ("OOD start", "OOD end", "KL to ref"))
+    print_other_measures(page.HEAD, rows, ("arm",), ("OOD start", "OOD end", "KL to ref"))
     first, *others = settings
     print(f"{first.arm}: {first.title}")
     for setting in others:
         print(f"{setting.arm}, compared with {first.arm}: {setting.differs}")
-    for verdict in found["verdicts"]:
+    for verdict in analysis["verdicts"]:
         print(verdict["text"])
-    for sentence in found["trade"]:
+    for sentence in analysis["trade"]:
         print(sentence)
 
 
@@ -165,7 +167,7 @@ def print_comparison(found: dict[str, Any], title: str, settings: Sequence[Setti
 )
 @click.option(
     "--correction",
-    "chosen",
+    "correction_texts",
     multiple=True,
     metavar="NAME or NAME:KEY=VALUE,...",
     help="a correction; repeatable  [default: configured, none]",
@@ -182,7 +184,8 @@ def print_comparison(found: dict[str, Any], title: str, settings: Sequence[Setti
     type=click.FloatRange(0, 1, min_open=True),
     default=0.05,
     show_default=True,
-    help="accuracy that a suggested limit may lose: its whole interval lies above minus this",
+    help="held-out reward that a suggested limit may lose; its whole interval lies above minus "
+    "this",
 )
 @out_option("directory of the sweep; an unfinished sweep there is continued")
 @click.option("--no-abandon", is_flag=True, help="also train collapsed runs to their end")
@@ -192,7 +195,7 @@ def sweep(
     sets: tuple[str, ...],
     as_json: bool,
     limits: str,
-    chosen: tuple[str, ...],
+    correction_texts: tuple[str, ...],
     inject: bool,
     seeds: int,
     workers: int,
@@ -203,72 +206,74 @@ def sweep(
 ) -> None:
     """Train every staleness limit with every correction.
 
-    Shows how stale samples may be, and ends with a suggested limit.
+    Shows the cost of stale samples, and suggests a limit.
     """
     from asyncrl.config import load
     from asyncrl.experiments.compare import page, sweep_page
     from asyncrl.experiments.compare import sweep as sweeping
-    from asyncrl.experiments.compare.comparison import design
+    from asyncrl.experiments.compare.comparison import describe_power
     from asyncrl.experiments.compare.progress import SweepProgress
     from asyncrl.experiments.compare.sweep_analysis import analyze
     from asyncrl.supervise.preflight import localize_sets, preflight
 
     if not dry_run:
         sets = tuple(localize_sets(load.load(source, sets), sets))
-    corrections = [sweeping.parse_correction(words) for words in chosen or ("configured", "none")]
-    plan = sweeping.plan(
+    corrections = [
+        sweeping.parse_correction(text) for text in correction_texts or ("configured", "none")
+    ]
+    plan = sweeping.make_plan(
         source,
         sets,
         [(arm.name, arm.sets) for arm in corrections],
         sweeping.parse_limits(limits, inject),
         injected=inject,
     )
-    told = swept_corrections(plan, {arm.name: arm.title for arm in corrections})
+    descriptions = describe_corrections(plan, {arm.name: arm.title for arm in corrections})
     if dry_run:
-        print_cells(plan, told, seeds)
+        print_cells(plan, descriptions, seeds)
         return
     base = load.load_to_train(source, sets)
-    where = out or Path(base.runs) / f"sweep-{base.name or Path(source).stem}"
-    made = sweeping.Sweep(where, plan, seeds, print_progress)
-    longest = [plan.cell[arm.name, plan.limits[-1]] for arm in corrections]
-    for arm in dict.fromkeys([sweeping.SYNC, *longest]):
+    directory = out or Path(base.runs) / f"sweep-{base.name or Path(source).stem}"
+    runs = sweeping.Sweep(directory, plan, seeds, print_progress)
+    highest = [plan.cell[arm.name, plan.limits[-1]] for arm in corrections]
+    for arm in dict.fromkeys([sweeping.SYNC, *highest]):
         preflight(plan.arms[arm])
-    print_progress(design(len(plan.arms), seeds))
-    with SweepProgress(made) as progress:
-        made.run(workers, progress.on_event, abandon=not no_abandon)
-    found = analyze(made, margin)
+    print_progress(describe_power(len(plan.arms), seeds))
+    with SweepProgress(runs) as progress:
+        runs.run(workers, progress.on_event, abandon=not no_abandon)
+    analysis = analyze(runs, margin)
     shape = f"{base.learner.steps} steps of {base.learner.groups} x {base.learner.group_size}"
     lag = f"{'injected' if inject else 'natural'} lag, {seeds} seed(s), {shape}"
-    html = sweep_page.write(where, where.name, found, told, lag)
+    html = sweep_page.write(directory, directory.name, analysis, descriptions, lag)
     if as_json:
-        result.print_result(page.clean(found))
+        result.print_result(page.clean(analysis))
         return
-    print_sweep(found, f"{where.name}: {seeds} seed(s)")
+    print_sweep(analysis, f"{directory.name}: {seeds} seed(s)")
     print_progress(f"report: {html}")
 
 
-def swept_corrections(plan: SweepPlan, titles: Mapping[str, str]) -> list[tuple[str, str, str]]:
+def describe_corrections(plan: SweepPlan, titles: Mapping[str, str]) -> list[tuple[str, str, str]]:
     """Return name, title and differences from the plain config of each correction."""
-    from asyncrl.experiments.compare.arms import from_first, words
+    from asyncrl.experiments.compare.arms import compare_with_first, format_differences
     from asyncrl.experiments.compare.sweep import SWEPT_KEYS, SYNC
 
-    out = []
+    descriptions = []
     for name, title in titles.items():
-        made = plan.arms[plan.cell[name, plan.limits[-1]]]
-        differs = from_first({"": plan.arms[SYNC], name: made})[name]
-        kept = {key: pair for key, pair in differs.items() if key not in SWEPT_KEYS}
-        out.append((name, title, words(kept)))
-    return out
+        config = plan.arms[plan.cell[name, plan.limits[-1]]]
+        differs = compare_with_first({"": plan.arms[SYNC], name: config})[name]
+        shown = {key: pair for key, pair in differs.items() if key not in SWEPT_KEYS}
+        descriptions.append((name, title, format_differences(shown)))
+    return descriptions
 
 
-def print_cells(plan: SweepPlan, told: Sequence[tuple[str, str, str]], seeds: int) -> None:
+def print_cells(plan: SweepPlan, descriptions: Sequence[tuple[str, str, str]], seeds: int) -> None:
     """Print for --dry-run each correction, the arm of every cell and the number of runs."""
-    from asyncrl.experiments.compare.sweep import label
+    from asyncrl.experiments.compare.sweep import format_limit
 
-    for name, title, differs in told:
+    for name, title, differs in descriptions:
         print(f"{name}: {title} (differs from the config by {differs})")
     for (name, limit), arm in plan.cell.items():
-        print(f"{name}, limit {label(limit)}: {arm}")
+        print(f"{name}, limit {format_limit(limit)}: {arm}")
     print(
         f"would start {len(plan.arms) * seeds} runs, and {len(plan.probes)} short ones to measure "
         "the speed of each limit",
@@ -276,17 +281,17 @@ def print_cells(plan: SweepPlan, told: Sequence[tuple[str, str, str]], seeds: in
     )
 
 
-def print_sweep(found: dict[str, Any], title: str) -> None:
+def print_sweep(analysis: dict[str, Any], title: str) -> None:
     """Print the table and the suggested limit."""
     from asyncrl.experiments.compare import sweep_page
-    from asyncrl.experiments.compare.progress import print_beside, print_table
+    from asyncrl.experiments.compare.progress import print_other_measures, print_table
 
-    rows = sweep_page.cell_rows(found)
+    rows = sweep_page.format_cells(analysis)
     print_table(sweep_page.HEAD, rows, {heading: heading for heading in SWEPT}, title)
-    print_beside(sweep_page.HEAD, rows, ("correction", "limit"), ("OOD end", "KL to ref"))
-    print(found["suggestion"]["reason"])
-    if found["suggestion"]["set"]:
-        print(found["suggestion"]["set"])
+    print_other_measures(sweep_page.HEAD, rows, ("correction", "limit"), ("OOD end", "KL to ref"))
+    print(analysis["suggestion"]["reason"])
+    if analysis["suggestion"]["set"]:
+        print(analysis["suggestion"]["set"])
 
 
 @command(
@@ -339,7 +344,7 @@ def figure(
     emit(
         {
             "files": [str(path) for path in (out, table) if path is not None],
-            "caption": figure_points.caption(lines, across),
+            "caption": figure_points.make_caption(lines, across),
             "series": [line.name for line in lines],
             "points": len(points),
         },

@@ -1,4 +1,4 @@
-"""`asyncrl config`, `asyncrl task` and `asyncrl methods`: look at settings before a run."""
+"""`asyncrl config`, `asyncrl task` and `asyncrl methods`: inspect settings before a run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def config() -> None:
 )
 @options()
 def show(source: str, sets: tuple[str, ...], as_json: bool) -> None:
-    """Print the resolved config, and where each value came from.
+    """Print the resolved config with the origin of each value.
 
     Origins are comments: file and line, --set, a method, a preset or the default.  Keys that the
     config does not read are left out.
@@ -67,34 +67,34 @@ def explain_key(key: str, as_json: bool) -> None:
 
     from asyncrl.config import explain as explaining
 
-    found = explaining.explain(key)
+    entries = explaining.explain(key)
     if as_json:
-        result.print_result({"keys": msgspec.to_builtins(found)})
-    elif len(found) == 1 and found[0].key == key:
-        print(_format_explanation(found[0]))
+        result.print_result({"keys": msgspec.to_builtins(entries)})
+    elif len(entries) == 1 and entries[0].key == key:
+        print(_format_explanation(entries[0]))
     else:
-        for one in found:
-            print(f"{one.key} = {one.default or '(not set)'}")
-            print(click.wrap_text(one.meaning.partition(". ")[0].rstrip(".") + ".", 80, *INDENT))
-        print(f"\nasyncrl config explain {found[0].key} tells more; see {found[0].page}")
+        for entry in entries:
+            print(f"{entry.key} = {entry.default or '(not set)'}")
+            print(click.wrap_text(entry.meaning.partition(". ")[0].rstrip(".") + ".", 80, *INDENT))
+        print(f"\nasyncrl config explain {entries[0].key} has the details; see {entries[0].page}")
 
 
 INDENT = ("    ", "    ")
 
 
-def _format_explanation(shown: Any) -> str:
-    """Format what is known of a key for a reader."""
-    reason = f" ({shown.reason})" if shown.reason else ""
-    set_by = "; ".join(f"{name}: {value}" for name, value in shown.methods.items())
+def _format_explanation(entry: Any) -> str:
+    """Format the explanation of a key for a reader."""
+    reason = f" ({entry.reason})" if entry.reason else ""
+    set_by = "; ".join(f"{name}: {value}" for name, value in entry.methods.items())
     rows = {
-        "unit": shown.unit,
-        "values": shown.values,
-        "default": f"{shown.default}{reason}" if shown.default else "",
-        "read": "only if " + ", and ".join(shown.read) if shown.read else "always",
+        "unit": entry.unit,
+        "values": entry.values,
+        "default": f"{entry.default}{reason}" if entry.default else "",
+        "read": "only if " + ", and ".join(entry.read) if entry.read else "always",
         "methods": f"set by {set_by}" if set_by else "",
-        "docs": shown.page,
+        "docs": entry.page,
     }
-    lines = [shown.key, click.wrap_text(shown.meaning, 80, "  ", "  ")]
+    lines = [entry.key, click.wrap_text(entry.meaning, 80, "  ", "  ")]
     lines += [
         click.wrap_text(text, 80, f"  {name + ':':9}", " " * 11)
         for name, text in rows.items()
@@ -120,15 +120,17 @@ def diff_configs(left: str, right: str, as_json: bool) -> None:
     from asyncrl.config import explain as explaining
     from asyncrl.config.load import format_value
 
-    found = explaining.compare_configs(explaining.read_config(left), explaining.read_config(right))
+    differences = explaining.compare_configs(
+        explaining.read_config(left), explaining.read_config(right)
+    )
     if as_json:
-        result.print_result({"equal": not found, "differs": found})
-    for key, pair in () if as_json else found.items():
-        first, second = ("(not read)" if x is None else format_value(x) for x in pair)
+        result.print_result({"equal": not differences, "differs": differences})
+    for key, values in () if as_json else differences.items():
+        first, second = ("(not read)" if value is None else format_value(value) for value in values)
         print(f"{key}: {first} -> {second}")
-    if not found and not as_json:
+    if not differences and not as_json:
         print("the two configs are equal")
-    sys.exit(1 if found else 0)
+    sys.exit(1 if differences else 0)
 
 
 @config.command(cls=ExampleCommand, examples=("asyncrl config check config.toml",))
@@ -136,32 +138,32 @@ def diff_configs(left: str, right: str, as_json: bool) -> None:
 def check(source: str, sets: tuple[str, ...], as_json: bool) -> None:
     """Check everything that a run of CONFIG needs.
 
-    Starts nothing.  Model, tokenizer, template, prompts, reward (called once), packages, devices,
-    disk and memory, one line each.  A model of the hub (hf://ORG/NAME) is downloaded.  Exit code 2
-    if a check fails.
+    It starts no run.  It prints one line each for model, tokenizer, template, prompts, reward
+    (called once), packages, devices, disk and memory.  A model of the hub (hf://ORG/NAME) is
+    downloaded.  Exit code 2 if a check fails.
     """
     from asyncrl.config import load, rules
     from asyncrl.supervise import preflight
 
     loaded = load.load(source, sets)
-    report_findings(loaded, rules.find_warnings(loaded), preflight, as_json)
+    print_findings(loaded, rules.find_warnings(loaded), preflight, as_json)
 
 
-def report_findings(loaded: Any, warnings: list[str], preflight: Any, as_json: bool) -> None:
+def print_findings(loaded: Any, warnings: list[str], preflight: Any, as_json: bool) -> None:
     """Print the findings of a config's checks.  Raises ConfigError if one failed."""
     import msgspec
 
-    found = [preflight.Finding("settings", "note", warning) for warning in warnings]
+    findings = [preflight.Finding("settings", "note", warning) for warning in warnings]
     if not as_json:
-        for finding in found:
+        for finding in findings:
             print(preflight.format_finding(finding))
     for finding in preflight.run_checks(preflight.localize(loaded)):
-        found.append(finding)
+        findings.append(finding)
         if not as_json:
             print(preflight.format_finding(finding), flush=True)
-    failed = [finding.check for finding in found if finding.state == "failed"]
+    failed = [finding.check for finding in findings if finding.state == "failed"]
     if as_json:
-        result.print_result({"ok": not failed, "checks": msgspec.to_builtins(found)})
+        result.print_result({"ok": not failed, "checks": msgspec.to_builtins(findings)})
     if failed:
         raise ConfigError(f"{len(failed)} check(s) failed: {', '.join(failed)}")
 
@@ -185,16 +187,16 @@ def schema(kind: str) -> None:
 @config.command(
     name="metrics", cls=ExampleCommand, examples=("asyncrl config metrics > docs/metrics.md",)
 )
-def metrics_table() -> None:
-    """Print every metric with unit and meaning, as docs/metrics.md."""
+def print_metrics() -> None:
+    """Print every metric with unit and meaning, as in docs/metrics.md."""
     from asyncrl.records import metrics
 
-    print(metrics.markdown(), end="")
+    print(metrics.format_markdown(), end="")
 
 
 @config.command(cls=ExampleCommand, examples=("asyncrl config reference > docs/configuration.md",))
 def reference() -> None:
-    """Print every key with its default: docs/configuration.md."""
+    """Print every key with its default, as in docs/configuration.md."""
     from asyncrl.config import explain as explaining
 
     print(explaining.render_reference(), end="")
@@ -224,7 +226,7 @@ def try_task(
 ) -> None:
     """Show prompts of the task and their rewards.
 
-    The rewards are those of the right answer and of an empty one.  With [agent], play a session,
+    The rewards are those of the right answer and of an empty one.  With [agent] it plays a session
     with --model or by hand: each line of standard input is an answer, and \\n in it is a line
     break.
     """
@@ -249,32 +251,33 @@ def try_task(
         )
     tasks = get_task(loaded.task)
     prompts = [tasks.prompt("train", index, loaded.seed) for index in range(count)]
-    asked = [
+    completions = [
         (prompt, text, tokens)
         for prompt in prompts
         for text, tokens in ((prompt.answer, [0]), ("", []))
     ]
-    found = judge_all(loaded, tasks, asked)
+    rewards = judge_all(loaded, tasks, completions)
     for index, prompt in enumerate(prompts):
-        right, nothing = (
-            None if why else reward for _, reward, _, _, why in found[2 * index : 2 * index + 2]
+        answer_reward, empty_reward = (
+            None if failure else reward
+            for _, reward, _, _, failure in rewards[2 * index : 2 * index + 2]
         )
         print(
             json.dumps(
                 {
                     "prompt": prompt.text,
                     "answer": prompt.answer,
-                    "reward_of_answer": right,
-                    "reward_of_nothing": nothing,
+                    "reward_of_answer": answer_reward,
+                    "reward_of_nothing": empty_reward,
                 }
             )
         )
-    if failed := next((why for *_, why in found if why), ""):
+    if failed := next((failure for *_, failure in rewards if failure), ""):
         raise ConfigError(f"reward.function = {loaded.reward.function}: {failed}")
 
 
 def _show_prompts(config: Any, count: int) -> None:
-    """Print the first prompts of an environment that plays and scores its sessions itself."""
+    """Print the first prompts of an environment that plays and scores its own sessions."""
     from asyncrl.supervise.preflight import localize
     from asyncrl.tasks import get_task
 
@@ -291,18 +294,18 @@ def _play_sessions(config: Any, model: str, count: int, as_json: bool) -> None:
     from asyncrl.experiments import play
 
     if model:
-        at = msgspec.structs.replace(config.model, path=model)
-        config = msgspec.structs.replace(config, model=at)
+        model_config = msgspec.structs.replace(config.model, path=model)
+        config = msgspec.structs.replace(config, model=model_config)
     for index in range(count if model else 1):
-        ticket = play.ticket_of(config, index)
+        ticket = play.make_ticket(config, index)
         player: play.Player = (
             play.ModelPlayer(config, ticket) if model else play.HumanPlayer(config, _read_answer)
         )
-        for shown in play.play(config, ticket, player):
+        for turn in play.play(config, ticket, player):
             if as_json:
-                print(json.dumps({"session": index, **msgspec.to_builtins(shown)}), flush=True)
+                print(json.dumps({"session": index, **msgspec.to_builtins(turn)}), flush=True)
             else:
-                print(_format_turn(shown), flush=True)
+                print(_format_turn(turn), flush=True)
 
 
 def _read_answer() -> str | None:
@@ -313,19 +316,19 @@ def _read_answer() -> str | None:
     return line.rstrip("\n").replace("\\n", "\n") if line else None
 
 
-def _format_turn(shown: Any) -> str:
+def _format_turn(turn: Any) -> str:
     """Format a turn for a reader."""
-    parts = "".join(f", {name} {value:g}" for name, value in shown.parts.items())
-    tokens = f" ({shown.tokens} tokens)" if shown.tokens else ""
-    if shown.kind == "asked" and shown.other:
-        return f"--- turn {shown.turn}, the other side{tokens}\n{shown.text}"
-    if shown.kind == "asked":
-        row = ", a new training sequence" if shown.row else ""
-        paid = f" reward {shown.reward:g}{parts}" if shown.turn > 1 else ""
-        return f"--- turn {shown.turn}{tokens}{row}{paid}\n{shown.text}"
-    if shown.kind == "answered":
-        return f"<<<{tokens} {shown.text}" if tokens else f"<<< {shown.text}"
-    return f"=== reward {shown.reward:g}{parts}: {shown.text}"
+    parts = "".join(f", {name} {value:g}" for name, value in turn.parts.items())
+    tokens = f" ({turn.tokens} tokens)" if turn.tokens else ""
+    if turn.kind == "asked" and turn.other:
+        return f"--- turn {turn.turn}, the other side{tokens}\n{turn.text}"
+    if turn.kind == "asked":
+        new_row = ", a new training sequence" if turn.row else ""
+        reward = f" reward {turn.reward:g}{parts}" if turn.turn > 1 else ""
+        return f"--- turn {turn.turn}{tokens}{new_row}{reward}\n{turn.text}"
+    if turn.kind == "answered":
+        return f"<<<{tokens} {turn.text}" if tokens else f"<<< {turn.text}"
+    return f"=== reward {turn.reward:g}{parts}: {turn.text}"
 
 
 @command("asyncrl methods")
@@ -335,7 +338,6 @@ def methods(as_json: bool) -> None:
 
     `method = "NAME"` in a config chooses one.
     """
-    from asyncrl.cli import result
     from asyncrl.config.methods import METHODS
 
     if as_json:
@@ -348,4 +350,4 @@ def methods(as_json: bool) -> None:
         measured = f"measured: {method.evidence}" if method.evidence else "not measured here"
         print(f"    source: {method.source}; {measured}")
         print(f"    {', '.join(f'{key} = {value}' for key, value in method.keys.items())}")
-    print('A config chooses one with method = "NAME"; keys that it also gives win.')
+    print('A config chooses one with method = "NAME"; its own keys override those of the method.')

@@ -21,17 +21,19 @@ from asyncrl.cli.base import (
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 
 
-def finish(found: Any, out: Path, as_json: bool) -> None:
+def report_findings(findings: Any, out: Path, as_json: bool) -> None:
     """Print and write the findings.  Raises AsyncrlError if a claim does not hold."""
     from asyncrl.experiments.lab import page
 
-    print(found.as_text(), file=sys.stderr if as_json else sys.stdout)
-    html, data = page.write(out, found)
+    print(findings.as_text(), file=sys.stderr if as_json else sys.stdout)
+    html, data = page.write(out, findings)
     print_progress(f"plots: {html}   numbers: {data}")
     if as_json:
-        result.print_result(found.json())
-    if wrong := [claim.text for claim in found.claims if claim.holds is False]:
-        raise AsyncrlError(f"lab {found.name}: {len(wrong)} claim(s) do not hold: {wrong[0]}")
+        result.print_result(findings.as_json())
+    if refuted := [claim.text for claim in findings.claims if claim.holds is False]:
+        raise AsyncrlError(
+            f"lab {findings.name}: {len(refuted)} claim(s) do not hold: {refuted[0]}"
+        )
 
 
 def number_option(
@@ -43,7 +45,7 @@ def number_option(
 
 
 def experiment_command(name: str, vocabulary: int, length: int, seeds: int) -> Callable[[Any], Any]:
-    """Make the command of an experiment, with the options that all experiments have."""
+    """Make the command of an experiment, with the options common to all experiments."""
 
     def add(function: Any) -> Any:
         for option in (
@@ -70,7 +72,7 @@ def experiment_command(name: str, vocabulary: int, length: int, seeds: int) -> C
 def lab() -> None:
     """Test estimators against the exact gradient.
 
-    It is the sum over every possible completion.
+    The exact gradient is the sum over all possible completions.
     """
 
 
@@ -92,8 +94,8 @@ def bias(
     from asyncrl.experiments.lab import bias as experiment
     from asyncrl.experiments.lab import bias_page
 
-    finish(
-        bias_page.findings(
+    report_findings(
+        bias_page.present_findings(
             experiment.measure(
                 vocabulary,
                 length,
@@ -113,13 +115,15 @@ def bias(
 def corrections(vocabulary: int, length: int, seeds: int, out: Path, as_json: bool) -> None:
     """Measure bias and variance of every correction.
 
-    Of the policy gradient, by distance and completion length, up to --length.
+    It estimates the policy gradient by distance and completion length, up to --length.
     """
     from asyncrl.experiments.lab import corrections as experiment
     from asyncrl.experiments.lab import corrections_page
 
-    finish(
-        corrections_page.findings(experiment.measure(vocabulary, length, seeds, print_progress)),
+    report_findings(
+        corrections_page.present_findings(
+            experiment.measure(vocabulary, length, seeds, print_progress)
+        ),
         out,
         as_json,
     )
@@ -147,7 +151,7 @@ def reshape(
 ) -> None:
     """Measure how far IS-reshape drifts over many updates.
 
-    Shows which repairs bound it, and compares it with vanilla and clip.
+    Shows the repairs that bound the drift, and compares it with vanilla and clip.
     """
     from asyncrl.experiments.lab import reshape as experiment
     from asyncrl.experiments.lab import reshape_page
@@ -158,8 +162,8 @@ def reshape(
             "completions, with at least one group in a minibatch"
         )
     rates = {"sgd": lr_sgd, "adam": lr_adam}
-    finish(
-        reshape_page.findings(
+    report_findings(
+        reshape_page.present_findings(
             experiment.measure(
                 vocabulary,
                 length,

@@ -1,4 +1,4 @@
-"""The commands `asyncrl model`, `asyncrl sft` and `asyncrl tinker`, each about one model."""
+"""`asyncrl model`, `asyncrl sft` and `asyncrl tinker`: commands for one model."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ def sft(source: str | None, sets: tuple[str, ...], as_json: bool, resume: Path |
     else:
         config = configs.read(str(source), sets)
         run_dir = training.prepare(config, str(source))
-    found = training.run(config, run_dir, print_progress)
-    if found is None:
+    summary = training.run(config, run_dir, print_progress)
+    if summary is None:
         print_progress(f"stopped with a checkpoint; continue with: asyncrl sft --resume {run_dir}")
         raise click.Abort
-    emit(found, as_json)
+    emit(summary, as_json)
 
 
 @command(
@@ -89,8 +89,8 @@ def sft(source: str | None, sets: tuple[str, ...], as_json: bool, resume: Path |
 def tinker(source: str, sets: tuple[str, ...]) -> None:
     """Serve the Tinker API, with the lag of each token known.
 
-    The server has one base model. It prints the URL and the key for the clients. A server that is
-    started again continues where an earlier one ended.
+    The server has one base model. It prints the URL and the key for the clients. A restarted
+    server continues where the earlier one ended.
     """
     from asyncrl.tinker import server, settings
 

@@ -15,7 +15,7 @@ from asyncrl.contract.errors import ConfigError
 TEMPLATE = Path(__file__).parent / "templates" / "new"
 FILES = ("config.toml", "reward.py", "prompts.jsonl", "heldout.jsonl", "README.md")
 AGENT_FILES = ("config.toml", "agent.py", "prompts.jsonl", "heldout.jsonl", "README.md")
-# lines of the template that differ for a language model
+# line of the template -> line for a language model
 FOR_LANGUAGE_MODELS = {
     "slots = 256        #": "slots = 16           #",
     "max_new_tokens = 4 #": "max_new_tokens = 128 #",
@@ -26,7 +26,7 @@ FOR_LANGUAGE_MODELS = {
 }
 
 
-def starting_point(model: str) -> str:
+def resolve_model(model: str) -> str:
     """Return `model.path` for --model.  Raises ConfigError for a directory without a model."""
     from asyncrl.models.fetch import HUB
 
@@ -35,28 +35,28 @@ def starting_point(model: str) -> str:
     path = Path(model).absolute()
     if not (path / "config.json").is_file():
         raise ConfigError(
-            f"--model {model}: is not a model directory (it has no config.json); give one, or "
-            "hf://ORG/NAME for a model of the hub"
+            f"--model {model}: is not a model directory (it has no config.json); give a model "
+            "directory, or hf://ORG/NAME for a model of the hub"
         )
     return str(path)
 
 
-def config_text(*, agent: bool, model: str) -> str:
+def build_config(*, agent: bool, model: str) -> str:
     """Return the template's config with the given model, and with an agent or a reward."""
-    before, _, rest = (TEMPLATE / "config.toml").read_text(encoding="utf-8").partition("[reward]\n")
-    reward, gap, rest = rest.partition("\n\n")
+    head, _, tail = (TEMPLATE / "config.toml").read_text(encoding="utf-8").partition("[reward]\n")
+    reward, gap, tail = tail.partition("\n\n")
     if agent:
         section = (TEMPLATE / "agent.toml").read_text(encoding="utf-8").rstrip()
     else:
         section = f"[reward]\n{reward}"
-    text = before + section + gap + rest
+    text = head + section + gap + tail
     if not model:
         return text
-    head, _, rest = text.partition("[model]\n")
-    _, gap, rest = rest.partition("\n\n")
-    text = f"{head}[model]\npath = {json.dumps(model)}{gap}{rest}"
-    for line, other in FOR_LANGUAGE_MODELS.items():
-        text = text.replace(line, other)
+    start, _, tail = text.partition("[model]\n")
+    _, gap, tail = tail.partition("\n\n")
+    text = f"{start}[model]\npath = {json.dumps(model)}{gap}{tail}"
+    for line, replacement in FOR_LANGUAGE_MODELS.items():
+        text = text.replace(line, replacement)
     return text
 
 
@@ -68,7 +68,7 @@ def write(directory: Path, *, agent: bool = False, model: str = "") -> list[Path
         raise ConfigError(f"{directory} is a file: choose a new or empty folder")
     if directory.is_dir() and any(directory.iterdir()):
         raise ConfigError(f"{directory} is not empty: choose a new or empty folder")
-    text = config_text(agent=agent, model=starting_point(model) if model else "")
+    text = build_config(agent=agent, model=resolve_model(model) if model else "")
     directory.mkdir(parents=True, exist_ok=True)
     files = AGENT_FILES if agent else FILES
     for name in files:

@@ -1,6 +1,6 @@
 """`asyncrl buffer`, `generator`, `gateway`, `learner`: one process of a run; and `keys`.
 
-The supervisor starts these commands, and you can start them by hand on several machines."""
+The supervisor starts these commands.  You can also start them by hand on several machines."""
 
 from __future__ import annotations
 
@@ -25,64 +25,68 @@ def resolve_run(
 ) -> tuple[Any, Path]:
     """Return config and run directory of a process; the first process creates the directory.
 
-    joins: the process is a generator, possibly on another machine than the buffer, so that its
-    directory gets the id of the buffer's run."""
+    joins: the process is a generator, possibly on another machine than the buffer.  Its directory
+    then gets the id of the buffer's run."""
     from asyncrl.config import load
 
     config = load.load(source, sets)
-    where = run_dir or rundir.directory(config, source)
+    directory = run_dir or rundir.choose_directory(config, source)
     if os.environ.get("ASYNCRL_SUPERVISED"):
-        return config, where
+        return config, directory
     if run_dir is None and not config.name:
         raise ConfigError(
             "processes started one by one must share a directory: give --run-dir DIR, or set "
             "`name` in the config"
         )
-    if not (where / "config.toml").exists():
+    if not (directory / "config.toml").exists():
         served = joins and config.wires.address.startswith("tcp://")
-        rundir.ensure(config, load.dump(config), where, joined_run(config, where) if served else "")
-    found = load.load(where / "config.toml")
-    load.require_same_config(config, found, sets, where / "config.toml")
-    if rundir.is_finished(where, found.learner.steps):
-        raise NothingToDo(
-            f"the run in {where} has ended after all its {found.learner.steps} steps; to train "
-            f"on: asyncrl run --resume {where} --set learner.steps=N"
+        rundir.ensure(
+            config,
+            load.dump(config),
+            directory,
+            find_joined_run(config, directory) if served else "",
         )
-    return found, where
+    recorded = load.load(directory / "config.toml")
+    load.require_same_config(config, recorded, sets, directory / "config.toml")
+    if rundir.is_finished(directory, recorded.learner.steps):
+        raise NothingToDo(
+            f"the run in {directory} has ended after all its {recorded.learner.steps} steps; to "
+            f"train on: asyncrl run --resume {directory} --set learner.steps=N"
+        )
+    return recorded, directory
 
 
-def joined_run(config: Any, where: Path) -> str:
+def find_joined_run(config: Any, run_dir: Path) -> str:
     """Return the id of the run that the buffer at wires.address serves.
 
-    "" if another process creates the directory meanwhile.  Raises PeerUnreachable."""
+    Returns "" if another process creates the directory meanwhile.  Raises PeerUnreachable."""
     import time
 
     from asyncrl.supervise import live
 
-    until = time.monotonic() + config.wires.connect_s
-    while not (where / "config.toml").exists():
+    deadline = time.monotonic() + config.wires.connect_s
+    while not (run_dir / "config.toml").exists():
         if (
             status := live.request_status(config.wires.address, config.wires.curve_dir, 1.0)
         ) is not None:
             return status.run
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             raise PeerUnreachable(
                 f"no reply from a buffer at {config.wires.address} within "
-                f"{config.wires.connect_s:g} s (wires.connect_s): is it running, and with keys of "
-                "the same `asyncrl keys`?"
+                f"{config.wires.connect_s:g} s (wires.connect_s): is it running, and with keys "
+                "from the same `asyncrl keys`?"
             )
     return ""
 
 
-def move_buffer(config: Any, where: Path, address: str) -> Any:
-    """Return the config of a buffer that takes the run over at `address`.
+def move_buffer(config: Any, run_dir: Path, address: str) -> Any:
+    """Return the config of a buffer that takes over the run at `address`.
 
-    Raises ConfigError if there is nothing to continue from."""
+    Raises ConfigError if the run has no buffer to continue."""
     import socket
 
     import msgspec
 
-    from asyncrl.records import buffer_leadership
     from asyncrl.transport.chunks import ANYWHERE
     from asyncrl.transport.sockets import check_address
 
@@ -93,15 +97,17 @@ def move_buffer(config: Any, where: Path, address: str) -> Any:
             f"--take-over {address}: give the address at which the other processes reach this "
             "machine, such as tcp://10.0.0.2:5555"
         )
-    before = [buffer_leadership.read(path)[0] for path in buffer_leadership.term_files(where)[-1:]]
-    if not before:
+    terms = [
+        buffer_leadership.read(path)[0] for path in buffer_leadership.list_term_files(run_dir)[-1:]
+    ]
+    if not terms:
         raise ConfigError(
-            f"--take-over: no buffer has served the run in {where} yet; start it without this "
+            f"--take-over: no buffer has served the run in {run_dir} yet; start it without this "
             "option"
         )
     mode = config.durability.mode
-    there = [each.host for each in before if each is not None]
-    if mode == "memory" or (mode == "process" and there != [socket.gethostname()]):
+    hosts = [term.host for term in terms if term is not None]
+    if mode == "memory" or (mode == "process" and hosts != [socket.gethostname()]):
         raise ConfigError(
             f"--take-over: durability.mode = {mode} keeps no journal that another host can "
             "continue from; only disk does.  Stop learner and generators and start all processes "
@@ -112,18 +118,18 @@ def move_buffer(config: Any, where: Path, address: str) -> Any:
     )
 
 
-def run_process(name: str, config: Any, where: Path, index: int, *, moved: bool = False) -> bool:
+def run_process(name: str, config: Any, run_dir: Path, index: int, *, moved: bool = False) -> bool:
     """Run one process to the run's end (True) or until it is asked to stop (False).
 
-    moved: the process is a buffer that takes the run over."""
+    moved: the process is a buffer that takes over the run."""
     if name == "buffer":
         with collection_paused():
             from buffer.service import main as start_buffer
-        return start_buffer(config, where, moved=moved)
+        return start_buffer(config, run_dir, moved=moved)
     if name == "learner":
         with collection_paused():
             from learner.loop import main as start_learner
-        return start_learner(config, where)
+        return start_learner(config, run_dir)
     if name == "gateway":
         if not config.uses_sessions:
             raise ConfigError(
@@ -132,56 +138,56 @@ def run_process(name: str, config: Any, where: Path, index: int, *, moved: bool 
             )
         with collection_paused():
             from actors.gateway.process import main as start_gateway
-        return start_gateway(config, where, index)
+        return start_gateway(config, run_dir, index)
     with collection_paused():
-        import torch  # noqa: F401  # its engine needs it
+        import torch  # noqa: F401  # the engine needs it
 
         from actors.generator import main as start_generator
-    return start_generator(config, where, index)
+    return start_generator(config, run_dir, index)
 
 
-def run_recorded(name: str, config: Any, where: Path, index: int, *, moved: bool = False) -> int:
+def run_recorded(name: str, config: Any, run_dir: Path, index: int, *, moved: bool = False) -> int:
     """Run one process, record its start and end in the run directory, and return its exit code."""
     supervised = bool(os.environ.get("ASYNCRL_SUPERVISED"))
     if moved:
-        buffer_leadership.displace(where)
-    life = process_log.ProcessIncarnation(
-        where,
+        buffer_leadership.displace(run_dir)
+    incarnation = process_log.ProcessIncarnation(
+        run_dir,
         f"{name}-{index}" if name in ("generator", "gateway") else name,
         alone=name != "learner",
         supervised=supervised,
     )
-    memory = rundir.hold_memory(where)  # closed by its end, whatever that is
+    memory = rundir.hold_memory(run_dir)  # closed in every case
     if name == "buffer" and (swept := rundir.sweep_memory()):
         print(f"removed the shared memory of {len(swept)} killed run(s)", file=sys.stderr)
     code = 1
-    why = "killed"
+    reason = "killed"
     try:
-        well = run_process(name, config, where, index, moved=moved)
-        code, why = (0 if well else process_log.INTERRUPTED), ""
+        completed = run_process(name, config, run_dir, index, moved=moved)
+        code, reason = (0 if completed else process_log.INTERRUPTED), ""
     except KeyboardInterrupt:
-        code, why = process_log.INTERRUPTED, ""
+        code, reason = process_log.INTERRUPTED, ""
     except AsyncrlError as error:
-        code, why = error.exit_code, str(error)
+        code, reason = error.exit_code, str(error)
         raise
     except Exception as error:
-        code, why = 1, f"{type(error).__name__}: {error}"
+        code, reason = 1, f"{type(error).__name__}: {error}"
         raise
     finally:
         memory.close()
-        last = life.end(code, why)
-        if last and not supervised:
+        is_last = incarnation.end(code, reason)
+        if is_last and not supervised:
             from asyncrl.supervise.run import conclude_unsupervised
 
-            conclude_unsupervised(life)
-        life.release()
+            conclude_unsupervised(incarnation)
+        incarnation.release()
     return code
 
 
-def process(
-    name: str, doc: str, more: Callable[[Any], Any] = lambda command: command
+def make_process_command(
+    name: str, doc: str, add_options: Callable[[Any], Any] = lambda command: command
 ) -> click.Command:
-    """Make the command of one kind of process; more: its additional options."""
+    """Make the command of one kind of process; add_options: adds its own options."""
 
     @click.option("--run-dir", type=PATH, help="directory of the run; the first process creates it")
     @count_option("--index", 0, "number of this process among those of its kind", least=0)
@@ -195,22 +201,24 @@ def process(
         take_over: str = "",
     ) -> None:
         refusal.listen()
-        config, where = resolve_run(source, sets, run_dir, joins=name == "generator")
+        config, directory = resolve_run(source, sets, run_dir, joins=name == "generator")
         if take_over:
-            config = move_buffer(config, where, take_over)
+            config = move_buffer(config, directory, take_over)
         # a further rank of the learner starts and ends with rank 0
         if int(os.environ.get("RANK", "0")) > 0:
-            sys.exit(0 if run_process(name, config, where, index) else process_log.INTERRUPTED)
-        code = run_recorded(name, config, where, index, moved=bool(take_over))
+            sys.exit(0 if run_process(name, config, directory, index) else process_log.INTERRUPTED)
+        code = run_recorded(name, config, directory, index, moved=bool(take_over))
         if as_json:
-            result.print_result({"run_dir": str(where), "process": name})
+            result.print_result({"run_dir": str(directory), "process": name})
         sys.exit(code)
 
     start_process.__doc__ = doc
-    return command(f"asyncrl {name} config.toml --run-dir runs/R", name=name)(more(start_process))
+    return command(f"asyncrl {name} config.toml --run-dir runs/R", name=name)(
+        add_options(start_process)
+    )
 
 
-buffer = process(
+buffer = make_process_command(
     "buffer",
     "Start the buffer process of a run.",
     click.option(
@@ -220,30 +228,32 @@ buffer = process(
         help="replace a buffer that is lost or hangs, at this address of this machine",
     ),
 )
-generator = process(
+generator = make_process_command(
     "generator", "Start a generator process of a run. Start more with a different --index."
 )
-gateway = process("gateway", "Start the gateway process of a run with sessions ([agent]).")
-learner = process("learner", "Start the learner process of a run.")
+gateway = make_process_command(
+    "gateway", "Start the gateway process of a run with sessions ([agent])."
+)
+learner = make_process_command("learner", "Start the learner process of a run.")
 
 
 @command("asyncrl keys keys --generators 8")
 @click.argument("directory", type=PATH)
-@count_option("--generators", 4, "number of generators to make a key for; more can be added later")
+@count_option("--generators", 4, "number of generators that get a key; you can add more later")
 @json_option
 def keys(directory: Path, generators: int, as_json: bool) -> None:
-    """Make CURVE keys in DIRECTORY for a run on several machines.
+    """Create CURVE keys in DIRECTORY for a run on several machines.
 
     Each role gets its own key; see wires.curve_dir.
     """
     from asyncrl.transport.keys import make_keys
 
-    give = make_keys(directory, generators)
+    copies = make_keys(directory, generators)
     if not as_json:
         print(
-            f"copy one of {', '.join(key.name for key in give)} to the machine of that generator, "
-            "and set wires.curve_dir there to the copy;\n"
-            f"only keys in {directory / 'clients'} are accepted: to lock one out, remove its file "
+            f"copy one of {', '.join(key.name for key in copies)} to the machine of that "
+            "generator, and set wires.curve_dir there to the copy;\n"
+            f"only keys in {directory / 'clients'} are accepted: to exclude one, remove its file "
             "and restart the buffer"
         )
-    emit({"curve_dir": str(directory), "copy": [str(key) for key in give]}, as_json)
+    emit({"curve_dir": str(directory), "copy": [str(key) for key in copies]}, as_json)

@@ -50,12 +50,12 @@ def replay(
     from asyncrl.experiments.replay import replay as replaying
     from asyncrl.supervise.preflight import say
 
-    found = replaying.replay(
+    result = replaying.replay(
         run_dir, sets, say, out=out, start=start, until=until, evaluate=evaluate
     )
-    print(json.dumps(clean(found)) if as_json else replaying.format_replay(found))
-    say(f"report: {Path(found['replay_dir']) / 'report.html'}")
-    sys.exit(1 if found["reproduced"] is False else 0)
+    print(json.dumps(clean(result)) if as_json else replaying.format_replay(result))
+    say(f"report: {Path(result['replay_dir']) / 'report.html'}")
+    sys.exit(1 if result["reproduced"] is False else 0)
 
 
 @command("asyncrl diff runs/A runs/B", "asyncrl diff runs/A runs/B --html diff.html")
@@ -71,8 +71,8 @@ def diff(run_a: Path, run_b: Path, html: Path | None, as_json: bool) -> None:
     """
     from asyncrl.experiments.replay import diff as differ
 
-    found = differ.diff(run_a, run_b)
+    comparison = differ.diff(run_a, run_b)
     if html is not None:
         differ.write(run_a, run_b, html)
-    print(json.dumps(found) if as_json else differ.format_diff(found))
-    sys.exit(0 if found["equal"] else 1)
+    print(json.dumps(comparison) if as_json else differ.format_diff(comparison))
+    sys.exit(0 if comparison["equal"] else 1)

@@ -9,7 +9,7 @@ _printed: list[bool] = []
 
 
 def start_result() -> None:
-    """Start a command; a process may run several, one after another."""
+    """Forget the results of earlier commands of this process."""
     _printed.clear()
 
 
@@ -19,7 +19,7 @@ def print_result(value: dict[str, Any]) -> None:
     print(json.dumps(value))
 
 
-def put_error(why: str, exit_code: int) -> None:
+def put_error(reason: str, exit_code: int) -> None:
     """Print the error, unless a result was printed already."""
     if not _printed:
-        print(json.dumps({"error": why, "exit_code": exit_code}))
+        print(json.dumps({"error": reason, "exit_code": exit_code}))

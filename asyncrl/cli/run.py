@@ -45,7 +45,7 @@ from asyncrl.contract.errors import ConfigError
     metavar="N",
     help="divide the GPUs 0 to N-1 of this machine between learner and generators",
 )
-@click.option("--watch", is_flag=True, help="show the run in the browser while it goes on")
+@click.option("--watch", is_flag=True, help="show the run in the browser while it runs")
 def run(
     source: str | None,
     sets: tuple[str, ...],
@@ -89,7 +89,7 @@ def run(
         if gpus is not None:
             sets = (*sets, *_split_gpus(str(source), sets, gpus))
         config = load.load(str(source), sets)
-        run_dir = rundir.directory(config, str(source))
+        run_dir = rundir.choose_directory(config, str(source))
     if dry_run:
         print(load.dump(config))
         print(
@@ -108,13 +108,13 @@ def run(
         path.write_text(slurm.render_script(config, str(source), sets, run_dir), encoding="utf-8")
         emit({"script": str(path)}, as_json)
         return
-    with ExitStack() as beside:
+    with ExitStack() as services:
         if watch:
             from asyncrl.viewer import server
 
-            beside.enter_context(server.page_beside(run_dir, print_progress))
+            services.enter_context(server.serve_page_beside(run_dir, print_progress))
         code, summary = runner.run(config, run_dir, resume=resume is not None, on=on)
-    emit(summary if as_json or not summary else outline(summary), as_json)
+    emit(summary if as_json or not summary else shorten_summary(summary), as_json)
     sys.exit(code)
 
 
@@ -131,12 +131,13 @@ def _split_gpus(source: str, sets: tuple[str, ...], count: int) -> tuple[str, ..
     return split.sets
 
 
-def outline(summary: dict[str, Any]) -> dict[str, Any]:
-    """Shorten a run's summary for a reader; summary.json has all of it."""
+def shorten_summary(summary: dict[str, Any]) -> dict[str, Any]:
+    """Shorten a run's summary for a reader; summary.json is complete."""
     from asyncrl.supervise.run import format_interval
 
-    def share(value: float | None) -> str:
-        return "-" if value is None else f"{value:.3f}"
+    def format_pair(split: str) -> str:
+        pair = (summary[f"{split}_start"], summary[f"{split}_end"])
+        return " -> ".join(_format_value(value, ".3f") for value in pair)
 
     lag = summary["lag"]
     speed = summary["speed"]
@@ -145,9 +146,8 @@ def outline(summary: dict[str, Any]) -> dict[str, Any]:
     total = max(ledger["generated"], 1)
     ends = {end: tokens for end, tokens in ledger.items() if end != "generated" and tokens}
     return {
-        "held-out": f"{share(summary['heldout_start'])} -> {share(summary['heldout_end'])}"
-        f"{format_interval(summary)}   "
-        f"out of distribution {share(summary['ood_start'])} -> {share(summary['ood_end'])}",
+        "held-out": f"{format_pair('heldout')}{format_interval(summary)}   "
+        f"out of distribution {format_pair('ood')}",
         "trained": f"{summary['steps']} steps, {summary['trajectories']:,} trajectories, "
         f"{summary['tokens']:,} tokens in {summary['wall_s']:.1f} s",
         "lag": f"mean {lag['mean']:.2f}, p95 {lag['p95']:g}, max {lag['max']:g} of "
@@ -166,8 +166,8 @@ def outline(summary: dict[str, Any]) -> dict[str, Any]:
 def report(run_dir: Path, as_json: bool) -> None:
     """Write RUN_DIR/report.html from the files of the run.
 
-    Where one side waits for the other, the first lines say what `asyncrl simulate` predicts for a
-    higher limit or one more generator.
+    If one side waits for the other, the first lines have the prediction of `asyncrl simulate` for
+    a higher limit or one more generator.
     """
     from asyncrl.experiments.simulate import what_if
     from asyncrl.records import atomic_write
@@ -248,10 +248,10 @@ def ls(directory: Path, as_json: bool) -> None:
     width = max(len("run"), *(len(run["run"]) for run in runs))
     print(f"{'run':{width}}  {'state':10}  {'steps':>11}  {'held-out':>8}  {'lag':>6}")
     for run in runs:
-        steps = f"{_show(run['steps'], 'd')}/{_show(run['of'], 'd')}"
-        reward, lag = _show(run["accuracy"], ".3f"), _show(run["lag"], ".2f")
+        steps = f"{_format_value(run['steps'], 'd')}/{_format_value(run['of'], 'd')}"
+        reward, lag = _format_value(run["accuracy"], ".3f"), _format_value(run["lag"], ".2f")
         print(f"{run['run']:{width}}  {run['state']:10}  {steps:>11}  {reward:>8}  {lag:>6}")
 
 
-def _show(value: Any, how: str) -> str:
-    return "-" if value is None else format(value, how)
+def _format_value(value: Any, spec: str) -> str:
+    return "-" if value is None else format(value, spec)

@@ -21,7 +21,7 @@ from asyncrl.cli.base import PATH, command, count_option, options
 @click.option("--times", "file", type=PATH, help="take times from this TOML file")
 @click.option(
     "--time",
-    "words",
+    "single_times",
     multiple=True,
     metavar="KEY=VALUE",
     help="set one time, such as swap=0.5 or reward=pareto(0.2,2.5,4); repeatable",
@@ -32,14 +32,15 @@ from asyncrl.cli.base import PATH, command, count_option, options
     type=float,
     multiple=True,
     metavar="K",
-    help="what if the staleness limit were K? repeatable",
+    help="predict the effect of a staleness limit of K; repeatable",
 )
 @click.option(
     "--more",
+    "added_generators",
     type=int,
     multiple=True,
     metavar="N",
-    help="what if there were N more generators? repeatable",
+    help="predict the effect of N more generators; repeatable",
 )
 @click.option(
     "--sync",
@@ -47,7 +48,7 @@ from asyncrl.cli.base import PATH, command, count_option, options
     type=float,
     multiple=True,
     metavar="X",
-    help="what if a weight sync were X times as fast? repeatable",
+    help="predict the effect of weight syncs X times as fast; repeatable",
 )
 @click.option(
     "--generators",
@@ -82,25 +83,25 @@ def simulate(
     as_json: bool,
     from_run: Path | None,
     file: Path | None,
-    words: tuple[str, ...],
+    single_times: tuple[str, ...],
     no_evaluation: bool,
-    **given: Any,
+    **questions: Any,
 ) -> None:
     """Simulate a run of CONFIG without a model.
 
-    Shows throughput, idle shares and lag, and answers what another limit, more generators or a
-    faster weight sync would change.
+    Shows throughput, idle shares and lag, and predicts the effect of another limit, more generators
+    or a faster weight sync.
     """
     from asyncrl.cli import simulating
     from asyncrl.config import load
 
-    known, where = simulating.times_for(from_run, file, words)
-    out = simulating.simulate(
+    time_model, origin = simulating.collect_times(from_run, file, single_times)
+    outcome = simulating.simulate(
         load.load_to_train(source, sets),
-        known,
-        where,
+        time_model,
+        origin,
         name=f"simulate {source}",
         evaluate=not no_evaluation,
-        **given,
+        **questions,
     )
-    print(json.dumps(out) if as_json else simulating.format_outcome(out))
+    print(json.dumps(outcome) if as_json else simulating.format_outcome(outcome))

@@ -1,4 +1,4 @@
-"""The work of `asyncrl simulate`, once its options are read."""
+"""Implementation of `asyncrl simulate`, after its options are parsed."""
 
 from __future__ import annotations
 
@@ -28,41 +28,41 @@ def parse_counts(text: str) -> list[int]:
         counts = []
     if not counts or not all(1 <= count <= MOST_GENERATORS for count in counts):
         raise ConfigError(
-            f"--generators {text}: write whole numbers from 1 to {MOST_GENERATORS}, with commas "
-            "between them"
+            f"--generators {text}: give whole numbers from 1 to {MOST_GENERATORS}, separated by "
+            "commas"
         )
     return counts
 
 
-def times_for(
-    from_run: Path | None, file: Path | None, words: Sequence[str]
+def collect_times(
+    from_run: Path | None, file: Path | None, single_times: Sequence[str]
 ) -> tuple[TimeModel, str]:
     """Return the times and a description of their source.
 
     Later sources win: defaults, a run, a file, single times.
     """
-    known = TimeModel()
+    time_model = TimeModel()
     source = "defaults, those of configs/demo.toml on one 2.5 GHz core a process"
     if from_run is not None:
-        known = fit(from_run)[0]
+        time_model = fit(from_run)[0]
         source = f"fitted to {from_run}"
     if file is not None:
-        known = times.load(file, known)
+        time_model = times.load(file, time_model)
         source = f"{file}" + (f" on those of {from_run}" if from_run else "")
-    if words:
-        known = times.parse(known, words)
-        source = f"{source}; {', '.join(words)}"
-    return known, source
+    if single_times:
+        time_model = times.parse(time_model, single_times)
+        source = f"{source}; {', '.join(single_times)}"
+    return time_model, source
 
 
 def simulate(
     config: Config,
-    known: TimeModel,
+    time_model: TimeModel,
     source: str,
     *,
     name: str,
     limits: Sequence[float],
-    more: Sequence[int],
+    added_generators: Sequence[int],
     syncs: Sequence[float],
     generators: str,
     treatments: bool,
@@ -72,45 +72,49 @@ def simulate(
     evaluate: bool,
     plot: Path | None,
 ) -> dict[str, Any]:
-    """Return everything that the command shows, as the object of `--json`."""
+    """Return the result of the command, as the object of `--json`."""
     if steps is not None:
         learner = msgspec.structs.replace(config.learner, steps=steps)
         config = msgspec.structs.replace(config, learner=learner)
     counts = parse_counts(generators) if generators else [config.generators]
-    _check_questions(config, more, syncs, plot)
+    _check_questions(config, added_generators, syncs, plot)
     if deadline is not None and not treatments:
         raise ConfigError("--deadline: belongs to --treatments")
     if treatments:
         what_if.check_treatments(config, deadline)
-    base = what_if.simulate_seeds(config, known, seeds, evaluate=evaluate)
+    base = what_if.simulate_seeds(config, time_model, seeds, evaluate=evaluate)
     limit, inject = config.staleness.limit, config.staleness.inject
-    if not (limits or more or syncs or treatments):
+    if not (limits or added_generators or syncs or treatments):
         limits = [] if inject is not None or limit == math.inf else [2 * limit or 1]
-        more, syncs = [1], [2.0]
-    answers = what_if.answers(config, known, base, limits, more, syncs, evaluate=evaluate)
-    shown = what_if.average_outcomes(base)
+        added_generators, syncs = [1], [2.0]
+    answers = what_if.answer_questions(
+        config, time_model, base, limits, added_generators, syncs, evaluate=evaluate
+    )
+    average = what_if.average_outcomes(base)
     result: dict[str, Any] = {
-        "tokens_per_s": shown["tokens_per_s"],
-        "idle_share": {"generator": shown["idle_generator"], "learner": shown["idle_learner"]},
-        "lag": {key: shown[f"lag_{key}"] for key in ("mean", "p95", "max", "closed_form")},
-        "base": shown,
+        "tokens_per_s": average["tokens_per_s"],
+        "idle_share": {"generator": average["idle_generator"], "learner": average["idle_learner"]},
+        "lag": {key: average[f"lag_{key}"] for key in ("mean", "p95", "max", "closed_form")},
+        "base": average,
         "seeds": seeds,
         "times": source,
-        "limited_by": what_if.limiting_side(shown),
+        "limited_by": what_if.describe_limiting_side(average),
         "answers": [msgspec.structs.asdict(answer) for answer in answers],
     }
     if treatments:
         result["treatments"] = what_if.compare_treatments(
-            config, known, seeds, deadline, evaluate=evaluate
+            config, time_model, seeds, deadline, evaluate=evaluate
         )
     if generators or plot is not None:
         axis = [limit]
         if plot is not None and inject is None:
             axis = sorted({*map(float, LIMITS), *map(float, limits), limit})
-        done = {(config.generators, limit): shown}
-        for asked, answer in zip(limits, answers, strict=False):
-            done[config.generators, float(asked)] = answer.outcome
-        result["sweep"] = what_if.sweep(config, known, axis, counts, seeds, done, evaluate=evaluate)
+        outcomes = {(config.generators, limit): average}
+        for asked_limit, answer in zip(limits, answers, strict=False):
+            outcomes[config.generators, float(asked_limit)] = answer.outcome
+        result["sweep"] = what_if.sweep(
+            config, time_model, axis, counts, seeds, outcomes, evaluate=evaluate
+        )
     if plot is not None:
         sentences = [f"As configured, {result['limited_by']}.", *(a.sentence for a in answers)]
         page.write(plot, name, source, result["sweep"], sentences, load.dump(config))
@@ -119,28 +123,28 @@ def simulate(
 
 
 def _check_questions(
-    config: Config, more: Sequence[int], syncs: Sequence[float], plot: Path | None
+    config: Config, added_generators: Sequence[int], syncs: Sequence[float], plot: Path | None
 ) -> None:
     if config.staleness.delay:
         raise ConfigError(
-            "staleness.delay: is not simulated; leave it out, and give the tail by --time "
+            "staleness.delay: is not simulated; leave it out, and give the tail with --time "
             "reward=pareto(LEAST,EXPONENT,MOST)"
         )
     for factor in syncs:
         if not (factor > 0 and math.isfinite(factor)):
-            raise ConfigError(f"--sync {factor:g}: how many times as fast; a number above 0")
-    for added in more:
-        if not 1 <= config.generators + added <= MOST_GENERATORS:
+            raise ConfigError(f"--sync {factor:g}: is a factor of speed; give a number above 0")
+    for count in added_generators:
+        if not 1 <= config.generators + count <= MOST_GENERATORS:
             raise ConfigError(
-                f"--more {added}: {config.generators + added} generators; write one that leaves 1 "
-                f"to {MOST_GENERATORS}"
+                f"--more {count}: {config.generators + count} generators; give a number that "
+                f"leaves 1 to {MOST_GENERATORS}"
             )
     if plot is not None and not plot.parent.is_dir():
-        raise ConfigError(f"--plot {plot}: there is no directory {plot.parent}")
+        raise ConfigError(f"--plot {plot}: the directory {plot.parent} does not exist")
 
 
-def limit_text(base: dict[str, Any]) -> str:
-    """Describe the limit; of an automatic one, its mean and its bound."""
+def describe_limit(base: dict[str, Any]) -> str:
+    """Describe the limit; for an automatic limit, its mean and its bound."""
     mean = base["limit_mean"]
     if base["max_lag"] in ("inf", mean):
         return str(base["max_lag"])
@@ -154,8 +158,9 @@ def format_outcome(result: dict[str, Any]) -> str:
     losses = [f"{reason} {tokens / sampled:.2%}" for reason, tokens in base["losses"].items()]
     lines = [
         f"times: {result['times']}",
-        f"{base['steps']} steps, {base['generators']:,} generator(s), limit {limit_text(base)}: "
-        f"{base['step_s']:.3g} s a step, {base['tokens_per_s']:,.0f} tokens/s trained",
+        f"{base['steps']} steps, {base['generators']:,} generator(s), limit "
+        f"{describe_limit(base)}: {base['step_s']:.3g} s a step, "
+        f"{base['tokens_per_s']:,.0f} tokens/s trained",
         f"idle: generators {base['idle_generator']:.1%}, learner {base['idle_learner']:.1%}; "
         f"{result['limited_by']}",
         f"lag: mean {base['lag_mean']:.2f} ({base['lag_in_flight']:.2f} in flight, "
@@ -168,9 +173,9 @@ def format_outcome(result: dict[str, Any]) -> str:
         *(answer["sentence"] for answer in result["answers"]),
     ]
     if "sweep" in result:
-        lines.append(page.outcome_table(result["sweep"]).as_text())
+        lines.append(page.make_outcome_table(result["sweep"]).as_text())
     if "treatments" in result:
-        lines.append(page.treatment_table(result["treatments"]).as_text())
+        lines.append(page.make_treatment_table(result["treatments"]).as_text())
     lines.append(
         f"simulated with {result['seeds']} seed(s), {base['took_s']:.1f} s each"
         + (f"; page: {result['page']}" if "page" in result else "")

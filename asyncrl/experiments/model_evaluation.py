@@ -24,10 +24,10 @@ from asyncrl.experiments.offline_eval import OfflineEvaluator
 from asyncrl.models import model_check
 from asyncrl.models.policy import load_policy
 from asyncrl.records import metrics, rundir
-from asyncrl.records.health_checks import interval
+from asyncrl.records.health_checks import compute_half_interval
 from asyncrl.supervise import live
 
-ASK_S = 1.0  # between two questions to the buffer of an evaluation in sessions
+ASK_S = 1.0  # between two status requests to the buffer of an evaluation in sessions
 QUIET_S = 5.0  # without a terminal: seconds between two lines of progress
 
 
@@ -40,25 +40,25 @@ class EvaluationProgress:
     def __init__(self, say: Callable[[str], None]) -> None:
         self.say = say
         self.name = ""
-        self.began = self.told = time.monotonic()
+        self.began = self.reported_at = time.monotonic()
         self.redraws = sys.stderr.isatty()
 
     def report(self, name: str, done: int, total: int) -> None:
         """Show that `done` of `total` completions of a set are scored."""
         now = time.monotonic()
         if name != self.name:
-            self.name, self.began, self.told = name, now, now
-        left = (now - self.began) / max(done, 1) * (total - done)
-        line = f"{name}: {done} of {total} completions, {live.format_duration(left)} left"
+            self.name, self.began, self.reported_at = name, now, now
+        seconds_left = (now - self.began) / max(done, 1) * (total - done)
+        line = f"{name}: {done} of {total} completions, {live.format_duration(seconds_left)} left"
         if self.redraws:
-            sys.stderr.write(f"\r\x1b[K{line[: _columns()]}" + "\r\x1b[K" * (done == total))
+            sys.stderr.write(f"\r\x1b[K{line[: _count_columns()]}" + "\r\x1b[K" * (done == total))
             sys.stderr.flush()
-        elif now - self.told >= QUIET_S:
-            self.told = now
+        elif now - self.reported_at >= QUIET_S:
+            self.reported_at = now
             self.say(line)
 
 
-def _columns() -> int:
+def _count_columns() -> int:
     return max(20, shutil.get_terminal_size().columns - 1)
 
 
@@ -78,12 +78,16 @@ def evaluate(
     """Evaluate the model of `config` and return {model, sets: {name: metrics}}.
 
     names: the sets; empty means all. prompts: of each set; None means as many as at the end of a
-    run. Samples that are sessions need a gateway, so that a run of no steps evaluates them. Raises
-    ConfigError for an unknown set, and where no completion of a set has a reward.
+    run. Sessions need a gateway, so a run without steps evaluates them. Raises ConfigError for an
+    unknown set, and if all completions of a set lack a reward.
     """
-    known = ["heldout", "ood", *(one.name for one in config.evaluation.sets)]
-    if unknown := [name for name in names if name not in known]:
-        raise ConfigError(f"--only {unknown[0]}: choose of {', '.join(known)}")
+    all_names = [
+        "heldout",
+        "ood",
+        *(evaluation_set.name for evaluation_set in config.evaluation.sets),
+    ]
+    if unknown := [name for name in names if name not in all_names]:
+        raise ConfigError(f"--only {unknown[0]}: choose from {', '.join(all_names)}")
     model_check.check(config)
     if config.uses_sessions:
         return _evaluate_sessions(config, names, prompts, progress)
@@ -92,24 +96,24 @@ def evaluate(
     evaluator = OfflineEvaluator(config, engine, progress.report)
     try:
         evaluator.load(load_policy(config.model.path, config.model.dtype, config.model.device), 0)
-        found: dict[str, Any] = {}
-        for name, most in evaluator.plan.due(0, 0):
-            count = most if prompts is None else min(most, prompts)
+        results: dict[str, Any] = {}
+        for name, planned in evaluator.plan.due(0, 0):
+            count = planned if prompts is None else min(planned, prompts)
             if (names and name not in names) or not count:
                 continue
-            began = time.monotonic()
+            start = time.monotonic()
             values = evaluator.measure(evaluator.plan.plan_of(name), count)
             if not values[f"eval/{name}_n"]:
                 raise ConfigError(f"{name}: no completion has a reward: {evaluator.failures[0]}")
-            found[name] = _strip_set(name, values) | {
+            results[name] = _strip_set(name, values) | {
                 "failed": len(evaluator.failures),
-                "seconds": time.monotonic() - began,
+                "seconds": time.monotonic() - start,
             }
     finally:
         evaluator.close()
-    if not found:
+    if not results:
         raise ConfigError(f"--only {', '.join(names)}: this set has no prompts")
-    return {"model": config.model.path, "sets": found}
+    return {"model": config.model.path, "sets": results}
 
 
 def _strip_set(name: str, values: dict[str, float]) -> dict[str, float]:
@@ -124,12 +128,12 @@ def follow_sessions(
     run_dir: Path,
     total: int,
     progress: EvaluationProgress,
-    ended: threading.Event,
+    stop: threading.Event,
 ) -> None:
-    """Report how many of `total` sessions the buffer of a run has evaluated, until `ended`."""
-    while not ended.wait(ASK_S):
+    """Report how many of `total` sessions the buffer of a run has evaluated, until `stop`."""
+    while not stop.wait(ASK_S):
         try:
-            address = rundir.current_buffer_address(config, run_dir)
+            address = rundir.get_current_buffer_address(config, run_dir)
             status = live.request_status(address, config.wires.curve_dir, ASK_S)
         except (AsyncrlError, OSError):
             continue  # the run has not begun, or is ending
@@ -140,19 +144,32 @@ def follow_sessions(
 def _evaluate_sessions(
     config: Config, names: Sequence[str], prompts: int | None, progress: EvaluationProgress
 ) -> dict[str, Any]:
-    """Evaluate by a run of no steps in a directory of its own, which stays if the run fails."""
+    """Evaluate by a run without steps in its own directory, which remains if the run fails."""
     replace = msgspec.structs.replace
-    ends = config.evaluation
+    settings = config.evaluation
 
-    def count(name: str, most: int) -> int:
-        return 0 if names and name not in names else most if prompts is None else min(most, prompts)
+    def count(name: str, planned: int) -> int:
+        return (
+            0
+            if names and name not in names
+            else planned
+            if prompts is None
+            else min(planned, prompts)
+        )
 
-    wanted = [one for one in ends.sets if count(one.name, one.prompts)]
+    chosen_sets = [
+        evaluation_set
+        for evaluation_set in settings.sets
+        if count(evaluation_set.name, evaluation_set.prompts)
+    ]
     evaluation = replace(
-        ends,
-        final_prompts=count("heldout", ends.final_prompts),
-        ood_prompts=count("ood", ends.ood_prompts),
-        sets=[replace(one, prompts=count(one.name, one.prompts)) for one in wanted],
+        settings,
+        final_prompts=count("heldout", settings.final_prompts),
+        ood_prompts=count("ood", settings.ood_prompts),
+        sets=[
+            replace(evaluation_set, prompts=count(evaluation_set.name, evaluation_set.prompts))
+            for evaluation_set in chosen_sets
+        ],
     )
     directory = Path(tempfile.mkdtemp(prefix="asyncrl-eval-"))
     learner = replace(config.learner, steps=0)
@@ -161,45 +178,48 @@ def _evaluate_sessions(
     source = directory / "config.toml"
     source.write_text(load.dump(evaluated), encoding="utf-8")
     log = directory / "logs" / "run.log"
-    progress.say(f"evaluating sessions by a run of no steps; its output is in {log}")
-    run_dir, ended = directory / "run", threading.Event()
+    progress.say(f"evaluating sessions by a run without steps; its output is in {log}")
+    run_dir, stop = directory / "run", threading.Event()
     total = evaluation.final_prompts + evaluation.ood_prompts
-    total += sum(one.prompts * (one.samples + one.greedy) for one in evaluation.sets)
+    total += sum(
+        evaluation_set.prompts * (evaluation_set.samples + evaluation_set.greedy)
+        for evaluation_set in evaluation.sets
+    )
     follower = threading.Thread(
-        target=follow_sessions, args=(evaluated, run_dir, total, progress, ended), daemon=True
+        target=follow_sessions, args=(evaluated, run_dir, total, progress, stop), daemon=True
     )
     follower.start()
     try:
-        advice = f"asyncrl doctor {run_dir} says more"
+        advice = f"see asyncrl doctor {run_dir}"
         process_run.complete(run_dir, str(source), [], 0, log, advice)
     finally:
-        ended.set()
+        stop.set()
         follower.join()
     rows = metrics.read(run_dir)
-    found: dict[str, Any] = {}
-    for name in ("heldout", "ood", *(one.name for one in wanted)):
-        of_set = [
+    results: dict[str, Any] = {}
+    for name in ("heldout", "ood", *(evaluation_set.name for evaluation_set in chosen_sets)):
+        values = [
             (metric, value)
             for row in rows
             if f"eval/{name}" in row
             for metric, value in row.items()
             if metric == f"eval/{name}" or metric.startswith(f"eval/{name}_")
         ]
-        if of_set:
-            found[name] = _strip_set(name, dict(of_set))
-    if not found:
+        if values:
+            results[name] = _strip_set(name, dict(values))
+    if not results:
         raise ConfigError(f"no session of {', '.join(names) or 'the sets'} has a reward: see {log}")
     shutil.rmtree(directory)
-    return {"model": config.model.path, "sets": found}
+    return {"model": config.model.path, "sets": results}
 
 
-def format_evaluation(found: dict[str, Any]) -> str:
-    """Write the result as a line a set."""
-    width = max(map(len, found["sets"]))
+def format_evaluation(evaluation: dict[str, Any]) -> str:
+    """Format the result, one line for each set."""
+    width = max(map(len, evaluation["sets"]))
     lines = []
-    for name, values in found["sets"].items():
+    for name, values in evaluation["sets"].items():
         reward = values["reward"]
-        half = interval(reward, values["n"], min(0.0, reward), max(1.0, reward))
+        half = compute_half_interval(reward, values["n"], min(0.0, reward), max(1.0, reward))
         parts = [f"{reward:.3f} +-{half:.3f} (n = {values['n']:.0f})"]
         if "greedy" in values:
             parts.append(f"greedy {values['greedy']:.3f}")

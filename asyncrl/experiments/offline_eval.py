@@ -15,7 +15,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.messages import Ticket
 from asyncrl.contract.versions import Label
 from asyncrl.models.policy import PolicyModel, compute_weights_digest, list_named_weights
-from asyncrl.records.pass_at_k import set_metrics
+from asyncrl.records.pass_at_k import compute_set_metrics
 from buffer.evaluation import EvaluationSet
 from buffer.service import evaluations
 
@@ -28,7 +28,7 @@ class OfflineEvaluator:
     Prompts, random streams and evaluated versions are those of a run.
 
     engine: None: the embedded one. report: called while a set is evaluated.
-    failures: why completions of the last set have no reward.
+    failures: the reasons for which completions of the last set have no reward.
     """
 
     def __init__(
@@ -40,11 +40,11 @@ class OfflineEvaluator:
         self.turn = GeneratorTurn(config, self.engine, lockstep=False)
         self.plan = evaluations(config, self.turn.task).plan
         self.loaded = Label(1, 0)
-        self.attempt = 0  # of all tickets of a set, so that none is accepted twice
+        self.attempt = 0  # of all tickets of a set, so that each is accepted once
         self.failures: list[str] = []
 
     def load(self, model: PolicyModel, number: int) -> None:
-        """Evaluate this model from now on, as version `number`."""
+        """Load the model to evaluate, as version `number`."""
         self.loaded = Label(1, number)
         self.engine.load(
             dict(list_named_weights(model)), self.loaded, compute_weights_digest(model)
@@ -55,24 +55,24 @@ class OfflineEvaluator:
 
         last: the final evaluation, which has more prompts.
         """
-        due = self.plan.due(number, number if last else -1)
-        if not due:
+        due_sets = self.plan.due(number, number if last else -1)
+        if not due_sets:
             return {}
         self.load(model, number)
         values: dict[str, float] = {}
-        for name, prompts in due:
+        for name, prompts in due_sets:
             values |= self.measure(self.plan.plan_of(name), prompts)
         return values
 
-    def tickets(self, plan: EvaluationSet, prompts: int) -> list[Ticket]:
+    def make_tickets(self, plan: EvaluationSet, prompts: int) -> list[Ticket]:
         """Return the tickets of a set, as a run's evaluation grants them.
 
-        The tickets require the loaded version. A greedy completion has a ticket of its own.
+        The tickets require the loaded version. A greedy completion has its own ticket.
         """
         config = self.config
-        alike = [list(range(plan.samples)), *([[plan.samples]] if plan.greedy else [])]
+        sample_groups = [list(range(plan.samples)), *([[plan.samples]] if plan.greedy else [])]
         tickets = []
-        for samples in alike:
+        for samples in sample_groups:
             self.attempt += 1
             tickets += [
                 Ticket(
@@ -93,12 +93,12 @@ class OfflineEvaluator:
     def measure(self, plan: EvaluationSet, prompts: int) -> dict[str, float]:
         """Return the metrics over the first `prompts` prompts of a set; empty without prompts.
 
-        Completions are left out if their reward fails or their prompt leaves no room for one.
+        Completions are left out if their reward fails or their prompt is too long.
         """
         self.failures = []
         if not prompts:
             return {}
-        self.turn.accept_tickets(self.tickets(plan, prompts))
+        self.turn.accept_tickets(self.make_tickets(plan, prompts))
         total = prompts * len(plan.numbers)
         requests, refused = self.turn.build_requests(self.loaded, room=EVERYTHING)
         for sample in refused:
@@ -109,30 +109,30 @@ class OfflineEvaluator:
         greedy: list[float] = []
         lengths: list[int] = []
 
-        def add(written: ScoredResponse, reward: float) -> None:
-            ticket, sample, _ = written.completion.key
+        def add(response: ScoredResponse, reward: float) -> None:
+            ticket, sample, _ = response.completion.key
             if sample == plan.samples:
                 greedy.append(reward)
                 return
             rewards.setdefault(ticket - plan.ticket(0), []).append(reward)
-            lengths.append(len(written.completion.tokens))
+            lengths.append(len(response.completion.tokens))
 
         while self.engine.active or self.turn.unscored:
             for completion in self.engine.step() if self.engine.active else []:
                 if (finished := self.turn.finish(completion)) is not None:
                     self.turn.submit(finished)
             results = self.turn.poll_results()
-            for written, result in results:
+            for response, result in results:
                 if result.failed:
                     self.failures.append(result.failed.why)
                 else:
-                    add(written, result.reward)
+                    add(response, result.reward)
             if results:
                 scored = len(lengths) + len(greedy) + len(self.failures)
                 self.report(plan.name, scored, total)
             elif not self.engine.active:
                 time.sleep(0.001)
-        return set_metrics(plan.name, rewards, greedy, lengths, plan.passing, plan.counts)
+        return compute_set_metrics(plan.name, rewards, greedy, lengths, plan.passing, plan.counts)
 
     def close(self) -> None:
         self.turn.rewards.close()

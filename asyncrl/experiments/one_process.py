@@ -10,7 +10,7 @@ from asyncrl.config.tree import Config
 
 
 def needs_own_process(config: Config) -> str:
-    """Return why `config` cannot run in a warm process; empty if it can."""
+    """Return the reason why `config` cannot run in a warm process; empty if it can."""
     if config.uses_sessions:
         return "agent: sessions need a gateway, which a warm process lacks; run it as processes"
     if not ENGINES[config.generator.engine].one_process:

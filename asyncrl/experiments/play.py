@@ -1,6 +1,6 @@
 """Play one session of a config's environment or tools, turn by turn.
 
-You or a model answer. Processes, limits, chat template and token ids are those of a run's gateway.
+You or a model plays. Processes, limits, chat template and token ids are those of a run's gateway.
 """
 
 from __future__ import annotations
@@ -62,21 +62,21 @@ class Player(Protocol):
     def receive_event(
         self, event: EnvironmentEvent, tools: list[dict[str, Any]]
     ) -> tuple[int, bool]:
-        """Take in the next observation, of either side of a game.
+        """Receive the next observation, of either side of a game.
 
         Returns the number of tokens in the context, and whether the response starts another
         training sequence. Raises CallRefused at a limit.
         """
 
     def answer(self) -> PlayerAnswer | None:
-        """Return the next response, None to stop."""
+        """Return the next response, or None to stop."""
 
 
 class HumanPlayer:
-    """A person. `line` returns the next response, None at the end."""
+    """A person. `read_line` returns the next response, or None at the end."""
 
     def __init__(self, config: Config, read_line: Callable[[], str | None]) -> None:
-        self.line = read_line
+        self.read_line = read_line
         self.parse = find_parser(config.agent.parser)
         self.most = config.agent.max_calls
         self.calls = 0
@@ -90,7 +90,7 @@ class HumanPlayer:
         return 0, False
 
     def answer(self) -> PlayerAnswer | None:
-        text = self.line()
+        text = self.read_line()
         if text is None:
             return None
         return PlayerAnswer(text, {**self.parse(text), "role": "assistant"})
@@ -139,9 +139,9 @@ class ModelPlayer:
     ) -> tuple[int, bool]:
         self.sides.set_turn(event.asked)
         now = time.monotonic()
-        begun = self.session.tree.count_rows()
+        sequences = self.session.tree.count_rows()
         self.call = self.sides.active.place_observation(self.session, event.obs, tools, now)
-        return len(self.call.prompt_ids), self.session.tree.count_rows() > begun > 0
+        return len(self.call.prompt_ids), self.session.tree.count_rows() > sequences > 0
 
     def answer(self) -> PlayerAnswer | None:
         from actors.engine import CompletionRequest
@@ -163,9 +163,9 @@ class ModelPlayer:
             drawn_for=(self.ticket.ticket, 0),
         )
         self.engine.add([request])
-        while not (done := self.engine.step()):
+        while not (completions := self.engine.step()):
             pass
-        (completion,) = done
+        (completion,) = completions
         node = self.session.on_result(
             call,
             completion.tokens,
@@ -184,14 +184,14 @@ class ModelPlayer:
         return PlayerAnswer(text, message, [int(token) for token in completion.tokens])
 
 
-def as_text(obs: Observation) -> str:
+def format_observation(obs: Observation) -> str:
     """Return an observation as text for a reader; messages with their roles."""
     if isinstance(obs, str):
         return obs
     return "\n".join(f"[{message['role']}] {message.get('content') or ''}" for message in obs)
 
 
-def ticket_of(config: Config, index: int) -> Ticket:
+def make_ticket(config: Config, index: int) -> Ticket:
     """Make a run's ticket for one sample of a training prompt."""
     settings = config.generator
     prompt: Prompt = get_task(config.task).prompt("train", index, config.seed)
@@ -217,18 +217,18 @@ def ticket_of(config: Config, index: int) -> Ticket:
 def play(config: Config, ticket: Ticket, player: Player) -> Iterator[PlayEvent]:
     """Play one session and yield its events.
 
-    The last one is "ended" with the session's reward; its text says how the session ended. Raises
-    AsyncrlError if the environment fails.
+    The last one is "ended" with the session's reward; its text describes the end of the session.
+    Raises AsyncrlError if the environment fails.
     """
     judged = config.reward.uses_reward_processes
     pool = EnvironmentPool(msgspec.structs.replace(config.agent, workers=1), judged=judged)
     try:
-        yield from _played(config, ticket, player, pool)
+        yield from _play(config, ticket, player, pool)
     finally:
         pool.close()
 
 
-def _played(
+def _play(
     config: Config, ticket: Ticket, player: Player, pool: EnvironmentPool
 ) -> Iterator[PlayEvent]:
     seed = compute_env_seed(config, ticket)
@@ -238,49 +238,55 @@ def _played(
     tools, pays = event.tools, event.pays
     total_reward = 0.0
     parts: dict[str, float] = {}
-    last: PlayerAnswer | None = None
+    last_answer: PlayerAnswer | None = None
     turn = 0
-    yield from _opponent_moves(event, turn)
+    yield from _list_opponent_moves(event, turn)
     while not event.ended:
         turn += 1
-        other = event.asked > 0
+        other_side = event.asked > 0
         try:
             tokens, row = player.receive_event(event, tools)
         except CallRefused as error:
             if error.code not in ("session_limit", "context_length_exceeded"):
                 raise ConfigError(str(error)) from error
-            more: dict[str, float] = {}
+            score_parts: dict[str, float] = {}
             if pays:
                 pool.step(EnvironmentOperation(1, "score"))
                 total_reward = _wait(pool).reward
             elif config.agent.tools:
-                total_reward, more = _score_answer(config, ticket, last)
-            yield PlayEvent("ended", turn, f"cut: {error}", total_reward, parts | more)
+                total_reward, score_parts = _score_answer(config, ticket, last_answer)
+            yield PlayEvent("ended", turn, f"cut: {error}", total_reward, parts | score_parts)
             return
-        text = as_text(event.obs)
-        reward, more = event.reward, event.parts
-        yield PlayEvent("asked", turn, text, reward, more, tokens=tokens, row=row, other=other)
-        last = player.answer()
-        if last is None:
+        text = format_observation(event.obs)
+        reward, score_parts = event.reward, event.parts
+        yield PlayEvent(
+            "asked", turn, text, reward, score_parts, tokens=tokens, row=row, other=other_side
+        )
+        last_answer = player.answer()
+        if last_answer is None:
             yield PlayEvent("ended", turn, "the player stopped", total_reward, parts)
             return
-        yield PlayEvent("answered", turn, last.text, tokens=len(last.ids), other=other)
-        pool.step(EnvironmentOperation(1, "step", text=last.text, message=last.message))
+        yield PlayEvent(
+            "answered", turn, last_answer.text, tokens=len(last_answer.ids), other=other_side
+        )
+        pool.step(
+            EnvironmentOperation(1, "step", text=last_answer.text, message=last_answer.message)
+        )
         event = _wait(pool)
-        yield from _opponent_moves(event, turn)
+        yield from _list_opponent_moves(event, turn)
         tools = event.tools or tools
         total_reward += event.reward
         for name, value in event.parts.items():
             parts[name] = parts.get(name, 0.0) + value
     if event.judge:
-        total_reward, more = _score_answer(config, ticket, last)
-        parts |= more
-    ending = "cut by the environment" if event.truncated else "the environment ended it"
+        total_reward, score_parts = _score_answer(config, ticket, last_answer)
+        parts |= score_parts
+    ending = "cut by the environment" if event.truncated else "ended by the environment"
     ending = "judged by the config's reward" if event.judge else ending
     yield PlayEvent("ended", turn, ending, total_reward, parts)
 
 
-def _opponent_moves(event: EnvironmentEvent, turn: int) -> Iterator[PlayEvent]:
+def _list_opponent_moves(event: EnvironmentEvent, turn: int) -> Iterator[PlayEvent]:
     """Yield an opponent's moves after the policy's turn (0: before the first)."""
     for observation, move in event.told:
         yield PlayEvent("asked", turn, observation, other=True)
@@ -296,16 +302,16 @@ def _wait(pool: EnvironmentPool) -> EnvironmentEvent:
 
 
 def _score_answer(
-    config: Config, ticket: Ticket, last: PlayerAnswer | None
+    config: Config, ticket: Ticket, last_answer: PlayerAnswer | None
 ) -> tuple[float, dict[str, float]]:
     """Score the last response by the config's reward.
 
     Raises AsyncrlError if the reward fails.
     """
-    if last is None:
+    if last_answer is None:
         raise AsyncrlError("the environment asked to score the session before its first response")
-    judged = [(ticket.prompt, last.text, last.ids)]
-    (result,) = judge_all(config, get_task(config.task), judged)
+    answers = [(ticket.prompt, last_answer.text, last_answer.ids)]
+    (result,) = judge_all(config, get_task(config.task), answers)
     if result.failed:
         raise AsyncrlError(f"the reward failed: {result.failed}")
     return result.reward, result.parts

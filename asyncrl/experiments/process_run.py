@@ -1,4 +1,4 @@
-"""A run of `asyncrl run` as part of an experiment, and its record in the form of a serial run's."""
+"""A run of `asyncrl run` as part of an experiment, and its record in the form of a serial run."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def complete(
 ) -> None:
     """Make the run of a config in `run_dir`, or continue it from its last checkpoint.
 
-    log: the file for its output.  Raises AsyncrlError, with `advice`, if it does not finish its
+    log: file for its output.  Raises AsyncrlError, with `advice`, if it does not finish its
     steps."""
     if rundir.is_finished(run_dir, steps) and (run_dir / "summary.json").exists():
         return
-    base = importing.command("asyncrl.cli", "run")
+    command = importing.command("asyncrl.cli", "run")
     items = [*sets, f"runs={str(run_dir.parent)!r}", f"name={run_dir.name!r}"]
-    fresh = [*base, source, *[word for item in items for word in ("--set", item)], "--json"]
+    fresh = [*command, source, *[word for item in items for word in ("--set", item)], "--json"]
     resumable = any(run_dir.glob("checkpoints/epoch_*/number_*/manifest"))
     if run_dir.exists() and not resumable:
         shutil.rmtree(run_dir)
-    argv = [*base, "--resume", str(run_dir), "--json"] if resumable else fresh
+    argv = [*command, "--resume", str(run_dir), "--json"] if resumable else fresh
     log.parent.mkdir(exist_ok=True)
     with log.open("a", encoding="utf-8") as log_file:
         code = subprocess.run(
@@ -67,15 +67,15 @@ def read_record(run_dir: Path, config: Config) -> RunRecord:
     trained = {row["step"]: row for row in rows if "reward/mean" in row}
     batches = training_log.read(run_dir / "trained.jsonl")
 
-    def evaluated(split: str) -> list[list[float]]:
-        values = found.get(f"eval/{split}", {})
+    def list_evaluations(split: str) -> list[list[float]]:
+        values = evaluations.get(f"eval/{split}", {})
         return [[float(step) for step in values], list(values.values())]
 
-    found: dict[str, dict[str, float]] = {}  # eval/... -> version -> value
+    evaluations: dict[str, dict[str, float]] = {}  # eval/... -> version -> value
     for row in sorted(rows, key=lambda row: int(row["step"])):
         for name in row:
             if name.startswith("eval/"):
-                found.setdefault(name, {})[str(row["step"])] = row[name]
+                evaluations.setdefault(name, {})[str(row["step"])] = row[name]
     return {
         "seed": config.seed,
         "steps": summary["steps"],
@@ -97,9 +97,9 @@ def read_record(run_dir: Path, config: Config) -> RunRecord:
         ],
         "optimizer_steps": jsonl.read(run_dir / metrics.OPTIMIZER_STEPS),
         "evals": {},
-        "evaluation_metrics": found,
-        "accuracy": evaluated("heldout"),
-        "ood": evaluated("ood"),
+        "evaluation_metrics": evaluations,
+        "accuracy": list_evaluations("heldout"),
+        "ood": list_evaluations("ood"),
         "abandoned": "",
         "ledger_lines": summary["ledger_lines"],
     }

@@ -1,4 +1,4 @@
-"""The whole training loop in one process: the first module to read.
+"""The complete training loop in one process: the first module to read.
 
 ```
   +--> ask ---> swap ---> start ---> decode ---> deliver --+   the generator's side
@@ -16,10 +16,10 @@
 - A dict holds the published weights here. Processes share them in memory
   (asyncrl/transport/ring.py).
 
-The processes add what can fail between them: sockets, leases, crashes and timeouts.
+The processes add the parts that can fail between them: sockets, leases, crashes and timeouts.
 
 Time is counted in decode steps, so a run repeats bitwise on any machine. An update takes
-`update_steps` of them. Meanwhile the engine continues with the older weights as far as the
+`count_update_steps` of them. Meanwhile the engine continues with the older weights as far as the
 staleness limit allows, which gives the natural lag of a learner and generators of that relative
 speed.
 
@@ -57,7 +57,7 @@ from buffer.store import Store
 from learner.step import LearnerCore
 
 EPOCH = 1  # the learner never restarts here
-SLICE = 4  # decode steps between two turns of the buffer
+SLICE = 4  # decode steps between two calls of the buffer
 Watch = Callable[[list[float], list[float]], str]
 
 
@@ -81,7 +81,7 @@ class PublishedWeights(NamedTuple):
 class SerialRun:
     """One run of a config, from the initial weights to the last evaluation.
 
-    `watch` is called after every evaluation on held-out prompts with the steps and accuracies so
+    `watch` is called after every evaluation on held-out prompts with the steps and mean rewards so
     far. If it returns a reason, the run stops early.
     """
 
@@ -91,7 +91,7 @@ class SerialRun:
         self.config = config
         self.watch = watch
         self.core = LearnerCore(config, config.model.path)
-        self.turn = GeneratorTurn(config, engine_of(config), lockstep=config.staleness.limit == 0)
+        self.turn = GeneratorTurn(config, get_engine(config), lockstep=config.staleness.limit == 0)
         task = self.turn.task
         store_settings = settings(config)
         if config.staleness.wait == "auto":
@@ -116,9 +116,11 @@ class SerialRun:
         Raises AsyncrlError if no part can make progress.
         """
         self.numbers.began = time.monotonic()
-        self.hello()
+        self.register_learner()
         try:
-            while self.store.committed < self.config.learner.steps or self.evaluating():
+            while (
+                self.store.committed < self.config.learner.steps or self.has_pending_evaluations()
+            ):
                 self.ask()
                 self.swap()
                 self.start()
@@ -129,14 +131,14 @@ class SerialRun:
                 while self.commit() or self.train():
                     pass
                 if not self.turn.engine.active:
-                    self.clock = max(self.clock, self.idle_until())
+                    self.clock = max(self.clock, self.find_next_event())
                 if self.is_abandoned():
                     break
         finally:
             self.turn.rewards.close()
-        return self.record(time.monotonic() - self.numbers.began)
+        return self.make_record(time.monotonic() - self.numbers.began)
 
-    def hello(self) -> None:
+    def register_learner(self) -> None:
         """Register the learner and its initial weights with the store (learner/loop.py)."""
         label, digest = self.publish()
         self.store.hello(
@@ -169,7 +171,7 @@ class SerialRun:
         self.meter.on_free(free, self.config.generator.slots, self.clock)
 
     def swap(self) -> None:
-        """Load the version that the schedule asks for, between two decode steps."""
+        """Load the version that the schedule requires, between two decode steps."""
         goal = self.turn.schedule.next_version(self.loaded)
         if goal is not None:
             weights = self.ring[goal]
@@ -187,7 +189,7 @@ class SerialRun:
 
     def decode(self) -> None:
         """Run a few engine steps and queue the finished samples (`decode`, `finished`)."""
-        began = time.monotonic()
+        start = time.monotonic()
         for completion in self.turn.engine.step(SLICE) if self.turn.engine.active else []:
             finished = self.turn.finish(completion)
             assert finished is not None, "no ticket is dropped here"
@@ -196,11 +198,11 @@ class SerialRun:
                 self.config, finished.ticket, completion.key[1], len(completion.tokens)
             )
             self.turn.delayed.hold(self.clock + SLICE + delay, completion.key)
-        self.numbers.decode_s += time.monotonic() - began
+        self.numbers.decode_s += time.monotonic() - start
 
     def deliver(self) -> None:
         """Score the due samples and deliver their trajectories (`collect`, `deliver`)."""
-        began = time.monotonic()
+        start = time.monotonic()
         for finished in self.turn.pop_due(self.clock + SLICE):
             self.turn.submit(finished)
             while not (results := self.turn.poll_results()):
@@ -212,11 +214,11 @@ class SerialRun:
                         f"{result.failed}; a comparison needs every reward"
                     )
                 sample = build_trajectory(judged, result)
-                self.numbers.answer_delivered(sample)
+                self.numbers.record_answer(sample)
                 self.store.deliver(sample, self.clock)
                 if self.store.is_complete(sample.ticket):
                     self.meter.on_complete([sample.ticket], self.clock)
-        self.numbers.decode_s += time.monotonic() - began
+        self.numbers.decode_s += time.monotonic() - start
 
     # ---- the learner's side: learner/loop.py -----------------------------------------------------
 
@@ -229,14 +231,14 @@ class SerialRun:
         if not groups:
             return False
         batch = self.store.batch(groups, EPOCH, number)
-        self.numbers.batch_leased(batch, self.config.staleness)
-        began = time.monotonic()
+        self.numbers.record_lease(batch, self.config.staleness)
+        start = time.monotonic()
         metrics = self.core.train(batch)
-        self.numbers.learn_s += time.monotonic() - began
-        self.numbers.batch_trained(batch, metrics, self.core.updates)
+        self.numbers.learn_s += time.monotonic() - start
+        self.numbers.record_training(batch, metrics, self.core.updates)
         # the learner's wait as a share of its step, both in decode steps
         idle = self.clock - self.ended
-        length = update_steps(self.config)
+        length = count_update_steps(self.config)
         update_metrics = metrics | {"time/learner_idle_share": idle / (idle + length)}
         self.update = PendingUpdate(number, *self.publish(), self.clock + length, update_metrics)
         return True
@@ -250,7 +252,7 @@ class SerialRun:
         return label, digest
 
     def commit(self) -> bool:
-        """End a finished update: its version counts, and the limit admits new tickets."""
+        """Commit a finished update: its version counts, and the limit admits new tickets."""
         if self.update is None or self.clock < self.update.ends:
             return False
         number, label, digest, self.ended, metrics = self.update
@@ -278,10 +280,10 @@ class SerialRun:
 
     # ---- the clock and the end -------------------------------------------------------------------
 
-    def idle_until(self) -> int:
-        """Return when the update ends, a delayed sample is due or the window opens.
+    def find_next_event(self) -> int:
+        """Return the decode step of the next event, or 0.
 
-        It is the earliest of them; 0 if there is none.
+        The events are the update's end, a delayed sample that is due and the window's opening.
         """
         due_times = [float(self.update.ends)] if self.update is not None else []
         opens = self.store.opens_at(self.clock)
@@ -292,23 +294,25 @@ class SerialRun:
         )
         return math.ceil(min(due_times, default=0))
 
-    def evaluating(self) -> bool:
+    def has_pending_evaluations(self) -> bool:
         return bool(self.store.evaluations.pending)
 
     def is_abandoned(self) -> bool:
         """Check after an evaluation whether `watch` stops the run."""
         heldout = self.numbers.take_evaluations(self.store)
         if self.watch is not None and heldout:
-            self.numbers.abandoned = self.watch(*self.numbers.accuracy("heldout"))
+            self.numbers.abandoned = self.watch(*self.numbers.list_mean_rewards("heldout"))
         return bool(self.numbers.abandoned)
 
-    def record(self, wall_s: float) -> RunRecord:
+    def make_record(self, wall_s: float) -> RunRecord:
         digest = compute_weights_digest(self.core.model)
-        return self.numbers.as_run_record(self.config.seed, self.store, digest, self.clock, wall_s)
+        return self.numbers.make_run_record(
+            self.config.seed, self.store, digest, self.clock, wall_s
+        )
 
 
-def update_steps(config: Config) -> int:
-    """Return how many decode steps an update takes.
+def count_update_steps(config: Config) -> int:
+    """Return the number of decode steps of an update.
 
     It is the time in which the engine generates one batch: learner and generators are equally fast.
     """
@@ -320,7 +324,7 @@ def update_steps(config: Config) -> int:
 _engines: dict[str, Engine] = {}  # a warm process reuses its engine for later runs
 
 
-def engine_of(config: Config) -> Engine:
+def get_engine(config: Config) -> Engine:
     """Return an empty engine for `config`.
 
     Later runs of this process with the same engine settings reuse it.
@@ -331,7 +335,7 @@ def engine_of(config: Config) -> Engine:
         config.lora,
         config.uses_sessions,
     )
-    key = repr((config.model, config.generator, *other_settings))  # what `make_engine` reads
+    key = repr((config.model, config.generator, *other_settings))  # read by `make_engine`
     if key not in _engines:
         _engines[key] = build_engine(config)
     engine = _engines[key]
@@ -348,4 +352,4 @@ def run_serial(config: Config, seed: int, watch: Watch | None = None) -> RunReco
     try:
         return run.run()
     except NotFiniteError as error:
-        return {**run.record(0.0), "failed": str(error)}
+        return {**run.make_record(0.0), "failed": str(error)}

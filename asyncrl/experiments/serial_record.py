@@ -76,9 +76,9 @@ class RunRecord(TypedDict):
     optimizer_steps: list[dict[str, float]]  # as in a run's optimizer_steps.jsonl
     evals: dict[str, dict[str, list[float]]]  # split -> version -> reward of each prompt
     evaluation_metrics: dict[str, dict[str, float]]  # eval/... -> version -> value
-    accuracy: list[list[float]]  # steps, accuracies on held-out prompts
+    accuracy: list[list[float]]  # steps, mean rewards on held-out prompts
     ood: list[list[float]]
-    abandoned: str  # why `watch` stopped the run; "" if it did not
+    abandoned: str  # reason for which `watch` stopped the run; "" if it did not
     ledger_lines: dict[str, dict[str, float]]
     failed: NotRequired[str]
 
@@ -100,17 +100,17 @@ class SerialRecord:
         self.evals: dict[tuple[str, int], dict[int, float]] = {}  # (split, version) -> rewards
         self.finished: dict[str, dict[int, float]] = {}  # metric -> version -> value
 
-    def answer_delivered(self, answer: Trajectory) -> None:
-        """Keep the reward of an evaluation's completion."""
+    def record_answer(self, answer: Trajectory) -> None:
+        """Record the reward of an evaluation's completion."""
         if answer.ticket >= EVAL_BASE:
             number, index = divmod(answer.ticket - EVAL_BASE, SET_TICKETS)
-            if number > 1:  # of a further set: its metrics are kept
+            if number > 1:  # only the metrics of further sets are recorded
                 return
             split = "ood" if number else "heldout"
             rewards = self.evals.setdefault((split, answer.spans[0].label.number), {})
             rewards[index] = answer.reward
 
-    def batch_leased(self, batch: Batch, staleness: StalenessConfig) -> None:
+    def record_lease(self, batch: Batch, staleness: StalenessConfig) -> None:
         """Record the samples and lags of a batch that goes to the learner.
 
         Raises AsyncrlError if the store's lags differ from those of the samples' versions.
@@ -128,13 +128,13 @@ class SerialRecord:
             self.lags[lag] = self.lags.get(lag, 0) + tokens
         self.batch_lags = counted
 
-    def batch_trained(
+    def record_training(
         self,
         batch: Batch,
         metrics: Mapping[str, float],
         updates: Sequence[dict[str, float]],
     ) -> None:
-        """Add a row to the curve, and those of the batch's optimizer steps (`updates`)."""
+        """Add a row to the curve, and the rows of the batch's optimizer steps (`updates`)."""
         self.optimizer_steps += updates
         row = {
             "version": batch.number + 1,
@@ -142,14 +142,16 @@ class SerialRecord:
             "lag/mean": training_log.mean(self.batch_lags),
             "answer/length": sum(s.length for s in batch.samples) / len(batch.samples),
         }
-        kept = {name: x for name, x in metrics.items() if name in KEPT or name.startswith("task/")}
-        self.curve.append(row | kept | task_metrics(batch))
+        values = {
+            name: x for name, x in metrics.items() if name in KEPT or name.startswith("task/")
+        }
+        self.curve.append(row | values | task_metrics(batch))
 
     def take_evaluations(self, store: Store) -> bool:
-        """Take over the evaluations that finished since the last call.
+        """Record the evaluations that finished since the last call.
 
-        The store keeps only the first and the newest. Returns whether one of held-out prompts is
-        among them.
+        The store keeps only the first and the newest. Returns whether one of them is of held-out
+        prompts.
         """
         fresh, store.evaluations.fresh = store.evaluations.fresh, []
         for number, values in fresh:
@@ -157,20 +159,20 @@ class SerialRecord:
                 self.finished.setdefault(name, {})[number] = value
         return any("eval/heldout" in values for _, values in fresh)
 
-    def accuracy(self, split: str) -> tuple[list[float], list[float]]:
-        """Return steps and accuracies of the finished `heldout` or `ood` evaluations."""
+    def list_mean_rewards(self, split: str) -> tuple[list[float], list[float]]:
+        """Return steps and mean rewards of the finished `heldout` or `ood` evaluations."""
         by_step = self.finished.get(f"eval/{split}", {})
         return [float(number) for number in sorted(by_step)], [by_step[n] for n in sorted(by_step)]
 
-    def rewards(self, split: str) -> dict[str, list[float]]:
+    def list_rewards(self, split: str) -> dict[str, list[float]]:
         """Map each version to the reward of each prompt, in the order of the prompts."""
         return {
             str(number): [rewards[index] for index in sorted(rewards)]
-            for (of, number), rewards in sorted(self.evals.items())
-            if of == split
+            for (name, number), rewards in sorted(self.evals.items())
+            if name == split
         }
 
-    def as_run_record(
+    def make_run_record(
         self, seed: int, store: Store, weights_digest: str, clock: int, wall_s: float
     ) -> RunRecord:
         ids = "".join(batch["ids"] for batch in self.batches)
@@ -188,20 +190,20 @@ class SerialRecord:
             "lag_histogram": {str(lag): tokens for lag, tokens in sorted(self.lags.items())},
             "curve": self.curve,
             "optimizer_steps": self.optimizer_steps,
-            "evals": {split: self.rewards(split) for split in ("heldout", "ood")},
+            "evals": {split: self.list_rewards(split) for split in ("heldout", "ood")},
             "evaluation_metrics": {
                 name: {str(number): x for number, x in sorted(by_version.items())}
                 for name, by_version in sorted(self.finished.items())
             },
-            "accuracy": list(self.accuracy("heldout")),
-            "ood": list(self.accuracy("ood")),
+            "accuracy": list(self.list_mean_rewards("heldout")),
+            "ood": list(self.list_mean_rewards("ood")),
             "abandoned": self.abandoned,
             "ledger_lines": store.ledger(),
         }
 
 
 def audit(number: int, samples: Sequence[Trajectory], counted: dict[int, int]) -> None:
-    """Count the lags of batch `number` again, from the versions in the samples' spans.
+    """Recount the lags of batch `number` from the versions in the samples' spans.
 
     Raises AsyncrlError if the buffer's count differs.
     """

@@ -411,7 +411,7 @@ def export(model: PolicyModel, path: str | Path, ends: Sequence[int] = ()) -> No
     if they differ from the model's own.
     """
     own_part = Path(f"{path}.part{os.getpid()}")
-    with atomic_write.replacing(Path(path), part=own_part) as part:
+    with atomic_write.replace(Path(path), part=own_part) as part:
         part.mkdir(parents=True)
         if model.adapter is not None:
             adapter_files.save(model.hf, model.adapter, model.tokenizer_dir, part)

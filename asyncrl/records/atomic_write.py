@@ -13,7 +13,7 @@ def write(path: Path, content: str | bytes, *, sync: bool = False) -> None:
     """Replace the file at `path`; sync: it survives a power cut.
 
     Raises OSError, and then leaves the earlier file unchanged."""
-    with replacing(path, sync=sync) as part:
+    with replace(path, sync=sync) as part:
         if isinstance(content, bytes):
             part.write_bytes(content)
         else:
@@ -21,13 +21,13 @@ def write(path: Path, content: str | bytes, *, sync: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: Path, *, part: Path | None = None, sync: bool = False) -> Iterator[Path]:
+def replace(path: Path, *, part: Path | None = None, sync: bool = False) -> Iterator[Path]:
     """Yield a path to fill with a file or directory, which then replaces `path`.
 
-    After a failure it is removed.  A part that a killed process left is removed first.
+    After a failure the part is removed.  The part of a killed process is removed first.
 
-    part: its name, by default `path` with ".part"; processes that may write the same path need
-    different ones.  sync: everything written survives a power cut.  Raises OSError."""
+    part: the path to fill, by default `path` with ".part"; processes that may write the same path
+    need different ones.  sync: everything written survives a power cut.  Raises OSError."""
     part = part or path.with_name(path.name + ".part")
     remove(part)
     try:
@@ -48,17 +48,17 @@ def sync_tree(path: Path) -> None:
     """Sync a file, or a directory with its content, to the disk.
 
     Its own name survives a power cut only when the parent directory is synced, too."""
-    for written in (path, *path.rglob("*")):
-        sync_path(written)
+    for entry in (path, *path.rglob("*")):
+        sync_path(entry)
 
 
-def directory(path: Path, mode: int = 0o777) -> None:
+def create_directory(path: Path, mode: int = 0o777) -> None:
     """Create a directory and its parents so that they survive a power cut.  Raises OSError."""
     missing = [p for p in (path, *path.parents) if not p.exists()]
-    for new in reversed(missing):
-        new.mkdir(mode=mode if new == path else 0o777, exist_ok=True)
-    for new in missing:
-        sync_path(new.parent)
+    for folder in reversed(missing):
+        folder.mkdir(mode=mode if folder == path else 0o777, exist_ok=True)
+    for folder in missing:
+        sync_path(folder.parent)
 
 
 def remove(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Terms of the buffer: which buffer process leads the run, on whichever host.
+"""Terms of the buffer: they decide which buffer process of which host leads the run.
 
 ```
 RUN/terms/00000003   line 1: the buffer that took the term, written atomically; line 2: its end
@@ -11,7 +11,7 @@ sent message in the journal.  A displaced buffer writes only to segments of its 
 later buffer reads.
 
 No clock decides, and no lock, because a suspended host would hold it.  Every check opens the file
-again: network file systems ask their server only then.
+again, because network file systems ask their server only then.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ import msgspec
 from asyncrl.contract.errors import BufferTakenOver, ConfigError
 from asyncrl.records import atomic_write
 
-# locked by a running buffer; the locks of a displaced one mean nothing
+# locked by a running buffer; those of a displaced buffer are removed
 LOCKS = (".buffer.alive", ".buffer.lock")
 
 
 class TermStart(msgspec.Struct, frozen=True):
-    """The buffer that took a term, as it wrote itself.
+    """The buffer that took a term, as it wrote it to the term's file.
 
-    moved: it listens at `address` and not where the config says."""
+    moved: it listens at `address` and not at the config's address."""
 
     host: str
     pid: int
@@ -42,31 +42,31 @@ class TermStart(msgspec.Struct, frozen=True):
     moved: bool = False
 
 
-def directory(run_dir: Path) -> Path:
+def get_directory(run_dir: Path) -> Path:
     return run_dir / "terms"
 
 
-def term_files(run_dir: Path) -> list[Path]:
+def list_term_files(run_dir: Path) -> list[Path]:
     """Return the files of all terms, oldest first."""
-    return sorted(path for path in directory(run_dir).glob("[0-9]*") if path.name.isdecimal())
+    return sorted(path for path in get_directory(run_dir).glob("[0-9]*") if path.name.isdecimal())
 
 
 def read(path: Path) -> tuple[TermStart | None, str]:
     """Read the buffer of a term and the reason of its end ("" before).  Raises OSError."""
-    first, _, rest = path.read_bytes().partition(b"\n")
+    start_line, _, end_line = path.read_bytes().partition(b"\n")
     try:
-        began = msgspec.json.decode(first, type=TermStart)
+        start = msgspec.json.decode(start_line, type=TermStart)
     except msgspec.MsgspecError:
-        began = None
-    return began, rest.decode(errors="replace").strip()
+        start = None
+    return start, end_line.decode(errors="replace").strip()
 
 
-def current_address(run_dir: Path) -> str:
+def read_current_address(run_dir: Path) -> str:
     """Return the address of the newest buffer if it moved away from the config's, otherwise ""."""
     with contextlib.suppress(OSError):
-        for path in term_files(run_dir)[-1:]:
-            began, _ = read(path)
-            return began.address if began is not None and began.moved else ""
+        for path in list_term_files(run_dir)[-1:]:
+            start, _ = read(path)
+            return start.address if start is not None and start.moved else ""
     return ""
 
 
@@ -78,12 +78,12 @@ def displace(run_dir: Path) -> None:
         (run_dir / name).unlink(missing_ok=True)
 
 
-def _end(path: Path, why: str) -> None:
+def _end(path: Path, reason: str) -> None:
     """Mark a term as ended, unless it is marked already."""
     if read(path)[1]:
         return
     with path.open("ab") as file:
-        file.write(f"{why}\n".encode())
+        file.write(f"{reason}\n".encode())
         file.flush()
         os.fsync(file.fileno())
 
@@ -91,9 +91,9 @@ def _end(path: Path, why: str) -> None:
 class BufferTerm:
     """The term of this buffer, the newest until another buffer takes one."""
 
-    def __init__(self, path: Path, began: TermStart, size: int) -> None:
+    def __init__(self, path: Path, start: TermStart, size: int) -> None:
         self.path = path
-        self.began = began
+        self.start = start
         self.size = size  # bytes of its file before its end is written
 
     @property
@@ -105,7 +105,7 @@ class BufferTerm:
         try:
             descriptor = os.open(self.path, os.O_RDONLY)
         except FileNotFoundError:
-            self._raise_taken_over(f"{self.path} is gone")
+            self._raise_taken_over(f"{self.path} was removed")
         try:
             if os.fstat(descriptor).st_size == self.size:
                 return
@@ -113,10 +113,10 @@ class BufferTerm:
             os.close(descriptor)
         self._raise_taken_over(read(self.path)[1])
 
-    def _raise_taken_over(self, why: str) -> NoReturn:
+    def _raise_taken_over(self, reason: str) -> NoReturn:
         raise BufferTakenOver(
-            f"the buffer of {self.path.parent.parent} is another one ({why}): this one, process "
-            f"{self.began.pid} on {self.began.host} at {self.began.address}, ends, and has said "
+            f"the buffer of {self.path.parent.parent} is another one ({reason}): this one, process "
+            f"{self.start.pid} on {self.start.host} at {self.start.address}, ends, and has sent "
             "nothing since"
         )
 
@@ -131,41 +131,41 @@ def take_leadership(
 ) -> BufferTerm:
     """Take the next term and end all earlier ones.
 
-    moved: peers find this buffer at `address`, not where the config says.  Raises ConfigError if
+    moved: peers find this buffer at `address`, not at the config's address.  Raises ConfigError if
     the newest term belongs to another host and has not ended, so that no run is taken over by
     mistake.  An explicit request (`moved`) or a supervisor may take it over."""
-    where = directory(run_dir)
-    atomic_write.directory(where)
-    began = TermStart(socket.gethostname(), os.getpid(), address, moved)
-    part = where / f".{began.host}-{began.pid}.part"
-    data = msgspec.json.encode(began) + b"\n"
+    folder = get_directory(run_dir)
+    atomic_write.create_directory(folder)
+    start = TermStart(socket.gethostname(), os.getpid(), address, moved)
+    part = folder / f".{start.host}-{start.pid}.part"
+    data = msgspec.json.encode(start) + b"\n"
     atomic_write.write(part, data, sync=True)
     try:
         while True:
-            before = term_files(run_dir)
-            if before and not (moved or supervised):
-                _refuse_elsewhere(run_dir, before[-1], began.host)
-            path = where / f"{int(before[-1].name) + 1 if before else 1:08d}"
+            terms = list_term_files(run_dir)
+            if terms and not (moved or supervised):
+                _refuse_elsewhere(run_dir, terms[-1], start.host)
+            path = folder / f"{int(terms[-1].name) + 1 if terms else 1:08d}"
             try:
                 os.link(part, path)
                 break
             except FileExistsError:
-                continue  # another buffer was faster and has an earlier term now
+                continue  # another buffer has taken that term
     finally:
         part.unlink(missing_ok=True)
-    atomic_write.sync_path(where)
-    for other in term_files(run_dir):
-        if other < path:
-            _end(other, f"term {path.name} is process {began.pid} on {began.host} at {address}")
-    return BufferTerm(path, began, len(data))
+    atomic_write.sync_path(folder)
+    for earlier in list_term_files(run_dir):
+        if earlier < path:
+            _end(earlier, f"term {path.name} is process {start.pid} on {start.host} at {address}")
+    return BufferTerm(path, start, len(data))
 
 
 def _refuse_elsewhere(run_dir: Path, newest: Path, host: str) -> None:
     """Raise ConfigError if a buffer may still run on another host."""
-    began, over = read(newest)
-    if began is not None and not over and began.host != host:
+    start, end = read(newest)
+    if start is not None and not end and start.host != host:
         raise ConfigError(
-            f"{run_dir} has a buffer on {began.host} (process {began.pid}, {began.address}), which "
-            "has not said its end: if it is lost or stands still, take the run over by "
+            f"{run_dir} has a buffer on {start.host} (process {start.pid}, {start.address}), which "
+            "has not recorded its end: if it is lost or hangs, take over the run with "
             "--take-over ADDRESS, an address of this machine"
         )

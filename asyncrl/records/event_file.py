@@ -26,7 +26,7 @@ class _TensorboardModules(NamedTuple):
     Summary: Any
 
 
-def protocol() -> _TensorboardModules:
+def import_protocol() -> _TensorboardModules:
     """Import tensorboardX's messages and records, without torch unless torch is loaded already.
 
     torch would cost the buffer 200 MB and seconds."""
@@ -47,8 +47,9 @@ def protocol() -> _TensorboardModules:
 class EventFile:
     """Writer of events with numbers and histograms.
 
-    An event that cannot be written is dropped, with one message: metrics.jsonl has all values.  So
-    is every event where tensorboardX is not installed.
+    An event that cannot be written is dropped, with one message: metrics.jsonl has all values.
+    Without tensorboardX every event is dropped.
+
     Raises AsyncrlError if the file cannot be created."""
 
     def __init__(self, directory: Path) -> None:
@@ -56,7 +57,7 @@ class EventFile:
         self.failed = False
         self.records: Any = None
         try:
-            self.known = protocol()
+            self.modules = import_protocol()
         except ImportError as error:
             self._give_up(error)
             return
@@ -65,10 +66,10 @@ class EventFile:
         name = f"events.out.tfevents.{now:.6f}.{host}.{os.getpid()}"
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            self.records = self.known.RecordWriter(str(directory / name))
-            self._write(self.known.Event(wall_time=now, file_version="brain.Event:2"))
+            self.records = self.modules.RecordWriter(str(directory / name))
+            self._write(self.modules.Event(wall_time=now, file_version="brain.Event:2"))
         except OSError as error:
-            raise jsonl.disk_full_error(directory, error) from error
+            raise jsonl.make_disk_full_error(directory, error) from error
 
     def add(
         self, step: int, values: Mapping[str, float], counts: Mapping[str, Counter[float]]
@@ -76,33 +77,33 @@ class EventFile:
         """Add one event: a number per name, and histograms as counts of whole numbers."""
         if self.failed:
             return
-        Value = self.known.Summary.Value
+        Value = self.modules.Summary.Value
         rows = [Value(tag=name, simple_value=value) for name, value in values.items()]
-        rows += [Value(tag=name, histo=self._histogram(c)) for name, c in counts.items() if c]
-        summary = self.known.Summary(value=rows)
+        rows += [Value(tag=name, histo=self._build_histogram(c)) for name, c in counts.items() if c]
+        summary = self.modules.Summary(value=rows)
         try:
-            self._write(self.known.Event(wall_time=time.time(), step=step, summary=summary))
+            self._write(self.modules.Event(wall_time=time.time(), step=step, summary=summary))
         except OSError as error:
             self._give_up(error)
 
     def _write(self, event: Any) -> None:
-        """Write to the kernel, not to the disk.  Raises OSError."""
+        """Write to the kernel without waiting for the disk.  Raises OSError."""
         self.records.write(event.SerializeToString())
         self.records._writer.flush()  # its own `flush` waits for the disk
 
-    def _histogram(self, count: Counter[float]) -> Any:
+    def _build_histogram(self, count: Counter[float]) -> Any:
         """Make a bucket for each whole number in the range, and an empty one before them."""
         least, most = int(min(count) // 1), int(max(count) // 1)
         buckets = [0.0] * (most - least + 2)
         for value, times in count.items():
             buckets[int(value // 1) - least + 1] += times
-        return self.known.HistogramProto(
+        return self.modules.HistogramProto(
             min=min(count),
             max=max(count),
             num=sum(count.values()),
             sum=sum(value * times for value, times in count.items()),
             sum_squares=sum(value * value * times for value, times in count.items()),
-            bucket_limit=[least - 0.5 + at for at in range(len(buckets))],
+            bucket_limit=[least - 0.5 + index for index in range(len(buckets))],
             bucket=buckets,
         )
 
@@ -110,7 +111,7 @@ class EventFile:
         self.failed = True
         reason = error.strerror if isinstance(error, OSError) else None
         print(
-            f"note: {self.directory} cannot be written any more: {reason or error}",
+            f"note: {self.directory} can no longer be written: {reason or error}",
             file=sys.stderr,
             flush=True,
         )

@@ -11,15 +11,14 @@ from typing import Any
 
 from asyncrl.contract.errors import AsyncrlError
 
-_said: set[tuple[str, int]] = set()  # (file, line) of damage that was reported
+_reported: set[tuple[str, int]] = set()  # (file, line) of damage that was reported
 
 
-def disk_full_error(path: Path, error: OSError) -> AsyncrlError:
+def make_disk_full_error(path: Path, error: OSError) -> AsyncrlError:
     """Return the error for a file of the run that cannot be written."""
     return AsyncrlError(
         f"{path} cannot be written: {error.strerror or error}; free some space or check the disk, "
-        "then go "
-        "on with `asyncrl run --resume`"
+        "then continue with `asyncrl run --resume`"
     )
 
 
@@ -41,12 +40,12 @@ def read(path: Path) -> list[dict[str, Any]]:
             rows.append(row)
         elif number < len(lines):
             damaged.append(number)
-    if damaged and (str(path), damaged[-1]) not in _said:
-        _said.add((str(path), damaged[-1]))
-        more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
+    if damaged and (str(path), damaged[-1]) not in _reported:
+        _reported.add((str(path), damaged[-1]))
+        others = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
         print(
-            f"note: {path}: line {damaged[0]}{more} is torn or damaged and left out (a power cut "
-            "or a full disk does this)",
+            f"note: {path}: line {damaged[0]}{others} is damaged and left out (a cause is a power "
+            "cut or a full disk)",
             file=sys.stderr,
             flush=True,
         )
@@ -56,7 +55,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 class JsonlAppender:
     """Append rows to a file, after completing an incomplete last line.
 
-    Raises AsyncrlError if the file cannot be written; it then ends with the last whole row."""
+    Raises AsyncrlError if the file cannot be written; it then ends with the last complete row."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -66,7 +65,7 @@ class JsonlAppender:
             if size and os.pread(self.fd, 1, size - 1) != b"\n":
                 self._append(b"\n")
         except OSError as error:
-            raise disk_full_error(path, error) from error
+            raise make_disk_full_error(path, error) from error
 
     def write(self, row: dict[str, Any]) -> None:
         self._append((json.dumps(row) + "\n").encode())
@@ -76,7 +75,7 @@ class JsonlAppender:
         try:
             os.ftruncate(self.fd, 0)
         except OSError as error:
-            raise disk_full_error(self.path, error) from error
+            raise make_disk_full_error(self.path, error) from error
 
     def _append(self, data: bytes) -> None:
         size = os.fstat(self.fd).st_size
@@ -87,7 +86,7 @@ class JsonlAppender:
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(self.fd, size)
-            raise disk_full_error(self.path, error) from error
+            raise make_disk_full_error(self.path, error) from error
 
     def close(self) -> None:
         if self.fd >= 0:

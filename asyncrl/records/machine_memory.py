@@ -1,7 +1,8 @@
 """Read free and resident main memory and out-of-memory kills from the kernel.
 
 A container's limit is that of its control groups (cgroup version 1 or 2), whose files are under
-/sys/fs/cgroup.  The limits of parent groups apply, too."""
+/sys/fs/cgroup.  The limits of parent groups apply, too.
+"""
 
 from __future__ import annotations
 
@@ -19,50 +20,53 @@ LIMITS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.us
 EVENTS = ("memory.events", "memory.oom_control")
 
 
-def free_bytes() -> int:
+def read_free_bytes() -> int:
     """Return the bytes that this process can still allocate.
 
-    The smaller of the machine's free memory and the rest of its control groups' limits; file
-    caches count as free."""
-    left = [_available_bytes()]
-    for folder in _group_folders():
-        cache = _numbers(folder / "memory.stat").get("inactive_file", 0)
-        for limit, taken in LIMITS:
+    It is the smaller of the machine's free memory and the remainders of its control groups'
+    limits. File caches count as free."""
+    free = [_read_available_bytes()]
+    for folder in _list_group_folders():
+        cache = _read_numbers(folder / "memory.stat").get("inactive_file", 0)
+        for limit_name, used_name in LIMITS:
             try:
-                most, now = (
-                    int((folder / name).read_text(encoding="utf-8")) for name in (limit, taken)
+                limit, used = (
+                    int((folder / name).read_text(encoding="utf-8"))
+                    for name in (limit_name, used_name)
                 )
             except (OSError, ValueError):  # no such file; or "max": no limit
                 continue
-            left.append(max(0, most - now + cache))
-    return min(left)
+            free.append(max(0, limit - used + cache))
+    return min(free)
 
 
-def resident_bytes() -> int:
+def read_resident_bytes() -> int:
     """Return the bytes of main memory that this process occupies."""
     pages = int(STATM.read_text(encoding="utf-8").split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def memory_kills() -> int | None:
+def count_memory_kills() -> int | None:
     """Count the kernel's out-of-memory kills since boot and in our control groups.
 
     None if the kernel does not report them."""
-    found = [_numbers(KERNEL).get("oom_kill")]
-    found += [
-        _numbers(folder / name).get("oom_kill") for folder in _group_folders() for name in EVENTS
+    counts = [_read_numbers(KERNEL).get("oom_kill")]
+    counts += [
+        _read_numbers(folder / name).get("oom_kill")
+        for folder in _list_group_folders()
+        for name in EVENTS
     ]
-    known = [count for count in found if count is not None]
-    return sum(known) if known else None
+    reported = [count for count in counts if count is not None]
+    return sum(reported) if reported else None
 
 
-def _available_bytes() -> int:
+def _read_available_bytes() -> int:
     """Return the kernel's estimate of the memory that can be allocated without swapping."""
     lines = (line.split() for line in MEMINFO.read_text(encoding="utf-8").splitlines())
     return next(int(line[1]) for line in lines if line[0] == "MemAvailable:") << 10
 
 
-def _group_folders() -> Iterator[Path]:
+def _list_group_folders() -> Iterator[Path]:
     """Yield the folders of this process's memory groups and of their parents."""
     try:
         lines = [line.split(":", 2) for line in OWN_GROUPS.read_text(encoding="utf-8").splitlines()]
@@ -72,11 +76,11 @@ def _group_folders() -> Iterator[Path]:
         if controllers not in ("", "memory"):
             continue
         top = GROUPS / controllers
-        own = top / path.lstrip("/")
-        yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(top))
+        group = top / path.lstrip("/")
+        yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(top))
 
 
-def _numbers(path: Path) -> dict[str, int]:
+def _read_numbers(path: Path) -> dict[str, int]:
     """Read the lines `name number` of a file; none if it cannot be read."""
     try:
         lines = [line.split() for line in path.read_text(encoding="utf-8").splitlines()]

@@ -49,7 +49,7 @@ METRICS: dict[str, MetricInfo] = {
     "limit/now": MetricInfo(
         "versions", "adaptive staleness limit of the tickets granted from this step on"
     ),
-    "limit/before": MetricInfo("versions", "the limit before, at a step that changed it"),
+    "limit/before": MetricInfo("versions", "the previous limit, at a step that changed it"),
     "limit/ess": MetricInfo("share", "mean is/ess that changed the limit, at such a step"),
     "limit/idle": MetricInfo(
         "share", "mean idle share of the learner that changed the limit, at such a step"
@@ -137,7 +137,7 @@ METRICS: dict[str, MetricInfo] = {
     "loss/kl": MetricInfo("-", "KL term of the loss, before its coefficient"),
     "policy/entropy": MetricInfo("nats/token", "entropy of the target policy on sampled states"),
     "policy/behavior_nll": MetricInfo(
-        "nats/token", "mean of -log mu: the behavior policy's own surprise"
+        "nats/token", "mean of -log mu, the negative log-likelihood under the behavior policy"
     ),
     "optim/grad_norm": MetricInfo(
         "-", "gradient norm before clipping, mean over the batch's optimizer steps"
@@ -249,8 +249,8 @@ METRICS: dict[str, MetricInfo] = {
         for line in DISPOSITIONS
     },
     **{
-        f"refused/{reason}": MetricInfo("count", f"refused so far: {what}")
-        for reason, what in REFUSALS.items()
+        f"refused/{reason}": MetricInfo("count", f"refused so far: {meaning}")
+        for reason, meaning in REFUSALS.items()
     },
     "eval/heldout": MetricInfo("reward", "mean reward on held-out prompts"),
     "eval/heldout_n": MetricInfo("samples", "held-out prompts evaluated"),
@@ -279,7 +279,7 @@ for _b in BUCKETS:
     METRICS[f"by_age/mismatch_k3_{_b}"] = MetricInfo(
         "nats/token",
         f"split/mismatch_k3 of tokens whose oldest keys and values are {_b} versions older than "
-        "the weights that drew them",
+        "the weights that sampled them",
     )
     METRICS[f"by_lag/tokens_{_b}"] = MetricInfo(
         "tokens", f"trained tokens at lag {_b}, summed over optimizer steps"
@@ -345,8 +345,8 @@ If a metric is not healthy, read [Troubleshooting](troubleshooting.md).
 """
 
 
-def first_look() -> dict[str, tuple[str, str]]:
-    """Return metric -> (healthy range, what else it means), the numbers from the health checks."""
+def list_first_look() -> dict[str, tuple[str, str]]:
+    """Return metric -> (healthy range, meaning of other values), by the bounds of the checks."""
     nearly_all = f"{health_checks.NEARLY_ALL:.0%}"
     mismatch = health_checks.RunFacts._field_defaults["mismatch"]
     return {
@@ -384,12 +384,12 @@ def first_look() -> dict[str, tuple[str, str]]:
     }
 
 
-def _table(head: str, rows: list[str]) -> str:
+def _format_table(head: str, rows: list[str]) -> str:
     columns = head.count("|") - 1
     return head + "\n|" + "---|" * columns + "\n" + "\n".join(rows) + "\n"
 
 
-def _families() -> dict[str, list[tuple[str, str, str]]]:
+def _list_families() -> dict[str, list[tuple[str, str, str]]]:
     """Return family -> (name, unit, meaning) of its rows."""
     lags = ", ".join(BUCKETS)
     by_lag = (
@@ -405,7 +405,10 @@ def _families() -> dict[str, list[tuple[str, str, str]]]:
     )
     older = "`split/mismatch_k3` by how many versions older the oldest keys and values are, "
     rows = [(n, m.unit, m.meaning) for n, m in METRICS.items() if not n.startswith("by_")]
-    rows += [(f"by_lag/{kind}_B", u, f"{what} at lag B, one of {lags}") for kind, u, what in by_lag]
+    rows += [
+        (f"by_lag/{kind}_B", unit, f"{meaning} at lag B, one of {lags}")
+        for kind, unit, meaning in by_lag
+    ]
     rows.append(("by_age/mismatch_k3_B", "nats/token", older + lags))
     rows += [
         (
@@ -424,27 +427,27 @@ def _families() -> dict[str, list[tuple[str, str, str]]]:
         if pattern.pattern.startswith("task/")
     ]
     rows.append(("reward_part/NAME", "reward", "mean of a named part of the reward"))
-    found: dict[str, list[tuple[str, str, str]]] = {}
+    families: dict[str, list[tuple[str, str, str]]] = {}
     for row in rows:
-        found.setdefault(row[0].partition("/")[0], []).append(row)
-    return found
+        families.setdefault(row[0].partition("/")[0], []).append(row)
+    return families
 
 
-def markdown() -> str:
-    """docs/metrics.md.  Raises KeyError if a family has no section."""
+def format_markdown() -> str:
+    """Format docs/metrics.md.  Raises KeyError if a family has no section."""
     first = [
         f"| `{name}` | {healthy} | {otherwise} |"
-        for name, (healthy, otherwise) in first_look().items()
+        for name, (healthy, otherwise) in list_first_look().items()
     ]
-    page = PAGE_HEAD + _table("| metric | healthy | otherwise |", first)
-    families = _families()
+    page = PAGE_HEAD + _format_table("| metric | healthy | otherwise |", first)
+    families = _list_families()
     for section, names in SECTIONS.items():
         rows = [row for name in names.split() for row in families.pop(name)]
         lines = [
             f"| `{name}` | {unit} | {meaning} |"
             for name, unit, meaning in ((n, u, m.replace("|", r"\|")) for n, u, m in rows)
         ]
-        page += f"\n## {section}\n\n" + _table("| name | unit | meaning |", lines)
+        page += f"\n## {section}\n\n" + _format_table("| name | unit | meaning |", lines)
     if families:
         raise KeyError(f"families without a section: {', '.join(families)}")
     return page
@@ -476,18 +479,18 @@ class MetricsWriter:
             raise AsyncrlError(
                 f"metrics not in the table of asyncrl/records/metrics.py: {', '.join(unknown)}"
             )
-        if lost := {n for n, x in values.items() if not math.isfinite(x)}:
-            values = {n: x for n, x in values.items() if n not in lost}
-            if lost - self.not_finite:
+        if not_finite := {n for n, x in values.items() if not math.isfinite(x)}:
+            values = {n: x for n, x in values.items() if n not in not_finite}
+            if not_finite - self.not_finite:
                 print(
                     f"step {step}: not finite, left out of the metrics: "
-                    f"{', '.join(sorted(lost - self.not_finite))}",
+                    f"{', '.join(sorted(not_finite - self.not_finite))}",
                     file=sys.stderr,
                     flush=True,
                 )
-                self.not_finite |= lost
+                self.not_finite |= not_finite
         row: dict[str, Any] = {"step": step, "t": round(seconds, 4)} | values
-        counts = {name: Counter(many) for name, many in (histograms or {}).items()}
+        counts = {name: Counter(numbers) for name, numbers in (histograms or {}).items()}
         texts = {name: {f"{x:g}": n for x, n in count.items()} for name, count in counts.items()}
         self.file.write(row | texts)
         self.board.add(step, values, counts)
@@ -497,25 +500,26 @@ class MetricsWriter:
         self.board.close()
 
 
-# names of metrics in the runs of earlier versions -> their names now
 OPTIMIZER_STEPS = "optimizer_steps.jsonl"  # of a run: a row for each optimizer step
+# names of metrics in the runs of earlier versions -> their present names
 OLD_NAMES = {"adv/mean": "advantage/mean", "adv/abs_max": "advantage/abs_max"}
 
 
 def read(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl that count, in their order; torn lines are left out.  Metrics
-    that were renamed since have their new name."""
-    return rows_that_count(jsonl.read(run_dir / "metrics.jsonl"))
+    """Read the rows of metrics.jsonl that no later row replaces, in order.
+
+    Damaged lines are left out.  Renamed metrics have their present names."""
+    return select_valid_rows(jsonl.read(run_dir / "metrics.jsonl"))
 
 
-def rows_that_count(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def select_valid_rows(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Leave out the rows that later ones replace.
 
-    After a resume the later row of a step wins: a row of training at step s ends those of training
-    from s on, and the evaluations of versions past s, which are of the branch before; an evaluation
-    ends an earlier one of the same version and split."""
+    After a resume the later row of a step wins.  A training row of step s replaces the earlier
+    training rows from s on and the evaluations of versions above s, which belong to the abandoned
+    branch.  An evaluation replaces an earlier one of the same version and split."""
     # (step, "" for training or the names of an evaluation)
-    kept: dict[tuple[int, str], dict[str, Any]] = {}
+    valid: dict[tuple[int, str], dict[str, Any]] = {}
     newest = -1  # step of training
     for line in lines:
         row = {OLD_NAMES.get(name, name): value for name, value in line.items()}
@@ -523,16 +527,16 @@ def rows_that_count(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         names = sorted(n for n in row if n not in ("step", "t"))
         if not isinstance(step, int):
             continue
-        what = ",".join(names) if all(n.startswith("eval/") for n in names) else ""
-        if not what:
+        evaluation = ",".join(names) if all(n.startswith("eval/") for n in names) else ""
+        if not evaluation:
             for key in (
-                [k for k in kept if k[0] > step or k == (step, "")] if step <= newest else ()
+                [k for k in valid if k[0] > step or k == (step, "")] if step <= newest else ()
             ):
-                del kept[key]
+                del valid[key]
             newest = step
-        kept.pop((step, what), None)
-        kept[step, what] = row
-    return list(kept.values())
+        valid.pop((step, evaluation), None)
+        valid[step, evaluation] = row
+    return list(valid.values())
 
 
 class RunClock:
@@ -540,12 +544,12 @@ class RunClock:
 
     def __init__(self, run_dir: Path) -> None:
         """Continue from the last row of metrics.jsonl in a resumed run."""
-        self.before = max((float(r.get("t", 0.0)) for r in read(run_dir)), default=0.0)
-        self.began = 0.0  # in this incarnation; 0: not yet
+        self.earlier_s = max((float(r.get("t", 0.0)) for r in read(run_dir)), default=0.0)
+        self.started_at = 0.0  # in this incarnation; 0: not yet
 
     def start(self, now: float) -> None:
         """Start the clock at `now` (time.monotonic()); only the first call counts."""
-        self.began = self.began or now
+        self.started_at = self.started_at or now
 
     def seconds_at(self, now: float) -> float:
-        return self.before + (max(0.0, now - self.began) if self.began else 0.0)
+        return self.earlier_s + (max(0.0, now - self.started_at) if self.started_at else 0.0)

@@ -49,7 +49,7 @@ class PagePlot(msgspec.Struct, omit_defaults=True):
     unit, across: names of the y axis and of the x axis.
     log: the logarithmic axes: "", "x", "y" or "xy".
     x_names, y_names: names in place of the numbers of an axis.
-    top: the upper end of the y axis; 0: as the values are.
+    top: the upper end of the y axis; 0: that of the values.
     notes: (x, y, text) beside a point.
     metrics: name -> meaning of the metrics drawn.
     """
@@ -71,7 +71,7 @@ class PagePlot(msgspec.Struct, omit_defaults=True):
 class Block:
     """A part of a page.
 
-    id: of its element. style: a class of page.css. note: small text below it.
+    id: id of its element. style: class of page.css. note: small text below it.
     """
 
     kind: ClassVar[str]
@@ -84,7 +84,7 @@ class Block:
 
 @dataclass
 class TextBlock(Block):
-    """A paragraph; with style `pre` as it is written."""
+    """A paragraph; style `pre` keeps its line breaks."""
 
     kind = "text"
     text: str
@@ -101,7 +101,7 @@ class ListItem:
 
 @dataclass
 class ListBlock(Block):
-    """A list; without items nothing of it is shown."""
+    """A list; it is not shown without items."""
 
     kind = "list"
     items: Iterable[str | ListItem]
@@ -121,23 +121,23 @@ class TableCell:
 
 @dataclass
 class TableBlock(Block):
-    """A table. words: how many columns from the left hold text, the others hold numbers."""
+    """A table. text_columns: columns from the left that hold text; the others hold numbers."""
 
     kind = "table"
     head: Sequence[str]
     rows: Sequence[Sequence[str | TableCell]]
-    words: int = 1
+    text_columns: int = 1
 
     def as_text(self) -> str:
         """Return the table for a terminal, with its heading, columns aligned."""
-        every = [[str(cell) for cell in row] for row in (self.head, *self.rows)]
-        widths = [max(map(len, column)) for column in zip(*every, strict=True)]
+        rows = [[str(cell) for cell in row] for row in (self.head, *self.rows)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
             "  ".join(
-                cell.ljust(width) if number < self.words else cell.rjust(width)
+                cell.ljust(width) if number < self.text_columns else cell.rjust(width)
                 for number, (cell, width) in enumerate(zip(row, widths, strict=True))
             )
-            for row in every
+            for row in rows
         ]
         return "\n".join([self.heading, *lines] if self.heading else lines)
 
@@ -160,7 +160,7 @@ class PlotBlock(Block):
 
 @dataclass
 class SamplesBlock(Block):
-    """Samples whose tokens are colored, as `samples.js` shows them; without rows nothing is shown.
+    """Samples whose tokens are colored, as `samples.js` shows them; it is not shown without rows.
 
     rows: of token_samples.jsonl, each training sequence with prompt, pieces and shades (name ->
     value of each token). shades: name -> meaning of what a token's color can show.
@@ -183,7 +183,7 @@ def render(title: str, subtitle: str, blocks: Sequence[Block], data: Mapping[str
     files = {path.name: path.read_text(encoding="utf-8") for path in FILES.iterdir()}
     plots = [plot for block in blocks if isinstance(block, PlotBlock) for plot in block.plots]
     samples = [block for block in blocks if isinstance(block, SamplesBlock) and block.rows]
-    carried = {block.id: {"rows": block.rows, "shades": block.shades} for block in samples}
+    sample_data = {block.id: {"rows": block.rows, "shades": block.shades} for block in samples}
     script = files["plot.js"] + (files["samples.js"] if samples else "")
     page = jinja2.Environment(autoescape=True).from_string(files["page.html"])
     return (
@@ -191,10 +191,13 @@ def render(title: str, subtitle: str, blocks: Sequence[Block], data: Mapping[str
             title=title,
             subtitle=subtitle,
             blocks=blocks,
-            plots=embedded(msgspec.json.encode(plots).decode()),
+            plots=embed_json(msgspec.json.encode(plots).decode()),
             data={
-                id_: embedded(value)
-                for id_, value in {**data, **{f"{k}-rows": v for k, v in carried.items()}}.items()
+                id_: embed_json(value)
+                for id_, value in {
+                    **data,
+                    **{f"{k}-rows": v for k, v in sample_data.items()},
+                }.items()
             },
             css=Markup(files["page.css"]),
             script=Markup(script),
@@ -204,10 +207,10 @@ def render(title: str, subtitle: str, blocks: Sequence[Block], data: Mapping[str
     )
 
 
-def embedded(value: Any) -> Any:
+def embed_json(value: Any) -> Any:
     """Return JSON as Markup for a <script type="application/json">.
 
-    No `<` is left in it: `</script` would end the element, and `<!--<script` would keep the page's
+    Every `<` is escaped: `</script` would end the element, and `<!--<script` would keep the page's
     own `</script>` from ending it."""
     from markupsafe import Markup
 

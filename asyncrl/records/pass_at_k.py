@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 Z_95 = 1.959963984540054  # quantile of the normal distribution for a 95 % interval
 
 
-def pass_at_k(samples: int, passed: int, count: int) -> float:
+def estimate_pass_at_k(samples: int, passed: int, count: int) -> float:
     """Estimate the probability that at least one of `count` samples of a prompt passes.
 
     It is the share of all subsets of `count` of the samples that hold a passed one, which is
@@ -19,7 +19,7 @@ def pass_at_k(samples: int, passed: int, count: int) -> float:
     samples: scored samples of the prompt. passed: of these, those that pass. Raises ValueError for
     fewer samples than `count`.
 
-    >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 4), pass_at_k(4, 2, 2)
+    >>> estimate_pass_at_k(4, 1, 1), estimate_pass_at_k(4, 1, 4), estimate_pass_at_k(4, 2, 2)
     (0.25, 1.0, 0.8333333333333334)
     """
     if not 1 <= count <= samples:
@@ -27,7 +27,7 @@ def pass_at_k(samples: int, passed: int, count: int) -> float:
     return 1.0 - math.comb(samples - passed, count) / math.comb(samples, count)
 
 
-def share_interval(shares: Sequence[float], most: float) -> tuple[float, float]:
+def compute_share_interval(shares: Sequence[float], most: float) -> tuple[float, float]:
     """Return the 95 % interval of the mean of `shares`, one in [0, 1] for each prompt.
 
     Prompts are independent, samples of a prompt are not. It is Wilson's score interval (1927) with
@@ -36,7 +36,7 @@ def share_interval(shares: Sequence[float], most: float) -> tuple[float, float]:
 
     most: the largest effective number of trials, the number of all samples.
 
-    >>> [round(bound, 3) for bound in share_interval([1.0] * 20, 20)]
+    >>> [round(bound, 3) for bound in compute_share_interval([1.0] * 20, 20)]
     [0.839, 1.0]
     """
     prompts = len(shares)
@@ -51,10 +51,10 @@ def share_interval(shares: Sequence[float], most: float) -> tuple[float, float]:
     squared = Z_95**2 / trials
     center = (mean + squared / 2) / (1 + squared)
     half = Z_95 * math.sqrt(mean * (1 - mean) / trials + squared / (4 * trials)) / (1 + squared)
-    return max(0.0, min(center - half, mean)), min(1.0, max(center + half, mean))  # but rounding
+    return max(0.0, min(center - half, mean)), min(1.0, max(center + half, mean))  # rounding
 
 
-def set_metrics(
+def compute_set_metrics(
     name: str,
     rewards: Mapping[int, Sequence[float]],
     greedy: Sequence[float],
@@ -70,24 +70,24 @@ def set_metrics(
     """
     all_rewards = [reward for samples in rewards.values() for reward in samples]
     scored = max(len(all_rewards), 1)
-    found = {
+    metrics = {
         f"eval/{name}": math.fsum(all_rewards) / scored,  # rounded once: they come in any order
         f"eval/{name}_n": float(len(rewards)),
         f"eval/{name}_length": sum(lengths) / scored,
     }
     if greedy:
-        found[f"eval/{name}_greedy"] = math.fsum(greedy) / len(greedy)
+        metrics[f"eval/{name}_greedy"] = math.fsum(greedy) / len(greedy)
     for count in counts:
         shares = [
-            pass_at_k(len(samples), sum(reward >= passing for reward in samples), count)
+            estimate_pass_at_k(len(samples), sum(reward >= passing for reward in samples), count)
             for _, samples in sorted(rewards.items())
             if len(samples) >= count
         ]
         if shares:
-            low, high = share_interval(shares, len(all_rewards))
-            found |= {
+            low, high = compute_share_interval(shares, len(all_rewards))
+            metrics |= {
                 f"eval/{name}_pass_at_{count}": math.fsum(shares) / len(shares),
                 f"eval/{name}_pass_at_{count}_low": low,
                 f"eval/{name}_pass_at_{count}_high": high,
             }
-    return found
+    return metrics

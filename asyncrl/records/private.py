@@ -15,7 +15,7 @@ OTHERS = stat.S_IRWXG | stat.S_IRWXO
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
-def directory(path: Path) -> Path:
+def create_directory(path: Path) -> Path:
     """Create `path` and its missing parents with mode 0700, and `check` it."""
     for missing in reversed([p for p in (path, *path.parents) if not os.path.lexists(p)]):
         try:
@@ -35,21 +35,22 @@ def check(path: Path) -> Path:
         raise
     except OSError as error:
         raise ConfigError(
-            f"{path} is a link, no directory, or closed to this user ({error.strerror}): remove it"
+            f"{path} is a link, is not a directory, or is closed to this user "
+            f"({error.strerror}): remove it"
         ) from error
     try:
-        found = os.fstat(descriptor)
-        if found.st_uid != os.getuid():
+        status = os.fstat(descriptor)
+        if status.st_uid != os.getuid():
             raise ConfigError(
-                f"{path} belongs to user {found.st_uid}, not to this one ({os.getuid()}): have it "
+                f"{path} belongs to user {status.st_uid}, not to this one ({os.getuid()}): have it "
                 "removed, or choose another temporary folder by TMPDIR"
             )
-        if found.st_mode & OTHERS_WRITE:
+        if status.st_mode & OTHERS_WRITE:
             raise ConfigError(
-                f"{path} has mode {stat.S_IMODE(found.st_mode):04o}: other users may have put "
+                f"{path} has mode {stat.S_IMODE(status.st_mode):04o}: other users may have put "
                 "something into it; look, then remove it"
             )
-        if found.st_mode & OTHERS:
+        if status.st_mode & OTHERS:
             os.fchmod(descriptor, 0o700)
     finally:
         os.close(descriptor)
@@ -64,10 +65,12 @@ def open_private(path: Path, flags: int) -> int:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
         if path.is_symlink():
-            raise ConfigError(f"{path} is a link, and none is followed there: remove it") from error
+            raise ConfigError(
+                f"{path} is a link, and links are not followed there: remove it"
+            ) from error
         raise
-    found = os.fstat(descriptor)
-    if stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and found.st_nlink == 1:
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid() and status.st_nlink == 1:
         return descriptor
     os.close(descriptor)
     raise ConfigError(f"{path} is not a plain file of this user alone: remove it")
@@ -75,12 +78,12 @@ def open_private(path: Path, flags: int) -> int:
 
 def require_private(path: Path) -> Path:
     """Check that only this user can read `path`.  Raises ConfigError, FileNotFoundError."""
-    found = path.stat()
-    if found.st_uid not in (os.getuid(), 0):
-        raise ConfigError(f"{path} belongs to user {found.st_uid}: make keys of your own")
-    if found.st_mode & OTHERS:
+    status = path.stat()
+    if status.st_uid not in (os.getuid(), 0):
+        raise ConfigError(f"{path} belongs to user {status.st_uid}: create your own keys")
+    if status.st_mode & OTHERS:
         raise ConfigError(
-            f"{path} has mode {stat.S_IMODE(found.st_mode):04o}, so others can read the key: "
+            f"{path} has mode {stat.S_IMODE(status.st_mode):04o}, so others can read the key: "
             f"`chmod 600 {path}`, or make new keys if they may have"
         )
     return path

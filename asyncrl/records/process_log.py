@@ -1,10 +1,10 @@
-"""Log of a run's processes: which ones run, and how earlier ones ended.
+"""Log of a run's processes: the ones that run, and the ends of earlier ones.
 
 `asyncrl doctor` reads it when no process answers.
 
 ```
 RUN/logs/lives.jsonl   a row when a process starts and one when it ends; a killed process leaves no
-                       second row unless a supervisor saw its end
+                       second row unless a supervisor recorded its end
 RUN/.NAME.alive        locked by the running process of that name; the kernel frees it at its end
 RUN/.parts.lock        shared by all running processes; a process that gets it exclusively is the
                        last one (asyncrl/supervise/run.py: `close_up`)
@@ -30,31 +30,31 @@ from asyncrl.records import machine_memory, rundir
 INTERRUPTED = 130
 NOTHING = 6
 TAKEN_OVER = 7
-# exit codes of signals from outside; SIGKILL may also come from the kernel, for want of memory
+# exit codes of signals from outside; the kernel also sends SIGKILL when memory runs out
 FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 RANK_LOST = 137
 AGAIN_S = 5.0  # a restarted process waits this long for the locks of its predecessor
 
 
-Before = Literal["", "ended", "outside", "killed", "crashed"]
+PreviousEnd = Literal["", "ended", "outside", "killed", "crashed"]
 
 
-def path(run_dir: Path) -> Path:
+def get_path(run_dir: Path) -> Path:
     return run_dir / "logs" / "lives.jsonl"
 
 
-def append_event(run_dir: Path, name: str, pid: int, event: str, **more: Any) -> None:
-    """Add a row, and ignore a directory that cannot be written: the rows are only informative."""
+def append_event(run_dir: Path, name: str, pid: int, event: str, **details: Any) -> None:
+    """Add a row, or ignore a directory that cannot be written: the rows are only informative."""
     row = {
         "at": time.time(),
         "name": name,
         "pid": pid,
         "host": socket.gethostname(),
         "event": event,
-    } | more
+    } | details
     try:
-        path(run_dir).parent.mkdir(exist_ok=True)
-        with path(run_dir).open("a", encoding="utf-8") as file:
+        get_path(run_dir).parent.mkdir(exist_ok=True)
+        with get_path(run_dir).open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
     except OSError:
         pass
@@ -62,10 +62,10 @@ def append_event(run_dir: Path, name: str, pid: int, event: str, **more: Any) ->
 
 def read_events(run_dir: Path) -> list[dict[str, Any]]:
     """Read all rows, oldest first; incomplete lines are left out."""
-    out = []
+    rows = []
     for line in (
-        path(run_dir).read_text(errors="replace", encoding="utf-8").splitlines()
-        if path(run_dir).exists()
+        get_path(run_dir).read_text(errors="replace", encoding="utf-8").splitlines()
+        if get_path(run_dir).exists()
         else ()
     ):
         try:
@@ -73,22 +73,22 @@ def read_events(run_dir: Path) -> list[dict[str, Any]]:
         except ValueError:
             continue
         if isinstance(row, dict) and {"at", "name", "pid", "event"} <= row.keys():
-            out.append(row)
-    return out
+            rows.append(row)
+    return rows
 
 
-def latest_events(run_dir: Path) -> dict[str, dict[str, Any]]:
+def read_latest_events(run_dir: Path) -> dict[str, dict[str, Any]]:
     """Return the newest row of each process.
 
     The end of a replaced process is ignored: it may come long after its successor's start."""
     return {row["name"]: row for row in read_events(run_dir) if row.get("code") != TAKEN_OVER}
 
 
-def failed_ends(run_dir: Path) -> list[dict[str, Any]]:
+def list_failed_ends(run_dir: Path) -> list[dict[str, Any]]:
     """Return the newest row of each process that failed or vanished, oldest first."""
     bad = [
         r
-        for r in latest_events(run_dir).values()
+        for r in read_latest_events(run_dir).values()
         if (
             r.get("code") not in (0, NOTHING)
             if r["event"] != "began"
@@ -98,17 +98,17 @@ def failed_ends(run_dir: Path) -> list[dict[str, Any]]:
     return sorted(bad, key=lambda r: float(r["at"]))
 
 
-def memory_kills() -> list[str | int]:
+def read_memory_kills() -> list[str | int]:
     """Return the machine's boot id and its number of out-of-memory kills, or [] if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:
         return []
-    kills = machine_memory.memory_kills()
+    kills = machine_memory.count_memory_kills()
     return [] if kills is None else [boot, kills]
 
 
-def previous_end(run_dir: Path, name: str, pid: int) -> Before:
+def find_previous_end(run_dir: Path, name: str, pid: int) -> PreviousEnd:
     """Return how the incarnation of `name` before process `pid` ended; "" if there was none.
 
     ended: normally, or as asked.
@@ -116,53 +116,62 @@ def previous_end(run_dir: Path, name: str, pid: int) -> Before:
     outside: by a signal or without a trace, with a cause outside: an operator, a scheduler, its
     machine.
     killed: the same, but its supervisor ended it for holding up the run, the kernel has killed a
-    process for want of memory since it began, or that is unknown."""
+    process for lack of memory since it began, or the number of such kills is unknown."""
     past = [row for row in read_events(run_dir) if row["name"] == name and row["pid"] != pid]
     if not past:
         return ""
-    last = past[-1]
-    code = last.get("code")
-    if code in (0, NOTHING, INTERRUPTED) or last.get("asked"):
+    newest = past[-1]
+    code = newest.get("code")
+    if code in (0, NOTHING, INTERRUPTED) or newest.get("asked"):
         return "ended"
-    if code == RANK_LOST or last.get("held_up"):
+    if code == RANK_LOST or newest.get("held_up"):
         return "killed"
-    if last["event"] != "began" and code not in FROM_OUTSIDE:
+    if newest["event"] != "began" and code not in FROM_OUTSIDE:
         return "crashed"
     if code in FROM_OUTSIDE and code != -signal.SIGKILL:
         return "outside"
-    begun = [row for row in past if row["event"] == "began" and row["pid"] == last["pid"]]
-    then, now = begun[-1].get("memory_kills") if begun else None, memory_kills()
-    if not then or not now or (then[0] == now[0] and then != now):
+    starts = [row for row in past if row["event"] == "began" and row["pid"] == newest["pid"]]
+    kills_before, kills_now = (
+        starts[-1].get("memory_kills") if starts else None,
+        read_memory_kills(),
+    )
+    if (
+        not kills_before
+        or not kills_now
+        or (kills_before[0] == kills_now[0] and kills_before != kills_now)
+    ):
         return "killed"
     return "outside"  # the machine has changed or rebooted
 
 
-def end_of(row: dict[str, Any]) -> str:
-    """Describe in one line how a process ended.
+def describe_end(row: dict[str, Any]) -> str:
+    """Describe the end of a process in one line.
 
     >>> row = {"at": 0.0, "name": "learner", "pid": 7, "event": "ended", "code": 1}
-    >>> end_of(row | {"why": "KeyError: 3"}).split(" at ")[0]
+    >>> describe_end(row | {"why": "KeyError: 3"}).split(" at ")[0]
     'learner (process 7) ended with exit code 1: KeyError: 3'
     """
-    who = f"{row['name']} (process {row['pid']})"
-    why = escape_line(str(row.get("why") or ""))
+    process = f"{row['name']} (process {row['pid']})"
+    reason = escape_line(str(row.get("why") or ""))
     code = row.get("code")
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(row["at"])))
     if row["event"] == "began":
         return (
-            f"{who} was killed without a word (by SIGKILL, for want of memory, with its "
+            f"{process} ended without a report (by SIGKILL, for lack of memory, or with its "
             f"machine), some time after {when}"
         )
     if code == INTERRUPTED:
-        return f"{who} was told to end, and did at {when}"
-    how = signal.Signals(-code).name if isinstance(code, int) and code < 0 else f"exit code {code}"
-    return f"{who} ended with {how}{': ' + why if why else ''} at {when}"
+        return f"{process} was asked to end, and ended at {when}"
+    ending = (
+        signal.Signals(-code).name if isinstance(code, int) and code < 0 else f"exit code {code}"
+    )
+    return f"{process} ended with {ending}{': ' + reason if reason else ''} at {when}"
 
 
 def is_alive(run_dir: Path, name: str) -> bool:
     """Decide whether a process of this name runs in this directory on this machine.
 
-    `supervisor` is a name, too."""
+    name: `supervisor`, or the name of a process of the run."""
     lock = run_dir / (".run.lock" if name == "supervisor" else f".{name}.alive")
     try:
         with lock.open("r", encoding="utf-8") as file:
@@ -185,52 +194,53 @@ class ProcessIncarnation:
     def __init__(self, run_dir: Path, name: str, *, alone: bool, supervised: bool = False) -> None:
         self.run_dir = run_dir
         self.name = name
-        self.all = (run_dir / ".parts.lock").open("a", encoding="utf-8")
+        self.directory_lock = (run_dir / ".parts.lock").open("a", encoding="utf-8")
         # waits while the last process of the earlier ones writes summary and report
-        fcntl.flock(self.all, fcntl.LOCK_SH)
-        self.mine: IO[str] = (run_dir / f".{name}.alive").open("a+", encoding="utf-8")
-        how = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
+        fcntl.flock(self.directory_lock, fcntl.LOCK_SH)
+        self.name_lock: IO[str] = (run_dir / f".{name}.alive").open("a+", encoding="utf-8")
+        mode = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
         try:
-            rundir.lock(self.mine, how, AGAIN_S if supervised else rundir.LOOK_S)
+            rundir.lock(self.name_lock, mode, AGAIN_S if supervised else rundir.LOOK_S)
         except BlockingIOError as error:
+            holder = self._describe_holder()
             raise ConfigError(
-                f"{name} of {run_dir} is running already{self._holder()}: {_other(name)}"
+                f"{name} of {run_dir} is running already{holder}: {_advise_on_conflict(name)}"
             ) from error
-        self.mine.truncate(0)
-        self.mine.write(str(os.getpid()))
-        self.mine.flush()
+        self.name_lock.truncate(0)
+        self.name_lock.write(str(os.getpid()))
+        self.name_lock.flush()
         append_event(
             run_dir,
             name,
             os.getpid(),
             "began",
             supervised=supervised,
-            memory_kills=memory_kills(),
+            memory_kills=read_memory_kills(),
         )
 
-    def _holder(self) -> str:
-        self.mine.seek(0)
-        pid = self.mine.read().strip()
+    def _describe_holder(self) -> str:
+        self.name_lock.seek(0)
+        pid = self.name_lock.read().strip()
         return f" as process {pid}" if pid else ""
 
-    def end(self, code: int, why: str = "") -> bool:
+    def end(self, code: int, reason: str = "") -> bool:
         """Record the end with its exit code and error, if any.
 
-        Return True if it is the last process of the directory, which it owns until `release`."""
-        append_event(self.run_dir, self.name, os.getpid(), "ended", code=code, why=why)
-        self.mine.close()
+        Returns whether it is the last process of the directory, which it owns until `release`."""
+        append_event(self.run_dir, self.name, os.getpid(), "ended", code=code, why=reason)
+        self.name_lock.close()
         try:
             # releases the shared lock first, so that one of two ending processes gets it
-            fcntl.flock(self.all, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self.directory_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         return True
 
     def release(self) -> None:
-        self.all.close()
+        self.directory_lock.close()
 
 
-def _other(name: str) -> str:
+def _advise_on_conflict(name: str) -> str:
     return (
         "give this one another --index, or end that one first"
         if name.startswith("generator")

@@ -22,7 +22,7 @@ from asyncrl.records import atomic_write, buffer_leadership, private
 
 SHM = Path("/dev/shm")
 HELD = ".held"  # in a run's directory of shared memory, locked by its processes
-LOOK_S = 2.0  # a check whether a process runs holds its lock for an instant (process_log.is_alive)
+LOOK_S = 2.0  # process_log.is_alive holds the lock of a process for an instant
 _POLL_S = 0.05
 
 
@@ -32,16 +32,16 @@ def prepare(config: Config, toml: str, run_dir: Path, run: str = "") -> None:
     run: id of the run, if it exists elsewhere.  Raises ConfigError if the directory is in use."""
     if (run_dir / "config.toml").exists():
         raise ConfigError(
-            f"{run_dir} holds a run already: go on with it by `asyncrl run --resume {run_dir}`, or "
-            "choose another name by --set name=..."
+            f"{run_dir} holds a run already: continue it with `asyncrl run --resume {run_dir}`, or "
+            "choose another name with --set name=..."
         )
     try:
-        atomic_write.directory(run_dir, 0o700)
+        atomic_write.create_directory(run_dir, 0o700)
         for part in ("checkpoints", "logs", "trace"):
             (run_dir / part).mkdir(exist_ok=True)
         atomic_write.write(run_dir / "run_id", run or uuid.uuid4().hex[:12], sync=True)
     except OSError as error:
-        raise unwritable_error(run_dir, error) from error
+        raise make_unwritable_error(run_dir, error) from error
     (run_dir / "command").write_text(" ".join(sys.argv) + "\n", encoding="utf-8")
     git = (
         subprocess.run(
@@ -58,25 +58,25 @@ def prepare(config: Config, toml: str, run_dir: Path, run: str = "") -> None:
 def ensure(config: Config, toml: str, run_dir: Path, run: str = "") -> None:
     """Create the run directory unless another process started by hand has done so."""
     try:
-        atomic_write.directory(run_dir, 0o700)
+        atomic_write.create_directory(run_dir, 0o700)
         making = (run_dir / ".making").open("w", encoding="utf-8")
     except OSError as error:
-        raise unwritable_error(run_dir, error) from error
+        raise make_unwritable_error(run_dir, error) from error
     with making as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (run_dir / "config.toml").exists():
             prepare(config, toml, run_dir, run)
 
 
-def unwritable_error(run_dir: Path, error: OSError) -> ConfigError:
+def make_unwritable_error(run_dir: Path, error: OSError) -> ConfigError:
     """Return the error for a run directory that cannot be created."""
     return ConfigError(
-        f"runs: the run directory {run_dir} cannot be made: {error.strerror}; choose another place "
-        "with --set runs=DIR (or --run-dir)"
+        f"runs: the run directory {run_dir} cannot be created: {error.strerror}; choose another "
+        "place with --set runs=DIR (or --run-dir)"
     )
 
 
-def directory(config: Config, source: str) -> Path:
+def choose_directory(config: Config, source: str) -> Path:
     """Return runs/NAME, with the config file's name and the time if there is no name."""
     return Path(config.runs) / (
         config.name or f"{Path(source).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -89,50 +89,52 @@ def note_limit(run_dir: Path, limit: float) -> None:
         file.write(f"{limit:g}\n")
 
 
-def limits(run_dir: Path) -> list[float]:
+def read_limits(run_dir: Path) -> list[float]:
     """Return the different staleness limits that the run had before resumes."""
     path = run_dir / "limits"
     return [float(x) for x in path.read_text(encoding="utf-8").split()] if path.exists() else []
 
 
-def run_id(run_dir: Path) -> str:
+def read_run_id(run_dir: Path) -> str:
     return (run_dir / "run_id").read_text(encoding="utf-8").strip()
 
 
-def directory_id(run_dir: Path) -> str:
+def derive_directory_id(run_dir: Path) -> str:
     """Return an id of this directory on this machine.
 
     A copy has the same run id, and must not share socket and weights."""
-    return f"{run_id(run_dir)}-{run_dir.stat().st_ino:x}"
+    return f"{read_run_id(run_dir)}-{run_dir.stat().st_ino:x}"
 
 
-def socket_dir(run_dir: Path) -> Path:
+def ensure_socket_dir(run_dir: Path) -> Path:
     """Return a private directory with a short path: unix sockets allow at most 107 bytes."""
-    own = private.directory(Path(tempfile.gettempdir()) / f"asyncrl-{os.getuid()}")
-    return private.directory(own / directory_id(run_dir))
+    user_dir = private.create_directory(Path(tempfile.gettempdir()) / f"asyncrl-{os.getuid()}")
+    return private.create_directory(user_dir / derive_directory_id(run_dir))
 
 
-def buffer_address(config: Config, run_dir: Path) -> str:
-    return config.wires.address or f"ipc://{socket_dir(run_dir) / 'buffer'}"
+def get_buffer_address(config: Config, run_dir: Path) -> str:
+    return config.wires.address or f"ipc://{ensure_socket_dir(run_dir) / 'buffer'}"
 
 
-def current_buffer_address(config: Config, run_dir: Path) -> str:
+def get_current_buffer_address(config: Config, run_dir: Path) -> str:
     """Return the buffer's address: the config's, unless a buffer elsewhere has taken over."""
-    return buffer_leadership.current_address(run_dir) or buffer_address(config, run_dir)
+    return buffer_leadership.read_current_address(run_dir) or get_buffer_address(config, run_dir)
 
 
-def gateway_address(config: Config, run_dir: Path, index: int) -> str:
+def get_gateway_address(config: Config, run_dir: Path, index: int) -> str:
     """Return the address at which generators take the calls of gateway `index`."""
-    return config.wires.gateway_address or f"ipc://{socket_dir(run_dir) / f'gateway-{index}'}"
+    return (
+        config.wires.gateway_address or f"ipc://{ensure_socket_dir(run_dir) / f'gateway-{index}'}"
+    )
 
 
-def _memory_base() -> Path:
+def _choose_memory_base() -> Path:
     return SHM if SHM.is_dir() and os.access(SHM, os.W_OK) else Path(tempfile.gettempdir())
 
 
-def shm_dir(run_dir: Path) -> Path:
+def get_shm_dir(run_dir: Path) -> Path:
     """Return the run's directory on the shared-memory file system."""
-    return _memory_base() / f"asyncrl-{os.getuid()}-{directory_id(run_dir)}"
+    return _choose_memory_base() / f"asyncrl-{os.getuid()}-{derive_directory_id(run_dir)}"
 
 
 def hold_memory(run_dir: Path) -> IO[str]:
@@ -140,22 +142,22 @@ def hold_memory(run_dir: Path) -> IO[str]:
 
     `sweep_memory` does not remove a locked directory."""
     while True:
-        held = private.directory(shm_dir(run_dir)) / HELD
+        lock_file = private.create_directory(get_shm_dir(run_dir)) / HELD
         with contextlib.suppress(FileNotFoundError):  # removed by a sweep meanwhile
-            file = held.open("a", encoding="utf-8")
+            file = lock_file.open("a", encoding="utf-8")
             fcntl.flock(file, fcntl.LOCK_SH)
-            if held.exists() and held.samefile(f"/proc/self/fd/{file.fileno()}"):
+            if lock_file.exists() and lock_file.samefile(f"/proc/self/fd/{file.fileno()}"):
                 return file
             file.close()
 
 
 def sweep_memory() -> list[str]:
-    """Remove the shared memory of this user's runs that no living process holds, as kill -9 of all
-    of a run's processes leaves it.  Returns the names of the directories.
+    """Remove the shared memory of this user's runs that no living process holds.
 
-    A directory without a lock file is left alone: nothing says whose it is."""
+    It remains when all processes of a run are killed.  A directory without a lock file is kept,
+    because its owner is unknown.  Returns the names of the removed directories."""
     swept = []
-    for place in _memory_base().glob(f"asyncrl-{os.getuid()}-*"):
+    for place in _choose_memory_base().glob(f"asyncrl-{os.getuid()}-*"):
         try:
             with open(os.open(place / HELD, os.O_RDWR | os.O_NOFOLLOW), encoding="utf-8") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -166,35 +168,35 @@ def sweep_memory() -> list[str]:
     return swept
 
 
-def ring_dir(run_dir: Path, epoch: int) -> Path:
-    return shm_dir(run_dir) / f"epoch_{epoch}"
+def get_ring_dir(run_dir: Path, epoch: int) -> Path:
+    return get_shm_dir(run_dir) / f"epoch_{epoch}"
 
 
-def outside_directories(run_dir: Path) -> tuple[Path, Path]:
+def list_outside_directories(run_dir: Path) -> tuple[Path, Path]:
     """Return a run's directories outside its own: shared memory and sockets."""
-    return shm_dir(run_dir), socket_dir(run_dir)
+    return get_shm_dir(run_dir), ensure_socket_dir(run_dir)
 
 
 def remove(places: Sequence[Path]) -> None:
-    """Remove `outside_directories`, determined before the run directory itself was removed."""
+    """Remove `list_outside_directories`, determined before the run directory itself was removed."""
     for place in places:
         shutil.rmtree(place, ignore_errors=True)
 
 
 def clean(run_dir: Path) -> None:
     """Remove a run's directories outside its own."""
-    remove(outside_directories(run_dir))
+    remove(list_outside_directories(run_dir))
 
 
 def is_finished(run_dir: Path, steps: int) -> bool:
-    """Decide whether the run has made its `steps`, was evaluated and has written its model.
+    """Decide whether the run has made its `steps`, evaluated and written its model.
 
     The last buffer records this at its end, and a new buffer removes the record."""
     try:
-        left = json.loads((run_dir / "buffer_summary.json").read_text(encoding="utf-8"))
+        summary = json.loads((run_dir / "buffer_summary.json").read_text(encoding="utf-8"))
         return (
-            bool(left["finished"])
-            and left["steps"] >= steps
+            bool(summary["finished"])
+            and summary["steps"] >= steps
             and (run_dir / "weights_digest").exists()
         )
     except (OSError, ValueError, KeyError, TypeError):
@@ -220,7 +222,7 @@ def lock(file: IO[str], how: int, patience_s: float) -> None:
         time.sleep(_POLL_S)
 
 
-def in_use_error(run_dir: Path, process: str) -> ConfigError:
+def make_in_use_error(run_dir: Path, process: str) -> ConfigError:
     return ConfigError(
         f"{run_dir} is in use by process {process.strip() or '?'}: stop that run first, or choose "
         "another name"
@@ -236,7 +238,7 @@ def refuse_if_in_use(run_dir: Path) -> None:
     except FileNotFoundError:
         return
     except BlockingIOError as error:
-        raise in_use_error(run_dir, process) from error
+        raise make_in_use_error(run_dir, process) from error
 
 
 class RunLock:
@@ -244,13 +246,13 @@ class RunLock:
 
     The kernel frees it when its holder exits."""
 
-    def __init__(self, run_dir: Path, what: str = "run") -> None:
-        self.file = (run_dir / f".{what}.lock").open("a+", encoding="utf-8")
+    def __init__(self, run_dir: Path, name: str = "run") -> None:
+        self.file = (run_dir / f".{name}.lock").open("a+", encoding="utf-8")
         try:
             lock(self.file, fcntl.LOCK_EX, LOOK_S)
         except BlockingIOError as error:
             self.file.seek(0)
-            raise in_use_error(run_dir, self.file.read()) from error
+            raise make_in_use_error(run_dir, self.file.read()) from error
         self.file.truncate(0)
         self.file.write(str(os.getpid()))
         self.file.flush()
@@ -260,12 +262,12 @@ class RunLock:
 
 
 def note_longest_prompt(run_dir: Path, name: str, tokens: int) -> None:
-    """Record the length of a process's longest prompt, to explain a kill for want of memory."""
+    """Record the length of a process's longest prompt, to explain a kill for lack of memory."""
     with contextlib.suppress(OSError):
         (run_dir / f".{name}.longest").write_text(str(tokens), encoding="utf-8")
 
 
-def longest_prompt(run_dir: Path, name: str) -> int:
+def read_longest_prompt(run_dir: Path, name: str) -> int:
     """Return the recorded length of the longest prompt, or 0."""
     try:
         return int((run_dir / f".{name}.longest").read_text(encoding="utf-8"))

@@ -10,7 +10,8 @@ RUN/recording/weights/number_N/       a checkpoint: model, optimizer, state; alw
 ```
 
 A later incarnation starts from its checkpoint, so its steps replace the earlier ones from there on.
-An incomplete record at the end of a file marks where a process exited, and the stream ends there.
+An incomplete record at the end of a file shows that a process exited there; the stream ends before
+it.
 An unreadable record before a readable one is damage."""
 
 from __future__ import annotations
@@ -60,40 +61,40 @@ class RecordedStep(msgspec.Struct, array_like=True):
     digest: str
 
 
-def directory(run_dir: Path) -> Path:
+def get_directory(run_dir: Path) -> Path:
     return run_dir / "recording"
 
 
-def size(run_dir: Path) -> int:
+def measure_size(run_dir: Path) -> int:
     """Return the bytes of a run's recording, weights included."""
-    return sum(p.stat().st_size for p in directory(run_dir).rglob("*") if p.is_file())
+    return sum(p.stat().st_size for p in get_directory(run_dir).rglob("*") if p.is_file())
 
 
-def logs(run_dir: Path) -> dict[int, Path]:
+def list_logs(run_dir: Path) -> dict[int, Path]:
     """Return epoch -> file, ascending."""
-    found = {
+    logs = {
         int(m.group(1)): p
-        for p in directory(run_dir).glob("epoch_*.log")
+        for p in get_directory(run_dir).glob("epoch_*.log")
         if (m := re.fullmatch(r"epoch_(\d+)\.log", p.name))
     }
-    return dict(sorted(found.items()))
+    return dict(sorted(logs.items()))
 
 
-def weights(run_dir: Path) -> dict[int, Path]:
+def list_weights(run_dir: Path) -> dict[int, Path]:
     """Return version -> checkpoint directory of the recorded weights."""
-    place = directory(run_dir) / "weights"
-    found = {
+    place = get_directory(run_dir) / "weights"
+    checkpoints = {
         int(m.group(1)): p
         for p in place.glob("number_*")
         if (m := re.fullmatch(r"number_(\d+)", p.name))
     }
-    return dict(sorted(found.items()))
+    return dict(sorted(checkpoints.items()))
 
 
-def frame(number: int, value: msgspec.Struct | None) -> bytes:
+def encode_frame(number: int, value: msgspec.Struct | None) -> bytes:
     """Encode one record."""
     payload = zlib.compress(msgspec.msgpack.encode(value), 1) if value is not None else b""
-    return HEAD.pack(MARK, len(payload), number, _sum(number, payload)) + payload
+    return HEAD.pack(MARK, len(payload), number, _compute_checksum(number, payload)) + payload
 
 
 def strip_batch(batch: Batch) -> Batch:
@@ -102,19 +103,21 @@ def strip_batch(batch: Batch) -> Batch:
     return msgspec.structs.replace(batch, samples=samples, ledger={}, stats={}, trained_above=[])
 
 
-def _sum(number: int, payload: bytes) -> int:
+def _compute_checksum(number: int, payload: bytes) -> int:
     return int(xxhash.xxh3_64_intdigest(struct.pack("<Q", number) + payload))
 
 
-def _read_record_header(data: bytes, at: int) -> tuple[int, int] | None:
+def _read_record_header(data: bytes, offset: int) -> tuple[int, int] | None:
     """Return (number, payload length) of an undamaged record at byte `at`, or None."""
-    if at + HEAD.size > len(data):
+    if offset + HEAD.size > len(data):
         return None
-    mark, length, number, checksum = HEAD.unpack_from(data, at)
-    payload = data[at + HEAD.size : at + HEAD.size + length]
+    mark, length, number, checksum = HEAD.unpack_from(data, offset)
+    payload = data[offset + HEAD.size : offset + HEAD.size + length]
     return (
         (number, length)
-        if mark == MARK and len(payload) == length and _sum(number, payload) == checksum
+        if mark == MARK
+        and len(payload) == length
+        and _compute_checksum(number, payload) == checksum
         else None
     )
 
@@ -123,7 +126,8 @@ def _read_record_header(data: bytes, at: int) -> tuple[int, int] | None:
 class Recording:
     """An indexed recording.
 
-    places: steps by number, contiguous from `start`.  lives: (first batch, header)."""
+    places: steps by number, contiguous from `start`.  lives: (first batch, header) of each
+    incarnation."""
 
     run_dir: Path
     # number -> (file, offset of the payload, length)
@@ -142,37 +146,37 @@ class Recording:
         """Version after the last recorded batch."""
         return self.start + len(self.places)
 
-    def step(self, number: int) -> RecordedStep:
-        path, at, length = self.places[number]
+    def read_step(self, number: int) -> RecordedStep:
+        path, offset, length = self.places[number]
         with path.open("rb") as file:
-            file.seek(at)
+            file.seek(offset)
             return msgspec.msgpack.decode(zlib.decompress(file.read(length)), type=RecordedStep)
 
-    def steps(self, start: int, end: int) -> Iterator[RecordedStep]:
+    def read_steps(self, start: int, end: int) -> Iterator[RecordedStep]:
         """Yield the batches start, ..., end - 1."""
-        return (self.step(n) for n in range(start, end))
+        return (self.read_step(n) for n in range(start, end))
 
-    def life(self, number: int) -> RecordingHeader:
+    def find_header(self, number: int) -> RecordingHeader:
         """Return the header of the incarnation that trained batch `number`."""
-        return [x for first, x in self.lives if first <= number][-1]
+        return [header for start, header in self.lives if start <= number][-1]
 
-    def missing_part(self, steps: int) -> str:
+    def explain_missing_part(self, steps: int) -> str:
         """Explain why the stream ends before batch `steps`; empty if it does not."""
         if self.end >= steps:
             return ""
-        why = (
+        reason = (
             "the run ended there"
             if not self.torn
-            else f"the run died while it wrote the next record ({self.torn})"
+            else f"the run ended while it wrote the next record ({self.torn})"
         )
         if self.full:
-            why = "it had reached record.stream_mib"
+            reason = "it had reached record.stream_mib"
         if self.hole:
-            why = (
-                f"batch {self.end} was not recorded (a life had reached record.stream_mib, "
-                "or went on without record.stream)"
+            reason = (
+                f"batch {self.end} was not recorded (an incarnation had reached "
+                "record.stream_mib, or had continued without record.stream)"
             )
-        return f"the recording has {self.end} of {steps} batches: {why}; replayed up to there"
+        return f"the recording has {self.end} of {steps} batches: {reason}; replayed up to there"
 
 
 def read(run_dir: Path) -> Recording:
@@ -181,66 +185,72 @@ def read(run_dir: Path) -> Recording:
     Raises ConfigError if there is none, and DamagedDataError if it is unreadable in the middle."""
     if not (run_dir / "config.toml").is_file():
         raise ConfigError(f"{run_dir}: no run directory (it has no config.toml)")
-    if not logs(run_dir):
+    if not list_logs(run_dir):
         raise ConfigError(
             f"{run_dir}: no recording in it; record a run's stream with `asyncrl run CONFIG --set "
             "record.stream=true`"
         )
-    out = Recording(run_dir)
-    for path in logs(run_dir).values():
-        _read(path, out)
-    if not out.lives:
+    recording = Recording(run_dir)
+    for path in list_logs(run_dir).values():
+        _read(path, recording)
+    if not recording.lives:
         raise ConfigError(
             f"{run_dir}: its recording ends before its first batch; there is nothing to replay"
         )
-    end = out.start
+    end = recording.start
     # batches behind a hole (size limit reached, or an incarnation that did not record) are lost
-    while end in out.places:
+    while end in recording.places:
         end += 1
-    out.hole = any(n > end for n in out.places)
-    out.places = {n: p for n, p in out.places.items() if out.start <= n < end}
-    out.lives = [(first, life) for first, life in out.lives if first < max(out.end, out.start + 1)]
-    return out
+    recording.hole = any(n > end for n in recording.places)
+    recording.places = {n: p for n, p in recording.places.items() if recording.start <= n < end}
+    recording.lives = [
+        (start, header)
+        for start, header in recording.lives
+        if start < max(recording.end, recording.start + 1)
+    ]
+    return recording
 
 
-def _read(path: Path, out: Recording) -> None:
+def _read(path: Path, recording: Recording) -> None:
     """Add one incarnation's file to the records of the earlier ones."""
     data = path.read_bytes()
-    at = 0
-    life = None
-    out.torn = ""
-    out.full = False
-    while at < len(data):
-        found = _read_record_header(data, at)
-        if found is None:
-            later = data.find(MARK, at + 1)
+    offset = 0
+    header = None
+    recording.torn = ""
+    recording.full = False
+    while offset < len(data):
+        record = _read_record_header(data, offset)
+        if record is None:
+            later = data.find(MARK, offset + 1)
             while later >= 0 and _read_record_header(data, later) is None:
                 later = data.find(MARK, later + 1)
             if later >= 0:
                 raise DamagedDataError(
-                    f"{path} is damaged at byte {at} of {len(data)}: a record there cannot be read "
-                    "and later ones can; restore the file"
+                    f"{path} is damaged at byte {offset} of {len(data)}: a record there cannot be "
+                    "read and later ones can; restore the file"
                 )
-            out.torn = f"{path.name}, byte {at} of {len(data)}"
+            recording.torn = f"{path.name}, byte {offset} of {len(data)}"
             return
-        number, length = found
-        where = at + HEAD.size
-        at = where + length
+        number, length = record
+        start = offset + HEAD.size
+        offset = start + length
         if number == LIFE:
-            life = msgspec.msgpack.decode(zlib.decompress(data[where:at]), type=RecordingHeader)
-            if life.format != FORMAT:
+            header = msgspec.msgpack.decode(
+                zlib.decompress(data[start:offset]), type=RecordingHeader
+            )
+            if header.format != FORMAT:
                 raise DamagedDataError(
-                    f"{path} is a recording of format {life.format}; this version reads {FORMAT}: "
-                    "replay it with the version that made it"
+                    f"{path} is a recording of format {header.format}; this version reads "
+                    f"{FORMAT}: replay it with the version that made it"
                 )
-            out.places = {n: p for n, p in out.places.items() if n < life.start}
-            out.lives = [(first, x) for first, x in out.lives if first < life.start] + [
-                (life.start, life)
-            ]
+            recording.places = {n: p for n, p in recording.places.items() if n < header.start}
+            recording.lives = [
+                (begin, earlier) for begin, earlier in recording.lives if begin < header.start
+            ] + [(header.start, header)]
         elif number == FULL:
-            out.full = True
+            recording.full = True
         else:
-            out.places[number] = (path, where, length)
+            recording.places[number] = (path, start, length)
 
 
 class RecordingWriter:
@@ -248,28 +258,28 @@ class RecordingWriter:
 
     Stops when the whole recording, with `used` bytes already, reaches `most`, and sets `full`."""
 
-    def __init__(self, run_dir: Path, life: RecordingHeader, used: int, most: int) -> None:
-        self.path = directory(run_dir) / f"epoch_{life.epoch}.log"
+    def __init__(self, run_dir: Path, header: RecordingHeader, used: int, most: int) -> None:
+        self.path = get_directory(run_dir) / f"epoch_{header.epoch}.log"
         self.path.parent.mkdir(exist_ok=True)
         self.fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self.used = used
         self.most = most
         self.full = False
         self.written = 0
-        self._append(frame(LIFE, life))
+        self._append(encode_frame(LIFE, header))
 
-    def has_room(self, more: int) -> bool:
+    def has_room(self, size: int) -> bool:
         """Decide whether `more` bytes may be added.
 
         The first refusal is final, because a stream with holes cannot be replayed."""
-        if not self.full and self.used + more > self.most - HEAD.size:
-            self._append(frame(FULL, None))
+        if not self.full and self.used + size > self.most - HEAD.size:
+            self._append(encode_frame(FULL, None))
             self.full = True
         return not self.full
 
     def add(self, number: int, step: RecordedStep) -> bool:
         """Append a batch; return False if there is no room for it."""
-        data = frame(number, step)
+        data = encode_frame(number, step)
         if not self.has_room(len(data)):
             return False
         self._append(data)

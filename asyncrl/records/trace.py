@@ -36,33 +36,33 @@ class Tracer:
         directory = run_dir / "trace"
         directory.mkdir(parents=True, exist_ok=True)
         self.file = (directory / f"{process}.jsonl").open("a", buffering=1 << 16, encoding="utf-8")
-        self.left = MOST_EVENTS
+        self.events_left = MOST_EVENTS
 
     @contextmanager
-    def span(self, name: str, size: int | None = None) -> Iterator[None]:
+    def time_span(self, name: str, size: int | None = None) -> Iterator[None]:
         """Time a block; size: its completions or tokens, to which `asyncrl simulate` fits times."""
-        began = time.monotonic()
+        start = time.monotonic()
         try:
             yield
         finally:
-            self.add(name, began, time.monotonic(), size)
+            self.add(name, start, time.monotonic(), size)
 
     def add(
         self,
         name: str,
-        began: float,
-        ended: float,
+        start: float,
+        end: float,
         size: int | None = None,
         steps: int | None = None,
     ) -> None:
         """Add a span that was timed elsewhere; `steps` requires `size`."""
-        if self.left > 0:
-            self.left -= 1
+        if self.events_left > 0:
+            self.events_left -= 1
             numbers = "".join(f",{n}" for n in (size, steps) if n is not None)
             try:
-                self.file.write(f'["{name}",{began:.6f},{ended:.6f}{numbers}]\n')
+                self.file.write(f'["{name}",{start:.6f},{end:.6f}{numbers}]\n')
             except OSError:
-                self.left = 0
+                self.events_left = 0
 
     def close(self) -> None:
         with suppress(OSError):
@@ -71,15 +71,15 @@ class Tracer:
 
 def read_sized_spans(run_dir: Path) -> dict[str, list[TraceSpan]]:
     """Return process -> spans, without an incomplete last line."""
-    out: dict[str, list[TraceSpan]] = {}
+    spans: dict[str, list[TraceSpan]] = {}
     for path in sorted((run_dir / "trace").glob("*.jsonl")):
         rows = [
             json.loads(line)
             for line in path.read_text(encoding="utf-8").splitlines()
             if line.endswith("]")
         ]
-        out[path.stem] = [TraceSpan(*row) for row in rows]
-    return out
+        spans[path.stem] = [TraceSpan(*row) for row in rows]
+    return spans
 
 
 def read(run_dir: Path) -> dict[str, list[tuple[str, float, float]]]:

@@ -23,7 +23,7 @@ def main(run_dir: Path) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         # a signal from the terminal must not end this process before it has cleaned up
         signal.signal(number, signal.SIG_IGN)
-    outside = rundir.outside_directories(run_dir)
+    outside = rundir.list_outside_directories(run_dir)
     sys.stdin.buffer.read()
     # the kernel needs a moment to free the supervisor's lock and to kill the children
     for _ in range(TRIES):

@@ -48,7 +48,7 @@ def describe_processes(config: Config, run_dir: Path) -> list[dict[str, Any]]:
     """Describe every process that the run has, had or should have.
 
     Each description contains whether it runs, how it ended, and the last line of its log."""
-    events = process_log.latest_events(run_dir)
+    events = process_log.read_latest_events(run_dir)
     logs = sorted(
         (run_dir / "logs").glob("attempt_*"),
         key=lambda p: int(p.name.removeprefix("attempt_") or 0),
@@ -71,7 +71,9 @@ def describe_processes(config: Config, run_dir: Path) -> list[dict[str, Any]]:
             )
             state = f"{name} is running (process {pid})"
         else:
-            state = f"{name} has not been started" if event is None else process_log.end_of(event)
+            state = (
+                f"{name} has not been started" if event is None else process_log.describe_end(event)
+            )
         log = logs[-1] / f"{name}.log" if logs else None
         has_log = (
             log is not None
@@ -135,7 +137,7 @@ def examine_run(config: Config, run_dir: Path, status: RunStatus | None) -> dict
         "link": live.describe_slow_link(
             status.metrics if status is not None else find_link_metrics(rows)
         ),
-        "refused": health_checks.refusals(
+        "refused": health_checks.count_refusals(
             status.metrics if status is not None else rows[-1] if rows else {}
         ),
         "set_aside": sorted(str(path) for path in (run_dir / "set_aside").glob("*.jsonl")),

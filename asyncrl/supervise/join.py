@@ -270,7 +270,7 @@ def prepare(
     config = localize_config(reply, address, curve_dir, folders, files, trust)
     for judge in [] if config.uses_sessions else file_server.judges(config).values():
         say(f"judge.url = {judge.url!a}: this machine sends prompts and answers there")
-    runs = private.directory(private.directory(cache) / "runs")
+    runs = private.create_directory(private.create_directory(cache) / "runs")
     run_dir = Path(tempfile.mkdtemp(prefix=f"{reply.run}-{reply.producer}-", dir=runs))
     rundir.ensure(config, load.dump(config), run_dir, reply.run)
     say(f"joining run {reply.run} at {address} as {reply.producer}")

@@ -125,7 +125,7 @@ class Supervisor:
         )
         child.code = None
         child.held_up = False
-        child.memory_kills = process_log.memory_kills()
+        child.memory_kills = process_log.read_memory_kills()
 
     # ---- watching --------------------------------------------------------------------------------
 
@@ -343,13 +343,13 @@ class Supervisor:
         """Return in brackets whether the out-of-memory killer sent a SIGKILL; "" otherwise."""
         if code not in (-signal.SIGKILL, process_log.RANK_LOST) or child.held_up:
             return ""
-        kills_before, kills_now = child.memory_kills, process_log.memory_kills()
+        kills_before, kills_now = child.memory_kills, process_log.read_memory_kills()
         if kills_before and kills_before == kills_now:
             return ""
         reason = "out of memory"
         if not kills_before or not kills_now:
             reason = "perhaps out of memory; this machine does not report it"
-        if tokens := rundir.longest_prompt(self.run_dir, child.name):
+        if tokens := rundir.read_longest_prompt(self.run_dir, child.name):
             reason += (
                 f"; its longest prompt had {tokens} tokens: set generator.context or "
                 "generator.slots lower"

@@ -13,7 +13,7 @@ from typing import Any
 from asyncrl.contract.errors import PeerUnreachable
 from asyncrl.contract.messages import RunStatus, StatusRequest
 from asyncrl.contract.printable import LONGEST_LINE, escape_line
-from asyncrl.records.health_checks import HELD_UP, calls_explain
+from asyncrl.records.health_checks import HELD_UP, is_explained_by_calls
 from asyncrl.transport.sockets import PeerSocket
 
 PLAIN_S = 10.0
@@ -227,7 +227,7 @@ def describe_reward_wait(metrics: Mapping[str, float]) -> str:
         metrics.get(f"reward/{x}", math.nan) for x in ("queue", "call_s", "workers")
     )
     wait = metrics.get("reward/wait_s", 0.0)
-    if math.isnan(call) or (wait and not calls_explain(queue, wait, call, workers)):
+    if math.isnan(call) or (wait and not is_explained_by_calls(queue, wait, call, workers)):
         return ""
     return (
         f"rewards hold the generators up: idle {metrics['time/reward_wait_share']:.0%} of the time "

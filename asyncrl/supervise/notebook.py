@@ -26,7 +26,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract import errors, importing, toml_writer
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.records import jsonl, metrics
-from asyncrl.records.trackers.feed import new_rows
+from asyncrl.records.trackers.feed import read_new_rows
 from asyncrl.supervise import doctor
 from asyncrl.tasks.data import row_objects
 
@@ -203,7 +203,7 @@ class RunFollower:
         """Call the callbacks for every new row of metrics.jsonl and for a new checkpoint."""
         if self.run_dir is None or self.stopped:
             return
-        for row, offset in new_rows(self.run_dir / "metrics.jsonl", self._offset):
+        for row, offset in read_new_rows(self.run_dir / "metrics.jsonl", self._offset):
             self._offset = offset
             evaluated = all(name in ("step", "t") or name.startswith("eval/") for name in row)
             self._pass_on(self.on_evaluation if evaluated else self.on_step, row)

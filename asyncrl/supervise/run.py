@@ -69,7 +69,7 @@ class HealthWatcher:
 
         latest: the newest value of each metric, from any batch; it shows a mismatch between engine
         and learner from the first batch on."""
-        for rule in (health_checks.refused_messages, health_checks.batches_set_aside):
+        for rule in (health_checks.check_refused_messages, health_checks.check_excluded_batches):
             if finding := rule([latest]):
                 self.report([finding], committed)
         mismatch = {n: latest[n] for n in health_checks.MISMATCHES if n in latest}
@@ -78,12 +78,17 @@ class HealthWatcher:
         if self.about is not None and changed:
             ratios = {n: latest[n] for n in ("is/chi2", "is/ratio_max") if n in latest}
             self.measured = [*self.measured[-health_checks.WINDOW :], changed | ratios]
-            for check in (health_checks.engine_mismatch, health_checks.truncated_sampling):
+            for check in (
+                health_checks.check_engine_mismatch,
+                health_checks.check_truncated_sampling,
+            ):
                 if finding := check(self.measured, self.about):
                     self.report([finding], committed)
         if committed >= self.next:
             self.next = max(committed + 1, committed * 5 // 4)
-            self.report(health_checks.signs(metrics.read(self.run_dir), self.about), committed)
+            self.report(
+                health_checks.apply_rules(metrics.read(self.run_dir), self.about), committed
+            )
 
 
 def resolve_resume(run_dir: Path, sets: Sequence[str]) -> Config:
@@ -144,7 +149,7 @@ def supervise(
 
     Raises the error that ended the run."""
     lock = rundir.RunLock(run_dir)
-    directories = rundir.outside_directories(run_dir)
+    directories = rundir.list_outside_directories(run_dir)
     process_log.append_event(run_dir, "supervisor", os.getpid(), "began")
     supervisor = Supervisor(config, run_dir, say, launcher)
     sweeper = subprocess.Popen(
@@ -173,7 +178,7 @@ def supervise(
         launcher.prepare()
         supervisor.start()
         live.follow(
-            rundir.buffer_address(config, run_dir),
+            rundir.get_buffer_address(config, run_dir),
             config.wires.curve_dir,
             lambda: supervisor.poll() or supervisor.interrupts > 0,
             observe,
@@ -285,7 +290,7 @@ def conclude(
     )
     if config.record.stream:
         say(
-            f"recording: {stream.size(run_dir) / stream.MIB:.1f} MiB of at most "
+            f"recording: {stream.measure_size(run_dir) / stream.MIB:.1f} MiB of at most "
             f"{config.record.stream_mib} MiB; replay it with: asyncrl replay {run_dir}"
         )
     say(page if code == 0 else f"continue with: asyncrl run --resume {run_dir}")

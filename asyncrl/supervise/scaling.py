@@ -77,7 +77,7 @@ def request_scale(run_dir: Path, generators: int, patience_s: float) -> int:
             )
         if not path.exists():  # not written yet, or removed by a supervisor that just started
             temporary = run_dir / f"scale.{request.id}.part"
-            with atomic_write.replacing(path, part=temporary):
+            with atomic_write.replace(path, part=temporary):
                 temporary.write_text(json.dumps(request._asdict()), encoding="utf-8")
         try:
             reply = json.loads((run_dir / "scale.done").read_text(encoding="utf-8"))

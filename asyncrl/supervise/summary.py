@@ -10,7 +10,7 @@ from typing import Any
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.records import atomic_write, health_checks, metrics, rundir
-from asyncrl.records.health_checks import interval
+from asyncrl.records.health_checks import compute_half_interval
 
 PARTIAL = (
     "the buffer could not write its summary: the numbers come from metrics.jsonl and "
@@ -49,7 +49,9 @@ def find_task_signs(config: Config) -> list[health_checks.HealthFinding]:
     if not isinstance(task, FileTask) or config.reward.uses_reward_processes or not task.unanswered:
         return []
     return [
-        health_checks.answers_missing(config.task.prompts, task.unanswered, len(task.sets["train"]))
+        health_checks.report_missing_answers(
+            config.task.prompts, task.unanswered, len(task.sets["train"])
+        )
     ]
 
 
@@ -135,7 +137,7 @@ def compose(config: Config, run_dir: Path) -> dict[str, Any]:
     rows = [r for r in all_rows if "reward/mean" in r]
     digest = run_dir / "weights_digest"
     current_limit = config.staleness.limit
-    limit = max([current_limit, *rundir.limits(run_dir)])  # the bound for all its tokens
+    limit = max([current_limit, *rundir.read_limits(run_dir)])  # the bound for all its tokens
     first_evaluations = {
         split: next(
             (r[f"eval/{split}"] for r in all_rows if f"eval/{split}" in r and not r["step"]), None
@@ -187,7 +189,7 @@ def compose(config: Config, run_dir: Path) -> dict[str, Any]:
             s._asdict()
             for s in (
                 *find_task_signs(config),
-                *health_checks.signs(
+                *health_checks.apply_rules(
                     all_rows, collect_facts(config), ended=totals["steps"] >= config.learner.steps
                 ),
             )
@@ -219,7 +221,7 @@ def measure_certainty(rows: Sequence[Mapping[str, Any]], split: str) -> list[tup
     return [
         (
             int(r[f"eval/{split}_n"]),
-            interval(float(r[f"eval/{split}"]), r[f"eval/{split}_n"], lo, hi),
+            compute_half_interval(float(r[f"eval/{split}"]), r[f"eval/{split}_n"], lo, hi),
         )
         for r in rows
         if f"eval/{split}" in r

@@ -13,9 +13,9 @@ from asyncrl.records import health_checks, jsonl, metrics, process_log
 from asyncrl.supervise.doctor import read_last_line
 
 RULES = (
-    health_checks.growing_mismatch,
-    health_checks.engine_mismatch,
-    health_checks.truncated_sampling,
+    health_checks.check_growing_mismatch,
+    health_checks.check_engine_mismatch,
+    health_checks.check_truncated_sampling,
 )
 ADVICE = "sample for training at temperature 1, with top_p = 1 and without top_k"
 CONFIG = "tinker.toml"
@@ -86,7 +86,7 @@ def read_ledger(model: Path) -> dict[str, int]:
 def describe_processes(server: Path) -> list[dict[str, Any]]:
     """Describe the processes of a server like `doctor.describe_processes`."""
     server_runs = is_running(server)
-    events = process_log.latest_events(server)
+    events = process_log.read_latest_events(server)
     described = []
     for name in PROCESSES:
         event = events.get(name)
@@ -95,7 +95,7 @@ def describe_processes(server: Path) -> list[dict[str, Any]]:
         if event is None:
             state = f"{name} has not been started"
         else:
-            end_text = process_log.end_of(event)
+            end_text = process_log.describe_end(event)
             state = f"{name} is running (process {event['pid']})" if process_runs else end_text
         log = server / "logs" / f"{name}.log"
         described.append(

@@ -56,7 +56,7 @@ def warm_start(
     began = time.monotonic()
     torch.set_num_threads(threads)
     try:
-        with atomic_write.replacing(Path(path), part=temporary) as folder:
+        with atomic_write.replace(Path(path), part=temporary) as folder:
             model = _build_random_model(config, task, folder)
             loss = fit_answers(model, demonstrations, count, images)
             models.export(model, folder)

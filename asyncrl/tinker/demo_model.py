@@ -100,7 +100,7 @@ def build(path: Path, seed: int, steps: int = STEPS) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with atomic_write.replacing(path, part=Path(f"{path}.part{os.getpid()}")) as folder:
+        with atomic_write.replace(path, part=Path(f"{path}.part{os.getpid()}")) as folder:
             symbols = [*CHARACTERS, *WORDS, *NUMBERS]
             model = build_model(folder, symbols, intermediate=256, seed=seed, max_positions=CONTEXT)
             init_numbers(model, seed)

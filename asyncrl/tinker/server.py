@@ -37,7 +37,7 @@ def prepare_directory(config: TinkerConfig, source: str) -> Path:
     Raises ConfigError if it belongs to another base model."""
     folder = Path(config.runs) / (config.name or Path(source).stem)
     path = folder / CONFIG
-    private.directory(folder)
+    private.create_directory(folder)
     if path.exists():
         from asyncrl.tinker import settings
 

@@ -212,11 +212,13 @@ def fetch_files(
 
     Raises DamagedDataError when bytes do not match their digest, PeerUnreachable, OSError.
     """
-    directory = private.directory(cache) / folder(check_entries(entries))
+    directory = private.create_directory(cache) / folder(check_entries(entries))
     with (cache / f"{directory.name}.lock").open("w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # of two joining generators, only one fetches
         part = (
-            directory if directory.is_dir() else private.directory(cache / f"{directory.name}.part")
+            directory
+            if directory.is_dir()
+            else private.create_directory(cache / f"{directory.name}.part")
         )
         missing = [entry for entry in entries if not is_complete(part, entry)]
         for entry in missing:

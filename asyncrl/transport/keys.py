@@ -90,12 +90,12 @@ def make_keys(directory: Path, generators: int = 4) -> list[Path]:
             "--generators, choose another directory, or remove it first"
         )
     with private_umask():
-        private.directory(directory)
-        private.directory(directory / "clients")
+        private.create_directory(directory)
+        private.create_directory(directory / "clients")
         if not existing:
             zmq.auth.create_certificates(directory, "server")
         for name in missing:
-            own = private.directory(directory / name)
+            own = private.create_directory(directory / name)
             (own / "server.key").write_bytes((directory / "server.key").read_bytes())
             public, _ = zmq.auth.create_certificates(own, "client")
             os.replace(public, directory / "clients" / f"{name}.key")

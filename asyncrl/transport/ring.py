@@ -86,7 +86,7 @@ class WeightRing:
         most: int = 0,
         wait_s: float = 60.0,
     ) -> None:
-        private.directory(directory)
+        private.create_directory(directory)
         self.directory = directory
         self.size = size
         self.epoch = epoch
@@ -118,7 +118,7 @@ class WeightRing:
             return False
         try:
             shutil.rmtree(self.directory, ignore_errors=True)
-            private.directory(self.directory)
+            private.create_directory(self.directory)
             fresh = []
             for number, old in enumerate(self.slots):
                 fresh.append(

@@ -48,7 +48,7 @@ from asyncrl.contract.messages import (
 from asyncrl.contract.printable import escape_line
 from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import BUFFER, ProcessWait, WaitLog
-from asyncrl.records.rundir import current_buffer_address, is_finished, run_id
+from asyncrl.records.rundir import get_current_buffer_address, is_finished, read_run_id
 from asyncrl.transport import keys, message_checks
 from asyncrl.transport.connection_guard import ConnectionGuard
 
@@ -447,9 +447,9 @@ class BufferPeer(ABC):
         self.config = config
         self.run_dir = run_dir
         self.name = name
-        self.run = run_id(run_dir)
+        self.run = read_run_id(run_dir)
         self.socket = PeerSocket(
-            current_buffer_address(config, run_dir), config.wires.curve_dir, name, run=self.run
+            get_current_buffer_address(config, run_dir), config.wires.curve_dir, name, run=self.run
         )
         self.socket.find = self.find_buffer_address
         self.silent_since = 0.0
@@ -460,7 +460,7 @@ class BufferPeer(ABC):
 
     def find_buffer_address(self) -> str:
         """The buffer's address as far as this process knows."""
-        return current_buffer_address(self.config, self.run_dir)
+        return get_current_buffer_address(self.config, self.run_dir)
 
     def request(self, message: FromPeer) -> None:
         """Send a message to which the buffer replies at once."""

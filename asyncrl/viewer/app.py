@@ -27,20 +27,20 @@ from asyncrl.viewer.findings import WatchedRun
 
 STATIC = Path(__file__).parent / "static"
 COOKIE = "asyncrl_watch"
-# Text of samples can never run as a script: scripts come from this server's files alone.
+# Text of samples cannot run as a script, because scripts come only from this server's files.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data: blob:; connect-src 'self'; font-src 'self'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"
 )
 Query = Mapping[str, str]
-Answer = Callable[[Query], Any]
+QueryHandler = Callable[[Query], Any]
 
 
 class WatchApp:
-    """Answers the page's questions about some runs.
+    """Handlers of the page's requests for some runs.
 
-    One lock guards the runs: requests are answered by threads.
+    One lock guards the runs, because threads handle the requests.
     """
 
     def __init__(self, places: list[Path], token: str = "", *, expected: bool = False) -> None:
@@ -61,12 +61,14 @@ class WatchApp:
     def refresh(self) -> None:
         """Read what the runs have written, and find new ones."""
         try:
-            seen = {run.path: run for run in run_search.find_runs(self.places)}
-        except ConfigError:  # not begun yet, or gone: the page says so for each run that it had
-            seen = {}
-        known = {run.path for run in self.runs.values()}
-        for path, run in seen.items():
-            if path not in known:
+            runs = {run.path: run for run in run_search.find_runs(self.places)}
+        except (
+            ConfigError
+        ):  # no run has begun, or all were removed: the page shows the problem of each
+            runs = {}
+        paths = {run.path for run in self.runs.values()}
+        for path, run in runs.items():
+            if path not in paths:
                 run.id = run.id if run.id not in self.runs else str(path)
                 self.runs[run.id] = run
         for run in self.runs.values():
@@ -82,47 +84,47 @@ class WatchApp:
             raise ConfigError(f"no run of this page is named {missing[0]}")
         return [self.runs[name] for name in names.split("|")]
 
-    # ---- answers ---------------------------------------------------------------------------------
+    # ---- handlers --------------------------------------------------------------------------------
 
     def list_runs(self, query: Query) -> Any:
         self.refresh()
-        return [run.state() for run in self.runs.values()]
+        return [run.describe_state() for run in self.runs.values()]
 
-    def overview(self, query: Query) -> Any:
-        return {run.id: run.overview() for run in self.select_runs(query)}
+    def build_overview(self, query: Query) -> Any:
+        return {run.id: run.build_overview() for run in self.select_runs(query)}
 
-    def draw(self, query: Query) -> Any:
+    def draw_plots(self, query: Query) -> Any:
         page, axis = query.get("page", "overview"), query.get("axis", "step")
         if page not in plots.PAGES or axis not in AXES:
             raise ConfigError(
                 f"page: one of {', '.join(plots.PAGES)}; axis: one of {', '.join(AXES)}"
             )
-        smooth = min(max(_number(query, "smooth", 0.0), 0.0), 0.99)
-        chosen = {run.id: run.series for run in self.select_runs(query)}
-        drawn = plots.build_plots(page, chosen, axis, smooth)
+        smooth = min(max(_parse_number(query, "smooth", 0.0), 0.0), 0.99)
+        series = {run.id: run.series for run in self.select_runs(query)}
+        drawings = plots.build_plots(page, series, axis, smooth)
         if page == "staleness":
             for run in self.select_runs(query):
-                lags = plots.plot_lag_over_time(run.trained_batches())
-                lags.title += f": {run.id}" if len(chosen) > 1 else ""
-                drawn += [lags] if lags.lines else []
+                lags = plots.plot_lag_over_time(run.read_trained_batches())
+                lags.title += f": {run.id}" if len(series) > 1 else ""
+                drawings += [lags] if lags.lines else []
         if page == "learner":
-            drawn += step_plots.build_plots(
-                {r.id: r.optimizer_steps() for r in self.select_runs(query)}
+            drawings += step_plots.build_plots(
+                {r.id: r.read_optimizer_steps() for r in self.select_runs(query)}
             )
-        return drawn
+        return drawings
 
-    def processes(self, query: Query) -> Any:
+    def list_processes(self, query: Query) -> Any:
         # the models of a Tinker server have the same processes
         runs = {run.process_group: run for run in self.select_runs(query)}
-        return {name: run.processes() for name, run in runs.items()}
+        return {name: run.list_processes() for name, run in runs.items()}
 
-    def ledger(self, query: Query) -> Any:
-        return {run.id: run.ledger() for run in self.select_runs(query)}
+    def read_ledger(self, query: Query) -> Any:
+        return {run.id: run.read_ledger() for run in self.select_runs(query)}
 
-    def samples(self, query: Query) -> Any:
+    def find_samples(self, query: Query) -> Any:
         run = self.select_runs(query)[0]
         ticket = query.get("ticket")
-        wanted = SampleFilter(
+        selection = SampleFilter(
             step=parse_range(query.get("step", ".."), "step"),
             reward=parse_range(query.get("reward", ".."), "reward"),
             lag=parse_range(query.get("lag", ".."), "lag"),
@@ -131,66 +133,66 @@ class WatchApp:
             rule=query.get("rule") or None,
             text=query.get("text", ""),
             sort=query.get("sort") or "batch",
-            limit=int(_number(query, "limit", 60)),
+            limit=int(_parse_number(query, "limit", 60)),
         )
         return {
-            "rows": [run.samples.get_head(number) for number in run.samples.find(wanted)],
+            "rows": [run.samples.get_head(number) for number in run.samples.find(selection)],
             "all": len(run.samples.heads),
             "shades": SHADES,
             "none": run.no_samples,
         }
 
-    def sample(self, query: Query) -> Any:
+    def read_sample(self, query: Query) -> Any:
         run = self.select_runs(query)[0]
-        number = int(_number(query, "number", -1))
+        number = int(_parse_number(query, "number", -1))
         if not 0 <= number < len(run.samples.heads):
             raise ConfigError(f"sample {number}: the run has {len(run.samples.heads)} samples")
         return run.samples.read_row(number)
 
-    def config(self, query: Query) -> Any:
-        chosen = self.select_runs(query)
+    def compare_settings(self, query: Query) -> Any:
+        runs = self.select_runs(query)
         return {
-            "runs": {run.id: run.settings() for run in chosen},
-            "differences": findings.differences(chosen) if len(chosen) > 1 else [],
+            "runs": {run.id: run.read_settings() for run in runs},
+            "differences": findings.list_differences(runs) if len(runs) > 1 else [],
         }
 
-    def logs(self, query: Query) -> Any:
+    def read_log(self, query: Query) -> Any:
         run = self.select_runs(query)[0]
-        names = run.logs()
+        names = run.list_logs()
         name = query.get("file") or (names[0] if names else "")
-        return {"files": names, "file": name, "text": run.log_tail(name) if name else ""}
+        return {"files": names, "file": name, "text": run.read_log_tail(name) if name else ""}
 
     # ---- HTTP ------------------------------------------------------------------------------------
 
-    def starlette(self) -> Starlette:
+    def build_application(self) -> Starlette:
         """Build the application."""
-        answers: dict[str, Answer] = {
+        handlers: dict[str, QueryHandler] = {
             "runs": self.list_runs,
-            "overview": self.overview,
-            "plots": self.draw,
-            "processes": self.processes,
-            "ledger": self.ledger,
-            "samples": self.samples,
-            "sample": self.sample,
-            "config": self.config,
-            "logs": self.logs,
+            "overview": self.build_overview,
+            "plots": self.draw_plots,
+            "processes": self.list_processes,
+            "ledger": self.read_ledger,
+            "samples": self.find_samples,
+            "sample": self.read_sample,
+            "config": self.compare_settings,
+            "logs": self.read_log,
         }
         return Starlette(
             routes=[
-                Route("/", self.page),
-                Route("/static/{name}", self.static),
-                *(Route(f"/api/{name}", self.endpoint(f)) for name, f in answers.items()),
+                Route("/", self.serve_page),
+                Route("/static/{name}", self.serve_file),
+                *(Route(f"/api/{name}", self.make_endpoint(f)) for name, f in handlers.items()),
             ],
-            middleware=[Middleware(BaseHTTPMiddleware, dispatch=self.guard)],
+            middleware=[Middleware(BaseHTTPMiddleware, dispatch=self.require_token)],
         )
 
-    def endpoint(self, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
-        """Wrap an answer: JSON, or the error as one line with status 400."""
+    def make_endpoint(self, handle: QueryHandler) -> Callable[[Request], Awaitable[Response]]:
+        """Wrap a handler: the endpoint sends JSON, or the error as one line with status 400."""
 
         def compute(query: Query) -> Response:
             try:
                 with self.lock:
-                    content, status = answer(query), 200
+                    content, status = handle(query), 200
             except (AsyncrlError, OSError) as error:
                 content, status = {"error": str(error)}, 400
             return Response(msgspec.json.encode(content), status, media_type="application/json")
@@ -200,33 +202,33 @@ class WatchApp:
 
         return respond
 
-    async def page(self, request: Request) -> Response:
-        """The page itself."""
+    async def serve_page(self, request: Request) -> Response:
+        """Send the page."""
         return FileResponse(STATIC / "index.html")
 
-    async def static(self, request: Request) -> Response:
-        """Files of the page. Style sheet and plots are those of every page of asyncrl."""
+    async def serve_file(self, request: Request) -> Response:
+        """Send a file of the page. Style sheet and plots are those of every page of asyncrl."""
         name = request.path_params["name"]
         for folder in (STATIC, page_kit.FILES):
             if name in {path.name for path in folder.iterdir()}:
                 return FileResponse(folder / name)
         return Response("no such file", 404, media_type="text/plain")
 
-    async def guard(
+    async def require_token(
         self, request: Request, call: Callable[[Request], Awaitable[Response]]
     ) -> Response:
-        """Let through requests with the token; the first one moves it from the address to a cookie.
+        """Refuse requests without the token; the first one moves it from the address to a cookie.
 
         A token in the address would stay in the browser's history and be sent as a referrer.
         """
         if self.token:
-            given = request.query_params.get("token")
-            if given is not None and hmac.compare_digest(given.encode(), self.token.encode()):
+            token = request.query_params.get("token")
+            if token is not None and hmac.compare_digest(token.encode(), self.token.encode()):
                 reply: Response = RedirectResponse("/", 303)
                 reply.set_cookie(COOKIE, self.token, httponly=True, samesite="strict")
                 return reply
-            known = request.cookies.get(COOKIE, "")
-            if not hmac.compare_digest(known.encode(), self.token.encode()):
+            cookie = request.cookies.get(COOKIE, "")
+            if not hmac.compare_digest(cookie.encode(), self.token.encode()):
                 return Response(
                     "asyncrl watch: open the address that it printed, with its token\n",
                     403,
@@ -239,7 +241,7 @@ class WatchApp:
         return reply
 
 
-def _number(query: Query, name: str, default: float) -> float:
+def _parse_number(query: Query, name: str, default: float) -> float:
     try:
         return float(query.get(name) or default)
     except ValueError:

@@ -25,12 +25,12 @@ from asyncrl.supervise.report.token_samples import FILE, SampleStore
 
 LOG_BYTES = 64 * 1024
 COMPOSE_S = 5.0  # a summary of a run in progress is composed at most this often
-COMPOSE_SHARE = 0.005  # and costs at most this share of a core
+COMPOSE_SHARE = 0.005  # share of a core that composing it costs at most
 
 
 @dataclass
 class WatchedRun:
-    """A run directory and what was read of it so far."""
+    """A run directory and the data read from it so far."""
 
     no_samples: ClassVar[str] = (
         "This run has logged no samples yet: it logs some of every record.samples_every-th batch "
@@ -64,17 +64,17 @@ class WatchedRun:
             status = path.stat()
         except OSError:
             raise ConfigError(
-                f"{self.path}: the run directory is gone, or has no config.toml"
+                f"{self.path}: the run directory was removed, or has no config.toml"
             ) from None
         version = (status.st_mtime_ns, status.st_size)
         if self._config is None or self._config[0] != version:
             self._config = (version, load.load(path))
         return self._config[1]
 
-    def summary(self) -> dict[str, Any]:
-        """Return the run's summary object; {} until there is one.
+    def read_summary(self) -> dict[str, Any]:
+        """Return the run's summary object; {} until it exists.
 
-        That of a run in progress is composed beside, and is as old as COMPOSE_S or more.
+        A thread composes that of a run in progress, at most every COMPOSE_S seconds.
         """
         try:
             return dict(json.loads((self.path / "summary.json").read_text(encoding="utf-8")))
@@ -82,27 +82,27 @@ class WatchedRun:
             pass
         if time.monotonic() >= self._next_summary:
             self._next_summary = math.inf
-            # beside the answers: a long run takes seconds
+            # in a thread, because a long run takes seconds
             threading.Thread(target=self._compose, name="summary", daemon=True).start()
         return self._summary
 
     def _compose(self) -> None:
-        began = time.monotonic()
+        start = time.monotonic()
         try:
             self._summary = summary.compose(self.config, self.path)
         except (OSError, ValueError, KeyError, TypeError, AsyncrlError):
             self._summary = {}
-        now = time.monotonic()
-        self._next_summary = now + max(COMPOSE_S, (now - began) / COMPOSE_SHARE)
+        end = time.monotonic()
+        self._next_summary = end + max(COMPOSE_S, (end - start) / COMPOSE_SHARE)
 
-    def state(self) -> dict[str, Any]:
-        """Return the run's row of the list: state, steps, newest accuracy, mean lag."""
+    def describe_state(self) -> dict[str, Any]:
+        """Return the run's row of the list: state, steps, newest held-out reward, mean lag."""
         try:
             config = self.config
-            wanted, problem = config.learner.steps, ""
-            finished = rundir.is_finished(self.path, wanted)
+            planned, problem = config.learner.steps, ""
+            finished = rundir.is_finished(self.path, planned)
         except (AsyncrlError, OSError) as error:
-            wanted, finished, problem = 0, False, str(error)
+            planned, finished, problem = 0, False, str(error)
         running = process_log.is_alive(self.path, "supervisor") or process_log.is_alive(
             self.path, "buffer"
         )
@@ -113,8 +113,8 @@ class WatchedRun:
             "path": str(self.path),
             "state": "unreadable" if problem else state,
             "problem": problem,
-            "step": self._steps_made(),
-            "steps": wanted,
+            "step": self._count_trained_steps(),
+            "steps": planned,
             "seconds": float(self.series.axes["time"].values[-1]) if rows else 0.0,
             "accuracy": self.series.get_latest("eval/heldout"),
             "reward": self.series.get_latest("reward/mean"),
@@ -125,16 +125,16 @@ class WatchedRun:
             "damaged": self.series.damaged + self.samples.damaged,
         }
 
-    def _steps_made(self) -> int:
+    def _count_trained_steps(self) -> int:
         """Count trained batches, whose rows are numbered from 0."""
         trained = self.series.columns.get("reward/mean")
         if trained is None or not trained.count:
             return 0
         return int(self.series.axes["step"].values[trained.rows[-1]]) + 1
 
-    def overview(self) -> dict[str, Any]:
-        """Return state, advice, health checks and the figures that a reader looks at first."""
-        seen = self.summary()
+    def build_overview(self) -> dict[str, Any]:
+        """Return state, advice, health checks and the main figures."""
+        summary = self.read_summary()
         latest = {name: float(column.values[-1]) for name, column in self.series.columns.items()}
         waits = [
             text
@@ -142,16 +142,16 @@ class WatchedRun:
             if text
         ]
         return {
-            "state": self.state(),
-            "advice": [line._asdict() for line in self.advice(seen.get("signs", []))],
+            "state": self.describe_state(),
+            "advice": [line._asdict() for line in self.list_advice(summary.get("signs", []))],
             "waits": waits,
-            "speed": seen.get("speed", {}),
-            "lag": seen.get("lag", {}),
-            "certainty": seen.get("certainty", {}),
-            "heldout": [seen.get("heldout_start"), seen.get("heldout_end")],
+            "speed": summary.get("speed", {}),
+            "lag": summary.get("lag", {}),
+            "certainty": summary.get("certainty", {}),
+            "heldout": [summary.get("heldout_start"), summary.get("heldout_end")],
         }
 
-    def advice(self, signs: list[dict[str, Any]]) -> list[advice.Advice]:
+    def list_advice(self, signs: list[dict[str, Any]]) -> list[advice.Advice]:
         """Return the first lines of the page."""
         config, ended = None, False
         with contextlib.suppress(AsyncrlError, OSError):
@@ -161,45 +161,45 @@ class WatchedRun:
 
     @property
     def process_group(self) -> str:
-        """The name under which its processes are shown."""
+        """Name under which its processes are shown."""
         return self.id
 
-    def processes(self) -> list[dict[str, Any]]:
+    def list_processes(self) -> list[dict[str, Any]]:
         """Return every process of the run: state, last end, restarts, last line of its log."""
-        return with_starts(doctor.describe_processes(self.config, self.path), self.path)
+        return add_starts(doctor.describe_processes(self.config, self.path), self.path)
 
-    def ledger(self) -> dict[str, Any]:
-        """Return the ledger: tokens by where they ended, with samples and mean reward."""
-        seen = self.summary()
+    def read_ledger(self) -> dict[str, Any]:
+        """Return the ledger: tokens by their end, with samples and mean reward."""
+        summary = self.read_summary()
         return {
-            "totals": seen.get("ledger", {}),
-            "lines": seen.get("ledger_lines", {}),
-            "failures": seen.get("failures", {}),
+            "totals": summary.get("ledger", {}),
+            "lines": summary.get("ledger_lines", {}),
+            "failures": summary.get("failures", {}),
         }
 
-    def optimizer_steps(self) -> Series:
+    def read_optimizer_steps(self) -> Series:
         """Return optimizer_steps.jsonl as columns, up to its newest row."""
         self.steps.refresh()
         return self.steps
 
-    def trained_batches(self) -> list[dict[str, Any]]:
+    def read_trained_batches(self) -> list[dict[str, Any]]:
         """Return the rows of trained.jsonl: one per batch, with its tokens by lag."""
         return jsonl.read(self.path / "trained.jsonl")
 
-    def settings(self) -> dict[str, Any]:
+    def read_settings(self) -> dict[str, Any]:
         """Return the run's settings as {dotted key: value}."""
         return read_settings(self.path / "config.toml")
 
-    def logs(self) -> list[str]:
+    def list_logs(self) -> list[str]:
         """Return the names of the log files, the newest attempt first."""
-        return log_names(self.path)
+        return list_log_names(self.path)
 
-    def log_tail(self, name: str) -> str:
+    def read_log_tail(self, name: str) -> str:
         """Return the end of a log file, escaped line by line.
 
         Raises ConfigError for a file that is not one of `logs`.
         """
-        return log_tail(self.path, name)
+        return read_log_tail(self.path, name)
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -211,18 +211,18 @@ def read_settings(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def log_names(folder: Path) -> list[str]:
+def list_log_names(folder: Path) -> list[str]:
     """Return the names of the log files of a directory, the newest attempt first."""
     files = [*(folder / "logs").rglob("*.log"), *folder.glob("*.log")]
     return sorted((str(p.relative_to(folder)) for p in files), reverse=True)
 
 
-def log_tail(folder: Path, name: str) -> str:
+def read_log_tail(folder: Path, name: str) -> str:
     """Return the end of a log file, escaped line by line.
 
-    Raises ConfigError for a file that is not one of `log_names`.
+    Raises ConfigError for a file that is not one of `list_log_names`.
     """
-    if name not in log_names(folder):
+    if name not in list_log_names(folder):
         raise ConfigError(f"{name}: no log file of {folder}")
     path = folder / name
     with path.open("rb") as file:
@@ -231,7 +231,7 @@ def log_tail(folder: Path, name: str) -> str:
     return "\n".join(escape_line(line, 2000) for line in text.splitlines())
 
 
-def with_starts(rows: list[dict[str, Any]], run_dir: Path) -> list[dict[str, Any]]:
+def add_starts(rows: list[dict[str, Any]], run_dir: Path) -> list[dict[str, Any]]:
     """Add host, process id, memory and restarts to descriptions of processes."""
     events = process_log.read_events(run_dir)
     for row in rows:
@@ -239,12 +239,12 @@ def with_starts(rows: list[dict[str, Any]], run_dir: Path) -> list[dict[str, Any
         row["restarts"] = max(len(starts) - 1, 0)
         row["host"] = starts[-1].get("host", "") if starts else ""
         row["pid"] = starts[-1].get("pid") if starts else None
-        row["memory_mb"] = resident_mb(row["pid"]) if row["alive"] else None
+        row["memory_mb"] = measure_resident_mb(row["pid"]) if row["alive"] else None
     return rows
 
 
-def resident_mb(pid: int | None) -> float | None:
-    """Return the resident memory of a process of this machine in MiB, None where it is not here."""
+def measure_resident_mb(pid: int | None) -> float | None:
+    """Return the resident memory of a process of this machine in MiB, or None if there is none."""
     if pid is None:
         return None
     import psutil
@@ -255,12 +255,12 @@ def resident_mb(pid: int | None) -> float | None:
         return None
 
 
-def differences(runs: list[WatchedRun]) -> list[dict[str, Any]]:
+def list_differences(runs: list[WatchedRun]) -> list[dict[str, Any]]:
     """Return the settings in which the runs differ, as {key, values by run}."""
-    settings = {run.id: run.settings() for run in runs}
-    keys = sorted({key for one in settings.values() for key in one})
+    settings = {run.id: run.read_settings() for run in runs}
+    keys = sorted({key for values in settings.values() for key in values})
     return [
-        {"key": key, "values": {name: one.get(key) for name, one in settings.items()}}
+        {"key": key, "values": {name: values.get(key) for name, values in settings.items()}}
         for key in keys
-        if len({json.dumps(one.get(key), default=str) for one in settings.values()}) > 1
+        if len({json.dumps(values.get(key), default=str) for values in settings.values()}) > 1
     ]

@@ -9,7 +9,7 @@ from asyncrl.supervise import tinker_status
 from asyncrl.viewer.findings import WatchedRun
 from asyncrl.viewer.tinker_models import WatchedTinkerModel
 
-DEPTH = 3  # levels below a directory in which runs are looked for
+DEPTH = 3  # levels of subdirectories that are searched for runs
 
 
 def find_runs(places: list[Path]) -> list[WatchedRun]:
@@ -19,21 +19,21 @@ def find_runs(places: list[Path]) -> list[WatchedRun]:
 
     Raises ConfigError for a place without any.
     """
-    found: dict[Path, None] = {}
+    unique: dict[Path, None] = {}
     for place in places:
         if not place.is_dir():
             raise ConfigError(f"{place}: no such directory")
-        here = [place] if _is_run(place) else _runs_below(place)
-        if not here and not tinker_status.is_server(place):  # its first client may still come
+        runs = [place] if _is_run(place) else _find_runs_below(place)
+        if not runs and not tinker_status.is_server(place):  # a client may still connect
             raise ConfigError(
-                f"{place}: no run directory (with config.toml and run_id) is there or up to "
+                f"{place}: no run directory (with config.toml and run_id) exists there or up to "
                 f"{DEPTH} levels below it"
             )
-        found |= dict.fromkeys(path.resolve() for path in here)
-    paths = list(found)
+        unique |= dict.fromkeys(path.resolve() for path in runs)
+    paths = list(unique)
     return [
         WatchedTinkerModel(name, path) if tinker_status.is_model(path) else WatchedRun(name, path)
-        for name, path in zip(_names(paths), paths, strict=True)
+        for name, path in zip(_choose_names(paths), paths, strict=True)
     ]
 
 
@@ -43,20 +43,20 @@ def _is_run(path: Path) -> bool:
     )
 
 
-def _runs_below(place: Path) -> list[Path]:
-    found: list[Path] = []
+def _find_runs_below(place: Path) -> list[Path]:
+    runs: list[Path] = []
     level = [place]
     for _ in range(DEPTH):
         level = [
             sub for path in level for sub in sorted(path.iterdir()) if sub.is_dir() and sub != path
         ]
-        found += [path for path in level if _is_run(path)]
+        runs += [path for path in level if _is_run(path)]
         level = [path for path in level if not _is_run(path)]
-    return sorted(found, key=lambda path: (path / "config.toml").stat().st_mtime)
+    return sorted(runs, key=lambda path: (path / "config.toml").stat().st_mtime)
 
 
-def _names(paths: list[Path]) -> list[str]:
-    """Return the shortest names that tell the paths apart."""
+def _choose_names(paths: list[Path]) -> list[str]:
+    """Return the shortest names by which the paths differ."""
     for parts in range(1, 6):
         names = ["/".join(path.parts[-parts:]) for path in paths]
         if len(set(names)) == len(names):

@@ -18,7 +18,7 @@ from asyncrl.supervise.notebook import LoadedRun
 from asyncrl.viewer import run_search
 
 PORT = 7860
-PORTS = 20  # tried from the first one, where the port was not chosen
+PORTS = 20  # ports from PORT on that are tried if none was chosen
 
 
 def is_loopback(host: str) -> bool:
@@ -30,7 +30,7 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(host: str, port: int | None) -> socket.socket:
-    """Return a listening socket. Raises ConfigError where the port is taken or not ours."""
+    """Return a listening socket. Raises ConfigError if the port is taken or not permitted."""
     tried = [port] if port is not None else [*range(PORT, PORT + PORTS), 0]
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for number in tried:
@@ -44,7 +44,7 @@ def listen(host: str, port: int | None) -> socket.socket:
             listener.close()
             problem = error
     raise ConfigError(
-        f"--host {host} --port {port}: {problem.strerror}; choose another port, or leave it out"
+        f"--host {host} --port {port}: {problem.strerror}; choose another port, or leave out --port"
     )
 
 
@@ -57,9 +57,9 @@ def serve(
     token: bool,
     expected: bool = False,
 ) -> None:
-    """Serve until interrupted. Raises ConfigError for places without a run, or a bad address.
+    """Serve until interrupted. Raises ConfigError for places without a run or a bad address.
 
-    announce: called with the page's address and the number of runs when it accepts requests.
+    announce: called with the page's address and the number of runs once it accepts requests.
     token: require the token in that address. Without one, only an address of this machine is
     allowed.
     expected: the runs may begin later.
@@ -70,8 +70,8 @@ def serve(
 
     if not token and not is_loopback(host):
         raise ConfigError(
-            f"--no-token --host {host}: everyone who reaches this address could read prompts and "
-            "logs; leave out --no-token, or listen on 127.0.0.1"
+            f"--no-token --host {host}: everyone with access to this address could read prompts "
+            "and logs; leave out --no-token, or listen on 127.0.0.1"
         )
     app = WatchApp(places, secrets.token_urlsafe(18) if token else "", expected=expected)
     listener = listen(host, port)
@@ -80,7 +80,7 @@ def serve(
     query = f"/?token={app.token}" if app.token else "/"
     announce(f"http://{name}:{address[1]}{query}", len(app.runs))
     config = uvicorn.Config(
-        app.starlette(), log_level="warning", access_log=False, server_header=False
+        app.build_application(), log_level="warning", access_log=False, server_header=False
     )
     uvicorn.Server(config).run(sockets=[listener])
 
@@ -88,11 +88,11 @@ def serve(
 class PageProcess:
     """A page of runs, served by a process of its own that ends with this one.
 
-    Its failure and its work never touch the run. Ctrl-C in this process does not reach it.
+    Its failures and its work do not affect the run. Ctrl-C in this process does not reach it.
     """
 
     def __init__(self, places: Sequence[Path]) -> None:
-        """Start it, and wait for its address; `url` is "" where it could not start."""
+        """Start it and wait for its address; `url` is "" if it could not start."""
         self.process = subprocess.Popen(
             importing.command("asyncrl.viewer.server", *map(str, places)),
             stdin=subprocess.DEVNULL,
@@ -108,17 +108,17 @@ class PageProcess:
         return f"page at {self.url or 'no address: it could not start'}"
 
     def _repr_html_(self) -> str:
-        """A link, for a notebook."""
-        return f'<a href="{self.url}" target="_blank">watch the run in a tab of its own</a>'
+        """Return a link for a notebook."""
+        return f'<a href="{self.url}" target="_blank">watch the run in a new tab</a>'
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         self.process.kill()
         self.process.communicate()
 
 
 def watch(*runs: str | Path | LoadedRun) -> PageProcess:
-    """Serve the page of runs, as `asyncrl watch` does, until its `close` or this process's end.
+    """Serve the page of runs as `asyncrl watch` does, until its `close` or this process's end.
 
     runs: run directories, directories of runs, or loaded runs. A notebook shows the result as a
     link.
@@ -130,8 +130,8 @@ def watch(*runs: str | Path | LoadedRun) -> PageProcess:
 
 
 @contextmanager
-def page_beside(run_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Serve the page of a run that is about to begin, until the block ends."""
+def serve_page_beside(run_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Serve the page of a run that is about to begin until the block ends."""
     page = PageProcess([run_dir])
     say(f"watch it at {page.url}" if page.url else "note: the page of this run could not start")
     try:

@@ -16,8 +16,8 @@ from asyncrl.viewer.findings import WatchedRun
 class WatchedTinkerModel(WatchedRun):
     """The directory of a model, below that of its server.
 
-    Processes, settings and logs are the server's. The server knows neither rewards nor the number
-    of steps that the client will make."""
+    Processes, settings and logs are the server's. Rewards and the number of planned steps are
+    unknown to the server."""
 
     no_samples: ClassVar[str] = (
         "No samples yet: the server logs some of every tenth optimizer step on sampled tokens."
@@ -25,17 +25,17 @@ class WatchedTinkerModel(WatchedRun):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._found: tuple[int, list[Advice]] = (-1, [])  # rows of metrics.jsonl, health checks
+        self._advice: tuple[int, list[Advice]] = (-1, [])  # rows of metrics.jsonl, health checks
 
     @property
     def server(self) -> Path:
-        """The server's directory."""
+        """Directory of the server."""
         return self.path.parent
 
-    def summary(self) -> dict[str, Any]:
+    def read_summary(self) -> dict[str, Any]:
         return {}
 
-    def state(self) -> dict[str, Any]:
+    def describe_state(self) -> dict[str, Any]:
         """Return the model's row of the list; its step is the version."""
         running, version, problem = False, 0, ""
         try:
@@ -61,9 +61,9 @@ class WatchedTinkerModel(WatchedRun):
             "damaged": self.series.damaged + self.samples.damaged,
         }
 
-    def overview(self) -> dict[str, Any]:
-        """Return state, health checks, and the figures that a reader looks at first."""
-        state = self.state()
+    def build_overview(self) -> dict[str, Any]:
+        """Return state, health checks and the main figures."""
+        state = self.describe_state()
         ledger = tinker_status.read_ledger(self.path)
         limit = findings.read_settings(self.server / tinker_status.CONFIG)["staleness.max_lag"]
         largest = self.series.get_values("lag/max")
@@ -76,7 +76,7 @@ class WatchedTinkerModel(WatchedRun):
             ["largest lag", float(largest.max()) if len(largest) else None],
             ["lag limit", f"{limit:g}"],
             [
-                "of unknown lag, share of the newest step",
+                "share of unknown lag in the newest step",
                 self.series.get_latest("lag/unknown_share"),
             ],
         ]
@@ -85,36 +85,36 @@ class WatchedTinkerModel(WatchedRun):
         ]
         return {
             "state": state,
-            "advice": [line._asdict() for line in self.advice([])],
+            "advice": [line._asdict() for line in self.list_advice([])],
             "waits": ended if state["state"] == "running" else [],
             "cards": cards,
         }
 
-    def advice(self, signs: list[dict[str, Any]]) -> list[Advice]:
-        """Return what the health checks find; computed once for the same metrics."""
+    def list_advice(self, signs: list[dict[str, Any]]) -> list[Advice]:
+        """Return the findings of the health checks; computed once for the same metrics."""
         rows = self.series.rows
-        if self._found[0] != rows:
-            found = tinker_status.run_health_checks(self.path)
-            lines = [Advice(x.name, "health", x.said, tinker_status.ADVICE) for x in found]
-            self._found = rows, lines
-        return self._found[1]
+        if self._advice[0] != rows:
+            problems = tinker_status.run_health_checks(self.path)
+            lines = [Advice(x.name, "health", x.said, tinker_status.ADVICE) for x in problems]
+            self._advice = rows, lines
+        return self._advice[1]
 
     @property
     def process_group(self) -> str:
-        """The server's directory, as all its models have the same processes."""
+        """Directory of the server, because all its models have the same processes."""
         return str(self.server)
 
-    def processes(self) -> list[dict[str, Any]]:
-        return findings.with_starts(tinker_status.describe_processes(self.server), self.server)
+    def list_processes(self) -> list[dict[str, Any]]:
+        return findings.add_starts(tinker_status.describe_processes(self.server), self.server)
 
-    def ledger(self) -> dict[str, Any]:
-        """Return two tables: sequences by how often they were trained, trained tokens by lag."""
+    def read_ledger(self) -> dict[str, Any]:
+        """Return two tables: sequences by their number of trainings, trained tokens by lag."""
         counts = tinker_status.read_ledger(self.path)
         totals = tinker_status.sum_lags(self.path)
         sampled, trained = counts.get("sampled", 0), totals.known_tokens + totals.unknown
         sequences = [
-            [shown, counts.get(key, 0), counts.get(key, 0) / max(sampled, 1)]
-            for shown, key in (
+            [label, counts.get(key, 0), counts.get(key, 0) / max(sampled, 1)]
+            for label, key in (
                 ("never trained", "never_trained"),
                 ("trained once", "trained_once"),
                 ("trained more often", "trained_again"),
@@ -129,28 +129,28 @@ class WatchedTinkerModel(WatchedRun):
             "tables": [
                 {
                     "title": f"{sampled:,} sequences sampled, with {tokens:,} tokens",
-                    "head": ["what became of them", "sequences", "share"],
+                    "head": ["use", "sequences", "share"],
                     "rows": sequences,
                 },
                 {
                     "title": f"{trained:,} tokens trained",
-                    "head": ["how old they were", "tokens", "share"],
+                    "head": ["lag", "tokens", "share"],
                     "rows": lags,
                 },
             ]
         }
 
-    def settings(self) -> dict[str, Any]:
-        """Return the server's settings, and what the model was created from."""
+    def read_settings(self) -> dict[str, Any]:
+        """Return the server's settings and those that the model was created with."""
         record = tinker_status.read_model_record(self.path)
         record["time"] = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record["time"]))
-        shown = {f"this model.{key}": value for key, value in record.items()}
-        return shown | findings.read_settings(self.server / tinker_status.CONFIG)
+        created_from = {f"this model.{key}": value for key, value in record.items()}
+        return created_from | findings.read_settings(self.server / tinker_status.CONFIG)
 
-    def logs(self) -> list[str]:
+    def list_logs(self) -> list[str]:
         """Return the names of the server's logs, its own first."""
-        names = findings.log_names(self.server)
+        names = findings.list_log_names(self.server)
         return sorted(names, key=lambda name: not name.endswith("server.log"))
 
-    def log_tail(self, name: str) -> str:
-        return findings.log_tail(self.server, name)
+    def read_log_tail(self, name: str) -> str:
+        return findings.read_log_tail(self.server, name)

@@ -178,12 +178,12 @@ class Crowd:
         self.sockets: dict[str, Any] = {}
         self.owners: dict[int, str] = {}  # by the descriptor that zmq tells of news with
         self.ready: set[str] = set()
-        run = rundir.run_id(self.dir)
+        run = rundir.read_run_id(self.dir)
         self.head = head(run)
         self.encode = msgspec.msgpack.Encoder().encode
         self.decode = msgspec.msgpack.Decoder(m.FromBuffer).decode
         for name in ("learner", *self.names):
-            self.connect(name, rundir.buffer_address(config, self.dir))
+            self.connect(name, rundir.get_buffer_address(config, self.dir))
         self.peers = Peers(run, lag, self.say)
         self.asked: dict[str, tuple[float, float]] = {}  # since when, and last
         self.writing: list[tuple[float, int, str, list[m.Ticket]]] = []  # until when

@@ -68,10 +68,10 @@ class Buffer:
     def __init__(self) -> None:
         self.work = tempfile.TemporaryDirectory()
         sizes = peers.GROUPS, peers.SIZE, peers.TOKENS
-        named = buffer_service.run_id
+        named = buffer_service.read_run_id
         try:
             peers.GROUPS, peers.SIZE, peers.TOKENS = 2, 2, 8
-            buffer_service.run_id = lambda run_dir: "fuzz"  # the same in every life
+            buffer_service.read_run_id = lambda run_dir: "fuzz"  # the same in every life
             self.loop = scale.Loop(Path(self.work.name), "memory", 3)
             self.service = self.loop.service
             self.service.store.settings.error_budget = 1e9
@@ -94,7 +94,7 @@ class Buffer:
             self.service.socket.send = lambda peer, message: None  # type: ignore[method-assign]
         finally:
             peers.GROUPS, peers.SIZE, peers.TOKENS = sizes
-            buffer_service.run_id = named
+            buffer_service.read_run_id = named
         self.frames = [
             *self.frames[-60:],
             encode(self.loop.peers.hello()),

@@ -140,7 +140,7 @@ class Study:
 
     def run(self) -> None:
         """Make what is missing; the models first."""
-        self.warm_starts(self.cells.todo())
+        self.warm_starts(self.cells.list_missing())
         began = time.monotonic()
 
         def tell(name: str, event: dict[str, object]) -> None:
@@ -163,7 +163,7 @@ class Study:
         return {
             seed: facts(self.cells.read(n))
             for seed, n in self.arms.get(arm, {}).items()
-            if self.cells.path(n).exists()
+            if self.cells.get_path(n).exists()
         }
 
 
@@ -181,7 +181,7 @@ def facts(record: dict[str, Any]) -> dict[str, Any]:
         "start": accuracy[0],
         "end": accuracy[-1],
         "best": max(accuracy),
-        "area": verdict.area(steps, accuracy),
+        "area": verdict.compute_area(steps, accuracy),
         "ood": statistics.fmean(ood[last]) if (last := str(int(steps[-1]))) in ood else None,
         "swing": statistics.fmean(abs(a - b) for a, b in pairwise(accuracy)),
         "grad_norm_mean": statistics.fmean(norms),
@@ -189,7 +189,7 @@ def facts(record: dict[str, Any]) -> dict[str, Any]:
         "grad_norm_max": max(norms),
         "collapsed": accuracy[-1] < accuracy[0] / 2,
         "failed": record.get("failed", ""),
-        "trouble": verdict.stability(accuracy, rows),
+        "trouble": verdict.list_instabilities(accuracy, rows),
         "kl_mu_max": max((r["kl/behavior_target_k3"] for r in rows), default=0.0),
         "weights_digest": record["weights_digest"],
     }
@@ -221,10 +221,10 @@ def compare(
             and arms[base][s].get(what) is not None
         ]
         if arm != base and len(both) > 1:
-            out[arm] = verdict.paired(
+            out[arm] = verdict.compare_pairs(
                 [runs[s][what] for s in both], [arms[base][s][what] for s in both]
             )
-    verdict.holm(out)
+    verdict.adjust_by_holm(out)
     return out
 
 
@@ -272,7 +272,7 @@ def analyse(
             if a in runs and b in runs
         }
         known = {k: d for k, d in beside.items() if d is not None}
-        verdict.holm(known)
+        verdict.adjust_by_holm(known)
         for key, d in known.items():
             arm, other = key.split(" | ")
             out[arm].setdefault("pairs", {}).setdefault(other, {})[what] = shown(d)
@@ -343,7 +343,7 @@ def finish(
             "setting": {"steps": args.steps, "seeds": args.seeds, "groups": args.groups}
             | dict(setting),
             "common": study.common,
-            "missing": study.cells.todo(),
+            "missing": study.cells.list_missing(),
             "arms": found,
         }
         | more

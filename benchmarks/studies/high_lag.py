@@ -119,7 +119,7 @@ class Plan:
             f"learner.lr={rate * cell.factor:g}",
             f"seed={seed}",
             *(studies.QUICK if self.args.quick else []),
-            *sweep.limit_sets(cell.lag, True),
+            *sweep.list_limit_sets(cell.lag, True),
         ]
         path = results_file.ROOT / "configs" / f"{source}.toml"
         return load.load(path, [*sets, *ARMS[cell.method]])
@@ -136,7 +136,7 @@ class Plan:
 
     def record(self, cell: Cell, seed: int) -> dict[str, Any] | None:
         name = cell.name(seed)
-        return self.cells.read(name) if self.cells.path(name).exists() else None
+        return self.cells.read(name) if self.cells.get_path(name).exists() else None
 
     def in_time(self) -> bool:
         return time.monotonic() < self.deadline
@@ -145,7 +145,7 @@ class Plan:
         """Make what is missing of what was added, as long as there is time."""
         if self.args.table:
             return
-        for name in self.cells.todo():
+        for name in self.cells.list_missing():
             if not self.in_time():
                 return
             studies.prepare(self.cells.configs[name])
@@ -197,15 +197,15 @@ class Plan:
 
 def height(record: dict[str, Any], steps: int) -> float:
     """Mean height of a run's accuracy over its steps; one that was given up keeps its last."""
-    return verdict.area(*sweep_analysis.curve(record, steps))
+    return verdict.compute_area(*sweep_analysis.complete_curve(record, steps))
 
 
 def tuned_facts(record: dict[str, Any], steps: int) -> dict[str, float]:
     """Of one run that helps to choose a rate."""
-    moved = verdict.series(record["curve"], "kl/moved")
+    moved = verdict.list_values(record["curve"], "kl/moved")
     return {
         "height": height(record, steps),
-        "final": sweep_analysis.curve(record, steps)[1][-1],
+        "final": sweep_analysis.complete_curve(record, steps)[1][-1],
         "kl_moved": statistics.fmean(moved) if moved else math.nan,
     }
 
@@ -243,7 +243,7 @@ def make(plan: Plan) -> None:
 def facts(records: Mapping[int, dict[str, Any]], steps: int) -> dict[str, Any]:
     """One cell over its seeds."""
     runs = [records[seed] for seed in sorted(records)]
-    ends = [sweep_analysis.curve(r, steps)[1][-1] for r in runs]
+    ends = [sweep_analysis.complete_curve(r, steps)[1][-1] for r in runs]
     heights = [height(r, steps) for r in runs]
     out = {
         "seeds": sorted(records),
@@ -251,15 +251,15 @@ def facts(records: Mapping[int, dict[str, Any]], steps: int) -> dict[str, Any]:
         "final": statistics.fmean(ends),
         "heights": heights,
         "area": statistics.fmean(heights),
-        "ess": min(sweep_analysis.ess(r["curve"]) for r in runs),
+        "ess": min(sweep_analysis.find_lowest_ess(r["curve"]) for r in runs),
         "given_up": sum(bool(r["abandoned"]) for r in runs),
         "trouble": sorted(
-            {x.split(":")[0] for r in runs for x in sweep_analysis.instability_reasons(r)}
+            {x.split(":")[0] for r in runs for x in sweep_analysis.list_instabilities(r)}
         ),
-        "unstable": sum(bool(sweep_analysis.instability_reasons(r)) for r in runs),
+        "unstable": sum(bool(sweep_analysis.list_instabilities(r)) for r in runs),
     }
     for name, key in (("kl_behavior", "kl/behavior_target_k3"), ("kl_moved", "kl/moved")):
-        each = [x for r in runs for x in verdict.series(r["curve"], key)]
+        each = [x for r in runs for x in verdict.list_values(r["curve"], key)]
         out[name] = statistics.fmean(each) if each else math.nan
     return out
 
@@ -282,10 +282,10 @@ def against(
             if seed in theirs
         ]
         if both:
-            out[lag, method] = verdict.paired(
+            out[lag, method] = verdict.compare_pairs(
                 [a for a, _ in both], [b for _, b in both], prompts=prompts
             )
-    verdict.holm(out)
+    verdict.adjust_by_holm(out)
     return out
 
 
@@ -350,8 +350,8 @@ def analyse(plan: Plan) -> dict[str, Any]:
                 "interval_other_prompts": [d.prompt_low, d.prompt_high],
                 "p_holm": d.adjusted,
                 "seeds": d.seeds,
-                "word": d.verdict_word() if d.seeds > 1 else "no verdict",
-                "detectable": verdict.detectable(d.sd, d.seeds),
+                "word": d.choose_word() if d.seeds > 1 else "no verdict",
+                "detectable": verdict.find_detectable(d.sd, d.seeds),
             }
         for key, d in against(cells, 0, "heights").items():
             cells[key]["height_against"] = studies.shown(d)
@@ -468,7 +468,7 @@ def finish(plan: Plan, found: dict[str, Any]) -> None:
                     "groups",
                 )
             },
-            "missing": len(plan.cells.todo()),
+            "missing": len(plan.cells.list_missing()),
             "refused": plan.refused,
             "verdict": said,
             "tasks": found,

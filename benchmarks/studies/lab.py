@@ -35,7 +35,7 @@ RATES = {"sgd": 5.0, "adam": 0.1}
 
 def run(name: str, quick: bool) -> LabFindings:
     if name == "bias":
-        return bias_page.findings(
+        return bias_page.present_findings(
             bias.measure(
                 *((2, 3, 2) if quick else (3, 4, 5)),
                 0.05,
@@ -45,11 +45,11 @@ def run(name: str, quick: bool) -> LabFindings:
             )
         )
     if name == "corrections":
-        return corrections_page.findings(
+        return corrections_page.present_findings(
             corrections.measure(*((2, 4, 2) if quick else (3, 8, 5)), print_progress)
         )
     batches = 5 if name == "reshape_5_batches" else 1
-    return reshape_page.findings(
+    return reshape_page.present_findings(
         reshape.measure(
             3,
             3 if quick else 4,
@@ -77,7 +77,7 @@ def main() -> None:
     wrong = 0
     for name in names:
         found = run(name, args.quick)
-        out[name] = {"setting": found.setting} | found.json()
+        out[name] = {"setting": found.setting} | found.as_json()
         wrong += sum(c.holds is False for c in found.claims)
         print(
             found.setting,

@@ -33,7 +33,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # for lib
 
 from lib import results_file
 
-from asyncrl.cli.compare import swept_corrections
+from asyncrl.cli.compare import describe_corrections
 from asyncrl.experiments.compare import sweep, sweep_analysis, sweep_page
 from asyncrl.experiments.compare.page import clean
 from asyncrl.records import metrics
@@ -93,7 +93,7 @@ def make(task: str, args: argparse.Namespace) -> sweep.Sweep:
         *(QUICK if args.quick else []),
     ]
     limits = sweep.parse_limits(args.lags, True)
-    what = sweep.plan(
+    what = sweep.make_plan(
         str(results_file.ROOT / "configs" / f"{name}.toml"),
         sets,
         list(corrections(lr).items()),
@@ -134,14 +134,16 @@ def check(s: sweep.Sweep, n: int) -> None:
     to OUT/TASK/checked.json.
     """
     cells = [
-        x for x in s.plan.arms if x != sweep.SYNC and s.cells.path(s.name(x, s.seeds[0])).exists()
+        x
+        for x in s.plan.arms
+        if x != sweep.SYNC and s.cells.get_path(s.name_run(x, s.seeds[0])).exists()
     ]
     chosen = [sweep.SYNC, *[cells[(2 * i + 1) * len(cells) // (2 * n - 2)] for i in range(n - 1)]]
     path = s.directory / "checked.json"
     rows = json.loads(path.read_text()) if path.exists() else []
     for arm in dict.fromkeys(chosen):
-        name = s.name(arm, s.seeds[0])
-        if not s.cells.path(name).exists() or name in [r["run"] for r in rows]:
+        name = s.name_run(arm, s.seeds[0])
+        if not s.cells.get_path(name).exists() or name in [r["run"] for r in rows]:
             continue
         record = s.cells.read(name)
         run_dir = s.directory / "real" / name
@@ -151,7 +153,7 @@ def check(s: sweep.Sweep, n: int) -> None:
             "-m",
             "asyncrl.cli",
             "run",
-            str(s.cells.path(name).with_suffix(".toml")),
+            str(s.cells.get_path(name).with_suffix(".toml")),
             "--json",
         ]
         argv += [
@@ -199,7 +201,7 @@ def write(made: dict[str, sweep.Sweep], args: argparse.Namespace) -> None:
     """
     all_found = {}
     for task, s in made.items():
-        if not s.cells.path(s.name(sweep.SYNC, s.seeds[0])).exists():
+        if not s.cells.get_path(s.name_run(sweep.SYNC, s.seeds[0])).exists():
             continue
         found = sweep_analysis.analyze(s)
         made_by = updates(s.plan)
@@ -208,7 +210,7 @@ def write(made: dict[str, sweep.Sweep], args: argparse.Namespace) -> None:
             f"{task}: injected lag, {args.steps} steps of 32 x 8, {len(s.seeds)} seeds, "
             "one warm start; evaluations of 128 prompts, at the ends of 512"
         )
-        told = swept_corrections(s.plan, titles(made_by))
+        told = describe_corrections(s.plan, titles(made_by))
         page = sweep_page.write(s.directory, f"Injected lag, {task}", found, told, subtitle)
         if (checked := s.directory / "checked.json").exists():
             all_found[task]["checked_against_real_processes"] = json.loads(checked.read_text())

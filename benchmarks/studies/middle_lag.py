@@ -50,7 +50,7 @@ COLUMNS = {"start": "start", "end": "final", "area": "mean", "kl_mu_mean": "KL(m
 def arm(lag: int, method: str, factor: float) -> list[str]:
     """Return the --set items of a method at an injected lag and a factor of RATE."""
     own = sweep.CORRECTIONS[method][1]
-    return [*sweep.limit_sets(lag, True), f"learner.lr={RATE * factor:g}", *own]
+    return [*sweep.list_limit_sets(lag, True), f"learner.lr={RATE * factor:g}", *own]
 
 
 def factors_of(method: str) -> tuple[float, ...]:
@@ -80,7 +80,7 @@ def differences(study: studies.Study, lags: Sequence[int]) -> dict[str, dict[str
         for lag in lags:
             arms = {f"lag{lag} {m}": study.found(f"lag{lag} {m}") for m in METHODS}
             every |= studies.compare(arms, f"lag{lag} {BASE}", what)
-        verdict.holm(every)
+        verdict.adjust_by_holm(every)
         found[what] = {name: studies.shown(difference) for name, difference in every.items()}
     return found
 

@@ -96,7 +96,7 @@ PARTS = ("mismatch", "staleness", "update")  # of log mu - log pi_theta
 
 def common(args: Any) -> list[str]:
     return [
-        *sweep.limit_sets(args.lag, True),
+        *sweep.list_limit_sets(args.lag, True),
         f"learner.steps={args.steps}",
         f"learner.lr={args.lr}",
         *studies.EVALUATION,
@@ -209,7 +209,7 @@ def switch(args: Any, study: studies.Study) -> dict[str, Any]:
     ends = {end: [r["curves"][end][1][-1] for r in rows] for end in ("none", "mis")}
     out: dict[str, Any] = {"runs": rows, "ends": ends}
     if len(rows) > 1:
-        out["mis_less_none"] = studies.shown(verdict.paired(ends["mis"], ends["none"]))
+        out["mis_less_none"] = studies.shown(verdict.compare_pairs(ends["mis"], ends["none"]))
     return out
 
 
@@ -232,7 +232,7 @@ def split(args: Any, study: studies.Study) -> list[dict[str, Any]]:
                 *study.common,
                 *ENGINES[engine],
                 *ARMS["bypass"],
-                *sweep.limit_sets(lag, True),
+                *sweep.list_limit_sets(lag, True),
                 f"runs='{runs}'",
                 f"name={name}",
                 f"model.path='{(study.out / 'models' / f'{study.task}-0').resolve()}'",
@@ -272,7 +272,7 @@ def learners(args: Any, study: studies.Study) -> list[dict[str, Any]]:
         if (
             not args.learner
             or arm in [r["arm"] for r in rows]
-            or not study.cells.path(names[0]).exists()
+            or not study.cells.get_path(names[0]).exists()
         ):
             continue
         config = study.cells.configs[names[0]]

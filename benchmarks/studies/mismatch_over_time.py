@@ -122,7 +122,7 @@ def main() -> None:
         arm: [
             over_time(study.cells.read(name)["curve"], size)
             for name in names.values()
-            if study.cells.path(name).exists()
+            if study.cells.get_path(name).exists()
         ]
         for arm, names in study.arms.items()
     }

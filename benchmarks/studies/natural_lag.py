@@ -143,7 +143,7 @@ class Plan:
     def run(self) -> None:
         if self.args.table:
             return
-        for name in self.cells.todo():
+        for name in self.cells.list_missing():
             studies.prepare(self.cells.configs[name])  # the warm start, once a task
         self.cells.run(self.args.workers, self.tell)
 
@@ -159,7 +159,7 @@ class Plan:
             arm: {
                 seed: self.cells.read(self.name(task, arm, seed))
                 for seed in range(self.args.seeds)
-                if self.cells.path(self.name(task, arm, seed)).exists()
+                if self.cells.get_path(self.name(task, arm, seed)).exists()
             }
             for arm in self.arms
         }
@@ -191,7 +191,7 @@ def at(record: Mapping[str, Any], time: float) -> tuple[float, float]:
     end = float(np.interp(time, when, accuracy))
     inside = [(t, a) for t, a in zip(when, accuracy, strict=True) if t < time]
     times, heights = zip(*inside, (time, end), strict=True)
-    return end, verdict.area(list(times), list(heights))
+    return end, verdict.compute_area(list(times), list(heights))
 
 
 def last(record: Mapping[str, Any]) -> float:
@@ -215,8 +215,8 @@ def facts(runs: Mapping[int, dict[str, Any]], time: float) -> dict[str, Any]:
         "lag_largest": max(int(lag) for record in many for lag in record["lag_histogram"]),
         "ess": statistics.fmean(row["is/ess"] for r in rows for row in r),
         "given_up": sum(bool(record["abandoned"]) for record in many),
-        "unstable": sum(bool(sweep_analysis.instability_reasons(record)) for record in many),
-        "lost": statistics.fmean(sweep_analysis.lost_share(record) for record in many),
+        "unstable": sum(bool(sweep_analysis.list_instabilities(record)) for record in many),
+        "lost": statistics.fmean(sweep_analysis.compute_lost_share(record) for record in many),
     }
     if any("limit/now" in row for row in rows[0]):
         out["limit"] = [[row["limit/now"] for row in r][::10] for r in rows]
@@ -235,11 +235,11 @@ def analyse(plan: Plan) -> dict[str, Any]:
         base = arms[next(iter(plan.arms))]
         for measure in ("each", "heights"):
             found = {
-                arm: verdict.paired(about[measure], base[measure])
+                arm: verdict.compare_pairs(about[measure], base[measure])
                 for arm, about in arms.items()
                 if about is not base
             }
-            verdict.holm(found)
+            verdict.adjust_by_holm(found)
             for arm, difference in found.items():
                 name = "final" if measure == "each" else "height"
                 arms[arm].setdefault("against_first", {})[name] = studies.shown(difference)
@@ -276,7 +276,7 @@ def finish(plan: Plan, found: Mapping[str, Any]) -> None:
             "setting": {key: getattr(args, key) for key in setting},
             "sets": plan.arms,
             "rates": METHODS if args.part == "methods" else {},
-            "missing": len(plan.cells.todo()),
+            "missing": len(plan.cells.list_missing()),
             "tasks": found,
         }
     )

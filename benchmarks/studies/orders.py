@@ -22,7 +22,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # for lib
 
 from lib import results_file, rounds
 
-from asyncrl.cli.compare import swept_corrections
+from asyncrl.cli.compare import describe_corrections
 from asyncrl.experiments.compare import sweep, sweep_analysis, sweep_page, verdict
 from asyncrl.experiments.compare.page import clean
 from asyncrl.supervise.preflight import preflight, say
@@ -68,7 +68,7 @@ def make(args: Any) -> sweep.Sweep:
     arms = [(n, items) for n, (_, items) in ARMS.items()]
     return sweep.Sweep(
         args.out,
-        sweep.plan(source, sets, arms, [float(args.limit)], injected=False),
+        sweep.make_plan(source, sets, arms, [float(args.limit)], injected=False),
         args.seeds,
         say,
     )
@@ -130,8 +130,8 @@ def analyse(s: sweep.Sweep, found: dict[str, Any]) -> dict[str, Any]:
     out = {}
     differences = {}
     for c in found["cells"]:
-        seeds = [x for x in s.seeds if s.cells.path(s.name(c["arm"], x)).exists()]
-        out[c["correction"]] = facts(c, [s.cells.read(s.name(c["arm"], x)) for x in seeds]) | {
+        seeds = [x for x in s.seeds if s.cells.get_path(s.name_run(c["arm"], x)).exists()]
+        out[c["correction"]] = facts(c, [s.cells.read(s.name_run(c["arm"], x)) for x in seeds]) | {
             "of": seeds
         }
     for name, about in out.items():
@@ -140,8 +140,8 @@ def analyse(s: sweep.Sweep, found: dict[str, Any]) -> dict[str, Any]:
         )
         both = [(y, base[x]) for x, y in zip(about["of"], about["each"], strict=True) if x in base]
         if name != TICKET and both:
-            differences[name] = verdict.paired([a for a, _ in both], [b for _, b in both])
-    verdict.holm(differences)
+            differences[name] = verdict.compare_pairs([a for a, _ in both], [b for _, b in both])
+    verdict.adjust_by_holm(differences)
     for name, d in differences.items():
         out[name]["against_ticket"] = {
             "difference": d.mean,
@@ -209,7 +209,7 @@ def main() -> None:
         s.directory,
         "Orders of service",
         found,
-        swept_corrections(s.plan, {n: what for n, (what, _) in ARMS.items()}),
+        describe_corrections(s.plan, {n: what for n, (what, _) in ARMS.items()}),
         subtitle,
     )
     arms = analyse(s, found)

@@ -82,7 +82,7 @@ def step_logs(study: studies.Study) -> dict[str, dict[str, Any]]:
         arm: {
             str(seed): summarize_steps(study.cells.read(name)["optimizer_steps"])
             for seed, name in cells.items()
-            if study.cells.path(name).exists()
+            if study.cells.get_path(name).exists()
         }
         for arm, cells in study.arms.items()
     }

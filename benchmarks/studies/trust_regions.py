@@ -27,7 +27,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # for lib
 
 from lib import results_file, rounds
 
-from asyncrl.cli.compare import swept_corrections
+from asyncrl.cli.compare import describe_corrections
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.compare import sweep, sweep_analysis, sweep_page, verdict
@@ -170,7 +170,7 @@ def calibrate(args: Any) -> tuple[dict[str, list[tuple[float, float]]], float]:
             )
             cells.add(f"{arm}-{n}", config, config.seed)
             todo[arm] = rate
-        if args.table and any(not cells.path(f"{arm}-{n}").exists() for arm in todo):
+        if args.table and any(not cells.get_path(f"{arm}-{n}").exists() for arm in todo):
             break
         cells.run(
             args.workers,
@@ -223,9 +223,9 @@ def analyse(s: sweep.Sweep, found: dict[str, Any]) -> dict[str, dict[str, Any]]:
     out: dict[str, dict[str, Any]] = {x: {} for x in found["limits"]}
     differences = {}
     for c in found["cells"]:
-        seeds = [x for x in s.seeds if s.cells.path(s.name(c["arm"], x)).exists()]
+        seeds = [x for x in s.seeds if s.cells.get_path(s.name_run(c["arm"], x)).exists()]
         out[c["limit"]][c["correction"]] = facts(
-            c, [s.cells.read(s.name(c["arm"], x)) for x in seeds]
+            c, [s.cells.read(s.name_run(c["arm"], x)) for x in seeds]
         ) | {"of": seeds}
     for lag, arms in out.items():
         base = dict(zip(arms[PPO]["of"], arms[PPO]["each"], strict=True)) if PPO in arms else {}
@@ -234,8 +234,10 @@ def analyse(s: sweep.Sweep, found: dict[str, Any]) -> dict[str, dict[str, Any]]:
                 (y, base[x]) for x, y in zip(about["of"], about["each"], strict=True) if x in base
             ]
             if name != PPO and both:
-                differences[lag, name] = verdict.paired([a for a, _ in both], [b for _, b in both])
-    verdict.holm(differences)
+                differences[lag, name] = verdict.compare_pairs(
+                    [a for a, _ in both], [b for _, b in both]
+                )
+    verdict.adjust_by_holm(differences)
     for (lag, name), d in differences.items():
         out[lag][name]["against_ppo"] = {
             "difference": d.mean,
@@ -310,7 +312,7 @@ def main() -> None:
         )
     rates = {arm: x[-1][0] for arm, x in tried.items() if x}
     arms = [(n, [*ARMS[n][1], f"learner.lr={r!r}"]) for n, r in rates.items()]
-    what = sweep.plan(
+    what = sweep.make_plan(
         source(args),
         [*common(args), f"learner.lr={rates[PPO]!r}"],
         arms,
@@ -330,7 +332,7 @@ def main() -> None:
         f"{args.task}: {args.minibatches} optimizer steps a batch, each arm at the rate "
         f"that moves {target:.3g} nats a token a batch; {args.steps} steps"
     )
-    told = swept_corrections(what, titles)
+    told = describe_corrections(what, titles)
     page = sweep_page.write(s.directory, "Trust regions at equal KL moved", found, told, subtitle)
     by_lag = analyse(s, found)
     print("\n".join(lines(by_lag)), file=sys.stderr if args.json else sys.stdout)

@@ -40,7 +40,7 @@ class BatchLog:
         try:
             atomic_write.write(path, lines, sync=True)
         except OSError as error:
-            raise jsonl.disk_full_error(path, error) from error
+            raise jsonl.make_disk_full_error(path, error) from error
         self.file = jsonl.JsonlAppender(path)
         self.written = len(lines.encode())
 

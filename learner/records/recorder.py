@@ -48,7 +48,7 @@ class Recorder:
     ) -> None:
         self.config = config
         self.core = core
-        self.directory = stream.directory(run_dir) / "weights"
+        self.directory = stream.get_directory(run_dir) / "weights"
         self.run_dir = run_dir
         self.start = core.state.number
         self.size_reported = False
@@ -56,18 +56,18 @@ class Recorder:
         header = RecordingHeader(stream.FORMAT, epoch, self.start, digest, load.dump(config))
         try:
             self.log = RecordingWriter(
-                run_dir, header, stream.size(run_dir), config.record.stream_mib * MIB
+                run_dir, header, stream.measure_size(run_dir), config.record.stream_mib * MIB
             )
         except OSError as error:
             raise AsyncrlError(
-                f"record.stream: {stream.directory(run_dir)} cannot be written: {error}; free some "
-                "space, or leave record.stream out"
+                f"record.stream: {stream.get_directory(run_dir)} cannot be written: {error}; free "
+                "some space, or leave record.stream out"
             ) from error
         # an estimate until weights have been written
         self.weights_bytes = policy.count_flat_bytes(core.layout) * (
             3 if config.learner.optimizer == "adamw" else 1
         )
-        if not stream.weights(run_dir):  # the version that a replay starts from
+        if not stream.list_weights(run_dir):  # the version that a replay starts from
             self.store_weights()
             if self.log.full:
                 raise AsyncrlError(

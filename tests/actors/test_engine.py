@@ -366,11 +366,11 @@ def test_a_context_that_memory_does_not_hold_is_refused_by_arithmetic(
     e = engine(model)
     of_token = e.token_bytes
     assert of_token == 2 * 2 * 4 * 16 * 4  # keys and values, layers, heads, their width, float32
-    monkeypatch.setattr(machine_memory, "free_bytes", lambda: of_token * 63)
+    monkeypatch.setattr(machine_memory, "read_free_bytes", lambda: of_token * 63)
     with pytest.raises(ConfigError, match=r"generator.context = 64: .* set a lower context"):
         engine(model)
     for free, refused in ((1 << 30, False), (of_token * 60, True)):
-        monkeypatch.setattr(machine_memory, "free_bytes", lambda free=free: free)
+        monkeypatch.setattr(machine_memory, "read_free_bytes", lambda free=free: free)
         e.add([request(free, 0, [3] * 40)])
         if not refused:
             assert len(run(e, [])) == 1

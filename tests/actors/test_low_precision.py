@@ -219,7 +219,7 @@ def test_the_finding_of_a_mismatch_names_its_cause() -> None:
             {"model": {"path": "m"}, "task": {"name": "sort"}, **sections}, "c.toml"
         )
         rows = [{"step": n, "reward/mean": 0.0, "split/mismatch_k3": 0.1} for n in range(9)]
-        found = health_checks.engine_mismatch(rows, health_checks.RunFacts(config))
+        found = health_checks.check_engine_mismatch(rows, health_checks.RunFacts(config))
         assert found is not None
         return found.try_this
 

@@ -234,7 +234,7 @@ def test_the_key_is_needed_and_other_routes_are_named(url: str) -> None:
     [
         (["nowhere"], "MODEL: nowhere is not a model directory"),
         (["MODEL", "--context", "65"], "--context 65: the model in DIRECTORY has 64 positions"),
-        (["MODEL", "--no-key", "--host", "0.0.0.0"], "everyone who reaches this address"),
+        (["MODEL", "--no-key", "--host", "0.0.0.0"], "everyone with access to this address"),
         (["MODEL", "--host", "0.0.0.0"], "is open to the network; give --certificate"),
         (["MODEL", "--certificate", "c.pem"], "--certificate and --private-key: give both"),
     ],

@@ -21,7 +21,7 @@ from actors.engine_embedded import EmbeddedEngine, make_engine
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.versions import Label
-from asyncrl.experiments.serial import engine_of, run_serial
+from asyncrl.experiments.serial import get_engine, run_serial
 from asyncrl.models import policy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -374,7 +374,7 @@ def test_a_run_of_the_shipped_config_ends_with_the_same_weights(sort_model: Path
     digests = set()
     for sets in (["generator.draft_rows=16"], ["generator.speculate=0"]):
         config = load.load(ROOT / "configs" / "speculate.toml", [*small, *sets])
-        made = engine_of(config)
+        made = get_engine(config)
         digests.add(run_serial(config, 0)["weights_digest"])
         if config.generator.speculate:
             assert made.collect_metrics()["draft/accepted"] > 5

@@ -73,7 +73,7 @@ class Hand:
     def heard(self) -> set[str]:
         """Those of whom the buffer has heard."""
         config = load.load(self.dir / "config.toml")
-        status = live.request_status(rundir.current_buffer_address(config, self.dir), "", 10.0)
+        status = live.request_status(rundir.get_current_buffer_address(config, self.dir), "", 10.0)
         return set(status.peers) if status is not None else set()
 
     def codes(self) -> dict[str, int]:

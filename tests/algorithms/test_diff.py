@@ -11,7 +11,7 @@ from typing import Any
 
 from process_kit import ENV, ROOT
 
-from asyncrl.experiments.replay.diff import first_difference
+from asyncrl.experiments.replay.diff import find_first_difference
 
 
 def diff(*words: str) -> subprocess.CompletedProcess[str]:
@@ -32,8 +32,12 @@ def test_how_fast_a_run_was_is_no_difference() -> None:
     slow |= {"link/ack_s": 0.2, "judge/seconds": 1.0, "prefix/hits": 3.0}
     slow |= {"reward/workers": 2.0, "throughput/learner_tokens_per_s": 5.0, "memory/peak": 1.0}
     fast |= {"reward/workers": 1.0, "throughput/learner_tokens_per_s": 9.0, "memory/peak": 2.0}
-    assert not first_difference({0: slow | {"reward/mean": 0.5}}, {0: fast | {"reward/mean": 0.5}})
-    found = first_difference({0: slow | {"reward/mean": 0.5}}, {0: fast | {"reward/mean": 0.4}})
+    assert not find_first_difference(
+        {0: slow | {"reward/mean": 0.5}}, {0: fast | {"reward/mean": 0.5}}
+    )
+    found = find_first_difference(
+        {0: slow | {"reward/mean": 0.5}}, {0: fast | {"reward/mean": 0.4}}
+    )
     assert [m["name"] for m in found["metrics"]] == ["reward/mean"]
 
 
@@ -83,4 +87,4 @@ def test_a_longer_run_is_another_run_also_when_nothing_was_learned(tmp_path: Pat
     assert found.returncode == 1 and "the final weights differ" in found.stdout
     (tmp_path / "b" / "weights_digest").unlink()
     found = diff(str(tmp_path / "a"), str(tmp_path / "b"))
-    assert found.returncode == 1 and "at least one of them has not ended" in found.stdout
+    assert found.returncode == 1 and "at least one run has not ended" in found.stdout

@@ -65,7 +65,7 @@ def test_the_program_compares_late_places_with_what_they_stand_beside(
         for seed, name in names.items():
             end = ends[arm] + 0.01 * seed * (arm == "no KL")
             record = {"accuracy": [[0, 3], [0.2, end]], "curve": [], "weights_digest": ""}
-            path = study.cells.path(name)
+            path = study.cells.get_path(name)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(record | {"evals": {"ood": {"3": [end / 2]}}}))
     monkeypatch.setattr(bench.studies.results_file, "write", lambda name, result: tmp_path / name)

@@ -290,7 +290,7 @@ def test_every_shipped_config_takes_the_default_arms() -> None:
     """Sessions and filtered groups have no injected lag: `compare` leaves that arm out."""
     for name in bundled_configs.list_names():
         source = load.load(name)
-        found = comparison.resolve(name, [], comparison.default_arms(source))
+        found = comparison.resolve(name, [], comparison.make_default_arms(source))
         refused = source.agent.uses_sessions or source.advantage.no_spread == "filter"
         injected = [] if refused else ["injected"]
         assert list(found) == ["sync", "async", "async-uncorrected", *injected]

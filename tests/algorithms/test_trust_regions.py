@@ -37,7 +37,7 @@ def test_each_arm_is_a_config_of_its_own_at_every_lag_and_ppo_at_lag_0_is_the_ba
 ) -> None:
     sets = ["learner.minibatches=4", "learner.lr=0.0002"]
     arms = [(n, [*items, "learner.lr=0.0002"]) for n, (_, items) in program.ARMS.items()]
-    p = sweep.plan(str(ROOT / "configs" / "rle.toml"), sets, arms, [0.0, 4.0], injected=True)
+    p = sweep.make_plan(str(ROOT / "configs" / "rle.toml"), sets, arms, [0.0, 4.0], injected=True)
     assert (
         len({load.dump(c) for c in p.arms.values()}) == len(p.arms) == 2 * len(arms)
         and p.cell["ppo", 0.0] == sweep.SYNC

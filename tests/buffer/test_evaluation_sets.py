@@ -13,7 +13,11 @@ from store_kit import make, sample, train, write
 
 from asyncrl.contract.errors import BadMessage
 from asyncrl.contract.messages import EVAL_BASE, Prompt, SamplingSettings, Ticket
-from asyncrl.records.pass_at_k import pass_at_k, set_metrics, share_interval
+from asyncrl.records.pass_at_k import (
+    compute_set_metrics,
+    compute_share_interval,
+    estimate_pass_at_k,
+)
 from buffer import checks
 from buffer.evaluation import SET_TICKETS, Evaluations, EvaluationSet
 from buffer.store import Store
@@ -31,7 +35,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_passed_sample(samples: int) ->
     for passed, count in itertools.product(range(samples + 1), range(1, samples + 1)):
         outcomes = [True] * passed + [False] * (samples - passed)
         subsets = list(itertools.combinations(outcomes, count))
-        assert pass_at_k(samples, passed, count) == pytest.approx(
+        assert estimate_pass_at_k(samples, passed, count) == pytest.approx(
             sum(map(any, subsets)) / len(subsets), abs=1e-12
         )
 
@@ -43,7 +47,7 @@ def test_pass_at_k_is_unbiased() -> None:
             math.comb(samples, passed)
             * share**passed
             * (1 - share) ** (samples - passed)
-            * pass_at_k(samples, passed, count)
+            * estimate_pass_at_k(samples, passed, count)
             for passed in range(samples + 1)
         )
         assert expected == pytest.approx(1 - (1 - share) ** count, abs=1e-12)
@@ -52,7 +56,7 @@ def test_pass_at_k_is_unbiased() -> None:
 @pytest.mark.parametrize(("samples", "count"), [(2, 3), (3, 0)])
 def test_pass_at_k_needs_k_samples(samples: int, count: int) -> None:
     with pytest.raises(ValueError, match=f"pass@{count} needs at least {count} samples"):
-        pass_at_k(samples, 0, count)
+        estimate_pass_at_k(samples, 0, count)
 
 
 @pytest.mark.parametrize(("prompts", "samples", "count"), [(30, 1, 1), (30, 8, 1), (60, 8, 4)])
@@ -65,8 +69,8 @@ def test_the_interval_holds_the_truth_as_often_as_it_says(
     truth = float(np.mean(1 - (1 - random.beta(0.6, 0.8, 1_000_000)) ** count))
     for _ in range(600):
         passed = random.binomial(samples, random.beta(0.6, 0.8, prompts))
-        shares = [pass_at_k(samples, int(one), count) for one in passed]
-        low, high = share_interval(shares, prompts * samples)
+        shares = [estimate_pass_at_k(samples, int(one), count) for one in passed]
+        low, high = compute_share_interval(shares, prompts * samples)
         assert 0 <= low <= math.fsum(shares) / prompts <= high <= 1
         held += low <= truth <= high
     assert 0.92 < held / 600 < 0.985
@@ -74,16 +78,16 @@ def test_the_interval_holds_the_truth_as_often_as_it_says(
 
 def test_the_interval_has_a_width_at_its_ends_and_for_equal_shares() -> None:
     for share in (0.0, 0.5, 1.0):
-        low, high = share_interval([share] * 10, 40)
+        low, high = compute_share_interval([share] * 10, 40)
         assert high - low > 0.1 and low <= share <= high
-    wide, narrow = (share_interval([0.5] * 10, most) for most in (10, 1000))
+    wide, narrow = (compute_share_interval([0.5] * 10, most) for most in (10, 1000))
     assert wide[1] - wide[0] > narrow[1] - narrow[0]
 
 
 def test_metrics_of_a_set() -> None:
     rewards = {0: [1.0, 0.0], 1: [1.0, 1.0], 2: [0.0]}
-    found = set_metrics("x", rewards, [1.0, 0.0], [3, 5, 2, 2, 8], 1.0, (1, 2))
-    low, high = share_interval([0.5, 1.0, 0.0], 5)
+    found = compute_set_metrics("x", rewards, [1.0, 0.0], [3, 5, 2, 2, 8], 1.0, (1, 2))
+    low, high = compute_share_interval([0.5, 1.0, 0.0], 5)
     assert found == {
         "eval/x": pytest.approx(3 / 5),
         "eval/x_n": 3,
@@ -94,7 +98,7 @@ def test_metrics_of_a_set() -> None:
         "eval/x_pass_at_1_high": high,
         # the third prompt has one sample only
         "eval/x_pass_at_2": 1.0,
-        "eval/x_pass_at_2_low": share_interval([1.0, 1.0], 5)[0],
+        "eval/x_pass_at_2_low": compute_share_interval([1.0, 1.0], 5)[0],
         "eval/x_pass_at_2_high": 1.0,
     }
 

@@ -228,4 +228,4 @@ def test_a_run_directory_that_is_named_is_whole(disk: Disk, tmp_path: Path) -> N
     rundir.ensure(config, toml, run_dir)
     left = disk.cut(tmp_path, tmp_path.parent / f"{tmp_path.name}-left") / "runs" / "one"
     assert (left / "config.toml").read_text() == toml
-    assert rundir.run_id(left) == rundir.run_id(run_dir)
+    assert rundir.read_run_id(left) == rundir.read_run_id(run_dir)

@@ -686,7 +686,7 @@ def test_messages_of_another_run_or_protocol_are_refused_unread(begin: Any) -> N
     ask(learner, run.hello(1), m.Welcome)
     tickets = ask(generator, want(1, 9), m.TicketGrant).tickets
     before = state(run.service.store)
-    address = rundir.buffer_address(run.config, run.dir)
+    address = rundir.get_buffer_address(run.config, run.dir)
     kinds = [*map(answers, tickets), want(2, 9), m.LeaseRenewal("generator-0", 1, [], {}, None)]
     kinds += [
         m.GeneratorGoodbye("generator-0", 1),
@@ -936,7 +936,7 @@ def test_tokens_a_second_are_over_all_the_time_since_the_last_report(begin: Any)
     many steps lay between.
     """
     service = begin().service
-    service.clock.began = 100.0
+    service.clock.started_at = 100.0
     service.generators["g"] = {
         "stats": {"generator/tokens": 300.0, "generator/busy_s": 2.0, "generator/idle_s": 1.0},
         "waiting": None,

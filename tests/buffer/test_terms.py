@@ -44,7 +44,7 @@ def test_the_newest_term_is_the_only_one_that_is_not_over(tmp_path: Path) -> Non
     first = buffer_leadership.take_leadership(tmp_path, HERE)
     first.check()
     second = buffer_leadership.take_leadership(tmp_path, THERE, moved=True)
-    assert (first.number, second.number) == (1, 2) and buffer_leadership.current_address(
+    assert (first.number, second.number) == (1, 2) and buffer_leadership.read_current_address(
         tmp_path
     ) == THERE
     with pytest.raises(
@@ -53,7 +53,7 @@ def test_the_newest_term_is_the_only_one_that_is_not_over(tmp_path: Path) -> Non
         first.check()
     third = buffer_leadership.take_leadership(tmp_path, HERE)
     third.check()
-    assert buffer_leadership.current_address(tmp_path) == "", "it is where the config says"
+    assert buffer_leadership.read_current_address(tmp_path) == "", "it is where the config says"
     for old in (first, second):
         before = old.path.read_bytes()
         with pytest.raises(BufferTakenOver):
@@ -62,9 +62,9 @@ def test_the_newest_term_is_the_only_one_that_is_not_over(tmp_path: Path) -> Non
         buffer_leadership.take_leadership(tmp_path, HERE)
         assert old.path.read_bytes() == before, "its end is told once"
     third.path.unlink()
-    with pytest.raises(BufferTakenOver, match="is gone"):
+    with pytest.raises(BufferTakenOver, match="was removed"):
         third.check()
-    assert not list(buffer_leadership.directory(tmp_path).glob(".*.part"))
+    assert not list(buffer_leadership.get_directory(tmp_path).glob(".*.part"))
 
 
 def test_of_two_that_take_the_same_number_one_gets_it(
@@ -113,7 +113,7 @@ def test_a_torn_term_is_nobodys_and_still_counts(tmp_path: Path) -> None:
     torn.path.write_bytes(b'{"host')
     assert (
         buffer_leadership.read(torn.path) == (None, "")
-        and buffer_leadership.current_address(tmp_path) == ""
+        and buffer_leadership.read_current_address(tmp_path) == ""
     )
     assert buffer_leadership.take_leadership(tmp_path, HERE).number == 2
 
@@ -364,7 +364,7 @@ def said_hello(run: str) -> m.LearnerHello:
 def test_a_buffer_that_is_over_takes_nothing_in_and_says_nothing(service: BufferService) -> None:
     wire: Any = service.socket
     log = service.store.journal  # type: ignore[attr-defined]
-    terms_of = buffer_leadership.term_files(service.run_dir)
+    terms_of = buffer_leadership.list_term_files(service.run_dir)
     assert (
         len(terms_of) == 1 and buffer_leadership.read(terms_of[0])[0].address == wire.socket.address
     )  # type: ignore[union-attr]
@@ -402,7 +402,9 @@ def test_a_buffer_that_is_over_takes_nothing_in_and_says_nothing(service: Buffer
 
 def test_without_another_its_end_is_told_and_a_summary_written(service: BufferService) -> None:
     assert service.close() == "" and (service.run_dir / "buffer_summary.json").exists()
-    assert buffer_leadership.read(buffer_leadership.term_files(service.run_dir)[0])[1] == "ended"
+    assert (
+        buffer_leadership.read(buffer_leadership.list_term_files(service.run_dir)[0])[1] == "ended"
+    )
 
 
 def test_a_buffer_that_cannot_listen_takes_nothing_over(service: BufferService) -> None:
@@ -418,9 +420,9 @@ def test_a_process_that_was_taken_over_is_not_the_newest_of_its_name(tmp_path: P
     process_log.append_event(tmp_path, "buffer", 1, "began")
     process_log.append_event(tmp_path, "buffer", 2, "began")
     process_log.append_event(tmp_path, "buffer", 1, "ended", code=BufferTakenOver.exit_code, why="")
-    assert process_log.latest_events(tmp_path)["buffer"]["pid"] == 2
+    assert process_log.read_latest_events(tmp_path)["buffer"]["pid"] == 2
     process_log.append_event(tmp_path, "buffer", 2, "ended", code=0, why="")
-    assert process_log.failed_ends(tmp_path) == []
+    assert process_log.list_failed_ends(tmp_path) == []
 
 
 def test_locks_of_one_that_stands_still_hold_up_nobody(tmp_path: Path) -> None:
@@ -432,10 +434,10 @@ def test_locks_of_one_that_stands_still_hold_up_nobody(tmp_path: Path) -> None:
     other = process_log.ProcessIncarnation(tmp_path, "buffer", alone=True)
     second = rundir.RunLock(tmp_path, "buffer")
     lock.close()
-    held.mine.close()
+    held.name_lock.close()
     assert process_log.is_alive(tmp_path, "buffer"), "it is the other one's now"
     second.close()
-    other.mine.close()
+    other.name_lock.close()
 
 
 def test_what_can_be_taken_over_and_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

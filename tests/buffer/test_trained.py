@@ -93,11 +93,11 @@ def test_a_copy_of_a_run_directory_has_a_socket_and_weights_of_its_own(tmp_path:
     rundir.ensure(config, "", tmp_path / "run")
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     a, b = tmp_path / "run", tmp_path / "copy"
-    assert rundir.run_id(a) == rundir.run_id(b)
-    assert rundir.buffer_address(config, a) != rundir.buffer_address(config, b) and rundir.shm_dir(
-        a
-    ) != rundir.shm_dir(b)
+    assert rundir.read_run_id(a) == rundir.read_run_id(b)
+    assert rundir.get_buffer_address(config, a) != rundir.get_buffer_address(
+        config, b
+    ) and rundir.get_shm_dir(a) != rundir.get_shm_dir(b)
     a.rename(tmp_path / "moved")
-    assert rundir.shm_dir(tmp_path / "moved") != rundir.shm_dir(b)
+    assert rundir.get_shm_dir(tmp_path / "moved") != rundir.get_shm_dir(b)
     for path in (tmp_path / "moved", b):
         rundir.clean(path)

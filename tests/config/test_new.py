@@ -104,7 +104,7 @@ def test_the_model_to_begin_with(tmp_path: Path) -> None:
         assert (config.learner.groups, config.learner.lr) == (8, 1e-6)
         assert config.agent.max_tokens >= 2 * generator.max_new_tokens
         assert bool(config.agent.function) == agent != bool(config.reward.function)
-    assert all(line in new.config_text(agent=True, model="") for line in new.FOR_LANGUAGE_MODELS)
+    assert all(line in new.build_config(agent=True, model="") for line in new.FOR_LANGUAGE_MODELS)
     (tmp_path / "nothing").mkdir()
     done = asyncrl(tmp_path, "new", "mine", "--model", "nothing", "--json")
     assert done.code == 2 and "--model nothing: is not a model directory" in done.json["error"]

@@ -195,11 +195,11 @@ def test_a_place_where_no_run_directory_can_be_made(tmp_path: Path, small_model:
     refused(
         done,
         2,
-        f"runs: the run directory {tmp_path / 'runs' / 'r'} cannot be made: Not a directory; "
+        f"runs: the run directory {tmp_path / 'runs' / 'r'} cannot be created: Not a directory; "
         "choose another place with --set runs=DIR",
     )
     by_hand = cli("learner", "configs/demo.toml", "--run-dir", str(tmp_path / "runs" / "r"))
-    refused(by_hand, 2, "cannot be made: Not a directory")
+    refused(by_hand, 2, "cannot be created: Not a directory")
 
 
 def test_a_file_that_cannot_be_written_is_one_line() -> None:
@@ -224,7 +224,7 @@ def test_a_run_directory_that_is_removed_ends_the_run(tmp_path: Path, small_mode
     )
     run_dir = tmp_path / "runs" / "gone"
     wait_until(lambda: steps_done(run_dir) >= 2, process)
-    outside = rundir.outside_directories(run_dir)
+    outside = rundir.list_outside_directories(run_dir)
     assert all(p.exists() for p in outside)
     run_dir.rename(tmp_path / "elsewhere")
     code = process.wait(timeout=600)

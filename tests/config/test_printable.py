@@ -72,7 +72,7 @@ def test_what_is_shown_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert doctor.read_last_line(log).isprintable()
     assert all(line.isprintable() for line in hosts.read_last_lines(log, 9))
     row = {"at": 0.0, "name": "gateway-0", "pid": 7, "event": "ended", "code": 1, "why": EVIL}
-    assert process_log.end_of(row).isprintable()
+    assert process_log.describe_end(row).isprintable()
     with pytest.raises(SystemExit):
         base.fail(EVIL, 1, False)
     shown = capsys.readouterr().err

@@ -21,13 +21,13 @@ from process_kit import ENV, PATIENT, ROOT, RUN_SEED, Ended
 from asyncrl.config import load
 from asyncrl.experiments.compare import arms as arms_made
 from asyncrl.experiments.compare import comparison, methods, page, progress
-from asyncrl.experiments.compare.comparison import CellResult, warm_cell
+from asyncrl.experiments.compare.comparison import CellResult, make_warm_cell
 from asyncrl.experiments.compare.comparison_analysis import (
     analyze,
-    data_apart,
-    reference_kl,
-    signs_of,
-    signs_told,
+    average_reference_kl,
+    collect_findings,
+    describe_data_difference,
+    format_findings,
 )
 from asyncrl.experiments.figure import figure_points
 from buffer import training_log
@@ -112,7 +112,7 @@ def test_a_comparison_from_start_to_verdict(sort_model: Path, tmp_path: Path) ->
     ) and found["arms"]["sync"]["reached"] == sum(map(reached, curves))
     # the mean of the ends is above nine tenths of itself
     assert found["arms"]["sync"]["reached"] >= 1
-    assert all(f"accuracy {found['arms']['sync']['target']:.3f}" in t for t in found["trade"])
+    assert all(f"reward {found['arms']['sync']['target']:.3f}" in t for t in found["trade"])
     assert found["arms"]["sync"]["lag"] == 0 and found["arms"]["late"]["lag_max"] == 2
     assert ("twin", "ood_end") in words and all(
         0 <= x <= 1
@@ -129,7 +129,7 @@ def test_a_comparison_from_start_to_verdict(sort_model: Path, tmp_path: Path) ->
         len(
             re.findall(
                 rf"^(sync|twin|late)-seed({SEEDS[0]}|{SEEDS[1]}): "
-                r"accuracy [\d.]+ in \d+ s \([1-6] of 6",
+                r"reward [\d.]+ in \d+ s \([1-6] of 6",
                 done.err,
                 re.M,
             )
@@ -142,9 +142,7 @@ def test_a_comparison_from_start_to_verdict(sort_model: Path, tmp_path: Path) ->
         and ">OOD end</th>" in html
         and ">KL to ref</th>" in html
     )
-    assert (
-        "Accuracy on out-of-distribution prompts" in html and "KL from target to reference" in html
-    )
+    assert "Out-of-distribution reward" in html and "KL from target to reference" in html
     settings = html[html.index('<table id="settings">') :].split("</table>")[0]
     assert "staleness.inject = 2 (none), staleness.max_lag = 2 (0)" in settings
     assert "the same as sync" in settings and "compared with sync" in settings
@@ -248,16 +246,16 @@ def cell(
 
 def test_how_far_the_data_of_two_runs_differ() -> None:
     base = cell("a", [[0, 3]], [[4, 7]])
-    assert data_apart(cell("b", [[0, 3]], [[4, 7]]), base) == ""
+    assert describe_data_difference(cell("b", [[0, 3]], [[4, 7]]), base) == ""
     assert (
-        data_apart(cell("b", [[0, 3]], [[4, 5], [8, 9]]), base)
+        describe_data_difference(cell("b", [[0, 3]], [[4, 5], [8, 9]]), base)
         == "75% of the groups in common, in other batches from number 1 on"
     )
     assert (
-        data_apart(cell("b", [[0, 3]]), base)
+        describe_data_difference(cell("b", [[0, 3]]), base)
         == "50% of the groups in common, in other batches from number 1 on"
     )
-    assert data_apart(cell("b", ids="of an older version"), base) == "other samples"
+    assert describe_data_difference(cell("b", ids="of an older version"), base) == "other samples"
 
 
 def test_the_time_to_an_accuracy() -> None:
@@ -275,14 +273,14 @@ def test_the_time_to_an_accuracy() -> None:
         found["arms"]["fast"]["steps_to_target"] == 2
         and found["arms"]["fast"]["seconds_to_target"] == 20
     )
-    assert found["trade"][0].endswith("accuracy 0.720 at batch 2 (a 4), after 20 s (30)")
-    assert found["trade"][1].endswith("accuracy 0.720 was never reached")
+    assert found["trade"][0].endswith("reward 0.720 at batch 2 (a 4), after 20 s (30)")
+    assert found["trade"][1].endswith("reward 0.720 was never reached")
 
 
 def test_kl_to_the_reference_of_the_first_batch_is_not_that_of_the_end() -> None:
     name = "kl/target_ref_k3"
     rows = [{"step": n} | ({name: float(n)} if n % 10 == 0 else {}) for n in range(12)]
-    assert math.isnan(reference_kl(rows[:10])) and reference_kl(rows) == 10
+    assert math.isnan(average_reference_kl(rows[:10])) and average_reference_kl(rows) == 10
 
 
 def test_out_of_distribution_accuracy_and_kl_to_the_reference_of_every_arm() -> None:
@@ -301,18 +299,18 @@ def test_out_of_distribution_accuracy_and_kl_to_the_reference_of_every_arm() -> 
     assert (b["ood_start"], b["ood_end"], a["ood_end"], b["ood_each"]) == (0.2, 0.1, 0.4, [0.1])
     assert b["kl_ref"] == (9 + 27) / 2 and math.isnan(a["kl_ref"])
     assert (
-        reference_kl(base.rows[:8]) == (1 + 3 + 5 + 7) / 4
-        and reference_kl([*base.rows[:4], *[{"step": 5}] * 20]) == 3
+        average_reference_kl(base.rows[:8]) == (1 + 3 + 5 + 7) / 4
+        and average_reference_kl([*base.rows[:4], *[{"step": 5}] * 20]) == 3
     )
     (far,) = [v for v in found["verdicts"] if v["metric"] == "ood_end"]
     assert (
         far["difference"] == pytest.approx(0.3)
-        and "out-of-distribution accuracy +0.300" in far["text"]
+        and "out-of-distribution reward +0.300" in far["text"]
         and math.isfinite(far["interval_other_prompts"][0])
     )
-    row = dict(zip(page.HEAD, page.arm_rows(found)[1], strict=True))
+    row = dict(zip(page.HEAD, page.format_arms(found)[1], strict=True))
     assert (row["OOD start"], row["OOD end"], row["KL to ref"]) == ("0.200", "0.400", "-")
-    assert dict(zip(page.HEAD, page.arm_rows(found)[0], strict=True))["KL to ref"] == "18"
+    assert dict(zip(page.HEAD, page.format_arms(found)[0], strict=True))["KL to ref"] == "18"
     other = cell("base")
     # the last has no end
     other.seed, other.ood, gone.seed, gone.ood = 1, {0.0: 0.2, 4.0: 0.3}, 1, {0.0: 0.4, 2.0: 0.9}
@@ -335,20 +333,20 @@ def test_out_of_distribution_accuracy_and_kl_to_the_reference_of_every_arm() -> 
             ("a:", "b:"),
             "--arm b: resolves to the same config as a; leave one out, or write b:same-as=a",
         ),
-        (("a:",), "one arm has nothing to be compared with"),
+        (("a:",), "a comparison needs two arms or more"),
         (("a:", "a:staleness.max_lag=0"), "the name a is given twice"),
         (("nonsense", "b:"), "write NAME:key=value"),
-        (("x y:", "b:"), "a name has letters, digits and . + - _ alone"),
-        (("tsi", "b:"), "--arm tsi: no such method (did you mean tis?); known are none, ppo"),
+        (("x y:", "b:"), "a name may have letters, digits and . + - _"),
+        (("tsi", "b:"), "--arm tsi: no such method (did you mean tis?); choose from none, ppo"),
         (("TIS:learner.lr=1", "b:"), "the name TIS reads like the method tis; write tis:..."),
         (("a:method=tsi", "b:"), "method=tsi: no such method (did you mean tis?)"),
         (("a:method=tis,method=ppo", "b:"), "method is given twice"),
-        (("tis:method=ppo", "b:"), "tis is a method itself"),
+        (("tis:method=ppo", "b:"), "tis is a method; give an arm with method=ppo another name"),
         (("b:", "tis:same-as=b"), "tis is a method; give an arm that repeats another a name"),
-        (("tis:correction.preset=mis", "b:"), "so correction.preset would change nothing"),
+        (("tis:correction.preset=mis", "b:"), "so correction.preset has no effect"),
         (("tis", "tis:learner.lr=1"), "given twice; write the second as NAME:method=tis,..."),
         (("a:", "b:seed=4"), "seed must be the same in all arms"),
-        (("a:", "b:same-as=z"), "no arm of that name before it"),
+        (("a:", "b:same-as=z"), "no earlier arm has that name"),
     ],
 )
 def test_what_it_refuses(arms: tuple[str, ...], said: str, tmp_path: Path) -> None:
@@ -371,12 +369,15 @@ def test_a_method_before_the_colon_is_that_method() -> None:
         "demo", (), [arms_made.parse_arm("sync:staleness.max_lag=0"), named]
     )
     assert configs["tis16"].correction.level == "token" and configs["tis16"].staleness.limit == 16
-    differs = arms_made.from_first(configs)["tis16"]
+    differs = arms_made.compare_with_first(configs)["tis16"]
     assert differs["staleness.max_lag"] == (0, 16) and differs["loss.surrogate"] == (
         "ppo",
         "decoupled_ppo",
     )
-    assert "learner.lr" not in differs and "staleness.max_lag = 16 (0)" in arms_made.words(differs)
+    assert (
+        "learner.lr" not in differs
+        and "staleness.max_lag = 16 (0)" in arms_made.format_differences(differs)
+    )
 
 
 def test_one_seed_runs_and_says_that_no_verdict_is_possible(
@@ -435,34 +436,36 @@ def test_signs_of_warm_runs(tmp_path: Path) -> None:
     k1, k3 = (
         load.load("configs/demo.toml", [*sets, f"kl.loss.estimator={x}"]) for x in ("k1", "k3")
     )
-    both = warm_cell("a", 0, record, k1)
+    both = make_warm_cell("a", 0, record, k1)
     assert [s.name for s in both.signs] == ["out_of_distribution", "kl_drift"]
-    assert [s.name for s in warm_cell("a", 0, record, k3).signs] == ["out_of_distribution"]
+    assert [s.name for s in make_warm_cell("a", 0, record, k3).signs] == ["out_of_distribution"]
     early = record | {
         "accuracy": [[0.0, 20.0], [0.4, 0.9]],
         "ood": [[0.0, 20.0], [0.4, 0.1]],
         "curve": lost[:20],
     }
-    assert [s.name for s in warm_cell("a", 0, early, k3).signs] == ["out_of_distribution"], (
+    assert [s.name for s in make_warm_cell("a", 0, early, k3).signs] == ["out_of_distribution"], (
         "given up: its last evaluation is its end"
     )
     middle = record | {"ood": [[0.0, 20.0], [0.4, 0.2]]}
-    assert warm_cell("a", 0, middle, k3).signs == [], "ten prompts say little"
+    assert make_warm_cell("a", 0, middle, k3).signs == [], "ten prompts say little"
     still = record | {"accuracy": [[0.0, 50.0], [0.4, 0.41]], "ood": [[], []]}
-    assert [s.name for s in warm_cell("a", 0, still, k3).signs] == ["unmoved_accuracy"]
-    assert warm_cell("a", 0, still | {"accuracy": [[0.0, 20.0], [0.4, 0.41]]}, k3).signs == []
-    found = signs_of([both, warm_cell("a", 1, record, k1), warm_cell("a", 2, middle, k3)])
+    assert [s.name for s in make_warm_cell("a", 0, still, k3).signs] == ["unmoved_accuracy"]
+    assert make_warm_cell("a", 0, still | {"accuracy": [[0.0, 20.0], [0.4, 0.41]]}, k3).signs == []
+    found = collect_findings(
+        [both, make_warm_cell("a", 1, record, k1), make_warm_cell("a", 2, middle, k3)]
+    )
     assert list(found) == ["out_of_distribution", "kl_drift"] and [
         len(x) for x in found.values()
     ] == [2, 2]
-    first, second = signs_told("late", found, 3)
+    first, second = format_findings("late", found, 3)
     assert (
         first.startswith(
             "late: out_of_distribution in 2 of 3 runs: held-out reward rose from 0.400 to 0.900"
         )
         and "kl_drift" in second
     )
-    cells = [both, warm_cell("b", 0, middle, k3)]
+    cells = [both, make_warm_cell("b", 0, middle, k3)]
     arms = analyze(cells, {"a": k1, "b": k3})
     assert (
         arms["arms"]["a"]["signs"] == {k: x[:1] for k, x in found.items()}
@@ -486,7 +489,7 @@ def test_what_is_beside_the_accuracy_has_a_table_of_its_own(
         [{"arm": "sync", "OOD end": "0.213", "end": "0.9"}.get(h, "-") for h in page.HEAD],
         ["-"] * len(page.HEAD),
     ]
-    progress.print_beside(page.HEAD, rows, ("arm",), ("OOD start", "OOD end", "KL to ref"))
+    progress.print_other_measures(page.HEAD, rows, ("arm",), ("OOD start", "OOD end", "KL to ref"))
     said = capsys.readouterr().out
     assert (
         re.search(r"arm +OOD end", said)
@@ -494,5 +497,7 @@ def test_what_is_beside_the_accuracy_has_a_table_of_its_own(
         and "OOD start" not in said
         and "0.9" not in said
     )
-    progress.print_beside(page.HEAD, rows[1:], ("arm",), ("OOD start", "OOD end", "KL to ref"))
+    progress.print_other_measures(
+        page.HEAD, rows[1:], ("arm",), ("OOD start", "OOD end", "KL to ref")
+    )
     assert capsys.readouterr().out == ""

@@ -10,7 +10,7 @@ import random
 import pytest
 
 from asyncrl.experiments.compare import verdict as cs
-from asyncrl.experiments.compare.comparison import design
+from asyncrl.experiments.compare.comparison import describe_power
 
 REPEATS = 200
 
@@ -29,8 +29,8 @@ def test_equal_arms_are_called_different_in_at_most_a_tenth(seeds: int) -> None:
         found = {}
         base = arms(r, seeds, 0.0, 0.02)
         for name in ("a", "b", "c"):
-            found[name] = cs.paired(arms(r, seeds, 0.0, 0.02)[0], base[1])
-        cs.holm(found)
+            found[name] = cs.compare_pairs(arms(r, seeds, 0.0, 0.02)[0], base[1])
+        cs.adjust_by_holm(found)
         called += any(d.is_different for d in found.values())
     assert called <= REPEATS / 10
 
@@ -41,17 +41,17 @@ def test_planted_differences_are_found_as_often_as_theory_says(seeds: int) -> No
     r, sd, called = random.Random(seeds), 0.02, 0
     effect = 2 * sd / math.sqrt(seeds)
     for _ in range(1000):
-        d = cs.paired(*arms(r, seeds, effect, sd))
-        cs.holm({"x": d})
+        d = cs.compare_pairs(*arms(r, seeds, effect, sd))
+        cs.adjust_by_holm({"x": d})
         called += d.is_different
-    expected = cs.power(effect, sd, seeds)
+    expected = cs.compute_power(effect, sd, seeds)
     assert abs(called / 1000 - expected) < 4 * math.sqrt(expected * (1 - expected) / 1000)
 
 
 def test_intervals_cover_as_often_as_they_say() -> None:
     r, inside = random.Random(0), 0
     for _ in range(1000):
-        d = cs.paired(*arms(r, 4, 0.03, 0.02))
+        d = cs.compare_pairs(*arms(r, 4, 0.03, 0.02))
         inside += d.low <= 0.03 <= d.high
     assert 0.93 <= inside / 1000 <= 0.97
 
@@ -63,14 +63,14 @@ def test_prompt_intervals_cover_for_fixed_policies() -> None:
         a, b = (
             [sum(r.random() < p for _ in range(512)) / 512 for _ in range(2)] for p in (0.8, 0.75)
         )
-        d = cs.paired(a, b, prompts=512)
+        d = cs.compare_pairs(a, b, prompts=512)
         inside += d.prompt_low <= 0.05 <= d.prompt_high
     assert 0.92 <= inside / 500 <= 0.98
 
 
 def test_paired_t_by_hand() -> None:
     """Differences .1, .2, .3: mean .2, sd .1, t = 3.4641 with 2 degrees of freedom."""
-    d = cs.paired([0.6, 0.8, 1.0], [0.5, 0.6, 0.7])
+    d = cs.compare_pairs([0.6, 0.8, 1.0], [0.5, 0.6, 0.7])
     assert (
         d.mean == pytest.approx(0.2)
         and d.sd == pytest.approx(0.1)
@@ -83,11 +83,11 @@ def test_differences_that_are_all_the_same_are_no_certainty() -> None:
     """Two seeds that both gained four of 64 prompts: a spread of one prompt, t = .0625 / (1/64 /
     sqrt 2) = 5.66 with 1 degree of freedom.
     """
-    d = cs.paired([0.5, 0.75], [0.4375, 0.6875], prompts=64)
+    d = cs.compare_pairs([0.5, 0.75], [0.4375, 0.6875], prompts=64)
     assert d.p == pytest.approx(0.1114, abs=1e-4) and d.low < 0 < d.high
-    d = cs.paired([0.5, 0.7, 0.9], [0.4, 0.6, 0.8])
+    d = cs.compare_pairs([0.5, 0.7, 0.9], [0.4, 0.6, 0.8])
     assert d.p == 0.25 and math.isnan(d.low)
-    twin = cs.paired([0.5, 0.7], [0.5, 0.7], prompts=64)
+    twin = cs.compare_pairs([0.5, 0.7], [0.5, 0.7], prompts=64)
     assert (twin.p, twin.low, twin.high) == (1.0, 0.0, 0.0)
 
 
@@ -96,15 +96,19 @@ def test_holm_by_hand() -> None:
         n: cs.PairedDifference(0.1, 0.1, 3, p, 0, 0)
         for n, p in (("a", 0.01), ("b", 0.04), ("c", 0.03))
     }
-    cs.holm(found)
+    cs.adjust_by_holm(found)
     assert [round(found[n].adjusted, 3) for n in "abc"] == [0.03, 0.06, 0.06]
 
 
 def test_power_and_what_it_is_for() -> None:
-    assert cs.power(cs.detectable(0.02, 5), 0.02, 5) == pytest.approx(0.8, abs=1e-3)
-    need = cs.seeds_needed(0.02, 0.02)
-    assert need is not None and cs.power(0.02, 0.02, need) >= 0.8 > cs.power(0.02, 0.02, need - 1)
-    assert "no verdict is possible" in cs.verdict("a", "b", cs.paired([0.5], [0.4]), "accuracy")
+    assert cs.compute_power(cs.find_detectable(0.02, 5), 0.02, 5) == pytest.approx(0.8, abs=1e-3)
+    need = cs.count_needed_seeds(0.02, 0.02)
+    assert need is not None and cs.compute_power(0.02, 0.02, need) >= 0.8 > cs.compute_power(
+        0.02, 0.02, need - 1
+    )
+    assert "no verdict is possible" in cs.state_verdict(
+        "a", "b", cs.compare_pairs([0.5], [0.4]), "accuracy"
+    )
 
 
 def test_the_power_of_two_seeds_is_that_of_simulated_ones() -> None:
@@ -117,17 +121,19 @@ def test_the_power_of_two_seeds_is_that_of_simulated_ones() -> None:
         for _ in range(20_000):
             one, two = effect + r.gauss(0, 1), effect + r.gauss(0, 1)
             found += abs(one + two) / 2 > edge * abs(one - two) / 2
-        assert cs.power(effect, 1.0, 2, level) == pytest.approx(found / 20_000, abs=0.012)
-        assert cs.detectable(1.0, 2, level) == pytest.approx(effect, rel=0.01)
+        assert cs.compute_power(effect, 1.0, 2, level) == pytest.approx(found / 20_000, abs=0.012)
+        assert cs.find_detectable(1.0, 2, level) == pytest.approx(effect, rel=0.01)
 
 
 def test_a_design_that_finds_nothing_says_so() -> None:
-    said = design(9, 2)
-    assert "9 arms x 2 seeds: this design cannot detect anything" in said
+    said = describe_power(9, 2)
+    assert "9 arms x 2 seeds: this design detects no difference" in said
     assert "--seeds 6 finds 0.05" in said
-    need = cs.seeds_needed(0.05, 0.02, level=cs.LEVEL / 8)
-    assert need == 6 and cs.detectable(0.02, need, cs.LEVEL / 8) <= 0.05
-    assert "of 3.3 standard deviations" in design(2, 3) and "that is 0.065 in" in design(2, 3)
+    need = cs.count_needed_seeds(0.05, 0.02, level=cs.LEVEL / 8)
+    assert need == 6 and cs.find_detectable(0.02, need, cs.LEVEL / 8) <= 0.05
+    assert "of 3.3 standard deviations" in describe_power(
+        2, 3
+    ) and "that is 0.065 in" in describe_power(2, 3)
 
 
 def test_stability_by_rule() -> None:
@@ -139,23 +145,37 @@ def test_stability_by_rule() -> None:
             "answer/truncated_share": 0.0,
         }
     ] * 30
-    assert cs.stability([0.4, 0.6, 0.8], flat) == []
-    assert "collapse" in cs.stability([0.4, 0.8, 0.3, 0.2], flat)[0]
-    assert cs.stability([0.4, 0.8, 0.3, 0.7], flat) == []
+    assert cs.list_instabilities([0.4, 0.6, 0.8], flat) == []
+    assert "collapse" in cs.list_instabilities([0.4, 0.8, 0.3, 0.2], flat)[0]
+    assert cs.list_instabilities([0.4, 0.8, 0.3, 0.7], flat) == []
     wide, steep = flat[0] | {"kl/behavior_target_k3": 2.0}, flat[0] | {"optim/grad_norm": 50.0}
     assert (
-        "KL" in cs.stability([0.4], [*flat, wide, wide, wide])[0]
-        and cs.stability([0.4], [*flat, wide, wide]) == []
+        "KL" in cs.list_instabilities([0.4], [*flat, wide, wide, wide])[0]
+        and cs.list_instabilities([0.4], [*flat, wide, wide]) == []
     )
-    assert "KL" in cs.stability([0.4], [*flat, flat[0] | {"kl/behavior_target_k3": math.nan}])[0]
     assert (
-        "in 3 batches, up to 50" in cs.stability([0.4], [*flat, steep, *flat, steep, steep])[0]
-        and cs.stability([0.4], [*flat, steep, steep]) == []
+        "KL"
+        in cs.list_instabilities([0.4], [*flat, flat[0] | {"kl/behavior_target_k3": math.nan}])[0]
     )
-    assert "entropy" in cs.stability([0.4], [*flat, flat[0] | {"policy/entropy": 0.01}])[0]
-    assert "oscillation" in cs.stability([0.4, 0.7, 0.4, 0.7, 0.4], flat)[0]
+    assert (
+        "in 3 batches, up to 50"
+        in cs.list_instabilities([0.4], [*flat, steep, *flat, steep, steep])[0]
+        and cs.list_instabilities([0.4], [*flat, steep, steep]) == []
+    )
+    assert "entropy" in cs.list_instabilities([0.4], [*flat, flat[0] | {"policy/entropy": 0.01}])[0]
+    assert "oscillation" in cs.list_instabilities([0.4, 0.7, 0.4, 0.7, 0.4], flat)[0]
     assert (
         "length"
-        in cs.stability([0.4], [*flat, *[flat[0] | {"answer/truncated_share": 0.9}] * 3])[0]
+        in cs.list_instabilities([0.4], [*flat, *[flat[0] | {"answer/truncated_share": 0.9}] * 3])[
+            0
+        ]
     )
-    assert cs.area([0, 10, 20], [0.0, 1.0, 1.0]) == pytest.approx(0.75)
+    assert cs.compute_area([0, 10, 20], [0.0, 1.0, 1.0]) == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize("outside", [7.0, -0.5])
+def test_rewards_outside_0_to_1_have_an_interval_over_seeds_alone(outside: float) -> None:
+    arm, base = [outside, 0.4, 0.6], [0.5, 0.3, 0.4]
+    found = cs.compare_pairs(arm, base, prompts=100)
+    assert str(found) == str(cs.compare_pairs(arm, base)) and found.low < found.mean < found.high
+    assert math.isnan(found.prompt_low) and math.isnan(found.prompt_high)

@@ -75,7 +75,7 @@ def test_a_missing_file_or_task_of_a_set_is_named(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["nowhere", "demo"], "model.path: nowhere is not a model directory"),
-        (["MODEL", "demo", "--only", "x"], "--only x: choose of heldout, ood"),
+        (["MODEL", "demo", "--only", "x"], "--only x: choose from heldout, ood"),
         (
             ["MODEL", "demo", "--only", "ood", "--set", "evaluation.ood_prompts=0"],
             "--only ood: this set has no prompts",
@@ -106,7 +106,7 @@ def test_progress_says_how_long_it_takes(capsys: pytest.CaptureFixture[str]) -> 
     progress = model_evaluation.EvaluationProgress(lines.append)
     progress.report("hard", 1, 4)
     assert lines == []  # not at once
-    progress.told -= 2 * model_evaluation.QUIET_S
+    progress.reported_at -= 2 * model_evaluation.QUIET_S
     progress.report("hard", 2, 4)
     assert len(lines) == 1 and lines[0].startswith("hard: 2 of 4 completions, ")
     assert lines[0].endswith(" left")

@@ -50,9 +50,9 @@ def test_a_comparison_s_points_and_lines(compared: Path) -> None:
     assert first.mean == pytest.approx([0.15, 0.4, 0.5])
     assert (first.low, first.high) == ([0.1, 0.3, 0.5], [0.2, 0.5, 0.5])
     assert (second.name, second.mean) == ("a-seed1", [0.1, 0.4, 0.6]), "not a seed of the arm a"
-    said = figure_points.caption([first, second], STEP)
+    said = figure_points.make_caption([first, second], STEP)
     assert said == "Mean over seeds (n = 1 to 2); band: lowest to highest seed."
-    assert figure_points.caption([second], STEP) == "One run each (n = 1 seed), no band."
+    assert figure_points.make_caption([second], STEP) == "One run each (n = 1 seed), no band."
 
 
 def test_over_lags_each_run_is_its_last_value(compared: Path) -> None:
@@ -63,7 +63,7 @@ def test_over_lags_each_run_is_its_last_value(compared: Path) -> None:
     ]
     (line,) = make_lines(points[:2])
     assert line.positions == pytest.approx([7 / 3]) and line.counts == [2]
-    assert "x: measured mean lag" in figure_points.caption([line], LAG)
+    assert "x: measured mean lag" in figure_points.make_caption([line], LAG)
 
 
 def test_a_value_that_is_no_number_is_no_point(compared: Path) -> None:
@@ -114,7 +114,12 @@ def test_an_svg_has_caption_names_axes_and_colors(compared: Path, tmp_path: Path
     main.main(argv, standalone_mode=False)
     svg = (tmp_path / "f.svg").read_text()
     lines = make_lines(figure_points.read_points([compared], "eval/heldout", STEP))
-    for text in (figure_points.caption(lines, STEP), "held-out reward", "step (versions)", "a"):
+    for text in (
+        figure_points.make_caption(lines, STEP),
+        "held-out reward",
+        "step (versions)",
+        "a",
+    ):
         assert f">{text}</text>" in svg, text
     for color in figure_drawing.OKABE_ITO[:2]:
         assert color.lower() in svg

@@ -60,7 +60,7 @@ def put(
     steps: int = 100,
     moved: float | None = None,
 ) -> None:
-    path = plan.cells.path(cell.name(seed))
+    path = plan.cells.get_path(cell.name(seed))
     path.parent.mkdir(parents=True, exist_ok=True)
     every = [steps * n / (len(accuracy) - 1) for n in range(len(accuracy))]
     curve = [] if moved is None else [{"step": 1, "kl/moved": moved}]
@@ -165,7 +165,7 @@ def test_methods_stand_at_equal_movement_on_the_line_between_their_rates(
 def test_out_of_time_nothing_is_started(program: Any, tmp_path: Path) -> None:
     plan = program.Plan(options(program, tmp_path, budget_minutes=0.0, rates=[1.0]))
     program.make(plan)
-    assert len(plan.cells.todo()) == 8 and not (tmp_path / "cells").exists()
+    assert len(plan.cells.list_missing()) == 8 and not (tmp_path / "cells").exists()
 
 
 def test_a_pool_starts_no_run_once_the_time_is_over(

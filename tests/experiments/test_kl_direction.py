@@ -57,7 +57,7 @@ def test_the_table_tells_forward_from_reverse_at_the_end_of_the_runs(
                     "eval/wide_pass_at_16": {"0": 0.95, "9": 0.1, "10": covered},
                 },
             }
-            path = study.cells.path(name)
+            path = study.cells.get_path(name)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(record))
     monkeypatch.setattr(bench.studies.results_file, "write", lambda name, result: tmp_path / name)

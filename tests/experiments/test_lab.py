@@ -16,7 +16,7 @@ from asyncrl.algorithms.settings import RecomputedCorrection
 from asyncrl.cli import main
 from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.lab import bias, bias_page, corrections, reshape
-from asyncrl.experiments.lab.policy import ResponseSpace, coefficients, exact_gradient
+from asyncrl.experiments.lab.policy import ResponseSpace, compute_exact_gradient, differentiate
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def measured() -> dict:
 
 def test_every_answer_is_there_once_and_probabilities_sum_to_one(space: ResponseSpace) -> None:
     assert len({tuple(a) for a in space.answers.tolist()}) == 27 and space.prefixes == 1 + 3 + 9
-    assert float(space.probability(space.table(0)).sum()) == pytest.approx(1)
+    assert float(space.compute_probability(space.draw_table(0)).sum()) == pytest.approx(1)
     rows = {}
     for answer, places in zip(
         space.answers.tolist(), space.place.reshape(27, 3).tolist(), strict=True
@@ -43,18 +43,21 @@ def test_every_answer_is_there_once_and_probabilities_sum_to_one(space: Response
 
 def test_rows_are_the_gradients_that_autograd_finds(space: ResponseSpace) -> None:
     """A loss of one answer's tokens with coefficients c and step KLs with coefficients d."""
-    theta, ref = space.table(0), space.table(1)
+    theta, ref = space.draw_table(0), space.draw_table(1)
     c, d = (
         torch.randn(len(space.seq), dtype=torch.float64),
         torch.randn(len(space.seq), dtype=torch.float64),
     )
     own = space.seq == 7
-    exact = exact_gradient(
-        lambda t: (c * space.logprobs(t) + d * space.step_kl(t, ref))[own].sum(), theta
+    exact = compute_exact_gradient(
+        lambda t: (c * space.compute_logprobs(t) + d * space.compute_step_kl(t, ref))[own].sum(),
+        theta,
     )
     one = torch.zeros(space.n, dtype=torch.float64)
     one[7] = 1
-    assert torch.allclose(space.mean(space.gradient_rows(theta, c, d, ref), one), exact, atol=1e-12)
+    assert torch.allclose(
+        space.average(space.compute_gradient_rows(theta, c, d, ref), one), exact, atol=1e-12
+    )
 
 
 def test_moments_by_hand() -> None:
@@ -62,8 +65,8 @@ def test_moments_by_hand() -> None:
     mean (-1/2, 1/2), E|g|^2 = (0.5 + 4.5)/2.
     """
     s = ResponseSpace(2, 1)
-    mean, variance = s.moments(
-        s.gradient_rows(
+    mean, variance = s.compute_moments(
+        s.compute_gradient_rows(
             torch.zeros(1, 2, dtype=torch.float64), torch.tensor([1.0, 3.0], dtype=torch.float64)
         ),
         torch.full((2,), 0.5).double(),
@@ -72,15 +75,15 @@ def test_moments_by_hand() -> None:
 
 
 def test_a_policy_at_a_given_distance(space: ResponseSpace) -> None:
-    theta = space.table(0)
-    mu = space.policy_at_distance(theta, 0.03, 5)
-    assert float(space.kl(mu, theta)) / 3 == pytest.approx(0.03, abs=1e-9)
-    assert torch.equal(space.policy_at_distance(theta, 0.0, 5), theta)
+    theta = space.draw_table(0)
+    mu = space.find_policy(theta, 0.03, 5)
+    assert float(space.compute_kl(mu, theta)) / 3 == pytest.approx(0.03, abs=1e-9)
+    assert torch.equal(space.find_policy(theta, 0.0, 5), theta)
 
 
 def test_no_gradient_is_zero_coefficients() -> None:
     x = torch.ones(3, dtype=torch.float64)
-    assert torch.equal(coefficients(lambda lp: lp.detach() * 2, x)[0], torch.zeros_like(x))
+    assert torch.equal(differentiate(lambda lp: lp.detach() * 2, x)[0], torch.zeros_like(x))
 
 
 def test_bias_keeps_the_published_order_and_its_identities(measured: dict) -> None:
@@ -183,12 +186,12 @@ def test_the_endless_batch_is_the_limit_of_sampled_ones() -> None:
     third decimal at 40,000 answers.
     """
     s = ResponseSpace(2, 3)
-    theta = s.table(0)
-    mu = s.policy_at_distance(theta, 0.1, 1)
-    case = corrections.StaleSamples(s, theta, mu, corrections.rewards(s, 2))
+    theta = s.draw_table(0)
+    mu = s.find_policy(theta, 0.1, 1)
+    case = corrections.StaleSamples(s, theta, mu, corrections.draw_rewards(s, 2))
     c = RecomputedCorrection(level="sequence", bound="mask", self_normalize=True)
     exact = case.correct(c).weight.reshape(s.n, -1)[:, 0]
-    drawn = s.draw(mu, 40_000, 3)
+    drawn = s.sample(mu, 40_000, 3)
     log_rho = case.log_rho.reshape(s.n, -1)[drawn].reshape(-1)
     seq = torch.arange(40_000).repeat_interleave(3)
     got = correction.correct(
@@ -225,7 +228,12 @@ def test_corrections_as_json(tmp_path: Path) -> None:
 def trainer(arm: str, optimizer: str, rate: float) -> reshape.TabularTrainer:
     s = ResponseSpace(3, 3)
     return reshape.TabularTrainer(
-        s, s.table(0), corrections.rewards(s, 1), reshape.config(arm, 16, 1), optimizer, rate
+        s,
+        s.draw_table(0),
+        corrections.draw_rewards(s, 1),
+        reshape.make_config(arm, 16, 1),
+        optimizer,
+        rate,
     )
 
 
@@ -234,15 +242,16 @@ def test_reshape_its_first_step_is_the_policy_gradient_of_the_batch() -> None:
     here.
     """
     t = trainer("vanilla", "sgd", 2.0)
-    drawn, b = reshape.batch(t.space, t.start, t.right, 32, 5)
+    drawn, b = reshape.sample_batch(t.space, t.start, t.right, 32, 5)
     r = b.rewards.reshape(4, 8)
     adv = ((r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-4)).reshape(-1)
     each = torch.zeros(t.space.n, dtype=torch.float64).index_add_(0, drawn, adv)
-    g = t.space.mean(
-        t.space.gradient_rows(t.start, torch.ones_like(t.space.seq, dtype=torch.float64)), each
+    g = t.space.average(
+        t.space.compute_gradient_rows(t.start, torch.ones_like(t.space.seq, dtype=torch.float64)),
+        each,
     ) / len(b.seq)
-    t.c = reshape.config("vanilla", 2, 1)
-    t._step(loss.prepare(b, t.c), drawn, torch.arange(32))
+    t.c = reshape.make_config("vanilla", 2, 1)
+    t._make_step(loss.prepare(b, t.c), drawn, torch.arange(32))
     assert torch.allclose(t.theta.detach(), t.start + 2 * g, atol=1e-12) and float(g.norm()) > 0.01
 
 

@@ -146,7 +146,7 @@ def test_a_warm_process_keeps_its_engine_for_runs_that_need_the_same_one(
 
     def engine(*more: str) -> Any:
         items = [f"model.path='{sort_model}'", "generator.slots=8", "staleness.max_lag=0", *more]
-        return warm.engine_of(load.load(ROOT / "configs" / "demo.toml", items))
+        return warm.get_engine(load.load(ROOT / "configs" / "demo.toml", items))
 
     plain = engine()
     assert engine("learner.lr=0.5") is plain

@@ -48,7 +48,7 @@ def test_a_run_that_was_given_up_keeps_its_last_and_ends_nobodys_time(bench: Any
 
 
 def put(plan: Any, task: str, arm: str, seed: int, found: dict[str, Any]) -> None:
-    path = plan.cells.path(plan.name(task, arm, seed))
+    path = plan.cells.get_path(plan.name(task, arm, seed))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found))
 

@@ -198,7 +198,7 @@ def test_from_weights_in_the_middle(
     wrong = Typed(capsys, recorded["run_dir"], "--from", 3)
     assert (
         wrong.code == 2
-        and "no weights of version 3 were recorded; recorded are 0, 2, 4, 6" in wrong.err
+        and "no weights of version 3 were recorded; recorded versions: 0, 2, 4, 6" in wrong.err
     )
 
 
@@ -215,14 +215,14 @@ def test_a_recording_cut_short_replays_up_to_the_cut(
     )
     assert whole.json["cut"] in whole.err
     shutil.copytree(cut, tmp_path / "torn")
-    log = stream.logs(tmp_path / "torn")[1]
+    log = stream.list_logs(tmp_path / "torn")[1]
     data = log.read_bytes()
     log.write_bytes(data[:-7])
     torn = Typed(capsys, tmp_path / "torn", "--no-eval", "--json").json
     assert (
         torn["reproduced"]
         and torn["to"] == end - 1
-        and "died while it wrote the next record" in torn["cut"]
+        and "ended while it wrote the next record" in torn["cut"]
     )
     log.write_bytes(data[:300] + bytes([data[300] ^ 1]) + data[301:])
     damaged = Typed(capsys, tmp_path / "torn")
@@ -306,15 +306,17 @@ def test_a_preset_replaces_what_the_resolved_config_had_filled_in(recorded: dict
 
 
 def test_the_bound_on_the_size_holds(recorded: dict[str, Any], tmp_path: Path) -> None:
-    steps = list(stream.read(recorded["run_dir"]).steps(0, 6))
+    steps = list(stream.read(recorded["run_dir"]).read_steps(0, 6))
     (tmp_path / "config.toml").write_text("")
     log = RecordingWriter(tmp_path, RecordingHeader(stream.FORMAT, 1, 0, "", ""), 0, 8000)
     kept = [log.add(n, step) for n, step in enumerate(steps)]
     log.close()
     assert kept[0] and not kept[-1] and sorted(kept, reverse=True) == kept
-    assert stream.size(tmp_path) <= 8000
+    assert stream.measure_size(tmp_path) <= 8000
     read = stream.read(tmp_path)
-    assert read.full and read.end == sum(kept) and "record.stream_mib" in read.missing_part(6)
+    assert (
+        read.full and read.end == sum(kept) and "record.stream_mib" in read.explain_missing_part(6)
+    )
     # a resumed run with a larger bound: its batches cannot be reached
     later = RecordingWriter(tmp_path, RecordingHeader(stream.FORMAT, 2, 5, "", ""), 0, 10**9)
     assert later.add(5, steps[5])
@@ -323,9 +325,9 @@ def test_the_bound_on_the_size_holds(recorded: dict[str, Any], tmp_path: Path) -
     assert (
         read.end == sum(kept)
         and len(read.lives) == 1
-        and f"batch {read.end} was not recorded" in read.missing_part(6)
+        and f"batch {read.end} was not recorded" in read.explain_missing_part(6)
     )
-    again = read.step(0)
+    again = read.read_step(0)
     assert (
         isinstance(again, RecordedStep)
         and again == steps[0]

@@ -141,7 +141,7 @@ def test_reward_processes_are_fed_whatever_the_engine_does() -> None:
     ],
 )
 def test_how_many_reward_processes_there_are(sets: tuple[str, ...], workers: int) -> None:
-    assert simulated_processes._reward_processes(config(*sets)) == workers
+    assert simulated_processes._count_reward_processes(config(*sets)) == workers
 
 
 def test_two_generators_halve_the_time_of_a_batch() -> None:
@@ -297,14 +297,14 @@ def test_the_generators_constants_are_the_real_ones() -> None:
     ],
 )
 def test_distributions_have_their_means(spec: Any, mean: float) -> None:
-    sample = times.draw(spec, random.Random(1), stage=random.Random(2).random)
+    sample = times.make_sampler(spec, random.Random(1), stage=random.Random(2).random)
     values = [sample() for _ in range(30_000)]
     assert sum(values) / len(values) == pytest.approx(mean, rel=0.03)
 
 
 def test_a_sequence_is_drawn_along_the_run() -> None:
     done = 0.0
-    draw = times.draw(
+    draw = times.make_sampler(
         {"sequence": [float(i) for i in range(100)]}, random.Random(0), stage=lambda: done
     )
     for done in (0.0, 0.3, 1.0):
@@ -316,7 +316,7 @@ def test_a_sequence_is_drawn_along_the_run() -> None:
     ("words", "message"),
     [
         (["nonsense=1"], "unknown time `nonsense`"),
-        (["swap"], "write KEY=VALUE"),
+        (["swap"], "give KEY=VALUE"),
         (["swap=-1"], "finite numbers of at least 0"),
         (["swap=gamma(1)"], "is not a distr"),
         (["swap=normal(1)"], "takes 2 numbers"),
@@ -335,7 +335,7 @@ def test_times_that_cannot_be_are_one_clear_error(words: list[str], message: str
 
 def test_what_limits_a_run_is_named() -> None:
     def says(known: TimeModel, *sets: str) -> str:
-        return what_if.limiting_side(what_if.average_outcomes([run(known, *sets)]))
+        return what_if.describe_limiting_side(what_if.average_outcomes([run(known, *sets)]))
 
     assert says(change(BARE, step=1e-3, train=1.0)).startswith("the learner limits it")
     assert says(change(BARE, train=0.1), "generator.slots=16").startswith("the generators limit it")
@@ -525,7 +525,7 @@ def test_answers_that_all_end_in_one_call_are_fitted_by_the_steps_in_the_trace(
         "no call had a pause"
     )
     write_short_answers(tmp_path / "old", known, with_steps=False)
-    with pytest.raises(ConfigError, match="does not say in how many steps; make a run with this"):
+    with pytest.raises(ConfigError, match="lacks the number of steps; make a run with this"):
         fit.fit(tmp_path / "old")
 
 
@@ -550,14 +550,14 @@ def test_what_cannot_be_fitted_says_why(tmp_path: Path) -> None:
 def test_questions_are_answered_with_the_same_seeds() -> None:
     c, known = config("staleness.max_lag=0", "generator.slots=8"), change(rough(), train=0.5)
     base = what_if.simulate_seeds(c, known, 2, evaluate=False)
-    limit, more, sync = what_if.answers(c, known, base, [2], [1], [4.0], evaluate=False)
+    limit, more, sync = what_if.answer_questions(c, known, base, [2], [1], [4.0], evaluate=False)
     assert (
         limit.ratio > 1.2
         and "A limit of 2 instead of 0" in limit.sentence
         and "times the throughput" in limit.sentence
     )
     assert more.outcome["generators"] == 2 and "2 generators instead of 1" in more.sentence
-    assert abs(sync.ratio - 1) < what_if.NOTHING and "no throughput to speak of" in sync.sentence, (
+    assert abs(sync.ratio - 1) < what_if.NOTHING and "about the same throughput" in sync.sentence, (
         "1 ms of 0.7 s"
     )
     assert (
@@ -566,7 +566,7 @@ def test_questions_are_answered_with_the_same_seeds() -> None:
         and more.lag_range is None
     )
     slow = change(known, publish=0.4, swap=0.4)
-    faster = what_if.answers(
+    faster = what_if.answer_questions(
         c, slow, what_if.simulate_seeds(c, slow, 2, evaluate=False), [], [], [4.0], evaluate=False
     )[0]
     assert faster.ratio > 1.3 and faster.least <= faster.ratio <= faster.largest
@@ -582,7 +582,7 @@ def test_sides_of_equal_speed_leave_the_lag_open() -> None:
     ranges = []
     for train in (3 * writing, writing):
         known = change(rough(), train=train)
-        answer = what_if.answers(
+        answer = what_if.answer_questions(
             c,
             known,
             what_if.simulate_seeds(c, known, 1, evaluate=False),
@@ -684,7 +684,7 @@ def test_the_table_is_simulated_with_the_seeds_of_the_sentences() -> None:
     """Where a row was not asked for: the mean over the same seeds, not the first one's."""
     c, known = config("staleness.max_lag=2", "generator.slots=8"), change(rough(), train=0.3)
     (row,) = what_if.sweep(c, known, [3.0], [1], 2, {}, evaluate=False)
-    both = what_if.simulate_seeds(what_if.with_limit(c, 3), known, 2, evaluate=False)
+    both = what_if.simulate_seeds(what_if.change_limit(c, 3), known, 2, evaluate=False)
     assert (
         row["lag_mean"] == sum(o.lag_mean for o in both) / 2
         and both[0].lag_mean != both[1].lag_mean
@@ -701,7 +701,7 @@ def test_the_table_is_simulated_with_the_seeds_of_the_sentences() -> None:
         (["--from", "/nowhere"], "no run directory"),
         (["--times", "/nowhere.toml"], "/nowhere.toml"),
         (["--time", "swap=fast"], "not a distribution"),
-        (["--plot", "/nowhere/p.html"], "there is no directory /nowhere"),
+        (["--plot", "/nowhere/p.html"], "the directory /nowhere does not exist"),
         (["--set", "staleness.delay=1"], "staleness.delay: is not simulated"),
         (["--limit", "1", "--set", "staleness.inject=2"], "below staleness.inject"),
         (["--time", "failed=0.1", "--set", "reward.on_error='stop'"], "on_error"),

@@ -158,7 +158,7 @@ def test_answers_have_treatments_too_but_no_deadline() -> None:
     rows = what_if.compare_treatments(config("staleness.max_lag=1"), late, 1, evaluate=False)
     assert [row["name"] for row in rows] == ["wait", "mask", "downweight", "drop"]
     assert all(row["deadline_s"] is None and row["cut"] == 0 for row in rows)
-    text = page.treatment_table(rows).as_text().splitlines()
+    text = page.make_treatment_table(rows).as_text().splitlines()
     assert [line.split()[0] for line in text] == ["treatment", "wait", "mask", "downweight", "drop"]
     assert len({len(line) for line in text}) == 1 and text[1].split()[1] == (
         f"{rows[0]['tokens_per_s']:,.0f}"
@@ -170,10 +170,10 @@ def test_answers_have_treatments_too_but_no_deadline() -> None:
     [
         (["staleness.max_lag=inf"], None, "needs a fixed limit"),
         (["staleness.max_lag={auto='ess'}"], None, "needs a fixed limit"),
-        (["staleness.inject=1"], None, "injected lag never passes its limit"),
-        (["staleness.order='ticket'"], None, "each one sets its order"),
+        (["staleness.inject=1"], None, "injected lag never exceeds its limit"),
+        (["staleness.order='ticket'"], None, "each treatment sets its order"),
         ([], 3.0, "--deadline: belongs to sessions"),
-        ([*SESSIONS], 0.0, "--deadline 0: write seconds above 0"),
+        ([*SESSIONS], 0.0, "--deadline 0: give seconds above 0"),
     ],
 )
 def test_what_has_no_treatments(sets: list[str], deadline: float | None, said: str) -> None:

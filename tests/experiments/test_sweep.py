@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from process_kit import ENV, ROOT, RUN_SEED, Ended
 
-from asyncrl.cli.compare import swept_corrections
+from asyncrl.cli.compare import describe_corrections
 from asyncrl.config import load
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.experiments import serial
@@ -144,7 +144,7 @@ def test_a_sweep_from_start_to_suggestion_and_again(model: Path, tmp_path: Path)
         ConfigError, match=r"learner.lr: 0.0003, now 0.001.*choose another directory by --out"
     ):
         sets = [*SMALL, f"model.path={str(model)!r}", "learner.lr=1e-3", "evaluation.ood_prompts=4"]
-        what = sweep.plan(
+        what = sweep.make_plan(
             "configs/demo.toml", sets, [("configured", [])], [0.0, 2.0], injected=True
         )
         sweep.Sweep(out, what, 2, print)
@@ -157,9 +157,9 @@ def test_a_sweep_from_start_to_suggestion_and_again(model: Path, tmp_path: Path)
             ("pppo",),
             "1",
             (),
-            "--correction pppo: no such method (did you mean ppo?); known are none, ppo",
+            "--correction pppo: no such method (did you mean ppo?); choose from none, ppo",
         ),
-        (("none",), "1,x", (), "--limits 1,x: write whole numbers"),
+        (("none",), "1,x", (), "--limits 1,x: give whole numbers"),
         (("none",), "1.5", (), "1.5 is neither a whole number"),
         (("none",), "inf", (), "a lag of inf cannot be injected"),
         (("none",), "2,2", (), "given twice"),
@@ -173,7 +173,7 @@ def test_a_sweep_from_start_to_suggestion_and_again(model: Path, tmp_path: Path)
             ("tis", "tis:learner.lr=1"),
             "2",
             (),
-            "given twice; give the second another name, as in NAME:method=tis",
+            "given twice; give the second another name, such as NAME:method=tis",
         ),
         (("a:same-as=b",), "2", (), "same-as belongs to compare"),
         (("a:seed=3",), "2", (), "--correction a: seed must be the same in all cells"),
@@ -191,7 +191,7 @@ def test_what_it_refuses(
     corrections: tuple[str, ...], limits: str, sets: tuple[str, ...], said: str
 ) -> None:
     with pytest.raises(ConfigError) as e:
-        sweep.plan(
+        sweep.make_plan(
             "configs/demo.toml",
             sets,
             [(arm.name, arm.sets) for arm in map(sweep.parse_correction, corrections)],
@@ -205,7 +205,7 @@ def test_what_a_correction_is_comes_from_its_configs() -> None:
     """A method with keys of its own is that method, and the page says what its config has."""
     asked = ("tis:learner.lr=1e-4", "far:method=tis,correction.hi=4.0", "ppo")
     arms = [sweep.parse_correction(text) for text in asked]
-    made = sweep.plan(
+    made = sweep.make_plan(
         "configs/rle.toml", (), [(arm.name, arm.sets) for arm in arms], [2.0], injected=True
     )
     config = made.arms["tis-limit2"]
@@ -215,7 +215,7 @@ def test_what_a_correction_is_comes_from_its_configs() -> None:
         1e-4,
     )
     assert made.arms["far-limit2"].correction.hi == 4.0
-    tis, far, ppo = swept_corrections(made, {arm.name: arm.title for arm in arms})
+    tis, far, ppo = describe_corrections(made, {arm.name: arm.title for arm in arms})
     assert tis[:2] == ("tis", f"{methods.CORRECTIONS['tis'][0]}; with learner.lr=1e-4")
     assert "learner.lr = 0.0001 (0.0002)" in tis[2] and "correction.hi = 2 (none)" in tis[2]
     assert "correction.hi = 4 (none)" in far[2] and "learner.lr" not in far[2]
@@ -224,7 +224,7 @@ def test_what_a_correction_is_comes_from_its_configs() -> None:
 
 def test_every_correction_is_a_valid_config_at_every_limit() -> None:
     names = [n for n in sweep.CORRECTIONS if n != "configured"]
-    p = sweep.plan(
+    p = sweep.make_plan(
         "configs/rle.toml",
         (),
         [(n, sweep.CORRECTIONS[n][1]) for n in names],
@@ -255,14 +255,16 @@ def test_a_collapsed_run_is_given_up_and_keeps_its_last_accuracy(sort_model: Pat
         "evaluation.final_prompts=64",
         "evaluation.ood_prompts=0",
     ]
-    record = serial.run_serial(load.load("configs/demo.toml", sets), RUN_SEED, warm_pool.collapsed)
+    record = serial.run_serial(
+        load.load("configs/demo.toml", sets), RUN_SEED, warm_pool.describe_collapse
+    )
     assert (
-        record["abandoned"].startswith("collapse: accuracy below half its best")
+        record["abandoned"].startswith("collapse: held-out reward below half its best")
         and record["steps"] < 10
     )
-    steps, accuracy = sweep_analysis.curve(record, 30)
+    steps, accuracy = sweep_analysis.complete_curve(record, 30)
     assert steps[-1] == 30 and accuracy[-1] == accuracy[-2] < accuracy[0] / 2
-    assert any(x.startswith("collapse") for x in sweep_analysis.instability_reasons(record))
+    assert any(x.startswith("collapse") for x in sweep_analysis.list_instabilities(record))
 
 
 def test_a_run_that_fails_is_named_and_the_others_are_kept(
@@ -290,7 +292,7 @@ def test_a_run_that_fails_is_named_and_the_others_are_kept(
         match=r"run bad: the reward function failed on ticket \d+: .*no.*continues from here",
     ):
         cells.run(1, lambda name, event: told.append((name, "done" in event)))
-    assert cells.todo() == ["bad", "late"] and ("good", True) in told
+    assert cells.list_missing() == ["bad", "late"] and ("good", True) in told
 
 
 def cell(
@@ -336,7 +338,7 @@ def test_out_of_distribution_accuracy_and_kl_to_the_reference_of_a_cell() -> Non
 
     given_up, old = record([[0.0, 2.0], [0.5, 0.9]], []), record([], [])
     del old["ood"]
-    found = sweep_analysis._cell(
+    found = sweep_analysis._summarize_records(
         [record([[0.0, 4.0], [0.3, 0.2]], [9.0, 1.0, 2.0] + [3.0] * 18), given_up, old], 4
     )
     assert (
@@ -344,7 +346,7 @@ def test_out_of_distribution_accuracy_and_kl_to_the_reference_of_a_cell() -> Non
     )
     assert found["kl_ref"] == pytest.approx((1 + 2 + 3 * 18) / 20)
     against = {"difference": {"mean": 0.0, "interval": [0, 0], "p": 1.0}, "speed": 1.0}
-    (row,) = sweep_page.cell_rows({"cells": [cell("ppo", "1", 0, 0) | found | against]})
+    (row,) = sweep_page.format_cells({"cells": [cell("ppo", "1", 0, 0) | found | against]})
     shown = dict(zip(sweep_page.HEAD, row, strict=True))
     assert (shown["OOD end"], shown["KL to ref"]) == ("0.200", "2.85")
 
@@ -355,7 +357,7 @@ def test_out_of_distribution_accuracy_and_kl_to_the_reference_of_a_cell() -> Non
         (
             [cell("ppo", "4", -0.02, 0.01), cell("ppo", "8", -0.09, -0.01)],
             "4",
-            "at limit 8: accuracy -0.050 [-0.090, -0.010] against sync",
+            "at limit 8: reward -0.050 [-0.090, -0.010] against sync",
         ),
         (
             [cell("ppo", "4", -0.02, 0.01), cell("ppo", "8", -0.02, 0.01, ess=0.4)],
@@ -386,14 +388,14 @@ def test_out_of_distribution_accuracy_and_kl_to_the_reference_of_a_cell() -> Non
         (
             [cell("ppo", "1", -0.04, -0.01), cell("ppo", "4", -0.07, 0.05)],
             "1",
-            "at limit 4: accuracy -0.010 [-0.070, +0.050] at 3 seeds decides nothing; about 6",
+            "at limit 4: reward -0.010 [-0.070, +0.050] at 3 seeds is undecided; about 6",
         ),
     ],
 )
 def test_the_suggested_limit_and_its_reason(
     cells: list[dict[str, Any]], limit: str, words: str
 ) -> None:
-    p = sweep.plan(
+    p = sweep.make_plan(
         "configs/rle.toml",
         (),
         [(n, sweep.CORRECTIONS[n][1]) for n in ("ppo", "none")],
@@ -417,7 +419,7 @@ def test_the_suggested_limit_and_its_reason(
 
 def test_an_interval_that_reaches_below_the_margin_suggests_nothing() -> None:
     """The lower bound decides: here of -0.016 [-0.214, +0.183], which says nothing of a limit."""
-    plan = sweep.plan(
+    plan = sweep.make_plan(
         "configs/rle.toml", (), [("ppo", sweep.CORRECTIONS["ppo"][1])], [1.0, 2.0], injected=True
     )
     wide = cell("ppo", "1", -0.214, 0.183)
@@ -427,12 +429,15 @@ def test_an_interval_that_reaches_below_the_margin_suggests_nothing() -> None:
         "",
         None,
     )
-    need = verdict.seeds_needed(-0.0155 + 0.05, wide["difference"]["sd"])
+    need = verdict.count_needed_seeds(-0.0155 + 0.05, wide["difference"]["sd"])
     assert (
-        "no limit is suggested: none has an interval above -0.05 (ppo, at limit 1: accuracy -0.015 "
-        f"[-0.214, +0.183] at 3 seeds decides nothing; about {need} seeds would decide)"
+        "no limit is suggested: none has an interval above -0.05 (ppo, at limit 1: reward -0.015 "
+        f"[-0.214, +0.183] at 3 seeds is undecided; about {need} seeds would decide)"
     ) in found["reason"]
-    assert "stays above -0.05" in found["rule"] and sweep_page.headline(found) == "No suggestion"
+    assert (
+        "stays above -0.05" in found["rule"]
+        and sweep_page.format_headline(found) == "No suggestion"
+    )
     found = sweep_analysis.suggest({"cells": [wide], "seeds": [0, 1, 2]}, plan, 0.3)
     assert found["limit"] == "1" and "above -0.3," in found["rule"]
     bad = [cell("ppo", "1", -0.3, -0.1), cell("ppo", "2", -0.214, 0.183)]
@@ -441,7 +446,7 @@ def test_an_interval_that_reaches_below_the_margin_suggests_nothing() -> None:
 
 
 def test_one_seed_suggests_nothing() -> None:
-    p = sweep.plan(
+    p = sweep.make_plan(
         "configs/rle.toml", (), [("ppo", sweep.CORRECTIONS["ppo"][1])], [1.0], injected=True
     )
     found = sweep_analysis.suggest({"cells": [cell("ppo", "1", -0.1, 0.1)], "seeds": [0]}, p)

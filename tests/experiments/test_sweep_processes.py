@@ -45,14 +45,14 @@ def test_a_cell_with_sessions_is_a_run_of_processes(
     """The record of one run stands for all cells, which are analyzed as those of warm runs are."""
     monkeypatch.chdir(tmp_path)
     build_model(tmp_path / "m", CalcTask.symbols, hidden=32, layers=1)
-    plan = sweep.plan("calc", SETS, [("configured", [])], [1.0], injected=False)
+    plan = sweep.make_plan("calc", SETS, [("configured", [])], [1.0], injected=False)
     made = sweep.Sweep(tmp_path / "s", plan, 1, print)
     store = CellStore(tmp_path / "s")
-    cell = sweep.Sweep.name(sweep.SYNC, RUN_SEED)
+    cell = sweep.Sweep.name_run(sweep.SYNC, RUN_SEED)
     store.add(cell, plan.arms[sweep.SYNC], RUN_SEED)
     events: list[tuple[str, dict[str, Any]]] = []
     store.run(1, lambda name, event: events.append((name, event)))
-    assert events == [(cell, {"done": True})] and not store.todo()
+    assert events == [(cell, {"done": True})] and not store.list_missing()
     record = store.read(cell)
     assert (record["seed"], record["steps"], record["abandoned"]) == (RUN_SEED, STEPS, "")
     assert record["accuracy"][0] == record["ood"][0] == [0.0, float(STEPS)]
@@ -69,12 +69,12 @@ def test_a_cell_with_sessions_is_a_run_of_processes(
     process_run.complete(run_dir, "calc", [], STEPS, tmp_path / "log")  # it is finished
     assert (run_dir / "summary.json").stat().st_mtime_ns == before
     cells = [*plan.cell.values()], [f"probe-limit{x}" for x in ("0", "1")]
-    for name in [sweep.Sweep.name(cells[0][0], RUN_SEED), *cells[1]]:
-        shutil.copy(store.path(cell), store.path(name))
+    for name in [sweep.Sweep.name_run(cells[0][0], RUN_SEED), *cells[1]]:
+        shutil.copy(store.get_path(cell), store.get_path(name))
     found = sweep_analysis.analyze(made)
     assert found["missing"] == 0 and found["speed"] == {"0": 1.0, "1": 1.0}
     assert found["cells"][0]["lag"] == 0 and found["cells"][0]["difference"]["mean"] == 0
-    assert sweep_page.cell_rows(found)
+    assert sweep_page.format_cells(found)
     assert json.dumps(found)
 
 
@@ -87,5 +87,5 @@ def test_a_run_that_fails_names_its_log(tmp_path: Path) -> None:
 def test_engines_and_backends_that_need_processes_are_taken() -> None:
     sets = ("generator.engine=vllm", "learner.backend=deepspeed")
     for items in (sets[:1], sets[1:]):
-        plan = sweep.plan("demo", items, [("none", [])], [2.0], injected=True)
+        plan = sweep.make_plan("demo", items, [("none", [])], [2.0], injected=True)
         assert load.dump(plan.arms["none-limit2"])

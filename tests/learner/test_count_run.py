@@ -154,7 +154,7 @@ def test_kills_journal_and_replay_keep_the_images(
     split = [row for row in done["rows"] if "split/mismatch" in row]
     assert split and all(row["mismatch/max_one_version"] == 0 for row in split)
     recording = stream.read(tmp_path / "run")
-    batches = [recording.step(n).batch for n in range(recording.end)]
+    batches = [recording.read_step(n).batch for n in range(recording.end)]
     trained = [(s.ticket, s.sample) for batch in batches for s in batch.samples]
     assert trained and len(trained) == len(set(trained))
     for batch in batches:

@@ -146,7 +146,9 @@ def test_a_life_from_hello_to_goodbye(life: Made) -> None:
     assert hello.ring == [] and hello.vocabulary == one.core.model.hf.config.vocab_size
     assert hello.source == one.publisher.source and hello.source.epoch == 1
     assert (hello.next_ticket, hello.ledger, hello.trained_above) == (0, {}, [])
-    assert hello.max_lag == one.config.staleness.limit and hello.run == rundir.run_id(one.run_dir)
+    assert hello.max_lag == one.config.staleness.limit and hello.run == rundir.read_run_id(
+        one.run_dir
+    )
     # each batch is asked for, the next one while this one is trained, and none past the last
     assert [a.number for a in buffer.of(m.BatchRequest)] == list(range(STEPS))
     at = {type(x).__name__ + str(getattr(x, "number", "")): n for n, x in enumerate(buffer.sent)}
@@ -163,7 +165,7 @@ def test_a_life_from_hello_to_goodbye(life: Made) -> None:
     assert [c.oldest for c in buffer.of(m.CheckpointNotice)] == [0, 0, 3]
     (goodbye,) = buffer.of(m.LearnerGoodbye)
     assert (goodbye.epoch, goodbye.number) == (1, STEPS) and one.finished
-    assert stream.size(one.run_dir) == 0, "a recording needs record.stream"
+    assert stream.measure_size(one.run_dir) == 0, "a recording needs record.stream"
     assert (one.run_dir / "weights_digest").read_text() == commits[-1].digest
     left = policy.load_policy(one.run_dir / "model", device="cpu")
     assert policy.compute_weights_digest(left) == commits[-1].digest
@@ -611,16 +613,19 @@ def test_a_recording_holds_each_batch_and_the_weights_that_were_asked_for(
     said = capsys.readouterr().err
     assert said.count("recording:") == 1 and "KiB a batch and 3 x" in said
     assert f"after {STEPS} batches, bound {one.config.record.stream_mib} MiB" in said
-    assert list(stream.weights(one.run_dir)) == [0, 2, 4]
+    assert list(stream.list_weights(one.run_dir)) == [0, 2, 4]
     found = stream.read(one.run_dir)
     ((first, whole),) = found.lives
     assert (first, whole.epoch, whole.start) == (0, 1, 0)
-    assert found.missing_part(STEPS) == "" and whole.digest == buffer.of(m.LearnerHello)[0].digest
-    for commit, step in zip(buffer.of(m.Commit), found.steps(0, STEPS), strict=True):
+    assert (
+        found.explain_missing_part(STEPS) == ""
+        and whole.digest == buffer.of(m.LearnerHello)[0].digest
+    )
+    for commit, step in zip(buffer.of(m.Commit), found.read_steps(0, STEPS), strict=True):
         assert (step.digest, step.batch.number) == (commit.digest, commit.number)
         assert step.metrics["reward/mean"] == commit.metrics["reward/mean"]
     used = one.recorder.log.used  # type: ignore[union-attr]
-    assert used == stream.size(one.run_dir)
+    assert used == stream.measure_size(one.run_dir)
 
 
 @pytest.mark.parametrize("after", [0, 2])

@@ -137,7 +137,7 @@ def test_kills_journal_and_replay_keep_the_experts(
     split = [row for row in done["rows"] if "split/mismatch" in row]
     assert split and all(row["mismatch/max_one_version"] == 0 for row in split)
     recording = stream.read(tmp_path / "run")
-    samples = [s for n in range(recording.end) for s in recording.step(n).batch.samples]
+    samples = [s for n in range(recording.end) for s in recording.read_step(n).batch.samples]
     assert samples and all(
         RoutedExperts.decode(s.routed, (len(s.prompt_tokens) + len(s.tokens)) // 4 - 1).experts == 8
         for s in samples

@@ -38,7 +38,7 @@ def run_that_raises(error: Exception) -> Callable[..., Any]:
         def run(self) -> None:
             raise error
 
-        def record(self, seconds: float) -> dict[str, Any]:
+        def make_record(self, seconds: float) -> dict[str, Any]:
             return {"seconds": seconds}
 
     return Raising

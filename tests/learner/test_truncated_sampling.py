@@ -144,7 +144,7 @@ def test_kills_journal_and_replay_keep_the_support(
     split = [row for row in done["rows"] if "split/mismatch" in row]
     assert split and all(row["mismatch/max_one_version"] == 0 for row in split)
     recording = stream.read(tmp_path / "run")
-    samples = [s for n in range(recording.end) for s in recording.step(n).batch.samples]
+    samples = [s for n in range(recording.end) for s in recording.read_step(n).batch.samples]
     supports = [SampledSupport.decode(s.support, len(s.mask)) for s in samples]
     assert all(
         support.contains(np.frombuffer(s.tokens, "<i4")).all() and support.sizes.max() <= 20

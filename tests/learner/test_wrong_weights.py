@@ -36,12 +36,12 @@ def plant(run_dir: Path, label: Label) -> str:
     """Speak to the run's buffer as a generator that runs other weights; returns the reason it is
     refused for.
     """
-    address = rundir.buffer_address(load(run_dir / "config.toml"), run_dir)
-    socket = PeerSocket(address, run=rundir.run_id(run_dir))
+    address = rundir.get_buffer_address(load(run_dir / "config.toml"), run_dir)
+    socket = PeerSocket(address, run=rundir.read_run_id(run_dir))
     try:
         socket.send(
             GeneratorHello(
-                PROTOCOL, rundir.run_id(run_dir), "generator-7", 1, 8, "elsewhere", os.getpid()
+                PROTOCOL, rundir.read_run_id(run_dir), "generator-7", 1, 8, "elsewhere", os.getpid()
             )
         )
         span = VersionSpan(label, WRONG, 0, 3, label)

@@ -24,7 +24,7 @@ def test_text_and_bytes_take_the_place_of_what_was_there_and_leave_no_part(tmp_p
 def test_a_failure_leaves_what_was_there_and_no_part(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
     path.write_text("first")
-    with pytest.raises(OSError, match="full"), atomic_write.replacing(path) as part:
+    with pytest.raises(OSError, match="full"), atomic_write.replace(path) as part:
         part.write_text("half")
         assert path.read_text() == "first"
         raise OSError("full")
@@ -32,7 +32,7 @@ def test_a_failure_leaves_what_was_there_and_no_part(tmp_path: Path) -> None:
 
 
 def test_an_interrupt_leaves_no_part_of_a_directory(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), atomic_write.replacing(tmp_path / "model") as part:
+    with pytest.raises(KeyboardInterrupt), atomic_write.replace(tmp_path / "model") as part:
         part.mkdir()
         (part / "weights").write_text("half")
         raise KeyboardInterrupt
@@ -47,7 +47,7 @@ def test_a_directory_takes_the_place_of_another_and_of_what_a_killed_process_lef
     for directory in (path, hidden):
         directory.mkdir()
         (directory / "old").write_text("old")
-    with atomic_write.replacing(path, part=hidden) as part:
+    with atomic_write.replace(path, part=hidden) as part:
         assert part == hidden
         part.mkdir()
         (part / "new").write_text("new")
@@ -71,7 +71,7 @@ def test_with_sync_every_file_and_the_directories_reach_the_disk_before_and_afte
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "replace", replaced)
-    with atomic_write.replacing(tmp_path / "kept" / "model", sync=sync) as part:
+    with atomic_write.replace(tmp_path / "kept" / "model", sync=sync) as part:
         part.mkdir(parents=True)
         (part / "weights").write_text("all")
     expected = ["model.part", "weights", "renamed", "kept"] if sync else ["renamed"]

@@ -142,15 +142,15 @@ def test_rows_survive_torn_lines_and_tell_who_did_not_end_well(run_dir: Path) ->
     process_log.append_event(run_dir, "generator-0", 3, "ended", code=6, why="the run has ended")
     process_log.append_event(run_dir, "generator-1", 4, "ended", code=130, why="")
     process_log.append_event(run_dir, "learner", 2, "began")
-    with process_log.path(run_dir).open("a") as f:
+    with process_log.get_path(run_dir).open("a") as f:
         f.write('{"at": 3.0, "name": "lear\n[1]\n{}\n')
-    assert [r["name"] for r in process_log.failed_ends(run_dir)] == ["generator-1", "learner"]
-    told, killed = map(process_log.end_of, process_log.failed_ends(run_dir))
-    assert told.startswith("generator-1 (process 4) was told to end") and killed.startswith(
-        "learner (process 2) was killed without a word"
+    assert [r["name"] for r in process_log.list_failed_ends(run_dir)] == ["generator-1", "learner"]
+    told, killed = map(process_log.describe_end, process_log.list_failed_ends(run_dir))
+    assert told.startswith("generator-1 (process 4) was asked to end") and killed.startswith(
+        "learner (process 2) ended without a report"
     )
     process_log.append_event(run_dir, "learner", 2, "died", code=-9, why="half a line")
-    assert process_log.end_of(process_log.failed_ends(run_dir)[-1]).startswith(
+    assert process_log.describe_end(process_log.list_failed_ends(run_dir)[-1]).startswith(
         "learner (process 2) ended with SIGKILL: half a line at "
     )
 

@@ -20,7 +20,7 @@ from process_kit import ENV, ROOT, Ended
 
 from asyncrl.config import load
 from asyncrl.experiments.compare import page as compare_page
-from asyncrl.experiments.compare.comparison import warm_cell
+from asyncrl.experiments.compare.comparison import make_warm_cell
 from asyncrl.experiments.compare.comparison_analysis import analyze
 from asyncrl.experiments.simulate import page as simulate_page
 from asyncrl.records import page_kit
@@ -117,7 +117,7 @@ def test_the_pages_of_a_simulation_and_of_a_comparison_run_none(tmp_path: Path) 
     }
     config = load.load(ROOT / "configs" / "demo.toml", ["learner.steps=4"])
     arms = [f"a {IMAGE}", f"b {IMAGE}"]  # a label is a directory's name too
-    cells = [warm_cell(arm, 0, record, config) for arm in arms]
+    cells = [make_warm_cell(arm, 0, record, config) for arm in arms]
     found = analyze(cells, dict.fromkeys(arms, config))
     settings = [compare_page.Setting(arm, ALL, ALL) for arm in arms]
     compared = compare_page.write(tmp_path, ALL, cells, found, settings, config)
@@ -128,5 +128,5 @@ def test_the_pages_of_a_simulation_and_of_a_comparison_run_none(tmp_path: Path) 
 
 
 def test_json_inside_a_page_cannot_leave_its_element() -> None:
-    inside = str(page_kit.embedded({"a": ALL}))
+    inside = str(page_kit.embed_json({"a": ALL}))
     assert "<" not in inside and json.loads(inside) == {"a": ALL}

@@ -58,7 +58,7 @@ def test_an_accuracy_stands_with_its_n_and_interval() -> None:
     )
     assert cards["ood-end"][1] == "" and cards["steps"] == ("9", "")
     assert (
-        cli.outline(summary)["held-out"]
+        cli.shorten_summary(summary)["held-out"]
         == "0.400 -> 0.900 +-0.029 (n = 400)   out of distribution - -> -"
     )
 
@@ -154,8 +154,8 @@ def test_a_warm_run_has_answer_lengths(small_model: Path) -> None:
         ],
     )
     cell = warm(c, "late", 0)
-    figure = compare_page.curves(
-        "Answer length", "tokens", ["late"], [cell], compare_page.metric_points("answer/length")
+    figure = compare_page.plot_curves(
+        "Answer length", "tokens", ["late"], [cell], compare_page.select_points("answer/length")
     )
     (line,) = figure.lines
     assert len(line.ys) == 6 and all(1 <= y <= 12 for y in line.ys)
@@ -165,7 +165,7 @@ def test_bands_are_named_for_what_they_are() -> None:
     c = load(
         ROOT / "configs" / "demo.toml", ["evaluation.final_prompts=1024", "evaluation.prompts=256"]
     )
-    said = compare_page.bands({"seeds": [0, 1, 2]}, c)
+    said = compare_page.describe_bands({"seeds": [0, 1, 2]}, c)
     assert (
         "bands: from the lowest to the highest seed, no interval" in said
         and "mean over 3 seeds" in said
@@ -175,7 +175,7 @@ def test_bands_are_named_for_what_they_are() -> None:
         "+-0.031 at most (n = 1,024 held-out prompts) at both ends, +-0.061 at most (n = 256 "
         "held-out prompts) between" in said
     )
-    assert "bands" not in compare_page.bands({"seeds": [0]}, c)
+    assert "bands" not in compare_page.describe_bands({"seeds": [0]}, c)
 
 
 def test_many_estimators_stand_in_rows_of_their_own() -> None:
@@ -183,7 +183,7 @@ def test_many_estimators_stand_in_rows_of_their_own() -> None:
     written out.
     """
     names = [f"estimator {i}" for i in range(25)]
-    bias, variance = lab_page.dots(names, {"bias": [1e-3] * 25, "variance": [4.0] * 25})
+    bias, variance = lab_page.plot_dots(names, {"bias": [1e-3] * 25, "variance": [4.0] * 25})
     for plot in (bias, variance):
         assert plot.y_names == names and plot.log == "x" and plot.kind == "points"
         assert plot.lines[0].ys == list(range(25))

@@ -46,12 +46,16 @@ def test_a_run_and_its_sockets_are_of_mode_0700(
     config = load.load(ROOT / "configs" / "demo.toml")
     run_dir = tmp_path / "runs" / "one"
     rundir.ensure(config, load.dump(config), run_dir)
-    address = rundir.buffer_address(config, run_dir)
+    address = rundir.get_buffer_address(config, run_dir)
     before = os.umask(0)
     try:
         socket = BufferSocket(address)
         assert mode(run_dir) == mode(Path(address.removeprefix("ipc://"))) == 0o700
-        assert mode(rundir.socket_dir(run_dir)) == mode(rundir.socket_dir(run_dir).parent) == 0o700
+        assert (
+            mode(rundir.ensure_socket_dir(run_dir))
+            == mode(rundir.ensure_socket_dir(run_dir).parent)
+            == 0o700
+        )
         socket.close()
         ring = WeightRing(tmp_path / "shm" / "epoch_1", 16, 2, ROWS, 1)  # type: ignore[arg-type]
         assert mode(tmp_path / "shm") == mode(ring.directory) == 0o700
@@ -75,7 +79,7 @@ def test_a_directory_of_somebody_else_is_not_used(
     os.chown(foreign, NOBODY, NOBODY)
     with pytest.raises(ConfigError, match=rf"{foreign.name} belongs to user {NOBODY}.*removed"):
         if what == "sockets":
-            rundir.buffer_address(config, run_dir)
+            rundir.get_buffer_address(config, run_dir)
         elif what == "ring":
             WeightRing(foreign, 16, 2, ROWS, 1)  # type: ignore[arg-type]
         else:
@@ -87,19 +91,21 @@ def test_a_directory_that_others_may_write_to_or_a_link_to_one_is_not_used(tmp_p
     (tmp_path / "wide").mkdir()
     (tmp_path / "wide").chmod(0o777)
     with pytest.raises(ConfigError, match=r"wide has mode 0777: other users may have put"):
-        private.directory(tmp_path / "wide")
+        private.create_directory(tmp_path / "wide")
     (tmp_path / "mine").mkdir(mode=0o755)
-    assert mode(private.directory(tmp_path / "mine")) == 0o700, "nobody else could write to it"
+    assert mode(private.create_directory(tmp_path / "mine")) == 0o700, (
+        "nobody else could write to it"
+    )
     (tmp_path / "link").symlink_to(tmp_path / "mine")
     with pytest.raises(ConfigError, match="link is a link"):
-        private.directory(tmp_path / "link")
+        private.create_directory(tmp_path / "link")
     (tmp_path / "nowhere").symlink_to(tmp_path / "missing")
     with pytest.raises(ConfigError, match="nowhere is a link"):
-        private.directory(tmp_path / "nowhere")
+        private.create_directory(tmp_path / "nowhere")
     assert not (tmp_path / "missing").exists()
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="file is a link, no directory"):
-        private.directory(tmp_path / "file")
+    with pytest.raises(ConfigError, match="file is a link, is not a directory"):
+        private.create_directory(tmp_path / "file")
     with pytest.raises(FileNotFoundError):
         private.check(tmp_path / "missing")
 
@@ -112,7 +118,7 @@ def test_the_ring_follows_no_link(name: str, how: str, tmp_path: Path) -> None:
     ring = tmp_path / "ring"
     if name != "slot_0":
         WeightRing(ring, 16, 2, ROWS, 1).close(remove=False)  # type: ignore[arg-type]
-    private.directory(ring)
+    private.create_directory(ring)
     if how == "symbolic":
         (ring / name).symlink_to(victim)
     else:
@@ -184,7 +190,7 @@ def test_the_search_finds_what_it_looks_for(source: str) -> None:
 HOLDER = (
     "import os, signal, sys; from pathlib import Path; from asyncrl.records import rundir; "
     "rundir.SHM = Path(sys.argv[2]); held = rundir.hold_memory(Path(sys.argv[1])); "
-    "(rundir.ring_dir(Path(sys.argv[1]), 1)).mkdir(); print('on', flush=True); "
+    "(rundir.get_ring_dir(Path(sys.argv[1]), 1)).mkdir(); print('on', flush=True); "
     "sys.stdin.read(); os.kill(os.getpid(), signal.SIGKILL)"
 )
 
@@ -223,10 +229,10 @@ def test_memory_that_no_living_process_holds_is_swept_by_a_later_start(
         foreign.mkdir()
         (foreign / rundir.HELD).touch()
         with rundir.hold_memory(runs[2]):  # one that is killed, and resumed here
-            assert rundir.sweep_memory() == [rundir.shm_dir(runs[0]).name]
-        left = {rundir.shm_dir(runs[1]), rundir.shm_dir(runs[2]), unknown, link, foreign}
-        assert set(shm.iterdir()) == left and rundir.ring_dir(runs[1], 1).is_dir()
-        assert rundir.sweep_memory() == [rundir.shm_dir(runs[2]).name]
+            assert rundir.sweep_memory() == [rundir.get_shm_dir(runs[0]).name]
+        left = {rundir.get_shm_dir(runs[1]), rundir.get_shm_dir(runs[2]), unknown, link, foreign}
+        assert set(shm.iterdir()) == left and rundir.get_ring_dir(runs[1], 1).is_dir()
+        assert rundir.sweep_memory() == [rundir.get_shm_dir(runs[2]).name]
     finally:
         alive.communicate("end")
 
@@ -236,7 +242,7 @@ def test_memory_that_is_swept_at_the_moment_of_its_making_is_made_again(
 ) -> None:
     monkeypatch.setattr(rundir, "SHM", tmp_path)
     (tmp_path / "run_id").write_text("x")
-    place = rundir.shm_dir(tmp_path)
+    place = rundir.get_shm_dir(tmp_path)
     swept: list[Any] = []
     lock = fcntl.flock
 
@@ -261,7 +267,7 @@ def test_a_buffer_sweeps_before_it_serves(tmp_path: Path, monkeypatch: pytest.Mo
         seen: list[bool] = []
 
         def served(*_: Any, seen: list[bool] = seen, **__: Any) -> bool:
-            held = rundir.shm_dir(tmp_path)
+            held = rundir.get_shm_dir(tmp_path)
             seen.append(old.exists())
             assert held.is_dir() and rundir.sweep_memory() == [old.name] * seen[-1]
             return True
@@ -270,4 +276,4 @@ def test_a_buffer_sweeps_before_it_serves(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setattr("asyncrl.supervise.run.conclude_unsupervised", lambda _: None)
         assert processes.run_recorded(name, None, tmp_path, 0) == 0
         assert seen == [name == "generator"]
-        assert rundir.sweep_memory() == [rundir.shm_dir(tmp_path).name]
+        assert rundir.sweep_memory() == [rundir.get_shm_dir(tmp_path).name]

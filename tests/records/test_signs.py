@@ -40,16 +40,16 @@ def names(found: list[HealthFinding]) -> list[str]:
 
 def test_a_healthy_run_has_no_signs() -> None:
     assert (
-        health_checks.signs(rows(30)) == []
-        and health_checks.signs([], ended=True) == []
-        and health_checks.signs(rows(30), ended=True) == []
+        health_checks.apply_rules(rows(30)) == []
+        and health_checks.apply_rules([], ended=True) == []
+        and health_checks.apply_rules(rows(30), ended=True) == []
     )
 
 
 def test_constant_rewards_are_said_from_the_fifth_batch_on() -> None:
     flat = {"reward_no_spread_share": 1.0, "reward_min": 0.25, "reward_max": 0.25}
-    assert health_checks.signs(rows(4, **flat)) == []
-    (sign,) = health_checks.signs(rows(5, **flat))
+    assert health_checks.apply_rules(rows(4, **flat)) == []
+    (sign,) = health_checks.apply_rules(rows(5, **flat))
     assert (
         sign.name == "constant_rewards"
         and "last 5 batches has the reward 0.25" in sign.said
@@ -60,21 +60,21 @@ def test_constant_rewards_are_said_from_the_fifth_batch_on() -> None:
 
 def test_rewards_without_spread_in_most_groups() -> None:
     """95 % is the limit, over the last 20 batches only; groups may differ among each other."""
-    (sign,) = health_checks.signs(rows(8, reward_no_spread_share=0.95))
+    (sign,) = health_checks.apply_rules(rows(8, reward_no_spread_share=0.95))
     assert (
         "in 95% of the groups of the last 8 batches all completions have the same reward"
         in sign.said
     )
-    assert health_checks.signs(rows(8, reward_no_spread_share=0.94)) == []
-    assert names(health_checks.signs(rows(30) + rows(20, reward_no_spread_share=0.96))) == [
+    assert health_checks.apply_rules(rows(8, reward_no_spread_share=0.94)) == []
+    assert names(health_checks.apply_rules(rows(30) + rows(20, reward_no_spread_share=0.96))) == [
         "constant_rewards"
     ]
-    assert health_checks.signs(rows(30, reward_no_spread_share=1.0) + rows(20)) == []
+    assert health_checks.apply_rules(rows(30, reward_no_spread_share=1.0) + rows(20)) == []
 
 
 def test_rewards_that_hold_the_generators_up() -> None:
     of = {"reward_queue": 120.0, "reward_wait_s": 3.0, "reward_call_s": 0.2, "reward_workers": 1.0}
-    (sign,) = health_checks.signs(rows(6, time_reward_wait_share=0.42, **of))
+    (sign,) = health_checks.apply_rules(rows(6, time_reward_wait_share=0.42, **of))
     assert (
         sign.name == "rewards_hold_up"
         and "idle 42% of their time because of rewards: 120 completions waited, 3 s each, and "
@@ -83,28 +83,30 @@ def test_rewards_that_hold_the_generators_up() -> None:
     )
     assert "async def" in sign.try_this and "reward.workers" in sign.try_this
     assert (
-        health_checks.signs(rows(6, time_reward_wait_share=0.09, **of)) == []
-        and health_checks.signs(rows(4, time_reward_wait_share=0.42, **of)) == []
+        health_checks.apply_rules(rows(6, time_reward_wait_share=0.09, **of)) == []
+        and health_checks.apply_rules(rows(4, time_reward_wait_share=0.42, **of)) == []
     )
     # No call has ended yet, as in a run of few steps.
     del of["reward_call_s"], of["reward_wait_s"]
-    assert health_checks.signs(rows(6, time_reward_wait_share=0.42, **of)) == []
+    assert health_checks.apply_rules(rows(6, time_reward_wait_share=0.42, **of)) == []
     of |= {"reward_call_s": 0.2, "reward_wait_s": 3.0}
     # Calls of 20 microseconds explain no wait of 3 s: answers wait for a core.
     assert (
-        health_checks.signs(rows(6, time_reward_wait_share=0.42, **of | {"reward_call_s": 2e-5}))
+        health_checks.apply_rules(
+            rows(6, time_reward_wait_share=0.42, **of | {"reward_call_s": 2e-5})
+        )
         == []
     )
 
 
 def test_all_answers_truncated() -> None:
-    (sign,) = health_checks.signs(rows(6, answer_truncated_share=1.0))
+    (sign,) = health_checks.apply_rules(rows(6, answer_truncated_share=1.0))
     assert (
         sign.name == "all_truncated"
         and "100% of the completions of the last 6 batches" in sign.said
         and "generator.max_new_tokens" in sign.said
     )
-    assert health_checks.signs(rows(6, answer_truncated_share=0.9)) == []
+    assert health_checks.apply_rules(rows(6, answer_truncated_share=0.9)) == []
 
 
 def evaluated(start: float, end: float, n: int, **keys: Any) -> list[dict[str, Any]]:
@@ -117,21 +119,23 @@ def evaluated(start: float, end: float, n: int, **keys: Any) -> list[dict[str, A
 
 def test_accuracy_that_moves_less_than_its_interval() -> None:
     """n = 100 at 0.5: 1.96 sqrt(2 x 0.25 / 100) = 0.1386."""
-    (sign,) = health_checks.signs(evaluated(0.5, 0.6, 100), ended=True)
+    (sign,) = health_checks.apply_rules(evaluated(0.5, 0.6, 100), ended=True)
     half = math.sqrt(1.96**2 * (0.25 + 0.24) / 100)
     assert (
         sign.name == "unmoved_accuracy"
         and f"from 0.500 to 0.600 in 30 batches, which is within chance (+-{half:.3f} at n = 100)"
         in sign.said
     )
-    assert health_checks.signs(evaluated(0.5, 0.6, 100)) == [], (
+    assert health_checks.apply_rules(evaluated(0.5, 0.6, 100)) == [], (
         "a run that goes on is not judged by it"
     )
     assert (
-        health_checks.signs(evaluated(0.5, 0.65, 100), ended=True) == []
-        and health_checks.signs(evaluated(0.5, 0.35, 100), ended=True) == []
+        health_checks.apply_rules(evaluated(0.5, 0.65, 100), ended=True) == []
+        and health_checks.apply_rules(evaluated(0.5, 0.35, 100), ended=True) == []
     )
-    assert names(health_checks.signs(evaluated(0.0, 0.0, 1000), ended=True)) == ["unmoved_accuracy"]
+    assert names(health_checks.apply_rules(evaluated(0.0, 0.0, 1000), ended=True)) == [
+        "unmoved_accuracy"
+    ]
 
 
 def test_the_interval_follows_the_range_of_the_rewards() -> None:
@@ -139,15 +143,15 @@ def test_the_interval_follows_the_range_of_the_rewards() -> None:
     of 1 would give 0.
     """
     wide = {"reward_min": -10.0, "reward_max": 10.0}
-    assert names(health_checks.signs(evaluated(0.0, 2.7, 100, **wide), ended=True)) == [
+    assert names(health_checks.apply_rules(evaluated(0.0, 2.7, 100, **wide), ended=True)) == [
         "unmoved_accuracy"
     ]
-    assert health_checks.signs(evaluated(0.0, 2.8, 100, **wide), ended=True) == []
+    assert health_checks.apply_rules(evaluated(0.0, 2.8, 100, **wide), ended=True) == []
 
 
 def test_one_evaluation_is_no_movement() -> None:
     assert (
-        health_checks.signs(
+        health_checks.apply_rules(
             [{"step": 0, "eval/heldout": 0.5, "eval/heldout_n": 10}, *rows(30)], ended=True
         )
         == []
@@ -175,7 +179,7 @@ def test_signs_are_said_once_while_a_run_goes_on(tmp_path: Path) -> None:
 
 
 def test_refused_messages_are_said_at_once_and_stay_in_report_and_doctor(tmp_path: Path) -> None:
-    (sign,) = health_checks.signs(
+    (sign,) = health_checks.apply_rules(
         rows(2) + rows(1, refused_number=2.0, refused_token=1.0) + rows(1)
     )
     assert sign.name == "refused_messages" and sign.said == (

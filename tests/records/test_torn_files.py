@@ -52,7 +52,7 @@ def test_metrics_cut_at_any_byte_are_read_and_gone_on_with(tmp_path: Path) -> No
         path.write_text(text[:cut])
         file = jsonl.JsonlAppender(path)
         known = text[:cut].count("}}")
-        assert metrics.RunClock(tmp_path).before == float(known)
+        assert metrics.RunClock(tmp_path).earlier_s == float(known)
         file.write({"step": 3, "t": 9.0, "reward/mean": 0.5})
         file.close()
         assert [r["step"] for r in metrics.read(tmp_path)] == [*range(known), 3]
@@ -290,7 +290,7 @@ def test_a_timeline_without_room_ends_nothing(tmp_path: Path) -> None:
     tracer = Tracer(tmp_path, "learner")
     for _ in range(5000):  # more than its file keeps back
         tracer.add("train", 1.0, 2.0)
-    assert tracer.left == 0
+    assert tracer.events_left == 0
     tracer.close()
     (tmp_path / "trace" / "learner.jsonl").unlink()
     (tmp_path / "trace" / "learner.jsonl").write_text('["train",1.0,2.0]\n')
@@ -306,7 +306,7 @@ def test_tensorboard_without_room_drops_its_events_and_ends_nothing(
     writer = metrics.MetricsWriter(tmp_path)
     writer.write(0, {"reward/mean": 0.5})
     writer.board.records.close()
-    writer.board.records = writer.board.known.RecordWriter("/dev/full")
+    writer.board.records = writer.board.modules.RecordWriter("/dev/full")
     for n in range(1, 100):
         writer.write(n, {"reward/mean": 0.5})
     writer.close()

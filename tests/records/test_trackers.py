@@ -145,7 +145,7 @@ def test_a_run_whose_tracker_fails_ends_as_without_it(tmp_path: Path, small_mode
     assert done.code == 0 and done.json["steps"] == 6, done.err[-3000:]
     path = tmp_path / "runs" / "R"
     deadline = time.monotonic() + PATIENCE_S
-    while not trackers.failures(path) and time.monotonic() < deadline:
+    while not trackers.read_failures(path) and time.monotonic() < deadline:
         time.sleep(0.1)  # it may fail after the run has ended
     line = doctor.examine_run(load.load(path / "config.toml"), path, None)["advice"][-1]
     assert line.startswith("the tracker wandb failed, and the run goes on without it: UsageError")

@@ -352,7 +352,7 @@ def test_a_run_being_deleted_is_said_and_the_server_goes_on(
     client.get("/api/runs")
     shutil.rmtree(run_dir)
     (run,) = client.get("/api/runs").json()
-    assert run["state"] == "unreadable" and "gone" in run["problem"]
+    assert run["state"] == "unreadable" and "removed" in run["problem"]
     for name in ANSWERS:
         assert client.get(f"/api/{name}").status_code in (200, 400)
 
@@ -365,7 +365,9 @@ def test_a_damaged_config_is_said(client: TestClient, run_dir: Path) -> None:
 
 
 def test_the_token_opens_the_page_once_and_stays_out_of_the_address(run_dir: Path) -> None:
-    client = TestClient(WatchApp([run_dir], token="secret").starlette(), follow_redirects=False)
+    client = TestClient(
+        WatchApp([run_dir], token="secret").build_application(), follow_redirects=False
+    )
     for query in ("", "?token=wrong", "?token=%ff"):
         assert client.get(f"/api/runs{query}").status_code == 403
     opened = client.get("/?token=secret")
@@ -389,8 +391,8 @@ def test_only_this_machine_without_a_token(run_dir: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         server.serve([run_dir], "0.0.0.0", 0, lambda *_: None, token=False)
     assert str(refused.value) == (
-        "--no-token --host 0.0.0.0: everyone who reaches this address could read prompts and logs; "
-        "leave out --no-token, or listen on 127.0.0.1"
+        "--no-token --host 0.0.0.0: everyone with access to this address could read prompts and "
+        "logs; leave out --no-token, or listen on 127.0.0.1"
     )
     listener = server.listen("127.0.0.1", 0)
     with pytest.raises(ConfigError, match="choose another port"):

@@ -53,10 +53,10 @@ def append(path: Path, *rows: dict[str, Any]) -> None:
 def wait_for_summary(run: WatchedRun) -> dict[str, Any]:
     """A summary of a run in progress is composed beside the answers."""
     until = time.monotonic() + 300
-    while not run.summary():
+    while not run.read_summary():
         assert time.monotonic() < until
         time.sleep(0.01)
-    return run.summary()
+    return run.read_summary()
 
 
 # ---- state ---------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def test_settings_are_read_again_when_their_file_changes(run_dir: Path) -> None:
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
     assert run.config.seed == 1
     path.unlink()
-    with pytest.raises(ConfigError, match="the run directory is gone"):
+    with pytest.raises(ConfigError, match="the run directory was removed"):
         run.config  # noqa: B018
 
 
@@ -150,15 +150,15 @@ def test_a_run_in_progress_is_summed_up_beside_the_answers(
 ) -> None:
     monkeypatch.setattr(findings, "COMPOSE_S", 3600.0)
     run = WatchedRun("first", run_dir)
-    assert not run.state()["summed_up"]
+    assert not run.describe_state()["summed_up"]
     found = wait_for_summary(run)
-    assert found["wall_s"] == 14.5 and run.state()["summed_up"]
+    assert found["wall_s"] == 14.5 and run.describe_state()["summed_up"]
     append(run_dir / "metrics.jsonl", metric_row(30))
-    assert run.summary() is found, "an hour later at the earliest: it costs"
+    assert run.read_summary() is found, "an hour later at the earliest: it costs"
     assert run._next_summary > time.monotonic() + findings.COMPOSE_S / 2
     run._next_summary = 0.0
     until = time.monotonic() + 300
-    while run.summary()["wall_s"] < 15:
+    while run.read_summary()["wall_s"] < 15:
         assert time.monotonic() < until
         time.sleep(0.01)
 
@@ -177,13 +177,13 @@ def test_a_summary_is_composed_beside_the_answers(
 
     monkeypatch.setattr(findings.threading, "Thread", Thread)
     run = WatchedRun("first", run_dir)
-    assert run.summary() == {} == run.summary()
+    assert run.read_summary() == {} == run.read_summary()
     assert started == [{"target": run._compose, "name": "summary", "daemon": True}]
 
 
 def test_what_a_run_wrote_at_its_end_is_its_summary(run_dir: Path) -> None:
     (run_dir / "summary.json").write_text('{"heldout_end": 0.5}')
-    assert WatchedRun("first", run_dir).summary() == {"heldout_end": 0.5}
+    assert WatchedRun("first", run_dir).read_summary() == {"heldout_end": 0.5}
 
 
 def test_a_run_that_cannot_be_summed_up_has_no_summary(run_dir: Path) -> None:
@@ -193,7 +193,7 @@ def test_a_run_that_cannot_be_summed_up_has_no_summary(run_dir: Path) -> None:
     began = time.monotonic()
     run._compose()
     now = time.monotonic()
-    assert run.summary() == {}
+    assert run.read_summary() == {}
     assert began + findings.COMPOSE_S <= run._next_summary
     assert run._next_summary <= now + max(
         findings.COMPOSE_S, (now - began) / findings.COMPOSE_SHARE
@@ -206,7 +206,7 @@ def test_the_health_checks_of_a_run_in_progress_are_those_of_its_composed_summar
     run = WatchedRun("first", run_dir)
     run._summary = {"signs": [{"name": "odd", "said": "it was odd", "try_this": "nothing"}]}
     run._next_summary = math.inf
-    assert [line["rule"] for line in run.overview()["advice"]] == ["check odd"]
+    assert [line["rule"] for line in run.build_overview()["advice"]] == ["check odd"]
 
 
 def test_the_last_batches_of_a_finished_run_give_no_advice(run_dir: Path) -> None:
@@ -219,7 +219,7 @@ def test_the_last_batches_of_a_finished_run_give_no_advice(run_dir: Path) -> Non
     run = WatchedRun("first", run_dir)
     run._next_summary = math.inf
     run.refresh()
-    rules = lambda: [line["rule"] for line in run.overview()["advice"]]  # noqa: E731
+    rules = lambda: [line["rule"] for line in run.build_overview()["advice"]]  # noqa: E731
     assert "generators_wait" in rules()
     (run_dir / "buffer_summary.json").write_text(json.dumps(FINISHED))
     (run_dir / "weights_digest").write_text("abc")
@@ -254,7 +254,7 @@ def test_the_overview_has_the_figures_of_the_summary(client: TestClient, run_dir
 def test_the_ledger_is_that_of_the_summary(client: TestClient, run_dir: Path) -> None:
     run = WatchedRun("first", run_dir)
     run._next_summary = math.inf  # none is composed meanwhile
-    assert run.ledger() == {"totals": {}, "lines": {}, "failures": {}}
+    assert run.read_ledger() == {"totals": {}, "lines": {}, "failures": {}}
     lines = {"ledger": {"trained": 9}, "ledger_lines": {"trained": {"tokens": 9}}}
     (run_dir / "summary.json").write_text(json.dumps(lines | {"failures": {"reward": 2}}))
     assert answer(client, "ledger")["first"] == {
@@ -273,7 +273,9 @@ def test_processes_with_restarts_host_and_memory(client: TestClient, run_dir: Pa
         process_log.append_event(run_dir, "generator-0", pid, "ended", code=1, why="lost")
     process_log.append_event(run_dir, "generator-0", 13, "began", host="two")
     process_log.append_event(run_dir, "generator-0", 13, "ended", code=0)
-    append(process_log.path(run_dir), {"at": 0.0, "name": "rewards", "pid": 9, "event": "began"})
+    append(
+        process_log.get_path(run_dir), {"at": 0.0, "name": "rewards", "pid": 9, "event": "began"}
+    )
     learner = ProcessIncarnation(run_dir, "learner", alone=False)
     rows = {row["name"]: row for row in answer(client, "processes")["first"]}
     generator = rows["generator-0"]
@@ -290,10 +292,12 @@ def test_processes_with_restarts_host_and_memory(client: TestClient, run_dir: Pa
 
 
 def test_the_memory_of_a_process_that_is_not_here_is_unknown() -> None:
-    own = findings.resident_mb(os.getpid())
+    own = findings.measure_resident_mb(os.getpid())
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     assert own == pytest.approx(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, rel=0.2)
-    assert findings.resident_mb(None) is None and findings.resident_mb(2**30) is None
+    assert (
+        findings.measure_resident_mb(None) is None and findings.measure_resident_mb(2**30) is None
+    )
 
 
 # ---- plots ---------------------------------------------------------------------------------------
@@ -431,9 +435,11 @@ def test_logs_the_newest_attempt_first_and_their_end_alone(
     assert (seen["file"], seen["text"]) == ("supervisor.log", "")
     text = answer(client, "logs?file=logs/attempt_2/learner.log")["text"]
     assert text.endswith("\nend") and "begin" not in text and len(text) < 2100
-    assert WatchedRun("", run_dir).log_tail("logs/attempt_1/learner.log").startswith("starting\n")
+    assert (
+        WatchedRun("", run_dir).read_log_tail("logs/attempt_1/learner.log").startswith("starting\n")
+    )
     long.write_bytes(b"a" * (findings.LOG_BYTES - 5) + b"\nlast")
-    assert WatchedRun("", run_dir).log_tail("logs/attempt_2/learner.log").startswith("aaa")
+    assert WatchedRun("", run_dir).read_log_tail("logs/attempt_2/learner.log").startswith("aaa")
     shutil.rmtree(run_dir / "logs")
     (run_dir / "supervisor.log").unlink()
     assert answer(client, "logs") == {"files": [], "file": "", "text": ""}
@@ -527,13 +533,15 @@ def test_a_file_that_is_not_the_page_s_is_not_there(client: TestClient) -> None:
 
 
 def test_the_token_is_asked_for_and_kept_by_the_browser_alone(run_dir: Path) -> None:
-    guarded = TestClient(WatchApp([run_dir], token="sécret").starlette(), follow_redirects=False)
+    guarded = TestClient(
+        WatchApp([run_dir], token="sécret").build_application(), follow_redirects=False
+    )
     refused = guarded.get("/")
     assert refused.status_code == 403 and refused.headers["content-type"].startswith("text/plain")
     assert refused.text == "asyncrl watch: open the address that it printed, with its token\n"
     cookie = guarded.get("/?token=s%C3%A9cret").headers["set-cookie"]
     assert "httponly" in cookie.lower() and "samesite=strict" in cookie.lower()
-    wrong = TestClient(WatchApp([run_dir], token="secret").starlette())
+    wrong = TestClient(WatchApp([run_dir], token="secret").build_application())
     wrong.cookies.set("asyncrl_watch", "other")
     assert wrong.get("/api/runs").status_code == 403
     wrong.cookies.set("asyncrl_watch", "secret")

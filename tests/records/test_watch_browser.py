@@ -60,7 +60,7 @@ def run_dir(gain: Ended, tmp_path: Path) -> Path:
 @pytest.fixture
 def address(run_dir: Path) -> Iterator[str]:
     listener = server.listen("127.0.0.1", 0)
-    app = WatchApp([run_dir], token="secret").starlette()
+    app = WatchApp([run_dir], token="secret").build_application()
     running = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
     thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
     thread.start()

@@ -80,8 +80,8 @@ def test_the_first_free_port_is_taken_where_none_was_chosen(
     with pytest.raises(ConfigError) as error:
         server.listen("127.0.0.1", port)
     assert str(error.value) == (
-        f"--host 127.0.0.1 --port {port}: Address already in use; choose another port, or leave it "
-        "out"
+        f"--host 127.0.0.1 --port {port}: Address already in use; choose another port, or leave "
+        "out --port"
     )
     taken.close()
     with server.listen("127.0.0.1", port) as again:
@@ -150,7 +150,7 @@ def test_a_page_has_a_process_of_its_own_until_it_is_closed(run_dir: Path) -> No
 
 def test_a_run_s_page_is_announced_and_ends_with_the_run(run_dir: Path) -> None:
     said: list[str] = []
-    with server.page_beside(run_dir, said.append):
+    with server.serve_page_beside(run_dir, said.append):
         (line,) = said
         begin, url = line.split("watch it at ")
         assert begin == "" and httpx2.get(url, follow_redirects=True).status_code in (200, 403)
@@ -191,7 +191,7 @@ def test_a_run_goes_on_where_its_page_cannot_start(
 ) -> None:
     monkeypatch.setattr(importing, "command", lambda *_: ["false"])
     said: list[str] = []
-    with server.page_beside(run_dir, said.append):
+    with server.serve_page_beside(run_dir, said.append):
         assert said == ["note: the page of this run could not start"]
     page = server.PageProcess([run_dir])
     assert repr(page) == "page at no address: it could not start"

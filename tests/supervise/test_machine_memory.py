@@ -30,11 +30,11 @@ def test_free_memory_is_the_machines_or_what_a_control_group_leaves(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert 1 << 20 < machine_memory.free_bytes() <= psutil.virtual_memory().total
+    assert 1 << 20 < machine_memory.read_free_bytes() <= psutil.virtual_memory().total
     (tmp_path / "meminfo").write_text("MemFree: 1 kB\nMemAvailable:  4096 kB\nBuffers: 9 kB\n")
     monkeypatch.setattr(machine_memory, "MEMINFO", tmp_path / "meminfo")
     monkeypatch.setattr(machine_memory, "OWN_GROUPS", tmp_path / "absent")
-    assert machine_memory.free_bytes() == 4096 << 10
+    assert machine_memory.read_free_bytes() == 4096 << 10
     group = tmp_path / folder / "a" / "b"
     group.mkdir(parents=True)
     (group / limit).write_text(f"{none}\n")
@@ -45,12 +45,12 @@ def test_free_memory_is_the_machines_or_what_a_control_group_leaves(
     (tmp_path / "own").write_text(f"7:pids:/elsewhere\n{line}\n")
     monkeypatch.setattr(machine_memory, "GROUPS", tmp_path)
     monkeypatch.setattr(machine_memory, "OWN_GROUPS", tmp_path / "own")
-    assert machine_memory.free_bytes() == 2500
+    assert machine_memory.read_free_bytes() == 2500
 
 
 def test_resident_memory_is_the_process_s_own() -> None:
     counted = psutil.Process().memory_info().rss
-    assert 0.8 * counted < machine_memory.resident_bytes() < 1.25 * counted
+    assert 0.8 * counted < machine_memory.read_resident_bytes() < 1.25 * counted
 
 
 def test_kills_for_memory_are_the_machines_and_the_groups(
@@ -58,14 +58,14 @@ def test_kills_for_memory_are_the_machines_and_the_groups(
 ) -> None:
     for name in ("KERNEL", "GROUPS", "OWN_GROUPS"):
         monkeypatch.setattr(machine_memory, name, tmp_path / name)
-    assert machine_memory.memory_kills() is None
+    assert machine_memory.count_memory_kills() is None
     (tmp_path / "KERNEL").write_text("nr_free_pages 7\noom_kill 2\n")
-    assert machine_memory.memory_kills() == 2
+    assert machine_memory.count_memory_kills() == 2
     (tmp_path / "OWN_GROUPS").write_text("0::/a\n3:memory:/a\n")
     for folder, file in (("a", "memory.events"), ("memory/a", "memory.oom_control")):
         (tmp_path / "GROUPS" / folder).mkdir(parents=True)
         (tmp_path / "GROUPS" / folder / file).write_text("oom_kill_disable 0\noom_kill 3\n")
-    assert machine_memory.memory_kills() == 8
+    assert machine_memory.count_memory_kills() == 8
 
 
 def test_a_process_that_was_killed_for_memory_is_named_with_its_longest_prompt(
@@ -78,7 +78,7 @@ def test_a_process_that_was_killed_for_memory_is_named_with_its_longest_prompt(
     def cause(
         code: int, before: list[str | int], now: list[str | int], held_up: bool = False
     ) -> str:
-        monkeypatch.setattr(process_log, "memory_kills", lambda: now)
+        monkeypatch.setattr(process_log, "read_memory_kills", lambda: now)
         child = SupervisedProcess("generator-0", [], 1, True, memory_kills=before, held_up=held_up)
         return supervisor.explain_kill(child, code)
 

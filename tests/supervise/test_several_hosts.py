@@ -80,7 +80,7 @@ def test_a_generator_with_a_directory_of_its_own_joins_over_tcp_with_keys(
     assert codes == dict.fromkeys(parts, 0), {
         name: (tmp_path / f"{name}.log").read_text()[-2000:] for name in parts
     }
-    assert rundir.run_id(tmp_path / "there") == rundir.run_id(tmp_path / "here")
+    assert rundir.read_run_id(tmp_path / "there") == rundir.read_run_id(tmp_path / "here")
     summary = json.loads((tmp_path / "here" / "buffer_summary.json").read_text())
     assert summary["finished"] and summary["steps"] == 3 and summary["trajectories"] == 3 * 16
     assert (

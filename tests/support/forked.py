@@ -114,7 +114,7 @@ def spawn(name: str, run_dir: Path, die: int, slow: float, stop: int) -> int:
 def recorded(run_dir: Path) -> int:
     from asyncrl.records import stream
 
-    return stream.read(run_dir).end if stream.weights(run_dir) else 0
+    return stream.read(run_dir).end if stream.list_weights(run_dir) else 0
 
 
 def run(order: dict[str, Any]) -> dict[str, Any]:
@@ -189,7 +189,7 @@ def warm(model: str) -> None:
     torch.set_num_threads(1)
     load_policy(model)
     load_tokenizer(model)
-    event_file.protocol()
+    event_file.import_protocol()
 
 
 def main() -> None:

@@ -35,7 +35,7 @@ class Run:
         self.dir = tmp_path / "run"
         rundir.ensure(self.config, "", self.dir)
         # type: ignore[var-annotated]
-        self.id, self.error, self.peers = rundir.run_id(self.dir), None, []
+        self.id, self.error, self.peers = rundir.read_run_id(self.dir), None, []
         self.service = BufferService(self.config, self.dir)
         self.thread = threading.Thread(target=self._loop)
         self.thread.start()
@@ -47,7 +47,7 @@ class Run:
             self.error = e
 
     def peer(self) -> PeerSocket:
-        self.peers.append(PeerSocket(rundir.buffer_address(self.config, self.dir), run=self.id))
+        self.peers.append(PeerSocket(rundir.get_buffer_address(self.config, self.dir), run=self.id))
         return self.peers[-1]
 
     def end(self) -> None:

@@ -332,7 +332,7 @@ def main() -> None:
     sys.path.remove(str(Path(__file__).parent))
     before = dict(os.environ)
     event_file = importlib.import_module("asyncrl.records.event_file")
-    event_file.protocol()  # without torch, as in a buffer
+    event_file.import_protocol()  # without torch, as in a buffer
     from asyncrl.cli import FAMILIES
 
     for name in (*LOADED.split(), *(f"asyncrl.cli.{family}" for family in FAMILIES)):

@@ -79,4 +79,4 @@ def run_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def client(run_dir: Path) -> TestClient:
-    return TestClient(WatchApp([run_dir.parent]).starlette())
+    return TestClient(WatchApp([run_dir.parent]).build_application())

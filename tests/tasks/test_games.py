@@ -33,7 +33,7 @@ from asyncrl.config import load
 from asyncrl.config.agents import AgentConfig
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
-from asyncrl.experiments.play import HumanPlayer, ModelPlayer, play, ticket_of
+from asyncrl.experiments.play import HumanPlayer, ModelPlayer, make_ticket, play
 from asyncrl.models.policy import build_model
 from asyncrl.tasks import arena, games, nim
 from asyncrl.tasks.calc import END
@@ -488,7 +488,7 @@ def test_both_sides_are_shown_turn_by_turn() -> None:
         settings = longer(*sets)
         lines = iter(texts)
         player = HumanPlayer(settings, lambda: next(lines, None))
-        found = list(play(settings, ticket_of(settings, 1), player))
+        found = list(play(settings, make_ticket(settings, 1), player))
         assert found[-1].kind == "ended" and found[-1].parts["won"] == found[-1].reward
         return [(x.kind, x.turn, x.text, x.other) for x in found[:-1]]
 
@@ -512,7 +512,7 @@ def test_a_model_plays_both_sides(tmp_path: Path) -> None:
     """On ids that a run would train on the policy's side; the other's are none of its rows."""
     build_model(tmp_path, "0123456789*+-=?#e", hidden=32, layers=1, seed=3)
     settings = longer(*SELF, f"model.path='{tmp_path}'", "generator.max_new_tokens=3")
-    ticket = ticket_of(settings, 0)
+    ticket = make_ticket(settings, 0)
     player = ModelPlayer(settings, ticket)
     found = list(play(settings, ticket, player))
     drawn = {

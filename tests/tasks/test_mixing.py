@@ -172,6 +172,6 @@ def test_a_run_by_turns(file: str, small_model: Path) -> None:
 
 def test_a_dry_task_is_a_finding() -> None:
     row = {"reward/mean": 0.5, "task/a_dry": 0.0, "task/b_dry": 1.0, "task/b_removed": 40.0}
-    (found,) = [s for s in health_checks.signs([row | {"step": 3}]) if s.name == "dry_tasks"]
+    (found,) = [s for s in health_checks.apply_rules([row | {"step": 3}]) if s.name == "dry_tasks"]
     assert "no more groups to train from b (removed so far: b 40)" in found.said
-    assert health_checks.dry_tasks([row | {"task/b_dry": 0.0}]) is None
+    assert health_checks.check_dry_tasks([row | {"task/b_dry": 0.0}]) is None

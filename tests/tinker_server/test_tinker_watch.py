@@ -58,7 +58,7 @@ def sampled(client: tinker.TrainingClient, count: int) -> list[types.SampledSequ
 
 def test_the_pages_of_a_served_model(server: LocalServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sample_log, "EVERY", 2)
-    watch = TestClient(WatchApp([server.folder]).starlette())
+    watch = TestClient(WatchApp([server.folder]).build_application())
     assert ask(watch, "runs") == [], "no client has come yet"
     with record_process(server.folder), server.client() as service:
         process_log.append_event(server.folder, "training", os.getpid(), "began")
@@ -186,7 +186,7 @@ def test_a_model_without_a_step(served: Path) -> None:
         ["mean lag of the newest step", None],
         ["largest lag", None],
         ["lag limit", "2"],
-        ["of unknown lag, share of the newest step", None],
+        ["share of unknown lag in the newest step", None],
     ]
     assert model.state() == state and model.summary() == {}
     assert model.overview() == {"state": state, "advice": [], "waits": [], "cards": cards}
@@ -232,7 +232,7 @@ def test_a_model_in_training(served: Path) -> None:
         ["mean lag of the newest step", 0.75],
         ["largest lag", 2.0],
         ["lag limit", "2"],
-        ["of unknown lag, share of the newest step", 0.25],
+        ["share of unknown lag in the newest step", 0.25],
     ]
     (ended,) = seen["waits"]
     assert ended.startswith("sampling (process 18) ended with exit code 1: lost at ")
@@ -247,7 +247,7 @@ def test_a_model_in_training(served: Path) -> None:
         "tables": [
             {
                 "title": "1,200 sequences sampled, with 5,000 tokens",
-                "head": ["what became of them", "sequences", "share"],
+                "head": ["use", "sequences", "share"],
                 "rows": [
                     ["never trained", 300, 0.25],
                     ["trained once", 600, 0.5],
@@ -256,7 +256,7 @@ def test_a_model_in_training(served: Path) -> None:
             },
             {
                 "title": "10 tokens trained",
-                "head": ["how old they were", "tokens", "share"],
+                "head": ["lag", "tokens", "share"],
                 "rows": [["lag 0", 6, 0.6], ["lag 1", 3, 0.3], ["unknown lag", 1, 0.1]],
             },
         ]
@@ -279,7 +279,7 @@ def test_the_settings_and_logs_of_a_model_are_its_server_s(served: Path) -> None
     assert model.logs() == ["logs/server.log", "logs/training.log", "logs/sampling.log"]
     assert model.log_tail("logs/training.log") == "training has started"
     (served / "metrics.jsonl").touch()
-    answer = ask(TestClient(WatchApp([served.parent]).starlette()), "samples")
+    answer = ask(TestClient(WatchApp([served.parent]).build_application()), "samples")
     assert (answer["rows"], answer["all"], answer["shades"]) == ([], 0, SHADES)
     assert answer["none"] == (
         "No samples yet: the server logs some of every tenth optimizer step on sampled tokens."
@@ -365,4 +365,4 @@ def test_doctor_names_the_processes_and_how_they_ended(tmp_path: Path) -> None:
     assert "ended with exit code 1: division by zero" in lines()[1]
     with pytest.raises(KeyboardInterrupt), record_process(tmp_path):
         raise KeyboardInterrupt
-    assert "was told to end" in lines()[1]
+    assert "was asked to end" in lines()[1]

@@ -75,7 +75,7 @@ def test_every_page_shows_a_server_and_then_its_end(tmp_path: Path) -> None:
             page.on("pageerror", lambda error: errors.append(str(error)))
             page.on("console", lambda m: errors.append(m.text) if m.type == "error" else None)
             page.goto(address)
-            page.get_by_text("Nothing has begun here yet").wait_for()
+            page.get_by_text("No run has begun here yet").wait_for()
             train(server)
             page.get_by_text("version 1 running").wait_for()
             click_through(page, address, PAGES)
@@ -87,7 +87,7 @@ def test_every_page_shows_a_server_and_then_its_end(tmp_path: Path) -> None:
             wait_until(lambda: "sampling (process" in doctor(server.folder), server.process)
             server.stop()
             page.get_by_text("version 1 stopped").wait_for()
-            ended = {"processes": "td:has-text('was told to end')"}
+            ended = {"processes": "td:has-text('was asked to end')"}
             click_through(page, address, PAGES | ended)
             shown = doctor(server.folder)
             assert "the server is not running" in shown and "server (process" in shown

@@ -44,10 +44,12 @@ def peer(tmp_path: Path) -> Peer:
 
 def test_a_peer_looks_for_its_buffer_by_the_run_directory(peer: Peer) -> None:
     assert peer.socket.find == peer.find_buffer_address
-    assert peer.find_buffer_address() == rundir.current_buffer_address(peer.config, peer.run_dir)
+    assert peer.find_buffer_address() == rundir.get_current_buffer_address(
+        peer.config, peer.run_dir
+    )
     assert (peer.silent_since, peer.ever_heard) == (0.0, False)
     assert peer.waiting_for == "the buffer's first reply" and peer.wait_log.first_s == 4.0
-    assert peer.run == rundir.run_id(peer.run_dir) and peer.name == "generator-0"
+    assert peer.run == rundir.read_run_id(peer.run_dir) and peer.name == "generator-0"
 
 
 class Replies:

@@ -332,7 +332,7 @@ class SessionJournal:
 
     def open(self, opening: SessionOpening, ticket: Ticket) -> SessionFile:
         """Create the file of a new session."""
-        private.directory(self.directory)
+        private.create_directory(self.directory)
         file = SessionFile(self.directory / opening.name)
         file.path.unlink(missing_ok=True)
         file.append(SessionRecord(opening=opening, ticket=ticket))

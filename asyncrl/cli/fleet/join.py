@@ -42,9 +42,9 @@ def join(
 ) -> None:
     """Make this machine a generator of a running run.
 
-    The address is that of the run's buffer.  Config, model and prompts come from the run, so you
-    trust it with this machine's processor and network.  It gets environment variables and runs code
-    only with --env and --trust-code. Ctrl-C leaves the run and returns unfinished work.
+    The address is that of the run's buffer.  Config, model and prompts come from the run, so it
+    uses this machine's processor and network.  It gets environment variables only with --env and
+    runs its own code only with --trust-code.  Ctrl-C leaves the run and returns unfinished work.
     """
     from asyncrl.cli.processes import run_recorded
     from asyncrl.records import rundir

@@ -1,1 +1,1 @@
-"""Commands that look at runs: doctor, engines, watch and samples."""
+"""Commands that inspect runs and models: doctor, engines, eval, serve, watch and samples."""

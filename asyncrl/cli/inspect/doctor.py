@@ -1,4 +1,4 @@
-"""`asyncrl doctor`: the state of a run; `asyncrl engines`: what works on this machine."""
+"""`asyncrl doctor`: the state of a run; `asyncrl engines`: the engines that work here."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from asyncrl.records import process_log
     "exact",
     is_flag=True,
     help="run the self-test of exact mode instead, on a CONFIG, a RUN_DIR or (without either) "
-    "small models: which operators agree bitwise?",
+    "small models: list the operators that agree bitwise",
 )
 @json_option
 def doctor(run_dir: Path | None, exact: bool, as_json: bool) -> None:
     """Show the state of the run in RUN_DIR.
 
-    Of a running run: which process waits for which, and since when.  Of a run that does not run:
-    what ended it, and what to do.
+    For a running run, it lists the waits between its processes with their durations.  For a run
+    that has ended, it gives the cause and the remedy.
     """
     from asyncrl.config import load
     from asyncrl.records import rundir
@@ -38,7 +38,7 @@ def doctor(run_dir: Path | None, exact: bool, as_json: bool) -> None:
     from asyncrl.supervise import live, tinker_status
 
     if exact:
-        return exact_mode(run_dir, as_json)
+        return check_exact_mode(run_dir, as_json)
     if run_dir is None:
         raise ConfigError("give a RUN_DIR (or --exact for the self-test of exact mode)")
     if tinker_status.is_server(run_dir) or tinker_status.is_model(run_dir):
@@ -48,60 +48,62 @@ def doctor(run_dir: Path | None, exact: bool, as_json: bool) -> None:
     if not (run_dir / "config.toml").exists():
         raise ConfigError(f"{run_dir}: no run directory (it has no config.toml)")
     config = load.load(run_dir / "config.toml")
-    there = bool(config.wires.address) or process_log.is_alive(run_dir, "buffer")
+    can_answer = bool(config.wires.address) or process_log.is_alive(run_dir, "buffer")
     status = (
         live.request_status(
-            rundir.current_buffer_address(config, run_dir), config.wires.curve_dir, 3.0
+            rundir.get_current_buffer_address(config, run_dir), config.wires.curve_dir, 3.0
         )
-        if there
+        if can_answer
         else None
     )
-    seen = doctors.examine_run(config, run_dir, status)
+    examination = doctors.examine_run(config, run_dir, status)
     if as_json:
-        print(json.dumps(seen))
+        print(json.dumps(examination))
     elif status is None:
-        print("\n".join(doctors.format_lines(config, run_dir, seen)))
+        print("\n".join(doctors.format_lines(config, run_dir, examination)))
     else:
-        print_running(config, run_dir, status, seen)
-    if not seen["running"] and not seen["ended"]:
+        print_running(config, run_dir, status, examination)
+    if not examination["running"] and not examination["ended"]:
         print(
-            f"error: the run in {run_dir} is not running; it has made {seen['committed']} of "
-            f"{seen['steps']} steps",
+            f"error: the run in {run_dir} is not running; it has made "
+            f"{examination['committed']} of {examination['steps']} steps",
             file=sys.stderr,
         )
-        sys.exit(PeerUnreachable.exit_code)  # not raised: the JSON object above is the answer
+        sys.exit(PeerUnreachable.exit_code)  # not raised: the JSON object was printed above
 
 
-def print_running(config: Any, run_dir: Path, status: Any, seen: dict[str, Any]) -> None:
-    """Print the state of a run whose buffer answers."""
+def print_running(config: Any, run_dir: Path, status: Any, examination: dict[str, Any]) -> None:
+    """Print the state of a run whose buffer replies."""
     from asyncrl.supervise import doctor as doctors
     from asyncrl.supervise import live
 
-    print("".join(line + "\n" for line in seen["advice"]), end="")
+    print("".join(line + "\n" for line in examination["advice"]), end="")
     print(live.format_status(status))
-    for who, what, on, age in status.waits:
-        print(escape_line(f"{who} waits {age:.1f} s for {what} (on {on})", LONGEST_LINE))
+    for process, event, host, age in status.waits:
+        print(escape_line(f"{process} waits {age:.1f} s for {event} (on {host})", LONGEST_LINE))
     if status.held_up is not None:
         print(escape_line(status.held_up.describe(), LONGEST_LINE))
     for name, age in status.peers.items():
         print(f"{escape_line(name)}: last message {age:.1f} s ago")
-    print("".join(line + "\n" for line in doctors.describe_refusals(seen)), end="")
-    dead = [
+    print("".join(line + "\n" for line in doctors.describe_refusals(examination)), end="")
+    ended = [
         process
-        for process in seen["processes"]
+        for process in examination["processes"]
         if not process["alive"] and (process["known"] or process["name"] not in status.peers)
     ]
-    print("".join(process["said"] + "\n" for process in dead), end="")
-    if {process["name"] for process in dead if process["known"]} & set(doctors.list_missing(seen)):
-        print(doctors.advise(config, run_dir, seen))
+    print("".join(process["said"] + "\n" for process in ended), end="")
+    if {process["name"] for process in ended if process["known"]} & set(
+        doctors.list_missing(examination)
+    ):
+        print(doctors.advise(config, run_dir, examination))
     watchdog = config.watchdog
     print(
-        f"a step is overdue after {seen['deadline_s']:.1f} s without a commit "
+        f"a step is overdue after {examination['deadline_s']:.1f} s without a commit "
         f"({watchdog.multiple:g} times the median step, at least {watchdog.floor_s:g} s)"
     )
 
 
-def exact_mode(source: Path | None, as_json: bool) -> None:
+def check_exact_mode(source: Path | None, as_json: bool) -> None:
     """Print the table of operators of `doctor --exact`; exit with code 1 if any differs."""
     from dataclasses import asdict
 
@@ -112,12 +114,12 @@ def exact_mode(source: Path | None, as_json: bool) -> None:
         rows = exact_check.check_small_models()
     else:
         rows = exact_check.check(load.load(source / "config.toml" if source.is_dir() else source))
-    wrong = exact_check.describe_failure(rows)
+    failure = exact_check.describe_failure(rows)
     print(exact_check.format_table(rows), file=sys.stderr if as_json else sys.stdout)
     if as_json:
-        emit({"equal": not wrong, "operators": [asdict(row) for row in rows]}, as_json)
-    if wrong:
-        raise AsyncrlError(f"exact mode does not hold on this machine: {wrong}")
+        emit({"equal": not failure, "operators": [asdict(row) for row in rows]}, as_json)
+    if failure:
+        raise AsyncrlError(f"exact mode does not hold on this machine: {failure}")
 
 
 @command("asyncrl engines")
@@ -125,7 +127,7 @@ def exact_mode(source: Path | None, as_json: bool) -> None:
 def engines(as_json: bool) -> None:
     """Show which engines and learner backends work on this machine.
 
-    For each other one: why not, and what to install.
+    For the others, it gives the reason and the package to install.
     """
     from asyncrl.models import installed
 
@@ -135,8 +137,8 @@ def engines(as_json: bool) -> None:
         result.print_result({"device": device, "engines": rows})
         return
     print(f"device: {device}")
-    if other := installed.list_untested_versions():
-        print(f"warning: untested versions: {other}")
+    if untested := installed.list_untested_versions():
+        print(f"warning: untested versions: {untested}")
     for row in rows:
         print(
             f"{row['setting']:32} {row['version'] or '-':10} "

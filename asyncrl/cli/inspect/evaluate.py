@@ -19,10 +19,10 @@ from asyncrl.cli.base import command, config_argument, json_option, print_progre
 @click.option(
     "--prompts",
     type=click.IntRange(1),
-    help="prompts of each set  [default: as many as a run's last evaluation]",
+    help="prompts of each set  [default: those of a run's last evaluation]",
 )
 @json_option
-def eval(  # the name by which the command line finds it
+def eval(  # the name of the command
     model: str,
     source: str,
     sets: tuple[str, ...],
@@ -41,8 +41,8 @@ def eval(  # the name by which the command line finds it
     path = str(fetch.download_model(model)) if model.startswith(fetch.HUB) else model
     config = model_evaluation.load_config(path, source, sets)
     progress = model_evaluation.EvaluationProgress(print_progress)
-    found = model_evaluation.evaluate(config, only, prompts, progress)
+    evaluation = model_evaluation.evaluate(config, only, prompts, progress)
     if as_json:
-        result.print_result(found)
+        result.print_result(evaluation)
     else:
-        print(model_evaluation.format_evaluation(found))
+        print(model_evaluation.format_evaluation(evaluation))

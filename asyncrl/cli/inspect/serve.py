@@ -1,4 +1,4 @@
-"""`asyncrl serve`: a model behind OpenAI's completions API, without a run."""
+"""`asyncrl serve`: serve a model by OpenAI's completions API, without a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from asyncrl.contract.errors import ConfigError
 @click.option("--host", default="127.0.0.1", show_default=True, help="address to listen on")
 @click.option("--certificate", default="", help="TLS certificate, for an address of a network")
 @click.option("--private-key", default="", help="its private key")
-@click.option("--no-key", is_flag=True, help="ask for no key; only on an address of this machine")
+@click.option("--no-key", is_flag=True, help="require no key; only on an address of this machine")
 @click.option(
     "--context",
     type=click.IntRange(1),
@@ -56,8 +56,8 @@ def serve(
 ) -> None:
     """Serve a model directory by OpenAI's completions API.
 
-    MODEL is an exported or a Hugging Face directory, or hf://ORG/NAME. The key is OPENAI_API_KEY,
-    or a new one, which is printed.
+    MODEL is an exported or a Hugging Face directory, or hf://ORG/NAME. The key is OPENAI_API_KEY;
+    without it, a new key is created and printed.
     """
     from actors.gateway.endpoint.server import ListenAddress
     from actors.model_server import model_server
@@ -66,8 +66,8 @@ def serve(
 
     if no_key and not is_loopback(host):
         raise ConfigError(
-            f"--no-key --host {host}: everyone who reaches this address could use the model; leave "
-            "out --no-key, or listen on 127.0.0.1"
+            f"--no-key --host {host}: everyone with access to this address could use the model; "
+            "leave out --no-key, or listen on 127.0.0.1"
         )
     if bool(certificate) != bool(private_key):
         raise ConfigError("--certificate and --private-key: give both or none")
@@ -85,14 +85,14 @@ def serve(
         device=device,
         threads=threads or 0,
     )
-    given = os.environ.get("OPENAI_API_KEY", "")
-    key = "" if no_key else given or secrets.token_urlsafe(18)
+    own_key = os.environ.get("OPENAI_API_KEY", "")
+    key = "" if no_key else own_key or secrets.token_urlsafe(18)
     print_progress(f"loading {path}")
     app = model_server.build_app(config, name or model, key)
 
     def announce(url: str) -> None:
         print_progress(f"serving {app.name} with up to {app.context} tokens; stop with Ctrl-C")
-        if key and not given:
+        if key and not own_key:
             print_progress(f"export OPENAI_API_KEY={key}")
         print(f"{url}/v1", flush=True)
 

@@ -18,15 +18,19 @@ from asyncrl.contract.errors import ConfigError
 @command("asyncrl watch runs/R", "asyncrl watch runs --port 8000")
 @click.argument("places", metavar="RUN...", nargs=-1, required=True, type=PATH)
 @click.option("--host", default="127.0.0.1", show_default=True, help="address to listen on")
-@click.option("--port", type=click.IntRange(0, 65535), help="default: the first free one from 7860")
 @click.option(
-    "--no-token", is_flag=True, help="ask for no token; only on an address of this machine"
+    "--port",
+    type=click.IntRange(0, 65535),
+    help="port to listen on  [default: the first free one from 7860]",
+)
+@click.option(
+    "--no-token", is_flag=True, help="require no token; only on an address of this machine"
 )
 def watch(places: tuple[Path, ...], host: str, port: int | None, no_token: bool) -> None:
-    """Show runs in the browser while they go on, or after.
+    """Show runs in the browser while they run, or after.
 
-    RUN is a run directory, or a directory with runs in it (a comparison, a sweep). It reads their
-    files only, so it also works on a copied directory.
+    RUN is a run directory, or a directory with runs in it (a comparison, a sweep). The command only
+    reads their files, so it also works on a copied directory.
     """
     from asyncrl.viewer import server
 
@@ -46,8 +50,8 @@ def watch(places: tuple[Path, ...], host: str, port: int | None, no_token: bool)
 @command("asyncrl samples runs/R --reward 0 --lag 2.. --sort kl --color log_ratio")
 @click.argument("run_dir", metavar="RUN", type=PATH)
 @click.option("--step", default="..", help="batches: 40, 40.., ..40, 10..40")
-@click.option("--reward", default="..", help="rewards, written the same way")
-@click.option("--lag", default="..", help="mean lag of a sample's tokens, written the same way")
+@click.option("--reward", default="..", help="rewards, in the same form")
+@click.option("--lag", default="..", help="mean lag of a sample's tokens, in the same form")
 @click.option("--ticket", type=int, help="the group of this ticket")
 @click.option("--rule", help="only samples chosen by this rule of record.token_samples")
 @click.option("--text", default="", help="regular expression in prompt or response")
@@ -59,7 +63,7 @@ def watch(places: tuple[Path, ...], host: str, port: int | None, no_token: bool)
 )
 @click.option("--limit", default=10, show_default=True, type=click.IntRange(1), help="most samples")
 @click.option(
-    "--color", "shade", default="lag", show_default=True, help="what a token's color shows"
+    "--color", "color_by", default="lag", show_default=True, help="value that colors a token"
 )
 @click.option("--json", "as_json", is_flag=True, help="one JSON object a sample, with every token")
 def samples(
@@ -72,7 +76,7 @@ def samples(
     text: str,
     sort: str,
     limit: int,
-    shade: str,
+    color_by: str,
     as_json: bool,
 ) -> None:
     """Print trained samples, each token colored by lag or weight.
@@ -90,11 +94,11 @@ def samples(
     )
 
     if tinker_status.is_server(run_dir):
-        raise ConfigError(f"{run_dir}: has several models; name the directory of one of them in it")
+        raise ConfigError(f"{run_dir}: has several models; give the directory of one of them")
     if not (run_dir / "config.toml").exists():
         raise ConfigError(f"{run_dir}: no run directory (it has no config.toml)")
-    if shade not in SHADES:
-        raise ConfigError(f"--color {shade}: choose one of {', '.join(SHADES)}")
+    if color_by not in SHADES:
+        raise ConfigError(f"--color {color_by}: choose one of {', '.join(SHADES)}")
     store = SampleStore(run_dir / FILE)
     store.refresh()
     if not store.heads:
@@ -102,7 +106,7 @@ def samples(
             f"{run_dir / FILE}: no samples yet; a run logs some of every record.samples_every-th "
             "batch (record.token_samples)"
         )
-    wanted = SampleFilter(
+    selection = SampleFilter(
         step=parse_range(step, "step"),
         reward=parse_range(reward, "reward"),
         lag=parse_range(lag, "lag"),
@@ -112,14 +116,14 @@ def samples(
         sort=sort,
         limit=limit,
     )
-    found = store.find(wanted)
+    numbers = store.find(selection)
     if as_json:
-        result.print_result({"samples": [store.read_row(number) for number in found]})
+        result.print_result({"samples": [store.read_row(number) for number in numbers]})
         return
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    for number in found:
-        print(format_terminal(store.read_row(number), shade, color) + "\n")
+    for number in numbers:
+        print(format_terminal(store.read_row(number), color_by, color) + "\n")
     print(
-        f"{len(found)} of {len(store.heads)} logged samples; color: {SHADES[shade]}",
+        f"{len(numbers)} of {len(store.heads)} logged samples; color: {SHADES[color_by]}",
         file=sys.stderr,
     )

@@ -1,4 +1,4 @@
 """Paired comparisons of arms: same weights, prompts, seeds and tickets.
 
-The verdict says which differences are noise.
+The verdict names the differences that are noise.
 """

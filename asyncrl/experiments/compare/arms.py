@@ -19,8 +19,8 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.compare.methods import CORRECTIONS
 
-METHOD = "method"  # in an arm, short for all keys of the method that it names
-# key -> its value in the other arm, and in this one
+METHOD = "method"  # in an arm, stands for all keys of a method
+# key -> (value in the base, value in the compared arm)
 Differences = dict[str, tuple[Any, Any]]
 
 
@@ -29,21 +29,21 @@ class Arm:
     """A name and the `--set` items that make the arm differ.
 
     sets: all items, those of `method` first.
-    own: the items given beside the method.
+    extra_sets: the items besides the method.
     """
 
     name: str
     sets: list[str]
     same_as: str = ""
     method: str = ""
-    own: Sequence[str] = ()
+    extra_sets: Sequence[str] = ()
 
     @property
     def title(self) -> str:
-        """Describe the arm as it was requested."""
+        """Description of the arm as it was requested."""
         summary = CORRECTIONS[self.method][0] if self.method else ""
-        own = ", ".join(self.own if self.method else self.sets)
-        return "; with ".join(part for part in (summary, own) if part) or "as configured"
+        changes = ", ".join(self.extra_sets if self.method else self.sets)
+        return "; with ".join(part for part in (summary, changes) if part) or "as configured"
 
 
 def parse_arm(text: str, option: str = "--arm") -> Arm:
@@ -54,59 +54,59 @@ def parse_arm(text: str, option: str = "--arm") -> Arm:
     - `NAME:` changes nothing, and a method's name needs no colon.
     - `NAME:same-as=OTHER` repeats an arm.
     """
-    name, colon, rest = text.partition(":")
-    known = name in CORRECTIONS
-    if not (colon or known):
+    name, colon, keys = text.partition(":")
+    is_method = name in CORRECTIONS
+    if not (colon or is_method):
         raise ConfigError(
-            f"{option} {text}: no such method{_meant(name)}; known are {', '.join(CORRECTIONS)}; "
-            "or write NAME:key=value,key=value"
+            f"{option} {text}: no such method{_suggest_method(name)}; choose from "
+            f"{', '.join(CORRECTIONS)}; or write NAME:key=value,key=value"
         )
     if not re.fullmatch(r"[\w.+-]+", name):
-        raise ConfigError(f"{option} {text}: a name has letters, digits and . + - _ alone")
+        raise ConfigError(f"{option} {text}: a name may have letters, digits and . + - _")
     # A comma inside brackets or quotes belongs to the value.
-    items = [item.strip() for item in re.split(r",(?=\s*[\w.-]+\s*=)", rest) if item.strip()]
-    if not known and (twin := _method_like(name)):
+    items = [item.strip() for item in re.split(r",(?=\s*[\w.-]+\s*=)", keys) if item.strip()]
+    if not is_method and (twin := _find_similar_method(name)):
         raise ConfigError(
             f"{option} {text}: the name {name} reads like the method {twin}; write {twin}:..., or "
             f"another name and {METHOD}={twin} among its keys"
         )
     if len(items) == 1 and items[0].startswith("same-as="):
-        if known:
+        if is_method:
             raise ConfigError(
                 f"{option} {text}: {name} is a method; give an arm that repeats another a "
                 "name that is not a method"
             )
         return Arm(name, [], items[0].removeprefix("same-as="))
-    return _with_method(name, items, f"{option} {text}")
+    return _build_arm(name, items, f"{option} {text}")
 
 
-def _with_method(name: str, items: Sequence[str], where: str) -> Arm:
+def _build_arm(name: str, items: Sequence[str], context: str) -> Arm:
     """Build an arm from its items; `method=` is replaced by that method's keys."""
     methods = [value for key, value in map(_split, items) if key == METHOD]
-    own = [item for item in items if _split(item)[0] != METHOD]
+    others = [item for item in items if _split(item)[0] != METHOD]
     if name in CORRECTIONS:
         if methods:
             raise ConfigError(
-                f"{where}: {name} is a method itself; call an arm with {METHOD}={methods[0]} "
-                "otherwise"
+                f"{context}: {name} is a method; give an arm with {METHOD}={methods[0]} "
+                "another name"
             )
         methods = [name]
     if not methods:
-        return Arm(name, own)
+        return Arm(name, others)
     if len(methods) > 1:
-        raise ConfigError(f"{where}: {METHOD} is given twice")
+        raise ConfigError(f"{context}: {METHOD} is given twice")
     method = methods[0]
     if method not in CORRECTIONS:
         raise ConfigError(
-            f"{where}: {METHOD}={method}: no such method{_meant(method)}; known are "
+            f"{context}: {METHOD}={method}: no such method{_suggest_method(method)}; choose from "
             f"{', '.join(CORRECTIONS)}"
         )
-    if method != "configured" and any(_split(item)[0] == "correction.preset" for item in own):
+    if method != "configured" and any(_split(item)[0] == "correction.preset" for item in others):
         raise ConfigError(
-            f"{where}: a method has all keys of the correction, so correction.preset would change "
-            "nothing; leave one of the two out"
+            f"{context}: a method has all keys of the correction, so correction.preset has no "
+            "effect; leave out one of the two"
         )
-    return Arm(name, [*CORRECTIONS[method][1], *own], method=method, own=own)
+    return Arm(name, [*CORRECTIONS[method][1], *others], method=method, extra_sets=others)
 
 
 def _split(item: str) -> tuple[str, str]:
@@ -115,16 +115,16 @@ def _split(item: str) -> tuple[str, str]:
     return key.strip(), value.strip().strip("'\"")
 
 
-def _method_like(name: str) -> str:
+def _find_similar_method(name: str) -> str:
     """Return the method that equals `name` up to case and hyphens; empty if none."""
 
-    def bare(word: str) -> str:
+    def simplify(word: str) -> str:
         return word.lower().replace("-", "").replace("_", "")
 
-    return next((method for method in CORRECTIONS if bare(method) == bare(name)), "")
+    return next((method for method in CORRECTIONS if simplify(method) == simplify(name)), "")
 
 
-def _meant(name: str) -> str:
+def _suggest_method(name: str) -> str:
     close = difflib.get_close_matches(name, CORRECTIONS, 1, 0.6)
     return f" (did you mean {close[0]}?)" if close else ""
 
@@ -132,7 +132,7 @@ def _meant(name: str) -> str:
 # ---- what differs --------------------------------------------------------------------------------
 
 
-def configs_as_json(configs: Mapping[str, Config]) -> dict[str, Any]:
+def convert_configs(configs: Mapping[str, Config]) -> dict[str, Any]:
     """Convert each config to JSON types, by name."""
     return {
         name: json.loads(json.dumps(msgspec.to_builtins(config)))
@@ -140,50 +140,50 @@ def configs_as_json(configs: Mapping[str, Config]) -> dict[str, Any]:
     }
 
 
-def config_differences(
+def find_config_differences(
     base: Mapping[str, Any], compared: Mapping[str, Any], prefix: str = ""
 ) -> Differences:
     """Return every leaf in which two nested tables differ, by dotted key.
 
-    >>> config_differences({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 1, "c": 4}, "d": 3})
+    >>> find_config_differences({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 1, "c": 4}, "d": 3})
     {'a.c': (2, 4)}
     """
     differences: Differences = {}
     for key in sorted({*base, *compared}):
-        mine = base.get(key)
-        other = compared.get(key)
-        if isinstance(mine, dict) and isinstance(other, dict):
-            differences |= config_differences(mine, other, f"{prefix}{key}.")
-        elif mine != other:
-            differences[f"{prefix}{key}"] = (mine, other)
+        base_value = base.get(key)
+        value = compared.get(key)
+        if isinstance(base_value, dict) and isinstance(value, dict):
+            differences |= find_config_differences(base_value, value, f"{prefix}{key}.")
+        elif base_value != value:
+            differences[f"{prefix}{key}"] = (base_value, value)
     return differences
 
 
-def changes(differences: Differences) -> list[str]:
+def format_changes(differences: Differences) -> list[str]:
     """Format each difference as `key: x, now y`."""
-    return [f"{key}: {base}, now {other}" for key, (base, other) in differences.items()]
+    return [f"{key}: {base}, now {value}" for key, (base, value) in differences.items()]
 
 
-def refuse_other(directory: Path, kind: str, base: Any, other: Any) -> None:
+def refuse_other_configs(directory: Path, kind: str, written: Any, requested: Any) -> None:
     """Raise ConfigError if a directory holds other configs than these."""
-    if differences := changes(config_differences(base, other)):
+    if differences := format_changes(find_config_differences(written, requested)):
         raise ConfigError(
             f"{directory} holds a {kind} with other settings ({'; '.join(differences[:4])}"
-            f"{' ...' if len(differences) > 4 else ''}); choose another directory by --out"
+            f"{' ...' if len(differences) > 4 else ''}); choose another directory with --out"
         )
 
 
-def from_first(configs: Mapping[str, Config]) -> dict[str, Differences]:
+def compare_with_first(configs: Mapping[str, Config]) -> dict[str, Differences]:
     """Map each arm to its config's differences from the first arm."""
-    tables = configs_as_json(configs)
-    first, *others = tables
-    return {name: config_differences(tables[first], tables[name]) for name in others}
+    tables = convert_configs(configs)
+    base, *names = tables
+    return {name: find_config_differences(tables[base], tables[name]) for name in names}
 
 
-def words(differences: Differences) -> str:
-    """Format each difference as `key = value (value of the other arm)`.
+def format_differences(differences: Differences) -> str:
+    """Format each difference as `key = value (value in the base)`.
 
-    >>> words({"staleness.max_lag": (0.0, 8.0), "correction.preset": ("", "tis")})
+    >>> format_differences({"staleness.max_lag": (0.0, 8.0), "correction.preset": ("", "tis")})
     'staleness.max_lag = 8 (0), correction.preset = tis (none)'
     """
 
@@ -195,7 +195,7 @@ def words(differences: Differences) -> str:
         return str(value).lower() if isinstance(value, bool) else str(value)
 
     pairs = (
-        f"{key} = {format_value(other)} ({format_value(base)})"
-        for key, (base, other) in differences.items()
+        f"{key} = {format_value(value)} ({format_value(base)})"
+        for key, (base, value) in differences.items()
     )
     return ", ".join(pairs) or "nothing"

@@ -27,14 +27,14 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments import process_run
 from asyncrl.experiments.compare import verdict, warm_pool
-from asyncrl.experiments.compare.arms import Arm, configs_as_json, refuse_other
+from asyncrl.experiments.compare.arms import Arm, convert_configs, refuse_other_configs
 from asyncrl.experiments.compare.methods import CORRECTIONS
 from asyncrl.experiments.one_process import needs_own_process
 from asyncrl.records import health_checks, metrics
 from buffer import training_log
 
-USUAL_SD = 0.02  # assumed standard deviation of accuracy between seeds, for the power line
-USEFUL = 0.05  # a difference in accuracy that a design should detect
+USUAL_SD = 0.02  # assumed standard deviation of the reward between seeds, for the power line
+USEFUL = 0.05  # a difference in reward that a design should detect
 INJECTED = 4  # lag of the default injected arm when the config's limit is 0 or inf
 # keys that no arm may change
 SHARED = (
@@ -62,7 +62,7 @@ class CellResult:
     # trained: digest of the samples' ids, runs of tickets
     batches: list[tuple[str, list[list[int]]]] = field(default_factory=list)
     warm: bool = False
-    # step -> accuracy on out-of-distribution prompts
+    # step -> mean reward on out-of-distribution prompts
     ood: dict[float, float] = field(default_factory=dict)
     signs: list[health_checks.HealthFinding] = field(default_factory=list)
 
@@ -76,28 +76,32 @@ class CellResult:
 
     @property
     def ood_end(self) -> float:
-        """The OOD accuracy at the last held-out evaluation; nan if not measured."""
+        """The OOD reward at the last held-out evaluation; nan if not measured."""
         return self.ood.get(self.steps[-1], math.nan)
 
     @property
     def area(self) -> float:
-        return verdict.area(self.steps, self.accuracy)
+        return verdict.compute_area(self.steps, self.accuracy)
 
 
-def default_arms(config: Config) -> list[Arm]:
+def make_default_arms(config: Config) -> list[Arm]:
     """Return the arms used if none are given.
 
     They are synchronous, as configured, uncorrected and at an injected lag. The last is left out
-    where it is refused: with sessions, and where groups are filtered.
+    for configs that refuse it: with sessions, or with filtered groups.
     """
     limit = config.staleness.limit
     lag = int(limit) if 0 < limit < math.inf else INJECTED
-    bare = ["correction.preset=none", "correction.proximal=recompute", "loss.surrogate=vanilla"]
-    on = [f"staleness.max_lag={lag}"] if limit == 0 else []
+    uncorrected = [
+        "correction.preset=none",
+        "correction.proximal=recompute",
+        "loss.surrogate=vanilla",
+    ]
+    lagged = [f"staleness.max_lag={lag}"] if limit == 0 else []
     arms = [
         Arm("sync", ["staleness.max_lag=0"]),
-        Arm("async", on),
-        Arm("async-uncorrected", [*on, *bare]),
+        Arm("async", lagged),
+        Arm("async-uncorrected", [*lagged, *uncorrected]),
     ]
     if not config.uses_sessions and config.advantage.no_spread != "filter":
         arms.append(Arm("injected", [f"staleness.max_lag={lag}", f"staleness.inject={lag}"]))
@@ -105,7 +109,7 @@ def default_arms(config: Config) -> list[Arm]:
 
 
 def resolve(source: str, sets: Sequence[str], arms: Sequence[Arm]) -> dict[str, Config]:
-    """Resolve each arm's config by name, before anything starts. Raises ConfigError."""
+    """Resolve each arm's config by name, before the first run. Raises ConfigError."""
     names = [arm.name for arm in arms]
     if duplicate := next((name for name in names if names.count(name) > 1), ""):
         hint = (
@@ -113,14 +117,14 @@ def resolve(source: str, sets: Sequence[str], arms: Sequence[Arm]) -> dict[str, 
         )
         raise ConfigError(f"--arm: the name {duplicate} is given twice{hint}")
     if len(arms) < 2:
-        raise ConfigError("--arm: one arm has nothing to be compared with; give two or more")
-    load.load_to_train(source, sets)  # names a mistake in CONFIG or --set, not in the first arm
+        raise ConfigError("--arm: a comparison needs two arms or more")
+    load.load_to_train(source, sets)  # reports a mistake in CONFIG or --set as such
     configs: dict[str, Config] = {}
     for arm in arms:
         if arm.same_as:
             if arm.same_as not in configs:
                 raise ConfigError(
-                    f"--arm {arm.name}:same-as={arm.same_as}: no arm of that name before it; arms: "
+                    f"--arm {arm.name}:same-as={arm.same_as}: no earlier arm has that name; arms: "
                     f"{', '.join(configs) or 'none'}"
                 )
             configs[arm.name] = configs[arm.same_as]
@@ -129,7 +133,7 @@ def resolve(source: str, sets: Sequence[str], arms: Sequence[Arm]) -> dict[str, 
             key = item.partition("=")[0].strip()
             if is_shared_key(key):
                 raise ConfigError(
-                    f"--arm {arm.name}: {key} must be the same in all arms; give it by --set"
+                    f"--arm {arm.name}: {key} must be the same in all arms; give it with --set"
                 )
         try:
             resolved = load.load_to_train(source, [*sets, *arm.sets])
@@ -138,45 +142,45 @@ def resolve(source: str, sets: Sequence[str], arms: Sequence[Arm]) -> dict[str, 
         if twin := next((name for name, config in configs.items() if config == resolved), None):
             raise ConfigError(
                 f"--arm {arm.name}: resolves to the same config as {twin}; leave one out, or write "
-                f"{arm.name}:same-as={twin} to mean it"
+                f"{arm.name}:same-as={twin} to repeat it"
             )
         configs[arm.name] = resolved
     return configs
 
 
 def is_shared_key(key: str) -> bool:
-    """Whether all arms must agree on `key`."""
+    """Return whether all arms must agree on `key`."""
     return any(key == shared or key.startswith(shared + ".") for shared in SHARED)
 
 
 def upgrade_arms(arms: dict[str, Any]) -> dict[str, Any]:
     """Fill configs written by older versions with the defaults of newer keys.
 
-    They stay unchanged if a key no longer exists.
+    They remain unchanged if a key no longer exists.
     """
     try:
-        return configs_as_json({name: load.build(raw) for name, raw in arms.items()})
+        return convert_configs({name: load.build(raw) for name, raw in arms.items()})
     except ConfigError:
         return arms
 
 
-def design(arms: int, seeds: int) -> str:
+def describe_power(arms: int, seeds: int) -> str:
     """Describe the statistical power of the design before any run."""
     if seeds < 2:
         return "one seed: differences are shown, but no verdict is possible"
     level = verdict.LEVEL / max(1, arms - 1)
-    unit = verdict.detectable(1.0, seeds, level)
+    unit = verdict.find_detectable(1.0, seeds, level)
     if USUAL_SD * unit > 1:
-        need = verdict.seeds_needed(USEFUL, USUAL_SD, level=level)
+        needed = verdict.count_needed_seeds(USEFUL, USUAL_SD, level=level)
         return (
-            f"{arms} arms x {seeds} seeds: this design cannot detect anything: at {USUAL_SD:g} "
-            "between seeds no difference below 1 in accuracy is found with 80 % power (after "
-            f"correction for {arms - 1} arms); --seeds {need} finds {USEFUL:g}"
+            f"{arms} arms x {seeds} seeds: this design detects no difference: at {USUAL_SD:g} "
+            "between seeds no difference below 1 in held-out reward is found with 80 % power "
+            f"(after correction for {arms - 1} arms); --seeds {needed} finds {USEFUL:g}"
         )
     return (
         f"{arms} arms x {seeds} seeds: a difference of {unit:.1f} standard deviations between "
         f"seeds is found with 80 % power (after correction for {arms - 1} arms); at {USUAL_SD:g} "
-        f"between seeds that is {USUAL_SD * unit:.3f} in accuracy"
+        f"between seeds that is {USUAL_SD * unit:.3f} in held-out reward"
     )
 
 
@@ -206,23 +210,23 @@ class Comparison:
         self.source = source
         self.sets = list(sets)
         self.cells = warm_pool.CellStore(directory)
-        self.warm = set() if real else warm_arms(self.configs)
-        plan = {"arms": configs_as_json(self.configs)}
+        self.warm = set() if real else find_warm_arms(self.configs)
+        plan = {"arms": convert_configs(self.configs)}
         path = directory / "compare.json"
         if path.exists():
             written = upgrade_arms(json.loads(path.read_text(encoding="utf-8"))["arms"])
-            refuse_other(directory, "comparison", written, plan["arms"])
+            refuse_other_configs(directory, "comparison", written, plan["arms"])
         else:
             directory.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(plan, indent=1), encoding="utf-8")
 
-    def run_dir(self, arm: str, seed: int) -> Path:
+    def get_run_dir(self, arm: str, seed: int) -> Path:
         return self.directory / "runs" / f"{arm}-seed{seed}"
 
-    def finished(self, arm: str, seed: int) -> bool:
+    def is_finished(self, arm: str, seed: int) -> bool:
         if arm in self.warm:
-            return self.cells.path(f"{arm}-seed{seed}").exists()
-        path = self.run_dir(arm, seed) / "summary.json"
+            return self.cells.get_path(f"{arm}-seed{seed}").exists()
+        path = self.get_run_dir(arm, seed) / "summary.json"
         return (
             path.exists()
             and json.loads(path.read_text(encoding="utf-8"))["steps"]
@@ -243,10 +247,10 @@ class Comparison:
         for turn, seed in enumerate(self.seeds):
             first = turn % len(names)
             plan += [(name, seed) for name in names[first:] + names[:first]]
-        missing = [cell for cell in plan if not self.finished(*cell)]
+        missing = [cell for cell in plan if not self.is_finished(*cell)]
         if len(missing) < len(plan):
             self.log(f"{len(plan) - len(missing)} of {len(plan)} runs are finished already")
-        self.log(design(len(self.configs), len(self.seeds)))
+        self.log(describe_power(len(self.configs), len(self.seeds)))
         for arm, seed in missing:
             if arm in self.warm:
                 self.cells.add(f"{arm}-seed{seed}", self.configs[arm], seed)
@@ -261,58 +265,64 @@ class Comparison:
 
     def run_cell(self, arm: str, seed: int) -> None:
         """Make one run, or continue it from the last checkpoint of an earlier attempt."""
-        run_dir = self.run_dir(arm, seed)
-        own = self.sets_of(next(known for known in self.arms if known.name == arm))
-        sets = [*self.sets, *own, f"seed={seed}"]
+        run_dir = self.get_run_dir(arm, seed)
+        arm_sets = self.list_sets(
+            next(candidate for candidate in self.arms if candidate.name == arm)
+        )
+        sets = [*self.sets, *arm_sets, f"seed={seed}"]
         log = self.directory / "logs" / f"{run_dir.name}.log"
         process_run.complete(run_dir, self.source, sets, self.configs[arm].learner.steps, log)
 
-    def sets_of(self, arm: Arm) -> list[str]:
+    def list_sets(self, arm: Arm) -> list[str]:
         if not arm.same_as:
             return arm.sets
-        return self.sets_of(next(known for known in self.arms if known.name == arm.same_as))
+        return self.list_sets(
+            next(candidate for candidate in self.arms if candidate.name == arm.same_as)
+        )
 
     def read(self, arm: str, seed: int) -> CellResult:
         if arm in self.warm:
-            return warm_cell(arm, seed, self.cells.read(f"{arm}-seed{seed}"), self.configs[arm])
-        run_dir = self.run_dir(arm, seed)
+            return make_warm_cell(
+                arm, seed, self.cells.read(f"{arm}-seed{seed}"), self.configs[arm]
+            )
+        run_dir = self.get_run_dir(arm, seed)
         cell = CellResult(
             arm, seed, json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
         )
-        every = metrics.read(run_dir)
+        rows = metrics.read(run_dir)
         # after a resume the later row of a step wins
-        by_step = {row["step"]: row for row in every if "reward/mean" in row}
+        by_step = {row["step"]: row for row in rows if "reward/mean" in row}
         cell.rows = [by_step[step] for step in sorted(by_step)]
-        points = {row["step"]: row["eval/heldout"] for row in every if "eval/heldout" in row}
+        points = {row["step"]: row["eval/heldout"] for row in rows if "eval/heldout" in row}
         cell.steps = [float(step) for step in sorted(points)]
         cell.accuracy = [points[step] for step in sorted(points)]
-        cell.ood = {float(row["step"]): row["eval/ood"] for row in every if "eval/ood" in row}
-        cell.trouble = verdict.stability(cell.accuracy, cell.rows)
+        cell.ood = {float(row["step"]): row["eval/ood"] for row in rows if "eval/ood" in row}
+        cell.trouble = verdict.list_instabilities(cell.accuracy, cell.rows)
         cell.signs = [health_checks.HealthFinding(**sign) for sign in cell.summary.get("signs", [])]
         batches = sorted(training_log.read(run_dir / "trained.jsonl").items())
         cell.batches = [(batch.ids, batch.tickets) for _, batch in batches]
         return cell
 
 
-def warm_arms(configs: dict[str, Config]) -> set[str]:
+def find_warm_arms(configs: dict[str, Config]) -> set[str]:
     """Return the arms that run in warm processes.
 
     These are arms with injected lag, and synchronous ones if no arm at natural lag needs their wall
     time. A custom reward function may be slow, and a warm process waits for each reward, so such
     arms run as real processes.
     """
-    able = {
+    possible = {
         name
         for name, config in configs.items()
         if not needs_own_process(config) and not config.reward.uses_reward_processes
     }
-    injected = {name for name in able if configs[name].staleness.inject is not None}
+    injected = {name for name in possible if configs[name].staleness.inject is not None}
     sync = {name for name, config in configs.items() if config.staleness.limit == 0}
-    return injected | ((sync & able) if len(injected | sync) == len(configs) else set())
+    return injected | ((sync & possible) if len(injected | sync) == len(configs) else set())
 
 
 def uses_gpu(config: Config) -> bool:
-    """Whether `model.device` is a GPU on this machine."""
+    """Return whether `model.device` is a GPU on this machine."""
     if config.model.device == "auto":
         import torch
 
@@ -320,10 +330,10 @@ def uses_gpu(config: Config) -> bool:
     return config.model.device != "cpu"
 
 
-def warm_signs(cell: CellResult, config: Config) -> list[health_checks.HealthFinding]:
-    """Return the health findings that `asyncrl run` would report for a warm run.
+def check_warm_run(cell: CellResult, config: Config) -> list[health_checks.HealthFinding]:
+    """Return the health findings of a warm run, as `asyncrl run` reports them.
 
-    They cover only what its record holds.
+    They cover only the metrics in its record.
     """
     evaluation = config.evaluation
     ends = (cell.steps[0], cell.steps[-1])
@@ -344,14 +354,14 @@ def warm_signs(cell: CellResult, config: Config) -> list[health_checks.HealthFin
         }
         for step, accuracy in cell.ood.items()
     ]
-    return health_checks.signs(
+    return health_checks.apply_rules(
         [*rows, *cell.rows],
         health_checks.RunFacts(config),
         ended=cell.steps[-1] >= config.learner.steps,
     )
 
 
-def warm_cell(arm: str, seed: int, record: dict[str, Any], config: Config) -> CellResult:
+def make_warm_cell(arm: str, seed: int, record: dict[str, Any], config: Config) -> CellResult:
     """Convert a record of `serial.run_serial` to a run's summary and metrics."""
     steps, accuracy = record["accuracy"]
     lags = {int(lag): count for lag, count in record["lag_histogram"].items()}
@@ -381,11 +391,12 @@ def warm_cell(arm: str, seed: int, record: dict[str, Any], config: Config) -> Ce
         steps=steps,
         accuracy=accuracy,
         rows=rows,
-        trouble=verdict.stability(accuracy, rows) + ([f"failed: {failed}"] if failed else []),
+        trouble=verdict.list_instabilities(accuracy, rows)
+        + ([f"failed: {failed}"] if failed else []),
         batches=[(str(batch["ids"]), batch["tickets"]) for batch in record.get("batches", ())],
         warm=True,
         # a record of an older version has none
         ood=dict(zip(*record.get("ood", ([], [])), strict=True)),
     )
-    cell.signs = warm_signs(cell, config)
+    cell.signs = check_warm_run(cell, config)
     return cell

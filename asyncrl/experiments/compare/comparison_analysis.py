@@ -1,7 +1,7 @@
 """The results of a comparison.
 
-Each arm over its seeds, whether it differs from the first arm, and its tradeoff of speed and
-accuracy.
+They are each arm over its seeds, its differences from the first arm, and its tradeoff of speed and
+reward.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from msgspec.structs import asdict
 
 from asyncrl.config.tree import Config
 from asyncrl.experiments.compare import verdict
-from asyncrl.experiments.compare.arms import Differences, from_first
+from asyncrl.experiments.compare.arms import Differences, compare_with_first
 from asyncrl.experiments.compare.comparison import CellResult
 
 KL_BATCHES = 20  # at a run's end, over which KL to the reference is averaged
-TARGET = 0.9  # share of the first arm's final accuracy; the time to reach it is compared
+TARGET = 0.9  # share of the first arm's final reward; the time to reach it is compared
 
 Runs = Mapping[str, Sequence[CellResult]]  # arm -> its runs, by seed
 
 
-def mean(values: Sequence[float]) -> float:
+def average(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
-def finite_values(values: Iterable[float]) -> list[float]:
+def drop_nan(values: Iterable[float]) -> list[float]:
     """Drop nan."""
     return [value for value in values if not math.isnan(value)]
 
@@ -36,7 +36,7 @@ def finite_values(values: Iterable[float]) -> list[float]:
 # ---- one run, or two -----------------------------------------------------------------------------
 
 
-def signs_of(cells: Sequence[CellResult]) -> dict[str, list[str]]:
+def collect_findings(cells: Sequence[CellResult]) -> dict[str, list[str]]:
     """Collect the health findings of runs by name."""
     findings: dict[str, list[str]] = {}
     for cell in cells:
@@ -45,10 +45,10 @@ def signs_of(cells: Sequence[CellResult]) -> dict[str, list[str]]:
     return findings
 
 
-def signs_told(arm: str, findings: Mapping[str, Sequence[str]], runs: int) -> list[str]:
-    """Return a line for each health finding of an arm.
+def format_findings(arm: str, findings: Mapping[str, Sequence[str]], runs: int) -> list[str]:
+    """Format each health finding of an arm as a line.
 
-    It has the number of runs concerned and one of their messages.
+    The line has the number of affected runs and one of their messages.
     """
     return [
         f"{arm}: {name} in {len(messages)} of {runs} runs: {messages[0]}"
@@ -56,7 +56,7 @@ def signs_told(arm: str, findings: Mapping[str, Sequence[str]], runs: int) -> li
     ]
 
 
-def tickets(cell: CellResult) -> set[int]:
+def list_tickets(cell: CellResult) -> set[int]:
     """Return every ticket that a run trained."""
     return {
         ticket
@@ -66,44 +66,47 @@ def tickets(cell: CellResult) -> set[int]:
     }
 
 
-def data_apart(arm: CellResult, base: CellResult) -> str:
-    """Describe how far the samples that two runs trained differ.
+def describe_data_difference(arm: CellResult, base: CellResult) -> str:
+    """Describe how far the trained samples of two runs differ.
 
     Empty if they are the same in the same order.
     """
     if arm.summary["trained_ids"] == base.summary["trained_ids"]:
         return ""
     pairs = zip(arm.batches, base.batches, strict=False)
-    first = next(
-        (number for number, (mine, other) in enumerate(pairs) if mine[0] != other[0]),
+    first_batch = next(
+        (
+            number
+            for number, (arm_tickets, base_tickets) in enumerate(pairs)
+            if arm_tickets[0] != base_tickets[0]
+        ),
         min(len(arm.batches), len(base.batches)),
     )
-    mine = tickets(arm)
-    other = tickets(base)
-    if not mine or not other:
+    arm_tickets = list_tickets(arm)
+    base_tickets = list_tickets(base)
+    if not arm_tickets or not base_tickets:
         return "other samples"
-    return (
-        f"{len(mine & other) / max(len(mine), len(other)):.0%} of the groups in common, in "
-        f"other batches from number {first} on"
-    )
+    share = len(arm_tickets & base_tickets) / max(len(arm_tickets), len(base_tickets))
+    return f"{share:.0%} of the groups in common, in other batches from number {first_batch} on"
 
 
-def reference_kl(rows: Sequence[Mapping[str, Any]]) -> float:
+def average_reference_kl(rows: Sequence[Mapping[str, Any]]) -> float:
     """Return KL(target || reference) at a run's end: k3, nats a token.
 
     The mean is over the last KL_BATCHES batches. Without a KL term the metric exists only every
-    record.reference_kl_every batches. If none of them is among the last, use the newest value; nan
-    without any. The first batch does not count: it measures the model before any update.
+    record.reference_kl_every batches. If none of them is among the last, the newest value is used;
+    without values the result is nan. The first batch does not count, because it measures the model
+    before any update.
     rows: one a batch.
     """
     name = "kl/target_ref_k3"
     updated = rows[1:]
-    every = [float(row[name]) for row in updated if name in row]
-    last = [float(row[name]) for row in updated[-KL_BATCHES:] if name in row]
-    return mean(last or every[-1:])
+    values = [float(row[name]) for row in updated if name in row]
+    last_values = [float(row[name]) for row in updated[-KL_BATCHES:] if name in row]
+    return average(last_values or values[-1:])
 
 
-def first_reached(cell: CellResult, target: float) -> tuple[float, float]:
+def find_first_reached(cell: CellResult, target: float) -> tuple[float, float]:
     """Return batch and seconds of the first evaluation at `target` or above, or nan."""
     points = zip(cell.steps, cell.accuracy, strict=True)
     step = next((step for step, accuracy in points if accuracy >= target), math.nan)
@@ -116,7 +119,7 @@ def first_reached(cell: CellResult, target: float) -> tuple[float, float]:
 # ---- one arm over its seeds ----------------------------------------------------------------------
 
 
-def likely_cause(config: Config, trouble: Sequence[str]) -> str:
+def find_likely_cause(config: Config, trouble: Sequence[str]) -> str:
     """Return the likely cause of an unstable arm, if its config is a known one."""
     if not trouble:
         return ""
@@ -145,13 +148,13 @@ class ArmSummary(msgspec.Struct, frozen=True):
     """
 
     heldout_start: float
-    heldout_end: float  # final accuracy
+    heldout_end: float  # final reward
     ood_start: float
     ood_end: float
     ood_each: list[float]
     kl_ref: float  # target to reference at the end, k3, nats a token
-    each: list[float]  # final accuracy, by seed
-    area: float  # mean accuracy over training
+    each: list[float]  # final reward, by seed
+    area: float  # mean reward over training
     wall_s: float
     tokens: float  # trained
     generated: float  # tokens
@@ -159,7 +162,7 @@ class ArmSummary(msgspec.Struct, frozen=True):
     lag: float  # of trained tokens, versions
     lag_max: int  # of any run
     ess: float  # share, over all batches of all runs
-    target: float  # accuracy whose time is measured
+    target: float  # reward whose time is measured
     reached: int  # runs that reached it, over which the next two are means
     steps_to_target: float
     seconds_to_target: float
@@ -168,48 +171,48 @@ class ArmSummary(msgspec.Struct, frozen=True):
     cause: str
     signs: dict[str, list[str]]
     weights_digests: list[str]
-    warm: bool  # in warm processes: times differ from a real run's
+    warm: bool  # in warm processes, whose times differ from a real run's
 
 
 def summarize_arm(cells: Sequence[CellResult], config: Config, target: float) -> ArmSummary:
     """Summarize one arm over its seeds.
 
-    target: the accuracy whose time is measured, over the runs that reach it.
+    target: the reward whose time is measured, over the runs that reach it.
     """
 
-    def mean_of(name: str) -> float:
-        return mean([float(cell.summary[name]) for cell in cells])
+    def average_summary(name: str) -> float:
+        return average([float(cell.summary[name]) for cell in cells])
 
-    reached = [first_reached(cell, target) for cell in cells]
+    reached = [find_first_reached(cell, target) for cell in cells]
     reached = [time for time in reached if not math.isnan(time[0])]
     trouble = sorted({reason.split(":")[0] for cell in cells for reason in cell.trouble})
     ess = "is/target_ess"
     return ArmSummary(
-        heldout_start=mean_of("heldout_start"),
-        heldout_end=mean([cell.final for cell in cells]),
-        ood_start=mean(finite_values(cell.ood_start for cell in cells)),
-        ood_end=mean(finite_values(cell.ood_end for cell in cells)),
+        heldout_start=average_summary("heldout_start"),
+        heldout_end=average([cell.final for cell in cells]),
+        ood_start=average(drop_nan(cell.ood_start for cell in cells)),
+        ood_end=average(drop_nan(cell.ood_end for cell in cells)),
         ood_each=[cell.ood_end for cell in cells],
-        kl_ref=mean(finite_values(reference_kl(cell.rows) for cell in cells)),
+        kl_ref=average(drop_nan(average_reference_kl(cell.rows) for cell in cells)),
         each=[cell.final for cell in cells],
-        area=mean([cell.area for cell in cells]),
-        wall_s=mean_of("wall_s"),
-        tokens=mean_of("tokens"),
-        generated=mean([cell.summary["ledger"]["generated"] for cell in cells]),
-        tokens_per_s=mean(
+        area=average([cell.area for cell in cells]),
+        wall_s=average_summary("wall_s"),
+        tokens=average_summary("tokens"),
+        generated=average([cell.summary["ledger"]["generated"] for cell in cells]),
+        tokens_per_s=average(
             [cell.summary["tokens"] / max(cell.summary["wall_s"], 1e-9) for cell in cells]
         ),
-        lag=mean([cell.summary["lag"]["mean"] for cell in cells]),
+        lag=average([cell.summary["lag"]["mean"] for cell in cells]),
         lag_max=max(cell.summary["lag"]["max"] for cell in cells),
-        ess=mean([row[ess] for cell in cells for row in cell.rows if ess in row]),
+        ess=average([row[ess] for cell in cells for row in cell.rows if ess in row]),
         target=target,
         reached=len(reached),
-        steps_to_target=mean([step for step, _ in reached]),
-        seconds_to_target=mean([seconds for _, seconds in reached]),
+        steps_to_target=average([step for step, _ in reached]),
+        seconds_to_target=average([seconds for _, seconds in reached]),
         unstable=sum(bool(cell.trouble) for cell in cells),
         trouble=trouble,
-        cause=likely_cause(config, trouble),
-        signs=signs_of(cells),
+        cause=find_likely_cause(config, trouble),
+        signs=collect_findings(cells),
         weights_digests=[cell.summary["weights_digest"] for cell in cells],
         warm=all(cell.warm for cell in cells),
     )
@@ -219,46 +222,48 @@ def summarize_arm(cells: Sequence[CellResult], config: Config, target: float) ->
 
 
 class ArmMeasure(NamedTuple):
-    """A measure that arms are judged by.
+    """A measure by which arms are compared.
 
-    prompts: n of each value if it is an accuracy, otherwise 0.
+    prompts: n of each value if it is a mean over prompts, otherwise 0.
     """
 
     name: str
-    words: str
+    description: str
     value: Callable[[CellResult], float]
     prompts: int
 
 
-def measures(cells: Sequence[CellResult], config: Config) -> list[ArmMeasure]:
+def list_measures(cells: Sequence[CellResult], config: Config) -> list[ArmMeasure]:
     """Return the measures of a comparison.
 
-    Final accuracy, mean accuracy over training, and out-of-distribution accuracy if every run
+    They are final reward, mean reward over training, and out-of-distribution reward if every run
     measured it.
     """
     prompts = config.evaluation.final_prompts
-    chosen = [
-        ArmMeasure("heldout_end", "final accuracy", lambda cell: cell.final, prompts),
-        ArmMeasure("area", "mean accuracy over training", lambda cell: cell.area, 0),
+    selected = [
+        ArmMeasure("heldout_end", "final reward", lambda cell: cell.final, prompts),
+        ArmMeasure("area", "mean reward over training", lambda cell: cell.area, 0),
     ]
-    if len(finite_values(cell.ood_end for cell in cells)) == len(cells):
-        words = "out-of-distribution accuracy"
+    if len(drop_nan(cell.ood_end for cell in cells)) == len(cells):
+        description = "out-of-distribution reward"
         prompts = config.evaluation.ood_prompts
-        chosen.append(ArmMeasure("ood_end", words, lambda cell: cell.ood_end, prompts))
-    return chosen
+        selected.append(ArmMeasure("ood_end", description, lambda cell: cell.ood_end, prompts))
+    return selected
 
 
 def judge_arms(
     measure: ArmMeasure, runs: Runs, base: str, differs: Mapping[str, Differences]
 ) -> list[ArmVerdict]:
     """Judge every arm against the base by one measure, with Holm's correction."""
-    other = [measure.value(cell) for cell in runs[base]]
+    base_values = [measure.value(cell) for cell in runs[base]]
     differences = {
-        name: verdict.paired([measure.value(cell) for cell in cells], other, measure.prompts)
+        name: verdict.compare_pairs(
+            [measure.value(cell) for cell in cells], base_values, measure.prompts
+        )
         for name, cells in runs.items()
         if name != base
     }
-    verdict.holm(differences)
+    verdict.adjust_by_holm(differences)
     return [
         make_verdict(measure, (name, base), differences[name], runs, differs.get(name, {}))
         for name in differences
@@ -303,19 +308,19 @@ def make_verdict(
         metric=measure.name,
         difference=difference.mean,
         interval=[difference.low, difference.high],
-        verdict="equal" if same else difference.verdict_word(),
+        verdict="equal" if same else difference.choose_word(),
         p=difference.adjusted,
         interval_other_prompts=[difference.prompt_low, difference.prompt_high],
-        detectable=verdict.detectable(difference.sd, difference.seeds),
+        detectable=verdict.find_detectable(difference.sd, difference.seeds),
         differs=differs,
         text=f"{name} is bitwise equal to {base}"
         if same
-        else verdict.verdict(name, base, difference, measure.words),
+        else verdict.state_verdict(name, base, difference, measure.description),
     )
 
 
 def describe_tradeoff(name: str, arm: ArmSummary, base_name: str, base: ArmSummary) -> str:
-    """Describe an arm's speed and accuracy relative to the base."""
+    """Describe an arm's speed and reward relative to the base."""
     comparable = not arm.warm and not base.warm
     speed = base.wall_s / max(arm.wall_s, 1e-9)
     speed_text = (
@@ -324,20 +329,20 @@ def describe_tradeoff(name: str, arm: ArmSummary, base_name: str, base: ArmSumma
         else "run in a warm process, so its speed is not comparable"
     )
     return (
-        f"{name}: {speed_text}, accuracy {arm.heldout_end - base.heldout_end:+.3f}; "
+        f"{name}: {speed_text}, reward {arm.heldout_end - base.heldout_end:+.3f}; "
         f"{describe_target_time(arm, base, base_name, comparable)}"
     )
 
 
 def describe_target_time(arm: ArmSummary, base: ArmSummary, name: str, comparable: bool) -> str:
-    """Describe when an arm reached the target accuracy, relative to the base."""
+    """Describe the time at which an arm reached the target reward, relative to the base."""
     goal = f"{arm.target:.3f}"
     missed = len(arm.each) - arm.reached
     if not arm.reached or not base.reached:
-        return f"accuracy {goal} was never reached" + (
+        return f"reward {goal} was never reached" + (
             "" if arm.reached == base.reached else f" by {name}" if arm.reached else ""
         )
-    text = f"accuracy {goal} at batch {arm.steps_to_target:.0f} ({name} {base.steps_to_target:.0f})"
+    text = f"reward {goal} at batch {arm.steps_to_target:.0f} ({name} {base.steps_to_target:.0f})"
     text += (
         f", after {arm.seconds_to_target:.0f} s ({base.seconds_to_target:.0f})"
         if comparable
@@ -347,31 +352,34 @@ def describe_target_time(arm: ArmSummary, base: ArmSummary, name: str, comparabl
 
 
 def analyze(cells: Sequence[CellResult], configs: dict[str, Config]) -> dict[str, Any]:
-    """Return everything that the report and `--json` contain.
+    """Return the content of the report and of `--json`.
 
     The other arms are compared with the first.
     """
-    base, *others = configs
+    base, *other_names = configs
     runs = {
         name: sorted((cell for cell in cells if cell.arm == name), key=lambda cell: cell.seed)
         for name in configs
     }
-    differs = from_first(configs)
-    target = TARGET * mean([cell.final for cell in runs[base]])
+    differs = compare_with_first(configs)
+    target = TARGET * average([cell.final for cell in runs[base]])
     arms = {name: summarize_arm(runs[name], config, target) for name, config in configs.items()}
     apart = {
-        name: [data_apart(cell, other) for cell, other in zip(runs[name], runs[base], strict=True)]
-        for name in others
+        name: [
+            describe_data_difference(cell, other)
+            for cell, other in zip(runs[name], runs[base], strict=True)
+        ]
+        for name in other_names
     }
     return {
         "arms": {name: asdict(arm) for name, arm in arms.items()},
         "verdicts": [
             asdict(judged)
-            for measure in measures(cells, configs[base])
+            for measure in list_measures(cells, configs[base])
             for judged in judge_arms(measure, runs, base, differs)
         ],
         "seeds": sorted({cell.seed for cell in cells}),
         "same_data": {name: [not text for text in texts] for name, texts in apart.items()},
         "data_apart": apart,
-        "trade": [describe_tradeoff(name, arms[name], base, arms[base]) for name in others],
+        "trade": [describe_tradeoff(name, arms[name], base, arms[base]) for name in other_names],
     }

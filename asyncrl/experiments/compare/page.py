@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from asyncrl.config.tree import Config
 from asyncrl.experiments.compare import verdict
 from asyncrl.experiments.compare.comparison import CellResult
-from asyncrl.experiments.compare.comparison_analysis import KL_BATCHES, mean, signs_told
+from asyncrl.experiments.compare.comparison_analysis import KL_BATCHES, average, format_findings
 from asyncrl.records import atomic_write, page_kit
-from asyncrl.records.health_checks import interval
+from asyncrl.records.health_checks import compute_half_interval
 from asyncrl.records.page_kit import (
     Block,
     ListBlock,
@@ -83,7 +83,7 @@ class CurvePlot(NamedTuple):
     points: Points
 
 
-def metric_points(name: str) -> Points:
+def select_points(name: str) -> Points:
     """Select a metric's points from the rows that have it."""
     return lambda cell: [(float(row["step"]), float(row[name])) for row in cell.rows if name in row]
 
@@ -101,18 +101,16 @@ METRIC_CURVES = (
 )
 CURVES = (
     CurvePlot(
-        "Accuracy on held-out prompts",
-        "accuracy",
+        "Held-out reward",
+        "mean reward",
         lambda cell: list(zip(cell.steps, cell.accuracy, strict=True)),
     ),
-    CurvePlot(
-        "Accuracy on out-of-distribution prompts", "accuracy", lambda cell: sorted(cell.ood.items())
-    ),
-    *(CurvePlot(title, unit, metric_points(name)) for name, title, unit in METRIC_CURVES),
+    CurvePlot("Out-of-distribution reward", "mean reward", lambda cell: sorted(cell.ood.items())),
+    *(CurvePlot(title, unit, select_points(name)) for name, title, unit in METRIC_CURVES),
 )
 
 
-def curves(
+def plot_curves(
     title: str, unit: str, arms: Sequence[str], cells: Sequence[CellResult], points: Points
 ) -> PagePlot:
     """Plot the mean over seeds of each arm, in a band from the lowest to the highest."""
@@ -125,7 +123,7 @@ def curves(
                 for step, value in points(cell):
                     by_step.setdefault(step, []).append(value)
         steps = sorted(by_step)
-        line = PlotLine(name, steps, [mean(by_step[step]) for step in steps])
+        line = PlotLine(name, steps, [average(by_step[step]) for step in steps])
         if several:
             line.low = [min(by_step[step]) for step in steps]
             line.high = [max(by_step[step]) for step in steps]
@@ -133,8 +131,8 @@ def curves(
     return plot
 
 
-def bands(result: dict[str, Any], config: Config) -> str:
-    """Describe the lines and bands of the curves, and the interval of one accuracy."""
+def describe_bands(result: dict[str, Any], config: Config) -> str:
+    """Describe the lines and bands of the curves, and the interval of one held-out reward."""
     seeds = len(result["seeds"])
     lines = (
         f"Lines: mean over {seeds} seeds; bands: from the lowest to the highest seed, no interval."
@@ -142,29 +140,30 @@ def bands(result: dict[str, Any], config: Config) -> str:
         else "Lines: one seed."
     )
 
-    def within(size: int) -> str:
-        return f"+-{interval(0.5, size, 0.0, 1.0):.3f} at most (n = {size:,} held-out prompts)"
+    def format_interval(size: int) -> str:
+        half = compute_half_interval(0.5, size, 0.0, 1.0)
+        return f"+-{half:.3f} at most (n = {size:,} held-out prompts)"
 
     return (
-        f"{lines} 95 % interval of one seed's accuracy, over prompts: "
-        f"{within(config.evaluation.final_prompts)} at both ends, "
-        f"{within(config.evaluation.prompts)} between."
+        f"{lines} 95 % interval of one seed's held-out reward in [0, 1], over prompts: "
+        f"{format_interval(config.evaluation.final_prompts)} at both ends, "
+        f"{format_interval(config.evaluation.prompts)} between."
     )
 
 
 # ---- tables and lists ----------------------------------------------------------------------------
 
 
-def arm_rows(result: dict[str, Any]) -> list[list[str]]:
+def format_arms(result: dict[str, Any]) -> list[list[str]]:
     """Return the table of arms as text."""
-    return [arm_row(name, arm) for name, arm in result["arms"].items()]
+    return [format_arm(name, arm) for name, arm in result["arms"].items()]
 
 
-def arm_row(name: str, arm: dict[str, Any]) -> list[str]:
+def format_arm(name: str, arm: dict[str, Any]) -> list[str]:
     """Format one arm in the columns of HEAD."""
 
-    def timed(key: str, form: str) -> str:
-        """Put a warm run's times in brackets, as they differ from a real run's."""
+    def format_time(key: str, form: str) -> str:
+        """Put a warm run's times in brackets, because they differ from a real run's."""
         return (
             f"({format_number(arm[key], form)})" if arm["warm"] else format_number(arm[key], form)
         )
@@ -178,10 +177,10 @@ def arm_row(name: str, arm: dict[str, Any]) -> list[str]:
         format_number(arm["ood_end"], ".3f"),
         format_number(arm["kl_ref"], ".3g"),
         format_number(arm["area"], ".3f"),
-        timed("wall_s", ".1f"),
-        timed("seconds_to_target", ".1f"),
+        format_time("wall_s", ".1f"),
+        format_time("seconds_to_target", ".1f"),
         format_number(arm["tokens"], ",.0f"),
-        timed("tokens_per_s", ",.0f"),
+        format_time("tokens_per_s", ",.0f"),
         format_number(arm["lag"], ".2f"),
         str(arm["lag_max"]),
         format_number(arm["ess"], ".3f"),
@@ -191,7 +190,7 @@ def arm_row(name: str, arm: dict[str, Any]) -> list[str]:
 
 
 def list_problems(cells: Sequence[CellResult], result: dict[str, Any]) -> list[str]:
-    """List each run's problems, then the likely cause of each arm's."""
+    """List each run's problems, then each arm's likely cause."""
     runs = [
         f"{cell.arm}, seed {cell.seed}: {problem}" for cell in cells for problem in cell.trouble
     ]
@@ -202,8 +201,8 @@ def list_problems(cells: Sequence[CellResult], result: dict[str, Any]) -> list[s
     ]
 
 
-def samples(result: dict[str, Any]) -> str:
-    """Describe which arms trained the first arm's samples, and how far others differ."""
+def describe_samples(result: dict[str, Any]) -> str:
+    """Name the arms that trained the first arm's samples, and describe the others' differences."""
     same = "; ".join(
         f"{name} {sum(runs)} of {len(runs)} seeds" for name, runs in result["same_data"].items()
     )
@@ -215,7 +214,7 @@ def samples(result: dict[str, Any]) -> str:
     )
 
 
-def page_blocks(
+def list_blocks(
     cells: Sequence[CellResult],
     result: dict[str, Any],
     settings: Sequence[Setting],
@@ -226,30 +225,32 @@ def page_blocks(
     signs = [
         line
         for name, arm in result["arms"].items()
-        for line in signs_told(name, arm["signs"], len(arm["each"]))
+        for line in format_findings(name, arm["signs"], len(arm["each"]))
     ]
     against = f"compared with {settings[0].arm}"
     return [
         TableBlock(
-            ("arm", "is", against), settings, heading="What differs", id="settings", words=3
+            ("arm", "is", against), settings, heading="Differences", id="settings", text_columns=3
         ),
         ListBlock([v["text"] for v in result["verdicts"]], heading="Verdict", id="verdicts"),
         ListBlock(result["trade"]),
-        TableBlock(HEAD, arm_rows(result), heading="Arms, mean over seeds", id="arms"),
+        TableBlock(HEAD, format_arms(result), heading="Arms, mean over seeds", id="arms"),
         ListBlock(signs, heading="Signs", id="signs"),
         ListBlock(list_problems(cells, result), heading="Unstable runs", style="bad"),
-        TextBlock(bands(result, config), heading="Curves", id="bands", style="soft"),
-        PlotBlock([curves(curve.title, curve.unit, arms, cells, curve.points) for curve in CURVES]),
+        TextBlock(describe_bands(result, config), heading="Curves", id="bands", style="soft"),
+        PlotBlock(
+            [plot_curves(curve.title, curve.unit, arms, cells, curve.points) for curve in CURVES]
+        ),
         TextBlock(
             "Verdicts are paired by seed (t intervals, Holm's correction over the arms) and hold "
             "for other seeds; the JSON has the interval for other prompts alone. Warm runs take "
-            "turns in one process: they train what a real run trains, but their seconds differ and "
-            "stand in brackets. OOD: accuracy on out-of-distribution prompts. KL to ref: "
+            "turns in one process: they train as a real run does, but their seconds differ and "
+            "are in brackets. OOD: mean reward on out-of-distribution prompts. KL to ref: "
             f"KL(target || reference), k3, nats a token, mean over the last {KL_BATCHES} batches, "
             "without the first of a run, which precedes any update. The target is nine tenths of "
-            "the first arm's accuracy at the end; its time is the mean over the runs that reach "
+            "the first arm's final reward; its time is the mean over the runs that reach "
             "it. A run counts as unstable by these rules: "
-            f"{verdict.StabilityBounds()}. Arms on the same data: {samples(result)}.",
+            f"{verdict.StabilityBounds()}. Arms on the same data: {describe_samples(result)}.",
             heading="How to read this",
         ),
     ]
@@ -271,9 +272,8 @@ def write(
     steps = f"{config.learner.steps} steps of {config.learner.groups} x {config.learner.group_size}"
     page = page_kit.render(
         name,
-        f"{len(result['seeds'])} seed(s), {steps}; the first arm is what the others are compared "
-        "with",
-        page_blocks(cells, result, settings, config),
+        f"{len(result['seeds'])} seed(s), {steps}; the others are compared with the first arm",
+        list_blocks(cells, result, settings, config),
         {"comparison": blob},
     )
     for path, text in ((directory / "report.html", page), (directory / "comparison.json", blob)):

@@ -1,7 +1,7 @@
 """The terminal output of a sweep or a comparison.
 
-A redrawn table on a terminal, otherwise one line on stderr for each finished run, and a table at
-the end.
+It is a redrawn table on a terminal, otherwise one line on stderr for each finished run, and a table
+at the end.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 from asyncrl.experiments.compare.comparison import CellResult, Comparison
-from asyncrl.experiments.compare.sweep import SYNC, Sweep, label
-from asyncrl.experiments.compare.sweep_analysis import curve
+from asyncrl.experiments.compare.sweep import SYNC, Sweep, format_limit
+from asyncrl.experiments.compare.sweep_analysis import complete_curve
 from asyncrl.records import metrics
 
 
@@ -27,11 +27,11 @@ class ExperimentProgress(ABC):
 
     def __init__(self, total: int) -> None:
         self.lock = threading.Lock()
-        self.began = time.monotonic()
+        self.started_at = time.monotonic()
         self.total = total  # runs
-        self.before = 0  # finished earlier
-        self.made = 0  # finished now
-        self.now: dict[str, str] = {}  # run -> its state
+        self.finished_before = 0  # by an earlier command
+        self.finished_now = 0  # by this command
+        self.running: dict[str, str] = {}  # run -> its state
         self.live: Any = None
 
     def __enter__(self) -> Self:
@@ -40,7 +40,7 @@ class ExperimentProgress(ABC):
             from rich.live import Live
 
             self.live = Live(
-                get_renderable=self.table, console=Console(stderr=True), refresh_per_second=2
+                get_renderable=self.make_table, console=Console(stderr=True), refresh_per_second=2
             )
             self.live.start(refresh=True)
         return self
@@ -50,31 +50,33 @@ class ExperimentProgress(ABC):
             self.live.stop()
         if kind is KeyboardInterrupt:
             print(
-                f"interrupted with {self.before + self.made} of {self.total} runs finished; the "
-                "same command continues from here",
+                f"interrupted with {self.finished_before + self.finished_now} of {self.total} runs "
+                "finished; the same command continues from here",
                 file=sys.stderr,
             )
 
     def on_event(self, name: str, event: dict[str, Any]) -> None:
-        """Take in a run's event.
+        """Record a run's event.
 
         name: the run.
         event: {"step", "accuracy"} while it runs, {"done": True} at its end.
         """
         with self.lock:
             if "done" not in event:
-                self.now[name] = f"step {event['step']}: {event['accuracy']:.3f}"
+                self.running[name] = f"step {event['step']}: {event['accuracy']:.3f}"
                 return
-            self.now.pop(name, None)
-            self.made += 1
+            self.running.pop(name, None)
+            self.finished_now += 1
             outcome = self.finish_run(name)
             if self.live is None:
-                print(f"{name}: {outcome} ({self.state()})", file=sys.stderr, flush=True)
+                print(f"{name}: {outcome} ({self.describe_state()})", file=sys.stderr, flush=True)
 
-    def state(self) -> str:
-        remaining = self.total - self.before - self.made
-        seconds = (time.monotonic() - self.began) / max(self.made, 1) * remaining
-        time_left = f", about {seconds / 60:.0f} min to go" if self.made and remaining else ""
+    def describe_state(self) -> str:
+        remaining = self.total - self.finished_before - self.finished_now
+        seconds = (time.monotonic() - self.started_at) / max(self.finished_now, 1) * remaining
+        time_left = (
+            f", about {seconds / 60:.0f} min to go" if self.finished_now and remaining else ""
+        )
         return f"{self.total - remaining} of {self.total}{time_left}"
 
     @abstractmethod
@@ -82,7 +84,7 @@ class ExperimentProgress(ABC):
         """Record a finished run and describe it."""
 
     @abstractmethod
-    def table(self) -> Any:
+    def make_table(self) -> Any:
         """Return the table for the terminal."""
 
 
@@ -92,56 +94,59 @@ class SweepProgress(ExperimentProgress):
     def __init__(self, sweep: Sweep) -> None:
         super().__init__(len(sweep.plan.arms) * len(sweep.seeds) + len(sweep.plan.probes))
         self.sweep = sweep
-        self.ends: dict[str, list[float]] = {}  # arm -> last accuracies of its finished runs
-        self.gone: dict[str, int] = {}  # arm -> runs that failed or were stopped early
+        self.ends: dict[str, list[float]] = {}  # arm -> last rewards of its finished runs
+        self.stopped: dict[str, int] = {}  # arm -> runs that failed or were stopped early
         for arm in sweep.plan.arms:
             for seed in sweep.seeds:
-                if sweep.cells.path(name := sweep.name(arm, seed)).exists():
-                    self._end(arm, sweep.cells.read(name))
-        self.before = sum(map(len, self.ends.values())) + sum(
-            sweep.cells.path(f"probe-limit{label(x)}").exists() for x in sweep.plan.probes
+                if sweep.cells.get_path(name := sweep.name_run(arm, seed)).exists():
+                    self._record_end(arm, sweep.cells.read(name))
+        self.finished_before = sum(map(len, self.ends.values())) + sum(
+            sweep.cells.get_path(f"probe-limit{format_limit(x)}").exists()
+            for x in sweep.plan.probes
         )
 
-    def _end(self, arm: str, record: dict[str, Any]) -> None:
-        self.ends.setdefault(arm, []).append(curve(record, 0)[1][-1])
-        self.gone[arm] = self.gone.get(arm, 0) + bool(record["abandoned"] or record.get("failed"))
+    def _record_end(self, arm: str, record: dict[str, Any]) -> None:
+        self.ends.setdefault(arm, []).append(complete_curve(record, 0)[1][-1])
+        self.stopped[arm] = self.stopped.get(arm, 0) + bool(
+            record["abandoned"] or record.get("failed")
+        )
 
     def finish_run(self, name: str) -> str:
         record = self.sweep.cells.read(name)
         arm = name.rpartition("-seed")[0]
         if not arm:
             return "speed probe"
-        self._end(arm, record)
+        self._record_end(arm, record)
         stop_reason = record["abandoned"] or record.get("failed", "")
-        return f"accuracy {self.ends[arm][-1]:.3f}" + (
+        return f"reward {self.ends[arm][-1]:.3f}" + (
             f", stopped early at step {record['steps']}: {stop_reason}" if stop_reason else ""
         )
 
-    def table(self) -> Any:
+    def make_table(self) -> Any:
         from rich.table import Table
 
         with self.lock:
             plan = self.sweep.plan
             table = Table(
                 "correction",
-                *(f"{'lag' if plan.injected else 'limit'} {label(x)}" for x in plan.limits),
-                title=f"{self.sweep.directory.name}: {self.state()}",
-                caption=f"sync: {self.cell_text(SYNC)}",
+                *(f"{'lag' if plan.injected else 'limit'} {format_limit(x)}" for x in plan.limits),
+                title=f"{self.sweep.directory.name}: {self.describe_state()}",
+                caption=f"sync: {self.format_cell(SYNC)}",
             )
             for name in plan.corrections:
-                table.add_row(name, *(self.cell_text(plan.cell[name, x]) for x in plan.limits))
+                table.add_row(name, *(self.format_cell(plan.cell[name, x]) for x in plan.limits))
             return table
 
-    def cell_text(self, arm: str) -> str:
+    def format_cell(self, arm: str) -> str:
         ends = self.ends.get(arm, [])
-        done = (
+        finished = (
             f"{sum(ends) / len(ends):.3f} ({len(ends)})"
-            + (f" !{self.gone[arm]}" if self.gone[arm] else "")
+            + (f" !{self.stopped[arm]}" if self.stopped[arm] else "")
             if ends
             else ""
         )
-        running = [x for n, x in self.now.items() if n.rpartition("-seed")[0] == arm]
-        return " ".join([*([done] if done else []), *running]) or "-"
+        running = [x for n, x in self.running.items() if n.rpartition("-seed")[0] == arm]
+        return " ".join([*([finished] if finished else []), *running]) or "-"
 
 
 class CompareProgress(ExperimentProgress):
@@ -157,45 +162,45 @@ class CompareProgress(ExperimentProgress):
             (n, s): comparison.read(n, s)
             for n in comparison.configs
             for s in comparison.seeds
-            if comparison.finished(n, s)
+            if comparison.is_finished(n, s)
         }
-        self.before = len(self.ends)
+        self.finished_before = len(self.ends)
 
     def finish_run(self, name: str) -> str:
         arm, _, seed = name.rpartition("-seed")
         cell = self.ends[arm, int(seed)] = self.comparison.read(arm, int(seed))
-        return f"accuracy {cell.final:.3f} in {cell.summary['wall_s']:.0f} s" + "".join(
+        return f"reward {cell.final:.3f} in {cell.summary['wall_s']:.0f} s" + "".join(
             f", {x}" for x in cell.trouble
         )
 
-    def table(self) -> Any:
+    def make_table(self) -> Any:
         from rich.table import Table
 
         with self.lock:
             comparison = self.comparison
-            title = f"{comparison.directory.name}: {self.state()}"
-            caption = "accuracy on held-out prompts; ! unstable"
+            title = f"{comparison.directory.name}: {self.describe_state()}"
+            caption = "held-out reward; ! unstable"
             table = Table(
                 "arm", *(f"seed {s}" for s in comparison.seeds), title=title, caption=caption
             )
             for name in comparison.configs:
-                table.add_row(name, *(self.cell_text(name, s) for s in comparison.seeds))
+                table.add_row(name, *(self.format_cell(name, s) for s in comparison.seeds))
             return table
 
-    def cell_text(self, arm: str, seed: int) -> str:
+    def format_cell(self, arm: str, seed: int) -> str:
         if (cell := self.ends.get((arm, seed))) is not None:
-            return result(cell)
+            return format_result(cell)
         if arm not in self.comparison.warm:
-            return run_state(metrics.read(self.comparison.run_dir(arm, seed)))
-        return self.now.get(f"{arm}-seed{seed}", "-")
+            return describe_run(metrics.read(self.comparison.get_run_dir(arm, seed)))
+        return self.running.get(f"{arm}-seed{seed}", "-")
 
 
-def result(cell: CellResult) -> str:
+def format_result(cell: CellResult) -> str:
     """Format a finished run in a few characters."""
     return f"{cell.final:.3f}{' !' if cell.trouble else ''}, {cell.summary['wall_s']:.0f} s"
 
 
-def run_state(rows: list[dict[str, Any]]) -> str:
+def describe_run(rows: list[dict[str, Any]]) -> str:
     """Describe the state of a real run, from its metrics."""
     if not rows:
         return "-"
@@ -210,7 +215,7 @@ def print_table(
 ) -> None:
     """Print the columns of a page's table that fit a terminal.
 
-    names: their names in `head` -> their names here; the first is never cut.
+    names: name in `head` -> name in the terminal; the first column is never cut.
     """
     from rich import box
     from rich.console import Console
@@ -231,17 +236,17 @@ def print_table(
     Console().print(table)
 
 
-def print_beside(
-    head: Sequence[str], rows: Sequence[Sequence[str]], names: Sequence[str], more: Sequence[str]
+def print_other_measures(
+    head: Sequence[str], rows: Sequence[Sequence[str]], names: Sequence[str], extra: Sequence[str]
 ) -> None:
-    """Print a second table with measures other than the trained accuracy.
+    """Print a second table with measures other than the held-out reward.
 
-    Its columns are `names`, and those of `more` that any row has.
+    Its columns are `names`, and those of `extra` that any row has.
     """
-    known = [h for h in more if any(row[head.index(h)] != "-" for row in rows)]
-    if known:
+    measured = [h for h in extra if any(row[head.index(h)] != "-" for row in rows)]
+    if measured:
         title = (
-            "OOD: out-of-distribution accuracy; KL to ref: target to reference, k3, nats a "
+            "OOD: out-of-distribution reward; KL to ref: target to reference, k3, nats a "
             "token, at the end"
         )
-        print_table(head, rows, {h: h for h in (*names, *known)}, title)
+        print_table(head, rows, {h: h for h in (*names, *measured)}, title)

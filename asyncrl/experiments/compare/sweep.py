@@ -1,4 +1,4 @@
-"""`asyncrl sweep`: staleness limits x corrections, and which limit to choose.
+"""`asyncrl sweep`: staleness limits x corrections, and the suggested limit.
 
 Every cell is a run of serial.py over several seeds, in warm processes, with the real store,
 admission, engine and learner; with agents, vLLM or DeepSpeed it is a run of `asyncrl run`. With
@@ -18,7 +18,7 @@ from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.compare import comparison, methods, warm_pool
-from asyncrl.experiments.compare.arms import Arm, configs_as_json, parse_arm, refuse_other
+from asyncrl.experiments.compare.arms import Arm, convert_configs, parse_arm, refuse_other_configs
 
 SYNC = "sync"
 PROBE_STEPS = 12
@@ -42,7 +42,7 @@ def parse_limits(text: str, injected: bool) -> list[float]:
         limits = [float(x) for x in text.split(",")]
     except ValueError:
         raise ConfigError(
-            f"--limits {text}: write whole numbers separated by commas, for instance 0,1,2,4 (inf: "
+            f"--limits {text}: give whole numbers separated by commas, for example 0,1,2,4 (inf: "
             "no limit)"
         ) from None
     for limit in limits:
@@ -60,7 +60,7 @@ def parse_limits(text: str, injected: bool) -> list[float]:
     return sorted(limits)
 
 
-def label(limit: float) -> str:
+def format_limit(limit: float) -> str:
     return "inf" if math.isinf(limit) else str(int(limit))
 
 
@@ -80,36 +80,36 @@ class SweepPlan:
     probes: dict[float, Config] = field(default_factory=dict)
 
 
-def limit_sets(limit: float, injected: bool) -> list[str]:
-    return [f"staleness.max_lag={label(limit)}"] + (
-        [f"staleness.inject={label(limit)}"] if injected and limit > 0 else []
+def list_limit_sets(limit: float, injected: bool) -> list[str]:
+    return [f"staleness.max_lag={format_limit(limit)}"] + (
+        [f"staleness.inject={format_limit(limit)}"] if injected and limit > 0 else []
     )
 
 
-def check(name: str, items: Sequence[str], names: Sequence[str]) -> None:
+def check_correction(name: str, items: Sequence[str], names: Sequence[str]) -> None:
     """Raise ConfigError for a correction that cannot be in this sweep.
 
     Its name must be unique among `names`, and its items must leave the shared keys alone.
     """
     if names.count(name) > 1:
         raise ConfigError(
-            f"--correction {name}: given twice; give the second another name, as in "
+            f"--correction {name}: given twice; give the second another name, such as "
             f"NAME:method={name if name in CORRECTIONS else 'tis'},key=value"
         )
     if name == SYNC:
         raise ConfigError(
-            f"--correction {name}: this name is taken by the synchronous run of the config as it is"
+            f"--correction {name}: this name belongs to the synchronous run of the unchanged config"
         )
     for item in items:
         key = item.partition("=")[0].strip()
         if comparison.is_shared_key(key) or key in SWEPT_KEYS:
             raise ConfigError(
-                f"--correction {name}: {key} must be the same in all cells; give it by --set, "
-                "limits by --limits"
+                f"--correction {name}: {key} must be the same in all cells; give it with --set, "
+                "limits with --limits"
             )
 
 
-def plan(
+def make_plan(
     source: str,
     sets: Sequence[str],
     corrections: Sequence[tuple[str, list[str]]],
@@ -117,26 +117,28 @@ def plan(
     *,
     injected: bool,
 ) -> SweepPlan:
-    """Resolve every config of the sweep before anything starts. Raises ConfigError."""
+    """Resolve every config of the sweep before the first run. Raises ConfigError."""
     base = load.load_to_train(source, sets)
     if base.staleness.inject is not None:
         raise ConfigError(
-            "staleness.inject: the sweep sets it; leave it out of the config and give --inject"
+            "staleness.inject: the sweep sets it; remove it from the config and give --inject"
         )
     result = SweepPlan(
         dict(corrections),
         list(limits),
         injected,
-        {SYNC: load.load(source, [*sets, *limit_sets(0, injected)])},
+        {SYNC: load.load(source, [*sets, *list_limit_sets(0, injected)])},
     )
     names = [name for name, _ in corrections]
     for name, items in corrections:
-        check(name, items, names)
+        check_correction(name, items, names)
         for limit in limits:
             try:
-                config = load.load(source, [*sets, *items, *limit_sets(limit, injected)])
+                config = load.load(source, [*sets, *items, *list_limit_sets(limit, injected)])
             except ConfigError as error:
-                raise ConfigError(f"--correction {name}, limit {label(limit)}: {error}") from error
+                raise ConfigError(
+                    f"--correction {name}, limit {format_limit(limit)}: {error}"
+                ) from error
             twin = next((n for n, other in result.arms.items() if other == config), None)
             if (
                 twin is not None
@@ -144,10 +146,10 @@ def plan(
                 and not twin.startswith(f"{name}-limit")
             ):
                 raise ConfigError(
-                    f"--correction {name}: with limit {label(limit)} it is the same as {twin}; "
-                    "leave one out"
+                    f"--correction {name}: with limit {format_limit(limit)} it is the same as "
+                    f"{twin}; leave one out"
                 )
-            arm = twin or f"{name}-limit{label(limit)}"
+            arm = twin or f"{name}-limit{format_limit(limit)}"
             result.arms.setdefault(arm, config)
             result.cell[name, limit] = arm
     probe_sets = [
@@ -157,7 +159,7 @@ def plan(
         f"learner.steps={min(PROBE_STEPS, base.learner.steps)}",
     ]
     result.probes = {
-        x: load.load(source, [*sets, *probe_sets, f"staleness.max_lag={label(x)}"])
+        x: load.load(source, [*sets, *probe_sets, f"staleness.max_lag={format_limit(x)}"])
         for x in sorted({0.0, *limits})
     }
     return result
@@ -177,18 +179,20 @@ class Sweep:
         self.log = log
         self.seeds = [sweep_plan.arms[SYNC].seed + i for i in range(seeds)]
         self.cells = warm_pool.CellStore(directory)
-        written = {"arms": configs_as_json(sweep_plan.arms)}
+        written = {"arms": convert_configs(sweep_plan.arms)}
         path = directory / "sweep.json"
         if path.exists():
             previous = comparison.upgrade_arms(json.loads(path.read_text(encoding="utf-8"))["arms"])
             common = {n: previous[n] for n in previous if n in written["arms"]}
-            refuse_other(directory, "sweep", common, {n: written["arms"][n] for n in common})
+            refuse_other_configs(
+                directory, "sweep", common, {n: written["arms"][n] for n in common}
+            )
             written["arms"] = previous | written["arms"]
         directory.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(written, indent=1), encoding="utf-8")
 
     @staticmethod
-    def name(arm: str, seed: int) -> str:
+    def name_run(arm: str, seed: int) -> str:
         return f"{arm}-seed{seed}"
 
     def run(
@@ -204,7 +208,7 @@ class Sweep:
         Limits in `first` get all their seeds before the others start.
         """
         for limit, config in self.plan.probes.items():
-            self.cells.add(f"probe-limit{label(limit)}", config, config.seed)
+            self.cells.add(f"probe-limit{format_limit(limit)}", config, config.seed)
         blocks = [[x] for x in first] + [[x for x in self.plan.limits if x not in first]]
         for block in blocks:
             for seed in self.seeds:
@@ -212,8 +216,8 @@ class Sweep:
                     arm for (_, limit), arm in self.plan.cell.items() if limit in block
                 ]
                 for arm in dict.fromkeys(arms):
-                    self.cells.add(self.name(arm, seed), self.plan.arms[arm], seed)
-        missing = len(self.cells.todo())
+                    self.cells.add(self.name_run(arm, seed), self.plan.arms[arm], seed)
+        missing = len(self.cells.list_missing())
         if missing < len(self.cells.configs):
             self.log(
                 f"{len(self.cells.configs) - missing} of {len(self.cells.configs)} runs are "

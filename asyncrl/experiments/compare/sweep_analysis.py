@@ -1,7 +1,7 @@
 """The results of a sweep.
 
-Each cell against the synchronous run, the speed of each limit, and the suggested limit with its
-reason.
+They are each cell against the synchronous run, the speed of each limit, and the suggested limit
+with its reason.
 """
 
 from __future__ import annotations
@@ -16,70 +16,70 @@ from asyncrl.config import layers
 from asyncrl.config.tree import Config
 from asyncrl.contract.toml_writer import flatten
 from asyncrl.experiments.compare import verdict
-from asyncrl.experiments.compare.comparison import warm_cell
+from asyncrl.experiments.compare.comparison import make_warm_cell
 from asyncrl.experiments.compare.comparison_analysis import (
-    finite_values,
-    likely_cause,
-    mean,
-    reference_kl,
-    signs_of,
+    average,
+    average_reference_kl,
+    collect_findings,
+    drop_nan,
+    find_likely_cause,
 )
-from asyncrl.experiments.compare.sweep import SWEPT_KEYS, SYNC, Sweep, SweepPlan, label
+from asyncrl.experiments.compare.sweep import SWEPT_KEYS, SYNC, Sweep, SweepPlan, format_limit
 
 ESS_LEAST = 0.5
 ESS_WINDOW = 10
-MARGIN = 0.05  # accuracy that a suggested limit may cost
+MARGIN = 0.05  # held-out reward that a suggested limit may cost
 
 
-def rule(margin: float) -> str:
+def describe_rule(margin: float) -> str:
     return (
         f"largest limit whose 95 % interval against sync stays above -{margin:g}, whose ESS stays "
         f"above {ESS_LEAST:g} and whose runs are all stable"
     )
 
 
-def curve(record: dict[str, Any], last: int) -> tuple[list[float], list[float]]:
-    """Return steps and accuracies of a run.
+def complete_curve(record: dict[str, Any], last_step: int) -> tuple[list[float], list[float]]:
+    """Return steps and held-out rewards of a run.
 
-    A run that failed or stopped early keeps its last accuracy up to step `last`.
+    A run that failed or stopped early keeps its last reward up to step `last_step`.
     """
     steps, accuracy = record["accuracy"]
     return (
         (steps, accuracy)
-        if not steps or steps[-1] >= last
-        else ([*steps, float(last)], [*accuracy, accuracy[-1]])
+        if not steps or steps[-1] >= last_step
+        else ([*steps, float(last_step)], [*accuracy, accuracy[-1]])
     )
 
 
-def ess(rows: Sequence[dict[str, float]]) -> float:
+def find_lowest_ess(rows: Sequence[dict[str, float]]) -> float:
     """Return the lowest mean over ESS_WINDOW consecutive steps of the ESS.
 
     It is the ESS of the raw ratios target/behavior; nan without rows.
     """
-    shares = verdict.series(rows, "is/target_ess")
+    shares = verdict.list_values(rows, "is/target_ess")
     width = min(ESS_WINDOW, len(shares))
     if not shares:
         return math.nan
-    return min(mean(shares[i : i + width]) for i in range(len(shares) - width + 1))
+    return min(average(shares[i : i + width]) for i in range(len(shares) - width + 1))
 
 
-def ood(record: dict[str, Any], last: int) -> tuple[float, float]:
-    """Return out-of-distribution accuracy at the start and after step `last`.
+def find_ood_ends(record: dict[str, Any], last_step: int) -> tuple[float, float]:
+    """Return the out-of-distribution reward at the start and after step `last_step`.
 
-    nan where it was not measured; a run that stopped early has no end.
+    A value that was not measured is nan; a run that stopped early has no end.
     """
     by_step = dict(zip(*record.get("ood", ([], [])), strict=True))
-    return by_step.get(0.0, math.nan), by_step.get(float(last), math.nan)
+    return by_step.get(0.0, math.nan), by_step.get(float(last_step), math.nan)
 
 
-def instability_reasons(record: dict[str, Any]) -> list[str]:
-    """Return why a run counts as unstable; empty if it is stable."""
-    problems = verdict.stability(record["accuracy"][1], record["curve"])
+def list_instabilities(record: dict[str, Any]) -> list[str]:
+    """Return the reasons why a run is unstable; empty if it is stable."""
+    problems = verdict.list_instabilities(record["accuracy"][1], record["curve"])
     return problems + ([f"failed: {record['failed']}"] if record.get("failed") else [])
 
 
-def lost_share(record: dict[str, Any]) -> float:
-    """Share of generated tokens neither trained nor left over at the run's end."""
+def compute_lost_share(record: dict[str, Any]) -> float:
+    """Return the share of generated tokens neither trained nor left over at the run's end."""
     lines = {name: line["tokens"] for name, line in record["ledger_lines"].items()}
     total = sum(lines.values())
     return 1 - (lines.get("trained", 0) + lines.get("left_over", 0)) / total if total else 0.0
@@ -98,13 +98,13 @@ def sum_ledgers(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]
 
 
 def analyze(sweep: Sweep, margin: float = MARGIN) -> dict[str, Any]:
-    """Return everything that the page and `--json` contain, from the finished cells.
+    """Return the content of the page and of `--json`, from the finished cells.
 
-    margin: accuracy that a suggested limit may cost.
+    margin: held-out reward that a suggested limit may cost.
     """
     plan = sweep.plan
-    records = {arm: finished(sweep, arm) for arm in plan.arms}
-    speed = speeds(sweep)
+    records = {arm: read_finished(sweep, arm) for arm in plan.arms}
+    speed = measure_speeds(sweep)
     cells = []
     differences = {}
     for (correction, limit), arm in plan.cell.items():
@@ -117,44 +117,44 @@ def analyze(sweep: Sweep, margin: float = MARGIN) -> dict[str, Any]:
         if arm != SYNC:
             differences[arm] = cell["difference"]
         runs = [
-            warm_cell(arm, seed, runs_by_seed[seed], plan.arms[arm])
+            make_warm_cell(arm, seed, runs_by_seed[seed], plan.arms[arm])
             for seed in sorted(runs_by_seed)
         ]
         cells.append(
             {
-                "signs": signs_of(runs),
+                "signs": collect_findings(runs),
                 "correction": correction,
-                "limit": label(limit),
+                "limit": format_limit(limit),
                 "arm": arm,
                 "difference": cell.pop("difference"),
-                "speed": speed.get(label(limit), math.nan),
-                "cause": likely_cause(plan.arms[arm], cell["trouble"]),
+                "speed": speed.get(format_limit(limit), math.nan),
+                "cause": find_likely_cause(plan.arms[arm], cell["trouble"]),
                 **cell,
             }
         )
-    verdict.holm(differences)
+    verdict.adjust_by_holm(differences)
     for cell in cells:
-        cell["difference"] = difference_as_json(cell["difference"])
+        cell["difference"] = convert_difference(cell["difference"])
     result = {
         "corrections": list(plan.corrections),
-        "limits": [label(limit) for limit in plan.limits],
+        "limits": [format_limit(limit) for limit in plan.limits],
         "injected": plan.injected,
         "seeds": sweep.seeds,
         "missing": len(plan.arms) * len(sweep.seeds) - sum(map(len, records.values())),
         "speed": speed,
-        "sync": _cell(list(records[SYNC].values()), plan.arms[SYNC].learner.steps),
+        "sync": _summarize_records(list(records[SYNC].values()), plan.arms[SYNC].learner.steps),
         "cells": cells,
     }
     return result | {"suggestion": suggest(result, plan, margin)}
 
 
-def finished(sweep: Sweep, arm: str) -> dict[int, dict[str, Any]]:
+def read_finished(sweep: Sweep, arm: str) -> dict[int, dict[str, Any]]:
     """Return the records of an arm's finished runs, by seed."""
-    names = {seed: sweep.name(arm, seed) for seed in sweep.seeds}
+    names = {seed: sweep.name_run(arm, seed) for seed in sweep.seeds}
     return {
         seed: sweep.cells.read(name)
         for seed, name in names.items()
-        if sweep.cells.path(name).exists()
+        if sweep.cells.get_path(name).exists()
     }
 
 
@@ -162,32 +162,40 @@ def summarize_cell(
     runs_by_seed: dict[int, dict[str, Any]], sync: dict[int, dict[str, Any]], base: Config
 ) -> dict[str, Any]:
     """Summarize one arm, with its `difference` from the synchronous run."""
-    last = base.learner.steps
-    cell = _cell([runs_by_seed[seed] for seed in sorted(runs_by_seed)], last)
-    other = [_cell([sync[seed]], last)["each"][0] for seed in sorted(runs_by_seed)]
-    return cell | {"difference": verdict.paired(cell["each"], other, base.evaluation.final_prompts)}
+    last_step = base.learner.steps
+    cell = _summarize_records([runs_by_seed[seed] for seed in sorted(runs_by_seed)], last_step)
+    sync_ends = [
+        _summarize_records([sync[seed]], last_step)["each"][0] for seed in sorted(runs_by_seed)
+    ]
+    return cell | {
+        "difference": verdict.compare_pairs(cell["each"], sync_ends, base.evaluation.final_prompts)
+    }
 
 
-def _cell(records: Sequence[dict[str, Any]], last: int) -> dict[str, Any]:
+def _summarize_records(records: Sequence[dict[str, Any]], last_step: int) -> dict[str, Any]:
     """Summarize one arm over its seeds."""
-    curves = [curve(record, last) for record in records]
+    curves = [complete_curve(record, last_step) for record in records]
     ends = [accuracy[-1] for _, accuracy in curves]
-    lags = lag_histogram(records)
+    lags = sum_lags(records)
     total = max(sum(lags.values()), 1)
-    reasons = [instability_reasons(record) for record in records]
-    ood_pairs = [ood(record, last) for record in records]
-    kl = [x for record in records for x in verdict.series(record["curve"], "kl/behavior_target_k3")]
+    reasons = [list_instabilities(record) for record in records]
+    ood_pairs = [find_ood_ends(record, last_step) for record in records]
+    kl = [
+        x
+        for record in records
+        for x in verdict.list_values(record["curve"], "kl/behavior_target_k3")
+    ]
     return {
         "seeds": len(records),
         "each": ends,
-        "final": mean(ends),
-        "area": mean([verdict.area(steps, accuracy) for steps, accuracy in curves]),
-        "ess": min((ess(record["curve"]) for record in records), default=math.nan),
+        "final": average(ends),
+        "area": average([verdict.compute_area(steps, accuracy) for steps, accuracy in curves]),
+        "ess": min((find_lowest_ess(record["curve"]) for record in records), default=math.nan),
         "kl": max(kl, default=math.nan),
-        "ood_start": mean(finite_values(start for start, _ in ood_pairs)),
-        "ood_end": mean(finite_values(end for _, end in ood_pairs)),
+        "ood_start": average(drop_nan(start for start, _ in ood_pairs)),
+        "ood_end": average(drop_nan(end for _, end in ood_pairs)),
         "ood_each": [end for _, end in ood_pairs],
-        "kl_ref": mean(finite_values(reference_kl(record["curve"]) for record in records)),
+        "kl_ref": average(drop_nan(average_reference_kl(record["curve"]) for record in records)),
         "lag": sum(lag * tokens for lag, tokens in lags.items()) / total,
         "lag_max": max(lags, default=0),
         "unstable": sum(map(bool, reasons)),
@@ -198,15 +206,15 @@ def _cell(records: Sequence[dict[str, Any]], last: int) -> dict[str, Any]:
             record["steps"] for record in records if record["abandoned"] or record.get("failed")
         ],
         "ledger_lines": sum_ledgers(records),
-        "lost": mean([lost_share(record) for record in records]),
-        "tokens": mean([float(sum(record["lag_histogram"].values())) for record in records]),
+        "lost": average([compute_lost_share(record) for record in records]),
+        "tokens": average([float(sum(record["lag_histogram"].values())) for record in records]),
         "curves": [[list(steps), list(accuracy)] for steps, accuracy in curves],
         "digests": [record["weights_digest"] for record in records],
         "trained_ids": [record["trained_ids"] for record in records],
     }
 
 
-def lag_histogram(records: Sequence[dict[str, Any]]) -> dict[int, int]:
+def sum_lags(records: Sequence[dict[str, Any]]) -> dict[int, int]:
     """Sum the trained tokens of all seeds by lag."""
     lags: dict[int, int] = {}
     for record in records:
@@ -215,20 +223,20 @@ def lag_histogram(records: Sequence[dict[str, Any]]) -> dict[int, int]:
     return lags
 
 
-def difference_as_json(difference: verdict.PairedDifference) -> dict[str, Any]:
+def convert_difference(difference: verdict.PairedDifference) -> dict[str, Any]:
     """Convert a difference from the synchronous run to its JSON form."""
     return {
         "mean": difference.mean,
         "sd": difference.sd,
         "interval": [difference.low, difference.high],
         "p": difference.adjusted,
-        "verdict": "no verdict" if difference.seeds < 2 else difference.verdict_word(),
+        "verdict": "no verdict" if difference.seeds < 2 else difference.choose_word(),
         "interval_other_prompts": [difference.prompt_low, difference.prompt_high],
-        "detectable": verdict.detectable(difference.sd, difference.seeds),
+        "detectable": verdict.find_detectable(difference.sd, difference.seeds),
     }
 
 
-def speeds(sweep: Sweep) -> dict[str, float]:
+def measure_speeds(sweep: Sweep) -> dict[str, float]:
     """Return the speed of each limit relative to limit 0.
 
     It is measured in decode steps of short runs at natural lag, with learner and generators equally
@@ -236,9 +244,9 @@ def speeds(sweep: Sweep) -> dict[str, float]:
     """
     clocks = {}
     for limit in sweep.plan.probes:
-        name = f"probe-limit{label(limit)}"
-        if sweep.cells.path(name).exists():
-            clocks[label(limit)] = sweep.cells.read(name)["clock"]
+        name = f"probe-limit{format_limit(limit)}"
+        if sweep.cells.get_path(name).exists():
+            clocks[format_limit(limit)] = sweep.cells.read(name)["clock"]
     if "0" not in clocks:
         return {}
     return {limit: clocks["0"] / max(clock, 1) for limit, clock in clocks.items()}
@@ -250,8 +258,8 @@ def format_difference(cell: dict[str, Any]) -> str:
     return f"{cell['difference']['mean']:+.3f} [{low:+.3f}, {high:+.3f}]"
 
 
-def judge(cell: dict[str, Any], margin: float = MARGIN) -> str:
-    """Return why a cell cannot be suggested; empty if it can."""
+def find_objection(cell: dict[str, Any], margin: float = MARGIN) -> str:
+    """Return the reason why a cell cannot be suggested; empty if it can."""
     against = cell["difference"]
     low, high = against["interval"]
     if cell["seeds"] < 2:
@@ -261,16 +269,16 @@ def judge(cell: dict[str, Any], margin: float = MARGIN) -> str:
     if not cell["ess"] > ESS_LEAST:
         return f"ESS falls to {cell['ess']:.2f}"
     if high < 0 and not low > -margin:
-        return f"accuracy {format_difference(cell)} against sync"
+        return f"reward {format_difference(cell)} against sync"
     if against["mean"] <= -margin:
         return (
-            f"accuracy {against['mean']:+.3f} against sync, {margin:g} below or more, though the "
+            f"reward {against['mean']:+.3f} against sync, {margin:g} below or more, though the "
             f"interval [{low:+.3f}, {high:+.3f}] includes zero"
         )
-    return "" if low > -margin else undecided(cell, margin)
+    return "" if low > -margin else describe_undecided(cell, margin)
 
 
-def undecided(cell: dict[str, Any], margin: float) -> str:
+def describe_undecided(cell: dict[str, Any], margin: float) -> str:
     """Describe a cell that has too few seeds, and how many are needed.
 
     Empty if it has enough.
@@ -280,10 +288,10 @@ def undecided(cell: dict[str, Any], margin: float) -> str:
     settled = cell["unstable"] or high < 0 or low > -margin or against["mean"] <= -margin
     if cell["seeds"] < 2 or settled or not cell["ess"] > ESS_LEAST:
         return ""
-    need = verdict.seeds_needed(against["mean"] + margin, against["sd"])
-    more = f"about {need}" if need else "more than any practical number of"
-    result = f"accuracy {format_difference(cell)} at {cell['seeds']} seeds decides nothing"
-    return f"{result}; {more} seeds would decide"
+    needed = verdict.count_needed_seeds(against["mean"] + margin, against["sd"])
+    count = f"about {needed}" if needed else "no practical number of"
+    result = f"reward {format_difference(cell)} at {cell['seeds']} seeds is undecided"
+    return f"{result}; {count} seeds would decide"
 
 
 class LimitChoice(NamedTuple):
@@ -304,47 +312,53 @@ class LimitChoice(NamedTuple):
         return None if self.open else "0"
 
 
-def choice(result: dict[str, Any], correction: str, margin: float) -> LimitChoice:
+def choose_limit(result: dict[str, Any], correction: str, margin: float) -> LimitChoice:
     cells = sorted(
         (c for c in result["cells"] if c["correction"] == correction and c["limit"] != "0"),
         key=lambda cell: float(cell["limit"]),
     )
-    good = [cell for cell in cells if not judge(cell, margin)]
+    good = [cell for cell in cells if not find_objection(cell, margin)]
     best = good[-1] if good else None
     least = float(best["limit"]) if best else -math.inf
     next_cell = next((cell for cell in cells if float(cell["limit"]) > least), None)
-    unclear = [(cell["limit"], undecided(cell, margin)) for cell in cells if not good]
+    unclear = [(cell["limit"], describe_undecided(cell, margin)) for cell in cells if not good]
     return LimitChoice(
         cells,
         best,
-        f"at limit {next_cell['limit']}: {judge(next_cell, margin)}" if next_cell else "",
+        f"at limit {next_cell['limit']}: {find_objection(next_cell, margin)}" if next_cell else "",
         next((f"at limit {limit}: {reason_}" for limit, reason_ in unclear if reason_), ""),
     )
 
 
 def suggest(analysis: dict[str, Any], plan: SweepPlan, margin: float = MARGIN) -> dict[str, Any]:
-    """Choose the limit and correction by `rule`; ties go to the higher mean accuracy.
+    """Choose the limit and correction by the rule; ties go to the higher mean reward.
 
-    `set` is for pasting. limit is None if there are too few seeds for a suggestion.
+    `set` has the options to paste. limit is None if there are too few seeds for a suggestion.
     """
-    choices = {name: choice(analysis, name, margin) for name in plan.corrections}
+    choices = {name: choose_limit(analysis, name, margin) for name in plan.corrections}
     if len(analysis["seeds"]) < 2:
         return {
             "limit": None,
             "set": "",
             "reason": "one seed: no interval, so no limit can be suggested; use --seeds 3 or more",
             "by_correction": dict.fromkeys(choices),
-            "rule": rule(margin),
+            "rule": describe_rule(margin),
         }
     result = {
         "by_correction": {
-            name: {"limit": chosen.limit, "why_not_more": chosen.why_not_more}
-            for name, chosen in choices.items()
+            name: {"limit": limit_choice.limit, "why_not_more": limit_choice.why_not_more}
+            for name, limit_choice in choices.items()
         },
-        "rule": rule(margin),
+        "rule": describe_rule(margin),
     }
-    passing = [(name, chosen.best) for name, chosen in choices.items() if chosen.best]
-    unclear = [f"{name}, {chosen.open}" for name, chosen in choices.items() if chosen.open]
+    passing = [
+        (name, limit_choice.best) for name, limit_choice in choices.items() if limit_choice.best
+    ]
+    unclear = [
+        f"{name}, {limit_choice.open}"
+        for name, limit_choice in choices.items()
+        if limit_choice.open
+    ]
     if not passing and unclear:
         return result | {
             "limit": None,
@@ -355,9 +369,9 @@ def suggest(analysis: dict[str, Any], plan: SweepPlan, margin: float = MARGIN) -
         }
     if not passing:
         reasons = "; ".join(
-            f"{name}: {chosen.why_not_more}"
-            for name, chosen in choices.items()
-            if chosen.why_not_more
+            f"{name}: {limit_choice.why_not_more}"
+            for name, limit_choice in choices.items()
+            if limit_choice.why_not_more
         )
         return result | {
             "limit": "0",
@@ -369,15 +383,17 @@ def suggest(analysis: dict[str, Any], plan: SweepPlan, margin: float = MARGIN) -
     return result | {
         "limit": best["limit"],
         "correction": name,
-        "set": set_arguments(plan, name, float(best["limit"])),
-        "reason": reason(name, best, choices[name], margin),
+        "set": format_set_arguments(plan, name, float(best["limit"])),
+        "reason": explain_choice(name, best, choices[name], margin),
     }
 
 
-def reason(name: str, best: dict[str, Any], chosen: LimitChoice, margin: float) -> str:
-    """Explain the choice: its accuracy and speed, and the objection to a higher limit."""
+def explain_choice(
+    name: str, best: dict[str, Any], limit_choice: LimitChoice, margin: float
+) -> str:
+    """Explain the choice: its reward and speed, and the objection to a higher limit."""
     text = (
-        f"limit {best['limit']} with {name}: accuracy {format_difference(best)} against sync at "
+        f"limit {best['limit']} with {name}: reward {format_difference(best)} against sync at "
         f"{best['seeds']} seeds, ESS stays at {best['ess']:.2f} and more, every run stable"
     )
     if not math.isnan(best["speed"]):
@@ -388,24 +404,24 @@ def reason(name: str, best: dict[str, Any], chosen: LimitChoice, margin: float) 
     small = next(
         (
             cell
-            for cell in chosen.cells
-            if not judge(cell, margin) and cell["speed"] >= 0.98 * best["speed"]
+            for cell in limit_choice.cells
+            if not find_objection(cell, margin) and cell["speed"] >= 0.98 * best["speed"]
         ),
         best,
     )
     if small is not best:
         text += f"; limit {small['limit']} is as fast there"
-    if chosen.why_not_more:
-        text += f"; {chosen.why_not_more}"
+    if limit_choice.why_not_more:
+        text += f"; {limit_choice.why_not_more}"
     return text
 
 
-def set_arguments(plan: SweepPlan, correction: str, limit: float) -> str:
+def format_set_arguments(plan: SweepPlan, correction: str, limit: float) -> str:
     """Return the differences from the original config as `--set` arguments."""
     arm = flatten(layers.read_keys(plan.arms[plan.cell[correction, limit]]))
     base = flatten(msgspec.to_builtins(plan.arms[SYNC]))
-    words = [("staleness.max_lag", label(limit))]
+    settings = [("staleness.max_lag", format_limit(limit))]
     for key, value in arm.items():
         if value != base.get(key) and value is not None and key not in SWEPT_KEYS:
-            words.append((key, str(value).lower() if isinstance(value, bool) else value))
-    return " ".join(f"--set {key}={value}" for key, value in words)
+            settings.append((key, str(value).lower() if isinstance(value, bool) else value))
+    return " ".join(f"--set {key}={value}" for key, value in settings)

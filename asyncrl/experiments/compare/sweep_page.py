@@ -1,6 +1,6 @@
 """The page of a sweep.
 
-It has heat maps, speed against accuracy, curves, and every cell.
+It has heat maps, speed against reward, curves, and every cell.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.experiments.compare import verdict
-from asyncrl.experiments.compare.comparison_analysis import KL_BATCHES, signs_told
+from asyncrl.experiments.compare.comparison_analysis import KL_BATCHES, format_findings
 from asyncrl.experiments.compare.page import clean, format_number
 from asyncrl.records import atomic_write, page_kit
 from asyncrl.records.page_kit import (
@@ -51,12 +51,12 @@ HEAD = (
 Cell = dict[str, Any]  # of sweep_analysis: one correction at one limit, over its seeds
 
 
-def cell_rows(result: dict[str, Any]) -> list[list[str]]:
+def format_cells(result: dict[str, Any]) -> list[list[str]]:
     """Return the table of cells as text."""
-    return [cell_row(cell) for cell in result["cells"]]
+    return [format_cell(cell) for cell in result["cells"]]
 
 
-def cell_row(cell: Cell) -> list[str]:
+def format_cell(cell: Cell) -> list[str]:
     """Format one cell in the columns of HEAD."""
     against = cell["difference"]
     low, high = against["interval"]
@@ -81,14 +81,14 @@ def cell_row(cell: Cell) -> list[str]:
     ]
 
 
-def cell_name(cell: Cell) -> str:
+def name_cell(cell: Cell) -> str:
     return f"{cell['correction']}, limit {cell['limit']}"
 
 
 # ---- heat maps -----------------------------------------------------------------------------------
 
 
-def shade_color(value: float, low: float, high: float) -> str:
+def choose_color(value: float, low: float, high: float) -> str:
     """Return a background from red (low) over yellow to green (high)."""
     if not math.isfinite(value):
         return "#f3f4f6"
@@ -96,7 +96,7 @@ def shade_color(value: float, low: float, high: float) -> str:
     return f"hsl({120 * share:.0f} 65% 72%)"
 
 
-def heat(
+def make_heat_map(
     result: dict[str, Any],
     value: Callable[[Cell], float],
     below: Callable[[Cell], str],
@@ -112,53 +112,53 @@ def heat(
     """
     cells = {(cell["correction"], cell["limit"]): cell for cell in result["cells"]}
 
-    def map_cell(correction: str, limit: str) -> TableCell:
+    def make_cell(correction: str, limit: str) -> TableCell:
         cell = cells.get((correction, limit))
         if cell is None:
             return TableCell("")
-        color = shade_color(value(cell), low, high)
+        color = choose_color(value(cell), low, high)
         return TableCell(f"{value(cell):.2f}", below(cell), color)
 
     rows = [
-        [correction, *(map_cell(correction, limit) for limit in result["limits"])]
+        [correction, *(make_cell(correction, limit) for limit in result["limits"])]
         for correction in result["corrections"]
     ]
-    head = ["", *(f"{axis_name(result)} {limit}" for limit in result["limits"])]
+    head = ["", *(f"{name_axis(result)} {limit}" for limit in result["limits"])]
     return TableBlock(head, rows, heading=heading, style="map", note=note)
 
 
-def axis_name(result: dict[str, Any]) -> str:
+def name_axis(result: dict[str, Any]) -> str:
     return "injected lag" if result["injected"] else "limit"
 
 
-def accuracy_map(result: dict[str, Any]) -> TableBlock:
-    """Build the map of final accuracy, difference from sync and unstable runs."""
+def make_reward_map(result: dict[str, Any]) -> TableBlock:
+    """Build the map of final reward, difference from sync and unstable runs."""
 
-    def cell_note(cell: Cell) -> str:
+    def describe_cell(cell: Cell) -> str:
         against = cell["difference"]
         low, high = against["interval"]
-        bad = f" \u26a0{cell['unstable']}/{cell['seeds']}" if cell["unstable"] else ""
+        warning = f" \u26a0{cell['unstable']}/{cell['seeds']}" if cell["unstable"] else ""
         texts = [format_number(value, "+.2f") for value in (against["mean"], low, high)]
-        return f"{texts[0]} [{texts[1]}, {texts[2]}]{bad}"
+        return f"{texts[0]} [{texts[1]}, {texts[2]}]{warning}"
 
     best = max([cell["final"] for cell in result["cells"]] + [result["sync"]["final"]])
     sync = f"{result['sync']['final']:.3f} over {result['sync']['seeds']} seed(s)"
-    return heat(
+    return make_heat_map(
         result,
         lambda cell: float(cell["final"]),
-        cell_note,
+        describe_cell,
         0.0,
         best,
-        heading="Accuracy at the end, mean over seeds",
-        note=f"Below it: difference from the synchronous run of the config as it is ({sync}), with "
-        "its 95 % interval over seeds, paired by seed. \u26a0 unstable runs of all; a run that was "
-        "given up keeps its last accuracy.",
+        heading="Final reward, mean over seeds",
+        note="Below it: difference from the synchronous run of the unchanged config "
+        f"({sync}), with its 95 % interval over seeds, paired by seed. \u26a0 unstable "
+        "runs of all; a run that stopped early keeps its last reward.",
     )
 
 
-def ess_map(result: dict[str, Any]) -> TableBlock:
+def make_ess_map(result: dict[str, Any]) -> TableBlock:
     """Build the map of the lowest ESS and the largest KL from behavior to target."""
-    return heat(
+    return make_heat_map(
         result,
         lambda cell: float(cell["ess"]),
         lambda cell: f"KL up to {format_number(cell['kl'], '.2g')}",
@@ -172,10 +172,10 @@ def ess_map(result: dict[str, Any]) -> TableBlock:
 # ---- plots ---------------------------------------------------------------------------------------
 
 
-def frontier(result: dict[str, Any]) -> PlotBlock:
-    """Plot final accuracy against speed, with the best of each limit labeled.
+def plot_frontier(result: dict[str, Any]) -> PlotBlock:
+    """Plot final reward against speed, with the best of each limit labeled.
 
-    Without plots if no speed was measured.
+    The block is empty if no speed was measured.
     """
     timed = [cell for cell in result["cells"] if math.isfinite(cell["speed"])]
     lines = [
@@ -191,56 +191,59 @@ def frontier(result: dict[str, Any]) -> PlotBlock:
         for limit in result["limits"]
     }
     notes = [
-        (result["speed"][limit], accuracy, f"{axis_name(result)} {limit}")
+        (result["speed"][limit], accuracy, f"{name_axis(result)} {limit}")
         for limit, accuracy in top.items()
         if accuracy is not None
     ]
-    plot = PagePlot(
-        "", "accuracy at the end", lines, "speed against limit 0", "points", notes=notes
-    )
+    plot = PagePlot("", "final reward", lines, "speed against limit 0", "points", notes=notes)
     return PlotBlock(
         [plot] if timed else [],
-        heading="Frontier: speed against accuracy",
+        heading="Frontier: speed against reward",
         style="wide",
         note="Speed of a limit against limit 0, in decode steps of a short run at natural lag, "
-        "with an update as long as the writing of one batch (learner and generators equally fast); "
-        "the correction's own cost is not in it.",
+        "with an update as long as the generation of one batch (learner and generators equally "
+        "fast); it leaves out the cost of the correction.",
     )
 
 
-def curves(result: dict[str, Any]) -> list[PagePlot]:
-    """Plot accuracy over training: one plot a limit, one line a correction."""
+def plot_curves(result: dict[str, Any]) -> list[PagePlot]:
+    """Plot the reward over training: one plot a limit, one line a correction."""
     plots = []
     for limit in result["limits"]:
         lines = []
         for cell in result["cells"]:
             if cell["limit"] == limit:
-                points = mean_curve(cell["curves"])
+                points = average_curves(cell["curves"])
                 color = list(result["corrections"]).index(cell["correction"])
-                across, up = ([point[i] for point in points] for i in (0, 1))
-                lines.append(PlotLine(cell["correction"], across, up, color=color))
-        plots.append(PagePlot(f"{axis_name(result)} {limit}", "accuracy", lines, "version"))
+                xs, ys = ([point[i] for point in points] for i in (0, 1))
+                lines.append(PlotLine(cell["correction"], xs, ys, color=color))
+        plots.append(PagePlot(f"{name_axis(result)} {limit}", "mean reward", lines, "version"))
     return plots
 
 
-def mean_curve(curves: Sequence[tuple[list[float], list[float]]]) -> list[tuple[float, float]]:
+def average_curves(
+    seed_curves: Sequence[tuple[list[float], list[float]]],
+) -> list[tuple[float, float]]:
     """Return the mean over seeds at each step that any seed has.
 
-    A seed that stopped early keeps its last accuracy.
+    A seed that stopped early keeps its last reward.
     """
-    every = sorted({step for steps, _ in curves for step in steps})
+    all_steps = sorted({step for steps, _ in seed_curves for step in steps})
 
-    def value_at(steps: list[float], values: list[float], wanted: float) -> float:
+    def find_value(steps: list[float], values: list[float], at_step: float) -> float:
         backwards = zip(reversed(steps), reversed(values), strict=True)
-        return next((value for step, value in backwards if step <= wanted), values[0])
+        return next((value for step, value in backwards if step <= at_step), values[0])
 
-    return [(step, sum(value_at(*curve, step) for curve in curves) / len(curves)) for step in every]
+    return [
+        (step, sum(find_value(*curve, step) for curve in seed_curves) / len(seed_curves))
+        for step in all_steps
+    ]
 
 
 # ---- sentences -----------------------------------------------------------------------------------
 
 
-def headline(suggestion: dict[str, Any]) -> str:
+def format_headline(suggestion: dict[str, Any]) -> str:
     if suggestion["limit"] is None:
         return "No suggestion"
     return f"Suggested: staleness.max_lag = {suggestion['limit']}" + (
@@ -251,7 +254,7 @@ def headline(suggestion: dict[str, Any]) -> str:
 def list_problems(result: dict[str, Any]) -> list[str]:
     """List the problems of cells with unstable runs."""
     return [
-        f"{cell_name(cell)}: {cell['unstable']} of {cell['seeds']}: {', '.join(cell['trouble'])}"
+        f"{name_cell(cell)}: {cell['unstable']} of {cell['seeds']}: {', '.join(cell['trouble'])}"
         + (f"; likely cause: {cell['cause']}" if cell["cause"] else "")
         for cell in result["cells"]
         if cell["unstable"]
@@ -259,7 +262,7 @@ def list_problems(result: dict[str, Any]) -> list[str]:
 
 
 def loses_tokens(cell: Cell) -> bool:
-    """Whether the staleness rule dropped, masked or downweighted tokens of the cell."""
+    """Return whether the staleness rule dropped, masked or downweighted tokens of the cell."""
     lines = cell["ledger_lines"]
     return any(name in lines for name in ("masked_stale", "dropped_stale", "abandoned")) or any(
         "faded" in size for line in lines.values() for size in line
@@ -269,21 +272,20 @@ def loses_tokens(cell: Cell) -> bool:
 # ---- the page ------------------------------------------------------------------------------------
 
 
-def page_blocks(result: dict[str, Any], corrections: Sequence[tuple[str, str, str]]) -> list[Block]:
+def list_blocks(result: dict[str, Any], corrections: Sequence[tuple[str, str, str]]) -> list[Block]:
     """Return the parts of the page, in their order."""
     suggestion, sync = result["suggestion"], result["sync"]
     suggested = [suggestion["reason"] + ".", suggestion.get("set"), f"rule: {suggestion['rule']}"]
     missing = [
-        f"{result['missing']} runs of this grid are not made yet; empty cells are missing, not "
-        "zero."
+        f"{result['missing']} runs of this grid are still to be made; their cells are empty."
     ]
     signs = [
         line
         for cell in result["cells"]
-        for line in signs_told(cell_name(cell), cell["signs"], cell["seeds"])
+        for line in format_findings(name_cell(cell), cell["signs"], cell["seeds"])
     ]
     losses = [
-        TableBlock(head, rows, heading=f"What the staleness rule took: {cell_name(cell)}")
+        TableBlock(head, rows, heading=f"Losses by the staleness rule: {name_cell(cell)}")
         for cell in result["cells"]
         if loses_tokens(cell)
         for head, *rows in [build_length_ledger(cell)]
@@ -291,34 +293,34 @@ def page_blocks(result: dict[str, Any], corrections: Sequence[tuple[str, str, st
     return [
         TextBlock(
             "\n".join(line for line in suggested if line),
-            heading=headline(suggestion),
+            heading=format_headline(suggestion),
             id="suggestion",
             style="box",
         ),
         ListBlock(missing if result["missing"] else [], style="bad"),
-        accuracy_map(result),
-        ess_map(result),
-        frontier(result),
-        PlotBlock(curves(result), heading="Accuracy over training, by limit"),
+        make_reward_map(result),
+        make_ess_map(result),
+        plot_frontier(result),
+        PlotBlock(plot_curves(result), heading="Reward over training, by limit"),
         TableBlock(
-            ("", "is", "differs from the config by"),
+            ("", "is", "differences from the config"),
             corrections,
             heading="Corrections",
             id="corrections",
-            words=3,
+            text_columns=3,
         ),
-        TableBlock(HEAD, cell_rows(result), heading="Cells", id="cells"),
+        TableBlock(HEAD, format_cells(result), heading="Cells", id="cells"),
         *losses,
         ListBlock(signs, heading="Signs", id="signs"),
         ListBlock(list_problems(result), heading="Unstable", style="bad"),
         TextBlock(
-            "OOD end: accuracy on out-of-distribution prompts after the last batch, over the runs "
-            f"that got there (the synchronous run: {format_number(sync['ood_end'], '.3f')}). KL to "
-            "ref: KL(target || reference), k3, nats a token, mean over a run's last "
+            "OOD end: mean reward on out-of-distribution prompts after the last batch, over the "
+            f"runs that reach it (the synchronous run: {format_number(sync['ood_end'], '.3f')}). "
+            "KL to ref: KL(target || reference), k3, nats a token, mean over a run's last "
             f"{KL_BATCHES} batches, without its first, which precedes any update (the synchronous "
             f"run: {format_number(sync['kl_ref'], '.3g')}). "
             "KL max: behavior to target. Unstable by these rules: "
-            f"{verdict.StabilityBounds()}. Collapsed runs are given up at that point. p: paired t "
+            f"{verdict.StabilityBounds()}. Collapsed runs are stopped early. p: paired t "
             "over seeds, Holm's correction over all cells.",
             style="soft",
         ),
@@ -334,7 +336,7 @@ def write(
 ) -> Path:
     """Write DIR/report.html and DIR/result.json and return the page's path."""
     blob = json.dumps(clean(result))
-    page = page_kit.render(name, subtitle, page_blocks(result, corrections), {"sweep": blob})
+    page = page_kit.render(name, subtitle, list_blocks(result, corrections), {"sweep": blob})
     for path, text in ((directory / "report.html", page), (directory / "result.json", blob)):
         atomic_write.write(path, text)
     return directory / "report.html"

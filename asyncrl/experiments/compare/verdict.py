@@ -2,10 +2,10 @@
 
 There are two sources of uncertainty, kept apart.
 
-- Other prompts: the runs stay as they are and only the finite evaluation set is uncertain. The
-  interval is normal, from binomial variances.
-- Other seeds: would new runs show the difference too? The interval is a paired t interval over
-  seeds, because a plain bootstrap of 3 to 8 seeds is too narrow.
+- Other prompts: the runs are fixed and only the finite evaluation set is uncertain. The interval is
+  normal, from the largest variances of rewards in [0, 1]. Other rewards have no such interval.
+- Other seeds: new runs may differ. The interval is a paired t interval over seeds, because a plain
+  bootstrap of 3 to 8 seeds is too narrow.
 
 Several arms are corrected by Holm (1979).
 """
@@ -21,6 +21,7 @@ from typing import Any
 
 LEVEL = 0.05
 POWER = 0.8
+MOST_SEEDS = 1000  # of a design
 EQUAL = 1e-12  # differences up to this are rounding
 
 
@@ -47,25 +48,29 @@ class PairedDifference:
     def is_different(self) -> bool:
         return self.adjusted < LEVEL
 
-    def verdict_word(self) -> str:
+    def choose_word(self) -> str:
         if not self.is_different:
             return "no difference visible"
         return "better" if self.mean > 0 else "worse"
 
 
-def paired(arm: Sequence[float], base: Sequence[float], prompts: int = 0) -> PairedDifference:
+def compare_pairs(
+    arm: Sequence[float], base: Sequence[float], prompts: int = 0
+) -> PairedDifference:
     """Compare two arms by seed.
 
     arm, base: one value a seed, in the same order.
-    prompts: n of each accuracy; 0 for no prompt interval.
+    prompts: n of each mean reward; 0 for no prompt interval.
 
-    Accuracies are multiples of 1 / n, so a smaller standard deviation over seeds cannot be measured
-    and is raised to 1 / n. Without n, identical nonzero differences get the p value of the sign
-    test, 2^(1 - seeds), and no interval.
+    Means of rewards that are 0 or 1 are multiples of 1 / n, so a smaller standard deviation over
+    seeds cannot be measured and is raised to 1 / n. Without n, and for means outside [0, 1],
+    identical nonzero differences get the p value of the sign test, 2^(1 - seeds), and no interval.
     """
     from scipy import stats  # costs a second of CPU, too much for a command that only refuses
 
     differences = [value - reference for value, reference in zip(arm, base, strict=True)]
+    if not all(0 <= value <= 1 for value in (*arm, *base)):
+        prompts = 0  # a judge's grades have another range, so their variance is unknown
     seeds = len(differences)
     mean = sum(differences) / seeds
     sd = (
@@ -84,13 +89,12 @@ def paired(arm: Sequence[float], base: Sequence[float], prompts: int = 0) -> Pai
             result.low = result.high = mean
     elif seeds > 1:
         error = result.sd / math.sqrt(seeds)
-        half = float(stats.t.ppf(1 - LEVEL / 2, seeds - 1)) * result.sd / math.sqrt(seeds)
+        half = float(stats.t.ppf(1 - LEVEL / 2, seeds - 1)) * error
         result.p = float(2 * stats.t.sf(abs(mean) / error, seeds - 1))
         result.low = mean - half
         result.high = mean + half
     if prompts:
-        # Conservative: both arms answer the same prompts, and their positive covariance is
-        # left out.
+        # Conservative: both arms have the same prompts, whose positive covariance is left out.
         variances = sum(a * (1 - a) + b * (1 - b) for a, b in zip(arm, base, strict=True))
         half = float(stats.norm.ppf(1 - LEVEL / 2)) * (math.sqrt(variances / prompts) / seeds)
         result.prompt_low = mean - half
@@ -98,19 +102,19 @@ def paired(arm: Sequence[float], base: Sequence[float], prompts: int = 0) -> Pai
     return result
 
 
-def holm(differences: Mapping[Any, PairedDifference]) -> None:
+def adjust_by_holm(differences: Mapping[Any, PairedDifference]) -> None:
     """Fill in `adjusted` by Holm's step-down procedure, where p is known."""
-    known = sorted(
+    ordered = sorted(
         (difference for difference in differences.values() if not math.isnan(difference.p)),
         key=lambda difference: difference.p,
     )
     worst = 0.0
-    for rank, difference in enumerate(known):
-        worst = max(worst, min(1.0, (len(known) - rank) * difference.p))
+    for rank, difference in enumerate(ordered):
+        worst = max(worst, min(1.0, (len(ordered) - rank) * difference.p))
         difference.adjusted = worst
 
 
-def power(effect: float, sd: float, seeds: int, level: float = LEVEL) -> float:
+def compute_power(effect: float, sd: float, seeds: int, level: float = LEVEL) -> float:
     """Return the power of a paired t-test over `seeds` pairs.
 
     effect: the true difference.
@@ -122,17 +126,17 @@ def power(effect: float, sd: float, seeds: int, level: float = LEVEL) -> float:
 
     shift = effect / sd * math.sqrt(seeds)
     critical = float(stats.t.ppf(1 - level / 2, seeds - 1))
-    spread, weight = _spreads(seeds - 1)
+    spread, weight = _list_spreads(seeds - 1)
     beyond = special.ndtr(shift - critical * spread) + special.ndtr(-shift - critical * spread)
     return float((weight * beyond).sum())
 
 
 @functools.cache
-def _spreads(freedom: int) -> tuple[Any, Any]:
+def _list_spreads(freedom: int) -> tuple[Any, Any]:
     """Return estimates of a standard deviation of 1, and their quadrature weights.
 
     The mean of normal tails over these is the tail of a noncentral t distribution. scipy's loses
-    precision far out, which two seeds need.
+    precision in the far tails, which two seeds need.
     """
     import numpy as np
     from scipy import stats
@@ -141,7 +145,7 @@ def _spreads(freedom: int) -> tuple[Any, Any]:
     return np.sqrt(stats.chi2.ppf((nodes + 1) / 2, freedom) / freedom), weight / 2
 
 
-def detectable(sd: float, seeds: int, level: float = LEVEL) -> float:
+def find_detectable(sd: float, seeds: int, level: float = LEVEL) -> float:
     """Return the smallest difference that `seeds` pairs show with 80 % power."""
     if seeds < 2 or not sd > 0:
         return math.nan
@@ -149,25 +153,29 @@ def detectable(sd: float, seeds: int, level: float = LEVEL) -> float:
     high = 100 * sd
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if power(middle, sd, seeds, level) < POWER else (low, middle)
+        low, high = (
+            (middle, high) if compute_power(middle, sd, seeds, level) < POWER else (low, middle)
+        )
     return high
 
 
-def seeds_needed(effect: float, sd: float, most: int = 1000, level: float = LEVEL) -> int | None:
-    """Return how many pairs show `effect` with 80 % power; None if above `most`."""
+def count_needed_seeds(effect: float, sd: float, level: float = LEVEL) -> int | None:
+    """Return the number of pairs that show `effect` with 80 % power; None if above MOST_SEEDS."""
     if not sd > 0:
         return 2
-    if power(effect, sd, most, level) < POWER:
+    if compute_power(effect, sd, MOST_SEEDS, level) < POWER:
         return None
-    low, high = 1, most  # power grows with the seeds; `low` seeds are too few
+    low, high = 1, MOST_SEEDS  # power grows with the seeds; `low` seeds are too few
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if power(effect, sd, middle, level) < POWER else (low, middle)
+        low, high = (
+            (middle, high) if compute_power(effect, sd, middle, level) < POWER else (low, middle)
+        )
     return high
 
 
-def verdict(name: str, base: str, difference: PairedDifference, measure: str) -> str:
-    """Put a difference into one sentence."""
+def state_verdict(name: str, base: str, difference: PairedDifference, measure: str) -> str:
+    """Describe a difference in one sentence."""
     if difference.seeds < 2:
         return (
             f"{name} against {base}: {measure} {difference.mean:+.3f} with one seed: no verdict is "
@@ -180,15 +188,15 @@ def verdict(name: str, base: str, difference: PairedDifference, measure: str) ->
             f"{name} is {'better' if difference.mean > 0 else 'worse'} than {base}: {measured}, "
             f"p = {difference.adjusted:.3f} with Holm's correction"
         )
-    need = seeds_needed(difference.mean, difference.sd)
-    more = (
-        f"about {need} seeds would show a difference of this size"
-        if need
+    needed = count_needed_seeds(difference.mean, difference.sd)
+    advice = (
+        f"about {needed} seeds would show a difference of this size"
+        if needed
         else "no practical number of seeds would show so small a difference"
     )
     return (
         f"{name} against {base}: no difference visible at {difference.seeds} seeds ({measured}); "
-        f"{more}"
+        f"{advice}"
     )
 
 
@@ -204,12 +212,12 @@ class StabilityBounds:
     kl: float = 0.5  # nats a token, behavior to target policy
     gradient: float = 20.0  # times the median of the first tenth
     entropy: float = 0.05  # share of its value at the start
-    swing: float = 0.15  # change of accuracy between neighboring evaluations
+    swing: float = 0.15  # change of the held-out reward between neighboring evaluations
     truncated: float = 0.5  # share of completions cut at the limit
 
     def __str__(self) -> str:
         return (
-            f"accuracy below half its best for {self.evaluations} evaluations; KL above "
+            f"held-out reward below half its best for {self.evaluations} evaluations; KL above "
             f"{self.kl:g} nats a token or gradient norm above {self.gradient:g} times its start in "
             f"{self.batches} batches; entropy below {self.entropy:.0%} of its start; three swings "
             f"above {self.swing:g}; more than {self.truncated:.0%} of completions cut; loss not "
@@ -217,48 +225,47 @@ class StabilityBounds:
         )
 
 
-def series(rows: Sequence[Mapping[str, float]], name: str) -> list[float]:
+def list_values(rows: Sequence[Mapping[str, float]], name: str) -> list[float]:
     """Return a metric's values in the rows that have it."""
     return [row[name] for row in rows if name in row]
 
 
-def stability(
-    accuracy: Sequence[float],
+def list_instabilities(
+    rewards: Sequence[float],
     rows: Sequence[Mapping[str, float]],
-    bounds: StabilityBounds | None = None,
 ) -> list[str]:
     """Return the rules of stability that a run breaks; empty if it is stable.
 
-    accuracy: held-out, by evaluation.
+    rewards: held-out, by evaluation.
     rows: metrics by step.
     """
-    bounds = bounds or StabilityBounds()
+    bounds = StabilityBounds()
     problems = [
-        collapse(accuracy, bounds),
-        kl_collapsed(series(rows, "kl/behavior_target_k3"), bounds),
-        gradient_exploded(series(rows, "optim/grad_norm"), bounds),
-        entropy_collapsed(series(rows, "policy/entropy"), bounds),
-        accuracy_oscillates(accuracy, bounds),
-        cut_off(series(rows, "answer/truncated_share"), bounds),
+        find_collapse(rewards, bounds),
+        find_kl_divergence(list_values(rows, "kl/behavior_target_k3"), bounds),
+        find_gradient_explosion(list_values(rows, "optim/grad_norm"), bounds),
+        find_entropy_collapse(list_values(rows, "policy/entropy"), bounds),
+        find_oscillation(rewards, bounds),
+        find_length_explosion(list_values(rows, "answer/truncated_share"), bounds),
     ]
     return [problem for problem in problems if problem]
 
 
-def collapse(accuracy: Sequence[float], bounds: StabilityBounds) -> str:
+def find_collapse(rewards: Sequence[float], bounds: StabilityBounds) -> str:
     best = 0.0
     below = 0
-    for value in accuracy:
+    for value in rewards:
         best = max(best, value)
         below = below + 1 if value < best / 2 else 0
         if below == bounds.evaluations:
             return (
-                f"collapse: accuracy below half its best ({best:.2f}) for {bounds.evaluations} "
-                "evaluations"
+                f"collapse: held-out reward below half its best ({best:.2f}) for "
+                f"{bounds.evaluations} evaluations"
             )
     return ""
 
 
-def kl_collapsed(kls: Sequence[float], bounds: StabilityBounds) -> str:
+def find_kl_divergence(kls: Sequence[float], bounds: StabilityBounds) -> str:
     over = sum(kl > bounds.kl for kl in kls)
     if over < bounds.batches and all(map(math.isfinite, kls)):
         return ""
@@ -268,7 +275,7 @@ def kl_collapsed(kls: Sequence[float], bounds: StabilityBounds) -> str:
     )
 
 
-def gradient_exploded(norms: Sequence[float], bounds: StabilityBounds) -> str:
+def find_gradient_explosion(norms: Sequence[float], bounds: StabilityBounds) -> str:
     if len(norms) < 10:
         return ""
     start = sorted(norms[: max(5, len(norms) // 10)])
@@ -282,30 +289,32 @@ def gradient_exploded(norms: Sequence[float], bounds: StabilityBounds) -> str:
     )
 
 
-def entropy_collapsed(entropy: Sequence[float], bounds: StabilityBounds) -> str:
+def find_entropy_collapse(entropy: Sequence[float], bounds: StabilityBounds) -> str:
     if not entropy or not min(entropy[-5:]) < bounds.entropy * entropy[0]:
         return ""
     return f"entropy collapse: {entropy[-1]:.3f} of {entropy[0]:.3f} nats a token"
 
 
-def accuracy_oscillates(accuracy: Sequence[float], bounds: StabilityBounds) -> str:
-    wide = sum(abs(now - previous) > bounds.swing for previous, now in itertools.pairwise(accuracy))
+def find_oscillation(rewards: Sequence[float], bounds: StabilityBounds) -> str:
+    wide = sum(
+        abs(reward - previous) > bounds.swing for previous, reward in itertools.pairwise(rewards)
+    )
     turns = sum(
-        (y - x) * (z - y) < 0 for x, y, z in zip(accuracy, accuracy[1:], accuracy[2:], strict=False)
+        (y - x) * (z - y) < 0 for x, y, z in zip(rewards, rewards[1:], rewards[2:], strict=False)
     )
     if wide < 3 or turns < 3:
         return ""
     return f"oscillation: {wide} swings of more than {bounds.swing:g}"
 
 
-def cut_off(shares: Sequence[float], bounds: StabilityBounds) -> str:
+def find_length_explosion(shares: Sequence[float], bounds: StabilityBounds) -> str:
     if len(shares) < 3 or not min(shares[-3:]) > bounds.truncated:
         return ""
     return f"length explosion: {shares[-1]:.0%} of the completions are cut at max_new_tokens"
 
 
-def area(steps: Sequence[float], values: Sequence[float]) -> float:
-    """Return the mean height of a curve (trapezoids), in the unit of its values."""
+def compute_area(steps: Sequence[float], values: Sequence[float]) -> float:
+    """Return the mean of a curve over its steps (trapezoids), in the unit of its values."""
     if len(steps) < 2 or steps[-1] == steps[0]:
         return values[-1] if values else math.nan
     total = sum(

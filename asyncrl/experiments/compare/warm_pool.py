@@ -1,7 +1,8 @@
-"""Warm workers: processes that make run after run with imports and engine loaded.
+"""Warm workers: processes that keep imports and engine loaded from run to run.
 
-DIR/cells/NAME.toml is a cell's whole config, which `asyncrl run` accepts too. DIR/cells/NAME.json
-is its record, written when the cell finishes, so an interrupted grid continues cell by cell.
+DIR/cells/NAME.toml is a cell's complete config, which `asyncrl run` accepts too.
+DIR/cells/NAME.json is its record, written when the cell finishes, so an interrupted grid continues
+cell by cell.
 
 A worker is `python -m asyncrl.experiments.compare.warm_worker DIR`. It reads names from stdin, one
 a line, and writes events to stdout, one JSON object a line.
@@ -34,13 +35,13 @@ from asyncrl.records import atomic_write
 EventCallback = Callable[[str, dict[str, Any]], None]
 
 
-def collapsed(_steps: list[float], accuracy: list[float]) -> str:
-    """Return why a run stops early; empty if it continues.
+def describe_collapse(_steps: list[float], rewards: list[float]) -> str:
+    """Return the reason to stop a run early; empty if it continues.
 
-    The rule is accuracy below half its best for `verdict.StabilityBounds().evaluations` evaluations
-    in a row.
+    The rule is a held-out reward below half its best for
+    `verdict.StabilityBounds().evaluations` evaluations in a row.
     """
-    return verdict.collapse(accuracy, verdict.StabilityBounds())
+    return verdict.find_collapse(rewards, verdict.StabilityBounds())
 
 
 @dataclass
@@ -55,21 +56,21 @@ class CellStore:
 
     def add(self, name: str, config: Config, seed: int) -> None:
         seeded = msgspec.structs.replace(config, seed=seed)
-        path = self.path(name).with_suffix(".toml")
+        path = self.get_path(name).with_suffix(".toml")
         if path.exists() and load.load(path) != seeded:
             raise ConfigError(
-                f"{path} holds a run with other settings; choose another directory by --out"
+                f"{path} holds a run with other settings; choose another directory with --out"
             )
         self.configs[name] = seeded
 
-    def path(self, name: str) -> Path:
+    def get_path(self, name: str) -> Path:
         return self.directory / "cells" / f"{name}.json"
 
     def read(self, name: str) -> dict[str, Any]:
-        return dict(json.loads(self.path(name).read_text(encoding="utf-8")))
+        return dict(json.loads(self.get_path(name).read_text(encoding="utf-8")))
 
-    def todo(self) -> list[str]:
-        return [n for n in self.configs if not self.path(n).exists()]
+    def list_missing(self) -> list[str]:
+        return [n for n in self.configs if not self.get_path(n).exists()]
 
     def run(
         self,
@@ -81,16 +82,16 @@ class CellStore:
     ) -> None:
         """Run the missing cells in the order of `add`.
 
-        No cell starts once `may_start` returns False. Raises AsyncrlError if a run fails; cells
-        that others finish by then are kept.
+        No cell starts once `may_start` returns False. Raises AsyncrlError if a run fails; the
+        finished cells are kept.
         """
         if not may_start():
             return
         (self.directory / "cells").mkdir(parents=True, exist_ok=True)
         for name, config in self.configs.items():
-            if not self.path(name).with_suffix(".toml").exists():
-                atomic_write.write(self.path(name).with_suffix(".toml"), load.dump(config))
-        queue = deque(self.todo())
+            if not self.get_path(name).with_suffix(".toml").exists():
+                atomic_write.write(self.get_path(name).with_suffix(".toml"), load.dump(config))
+        queue = deque(self.list_missing())
         team = [
             WarmWorker(self.directory, n, queue, on_event, abandon, may_start=may_start)
             for n in range(min(workers, len(queue)))
@@ -100,7 +101,9 @@ class CellStore:
                 worker.thread.start()
             for worker in team:
                 while worker.thread.is_alive():
-                    worker.thread.join(0.2)  # a timeout lets Ctrl-C through
+                    worker.thread.join(
+                        0.2
+                    )  # only a wait with a timeout can be interrupted by Ctrl-C
         except BaseException:
             queue.clear()
             for worker in team:
@@ -162,21 +165,21 @@ class WarmWorker:
                 self.process.stdin.flush()
             except BrokenPipeError:
                 pass  # the worker has exited; its stdout ends below
-            done = False
-            while not done and not self.failed:
+            is_done = False
+            while not is_done and not self.failed:
                 line = self.process.stdout.readline()
                 if not line:
-                    last = [
+                    last_lines = [
                         x for x in self.log.read_text(encoding="utf-8").splitlines() if x.strip()
                     ][-1:]
                     self.failed = (
                         f"run {name}: its process ended ({describe_exit(self.process.wait())}) "
-                        f"{' '.join(last)} (log: {self.log})"
+                        f"{' '.join(last_lines)} (log: {self.log})"
                     )
                     break
                 event = json.loads(line)
                 self.failed = f"run {name}: {event['error']}" if "error" in event else ""
-                done = "done" in event
+                is_done = "done" in event
                 if not self.failed:
                     self.on_event(name, event)
         if self.failed:

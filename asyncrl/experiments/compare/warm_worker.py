@@ -16,7 +16,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.importing import collection_paused
 from asyncrl.experiments import process_run
-from asyncrl.experiments.compare.warm_pool import collapsed
+from asyncrl.experiments.compare.warm_pool import describe_collapse
 from asyncrl.experiments.one_process import needs_own_process
 from asyncrl.experiments.serial_record import RunRecord
 from asyncrl.records import atomic_write
@@ -30,12 +30,12 @@ def run_in_processes(directory: Path, cell: Path, config: Config) -> RunRecord:
 
 
 def main(directory: Path, abandon: bool) -> None:
-    """Run cells by name until stdin ends: here, or those that cannot as processes of their own."""
+    """Run cells by name until stdin ends, in this process or as processes of a run."""
     with collection_paused():
         from asyncrl.experiments import serial
 
     events = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # prints of libraries and reward functions go to the log
+    os.dup2(2, 1)  # libraries and reward functions print to the log
 
     def send_event(**event: Any) -> None:
         events.write(json.dumps(event) + "\n")
@@ -45,9 +45,9 @@ def main(directory: Path, abandon: bool) -> None:
         path = directory / "cells" / f"{line.strip()}.toml"
         config = load.load(path)
 
-        def watch(steps: list[float], accuracy: list[float]) -> str:
-            send_event(step=int(steps[-1]), accuracy=accuracy[-1])
-            return collapsed(steps, accuracy) if abandon else ""
+        def watch(steps: list[float], rewards: list[float]) -> str:
+            send_event(step=int(steps[-1]), accuracy=rewards[-1])
+            return describe_collapse(steps, rewards) if abandon else ""
 
         try:
             if needs_own_process(config):

@@ -1,1 +1,1 @@
-"""Figures of what runs, comparisons and sweeps measured."""
+"""Figures of the measurements of runs, comparisons and sweeps."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl.contract.errors import ConfigError
-from asyncrl.experiments.figure.figure_points import HELDOUT, LAG, STEP, FigureLine, caption
+from asyncrl.experiments.figure.figure_points import HELDOUT, LAG, STEP, FigureLine, make_caption
 from asyncrl.models.installed import build_install_command
 
 OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -18,7 +18,7 @@ MARKERS = "osD^vPX"
 STYLES = ("-", "--", ":", "-.")
 FORMATS = (".pdf", ".svg", ".png")
 LABELS = {STEP: "step (versions)", LAG: "measured mean lag (versions)"}
-# text stays text in a PDF or an SVG, and the same points give the same file
+# keep text as text in PDF and SVG, and give the same file for the same points
 SETTINGS = {"pdf.fonttype": 42, "svg.fonttype": "none", "svg.hashsalt": "asyncrl"}
 DATES = {".pdf": "CreationDate", ".svg": "Date"}
 
@@ -26,10 +26,10 @@ DATES = {".pdf": "CreationDate", ".svg": "Date"}
 def draw(lines: Sequence[FigureLine], metric: str, across: str, path: Path) -> None:
     """Write the figure to `path`, in the format of its ending.
 
-    Raises ConfigError for another ending, and where matplotlib is not installed.
+    Raises ConfigError for another ending, and if matplotlib is not installed.
     """
     if path.suffix not in FORMATS:
-        raise ConfigError(f"-o {path}: write a name that ends in {', '.join(FORMATS)}")
+        raise ConfigError(f"-o {path}: give a name that ends in {', '.join(FORMATS)}")
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
@@ -59,6 +59,6 @@ def draw(lines: Sequence[FigureLine], metric: str, across: str, path: Path) -> N
         axes.spines[["top", "right"]].set_visible(False)
         columns = min(3, len(lines))
         figure.legend(loc="outside upper center", ncols=columns, frameon=False, fontsize=8)
-        figure.supxlabel(caption(lines, across), fontsize=7)
+        figure.supxlabel(make_caption(lines, across), fontsize=7)
         date = DATES.get(path.suffix)
         figure.savefig(path, dpi=200, metadata={date: None} if date else None)

@@ -59,12 +59,12 @@ class MeasuredRun(NamedTuple):
 
 
 def read_points(paths: Sequence[Path], metric: str, across: str) -> list[FigurePoint]:
-    """All points of these directories.
+    """Return all points of these directories.
 
     across: STEP for every measurement, LAG for the last one of each run.
 
-    Raises ConfigError for a directory that holds no run, comparison or sweep, and where none of
-    them measured the metric.
+    Raises ConfigError for a directory without a run, comparison or sweep, and if no run measured
+    the metric.
     """
     points: list[FigurePoint] = []
     for path in paths:
@@ -72,7 +72,7 @@ def read_points(paths: Sequence[Path], metric: str, across: str) -> list[FigureP
             name = run.series
             if across == STEP and run.place:
                 name = f"{name}, limit {run.place}"
-            if len(paths) > 1:  # they may hold series of one name
+            if len(paths) > 1:  # they may hold series of the same name
                 name = _join_names(path, name, paths)
             if across == LAG and run.curve:
                 place = run.place or name
@@ -88,7 +88,7 @@ def read_points(paths: Sequence[Path], metric: str, across: str) -> list[FigureP
 
 
 def _join_names(path: Path, series: str, paths: Sequence[Path]) -> str:
-    names = Counter(other.name for other in paths)
+    names = Counter(one_path.name for one_path in paths)
     folder = path.name if names[path.name] == 1 else str(path)
     return folder if series == path.name else f"{folder}: {series}"
 
@@ -101,15 +101,15 @@ def _read_runs(path: Path, metric: str) -> list[MeasuredRun]:
     if (path / "config.toml").is_file() and (path / "run_id").is_file():
         return [_read_run_directory(path, path.name, 0, metric)]
     raise ConfigError(
-        f"{path} holds no run, comparison or sweep; give a directory that `asyncrl run`, `compare` "
-        "or `sweep` named"
+        f"{path} holds no run, comparison or sweep; give a directory of `asyncrl run`, `compare` "
+        "or `sweep`"
     )
 
 
 def _read_run_directory(path: Path, series: str, seed: int, metric: str) -> MeasuredRun:
     pairs = ((row["step"], row.get(metric)) for row in metrics.read(path))
     lag = summary.read_buffer_summary(path)["lag"]["mean"]
-    return MeasuredRun(series, seed, _numbers(pairs), float(lag))
+    return MeasuredRun(series, seed, _select_finite(pairs), float(lag))
 
 
 def _read_comparison(path: Path, metric: str) -> list[MeasuredRun]:
@@ -119,7 +119,7 @@ def _read_comparison(path: Path, metric: str) -> list[MeasuredRun]:
         finished = {run.parent.name: run.parent for run in path.glob("runs/*/summary.json")}
         for name in sorted(cells.keys() | finished.keys()):
             number = name.removeprefix(f"{arm}-seed")
-            if number == name or not number.isdigit():  # another arm's
+            if number == name or not number.isdigit():  # of another arm
                 continue
             if name in cells:
                 runs.append(_read_cell(cells[name], arm, int(number), metric))
@@ -134,7 +134,7 @@ def _read_sweep(path: Path, metric: str) -> list[MeasuredRun]:
     Over lags, the limits of a correction form one series.
     """
     if not (path / "result.json").is_file():
-        raise ConfigError(f"{path}: the sweep has no result.json yet; let it end first")
+        raise ConfigError(f"{path}: the sweep has no result.json yet; wait for its end")
     result = json.loads((path / "result.json").read_text(encoding="utf-8"))
     cells = [(cell["correction"], cell["limit"], cell["arm"]) for cell in result["cells"]]
     if all(arm != "sync" for _, _, arm in cells):
@@ -152,15 +152,15 @@ def _read_cell(file: Path, series: str, seed: int, metric: str) -> MeasuredRun:
     record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     if metric in (HELDOUT, OOD):
         steps, values = record.get("accuracy" if metric == HELDOUT else "ood") or ([], [])
-        curve = _numbers(zip(steps, values, strict=True))
+        curve = _select_finite(zip(steps, values, strict=True))
     else:
-        curve = _numbers((row["version"] - 1, row.get(metric)) for row in record["curve"])
+        curve = _select_finite((row["version"] - 1, row.get(metric)) for row in record["curve"])
     tokens = {int(lag): count for lag, count in record["lag_histogram"].items()}
     mean = sum(lag * count for lag, count in tokens.items()) / max(sum(tokens.values()), 1)
     return MeasuredRun(series, seed, curve, mean)
 
 
-def _numbers(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[float, float]]:
+def _select_finite(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[float, float]]:
     """Return the finite values with their steps, in order."""
     values = {
         float(step): float(value)
@@ -182,13 +182,13 @@ def make_lines(points: Sequence[FigurePoint]) -> list[FigureLine]:
         for point in points:
             if point.series == name:
                 places.setdefault(point.place, []).append(point)
-        groups = sorted(places.values(), key=lambda group: _mean([p.position for p in group]))
+        groups = sorted(places.values(), key=lambda group: _average([p.position for p in group]))
         lines.append(
             FigureLine(
                 name,
                 [len(group) for group in groups],
-                [_mean([p.position for p in group]) for group in groups],
-                [_mean([p.value for p in group]) for group in groups],
+                [_average([p.position for p in group]) for group in groups],
+                [_average([p.value for p in group]) for group in groups],
                 [min(p.value for p in group) for group in groups],
                 [max(p.value for p in group) for group in groups],
             )
@@ -196,16 +196,16 @@ def make_lines(points: Sequence[FigurePoint]) -> list[FigureLine]:
     return lines
 
 
-def _mean(values: Sequence[float]) -> float:
+def _average(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def caption(lines: Sequence[FigureLine], across: str) -> str:
+def make_caption(lines: Sequence[FigureLine], across: str) -> str:
     """Describe lines and bands, and the number of runs behind them."""
     counts = sorted({count for line in lines for count in line.counts})
-    where = "; x: measured mean lag of the trained tokens" if across == LAG else ""
+    axis = "; x: measured mean lag of the trained tokens" if across == LAG else ""
     shape = "band or bar" if across == LAG else "band"
     if counts[-1] == 1:
-        return f"One run each (n = 1 seed), no band{where}."
+        return f"One run each (n = 1 seed), no band{axis}."
     number = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    return f"Mean over seeds (n = {number}); {shape}: lowest to highest seed{where}."
+    return f"Mean over seeds (n = {number}); {shape}: lowest to highest seed{axis}."

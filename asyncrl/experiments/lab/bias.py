@@ -18,10 +18,10 @@ import torch
 from asyncrl.algorithms import advantages, correction, kl, ratios, surrogates
 from asyncrl.experiments.lab.policy import (
     ResponseSpace,
-    coefficients,
-    cosine,
-    exact_gradient,
-    relative,
+    compute_cosine,
+    compute_exact_gradient,
+    compute_relative_error,
+    differentiate,
 )
 
 DISTANCES = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3)
@@ -30,6 +30,10 @@ DISCOUNTS = (0.0, 0.5, 0.8, 0.9, 0.95, 1.0)
 CUTS = (1.0, 1.5, 2.0, 3.0, 5.0, 10.0, math.inf)
 SIZES = (8, 32, 128, 512, 2048, 8192)
 GROUP = 8
+# of `update_policy`: responses, minibatches and learning rate
+SAMPLES = 256
+MINIBATCHES = 4
+RATE = 0.5
 EXACT = 1e-9  # a relative error below this is rounding
 
 # coefficients [N] of grad lp, and of grad KL_k or None
@@ -48,34 +52,37 @@ class EstimatorCase:
     def __post_init__(self) -> None:
         s = self.space
         self.lp, self.lr, self.lm = (
-            s.logprobs(self.theta),
-            s.logprobs(self.ref),
-            s.logprobs(self.mu),
+            s.compute_logprobs(self.theta),
+            s.compute_logprobs(self.ref),
+            s.compute_logprobs(self.mu),
         )
-        self.step_kl, self.probability = s.step_kl(self.theta, self.ref), s.probability(self.mu)
+        self.step_kl, self.probability = (
+            s.compute_step_kl(self.theta, self.ref),
+            s.compute_probability(self.mu),
+        )
         self.all = torch.ones_like(s.seq, dtype=torch.bool)
-        self.exact = exact_gradient(lambda t: s.kl(t, self.ref), self.theta)
+        self.exact = compute_exact_gradient(lambda t: s.compute_kl(t, self.ref), self.theta)
 
-    def clamped_share(self) -> float:
+    def compute_clamped_share(self) -> float:
         """Return the share of responses whose log-ratio is clamped, by mu.
 
-        The log-ratio to theta leaves [-20, 20], where the formulas clamp it and nothing is exact.
+        Their log-ratio to theta leaves [-20, 20], where the formulas clamp it and are not exact.
         """
         x = ratios.sum_by_sample(self.lp - self.lm, self.space.seq, self.space.n)
         return float(self.probability[x.abs() > ratios.CLAMP].sum())
 
-    def over_answer(self, k: torch.Tensor) -> torch.Tensor:
+    def sum_over_response(self, k: torch.Tensor) -> torch.Tensor:
         """Sum k [N] over each token's whole response: [N]."""
         return ratios.sum_by_sample(k, self.space.seq, self.space.n)[self.space.seq]
 
-    def weight(self, level: str) -> torch.Tensor:
+    def compute_weight(self, level: str) -> torch.Tensor:
         """Return pi_theta / mu at a level of `correction.level`: [N]."""
         return correction.compute_weights(
             ratios.subtract(self.lp, self.lm), self.all, self.space.seq, self.space.n, level
         )
 
-    def gradient_rows(self, parts: Parts) -> torch.Tensor:
-        return self.space.gradient_rows(self.theta, parts[0], parts[1], self.ref)
+    def compute_gradient_rows(self, parts: Parts) -> torch.Tensor:
+        return self.space.compute_gradient_rows(self.theta, parts[0], parts[1], self.ref)
 
     def judge(self, parts: Parts) -> dict[str, float]:
         """Return bias and variance of an estimator.
@@ -85,42 +92,46 @@ class EstimatorCase:
         - variance: trace of the covariance of one response's gradient
         - relative_variance: the same over |exact|^2
         """
-        mean, variance = self.space.moments(self.gradient_rows(parts), self.probability)
+        mean, variance = self.space.compute_moments(
+            self.compute_gradient_rows(parts), self.probability
+        )
         size = float(self.exact.square().sum())
         return {
-            "relative_bias": relative(mean, self.exact),
-            "cosine": cosine(mean, self.exact),
+            "relative_bias": compute_relative_error(mean, self.exact),
+            "cosine": compute_cosine(mean, self.exact),
             "variance": variance,
             "relative_variance": variance / size,
         }
 
 
-def loss_estimator(case: EstimatorCase, name: str, weight: torch.Tensor | None = None) -> Parts:
+def make_loss_estimator(
+    case: EstimatorCase, name: str, weight: torch.Tensor | None = None
+) -> Parts:
     """Return the estimator as a loss term, with its gradient by autograd.
 
     weight: [N], detached.
     """
     w = torch.ones_like(case.lp) if weight is None else weight
-    return coefficients(
+    return differentiate(
         lambda lp: w * kl.compute_term(lp, case.lr, case.lm, case.space.seq, estimator=name),
         case.lp,
     )[0], None
 
 
-def reward_estimator(
+def make_reward_estimator(
     case: EstimatorCase,
     name: str,
     weight: torch.Tensor | None = None,
     x: torch.Tensor | None = None,
 ) -> Parts:
-    """Return the estimator's value, charged to the whole response, times grad lp."""
-    charge = case.over_answer(
+    """Return the estimator's value, summed over the whole response, times grad lp."""
+    penalty = case.sum_over_response(
         kl.estimate(name, ratios.compute_log_ratio(case.lp, case.lr) if x is None else x)
     )
-    return charge if weight is None else weight * charge, None
+    return penalty if weight is None else weight * penalty, None
 
 
-def off_policy_estimator(
+def make_off_policy_estimator(
     case: EstimatorCase,
     name: str,
     *,
@@ -129,7 +140,7 @@ def off_policy_estimator(
     truncate: float = math.inf,
 ) -> Parts:
     """Return the estimator of kl.loss.off_policy = ratio, prefix or prefix_full."""
-    lp, step = coefficients(
+    lp, step = differentiate(
         lambda lp, step: kl.compute_term(
             lp,
             case.lr,
@@ -147,33 +158,35 @@ def off_policy_estimator(
     return lp, step if name == "prefix_full" else None
 
 
-def estimators(case: EstimatorCase) -> dict[str, Parts]:
+def make_estimators(case: EstimatorCase) -> dict[str, Parts]:
     """Return the estimators that ignore the behavior policy.
 
     They are biased on stale samples.
     """
     by_name: dict[str, Parts] = {}
     for name in kl.ESTIMATORS:
-        by_name[f"{name}_in_reward"] = reward_estimator(case, name)
+        by_name[f"{name}_in_reward"] = make_reward_estimator(case, name)
     for name in (*kl.ESTIMATORS, "k1+", "k3+", "abs+"):
-        by_name[f"{name}_in_loss"] = loss_estimator(case, name)
+        by_name[f"{name}_in_loss"] = make_loss_estimator(case, name)
     x = ratios.compute_log_ratio(case.lp, case.lr)
     seq = case.space.seq
     by_name["k1_in_reward_to_go"] = ratios.sum_discounted_suffix(kl.estimate_k1(x), seq, 1.0), None
     mean = (case.probability * ratios.sum_by_sample(kl.estimate_k1(x), seq, case.space.n)).sum()
-    by_name["k1_in_reward_baseline"] = case.over_answer(kl.estimate_k1(x)) - mean, None
+    by_name["k1_in_reward_baseline"] = case.sum_over_response(kl.estimate_k1(x)) - mean, None
     # on policy their weights are 1
-    return by_name | {name: off_policy_estimator(case, name) for name in ("prefix", "prefix_full")}
+    return by_name | {
+        name: make_off_policy_estimator(case, name) for name in ("prefix", "prefix_full")
+    }
 
 
-def stale_estimators(case: EstimatorCase) -> dict[str, Parts]:
+def make_stale_estimators(case: EstimatorCase) -> dict[str, Parts]:
     """Return the estimators that use pi_theta / mu."""
-    token = case.weight("token")
-    whole = case.weight("sequence")
+    token = case.compute_weight("token")
+    sequence = case.compute_weight("sequence")
     x = ratios.compute_log_ratio(case.lp, case.lr)
     seq = case.space.seq
     w = kl.compute_prefix_weights(case.lp, case.lm, seq)
-    frozen = reward_estimator(
+    frozen = make_reward_estimator(
         case,
         "k1",
         surrogates.compute_vanilla(
@@ -182,26 +195,26 @@ def stale_estimators(case: EstimatorCase) -> dict[str, Parts]:
         ratios.compute_log_ratio(case.lm, case.lr),
     )
     return {
-        "k1_in_reward_token": reward_estimator(case, "k1", token),
-        "k1_in_reward_sequence": reward_estimator(case, "k1", whole),
+        "k1_in_reward_token": make_reward_estimator(case, "k1", token),
+        "k1_in_reward_sequence": make_reward_estimator(case, "k1", sequence),
         "k1_in_reward_per_decision": (
             ratios.sum_discounted_suffix(w * kl.estimate_k1(x), seq, 1.0),
             None,
         ),
         "k1_in_reward_frozen": frozen,
-        "k2_in_loss_token": loss_estimator(case, "k2", token),
-        "k3_in_loss_token": loss_estimator(case, "k3", token),
-        "k3+_in_loss_token": loss_estimator(case, "k3+", token),
-        "ratio": off_policy_estimator(case, "ratio"),
-        "ratio_k1": off_policy_estimator(case, "ratio", estimator="k1"),
-        "prefix_cut_2": off_policy_estimator(case, "prefix", truncate=2.0),
-        "prefix_full_cut_2": off_policy_estimator(case, "prefix_full", truncate=2.0),
-        "prefix_token": off_policy_estimator(case, "prefix", discount=0.0),
-        "prefix_full_token": off_policy_estimator(case, "prefix_full", discount=0.0),
+        "k2_in_loss_token": make_loss_estimator(case, "k2", token),
+        "k3_in_loss_token": make_loss_estimator(case, "k3", token),
+        "k3+_in_loss_token": make_loss_estimator(case, "k3+", token),
+        "ratio": make_off_policy_estimator(case, "ratio"),
+        "ratio_k1": make_off_policy_estimator(case, "ratio", estimator="k1"),
+        "prefix_cut_2": make_off_policy_estimator(case, "prefix", truncate=2.0),
+        "prefix_full_cut_2": make_off_policy_estimator(case, "prefix_full", truncate=2.0),
+        "prefix_token": make_off_policy_estimator(case, "prefix", discount=0.0),
+        "prefix_full_token": make_off_policy_estimator(case, "prefix_full", discount=0.0),
     }
 
 
-def identities(case: EstimatorCase) -> dict[str, float]:
+def check_identities(case: EstimatorCase) -> dict[str, float]:
     """Return relative errors of identities that hold exactly on policy.
 
     case.mu must be case.theta.
@@ -212,48 +225,57 @@ def identities(case: EstimatorCase) -> dict[str, float]:
     a = torch.log_softmax(theta, -1)
     b = torch.log_softmax(case.ref, -1)
     gradients = {
-        name: s.mean(case.gradient_rows(parts), p) for name, parts in estimators(case).items()
+        name: s.average(case.compute_gradient_rows(parts), p)
+        for name, parts in make_estimators(case).items()
     }
     visits = torch.zeros(s.prefixes, dtype=theta.dtype).index_add_(0, s.place, p[s.seq])
-    reverse = exact_gradient(
+    reverse = compute_exact_gradient(
         lambda t: (
             visits * (torch.log_softmax(t, -1).exp() * (torch.log_softmax(t, -1) - b)).sum(-1)
         ).sum(),
         theta,
     )
-    forward = exact_gradient(
+    forward = compute_exact_gradient(
         lambda t: -(visits * (b.exp() * torch.log_softmax(t, -1)).sum(-1)).sum(), theta
     )
-    value = float((visits * (a.exp() * (a - b)).sum(-1)).sum() / s.kl(theta, case.ref) - 1)
+    value = float((visits * (a.exp() * (a - b)).sum(-1)).sum() / s.compute_kl(theta, case.ref) - 1)
     return {
         "chain rule: steps' KL sum to the answers'": abs(value),
-        "k1_in_reward = exact": relative(gradients["k1_in_reward"], case.exact),
+        "k1_in_reward = exact": compute_relative_error(gradients["k1_in_reward"], case.exact),
         "k1_in_loss = 0": float(gradients["k1_in_loss"].norm() / case.exact.norm()),
-        "k2_in_loss = token-level reverse KL": relative(gradients["k2_in_loss"], reverse),
-        "k3_in_loss = token-level forward KL": relative(gradients["k3_in_loss"], forward),
-        "k3_in_reward = exact - k3_in_loss": relative(
+        "k2_in_loss = token-level reverse KL": compute_relative_error(
+            gradients["k2_in_loss"], reverse
+        ),
+        "k3_in_loss = token-level forward KL": compute_relative_error(
+            gradients["k3_in_loss"], forward
+        ),
+        "k3_in_reward = exact - k3_in_loss": compute_relative_error(
             gradients["k3_in_reward"], case.exact - gradients["k3_in_loss"]
         ),
         "k1+ = k3+ = abs+ = k2 in loss": max(
-            relative(gradients[f"{n}_in_loss"], gradients["k2_in_loss"])
+            compute_relative_error(gradients[f"{n}_in_loss"], gradients["k2_in_loss"])
             for n in ("k1+", "k3+", "abs+")
         ),
     }
 
 
-def gradient_parts(case: EstimatorCase) -> dict[str, dict[str, float]]:
+def split_gradient(case: EstimatorCase) -> dict[str, dict[str, float]]:
     """Return the parts of the gradient of E[k] against the exact gradient.
 
     The score-function part is the term in the reward, the path-wise part the term in the loss.
     """
     parts = {}
     for name in kl.ESTIMATORS:
-        score = case.space.mean(case.gradient_rows(reward_estimator(case, name)), case.probability)
-        path = case.space.mean(case.gradient_rows(loss_estimator(case, name)), case.probability)
+        score = case.space.average(
+            case.compute_gradient_rows(make_reward_estimator(case, name)), case.probability
+        )
+        path = case.space.average(
+            case.compute_gradient_rows(make_loss_estimator(case, name)), case.probability
+        )
         parts[name] = {
-            "score": relative(score, case.exact),
-            "path": relative(path, case.exact),
-            "sum": relative(score + path, case.exact),
+            "score": compute_relative_error(score, case.exact),
+            "path": compute_relative_error(path, case.exact),
+            "sum": compute_relative_error(score + path, case.exact),
             "score_size": float(score.norm() / case.exact.norm()),
             "path_size": float(path.norm() / case.exact.norm()),
         }
@@ -265,56 +287,53 @@ def update_policy(
     mu: torch.Tensor,
     count: int,
     seed: int,
-    *,
-    samples: int = 256,
-    minibatches: int = 4,
-    rate: float = 0.5,
 ) -> torch.Tensor:
     """Return theta after `count` minibatch updates of vanilla policy gradient.
 
     The responses are sampled once from mu, and a third of them are right.
     """
-    sampled = space.draw(mu, samples, seed)
+    sampled = space.sample(mu, SAMPLES, seed)
     is_right = (torch.rand(space.n, generator=torch.Generator().manual_seed(seed + 1)) < 1 / 3).to(
         mu.dtype
     )
-    adv = advantages.compute_rloo(is_right[sampled], torch.arange(samples) // GROUP)
+    adv = advantages.compute_rloo(is_right[sampled], torch.arange(SAMPLES) // GROUP)
     theta = mu.clone()
-    lm = space.logprobs(mu)
+    lm = space.compute_logprobs(mu)
     for step in range(count):
-        minibatch = torch.arange(samples)[step % minibatches :: minibatches]
+        minibatch = torch.arange(SAMPLES)[step % MINIBATCHES :: MINIBATCHES]
         response_weight = torch.zeros(space.n, dtype=mu.dtype).index_add_(
             0, sampled[minibatch], adv[minibatch]
         ) / len(minibatch)
         trust = surrogates.compute_vanilla(
-            ratios.compute_log_ratio(space.logprobs(theta), lm), response_weight[space.seq]
+            ratios.compute_log_ratio(space.compute_logprobs(theta), lm), response_weight[space.seq]
         )
-        theta = theta + rate * space.mean(
-            space.gradient_rows(theta, trust.coefficient), torch.ones(space.n, dtype=mu.dtype)
+        theta = theta + RATE * space.average(
+            space.compute_gradient_rows(theta, trust.coefficient),
+            torch.ones(space.n, dtype=mu.dtype),
         )
     return theta
 
 
-def sampled_error(
+def sample_error(
     case: EstimatorCase, parts_: Parts, size: int, draws: int, seed: int, rloo: bool = False
 ) -> float:
     """Return the mean squared error of a mean over `size` samples, over |exact|^2.
 
-    rloo: subtract the mean charge of the other responses in the group of 8.
+    rloo: subtract the mean penalty of the other responses in the group of 8.
     """
     s = case.space
-    rows = case.gradient_rows(parts_)
-    batches = s.draw(case.mu, size * draws, seed).reshape(draws, size)
-    unit = case.gradient_rows((torch.ones_like(case.lp), None)) if rloo else None
-    charge = parts_[0].reshape(s.n, -1)[:, 0]
+    rows = case.compute_gradient_rows(parts_)
+    batches = s.sample(case.mu, size * draws, seed).reshape(draws, size)
+    unit = case.compute_gradient_rows((torch.ones_like(case.lp), None)) if rloo else None
+    penalty = parts_[0].reshape(s.n, -1)[:, 0]
     total = 0.0
     for row in batches:
         if unit is None:
             count = torch.bincount(row, minlength=s.n).to(rows.dtype) / size
-            g = s.mean(rows, count)
+            g = s.average(rows, count)
         else:
-            adv = advantages.compute_rloo(charge[row], torch.arange(size) // GROUP)
-            g = s.mean(unit, torch.zeros(s.n, dtype=rows.dtype).index_add_(0, row, adv) / size)
+            adv = advantages.compute_rloo(penalty[row], torch.arange(size) // GROUP)
+            g = s.average(unit, torch.zeros(s.n, dtype=rows.dtype).index_add_(0, row, adv) / size)
         total += float((g - case.exact).square().sum())
     return total / draws / float(case.exact.square().sum())
 
@@ -325,10 +344,10 @@ def average(trees: Sequence[dict[str, Any]]) -> dict[str, Any]:
     A leaf `relative_bias` also gets the worst seed's value as `relative_bias_max`.
     """
     means: dict[str, Any] = {}
-    for key, first in trees[0].items():
+    for key, value in trees[0].items():
         means[key] = (
             average([e[key] for e in trees])
-            if isinstance(first, dict)
+            if isinstance(value, dict)
             else sum(e[key] for e in trees) / len(trees)
         )
         if key == "relative_bias":
@@ -353,8 +372,8 @@ def measure(
     results: list[dict[str, Any]] = []
     for seed in range(seeds):
         say(f"seed {seed + 1} of {seeds}")
-        theta = space.table(1000 * seed)
-        ref = space.policy_at_distance(theta, ref_kl, 1000 * seed + 1)
+        theta = space.draw_table(1000 * seed)
+        ref = space.find_policy(theta, ref_kl, 1000 * seed + 1)
         results.append(_measure_case(space, theta, ref, distance, draws, 1000 * seed + 2))
     result = average(results)
     return {
@@ -376,15 +395,16 @@ def _measure_case(
     seed: int,
 ) -> dict[str, Any]:
     on_policy = EstimatorCase(space, theta, ref, theta)
-    off_policy = EstimatorCase(space, theta, ref, space.policy_at_distance(theta, distance, seed))
+    off_policy = EstimatorCase(space, theta, ref, space.find_policy(theta, distance, seed))
 
     def measure_all(case: EstimatorCase) -> dict[str, Any]:
         return {
-            name: case.judge(p) for name, p in (estimators(case) | stale_estimators(case)).items()
+            name: case.judge(p)
+            for name, p in (make_estimators(case) | make_stale_estimators(case)).items()
         }
 
     cases = {
-        f"{d:g}": EstimatorCase(space, theta, ref, space.policy_at_distance(theta, d, seed))
+        f"{d:g}": EstimatorCase(space, theta, ref, space.find_policy(theta, d, seed))
         for d in DISTANCES
     }
     by_distance = {d: measure_all(case) for d, case in cases.items()}
@@ -392,14 +412,14 @@ def _measure_case(
     for m in UPDATES:
         updated = update_policy(space, theta, m, seed)
         by_updates[str(m)] = {
-            "kl": float(space.kl(theta, updated)) / space.length,
+            "kl": float(space.compute_kl(theta, updated)) / space.length,
             "estimators": measure_all(EstimatorCase(space, updated, ref, theta)),
         }
     curve = {
         which: {
             f"{d:g}": {
                 f"{c:g}": off_policy.judge(
-                    off_policy_estimator(off_policy, which, discount=d, truncate=c)
+                    make_off_policy_estimator(off_policy, which, discount=d, truncate=c)
                 )
                 for c in CUTS
             }
@@ -409,50 +429,55 @@ def _measure_case(
     }
     return {
         "estimators": {
-            "on_policy": {n: on_policy.judge(p) for n, p in estimators(on_policy).items()},
+            "on_policy": {n: on_policy.judge(p) for n, p in make_estimators(on_policy).items()},
             "off_policy": measure_all(off_policy),
         },
-        "clamped": {d: case.clamped_share() for d, case in cases.items()},
-        "identities": identities(on_policy),
-        "parts": gradient_parts(on_policy),
+        "clamped": {d: case.compute_clamped_share() for d, case in cases.items()},
+        "identities": check_identities(on_policy),
+        "parts": split_gradient(on_policy),
         "distances": by_distance,
         "updates": by_updates,
         "curve": curve,
-        "mse": _mse(on_policy, off_policy, draws, seed),
+        "mse": _compute_errors(on_policy, off_policy, draws, seed),
     }
 
 
-def _mse(
+def _compute_errors(
     on_policy: EstimatorCase, off_policy: EstimatorCase, draws: int, seed: int
 ) -> dict[str, Any]:
     """Return relative_bias^2 + relative_variance / n for each batch size n.
 
-    Some values are sampled instead, to check the formula or because there is none.
+    Some values are sampled instead, to check the formula or where no formula exists.
     """
 
-    def curve(case: EstimatorCase, parts_: Parts) -> dict[str, float]:
+    def compute_curve(case: EstimatorCase, parts_: Parts) -> dict[str, float]:
         j = case.judge(parts_)
         return {str(n): j["relative_bias"] ** 2 + j["relative_variance"] / n for n in SIZES}
 
     errors: dict[str, Any] = {
-        "on_policy": {n: curve(on_policy, p) for n, p in estimators(on_policy).items()},
+        "on_policy": {
+            n: compute_curve(on_policy, p) for n, p in make_estimators(on_policy).items()
+        },
         "off_policy": {
-            n: curve(off_policy, p)
-            for n, p in (estimators(off_policy) | stale_estimators(off_policy)).items()
+            n: compute_curve(off_policy, p)
+            for n, p in (make_estimators(off_policy) | make_stale_estimators(off_policy)).items()
         },
     }
-    charge = reward_estimator(on_policy, "k1")
+    penalty = make_reward_estimator(on_policy, "k1")
     errors["on_policy"]["k1_in_reward_rloo"] = {
-        str(n): sampled_error(on_policy, charge, n, max(20, draws * 32 // n), seed + 3, rloo=True)
+        str(n): sample_error(on_policy, penalty, n, max(20, draws * 32 // n), seed + 3, rloo=True)
         for n in SIZES[:4]
     }
     checked = {
-        "on_policy k1_in_reward": (on_policy, charge),
-        "on_policy k3_in_loss": (on_policy, loss_estimator(on_policy, "k3")),
-        "off_policy prefix_full": (off_policy, off_policy_estimator(off_policy, "prefix_full")),
+        "on_policy k1_in_reward": (on_policy, penalty),
+        "on_policy k3_in_loss": (on_policy, make_loss_estimator(on_policy, "k3")),
+        "off_policy prefix_full": (
+            off_policy,
+            make_off_policy_estimator(off_policy, "prefix_full"),
+        ),
     }
     errors["sampled over formula, n = 128"] = {
-        n: sampled_error(c, p, 128, draws, seed + 4) / curve(c, p)["128"]
+        n: sample_error(c, p, 128, draws, seed + 4) / compute_curve(c, p)["128"]
         for n, (c, p) in checked.items()
     }
     return errors

@@ -10,9 +10,9 @@ from asyncrl.experiments.lab.page import (
     LabClaim,
     LabFindings,
     Lines,
-    curves,
-    dots,
     format_number,
+    plot_dots,
+    plot_lines,
 )
 from asyncrl.records.page_kit import PagePlot, TableBlock
 
@@ -33,30 +33,30 @@ SHOWN = (
 )
 
 
-def findings(r: dict[str, Any]) -> LabFindings:
+def present_findings(r: dict[str, Any]) -> LabFindings:
     """Present the result of `bias.measure`."""
     setting = (
-        f"{r['vocabulary']} symbols, {r['length']} tokens: {r['answers']} responses, every one "
+        f"{r['vocabulary']} symbols, {r['length']} tokens: {r['answers']} responses, all "
         f"summed; means over {r['seeds']} random policies; KL to the reference {r['ref_kl']:g} "
         f"nats a token, off policy KL(mu || theta) = {r['distance']:g}. Relative bias "
         "|E g - exact| / |exact|, exact: gradient of KL(theta || ref) over whole responses; "
         "variance of one response's gradient over |exact|^2."
     )
-    return LabFindings("bias", setting, r, _claims(r), _tables(r), _figures(r))
+    return LabFindings("bias", setting, r, _check_claims(r), _make_tables(r), _plot_figures(r))
 
 
-def _claims(r: dict[str, Any]) -> list[LabClaim]:
-    return [*_on_policy(r), *_off_policy(r), *_unclaimed_findings(r)]
+def _check_claims(r: dict[str, Any]) -> list[LabClaim]:
+    return [*_check_on_policy(r), *_check_off_policy(r), *_list_findings(r)]
 
 
-def _on_policy(r: dict[str, Any]) -> list[LabClaim]:
+def _check_on_policy(r: dict[str, Any]) -> list[LabClaim]:
     on = r["estimators"]["on_policy"]
     bias = {n: on[n]["relative_bias"] for n in on}
     return [
         LabClaim(
             f"k1 in the reward is unbiased on policy "
-            f"(worst seed {bias_of(on, 'k1_in_reward'):.1e})",
-            bias_of(on, "k1_in_reward") < EXACT,
+            f"(worst seed {find_worst_bias(on, 'k1_in_reward'):.1e})",
+            find_worst_bias(on, "k1_in_reward") < EXACT,
         ),
         LabClaim(
             "k1 in the loss has no expected gradient on policy, only variance",
@@ -83,7 +83,7 @@ def _on_policy(r: dict[str, Any]) -> list[LabClaim]:
             bias["k3_in_reward"] > 0.5,
         ),
         LabClaim(
-            "its error is exactly what the reward cannot carry, the path-wise part: k3 in the loss",
+            "its error is exactly the path-wise part, which the reward lacks: k3 in the loss",
             r["identities"]["k3_in_reward = exact - k3_in_loss"] < EXACT,
         ),
         LabClaim(
@@ -93,16 +93,16 @@ def _on_policy(r: dict[str, Any]) -> list[LabClaim]:
     ]
 
 
-def _off_policy(r: dict[str, Any]) -> list[LabClaim]:
+def _check_off_policy(r: dict[str, Any]) -> list[LabClaim]:
     off = r["estimators"]["off_policy"]
     clamped = [d for d, share in r["clamped"].items() if share > 0]
-    every = [
+    cases = [
         *(e for d, e in r["distances"].items() if d not in clamped),
         *(m["estimators"] for m in r["updates"].values()),
     ]
-    worst = max(e[n]["relative_bias_max"] for e in every for n in UNBIASED)
-    least = all(
-        min(UNBIASED, key=lambda n: e[n]["relative_variance"]) == "prefix_full" for e in every
+    worst = max(e[n]["relative_bias_max"] for e in cases for n in UNBIASED)
+    has_least_variance = all(
+        min(UNBIASED, key=lambda n: e[n]["relative_variance"]) == "prefix_full" for e in cases
     )
     noise = {n: off[n]["relative_variance"] for n in UNBIASED}
     gap = abs(off["ratio"]["relative_bias"] - off["k2_in_loss_token"]["relative_bias"])
@@ -122,7 +122,7 @@ def _off_policy(r: dict[str, Any]) -> list[LabClaim]:
         LabClaim(
             "of these prefix_full has the least variance everywhere; at the distance above "
             + ", ".join(f"{n} {noise[n]:.1f}" for n in UNBIASED),
-            least,
+            has_least_variance,
         ),
         LabClaim(
             "`ratio` (gradient through the ratio) is the token-weighted k2: right on mu's states "
@@ -136,21 +136,21 @@ def _off_policy(r: dict[str, Any]) -> list[LabClaim]:
     ]
 
 
-def _unclaimed_findings(r: dict[str, Any]) -> list[LabClaim]:
+def _list_findings(r: dict[str, Any]) -> list[LabClaim]:
     """Return findings without a prior claim."""
     on = r["estimators"]["on_policy"]
     off = r["estimators"]["off_policy"]
-    findings = []
-    for where in ("on_policy", "off_policy"):
+    claims = []
+    for policy in ("on_policy", "off_policy"):
         table = {
             n: c
-            for n, c in r["mse"][where].items()
+            for n, c in r["mse"][policy].items()
             if str(SIZES[-1]) in c and not n.startswith("low_var")
         }
         best = [(n, min(table, key=lambda e: table[e][str(n)])) for n in SIZES]
-        findings.append(
+        claims.append(
             LabClaim(
-                f"least squared error {where.replace('_', ' ')}, by responses in the batch: "
+                f"least squared error {policy.replace('_', ' ')}, by responses in the batch: "
                 + ", ".join(f"{n}: {e}" for n, e in best)
             )
         )
@@ -161,42 +161,42 @@ def _unclaimed_findings(r: dict[str, Any]) -> list[LabClaim]:
         if x["relative_bias"] < 0.05
     ]
     d, c, x = min(cheap, key=lambda e: e[2]["relative_variance"])
-    findings.append(
+    claims.append(
         LabClaim(
             f"cheapest prefix_full with a bias below 5 %: discount {d}, truncation {c}: bias "
             f"{x['relative_bias']:.1%}, variance "
             f"{x['relative_variance']:.1f} of {off['prefix_full']['relative_variance']:.1f}"
         )
     )
-    last = list(r["updates"])[-1]
-    updated = r["updates"][last]
-    gap = {
+    updates = list(r["updates"])[-1]
+    updated = r["updates"][updates]
+    biases = {
         n: updated["estimators"][n]["relative_bias"]
         for n in ("k1_in_reward_frozen", "k3_in_loss", "prefix_full")
     }
-    findings.append(
+    claims.append(
         LabClaim(
-            f"KL in the reward is charged once a batch: after {last} updates (KL "
+            f"KL in the reward is measured once a batch: after {updates} updates (KL "
             f"{updated['kl']:.3f} a token) its gradient is off by "
-            f"{gap['k1_in_reward_frozen']:.0%}, k3 in the loss by {gap['k3_in_loss']:.0%}, "
-            f"prefix_full by {gap['prefix_full']:.0e}"
+            f"{biases['k1_in_reward_frozen']:.0%}, k3 in the loss by {biases['k3_in_loss']:.0%}, "
+            f"prefix_full by {biases['prefix_full']:.0e}"
         )
     )
     noise = {
         n: on[n]["relative_variance"]
         for n in ("k1_in_reward", "k1_in_reward_baseline", "prefix_full")
     }
-    findings.append(
+    claims.append(
         LabClaim(
             f"on policy, k1 in the reward has {noise['k1_in_reward'] / noise['prefix_full']:.1f} "
             "times the variance of prefix_full; a baseline "
-            f"takes off {1 - noise['k1_in_reward_baseline'] / noise['k1_in_reward']:.0%}"
+            f"removes {1 - noise['k1_in_reward_baseline'] / noise['k1_in_reward']:.0%}"
         )
     )
-    return findings
+    return claims
 
 
-def bias_of(group: dict[str, Any], name: str) -> float:
+def find_worst_bias(group: dict[str, Any], name: str) -> float:
     """Return the worst seed's relative bias."""
     return float(group[name]["relative_bias_max"])
 
@@ -205,11 +205,17 @@ BIAS = ("relative_bias", "relative_bias_max", "cosine", "relative_variance", "va
 PARTS = ("score", "path", "sum", "score_size", "path_size")
 
 
-def _tables(r: dict[str, Any]) -> list[TableBlock]:
-    return [*_estimators(r), _parts(r), _by_distance(r), _by_updates(r), *_by_cut(r)]
+def _make_tables(r: dict[str, Any]) -> list[TableBlock]:
+    return [
+        *_make_estimator_tables(r),
+        _make_parts_table(r),
+        _make_distance_table(r),
+        _make_update_table(r),
+        *_make_cut_tables(r),
+    ]
 
 
-def _estimators(r: dict[str, Any]) -> list[TableBlock]:
+def _make_estimator_tables(r: dict[str, Any]) -> list[TableBlock]:
     head = (
         "estimator",
         "relative bias",
@@ -221,25 +227,25 @@ def _estimators(r: dict[str, Any]) -> list[TableBlock]:
     return [
         TableBlock(
             head,
-            [[n, *(format_number(j[k]) for k in BIAS)] for n, j in r["estimators"][where].items()],
-            heading=where.replace("_", " ").capitalize(),
+            [[n, *(format_number(j[k]) for k in BIAS)] for n, j in r["estimators"][policy].items()],
+            heading=policy.replace("_", " ").capitalize(),
         )
-        for where in ("on_policy", "off_policy")
+        for policy in ("on_policy", "off_policy")
     ]
 
 
-def _parts(r: dict[str, Any]) -> TableBlock:
+def _make_parts_table(r: dict[str, Any]) -> TableBlock:
     return TableBlock(
         ("k", "score (in reward)", "path (in loss)", "sum", "size of score", "size of path"),
         [[n, *(format_number(p[k]) for k in PARTS)] for n, p in r["parts"].items()],
         heading=(
-            "The gradient of E[k] taken apart, on policy (errors against the exact gradient; sizes "
-            "over its size)"
+            "The parts of the gradient of E[k], on policy (errors against the exact gradient; "
+            "sizes over its size)"
         ),
     )
 
 
-def _by_distance(r: dict[str, Any]) -> TableBlock:
+def _make_distance_table(r: dict[str, Any]) -> TableBlock:
     return TableBlock(
         ("estimator", *(f"{d:g}" for d in DISTANCES)),
         [
@@ -250,7 +256,7 @@ def _by_distance(r: dict[str, Any]) -> TableBlock:
     )
 
 
-def _by_updates(r: dict[str, Any]) -> TableBlock:
+def _make_update_table(r: dict[str, Any]) -> TableBlock:
     return TableBlock(
         ("estimator", *(f"{m} (KL {x['kl']:.4f})" for m, x in r["updates"].items())),
         [
@@ -267,7 +273,7 @@ def _by_updates(r: dict[str, Any]) -> TableBlock:
     )
 
 
-def _by_cut(r: dict[str, Any]) -> list[TableBlock]:
+def _make_cut_tables(r: dict[str, Any]) -> list[TableBlock]:
     form = "{relative_bias:.3f} / {relative_variance:.1f}"
     return [
         TableBlock(
@@ -285,11 +291,11 @@ def _by_cut(r: dict[str, Any]) -> list[TableBlock]:
     ]
 
 
-def _figures(r: dict[str, Any]) -> list[PagePlot]:
+def _plot_figures(r: dict[str, Any]) -> list[PagePlot]:
     xs = [d for d in DISTANCES if d > 0]
     floor = 1e-3  # exact estimators are shown at the bottom of a logarithmic axis
 
-    def by_distance(key: str) -> Lines:
+    def select_by_distance(key: str) -> Lines:
         return {n: (xs, [max(floor, r["distances"][f"{d:g}"][n][key]) for d in xs]) for n in SHOWN}
 
     off = r["estimators"]["off_policy"]
@@ -318,33 +324,33 @@ def _figures(r: dict[str, Any]) -> list[PagePlot]:
         if n in SHOWN or n == "prefix_full_token"
     }
     return [
-        curves(
+        plot_lines(
             "Bias against distance (0.001: exact)",
-            by_distance("relative_bias"),
+            select_by_distance("relative_bias"),
             "KL(mu || theta), nats a token",
             "relative bias",
             log="xy",
         ),
-        curves(
+        plot_lines(
             "Variance against distance",
-            by_distance("relative_variance"),
+            select_by_distance("relative_variance"),
             "KL(mu || theta), nats a token",
             "over |exact|^2",
             log="xy",
         ),
-        curves(
+        plot_lines(
             "Truncation along each line, 1 to inf",
             cut,
             "variance over |exact|^2",
             "relative bias (0.001: exact)",
             log="xy",
         ),
-        curves(
+        plot_lines(
             "Squared error off policy",
             mse,
             "responses in the batch",
             "over |exact|^2",
             log="xy",
         ),
-        *dots(order, bars),
+        *plot_dots(order, bars),
     ]

@@ -20,16 +20,21 @@ from asyncrl.algorithms import correction, ratios
 from asyncrl.algorithms.settings import Correction, RecomputedCorrection
 from asyncrl.config.presets import PRESETS
 from asyncrl.experiments.lab.bias import average
-from asyncrl.experiments.lab.policy import ResponseSpace, cosine, exact_gradient, relative
+from asyncrl.experiments.lab.policy import (
+    ResponseSpace,
+    compute_cosine,
+    compute_exact_gradient,
+    compute_relative_error,
+)
 
 DISTANCES = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1)
 SIZES = (64, 256, 1024, 4096, 16384)
 
 
-def candidates() -> dict[str, Correction]:
+def list_candidates() -> dict[str, Correction]:
     """Return every level with every bound, rejection alone, and the presets.
 
-    Levels with bounds come plain and self-normalized.
+    Levels with bounds are listed plain and self-normalized.
     """
     corrections: dict[str, Correction] = {"none": RecomputedCorrection(level="none")}
     for level in ("token", "sequence", "geometric"):
@@ -54,7 +59,7 @@ def candidates() -> dict[str, Correction]:
     }
 
 
-def rewards(space: ResponseSpace, seed: int) -> torch.Tensor:
+def draw_rewards(space: ResponseSpace, seed: int) -> torch.Tensor:
     """Return rewards [S]: 1 for the third of the responses with the highest score.
 
     The score is the sum of random values of (position, symbol).
@@ -81,12 +86,14 @@ class StaleSamples:
     ) -> None:
         self.space = space
         self.theta = theta
-        self.p = space.probability(mu)
+        self.p = space.compute_probability(mu)
         self.mask = torch.ones_like(space.seq, dtype=torch.bool)
-        self.lp = space.logprobs(theta)
-        self.log_rho = ratios.subtract(self.lp, space.logprobs(mu))
+        self.lp = space.compute_logprobs(theta)
+        self.log_rho = ratios.subtract(self.lp, space.compute_logprobs(mu))
         self.adv = (right - (self.p * right).sum())[space.seq]
-        self.exact = exact_gradient(lambda t: (space.probability(t) * right).sum(), theta)
+        self.exact = compute_exact_gradient(
+            lambda t: (space.compute_probability(t) * right).sum(), theta
+        )
 
     def correct(self, c: Correction) -> correction.ImportanceWeights:
         """Return weights of all responses, with the statistics of an infinite batch."""
@@ -94,20 +101,20 @@ class StaleSamples:
         stats = correction.WeightStatistics()
         if c.self_normalize:
             stats.mean = torch.ones((), dtype=torch.float64)
-            w = self._weights(c, stats)
+            w = self._compute_weights(c, stats)
             if c.level == "token":
                 chance = self.p[s.seq] * w.kept
                 stats.mean = (chance * w.weight).sum() / chance.sum()
-            else:  # one weight an answer
+            else:  # one weight a response
                 chance = self.p * (ratios.sum_by_sample(w.kept.double(), s.seq, s.n) > 0)
                 stats.mean = (
                     chance * ratios.average_by_sample(w.weight, w.kept, s.seq, s.n)
                 ).sum() / chance.sum()
             # if everything is rejected, the weights are 0, as in the learner
             stats.mean = torch.where(stats.mean > 0, stats.mean, 1.0)
-        return self._weights(c, stats)
+        return self._compute_weights(c, stats)
 
-    def _weights(
+    def _compute_weights(
         self, c: Correction, stats: correction.WeightStatistics
     ) -> correction.ImportanceWeights:
         s = self.space
@@ -125,21 +132,23 @@ class StaleSamples:
         """
         s = self.space
         w = self.correct(c).weight
-        mean, variance = s.moments(s.gradient_rows(self.theta, w * self.adv), self.p)
+        gradient, variance = s.compute_moments(
+            s.compute_gradient_rows(self.theta, w * self.adv), self.p
+        )
         chance = self.p[s.seq] / s.length
-        first = float((chance * w).sum())
-        second = float((chance * w.square()).sum())
+        mean_weight = float((chance * w).sum())
+        mean_square = float((chance * w.square()).sum())
         return {
-            "relative_bias": relative(mean, self.exact),
-            "cosine": cosine(mean, self.exact),
+            "relative_bias": compute_relative_error(gradient, self.exact),
+            "cosine": compute_cosine(gradient, self.exact),
             "relative_variance": variance / float(self.exact.square().sum()),
-            "mean_weight": first,
-            "ess": first**2 / max(second, 1e-300),
+            "mean_weight": mean_weight,
+            "ess": mean_weight**2 / max(mean_square, 1e-300),
             "left": float((chance * (w > 0)).sum()),
         }
 
 
-def lengths(longest: int) -> list[int]:
+def list_lengths(longest: int) -> list[int]:
     """Return 2, 4, 8, ... and the longest length."""
     return sorted({n for n in (2, 4, 8, 16) if n < longest} | {longest})
 
@@ -151,24 +160,24 @@ def measure(
 
     Values are means over `seeds` random policies, directions of mu, and rewards.
     """
-    chosen = candidates()
+    corrections = list_candidates()
     results = {}
-    for length in lengths(longest):
+    for length in list_lengths(longest):
         space = ResponseSpace(vocabulary, length)
         by_seed = []
         for seed in range(seeds):
             say(f"length {length}, seed {seed + 1} of {seeds}")
-            theta = space.table(1000 * seed)
-            right = rewards(space, 1000 * seed + 1)
+            theta = space.draw_table(1000 * seed)
+            right = draw_rewards(space, 1000 * seed + 1)
             cases = {
                 f"{d:g}": StaleSamples(
-                    space, theta, space.policy_at_distance(theta, d, 1000 * seed + 2), right
+                    space, theta, space.find_policy(theta, d, 1000 * seed + 2), right
                 )
                 for d in DISTANCES
             }
             by_seed.append(
                 {
-                    d: {name: case.judge(c) for name, c in chosen.items()}
+                    d: {name: case.judge(c) for name, c in corrections.items()}
                     for d, case in cases.items()
                 }
             )
@@ -176,6 +185,6 @@ def measure(
     return {"vocabulary": vocabulary, "length": longest, "seeds": seeds, "estimators": results}
 
 
-def squared_error(j: dict[str, float], size: int) -> float:
+def compute_squared_error(j: dict[str, float], size: int) -> float:
     """Return the squared error of the mean over `size` responses, over |exact|^2."""
     return j["relative_bias"] ** 2 + j["relative_variance"] / size

@@ -5,13 +5,18 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from asyncrl.experiments.lab.corrections import DISTANCES, SIZES, candidates, squared_error
+from asyncrl.experiments.lab.corrections import (
+    DISTANCES,
+    SIZES,
+    compute_squared_error,
+    list_candidates,
+)
 from asyncrl.experiments.lab.page import (
     LabClaim,
     LabFindings,
     Lines,
-    curves,
     format_number,
+    plot_lines,
 )
 from asyncrl.records.page_kit import PagePlot, TableBlock
 
@@ -31,50 +36,53 @@ SHOWN = (
 )
 
 
-def findings(r: dict[str, Any]) -> LabFindings:
+def present_findings(r: dict[str, Any]) -> LabFindings:
     """Present the result of `corrections.measure`."""
     setting = (
-        f"{r['vocabulary']} symbols, responses of up to {r['length']} tokens, every one summed; "
+        f"{r['vocabulary']} symbols, responses of up to {r['length']} tokens, all summed; "
         f"means over {r['seeds']} random policies, directions of mu "
         "and rewards. Relative bias |E g - exact| / |exact|, exact: the gradient of theta's "
         "expected reward; variance of one response's gradient over "
         "|exact|^2; distances KL(mu || theta) in nats a token; default bounds."
     )
-    return LabFindings("corrections", setting, r, _claims(r["estimators"]), _tables(r), _figures(r))
+    return LabFindings(
+        "corrections", setting, r, _check_claims(r["estimators"]), _make_tables(r), _plot_figures(r)
+    )
 
 
-def best_correction(by_name: dict[str, Any], size: int) -> str:
+def find_best_correction(by_name: dict[str, Any], size: int) -> str:
     """Return the correction with the least squared error at `size` responses.
 
-    Of equals, it is the plainest.
+    Among equals it is the one with the shortest name.
     """
-    return min(by_name, key=lambda n: (round(squared_error(by_name[n], size), 9), len(n)))
+    return min(by_name, key=lambda n: (round(compute_squared_error(by_name[n], size), 9), len(n)))
 
 
-def _claims(e: dict[str, Any]) -> list[LabClaim]:
+def _check_claims(e: dict[str, Any]) -> list[LabClaim]:
     longest = list(e)[-1]
-    far = AWAY[-1]
+    farthest = AWAY[-1]
 
     def holds_everywhere(f: Any) -> bool:
         return all(f(e[n][d]) for n in e for d in AWAY)
 
-    def values_along(name: str, key: str) -> list[float]:
+    def list_values(name: str, key: str) -> list[float]:
         return [e[longest][d][name][key] for d in e[longest]]
 
-    def noise_of(x: dict[str, Any], level: str) -> bool:
+    def is_quieter(x: dict[str, Any], level: str) -> bool:
         return bool(
             x[f"{level} truncate"]["relative_variance"]
             <= x[f"{level} none"]["relative_variance"] * (1 + EXACT)
         )
 
     worst = max(e[n][d]["sequence none"]["relative_bias_max"] for n in e for d in e[n])
-    here = max(e[n]["0"][name]["relative_bias"] for n in e for name in candidates())
-    none = values_along("none", "relative_bias")
-    noise = values_along("sequence none", "relative_variance")
+    worst_at_zero = max(e[n]["0"][name]["relative_bias"] for n in e for name in list_candidates())
+    none = list_values("none", "relative_bias")
+    noise = list_values("sequence none", "relative_variance")
     return [
         LabClaim(
-            f"at distance 0 every correction is exact and drops nothing (worst {here:.1e})",
-            here < EXACT,
+            f"at distance 0 every correction is exact and drops nothing "
+            f"(worst {worst_at_zero:.1e})",
+            worst_at_zero < EXACT,
         ),
         LabClaim(
             "weights of whole responses without a bound are unbiased at every distance and length "
@@ -82,7 +90,7 @@ def _claims(e: dict[str, Any]) -> list[LabClaim]:
             worst < EXACT,
         ),
         LabClaim(
-            f"their price grows with distance: variance {noise[0]:.0f} -> {noise[-1]:.0f} at "
+            f"their variance grows with distance: {noise[0]:.0f} -> {noise[-1]:.0f} at "
             f"{longest} tokens",
             noise[-1] > 2 * noise[0],
         ),
@@ -92,47 +100,49 @@ def _claims(e: dict[str, Any]) -> list[LabClaim]:
             all(a < b for a, b in pairwise(none)),
         ),
         LabClaim(
-            "token weights remove part of the bias, never all of it: the states remain mu's",
+            "token weights remove only part of the bias: the states remain mu's",
             holds_everywhere(
                 lambda x: EXACT < x["token none"]["relative_bias"] < x["none"]["relative_bias"]
             ),
         ),
         LabClaim(
             "truncation never adds variance, at token and at sequence level",
-            holds_everywhere(lambda x: all(noise_of(x, n) for n in ("token", "sequence"))),
+            holds_everywhere(lambda x: all(is_quieter(x, n) for n in ("token", "sequence"))),
         ),
-        *_unclaimed_findings(e, longest, far),
+        *_list_findings(e, longest, farthest),
     ]
 
 
-def _unclaimed_findings(e: dict[str, Any], longest: str, far: str) -> list[LabClaim]:
-    near = AWAY[0]
-    left = ", ".join(f"{float(d):g}: {e[longest][d]['geometric mask']['left']:.0%}" for d in AWAY)
+def _list_findings(e: dict[str, Any], longest: str, farthest: str) -> list[LabClaim]:
+    nearest = AWAY[0]
+    left_shares = ", ".join(
+        f"{float(d):g}: {e[longest][d]['geometric mask']['left']:.0%}" for d in AWAY
+    )
     by_length = ", ".join(
         f"{n} tokens "
         f"{e[n]['0.01']['token none']['relative_bias'] / e[n]['0.01']['none']['relative_bias']:.0%}"
         for n in e
     )
     mis = e[longest]["0.01"]["preset mis"]
-    plain = e[longest][far]["sequence mask"]
-    normalized = e[longest][far]["sequence mask normalised"]
-    cut = e[longest][far]["sequence truncate"]
-    free = e[longest][far]["sequence none"]
-    findings = [
+    plain = e[longest][farthest]["sequence mask"]
+    normalized = e[longest][farthest]["sequence mask normalised"]
+    cut = e[longest][farthest]["sequence truncate"]
+    free = e[longest][farthest]["sequence none"]
+    claims = [
         LabClaim(
             f"the default geometric band [0.99, 1.01] is for long responses: at {longest} tokens "
-            f"what it leaves, by distance: {left}; `mis` at 0.01 has "
+            f"it leaves these shares, by distance: {left_shares}; `mis` at 0.01 has "
             f"a bias of {mis['relative_bias']:.0%} ({mis['left']:.0%} left)"
         ),
-        LabClaim(f"of the bias at distance 0.01 token weights leave: {by_length}"),
+        LabClaim(f"share of the bias at distance 0.01 that token weights leave: {by_length}"),
         LabClaim(
-            f"truncation at 2 of whole responses' weights, {longest} tokens, distance {far}: "
+            f"truncation at 2 of whole responses' weights, {longest} tokens, distance {farthest}: "
             f"variance {free['relative_variance']:.0f} -> "
             f"{cut['relative_variance']:.0f}, bias 0 -> {cut['relative_bias']:.0%}, mean weight "
             f"{cut['mean_weight']:.2f}"
         ),
         LabClaim(
-            "self-normalization after a mask gives the few that are left all the weight: "
+            "self-normalization after a mask gives all the weight to the few remaining responses: "
             f"{plain['left']:.0%} left, variance "
             f"{plain['relative_variance']:.0f} -> {normalized['relative_variance']:.0f}, bias "
             f"{plain['relative_bias']:.0%} -> {normalized['relative_bias']:.0%}"
@@ -141,16 +151,18 @@ def _unclaimed_findings(e: dict[str, Any], longest: str, far: str) -> list[LabCl
     for size in SIZES[1::2]:
         names = "; ".join(
             f"{n} tokens: "
-            + ", ".join(f"{float(d):g} {best_correction(e[n][d], size)}" for d in AWAY)
+            + ", ".join(f"{float(d):g} {find_best_correction(e[n][d], size)}" for d in AWAY)
             for n in e
         )
-        findings.append(
-            LabClaim(f"least squared error at {size} responses, from {near} to {far}: {names}")
+        claims.append(
+            LabClaim(
+                f"least squared error at {size} responses, from {nearest} to {farthest}: {names}"
+            )
         )
-    return findings
+    return claims
 
 
-def _tables(r: dict[str, Any]) -> list[TableBlock]:
+def _make_tables(r: dict[str, Any]) -> list[TableBlock]:
     e = r["estimators"]
     tables = []
     longest = list(e)[-1]
@@ -164,7 +176,7 @@ def _tables(r: dict[str, Any]) -> list[TableBlock]:
                 for d in e[longest]
             ),
         ]
-        for n in candidates()
+        for n in list_candidates()
     ]
     tables.append(
         TableBlock(
@@ -182,7 +194,7 @@ def _tables(r: dict[str, Any]) -> list[TableBlock]:
                 for k in ("relative_bias", "relative_variance")
             ),
         ]
-        for n in candidates()
+        for n in list_candidates()
     ]
     tables.append(
         TableBlock(
@@ -193,7 +205,7 @@ def _tables(r: dict[str, Any]) -> list[TableBlock]:
     )
     rows = [
         [n, *("{mean_weight:.2f} / {ess:.2f}".format(**e[longest][d][n]) for d in e[longest])]
-        for n in candidates()
+        for n in list_candidates()
     ]
     tables.append(
         TableBlock(
@@ -204,7 +216,7 @@ def _tables(r: dict[str, Any]) -> list[TableBlock]:
     )
     for size in SIZES:
         rows = [
-            [f"{length} tokens", *(best_correction(e[length][d], size) for d in AWAY)]
+            [f"{length} tokens", *(find_best_correction(e[length][d], size) for d in AWAY)]
             for length in e
         ]
         tables.append(
@@ -213,53 +225,54 @@ def _tables(r: dict[str, Any]) -> list[TableBlock]:
     return tables
 
 
-def _figures(r: dict[str, Any]) -> list[PagePlot]:
+def _plot_figures(r: dict[str, Any]) -> list[PagePlot]:
     e = r["estimators"]
     longest = list(e)[-1]
     xs = [float(d) for d in AWAY]
     floor = 1e-3
 
-    def by_distance(key: str) -> Lines:
+    def select_by_distance(key: str) -> Lines:
         return {n: (xs, [max(floor, e[longest][d][n][key]) for d in AWAY]) for n in SHOWN}
 
-    def by_length(key: str) -> Lines:
+    def select_by_length(key: str) -> Lines:
         return {
             n: ([float(k) for k in e], [max(floor, e[k]["0.01"][n][key]) for k in e]) for n in SHOWN
         }
 
     errors: Lines = {
-        n: (SIZES, [squared_error(e[longest]["0.03"][n], size) for size in SIZES]) for n in SHOWN
+        n: (SIZES, [compute_squared_error(e[longest]["0.03"][n], size) for size in SIZES])
+        for n in SHOWN
     }
     return [
-        curves(
+        plot_lines(
             f"Bias, {longest} tokens (0.001: exact)",
-            by_distance("relative_bias"),
+            select_by_distance("relative_bias"),
             "KL(mu || theta) a token",
             "relative bias",
             log="xy",
         ),
-        curves(
+        plot_lines(
             f"Variance, {longest} tokens",
-            by_distance("relative_variance"),
+            select_by_distance("relative_variance"),
             "KL(mu || theta), nats a token",
             "over |exact|^2",
             log="xy",
         ),
-        curves(
+        plot_lines(
             "Bias at distance 0.01",
-            by_length("relative_bias"),
+            select_by_length("relative_bias"),
             "tokens in a response",
             "relative bias (0.001: exact)",
             log="xy",
         ),
-        curves(
+        plot_lines(
             "Variance at distance 0.01",
-            by_length("relative_variance"),
+            select_by_length("relative_variance"),
             "tokens in a response",
             "over |exact|^2",
             log="xy",
         ),
-        curves(
+        plot_lines(
             f"Squared error at distance 0.03, {longest} tokens",
             errors,
             "responses in the batch",

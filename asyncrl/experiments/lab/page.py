@@ -1,6 +1,6 @@
 """The output of a lab experiment.
 
-Tables on the terminal, a page with plots, a JSON file and a verdict.
+It has tables on the terminal, a page with plots, a JSON file and a verdict.
 """
 
 from __future__ import annotations
@@ -64,19 +64,19 @@ class LabFindings:
             ]
         )
 
-    def json(self) -> dict[str, Any]:
-        values: dict[str, Any] = as_json_value(
+    def as_json(self) -> dict[str, Any]:
+        values: dict[str, Any] = convert_value(
             self.result | {"verdict": [{"text": c.text, "holds": c.holds} for c in self.claims]}
         )
         return values
 
 
-def as_json_value(x: Any) -> Any:
+def convert_value(x: Any) -> Any:
     """Convert to JSON types: numbers of 6 digits, None if not finite."""
     if isinstance(x, dict):
-        return {str(k): as_json_value(v) for k, v in x.items()}
+        return {str(k): convert_value(v) for k, v in x.items()}
     if isinstance(x, list | tuple):
-        return [as_json_value(v) for v in x]
+        return [convert_value(v) for v in x]
     return (float(f"{x:.6g}") if math.isfinite(x) else None) if isinstance(x, float) else x
 
 
@@ -85,16 +85,16 @@ def format_number(x: float) -> str:
     return "0 (1e-9)" if abs(x) < 1e-9 else f"{x:.3g}"
 
 
-def curves(title: str, lines: Lines, across: str, unit: str, *, log: str = "") -> PagePlot:
+def plot_lines(title: str, lines: Lines, across: str, unit: str, *, log: str = "") -> PagePlot:
     """Plot one line a name. log: the logarithmic axes, as "xy"."""
-    drawn = [PlotLine(name, xs, ys) for name, (xs, ys) in lines.items()]
-    return PagePlot(title, unit, drawn, across, log=log)
+    plot_lines = [PlotLine(name, xs, ys) for name, (xs, ys) in lines.items()]
+    return PagePlot(title, unit, plot_lines, across, log=log)
 
 
-def dots(names: Sequence[str], panels: Mapping[str, Sequence[float]]) -> list[PagePlot]:
+def plot_dots(names: Sequence[str], panels: Mapping[str, Sequence[float]]) -> list[PagePlot]:
     """Plot one row a name, and one plot of dots on a logarithmic axis a panel.
 
-    Many points that may overlap stay readable.
+    Many overlapping points remain readable.
     """
     rows = list(range(len(names)))
     return [
@@ -105,9 +105,8 @@ def dots(names: Sequence[str], panels: Mapping[str, Sequence[float]]) -> list[Pa
 
 def write(directory: Path, findings: LabFindings) -> tuple[Path, Path]:
     """Write DIR/NAME.html and DIR/NAME.json and return both paths."""
-
     directory.mkdir(parents=True, exist_ok=True)
-    blob = json.dumps(findings.json())
+    blob = json.dumps(findings.as_json())
     blocks = [
         ListBlock(
             [ListItem(claim.as_line, style=claim.style) for claim in findings.claims],

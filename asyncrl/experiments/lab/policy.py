@@ -43,35 +43,35 @@ class ResponseSpace:
         self.prefixes = (vocabulary**length - 1) // (vocabulary - 1)
         place = []
         row = torch.zeros(self.n, dtype=torch.long)
-        first = 0
+        offset = 0
         # prefixes of one length are ordered as base-V numbers, after all shorter ones
         for t in range(length):
-            place.append(first + row)
+            place.append(offset + row)
             row = row * vocabulary + self.answers[:, t]
-            first = first + vocabulary**t
+            offset = offset + vocabulary**t
         self.place, self.symbol = torch.stack(place, 1).reshape(-1), self.answers.reshape(-1)
         self.seq = torch.arange(self.n).repeat_interleave(length)
 
     # ---- policies --------------------------------------------------------------------------------
 
-    def table(self, seed: int, spread: float = 1.0) -> torch.Tensor:
+    def draw_table(self, seed: int) -> torch.Tensor:
         """Return a random policy [K, V] with normal logits."""
-        return spread * torch.randn(
+        return torch.randn(
             self.prefixes,
             self.vocabulary,
             dtype=torch.float64,
             generator=torch.Generator().manual_seed(seed),
         )
 
-    def logprobs(self, theta: torch.Tensor) -> torch.Tensor:
+    def compute_logprobs(self, theta: torch.Tensor) -> torch.Tensor:
         """Return the log-probability of every token: [N], with gradient if theta has one."""
         return torch.log_softmax(theta, -1)[self.place, self.symbol]
 
-    def probability(self, theta: torch.Tensor) -> torch.Tensor:
+    def compute_probability(self, theta: torch.Tensor) -> torch.Tensor:
         """Return the probability of every response: [S]."""
-        return self.logprobs(theta).reshape(self.n, -1).sum(1).exp()
+        return self.compute_logprobs(theta).reshape(self.n, -1).sum(1).exp()
 
-    def step_kl(self, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    def compute_step_kl(self, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         """Return exact KL(p || q) over the next symbol at each token's state.
 
         The result is [N], with gradient.
@@ -80,31 +80,31 @@ class ResponseSpace:
         b = torch.log_softmax(q, -1)
         return (a.exp() * (a - b)).sum(-1)[self.place]
 
-    def kl(self, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    def compute_kl(self, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         """Return exact KL(p || q) over whole responses, in nats a response.
 
         The result is a scalar with gradient.
         """
-        lp = self.logprobs(p).reshape(self.n, -1).sum(1)
-        lq = self.logprobs(q).reshape(self.n, -1).sum(1)
+        lp = self.compute_logprobs(p).reshape(self.n, -1).sum(1)
+        lq = self.compute_logprobs(q).reshape(self.n, -1).sum(1)
         return (lp.exp() * (lp - lq)).sum()
 
-    def entropy(self, p: torch.Tensor) -> float:
+    def compute_entropy(self, p: torch.Tensor) -> float:
         """Return the entropy in nats a token."""
-        lp = self.logprobs(p).reshape(self.n, -1).sum(1)
+        lp = self.compute_logprobs(p).reshape(self.n, -1).sum(1)
         return float(-(lp.exp() * lp).sum() / self.length)
 
-    def policy_at_distance(self, theta: torch.Tensor, kl: float, seed: int) -> torch.Tensor:
+    def find_policy(self, theta: torch.Tensor, kl: float, seed: int) -> torch.Tensor:
         """Return a policy mu = theta + a noise with KL(mu || theta) = kl nats a token.
 
         The factor a is found by bisection.
         """
         if kl <= 0:
             return theta.clone()
-        noise = self.table(seed)
+        noise = self.draw_table(seed)
         low = 0.0
         high = 1.0
-        while float(self.kl(theta + high * noise, theta)) / self.length < kl:
+        while float(self.compute_kl(theta + high * noise, theta)) / self.length < kl:
             high *= 2
             if high > 1e6:
                 raise ConfigError(
@@ -115,15 +115,15 @@ class ResponseSpace:
             middle = (low + high) / 2
             low, high = (
                 (middle, high)
-                if float(self.kl(theta + middle * noise, theta)) / self.length < kl
+                if float(self.compute_kl(theta + middle * noise, theta)) / self.length < kl
                 else (low, middle)
             )
         return theta + high * noise
 
-    def draw(self, mu: torch.Tensor, count: int, seed: int) -> torch.Tensor:
+    def sample(self, mu: torch.Tensor, count: int, seed: int) -> torch.Tensor:
         """Sample responses from mu: int64 [count], indices into S."""
         return torch.multinomial(
-            self.probability(mu),
+            self.compute_probability(mu),
             count,
             replacement=True,
             generator=torch.Generator().manual_seed(seed),
@@ -131,7 +131,7 @@ class ResponseSpace:
 
     # ---- gradients -------------------------------------------------------------------------------
 
-    def gradient_rows(
+    def compute_gradient_rows(
         self,
         theta: torch.Tensor,
         coefficient: torch.Tensor,
@@ -154,25 +154,27 @@ class ResponseSpace:
             rows = rows + step[:, None] * slope[self.place]
         return rows
 
-    def mean(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def average(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Return the gradient sum_s weight_s g_s, [K, V], for weights [S]."""
         return torch.zeros(self.prefixes, self.vocabulary, dtype=rows.dtype).index_add_(
             0, self.place, weight[self.seq, None] * rows
         )
 
-    def moments(self, rows: torch.Tensor, probability: torch.Tensor) -> tuple[torch.Tensor, float]:
+    def compute_moments(
+        self, rows: torch.Tensor, probability: torch.Tensor
+    ) -> tuple[torch.Tensor, float]:
         """Return the expected gradient [K, V] and the trace of its covariance.
 
         The covariance is that of one response's gradient.
 
         probability: of the responses, [S].
         """
-        mean = self.mean(rows, probability)
-        second = float((probability[self.seq] * rows.square().sum(1)).sum())
-        return mean, max(0.0, second - float(mean.square().sum()))
+        mean = self.average(rows, probability)
+        square = float((probability[self.seq] * rows.square().sum(1)).sum())
+        return mean, max(0.0, square - float(mean.square().sum()))
 
 
-def coefficients(term: Callable[..., torch.Tensor], *leaves: torch.Tensor) -> list[torch.Tensor]:
+def differentiate(term: Callable[..., torch.Tensor], *leaves: torch.Tensor) -> list[torch.Tensor]:
     """Return d sum(term) / d leaf for each leaf [N]; zeros if no gradient flows.
 
     These are a loss term's coefficients of grad lp and of grad KL_k.
@@ -187,18 +189,20 @@ def coefficients(term: Callable[..., torch.Tensor], *leaves: torch.Tensor) -> li
     ]
 
 
-def exact_gradient(f: Callable[[torch.Tensor], torch.Tensor], theta: torch.Tensor) -> torch.Tensor:
+def compute_exact_gradient(
+    f: Callable[[torch.Tensor], torch.Tensor], theta: torch.Tensor
+) -> torch.Tensor:
     """Return the gradient [K, V] of a scalar function of the table."""
     leaf = theta.detach().clone().requires_grad_(True)
     return torch.autograd.grad(f(leaf), leaf)[0]
 
 
-def relative(estimate: torch.Tensor, exact: torch.Tensor) -> float:
+def compute_relative_error(estimate: torch.Tensor, exact: torch.Tensor) -> float:
     """Return |estimate - exact| / |exact|."""
     return float((estimate - exact).norm() / exact.norm().clamp(min=1e-300))
 
 
-def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
+def compute_cosine(a: torch.Tensor, b: torch.Tensor) -> float:
     """Return the cosine of two gradients; 0 if one vanishes."""
     size = float(a.norm() * b.norm())
     return float((a * b).sum()) / size if size > 1e-24 else 0.0

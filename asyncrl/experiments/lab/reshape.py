@@ -1,7 +1,7 @@
-"""Many updates on one batch: how far IS-reshape drifts, and what bounds the drift.
+"""Many updates on one batch: the drift of IS-reshape, and its bounds.
 
 It is compared with no trust region and with clipping. The batch is sampled from mu, the policy at
-its start, trained for 16 epochs by the learner's loss under configs that a run would accept, and
+its start, trained for 16 epochs by the learner's loss under configs that a run accepts, and
 followed by another batch. KL(mu || theta) in nats a token and the expected reward are exact, over
 all responses.
 """
@@ -18,8 +18,8 @@ from asyncrl.algorithms import loss as step_loss
 from asyncrl.algorithms import ratios
 from asyncrl.config import load
 from asyncrl.config.tree import Config
-from asyncrl.experiments.lab.corrections import rewards
-from asyncrl.experiments.lab.policy import ResponseSpace, cosine
+from asyncrl.experiments.lab.corrections import draw_rewards
+from asyncrl.experiments.lab.policy import ResponseSpace, compute_cosine
 
 GROUP = 8
 BUDGET = 0.05  # nats a token: the repairs' limit
@@ -28,7 +28,7 @@ STOP = {"stop": {"kl_max": BUDGET, "against": "behavior"}}
 SLOW = {"stop": {"kl_max": BUDGET, "against": "behavior", "action": "slow"}}
 
 
-def _with_reshape(**reshape: Any) -> dict[str, Any]:
+def _merge_reshape(**reshape: Any) -> dict[str, Any]:
     return RESHAPE | {"reshape": reshape}
 
 
@@ -36,22 +36,22 @@ ARMS: dict[str, dict[str, Any]] = {
     "vanilla": {"loss": {"surrogate": "vanilla"}},
     "clip": {"loss": {"surrogate": "ppo"}},
     "v3.1": RESHAPE,
-    "v3.1 box-cox": _with_reshape(form="box_cox"),
-    "gamma base": _with_reshape(mode="base"),
-    "gamma 0.001": _with_reshape(mode="constant", gamma=0.001),
-    "gamma 0.5": _with_reshape(mode="constant", gamma=0.5),
-    "gamma 0 box-cox": _with_reshape(mode="constant", gamma=0.0, form="box_cox"),
+    "v3.1 box-cox": _merge_reshape(form="box_cox"),
+    "gamma base": _merge_reshape(mode="base"),
+    "gamma 0.001": _merge_reshape(mode="constant", gamma=0.001),
+    "gamma 0.5": _merge_reshape(mode="constant", gamma=0.5),
+    "gamma 0 box-cox": _merge_reshape(mode="constant", gamma=0.0, form="box_cox"),
     "A": RESHAPE | STOP,
-    "B": _with_reshape(clip=0.2),
-    "C": _with_reshape(kl_penalty=1.0),
-    "D coefficient": _with_reshape(budget="tokens", kl_budget=BUDGET),
-    "D global": _with_reshape(budget="global", kl_budget=BUDGET),
+    "B": _merge_reshape(clip=0.2),
+    "C": _merge_reshape(kl_penalty=1.0),
+    "D coefficient": _merge_reshape(budget="tokens", kl_budget=BUDGET),
+    "D global": _merge_reshape(budget="global", kl_budget=BUDGET),
     "D learning rate": RESHAPE | SLOW,
-    "A+B": _with_reshape(clip=0.2) | STOP,
-    "A+D coefficient": _with_reshape(budget="tokens", kl_budget=BUDGET) | STOP,
-    "B+C": _with_reshape(clip=0.2, kl_penalty=1.0),
-    "B+D learning rate": _with_reshape(clip=0.2) | SLOW,
-    "A+B+C+D coefficient": _with_reshape(
+    "A+B": _merge_reshape(clip=0.2) | STOP,
+    "A+D coefficient": _merge_reshape(budget="tokens", kl_budget=BUDGET) | STOP,
+    "B+C": _merge_reshape(clip=0.2, kl_penalty=1.0),
+    "B+D learning rate": _merge_reshape(clip=0.2) | SLOW,
+    "A+B+C+D coefficient": _merge_reshape(
         clip=0.2, kl_penalty=1.0, budget="tokens", kl_budget=BUDGET
     )
     | STOP,
@@ -61,7 +61,7 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 
 
-def config(arm: str, epochs: int, minibatches: int) -> Config:
+def make_config(arm: str, epochs: int, minibatches: int) -> Config:
     """Return the arm's settings, validated as in a run."""
     base = {
         "model": {"path": "-"},
@@ -78,16 +78,16 @@ def config(arm: str, epochs: int, minibatches: int) -> Config:
     return load.convert(base | {k: dict(v) for k, v in ARMS[arm].items()}, f"lab reshape, {arm}")
 
 
-def batch(
+def sample_batch(
     space: ResponseSpace, theta: torch.Tensor, right: torch.Tensor, samples: int, seed: int
 ) -> tuple[torch.Tensor, step_loss.LossBatch]:
     """Sample responses from theta and build their batch for the loss.
 
     Returns the responses, int64 [B], and the batch in groups of 8.
     """
-    sampled = space.draw(theta, samples, seed)
+    sampled = space.sample(theta, samples, seed)
     n = samples * space.length
-    lp = space.logprobs(theta).reshape(space.n, -1)[sampled].reshape(-1)
+    lp = space.compute_logprobs(theta).reshape(space.n, -1)[sampled].reshape(-1)
     return sampled, step_loss.LossBatch(
         seq=torch.arange(samples).repeat_interleave(space.length),
         behavior=lp,
@@ -125,8 +125,10 @@ class TabularTrainer:
         )
         self.last: torch.Tensor | None = None
 
-    def logprobs(self, sampled: torch.Tensor) -> torch.Tensor:
-        return self.space.logprobs(self.theta).reshape(self.space.n, -1)[sampled].reshape(-1)
+    def compute_logprobs(self, sampled: torch.Tensor) -> torch.Tensor:
+        return (
+            self.space.compute_logprobs(self.theta).reshape(self.space.n, -1)[sampled].reshape(-1)
+        )
 
     def train(self, samples: int, seed: int) -> list[dict[str, float]]:
         """Train all epochs of one batch; return a row for every optimizer step.
@@ -134,7 +136,7 @@ class TabularTrainer:
         The state is the one after the step. Skipped steps have no gradient values.
         """
         mu = self.theta.detach().clone()
-        sampled, b = batch(self.space, mu, self.right, samples, seed)
+        sampled, b = sample_batch(self.space, mu, self.right, samples, seed)
         prep = step_loss.prepare(b, self.c)
         rows = []
         stopped = False
@@ -146,39 +148,41 @@ class TabularTrainer:
                 minibatch = torch.cat(
                     [torch.arange(GROUP) + GROUP * int(g) for g in deal[m::parts].sort().values]
                 )
-                row = {} if stopped else self._step(prep, sampled, minibatch)
+                row = {} if stopped else self._make_step(prep, sampled, minibatch)
                 stopped = stopped or not row
-                rows.append(row | self._state(mu, prep, sampled))
+                rows.append(row | self._measure_state(mu, prep, sampled))
         return rows
 
-    def _state(
+    def _measure_state(
         self, mu: torch.Tensor, prep: step_loss.PreparedBatch, sampled: torch.Tensor
     ) -> dict[str, float]:
         """Measure the policy, exactly and by the batch's k3 estimate."""
         theta = self.theta.detach()
         s = self.space
-        log_w = ratios.compute_log_ratio(self.logprobs(sampled).detach(), prep.batch.behavior)
+        log_w = ratios.compute_log_ratio(
+            self.compute_logprobs(sampled).detach(), prep.batch.behavior
+        )
         return {
-            "kl": float(s.kl(mu, theta)) / s.length,
+            "kl": float(s.compute_kl(mu, theta)) / s.length,
             "kl_batch": float((torch.expm1(log_w) - log_w).mean()),
-            "kl_start": float(s.kl(self.start, theta)) / s.length,
-            "reward": float((s.probability(theta) * self.right).sum()),
-            "entropy": s.entropy(theta),
+            "kl_start": float(s.compute_kl(self.start, theta)) / s.length,
+            "reward": float((s.compute_probability(theta) * self.right).sum()),
+            "entropy": s.compute_entropy(theta),
         }
 
-    def _step(
+    def _make_step(
         self, prep: step_loss.PreparedBatch, sampled: torch.Tensor, minibatch: torch.Tensor
     ) -> dict[str, float]:
         """Make one optimizer step as the learner does; {} if early stopping skips it."""
-        every = self.logprobs(sampled)
-        done = prep.steps > 0
-        step = step_loss.begin_step(prep, minibatch, every.detach())
+        logprobs = self.compute_logprobs(sampled)
+        has_stepped = prep.steps > 0
+        step = step_loss.begin_step(prep, minibatch, logprobs.detach())
         part = (minibatch[:, None] * self.space.length + torch.arange(self.space.length)).reshape(
             -1
         )
-        lp = every[part]
+        lp = logprobs[part]
         loss, sums = step_loss.compute_micro_loss(prep, step, part, lp)
-        if done and (
+        if has_stepped and (
             step.lr_scale == 0
             or (
                 self.c.stop.kl_max
@@ -192,7 +196,7 @@ class TabularTrainer:
         coefficient = -slope * len(part)
         row = {
             "grad_norm": float(g.norm()),
-            "cosine": math.nan if self.last is None else cosine(g, self.last),
+            "cosine": math.nan if self.last is None else compute_cosine(g, self.last),
             "lr_scale": step.lr_scale,
             "coefficient_var": float(coefficient.var()),
             "share": step.reshape.share if step.reshape else math.nan,
@@ -228,11 +232,11 @@ QUANTITIES = (
 )
 
 
-def _highest(rows: list[list[dict[str, float]]], a_batch: int) -> dict[str, list[float]]:
+def _find_extremes(rows: list[list[dict[str, float]]], a_batch: int) -> dict[str, list[float]]:
     """Return the extremes of each seed.
 
-    They are the largest KL of any batch and of the first, the last reward, and the number of steps
-    taken. a_batch: steps of a batch.
+    They are the largest KL of any batch and of the first, the last reward, and the number of steps.
+    a_batch: steps of a batch.
     """
     return {
         "kl": [max(x["kl"] for x in r) for r in rows],
@@ -260,9 +264,14 @@ def measure(
     - highest[optimizer][arm]: each seed's largest KL of any batch
     """
     space = ResponseSpace(vocabulary, length)
-    start = _mean(
+    start = _average(
         [
-            float((space.probability(space.table(1000 * n)) * rewards(space, 1000 * n + 1)).sum())
+            float(
+                (
+                    space.compute_probability(space.draw_table(1000 * n))
+                    * draw_rewards(space, 1000 * n + 1)
+                ).sum()
+            )
             for n in range(seeds)
         ]
     )
@@ -272,13 +281,13 @@ def measure(
         runs[optimizer], highest[optimizer] = {}, {}
         for arm in ARMS:
             say(f"{optimizer}: {arm}")
-            c = config(arm, epochs, minibatches)
+            c = make_config(arm, epochs, minibatches)
             rows = []
             for seed in range(seeds):
                 trainer = TabularTrainer(
                     space,
-                    space.table(1000 * seed),
-                    rewards(space, 1000 * seed + 1),
+                    space.draw_table(1000 * seed),
+                    draw_rewards(space, 1000 * seed + 1),
                     c,
                     optimizer,
                     rate,
@@ -291,10 +300,10 @@ def measure(
                     ]
                 )
             runs[optimizer][arm] = {
-                n: [_mean([r[t].get(n, math.nan) for r in rows]) for t in range(len(rows[0]))]
+                n: [_average([r[t].get(n, math.nan) for r in rows]) for t in range(len(rows[0]))]
                 for n in QUANTITIES
             }
-            highest[optimizer][arm] = _highest(rows, epochs * minibatches)
+            highest[optimizer][arm] = _find_extremes(rows, epochs * minibatches)
     return {
         "vocabulary": vocabulary,
         "length": length,
@@ -311,10 +320,10 @@ def measure(
     }
 
 
-def _mean(x: list[float]) -> float:
+def _average(x: list[float]) -> float:
     """Average the values that are not nan.
 
-    Seeds that stopped early take no step and have no gradient.
+    A seed that stopped early makes no step and has no gradient.
     """
-    kept = [v for v in x if not math.isnan(v)]
-    return sum(kept) / len(kept) if kept else math.nan
+    values = [v for v in x if not math.isnan(v)]
+    return sum(values) / len(values) if values else math.nan

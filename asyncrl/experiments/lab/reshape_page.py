@@ -8,8 +8,8 @@ from asyncrl.experiments.lab.page import (
     LabClaim,
     LabFindings,
     Lines,
-    curves,
     format_number,
+    plot_lines,
 )
 from asyncrl.experiments.lab.reshape import ARMS
 from asyncrl.records.page_kit import PagePlot, TableBlock
@@ -26,10 +26,10 @@ MAIN = (
     "D global",
     "gamma 0.001",
 )
-NEAR = 1.05  # of the budget: repair D rests on a second-order argument, so allow 5 %
+NEAR = 1.05  # of the budget: repair D is exact to second order, so allow 5 %
 
 
-def findings(r: dict[str, Any]) -> LabFindings:
+def present_findings(r: dict[str, Any]) -> LabFindings:
     """Present the result of `reshape.measure`."""
     rates = ", ".join(f"{o} {x:g}" for o, x in r["rates"].items())
     setting = (
@@ -39,25 +39,25 @@ def findings(r: dict[str, Any]) -> LabFindings:
         "batch's start: exact over all responses; `by the batch`: the k3 estimate on its samples, "
         "which the repairs use. A early stop, B clip, C KL penalty, D KL budget."
     )
-    return LabFindings("reshape", setting, r, _claims(r), _tables(r), _figures(r))
+    return LabFindings("reshape", setting, r, _check_claims(r), _make_tables(r), _plot_figures(r))
 
 
-def mean(x: list[float]) -> float:
+def average(x: list[float]) -> float:
     return sum(x) / len(x)
 
 
-def _claims(r: dict[str, Any]) -> list[LabClaim]:
+def _check_claims(r: dict[str, Any]) -> list[LabClaim]:
     claims = []
     budget = r["budget"]
     per_batch = r["epochs"] * r["minibatches"]
-    first = {
-        o: {a: mean(h["kl_first"]) for a, h in arms.items()} for o, arms in r["highest"].items()
+    first_kls = {
+        o: {a: average(h["kl_first"]) for a, h in arms.items()} for o, arms in r["highest"].items()
     }
-    for o, kl in first.items():
+    for o, kl in first_kls.items():
         run = r["runs"][o]
         agree = min(run["v3.1"]["cosine"][1:per_batch])
-        norms = _shares(run, "v3.1")[:per_batch]
-        small = max(_shares(run, "gamma 0.001"))
+        norms = _compare_norms(run, "v3.1")[:per_batch]
+        small = max(_compare_norms(run, "gamma 0.001"))
         batch_kl = r["highest"][o]["D learning rate"]["kl_batch"]
         claims += [
             LabClaim(
@@ -86,7 +86,7 @@ def _claims(r: dict[str, Any]) -> list[LabClaim]:
             claims += [
                 LabClaim(
                     f"adam: with gamma = 0.001 the gradient is at most {small:.4f} of vanilla's "
-                    f"and the KL still {kl['gamma 0.001']:.3f}: steps are "
+                    f"but the KL is {kl['gamma 0.001']:.3f}: steps are "
                     "normalized, so a small consistent gradient drifts as far",
                     small < 0.01 and kl["gamma 0.001"] > 0.5 * kl["vanilla"],
                 ),
@@ -98,14 +98,14 @@ def _claims(r: dict[str, Any]) -> list[LabClaim]:
         else:
             claims.append(
                 LabClaim(
-                    f"{o}: with gamma = 0.001 nothing moves: KL {kl['gamma 0.001']:.1e}",
+                    f"{o}: with gamma = 0.001 the policy does not move: KL {kl['gamma 0.001']:.1e}",
                     kl["gamma 0.001"] < 0.01 * kl["vanilla"],
                 )
             )
-    return claims + _unclaimed_findings(r)
+    return claims + _list_findings(r)
 
 
-def _shares(run: dict[str, Any], arm: str) -> list[float]:
+def _compare_norms(run: dict[str, Any], arm: str) -> list[float]:
     """Return the gradient norm over vanilla's at each step.
 
     Steps at which vanilla's norm has vanished are left out.
@@ -117,60 +117,60 @@ def _shares(run: dict[str, Any], arm: str) -> list[float]:
     ] or [0.0]
 
 
-def _unclaimed_findings(r: dict[str, Any]) -> list[LabClaim]:
-    findings = []
+def _list_findings(r: dict[str, Any]) -> list[LabClaim]:
+    claims = []
     budget = r["budget"]
     for o, arms in r["highest"].items():
         under = [a for a, h in arms.items() if max(h["kl"]) <= budget]
-        near = [
+        slightly_over = [
             f"{a} {max(h['kl']):.3f}"
             for a, h in arms.items()
             if budget < max(h["kl"]) <= 1.5 * budget
         ]
-        findings.append(
+        claims.append(
             LabClaim(
                 f"{o}: exact KL under the budget for every seed and batch: "
-                f"{', '.join(under) or 'none'}; within half as much again: "
-                f"{', '.join(near) or 'none'}"
+                f"{', '.join(under) or 'none'}; at most 1.5 times the budget: "
+                f"{', '.join(slightly_over) or 'none'}"
             )
         )
         top = sorted(
-            under + [n.rsplit(" ", 1)[0] for n in near], key=lambda a: -mean(arms[a]["reward"])
+            under + [n.rsplit(" ", 1)[0] for n in slightly_over],
+            key=lambda a: -average(arms[a]["reward"]),
         )[:5]
         most, clip, free = (
-            ", ".join(f"{a} {mean(arms[a]['reward']):.3f}" for a in names)
+            ", ".join(f"{a} {average(arms[a]['reward']):.3f}" for a in names)
             for names in (top, ["clip"], ["vanilla"])
         )
-        findings.append(
+        claims.append(
             LabClaim(
-                f"{o}: of these, most reward at the end: {most} (start {r['start_reward']:.3f}, "
+                f"{o}: of these, the highest final rewards: {most} (start {r['start_reward']:.3f}, "
                 f"{clip}, {free})"
             )
         )
         k = r["runs"][o]["v3.1"]["kl_batch"]
         steps = [n for n in (2, 4, 8, 16) if n <= min(len(k), r["epochs"] * r["minibatches"])]
         roots = ", ".join(f"{n}: {(k[n - 1] / max(k[0], 1e-30)) ** 0.5 / n:.2f}" for n in steps)
-        findings.append(
+        claims.append(
             LabClaim(
-                f"{o}: does sqrt(KL) add like a distance, as D assumes?  sqrt(KL) after n steps "
-                f"over n times that of the first: {roots}"
+                f"{o}: sqrt(KL) after n steps over n times that of the first (1 in D): {roots}"
             )
         )
         gap = {
-            a: mean(h["kl"]) / mean(h["kl_batch"])
+            a: average(h["kl"]) / average(h["kl_batch"])
             for a, h in arms.items()
-            if mean(h["kl_batch"]) > 1e-6
+            if average(h["kl_batch"]) > 1e-6
         } or {"": 1.0}
-        findings.append(
+        claims.append(
             LabClaim(
-                f"{o}: the batch's own estimate against the exact KL: the truth is "
-                f"{min(gap.values()):.2f} to {max(gap.values()):.2f} of it"
+                f"{o}: the exact KL over the batch's own estimate: "
+                f"{min(gap.values()):.2f} to {max(gap.values()):.2f}"
             )
         )
-    return findings
+    return claims
 
 
-def _tables(r: dict[str, Any]) -> list[TableBlock]:
+def _make_tables(r: dict[str, Any]) -> list[TableBlock]:
     head = (
         "arm",
         "KL, first batch",
@@ -201,15 +201,15 @@ def _tables(r: dict[str, Any]) -> list[TableBlock]:
                     *(
                         f"{v:.4f}"
                         for v in (
-                            mean(h["kl_first"]),
-                            mean(h["kl"]),
+                            average(h["kl_first"]),
+                            average(h["kl"]),
                             max(h["kl"]),
-                            mean(h["kl_batch"]),
+                            average(h["kl_batch"]),
                         )
                     ),
                     f"{x['kl_start'][-1]:.3f}",
-                    f"{mean(h['reward']):.3f}",
-                    f"{mean(h['steps']):.1f}",
+                    f"{average(h['reward']):.3f}",
+                    f"{average(h['steps']):.1f}",
                     format_number(norms[0]),
                     format_number(norms[-1]),
                     format_number(min([v for v in x["cosine"] if v == v], default=0.0)),
@@ -221,7 +221,7 @@ def _tables(r: dict[str, Any]) -> list[TableBlock]:
     return tables
 
 
-def _figures(r: dict[str, Any]) -> list[PagePlot]:
+def _plot_figures(r: dict[str, Any]) -> list[PagePlot]:
     figures = []
     for key, title, log in (
         ("kl", "KL(mu || theta), exact, nats a token", "y"),
@@ -237,5 +237,5 @@ def _figures(r: dict[str, Any]) -> list[PagePlot]:
                 points = [(n + 1, v) for n, v in enumerate(arms[a][key]) if v == v]
                 if points:
                     lines[a] = [float(n) for n, _ in points], [v for _, v in points]
-            figures.append(curves(f"{o}: {title}", lines, "optimizer step", title, log=log))
+            figures.append(plot_lines(f"{o}: {title}", lines, "optimizer step", title, log=log))
     return figures

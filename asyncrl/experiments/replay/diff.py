@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.contract.errors import ConfigError
-from asyncrl.experiments.compare.arms import config_differences
+from asyncrl.experiments.compare.arms import find_config_differences
 from asyncrl.experiments.compare.comparison import CellResult
-from asyncrl.experiments.compare.page import METRIC_CURVES, curves, metric_points
+from asyncrl.experiments.compare.page import METRIC_CURVES, plot_curves, select_points
 from asyncrl.records import atomic_write, metrics, page_kit
 from asyncrl.records.page_kit import PlotBlock, TextBlock
 
@@ -37,8 +37,9 @@ MACHINE = (
     "reward/call_s",
     "reward/workers",
 )
+METRICS_SHOWN = 6  # of those that differ
 NAMES = ("name", "runs")  # settings that only locate a run
-CURVES = (("eval/heldout", "Accuracy on held-out prompts", "accuracy"), *METRIC_CURVES)
+CURVES = (("eval/heldout", "Held-out reward", "mean reward"), *METRIC_CURVES)
 
 
 def read(run_dir: Path) -> tuple[dict[str, Any], dict[int, dict[str, float]], str | None]:
@@ -56,7 +57,7 @@ def read(run_dir: Path) -> tuple[dict[str, Any], dict[int, dict[str, float]], st
         }
         by_step.setdefault(int(row["step"]), {}).update(values)
     if not by_step:
-        raise ConfigError(f"{run_dir}: no metrics in it yet; wait until the run has made a step")
+        raise ConfigError(f"{run_dir}: it has no metrics yet; wait until the run has made a step")
     digest = run_dir / "weights_digest"
     return (
         tomllib.loads((run_dir / "config.toml").read_text(encoding="utf-8")),
@@ -65,10 +66,10 @@ def read(run_dir: Path) -> tuple[dict[str, Any], dict[int, dict[str, float]], st
     )
 
 
-def first_difference(
+def find_first_difference(
     rows_a: dict[int, dict[str, float]], rows_b: dict[int, dict[str, float]]
 ) -> dict[str, Any] | None:
-    """Return the first step where a metric differs, with all that differ there.
+    """Return the first step at which metrics differ, with these metrics.
 
     The relatively largest difference comes first. Metrics of the machine are ignored.
     """
@@ -111,30 +112,31 @@ def diff(run_a: Path, run_b: Path) -> dict[str, Any]:
     for config in (ca, cb):
         for name in NAMES:
             config.pop(name, None)
-    first = first_difference(ra, rb)
+    difference = find_first_difference(ra, rb)
     return {
         "a": str(run_a),
         "b": str(run_b),
         "config": [
-            f"{key}: {mine} | {other}" for key, (mine, other) in config_differences(ca, cb).items()
+            f"{key}: {value_a} | {value_b}"
+            for key, (value_a, value_b) in find_config_differences(ca, cb).items()
         ],
         "steps": [max(ra), max(rb)],
-        "first_difference": first,
+        "first_difference": difference,
         "weights_digests": [da, db],
-        "equal": first is None and ra.keys() == rb.keys() and da is not None and da == db,
+        "equal": difference is None and ra.keys() == rb.keys() and da is not None and da == db,
     }
 
 
-def format_diff(comparison: dict[str, Any], most: int = 6) -> str:
+def format_diff(comparison: dict[str, Any]) -> str:
     """Format the comparison for a reader."""
     lines = [f"A {comparison['a']}", f"B {comparison['b']}"]
     lines += [f"  {x}" for x in comparison["config"]] or ["  configs are the same"]
-    first = comparison["first_difference"]
+    difference = comparison["first_difference"]
     if comparison["equal"]:
         return "\n".join([*lines, "bitwise equal: final weights and every metric at every step"])
-    if first is None:
+    if difference is None:
         digests = comparison["weights_digests"]
-        weights = "at least one of them has not ended"
+        weights = "at least one run has not ended"
         if all(digests):
             weights = (
                 "the final weights differ"
@@ -147,11 +149,12 @@ def format_diff(comparison: dict[str, Any], most: int = 6) -> str:
         )
     else:
         lines.append(
-            f"first difference at step {first['step']}, in {len(first['metrics'])} metrics:"
+            f"first difference at step {difference['step']}, in "
+            f"{len(difference['metrics'])} metrics:"
         )
         lines += [
             f"  {m['name']}: {m['a']:.9g} | {m['b']:.9g} (relative {m['relative']:.2g})"
-            for m in first["metrics"][:most]
+            for m in difference["metrics"][:METRICS_SHOWN]
         ]
     return "\n".join(lines)
 
@@ -159,7 +162,7 @@ def format_diff(comparison: dict[str, Any], most: int = 6) -> str:
 def write(run_a: Path, run_b: Path, path: Path) -> None:
     """Write a page with the curves of both runs overlaid."""
     comparison = diff(run_a, run_b)
-    page(
+    write_page(
         "Two runs",
         format_diff(comparison),
         {n: read(d)[1] for n, d in (("A", run_a), ("B", run_b))},
@@ -169,7 +172,7 @@ def write(run_a: Path, run_b: Path, path: Path) -> None:
     )
 
 
-def page(
+def write_page(
     heading: str,
     text: str,
     runs: Mapping[str, Mapping[int, Mapping[str, float]]],
@@ -188,7 +191,7 @@ def page(
         for n, rows in runs.items()
     ]
     plots = [
-        curves(title, unit, tuple(runs), cells, metric_points(name))
+        plot_curves(title, unit, tuple(runs), cells, select_points(name))
         for name, title, unit in CURVES
         if any(name in row for cell in cells for row in cell.rows)
     ]

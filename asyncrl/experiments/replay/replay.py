@@ -26,9 +26,9 @@ import torch
 from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError, DamagedDataError, NotFiniteError
-from asyncrl.experiments.compare.arms import changes, config_differences
+from asyncrl.experiments.compare.arms import find_config_differences, format_changes
 from asyncrl.experiments.compare.page import clean
-from asyncrl.experiments.compare.verdict import stability
+from asyncrl.experiments.compare.verdict import list_instabilities
 from asyncrl.experiments.offline_eval import OfflineEvaluator
 from asyncrl.experiments.replay import diff
 from asyncrl.models.policy import compute_weights_digest, export
@@ -92,13 +92,13 @@ class ReplayResult:
 
 def check_sets(sets: Sequence[str]) -> None:
     """Raise ConfigError for a key that affects sampling, because the data is fixed."""
-    known = set(load.list_keys())
+    keys = set(load.list_keys())
     for item in sets:
         key = item.partition("=")[0].strip()
         if reason := DECIDES_DATA.get(key):
             raise ConfigError(f"--set {item}: a replay cannot change {key}: {reason}")
-        if key not in known:
-            continue  # an unknown key: the config's error suggests the right one
+        if key not in keys:
+            continue  # the config reports an unknown key, with the nearest one
         if not any(key == k or key.startswith(k + ".") for k in MAY_CHANGE):
             raise ConfigError(
                 f"--set {item}: {key} changes what is sampled, and a replay trains on recorded "
@@ -112,12 +112,14 @@ def resolve(text: str, sets: Sequence[str], source: str) -> Config:
     A preset given now also replaces the values that an earlier preset filled in.
     """
     raw = tomllib.loads(text)
-    given = {item.partition("=")[0].strip() for item in sets}
-    if any(k.startswith("staleness.") for k in given):
+    changed_keys = {item.partition("=")[0].strip() for item in sets}
+    if any(k.startswith("staleness.") for k in changed_keys):
         # inject requires on_exceed = pace, and the stream has the lags already
         raw.get("staleness", {}).pop("inject", None)
     changed = load.convert(raw, source, text, sets)
-    if any(k.startswith("staleness.") for k in given) and changed.staleness.on_exceed not in (
+    if any(
+        k.startswith("staleness.") for k in changed_keys
+    ) and changed.staleness.on_exceed not in (
         "mask",
         "downweight",
     ):
@@ -128,7 +130,7 @@ def resolve(text: str, sets: Sequence[str], source: str) -> Config:
     return changed
 
 
-def single_process_config(config: Config, initial: Path | None) -> Config:
+def make_single_process_config(config: Config, initial: Path | None) -> Config:
     """Return the config as one torch process runs it.
 
     initial: the recorded first weights, if the recording starts at version 0.
@@ -136,7 +138,7 @@ def single_process_config(config: Config, initial: Path | None) -> Config:
     replace = msgspec.structs.replace
     if config.learner.backend != "torch":
         config = replace(config, learner=replace(config.learner, backend="torch", ranks=1))
-    # the check at lag 0 compares with the run's weights, from which a changed replay departs
+    # the check at lag 0 compares with the run's weights, from which a changed replay differs
     if config.exact is True:
         config = replace(config, exact="try")
     if initial is not None:
@@ -162,44 +164,48 @@ class Replay:
         self.sets = list(sets)
         check_sets(sets)
         self.recording = recording = stream.read(run_dir)
-        kept = stream.weights(run_dir)
+        checkpoints = stream.list_weights(run_dir)
         self.start = recording.start if start is None else start
         self.end = recording.end if until is None else min(until, recording.end)
-        if self.start not in kept:
+        if self.start not in checkpoints:
             if start is None:
                 raise DamagedDataError(
-                    f"{run_dir}: the recording's first weights "
-                    f"({stream.directory(run_dir)}/weights/number_{recording.start}) are missing"
+                    f"{run_dir}: the recording's first weights are missing "
+                    f"({stream.get_directory(run_dir)}/weights/number_{recording.start})"
                 )
             raise ConfigError(
-                f"--from {start}: no weights of version {start} were recorded; recorded are "
-                f"{', '.join(map(str, kept))} (record.weights_every)"
+                f"--from {start}: no weights of version {start} were recorded; recorded versions: "
+                f"{', '.join(map(str, checkpoints))} (record.weights_every)"
             )
         if not recording.start <= self.start < self.end:
             raise ConfigError(
-                f"--from {self.start}, --until {self.end}: no batch lies between them; the "
+                f"--from {self.start}, --until {self.end}: the range is empty; the "
                 f"recording has batches {recording.start} to {recording.end - 1}"
             )
-        if damage := checkpoint.verify(kept[self.start]):
-            raise DamagedDataError(f"{kept[self.start]} is damaged: {damage}")
-        self.weights = kept[self.start]
-        self.initial = kept[0] / "model" if 0 in kept and not recording.start else None
-        self.recorded = resolve(recording.life(self.end - 1).config, (), str(run_dir))
-        self.config = self.config_of_batch(self.start)
-        last = self.config_of_batch(self.end - 1)
-        if (last.advantage.name == "remax") != (self.recorded.advantage.name == "remax"):
+        if damage := checkpoint.verify(checkpoints[self.start]):
+            raise DamagedDataError(f"{checkpoints[self.start]} is damaged: {damage}")
+        self.weights = checkpoints[self.start]
+        self.initial = (
+            checkpoints[0] / "model" if 0 in checkpoints and not recording.start else None
+        )
+        self.recorded = resolve(recording.find_header(self.end - 1).config, (), str(run_dir))
+        self.config = self.resolve_batch_config(self.start)
+        last_config = self.resolve_batch_config(self.end - 1)
+        if (last_config.advantage.name == "remax") != (self.recorded.advantage.name == "remax"):
             raise ConfigError(
-                f"--set advantage.name={last.advantage.name}: recorded with "
+                f"--set advantage.name={last_config.advantage.name}: recorded with "
                 f"{self.recorded.advantage.name}, and only remax has a greedy completion in each "
                 "group; start a new run"
             )
-        self.changed = changes(
-            config_differences(msgspec.to_builtins(self.recorded), msgspec.to_builtins(last))
+        self.changed = format_changes(
+            find_config_differences(
+                msgspec.to_builtins(self.recorded), msgspec.to_builtins(last_config)
+            )
         )
         self.cut = (
             ""
             if until is not None and until <= recording.end
-            else recording.missing_part(self.recorded.learner.steps)
+            else recording.explain_missing_part(self.recorded.learner.steps)
         )
         if self.recorded.learner.backend != "torch" and self.start:
             raise ConfigError(
@@ -207,22 +213,24 @@ class Replay:
                 f"{self.recorded.learner.backend}; replay from 0"
             )
 
-    def config_of_batch(self, number: int) -> Config:
+    def resolve_batch_config(self, number: int) -> Config:
         """Return the config that trains batch `number`."""
         return resolve(
-            self.recording.life(number).config, self.sets, str(self.run_dir / "recording")
+            self.recording.find_header(number).config, self.sets, str(self.run_dir / "recording")
         )
 
-    def core(self, config: Config) -> LearnerCore:
-        return LearnerCore(single_process_config(config, self.initial), self.weights / "model")
+    def make_core(self, config: Config) -> LearnerCore:
+        return LearnerCore(make_single_process_config(config, self.initial), self.weights / "model")
 
-    def run(self, out: Path, log: Callable[[str], None], *, evaluate: bool = True) -> ReplayResult:
+    def run(
+        self, directory: Path, log: Callable[[str], None], *, evaluate: bool = True
+    ) -> ReplayResult:
         """Train, and write metrics and the last weights to `out`.
 
         An update that stays non-finite ends the replay and is part of the result.
         """
-        core = self.core(self.config)
-        # at version 0 there are no moments yet, and the config gives the state
+        core = self.make_core(self.config)
+        # version 0 has no moments, and the config gives its state
         if self.start and self.recorded.learner.backend == "torch":
             checkpoint.restore(core, self.weights)
         result = ReplayResult(
@@ -232,16 +240,16 @@ class Replay:
             digests={self.start: compute_weights_digest(core.model)},
         )
         evaluator = OfflineEvaluator(core.config) if evaluate else None
-        writer = metrics.MetricsWriter(out)
-        began = time.monotonic()
+        writer = metrics.MetricsWriter(directory)
+        start = time.monotonic()
         reported = time.monotonic()
 
         def write(step: int, values: dict[str, float]) -> None:
             result.rows.setdefault(step, {}).update(values)
-            writer.write(step, values, time.monotonic() - began)
+            writer.write(step, values, time.monotonic() - start)
 
         try:
-            for step in self.recording.steps(self.start, self.end):
+            for step in self.recording.read_steps(self.start, self.end):
                 number = step.batch.number
                 self.measure(evaluator, core, number, write)
                 core = self.follow(core, number)
@@ -258,8 +266,10 @@ class Replay:
             writer.close()
             if evaluator is not None:
                 evaluator.close()
-        export(core.model, out / "model")
-        (out / "weights_digest").write_text(compute_weights_digest(core.model), encoding="utf-8")
+        export(core.model, directory / "model")
+        (directory / "weights_digest").write_text(
+            compute_weights_digest(core.model), encoding="utf-8"
+        )
         return result
 
     def measure(
@@ -269,7 +279,7 @@ class Replay:
         number: int,
         write: Callable[[int, dict[str, float]], None],
     ) -> None:
-        """Measure held-out reward at the versions where the run did."""
+        """Measure the held-out reward at the versions at which the run did."""
         if evaluator is not None and (
             values := evaluator.evaluate(core.model, number, last=number == self.end)
         ):
@@ -277,14 +287,14 @@ class Replay:
             torch.set_num_threads(core.config.learner.threads)  # the engine has changed it
 
     def follow(self, core: LearnerCore, number: int) -> LearnerCore:
-        """Switch to the settings of a resumed run where it was resumed."""
-        life = self.recording.life(number)
-        if number == self.start or all(first != number for first, _ in self.recording.lives):
+        """Switch to the settings of a resumed run at the batch from which it was resumed."""
+        header = self.recording.find_header(number)
+        if number == self.start or all(begin != number for begin, _ in self.recording.lives):
             return core
-        config = resolve(life.config, self.sets, str(self.run_dir / "recording"))
-        if single_process_config(config, self.initial) == core.config:
+        config = resolve(header.config, self.sets, str(self.run_dir / "recording"))
+        if make_single_process_config(config, self.initial) == core.config:
             return core
-        new = self.core(config)
+        new = self.make_core(config)
         new.model.hf.load_state_dict(core.model.hf.state_dict())
         new.backend.load_state(core.backend.get_state(self.run_dir), self.run_dir)
         if core.critic is not None and new.critic is not None:
@@ -295,19 +305,19 @@ class Replay:
         return new
 
 
-def replay_directory(run_dir: Path, out: Path | None) -> Path:
-    """Make a new directory for a replay: `out`, or RUN/replays/N.
+def create_replay_directory(run_dir: Path, directory: Path | None) -> Path:
+    """Create a directory for a replay: `directory`, or RUN/replays/N.
 
-    Raises ConfigError if it is used already.
+    Raises ConfigError if it is in use.
     """
-    if out is None:
+    if directory is None:
         used = [int(p.name) for p in (run_dir / "replays").glob("*") if p.name.isdigit()]
-        out = run_dir / "replays" / str(max(used, default=0) + 1)
-    if (out / "config.toml").exists():
-        raise ConfigError(f"{out} holds a run or a replay already; give another --out")
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "command").write_text(" ".join(sys.argv) + "\n", encoding="utf-8")
-    return out
+        directory = run_dir / "replays" / str(max(used, default=0) + 1)
+    if (directory / "config.toml").exists():
+        raise ConfigError(f"{directory} holds a run or a replay already; give another --out")
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "command").write_text(" ".join(sys.argv) + "\n", encoding="utf-8")
+    return directory
 
 
 def replay(
@@ -331,16 +341,16 @@ def replay(
     if source.recorded.learner.backend != "torch":
         log(
             f"note: recorded with learner.backend = {source.recorded.learner.backend}; one torch "
-            "process rounds differently, so nothing will be bitwise the same"
+            "process rounds differently, so the results are not bitwise equal"
         )
-    where = replay_directory(run_dir, out)
-    (where / "config.toml").write_text(
-        load.dump(source.config_of_batch(source.end - 1)), encoding="utf-8"
+    directory = create_replay_directory(run_dir, out)
+    (directory / "config.toml").write_text(
+        load.dump(source.resolve_batch_config(source.end - 1)), encoding="utf-8"
     )
-    result = source.run(where, log, evaluate=evaluate)
+    result = source.run(directory, log, evaluate=evaluate)
     comparison = judge(source, result)
-    comparison["replay_dir"] = str(where)
-    write(where, source, result, comparison)
+    comparison["replay_dir"] = str(directory)
+    write(directory, source, result, comparison)
     return comparison
 
 
@@ -350,7 +360,8 @@ def replay(
 def read_recorded_metrics(source: Replay) -> dict[int, dict[str, float]]:
     """Return the recorded metrics by step, with the evaluations of metrics.jsonl."""
     rows = {
-        s.batch.number: dict(s.metrics) for s in source.recording.steps(source.start, source.end)
+        s.batch.number: dict(s.metrics)
+        for s in source.recording.read_steps(source.start, source.end)
     }
     for row in metrics.read(source.run_dir):
         if any(k.startswith("eval/") for k in row) and source.start <= row["step"] <= source.end:
@@ -371,14 +382,14 @@ def judge(source: Replay, result: ReplayResult) -> dict[str, Any]:
         n: {k: v for k, v in row.items() if not k.startswith("eval/")}
         for n, row in result.rows.items()
     }
-    first = diff.first_difference(recorded, trained)
+    difference = diff.find_first_difference(recorded, trained)
     digests = {
-        s.batch.number + 1: s.digest for s in source.recording.steps(source.start, source.end)
+        s.batch.number + 1: s.digest for s in source.recording.read_steps(source.start, source.end)
     }
     first_weights = next(
         (n for n, d in sorted(result.digests.items()) if n in digests and d != digests[n]), None
     )
-    equal = first is None and first_weights is None and not result.failed
+    equal = difference is None and first_weights is None and not result.failed
     reproduced = (
         equal if not source.changed and source.recorded.learner.backend == "torch" else None
     )
@@ -390,14 +401,17 @@ def judge(source: Replay, result: ReplayResult) -> dict[str, Any]:
         "cut": source.cut,
         "equal": equal,
         "reproduced": reproduced,
-        "first_difference": first,
+        "first_difference": difference,
         "first_other_weights": first_weights,
         "failed": result.failed,
         "weights_digest": result.digests[max(result.digests)],
         "recorded": summarize_ends(recorded),
         "replayed": summarize_ends(result.rows),
     }
-    comparison["verdict"], comparison["warning"] = verdict(comparison), warning(comparison)
+    comparison["verdict"], comparison["warning"] = (
+        state_verdict(comparison),
+        state_warning(comparison),
+    )
     return comparison
 
 
@@ -409,7 +423,7 @@ def summarize_ends(rows: dict[int, dict[str, float]]) -> dict[str, Any]:
     """
     train = [rows[n] for n in sorted(rows) if "loss/policy" in rows[n]]
     tail = train[-max(1, len(train) // 10) :]
-    accuracy = [rows[n]["eval/heldout"] for n in sorted(rows) if "eval/heldout" in rows[n]]
+    rewards = [rows[n]["eval/heldout"] for n in sorted(rows) if "eval/heldout" in rows[n]]
     means: dict[str, Any] = {
         k: sum(x[k] for x in tail if k in x) / max(1, sum(k in x for x in tail))
         for k in WATCHED
@@ -417,14 +431,14 @@ def summarize_ends(rows: dict[int, dict[str, float]]) -> dict[str, Any]:
     }
     kls = [x["kl/behavior_target_k3"] for x in train if "kl/behavior_target_k3" in x]
     return means | {
-        "heldout_start": accuracy[0] if accuracy else None,
-        "heldout_end": accuracy[-1] if accuracy else None,
+        "heldout_start": rewards[0] if rewards else None,
+        "heldout_end": rewards[-1] if rewards else None,
         "kl_max": max(kls, default=None),
-        "trouble": stability(accuracy, train),
+        "trouble": list_instabilities(rewards, train),
     }
 
 
-def verdict(comparison: dict[str, Any]) -> str:
+def state_verdict(comparison: dict[str, Any]) -> str:
     """Put the comparison into one sentence: reproduced, stable or unstable."""
     if comparison["reproduced"]:
         return (
@@ -432,13 +446,13 @@ def verdict(comparison: dict[str, Any]) -> str:
         )
     if comparison["reproduced"] is False:
         return (
-            "nothing was changed, but the replay differs from the recording: another machine, "
-            "thread count or library version?"
+            "nothing was changed, but the replay differs from the recording: a cause is another "
+            "machine, thread count or library version"
         )
     if not comparison["changed"]:
         return (
-            "nothing changed; recorded by several ranks, which sum in another order than one "
-            "process, so expect equality only up to rounding"
+            "nothing changed; several ranks recorded, and sum in another order than one process, "
+            "so expect equality only up to rounding"
         )
     if comparison["equal"]:
         return "the change made no difference: every loss and weight is bitwise the recorded one"
@@ -464,8 +478,8 @@ def verdict(comparison: dict[str, Any]) -> str:
     )
 
 
-def warning(comparison: dict[str, Any]) -> str:
-    """Describe the limits of a replay, with the distance from the behavior policies."""
+def state_warning(comparison: dict[str, Any]) -> str:
+    """Describe the limits of a replay and the distance from the behavior policies."""
     if comparison["equal"] or not comparison["changed"]:
         return ""
     distance = ""
@@ -486,8 +500,8 @@ def warning(comparison: dict[str, Any]) -> str:
     return (
         "The data would have changed too: in a run, this learner's weights would have "
         f"sampled other completions, at other lags, from version {comparison['from'] + 1} on. A "
-        "replay shows what the change does to the updates on these completions; a run shows the "
-        "rest." + distance
+        "replay shows the effect of the change on the updates for these completions; a run shows "
+        "the other effects." + distance
     )
 
 
@@ -500,14 +514,15 @@ def format_replay(comparison: dict[str, Any]) -> str:
     lines += [f"  {x}" for x in comparison["changed"]] or ["  nothing changed"]
     if comparison["cut"]:
         lines.append(comparison["cut"])
-    first = comparison["first_difference"]
-    if first is not None:
+    difference = comparison["first_difference"]
+    if difference is not None:
         lines.append(
-            f"first difference at batch {first['step']}, in {len(first['metrics'])} metrics:"
+            f"first difference at batch {difference['step']}, in "
+            f"{len(difference['metrics'])} metrics:"
         )
         lines += [
             f"  {m['name']}: {m['a']:.9g} | {m['b']:.9g} (relative {m['relative']:.2g})"
-            for m in first["metrics"][:5]
+            for m in difference["metrics"][:5]
         ]
     recorded = comparison["recorded"]
     replayed = comparison["replayed"]
@@ -523,14 +538,16 @@ def format_replay(comparison: dict[str, Any]) -> str:
     )
 
 
-def write(where: Path, source: Replay, result: ReplayResult, comparison: dict[str, Any]) -> None:
+def write(
+    directory: Path, source: Replay, result: ReplayResult, comparison: dict[str, Any]
+) -> None:
     """Write OUT/replay.json and OUT/report.html with both curves and the text."""
-    atomic_write.write(where / "replay.json", json.dumps(clean(comparison), indent=1))
-    diff.page(
+    atomic_write.write(directory / "replay.json", json.dumps(clean(comparison), indent=1))
+    diff.write_page(
         "A replay",
         format_replay(comparison),
         {"recorded": read_recorded_metrics(source), "replayed": result.rows},
         clean(comparison),
-        where / "report.html",
+        directory / "report.html",
         "replay",
     )

@@ -1,3 +1,5 @@
-"""Discrete-event simulation of a run: the real store, admission, evaluations and generator's
-schedule; times instead of a model.
+"""Discrete-event simulation of a run.
+
+Store, admission, evaluations and the generator's schedule are the real ones; times replace the
+model.
 """

@@ -20,7 +20,7 @@ from asyncrl.experiments.simulate.times import Spec, TimeModel, change
 from asyncrl.records import jsonl, metrics, trace
 from asyncrl.records.trace import TraceSpan
 
-FEWEST = 20  # decode calls, and 5 batches, below which nothing is fitted
+FEWEST = 20  # decode calls that a fit needs, besides 5 batches
 MOST_BESIDE = 3.0  # bound of the factor by which generators and learner slow each other down
 WAIT_S = 0.03  # a longer pause of a process counts as a wait
 
@@ -42,7 +42,7 @@ class EngineCall(NamedTuple):
 def fit(run_dir: Path) -> tuple[TimeModel, Config]:
     """Return the times and the config of a run.
 
-    Raises ConfigError if the run has no trace with sizes, or too short a one.
+    Raises ConfigError if the run has no trace with sizes, or if it is too short.
     """
     if not (run_dir / "config.toml").is_file():
         raise ConfigError(f"{run_dir}: no run directory (it has no config.toml)")
@@ -55,7 +55,7 @@ def fit(run_dir: Path) -> tuple[TimeModel, Config]:
         if name.startswith("generator-") and not name.endswith("-rewards")
     ]
     learner = lanes.get("learner", [])
-    calls = [call for spans in generators for call in engine_calls(spans)]
+    calls = [call for spans in generators for call in list_engine_calls(spans)]
     trains = [span for span in learner if span.name == "train" and span.size]
     if len(calls) < FEWEST or len(trains) < 5:
         raise ConfigError(
@@ -66,14 +66,14 @@ def fit(run_dir: Path) -> tuple[TimeModel, Config]:
     if sum(call.steps is not None for call in calls) < FEWEST:
         raise ConfigError(
             f"{run_dir}: its completions are so short that nearly every decode call emptied the "
-            "engine, and its trace does not say in how many steps; make a run with this version"
+            "engine, and its trace lacks the number of steps; make a run with this version"
         )
     times = change(TimeModel(), **_fit_decode(calls, trains))
     times = change(times, **_fit_learner(times, trains, learner, calls))
     times = change(times, **_fit_lengths(run_dir, config))
     batch, commit = _fit_batch(times, learner, calls), _fit_commit(times, learner, generators)
     times = change(times, batch=batch, commit=commit, ready=_fit_ready(times, learner))
-    # each sample of a list gets its share
+    # each sample of a batched call gets its share
     shares = [
         (span.end - span.start) / (span.size or 1)
         for spans in rewards
@@ -84,7 +84,7 @@ def fit(run_dir: Path) -> tuple[TimeModel, Config]:
     return change(times, reward=shares or times.reward, swap=swaps or times.swap), config
 
 
-def engine_calls(spans: Sequence[TraceSpan]) -> list[EngineCall]:
+def list_engine_calls(spans: Sequence[TraceSpan]) -> list[EngineCall]:
     """Return one generator's decode calls, except the last."""
     # a call, the rows admitted before it and the seconds of swaps before it
     decodes: list[tuple[TraceSpan, int, float]] = []
@@ -98,23 +98,23 @@ def engine_calls(spans: Sequence[TraceSpan]) -> list[EngineCall]:
             decodes.append((span, admitted, swap))
             admitted, swap = 0, 0.0
     calls = []
-    for (call, new, _), (following, then_new, swapped) in itertools.pairwise(decodes):
+    for (call, new_rows, _), (next_call, next_new_rows, swapped) in itertools.pairwise(decodes):
         rows = call.size or 0
-        remaining = (following.size or 0) - then_new
+        remaining = (next_call.size or 0) - next_new_rows
         steps, pause = call.steps, None
         if remaining > 0:
             steps = DECODE_STEPS if steps is None else steps
-            pause = following.start - call.end - swapped
+            pause = next_call.start - call.end - swapped
         finished = rows - max(0, remaining)
-        calls.append(EngineCall(*call[1:3], rows, new, steps, finished, pause))
+        calls.append(EngineCall(*call[1:3], rows, new_rows, steps, finished, pause))
     return calls
 
 
-def overlap_share(start: float, end: float, others: Sequence[Interval]) -> float:
+def compute_overlap(start: float, end: float, intervals: Sequence[Interval]) -> float:
     """Return the share of [start, end] covered by `others`, sorted and disjoint."""
-    first = bisect.bisect_left(others, start, key=lambda other: other[1])
+    index = bisect.bisect_left(intervals, start, key=lambda interval: interval[1])
     covered = 0.0
-    for low, high in itertools.takewhile(lambda other: other[0] < end, others[first:]):
+    for low, high in itertools.takewhile(lambda interval: interval[0] < end, intervals[index:]):
         covered += min(end, high) - max(start, low)
     return covered / max(end - start, 1e-9)
 
@@ -122,11 +122,11 @@ def overlap_share(start: float, end: float, others: Sequence[Interval]) -> float
 def unite(intervals: Iterable[Interval]) -> list[Interval]:
     """Merge overlapping intervals; the result is sorted."""
     merged: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if merged and begin <= merged[-1][1]:
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         else:
-            merged.append((begin, end))
+            merged.append((start, end))
     return merged
 
 
@@ -151,12 +151,12 @@ def _fit_decode(calls: Sequence[EngineCall], trains: Sequence[TraceSpan]) -> dic
     """Fit step, row, admit, look, finish, beside and noise."""
     from scipy.optimize import minimize_scalar
 
-    whole = [call for call in calls if call.steps is not None]
+    timed = [call for call in calls if call.steps is not None]
     training = unite((train.start, train.end) for train in trains)
-    seconds = [call.end - call.start for call in whole]
-    shares = np.array([overlap_share(call.start, call.end, training) for call in whole])
+    seconds = [call.end - call.start for call in timed]
+    shares = np.array([compute_overlap(call.start, call.end, training) for call in timed])
     columns = np.array(
-        [[call.steps or 0, (call.steps or 0) * call.rows, call.admitted] for call in whole], float
+        [[call.steps or 0, (call.steps or 0) * call.rows, call.admitted] for call in timed], float
     )
 
     def slow_down(factor: float) -> NDArray[np.float64]:
@@ -186,11 +186,11 @@ def _fit_decode(calls: Sequence[EngineCall], trains: Sequence[TraceSpan]) -> dic
 
 
 def _fit_pauses(pauses: Sequence[tuple[int, int, float]]) -> tuple[float, float, float]:
-    """Fit look, finish and what an admitted row adds, to (finished, admitted, seconds) of pauses.
+    """Fit look, finish and the time of an admitted row to (finished, admitted, seconds) of pauses.
 
-    A few pauses are many times as long as the others, where the process waits for a core. No column
-    explains them, and the weights of `solve` leave them out, although the generator is busy in
-    them. The solution is therefore scaled to the sum of all pauses.
+    A few pauses are many times as long as the others, because the process waits for a core. The
+    columns do not explain them, and the weights of `solve` leave them out, although the generator
+    is busy in them. The solution is therefore scaled to the sum of all pauses.
     """
     columns = np.array([[1, finished, admitted] for finished, admitted, _ in pauses], float)
     seconds = [max(0.0, pause) for *_, pause in pauses]
@@ -208,81 +208,81 @@ def _fit_learner(
 ) -> dict[str, Any]:
     """Fit train, publish and checkpoint.
 
-    Each batch's seconds are scaled to the mean number of tokens and to no generator beside it, in
-    the run's order.
+    Each batch's seconds are scaled to the mean number of tokens and to idle generators, in the
+    order of the run.
     """
     tokens = statistics.mean(train.size or 0 for train in trains)
-    # a pause between two calls is work as well, as in the simulation
+    # a pause between two calls is work, as in the simulation
     busy = unite((call.start, call.end + max(0.0, call.pause or 0.0)) for call in calls)
     seconds = [
         (train.end - train.start)
         * tokens
         / (train.size or 1)
-        / (1 + (times.beside - 1) * overlap_share(train.start, train.end, busy))
+        / (1 + (times.beside - 1) * compute_overlap(train.start, train.end, busy))
         for train in trains
     ]
 
-    def durations_of(name: str) -> list[float]:
+    def list_durations(name: str) -> list[float]:
         return [round(span.end - span.start, 6) for span in spans if span.name == name]
 
     return {
         "train": {"sequence": [round(s, 5) for s in seconds]},
         "train_tokens": round(tokens, 1),
-        "publish": durations_of("publish") or times.publish,
-        "checkpoint": durations_of("checkpoint") or times.checkpoint,
+        "publish": list_durations("publish") or times.publish,
+        "checkpoint": list_durations("checkpoint") or times.checkpoint,
     }
 
 
 def _fit_batch(times: TimeModel, learner: Sequence[TraceSpan], calls: Sequence[EngineCall]) -> Spec:
-    """Fit `batch` where the learner waited.
+    """Fit `batch` to the waits of the learner.
 
     It is the time from the last decode call's end to the training, less the times fitted elsewhere.
     """
     ends = sorted(call.end for call in calls)
     waits = []
-    for before, span in itertools.pairwise(learner):
+    for previous, span in itertools.pairwise(learner):
         index = bisect.bisect(ends, span.start)
-        if span.name == "train" and span.start - before.end > WAIT_S and index:
+        if span.name == "train" and span.start - previous.end > WAIT_S and index:
             waits.append(span.start - ends[index - 1])
     finished = statistics.mean(call.finished for call in calls)
-    known = times.look + finished * (times.finish + times.buffer) + 2 * times.wire
-    return _typical(waits, known, times.batch)
+    other_times = times.look + finished * (times.finish + times.buffer) + 2 * times.wire
+    return _select_typical(waits, other_times, times.batch)
 
 
 def _fit_ready(times: TimeModel, learner: Sequence[TraceSpan]) -> Spec:
-    """Fit `ready` where the learner did not wait: its messages between two updates."""
+    """Fit `ready` to the learner's messages between two updates without a wait."""
     gaps = [
-        after.start - before.end
-        for before, after in itertools.pairwise(learner)
-        if after.name == "train" and after.start - before.end <= WAIT_S
+        span.start - previous.end
+        for previous, span in itertools.pairwise(learner)
+        if span.name == "train" and span.start - previous.end <= WAIT_S
     ]
-    return _typical(gaps, 0.0, times.ready)
+    return _select_typical(gaps, 0.0, times.ready)
 
 
 def _fit_commit(
     times: TimeModel, learner: Sequence[TraceSpan], generators: Sequence[Sequence[TraceSpan]]
 ) -> Spec:
-    """Fit `commit` where a generator waited.
+    """Fit `commit` to the waits of generators.
 
     It is the time from the publication to its first work afterwards, less the wires.
     """
     published = [span.end for span in learner if span.name == "publish"]
     waits = []
-    for before, span in itertools.chain.from_iterable(map(itertools.pairwise, generators)):
+    for previous, span in itertools.chain.from_iterable(map(itertools.pairwise, generators)):
         index = bisect.bisect(published, span.start)
-        if before.name != "decode" or span.name == "decode" or not index:
+        if previous.name != "decode" or span.name == "decode" or not index:
             continue
-        if published[index - 1] > before.end + WAIT_S:
+        if published[index - 1] > previous.end + WAIT_S:
             waits.append(span.start - published[index - 1])
-    return _typical(waits, 2 * times.wire, times.commit)
+    return _select_typical(waits, 2 * times.wire, times.commit)
 
 
-def _typical(values: Sequence[float], known: float, default: Spec) -> Spec:
+def _select_typical(values: Sequence[float], other_times: float, default: Spec) -> Spec:
     """Return the values less `known`, without outliers; the default for fewer than three."""
     if len(values) < 3:
         return default
     median = statistics.median(values)
-    return [round(max(0.0005, value - known), 5) for value in values if value < 4 * median]
+    return [round(max(0.0005, value - other_times), 5) for value in values if value < 4 * median]
 
 
 def _fit_lengths(run_dir: Path, config: Config) -> dict[str, Any]:
@@ -293,12 +293,12 @@ def _fit_lengths(run_dir: Path, config: Config) -> dict[str, Any]:
     groups: dict[int, list[int]] = {}
     for sample in jsonl.read(run_dir / "samples.jsonl"):
         groups.setdefault(sample["ticket"], []).append(len(sample["tokens"]))
-    whole = [lengths for lengths in groups.values() if len(lengths) == config.learner.group_size]
-    if len(whole) >= 2 * FEWEST:
-        return fitted | {"group_lengths": whole}
+    complete = [lengths for lengths in groups.values() if len(lengths) == config.learner.group_size]
+    if len(complete) >= 2 * FEWEST:
+        return fitted | {"group_lengths": complete}
     lengths = [float(length) for group in groups.values() for length in group]
     means = [row["answer/length"] for row in rows if "answer/length" in row]
-    if len(lengths) >= 2 * FEWEST:  # a few of some batches: the metrics know the mean of all
+    if len(lengths) >= 2 * FEWEST:  # samples of some batches only: the metrics have the mean of all
         scale = statistics.mean(means) / statistics.mean(lengths) if means else 1.0
         return fitted | {"lengths": [round(scale * length, 2) for length in lengths]}
     if not means:
@@ -306,14 +306,14 @@ def _fit_lengths(run_dir: Path, config: Config) -> dict[str, Any]:
             f"{run_dir}: neither samples nor metrics have the length of its completions"
         )
     mean = statistics.mean(means)
-    most = min(1.5 * mean, config.generator.max_new_tokens)
-    return fitted | {"lengths": f"uniform({mean / 2:.1f}, {most:.1f})"}
+    longest = min(1.5 * mean, config.generator.max_new_tokens)
+    return fitted | {"lengths": f"uniform({mean / 2:.1f}, {longest:.1f})"}
 
 
 def _find_swaps(generators: Sequence[Sequence[TraceSpan]]) -> list[float]:
     """Return the seconds of loads.
 
-    The trace also holds polls for a version that was not there yet, which are short.
+    The trace also has polls for a version that was not published yet, which are short.
     """
     loads = [s.end - s.start for spans in generators for s in spans if s.name == "weights"]
     typical = statistics.median(loads) if loads else 0.0

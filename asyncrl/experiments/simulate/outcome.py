@@ -27,7 +27,7 @@ from buffer.ledger import total_tokens
 from buffer.service import evaluations
 from buffer.training_log import mean, quantile
 
-FEW = 64  # generators up to which idle shares come from each one's Renew
+FEW = 64  # generators up to which idle shares come from the Renew of each
 
 
 class SimulationOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,27 +108,27 @@ class Simulation:
     def run(self) -> SimulationOutcome:
         """Run to the end.
 
-        Raises AsyncrlError past a failure budget, or if no part can make progress, which the
-        store's rules exclude.
+        Raises AsyncrlError past a failure budget, or if no part can make progress, which would
+        break the store's rules.
         """
-        began = time.perf_counter()
-        self.learner.hello()
+        start = time.perf_counter()
+        self.learner.register()
         for generator in self.generators:
-            generator.want()
+            generator.request_tickets()
         collects = gc.isenabled()
-        # with a million small objects alive, the search for cycles takes two fifths of the time
+        # the garbage collector would take two fifths of the time: a million small objects are alive
         gc.disable()
         try:
-            ended = self.clock.run()
+            is_complete = self.clock.run()
         finally:
             if collects:
                 gc.enable()
-        if not ended:
+        if not is_complete:
             raise AsyncrlError(
                 f"the simulated run makes no progress at batch {self.learner.number} of "
                 f"{self.config.learner.steps}; this is a bug in asyncrl, please report it"
             )
-        return self.make_outcome(time.perf_counter() - began)
+        return self.make_outcome(time.perf_counter() - start)
 
     def on_commit(self) -> None:
         """Record idle shares as the buffer's metrics do.
@@ -142,7 +142,7 @@ class Simulation:
             idle = max(0.0, len(self.generators) * (now - self.last_commit) - busy)
         else:
             for index, generator in enumerate(self.generators):
-                reported, counted = generator.reported_times(), self.counted[index]
+                reported, counted = generator.report_times(), self.counted[index]
                 busy += max(0.0, reported[0] - counted[0])
                 idle += max(0.0, reported[1] - counted[1])
                 self.counted[index] = (max(reported[0], counted[0]), max(reported[1], counted[1]))
@@ -151,13 +151,13 @@ class Simulation:
         self.last_commit = now
         self.alive.append(len(self.buffer.store.alive))
 
-    def make_outcome(self, took: float) -> SimulationOutcome:
+    def make_outcome(self, took_s: float) -> SimulationOutcome:
         buffer, learner = self.buffer, self.learner
         counts: Counter[int] = Counter()
         for row in buffer.lags.values():
             counts.update(row)
         tokens = sum(counts.values())
-        lasted = sorted(self.draws.sample_seconds)
+        durations = sorted(self.draws.sample_seconds)
         seconds = self.last_commit - (buffer.first_ticket or 0.0)
         steps = len(buffer.lags)
         ledger = buffer.store.ledger()
@@ -180,30 +180,30 @@ class Simulation:
             lag_mean=mean(counts),
             lag_p95=quantile(counts, 0.95),
             lag_max=max(counts, default=0),
-            lag_closed_form=self.groups_waiting(seconds) / self.config.learner.groups,
+            lag_closed_form=self.average_waiting_groups(seconds) / self.config.learner.groups,
             lag_in_flight=average([flight for flight, _ in buffer.splits.values()]),
             lag_in_queue=average([queue for _, queue in buffer.splits.values()]),
             lag_histogram={lag: count / max(tokens, 1) for lag, count in sorted(counts.items())},
             tickets_mean=(buffer.ticket_seconds + buffer.tickets * held_since) / max(seconds, 1e-9),
             tickets_max=buffer.most_tickets,
             alive_mean=average(self.alive),
-            faded_share=downweighted_tokens(counts, self.config) / max(tokens, 1),
-            sample_p90_s=lasted[int(0.9 * len(lasted))] if lasted else 0.0,
-            cut_share=self.draws.cut / max(len(lasted), 1),
+            faded_share=count_downweighted_tokens(counts, self.config) / max(tokens, 1),
+            sample_p90_s=durations[int(0.9 * len(durations))] if durations else 0.0,
+            cut_share=self.draws.cut / max(len(durations), 1),
             losses={k: int(ledger[k]["tokens"]) for k in LOST if ledger[k]["tokens"]},
             generated=total_tokens(ledger),
             left_over=int(ledger["left_over"]["tokens"]),
-            took_s=took,
+            took_s=took_s,
         )
 
-    def groups_waiting(self, seconds: float) -> float:
-        """Return the mean over time of the groups that were granted and are not in training."""
+    def average_waiting_groups(self, seconds: float) -> float:
+        """Return the mean over time of the granted groups that are not in training."""
         outstanding = self.buffer.alive_seconds
         training = self.config.learner.groups * self.learner.busy
         return max(0.0, outstanding - training) / max(seconds, 1e-9)
 
 
-def downweighted_tokens(counts: Mapping[int, int], config: Config) -> float:
+def count_downweighted_tokens(counts: Mapping[int, int], config: Config) -> float:
     """Return the tokens that the staleness weight removes; counts: tokens by lag."""
     staleness = config.staleness
     if staleness.on_exceed != "downweight":

@@ -34,7 +34,7 @@ TREATMENT_HEAD: tuple[str, ...] = (
     "downweighted",
 )
 TREATMENT_HEAD += ("cut", "lag", "p95", "max")
-# of each plot: title, unit, and its lines as (key, label, number of its dash pattern)
+# each plot: title, unit, and its lines as (key, label, number of the dash pattern)
 PLOTS = (
     ("Throughput against limit", "trained tokens/s", (("tokens_per_s", "", 0),)),
     (
@@ -55,9 +55,9 @@ PLOTS = (
 )
 
 
-def outcome_row(outcome: Outcome) -> tuple[str, ...]:
+def format_outcome(outcome: Outcome) -> tuple[str, ...]:
     """Format an outcome in the columns of HEAD."""
-    lost = sum(outcome["losses"].values()) / max(outcome["generated"], 1)
+    lost_share = sum(outcome["losses"].values()) / max(outcome["generated"], 1)
     return (
         f"{outcome['generators']:,}",
         f"{outcome['max_lag']}",
@@ -68,19 +68,23 @@ def outcome_row(outcome: Outcome) -> tuple[str, ...]:
         f"{outcome['lag_mean']:.2f}",
         f"{outcome['lag_max']}",
         f"{outcome['tickets_mean']:.1f}",
-        f"{lost:.1%}",
+        f"{lost_share:.1%}",
     )
 
 
-def outcome_table(outcomes: Sequence[Outcome], heading: str = "") -> TableBlock:
-    return TableBlock(HEAD, [outcome_row(one) for one in outcomes], heading=heading, words=0)
+def make_outcome_table(outcomes: Sequence[Outcome], heading: str = "") -> TableBlock:
+    return TableBlock(
+        HEAD, [format_outcome(outcome) for outcome in outcomes], heading=heading, text_columns=0
+    )
 
 
-def treatment_table(outcomes: Sequence[Outcome]) -> TableBlock:
-    return TableBlock(TREATMENT_HEAD, [treatment_row(one) for one in outcomes], words=0)
+def make_treatment_table(outcomes: Sequence[Outcome]) -> TableBlock:
+    return TableBlock(
+        TREATMENT_HEAD, [format_treatment(outcome) for outcome in outcomes], text_columns=0
+    )
 
 
-def treatment_row(row: Outcome) -> tuple[str, ...]:
+def format_treatment(row: Outcome) -> tuple[str, ...]:
     """Format a treatment in the columns of TREATMENT_HEAD."""
     deadline = f" {row['deadline_s']:.3g} s" if row["name"] == "deadline" else ""
     shares = ("learner_idle", "dropped", "masked", "downweighted", "cut")
@@ -102,14 +106,14 @@ def _plot(
     limits = list(dict.fromkeys(f"{point['max_lag']}" for point in points))
     plot = PagePlot(title, unit, [], "staleness.max_lag", x_names=limits)
     for color, count in enumerate(counts):
-        mine = [point for point in points if point["generators"] == count]
-        several = f"{count:,} generator{'s' * (count > 1)}" if len(counts) > 1 else ""
+        selected = [point for point in points if point["generators"] == count]
+        label_suffix = f"{count:,} generator{'s' * (count > 1)}" if len(counts) > 1 else ""
         for key, label, dash in lines:
             plot.lines.append(
                 PlotLine(
-                    ", ".join(filter(None, (label, several))) or unit,
-                    [limits.index(f"{point['max_lag']}") for point in mine],
-                    [point[key] for point in mine],
+                    ", ".join(filter(None, (label, label_suffix))) or unit,
+                    [limits.index(f"{point['max_lag']}") for point in selected],
+                    [point[key] for point in selected],
                     color=color,
                     dash=dash,
                 )
@@ -125,11 +129,11 @@ def write(
     sentences: Sequence[str],
     config: str,
 ) -> None:
-    """Write the page, by rename. source: of the times; config: as TOML."""
+    """Write the page atomically. source: of the times; config: as TOML."""
     blocks = [
         ListBlock(sentences),
         PlotBlock([_plot(points, *plot) for plot in PLOTS]),
-        outcome_table(points, "Numbers"),
+        make_outcome_table(points, "Numbers"),
         TextBlock(config, heading="Configuration", style="pre"),
     ]
     page = page_kit.render(

@@ -1,6 +1,7 @@
 """The simulated generator and learner.
 
-The generator follows actors/generator.py around the real schedule, the learner learner/loop.py.
+The generator follows actors/generator.py and has the real schedule. The learner follows
+learner/loop.py.
 """
 
 from __future__ import annotations
@@ -33,7 +34,13 @@ from asyncrl.contract.messages import (
 )
 from asyncrl.contract.messages import PolicyAnnouncement as Announcement
 from asyncrl.contract.versions import Label
-from asyncrl.experiments.simulate.times import DISTRIBUTIONS, Draw, TimeModel, draw, draw_along
+from asyncrl.experiments.simulate.times import (
+    DISTRIBUTIONS,
+    Draw,
+    TimeModel,
+    make_sampler,
+    make_sequence_sampler,
+)
 from asyncrl.experiments.simulate.world import EventClock, SimulatedBuffer
 
 _TOKENS: dict[int, bytes] = {}
@@ -52,45 +59,49 @@ class TimeSampler:
         self.times = times
         self.scale = scale
         self.rng = random.Random(seed)
-        self._draws = {n: draw(getattr(times, n), self.rng, n, stage) for n in DISTRIBUTIONS}
-        self.length = _lengths(times, config, self.rng)
+        self._draws = {
+            n: make_sampler(getattr(times, n), self.rng, n, stage) for n in DISTRIBUTIONS
+        }
+        self.length = _make_length_sampler(times, config, self.rng)
         self.busy = 0.0  # seconds of all generators
         self.sample_seconds: list[float] = []  # from each sample's start to its end
         self.cut = 0  # samples that agent.deadline_s ended
 
-    def seconds(self, name: str) -> float:
+    def sample_time(self, name: str) -> float:
         """Sample the time `name` of the time model."""
         return self._draws[name]() * self.scale.get(name, 1.0)
 
 
-def _lengths(times: TimeModel, config: Config, rng: random.Random) -> Callable[[Ticket, int], int]:
+def _make_length_sampler(
+    times: TimeModel, config: Config, rng: random.Random
+) -> Callable[[Ticket, int], int]:
     """Return a function that samples the tokens of a call.
 
-    Recorded groups are sampled whole, because completions of one prompt have similar lengths, and
-    along the run, because lengths change.
+    Recorded groups are sampled as groups, because completions of one prompt have similar lengths.
+    They are sampled along the run, because lengths change.
     """
-    most = config.generator.max_new_tokens
+    limit = config.generator.max_new_tokens
     if times.group_lengths is None:
-        spec = f"uniform({most / 2}, {most})" if times.lengths is None else times.lengths
-        sample_length = draw(spec, rng, "lengths")
-        return lambda ticket, sample: max(1, min(most, round(sample_length())))
+        spec = f"uniform({limit / 2}, {limit})" if times.lengths is None else times.lengths
+        sample_length = make_sampler(spec, rng, "lengths")
+        return lambda ticket, sample: max(1, min(limit, round(sample_length())))
     tickets = config.learner.steps * config.learner.groups
     by_ticket: dict[int, list[int]] = {}
     newest = 0
-    sample_group = draw_along(times.group_lengths, rng, lambda: newest / tickets)
+    sample_group = make_sequence_sampler(times.group_lengths, rng, lambda: newest / tickets)
 
-    def length_in_group(ticket: Ticket, sample: int) -> int:
+    def sample_group_length(ticket: Ticket, sample: int) -> int:
         nonlocal newest
         if ticket.ticket >= EVAL_BASE:
-            return min(most, rng.choice(sample_group()))
+            return min(limit, rng.choice(sample_group()))
         group = by_ticket.get(ticket.ticket)
         if group is None:
             newest = ticket.ticket
             group = by_ticket[ticket.ticket] = sample_group()
             by_ticket.pop(ticket.ticket - 100_000, None)
-        return min(most, group[sample] if sample < len(group) else rng.choice(group))
+        return min(limit, group[sample] if sample < len(group) else rng.choice(group))
 
-    return length_in_group
+    return sample_group_length
 
 
 @dataclass(slots=True)
@@ -123,16 +134,16 @@ class SimulatedSample:
         return self.ticket.ticket, self.sample, self.ticket.attempt
 
 
-def _reward_processes(config: Config) -> int:
+def _count_reward_processes(config: Config) -> int:
     """Return the reward processes of a generator.
 
     "auto" with a custom function means one for each core of this machine.
     """
     workers = config.reward.workers
-    own = config.reward.uses_reward_processes
+    uses_processes = config.reward.uses_reward_processes
     if workers == "auto":
-        return len(os.sched_getaffinity(0)) if own else 0
-    return workers or int(own)
+        return len(os.sched_getaffinity(0)) if uses_processes else 0
+    return workers or int(uses_processes)
 
 
 class SimulatedGenerator:
@@ -159,7 +170,7 @@ class SimulatedGenerator:
             self.session_calls = agent.max_calls or math.inf
         single = config.generators == 1 and not agent.uses_sessions
         self.lockstep = config.staleness.limit == 0 and single
-        self.workers = _reward_processes(config)
+        self.workers = _count_reward_processes(config)
         self.busy = self.idle = 0.0
         self.reported = (0.0, 0.0)  # busy and idle seconds of the last Renew
         self.renewed = self.idle_since = 0.0
@@ -182,7 +193,7 @@ class SimulatedGenerator:
         self.open: dict[Key, SimulatedSample] = {}
         self.returned: deque[SimulatedSample] = deque()  # sessions that wait for a free slot
         self.marks: list[tuple[int, Label]] = []  # engine step of each load
-        self.free = [self.clock.now] * self.workers  # when each reward process is idle
+        self.free = [self.clock.now] * self.workers  # time at which each reward process is idle
         # (end, number, sample, seconds until it began, seconds) of rewards
         self.calls: list[tuple[float, int, Trajectory, float, float]] = []
         self.fresh: list[Trajectory] = []
@@ -191,7 +202,7 @@ class SimulatedGenerator:
         self.sleeping = True
         self.buffer.awake.pop(self.name, None)
 
-    def call_at(self, when: float, handler: Callable[..., object], *args: Any) -> None:
+    def schedule_call(self, when: float, handler: Callable[..., object], *args: Any) -> None:
         """Schedule a call that the loss of this process cancels."""
         self.clock.schedule(when, self._call, self.session, handler, args)
 
@@ -212,23 +223,23 @@ class SimulatedGenerator:
             self.wake()
 
     def catch_up(self) -> None:
-        """Load the version that this generator had time to load while it slept."""
+        """Load the newest version if there was time to load it while this generator slept."""
         policy = self.buffer.store.policy
-        heard = self.buffer.announced_at + self.times.wire
+        announced_at = self.buffer.announced_at + self.times.wire
         if (
             policy is not None
             and (self.loaded is None or policy > self.loaded)
-            and heard + self.draws.seconds("swap") < self.clock.now
+            and announced_at + self.draws.sample_time("swap") < self.clock.now
         ):
             self.loaded = self.announced = policy
             self.marks = [(self.engine_clock, policy)]
 
     # ---- the loop --------------------------------------------------------------------------------
 
-    def reported_times(self) -> tuple[float, float]:
-        """Return busy and idle seconds as the buffer knows them, from the last Renew.
+    def report_times(self) -> tuple[float, float]:
+        """Return busy and idle seconds of the last Renew, which the buffer has received.
 
-        A sleeping generator sends it too.
+        A sleeping generator sends Renew messages, too.
         """
         if self.sleeping and (count := int((self.clock.now - self.renewed) / RENEW_S)) > 0:
             self.renewed += count * RENEW_S
@@ -238,9 +249,9 @@ class SimulatedGenerator:
     def wake(self) -> None:
         """Start to work.
 
-        Sleep counts as idle in whole polls of the socket; the poll that brings work counts as work.
+        Sleep counts as idle in whole polls of the socket; the last poll counts as work.
         """
-        self.reported_times()
+        self.report_times()
         slept = self.clock.now - self.idle_since
         idle = slept if self.calls else math.floor(slept / IDLE_POLL_S) * IDLE_POLL_S
         self.idle += idle
@@ -250,28 +261,30 @@ class SimulatedGenerator:
         self.begin()
 
     def begin(self) -> None:
-        """Swap, start samples and decode; schedule `end` for when that is done."""
+        """Swap, start samples and decode; schedule `end` at the end of that."""
         start = self.clock.now + self.swap()
         admitted = self.admit()
         if not self.live:
-            self.call_at(start, self.end, [])
+            self.schedule_call(start, self.end, [])
             return
         rows = self.live
         times = self.times
-        first = self.engine_clock
-        done: list[SimulatedSample] = []
-        while self.engine_clock < first + DECODE_STEPS and len(done) < rows:
+        first_step = self.engine_clock
+        finished: list[SimulatedSample] = []
+        while self.engine_clock < first_step + DECODE_STEPS and len(finished) < rows:
             self.engine_clock += 1
-            done += self.engine.pop(self.engine_clock, ())
-        self.live -= len(done)
-        self.ended = done
-        beside = times.beside if self.buffer.learner.training else 1.0
-        work = (self.engine_clock - first) * (times.step + times.row * rows)
-        seconds = beside * self.draws.seconds("noise") * (work + times.admit * admitted)
-        self.call_at(start + seconds + times.look + times.finish * len(done), self.end, done, True)
+            finished += self.engine.pop(self.engine_clock, ())
+        self.live -= len(finished)
+        self.ended = finished
+        slowdown = times.beside if self.buffer.learner.training else 1.0
+        work = (self.engine_clock - first_step) * (times.step + times.row * rows)
+        seconds = slowdown * self.draws.sample_time("noise") * (work + times.admit * admitted)
+        self.schedule_call(
+            start + seconds + times.look + times.finish * len(finished), self.end, finished, True
+        )
 
     def swap(self) -> float:
-        """Load the version that the schedule asks for; return the seconds it takes."""
+        """Load the version that the schedule requires; return the seconds."""
         goal = self.schedule.next_version(self.loaded)
         if goal is None:
             return 0.0
@@ -279,19 +292,19 @@ class SimulatedGenerator:
         if not self.live:
             self.marks.clear()
         self.marks.append((self.engine_clock, goal))
-        return self.draws.seconds("swap")
+        return self.draws.sample_time("swap")
 
     def admit(self) -> int:
-        """Start calls while there is room; return how many."""
+        """Start calls while there is room; return their number."""
         live_before = self.live
         if self.loaded is None:
             return 0
         while self.returned and self.live < self.slots:
             self.start_call(self.returned.popleft())
         room = min(self.slots - self.live, self.most_open - len(self.open))
-        for held, index in self.schedule.admit(self.loaded, room) if room > 0 else ():
-            calls = round(min(self.session_calls, max(1.0, self.draws.seconds("calls"))))
-            sample = SimulatedSample(held.ticket, index, self.clock.now, calls)
+        for leased, index in self.schedule.admit(self.loaded, room) if room > 0 else ():
+            calls = round(min(self.session_calls, max(1.0, self.draws.sample_time("calls"))))
+            sample = SimulatedSample(leased.ticket, index, self.clock.now, calls)
             self.open[sample.sample_key] = sample
             self.start_call(sample)
         return self.live - live_before
@@ -304,7 +317,7 @@ class SimulatedGenerator:
         self.engine.setdefault(self.engine_clock + sample.length, []).append(sample)
         self.live += 1
 
-    def end(self, done: list[SimulatedSample], decoded: bool = False) -> None:
+    def end(self, finished: list[SimulatedSample], decoded: bool = False) -> None:
         """End a decode call: rewards, deliveries, the next request."""
         now = self.clock.now
         self.ended = []
@@ -314,15 +327,15 @@ class SimulatedGenerator:
         else:
             self.idle += now - self.idle_since
         self.idle_since = now
-        for sample in done:
+        for sample in finished:
             self.on_call_end(sample)
         while self.calls and self.calls[0][0] <= now:
             _, _, scored, queued, seconds = heapq.heappop(self.calls)
             self.fresh.append(scored)
-            judged, waited_s, called_s = self.scored
-            self.scored = judged + 1, waited_s + queued + seconds, called_s + seconds
+            count, waited_s, called_s = self.scored
+            self.scored = count + 1, waited_s + queued + seconds, called_s + seconds
         self.deliver()
-        self.want()
+        self.request_tickets()
         if now - self.renewed >= RENEW_S:
             self.renewed, self.reported = now, (self.busy, self.idle)
             if self.workers:
@@ -333,28 +346,30 @@ class SimulatedGenerator:
         self.sleeping = True
         self.buffer.awake.pop(self.name, None)
         if self.calls:
-            self.call_at(self.calls[0][0], self.on_judged_while_idle)
+            self.schedule_call(self.calls[0][0], self.on_judged_while_idle)
 
     def _can_start(self) -> bool:
         if self.returned:
             return True
-        room = len(self.open) < self.most_open
-        return room and any(held.is_ready(self.loaded) for held in self.schedule.sort_waiting())
+        has_room = len(self.open) < self.most_open
+        return has_room and any(
+            leased.is_ready(self.loaded) for leased in self.schedule.sort_waiting()
+        )
 
     # ---- sessions --------------------------------------------------------------------------------
 
     def on_call_end(self, sample: SimulatedSample) -> None:
         """Continue the session with a tool, or end it.
 
-        At its deadline a session ends with the calls that it has; a running call may finish.
+        At its deadline a session ends with its finished calls; a running call may finish.
         """
-        sample.spans += self.spans(sample)
+        sample.spans += self.list_spans(sample)
         sample.calls -= 1
         now = self.clock.now
         end = sample.began + self.session_s
         if sample.calls and sample.finished_tokens < self.session_tokens and now < end:
-            back = now + self.draws.seconds("tool")
-            self.call_at(min(back, end), self.on_tool_return, sample, back < end)
+            returns_at = now + self.draws.sample_time("tool")
+            self.schedule_call(min(returns_at, end), self.on_tool_return, sample, returns_at < end)
             return
         self.finish(sample, cut=bool(sample.calls) and now >= end)
 
@@ -374,7 +389,7 @@ class SimulatedGenerator:
         self.draws.sample_seconds.append(self.clock.now - sample.began)
         self.draws.cut += cut
         self.schedule.finish_sample(sample.sample_key, sample.finished_tokens)
-        self.judge(self.trajectory(sample))
+        self.judge(self.make_trajectory(sample))
 
     def on_judged_while_idle(self) -> None:
         if self.sleeping:
@@ -382,19 +397,19 @@ class SimulatedGenerator:
 
     # ---- trajectories ----------------------------------------------------------------------------
 
-    def spans(self, sample: SimulatedSample) -> list[VersionSpan]:
-        """Return the versions of the call that has just ended."""
+    def list_spans(self, sample: SimulatedSample) -> list[VersionSpan]:
+        """Return the version spans of the call that has just ended."""
         spans: list[VersionSpan] = []
-        first = sample.finished_tokens
+        offset = sample.finished_tokens
         for step, label in reversed(self.marks[sample.mark :]):
-            end = spans[-1].start if spans else first + sample.length
-            if (start := first + max(step - sample.born, 0)) < end:
+            end = spans[-1].start if spans else offset + sample.length
+            if (start := offset + max(step - sample.born, 0)) < end:
                 spans.append(VersionSpan(label, "", start, end, label))
             if step <= sample.born:
                 break
         return spans[::-1]
 
-    def trajectory(self, sample: SimulatedSample) -> Trajectory:
+    def make_trajectory(self, sample: SimulatedSample) -> Trajectory:
         times = self.times
         length = sample.finished_tokens
         tokens = _TOKENS.get(length) or _TOKENS.setdefault(length, bytes(4 * length))
@@ -415,20 +430,20 @@ class SimulatedGenerator:
         )
 
     def judge(self, sample: Trajectory) -> None:
-        """Score the sample, in the reward process that is idle first."""
+        """Score the sample in the first idle reward process."""
         if not self.workers:
             self.fresh.append(sample)
             return
-        seconds = self.draws.seconds("reward")
+        seconds = self.draws.sample_time("reward")
         deadline = self.config.reward.deadline_s
         if seconds > deadline:
             seconds = deadline
             sample.failed = RewardFailure("data", "the reward hung")
         self.called += 1
-        begins = max(self.clock.now, self.free[0])
-        heapq.heapreplace(self.free, begins + seconds)
+        start = max(self.clock.now, self.free[0])
+        heapq.heapreplace(self.free, start + seconds)
         heapq.heappush(
-            self.calls, (begins + seconds, self.called, sample, begins - self.clock.now, seconds)
+            self.calls, (start + seconds, self.called, sample, start - self.clock.now, seconds)
         )
 
     def deliver(self) -> None:
@@ -443,7 +458,7 @@ class SimulatedGenerator:
             self.fresh = []
             self.fresh_since = 0.0
 
-    def want(self) -> None:
+    def request_tickets(self) -> None:
         unfinished = bool(self.calls or self.fresh)
         free = count_samples_to_request(self.schedule, self.most_open, len(self.open), unfinished)
         if free > 0 and free > self.asked:
@@ -454,7 +469,7 @@ class SimulatedGenerator:
     # ---- a lost process --------------------------------------------------------------------------
 
     def crash(self) -> None:
-        """Lose the process with everything it held; it comes back with a new session."""
+        """Lose the process with its samples; it returns with a new session."""
         now = self.clock.now
         if not self.lost:
             live = {sample.sample_key: sample.finished_tokens for sample in self.open.values()}
@@ -464,7 +479,7 @@ class SimulatedGenerator:
             self.lost = True
             self.buffer.awake.pop(self.name, None)
             lease_s = self.config.wires.lease_s
-            if self.times.restart > lease_s:  # the buffer does not wait for it
+            if self.times.restart > lease_s:  # the buffer ends the leases before
                 args = (self.buffer.on_session, self, self.session + 1)
                 self.clock.schedule(now + lease_s, self.buffer.send, *args)
             self.clock.schedule(now + self.times.restart, self.restart)
@@ -478,7 +493,7 @@ class SimulatedGenerator:
         self.idle += self.clock.now - self.idle_since
         self.idle_since = self.clock.now
         self.buffer.send(self.buffer.on_session, self, self.session)
-        self.want()
+        self.request_tickets()
 
 
 class SimulatedLearner:
@@ -503,7 +518,7 @@ class SimulatedLearner:
         self.saved = [0]
         self.idle_shares: list[float] = []
 
-    def hello(self) -> None:
+    def register(self) -> None:
         self.buffer.send(self.buffer.on_hello, self.max_lag)
         self.ask(0)
 
@@ -515,7 +530,7 @@ class SimulatedLearner:
         self.train()
 
     def train(self, delay: float = 0.0) -> None:
-        """Train the next batch if it is here, after `delay` seconds."""
+        """Train the next batch, if it has arrived, after `delay` seconds."""
         if self.training or self.number not in self.batches:
             return
         self.training = True
@@ -529,9 +544,9 @@ class SimulatedLearner:
         if self.settings.prefetch and self.number + 1 < self.settings.steps:
             self.ask(self.number + 1)
         scale = tokens / self.times.train_tokens if self.times.train_tokens else 1.0
-        beside = self.times.beside if self.buffer.awake else 1.0
-        train, publish = self.draws.seconds("train"), self.draws.seconds("publish")
-        seconds = beside * train * scale + publish
+        slowdown = self.times.beside if self.buffer.awake else 1.0
+        train, publish = self.draws.sample_time("train"), self.draws.sample_time("publish")
+        seconds = slowdown * train * scale + publish
         self.clock.schedule(self.clock.now + seconds, self.on_trained, seconds)
 
     def on_trained(self, seconds: float) -> None:
@@ -543,11 +558,11 @@ class SimulatedLearner:
         self.step_began = now
         number = self.number
         self.number += 1
-        work = self.draws.seconds("commit")
+        work = self.draws.sample_time("commit")
         self.buffer.send(self.buffer.on_commit, number, self.idle_shares[-1], work=work)
         pause = 0.0
         if self.number % self.settings.checkpoint_every == 0 or self.number == self.settings.steps:
-            pause = self.draws.seconds("checkpoint")
+            pause = self.draws.sample_time("checkpoint")
             self.saved = [*self.saved, self.number][-self.settings.keep_checkpoints :]
         self.clock.schedule(now + pause, self.continue_after_commit, pause > 0)
 
@@ -560,4 +575,4 @@ class SimulatedLearner:
             return
         if not self.settings.prefetch:
             self.ask(self.number)
-        self.train(self.draws.seconds("ready") if self.number in self.batches else 0.0)
+        self.train(self.draws.sample_time("ready") if self.number in self.batches else 0.0)

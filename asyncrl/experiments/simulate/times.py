@@ -6,8 +6,8 @@ A distribution is written in one of these forms:
 - `exponential(MEAN)`, `uniform(A, B)`, `normal(MEAN, SD)` (cut at 0), `lognormal(MEDIAN, SIGMA)` or
   `pareto(LEAST, EXPONENT, MOST)`
 - a list of values, sampled at random
-- `{ sequence = [...] }`, sampled along the run: values seen after a third of one run come after
-  about a third of another
+- `{ sequence = [...] }`, sampled along the run: values of a third of one run are used at about a
+  third of another
 """
 
 from __future__ import annotations
@@ -42,14 +42,16 @@ SHAPES: dict[str, tuple[int, Callable[..., float]]] = {
 }
 
 
-def draw(spec: Spec, rng: random.Random, name: str = "time", stage: Draw = lambda: 0.0) -> Draw:
+def make_sampler(
+    spec: Spec, rng: random.Random, name: str = "time", stage: Draw = lambda: 0.0
+) -> Draw:
     """Return a function that samples `spec`; `stage` returns the completed share of the run.
 
     Raises ConfigError if `spec` is not a distribution or has times below 0.
     """
     if isinstance(spec, bool):
         raise ConfigError(
-            f"{name} = {spec}: write seconds, a list of them, or one of {', '.join(SHAPES)} with "
+            f"{name} = {spec}: give seconds, a list of them, or one of {', '.join(SHAPES)} with "
             "its numbers"
         )
     if isinstance(spec, int | float):
@@ -64,12 +66,12 @@ def draw(spec: Spec, rng: random.Random, name: str = "time", stage: Draw = lambd
                 f"{name}: a table must have the one key `sequence`, not "
                 f"{', '.join(map(repr, spec)) or 'nothing'}"
             )
-        return draw_along(_check_times(spec["sequence"], name), rng, stage)
+        return make_sequence_sampler(_check_times(spec["sequence"], name), rng, stage)
     match = re.fullmatch(r"\s*(\w+)\s*\(([^()]*)\)\s*", spec)
     if not match or match[1] not in SHAPES:
         raise ConfigError(
-            f"{name} = {spec!r} is not a distribution: write seconds, or {', '.join(SHAPES)} with "
-            "its numbers, as in exponential(0.2)"
+            f"{name} = {spec!r} is not a distribution: give seconds, or {', '.join(SHAPES)} with "
+            "its numbers, such as exponential(0.2)"
         )
     count, sample = SHAPES[match[1]]
     try:
@@ -90,12 +92,14 @@ def _check_times(values: Sequence[float], name: str) -> list[float]:
     return [float(value) for value in values]
 
 
-def draw_along(values: Sequence[Value], rng: random.Random, stage: Draw) -> Callable[[], Value]:
+def make_sequence_sampler(
+    values: Sequence[Value], rng: random.Random, stage: Draw
+) -> Callable[[], Value]:
     """Return a function that samples `values` near the position of the stage."""
-    near = max(1.0, NEAR * len(values))
+    width = max(1.0, NEAR * len(values))
 
     def sample_at_stage() -> Value:
-        position = int(stage() * len(values) + rng.uniform(-near, near))
+        position = int(stage() * len(values) + rng.uniform(-width, width))
         return values[min(len(values) - 1, max(0, position))]
 
     return sample_at_stage
@@ -110,7 +114,7 @@ class TimeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     The defaults are those of configs/demo.toml with one 2.5 GHz core a process.
     """
 
-    step: Seconds = 0.0012  # a decode step, whatever is in it
+    step: Seconds = 0.0012  # a decode step, without its samples
     row: Seconds = 1.6e-5  # each sample in a decode step
     admit: Seconds = 1e-4  # the start of a sample: its prompt's keys and values
     finish: Seconds = 8e-5  # the end of a sample: text, a reward in place, packing
@@ -123,12 +127,14 @@ class TimeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     lengths: Spec | None = None  # tokens of a call, by default half to all of max_new_tokens
     group_lengths: list[list[int]] | None = None  # of whole groups, overrides lengths
     calls: Spec = 1  # calls of a session, each with its own length
-    tool: Spec = 0.0  # from a session's call to its next: a tool, an environment's step
+    tool: Spec = 0.0  # between two calls of a session: a tool, an environment's step
     reward: Spec = 0.0  # a call in a reward process
     train: Spec = 0.25  # a batch of train_tokens
-    train_tokens: Annotated[float, Meta(gt=0)] | None = 10_752.0  # None: `train` is for any batch
+    train_tokens: Annotated[float, Meta(gt=0)] | None = (
+        10_752.0  # None: `train` is the time of any batch
+    )
     batch: Spec = 0.02  # from a batch's last sample at the buffer to the learner
-    ready: Spec = 0.005  # from a publication to the next update, whose batch is there already
+    ready: Spec = 0.005  # from a publication to the next update, with its batch at hand
     commit: Spec = 0.02  # the buffer's work on a commit, before it grants new tickets
     publish: Spec = 0.001  # weights into the ring
     swap: Spec = 0.0015  # weights into an engine
@@ -155,16 +161,16 @@ def load(path: Path, base: TimeModel) -> TimeModel:
     return merge_times(base, table, str(path))
 
 
-def parse(base: TimeModel, words: Sequence[str]) -> TimeModel:
+def parse(base: TimeModel, items: Sequence[str]) -> TimeModel:
     """Merge `KEY=VALUE` words into `base`.
 
     VALUE is a TOML value, or a distribution without quotes.
     """
     table: dict[str, Any] = {}
-    for word in words:
-        key, equals, value = word.partition("=")
+    for item in items:
+        key, equals, value = item.partition("=")
         if not equals:
-            raise ConfigError(f"--time {word}: write KEY=VALUE, as in --time swap=0.5")
+            raise ConfigError(f"--time {item}: give KEY=VALUE, such as --time swap=0.5")
         try:
             table[key.strip()] = tomllib.loads(f"x = {value}")["x"]
         except tomllib.TOMLDecodeError:
@@ -172,19 +178,19 @@ def parse(base: TimeModel, words: Sequence[str]) -> TimeModel:
     return merge_times(base, table, "--time")
 
 
-def merge_times(base: TimeModel, table: dict[str, Any], where: str) -> TimeModel:
-    known = TimeModel.__struct_fields__
-    if unknown := [key for key in table if key not in known]:
-        raise ConfigError(f"{where}: unknown time `{unknown[0]}`; known are {', '.join(known)}")
+def merge_times(base: TimeModel, table: dict[str, Any], source: str) -> TimeModel:
+    fields = TimeModel.__struct_fields__
+    if unknown := [key for key in table if key not in fields]:
+        raise ConfigError(f"{source}: unknown time `{unknown[0]}`; choose from {', '.join(fields)}")
     if "train" in table:
         table = {"train_tokens": None} | table
     try:
         times: TimeModel = msgspec.convert(msgspec.to_builtins(base) | table, TimeModel)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {error}") from error
+        raise ConfigError(f"{source}: {error}") from error
     for name in (*DISTRIBUTIONS, "lengths"):
         if (spec := getattr(times, name)) is not None:
-            draw(spec, random.Random(0), f"{where}: {name}")
+            make_sampler(spec, random.Random(0), f"{source}: {name}")
     if times.group_lengths is not None and not all(times.group_lengths):
-        raise ConfigError(f"{where}: group_lengths: every group needs a length")
+        raise ConfigError(f"{source}: group_lengths: every group needs a length")
     return times

@@ -1,7 +1,7 @@
 """Questions about a simulated run, all answered with the seeds of the base.
 
-What would another limit, more generators, a faster weight sync or another treatment of late samples
-give?
+They ask for the effect of another limit, more generators, a faster weight sync or another treatment
+of late samples.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class WhatIfAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     ratio, least, largest: throughput over the base, paired by seed.
     lag_range: of questions about the limit, the mean lag if the learner is DRIFT faster or slower.
-    Where neither side waits, the lag accumulates the difference of their speeds, so a small error
-    moves it.
+    If neither side waits, the lag accumulates the difference of their speeds, so a small error
+    changes it.
     """
 
     question: str
@@ -57,7 +57,7 @@ class WhatIfAnswer(msgspec.Struct, frozen=True, kw_only=True):
     lag_range: tuple[float, float] | None = None
 
 
-def with_limit(config: Config, limit: float) -> Config:
+def change_limit(config: Config, limit: float) -> Config:
     """Return the config with another `staleness.max_lag`.
 
     Raises ConfigError if `limit` is invalid or below the injected lag.
@@ -69,7 +69,8 @@ def with_limit(config: Config, limit: float) -> Config:
     inject = config.staleness.inject
     if inject is not None and limit < (inject if isinstance(inject, int) else len(inject) - 1):
         raise ConfigError(
-            f"--limit {limit:g}: below staleness.inject = {inject}; inject less, or leave the limit"
+            f"--limit {limit:g}: below staleness.inject = {inject}; lower the injected lag, or "
+            "keep the limit"
         )
     return replace(config, staleness=replace(config.staleness, max_lag=float(limit)))
 
@@ -106,8 +107,8 @@ def average_outcomes(outcomes: Sequence[SimulationOutcome]) -> Outcome:
     return averages
 
 
-def limiting_side(outcome: Outcome) -> str:
-    """Describe which side limits the run."""
+def describe_limiting_side(outcome: Outcome) -> str:
+    """Describe the side that limits the run."""
     idle = outcome["idle_generator"]
     learner = outcome["idle_learner"]
     if max(idle, learner) < BUSY:
@@ -128,7 +129,7 @@ def answer(
     question: str,
     instead: str,
     base: Sequence[SimulationOutcome],
-    other: Sequence[SimulationOutcome],
+    changed: Sequence[SimulationOutcome],
     drifted: Sequence[SimulationOutcome] = (),
 ) -> WhatIfAnswer:
     """Compare `other` with `base`, paired by seed.
@@ -136,39 +137,41 @@ def answer(
     instead: the setting of the base.
     drifted: `other` with a faster and a slower learner.
     """
-    ratios = [o.tokens_per_s / max(b.tokens_per_s, 1e-9) for b, o in zip(base, other, strict=True)]
+    ratios = [
+        o.tokens_per_s / max(b.tokens_per_s, 1e-9) for b, o in zip(base, changed, strict=True)
+    ]
     ratio = sum(ratios) / len(ratios)
-    before, now = average_outcomes(base), average_outcomes(other)
+    base_average, average = average_outcomes(base), average_outcomes(changed)
     spread = f" (seeds {min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
     if abs(ratio - 1) < NOTHING:
-        gain = f"no throughput to speak of, {ratio:.2f} times{spread}"
+        gain = f"about the same throughput, {ratio:.2f} times{spread}"
     else:
         gain = (
-            f"{ratio:.2f} times the throughput{spread}, {now['tokens_per_s']:,.0f} tokens/s "
-            f"instead of {before['tokens_per_s']:,.0f}"
+            f"{ratio:.2f} times the throughput{spread}, {average['tokens_per_s']:,.0f} tokens/s "
+            f"instead of {base_average['tokens_per_s']:,.0f}"
         )
-    lags = [now["lag_mean"], *(outcome.lag_mean for outcome in drifted)]
+    lags = [average["lag_mean"], *(outcome.lag_mean for outcome in drifted)]
     low, high = min(lags), max(lags)
-    wide = f" ({low:.2f} to {high:.2f} if the learner's speed is {DRIFT:.0%} off)"
+    uncertainty = f" ({low:.2f} to {high:.2f} if the learner's speed is {DRIFT:.0%} off)"
     return WhatIfAnswer(
         question=question,
         ratio=ratio,
         least=min(ratios),
         largest=max(ratios),
         sentence=f"{question[0].upper()}{question[1:]} instead of {instead}: {gain}; mean lag "
-        f"{now['lag_mean']:.2f}{wide if high - low > WIDE else ''} instead of "
-        f"{before['lag_mean']:.2f}; then {limiting_side(now)}.",
-        outcome=now,
+        f"{average['lag_mean']:.2f}{uncertainty if high - low > WIDE else ''} instead of "
+        f"{base_average['lag_mean']:.2f}; then {describe_limiting_side(average)}.",
+        outcome=average,
         lag_range=(low, high) if drifted else None,
     )
 
 
-def answers(
+def answer_questions(
     config: Config,
     times: TimeModel,
     base: Sequence[SimulationOutcome],
     limits: Sequence[float],
-    more: Sequence[int],
+    added_generators: Sequence[int],
     syncs: Sequence[float],
     *,
     evaluate: bool = True,
@@ -180,48 +183,49 @@ def answers(
 
     results = []
     for limit in limits:
-        changed = with_limit(config, limit)
+        changed = change_limit(config, limit)
         drifted = [
             simulate(changed, times, config.seed, evaluate=evaluate, scale={"train": factor})
             for factor in (1 - DRIFT, 1 + DRIFT)
         ]
         instead = f"{config.staleness.limit:g}"
         results.append(answer(f"a limit of {limit:g}", instead, base, run(changed), drifted))
-    for added in more:
-        count = config.generators + added
-        other = run(replace(config, generators=count))
-        results.append(answer(f"{count} generators", f"{config.generators}", base, other))
+    for extra in added_generators:
+        count = config.generators + extra
+        outcomes = run(replace(config, generators=count))
+        results.append(answer(f"{count} generators", f"{config.generators}", base, outcomes))
     for factor in syncs:
-        other = run(config, {"publish": 1 / factor, "swap": 1 / factor})
+        outcomes = run(config, {"publish": 1 / factor, "swap": 1 / factor})
         question = f"a weight sync {factor:g} times as fast"
-        results.append(answer(question, "this one", base, other))
+        results.append(answer(question, "the present one", base, outcomes))
     return results
 
 
 def predict(run_dir: Path) -> dict[str, str]:
-    """Return, by rule of advice, what its proposal would give a run: one more of its limit, or one
-    more generator.
+    """Return rule of advice -> predicted effect of a higher limit or one more generator.
 
-    {} for a run that has no such advice, or no trace to fit times to.
+    Empty for a run without such advice, or without a trace to fit times to.
     """
     config = load.load(run_dir / "config.toml")
-    ended = rundir.is_finished(run_dir, config.learner.steps)
-    fired = {line.rule for line in advice.list_advice(config, run_dir, ended=ended)}
+    is_finished = rundir.is_finished(run_dir, config.learner.steps)
+    rules = {line.rule for line in advice.list_advice(config, run_dir, ended=is_finished)}
     limit = config.staleness.limit
     questions: dict[str, tuple[list[float], list[int]]] = {
         "learner_waits": ([], [1]),
         "both_wait": ([limit + 1], []),
     }
-    found = {}
-    for rule in fired & set(questions):
+    predictions = {}
+    for rule in rules & set(questions):
         try:
             times, config = fit.fit(run_dir)
             base = simulate_seeds(config, times, 1, evaluate=False)
-            (said,) = answers(config, times, base, *questions[rule], [], evaluate=False)
+            (prediction,) = answer_questions(
+                config, times, base, *questions[rule], [], evaluate=False
+            )
         except ConfigError:
             continue
-        found[rule] = said.sentence.rstrip(".")
-    return found
+        predictions[rule] = prediction.sentence.rstrip(".")
+    return predictions
 
 
 def sweep(
@@ -230,38 +234,38 @@ def sweep(
     limits: Sequence[float],
     generators: Sequence[int],
     seeds: int,
-    done: Mapping[tuple[int, float], Outcome],
+    known_outcomes: Mapping[tuple[int, float], Outcome],
     *,
     evaluate: bool = True,
 ) -> list[Outcome]:
     """Simulate every limit with every number of generators; reuse the outcomes in `done`."""
 
     def simulate_point(count: int, limit: float) -> Outcome:
-        changed = with_limit(replace(config, generators=count), limit)
+        changed = change_limit(replace(config, generators=count), limit)
         return average_outcomes(simulate_seeds(changed, times, seeds, evaluate=evaluate))
 
     points = ((count, limit) for count in generators for limit in limits)
-    return [done.get(point) or simulate_point(*point) for point in points]
+    return [known_outcomes.get(point) or simulate_point(*point) for point in points]
 
 
 # ---- treatments of late samples ------------------------------------------------------------------
 
 
 def check_treatments(config: Config, deadline_s: float | None = None) -> None:
-    """Raise ConfigError if not every treatment is possible."""
+    """Raise ConfigError if a treatment is impossible."""
     staleness = config.staleness
     if staleness.ess_floor or math.isinf(staleness.limit):
         raise ConfigError("--treatments: needs a fixed limit: set staleness.max_lag to a number")
     if staleness.inject is not None:
         raise ConfigError(
-            "--treatments: injected lag never passes its limit: leave staleness.inject out"
+            "--treatments: injected lag never exceeds its limit: leave out staleness.inject"
         )
     if staleness.order != "auto":
-        raise ConfigError("--treatments: each one sets its order: leave staleness.order out")
+        raise ConfigError("--treatments: each treatment sets its order: leave out staleness.order")
     if deadline_s is not None and not config.agent.uses_sessions:
         raise ConfigError("--deadline: belongs to sessions, and the config has no [agent]")
     if deadline_s is not None and not (0 < deadline_s < math.inf):
-        raise ConfigError(f"--deadline {deadline_s:g}: write seconds above 0")
+        raise ConfigError(f"--deadline {deadline_s:g}: give seconds above 0")
 
 
 def compare_treatments(
@@ -274,7 +278,7 @@ def compare_treatments(
 ) -> list[Outcome]:
     """Simulate every treatment of late samples, and for sessions `wait` with a deadline.
 
-    deadline_s: that deadline, by default the time that a tenth of the sessions exceed under `wait`.
+    deadline_s: by default the time that a tenth of the sessions exceed under `wait`.
     Raises ConfigError.
     """
     check_treatments(config, deadline_s)
@@ -298,15 +302,15 @@ def compare_treatments(
 def summarize_treatment(outcome: Outcome) -> Outcome:
     """Return the costs of a treatment, as shares in [0, 1].
 
-    - learner_idle: of the run's seconds; a run's metric is the mean over steps, which bursts lower
+    - learner_idle: of the run's seconds; the metric of a run is a mean over steps
     - dropped, masked: of the sampled tokens
     - downweighted: of the trained tokens' weight
     - cut: of the samples
     """
     losses, sampled = outcome["losses"], max(outcome["generated"], 1)
     dropped = losses.get("dropped_stale", 0) + losses.get("abandoned", 0)
-    same = ("name", "deadline_s", "tokens_per_s", "lag_mean", "lag_p95", "lag_max")
-    return {name: outcome[name] for name in same} | {
+    copied = ("name", "deadline_s", "tokens_per_s", "lag_mean", "lag_p95", "lag_max")
+    return {name: outcome[name] for name in copied} | {
         "learner_idle": outcome["waited_share"],
         "dropped": dropped / sampled,
         "masked": losses.get("masked_stale", 0) / sampled,

@@ -52,7 +52,7 @@ class EventClock:
 
 
 class TimeSource(Protocol):
-    def seconds(self, name: str) -> float: ...
+    def sample_time(self, name: str) -> float: ...
 
 
 class GeneratorClient(Protocol):
@@ -64,7 +64,7 @@ class GeneratorClient(Protocol):
     announced: Label | None
     schedule: TicketSchedule
 
-    def call_at(self, when: float, handler: Callable[..., object], *args: Any) -> None: ...
+    def schedule_call(self, when: float, handler: Callable[..., object], *args: Any) -> None: ...
 
     def on_grant(
         self, sequence: int, tickets: list[Ticket], announcement: PolicyAnnouncement
@@ -96,7 +96,7 @@ class SimulatedBuffer:
     ) -> None:
         self.clock = clock
         self.times = times
-        self.free = self.worked = 0.0  # when it is free again; seconds of work so far
+        self.free = self.worked = 0.0  # time at which it is free; seconds of work so far
         if evaluations.prompt is not None:
             evaluations.prompt = lambda split, index: NO_PROMPT
         self.store = Store(settings, lambda index: NO_PROMPT, evaluations)
@@ -105,7 +105,7 @@ class SimulatedBuffer:
         self.wants: dict[str, tuple[GeneratorClient, int, int]] = {}
         self.awake: dict[str, GeneratorClient] = {}
         self.asks: deque[int] = deque()
-        # the oldest ask waits for this group (ticket order), or for so many completions
+        # the oldest ask waits for this group (ticket order), or for this number of completions
         self.missing_group: Group | None = None
         self.missing_completions = 0
         self.goodbye = False
@@ -122,7 +122,7 @@ class SimulatedBuffer:
         self.splits: dict[int, tuple[float, float]] = {}
 
     def send(self, handler: Callable[..., None], *args: Any, work: float = 0.0) -> None:
-        """Send the buffer a message; it is handled after the wire and after earlier messages."""
+        """Send the buffer a message, handled after the wire time and earlier messages."""
         self.free = max(self.clock.now + self.times.wire, self.free) + work
         self.worked += work
         self.clock.schedule(self.free, self._handle, handler, args)
@@ -176,7 +176,7 @@ class SimulatedBuffer:
         self.most_tickets = max(self.most_tickets, self.tickets)
 
     def on_session(self, generator: GeneratorClient, session: int) -> None:
-        """A lost generator is back: end its older leases."""
+        """End the older leases of a lost generator that has returned."""
         self.store.end_sessions(generator.name, session)
         leased = sum(group.lease is not None for group in self.store.alive.values())
         self._count_tickets(leased - self.tickets)
@@ -187,7 +187,7 @@ class SimulatedBuffer:
         self.store.renew(generator.name, generator.session, progress, self.clock.now)
 
     def on_commit(self, number: int, idle: float) -> None:
-        evidence = self._limit_evidence(number, idle) if self.store.settings.ess_floor else None
+        evidence = self._estimate_evidence(number, idle) if self.store.settings.ess_floor else None
         now = self.clock.now
         timing = self.meter.on_commit(self.store.comps[number - self.store.base], idle, now)
         self.store.commit(
@@ -207,7 +207,7 @@ class SimulatedBuffer:
             if self.store.settings.wait or generator.name in self.wants:
                 self._announce(generator)
 
-    def _limit_evidence(self, number: int, idle: float) -> LimitEvidence:
+    def _estimate_evidence(self, number: int, idle: float) -> LimitEvidence:
         """Return the evidence that moves an automatic limit.
 
         Tokens have no ratios here, so the ESS at lag k is `times.ess` to the k-th power.
@@ -229,7 +229,7 @@ class SimulatedBuffer:
         """
         if not generator.sleeping and generator.announced != self.store.policy:
             generator.announced = self.store.policy
-            generator.call_at(
+            generator.schedule_call(
                 self.clock.now + self.times.wire,
                 generator.schedule.announce,
                 self.store.announcement(),
@@ -248,20 +248,21 @@ class SimulatedBuffer:
         self.missing_group, self.missing_completions = None, 0
         self._count_lags(number, groups)
         tokens = sum(s.trajectory.length for group in groups for s in group.stored_samples())
-        arrival = self.clock.now + self.learner.draws.seconds("batch")
+        arrival = self.clock.now + self.learner.draws.sample_time("batch")
         self.clock.schedule(arrival, self.learner.on_batch, number, tokens)
         return True
 
     def _find_missing(self) -> tuple[Group | None, int]:
-        """Return what must come before another ask can succeed.
+        """Return the condition for another ask to succeed.
 
-        It is the oldest incomplete group (ticket order) or a number of completions.
+        It is the completion of the oldest incomplete group (ticket order) or a number of
+        completions.
         """
         store = self.store
         queue = (group for group in store.alive.values() if group.ticket not in store.composed)
         if store.uses_ticket_order and store.max_lag != inf:
-            head = itertools.islice(queue, store.settings.batch)
-            return next((group for group in head if not group.complete), None), 0
+            oldest = itertools.islice(queue, store.settings.batch)
+            return next((group for group in oldest if not group.complete), None), 0
         if store.settings.on_exceed == "drop":
             return None, 0
         complete = sum(group.complete for group in queue)
@@ -285,7 +286,7 @@ class SimulatedBuffer:
         self.splits[number] = (flight / max(len(samples), 1), queue / max(len(samples), 1))
 
     def _grant(self) -> None:
-        """Grant tickets in the order of the requests, until one gets none."""
+        """Grant tickets in the order of the requests, until one cannot be served."""
         while self.wants:
             name, (generator, samples, sequence) = next(iter(self.wants.items()))
             tickets = self.store.grant(name, generator.session, samples, self.clock.now)
@@ -298,7 +299,7 @@ class SimulatedBuffer:
             self._count_tickets(training)
             del self.wants[name]
             generator.announced = self.store.policy
-            generator.call_at(
+            generator.schedule_call(
                 self.clock.now + self.times.wire,
                 generator.on_grant,
                 sequence,

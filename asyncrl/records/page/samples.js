@@ -1,6 +1,6 @@
 "use strict";
-// Shows samples with every token colored by one of its values (TokenSamples in page_kit.py), after
-// plot.js. Foreign text is only ever set as text.
+// Shows samples with every token colored by one of its values (SamplesBlock in page_kit.py). Loaded
+// after plot.js. Foreign text is only ever set as text.
 
 function painter(values) {
   const numbers = values.filter((x) => typeof x === "number"), names = [...new Set(values.filter((x) => typeof x === "string"))];
@@ -21,20 +21,20 @@ function conversation(sequence, shade) {
   const turns = [element("div", { class: "turn" }, element("div", { class: "who" }, "prompt"), sequence.prompt, ...(sequence.images ?? []).map(picture))];
   let turn = null, kind = null;
   sequence.pieces.forEach((piece, i) => {
-    const now = sequence.shades.version[i] == null ? "environment" : "model";
-    if (now !== kind) {
-      turn = element("div", { class: `turn ${now}` }, element("div", { class: "who" }, now === "model" ? "response" : "from the environment, not sampled"));
+    const source = sequence.shades.version[i] == null ? "environment" : "model";
+    if (source !== kind) {
+      turn = element("div", { class: `turn ${source}` }, element("div", { class: "who" }, source === "model" ? "response" : "from the environment, not sampled"));
       turns.push(turn);
-      kind = now;
+      kind = source;
     }
-    const facts = Object.entries(sequence.shades).map(([name, of]) => `${name} ${typeof of[i] === "number" ? number(of[i]) : of[i] ?? "not measured"}`);
-    turn.append(element("span", { class: `token ${sequence.shades.used[i] || now === "environment" ? "" : "unused"}`, style: paint(values?.[i]), title: `${JSON.stringify(piece)}\n${facts.join("\n")}` }, piece));
+    const facts = Object.entries(sequence.shades).map(([name, values]) => `${name} ${typeof values[i] === "number" ? number(values[i]) : values[i] ?? "not measured"}`);
+    turn.append(element("span", { class: `token ${sequence.shades.used[i] || source === "environment" ? "" : "unused"}`, style: paint(values?.[i]), title: `${JSON.stringify(piece)}\n${facts.join("\n")}` }, piece));
   });
   return element("div", {}, ...turns, values ? null : element("p", { class: "soft" }, `${shade} was not measured for this batch${sequence.shades.clip ? " (record.split_every)" : ""}`));
 }
 
 function sampleBox(row, shade, more = null) {
-  // a Tinker server knows neither rewards nor why a sequence ended
+  // rewards and the reasons of ends are unknown to a Tinker server
   const origin = row.sequence_ids ? [["datum", row.ticket], ["sequence", row.sequence_ids.join(", ") || "unknown"]] :
     [["ticket", row.ticket], ["sample", row.sample], ["reward", number(row.reward)], ...Object.entries(row.parts).map(([k, v]) => [k, number(v)])];
   const facts = [["batch", row.batch], ...origin, ["lag", `${number(row.lag_mean)} (max ${row.lag_max})`], ["tokens", row.length],

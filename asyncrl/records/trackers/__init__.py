@@ -1,11 +1,11 @@
 """Send a run's metrics to wandb, trackio or mlflow, each from a process of its own.
 
 A process reads metrics.jsonl as it grows, so a tracker that fails or hangs never slows or ends the
-run, and what it missed is still in the file. RUN/trackers/NAME.json has how far it came, from where
-a resumed run goes on, and why it failed.
+run, and the file keeps every row. RUN/trackers/NAME.json records the offset from which a resumed
+run continues, and the reason of a failure.
 
     feed       that process
-    adapters   what differs between the trackers
+    adapters   the differences between the trackers
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ class TrackerFeeds:
             )
 
     def close(self) -> None:
-        """Tell them that the run has ended. They send the rest and end by themselves."""
+        """Close their inputs, upon which they send the remaining rows and exit."""
         for process in self.processes.values():
             assert process.stdin is not None
             process.stdin.close()
 
 
-def failures(run_dir: Path) -> dict[str, str]:
-    """Return why each tracker that failed did."""
-    found = {}
+def read_failures(run_dir: Path) -> dict[str, str]:
+    """Return the reason of each failed tracker."""
+    reasons = {}
     for path in sorted((run_dir / "trackers").glob("*.json")):
         try:
             state = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue
         if state.get("failed"):
-            found[path.stem] = str(state["failed"])
-    return found
+            reasons[path.stem] = str(state["failed"])
+    return reasons

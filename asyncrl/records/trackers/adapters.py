@@ -1,6 +1,6 @@
 """The trackers, each through its own package: start a run, log values at a step, finish.
 
-Where the data go is the package's own affair: its environment variables and its login hold.
+The package's environment variables and its login decide where the data go.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 
 class Tracker(Protocol):
-    """One run of a tracker. id: how the tracker finds the run again, to go on with it."""
+    """One run of a tracker. id: the tracker's name of the run, by which it is continued."""
 
     id: str
 
@@ -24,16 +24,16 @@ class Tracker(Protocol):
 class WandbTracker:
     """Weights & Biases; offline with WANDB_MODE=offline."""
 
-    def __init__(self, run_dir: Path, settings: Mapping[str, Any], known: str) -> None:
+    def __init__(self, run_dir: Path, settings: Mapping[str, Any], run_id: str) -> None:
         import wandb
 
-        place = run_dir / "trackers"
+        folder = run_dir / "trackers"
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "asyncrl"),
             name=run_dir.name,
-            id=known or None,
+            id=run_id or None,
             resume="allow",
-            dir=str(place),
+            dir=str(folder),
             config=dict(settings),
         )
         self.id = str(self.run.id)
@@ -51,10 +51,10 @@ class WandbTracker:
 class TrackioTracker:
     """trackio, which keeps its runs on this machine (TRACKIO_DIR)."""
 
-    def __init__(self, run_dir: Path, settings: Mapping[str, Any], known: str) -> None:
+    def __init__(self, run_dir: Path, settings: Mapping[str, Any], run_id: str) -> None:
         import trackio
 
-        self.id = known or run_dir.name
+        self.id = run_id or run_dir.name
         self.run = trackio.init(
             project=os.environ.get("TRACKIO_PROJECT", "asyncrl"),
             name=self.id,
@@ -70,9 +70,9 @@ class TrackioTracker:
 
 
 class MlflowTracker:
-    """MLflow; without MLFLOW_TRACKING_URI in files beside the run: RUNS/mlruns."""
+    """MLflow; without MLFLOW_TRACKING_URI it writes files beside the run, in RUNS/mlruns."""
 
-    def __init__(self, run_dir: Path, settings: Mapping[str, Any], known: str) -> None:
+    def __init__(self, run_dir: Path, settings: Mapping[str, Any], run_id: str) -> None:
         if "MLFLOW_TRACKING_URI" not in os.environ:
             os.environ["MLFLOW_TRACKING_URI"] = (run_dir.parent / "mlruns").as_uri()
             # mlflow asks for this since it prefers a database
@@ -81,9 +81,9 @@ class MlflowTracker:
 
         self.mlflow = mlflow
         mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "asyncrl"))
-        run = mlflow.start_run(run_id=known or None, run_name=None if known else run_dir.name)
+        run = mlflow.start_run(run_id=run_id or None, run_name=None if run_id else run_dir.name)
         self.id = str(run.info.run_id)
-        if not known:
+        if not run_id:
             mlflow.log_params(settings)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

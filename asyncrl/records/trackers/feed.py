@@ -2,7 +2,7 @@
 
     python -m asyncrl.records.trackers.feed RUN_DIR NAME
 
-It ends when its stdin closes: then it sends the rest, and takes END_S seconds at most.
+When its stdin closes, it sends the remaining rows and exits after at most END_S seconds.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from asyncrl.records import atomic_write
 from asyncrl.records.trackers.adapters import TRACKERS, Tracker
 
 POLL_S = 1.0
-END_S = 60  # for the rest of the rows and the tracker's own end
+END_S = 60  # for the remaining rows and the end of the tracker
 
 
-def new_rows(path: Path, offset: int) -> Iterator[tuple[dict[str, Any], int]]:
+def read_new_rows(path: Path, offset: int) -> Iterator[tuple[dict[str, Any], int]]:
     """Yield each whole row from `offset` on, with the offset behind it."""
     if not path.exists():
         return
@@ -45,7 +45,7 @@ def new_rows(path: Path, offset: int) -> Iterator[tuple[dict[str, Any], int]]:
 
 def send(tracker: Tracker, path: Path, offset: int) -> int:
     """Send the rows from `offset` on; returns the offset behind them."""
-    for row, behind in new_rows(path, offset):
+    for row, behind in read_new_rows(path, offset):
         numbers = {
             name: float(value)
             for name, value in row.items()
@@ -57,15 +57,16 @@ def send(tracker: Tracker, path: Path, offset: int) -> int:
 
 
 def main(run_dir: Path, name: str) -> None:
-    state = run_dir / "trackers" / f"{name}.json"
-    state.parent.mkdir(exist_ok=True)
-    with (state.parent / f".{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # an earlier buffer's may still send its rest
-        known = json.loads(state.read_text(encoding="utf-8")) if state.exists() else {}
+    """Feed one tracker, and record a failure in RUN/trackers/NAME.json."""
+    state_file = run_dir / "trackers" / f"{name}.json"
+    state_file.parent.mkdir(exist_ok=True)
+    with (state_file.parent / f".{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the feed of an earlier buffer may still send rows
+        state = json.loads(state_file.read_text(encoding="utf-8")) if state_file.exists() else {}
 
-        def note(**more: Any) -> None:
-            known.update(more)
-            atomic_write.write(state, json.dumps(known))
+        def note(**changes: Any) -> None:
+            state.update(changes)
+            atomic_write.write(state_file, json.dumps(state))
 
         def end_at_once(*_: Any) -> None:
             """End this process and those that the tracker started."""
@@ -74,24 +75,26 @@ def main(run_dir: Path, name: str) -> None:
 
         signal.signal(signal.SIGALRM, end_at_once)
         try:
-            feed(run_dir, name, known, note)
+            feed(run_dir, name, state, note)
         except BaseException as error:
             note(failed=f"{type(error).__name__}: {error}")
             raise
 
 
-def feed(run_dir: Path, name: str, known: dict[str, Any], note: Callable[..., None]) -> None:
-    """Send rows until stdin closes, then the rest. known: what `note` kept of earlier ones."""
+def feed(run_dir: Path, name: str, state: dict[str, Any], note: Callable[..., None]) -> None:
+    """Send rows until stdin closes, then the remaining ones.
+
+    state: the values that earlier processes passed to `note`."""
     with (run_dir / "config.toml").open("rb") as file:
         settings = flatten(tomllib.load(file))
-    tracker = TRACKERS[name](run_dir, settings, known.get("id", ""))
+    tracker = TRACKERS[name](run_dir, settings, state.get("id", ""))
     note(id=tracker.id, failed="")
     ended = False
     while not ended:
         ended = bool(select.select([sys.stdin], [], [], POLL_S)[0])
         if ended:
             signal.alarm(END_S)
-        offset = known.get("offset", 0)
+        offset = state.get("offset", 0)
         behind = send(tracker, run_dir / "metrics.jsonl", offset)
         if behind != offset:
             note(offset=behind)

@@ -97,7 +97,7 @@ class RayHost:
         secret: the files of a generator's key.  The generator then joins with that key, and its log
         is on this host's own disk."""
         if secret is not None:
-            key = private.directory(self.folder / spec.name)
+            key = private.create_directory(self.folder / spec.name)
             with keys.private_umask():
                 for name, data in secret.items():
                     (key / name).write_bytes(data)

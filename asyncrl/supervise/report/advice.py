@@ -338,6 +338,6 @@ def list_advice(
             f"the tracker {name} failed, and the run goes on without it: {reason}",
             f"look into {run_dir / 'logs' / f'tracker_{name}.log'}",
         )
-        for name, reason in trackers.failures(run_dir).items()
+        for name, reason in trackers.read_failures(run_dir).items()
     ]
     return [*apply_rules(facts), *list_fired_checks(run_dir, signs or []), *failed_trackers]

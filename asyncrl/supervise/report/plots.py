@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from asyncrl.contract.messages import DISPOSITIONS
-from asyncrl.records.health_checks import interval
+from asyncrl.records.health_checks import compute_half_interval
 from asyncrl.records.metrics import BUCKETS, METRICS
 from asyncrl.records.page_kit import PagePlot, PlotLine
 from asyncrl.supervise.live import label_set
@@ -321,7 +321,9 @@ def _fill_line(line: PlotLine, series: Series, axis: Axis, smooth: float, points
     if evaluated and len(line.xs) == len(values) == len(counts):
         low, high = _find_reward_range(series)
         pairs = zip(values.tolist(), counts.tolist(), strict=True)
-        halves = np.array([interval(value, count, low, high) for value, count in pairs])
+        halves = np.array(
+            [compute_half_interval(value, count, low, high) for value, count in pairs]
+        )
         line.low, line.high = (values - halves).tolist(), (values + halves).tolist()
     elif evaluated and f"{line.metric}_low" in series.columns:
         bounds = (series.get_values(f"{line.metric}_{end}") for end in ("low", "high"))

@@ -288,7 +288,7 @@ def describe_unfinished(config: Config, run_dir: Path, summary: dict[str, Any]) 
         return []
     notes = [
         f"Not finished: {summary['steps']} of {config.learner.steps} steps.",
-        *(process_log.end_of(row) for row in process_log.failed_ends(run_dir)),
+        *(process_log.describe_end(row) for row in process_log.list_failed_ends(run_dir)),
     ]
     return notes + ([summary["partial"]] if summary.get("partial") else [])
 

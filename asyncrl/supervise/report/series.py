@@ -90,7 +90,7 @@ class Series:
             offset, inode = self._offset, self._inode
             self._forget()
             self._offset, self._inode = offset, inode
-            rows = metrics.rows_that_count(jsonl.read(self.path))
+            rows = metrics.select_valid_rows(jsonl.read(self.path))
         self._newest = max(trained)
         self._add(rows)
         return changed or complete > 0

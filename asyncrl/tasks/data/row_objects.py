@@ -20,8 +20,8 @@ def write_content(content: str, folder: Path) -> str:
     """Write a file named by the hash of its content unless it exists; return its path."""
     path = folder / f"{hashlib.sha256(content.encode()).hexdigest()[:16]}.jsonl"
     if not path.exists():
-        atomic_write.directory(folder, 0o700)
-        with atomic_write.replacing(path, part=path.with_suffix(f".{os.getpid()}")) as temporary:
+        atomic_write.create_directory(folder, 0o700)
+        with atomic_write.replace(path, part=path.with_suffix(f".{os.getpid()}")) as temporary:
             temporary.write_text(content, encoding="utf-8")
     return str(path)
 

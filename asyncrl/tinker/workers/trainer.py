@@ -88,7 +88,7 @@ class TrainedModel:
         if not state:
             export(self.policy, path)
         else:
-            with atomic_write.replacing(path) as folder:
+            with atomic_write.replace(path) as folder:
                 folder.mkdir()
                 export(self.policy, folder / MODEL)
                 torch.save({"optimizer": self.optimizer.state_dict()}, folder / STATE)

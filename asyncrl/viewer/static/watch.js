@@ -3,10 +3,10 @@
 // textContent, so that markup in it stays text.
 
 const PAGES = ["overview", "staleness", "learner", "processes", "ledger", "samples", "config", "logs"];
-// An update that takes long comes less often: it costs at most 1 / SPARE of a core.
+// Slow updates are made less often: they cost at most 1 / SPARE of a core.
 const REFRESH_MS = 2000, SPARE = 250, SLOWEST_MS = 15000;
 const state = {
-  page: "overview", runs: [], hidden: new Set(), axis: "step", smooth: 0, paused: false, seen: null,
+  page: "overview", runs: [], hidden: new Set(), axis: "step", smooth: 0, paused: false, drawn: null,
   filter: { sort: "batch", text: "", reward: "", lag: "", step: "", rule: "" }, shade: "lag",
   run: "", file: "",
 };
@@ -44,18 +44,18 @@ function table(head, rows) {
 
 // ---- plots --------------------------------------------------------------------------------------
 
-// Lines of several runs have the color of their run, and a dash pattern a metric.
+// Lines of several runs have the color of their run and one dash pattern a metric.
 function overlaid(plot) {
   if (new Set(plot.lines.map((line) => line.run)).size < 2) return plot;
   const metrics = [...new Set(plot.lines.map((line) => line.metric))];
   return { ...plot, lines: plot.lines.map((line) => ({ ...line, label: `${line.run}: ${line.label}`, color: rank(line.run), dash: metrics.indexOf(line.metric) })) };
 }
 
-// The figure of a name, made where there is none: zoom and hidden lines stay from one update to the next.
+// Reuse the figure of a name, so that updates keep zoom and hidden lines.
 function figure(parent, key) {
-  const found = [...parent.children].find((child) => child.dataset.key === key) ?? parent.appendChild(element("figure", { class: "plot" }));
-  found.dataset.key = key;
-  return found;
+  const node = [...parent.children].find((child) => child.dataset.key === key) ?? parent.appendChild(element("figure", { class: "plot" }));
+  node.dataset.key = key;
+  return node;
 }
 
 async function drawPlots(place) {
@@ -65,7 +65,7 @@ async function drawPlots(place) {
   const keys = plots.map((plot) => `${plot.title} ${plot.across}`);
   for (const old of [...grid.children]) if (!keys.includes(old.dataset.key)) old.remove();
   plots.forEach((plot, i) => drawPlot(figure(grid, keys[i]), overlaid(plot)));
-  if (!plots.length && state.page !== "ledger") place.querySelector(".empty") ?? place.append(element("p", { class: "empty soft" }, "nothing measured yet"));
+  if (!plots.length && state.page !== "ledger") place.querySelector(".empty") ?? place.append(element("p", { class: "empty soft" }, "No measurements yet."));
   else place.querySelector(".empty")?.remove();
 }
 
@@ -79,11 +79,11 @@ function advice(style, lines, more) {
 
 async function overview(place) {
   const runs = shown().map((run) => run.id).join("|");
-  const seen = runs ? await ask("overview", { runs }) : {};
-  if (!state.runs.length) return place.replaceChildren(element("p", { class: "soft waiting" }, "Nothing has begun here yet. This page shows a run, or a model of a Tinker server, from then on."));
+  const content = runs ? await ask("overview", { runs }) : {};
+  if (!state.runs.length) return place.replaceChildren(element("p", { class: "soft waiting" }, "No run has begun here yet. The page shows a run, or a model of a Tinker server, once it begins."));
   place.querySelector(".waiting")?.remove();
   const top = place.querySelector(".top") ?? place.appendChild(element("div", { class: "top" }));
-  top.replaceChildren(...Object.entries(seen).map(([id, run]) => {
+  top.replaceChildren(...Object.entries(content).map(([id, run]) => {
     const s = run.state, speed = run.speed ?? {}, idle = speed.idle_share ?? {};
     const cards = run.cards?.map(([label, value]) => [label, typeof value === "string" ? value : number(value)]) ?? [
       ["step", `${s.step} / ${s.steps}`], ["state", s.state], ["held-out reward", number(s.accuracy)], ["batch reward", number(s.reward)],
@@ -101,18 +101,18 @@ async function overview(place) {
 }
 
 async function processes(place) {
-  const seen = await ask("processes", { runs: shown().map((run) => run.id).join("|") });
-  place.replaceChildren(...Object.entries(seen).flatMap(([id, rows]) => [element("h2", {}, id),
+  const content = await ask("processes", { runs: shown().map((run) => run.id).join("|") });
+  place.replaceChildren(...Object.entries(content).flatMap(([id, rows]) => [element("h2", {}, id),
     table(["process", "state", "host", "pid", "memory", "restarts", "last line of its log"], rows.map((row) => [
       row.name, row.said, row.host || "-", row.pid ?? "-", row.memory_mb == null ? "-" : `${number(row.memory_mb)} MiB`, row.restarts, row.last_line || "-"]))]));
 }
 
 async function ledger(place) {
-  const seen = await ask("ledger", { runs: shown().map((run) => run.id).join("|") });
+  const content = await ask("ledger", { runs: shown().map((run) => run.id).join("|") });
   const plots = place.querySelector(".plots") ?? element("div", { class: "plots" });
   place.replaceChildren(plots);
   await drawPlots(plots);
-  for (const [id, run] of Object.entries(seen)) {
+  for (const [id, run] of Object.entries(content)) {
     if (run.tables) {
       place.append(element("h2", {}, id), ...run.tables.flatMap(({ title, head, rows }) => [element("h3", {}, title),
         rows.length ? table(head, rows.map(([name, count, share]) => [name, number(count), percent(share)])) : ""]));
@@ -121,21 +121,21 @@ async function ledger(place) {
     const total = run.totals.generated || 1;
     const rows = Object.entries(run.lines).filter(([, line]) => line.tokens > 0);
     place.append(element("h2", {}, `${id}: ${number(run.totals.generated)} tokens generated`),
-      table(["where they ended", "tokens", "share", "samples", "mean length", "mean reward"], rows.map(([name, line]) => [
+      table(["end", "tokens", "share", "samples", "mean length", "mean reward"], rows.map(([name, line]) => [
         name, number(line.tokens), percent(line.tokens / total), number(line.samples), number(line.mean_length), number(line.mean_reward)])),
       Object.keys(run.failures ?? {}).length ? table(["failure", "samples"], Object.entries(run.failures)) : "");
   }
 }
 
 async function config(place) {
-  const seen = await ask("config", { runs: shown().map((run) => run.id).join("|") });
+  const content = await ask("config", { runs: shown().map((run) => run.id).join("|") });
   const value = (x) => x == null ? "-" : JSON.stringify(x);
   place.replaceChildren();
-  if (seen.differences.length) {
-    const names = Object.keys(seen.runs);
-    place.append(element("h2", {}, "Where the runs differ"), table(["key", ...names], seen.differences.map((row) => [row.key, ...names.map((name) => value(row.values[name]))])));
+  if (content.differences.length) {
+    const names = Object.keys(content.runs);
+    place.append(element("h2", {}, "Settings that differ"), table(["key", ...names], content.differences.map((row) => [row.key, ...names.map((name) => value(row.values[name]))])));
   }
-  for (const [id, settings] of Object.entries(seen.runs))
+  for (const [id, settings] of Object.entries(content.runs))
     place.append(element("h2", {}, id), element("pre", {}, Object.entries(settings).map(([key, x]) => `${key} = ${value(x)}`).join("\n")));
 }
 
@@ -147,11 +147,11 @@ function runPicker(change) {
 
 async function logs(place) {
   const picker = runPicker(() => { state.file = ""; render(true); });
-  if (!state.run) return place.replaceChildren(element("p", { class: "soft" }, "no run is shown"));
-  const seen = await ask("logs", { run: state.run, file: state.file });
+  if (!state.run) return place.replaceChildren(element("p", { class: "soft" }, "Select a run above."));
+  const content = await ask("logs", { run: state.run, file: state.file });
   const files = element("select", { onchange: (event) => { state.file = event.target.value; render(true); } },
-    ...seen.files.map((name) => element("option", { selected: name === seen.file }, name)));
-  place.replaceChildren(element("div", { class: "filters" }, picker, element("label", {}, "file ", files)), element("pre", { id: "log" }, seen.text || "no log yet"));
+    ...content.files.map((name) => element("option", { selected: name === content.file }, name)));
+  place.replaceChildren(element("div", { class: "filters" }, picker, element("label", {}, "file ", files)), element("pre", { id: "log" }, content.text || "no log yet"));
 }
 
 // ---- samples ------------------------------------------------------------------------------------
@@ -161,20 +161,20 @@ const ORDERS = ["batch", "reward", "lag", "length", "kl", "weight"];
 
 async function samples(place) {
   const picker = runPicker(() => render(true));
-  if (!state.run) return place.replaceChildren(element("p", { class: "soft" }, "no run is shown"));
+  if (!state.run) return place.replaceChildren(element("p", { class: "soft" }, "Select a run above."));
   const field = (name, hint) => element("label", {}, `${name} `, element("input", { value: state.filter[name], placeholder: hint, size: 8,
     onchange: (event) => { state.filter[name] = event.target.value.trim(); render(true); } }));
   const choice = (name, values) => element("label", {}, `${name} `, element("select", { onchange: (event) => { state.filter[name] = event.target.value; render(true); } },
     ...values.map((value) => element("option", { value, selected: state.filter[name] === value }, value || "any"))));
-  const seen = await ask("samples", { run: state.run, ...state.filter });
+  const content = await ask("samples", { run: state.run, ...state.filter });
   const shade = element("label", {}, "color ", element("select", { id: "shade", onchange: (event) => { state.shade = event.target.value; render(true); } },
-    ...Object.keys(seen.shades).map((name) => element("option", { value: name, selected: name === state.shade }, name))));
-  const full = await Promise.all(seen.rows.slice(0, 24).map((row) => ask("sample", { run: state.run, number: row.number })));
+    ...Object.keys(content.shades).map((name) => element("option", { value: name, selected: name === state.shade }, name))));
+  const full = await Promise.all(content.rows.slice(0, 24).map((row) => ask("sample", { run: state.run, number: row.number })));
   const groups = new Map();
   for (const row of full) groups.set(`${row.batch}/${row.ticket}`, [...(groups.get(`${row.batch}/${row.ticket}`) ?? []), row]);
   place.replaceChildren(
     element("div", { class: "filters" }, picker, field("step", "10.."), field("reward", "0..0.5"), field("lag", "3.."), field("text", "regular expression"), choice("rule", RULES), choice("sort", ORDERS), shade),
-    element("p", { class: "soft" }, seen.all ? `${seen.rows.length} of ${seen.all} logged samples. Color: ${seen.shades[state.shade] ?? ""}` : seen.none),
+    element("p", { class: "soft" }, content.all ? `${content.rows.length} of ${content.all} logged samples. Color: ${content.shades[state.shade] ?? ""}` : content.none),
     ...[...groups.values()].map((rows) => element("section", {},
       rows.length > 1 ? element("h3", {}, `batch ${rows[0].batch}, ticket ${rows[0].ticket}: rewards of the group ${rows[0].group_rewards.map((r) => number(r)).join(", ")}`) : null,
       element("div", { class: "pair" }, ...rows.map((row) => sampleBox(row, state.shade, otherSteps(row)))))));
@@ -220,17 +220,17 @@ async function tick() {
   try {
     state.runs = await ask("runs");
     report(null);
-    const now = state.runs.map((run) => `${run.id} ${run.rows} ${run.samples} ${run.state} ${run.summed_up}`).join("\n");
-    const news = now !== state.seen;
+    const newest = state.runs.map((run) => `${run.id} ${run.rows} ${run.samples} ${run.state} ${run.summed_up}`).join("\n");
+    const news = newest !== state.drawn;
     const live = ["processes", "logs", "ledger"].includes(state.page) && state.runs.some((run) => run.state === "running");
     if (news) frame();
     status.textContent = state.paused ? "paused" : state.runs.some((run) => run.state === "running") ? "live" : "not running";
-    const reading = state.page === "samples" && Boolean(state.seen);  // a reader's place is kept
+    const reading = state.page === "samples" && Boolean(state.drawn);  // keep the reader's position
     if (news && !reading || live) await render();
-    state.seen = now;
+    state.drawn = newest;
   } catch (error) {
     status.textContent = "no answer from asyncrl watch";
-    report(new Error(`asyncrl watch does not answer (${error.message}). Start it again; this page goes on by itself.`));
+    report(new Error(`asyncrl watch does not answer (${error.message}). Start it again: this page then continues.`));
   }
   setTimeout(async function wait() { if (state.paused || document.hidden) setTimeout(wait, 500); else await tick(); },
     Math.min(Math.max(REFRESH_MS, SPARE * (performance.now() - began)), SLOWEST_MS));
@@ -251,8 +251,8 @@ document.addEventListener("keydown", (event) => {
 document.getElementById("theme").addEventListener("click", () => theme(!document.documentElement.classList.contains("dark")));
 document.getElementById("axis").addEventListener("change", (event) => { state.axis = event.target.value; render(true); });
 document.getElementById("smooth").addEventListener("change", (event) => { state.smooth = Number(event.target.value); render(); });
-const kept = localStorage.getItem("asyncrl-dark");
-theme(kept === null ? matchMedia("(prefers-color-scheme: dark)").matches : kept === "1");
+const savedTheme = localStorage.getItem("asyncrl-dark");
+theme(savedTheme === null ? matchMedia("(prefers-color-scheme: dark)").matches : savedTheme === "1");
 if (PAGES.includes(location.hash.slice(1))) state.page = location.hash.slice(1);
 frame();
 tick();

@@ -26,7 +26,7 @@ from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract import messages as m
 from asyncrl.contract.versions import Label
-from asyncrl.records.rundir import buffer_address, gateway_address, run_id
+from asyncrl.records.rundir import get_buffer_address, get_gateway_address, read_run_id
 from asyncrl.transport import sockets
 
 AT = Label(1, 1)
@@ -63,7 +63,7 @@ def granted(want: m.TicketRequest, config: Config, first: int) -> m.TicketGrant:
 def buffer(run_dir: Path) -> NoReturn:
     """Grants and acknowledges."""
     config = load.load(run_dir / "config.toml")
-    peers = sockets.BufferSocket(buffer_address(config, run_dir), run=run_id(run_dir))
+    peers = sockets.BufferSocket(get_buffer_address(config, run_dir), run=read_run_id(run_dir))
     number = 0
     while True:
         if (got := peers.recv(1.0)) is None:
@@ -101,9 +101,9 @@ def pauses(mean_s: float) -> list[float]:
 def drawn(run_dir: Path, mean_s: float) -> NoReturn:
     """A generator without an engine."""
     config = load.load(run_dir / "config.toml")
-    run = run_id(run_dir)
+    run = read_run_id(run_dir)
     peer = sockets.PeerSocket(
-        gateway_address(config, run_dir, 0), reads=m.FromGateway, run=run, key="agent"
+        get_gateway_address(config, run_dir, 0), reads=m.FromGateway, run=run, key="agent"
     )
     session, heard, said = time.time_ns(), 0, 0.0
     takes = pauses(mean_s)

@@ -1,4 +1,4 @@
-"""`asyncrl eval` of a config whose samples are sessions: a run of no steps, in real processes."""
+"""`asyncrl eval` of a config whose samples are sessions: a run without steps, in real processes."""
 
 from __future__ import annotations
 

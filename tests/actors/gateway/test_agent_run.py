@@ -30,7 +30,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.waits import BlockingSession
 from asyncrl.experiments.one_process import needs_own_process
-from asyncrl.records.rundir import buffer_address
+from asyncrl.records.rundir import get_buffer_address
 from asyncrl.supervise import live
 
 pytestmark = pytest.mark.slow
@@ -272,7 +272,7 @@ def test_an_agent_and_a_gateway_killed_amid_calls_cost_no_sample(
 
 def held_up(run: Path) -> BlockingSession | None:
     """What the buffer says of it now."""
-    status = live.request_status(buffer_address(load.load("calc"), run), "", 10.0)
+    status = live.request_status(get_buffer_address(load.load("calc"), run), "", 10.0)
     return status.held_up if status is not None else None
 
 
@@ -283,7 +283,7 @@ def until_heard(run: Path, peer: str, epoch: int) -> None:
     ages: list[float] = []
 
     def reported() -> bool:
-        status = live.request_status(buffer_address(load.load("calc"), run), "", 10.0)
+        status = live.request_status(get_buffer_address(load.load("calc"), run), "", 10.0)
         if status is not None and status.epoch == epoch:
             ages.append(status.peers.get(peer, 0.0))
         return any(later < before for before, later in itertools.pairwise(ages))

@@ -79,7 +79,7 @@ def run(where: Path, symbols: str, *sets: str) -> list[Any]:
 def trained(folder: Path) -> list[Any]:
     """The samples of a run's recording; each has the allowed tokens of every sampled one."""
     recording = stream.read(folder)
-    samples = [s for n in range(recording.end) for s in recording.step(n).batch.samples]
+    samples = [s for n in range(recording.end) for s in recording.read_step(n).batch.samples]
     for sample in samples:
         support = SampledSupport.decode(sample.support, len(sample.mask))
         sampled = np.frombuffer(sample.mask, np.uint8) > 0

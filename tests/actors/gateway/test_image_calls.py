@@ -271,7 +271,7 @@ def test_agents_that_send_pictures_are_trained_on_them(tmp_path: Path) -> None:
     assert exact == [0.0]
     recording = stream.read(folder)
     for number in range(recording.end):
-        batch = recording.step(number).batch
+        batch = recording.read_step(number).batch
         (own,) = {sample.images[0] for sample in batch.samples}
         sent = images.digest(picture(7))
         assert set(batch.images) == {own, sent} and len(batch.samples) == 4

@@ -32,7 +32,7 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.versions import Label
 from asyncrl.experiments.one_process import needs_own_process
 from asyncrl.models.policy import build_model
-from asyncrl.records.rundir import buffer_address
+from asyncrl.records.rundir import get_buffer_address
 from asyncrl.supervise import live
 from asyncrl.tasks.calc import CalcTask
 
@@ -229,7 +229,7 @@ def test_a_run_keeps_its_shares_when_its_gateway_is_killed(model: Path, tmp_path
 def heard(run: Path) -> Any:
     if not (run / "config.toml").exists():
         return None
-    return live.request_status(buffer_address(load.load(run / "config.toml"), run), "", 5.0)
+    return live.request_status(get_buffer_address(load.load(run / "config.toml"), run), "", 5.0)
 
 
 def check_run(run: Path, steps: int) -> None:

@@ -18,7 +18,7 @@ from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract import importing
 from asyncrl.contract.errors import AsyncrlError
-from asyncrl.experiments.play import HumanPlayer, ModelPlayer, PlayEvent, play, ticket_of
+from asyncrl.experiments.play import HumanPlayer, ModelPlayer, PlayEvent, make_ticket, play
 from asyncrl.models.policy import build_model
 from asyncrl.tasks.calc import CalcTask
 
@@ -30,7 +30,7 @@ def config(*sets: str) -> Config:
 def by_hand(settings: Config, *lines: str) -> list[PlayEvent]:
     left = iter(lines)
     player = HumanPlayer(settings, lambda: next(left, None))
-    return list(play(settings, ticket_of(settings, 0), player))
+    return list(play(settings, make_ticket(settings, 0), player))
 
 
 ENVS = ["agent.tools=[]", f"agent.env='{ROOT}/tests/support/agent_envs.py:Talks'"]
@@ -38,7 +38,7 @@ ENVS = ["agent.tools=[]", f"agent.env='{ROOT}/tests/support/agent_envs.py:Talks'
 
 def test_the_command_by_hand() -> None:
     """The calculator's sum, called, answered wrongly and rightly; each turn is a line."""
-    prompt = ticket_of(config(), 0).prompt
+    prompt = make_ticket(config(), 0).prompt
     first, _ = CalcTask().parts(prompt.text[:-1])
 
     def said(*words: str, line: str) -> Any:
@@ -57,11 +57,11 @@ def test_the_command_by_hand() -> None:
         ("answered", 1, first, 0.0),
         ("asked", 2, result, 0.0),
         ("answered", 2, prompt.answer, 0.0),
-        ("ended", 2, "the environment ended it", 1.0),
+        ("ended", 2, "ended by the environment", 1.0),
     ]
     assert result.endswith("=") and result[:-1].isdigit()
     shown = said(line="#1\n")
-    assert shown == f"--- turn 1\n{prompt.text}\n<<< #1\n=== reward 0: the environment ended it\n"
+    assert shown == f"--- turn 1\n{prompt.text}\n<<< #1\n=== reward 0: ended by the environment\n"
 
 
 def test_rewards_parts_and_ends_by_hand() -> None:
@@ -95,7 +95,7 @@ def test_tools_are_called_and_the_reward_judges() -> None:
 
 
 def with_model(settings: Config, index: int = 0) -> tuple[ModelPlayer, list[PlayEvent]]:
-    ticket = ticket_of(settings, index)
+    ticket = make_ticket(settings, index)
     player = ModelPlayer(settings, ticket)
     return player, list(play(settings, ticket, player))
 

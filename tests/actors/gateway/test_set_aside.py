@@ -148,10 +148,10 @@ def test_under_injection_new_groups_stand_where_those_set_aside_stood() -> None:
 
 def test_how_the_life_before_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine: list[str | int] = ["this start of it", 3]
-    monkeypatch.setattr(process_log, "memory_kills", lambda: machine)
+    monkeypatch.setattr(process_log, "read_memory_kills", lambda: machine)
 
     def before() -> str:
-        return process_log.previous_end(tmp_path, "learner", 99)
+        return process_log.find_previous_end(tmp_path, "learner", 99)
 
     assert before() == ""
     process_log.append_event(tmp_path, "learner", 99, "began")
@@ -174,14 +174,14 @@ def test_a_kill_from_outside_is_told_from_one_for_want_of_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine: list[str | int] = ["this start of it", 3]
-    monkeypatch.setattr(process_log, "memory_kills", lambda: list(machine))
+    monkeypatch.setattr(process_log, "read_memory_kills", lambda: list(machine))
     (tmp_path / "logs").mkdir()
     life = process_log.ProcessIncarnation(tmp_path, "learner", alone=False)
     (row,) = process_log.read_events(tmp_path)
     assert row["memory_kills"] == machine
 
     def before() -> str:
-        return process_log.previous_end(tmp_path, "learner", 0)
+        return process_log.find_previous_end(tmp_path, "learner", 0)
 
     assert before() == "outside", "its supervisor died with it, and left no word"
     process_log.append_event(tmp_path, "learner", row["pid"], "died", code=-9)
@@ -201,8 +201,8 @@ def test_a_kill_from_outside_is_told_from_one_for_want_of_memory(
 
 
 def test_this_machine_tells_how_many_it_has_killed_for_want_of_memory() -> None:
-    told = process_log.memory_kills()
-    assert process_log.memory_kills()[:1] == told[:1]
+    told = process_log.read_memory_kills()
+    assert process_log.read_memory_kills()[:1] == told[:1]
     lines = Path("/proc/vmstat").read_text().splitlines()
     assert bool(told) == any(line.startswith("oom_kill ") for line in lines)
     assert not told or isinstance(told[1], int)

@@ -1,8 +1,8 @@
-"""An agent and what it earns: `agent.function` of config.toml.
+"""An agent and its reward: `agent.function` of config.toml.
 
-Called once for each sample, in a process of the run.  It asks the model by OpenAI's client, and any
-other client of OpenAI's or Anthropic's API works as well.  An agent that raises is a failed sample:
-played again, never trained on as 0.
+It is called once for each sample, in a process of the run.  It calls the model with OpenAI's
+client; other clients of OpenAI's or Anthropic's API work as well.  If it raises, the sample has
+failed: it is played again and never counts as 0.
 """
 
 from typing import Any
@@ -13,10 +13,10 @@ from asyncrl.contract.messages import Prompt
 
 
 async def play(prompt: Prompt, session: Any) -> float:
-    """1 for the right number, half of it for one at the second try, else 0.
+    """Return 1 for the right number, 0.5 for the right one at the second try, else 0.
 
-    prompt.text and prompt.answer are the columns of prompts.jsonl, prompt.meta[...] any other (as
-    text); session.base_url, session.api_key and session.model lead to the model in training."""
+    prompt.text and prompt.answer are columns of prompts.jsonl, prompt.meta[...] the others as text;
+    session.base_url, session.api_key and session.model lead to the model in training."""
     async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
         for reward in (1.0, 0.5):
             reply = await client.completions.create(model=session.model, prompt=prompt.text)

@@ -1,25 +1,25 @@
 """The reward function, `reward.function` in config.toml.
 
-It runs in separate processes, under `reward.deadline_s`.  A call that raises, hangs or returns no
-finite number is a failed sample, which is generated again and never counts as 0.
+It runs in separate processes, under `reward.deadline_s`.  If a call raises, hangs or returns no
+finite number, the sample has failed: it is generated again and never counts as 0.
 """
 
 from asyncrl.contract.messages import Prompt
 
 
 def reward(prompt: Prompt, text: str) -> float:
-    """1 for the right number, else 0.
+    """Return 1 for the right number, else 0.
 
-    prompt.text and prompt.answer are the columns of prompts.jsonl, prompt.meta[...] any other as
-    text; `text` is the completion."""
+    prompt.text and prompt.answer are columns of prompts.jsonl, prompt.meta[...] the others as text;
+    `text` is the completion."""
     return float(text.strip() == prompt.answer)
 
 
 # Several parts: return {"reward": ..., "short": ...}; `reward` is trained on, the others are
 # plotted.
 #
-# If it waits for something, such as a server: each process awaits up to `reward.concurrency` calls
-# at the same time.  reward.function = "{here}/reward.py:waiting"
+# If it waits, for example for a server, each process awaits up to `reward.concurrency` calls at the
+# same time.  reward.function = "{here}/reward.py:waiting"
 #
 # import asyncio
 #
@@ -29,7 +29,7 @@ def reward(prompt: Prompt, text: str) -> float:
 #     return reward(prompt, text)
 #
 #
-# If it judges many completions at once, as a model does: lists of up to `reward.batch`.
+# If it judges many completions at once, as a model does, it takes lists of up to `reward.batch`.
 # reward.function = "{here}/reward.py:together"
 #
 # def together(prompts: list[Prompt], texts: list[str]) -> list[float]:
