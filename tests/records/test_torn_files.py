@@ -313,7 +313,7 @@ def test_tensorboard_without_room_drops_its_events_and_ends_nothing(
     assert len(metrics.read(tmp_path)) == 100
     assert (
         capsys.readouterr().err.count(
-            "tensorboard cannot be written any more: No space left on device"
+            "tensorboard can no longer be written: No space left on device"
         )
         == 1
     )
