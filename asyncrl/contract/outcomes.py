@@ -41,7 +41,7 @@ def check_parts(parts: Mapping[str, float]) -> None:
     for name, value in parts.items():
         if len(name) > NAME_LENGTH:
             raise ValueError(
-                f"the name of a part has {len(name)} characters, {escape_line(name, 40)!r}...; at "
+                f"the name of a part has {len(name)} characters, {escape_line(name, 40)!r}; at "
                 f"most {NAME_LENGTH} are allowed"
             )
         check_text(name, "the name of a part")

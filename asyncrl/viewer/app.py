@@ -84,6 +84,13 @@ class WatchApp:
             raise ConfigError(f"no run of this page is named {missing[0]}")
         return [self.runs[name] for name in names.split("|")]
 
+    def select_run(self, query: Query) -> WatchedRun:
+        """Return the first run that a request selects. Raises ConfigError: there is no run yet."""
+        selected = self.select_runs(query)
+        if not selected:
+            raise ConfigError("this page has no run yet")
+        return selected[0]
+
     # ---- handlers --------------------------------------------------------------------------------
 
     def list_runs(self, query: Query) -> Any:
@@ -122,7 +129,7 @@ class WatchApp:
         return {run.id: run.read_ledger() for run in self.select_runs(query)}
 
     def find_samples(self, query: Query) -> Any:
-        run = self.select_runs(query)[0]
+        run = self.select_run(query)
         ticket = query.get("ticket")
         selection = SampleFilter(
             step=parse_range(query.get("step", ".."), "step"),
@@ -143,7 +150,7 @@ class WatchApp:
         }
 
     def read_sample(self, query: Query) -> Any:
-        run = self.select_runs(query)[0]
+        run = self.select_run(query)
         number = int(_parse_number(query, "number", -1))
         if not 0 <= number < len(run.samples.heads):
             raise ConfigError(f"sample {number}: the run has {len(run.samples.heads)} samples")
@@ -157,7 +164,7 @@ class WatchApp:
         }
 
     def read_log(self, query: Query) -> Any:
-        run = self.select_runs(query)[0]
+        run = self.select_run(query)
         names = run.list_logs()
         name = query.get("file") or (names[0] if names else "")
         return {"files": names, "file": name, "text": run.read_log_tail(name) if name else ""}

@@ -59,7 +59,7 @@ BAD: list[dict[str, Any]] = [
         ({"reward_parts": dict.fromkeys(map(str, range(257)), 0.0)}, "a reward has 257 parts; at "),
         (
             {"reward_parts": {"x" * 201: 0.0}},
-            f"the name of a part has 201 characters, '{'x' * 40}...'...; at most 200",
+            f"the name of a part has 201 characters, '{'x' * 40}...'; at most 200",
         ),
         (
             {"reward_parts": {"\ud800": 0.0}},
@@ -327,8 +327,7 @@ def test_a_generator_may_ask_for_as_many_samples_as_are_possible() -> None:
         ),
         (
             lambda: outcomes.check_parts({"a": 0.0, "\n" + "x" * 200: 0.0}),
-            f"the name of a part has 201 characters, '\\\\n{'x' * 38}...'...; at most 200 are "
-            "allowed",
+            f"the name of a part has 201 characters, '\\\\n{'x' * 38}...'; at most 200 are allowed",
         ),
         (
             lambda: outcomes.check_parts({"x\udfff": 0.0}),

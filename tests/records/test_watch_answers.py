@@ -463,6 +463,12 @@ def test_questions_name_runs_in_their_order(client: TestClient, run_dir: Path) -
     assert reply.json() == {"error": "no run of this page is named none"}
 
 
+@pytest.mark.parametrize("question", ["samples", "sample?number=0", "logs"])
+def test_a_question_about_one_run_before_there_is_any(tmp_path: Path, question: str) -> None:
+    reply = TestClient(WatchApp([tmp_path], expected=True).starlette()).get(f"/api/{question}")
+    assert (reply.status_code, reply.json()) == (400, {"error": "this page has no run yet"})
+
+
 def test_a_new_run_of_a_known_name_goes_by_its_path(client: TestClient, run_dir: Path) -> None:
     moved = run_dir.parent / "moved" / "first"
     copy_run(run_dir, moved)
