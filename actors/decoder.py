@@ -281,7 +281,7 @@ class PrefixCache:
         routing: RoutingShape | None = None,
     ) -> None:
         self.max_blocks = tokens // KEPT_BLOCK  # blocks
-        self.routed = None if routing is None else RoutedExperts.unrecorded(0, routing).ids
+        self.routed = None if routing is None else RoutedExperts.make_unrecorded(0, routing).ids
         self.k = like.new_zeros((layers, lay.kv_heads, 0, lay.head_dim))
         self.v = self.k.clone()
         self.clear()

@@ -20,7 +20,7 @@ def compute_delay_steps(config: Config, ticket: Ticket, sample: int, tokens: int
     if ticket.kind != "train":
         return 0.0
     scope = (ticket.ticket, sample) if config.staleness.delay_of == "answer" else (ticket.ticket,)
-    return tokens * admission.delay(config.staleness.delay, ticket.seed, *scope)
+    return tokens * admission.sample_delay(config.staleness.delay, ticket.seed, *scope)
 
 
 class DelayQueue(Generic[Item]):

@@ -154,7 +154,7 @@ class Outbox:
         try:
             outcomes.check_sample(sample)
         except ValueError as error:
-            sample = outcomes.failed_sample(sample, "data", f"it cannot be delivered: {error}")
+            sample = outcomes.make_failed_sample(sample, "data", f"it cannot be delivered: {error}")
         if sample_images := {name: images[name] for name in sample.all_images if name in images}:
             self.images[sample.ticket, sample.sample, sample.attempt] = sample_images
         self.fresh.append(sample)

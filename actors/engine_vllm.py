@@ -33,7 +33,7 @@ from actors.engine import Completion, CompletionRequest, Key, PromptScores, draw
 from actors.vllm_swap import DirectWriter, UnsupportedModel, pack
 from asyncrl.config.tree import Config, LoraConfig
 from asyncrl.contract.errors import ConfigError, ProtocolError
-from asyncrl.contract.importing import collection_paused
+from asyncrl.contract.importing import pause_collection
 from asyncrl.contract.messages import VersionSpan
 from asyncrl.contract.versions import Label
 from asyncrl.models.adapters import AdapterBase
@@ -281,7 +281,7 @@ class VllmEngine:
         self.published = published or dtype
         self.reference: ReferenceWeights | None = None  # built on first use
         self.base = AdapterBase(load_policy(path, dtype, "cpu"), lora) if lora is not None else None
-        with collection_paused():
+        with pause_collection():
             shape = load_text_config(path)
         self.ids = list_probe_ids(shape)
         self.layers = int(shape.num_hidden_layers)
@@ -569,7 +569,7 @@ def start(
         os.environ.setdefault(name, value)
     if cpu and "vllm" not in sys.modules:
         sys.modules[PlaceholderModule.NAME] = PlaceholderModule(PlaceholderModule.NAME)
-    with collection_paused():
+    with pause_collection():
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -611,7 +611,7 @@ def start(
         worker_extension_cls="actors.engine_vllm.SwapExtension",
     )
     try:
-        with collection_paused():  # a second large round of imports
+        with pause_collection():  # a second large round of imports
             return LLMEngine.from_engine_args(args)
     except (ValueError, RuntimeError, NotImplementedError, AssertionError) as error:
         raise ConfigError(

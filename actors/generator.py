@@ -138,7 +138,7 @@ class Generator(SessionPeer):
         if not self.over:
             self.shut_down()
         elif self.loaded is None:
-            raise self.error_after_end(self.producer)
+            raise self.make_end_error(self.producer)
 
     def read(self) -> None:
         """Handle the messages that have arrived. When idle, wait a little for more."""
@@ -179,7 +179,7 @@ class Generator(SessionPeer):
             or self.weights.is_local(announcement.source)
         ):
             return get_current_buffer_address(self.config, self.run_dir)
-        return chunks.buffer_of(self.config, announcement.source, self.producer)
+        return chunks.find_buffer(self.config, announcement.source, self.producer)
 
     def swap(self) -> None:
         """Abort samples of an older epoch, then load the version the schedule asks for.
@@ -193,8 +193,8 @@ class Generator(SessionPeer):
         target_version = self.schedule.next_version(self.loaded.label if self.loaded else None)
         announcement = self.schedule.announced
         self.lacks_weights = announcement is None
-        if announcement is None and self.ever_heard:
-            self.waits_for("the learner: no weights have been announced yet")
+        if announcement is None and self.has_reply:
+            self.set_wait("the learner: no weights have been announced yet")
         if target_version is None or announcement is None:
             return
         began = time.monotonic()
@@ -204,7 +204,7 @@ class Generator(SessionPeer):
             if pulled is None:
                 self.lacks_weights = True
                 if self.missing is None:
-                    self.waits_for(f"weights {target_version}")
+                    self.set_wait(f"weights {target_version}")
                 time.sleep(0.001 if self.missing is None or self.engine.active else IDLE_POLL_S)
                 return
             tensors, digest, probe = pulled
@@ -236,7 +236,7 @@ class Generator(SessionPeer):
                     f"weights {version} have been unavailable for {gone_s:.0f} s: {error}; is the "
                     "learner running?"
                 ) from error
-            self.waits_for(
+            self.set_wait(
                 f"weights {version}, which are unavailable ({error}); the learner's next "
                 "incarnation announces others"
             )
@@ -286,7 +286,7 @@ class Generator(SessionPeer):
             self.accept_completion(completion)
         self.usage.busy_s += time.monotonic() - self.idle_since
         self.idle_since = time.monotonic()
-        self.waits_for("")
+        self.set_wait("")
 
     def accept_completion(self, completion: Completion) -> None:
         """Hold a finished completion until its artificial delay is over."""
@@ -340,7 +340,7 @@ class Generator(SessionPeer):
             return
         sample_count = self.turn.count_samples_to_request(unsent=bool(self.outbox.fresh))
         if self.outbox.is_full:
-            self.waits_for("credit: the buffer has not acknowledged what was delivered")
+            self.set_wait("credit: the buffer has not acknowledged what was delivered")
             return
         self.request_tickets(sample_count, self.loaded.label if self.loaded else None)
         if (
@@ -349,16 +349,16 @@ class Generator(SessionPeer):
             and not self.schedule.count_waiting()
             and not self.lacks_weights
         ):
-            self.waits_for("a ticket: the staleness limit leaves no room, or all tickets are out")
+            self.set_wait("a ticket: the staleness limit leaves no room, or all tickets are out")
         elif not self.engine.active and self.rewards.waiting:
-            self.waits_for(m.REWARDS_WAITED_FOR)
+            self.set_wait(m.REWARDS_WAITED_FOR)
 
     def request_news(self) -> None:
         """Request announcements and the run's end, no samples: the gateway assigns calls."""
         if time.monotonic() - self.want_sent > self.config.wires.retry_s:
             self.send_ticket_request(0, self.loaded.label if self.loaded else None)
         if not self.engine.active and not self.schedule.count_waiting() and not self.lacks_weights:
-            self.waits_for("a call: sessions are with their environments, or there are none")
+            self.set_wait("a call: sessions are with their environments, or there are none")
 
     def list_judging(self) -> list[tuple[int, int]]:
         """List the fully generated (ticket, attempt) pairs that wait only for rewards."""
@@ -370,7 +370,7 @@ class Generator(SessionPeer):
         """List the (ticket, attempt) pairs with generated and unacknowledged samples."""
         return sorted({(t, a) for t, _, a in self.unscored} | self.outbox.list_tickets())
 
-    def renewal(self, wait: ProcessWait | None) -> m.LeaseRenewal:
+    def make_renewal(self, wait: ProcessWait | None) -> m.LeaseRenewal:
         progress = self.turn.list_progress()
         return m.LeaseRenewal(
             producer=self.producer,

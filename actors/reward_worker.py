@@ -179,7 +179,7 @@ def resolve(path: str) -> Callable[..., Any]:
     """
     module, _, name = path.rpartition(":")
     try:
-        function = getattr(importing.module(module), name)
+        function = getattr(importing.import_module(module), name)
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"reward.function = {path}: importing it {describe_exception(error)}; write "

@@ -287,7 +287,7 @@ class _RewardPool(WorkerPool[_RewardProcess, RewardReply]):
 
     def _wait(self) -> None:
         now = time.monotonic()
-        soonest = min(map(self.deadline, self.workers))
+        soonest = min(map(self.compute_deadline, self.workers))
         events = select.poll()
         events.register(self.ours, select.POLLIN)
         for process in self.workers:

@@ -128,7 +128,7 @@ class GeneratorTurn:
                     max_new_tokens=limit,
                     temperature=sampling.temperature,
                     top_p=sampling.top_p,
-                    top_k=sampling.top_k_of(sample),
+                    top_k=sampling.get_top_k(sample),
                     stop=self.stops,
                     seed=ticket.seed,
                     images=tuple(ticket.prompt.images),

@@ -74,7 +74,7 @@ class WeightsReceiver:
         if self.pair is not None:
             return self._receive(self.pair, label, digest)
         if self.reader is not None:
-            digest = digest or self.reader.labels().get(label)
+            digest = digest or self.reader.list_labels().get(label)
             if digest is None or not self.reader.read(label, digest, self.buffer.data):
                 if self.reader.is_replaced():
                     self.close()  # the next pull opens the new ring
@@ -119,10 +119,10 @@ class WeightsReceiver:
             self.reader = RingReader(Path(source.directory), self.reader_id)
             self.manifest = self.reader.manifest
         else:
-            self.client = weight_transport.maker(self.transport).connect(
+            self.client = weight_transport.import_transport(self.transport).connect(
                 self.config, source, self.reader_id
             )
-            self.manifest = self.client.manifest()
+            self.manifest = self.client.fetch_layout()
         # every pull writes all of it, so its pages are touched once; numpy asks for large pages
         self.buffer = np.empty(count_flat_bytes(self.manifest), np.uint8)
         self.tensors = read_flat(self.buffer.data, self.manifest)

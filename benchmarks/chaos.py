@@ -50,7 +50,7 @@ from lib.chaos.faults import Fault, Wanted
 
 from asyncrl.config import load
 from asyncrl.contract.errors import AsyncrlError
-from asyncrl.contract.parent import die_with_parent
+from asyncrl.contract.parent import end_with_parent
 from asyncrl.records import rundir
 
 RECOVER_S = 60.0  # a fault that has not been recovered from by then never is (--patience)
@@ -190,7 +190,7 @@ class Run:
         from asyncrl.supervise import run as supervised
         from asyncrl.supervise.hosts.local import LocalLauncher
 
-        tied = die_with_parent()
+        tied = end_with_parent()
 
         def life() -> int:
             os.setsid()

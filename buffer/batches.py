@@ -1,4 +1,4 @@
-"""Composing batches: choose groups, judge their lag, make the message. Functions over the store."""
+"""Compose batches: choose groups, judge their lag, make the message."""
 
 from __future__ import annotations
 
@@ -18,60 +18,66 @@ from buffer.rules import StoreRules
 class BatchWait(NamedTuple):
     """The reason why a batch cannot be handed out."""
 
-    what: str
-    on: str = BUFFER  # the process that must act
+    reason: str
+    process: str = BUFFER  # the process that must act
     ticket: int = -1  # the incomplete ticket, if there is one
 
     def __str__(self) -> str:
-        return self.what
+        return self.reason
 
 
 def pick_groups(store: StoreRules, number: int) -> tuple[list[Group], BatchWait | None]:
     """Choose the groups of batch `number`; return them, or ([], the reason for waiting)."""
     if store.uses_ticket_order and not math.isinf(store.max_lag):
         # `alive` is in ticket order; called often, with thousands of groups
-        picked = list(itertools.islice(store.uncomposed_groups(), store.settings.batch))
-        late = next((group for group in picked if not group.complete), None)
-        if late is not None:
-            return [], explain_wait(late)
+        picked = list(itertools.islice(store.iterate_uncomposed_groups(), store.settings.batch))
+        incomplete = next((group for group in picked if not group.is_complete), None)
+        if incomplete is not None:
+            return [], explain_wait(incomplete)
     else:
-        candidates = list(store.uncomposed_groups())
+        candidates = list(store.iterate_uncomposed_groups())
         if store.settings.on_exceed == "drop":
             drop_stale(store, candidates, number)
         ready = sorted(
-            (group for group in candidates if group.complete and group.ticket in store.alive),
+            (group for group in candidates if group.is_complete and group.ticket in store.alive),
             key=lambda group: (rank(store, group, number), group.completed),
         )
         picked = ready[: store.settings.batch]
     if len(picked) < store.settings.batch:
-        more = store.settings.batch - len(picked)
-        return [], BatchWait(f"{more} more groups: their tickets are granted or wait for room")
+        lacking = store.settings.batch - len(picked)
+        return [], BatchWait(f"{lacking} more groups: their tickets are granted or wait for room")
     return picked, None
 
 
 def rank(store: StoreRules, group: Group, number: int) -> int:
-    """The first sort key of a group, before its order of completion.
+    """Rank a group for batch `number`, with the lowest rank first.
 
-    In the order `freshest` it is the lag of the group's oldest token in batch `number`, else 0."""
+    In the order `freshest` the rank is the lag of the group's oldest token, else 0. Groups of one
+    rank are taken by their order of completion."""
     if store.settings.order != "freshest":
         return 0
     return max(
-        admission.sample_lag(lag_runs(store, stored, number)) for stored in group.stored_samples()
+        admission.compute_sample_lag(compute_lag_runs(store, stored, number))
+        for stored in group.list_stored_samples()
     )
 
 
 def explain_wait(group: Group) -> BatchWait:
     """Explain what an incomplete group waits for."""
-    missing = f"ticket {group.ticket}: {len(group.missing())} samples"
+    missing = f"ticket {group.ticket}: {len(group.list_missing())} samples"
     if group.lease is None:
         return BatchWait(f"{missing} to be granted again")
     return BatchWait(f"{missing} at {group.lease.producer}", group.lease.producer, group.ticket)
 
 
-def lag_runs(store: StoreRules, stored: StoredSample, number: int) -> list[tuple[int, int, int]]:
-    """(start, end, lag) of each span of a sample in batch `number`."""
+def compute_lag_runs(
+    store: StoreRules, stored: StoredSample, number: int
+) -> list[tuple[int, int, int]]:
+    """Compute (start, end, lag) of each span of a sample in batch `number`."""
     assert store.policy is not None
-    return admission.span_lags(store.tree, stored.trajectory.all_spans(), store.policy, number)
+    return admission.compute_span_lags(
+        store.tree, stored.trajectory.list_spans(), store.policy, number
+    )
 
 
 def drop_stale(store: StoreRules, groups: list[Group], number: int) -> None:
@@ -79,9 +85,9 @@ def drop_stale(store: StoreRules, groups: list[Group], number: int) -> None:
 
     The group's ticket is granted again; the third time the group is abandoned."""
     for group in groups:
-        if not group.complete or all(
-            admission.sample_lag(lag_runs(store, stored, number)) <= store.max_lag
-            for stored in group.stored_samples()
+        if not group.is_complete or all(
+            admission.compute_sample_lag(compute_lag_runs(store, stored, number)) <= store.max_lag
+            for stored in group.list_stored_samples()
         ):
             continue
         group.drops += 1
@@ -89,23 +95,23 @@ def drop_stale(store: StoreRules, groups: list[Group], number: int) -> None:
         if group.drops >= MAX_DROPS:
             store.remove_group(group, "abandoned")
             continue
-        store.stored_bytes -= group.release_samples()
-        for index, stored in enumerate(group.stored_samples()):
+        store.stored_bytes -= group.count_sample_bytes()
+        for index, stored in enumerate(group.list_stored_samples()):
             group.other.append(("dropped_stale", stored.length, stored.trajectory.reward))
             group.finals[index, stored.trajectory.attempt] = "dropped_stale"
         group.empty()
         store.lacking = True
 
 
-def announced_limits(store: StoreRules, group: Group, stored: StoredSample) -> list[float]:
-    """The greatest lag at which each span of a sample may train.
+def compute_announced_limits(store: StoreRules, group: Group, stored: StoredSample) -> list[float]:
+    """Compute the greatest lag at which each span of a sample may train.
 
-    It is the run's limit or the limit of its ticket, whichever is smaller.  A resumed session has
+    It is the smaller of the run's limit and the ticket's limit.  A resumed session has
     several grants. Each span gets the largest limit among the grants that permit its version: a
     grant of a later epoch never permits tokens of an earlier epoch. Within one epoch the position
     of the group bounds the lag of each token by the limit of its own grant."""
     sample = stored.trajectory
-    spans = sample.all_spans()
+    spans = sample.list_spans()
     if not sample.adopted:
         grant = group.grants.get(sample.attempt)
         return [store.max_lag if grant is None else min(store.max_lag, grant.limit)] * len(spans)
@@ -120,19 +126,22 @@ def announced_limits(store: StoreRules, group: Group, stored: StoredSample) -> l
     return [
         min(
             store.max_lag,
-            max((x.limit for x in grants if checks.is_granted(x, span.label)), default=math.inf),
+            max(
+                (grant.limit for grant in grants if checks.is_granted(grant, span.label)),
+                default=math.inf,
+            ),
         )
         for span in spans
     ]
 
 
 def judge(store: StoreRules, groups: list[Group], number: int) -> list[list[tuple[int, int, int]]]:
-    """Judge the lag of the samples when their batch is handed out.
+    """Judge the lag of the samples when the learner receives their batch.
 
     Under a hard limit, samples of an earlier epoch past the limit become orphans and are generated
     again. In the current epoch that cannot happen, and ProtocolError is raised.
 
-    Returns the runs (start, end, lag) of each sample that stays."""
+    Returns the runs (start, end, lag) of each sample that stays, in the order of the groups."""
     runs_of_samples = []
     on_exceed = store.settings.on_exceed
     hard = on_exceed in ("pace", "drop")
@@ -140,20 +149,20 @@ def judge(store: StoreRules, groups: list[Group], number: int) -> list[list[tupl
         for index, stored in enumerate(group.samples):
             if stored is None:
                 continue
-            runs = lag_runs(store, stored, number)
+            runs = compute_lag_runs(store, stored, number)
             masked = 0
             if on_exceed == "mask":
-                masked = sum(e - b for b, e, lag in runs if lag > store.max_lag)
+                masked = sum(end - start for start, end, lag in runs if lag > store.max_lag)
             if masked != stored.masked:
                 stored.masked = masked
                 store.changes += 1
             if on_exceed == "downweight":
                 stored.faded = sum(
-                    (e - b)
+                    (end - start)
                     * (1 - 0.5 ** (max(0.0, lag - store.max_lag) / store.settings.half_life))
-                    for b, e, lag in runs
+                    for start, end, lag in runs
                 )
-            limits = announced_limits(store, group, stored) if hard else []
+            limits = compute_announced_limits(store, group, stored) if hard else []
             late = [
                 (lag, limit)
                 for (_, _, lag), limit in zip(runs if hard else [], limits, strict=True)
@@ -162,7 +171,7 @@ def judge(store: StoreRules, groups: list[Group], number: int) -> list[list[tupl
             if not late:
                 runs_of_samples.append(runs)
                 continue
-            if min(x.label.epoch for x in stored.trajectory.all_spans()) >= store.epoch:
+            if min(span.label.epoch for span in stored.trajectory.list_spans()) >= store.epoch:
                 lag, limit = max(late)
                 raise ProtocolError(
                     f"ticket {group.ticket}, sample {index} would train {lag} versions late in "
@@ -178,7 +187,7 @@ def judge(store: StoreRules, groups: list[Group], number: int) -> list[list[tupl
     return runs_of_samples
 
 
-def message(
+def make_message(
     store: StoreRules,
     groups: list[Group],
     epoch: int,
@@ -189,35 +198,44 @@ def message(
     """Make the message for composed, complete groups.
 
     ledger, position: the totals and the position in a mixture, for a checkpoint."""
-    stored = [s for group in groups for s in group.stored_samples()]
-    runs = [lag_runs(store, s, number) if s.runs is None else s.runs for s in stored]
-    lags = [admission.sample_lag(r) for r in runs]
-    in_flight = [min(s.in_flight, lag) for s, lag in zip(stored, lags, strict=True)]
-    trained = store.tickets_up_to(number)
-    first = min((t for t in store.alive if t not in trained), default=store.cursor)
-    above = [
-        t for t in range(first, store.cursor) if t not in store.alive or t in trained
+    samples = [stored for group in groups for stored in group.list_stored_samples()]
+    runs_of_samples = [
+        compute_lag_runs(store, stored, number) if stored.runs is None else stored.runs
+        for stored in samples
+    ]
+    lags = [admission.compute_sample_lag(runs) for runs in runs_of_samples]
+    in_flight = [min(stored.in_flight, lag) for stored, lag in zip(samples, lags, strict=True)]
+    trained = store.list_tickets_up_to(number)
+    next_ticket = min(
+        (ticket for ticket in store.alive if ticket not in trained), default=store.cursor
+    )
+    trained_above = [
+        ticket
+        for ticket in range(next_ticket, store.cursor)
+        if ticket not in store.alive or ticket in trained
     ] + sorted(store.skip)
-    mixing = bool(store.mixer)
+    tasks = []
+    if store.mixer:
+        tasks = [group.task for group in groups for _ in group.list_stored_samples()]
     return Batch(
         limit=store.limit.now if store.settings.ess_floor else 0,
         window=store.window.size if store.settings.wait else 0.0,
         epoch=epoch,
         number=number,
-        samples=[s.trajectory for s in stored],
+        samples=[stored.trajectory for stored in samples],
         lags=lags,
         in_flight=in_flight,
-        token_lags=runs,
+        token_lags=runs_of_samples,
         stats={},
-        next_ticket=first,
+        next_ticket=next_ticket,
         ledger=ledger,
-        trained_above=above,
-        tasks=[group.task for group in groups for _ in group.stored_samples()] if mixing else [],
+        trained_above=trained_above,
+        tasks=tasks,
         mixture=position,
         images={
             name: group.images[name]
             for group in groups
-            for sample in group.stored_samples()
-            for name in sample.trajectory.all_images
+            for stored in group.list_stored_samples()
+            for name in stored.trajectory.all_images
         },
     )

@@ -36,20 +36,21 @@ from buffer.state import StoreState
 
 TEXT_LENGTH = 1000
 TEXT_PER_TOKEN = 128  # characters: the longest tokens are runs of spaces
-TEXT_MORE = 1 << 16  # characters on top, for the template around a prompt
-NAMES = MOST_PARTS  # limit of the parts of a reward and the numbers of a generator
+TEXT_MORE = 1 << 16  # further characters, for the template around a prompt
+NAMES = MOST_PARTS  # limit of the parts of a reward and of the numbers of a generator
 ROWS = 1 << 16  # longest list in one message
 TICKET_END = 1 << 48
 NO_BLOBS: Mapping[str, bytes] = {}
-WANTED = 1 << 30  # samples: a generator in lockstep asks for as many as there are
+MOST_REQUESTED = 1 << 30  # samples: a generator in lockstep requests all samples
 
 
-def require(ok: bool, what: str, reason: str = "message") -> None:
-    if not ok:
-        raise BadMessage(what, reason)
+def require(is_valid: bool, text: str, reason: str = "message") -> None:
+    """Raise BadMessage with this text and reason unless `is_valid`."""
+    if not is_valid:
+        raise BadMessage(text, reason)
 
 
-def producer(name: str) -> None:
+def check_producer(name: str) -> None:
     """Check a generator's name, which appears in logs and in the live view."""
     require(
         0 < len(name) <= NAME_LENGTH and name.isprintable(),
@@ -65,38 +66,38 @@ def check_delivery(
     images: ImageShape | None = None,
     blobs: Mapping[str, bytes] = NO_BLOBS,
 ) -> tuple[Sequence[Trajectory], dict[Key, BadMessage]]:
-    """Check the samples of a delivery; return the samples to take and the errors of refused ones.
+    """Check the samples of a delivery; return the samples to accept and the errors of refused ones.
 
-    A sample with an invalid outcome (its reward, its parts, a text) is refused alone and taken as
-    failed. Outcomes come from a reward function, an environment or an agent; the sender works.  An
-    invalid ticket, version or array means that the sender itself is broken: that raises BadMessage,
-    before anything is changed.
+    A sample with an invalid outcome (its reward, its parts, a text) is refused alone and accepted
+    as failed. Outcomes come from a reward function, an environment or an agent; the sender works.
+    An invalid ticket, version or array means that the sender itself is broken: that raises
+    BadMessage, before anything is changed.
 
-    vocabulary: tokens of the model; 0 before the first learner's hello.
-    routing: the routers whose experts each sample must carry; None: none must.
+    vocabulary: number of tokens of the model; 0 before the first learner's hello.
+    routing: the routers whose experts each sample must have; None: no router.
     images: how the model reads images; None: it reads only text.
     blobs: the images of the delivery, digest -> blob."""
     check_images(blobs)
     try:
-        _delivered(store, samples, vocabulary, routing, images, blobs)
+        _check_fully(store, samples, vocabulary, routing, images, blobs)
     except BadMessage:
         pass
     else:
         return samples, {}
     checked, refused = [], {}
-    for answer in samples:
+    for sample in samples:
         try:
-            _delivered(store, [answer], vocabulary, routing, images, blobs)
+            _check_fully(store, [sample], vocabulary, routing, images, blobs)
         except BadMessage as error:
-            answer = outcomes.failed_sample(answer, "data", str(error))
-            _delivered(store, [answer], vocabulary, routing, images, blobs)
-            answer = outcomes.failed_sample(answer, "refused", str(error))
-            refused[answer.ticket, answer.sample, answer.attempt] = error
-        checked.append(answer)
+            sample = outcomes.make_failed_sample(sample, "data", str(error))
+            _check_fully(store, [sample], vocabulary, routing, images, blobs)
+            sample = outcomes.make_failed_sample(sample, "refused", str(error))
+            refused[sample.ticket, sample.sample, sample.attempt] = error
+        checked.append(sample)
     return checked, refused
 
 
-def _delivered(
+def _check_fully(
     store: StoreState,
     samples: Sequence[Trajectory],
     vocabulary: int,
@@ -104,18 +105,18 @@ def _delivered(
     images: ImageShape | None,
     blobs: Mapping[str, bytes],
 ) -> None:
-    """Apply `sample`, `versions`, `images_known` and `answers` to all samples.
+    """Apply `check_sample`, `check_versions`, `check_images_known` and `check_samples` to all.
 
     `are_plain_samples` checks the same in one fast pass and accepts nearly all deliveries. If it
-    does not, the complete functions check every sample and report what is wrong."""
-    images_known(store, samples, blobs)
+    does not, the complete functions check every sample and report the error."""
+    check_images_known(store, samples, blobs)
     if are_plain_samples(store, samples):
-        arrays.numbers(samples, vocabulary, routing, images)
+        arrays.check_numbers(samples, vocabulary, routing, images)
         return
-    for answer in samples:
-        sample(store, answer)
-        versions(store, answer)
-    answers(samples, vocabulary, store.settings, routing, images)
+    for sample in samples:
+        check_sample(store, sample)
+        check_versions(store, sample)
+    check_samples(samples, vocabulary, store.settings, routing, images)
 
 
 def check_images(blobs: Mapping[str, bytes]) -> None:
@@ -133,64 +134,67 @@ def check_images(blobs: Mapping[str, bytes]) -> None:
         raise BadMessage(str(error), "image") from error
 
 
-def images_known(
+def check_images_known(
     store: StoreState, samples: Sequence[Trajectory], blobs: Mapping[str, bytes]
 ) -> None:
     """Check that the images of training samples are in the delivery or in the group."""
-    for answer in samples:
-        if answer.failed or answer.ticket >= EVAL_BASE or not answer.all_images:
+    for sample in samples:
+        if sample.failed or sample.ticket >= EVAL_BASE or not sample.all_images:
             continue
-        group = store.alive.get(answer.ticket) or store.retained.get(answer.ticket)
-        if group is not None and (lost := answer.all_images - blobs.keys() - group.images.keys()):
+        group = store.alive.get(sample.ticket) or store.retained.get(sample.ticket)
+        if group is None:
+            continue
+        if missing := sample.all_images - blobs.keys() - group.images.keys():
             raise BadMessage(
-                f"{arrays.name(answer)}: its image {min(lost)[:40]} is neither in the delivery nor "
-                "in its prompt",
+                f"{arrays.cite(sample)}: its image {min(missing)[:40]} is neither in the delivery "
+                "nor in its prompt",
                 "image",
             )
 
 
 def are_plain_samples(store: StoreState, samples: Sequence[Trajectory]) -> bool:
-    """Whether all are ordinary completions that `sample`, `versions` and `answers` would accept.
+    """Whether the other checks would accept all samples, and all are ordinary completions.
 
-    The numbers in their arrays are not checked here.  False does not mean that one is invalid."""
+    The other checks are `check_sample`, `check_versions` and `check_samples` without the numbers in
+    the arrays.  False does not mean that a sample is invalid."""
     limits = store.settings
-    most, context = limits.sampling.max_new_tokens, limits.context or math.inf
-    text_most = TEXT_PER_TOKEN * (limits.context or ROWS) + TEXT_MORE
+    most_tokens, context = limits.sampling.max_new_tokens, limits.context or math.inf
+    most_text = TEXT_PER_TOKEN * (limits.context or ROWS) + TEXT_MORE
     alive, retained = store.alive, store.retained
     if limits.session_tokens:
         return False
     registered: set[tuple[Label, str, Label]] = set()
-    for answer in samples:
-        group = alive.get(answer.ticket) or retained.get(answer.ticket)
+    for sample in samples:
+        group = alive.get(sample.ticket) or retained.get(sample.ticket)
         if (
             group is None  # a group that exists proves that its tickets and attempts were granted
-            or answer.attempt not in group.attempts
-            or answer.ticket >= EVAL_BASE
-            or not 0 <= answer.sample < limits.group
-            or answer.adopted
-            or answer.rows
-            or answer.aside
-            or answer.calls
-            or answer.failed
+            or sample.attempt not in group.attempts
+            or sample.ticket >= EVAL_BASE
+            or not 0 <= sample.sample < limits.group
+            or sample.adopted
+            or sample.rows
+            or sample.aside
+            or sample.calls
+            or sample.failed
         ):
             return False
-        length, size, prompt = len(answer.mask), len(answer.tokens), len(answer.prompt_tokens)
+        length, size, prompt = len(sample.mask), len(sample.tokens), len(sample.prompt_tokens)
         if not (
-            0 < length <= most
-            and size == 4 * length == len(answer.behavior_logprobs)
+            0 < length <= most_tokens
+            and size == 4 * length == len(sample.behavior_logprobs)
             and not prompt % 4
             and length + prompt // 4 <= context
-            and len(answer.token_rewards) in (0, size)
-            and len(answer.text) <= text_most
-            and len(answer.prompt_text) <= text_most
-            and len(answer.group_key) <= NAME_LENGTH
-            and _plain_numbers(answer)
-            and _plain_segments(answer.segments, length)
+            and len(sample.token_rewards) in (0, size)
+            and len(sample.text) <= most_text
+            and len(sample.prompt_text) <= most_text
+            and len(sample.group_key) <= NAME_LENGTH
+            and _has_plain_numbers(sample)
+            and _has_plain_segments(sample.segments, length)
         ):
             return False
-        grant = group.grants.get(answer.attempt)  # None in journals of older versions
+        grant = group.grants.get(sample.attempt)  # None in journals of older versions
         end = 0
-        for span in answer.spans:
+        for span in sample.spans:
             label = span.label
             if (
                 span.start != end
@@ -209,23 +213,23 @@ def are_plain_samples(store: StoreState, samples: Sequence[Trajectory]) -> bool:
     return True
 
 
-def _plain_numbers(answer: Trajectory) -> bool:
-    """Check the same as `arrays.scalars`, and the names of the parts as `_texts` does."""
+def _has_plain_numbers(sample: Trajectory) -> bool:
+    """Whether `arrays.check_scalars` and `_check_texts` accept the numbers and the part names."""
     if not (
-        -arrays.REWARD <= answer.reward <= arrays.REWARD  # false for NaN too
-        and 0 < answer.temperature < math.inf
-        and -math.inf < answer.generated_at < math.inf
-        and len(answer.reward_parts) <= NAMES
+        -arrays.REWARD <= sample.reward <= arrays.REWARD  # false for NaN too
+        and 0 < sample.temperature < math.inf
+        and -math.inf < sample.generated_at < math.inf
+        and len(sample.reward_parts) <= NAMES
     ):
         return False
-    for part, value in answer.reward_parts.items():
+    for part, value in sample.reward_parts.items():
         if len(part) > NAME_LENGTH or not -arrays.REWARD <= value <= arrays.REWARD:
             return False
     return True
 
 
-def _plain_segments(segments: list[tuple[str, int, int]], length: int) -> bool:
-    """Whether the segments lie within the tokens, as `_texts` demands."""
+def _has_plain_segments(segments: list[tuple[str, int, int]], length: int) -> bool:
+    """Whether the segments lie within the tokens, as `_check_texts` requires."""
     for kind, start, end in segments:
         if not 0 <= start <= end <= length or len(kind) > NAME_LENGTH:
             return False
@@ -233,135 +237,134 @@ def _plain_segments(segments: list[tuple[str, int, int]], length: int) -> bool:
 
 
 def _is_known_version(store: StoreState, span: VersionSpan) -> bool:
-    """Check the same as `_registered`."""
+    """Whether `_check_registered` accepts the span."""
     label = span.label
     return (
         label in store.tree
-        and (not span.digest or span.digest == store.tree.digest(label))
+        and (not span.digest or span.digest == store.tree.get_digest(label))
         and (span.kv == label or (span.kv.epoch >= 0 <= span.kv.number and span.kv <= label))
     )
 
 
-def sample(store: StoreState, answer: Trajectory) -> None:
-    """Check that ticket and attempt were granted and a learner registered the weights."""
-    for span in answer.all_spans():
-        _registered(store, answer, span)
-    if not 1 <= answer.attempt <= store.attempts:
+def check_sample(store: StoreState, sample: Trajectory) -> None:
+    """Check that ticket and attempt were granted and a learner announced the weights."""
+    for span in sample.list_spans():
+        _check_registered(store, sample, span)
+    if not 1 <= sample.attempt <= store.attempts:
         raise BadMessage(
-            f"ticket {answer.ticket}: attempt {answer.attempt} was never granted; the last one is "
+            f"ticket {sample.ticket}: attempt {sample.attempt} was never granted; the last one is "
             f"{store.attempts}",
             "ticket",
         )
-    if answer.ticket >= EVAL_BASE:
-        leased = store.evaluations.out.get(answer.attempt)
-        known = range(store.evaluations.plan.most_samples)
+    if sample.ticket >= EVAL_BASE:
+        leased = store.evaluations.leased_jobs.get(sample.attempt)
+        is_possible = 0 <= sample.sample < store.evaluations.plan.most_samples
         granted = None if leased is None else (leased.job.ticket, leased.job.sample)
-        if answer.sample not in known or granted not in (None, (answer.ticket, answer.sample)):
+        if not is_possible or granted not in (None, (sample.ticket, sample.sample)):
             raise BadMessage(
-                f"attempt {answer.attempt} does not belong to evaluation ticket {answer.ticket}, "
-                f"sample {answer.sample}",
+                f"attempt {sample.attempt} does not belong to evaluation ticket {sample.ticket}, "
+                f"sample {sample.sample}",
                 "ticket",
             )
         return
-    if not 0 <= answer.sample < store.settings.group:
+    if not 0 <= sample.sample < store.settings.group:
         raise BadMessage(
-            f"ticket {answer.ticket}: sample {answer.sample}, but its group has "
+            f"ticket {sample.ticket}: sample {sample.sample}, but its group has "
             f"{store.settings.group} samples, numbered from 0",
             "ticket",
         )
-    if not 0 <= answer.ticket < store.cursor:
+    if not 0 <= sample.ticket < store.cursor:
         raise BadMessage(
-            f"ticket {answer.ticket} was never granted; the next one is {store.cursor}", "ticket"
+            f"ticket {sample.ticket} was never granted; the next one is {store.cursor}", "ticket"
         )
-    _check_adopted_attempts(answer)
-    group = store.alive.get(answer.ticket) or store.retained.get(answer.ticket)
-    for attempt in (answer.attempt, *(attempt for attempt, _ in answer.adopted)):
+    _check_adopted_attempts(sample)
+    group = store.alive.get(sample.ticket) or store.retained.get(sample.ticket)
+    for attempt in (sample.attempt, *(attempt for attempt, _ in sample.adopted)):
         if group is not None and attempt not in group.attempts:
             raise BadMessage(
-                f"ticket {answer.ticket}: attempt {attempt} is not one of its attempts", "ticket"
+                f"ticket {sample.ticket}: attempt {attempt} is not one of its attempts", "ticket"
             )
 
 
-def _check_adopted_attempts(answer: Trajectory) -> None:
+def _check_adopted_attempts(sample: Trajectory) -> None:
     """Check the earlier attempts of a resumed session.
 
     They must precede its attempt, appear once each, and have no more tokens than the session."""
-    attempts = [*(attempt for attempt, _ in answer.adopted), answer.attempt]
-    rising = all(earlier < later for earlier, later in itertools.pairwise(attempts))
-    if not rising or any(tokens < 0 for _, tokens in answer.tokens_by_attempt):
+    attempts = [*(attempt for attempt, _ in sample.adopted), sample.attempt]
+    is_ascending = all(earlier < later for earlier, later in itertools.pairwise(attempts))
+    if not is_ascending or any(tokens < 0 for _, tokens in sample.tokens_by_attempt):
         raise BadMessage(
-            f"ticket {answer.ticket}, attempt {answer.attempt}: it claims to continue the attempts "
-            f"{answer.adopted[:8]} (attempt, tokens), but has {answer.length + answer.aside} "
+            f"ticket {sample.ticket}, attempt {sample.attempt}: it claims to continue the attempts "
+            f"{sample.adopted[:8]} (attempt, tokens), but has {sample.length + sample.aside} "
             "tokens in all",
             "ticket",
         )
 
 
-def _registered(store: StoreState, answer: Trajectory, span: VersionSpan) -> None:
+def _check_registered(store: StoreState, sample: Trajectory, span: VersionSpan) -> None:
     """Check that a learner announced the span's weights, and its keys and values are not newer."""
     label = span.label
     if label not in store.tree:
         raise BadMessage(
-            f"ticket {answer.ticket}: tokens were sampled with weights {label} (digest "
+            f"ticket {sample.ticket}: tokens were sampled with weights {label} (digest "
             f"{span.digest[:40]}), but no learner has announced them; the newest known are "
             f"{store.policy}: stop the generator that runs other weights",
             "version",
         )
-    if span.digest and span.digest != (ours := store.tree.digest(label)):
+    if span.digest and span.digest != (learner_digest := store.tree.get_digest(label)):
         raise BadMessage(
-            f"ticket {answer.ticket}: weights {label} have digest {span.digest[:40]} at the "
-            f"generator and {ours} at the learner",
+            f"ticket {sample.ticket}: weights {label} have digest {span.digest[:40]} at the "
+            f"generator and {learner_digest} at the learner",
             "version",
         )
     if span.kv != label and not (span.kv.epoch >= 0 and span.kv.number >= 0 and span.kv <= label):
         raise BadMessage(
-            f"ticket {answer.ticket}: weights {label} sampled tokens on keys and values of "
+            f"ticket {sample.ticket}: weights {label} sampled tokens on keys and values of "
             f"{span.kv}, which is not an earlier version",
             "version",
         )
 
 
-def versions(store: StoreState, answer: Trajectory) -> None:
+def check_versions(store: StoreState, sample: Trajectory) -> None:
     """Check the versions of a sample against its ticket; call `sample` first.
 
-    They must be exactly the version that the ticket names, or at least its minimum in the same
+    Each must be exactly the version that the ticket names, or its minimum or newer in the same
     epoch.  In a resumed session each span must fit one of the session's attempts.  An older version
     would evade the staleness limit, and a later epoch's version was never granted."""
-    if answer.ticket >= EVAL_BASE:
+    if sample.ticket >= EVAL_BASE:
         group = None
-        leased = store.evaluations.out.get(answer.attempt)
+        leased = store.evaluations.leased_jobs.get(sample.attempt)
         grant = None if leased is None else Grant(leased.job.label, exact=True)
     else:
-        group = store.alive.get(answer.ticket) or store.retained.get(answer.ticket)
+        group = store.alive.get(sample.ticket) or store.retained.get(sample.ticket)
         # None in journals of older versions
-        grant = None if group is None else group.grants.get(answer.attempt)
+        grant = None if group is None else group.grants.get(sample.attempt)
     if grant is None:
         return
-    least = grant.label
     earlier_grants = [
         earlier
-        for attempt, _ in answer.adopted
+        for attempt, _ in sample.adopted
         if group is not None and (earlier := group.grants.get(attempt)) is not None
     ]
-    for span in answer.all_spans():
+    for span in sample.list_spans():
         label = span.label
-        if not any(is_granted(one, label) for one in (grant, *earlier_grants)):
+        if not any(is_granted(permitted, label) for permitted in (grant, *earlier_grants)):
             raise BadMessage(
-                f"ticket {answer.ticket}, attempt {answer.attempt}: tokens were sampled with "
+                f"ticket {sample.ticket}, attempt {sample.attempt}: tokens were sampled with "
                 f"weights {label}, but its ticket asked for {'exactly ' if grant.exact else ''}"
-                f"{least}{'' if grant.exact else ' or newer of its epoch'}",
+                f"{grant.label}{'' if grant.exact else ' or newer of its epoch'}",
                 "limit",
             )
 
 
 def is_granted(grant: Grant, label: Label) -> bool:
     """Whether this version may sample under the grant."""
-    least = grant.label
-    newer = label.epoch == least.epoch and label.number >= least.number
-    return label == least or (newer and not grant.exact)
+    if grant.exact:
+        return label == grant.label
+    return label.epoch == grant.label.epoch and label.number >= grant.label.number
 
 
-def answers(
+def check_samples(
     samples: Sequence[Trajectory],
     vocabulary: int,
     settings: StoreSettings,
@@ -371,65 +374,67 @@ def answers(
     """Check samples by themselves: lengths of arrays, finite numbers, token ids, config limits.
 
     vocabulary, routing, images: see `check_delivery`."""
-    for answer in samples:
+    for sample in samples:
         if settings.session_tokens:
-            _session(answer, settings)
+            _check_session(sample, settings)
         else:
-            _single(answer)
-            _lengths(answer, settings)
-            _spans(answer)
-        arrays.scalars(answer)
-        _texts(answer, settings)
-    arrays.numbers(samples, vocabulary, routing, images)
+            _check_single(sample)
+            _check_lengths(sample, settings)
+            _check_spans(sample)
+        arrays.check_scalars(sample)
+        _check_texts(sample, settings)
+    arrays.check_numbers(samples, vocabulary, routing, images)
 
 
-def _single(answer: Trajectory) -> None:
-    if answer.rows or answer.aside or answer.calls or answer.adopted:
+def _check_single(sample: Trajectory) -> None:
+    if sample.rows or sample.aside or sample.calls or sample.adopted:
         raise BadMessage(
-            f"{arrays.name(answer)}: it is a session ({len(answer.rows) + 1} training sequences of "
-            f"{answer.calls} calls), but the run has no [agent]",
+            f"{arrays.cite(sample)}: it is a session ({len(sample.rows) + 1} training sequences of "
+            f"{sample.calls} calls), but the run has no [agent]",
             "shape",
         )
 
 
-def _session(answer: Trajectory, settings: StoreSettings) -> None:
+def _check_session(sample: Trajectory, settings: StoreSettings) -> None:
     """Check a session: arrays of one length per training sequence, spans that match its mask.
 
     A failed session may be empty."""
-    check_token_count(answer.aside)
-    check_token_count(answer.calls)
-    if answer.failed and not answer.mask and not answer.rows:
-        _lengths(answer, settings)
+    check_token_count(sample.aside)
+    check_token_count(sample.calls)
+    if sample.failed and not sample.mask and not sample.rows:
+        _check_lengths(sample, settings)
         return
-    most = settings.session_tokens
-    if len(answer.rows) >= MOST_ROWS or not 0 < answer.length <= most:
+    most_tokens = settings.session_tokens
+    if len(sample.rows) >= MOST_ROWS or not 0 < sample.length <= most_tokens:
         raise BadMessage(
-            f"{arrays.name(answer)}: {len(answer.rows) + 1} training sequences with "
-            f"{answer.length} tokens to train; a session has 1 to {most} of these tokens "
+            f"{arrays.cite(sample)}: {len(sample.rows) + 1} training sequences with "
+            f"{sample.length} tokens to train; a session has 1 to {most_tokens} of these tokens "
             f"(agent.max_tokens) in at most {MOST_ROWS} sequences",
             "length",
         )
-    for number, row in enumerate(arrays.array_parts(answer)):
-        which = f"{arrays.name(answer)}, training sequence {number}"
+    for number, row in enumerate(arrays.list_sequences(sample)):
+        sequence_name = f"{arrays.cite(sample)}, training sequence {number}"
         length = len(row.mask)
         prompt = len(row.prompt_tokens)
         sizes = {len(row.tokens), len(row.behavior_logprobs), 4 * length}
         if len(sizes) > 1 or not length or prompt % 4 or len(row.token_rewards) % (4 * length):
             raise BadMessage(
-                f"{which}: {len(row.tokens)} bytes of tokens and {len(row.behavior_logprobs)} of "
-                f"behavior_logprobs for {length} mask bytes, {prompt} of its prompt; each token "
+                f"{sequence_name}: {len(row.tokens)} bytes of tokens and "
+                f"{len(row.behavior_logprobs)} of behavior_logprobs for {length} mask bytes, "
+                f"{prompt} of its prompt; each token "
                 "takes 4 bytes, and there is at least one",
                 "shape",
             )
         if settings.context and length + prompt // 4 > settings.context:
             raise BadMessage(
-                f"{which}: {length + prompt // 4} tokens; generator.context is {settings.context}",
+                f"{sequence_name}: {length + prompt // 4} tokens; generator.context is "
+                f"{settings.context}",
                 "length",
             )
-        _covered(row, which)
+        _check_cover(row, sequence_name)
 
 
-def _covered(row: Trajectory | TrainingSequence, which: str) -> None:
+def _check_cover(row: Trajectory | TrainingSequence, name: str) -> None:
     """Check that the spans of a sequence are in order and cover exactly its tokens of mask 1."""
     previous_end = 0
     for span in row.spans:
@@ -439,125 +444,130 @@ def _covered(row: Trajectory | TrainingSequence, which: str) -> None:
             break
         previous_end = span.end
     else:
-        inside = all(0 <= start <= end <= len(row.mask) for _, start, end in row.segments)
-        if inside and sum(x.end - x.start for x in row.spans) == row.mask.count(1):
+        is_inside = all(0 <= start <= end <= len(row.mask) for _, start, end in row.segments)
+        covered = sum(span.end - span.start for span in row.spans)
+        if is_inside and covered == row.mask.count(1):
             return
     raise BadMessage(
-        f"{which}: its spans do not cover its {row.mask.count(1)} tokens of mask 1 in order",
+        f"{name}: its spans do not cover its {row.mask.count(1)} tokens of mask 1 in order",
         "shape",
     )
 
 
-def _lengths(answer: Trajectory, settings: StoreSettings) -> None:
+def _check_lengths(sample: Trajectory, settings: StoreSettings) -> None:
     """Check the lengths of a completion's arrays; only a failed completion may be empty."""
-    length = len(answer.mask)
-    size = len(answer.tokens)
-    prompt = len(answer.prompt_tokens)
-    if size != 4 * length or prompt % 4 or not (length or answer.failed):
+    length = len(sample.mask)
+    size = len(sample.tokens)
+    prompt = len(sample.prompt_tokens)
+    if size != 4 * length or prompt % 4 or not (length or sample.failed):
         raise BadMessage(
-            f"{arrays.name(answer)}: {size} bytes of tokens for {length} mask bytes, {prompt} of "
+            f"{arrays.cite(sample)}: {size} bytes of tokens for {length} mask bytes, {prompt} of "
             "its prompt; tokens are int32, and there is at least one",
             "shape",
         )
-    if len(answer.behavior_logprobs) != size:
+    if len(sample.behavior_logprobs) != size:
         raise BadMessage(
-            f"{arrays.name(answer)}: {len(answer.behavior_logprobs)} bytes of behavior_logprobs "
+            f"{arrays.cite(sample)}: {len(sample.behavior_logprobs)} bytes of behavior_logprobs "
             f"for {length} tokens; float32 each",
             "shape",
         )
-    if answer.token_rewards and len(answer.token_rewards) != size:
+    if sample.token_rewards and len(sample.token_rewards) != size:
         raise BadMessage(
-            f"{arrays.name(answer)}: {len(answer.token_rewards)} bytes of token_rewards for "
+            f"{arrays.cite(sample)}: {len(sample.token_rewards)} bytes of token_rewards for "
             f"{length} tokens; float32, or none",
             "shape",
         )
-    most = settings.sampling.max_new_tokens
-    if length > most or (settings.context and length + prompt // 4 > settings.context):
+    most_tokens = settings.sampling.max_new_tokens
+    if length > most_tokens or (settings.context and length + prompt // 4 > settings.context):
         raise BadMessage(
-            f"{arrays.name(answer)}: {length} tokens after a prompt of {prompt // 4}; "
-            f"generator.max_new_tokens is {most}, generator.context {settings.context}",
+            f"{arrays.cite(sample)}: {length} tokens after a prompt of {prompt // 4}; "
+            f"generator.max_new_tokens is {most_tokens}, generator.context {settings.context}",
             "length",
         )
 
 
-def _spans(answer: Trajectory) -> None:
+def _check_spans(sample: Trajectory) -> None:
     """Check that the spans give each token of a completion exactly one version."""
     previous_end = 0
-    for span in answer.spans:
+    for span in sample.spans:
         if span.start != previous_end or span.end <= previous_end:
             break
         previous_end = span.end
     else:
-        if previous_end == len(answer.mask):
+        if previous_end == len(sample.mask):
             return
-    empty = len(answer.spans) == 1 and (answer.spans[0].start, answer.spans[0].end) == (0, 0)
-    if answer.failed and not answer.mask and empty:
+    is_empty = len(sample.spans) == 1 and (sample.spans[0].start, sample.spans[0].end) == (0, 0)
+    if sample.failed and not sample.mask and is_empty:
         return
     raise BadMessage(
-        f"{arrays.name(answer)}: its spans do not cover its {len(answer.mask)} tokens in order",
+        f"{arrays.cite(sample)}: its spans do not cover its {len(sample.mask)} tokens in order",
         "shape",
     )
 
 
-def _texts(answer: Trajectory, settings: StoreSettings) -> None:
+def _check_texts(sample: Trajectory, settings: StoreSettings) -> None:
     """Check the lengths of texts and names, and that the segments lie within the tokens."""
     context = settings.context or ROWS
-    if max(len(answer.text), len(answer.prompt_text)) > TEXT_PER_TOKEN * context + TEXT_MORE:
+    if max(len(sample.text), len(sample.prompt_text)) > TEXT_PER_TOKEN * context + TEXT_MORE:
         raise BadMessage(
-            f"{arrays.name(answer)}: texts of {len(answer.text)} and {len(answer.prompt_text)} "
+            f"{arrays.cite(sample)}: texts of {len(sample.text)} and {len(sample.prompt_text)} "
             f"characters are too long for at most {context} tokens",
             "text",
         )
-    parts = answer.reward_parts
+    parts = sample.reward_parts
     if len(parts) > NAMES or any(len(name) > NAME_LENGTH for name in parts):
         raise BadMessage(
-            f"{arrays.name(answer)}: its reward has {len(parts)} parts (at most {NAMES} are "
+            f"{arrays.cite(sample)}: its reward has {len(parts)} parts (at most {NAMES} are "
             f"allowed), or the name of one has more than {NAME_LENGTH} characters",
             "text",
         )
-    if len(answer.group_key) > NAME_LENGTH or (
-        answer.failed and len(answer.failed.why) > REASON_LENGTH
+    if len(sample.group_key) > NAME_LENGTH or (
+        sample.failed and len(sample.failed.why) > REASON_LENGTH
     ):
         raise BadMessage(
-            f"{arrays.name(answer)}: its group_key or the reason of its failure is too long", "text"
+            f"{arrays.cite(sample)}: its group_key or the reason of its failure is too long",
+            "text",
         )
-    if answer.failed and answer.failed.kind == "refused":
+    if sample.failed and sample.failed.kind == "refused":
         raise BadMessage(
-            f"{arrays.name(answer)}: its failure has the kind `refused`, which only the buffer may "
+            f"{arrays.cite(sample)}: its failure has the kind `refused`, which only the buffer may "
             "set",
             "text",
         )
-    length = len(answer.mask)
-    if len(answer.segments) > length + 1 or not all(
+    length = len(sample.mask)
+    if len(sample.segments) > length + 1 or not all(
         0 <= start <= end <= length and len(kind) <= NAME_LENGTH
-        for kind, start, end in answer.segments
+        for kind, start, end in sample.segments
     ):
         raise BadMessage(
-            f"{arrays.name(answer)}: its segments do not lie within its {length} tokens", "shape"
+            f"{arrays.cite(sample)}: its segments do not lie within its {length} tokens",
+            "shape",
         )
 
 
-def progress(store: StoreState, rows: list[tuple[int, int, int]]) -> None:
+def check_progress(store: StoreState, rows: list[tuple[int, int, int]]) -> None:
     """Check (ticket, attempt, tokens so far) against the most tokens that an attempt may have."""
     require(len(rows) <= ROWS, f"{len(rows)} tickets in one message; at most {ROWS}", "text")
-    most = store.settings.group * store.settings.most_tokens
+    most_tokens = store.settings.group * store.settings.most_tokens
     for ticket, attempt, tokens in rows:
-        if not 0 <= tokens <= most:
+        if not 0 <= tokens <= most_tokens:
             raise BadMessage(
-                f"ticket {ticket}, attempt {attempt}: {tokens} tokens so far; at most {most} are "
-                "possible"
+                f"ticket {ticket}, attempt {attempt}: {tokens} tokens so far; at most "
+                f"{most_tokens} are possible"
             )
 
 
-def want(message: TicketRequest) -> None:
+def check_ticket_request(message: TicketRequest) -> None:
+    """Check the number of requested samples."""
     require(
-        0 <= message.samples <= WANTED,
-        f"{message.producer[:40]!r} asks for {message.samples} samples; 0 to {WANTED} are possible",
+        0 <= message.samples <= MOST_REQUESTED,
+        f"{message.producer[:40]!r} asks for {message.samples} samples; 0 to {MOST_REQUESTED} are "
+        "possible",
     )
 
 
-def renew(message: LeaseRenewal) -> None:
-    """Check a generator's numbers and its wait: finite, not negative, and about itself."""
+def check_renewal(message: LeaseRenewal) -> None:
+    """Check a generator's numbers and its wait: finite, not negative, and of itself."""
     require(
         len(message.stats) <= NAMES and len(message.judging) + len(message.written) <= ROWS,
         f"{message.producer} sends {len(message.stats)} numbers (at most {NAMES}) and "
@@ -568,7 +578,7 @@ def renew(message: LeaseRenewal) -> None:
         if not (0 <= value < math.inf and len(name) <= NAME_LENGTH):
             raise BadMessage(f"{message.producer}: {name[:40]!r} is {value}")
     check_token_count(message.drawn)
-    sessions(message)
+    check_sessions(message)
     wait = message.waiting
     if wait is None:
         return
@@ -588,33 +598,34 @@ def renew(message: LeaseRenewal) -> None:
     )
 
 
-def sessions(message: LeaseRenewal) -> None:
+def check_sessions(message: LeaseRenewal) -> None:
     """Check the open sessions of a renewal: their number, printable texts, finite numbers."""
     require(
         len(message.sessions) <= NAMES,
         f"{message.producer} reports {len(message.sessions)} sessions; at most {NAMES} are allowed",
     )
-    for one in message.sessions:
-        words = (one.name, one.task, one.what, one.limit)
+    for session in message.sessions:
+        texts = (session.name, session.task, session.what, session.limit)
         require(
-            all(len(word) <= TEXT_LENGTH and word.isprintable() for word in words),
+            all(len(text) <= TEXT_LENGTH and text.isprintable() for text in texts),
             f"{message.producer}: a session's texts are printable and have at most {TEXT_LENGTH} "
             "characters",
             "text",
         )
-        numbers = (one.turn, one.seconds, one.open_s, one.ends_s)
+        numbers = (session.turn, session.seconds, session.open_s, session.ends_s)
         require(
             all(0 <= number < math.inf for number in numbers),
-            f"{message.producer}: session {one.name[:40]!r} has the numbers {numbers}; they must "
-            "be finite and not negative",
+            f"{message.producer}: session {session.name[:40]!r} has the numbers {numbers}; they "
+            "must be finite and not negative",
         )
 
 
 def check_token_count(tokens: int) -> None:
+    """Check a count of tokens."""
     require(0 <= tokens < 1 << 60, f"{tokens} tokens cannot have been sampled")
 
 
-def hello(message: LearnerHello) -> None:
+def check_hello(message: LearnerHello) -> None:
     """Check a learner's hello: labels of its epoch, a ring of earlier versions, a valid ledger."""
     learner = f"the learner of epoch {message.epoch}"
     require(
@@ -632,9 +643,9 @@ def hello(message: LearnerHello) -> None:
         f"{learner} cannot have a model with {message.vocabulary} tokens",
     )
     if message.routing is not None:
-        layers, experts, chosen = message.routing
+        layers, experts, per_token = message.routing
         require(
-            layers > 0 and 0 < chosen <= experts < 1 << 16,
+            layers > 0 and 0 < per_token <= experts < 1 << 16,
             f"{learner} cannot have a model of {message.routing}",
         )
     if message.images is not None:
@@ -655,7 +666,7 @@ def hello(message: LearnerHello) -> None:
     require(
         ring_is_older,
         f"{learner} at version {message.label} has weights in its ring that are not earlier "
-        f"versions of its epoch: {', '.join(str(x) for x, _ in message.ring[:8])}",
+        f"versions of its epoch: {', '.join(str(label) for label, _ in message.ring[:8])}",
     )
     mixture = message.mixture
     if mixture is not None:
@@ -679,7 +690,8 @@ def hello(message: LearnerHello) -> None:
         ) from error
 
 
-def ask(store: StoreState, number: int) -> None:
+def check_batch_request(store: StoreState, number: int) -> None:
+    """Check that the run has batch `number`."""
     require(
         number < store.settings.steps,
         f"batch {number} was requested; the last of {store.settings.steps} batches is "
@@ -687,7 +699,7 @@ def ask(store: StoreState, number: int) -> None:
     )
 
 
-def commit(
+def check_commit(
     store: StoreState, number: int, label: Label, unused: Sequence[tuple[int, int]] = ()
 ) -> None:
     """Check a commit: the batch is composed and complete, and the new label is the next one."""
@@ -705,27 +717,29 @@ def commit(
         f"{store.base + len(store.comps) - 1}",
     )
     tickets = store.comps[position]
-    missing = [t for t in tickets if t not in store.alive or not store.alive[t].complete]
+    incomplete = [
+        ticket
+        for ticket in tickets
+        if ticket not in store.alive or not store.alive[ticket].is_complete
+    ]
     samples = len(tickets) * store.settings.group
-    fits = len(unused) in (0, samples) and all(
-        0 <= x < 1 << 60 for counts in unused for x in counts
-    )
     require(
-        fits,
+        len(unused) in (0, samples)
+        and all(0 <= tokens < 1 << 60 for counts in unused for tokens in counts),
         f"batch {number} has {samples} samples; its commit has counts of unused tokens for "
         f"{len(unused)}, or impossible counts",
     )
     require(
-        not missing,
+        not incomplete,
         f"batch {number} is committed but was never complete: ticket "
-        f"{missing[0] if missing else ''} lacks samples",
+        f"{incomplete[0] if incomplete else ''} lacks samples",
     )
 
 
-def goodbye(store: StoreState, number: int) -> None:
+def check_goodbye(store: StoreState, number: int) -> None:
     """Check that a learner which leaves has trained all batches."""
-    done = f"{store.committed} of {store.settings.steps} batches are committed (learner.steps)"
     require(
         store.committed >= store.settings.steps,
-        f"the learner leaves at version {number}, but only {done}",
+        f"the learner leaves at version {number}, but only {store.committed} of "
+        f"{store.settings.steps} batches are committed (learner.steps)",
     )

@@ -1,4 +1,4 @@
-"""A store that records every change in the journal; replaying the records restores its state.
+"""A store that records every change in the journal and restores its state from there.
 
 A record is the request with its time, not its result.  That is enough because the store is a
 deterministic function of its records: its clock is an argument, its prompts come from the task, and
@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.contract.admission import LimitEvidence
-from asyncrl.contract.blobs.images import by_digest
+from asyncrl.contract.blobs.images import index_by_digest
 from asyncrl.contract.errors import AsyncrlError, DamagedDataError
 from asyncrl.contract.freshness.window import BatchTiming
 from asyncrl.contract.messages import (
@@ -31,13 +31,15 @@ from buffer import checks
 from buffer.batches import BatchWait
 from buffer.evaluation import Evaluations
 from buffer.groups import Group, StoreSettings
-from buffer.journal import Journal, read, segments
+from buffer.journal import Journal, list_segments, read
 from buffer.mixing.mixer import TaskMixer
 from buffer.state import FORMAT, SnapshotHead, StoreSnapshot
 from buffer.store import NO_IMAGES, Store
 
 
 class GrantRecord(msgspec.Struct, tag="grant", array_like=True):
+    """A request for tickets that granted some."""
+
     producer: str
     session: int
     samples: int
@@ -48,6 +50,8 @@ class GrantRecord(msgspec.Struct, tag="grant", array_like=True):
 
 
 class RenewalRecord(msgspec.Struct, tag="renew", array_like=True):
+    """A renewal of leases."""
+
     producer: str
     session: int
     progress: list[tuple[int, int, int]]
@@ -57,15 +61,21 @@ class RenewalRecord(msgspec.Struct, tag="renew", array_like=True):
 
 
 class ExpiryRecord(msgspec.Struct, tag="expire", array_like=True):
+    """A time at which leases had expired."""
+
     now: float
 
 
 class SessionsEndRecord(msgspec.Struct, tag="end", array_like=True):
+    """The end of a producer's other sessions."""
+
     producer: str
     session: int
 
 
 class SampleRecord(msgspec.Struct, tag="deliver", array_like=True):
+    """A delivered sample."""
+
     trajectory: Trajectory
     images: dict[str, bytes] = {}  # older journals lack it
 
@@ -84,15 +94,21 @@ class DeliveryRecord(msgspec.Struct, tag="came", array_like=True):
 
 
 class HelloRecord(msgspec.Struct, tag="hello", array_like=True):
+    """The hello of a new learner that the store follows."""
+
     hello: LearnerHello
 
 
 class BatchRequestRecord(msgspec.Struct, tag="ask", array_like=True):
+    """A batch request that changed the store."""
+
     epoch: int
     number: int
 
 
 class CommitRecord(msgspec.Struct, tag="commit", array_like=True):
+    """The commit of a batch."""
+
     number: int
     label: Label
     digest: str
@@ -103,20 +119,26 @@ class CommitRecord(msgspec.Struct, tag="commit", array_like=True):
 
 
 class CheckpointRecord(msgspec.Struct, tag="checkpointed", array_like=True):
+    """A checkpoint that retired batches."""
+
     oldest: int
 
 
 class FinishRecord(msgspec.Struct, tag="finish", array_like=True):
-    pass
+    """The end of the run."""
 
 
 class TokenReportRecord(msgspec.Struct, tag="told", array_like=True):
+    """A session's own count of sampled tokens."""
+
     producer: str
     session: int
     drawn: int
 
 
 class FreedLeasesRecord(msgspec.Struct, tag="free", array_like=True):
+    """Leases whose tickets were lost in transit."""
+
     attempts: list[tuple[int, int]]  # (ticket, attempt)
 
 
@@ -138,18 +160,18 @@ Record = (
 )
 _encode = msgspec.msgpack.Encoder().encode
 # the encoded beginning of a `DeliveryRecord`, which the message follows
-_CAME = _encode(DeliveryRecord(Delivery("", 0, 0, [])))
-_CAME = _CAME[: -len(_encode(Delivery("", 0, 0, [])))]
+_EMPTY_DELIVERY = Delivery("", 0, 0, [])
+_DELIVERY_HEAD = _encode(DeliveryRecord(_EMPTY_DELIVERY))[: -len(_encode(_EMPTY_DELIVERY))]
 _decode = msgspec.msgpack.Decoder(Record).decode
 
 
-def _samples(record: SampleRecord | FrameRecord | DeliveryRecord) -> list[Trajectory]:
+def _get_samples(record: SampleRecord | FrameRecord | DeliveryRecord) -> list[Trajectory]:
     if isinstance(record, SampleRecord):
         return [record.trajectory]
     return record.message.samples if isinstance(record, DeliveryRecord) else record.trajectories
 
 
-def _images(record: SampleRecord | FrameRecord | DeliveryRecord) -> dict[str, bytes]:
+def _get_images(record: SampleRecord | FrameRecord | DeliveryRecord) -> dict[str, bytes]:
     return record.message.images if isinstance(record, DeliveryRecord) else record.images
 
 
@@ -177,12 +199,14 @@ class RecordedStore(Store):
     ) -> RecordedStore:
         """Restore the store from the journal of earlier processes (of terms before `term`).
 
+        sync: whether a record is durable only once the disk has it.
+        segment_bytes: size at which a segment is replaced; 0: the default.
         Raises DamagedDataError if the journal does not replay, BufferTakenOver if there is a later
         term."""
         store = cls(settings, prompt, evaluations, mixer)
         plan = evaluations.plan
         try:
-            store._fold_newest(directory, term.number if term else 0)
+            store._replay_newest(directory, term.number if term else 0)
         finally:
             if term is not None:
                 term.check()  # a later buffer may have removed or extended the segments
@@ -202,29 +226,30 @@ class RecordedStore(Store):
         store.journal.rotate(_encode(store.snapshot()))
         return store
 
-    def _fold_newest(self, directory: Path, term: int) -> None:
+    def _replay_newest(self, directory: Path, term: int) -> None:
         """Replay the newest segment of earlier terms.
 
         A segment may vanish meanwhile: a buffer that does not know yet that it was replaced may
         have written a newer one."""
-        while paths := segments(directory, term):
+        while paths := list_segments(directory, term):
             try:
-                return self._fold_segment(paths[-1])
+                return self._replay_segment(paths[-1])
             except FileNotFoundError:
-                if paths[-1] in segments(directory, term):
+                if paths[-1] in list_segments(directory, term):
                     raise
 
-    def _fold_segment(self, path: Path) -> None:
+    def _replay_segment(self, path: Path) -> None:
+        """Replay a segment. Raises DamagedDataError if that fails."""
         records = read(path)
         try:
-            first = next(records)
-            written_format = msgspec.msgpack.decode(first, type=SnapshotHead).format
+            snapshot = next(records)
+            written_format = msgspec.msgpack.decode(snapshot, type=SnapshotHead).format
             if written_format != FORMAT:
                 raise DamagedDataError(
                     f"{path} has format {written_format}, but this version reads {FORMAT}: "
                     "continue with the version that wrote it"
                 )
-            self.restore(msgspec.msgpack.decode(first, type=StoreSnapshot))
+            self.restore(msgspec.msgpack.decode(snapshot, type=StoreSnapshot))
             for payload in records:
                 self._apply(_decode(payload))
         except (StopIteration, msgspec.MsgspecError, KeyError) as error:
@@ -247,9 +272,9 @@ class RecordedStore(Store):
                 self._restore_images(ticket, record.images.get(ticket.ticket, {}))
         elif isinstance(record, SampleRecord | FrameRecord | DeliveryRecord):
             try:
-                for sample in _samples(record):
-                    checks.sample(self, sample)
-                    super().accept_sample(sample, _images(record))
+                for sample in _get_samples(record):
+                    checks.check_sample(self, sample)
+                    super().accept_sample(sample, _get_images(record))
             except AsyncrlError as error:
                 raise DamagedDataError(f"the journal cannot be replayed: {error}") from error
         elif isinstance(record, RenewalRecord):
@@ -266,7 +291,7 @@ class RecordedStore(Store):
         elif isinstance(record, SessionsEndRecord):
             super().end_sessions(record.producer, record.session)
         elif isinstance(record, HelloRecord):
-            super().hello(record.hello)
+            super().follow_learner(record.hello)
         elif isinstance(record, BatchRequestRecord):
             super().ask(record.epoch, record.number)
         elif isinstance(record, CommitRecord):
@@ -275,12 +300,12 @@ class RecordedStore(Store):
                 record.label,
                 record.digest,
                 record.unused,
-                seen=record.seen,
+                evidence=record.seen,
                 timing=record.timing,
                 now=record.now,
             )
         elif isinstance(record, CheckpointRecord):
-            super().checkpointed(record.oldest)
+            super().retire_batches(record.oldest)
         elif isinstance(record, TokenReportRecord):
             super().report_tokens(record.producer, record.session, record.drawn)
         elif isinstance(record, FreedLeasesRecord):
@@ -289,11 +314,11 @@ class RecordedStore(Store):
             self.finished = True
 
     def _restore_images(self, ticket: Ticket, images: dict[str, bytes]) -> None:
-        """Give a group the images of its prompt as they were, whatever the task has now."""
+        """Give a group the recorded images of its prompt; the task may have others now."""
         group = self.alive.get(ticket.ticket)
         if group is None:
             return
-        for name in by_digest(ticket.prompt.images).keys() - images.keys():
+        for name in index_by_digest(ticket.prompt.images).keys() - images.keys():
             self.stored_bytes -= len(group.images.pop(name, b""))
         self.stored_bytes += group.add_images(images)
 
@@ -312,7 +337,7 @@ class RecordedStore(Store):
         tickets = super().grant(producer, session, samples, now)
         if tickets:
             images = {
-                ticket.ticket: by_digest(ticket.prompt.images)
+                ticket.ticket: index_by_digest(ticket.prompt.images)
                 for ticket in tickets
                 if ticket.prompt.images and ticket.kind == "train"
             }
@@ -356,13 +381,13 @@ class RecordedStore(Store):
     def accept_samples(
         self,
         samples: Sequence[Trajectory],
-        came: bytes | memoryview = b"",
+        encoded: bytes | memoryview = b"",
         images: Mapping[str, bytes] = NO_IMAGES,
     ) -> list[Disposition]:
         accept = super().accept_sample
         dispositions = [accept(sample, images) for sample in samples]
-        if came:
-            self.journal.append(_CAME, came)
+        if encoded:
+            self.journal.append(_DELIVERY_HEAD, encoded)
         else:
             self._record(FrameRecord(list(samples), dict(images)))
         return dispositions
@@ -374,12 +399,12 @@ class RecordedStore(Store):
         self._record(SampleRecord(sample, dict(images)))
         return disposition
 
-    def hello(self, hello: LearnerHello) -> bool:
-        new = hello.epoch != self.epoch
-        followed = super().hello(hello)
-        if followed and new:
+    def follow_learner(self, hello: LearnerHello) -> bool:
+        is_new = hello.epoch != self.epoch
+        is_followed = super().follow_learner(hello)
+        if is_followed and is_new:
             self._record(HelloRecord(hello))
-        return followed
+        return is_followed
 
     def ask(self, epoch: int, number: int) -> tuple[list[Group], BatchWait | None]:
         changes_before = self.changes
@@ -394,21 +419,23 @@ class RecordedStore(Store):
         label: Label,
         digest: str,
         unused: Sequence[tuple[int, int]] = (),
-        seen: LimitEvidence | None = None,
+        evidence: LimitEvidence | None = None,
         timing: BatchTiming | None = None,
         now: float = 0.0,
     ) -> bool | None:
-        done = super().commit(number, label, digest, unused, seen=seen, timing=timing, now=now)
-        if done:
+        is_committed = super().commit(
+            number, label, digest, unused, evidence=evidence, timing=timing, now=now
+        )
+        if is_committed:
             record = CommitRecord(
-                number, label, digest, list(unused), seen=seen, timing=timing, now=now
+                number, label, digest, list(unused), seen=evidence, timing=timing, now=now
             )
             self._record(record)
-        return done
+        return is_committed
 
-    def checkpointed(self, oldest: int) -> None:
+    def retire_batches(self, oldest: int) -> None:
         base_before = self.base
-        super().checkpointed(oldest)
+        super().retire_batches(oldest)
         if self.base != base_before:
             self._record(CheckpointRecord(oldest))
 

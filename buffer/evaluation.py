@@ -23,16 +23,19 @@ from asyncrl.records.pass_at_k import compute_set_metrics
 from buffer.groups import LeaseTable, StoreSettings
 
 SET_TICKETS = 1 << 32  # ticket numbers of each set
-OOD_BASE = EVAL_BASE + SET_TICKETS
 MAX_FAILURES = 3
 
 
 class EvaluationSet(NamedTuple):
-    """A named set of prompts. Made from `evaluation.sets`.
+    """A named set of evaluation prompts, from an entry of `evaluation.sets`.
 
-    number: of its ticket numbers; 0 is heldout, 1 is ood. every: versions between two evaluations;
-    0: only the first and the last version. samples: of each prompt. greedy: one greedy completion a
-    prompt besides. passing: a sample passes from this reward on. counts: the k of pass@k.
+    number: selects the block of ticket numbers; 0 is heldout, 1 is ood.
+    prompts: number of prompts.
+    every: versions between two evaluations; 0: only the first and the last version.
+    samples: sampled completions of each prompt.
+    greedy: whether each prompt also gets one greedy completion.
+    passing: a sample passes if its reward is at least this.
+    counts: the values of k of pass@k.
     """
 
     name: str
@@ -45,19 +48,21 @@ class EvaluationSet(NamedTuple):
     passing: float = 1.0
     counts: tuple[int, ...] = ()
 
-    def sampling(self, sample: int, most_tokens: int) -> SamplingSettings:
-        """Return how sample number `sample` of a prompt is generated."""
+    def make_sampling(self, sample: int, most_tokens: int) -> SamplingSettings:
+        """Make the sampling settings of sample number `sample` of a prompt.
+
+        most_tokens: limit of the completion."""
         if self.temperature == 0 or sample == self.samples:
             return SamplingSettings(1.0, 1.0, 1, most_tokens)
         return SamplingSettings(self.temperature, 1.0, 0, most_tokens)
 
     @property
     def numbers(self) -> range:
-        """The numbers of a prompt's samples; a greedy one is the last."""
+        """The sample numbers of a prompt; the last one is the greedy completion, if any."""
         return range(self.samples + self.greedy)
 
-    def ticket(self, index: int) -> int:
-        """The ticket number of a prompt."""
+    def compute_ticket(self, index: int) -> int:
+        """Compute the ticket number of the prompt at `index`."""
         return EVAL_BASE + self.number * SET_TICKETS + index
 
 
@@ -67,13 +72,14 @@ class EvaluationJob:
 
     label: Label
     split: str
-    index: int
+    index: int  # of the prompt in its set
     failures: int = 0
     sample: int = 0
     number: int = 0  # of the set; that of ood follows from its name
 
     @property
     def ticket(self) -> int:
+        """The ticket number of the prompt."""
         number = 1 if self.split == "ood" else self.number
         return EVAL_BASE + number * SET_TICKETS + self.index
 
@@ -82,8 +88,11 @@ class EvaluationJob:
 class EvaluationRound:
     """One version's evaluation of one set.
 
-    places: the prompts of `rewards` and `lengths`, in the same order. greedy: rewards of the greedy
-    completions.
+    size: number of samples.
+    rewards, lengths: of the sampled completions; lengths in tokens.
+    failed: number of failed samples.
+    places: the prompt index of each entry of `rewards` and `lengths`.
+    greedy: rewards of the greedy completions.
     """
 
     label: Label
@@ -97,10 +106,11 @@ class EvaluationRound:
 
     @property
     def is_done(self) -> bool:
+        """Whether every sample was delivered or has failed."""
         return len(self.rewards) + len(self.greedy) + self.failed >= self.size
 
     def add(self, job: EvaluationJob, sample: Trajectory, plan: EvaluationSet) -> None:
-        """Add the reward of a job's sample."""
+        """Add the reward and the length of a job's sample."""
         if job.sample == plan.samples:
             self.greedy.append(sample.reward)
             return
@@ -108,7 +118,8 @@ class EvaluationRound:
         self.lengths.append(sample.length)
         self.places.append(job.index)
 
-    def metrics(self, plan: EvaluationSet) -> dict[str, float]:
+    def compute_metrics(self, plan: EvaluationSet) -> dict[str, float]:
+        """Compute the metrics of the set, by name."""
         by_prompt: dict[int, list[float]] = {}
         for index, reward in zip(self.places, self.rewards, strict=True):
             by_prompt.setdefault(index, []).append(reward)
@@ -131,33 +142,36 @@ class EvaluationPlan(NamedTuple):
     @property
     def most_samples(self) -> int:
         """The most samples of a prompt, in any set."""
-        return max([1, *(len(one.numbers) for one in self.sets)])
+        return max([1, *(len(plan.numbers) for plan in self.sets)])
 
-    def plan_of(self, name: str) -> EvaluationSet:
-        """Return the plan of a set by its name; one sample a prompt for heldout and ood."""
-        known = next((one for one in self.sets if one.name == name), None)
+    def find_set(self, name: str) -> EvaluationSet:
+        """Find a set by its name; heldout and ood have one sample a prompt."""
+        configured = next((plan for plan in self.sets if plan.name == name), None)
         number = int(name == "ood")
-        return known or EvaluationSet(name, number, self.prompts, temperature=self.temperature)
+        return configured or EvaluationSet(name, number, self.prompts, temperature=self.temperature)
 
-    def due(self, number: int, steps: int) -> list[tuple[str, int]]:
-        """List the sets to evaluate at version `number`, each with its number of prompts."""
-        ends = number in (0, steps)
+    def list_due(self, number: int, steps: int) -> list[tuple[str, int]]:
+        """List the sets to evaluate at version `number`, as (name, number of prompts).
+
+        steps: the number of the run's last version."""
+        is_first_or_last = number in (0, steps)
 
         def is_due(every: int) -> bool:
-            return ends or (every > 0 and number % every == 0)
+            return is_first_or_last or (every > 0 and number % every == 0)
 
-        found = []
+        due = []
         if is_due(self.every):
-            found.append(("heldout", self.final_prompts if ends else self.prompts))
+            due.append(("heldout", self.final_prompts if is_first_or_last else self.prompts))
         if is_due(self.ood_every):
-            few = min(self.prompts, self.ood_prompts)
-            found.append(("ood", self.ood_prompts if ends else few))
-        return found + [(one.name, one.prompts) for one in self.sets if is_due(one.every)]
+            fewer = min(self.prompts, self.ood_prompts)
+            due.append(("ood", self.ood_prompts if is_first_or_last else fewer))
+        return due + [(plan.name, plan.prompts) for plan in self.sets if is_due(plan.every)]
 
 
 class LeasedJob(NamedTuple):
-    """A job at a generator.
+    """A job that a generator has leased.
 
+    expires: time at which the lease ends, in seconds.
     lapsed: its lease has expired and the job is queued again, but not granted again yet."""
 
     job: EvaluationJob
@@ -172,13 +186,16 @@ class EvaluationsState(NamedTuple):
 
     plan: EvaluationPlan
     queue: list[EvaluationJob]
-    out: list[tuple[int, LeasedJob]]
+    leased_jobs: list[tuple[int, LeasedJob]]
     rounds: list[EvaluationRound]
     results: list[tuple[tuple[str, int], dict[str, float]]]
 
 
 class Evaluations:
-    """The open rounds, the queued and leased jobs, and the results by (split, version number)."""
+    """The open rounds, the queued and leased jobs, and the results by (split, version number).
+
+    prompt: makes the prompt of (split, index); None: the run evaluates nothing.
+    The other arguments are those of `EvaluationPlan`."""
 
     def __init__(
         self,
@@ -202,7 +219,7 @@ class Evaluations:
         )
         self.prompt = prompt
         self.queue: deque[EvaluationJob] = deque()
-        self.out: dict[int, LeasedJob] = {}  # by attempt
+        self.leased_jobs: dict[int, LeasedJob] = {}  # by attempt
         self.leases = LeaseTable()  # of `out`
         self.rounds: list[EvaluationRound] = []
         self.results: dict[tuple[str, int], dict[str, float]] = {}
@@ -210,10 +227,11 @@ class Evaluations:
         self.fresh: list[tuple[int, dict[str, float]]] = []
 
     def snapshot(self) -> EvaluationsState:
+        """Return the state for a snapshot of the store."""
         return EvaluationsState(
             plan=self.plan,
             queue=list(self.queue),
-            out=list(self.out.items()),
+            leased_jobs=list(self.leased_jobs.items()),
             rounds=self.rounds,
             results=list(self.results.items()),
         )
@@ -221,19 +239,21 @@ class Evaluations:
     def restore(self, state: EvaluationsState) -> None:
         """Take over the state of a snapshot.
 
-        Results in `fresh` are not part of it: they belong to the process that must write them."""
+        Results in `fresh` are not part of it: the process that computed them must write them."""
         self.plan = state.plan
         self.queue = deque(state.queue)
-        self.out = dict(state.out)
+        self.leased_jobs = dict(state.leased_jobs)
         self.leases = LeaseTable()
-        for attempt, leased in self.out.items():
+        for attempt, leased in self.leased_jobs.items():
             self.leases.add(leased.producer, leased.session, attempt, leased.job.ticket)
         self.rounds = state.rounds
         self.results = dict(state.results)
 
     def renew_all_leases(self, expires: float) -> None:
-        self.out = {
-            attempt: leased._replace(expires=expires) for attempt, leased in self.out.items()
+        """Let every lease expire at `expires`."""
+        self.leased_jobs = {
+            attempt: leased._replace(expires=expires)
+            for attempt, leased in self.leased_jobs.items()
         }
 
     def restart(self, label: Label, steps: int) -> None:
@@ -241,7 +261,7 @@ class Evaluations:
 
         Later versions belong to another branch. A round that is due at `label` begins."""
         self.queue.clear()
-        self.out.clear()
+        self.leased_jobs.clear()
         self.leases = LeaseTable()
         self.rounds = []
         self.results = {k: v for k, v in self.results.items() if k[1] <= label.number}
@@ -252,7 +272,7 @@ class Evaluations:
         """Drop results before version `base`, to which no learner can roll back any more.
 
         The first and the newest result of each split are kept for the summary."""
-        newest = dict(sorted(self.results))  # of each split, the last one counts
+        newest = dict(sorted(self.results))  # split -> its highest version number
         self.results = {
             (split, number): values
             for (split, number), values in self.results.items()
@@ -261,8 +281,8 @@ class Evaluations:
 
     def on_commit(self, label: Label, steps: int) -> None:
         """Start the rounds that are due at this version."""
-        for name, prompts in self.plan.due(label.number, steps):
-            self._start(label, self.plan.plan_of(name), prompts)
+        for name, prompts in self.plan.list_due(label.number, steps):
+            self._start(label, self.plan.find_set(name), prompts)
 
     def _start(self, label: Label, plan: EvaluationSet, prompts: int) -> None:
         if prompts and self.prompt is not None and (plan.name, label.number) not in self.results:
@@ -273,67 +293,81 @@ class Evaluations:
                 for sample in plan.numbers
             )
 
-    def labels(self) -> list[Label]:
+    def list_labels(self) -> list[Label]:
+        """List the versions of the open rounds."""
         return [r.label for r in self.rounds]
 
     @property
-    def pending(self) -> bool:
+    def is_pending(self) -> bool:
+        """Whether a round is open."""
         return bool(self.rounds)
 
     def grant(
         self, attempt: int, settings: StoreSettings, *, producer: str, session: int, expires: float
     ) -> Ticket:
-        """Grant the next job of `queue` as a ticket."""
+        """Grant the next job of `queue` as a ticket.
+
+        expires: time at which its lease ends, in seconds."""
         assert self.prompt is not None
         job = self.queue.popleft()
-        lapsed = [old for old, leased in self.out.items() if leased.lapsed and leased.job == job]
-        for lapsed_attempt in lapsed:
+        lapsed_attempts = [
+            earlier
+            for earlier, leased in self.leased_jobs.items()
+            if leased.lapsed and leased.job == job
+        ]
+        for lapsed_attempt in lapsed_attempts:
             self._take_back_job(lapsed_attempt)
-        self.out[attempt] = LeasedJob(job, producer, session, expires)
+        self.leased_jobs[attempt] = LeasedJob(job, producer, session, expires)
         self.leases.add(producer, session, attempt, job.ticket)
         prompt = self.prompt(job.split, job.index)
-        limit = settings.sampling_of(prompt.task).max_new_tokens
+        limit = settings.get_sampling(prompt.task).max_new_tokens
         return Ticket(
             ticket=job.ticket,
             attempt=attempt,
             kind="eval",
             prompt=prompt,
             samples=[job.sample],
-            sampling=self.plan.plan_of(job.split).sampling(job.sample, limit),
+            sampling=self.plan.find_set(job.split).make_sampling(job.sample, limit),
             min_version=Label(job.label.epoch, 0),
             exact_version=job.label,
             seed=settings.seed,
         )
 
-    def renew(self, ticket: int, attempt: int, expires: float) -> None:
-        if (entry := self.out.get(attempt)) is None:
+    def renew(self, attempt: int, expires: float) -> None:
+        """Let the lease of an attempt end at `expires`; ignore an unknown attempt."""
+        if (entry := self.leased_jobs.get(attempt)) is None:
             return
         if entry.lapsed:
             self.queue.remove(entry.job)
-        self.out[attempt] = entry._replace(expires=expires, lapsed=False)
+        self.leased_jobs[attempt] = entry._replace(expires=expires, lapsed=False)
 
     def expire(self, now: float) -> int:
         """Queue the jobs whose leases have expired; return their number.
 
         Until a job is granted again, a slow generator may still renew or deliver it."""
-        late = [(a, e) for a, e in self.out.items() if e.expires < now and not e.lapsed]
-        for attempt, entry in late:
-            self.queue.appendleft(entry.job)
-            self.out[attempt] = entry._replace(lapsed=True)
-        return len(late)
+        expired = [
+            (attempt, leased)
+            for attempt, leased in self.leased_jobs.items()
+            if leased.expires < now and not leased.lapsed
+        ]
+        for attempt, leased in expired:
+            self.queue.appendleft(leased.job)
+            self.leased_jobs[attempt] = leased._replace(lapsed=True)
+        return len(expired)
 
     def end_sessions(self, producer: str, session: int) -> None:
+        """Queue the jobs of a producer's other sessions again."""
         self._requeue_jobs(
             [
                 attempt
-                for attempt, leased in self.out.items()
+                for attempt, leased in self.leased_jobs.items()
                 if leased.producer == producer and leased.session != session
             ]
         )
 
     def requeue_job(self, attempt: int) -> None:
         """Queue a leased job again."""
-        if attempt in self.out:
+        if attempt in self.leased_jobs:
             self._requeue_jobs([attempt])
 
     def _requeue_jobs(self, attempts: list[int]) -> None:
@@ -343,46 +377,60 @@ class Evaluations:
                 self.queue.appendleft(entry.job)
 
     def _take_back_job(self, attempt: int) -> LeasedJob:
-        leased = self.out.pop(attempt)
+        leased = self.leased_jobs.pop(attempt)
         self.leases.end(leased.producer, leased.session, attempt)
         return leased
 
     def deliver(self, sample: Trajectory) -> Disposition:
-        if sample.attempt not in self.out:
+        """Take the sample of a leased job; return "evaluated", or "duplicate" if none is leased.
+
+        A failed job is queued again until its third failure."""
+        if sample.attempt not in self.leased_jobs:
             return "duplicate"
         entry = self._take_back_job(sample.attempt)
         job = entry.job
         if entry.lapsed:
             self.queue.remove(job)
-        plan = self.plan.plan_of(job.split)
-        current = next(r for r in self.rounds if r.label == job.label and r.split == job.split)
+        plan = self.plan.find_set(job.split)
+        current_round = next(
+            open_round
+            for open_round in self.rounds
+            if open_round.label == job.label and open_round.split == job.split
+        )
         if sample.failed and job.failures + 1 < MAX_FAILURES:
             job.failures += 1
             self.queue.append(job)
         elif sample.failed:
-            current.failed += 1
+            current_round.failed += 1
         else:
-            current.add(job, sample, plan)
-        if current.is_done:
-            self.rounds.remove(current)
-            values = current.metrics(plan) | self._by_task(current)
-            self.results[current.split, job.label.number] = values
+            current_round.add(job, sample, plan)
+        if current_round.is_done:
+            self.rounds.remove(current_round)
+            values = current_round.compute_metrics(plan) | self._compute_task_metrics(current_round)
+            self.results[current_round.split, job.label.number] = values
             self.fresh.append((job.label.number, values))
         return "evaluated"
 
-    def _by_task(self, done: EvaluationRound) -> dict[str, float]:
-        """Metrics of each task of a mixture in the run's own sets: eval/TASK and eval/TASK-ood."""
+    def _compute_task_metrics(self, finished: EvaluationRound) -> dict[str, float]:
+        """Compute the metrics of each task of a mixture: eval/TASK and eval/TASK-ood.
+
+        Only heldout and ood have them; another set gives {}."""
+        if finished.split not in ("heldout", "ood"):
+            return {}
         assert self.prompt is not None
         tasks: dict[str, EvaluationRound] = {}
-        own = done.split in ("heldout", "ood")
         for index, reward, length in zip(
-            done.places if own else (), done.rewards, done.lengths, strict=own
+            finished.places, finished.rewards, finished.lengths, strict=True
         ):
-            if task := self.prompt(done.split, index).task:
-                name = f"{task}-ood" if done.split == "ood" else task
-                part = tasks.setdefault(name, EvaluationRound(done.label, name, 0))
+            if task := self.prompt(finished.split, index).task:
+                name = f"{task}-ood" if finished.split == "ood" else task
+                part = tasks.setdefault(name, EvaluationRound(finished.label, name, 0))
                 part.rewards.append(reward)
                 part.lengths.append(length)
                 part.places.append(index)
-        plan = self.plan.plan_of(done.split)
-        return {key: x for part in tasks.values() for key, x in part.metrics(plan).items()}
+        plan = self.plan.find_set(finished.split)
+        return {
+            name: value
+            for part in tasks.values()
+            for name, value in part.compute_metrics(plan).items()
+        }

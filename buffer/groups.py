@@ -19,7 +19,9 @@ MAX_DROPS = 3  # the third drop, or failure, of a group abandons it
 
 @dataclass
 class StoreSettings:
-    """The settings that the store needs from the config."""
+    """The settings that the store needs from the config.
+
+    batch, group: groups of a batch, samples of a group. steps: batches of the run."""
 
     batch: int
     group: int
@@ -30,8 +32,8 @@ class StoreSettings:
     order: str = "auto"
     inject: int | list[float] | None = None
     filter_no_spread: bool = False
-    half_life: float = 2.0
-    lease_s: float = 20.0
+    half_life: float = 2.0  # versions past the limit after which a token's weight is one half
+    lease_s: float = 20.0  # seconds
     error_budget: float = 1.0
     machinery_budget: float = 1.0
     byte_limit: int = 1 << 30
@@ -42,8 +44,10 @@ class StoreSettings:
     evaluators: list[str] = field(default_factory=list)  # generators reserved for evaluations
     token_limits: dict[str, int] = field(default_factory=dict)  # of the tasks of a mixture
 
-    def sampling_of(self, task: str) -> SamplingSettings:
-        """The sampling of a task's training prompts: a part of a mixture may have its own limit."""
+    def get_sampling(self, task: str) -> SamplingSettings:
+        """Return the sampling of a task's training prompts.
+
+        A task of a mixture may have its own limit of tokens."""
         limit = self.token_limits.get(task)
         return self.sampling if limit is None else replace(self.sampling, max_new_tokens=limit)
 
@@ -58,7 +62,7 @@ class StoreSettings:
         return self.on_exceed == "pace" and self.order in ("auto", "ticket")
 
 
-def settings(config: Config) -> StoreSettings:
+def make_store_settings(config: Config) -> StoreSettings:
     """Make the store's settings from the config."""
     generator = config.generator
     staleness = config.staleness
@@ -99,12 +103,14 @@ def settings(config: Config) -> StoreSettings:
 
 @dataclass
 class Lease:
+    """The lease of a group by one attempt."""
+
     attempt: int
     producer: str
     session: int
-    expires: float
-    todo: set[int]
-    granted: Label
+    expires: float  # seconds, on the clock of this process
+    todo: set[int]  # samples that were not delivered yet
+    granted: Label  # the policy at the grant
 
 
 @dataclass
@@ -114,30 +120,36 @@ class LeaseTable:
     >>> leases = LeaseTable()
     >>> leases.add("g", 1, 5, ticket=0), leases.add("g", 1, 6, ticket=1)
     (None, None)
-    >>> leases.unnamed_attempts("g", 1, taken=5, named=set())
+    >>> leases.find_unnamed_attempts("g", 1, taken=5, named=set())
     [(0, 5)]
-    >>> leases.unnamed_attempts("g", 1, taken=6, named={5})
+    >>> leases.find_unnamed_attempts("g", 1, taken=6, named={5})
     [(1, 6)]
     """
 
     # (producer, session) -> {attempt: ticket}
-    held: dict[tuple[str, int], dict[int, int]] = field(default_factory=dict)
+    attempts: dict[tuple[str, int], dict[int, int]] = field(default_factory=dict)
 
     def add(self, producer: str, session: int, attempt: int, ticket: int) -> None:
-        self.held.setdefault((producer, session), {})[attempt] = ticket
+        """Add an active lease."""
+        self.attempts.setdefault((producer, session), {})[attempt] = ticket
 
     def end(self, producer: str, session: int, attempt: int) -> None:
-        mine = self.held[producer, session]
-        del mine[attempt]
-        if not mine:
-            del self.held[producer, session]
+        """Remove the lease of an attempt. Raises KeyError if it is not active."""
+        tickets = self.attempts[producer, session]
+        del tickets[attempt]
+        if not tickets:
+            del self.attempts[producer, session]
 
-    def unnamed_attempts(
+    def find_unnamed_attempts(
         self, producer: str, session: int, taken: int, named: Set[int]
     ) -> list[tuple[int, int]]:
-        """(ticket, attempt) with attempt <= `taken` that are not in `named`."""
-        mine = self.held.get((producer, session), {})
-        return [(t, a) for a, t in mine.items() if a <= taken and a not in named]
+        """Find the (ticket, attempt) with attempt <= `taken` that are not in `named`."""
+        tickets = self.attempts.get((producer, session), {})
+        return [
+            (ticket, attempt)
+            for attempt, ticket in tickets.items()
+            if attempt <= taken and attempt not in named
+        ]
 
 
 class Grant(NamedTuple):
@@ -152,6 +164,8 @@ class Grant(NamedTuple):
 
 @dataclass
 class StoredSample:
+    """An accepted sample of a group, and its tokens that were not trained with full weight."""
+
     trajectory: Trajectory
     in_flight: int  # lag at delivery
     masked: int = 0  # tokens past the limit (mask)
@@ -164,7 +178,7 @@ class StoredSample:
     def __post_init__(self) -> None:
         """Cache what every fold and every batch needs; not fields, so that snapshots omit them."""
         self.length = self.trajectory.length
-        self.size = size(self.trajectory)
+        self.size = count_bytes(self.trajectory)
 
     @property
     def is_partly_trained(self) -> bool:
@@ -174,6 +188,8 @@ class StoredSample:
 
 @dataclass
 class Group:
+    """A group of the store, with its lease, its attempts and the ledger lines of its samples."""
+
     ticket: int
     samples: list[StoredSample | None]
     lease: Lease | None = None
@@ -196,100 +212,100 @@ class Group:
     def __post_init__(self) -> None:
         # the sums of a complete group's samples with all their tokens, cached because every batch
         # folds them; not a field: a snapshot has the samples
-        self.whole: LedgerSums | None = None
+        self.complete_sums: LedgerSums | None = None
 
     def set_sample(self, index: int, stored: StoredSample | None) -> None:
         """Store a sample, or remove it (None)."""
         self.samples[index] = stored
-        self.whole = None
+        self.complete_sums = None
 
     def empty(self) -> None:
         """Remove all samples."""
         self.samples = [None] * len(self.samples)
-        self.whole = None
+        self.complete_sums = None
 
     @property
     def position(self) -> int:
         """Position in ticket order."""
         return self.ticket if self.stands < 0 else self.stands
 
-    def missing(self) -> list[int]:
-        return [i for i, stored in enumerate(self.samples) if stored is None]
+    def list_missing(self) -> list[int]:
+        """List the numbers of the samples that are not stored."""
+        return [number for number, stored in enumerate(self.samples) if stored is None]
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
+        """Whether all samples are stored."""
         for stored in self.samples:  # noqa: SIM110 - a third of what `all` over a generator takes
             if stored is None:
                 return False
         return True
 
-    def stored_samples(self) -> list[StoredSample]:
+    def list_stored_samples(self) -> list[StoredSample]:
+        """List the stored samples by their numbers."""
         return [stored for stored in self.samples if stored is not None]
 
     @property
     def has_partly_trained(self) -> bool:
         """Whether a sample has tokens that were not trained with full weight."""
-        for stored in self.stored_samples():
-            if stored.skipped or stored.rejected or stored.masked or stored.faded:
-                return True
-        return False
+        return any(stored.is_partly_trained for stored in self.list_stored_samples())
 
-    def fold(self, into: Ledger, *, trained: bool, rest: LedgerLine = "left_over") -> None:
-        """Add this group's lines to a ledger.
+    def fold(self, ledger: Ledger, *, trained: bool, rest: LedgerLine = "left_over") -> None:
+        """Add this group's lines to `ledger`.
 
         Accepted samples count as trained, or under `rest`. Undelivered tokens of ended attempts are
         lost; those of other attempts count under `rest`."""
         for ledger_line, tokens, reward in self.other:
-            into.add(ledger_line, tokens, 1, tokens, reward)
-        line = into.lines["trained" if trained else rest]
-        if self.complete and not (trained and self.has_partly_trained):
-            if self.whole is None:
-                self.whole = LedgerSums()
-                for stored in self.stored_samples():
-                    self.whole.add_whole(stored.length, stored.trajectory.reward)
-            line.merge(self.whole)
+            ledger.add(ledger_line, tokens, 1, tokens, reward)
+        line = ledger.lines["trained" if trained else rest]
+        if self.is_complete and not (trained and self.has_partly_trained):
+            if self.complete_sums is None:
+                self.complete_sums = LedgerSums()
+                for stored in self.list_stored_samples():
+                    self.complete_sums.add_whole(stored.length, stored.trajectory.reward)
+            line.merge(self.complete_sums)
         else:
-            for stored in self.stored_samples():
+            for stored in self.list_stored_samples():
                 if trained and stored.is_partly_trained:
-                    self._fold_parts(stored, into)
+                    self._fold_parts(stored, ledger)
                 else:  # all its tokens are in one line
                     line.add_whole(stored.length, stored.trajectory.reward)
         for reported, delivered, ended in self.attempts.values():
             if reported > delivered:
-                into.add("lost_with_process" if ended else rest, reported - delivered)
+                ledger.add("lost_with_process" if ended else rest, reported - delivered)
 
     @staticmethod
-    def _fold_parts(stored: StoredSample, into: Ledger) -> None:
+    def _fold_parts(stored: StoredSample, ledger: Ledger) -> None:
         """Add the lines of a trained sample whose tokens were not all trained with full weight."""
         length, reward = stored.length, stored.trajectory.reward
-        if not stored.skipped:
-            trained = length - stored.masked - stored.rejected
-            into.add("trained", trained, 1, length, reward, stored.faded)
         if stored.skipped:
-            into.add("skipped", stored.skipped, 1, length, reward)
+            ledger.add("skipped", stored.skipped, 1, length, reward)
+        else:
+            trained = length - stored.masked - stored.rejected
+            ledger.add("trained", trained, 1, length, reward, stored.faded)
         if stored.rejected:
-            into.add("rejected", stored.rejected, 1, length, reward)
+            ledger.add("rejected", stored.rejected, 1, length, reward)
         if stored.masked:
-            into.add("masked_stale", stored.masked, 1, length, reward)
+            ledger.add("masked_stale", stored.masked, 1, length, reward)
 
     def add_images(self, blobs: Mapping[str, bytes]) -> int:
-        """Keep the images that it does not have yet; return their bytes."""
+        """Add the images that the group lacks; return their number of bytes."""
         new = {name: blob for name, blob in blobs.items() if name not in self.images}
         self.images |= new
         return sum(map(len, new.values()))
 
-    def release_samples(self) -> int:
-        """Bytes of its stored samples."""
-        return sum(stored.size for stored in self.stored_samples())
+    def count_sample_bytes(self) -> int:
+        """Count the bytes of the stored samples."""
+        return sum(stored.size for stored in self.list_stored_samples())
 
-    def stored_bytes(self) -> int:
-        """Bytes of its stored samples and its images."""
-        return self.release_samples() + sum(map(len, self.images.values()))
+    def count_stored_bytes(self) -> int:
+        """Count the bytes of the stored samples and of the images."""
+        return self.count_sample_bytes() + sum(map(len, self.images.values()))
 
 
-def size(sample: Trajectory) -> int:
-    """Bytes of a stored sample for the byte limit: ids, logprobs, mask, and its prompt."""
-    own = 11 * len(sample.tokens) // 4 + len(sample.prompt_tokens)
-    if not sample.rows:
-        return own
-    return own + sum(11 * len(row.tokens) // 4 + len(row.prompt_tokens) for row in sample.rows)
+def count_bytes(sample: Trajectory) -> int:
+    """Count the bytes of a stored sample for the byte limit: ids, logprobs, mask and prompt."""
+    sequence_bytes = 11 * len(sample.tokens) // 4 + len(sample.prompt_tokens)
+    return sequence_bytes + sum(
+        11 * len(row.tokens) // 4 + len(row.prompt_tokens) for row in sample.rows
+    )

@@ -49,30 +49,29 @@ SURE = struct.Struct("<QQQ")
 SEGMENT_BYTES = 64 * 1024 * 1024
 PIECES = 512  # pieces written by one system call, which accepts 1,024
 Record = Sequence[bytes | memoryview]  # a payload in pieces, which are written without a copy
-TAIL_BYTES = (
-    256 * 1024
-)  # a tail of at most this length is written by the caller, which waits for it
+TAIL_BYTES = 256 * 1024  # the caller waits while it writes a tail of at most this length
 
 
-def _sum(length: int, sure: int, record: Record) -> int:
+def _compute_checksum(length: int, sure: int, record: Record) -> int:
     digest = xxhash.xxh3_64(struct.pack("<IQ", length, sure))
     for piece in record:
         digest.update(piece)
     return int(digest.intdigest())
 
 
-def _length(record: Record) -> int:
+def _count_bytes(record: Record) -> int:
     return sum(map(len, record))
 
 
-def head(record: Record, sure: int) -> bytes:
+def make_header(record: Record, sure: int) -> bytes:
     """Make the header of a record."""
-    length = _length(record)
-    return HEAD.pack(MARK, length, sure, _sum(length, sure, record))
+    length = _count_bytes(record)
+    return HEAD.pack(MARK, length, sure, _compute_checksum(length, sure, record))
 
 
-def frame(payload: bytes, sure: int) -> bytes:
-    return head([payload], sure) + payload
+def make_frame(payload: bytes, sure: int) -> bytes:
+    """Make a record of one piece, with its header."""
+    return make_header([payload], sure) + payload
 
 
 def _read_frame(data: bytes, offset: int) -> tuple[int, bytes] | None:
@@ -84,37 +83,42 @@ def _read_frame(data: bytes, offset: int) -> tuple[int, bytes] | None:
     if mark != MARK or start + length > len(data):
         return None
     payload = data[start : start + length]
-    return (sure, payload) if _sum(length, sure, [payload]) == checksum else None
+    return (sure, payload) if _compute_checksum(length, sure, [payload]) == checksum else None
 
 
-def segment_position(path: Path) -> tuple[int, int]:
-    """Term and number of a segment: the sort key of segments.
+def parse_position(path: Path) -> tuple[int, int]:
+    """Read term and number of a segment from its name: the sort key of segments.
 
-    >>> segment_position(Path("journal/00000002-00000007.log"))
+    >>> parse_position(Path("journal/00000002-00000007.log"))
     (2, 7)
-    >>> segment_position(Path("journal/00000008.log"))
+    >>> parse_position(Path("journal/00000008.log"))
     (0, 8)
     """
     term, _, number = path.stem.rpartition("-")
     return int(term or 0), int(number)
 
 
-def segment_path(directory: Path, term: int, number: int) -> Path:
-    """The path of a segment."""
+def make_segment_path(directory: Path, term: int, number: int) -> Path:
+    """Return the path of a segment."""
     return directory / (f"{term:08d}-{number:08d}.log" if term else f"{number:08d}.log")
 
 
-def segments(directory: Path, before: int = 0) -> list[Path]:
-    """The segments, oldest first.
+def list_segments(directory: Path, before: int = 0) -> list[Path]:
+    """List the segments, the oldest first.
 
     before: only those of earlier terms; 0: all."""
-    paths = (path for path in directory.glob("[0-9]*.log"))
     return sorted(
-        (p for p in paths if not before or segment_position(p)[0] < before), key=segment_position
+        (
+            path
+            for path in directory.glob("[0-9]*.log")
+            if not before or parse_position(path)[0] < before
+        ),
+        key=parse_position,
     )
 
 
-def sure_file(directory: Path, term: int) -> Path:
+def make_sure_path(directory: Path, term: int) -> Path:
+    """Return the path of a term's file `sure`."""
     return directory / (f"{term:08d}.sure" if term else "sure")
 
 
@@ -132,18 +136,20 @@ def read(path: Path) -> Iterator[bytes]:
         _, payload = sure_and_payload
         offset += HEAD.size + len(payload)
         yield payload
-    if _durable_count(path) > offset:
-        raise _damaged(path, offset, len(data))
+    if _count_durable_bytes(path) > offset:
+        raise _make_damage_error(path, offset, len(data))
 
 
-def _durable_count(path: Path) -> int:
-    """The durable bytes of a segment according to the files `sure`; 0: unknown.
+def _count_durable_bytes(path: Path) -> int:
+    """Count the durable bytes of a segment by the files `sure`; 0: unknown.
 
     Raises DamagedDataError if a file `sure` names a newer segment."""
     newest = max(map(_read_sure_file, path.parent.glob("*sure")), default=(0, 0, 0))
-    if newest[:2] > segment_position(path):
-        raise DamagedDataError(f"{segment_path(path.parent, *newest[:2])} is missing: restore it")
-    return newest[2] if newest[:2] == segment_position(path) else 0
+    if newest[:2] > parse_position(path):
+        raise DamagedDataError(
+            f"{make_segment_path(path.parent, *newest[:2])} is missing: restore it"
+        )
+    return newest[2] if newest[:2] == parse_position(path) else 0
 
 
 def _read_sure_file(path: Path) -> tuple[int, int, int]:
@@ -154,39 +160,41 @@ def _read_sure_file(path: Path) -> tuple[int, int, int]:
         return 0, 0, 0
     if xxhash.xxh3_64_intdigest(struct.pack("<QQ", number, sure)) != checksum:
         return 0, 0, 0
-    return _term_of(path), int(number), int(sure)
+    return _parse_term(path), int(number), int(sure)
 
 
-def _term_of(path: Path) -> int:
-    """The term of a file `sure`."""
+def _parse_term(path: Path) -> int:
+    """Read the term of a file `sure` from its name; 0 without a term."""
     return int(path.stem) if path.suffix else 0
 
 
-def _damaged(path: Path, bad: int, size: int) -> DamagedDataError:
+def _make_damage_error(path: Path, offset: int, size: int) -> DamagedDataError:
     return DamagedDataError(
-        f"{path} is damaged at byte {bad} of {size}, where it was intact before: restore it, or "
+        f"{path} is damaged at byte {offset} of {size}, where it was intact before: restore it, or "
         "start a new run (a power cut can cause this under durability.mode = process, but not "
         "under disk)"
     )
 
 
-def _judge_tail(path: Path, data: bytes, bad: int) -> None:
-    """Cut `path` at `bad`; raise DamagedDataError if the data there was durable before."""
-    if not bad or _durable_count(path) > bad:
-        raise _damaged(path, bad, len(data))
-    offset = data.find(MARK, bad + 1)
+def _judge_tail(path: Path, data: bytes, tail: int) -> None:
+    """Cut `path` at offset `tail`; raise DamagedDataError if the data there was durable before."""
+    if not tail or _count_durable_bytes(path) > tail:
+        raise _make_damage_error(path, tail, len(data))
+    offset = data.find(MARK, tail + 1)
     while offset >= 0:
         later_frame = _read_frame(data, offset)
-        if later_frame is not None and later_frame[0] > bad:
-            raise _damaged(path, bad, len(data))
+        if later_frame is not None and later_frame[0] > tail:
+            raise _make_damage_error(path, tail, len(data))
         offset = data.find(MARK, offset + 1)
     with path.open("r+b") as file:
-        file.truncate(bad)
+        file.truncate(tail)
         os.fsync(file.fileno())
 
 
-class Next:
-    """The next segment: a thread writes the snapshot and most records appended since."""
+class NextSegment:
+    """The next segment: a thread writes the snapshot and most records appended since.
+
+    sync: whether records must reach the disk."""
 
     def __init__(self, path: Path, snapshot: bytes, *, sync: bool) -> None:
         self.path = path
@@ -196,7 +204,7 @@ class Next:
         self.fd = -1
         self.size = 0
         self.tail: list[Record] = []
-        self.ready = False  # the rest of the tail is short
+        self.is_ready = False  # the rest of the tail is short
         self.error: OSError | None = None
         self._lock = threading.Lock()
         self.thread = threading.Thread(target=self._write, name="journal-next", daemon=True)
@@ -213,24 +221,26 @@ class Next:
             self.fd = os.open(self.part, flags, 0o600)
             self.write_records([[self.snapshot]])
             self.snapshot = b""
-            while not self.ready:
+            while not self.is_ready:
                 with self._lock:
-                    tail_bytes = sum(_length(record) for record in self.tail)
-                    self.ready = tail_bytes <= TAIL_BYTES
-                    records, self.tail = ([], self.tail) if self.ready else (self.tail, [])
+                    tail_bytes = sum(_count_bytes(record) for record in self.tail)
+                    self.is_ready = tail_bytes <= TAIL_BYTES
+                    records = []
+                    if not self.is_ready:
+                        records, self.tail = self.tail, []
                 self.write_records(records)
         except OSError as error:
             self.error = error
-            self.ready = True
+            self.is_ready = True
 
     def write_records(self, records: list[Record]) -> None:
-        """Write records, as durable as the mode promises.  Raises OSError."""
+        """Write records so that they are as durable as the mode promises.  Raises OSError."""
         for record in records:
-            self.size += _write(self.fd, [head(record, self.size), *record])
+            self.size += _write(self.fd, [make_header(record, self.size), *record])
         if self.sync and records:
             os.fdatasync(self.fd)
 
-    def name(self) -> None:
+    def finish(self) -> None:
         """Write the rest of the tail and rename the file: it is now the newest segment.
 
         Raises OSError."""
@@ -253,9 +263,10 @@ class Journal:
     """The log being written: `append`, then `write`.
 
     A record is safe once `durable` has reached its number.  With `sync` a thread syncs groups of
-    records, while more are appended and written.
+    records, while further records are appended and written.
 
-    sync: wait for the disk (durability `disk`).
+    sync: a record is durable only once the disk has it (durability `disk`).
+    segment_bytes: size from which a segment is replaced.
     term: the term of the buffer that writes."""
 
     def __init__(
@@ -267,13 +278,13 @@ class Journal:
         self.segment_bytes = segment_bytes
         atomic_write.create_directory(directory)
         for leftover in directory.glob("*.part"):
-            if segment_position(leftover)[0] <= term:
+            if parse_position(leftover)[0] <= term:
                 atomic_write.remove(leftover)
-        self.next: Next | None = None
+        self.next: NextSegment | None = None
         self._remover: threading.Thread | None = None
-        self._sure_fd = os.open(sure_file(directory, term), os.O_WRONLY | os.O_CREAT, 0o600)
-        existing = segments(directory, term)
-        self.number = segment_position(existing[-1])[1] if existing else 0
+        self._sure_fd = os.open(make_sure_path(directory, term), os.O_WRONLY | os.O_CREAT, 0o600)
+        existing = list_segments(directory, term)
+        self.number = parse_position(existing[-1])[1] if existing else 0
         self.fd = -1
         self.appended = self.durable = self.size = self.sure = self.first = 0
         self.waiting: list[Record] = []
@@ -282,7 +293,9 @@ class Journal:
         self._goal = (0, 0)  # (record, bytes) written and not yet synced
         self._busy = self._end = False
         self.thread = (
-            threading.Thread(target=self._syncer, name="journal", daemon=True) if sync else None
+            threading.Thread(target=self._sync_records, name="journal", daemon=True)
+            if sync
+            else None
         )
         if self.thread is not None:
             self.thread.start()
@@ -294,16 +307,18 @@ class Journal:
         return self.appended
 
     def write(self) -> None:
-        """Hand all appended records to the kernel; the thread syncs them under `disk`."""
+        """Write all appended records to the file; the thread syncs them under `disk`.
+
+        Raises AsyncrlError when the disk is full."""
         if self.failure is not None:
             raise make_disk_full_error(self.directory, self.failure) from self.failure
-        if self.next is not None and self.next.ready:
+        if self.next is not None and self.next.is_ready:
             self._switch()
         if not self.waiting:
             return
         pieces: list[bytes | memoryview] = []
         for record in self.waiting:
-            pieces.append(head(record, self.sure))
+            pieces.append(make_header(record, self.sure))
             pieces += record
         if self.next is not None:
             self.next.append(self.waiting)
@@ -322,7 +337,8 @@ class Journal:
             self._goal = (self.appended, self.size)
             self._wake.notify()
 
-    def _syncer(self) -> None:
+    def _sync_records(self) -> None:
+        """Sync the written records in groups, until `close`."""
         while True:
             with self._wake:
                 while self._goal[0] <= self.durable and not self._end:
@@ -349,17 +365,19 @@ class Journal:
 
     def _write_sure(self) -> None:
         """Write the file `sure`, an additional proof; correctness does not depend on it."""
-        head = struct.pack("<QQ", self.number, self.sure)
+        position = struct.pack("<QQ", self.number, self.sure)
+        checksum = struct.pack("<Q", xxhash.xxh3_64_intdigest(position))
         with contextlib.suppress(OSError):
-            os.pwrite(self._sure_fd, head + struct.pack("<Q", xxhash.xxh3_64_intdigest(head)), 0)
+            os.pwrite(self._sure_fd, position + checksum, 0)
 
     @property
     def is_full(self) -> bool:
         """Whether a new segment is due, which would be smaller than this one."""
         return self.next is None and self.size > max(self.segment_bytes, 2 * self.first)
 
-    def _next_path(self) -> Path:
-        return segment_path(self.directory, self.term, self.number + 1)
+    def _begin_next(self, snapshot: bytes) -> NextSegment:
+        path = make_segment_path(self.directory, self.term, self.number + 1)
+        return NextSegment(path, snapshot, sync=self.sync)
 
     def rotate(self, snapshot: bytes, *, wait: bool = True) -> None:
         """Start a new segment with a snapshot of everything appended so far.
@@ -376,10 +394,10 @@ class Journal:
             self.next = None
         if not wait:
             self.write()  # the snapshot contains these records: keep them out of the tail
-            self.next = Next(self._next_path(), snapshot, sync=self.sync)
+            self.next = self._begin_next(snapshot)
             return
         self.waiting = []
-        self.next = Next(self._next_path(), snapshot, sync=self.sync)
+        self.next = self._begin_next(snapshot)
         self._switch()
 
     def _switch(self) -> None:
@@ -392,13 +410,13 @@ class Journal:
         with self._wake:
             self._wake.wait_for(lambda: not self._busy)
             try:
-                new.name()
+                new.finish()
             except OSError as error:
                 new.abandon()
                 raise make_disk_full_error(new.part, error) from error
             old = self.fd
             self.fd = new.fd
-            self.number = self.number + 1
+            self.number += 1
             self.size = self.sure = new.size
             self.first = first
             self.durable = self.appended - len(self.waiting)
@@ -412,11 +430,11 @@ class Journal:
         """Remove the segments that the new one replaces; a later call removes what remains."""
         try:
             with contextlib.suppress(OSError):  # the run directory may be gone
-                for other in segments(self.directory):
-                    if segment_position(other) < segment_position(keep):
+                for other in list_segments(self.directory):
+                    if parse_position(other) < parse_position(keep):
                         atomic_write.remove(other)
                 for note in self.directory.glob("*sure"):
-                    if _term_of(note) < self.term:
+                    if _parse_term(note) < self.term:
                         atomic_write.remove(note)
         finally:
             if old >= 0:
@@ -428,6 +446,9 @@ class Journal:
         self.close()
 
     def close(self) -> None:
+        """Write the queued records and close the files.
+
+        Raises AsyncrlError when the disk is full."""
         if self.next is not None:
             self.next.abandon()
             self.next = None
@@ -454,7 +475,7 @@ class Journal:
 def _write(fd: int, pieces: Record) -> int:
     """Write all pieces in order; return the number of bytes. Raises OSError."""
     views = [memoryview(piece) for piece in pieces if len(piece)]
-    size = _length(views)
+    size = _count_bytes(views)
     first = 0
     while first < len(views):
         written = os.writev(fd, views[first : first + PIECES])

@@ -35,6 +35,7 @@ class LedgerSums:
         reward: float = 0.0,
         faded: float = 0.0,
     ) -> None:
+        """Add `tokens` of `samples` samples with these sums of length and reward."""
         if samples and tokens:
             upto = 1 << max(0, int(length) - 1).bit_length()
             self.by_length[upto] = self.by_length.get(upto, 0) + tokens
@@ -56,6 +57,7 @@ class LedgerSums:
         self.reward_sum += reward
 
     def copy(self) -> LedgerSums:
+        """Return an independent copy."""
         return LedgerSums(
             self.tokens,
             self.samples,
@@ -66,6 +68,7 @@ class LedgerSums:
         )
 
     def merge(self, other: LedgerSums) -> None:
+        """Add the sums of `other`."""
         self.tokens += other.tokens
         self.samples += other.samples
         self.length_sum += other.length_sum
@@ -76,6 +79,7 @@ class LedgerSums:
             self.faded[upto] = self.faded.get(upto, 0.0) + faded
 
     def as_dict(self) -> dict[str, float]:
+        """Return the totals and means as in checkpoints, status messages and the summary."""
         samples = max(self.samples, 1)
         means = {
             "tokens": self.tokens,
@@ -101,7 +105,8 @@ class Ledger:
         self.lines = {name: self.lines.get(name) or LedgerSums() for name in DISPOSITIONS}
 
     def copy(self) -> Ledger:
-        return Ledger({name: x.copy() for name, x in self.lines.items()})
+        """Return an independent copy."""
+        return Ledger({name: line.copy() for name, line in self.lines.items()})
 
     def add(
         self,
@@ -112,18 +117,23 @@ class Ledger:
         reward: float = 0.0,
         faded: float = 0.0,
     ) -> None:
+        """Add to one line; see `LedgerSums.add`."""
         self.lines[line].add(tokens, samples, length, reward, faded)
 
     def merge(self, other: Ledger) -> None:
+        """Add the lines of `other`."""
         for name, line in other.lines.items():
             self.lines[name].merge(line)
 
-    def totals(self) -> dict[str, dict[str, float]]:
+    def compute_totals(self) -> dict[str, dict[str, float]]:
+        """Compute the totals and means of each line, by its name."""
         return {name: line.as_dict() for name, line in self.lines.items()}
 
     @classmethod
     def restore(cls, totals: dict[str, dict[str, float]]) -> Ledger:
-        """Make a ledger from `totals` of a checkpoint (`memory` durability)."""
+        """Make a ledger from the `totals` of a checkpoint (`memory` durability).
+
+        Raises KeyError, ValueError or OverflowError if they are not those of a ledger."""
         ledger = cls()
         for name, line in totals.items():
             samples = line["samples"]
@@ -132,28 +142,29 @@ class Ledger:
                 int(samples),
                 line["mean_length"] * samples,
                 line["mean_reward"] * samples,
-                {k: int(x) for k, x in binned(line, "upto_").items()},
-                binned(line, "faded_upto_"),
+                {k: int(x) for k, x in read_bins(line, "upto_").items()},
+                read_bins(line, "faded_upto_"),
             )
         return ledger
 
 
-def binned(line: dict[str, float], prefix: str) -> dict[int, float]:
-    """Return {upper bound of the samples' length: value} of one line of `totals`.
+def read_bins(line: dict[str, float], prefix: str) -> dict[int, float]:
+    """Read {upper bound of the samples' length: value} from one line of `compute_totals`.
 
-    >>> binned({"tokens": 9, "upto_8": 6, "upto_16": 3, "faded_upto_16": 1.5}, "upto_")
+    >>> read_bins({"tokens": 9, "upto_8": 6, "upto_16": 3, "faded_upto_16": 1.5}, "upto_")
     {8: 6, 16: 3}
     """
     return {int(k.removeprefix(prefix)): x for k, x in line.items() if k.startswith(prefix)}
 
 
-def total_tokens(totals: dict[str, dict[str, float]], names: Iterable[str] = DISPOSITIONS) -> int:
-    return sum(int(totals[n]["tokens"]) for n in names if n in totals)
+def sum_tokens(totals: dict[str, dict[str, float]], names: Iterable[str] = DISPOSITIONS) -> int:
+    """Sum the tokens of the lines `names` of `compute_totals`."""
+    return sum(int(totals[name]["tokens"]) for name in names if name in totals)
 
 
 # ---- samples and attempts of removed groups ------------------------------------------------------
 
-ROWS = 256  # of a block: a lookup compares the bounds of all blocks and searches a few of them
+ROWS = 256  # rows of a block: a lookup compares the bounds of all blocks and searches a few
 CODES: tuple[Disposition, ...] = (*DISPOSITIONS, *get_args(get_args(Disposition)[1]))
 Key = tuple[int, int, int]  # ticket, sample, attempt
 CODE_OF: dict[str, int] = {disposition: code for code, disposition in enumerate(CODES)}
@@ -162,19 +173,12 @@ CODE_OF: dict[str, int] = {disposition: code for code, disposition in enumerate(
 class RowBlock:
     """Up to ROWS packed rows of integers; rows before `first` are dropped."""
 
-    __slots__ = (
-        "first",
-        "form",
-        "high",
-        "low",
-        "packed",
-        "tickets",
-    )
+    __slots__ = ("first", "form", "high", "low", "packed", "tickets")
 
     def __init__(self, form: Struct, low: int) -> None:
         self.form = form
         self.tickets = array("q")  # the first number of each row
-        self.packed = bytearray()  # the others
+        self.packed = bytearray()  # the other numbers
         self.first = 0
         self.low = low  # the lowest ticket
         self.high = low  # the highest ticket
@@ -183,13 +187,15 @@ class RowBlock:
         return len(self.tickets)
 
     def append(self, row: tuple[int, ...]) -> None:
+        """Append a row, whose first number is a ticket."""
         ticket, *others = row
         self.low = min(self.low, ticket)
         self.high = max(self.high, ticket)
         self.tickets.append(ticket)
         self.packed += self.form.pack(*others)
 
-    def row_at(self, position: int) -> tuple[int, ...]:
+    def read_row(self, position: int) -> tuple[int, ...]:
+        """Read the row at `position`, counted with the dropped rows."""
         offset = position * self.form.size
         others = self.form.unpack_from(self.packed, offset)
         return self.tickets[position], *others
@@ -199,7 +205,8 @@ class RowBlock:
         offset = position * self.form.size
         self.form.pack_into(self.packed, offset, *row[1:])
 
-    def row_positions(self, ticket: int) -> Iterator[int]:
+    def find_positions(self, ticket: int) -> Iterator[int]:
+        """Yield the positions of a ticket's rows, in ascending order."""
         position = self.first
         while True:
             try:
@@ -213,7 +220,7 @@ class RowBlock:
 class RowTable:
     """Rows in order of arrival, found by their first number, a ticket.
 
-    Tickets arrive nearly in order, so that few blocks can contain a given one.  A row needs only
+    Tickets arrive nearly in order, so that few blocks can contain a given ticket.  A row needs only
     the bytes of its numbers; a dictionary's entry would need ten times as much.
 
     form: struct format of the other numbers."""
@@ -229,12 +236,12 @@ class RowTable:
     def __iter__(self) -> Iterator[tuple[int, ...]]:
         for block in self.blocks:
             for position in range(block.first, len(block)):
-                yield block.row_at(position)
+                yield block.read_row(position)
 
     def append(self, row: tuple[int, ...]) -> None:
+        """Append a row as the newest one."""
         if not self.blocks or len(self.blocks[-1]) == ROWS:
-            block = RowBlock(self.form, row[0])
-            self.blocks.append(block)
+            self.blocks.append(RowBlock(self.form, row[0]))
         self.blocks[-1].append(row)
         self.size += 1
 
@@ -247,10 +254,10 @@ class RowTable:
             self.blocks.popleft()
 
     def find(self, ticket: int) -> Iterator[tuple[RowBlock, int]]:
-        """(block, position) of each row of a ticket, the newest first."""
+        """Yield (block, position) of each row of a ticket, the newest first."""
         for block in reversed(self.blocks):
             if block.low <= ticket <= block.high:
-                for position in reversed(list(block.row_positions(ticket))):
+                for position in reversed(list(block.find_positions(ticket))):
                     yield block, position
 
 
@@ -263,7 +270,8 @@ class SampleRun(NamedTuple):
     size: int
     code: int  # of their disposition, an index of CODES
 
-    def sample_keys(self) -> Iterator[Key]:
+    def iterate_keys(self) -> Iterator[Key]:
+        """Yield the (ticket, sample, attempt) of each sample."""
         for sample in range(self.first, self.first + self.size):
             yield self.ticket, sample, self.attempt
 
@@ -305,21 +313,22 @@ class SampleFates:
         return (key for key, _ in self.items())
 
     def items(self) -> Iterator[tuple[Key, Disposition]]:
+        """Iterate over ((ticket, sample, attempt), disposition), the oldest first."""
         for row in self.rows:
             run = SampleRun(*row)
-            for key in run.sample_keys():
+            for key in run.iterate_keys():
                 yield key, CODES[run.code]
 
     def get(self, key: Key) -> Disposition | None:
-        """The newest disposition of this sample, or None."""
+        """Return the newest disposition of this sample, or None."""
         for block, position in self.rows.find(key[0]):
-            row = block.row_at(position)
-            run = SampleRun(*row)
-            if key in run.sample_keys():
+            run = SampleRun(*block.read_row(position))
+            if key in run.iterate_keys():
                 return CODES[run.code]
         return None
 
     def add(self, key: Key, disposition: Disposition) -> None:
+        """Add one sample as the newest."""
         ticket, sample, attempt = key
         self.add_all(ticket, {(sample, attempt): disposition})
 
@@ -346,14 +355,15 @@ class SampleFates:
             self.rows.append((ticket, attempt, first, size, code))
             self.samples += size
 
-    def _forget(self, most: int) -> None:
-        """Forget at most `most` of the oldest samples, all from the oldest row."""
+    def _forget(self, count: int) -> None:
+        """Forget at most `count` of the oldest samples, all from the oldest row."""
         block = self.rows.blocks[0]
-        run = SampleRun(*block.row_at(block.first))
-        if run.size > most:
-            rest = run._replace(first=run.first + most, size=run.size - most)
-            block.replace_row(block.first, rest)
-            self.samples -= most
+        run = SampleRun(*block.read_row(block.first))
+        if run.size > count:
+            block.replace_row(
+                block.first, run._replace(first=run.first + count, size=run.size - count)
+            )
+            self.samples -= count
         else:
             self.rows.drop()
             self.samples -= run.size
@@ -396,20 +406,22 @@ class StrayAttempts:
         return (key for key, _ in self.items())
 
     def items(self) -> Iterator[tuple[tuple[int, int], list[int]]]:
+        """Iterate over ((ticket, attempt), [reported, delivered]), the oldest first."""
         for row in self.rows:
             stray = StrayAttempt(*row)
             key = stray.ticket, stray.attempt
             yield key, [stray.reported, stray.delivered]
 
     def add(self, stray: StrayAttempt) -> None:
+        """Add an attempt as the newest; drop the oldest beyond `limit`."""
         self.rows.append(stray)
         while len(self.rows) > self.limit:
             self.rows.drop()
 
     def get(self, ticket: int, attempt: int) -> StrayAttempt | None:
+        """Return this attempt, or None."""
         for block, position in self.rows.find(ticket):
-            row = block.row_at(position)
-            stray = StrayAttempt(*row)
+            stray = StrayAttempt(*block.read_row(position))
             if stray.attempt == attempt:
                 return stray
         return None
@@ -417,6 +429,6 @@ class StrayAttempts:
     def update(self, stray: StrayAttempt) -> None:
         """Replace the counts of an attempt that `get` has returned."""
         for block, position in self.rows.find(stray.ticket):
-            if StrayAttempt(*block.row_at(position)).attempt == stray.attempt:
+            if StrayAttempt(*block.read_row(position)).attempt == stray.attempt:
                 block.replace_row(position, stray)
                 return

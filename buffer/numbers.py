@@ -13,7 +13,7 @@ from asyncrl.contract.messages import Batch, Trajectory
 from buffer.store import Store
 from buffer.training_log import TrainingLog, mean, quantile
 
-# sums that a generator reports, counted since its start
+# sums that a generator reports since its start
 SUMS = (
     *(f"generator/{name}" for name in ("tokens", "busy_s", "idle_s", "swap_s", "reward_idle_s")),
     "reward/judged",
@@ -31,8 +31,8 @@ SUMS = (
 )
 
 
-def batch_metrics(batch: Batch, counts: dict[int, int]) -> dict[str, float]:
-    """Metrics of a trained batch: lag, length of its samples, parts of their rewards.
+def compute_batch_metrics(batch: Batch, counts: dict[int, int]) -> dict[str, float]:
+    """Compute the metrics of a trained batch: lag, length of its samples, parts of their rewards.
 
     counts: trained tokens by lag."""
     sample_count = max(len(batch.lags), 1)
@@ -50,44 +50,44 @@ def batch_metrics(batch: Batch, counts: dict[int, int]) -> dict[str, float]:
             "answer/length": sum(sample.length for sample in batch.samples) / sample_count,
         }
         | {name: sum(values) / len(values) for name, values in parts.items()}
-        | task_metrics(batch)
+        | compute_task_metrics(batch)
     )
 
 
-def task_metrics(batch: Batch) -> dict[str, float]:
-    """Metrics of each task of a mixture in a trained batch; {} without one."""
+def compute_task_metrics(batch: Batch) -> dict[str, float]:
+    """Compute the metrics of each task of a mixture in a trained batch; {} without a mixture."""
     positions: dict[str, list[int]] = {}
     for position, title in enumerate(batch.tasks):
         positions.setdefault(title, []).append(position)
     metrics: dict[str, float] = {}
-    for title, mine in positions.items():
-        samples = [batch.samples[position] for position in mine]
-        runs = [run for position in mine for run in batch.token_lags[position]]
+    for title, task_positions in positions.items():
+        samples = [batch.samples[position] for position in task_positions]
+        runs = [run for position in task_positions for run in batch.token_lags[position]]
         tokens = sum(end - start for start, end, _ in runs)
         metrics |= {
-            f"task/{title}_share": len(mine) / len(batch.tasks),
-            f"task/{title}_reward": sum(sample.reward for sample in samples) / len(mine),
-            f"task/{title}_length": sum(sample.length for sample in samples) / len(mine),
+            f"task/{title}_share": len(samples) / len(batch.tasks),
+            f"task/{title}_reward": sum(sample.reward for sample in samples) / len(samples),
+            f"task/{title}_length": sum(sample.length for sample in samples) / len(samples),
             f"task/{title}_lag": sum((end - start) * lag for start, end, lag in runs)
             / max(tokens, 1),
         }
     return metrics
 
 
-def limit_metrics(store: Store, before: AdaptiveLimit) -> dict[str, float]:
-    """Metrics of an adaptive limit after a commit, with the reason if the commit moved it.
+def compute_limit_metrics(store: Store, previous: AdaptiveLimit) -> dict[str, float]:
+    """Compute the metrics of an adaptive limit after a commit, with the reason if it moved.
 
-    before: the limit before the commit.
+    previous: the limit before the commit.
     Returns {} for a constant limit."""
-    now = store.limit
     if not store.settings.ess_floor:
         return {}
-    moved = {"limit/before": now.before, "limit/ess": now.ess, "limit/idle": now.idle}
-    return {"limit/now": now.now} | (moved if now.now != before.now else {})
+    limit = store.limit
+    reason = {"limit/before": limit.before, "limit/ess": limit.ess, "limit/idle": limit.idle}
+    return {"limit/now": limit.now} | (reason if limit.now != previous.now else {})
 
 
-def window_metrics(store: Store) -> dict[str, float]:
-    """Metrics of the admission window after a commit; {} if the limit is always filled."""
+def compute_window_metrics(store: Store) -> dict[str, float]:
+    """Compute the metrics of the admission window after a commit; {} without a window."""
     if not store.settings.wait:
         return {}
     window = store.window
@@ -98,19 +98,20 @@ def window_metrics(store: Store) -> dict[str, float]:
     }
 
 
-def sample_rows(batch: Batch, record: RecordConfig) -> Iterator[dict[str, Any]]:
-    """Rows of samples.jsonl: some samples of every `samples_every`-th batch, evenly spaced."""
+def select_sample_rows(batch: Batch, record: RecordConfig) -> Iterator[dict[str, Any]]:
+    """Select rows of samples.jsonl: samples of every `samples_every`-th batch, evenly spaced."""
     if not record.samples_every or batch.number % record.samples_every:
         return
-    wanted = record.samples or len(batch.samples)
-    stride = max(1, len(batch.samples) // wanted)
-    yield from batch_rows(batch, range(len(batch.samples))[::stride][:wanted])
+    count = record.samples or len(batch.samples)
+    stride = max(1, len(batch.samples) // count)
+    yield from make_batch_rows(batch, range(len(batch.samples))[::stride][:count])
 
 
-def batch_rows(batch: Batch, positions: Iterable[int] | None = None) -> list[dict[str, Any]]:
-    """Samples of a batch as JSON rows for people to read; by default all.
+def make_batch_rows(batch: Batch, positions: Iterable[int] | None = None) -> list[dict[str, Any]]:
+    """Make readable JSON rows of the samples of a batch.
 
-    JSON needs many times the memory of the arrays: pass `positions` for large batches."""
+    positions: of the samples; None: all. JSON needs many times the memory of the arrays: choose
+        some samples of a large batch."""
     positions = range(len(batch.samples)) if positions is None else positions
     return [
         {
@@ -132,13 +133,14 @@ def batch_rows(batch: Batch, positions: Iterable[int] | None = None) -> list[dic
             "logprobs": memoryview(sample.behavior_logprobs).cast("f").tolist(),
         }
         | ({"images": sample.images} if sample.images else {})
-        | (_session_fields(sample) if sample.calls else {})
-        for position, sample, lag in ((i, batch.samples[i], batch.lags[i]) for i in positions)
+        | (_make_session_fields(sample) if sample.calls else {})
+        for position in positions
+        for sample, lag in [(batch.samples[position], batch.lags[position])]
     ]
 
 
-def _session_fields(sample: Trajectory) -> dict[str, Any]:
-    """The fields that only a session has: calls, excluded tokens, mask, further sequences."""
+def _make_session_fields(sample: Trajectory) -> dict[str, Any]:
+    """Make the fields that only a session has: calls, excluded tokens, mask, further sequences."""
     rows = [
         {
             "prompt_tokens": memoryview(row.prompt_tokens).cast("i").tolist(),
@@ -157,10 +159,11 @@ def _session_fields(sample: Trajectory) -> dict[str, Any]:
     }
 
 
-def new_totals(generators: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """Growth of each of SUMS over the generators since the last call.
+def sum_growth(generators: Iterable[dict[str, Any]]) -> dict[str, float]:
+    """Sum the growth of each of SUMS over the generators since the last call.
 
-    Each generator's entry remembers the values that were counted."""
+    generators: the entries of the generators, which store the counted values.
+    Returns name without its family -> growth."""
     totals = dict.fromkeys(SUMS, 0.0)
     for entry in generators:
         counted = entry.setdefault("counted", {})
@@ -171,18 +174,19 @@ def new_totals(generators: Iterable[dict[str, Any]]) -> dict[str, float]:
     return {name.partition("/")[2]: value for name, value in totals.items()}
 
 
-def reward_metrics(
+def compute_reward_metrics(
     stats: Sequence[Mapping[str, float]], totals: Mapping[str, float], spent: float
 ) -> dict[str, float]:
-    """Metrics of the reward processes, {} if there are none.
+    """Compute the metrics of the reward processes; {} if there are none.
 
-    stats: the generators' numbers. totals: their growth since the last step. spent: seconds of all
-    generators since the last step."""
-    judging = [entry for entry in stats if "reward/workers" in entry]
-    if not judging:
+    stats: the generators' numbers.
+    totals: the growth of their sums since the last step.
+    spent: seconds of all generators since the last step."""
+    scoring = [entry for entry in stats if "reward/workers" in entry]
+    if not scoring:
         return {}
-    now = {
-        name: sum(entry.get(name, 0.0) for entry in judging)
+    load = {
+        name: sum(entry.get(name, 0.0) for entry in scoring)
         for name in ("reward/queue", "reward/workers")
     }
     judged = totals["judged"]
@@ -192,46 +196,49 @@ def reward_metrics(
             "reward/wait_s": totals["waited_s"] / judged,
             "reward/call_s": totals["called_s"] / judged,
         }
-    return now | means | {"time/reward_wait_share": min(1.0, totals["reward_idle_s"] / spent)}
+    return load | means | {"time/reward_wait_share": min(1.0, totals["reward_idle_s"] / spent)}
 
 
-def engine_metrics(
+def compute_engine_metrics(
     stats: Sequence[Mapping[str, float]], totals: Mapping[str, float]
 ) -> dict[str, float]:
-    """Metrics of the engines' prefix caches and drafts, {} if there are none.
+    """Compute the metrics of the engines' prefix caches and drafts; {} if there are none.
 
-    totals: growth of the sums since the last step."""
+    stats: the generators' numbers.
+    totals: the growth of their sums since the last step."""
     reported = {name for entry in stats for name in entry}
     names = [name for name in SUMS if name in reported and name.startswith(("prefix/", "draft/"))]
     return {name: totals[name.partition("/")[2]] for name in names}
 
 
-def judge_metrics(machines: Iterable[tuple[str, Mapping[str, float]]]) -> dict[str, float]:
-    """Numbers of the judge's requests in the whole run.
+def compute_judge_metrics(machines: Iterable[tuple[str, Mapping[str, float]]]) -> dict[str, float]:
+    """Compute the numbers of the judge's requests in the whole run.
 
     machines: (machine, numbers) of each generator. All generators of a machine report the same
-    budget, so that only the newest report of each machine counts.
+        budget, so that only the newest report of each machine counts.
 
-    >>> here = [("a", {"judge/requests": 3.0}), ("a", {"judge/requests": 5.0, "x": 1.0})]
-    >>> judge_metrics([*here, ("b", {"judge/requests": 2.0, "judge/requests_left": 98.0})])
+    >>> first = [("a", {"judge/requests": 3.0}), ("a", {"judge/requests": 5.0, "x": 1.0})]
+    >>> second = ("b", {"judge/requests": 2.0, "judge/requests_left": 98.0})
+    >>> compute_judge_metrics([*first, second])
     {'judge/requests': 7.0, 'judge/requests_left': 98.0}
     """
     newest: dict[tuple[str, str], float] = {}
     for machine, stats in machines:
         for name, value in stats.items():
             if name.startswith("judge/"):
-                better = min if name.endswith("_left") else max
-                newest[name, machine] = better(newest.get((name, machine), value), value)
+                choose_newer = min if name.endswith("_left") else max
+                newest[name, machine] = choose_newer(newest.get((name, machine), value), value)
     totals: dict[str, float] = {}
     for (name, _), value in newest.items():
         totals[name] = totals.get(name, 0.0) + value
     return totals
 
 
-def link_metrics(totals: Mapping[str, float], spent: float) -> dict[str, float]:
-    """Metrics of the connections to the generators, and of weights that come over a socket.
+def compute_link_metrics(totals: Mapping[str, float], spent: float) -> dict[str, float]:
+    """Compute the metrics of the generators' connections and of weights fetched over a socket.
 
-    totals: growth of the sums since the last step. spent: seconds of all generators since then."""
+    totals: the growth of their sums since the last step.
+    spent: seconds of all generators since the last step."""
     link = {}
     if totals["acked"]:
         link["link/ack_s"] = totals["ack_waited_s"] / totals["acked"]
@@ -241,33 +248,37 @@ def link_metrics(totals: Mapping[str, float], spent: float) -> dict[str, float]:
     return link
 
 
-def summary(store: Store, trained: TrainingLog, wall_s: float) -> dict[str, Any]:
-    """The summary of the run from the store and the training log."""
+def make_summary(store: Store, trained: TrainingLog, wall_s: float) -> dict[str, Any]:
+    """Make the buffer's summary of the run.
+
+    wall_s: seconds from the first ticket to the last commit."""
     results = store.evaluations.results
     evaluated = sorted(number for split, number in results if split == "heldout")
 
-    def value(split: str, number: int | None) -> float | None:
+    def get_accuracy(split: str, number: int | None) -> float | None:
         if number is None or (split, number) not in results:
             return None
         return results[split, number][f"eval/{split}"]
 
-    ledger = store.ledger()
-    lags = trained.lags()
+    ledger = store.sum_ledger()
+    lags = trained.count_lags()
     return {
         "wall_s": wall_s,
         "steps": store.committed,
-        "trajectories": trained.samples(),
+        "trajectories": trained.count_samples(),
         "tokens": sum(lags.values()),
-        "heldout_start": value("heldout", 0),
-        "heldout_end": value("heldout", evaluated[-1] if evaluated else None),
-        "ood_start": value("ood", 0),
-        "ood_end": value("ood", store.settings.steps),
+        "heldout_start": get_accuracy("heldout", 0),
+        "heldout_end": get_accuracy("heldout", evaluated[-1] if evaluated else None),
+        "ood_start": get_accuracy("ood", 0),
+        "ood_end": get_accuracy("ood", store.settings.steps),
         "lag": {"mean": mean(lags), "p95": quantile(lags, 0.95), "max": max(lags, default=0)},
-        "ledger": {"generated": store.generated_tokens()}
+        "ledger": {"generated": store.count_generated_tokens()}
         | {name: int(line["tokens"]) for name, line in ledger.items()},
         "ledger_lines": ledger,
-        "ledger_by_task": {title: part.totals() for title, part in store.ledgers_by_task().items()},
-        "trained_ids": trained.ids(),
+        "ledger_by_task": {
+            title: part.compute_totals() for title, part in store.make_task_ledgers().items()
+        },
+        "trained_ids": trained.digest_ids(),
         "failures": store.failures,
         "lag_histogram": {str(lag): tokens for lag, tokens in sorted(lags.items())},
     }

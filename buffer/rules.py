@@ -1,4 +1,6 @@
-"""The rules of the store. Each is needed: tests override them one by one to show it."""
+"""The rules of the store.
+
+Each of them is needed: tests override them one by one to show it."""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
-from asyncrl.contract.freshness.window import admitted_batches
+from asyncrl.contract.freshness.window import count_open_batches
 from asyncrl.contract.messages import Disposition, LedgerLine, Trajectory
 from asyncrl.contract.versions import Label
 from buffer.groups import Group
@@ -31,51 +33,55 @@ class StoreRules(StoreState, ABC):
         """Whether batches take groups in ticket order."""
         return self.settings.uses_ticket_order
 
-    def has_room(self, place: int, room: float) -> bool:
-        """Whether a group at position `place` may be granted again."""
-        return place < room
+    def has_room(self, position: int, room: float) -> bool:
+        """Whether a group may be granted again.
+
+        position: number of groups that train before it. room: number of admitted groups."""
+        return position < room
 
     def current_limit(self) -> float:
-        """The staleness limit of a ticket granted now."""
+        """Return the staleness limit of a ticket granted now."""
         return self.limit.now if self.settings.ess_floor else self.max_lag
 
-    def admits_to(self, now: float) -> float:
-        """The batches ahead for which there is room: the window, at most the announced limit."""
+    def count_admitted_batches(self, now: float) -> float:
+        """Count the batches ahead for which there is room: the window, at most the limit."""
         if not self.settings.wait:
             return self.current_limit()
-        return min(self.current_limit(), admitted_batches(self.window, now))
+        return min(self.current_limit(), count_open_batches(self.window, now))
 
     def current_window(self) -> float:
-        """The admission window in batches."""
+        """Return the admission window in batches."""
         limit = self.current_limit()
         return min(limit, self.window.size) if self.settings.wait else limit
 
-    def opens_at(self, now: float) -> float:
-        """When a fractional window will admit its last batch; infinity: it has."""
+    def next_opening(self, now: float) -> float:
+        """Return when a fractional window will admit its last batch; infinity: it has."""
         return self.window.opens if self.settings.wait and self.window.opens > now else math.inf
 
-    def groups_ahead(self) -> int:
-        """Number of groups before a new one; groups of leased batches count until their commit."""
+    def count_groups_ahead(self) -> int:
+        """Count the groups before a new one; those of leased batches count until their commit."""
         return len(self.alive)
 
-    def groups_to_train(self) -> int:
-        """Number of alive groups that will be trained if none is removed."""
+    def count_groups_to_train(self) -> int:
+        """Count the alive groups that will be trained if none is removed."""
         return len(self.alive)
 
-    def uncomposed_groups(self) -> Iterator[Group]:
-        """Groups that are in no batch yet, in ticket order."""
+    def iterate_uncomposed_groups(self) -> Iterator[Group]:
+        """Iterate over the groups that are in no batch yet, in ticket order."""
         return (group for group in self.alive.values() if group.ticket not in self.composed)
 
-    def least_version(self, policy: Label) -> Label:
-        """The oldest version that may sample a ticket granted now, at `policy`."""
+    def find_least_version(self, policy: Label) -> Label:
+        """Return the oldest version that may sample a ticket granted now, at `policy`."""
         return policy
 
-    def disposition(self, group: Group, sample: Trajectory) -> Disposition | None:
-        """The disposition of an earlier delivery of the sample; None: it is new."""
+    def find_disposition(self, group: Group, sample: Trajectory) -> Disposition | None:
+        """Return the disposition of an earlier delivery of the sample; None: it is new."""
         return group.finals.get((sample.sample, sample.attempt))
 
     def may_train(self, sample: Trajectory, lag: float, limit: float) -> bool:
-        """Whether the sample may train under a hard limit; asked when the batch is handed out."""
+        """Whether the sample may train under a hard limit.
+
+        `batches.judge` asks this when the learner receives the batch."""
         return lag <= limit
 
     def on_zero_variance(self, group: Group) -> None:

@@ -1,7 +1,7 @@
 """The buffer process: sockets around the store, and the writer of the run's metrics.
 
-It never blocks on a peer.  Clocks are read here and passed on as arguments: leases, ages of waits,
-wall time since the first ticket."""
+It never blocks on a peer.  Only this module reads the clock; it passes the time on as an argument:
+leases, ages of waits, wall time since the first ticket."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +47,9 @@ from asyncrl.transport.sockets import BufferSocket
 from buffer import batches, checks, numbers
 from buffer.durable_store import RecordedStore
 from buffer.evaluation import Evaluations, EvaluationSet
-from buffer.groups import settings
+from buffer.groups import make_store_settings
 from buffer.ledger import Key
-from buffer.mixing.mixer import mixer_of
+from buffer.mixing.mixer import make_mixer
 from buffer.sessions import PeerSessions
 from buffer.store import ENOUGH, Store
 from buffer.training_log import TrainingLog
@@ -57,52 +57,52 @@ from buffer.training_log import TrainingLog
 POLL_S = 0.25
 TICK_S = 0.25
 SYNC_POLL_S = 0.001  # while replies wait for the disk
-NOBODY = -1  # matches no session: ends all leases of a producer
-# After the end of a run the buffer stays so long for generators that have not asked again yet. A
-# generator on a slow machine or link would otherwise lose its peer and exit with an error.
+NO_SESSION = -1  # the number of no session: all leases of a producer end
+# Seconds that the buffer stays after the end of a run, for generators that have not requested again
+# yet. A generator on a slow machine or link would otherwise lose its peer and exit with an error.
 LINGER_S = 20.0
 ANSWER_BYTES = 1024  # per token of a completion: ids, logprobs, texts, a version each
 MORE_BYTES = 4 * 1024 * 1024  # for other contents of messages: ledgers, lists of tickets
 FORGET = 0.9  # decay of a generator's longest gap between renewals, per renewal
-NEWS = 64  # waiting generators that are notified of a new version at once
-JOINED = 1000  # first number of generators that join without a key
-SESSIONS_S = 5.0  # a gateway's list of sessions is outdated after so long
+MOST_NOTIFIED = 64  # waiting generators that receive a new version at once
+FIRST_JOINED = 1000  # first number of generators that join without a key
+SESSIONS_S = 5.0  # a gateway's list of sessions is outdated after this time
 PASS = 500  # messages received before replies are sent: a flooding peer must not block the others
 OUTGOING = 10_000  # replies waiting for the disk; with more, nothing is received
-MOST_REFUSED = 16  # refused samples of a generator, beyond its number of good ones
-ASKS = 16  # pending batch requests; a learner sends two
-REFUSALS_SAID = 20  # refusals in the log; further ones are only counted
+MOST_REFUSED = 16  # refused samples of a generator, beyond its number of good samples
+MOST_BATCH_REQUESTS = 16  # pending batch requests; a learner sends two
+LOGGED_REFUSALS = 20  # refusals in the log; further ones are only counted
 
 
-def evaluations(config: Config, task: Task) -> Evaluations:
+def make_evaluations(config: Config, task: Task) -> Evaluations:
     """Make the run's evaluations, with no more prompts than the task has."""
-    wanted = config.evaluation
+    evaluation = config.evaluation
 
-    def most(prompts: int, split: str) -> int:
+    def cap_prompts(prompts: int, split: str) -> int:
         size = task.size(split)
         return prompts if size is None else min(prompts, size)
 
     return Evaluations(
-        every=wanted.every,
-        prompts=most(wanted.prompts, "heldout"),
-        final_prompts=most(wanted.final_prompts, "heldout"),
-        ood_prompts=most(wanted.ood_prompts, "ood"),
-        temperature=wanted.temperature,
+        every=evaluation.every,
+        prompts=cap_prompts(evaluation.prompts, "heldout"),
+        final_prompts=cap_prompts(evaluation.final_prompts, "heldout"),
+        ood_prompts=cap_prompts(evaluation.ood_prompts, "ood"),
+        temperature=evaluation.temperature,
         prompt=lambda split, index: task.prompt(split, index, config.seed),
-        ood_every=wanted.ood_every,
+        ood_every=evaluation.ood_every,
         sets=[
             EvaluationSet(
-                name=one.name,
+                name=entry.name,
                 number=number,
-                prompts=most(one.prompts, one.name),
-                every=one.every,
-                samples=one.samples,
-                greedy=one.greedy,
-                temperature=one.temperature,
-                passing=one.passing,
-                counts=one.counts,
+                prompts=cap_prompts(entry.prompts, entry.name),
+                every=entry.every,
+                samples=entry.samples,
+                greedy=entry.greedy,
+                temperature=entry.temperature,
+                passing=entry.passing,
+                counts=entry.counts,
             )
-            for number, one in enumerate(wanted.sets, 2)
+            for number, entry in enumerate(evaluation.sets, 2)
         ],
     )
 
@@ -110,34 +110,42 @@ def evaluations(config: Config, task: Task) -> Evaluations:
 def open_store(
     config: Config, run_dir: Path, task: Task, term: buffer_leadership.BufferTerm | None = None
 ) -> Store:
-    """Make a new store (`memory`), or restore one from the journal (`process`, `disk`)."""
+    """Make a new store (`memory`), or restore one from the journal (`process`, `disk`).
+
+    Raises DamagedDataError if the journal does not replay, BufferTakenOver if there is a later
+    term."""
 
     def prompt(index: int) -> m.Prompt:
         return task.prompt("train", index, config.seed)
 
     if config.durability.mode == "memory":
-        return Store(settings(config), prompt, evaluations(config, task), mixer_of(config, task))
+        return Store(
+            make_store_settings(config),
+            prompt,
+            make_evaluations(config, task),
+            make_mixer(config, task),
+        )
     return RecordedStore.open(
         run_dir / "journal",
         sync=config.durability.mode == "disk",
-        settings=settings(config),
+        settings=make_store_settings(config),
         prompt=prompt,
-        evaluations=evaluations(config, task),
-        mixer=mixer_of(config, task),
+        evaluations=make_evaluations(config, task),
+        mixer=make_mixer(config, task),
         now=time.monotonic(),
         term=term,
     )
 
 
-def max_message_bytes(config: Config) -> int:
-    """Bytes of the largest valid message: frames of completions of full context, with texts.
+def compute_max_message_bytes(config: Config) -> int:
+    """Compute the bytes of the largest valid message: completions of full context, with texts.
 
     Agents that call over HTTP may send images, which come with their session."""
-    token = ANSWER_BYTES + config.support_bytes
-    frame = 2 * config.wires.frame_bytes + token * config.generator.context
+    token_bytes = ANSWER_BYTES + config.support_bytes
+    frame_bytes = 2 * config.wires.frame_bytes + token_bytes * config.generator.context
     if any(agent.http for agent in config.agents.values()):
-        frame += MOST_SESSION_BYTES
-    return min(m.MAX_FRAME_BYTES, MORE_BYTES + frame)
+        frame_bytes += MOST_SESSION_BYTES
+    return min(m.MAX_FRAME_BYTES, MORE_BYTES + frame_bytes)
 
 
 def log(line: str) -> None:
@@ -160,7 +168,7 @@ class BufferService:
             get_buffer_address(config, run_dir),
             config.wires.curve_dir,
             run=self.run,
-            most=max_message_bytes(config),
+            most=compute_max_message_bytes(config),
         )
         self.socket.refused = self.refuse
         try:
@@ -174,29 +182,31 @@ class BufferService:
         except BaseException:
             self.socket.close()
             raise
-        # replies that wait for the journal, each with the record that must be durable first
+        # (record that must be durable first, peer, reply): replies that wait for the journal
         self.outgoing: deque[tuple[int, bytes, m.FromBuffer]] = deque()
         self.metrics = MetricsWriter(run_dir)
         self.trackers = TrackerFeeds(run_dir, config.record.trackers)
         self.samples = jsonl.JsonlAppender(run_dir / "samples.jsonl")
-        self.wants: dict[str, tuple[bytes, m.TicketRequest]] = {}
+        self.ticket_requests: dict[str, tuple[bytes, m.TicketRequest]] = {}
         # requests for zero samples: these generators sample the calls of sessions, and need only
         # new versions and the end of the run
         self.followers: dict[str, tuple[bytes, m.TicketRequest]] = {}
-        self.fresh: dict[str, None] = {}  # names in both that may lack the newest version
-        self.told: Label | None = None  # the version that waiting generators were last sent
-        self.reported: set[str] = set()  # generators whose numbers came since the last commit
-        self.early: dict[str, tuple[bytes, m.TicketRequest]] = {}  # before the sender's hello
-        self.asks: deque[tuple[bytes, m.BatchRequest]] = deque()
+        self.to_notify: dict[str, None] = {}  # generators that may lack the newest version
+        self.announced: Label | None = None  # the version last sent to waiting generators
+        self.reported: set[str] = set()  # generators that sent numbers since the last commit
+        # requests that came before the sender's hello
+        self.early_requests: dict[str, tuple[bytes, m.TicketRequest]] = {}
+        self.batch_requests: deque[tuple[bytes, m.BatchRequest]] = deque()
         self.goodbyes: dict[bytes, m.LearnerGoodbye] = {}
         self.generators: dict[str, dict[str, Any]] = {}
         self.sessions = PeerSessions(config.wires.lease_s)
-        self.next_joined = JOINED  # number of the next generator that joins without a key
+        self.next_joined = FIRST_JOINED  # number of the next generator that joins without a key
         self.toml = load.dump(config)  # for generators that join
         self.vocabulary = 0  # tokens of the model, from the learner's hello; 0: unknown
-        # the routers whose experts the learner replays; None: none, or unknown
+        # the routers whose experts the learner replays; None: no router, or unknown
         self.routing: m.RoutingShape | None = None
-        self.images: ImageShape | None = None  # how the model reads images; None: unknown, or text
+        # how the model reads images; None: it reads only text, or unknown
+        self.images: ImageShape | None = None
         self.refused = Counter[str]()  # refused messages by reason
         self.learner: dict[str, Any] = {}
         self.learner_waits: tuple[batches.BatchWait, float] | None = None  # (reason, since when)
@@ -213,20 +223,24 @@ class BufferService:
         self.slots = config.agent.sessions if config.uses_sessions else config.generator.slots
         self.error = ""
         self.stop = self.taken_over = False
-        # taken: samples counted as progress since the last commit
-        self.progress = self.taken = 0
+        self.progress = 0  # commits and samples so far: shows the supervisor that the run is alive
+        self.counted_samples = 0  # samples that count as progress since the last commit
         if self.store.finished and not (run_dir / "weights_digest").exists():
             # restored after the end, but the learner's export is missing: the learner will restart
             # and send its goodbye again
             self.store.finished = False
-        # restored after the end: only generators still need to learn of it
+        # restored after the end: only generators still have to receive it
         self.ended_at = time.monotonic() if self.store.finished else 0.0
-        self.told_before = self.store.finished
+        self.ended_before = self.store.finished
         self.mismatch = 0.0
 
     # ---- the loop --------------------------------------------------------------------------------
 
     def loop(self) -> None:
+        """Serve until `stop`, or until the run is over and every generator has received its end.
+
+        Raises AsyncrlError when the run must stop, BufferTakenOver when another buffer takes it
+        over."""
         ticked = 0.0
         while not self.stop:
             self.receive_messages()
@@ -238,8 +252,9 @@ class BufferService:
                 self.forget(now)
                 self.log_waits()
             self.flush()
-            all_told = not self.generators and not self.told_before
-            if self.ended_at and not self.outgoing and (all_told or now - self.ended_at > LINGER_S):
+            has_served_all = not self.generators and not self.ended_before
+            is_over = has_served_all or now - self.ended_at > LINGER_S
+            if self.ended_at and not self.outgoing and is_over:
                 return
 
     def receive_messages(self) -> None:
@@ -251,7 +266,7 @@ class BufferService:
             time.sleep(SYNC_POLL_S)
             return
         now = time.monotonic()
-        idle_s = min(POLL_S, self.store.opens_at(now) - now)
+        idle_s = min(POLL_S, self.store.next_opening(now) - now)
         received = self.socket.recv(SYNC_POLL_S if self.outgoing else idle_s)
         self.term.check()
         for _ in range(PASS):
@@ -270,6 +285,7 @@ class BufferService:
             self.socket.send(peer, message)
 
     def flush(self) -> None:
+        """Write the journal, and send the replies whose records are durable."""
         if not isinstance(self.store, RecordedStore):
             return
         self.store.flush_journal()
@@ -290,36 +306,36 @@ class BufferService:
             self.send(peer, m.Refusal(str(error), error.exit_code))
 
     def refuse(self, reason: str, line: str) -> None:
-        """Count a refusal by reason for the metrics, `asyncrl doctor` and the report; log the first
-        ones."""
+        """Count a refusal by reason, and log the first LOGGED_REFUSALS.
+
+        The metrics, `asyncrl doctor` and the report show the counts."""
         self.refused[reason] += 1
         self.latest[f"refused/{reason}"] = float(self.refused[reason])
-        if self.refused.total() <= REFUSALS_SAID:
+        if self.refused.total() <= LOGGED_REFUSALS:
             log(line)
 
     # ---- generators ------------------------------------------------------------------------------
 
-    def generator_state(self, name: str, peer: bytes, session: int) -> dict[str, Any] | None:
+    def admit_generator(self, name: str, peer: bytes, session: int) -> dict[str, Any] | None:
         """Return the state of a generator if this session holds its name.
 
         Any other session has to wait (None) or is refused (None, with a `Refusal`)."""
         now = time.monotonic()
-        known = self.sessions.token(name)
-        if known is None:
-            checks.producer(name)
-        state = self.sessions.on_message(
-            name, session, now, gone=known not in (None, session) and self.process_gone(name)
-        )
+        holder = self.sessions.get_holder(name)
+        if holder is None:
+            checks.check_producer(name)
+        holder_ended = holder not in (None, session) and self.has_process_ended(name)
+        state = self.sessions.on_message(name, session, now, holder_ended=holder_ended)
         if state == "new":
             self.store.end_sessions(name, session)
             # a ticket granted to a dead session would be blocked until its lease expires
-            self.forget_wants(name)
+            self.forget_requests(name)
             self.generators[name] = {"stats": {}, "waiting": None, "pid": 0, "host": ""}
         elif state == "refused":
             self.send(
                 peer,
                 m.Refusal(
-                    f"another generator named {name} is running{self.peer_address(name)}: give "
+                    f"another generator named {name} is running{self.describe_process(name)}: give "
                     "this one another --index, or end that one first",
                     2,
                 ),
@@ -328,7 +344,7 @@ class BufferService:
             self.send(
                 peer,
                 m.Refusal(
-                    f"another process has taken over the name {name}{self.peer_address(name)}, "
+                    f"another process has taken over the name {name}{self.describe_process(name)}, "
                     "because this one was silent: end one of them",
                     2,
                 ),
@@ -350,11 +366,12 @@ class BufferService:
         entry |= {"at": now, "peer": peer}
         return entry
 
-    def peer_address(self, name: str) -> str:
+    def describe_process(self, name: str) -> str:
+        """Describe the process that holds a name, for an error message; "" if it is unknown."""
         entry = self.generators.get(name, {})
         return f" (process {entry['pid']} on {entry['host']})" if entry.get("pid") else ""
 
-    def process_gone(self, name: str) -> bool:
+    def has_process_ended(self, name: str) -> bool:
         """Whether the process that holds the name has certainly ended; False on other machines."""
         entry = self.generators.get(name, {})
         pid = entry.get("pid", 0)
@@ -373,9 +390,10 @@ class BufferService:
         """Forget names that have been unused for very long."""
         for name in self.sessions.forget(now):
             self.generators.pop(name, None)
-            self.forget_wants(name)
+            self.forget_requests(name)
 
     def refuse_foreign_peer(self, peer: bytes, protocol: int, run: str) -> bool:
+        """Refuse a peer of another protocol or run; return whether it was refused."""
         if protocol != m.PROTOCOL:
             self.send(
                 peer,
@@ -398,12 +416,13 @@ class BufferService:
         return True
 
     def on_GeneratorHello(self, peer: bytes, hello: m.GeneratorHello) -> None:
+        """Register a generator; queue its request for tickets if that came first."""
         if self.refuse_foreign_peer(peer, hello.protocol, hello.run):
             return
-        if (entry := self.generator_state(hello.producer, peer, hello.session)) is not None:
+        if (entry := self.admit_generator(hello.producer, peer, hello.session)) is not None:
             entry |= {"pid": hello.pid, "host": hello.host, "greeted": True}
-            if (early := self.early.pop(hello.producer, None)) is not None:
-                self.wait_for_tickets(*early)
+            if (early_request := self.early_requests.pop(hello.producer, None)) is not None:
+                self.queue_ticket_request(*early_request)
 
     def on_JoinRequest(self, peer: bytes, message: m.JoinRequest) -> None:
         """Send the start parameters to a generator on another machine.
@@ -416,9 +435,9 @@ class BufferService:
             self.send(peer, m.Refusal(f"{reason}, so that none can join: {remedy}", 2))
             return
         if message.producer:
-            checks.producer(message.producer)
-        announcement = self.announcement()
-        name = message.producer or self.socket.speaker
+            checks.check_producer(message.producer)
+        announcement = self.make_announcement()
+        name = message.producer or self.socket.sender
         if not name:
             numbers_from = itertools.count(self.next_joined)
             number = next(n for n in numbers_from if f"generator-{n}" not in self.sessions.names)
@@ -427,30 +446,32 @@ class BufferService:
         weights = "" if announcement is None else announcement.source.address
         self.send(peer, m.JoinReply(self.run, name, self.toml, weights))
 
-    def on_TicketRequest(self, peer: bytes, want: m.TicketRequest) -> None:
-        """Queue a request for tickets; a generator without a hello is asked for it first."""
-        checks.want(want)
-        entry = self.generator_state(want.producer, peer, want.session)
+    def on_TicketRequest(self, peer: bytes, request: m.TicketRequest) -> None:
+        """Queue a request for tickets; a generator without a hello must send it first."""
+        checks.check_ticket_request(request)
+        entry = self.admit_generator(request.producer, peer, request.session)
         if entry is None:
             return
         if "greeted" in entry:
-            self.wait_for_tickets(peer, want)
+            self.queue_ticket_request(peer, request)
         else:
-            self.early[want.producer] = (peer, want)
-            self.send(peer, m.UnknownSession(want.producer, want.session))
+            self.early_requests[request.producer] = (peer, request)
+            self.send(peer, m.UnknownSession(request.producer, request.session))
 
-    def wait_for_tickets(self, peer: bytes, want: m.TicketRequest) -> None:
-        waiting = self.wants if want.samples else self.followers
-        waiting[want.producer] = (peer, want)
-        self.fresh[want.producer] = None
+    def queue_ticket_request(self, peer: bytes, request: m.TicketRequest) -> None:
+        """Queue a request for tickets, or for new versions alone."""
+        queue = self.ticket_requests if request.samples else self.followers
+        queue[request.producer] = (peer, request)
+        self.to_notify[request.producer] = None
 
-    def forget_wants(self, name: str) -> None:
-        self.wants.pop(name, None)
+    def forget_requests(self, name: str) -> None:
+        """Drop the queued requests of a generator."""
+        self.ticket_requests.pop(name, None)
         self.followers.pop(name, None)
-        self.early.pop(name, None)
+        self.early_requests.pop(name, None)
 
     def on_Delivery(self, peer: bytes, message: m.Delivery) -> None:
-        """Take finished samples, also from a session that has lost its name."""
+        """Accept finished samples, also from a session that has lost its name."""
         checks.check_token_count(message.drawn)
         samples, refused = checks.check_delivery(
             self.store,
@@ -460,7 +481,7 @@ class BufferService:
             self.images,
             message.images,
         )
-        entry = self.generator_state(message.producer, peer, message.session)
+        entry = self.admit_generator(message.producer, peer, message.session)
         if refused or (entry is not None and entry.get("refused")):
             self.count_refused(message.producer, samples, refused, entry)
         if entry is not None or self.sessions.is_over(message.producer, message.session):
@@ -468,21 +489,18 @@ class BufferService:
         dispositions = self.store.accept_samples(
             samples, b"" if refused else self.socket.payload, message.images
         )
-        self.meter.on_complete(
-            (ticket for ticket in {x.ticket for x in samples} if self.store.is_complete(ticket)),
-            time.monotonic(),
-        )
+        tickets = {sample.ticket for sample in samples}
+        self.meter.on_complete(filter(self.store.is_complete, tickets), time.monotonic())
         acks = [
             (sample.ticket, sample.sample, sample.attempt, disposition)
             for sample, disposition in zip(samples, dispositions, strict=True)
         ]
-        self.progress += sum(
-            sample.ticket >= m.EVAL_BASE for sample in samples
-        ) + self.progress_samples(acks)
+        self.progress += sum(sample.ticket >= m.EVAL_BASE for sample in samples)
+        self.progress += self.count_progress(acks)
         self.send(
             peer,
             m.DeliveryAcks(
-                message.session, acks, self.config.wires.credit_bytes, self.announcement()
+                message.session, acks, self.config.wires.credit_bytes, self.make_announcement()
             ),
         )
 
@@ -499,35 +517,37 @@ class BufferService:
 
         entry: the sender's state; None: its session has lost its name and is refused anyway."""
         keys = [(sample.ticket, sample.sample, sample.attempt) for sample in samples]
-        new = [key for key in keys if not self.store.is_delivered(key)]
-        bad = [refused[key] for key in new if key in refused]
-        total = 0 if entry is None else max(0, entry.get("refused", 0) + 2 * len(bad) - len(new))
-        if bad and total > MOST_REFUSED:
+        new_keys = [key for key in keys if not self.store.is_delivered(key)]
+        errors = [refused[key] for key in new_keys if key in refused]
+        excess = 0
+        if entry is not None:
+            excess = max(0, entry.get("refused", 0) + 2 * len(errors) - len(new_keys))
+        if errors and excess > MOST_REFUSED:
             raise BadMessage(
-                f"{producer} delivered {total} more unusable samples than good ones (at most "
-                f"{MOST_REFUSED} are allowed); the last one: {bad[-1]}",
-                bad[-1].reason,
+                f"{producer} delivered {excess} more unusable samples than good ones (at most "
+                f"{MOST_REFUSED} are allowed); the last one: {errors[-1]}",
+                errors[-1].reason,
             )
         if entry is not None:
-            entry["refused"] = total
-        for error in bad:
+            entry["refused"] = excess
+        for error in errors:
             self.refuse(error.reason, f"failed a sample of {producer}: {error}")
 
-    def progress_samples(self, acks: list[tuple[int, int, int, m.Disposition]]) -> int:
-        """Number of accepted samples that count as progress: at most one batch between two commits.
+    def count_progress(self, acks: list[tuple[int, int, int, m.Disposition]]) -> int:
+        """Count the accepted samples as progress: at most one batch between two commits.
 
-        More would hide a learner that hangs."""
-        fresh = min(
-            sum(disposition == "accepted" for *_, disposition in acks),
-            max(0, self.store.settings.batch * self.store.settings.group - self.taken),
-        )
-        self.taken += fresh
-        return fresh
+        A higher count would hide a learner that hangs."""
+        accepted = sum(disposition == "accepted" for *_, disposition in acks)
+        batch_samples = self.store.settings.batch * self.store.settings.group
+        counted = min(accepted, max(0, batch_samples - self.counted_samples))
+        self.counted_samples += counted
+        return counted
 
     def on_LeaseRenewal(self, peer: bytes, message: m.LeaseRenewal) -> None:
-        checks.renew(message)
-        checks.progress(self.store, message.progress)
-        entry = self.generator_state(message.producer, peer, message.session)
+        """Renew leases by progress, and store the numbers, the wait and the sessions."""
+        checks.check_renewal(message)
+        checks.check_progress(self.store, message.progress)
+        entry = self.admit_generator(message.producer, peer, message.session)
         if entry is None and not self.sessions.is_over(message.producer, message.session):
             return
         self.store.report_tokens(message.producer, message.session, message.drawn)
@@ -545,7 +565,7 @@ class BufferService:
             entry["sessions"] = message.sessions
             self.measure_rewards(message, now)
             self.reported.add(message.producer)
-            announcement = self.announcement()
+            announcement = self.make_announcement()
             self.send(
                 peer,
                 m.HeartbeatReply(self.store.epoch, announcement, attempts=self.store.attempts),
@@ -563,10 +583,12 @@ class BufferService:
         """End the leases of tickets that were lost with a connection or an earlier buffer process.
 
         The generator names the attempts that it holds, and the attempt up to which it takes no
-        others."""
+        further tickets."""
         lists = (message.progress, message.judging, message.written)
         named = {row[1] for rows in lists for row in rows}
-        unheld = self.store.unheld_attempts(message.producer, message.session, message.taken, named)
+        unheld = self.store.find_unheld_attempts(
+            message.producer, message.session, message.taken, named
+        )
         if unheld:
             self.store.free_leases(unheld)
 
@@ -574,50 +596,49 @@ class BufferService:
         """End the leases of a generator that exits."""
         if not self.sessions.end_session(message.producer, message.session):
             return  # another session holds its name and its leases
-        self.store.end_sessions(message.producer, NOBODY)
-        self.forget_wants(message.producer)
+        self.store.end_sessions(message.producer, NO_SESSION)
+        self.forget_requests(message.producer)
         self.generators.pop(message.producer, None)
 
-    def announcement(self) -> m.PolicyAnnouncement | None:
-        """The store's announcement, or None before a learner's hello to this buffer process.
+    def make_announcement(self) -> m.PolicyAnnouncement | None:
+        """Make the store's announcement; None before a learner's hello to this buffer process.
 
         The journal may name a learner that is dead."""
-        return self.store.announcement() if self.learner else None
+        return self.store.make_announcement() if self.learner else None
 
     # ---- the learner -----------------------------------------------------------------------------
 
     def on_LearnerHello(self, peer: bytes, hello: m.LearnerHello) -> None:
+        """Follow a learner, or reply why not."""
         if self.refuse_foreign_peer(peer, hello.protocol, hello.run):
             return
-        checks.hello(hello)
-        new = hello.epoch != self.store.epoch
-        unreported = self.unreported_batches(hello.label.number) if new else []
-        exclusion = self.store_suspect_batch(hello) if new else ""
+        checks.check_hello(hello)
+        is_new = hello.epoch != self.store.epoch
+        unreported = self.list_unreported_batches(hello.label.number) if is_new else []
+        exclusion = self.store_suspect_batch(hello) if is_new else ""
         excluded = self.store.aside
-        if not self.store.hello(hello):
-            behind = self.store.is_behind(hello)
-            self.send(
-                peer,
-                m.Refusal(self.damage(hello.label.number), DamagedDataError.exit_code)
-                if behind
-                else m.FencedReply(hello.epoch, self.store.epoch),
-            )
+        if not self.store.follow_learner(hello):
+            reply: m.Refusal | m.FencedReply = m.FencedReply(hello.epoch, self.store.epoch)
+            if self.store.is_behind(hello):
+                text = self.explain_damage(hello.label.number)
+                reply = m.Refusal(text, DamagedDataError.exit_code)
+            self.send(peer, reply)
             return
         if self.ended_at and not self.store.finished:
-            self.ended_at, self.told_before = 0.0, False
+            self.ended_at, self.ended_before = 0.0, False
         self.vocabulary = hello.vocabulary
         self.routing = hello.routing
         self.images = hello.images
         if self.store.aside > excluded:
             log(exclusion)
             self.latest["buffer/set_aside"] = float(self.store.aside)
-        if new:
+        if is_new:
             self.leased = {}
             self.trained.begin_at(hello.label.number)
             for batch in unreported:
                 if not self.trained.has_batch(batch.number):
                     self.trained.add(batch, self.mask_limit)
-            self.asks.clear()
+            self.batch_requests.clear()
             self.goodbyes.clear()
         self.learner = {
             "at": time.monotonic(),
@@ -628,35 +649,39 @@ class BufferService:
         }
         self.send(peer, m.Welcome(hello.epoch, self.store.base))
 
-    def damage(self, number: int) -> str:
-        """The error message for a learner whose newest intact checkpoint, of version `number`, is
-        older than everything kept here."""
-        todo = (
-            f"end the run and continue with `asyncrl run --resume {self.run_dir}`: a new buffer "
-            f"starts from version {number}, and the steps after it are repeated"
-            if self.config.durability.mode == "memory"
-            else f"start a new run, with a model of {self.run_dir / 'checkpoints'} as model.path"
-        )
+    def explain_damage(self, number: int) -> str:
+        """Write the error message for a learner whose checkpoint is older than all groups.
+
+        number: the version of its newest intact checkpoint."""
+        if self.config.durability.mode == "memory":
+            remedy = (
+                f"end the run and continue with `asyncrl run --resume {self.run_dir}`: a new "
+                f"buffer starts from version {number}, and the steps after it are repeated"
+            )
+        else:
+            checkpoints = self.run_dir / "checkpoints"
+            remedy = f"start a new run, with a model of {checkpoints} as model.path"
         return (
             f"the learner's newest intact checkpoint is of version {number}, the newer ones are "
-            f"damaged, and the buffer has no groups before version {self.store.base}: {todo}"
+            f"damaged, and the buffer has no groups before version {self.store.base}: {remedy}"
         )
 
     def store_suspect_batch(self, hello: m.LearnerHello) -> str:
         """Write the batch that this hello excludes to RUN/set_aside before the store removes it.
 
-        Returns the line for the log, or "" if no batch is excluded."""
+        Returns the line for the log, or "" if no batch is excluded.
+        Raises AsyncrlError when the disk is full."""
         store = self.store
-        tickets, count = store.suspect_batch(hello)
-        if count < ENOUGH or store.policy is None or not all(t in store.alive for t in tickets):
+        tickets, points = store.judge_suspect(hello)
+        if points < ENOUGH or store.policy is None or not store.alive.keys() >= set(tickets):
             return ""
         number = store.committed
         groups = [store.alive[ticket] for ticket in tickets]
-        batch = store.batch(groups, store.epoch, number)
+        batch = store.make_batch(groups, store.epoch, number)
         path = self.run_dir / "set_aside" / f"batch_{number}_epoch_{store.epoch}.jsonl"
         try:
             path.parent.mkdir(exist_ok=True)
-            lines = (json.dumps(row) + "\n" for row in numbers.batch_rows(batch))
+            lines = (json.dumps(row) + "\n" for row in numbers.make_batch_rows(batch))
             atomic_write.write(path, "".join(lines))
         except OSError as error:
             raise jsonl.make_disk_full_error(path, error) from error
@@ -667,34 +692,36 @@ class BufferService:
             f"{path}, and the run continues without them"
         )
 
-    def unreported_batches(self, number: int) -> list[m.Batch]:
-        """Batches before `number` that are missing in the training log although their samples are
-        here: the commit was lost, or the row was torn."""
+    def list_unreported_batches(self, number: int) -> list[m.Batch]:
+        """List the stored batches before `number` that the training log lacks.
+
+        The commit of such a batch was lost, or its row was torn."""
         store = self.store
-        unreported = []
-        for trained, comp in enumerate(store.comps, store.base):
+        unreported: list[m.Batch] = []
+        if store.policy is None:
+            return unreported
+        for earlier, tickets in enumerate(store.comps, store.base):
+            if earlier >= number or self.trained.has_batch(earlier):
+                continue
             groups = [
                 group
-                for ticket in comp
+                for ticket in tickets
                 if (group := store.alive.get(ticket) or store.retained.get(ticket)) is not None
-                and group.complete
+                and group.is_complete
             ]
-            if (
-                trained < number
-                and not self.trained.has_batch(trained)
-                and len(groups) == len(comp)
-                and store.policy is not None
-            ):
-                unreported.append(store.batch(groups, store.epoch, trained))
+            if len(groups) == len(tickets):
+                unreported.append(store.make_batch(groups, store.epoch, earlier))
         return unreported
 
     @property
     def mask_limit(self) -> float:
-        """Tokens of a greater lag are masked in the loss."""
+        """The lag from which on the loss masks tokens; infinity: none."""
         return self.store.max_lag if self.config.staleness.on_exceed == "mask" else float("inf")
 
     def is_fenced(self, peer: bytes, epoch: int) -> bool:
-        """Whether a message is not of the current learner; True before any hello."""
+        """Whether a message is not from the current learner; True before any hello.
+
+        The learner of an earlier epoch gets a `FencedReply`."""
         if self.store.policy is None:
             return True
         if epoch < self.store.epoch:
@@ -703,72 +730,80 @@ class BufferService:
             self.learner["at"] = time.monotonic()
         return epoch != self.store.epoch
 
-    def on_BatchRequest(self, peer: bytes, ask: m.BatchRequest) -> None:
-        if not self.is_fenced(peer, ask.epoch):
-            checks.ask(self.store, ask.number)
-            if all(a.number != ask.number for _, a in self.asks):
-                self.asks.append((peer, ask))
-                if len(self.asks) > ASKS:
-                    self.asks.popleft()
-            else:
-                self.asks = deque(
-                    (peer, a) if a.number == ask.number else (p, a) for p, a in self.asks
-                )
+    def on_BatchRequest(self, peer: bytes, request: m.BatchRequest) -> None:
+        """Queue a request for a batch; a repeated one replaces only the address for the reply."""
+        if self.is_fenced(peer, request.epoch):
+            return
+        checks.check_batch_request(self.store, request.number)
+        for position, (_, pending) in enumerate(self.batch_requests):
+            if pending.number == request.number:
+                self.batch_requests[position] = (peer, pending)
+                return
+        self.batch_requests.append((peer, request))
+        if len(self.batch_requests) > MOST_BATCH_REQUESTS:
+            self.batch_requests.popleft()
 
     def on_Commit(self, peer: bytes, commit: m.Commit) -> None:
+        """Commit a trained batch, and write its metrics.
+
+        Raises BadMessage for a metric without a name in the table of metrics."""
         if self.is_fenced(peer, commit.epoch):
             return
-        checks.commit(self.store, commit.number, commit.label, commit.unused)
-        if unknown := [n for n in commit.metrics if not metrics.is_known_metric(n)]:
+        checks.check_commit(self.store, commit.number, commit.label, commit.unused)
+        if unknown := [name for name in commit.metrics if not metrics.is_known_metric(name)]:
             raise BadMessage(
                 "metrics not in the table of asyncrl/records/metrics.py: "
                 f"{', '.join(unknown)[:200]}"
             )
-        # leased by an earlier buffer process
-        if commit.number == self.store.committed and commit.number not in self.leased:
-            groups = [
-                self.store.alive[t] for t in self.store.comps[commit.number - self.store.base]
-            ]
-            self.leased[commit.number] = self.store.batch(groups, commit.epoch, commit.number)
-        limit_before = self.store.limit
-        seen = admission.limit_evidence(commit.metrics, self.store.settings.ess_floor)
+        previous_limit = self.store.limit
+        evidence = admission.read_evidence(commit.metrics, self.store.settings.ess_floor)
         now = time.monotonic()
         timing = None
         if commit.number == self.store.committed:
             tickets = self.store.comps[commit.number - self.store.base]
+            if commit.number not in self.leased:  # leased by an earlier buffer process
+                groups = [self.store.alive[ticket] for ticket in tickets]
+                batch = self.store.make_batch(groups, commit.epoch, commit.number)
+                self.leased[commit.number] = batch
             idle_share = commit.metrics.get("time/learner_idle_share", 0.0)
             timing = self.meter.on_commit(tickets, idle_share, now)
-        done = self.store.commit(
+        is_committed = self.store.commit(
             commit.number,
             commit.label,
             commit.digest,
             commit.unused,
-            seen=seen,
+            evidence=evidence,
             timing=timing,
             now=now,
         )
-        if done is None:
+        if is_committed is None:
             return
-        if done:
-            limits = numbers.limit_metrics(self.store, limit_before)
-            mixture = self.store.mixer.metrics(self.store.committed)
-            self.record_commit(commit, limits | numbers.window_metrics(self.store) | mixture)
+        if is_committed:
+            limit_metrics = numbers.compute_limit_metrics(self.store, previous_limit)
+            window_metrics = numbers.compute_window_metrics(self.store)
+            task_metrics = self.store.mixer.compute_metrics(self.store.committed)
+            self.record_commit(commit, limit_metrics | window_metrics | task_metrics)
             for line in self.store.mixer.events:
                 log(line)
             self.store.mixer.events = []
-        self.send(peer, m.CommitReply(commit.epoch, commit.number, self.store.pinned_versions()))
+        self.send(
+            peer, m.CommitReply(commit.epoch, commit.number, self.store.list_pinned_versions())
+        )
 
     def on_CheckpointNotice(self, peer: bytes, message: m.CheckpointNotice) -> None:
+        """Retire the batches before the oldest checkpoint."""
         if not self.is_fenced(peer, message.epoch):
-            self.store.checkpointed(message.oldest)
+            self.store.retire_batches(message.oldest)
             self.trained.fold_below(self.store.base)
 
     def on_LearnerGoodbye(self, peer: bytes, message: m.LearnerGoodbye) -> None:
+        """Queue the goodbye of a learner that has trained all batches."""
         if not self.is_fenced(peer, message.epoch):
-            checks.goodbye(self.store, message.number)
-            self.goodbyes = {peer: message}  # one, however often the learner connects
+            checks.check_goodbye(self.store, message.number)
+            self.goodbyes = {peer: message}  # a single one, however often the learner connects
 
     def on_LearnerProgress(self, peer: bytes, message: m.LearnerProgress) -> None:
+        """Store the learner's numbers and its wait."""
         if self.is_fenced(peer, message.epoch):
             return
         self.send(peer, m.HeartbeatReply(message.epoch))
@@ -780,18 +815,19 @@ class BufferService:
         }
 
     def on_StatusRequest(self, peer: bytes, message: m.StatusRequest) -> None:
-        self.send(peer, self.status())
+        """Reply with the status of the run."""
+        self.send(peer, self.make_status())
 
     # ---- replies that wait for the state ---------------------------------------------------------
 
     def answer(self) -> None:
-        """Send the replies that the last messages made possible: batches, tickets, the end."""
-        for _ in range(len(self.asks)):
-            peer, ask = self.asks.popleft()
-            groups, wait = self.store.ask(ask.epoch, ask.number)
+        """Send the replies that the last messages allow: batches, tickets, the end."""
+        for _ in range(len(self.batch_requests)):
+            peer, request = self.batch_requests.popleft()
+            groups, wait = self.store.ask(request.epoch, request.number)
             if groups:
-                batch = self.store.batch(groups, ask.epoch, ask.number)
-                self.leased[ask.number] = batch
+                batch = self.store.make_batch(groups, request.epoch, request.number)
+                self.leased[request.number] = batch
                 self.trained.record_lease(batch, self.mask_limit)
                 # after a restart the first batch may need no ticket
                 self.clock.start(time.monotonic())
@@ -800,28 +836,29 @@ class BufferService:
             elif wait is not None:
                 if self.learner_waits is None or self.learner_waits[0] != wait:
                     self.learner_waits = wait, time.monotonic()
-                self.asks.append((peer, ask))
+                self.batch_requests.append((peer, request))
         self.grant()
-        if not self.store.evaluations.pending:
+        if not self.store.evaluations.is_pending:
             for peer, goodbye in self.goodbyes.items():
                 self.write_evaluations()
                 self.send(peer, m.RunFinished(goodbye.epoch))
                 if not self.ended_at:
                     self.ended_at = time.monotonic()
                     self.store.finish()
-            self.goodbyes = {} if self.ended_at else self.goodbyes
+            if self.ended_at:
+                self.goodbyes = {}
         self.write_evaluations()
 
     def grant(self) -> None:
         """Grant tickets to waiting generators in the order of their requests.
 
-        The first request without a ticket ends it, as the store treats all generators alike, unless
-        some are reserved for evaluations."""
+        It stops at the first request that gets no ticket, because the store treats all generators
+        alike unless some are reserved for evaluations."""
         now = time.monotonic()
-        over = self.store.finished
-        for name, (peer, want) in list(self.wants.items()):
-            tickets = self.store.grant(want.producer, want.session, want.samples, now)
-            if not tickets and not over:
+        is_finished = self.store.finished
+        for name, (peer, request) in list(self.ticket_requests.items()):
+            tickets = self.store.grant(request.producer, request.session, request.samples, now)
+            if not tickets and not is_finished:
                 if self.config.evaluation.generators:  # they are not alike
                     continue
                 break
@@ -829,63 +866,74 @@ class BufferService:
             self.meter.on_grant(training, now)
             if training:
                 self.clock.start(now)
-            self.send_tickets(peer, want, tickets)
-            del self.wants[name]
-            if over:
+            self.send_tickets(peer, request, tickets)
+            del self.ticket_requests[name]
+            if is_finished:
                 self.generators.pop(name, None)
-        if over:
-            for name, (peer, want) in self.followers.items():
-                self.send_tickets(peer, want, [])
+        if is_finished:
+            for name, (peer, request) in self.followers.items():
+                self.send_tickets(peer, request, [])
                 self.generators.pop(name, None)
             self.followers.clear()
-        free = sum(want.samples for _, want in self.wants.values())
-        self.meter.on_free(free, self.slots * len(self.generators), now)
+        free_slots = sum(request.samples for _, request in self.ticket_requests.values())
+        self.meter.on_free(free_slots, self.slots * len(self.generators), now)
         self.announce_version()
 
-    def send_tickets(self, peer: bytes, want: m.TicketRequest, tickets: list[m.Ticket]) -> None:
-        announcement = self.announcement()
-        over = self.store.finished
-        self.send(peer, m.TicketGrant(want.session, want.sequence, tickets, announcement, over))
+    def send_tickets(self, peer: bytes, request: m.TicketRequest, tickets: list[m.Ticket]) -> None:
+        """Send a grant, which may have no tickets, with the current version."""
+        self.send(
+            peer,
+            m.TicketGrant(
+                request.session,
+                request.sequence,
+                tickets,
+                self.make_announcement(),
+                self.store.finished,
+            ),
+        )
 
     def announce_version(self) -> None:
         """Announce a new version to waiting generators, so that they load it while they wait.
 
-        It goes to generators that have just asked, that are next in line, or that sample calls of
-        sessions.  If the window keeps samples fresh, it also goes to those in the middle of their
-        samples. The others receive it with the reply to their next renewal."""
+        It goes to generators that have just requested tickets, that are next in line, or that
+        sample calls of sessions.  If the window keeps samples fresh, it also goes to generators in
+        the middle of their samples. The others receive it with the reply to their next renewal."""
         policy = self.store.policy
-        if self.announcement() is None:
+        if self.make_announcement() is None:
             return
-        if policy != self.told:
-            self.told = policy
-            self.fresh |= dict.fromkeys(itertools.islice(self.wants, NEWS))
-            self.fresh |= dict.fromkeys(self.followers)
+        if policy != self.announced:
+            self.announced = policy
+            self.to_notify |= dict.fromkeys(itertools.islice(self.ticket_requests, MOST_NOTIFIED))
+            self.to_notify |= dict.fromkeys(self.followers)
             if self.store.settings.wait:
-                busy = (name for name in self.generators if name not in self.wants)
-                self.fresh |= dict.fromkeys(itertools.islice(busy, NEWS))
-        fresh, self.fresh = self.fresh, {}
-        for name in fresh:
-            request = self.wants.get(name) or self.followers.get(name)
+                busy = (name for name in self.generators if name not in self.ticket_requests)
+                self.to_notify |= dict.fromkeys(itertools.islice(busy, MOST_NOTIFIED))
+        names, self.to_notify = self.to_notify, {}
+        for name in names:
             entry = self.generators.get(name)
-            if request is None or entry is None:
-                if entry is not None and "greeted" in entry and entry.get("told") != policy:
-                    entry["told"] = policy
-                    self.send(
-                        entry["peer"], m.HeartbeatReply(self.store.epoch, self.announcement())
-                    )
+            if entry is None or entry.get("announced") == policy:
                 continue
-            peer, want = request
-            if want.holding != policy and entry.get("told") != policy:
-                entry["told"] = policy
-                self.send_tickets(peer, want, [])
+            pending = self.ticket_requests.get(name) or self.followers.get(name)
+            if pending is None:
+                if "greeted" in entry:
+                    entry["announced"] = policy
+                    reply = m.HeartbeatReply(self.store.epoch, self.make_announcement())
+                    self.send(entry["peer"], reply)
+                continue
+            peer, request = pending
+            if request.holding != policy:
+                entry["announced"] = policy
+                self.send_tickets(peer, request, [])
 
     # ---- numbers ---------------------------------------------------------------------------------
 
-    def record_commit(self, commit: m.Commit, limit: dict[str, float]) -> None:
-        """Write the metrics, the lags and some samples of a trained batch, and the new limit."""
+    def record_commit(self, commit: m.Commit, store_metrics: dict[str, float]) -> None:
+        """Write the metrics, the lags and some samples of a trained batch.
+
+        store_metrics: of the limit, the window and the mixture."""
         now = time.monotonic()
         self.progress += 1
-        self.taken = 0
+        self.counted_samples = 0
         self.last_commit = now
         batch = self.leased.pop(commit.number, None)
         values = dict(commit.metrics)
@@ -900,35 +948,40 @@ class BufferService:
         )
         histogram: dict[str, list[float]] = {}
         if batch is not None:
-            values |= numbers.batch_metrics(batch, self.trained.add(batch, self.mask_limit))
-            histogram["lag/samples"] = [float(x) for x in batch.lags]
-            for row in numbers.sample_rows(batch, self.config.record):
+            values |= numbers.compute_batch_metrics(batch, self.trained.add(batch, self.mask_limit))
+            histogram["lag/samples"] = [float(lag) for lag in batch.lags]
+            for row in numbers.select_sample_rows(batch, self.config.record):
                 self.samples.write(row)
         values |= (
-            self.generator_numbers(now)
-            | self.judge_numbers()
+            self.compute_generator_metrics(now)
+            | self.compute_judge_metrics()
             | {
                 "buffer/groups": len(self.store.alive),
                 "buffer/bytes": self.store.stored_bytes,
-                "buffer/leases": sum(g.lease is not None for g in self.store.alive.values()),
+                "buffer/leases": sum(
+                    group.lease is not None for group in self.store.alive.values()
+                ),
                 **({"buffer/set_aside": self.store.aside} if self.store.aside else {}),
-                **self.store.ledger_metrics(),
+                **self.store.compute_ledger_metrics(),
                 **{f"refused/{reason}": count for reason, count in self.refused.items()},
-                **limit,
+                **store_metrics,
             }
         )
         self.latest |= values
         self.metrics.write(commit.number, values, self.clock.seconds_at(now), histogram)
 
-    def judge_numbers(self) -> dict[str, float]:
-        """Numbers of the judge's requests so far; names outside the metrics table are dropped."""
+    def compute_judge_metrics(self) -> dict[str, float]:
+        """Compute the numbers of the judge's requests so far; drop names that are not metrics."""
         stats = [(entry["host"], entry["stats"]) for entry in self.generators.values()]
-        return {k: v for k, v in numbers.judge_metrics(stats).items() if k in metrics.METRICS}
+        values = numbers.compute_judge_metrics(stats)
+        return {name: value for name, value in values.items() if name in metrics.METRICS}
 
-    def generator_numbers(self, now: float) -> dict[str, float]:
-        """Sums over the generators since the last step."""
+    def compute_generator_metrics(self, now: float) -> dict[str, float]:
+        """Compute the metrics of the generators since the last step.
+
+        Returns {} if they have not reported since then."""
         reported = [self.generators[name] for name in self.reported if name in self.generators]
-        totals = numbers.new_totals(reported)
+        totals = numbers.sum_growth(reported)
         self.reported.clear()
         spent = totals["busy_s"] + totals["idle_s"]
         if not spent:
@@ -944,41 +997,43 @@ class BufferService:
                 "time/generator_idle_share": totals["idle_s"] / spent,
                 "time/swap": totals["swap_s"],
             }
-            | numbers.reward_metrics(stats, totals, spent)
-            | numbers.engine_metrics(stats, totals)
-            | numbers.link_metrics(totals, spent)
+            | numbers.compute_reward_metrics(stats, totals, spent)
+            | numbers.compute_engine_metrics(stats, totals)
+            | numbers.compute_link_metrics(totals, spent)
         )
 
     def write_evaluations(self) -> None:
+        """Write the new results of evaluations to the metrics."""
         fresh = self.store.evaluations.fresh
         self.store.evaluations.fresh = []
         for number, values in fresh:
             self.latest |= values
             self.metrics.write(number, values, self.clock.seconds_at(time.monotonic()))
 
-    def waits(self) -> list[ProcessWait]:
-        """All current waits: the learner's for its batch, and those that generators report."""
+    def list_waits(self) -> list[ProcessWait]:
+        """List the current waits: the learner's for its batch, and those that generators report."""
         waits = []
         if self.learner_waits is not None:
             wait, since = self.learner_waits
-            waits.append(ProcessWait("learner", wait.what, wait.on, time.monotonic() - since))
+            waited_s = time.monotonic() - since
+            waits.append(ProcessWait("learner", wait.reason, wait.process, waited_s))
         return waits + [
             entry["waiting"] for entry in self.generators.values() if entry["waiting"] is not None
         ]
 
     def log_waits(self) -> None:
         """Log long waits; for the learner's wait also the session that blocks it."""
-        lines = self.wait_log.lines(self.waits())
+        lines = self.wait_log.make_lines(self.list_waits())
         for line in lines:
             log(line)
         blocking = (
-            self.blocking_session() if any(line.startswith("learner ") for line in lines) else None
+            self.find_blocker() if any(line.startswith("learner ") for line in lines) else None
         )
         if blocking is not None:
             log(blocking.describe())
 
-    def blocking_session(self) -> BlockingSession | None:
-        """The session that the learner waits for, or None.
+    def find_blocker(self) -> BlockingSession | None:
+        """Find the session that the learner waits for, or None.
 
         Sessions of a gateway that is silent do not count: they may have ended."""
         if self.learner_waits is None or self.learner.get("waiting") is None:
@@ -999,7 +1054,8 @@ class BufferService:
             max_lag=self.store.max_lag,
         )
 
-    def status(self) -> m.RunStatus:
+    def make_status(self) -> m.RunStatus:
+        """Make the status message of the run."""
         now = time.monotonic()
         peers = {name: now - entry["at"] for name, entry in self.generators.items()}
         if self.learner:
@@ -1010,18 +1066,18 @@ class BufferService:
             steps=self.store.settings.steps,
             epoch=self.store.epoch,
             metrics=dict(self.latest),
-            ledger=self.store.ledger(),
-            waits=self.waits(),
+            ledger=self.store.sum_ledger(),
+            waits=self.list_waits(),
             peers=peers,
             finished=bool(self.ended_at),
             error=self.error,
             progress=self.progress,
-            held_up=self.blocking_session(),
+            held_up=self.find_blocker(),
         )
 
-    def summary(self) -> dict[str, Any]:
-        """The part of the run's summary that only the buffer knows."""
-        return numbers.summary(
+    def make_summary(self) -> dict[str, Any]:
+        """Make the part of the run's summary that only the buffer knows."""
+        return numbers.make_summary(
             self.store, self.trained, self.clock.seconds_at(self.last_commit)
         ) | {
             "mismatch_k3_max": self.mismatch,
@@ -1034,7 +1090,7 @@ class BufferService:
         """Write RUN/buffer_summary.json atomically. Raises AsyncrlError when the disk is full."""
         path = self.run_dir / "buffer_summary.json"
         try:
-            atomic_write.write(path, json.dumps(self.summary()))
+            atomic_write.write(path, json.dumps(self.make_summary()))
         except OSError as error:
             raise jsonl.make_disk_full_error(path, error) from error
 
@@ -1042,20 +1098,21 @@ class BufferService:
         """Close everything; return the first error message, or "".
 
         After a takeover the other buffer's files are not touched."""
-        errors = []
-        kept = [self.store.journal] if isinstance(self.store, RecordedStore) else []
-        last = [] if self.taken_over else [self.write_summary]
-        for end in (
-            *last,
+        actions: list[Callable[[], object]] = [] if self.taken_over else [self.write_summary]
+        actions += [
             self.metrics.close,
             self.trackers.close,
             self.samples.close,
             self.trained.close,
-            *(journal.abandon if self.taken_over else journal.close for journal in kept),
-            self.term.end,
-        ):
+        ]
+        if isinstance(self.store, RecordedStore):
+            journal = self.store.journal
+            actions.append(journal.abandon if self.taken_over else journal.close)
+        actions.append(self.term.end)
+        errors = []
+        for action in actions:
             try:
-                end()
+                action()
             except (AsyncrlError, OSError) as error:
                 errors.append(str(error))
         self.socket.close()
@@ -1077,11 +1134,11 @@ def main(config: Config, run_dir: Path, *, moved: bool = False) -> bool:
     # checkpoint are as many objects.
     gc.set_threshold(1_000_000, 50, 50)
 
-    def end(_number: int, _frame: object) -> None:
+    def stop(_number: int, _frame: object) -> None:
         service.stop = True
 
-    signal.signal(signal.SIGTERM, end)
-    signal.signal(signal.SIGINT, signal.SIG_IGN if os.environ.get("ASYNCRL_SUPERVISED") else end)
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, signal.SIG_IGN if os.environ.get("ASYNCRL_SUPERVISED") else stop)
     close_error = ""
     try:
         service.loop()
@@ -1091,11 +1148,9 @@ def main(config: Config, run_dir: Path, *, moved: bool = False) -> bool:
         raise
     except AsyncrlError as error:
         service.error = str(error)
-        for entry in [
-            *service.generators.values(),
-            *([service.learner] if "peer" in service.learner else []),
-        ]:
-            service.socket.send(entry["peer"], m.Refusal(str(error), error.exit_code))
+        for entry in (*service.generators.values(), service.learner):
+            if "peer" in entry:
+                service.socket.send(entry["peer"], m.Refusal(str(error), error.exit_code))
         raise
     finally:
         close_error = service.close()

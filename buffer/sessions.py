@@ -21,10 +21,10 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-# Frames of a dead process may still arrive, but all at once: a message this much later proves that
-# its sender is alive.
+# seconds. Frames of a dead process may still arrive, but all at once: a message this much later
+# proves that its sender is alive.
 MARGIN_S = 1.0
-PROOFS = 2
+PROOFS = 2  # of the holder, after which a claim is refused
 CLAIMS = 8  # most claims on a name
 ENDED = 64  # former sessions of a name that are remembered
 NAMES = 4096  # most names
@@ -33,20 +33,26 @@ FORGET = 30  # times `silent_s` after which a silent name is forgotten
 
 @dataclass
 class NameClaim:
-    heard: float  # time of the claim, then of the holder's last proof, at least MARGIN_S later
-    proofs: int = 0
+    """The claim of another process on a name."""
+
+    proved_at: float  # seconds: time of the claim, then of the holder's last proof
+    proofs: int = 0  # messages of the holder since then, each MARGIN_S after the one before
 
 
 @dataclass
 class NameHolder:
+    """The session that holds a name, and the other sessions that used or claim it."""
+
     token: int | None  # None: the session has ended
-    heard: float
+    active_at: float  # seconds: time of its last message
     ended: deque[int] = field(default_factory=lambda: deque(maxlen=ENDED))
     claims: dict[int, NameClaim] = field(default_factory=dict)
 
 
 class PeerSessions:
     """The session that holds each name.
+
+    silent_s: seconds without a message after which another session may take the name.
 
     >>> s = PeerSessions(silent_s=20.0)
     >>> s.on_message("g", 7, 0.0), s.on_message("g", 3, 1.0), s.on_message("g", 7, 3.0)
@@ -64,13 +70,13 @@ class PeerSessions:
         self.silent_s = silent_s
         self.names: dict[str, NameHolder] = {}
 
-    def on_message(self, name: str, token: int, now: float, *, gone: bool = False) -> str:
+    def on_message(self, name: str, token: int, now: float, *, holder_ended: bool = False) -> str:
         """Record a message of a session of `name`; return the session's state.
 
         "new" (it holds the name from now on), "holds", "waits" (for the holder to end), "refused"
         (the holder is alive), "over" (it was replaced) or "full" (there are too many names).
 
-        gone: the holder's process has certainly ended.
+        holder_ended: the holder's process has certainly ended.
         """
         holder = self.names.get(name)
         if holder is None:
@@ -79,11 +85,12 @@ class PeerSessions:
             self.names[name] = NameHolder(token, now)
             return "new"
         if token == holder.token:
-            self._proof(holder, now)
+            self._record_proof(holder, now)
             return "holds"
         if token in holder.ended:
             return "over"
-        if holder.token is None or gone or now - holder.heard > self.silent_s:
+        is_free = holder.token is None or holder_ended
+        if is_free or now - holder.active_at > self.silent_s:
             self._end_holder(holder)
             self.names[name] = NameHolder(token, now, holder.ended)
             return "new"
@@ -113,21 +120,25 @@ class PeerSessions:
         holder.token = None
 
     @staticmethod
-    def _proof(holder: NameHolder, now: float) -> None:
-        holder.heard = now
+    def _record_proof(holder: NameHolder, now: float) -> None:
+        holder.active_at = now
         for claim in holder.claims.values():
-            if now - claim.heard >= MARGIN_S:
-                claim.heard = now
-                claim.proofs = claim.proofs + 1
+            if now - claim.proved_at >= MARGIN_S:
+                claim.proved_at = now
+                claim.proofs += 1
 
-    def token(self, name: str) -> int | None:
-        """The session that holds `name`, or None."""
+    def get_holder(self, name: str) -> int | None:
+        """Return the session that holds `name`, or None."""
         holder = self.names.get(name)
         return None if holder is None else holder.token
 
     def forget(self, now: float) -> list[str]:
         """Forget names that have been silent for very long; return them."""
-        late = [name for name, h in self.names.items() if now - h.heard > FORGET * self.silent_s]
-        for name in late:
+        silent = [
+            name
+            for name, holder in self.names.items()
+            if now - holder.active_at > FORGET * self.silent_s
+        ]
+        for name in silent:
             del self.names[name]
-        return late
+        return silent

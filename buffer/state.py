@@ -50,37 +50,39 @@ def _restore(current: Any, saved: Any) -> Any:
     return current
 
 
-def _items(table: Any) -> list[Any]:
+def _list_items(table: Any) -> list[Any]:
     return list(table.items())
 
 
-def _packing(
+def _make_packing(
     type_: Any, pack: Callable[[Any], Any], unpack: Callable[[Any, Any], Any]
 ) -> dict[str, Packing]:
-    """Metadata of a field with another form in the snapshot."""
+    """Make the metadata of a field that has another form in the snapshot."""
     return {"packing": Packing(type_, pack, unpack)}
 
 
-NUMBERS = _packing(list[int], sorted, lambda _, saved: set(saved))
-GROUPS = _packing(
+NUMBERS = _make_packing(list[int], sorted, lambda _, saved: set(saved))
+GROUPS = _make_packing(
     list[Group],
     lambda groups: list(groups.values()),
     lambda _, saved: {group.ticket: group for group in saved},
 )
-DRAWN = _packing(list[tuple[tuple[str, int], int]], _items, lambda _, saved: OrderedDict(saved))
-FATES = _packing(
+DRAWN = _make_packing(
+    list[tuple[tuple[str, int], int]], _list_items, lambda _, saved: OrderedDict(saved)
+)
+FATES = _make_packing(
     list[tuple[tuple[int, int, int], Disposition]],
-    _items,
+    _list_items,
     lambda _, saved: SampleFates(REMEMBERED, saved),
 )
-ATTEMPTS = _packing(
+ATTEMPTS = _make_packing(
     list[tuple[tuple[int, int], list[int]]],
-    _items,
+    _list_items,
     lambda _, saved: StrayAttempts(STRAYS, saved),
 )
-TREE = _packing(PolicyTreeState, PolicyTree.snapshot, _restore)
-MIXER = _packing(MixtureState, TaskMixer.snapshot, _restore)
-EVALUATIONS = _packing(EvaluationsState, Evaluations.snapshot, _restore)
+TREE = _make_packing(PolicyTreeState, PolicyTree.snapshot, _restore)
+MIXER = _make_packing(MixtureState, TaskMixer.snapshot, _restore)
+EVALUATIONS = _make_packing(EvaluationsState, Evaluations.snapshot, _restore)
 
 
 @dataclass(eq=False, repr=False)
@@ -93,12 +95,10 @@ class StoreState:
     epoch: int = 0
     active: int = 0  # the epoch whose learner requested a batch last
     max_lag: float = math.inf  # with an adaptive limit: its hard bound
-    limit: AdaptiveLimit = field(
-        default_factory=AdaptiveLimit
-    )  # used only if `settings.ess_floor` is set
-    window: AdmissionWindow = field(
-        default_factory=AdmissionWindow
-    )  # used only if `settings.wait` is set
+    # used only if `settings.ess_floor` is set
+    limit: AdaptiveLimit = field(default_factory=AdaptiveLimit)
+    # used only if `settings.wait` is set
+    window: AdmissionWindow = field(default_factory=AdmissionWindow)
     cursor: int = 0  # the next new ticket
     attempts: int = 0  # granted so far
     committed: int = 0
@@ -106,11 +106,10 @@ class StoreState:
     policy: Label | None = None
     source: WeightsSource | None = None
     alive: dict[int, Group] = field(default_factory=dict, metadata=GROUPS)  # in ticket order
-    retained: dict[int, Group] = field(
-        default_factory=dict, metadata=GROUPS
-    )  # committed after the oldest checkpoint kept
+    # committed after the oldest checkpoint kept
+    retained: dict[int, Group] = field(default_factory=dict, metadata=GROUPS)
     comps: list[list[int]] = field(default_factory=list)  # tickets of batch base, base + 1, ...
-    # batches handed to the learner of this epoch: their lags and masks no longer change
+    # batches that the learner of this epoch has received: their lags and masks no longer change
     leased: set[int] = field(default_factory=set, metadata=NUMBERS)
     past: Ledger = field(default_factory=Ledger)
     # totals of an earlier buffer process, from the learner's checkpoint (`memory`)
@@ -124,37 +123,39 @@ class StoreState:
     failed_machinery: int = 0  # since the last commit
     stored_bytes: int = 0
     failures: dict[str, int] = field(default_factory=dict)  # by kind
-    # (producer, session) -> tokens that it reports to have sampled
+    # (producer, session) -> tokens that the session reports to have sampled
     drawn: OrderedDict[tuple[str, int], int] = field(default_factory=OrderedDict, metadata=DRAWN)
-    drawn_before: int = 0  # the same of sessions that are no longer in `drawn`
-    # producer -> seconds of its leases, where its renewals come too slowly for `lease_s`
+    drawn_before: int = 0  # tokens of sessions that are no longer in `drawn`
+    # producer -> seconds of its leases, for producers that renew too slowly for `lease_s`
     patience: dict[str, float] = field(default_factory=dict)
-    # tickets of the batch on which the last learner processes ended, and its points (store.ENDS)
+    # tickets of the batch on which the last learner processes ended, and its points (`store.ENDS`)
     suspect: tuple[list[int], float] = ([], 0.0)
     aside: int = 0  # excluded batches
     finished: bool = False
     mixer: TaskMixer = field(default_factory=TaskMixer, metadata=MIXER)
 
-    def tickets_up_to(self, number: int) -> set[int]:
-        """Tickets of the composed batches up to batch `number`."""
+    def list_tickets_up_to(self, number: int) -> set[int]:
+        """List the tickets of the composed batches up to batch `number`."""
         return {ticket for comp in self.comps[: number + 1 - self.base] for ticket in comp}
 
     def snapshot(self) -> msgspec.Struct:
         """Return the whole state. It shares objects with the store: encode it at once."""
-        saved = {}
-        for each in fields(StoreState):
-            value = getattr(self, each.name)
-            packing = each.metadata.get("packing")
-            saved[each.name] = value if packing is None else packing.pack(value)
-        return StoreSnapshot(**saved)
+        packed = {}
+        for state_field in fields(StoreState):
+            value = getattr(self, state_field.name)
+            packing = state_field.metadata.get("packing")
+            packed[state_field.name] = value if packing is None else packing.pack(value)
+        return StoreSnapshot(**packed)
 
     def restore(self, snapshot: msgspec.Struct) -> None:
         """Take over the state of a `StoreSnapshot`."""
-        for each in fields(StoreState):
-            saved = getattr(snapshot, each.name)
-            packing = each.metadata.get("packing")
-            value = saved if packing is None else packing.unpack(getattr(self, each.name), saved)
-            setattr(self, each.name, value)
+        for state_field in fields(StoreState):
+            name = state_field.name
+            value = getattr(snapshot, name)
+            packing = state_field.metadata.get("packing")
+            if packing is not None:
+                value = packing.unpack(getattr(self, name), value)
+            setattr(self, name, value)
 
 
 class SnapshotHead(msgspec.Struct, tag="snapshot"):
@@ -166,17 +167,18 @@ class SnapshotHead(msgspec.Struct, tag="snapshot"):
 HINTS = get_type_hints(StoreState)
 
 
-def _snapshot_field(each: Field[Any]) -> tuple[Any, ...]:
-    """(name, type) of a field in the snapshot, and its default if older snapshots lack it."""
-    packing = each.metadata.get("packing")
-    saved_type = HINTS[each.name] if packing is None else packing.type
-    default = (ADDED_LATER[each.name],) if each.name in ADDED_LATER else ()
-    return each.name, saved_type, *default
+def _make_snapshot_field(state_field: Field[Any]) -> tuple[Any, ...]:
+    """Make (name, type) of a field in the snapshot, and its default if older snapshots lack it."""
+    name = state_field.name
+    packing = state_field.metadata.get("packing")
+    packed_type = HINTS[name] if packing is None else packing.type
+    default = (ADDED_LATER[name],) if name in ADDED_LATER else ()
+    return name, packed_type, *default
 
 
 StoreSnapshot = msgspec.defstruct(
     "StoreSnapshot",
-    [("format", int, FORMAT), *map(_snapshot_field, fields(StoreState))],
+    [("format", int, FORMAT), *map(_make_snapshot_field, fields(StoreState))],
     tag="snapshot",
     kw_only=True,
     module=__name__,

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 import msgspec
 
 from asyncrl.contract import admission
-from asyncrl.contract.blobs.images import by_digest
+from asyncrl.contract.blobs.images import index_by_digest
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.freshness.window import AdmissionWindow, BatchTiming, next_window
 from asyncrl.contract.messages import (
@@ -40,18 +40,18 @@ from asyncrl.contract.versions import Label
 from buffer import batches, checks
 from buffer.evaluation import Evaluations
 from buffer.groups import MAX_DROPS, Grant, Group, Lease, LeaseTable, StoredSample, StoreSettings
-from buffer.ledger import Key, Ledger, StrayAttempt, total_tokens
+from buffer.ledger import Key, Ledger, StrayAttempt, sum_tokens
 from buffer.mixing.mixer import TaskMixer
 from buffer.rules import StoreRules
 
-# Rewards that differ by at most this share of the larger one are equal, as in
-# asyncrl/algorithms/advantages.py (which needs torch).
+# Rewards that differ by at most this share of the larger one are equal. This repeats the constant
+# of asyncrl/algorithms/advantages.py, which imports torch.
 EQUAL = 1e-6
 NO_IMAGES: Mapping[str, bytes] = {}
-SESSIONS = 8192  # generator sessions whose counts may still grow: more than can hold a name
+SESSIONS = 8192  # generator sessions with a count of their own: more than can hold a name
 LEASE_GAPS = 3.0  # a lease lasts this many times the longest recent gap between two renewals ...
 MOST_LEASES = 10.0  # ... but at most this many times `lease_s`
-VERSIONS = 10_000  # kept before the oldest checkpoint: a completion that spans more is refused
+VERSIONS = 10_000  # known before the oldest checkpoint: a completion that spans more is refused
 # Points against the last batch of a learner process, by how the process ended. ENOUGH of them
 # exclude the batch: two crashes, four ends that its work may have caused (memory, no progress), or
 # sixteen signals from outside.
@@ -62,7 +62,10 @@ ENOUGH = 4.0
 class Store(StoreRules):
     """One run's groups, tickets, compositions, versions and ledger.
 
-    `StoreState` has the attributes that survive a restart."""
+    `StoreState` has the attributes that survive a restart. Times are seconds on any clock that the
+    caller passes in.
+
+    prompt: makes the prompt of a ticket number; a mixture's prompts come from `mixer`."""
 
     def __init__(
         self,
@@ -76,8 +79,8 @@ class Store(StoreRules):
         self.prompt = prompt
         self.leases = LeaseTable()  # of `alive`
         self.composed = set()
-        # the sum of the lines of `retained`; None: must be computed again (see `_lines_kept`)
-        self._kept: Ledger | None = None
+        # the sum of the lines of `retained`; None: `_sum_retained` must compute it again
+        self._retained_sums: Ledger | None = None
         self.changes = 0
         self.lacking = True
 
@@ -92,7 +95,7 @@ class Store(StoreRules):
             if (lease := group.lease) is not None:
                 self.leases.add(lease.producer, lease.session, lease.attempt, group.ticket)
         self.composed = {ticket for comp in self.comps for ticket in comp}
-        self._kept = None
+        self._retained_sums = None
         self.lacking = True
 
     def renew_all_leases(self, now: float) -> None:
@@ -105,17 +108,17 @@ class Store(StoreRules):
 
     # ---- tickets ---------------------------------------------------------------------------------
 
-    def announcement(self) -> PolicyAnnouncement | None:
+    def make_announcement(self) -> PolicyAnnouncement | None:
+        """Make the announcement of the current policy; None before the first learner."""
         if self.policy is None or self.source is None:
             return None
-        return PolicyAnnouncement(self.policy, self.tree.digest(self.policy), self.source)
+        return PolicyAnnouncement(self.policy, self.tree.get_digest(self.policy), self.source)
 
     def grant(self, producer: str, session: int, samples: int, now: float) -> list[Ticket]:
         """Grant tickets for about `samples` free engine slots, evaluations first.
 
-        With reserved generators, those get evaluations alone, and the others none.
-
-        The last ticket may have more samples than there are slots."""
+        If generators are reserved for evaluations, they get only evaluations, and the other
+        generators get none. The last ticket may have more samples than there are slots."""
         granted: list[Ticket] = []
         if self.policy is None or self.finished:
             return granted
@@ -128,149 +131,148 @@ class Store(StoreRules):
                 self.settings,
                 producer=producer,
                 session=session,
-                expires=now + self.lease_of(producer),
+                expires=now + self.get_lease_s(producer),
             )
             granted.append(ticket)
             samples -= 1
         if producer in evaluators:
             return granted
-        tickets = self._grants(producer, session, now)
+        tickets = self._grant_tickets(producer, session, now)
         while samples > 0 and (next_ticket := next(tickets, None)) is not None:
             granted.append(next_ticket)
             samples -= len(next_ticket.samples)
         return granted
 
-    def _positions(self) -> Iterator[tuple[int, Group]]:
-        """(position, group) of the alive groups: how many groups train before it.
+    def _iterate_positions(self) -> Iterator[tuple[int, Group]]:
+        """Iterate over (position, group) of the alive groups.
 
-        Composed batches come first, in their order.  Under `pace` they are also the first in ticket
-        order, unless an earlier process composed them with another order or without a limit.  The
-        other groups follow in ticket order."""
-        first = (
+        The position is the number of groups that train before it. Composed batches come first, in
+        their order.  Under `pace` they are also the first in ticket order, unless an earlier
+        process composed them with another order or without a limit.  The other groups follow in
+        ticket order."""
+        composed_groups = (
             self.alive[ticket]
             for comp in self.comps[self.committed - self.base :]
             for ticket in comp
         )
-        return enumerate(
-            itertools.chain(
-                first, (group for group in self.alive.values() if group.ticket not in self.composed)
-            )
-        )
+        others = (group for group in self.alive.values() if group.ticket not in self.composed)
+        return enumerate(itertools.chain(composed_groups, others))
 
-    def _grants(self, producer: str, session: int, now: float) -> Iterator[Ticket]:
-        """Grant tickets in the order in which they are due: first for missing samples of alive
-        groups, then for new groups while there is room.
+    def _grant_tickets(self, producer: str, session: int, now: float) -> Iterator[Ticket]:
+        """Grant tickets in the order in which they are due.
 
-        It stops where lag injection needs a future version."""
-        room = admission.group_limit(
-            self.admits_to(now), self.settings.batch, self.stored_bytes, self.settings.byte_limit
+        Missing samples of alive groups come first, then new groups while there is room.  The
+        iterator ends where lag injection needs a future version."""
+        room = admission.limit_groups(
+            self.count_admitted_batches(now),
+            self.settings.batch,
+            self.stored_bytes,
+            self.settings.byte_limit,
         )
-        for place, group in self._positions() if self.lacking else ():
-            if not self.has_room(place, room):
+        for position, group in self._iterate_positions() if self.lacking else ():
+            if not self.has_room(position, room):
                 break
-            if group.lease is None and not group.complete:
-                ticket = self._lease(group, place, producer, session, now)
+            if group.lease is None and not group.is_complete:
+                ticket = self._lease(group, position, producer, session, now)
                 if ticket is None:
                     return
                 yield ticket
         else:
-            # with many generators waiting, most grants find nothing: do not search all groups again
+            # with many waiting generators most grants find nothing: do not search all groups again
             self.lacking = False
         while True:
-            enough = (
-                self.committed + self.groups_to_train() // self.settings.batch
-                >= self.settings.steps
-            )
-            if self.groups_ahead() >= room or enough:
+            batches_to_train = self.count_groups_to_train() // self.settings.batch
+            is_run_covered = self.committed + batches_to_train >= self.settings.steps
+            if self.count_groups_ahead() >= room or is_run_covered:
                 return
             self._skip_trained()
-            new = self._new_group()
-            if new is None:
+            new_group = self._make_group()
+            if new_group is None:
                 return
-            ticket = self._lease(new, len(self.alive), producer, session, now)
+            ticket = self._lease(new_group, len(self.alive), producer, session, now)
             if ticket is None:
-                if new.task:
-                    self.mixer.give_back(new.task, new.index)
+                if new_group.task:
+                    self.mixer.give_back(new_group.task, new_group.index)
                 return
-            self.alive[self.cursor] = new
+            self.alive[self.cursor] = new_group
             self.cursor += 1
             yield ticket
 
-    def _new_group(self) -> Group | None:
+    def _make_group(self) -> Group | None:
         """Make the next group; None: all tasks of a mixture have run out of prompts.
 
-        Raises AsyncrlError if what is left does not fill a batch."""
-        new = Group(self.cursor, [None] * self.settings.group)
+        Raises AsyncrlError if the remaining groups do not fill a batch."""
+        group = Group(self.cursor, [None] * self.settings.group)
         if not self.mixer:
-            return new
-        batch = admission.planned_batch(self.committed, len(self.alive), self.settings.batch)
+            return group
+        batch = admission.plan_batch(self.committed, len(self.alive), self.settings.batch)
         draw = self.mixer.draw(batch)
         if draw is not None:
-            new.task, new.index = draw
-            return new
-        if self.groups_to_train() < self.settings.batch:
+            group.task, group.index = draw
+            return group
+        if self.count_groups_to_train() < self.settings.batch:
             raise AsyncrlError(
                 f"task.mixture: every task has run out of prompts (passes) before batch {batch}: "
                 "raise passes, or set learner.steps to that"
             )
         return None
 
-    def prompt_of(self, group: Group) -> Prompt:
-        """The prompt of a group."""
+    def make_prompt(self, group: Group) -> Prompt:
+        """Make the prompt of a group."""
         if group.task:
             return self.mixer.prompt(group.task, group.index)
         return self.prompt(group.ticket)
 
     def _lease(
-        self, group: Group, place: int, producer: str, session: int, now: float
+        self, group: Group, position: int, producer: str, session: int, now: float
     ) -> Ticket | None:
+        """Lease a group's missing samples; None: lag injection needs a version of the future.
+
+        position: number of groups that train before it."""
         assert self.policy is not None
         exact = None
         if self.settings.inject is not None:
-            planned = admission.planned_batch(self.committed, place, self.settings.batch)
-            wanted = planned - admission.injected_lag(
+            planned = admission.plan_batch(self.committed, position, self.settings.batch)
+            wanted = planned - admission.choose_injected_lag(
                 self.settings.inject, self.settings.seed, group.ticket
             )
             if wanted > self.committed:
                 return None
-            exact = next(
-                (
-                    x
-                    for number in range(max(wanted, 0), self.committed + 1)
-                    if (x := Label(self.epoch, number)) in self.tree
-                ),
-                None,
+            labels = (
+                Label(self.epoch, number) for number in range(max(wanted, 0), self.committed + 1)
             )
+            exact = next((label for label in labels if label in self.tree), None)
         self.attempts += 1
-        todo = group.missing()
-        least = self.least_version(self.policy)
-        group.lease = Lease(
-            self.attempts, producer, session, now + self.lease_of(producer), set(todo), self.policy
-        )
+        missing = group.list_missing()
+        min_version = self.find_least_version(self.policy)
+        expires = now + self.get_lease_s(producer)
+        group.lease = Lease(self.attempts, producer, session, expires, set(missing), self.policy)
         self.leases.add(producer, session, self.attempts, group.ticket)
         group.attempts[self.attempts] = [0, 0, 0]
-        prompt = self.prompt_of(group)
-        self.stored_bytes += group.add_images(by_digest(prompt.images))
+        prompt = self.make_prompt(group)
+        self.stored_bytes += group.add_images(index_by_digest(prompt.images))
         limit = self.current_limit()
         group.grants[self.attempts] = Grant(
-            exact or least, exact is not None, limit if self.settings.ess_floor else math.inf
+            exact or min_version, exact is not None, limit if self.settings.ess_floor else math.inf
         )
         return Ticket(
             ticket=group.ticket,
             attempt=self.attempts,
             kind="train",
             prompt=prompt,
-            samples=todo,
-            sampling=self.settings.sampling_of(group.task),
-            min_version=least,
+            samples=missing,
+            sampling=self.settings.get_sampling(group.task),
+            min_version=min_version,
             exact_version=exact,
             seed=self.settings.seed,
             limit=limit,
         )
 
-    def lease_of(self, producer: str) -> float:
-        """Seconds of a lease of this generator: `lease_s`, or LEASE_GAPS times its longest recent
-        gap between two renewals where that is longer, up to MOST_LEASES times `lease_s`."""
+    def get_lease_s(self, producer: str) -> float:
+        """Return the seconds of a lease of this generator.
+
+        They are `lease_s`, or LEASE_GAPS times its longest recent gap between two renewals if that
+        is longer, up to MOST_LEASES times `lease_s`."""
         return max(self.settings.lease_s, self.patience.get(producer, 0.0))
 
     def renew(
@@ -292,42 +294,44 @@ class Store(StoreRules):
             call has a deadline.
         gap: the producer's longest recent gap between two renewals, in seconds.
         Raises BadMessage for counts that no attempt can have."""
-        checks.progress(self, progress)
+        checks.check_progress(self, progress)
         if LEASE_GAPS * gap > self.settings.lease_s:
             self.patience[producer] = min(LEASE_GAPS * gap, MOST_LEASES * self.settings.lease_s)
         else:
             self.patience.pop(producer, None)
-        expires = now + self.lease_of(producer)
+        expires = now + self.get_lease_s(producer)
         for ticket, attempt in judging:
             if ticket >= EVAL_BASE:
-                self.evaluations.renew(ticket, attempt, expires)
+                self.evaluations.renew(attempt, expires)
             elif (
                 (group := self.alive.get(ticket)) is not None
                 and group.lease is not None
                 and group.lease.attempt == attempt
             ):
                 group.lease.expires = expires
-        moved = False
-        queued = []
+        has_progress = False
+        queued_leases = []
         for ticket, attempt, tokens in progress:
             if ticket >= EVAL_BASE:
-                self.evaluations.renew(ticket, attempt, expires)
-                moved = moved or tokens > 0
+                self.evaluations.renew(attempt, expires)
+                has_progress = has_progress or tokens > 0
             elif (
                 group := self.alive.get(ticket) or self.retained.get(ticket)
             ) is not None and attempt in group.attempts:
-                count = group.attempts[attempt]
-                if tokens > count[0]:
-                    count[0], moved = tokens, True
-                    self._touched(ticket)
+                counts = group.attempts[attempt]
+                if tokens > counts[0]:
+                    counts[0] = tokens
+                    has_progress = True
+                    self._mark_changed(ticket)
                     if group.lease is not None and group.lease.attempt == attempt:
                         group.lease.expires = expires
                 elif tokens == 0 and group.lease is not None and group.lease.attempt == attempt:
-                    queued.append(group.lease)
+                    queued_leases.append(group.lease)
             elif (stray := self.strays.get(ticket, attempt)) is not None:
-                self._stray(ticket, attempt, max(tokens, stray.reported), 0)
-        for lease in queued if moved else ():
-            lease.expires = expires
+                self._correct_stray(ticket, attempt, max(tokens, stray.reported), 0)
+        if has_progress:
+            for lease in queued_leases:
+                lease.expires = expires
 
     def report_tokens(self, producer: str, session: int, drawn: int) -> None:
         """Record a session's own count of sampled training tokens; counts only grow."""
@@ -337,15 +341,21 @@ class Store(StoreRules):
         if len(self.drawn) > SESSIONS:
             self.drawn_before += self.drawn.popitem(last=False)[1]
 
-    def generated_tokens(self) -> int:
-        """Tokens sampled for training by the generators' own counts, to which the ledger must sum.
+    def count_generated_tokens(self) -> int:
+        """Count the tokens sampled for training, as the generators report them.
 
-        A dead generator counts up to its last message."""
-        return total_tokens(self.carried.totals()) + self.drawn_before + sum(self.drawn.values())
+        The lines of the ledger must have the same sum. A dead generator counts up to its last
+        message."""
+        return (
+            sum_tokens(self.carried.compute_totals()) + self.drawn_before + sum(self.drawn.values())
+        )
 
-    def _stray(self, ticket: int, attempt: int, reported: int, delivered: int) -> None:
-        """Correct the ledger for an attempt of a removed group that reports or delivers late: its
-        tokens were counted as lost."""
+    def _correct_stray(self, ticket: int, attempt: int, reported: int, delivered: int) -> None:
+        """Correct the ledger for an attempt of a removed group that reports or delivers late.
+
+        Its tokens were counted as lost.
+
+        reported, delivered: its reported tokens in all, and the newly delivered ones."""
         stray = self.strays.get(ticket, attempt)
         if stray is not None:
             lost = max(0, stray.reported - stray.delivered)
@@ -356,14 +366,14 @@ class Store(StoreRules):
 
     def expire(self, now: float) -> int:
         """End the expired leases; return their number."""
-        late = [
+        expired = [
             group
             for group in self.alive.values()
             if group.lease is not None and group.lease.expires < now
         ]
-        for group in late:
+        for group in expired:
             self._end_lease(group)
-        return len(late) + self.evaluations.expire(now)
+        return len(expired) + self.evaluations.expire(now)
 
     def end_sessions(self, producer: str, session: int) -> None:
         """End the leases of a producer's other sessions."""
@@ -376,13 +386,17 @@ class Store(StoreRules):
                 self._end_lease(group)
         self.evaluations.end_sessions(producer, session)
 
-    def unheld_attempts(
+    def find_unheld_attempts(
         self, producer: str, session: int, taken: int, named: Set[int]
     ) -> list[tuple[int, int]]:
-        """(ticket, attempt) granted to a session that were lost in transit: attempts up to `taken`
-        that are not in `named`. The session no longer takes attempts up to `taken`."""
-        mine = self.leases.unnamed_attempts(producer, session, taken, named)
-        return mine + self.evaluations.leases.unnamed_attempts(producer, session, taken, named)
+        """Find the (ticket, attempt) granted to a session that were lost in transit.
+
+        These are attempts up to `taken` that are not in `named`. The session no longer takes
+        attempts up to `taken`."""
+        return [
+            *self.leases.find_unnamed_attempts(producer, session, taken, named),
+            *self.evaluations.leases.find_unnamed_attempts(producer, session, taken, named),
+        ]
 
     def free_leases(self, attempts: Sequence[tuple[int, int]]) -> None:
         """End the leases of these (ticket, attempt)."""
@@ -399,22 +413,22 @@ class Store(StoreRules):
             group.attempts[lease.attempt][2] = 1
             group.lease = None
             self.leases.end(lease.producer, lease.session, lease.attempt)
-            self.lacking = self.lacking or not group.complete
+            self.lacking = self.lacking or not group.is_complete
 
     # ---- samples ---------------------------------------------------------------------------------
 
     def deliver(self, sample: Trajectory, now: float) -> Disposition:
-        """Check and take one sample; return its disposition.
+        """Check and accept one sample; return its disposition.
 
         Raises BadMessage if no ticket asked for it or no learner registered its weights."""
-        checks.sample(self, sample)
+        checks.check_sample(self, sample)
         return self.accept_sample(sample)
 
     def is_delivered(self, key: Key) -> bool:
         """Whether (ticket, sample, attempt) was delivered before."""
         ticket, sample, attempt = key
         if ticket >= EVAL_BASE:
-            return attempt not in self.evaluations.out
+            return attempt not in self.evaluations.leased_jobs
         group = self.alive.get(ticket) or self.retained.get(ticket)
         if group is None:
             return self.gone.get(key) is not None
@@ -423,24 +437,24 @@ class Store(StoreRules):
     def is_complete(self, ticket: int) -> bool:
         """Whether a group that is not trained yet has all its samples."""
         group = self.alive.get(ticket)
-        return group is not None and group.complete
+        return group is not None and group.is_complete
 
     def accept_samples(
         self,
         samples: Sequence[Trajectory],
-        came: bytes | memoryview = b"",
+        encoded: bytes | memoryview = b"",
         images: Mapping[str, bytes] = NO_IMAGES,
     ) -> list[Disposition]:
-        """Take a frame's samples in their order; return their dispositions.
+        """Accept a frame's samples in their order; return their dispositions.
 
-        came: the encoded `Delivery` with these samples, for a store that keeps a journal.
+        encoded: the encoded `Delivery` with these samples, for a store that keeps a journal.
         images: the frame's images, digest -> blob."""
         return [self.accept_sample(sample, images) for sample in samples]
 
     def accept_sample(
         self, sample: Trajectory, images: Mapping[str, bytes] = NO_IMAGES
     ) -> Disposition:
-        """Take a sample that has passed `checks.sample`; return its disposition.
+        """Accept a sample that has passed `checks.check_sample`; return its disposition.
 
         images: see `accept_samples`."""
         if sample.ticket >= EVAL_BASE:
@@ -448,34 +462,35 @@ class Store(StoreRules):
         key = sample.ticket, sample.sample, sample.attempt
         group = self.alive.get(sample.ticket) or self.retained.get(sample.ticket)
         if group is None:
-            became = self.gone.get(key) or self._late(key, sample)
-            return "trained" if became == "accepted" else became
-        if (known := self.disposition(group, sample)) is not None:
-            return known
+            final = self.gone.get(key) or self._count_late(key, sample)
+            return "trained" if final == "accepted" else final
+        if (earlier := self.find_disposition(group, sample)) is not None:
+            return earlier
         disposition = self._accept(group, sample)
         if images and disposition == "accepted" and group.ticket in self.alive:
-            own = {name: images[name] for name in sample.all_images if name in images}
-            self.stored_bytes += group.add_images(own)
+            sample_images = {name: images[name] for name in sample.all_images if name in images}
+            self.stored_bytes += group.add_images(sample_images)
         return disposition
 
-    def _late(self, key: Key, sample: Trajectory) -> Disposition:
+    def _count_late(self, key: Key, sample: Trajectory) -> Disposition:
         """Count a sample of a removed group whose disposition is unknown or forgotten."""
         self.past.add("duplicate", sample.length, 1, sample.length, sample.reward)
         self.past.add("set_aside", sample.aside, int(sample.aside > 0), sample.aside)
         for attempt, tokens in sample.tokens_by_attempt:
             stray = self.strays.get(sample.ticket, attempt)
             if stray is not None:
-                self._stray(sample.ticket, attempt, stray.reported, tokens)
+                self._correct_stray(sample.ticket, attempt, stray.reported, tokens)
         self.gone.add(key, "duplicate")
         return "duplicate"
 
     def _accept(self, group: Group, sample: Trajectory) -> Disposition:
+        """Accept the first copy of a sample of a group that is still stored."""
         disposition: Disposition
-        self._touched(group.ticket)
+        self._mark_changed(group.ticket)
         for attempt, tokens in sample.tokens_by_attempt:
-            count = group.attempts.setdefault(attempt, [0, 0, 1])
-            count[1] += tokens
-            count[0] = max(count[0], count[1])
+            counts = group.attempts.setdefault(attempt, [0, 0, 1])
+            counts[1] += tokens
+            counts[0] = max(counts[0], counts[1])
         if sample.aside:  # independent of the sample's own disposition
             group.other.append(("set_aside", sample.aside, 0.0))
         if group.lease is not None and group.lease.attempt == sample.attempt:
@@ -489,8 +504,10 @@ class Store(StoreRules):
         else:
             disposition = "accepted"
             assert self.policy is not None
-            lag = admission.sample_lag(
-                admission.span_lags(self.tree, sample.all_spans(), self.policy, self.committed)
+            lag = admission.compute_sample_lag(
+                admission.compute_span_lags(
+                    self.tree, sample.list_spans(), self.policy, self.committed
+                )
             )
             stored = StoredSample(sample, lag)
             group.set_sample(sample.sample, stored)
@@ -498,7 +515,7 @@ class Store(StoreRules):
         group.finals[sample.sample, sample.attempt] = disposition
         if group.lease is not None and not group.lease.todo:
             self._end_lease(group)
-        if disposition == "accepted" and group.complete:
+        if disposition == "accepted" and group.is_complete:
             self._on_complete(group)
         if (
             group.failures >= MAX_DROPS
@@ -509,6 +526,7 @@ class Store(StoreRules):
         return disposition
 
     def _fail(self, group: Group, sample: Trajectory, failure: RewardFailure) -> None:
+        """Count a failed sample. Raises AsyncrlError beyond the budget of its kind."""
         group.failures += 1
         group.other.append(("failed", sample.length, 0.0))
         kind = failure.kind
@@ -537,53 +555,56 @@ class Store(StoreRules):
         self._end_lease(group)
         self.completions += 1
         group.completed = self.completions
-        rewards = [stored.trajectory.reward for stored in group.stored_samples()]
-        equal = math.isclose(min(rewards), max(rewards), rel_tol=EQUAL)
+        rewards = [stored.trajectory.reward for stored in group.list_stored_samples()]
+        has_equal_rewards = math.isclose(min(rewards), max(rewards), rel_tol=EQUAL)
         if group.task:
             self.mixer.on_complete(group.task, group.index, rewards)
         if (
             self.settings.filter_no_spread
-            and equal
+            and has_equal_rewards
             and self.settings.group > 1
             and group.ticket not in self.composed
             and group.ticket in self.alive
         ):
             self.on_zero_variance(group)
         elif group.task:
-            self.mixer.on_kept(group.task)
+            self.mixer.on_trainable(group.task)
 
     def remove_group(self, group: Group, line: LedgerLine) -> None:
         """Remove a group from the stream and count its samples under a ledger line."""
         if self.settings.inject is not None and line in ("abandoned", "fatal"):
-            self._succeed(group)
+            self._replace_group(group)
         elif group.task:
             self.mixer.on_removed(group.task, line)
         self.alive.pop(group.ticket, None)
         self._end_lease(group)
-        for stored in group.stored_samples():
+        for stored in group.list_stored_samples():
             group.other.append((line, stored.length, stored.trajectory.reward))
             group.finals[stored.trajectory.sample, stored.trajectory.attempt] = line
-        self.stored_bytes -= group.stored_bytes()
+        self.stored_bytes -= group.count_stored_bytes()
         group.empty()
         group.images = {}
         self._retire(group, trained=False)
 
-    def _succeed(self, group: Group) -> None:
+    def _replace_group(self, group: Group) -> None:
         """Put a new group at the position of a removed one.
 
         Under lag injection the position decides the lag: the later groups must keep their
         batches."""
         self._skip_trained()
-        new = Group(
+        successor = Group(
             self.cursor,
             [None] * self.settings.group,
             stands=group.position,
             task=group.task,
             index=group.index,
         )
-        self.alive = {
-            x.ticket: x for y in self.alive.values() for x in ((y, new) if y is group else (y,))
-        }
+        alive: dict[int, Group] = {}
+        for other in self.alive.values():
+            alive[other.ticket] = other
+            if other is group:
+                alive[successor.ticket] = successor
+        self.alive = alive
         self.cursor += 1
         self.lacking = True
 
@@ -603,37 +624,36 @@ class Store(StoreRules):
 
     # ---- the learner -----------------------------------------------------------------------------
 
-    def hello(self, hello: LearnerHello) -> bool:
+    def follow_learner(self, hello: LearnerHello) -> bool:
         """Follow a learner; return False if it is fenced off.
 
         Raises BadMessage for a hello that contradicts itself."""
-        checks.hello(hello)
+        checks.check_hello(hello)
         if hello.epoch == self.epoch:
             return True
         if hello.epoch < self.epoch or hello.label.number < self.base or hello.origin < self.active:
             return False
-        last = self.committed
-        self.suspect = self.suspect_batch(hello)
-        set_aside = self.suspect[1] >= ENOUGH
+        suspect_number = self.committed
+        self.suspect = self.judge_suspect(hello)
+        is_excluded = self.suspect[1] >= ENOUGH
         for label, digest in sorted(hello.ring):
             original = Label(hello.origin, label.number)
-            if original in self.tree and self.tree.digest(original) == digest:
+            if original in self.tree and self.tree.get_digest(original) == digest:
                 self.tree.add_alias(label, original)
             else:
                 previous = Label(label.epoch, label.number - 1)
                 self.tree.register(label, previous if previous in self.tree else None, digest)
-        parent = hello.parent if hello.parent is not None and hello.parent in self.tree else None
         previous = Label(hello.epoch, hello.label.number - 1)
-        self.tree.register(
-            hello.label,
-            parent if parent is not None else (previous if previous in self.tree else None),
-            hello.digest,
-        )
+        parent = None
+        if hello.parent is not None and hello.parent in self.tree:
+            parent = hello.parent
+        elif previous in self.tree:
+            parent = previous
+        self.tree.register(hello.label, parent, hello.digest)
         # a buffer that has not followed a learner yet takes the limit from the checkpoint
-        known = (
-            self.limit if self.epoch or not hello.limit else admission.AdaptiveLimit(hello.limit)
-        )
-        self.limit = admission.clamp_limit(known, int(min(hello.max_lag, 1 << 30)))
+        if not self.epoch and hello.limit:
+            self.limit = admission.AdaptiveLimit(hello.limit)
+        self.limit = admission.clamp_limit(self.limit, int(min(hello.max_lag, 1 << 30)))
         if not self.epoch and hello.window:
             self.window = AdmissionWindow(min(hello.window, hello.max_lag))
         self.epoch = hello.epoch
@@ -642,8 +662,8 @@ class Store(StoreRules):
         for group in self.alive.values():
             self._end_lease(group)
         self._follow(hello)
-        if set_aside:
-            self._set_aside(last)
+        if is_excluded:
+            self._exclude_batch(suspect_number)
         self.policy = hello.label
         # a finished run continues if the learner still has steps to make
         self.finished = self.finished and hello.label.number >= self.settings.steps
@@ -651,23 +671,25 @@ class Store(StoreRules):
         return True
 
     def is_behind(self, hello: LearnerHello) -> bool:
-        """Whether the newest learner was fenced off because its checkpoint is older than all groups
-        kept here. Restarting it would not help."""
-        newest = hello.epoch > self.epoch and hello.origin >= self.active
-        return newest and hello.label.number < self.base
+        """Whether the newest learner was fenced off for a checkpoint older than all groups.
 
-    def suspect_batch(self, hello: LearnerHello) -> tuple[list[int], float]:
+        Restarting it would not help."""
+        is_newest = hello.epoch > self.epoch and hello.origin >= self.active
+        return is_newest and hello.label.number < self.base
+
+    def judge_suspect(self, hello: LearnerHello) -> tuple[list[int], float]:
         """Return `suspect`, updated with how the learner's previous process ended.
 
-        That process ended on the batch after its last commit if this batch was handed out. The end
-        does not count against a batch that was not handed out or that the checkpoint includes."""
+        That process ended on the batch after its last commit if it had received that batch. The
+        end does not count against a batch that it had not received or that the checkpoint
+        includes."""
         if self.committed not in self.leased or hello.label.number > self.committed:
             return self.suspect
-        tickets, count = self.suspect
+        tickets, points = self.suspect
         batch = self.comps[self.committed - self.base]
-        return list(batch), (count if tickets == batch else 0) + ENDS[hello.before]
+        return list(batch), (points if tickets == batch else 0) + ENDS[hello.before]
 
-    def _set_aside(self, number: int) -> None:
+    def _exclude_batch(self, number: int) -> None:
         """Remove batch `number` with all its groups; later batches move up by one.
 
         Moving up cannot increase the lag of a token."""
@@ -683,7 +705,7 @@ class Store(StoreRules):
         A new buffer (`memory`) also takes the cursor and the totals of the checkpoint."""
         number = hello.label.number
         self.lacking = True
-        self._kept = None
+        self._retained_sums = None
         self.leased = set()
         if number > self.base + len(self.comps):
             self._follow_beyond(hello)
@@ -693,7 +715,7 @@ class Store(StoreRules):
                     self.retained[ticket] = self.alive.pop(ticket)
                 if batch >= number and ticket in self.retained:
                     self.alive[ticket] = self.retained.pop(ticket)
-                    for stored in self.alive[ticket].stored_samples():
+                    for stored in self.alive[ticket].list_stored_samples():
                         stored.skipped = stored.rejected = 0  # may differ when trained again
         self.alive = dict(sorted(self.alive.items(), key=lambda x: x[1].position))
         self.committed = number
@@ -704,7 +726,7 @@ class Store(StoreRules):
         Groups of those batches that are still alive here are not trained again."""
         for group in self.retained.values():
             self._retire(group, trained=True)
-            self.stored_bytes -= group.stored_bytes()
+            self.stored_bytes -= group.count_stored_bytes()
         above = set(hello.trained_above)
         for group in [
             group
@@ -724,14 +746,14 @@ class Store(StoreRules):
             self.mixer.restore_position(hello.mixture)
 
     def ask(self, epoch: int, number: int) -> tuple[list[Group], batches.BatchWait | None]:
-        """Return the groups of batch `number`, or ([], the reason for waiting).
+        """Return the groups of batch `number` and None, or ([], the reason for waiting).
 
         The first request composes the batch. A late copy of a request for a trained batch gets
         ([], None).
 
         Raises BadMessage for a batch past the last one.
         """
-        checks.ask(self, number)
+        checks.check_batch_request(self, number)
         if number < self.committed:
             return [], None
         position = number - self.base
@@ -751,25 +773,29 @@ class Store(StoreRules):
         if number in self.leased:
             return groups, None
         runs = batches.judge(self, groups, number)
-        late = next((group for group in groups if not group.complete), None)
-        if late is not None:
-            return [], batches.explain_wait(late)
+        incomplete = next((group for group in groups if not group.is_complete), None)
+        if incomplete is not None:
+            return [], batches.explain_wait(incomplete)
         self.leased.add(number)
         self.changes += 1
-        samples = (stored for group in groups for stored in group.stored_samples())
+        samples = (stored for group in groups for stored in group.list_stored_samples())
         for stored, sample_runs in zip(samples, runs, strict=True):
             stored.runs = sample_runs
         return groups, None
 
-    def batch(self, groups: list[Group], epoch: int, number: int) -> Batch:
+    def make_batch(self, groups: list[Group], epoch: int, number: int) -> Batch:
         """Make the message for composed, complete groups."""
-        trained = self.tickets_up_to(number)
-        ledger = self.checkpoint_ledger(trained)
-        position = self.mixer.position(
-            ((x.task, x.index) for x in self.alive.values() if x.ticket not in trained),
-            self.ledgers_by_task(trained, "lost_with_process"),
+        trained = self.list_tickets_up_to(number)
+        ledger = self.compute_checkpoint_totals(trained)
+        position = self.mixer.make_position(
+            (
+                (group.task, group.index)
+                for group in self.alive.values()
+                if group.ticket not in trained
+            ),
+            self.make_task_ledgers(trained, "lost_with_process"),
         )
-        return batches.message(self, groups, epoch, number, ledger, position)
+        return batches.make_message(self, groups, epoch, number, ledger, position)
 
     def commit(
         self,
@@ -777,7 +803,7 @@ class Store(StoreRules):
         label: Label,
         digest: str,
         unused: Sequence[tuple[int, int]] = (),
-        seen: admission.LimitEvidence | None = None,
+        evidence: admission.LimitEvidence | None = None,
         timing: BatchTiming | None = None,
         now: float = 0.0,
     ) -> bool | None:
@@ -786,41 +812,40 @@ class Store(StoreRules):
         Returns True, or False for a repeated commit, or None while an earlier one is missing.
 
         unused: per sample of the batch, in its order: (skipped, rejected) tokens; empty: none.
-        seen: evidence that moves an adaptive limit; None: none.
+        evidence: the evidence that moves an adaptive limit; None: there is none.
         timing: the times of the batch, which move the window; None: unknown.
-        Raises BadMessage for a batch that was never handed out.
+        Raises BadMessage for a batch that the learner never received.
         """
-        checks.commit(self, number, label, unused)
+        checks.check_commit(self, number, label, unused)
         if number != self.committed:
             return None if number > self.committed else False
         self.tree.register(label, self.policy, digest)
-        kept = self._lines_kept()
+        retained_sums = self._sum_retained()
         self.leased.discard(number)
-        if self.comps[number - self.base] == self.suspect[0]:
+        tickets = self.comps[number - self.base]
+        if tickets == self.suspect[0]:
             self.suspect = ([], 0.0)  # it can be trained
-        of_batch = [
-            stored
-            for ticket in self.comps[number - self.base]
-            for stored in self.alive[ticket].stored_samples()
+        samples = [
+            stored for ticket in tickets for stored in self.alive[ticket].list_stored_samples()
         ]
         for stored, (skipped, rejected) in zip(
-            of_batch, unused or [(0, 0)] * len(of_batch), strict=True
+            samples, unused or [(0, 0)] * len(samples), strict=True
         ):
             unmasked = stored.length - stored.masked
             stored.skipped = min(skipped, unmasked)
             stored.rejected = min(rejected, unmasked - stored.skipped)
-        for ticket in self.comps[number - self.base]:
+        for ticket in tickets:
             group = self.retained[ticket] = self.alive.pop(ticket)
-            group.fold(kept, trained=True)
-            for stored in group.stored_samples():
+            group.fold(retained_sums, trained=True)
+            for stored in group.list_stored_samples():
                 stored.runs = None
         self.committed = number + 1
         self.policy = label
         self.failed_samples = 0
         self.failed_machinery = 0
-        if seen is not None and self.settings.ess_floor:
+        if evidence is not None and self.settings.ess_floor:
             self.limit = admission.next_limit(
-                self.limit, seen, self.settings.ess_floor, int(self.max_lag)
+                self.limit, evidence, self.settings.ess_floor, int(self.max_lag)
             )
         if timing is not None and self.settings.wait:
             self.window = next_window(self.window, timing, self.settings.wait, self.max_lag, now)
@@ -832,111 +857,120 @@ class Store(StoreRules):
     def _prune(self) -> None:
         """Forget old versions that no stored sample and no lease refers to."""
         groups = itertools.chain(self.alive.values(), self.retained.values())
-        used = {
+        sampled = {
             span.label
             for group in groups
-            for stored in group.stored_samples()
-            for span in stored.trajectory.all_spans()
+            for stored in group.list_stored_samples()
+            for span in stored.trajectory.list_spans()
         }
-        self.tree.prune(
-            self.base - VERSIONS,
-            used
-            | {group.lease.granted for group in self.alive.values() if group.lease is not None},
-        )
+        granted = {group.lease.granted for group in self.alive.values() if group.lease is not None}
+        self.tree.prune(self.base - VERSIONS, sampled | granted)
 
-    def checkpointed(self, oldest: int) -> None:
+    def retire_batches(self, oldest: int) -> None:
         """Retire the batches before `oldest`, the oldest checkpoint kept."""
-        before = self.base
+        previous_base = self.base
         while self.base < min(oldest, self.committed) and self.comps:
             for ticket in self.comps.pop(0):
                 self.composed.discard(ticket)
                 if (group := self.retained.pop(ticket, None)) is not None:
                     self._retire(group, trained=True)
-                    self.stored_bytes -= group.stored_bytes()
-            self.base = self.base + 1
-            self._kept = None
-        if self.base != before:
+                    self.stored_bytes -= group.count_stored_bytes()
+            self.base += 1
+            self._retained_sums = None
+        if self.base != previous_base:
             self.evaluations.forget(self.base)
 
     def finish(self) -> None:
         """End the run: grant no more tickets."""
         self.finished = True
 
-    def pinned_versions(self) -> list[Label]:
-        """Versions that the ring must keep: those that granted or future tickets name exactly."""
-        pinned = set(self.evaluations.labels())
+    def list_pinned_versions(self) -> list[Label]:
+        """List the versions that the ring must keep.
+
+        Granted or future tickets name exactly these."""
+        pinned = set(self.evaluations.list_labels())
         if self.settings.inject is not None:
-            most = (
+            most_lag = (
                 self.settings.inject
                 if isinstance(self.settings.inject, int)
                 else len(self.settings.inject) - 1
             )
             pinned |= {
                 Label(self.epoch, number)
-                for number in range(max(0, self.committed - most), self.committed + 1)
+                for number in range(max(0, self.committed - most_lag), self.committed + 1)
             }
         return sorted(pinned)
 
     # ---- the ledger ------------------------------------------------------------------------------
 
-    def ledger(self) -> dict[str, dict[str, float]]:
-        """Totals of all generated tokens known to the buffer; each token is in one line."""
-        return self.current_ledger().totals()
+    def sum_ledger(self) -> dict[str, dict[str, float]]:
+        """Compute the totals of each ledger line.
 
-    def ledger_metrics(self) -> dict[str, float]:
-        """Tokens so far in each ledger line that has any, as metrics."""
-        lines = self.current_ledger().lines
+        Each generated token that the buffer knows is in exactly one line."""
+        return self.make_ledger().compute_totals()
+
+    def compute_ledger_metrics(self) -> dict[str, float]:
+        """Compute the metrics of the ledger lines that have tokens."""
+        lines = self.make_ledger().lines
         return {f"ledger/{name}": line.tokens for name, line in lines.items() if line.tokens}
 
-    def current_ledger(self) -> Ledger:
-        """The ledger of final and current dispositions."""
-        ledger = self.carried.copy()
-        ledger.merge(self.past)
-        ledger.merge(self._lines_kept())
+    def make_ledger(self) -> Ledger:
+        """Make the ledger of final and current dispositions."""
+        ledger = self._make_trained_ledger()
         for group in self.alive.values():
             group.fold(ledger, trained=False)
         return ledger
 
-    def checkpoint_ledger(self, trained: set[int]) -> dict[str, dict[str, float]]:
-        """Totals for a checkpoint from which a new buffer (`memory`) can continue.
+    def _make_trained_ledger(self) -> Ledger:
+        """Make the ledger without the alive groups."""
+        ledger = self.carried.copy()
+        ledger.merge(self.past)
+        ledger.merge(self._sum_retained())
+        return ledger
+
+    def compute_checkpoint_totals(self, trained: set[int]) -> dict[str, dict[str, float]]:
+        """Compute the totals for a checkpoint from which a new buffer (`memory`) can continue.
 
         Samples that are stored but not trained count as lost, because they end with this process.
 
         trained: tickets that are committed when the checkpoint is written.
         """
-        ledger = self.carried.copy()
-        ledger.merge(self.past)
-        ledger.merge(self._lines_kept())
+        ledger = self._make_trained_ledger()
         for group in self.alive.values():
             group.fold(ledger, trained=group.ticket in trained, rest="lost_with_process")
-        return ledger.totals()
+        return ledger.compute_totals()
 
-    def ledgers_by_task(
+    def make_task_ledgers(
         self, trained: Set[int] = frozenset(), rest: LedgerLine = "left_over"
     ) -> dict[str, Ledger]:
-        """The ledger of each task of a mixture; {} without one.
+        """Make the ledger of each task of a mixture; {} without one.
 
-        Late copies of samples of removed groups are in the run's ledger alone.
+        Late copies of samples of removed groups are only in the run's ledger.
 
-        trained, rest: as in `checkpoint_ledger`."""
+        trained: tickets that count as trained.
+        rest: the line of samples that are stored but not trained."""
+        if not self.mixer:
+            return {}
         past = self.mixer.state.past
         ledgers = {title: past.get(title, Ledger()).copy() for title in self.mixer.parts}
-        for group in self.retained.values() if ledgers else ():
+        for group in self.retained.values():
             group.fold(ledgers[group.task], trained=True)
-        for group in self.alive.values() if ledgers else ():
+        for group in self.alive.values():
             group.fold(ledgers[group.task], trained=group.ticket in trained, rest=rest)
         return ledgers
 
-    def _lines_kept(self) -> Ledger:
-        """The lines of `retained`, cached: they cover thousands of samples, are needed for every
-        batch, and rarely change."""
-        if self._kept is None:
-            self._kept = Ledger()
-            for group in self.retained.values():
-                group.fold(self._kept, trained=True)
-        return self._kept
+    def _sum_retained(self) -> Ledger:
+        """Sum the lines of `retained`.
 
-    def _touched(self, ticket: int) -> None:
-        """Note that the ledger lines of a group change."""
+        The sum is cached: it covers thousands of samples, is needed for every batch, and rarely
+        changes."""
+        if self._retained_sums is None:
+            self._retained_sums = Ledger()
+            for group in self.retained.values():
+                group.fold(self._retained_sums, trained=True)
+        return self._retained_sums
+
+    def _mark_changed(self, ticket: int) -> None:
+        """Record that the ledger lines of a group change."""
         if ticket in self.retained:
-            self._kept = None
+            self._retained_sums = None

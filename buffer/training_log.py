@@ -19,7 +19,7 @@ from asyncrl.records import jsonl
 
 @dataclass
 class TrainedBatch:
-    """A row of the log."""
+    """A trained batch in the log."""
 
     samples: int  # number of samples
     ids: str  # digest of their ids
@@ -28,23 +28,23 @@ class TrainedBatch:
 
 
 def digest(samples: Sequence[Trajectory]) -> str:
-    """Digest of the ids of a batch's samples, in their order."""
+    """Digest the ids of a batch's samples, in their order."""
     return xxhash.xxh3_64_hexdigest(";".join(f"{s.ticket}.{s.sample}" for s in samples).encode())
 
 
-def runs(tickets: Iterable[int]) -> list[list[int]]:
-    """Ascending runs [first, last] of consecutive tickets, without duplicates.
+def find_runs(tickets: Iterable[int]) -> list[list[int]]:
+    """Find the ascending runs [first, last] of consecutive tickets, without duplicates.
 
-    >>> runs([3, 1, 2, 2, 7])
+    >>> find_runs([3, 1, 2, 2, 7])
     [[1, 3], [7, 7]]
     """
-    intervals: list[list[int]] = []
+    runs: list[list[int]] = []
     for ticket in sorted(set(tickets)):
-        if intervals and ticket == intervals[-1][1] + 1:
-            intervals[-1][1] = ticket
+        if runs and ticket == runs[-1][1] + 1:
+            runs[-1][1] = ticket
         else:
-            intervals.append([ticket, ticket])
-    return intervals
+            runs.append([ticket, ticket])
+    return runs
 
 
 def read(path: Path) -> dict[int, TrainedBatch]:
@@ -63,20 +63,22 @@ def read(path: Path) -> dict[int, TrainedBatch]:
 
 
 def _apply_row(rows: dict[int, TrainedBatch], row: dict[str, Any]) -> None:
+    """Add a row's batch to `rows`, or apply its rollback.
+
+    Raises KeyError, TypeError, ValueError or AttributeError for a row of another form."""
     if "from" in row:
         for number in [number for number in rows if number >= row["from"]]:
             del rows[number]
     else:
-        lags = {int(lag): int(v) for lag, v in row["lags"].items()}
-        rows[int(row["batch"])] = TrainedBatch(
-            int(row["samples"]), str(row["ids"]), lags, [list(r) for r in row.get("tickets", ())]
-        )
+        lags = {int(lag): int(tokens) for lag, tokens in row["lags"].items()}
+        tickets = [list(run) for run in row.get("tickets", ())]
+        rows[int(row["batch"])] = TrainedBatch(int(row["samples"]), str(row["ids"]), lags, tickets)
 
 
 class TrainingLog:
     """The batches of the surviving history, in `trained.jsonl`; the last row of a batch counts.
 
-    `leased.jsonl` beside it has a row for each batch that was handed to this learner. If a later
+    `leased.jsonl` beside it has a row for each batch that this learner has received. If a later
     learner resumes from a checkpoint after such a batch, the batch was trained although its commit
     never arrived, and its row is added at the hello.  Rows that a rollback can no longer remove are
     only summed."""
@@ -88,16 +90,16 @@ class TrainingLog:
         self.summed_samples = 0
         self.summed_lags = Counter[int]()
         self.summed_ids = xxhash.xxh3_64()
-        self.lent_file = jsonl.JsonlAppender(path.with_name("leased.jsonl"))
-        # batches handed out that are not in `rows` yet
-        self.lent = {
+        self.lease_file = jsonl.JsonlAppender(path.with_name("leased.jsonl"))
+        # batches that the learner has received and that are not in `rows` yet
+        self.leases = {
             number: row for number, row in self._read_leases().items() if not self.has_batch(number)
         }
 
     def _read_leases(self) -> dict[int, dict[str, Any]]:
         """Read `leased.jsonl`; incomplete rows are ignored."""
         leases: dict[int, dict[str, Any]] = {}
-        for row in jsonl.read(self.lent_file.path):
+        for row in jsonl.read(self.lease_file.path):
             try:
                 _apply_row({}, row)
             except (KeyError, TypeError, ValueError, AttributeError):
@@ -110,12 +112,13 @@ class TrainingLog:
         self.file.write(row)
 
     def has_batch(self, number: int) -> bool:
+        """Whether the log has batch `number`."""
         return number < self.summed or number in self.rows
 
     def record_lease(self, batch: Batch, limit: float) -> None:
-        """Record that a batch is handed out; tokens of a lag past `limit` are masked."""
-        row = self.lent[batch.number] = _make_row(batch, limit)
-        self.lent_file.write(row)
+        """Record a batch that is sent to the learner; tokens of a lag past `limit` are masked."""
+        row = self.leases[batch.number] = _make_row(batch, limit)
+        self.lease_file.write(row)
 
     def begin_at(self, number: int) -> None:
         """Follow a learner that begins at batch `number`.
@@ -124,16 +127,16 @@ class TrainingLog:
         commits never arrived."""
         if any(batch >= number for batch in self.rows):
             self._write({"from": number})
-        for batch in sorted(self.lent):
+        for batch in sorted(self.leases):
             if batch < number and not self.has_batch(batch):
-                self._write(self.lent[batch])
-        self.lent = {}
-        self.lent_file.clear()
+                self._write(self.leases[batch])
+        self.leases = {}
+        self.lease_file.clear()
 
     def add(self, batch: Batch, limit: float) -> dict[int, int]:
         """Add a trained batch, with tokens of a lag past `limit` masked; return {lag: tokens}."""
-        lent = batch.number in self.lent
-        self._write(self.lent.pop(batch.number) if lent else _make_row(batch, limit))
+        leased_row = self.leases.pop(batch.number, None)
+        self._write(_make_row(batch, limit) if leased_row is None else leased_row)
         return self.rows[batch.number].lags
 
     def fold_below(self, below: int) -> None:
@@ -145,35 +148,36 @@ class TrainingLog:
             self.summed_ids.update(row.ids.encode())
         self.summed = max(self.summed, below)
 
-    def samples(self) -> int:
-        """Samples of all batches."""
-        return self.summed_samples + sum(r.samples for r in self.rows.values())
+    def count_samples(self) -> int:
+        """Count the samples of all batches."""
+        return self.summed_samples + sum(row.samples for row in self.rows.values())
 
-    def lags(self) -> dict[int, int]:
-        """Trained tokens by lag, over all batches."""
+    def count_lags(self) -> dict[int, int]:
+        """Count the trained tokens by lag, over all batches."""
         lags = self.summed_lags.copy()
         for row in self.rows.values():
             lags.update(row.lags)
         return dict(lags)
 
-    def ids(self) -> str:
-        """A digest of all sample ids in the order in which they were trained."""
+    def digest_ids(self) -> str:
+        """Digest all sample ids in the order in which they were trained."""
         ids = self.summed_ids.copy()
         ids.update("".join(self.rows[number].ids for number in sorted(self.rows)).encode())
         return ids.hexdigest()
 
     def close(self) -> None:
+        """Close both files."""
         self.file.close()
-        self.lent_file.close()
+        self.lease_file.close()
 
 
 def _make_row(batch: Batch, limit: float) -> dict[str, Any]:
     counts: dict[int, int] = {}
-    for sample in batch.token_lags:
-        for start, end, lag in sample:
+    for runs in batch.token_lags:
+        for start, end, lag in runs:
             if lag <= limit:
                 counts[lag] = counts.get(lag, 0) + end - start
-    tickets = runs(s.ticket for s in batch.samples)
+    tickets = find_runs(sample.ticket for sample in batch.samples)
     return {
         "batch": batch.number,
         "samples": len(batch.samples),
@@ -184,15 +188,16 @@ def _make_row(batch: Batch, limit: float) -> dict[str, Any]:
 
 
 def mean(counts: dict[int, int]) -> float:
+    """Return the mean lag of {lag: tokens}; 0 if it is empty."""
     return sum(lag * tokens for lag, tokens in counts.items()) / max(sum(counts.values()), 1)
 
 
 def quantile(counts: dict[int, int], share: float) -> int:
-    """The smallest key with at least a share `share` of the counts at or below it."""
+    """Return the smallest lag with at least a share `share` of the tokens at or below it."""
     total = sum(counts.values())
-    seen = 0
+    cumulative = 0
     for lag in sorted(counts):
-        seen += counts[lag]
-        if seen >= share * total:
+        cumulative += counts[lag]
+        if cumulative >= share * total:
             return lag
     return 0

@@ -122,7 +122,7 @@ def pack(batch: Batch, *, greedy: bool = False) -> PackedBatch:
     ]
     samples = [batch.samples[row] for row in places]
     baseline = {sample.ticket: sample for sample in batch.samples if sample.sample == 0}
-    rows = [sample.all_rows() for sample in samples]
+    rows = [sample.list_rows() for sample in samples]
     all_rows = [row for sample_rows in rows for row in sample_rows]
     lengths = np.array([sample.token_count for sample in samples])
     tickets = dict.fromkeys(sample.ticket for sample in samples)
@@ -142,7 +142,7 @@ def pack(batch: Batch, *, greedy: bool = False) -> PackedBatch:
         for start, end, value in runs:
             lag[offsets[row] + start : offsets[row] + end] = value
     for row, sample in enumerate(samples):
-        for span in sample.all_spans():
+        for span in sample.list_spans():
             age[offsets[row] + span.start : offsets[row] + span.end] = max(
                 0, span.label.number - span.kv.number
             )

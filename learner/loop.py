@@ -139,7 +139,7 @@ class Learner(BufferPeer):
         Raises NothingToDo when this learner started after the end of the run.
         """
         if self.number < self.config.learner.steps or not self.welcomed:
-            raise self.error_after_end("this learner")
+            raise self.make_end_error("this learner")
         self.finished = True
 
     def check(self, reply: m.FromBuffer) -> None:
@@ -178,13 +178,13 @@ class Learner(BufferPeer):
         elif isinstance(reply, m.RunFinished) and reply.epoch == self.epoch:
             self.finished = True
 
-    def waits_for(self, reason: str) -> None:
+    def set_wait(self, reason: str) -> None:
         """Set what the learner waits for and restart the silence timer.
 
         Silence before the wait does not count: during a long step the learner reads nothing.
         """
         if reason != self.waiting_for:
-            super().waits_for(reason)
+            super().set_wait(reason)
             self.silent_since = self.waiting_since if reason else 0.0
 
     # ---- the loop --------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ class Learner(BufferPeer):
             mixture=self.cursor.mixture,
             before=process_log.find_previous_end(self.run_dir, "learner", os.getpid()),
         )
-        self.waits_for("the buffer's welcome")
+        self.set_wait("the buffer's welcome")
         while not self.welcomed and not self.stopping:
             self.repeat("hello", message)
             self.handle_messages(POLL_S)
@@ -238,7 +238,7 @@ class Learner(BufferPeer):
             batch = self.wait_for_batch()
             if batch is not None:
                 self.step(batch)
-        self.waits_for("the replies to its commits")
+        self.set_wait("the replies to its commits")
         while (self.commits or self.checkpointed is not None) and not self.stopping:
             self.handle_messages(POLL_S)
         if not self.welcomed:
@@ -248,7 +248,7 @@ class Learner(BufferPeer):
         if self.stopping:
             return  # run_dir/model belongs to a finished run
         self.export()
-        self.waits_for("the last evaluation")
+        self.set_wait("the last evaluation")
         while not self.finished and not self.stopping:
             self.repeat("goodbye", m.LearnerGoodbye(self.epoch, self.number))
             self.handle_messages(POLL_S)
@@ -274,12 +274,12 @@ class Learner(BufferPeer):
         """Return the batch to train on, or None when stopped while waiting."""
         began = time.monotonic()
         while self.number not in self.batches and not self.stopping:
-            self.waits_for(f"batch {self.number}")
+            self.set_wait(f"batch {self.number}")
             self.repeat(f"ask {self.number}", m.BatchRequest(self.epoch, self.number))
             self.handle_messages(POLL_S)
         if self.waiting_for:
             self.idle_s += time.monotonic() - began
-            self.waits_for("")
+            self.set_wait("")
         batch = self.batches.pop(self.number, None)
         if (
             batch is not None

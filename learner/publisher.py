@@ -58,7 +58,9 @@ class Publisher:
             self.directory, policy.count_flat_bytes(layout), slots, layout, epoch, most=slots + 4
         )
         self.keep: list[Label] = []
-        self.server = weight_transport.maker(config.weights.transport).serve(config, self.ring)
+        self.server = weight_transport.import_transport(config.weights.transport).serve(
+            config, self.ring
+        )
         if isinstance(self.server, ChunkServer):
             self.server.buffer = lambda: buffer_leadership.read_current_address(run_dir)
 
@@ -151,7 +153,7 @@ class Publisher:
     def read_earlier_versions(self, number: int) -> dict[int, bytes]:
         """Return the flat bytes of versions before `number` that injection may still use."""
         versions = {}
-        for label, digest in self.ring.labels().items():
+        for label, digest in self.ring.list_labels().items():
             if number - self.depth <= label.number < number:
                 versions[label.number] = self.ring.read_part(label, digest, 0, self.ring.size)[1]
         return versions
@@ -166,7 +168,7 @@ class Publisher:
             return data
         equal_labels = [
             candidate
-            for candidate, other_digest in self.ring.labels().items()
+            for candidate, other_digest in self.ring.list_labels().items()
             if digest and other_digest == digest
         ]
         return (
@@ -180,7 +182,7 @@ class Publisher:
         selected = set(numbers)
         return sorted(
             (label, digest)
-            for label, digest in self.ring.labels().items()
+            for label, digest in self.ring.list_labels().items()
             if label.number in selected
         )
 

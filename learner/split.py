@@ -132,7 +132,7 @@ class SplitMeter:
         version = torch.where(loss.token_lag == 0, prep.start, torch.nan)
         spans: dict[tuple[Label, str], list[tuple[int, int, int]]] = {}
         for answer in answers:
-            for span in samples[answer].all_spans():
+            for span in samples[answer].list_spans():
                 begin, stop = (
                     int(packed.offsets[answer]) + position for position in (span.start, span.end)
                 )

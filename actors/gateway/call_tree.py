@@ -110,7 +110,7 @@ class CallNode:
         if routed is not None:
             assert self.ids is not None
             end = len(self.build_prompt()) + len(self.ids) - 1
-            routed = routed.part(end - self.own_reads, end)
+            routed = routed.take_part(end - self.own_reads, end)
         self.routed = routed
 
     def join_routed(self) -> RoutedExperts | None:
@@ -367,8 +367,8 @@ def _make_row(
         if start > end:
             segments.append(("context", end, start))
         supports += [
-            SampledSupport.untruncated(start - end),
-            node.support or SampledSupport.untruncated(len(node.ids)),
+            SampledSupport.make_untruncated(start - end),
+            node.support or SampledSupport.make_untruncated(len(node.ids)),
         ]
         end = start + len(node.ids)
         segments.append(("model", start, end))

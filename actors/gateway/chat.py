@@ -32,7 +32,7 @@ from actors.gateway.sessions import CallRefused, build_too_long_error
 from asyncrl.contract import outcomes
 from asyncrl.contract.blobs.images import ImageShape
 from asyncrl.contract.errors import ConfigError
-from asyncrl.contract.importing import module
+from asyncrl.contract.importing import import_module
 from asyncrl.models.tokenizer import takes_parts
 from asyncrl.models.vision import image_tokens
 from asyncrl.models.vision.image_tokens import split_image_parts
@@ -486,7 +486,7 @@ def find_parser(name: str) -> Parser:
             f"agent.parser: {name!r} is not one of {', '.join(PARSERS)}, module:function"
         )
     try:
-        parser = getattr(module(module_name), function)
+        parser = getattr(import_module(module_name), function)
     except Exception as error:  # an import may raise anything
         raise ConfigError(f"agent.parser: {name}: {type(error).__name__}: {error}") from error
     if not callable(parser):

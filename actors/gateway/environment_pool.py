@@ -111,7 +111,7 @@ class EnvironmentPool(WorkerPool[_EnvironmentProcess, EnvironmentEvent]):
         worker = self.processes[session]
         front = worker.asked[0][0] if worker.ready and worker.asked else None
         limit = "agent.step_s" if worker.ready else ""
-        seconds_left = self.deadline(worker) - now
+        seconds_left = self.compute_deadline(worker) - now
         return EnvironmentPlace(front, max(0.0, now - worker.since), limit, max(0.0, seconds_left))
 
     def end(self, session: int) -> None:

@@ -106,7 +106,7 @@ def resolve(path: str, players: int = 1, args: Mapping[str, Any] = MappingProxyT
     module, _, name = path.rpartition(":")
     if module == "textarena":
         return arena.find_game(name, players)
-    factory = getattr(importing.module(module), name)
+    factory = getattr(importing.import_module(module), name)
     return partial(factory, **args) if args else factory
 
 

@@ -66,8 +66,8 @@ class CallTurn(GeneratorTurn):
             if call.id in self.calls:
                 continue
             try:
-                message_checks.call(call, self.vocabulary, self.context)
-                message_checks.call_images(call, images, self.tokenizer.image_shape)
+                message_checks.check_call(call, self.vocabulary, self.context)
+                message_checks.check_call_images(call, images, self.tokenizer.image_shape)
                 if call.grammar:
                     self.constraints[call.id] = self.grammars.begin(call.grammar)
             except (BadMessage, ValueError) as error:
@@ -113,7 +113,7 @@ class CallTurn(GeneratorTurn):
                     max_new_tokens=call.max_new_tokens,
                     temperature=sampling.temperature,
                     top_p=sampling.top_p,
-                    top_k=sampling.top_k_of(sample),
+                    top_k=sampling.get_top_k(sample),
                     stop=self.stops,
                     seed=call.seed,
                     beside=call.stream,

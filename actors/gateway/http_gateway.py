@@ -62,13 +62,13 @@ class SocketWatcher:
 
     def on_readable(self, peer: BufferSocket | PeerSocket) -> None:
         """Wake the gateway if the socket has a message, which zmq does not promise."""
-        if peer.waiting:
+        if peer.has_message:
             self.sessions.wake()
 
     async def wait_until_due(self) -> None:
         """Wait until the next turn is due."""
         self.watch_sockets()
-        waiting = (self.gateway.socket.waiting, self.gateway.calls_socket.waiting)
+        waiting = (self.gateway.socket.has_message, self.gateway.calls_socket.has_message)
         if any(waiting):  # zmq's descriptors signal new messages only, not those already there
             await asyncio.sleep(0)
         else:

@@ -39,7 +39,7 @@ from asyncrl.config.agents import AgentConfig
 from asyncrl.config.tree import Config
 from asyncrl.contract import messages as m
 from asyncrl.contract import outcomes
-from asyncrl.contract.blobs.images import by_digest
+from asyncrl.contract.blobs.images import index_by_digest
 from asyncrl.contract.errors import (
     AsyncrlError,
     BadMessage,
@@ -275,7 +275,7 @@ class Gateway(sockets.SessionPeer):
             self.renewed = 0.0
             self.renew()
         elif not self.ever_served:
-            raise self.error_after_end(self.producer)
+            raise self.make_end_error(self.producer)
 
     def on_acks(self, reply: m.DeliveryAcks) -> None:
         self.outbox.on_acks(reply, time.monotonic())
@@ -392,7 +392,7 @@ class Gateway(sockets.SessionPeer):
     def open_sessions(self) -> None:
         """Have the source begin sessions, and note that this process waits without one."""
         self.source.open_sessions()
-        self.waits_for("" if self.episodes else "a ticket: none is granted, or all are leased")
+        self.set_wait("" if self.episodes else "a ticket: none is granted, or all are leased")
 
     @property
     def free_sessions(self) -> int:
@@ -548,7 +548,7 @@ class Gateway(sockets.SessionPeer):
     def on_generator_message(self, peer: bytes, message: m.ServingReport | m.CallResult) -> None:
         """Handle a generator's message.  Raises BadMessage for impossible content."""
         if isinstance(message, m.ServingReport):
-            message_checks.serving(message)
+            message_checks.check_serving(message)
             self.ever_served = True
             refused = self.router.on_report(peer, message, time.monotonic())
             if refused is not None:
@@ -657,7 +657,7 @@ class Gateway(sockets.SessionPeer):
         delivered = build_trajectory(session, self.tokenizer, self.get_agent(session))
         self.count(session, delivered.failed)
         self.source.on_deliver(session)
-        prompt = by_digest(session.ticket.prompt.images)  # which the buffer has
+        prompt = index_by_digest(session.ticket.prompt.images)  # which the buffer has
         self.outbox.add(delivered, {k: x for k, x in session.images.items() if k not in prompt})
         self.drop(episode)
         name = (session.ticket.ticket, session.attempt)
@@ -721,7 +721,7 @@ class Gateway(sockets.SessionPeer):
         waiting = sum(len(grant.waiting) for grant in self.held.values())
         sample_count = self.source.count_wanted() - waiting
         if self.outbox.is_full:
-            self.waits_for("credit: the buffer has not acknowledged what was delivered")
+            self.set_wait("credit: the buffer has not acknowledged what was delivered")
             return
         self.request_tickets(
             sample_count, self.announced.label if self.announced is not None else None
@@ -743,7 +743,7 @@ class Gateway(sockets.SessionPeer):
         counts = {**self.closed_tokens, **open_counts}
         return [(*name, min(token_cap, tokens)) for name, tokens in counts.items()]
 
-    def renewal(self, wait: ProcessWait | None) -> m.LeaseRenewal:
+    def make_renewal(self, wait: ProcessWait | None) -> m.LeaseRenewal:
         progress = self.list_progress()
         self.source.on_report()
         return m.LeaseRenewal(

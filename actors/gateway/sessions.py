@@ -569,7 +569,7 @@ class Session:
             if length is not None:
                 past += len(ids) - length
                 ids, logprobs, finish = ids[:length], logprobs[:length], "stop"
-                support = None if support is None else support.first(length)
+                support = None if support is None else support.take_first(length)
                 spans = [
                     structs.replace(span, end=min(span.end, length))
                     for span in spans

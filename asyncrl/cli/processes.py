@@ -16,7 +16,7 @@ from asyncrl.cli import result
 from asyncrl.cli.base import PATH, command, count_option, emit, json_option, options
 from asyncrl.contract import refusal
 from asyncrl.contract.errors import AsyncrlError, ConfigError, NothingToDo, PeerUnreachable
-from asyncrl.contract.importing import collection_paused
+from asyncrl.contract.importing import pause_collection
 from asyncrl.records import buffer_leadership, process_log, rundir
 
 
@@ -123,11 +123,11 @@ def run_process(name: str, config: Any, run_dir: Path, index: int, *, moved: boo
 
     moved: the process is a buffer that takes over the run."""
     if name == "buffer":
-        with collection_paused():
+        with pause_collection():
             from buffer.service import main as start_buffer
         return start_buffer(config, run_dir, moved=moved)
     if name == "learner":
-        with collection_paused():
+        with pause_collection():
             from learner.loop import main as start_learner
         return start_learner(config, run_dir)
     if name == "gateway":
@@ -136,10 +136,10 @@ def run_process(name: str, config: Any, run_dir: Path, index: int, *, moved: boo
                 "agent: the config has no sessions to serve; set agent.env, agent.tools, "
                 "agent.serve, agent.command or agent.function"
             )
-        with collection_paused():
+        with pause_collection():
             from actors.gateway.process import main as start_gateway
         return start_gateway(config, run_dir, index)
-    with collection_paused():
+    with pause_collection():
         import torch  # noqa: F401  # the engine needs it
 
         from actors.generator import main as start_generator
@@ -200,7 +200,7 @@ def make_process_command(
         index: int,
         take_over: str = "",
     ) -> None:
-        refusal.listen()
+        refusal.take_pipe()
         config, directory = resolve_run(source, sets, run_dir, joins=name == "generator")
         if take_over:
             config = move_buffer(config, directory, take_over)

@@ -1,4 +1,4 @@
-"""Admission rules: when a ticket may be granted, and what may train; shared with `simulate`.
+"""Admission rules: when a ticket may be granted, and which samples may train.
 
 **Staleness bound** (on_exceed = pace).  An attempt is granted in epoch e while `committed` = c, at
 position p < (k+1) * batch: p alive groups come before it. These are the groups of composed batches,
@@ -35,11 +35,14 @@ from asyncrl.contract.messages import VersionSpan
 from asyncrl.contract.versions import Label, PolicyTree
 
 
-def group_limit(
+def limit_groups(
     max_lag: float, batch: int, stored_bytes: int = 0, byte_limit: int = 1 << 30
 ) -> float:
-    """The number of groups that may be alive: (k + 1) * batch; without a staleness limit,
-    infinity until the stored bytes reach `byte_limit`."""
+    """Limit the number of alive groups: (k + 1) * batch.
+
+    Without a staleness limit it is infinity until the stored bytes reach `byte_limit`.
+
+    batch: groups of a batch."""
     if math.isinf(max_lag):
         return math.inf if stored_bytes < byte_limit else 0
     return (int(max_lag) + 1) * batch
@@ -72,35 +75,38 @@ class AdaptiveLimit(msgspec.Struct, frozen=True, array_like=True):
     idle: float = 0.0
 
 
-def limit_evidence(metrics: Mapping[str, float], floor: float) -> LimitEvidence | None:
-    """Extract the evidence from a commit's metrics; None if there is no finite ESS.
+def read_evidence(metrics: Mapping[str, float], floor: float) -> LimitEvidence | None:
+    """Read the evidence from a commit's metrics; None without a finite ESS.
+
+    floor: the ESS below which a lag is not safe.
 
     >>> by_lag = {"by_lag/ess_0": 1.0, "by_lag/ess_1": 0.8, "by_lag/ess_2": 0.4}
-    >>> limit_evidence({"is/ess": 0.9} | by_lag, 0.5)
+    >>> read_evidence({"is/ess": 0.9} | by_lag, 0.5)
     LimitEvidence(ess=0.9, held=1.0, idle=0.0)
     """
     ess = metrics.get("is/ess", math.nan)
     if not math.isfinite(ess):
         return None
-    safe_lag = math.inf
-    reached = 0.0
+    safe_lag = 0.0
     for bucket, edge in EDGES.items():
-        bucket_ess = metrics.get(f"by_lag/ess_{bucket}")
-        if bucket_ess is not None and bucket_ess < floor:
-            safe_lag = reached
+        if metrics.get(f"by_lag/ess_{bucket}", floor) < floor:
             break
-        reached = edge
+        safe_lag = edge
     return LimitEvidence(ess, safe_lag, metrics.get("time/learner_idle_share", 0.0))
 
 
 def next_limit(
     limit: AdaptiveLimit, batch: LimitEvidence, floor: float, most: int
 ) -> AdaptiveLimit:
-    """The limit for new tickets after another batch.
+    """Compute the limit for new tickets after another batch.
 
     It falls while the mean ESS is below `floor`: to the largest lag whose ESS is above it, at least
     by one. It rises by one while the learner waits for batches and the ESS is clearly above the
     floor.  After a move it stays until the batches of the previous limit are trained.
+
+    batch: evidence of the committed batch.
+    floor: lowest accepted ESS.
+    most: hard bound of the limit.
 
     >>> starved = LimitEvidence(ess=0.95, held=math.inf, idle=0.3)
     >>> limit = AdaptiveLimit()
@@ -115,70 +121,76 @@ def next_limit(
     """
     if limit.settling:
         return msgspec.structs.replace(limit, settling=limit.settling - 1)
-    last = (*limit.seen, batch)[-AVERAGED:]
-    ess = sum(one.ess for one in last) / len(last)
-    idle = sum(one.idle for one in last) / len(last)
-    to = limit.now
-    if len(last) == AVERAGED and ess < floor:
-        to = max(LEAST, int(min(limit.now - 1, max(one.held for one in last))))
-    elif len(last) == AVERAGED and idle > IDLE and ess >= floor + CLEAR * (1 - floor):
-        to = min(most, limit.now + 1)
-    if to == limit.now:
-        return msgspec.structs.replace(limit, seen=last)
-    return AdaptiveLimit(to, max(to, limit.now), (), limit.now, ess, idle)
+    recent = (*limit.seen, batch)[-AVERAGED:]
+    ess = sum(evidence.ess for evidence in recent) / len(recent)
+    idle = sum(evidence.idle for evidence in recent) / len(recent)
+    new_limit = limit.now
+    if len(recent) == AVERAGED and ess < floor:
+        safe_lag = max(evidence.held for evidence in recent)
+        new_limit = max(LEAST, int(min(limit.now - 1, safe_lag)))
+    elif len(recent) == AVERAGED and idle > IDLE and ess >= floor + CLEAR * (1 - floor):
+        new_limit = min(most, limit.now + 1)
+    if new_limit == limit.now:
+        return msgspec.structs.replace(limit, seen=recent)
+    return AdaptiveLimit(new_limit, max(new_limit, limit.now), (), limit.now, ess, idle)
 
 
 def clamp_limit(limit: AdaptiveLimit, most: int) -> AdaptiveLimit:
-    """The limit with which a new learner process continues, within that learner's hard bound."""
+    """Clamp the limit to the hard bound of a new learner process."""
     now = max(LEAST, min(limit.now, most))
     return AdaptiveLimit(now, now, (), limit.before, limit.ess, limit.idle)
 
 
-def planned_batch(committed: int, place: int, batch: int) -> int:
-    """The batch of the alive group at position `place`, if no group before it is removed."""
-    return committed + place // batch
+def plan_batch(committed: int, position: int, batch: int) -> int:
+    """Compute the batch of an alive group if no group before it is removed.
+
+    position: number of groups that train before it. batch: groups of a batch."""
+    return committed + position // batch
 
 
-def injected_lag(inject: int | Sequence[float], seed: int, ticket: int) -> int:
-    """The lag to inject into a ticket.
+def choose_injected_lag(inject: int | Sequence[float], seed: int, ticket: int) -> int:
+    """Choose the lag to inject into a ticket.
 
-    inject: a constant, or the probabilities of lag 0, 1, 2, ..., from which a hash of the ticket
-    samples."""
+    inject: a constant, or the weights of lag 0, 1, 2, ..., by which a hash of the ticket samples.
+    """
     if isinstance(inject, int):
         return inject
     threshold = xxhash.xxh3_64_intdigest(f"{seed}:{ticket}:inject".encode()) / 2**64 * sum(inject)
-    total = 0.0
+    cumulative = 0.0
     lag = 0
-    for lag, share in enumerate(inject):
-        total += share
-        if threshold < total:
+    for lag, weight in enumerate(inject):
+        cumulative += weight
+        if threshold < cumulative:
             return lag
     return lag
 
 
-def delay(scale: float, seed: int, *of: int) -> float:
-    """The artificial delay of a completion, in decode steps per token.
+def sample_delay(scale: float, seed: int, *scope: int) -> float:
+    """Sample the artificial delay of a completion, in decode steps per token.
 
-    Its distribution is Lomax with shape 1.5 and `scale`, cut at 20 scales, sampled by a hash of
-    `of` (a ticket, or a ticket and a sample).  Half of the delays are less than 0.6 scales, one in
-    ten more than 3.6, one in a hundred 20.
+    Its distribution is Lomax with shape 1.5 and `scale`, cut at 20 scales.  Half of the delays are
+    less than 0.6 scales, one in ten more than 3.6, one in a hundred 20.
+
+    scope: a ticket, or a ticket and a sample, whose hash replaces a random number.
     """
-    uniform = xxhash.xxh3_64_intdigest(f"{seed}:{':'.join(map(str, of))}:delay".encode()) / 2**64
+    uniform = xxhash.xxh3_64_intdigest(f"{seed}:{':'.join(map(str, scope))}:delay".encode()) / 2**64
     return scale * min(20.0, (1 - uniform) ** (-2 / 3) - 1) if scale else 0.0
 
 
-def span_lags(
+def compute_span_lags(
     tree: PolicyTree, spans: Iterable[VersionSpan], policy: Label, number: int
 ) -> list[tuple[int, int, int]]:
-    """(start, end, lag) of each span if it trains in batch `number`, a descendant of `policy`."""
-    lag = tree.lag
-    return [(s.start, s.end, lag(s.label, policy, number)) for s in spans]
+    """Compute (start, end, lag) of each span if it trains in batch `number`.
+
+    The batch starts from a descendant of `policy`."""
+    compute_lag = tree.compute_lag
+    return [(span.start, span.end, compute_lag(span.label, policy, number)) for span in spans]
 
 
-def sample_lag(runs: Iterable[tuple[int, int, int]]) -> int:
-    """The greatest lag of a sample's tokens."""
-    most = 0
+def compute_sample_lag(runs: Iterable[tuple[int, int, int]]) -> int:
+    """Compute the greatest lag of a sample's tokens; 0 without runs."""
+    greatest = 0
     for _, _, lag in runs:
-        if lag > most:
-            most = lag
-    return most
+        if lag > greatest:
+            greatest = lag
+    return greatest

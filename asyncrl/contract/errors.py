@@ -1,6 +1,6 @@
 """The exception hierarchy, and the exit codes.
 
-A message says what is wrong, where, and what to do.
+A message names the problem, its place and the remedy.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 EXIT_CODES = {
     0: "done",
     1: "the run failed, or a check does not hold",
-    2: "usage or config: one line names file, line, key and what is allowed",
+    2: "usage or config: one line names file, line, key and the allowed values",
     3: "a process was lost for good",
     4: "a peer cannot be reached",
     5: "stored data is damaged",

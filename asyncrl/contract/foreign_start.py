@@ -1,8 +1,8 @@
 """Run a module of asyncrl as main in a Python where asyncrl is not installed.
 
-`PYTHON -P PATH/foreign_start.py MODULE ARGUMENTS`, as `importing.command` writes it for
-agent.python.  That Python finds the package asyncrl here, and nothing else of our environment: the
-packages of an environment and ours need not agree on any version.
+`PYTHON -P PATH/foreign_start.py MODULE ARGUMENTS`, as `importing.make_command` writes it for
+agent.python.  That Python finds the package asyncrl here, and nothing else of our environment: its
+packages and ours may have different versions.
 """
 
 from __future__ import annotations

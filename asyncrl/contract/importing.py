@@ -1,10 +1,10 @@
 """Import rules: our packages are never shadowed, and torch is imported cheaply.
 
-Other projects also use the names `actors`, `buffer` and `learner`, so these packages are never
-looked up on sys.path: `PartsFinder` finds them beside `asyncrl` (a checkout) or in it (an installed
-wheel, whose only top-level name is `asyncrl`), always under these names.  The working directory
-comes last on sys.path, after the standard library and the installed packages: a user's queue.py or
-learner.py shadows nothing, and a user's reward module is still found."""
+Other projects also use the names `actors`, `buffer` and `learner`, so Python never looks these
+packages up on sys.path: `PartsFinder` finds them beside `asyncrl` (a checkout) or in it (an
+installed wheel, whose only top-level name is `asyncrl`), always under these names.  The working
+directory comes last on sys.path, after the standard library and the installed packages: a user's
+queue.py or learner.py shadows nothing, and a user's reward module is still found."""
 
 from __future__ import annotations
 
@@ -31,6 +31,9 @@ class PartsFinder:
     def find_spec(
         name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        """Find one of the three packages; None for any other module.
+
+        Raises ModuleNotFoundError for a package under asyncrl's name, such as asyncrl.buffer."""
         if name in PARTS:
             return PathFinder.find_spec(name, [str(HOME)])
         if name.startswith("asyncrl.") and name.count(".") == 1 and name.partition(".")[2] in PARTS:
@@ -54,16 +57,15 @@ def install_finder() -> None:
 
 def append_working_directory() -> None:
     """Append the working directory to sys.path if it is not there yet."""
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.append(here)
+    if (directory := os.getcwd()) not in sys.path:
+        sys.path.append(directory)
 
 
-def module(name: str) -> ModuleType:
-    """Import a module by name, also from the working directory, or from a file if `name` ends in
-    .py.
+def import_module(name: str) -> ModuleType:
+    """Import a module by name, also from the working directory, or from a .py file.
 
-    The folder of such a file is appended to sys.path for its own imports.  All errors of the import
-    are raised."""
+    The folder of such a file is appended to sys.path for its own imports.  Raises all errors of the
+    import."""
     append_working_directory()
     if not name.endswith(".py"):
         return importlib.import_module(name)
@@ -73,14 +75,14 @@ def module(name: str) -> ModuleType:
     module_name = file.stem if file.stem not in sys.modules else str(file)
     spec = spec_from_file_location(module_name, file)
     assert spec is not None and spec.loader is not None  # true for every name that ends in .py
-    imported = module_from_spec(spec)
-    sys.modules[module_name] = imported  # dataclasses look themselves up there
-    spec.loader.exec_module(imported)
-    return imported
+    module = module_from_spec(spec)
+    sys.modules[module_name] = module  # dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    return module
 
 
-def source_path(name: str) -> Path | None:
-    """The file that `module` would run for `name`, without running it, or None."""
+def find_source(name: str) -> Path | None:
+    """Find the file that `import_module` would run for `name`, or None."""
     if name.endswith(".py"):
         return Path(name) if Path(name).is_file() else None
     append_working_directory()
@@ -98,8 +100,8 @@ def export_checkout_path() -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
 
 
-def command(module: str, *arguments: str, python: str = "") -> list[str]:
-    """The command line that runs `module` as the main program, with our import rules.
+def make_command(module: str, *arguments: str, python: str = "") -> list[str]:
+    """Make the command line that runs `module` as the main program, with our import rules.
 
     python: another Python (agent.python), where asyncrl need not be installed."""
     if python:
@@ -109,7 +111,7 @@ def command(module: str, *arguments: str, python: str = "") -> list[str]:
 
 
 @contextmanager
-def collection_paused() -> Iterator[None]:
+def pause_collection() -> Iterator[None]:
     """Pause garbage collection around imports; exempt all existing objects from it afterwards.
 
     Modules never become garbage. Searching them dozens of times while torch is imported, and once

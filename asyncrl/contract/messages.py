@@ -1,4 +1,4 @@
-"""Messages between processes: each docstring names the sender and the reader.
+"""Messages between processes.  Each docstring names the sender and the reader.
 
 Arrays travel as raw little-endian bytes: token ids int32, logprobs float32, masks uint8.  Every
 message on the control socket is one msgpack frame, decoded as a tagged union: `FromPeer` to the
@@ -67,13 +67,12 @@ class Prompt(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     meta: dict[str, str] = {}
     split: str = "train"
     task: str = ""  # of a mixture: the title of its part, which gives the reward
-    images: list[
-        bytes
-    ] = []  # blobs (asyncrl/contract/blobs/images.py), in the order of their markers
+    # blobs (asyncrl/contract/blobs/images.py), in the order of their markers
+    images: list[bytes] = []
 
     @property
     def image_urls(self) -> list[str]:
-        """The images as data: URLs, as OpenAI's API takes them."""
+        """The images as data: URLs, the form that OpenAI's API accepts."""
         return [to_data_url(blob) for blob in self.images]
 
 
@@ -89,8 +88,8 @@ class SamplingSettings(msgspec.Struct, frozen=True, array_like=True):
     # sample 0 of the group is sampled greedily: a baseline that is not trained on (remax)
     greedy: bool = False
 
-    def top_k_of(self, sample: int) -> int:
-        """top_k of sample number `sample` in its group."""
+    def get_top_k(self, sample: int) -> int:
+        """Return top_k of sample number `sample` in its group."""
         return 1 if self.greedy and sample == 0 else self.top_k
 
 
@@ -159,14 +158,13 @@ class TrainingSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
     # float32 [T] when calls have their own rewards, NaN where there is none; else empty
     token_rewards: bytes = b""
     # the tokens that top-p, top-k and a grammar left at each of the T positions
-    # (`SampledSupport.encode`);
-    # empty where nothing was truncated, or the engine does not record it
+    # (`SampledSupport.encode`); empty: nothing was truncated, or the engine does not record it
     support: bytes = b""
     # the experts of the P + T - 1 tokens that the model read (`RoutedExperts.encode`); empty: a
     # dense model, or the engine does not record them
     routed: bytes = b""
-    # the digests of its images, in the order of their tokens; the message that holds the sequence
-    # holds the blobs, or the buffer has them from its own prompt
+    # the digests of its images, in the order of their tokens; the blobs are in the message of the
+    # sequence, or in the buffer's prompt
     images: list[str] = []
 
 
@@ -222,18 +220,19 @@ class Trajectory(msgspec.Struct, array_like=True, gc=False):
 
     @property
     def length(self) -> int:
-        """Tokens to train on: those of mask 1 in all sequences; all tokens where there is no mask
-        (simulated runs)."""
-        own = count_ones(self.mask) if self.mask else len(self.tokens) // 4
-        return own + sum(count_ones(row.mask) for row in self.rows) if self.rows else own
+        """The number of tokens to train on: those of mask 1 in all sequences.
+
+        Without a mask (simulated runs) all tokens count."""
+        length = count_ones(self.mask) if self.mask else len(self.tokens) // 4
+        return length + sum(count_ones(row.mask) for row in self.rows)
 
     @property
     def token_count(self) -> int:
-        """Tokens T of all sequences, sampled or not."""
+        """The number of tokens T of all sequences, sampled or not."""
         return (len(self.tokens) + sum(len(row.tokens) for row in self.rows)) // 4
 
-    def all_rows(self) -> list[TrainingSequence]:
-        """All training sequences, the first one from the fields here."""
+    def list_rows(self) -> list[TrainingSequence]:
+        """List all training sequences, the first one made from the fields here."""
         first = TrainingSequence(
             prompt_tokens=self.prompt_tokens,
             tokens=self.tokens,
@@ -248,18 +247,20 @@ class Trajectory(msgspec.Struct, array_like=True, gc=False):
         )
         return [first, *self.rows]
 
-    def all_spans(self) -> list[VersionSpan]:
-        """The spans of all sequences, with positions in the sample."""
+    def list_spans(self) -> list[VersionSpan]:
+        """List the spans of all sequences, with positions in the sample."""
         if not self.rows:
             return self.spans
         spans = list(self.spans)
-        begin = len(self.mask)
+        offset = len(self.mask)
         for row in self.rows:
             spans += [
-                VersionSpan(span.label, span.digest, begin + span.start, begin + span.end, span.kv)
+                VersionSpan(
+                    span.label, span.digest, offset + span.start, offset + span.end, span.kv
+                )
                 for span in row.spans
             ]
-            begin += len(row.mask)
+            offset += len(row.mask)
         return spans
 
 
@@ -267,10 +268,10 @@ class Trajectory(msgspec.Struct, array_like=True, gc=False):
 
 
 class GeneratorHello(msgspec.Struct, frozen=True, tag="gen_hello"):
-    """A generator identifies itself; repeated from time to time.
+    """The identity of a generator; repeated from time to time.
 
-    One session holds a name (buffer/sessions.py decides which). The leases of the other sessions
-    end."""
+    One session holds a name; buffer/sessions.py chooses it. The leases of the other sessions end.
+    """
 
     protocol: int
     run: str
@@ -284,15 +285,16 @@ class GeneratorHello(msgspec.Struct, frozen=True, tag="gen_hello"):
 
 
 class TicketRequest(msgspec.Struct, frozen=True, tag="want"):
-    """A request for tickets for free engine slots; answered by `TicketGrant`.
+    """A generator's request for tickets for its free engine slots.
 
-    The answer comes as soon as a ticket may be granted. A request replaces the earlier one."""
+    The buffer replies by `TicketGrant` as soon as it may grant a ticket. A request replaces the
+    earlier one."""
 
     producer: str
     session: int
     sequence: int
     samples: int
-    holding: Label | None  # newest weights loaded, for the live view
+    holding: Label | None  # newest weights loaded
 
 
 class Delivery(msgspec.Struct, frozen=True, tag="deliver"):
@@ -303,22 +305,17 @@ class Delivery(msgspec.Struct, frozen=True, tag="deliver"):
     sequence: int
     samples: list[Trajectory]
     drawn: int = 0  # as in `LeaseRenewal`, these samples included
-    # digest -> blob of images that sessions received; those of tickets' prompts are not sent back
+    # digest -> blob of images that sessions received; images of tickets' prompts are left out
     images: dict[str, bytes] = {}
 
 
-# the wait of a generator that has nothing else to do
-REWARDS_WAITED_FOR = "the rewards of its samples"
-
-
+REWARDS_WAITED_FOR = "the rewards of its samples"  # the wait of a generator without other work
 SESSION_P95 = "session/p95_s"  # a gateway's number: 95 % of its sessions end within this time
-
-
-RENEW_S = 0.5  # between two renewals of a generator's leases
+RENEW_S = 0.5  # seconds between two renewals of a generator's leases
 
 
 class LeaseRenewal(msgspec.Struct, frozen=True, tag="renew"):
-    """Decode progress and numbers of a generator; renews its leases.
+    """The decode progress and the numbers of a generator, which renew its leases.
 
     A lease is renewed when its token count grew or its completions wait for their rewards."""
 
@@ -333,7 +330,7 @@ class LeaseRenewal(msgspec.Struct, frozen=True, tag="renew"):
     # training tokens that this session has reported or delivered so far, summed over its attempts
     drawn: int = 0
     sessions: list[OpenSession] = []  # of a gateway: one for each of its oldest tickets
-    # the remaining (ticket, attempt) that it holds: generated, but not acknowledged
+    # the other (ticket, attempt) that it holds: generated, but not acknowledged
     written: list[tuple[int, int]] = []
     # Attempts <= `taken` that are not listed were lost in transit; the buffer grants them again.
     # 0 means unknown.
@@ -350,9 +347,10 @@ class GeneratorGoodbye(msgspec.Struct, frozen=True, tag="leaving"):
 
 
 class JoinRequest(msgspec.Struct, frozen=True, tag="join"):
-    """A machine that has the address and a key asks to join the run; answered by `JoinReply`."""
+    """The request of another machine to join the run; the buffer replies by `JoinReply`."""
 
-    producer: str  # the name it wants; "": the name of its key, or without keys any free name
+    # the requested name; "": the name of its key, or any free name without keys
+    producer: str
 
 
 # ---- buffer to generator -------------------------------------------------------------------------
@@ -364,7 +362,7 @@ class WeightsSource(msgspec.Struct, frozen=True):
     epoch: int
     host: str
     directory: str  # the ring's mapped files, for readers on the same host
-    address: str  # tcp address of the chunk server, "" when there is none
+    address: str  # tcp address of the chunk server; "": it has none
 
 
 class PolicyAnnouncement(msgspec.Struct, frozen=True):
@@ -397,6 +395,10 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TicketGrant(msgspec.Struct, frozen=True, tag="tickets"):
+    """The tickets granted to a generator; the reply to `TicketRequest`.
+
+    A grant without tickets announces a version or the end of the run."""
+
     session: int
     sequence: int
     tickets: list[Ticket]
@@ -414,7 +416,9 @@ class DeliveryAcks(msgspec.Struct, frozen=True, tag="acks"):
 
 
 class JoinReply(msgspec.Struct, frozen=True, tag="joined"):
-    """The start parameters of a generator elsewhere; its files come from the chunk server."""
+    """The start parameters of a generator on another machine.
+
+    Its files come from the chunk server."""
 
     run: str
     producer: str
@@ -432,9 +436,9 @@ class UnknownSession(msgspec.Struct, frozen=True, tag="unknown"):
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refused"):
-    """The peer must stop; the run continues without it.
+    """The order to a peer to stop; the run continues without it.
 
-    It has another protocol, belongs to another run, or sent an invalid message."""
+    The peer has another protocol, belongs to another run, or sent an invalid message."""
 
     reason: str
     exit_code: int = 4
@@ -444,7 +448,7 @@ class Refusal(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class GenerationCall(msgspec.Struct, frozen=True, array_like=True):
-    """One generation that a session requests. Made by a gateway; sampled by a generator.
+    """A generation that a session requests. Made by a gateway; sampled by a generator.
 
     If that generator dies, another one samples the call again with the same random stream."""
 
@@ -466,7 +470,7 @@ class GenerationCall(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CallAssignments(msgspec.Struct, frozen=True, tag="calls"):
-    """To one generator: calls to sample, calls to cancel, and the weights to follow."""
+    """The gateway's order to a generator: calls to sample or cancel, and weights to follow."""
 
     session: int  # of the generator
     sequence: int
@@ -477,11 +481,11 @@ class CallAssignments(msgspec.Struct, frozen=True, tag="calls"):
 
 
 class ServingReport(msgspec.Struct, frozen=True, tag="serving"):
-    """A generator's state toward the gateway; repeated from time to time.
+    """A generator's report to the gateway; repeated from time to time.
 
     held: ids of the calls that it has.
     heard: the highest `CallAssignments.sequence` that it has received. The gateway sends a call
-    again that it assigned up to there and that is neither held nor answered."""
+        again that it assigned up to there and that is neither in `held` nor answered."""
 
     protocol: int
     run: str
@@ -493,10 +497,10 @@ class ServingReport(msgspec.Struct, frozen=True, tag="serving"):
 
 
 class CallResult(msgspec.Struct, frozen=True, tag="called"):
-    """The result of a call.
+    """The result of a call. Made by a generator; read by the gateway.
 
-    lost: tokens sampled for a call that was canceled; they are gone.
-    failed: why the generator cannot sample it; there are no tokens then."""
+    lost: number of lost tokens, sampled for a call that was canceled.
+    failed: the reason why the generator cannot sample it; it then has no tokens."""
 
     id: int
     tokens: bytes  # int32 [T], the stop token included
@@ -515,7 +519,11 @@ class CallResult(msgspec.Struct, frozen=True, tag="called"):
 class MixturePosition(msgspec.Struct, frozen=True):
     """The position in a mixture of tasks at a checkpoint, by task (buffer/mixing/mixer.py).
 
-    due: (task, index) of prompts to draw first; index -1: a new one."""
+    credit: groups that the task is owed.
+    indices: index of the next prompt.
+    due: (task, index) of prompts to draw first; index -1: a new one.
+    removed: removed groups so far.
+    ledgers: the ledger's totals."""
 
     credit: dict[str, float]
     indices: dict[str, int]
@@ -525,6 +533,10 @@ class MixturePosition(msgspec.Struct, frozen=True):
 
 
 class LearnerHello(msgspec.Struct, frozen=True, tag="learner_hello"):
+    """The identity of a learner process and the checkpoint that it continues.
+
+    The buffer replies by `Welcome`, `FencedReply` or `Refusal`."""
+
     protocol: int
     run: str
     epoch: int
@@ -543,31 +555,37 @@ class LearnerHello(msgspec.Struct, frozen=True, tag="learner_hello"):
     # how the learner's previous process ended: regularly ("ended"), by a signal from outside, by a
     # signal that its own work may have caused ("killed"), by itself ("crashed"), or unknown ("")
     before: Literal["", "ended", "outside", "killed", "crashed"] = ""
-    limit: int = 0  # adaptive limit: its value at the checkpoint; 0: none
+    limit: int = 0  # adaptive limit at the checkpoint; 0: the limit is constant
     # the routers whose recorded experts it replays; None: it replays none
     routing: RoutingShape | None = None
-    window: float = 0.0  # admission window at the checkpoint, in batches; 0: none
+    window: float = 0.0  # admission window at the checkpoint, in batches; 0: unknown
     mixture: MixturePosition | None = None  # position in a mixture at the checkpoint
     images: ImageShape | None = None  # how the model reads images; None: it reads only text
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """The buffer follows the learner of this epoch."""
+
     epoch: int
-    checkpointed: int
+    checkpointed: int  # number of the oldest batch in the buffer
 
 
 class FencedReply(msgspec.Struct, frozen=True, tag="fenced"):
+    """The buffer does not follow this learner, because it follows the epoch `by`."""
+
     epoch: int
     by: int
 
 
 class BatchRequest(msgspec.Struct, frozen=True, tag="ask"):
+    """A learner's request for a batch; the buffer replies by `Batch`."""
+
     epoch: int
     number: int
 
 
 class Batch(msgspec.Struct, frozen=True, tag="batch"):
-    """A batch. Made by the buffer at the lease; read by the learner.
+    """A batch. Made by the buffer; read by the learner.
 
     Lists have one entry for each of `samples`, in their order."""
 
@@ -596,36 +614,42 @@ class Commit(msgspec.Struct, frozen=True, tag="commit"):
     label: Label
     digest: str
     metrics: dict[str, float]
-    # per sample of the batch: tokens (in no optimizer step that was made, rejected or vetoed in
-    # all); []: zero for all
+    # per sample of the batch: (tokens without an optimizer step, tokens rejected or vetoed in every
+    # step); []: all are zero
     unused: list[tuple[int, int]] = []
 
 
 class CommitReply(msgspec.Struct, frozen=True, tag="committed"):
+    """The buffer has recorded the commit."""
+
     epoch: int
     number: int
-    keep: list[Label]  # weights that the ring must keep: pending evaluation tickets name them
+    keep: list[Label]  # weights that the ring must keep: tickets name them exactly
 
 
 class CheckpointNotice(msgspec.Struct, frozen=True, tag="checkpointed"):
+    """The learner has written a checkpoint: the buffer may drop batches before the oldest one."""
+
     epoch: int
-    oldest: int
+    oldest: int  # batch number of the oldest checkpoint
 
 
 class LearnerGoodbye(msgspec.Struct, frozen=True, tag="goodbye"):
     """The learner has trained its last batch.
 
-    Answered by `RunFinished` once its evaluation is complete, or by `FencedReply`."""
+    The buffer replies by `RunFinished` once the evaluations are complete, or by `FencedReply`."""
 
     epoch: int
     number: int
 
 
 class RunFinished(msgspec.Struct, frozen=True, tag="finished"):
+    """The run is complete: the learner exits."""
+
     epoch: int
 
 
-# ---- anyone and buffer ---------------------------------------------------------------------------
+# ---- any process and buffer ----------------------------------------------------------------------
 
 
 class LearnerProgress(msgspec.Struct, frozen=True, tag="progress"):
@@ -639,20 +663,20 @@ class LearnerProgress(msgspec.Struct, frozen=True, tag="progress"):
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True, tag="heard"):
-    """The buffer's reply to `LearnerProgress` and `LeaseRenewal`: it is alive, however long the
-    next batch or ticket takes.
+    """The buffer's reply to `LearnerProgress` and `LeaseRenewal`: the buffer is alive.
 
-    It carries the announcement because a generator that is busy with the tickets of a dead learner
-    requests no others, and must still follow the new learner's weights."""
+    The next batch or ticket may take long. The reply contains the announcement because a generator
+    that is busy with the tickets of a dead learner requests no further tickets, and must still
+    follow the new learner's weights."""
 
     epoch: int
     announcement: PolicyAnnouncement | None = None
-    # granted so far: the generator treats a ticket up to here that has not arrived as lost
+    # granted so far: the generator treats a ticket up to this attempt that has not arrived as lost
     attempts: int = 0
 
 
 class StatusRequest(msgspec.Struct, frozen=True, tag="watch"):
-    """The live view and `asyncrl doctor` request the state of the run."""
+    """A request of the live view or `asyncrl doctor` for the state of the run."""
 
     stop: str = ""  # "drain": finish the batch, write a checkpoint, exit
 

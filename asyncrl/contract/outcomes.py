@@ -1,8 +1,8 @@
 """Checks of a sample's outcome, before it is sent and again by the buffer.
 
-An outcome is a reward with its named parts, or the reason why there is none.  It comes from user
-code: a reward function, an environment, an agent over HTTP.  The functions here check it before it
-becomes a sample, so that the buffer, which checks again, does not have to refuse it."""
+An outcome is a reward with its named parts, or the reason of a failure.  It comes from user code: a
+reward function, an environment, an agent over HTTP.  The functions here check it before it becomes
+a sample, so that the buffer, which checks again, does not have to refuse it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from msgspec import structs
 from asyncrl.contract.messages import RewardFailure, Trajectory
 from asyncrl.contract.printable import escape_line
 
-# the sum of a batch's squared rewards still fits into float32; no sensible reward is larger
+# the sum of a batch's squared rewards still fits into float32; sensible rewards are far smaller
 LARGEST_REWARD = 1e15
 MOST_PARTS = 256
 MOST_ROWS = 4096  # training sequences of a session
@@ -79,13 +79,15 @@ def check_sample(sample: Trajectory) -> None:
     check_text(sample.group_key, "the key of the group")
 
 
-def failed_sample(sample: Trajectory, kind: Literal["data", "refused"], why: str) -> Trajectory:
+def make_failed_sample(
+    sample: Trajectory, kind: Literal["data", "refused"], reason: str
+) -> Trajectory:
     """Make a failed sample: its tokens still count, its outcome and texts are dropped."""
     return structs.replace(
         sample,
         reward=0.0,
         reward_parts={},
-        failed=RewardFailure(kind, escape_line(why)),
+        failed=RewardFailure(kind, escape_line(reason)),
         temperature=sample.temperature if 0 < sample.temperature < math.inf else 1.0,
         generated_at=sample.generated_at if math.isfinite(sample.generated_at) else 0.0,
         group_key="",

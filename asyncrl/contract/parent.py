@@ -1,4 +1,4 @@
-"""Tie a child process to its parent: it must not outlive it."""
+"""Tie a child process to its parent: the child must not outlive it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent() -> Callable[[], None]:
+def end_with_parent() -> Callable[[], None]:
     """Make a `preexec_fn` that kills the child (SIGKILL) when the thread that started it ends.
 
     It also works if that thread has ended before the child calls it."""

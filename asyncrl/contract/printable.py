@@ -9,7 +9,7 @@ LONGEST_LINE = 8000  # characters of a line that mixes our text with text from o
 
 
 def escape_line(text: str, most: int = LINE_LENGTH) -> str:
-    r"""Show text from outside on one line: escape unprintable characters, cut the end.
+    r"""Escape the unprintable characters of a text from outside and cut it to one line.
 
     A newline could forge a line of the log, an escape code could control the terminal, and a mark
     of writing direction could reorder the text beside it.
@@ -19,11 +19,11 @@ def escape_line(text: str, most: int = LINE_LENGTH) -> str:
     >>> escape_line("naïve 漢字 ✓"), escape_line("x" * 9, 4)
     ('naïve 漢字 ✓', 'xxxx...')
     """
-    shown = text[:most]
-    if not shown.isprintable():
-        shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown)
+    line = text[:most]
+    if not line.isprintable():
+        line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
     # an escape takes up to ten characters
-    return shown if len(text) <= most and len(shown) <= most else shown[:most] + "..."
+    return line if len(text) <= most and len(line) <= most else line[:most] + "..."
 
 
 def describe_exit(code: int) -> str:

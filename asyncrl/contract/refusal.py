@@ -12,18 +12,16 @@ from asyncrl.contract.errors import AsyncrlError
 
 VARIABLE = "ASYNCRL_REFUSAL_FD"
 MOST_BYTES = 32_768  # of a message; a pipe holds 65,536 without a reader
+_pipes: list[int] = []  # the pipe of this process, until it is used
 
 
-_mine: list[int] = []
-
-
-def listen() -> None:
+def take_pipe() -> None:
     """Take the pipe in the child at its start.
 
     The child's own children inherit neither the pipe nor its number."""
     if number := os.environ.pop(VARIABLE, ""):
         os.set_inheritable(int(number), False)
-        _mine.append(int(number))
+        _pipes.append(int(number))
 
 
 def send_refusal(error: AsyncrlError) -> None:
@@ -31,10 +29,12 @@ def send_refusal(error: AsyncrlError) -> None:
 
     An error with the exit code of a signal (RankLost: 137) is the crash of another process. It is
     not sent: a restart may succeed."""
-    if not _mine or error.exit_code >= 128:
+    if not _pipes or error.exit_code >= 128:
         return
     try:
-        os.write(_mine.pop(), json.dumps([error.exit_code, str(error)[: MOST_BYTES // 8]]).encode())
+        os.write(
+            _pipes.pop(), json.dumps([error.exit_code, str(error)[: MOST_BYTES // 8]]).encode()
+        )
     except OSError:
         pass  # the supervisor is gone
 

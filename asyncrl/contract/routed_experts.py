@@ -1,10 +1,10 @@
 """The experts that each token of a sequence was routed to when it was sampled.
 
-A mixture of experts sends each token to the k experts whose router probabilities are largest. Where
+A mixture of experts sends each token to the k experts whose router probabilities are largest. If
 two of them are close, an engine and a learner that round differently choose different experts, and
 the token's log-probability changes by far more than rounding. The engine therefore records the
-experts that it used, and the learner uses the same ones (rollout routing replay, Ma et al. 2025,
-arXiv 2510.11370). The ids travel with the tokens.
+experts that it used, and the learner uses the same experts (rollout routing replay, Ma et al. 2025,
+arXiv 2510.11370). The ids are sent with the tokens.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import numpy as np
 from asyncrl.contract.messages import RoutingShape
 
 HEAD = struct.Struct("<HHB")  # experts, layers, experts of a token
-NARROW = 256  # numbers that fit one byte
+NARROW = 256  # experts from which on an id takes two bytes
 
 
 @dataclass(frozen=True, eq=False)
 class RoutedExperts:
     """The experts of the N tokens that a model read: all of a sequence but the last.
 
-    ids: uint16 [N, layers, k], in the order of the router. `experts` in place of all k ids of a
-        token in a layer: not recorded, the learner's own routing applies.
+    ids: uint16 [N, layers, k], in the order of the router. If all k ids of a token in a layer are
+        `experts`, they were not recorded, and the learner's own routing applies.
     experts: number of experts in a layer.
 
     >>> routed = RoutedExperts(np.array([[[3, 0]], [[8, 8]]], np.uint16), 8)
@@ -40,30 +40,31 @@ class RoutedExperts:
     experts: int
 
     @classmethod
-    def unrecorded(cls, length: int, shape: RoutingShape) -> RoutedExperts:
-        """The ids of `length` tokens of which none is recorded."""
+    def make_unrecorded(cls, length: int, shape: RoutingShape) -> RoutedExperts:
+        """Make the ids of `length` tokens without recorded experts."""
         size = (length, shape.layers, shape.chosen)
         return cls(np.full(size, shape.experts, np.uint16), shape.experts)
 
     @classmethod
     def join(cls, parts: Sequence[RoutedExperts]) -> RoutedExperts:
-        """The ids of several stretches of tokens, one after another; at least one."""
+        """Join the ids of successive stretches of tokens; at least one."""
         return cls(np.concatenate([part.ids for part in parts]), parts[0].experts)
 
     @property
     def shape(self) -> RoutingShape:
+        """The routers of the model."""
         return RoutingShape(self.ids.shape[1], self.experts, self.ids.shape[2])
 
-    def part(self, first: int, end: int) -> RoutedExperts:
-        """The ids of the tokens [first, end)."""
+    def take_part(self, first: int, end: int) -> RoutedExperts:
+        """Return the ids of the tokens [first, end)."""
         return RoutedExperts(self.ids[first:end], self.experts)
 
     # ---- the wire --------------------------------------------------------------------------------
 
     def encode(self) -> bytes:
-        """The wire form: the shape, then the ids, one byte each with up to 255 experts, else 2."""
+        """Return the wire form: the shape, then the ids of one byte (below NARROW) or two."""
         layers, experts, chosen = self.shape
-        return HEAD.pack(experts, layers, chosen) + self.ids.astype(_kind(experts)).tobytes()
+        return HEAD.pack(experts, layers, chosen) + self.ids.astype(_choose_type(experts)).tobytes()
 
     @classmethod
     def decode(cls, data: bytes, length: int) -> RoutedExperts:
@@ -73,21 +74,21 @@ class RoutedExperts:
         experts, layers, chosen = HEAD.unpack_from(data)
         if not (layers and 0 < chosen <= experts):
             raise ValueError(f"{layers} layers with {chosen} of {experts} experts")
-        kind = _kind(experts)
-        if len(data) != HEAD.size + length * layers * chosen * kind.itemsize:
+        id_type = _choose_type(experts)
+        if len(data) != HEAD.size + length * layers * chosen * id_type.itemsize:
             raise ValueError(
                 f"{len(data)} bytes for {length} tokens and {layers} layers with {chosen} experts"
             )
-        ids = np.frombuffer(data, kind, offset=HEAD.size).reshape(length, layers, chosen)
+        ids = np.frombuffer(data, id_type, offset=HEAD.size).reshape(length, layers, chosen)
         ordered = np.sort(ids, -1)
-        recorded = ordered[..., 0] < experts
-        if (ordered[..., -1] > experts).any() or (
-            (ordered[..., -1] >= experts) | (np.diff(ordered, axis=-1) == 0).any(-1)
-        )[recorded].any():
+        is_recorded = ordered[..., 0] < experts
+        has_duplicate = (np.diff(ordered, axis=-1) == 0).any(-1)
+        is_invalid = (ordered[..., -1] >= experts) | has_duplicate
+        if (ordered[..., -1] > experts).any() or is_invalid[is_recorded].any():
             raise ValueError(f"ids that are not {chosen} different ones below {experts}")
         return cls(ids.astype(np.uint16), experts)
 
 
-def _kind(experts: int) -> np.dtype[np.unsignedinteger]:
-    """The type of the ids on the wire; `experts` itself is one of them."""
+def _choose_type(experts: int) -> np.dtype[np.unsignedinteger]:
+    """Choose the type of the ids on the wire; the number `experts` must fit, too."""
     return np.dtype("<u1" if experts < NARROW else "<u2")

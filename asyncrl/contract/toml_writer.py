@@ -30,11 +30,13 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     >>> flatten({"a": {"b": 1}, "c": [2]})
     {'a.b': 1, 'c': [2]}
     """
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in table.items():
-        nested = isinstance(value, dict)
-        found |= flatten(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
-    return found
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
 def _write_lines(table: Mapping[str, Any], path: Sequence[str] = ()) -> list[str]:

@@ -48,7 +48,7 @@ class PolicyTree:
 
     One step back on the dead branch, one step forward on the new one:
 
-    >>> tree.lag(Label(1, 2), Label(2, 2), 2)
+    >>> tree.compute_lag(Label(1, 2), Label(2, 2), 2)
     2
     """
 
@@ -62,14 +62,14 @@ class PolicyTree:
         self._child = array("q")
         self._sister = array("q")
         self._root: dict[tuple[int, str], int] = {}  # by number and digest
-        # cache for one `train`: token -> `lag` minus the number; used for every sample
-        self._known: dict[Label, int] = {}
-        self._known_for: Label | None = None
+        # cache for one `train`: token -> `compute_lag` minus the number; used for every sample
+        self._cached_lags: dict[Label, int] = {}
+        self._cached_for: Label | None = None
 
     def snapshot(self) -> PolicyTreeState:
-        labels = list(self._items())
-        parents = list(self._parent)
-        return PolicyTreeState(labels, parents, self._depth, self._digest)
+        """Return the state for a snapshot of the store."""
+        labels = list(self._iterate_labels())
+        return PolicyTreeState(labels, list(self._parent), self._depth, self._digest)
 
     def restore(self, state: PolicyTreeState) -> None:
         """Take over the state of a snapshot."""
@@ -77,23 +77,26 @@ class PolicyTree:
         self._parent = array("q", state.parents)
         self._depth = list(state.depths)
         self._digest = list(state.digests)
-        self.index()
+        self.build_index()
 
     def _load_labels(self, labels: Collection[tuple[Label, int]]) -> None:
         self._node = {}
         for label, policy in labels:
-            self._name(label, policy)
+            self._assign(label, policy)
 
-    def _name(self, label: Label, policy: int) -> None:
+    def _assign(self, label: Label, policy: int) -> None:
+        """Let `label` name this policy."""
         epoch, number = label
         self._node.setdefault(epoch, {})[number] = policy
 
-    def _items(self) -> Iterator[tuple[Label, int]]:
+    def _iterate_labels(self) -> Iterator[tuple[Label, int]]:
+        """Yield each label with its policy."""
         for epoch, numbers in self._node.items():
             for number, policy in numbers.items():
                 yield Label(epoch, number), policy
 
-    def _policy(self, label: Label) -> int:
+    def _find_policy(self, label: Label) -> int:
+        """Find the policy of a label. Raises KeyError for an unknown label."""
         epoch, number = label
         return self._node[epoch][number]
 
@@ -102,13 +105,13 @@ class PolicyTree:
         numbers = self._node.get(epoch)
         return numbers is not None and number in numbers
 
-    def digest(self, label: Label) -> str:
-        """The digest registered under `label`. Raises KeyError for an unknown label."""
-        return self._digest[self._policy(label)]
+    def get_digest(self, label: Label) -> str:
+        """Return the digest registered under `label`. Raises KeyError for an unknown label."""
+        return self._digest[self._find_policy(label)]
 
-    def labels(self) -> list[Label]:
-        """All registered labels, sorted."""
-        return sorted(label for label, _ in self._items())
+    def list_labels(self) -> list[Label]:
+        """List all registered labels, sorted."""
+        return sorted(label for label, _ in self._iterate_labels())
 
     def __len__(self) -> int:
         return sum(map(len, self._node.values()))
@@ -121,69 +124,71 @@ class PolicyTree:
         >>> tree = PolicyTree()
         >>> for n in range(9): tree.register(Label(1, n), Label(1, n - 1) if n else None, f"d{n}")
         >>> tree.prune(6, [Label(1, 2)])
-        >>> tree.labels()[0], len(tree), tree.lag(Label(1, 2), Label(1, 8), 8), len(tree._parent)
-        (Label(epoch=1, number=2), 4, 6, 4)
+        >>> tree.list_labels()[0], len(tree), len(tree._parent)
+        (Label(epoch=1, number=2), 4, 4)
+        >>> tree.compute_lag(Label(1, 2), Label(1, 8), 8)
+        6
         """
-        names = [
+        remaining = [
             (label, policy)
-            for label, policy in self._items()
+            for label, policy in self._iterate_labels()
             if label.number >= below or label in keep
         ]
-        wanted = {policy for _, policy in names}
+        named = {policy for _, policy in remaining}
         size = len(self._parent)
-        # number of children of a policy with wanted policies at or below them: with two it is a
+        # number of children of a policy with named policies at or below them: with two it is a
         # branching point, whose depth is needed
         needed_children = [0] * size
-        for number in reversed(range(size)):
-            if (number in wanted or needed_children[number]) and self._parent[number] >= 0:
-                needed_children[self._parent[number]] += 1
+        for policy in reversed(range(size)):
+            if (policy in named or needed_children[policy]) and self._parent[policy] >= 0:
+                needed_children[self._parent[policy]] += 1
         # new index of the policy or of its nearest ancestor that stays; the last entry: for roots
         new_index = [-1] * (size + 1)
-        parent = array("q")
-        depth: list[int] = []
-        digest: list[str] = []
-        for number in range(size):
-            above = new_index[self._parent[number]]
-            if number in wanted or needed_children[number] >= 2:
-                new_index[number] = len(parent)
-                parent.append(above)
-                depth.append(self._depth[number])
-                digest.append(self._digest[number])
+        parents = array("q")
+        depths: list[int] = []
+        digests: list[str] = []
+        for policy in range(size):
+            new_parent = new_index[self._parent[policy]]
+            if policy in named or needed_children[policy] >= 2:
+                new_index[policy] = len(parents)
+                parents.append(new_parent)
+                depths.append(self._depth[policy])
+                digests.append(self._digest[policy])
             else:
-                new_index[number] = above
-        self._load_labels([(label, new_index[policy]) for label, policy in names])
-        self._parent = parent
-        self._depth = depth
-        self._digest = digest
-        self.index()
+                new_index[policy] = new_parent
+        self._load_labels([(label, new_index[policy]) for label, policy in remaining])
+        self._parent = parents
+        self._depth = depths
+        self._digest = digests
+        self.build_index()
 
-    def index(self) -> None:
+    def build_index(self) -> None:
         """Build the index of policies by parent and digest.
 
         Roots are also indexed by number, because several roots may have equal weights."""
-        self._known = {}
+        self._cached_lags = {}
         self._child = array("q")
         self._sister = array("q")
         self._root = {}
         for policy, parent in enumerate(self._parent):
-            beyond = self._depth[policy] - self._depth[parent]
-            self._append_policy(policy, parent, direct=beyond == 1)
+            is_direct = self._depth[policy] - self._depth[parent] == 1
+            self._append_policy(policy, parent, is_direct=is_direct)
 
-    def _append_policy(self, policy: int, parent: int, *, direct: bool = True) -> None:
+    def _append_policy(self, policy: int, parent: int, *, is_direct: bool = True) -> None:
         """Index the newest policy for `_find_child`.
 
-        direct: no policies between it and its parent were pruned."""
+        is_direct: no policies between it and its parent were pruned."""
         sister = -1
         if parent < 0:
             self._root[self._depth[policy], self._digest[policy]] = policy
-        elif direct:
+        elif is_direct:
             sister = self._child[parent]
             self._child[parent] = policy
         self._child.append(-1)
         self._sister.append(sister)
 
     def _find_child(self, parent: int, number: int, digest: str) -> int:
-        """The child of `parent` with these weights, or -1."""
+        """Find the child of `parent` with these weights, or -1."""
         if parent < 0:
             return self._root.get((number, digest), -1)
         policy = self._child[parent]
@@ -198,47 +203,47 @@ class PolicyTree:
         Raises ProtocolError if the label exists with another digest."""
         label = Label(*label)
         if label in self:
-            if self.digest(label) != digest:
+            if self.get_digest(label) != digest:
                 raise ProtocolError(
-                    f"two different weights carry the version {label}: {self.digest(label)} and "
+                    f"two different weights have the version {label}: {self.get_digest(label)} and "
                     f"{digest}"
                 )
             return
-        above = self._policy(parent) if parent is not None and parent in self else -1
-        policy = self._find_child(above, label.number, digest)
+        parent_policy = self._find_policy(parent) if parent is not None and parent in self else -1
+        policy = self._find_child(parent_policy, label.number, digest)
         if policy < 0:
             policy = len(self._parent)
-            self._parent.append(above)
+            self._parent.append(parent_policy)
             self._depth.append(label.number)
             self._digest.append(digest)
-            self._append_policy(policy, above)
-        self._name(label, policy)
+            self._append_policy(policy, parent_policy)
+        self._assign(label, policy)
 
-    def add_alias(self, label: Label, known: Label) -> None:
-        """Let `label` name the policy of `known`: a resumed learner's name for earlier weights."""
-        self._name(label, self._policy(known))
-        self._known = {}
+    def add_alias(self, label: Label, original: Label) -> None:
+        """Let `label` name the policy of `original`: a resumed learner's name for its weights."""
+        self._assign(label, self._find_policy(original))
+        self._cached_lags = {}
 
-    def lag(self, token: Label, train: Label, number: int) -> int:
-        """Updates between the policy `token` and the policy from which batch `number` starts.
+    def compute_lag(self, token: Label, train: Label, number: int) -> int:
+        """Count the updates between the policy `token` and the start of batch `number`.
 
-        That policy is a descendant of `train`.  The lag is `(n_token - c) + (number - c)` with c
-        the depth of the last common ancestor. Updates that are not made yet count as different, so
-        that a lag computed early can only shrink.  It is never negative.  Raises KeyError for an
-        unknown label."""
-        if train != self._known_for or len(self._known) > KNOWN:
-            self._known = {}
-            self._known_for = train
-        beyond = self._known.get(token)
+        The batch starts from a descendant of `train`.  The lag is `(n_token - c) + (number - c)`
+        with c the depth of the last common ancestor. Updates that are not made yet count as
+        different, so that a lag computed early can only shrink.  It is never negative.  Raises
+        KeyError for an unknown label."""
+        if train != self._cached_for or len(self._cached_lags) > KNOWN:
+            self._cached_lags = {}
+            self._cached_for = train
+        beyond = self._cached_lags.get(token)
         if beyond is None:
-            beyond = self._known[token] = self._lag_beyond_number(token, train)
+            beyond = self._cached_lags[token] = self._compute_lag_beyond_number(token, train)
         return beyond + number
 
-    def _lag_beyond_number(self, token: Label, train: Label) -> int:
-        """`lag` minus the number."""
-        token_policy = self._policy(token)
+    def _compute_lag_beyond_number(self, token: Label, train: Label) -> int:
+        """Compute the lag minus the number."""
+        token_policy = self._find_policy(token)
         ancestor = token_policy
-        train_ancestor = self._policy(train)
+        train_ancestor = self._find_policy(train)
         while ancestor != train_ancestor:
             # without a stored common root the distance follows from the depths alone
             if ancestor < 0 or train_ancestor < 0:

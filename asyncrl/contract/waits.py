@@ -23,16 +23,16 @@ HOLDS_S = 5.0  # a session blocks a batch only if it is open, or waits for the e
 
 
 class ProcessWait(NamedTuple):
-    """One process waits for another.
+    """The wait of one process for another.
 
     Made by the waiting process, or by the buffer for a learner's batch; read by the logs, the
     watchdog, the live view and `asyncrl doctor`.  It is sent as its age, because clocks of two
     hosts are not comparable."""
 
-    who: str
-    what: str
+    who: str  # the waiting process
+    what: str  # the thing that it waits for
     on: str  # the process that must act
-    seconds: float
+    seconds: float  # age of the wait
 
     @property
     def is_internal(self) -> bool:
@@ -58,11 +58,11 @@ class OpenSession(msgspec.Struct, frozen=True, array_like=True):
     what: str  # the same in words
     seconds: float  # duration of this wait
     open_s: float
-    limit: str = ""  # the config key whose deadline ends this wait; "": none
+    limit: str = ""  # the config key whose deadline ends this wait; "": no deadline
     ends_s: float = 0.0  # seconds until that deadline
 
     @property
-    def bounded(self) -> bool:
+    def is_bounded(self) -> bool:
         """Whether its own deadline ends the wait, so that no other process has to act."""
         return self.kind != "engine" and bool(self.limit) and self.ends_s > 0
 
@@ -79,34 +79,35 @@ class BlockingSession(msgspec.Struct, frozen=True):
     def describe(self) -> str:
         """Describe the wait in one line.
 
-        >>> one = OpenSession(17, 3, "17.3.41", "prompt 5 'ab='", 6, "environment",
+        >>> session = OpenSession(17, 3, "17.3.41", "prompt 5 'ab='", 6, "environment",
         ...     "the step of its environment", 209.0, 212.0, "agent.step_s", 88.0)
-        >>> held = BlockingSession(one, "gateway-0", 150.0, 35.0, 7)
-        >>> print(held.describe().replace("; ", ";\\n  ").replace(": ", ":\\n  "))
+        >>> blocking = BlockingSession(session, "gateway-0", 150.0, 35.0, 7)
+        >>> print(blocking.describe().replace("; ", ";\\n  ").replace(": ", ":\\n  "))
         the learner is held up by session 17.3.41 (prompt 5 'ab=', turn 6):
           it has waited 209 s for the step of its environment;
           agent.step_s ends that in 88 s;
           staleness.max_lag >= 7 would not wait (open for 212 s, a step takes 35 s)
         """
-        one = self.session
+        session = self.session
         blocker = (
-            f"session {one.name} ({one.task}, turn {one.turn})"
-            if one.name
-            else f"sample {one.sample} of ticket {one.ticket} ({one.task})"
+            f"session {session.name} ({session.task}, turn {session.turn})"
+            if session.name
+            else f"sample {session.sample} of ticket {session.ticket} ({session.task})"
         )
         parts = [
-            f"the learner is held up by {blocker}: it has waited {one.seconds:.0f} s for {one.what}"
+            f"the learner is held up by {blocker}: it has waited {session.seconds:.0f} s for "
+            f"{session.what}"
         ]
-        if one.limit:
-            parts.append(f"{one.limit} ends that in {one.ends_s:.0f} s")
+        if session.limit:
+            parts.append(f"{session.limit} ends that in {session.ends_s:.0f} s")
         if self.max_lag:
-            usual = (
-                f"open for {one.open_s:.0f} s"
-                if one.open_s >= self.usual_s
+            duration = (
+                f"open for {session.open_s:.0f} s"
+                if session.open_s >= self.usual_s
                 else f"95 % of sessions end within {self.usual_s:.0f} s"
             )
             parts.append(
-                f"staleness.max_lag >= {self.max_lag} would not wait ({usual}, a step takes "
+                f"staleness.max_lag >= {self.max_lag} would not wait ({duration}, a step takes "
                 f"{self.step_s:.2g} s)"
             )
         return "; ".join(parts)
@@ -129,32 +130,32 @@ def find_blocking_session(
     ticket: the ticket that the batch waits for; -1: any.
     usual_s, step_s: see `BlockingSession`. max_lag: the current limit."""
     blocking = [
-        (one.ticket, name, one)
+        (session.ticket, name, session)
         for name, open_sessions in sessions.items()
-        for one in open_sessions
-        if ticket in (-1, one.ticket)
-        and (one.seconds if one.kind == "engine" else one.open_s) >= HOLDS_S
+        for session in open_sessions
+        if ticket in (-1, session.ticket)
+        and (session.seconds if session.kind == "engine" else session.open_s) >= HOLDS_S
     ]
     if not blocking:
         return None
-    _, name, one = min(blocking, key=lambda x: x[:2])
-    needed = math.ceil(max(one.open_s, usual_s) / step_s) if step_s > 0 else 0
-    if one.kind == "engine" or needed <= max_lag:
-        needed = 0
-    return BlockingSession(one, name, usual_s, step_s, needed)
+    _, name, oldest = min(blocking, key=lambda entry: entry[:2])
+    needed_lag = math.ceil(max(oldest.open_s, usual_s) / step_s) if step_s > 0 else 0
+    if oldest.kind == "engine" or needed_lag <= max_lag:
+        needed_lag = 0
+    return BlockingSession(oldest, name, usual_s, step_s, needed_lag)
 
 
 @dataclass
 class ProgressWatchdog:
-    """Detect a run without progress: call `observe` at every status, then `overdue`.
+    """Detect a run without progress: call `observe` at every status, then `explain_overdue`.
 
     >>> w = ProgressWatchdog(multiple=10, floor_s=1, startup_s=60)
-    >>> w.observe(0, 0, 0.0); w.overdue(59.0)
+    >>> w.observe(0, 0, 0.0); w.explain_overdue(59.0)
     ''
     >>> for n in range(1, 5): w.observe(n, n, 60.0 + 0.5 * n)
-    >>> w.overdue(66.0)
+    >>> w.explain_overdue(66.0)
     ''
-    >>> print(w.overdue(68.0).replace(": ", ":\\n  "))
+    >>> print(w.explain_overdue(68.0).replace(": ", ":\\n  "))
     no commit and no evaluation answer for 6.0 s (deadline 5.0 s:
       10 medians of 0.50 s, at least 1 s)
     """
@@ -195,13 +196,12 @@ class ProgressWatchdog:
 
     @property
     def deadline(self) -> float:
-        return (
-            max(self.floor_s, self.multiple * statistics.median(self.steps))
-            if self.steps
-            else self.startup_s
-        )
+        """Seconds without progress after which the run is overdue."""
+        if not self.steps:
+            return self.startup_s
+        return max(self.floor_s, self.multiple * statistics.median(self.steps))
 
-    def overdue(self, now: float) -> str:
+    def explain_overdue(self, now: float) -> str:
         """Explain that the run is overdue, with the arithmetic of the deadline; "" if it is not."""
         if (silent := now - self.since) <= self.deadline:
             return ""
@@ -219,27 +219,29 @@ class ProgressWatchdog:
 
 @dataclass
 class WaitLog:
-    """Lines for a process's log: a wait of `first_s` seconds, then again whenever its age doubles.
+    """Lines about waits for a log: after `first_s` seconds, then whenever the age doubles.
 
     The processes use 10 s, or half of watchdog.floor_s if that is less, so that the line appears
     before the deadline.
 
     >>> log = WaitLog(first_s=10)
-    >>> log.lines([ProcessWait("learner", "batch 3", "buffer", 9.0)])
+    >>> log.make_lines([ProcessWait("learner", "batch 3", "buffer", 9.0)])
     []
-    >>> log.lines([ProcessWait("learner", "batch 3", "buffer", 11.0)])
+    >>> log.make_lines([ProcessWait("learner", "batch 3", "buffer", 11.0)])
     ['learner has waited for buffer for 11 s: batch 3']
-    >>> log.lines([ProcessWait("learner", "batch 3", "buffer", 19.0)])
+    >>> log.make_lines([ProcessWait("learner", "batch 3", "buffer", 19.0)])
     []
-    >>> log.lines([ProcessWait("learner", "batch 3", "buffer", 23.0)])
+    >>> log.make_lines([ProcessWait("learner", "batch 3", "buffer", 23.0)])
     ['learner has waited for buffer for 23 s: batch 3']
     """
 
     first_s: float = 10.0
     next_age: dict[tuple[str, str], float] = field(default_factory=dict)
 
-    def lines(self, waits: Sequence[ProcessWait]) -> list[str]:
-        """Return the lines that are due; `waits` are all current waits, others have ended."""
+    def make_lines(self, waits: Sequence[ProcessWait]) -> list[str]:
+        """Make the lines that are due.
+
+        waits: all current waits; every other wait has ended."""
         keys = {(wait.who, wait.what) for wait in waits}
         self.next_age = {key: age for key, age in self.next_age.items() if key in keys}
         due = [
@@ -257,35 +259,39 @@ class WaitLog:
         ]
 
 
-def blocking_process(
+def find_blocking_process(
     names: Sequence[str],
     waits: Sequence[ProcessWait],
     peers: Mapping[str, float],
     buffer_silent: float,
     patience: float,
 ) -> str:
-    """The process that holds the run up, or "".
+    """Find the process that holds the run up, or "".
 
     A silent buffer comes first, then the peer that was silent longest, then a process that does not
     wait for another one.
 
+    peers: name -> seconds since its last message.
+    buffer_silent: seconds since the buffer's last message.
+    patience: seconds of silence that are normal.
+
     >>> both = ["learner", "generator-0"]
     >>> waits = [ProcessWait("learner", "batch 3", "buffer", 9.0)]
-    >>> blocking_process(both, waits, {"learner": 0.1, "generator-0": 9.0}, 0.1, 5.0)
+    >>> find_blocking_process(both, waits, {"learner": 0.1, "generator-0": 9.0}, 0.1, 5.0)
     'generator-0'
-    >>> heard = {"learner": 0.4, "generator-0": 0.1}
+    >>> active = {"learner": 0.4, "generator-0": 0.1}
     >>> waiting = ProcessWait("generator-0", "a ticket", "buffer", 9.0)
-    >>> blocking_process(both, [waiting], heard, 0.1, 5.0)
+    >>> find_blocking_process(both, [waiting], active, 0.1, 5.0)
     'learner'
     >>> waits += [ProcessWait("generator-0", "the rewards", "generator-0-rewards", 9.0)]
-    >>> blocking_process(both, waits, heard, 0.1, 5.0)
+    >>> find_blocking_process(both, waits, active, 0.1, 5.0)
     'generator-0'
     """
     if buffer_silent > patience:
         return "buffer"
     silent = {name: peers.get(name, float("inf")) for name in names}
     if silent and max(silent.values()) > patience:
-        return max(silent, key=lambda n: silent[n])
+        return max(silent, key=lambda name: silent[name])
     # a process that waits for a part of itself, such as its rewards, does not wait for another one
     waiting = {wait.who for wait in waits if not wait.is_internal}
-    return next((n for n in names if n not in waiting), "")
+    return next((name for name in names if name not in waiting), "")

@@ -97,12 +97,12 @@ def evaluate(
     try:
         evaluator.load(load_policy(config.model.path, config.model.dtype, config.model.device), 0)
         results: dict[str, Any] = {}
-        for name, planned in evaluator.plan.due(0, 0):
+        for name, planned in evaluator.plan.list_due(0, 0):
             count = planned if prompts is None else min(planned, prompts)
             if (names and name not in names) or not count:
                 continue
             start = time.monotonic()
-            values = evaluator.measure(evaluator.plan.plan_of(name), count)
+            values = evaluator.measure(evaluator.plan.find_set(name), count)
             if not values[f"eval/{name}_n"]:
                 raise ConfigError(f"{name}: no completion has a reward: {evaluator.failures[0]}")
             results[name] = _strip_set(name, values) | {

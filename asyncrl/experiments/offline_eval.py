@@ -17,7 +17,7 @@ from asyncrl.contract.versions import Label
 from asyncrl.models.policy import PolicyModel, compute_weights_digest, list_named_weights
 from asyncrl.records.pass_at_k import compute_set_metrics
 from buffer.evaluation import EvaluationSet
-from buffer.service import evaluations
+from buffer.service import make_evaluations
 
 Report = Callable[[str, int, int], None]  # name of a set, scored completions, all completions
 
@@ -38,7 +38,7 @@ class OfflineEvaluator:
         self.engine = engine or make_engine(config)
         self.report = report or (lambda name, done, total: None)
         self.turn = GeneratorTurn(config, self.engine, lockstep=False)
-        self.plan = evaluations(config, self.turn.task).plan
+        self.plan = make_evaluations(config, self.turn.task).plan
         self.loaded = Label(1, 0)
         self.attempt = 0  # of all tickets of a set, so that each is accepted once
         self.failures: list[str] = []
@@ -55,13 +55,13 @@ class OfflineEvaluator:
 
         last: the final evaluation, which has more prompts.
         """
-        due_sets = self.plan.due(number, number if last else -1)
+        due_sets = self.plan.list_due(number, number if last else -1)
         if not due_sets:
             return {}
         self.load(model, number)
         values: dict[str, float] = {}
         for name, prompts in due_sets:
-            values |= self.measure(self.plan.plan_of(name), prompts)
+            values |= self.measure(self.plan.find_set(name), prompts)
         return values
 
     def make_tickets(self, plan: EvaluationSet, prompts: int) -> list[Ticket]:
@@ -76,12 +76,12 @@ class OfflineEvaluator:
             self.attempt += 1
             tickets += [
                 Ticket(
-                    ticket=plan.ticket(index),
+                    ticket=plan.compute_ticket(index),
                     attempt=self.attempt,
                     kind="eval",
                     prompt=self.turn.task.prompt(plan.name, index, config.seed),
                     samples=samples,
-                    sampling=plan.sampling(samples[0], config.generator.max_new_tokens),
+                    sampling=plan.make_sampling(samples[0], config.generator.max_new_tokens),
                     min_version=self.loaded,
                     exact_version=self.loaded,
                     seed=config.seed,
@@ -114,7 +114,7 @@ class OfflineEvaluator:
             if sample == plan.samples:
                 greedy.append(reward)
                 return
-            rewards.setdefault(ticket - plan.ticket(0), []).append(reward)
+            rewards.setdefault(ticket - plan.compute_ticket(0), []).append(reward)
             lengths.append(len(response.completion.tokens))
 
         while self.engine.active or self.turn.unscored:

@@ -156,7 +156,7 @@ class ModelPlayer:
             max_new_tokens=call.max_new_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
-            top_k=sampling.top_k_of(0),
+            top_k=sampling.get_top_k(0),
             stop=self.stops,
             seed=self.ticket.seed,
             beside=call.stream_key,

@@ -31,7 +31,7 @@ def complete(
     steps."""
     if rundir.is_finished(run_dir, steps) and (run_dir / "summary.json").exists():
         return
-    command = importing.command("asyncrl.cli", "run")
+    command = importing.make_command("asyncrl.cli", "run")
     items = [*sets, f"runs={str(run_dir.parent)!r}", f"name={run_dir.name!r}"]
     fresh = [*command, source, *[word for item in items for word in ("--set", item)], "--json"]
     resumable = any(run_dir.glob("checkpoints/epoch_*/number_*/manifest"))

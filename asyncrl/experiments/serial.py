@@ -49,10 +49,10 @@ from asyncrl.contract.versions import Label
 from asyncrl.experiments.one_process import needs_own_process
 from asyncrl.experiments.serial_record import RunRecord, SerialRecord
 from asyncrl.models.policy import compute_weights_digest, list_named_weights
-from buffer.groups import settings
-from buffer.mixing.mixer import mixer_of
-from buffer.numbers import limit_metrics, window_metrics
-from buffer.service import evaluations
+from buffer.groups import make_store_settings
+from buffer.mixing.mixer import make_mixer
+from buffer.numbers import compute_limit_metrics, compute_window_metrics
+from buffer.service import make_evaluations
 from buffer.store import Store
 from learner.step import LearnerCore
 
@@ -93,15 +93,15 @@ class SerialRun:
         self.core = LearnerCore(config, config.model.path)
         self.turn = GeneratorTurn(config, get_engine(config), lockstep=config.staleness.limit == 0)
         task = self.turn.task
-        store_settings = settings(config)
+        store_settings = make_store_settings(config)
         if config.staleness.wait == "auto":
             store_settings.wait = 0.0  # a comparison needs a known lag
         self.meter = BatchMeter()
         self.store = Store(
             store_settings,
             lambda index: task.prompt("train", index, config.seed),
-            evaluations(config, task),
-            mixer_of(config, task),
+            make_evaluations(config, task),
+            make_mixer(config, task),
         )
         self.ring: dict[Label, PublishedWeights] = {}
         self.loaded: Label | None = None  # the version in the engine
@@ -141,7 +141,7 @@ class SerialRun:
     def register_learner(self) -> None:
         """Register the learner and its initial weights with the store (learner/loop.py)."""
         label, digest = self.publish()
-        self.store.hello(
+        self.store.follow_learner(
             LearnerHello(
                 protocol=1,
                 run="",
@@ -162,7 +162,7 @@ class SerialRun:
     def ask(self) -> None:
         """Request tickets for free engine rows (`want`; buffer/service.py grants them)."""
         samples = self.turn.count_samples_to_request()
-        self.turn.schedule.announce(self.store.announcement())
+        self.turn.schedule.announce(self.store.make_announcement())
         if samples > 0:
             tickets = self.store.grant("one", 1, samples, self.clock)
             self.meter.on_grant((t.ticket for t in tickets if t.kind == "train"), self.clock)
@@ -230,7 +230,7 @@ class SerialRun:
         groups, _ = self.store.ask(EPOCH, number)
         if not groups:
             return False
-        batch = self.store.batch(groups, EPOCH, number)
+        batch = self.store.make_batch(groups, EPOCH, number)
         self.numbers.record_lease(batch, self.config.staleness)
         start = time.monotonic()
         metrics = self.core.train(batch)
@@ -258,7 +258,7 @@ class SerialRun:
         number, label, digest, self.ended, metrics = self.update
         self.update = None
         previous_limit = self.store.limit
-        evidence = admission.limit_evidence(metrics, self.config.staleness.ess_floor)
+        evidence = admission.read_evidence(metrics, self.config.staleness.ess_floor)
         tickets = self.store.comps[number - self.store.base]
         timing = self.meter.on_commit(tickets, metrics["time/learner_idle_share"], self.ended)
         self.store.commit(
@@ -266,15 +266,17 @@ class SerialRun:
             label,
             digest,
             self.core.unused,
-            seen=evidence,
+            evidence=evidence,
             timing=timing,
             now=float(self.ended),
         )
-        moves = limit_metrics(self.store, previous_limit) | window_metrics(self.store)
-        moves |= self.store.mixer.metrics(number + 1)
+        moves = compute_limit_metrics(self.store, previous_limit) | compute_window_metrics(
+            self.store
+        )
+        moves |= self.store.mixer.compute_metrics(number + 1)
         self.numbers.curve[-1].update(moves, clock=self.ended)
-        self.store.checkpointed(number + 1)
-        needed = {*self.store.pinned_versions(), label, self.loaded}
+        self.store.retire_batches(number + 1)
+        needed = {*self.store.list_pinned_versions(), label, self.loaded}
         self.ring = {name: weights for name, weights in self.ring.items() if name in needed}
         return True
 
@@ -286,7 +288,7 @@ class SerialRun:
         The events are the update's end, a delayed sample that is due and the window's opening.
         """
         due_times = [float(self.update.ends)] if self.update is not None else []
-        opens = self.store.opens_at(self.clock)
+        opens = self.store.next_opening(self.clock)
         due_times += [opens] if opens < math.inf else []
         # `deliver` looks one slice ahead
         due_times += (
@@ -295,7 +297,7 @@ class SerialRun:
         return math.ceil(min(due_times, default=0))
 
     def has_pending_evaluations(self) -> bool:
-        return bool(self.store.evaluations.pending)
+        return bool(self.store.evaluations.is_pending)
 
     def is_abandoned(self) -> bool:
         """Check after an evaluation whether `watch` stops the run."""

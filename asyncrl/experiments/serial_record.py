@@ -17,7 +17,7 @@ from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import EVAL_BASE, Batch, Trajectory
 from buffer import training_log
 from buffer.evaluation import SET_TICKETS
-from buffer.numbers import task_metrics
+from buffer.numbers import compute_task_metrics
 from buffer.store import Store
 
 KEPT = (
@@ -115,7 +115,7 @@ class SerialRecord:
 
         Raises AsyncrlError if the store's lags differ from those of the samples' versions.
         """
-        tickets = training_log.runs(sample.ticket for sample in batch.samples)
+        tickets = training_log.find_runs(sample.ticket for sample in batch.samples)
         self.batches.append({"ids": training_log.digest(batch.samples), "tickets": tickets})
         counted: dict[int, int] = {}
         for runs in batch.token_lags:
@@ -145,7 +145,7 @@ class SerialRecord:
         values = {
             name: x for name, x in metrics.items() if name in KEPT or name.startswith("task/")
         }
-        self.curve.append(row | values | task_metrics(batch))
+        self.curve.append(row | values | compute_task_metrics(batch))
 
     def take_evaluations(self, store: Store) -> bool:
         """Record the evaluations that finished since the last call.
@@ -198,7 +198,7 @@ class SerialRecord:
             "accuracy": list(self.list_mean_rewards("heldout")),
             "ood": list(self.list_mean_rewards("ood")),
             "abandoned": self.abandoned,
-            "ledger_lines": store.ledger(),
+            "ledger_lines": store.sum_ledger(),
         }
 
 

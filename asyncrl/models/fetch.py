@@ -171,7 +171,7 @@ def convert_gguf(file: Path, target: Path, dtype: str) -> None:
         install_readers(Path(folder))
         paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
         process = subprocess.run(
-            importing.command("asyncrl.models.fetch", str(file), str(part), dtype),
+            importing.make_command("asyncrl.models.fetch", str(file), str(part), dtype),
             env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"},
             capture_output=True,
             text=True,

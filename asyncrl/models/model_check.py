@@ -221,7 +221,7 @@ def check_complete(raw: dict[str, Any], path: Path, dtype: str, key: str) -> Non
             raise ConfigError(
                 f"{key}: {describe_missing_weights(path, sorted(set(needed) - set(present)))}"
             )
-    argv = importing.command("asyncrl.models.model_check", str(path), dtype, key)
+    argv = importing.make_command("asyncrl.models.model_check", str(path), dtype, key)
     process = subprocess.run(
         argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )

@@ -219,7 +219,7 @@ class SupportTable:
         device: torch.device,
     ) -> None:
         joined = SampledSupport.join(
-            SampledSupport.untruncated(length) if support is None else support
+            SampledSupport.make_untruncated(length) if support is None else support
             for support, length in zip(supports, lengths, strict=True)
         )
         self.offsets = np.concatenate([[0], np.cumsum(joined.sizes)])

@@ -137,7 +137,7 @@ def list_trust_options(config: Config) -> list[str]:
     """Return the options of `asyncrl join` that this run needs on the user's own machines."""
     if config.uses_sessions:  # the gateway computes rewards
         return []
-    judges = file_server.judges(config).values()
+    judges = file_server.list_judges(config).values()
     keys_env = dict.fromkeys(judge.key_env for judge in judges if judge.key_env)
     env_options = [word for key in keys_env for word in ("--env", key)]
     return [*(["--trust-code"] if config.reward.share else []), *env_options]
@@ -189,7 +189,7 @@ def localize_config(
     # at least two, because a single generator leases all tickets
     table["generators"] = max(2, table.get("generators", 1))
     config = load.convert(table, f"the config of the run at {address}")
-    for prefix, judge in {} if config.uses_sessions else file_server.judges(config).items():
+    for prefix, judge in {} if config.uses_sessions else file_server.list_judges(config).items():
         if judge.key_env and judge.key_env not in trust.env:
             key = f"task.{prefix}judge" if prefix else "reward.judge"
             raise ConfigError(
@@ -207,7 +207,7 @@ def fetch_run_files(
 
     Return the folder of each part, and the files.  Raises ConfigError for code that is neither
     trusted nor on this machine."""
-    files = client.listing()
+    files = client.list_files()
     folders = {}
     for part in dict.fromkeys(entry.part for entry in files):
         entries = [entry for entry in files if entry.part == part]
@@ -216,7 +216,7 @@ def fetch_run_files(
     if "model" not in folders:
         raise PeerUnreachable(f"the learner at {client.address} offers no model")
     run_config = load.convert(tomllib.loads(config), f"the config of the run at {client.address}")
-    functions = {} if run_config.uses_sessions else file_server.reward_functions(run_config)
+    functions = {} if run_config.uses_sessions else file_server.list_reward_functions(run_config)
     for part, function in functions.items():
         code = next((entry for entry in files if entry.part == part), None)
         admit_code(part, function, code, fetched=part in folders, say=say)
@@ -237,7 +237,7 @@ def admit_code(
         )
         return
     try:
-        file_server.local_code(function, code, key)
+        file_server.check_local_code(function, code, key)
     except ConfigError as error:
         if code is None or not code.given:
             raise
@@ -268,7 +268,7 @@ def prepare(
     finally:
         client.close()
     config = localize_config(reply, address, curve_dir, folders, files, trust)
-    for judge in [] if config.uses_sessions else file_server.judges(config).values():
+    for judge in [] if config.uses_sessions else file_server.list_judges(config).values():
         say(f"judge.url = {judge.url!a}: this machine sends prompts and answers there")
     runs = private.create_directory(private.create_directory(cache) / "runs")
     run_dir = Path(tempfile.mkdtemp(prefix=f"{reply.run}-{reply.producer}-", dir=runs))

@@ -18,7 +18,7 @@ from asyncrl.contract import importing
 from asyncrl.contract.errors import NothingToDo, ProcessLost
 from asyncrl.contract.messages import RunStatus
 from asyncrl.contract.printable import describe_exit
-from asyncrl.contract.waits import ProgressWatchdog, blocking_process
+from asyncrl.contract.waits import ProgressWatchdog, find_blocking_process
 from asyncrl.records import process_log, rundir
 from asyncrl.supervise import scaling
 from asyncrl.supervise.hosts import ProcessHandle, ProcessLauncher, ProcessSpec
@@ -108,7 +108,7 @@ class Supervisor:
         """Return the command line of a process of the run."""
         arguments = [str(self.run_dir / "config.toml"), "--run-dir", str(self.run_dir)]
         index = [] if number is None else ["--index", str(number)]
-        return [*importing.command("asyncrl.cli"), command, *arguments, *index]
+        return [*importing.make_command("asyncrl.cli"), command, *arguments, *index]
 
     def build_generator(self, number: int) -> SupervisedProcess:
         name = f"generator-{number}"
@@ -266,7 +266,7 @@ class Supervisor:
         if (
             self.interrupts
             or "buffer" not in running
-            or not (overdue := self.watchdog.overdue(now))
+            or not (overdue := self.watchdog.explain_overdue(now))
         ):
             return
         waits = self.status.waits if self.status else []
@@ -275,13 +275,13 @@ class Supervisor:
             or "no process reports a wait"
         )
         if (blocking := self.status.held_up if self.status else None) is not None:
-            if blocking.session.bounded and now - self.status_time < SILENT_S:
+            if blocking.session.is_bounded and now - self.status_time < SILENT_S:
                 # no process is the cause, and the session has its own deadline
                 self.watchdog.reset_deadline(now)
                 return
             detail += f"; {blocking.describe()}"
         patience = min(self.watchdog.deadline / 2, SILENT_S)
-        name = blocking_process(
+        name = find_blocking_process(
             [n for n in running if n != "buffer"],
             waits,
             self.status.peers if self.status else {},

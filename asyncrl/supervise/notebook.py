@@ -251,7 +251,7 @@ def run(
             source = Path(folder) / "notebook.toml"
             source.write_text(_format_toml(config), encoding="utf-8")
         options = [word for item in sets for word in ("--set", item)]
-        argv = importing.command("asyncrl.cli", "run", str(source), "--json", *options)
+        argv = importing.make_command("asyncrl.cli", "run", str(source), "--json", *options)
         follower = RunFollower(on_step, on_evaluation, on_checkpoint)
         with (Path(folder) / "answer").open("w+", encoding="utf-8") as stdout:
             code, message = _run_command(argv, stdout.fileno(), show, follower)

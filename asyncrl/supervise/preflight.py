@@ -321,7 +321,7 @@ def find_chat_call(agent: AgentConfig) -> str:
     words = [agent.function.rpartition(":")[0]] if agent.function else agent.command
     names = [word for word in words if agent.function or word.endswith(".py")]
     location = ""
-    for path in filter(None, map(importing.source_path, names)):
+    for path in filter(None, map(importing.find_source, names)):
         try:
             tree = ast.parse(path.read_bytes())
         except (OSError, SyntaxError, ValueError):

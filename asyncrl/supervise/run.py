@@ -153,7 +153,7 @@ def supervise(
     process_log.append_event(run_dir, "supervisor", os.getpid(), "began")
     supervisor = Supervisor(config, run_dir, say, launcher)
     sweeper = subprocess.Popen(
-        importing.command("asyncrl.supervise.cleanup", str(run_dir)),
+        importing.make_command("asyncrl.supervise.cleanup", str(run_dir)),
         stdin=subprocess.PIPE,
         start_new_session=True,
     )

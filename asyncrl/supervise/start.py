@@ -1,7 +1,7 @@
 """Run a module as main: `python -P -m asyncrl.supervise.start MODULE ARGUMENTS`.
 
 With -P, files in the working directory cannot shadow installed packages; `append_working_directory`
-appends it to sys.path for reward functions.  `importing.command` builds these command lines.
+appends it to sys.path for reward functions.  `importing.make_command` builds these command lines.
 """
 
 from __future__ import annotations

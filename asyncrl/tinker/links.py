@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.contract import importing
-from asyncrl.contract.parent import die_with_parent
+from asyncrl.contract.parent import end_with_parent
 from asyncrl.contract.printable import LONGEST_LINE, describe_exit, escape_line
 from asyncrl.records import process_log
 from asyncrl.tinker.messages import (
@@ -68,7 +68,7 @@ class WorkerLink:
                 return
             own_end, worker_end = socket.socketpair()
             descriptor = str(worker_end.fileno())
-            argv = importing.command(
+            argv = importing.make_command(
                 "asyncrl.tinker.workers.worker", self.role, str(self.config_path), descriptor
             )
             with worker_end, self.log.open("ab") as log:
@@ -77,7 +77,7 @@ class WorkerLink:
                     pass_fds=[worker_end.fileno()],
                     stdin=subprocess.DEVNULL,
                     stderr=log,
-                    preexec_fn=die_with_parent(),
+                    preexec_fn=end_with_parent(),
                 )
             reader, self._writer = await asyncio.open_connection(sock=own_end)
             self.generation += 1

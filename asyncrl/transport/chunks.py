@@ -1,4 +1,4 @@
-"""Weights in chunks for another host, and the files that a generator there needs.
+"""Weights in chunks and files for a generator on another host.
 
 The learner serves its ring over a separate socket.
 """
@@ -37,28 +37,28 @@ from asyncrl.transport.weight_transport import WeightsServer
 
 CHUNK_BYTES = 1 << 20
 AHEAD = 4  # chunks that a client requests ahead of the one it reads
-ASK_BYTES = 4096  # a larger request is invalid
+REQUEST_BYTES = 4096  # a larger request is invalid
 MANIFEST_BYTES = 64 << 20
 FILES = Label(-1, 0)  # requests files instead of weights
 BUFFER = Label(-2, 0)  # requests the buffer's address
-BUFFER_S = 2.0  # how long to wait for that address
+BUFFER_S = 2.0  # deadline for that address
 LISTING_POLL_S = 0.2
-HEARD_FROM = zmq.EVENT_HANDSHAKE_SUCCEEDED  # the peer accepted the connection
+ACCEPTED = zmq.EVENT_HANDSHAKE_SUCCEEDED  # the peer accepted the connection
 ANYWHERE = ("0.0.0.0", "*", "::")  # hosts to listen at, not to connect to
 
-YET_S = 1.0  # how long a request waits for a part that is still on its way
-YET_POLL_MS = 2
+PENDING_S = 1.0  # the longest wait of a request for a part that has not arrived here
+PENDING_POLL_MS = 2
 CLOSING_S = 60.0  # for the serving thread, which may wait long for a core of a busy machine
-MOST_WAITING = 4096  # requests; further ones are not answered
-NOTHING = xxhash.xxh3_64_intdigest(b"")
+MOST_WAITING = 4096  # waiting requests; further requests get no reply
+EMPTY_CHECKSUM = xxhash.xxh3_64_intdigest(b"")
 
 _encoder = msgspec.msgpack.Encoder()
 
 
 class VersionPending(Exception):
-    """A part of a version is still on its way here.
+    """A part of a version has not arrived here yet.
 
-    digest: of the version, or "" when no part of it has arrived.
+    digest: of the version, or "" if no part of it has arrived.
     """
 
     def __init__(self, digest: str) -> None:
@@ -73,10 +73,10 @@ class _WaitingRequest(NamedTuple):
 
 
 class _ChunkRequest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Generator to chunk server.
+    """A generator's request to the chunk server.
 
-    offset < 0 requests the manifest, or the list of files. place: requests a position in the tree
-    of `label`, `fan_out.RelayAssignment`.
+    offset: of the chunk in bytes; below 0: the layout of the weights, or the list of files.
+    place: requests a position in the tree of `label`, a `fan_out.RelayAssignment`.
     """
 
     label: Label
@@ -87,13 +87,15 @@ class _ChunkRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class _ChunkReply(msgspec.Struct, frozen=True):
+    """The chunk server's reply."""
+
     digest: str  # "" when the server does not have these weights or this file
     data: bytes  # empty from a relay that does not have the chunk yet
     checksum: int
     probe: bytes
 
 
-def layout(data: bytes) -> Rows:
+def decode_layout(data: bytes) -> Rows:
     """Decode the rows of a manifest. Raises BadMessage or one of UNDECODABLE."""
     rows = msgspec.msgpack.decode(data, type=Rows)
     message_checks.check_weight_layout(rows)
@@ -103,14 +105,17 @@ def layout(data: bytes) -> Rows:
 class ChunkServer(WeightsServer):
     """Serves the learner's ring in chunks from a thread.
 
-    A slow reader may find its version replaced: it gets an empty answer and starts over with a
-    newer one. The server never blocks the writer: `read` = `WeightRing.read_part` copies chunks
-    under the slot's own sequence lock. For a client that requests without reading, at most 2 *
-    AHEAD chunks wait; further ones are dropped. Invalid requests, and those with a key that is not
-    a generator's, are counted in `refused` and not answered.
+    A slow reader may find its version replaced: it gets an empty reply and starts over with a newer
+    one. The server never blocks the writer: `read` = `WeightRing.read_part` copies chunks under the
+    slot's own sequence lock. For a client that requests without reading, at most 2 * AHEAD chunks
+    wait; further chunks are dropped. Invalid requests, and requests with a key that is not a
+    generator's, are counted in `refused` and get no reply.
 
-    guard: builds the authenticator from the socket. `read` may raise `VersionPending`: the request
-    then waits up to YET_S before the answer is empty.
+    manifest: the layout of the flat bytes.
+    read: (label, digest, offset, size) -> (digest, bytes, probe). If it raises `VersionPending`,
+        the request waits up to PENDING_S before the reply is empty.
+    files: the files for generators on other machines.
+    guard: makes the authenticator from the socket.
     """
 
     def __init__(
@@ -119,8 +124,8 @@ class ChunkServer(WeightsServer):
         manifest: list[Any],
         read: Callable[[Label, str, int, int], tuple[str, bytes, bytes]],
         curve_dir: str = "",
-        library: FileServer | None = None,
-        guard: Callable[[Any, str], keys.KeyAuthenticator | None] = keys.guard,
+        files: FileServer | None = None,
+        guard: Callable[[Any, str], keys.KeyAuthenticator | None] = keys.make_authenticator,
     ) -> None:
         check_address(address, curve_dir, "wires.weights_address")
         self.context = zmq.Context()
@@ -128,7 +133,7 @@ class ChunkServer(WeightsServer):
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.SNDHWM, 2 * AHEAD)
         self.socket.setsockopt(zmq.RCVHWM, 64 * AHEAD)
-        self.socket.setsockopt(zmq.MAXMSGSIZE, ASK_BYTES)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES)
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
         self._guard = guard(self.socket, curve_dir)
@@ -140,14 +145,14 @@ class ChunkServer(WeightsServer):
                 "it?"
             ) from error
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.crowd = ConnectionGuard(self.socket)
+        self.connections = ConnectionGuard(self.socket)
         self.manifest = manifest
         self.read = read
-        self.library = library
+        self.files = files
         self.bytes_sent = 0
         self.answered = self.refused = 0
         self.trees: fan_out.RelayTrees | None = None
-        self.pieces: fan_out.ChunkDigests | None = None
+        self.chunk_digests: fan_out.ChunkDigests | None = None
         self.buffer: Callable[[], str] = lambda: ""  # the buffer's address, if it has moved
         self._waiting: list[_WaitingRequest] = []  # in order of arrival
         self._end = False
@@ -155,30 +160,30 @@ class ChunkServer(WeightsServer):
         self.thread = threading.Thread(target=self._serve, name="chunk-server", daemon=True)
         self.thread.start()
 
-    def plant(self, copies: int, size: int) -> None:
-        """From now on also answer which peer provides a version of `size` bytes.
+    def start_trees(self, copies: int, size: int) -> None:
+        """Start to assign the peer that provides a version of `size` bytes.
 
         At most `copies` copies then leave from here. The first request for a version waits, with
-        all behind it, while the SHA-256 of its chunks is computed, about a second per GB.
+        all requests behind it, while the SHA-256 of its chunks is computed, about a second per GB.
         """
-        self.pieces = fan_out.ChunkDigests(self.read, size, CHUNK_BYTES)
+        self.chunk_digests = fan_out.ChunkDigests(self.read, size, CHUNK_BYTES)
         self.trees = fan_out.RelayTrees(copies)
 
     def _serve(self) -> None:
         while not self._end:
-            if self._relieved():
+            if self._close_excess():
                 continue
-            if self.socket.poll(YET_POLL_MS if self._waiting else 100):
-                peer, *frames = receive_frames(self.socket, ASK_BYTES, 2, keep=True)
+            if self.socket.poll(PENDING_POLL_MS if self._waiting else 100):
+                peer, *frames = receive_frames(self.socket, REQUEST_BYTES, 2, keep=True)
                 if len(self._waiting) < MOST_WAITING:
                     self._waiting.append(
-                        _WaitingRequest(peer.bytes, frames, time.monotonic() + YET_S)
+                        _WaitingRequest(peer.bytes, frames, time.monotonic() + PENDING_S)
                     )
             if self._waiting:
                 self._answer_waiting()
 
     def _answer_waiting(self) -> None:
-        """Answer the waiting requests that can be answered, in order for each peer."""
+        """Reply to the waiting requests that are not pending, in order for each peer."""
         blocked: dict[bytes, None] = {}
         still_waiting: list[_WaitingRequest] = []
         for request in self._waiting:
@@ -186,49 +191,51 @@ class ChunkServer(WeightsServer):
                 still_waiting.append(request)
                 continue
             try:
-                answer = self._answer(request.frames)
-            except VersionPending as wait:
+                reply = self._make_reply(request.frames)
+            except VersionPending as pending:
                 if time.monotonic() < request.until:
                     still_waiting.append(request)
                     blocked[request.peer] = None
                     continue
-                answer = _ChunkReply(wait.digest, b"", NOTHING, b"")
-            self._reply(request.peer, answer)
+                reply = _ChunkReply(pending.digest, b"", EMPTY_CHECKSUM, b"")
+            self._send_reply(request.peer, reply)
         self._waiting = still_waiting
 
-    def _reply(self, peer: bytes, answer: _ChunkReply | None) -> None:
-        if answer is None:
+    def _send_reply(self, peer: bytes, reply: _ChunkReply | None) -> None:
+        if reply is None:
             self.refused += 1
             return
-        self.bytes_sent += len(answer.data)
+        self.bytes_sent += len(reply.data)
         try:
-            self.socket.send_multipart([peer, _encoder.encode(answer)], zmq.NOBLOCK)
+            self.socket.send_multipart([peer, _encoder.encode(reply)], zmq.NOBLOCK)
         except zmq.ZMQError:
             pass  # the peer has disconnected or does not read
         self.answered += 1
 
-    def _relieved(self) -> bool:
-        """Whether all connections were just closed. While the address is lost, try again."""
+    def _close_excess(self) -> bool:
+        """Close excess connections; return whether it did or the address is still unbound."""
         try:
-            return self.crowd.close_excess(self.address)
+            return self.connections.close_excess(self.address)
         except AsyncrlError as error:
             print(escape_line(str(error)), file=sys.stderr, flush=True)
             return True
 
-    def _answer(self, frames: list[zmq.Frame]) -> _ChunkReply | None:
-        """Build the reply to a request, or None to ignore it."""
+    def _make_reply(self, frames: list[zmq.Frame]) -> _ChunkReply | None:
+        """Make the reply to a request, or None to ignore it."""
         if len(frames) != 1:
             return None
-        if self._guard is not None and not keys.GENERATOR.fullmatch(self._guard.name(frames[0])):
+        if self._guard is not None and not keys.GENERATOR.fullmatch(
+            self._guard.get_name(frames[0])
+        ):
             return None
         try:
             request = self._decoder.decode(frames[0].buffer)
             if request.place is not None:
                 return self._assign_source(request, request.place, frames[0])
             if request.label == FILES:
-                return self._file(request)
+                return self._read_file(request)
             if request.label == BUFFER:
-                return _ChunkReply(self.buffer(), b"", NOTHING, b"")
+                return _ChunkReply(self.buffer(), b"", EMPTY_CHECKSUM, b"")
             if request.offset < 0:
                 data = msgspec.msgpack.encode(self.manifest)
                 return _ChunkReply("manifest", data, xxhash.xxh3_64_intdigest(data), b"")
@@ -241,25 +248,28 @@ class ChunkServer(WeightsServer):
     def _assign_source(
         self, request: _ChunkRequest, relay_request: fan_out.RelayRequest, frame: zmq.Frame
     ) -> _ChunkReply | None:
-        """Choose where a generator gets a version from. With CURVE, its key is its name."""
-        if self.trees is None or self.pieces is None:
+        """Choose the source of a version for a generator. With CURVE, its key is its name."""
+        if self.trees is None or self.chunk_digests is None:
             return None
-        name = relay_request.name if self._guard is None else self._guard.name(frame)
+        name = relay_request.name if self._guard is None else self._guard.get_name(frame)
         if not keys.GENERATOR.fullmatch(name) or not 0 <= relay_request.port < 1 << 16:
             return None
-        digest, pieces, probe = self.pieces.digests_of(request.label, request.digest)
+        digest, pieces, probe = self.chunk_digests.compute_digests(request.label, request.digest)
         if not digest:
-            return _ChunkReply("", b"", NOTHING, b"")
+            return _ChunkReply("", b"", EMPTY_CHECKSUM, b"")
         try:
             host = str(frame.get("Peer-Address"))
         except zmq.ZMQError:
             host = ""  # not over tcp
-        asking = fan_out.RelayPeer(name, host, relay_request.port, relay_request.key)
-        source = self.trees.assign_source((request.label, digest), asking, relay_request.failed)
+        peer = fan_out.RelayPeer(name, host, relay_request.port, relay_request.key)
+        source = self.trees.assign_source((request.label, digest), peer, relay_request.failed)
         guests: dict[str, str] = {}
         if relay_request.guests and self._guard is not None:
-            named = self._guard.names.items()
-            guests = {key: who for key, who in named if keys.GENERATOR.fullmatch(who)}
+            guests = {
+                key: owner
+                for key, owner in self._guard.names.items()
+                if keys.GENERATOR.fullmatch(owner)
+            }
         assignment = fan_out.RelayAssignment(digest, pieces, probe, guests=guests)
         if source != fan_out.LEARNER:
             relay = self.trees.relays[source]
@@ -269,18 +279,18 @@ class ChunkServer(WeightsServer):
         data = _encoder.encode(assignment)
         return _ChunkReply(digest, data, xxhash.xxh3_64_intdigest(data), b"")
 
-    def _file(self, request: _ChunkRequest) -> _ChunkReply | None:
+    def _read_file(self, request: _ChunkRequest) -> _ChunkReply | None:
         """Return the list of files, empty while it is computed, or bytes of one of them."""
-        if self.library is None:
+        if self.files is None:
             return None
         if request.offset < 0:
-            entries = self.library.listing()
+            entries = self.files.list_files()
             data = b"" if entries is None else msgspec.msgpack.encode(entries)
-            status = self.library.wrong if entries is None else "files"
+            status = self.files.error if entries is None else "files"
         else:
             size = min(max(request.size, 0), CHUNK_BYTES)
             try:
-                chunk = self.library.read(request.digest, request.offset, size)
+                chunk = self.files.read(request.digest, request.offset, size)
             except OSError:
                 chunk = None
             data = chunk or b""
@@ -288,6 +298,7 @@ class ChunkServer(WeightsServer):
         return _ChunkReply(status, data, xxhash.xxh3_64_intdigest(data), b"")
 
     def close(self) -> None:
+        """Stop the thread and close the socket."""
         self._end = True
         self.thread.join(CLOSING_S)
         if self.thread.is_alive():
@@ -302,6 +313,10 @@ class ChunkClient:
     """Fetches versions from a ChunkServer, AHEAD chunks in flight.
 
     `bytes_received` counts bytes over the socket.
+
+    timeout: seconds without a reply after which the server is unreachable.
+    name: selects the CURVE key, if there are keys.
+    server_key: public key of a relay; "": the learner's key.
     """
 
     def __init__(
@@ -313,12 +328,12 @@ class ChunkClient:
         server_key: str = "",
     ) -> None:
         self.address = address
-        self.name = name  # selects the CURVE key, if there are keys
-        self.server_key = server_key  # of a relay; "": the learner's
+        self.name = name
+        self.server_key = server_key
         self.timeout = timeout
         self.bytes_received = 0
         self.probe = b""  # of the version fetched last
-        # a fetch that a broken connection ended: label, digest, chunks in the caller's memory
+        # (label, digest, chunks in the caller's memory) of a fetch that a broken connection ended
         self._begun: tuple[Label, str, int] | None = None
         self.context = zmq.Context()
         self.curve_dir = curve_dir
@@ -329,17 +344,17 @@ class ChunkClient:
         socket = self.context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, MANIFEST_BYTES)
-        keys.lock(socket, self.curve_dir, self.name, self.server_key)
-        self._events = socket.get_monitor_socket(HEARD_FROM | zmq.EVENT_DISCONNECTED)
-        self._heard = False
+        keys.authenticate_client(socket, self.curve_dir, self.name, self.server_key)
+        self._events = socket.get_monitor_socket(ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._accepted = False
         socket.connect(self.address)
         return socket
 
     def _wait_for_reply(self) -> bool:
-        """Wait for a reply; False after the timeout.
+        """Wait for a reply; return False after the timeout.
 
-        Raises PeerUnreachable at once when the connection that carried the requests was cut:
-        replies to them will not come, and a retry uses a new connection.
+        Raises PeerUnreachable at once when the connection of the requests was cut: their replies
+        will not arrive, and a retry uses a new connection.
         """
         until = time.monotonic() + self.timeout
         poller = zmq.Poller()
@@ -351,13 +366,14 @@ class ChunkClient:
                 return True
             while self._events in ready and self._events.poll(0):
                 event = parse_monitor_message(self._events.recv_multipart())["event"]
-                if event == zmq.EVENT_DISCONNECTED and self._heard:
+                if event == zmq.EVENT_DISCONNECTED and self._accepted:
                     self.reconnect()
                     raise PeerUnreachable(f"the connection to {self.address} was cut")
-                self._heard |= event == HEARD_FROM
+                self._accepted |= event == ACCEPTED
         return False
 
     def _receive(self) -> _ChunkReply:
+        """Receive a reply. Raises PeerUnreachable without a valid one."""
         if not self._wait_for_reply():
             self.reconnect()
             raise PeerUnreachable(
@@ -387,27 +403,28 @@ class ChunkClient:
 
     def reconnect(self) -> None:
         """Open a new connection, which discards all replies in flight."""
-        self._shut()
+        self._close_socket()
         self.socket = self._connect()
 
-    def manifest(self) -> list[Any]:
+    def fetch_layout(self) -> list[Any]:
+        """Fetch the layout of the flat bytes. Raises PeerUnreachable."""
         self.socket.send(_encoder.encode(_ChunkRequest(Label(0, 0), "", -1, 0)))
         try:
-            return layout(self._receive().data)
+            return decode_layout(self._receive().data)
         except (*UNDECODABLE, BadMessage) as error:
             raise PeerUnreachable(f"{self.address} has no layout of weights: {error}") from error
 
     def fetch(self, label: Label, digest: str, into: memoryview) -> str:
         """Copy version `label` into `into` and return its verified digest.
 
-        Returns "" when the version is gone. After a PeerUnreachable, a second call with the same
-        version and the same `into` continues behind the chunks that have arrived. The digest over
-        everything shows whether that was right.
+        Returns "" when the server no longer has the version. After a PeerUnreachable, a second call
+        with the same version and the same `into` continues behind the chunks that have arrived. The
+        digest over all bytes shows whether that was right.
         """
         chunk_count = 0
         if self._begun is not None:
-            label_before, digest_before, chunks = self._begun
-            if digest and (label_before, digest_before) == (label, digest):
+            begun_label, begun_digest, chunks = self._begun
+            if digest and (begun_label, begun_digest) == (label, digest):
                 chunk_count = chunks
             self.reconnect()
         self._begun = (label, digest, chunk_count)
@@ -430,17 +447,17 @@ class ChunkClient:
         """Yield the chunks of a version from byte `begin` to `size`, AHEAD in flight.
 
         The last chunk is empty when the server does not have it, or has other weights. Its digest
-        is then "", or `digest` when the chunk has only not arrived there yet.
+        is then "", or `digest` if the chunk has not arrived at the server yet.
         """
         offsets = range(begin, size, CHUNK_BYTES)
         for number in range(len(offsets)):
             chunk = self._next_chunk(label, digest, offsets, number, size)
-            of_these = bool(chunk.digest) and chunk.digest == (digest or chunk.digest)
-            if not of_these or len(chunk.data) != min(CHUNK_BYTES, size - offsets[number]):
+            has_version = bool(chunk.digest) and chunk.digest == (digest or chunk.digest)
+            if not has_version or len(chunk.data) != min(CHUNK_BYTES, size - offsets[number]):
                 for _ in offsets[number + 1 : number + AHEAD]:
                     self._receive()
-                pending = of_these and not chunk.data
-                yield _ChunkReply(digest if pending else "", b"", NOTHING, b"")
+                is_pending = has_version and not chunk.data
+                yield _ChunkReply(digest if is_pending else "", b"", EMPTY_CHECKSUM, b"")
                 return
             digest = chunk.digest
             yield chunk
@@ -451,15 +468,17 @@ class ChunkClient:
         """Receive chunk `number` of those at `offsets`, keeping AHEAD requests in flight."""
         ahead = offsets[number + AHEAD - 1 : number + AHEAD] if number else offsets[:AHEAD]
         for offset in ahead:
-            wanted = min(CHUNK_BYTES, size - offset)
-            self.socket.send(_encoder.encode(_ChunkRequest(label, digest, offset, wanted)))
+            chunk_size = min(CHUNK_BYTES, size - offset)
+            self.socket.send(_encoder.encode(_ChunkRequest(label, digest, offset, chunk_size)))
         return self._receive()
 
     def request_source(
-        self, label: Label, digest: str, asking: fan_out.RelayRequest
+        self, label: Label, digest: str, request: fan_out.RelayRequest
     ) -> fan_out.RelayAssignment | None:
-        """Ask where to get a version from; None when the learner does not have it."""
-        self.socket.send(_encoder.encode(_ChunkRequest(label, digest, 0, 0, asking)))
+        """Request the source of a version; None if the learner does not have it.
+
+        Raises PeerUnreachable."""
+        self.socket.send(_encoder.encode(_ChunkRequest(label, digest, 0, 0, request)))
         chunk = self._receive()
         if not chunk.digest:
             return None
@@ -473,10 +492,10 @@ class ChunkClient:
 
     # ---- files -----------------------------------------------------------------------------------
 
-    def listing(self) -> list[FileEntry]:
-        """Return the files that a generator of the run needs.
+    def list_files(self) -> list[FileEntry]:
+        """List the files that a generator of the run needs.
 
-        Raises PeerUnreachable when the learner's machine cannot read them.
+        Raises PeerUnreachable, also when the learner's machine cannot read them.
         """
         while True:
             self.socket.send(_encoder.encode(_ChunkRequest(FILES, "", -1, 0)))
@@ -489,8 +508,10 @@ class ChunkClient:
                 )
             time.sleep(LISTING_POLL_S)  # a large model's digest is being computed
 
-    def file(self, digest: str, begin: int, size: int) -> Iterator[bytes]:
-        """Yield the bytes of a file from `begin` to `size`, in order."""
+    def read_file(self, digest: str, begin: int, size: int) -> Iterator[bytes]:
+        """Yield the bytes of a file from `begin` to `size`, in order.
+
+        Raises PeerUnreachable, also when the server does not serve the file."""
         offsets = range(begin, size, CHUNK_BYTES)
         for number in range(len(offsets)):
             chunk = self._next_chunk(FILES, digest, offsets, number, size)
@@ -501,28 +522,29 @@ class ChunkClient:
                 raise PeerUnreachable(f"{self.address} does not serve the file {digest[:12]}")
             yield chunk.data
 
-    def buffer(self) -> str:
-        """Return the address of the run's buffer if it has moved, else "".
+    def request_buffer_address(self) -> str:
+        """Request the address of the run's buffer; "" if it has not moved.
 
         Raises PeerUnreachable.
         """
         self.socket.send(_encoder.encode(_ChunkRequest(BUFFER, "", 0, 0)))
         return self._receive().digest
 
-    def _shut(self) -> None:
+    def _close_socket(self) -> None:
         self.socket.disable_monitor()
         self._events.close(0)
         self.socket.close()
 
     def close(self) -> None:
-        self._shut()
+        """Close the socket and its context."""
+        self._close_socket()
         self.context.term()
 
 
 def reachable_address(address: str, buffer: str) -> str:
-    """Return where to connect to a server that listens at `address`.
+    """Return the address at which to connect to a server that listens at `address`.
 
-    A server that listens at every host is reached at the buffer's host.
+    A server that listens at every host has the buffer's host.
 
     >>> reachable_address("tcp://0.0.0.0:5556", "tcp://10.0.0.1:5555")
     'tcp://10.0.0.1:5556'
@@ -536,15 +558,15 @@ def reachable_address(address: str, buffer: str) -> str:
     return f"tcp://{buffer_host}:{port}" if buffer_host else address
 
 
-def buffer_of(config: Config, source: WeightsSource, name: str) -> str:
-    """Ask the learner for the buffer's current address.
+def find_buffer(config: Config, source: WeightsSource, name: str) -> str:
+    """Request the buffer's current address from the learner.
 
-    Returns "" when it is the configured one, or when the learner does not answer.
+    Returns "" if it is the configured address or the learner does not reply.
     """
     address = reachable_address(source.address, config.wires.address)
     client = ChunkClient(address, BUFFER_S, config.wires.curve_dir, name)
     try:
-        return client.buffer()
+        return client.request_buffer_address()
     except PeerUnreachable:
         return ""
     finally:

@@ -18,17 +18,15 @@ from asyncrl.contract.errors import AsyncrlError
 from asyncrl.transport import keys
 
 DESCRIPTORS = 65536  # requested from the system
-CONNECTIONS = 6000  # more count as a flood
-LEAST = 64
-LOOK_S = 0.01
-LOOKS = 6000  # tries to bind again; a count instead of a deadline survives a suspended process
+CONNECTIONS = 6000  # more connections are a flood
+LEAST = 64  # free descriptors that a process needs
+BIND_WAIT_S = 0.01
+# tries to bind again, each after BIND_WAIT_S; a count instead of a deadline survives a suspension
+BIND_TRIES = 6000
 
 
 def next_descriptor() -> int:
-    """Return the number of the next descriptor, the lowest free one.
-
-    It is about how many are open.
-    """
+    """Return the lowest free descriptor, about the number of open descriptors."""
     try:
         descriptor = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -38,55 +36,55 @@ def next_descriptor() -> int:
 
 
 class ConnectionGuard:
-    """Watches a listening socket; used by the thread that reads it.
+    """Watches a listening socket; for the thread that reads it.
 
-    Raises AsyncrlError when the process may hardly open any file.
+    Raises AsyncrlError if the process may open only a few further files.
     """
 
     def __init__(self, socket: Any) -> None:
         self.socket = socket
-        self.closed = 0  # how often all connections were closed
-        self.lost = False  # the address is unbound and could not be bound again
+        self.closings = 0  # times that all connections were closed
+        self.is_unbound = False  # the address could not be bound again
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         limit = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
         if soft != resource.RLIM_INFINITY and soft < limit:
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
             soft = limit
-        open_now = next_descriptor()
+        used = next_descriptor()
         allowed = DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
-        if allowed - open_now < LEAST:
+        if allowed - used < LEAST:
             raise AsyncrlError(
-                f"this process may open {allowed} files and has {open_now}: raise the limit "
+                f"this process may open {allowed} files and has {used}: raise the limit "
                 "(`ulimit -n`)"
             )
         # half of the rest stays free for connections before the next check
-        self.most = open_now + min(CONNECTIONS, (allowed - open_now) // 2)
+        self.most = used + min(CONNECTIONS, (allowed - used) // 2)
 
     def close_excess(self, address: str) -> bool:
-        """Close all connections when there are too many; return whether it was necessary.
+        """Close all connections if there are too many; return whether it did.
 
         Raises AsyncrlError when the address cannot be bound again.
         """
-        if next_descriptor() < self.most and not self.lost:
+        if next_descriptor() < self.most and not self.is_unbound:
             return False
-        self.closed += not self.lost
-        if self.closed < 4 and not self.lost:
-            print(
-                f"too many connections at {address}: closed all; real peers reconnect",
-                file=sys.stderr,
-                flush=True,
-            )
-        if not self.lost:
+        if not self.is_unbound:
+            self.closings += 1
+            if self.closings < 4:
+                print(
+                    f"too many connections at {address}: closed all; real peers reconnect",
+                    file=sys.stderr,
+                    flush=True,
+                )
             self.socket.unbind(address)
-        self.lost = True
-        for _ in range(LOOKS):
-            time.sleep(LOOK_S)  # zmq's thread closes the old listener and its connections
+        self.is_unbound = True
+        for _ in range(BIND_TRIES):
+            time.sleep(BIND_WAIT_S)  # zmq's thread closes the old listener and its connections
             if next_descriptor() >= self.most:
                 continue
             try:
                 with keys.private_umask():
                     self.socket.bind(address)
-                self.lost = False
+                self.is_unbound = False
                 return True
             except zmq.ZMQError:
                 continue

@@ -24,7 +24,7 @@ from asyncrl.contract import importing
 from asyncrl.contract.errors import ConfigError, DamagedDataError, PeerUnreachable
 from asyncrl.records import private
 
-# what a file is for; of a part of a mixture: mixture.LABEL.prompts
+# the purpose of a file; of a part of a mixture: mixture.LABEL.prompts
 Part = Annotated[
     str,
     Meta(
@@ -39,7 +39,9 @@ TRIES = 5  # connections per file
 
 
 class FileEntry(msgspec.Struct, frozen=True, array_like=True):
-    """A file. given: it may be fetched; otherwise only its digest is published."""
+    """A file of the run.
+
+    given: whether it may be fetched; otherwise only its digest is published."""
 
     part: Part
     name: str  # without a folder
@@ -51,19 +53,20 @@ class FileEntry(msgspec.Struct, frozen=True, array_like=True):
 class FileSource(Protocol):
     """A source of file bytes: `asyncrl.transport.chunks.ChunkClient`."""
 
-    def file(self, digest: str, begin: int, size: int) -> Iterator[bytes]:
+    def read_file(self, digest: str, begin: int, size: int) -> Iterator[bytes]:
         """Yield the bytes from `begin` to `size`, in order. Raises PeerUnreachable."""
 
 
-def digest_of(path: Path) -> str:
+def compute_digest(path: Path) -> str:
+    """Compute the SHA-256 of a file, as hex digits. Raises OSError."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def code_file(function: str) -> Path | None:
-    """Return the file of `module:function` or `file.py:function`.
+def find_code(function: str) -> Path | None:
+    """Find the file of `module:function` or `file.py:function`.
 
-    None for a package, which must be installed instead.
+    Returns None for a package, which must be installed instead.
     """
     name = function.rpartition(":")[0]
     if name.endswith(".py"):
@@ -78,23 +81,27 @@ def code_file(function: str) -> Path | None:
     return Path(str(spec.origin)) if spec is not None and is_single_file else None
 
 
-def files_to_serve(config: Config) -> list[tuple[Part, Path, bool]]:
-    """List what a generator of this run reads: (part, file, may be fetched)."""
+def list_served_files(config: Config) -> list[tuple[Part, Path, bool]]:
+    """List the files that a generator of this run reads: (part, file, may be fetched).
+
+    Raises ValueError for prompts that are not a single file."""
     directories = [("model", config.model.path)]
-    if config.uses_sessions:  # whose prompts and rewards are the gateway's
-        return _model_files(directories)
+    if config.uses_sessions:  # prompts and rewards belong to the gateway
+        return _list_model_files(directories)
     directories.append(("reward_model", config.reward.model.path))
     directories += [
         (f"mixture.{part.title}.reward_model", part.reward_model.path)
         for part in config.task.mixture
     ]
-    files = _model_files(directories)
+    files = _list_model_files(directories)
     prompts = [
         (f"{prefix}{key}", getattr(task, key))
-        for prefix, task in mixed_tasks(config)
+        for prefix, task in list_tasks(config)
         for key in PROMPTS
     ]
-    templates = {f"{prefix}template": judge.template for prefix, judge in judges(config).items()}
+    templates = {
+        f"{prefix}template": judge.template for prefix, judge in list_judges(config).items()
+    }
     for part, name in (*prompts, *templates.items()):
         if name and not Path(name).is_file():
             raise ValueError(
@@ -102,14 +109,14 @@ def files_to_serve(config: Config) -> list[tuple[Part, Path, bool]]:
             )
         if name:
             files.append((part, Path(name), True))
-    for part, function in reward_functions(config).items():
-        code = code_file(function)
+    for part, function in list_reward_functions(config).items():
+        code = find_code(function)
         if code is not None:
             files.append((part, code, config.reward.share))
     return files
 
 
-def _model_files(directories: list[tuple[str, str]]) -> list[tuple[Part, Path, bool]]:
+def _list_model_files(directories: list[tuple[str, str]]) -> list[tuple[Part, Path, bool]]:
     return [
         (part, path, True)
         for part, name in directories
@@ -119,41 +126,41 @@ def _model_files(directories: list[tuple[str, str]]) -> list[tuple[Part, Path, b
     ]
 
 
-def mixed_tasks(config: Config) -> list[tuple[str, TaskSource]]:
-    """List the run's task and the parts of its mixture, each with the beginning of its names."""
+def list_tasks(config: Config) -> list[tuple[str, TaskSource]]:
+    """List (prefix of its keys, task) of the run's task and the parts of its mixture."""
     parts = [(f"mixture.{part.title}.", part) for part in config.task.mixture]
     return [("", config.task), *parts]
 
 
-def judges(config: Config) -> dict[str, JudgeConfig]:
-    """Return the judges of the run and of its mixture's parts."""
+def list_judges(config: Config) -> dict[str, JudgeConfig]:
+    """List {prefix of its keys: judge} of the run and of its mixture's parts."""
     parts = {f"mixture.{part.title}.": part.judge for part in config.task.mixture}
     judges = {"": config.reward.judge} | parts
     return {prefix: judge for prefix, judge in judges.items() if judge.url}
 
 
-def reward_functions(config: Config) -> dict[Part, str]:
-    """Return the reward functions of the run and of its mixture's parts."""
+def list_reward_functions(config: Config) -> dict[Part, str]:
+    """List {part: reward function} of the run and of its mixture's parts."""
     functions = {"reward": config.reward.function}
     functions |= {f"mixture.{part.title}.reward": part.reward for part in config.task.mixture}
     return {part: function for part, function in functions.items() if function}
 
 
 class FileServer:
-    """The server's end.
+    """The files that the chunk server serves.
 
-    Digests of large models take seconds, so they are computed once, in a thread, on first request.
+    Digests of large models take seconds. A thread computes them once, on the first request.
     """
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.entries: list[FileEntry] | None = None
-        self.wrong = ""  # the error that prevents a listing
+        self.error = ""  # the error that prevents a listing
         self._paths: dict[str, Path] = {}
         self._thread: threading.Thread | None = None
 
-    def listing(self) -> list[FileEntry] | None:
-        """Return the list of files; None while it is being computed."""
+    def list_files(self) -> list[FileEntry] | None:
+        """List the files; None while the digests are being computed."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._refresh, name="library", daemon=True)
             self._thread.start()
@@ -162,18 +169,18 @@ class FileServer:
     def _refresh(self) -> None:
         entries = []
         try:
-            for part, path, given in files_to_serve(self.config):
-                digest = digest_of(path)
+            for part, path, given in list_served_files(self.config):
+                digest = compute_digest(path)
                 entries.append(FileEntry(part, path.name, path.stat().st_size, digest, given))
                 if given:
                     self._paths[digest] = path
         except (OSError, ImportError, ValueError) as error:
-            self.wrong = f"{type(error).__name__}: {error}"
+            self.error = f"{type(error).__name__}: {error}"
             return
         self.entries = entries
 
     def read(self, digest: str, offset: int, size: int) -> bytes | None:
-        """Read bytes of a file that may be fetched; None for any other. Raises OSError."""
+        """Read bytes of a file that may be fetched; None for any other file. Raises OSError."""
         if (path := self._paths.get(digest)) is None:
             return None
         with path.open("rb") as file:
@@ -185,7 +192,9 @@ class FileServer:
 
 
 def check_entries(entries: list[FileEntry]) -> list[FileEntry]:
-    """Return the entries of one part. Raises DamagedDataError for unsafe names."""
+    """Check the entries of one part and return them.
+
+    Raises DamagedDataError for unsafe names."""
     for entry in entries:
         name = entry.name
         if not name or Path(name).name != name or name in (".", "..") or not name.isprintable():
@@ -193,26 +202,28 @@ def check_entries(entries: list[FileEntry]) -> list[FileEntry]:
     return entries
 
 
-def folder(entries: list[FileEntry]) -> str:
+def name_folder(entries: list[FileEntry]) -> str:
     """Name the cache folder of these files by their contents."""
     rows = "".join(sorted(f"{entry.digest} {entry.name}\n" for entry in entries))
     return f"{entries[0].part}-{hashlib.sha256(rows.encode()).hexdigest()[:32]}"
 
 
 def is_complete(directory: Path, entry: FileEntry) -> bool:
+    """Whether `directory` has the file with all its bytes."""
     path = directory / entry.name
-    same_size = path.is_file() and path.stat().st_size == entry.size
-    return same_size and digest_of(path) == entry.digest
+    has_size = path.is_file() and path.stat().st_size == entry.size
+    return has_size and compute_digest(path) == entry.digest
 
 
 def fetch_files(
-    source: FileSource, entries: list[FileEntry], cache: Path, say: Callable[[str], None]
+    source: FileSource, entries: list[FileEntry], cache: Path, log: Callable[[str], None]
 ) -> Path:
-    """Return the cache folder of one part, fetching the files that are missing.
+    """Fetch the missing files of one part; return their folder in the cache.
 
+    log: receives lines about the progress.
     Raises DamagedDataError when bytes do not match their digest, PeerUnreachable, OSError.
     """
-    directory = private.create_directory(cache) / folder(check_entries(entries))
+    directory = private.create_directory(cache) / name_folder(check_entries(entries))
     with (cache / f"{directory.name}.lock").open("w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # of two joining generators, only one fetches
         part = (
@@ -222,29 +233,31 @@ def fetch_files(
         )
         missing = [entry for entry in entries if not is_complete(part, entry)]
         for entry in missing:
-            say(f"fetching {entry.part}: {entry.name}, {entry.size / 2**20:.1f} MiB")
+            log(f"fetching {entry.part}: {entry.name}, {entry.size / 2**20:.1f} MiB")
             fetch(source, entry, part / entry.name)
         if not missing:
-            say(f"{entries[0].part}: from the cache, {directory}")
+            log(f"{entries[0].part}: from the cache, {directory}")
         if part != directory:
             part.rename(directory)
     return directory
 
 
 def fetch(source: FileSource, entry: FileEntry, path: Path) -> None:
-    """Fetch one file, continuing a partial one; `path` appears when it is complete."""
+    """Fetch one file, or continue a partial one; `path` appears when it is complete.
+
+    Raises DamagedDataError when its bytes do not match the digest, PeerUnreachable, OSError."""
     part = path.with_name(path.name + ".part")
     for tries_left in reversed(range(TRIES)):
         size = part.stat().st_size if part.exists() else 0
         try:
             with part.open("ab") as file:
-                for data in source.file(entry.digest, min(size, entry.size), entry.size):
+                for data in source.read_file(entry.digest, min(size, entry.size), entry.size):
                     file.write(data)
             break
         except PeerUnreachable:
             if not tries_left:
                 raise
-    if digest_of(part) != entry.digest:
+    if compute_digest(part) != entry.digest:
         part.unlink()
         raise DamagedDataError(
             f"{entry.part}: {entry.name} does not match its digest: was the file changed since the "
@@ -253,24 +266,26 @@ def fetch(source: FileSource, entry: FileEntry, path: Path) -> None:
     part.replace(path)
 
 
-def local_code(function: str, entry: FileEntry | None, key: str = "reward.function") -> None:
+def check_local_code(function: str, entry: FileEntry | None, key: str = "reward.function") -> None:
     """Check that the local copy of an unshared reward function is the run's.
 
+    entry: the run's file; None: the function is in an installed package.
+    key: the config key of the function, for the error.
     Raises ConfigError.
     """
     if entry is None:
-        return  # of an installed package: nothing to compare
+        return
     try:
-        local_file = code_file(function)
+        local_file = find_code(function)
     except (ImportError, ValueError):
         local_file = None
-    if local_file is None or not local_file.is_file() or digest_of(local_file) != entry.digest:
-        difference = (
-            "is not here"
-            if local_file is None or not local_file.is_file()
-            else f"differs from {local_file}"
-        )
-        raise ConfigError(
-            f"{key} = {function}: the run's {entry.name} {difference}; copy it here, or "
-            "let the run share it: reward.share = true"
-        )
+    if local_file is None or not local_file.is_file():
+        difference = "is not here"
+    elif compute_digest(local_file) != entry.digest:
+        difference = f"differs from {local_file}"
+    else:
+        return
+    raise ConfigError(
+        f"{key} = {function}: the run's {entry.name} {difference}; copy it here, or let the run "
+        "share it: reward.share = true"
+    )

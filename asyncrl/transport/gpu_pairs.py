@@ -47,25 +47,29 @@ dist: Any = torch.distributed  # its types omit most of what is used here
 cuda: Any = torch.cuda
 
 Backend = Literal["gloo", "nccl"]
-LETTER = 512  # bytes of a control message, padded
+CONTROL_BYTES = 512  # of a control message, padded
 PIECE = 64 << 20  # bytes of one send
 WORDS = 1 << 18  # 8-byte words per row of the mark
-IDLE = timedelta(days=365)  # how long the learner waits for a generator's request
-ODD = 0x9E3779B97F4A7C15
+IDLE = timedelta(days=365)  # the learner's deadline for a generator's request
+ODD = 0x9E3779B97F4A7C15  # odd factor that mixes the bits of a word
 
 
 class _PairRequest(msgspec.Struct, frozen=True):
+    """A generator's request for a version."""
+
     label: Label
     digest: str  # "": any version with that label
 
 
 class _PairReply(msgspec.Struct, frozen=True):
-    digest: str  # "": not here
+    """The learner's reply, before the bytes."""
+
+    digest: str  # "": the ring does not have the version
     probe: bytes = b""
     mark: int = 0
 
 
-def mark(flat: torch.Tensor) -> int:
+def compute_mark(flat: torch.Tensor) -> int:
     """Compute a 64-bit checksum of `flat` (uint8, multiple of 8 bytes) on its device.
 
     It sums the words, each mixed with an odd factor that depends on its position.
@@ -74,7 +78,10 @@ def mark(flat: torch.Tensor) -> int:
     factors = torch.arange(WORDS, device=flat.device) * 2 + 1
     factors *= ODD - (1 << 64)  # all arithmetic here is modulo 2^64
     sums = torch.stack(
-        [((x := w * factors[: len(w)]) ^ (x >> 32)).sum() for w in torch.split(words, WORDS)]
+        [
+            ((mixed := row * factors[: len(row)]) ^ (mixed >> 32)).sum()
+            for row in torch.split(words, WORDS)
+        ]
     ).tolist()
     total = 0
     for row_sum in sums:
@@ -82,33 +89,33 @@ def mark(flat: torch.Tensor) -> int:
     return total
 
 
-def device_of(backend: Backend) -> torch.device:
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if backend == "nccl"
-        else torch.device("cpu")
-    )
+def find_device(backend: Backend) -> torch.device:
+    """Return the device of the flat bytes in this process."""
+    if backend == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
-def group(backend: Backend, store: Any, name: str, rank: int, deadline_s: float) -> Any:
+def make_group(backend: Backend, store: Any, name: str, rank: int, deadline_s: float) -> Any:
     """Make a group of two outside torch's global state.
 
+    rank: 0 the learner, 1 the generator.
     Raises RuntimeError when the other process does not join in time.
     """
     store = dist.PrefixStore(name, store)
-    group_type = dist.ProcessGroup.BackendType
     process_group = dist.ProcessGroup(store, rank, 2)
     if backend == "gloo":
+        kind = dist.ProcessGroup.BackendType.GLOO
         inner: Any = dist.ProcessGroupGloo(store, rank, 2, timeout=timedelta(seconds=deadline_s))
     else:
+        kind = dist.ProcessGroup.BackendType.NCCL
         options = dist.ProcessGroupNCCL.Options()
         # NCCL's own watchdog would abort the process; `finish` enforces the deadline and drops
         # only this pair
         options._timeout = timedelta(days=1)
         inner = dist.ProcessGroupNCCL(store, rank, 2, options)
-    kind = group_type.GLOO if backend == "gloo" else group_type.NCCL
     process_group._set_default_backend(kind)
-    process_group._register_backend(device_of(backend), kind, inner)
+    process_group._register_backend(find_device(backend), kind, inner)
     return process_group
 
 
@@ -128,39 +135,43 @@ def finish(work: Any, device: torch.device, deadline: timedelta) -> None:
 
 
 class GpuPair:
-    """One end of a pair.  rank: 0 the learner, 1 the generator."""
+    """One end of a pair.
+
+    number: of the pair. rank: 0 the learner, 1 the generator."""
 
     def __init__(
         self, backend: Backend, store: Any, number: int, rank: int, deadline_s: float
     ) -> None:
         self.rank = rank
-        self.device = device_of(backend)
+        self.device = find_device(backend)
         self.deadline = timedelta(seconds=deadline_s)
-        self.control = group("gloo", store, f"{number}/control", rank, deadline_s)
+        self.control = make_group("gloo", store, f"{number}/control", rank, deadline_s)
         self.data = (
-            group("nccl", store, f"{number}/data", rank, deadline_s)
+            make_group("nccl", store, f"{number}/data", rank, deadline_s)
             if backend == "nccl"
             else self.control
         )
 
     def write(self, message: msgspec.Struct) -> None:
+        """Send a control message. Raises RuntimeError when it takes too long."""
         data = msgspec.msgpack.encode(message)
-        letter = torch.zeros(LETTER, dtype=torch.uint8)
-        letter[: len(data) + 2] = torch.frombuffer(
+        padded = torch.zeros(CONTROL_BYTES, dtype=torch.uint8)
+        padded[: len(data) + 2] = torch.frombuffer(
             bytearray(len(data).to_bytes(2, "little") + data), dtype=torch.uint8
         )
-        finish(self.control.send([letter], 1 - self.rank, 0), letter.device, self.deadline)
+        finish(self.control.send([padded], 1 - self.rank, 0), padded.device, self.deadline)
 
     def read(self, kind: Any, deadline: timedelta | None = None) -> Any:
-        letter = torch.zeros(LETTER, dtype=torch.uint8)
+        """Receive a control message of type `kind`. Raises RuntimeError after the deadline."""
+        padded = torch.zeros(CONTROL_BYTES, dtype=torch.uint8)
         finish(
-            self.control.recv([letter], 1 - self.rank, 0), letter.device, deadline or self.deadline
+            self.control.recv([padded], 1 - self.rank, 0), padded.device, deadline or self.deadline
         )
-        data = letter.numpy().tobytes()
+        data = padded.numpy().tobytes()
         return msgspec.msgpack.decode(data[2 : 2 + int.from_bytes(data[:2], "little")], type=kind)
 
     def transfer(self, flat: torch.Tensor) -> None:
-        """Send or receive the flat bytes."""
+        """Send or receive the flat bytes, uint8 [bytes]."""
         for piece in torch.split(flat, PIECE):
             work = (
                 self.data.send([piece], 1, 1) if self.rank == 0 else self.data.recv([piece], 0, 1)
@@ -168,6 +179,7 @@ class GpuPair:
             finish(work, self.device, self.deadline)
 
     def close(self) -> None:
+        """Abort both groups."""
         for group in (self.data, self.control):
             try:
                 group.abort()
@@ -177,7 +189,7 @@ class GpuPair:
 
 @dataclass
 class _StagedVersion:
-    """A version on the learner's device, and how many threads are sending it."""
+    """A version on the learner's device, and the number of threads that send it."""
 
     label: Label
     reply: _PairReply
@@ -188,7 +200,7 @@ class _StagedVersion:
 class PairServer(WeightsServer):
     """The learner's end: serves the versions in the ring at `directory`.
 
-    deadline_s: for one piece, and for a group to form.
+    deadline_s: seconds for one piece, and for a group to form.
     """
 
     def __init__(self, directory: Path, backend: Backend, layout: Rows, deadline_s: float) -> None:
@@ -205,7 +217,7 @@ class PairServer(WeightsServer):
         )
         self.store.set("layout", msgspec.json.encode(layout).decode())
         self.address = f"tcp://127.0.0.1:{self.store.port}"
-        self.device = device_of(backend)
+        self.device = find_device(backend)
         self.size = count_flat_bytes(layout)
         self.reader = RingReader(directory, "pairs")
         self.lock = threading.Lock()
@@ -217,12 +229,12 @@ class PairServer(WeightsServer):
         self.thread.start()
 
     def _accept(self) -> None:
-        known = 0
+        pairs = 0
         while not self.ended:
-            while known < self.store.add("pairs", 0):
-                known += 1
+            while pairs < self.store.add("pairs", 0):
+                pairs += 1
                 threading.Thread(
-                    target=self._serve, args=(known,), name=f"weight-pair-{known}", daemon=True
+                    target=self._serve, args=(pairs,), name=f"weight-pair-{pairs}", daemon=True
                 ).start()
             time.sleep(0.05)
 
@@ -232,16 +244,16 @@ class PairServer(WeightsServer):
             with cuda.stream(cuda.Stream(self.device)) if self.backend == "nccl" else nullcontext():
                 pair = GpuPair(
                     self.backend,
-                    store_at(self.address, self.deadline_s),
+                    connect_store(self.address, self.deadline_s),
                     number,
                     0,
                     self.deadline_s,
                 )
                 while not self.ended:
-                    ask = pair.read(_PairRequest, IDLE)
+                    request = pair.read(_PairRequest, IDLE)
                     if self.ended:
                         return
-                    with self._hold(ask.label, ask.digest) as staged:
+                    with self._hold(request.label, request.digest) as staged:
                         pair.write(staged.reply if staged is not None else _PairReply(""))
                         if staged is not None:
                             pair.transfer(staged.flat)
@@ -272,7 +284,8 @@ class PairServer(WeightsServer):
                         self.spare.append(staged.flat)
 
     def _stage(self, label: Label, digest: str) -> _StagedVersion | None:
-        digest = digest or self.reader.labels().get(label, "")
+        """Copy a version to the device; None if the ring lacks it."""
+        digest = digest or self.reader.list_labels().get(label, "")
         if not digest or not self.reader.read(label, digest, memoryview(self.host)):
             return None
         flat = (
@@ -281,7 +294,9 @@ class PairServer(WeightsServer):
             else torch.zeros(self.size, dtype=torch.uint8, device=self.device)
         )
         flat.copy_(torch.frombuffer(self.host, dtype=torch.uint8))
-        staged = _StagedVersion(label, _PairReply(digest, self.reader.probe, mark(flat)), flat)
+        staged = _StagedVersion(
+            label, _PairReply(digest, self.reader.probe, compute_mark(flat)), flat
+        )
         if self.newest is not None and not self.newest.users:
             self.spare.append(self.newest.flat)
         self.newest = staged
@@ -295,7 +310,8 @@ class PairServer(WeightsServer):
             self.reader.close()
 
 
-def store_at(address: str, deadline_s: float) -> Any:
+def connect_store(address: str, deadline_s: float) -> Any:
+    """Connect to the learner's TCPStore. Raises RuntimeError or OSError."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     # fail fast when nothing listens, without the long output of TCPStore
     socket.create_connection((host, int(port)), deadline_s).close()
@@ -305,14 +321,14 @@ def store_at(address: str, deadline_s: float) -> Any:
 
 
 class PairClient:
-    """A generator's end. Raises PeerUnreachable when the learner does not answer."""
+    """A generator's end. Raises PeerUnreachable when the learner does not reply."""
 
     def __init__(self, address: str, backend: Backend, deadline_s: float) -> None:
         self.address = address
         self.bytes_received = 0
         self.probe = b""
-        with self._peer():
-            store = store_at(address, deadline_s)
+        with self._translate_errors():
+            store = connect_store(address, deadline_s)
             self.layout: Rows = msgspec.json.decode(store.get("layout"), type=Rows)
             self.pair = GpuPair(backend, store, store.add("pairs", 1), 1, deadline_s)
         self.flat = torch.zeros(
@@ -320,13 +336,12 @@ class PairClient:
         )
 
     @contextmanager
-    def _peer(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
+        """Raise PeerUnreachable for torch's errors."""
         try:
             yield
         except (RuntimeError, OSError) as error:
-            reason = (
-                str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            )
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise PeerUnreachable(
                 f"the learner's weights at {self.address}: {reason[:200]}; is the learner running?"
             ) from error
@@ -334,21 +349,22 @@ class PairClient:
     def fetch(self, label: Label, digest: str) -> str:
         """Receive version `label` into `flat` and return its digest.
 
-        Returns "" when the learner does not have it (any more).
+        Returns "" if the learner does not have it. Raises PeerUnreachable.
         """
-        with self._peer():
+        with self._translate_errors():
             self.pair.write(_PairRequest(label, digest))
             reply: _PairReply = self.pair.read(_PairReply)
             if not reply.digest:
                 return ""
             self.pair.transfer(self.flat)
-            if mark(self.flat) != reply.mark:
+            if compute_mark(self.flat) != reply.mark:
                 raise RuntimeError(f"version {label} was damaged in transit")
         self.bytes_received += self.flat.numel()
         self.probe = reply.probe
         return reply.digest
 
     def close(self) -> None:
+        """Disconnect."""
         self.pair.close()
 
 
@@ -359,7 +375,7 @@ def serve(config: Config, ring: WeightRing) -> PairServer:
 
 
 def connect(config: Config, source: WeightsSource, name: str) -> PairClient:
-    """Connect a generator. Raises PeerUnreachable, also on a different host."""
+    """Connect generator `name`. Raises PeerUnreachable, also on a different host."""
     backend = cast(Backend, config.weights.transport)
     if source.host != socket.gethostname():
         raise PeerUnreachable(

@@ -1,9 +1,9 @@
 """CURVE keys, one per role. A peer's key decides which messages it may send.
 
 ```
-DIR/server.key, server.key_secret   of the buffer and the chunk server DIR/clients/NAME.key
-permitted peers; NAME: learner, viewer, gateway-0, generator-0, ... DIR/NAME/                all
-that NAME needs on another machine: server.key and
+DIR/server.key, server.key_secret   of the buffer and the chunk server
+DIR/clients/NAME.key                permitted peers; NAME: learner, viewer, gateway-0, generator-0
+DIR/NAME/                           the files of NAME on another machine: server.key and
                                     client.key_secret
 ```
 
@@ -30,14 +30,14 @@ LEARNER = "learner"
 VIEWER = "viewer"
 GENERATOR = re.compile(r"generator-\d+")
 GATEWAY = re.compile(r"gateway-\d+")
-TOLD_S = 20.0  # for the learner's answer; zmq itself drops a handshake after 30
+LIST_WAIT_S = 20.0  # seconds to wait for the learner's list; zmq drops a handshake after 30
 ROLES = f"{LEARNER}, {VIEWER}, gateway-N, generator-N"
 
 
 def is_allowed(name: str, message: m.FromPeer | m.FromGenerator) -> bool:
     """Whether the holder of `name`'s key may send this message, to the buffer or a gateway.
 
-    A generator or a gateway speaks only for itself; a viewer only watches.
+    A generator or a gateway sends only its own messages; a viewer only watches.
 
     >>> is_allowed("generator-0", m.GeneratorGoodbye("generator-0", 7))
     True
@@ -86,7 +86,7 @@ def make_keys(directory: Path, generators: int = 4) -> list[Path]:
     missing = [name for name in names if not (directory / "clients" / f"{name}.key").exists()]
     if existing and not missing:
         raise ConfigError(
-            f"{directory} holds keys already, of {generators} generators: add some by "
+            f"{directory} already has keys of {generators} generators: add some by "
             "--generators, choose another directory, or remove it first"
         )
     with private_umask():
@@ -95,17 +95,18 @@ def make_keys(directory: Path, generators: int = 4) -> list[Path]:
         if not existing:
             zmq.auth.create_certificates(directory, "server")
         for name in missing:
-            own = private.create_directory(directory / name)
-            (own / "server.key").write_bytes((directory / "server.key").read_bytes())
-            public, _ = zmq.auth.create_certificates(own, "client")
+            folder = private.create_directory(directory / name)
+            (folder / "server.key").write_bytes((directory / "server.key").read_bytes())
+            public, _ = zmq.auth.create_certificates(folder, "client")
             os.replace(public, directory / "clients" / f"{name}.key")
     return [directory / name for name in names if GENERATOR.fullmatch(name)]
 
 
-def certificate(path: Path, curve_dir: str, *, secret: bool) -> tuple[bytes, bytes | None]:
-    """Read (public, secret) of a key file.
+def read_certificate(path: Path, curve_dir: str, *, secret: bool) -> tuple[bytes, bytes | None]:
+    """Read (public key, secret key) of a key file.
 
-    Raises ConfigError for a file that is missing, damaged, or readable by others.
+    secret: whether the file must have a secret key.
+    Raises ConfigError for a file that is missing, damaged, or readable by other users.
     """
     import zmq.auth
 
@@ -117,23 +118,24 @@ def certificate(path: Path, curve_dir: str, *, secret: bool) -> tuple[bytes, byt
             "(--generators: for how many)"
         ) from error
     except ValueError as error:
-        raise ConfigError(f"wires.curve_dir: {path} holds no key: {error}") from error
+        raise ConfigError(f"wires.curve_dir: {path} has no key: {error}") from error
     if secret and pair[1] is None:
-        raise ConfigError(f"wires.curve_dir: {path} holds no secret key")
+        raise ConfigError(f"wires.curve_dir: {path} has no secret key")
     return pair
 
 
-def lock(socket: Any, curve_dir: str, name: str, server: str = "") -> None:
-    """The client's end: authenticate as `name` with the key in DIR/NAME or a copy.
+def authenticate_client(socket: Any, curve_dir: str, name: str, server: str = "") -> None:
+    """Authenticate a client's socket as `name` with the key in DIR/NAME or a copy.
 
     server: public key of another server than the run's.
+    Raises ConfigError for a key that is missing or damaged.
     """
     if not curve_dir:
         return
-    own = Path(curve_dir)
-    own = own / name if (own / name).is_dir() else own
-    socket.curve_publickey, socket.curve_secretkey = certificate(
-        own / "client.key_secret", curve_dir, secret=True
+    folder = Path(curve_dir)
+    folder = folder / name if (folder / name).is_dir() else folder
+    socket.curve_publickey, socket.curve_secretkey = read_certificate(
+        folder / "client.key_secret", curve_dir, secret=True
     )
     if server:
         try:
@@ -141,7 +143,7 @@ def lock(socket: Any, curve_dir: str, name: str, server: str = "") -> None:
         except (zmq.ZMQError, ValueError) as error:
             raise ConfigError(f"{server[:80]!r} is not a public key: {error}") from error
         return
-    socket.curve_serverkey, _ = certificate(own / "server.key", curve_dir, secret=False)
+    socket.curve_serverkey, _ = read_certificate(folder / "server.key", curve_dir, secret=False)
 
 
 class KeyAuthenticator:
@@ -152,7 +154,7 @@ class KeyAuthenticator:
         from zmq.auth.thread import ThreadAuthenticator
 
         directory = Path(curve_dir)
-        public, secret = certificate(directory / "server.key_secret", curve_dir, secret=True)
+        public, secret = read_certificate(directory / "server.key_secret", curve_dir, secret=True)
         socket.curve_publickey, socket.curve_secretkey = public, secret
         self.names: dict[str, str] = {}
         for path in sorted((directory / "clients").glob("*.key")):
@@ -162,30 +164,31 @@ class KeyAuthenticator:
                     f"wires.curve_dir: {path} belongs to no role ({ROLES}): remove it, and make "
                     "new keys if these are from an earlier version"
                 )
-            key, _ = certificate(path, curve_dir, secret=False)
+            key, _ = read_certificate(path, curve_dir, secret=False)
             self.names[key.decode()] = path.stem
         self.authenticator = ThreadAuthenticator(socket.context)
         self.authenticator.start()
         self.authenticator.configure_curve(domain="*", location=str(directory / "clients"))
         socket.curve_server = True
 
-    def name(self, frame: zmq.Frame) -> str:
-        """Return the name of the key that a frame came with; "" for an unknown one."""
+    def get_name(self, frame: zmq.Frame) -> str:
+        """Return the name of a frame's key; "" for an unknown key."""
         try:
             return self.names.get(str(frame.get("User-Id")), "")
         except zmq.ZMQError:
             return ""
 
     def stop(self) -> None:
+        """Stop the thread that authenticates."""
         self.authenticator.stop()
 
 
 class RelayAuthenticator(KeyAuthenticator):
-    """Authenticates the peers of a relay, a generator that passes weights on.
+    """Authenticates the peers of a relay, a generator that forwards weights.
 
-    Its key is made now. The learner supplies `names` (public key -> name) of the permitted peers. A
-    peer may be sent here before that list arrives. Its handshake waits for the list, because zmq
-    does not retry after a rejection.
+    It makes its own key. The learner supplies `names` (public key -> name) of the permitted peers.
+    A peer may connect before that list arrives. Its handshake waits for the list, because zmq does
+    not retry after a rejection.
     """
 
     def __init__(self, socket: Any) -> None:
@@ -195,27 +198,27 @@ class RelayAuthenticator(KeyAuthenticator):
         socket.curve_publickey, socket.curve_secretkey = public, secret
         self.key = public.decode()
         self.names: dict[str, str] = {}
-        self._told = threading.Event()
+        self._has_list = threading.Event()
         self.authenticator = ThreadAuthenticator(socket.context)
         self.authenticator.start()
         self.authenticator.configure_curve_callback(domain="*", credentials_provider=self)
         socket.curve_server = True
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Answer zmq whether a connecting key is permitted."""
-        self._told.wait(TOLD_S)
+        """Return whether a connecting key is permitted; zmq calls this."""
+        self._has_list.wait(LIST_WAIT_S)
         return key.decode() in self.names
 
     def allow_peers(self, names: dict[str, str]) -> None:
         """Set the permitted peers."""
         self.names = names
-        self._told.set()
+        self._has_list.set()
 
     def stop(self) -> None:
-        self._told.set()  # so that its waiting thread can end
+        self._has_list.set()  # so that its waiting thread can end
         super().stop()
 
 
-def guard(socket: Any, curve_dir: str) -> KeyAuthenticator | None:
-    """Build a server's authenticator; None without keys: peers may send anything."""
+def make_authenticator(socket: Any, curve_dir: str) -> KeyAuthenticator | None:
+    """Make a server's authenticator; None without keys: peers may send anything."""
     return KeyAuthenticator(socket, curve_dir) if curve_dir else None

@@ -1,11 +1,11 @@
-"""Check the contents of a server's messages on behalf of their receivers.
+"""Checks of a server's messages in their receivers.
 
 Receivers are learner, generator, gateway and live view.
 
-`check` raises BadMessage for impossible contents before the receiver acts on them. A batch with
-inconsistent arrays would otherwise end the learner in its step, a call beyond the context its
-generator in the engine. The receiver itself checks whether a message is for this process and of
-this epoch.
+`check` raises BadMessage for impossible contents before the receiver acts on them. Otherwise a
+batch with inconsistent arrays would end the learner in its step, and a call beyond the context
+would end its generator in the engine. The receiver itself checks whether a message is for this
+process and of this epoch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from asyncrl.contract import messages as m
-from asyncrl.contract.blobs.images import MOST_IMAGES, ImageShape, by_digest, check_blobs
+from asyncrl.contract.blobs.images import MOST_IMAGES, ImageShape, check_blobs, index_by_digest
 from asyncrl.contract.errors import BadMessage
 from asyncrl.contract.versions import Label
 from asyncrl.transport.ring import Rows
@@ -30,9 +30,10 @@ DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "uint8": 1, "
 DTYPES |= {"int16": 2, "int32": 4, "int64": 8, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
-def require(ok: bool, reason: str) -> None:
-    if not ok:
-        raise BadMessage(reason)
+def require(is_valid: bool, text: str) -> None:
+    """Raise BadMessage with this text unless `is_valid`."""
+    if not is_valid:
+        raise BadMessage(text)
 
 
 def check(
@@ -44,50 +45,50 @@ def check(
 ) -> None:
     """Check a message.
 
-    vocabulary: tokens of the reader's model; 0: unknown.
-    routing: the routers whose experts samples must carry; None: none must.
+    vocabulary: number of tokens of the reader's model; 0: unknown.
+    routing: the routers whose experts samples must have; None: no router.
     images: how the reader's model reads images; None: it reads only text.
 
     Raises BadMessage.
     """
     if isinstance(message, m.Batch):
-        _batch(message, vocabulary, routing, images)
+        _check_batch(message, vocabulary, routing, images)
     elif isinstance(message, m.TicketGrant):
-        _tickets(message)
-        _announcement(message.announcement)
+        _check_tickets(message)
+        _check_announcement(message.announcement)
     elif isinstance(message, m.DeliveryAcks):
         require(0 <= message.credit < COUNT, f"a credit of {message.credit} bytes")
-        _announcement(message.announcement)
+        _check_announcement(message.announcement)
     elif isinstance(message, m.HeartbeatReply):
-        _announcement(message.announcement)
-    elif isinstance(message, m.CallAssignments):  # each of its calls: `call`
+        _check_announcement(message.announcement)
+    elif isinstance(message, m.CallAssignments):  # each of its calls: `check_call`
         require(len(message.calls) <= LIST, f"{len(message.calls)} calls")
-        _images(message.images, "calls")
-        _announcement(message.announcement)
+        _check_images(message.images, "calls")
+        _check_announcement(message.announcement)
     elif isinstance(message, m.Welcome):
         require(
             0 <= message.checkpointed < COUNT,
             f"a checkpointed version of {message.checkpointed}",
         )
     elif isinstance(message, m.CommitReply):
-        _labels(message.keep, "weights to keep")
+        _check_labels(message.keep, "weights to keep")
     elif isinstance(message, m.RunStatus):
-        _status(message)
+        _check_status(message)
     elif isinstance(message, m.Refusal):
         require(len(message.reason) <= TEXT, f"a refusal of {len(message.reason)} characters")
         require(0 <= message.exit_code < 256, f"an exit code of {message.exit_code}")
 
 
-def _labels(labels: Sequence[Label], what: str) -> None:
-    require(len(labels) <= LIST, f"{len(labels)} {what}")
+def _check_labels(labels: Sequence[Label], name: str) -> None:
+    require(len(labels) <= LIST, f"{len(labels)} {name}")
     for label in labels:
-        require(0 <= label.epoch < COUNT and 0 <= label.number < COUNT, f"{what}: {label}")
+        require(0 <= label.epoch < COUNT and 0 <= label.number < COUNT, f"{name}: {label}")
 
 
-def _announcement(announcement: m.PolicyAnnouncement | None) -> None:
+def _check_announcement(announcement: m.PolicyAnnouncement | None) -> None:
     if announcement is None:
         return
-    _labels([announcement.label], "an announcement")
+    _check_labels([announcement.label], "an announcement")
     source = announcement.source
     texts = (announcement.digest, source.host, source.directory, source.address)
     require(
@@ -97,75 +98,82 @@ def _announcement(announcement: m.PolicyAnnouncement | None) -> None:
     )
 
 
-def _sampling(given: m.SamplingSettings, what: str) -> None:
+def _check_sampling(sampling: m.SamplingSettings, name: str) -> None:
     require(
-        0 < given.temperature < math.inf  # false for NaN too
-        and 0 < given.top_p <= 1
-        and 0 <= given.top_k < 1 << 31
-        and 1 <= given.max_new_tokens < 1 << 31,
-        f"{what}: {given}",
+        0 < sampling.temperature < math.inf  # false for NaN too
+        and 0 < sampling.top_p <= 1
+        and 0 <= sampling.top_k < 1 << 31
+        and 1 <= sampling.max_new_tokens < 1 << 31,
+        f"{name}: {sampling}",
     )
 
 
-def _tickets(message: m.TicketGrant) -> None:
+def _check_tickets(message: m.TicketGrant) -> None:
     require(len(message.tickets) <= LIST, f"{len(message.tickets)} tickets")
     for ticket in message.tickets:
-        what = f"ticket {ticket.ticket}, attempt {ticket.attempt}"
-        require(0 <= ticket.ticket < COUNT and 1 <= ticket.attempt < COUNT, what)
+        name = f"ticket {ticket.ticket}, attempt {ticket.attempt}"
+        require(0 <= ticket.ticket < COUNT and 1 <= ticket.attempt < COUNT, name)
         require(
             0 < len(ticket.samples) <= LIST
             and min(ticket.samples) >= 0
             and len(set(ticket.samples)) == len(ticket.samples),
-            f"{what}: samples {ticket.samples[:8]}",
+            f"{name}: samples {ticket.samples[:8]}",
         )
-        _sampling(ticket.sampling, what)
+        _check_sampling(ticket.sampling, name)
         require(
-            len(ticket.prompt.images) <= MOST_IMAGES, f"{what}: {len(ticket.prompt.images)} images"
+            len(ticket.prompt.images) <= MOST_IMAGES, f"{name}: {len(ticket.prompt.images)} images"
         )
-        _images(by_digest(ticket.prompt.images), what)
+        _check_images(index_by_digest(ticket.prompt.images), name)
         exact = ticket.exact_version
-        _labels([ticket.min_version, *([] if exact is None else [exact])], f"{what}: versions")
+        _check_labels(
+            [ticket.min_version, *([] if exact is None else [exact])], f"{name}: versions"
+        )
         require(
-            exact is None or exact.epoch <= ticket.min_version.epoch, f"{what}: exactly {exact}"
+            exact is None or exact.epoch <= ticket.min_version.epoch, f"{name}: exactly {exact}"
         )
 
 
-def call(call: m.GenerationCall, vocabulary: int, context: int) -> None:
-    """Check one call, for a generator whose engine holds `context` tokens per row.
+def check_call(call: m.GenerationCall, vocabulary: int, context: int) -> None:
+    """Check one call in the generator.
 
-    An invalid call is answered by a failure; the other calls of its message run. Raises BadMessage.
+    The generator replies to an invalid call by a failure; the other calls of its message run.
+
+    vocabulary: number of tokens of the model. context: tokens of a row of the engine; 0: unlimited.
+    Raises BadMessage.
     """
-    what = f"call {call.id} of ticket {call.ticket}"
-    _sampling(call.sampling, what)
+    name = f"call {call.id} of ticket {call.ticket}"
+    _check_sampling(call.sampling, name)
     length = len(call.prompt) // 4
-    require(bool(length) and len(call.prompt) == 4 * length, f"{what}: {len(call.prompt)} bytes")
+    require(bool(length) and len(call.prompt) == 4 * length, f"{name}: {len(call.prompt)} bytes")
     require(
         call.max_new_tokens >= 1 and (not context or length + call.max_new_tokens <= context),
-        f"{what}: {call.max_new_tokens} tokens behind {length}, in a context of {context}",
+        f"{name}: {call.max_new_tokens} tokens behind {length}, in a context of {context}",
     )
     exact = call.exact_version
-    _labels([call.min_version, *([] if exact is None else [exact])], f"{what}: versions")
+    _check_labels([call.min_version, *([] if exact is None else [exact])], f"{name}: versions")
     require(
         0 <= call.sample < COUNT and 0 <= call.stream < 1 << 64,
-        f"{what}: sample {call.sample}, stream {call.stream}",
+        f"{name}: sample {call.sample}, stream {call.stream}",
     )
     require(
         len(call.grammar) <= m.MOST_GRAMMAR,
-        f"{what}: a grammar of {len(call.grammar)} characters",
+        f"{name}: a grammar of {len(call.grammar)} characters",
     )
     ids = memoryview(call.prompt).cast("i")
     require(
         min(ids) >= 0 and (not vocabulary or max(ids) < vocabulary),
-        f"{what}: tokens from {min(ids)} to {max(ids)}, of a model with {vocabulary}",
+        f"{name}: tokens from {min(ids)} to {max(ids)}, of a model with {vocabulary}",
     )
 
 
-def call_images(
+def check_call_images(
     call: m.GenerationCall, blobs: Mapping[str, bytes], images: ImageShape | None
 ) -> None:
-    """Check that a call has the images of its image tokens, in the generator.
+    """Check in the generator that a call has the images of its image tokens.
 
-    blobs: digest -> blob, of all calls of the message.  images: how the model reads images."""
+    blobs: digest -> blob, of all calls of the message.
+    images: how the model reads images; None: it reads only text.
+    Raises BadMessage."""
     ids = memoryview(call.prompt).cast("i").tolist()
     tokens = 0 if images is None else ids.count(images.token)
     length = 0 if images is None else images.length
@@ -183,37 +191,40 @@ def check_call_result(
     routing: m.RoutingShape | None = None,
     images: ImageShape | None = None,
 ) -> None:
-    """Check a generator's result against its call, in the gateway."""
-    what = f"call {call.id}"
+    """Check a generator's result against its call, in the gateway. Raises BadMessage.
+
+    vocabulary, routing, images: see `check`."""
+    name = f"call {call.id}"
     length = len(message.tokens) // 4
     require(
         len(message.failed) <= TEXT and not (length and message.failed),
-        f"{what}: {length} tokens, and a failure of {len(message.failed)} characters",
+        f"{name}: {length} tokens, and a failure of {len(message.failed)} characters",
     )
     require(
         len(message.tokens) == len(message.logprobs) == 4 * length,
-        f"{what}: {len(message.tokens)} bytes of tokens, {len(message.logprobs)} of logprobs",
+        f"{name}: {len(message.tokens)} bytes of tokens, {len(message.logprobs)} of logprobs",
     )
     require(
         length <= call.max_new_tokens and 0 <= message.lost <= call.max_new_tokens,
-        f"{what}: {length} tokens and {message.lost} lost; it may have {call.max_new_tokens}",
+        f"{name}: {length} tokens and {message.lost} lost; it may have {call.max_new_tokens}",
     )
     edges = [0] + [span.end for span in message.spans]
     require(
         edges[:-1] == [span.start for span in message.spans]
         and edges[-1] == length
         and edges == sorted(set(edges)),
-        f"{what}: its spans are not its {length} tokens in order",
+        f"{name}: its spans are not its {length} tokens in order",
     )
-    _labels([label for x in message.spans for label in (x.label, x.kv)], f"{what}: versions")
+    labels = [label for span in message.spans for label in (span.label, span.kv)]
+    _check_labels(labels, f"{name}: versions")
     require(
-        all(x.label.epoch == call.min_version.epoch for x in message.spans)
+        all(span.label.epoch == call.min_version.epoch for span in message.spans)
         or call.exact_version is not None,
-        f"{what}: tokens of another epoch than {call.min_version.epoch}",
+        f"{name}: tokens of another epoch than {call.min_version.epoch}",
     )
     require(
         length > 0 or not (message.support or message.routed),
-        f"{what}: a support or experts without tokens",
+        f"{name}: a support or experts without tokens",
     )
     if length:
         from asyncrl.transport import arrays
@@ -228,11 +239,11 @@ def check_call_result(
             routed=message.routed,
             images=call.images,
         )
-        arrays.numbers_of(sequence, what, vocabulary, routing, images)
+        arrays.check_sequence_numbers(sequence, name, vocabulary, routing, images)
 
 
-def serving(message: m.ServingReport) -> None:
-    """Check a generator's report about itself, in the gateway."""
+def check_serving(message: m.ServingReport) -> None:
+    """Check a generator's report about itself, in the gateway. Raises BadMessage."""
     require(
         0 < len(message.producer) <= 200 and message.producer.isprintable(),
         f"a generator's name is printable and has 1 to 200 characters, not "
@@ -244,7 +255,7 @@ def serving(message: m.ServingReport) -> None:
     )
 
 
-def _batch(
+def _check_batch(
     message: m.Batch,
     vocabulary: int,
     routing: m.RoutingShape | None,
@@ -252,12 +263,12 @@ def _batch(
 ) -> None:
     from asyncrl.transport import arrays  # imports numpy, which a live view does not need
 
-    what = f"batch {message.number}"
-    require(0 <= message.number < COUNT and 0 <= message.next_ticket < COUNT, what)
+    name = f"batch {message.number}"
+    require(0 <= message.number < COUNT and 0 <= message.next_ticket < COUNT, name)
     counts = {len(message.lags), len(message.in_flight), len(message.token_lags)}
     require(
         counts == {len(message.samples)} and bool(message.samples),
-        f"{what}: {len(message.samples)} samples with {len(message.lags)} lags, "
+        f"{name}: {len(message.samples)} samples with {len(message.lags)} lags, "
         f"{len(message.in_flight)} in flight, {len(message.token_lags)} by token",
     )
     groups: dict[int, list[int]] = {}
@@ -265,42 +276,48 @@ def _batch(
         groups.setdefault(sample.ticket, []).append(sample.sample)
     require(
         all(sorted(numbers) == list(range(len(numbers))) for numbers in groups.values()),
-        f"{what}: groups with missing or duplicate samples",
+        f"{name}: groups with missing or duplicate samples",
     )
     lagged = zip(message.samples, message.lags, message.in_flight, message.token_lags, strict=True)
-    for sample, lag, flown, runs in lagged:
-        which = f"{what}: {arrays.name(sample)}"
-        require(0 <= flown <= lag < COUNT, f"{which}: a lag of {lag}, {flown} of it in flight")
-        for row in arrays.array_parts(sample):
-            arrays.check_row(row, which)
-        arrays.scalars(sample)
+    for sample, lag, in_flight, runs in lagged:
+        sample_name = f"{name}: {arrays.cite(sample)}"
+        require(
+            0 <= in_flight <= lag < COUNT,
+            f"{sample_name}: a lag of {lag}, {in_flight} of it in flight",
+        )
+        for row in arrays.list_sequences(sample):
+            arrays.check_row(row, sample_name)
+        arrays.check_scalars(sample)
         token_count = sample.token_count
         for start, end, run_lag in runs:
             require(
                 0 <= start <= end <= token_count and 0 <= run_lag <= lag,
-                f"{which}: lag {run_lag} from {start} to {end}, "
+                f"{sample_name}: lag {run_lag} from {start} to {end}, "
                 f"of {token_count} tokens with lag {lag}",
             )
-    arrays.numbers(message.samples, vocabulary, routing, images)
-    _images(message.images, what)
-    lost = set[str]().union(*(x.all_images for x in message.samples)) - message.images.keys()
-    require(not lost, f"{what}: {len(lost)} images of its samples are not in it")
+    arrays.check_numbers(message.samples, vocabulary, routing, images)
+    _check_images(message.images, name)
+    digests = set[str]().union(*(sample.all_images for sample in message.samples))
+    missing = digests - message.images.keys()
+    require(not missing, f"{name}: {len(missing)} images of its samples are not in it")
     require(
         set(message.ledger) <= set(m.DISPOSITIONS)
-        and all(math.isfinite(x) for line in message.ledger.values() for x in line.values()),
-        f"{what}: its ledger has unknown lines or infinite counts",
+        and all(
+            math.isfinite(value) for line in message.ledger.values() for value in line.values()
+        ),
+        f"{name}: its ledger has unknown lines or infinite counts",
     )
 
 
-def _images(blobs: Mapping[str, bytes], what: str) -> None:
+def _check_images(blobs: Mapping[str, bytes], name: str) -> None:
     """Check images by their digests."""
     try:
         check_blobs(blobs)
     except ValueError as error:
-        raise BadMessage(f"{what}: {error}", "image") from error
+        raise BadMessage(f"{name}: {error}", "image") from error
 
 
-def _status(message: m.RunStatus) -> None:
+def _check_status(message: m.RunStatus) -> None:
     require(
         len(message.metrics) <= LIST
         and len(message.peers) <= LIST
@@ -317,29 +334,29 @@ def _status(message: m.RunStatus) -> None:
         )
     if message.held_up is not None:
         session = message.held_up.session
-        words = (session.name, session.task, session.what, session.limit, message.held_up.producer)
-        require(all(len(word) <= TEXT for word in words), f"words of session {session.name[:40]!r}")
+        texts = (session.name, session.task, session.what, session.limit, message.held_up.producer)
+        require(all(len(text) <= TEXT for text in texts), f"texts of session {session.name[:40]!r}")
 
 
 def check_weight_layout(layout: Rows) -> None:
-    """Check a layout of weights.
+    """Check a layout of weights. Raises BadMessage.
 
-    Names differ, dtypes are known, pieces fit their shapes, do not overlap and have plausible
-    sizes.
+    Names must differ, dtypes must be known, and pieces must fit their shapes, not overlap and have
+    plausible sizes.
     """
     require(0 < len(layout) <= LIST, f"a layout of {len(layout)} tensors")
     require(len({row[0] for row in layout}) == len(layout), "a layout that names a tensor twice")
     end = 0
     for name, dtype, shape, offset, size in layout:
-        what = f"weights {name[:80]!r}"
-        require(dtype in DTYPES, f"{what}: dtype {dtype[:40]!r}; known are {', '.join(DTYPES)}")
-        require(len(shape) <= 16 and all(0 <= side <= WEIGHTS_BYTES for side in shape), what)
+        title = f"weights {name[:80]!r}"
+        require(dtype in DTYPES, f"{title}: dtype {dtype[:40]!r}; known are {', '.join(DTYPES)}")
+        require(len(shape) <= 16 and all(0 <= side <= WEIGHTS_BYTES for side in shape), title)
         require(
             math.prod(shape) * DTYPES[dtype] == size,
-            f"{what}: {size} bytes for shape {shape} of {dtype}",
+            f"{title}: {size} bytes for shape {shape} of {dtype}",
         )
         require(
             end <= offset <= offset + size <= WEIGHTS_BYTES and offset % DTYPES[dtype] == 0,
-            f"{what}: bytes {offset} to {offset + size}, behind {end}",
+            f"{title}: bytes {offset} to {offset + size}, behind {end}",
         )
         end = offset + size

@@ -3,9 +3,9 @@
 A process that is killed can therefore never hold a lock.
 
 ```
-DIR/manifest        msgpack: epoch, bytes, rows of the flat layout DIR/slot_N          header
-(sequence, epoch, number, xxh3-64, probe), then the bytes, page-aligned DIR/pin_READER      the slot
-that a reader copies from, and its heartbeat
+DIR/manifest        msgpack: epoch, bytes, rows of the flat layout
+DIR/slot_N          header (sequence, epoch, number, xxh3-64, probe), then the bytes, page-aligned
+DIR/pin_READER      the slot that a reader copies from, and its heartbeat
 ```
 
 The writer takes a slot that no live reader has pinned, makes the sequence odd, writes, stores label
@@ -38,9 +38,9 @@ HEADER = 4096  # one page, so that the bytes are aligned
 _SLOT = struct.Struct("<QqqQ")  # sequence, epoch, number, checksum
 _PROBE = struct.Struct("<H256s")  # bytes, padded; behind _SLOT
 _PIN = struct.Struct("<qd")  # slot or -1, heartbeat (CLOCK_MONOTONIC)
-PIN_S = 5.0
+PIN_S = 5.0  # seconds
 COPY = 32 << 20  # bytes between two heartbeats
-Rows = list[tuple[str, str, list[int], int, int]]
+Rows = list[tuple[str, str, list[int], int, int]]  # (name, dtype, shape, offset, bytes) of a tensor
 
 
 class _Manifest(msgspec.Struct, frozen=True):
@@ -60,12 +60,12 @@ def _map(path: Path, size: int, *, create: bool) -> mmap.mmap:
         os.close(fd)
 
 
-def _head(slot: mmap.mmap) -> tuple[int, Label, str]:
+def _read_head(slot: mmap.mmap) -> tuple[int, Label, str]:
     sequence, epoch, number, checksum = _SLOT.unpack_from(slot, 0)
     return sequence, Label(epoch, number), f"{checksum:016x}"
 
 
-def _probe(slot: mmap.mmap) -> bytes:
+def _read_probe(slot: mmap.mmap) -> bytes:
     size, padded = _PROBE.unpack_from(slot, _SLOT.size)
     return bytes(padded[:size])
 
@@ -74,6 +74,10 @@ class WeightRing:
     """The learner's end.
 
     It starts with `slots` files and makes more, up to `most`, while all are pinned or kept.
+
+    size: bytes of a version.
+    rows: the layout of the flat bytes.
+    wait_s: seconds to wait for a free slot.
     """
 
     def __init__(
@@ -102,33 +106,32 @@ class WeightRing:
                 f"{error}; lower weights.slots"
             ) from error
         self.rows = rows
-        self._declare()
+        self._write_manifest()
 
-    def _declare(self) -> None:
+    def _write_manifest(self) -> None:
         manifest = msgspec.msgpack.encode(_Manifest(self.epoch, self.size, self.rows))
         atomic_write.write(self.directory / "manifest", manifest)
 
     def recreate(self) -> bool:
         """Create the directory again if it was removed; return whether it was.
 
-        Readers of the old files keep them, and learn from `RingReader.is_replaced` that no new
-        version will come there. Raises AsyncrlError.
+        Readers of the old files keep them. `RingReader.is_replaced` shows them that these files
+        will get no new version. Raises AsyncrlError.
         """
         if (self.directory / "manifest").exists():
             return False
         try:
             shutil.rmtree(self.directory, ignore_errors=True)
             private.create_directory(self.directory)
-            fresh = []
+            new_slots = []
             for number, old in enumerate(self.slots):
-                fresh.append(
-                    _map(self.directory / f"slot_{number}", HEADER + self.size, create=True)
-                )
-                with memoryview(old) as source, memoryview(fresh[-1]) as target:
+                new = _map(self.directory / f"slot_{number}", HEADER + self.size, create=True)
+                new_slots.append(new)
+                with memoryview(old) as source, memoryview(new) as target:
                     target[:] = source
             # the last reader frees the old maps: the chunk server's thread may be using one
-            self.slots = fresh
-            self._declare()
+            self.slots = new_slots
+            self._write_manifest()
         except OSError as error:
             raise AsyncrlError(
                 f"the weights' directory {self.directory} was removed and cannot be created again: "
@@ -143,8 +146,8 @@ class WeightRing:
         self.slots.append(slot)
         return len(self.slots) - 1
 
-    def pins(self) -> dict[int, str]:
-        """Return slot -> the live reader that copies from it."""
+    def list_pins(self) -> dict[int, str]:
+        """List {slot: the live reader that copies from it}."""
         readers = {}
         for path in self.directory.glob("pin_*"):
             try:
@@ -155,21 +158,25 @@ class WeightRing:
                 readers[slot] = path.name.removeprefix("pin_")
         return readers
 
-    def labels(self) -> dict[Label, str]:
-        """Return label -> digest of the versions in the ring."""
-        return {label: digest for _, label, digest in map(_head, self.slots) if label.number >= 0}
+    def list_labels(self) -> dict[Label, str]:
+        """List {label: digest} of the versions in the ring."""
+        return {
+            label: digest for _, label, digest in map(_read_head, self.slots) if label.number >= 0
+        }
 
     def _choose_slot(self, keep: Iterable[Label]) -> int:
-        """Return the slot to overwrite: the oldest not pinned, not kept, not the newest."""
+        """Choose the slot to overwrite: the oldest not pinned, not kept, not the newest.
+
+        Raises AsyncrlError when no slot becomes free."""
         deadline = time.monotonic() + self.wait_s
         kept = set(keep)
         while True:
-            heads = [_head(s)[1] for s in self.slots]
-            newest = max(heads)
-            pinned = self.pins()
+            labels = [_read_head(slot)[1] for slot in self.slots]
+            newest = max(labels)
+            pinned = self.list_pins()
             free = [
                 (label, number)
-                for number, label in enumerate(heads)
+                for number, label in enumerate(labels)
                 if number not in pinned
                 and label not in kept
                 and (label != newest or label.number < 0)
@@ -193,12 +200,15 @@ class WeightRing:
         keep: Iterable[Label] = (),
         probe: bytes = b"",
     ) -> str:
-        """Publish a version; `fill` writes the flat bytes. Returns their digest.
+        """Publish a version; return the digest of its bytes.
 
+        fill: writes the flat bytes.
+        keep: versions that must stay in the ring.
+        probe: stored with the version.
         Raises AsyncrlError when no slot becomes free.
         """
         slot = self.slots[self._choose_slot(keep)]
-        sequence = _head(slot)[0] | 1
+        sequence = _read_head(slot)[0] | 1
         _SLOT.pack_into(slot, 0, sequence, -1, -1, 0)
         with memoryview(slot) as mapped, mapped[HEADER:] as data:
             fill(data)
@@ -211,16 +221,17 @@ class WeightRing:
     def read_part(
         self, label: Label, digest: str, offset: int, size: int
     ) -> tuple[str, bytes, bytes]:
-        """Return (digest, bytes of a part, probe) of a version, for the chunk server.
+        """Read (digest, bytes of a part, probe) of a version, for the chunk server.
 
-        Digest "" when the version is not here.
+        digest: "" for any version with that label.
+        Returns the digest "" if the ring does not have the version.
         """
         for slot in self.slots:
-            header = _head(slot)
+            header = _read_head(slot)
             if header[1] == label and not header[0] & 1 and digest in ("", header[2]):
                 data = slot[HEADER + offset : HEADER + min(offset + size, self.size)]
-                probe = _probe(slot)
-                if _head(slot) == header:
+                probe = _read_probe(slot)
+                if _read_head(slot) == header:
                     return header[2], data, probe
         return "", b"", b""
 
@@ -236,8 +247,8 @@ class WeightRing:
 class RingReader:
     """A generator's end.
 
-    Raises DamagedDataError when the ring's manifest does not parse, FileNotFoundError when there is
-    none, ConfigError when others have access to the directory.
+    Raises DamagedDataError when the ring's manifest does not parse, FileNotFoundError when it is
+    missing, ConfigError when other users have access to the directory.
     """
 
     def __init__(self, directory: Path, reader_id: str) -> None:
@@ -253,13 +264,13 @@ class RingReader:
                 f"{directory / 'manifest'} is not a manifest of weights: {error}"
             ) from error
         self.slots: list[mmap.mmap] = []
-        self._made = self._inode()
+        self._inode = self._read_inode()
         self._pin = _map(directory / f"pin_{reader_id}", 64, create=True)
         _PIN.pack_into(self._pin, 0, -1, 0.0)
         self._read_manifest()
 
-    def _inode(self) -> int:
-        """Return the inode of the directory's manifest; 0 when there is none."""
+    def _read_inode(self) -> int:
+        """Return the inode of the directory's manifest; 0 if it is missing."""
         try:
             return (self.directory / "manifest").stat().st_ino
         except OSError:
@@ -268,12 +279,13 @@ class RingReader:
     def is_replaced(self) -> bool:
         """Whether the directory was removed or recreated since this reader opened it.
 
-        If so, nothing new will appear in its maps.
+        If so, its maps get no new version.
         """
-        return self._inode() != self._made
+        return self._read_inode() != self._inode
 
     @property
     def manifest(self) -> Rows:
+        """The layout of the flat bytes."""
         return self._manifest.rows
 
     def _read_manifest(self) -> None:
@@ -282,23 +294,23 @@ class RingReader:
         ).exists() and path.stat().st_size == HEADER + self._manifest.size:
             self.slots.append(_map(path, HEADER + self._manifest.size, create=False))
 
-    def labels(self) -> dict[Label, str]:
-        """Return label -> digest of the versions in the ring now."""
+    def list_labels(self) -> dict[Label, str]:
+        """List {label: digest} of the versions in the ring now."""
         self._read_manifest()
         return {
             label: digest
-            for sequence, label, digest in map(_head, self.slots)
+            for sequence, label, digest in map(_read_head, self.slots)
             if label.number >= 0 and not sequence & 1
         }
 
     def read(self, label: Label, digest: str, into: memoryview) -> bool:
         """Copy version `label` into `into` and verify it.
 
-        Returns False when it is not there or changed during the copy.
+        Returns False if the ring does not have it or it changed during the copy.
         """
         self._read_manifest()
         for number, slot in enumerate(self.slots):
-            if _head(slot)[1] == label:
+            if _read_head(slot)[1] == label:
                 return self._copy(number, label, digest, into)
         return False
 
@@ -306,7 +318,7 @@ class RingReader:
         slot = self.slots[number]
         try:
             _PIN.pack_into(self._pin, 0, number, time.monotonic())
-            header = _head(slot)
+            header = _read_head(slot)
             if header[0] & 1 or header[1] != label or header[2] != digest:
                 return False
             with memoryview(slot) as source:
@@ -314,12 +326,13 @@ class RingReader:
                     piece = into[start : start + COPY]
                     piece[:] = source[HEADER + start : HEADER + start + len(piece)]
                     _PIN.pack_into(self._pin, 0, number, time.monotonic())
-            self.probe = _probe(slot)
-            return _head(slot) == header and xxhash.xxh3_64_hexdigest(into) == digest
+            self.probe = _read_probe(slot)
+            return _read_head(slot) == header and xxhash.xxh3_64_hexdigest(into) == digest
         finally:
             _PIN.pack_into(self._pin, 0, -1, 0.0)
 
     def close(self) -> None:
+        """Unmap all files."""
         for slot in self.slots:
             slot.close()
         self.slots = []

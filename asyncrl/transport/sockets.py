@@ -7,8 +7,8 @@ peers' own rules (requests repeated until answered, samples sent until acknowled
 suppressed by key) compensate every loss that a killed process can cause.
 
 A peer's message has two frames: a head with protocol and run, and the message itself. The head is
-compared before anything is decoded, so that messages of other runs are never decoded. Only
-`StatusRequest` may come without a known run; its answer names the run.
+compared first, so that messages of other runs are never decoded. Only `StatusRequest` may come
+without a known run; its reply names the run.
 """
 
 from __future__ import annotations
@@ -53,43 +53,45 @@ from asyncrl.transport import keys, message_checks
 from asyncrl.transport.connection_guard import ConnectionGuard
 
 IPC_LIMIT = 107  # bytes of a unix socket's path
-# messages queued for one peer; credit and pacing keep the outstanding ones far below this
+# messages queued for one peer; credit and pacing keep the number of outstanding messages far lower
 HIGH_WATER = 1000
-# unread messages of one peer; further ones stay at the peer
-WAITING_BYTES = 256 * 1024 * 1024
-LEAST_WAITING = 16  # messages
+# unread messages of one peer at the buffer; further messages stay at the peer
+UNREAD_BYTES = 256 * 1024 * 1024
+LEAST_UNREAD = 16  # messages
+MOST_UNREAD = 1000  # unread messages at a peer
 # a peer that does not answer heartbeats is dropped with its queued messages
 HEARTBEAT_MS = 5_000
 SILENT_MS = 60_000
-WAITING = 1000  # unread messages
 # larger messages are sent without a copy; for smaller ones a copy costs less than the notification
 # of zmq's thread
 IN_PLACE_BYTES = 1 << 20
 
-GREET_S = 5.0  # between two greetings: a restarted buffer does not know its generators
-ENDED_S = 2.0  # silence of the buffer before the run directory is checked for the run's end
-SOUGHT_S = 2.0  # silence of the buffer before its address is looked up, and between two look-ups
+GREET_S = 5.0  # seconds between two hellos: a restarted buffer does not know its generators
+ENDED_S = 2.0  # seconds of silence before the run directory is checked for the run's end
+SEARCH_S = 2.0  # seconds of silence before the buffer's address is looked up, and between look-ups
 
-BROKEN = 20  # invalid messages in a row after which the connection fails
-BROKEN_SAID = 3  # invalid messages that are logged
+MOST_BROKEN = 20  # invalid messages in a row after which the connection fails
+LOGGED_BROKEN = 3  # invalid messages that are logged
 
-# raised by a decoder for foreign bytes: wrong types, bad UTF-8, endless nesting, sizes that exceed
-# memory
+# the errors of a decoder for foreign bytes: wrong types, bad UTF-8, endless nesting, sizes that
+# exceed memory
 UNDECODABLE = (msgspec.MsgspecError, ValueError, RecursionError, MemoryError, OverflowError)
 
 _encoder = msgspec.msgpack.Encoder()
 
 
-def head(run: str, protocol: int = PROTOCOL) -> bytes:
-    """Build the first frame of a peer's messages; run "" when it is unknown."""
+def make_head(run: str, protocol: int = PROTOCOL) -> bytes:
+    """Make the first frame of a peer's messages.
+
+    run: "" if it is unknown."""
     return f"asyncrl {protocol} {run}".encode()
 
 
 def send_message(socket: Any, first: bytes, message: Any) -> None:
     """Send a message behind its first frame without blocking.
 
-    Raises zmq.Again when there is no room for it, and AsyncrlError when it is larger than a frame
-    may be: its reader would drop the connection, and both would wait forever.
+    Raises zmq.Again when the queue is full, and AsyncrlError when the message is larger than a
+    frame may be: its reader would drop the connection, and both would wait forever.
     """
     payload = _encoder.encode(message)
     if len(payload) > MAX_FRAME_BYTES:
@@ -105,8 +107,9 @@ def send_message(socket: Any, first: bytes, message: Any) -> None:
 def receive_frames(socket: Any, most: int, frames: int, *, keep: bool = False) -> list[Any]:
     """Receive the next message, at most `frames` + 1 frames and `most` bytes in total.
 
-    Further frames are discarded. A message with too many bytes is reduced to its first frame. keep:
-    return zmq's own frames, which carry their sender's key and are decoded without a copy.
+    Further frames are discarded. A message with too many bytes is reduced to its first frame.
+
+    keep: return zmq's own frames, which have their sender's key and are decoded without a copy.
     """
     received: list[Any] = []
     size = 0
@@ -119,32 +122,35 @@ def receive_frames(socket: Any, most: int, frames: int, *, keep: bool = False) -
             return received if size <= most else received[:1]
 
 
-def undecodable(reason: str) -> Refusal:
+def make_undecodable_refusal(reason: str) -> Refusal:
+    """Make the refusal of a message that does not decode."""
     return Refusal(f"a message that is not of this protocol: {reason}", 4)
 
 
-def foreign_peer_refusal(theirs: bytes, run: str) -> Refusal:
-    """Build the refusal of a message from another run or protocol."""
-    name, _, rest = theirs[:200].decode(errors="replace").partition(" ")
-    protocol, _, other = rest.partition(" ")
+def make_foreign_refusal(head: bytes, run: str) -> Refusal:
+    """Make the refusal of a message from another run or protocol.
+
+    head: the first frame of the message. run: the run of this process."""
+    name, _, rest = head[:200].decode(errors="replace").partition(" ")
+    protocol, _, peer_run = rest.partition(" ")
     if name != "asyncrl" or not protocol.isdecimal():
-        return Refusal("a message that is not of this protocol: its first frame names no run", 4)
+        return make_undecodable_refusal("its first frame names no run")
     if int(protocol) != PROTOCOL:
         return Refusal(
             f"the buffer speaks protocol {PROTOCOL}, this process {protocol}: install the same "
             "version on all hosts"
         )
     return Refusal(
-        f"the buffer belongs to run {run}, this process to run {other or '(none)'}: give it the "
+        f"the buffer belongs to run {run}, this process to run {peer_run or '(none)'}: give it the "
         "same run directory",
         2,
     )
 
 
 def check_address(address: str, curve_dir: str, key: str) -> None:
-    """Refuse an address that cannot work or would be open to the network without keys.
+    """Check that an address can work and is not open to the network without keys.
 
-    Raises ConfigError.
+    key: the config key of the address, for the error. Raises ConfigError.
     """
     kind, _, rest = address.partition("://")
     if kind not in ("ipc", "tcp") or not rest:
@@ -156,14 +162,14 @@ def check_address(address: str, curve_dir: str, key: str) -> None:
             f"{key}: the socket path {rest} has {len(rest.encode())} bytes, the system allows "
             f"{IPC_LIMIT}; choose a shorter one"
         )
-    if kind == "tcp" and not curve_dir and not _loopback(rest.rsplit(":", 1)[0]):
+    if kind == "tcp" and not curve_dir and not _is_loopback(rest.rsplit(":", 1)[0]):
         raise ConfigError(
             f"{key}: {address} is open to the network; give CURVE keys by wires.curve_dir "
             "(`asyncrl keys DIR`), or use 127.0.0.1"
         )
 
 
-def _loopback(host: str) -> bool:
+def _is_loopback(host: str) -> bool:
     if host == "localhost":
         return True
     try:
@@ -175,12 +181,14 @@ def _loopback(host: str) -> bool:
 class BufferSocket:
     """The ROUTER of the buffer or of a gateway.
 
-    A slow peer: its messages queue at its side up to its credit and here up to WAITING_BYTES.
-    Messages to it queue up to HIGH_WATER, then they are dropped, and the peer's repeated request
-    brings them again. A dead peer: the same, nothing blocks. A peer may connect at any time.
+    The messages of a slow peer queue at its side up to its credit and here up to UNREAD_BYTES.
+    Messages to it queue up to HIGH_WATER, then they are dropped, and the peer repeats its request.
+    A dead peer blocks nothing either. A peer may connect at any time.
 
-    reads: the types of accepted messages. key: the config key that named the address. run: the run
-    whose messages are accepted. most: bytes of one message over all its frames.
+    reads: the types of accepted messages.
+    key: the config key that named the address.
+    run: the run whose messages are accepted.
+    most: bytes of one message over all its frames.
     """
 
     def __init__(
@@ -195,23 +203,23 @@ class BufferSocket:
     ) -> None:
         check_address(address, curve_dir, key)
         self.run = run
-        self.head = head(run)
+        self.head = make_head(run)
         self.most = most
         self.refused: Callable[[str, str], None] = lambda reason, line: None
-        self.speaker = ""  # the name of the key that the last message came with
+        self.sender = ""  # the name of the last message's key
         # the last message as it was encoded; a reference to it keeps zmq's memory alive
         self.payload: bytes | memoryview = b""
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 200)
         self.socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
-        waiting = min(HIGH_WATER, max(LEAST_WAITING, WAITING_BYTES // most))
+        waiting = min(HIGH_WATER, max(LEAST_UNREAD, UNREAD_BYTES // most))
         self.socket.setsockopt(zmq.RCVHWM, waiting)
         self.socket.setsockopt(zmq.MAXMSGSIZE, most)
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._guard = keys.guard(self.socket, curve_dir)
+        self._guard = keys.make_authenticator(self.socket, curve_dir)
         try:
             with keys.private_umask():  # connecting to an ipc socket needs write permission
                 self.socket.bind(address)
@@ -220,16 +228,17 @@ class BufferSocket:
                 f"{key}: cannot listen on {address}: {error}; is another run using it?"
             ) from error
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.crowd = ConnectionGuard(self.socket)
+        self.connections = ConnectionGuard(self.socket)
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(reads)
 
     def recv(self, timeout: float) -> tuple[bytes, Any] | None:
         """Return the next message within `timeout` seconds, with its peer.
 
-        Returns None for a message of another run, too large, undecodable, or not permitted by its
-        sender's key. Such a message is answered by a Refusal and reported to `refused`.
+        Returns None without a message, and for a message of another run, too large, undecodable, or
+        not permitted by its sender's key. Such a message gets a Refusal and is reported to
+        `refused`.
         """
-        if timeout and self.crowd.close_excess(self.address):
+        if timeout and self.connections.close_excess(self.address):
             return None
         # `poll` builds a poller, which costs as much as reading a short message
         events: Any = self.socket.getsockopt(zmq.EVENTS)
@@ -239,34 +248,37 @@ class BufferSocket:
         peer, frames = bytes(received[0]), received[1:]
         if len(frames) != 2:
             self._refuse(
-                peer, "frame", undecodable(f"no head and message, or more than {self.most} bytes")
+                peer,
+                "frame",
+                make_undecodable_refusal(f"no head and message, or more than {self.most} bytes"),
             )
             return None
-        theirs, payload = frames[0].bytes, frames[1].buffer
+        peer_head, payload = frames[0].bytes, frames[1].buffer
         self.payload = payload
-        name = None if self._guard is None else self._guard.name(frames[1])
-        self.speaker = name or ""
-        if theirs != self.head and theirs != head(""):
-            self._refuse(peer, "stranger", foreign_peer_refusal(theirs, self.run))
+        name = None if self._guard is None else self._guard.get_name(frames[1])
+        self.sender = name or ""
+        if peer_head != self.head and peer_head != make_head(""):
+            self._refuse(peer, "stranger", make_foreign_refusal(peer_head, self.run))
             return None
         try:
             message = self._decoder.decode(payload)
         except UNDECODABLE as error:
             detail = f"{type(error).__name__}: {str(error)[:200]!r}"
-            self._refuse(peer, "frame", undecodable(detail))
+            self._refuse(peer, "frame", make_undecodable_refusal(detail))
             return None
-        if theirs != self.head and not isinstance(message, StatusRequest):
-            self._refuse(peer, "stranger", foreign_peer_refusal(theirs, self.run))
+        if peer_head != self.head and not isinstance(message, StatusRequest):
+            self._refuse(peer, "stranger", make_foreign_refusal(peer_head, self.run))
             return None
         if name is None or keys.is_allowed(name, message):
             return peer, message
-        what = f"a {type(message).__name__} of {getattr(message, 'producer', 'a learner')[:200]!r}"
-        reason = f"the key of {name or 'nobody'} may not send {what}: use the key of that role"
+        producer = getattr(message, "producer", "a learner")[:200]
+        text = f"a {type(message).__name__} of {producer!r}"
+        reason = f"the key of {name or 'nobody'} may not send {text}: use the key of that role"
         self._refuse(peer, "role", Refusal(f"wires.curve_dir: {reason}", 2))
         return None
 
     @property
-    def waiting(self) -> bool:
+    def has_message(self) -> bool:
         """Whether a message has arrived."""
         return bool(int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
@@ -285,6 +297,7 @@ class BufferSocket:
             pass
 
     def close(self) -> None:
+        """Close the socket and its context."""
         if self._guard is not None:
             self._guard.stop()
         self.socket.close()
@@ -295,13 +308,16 @@ class PeerSocket:
     """A DEALER to the buffer.
 
     It connects as soon as the buffer listens and again after an outage; messages sent meanwhile
-    queue here. A dead buffer shows only as silence: the caller holds the deadline and calls
-    `find_moved_buffer`, which looks up the address by `find`. name: selects the CURVE key, if there
-    are keys. reads: the types of accepted messages. run: "" for processes that only watch. key: the
-    config key that named the address.
+    queue here. A dead buffer shows only as silence: the caller keeps the deadline and calls
+    `find_moved_buffer`, which looks up the address by `find_address`.
 
     A message that does not decode, or that `check` refuses, is counted in `broken` and closes the
-    connection: a new one is opened and pending requests are repeated.
+    connection. The socket opens a new one, and the caller repeats pending requests.
+
+    name: selects the CURVE key, if there are keys.
+    reads: the types of accepted messages.
+    run: "" for processes that only watch.
+    key: the config key that named the address.
     """
 
     def __init__(
@@ -319,23 +335,23 @@ class PeerSocket:
         self.curve_dir = curve_dir
         self.name = name
         self.run = run
-        self.head = head(run)
+        self.head = make_head(run)
         self.check: Callable[[Any], None] = message_checks.check
-        self.find: Callable[[], str] = lambda: ""  # looks up the buffer's current address
-        self.sought = 0.0
+        self.find_address: Callable[[], str] = lambda: ""  # looks up the buffer's current address
+        self.searched_at = 0.0  # CLOCK_MONOTONIC seconds
         self.broken = self.broken_in_a_row = 0
         self.context = zmq.Context()
-        self.socket = self._connected()
+        self.socket = self._connect()
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(reads)
 
-    def _connected(self) -> Any:
+    def _connect(self) -> Any:
         socket = self.context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 500)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        socket.setsockopt(zmq.RCVHWM, WAITING)
-        keys.lock(socket, self.curve_dir, self.name)
+        socket.setsockopt(zmq.RCVHWM, MOST_UNREAD)
+        keys.authenticate_client(socket, self.curve_dir, self.name)
         socket.connect(self.address)
         return socket
 
@@ -352,14 +368,14 @@ class PeerSocket:
     def find_moved_buffer(self, silent: float) -> bool:
         """Connect to the buffer's new address if it has moved.
 
-        Called after `silent` seconds of silence. Returns whether the buffer has moved; unanswered
-        requests must then be repeated.
+        silent: seconds of silence so far.
+        Returns whether the buffer has moved; the caller must then repeat unanswered requests.
         """
         now = time.monotonic()
-        if silent < SOUGHT_S or now - self.sought < SOUGHT_S:
+        if silent < SEARCH_S or now - self.searched_at < SEARCH_S:
             return False
-        address = self.find()
-        self.sought = time.monotonic()
+        address = self.find_address()
+        self.searched_at = time.monotonic()
         if not address or address == self.address:
             return False
         try:
@@ -379,18 +395,18 @@ class PeerSocket:
         )
         self.address = address
         self.socket.close(linger=0)  # its unsent messages are repeated
-        self.socket = self._connected()
+        self.socket = self._connect()
         return True
 
     @property
-    def waiting(self) -> bool:
+    def has_message(self) -> bool:
         """Whether a message has arrived."""
         return bool(int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def recv(self, timeout: float) -> Any:
         """Return the next message within `timeout` seconds, or None.
 
-        Raises PeerUnreachable after BROKEN invalid messages in a row.
+        Raises PeerUnreachable after MOST_BROKEN invalid messages in a row.
         """
         if not self.socket.poll(int(timeout * 1000)):
             return None
@@ -398,7 +414,7 @@ class PeerSocket:
         try:
             message = self.read([frame.buffer for frame in frames])
         except (*UNDECODABLE, BadMessage) as error:
-            self._broke(error)
+            self._count_broken(error)
             return None
         self.broken_in_a_row = 0
         return message
@@ -411,37 +427,37 @@ class PeerSocket:
         self.check(message)
         return message
 
-    def _broke(self, error: Exception) -> None:
+    def _count_broken(self, error: Exception) -> None:
         """Count an invalid message and open a new connection."""
         self.broken += 1
         self.broken_in_a_row += 1
         reason = f"{type(error).__name__}: {str(error)[:200]!r}"
-        if self.broken_in_a_row >= BROKEN:
+        if self.broken_in_a_row >= MOST_BROKEN:
             raise PeerUnreachable(
                 f"{self.address} does not speak this protocol: {self.broken_in_a_row} invalid "
                 f"messages in a row, the last one {reason}"
             ) from error
-        if self.broken <= BROKEN_SAID:
+        if self.broken <= LOGGED_BROKEN:
             print(
                 f"{self.address} sent an invalid message, reconnecting: {reason}",
                 file=sys.stderr,
                 flush=True,
             )
         self.socket.close(linger=0)
-        self.socket = self._connected()
+        self.socket = self._connect()
 
     def close(self) -> None:
+        """Close the socket and its context."""
         self.socket.close()
         self.context.term()
 
 
 class BufferPeer(ABC):
-    """A process of the run that talks to the buffer: learner, generator or gateway.
+    """A process of the run that is connected to the buffer: learner, generator or gateway.
 
-    It has one place for the rules of silence. A dead buffer shows as requests without a reply:
-    `silent_since` is the time from which silence counts, 0 while no reply is due. The peer then
-    looks for the buffer at another address, checks whether the run has ended, and gives up after
-    wires.connect_s."""
+    A dead buffer shows as requests without a reply: `silent_since` is the time from which silence
+    counts, 0 while no reply is due. The peer then looks for the buffer at another address, checks
+    whether the run has ended, and gives up after wires.connect_s."""
 
     def __init__(self, config: Config, run_dir: Path, name: str) -> None:
         self.config = config
@@ -451,15 +467,15 @@ class BufferPeer(ABC):
         self.socket = PeerSocket(
             get_current_buffer_address(config, run_dir), config.wires.curve_dir, name, run=self.run
         )
-        self.socket.find = self.find_buffer_address
+        self.socket.find_address = self.find_buffer_address
         self.silent_since = 0.0
-        self.ever_heard = False
+        self.has_reply = False
         self.waiting_for = "the buffer's first reply"
         self.waiting_since = time.monotonic()
         self.wait_log = WaitLog(min(10.0, config.watchdog.floor_s / 2))
 
     def find_buffer_address(self) -> str:
-        """The buffer's address as far as this process knows."""
+        """Return the buffer's address as far as this process knows."""
         return get_current_buffer_address(self.config, self.run_dir)
 
     def request(self, message: FromPeer) -> None:
@@ -471,7 +487,7 @@ class BufferPeer(ABC):
         """Yield the replies that arrive within `timeout` seconds. Raises the error of a refusal."""
         while (reply := self.socket.recv(timeout)) is not None:
             timeout = 0.0
-            self.ever_heard = True
+            self.has_reply = True
             self.on_reply()
             if isinstance(reply, Refusal):
                 error = AsyncrlError(reply.reason)
@@ -499,27 +515,27 @@ class BufferPeer(ABC):
 
     @abstractmethod
     def on_moved_buffer(self) -> None:
-        """Repeat to the buffer at its new address what was not answered."""
+        """Repeat the unanswered messages to the buffer at its new address."""
 
     @abstractmethod
     def on_finished_run(self) -> None:
-        """End: the run has finished, and the buffer exited before it could tell this process."""
+        """End, because the run has finished although the buffer sent no message about it."""
 
-    def error_after_end(self, name: str) -> NothingToDo:
-        """The error of a process that comes after the end of the run."""
+    def make_end_error(self, name: str) -> NothingToDo:
+        """Make the error of a process that connects after the end of the run."""
         return NothingToDo(
             f"the run in {self.run_dir} has ended, all its {self.config.learner.steps} steps are "
             f"made: {name} came too late"
         )
 
-    def waits_for(self, reason: str) -> None:
-        """Set what this process waits for; "" while it has work."""
+    def set_wait(self, reason: str) -> None:
+        """Set the reason why this process waits; "" while it has work."""
         if reason != self.waiting_for:
             self.waiting_for = reason
             self.waiting_since = time.monotonic()
 
     def current_wait(self, now: float) -> ProcessWait | None:
-        """The wait to report to others; None while this process has work."""
+        """Return the wait to report to others; None while this process has work."""
         if not self.waiting_for:
             return None
         return ProcessWait(self.name, self.waiting_for, BUFFER, now - self.waiting_since)
@@ -528,7 +544,7 @@ class BufferPeer(ABC):
         """Write a long wait to stderr, with the buffer's address."""
         if wait is not None and wait.on == BUFFER:
             wait = wait._replace(on=f"the buffer at {self.socket.address}")
-        for line in self.wait_log.lines([wait] if wait is not None else []):
+        for line in self.wait_log.make_lines([wait] if wait is not None else []):
             print(line, file=sys.stderr, flush=True)
 
 
@@ -544,9 +560,10 @@ class SessionPeer(BufferPeer):
         self.slots = slots
         self.want_sequence = 0
         self.want_sent = 0.0
-        self.asked = 0  # samples of the ticket request without an answer
-        self.renewed = self.greeted = 0.0
-        self.ending = self.over = False  # told to end; the run is over
+        self.requested_samples = 0  # samples of the unanswered ticket request
+        self.renewed = self.greeted = 0.0  # CLOCK_MONOTONIC seconds
+        self.ending = False  # this process must end
+        self.over = False  # the run is over
 
     def greet(self) -> None:
         """Identify this session to the buffer."""
@@ -569,7 +586,7 @@ class SessionPeer(BufferPeer):
             if isinstance(reply, m.TicketGrant) and reply.session == self.session:
                 self.announce(reply.announcement)
                 if reply.sequence == self.want_sequence:
-                    self.asked = 0
+                    self.requested_samples = 0
                 self.accept_tickets(reply.tickets)
                 self.over = self.over or reply.finished
             elif isinstance(reply, m.DeliveryAcks) and reply.session == self.session:
@@ -583,7 +600,7 @@ class SessionPeer(BufferPeer):
         self.judge_silence()
 
     def on_moved_buffer(self) -> None:
-        self.asked = 0
+        self.requested_samples = 0
         self.greet()
 
     def on_finished_run(self) -> None:
@@ -591,32 +608,36 @@ class SessionPeer(BufferPeer):
 
     @abstractmethod
     def announce(self, announcement: m.PolicyAnnouncement | None) -> None:
-        """Remember the newest weights."""
+        """Store the newest weights."""
 
     @abstractmethod
     def accept_tickets(self, tickets: list[m.Ticket]) -> None:
-        """Take granted tickets."""
+        """Accept granted tickets."""
 
     @abstractmethod
     def on_acks(self, reply: m.DeliveryAcks) -> None:
-        """Take acknowledgements of delivered samples."""
+        """Handle acknowledgements of delivered samples."""
 
     @abstractmethod
     def on_attempts(self, attempts: int) -> None:
         """Treat tickets of attempts up to `attempts` that have not arrived as lost."""
 
     @abstractmethod
-    def renewal(self, wait: ProcessWait | None) -> m.LeaseRenewal:
-        """The message that renews the leases and reports progress."""
+    def make_renewal(self, wait: ProcessWait | None) -> m.LeaseRenewal:
+        """Make the message that renews the leases and reports progress."""
 
     def request_tickets(self, samples: int, holding: Label | None) -> None:
-        """Request tickets for free slots; one request at a time, repeated without an answer."""
-        late = time.monotonic() - self.want_sent > self.config.wires.retry_s
-        if samples > 0 and (samples > self.asked or (self.asked and late)):
-            self.asked = samples
+        """Request tickets for free slots; repeat a request that has no reply.
+
+        holding: the newest weights loaded."""
+        is_late = time.monotonic() - self.want_sent > self.config.wires.retry_s
+        is_unanswered = self.requested_samples > 0
+        if samples > 0 and (samples > self.requested_samples or (is_unanswered and is_late)):
+            self.requested_samples = samples
             self.send_ticket_request(samples, holding)
 
     def send_ticket_request(self, samples: int, holding: Label | None) -> None:
+        """Send a ticket request under a new number."""
         self.want_sequence += 1
         self.want_sent = time.monotonic()
         self.socket.send(
@@ -624,7 +645,7 @@ class SessionPeer(BufferPeer):
         )
 
     def renew(self) -> None:
-        """Renew the leases every RENEW_S, greet every GREET_S, log long waits."""
+        """Renew the leases every RENEW_S, send a hello every GREET_S, log long waits."""
         now = time.monotonic()
         if now - self.renewed < m.RENEW_S:
             return
@@ -633,10 +654,10 @@ class SessionPeer(BufferPeer):
             self.greet()
         wait = self.current_wait(now)
         self.log_wait(wait)
-        self.request(self.renewal(wait))
+        self.request(self.make_renewal(wait))
 
     def leave(self) -> None:
-        """Give the leases back, unless the run is over, and disconnect."""
+        """Disconnect; unless the run is over, end the leases first."""
         if not self.over:
             self.socket.send(m.GeneratorGoodbye(self.producer, self.session))
         self.socket.close()
@@ -650,8 +671,8 @@ def wait(
     timeout: seconds.
     """
     poller = zmq.Poller()
-    for watched in sockets:
-        poller.register(watched.socket, zmq.POLLIN)
+    for socket in sockets:
+        poller.register(socket.socket, zmq.POLLIN)
     for descriptor in descriptors:
         poller.register(descriptor, zmq.POLLIN)
     poller.poll(max(0, int(timeout * 1000)))

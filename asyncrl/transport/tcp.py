@@ -24,12 +24,12 @@ def serve(config: Config, ring: WeightRing) -> ChunkServer | None:
         FileServer(config),
     )
     if config.weights.fan_out:
-        server.plant(config.weights.fan_out, ring.size)
+        server.start_trees(config.weights.fan_out, ring.size)
     return server
 
 
 def connect(config: Config, source: WeightsSource, name: str) -> WeightsClient:
-    """Connect a generator to the learner's chunk server.
+    """Connect generator `name` to the learner's chunk server.
 
     Raises PeerUnreachable when the learner serves no chunks."""
     if not source.address:

@@ -23,7 +23,7 @@ class WeightsServer(ABC):
     address: str
 
     def on_published(self, label: Label, digest: str) -> None:  # noqa: B027
-        """The ring holds version `label` now. Servers that read on request ignore it."""
+        """React to a new version in the ring. Servers that read on request ignore it."""
 
     @abstractmethod
     def close(self) -> None:
@@ -36,28 +36,30 @@ class WeightsClient(Protocol):
     bytes_received: int  # of weights, over a socket
     probe: bytes  # published with the version fetched last
 
-    def manifest(self) -> Rows:
-        """Return the layout of the flat bytes."""
+    def fetch_layout(self) -> Rows:
+        """Fetch the layout of the flat bytes."""
 
     def fetch(self, label: Label, digest: str, into: memoryview) -> str:
         """Copy version `label` into `into` and return its verified digest.
 
-        Returns "" when the version is gone. digest "": accept any version with that label.
+        digest: "" accepts any version with that label.
+        Returns "" when the learner no longer has the version.
         """
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Disconnect."""
 
 
 class WeightsTransport(Protocol):
     """The module of a transport."""
 
     def serve(self, config: Config, ring: WeightRing) -> WeightsServer | None:
-        """Start the learner's end; None when there is nothing to serve."""
+        """Start the learner's end; None if the config does not ask for it."""
 
     def connect(self, config: Config, source: WeightsSource, name: str) -> WeightsClient:
         """Connect generator `name`. Raises PeerUnreachable."""
 
 
-def maker(transport: str) -> WeightsTransport:
+def import_transport(transport: str) -> WeightsTransport:
     """Import the module that TRANSPORTS names for `weights.transport`."""
     return cast(WeightsTransport, importlib.import_module(TRANSPORTS[transport]))

@@ -1,11 +1,11 @@
 """A pool of worker processes that run user code: rewards, environments and agents.
 
-A worker imports the code, replies "ready" or "broken", and then answers its work. The two sides
-exchange frames, a length of four bytes and a payload, over a socket pair. The pool never blocks on
-a worker, which ends with its parent even while user code hangs.
+A worker imports the code, replies "ready" or "broken", and then replies to each piece of work. The
+two sides exchange frames, a length of four bytes and a payload, over a socket pair. The pool never
+blocks on a worker, which ends with its parent even while user code hangs.
 
 The pool replaces each worker that exits, sends an invalid reply, or passes the deadline of its
-start or of its work. Its subclass decides in `on_lost` what becomes of the work. When several
+start or of its work. Its subclass handles the work of a lost worker in `on_lost`. When several
 workers in a row are lost before they are ready, the code cannot be imported, and the run ends.
 """
 
@@ -30,12 +30,13 @@ from asyncrl.contract import importing
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.printable import describe_exit
 
-GRACE_S = 60.0  # for a start with slow imports, unless one piece of work may take longer
+# seconds for a start with slow imports, unless one piece of work may take longer
+GRACE_S = 60.0
 START_TRIES = 3
-EXIT_S = 0.2  # for a worker that has closed its socket to exit, which gives its exit code
+EXIT_S = 0.2  # seconds that a worker gets to exit after it has closed its socket
 READ_BYTES = 1 << 18
 FRAME_BYTES = 64 * 1024 * 1024  # a larger frame means a broken worker
-PRINTED_CHARACTERS = 1 << 20  # kept of a worker's output; the rest is dropped
+PRINTED_CHARACTERS = 1 << 20  # of a worker's output; the rest is dropped
 _PR_SET_PDEATHSIG = 1
 
 _Message = TypeVar("_Message")
@@ -49,7 +50,7 @@ def frame(payload: bytes) -> bytes:
 def take_frames(incoming: bytearray) -> Iterator[bytes]:
     """Remove the complete frames from `incoming` and yield their payloads.
 
-    Raises msgspec.DecodeError at a frame that is too large.
+    Raises msgspec.DecodeError for a frame that is too large.
     """
     while len(incoming) >= 4:
         end = 4 + int.from_bytes(incoming[:4], "big")
@@ -63,21 +64,20 @@ def take_frames(incoming: bytearray) -> Iterator[bytes]:
 
 
 class Worker:
-    """The process that runs `module`, with what is to be sent and what has arrived.
+    """The process that runs `module`, with its outgoing and incoming bytes.
 
-    python: the Python that runs it, "" for this one
+    setup: payload of the first message to it.
+    python: the Python that runs it; "" for this one.
     """
 
-    slack_s = 0.0  # beyond the deadline of its work
+    slack_s = 0.0  # seconds beyond the deadline of its work
 
     def __init__(self, module: str, setup: bytes, python: str = "") -> None:
-        self.wire, theirs = socket.socketpair()
-        with theirs:
-            ends = (str(theirs.fileno()), str(os.getpid()))
-            argv = importing.command(module, *ends, python=python)
-            self.process = subprocess.Popen(
-                argv, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
-            )
+        self.wire, worker_end = socket.socketpair()
+        with worker_end:
+            descriptor = worker_end.fileno()
+            argv = importing.make_command(module, str(descriptor), str(os.getpid()), python=python)
+            self.process = subprocess.Popen(argv, pass_fds=[descriptor], stdin=subprocess.DEVNULL)
         self.wire.setblocking(False)
         self.incoming = bytearray()
         self.outgoing = bytearray(frame(setup))
@@ -92,7 +92,7 @@ class Worker:
         return False
 
     def restart_clock(self) -> None:
-        """Count the deadline from now, the latest time its oldest work can have begun."""
+        """Count the deadline from now, the latest possible start of its oldest work."""
         self.since = time.monotonic()
 
     def send(self, message: Any) -> None:
@@ -100,7 +100,7 @@ class Worker:
         self.outgoing += frame(msgspec.msgpack.encode(message))
 
     def flush(self) -> None:
-        """Write as much as the socket takes; a closed one is noticed by the next read."""
+        """Write as much as the socket takes; the next read detects a closed socket."""
         try:
             while self.outgoing:
                 del self.outgoing[: self.wire.send(self.outgoing)]
@@ -141,13 +141,16 @@ _Reply = TypeVar("_Reply")  # has `kind` and `why`
 class WorkerPool(ABC, Generic[_Worker, _Reply]):
     """The workers of one kind.
 
-    named: the config line of the user's code, for messages. make: starts the worker of this index.
-    call_s: the deadline of one piece of work.
+    named: the config line of the user's code, for messages.
+    make: starts the worker of this index.
+    count: number of workers.
+    reply: the type of a worker's replies.
+    call_s: the deadline of one piece of work, in seconds.
     """
 
     subject = "its process"  # of messages about a lost worker
     hang_text: str  # {limit_s:g}: the deadline that a worker has passed
-    start_text: str  # continues "so many ", for workers lost in a row; {reason}: of the last one
+    start_text: str  # follows the number of workers lost in a row; {reason}: of the last one
 
     def __init__(
         self,
@@ -162,7 +165,7 @@ class WorkerPool(ABC, Generic[_Worker, _Reply]):
         self.decode = msgspec.msgpack.Decoder(reply).decode
         self.call_s = call_s
         self.start_s = max(GRACE_S, call_s)
-        self.exit_s = 0.0  # for workers to exit by themselves when the pool closes
+        self.exit_s = 0.0  # seconds that workers get to exit when the pool closes
         self.hangs = 0  # workers that passed the deadline of their work
         self.lost_starts = 0  # workers in a row that were lost before they were ready
         self.workers = [make(index) for index in range(count)]
@@ -176,9 +179,11 @@ class WorkerPool(ABC, Generic[_Worker, _Reply]):
 
     @abstractmethod
     def on_lost(self, worker: _Worker, reason: str, *, hung: bool) -> None:
-        """Settle the work of a worker that was killed."""
+        """Handle the work of a worker that was killed.
 
-    def deadline(self, worker: _Worker) -> float:
+        hung: it passed its deadline."""
+
+    def compute_deadline(self, worker: _Worker) -> float:
         """Return when this worker is overdue (CLOCK_MONOTONIC seconds); inf: never."""
         if not worker.ready:
             return worker.since + self.start_s
@@ -199,7 +204,7 @@ class WorkerPool(ABC, Generic[_Worker, _Reply]):
             elif worker.closed or exited:
                 code = worker.kill(EXIT_S if worker.ready else 0.0)
                 self.replace(worker, f"{self.subject} ended ({describe_exit(code)})")
-            elif time.monotonic() > self.deadline(worker):
+            elif time.monotonic() > self.compute_deadline(worker):
                 self.hangs += worker.ready
                 limit_s = self.call_s if worker.ready else self.start_s
                 self.replace(worker, self.hang_text.format(limit_s=limit_s), hung=True)
@@ -216,7 +221,9 @@ class WorkerPool(ABC, Generic[_Worker, _Reply]):
             self.on_reply(worker, reply)
 
     def replace(self, worker: _Worker, reason: str, *, hung: bool = False) -> None:
-        """Kill a worker, settle its work and start another one in its place."""
+        """Kill a worker, handle its work and start another worker in its place.
+
+        Raises ConfigError after START_TRIES workers that were lost before they were ready."""
         worker.kill()
         self.lost_starts += not worker.ready
         if self.lost_starts >= START_TRIES:
@@ -245,38 +252,43 @@ class WorkerPool(ABC, Generic[_Worker, _Reply]):
 def read_frame(stream: Any) -> bytes | None:
     """Read one frame's payload; None at the end."""
     head = stream.read(4)
+    if len(head) < 4:
+        return None
     size = int.from_bytes(head, "big")
-    payload: bytes = stream.read(size) if len(head) == 4 else b""
-    return payload if len(head) == 4 and len(payload) == size else None
+    payload: bytes = stream.read(size)
+    return payload if len(payload) == size else None
 
 
 class BoundedOutput(io.TextIOBase):
-    """The worker's log for what user code prints, up to a number of characters."""
+    """The worker's log of the output of user code, up to a number of characters."""
 
-    def __init__(self, to: TextIO, most: int = PRINTED_CHARACTERS) -> None:
-        self.to = to
-        self.left = most
-        self.buffer = to.buffer
+    def __init__(self, stream: TextIO, most: int = PRINTED_CHARACTERS) -> None:
+        self.stream = stream
+        self.remaining = most  # characters
+        self.buffer = stream.buffer
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        return self.to.encoding
+        return self.stream.encoding
 
     def writable(self) -> bool:
         return True
 
     def fileno(self) -> int:
-        return self.to.fileno()
+        return self.stream.fileno()
 
     def flush(self) -> None:
-        self.to.flush()
+        self.stream.flush()
 
     def write(self, text: str) -> int:
-        if self.left > 0:
-            self.to.write(text[: self.left])
-            self.left -= len(text)
-            if self.left <= 0:
-                self.to.write("\n[the reward function has printed enough: the rest is dropped]\n")
+        """Write up to the limit; return the number of characters of the text."""
+        if self.remaining > 0:
+            self.stream.write(text[: self.remaining])
+            self.remaining -= len(text)
+            if self.remaining <= 0:
+                self.stream.write(
+                    "\n[the reward function has printed enough: the rest is dropped]\n"
+                )
         return len(text)
 
 

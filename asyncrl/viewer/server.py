@@ -13,7 +13,7 @@ from pathlib import Path
 
 from asyncrl.contract import importing
 from asyncrl.contract.errors import ConfigError
-from asyncrl.contract.parent import die_with_parent
+from asyncrl.contract.parent import end_with_parent
 from asyncrl.supervise.notebook import LoadedRun
 from asyncrl.viewer import run_search
 
@@ -94,12 +94,12 @@ class PageProcess:
     def __init__(self, places: Sequence[Path]) -> None:
         """Start it and wait for its address; `url` is "" if it could not start."""
         self.process = subprocess.Popen(
-            importing.command("asyncrl.viewer.server", *map(str, places)),
+            importing.make_command("asyncrl.viewer.server", *map(str, places)),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            preexec_fn=die_with_parent(),
+            preexec_fn=end_with_parent(),
         )
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().strip()

@@ -25,7 +25,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract import messages as m
 from asyncrl.contract.versions import Label
 from asyncrl.records import rundir
-from asyncrl.transport.sockets import head
+from asyncrl.transport.sockets import make_head
 from lib import results_file
 from lib.rounds import cpu_of
 
@@ -179,7 +179,7 @@ class Crowd:
         self.owners: dict[int, str] = {}  # by the descriptor that zmq tells of news with
         self.ready: set[str] = set()
         run = rundir.read_run_id(self.dir)
-        self.head = head(run)
+        self.head = make_head(run)
         self.encode = msgspec.msgpack.Encoder().encode
         self.decode = msgspec.msgpack.Decoder(m.FromBuffer).decode
         for name in ("learner", *self.names):

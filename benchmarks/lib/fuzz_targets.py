@@ -113,7 +113,7 @@ class Buffer:
         self.service.handle(b"m", message)
         self.service.answer()
         self.service.flush()
-        if any(line.tokens < 0 for line in self.service.store.current_ledger().lines.values()):
+        if any(line.tokens < 0 for line in self.service.store.make_ledger().lines.values()):
             raise AssertionError("a line of the ledger is negative")
         refused = self.service.refused - before
         return f"refused: {next(iter(refused))}" if refused else "taken"
@@ -136,7 +136,7 @@ def replies() -> list[bytes]:
         m.RunFinished(1),
         m.UnknownSession("generator-0", 1),
         m.HeartbeatReply(1, announcement()),
-        buffer.service.status(),
+        buffer.service.make_status(),
     ]
     return list(kinds.values())[-40:] + [encode(x) for x in more]
 
@@ -263,7 +263,7 @@ class ChunkServer:
         )
         self.ring.write(Label(1, 3), lambda into: None)
         self.server = chunks.ChunkServer("tcp://127.0.0.1:*", self.ring.rows, self.ring.read_part)
-        self.server.plant(2, size)
+        self.server.start_trees(2, size)
         ask = chunks._ChunkRequest(Label(1, 3), "", 0, size)
         place = fan_out.RelayRequest("generator-1", 5000, "k", ["generator-0"], guests=True)
         asks = [
@@ -275,10 +275,10 @@ class ChunkServer:
         self.frames = [encode(x) for x in asks]
 
     def feed(self, data: bytes) -> str:
-        if len(data) > chunks.ASK_BYTES:
+        if len(data) > chunks.REQUEST_BYTES:
             return "undecodable"  # the socket library takes none
         frame = SimpleNamespace(buffer=data, get=lambda _: "10.0.0.1")
-        answer = self.server._answer([frame])  # type: ignore[list-item]
+        answer = self.server._make_reply([frame])  # type: ignore[list-item]
         if answer is None:
             return "undecodable"
         assert len(encode(answer)) <= 2 * chunks.CHUNK_BYTES
@@ -309,7 +309,7 @@ class ChunkClient:
         from asyncrl.models.policy import count_flat_bytes, read_flat
 
         manifest = data if data[:1] in (b"\x91", b"\x92") else self.client.read([data]).data
-        rows = chunks.layout(manifest)
+        rows = chunks.decode_layout(manifest)
         if (size := count_flat_bytes(rows)) < 1 << 24:
             read_flat(memoryview(bytearray(size)), rows)
 

@@ -17,22 +17,26 @@ from asyncrl.tasks.mixing.mixture import find_mixture
 from asyncrl.tasks.mixing.shares import choose_task, compute_weights
 from buffer.ledger import Ledger
 
-# so many groups of a task that were removed one after another: it is dry, and until it gives a
-# group that can be trained, removed groups are not replaced by more of it
+# A task is dry after this many removed groups in a row. Until it gives a group that can be trained,
+# its removed groups are not replaced by further groups of the task.
 DRY = 32
 AVERAGED = 16  # groups in the running success rate of a generated task
 NEW = -1  # index of a draw: the next prompt of its task
-GOLDEN = 0.618033988749895  # spreads the passes in which the prompts of a pool come
+GOLDEN = 0.618033988749895  # spreads the passes in which the prompts of a pool are drawn
 
 
 @dataclass
 class MixtureState:
     """The state of a mixture in a snapshot, by task.
 
-    credit: owed groups. indices: of the next prompt. due: (task, index) to draw first. removed:
-    groups so far. in_a_row: removed since the last group that can be trained. passed: share of the
-    last group that passed, by prompt; of a generated task its running mean, under 0. past: ledgers
-    of the groups that are no longer in the store."""
+    credit: groups that the task is owed.
+    indices: index of the next prompt.
+    due: (task, index) to draw first.
+    removed: removed groups so far.
+    in_a_row: groups removed since the last one that can be trained.
+    passed: prompt id -> share of its last group that passed; for a generated task its running mean,
+        under 0.
+    past: ledger of the groups that are no longer in the store."""
 
     credit: dict[str, float] = field(default_factory=dict)
     indices: dict[str, int] = field(default_factory=dict)
@@ -44,10 +48,11 @@ class MixtureState:
 
 
 class TaskMixer:
-    """The draws of a mixture. Without parts it is false, and the run has one task.
+    """Draws the task and the prompt of each new group; false if the run has one task.
 
-    prompt: the prompt of (task, index). lengths: training prompts of a task, None for a generated
-    one.
+    parts: the tasks of the mixture by title.
+    prompt: makes the prompt of (task, index).
+    lengths: number of training prompts of each task; None for a generated task.
 
     >>> parts = {"a": MixedTaskConfig(name="sort", weight=3), "b": MixedTaskConfig(name="rle")}
     >>> mixer = TaskMixer(parts)
@@ -80,28 +85,28 @@ class TaskMixer:
     # ---- draws -----------------------------------------------------------------------------------
 
     def draw(self, batch: float) -> tuple[str, int] | None:
-        """Return (task, index) of a new group for batch number `batch`; None: all have run out."""
+        """Draw (task, index) of a new group for batch number `batch`; None: all have run out."""
         while self.state.due:
             title, index = self.state.due.pop(0)
             if index != NEW:
                 return title, index
             if not self._is_out(title):
-                return title, self._next_index(title)
-        weights = self.weights(batch)
+                return title, self._take_index(title)
+        weights = self.compute_weights(batch)
         if not weights:
             return None
         title = choose_task(self.state.credit, weights)
-        return title, self._next_index(title)
+        return title, self._take_index(title)
 
     def give_back(self, title: str, index: int) -> None:
-        """Draw this prompt first: no group was made of it."""
+        """Draw this prompt first the next time, because it got no group."""
         self.state.due.insert(0, (title, index))
 
-    def weights(self, batch: float) -> dict[str, float]:
-        """Return the weights at a batch, of the tasks that have prompts left."""
+    def compute_weights(self, batch: float) -> dict[str, float]:
+        """Compute the weights at a batch of the tasks that have prompts left."""
         weights = compute_weights(self.parts, batch)
         return {
-            title: weight * (self._pool_share(title, 0) if self._is_generated(title) else 1.0)
+            title: weight * (self._get_pool_share(title, 0) if self._is_generated(title) else 1.0)
             for title, weight in weights.items()
             if not self._is_out(title)
         }
@@ -109,17 +114,18 @@ class TaskMixer:
     def _is_generated(self, title: str) -> bool:
         return self.lengths.get(title) is None
 
-    def _end(self, title: str) -> float:
-        """The index at which a task has run out of prompts."""
+    def _find_end(self, title: str) -> float:
+        """Return the index at which a task has run out of prompts."""
         passes = self.parts[title].passes
         return passes * (self.lengths.get(title) or 0) if passes else math.inf
 
     def _is_out(self, title: str) -> bool:
-        return self.state.indices.get(title, 0) >= self._end(title)
+        return self.state.indices.get(title, 0) >= self._find_end(title)
 
-    def _next_index(self, title: str) -> int:
+    def _take_index(self, title: str) -> int:
+        """Return the index of a task's next prompt and advance past it."""
         index = self.state.indices.get(title, 0)
-        while index + 1 < self._end(title) and not self._comes(title, index):
+        while index + 1 < self._find_end(title) and not self._is_in_pass(title, index):
             index += 1
         self.state.indices[title] = index + 1
         if self._is_out(title):
@@ -130,19 +136,21 @@ class TaskMixer:
             )
         return index
 
-    def _comes(self, title: str, index: int) -> bool:
-        """Whether the prompt at `index` comes in this pass, by its pool."""
+    def _is_in_pass(self, title: str, index: int) -> bool:
+        """Whether the prompt at `index` is drawn in this pass, by its pool."""
         length = self.lengths.get(title)
         if not length or title not in self.state.passed:
             return True
         key = self.prompt(title, index).id
-        share = self._pool_share(title, key)
+        share = self._get_pool_share(title, key)
         phase = key * GOLDEN % 1.0
         turn = index // length
         return math.floor((turn + 1) * share + phase) > math.floor(turn * share + phase)
 
-    def _pool_share(self, title: str, key: int) -> float:
-        """Share of the passes in which the prompts of a prompt's pool come."""
+    def _get_pool_share(self, title: str, key: int) -> float:
+        """Return the share of the passes in which the pool of a prompt is drawn.
+
+        key: id of the prompt; 0 for a generated task."""
         passed = self.state.passed.get(title, {}).get(key)
         curriculum = self.parts[title].curriculum
         if passed is None:
@@ -151,27 +159,29 @@ class TaskMixer:
             return curriculum.easy
         return curriculum.hard if passed <= curriculum.hard_to else 1.0
 
-    # ---- what became of the groups ---------------------------------------------------------------
+    # ---- outcomes of the groups ------------------------------------------------------------------
 
     def on_complete(self, title: str, index: int, rewards: Sequence[float]) -> None:
-        """Note a complete group that can be trained, or will be removed for its equal rewards."""
+        """Record the success rate of a complete group, whether its rewards differ or not."""
         curriculum = self.parts[title].curriculum
         if curriculum.easy == curriculum.hard == 1.0:
             return
         passed = self.state.passed.setdefault(title, {})
         share = sum(reward >= curriculum.passing for reward in rewards) / len(rewards)
         if self._is_generated(title):
-            before = passed.get(0, 0.5)
-            passed[0] = before + (share - before) / AVERAGED
+            mean = passed.get(0, 0.5)
+            passed[0] = mean + (share - mean) / AVERAGED
         else:
             passed[self.prompt(title, index).id] = share
 
-    def on_kept(self, title: str) -> None:
-        """Note a complete group that can be trained."""
+    def on_trainable(self, title: str) -> None:
+        """Record a complete group that can be trained: the task is not dry."""
         self.state.in_a_row.pop(title, None)
 
     def on_removed(self, title: str, line: LedgerLine) -> None:
-        """Replace a removed group by one of its task, unless the task is dry."""
+        """Replace a removed group by another one of its task, unless the task is dry.
+
+        line: the ledger line of its samples."""
         removed = self.state.in_a_row[title] = self.state.in_a_row.get(title, 0) + 1
         self.state.removed[title] = self.state.removed.get(title, 0) + 1
         if removed == DRY:
@@ -189,18 +199,21 @@ class TaskMixer:
     # ---- restarts --------------------------------------------------------------------------------
 
     def snapshot(self) -> MixtureState:
+        """Return the state for a snapshot of the store."""
         return self.state
 
     def restore(self, state: MixtureState) -> None:
         """Take over the state of a snapshot."""
         self.state = state
 
-    def position(
+    def make_position(
         self, untrained: Iterable[tuple[str, int]], ledgers: Mapping[str, Ledger]
     ) -> MixturePosition | None:
-        """Return what a new buffer needs to continue after a checkpoint; None without a mixture.
+        """Make the position from which a new buffer continues after a checkpoint.
 
-        untrained: (task, index) of groups that end with this process, in their order."""
+        untrained: (task, index) of groups that end with this process, in their order.
+        ledgers: the ledger of each task.
+        Returns None without a mixture."""
         if not self:
             return None
         return MixturePosition(
@@ -208,11 +221,11 @@ class TaskMixer:
             indices=dict(self.state.indices),
             due=[*untrained, *self.state.due],
             removed=dict(self.state.removed),
-            ledgers={title: ledger.totals() for title, ledger in ledgers.items()},
+            ledgers={title: ledger.compute_totals() for title, ledger in ledgers.items()},
         )
 
     def restore_position(self, position: MixturePosition) -> None:
-        """Continue after a checkpoint. Success rates start anew."""
+        """Continue after a checkpoint. Success rates start empty."""
         self.state = MixtureState(
             credit=dict(position.credit),
             indices=dict(position.indices),
@@ -232,9 +245,9 @@ class TaskMixer:
 
     # ---- numbers ---------------------------------------------------------------------------------
 
-    def metrics(self, batch: float) -> dict[str, float]:
-        """Return the metrics of the draws for batch number `batch`."""
-        weights = self.weights(batch)
+    def compute_metrics(self, batch: float) -> dict[str, float]:
+        """Compute the metrics of the draws for batch number `batch`."""
+        weights = self.compute_weights(batch)
         total = sum(weights.values()) or 1.0
         metrics: dict[str, float] = {}
         for title in self.parts:
@@ -244,7 +257,7 @@ class TaskMixer:
         return metrics
 
 
-def mixer_of(config: Config, task: Any) -> TaskMixer:
+def make_mixer(config: Config, task: Any) -> TaskMixer:
     """Make the mixer of a run's task. It has no parts if the run has one task."""
     mixture = find_mixture(task)
     if mixture is None:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.contract.messages import Batch
-from asyncrl.contract.parent import die_with_parent
+from asyncrl.contract.parent import end_with_parent
 from asyncrl.models.policy import PolicyModel, build_manifest, resolve_device
 from learner.backend import TorchBackend
 
@@ -78,7 +78,7 @@ def start_ranks(config: Config, reserved: socket.socket) -> list[subprocess.Pope
             [sys.executable, *sys.orig_argv[1:]],
             env=os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdin=subprocess.DEVNULL,
-            preexec_fn=die_with_parent(),
+            preexec_fn=end_with_parent(),
         )
         for rank in range(1, config.learner.ranks)
     ]

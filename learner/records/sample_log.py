@@ -18,7 +18,7 @@ import torch
 from asyncrl.algorithms import ratios
 from asyncrl.algorithms.loss import PreparedBatch
 from asyncrl.config.tree import Config
-from asyncrl.contract.blobs.images import size_of
+from asyncrl.contract.blobs.images import read_size
 from asyncrl.contract.messages import Batch, Trajectory
 from asyncrl.models.tokenizer import load_tokenizer
 from asyncrl.models.vision import image_tokens, pictures
@@ -110,7 +110,7 @@ class SampleLog(BatchLog):
         images: Mapping[str, bytes],
     ) -> dict[str, Any]:
         sequences = []
-        for sequence in sample.all_rows():
+        for sequence in sample.list_rows():
             ids = np.frombuffer(sequence.tokens, "<i4").tolist()
             tokens = slice(offset, offset + len(ids))
             prompt = np.frombuffer(sequence.prompt_tokens, "<i4")
@@ -221,7 +221,7 @@ def _describe_images(names: Sequence[str], blobs: Mapping[str, bytes]) -> list[d
     return [
         {
             "digest": name,
-            "size": list(size_of(blobs[name])),
+            "size": list(read_size(blobs[name])),
             "thumbnail": pictures.build_thumbnail_url(blobs[name]),
         }
         for name in names

@@ -205,10 +205,10 @@ def test_the_timeline_has_loads_and_prefills(make: Callable[..., Generator]) -> 
 
 def test_who_waits_for_rewards_waits_for_a_part_of_itself(make: Callable[..., Generator]) -> None:
     g = make()
-    g.waits_for(m.REWARDS_WAITED_FOR)
+    g.set_wait(m.REWARDS_WAITED_FOR)
     wait = g.current_wait(time.monotonic() + 9)
     assert wait is not None and wait.on == "generator-0-rewards" and wait.is_internal
-    g.waits_for("a ticket")
+    g.set_wait("a ticket")
     wait = g.current_wait(time.monotonic() + 9)
     assert wait is not None and wait.on == "buffer" and not wait.is_internal
 

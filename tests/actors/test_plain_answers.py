@@ -18,7 +18,7 @@ from asyncrl.contract.errors import BadMessage
 from asyncrl.contract.printable import escape_line
 from asyncrl.contract.versions import Label
 from buffer import checks
-from buffer.groups import Group, StoredSample, StoreSettings, size
+from buffer.groups import Group, StoredSample, StoreSettings, count_bytes
 from buffer.ledger import Ledger
 from buffer.store import Store
 
@@ -43,7 +43,7 @@ def store(context: int = LONG + 1, session_tokens: int = 0) -> Store:
         session_tokens=session_tokens,
     )
     made = Store(settings, lambda index: m.Prompt(index, "p"))
-    assert made.hello(honest_hello("run", vocabulary=VOCABULARY))
+    assert made.follow_learner(honest_hello("run", vocabulary=VOCABULARY))
     made.grant("g", 1, 2, 0.0)
     for sample in range(2):
         made.deliver(answer(ticket=0, sample=sample, attempt=1, spans=[span(ZERO)]), 0.0)
@@ -170,9 +170,9 @@ def in_full(at: Store, samples: list[m.Trajectory]) -> tuple[str, str]:
 
     def look() -> None:
         for sample in samples:
-            checks.sample(at, sample)
-            checks.versions(at, sample)
-        checks.answers(samples, VOCABULARY, at.settings)
+            checks.check_sample(at, sample)
+            checks.check_versions(at, sample)
+        checks.check_samples(samples, VOCABULARY, at.settings)
 
     return said(look)
 
@@ -183,7 +183,7 @@ def test_the_usual_answer_needs_the_short_look_alone(
 ) -> None:
     at = store()
     assert in_full(at, [sample]) == ("", "")
-    monkeypatch.setattr(checks, "sample", None)
+    monkeypatch.setattr(checks, "check_sample", None)
     checks.check_delivery(at, [answer(), sample], VOCABULARY)
 
 
@@ -232,8 +232,8 @@ def test_a_groups_line_is_of_the_samples_that_it_has() -> None:
     assert line(group) == (2, 0.5, {2: 2})
     group.set_sample(1, StoredSample(of_length(9, mask=b"\1" * 8 + b"\0"), 0))
     assert line(group) == (10, 1.5, {2: 2, 8: 8})
-    assert group.release_samples() == sum(
-        size(stored.trajectory) for stored in group.stored_samples()
+    assert group.count_sample_bytes() == sum(
+        count_bytes(stored.trajectory) for stored in group.list_stored_samples()
     )
     group.empty()
     assert line(group) == (0, 0.0, {}) and group.samples == [None, None]

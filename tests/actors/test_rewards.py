@@ -421,7 +421,7 @@ def test_a_look_at_a_reward_function(
     (tmp_path / "looked_at.py").write_text(f"def reward(prompt, text):\n    {body}\n")
     done = subprocess.run(
         [
-            *importing.command("asyncrl.cli"),
+            *importing.make_command("asyncrl.cli"),
             "task",
             "try",
             str(ROOT / "configs" / "demo.toml"),

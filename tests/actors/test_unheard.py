@@ -31,12 +31,12 @@ def test_what_a_session_neither_has_nor_will_take_is_due_again() -> None:
     (others,) = store.grant("h", 1, 1, 0.0)
     (later,) = store.grant("g", 1, 1, 0.0)
     up_to = second.attempt
-    assert store.unheld_attempts("g", 1, 0, set()) == []  # it does not say
-    assert store.unheld_attempts("g", 2, up_to, set()) == []  # another session's
+    assert store.find_unheld_attempts("g", 1, 0, set()) == []  # it does not say
+    assert store.find_unheld_attempts("g", 2, up_to, set()) == []  # another session's
     named = {first.attempt, evaluated.attempt}
-    lost = store.unheld_attempts("g", 1, up_to, named)
+    lost = store.find_unheld_attempts("g", 1, up_to, named)
     assert lost == [(second.ticket, second.attempt)]  # the later one may still be on its way
-    lost = store.unheld_attempts("g", 1, up_to, {first.attempt})
+    lost = store.find_unheld_attempts("g", 1, up_to, {first.attempt})
     store.free_leases(lost)
     store.free_leases(lost)  # said twice, freed once
     again = store.grant("h", 1, 9, 0.0)
@@ -46,20 +46,23 @@ def test_what_a_session_neither_has_nor_will_take_is_due_again() -> None:
     ]
     assert min(t.attempt for t in again) > later.attempt
     # both are the other's now, whatever the first one says
-    assert store.unheld_attempts("g", 1, later.attempt, named | {later.attempt}) == []
+    assert store.find_unheld_attempts("g", 1, later.attempt, named | {later.attempt}) == []
     store.free_leases(lost)
     held = {t.ticket: t.attempt for t in (first, again[1], others, later)}
     leases = [group.lease for group in store.alive.values()]
     assert [lease.attempt for lease in leases if lease] == [held[t] for t in sorted(held)]
     assert write(store, again[1]) == ["accepted"] and write(store, second) == ["duplicate"]
-    assert store.unheld_attempts("h", 1, again[1].attempt, {others.attempt, again[0].attempt}) == []
+    assert (
+        store.find_unheld_attempts("h", 1, again[1].attempt, {others.attempt, again[0].attempt})
+        == []
+    )
 
 
 def test_what_was_freed_is_free_in_the_buffers_next_life(tmp_path: Path) -> None:
     store = recorded(tmp_path)
     assert hello(store, 1, 0, k=3)
     granted = store.grant("g", 1, 9, 0.0)
-    lost = store.unheld_attempts("g", 1, granted[-1].attempt, {granted[-1].attempt})
+    lost = store.find_unheld_attempts("g", 1, granted[-1].attempt, {granted[-1].attempt})
     assert len(lost) == len(granted) - 1 > 1
     store.free_leases(lost)
     store.flush_journal()
@@ -73,9 +76,9 @@ def test_what_was_freed_is_free_in_the_buffers_next_life(tmp_path: Path) -> None
 def test_a_message_that_names_too_many_tickets_is_refused() -> None:
     many = [(0, 0)] * checks.ROWS
     one = m.LeaseRenewal("g", 1, [], {}, None, judging=many)
-    checks.renew(one)
+    checks.check_renewal(one)
     with pytest.raises(BadMessage, match="65537 tickets"):
-        checks.renew(m.LeaseRenewal("g", 1, [], {}, None, judging=many, written=[(1, 1)]))
+        checks.check_renewal(m.LeaseRenewal("g", 1, [], {}, None, judging=many, written=[(1, 1)]))
 
 
 class Life:

@@ -122,7 +122,7 @@ class Client:
         self.closed = 0
         self.gone = False
 
-    def manifest(self) -> Rows:
+    def fetch_layout(self) -> Rows:
         return ROWS
 
     def fetch(self, label: Label, digest: str, into: memoryview) -> str:
@@ -148,7 +148,9 @@ def test_over_a_socket_time_and_bytes_are_counted_even_of_what_fails(
         return client
 
     monkeypatch.setattr(
-        weights_receiver.weight_transport, "maker", lambda name: SimpleNamespace(connect=connect)
+        weights_receiver.weight_transport,
+        "import_transport",
+        lambda name: SimpleNamespace(connect=connect),
     )
     monkeypatch.setattr(weights_receiver.time, "monotonic", lambda: next(now))
     receiver = WeightsReceiver(settings, "generator-0")

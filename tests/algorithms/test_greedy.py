@@ -107,12 +107,12 @@ def test_wants_and_asks_without_end_are_kept_once(begun: Any) -> None:
     for number in range(3000):  # before any learner is there, nobody can be told of weights
         service.handle(b"g", m.TicketRequest("generator-0", 7, number, 8, None))
         service.handle(b"g", greeting(service))
-    assert len(service.fresh) == len(service.wants) == 1
+    assert len(service.to_notify) == len(service.ticket_requests) == 1
     service.handle(b"learner", honest_hello(service.run))
     for number in range(1, 3000):
         service.handle(b"learner", m.BatchRequest(1, number))
-    assert len(service.asks) == module.ASKS
-    assert service.asks[-1][1].number == 2999
+    assert len(service.batch_requests) == module.MOST_BATCH_REQUESTS
+    assert service.batch_requests[-1][1].number == 2999
 
 
 def test_a_learner_that_stops_asking_ends_the_granting(begun: Any) -> None:
@@ -148,7 +148,7 @@ def dealer(address: str, **options: int) -> Any:
 def test_a_greedy_senders_messages_stay_at_its_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a thousand that it would send while nobody reads, some are taken off its hands."""
     size = 1 << 18
-    monkeypatch.setattr(sockets, "WAITING_BYTES", 32 * size)
+    monkeypatch.setattr(sockets, "UNREAD_BYTES", 32 * size)
     buffer = BufferSocket("tcp://127.0.0.1:*", most=size)
     greedy = dealer(buffer.address, SNDHWM=1)
     sent = 0
@@ -156,7 +156,7 @@ def test_a_greedy_senders_messages_stay_at_its_side(monkeypatch: pytest.MonkeyPa
         greedy.send(bytes(size))
         sent += 1
     honest = dealer(buffer.address)  # and another's come through
-    honest.send_multipart([sockets.head(""), msgspec.msgpack.encode(m.StatusRequest())])
+    honest.send_multipart([sockets.make_head(""), msgspec.msgpack.encode(m.StatusRequest())])
     until = time.monotonic() + 600
     while not isinstance((buffer.recv(0.1) or (b"", None))[1], m.StatusRequest):
         assert time.monotonic() < until
@@ -170,7 +170,7 @@ def test_replies_to_who_does_not_read_are_dropped(monkeypatch: pytest.MonkeyPatc
     buffer = BufferSocket("tcp://127.0.0.1:*")
     buffer.socket.setsockopt(zmq.SNDBUF, 1 << 16)
     silent = dealer(buffer.address, RCVHWM=1)
-    silent.send_multipart([sockets.head(""), msgspec.msgpack.encode(m.StatusRequest())])
+    silent.send_multipart([sockets.make_head(""), msgspec.msgpack.encode(m.StatusRequest())])
     until = time.monotonic() + 600
     while (got := buffer.recv(0.1)) is None:
         assert time.monotonic() < until

@@ -20,46 +20,48 @@ from asyncrl.contract.messages import (
     VersionSpan,
 )
 from asyncrl.contract.versions import Label, PolicyTree
-from buffer.ledger import Ledger, LedgerSums, binned, total_tokens
+from buffer.ledger import Ledger, LedgerSums, read_bins, sum_tokens
 
 # ---- admission -----------------------------------------------------------------------------------
 
 
 def test_room_is_one_batch_more_than_the_limit_or_what_the_bytes_allow() -> None:
-    assert [admission.group_limit(k, 4) for k in (0, 1, 5)] == [4, 8, 24]
+    assert [admission.limit_groups(k, 4) for k in (0, 1, 5)] == [4, 8, 24]
     assert (
-        admission.group_limit(math.inf, 4) == math.inf == admission.group_limit(math.inf, 4, 9, 10)
+        admission.limit_groups(math.inf, 4)
+        == math.inf
+        == admission.limit_groups(math.inf, 4, 9, 10)
     )
     assert (
-        admission.group_limit(math.inf, 4, 10, 10)
+        admission.limit_groups(math.inf, 4, 10, 10)
         == 0
-        == admission.group_limit(math.inf, 4, 11, 10)
+        == admission.limit_groups(math.inf, 4, 11, 10)
     )
-    assert admission.group_limit(2, 4, 10**12, 1) == 12  # with a limit the bytes do not matter
+    assert admission.limit_groups(2, 4, 10**12, 1) == 12  # with a limit the bytes do not matter
     assert (
-        admission.group_limit(math.inf, 4, (1 << 30) - 1) == math.inf
-        and admission.group_limit(math.inf, 4, 1 << 30) == 0
+        admission.limit_groups(math.inf, 4, (1 << 30) - 1) == math.inf
+        and admission.limit_groups(math.inf, 4, 1 << 30) == 0
     )
 
 
 def test_a_group_trains_as_many_batches_on_as_full_ones_stand_before_it() -> None:
-    assert [admission.planned_batch(7, place, 3) for place in range(7)] == [7, 7, 7, 8, 8, 8, 9]
+    assert [admission.plan_batch(7, place, 3) for place in range(7)] == [7, 7, 7, 8, 8, 8, 9]
 
 
 def test_injected_lags_are_drawn_with_their_probabilities() -> None:
     """A constant is itself; a list need not sum to 1; the same ticket always draws the same."""
-    assert admission.injected_lag(3, 1, 5) == 3
-    each = [admission.injected_lag([2.0, 0.0, 1.0, 5.0], 4, t) for t in range(4000)]
-    assert each == [admission.injected_lag([2.0, 0.0, 1.0, 5.0], 4, t) for t in range(4000)]
-    assert each != [admission.injected_lag([2.0, 0.0, 1.0, 5.0], 5, t) for t in range(4000)]
+    assert admission.choose_injected_lag(3, 1, 5) == 3
+    each = [admission.choose_injected_lag([2.0, 0.0, 1.0, 5.0], 4, t) for t in range(4000)]
+    assert each == [admission.choose_injected_lag([2.0, 0.0, 1.0, 5.0], 4, t) for t in range(4000)]
+    assert each != [admission.choose_injected_lag([2.0, 0.0, 1.0, 5.0], 5, t) for t in range(4000)]
     counts = Counter(each)
     assert set(counts) == {0, 2, 3}
     for lag, share in ((0, 0.25), (2, 0.125), (3, 0.625)):
         assert counts[lag] / 4000 == pytest.approx(
             share, abs=5 * math.sqrt(share * (1 - share) / 4000)
         )
-    assert {admission.injected_lag([0.0, 1.0], 0, t) for t in range(50)} == {1} and {
-        admission.injected_lag([1.0], 0, t) for t in range(50)
+    assert {admission.choose_injected_lag([0.0, 1.0], 0, t) for t in range(50)} == {1} and {
+        admission.choose_injected_lag([1.0], 0, t) for t in range(50)
     } == {0}
 
 
@@ -72,11 +74,11 @@ def test_a_samples_lag_is_that_of_its_oldest_token() -> None:
         VersionSpan(Label(1, 1), "", 4, 6, Label(1, 1)),
         VersionSpan(Label(1, 4), "", 6, 9, Label(1, 4)),
     ]
-    lags = admission.span_lags(tree, spans, Label(1, 4), 6)
+    lags = admission.compute_span_lags(tree, spans, Label(1, 4), 6)
     assert (
         lags == [(0, 4, 3), (4, 6, 5), (6, 9, 2)]
-        and admission.sample_lag(lags) == 5
-        and admission.sample_lag([]) == 0
+        and admission.compute_sample_lag(lags) == 5
+        and admission.compute_sample_lag([]) == 0
     )
 
 
@@ -103,20 +105,23 @@ def test_the_spans_of_a_session_have_positions_in_the_sample() -> None:
 
     first = row(2)
     sample = Trajectory(0, 0, 1, b"", b"", b"", first.mask, first.spans, 0.0, {}, "stop", 1.0)
-    assert sample.all_spans() == first.spans
+    assert sample.list_spans() == first.spans
     sample.rows = [row(3), row(4), row(5)]
     ends = [(1, 2), (3, 5), (6, 9), (10, 14)]
-    assert sample.all_spans() == [VersionSpan(label, "d", *at, label) for at in ends]
+    assert sample.list_spans() == [VersionSpan(label, "d", *at, label) for at in ends]
 
 
 def test_the_lag_counts_updates_on_both_branches() -> None:
     tree, ours = branched(), Label(2, 3)
-    assert [tree.lag(Label(1, n), ours, 3) for n in range(4)] == [3, 2, 1 + 2, 2 + 2]
-    assert [tree.lag(Label(2, n), ours, 3) for n in (1, 2, 3)] == [2, 1, 0]
-    assert tree.lag(Label(2, 2), ours, 7) == 5 and tree.lag(Label(1, 3), ours, 5) == 2 + 4
-    assert tree.lag(Label(2, 3), Label(1, 3), 3) == 4  # and the other way round
+    assert [tree.compute_lag(Label(1, n), ours, 3) for n in range(4)] == [3, 2, 1 + 2, 2 + 2]
+    assert [tree.compute_lag(Label(2, n), ours, 3) for n in (1, 2, 3)] == [2, 1, 0]
+    assert (
+        tree.compute_lag(Label(2, 2), ours, 7) == 5
+        and tree.compute_lag(Label(1, 3), ours, 5) == 2 + 4
+    )
+    assert tree.compute_lag(Label(2, 3), Label(1, 3), 3) == 4  # and the other way round
     with pytest.raises(KeyError):
-        tree.lag(Label(3, 0), ours, 3)
+        tree.compute_lag(Label(3, 0), ours, 3)
 
 
 def test_policies_without_a_common_root_are_all_their_depths_apart() -> None:
@@ -125,16 +130,16 @@ def test_policies_without_a_common_root_are_all_their_depths_apart() -> None:
     tree.register(Label(2, 3), Label(2, 2), "y")  # its parent is unknown: a root of depth 3
     tree.register(Label(2, 4), Label(2, 3), "z")
     assert (
-        tree.lag(Label(1, 5), Label(2, 4), 4) == 5 + 4
-        and tree.lag(Label(2, 4), Label(1, 5), 6) == 4 + 6
+        tree.compute_lag(Label(1, 5), Label(2, 4), 4) == 5 + 4
+        and tree.compute_lag(Label(2, 4), Label(1, 5), 6) == 4 + 6
     )
-    assert tree.lag(Label(2, 3), Label(2, 4), 4) == 1
+    assert tree.compute_lag(Label(2, 3), Label(2, 4), 4) == 1
 
 
 def test_labels_name_policies_and_never_two() -> None:
     tree = branched()
-    assert Label(1, 2) in tree and Label(2, 0) not in tree and tree.digest(Label(2, 1)) == "a1"
-    assert tree.labels() == [
+    assert Label(1, 2) in tree and Label(2, 0) not in tree and tree.get_digest(Label(2, 1)) == "a1"
+    assert tree.list_labels() == [
         Label(1, 0),
         Label(1, 1),
         Label(1, 2),
@@ -145,20 +150,25 @@ def test_labels_name_policies_and_never_two() -> None:
     ]
     tree.register(Label(1, 2), Label(1, 1), "a2")
     with pytest.raises(
-        ProtocolError, match=r"two different weights carry the version 1\.2: a2 and other"
+        ProtocolError, match=r"two different weights have the version 1\.2: a2 and other"
     ):
         tree.register(Label(1, 2), Label(1, 1), "other")
     tree.add_alias(Label(9, 2), Label(1, 2))
-    assert tree.lag(Label(9, 2), Label(1, 2), 2) == 0 and tree.digest(Label(9, 2)) == "a2"
+    assert (
+        tree.compute_lag(Label(9, 2), Label(1, 2), 2) == 0 and tree.get_digest(Label(9, 2)) == "a2"
+    )
     # same parent and digest: the same node whatever the label; the same digest elsewhere is another
     tree.register(Label(3, 2), Label(1, 1), "a2")
     tree.register(Label(4, 3), Label(1, 1), "a3")
-    assert tree.lag(Label(3, 2), Label(1, 2), 2) == 0 and tree.lag(Label(4, 3), Label(1, 3), 3) > 0
+    assert (
+        tree.compute_lag(Label(3, 2), Label(1, 2), 2) == 0
+        and tree.compute_lag(Label(4, 3), Label(1, 3), 3) > 0
+    )
     assert str(Label(2, 7)) == "2.7" and Label(2, 0) > Label(1, 99)
     plain = PolicyTree()  # tuples off the wire do as well
     plain.register((1, 0), None, "d")  # type: ignore[arg-type]
     plain.register((1, 1), (1, 0), "e")  # type: ignore[arg-type]
-    assert plain.lag((1, 0), (1, 1), 1) == 1  # type: ignore[arg-type]
+    assert plain.compute_lag((1, 0), (1, 1), 1) == 1  # type: ignore[arg-type]
 
 
 # ---- the ledger ----------------------------------------------------------------------------------
@@ -224,15 +234,15 @@ def test_a_ledger_adds_merges_and_comes_back_from_its_totals() -> None:
         one.lines["trained"] == LedgerSums(8, 2, 8.0, 3.0, {8: 5, 4: 3}, {8: 0.5})
         and copy.lines["trained"].tokens == 5
     )
-    totals = one.totals()
+    totals = one.compute_totals()
     back = Ledger.restore(totals)
-    assert back.totals() == totals and back.lines == one.lines
+    assert back.compute_totals() == totals and back.lines == one.lines
     assert (
-        total_tokens(totals) == 15
-        and total_tokens(totals, ["trained"]) == 8
-        and total_tokens({"trained": {"tokens": 4.0}}) == 4
+        sum_tokens(totals) == 15
+        and sum_tokens(totals, ["trained"]) == 8
+        and sum_tokens({"trained": {"tokens": 4.0}}) == 4
     )
-    assert binned(totals["trained"], "upto_") == {4: 3, 8: 5} and binned(
+    assert read_bins(totals["trained"], "upto_") == {4: 3, 8: 5} and read_bins(
         totals["trained"], "faded_upto_"
     ) == {8: 0.5}
     assert Ledger.restore(

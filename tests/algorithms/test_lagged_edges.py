@@ -282,8 +282,8 @@ def test_small_weights_and_means_of_0() -> None:
     edge = ratios.compute_running_min(vec(-ratios.FAR, ratios.FAR), torch.tensor([0, 1]))
     assert edge.tolist() == [-ratios.FAR, ratios.FAR]
     assert (
-        admission.group_limit(math.inf, 1, 4, 5) == math.inf
-        and admission.group_limit(math.inf, 1, 5, 5) == 0
+        admission.limit_groups(math.inf, 1, 4, 5) == math.inf
+        and admission.limit_groups(math.inf, 1, 5, 5) == 0
     )
 
 

@@ -15,13 +15,13 @@ from store_kit import sample, stale
 
 from asyncrl.contract.versions import Label
 from asyncrl.supervise.report import run_page
-from buffer.ledger import Ledger, LedgerSums, binned
+from buffer.ledger import Ledger, LedgerSums, read_bins
 
 pytestmark = pytest.mark.slow
 
 
 def line(store: Any, name: str) -> dict[str, float]:
-    return dict(store.ledger()[name])
+    return dict(store.sum_ledger()[name])
 
 
 def test_mask_and_drop_say_how_long_the_answers_were() -> None:
@@ -30,13 +30,13 @@ def test_mask_and_drop_say_how_long_the_answers_were() -> None:
     store.deliver(sample(a, 0, (Label(1, 0), 3), (Label(1, 1), 2), (Label(1, 2), 1)), 0.0)
     groups, _ = store.ask(1, 2)
     assert groups and store.commit(2, Label(1, 3), "d3")
-    assert binned(line(store, "masked_stale"), "upto_") == {8: 3}
+    assert read_bins(line(store, "masked_stale"), "upto_") == {8: 3}
     # two fresh answers of 4 before it
-    assert binned(line(store, "trained"), "upto_") == {4: 8, 8: 3}
+    assert read_bins(line(store, "trained"), "upto_") == {4: 8, 8: 3}
     store, (a, b) = stale("drop")
     store.deliver(sample(b, 0, (Label(1, 0), 17)), 0.0)
     store.deliver(sample(a, 0, (Label(1, 0), 1)), 0.0)
-    assert store.ask(1, 2)[0] == [] and binned(line(store, "dropped_stale"), "upto_") == {
+    assert store.ask(1, 2)[0] == [] and read_bins(line(store, "dropped_stale"), "upto_") == {
         1: 1,
         32: 17,
     }
@@ -48,11 +48,11 @@ def test_downweight_counts_what_faded() -> None:
     store.deliver(sample(a, 0, (Label(1, 0), 3), (Label(1, 1), 2), (Label(1, 2), 1)), 0.0)
     groups, _ = store.ask(1, 2)
     assert groups and store.commit(2, Label(1, 3), "d3")
-    assert binned(line(store, "trained"), "faded_upto_") == {
+    assert read_bins(line(store, "trained"), "faded_upto_") == {
         8: pytest.approx(3 * 0.5 + 2 * (1 - 0.5**0.5))
     }
-    totals = store.ledger()
-    assert Ledger.restore(totals).totals() == totals  # as a checkpoint keeps them
+    totals = store.sum_ledger()
+    assert Ledger.restore(totals).compute_totals() == totals  # as a checkpoint keeps them
 
 
 def test_the_report_shows_each_length_with_its_shares() -> None:
@@ -104,8 +104,8 @@ def test_real_runs_keep_what_each_choice_promises(
     assert on_exceed == "drop" or ledger["dropped_stale"] == ledger["abandoned"] == 0
     for name, x in s["ledger_lines"].items():
         if name != "lost_with_process":
-            assert sum(binned(x, "upto_").values()) <= x["tokens"] and (
-                name != "trained" or sum(binned(x, "upto_").values()) == x["tokens"]
+            assert sum(read_bins(x, "upto_").values()) <= x["tokens"] and (
+                name != "trained" or sum(read_bins(x, "upto_").values()) == x["tokens"]
             )
     rows = run_page.build_length_ledger(
         json.loads((Path(s["run_dir"]) / "summary.json").read_text())

@@ -24,7 +24,7 @@ def grown(r: random.Random) -> tuple[PolicyTree, list[Label]]:
         if epoch > 1:
             line = line[: r.randint(1, len(line))]
             start = Label(epoch, len(line) - 1)
-            tree.register(start, line[-2] if len(line) > 1 else None, tree.digest(line[-1]))
+            tree.register(start, line[-2] if len(line) > 1 else None, tree.get_digest(line[-1]))
             line[-1] = start
         for _ in range(r.randint(1, 12)):
             label = Label(epoch, len(line))
@@ -40,21 +40,21 @@ def test_pruning_changes_no_lag() -> None:
         r = random.Random(seed)
         tree, line = grown(r)
         below = r.randint(0, len(line) - 1)
-        keep = r.sample(tree.labels(), r.randint(0, 3))
-        stays = [x for x in tree.labels() if x.number >= below or x in keep]
+        keep = r.sample(tree.list_labels(), r.randint(0, 3))
+        stays = [x for x in tree.list_labels() if x.number >= below or x in keep]
         policies = [x for x in line if x.number >= below]
-        before = {(x, p): tree.lag(x, p, p.number + 1) for x in stays for p in policies}
-        digests = {x: tree.digest(x) for x in stays}
+        before = {(x, p): tree.compute_lag(x, p, p.number + 1) for x in stays for p in policies}
+        digests = {x: tree.get_digest(x) for x in stays}
         size = len(tree._parent)
         tree.prune(below, keep)
-        assert tree.labels() == stays and {x: tree.digest(x) for x in stays} == digests
-        assert {(x, p): tree.lag(x, p, p.number + 1) for x in stays for p in policies} == before, (
-            seed
-        )
+        assert tree.list_labels() == stays and {x: tree.get_digest(x) for x in stays} == digests
+        assert {
+            (x, p): tree.compute_lag(x, p, p.number + 1) for x in stays for p in policies
+        } == before, seed
         assert len(tree._parent) <= min(size, 2 * len(stays))
         new = Label(99, line[-1].number + 1)
         tree.register(new, line[-1], "new")
-        assert all(tree.lag(x, new, new.number) == before[x, line[-1]] for x in stays)
+        assert all(tree.compute_lag(x, new, new.number) == before[x, line[-1]] for x in stays)
 
 
 def test_what_is_remembered_of_lags_follows_the_labels_and_stays_small(
@@ -66,22 +66,24 @@ def test_what_is_remembered_of_lags_follows_the_labels_and_stays_small(
         tree.register(Label(1, number), Label(1, number - 1) if number else None, f"d{number}")
     newest = Label(1, 5)
     for _ in range(2):
-        assert [tree.lag(Label(1, n), newest, 6) for n in range(6)] == [6, 5, 4, 3, 2, 1]
-        assert [tree.lag(Label(1, n), Label(1, 4), 4) for n in range(5)] == [4, 3, 2, 1, 0]
-        assert len(tree._known) <= 8
+        assert [tree.compute_lag(Label(1, n), newest, 6) for n in range(6)] == [6, 5, 4, 3, 2, 1]
+        assert [tree.compute_lag(Label(1, n), Label(1, 4), 4) for n in range(5)] == [4, 3, 2, 1, 0]
+        assert len(tree._cached_lags) <= 8
     tree.add_alias(Label(2, 0), Label(1, 0))
-    assert tree.lag(Label(2, 0), newest, 5) == 5
+    assert tree.compute_lag(Label(2, 0), newest, 5) == 5
     tree.add_alias(Label(2, 0), Label(1, 3))
-    assert tree.lag(Label(2, 0), newest, 5) == 2
+    assert tree.compute_lag(Label(2, 0), newest, 5) == 2
     tree.prune(3, [])
     with pytest.raises(KeyError):
-        tree.lag(Label(1, 0), newest, 5)
+        tree.compute_lag(Label(1, 0), newest, 5)
     other = PolicyTree()
     other.register(Label(1, 5), None, "x")
     other.register(Label(1, 4), Label(1, 5), "y")
-    tree.lag(Label(1, 4), newest, 5)
+    tree.compute_lag(Label(1, 4), newest, 5)
     tree.restore(other.snapshot())
-    assert tree.lag(Label(1, 4), newest, 5) == other.lag(Label(1, 4), newest, 5) != 1
+    assert (
+        tree.compute_lag(Label(1, 4), newest, 5) == other.compute_lag(Label(1, 4), newest, 5) != 1
+    )
 
 
 def test_equal_weights_without_a_known_parent_are_told_apart_by_their_number() -> None:
@@ -91,10 +93,13 @@ def test_equal_weights_without_a_known_parent_are_told_apart_by_their_number() -
     tree = PolicyTree()
     tree.register(Label(1, 0), None, "same")
     tree.register(Label(2, 3), None, "same")
-    assert tree.lag(Label(2, 3), Label(2, 3), 3) == 0
+    assert tree.compute_lag(Label(2, 3), Label(2, 3), 3) == 0
     tree.prune(0, [])
     tree.register(Label(3, 3), None, "same")
-    assert tree.lag(Label(2, 3), Label(3, 3), 3) == 0 and tree.lag(Label(2, 3), Label(3, 3), 4) == 1
+    assert (
+        tree.compute_lag(Label(2, 3), Label(3, 3), 3) == 0
+        and tree.compute_lag(Label(2, 3), Label(3, 3), 4) == 1
+    )
 
 
 def test_a_long_run_forgets_what_nobody_needs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,9 +110,9 @@ def test_a_long_run_forgets_what_nobody_needs(monkeypatch: pytest.MonkeyPatch) -
         t = store.grant("g", 1, 1, 0.0)[0]
         ts.write(store, t)
         ts.train(store, n)
-        store.checkpointed(n)
+        store.retire_batches(n)
         assert len(store.tree) <= 2 * 20 + 2
     assert Label(1, 0) in store.tree and Label(1, 5) not in store.tree
     ts.write(store, slow)  # by version 0: its lease kept it
     groups, _ = store.ask(1, 300)
-    assert [g.ticket for g in groups] == [0] and store.batch(groups, 1, 300).lags == [300]
+    assert [g.ticket for g in groups] == [0] and store.make_batch(groups, 1, 300).lags == [300]

@@ -21,8 +21,8 @@ from learner.step import LearnerCore
 
 def test_only_the_first_sample_of_a_group_is_greedy() -> None:
     s = SamplingSettings(1.0, 1.0, 5, 8, True)
-    assert [s.top_k_of(i) for i in range(3)] == [1, 5, 5] and [
-        SamplingSettings().top_k_of(i) for i in range(3)
+    assert [s.get_top_k(i) for i in range(3)] == [1, 5, 5] and [
+        SamplingSettings().get_top_k(i) for i in range(3)
     ] == [0, 0, 0]
 
 

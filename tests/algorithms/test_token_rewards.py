@@ -250,9 +250,9 @@ def test_the_import_of_a_function_has_the_time_of_a_call_and_a_minute_at_least(
     pool = rewards._RewardPool(load.load("configs/demo.toml", sets))
     try:
         (worker,) = pool.workers
-        assert pool.deadline(worker) == worker.since + wanted
+        assert pool.compute_deadline(worker) == worker.since + wanted
         worker.ready = True
-        assert pool.deadline(worker) == np.inf  # it has nothing to do
+        assert pool.compute_deadline(worker) == np.inf  # it has nothing to do
     finally:
         pool.end()
 

@@ -24,8 +24,8 @@ from asyncrl.contract.admission import (
     AdaptiveLimit,
     LimitEvidence,
     clamp_limit,
-    limit_evidence,
     next_limit,
+    read_evidence,
 )
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import (
@@ -103,11 +103,11 @@ def test_it_stays_between_the_floor_and_what_a_rise_needs_and_judges_the_last_ba
 def test_what_a_commit_says() -> None:
     by_lag = {f"by_lag/ess_{b}": x for b, x in (("0", 1.0), ("1", 0.9), ("3to4", 0.6))}
     told = {"is/ess": 0.8, "time/learner_idle_share": 0.2, **by_lag}
-    assert limit_evidence(told, 0.5) == LimitEvidence(0.8, math.inf, 0.2)
-    assert limit_evidence(told | {"by_lag/ess_5to8": 0.49}, 0.5) == LimitEvidence(0.8, 4.0, 0.2)
-    assert limit_evidence(told, 0.7) == LimitEvidence(0.8, 2.0, 0.2)
-    assert limit_evidence({"is/ess": 0.8, "by_lag/ess_0": 0.1}, 0.5) == LimitEvidence(0.8, 0.0, 0.0)
-    assert limit_evidence({}, 0.5) is None and limit_evidence({"is/ess": math.nan}, 0.5) is None
+    assert read_evidence(told, 0.5) == LimitEvidence(0.8, math.inf, 0.2)
+    assert read_evidence(told | {"by_lag/ess_5to8": 0.49}, 0.5) == LimitEvidence(0.8, 4.0, 0.2)
+    assert read_evidence(told, 0.7) == LimitEvidence(0.8, 2.0, 0.2)
+    assert read_evidence({"is/ess": 0.8, "by_lag/ess_0": 0.1}, 0.5) == LimitEvidence(0.8, 0.0, 0.0)
+    assert read_evidence({}, 0.5) is None and read_evidence({"is/ess": math.nan}, 0.5) is None
 
 
 # ---- the store ---------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def new_store(floor: float = FLOOR) -> Store:
 
 def test_tickets_announce_the_limit_of_their_grant_and_room_follows_it() -> None:
     store = new_store()
-    store.hello(hello(1))
+    store.follow_learner(hello(1))
     assert [t.limit for t in store.grant("g", 1, 99, 0.0)] == [1, 1]
     store.limit = AdaptiveLimit(3)
     assert [t.limit for t in store.grant("g", 1, 99, 0.0)] == [3, 3]
@@ -141,7 +141,7 @@ def test_tickets_announce_the_limit_of_their_grant_and_room_follows_it() -> None
     store.limit = AdaptiveLimit(1)
     assert store.grant("g", 1, 99, 0.0) == []
     constant = new_store(0.0)
-    constant.hello(hello(1, bound=2.0))
+    constant.follow_learner(hello(1, bound=2.0))
     assert [t.limit for t in constant.grant("g", 1, 99, 0.0)] == [2, 2, 2]
     assert {x.limit for group in constant.alive.values() for x in group.grants.values()} == {
         math.inf
@@ -150,16 +150,16 @@ def test_tickets_announce_the_limit_of_their_grant_and_room_follows_it() -> None
 
 def test_the_limit_outlives_learners_buffers_and_snapshots() -> None:
     store = new_store()
-    store.hello(hello(1, limit=5))
+    store.follow_learner(hello(1, limit=5))
     assert store.limit == AdaptiveLimit(5, 5), "a new buffer takes the checkpoint's"
     store.limit = AdaptiveLimit(6, 2, (STARVED,), 5, 0.9, 0.2)
     again = new_store()
     packed = msgspec.msgpack.encode(store.snapshot())
     again.restore(msgspec.msgpack.decode(packed, type=StoreSnapshot))
     assert again.limit == store.limit
-    again.hello(hello(2, limit=3))
+    again.follow_learner(hello(2, limit=3))
     assert again.limit == AdaptiveLimit(6, 6, (), 5, 0.9, 0.2), "this buffer knows better"
-    again.hello(hello(3, bound=4.0))
+    again.follow_learner(hello(3, bound=4.0))
     assert again.limit.now == 4 and clamp_limit(AdaptiveLimit(2), 4).now == 2
 
 
@@ -170,7 +170,7 @@ def test_an_adopted_sessions_tokens_keep_to_the_limit_of_the_grant_they_were_dra
     """Two updates behind after a learner's restart: a later grant that allows three does not excuse
     them, and what its own grant allowed is trained."""
     store = new_store()
-    store.hello(hello(1))
+    store.follow_learner(hello(1))
     store.limit = AdaptiveLimit(first)
     granted = store.grant("g", 1, 2, 0.0)
     assert [(t.attempt, t.limit) for t in granted] == [(1, first), (2, first)]
@@ -181,7 +181,7 @@ def test_an_adopted_sessions_tokens_keep_to_the_limit_of_the_grant_they_were_dra
     store.limit = AdaptiveLimit(3)
     # the next life made the first update in another way: (1, 1) is two updates from it
     other = msgspec.structs.replace(hello(2, 1), parent=Label(1, 0), digest="another")
-    assert store.hello(other) and store.limit.now == 3
+    assert store.follow_learner(other) and store.limit.now == 3
     (again, *_) = store.grant("g", 1, 2, 0.0)
     assert (again.ticket, again.limit) == (1, 3)
     went_on = msgspec.structs.replace(
@@ -198,10 +198,10 @@ def test_an_adopted_sessions_tokens_keep_to_the_limit_of_the_grant_they_were_dra
     groups, lack = store.ask(2, 1)
     if trains:
         assert [group.ticket for group in groups] == [1]
-        assert store.batch(groups, 2, 1).token_lags == [[(0, 2, 2), (2, 4, 0)]]
+        assert store.make_batch(groups, 2, 1).token_lags == [[(0, 2, 2), (2, 4, 0)]]
     else:
         assert groups == [] and "1 samples" in str(lack)
-        assert store.ledger()["orphaned"]["tokens"] == 4
+        assert store.sum_ledger()["orphaned"]["tokens"] == 4
 
 
 # ---- runs --------------------------------------------------------------------------------------

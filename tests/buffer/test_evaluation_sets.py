@@ -136,15 +136,15 @@ def test_a_set_has_samples_of_its_own_and_a_greedy_one() -> None:
     for ticket in tickets[1:]:
         index, (number,) = ticket.prompt.id, ticket.samples
         with pytest.raises(BadMessage, match="does not belong to evaluation ticket"):
-            checks.sample(store, sample(ticket, (number + 1) % 4))
-        checks.sample(store, sample(ticket, number))
+            checks.check_sample(store, sample(ticket, (number + 1) % 4))
+        checks.check_sample(store, sample(ticket, number))
         assert score(store, ticket, rewards[index][number]) == "evaluated"
     found = store.evaluations.results["hard", 0]
     assert found["eval/hard"] == pytest.approx(2.1 / 6) and found["eval/hard_n"] == 2
     assert found["eval/hard_greedy"] == 0.5
     assert found["eval/hard_pass_at_1"] == pytest.approx((2 / 3 + 0) / 2)
     assert found["eval/hard_pass_at_3"] == 0.5
-    assert store.evaluations.pending  # heldout has not arrived
+    assert store.evaluations.is_pending  # heldout has not arrived
 
 
 def test_samples_of_a_set_never_enter_the_ledger_and_a_snapshot_keeps_them() -> None:
@@ -165,7 +165,7 @@ def test_samples_of_a_set_never_enter_the_ledger_and_a_snapshot_keeps_them() -> 
         if ticket.kind == "train":
             write(store, ticket)
     train(store, 0)
-    ledger = store.ledger()
+    ledger = store.sum_ledger()
     assert ledger["trained"]["samples"] == 1
     assert sum(line["tokens"] for line in ledger.values()) == sum(
         4 for ticket in tickets if ticket.kind == "train"
@@ -174,7 +174,7 @@ def test_samples_of_a_set_never_enter_the_ledger_and_a_snapshot_keeps_them() -> 
 
 def test_a_set_is_evaluated_at_versions_of_its_own() -> None:
     plan = Evaluations(4, 2, 5, 3, ood_every=3, sets=[HARD]).plan
-    assert [plan.due(number, 6) for number in range(7)] == [
+    assert [plan.list_due(number, 6) for number in range(7)] == [
         [("heldout", 5), ("ood", 3), ("hard", 2)],
         [],
         [("hard", 2)],

@@ -26,10 +26,10 @@ from asyncrl.contract.freshness.window import (
     SHIFT,
     AdmissionWindow,
     BatchTiming,
-    admitted_batches,
+    count_open_batches,
     next_window,
-    recent,
     replay_step,
+    select_recent,
 )
 from asyncrl.contract.versions import Label
 from asyncrl.experiments import serial
@@ -96,7 +96,7 @@ def test_a_change_needs_as_many_batches_before_it_as_after_it(earlier: int) -> N
     slow, fast = (BatchTiming(1.0, 0.0, latency, math.nan, 0.0) for latency in (9.0, 1.0))
     for before, last in ((slow, fast), (fast, slow)):
         timings = [*[before] * earlier, *[last] * SHIFT]
-        assert recent(timings) == (timings if earlier < SHIFT else timings[-SHIFT:])
+        assert select_recent(timings) == (timings if earlier < SHIFT else timings[-SHIFT:])
 
 
 def test_an_outage_says_nothing_about_the_latency() -> None:
@@ -122,7 +122,7 @@ def test_the_part_of_a_batch_opens_between_two_commits() -> None:
     timing = BatchTiming(1.0, 0.0, 1.5, math.nan, 0.2)
     moved = next_window(window, timing, SHARE, MOST, now=100.0)
     assert moved.size == 1.5 and moved.opens == pytest.approx(100.5)
-    assert admitted_batches(moved, 100.4) == 1 and admitted_batches(moved, 100.6) == 2
+    assert count_open_batches(moved, 100.4) == 1 and count_open_batches(moved, 100.6) == 2
 
 
 # ---- the meter -------------------------------------------------------------------------------
@@ -175,14 +175,14 @@ def test_the_store_grants_by_the_window_and_the_time() -> None:
     store = make(k=4, wait=SHARE, steps=20)
     assert len(store.grant("g", 1, 99, 0.0)) == FIRST + 1
     store.window = AdmissionWindow(2.5, opens=7.0)
-    assert store.grant("g", 1, 99, 6.0) == [] and store.opens_at(6.0) == 7.0
-    assert len(store.grant("g", 1, 99, 7.0)) == 1 and store.opens_at(7.0) == math.inf
+    assert store.grant("g", 1, 99, 6.0) == [] and store.next_opening(6.0) == 7.0
+    assert len(store.grant("g", 1, 99, 7.0)) == 1 and store.next_opening(7.0) == math.inf
     store.window = AdmissionWindow(99.0)
     assert [t.limit for t in store.grant("g", 1, 99, 7.0)] == [4], "the limit holds"
     assert store.current_window() == 4
     filled = make(k=4, steps=20)
     filled.window = AdmissionWindow(1.0, opens=9.0)
-    assert len(filled.grant("g", 1, 99, 0.0)) == 5 and filled.opens_at(0.0) == math.inf
+    assert len(filled.grant("g", 1, 99, 0.0)) == 5 and filled.next_opening(0.0) == math.inf
 
 
 def test_grants_never_pass_the_limit_whatever_the_window_does() -> None:
@@ -204,7 +204,7 @@ def test_a_window_past_the_limit_would_break_it() -> None:
     class Wide(World):
         def commit(self) -> bool:
             done = super().commit()
-            self.store.admits_to = lambda now: self.store.max_lag + 2  # type: ignore[method-assign]
+            self.store.count_admitted_batches = lambda now: self.store.max_lag + 2  # type: ignore[method-assign]
             return done
 
     for seed in range(400):
@@ -248,7 +248,7 @@ def test_the_window_outlives_buffers_and_learners(tmp_path: Path) -> None:
     copy.restore(msgspec.msgpack.decode(packed, type=StoreSnapshot))
     assert copy.window == again.window
     groups = [again.alive[ticket] for ticket in again.alive][:1]
-    assert again.batch(groups, 1, 4).window == store.window.size
+    assert again.make_batch(groups, 1, 4).window == store.window.size
     again.journal.close()
     # a new buffer in memory takes the window from the learner's checkpoint, within the limit
     new = make(k=8, wait=SHARE)

@@ -20,7 +20,7 @@ from asyncrl.contract.waits import (
     ProcessWait,
     SessionWait,
     WaitLog,
-    blocking_process,
+    find_blocking_process,
     find_blocking_session,
 )
 from asyncrl.supervise import launch, live
@@ -158,20 +158,22 @@ def test_the_watchdog_leaves_a_session_to_its_own_deadline(
     assert gateway.killed == killed
     assert ("the learner is held up by session" in "".join(said)) == killed
     # the time until its deadline does not count later either
-    assert supervisor.watchdog.overdue(now + 1) == ""
+    assert supervisor.watchdog.explain_overdue(now + 1) == ""
 
 
 def test_silence_counts_once_it_is_longer_than_the_patience() -> None:
     heard = {"learner": 5.0, "generator-0": 0.1}
     for silent, of_buffer, blocking in ((5.0, 5.0, "learner"), (5.0, 5.5, "buffer")):
-        assert blocking_process(["learner"], [], heard, of_buffer, silent) == blocking
+        assert find_blocking_process(["learner"], [], heard, of_buffer, silent) == blocking
     waits = [ProcessWait("learner", "batch 3", "buffer", 9.0)]
-    assert blocking_process(list(heard), waits, heard, 5.0, 5.0) == "generator-0"
-    assert blocking_process(list(heard), waits, heard | {"learner": 5.5}, 5.0, 5.0) == "learner"
+    assert find_blocking_process(list(heard), waits, heard, 5.0, 5.0) == "generator-0"
+    assert (
+        find_blocking_process(list(heard), waits, heard | {"learner": 5.5}, 5.0, 5.0) == "learner"
+    )
 
 
 def test_a_wait_is_told_in_a_line_of_bounded_length() -> None:
-    (line,) = WaitLog().lines([ProcessWait("learner", "x" * 10_000 + "\n", "buffer", 11.0)])
+    (line,) = WaitLog().make_lines([ProcessWait("learner", "x" * 10_000 + "\n", "buffer", 11.0)])
     assert line.startswith("learner has waited for buffer for 11 s: xxx")
     assert len(line) == LONGEST_LINE + len("...") and "\n" not in line
 
@@ -180,7 +182,9 @@ def test_a_wait_is_logged_at_its_first_age_and_whenever_that_doubles() -> None:
     log = WaitLog(first_s=10)
 
     def said(*seconds: float) -> list[str]:
-        return log.lines([ProcessWait(f"p{n}", "what\x1b", "on", s) for n, s in enumerate(seconds)])
+        return log.make_lines(
+            [ProcessWait(f"p{n}", "what\x1b", "on", s) for n, s in enumerate(seconds)]
+        )
 
     assert said(9.9) == [] and said(10.0) == ["p0 has waited for on for 10 s: what\\x1b"]
     assert said(19.9) == [] and len(said(20.0)) == 1 and said(39.9) == []

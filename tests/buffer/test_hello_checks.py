@@ -77,12 +77,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("more", HONEST)
 def test_what_a_learner_may_say(more: dict[str, Any]) -> None:
-    checks.hello(said(**more))
+    checks.check_hello(said(**more))
 
 
 @pytest.mark.parametrize(("more", "why"), REFUSED)
 def test_what_no_learner_can_be(more: dict[str, Any], why: str) -> None:
     with pytest.raises(BadMessage) as refused:
-        checks.hello(said(**more))
+        checks.check_hello(said(**more))
     message = str(refused.value)
     assert message.startswith("the learner of epoch ") and why in message

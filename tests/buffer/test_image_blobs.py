@@ -33,8 +33,8 @@ from buffer import checks, durable_store, groups
 from buffer.durable_store import RecordedStore
 from buffer.evaluation import Evaluations
 from buffer.groups import StoreSettings
-from buffer.journal import segments
-from buffer.service import max_message_bytes
+from buffer.journal import list_segments
+from buffer.service import compute_max_message_bytes
 from buffer.store import Store
 
 SHAPE = images.ImageShape(40, 2)
@@ -75,10 +75,10 @@ def test_a_group_has_its_image_once_and_counts_its_bytes() -> None:
     assert ticket.prompt.images == [BLOBS[0]] and store.stored_bytes == sum(map(len, BLOBS[:2]))
     for number in range(2):
         store.deliver(seen(ticket, number, NAMES[0]), 0.0)
-    of_samples = store.alive[0].release_samples()
+    of_samples = store.alive[0].count_sample_bytes()
     assert store.stored_bytes == of_samples + len(BLOBS[0]) + len(BLOBS[1])
     found, _ = store.ask(1, 0)
-    batch = store.batch(found, 1, 0)
+    batch = store.make_batch(found, 1, 0)
     assert batch.images == {NAMES[0]: BLOBS[0]} and len(batch.samples) == 2
     # on the wire: the blob once, and a digest in each sample
     assert msgspec.msgpack.encode(batch).count(BLOBS[0]) == 1
@@ -89,7 +89,7 @@ def test_a_group_has_its_image_once_and_counts_its_bytes() -> None:
     assert frame.images == {} and len(msgspec.msgpack.encode(frame)) < 600
     assert store.commit(0, Label(1, 1), "d1")
     assert store.stored_bytes == of_samples + len(BLOBS[0]) + len(BLOBS[1])  # a learner may repeat
-    store.checkpointed(1)
+    store.retire_batches(1)
     assert store.stored_bytes == len(BLOBS[1])
     store.remove_group(store.alive[other.ticket], "abandoned")
     assert store.stored_bytes == 0
@@ -104,17 +104,17 @@ def test_images_of_sessions_come_with_the_delivery_and_are_kept_once() -> None:
     store.accept_samples([seen(ticket, 0, NAMES[2])], images=blobs)  # a copy
     store.accept_samples([seen(ticket, 1, NAMES[2], NAMES[0])], images=blobs)
     assert set(store.alive[0].images) == {NAMES[0], NAMES[2]}  # and not what no sample names
-    samples = store.alive[0].release_samples()
+    samples = store.alive[0].count_sample_bytes()
     assert store.stored_bytes == before + samples + len(BLOBS[2])
     found, _ = store.ask(1, 0)
-    assert set(store.batch(found, 1, 0).images) == {NAMES[0], NAMES[2]}
+    assert set(store.make_batch(found, 1, 0).images) == {NAMES[0], NAMES[2]}
 
 
 def test_the_buffer_takes_the_largest_session() -> None:
     config = load.load(ROOT / "configs" / "calc_http.toml")
-    most = max_message_bytes(config)
+    most = compute_max_message_bytes(config)
     assert most > images.MOST_SESSION_BYTES + config.wires.frame_bytes
-    assert max_message_bytes(load.load(ROOT / "configs" / "demo.toml")) < most
+    assert compute_max_message_bytes(load.load(ROOT / "configs" / "demo.toml")) < most
 
 
 def test_an_outbox_sends_each_image_once_a_frame_until_it_is_acknowledged() -> None:
@@ -160,7 +160,7 @@ def test_the_journal_keeps_images_whatever_becomes_of_their_files(tmp_path: Path
     store.accept_samples([two], msgspec.msgpack.encode(frame), frame.images)
     store.accept_samples([seen(second, 0, NAMES[3])], images={NAMES[3]: BLOBS[3]})
     found, _ = store.ask(1, 0)
-    before = store.batch(found, 1, 0)
+    before = store.make_batch(found, 1, 0)
     store.journal.close()
 
     def changed(index: int) -> m.Prompt:
@@ -171,7 +171,7 @@ def test_the_journal_keeps_images_whatever_becomes_of_their_files(tmp_path: Path
         assert again.alive[1].images == {NAMES[1]: BLOBS[1], NAMES[3]: BLOBS[3]}
         assert again.stored_bytes == store.stored_bytes
         found, _ = again.ask(1, 0)
-        assert again.batch(found, 1, 0).images == before.images
+        assert again.make_batch(found, 1, 0).images == before.images
         assert before.images == {NAMES[0]: BLOBS[0], NAMES[2]: BLOBS[2]}
         again.journal.close()
     same = opened(tmp_path)
@@ -184,7 +184,7 @@ def test_a_damaged_blob_in_the_journal_is_reported(tmp_path: Path) -> None:
     hello(store, 1, 0, k=9)
     store.grant("g", 1, 4, 0.0)
     store.journal.write()
-    path = segments(tmp_path)[-1]
+    path = list_segments(tmp_path)[-1]
     at = path.read_bytes().index(BLOBS[0]) + 100
     store.report_tokens("g", 1, 5)
     store.journal.close()
@@ -247,7 +247,7 @@ def test_samples_without_their_images_are_refused(bench: Callable[..., Bench]) -
         assert taken.failed and taken.failed.kind == "refused" and not taken.images
     for blobs, said in (
         ({NAMES[1]: damaged}, "that has another one"),
-        (images.by_digest([damaged]), "a damaged image"),
+        (images.index_by_digest([damaged]), "a damaged image"),
     ):
         with pytest.raises(BadMessage, match=said) as refused:
             checks.check_delivery(service.store, [label(seen(other, 0))], *args, blobs)
@@ -255,7 +255,7 @@ def test_samples_without_their_images_are_refused(bench: Callable[..., Bench]) -
     failed = label(seen(other, 0, NAMES[1], failed=m.RewardFailure("data", "why")))
     checks.check_delivery(service.store, [failed], service.vocabulary, None, service.images)
     with pytest.raises(BadMessage, match="cannot have a model that reads an image as"):
-        checks.hello(honest_hello("r", vocabulary=50, images=images.ImageShape(50, 2)))
+        checks.check_hello(honest_hello("r", vocabulary=50, images=images.ImageShape(50, 2)))
 
 
 def test_a_learner_checks_the_images_of_its_batch() -> None:
@@ -264,7 +264,7 @@ def test_a_learner_checks_the_images_of_its_batch() -> None:
     for number in range(2):
         store.deliver(seen(ticket, number, NAMES[0]), 0.0)
     found, _ = store.ask(1, 0)
-    batch = store.batch(found, 1, 0)
+    batch = store.make_batch(found, 1, 0)
     message_checks.check(batch, vocabulary=50, images=SHAPE)
     for changed, said in (
         ({}, "1 images of its samples are not in it"),

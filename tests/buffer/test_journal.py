@@ -70,7 +70,7 @@ def written(directory: Path, *, together: bool = False) -> Path:
             log.write()
     log.close()
     (directory / "sure").unlink()
-    return j.segments(directory)[-1]
+    return j.list_segments(directory)[-1]
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_record_in_pieces_is_written_whole_whatever_the_system_takes_at_once(
     log.write()
     size = log.size
     log.close()
-    path = j.segments(tmp_path)[-1]
+    path = j.list_segments(tmp_path)[-1]
     assert list(j.read(path)) == [b"snapshot", b"headof itend", b"".join(many)]
     assert size == path.stat().st_size and max(calls) <= j.PIECES
 
@@ -146,10 +146,10 @@ def test_what_was_acknowledged_and_is_damaged_or_missing_is_reported_at_any_byte
     for p in PAYLOADS:
         log.append(p)
     log.write()
-    path = j.segments(tmp_path)[-1]
+    path = j.list_segments(tmp_path)[-1]
     data = path.read_bytes()
     # bytes of a write that was under way are no damage
-    path.write_bytes(data + j.frame(b"more", 0)[:-1])
+    path.write_bytes(data + j.make_frame(b"more", 0)[:-1])
     assert list(j.read(path)) == [b"snapshot", *PAYLOADS] and path.read_bytes() == data
     for at in range(len(data)):
         flipped = data[:at] + bytes([data[at] ^ 0x40]) + data[at + 1 :]
@@ -187,15 +187,15 @@ def test_a_segment_is_replaced_while_it_goes_on_to_count(
     it once.
     """
     go = threading.Event()
-    put = j.Next.write_records
+    put = j.NextSegment.write_records
 
-    def slow(self: j.Next, payloads: list[bytes]) -> None:
+    def slow(self: j.NextSegment, payloads: list[bytes]) -> None:
         assert go.wait(timeout=600)
         put(self, payloads)
 
     log = j.Journal(tmp_path, sync=False, segment_bytes=100)
     log.rotate(b"one")
-    monkeypatch.setattr(j.Next, "write_records", slow)
+    monkeypatch.setattr(j.NextSegment, "write_records", slow)
     log.append(b"x" * 100)
     log.write()
     assert log.is_full
@@ -209,14 +209,14 @@ def test_a_segment_is_replaced_while_it_goes_on_to_count(
         assert log.durable == log.appended, "nobody waits for the snapshot"
     was = tmp_path / "00000001.log"
     assert list(j.read(was)) == [b"one", b"x" * 100, b"before the snapshot", b"a", b"b"]
-    assert j.segments(tmp_path) == [was]
+    assert j.list_segments(tmp_path) == [was]
     go.set()
     log.next.thread.join()
     log.append(b"c")
     log.write()
     log.append(b"d")
     log.close()
-    assert j.segments(tmp_path) == [tmp_path / "00000002.log"]
+    assert j.list_segments(tmp_path) == [tmp_path / "00000002.log"]
     assert list(j.read(tmp_path / "00000002.log")) == [b"two", b"a", b"b", b"c", b"d"]
     assert not list(tmp_path.glob("*.part"))
 
@@ -227,10 +227,10 @@ def test_a_new_segment_that_cannot_be_written_leaves_the_old_one(
     log = j.Journal(tmp_path, sync=False)
     log.rotate(b"one")
 
-    def no_room(self: j.Next, payloads: list[bytes]) -> None:
+    def no_room(self: j.NextSegment, payloads: list[bytes]) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(j.Next, "write_records", no_room)
+    monkeypatch.setattr(j.NextSegment, "write_records", no_room)
     log.rotate(b"two", wait=False)
     assert log.next is not None
     log.next.thread.join()
@@ -253,7 +253,7 @@ def test_a_new_segment_replaces_the_old_ones(tmp_path: Path) -> None:
     assert log.durable == log.appended == 2 and not log.is_full
     log.append(b"y")
     log.close()
-    assert [p.name for p in j.segments(tmp_path)] == ["00000002.log"]
+    assert [p.name for p in j.list_segments(tmp_path)] == ["00000002.log"]
     assert list(j.read(tmp_path / "00000002.log")) == [b"two", b"y"]
 
 
@@ -271,7 +271,7 @@ def test_a_run_directory_that_goes_while_old_segments_are_removed_ends_no_thread
             os.listdir(directory)
         raise gone.value
 
-    monkeypatch.setattr(j, "segments", vanish)
+    monkeypatch.setattr(j, "list_segments", vanish)
     raised: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", raised.append)
     log.rotate(b"second")
@@ -369,9 +369,9 @@ def test_a_killed_buffer_folds_to_the_same_state_and_the_run_goes_on(
 
 # what a snapshot leaves out: the task's prompts, caches, and what this process alone looks at
 OF_THE_PROCESS: dict[type, set[str]] = {
-    Store: {"prompt", "_kept", "changes", "lacking"},
+    Store: {"prompt", "_retained_sums", "changes", "lacking"},
     Evaluations: {"prompt", "fresh"},
-    PolicyTree: {"_known", "_known_for"},
+    PolicyTree: {"_cached_lags", "_cached_for"},
     TaskMixer: {"parts", "prompt", "lengths", "events"},
 }
 
@@ -399,7 +399,7 @@ def unusual(store: Store) -> None:
     totals = {"trained": {"tokens": 3.0, "samples": 1, "mean_length": 3.0, "mean_reward": 1.0}}
     source = WeightsSource(1, "here", "there", "")
     label = Label(1, 2)
-    assert store.hello(
+    assert store.follow_learner(
         LearnerHello(1, "", 1, label, None, "d", 4, 0, 2.0, source, [], totals, [6, 60])
     )
     for ticket in (t for t in store.grant("g", 1, 9, 0.0) if t.kind == "train"):
@@ -494,7 +494,7 @@ def test_each_change_is_one_record_that_replays_to_the_same_state(tmp_path: Path
     def check(*expected: Any) -> None:
         nonlocal known
         store.flush_journal()
-        (path,) = j.segments(tmp_path / "journal")
+        (path,) = j.list_segments(tmp_path / "journal")
         records = [msgspec.msgpack.decode(one, type=Record) for one in list(j.read(path))[1:]]
         assert records[known:] == list(expected)
         known = len(records)
@@ -507,7 +507,7 @@ def test_each_change_is_one_record_that_replays_to_the_same_state(tmp_path: Path
     source = WeightsSource(1, "here", "there", "")
     learner = LearnerHello(1, "run", 1, Label(1, 0), None, "d0", 0, 0, 8.0, source, [])
     for records in ([HelloRecord(learner)], []):
-        assert store.hello(learner)
+        assert store.follow_learner(learner)
         check(*records)
     a, b, c, d = store.grant("g", 1, 4, 1.5)
     check(GrantRecord("g", 1, 4, 1.5, store.attempts))
@@ -544,12 +544,12 @@ def test_each_change_is_one_record_that_replays_to_the_same_state(tmp_path: Path
         [],
     ):
         done = store.commit(
-            0, Label(1, 1), "d1", [(1, 2), (0, 1)], seen=evidence, timing=timing, now=7.0
+            0, Label(1, 1), "d1", [(1, 2), (0, 1)], evidence=evidence, timing=timing, now=7.0
         )
         assert done is bool(records)
         check(*records)
     assert store.window.timings == (timing,) and store.limit.settling == 0
-    store.checkpointed(1)
+    store.retire_batches(1)
     check(CheckpointRecord(1))
     (e,) = store.grant("g", 2, 1, 2e4)
     check(GrantRecord("g", 2, 1, 2e4, store.attempts))
@@ -570,10 +570,10 @@ def test_a_checkpoint_is_recorded_once_and_only_if_it_frees_something(tmp_path: 
         train(store, number)
     records: list[Any] = []
     store._record = records.append  # type: ignore[method-assign,assignment]
-    store.checkpointed(0)
+    store.retire_batches(0)
     assert store.base == 0 and records == []
-    store.checkpointed(2)
-    store.checkpointed(2)
+    store.retire_batches(2)
+    store.retire_batches(2)
     assert store.base == 2 and records == [CheckpointRecord(2)]
 
 
@@ -588,7 +588,7 @@ def test_evaluations_out_and_queued_survive(tmp_path: Path) -> None:
     again = recorded(tmp_path)
     assert (
         state(again) == state(store)
-        and again.evaluations.labels() == [(1, 0), (1, 0)]
+        and again.evaluations.list_labels() == [(1, 0), (1, 0)]
         and again.evaluations.plan.ood_every == 5
     )
     judged(again, b, 1.0)
@@ -652,7 +652,7 @@ def test_a_journal_without_its_snapshot_or_of_another_task_is_refused(tmp_path: 
     assert hello(store, 1, 0)
     store.grant("g", 1, 1, 0.0)
     store.flush_journal()
-    path = j.segments(tmp_path)[-1]
+    path = j.list_segments(tmp_path)[-1]
     data = path.read_bytes()
     path.write_bytes(data[:20])
     with pytest.raises(DamagedDataError, match=r"damaged at byte 0|cannot be replayed"):

@@ -113,15 +113,15 @@ def test_the_lines_sum_to_what_the_generators_say(mode: str, tmp_path: Path) -> 
                 number = store.committed
                 store.commit(number, Label(store.epoch, number + 1), f"d{store.epoch}.{number + 1}")
             if r.random() < 0.05:
-                store.checkpointed(max(0, store.committed - 2))
+                store.retire_batches(max(0, store.committed - 2))
             if mode == "process" and r.random() < 0.02 and isinstance(store, RecordedStore):
                 store.flush_journal()
                 store.journal.close()
                 store = make()
                 for x in generators:
                     x.store = store
-            assert total(store) == store.generated_tokens(), (seed, step)
-        lines |= {n for n, x in store.ledger().items() if x["tokens"]}
+            assert total(store) == store.count_generated_tokens(), (seed, step)
+        lines |= {n for n, x in store.sum_ledger().items() if x["tokens"]}
     assert lines >= {"trained", "failed", "filtered", "lost_with_process", "duplicate", "left_over"}
 
 

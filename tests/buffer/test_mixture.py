@@ -21,7 +21,7 @@ from buffer.evaluation import Evaluations
 from buffer.groups import StoreSettings
 from buffer.ledger import Ledger
 from buffer.mixing.mixer import DRY, TaskMixer
-from buffer.numbers import task_metrics
+from buffer.numbers import compute_task_metrics
 from buffer.store import Store
 
 GROUPS = 8
@@ -81,7 +81,7 @@ def train(store: Store) -> Batch:
     number = store.committed
     groups, why = store.ask(store.epoch, number)
     assert groups, why
-    batch = store.batch(groups, store.epoch, number)
+    batch = store.make_batch(groups, store.epoch, number)
     assert store.commit(number, Label(store.epoch, number + 1), f"d{number + 1}")
     return batch
 
@@ -117,7 +117,7 @@ def test_a_removed_group_is_replaced_by_one_of_its_task() -> None:
     store = store_of(mixer(), filter_no_spread=True)
     for title, share in shares(play(store, 50, rewards)).items():
         assert abs(share - {"a": 0.5, "b": 0.3, "c": 0.2}[title]) < 0.02, title
-    numbers = store.mixer.metrics(store.committed)
+    numbers = store.mixer.compute_metrics(store.committed)
     assert numbers["task/b_removed"] > 200 and numbers["task/a_removed"] == 0
     assert numbers["task/b_dry"] == 0 and not store.mixer.events
     assert numbers["task/b_weight"] == pytest.approx(0.3)
@@ -195,8 +195,8 @@ def test_a_new_buffer_continues_from_the_checkpoint() -> None:
 
 def check_ledgers(store: Store) -> None:
     """The tasks' ledgers add up to the run's."""
-    by_task = [ledger.totals() for ledger in store.ledgers_by_task().values()]
-    for name, line in store.ledger().items():
+    by_task = [ledger.compute_totals() for ledger in store.make_task_ledgers().values()]
+    for name, line in store.sum_ledger().items():
         for key in ("tokens", "samples"):
             assert sum(totals[name][key] for totals in by_task) == line[key], (name, key)
 
@@ -213,11 +213,11 @@ def test_a_task_that_runs_dry_is_named_and_does_not_hold_up_the_others() -> None
     (line,) = store.mixer.events
     assert line.startswith(f"task b runs dry: its last {DRY} groups were all removed (the last one")
     assert "filtered" in line
-    assert store.mixer.metrics(6)["task/b_dry"] == 1
+    assert store.mixer.compute_metrics(6)["task/b_dry"] == 1
     check_ledgers(store)
     dry = False
     assert set(play(store, 3, rewards)) == {"a", "b", "c"}
-    assert store.mixer.metrics(9)["task/b_dry"] == 0
+    assert store.mixer.compute_metrics(9)["task/b_dry"] == 0
 
 
 def test_a_file_ends_after_its_passes() -> None:
@@ -284,7 +284,7 @@ def test_metrics_and_limits_of_each_task() -> None:
     assert (values["eval/heldout"], values["eval/a"], values["eval/b"]) == (0.5, 0.0, 1.0)
     assert values["eval/a_n"] == values["eval/b_n"] == 2
     assert {"eval/a-ood", "eval/b-ood"} <= {k for _, x in evaluations.fresh for k in x}
-    found = task_metrics(train(store))
+    found = compute_task_metrics(train(store))
     assert found["task/a_share"] == 0.75 and found["task/b_share"] == 0.25
     assert (found["task/a_reward"], found["task/b_reward"]) == (0.0, 1.0)
     assert found["task/a_length"] == 3 and found["task/a_lag"] == 0
@@ -292,7 +292,7 @@ def test_metrics_and_limits_of_each_task() -> None:
 
 
 def test_an_impossible_position_is_refused() -> None:
-    good = mixer().position([("a", 3)], {"a": Ledger()})
+    good = mixer().make_position([("a", 3)], {"a": Ledger()})
     assert good is not None
     for wrong in (
         {"credit": {"a": math.nan}},

@@ -74,7 +74,7 @@ def test_no_acknowledged_record_is_lost_at_any_sync_of_the_journal(
             cuts += 1
             left = disk.cut(root, tmp_path / "left")
             try:
-                found = j.segments(left / "journal")
+                found = j.list_segments(left / "journal")
                 kept = list(j.read(found[-1])) if found else [b"0"]
                 numbers = [int(x) for x in kept]
                 whole = numbers == list(range(numbers[0], numbers[-1] + 1))

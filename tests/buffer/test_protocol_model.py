@@ -79,7 +79,7 @@ class SideBySide:
     def hello(self, epoch: int, policy: int, k: int, origin: int) -> None:
         source = WeightsSource(epoch, "", "", "")
         label = Label(epoch, pm.DEPTH[policy])
-        assert self.store.hello(
+        assert self.store.follow_learner(
             LearnerHello(
                 1, "", epoch, label, self.parent[policy], str(policy), 0, origin, k, source, []
             )
@@ -134,7 +134,7 @@ class SideBySide:
         groups, _ = self.store.ask(x.epoch, number)
         queue = next(y for y in self.w.learners if y.epoch == x.epoch).queue
         ours = list(queue[-1][1]) if len(queue) > len(x.queue) else []
-        batch = self.store.batch(groups, x.epoch, number) if groups else None
+        batch = self.store.make_batch(groups, x.epoch, number) if groups else None
         same(
             [k for k, _ in ours],
             [(s.ticket, s.sample, s.attempt) for s in batch.samples] if batch else [],
@@ -158,7 +158,7 @@ class SideBySide:
                 self.store.limit = AdaptiveLimit(to)
 
     def do_checkpoint(self, before: pm.World, x: pm.Learner) -> None:
-        self.store.checkpointed(pm.DEPTH[self.w.kept[1][0]])
+        self.store.retire_batches(pm.DEPTH[self.w.kept[1][0]])
 
     def do_start(self, before: pm.World, policy: int, k: int, others: Any, fault: bool) -> None:
         self.hello(self.w.epochs, policy, k, before.kept[0])
@@ -166,7 +166,7 @@ class SideBySide:
     def do_answer(self, before: pm.World, letter: tuple[Any, ...]) -> None:
         _, i, taken, named = letter
         self.store.free_leases(
-            self.store.unheld_attempts(f"g{i}", before.gens[i].session, taken, named)
+            self.store.find_unheld_attempts(f"g{i}", before.gens[i].session, taken, named)
         )
 
     def do_kill_generator(self, before: pm.World, i: int) -> None:
@@ -208,7 +208,7 @@ class SideBySide:
             for g in s.alive.values()
         ]
         same(ours, theirs, f"groups alive after {after}")
-        lines, ledger = Counter(what for _, what in b.lines), s.ledger()
+        lines, ledger = Counter(what for _, what in b.lines), s.sum_ledger()
         counted = {"accepted": ledger["trained"]["samples"] + ledger["left_over"]["samples"]} | {
             n: ledger[n]["samples"] for n in ("duplicate", "orphaned", "filtered")
         }
@@ -316,9 +316,9 @@ def test_a_store_that_excuses_what_a_life_before_drew_is_told_from_the_model(
 
     def largest(store: Store, group: Group, stored: StoredSample) -> list[float]:
         limit = max(grant.limit for grant in group.grants.values())
-        return [min(store.max_lag, limit)] * len(stored.trajectory.all_spans())
+        return [min(store.max_lag, limit)] * len(stored.trajectory.list_spans())
 
-    monkeypatch.setattr(batches, "announced_limits", largest)
+    monkeypatch.setattr(batches, "compute_announced_limits", largest)
     (walk,) = [more for more in WALKS if "moves" in more and "sessions" in more]
     for seed in range(300):
         try:

@@ -28,7 +28,7 @@ from asyncrl.contract.versions import Label
 from asyncrl.tasks import get_task
 from buffer import checks
 from buffer import service as module
-from buffer.ledger import total_tokens
+from buffer.ledger import sum_tokens
 from buffer.service import open_store
 
 NAN = float("nan")
@@ -95,12 +95,14 @@ def test_a_failed_sample_keeps_its_tokens_and_drops_its_outcome() -> None:
     outcome: dict[str, Any] = {"text": "a", "prompt_text": "b", "group_key": "c"}
     outcome |= {"reward": 2.0, "reward_parts": {"d": 1.0}, "rows": [row]}
     outcome |= {x: getattr(row, x) for x in ("segments", "token_rewards", "images")}
-    failed = outcomes.failed_sample(msgspec.structs.replace(kept, **outcome), "data", "no\nreward")
+    failed = outcomes.make_failed_sample(
+        msgspec.structs.replace(kept, **outcome), "data", "no\nreward"
+    )
     kept.failed = m.RewardFailure("data", "no\\nreward")
     assert failed == kept
     for temperature, at in ((NAN, NAN), (0.0, float("inf")), (float("inf"), NAN)):
         broken = msgspec.structs.replace(kept, temperature=temperature, generated_at=at)
-        failed = outcomes.failed_sample(broken, "data", "no")
+        failed = outcomes.make_failed_sample(broken, "data", "no")
         assert (failed.temperature, failed.generated_at) == (1.0, 0.0)
 
 
@@ -120,17 +122,17 @@ def test_a_sample_that_cannot_be_fails_alone_and_its_sender_goes_on(
         again = at.deliver(sample(ticket, 0), sample(ticket, 1, **change), again=True)
         assert isinstance(again, m.DeliveryAcks) and again.acks == reply.acks
         assert service.refused.total() == failed
-        lines = service.store.ledger()
+        lines = service.store.sum_ledger()
         assert (lines["failed"]["tokens"], lines["failed"]["samples"]) == (2 * failed, failed)
-        assert total_tokens(lines) == service.store.generated_tokens() == 4 * failed
+        assert sum_tokens(lines) == service.store.count_generated_tokens() == 4 * failed
         # and the sample is due again
-        assert 1 in service.store.alive[ticket.ticket].missing()
+        assert 1 in service.store.alive[ticket.ticket].list_missing()
     assert failed == len(BAD)
     if mode == "process":  # what was taken is what the journal folds to
         service.store.flush_journal()  # type: ignore[attr-defined]
         folded = open_store(at.config, at.dir, get_task(at.config.task))
         try:
-            assert folded.ledger() == service.store.ledger()
+            assert folded.sum_ledger() == service.store.sum_ledger()
         finally:
             folded.journal.close()  # type: ignore[attr-defined]
 
@@ -147,12 +149,12 @@ def test_a_sender_of_nothing_else_ends_and_good_samples_make_up_for_bad_ones(
         assert isinstance(reply, m.DeliveryAcks)
     for _ in range(3):
         assert isinstance(at.deliver(sample(next(tickets), 0, reward=NAN)), m.DeliveryAcks)
-    before = at.service.store.ledger()
+    before = at.service.store.sum_ledger()
     reply = at.deliver(sample(next(tickets), 0, reward=NAN))
     assert isinstance(reply, m.Refusal)
     assert "generator-0 delivered 4 more unusable samples than good ones" in reply.reason
     assert "its reward is nan" in reply.reason
-    assert at.service.store.ledger() == before
+    assert at.service.store.sum_ledger() == before
 
 
 def test_broken_arrays_still_end_their_sender(bench: Callable[..., Bench]) -> None:
@@ -160,7 +162,7 @@ def test_broken_arrays_still_end_their_sender(bench: Callable[..., Bench]) -> No
     (ticket, *_) = at.tickets(8)
     reply = at.deliver(sample(ticket, 0), sample(ticket, 1, tokens=b"\0" * 7, reward=NAN))
     assert isinstance(reply, m.Refusal) and "7 bytes of tokens" in reply.reason
-    assert not any(line["tokens"] for line in at.service.store.ledger().values())
+    assert not any(line["tokens"] for line in at.service.store.sum_ledger().values())
 
 
 def test_an_older_learner_does_not_switch_the_vocabulary_check_off(
@@ -201,7 +203,7 @@ def test_a_learner_that_replays_routing_needs_the_experts_of_every_token(
     ):
         reply = at.deliver(sample(ticket, 0, routed=routed))
         assert isinstance(reply, m.Refusal) and said in reply.reason
-    assert at.service.store.ledger()["failed"]["samples"] == 1
+    assert at.service.store.sum_ledger()["failed"]["samples"] == 1
 
 
 # ---- at the source -------------------------------------------------------------------------------
@@ -302,11 +304,11 @@ def test_bounds_of_outcomes_are_what_the_buffer_takes() -> None:
 
 
 def test_a_generator_may_ask_for_as_many_samples_as_are_possible() -> None:
-    for samples in (0, checks.WANTED):
-        checks.want(m.TicketRequest("generator-0", 1, 1, samples, None))
-    for samples in (-1, checks.WANTED + 1):
+    for samples in (0, checks.MOST_REQUESTED):
+        checks.check_ticket_request(m.TicketRequest("generator-0", 1, 1, samples, None))
+    for samples in (-1, checks.MOST_REQUESTED + 1):
         with pytest.raises(BadMessage, match="are possible"):
-            checks.want(m.TicketRequest("generator-0", 1, 1, samples, None))
+            checks.check_ticket_request(m.TicketRequest("generator-0", 1, 1, samples, None))
 
 
 @pytest.mark.parametrize(

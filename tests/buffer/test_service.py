@@ -32,7 +32,7 @@ from asyncrl.transport import sockets
 from asyncrl.transport.sockets import PeerSocket
 from buffer import service as module
 from buffer import sessions, training_log
-from buffer.service import BufferService, max_message_bytes, open_store
+from buffer.service import BufferService, compute_max_message_bytes, open_store
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_a_run_from_hello_to_its_end(begin: Any) -> None:
     while not wait(generator, m.TicketGrant).finished:
         pass
     run.thread.join(600)
-    summary = run.service.summary()
+    summary = run.service.make_summary()
     assert (summary["steps"], summary["trajectories"], summary["tokens"], summary["finished"]) == (
         2,
         4,
@@ -171,12 +171,12 @@ def test_a_learner_that_has_steps_to_make_takes_an_end_back(begin: Any) -> None:
     run = begin("learner.steps=5")
     service = run.service
     ask(run.peer(), run.hello(1, number=3), m.Welcome)
-    service.told_before = True  # nobody is waited for
+    service.ended_before = True  # nobody is waited for
     service.ended_at = time.monotonic()
     service.store.finished = True
     assert ask(run.peer(), run.hello(2, number=3, origin=1), m.Welcome).epoch == 2
-    assert not service.store.finished and service.ended_at == 0.0 and not service.told_before
-    assert not service.status().finished
+    assert not service.store.finished and service.ended_at == 0.0 and not service.ended_before
+    assert not service.make_status().finished
 
 
 def test_a_new_buffer_takes_a_learner_from_any_checkpoint(begin: Any) -> None:
@@ -427,7 +427,7 @@ def ended_process() -> int:
 def test_a_process_is_gone_once_it_has_ended_even_if_nobody_has_reaped_it() -> None:
     def gone(pid: int, host: str = socket.gethostname()) -> bool:
         service: Any = SimpleNamespace(generators={"g": {"pid": pid, "host": host}})
-        return BufferService.process_gone(service, "g")
+        return BufferService.has_process_ended(service, "g")
 
     assert gone(ended_process()) and not gone(ended_process(), "another")
     assert not gone(os.getpid()) and not gone(0) and not gone(-1)
@@ -567,7 +567,10 @@ def test_two_generators_of_one_name(begin: Any, monkeypatch: pytest.MonkeyPatch)
         "generator-0", 50, 1, answers(next(t for t in held if t.kind == "train")).samples
     )
     # what it had finished is taken
-    assert ask(first, late, m.DeliveryAcks).acks and run.service.sessions.token("generator-0") == 3
+    assert (
+        ask(first, late, m.DeliveryAcks).acks
+        and run.service.sessions.get_holder("generator-0") == 3
+    )
     assert (
         "taken over the name"
         in ask(first, m.TicketRequest("generator-0", 50, 2, 9, None), m.Refusal).reason
@@ -626,7 +629,7 @@ def test_a_batch_whose_commit_was_lost_is_trained_when_a_checkpoint_lies_behind_
     assert {n: (r.samples, r.tickets, r.ids) for n, r in rows.items()} == {
         b.number: (2, [[b.number] * 2], training_log.digest(b.samples)) for b in batches
     }
-    summary = run.service.summary()
+    summary = run.service.make_summary()
     assert (summary["trajectories"], summary["tokens"], summary["steps"]) == (4, 8, 2) and summary[
         "ledger"
     ]["trained"] == 8
@@ -647,7 +650,7 @@ def test_a_process_of_another_machine_is_not_looked_up_here(begin: Any) -> None:
     ask(first, m.StatusRequest(), m.RunStatus)
     second.send(greeting(run, 2, os.getpid()))
     ask(second, m.StatusRequest(), m.RunStatus)
-    assert run.service.sessions.token("generator-0") == 1
+    assert run.service.sessions.get_holder("generator-0") == 1
 
 
 # ---- what cannot be ------------------------------------------------------------------------------
@@ -673,7 +676,7 @@ def test_a_frame_that_does_not_decode_costs_its_sender(begin: Any) -> None:
         stranger.socket.send_multipart(frames)
         assert wait(stranger, m.Refusal).exit_code == 4
     assert run.service.refused == {"frame": len(BAD_FRAMES) + 3}
-    assert run.service.summary()["refused"] == {"frame": len(BAD_FRAMES) + 3}
+    assert run.service.make_summary()["refused"] == {"frame": len(BAD_FRAMES) + 3}
     assert ask(learner, run.hello(1), m.Welcome) == m.Welcome(1, 0)
 
 
@@ -695,9 +698,12 @@ def test_messages_of_another_run_or_protocol_are_refused_unread(begin: Any) -> N
         run.hello(2),
     ]
     for head, said in (
-        (sockets.head("another"), f"belongs to run {run.id}, this process to run another"),
-        (sockets.head(run.id, m.PROTOCOL - 1), f"speaks protocol {m.PROTOCOL}, this process 2"),
-        (sockets.head(""), f"belongs to run {run.id}, this process to run (none)"),
+        (sockets.make_head("another"), f"belongs to run {run.id}, this process to run another"),
+        (
+            sockets.make_head(run.id, m.PROTOCOL - 1),
+            f"speaks protocol {m.PROTOCOL}, this process 2",
+        ),
+        (sockets.make_head(""), f"belongs to run {run.id}, this process to run (none)"),
         (b"\xff" * 300, "its first frame names no run"),
         (b"", "its first frame names no run"),
     ):
@@ -719,7 +725,7 @@ def test_messages_of_another_run_or_protocol_are_refused_unread(begin: Any) -> N
 def test_frames_of_a_message_are_bounded_together(begin: Any) -> None:
     """Also where each of them is small enough."""
     run = begin("wires.frame_bytes=65536", "generator.context=128")
-    most = max_message_bytes(run.config)
+    most = compute_max_message_bytes(run.config)
     assert most < 20 * 2**20 and run.service.socket.most == most
     stranger, learner = run.peer(), run.peer()
     stranger.socket.send_multipart([stranger.head, *[bytes(most // 2)] * 3])
@@ -885,7 +891,7 @@ def test_an_epoch_before_any_hello_is_nobodys(begin: Any) -> None:
         stranger.send(message)
     assert (
         ask(stranger, m.StatusRequest(), m.RunStatus).committed == 0
-        and not run.service.asks
+        and not run.service.batch_requests
         and not run.service.learner
     )
     assert ask(run.peer(), run.hello(1), m.Welcome).epoch == 1
@@ -927,7 +933,8 @@ def test_a_buffer_folded_after_the_end_waits_for_the_learner_only_if_its_model_i
     again.thread.join(600)
     assert not again.thread.is_alive()
     assert (
-        again.service.summary()["finished"] and again.service.summary()["heldout_end"] is not None
+        again.service.make_summary()["finished"]
+        and again.service.make_summary()["heldout_end"] is not None
     )
 
 
@@ -942,20 +949,23 @@ def test_tokens_a_second_are_over_all_the_time_since_the_last_report(begin: Any)
         "waiting": None,
     }
     service.reported.add("g")
-    first = service.generator_numbers(103.0)
+    first = service.compute_generator_metrics(103.0)
     assert first["throughput/generator_tokens_per_s"] == pytest.approx(100.0) and first[
         "time/generator_idle_share"
     ] == pytest.approx(1 / 3)
-    assert service.generator_numbers(104.0) == {} and service.generator_numbers(105.5) == {}
+    assert (
+        service.compute_generator_metrics(104.0) == {}
+        and service.compute_generator_metrics(105.5) == {}
+    )
     service.generators["g"]["stats"] = {
         "generator/tokens": 700.0,
         "generator/busy_s": 5.0,
         "generator/idle_s": 2.0,
     }
     service.reported.add("g")
-    assert service.generator_numbers(107.0)["throughput/generator_tokens_per_s"] == pytest.approx(
-        100.0
-    )
+    assert service.compute_generator_metrics(107.0)[
+        "throughput/generator_tokens_per_s"
+    ] == pytest.approx(100.0)
 
 
 def test_reused_keys_are_summed_over_the_generators_that_keep_them(begin: Any) -> None:
@@ -968,7 +978,7 @@ def test_reused_keys_are_summed_over_the_generators_that_keep_them(begin: Any) -
                 f"prefix/{each}": value for each, value in said.items()
             }
             service.reported.add(name)
-        got = service.generator_numbers(at)
+        got = service.compute_generator_metrics(at)
         return {name: value for name, value in got.items() if name.startswith("prefix/")}
 
     assert step(1.0, a={}) == {}

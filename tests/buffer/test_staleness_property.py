@@ -30,7 +30,7 @@ def chunk(first: int) -> Counter[str]:
             world.run()
         except Exception as e:
             raise AssertionError(f"seed {seed}: {e}") from e
-        seen.update({line: int(x["tokens"]) for line, x in world.store.ledger().items()})
+        seen.update({line: int(x["tokens"]) for line, x in world.store.sum_ledger().items()})
         seen["at the limit"] += world.at_limit
     return seen
 

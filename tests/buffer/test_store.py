@@ -125,7 +125,7 @@ def test_lag_is_the_oldest_token_and_splits_at_delivery() -> None:
     train(store, 1)
     write(store, c)  # all by version 0, delivered at 2
     groups, _ = store.ask(1, 2)
-    batch = store.batch(groups, 1, 2)
+    batch = store.make_batch(groups, 1, 2)
     assert (batch.lags, batch.in_flight, batch.token_lags) == ([2], [2], [[(0, 4, 2)]])
     store = make(2)
     a, b, c = store.grant("g", 1, 9, 0.0)
@@ -133,7 +133,7 @@ def test_lag_is_the_oldest_token_and_splits_at_delivery() -> None:
         write(store, t)
     train(store, 0)
     groups, _ = store.ask(1, 1)
-    batch = store.batch(groups, 1, 1)
+    batch = store.make_batch(groups, 1, 1)
     assert (batch.lags, batch.in_flight) == ([1], [0])
 
 
@@ -143,7 +143,7 @@ def test_a_group_without_spread_leaves_and_frees_its_place() -> None:
     assert write(store, t) == ["accepted", "accepted"]
     (t,) = store.grant("g", 1, 2, 0.0)
     assert t.ticket == 1 and not store.grant("g", 1, 2, 0.0)
-    assert store.ledger()["filtered"] == {
+    assert store.sum_ledger()["filtered"] == {
         "tokens": 8,
         "samples": 2,
         "mean_length": 4.0,
@@ -165,7 +165,7 @@ def test_rewards_apart_by_rounding_alone_are_no_spread_for_the_filter_as_for_the
     (t,) = store.grant("g", 1, 2, 0.0)
     store.deliver(sample(t, 0, reward=0.7), 0.0)
     store.deliver(sample(t, 1, reward=other), 0.0)
-    assert {name for name, line in store.ledger().items() if line["tokens"]} == {what}
+    assert {name for name, line in store.sum_ledger().items() if line["tokens"]} == {what}
     both = torch.tensor([0.7, other], dtype=torch.float64)
     assert (
         bool(advantages.find_zero_variance(both, torch.zeros(2, dtype=torch.long)).all())
@@ -201,7 +201,7 @@ def test_a_resumed_learner_gets_its_batches_again_and_orphans_are_written_anew()
     assert store.committed == 1 and store.policy == Label(2, 1)
     groups, why = store.ask(2, 1)
     # ticket 1 is one version old; the limit is 0 now
-    assert not groups and "to be granted again" in why.what and why.on == "buffer"
+    assert not groups and "to be granted again" in why.reason and why.process == "buffer"
     (t,) = store.grant("g", 2, 9, 0.0)
     assert (t.ticket, t.min_version) == (1, Label(2, 1))
     write(store, t)
@@ -211,7 +211,9 @@ def test_a_resumed_learner_gets_its_batches_again_and_orphans_are_written_anew()
     assert (t.ticket, t.min_version) == (2, Label(2, 2))
     write(store, t)
     train(store, 2)
-    assert [store.ledger()[line]["tokens"] for line in ("trained", "orphaned", "left_over")] == [
+    assert [
+        store.sum_ledger()[line]["tokens"] for line in ("trained", "orphaned", "left_over")
+    ] == [
         12,
         8,
         4,
@@ -229,11 +231,11 @@ def test_lag_across_a_branch_counts_both_sides() -> None:
     assert hello(store, 2, 1, k=4, origin=1, digest="d1")
     groups, _ = store.ask(2, 1)
     # ticket 1, written by (1, 1), which is the policy resumed from
-    assert store.batch(groups, 2, 1).lags == [0]
+    assert store.make_batch(groups, 2, 1).lags == [0]
     assert store.commit(1, Label(2, 2), "another update")
     groups, _ = store.ask(2, 2)
     # one version back on the dead branch, one forward on ours
-    assert store.batch(groups, 2, 2).lags == [2]
+    assert store.make_batch(groups, 2, 2).lags == [2]
 
 
 def test_old_learners_and_those_behind_what_is_retired_are_fenced() -> None:
@@ -241,7 +243,7 @@ def test_old_learners_and_those_behind_what_is_retired_are_fenced() -> None:
     for n in range(2):
         write(store, store.grant("g", 1, 1, 0.0)[0])
         train(store, n)
-    store.checkpointed(2)
+    store.retire_batches(2)
     assert not hello(store, 2, 1, origin=1)  # version 1 is retired
     # epoch 1 has asked since: it was not resumed from its directory
     assert not hello(store, 2, 2, origin=0)
@@ -257,7 +259,7 @@ def test_storage_is_freed_behind_the_oldest_checkpoint() -> None:
         train(store, n)
     before = total(store)
     assert len(store.retained) == 3
-    store.checkpointed(2)
+    store.retire_batches(2)
     assert len(store.retained) == 1 and store.base == 2 and total(store) == before == 12
     # a late copy of what a kept batch holds
     assert store.deliver(sample(t), 0.0) == "accepted" and total(store) == before
@@ -273,7 +275,7 @@ def test_a_new_memory_buffer_takes_cursor_and_totals_from_the_learner() -> None:
         t = store.grant("g", 1, 1, 0.0)[0]
         write(store, t)
         groups, _ = store.ask(1, n)
-        batch = store.batch(groups, 1, n)
+        batch = store.make_batch(groups, 1, n)
         store.commit(n, Label(1, n + 1), f"d{n + 1}")
     fresh = Store(StoreSettings(1, 1, 9, SamplingSettings()), prompt)
     assert hello(
@@ -286,7 +288,7 @@ def test_a_new_memory_buffer_takes_cursor_and_totals_from_the_learner() -> None:
         trained_above=batch.trained_above,
     )
     assert [t.ticket for t in fresh.grant("g", 1, 9, 0.0)] == [2, 3]
-    assert fresh.ledger()["trained"]["tokens"] == 8
+    assert fresh.sum_ledger()["trained"]["tokens"] == 8
 
 
 def test_completion_order_carries_what_was_trained_above_the_cursor() -> None:
@@ -294,7 +296,7 @@ def test_completion_order_carries_what_was_trained_above_the_cursor() -> None:
     _, b, _ = store.grant("g", 1, 9, 0.0)
     write(store, b)
     groups, _ = store.ask(1, 0)
-    batch = store.batch(groups, 1, 0)
+    batch = store.make_batch(groups, 1, 0)
     assert ([g.ticket for g in groups], batch.next_ticket, batch.trained_above) == ([1], 0, [1])
     fresh = Store(StoreSettings(1, 1, 9, SamplingSettings(), on_exceed="mask"), prompt)
     assert hello(fresh, 2, 1, k=2, origin=1, next_ticket=0, trained_above=[1])
@@ -315,7 +317,7 @@ def test_a_lease_lasts_while_its_answers_are_judged() -> None:
         "the old attempt holds no lease any more"
     )
     assert [store.deliver(sample(judged, i), 18.0) for i in range(2)] == ["accepted", "accepted"]
-    assert store.expire(19.1) == 0 and store.ledger()["lost_with_process"]["tokens"] == 8
+    assert store.expire(19.1) == 0 and store.sum_ledger()["lost_with_process"]["tokens"] == 8
 
 
 def test_a_generator_that_judges_does_not_renew_what_it_should_write() -> None:
@@ -345,19 +347,19 @@ def test_tokens_of_an_attempt_that_never_delivers_are_lost_and_counted_once() ->
     store = make(0, lease_s=1.0)
     (t,) = store.grant("a", 1, 9, 0.0)
     store.renew("a", 1, [(0, t.attempt, 3)], 0.5)
-    assert store.ledger()["left_over"]["tokens"] == 3
+    assert store.sum_ledger()["left_over"]["tokens"] == 3
     store.expire(9.0)
-    assert store.ledger()["lost_with_process"]["tokens"] == 3
+    assert store.sum_ledger()["lost_with_process"]["tokens"] == 3
     (again,) = store.grant("b", 1, 9, 9.0)
     write(store, again)
     train(store, 0)
-    store.checkpointed(1)
+    store.retire_batches(1)
     store.renew("a", 1, [(0, t.attempt, 5)], 9.0)  # it is slow, not dead
-    assert store.ledger()["lost_with_process"]["tokens"] == 5
+    assert store.sum_ledger()["lost_with_process"]["tokens"] == 5
     assert store.deliver(sample(t, length=6), 9.0) == "duplicate"
     assert (
-        store.ledger()["lost_with_process"]["tokens"] == 0
-        and store.ledger()["duplicate"]["tokens"] == 6
+        store.sum_ledger()["lost_with_process"]["tokens"] == 0
+        and store.sum_ledger()["duplicate"]["tokens"] == 6
         and total(store) == 10
     )
 
@@ -409,9 +411,9 @@ def test_drop_sends_a_stale_group_again_and_abandons_it_the_third_time() -> None
             store.deliver(sample(again, 0, (Label(1, 0), 4)), 0.0)
     assert 0 not in store.alive and attempts == sorted(set(attempts))
     assert (
-        store.ledger()["dropped_stale"]["tokens"] == 8
-        and store.ledger()["abandoned"]["tokens"] == 4
-        and store.ledger()["abandoned"]["upto_4"] == 4
+        store.sum_ledger()["dropped_stale"]["tokens"] == 8
+        and store.sum_ledger()["abandoned"]["tokens"] == 4
+        and store.sum_ledger()["abandoned"]["upto_4"] == 4
     )
 
 
@@ -426,13 +428,13 @@ def test_mask_leaves_only_tokens_past_the_limit_out() -> None:
     store, (a, _) = stale("mask", k=1)
     store.deliver(sample(a, 0, (Label(1, 0), 3), (Label(1, 1), 2), (Label(1, 2), 1)), 0.0)
     groups, _ = store.ask(1, 2)
-    batch = store.batch(groups, 1, 2)
+    batch = store.make_batch(groups, 1, 2)
     assert batch.lags == [2] and batch.token_lags == [[(0, 3, 2), (3, 5, 1), (5, 6, 0)]]
-    before = store.ledger()["trained"]["tokens"]
+    before = store.sum_ledger()["trained"]["tokens"]
     assert store.commit(2, Label(1, 3), "d3")
     assert (
-        store.ledger()["trained"]["tokens"] == before + 3
-        and store.ledger()["masked_stale"]["tokens"] == 3
+        store.sum_ledger()["trained"]["tokens"] == before + 3
+        and store.sum_ledger()["masked_stale"]["tokens"] == 3
     )
 
 
@@ -441,7 +443,8 @@ def test_downweight_trains_everything() -> None:
     write(store, a)
     train(store, 2)
     assert (
-        store.ledger()["trained"]["tokens"] == 12 and store.ledger()["masked_stale"]["tokens"] == 0
+        store.sum_ledger()["trained"]["tokens"] == 12
+        and store.sum_ledger()["masked_stale"]["tokens"] == 0
     )
 
 
@@ -454,9 +457,9 @@ def test_without_a_limit_bytes_bound_what_is_alive() -> None:
     assert not store.grant("g", 1, 1, 0.0)
     assert [g.ticket for g in store.ask(1, 0)[0]] == [49]
     store.commit(0, Label(1, 1), "d1")
-    store.checkpointed(1)
+    store.retire_batches(1)
     train(store, 1)
-    store.checkpointed(2)
+    store.retire_batches(2)
     assert store.stored_bytes == 0 and store.grant("g", 1, 1, 0.0)
 
 
@@ -471,12 +474,12 @@ def test_injected_lag_is_exact_after_the_first_batches(inject: int | list[float]
         while tickets := store.grant("g", 1, 1, 0.0):
             assert (
                 tickets[0].exact_version is not None
-                and tickets[0].exact_version in store.pinned_versions()
+                and tickets[0].exact_version in store.list_pinned_versions()
             )
             write(store, tickets[0])
         groups, why = store.ask(1, n)
         assert groups, why
-        lags = store.batch(groups, 1, n).lags
+        lags = store.make_batch(groups, 1, n).lags
         seen += lags if n >= 2 else []
         assert all(lag <= n for lag in lags)
         store.commit(n, Label(1, n + 1), f"d{n + 1}")
@@ -503,11 +506,11 @@ def test_an_abandoned_group_leaves_its_place_to_another_and_the_injected_lag_sta
                     )
         groups, why = store.ask(1, n)
         assert groups, why
-        batch = store.batch(groups, 1, n)
+        batch = store.make_batch(groups, 1, n)
         seen += batch.lags if n >= 2 else []
         trained += [g.ticket for g in groups]
         store.commit(n, Label(1, n + 1), f"d{n + 1}")
-    assert set(seen) == {2} and store.ledger()["failed"]["samples"] == 9
+    assert set(seen) == {2} and store.sum_ledger()["failed"]["samples"] == 9
     assert not failing & set(trained) and len(set(trained)) == 20
     # rolled back: the batches are the same, in the same order
     assert hello(store, 2, 8, k=2, origin=1, digest="d8")
@@ -544,7 +547,7 @@ def test_a_fresh_buffer_that_followed_an_older_checkpoint_trains_nothing_twice()
     batch = []
     for n in range(3):
         write(first, first.grant("g", 1, 1, 0.0)[0])
-        batch.append(first.batch(first.ask(1, n)[0], 1, n))
+        batch.append(first.make_batch(first.ask(1, n)[0], 1, n))
         first.commit(n, Label(1, n + 1), f"d{n + 1}")
     fresh = Store(StoreSettings(1, 1, 9, SamplingSettings()), prompt)
     at = {
@@ -562,7 +565,7 @@ def test_a_fresh_buffer_that_followed_an_older_checkpoint_trains_nothing_twice()
     fresh.renew("g", 1, [(2, old[1].attempt, 3)], 0.0)
     assert hello(fresh, 3, 3, origin=1, **at[3])
     assert [t.ticket for t in fresh.grant("g", 2, 9, 0.0)] == [3, 4]
-    lines = fresh.ledger()
+    lines = fresh.sum_ledger()
     assert {n: x["tokens"] for n, x in lines.items() if x["tokens"]} == {
         "trained": 12,
         "orphaned": 4,
@@ -570,7 +573,7 @@ def test_a_fresh_buffer_that_followed_an_older_checkpoint_trains_nothing_twice()
     }
     assert (
         fresh.deliver(sample(old[1], length=5), 0.0) == "duplicate"
-        and fresh.ledger()["lost_with_process"]["tokens"] == 0
+        and fresh.sum_ledger()["lost_with_process"]["tokens"] == 0
     )
 
 
@@ -589,12 +592,12 @@ def test_a_masked_batch_that_is_asked_for_again_stays_as_it_was_handed_out() -> 
     for n in (1, 2):
         groups, why = store.ask(2, n)
         assert groups, why
-    batch = store.batch(groups, 2, 2)
+    batch = store.make_batch(groups, 2, 2)
     assert batch.token_lags == [[(0, 4, 2)]]  # by 1.2, whose update is not known to come again
     assert store.commit(1, Label(2, 2), "d2")  # it does: the same digest, the same policy
-    again = store.batch(store.ask(2, 2)[0], 2, 2)
+    again = store.make_batch(store.ask(2, 2)[0], 2, 2)
     assert again.token_lags == batch.token_lags
-    assert store.commit(2, Label(2, 3), "d3") and store.ledger()["masked_stale"]["tokens"] == 4
+    assert store.commit(2, Label(2, 3), "d3") and store.sum_ledger()["masked_stale"]["tokens"] == 4
 
 
 def test_what_no_step_used_has_lines_of_its_own_and_a_roll_back_takes_them_back() -> None:
@@ -607,19 +610,21 @@ def test_what_no_step_used_has_lines_of_its_own_and_a_roll_back_takes_them_back(
     assert store.commit(1, Label(1, 2), "d2", [])
 
     def lines() -> dict[str, tuple[float, float]]:
-        return {n: (x["tokens"], x["samples"]) for n, x in store.ledger().items() if x["tokens"]}
+        return {
+            n: (x["tokens"], x["samples"]) for n, x in store.sum_ledger().items() if x["tokens"]
+        }
 
     assert (
         lines() == {"trained": (4 + 12, 3), "skipped": (6, 1), "rejected": (2, 1)}
         and total(store) == 24
     )
-    assert store.ledger()["skipped"]["upto_8"] == 6
+    assert store.sum_ledger()["skipped"]["upto_8"] == 6
     assert hello(store, 2, 0, k=2, origin=1)
     assert lines() == {"left_over": (24, 4)}
     # more than it has: all of it
     assert store.ask(2, 0)[0] and store.commit(0, Label(2, 1), "other", [(0, 0), (99, 99)])
     assert lines() == {"trained": (6, 1), "skipped": (6, 1), "left_over": (12, 2)}
-    store.checkpointed(1)
+    store.retire_batches(1)
     assert (
         lines() == {"trained": (6, 1), "skipped": (6, 1), "left_over": (12, 2)}
         and total(store) == 24
@@ -636,7 +641,8 @@ def test_masked_tokens_are_masked_before_they_are_skipped() -> None:
     store.deliver(sample(a, 0, (Label(1, 0), 3), (Label(1, 1), 2), (Label(1, 2), 1)), 0.0)
     assert store.ask(1, 2)[0] and store.commit(2, Label(1, 3), "d3", [(6, 0)])
     assert (
-        store.ledger()["masked_stale"]["tokens"] == 3 and store.ledger()["skipped"]["tokens"] == 3
+        store.sum_ledger()["masked_stale"]["tokens"] == 3
+        and store.sum_ledger()["skipped"]["tokens"] == 3
     )
 
 
@@ -675,9 +681,11 @@ def test_evaluations_start_with_the_run_every_n_versions_and_at_its_end() -> Non
         "eval/heldout_n": 3,
         "eval/heldout_length": 4.0,
     }
-    assert store.evaluations.results["ood", 3]["eval/ood_n"] == 1 and not store.evaluations.pending
+    assert (
+        store.evaluations.results["ood", 3]["eval/ood_n"] == 1 and not store.evaluations.is_pending
+    )
     # evaluation has no line in the training ledger
-    assert store.ledger()["trained"]["tokens"] == 12 == total(store)
+    assert store.sum_ledger()["trained"]["tokens"] == 12 == total(store)
 
 
 def started(evaluations: Evaluations, number: int, steps: int) -> dict[str, int]:
@@ -711,7 +719,7 @@ def test_lost_and_failed_evaluation_tickets_go_out_again() -> None:
         0, lease_s=1.0, evaluations=Evaluations(0, 1, 1, 0, 1.0, lambda split, i: Prompt(i, split))
     )
     (t, *_) = store.grant("g", 1, 1, 0.0)
-    assert store.expire(2.0) == 1 and store.pinned_versions() == [Label(1, 0)]
+    assert store.expire(2.0) == 1 and store.list_pinned_versions() == [Label(1, 0)]
     (again, *_) = store.grant("g", 1, 1, 2.0)
     assert (again.ticket, again.attempt) == (t.ticket, t.attempt + 1)
     assert judged(store, t, 1.0) == "duplicate"
@@ -719,7 +727,7 @@ def test_lost_and_failed_evaluation_tickets_go_out_again() -> None:
         assert store.deliver(sample(again, 0, failed="data: no"), 0.0) == "evaluated"
         again = next(iter(store.grant("g", 1, 1, 2.0)), again)
     assert (
-        not store.evaluations.pending
+        not store.evaluations.is_pending
         and store.evaluations.results["heldout", 0]["eval/heldout_n"] == 0
     )
 
@@ -775,9 +783,9 @@ def test_leases_follow_the_measured_silence_of_a_generator() -> None:
     assert train.kind == "train" and store.expire(211.0) == 1, "the quick one's alone"
     state = msgspec.msgpack.decode(msgspec.msgpack.encode(store.snapshot()), type=StoreSnapshot)
     store.restore(state)
-    assert store.lease_of("slow") == 24.0 and store.lease_of("quick") == 10.0
+    assert store.get_lease_s("slow") == 24.0 and store.get_lease_s("quick") == 10.0
     store.renew("slow", 1, named, 212.0, gap=1.0)
-    assert store.lease_of("slow") == 10.0
+    assert store.get_lease_s("slow") == 10.0
 
 
 def test_evaluations_of_a_dead_branch_are_made_again() -> None:
@@ -803,6 +811,6 @@ def test_evaluations_of_a_dead_branch_are_made_again() -> None:
     assert hello(store, 2, 2, k=0, origin=1, digest="d2")
     assert sorted(n for _, n in store.evaluations.results) == [0, 1, 2]
     assert advance(5) == [3, 4, 5]
-    store.checkpointed(4)
+    store.retire_batches(4)
     # no learner begins behind 4 any more
     assert sorted(n for _, n in store.evaluations.results) == [0, 4, 5]

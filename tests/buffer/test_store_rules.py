@@ -15,7 +15,7 @@ from asyncrl.contract.messages import LearnerHello, SamplingSettings, Ticket, We
 from asyncrl.contract.versions import Label
 from buffer import state as state_module
 from buffer import store as store_module
-from buffer.batches import BatchWait, announced_limits
+from buffer.batches import BatchWait, compute_announced_limits
 from buffer.evaluation import EVAL_BASE, Evaluations
 from buffer.groups import Grant, Group, StoredSample, StoreSettings
 from buffer.store import Store
@@ -43,9 +43,9 @@ def test_an_evaluation_costs_one_slot_and_comes_first() -> None:
 
 def test_nothing_is_granted_after_the_end_or_before_a_learner() -> None:
     store = Store(StoreSettings(1, 1, 9, SamplingSettings()), prompt)
-    assert store.grant("g", 1, 9, 0.0) == [] and store.announcement() is None
+    assert store.grant("g", 1, 9, 0.0) == [] and store.make_announcement() is None
     assert hello(store, 1, 0)
-    announced = store.announcement()
+    announced = store.make_announcement()
     assert (
         announced is not None
         and announced.label == Label(1, 0)
@@ -80,13 +80,13 @@ def test_with_many_out_neither_a_question_nor_an_answer_looks_at_every_group(
     store = make(2 * many, 2, 2, many)
     tickets = [store.grant("g", 1, 2, 0.0)[0] for _ in range(many)]
     looked: list[int] = []
-    complete = Group.complete.fget  # type: ignore[attr-defined]
+    complete = Group.is_complete.fget  # type: ignore[attr-defined]
     monkeypatch.setattr(
-        Group, "complete", property(lambda g: looked.append(g.ticket) or complete(g))
+        Group, "is_complete", property(lambda g: looked.append(g.ticket) or complete(g))
     )
     monkeypatch.setattr(
         Store,
-        "uncomposed_groups",
+        "iterate_uncomposed_groups",
         lambda s: (looked.append(g.ticket) or g for g in s.alive.values()),
     )
     assert store.grant("g", 1, 2, 0.0)
@@ -138,7 +138,7 @@ def test_an_attempt_that_is_over_renews_nobodys_lease_but_its_tokens_count() -> 
     assert expires(store, 0) == 50
     store.renew("g", 1, [(a.ticket, a.attempt, 0), (b.ticket, b.attempt, 0)], 32.0)
     assert expires(store, 0) == 50
-    assert store.ledger()["lost_with_process"]["tokens"] == 4
+    assert store.sum_ledger()["lost_with_process"]["tokens"] == 4
 
 
 def test_an_evaluation_at_work_is_renewed_and_counts_as_movement() -> None:
@@ -188,14 +188,14 @@ def test_a_stray_attempt_of_a_gone_group_is_lost_once_and_found_again() -> None:
     (b,) = store.grant("h", 1, 1, 30.0)
     write(store, b)
     train(store, 0)
-    store.checkpointed(1)
-    assert store.retained == {} and store.ledger()["lost_with_process"]["tokens"] == 3
+    store.retire_batches(1)
+    assert store.retained == {} and store.sum_ledger()["lost_with_process"]["tokens"] == 3
     store.renew("g", 1, [(0, a.attempt, 5)], 31.0)
     store.renew("g", 1, [(0, a.attempt, 2)], 31.0)  # an older report: no less than before
-    assert store.ledger()["lost_with_process"]["tokens"] == 5
+    assert store.sum_ledger()["lost_with_process"]["tokens"] == 5
     assert store.deliver(sample(a, 0), 32.0) == "duplicate"
-    line = store.ledger()["duplicate"]
-    assert store.ledger()["lost_with_process"]["tokens"] == 1 and (
+    line = store.sum_ledger()["duplicate"]
+    assert store.sum_ledger()["lost_with_process"]["tokens"] == 1 and (
         line["tokens"],
         line["samples"],
         line["mean_length"],
@@ -203,7 +203,7 @@ def test_a_stray_attempt_of_a_gone_group_is_lost_once_and_found_again() -> None:
     ) == (4, 1, 4, 1)
     assert (
         store.deliver(sample(a, 0), 33.0) == "duplicate"
-        and store.ledger()["duplicate"]["tokens"] == 4
+        and store.sum_ledger()["duplicate"]["tokens"] == 4
     )
     # a late copy hears what became of the sample
     assert store.deliver(sample(b, 0), 33.0) == "trained"
@@ -222,7 +222,7 @@ def test_a_second_answer_for_a_sample_is_a_duplicate_and_a_copy_hears_the_same()
         store.deliver(sample(a, 0), 32.0) == "accepted"
         and store.deliver(sample(b, 0), 32.0) == "duplicate"
     )
-    lines = store.ledger()
+    lines = store.sum_ledger()
     assert (
         lines["duplicate"]["tokens"],
         lines["duplicate"]["mean_reward"],
@@ -241,7 +241,7 @@ def test_what_is_remembered_of_gone_groups_is_bounded(monkeypatch: pytest.Monkey
     for n, t in enumerate(tickets):
         write(store, t)
         train(store, n)
-        store.checkpointed(n + 1)
+        store.retire_batches(n + 1)
     assert list(store.gone) == [(n, 0, tickets[n].attempt) for n in (3, 4, 5)] and list(
         store.strays
     ) == [(n, tickets[n].attempt) for n in (4, 5)]
@@ -263,7 +263,7 @@ def test_the_third_failure_abandons_a_group_that_nobody_composed() -> None:
             assert store.deliver(sample(t, 1, reward=0.5), 0.0) == "accepted"
         assert store.deliver(sample(t, 0, failed="data: no"), 0.0) == "failed"
         assert (0 in store.alive) == (n < 3)
-    lines = store.ledger()
+    lines = store.sum_ledger()
     assert (
         lines["failed"]["tokens"],
         lines["failed"]["samples"],
@@ -323,7 +323,7 @@ def resumed(
         more.pop("k", 2),
         WeightsSource(epoch, "h", "", ""),
     )
-    return store.hello(
+    return store.follow_learner(
         LearnerHello(1, "run", epoch, label, parent, digest, 0, origin, k, source, ring, **more)
     )
 
@@ -338,11 +338,18 @@ def test_a_ring_of_a_resumed_learner_names_the_same_policies() -> None:
         train(store, n)
     assert resumed(store, 2, 3, [(Label(2, 1), "d1"), (Label(2, 2), "else")], k=7)
     tree = store.tree
-    assert tree.lag(Label(2, 1), Label(1, 1), 1) == 0 and tree.digest(Label(2, 1)) == "d1"
+    assert (
+        tree.compute_lag(Label(2, 1), Label(1, 1), 1) == 0 and tree.get_digest(Label(2, 1)) == "d1"
+    )
     # a child of the version before it
-    assert tree.digest(Label(2, 2)) == "else" and tree.lag(Label(2, 2), Label(2, 1), 1) == 1
-    assert tree.lag(Label(2, 2), Label(1, 2), 2) == 2
-    assert tree.lag(Label(2, 3), Label(1, 3), 3) == 0  # its parent is the one that the hello names
+    assert (
+        tree.get_digest(Label(2, 2)) == "else"
+        and tree.compute_lag(Label(2, 2), Label(2, 1), 1) == 1
+    )
+    assert tree.compute_lag(Label(2, 2), Label(1, 2), 2) == 2
+    assert (
+        tree.compute_lag(Label(2, 3), Label(1, 3), 3) == 0
+    )  # its parent is the one that the hello names
     assert (
         (store.epoch, store.max_lag, store.committed, store.policy) == (2, 7, 3, Label(2, 3))
         and store.source is not None
@@ -355,7 +362,7 @@ def test_a_ring_of_a_resumed_learner_names_the_same_policies() -> None:
 def test_a_hello_whose_parent_nobody_knows_hangs_on_its_own_ring() -> None:
     store = Store(StoreSettings(1, 1, 9, SamplingSettings()), prompt)
     assert resumed(store, 2, 3, [(Label(2, 1), "r1"), (Label(2, 2), "r2")], digest="r3")
-    assert [store.tree.lag(Label(2, n), Label(2, 3), 3) for n in (1, 2, 3)] == [
+    assert [store.tree.compute_lag(Label(2, n), Label(2, 3), 3) for n in (1, 2, 3)] == [
         2,
         1,
         0,
@@ -390,12 +397,14 @@ def test_a_rollback_gives_the_same_batches_and_ends_the_leases() -> None:
 def test_evaluations_start_over_with_a_resumed_learner() -> None:
     store = make(4, 1, 1, steps=3, evaluations=evaluations(every=1))
     first = store.grant("g", 1, 2, 0.0)
-    assert all(t.ticket >= EVAL_BASE for t in first) and store.pinned_versions() == [Label(1, 0)]
+    assert all(t.ticket >= EVAL_BASE for t in first) and store.list_pinned_versions() == [
+        Label(1, 0)
+    ]
     assert resumed(store, 2, 0, [], origin=0)
     again = store.grant("g", 1, 2, 0.0)
-    assert [t.exact_version for t in again] == [Label(2, 0)] * 2 and store.pinned_versions() == [
+    assert [t.exact_version for t in again] == [
         Label(2, 0)
-    ]
+    ] * 2 and store.list_pinned_versions() == [Label(2, 0)]
     store.deliver(sample(again[0], 0), 0.0)
     assert store.deliver(sample(first[1], 0, (Label(1, 0), 4)), 0.0) == "duplicate"
 
@@ -462,7 +471,7 @@ def test_a_batch_says_what_it_holds_and_what_a_new_buffer_must_know() -> None:
     store.deliver(sample(t[2], 0, (Label(1, 0), 3), (Label(1, 1), 1), length=4, reward=2.0), 0.0)
     write(store, t[5])
     groups, _ = store.ask(1, 1)
-    batch = store.batch(groups, 1, 1)
+    batch = store.make_batch(groups, 1, 1)
     assert (batch.epoch, batch.number, [s.ticket for s in batch.samples]) == (1, 1, [2, 5])
     assert (
         batch.lags == [1, 1]
@@ -487,10 +496,10 @@ def test_masked_and_faded_tokens_are_what_is_past_the_limit() -> None:
         # lags 3, 2, 1
         store.deliver(sample(t[0], 0, (Label(1, 0), 3), (Label(1, 1), 2), (Label(1, 2), 1)), 0.0)
         (g,) = store.ask(1, 3)[0]
-        (s,) = g.stored_samples()
+        (s,) = g.list_stored_samples()
         assert (s.masked, pytest.approx(s.faded)) == want
         assert store.commit(3, Label(1, 4), "d4")
-        lines = store.ledger()
+        lines = store.sum_ledger()
         assert (
             lines["trained"]["tokens"] == 12 + 6 - want[0]
             and lines["masked_stale"]["tokens"] == want[0]
@@ -508,17 +517,17 @@ def test_versions_that_tickets_may_name_are_kept() -> None:
         assert t.exact_version == Label(1, max(0, n - 2))
         write(store, t)
         train(store, n)
-    assert store.pinned_versions() == [Label(1, 2), Label(1, 3), Label(1, 4)]
+    assert store.list_pinned_versions() == [Label(1, 2), Label(1, 3), Label(1, 4)]
     assert (
-        make(3, 1, 1, inject=[0.5, 0.5]).pinned_versions() == [Label(1, 0)]
-        and make().pinned_versions() == []
+        make(3, 1, 1, inject=[0.5, 0.5]).list_pinned_versions() == [Label(1, 0)]
+        and make().list_pinned_versions() == []
     )
     drawn = make(3, 1, 1, inject=[0.25, 0.25, 0.5])
     for n in range(4):
         (t,) = drawn.grant("g", 1, 1, 0.0)
         write(drawn, t)
         train(drawn, n)
-    assert drawn.pinned_versions() == [Label(1, 2), Label(1, 3), Label(1, 4)]
+    assert drawn.list_pinned_versions() == [Label(1, 2), Label(1, 3), Label(1, 4)]
 
 
 def test_bytes_are_counted_while_a_sample_is_stored() -> None:
@@ -531,13 +540,13 @@ def test_bytes_are_counted_while_a_sample_is_stored() -> None:
     assert store.stored_bytes == 44 + 88
     train(store, 0)
     assert store.stored_bytes == 132
-    store.checkpointed(5)  # no further than what is committed
+    store.retire_batches(5)  # no further than what is committed
     assert store.stored_bytes == 0 and store.base == 1
     store.deliver(sample(b, 0), 0.0)
     store.remove_group(store.alive[1], "filtered")
     assert (
         store.stored_bytes == 0
-        and store.ledger()["filtered"]["tokens"] == 4
+        and store.sum_ledger()["filtered"]["tokens"] == 4
         and 1 not in store.alive
     )
 
@@ -565,7 +574,7 @@ def test_bytes_of_what_is_dropped_or_orphaned_are_free_again() -> None:
         paced.ask(2, 2) == ([], BatchWait("ticket 2: 1 samples to be granted again"))
         and paced.stored_bytes == 88
     )
-    assert paced.ledger()["orphaned"]["tokens"] == 8
+    assert paced.sum_ledger()["orphaned"]["tokens"] == 8
 
 
 def test_the_ledger_of_a_checkpoint_calls_lost_what_it_would_lose() -> None:
@@ -575,14 +584,17 @@ def test_the_ledger_of_a_checkpoint_calls_lost_what_it_would_lose() -> None:
     train(store, 0)
     write(store, b)
     store.renew("g", 1, [(c.ticket, c.attempt, 3)], 1.0)
-    assert store.ledger()["left_over"]["tokens"] == 7 and store.ledger()["trained"]["tokens"] == 4
-    kept = store.checkpoint_ledger({0, 1})
+    assert (
+        store.sum_ledger()["left_over"]["tokens"] == 7
+        and store.sum_ledger()["trained"]["tokens"] == 4
+    )
+    kept = store.compute_checkpoint_totals({0, 1})
     assert (
         kept["trained"]["tokens"],
         kept["lost_with_process"]["tokens"],
         kept["left_over"]["tokens"],
     ) == (8, 3, 0)
-    kept = store.checkpoint_ledger({0})
+    kept = store.compute_checkpoint_totals({0})
     assert (
         kept["trained"]["tokens"],
         kept["lost_with_process"]["tokens"],
@@ -602,7 +614,7 @@ def test_tokens_past_the_limit_are_counted_wherever_they_stand() -> None:
     store.max_lag = 1
     store.deliver(sample(t[0], 0, (Label(1, 2), 2), (Label(1, 0), 3), (Label(1, 1), 1)), 0.0)
     (g,) = store.ask(1, 2)[0]
-    assert [s.masked for s in g.stored_samples()] == [3]
+    assert [s.masked for s in g.list_stored_samples()] == [3]
 
 
 def test_a_sample_past_the_limit_in_its_own_epoch_is_a_bug_and_is_called_one() -> None:
@@ -636,7 +648,7 @@ def test_a_learner_that_is_further_on_than_the_buffer_has_trained_what_lies_here
     totals = {
         "trained": {"tokens": 100.0, "samples": 10.0, "mean_length": 10.0, "mean_reward": 0.5}
     }
-    assert store.hello(
+    assert store.follow_learner(
         LearnerHello(
             1, "run", 2, label, None, "d5", 3, 1, 9, source, [], ledger=totals, trained_above=[4, 7]
         )
@@ -654,7 +666,7 @@ def test_a_learner_that_is_further_on_than_the_buffer_has_trained_what_lies_here
         and store.skip == {7}
         and store.stored_bytes == 44
     )
-    lines = store.ledger()
+    lines = store.sum_ledger()
     assert (
         lines["trained"]["tokens"] == 100 + 8
         and lines["orphaned"]["tokens"] == 8
@@ -684,13 +696,13 @@ def test_versions_far_behind_are_forgotten_unless_something_names_them(
         (t,) = store.grant("g", 2, 1, 0.0)
         write(store, t)
         train(store, n)
-        store.checkpointed(n + 1)
-    labels = store.tree.labels()
+        store.retire_batches(n + 1)
+    labels = store.tree.list_labels()
     assert labels[:2] == [Label(1, 1), Label(1, 4)] and labels[-1] == Label(1, 12)
     assert all(x.number >= 12 - 2 * 2 - 1 for x in labels[2:]) and len(labels) <= 2 * 2 + 2
     assert (
-        store.tree.lag(Label(1, 1), Label(1, 12), 12) == 11
-        and store.tree.lag(Label(1, 4), Label(1, 12), 12) == 8
+        store.tree.compute_lag(Label(1, 1), Label(1, 12), 12) == 11
+        and store.tree.compute_lag(Label(1, 4), Label(1, 12), 12) == 8
     )
 
 
@@ -710,7 +722,7 @@ def test_versions_of_what_is_trained_and_not_in_a_checkpoint_are_kept(
         write(store, t)
         train(store, n)
         if n < 10 or n == 12:
-            store.checkpointed(n + 1)
+            store.retire_batches(n + 1)
         assert (Label(1, 1) in store.tree) == (n < 13), n
         assert (waits is not None and waits.ticket in store.retained) == (10 <= n < 12), n
 
@@ -722,11 +734,11 @@ def test_a_late_samples_tokens_that_were_set_aside_are_counted_once() -> None:
     (b,) = store.grant("h", 1, 1, 30.0)
     write(store, b)
     train(store, 0)
-    store.checkpointed(1)
+    store.retire_batches(1)
     late = sample(a, 0)
     late.aside = 1
     assert store.deliver(late, 31.0) == "duplicate"
-    line = store.ledger()["set_aside"]
+    line = store.sum_ledger()["set_aside"]
     assert (line["samples"], line["tokens"]) == (1, 1)
 
 
@@ -739,7 +751,7 @@ def test_each_span_has_the_largest_limit_of_a_grant_that_permits_it() -> None:
     def limits(most: float = 9.0, adopted: tuple[int, ...] = ()) -> list[float]:
         store.max_lag = most
         made.adopted = [(attempt, 1) for attempt in adopted]
-        return announced_limits(store, group, StoredSample(made, 0))
+        return compute_announced_limits(store, group, StoredSample(made, 0))
 
     made.attempt = 5
     group.grants = {4: Grant(Label(1, 0), False, 3.0)}

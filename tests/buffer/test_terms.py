@@ -167,7 +167,7 @@ def played(where: Path, order: list[bool], *, check_first: bool, rotates: bool) 
         steps += [rotate] if record == b"one" else []
     others: list[Callable[[], object]] = [
         lambda: new.append(buffer_leadership.take_leadership(where, THERE, moved=True)),
-        lambda: found.extend(j.read(j.segments(log.directory, new[0].number)[-1])),
+        lambda: found.extend(j.read(j.list_segments(log.directory, new[0].number)[-1])),
     ]
     for theirs in order:
         (others if theirs else steps).pop(0)()
@@ -254,18 +254,18 @@ def test_a_buffer_that_is_over_before_it_has_read_touches_nothing(
     store.flush_journal()
     assert store.journal._remover is not None
     store.journal._remover.join()  # what was before it goes in a thread of its own
-    assert store._fold_newest(tmp_path / "journal", late.number) is None, "there is nothing left"
-    segment = j.segments(tmp_path / "journal")[-1]
+    assert store._replay_newest(tmp_path / "journal", late.number) is None, "there is nothing left"
+    segment = j.list_segments(tmp_path / "journal")[-1]
     data = segment.read_bytes()
     segment.write_bytes(data + b"a record under way")
     with pytest.raises(BufferTakenOver):
         store_of(tmp_path, late)
     assert segment.read_bytes() == data + b"a record under way", "cut by nobody but its own"
-    assert j.segments(tmp_path / "journal") == [segment]
+    assert j.list_segments(tmp_path / "journal") == [segment]
     # also where it finds damage: that is no news of the run
-    monkeypatch.setattr(j, "segments", lambda *_: [segment])
+    monkeypatch.setattr(j, "list_segments", lambda *_: [segment])
     monkeypatch.setattr(
-        RecordedStore, "_fold_newest", lambda *_: (_ for _ in ()).throw(DamagedDataError())
+        RecordedStore, "_replay_newest", lambda *_: (_ for _ in ()).throw(DamagedDataError())
     )
     with pytest.raises(BufferTakenOver):
         store_of(tmp_path, late)
@@ -279,15 +279,15 @@ def test_a_segment_that_goes_while_it_is_looked_for_is_followed_by_its_next(
     old.grant("g", 1, 2, 0.0)
     old.flush_journal()
     second = buffer_leadership.take_leadership(tmp_path, THERE, moved=True)
-    read = RecordedStore._fold_segment
+    read = RecordedStore._replay_segment
 
     def late(self: RecordedStore, path: Path) -> None:
-        monkeypatch.setattr(RecordedStore, "_fold_segment", read)
+        monkeypatch.setattr(RecordedStore, "_replay_segment", read)
         old.journal.rotate(msgspec.msgpack.encode(old.snapshot()))
         old.journal.close()  # its remover has ended
         read(self, path)
 
-    monkeypatch.setattr(RecordedStore, "_fold_segment", late)
+    monkeypatch.setattr(RecordedStore, "_replay_segment", late)
     assert store_of(tmp_path, second).attempts == 1
     monkeypatch.setattr(j, "read", lambda path: (_ for _ in ()).throw(FileNotFoundError(path)))
     monkeypatch.setattr("buffer.durable_store.read", j.read)
@@ -300,7 +300,7 @@ def test_a_journal_from_before_terms_is_gone_on_with(tmp_path: Path) -> None:
     for _ in range(3):
         log.rotate(b"one")
     log.close()
-    assert [path.name for path in j.segments(tmp_path, 1)] == ["00000003.log"]
+    assert [path.name for path in j.list_segments(tmp_path, 1)] == ["00000003.log"]
     again = j.Journal(tmp_path, sync=False, term=1)
     again.rotate(b"two")
     again.close()
@@ -393,10 +393,10 @@ def test_a_buffer_that_is_over_takes_nothing_in_and_says_nothing(service: Buffer
     assert (len(wire.sent), log.appended) == (before, appended)
     # what the other one has, and this one too: its own segment, and no summary
     log.append(b"late")
-    size = j.segments(log.directory)[-1].stat().st_size
+    size = j.list_segments(log.directory)[-1].stat().st_size
     service.taken_over = True
     assert service.close() == ""
-    assert j.segments(log.directory)[-1].stat().st_size == size
+    assert j.list_segments(log.directory)[-1].stat().st_size == size
     assert not (service.run_dir / "buffer_summary.json").exists()
 
 
@@ -478,15 +478,15 @@ def test_a_silent_buffer_is_looked_for_and_followed(
         asked.append(known[0])
         return known[0]
 
-    peer.find = find
-    monkeypatch.setattr(sockets, "SOUGHT_S", 600.0)
-    peer.sought = -math.inf
+    peer.find_address = find
+    monkeypatch.setattr(sockets, "SEARCH_S", 600.0)
+    peer.searched_at = -math.inf
     try:
         assert not peer.find_moved_buffer(300.0) and asked == []
         peer.send(m.StatusRequest())
         assert peer.find_moved_buffer(600.0) and peer.address == there.address
         assert not peer.find_moved_buffer(600.0) and len(asked) == 1, "not again at once"
-        monkeypatch.setattr(sockets, "SOUGHT_S", 0.0)
+        monkeypatch.setattr(sockets, "SEARCH_S", 0.0)
         assert not peer.find_moved_buffer(600.0) and len(asked) == 2, "it is there"
         peer.send(m.StatusRequest())
         assert there.recv(600.0) is not None
@@ -508,9 +508,9 @@ def test_who_shares_no_directory_asks_the_learner_where_the_buffer_is(
     server = ChunkServer("tcp://127.0.0.1:*", [], lambda *_: ("", b"", b""))
     source = m.WeightsSource(1, "far", "", server.address)
     try:
-        assert chunks.buffer_of(config, source, "generator-0") == ""
+        assert chunks.find_buffer(config, source, "generator-0") == ""
         server.buffer = lambda: THERE
-        assert chunks.buffer_of(config, source, "generator-0") == THERE
+        assert chunks.find_buffer(config, source, "generator-0") == THERE
     finally:
         server.close()
 
@@ -519,4 +519,4 @@ def test_a_learner_that_is_away_knows_nothing(monkeypatch: pytest.MonkeyPatch) -
     config = load.load(ROOT / "configs" / "demo.toml")
     monkeypatch.setattr(chunks, "BUFFER_S", 0.05)
     source = m.WeightsSource(1, "far", "", "tcp://127.0.0.1:1")
-    assert chunks.buffer_of(config, source, "generator-0") == ""
+    assert chunks.find_buffer(config, source, "generator-0") == ""

@@ -53,17 +53,17 @@ def test_sums_of_old_batches_say_what_their_rows_said(tmp_path: Path) -> None:
                 t.record_lease(b, 1.0)
                 t.add(b, 1.0)
             summed.fold_below(n - 5)
-            assert len(summed.rows) <= 6 and len(summed.lent) <= 1
-            assert (plain.samples(), plain.lags(), plain.ids()) == (
-                summed.samples(),
-                summed.lags(),
-                summed.ids(),
+            assert len(summed.rows) <= 6 and len(summed.leases) <= 1
+            assert (plain.count_samples(), plain.count_lags(), plain.digest_ids()) == (
+                summed.count_samples(),
+                summed.count_lags(),
+                summed.digest_ids(),
             )
     again = TrainingLog(tmp_path / "summed.jsonl")
-    assert (again.samples(), again.lags(), again.ids()) == (
-        plain.samples(),
-        plain.lags(),
-        plain.ids(),
+    assert (again.count_samples(), again.count_lags(), again.digest_ids()) == (
+        plain.count_samples(),
+        plain.count_lags(),
+        plain.digest_ids(),
     )
 
 
@@ -75,17 +75,17 @@ def test_what_was_handed_out_is_settled_at_the_hello_and_never_twice(tmp_path: P
     for number in range(3):
         first.record_lease(batch(number, r), 1.0)
     first.add(batch(0, r), 1.0)
-    assert list(first.lent) == [1, 2] and len(lent.read_text().splitlines()) == 3
+    assert list(first.leases) == [1, 2] and len(lent.read_text().splitlines()) == 3
     first.close()
     with lent.open("a") as file:
         file.write('{"batch": 3, "samples": 2}\n{"batch": 4, "sam')  # torn
     again = TrainingLog(path)
-    assert list(again.lent) == [1, 2]
+    assert list(again.leases) == [1, 2]
     again.begin_at(2)
-    assert sorted(again.rows) == [0, 1] and not again.lent and not lent.read_text()
+    assert sorted(again.rows) == [0, 1] and not again.leases and not lent.read_text()
     again.close()
     # the branch was left, and what was lent on it is nobody's
-    assert not TrainingLog(path).lent
+    assert not TrainingLog(path).leases
 
 
 def test_a_copy_of_a_run_directory_has_a_socket_and_weights_of_its_own(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from asyncrl.cli import new
 from asyncrl.config import load, rules
 from asyncrl.config.tree import TaskConfig
 from asyncrl.contract.errors import ConfigError
-from asyncrl.contract.importing import module
+from asyncrl.contract.importing import import_module
 from asyncrl.contract.messages import Prompt
 from asyncrl.tasks import get_task
 from asyncrl.tasks.file import FileTask
@@ -136,7 +136,7 @@ def test_config_prompts_and_reward_fit_together(
     assert isinstance(task, FileTask)
     assert (len(task.sets["train"]), len(task.sets["heldout"])) == (800, 160)
     assert task.overlap == 0 and task.unanswered == 0
-    reward = module(str(project / "reward.py")).reward
+    reward = import_module(str(project / "reward.py")).reward
     for p in (*task.sets["train"], *task.sets["heldout"]):
         assert sum(map(int, p.text.rstrip("=").split("+"))) == int(p.answer)
         assert (reward(p, f" {p.answer}"), reward(p, "")) == (1.0, 0.0)
@@ -150,7 +150,7 @@ def test_the_rewards_in_comments_work_once_they_are_none(project: Path) -> None:
     head, _, rest = file.read_text().partition("# import asyncio\n")
     code = "import asyncio\n" + re.sub(r"(?m)^# ?", "", rest)
     file.write_text(head + re.sub(r"(?m)^(If it judges|reward\.function).*\n", "", code))
-    made = module(str(file))
+    made = import_module(str(file))
     prompts = [Prompt(0, "1+1+1=", "3"), Prompt(1, "2+2+2=", "6")]
     assert made.together(prompts, ["3", "5"]) == [1.0, 0.0] and made.together.batched
     assert asyncio.run(made.waiting(prompts[0], "3")) == 1.0

@@ -66,7 +66,7 @@ def test_a_peer_cannot_write_into_the_log_or_the_terminal(
 
 def test_what_is_shown_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wait = ProcessWait(EVIL, EVIL, "buffer", 99.0)
-    assert all(line.isprintable() for line in WaitLog(1.0).lines([wait]))
+    assert all(line.isprintable() for line in WaitLog(1.0).make_lines([wait]))
     log = tmp_path / "log"
     log.write_bytes(EVIL.encode("utf-8", "replace") + b"\n")
     assert doctor.read_last_line(log).isprintable()

@@ -174,7 +174,7 @@ def test_a_pool_starts_no_run_once_the_time_is_over(
     """A worker that only says that it is done, and a clock that strikes after two runs."""
     worker = "import sys\nfor _ in sys.stdin: print('{\"done\": true}', flush=True)"
     monkeypatch.setattr(
-        warm_pool.importing, "command", lambda *words: [sys.executable, "-c", worker]
+        warm_pool.importing, "make_command", lambda *words: [sys.executable, "-c", worker]
     )
     cells = warm_pool.CellStore(tmp_path)
     cells.configs = dict.fromkeys(["a", "b", "c", "d"], load.load(ROOT / "configs" / "rle.toml"))

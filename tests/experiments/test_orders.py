@@ -48,7 +48,7 @@ def test_freshest_with_drop_sends_again_what_it_passed_over_for_too_long() -> No
     write(store, b)  # of version 0
     write(store, c)  # of version 1, served first
     train(store, 1)
-    assert not store.ask(1, 2)[0] and store.ledger()["dropped_stale"]["tokens"] == 4, (
+    assert not store.ask(1, 2)[0] and store.sum_ledger()["dropped_stale"]["tokens"] == 4, (
         "b would train two versions late"
     )
     again, _ = store.grant("g", 1, 9, 0.0)
@@ -90,17 +90,17 @@ def test_exact_mode_keeps_ticket_order() -> None:
 
 
 def test_the_delay_of_a_ticket_is_seeded_and_has_a_long_tail() -> None:
-    each = sorted(admission.delay(2.0, 7, t) for t in range(4000))
+    each = sorted(admission.sample_delay(2.0, 7, t) for t in range(4000))
     assert (
         each
-        == sorted(admission.delay(2.0, 7, t) for t in range(4000))
-        != sorted(admission.delay(2.0, 8, t) for t in range(4000))
+        == sorted(admission.sample_delay(2.0, 7, t) for t in range(4000))
+        != sorted(admission.sample_delay(2.0, 8, t) for t in range(4000))
     )
     # Lomax, shape 1.5: P(X > x) = (1 + x)^-1.5, so the median is 2^(2/3) - 1 = 0.587 scales and P(X
     # > 20) = 21^-1.5 = 0.0104
     assert each[2000] == pytest.approx(2 * 0.587, rel=0.1) and each[-1] == 40.0
     assert 0.006 < sum(x == 40.0 for x in each) / 4000 < 0.016
-    assert admission.delay(0.0, 7, 3) == 0.0
+    assert admission.sample_delay(0.0, 7, 3) == 0.0
 
 
 def test_answers_of_a_ticket_are_late_together_or_each_by_itself() -> None:
@@ -113,12 +113,12 @@ def test_answers_of_a_ticket_are_late_together_or_each_by_itself() -> None:
         return [[compute_delay_steps(config, t, sample, 10) for sample in range(3)] for t in both]
 
     together, evaluated = steps()
-    assert together == [10 * admission.delay(2.0, 7, 5)] * 3 and evaluated == [0.0] * 3
+    assert together == [10 * admission.sample_delay(2.0, 7, 5)] * 3 and evaluated == [0.0] * 3
     apart, evaluated = steps("staleness.delay_of=answer")
-    assert apart == [10 * admission.delay(2.0, 7, 5, s) for s in range(3)]
+    assert apart == [10 * admission.sample_delay(2.0, 7, 5, s) for s in range(3)]
     assert len(set(apart)) == 3 and evaluated == [0.0] * 3
     # of ticket 5, sample 1, and not of ticket 51
-    assert admission.delay(2.0, 7, 5, 1) != admission.delay(2.0, 7, 51)
+    assert admission.sample_delay(2.0, 7, 5, 1) != admission.sample_delay(2.0, 7, 51)
 
 
 def test_late_answers_come_back_by_their_time() -> None:

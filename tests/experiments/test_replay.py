@@ -21,7 +21,7 @@ from asyncrl.models.policy import compute_weights_digest, load_policy
 from asyncrl.records import metrics, stream
 from asyncrl.records.stream import RecordedStep, RecordingHeader, RecordingWriter
 from asyncrl.tasks.evaluation_sets import build_task
-from buffer.service import evaluations
+from buffer.service import make_evaluations
 
 Run = Callable[..., dict[str, Any]]
 STREAM = ("record.stream=true", "record.weights_every=2", "staleness.max_lag=2", "generators=2")
@@ -102,7 +102,7 @@ def test_evaluations_are_those_of_a_run(small_model: Path) -> None:
     ]
     e = object.__new__(offline_eval.OfflineEvaluator)
     config = load.load("configs/demo.toml", sets)
-    e.plan = evaluations(config, build_task(config)).plan
+    e.plan = make_evaluations(config, build_task(config)).plan
     e.engine = SimpleNamespace(load=lambda *_: None)  # type: ignore[assignment]
     e.measure = lambda plan, n: {plan.name: float(n)}  # type: ignore[method-assign]
     model = load_policy(small_model)

@@ -91,7 +91,7 @@ def test_each_call_is_drawn_with_the_newest_weights_and_keeps_its_version() -> N
     assert simulated.run().lag_max <= 4
     several = 0
     for group in simulated.buffer.store.retained.values():
-        for spans in (stored.trajectory.spans for stored in group.stored_samples()):
+        for spans in (stored.trajectory.spans for stored in group.list_stored_samples()):
             assert [span.start for span in spans] == [0, *(span.end for span in spans[:-1])]
             assert spans[-1].end == 64
             labels = [span.label for span in spans]

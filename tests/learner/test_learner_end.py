@@ -78,7 +78,7 @@ def test_a_learner_whose_ring_was_removed_makes_it_anew_while_it_waits(
     one.sent["progress"] = 0.0
     one.handle_messages(0)
     reader = RingReader(one.publisher.directory, "late")
-    assert reader.labels() == {Label(one.epoch, 0): one.digest}
+    assert reader.list_labels() == {Label(one.epoch, 0): one.digest}
     reader.close()
 
 

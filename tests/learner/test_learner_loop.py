@@ -67,7 +67,7 @@ class ServingBuffer(Buffer):
         if isinstance(message, m.BatchRequest):
             self.inbox.append(made(message.epoch, message.number))
         if isinstance(message, m.Commit):
-            self.held[message.label] = self.ring.labels().get(message.label, "")
+            self.held[message.label] = self.ring.list_labels().get(message.label, "")
             self.inbox.append(m.CommitReply(message.epoch, message.number, self.keep))
 
     def of(self, kind: type) -> list[Any]:
@@ -220,8 +220,11 @@ def test_a_resumed_learner_goes_on_from_its_checkpoint_and_its_own_version_has_n
     for commit in first.of(m.Commit):
         tree.register(commit.label, Label(1, commit.number), commit.digest)
     tree.register(hello.label, hello.parent, hello.digest)
-    assert tree.lag(Label(1, 3), hello.label, 3) == 0 and tree.lag(hello.label, hello.label, 3) == 0
-    assert tree.lag(Label(1, 2), hello.label, 3) == 1
+    assert (
+        tree.compute_lag(Label(1, 3), hello.label, 3) == 0
+        and tree.compute_lag(hello.label, hello.label, 3) == 0
+    )
+    assert tree.compute_lag(Label(1, 2), hello.label, 3) == 1
     two.run_batches()
     assert [a.number for a in second.of(m.BatchRequest)] == [3]
     assert [(c.number, c.label) for c in second.of(m.Commit)] == [(3, Label(2, 4))]
@@ -313,7 +316,7 @@ def test_what_it_waits_for_goes_to_the_buffer_and_to_stderr(
     one.send_hello()
     buffer.sent.clear()
     one.sent["progress"] = now
-    one.waits_for("batch 0")
+    one.set_wait("batch 0")
     one.report(now + loop.PROGRESS_S / 2)
     assert not buffer.sent
     one.waiting_since = now - 3
@@ -326,7 +329,7 @@ def test_what_it_waits_for_goes_to_the_buffer_and_to_stderr(
     one.report(now + 2)
     said = capsys.readouterr().err
     assert "batch 0" in said and f"the buffer at {buffer.address}" in said
-    one.waits_for("")
+    one.set_wait("")
     buffer.sent.clear()
     one.report(now + 9)
     assert [p.waiting for p in buffer.of(m.LearnerProgress)] == [None]
@@ -342,14 +345,14 @@ def test_silence_counts_from_the_wait_and_ends_it_after_connect_s(life: Made) ->
     judge(one, 29.0)
     with pytest.raises(PeerUnreachable, match=r"has not answered for 31 s.*wires\.connect_s"):
         judge(one, 31.0)
-    one.waits_for("")
+    one.set_wait("")
     one.judge_silence()  # it has asked for nothing
     one.on_reply()
     assert one.silent_since == 0.0
-    one.waits_for("batch 0")
+    one.set_wait("batch 0")
     assert time.monotonic() - one.silent_since < 50 and one.silent_since == one.waiting_since
     since = one.waiting_since
-    one.waits_for("batch 0")
+    one.set_wait("batch 0")
     assert one.waiting_since == since, "the same wait goes on"
     with pytest.raises(PeerUnreachable):
         judge(one, 31.0)
@@ -426,7 +429,7 @@ def test_injected_versions_survive_a_resume(life: Made) -> None:
     assert two.publisher.read_weights(Label(2, 2), digests[1]) == made_before[1]
     # as generators see them
     reader = RingReader(two.publisher.directory, "one")
-    assert reader.labels() == {Label(2, n): digests[n] for n in (1, 2, 3)}
+    assert reader.list_labels() == {Label(2, n): digests[n] for n in (1, 2, 3)}
     reader.close()
     assert two.publisher.list_held_versions([2, 9]) == [(Label(2, 2), digests[2])]
 
@@ -447,7 +450,7 @@ def test_how_many_versions_an_injection_names(inject: str, depth: int) -> None:
 
 def test_weights_that_give_no_logprobs_are_not_published(life: Made) -> None:
     one, _ = life()
-    before = one.publisher.ring.labels()
+    before = one.publisher.ring.list_labels()
     weight = next(p for n, p in policy.list_named_weights(one.core.model) if p.dim() == 2)
     kept = weight.detach().clone()
 
@@ -465,7 +468,7 @@ def test_weights_that_give_no_logprobs_are_not_published(life: Made) -> None:
         NotFiniteError, match=r"after 7 batches: learner\.lr = .*nothing of them was"
     ):
         one.publisher.publish(7)
-    assert one.publisher.ring.labels() == before
+    assert one.publisher.ring.list_labels() == before
 
 
 # ---- stopping, starting over ---------------------------------------------------------------------

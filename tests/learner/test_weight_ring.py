@@ -40,7 +40,7 @@ def test_a_version_comes_out_as_it_went_in(tmp_path: Path) -> None:
     digests = {Label(1, n): r.write(Label(1, n), fill(n)) for n in range(5)}
     reader, into = RingReader(tmp_path / "ring", "a"), bytearray(SIZE)
     # the three newest
-    assert reader.labels() == {Label(1, n): digests[Label(1, n)] for n in (2, 3, 4)}
+    assert reader.list_labels() == {Label(1, n): digests[Label(1, n)] for n in (2, 3, 4)}
     assert (
         reader.read(Label(1, 3), digests[Label(1, 3)], memoryview(into))
         and into == bytes([3]) * SIZE
@@ -90,9 +90,9 @@ def test_kept_versions_stay_and_a_full_ring_names_its_holder(tmp_path: Path) -> 
     r = ring(tmp_path, 2, most=3, wait_s=0.05)
     for n in range(4):
         r.write(Label(1, n), fill(n), keep=[Label(1, 0)])
-    assert Label(1, 0) in r.labels()
+    assert Label(1, 0) in r.list_labels()
     reader = RingReader(tmp_path / "ring", "generator-7")
-    kept = list(r.labels())
+    kept = list(r.list_labels())
     with pytest.raises(AsyncrlError, match=r"weights\.slots"):
         r.write(Label(1, 9), fill(9), keep=kept)
         r.write(Label(1, 10), fill(9), keep=[*kept, Label(1, 9)])
@@ -127,7 +127,7 @@ class Stops:
 weight_ring._PIN, weight_ring.COPY = Stops(), 1 << 17
 reader, into = weight_ring.RingReader(pathlib.Path(sys.argv[1]), "slow"), bytearray(1 << 20)
 while not pathlib.Path(sys.argv[2]).exists():
-    whole = reader.read(*max(reader.labels().items()), memoryview(into))
+    whole = reader.read(*max(reader.list_labels().items()), memoryview(into))
     print("given up" if not whole else "whole" if len(set(into)) == 1 else "torn", flush=True)
 """
 
@@ -147,7 +147,7 @@ def test_a_stopped_reader_never_sees_a_torn_copy_nor_blocks_the_writer(
             for n in range(1, 13):
                 stopped(process.pid)
                 monkeypatch.setattr(weight_ring, "PIN_S", 600.0)
-                assert list(r.pins().values()) == ["slow"]
+                assert list(r.list_pins().values()) == ["slow"]
                 monkeypatch.setattr(weight_ring, "PIN_S", 0.0)
                 for extra in range(3 * (n % 2)):  # more versions than slots
                     r.write(Label(1, 3 * n + extra), fill((3 * n + extra) % 251))
@@ -171,7 +171,7 @@ def test_chunks_over_tcp_without_shared_memory(tmp_path: Path) -> None:
     server = ChunkServer("tcp://127.0.0.1:0", ROWS, r.read_part)
     client = ChunkClient(server.address, 600)
     try:
-        assert client.manifest() == ROWS
+        assert client.fetch_layout() == ROWS
         before, into = client.bytes_received, bytearray(SIZE)
         assert (
             client.fetch(Label(1, 0), digest, memoryview(into)) == digest
@@ -209,7 +209,7 @@ def test_a_ring_whose_directory_was_removed_is_made_anew_with_all_that_it_held(
     rmtree(tmp_path / "ring")
     assert before.pull(source, Label(1, 1), digests[1]) is not None  # its maps hold what they held
     assert r.recreate() and not r.recreate()
-    assert r.labels() == {Label(1, n): digests[n] for n in range(2)}
+    assert r.list_labels() == {Label(1, n): digests[n] for n in range(2)}
     digests[2] = r.write(Label(1, 2), fill(2))
     assert before.pull(source, Label(1, 2), digests[2]) is None  # and lets go of them
     for name in ("before", "after"):
@@ -254,7 +254,7 @@ def test_parts_of_a_version_end_with_it(tmp_path: Path) -> None:
     weight_ring._SLOT.pack_into(r.slots[0], 0, 3, 1, 0, 0)  # it is being written
     assert r.read_part(Label(1, 0), "", 0, 9) == gone
     reader = RingReader(r.directory, "a")
-    assert reader.labels() == {} and r.labels().keys() == {Label(1, 0)}
+    assert reader.list_labels() == {} and r.list_labels().keys() == {Label(1, 0)}
     assert not reader.read(Label(1, 0), digest, memoryview(bytearray(SIZE)))
     reader.close()
     r.close()
@@ -270,7 +270,7 @@ def test_live_readers_hold_their_slots_and_others_do_not(
         (r.directory / f"pin_{name}").write_bytes(pin + bytes(16))
     (r.directory / "pin_torn").write_bytes(b"x")
     (r.directory / "pin_gone").symlink_to(tmp_path / "nothing")
-    assert r.pins() == {0: "a"}
+    assert r.list_pins() == {0: "a"}
     r.close()
 
 

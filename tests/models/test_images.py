@@ -44,16 +44,16 @@ def test_a_file_becomes_one_png_with_the_same_pixels() -> None:
     assert pictures.build_blob(plain) is plain  # it is one
     for file in (encoded("JPEG"), encoded("PNG", "P"), encoded("PNG", "L"), encoded("PNG", "RGBA")):
         blob = pictures.build_blob(file)
-        assert images.size_of(blob) == (5, 3)
+        assert images.read_size(blob) == (5, 3)
         shown = np.asarray(Image.open(io.BytesIO(file)).convert("RGB"))
         assert np.array_equal(pictures.decode_pixels(blob), shown)
     turned = Image.Exif()
     turned[0x0112] = 6  # a camera held upright
-    assert images.size_of(pictures.build_blob(encoded("JPEG", exif=turned))) == (3, 5)
+    assert images.read_size(pictures.build_blob(encoded("JPEG", exif=turned))) == (3, 5)
     url = images.to_data_url(plain)
     assert pictures.decode_data_url(url) == plain and url.startswith("data:image/png;base64,")
     small = pictures.build_thumbnail_url(picture(0, 200))
-    assert images.size_of(pictures.decode_data_url(small)) == (96, 96)
+    assert images.read_size(pictures.decode_data_url(small)) == (96, 96)
 
 
 @pytest.mark.parametrize(
@@ -75,14 +75,14 @@ def test_what_is_no_image_is_refused(data: bytes, said: str) -> None:
 
 def test_a_blob_is_checked_by_its_head_and_its_digest() -> None:
     blob = picture(0)
-    images.check_blobs(images.by_digest([blob]))
+    images.check_blobs(images.index_by_digest([blob]))
     damaged = blob[:60] + bytes([blob[60] ^ 1]) + blob[61:]
     for bad, said in (
         ({images.digest(blob): damaged}, "that has another one"),
-        (images.by_digest([encoded("JPEG")]), "not a PNG"),
-        (images.by_digest([encoded("PNG", "L")]), "not a PNG of 8-bit RGB"),
-        (images.by_digest([blob[:16] + b"\0" * 8 + blob[24:]]), "0 x 0 pixels"),
-        (images.by_digest([bytes(images.MOST_BYTES + 1)]), "at most"),
+        (images.index_by_digest([encoded("JPEG")]), "not a PNG"),
+        (images.index_by_digest([encoded("PNG", "L")]), "not a PNG of 8-bit RGB"),
+        (images.index_by_digest([blob[:16] + b"\0" * 8 + blob[24:]]), "0 x 0 pixels"),
+        (images.index_by_digest([bytes(images.MOST_BYTES + 1)]), "at most"),
     ):
         with pytest.raises(ValueError, match=said):
             images.check_blobs(bad)
@@ -144,7 +144,9 @@ def test_arrays_with_other_images_than_tokens_are_refused(llava: Path) -> None:
         logprobs = b"\0" * len(ids[1])
         return TrainingSequence(*ids, logprobs, mask, [], images=names)
 
-    arrays.numbers_of(row([9, 9, 1], [2, 9, 9], [name, name], b"\1\0\0"), "it", 12, None, shape)
+    arrays.check_sequence_numbers(
+        row([9, 9, 1], [2, 9, 9], [name, name], b"\1\0\0"), "it", 12, None, shape
+    )
     for bad, read, said in (
         (row([9, 9], [1], [], b"\1"), shape, "it has 2 image tokens and 0 images"),
         (row([9, 9], [1], [name] * 2, b"\1"), shape, "it has 2 image tokens and 2 images"),
@@ -153,7 +155,7 @@ def test_arrays_with_other_images_than_tokens_are_refused(llava: Path) -> None:
         (row([1], [1], [name], b"\1"), None, "it has 1 images, of a model of text"),
     ):
         with pytest.raises(BadMessage, match=said) as refused:
-            arrays.numbers_of(bad, "it", 12, None, read)
+            arrays.check_sequence_numbers(bad, "it", 12, None, read)
         assert refused.value.reason == "image"
 
 
@@ -334,7 +336,7 @@ def test_directories_that_do_not_fit_are_refused(llava: Path, tmp_path: Path) ->
     file.write_text(json.dumps(raw | {"image_seq_length": 10}))
     model = policy.load_policy(tmp_path / "m", "float32", "cpu")
     assert model.vision is not None
-    blobs = images.by_digest([picture(0)])
+    blobs = images.index_by_digest([picture(0)])
     with pytest.raises(ConfigError, match="makes 9 features of an image, and image_seq_length"):
         model.vision.compute_features(blobs, single=True)
     (tmp_path / "m" / "preprocessor_config.json").unlink()

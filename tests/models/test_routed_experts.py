@@ -119,15 +119,17 @@ def test_malformed_ids_are_refused_at_the_door() -> None:
         ids[3, 1, at] = value
         return RoutedExperts(ids, 8).encode()
 
-    arrays.numbers_of(row(good.encode()), "it", 9, shape)
-    arrays.numbers_of(row(RoutedExperts.unrecorded(4, shape).encode()), "it", 9, shape)
-    arrays.numbers_of(row(b""), "it", 9)
+    arrays.check_sequence_numbers(row(good.encode()), "it", 9, shape)
+    arrays.check_sequence_numbers(
+        row(RoutedExperts.make_unrecorded(4, shape).encode()), "it", 9, shape
+    )
+    arrays.check_sequence_numbers(row(b""), "it", 9)
     one_expert = RoutedExperts(good.ids[:, :, :1], 8).encode()
     for data, said in (
         (b"", "it: it has no experts, and the learner replays them"),
         (b"\1\2", "it: the experts of its tokens: 2 bytes"),
         (good.encode()[:-1], "bytes for 4 tokens and 2 layers with 2 experts"),
-        (good.part(0, 3).encode(), "bytes for 4 tokens"),
+        (good.take_part(0, 3).encode(), "bytes for 4 tokens"),
         (HEAD.pack(8, 0, 2), "0 layers with 2 of 8 experts"),
         (HEAD.pack(1, 2, 2) + b"\0" * 16, "2 layers with 2 of 1 experts"),
         (changed(0, 9), "ids that are not 2 different ones below 8"),
@@ -136,7 +138,7 @@ def test_malformed_ids_are_refused_at_the_door() -> None:
         (one_expert, "are of 2 layers with 1 of 8 experts; the model has 2 layers with 2 of 8"),
     ):
         with pytest.raises(BadMessage, match=said) as refused:
-            arrays.numbers_of(row(data), "it", 9, shape)
+            arrays.check_sequence_numbers(row(data), "it", 9, shape)
         assert refused.value.reason == "shape"
     partly = RoutedExperts(np.array([[[8, 8, 9]]], np.uint16), 8).encode()
     with pytest.raises(ValueError, match="ids that are not 3 different ones below 8"):

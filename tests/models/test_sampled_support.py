@@ -71,10 +71,10 @@ def test_another_form_is_refused(data: bytes, length: int, said: str) -> None:
 
 def test_stretches_are_joined_and_cut() -> None:
     a, b = random_support([3, 0, 2], 50, 1), random_support([1, 4], 50, 2)
-    whole = SampledSupport.join([a, SampledSupport.untruncated(2), b])
+    whole = SampledSupport.join([a, SampledSupport.make_untruncated(2), b])
     assert whole.sizes.tolist() == [3, 0, 2, 0, 0, 1, 4] and whole.vocabulary == 50
     assert np.array_equal(whole.ids, np.concatenate([a.ids, b.ids]))
-    assert whole.first(3).ids.tolist() == a.ids.tolist()
+    assert whole.take_first(3).ids.tolist() == a.ids.tolist()
     assert SampledSupport.decode(whole.encode(), 7).ids.tolist() == whole.ids.tolist()
     assert SampledSupport.join([]).encode() == b""
 
@@ -87,7 +87,7 @@ def test_a_token_outside_its_support_is_refused() -> None:
         row = TrainingSequence(
             b"", tokens.tobytes(), b"\0" * 12, mask, [], support=support.encode()
         )
-        arrays.numbers_of(row, "it", vocabulary)
+        arrays.check_sequence_numbers(row, "it", vocabulary)
 
     check(tokens)
     check(tokens, vocabulary=0)

@@ -76,33 +76,33 @@ def test_the_working_directory_comes_last_and_once(here: Path) -> None:
 
 def test_a_module_by_name_and_by_file(here: Path) -> None:
     (here / "own_named.py").write_text("VALUE = 1\n")
-    assert importing.module("own_named").VALUE == 1
+    assert importing.import_module("own_named").VALUE == 1
     folder = here / "elsewhere"
     folder.mkdir()
     (folder / "own_helper.py").write_text("VALUE = 2\n")
     text = "import own_helper, sys\nVALUE = own_helper.VALUE\nMINE = sys.modules[__name__]\n"
     (folder / "own_file.py").write_text(text)
-    found = importing.module("elsewhere/own_file.py")
+    found = importing.import_module("elsewhere/own_file.py")
     assert (found.VALUE, found.__name__, found.MINE) == (2, "own_file", found)
     assert sys.path[-2:] == [os.getcwd(), str(folder)]
-    again = importing.module("elsewhere/own_file.py")
+    again = importing.import_module("elsewhere/own_file.py")
     assert again is not found and again.__name__ == str(folder / "own_file.py")
     assert sys.modules[again.__name__] is again and sys.path.count(str(folder)) == 1
     with pytest.raises(ModuleNotFoundError):
-        importing.module("no_such_module")
+        importing.import_module("no_such_module")
 
 
 def test_the_file_that_would_be_run(here: Path) -> None:
     (here / "own_source.py").write_text("raise RuntimeError\n")
-    assert importing.source_path("own_source") == here / "own_source.py"
-    assert importing.source_path("own_source.py") == Path("own_source.py")
-    assert importing.source_path("none.py") is None and importing.source_path("none") is None
-    assert importing.source_path("sys") is None, "it has no file of Python"
-    assert importing.source_path("") is None and importing.source_path("sys.part") is None
+    assert importing.find_source("own_source") == here / "own_source.py"
+    assert importing.find_source("own_source.py") == Path("own_source.py")
+    assert importing.find_source("none.py") is None and importing.find_source("none") is None
+    assert importing.find_source("sys") is None, "it has no file of Python"
+    assert importing.find_source("") is None and importing.find_source("sys.part") is None
     spec_less = ModuleType("own_spec_less")
     spec_less.__spec__ = None
     sys.modules["own_spec_less"] = spec_less
-    assert importing.source_path("own_spec_less") is None
+    assert importing.find_source("own_spec_less") is None
 
 
 # ---- processes -----------------------------------------------------------------------------------
@@ -127,11 +127,11 @@ def test_elsewhere_pythonpath_stays(here: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_the_command_of_a_process() -> None:
     words = [sys.executable, "-P", "-m", "asyncrl.supervise.start", "learner.main", "a", "b"]
-    assert importing.command("learner.main", "a", "b") == words
+    assert importing.make_command("learner.main", "a", "b") == words
     start = INSIDE / "contract" / "foreign_start.py"
     assert start.is_file()
     words = ["/opt/python", "-P", str(start), "actors.worker", "3"]
-    assert importing.command("actors.worker", "3", python="/opt/python") == words
+    assert importing.make_command("actors.worker", "3", python="/opt/python") == words
 
 
 @pytest.fixture
@@ -179,7 +179,7 @@ def test_no_garbage_is_collected_during_imports() -> None:
     assert gc.isenabled()
     frozen = gc.get_freeze_count()
     try:
-        with pytest.raises(KeyError), importing.collection_paused():
+        with pytest.raises(KeyError), importing.pause_collection():
             assert not gc.isenabled()
             raise KeyError
         assert gc.isenabled() and gc.get_freeze_count() > frozen

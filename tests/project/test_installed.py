@@ -226,5 +226,5 @@ def test_a_reward_file_by_its_path(tmp_path: Path) -> None:
     done = called([sys.executable, "-c", code], ROOT)
     assert done.out.split() == ["0.25", "True"], done.err
     with pytest.raises(FileNotFoundError):
-        importing.module(str(tmp_path / "none.py"))
+        importing.import_module(str(tmp_path / "none.py"))
     assert json.dumps({}) == "{}"

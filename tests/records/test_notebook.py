@@ -204,7 +204,7 @@ def test_how_a_command_may_end(
         f"import sys; print({answer!r}); print('a line\\nthe last line\\n', file=sys.stderr); "
         f"sys.exit({code})"
     )
-    monkeypatch.setattr(importing, "command", lambda *_: [sys.executable, "-c", program])
+    monkeypatch.setattr(importing, "make_command", lambda *_: [sys.executable, "-c", program])
     with pytest.raises(kind, match=said) as error:
         notebook.run("demo")
     assert type(error.value) is kind

@@ -40,7 +40,7 @@ def test_the_samples_shown_are_spread_over_the_batch(most: int, shown: list[int]
     samples = [answer(number) for number in range(8)]
     for number in set(range(8)) - set(shown):
         samples[number].tokens = b"odd"  # whoever turns it into numbers raises
-    found = list(numbers.sample_rows(batch(20, samples), RecordConfig(samples=most)))
+    found = list(numbers.select_sample_rows(batch(20, samples), RecordConfig(samples=most)))
     assert tickets(found) == shown and [row["lag"] for row in found] == shown
     for row in found:
         assert row["tokens"] == [row["ticket"], 5, 6]
@@ -50,11 +50,11 @@ def test_the_samples_shown_are_spread_over_the_batch(most: int, shown: list[int]
 def test_all_samples_are_shown_of_every_batch_that_is_named() -> None:
     many = [answer(number) for number in range(3)]
     record = RecordConfig(samples=0, samples_every=5)
-    said = {n: tickets(numbers.sample_rows(batch(n, many), record)) for n in range(11)}
+    said = {n: tickets(numbers.select_sample_rows(batch(n, many), record)) for n in range(11)}
     assert {n for n, rows in said.items() if rows} == {0, 5, 10}
-    assert said[5] == [0, 1, 2] == tickets(numbers.batch_rows(batch(1, many)))
-    assert tickets(numbers.batch_rows(batch(1, many), [2, 0])) == [2, 0]
-    assert not list(numbers.sample_rows(batch(0, many), RecordConfig(samples_every=0)))
+    assert said[5] == [0, 1, 2] == tickets(numbers.make_batch_rows(batch(1, many)))
+    assert tickets(numbers.make_batch_rows(batch(1, many), [2, 0])) == [2, 0]
+    assert not list(numbers.select_sample_rows(batch(0, many), RecordConfig(samples_every=0)))
 
 
 def test_a_row_of_a_sample_has_these_fields() -> None:
@@ -66,19 +66,19 @@ def test_a_row_of_a_sample_has_these_fields() -> None:
         "digests": [one.samples[0].spans[0].digest],
         **{"prompt_tokens": [], "tokens": [7, 5, 6], "logprobs": [-0.5, -1.0, -2.0]},
     }
-    (found,) = numbers.batch_rows(one)
+    (found,) = numbers.make_batch_rows(one)
     plain |= {key: found[key] for key in ("prompt", "text", "prompt_tokens", "reward", "parts")}
     assert found == plain and isinstance(found["prompt_tokens"], list)
     one.tasks.append("calc")
     one.samples[0].images = ["d1"]
-    assert numbers.batch_rows(one) == [plain | {"task": "calc", "images": ["d1"]}]
+    assert numbers.make_batch_rows(one) == [plain | {"task": "calc", "images": ["d1"]}]
 
 
 def test_a_row_of_a_session_has_its_calls_and_sequences() -> None:
     first = rows_kit.row([1, 2], [3, 4, 5], [-0.5, -1.0, -2.0], [1, 0, 1])
     second = rows_kit.row([6], [7], [-0.25], [1])
     session = rows_kit.sample(4, 1, [first, second], calls=3, aside=2)
-    (found,) = numbers.batch_rows(rows_kit.batch([session], [1]))
+    (found,) = numbers.make_batch_rows(rows_kit.batch([session], [1]))
     assert {key: found[key] for key in ("calls", "aside", "mask", "rows")} == {
         "calls": 3,
         "aside": 2,

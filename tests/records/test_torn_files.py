@@ -248,7 +248,7 @@ def test_records_that_find_no_room_are_a_torn_tail_and_nothing_comes_behind_it(
         with pytest.raises(AsyncrlError, match="No space left"):
             again()
     log.close()
-    assert list(journal.read(journal.segments(tmp_path)[-1])) == [b"snapshot", b"a" * 40]
+    assert list(journal.read(journal.list_segments(tmp_path)[-1])) == [b"snapshot", b"a" * 40]
 
 
 @pytest.mark.parametrize("mode", ["memory", "process"])

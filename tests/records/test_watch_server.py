@@ -189,7 +189,7 @@ def test_the_command_names_port_and_machine_of_an_address_that_needs_forwarding(
 def test_a_run_goes_on_where_its_page_cannot_start(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importing, "command", lambda *_: ["false"])
+    monkeypatch.setattr(importing, "make_command", lambda *_: ["false"])
     said: list[str] = []
     with server.serve_page_beside(run_dir, said.append):
         assert said == ["note: the page of this run could not start"]

@@ -43,10 +43,10 @@ STEPS, GROUPS, SIZE, LIMIT = 16, 2, 2, 1
 PASS_S = 0.05
 MOST = 1000
 PATCHED = [
-    (StoreRules, "disposition"),
+    (StoreRules, "find_disposition"),
     (StoreRules, "uses_ticket_order"),
     (batches, "judge"),
-    (checks, "commit"),
+    (checks, "check_commit"),
     (BufferService, "is_fenced"),
     (BatchCursor, "read"),
     (Outbox, "take_frames"),
@@ -182,7 +182,7 @@ class Play:
             trained_above=life.cursor.trained_above,
         )
         # without a fence the first of two learners may have retired what the second needs
-        self.over = not self.store.hello(hello)
+        self.over = not self.store.follow_learner(hello)
 
     def published(self, life: Learner) -> None:
         self.history.digests[life.epoch, life.number] = "/".join(life.history)
@@ -196,7 +196,7 @@ class Play:
         groups, _ = self.store.ask(life.epoch, life.number)
         if not groups:
             return True
-        batch = self.store.batch(groups, life.epoch, life.number)
+        batch = self.store.make_batch(groups, life.epoch, life.number)
         rows = [
             [x.ticket, x.sample, x.attempt, x.length, [list(span.label) for span in x.spans]]
             for x in batch.samples
@@ -216,7 +216,7 @@ class Play:
             kept = copy.deepcopy(life)
             kept.checkpoints = []
             life.checkpoints = [*life.checkpoints, kept][-2:]
-            self.store.checkpointed(life.checkpoints[0].number)
+            self.store.retire_batches(life.checkpoints[0].number)
         return True
 
     # ---- faults ----------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ class Play:
                 break
         self.history.witness = self.learners[-1].witness
         self.history.made_by_survivors = self.mine
-        lines = self.store.current_ledger().lines
+        lines = self.store.make_ledger().lines
         self.history.ledger = {name: line.tokens for name, line in lines.items()}
         limits = (STEPS, GROUPS, SIZE, LIMIT)
         found = checker.check(self.history, *limits, memory=self.memory)

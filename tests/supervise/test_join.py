@@ -81,9 +81,9 @@ def test_files_come_by_digest_and_stay_in_the_cache(
     (place / "judge").mkdir()
     (place / "judge" / "config.json").write_text("{}")
     client = served("reward.share=true", "reward.function=''", "reward.model.path='judge'")
-    assert [(e.part, e.name) for e in client.listing()][2] == ("reward_model", "config.json")
+    assert [(e.part, e.name) for e in client.list_files()][2] == ("reward_model", "config.json")
     client = served("reward.share=true")
-    entries = client.listing()
+    entries = client.list_files()
     assert [(e.part, e.name, e.given) for e in entries] == [
         ("model", "config.json", True),
         ("model", "model.safetensors", True),
@@ -109,19 +109,19 @@ def test_code_that_the_run_does_not_allow_is_not_given(
     served: Callable[..., ChunkClient], place: Path, tmp_path: Path
 ) -> None:
     client = served()
-    code = client.listing()[-1]
+    code = client.list_files()[-1]
     assert (code.part, code.given) == ("reward", False)
     with pytest.raises(PeerUnreachable, match="does not serve the file"):
-        list(client.file(code.digest, 0, code.size))
-    assert client.listing()[0].name == "config.json"  # it goes on
-    file_server.local_code("mine.py:reward", code)
-    file_server.local_code("package.module:reward", None)
+        list(client.read_file(code.digest, 0, code.size))
+    assert client.list_files()[0].name == "config.json"  # it goes on
+    file_server.check_local_code("mine.py:reward", code)
+    file_server.check_local_code("package.module:reward", None)
     (place / "mine.py").write_text("def reward(prompt, text): return 0.0\n")
     with pytest.raises(ConfigError, match=r"mine\.py differs from mine\.py.*reward\.share = true"):
-        file_server.local_code("mine.py:reward", code)
+        file_server.check_local_code("mine.py:reward", code)
     (place / "mine.py").unlink()
     with pytest.raises(ConfigError, match="is not here; copy it here"):
-        file_server.local_code("mine.py:reward", code)
+        file_server.check_local_code("mine.py:reward", code)
 
 
 class Broken:
@@ -131,7 +131,7 @@ class Broken:
         self.data, self.wrong = data, wrong
         self.begun: list[int] = []
 
-    def file(self, digest: str, begin: int, size: int) -> Iterator[bytes]:
+    def read_file(self, digest: str, begin: int, size: int) -> Iterator[bytes]:
         self.begun.append(begin)
         if begin < size:
             yield b"x" * 4 if self.wrong else self.data[begin : begin + 4]
@@ -208,7 +208,7 @@ def test_a_mixture_brings_the_files_of_its_parts(
         "reward.function=''",
     ]
     client = served(*sets)
-    assert [(e.part, e.name) for e in client.listing()[2:]] == [
+    assert [(e.part, e.name) for e in client.list_files()[2:]] == [
         ("mixture.sort.reward_model", "config.json"),
         ("mixture.a.prompts", "prompts.jsonl"),
         ("mixture.b.prompts", "prompts.jsonl"),
@@ -243,7 +243,7 @@ def test_of_sessions_a_generator_needs_the_model_alone(
     sets = ["task.name='calc'", "agent.env='a.py:B'", "task.prompts=''", "reward.function=''"]
     judge = ["reward.judge.url='http://10.0.0.9/v1'", "reward.judge.model='x'"]
     client = served(*sets)
-    assert {entry.part for entry in client.listing()} == {"model"}
+    assert {entry.part for entry in client.list_files()} == {"model"}
     config = load.load(
         ROOT / "configs" / "demo.toml",
         [*SETS, *judge, "reward.function=''", "reward.judge.key_env='KEY'", "agent.tools=['a:b']"],

@@ -21,7 +21,7 @@ from asyncrl.supervise.launch import SupervisedProcess, Supervisor
 
 REFUSE = (
     "import sys; from asyncrl.contract import refusal; from asyncrl.contract.errors import {kind}; "
-    "refusal.listen(); "
+    "refusal.take_pipe(); "
     "e = {kind}('{words}'); refusal.send_refusal(e);"
     "print('error: something else', file=sys.stderr); sys.exit(e.exit_code)"
 )
@@ -83,7 +83,7 @@ CRASHES = {
     "a kill": "import os; os.kill(os.getpid(), 9)",
     "an error that ends as a kill would": "import sys; from asyncrl.contract import refusal; from "
     "asyncrl.contract.errors import AsyncrlError; "
-    "refusal.listen();"
+    "refusal.take_pipe();"
     "e = AsyncrlError('rank 1 has ended'); e.exit_code = 137; "
     "refusal.send_refusal(e); sys.exit(137)",
     "told to end by somebody": "import sys; sys.exit(130)",
@@ -131,7 +131,7 @@ def test_a_child_of_a_child_cannot_speak_for_it(make: Make) -> None:
     """A process that a part starts has neither the pipe nor its number in its environment."""
     grandchild = "import os, sys; sys.exit(any('REFUSAL' in k for k in os.environ))"
     code = (
-        "import subprocess, sys; from asyncrl.contract import refusal; refusal.listen(); "
+        "import subprocess, sys; from asyncrl.contract import refusal; refusal.take_pipe(); "
         f"subprocess.run([sys.executable, '-c', {grandchild!r}], check=True)"
     )
     assert run(make(learner=code))

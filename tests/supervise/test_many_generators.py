@@ -28,8 +28,8 @@ class Counted(Store):
 
     looked = 0
 
-    def _positions(self) -> Iterator[tuple[int, Group]]:
-        for place in super()._positions():
+    def _iterate_positions(self) -> Iterator[tuple[int, Group]]:
+        for place in super()._iterate_positions():
             self.looked += 1
             yield place
 
@@ -80,7 +80,7 @@ def test_sessions_that_may_hold_a_name_are_all_counted_by_themselves() -> None:
     for _ in range(2):
         for number in range(NAMES):
             store.report_tokens(f"generator-{number}", 1, 5)
-    assert store.generated_tokens() == 5 * NAMES and SESSIONS > NAMES
+    assert store.count_generated_tokens() == 5 * NAMES and SESSIONS > NAMES
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def test_one_question_to_the_store_serves_all_that_wait(waiting: Any) -> None:
     told = [(peer, x) for peer, x in sent if isinstance(x, m.TicketGrant)]
     assert told[0][0] == b"generator-1" and told[0][1].tickets
     assert [peer for peer, _ in told[1:]] == [
-        f"generator-{n}".encode() for n in range(2, 2 + service.NEWS)
+        f"generator-{n}".encode() for n in range(2, 2 + service.MOST_NOTIFIED)
     ]
     assert not any(x.tickets for _, x in told[1:])
     assert all(x.announcement.label == (1, 1) for _, x in told)
@@ -178,6 +178,6 @@ def test_only_generators_that_told_something_are_counted_at_a_commit(waiting: An
     made.handle(b"generator-3", m.LeaseRenewal("generator-3", 1, [], stats, None))
     made.handle(b"generator-4", m.LeaseRenewal("generator-4", 1, [], stats, None))
     assert made.reported == {"generator-3", "generator-4"}
-    found = made.generator_numbers(1.0)
+    found = made.compute_generator_metrics(1.0)
     assert found["time/generator_idle_share"] == 0.25 and not made.reported
-    assert made.generator_numbers(2.0) == {}
+    assert made.compute_generator_metrics(2.0) == {}

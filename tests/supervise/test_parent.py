@@ -13,10 +13,10 @@ from process_kit import ENV, ROOT
 # and ends: before the child asks, or after.
 PARENT = """
 import os, signal, sys, time
-from asyncrl.contract.parent import die_with_parent
+from asyncrl.contract.parent import end_with_parent
 
 pipe, first = int(sys.argv[1]), sys.argv[2] == "first"
-ask, parent = die_with_parent(), os.getpid()
+ask, parent = end_with_parent(), os.getpid()
 heard, told = os.pipe()
 if os.fork() == 0:
     os.close(heard)

@@ -322,13 +322,13 @@ def test_a_host_tells_log_end_and_refusal_of_what_it_started(
 ) -> None:
     monkeypatch.setattr(on_ray, "LOG_BYTES", 10)
     monkeypatch.setattr(
-        on_ray.importing, "command", lambda module, *words: [sys.executable, "-c", *words]
+        on_ray.importing, "make_command", lambda module, *words: [sys.executable, "-c", *words]
     )
     monkeypatch.chdir(tmp_path)
     host = RayHost(str(tmp_path))
     code = (
         "import sys; from asyncrl.contract import refusal; from asyncrl.contract.errors import "
-        "ConfigError; refusal.listen(); e = ConfigError('no'); refusal.send_refusal(e); "
+        "ConfigError; refusal.take_pipe(); e = ConfigError('no'); refusal.send_refusal(e); "
         "print('x' * 24);"
         "print(sys.argv[1:], open(sys.argv[2] + '/client.key_secret').read()); sys.exit(2)"
     )

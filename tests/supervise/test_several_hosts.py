@@ -127,7 +127,7 @@ def test_keys_are_not_made_twice_and_missing_ones_are_named(
 ) -> None:
     make_keys(tmp_path / "keys")
     before = (tmp_path / "keys" / "server.key_secret").read_bytes()
-    with pytest.raises(ConfigError, match="holds keys already"):
+    with pytest.raises(ConfigError, match="already has keys"):
         make_keys(tmp_path / "keys")
     assert (tmp_path / "keys" / "server.key_secret").read_bytes() == before
     where = str(tmp_path / "empty")

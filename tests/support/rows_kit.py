@@ -58,7 +58,7 @@ def sample(ticket: int, number: int, rows: list[TrainingSequence], **fields: Any
 def batch(samples: list[Trajectory], lags: list[int]) -> Batch:
     """The lag of a sample's second call is one more than that of its first."""
     runs = [
-        [(span.start, span.end, lag + min(at, 1)) for at, span in enumerate(s.all_spans())]
+        [(span.start, span.end, lag + min(at, 1)) for at, span in enumerate(s.list_spans())]
         for s, lag in zip(samples, lags, strict=True)
     ]
     return Batch(1, 0, samples, lags, lags, runs, {}, GROUPS, {})

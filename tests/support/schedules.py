@@ -157,7 +157,10 @@ class World:
         hello = LearnerHello(
             1, "", self.epochs, label, parent, digest, 0, origin.epoch, k, source, []
         )
-        need(self.store.hello(hello), "a learner that resumed from the newest directory was fenced")
+        need(
+            self.store.follow_learner(hello),
+            "a learner that resumed from the newest directory was fenced",
+        )
         self.histories[label] = history
         self.trained = self.trained[: len(history)]
         return Learner(self.epochs, k, history, label)
@@ -170,7 +173,7 @@ class World:
             was = self.r.choice(x.queue)
             groups, why = self.store.ask(x.epoch, was.number)
             need(bool(groups), f"batch {was.number}, handed out before, waits for {why}")
-            again = self.store.batch(groups, x.epoch, was.number)
+            again = self.store.make_batch(groups, x.epoch, was.number)
             need(
                 (again.lags, again.token_lags, again.samples)
                 == (was.lags, was.token_lags, was.samples),
@@ -182,7 +185,7 @@ class World:
         groups, _ = self.store.ask(x.epoch, number)
         if not groups:
             return before != (len(self.store.comps), self.store.changes)
-        x.queue.append(self.store.batch(groups, x.epoch, number))
+        x.queue.append(self.store.make_batch(groups, x.epoch, number))
         tickets = [(s.ticket, s.sample) for s in x.queue[-1].samples]
         need(
             self.leased.setdefault(number, tickets) == tickets,
@@ -199,7 +202,7 @@ class World:
         keys = {(s.ticket, s.sample) for s in batch.samples}
         need(len(keys) == self.settings.batch * self.settings.group, "an incomplete batch")
         for s, lag, runs in zip(batch.samples, batch.lags, batch.token_lags, strict=True):
-            spans = s.all_spans()
+            spans = s.list_spans()
             mine = [far(self.histories[p.label], x.history) for p in spans]
             hard = self.settings.on_exceed in ("pace", "drop")
             need(
@@ -241,7 +244,7 @@ class World:
 
     def promised(self, sample: Trajectory) -> list[float]:
         """The limit that was announced for the tokens of each span."""
-        return [self.announced[sample.ticket, sample.attempt]] * len(sample.all_spans())
+        return [self.announced[sample.ticket, sample.attempt]] * len(sample.list_spans())
 
     def commit(self) -> bool:
         if not self.learner.commits:
@@ -251,7 +254,7 @@ class World:
         seen = self.seen() if self.settings.ess_floor else None
         need(
             self.store.commit(
-                *self.learner.commits.pop(0), seen=seen, timing=self.timing(), now=self.now
+                *self.learner.commits.pop(0), evidence=seen, timing=self.timing(), now=self.now
             )
             is True,
             "a commit in order was not taken",
@@ -279,7 +282,7 @@ class World:
         if x.commits or x.number <= len(self.checkpoints[-1][0]):
             return False
         self.checkpoints = [*self.checkpoints, (x.history, x.label)][-self.keep :]
-        self.store.checkpointed(len(self.checkpoints[0][0]))
+        self.store.retire_batches(len(self.checkpoints[0][0]))
         return True
 
     def kill_learner(self) -> bool:
@@ -425,7 +428,7 @@ class World:
     # ---- the schedule ----------------------------------------------------------------------------
 
     def check(self) -> None:
-        lines = self.store.current_ledger().lines
+        lines = self.store.make_ledger().lines
         written, held = (
             sum(map(max, self.counts.values())),
             sum(line.tokens for line in lines.values()),

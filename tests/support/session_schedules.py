@@ -145,7 +145,7 @@ class Gateway(service.Gateway):
         session = episode.session
         super().deliver(episode)
         for sample in self.outbox.fresh[before:]:
-            rows = [x for row in sample.all_rows() for x, _ in numbers_of(row)]
+            rows = [x for row in sample.list_rows() for x, _ in numbers_of(row)]
             mine = self.answered.get(session, [])
             need(sorted(rows) == sorted(mine), f"{session.name}: drawn {mine}, trained {rows}")
             self.world.rows += len(sample.rows)
@@ -264,7 +264,7 @@ class SessionWorld(World):
         self.wanted = None
 
     def announcement(self) -> m.PolicyAnnouncement | None:
-        return self.store.announcement()
+        return self.store.make_announcement()
 
     def turn(self) -> bool:
         """The gateway's turn; what it sent goes on its way."""
@@ -294,7 +294,7 @@ class SessionWorld(World):
     def handle(self, message: Any) -> bool:
         reply: Any = None
         if isinstance(message, m.TicketRequest):
-            checks.want(message)
+            checks.check_ticket_request(message)
             self.wanted = message
         elif isinstance(message, m.Delivery):
             reply = self.on_deliver(message)
@@ -309,24 +309,24 @@ class SessionWorld(World):
 
     def on_deliver(self, message: m.Delivery) -> m.DeliveryAcks:
         for sample in message.samples:
-            checks.sample(self.store, sample)
-            checks.versions(self.store, sample)
-        checks.answers(message.samples, len(SYMBOLS) + 9, self.settings)
+            checks.check_sample(self.store, sample)
+            checks.check_versions(self.store, sample)
+        checks.check_samples(message.samples, len(SYMBOLS) + 9, self.settings)
         self.store.report_tokens(message.producer, message.session, message.drawn)
         became = self.store.accept_samples(message.samples)
         self.said.update(became)
         for sample, what in zip(message.samples, became, strict=True):
             self.said["adopted, accepted"] += bool(sample.adopted) and what == "accepted"
             self.said["adopted over an epoch"] += (
-                len({span.label.epoch for span in sample.all_spans()}) > 1
+                len({span.label.epoch for span in sample.list_spans()}) > 1
             )
         keys = [(x.ticket, x.sample, x.attempt) for x in message.samples]
         acks = [(*key, what) for key, what in zip(keys, became, strict=True)]
         return m.DeliveryAcks(message.session, acks, 1 << 20, self.announcement())
 
     def on_renew(self, message: m.LeaseRenewal) -> m.HeartbeatReply:
-        checks.renew(message)
-        checks.progress(self.store, message.progress)
+        checks.check_renewal(message)
+        checks.check_progress(self.store, message.progress)
         self.store.report_tokens(message.producer, message.session, message.drawn)
         self.store.renew(
             message.producer, message.session, message.progress, self.now, message.judging
@@ -334,7 +334,9 @@ class SessionWorld(World):
         rows = (*message.progress, *message.judging, *message.written)
         named = {row[1] for row in rows}
         # no reply is lost here: whatever it was granted and took, it has
-        unheld = self.store.unheld_attempts(message.producer, message.session, message.taken, named)
+        unheld = self.store.find_unheld_attempts(
+            message.producer, message.session, message.taken, named
+        )
         need(not unheld, f"tickets {unheld} are held, and not named")
         return m.HeartbeatReply(self.store.epoch, self.announcement(), attempts=self.store.attempts)
 
@@ -448,7 +450,7 @@ class SessionWorld(World):
         spans, at = [], 0
         for label, draws in each.runs:
             spans.append(
-                m.VersionSpan(label, self.store.tree.digest(label), at, at + len(draws), label)
+                m.VersionSpan(label, self.store.tree.get_digest(label), at, at + len(draws), label)
             )
             at += len(draws)
         tokens = np.array(ids, "<i4").tobytes()
@@ -504,7 +506,7 @@ class SessionWorld(World):
         # draws of batches that the surviving history does not hold may come again
         self.done = {draw: at for draw, at in self.done.items() if at < number}
         for sample in batch.samples:
-            for row in sample.all_rows():
+            for row in sample.list_rows():
                 for draw, label in numbers_of(row):
                     drawn_with, drawn_for = self.draws[draw]
                     need(drawn_with == label, f"draw {draw} was made by {drawn_with}, not {label}")
@@ -519,7 +521,7 @@ class SessionWorld(World):
         that was adopted is not the sample's own; the least of a span.
         """
         least = []
-        for row in sample.all_rows():
+        for row in sample.list_rows():
             draws = [draw for draw, _ in numbers_of(row)]
             for span in row.spans:
                 mine, draws = draws[: span.end - span.start], draws[span.end - span.start :]
@@ -531,9 +533,9 @@ class SessionWorld(World):
         return least
 
     def check(self) -> None:
-        lines = self.store.current_ledger().lines
+        lines = self.store.make_ledger().lines
         held = sum(line.tokens for line in lines.values())
-        told = self.store.generated_tokens()
+        told = self.store.count_generated_tokens()
         need(held == told, f"the ledger holds {held} tokens, the gateways told of {told}: {lines}")
         need(
             held <= len(self.draws), f"the ledger holds {held} tokens, {len(self.draws)} were drawn"
@@ -544,7 +546,7 @@ class SessionWorld(World):
         self.now += 1.0
         self.turn()
         self.post()
-        told = self.store.generated_tokens()
+        told = self.store.count_generated_tokens()
         whole = told == self.answered or (self.lives > 1 and told < self.answered)
         need(whole, f"{self.answered} tokens were answered, {told} are told of")
 
@@ -739,7 +741,7 @@ def several(seeds: range, where: Path, **more: Any) -> Counter[str]:
             world = schedule(seed, where, **more)
         except Exception as error:
             raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}") from error
-        seen.update({line: int(x["tokens"]) for line, x in world.store.ledger().items()})
+        seen.update({line: int(x["tokens"]) for line, x in world.store.sum_ledger().items()})
         seen.update({f"samples {what}": count for what, count in world.said.items()})
         seen["schedules"] += 1
         seen["tokens at the limit"] += world.at_limit

@@ -17,7 +17,7 @@ from asyncrl.contract.messages import (
 from asyncrl.contract.versions import Label
 from buffer.evaluation import Evaluations
 from buffer.groups import StoreSettings
-from buffer.ledger import total_tokens
+from buffer.ledger import sum_tokens
 from buffer.store import Store
 
 
@@ -55,7 +55,7 @@ def hello(
     parent = Label(origin, number - 1) if number and origin else None
     label = Label(epoch, number)
     source = WeightsSource(epoch, "here", "", "")
-    return store.hello(
+    return store.follow_learner(
         LearnerHello(
             1,
             "run",
@@ -118,7 +118,7 @@ def train(store: Store, number: int) -> None:
 
 
 def total(store: Store) -> int:
-    return total_tokens(store.ledger())
+    return sum_tokens(store.sum_ledger())
 
 
 def stale(on_exceed: str, k: float = 0, **more: Any) -> tuple[Store, list[Ticket]]:

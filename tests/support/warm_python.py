@@ -123,13 +123,13 @@ def is_warm(args: Any, executable: Any, options: dict[str, Any]) -> bool:
     ):
         return False
     env = dict(os.environ if options["env"] is None else options["env"])
-    preexec = getattr(options["preexec"], "__qualname__", "die_with_parent")
+    preexec = getattr(options["preexec"], "__qualname__", "end_with_parent")
     paths = env.get("PYTHONPATH", "").split(os.pathsep)
     return (
         startup_variables(env) == WarmPopen.startup_env
         and str(ROOT) in paths
         and not any((Path(p) / "sitecustomize.py").exists() for p in paths if p != str(HOLD))
-        and preexec.startswith("die_with_parent")
+        and preexec.startswith("end_with_parent")
         and (options["cwd"] is None or os.path.isdir(options["cwd"]))
         and not options["shell"]
     )

@@ -1,6 +1,6 @@
 """Stores with one rule switched off each: what the tests show to be needed.
 
-A rule is a method of the store (`has_room`, `least_version`, ...); its class here overrides it."""
+A rule is a method of the store (`has_room`, ...), which a class here overrides."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ class AnyOrder(Store):
 
 
 class ReissuedUnpaced(Store):
-    def has_room(self, place: int, room: float) -> bool:
+    def has_room(self, position: int, room: float) -> bool:
         return True
 
 
 class RoomToTheBound(Store):
     """A ticket announces the limit of now, and goes out by the hard bound."""
 
-    def admits_to(self, now: float) -> float:
+    def count_admitted_batches(self, now: float) -> float:
         return self.max_lag
 
 
 class LeasedUncounted(Store):
-    def groups_ahead(self) -> int:
-        return super().groups_ahead() - len(self.composed & self.alive.keys())
+    def count_groups_ahead(self) -> int:
+        return super().count_groups_ahead() - len(self.composed & self.alive.keys())
 
 
 class AnyVersion(Store):
-    def least_version(self, policy: Label) -> Label:
+    def find_least_version(self, policy: Label) -> Label:
         return Label(self.epoch, 0)
 
 
 class Forgetful(Store):
-    def disposition(self, group: Group, trajectory: Trajectory) -> None:
+    def find_disposition(self, group: Group, trajectory: Trajectory) -> None:
         return None
 
 
@@ -56,11 +56,15 @@ class FilteredStay(Store):
     def on_zero_variance(self, group: Group) -> None:
         self.ghosts.add(group.ticket)
 
-    def groups_to_train(self) -> int:
-        return super().groups_to_train() - len(self.ghosts & self.alive.keys())
+    def count_groups_to_train(self) -> int:
+        return super().count_groups_to_train() - len(self.ghosts & self.alive.keys())
 
-    def uncomposed_groups(self) -> Iterator[Group]:
-        return (group for group in super().uncomposed_groups() if group.ticket not in self.ghosts)
+    def iterate_uncomposed_groups(self) -> Iterator[Group]:
+        return (
+            group
+            for group in super().iterate_uncomposed_groups()
+            if group.ticket not in self.ghosts
+        )
 
 
 RULES: dict[str, type[Store]] = {

@@ -43,7 +43,7 @@ def test_a_picture_has_as_many_shapes_as_the_answer_says() -> None:
             prompt = task.prompt(split, index, 0)
             (blob,) = prompt.images
             color = prompt.text.removeprefix("<image>")[0]
-            assert prompt.text == f"<image>{color}=" and images.size_of(blob) == (18, 18)
+            assert prompt.text == f"<image>{color}=" and images.read_size(blob) == (18, 18)
             assert str(shapes(blob, color)) == prompt.answer
             others = sum(shapes(blob, each) for each in count.COLORS if each != color)
             assert (others >= 4) == (split == "ood")

@@ -72,7 +72,7 @@ def fetched(server: ChunkServer, ring: WeightRing) -> None:
     """An honest client gets all of it."""
     client = ChunkClient(server.address, WAIT_S)
     try:
-        assert [list(row) for row in client.manifest()] == [list(row) for row in ring.rows]
+        assert [list(row) for row in client.fetch_layout()] == [list(row) for row in ring.rows]
         into = bytearray(SIZE)
         digest = client.fetch(LABEL, "", memoryview(into))
         assert digest == xxhash.xxh3_64_hexdigest(bytes(range(256)) * (SIZE // 256))
@@ -113,7 +113,7 @@ def test_an_ask_that_is_too_large_costs_its_connection(
     server: ChunkServer, ring: WeightRing
 ) -> None:
     peer = Peer(server)
-    peer.socket.send(b"\0" * (chunks.ASK_BYTES + 1))
+    peer.socket.send(b"\0" * (chunks.REQUEST_BYTES + 1))
     fetched(server, ring)
     assert server.refused == 0  # nothing of it came as far as here
     peer.close()

@@ -62,7 +62,7 @@ def test_no_tree_has_a_circle_or_more_copies_than_it_may(fan_out_of: int) -> Non
         host = {f"generator-{n}": f"10.0.0.{n % 9}" for n in range(40)}
         of = Counter((place, host[who] == host.get(place)) for who, place in tree.parent.items())
         assert all(count <= fan_out_of for (place, _), count in of.items() if place != LEARNER)
-        assert of[LEARNER, False] == tree.far[LEARNER]
+        assert of[LEARNER, False] == tree.remote_children[LEARNER]
     assert trees.beyond > 0  # so many failures
 
 
@@ -76,9 +76,9 @@ def test_a_thousand_cost_the_learner_its_copies_and_a_host_one() -> None:
         where[asking.name] = asking.host
         giver = trees.assign_source((Label(1, 1), "d"), asking)
         crossed[asking.host] += where.get(giver, "") != asking.host
-    assert trees._trees[Label(1, 1), "d"].far[LEARNER] == 2 and trees.beyond == 0
+    assert trees._trees[Label(1, 1), "d"].remote_children[LEARNER] == 2 and trees.beyond == 0
     assert set(crossed.values()) == {1}  # over each host's link, once
-    depth = max(len(trees._trees[Label(1, 1), "d"].ancestors(name)) for name in where)
+    depth = max(len(trees._trees[Label(1, 1), "d"].list_ancestors(name)) for name in where)
     assert depth <= 12, depth
 
 
@@ -142,7 +142,7 @@ def test_a_shelf_keeps_two_versions_and_what_has_come_of_them() -> None:
     shelf = RelayCache()
     for number in range(3):
         held = shelf.begin_version((Label(1, number), "d"), 8, b"p")
-        held.data[:], held.bytes_there = bytes([number]) * 8, 4 + 4 * (number < 2)
+        held.data[:], held.received = bytes([number]) * 8, 4 + 4 * (number < 2)
     with pytest.raises(VersionPending):
         shelf.read(Label(1, 0), "d", 0, 8)
     with pytest.raises(VersionPending):
@@ -172,7 +172,7 @@ class Net:
         self.server = ChunkServer(
             "tcp://127.0.0.1:*", self.ring.rows, self.ring.read_part, str(self.keys)
         )
-        self.server.plant(copies, SIZE)
+        self.server.start_trees(copies, SIZE)
         self.pullers: list[RelayClient] = []
 
     def publish(self, number: int) -> None:
@@ -219,7 +219,7 @@ def test_seven_generators_cost_the_learner_two_copies(
     net: Callable[[int], Net], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # else one that stands still answers late what was given up meanwhile, and gives it twice
-    monkeypatch.setattr(chunks, "YET_S", WAIT_S)
+    monkeypatch.setattr(chunks, "PENDING_S", WAIT_S)
     run = net(2)
     pullers = [run.puller(number) for number in range(7)]
     for version in (1, 2):
@@ -241,13 +241,13 @@ def test_seven_generators_cost_the_learner_two_copies(
     assert [p.bytes_received for p in pullers] == [2 * SIZE] * 7
     handed_on = [p.server.bytes_sent // SIZE for p in pullers if p.server is not None]
     assert sum(handed_on) == 10 and max(handed_on) <= 4  # two versions, two each
-    assert not any(p.left for p in pullers)
+    assert not any(p.abandoned for p in pullers)
 
 
 def test_who_knocks_before_the_relay_knows_its_guests_waits_for_them(
     net: Callable[[int], Net], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keys, "TOLD_S", WAIT_S)
+    monkeypatch.setattr(keys, "LIST_WAIT_S", WAIT_S)
     run = net(1)
     run.publish(1)
     first, second = run.puller(0), run.puller(1)
@@ -271,13 +271,13 @@ def test_who_knocks_before_the_relay_knows_its_guests_waits_for_them(
     assert placed.wait(WAIT_S)
     assert run.fetch(second, 1) == content(1)
     fetching.join(WAIT_S)
-    assert second.left == 0 and run.server.bytes_sent <= SIZE + 2 * TOLD
+    assert second.abandoned == 0 and run.server.bytes_sent <= SIZE + 2 * TOLD
     # one that has never been told lets nobody in, and closes all the same
     third = run.puller(2)
-    assert third.server is not None and third.door is not None
+    assert third.server is not None and third.authenticator is not None
     knocked.clear()
     address = third.server.address.replace("0.0.0.0", "127.0.0.1")
-    client = ChunkClient(address, 0.5, str(run.keys), "generator-1", third.door.key)
+    client = ChunkClient(address, 0.5, str(run.keys), "generator-1", third.authenticator.key)
     with pytest.raises(PeerUnreachable):
         next(client.fetch_chunks(Label(1, 1), run.digests[1], 0, SIZE))
     assert knocked.wait(WAIT_S)
@@ -324,12 +324,12 @@ def test_a_relay_that_dies_in_mid_version_costs_no_chunk_twice(net: Callable[[in
     run.pullers.remove(first)
     assert run.fetch(second, 1) == content(1)
     closing.join(WAIT_S)
-    assert second.left == 1 and second.bytes_received == SIZE
+    assert second.abandoned == 1 and second.bytes_received == SIZE
     sent = 2 * SIZE - 3 * CHUNK_BYTES  # one copy, and what the dead one had not given
     assert sent <= run.server.bytes_sent <= sent + 5 * TOLD
     # the next one is sent to who lives, and so is the second with the next version
     assert run.fetch(third, 1) == content(1)
-    assert third.left == 0 and run.server.bytes_sent <= sent + 6 * TOLD
+    assert third.abandoned == 0 and run.server.bytes_sent <= sent + 6 * TOLD
 
 
 def test_a_relay_that_has_nothing_itself_is_left(net: Callable[[int], Net]) -> None:
@@ -340,16 +340,16 @@ def test_a_relay_that_has_nothing_itself_is_left(net: Callable[[int], Net]) -> N
     # it asks for its place and stands still
     placed = first._request_source(Label(1, 1), digest, [])
     assert placed is not None and placed.name == LEARNER
-    first.shelf.begin_version((Label(1, 1), digest), SIZE, placed.probe)
+    first.cache.begin_version((Label(1, 1), digest), SIZE, placed.probe)
     second.starved_s = 0.1
-    assert run.fetch(second, 1) == content(1) and second.left == 1
+    assert run.fetch(second, 1) == content(1) and second.abandoned == 1
     # one that has never begun says so
     third._request_source(Label(1, 1), digest, [])
     assert third.server is not None and first.server is not None
     fourth = run.puller(3)
     fourth.starved_s = 0.1
     assert run.fetch(fourth, 1) == content(1)
-    assert fourth.left <= 2 and fourth.bytes_received == SIZE
+    assert fourth.abandoned <= 2 and fourth.bytes_received == SIZE
 
 
 def test_what_a_relay_makes_up_is_neither_used_nor_handed_on(net: Callable[[int], Net]) -> None:
@@ -357,13 +357,13 @@ def test_what_a_relay_makes_up_is_neither_used_nor_handed_on(net: Callable[[int]
     run.publish(1)
     liar, honest, third = (run.puller(number) for number in range(3))
     assert run.fetch(liar, 1) == content(1)
-    held = liar.shelf._held[Label(1, 1), run.digests[1]]
+    held = liar.cache._versions[Label(1, 1), run.digests[1]]
     held.data[2 * CHUNK_BYTES + 7] ^= 1
-    assert run.fetch(honest, 1) == content(1) and honest.left == 1
+    assert run.fetch(honest, 1) == content(1) and honest.abandoned == 1
     assert honest.bytes_received == SIZE + CHUNK_BYTES  # the third chunk twice, the others once
-    assert run.fetch(third, 1) == content(1) and third.left == 0
-    mine = honest.shelf._held[Label(1, 1), run.digests[1]]
-    assert bytes(mine.data) == content(1) and mine.bytes_there == SIZE
+    assert run.fetch(third, 1) == content(1) and third.abandoned == 0
+    mine = honest.cache._versions[Label(1, 1), run.digests[1]]
+    assert bytes(mine.data) == content(1) and mine.received == SIZE
     # too little of a chunk, and another version's under this one's name
     run.publish(2)
     assert run.fetch(liar, 2) == content(2)
@@ -371,7 +371,7 @@ def test_what_a_relay_makes_up_is_neither_used_nor_handed_on(net: Callable[[int]
     for lie in (lambda *asked: (asked[1], b"x", b""), lambda *asked: ("0" * 16, b"x" * 9, b"")):
         liar.server.read = lie
         assert run.fetch(run.puller(len(run.pullers)), 2) == content(2)
-    assert [each.left for each in run.pullers[3:]] == [1, 0]  # the first of them hands on
+    assert [each.abandoned for each in run.pullers[3:]] == [1, 0]  # the first of them hands on
 
 
 def test_a_fetch_goes_on_after_the_learner_was_away(
@@ -406,8 +406,8 @@ def test_a_door_opens_for_generators_of_the_run_alone(
     run.publish(1)
     first = run.puller(0)
     assert run.fetch(first, 1) == content(1)
-    assert first.server is not None and first.door is not None
-    assert sorted(first.door.names.values()) == [f"generator-{n}" for n in range(8)]
+    assert first.server is not None and first.authenticator is not None
+    assert sorted(first.authenticator.names.values()) == [f"generator-{n}" for n in range(8)]
     address = first.server.address.replace("0.0.0.0", "127.0.0.1")
     keys.make_keys(tmp_path / "other", 2)
 
@@ -421,9 +421,11 @@ def test_a_door_opens_for_generators_of_the_run_alone(
         finally:
             client.close()
 
-    assert asks(run.keys, "generator-1", first.door.key, WAIT_S) == content(1)[:CHUNK_BYTES]
-    assert asks(run.keys, "viewer", first.door.key) == b""
-    assert asks(tmp_path / "other", "generator-1", first.door.key) == b""
+    assert (
+        asks(run.keys, "generator-1", first.authenticator.key, WAIT_S) == content(1)[:CHUNK_BYTES]
+    )
+    assert asks(run.keys, "viewer", first.authenticator.key) == b""
+    assert asks(tmp_path / "other", "generator-1", first.authenticator.key) == b""
     # whoever listens there instead has another key
     assert asks(run.keys, "generator-1", "") == b""
     with pytest.raises(ConfigError, match="is not a public key"):

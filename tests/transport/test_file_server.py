@@ -30,7 +30,7 @@ class Source:
         self.size, self.breaks = size, breaks
         self.asked: list[tuple[str, int, int]] = []
 
-    def file(self, digest: str, begin: int, size: int) -> Iterator[bytes]:
+    def read_file(self, digest: str, begin: int, size: int) -> Iterator[bytes]:
         self.asked.append((digest, begin, size))
         for at in range(begin, size, self.size):
             yield self.files[digest][at : min(at + self.size, size)]
@@ -67,14 +67,14 @@ def config(*sets: str) -> Config:
 
 def test_of_a_model_the_files_without_code_are_served(place: Path) -> None:
     names = ["a.json", "b.safetensors", "c.model", "d.txt", "e.jinja"]
-    listed = file_server.files_to_serve(config())
+    listed = file_server.list_served_files(config())
     assert listed == [("model", Path("model") / name, True) for name in names]
 
 
 def test_a_directory_of_prompts_is_refused(place: Path) -> None:
     (place / "rows").mkdir()
     with pytest.raises(ValueError) as error:
-        file_server.files_to_serve(config("task.name='file'", "task.prompts='rows'"))
+        file_server.list_served_files(config("task.name='file'", "task.prompts='rows'"))
     assert str(error.value) == (
         "task.prompts = rows is not a single file; a machine that joins gets files"
     )
@@ -83,12 +83,12 @@ def test_a_directory_of_prompts_is_refused(place: Path) -> None:
 def test_a_listing_is_made_once_and_read_by_digest(place: Path) -> None:
     (place / "own.py").write_text("def reward(prompt, text): return 1.0\n")
     server = FileServer(config("reward.function='own.py:reward'"))
-    server.listing()
+    server.list_files()
     thread = server._thread
     assert thread is not None and thread.daemon and thread.name == "library"
     thread.join()
-    entries = server.listing()
-    assert entries is not None and server._thread is thread and server.wrong == ""
+    entries = server.list_files()
+    assert entries is not None and server._thread is thread and server.error == ""
     assert entries[0] == FileEntry("model", "a.json", 6, sha(b"a.json"), True)
     code = (place / "own.py").read_bytes()
     assert entries[-1] == FileEntry("reward", "own.py", len(code), sha(code), False)
@@ -102,11 +102,11 @@ def test_a_listing_is_made_once_and_read_by_digest(place: Path) -> None:
 
 def test_what_prevents_a_listing_is_said(place: Path) -> None:
     server = FileServer(config("task.name='file'", "task.prompts='none.jsonl'"))
-    server.listing()
+    server.list_files()
     assert server._thread is not None
     server._thread.join()
-    assert server.entries is None and server.listing() is None
-    assert server.wrong == (
+    assert server.entries is None and server.list_files() is None
+    assert server.error == (
         "ValueError: task.prompts = none.jsonl is not a single file; "
         "a machine that joins gets files"
     )
@@ -117,10 +117,10 @@ def test_the_file_of_a_function(place: Path, monkeypatch: pytest.MonkeyPatch) ->
     (place / "own_package").mkdir()
     (place / "own_package" / "__init__.py").write_text("")
     monkeypatch.setattr(sys, "path", [*sys.path])
-    assert file_server.code_file("any/where.py:f") == Path("any/where.py")
-    assert file_server.code_file("own_single:f") == place / "own_single.py"
+    assert file_server.find_code("any/where.py:f") == Path("any/where.py")
+    assert file_server.find_code("own_single:f") == place / "own_single.py"
     for installed in ("own_package:f", "own_package.part:f", "no_such_module:f", "f"):
-        assert file_server.code_file(installed) is None, installed
+        assert file_server.find_code(installed) is None, installed
 
 
 def test_a_file_as_it_is_listed_on_the_wire() -> None:
@@ -179,7 +179,7 @@ def test_a_cache_has_a_folder_for_each_set_of_files(tmp_path: Path) -> None:
     where = file_server.fetch_files(source, [one, two], cache, lines.append)
     rows = "".join(sorted(f"{each.digest} {each.name}\n" for each in (one, two)))
     assert where == cache / f"model-{sha(rows.encode())[:32]}"
-    assert file_server.folder([two, one]) == where.name, "in any order"
+    assert file_server.name_folder([two, one]) == where.name, "in any order"
     assert lines == [
         "fetching model: a.json, 0.0 MiB",
         "fetching model: b.json, 0.0 MiB",
@@ -202,7 +202,7 @@ def test_a_broken_fetch_goes_on_in_the_same_folder(tmp_path: Path) -> None:
     files = [entry(b"two", "b.json"), entry(TEXT)]
     with pytest.raises(PeerUnreachable):
         file_server.fetch_files(source, files, tmp_path, print)
-    name = file_server.folder(files)
+    name = file_server.name_folder(files)
     (part,) = (path for path in tmp_path.iterdir() if path.is_dir())
     assert part.name == f"{name}.part" and (part / "b.json").read_bytes() == b"two"
     asked = len(source.asked)
@@ -213,11 +213,11 @@ def test_a_broken_fetch_goes_on_in_the_same_folder(tmp_path: Path) -> None:
 
 def test_two_that_join_do_not_fetch_at_once(tmp_path: Path) -> None:
     class Looks(Source):
-        def file(self, digest: str, begin: int, size: int) -> Iterator[bytes]:
+        def read_file(self, digest: str, begin: int, size: int) -> Iterator[bytes]:
             (lock,) = tmp_path.glob("model-*.lock")
             with lock.open("w") as file, pytest.raises(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return super().file(digest, begin, size)
+            return super().read_file(digest, begin, size)
 
     source = Looks(TEXT)
     file_server.fetch_files(source, [entry(TEXT)], tmp_path, print)
@@ -241,12 +241,12 @@ def test_code_that_is_not_shared_must_be_the_runs(place: Path) -> None:
     code = b"def reward(prompt, text): return 1.0\n"
     ours = entry(code, "mine.py", "reward")
     (place / "mine.py").write_bytes(code)
-    file_server.local_code("mine.py:reward", ours)
-    file_server.local_code("package.module:reward", None)
+    file_server.check_local_code("mine.py:reward", ours)
+    file_server.check_local_code("package.module:reward", None)
     (place / "mine.py").write_bytes(b"")
     asks = "; copy it here, or let the run share it: reward.share = true"
     with pytest.raises(ConfigError) as error:
-        file_server.local_code("mine.py:reward", ours)
+        file_server.check_local_code("mine.py:reward", ours)
     assert str(error.value) == (
         f"reward.function = mine.py:reward: the run's mine.py differs from mine.py{asks}"
     )
@@ -254,6 +254,6 @@ def test_code_that_is_not_shared_must_be_the_runs(place: Path) -> None:
         with pytest.raises(
             ConfigError, match=re.escape(f"task.mixture.a.reward = {function}: the")
         ):
-            file_server.local_code(function, ours, "task.mixture.a.reward")
+            file_server.check_local_code(function, ours, "task.mixture.a.reward")
         with pytest.raises(ConfigError, match=rf"the run's mine\.py is not here{re.escape(asks)}$"):
-            file_server.local_code(function, ours)
+            file_server.check_local_code(function, ours)

@@ -110,7 +110,8 @@ def honest(service: BufferService, r: random.Random) -> m.FromPeer | None:
         for k in sorted(g.lease.todo)
     ]
     leases += [
-        (job.ticket, attempt, 0, job.label) for attempt, (job, *_) in s.evaluations.out.items()
+        (job.ticket, attempt, 0, job.label)
+        for attempt, (job, *_) in s.evaluations.leased_jobs.items()
     ]
     what = r.random()
     if "greeted" not in service.generators.get("generator-0", {}) and what < 0.5:
@@ -161,7 +162,7 @@ BAD = [
         "shape",
     ),
     ({"mask": b"\1"}, "8 bytes of tokens for 1 mask bytes", "shape"),
-    ({"mask": b"\1\2"}, "its mask holds other bytes", "shape"),
+    ({"mask": b"\1\2"}, "its mask has other bytes", "shape"),
     ({"prompt_tokens": b"\0" * 3}, "tokens are int32", "shape"),
     ({"behavior_logprobs": b"\0" * 4}, "4 bytes of behavior_logprobs for 2 tokens", "shape"),
     ({"behavior_logprobs": F4["half"] + F4["nan"]}, "above 0 or not finite", "number"),
@@ -280,8 +281,8 @@ def test_an_answer_that_could_not_be_begun_and_rewards_given_for_some_tokens_are
         temperature=1.0,
         **GOOD | {"token_rewards": F4["up"] + F4["nan"]},
     )
-    checks.answers([failed, some], 5, LIMITS)
-    checks.answers([failed], 5, LIMITS)
+    checks.check_samples([failed, some], 5, LIMITS)
+    checks.check_samples([failed], 5, LIMITS)
 
 
 @pytest.mark.parametrize(("change", "said", "reason"), BAD)
@@ -295,14 +296,14 @@ def test_an_answer_that_would_end_the_learner_is_refused(
         return m.Trajectory(ticket=3, sample=1, attempt=1, finish="stop", **scalars | fields)
 
     good, bad = answer(**GOOD), answer(**GOOD | change)
-    checks.answers([good, good], 5, LIMITS)
+    checks.check_samples([good, good], 5, LIMITS)
     for place in range(3):  # also in the company of good ones, which are looked at together
         many = [good] * place + [bad] + [good] * (2 - place)
         with pytest.raises(BadMessage, match=said) as error:
-            checks.answers(many, 5, LIMITS)
+            checks.check_samples(many, 5, LIMITS)
         assert str(error.value).startswith("ticket 3, sample 1: ") and error.value.reason == reason
     if "of a model with 5" in said:
-        checks.answers([bad], 0, LIMITS)  # no learner has said what it has
+        checks.check_samples([bad], 0, LIMITS)  # no learner has said what it has
 
 
 def test_a_refused_answer_leaves_its_lease_and_an_honest_one_ends_it(tmp_path: Path) -> None:
@@ -343,7 +344,7 @@ def test_versions_that_a_ticket_did_not_ask_for_are_refused() -> None:
     plan = Evaluations(final_prompts=1, prompt=lambda split, index: m.Prompt(index, "p"))
     store = Store(StoreSettings(1, 1, 9, m.SamplingSettings()), lambda i: m.Prompt(i, "p"), plan)
     greet = honest_hello("run", vocabulary=0)
-    assert store.hello(greet)
+    assert store.follow_learner(greet)
     test, first = store.grant("g", 1, 2, 0.0)
 
     def answer(ticket: m.Ticket, *labels: Label, kv: Label | None = None) -> m.Trajectory:
@@ -366,13 +367,13 @@ def test_versions_that_a_ticket_did_not_ask_for_are_refused() -> None:
 
     def refused(sample: m.Trajectory) -> str:
         with pytest.raises(BadMessage) as error:
-            checks.sample(store, sample)
-            checks.versions(store, sample)
+            checks.check_sample(store, sample)
+            checks.check_versions(store, sample)
         return error.value.reason
 
     def taken(sample: m.Trajectory) -> None:
-        checks.sample(store, sample)
-        checks.versions(store, sample)
+        checks.check_sample(store, sample)
+        checks.check_versions(store, sample)
         store.deliver(sample, 0.0)
 
     taken(answer(first, Label(1, 0)))
@@ -385,7 +386,7 @@ def test_versions_that_a_ticket_did_not_ask_for_are_refused() -> None:
     assert refused(answer(second, Label(1, 1), kv=Label(1, 2))) == "version"
     assert refused(answer(second, Label(1, 1), kv=Label(1, -(2**63)))) == "version"
     assert refused(answer(test, Label(1, 1))) == "limit"  # held-out answers are of version 0
-    assert store.hello(
+    assert store.follow_learner(
         msgspec.structs.replace(greet, epoch=2, label=Label(2, 1), digest="d1", origin=1)
     )
     assert refused(answer(second, Label(2, 1))) == "limit"
@@ -394,8 +395,8 @@ def test_versions_that_a_ticket_did_not_ask_for_are_refused() -> None:
     both = answer(again, Label(1, 1), Label(2, 1))
     assert refused(both) == "limit"
     adopted = msgspec.structs.replace(both, adopted=[(second.attempt, 1)])
-    checks.sample(store, adopted)
-    checks.versions(store, adopted)
+    checks.check_sample(store, adopted)
+    checks.check_versions(store, adopted)
     older = answer(again, Label(1, 0), Label(2, 1))
     assert refused(msgspec.structs.replace(older, adopted=[(second.attempt, 1)])) == "limit"
     for wrong in ([(second.attempt, 3)], [(second.attempt, -1)], [(again.attempt, 1)]):
@@ -433,12 +434,12 @@ def test_no_message_ends_the_run(mode: str, tmp_path: Path) -> None:
                     )
                     service.answer()
                     service.flush()
-                    service.status()
+                    service.make_status()
             committed, refused = (
                 committed + service.store.committed,
                 refused + service.refused.total(),
             )
-            assert all(line.tokens >= 0 for line in service.store.current_ledger().lines.values())
+            assert all(line.tokens >= 0 for line in service.store.make_ledger().lines.values())
             before = state(service.store)
             assert service.close() == ""
             if mode == "process":

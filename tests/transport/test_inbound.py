@@ -136,7 +136,7 @@ REFUSED: list[tuple[Any, str]] = [
     ),
     (
         batch(samples=[answer(0), answer(1, mask=b"\1\2")]),
-        "ticket 3, sample 1: its mask holds other bytes than 0 and 1",
+        "ticket 3, sample 1: its mask has other bytes than 0 and 1",
     ),
     (
         batch(ledger={"lost": {"tokens": 1.0}}),
@@ -226,7 +226,7 @@ ALLOWED = [
 def look(message: Any) -> None:
     message_checks.check(message, vocabulary=5)
     for call in getattr(message, "calls", ()):
-        message_checks.call(call, 5, 8)
+        message_checks.check_call(call, 5, 8)
 
 
 @pytest.mark.parametrize(("message", "said"), REFUSED, ids=[said for _, said in REFUSED])
@@ -275,14 +275,14 @@ def test_what_an_honest_server_says_is_taken(message: Any) -> None:
         ),
         ({"routed": b"\1"}, "call 1: the experts of its tokens: 1 bytes"),
         (
-            {"routed": RoutedExperts.unrecorded(9, ROUTING).encode()},
+            {"routed": RoutedExperts.make_unrecorded(9, ROUTING).encode()},
             "call 1: the experts of its tokens: 23 bytes for 3 tokens and 1 layers with 2 experts",
         ),
         ({"routed": b""}, "call 1: it has no experts, and the learner replays them"),
     ],
 )
 def test_an_answer_to_a_call_fits_it(more: dict[str, Any], said: str) -> None:
-    experts = RoutedExperts.unrecorded(len(CALL.prompt) // 4 + 1, ROUTING).encode()
+    experts = RoutedExperts.make_unrecorded(len(CALL.prompt) // 4 + 1, ROUTING).encode()
     good = m.CallResult(1, b"\0" * 8, b"\0" * 8, GOOD["spans"], "stop", routed=experts)
     message_checks.check_call_result(good, CALL, 5, ROUTING)
     message_checks.check_call_result(replace(good, routed=b""), CALL, 5)
@@ -307,8 +307,8 @@ def test_an_answer_to_a_call_fits_it(more: dict[str, Any], said: str) -> None:
 def test_a_call_has_the_images_of_its_image_tokens() -> None:
     shape = ImageShape(4, 2)
     pictured = replace(CALL, prompt=b"\4\0\0\0" * 4, images=["a", "b"])
-    message_checks.call_images(pictured, {"a": b"", "b": b"", "c": b""}, shape)
-    message_checks.call_images(replace(pictured, images=[]), {}, None)
+    message_checks.check_call_images(pictured, {"a": b"", "b": b"", "c": b""}, shape)
+    message_checks.check_call_images(replace(pictured, images=[]), {}, None)
     for call, blobs, read, said in (
         (pictured, {"a": b""}, shape, "call 1: an image is not in the message"),
         (replace(pictured, images=["a"]), {"a": b""}, shape, "call 1: 4 image tokens for 1 images"),
@@ -316,22 +316,22 @@ def test_a_call_has_the_images_of_its_image_tokens() -> None:
         (replace(CALL, images=[]), {}, shape, "call 1: 1 image tokens for 0 images"),
     ):
         with pytest.raises(BadMessage) as refused:
-            message_checks.call_images(call, blobs, read)
+            message_checks.check_call_images(call, blobs, read)
         assert str(refused.value) == said
 
 
 def test_a_generators_word_of_itself() -> None:
     good = m.ServingReport(m.PROTOCOL, "run", "generator-0", 1, 8, [1], 3)
-    message_checks.serving(good)
+    message_checks.check_serving(good)
     most = message_checks.LIST
     for more in ({"slots": 0}, {"slots": most}, {"heard": message_checks.COUNT - 1}):
-        message_checks.serving(replace(good, **more))  # type: ignore[arg-type]
+        message_checks.check_serving(replace(good, **more))  # type: ignore[arg-type]
     for more in ({"slots": most + 1}, {"heard": message_checks.COUNT}, {"held": [1] * (most + 1)}):
         with pytest.raises(BadMessage, match=r"^generator-0 has \d+ slots and holds \d+ calls$"):
-            message_checks.serving(replace(good, **more))  # type: ignore[arg-type]
+            message_checks.check_serving(replace(good, **more))  # type: ignore[arg-type]
     for more in ({"producer": ""}, {"producer": "\x1b[2J"}, {"slots": -1}, {"heard": -1}):
         with pytest.raises(BadMessage):
-            message_checks.serving(replace(good, **more))  # type: ignore[arg-type]
+            message_checks.check_serving(replace(good, **more))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("field", ["name", "task", "what", "limit", "producer"])
@@ -345,7 +345,7 @@ def test_words_of_a_session_are_bounded(field: str) -> None:
         if text == long:
             message_checks.check(told)
             continue
-        with pytest.raises(BadMessage, match=f"^words of session {own.name[:40]!r}$"):
+        with pytest.raises(BadMessage, match=f"^texts of session {own.name[:40]!r}$"):
             message_checks.check(told)
 
 
@@ -367,9 +367,9 @@ ROWS = [("a", "float32", [2, 3], 0, 24), ("b", "bfloat16", [4], 64, 8)]
     ],
 )
 def test_a_layout_that_no_model_has_is_refused(rows: Any) -> None:
-    assert chunks.layout(msgspec.msgpack.encode(ROWS)) == ROWS
+    assert chunks.decode_layout(msgspec.msgpack.encode(ROWS)) == ROWS
     with pytest.raises(BadMessage):
-        chunks.layout(msgspec.msgpack.encode(rows))
+        chunks.decode_layout(msgspec.msgpack.encode(rows))
 
 
 def test_the_bounds_of_a_layout() -> None:
@@ -463,7 +463,7 @@ def test_a_message_that_cannot_be_costs_a_counter_and_the_connection() -> None:
 def test_who_says_nothing_else_is_given_up_by_its_peers_and_not_by_who_only_looks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sockets, "BROKEN", 3)
+    monkeypatch.setattr(sockets, "MOST_BROKEN", 3)
     server = Server(lambda *_: [b"\xc1"])
     peer = PeerSocket(server.address)
     viewer = PeerSocket(server.address)

@@ -47,14 +47,16 @@ def test_two_generators_links_become_a_line() -> None:
         "link/ack_waited_s": 20.0,
     }
     generators = [{"stats": sums}, {"stats": sums | {"link/fetch_s": 2.0}}]
-    totals = numbers.new_totals(generators)
-    found = numbers.link_metrics(totals, totals["busy_s"] + totals["idle_s"])
+    totals = numbers.sum_growth(generators)
+    found = numbers.compute_link_metrics(totals, totals["busy_s"] + totals["idle_s"])
     assert found == {
         "link/ack_s": 2.0,
         "link/fetch_share": pytest.approx(0.3),
         "link/fetch_mb_per_s": 16.0,
     }
-    assert numbers.link_metrics(numbers.new_totals(generators), 1.0) == {}  # nothing since then
+    assert (
+        numbers.compute_link_metrics(numbers.sum_growth(generators), 1.0) == {}
+    )  # nothing since then
     status = RunStatus("r", 1, 9, 1, found, {}, [], {}, False)
     assert live.format_status(status).endswith(
         "the link holds generators up: fetching weights takes 30% of their time, 16 MB/s each; "

@@ -43,11 +43,11 @@ def peer(tmp_path: Path) -> Peer:
 
 
 def test_a_peer_looks_for_its_buffer_by_the_run_directory(peer: Peer) -> None:
-    assert peer.socket.find == peer.find_buffer_address
+    assert peer.socket.find_address == peer.find_buffer_address
     assert peer.find_buffer_address() == rundir.get_current_buffer_address(
         peer.config, peer.run_dir
     )
-    assert (peer.silent_since, peer.ever_heard) == (0.0, False)
+    assert (peer.silent_since, peer.has_reply) == (0.0, False)
     assert peer.waiting_for == "the buffer's first reply" and peer.wait_log.first_s == 4.0
     assert peer.run == rundir.read_run_id(peer.run_dir) and peer.name == "generator-0"
 
@@ -83,7 +83,7 @@ def test_a_reply_ends_the_silence_and_a_refusal_the_peer(peer: Peer) -> None:
     peer.request(m.StatusRequest())  # type: ignore[arg-type]
     assert peer.silent_since == since, "of the first that is not answered"
     assert list(peer.receive(2.0)) == [status, status]
-    assert wire.waited == [2.0, 0.0, 0.0] and peer.ever_heard and peer.silent_since == 0.0
+    assert wire.waited == [2.0, 0.0, 0.0] and peer.has_reply and peer.silent_since == 0.0
     peer.socket = Replies(m.Refusal("another run", 5))  # type: ignore[assignment]
     with pytest.raises(AsyncrlError, match=r"^another run$") as error:
         list(peer.receive(0.0))
@@ -120,7 +120,7 @@ def test_what_a_peer_does_about_silence(peer: Peer, monkeypatch: pytest.MonkeyPa
     wire.moved = True
     peer.judge_silence()
     assert noted == ["finished", "moved"] and peer.silent_since == 0.0
-    late = peer.error_after_end("generator 3")
+    late = peer.make_end_error("generator 3")
     assert str(late) == (
         f"the run in {peer.run_dir} has ended, all its 5 steps are made: generator 3 came too late"
     )
@@ -129,11 +129,11 @@ def test_what_a_peer_does_about_silence(peer: Peer, monkeypatch: pytest.MonkeyPa
 def test_what_a_peer_waits_for_and_since_when(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(sockets.time, "monotonic", lambda: now)
-    peer.waits_for("weights")
+    peer.set_wait("weights")
     now = 1001.0
-    peer.waits_for("weights")
+    peer.set_wait("weights")
     assert (peer.waiting_for, peer.waiting_since) == ("weights", 1000.0)
-    peer.waits_for("")
+    peer.set_wait("")
     assert (peer.waiting_for, peer.waiting_since) == ("", 1001.0)
 
 

@@ -126,11 +126,11 @@ def test_weights_go_to_generators_alone(key_dir: Path, tmp_path: Path) -> None:
     try:
         copied = str(other_machine(key_dir, tmp_path / "copied", "generator-1"))
         friend = ChunkClient(server.address, WAIT_S, copied, "generator-1")
-        assert friend.manifest() == [rows[0]]
+        assert friend.fetch_layout() == [rows[0]]
         friend.close()
         viewer = ChunkClient(server.address, 1.0, str(key_dir), "viewer")
         with pytest.raises(PeerUnreachable, match="has not answered"):
-            viewer.manifest()
+            viewer.fetch_layout()
         viewer.close()
         assert server.refused == 1 and server.answered == 1
     finally:
@@ -167,7 +167,7 @@ def test_keys_of_no_role_are_refused_and_missing_ones_named(key_dir: Path, tmp_p
         BufferSocket("tcp://127.0.0.1:*", str(copied))
     (copied / "clients" / "client.key").unlink()
     (copied / "server.key_secret").write_text("nothing")
-    with pytest.raises(ConfigError, match=r"server\.key_secret holds no"):
+    with pytest.raises(ConfigError, match=r"server\.key_secret has no"):
         BufferSocket("tcp://127.0.0.1:*", str(copied))
 
 
@@ -193,7 +193,7 @@ def test_keys_are_not_made_twice(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         keys.make_keys(directory, 1)
     assert str(error.value) == (
-        f"{directory} holds keys already, of 1 generators: add some by --generators, choose "
+        f"{directory} already has keys of 1 generators: add some by --generators, choose "
         "another directory, or remove it first"
     )
     # all clients are there and the server's key is not: it is made, and nobody else's
@@ -207,7 +207,7 @@ def test_keys_are_not_made_twice(tmp_path: Path) -> None:
 def test_a_key_file_says_what_is_wrong_with_it(key_dir: Path, tmp_path: Path) -> None:
     def why(path: Path, *, secret: bool = True) -> str:
         with pytest.raises(ConfigError) as error:
-            keys.certificate(path, "DIR", secret=secret)
+            keys.read_certificate(path, "DIR", secret=secret)
         return str(error.value)
 
     assert why(tmp_path / "none") == (
@@ -216,12 +216,12 @@ def test_a_key_file_says_what_is_wrong_with_it(key_dir: Path, tmp_path: Path) ->
     )
     (tmp_path / "torn").write_text("nothing")
     (tmp_path / "torn").chmod(0o600)
-    assert why(tmp_path / "torn").startswith(f"wires.curve_dir: {tmp_path / 'torn'} holds no key: ")
+    assert why(tmp_path / "torn").startswith(f"wires.curve_dir: {tmp_path / 'torn'} has no key: ")
     public = tmp_path / "public"
     public.write_bytes((key_dir / "server.key").read_bytes())
     public.chmod(0o600)
-    assert why(public) == f"wires.curve_dir: {public} holds no secret key"
-    pair = keys.certificate(public, "DIR", secret=False)
+    assert why(public) == f"wires.curve_dir: {public} has no secret key"
+    pair = keys.read_certificate(public, "DIR", secret=False)
     assert len(pair[0]) == 40 and pair[1] is None
 
 
@@ -238,14 +238,14 @@ class Socket:
 
 def test_a_client_locks_its_socket_with_its_own_key(key_dir: Path) -> None:
     open_socket = Socket()
-    keys.lock(open_socket, "", "generator-0")
+    keys.authenticate_client(open_socket, "", "generator-0")
     assert vars(open_socket) == {}
-    server, _ = keys.certificate(key_dir / "server.key", "", secret=False)
+    server, _ = keys.read_certificate(key_dir / "server.key", "", secret=False)
     own = key_dir / "generator-0"
-    pair = keys.certificate(own / "client.key_secret", "", secret=True)
+    pair = keys.read_certificate(own / "client.key_secret", "", secret=True)
     for directory in (key_dir, own):  # in the run's directory, or a copy of its own folder
         locked = Socket()
-        keys.lock(locked, str(directory), "generator-0")
+        keys.authenticate_client(locked, str(directory), "generator-0")
         assert vars(locked) == {
             "curve_publickey": pair[0],
             "curve_secretkey": pair[1],
@@ -253,12 +253,12 @@ def test_a_client_locks_its_socket_with_its_own_key(key_dir: Path) -> None:
         }
     relay = "x" * 40
     locked = Socket()
-    keys.lock(locked, str(key_dir), "generator-0", relay)
+    keys.authenticate_client(locked, str(key_dir), "generator-0", relay)
     assert vars(locked)["curve_serverkey"] == relay.encode()
     with pytest.raises(ConfigError) as error:
-        keys.lock(Socket(), str(key_dir), "generator-0", "y" * 90)
+        keys.authenticate_client(Socket(), str(key_dir), "generator-0", "y" * 90)
     assert str(error.value) == f"{'y' * 80!r} is not a public key: not 40 characters"
-    assert keys.guard(Socket(), "") is None
+    assert keys.make_authenticator(Socket(), "") is None
 
 
 class Authenticator:
@@ -285,9 +285,9 @@ def test_servers_admit_the_keys_of_their_directory(
 ) -> None:
     monkeypatch.setattr("zmq.auth.thread.ThreadAuthenticator", Authenticator)
     socket = Socket()
-    guard = keys.guard(socket, str(key_dir))
+    guard = keys.make_authenticator(socket, str(key_dir))
     assert guard is not None
-    pair = keys.certificate(key_dir / "server.key_secret", "", secret=True)
+    pair = keys.read_certificate(key_dir / "server.key_secret", "", secret=True)
     assert vars(socket) == {
         **{"curve_publickey": pair[0], "curve_secretkey": pair[1], "curve_server": True}
     }
@@ -296,15 +296,15 @@ def test_servers_admit_the_keys_of_their_directory(
     clients = {"domain": "*", "location": str(key_dir / "clients")}
     assert guard.authenticator.events == [("made", None), "started", clients]
     key = next(key for key, name in guard.names.items() if name == "learner")
-    assert guard.name({"User-Id": key}) == "learner" and guard.name({"User-Id": "x"}) == ""  # type: ignore[arg-type]
-    assert guard.name({}) == ""  # type: ignore[arg-type]
+    assert guard.get_name({"User-Id": key}) == "learner" and guard.get_name({"User-Id": "x"}) == ""  # type: ignore[arg-type]
+    assert guard.get_name({}) == ""  # type: ignore[arg-type]
     guard.stop()
     assert guard.authenticator.events[-1] == "stopped"
 
 
 def test_a_relay_admits_whom_the_learner_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zmq.auth.thread.ThreadAuthenticator", Authenticator)
-    monkeypatch.setattr(keys, "TOLD_S", 3600.0)
+    monkeypatch.setattr(keys, "LIST_WAIT_S", 3600.0)
     socket = Socket()
     relay = keys.RelayAuthenticator(socket)
     assert vars(socket)["curve_publickey"].decode() == relay.key and relay.names == {}

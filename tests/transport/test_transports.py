@@ -77,7 +77,7 @@ class Copier:
         self.server = server
         self.closed = False
 
-    def manifest(self) -> list[Any]:
+    def fetch_layout(self) -> list[Any]:
         return ROWS
 
     def fetch(self, label: Label, digest: str, into: memoryview) -> str:
@@ -130,7 +130,7 @@ def test_a_way_is_chosen_by_its_row_and_told_of_every_version(
 
 def test_every_row_names_a_module_that_serves_and_connects() -> None:
     for transport in TRANSPORTS:
-        module = weight_transport.maker(transport)
+        module = weight_transport.import_transport(transport)
         assert callable(module.serve) and callable(module.connect), transport
 
 

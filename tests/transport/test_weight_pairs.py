@@ -28,7 +28,7 @@ from asyncrl.contract.errors import ConfigError, PeerUnreachable
 from asyncrl.contract.versions import Label
 from asyncrl.transport import gpu_pairs
 from asyncrl.transport import ring as weight_ring
-from asyncrl.transport.gpu_pairs import PairClient, PairServer, mark
+from asyncrl.transport.gpu_pairs import PairClient, PairServer, compute_mark
 
 SIZE, DEADLINE_S = 1 << 20, 600.0
 ROWS: weight_ring.Rows = [("w", "uint8", [SIZE], 0, SIZE)]
@@ -181,7 +181,7 @@ def test_a_learner_that_ends_is_told_to_the_generator(
     server = PairServer(tmp_path / "ring", "gloo", ROWS, DEADLINE_S)
     client = PairClient(server.address, "gloo", DEADLINE_S)
     assert client.fetch(Label(1, 0), digest) == digest and bool((client.flat == 3).all())
-    monkeypatch.setattr(gpu_pairs, "mark", lambda flat: 1)
+    monkeypatch.setattr(gpu_pairs, "compute_mark", lambda flat: 1)
     with pytest.raises(PeerUnreachable, match="damaged in transit"):
         client.fetch(Label(1, 0), digest)
     server.close()
@@ -194,16 +194,16 @@ def test_a_learner_that_ends_is_told_to_the_generator(
 
 def test_the_mark_changes_with_every_bit_and_place() -> None:
     words = torch.arange(3 * gpu_pairs.WORDS // 2, dtype=torch.int64)
-    flat, seen = words.view(torch.uint8), {mark(words.view(torch.uint8))}
+    flat, seen = words.view(torch.uint8), {compute_mark(words.view(torch.uint8))}
     for at in (0, 7, 8, 8 * gpu_pairs.WORDS, len(flat) - 1):
         for bit in (1, 128):
             changed = flat.clone()
             changed[at] ^= bit
-            seen.add(mark(changed))
+            seen.add(compute_mark(changed))
             changed[15] ^= bit  # two signs at once do not cancel out
-            seen.add(mark(changed))
+            seen.add(compute_mark(changed))
     swapped = words.roll(gpu_pairs.WORDS)
-    assert len(seen) == 21 and mark(swapped.view(torch.uint8)) not in seen
+    assert len(seen) == 21 and compute_mark(swapped.view(torch.uint8)) not in seen
 
 
 def test_in_a_run_with_kills_the_weights_come_out_as_through_shared_memory(

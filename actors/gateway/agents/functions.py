@@ -90,7 +90,7 @@ class SharedLoop:
 def resolve(path: str) -> Callable[..., Any]:
     """Import `module:function` or `file.py:function`.  Raises the import's error."""
     module, _, name = path.rpartition(":")
-    function = getattr(importing.module(module), name)
+    function = getattr(importing.import_module(module), name)
     if not callable(function):
         raise TypeError(f"{name} is not a function")
     return function  # type: ignore[no-any-return]

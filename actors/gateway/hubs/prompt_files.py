@@ -67,7 +67,7 @@ def examine(agent: AgentConfig, folder: Path) -> dict[str, Any]:
     Raises ConfigError with the environment's error.
     """
     arguments = (agent.env, json.dumps(agent.args), str(folder))
-    argv = importing.command("actors.gateway.hubs.examine", *arguments, python=agent.python)
+    argv = importing.make_command("actors.gateway.hubs.examine", *arguments, python=agent.python)
     try:
         process = subprocess.run(
             argv, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL

@@ -50,7 +50,7 @@ def join(
     from asyncrl.records import rundir
     from asyncrl.supervise import join as joining
 
-    refusal.listen()
+    refusal.take_pipe()
     place = joining.prepare(
         address,
         str(keys.resolve()) if keys else "",

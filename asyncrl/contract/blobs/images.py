@@ -2,7 +2,7 @@
 
 A blob is a PNG of 8-bit RGB pixels. A PNG is lossless, so that every process that decodes a blob
 sees the same pixels; an image in another format is converted once, where it enters the run. A
-message carries each blob once, and samples name it by its digest.
+message contains each blob once, and samples name it by its digest.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def is_digest(name: str) -> bool:
     return len(name) == 2 * DIGEST_BYTES and not set(name) - set("0123456789abcdef")
 
 
-def size_of(blob: bytes) -> tuple[int, int]:
+def read_size(blob: bytes) -> tuple[int, int]:
     """Return (width, height) of a blob in pixels.
 
     Raises ValueError for anything but a PNG of 8-bit RGB pixels within the limits."""
@@ -63,15 +63,15 @@ def size_of(blob: bytes) -> tuple[int, int]:
 
 
 def check_blobs(blobs: Mapping[str, bytes]) -> None:
-    """Raise ValueError unless each blob is an image under its digest."""
+    """Check that each blob is an image under its digest. Raises ValueError otherwise."""
     for name, blob in blobs.items():
-        size_of(blob)
+        read_size(blob)
         if digest(blob) != name:
             raise ValueError(f"an image under the digest {name[:32]!r} that has another one")
 
 
-def by_digest(blobs: Iterable[bytes]) -> dict[str, bytes]:
-    """Return digest -> blob."""
+def index_by_digest(blobs: Iterable[bytes]) -> dict[str, bytes]:
+    """Return {digest: blob}."""
     return {digest(blob): blob for blob in blobs}
 
 
@@ -83,11 +83,14 @@ def to_data_url(blob: bytes) -> str:
 def encode_png(width: int, height: int, pixels: bytes) -> bytes:
     """Return the blob of `pixels`, RGB bytes in rows from the top.
 
-    >>> size_of(encode_png(2, 1, bytes(6)))
+    >>> read_size(encode_png(2, 1, bytes(6)))
     (2, 1)
     """
-    row = 3 * width
-    raw = b"".join(b"\0" + pixels[at : at + row] for at in range(0, row * height, row))
+    row_bytes = 3 * width
+    raw = b"".join(
+        b"\0" + pixels[offset : offset + row_bytes]
+        for offset in range(0, row_bytes * height, row_bytes)
+    )
     chunks = (
         (b"IHDR", struct.pack(">IIBBBBB", width, height, *RGB)),
         (b"IDAT", zlib.compress(raw, 9)),

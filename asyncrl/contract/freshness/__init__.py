@@ -1,1 +1,1 @@
-"""How far ahead tickets are granted: the window, and what it is measured from."""
+"""The admission window, and the meter of the times from which it follows."""

@@ -1,8 +1,8 @@
 """The admission window: how far ahead tickets are granted, below the staleness limit.
 
-A ticket that is granted early waits in the buffer and gets old; one that is granted late makes the
-learner wait.  `next_window` chooses the smallest window that costs at most a target share of the
-speed.  It replays the last batches with their measured times under other windows:
+A ticket that is granted early waits in the buffer and gets old. A ticket that is granted late makes
+the learner wait.  `next_window` chooses the smallest window that costs at most a target share of
+the speed.  It replays the last batches with their measured times under other windows:
 
     granted[b]   = committed[b - w]                  w may be fractional: between two commits
     generated[b] = max(granted[b], generated[b - 1]) + load
@@ -28,12 +28,13 @@ import msgspec
 FIRST = 2.0  # window of a run's first batches
 GRAIN = 8  # windows are multiples of 1 / GRAIN
 KEPT = 24  # batches whose times are replayed
-SHIFT = 3  # so many batches far beyond all earlier ones: the earlier ones are forgotten
-FAR = 1.25  # factor
+SHIFT = 3  # after this many batches far from all earlier ones, the earlier ones are forgotten
+FAR = 1.25  # factor between times that are far apart
 GROWTH = 1.5  # a commit widens the window at most by this factor, or by one batch
-SPARED = 0.25  # of the target share is left to lose if the generators are the slower side
-SHRINKAGE = 0.9  # ... and narrows it at most by this one
-LITTLE = 1 / 3  # of the target share: what the limit itself would gain at most, if it is reached
+SHRINKAGE = 0.9  # a commit narrows the window at most by this factor
+SPARED = 0.25  # part of the target share that applies if the generators are the slower side
+# part of the target share: a window is large enough if the limit itself would gain at most this
+LITTLE = 1 / 3
 
 
 class BatchTiming(msgspec.Struct, frozen=True, array_like=True):
@@ -57,24 +58,25 @@ class AdmissionWindow(msgspec.Struct, frozen=True, array_like=True):
     lower: float = FIRST  # the window that would cost half the target share
 
 
-def admitted_batches(window: AdmissionWindow, now: float) -> int:
-    """The whole number of batches granted ahead at `now`: rounded up from `opens` on.
+def count_open_batches(window: AdmissionWindow, now: float) -> int:
+    """Count the batches granted ahead at `now`, rounded up from `opens` on.
 
     >>> window = AdmissionWindow(2.25, opens=10.0)
-    >>> admitted_batches(window, 9.0), admitted_batches(window, 10.0)
+    >>> count_open_batches(window, 9.0), count_open_batches(window, 10.0)
     (2, 3)
     """
-    up = math.ceil(window.size)
-    return up if now >= window.opens else max(1, up - 1)
+    batches = math.ceil(window.size)
+    return batches if now >= window.opens else max(1, batches - 1)
 
 
 def replay_step(
     works: Sequence[float], latencies: Sequence[float], load: float, size: float
 ) -> float:
-    """The mean step of batches with these times under a window of `size`.
+    """Compute the mean step of batches with these times under a window of `size`.
 
     The batches are replayed again and again; the first half only fills the window.
 
+    works, latencies: of each batch; times in the unit of `BatchTiming`.
     load: the generators' work on a batch.
 
     >>> replay_step([1.0] * 4, [2.0] * 4, 0.0, 1.0), replay_step([1.0] * 4, [2.0] * 4, 0.0, 2.0)
@@ -84,23 +86,25 @@ def replay_step(
     >>> replay_step([1.0] * 4, [3.0] * 4, 1.25, 9.0)
     1.25
     """
-    whole = math.ceil(size) - 1
-    part = size - whole
-    usual = max(sum(works) / len(works), load)
-    committed = [usual * number for number in range(-whole - 1, 1)]  # the newest is committed[-1]
+    full_batches = math.ceil(size) - 1
+    fraction = size - full_batches
+    mean_step = max(sum(works) / len(works), load)
+    # the newest is committed[-1]
+    committed = [mean_step * number for number in range(-full_batches - 1, 1)]
     generated = 0.0
     half = math.ceil(KEPT / len(works)) * len(works)
     for number in range(2 * half):
         batch = number % len(works)
-        granted = (1 - part) * committed[-1 - whole] + part * committed[-2 - whole]
+        later, earlier = committed[-1 - full_batches], committed[-2 - full_batches]
+        granted = (1 - fraction) * later + fraction * earlier
         generated = max(granted, generated) + load
         complete = generated + max(0.0, latencies[batch] - load)
         committed.append(max(committed[-1], complete) + works[batch])
     return (committed[-1] - committed[-1 - half]) / half
 
 
-def recent(timings: Sequence[BatchTiming]) -> Sequence[BatchTiming]:
-    """The timings that describe the present: all, or the last SHIFT after a sudden change.
+def select_recent(timings: Sequence[BatchTiming]) -> Sequence[BatchTiming]:
+    """Select the timings that describe the present: all, or the last SHIFT after a change.
 
     Such a change is a generator that joins or ends, or rewards that slow down.  Then the last SHIFT
     latencies, or times of work, are all FAR above or FAR below every earlier one.
@@ -108,19 +112,22 @@ def recent(timings: Sequence[BatchTiming]) -> Sequence[BatchTiming]:
     last, earlier = timings[-SHIFT:], timings[:-SHIFT]
     if len(earlier) < SHIFT:
         return timings
-    for values, before in (
-        ([x.latency for x in last], [x.latency for x in earlier]),
-        ([x.step - x.wait for x in last], [x.step - x.wait for x in earlier]),
-    ):
-        if min(values) > FAR * max(before) or FAR * max(values) < min(before):
+    latencies = [timing.latency for timing in timings]
+    works = [timing.step - timing.wait for timing in timings]
+    for values in (latencies, works):
+        new, old = values[-SHIFT:], values[:-SHIFT]
+        if min(new) > FAR * max(old) or FAR * max(new) < min(old):
             return last
     return timings
 
 
-def smallest_window(timings: Sequence[BatchTiming], share: float, most: float) -> float:
-    """The smallest window up to `most` at which waiting costs at most `share` of the speed.
+def find_smallest_window(timings: Sequence[BatchTiming], share: float, most: float) -> float:
+    """Find the smallest window at which waiting costs at most `share` of the speed.
 
-    Where a late sample makes that impossible, it is the smallest at which `most` would gain little.
+    If a late sample makes that impossible, it is the smallest at which `most` would gain little.
+
+    timings: at least one.
+    most: the largest possible window, in batches.
     """
     count = len(timings)
     works = [timing.step - timing.wait for timing in timings]
@@ -133,16 +140,16 @@ def smallest_window(timings: Sequence[BatchTiming], share: float, most: float) -
     share *= count / KEPT  # few batches have not shown the tail
     if load > sum(works) / count:
         share *= SPARED
-    if step * (1 - share) > slower:  # the replay promised less waiting than there was
+    if step * (1 - share) > slower:  # the replay predicted less waiting than was measured
         share *= share * step / (step - slower)
-    enough = max(
+    longest_step = max(
         slower / (1 - share),
         replay_step(works, latencies, load, most) / (1 - LITTLE * share),
     )
     low, high = GRAIN, math.floor(most * GRAIN)
     while low < high:
         middle = (low + high) // 2
-        if replay_step(works, latencies, load, middle / GRAIN) <= enough:
+        if replay_step(works, latencies, load, middle / GRAIN) <= longest_step:
             high = middle
         else:
             low = middle + 1
@@ -152,8 +159,9 @@ def smallest_window(timings: Sequence[BatchTiming], share: float, most: float) -
 def next_window(
     window: AdmissionWindow, timing: BatchTiming, share: float, most: float, now: float
 ) -> AdmissionWindow:
-    """The window after a commit at `now`.
+    """Compute the window after a commit at `now`.
 
+    timing: of the committed batch.
     share: target of the learner's share of waiting, in (0, 1).
     most: the staleness limit, at least 1.
 
@@ -163,14 +171,14 @@ def next_window(
     """
     if math.isnan(timing.latency):
         return msgspec.structs.replace(window, size=min(window.size, most), opens=now)
-    timings = tuple(recent((*window.timings, timing)[-KEPT:]))
-    least, largest = SHRINKAGE * window.size, max(window.size + 1, GROWTH * window.size)
-    size = min(max(smallest_window(timings, share, most), least), largest, most)
+    timings = tuple(select_recent((*window.timings, timing)[-KEPT:]))
+    smallest, largest = SHRINKAGE * window.size, max(window.size + 1, GROWTH * window.size)
+    size = min(max(find_smallest_window(timings, share, most), smallest), largest, most)
     step = sum(timing.step for timing in timings) / len(timings)
     return AdmissionWindow(
         size=size,
         opens=now + (math.ceil(size) - size) * step,
         timings=timings,
         wait=sum(timing.wait for timing in timings) / (step * len(timings)),
-        lower=smallest_window(timings, share / 2, most),
+        lower=find_smallest_window(timings, share / 2, most),
     )

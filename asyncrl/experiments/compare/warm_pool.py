@@ -26,7 +26,7 @@ from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract import importing
 from asyncrl.contract.errors import AsyncrlError, ConfigError
-from asyncrl.contract.parent import die_with_parent
+from asyncrl.contract.parent import end_with_parent
 from asyncrl.contract.printable import describe_exit
 from asyncrl.experiments.compare import verdict
 from asyncrl.records import atomic_write
@@ -135,7 +135,7 @@ class WarmWorker:
         self.failed = ""
         self.log = directory / "logs" / f"worker_{number}.log"
         self.log.parent.mkdir(exist_ok=True)
-        argv = importing.command(
+        argv = importing.make_command(
             "asyncrl.experiments.compare.warm_worker",
             str(directory),
             *(["--abandon"] if abandon else []),
@@ -149,7 +149,7 @@ class WarmWorker:
                 text=True,
                 start_new_session=True,
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
-                preexec_fn=die_with_parent(),
+                preexec_fn=end_with_parent(),
             )
         self.thread = threading.Thread(target=self._feed, daemon=True)
 

@@ -14,7 +14,7 @@ from typing import Any
 from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError
-from asyncrl.contract.importing import collection_paused
+from asyncrl.contract.importing import pause_collection
 from asyncrl.experiments import process_run
 from asyncrl.experiments.compare.warm_pool import describe_collapse
 from asyncrl.experiments.one_process import needs_own_process
@@ -31,7 +31,7 @@ def run_in_processes(directory: Path, cell: Path, config: Config) -> RunRecord:
 
 def main(directory: Path, abandon: bool) -> None:
     """Run cells by name until stdin ends, in this process or as processes of a run."""
-    with collection_paused():
+    with pause_collection():
         from asyncrl.experiments import serial
 
     events = os.fdopen(os.dup(1), "w", encoding="utf-8")

@@ -22,9 +22,9 @@ from asyncrl.experiments.simulate.times import TimeModel
 from asyncrl.experiments.simulate.world import EventClock, SimulatedBuffer
 from asyncrl.tasks.evaluation_sets import build_task
 from buffer.evaluation import Evaluations
-from buffer.groups import settings
-from buffer.ledger import total_tokens
-from buffer.service import evaluations
+from buffer.groups import make_store_settings
+from buffer.ledger import sum_tokens
+from buffer.service import make_evaluations
 from buffer.training_log import mean, quantile
 
 FEW = 64  # generators up to which idle shares come from the Renew of each
@@ -89,8 +89,8 @@ class Simulation:
         self.draws = TimeSampler(
             times, config, seed, lambda: self.learner.number / config.learner.steps, scale or {}
         )
-        planned = evaluations(config, build_task(config)) if evaluate else Evaluations()
-        store_settings = settings(config)
+        planned = make_evaluations(config, build_task(config)) if evaluate else Evaluations()
+        store_settings = make_store_settings(config)
         store_settings.lease_s = math.inf  # leases are not renewed; only a lost generator ends them
         self.buffer = SimulatedBuffer(self.clock, times, store_settings, planned)
         self.learner = SimulatedLearner(self.clock, self.buffer, config, self.draws, self.on_commit)
@@ -160,7 +160,7 @@ class Simulation:
         durations = sorted(self.draws.sample_seconds)
         seconds = self.last_commit - (buffer.first_ticket or 0.0)
         steps = len(buffer.lags)
-        ledger = buffer.store.ledger()
+        ledger = buffer.store.sum_ledger()
         samples = steps * self.config.learner.groups * self.config.learner.group_size
         held_since = max(0.0, self.last_commit - buffer.tickets_since)
         return SimulationOutcome(
@@ -191,7 +191,7 @@ class Simulation:
             sample_p90_s=durations[int(0.9 * len(durations))] if durations else 0.0,
             cut_share=self.draws.cut / max(len(durations), 1),
             losses={k: int(ledger[k]["tokens"]) for k in LOST if ledger[k]["tokens"]},
-            generated=total_tokens(ledger),
+            generated=sum_tokens(ledger),
             left_over=int(ledger["left_over"]["tokens"]),
             took_s=took_s,
         )

@@ -569,7 +569,7 @@ class SimulatedLearner:
     def continue_after_commit(self, saved: bool) -> None:
         self.training = False
         if saved:
-            self.buffer.send(self.buffer.store.checkpointed, self.saved[0])
+            self.buffer.send(self.buffer.store.retire_batches, self.saved[0])
         if self.number == self.settings.steps:
             self.buffer.send(self.buffer.on_goodbye)
             return

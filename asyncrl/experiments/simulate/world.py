@@ -134,13 +134,13 @@ class SimulatedBuffer:
         while self.asks and self._lease(self.asks[0]):
             self.asks.popleft()
         self._grant()
-        if self.goodbye and not self.store.evaluations.pending:
+        if self.goodbye and not self.store.evaluations.is_pending:
             self.clock.stopped = True
 
     # ---- messages --------------------------------------------------------------------------------
 
     def on_hello(self, max_lag: float) -> None:
-        self.store.hello(
+        self.store.follow_learner(
             LearnerHello(
                 protocol=1,
                 run="",
@@ -194,12 +194,12 @@ class SimulatedBuffer:
             number,
             Label(EPOCH, number + 1),
             str(number + 1),
-            seen=evidence,
+            evidence=evidence,
             timing=timing,
             now=now,
         )
         self.limits.append(self.store.current_window())
-        if (opens := self.store.opens_at(now)) < inf:
+        if (opens := self.store.next_opening(now)) < inf:
             self.clock.schedule(opens, self._grant)
         self.announced_at = now
         self.learner.at_commit()
@@ -232,13 +232,13 @@ class SimulatedBuffer:
             generator.schedule_call(
                 self.clock.now + self.times.wire,
                 generator.schedule.announce,
-                self.store.announcement(),
+                self.store.make_announcement(),
             )
 
     def _lease(self, number: int) -> bool:
         """Send batch `number` to the learner if it is complete."""
         group = self.missing_group
-        waits = group is not None and not group.complete and group.ticket in self.store.alive
+        waits = group is not None and not group.is_complete and group.ticket in self.store.alive
         if waits or self.store.completions < self.missing_completions:
             return False
         groups, _ = self.store.ask(EPOCH, number)
@@ -247,7 +247,7 @@ class SimulatedBuffer:
             return False
         self.missing_group, self.missing_completions = None, 0
         self._count_lags(number, groups)
-        tokens = sum(s.trajectory.length for group in groups for s in group.stored_samples())
+        tokens = sum(s.trajectory.length for group in groups for s in group.list_stored_samples())
         arrival = self.clock.now + self.learner.draws.sample_time("batch")
         self.clock.schedule(arrival, self.learner.on_batch, number, tokens)
         return True
@@ -262,10 +262,10 @@ class SimulatedBuffer:
         queue = (group for group in store.alive.values() if group.ticket not in store.composed)
         if store.uses_ticket_order and store.max_lag != inf:
             oldest = itertools.islice(queue, store.settings.batch)
-            return next((group for group in oldest if not group.complete), None), 0
+            return next((group for group in oldest if not group.is_complete), None), 0
         if store.settings.on_exceed == "drop":
             return None, 0
-        complete = sum(group.complete for group in queue)
+        complete = sum(group.is_complete for group in queue)
         return None, store.completions + store.settings.batch - complete
 
     def _count_lags(self, number: int, groups: list[Group]) -> None:
@@ -273,10 +273,10 @@ class SimulatedBuffer:
         limit = self.store.max_lag if self.store.settings.on_exceed == "mask" else inf
         counts: dict[int, int] = {}
         flight = queue = 0
-        samples = [sample for group in groups for sample in group.stored_samples()]
+        samples = [sample for group in groups for sample in group.list_stored_samples()]
         for sample in samples:
             worst = 0
-            for start, end, lag in batches.lag_runs(self.store, sample, number):
+            for start, end, lag in batches.compute_lag_runs(self.store, sample, number):
                 worst = max(worst, lag)
                 if lag <= limit:
                     counts[lag] = counts.get(lag, 0) + end - start
@@ -304,7 +304,7 @@ class SimulatedBuffer:
                 generator.on_grant,
                 sequence,
                 tickets,
-                self.store.announcement(),
+                self.store.make_announcement(),
             )
         free = sum(samples for _, samples, _ in self.wants.values())
         self.meter.on_free(free, self.capacity, self.clock.now)

@@ -191,7 +191,7 @@ def build_replay_table(
     segments = [(sample, 0, lengths[sample][0]) for sample in prompt_samples]
     segments += [(sample, lengths[sample][0], sum(lengths[sample]) - 1) for sample in order]
     for sample, begin, end in segments:
-        recorded = routed[sample] or RoutedExperts.unrecorded(sum(lengths[sample]) - 1, shape)
+        recorded = routed[sample] or RoutedExperts.make_unrecorded(sum(lengths[sample]) - 1, shape)
         parts.append(recorded.ids[begin:end])
     ids = np.concatenate(parts)
     ids = np.pad(ids, ((0, count - len(ids)), (0, 0), (0, 0)), constant_values=shape.experts)

@@ -131,7 +131,7 @@ def build_padded_table(
     """
     if shape is None or routed is None or not any(recorded is not None for recorded in routed):
         return None
-    table = RoutedExperts.unrecorded(len(routed) * width, shape).ids
+    table = RoutedExperts.make_unrecorded(len(routed) * width, shape).ids
     for row, recorded in enumerate(routed):
         if recorded is not None:
             table[row * width : row * width + len(recorded.ids)] = recorded.ids

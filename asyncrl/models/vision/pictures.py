@@ -44,7 +44,7 @@ def build_blob(data: bytes) -> bytes:
         raise ValueError("it is neither a PNG nor a JPEG") from error
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"it is damaged: {' '.join(str(error).split())}") from error
-    images.size_of(blob)
+    images.read_size(blob)
     return blob
 
 
@@ -72,7 +72,7 @@ def build_thumbnail_url(blob: bytes) -> str:
 
 def _is_blob(data: bytes) -> bool:
     try:
-        images.size_of(data)
+        images.read_size(data)
     except ValueError:
         return False
     return True

@@ -30,7 +30,9 @@ class TrackerFeeds:
         self.logs[name].parent.mkdir(exist_ok=True)
         with self.logs[name].open("ab") as output:
             return subprocess.Popen(
-                importing.command("asyncrl.records.trackers.feed", str(run_dir.resolve()), name),
+                importing.make_command(
+                    "asyncrl.records.trackers.feed", str(run_dir.resolve()), name
+                ),
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,

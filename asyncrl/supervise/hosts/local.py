@@ -8,7 +8,7 @@ import subprocess
 
 from asyncrl.contract import refusal
 from asyncrl.contract.errors import AsyncrlError
-from asyncrl.contract.parent import die_with_parent
+from asyncrl.contract.parent import end_with_parent
 from asyncrl.supervise.hosts import ProcessSpec, read_last_lines
 
 
@@ -34,7 +34,7 @@ class LocalProcess:
                     env=env,
                     start_new_session=True,
                     pass_fds=[child_end],
-                    preexec_fn=die_with_parent(),
+                    preexec_fn=end_with_parent(),
                 )
         except BaseException:
             self.close()

@@ -103,7 +103,7 @@ class RayHost:
                     (key / name).write_bytes(data)
             command = [*spec.argv, "--keys", str(key)] if secret else spec.argv
             log = self.folder / f"{spec.name}-{incarnation}.log"
-            spec = spec._replace(argv=importing.command("asyncrl.cli", *command), log=log)
+            spec = spec._replace(argv=importing.make_command("asyncrl.cli", *command), log=log)
             self.sent[incarnation] = 0
         self.running[incarnation] = (self.local.start(spec), spec)
 

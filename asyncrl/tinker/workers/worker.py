@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.contract.importing import collection_paused
+from asyncrl.contract.importing import pause_collection
 from asyncrl.tinker import settings
 from asyncrl.tinker.messages import CallFailure, Cancel, SampleCall, WorkerCall, WorkerReply
 from asyncrl.transport.worker_pool import READ_BYTES
@@ -56,7 +56,7 @@ class CallChannel:
 
 def train(config: settings.TinkerConfig, channel: CallChannel) -> None:
     """Carry out the training calls in order."""
-    with collection_paused():
+    with pause_collection():
         from asyncrl.tinker.workers.trainer import Trainer
     trainer = Trainer(config)
     while True:
@@ -66,7 +66,7 @@ def train(config: settings.TinkerConfig, channel: CallChannel) -> None:
 
 def sample(config: settings.TinkerConfig, channel: CallChannel) -> None:
     """Carry out all sampling calls at the same time."""
-    with collection_paused():
+    with pause_collection():
         from asyncrl.tinker.workers.sampler import Sampler
     sampler = Sampler(config, lambda number, result: channel.reply(WorkerReply(number, result)))
     while True:

@@ -28,7 +28,7 @@ CHILDREN = {"actors.reward_worker": "reward", "actors.gateway.environment_worker
 
 
 def role_of(argv: Sequence[str]) -> str:
-    """The role of a command line of `importing.command`."""
+    """The role of a command line of `importing.make_command`."""
     module, *rest = argv[argv.index("asyncrl.supervise.start") + 1 :]
     if module in CHILDREN:
         return CHILDREN[module]

@@ -127,7 +127,7 @@ def generator(hook: Hook, role: str) -> None:
     recorded(hook, role)
     before(CallTurn, "finished", lambda *_: hook.worked(role))
     before(EmbeddedEngine, "step", lambda *_args, **_kwargs: hook.look(role, "mid-answer"))
-    before(module.Generator, "waits_for", lambda g, what: what and hook.look(role, "idle"))
+    before(module.Generator, "set_wait", lambda g, what: what and hook.look(role, "idle"))
     if hook.off == "redelivery":
         switch_off(hook.off)
 
@@ -150,7 +150,7 @@ def gateway(hook: Hook, role: str) -> None:
 
     recorded(hook, role)
     before(Gateway, "on_result", lambda *_: hook.look(role, "mid-answer"))
-    before(Gateway, "waits_for", lambda _, what: what and hook.look(role, "idle"))
+    before(Gateway, "set_wait", lambda _, what: what and hook.look(role, "idle"))
 
 
 def reward(hook: Hook, role: str) -> None:
@@ -252,7 +252,7 @@ def learner(hook: Hook, role: str) -> None:
     after(checkpoint, "start_epoch", begun)
     after(Publisher, "publish", published)
     before(loop.Learner, "hello", greeted)
-    before(loop.Learner, "waits_for", lambda one, what: what and look("idle"))
+    before(loop.Learner, "set_wait", lambda one, what: what and look("idle"))
     messages(PeerSocket, hook, role, ("BatchRequest", "Commit", "LearnerGoodbye"))
     plain_write = WeightRing.write
 
@@ -329,13 +329,13 @@ def switch_off(mechanism: str) -> None:
     from learner.state import BatchCursor
 
     if mechanism == "dedupe":
-        setattr(StoreRules, "disposition", lambda store, group, trajectory: None)  # noqa: B010
+        setattr(StoreRules, "find_disposition", lambda store, group, trajectory: None)  # noqa: B010
     elif mechanism == "ticket_order":
         any_order()
     elif mechanism == "epoch_fence":
         fenced = lambda service, *_: service.store.policy is None  # noqa: E731
         setattr(BufferService, "is_fenced", fenced)  # noqa: B010
-        checks.commit = lambda *_: None  # it looks at the epoch again
+        checks.check_commit = lambda *_: None  # it looks at the epoch again
     elif mechanism == "cursor":
         BatchCursor.read = staticmethod(  # type: ignore[method-assign,assignment]
             lambda extra: BatchCursor(parent=extra["parent"])

@@ -21,7 +21,7 @@ import psutil
 
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
-from asyncrl.contract.parent import die_with_parent
+from asyncrl.contract.parent import end_with_parent
 from asyncrl.records import rundir
 from lib import rounds
 from lib.endpoint import stage
@@ -88,7 +88,7 @@ class Server:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # so that `end` reaches what it starts
-                preexec_fn=die_with_parent(),
+                preexec_fn=end_with_parent(),
             )
 
     def wait(self, what: str, there: Callable[[], bool]) -> None:

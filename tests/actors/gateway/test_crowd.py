@@ -32,7 +32,7 @@ buffer = BufferSocket(sys.argv[1])
 print(buffer.address, flush=True)
 while True:
     if (got := buffer.recv(0.02)) is not None:
-        closed = buffer.crowd.closed
+        closed = buffer.connections.closings
         buffer.send(got[0], RunStatus("r", closed, 1, 1, {{}}, {{}}, [], {{}}, False, "", 0))
 """
 
@@ -133,12 +133,12 @@ def test_an_address_that_stays_taken_is_an_error(
     line = "too many connections at tcp://127.0.0.1:1: closed all; real peers reconnect\n"
     assert capsys.readouterr() == ("", line)
     monkeypatch.setattr(connection_guard, "next_descriptor", iter([10**6, *[0] * 10**5]).__next__)
-    monkeypatch.setattr(connection_guard, "LOOKS", 5)
+    monkeypatch.setattr(connection_guard, "BIND_TRIES", 5)
     bound.said.clear()
     bound.tries = 10**6
     with pytest.raises(AsyncrlError, match="cannot be opened again"):
         watched.close_excess("tcp://127.0.0.1:1")
-    assert watched.closed == 2 and bound.said == ["unbind", *["bind"] * 5]
+    assert watched.closings == 2 and bound.said == ["unbind", *["bind"] * 5]
 
 
 def test_a_process_that_may_open_nothing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

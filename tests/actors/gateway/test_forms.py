@@ -291,7 +291,7 @@ def test_the_shipped_agent_demands_calls_and_results() -> None:
         return "?2+2" if len(asked) == 1 else "#4"
 
     served.service.say = say
-    agent = importing.module(str(ROOT / "configs" / "examples" / "calc_agent.py"))
+    agent = importing.import_module(str(ROOT / "configs" / "examples" / "calc_agent.py"))
     url = f"{served.url}/s/{opened.session.name}/v1"
     session = SimpleNamespace(base_url=url, api_key=opened.key)
     assert agent.play_in_form(Prompt(0, "2+2=", answer="#4"), session) == 1.0

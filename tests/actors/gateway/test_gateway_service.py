@@ -495,7 +495,7 @@ def test_it_vouches_for_open_sessions_and_asks_for_as_many_as_it_may_hold(
     w.take(w.ticket(2), w.ticket(2))
     assert len(w.gateway.episodes) == 3
     w.answer(w.calls(3)[0], "ab")
-    w.gateway.asked = 0
+    w.gateway.requested_samples = 0
     w.gateway.request_samples()
     assert not w.wire.sent  # one waits already
     w.gateway.renew()
@@ -526,13 +526,13 @@ def test_what_was_granted_and_has_not_come_is_forgone_and_said_to_be(
 
 def test_a_buffer_found_elsewhere_is_greeted_and_asked_anew(world: Callable[..., World]) -> None:
     w = world(sessions=3)
-    w.gateway.asked = 2
+    w.gateway.requested_samples = 2
     w.gateway.silent_since = time.monotonic() - 1e6  # the one before would be given up
     w.wire.moved = True
     w.wire.sent.clear()
     w.gateway.read_replies(0.0)
     assert [type(x) for x in w.wire.sent] == [m.GeneratorHello]
-    assert w.gateway.asked == 0 and time.monotonic() - w.gateway.silent_since < 1e5
+    assert w.gateway.requested_samples == 0 and time.monotonic() - w.gateway.silent_since < 1e5
 
 
 def test_a_restarted_buffer_is_greeted_at_once(world: Callable[..., World]) -> None:
@@ -565,7 +565,7 @@ def test_it_tells_what_the_oldest_sessions_wait_for(world: Callable[..., World])
     assert (first.kind, first.what) == ("engine", "an answer of the engine")
     assert first.task == "prompt 5 'ab='" and first.turn == 1 and 7 <= first.seconds <= first.open_s
     assert first.limit == "agent.deadline_s" and 0 < first.ends_s < 3000
-    assert not first.bounded
+    assert not first.is_bounded
     hanging, behind = (call for call in calls if call.ticket == 11)
     w.answer(hanging, "ab")
     name = f"11.{hanging.sample}.1"
@@ -576,7 +576,7 @@ def test_it_tells_what_the_oldest_sessions_wait_for(world: Callable[..., World])
         "the step of its environment",
     )
     # its process is taken for it until the deadline of a step, or the session's is nearer
-    assert first.limit == "agent.deadline_s" and first.bounded
+    assert first.limit == "agent.deadline_s" and first.is_bounded
     w.answer(behind, "ab")
     one = next(x for x in gateway.episodes.values() if x.session.name == f"11.{behind.sample}.1")
     second = gateway.describe_session(one, time.monotonic())

@@ -97,7 +97,9 @@ def test_openais_client_sends_images_and_goes_on_with_them(served: Served) -> No
     head = "<|im_start|>user\nsee <image> and <image><|im_end|>\n<|im_start|>assistant\n"
     assert prompt_of(session, 0) == head
     node = session.tree.nodes[0]
-    assert node.images == NAMES[:2] and session.images == images.by_digest(map(picture, range(2)))
+    assert node.images == NAMES[:2] and session.images == images.index_by_digest(
+        map(picture, range(2))
+    )
     history = (first, {"role": "assistant", "content": said})
     ask(*history, user("more ", 2))
     below = session.tree.nodes[1]
@@ -276,6 +278,6 @@ def test_agents_that_send_pictures_are_trained_on_them(tmp_path: Path) -> None:
         sent = images.digest(picture(7))
         assert set(batch.images) == {own, sent} and len(batch.samples) == 4
         for sample in batch.samples:  # of one training sequence, or two
-            assert sample.all_rows()[-1].images == [own, sent] and sample.calls == 2
+            assert sample.list_rows()[-1].images == [own, sent] and sample.calls == 2
     replayed = CliRunner().invoke(main, ["replay", str(folder), "--json"])
     assert replayed.exit_code == 0 and '"equal": true' in replayed.output, replayed.output

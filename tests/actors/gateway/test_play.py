@@ -42,7 +42,7 @@ def test_the_command_by_hand() -> None:
     first, _ = CalcTask().parts(prompt.text[:-1])
 
     def said(*words: str, line: str) -> Any:
-        argv = [*importing.command("asyncrl.cli"), "task", "try", "configs/calc.toml", *words]
+        argv = [*importing.make_command("asyncrl.cli"), "task", "try", "configs/calc.toml", *words]
         done = subprocess.run(
             argv, input=line, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=600
         )

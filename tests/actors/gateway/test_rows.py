@@ -30,8 +30,8 @@ from asyncrl.contract.messages import (
 from asyncrl.contract.versions import Label
 from asyncrl.models.policy import build_model
 from buffer import checks
-from buffer.groups import StoreSettings, size
-from buffer.ledger import total_tokens
+from buffer.groups import StoreSettings, count_bytes
+from buffer.ledger import sum_tokens
 from learner.batch import pack, split_micro_batches
 
 
@@ -174,27 +174,27 @@ def test_the_ledger_counts_what_was_drawn_once_and_what_was_set_aside() -> None:
     assert store.deliver(delivered(aside=7), 0.0) == "accepted"
     store.deliver(sample(0, 1, [row([1], [2], [-1], [1])]), 0.0)
     groups, _ = store.ask(1, 0)
-    message = store.batch(groups, 1, 0)
+    message = store.make_batch(groups, 1, 0)
     assert message.token_lags[0] == [(0, 1, 0), (2, 3, 0), (3, 5, 0)]
-    assert store.stored_bytes == size(delivered()) + size(message.samples[1])
+    assert store.stored_bytes == count_bytes(delivered()) + count_bytes(message.samples[1])
     store.commit(0, Label(1, 1), "d1")
-    lines = store.ledger()
+    lines = store.sum_ledger()
     assert lines["trained"]["tokens"] == 5 and lines["set_aside"]["tokens"] == 7
-    assert total_tokens(lines) == store.generated_tokens() == 12
+    assert sum_tokens(lines) == store.count_generated_tokens() == 12
     late = delivered(aside=2)
     late.attempt = 1
     assert store.deliver(late, 0.0) == "accepted"  # told before: a copy
-    assert total_tokens(store.ledger()) == 12
+    assert sum_tokens(store.sum_ledger()) == 12
 
 
 def test_a_failed_sessions_tokens_are_counted_and_its_rows_checked() -> None:
     store = make(group=2, steps=3)
     store.grant("gateway-0", 1, 1, 0.0)
     failed = delivered(failed=RewardFailure("data", "the agent ended"), aside=3)
-    checks.answers([failed], 9, SETTINGS)
+    checks.check_samples([failed], 9, SETTINGS)
     store.settings.error_budget = 9.0
     assert store.deliver(failed, 0.0) == "failed"
-    lines = store.ledger()
+    lines = store.sum_ledger()
     assert lines["failed"]["tokens"] == 4 and lines["set_aside"]["tokens"] == 3
     empty = Trajectory(
         0,
@@ -211,11 +211,11 @@ def test_a_failed_sessions_tokens_are_counted_and_its_rows_checked() -> None:
         1.0,
         failed=RewardFailure("data", "no call"),
     )
-    checks.answers([empty], 9, SETTINGS)
+    checks.check_samples([empty], 9, SETTINGS)
     assert store.deliver(empty, 0.0) == "failed"
     empty.failed = ""
     with pytest.raises(BadMessage, match="1 training sequences with 0 tokens to train"):
-        checks.answers([empty], 9, SETTINGS)
+        checks.check_samples([empty], 9, SETTINGS)
 
 
 @pytest.mark.parametrize(
@@ -259,17 +259,17 @@ def test_a_row_that_would_end_the_learner_is_refused(
     change: dict[str, Any], said: str, reason: str
 ) -> None:
     good = delivered()
-    checks.answers([good], 9, SETTINGS)
+    checks.check_samples([good], 9, SETTINGS)
     good.rows[0] = msgspec.structs.replace(good.rows[0], **change)
     with pytest.raises(BadMessage, match=said) as error:
-        checks.answers([good], 9, SETTINGS)
+        checks.check_samples([good], 9, SETTINGS)
     assert error.value.reason == reason
 
 
 def test_a_session_of_which_nothing_is_to_be_trained_is_refused() -> None:
     nothing = TrainingSequence(ids([1]), ids([2]), b"\0\0\0\0", b"\0", [])
     with pytest.raises(BadMessage, match="2 training sequences with 0 tokens to train"):
-        checks.answers([sample(0, 0, [nothing, nothing])], 9, SETTINGS)
+        checks.check_samples([sample(0, 0, [nothing, nothing])], 9, SETTINGS)
 
 
 def test_a_session_without_a_limit_of_rows_has_no_more_than_the_buffer_takes() -> None:
@@ -279,9 +279,9 @@ def test_a_session_without_a_limit_of_rows_has_no_more_than_the_buffer_takes() -
     most = build_limits(config, config.agent).rows
     small = row([1], [2], [-1.0], [1])
     settings = replace(SETTINGS, session_tokens=2 * most)
-    checks.answers([sample(0, 0, [small] * most)], 9, settings)
+    checks.check_samples([sample(0, 0, [small] * most)], 9, settings)
     with pytest.raises(BadMessage, match=f"{most + 1} training sequences"):
-        checks.answers([sample(0, 0, [small] * (most + 1))], 9, settings)
+        checks.check_samples([sample(0, 0, [small] * (most + 1))], 9, settings)
     agent["rows"] = most + 1
     with pytest.raises(ConfigError, match=r"agent\.rows"):
         load.build(raw)
@@ -292,10 +292,10 @@ def test_a_run_without_sessions_takes_none() -> None:
     settings = StoreSettings(1, 2, 3, SamplingSettings(), context=64)
     for bad in (delivered(), delivered(aside=1)):
         with pytest.raises(BadMessage, match=r"the run has no \[agent\]"):
-            checks.answers([bad], 9, settings)
+            checks.check_samples([bad], 9, settings)
     with pytest.raises(BadMessage, match="101 tokens to train; a session has 1 to 100 of these"):
         long = row([1], [2] * 101, [-1] * 101, [1] * 101)
-        checks.answers([sample(0, 0, [long])], 9, SETTINGS)
+        checks.check_samples([sample(0, 0, [long])], 9, SETTINGS)
     assert plain.length == 2
 
 
@@ -303,7 +303,7 @@ def test_rows_survive_the_wire_and_older_records_have_none() -> None:
     whole = delivered(aside=3)
     whole.calls = 2
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(whole), type=Trajectory)
-    assert again == whole and again.all_rows() == whole.all_rows()
+    assert again == whole and again.list_rows() == whole.list_rows()
     fields = [field.name for field in msgspec.structs.fields(Trajectory)]
     added = ["rows", "aside", "calls", "adopted", "support", "routed", "images"]
     assert fields[-7:] == added

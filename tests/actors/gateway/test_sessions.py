@@ -45,7 +45,7 @@ def play(seed: int) -> tuple[int, int]:
             # known on the same machine only
             gone = r.random() < 0.7 and holder is not None and holder.ends <= now
             before, x.spoke = holder, now
-            said = s.on_message("g", x.token, now, gone=gone)
+            said = s.on_message("g", x.token, now, holder_ended=gone)
             if said == "new":
                 takeovers += before is not None
                 alive = (
@@ -65,7 +65,7 @@ def play(seed: int) -> tuple[int, int]:
             elif said == "over":
                 assert x is not holder
                 x.told = said
-            assert (said in ("new", "holds")) == (x is holder) and s.token("g") == (
+            assert (said in ("new", "holds")) == (x is holder) and s.get_holder("g") == (
                 holder.token if holder else None
             )
         waiting = [
@@ -100,7 +100,7 @@ def test_who_leaves_frees_the_name_at_once_and_for_good() -> None:
         s.on_message("g", 1, 0.0) == "new"
         and not s.end_session("g", 2)
         and s.end_session("g", 1)
-        and s.token("g") is None
+        and s.get_holder("g") is None
     )
     assert (
         s.on_message("g", 1, 0.1) == "over"
@@ -117,6 +117,6 @@ def test_memory_is_bounded_whatever_is_said() -> None:
     for n in range(1000):
         s.on_message("g0", n, 0.0)
     for n in range(1000):
-        s.on_message("g1", n, 0.0, gone=True)
+        s.on_message("g1", n, 0.0, holder_ended=True)
     assert len(s.names["g0"].claims) <= CLAIMS and len(s.names["g1"].ended) <= ENDED
     assert len(s.forget(FORGET * SILENT_S + 1)) == NAMES and not s.names

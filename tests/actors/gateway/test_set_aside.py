@@ -65,7 +65,7 @@ def test_a_batch_that_lives_end_on_is_set_aside_and_the_next_takes_its_place(
     for epoch, how in enumerate(ends[:-1], 2):
         assert life(store, epoch, how) == bad and not store.aside
     assert life(store, len(ends) + 1, ends[-1]) == after
-    line = store.ledger()["fatal"]
+    line = store.sum_ledger()["fatal"]
     assert store.aside == 1 and (line["tokens"], line["samples"]) == (16, 4)
     assert total(store) >= before and not set(bad) & set(store.alive)
     epoch = store.epoch
@@ -74,7 +74,7 @@ def test_a_batch_that_lives_end_on_is_set_aside_and_the_next_takes_its_place(
         store.ask(epoch, number)
         filled(store)  # what older epochs wrote too long ago for its batch
         train(store, number)
-    assert store.committed == 9 and store.ledger()["trained"]["samples"] == 36
+    assert store.committed == 9 and store.sum_ledger()["trained"]["samples"] == 36
 
 
 def test_a_life_that_ended_elsewhere_or_well_is_not_counted() -> None:

@@ -95,7 +95,7 @@ REFUSED = [
 def test_an_environment_that_cannot_be_played_is_refused_in_one_line(tmp_path: Path) -> None:
     """All in one process, as each import of verifiers takes seconds."""
     cases = json.dumps([(env, args) for env, args, _ in REFUSED])
-    argv = [*importing.command("verifiers_refused", python=python_of("clients")), cases]
+    argv = [*importing.make_command("verifiers_refused", python=python_of("clients")), cases]
     out = subprocess.run(argv, cwd=KINDS, env=COMPILED, capture_output=True, text=True, check=True)
     for (env, _, said), answer in zip(REFUSED, json.loads(out.stdout), strict=True):
         assert answer["error"].startswith(f"agent.env = {env}: "), answer

@@ -129,7 +129,7 @@ def test_an_environment_that_cannot_be_played_is_refused_in_one_line() -> None:
     """All in one process, as each import of verifiers takes seconds."""
     accepted = (KIND, {"taskset": {"endless": True}, "select": {"limit": 3}})
     cases = [(env, args) for env, args, _ in REFUSED] + [accepted]
-    argv = [*importing.command("verifiers_refused", python=python_of("verifiers"))]
+    argv = [*importing.make_command("verifiers_refused", python=python_of("verifiers"))]
     ended = subprocess.run(
         [*argv, json.dumps(cases)], cwd=KINDS, env=COMPILED, capture_output=True, check=True
     )
