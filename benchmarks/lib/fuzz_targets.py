@@ -227,7 +227,7 @@ class Generator:
                 calls={},
                 keys={},
                 served=0,
-                answered=[],
+                results=[],
                 vocabulary=VOCABULARY,
                 context=CONTEXT,
                 constraints={},
@@ -236,8 +236,8 @@ class Generator:
                 grammars=SimpleNamespace(begin=_no_grammar),
             )
             self.take_calls(turn, message.calls, message.images)
-            if turn.answered:
-                raise BadMessage(turn.answered[0].failed)
+            if turn.results:
+                raise BadMessage(turn.results[0].failed)
         loaded = schedule.next_version(None)
         schedule.find_outdated()
         for held, _ in schedule.admit(loaded, 100):
@@ -374,7 +374,7 @@ class Calls:
 
     def _act(self, data: bytes) -> None:
         self.hear(b"g", self.decoder.decode(data))
-        self.gateway.router.frames(announcement())
+        self.gateway.router.take_messages(announcement())
 
     def close(self) -> None:
         pass
