@@ -188,7 +188,7 @@ def schema(kind: str) -> None:
     name="metrics", cls=ExampleCommand, examples=("asyncrl config metrics > docs/metrics.md",)
 )
 def print_metrics() -> None:
-    """Print every metric with unit and meaning, as in docs/metrics.md."""
+    """Print every metric, its unit and meaning: docs/metrics.md."""
     from asyncrl.records import metrics
 
     print(metrics.format_markdown(), end="")

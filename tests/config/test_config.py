@@ -239,7 +239,7 @@ def test_metrics_are_written_without_tensorboardx(
     (row,) = metrics.read(tmp_path)
     assert row["reward/mean"] == 0.5 and not (tmp_path / "tensorboard").exists()
     (note,) = capsys.readouterr().err.splitlines()
-    assert "tensorboard cannot be written" in note and "tensorboardX" in note
+    assert "tensorboard can no longer be written" in note and "tensorboardX" in note
 
 
 def test_tensorboard_reads_numbers_and_histograms_as_soon_as_they_are_written(

@@ -133,7 +133,7 @@ def test_sessions_are_followed_by_the_buffer_s_count(
             raise found
         return None if found is None else SimpleNamespace(committed=0, progress=found)
 
-    monkeypatch.setattr(model_evaluation.rundir, "current_buffer_address", lambda *_: "ipc://x")
+    monkeypatch.setattr(model_evaluation.rundir, "get_current_buffer_address", lambda *_: "ipc://x")
     monkeypatch.setattr(model_evaluation.live, "request_status", ask)
     monkeypatch.setattr(model_evaluation, "ASK_S", 0.001)
     monkeypatch.setattr(model_evaluation, "QUIET_S", 0.0)

@@ -148,5 +148,5 @@ def test_an_evaluation_does_not_hang_on_the_order_of_arrival() -> None:
         evaluation = EvaluationRound(
             Label(1, 0), "heldout", 6, arrived, [1] * 6, places=list(order)
         )
-        means.add(evaluation.metrics(plan)["eval/heldout"])
+        means.add(evaluation.compute_metrics(plan)["eval/heldout"])
     assert means == {1.3 / 6}

@@ -141,7 +141,7 @@ def test_a_sweep_from_start_to_suggestion_and_again(model: Path, tmp_path: Path)
     assert re.search(r"correction +limit +OOD end *\n", shown) and shown.count("0.000") >= 4
 
     with pytest.raises(
-        ConfigError, match=r"learner.lr: 0.0003, now 0.001.*choose another directory by --out"
+        ConfigError, match=r"learner.lr: 0.0003, now 0.001.*choose another directory with --out"
     ):
         sets = [*SMALL, f"model.path={str(model)!r}", "learner.lr=1e-3", "evaluation.ood_prompts=4"]
         what = sweep.make_plan(

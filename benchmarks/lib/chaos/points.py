@@ -115,7 +115,7 @@ def recorded(hook: Hook, role: str) -> None:
 
     before(delivery.Outbox, "add", made)
     before(delivery.Outbox, "on_acks", lambda box, reply, *_: kept.add({"acks": reply.acks}))
-    before(delivery.Outbox, "_frame", lambda *_args, **_kwargs: hook.look(role, "mid-send"))
+    before(delivery.Outbox, "_make_frame", lambda *_args, **_kwargs: hook.look(role, "mid-send"))
     messages(PeerSocket, hook, role, ("Delivery", "TicketRequest", "LeaseRenewal"))
 
 
@@ -125,7 +125,7 @@ def generator(hook: Hook, role: str) -> None:
     from actors.gateway.generator_calls import CallTurn
 
     recorded(hook, role)
-    before(CallTurn, "finished", lambda *_: hook.worked(role))
+    before(CallTurn, "finish", lambda *_: hook.worked(role))
     before(EmbeddedEngine, "step", lambda *_args, **_kwargs: hook.look(role, "mid-answer"))
     before(module.Generator, "set_wait", lambda g, what: what and hook.look(role, "idle"))
     if hook.off == "redelivery":
@@ -251,7 +251,7 @@ def learner(hook: Hook, role: str) -> None:
     after(checkpoint, "restore", restored)
     after(checkpoint, "start_epoch", begun)
     after(Publisher, "publish", published)
-    before(loop.Learner, "hello", greeted)
+    before(loop.Learner, "send_hello", greeted)
     before(loop.Learner, "set_wait", lambda one, what: what and look("idle"))
     messages(PeerSocket, hook, role, ("BatchRequest", "Commit", "LearnerGoodbye"))
     plain_write = WeightRing.write

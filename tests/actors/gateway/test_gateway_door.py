@@ -179,7 +179,7 @@ class Heard:
         self.taken = self.sent = False
 
     @property
-    def waiting(self) -> bool:
+    def has_message(self) -> bool:
         return self.taken or (not self.sent and bool(wait([self.socket], 0)))
 
     def replaced(self) -> None:

@@ -32,8 +32,8 @@ def hold_answers(module: Any) -> None:
         said, groups = self.schedule.announced, self.config.learner.groups
         held = [h.ticket.ticket for h in self.schedule.held.values() if h.ticket.kind == "train"]
         written = said is not None and bool(held) and min(held) >= groups * (said.label.number + 1)
-        # asked: announcements come with answers only
-        if written and self.asked and any(self.engine.count_tokens().values()):
+        # requested: announcements come with answers only
+        if written and self.requested_samples and any(self.engine.count_tokens().values()):
             time.sleep(0.002)
             return
         plain(self)
