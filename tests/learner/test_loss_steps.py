@@ -617,7 +617,7 @@ def test_sums_of_ranks_add_up_and_a_rank_without_samples_takes_part(model_dir: P
     c.backend = SimpleNamespace(
         gather=gather,
         sum_over_ranks=lambda x: x + theirs[next(names)],
-        max_over_ranks=lambda x: torch.maximum(x, theirs[next(names)]),
+        find_max_over_ranks=lambda x: torch.maximum(x, theirs[next(names)]),
     )  # type: ignore[assignment]
     mine = {"loss/policy": torch.tensor(1.0), "max/ratio": torch.tensor(7.0, dtype=D)}
     out = c._sum_over_ranks(mine)

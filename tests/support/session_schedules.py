@@ -89,7 +89,7 @@ class Drive:
     def __init__(self, _: Any, *, judged: bool = False, name: str = "") -> None:
         self.wires: list[Any] = []
         self.open: dict[int, EnvironmentOperation] = {}  # session -> what it is at
-        self.places: set[int] = set()
+        self.processes: set[int] = set()
         self.happened: list[EnvironmentEvent] = []
         self.replaced = ""
 
@@ -97,19 +97,19 @@ class Drive:
         return EnvironmentPlace(session, 0.0, "", math.inf)
 
     def reset(self, op: EnvironmentOperation) -> None:
-        self.places.add(op.session)
+        self.processes.add(op.session)
         self.open[op.session] = op
 
     def step(self, op: EnvironmentOperation) -> None:
-        need(op.session in self.places, f"a step of session {op.session}, which has no environment")
+        need(op.session in self.processes, f"a step of session {op.session}, which has no environment")
         self.open[op.session] = op
 
     def end(self, session: int) -> None:
-        self.places.discard(session)
+        self.processes.discard(session)
         self.open.pop(session, None)
 
     def poll(self) -> list[EnvironmentEvent]:
-        out = [x for x in self.happened if x.session in self.places]
+        out = [x for x in self.happened if x.session in self.processes]
         self.happened = []
         return out
 
@@ -364,7 +364,7 @@ class SessionWorld(World):
         op = drive.open.pop(number)
         if self.r.random() < self.fail_share:
             what = self.r.choice(("failed", "lost"))
-            drive.places.discard(number)
+            drive.processes.discard(number)
             drive.happened.append(EnvironmentEvent(number, what, why="it was to"))
             return True
         session = self.gateway.episodes[number].session

@@ -39,7 +39,7 @@ ENVS = ["agent.tools=[]", f"agent.env='{ROOT}/tests/support/agent_envs.py:Talks'
 def test_the_command_by_hand() -> None:
     """The calculator's sum, called, answered wrongly and rightly; each turn is a line."""
     prompt = make_ticket(config(), 0).prompt
-    first, _ = CalcTask().parts(prompt.text[:-1])
+    first, _ = CalcTask().split_problem(prompt.text[:-1])
 
     def said(*words: str, line: str) -> Any:
         argv = [*importing.make_command("asyncrl.cli"), "task", "try", "configs/calc.toml", *words]
