@@ -188,7 +188,7 @@ def schema(kind: str) -> None:
     name="metrics", cls=ExampleCommand, examples=("asyncrl config metrics > docs/metrics.md",)
 )
 def print_metrics() -> None:
-    """Print every metric, its unit and meaning: docs/metrics.md."""
+    """Print every metric with unit and meaning: docs/metrics.md."""
     from asyncrl.records import metrics
 
     print(metrics.format_markdown(), end="")
@@ -196,7 +196,7 @@ def print_metrics() -> None:
 
 @config.command(cls=ExampleCommand, examples=("asyncrl config reference > docs/configuration.md",))
 def reference() -> None:
-    """Print every key with its default, as in docs/configuration.md."""
+    """Print every key with its default: docs/configuration.md."""
     from asyncrl.config import explain as explaining
 
     print(explaining.render_reference(), end="")

@@ -465,7 +465,9 @@ def test_questions_name_runs_in_their_order(client: TestClient, run_dir: Path) -
 
 @pytest.mark.parametrize("question", ["samples", "sample?number=0", "logs"])
 def test_a_question_about_one_run_before_there_is_any(tmp_path: Path, question: str) -> None:
-    reply = TestClient(WatchApp([tmp_path], expected=True).starlette()).get(f"/api/{question}")
+    reply = TestClient(WatchApp([tmp_path], expected=True).build_application()).get(
+        f"/api/{question}"
+    )
     assert (reply.status_code, reply.json()) == (400, {"error": "this page has no run yet"})
 
 

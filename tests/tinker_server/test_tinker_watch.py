@@ -188,16 +188,16 @@ def test_a_model_without_a_step(served: Path) -> None:
         ["lag limit", "2"],
         ["share of unknown lag in the newest step", None],
     ]
-    assert model.state() == state and model.summary() == {}
-    assert model.overview() == {"state": state, "advice": [], "waits": [], "cards": cards}
-    sequences, tokens = model.ledger()["tables"]
+    assert model.describe_state() == state and model.read_summary() == {}
+    assert model.build_overview() == {"state": state, "advice": [], "waits": [], "cards": cards}
+    sequences, tokens = model.read_ledger()["tables"]
     assert sequences["title"] == "0 sequences sampled, with 0 tokens"
     assert [row[1:] for row in sequences["rows"]] == [[0, 0]] * 3
     assert (tokens["title"], tokens["rows"]) == ("0 tokens trained", [])
     (served / tinker_status.MODEL).write_text("{}")
-    assert read_model(served).state()["step"] == 0
+    assert read_model(served).describe_state()["step"] == 0
     (served / tinker_status.MODEL).unlink()
-    state = read_model(served).state()
+    state = read_model(served).describe_state()
     assert (state["state"], state["step"]) == ("unreadable", 0)
     assert state["problem"].startswith(f"{served / tinker_status.MODEL}: ")
 
@@ -214,7 +214,7 @@ def test_a_model_in_training(served: Path) -> None:
     process_log.append_event(server, "sampling", 18, "began")
     process_log.append_event(server, "sampling", 18, "ended", code=1, why="lost")
     model = read_model(served)
-    state = model.state()
+    state = model.describe_state()
     assert {key: state[key] for key in ("state", "step", "seconds", "lag", "rows")} == {
         "state": "running",
         "step": 2,
@@ -223,7 +223,7 @@ def test_a_model_in_training(served: Path) -> None:
         "rows": 2,
     }
     assert (state["samples"], state["damaged"]) == (1, 2)
-    seen = model.overview()
+    seen = model.build_overview()
     assert seen["cards"] == [
         ["version", 2],
         ["server", "running"],
@@ -237,13 +237,13 @@ def test_a_model_in_training(served: Path) -> None:
     (ended,) = seen["waits"]
     assert ended.startswith("sampling (process 18) ended with exit code 1: lost at ")
     assert model.process_group == str(server)
-    rows = [(x["name"], x["alive"], x["restarts"], x["pid"]) for x in model.processes()]
+    rows = [(x["name"], x["alive"], x["restarts"], x["pid"]) for x in model.list_processes()]
     assert rows == [
         ("server", True, 0, os.getpid()),
         ("training", True, 1, 17),
         ("sampling", False, 0, 18),
     ]
-    assert model.ledger() == {
+    assert model.read_ledger() == {
         "tables": [
             {
                 "title": "1,200 sequences sampled, with 5,000 tokens",
@@ -263,21 +263,21 @@ def test_a_model_in_training(served: Path) -> None:
     }
     process.end(0)
     process.release()
-    seen = model.overview()
+    seen = model.build_overview()
     assert seen["state"]["state"] == "stopped" and seen["waits"] == []
 
 
 def test_the_settings_and_logs_of_a_model_are_its_server_s(served: Path) -> None:
     model = read_model(served)
-    assert model.settings() == {
+    assert model.read_settings() == {
         "this model.rank": 4,
         "this model.version": 7,
         "this model.time": "2026-03-04 15:06:07",
         "staleness.max_lag": 2,
         "server.port": 0,
     }
-    assert model.logs() == ["logs/server.log", "logs/training.log", "logs/sampling.log"]
-    assert model.log_tail("logs/training.log") == "training has started"
+    assert model.list_logs() == ["logs/server.log", "logs/training.log", "logs/sampling.log"]
+    assert model.read_log_tail("logs/training.log") == "training has started"
     (served / "metrics.jsonl").touch()
     answer = ask(TestClient(WatchApp([served.parent]).build_application()), "samples")
     assert (answer["rows"], answer["all"], answer["shades"]) == ([], 0, SHADES)
@@ -289,15 +289,15 @@ def test_the_settings_and_logs_of_a_model_are_its_server_s(served: Path) -> None
 def test_the_health_checks_of_a_model_follow_its_metrics(served: Path) -> None:
     rows = [{"step": n, "t": float(n), "split/mismatch_k3": 0.5} for n in range(40)]
     model = read_model(served)
-    assert model.advice([]) == []
+    assert model.list_advice([]) == []
     write_lines(served / "metrics.jsonl", rows)
-    assert model.advice([]) == [], "no new row was read"
+    assert model.list_advice([]) == [], "no new row was read"
     model.refresh()
-    (line,) = model.overview()["advice"]
+    (line,) = model.build_overview()["advice"]
     assert (line["rule"], line["about"]) == ("engine_mismatch", "health")
     assert line["said"].startswith("engine and learner differ at equal weights by k3 = 5.0e-01")
     assert line["try_this"] == tinker_status.ADVICE
-    assert model.advice([]) is model.advice([]), "computed once"
+    assert model.list_advice([]) is model.list_advice([]), "computed once"
 
 
 def test_an_interrupted_step_and_a_full_file_log_nothing(
@@ -358,8 +358,8 @@ def test_doctor_names_the_processes_and_how_they_ended(tmp_path: Path) -> None:
     process.release()
     shown = lines()
     assert shown[0] == "the server is not running"
-    assert f"server (process {os.getpid()}) was told to end" in shown[1]
-    assert "training (process 17) was killed without a word" in shown[2]  # with the server
+    assert f"server (process {os.getpid()}) was asked to end" in shown[1]
+    assert "training (process 17) ended without a report" in shown[2]  # with the server
     with pytest.raises(ZeroDivisionError), record_process(tmp_path):
         1 / 0  # noqa: B018
     assert "ended with exit code 1: division by zero" in lines()[1]
