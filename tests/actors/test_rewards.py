@@ -152,13 +152,13 @@ def ended_for(runner: RewardRunner, *texts: str) -> RewardRunner:
     so that a good call may take its time on a busy machine.
     """
     assert runner.pool is not None
-    deadline = runner.pool.deadline
+    deadline = runner.pool.compute_deadline
 
     def held(process: Any) -> float:
         at = {job.call.text for job in process.list_running_jobs()}
         return deadline(process) if at & set(texts) or not process.ready else math.inf
 
-    runner.pool.deadline = held  # type: ignore[method-assign]
+    runner.pool.compute_deadline = held  # type: ignore[method-assign]
     return runner
 
 
