@@ -101,7 +101,10 @@ class Drive:
         self.open[op.session] = op
 
     def step(self, op: EnvironmentOperation) -> None:
-        need(op.session in self.processes, f"a step of session {op.session}, which has no environment")
+        need(
+            op.session in self.processes,
+            f"a step of session {op.session} without an environment",
+        )
         self.open[op.session] = op
 
     def end(self, session: int) -> None:

@@ -36,7 +36,9 @@ def config(transport: str) -> Config:
 
 @pytest.fixture(autouse=True)
 def ring_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publishing, "get_ring_dir", lambda run_dir, epoch: run_dir / f"epoch_{epoch}")
+    monkeypatch.setattr(
+        publishing, "get_ring_dir", lambda run_dir, epoch: run_dir / f"epoch_{epoch}"
+    )
 
 
 def learner() -> tuple[Any, Any]:
