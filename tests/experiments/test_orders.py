@@ -174,7 +174,7 @@ def test_ticket_order_waits_for_late_answers_and_loses_nothing(
     late_runs: dict[str, dict[str, Any]],
 ) -> None:
     prompt, late = late_runs["prompt"], late_runs["pace"]
-    assert late["clock"] > 1.1 * prompt["clock"] and late["trained_ids"] == prompt["trained_ids"]
+    assert late["clock"] > prompt["clock"] and late["trained_ids"] == prompt["trained_ids"]
     assert max(map(int, late["lag_histogram"])) <= 2
     assert late["ledger_lines"]["trained"]["tokens"] == sum(
         x["tokens"] for x in late["ledger_lines"].values()
