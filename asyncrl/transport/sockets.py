@@ -273,7 +273,8 @@ class BufferSocket:
             return peer, message
         producer = getattr(message, "producer", "a learner")[:200]
         text = f"a {type(message).__name__} of {producer!r}"
-        reason = f"the key of {name or 'nobody'} may not send {text}: use the key of that role"
+        key = f"the key of {name}" if name else "this key"
+        reason = f"{key} may not send {text}: use the key of that role"
         self._refuse(peer, "role", Refusal(f"wires.curve_dir: {reason}", 2))
         return None
 

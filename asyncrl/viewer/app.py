@@ -85,7 +85,7 @@ class WatchApp:
         return [self.runs[name] for name in names.split("|")]
 
     def select_run(self, query: Query) -> WatchedRun:
-        """Return the first run that a request selects. Raises ConfigError: there is no run yet."""
+        """Return the first run that a request selects. Raises ConfigError before the first run."""
         selected = self.select_runs(query)
         if not selected:
             raise ConfigError("this page has no run yet")
