@@ -158,6 +158,13 @@ class ProgressWatchdog:
     >>> print(w.explain_overdue(68.0).replace(": ", ":\\n  "))
     no commit and no evaluation answer for 6.0 s (deadline 5.0 s:
       10 medians of 0.50 s, at least 1 s)
+
+    A run so fast that its first steps share a status has a median too:
+
+    >>> w.restart(70.0); w.observe(4, 4, 70.0); w.deadline
+    60
+    >>> w.observe(10, 10, 71.0); w.deadline
+    2.0
     """
 
     multiple: float
@@ -166,6 +173,7 @@ class ProgressWatchdog:
     progress: int = -1
     committed: int = 0
     since: float = 0.0
+    observed: float | None = None
     last_commit: float | None = None
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
 
@@ -178,11 +186,15 @@ class ProgressWatchdog:
         if progress != self.progress:
             self.progress = progress
             self.since = now
-        if committed > self.committed:
+        if (fresh := committed - self.committed) > 0:
             if self.last_commit is not None:
-                self.steps.append((now - self.last_commit) / (committed - self.committed))
+                self.steps.append((now - self.last_commit) / fresh)
+            elif self.observed is not None and fresh > 1:
+                # the first of them may have come at once: the others took no longer than this
+                self.steps.append((now - self.observed) / (fresh - 1))
             self.last_commit = now
         self.committed = committed
+        self.observed = now
 
     def reset_deadline(self, now: float) -> None:
         """Do not count the time until `now`: the current wait has its own deadline."""
@@ -191,6 +203,7 @@ class ProgressWatchdog:
     def restart(self, now: float) -> None:
         """Allow the time of a start again, because a process is restarting."""
         self.since = now
+        self.observed = None
         self.last_commit = None
         self.steps.clear()
 
