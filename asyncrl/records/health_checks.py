@@ -17,7 +17,7 @@ settings that are known to fail are not a finding until they do.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from statistics import fmean, median, median_low, pvariance
 from typing import Any, NamedTuple
@@ -200,6 +200,13 @@ def compute_half_interval(mean_value: float, count: float, lo: float, hi: float)
     return Z_95 * math.sqrt(max((mean_value - lo) * (hi - mean_value), 0.0) / max(count, 1.0))
 
 
+def find_reward_range(rows: Rows, means: Iterable[float]) -> tuple[float, float]:
+    """Return bounds of a run's rewards: of its batches and of `means`, and at least [0, 1]."""
+    rewards = [float(r[k]) for r in rows for k in ("reward/min", "reward/max") if k in r]
+    values = [*rewards, *means]
+    return min([0.0, *values]), max([1.0, *values])
+
+
 def check_unmoved_reward(rows: Rows) -> HealthFinding | None:
     """Find a held-out reward whose end is within chance of its start."""
     evals = sorted((r for r in rows if r.get("eval/heldout_n")), key=lambda r: r["step"])
@@ -210,9 +217,7 @@ def check_unmoved_reward(rows: Rows) -> HealthFinding | None:
     last = evals[-1]
     reward_before = float(first["eval/heldout"])
     reward_after = float(last["eval/heldout"])
-    rewards = [float(r[k]) for r in batches for k in ("reward/min", "reward/max") if k in r]
-    lo = min([0.0, reward_before, reward_after, *rewards])
-    hi = max([1.0, reward_before, reward_after, *rewards])
+    lo, hi = find_reward_range(batches, (reward_before, reward_after))
     sizes = [float(r["eval/heldout_n"]) for r in (first, last)]
     half = math.hypot(
         compute_half_interval(reward_before, sizes[0], lo, hi),
@@ -256,8 +261,7 @@ def check_generalization(rows: Rows) -> HealthFinding | None:
     ) -> tuple[float, float, float]:
         """Return the values before and after, and the margin of chance of their difference."""
         ends = [(float(r[f"eval/{split}"]), float(r[f"eval/{split}_n"])) for r in (first, last)]
-        lo = min(0.0, *(p for p, _ in ends))
-        hi = max(1.0, *(p for p, _ in ends))
+        lo, hi = find_reward_range(batches, (p for p, _ in ends))
         half = math.hypot(*(compute_half_interval(p, n, lo, hi) for p, n in ends)) * Z_EACH / Z_95
         return ends[0][0], ends[1][0], half
 
@@ -689,8 +693,7 @@ def check_oscillating_reward(rows: Rows) -> HealthFinding | None:
     points = [(float(r["eval/heldout"]), float(r["eval/heldout_n"])) for r in evals]
     if len(points) < SWINGS + 2:
         return None
-    lo = min(0.0, *(p for p, _ in points))
-    hi = max(1.0, *(p for p, _ in points))
+    lo, hi = find_reward_range(rows, (p for p, _ in points))
     turns: list[float] = []  # the reward at each
     direction = 0  # 1: up, -1: down, since `extreme`
     extreme = points[0]
@@ -698,8 +701,8 @@ def check_oscillating_reward(rows: Rows) -> HealthFinding | None:
         if direction * (point[0] - extreme[0]) > 0:
             extreme = point
             continue
-        rises = direction <= 0 and _exceeds(point, extreme, lo, hi)
-        falls = direction >= 0 and _exceeds(extreme, point, lo, hi)
+        rises = direction <= 0 and exceeds_chance(point, extreme, lo, hi)
+        falls = direction >= 0 and exceeds_chance(extreme, point, lo, hi)
         if rises or falls:
             turns += [extreme[0]] if direction else []
             direction = 1 if rises else -1
@@ -715,10 +718,10 @@ def check_oscillating_reward(rows: Rows) -> HealthFinding | None:
     )
 
 
-def _exceeds(
+def exceeds_chance(
     larger: tuple[float, float], smaller: tuple[float, float], lo: float, hi: float
 ) -> bool:
-    """Decide whether one (mean, prompts) exceeds the other by more than chance."""
+    """Decide whether one (mean, prompts) of rewards in [lo, hi] exceeds another beyond chance."""
     half = (
         math.hypot(*(compute_half_interval(p, n, lo, hi) for p, n in (larger, smaller)))
         * Z_EACH

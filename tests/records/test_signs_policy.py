@@ -100,6 +100,11 @@ def test_accuracy_that_swings() -> None:
             )
             == []
         )
+    # grades up to 10: chance is larger
+    grades = [5.0, 5.8, 5.0, 5.8, 5.0, 5.8]
+    judged = evals("heldout", 512, *enumerate(grades))
+    assert health_checks.apply_rules([*judged, *rows(reward__max=[10.0] * 50)], config()) == []
+    assert health_checks.apply_rules([*judged, *rows(reward__max=[6.0] * 50)], config()) != []
 
 
 def test_k1_in_the_reward_under_many_updates() -> None:

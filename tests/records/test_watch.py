@@ -509,9 +509,9 @@ def test_whether_staleness_hurts(
 
 
 def test_accuracy_that_fell_is_told_from_noise(tmp_path: Path) -> None:
-    def told(*values: float) -> str:
+    def told(*values: float, largest: float = 1.0) -> str:
         rows = [
-            metric_row(i, **{"eval/heldout": v, "eval/heldout_n": 400.0})
+            metric_row(i, **{"eval/heldout": v, "eval/heldout_n": 400.0, "reward/max": largest})
             for i, v in enumerate(values)
         ]
         write_lines(tmp_path / "m", rows)
@@ -521,6 +521,9 @@ def test_accuracy_that_fell_is_told_from_noise(tmp_path: Path) -> None:
 
     assert told(0.4, 0.8, 0.5) == "accuracy_fell"
     assert told(0.4, 0.8, 0.79) == "accuracy" == told(0.4, 0.5, 0.9)
+    # 0.3 of a judge's grades up to 10 may be chance, 3 may not; of shares, 0.3 may not
+    assert told(4.0, 5.5, 5.2, largest=10.0) == "accuracy"
+    assert told(4.0, 8.0, 5.0, largest=10.0) == "accuracy_fell" == told(0.4, 0.8, 0.5)
 
 
 def test_every_rule_is_in_the_docs() -> None:
