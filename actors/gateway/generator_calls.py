@@ -119,7 +119,7 @@ class CallTurn(GeneratorTurn):
                     beside=call.stream,
                     drawn_for=(call.ticket, call.sample),
                     constraint=self.constraints.pop(call.id, None),
-                    images=self.images.pop(call.id, ()),
+                    images=self.images.pop(call.id),
                 )
             )
         return requests, []

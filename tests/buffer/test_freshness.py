@@ -24,9 +24,11 @@ from asyncrl.contract.freshness.window import (
     FIRST,
     KEPT,
     SHIFT,
+    SPARED,
     AdmissionWindow,
     BatchTiming,
     count_open_batches,
+    find_smallest_window,
     next_window,
     replay_step,
     select_recent,
@@ -115,6 +117,28 @@ def test_it_keeps_busy_generators_busy_and_no_more() -> None:
         window = next_window(window, BatchTiming(4.0, 3.0, 5.0, 0.0, 1.0), SHARE, MOST, now=0.0)
     assert window.size < 1.6, "a larger one would only make samples older"
     assert window.wait == pytest.approx(3.0 / 4.0), "the learner's share of waiting"
+
+
+@pytest.mark.parametrize(("latency", "load"), [(3.0, 0.0), (1.7, 0.0), (5.0, 4.0), (9.0, 1.5)])
+@pytest.mark.parametrize("measured", [0.0, 0.08, 0.5])
+def test_the_smallest_window_waits_for_the_target_share(
+    latency: float, load: float, measured: float
+) -> None:
+    """The target is SPARED of the share where the generators are slower.  It shrinks by the ratio
+    of target to wait where more waiting was measured than the replay predicts."""
+    share, work = 0.2, 1.0
+    slower = max(work, load)
+    step = slower / (1 - measured)
+    timings = [BatchTiming(step, step - work, latency, math.nan, load / step)] * KEPT
+    target = share * SPARED if load > work else share
+    target = target * target / measured if measured > target else target
+
+    def replay(window: float) -> float:
+        return replay_step([work] * KEPT, [latency] * KEPT, load, window)
+
+    window = find_smallest_window(timings, share, 32.0)
+    assert replay(window) <= slower / (1 - target) + 1e-9
+    assert window == 1.0 or replay(window - 1 / 8) > slower / (1 - target)
 
 
 def test_the_part_of_a_batch_opens_between_two_commits() -> None:

@@ -354,6 +354,7 @@ def test_reward_processes_in_the_metrics_and_among_the_waits(begin: Any) -> None
         and got["time/reward_wait_share"] == 0.0
         and got["reward/workers"] == 3
     )
+    assert run.service.meter.rewards["generator-0"][:3] == (12, 5.5, 1.5)
 
 
 def test_samples_are_progress_up_to_a_batch_of_them(begin: Any) -> None:

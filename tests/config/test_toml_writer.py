@@ -40,3 +40,9 @@ def test_a_config_without_tomli_w_loads_back_equal(monkeypatch: pytest.MonkeyPat
     assert "gpus = [0, 1]\n" in plain != usual
     assert load.build(tomllib.loads(plain)) == load.build(tomllib.loads(usual)) == config
     assert load.format_value(["a", 2]) == '["a", 2]'
+
+
+def test_values_on_one_line() -> None:
+    shown = toml_writer.format_value({"a b": [1, "x\x7f"], "c": True})
+    assert shown == '{"a b" = [1, "x\\u007f"], c = true}'
+    assert tomllib.loads(f"v = {shown}") == {"v": {"a b": [1, "x\x7f"], "c": True}}

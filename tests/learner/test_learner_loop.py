@@ -448,7 +448,9 @@ def test_how_many_versions_an_injection_names(inject: str, depth: int) -> None:
 # ---- weights that cannot be used -----------------------------------------------------------------
 
 
-def test_weights_that_give_no_logprobs_are_not_published(life: Made) -> None:
+def test_weights_that_give_no_logprobs_are_not_published(
+    life: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, _ = life()
     before = one.publisher.ring.list_labels()
     weight = next(p for n, p in policy.list_named_weights(one.core.model) if p.dim() == 2)
@@ -469,6 +471,16 @@ def test_weights_that_give_no_logprobs_are_not_published(life: Made) -> None:
     ):
         one.publisher.publish(7)
     assert one.publisher.ring.list_labels() == before
+    # a forward decides about large weights, where one process holds them all
+    monkeypatch.setattr(
+        policy, "compute_probe_logprobs", lambda model: np.array([0.0, np.nan], np.float32)
+    )
+    assert with_first(float(kept.view(-1)[0])) == ""
+    assert with_first(2e3) == "are up to 2.0e+03, too large for finite logprobs,"
+    elsewhere = SimpleNamespace(learner=SimpleNamespace(backend="fsdp2"))
+    core = SimpleNamespace(config=elsewhere, layout=one.core.layout, model=one.core.model)
+    monkeypatch.setattr(one.publisher, "core", core)
+    assert with_first(2e3) == ""
 
 
 # ---- stopping, starting over ---------------------------------------------------------------------
