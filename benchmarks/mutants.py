@@ -60,7 +60,7 @@ from typing import Any
 
 from lib import results_file
 from lib.mutant_forks import Child, NormalCost, TimeLimits, end_with_parent, fork, reap
-from lib.mutant_session import CollectedSession, change_function
+from lib.mutant_session import CollectedSession, change_function, module_name
 from lib.mutant_tests import PROJECT, Baseline, baseline, kept
 
 ROOT = results_file.ROOT
@@ -214,7 +214,7 @@ class Changed(importlib.abc.MetaPathFinder):
     """Imports one module from a text in memory."""
 
     def __init__(self, path: str, code: str) -> None:
-        self.name = path.removesuffix(".py").replace("/", ".")
+        self.name = module_name(path)
         self.path = str(ROOT / path)
         self.code = code
 
@@ -323,7 +323,7 @@ def trial_of(base: Baseline, m: Mutant, text: str, most_s: float = 0.0) -> Trial
 def try_in_session(session: CollectedSession, trial: Trial, directory: Path) -> dict[str, Any]:
     """In a fork of the session: change the function, and run the tests until one fails."""
     m = trial.mutant
-    if m.path.removesuffix(".py").replace("/", ".") not in sys.modules:
+    if module_name(m.path) not in sys.modules:
         sys.meta_path.insert(0, Changed(m.path, m.code))
     elif m.plus != UNCHANGED:
         old = (ROOT / m.path).read_text()

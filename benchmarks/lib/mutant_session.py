@@ -61,12 +61,21 @@ class CollectedSession:
                 return
 
 
+def module_name(path: str) -> str:
+    """Return the name under which a file is imported.
+
+    >>> module_name("actors/rewards.py"), module_name("actors/scorers/__init__.py")
+    ('actors.rewards', 'actors.scorers')
+    """
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
 def change_function(path: str, old: str, new: str, first: int, last: int) -> bool:
     """Give a function of an imported module the code that it has in another text of its file.
 
     first, last: the lines of `old` that differ.  False where this is not possible: the lines
     belong to no function's body, or the function cannot be found."""
-    module = sys.modules.get(path.removesuffix(".py").replace("/", "."))
+    module = sys.modules.get(module_name(path))
     place = _function_around(ast.parse(old), first, last)
     if module is None or place is None:
         return False

@@ -15,6 +15,7 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))  # last: it has learner.py
 from lib import mutant_forks, mutant_tests
 from lib.mutant_forks import NormalCost, TimeLimits
+from lib.mutant_session import module_name
 from lib.mutant_tests import Baseline, function_at, statement
 
 TEST = "tests/test_a.py::test_b"
@@ -132,3 +133,9 @@ def test_a_test_that_fails_without_a_mutant_is_used_no_more(
     assert base.left_out == ["a::x"] and base.lines == {"p.py": {1: ["a::y"], 2: []}}
     assert list(base.seconds) == ["a::y"]
     assert base.reaching("p.py", "x = 1\ny = 2\n", 1, 1) == ["a::y"]
+
+
+def test_the_module_of_a_package_is_its_folder() -> None:
+    """Otherwise a mutant of an __init__.py is imported by nothing, and lives."""
+    assert module_name("actors/gateway/hubs/__init__.py") == "actors.gateway.hubs"
+    assert module_name("actors/gateway/hubs/examine.py") == "actors.gateway.hubs.examine"
