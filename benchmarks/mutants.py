@@ -662,7 +662,8 @@ def summarize(
     killed = total[KILLED] + total[TIMEOUT]
     counted = sum(total.values()) - total["equivalent"]
     score = killed / max(counted, 1)
-    weakest = min(map(share, filter(has_enough, by_path.values())), default=1.0)
+    weakest = min(map(share, filter(has_enough, by_path.values())), default=0.0)
+    enough = sum(map(has_enough, by_path.values()))
     tried_of = str(sum(total.values()))
     if sum(total.values()) < wanted:
         tried_of = f"the first {tried_of} of {wanted}"
@@ -675,7 +676,10 @@ def summarize(
                 "met": score >= GOAL,
             },
             {
-                "figure": f"mutants killed, of the file with the fewest ({ENOUGH} or more tried)",
+                "figure": (
+                    "mutants killed, of the file with the fewest, "
+                    f"of {enough} with {ENOUGH} or more tried"
+                ),
                 "value": round(weakest, 4),
                 "goal": f">= {GOAL_BY_FILE}",
                 "met": weakest >= GOAL_BY_FILE,
@@ -732,6 +736,11 @@ def _main(args: argparse.Namespace, work: Path) -> None:
     found = tried(args, wanted, tests, paths, known, work)
     result = summarize(found, known, args, len(wanted)) | {"of": len(every)}
     by_path = result["by_file"]
+    # the drawn are as many of a small file as of a large one: here each file counts by its mutants
+    sizes = Counter(path for path, _ in every)
+    counted = sum(sizes[path] for path in by_path)
+    weighted = sum(sizes[path] * share(counts) for path, counts in by_path.items())
+    result["score_by_size"] = weighted / max(counted, 1)
     for path, counts in sorted(by_path.items(), key=lambda x: share(x[1])):
         if share(counts) < GOAL_BY_FILE:
             print(f"{share(counts):4.0%} {path} {dict(counts)}", file=sys.stderr)

@@ -24,7 +24,7 @@ class DeadlinePause:
     def __init__(self) -> None:
         self.total = 0.0  # seconds of finished waits
         self.depth = 0
-        self.began = 0.0
+        self.began: float  # of the present wait
 
     def count_seconds(self, now: float) -> float:
         """Return the seconds of all waits until `now` (CLOCK_MONOTONIC)."""

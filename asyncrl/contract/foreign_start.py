@@ -18,9 +18,7 @@ NEEDED = ("msgspec", "xxhash")
 
 def load_package() -> None:
     """Import the package asyncrl from this file's folder.  Raises what its import raises."""
-    spec = spec_from_file_location(
-        "asyncrl", INSIDE / "__init__.py", submodule_search_locations=[str(INSIDE)]
-    )
+    spec = spec_from_file_location("asyncrl", INSIDE / "__init__.py")
     assert spec is not None and spec.loader is not None
     package = sys.modules["asyncrl"] = module_from_spec(spec)
     spec.loader.exec_module(package)

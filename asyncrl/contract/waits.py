@@ -150,6 +150,8 @@ class ProgressWatchdog:
     """Detect a run without progress: call `observe` at every status, then `explain_overdue`.
 
     >>> w = ProgressWatchdog(multiple=10, floor_s=1, startup_s=60)
+    >>> w.explain_overdue(60.0), w.explain_overdue(60.1)[:45]
+    ('', 'no commit and no evaluation answer for 60.1 s')
     >>> w.observe(0, 0, 0.0); w.explain_overdue(59.0)
     ''
     >>> for n in range(1, 5): w.observe(n, n, 60.0 + 0.5 * n)

@@ -168,7 +168,7 @@ class RelayTrees:
     def __init__(self, fan_out: int) -> None:
         self.fan_out = fan_out
         self.relays: dict[str, RelayPeer] = {}
-        self.strikes: dict[str, int] = {}
+        self.strikes = Counter[str]()
         self.beyond = 0
         self._trees: dict[Version, _RelayTree] = {}
 
@@ -185,9 +185,9 @@ class RelayTrees:
         self._register(peer)
         name, tried = peer.name, set(failed[:FAILED])
         if (previous := tree.parent.get(name)) is None:
-            self.strikes[name] = self.strikes.get(name, 0) // 2
+            self.strikes[name] = self.strikes[name] // 2
         elif previous in tried and previous != LEARNER:  # only its own source counts as failed
-            self.strikes[previous] = min(self.strikes.get(previous, 0) + 1, STRIKES)
+            self.strikes[previous] = min(self.strikes[previous] + 1, STRIKES)
         tree.remove(name)
         has_room = tree.remote_children[LEARNER] < self.fan_out
         candidates = [] if len(tried) >= FAILED else self._list_candidates(tree, peer, tried)
@@ -218,7 +218,7 @@ class RelayTrees:
                     continue
                 ancestors = tree.list_ancestors(name)
                 if peer.name not in ancestors:  # otherwise the two would wait for each other
-                    rank = self.strikes.get(name, 0), host_rank, len(ancestors)
+                    rank = self.strikes[name], host_rank, len(ancestors)
                     candidates.append((rank, name))
         return candidates
 

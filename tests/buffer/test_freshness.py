@@ -267,10 +267,13 @@ def test_the_window_outlives_buffers_and_learners(tmp_path: Path) -> None:
     store.journal.close()
     again = opened(100.0)
     assert again.window == msgspec.structs.replace(store.window, opens=100.0), "another clock"
+    again.leased, again.skip = {300, 9, 2}, {70, 1}
+    assert (again.snapshot().leased, again.snapshot().skip) == ([2, 9, 300], [1, 70])
     packed = msgspec.msgpack.encode(again.snapshot())
     copy = make(k=8, wait=SHARE)
     copy.restore(msgspec.msgpack.decode(packed, type=StoreSnapshot))
     assert copy.window == again.window
+    assert (copy.leased, copy.skip) == ({2, 9, 300}, {1, 70})
     groups = [again.alive[ticket] for ticket in again.alive][:1]
     assert again.make_batch(groups, 1, 4).window == store.window.size
     again.journal.close()

@@ -117,6 +117,21 @@ def test_one_that_comes_after_the_end_says_so_and_one_whose_last_answer_was_lost
     assert two.finished
 
 
+def test_at_the_end_it_waits_for_the_last_evaluation(learner: Callable[[], Learner]) -> None:
+    one = learner()
+    one.send_hello()
+    one.core.state.number = one.config.learner.steps
+    seen: list[str] = []
+
+    def answer(timeout: float) -> None:
+        seen.append(one.waiting_for)
+        one.finished = True
+
+    one.handle_messages = answer  # type: ignore[method-assign]
+    one.run_batches()
+    assert seen == ["the last evaluation"]
+
+
 def test_told_to_stop_it_leaves_a_checkpoint_and_exports_nothing(
     learner: Callable[[], Learner],
 ) -> None:

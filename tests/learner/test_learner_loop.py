@@ -392,9 +392,21 @@ def test_the_rings_of_lower_epochs_go_with_the_welcome(life: Made, tmp_path: Pat
     above = two.publisher.directory.with_name("epoch_3")
     above.mkdir()
     (above.parent / "epoch_0.note").write_text("not a ring")
+    (above.parent / "epoch_0").symlink_to(tmp_path)  # which cannot be removed as a directory
     two.send_hello()
     assert not one.publisher.directory.exists() and two.publisher.directory.exists()
     assert above.exists() and (above.parent / "epoch_0.note").exists()
+    assert (above.parent / "epoch_0").is_symlink() and tmp_path.exists()
+
+
+def test_versions_that_evaluations_still_need_stay_in_the_ring(life: Made) -> None:
+    one, _ = life()
+    one.send_hello()
+    one.publisher.keep = [Label(1, 0)]
+    for number in range(1, one.config.weights.slots + 2):
+        one.publisher.publish(number)
+    labels = one.publisher.ring.list_labels()
+    assert Label(1, 0) in labels and Label(1, number) in labels and Label(1, 1) not in labels
 
 
 # ---- lag injection: versions of before a resume --------------------------------------------------

@@ -501,6 +501,8 @@ def test_runs_are_found_up_to_three_levels_below_and_by_age(run_dir: Path) -> No
     shutil.copy(first / "config.toml", inside.parents[1])
     shutil.copy(first / "run_id", inside.parents[1])
     assert inside not in [run.path for run in run_search.find_runs([top])], "it belongs to its run"
+    deep = [Path(f"/{x}/a/b/c/d/e/f") for x in "xy"]
+    assert run_search._choose_names(deep) == ["/x/a/b/c/d/e/f", "/y/a/b/c/d/e/f"]
     again = run_search.find_runs([first, top, too_deep])
     assert len({run.path for run in again}) == len(again) == 5 and again[0].path == first
     for place, message in ((top / "absent", "no such directory"), (no_run, "no run directory")):

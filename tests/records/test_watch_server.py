@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
+import runpy
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
@@ -146,6 +152,65 @@ def test_a_page_has_a_process_of_its_own_until_it_is_closed(run_dir: Path) -> No
     assert page.process.poll() is not None
     with pytest.raises(httpx2.ConnectError):
         httpx2.get(f"{address}/api/runs")
+
+
+def test_the_process_of_a_page_ends_with_this_one_and_takes_no_input(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its parent's death is asked for before it runs anything."""
+    started: list[dict[str, Any]] = []
+
+    class Started:
+        stdout = io.StringIO("http://127.0.0.1:7/?token=t\n")
+
+        def __init__(self, command: list[str], **how: Any) -> None:
+            started.append(how | {"command": command})
+
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    marker = lambda: None  # noqa: E731
+    monkeypatch.setattr(server, "end_with_parent", lambda: marker)
+    assert server.watch(run_dir).url == "http://127.0.0.1:7/?token=t"
+    (how,) = started
+    assert how["preexec_fn"] is marker and how["stdin"] == subprocess.DEVNULL
+    assert how["command"] == importing.make_command("asyncrl.viewer.server", str(run_dir))
+
+
+def test_the_process_of_a_page_serves_what_may_begin_later(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """As a process of its own: any free port of this machine, its address on standard output."""
+    served: list[Any] = []
+
+    class Ended:
+        def __init__(self, config: uvicorn.Config) -> None:
+            served.append(config)
+
+        def run(self, sockets: list[socket.socket]) -> None:
+            served.append(sockets[0].getsockname())
+            sockets[0].close()
+
+    monkeypatch.setattr(uvicorn, "Server", Ended)
+    monkeypatch.setattr(sys, "argv", ["server", str(tmp_path / "later")])
+    monkeypatch.delitem(sys.modules, "asyncrl.viewer.server")
+    runpy.run_module("asyncrl.viewer.server", run_name="__main__")
+    host, port = served[1]
+    assert host == "127.0.0.1"
+    assert re.fullmatch(rf"http://127\.0\.0\.1:{port}/\?token=\S{{24}}\n", capfd.readouterr().out)
+
+
+def test_the_port_that_was_asked_for_is_taken(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def listen(*words: Any) -> socket.socket:
+        asked.append(words)
+        raise ConfigError("taken")
+
+    monkeypatch.setattr(server, "listen", listen)
+    with pytest.raises(ConfigError, match="taken"):
+        server.serve([run_dir], "127.0.0.1", 7861, lambda *_: None, token=True)
+    assert asked == [("127.0.0.1", 7861)]
 
 
 def test_a_run_s_page_is_announced_and_ends_with_the_run(run_dir: Path) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from process_kit import ENV, ROOT
+
+from asyncrl.contract.parent import end_with_parent
 
 # The parent starts a child with a pipe's end, which the child writes to before and after it asks,
 # and ends: before the child asks, or after.
@@ -43,3 +48,18 @@ def test_a_child_ends_with_a_parent_that_is_gone_before_it_asks_or_after(order: 
         subprocess.run(argv, cwd=ROOT, env=ENV, pass_fds=[theirs], check=True, timeout=600)
         os.close(theirs)
         assert pipe.read() == b"child "  # to the end: nobody holds the other side
+
+
+def test_what_is_asked_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, ...]] = []
+    killed: list[tuple[int, int]] = []
+    library = SimpleNamespace(prctl=lambda *words: asked.append(words))
+    monkeypatch.setattr(ctypes, "CDLL", {None: library}.get)
+    monkeypatch.setattr(os, "kill", lambda *words: killed.append(words))
+    request = end_with_parent()
+    monkeypatch.setattr(os, "getppid", os.getpid)
+    request()
+    assert asked == [(1, signal.SIGKILL)] and not killed  # PR_SET_PDEATHSIG of <sys/prctl.h>
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    request()
+    assert len(asked) == 2 and killed == [(os.getpid(), signal.SIGKILL)]

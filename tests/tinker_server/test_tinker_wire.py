@@ -26,6 +26,12 @@ def refusal(function: Any, *values: Any, **named: Any) -> str:
     return str(error.value)
 
 
+def test_a_datum_without_tokens_is_refused_by_its_number() -> None:
+    targets = pb.Tensor(dtype=next(iter(wire.TYPES)))
+    message = pb.ForwardBackwardRequest(data=[pb.Datum(loss_fn_inputs={"target_tokens": targets})])
+    assert refusal(wire.parse_loss_call, message) == "datum 0: model_input is empty"
+
+
 def test_calls_and_outcomes_are_read_as_written(tmp_path: Path) -> None:
     log = CallLog(tmp_path / "new" / "model")
     assert CallLog(tmp_path / "new" / "model").list_numbers("call") == []

@@ -20,6 +20,7 @@ from asyncrl.contract.versions import Label
 from asyncrl.transport import chunks, fan_out, keys, tcp
 from asyncrl.transport.chunks import CHUNK_BYTES, ChunkClient, ChunkServer, VersionPending
 from asyncrl.transport.fan_out import LEARNER, RelayPeer, RelayTrees
+from asyncrl.transport.file_server import FileServer
 from asyncrl.transport.relay import RelayCache, RelayClient
 from asyncrl.transport.ring import WeightRing
 
@@ -484,6 +485,7 @@ def test_the_config_says_which_client(tmp_path: Path) -> None:
         ring = WeightRing(tmp_path / f"ring{copies}", 8, 2, [("w", "uint8", [8], 0, 8)], 1)
         server = tcp.serve(served, ring)
         assert server is not None and (server.trees is not None) == (copies > 0)
+        assert isinstance(server.files, FileServer), "other machines fetch the model and the code"
         assert server.trees is None or server.trees.fan_out == 2
         server.close()
         ring.close()

@@ -318,6 +318,10 @@ def test_a_relay_admits_whom_the_learner_names(monkeypatch: pytest.MonkeyPatch) 
     relay.allow_peers({"k": "generator-1"})
     waiting.join()
     assert answers == [True] and relay.callback("*", b"other") is False
+    unheard = keys.RelayAuthenticator(Socket())
+    monkeypatch.setattr(keys, "LIST_WAIT_S", 0.01)
+    assert unheard.callback("*", b"k") is False, "the learner's list has not come"
+    monkeypatch.setattr(keys, "LIST_WAIT_S", 3600.0)
     ended = keys.RelayAuthenticator(Socket())
     ended.stop()  # whoever waits is refused at once
     assert ended.callback("*", b"k") is False and ended.authenticator.events[-1] == "stopped"

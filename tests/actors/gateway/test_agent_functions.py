@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import runpy
 import socket
 import sys
 import threading
@@ -353,6 +355,32 @@ def test_the_prompts_of_an_environment_become_files(
     lines = (tmp_path / "train.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["answer"] for line in lines] == ["é0", "é1"]
     assert len((tmp_path / "eval.jsonl").read_text().splitlines()) == 1
+
+
+def test_an_environment_is_examined_in_a_process_of_its_own(
+    loaded: Sequence[tuple[str, dict[str, Any]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Standard output is the result alone; what the environment prints goes to standard error."""
+
+    def iterate_rows(self: Words, split: str) -> Iterator[dict[str, Any]]:
+        os.write(1, f"loading {split}\n".encode())
+        yield {"messages": [], "answer": "a", "dataset": split}
+
+    monkeypatch.setattr(Words, "iterate_rows", iterate_rows)
+    monkeypatch.setattr(sys, "argv", ["examine", "verifiers:words", '{"n": 1}', str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "actors.gateway.hubs.examine")
+    kept = os.dup(1)
+    try:
+        runpy.run_module("actors.gateway.hubs.examine", run_name="__main__")
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+    assert capfd.readouterr() == ('{"train": 1, "eval": 1}', "loading train\nloading eval\n")
+    assert loaded == [("verifiers:words", {"n": 1})]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["eval.jsonl", "train.jsonl"]
 
 
 @pytest.mark.parametrize(

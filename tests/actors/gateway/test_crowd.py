@@ -141,6 +141,27 @@ def test_an_address_that_stays_taken_is_an_error(
     assert watched.closings == 2 and bound.said == ["unbind", *["bind"] * 5]
 
 
+@pytest.mark.parametrize(
+    ("soft", "hard", "raised"),
+    [
+        (1024, 4096, [(resource.RLIMIT_NOFILE, (4096, 4096))]),
+        (1024, resource.RLIM_INFINITY, [(resource.RLIMIT_NOFILE, (65536, resource.RLIM_INFINITY))]),
+        (4096, 4096, []),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, []),
+    ],
+)
+def test_as_many_files_as_the_system_permits(
+    soft: int, hard: int, raised: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(resource, "getrlimit", {resource.RLIMIT_NOFILE: (soft, hard)}.get)
+    monkeypatch.setattr(resource, "setrlimit", lambda *words: asked.append(words))
+    monkeypatch.setattr(connection_guard, "next_descriptor", lambda: 96)
+    guard = connection_guard.ConnectionGuard(None)
+    assert asked == raised
+    assert guard.most == (96 + 2000 if hard == 4096 else 96 + connection_guard.CONNECTIONS)
+
+
 def test_a_process_that_may_open_nothing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (80, 80))
     monkeypatch.setattr(connection_guard, "next_descriptor", lambda: 30)

@@ -90,6 +90,16 @@ def test_leases_calls_and_a_new_life_of_the_learner(config: Config, tmp_path: Pa
             waiting = asyncio.create_task(door.lease("a", 1.0))
             await asyncio.sleep(0)
             assert not waiting.done()
+            with pytest.MonkeyPatch.context() as room:
+                room.setattr(type(gateway), "free_sessions", 9)
+                assert door.count_wanted() == 1
+                others = [asyncio.create_task(door.lease(x, 1.0)) for x in "xy"]
+                await asyncio.sleep(0)
+                assert door.count_wanted() == 3
+                for other in others:
+                    other.cancel()
+                await asyncio.wait(others)
+                assert door.count_wanted() == 1
             gateway.request_samples()
             assert [x.samples for x in wire.sent if isinstance(x, m.TicketRequest)] == [
                 1
