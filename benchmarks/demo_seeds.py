@@ -34,7 +34,7 @@ from scipy import stats
 ARMS = {"async": [], "sync": ["staleness.max_lag=0"]}
 TARGET = 0.8
 DEMO = ["evaluation.every=10"]
-REAL_TARGET = 0.6
+REAL_TARGET = 0.5
 REAL_GOAL = 1.35
 REAL = [
     "learner.steps=40",

@@ -25,6 +25,8 @@ RENAMED = {  # earlier name of a key, or its name in other systems -> the key
     "max_async_level": "staleness.max_lag",
     "max_head_offpolicyness": "staleness.max_lag",
     "max_staleness_steps": "staleness.max_lag",
+    "max_off_policy_steps": "staleness.max_lag",
+    "max_trajectory_age_steps": "staleness.max_lag",
     "learning_rate": "learner.lr",
     "num_generations": "learner.group_size",
     "rollout_n": "learner.group_size",
@@ -345,6 +347,7 @@ def _check_section(
         if name == layers.get_tag(struct_type)[0] or _is_of_other_method(key, root):
             continue
         if name not in fields:
+            key = _find_renamed_leaf(key, value)
             tag, _ = layers.get_tag(struct_type)
             names = [tag, *fields] if tag else list(fields)
             raise ConfigError(f"{where(key)}: {key}: {_explain_unknown_key(key, root, names)}")
@@ -364,6 +367,14 @@ def _check_section(
 
 def _is_of_other_method(key: str, root: Any) -> bool:
     return root is Config and key.count(".") == 1 and key in layers.list_keys(root)
+
+
+def _find_renamed_leaf(key: str, value: Any) -> str:
+    """Return the first key in an unknown section that is known under another name, or `key`."""
+    if not isinstance(value, dict):
+        return key
+    leaves = (_find_renamed_leaf(f"{key}.{name}", inner) for name, inner in value.items())
+    return next((x for x in leaves if x.rpartition(".")[2] in RENAMED.keys() | SPLIT.keys()), key)
 
 
 def _explain_unknown_key(key: str, root: Any, fields: typing.Collection[str]) -> str:

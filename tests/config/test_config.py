@@ -40,6 +40,14 @@ MISTAKES = [
         "[generator]\nmax_lag = 4\n",
         "c.toml:4: generator.max_lag: unknown key; did you mean staleness.max_lag?",
     ),
+    (
+        "[actor.optim]\nfused = true\ngrad_clip = 1.0\n",
+        "c.toml:5: actor.optim.grad_clip: is called learner.clip_norm here; write that",
+    ),
+    (
+        "[orchestrator]\nmax_off_policy_steps = 8\n",
+        "c.toml:4: orchestrator.max_off_policy_steps: is called staleness.max_lag here; write that",
+    ),
     ("[learner]\nlr = -1.0\n", "c.toml:4: learner.lr"),
     ('[learner]\nlr = "fast"\n', "c.toml:4: learner.lr"),
     ('[loss]\nsurrogate = "pppo"\n', "choose one of"),
