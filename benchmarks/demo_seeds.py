@@ -164,7 +164,7 @@ def main() -> None:
         "seeds": rows["async"],
         "synchronous": rows["sync"],
         "equal_accuracy": equal,
-        "sets": [*common, *args.sets],
+        "sets": [*(x for x in common if not x.startswith("model.path=")), *args.sets],
         "load_at_end": list(os.getloadavg()),
     } | (real_goal(equal) if args.real else demo_goal(rows["async"]))
     if not args.quick:

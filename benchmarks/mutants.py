@@ -5,8 +5,9 @@ the Tinker server's training and the viewer runs against the tests that reach it
 
     make mutants MUTANTS="[--sample 600] [--seed 0] [--module PART] [--quick] [--json]"
 
-Proves: at least 90 % of a seeded sample are killed, and at least 75 % of each file.  mutmut's
-operators make the mutants of the files that `[tool.mutmut]` in pyproject.toml names.
+Goals: at least 90 % of a seeded sample are killed, four of each file first, and at least 75 % of
+each file of which eight were tried.  mutmut's operators make the mutants of the files that
+`[tool.mutmut]` in pyproject.toml names.
 mutants_tests.json maps source files to the fast test files that run them; `--table` measures it
 again.  A first process imports the project and collects the tests once.  Every mutant is a fork of
 it that changes one function in memory and runs the tests that reach the changed statement, until

@@ -65,6 +65,7 @@ PROGRAMS = {
     "effective": Program("effective.py", ("effective",), 25),
     "fuzz": Program("fuzz.py", ("fuzz",), 10),
     "demo_seeds": Program("demo_seeds.py", ("demo_seeds",), 12),
+    "real_seeds": Program("demo_seeds.py --real models/smollm2", ("real_seeds",), 55),
     "vllm_engine": Program("vllm_engine.py", ("vllm_engine", "vllm_engine_start"), 25),
     "gateway": Program(
         "gateway.py --parts beyond history client", ("gateway_beyond_history_client",), 4
