@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -468,6 +469,51 @@ def test_only_generators_have_a_place_and_only_where_the_run_says_so(
     run.server.trees = None
     unanswered(run, mine, asking)
     mine.close()
+
+
+@pytest.mark.parametrize("copies", [0, 2])
+def test_addresses_and_keys_of_the_config_reach_both_ends(
+    copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[Any, ...]] = []
+    trees: list[tuple[int, int]] = []
+
+    def serve(*words: Any) -> SimpleNamespace:
+        made.append(words)
+        return SimpleNamespace(start_trees=lambda *sizes: trees.append(sizes))
+
+    monkeypatch.setattr(tcp, "ChunkServer", serve)
+    monkeypatch.setattr(tcp, "FileServer", lambda config: ("files of", config))
+    for kind in ("ChunkClient", "RelayClient"):
+        monkeypatch.setattr(tcp, kind, lambda *words, kind=kind: (kind, *words))
+    monkeypatch.setattr(tcp, "reachable_address", lambda *words: ("reachable", *words))
+    wires = SimpleNamespace(
+        weights_address="tcp://0.0.0.0:7",
+        address="tcp://trainer:5",
+        curve_dir="keys",
+        connect_s=3.5,
+    )
+    config: Any = SimpleNamespace(wires=wires, weights=SimpleNamespace(fan_out=copies))
+    ring: Any = SimpleNamespace(rows=[1], read_part=print, size=99)
+    assert tcp.serve(config, ring) is not None
+    assert made == [("tcp://0.0.0.0:7", [1], print, "keys", ("files of", config))]
+    assert trees == ([(2, 99)] if copies else [])
+    source = WeightsSource(1, "elsewhere", "ring", "tcp://0.0.0.0:4321")
+    assert tcp.connect(config, source, "generator-3") == (
+        "RelayClient" if copies else "ChunkClient",
+        ("reachable", "tcp://0.0.0.0:4321", "tcp://trainer:5"),
+        3.5,
+        "keys",
+        "generator-3",
+    )
+    wires.weights_address = ""
+    assert tcp.serve(config, ring) is None and len(made) == 1
+    with pytest.raises(PeerUnreachable) as error:
+        tcp.connect(config, WeightsSource(1, "elsewhere", "ring", ""), "generator-3")
+    assert str(error.value) == (
+        "the learner's weights are on host elsewhere in ring, which this host cannot read; set "
+        "wires.weights_address to a tcp address of the learner"
+    )
 
 
 def test_the_config_says_which_client(tmp_path: Path) -> None:

@@ -282,6 +282,40 @@ def test_a_package_of_that_name_that_is_another_one_is_named(
     )
 
 
+def test_an_environment_is_loaded_by_its_adapter_or_its_error_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    package, adapter = ModuleType("verifiers"), ModuleType("adapter")
+    package.__version__ = "0.1.9"  # type: ignore[attr-defined]
+    package.load_environment = print  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "verifiers", package)
+    monkeypatch.setitem(sys.modules, "actors.gateway.hubs.verifiers_v0", adapter)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    adapter.load = lambda *words: words  # type: ignore[attr-defined]
+    loaded: Any = self_playing.load("verifiers:words", {"seed": 1})
+    assert loaded == ("words", {"seed": 1})
+    assert any(path in ("", str(tmp_path)) for path in sys.path), "its module may lie here"
+
+    def refuse(error: BaseException) -> str:
+        def load(name: str, args: dict[str, Any]) -> None:
+            raise error
+
+        adapter.load = load  # type: ignore[attr-defined]
+        with pytest.raises(ConfigError) as told:
+            self_playing.load("verifiers:words", {})
+        assert told.value.__cause__ is error
+        return str(told.value)
+
+    begin = "agent.env = verifiers:words: "
+    assert refuse(ConfigError("no rows")) == f"{begin}no rows"
+    assert refuse(AttributeError("no Rubric")) == (
+        f"{begin}loading it raised AttributeError: no Rubric; agent.python has verifiers 0.1.9: is "
+        "it the environment's version?"
+    )
+    assert refuse(SystemExit(3)) == f"{begin}loading it called sys.exit(3)"
+
+
 def test_the_installed_version_chooses_the_adapter(tmp_path: Path) -> None:
     package = ModuleType("verifiers")
     assert self_playing.find_adapter(package) == ""

@@ -144,12 +144,13 @@ def test_a_foreign_python_finds_asyncrl_and_runs_a_module(
     foreign: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (foreign / "own_main.py").write_text(
-        "import sys, asyncrl\nprint(__name__, sys.argv[1:], asyncrl.__file__, asyncrl.__path__)\n"
+        "import sys, asyncrl\n"
+        "print(__name__, sys.argv[1:], asyncrl.__name__, asyncrl.__file__, asyncrl.__path__)\n"
     )
     monkeypatch.setattr(sys, "argv", ["foreign_start.py", "own_main", "3", "4"])
     foreign_start.main()
     inside = Path(asyncrl.__file__).parent
-    expected = f"__main__ ['3', '4'] {inside / '__init__.py'} {[str(inside)]}\n"
+    expected = f"__main__ ['3', '4'] asyncrl {inside / '__init__.py'} {[str(inside)]}\n"
     assert capsys.readouterr().out == expected
 
 
