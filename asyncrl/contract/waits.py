@@ -167,6 +167,12 @@ class ProgressWatchdog:
     60
     >>> w.observe(10, 10, 71.0); w.deadline
     2.0
+
+    The batches of the checkpoint from which a learner starts are no steps:
+
+    >>> w.restart(80.0); w.observe(0, 0, 80.0, epoch=1)
+    >>> w.observe(90, 90, 81.0, epoch=2); w.deadline
+    60
     """
 
     multiple: float
@@ -176,27 +182,29 @@ class ProgressWatchdog:
     committed: int = 0
     since: float = 0.0
     observed: float | None = None
+    epoch: int = 0
     last_commit: float | None = None
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
 
-    def observe(self, progress: int, committed: int, now: float) -> None:
+    def observe(self, progress: int, committed: int, now: float, epoch: int = 0) -> None:
         """Record a status.
 
         progress: a number that changes with every commit and evaluation completion.
         committed: number of committed batches.
-        now: seconds."""
+        now: seconds.
+        epoch: of the learner, which changes when a new one starts from its checkpoint."""
         if progress != self.progress:
             self.progress = progress
             self.since = now
         if (fresh := committed - self.committed) > 0:
             if self.last_commit is not None:
                 self.steps.append((now - self.last_commit) / fresh)
-            elif self.observed is not None and fresh > 1:
+            elif self.observed is not None and epoch == self.epoch and fresh > 1:
                 # the first of them may have come at once: the others took no longer than this
                 self.steps.append((now - self.observed) / (fresh - 1))
             self.last_commit = now
         self.committed = committed
-        self.observed = now
+        self.observed, self.epoch = now, epoch
 
     def reset_deadline(self, now: float) -> None:
         """Do not count the time until `now`: the current wait has its own deadline."""

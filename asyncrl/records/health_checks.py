@@ -157,7 +157,7 @@ def check_constant_rewards(rows: Rows) -> HealthFinding | None:
     share = average(batches, "reward/no_spread_share")
     if share is None or share < NEARLY_ALL:
         return None
-    values = {float(r[k]) for r in batches for k in ("reward/min", "reward/max") if k in r}
+    values = set(_list_extremes(batches))
     if len(values) != 1:
         observation = (
             f"in {share:.0%} of the groups of the last {len(batches)} batches all completions have "
@@ -200,11 +200,15 @@ def compute_half_interval(mean_value: float, count: float, lo: float, hi: float)
     return Z_95 * math.sqrt(max((mean_value - lo) * (hi - mean_value), 0.0) / max(count, 1.0))
 
 
-def find_reward_range(rows: Rows, means: Iterable[float]) -> tuple[float, float]:
-    """Return bounds of a run's rewards: of its batches and of `means`, and at least [0, 1]."""
-    rewards = [float(r[k]) for r in rows for k in ("reward/min", "reward/max") if k in r]
-    values = [*rewards, *means]
+def find_reward_range(values: Iterable[float]) -> tuple[float, float]:
+    """Return bounds of a run's rewards: of those in `values`, and at least [0, 1]."""
+    values = list(values)
     return min([0.0, *values]), max([1.0, *values])
+
+
+def _list_extremes(rows: Rows) -> list[float]:
+    """List the least and the largest reward of each batch."""
+    return [float(r[k]) for r in rows for k in ("reward/min", "reward/max") if k in r]
 
 
 def check_unmoved_reward(rows: Rows) -> HealthFinding | None:
@@ -217,7 +221,7 @@ def check_unmoved_reward(rows: Rows) -> HealthFinding | None:
     last = evals[-1]
     reward_before = float(first["eval/heldout"])
     reward_after = float(last["eval/heldout"])
-    lo, hi = find_reward_range(batches, (reward_before, reward_after))
+    lo, hi = find_reward_range([*_list_extremes(batches), reward_before, reward_after])
     sizes = [float(r["eval/heldout_n"]) for r in (first, last)]
     half = math.hypot(
         compute_half_interval(reward_before, sizes[0], lo, hi),
@@ -261,7 +265,7 @@ def check_generalization(rows: Rows) -> HealthFinding | None:
     ) -> tuple[float, float, float]:
         """Return the values before and after, and the margin of chance of their difference."""
         ends = [(float(r[f"eval/{split}"]), float(r[f"eval/{split}_n"])) for r in (first, last)]
-        lo, hi = find_reward_range(batches, (p for p, _ in ends))
+        lo, hi = find_reward_range([*_list_extremes(batches), *(p for p, _ in ends)])
         half = math.hypot(*(compute_half_interval(p, n, lo, hi) for p, n in ends)) * Z_EACH / Z_95
         return ends[0][0], ends[1][0], half
 
@@ -693,7 +697,7 @@ def check_oscillating_reward(rows: Rows) -> HealthFinding | None:
     points = [(float(r["eval/heldout"]), float(r["eval/heldout_n"])) for r in evals]
     if len(points) < SWINGS + 2:
         return None
-    lo, hi = find_reward_range(rows, (p for p, _ in points))
+    lo, hi = find_reward_range([*_list_extremes(rows), *(p for p, _ in points)])
     turns: list[float] = []  # the reward at each
     direction = 0  # 1: up, -1: down, since `extreme`
     extreme = points[0]

@@ -249,7 +249,7 @@ class Supervisor:
         """Store the buffer's newest status and pass its progress to the watchdog."""
         self.status = status
         self.status_time = time.monotonic()
-        self.watchdog.observe(status.progress, status.committed, self.status_time)
+        self.watchdog.observe(status.progress, status.committed, self.status_time, status.epoch)
 
     def check_progress(self) -> None:
         """Kill the process that holds up an overdue run; `handle_failure` restarts it.

@@ -14,7 +14,7 @@ import numpy as np
 
 from asyncrl.config.tree import Config
 from asyncrl.records import jsonl, trackers
-from asyncrl.records.health_checks import HealthFinding, exceeds_chance
+from asyncrl.records.health_checks import HealthFinding, exceeds_chance, find_reward_range
 from asyncrl.supervise.report.series import Series
 
 PREDICTION = "what_if.json"  # predictions of `asyncrl simulate`, written by `asyncrl report`
@@ -229,7 +229,7 @@ def check_learning(facts: Facts) -> Advice | None:
     drop = values[best] - values[-1]
     count = facts.series.get_latest("eval/heldout_n") or 1.0
     rewards = [v for k in ("reward/min", "reward/max") for v in facts.series.get_values(k)]
-    lo, hi = min([0.0, *values, *rewards]), max([1.0, *values, *rewards])
+    lo, hi = find_reward_range([*values, *rewards])
     has_fallen = exceeds_chance((values[best], count), (values[-1], count), lo, hi)
     accuracies = f"held-out reward {values[0]:.3f} at the start, {values[-1]:.3f} now"
     if best < len(values) - 1 and drop > 0.02 * (hi - lo) and has_fallen:
