@@ -168,7 +168,7 @@ class ProgressWatchdog:
     >>> w.observe(10, 10, 71.0); w.deadline
     2.0
 
-    The batches of the checkpoint from which a learner starts are no steps:
+    A learner that starts from a checkpoint has not made its batches in that time:
 
     >>> w.restart(80.0); w.observe(0, 0, 80.0, epoch=1)
     >>> w.observe(90, 90, 81.0, epoch=2); w.deadline
