@@ -178,3 +178,20 @@ def test_who_is_asked_to_end_has_longer_where_steps_may_take_longer(make: Make) 
     assert [c.code for c in s.children] == [0, None]
     s.end_remaining(10 * END_S + 0.1)
     assert [c.code for c in s.children] == [0, 0]
+
+
+def test_a_checkpoint_read_at_a_resume_is_no_pace(make: Make) -> None:
+    """The committed batches jump when the new learner has read its checkpoint: nobody made them in
+    that time, so the run keeps the grace of a start.  In one epoch they give the pace."""
+    s = make()
+
+    def status(committed: int, epoch: int) -> RunStatus:
+        return RunStatus("r", committed, 100, epoch, {}, {}, [], {}, False, progress=committed)
+
+    s.observe(status(0, epoch=1))
+    s.observe(status(90, epoch=2))
+    assert s.watchdog.deadline == s.config.watchdog.startup_s
+    s.watchdog.restart(time.monotonic())
+    s.observe(status(90, epoch=2))
+    s.observe(status(95, epoch=2))
+    assert s.watchdog.deadline == s.config.watchdog.floor_s < s.config.watchdog.startup_s
