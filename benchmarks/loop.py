@@ -158,17 +158,23 @@ def speed(
         )
 
     still = "staleness.max_lag=0"
-    two_threads = ["generator.threads=2", "learner.threads=2"]
-    ways = {
-        "one core": run("one", cores[:1], short, still, wait="PASSIVE"),
-        "both cores for each phase": run("both", cores, short, still, *two_threads, wait="PASSIVE"),
-        "a core for each side": run("each", cores, short, still, wait="PASSIVE"),
+    ways: dict[str, tuple[list[int], list[str]]] = {
+        "one core": (cores[:1], []),
+        "both cores for each phase": (cores, ["generator.threads=2", "learner.threads=2"]),
+        "a core for each side": (cores, []),
+        "two generators, half of the slots each": (cores, ["generators=2", "generator.slots=128"]),
     }
+
+    def synchronously(name: str, way: str, many: int) -> Callable[[int], dict[str, float]]:
+        on, sets = ways[way]
+        return run(name, on, many, still, *sets, wait="PASSIVE")
+
     some = list(ways)[:1] if args.quick else list(ways)
-    synchronous = fastest("synchronous", {way: partial(ways[way], 0) for way in some})
-    on = cores[:1] if synchronous["name"] == "one core" else cores
-    threads = two_threads if synchronous["name"].startswith("both") else []
-    sync = run("sync", on, steps, still, *threads, wait="PASSIVE")
+    synchronous = fastest(
+        "synchronous",
+        {way: partial(synchronously(way.split()[0], way, short), 0) for way in some},
+    )
+    sync = synchronously("sync", synchronous["name"], steps)
     kinds: dict[str, Callable[[int], dict[str, float]]] = {
         "strong": lambda r: strong(
             chosen["threads"], model, cores, steps, r, policy=policy, rows=chosen["rows"]

@@ -1,6 +1,6 @@
 """Measure the buffer with 1, 10, 100 and 1,000 generators.
 
-    OMP_NUM_THREADS=1 python benchmarks/scale.py [--quick] [--json] [--parts sockets waiting]
+    OMP_NUM_THREADS=1 python benchmarks/scale.py [--quick] [--json] [--parts sockets waiting share]
 
 sockets   the real buffer process; each generator and the learner has its own connection, and is
           complete except for the engine (lib/crowd_of_peers.py).  Each asks for eight samples,
@@ -13,9 +13,12 @@ waiting   the service with store, journal and metrics in this process, its socke
           three durability modes: generators that wait cost the others nothing.  In `disk` replies
           wait for the disk's sync, as in the service; the CPU of the syncing thread counts.  The
           cost of a renewal is measured too.
+share     the buffer's CPU for a trajectory of 1,024 tokens, flat out over sockets, over the CPU
+          that the embedded engine needs to sample one: the demo's model and slots, all of them
+          full, without delivery and reward, so that the share of a real generator is smaller.
 
 Goals: with 1,000 generators a trajectory takes at most 1.5 times the CPU that it takes with 10,
-in both parts, and every mode."""
+in the first two parts, and every mode; the share is at most 1 % with 10, 100 and 1,000."""
 
 from __future__ import annotations
 
@@ -30,11 +33,17 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from lib import rounds
 from lib.crowd_of_peers import GROUPS, SIZE, TOKENS, Crowd, Measured, Peers, a_config
 
+from actors.engine import CompletionRequest
+from actors.engine_embedded import EmbeddedEngine
 from asyncrl.config import load
 from asyncrl.contract import messages as m
+from asyncrl.contract.versions import Label
+from asyncrl.models import memory, policy
 from asyncrl.records import rundir
 from buffer.service import OUTGOING, SYNC_POLL_S, BufferService
 
@@ -46,6 +55,10 @@ LAG = 2
 ROOM = 80
 PACE = 2000.0  # trajectories/s
 TELLS = 8  # groups between two renewals of a generator that waits in a list
+LONG = 1024  # tokens of a trajectory whose share is measured
+PROMPT = 16  # of its tokens
+SHARE = 1.0  # percent: the buffer's CPU over the engine's
+SLOTS = 256  # configs/demo.toml
 MESSAGES = 16  # that the service finds on its socket in a pass of its loop
 
 
@@ -169,11 +182,11 @@ def quantile(values: list[float], share: float) -> float:
 
 
 def over_sockets(
-    work: Path, many: int, lag: int, batches: int, pace: float
+    work: Path, many: int, lag: int, batches: int, pace: float, tokens: int = TOKENS
 ) -> tuple[Measured, int]:
     """One life of a buffer: some batches unmeasured, then those that count; its memory after."""
     with tempfile.TemporaryDirectory(dir=work) as folder:
-        crowd = Crowd(Path(folder), "process", lag, many, pace)
+        crowd = Crowd(Path(folder), "process", lag, many, pace, tokens)
         try:
             crowd.batches(max(4, 2 * many // GROUPS))  # everybody has had a turn
             return crowd.batches(batches), crowd.memory()
@@ -217,13 +230,70 @@ def sockets(work: Path, n_rounds: int, per: int, many: tuple[int, ...]) -> Judge
     }
 
 
+class Sampler:
+    """The demo's engine with all its slots in use."""
+
+    def __init__(self, work: Path, slots: int, tokens: int) -> None:
+        torch.set_num_threads(1)
+        memory.keep_freed()
+        self.model = policy.build_model(
+            work / "model", "0123456789abcdefghij", max_positions=PROMPT + tokens + 1
+        )
+        self.slots = slots
+        self.tokens = tokens
+        self.engine = EmbeddedEngine(
+            self.model, slots=slots, context=PROMPT + tokens, max_new_tokens=tokens
+        )
+        self.engine.load(dict(policy.list_named_weights(self.model)), Label(1, 0), "d")
+        self.prompt = np.random.default_rng(7).integers(3, 20, PROMPT).astype(np.int32)
+        self.round = 0
+
+    def sample(self) -> float:
+        """A full set of trajectories, none ended early; CPU microseconds of one."""
+        began = time.process_time()
+        self.round += 1
+        self.engine.add(
+            CompletionRequest(
+                (self.round, at, 1), self.prompt, (0, 0), self.tokens, 1.0, 1.0, 0, stop=(), seed=7
+            )
+            for at in range(self.slots)
+        )
+        made = 0
+        while self.engine.active:
+            made += sum(answer.tokens.size for answer in self.engine.step())
+        if made != self.slots * self.tokens:
+            raise RuntimeError(f"the engine sampled {made} tokens, not {self.slots * self.tokens}")
+        return 1e6 * (time.process_time() - began) / self.slots
+
+
+def share(work: Path, n_rounds: int, per: int, many: tuple[int, ...], slots: int = SLOTS) -> Judged:
+    """The buffer's CPU of a long trajectory over its generator's, in percent."""
+    sampler = Sampler(work, slots, LONG)
+
+    def one_round(_: int) -> dict[str, float]:
+        row = {"engine": sampler.sample()}
+        return row | {str(n): over_sockets(work, n, LAG, per, 0.0, LONG)[0].cpu_us for n in many}
+
+    counted = rounds.quiet(n_rounds, one_round)
+    goals = [
+        rounds.figure(
+            f"CPU of the buffer over the engine's, {LONG} tokens, {n} generators, %",
+            [100 * row[str(n)] / row["engine"] for row in counted],
+            SHARE,
+            at_least=False,
+        )
+        for n in many
+    ]
+    return goals, {"us_a_long_trajectory": counted}
+
+
 def main() -> None:
     p = rounds.parser(__doc__)
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--batches", type=int, default=40, help="in a round")
-    p.add_argument("--parts", nargs="+", choices=("sockets", "waiting"))
+    p.add_argument("--parts", nargs="+", choices=("sockets", "waiting", "share"))
     args = p.parse_args()
-    parts = args.parts or ("sockets", "waiting")
+    parts = args.parts or ("sockets", "waiting", "share")
     n_rounds, per = (1, 6) if args.quick else (args.rounds, args.batches)
     goals: list[dict[str, Any]] = []
     details: dict[str, Any] = {"what": f"{GROUPS} x {SIZE} samples of {TOKENS} tokens a batch"}
@@ -237,7 +307,16 @@ def main() -> None:
             found, more = waiting(Path(work), n_rounds, per, modes)
             goals += found
             details |= more
-    rounds.report("scale", goals, details, args)
+        if "share" in parts:
+            found, more = (
+                share(Path(work), n_rounds, per, (10,), 8)
+                if args.quick
+                else share(Path(work), n_rounds, per, (10, 100, 1000))
+            )
+            goals += found
+            details |= more
+    named = "scale" if len(parts) == 3 else "scale_" + "_".join(parts)
+    rounds.report(named, goals, details, args)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ PROGRAMS = {
     "long_prompts": Program("long_prompts.py", ("long_prompts",), 5),
     "exact": Program("exact.py", ("exact",), 6),
     "buffer": Program("buffer.py", ("buffer",), 1),
-    "scale": Program("scale.py", ("scale",), 8),
+    "scale": Program("scale.py", ("scale", "scale_share"), 12),
     "transport": Program("transport.py", ("transport",), 10),
     "weights": Program("weights.py", ("weights",), 2),
     "reward": Program("loop.py --parts reward publication", ("loop_reward_publication",), 10),

@@ -39,7 +39,9 @@ PATIENCE_S = 600.0
 MAX_SOCKETS = 8192
 
 
-def a_config(mode: str, lag: int) -> Config:
+def a_config(mode: str, lag: int, tokens: int = 0) -> Config:
+    """The configuration of a run whose answers have so many tokens; 0: TOKENS."""
+    tokens = tokens or TOKENS
     sets = [
         f"durability.mode={mode!r}",
         f"learner.steps={STEPS}",
@@ -50,23 +52,23 @@ def a_config(mode: str, lag: int) -> Config:
         "evaluation.every=0",
         "evaluation.final_prompts=1",
         "evaluation.ood_prompts=0",
-        f"generator.max_new_tokens={TOKENS}",
-        f"generator.context={4 * TOKENS}",
+        f"generator.max_new_tokens={tokens}",
+        f"generator.context={4 * tokens}",
         "wires.lease_s=100000",
     ]
     return load.load(results_file.ROOT / "configs" / "demo.toml", sets)
 
 
-def trajectory(ticket: m.Ticket, sample: int, label: Label) -> m.Trajectory:
+def trajectory(ticket: m.Ticket, sample: int, label: Label, tokens: int) -> m.Trajectory:
     return m.Trajectory(
         ticket=ticket.ticket,
         sample=sample,
         attempt=ticket.attempt,
         prompt_tokens=b"\1\0\0\0" * 16,
-        tokens=b"\2\0\0\0" * TOKENS,
-        behavior_logprobs=b"\0\0\0\xbf" * TOKENS,
-        mask=b"\1" * TOKENS,
-        spans=[m.VersionSpan(label, "", 0, TOKENS, label)],
+        tokens=b"\2\0\0\0" * tokens,
+        behavior_logprobs=b"\0\0\0\xbf" * tokens,
+        mask=b"\1" * tokens,
+        spans=[m.VersionSpan(label, "", 0, tokens, label)],
         reward=float(sample % 2),
         reward_parts={},
         finish="stop",
@@ -79,12 +81,15 @@ class Peers:
 
     A generator asks for eight samples, delivers each group in one frame, and asks again; the
     learner asks for a batch, commits it, and releases old ones.
-    say: sends a peer's message to the buffer."""
+    say: sends a peer's message to the buffer.  tokens: of an answer; 0: TOKENS."""
 
-    def __init__(self, run: str, lag: int, say: Callable[[str, Any], None]) -> None:
+    def __init__(
+        self, run: str, lag: int, say: Callable[[str, Any], None], tokens: int = 0
+    ) -> None:
         self.run = run
         self.lag = lag
         self.say = say
+        self.tokens = tokens or TOKENS
         self.label = Label(1, 0)
         self.number = 0  # batches trained
         self.trajectories = 0  # of them
@@ -125,7 +130,7 @@ class Peers:
         """Deliver the granted samples, and ask for more."""
         for ticket in tickets:
             label = ticket.exact_version or ticket.min_version
-            made = [trajectory(ticket, sample, label) for sample in ticket.samples]
+            made = [trajectory(ticket, sample, label, self.tokens) for sample in ticket.samples]
             self.say(name, m.Delivery(name, 1, 1, made))
         self.written[name] = self.written.get(name, 0) + 1
         self.want(name)
@@ -154,10 +159,12 @@ class Crowd:
     process.
 
     pace: trajectories/s of all generators together, as if engines wrote them; 0: as fast as the
-    buffer takes them."""
+    buffer takes them.  tokens: of an answer; 0: TOKENS."""
 
-    def __init__(self, work: Path, mode: str, lag: int, many: int, pace: float = 0.0) -> None:
-        config = a_config(mode, lag)
+    def __init__(
+        self, work: Path, mode: str, lag: int, many: int, pace: float = 0.0, tokens: int = 0
+    ) -> None:
+        config = a_config(mode, lag, tokens)
         self.dir = work / f"{mode}-{lag}-{many}"
         rundir.ensure(config, load.dump(config), self.dir)
         words = [str(self.dir / "config.toml"), "--run-dir", str(self.dir)]
@@ -184,7 +191,7 @@ class Crowd:
         self.decode = msgspec.msgpack.Decoder(m.FromBuffer).decode
         for name in ("learner", *self.names):
             self.connect(name, rundir.get_buffer_address(config, self.dir))
-        self.peers = Peers(run, lag, self.say)
+        self.peers = Peers(run, lag, self.say, tokens)
         self.asked: dict[str, tuple[float, float]] = {}  # since when, and last
         self.writing: list[tuple[float, int, str, list[m.Ticket]]] = []  # until when
         self.count = 0

@@ -66,6 +66,43 @@ def test_the_service_alone(bench: Any, mode: str, tmp_path: Path) -> None:
     loop.end()
 
 
+def test_a_crowd_delivers_as_many_tokens_as_it_is_told(tmp_path: Path) -> None:
+    crowd = Crowd(tmp_path, "process", 0, 2, 0.0, 24)
+    try:
+        crowd.batches(2)
+        rows = (crowd.dir / "trained.jsonl").read_text().splitlines()
+    finally:
+        crowd.end()
+    tokens = [sum(row["lags"].values()) for row in map(json.loads, rows) if "lags" in row]
+    assert tokens and set(tokens) == {24 * BATCH}
+
+
+def test_the_share_of_the_buffer(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real engine, which samples every token; the buffer's time is given."""
+    asked = []
+
+    def stand_in(
+        work: Path, many: int, lag: int, batches: int, pace: float, tokens: int
+    ) -> tuple[crowd_of_peers.Measured, int]:
+        asked.append((many, lag, batches, pace, tokens))
+        return crowd_of_peers.Measured(1e3, 7.0 * many, []), 0
+
+    monkeypatch.setattr(bench, "LONG", 12)
+    monkeypatch.setattr(bench, "over_sockets", stand_in)
+    monkeypatch.setattr(rounds, "quiet", lambda n, one: [one(number) for number in range(n)])
+    goals, details = bench.share(tmp_path, 2, 3, (10, 100), 4)
+    assert asked == [(10, bench.LAG, 3, 0.0, 12), (100, bench.LAG, 3, 0.0, 12)] * 2
+    engines = [row["engine"] for row in details["us_a_long_trajectory"]]
+    assert len(engines) == 2 and min(engines) > 0
+    for goal, us in zip(goals, (70.0, 700.0), strict=True):
+        mean = sum(100 * us / engine for engine in engines) / 2
+        assert goal["value"] == pytest.approx(mean, rel=1e-3, abs=1e-4)
+        assert goal["goal"] == "<= 1" and goal["met"] == (goal["value"] <= 1)
+        assert "12 tokens" in goal["figure"]
+
+
 def test_what_is_judged(bench: Any) -> None:
     grown = bench.grows("disk", {1: 90.0, 10: 40.0, 100: 50.0, 1000: 60.0})
     assert (grown["value"], grown["met"]) == (1.5, True)

@@ -1,0 +1,34 @@
+"""benchmarks/buffer.py: its quick run, with every alternative started for real."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from process_kit import ENV, ROOT
+
+MODES = ("memory", "process", "disk")
+
+
+def test_the_cpu_of_a_batch_is_judged_against_the_bare_store_of_the_same_run() -> None:
+    done = subprocess.run(
+        [sys.executable, "benchmarks/buffer.py", "--quick", "--json"],
+        cwd=ROOT,
+        env=ENV,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    goals = {goal["figure"]: goal for goal in found["goals"]}
+    assert set(found["times"]) == {*MODES, "queue", "bare store"}
+    assert found["bare_store_ms"] > 0
+    for mode in MODES:
+        goal = goals[f"{mode}: CPU of a batch over the bare store's, last third"]
+        assert goal["goal"] == "<= 5" and goal["met"] == (goal["value"] <= 5)
+        last_ms = found["cpu"][mode]["last_ms"]
+        assert goal["value"] == pytest.approx(last_ms / found["bare_store_ms"], rel=0.02)
+        assert goals[f"{mode}: samples/s over the socket"]["of_queue"] > 0
