@@ -20,10 +20,10 @@ history   the same CPU time with 100 kB before the first turn, of the calls afte
 client    OpenAI's Python client, one call at a time: its own time against a stub that replies at
           once, and what the gateway adds to it: p50 at most 5 ms.
 step      configs/calc.toml against calc_http.toml, the same warm start and learning rate 0: a step
-          through HTTP takes at most 1.15 of one by environment.  The same agent is also measured
+          through HTTP takes at most 2.5 of one by environment.  The same agent is also measured
           with a plain client, as the cost of OpenAI's client is not the endpoint's.
 larger    the same two with 2.6 million parameters, untrained, and batches of 64 sessions: what a
-          call costs beyond the model is the same, what the model takes is more.
+          call costs beyond the model is the same, what the model takes is more.  At most 1.2.
 
 --quick: few calls, without vLLM, and without `step` and `larger` unless --parts names them; the
 values mean nothing."""
@@ -52,7 +52,8 @@ PAUSE_S = 0.2  # about what an engine takes for 32 tokens of 64 sessions on thes
 MANY = (1, 8, 64)
 HISTORY = 100_000  # characters
 PLAIN = "calc_http, plain client"
-STEP_MOST = 1.15
+MODEL = "model"  # a run builds a warm start only in a folder of such a name
+STEP_MOST, LARGER_MOST = 2.5, 1.2
 LARGER: dict[str, Any] = {"hidden": 256, "layers": 4, "heads": 8}  # 2.6 million parameters
 WITH = "vllm serve, log-probabilities"
 LOGPROBS = {"logprobs": True}
@@ -320,12 +321,16 @@ def judged_client(rows: list[Row]) -> list[dict[str, Any]]:
     return [rounds.figure(name, added, 5.0, at_least=False, **more)]
 
 
-def a_run(bench: Bench, config: str, steps: int, *more: str, model: str = "calc") -> dict[str, Any]:
+def make_sets(work: Path, name: str, steps: int, model: str) -> list[str]:
+    """The settings of a run in `work`, whose warm start is built there."""
+    sets = [f"runs={str(work / 'runs')!r}", f"name={name!r}", f"learner.steps={steps}"]
+    return [*sets, f"model.path={str(work / model)!r}", contenders.STILL, *contenders.SMALL]
+
+
+def a_run(bench: Bench, config: str, steps: int, *more: str, model: str = MODEL) -> dict[str, Any]:
     """Seconds a step of a run, after the first few."""
     name = f"{config}-{uuid.uuid4().hex[:6]}"
-    sets = [f"runs={str(bench.work / 'runs')!r}", f"name={name!r}", f"learner.steps={steps}"]
-    sets += [f"model.path={str(bench.work / model)!r}", contenders.STILL, *contenders.SMALL]
-    sets += more
+    sets = [*make_sets(bench.work, name, steps, model), *more]
     argv = [sys.executable, "-m", "asyncrl.cli", "run", f"configs/{config}.toml", "--json"]
     cores = sorted(os.sched_getaffinity(0))
     contenders.output([*argv, *[x for s in sets for x in ("--set", s)]], cores, 1, "PASSIVE")
@@ -363,13 +368,13 @@ def judged_step(rows: list[Row]) -> list[dict[str, Any]]:
     more: dict[str, float] = {f"{k}_ms": round(1e3 * seconds) for k, seconds in taken.items()}
     more["length"] = round(statistics.median(ratio(rows, "calc_http", "calc", "length")), 3)
     more["plain_client"] = round(statistics.median(ratio(rows, PLAIN, "calc", "step")), 3)
-    return [compared("step, through HTTP / by environment", rows, more)]
+    return [compared("step, through HTTP / by environment", rows, STEP_MOST, more)]
 
 
-def compared(name: str, rows: list[Row], more: dict[str, float]) -> dict[str, Any]:
-    """more: stands beside the figure."""
+def compared(name: str, rows: list[Row], most: float, more: dict[str, float]) -> dict[str, Any]:
+    """most: the goal.  more: stands beside the figure."""
     found = ratio(rows, "calc_http", "calc", "step")
-    return rounds.figure(name, found, STEP_MOST, at_least=False, **more)
+    return rounds.figure(name, found, most, at_least=False, **more)
 
 
 def larger(bench: Bench) -> Judged:
@@ -392,7 +397,7 @@ def larger(bench: Bench) -> Judged:
 def judged_larger(rows: list[Row]) -> list[dict[str, Any]]:
     more: dict[str, float] = {f"{k}_ms": round(1e3 * middle(rows, k, "step")) for k in rows[0]}
     more["length"] = round(statistics.median(ratio(rows, "calc_http", "calc", "length")), 3)
-    return [compared("step at 2.6M, through HTTP / by environment", rows, more)]
+    return [compared("step at 2.6M, through HTTP / by environment", rows, LARGER_MOST, more)]
 
 
 PARTS: dict[str, Callable[[Bench], Judged]] = {

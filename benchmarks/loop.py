@@ -162,7 +162,7 @@ def speed(
         "one core": (cores[:1], []),
         "both cores for each phase": (cores, ["generator.threads=2", "learner.threads=2"]),
         "a core for each side": (cores, []),
-        "two generators, half of the slots each": (cores, ["generators=2", "generator.slots=128"]),
+        "two generators": (cores, ["generators=2"]),
     }
 
     def synchronously(name: str, way: str, many: int) -> Callable[[int], dict[str, float]]:

@@ -52,6 +52,11 @@ class StoreSettings:
         return self.sampling if limit is None else replace(self.sampling, max_new_tokens=limit)
 
     @property
+    def batch_samples(self) -> int:
+        """The samples of a batch."""
+        return self.batch * self.group
+
+    @property
     def most_tokens(self) -> int:
         """The most tokens that one attempt of a sample may have."""
         return self.session_tokens or self.sampling.max_new_tokens

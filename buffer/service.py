@@ -852,12 +852,21 @@ class BufferService:
     def grant(self) -> None:
         """Grant tickets to waiting generators in the order of their requests.
 
-        It stops at the first request that gets no ticket, because the store treats all generators
-        alike unless some are reserved for evaluations."""
+        Each gets its share of a batch. It stops at the first request that gets no ticket, because
+        the store treats all generators alike unless some are reserved for evaluations."""
         now = time.monotonic()
         is_finished = self.store.finished
+        free_slots = sum(request.samples for _, request in self.ticket_requests.values())
+        waiting = free_slots - sum(
+            self.ticket_requests[name][1].samples
+            for name in self.store.settings.evaluators
+            if name in self.ticket_requests
+        )
         for name, (peer, request) in list(self.ticket_requests.items()):
-            tickets = self.store.grant(request.producer, request.session, request.samples, now)
+            samples = request.samples
+            if name not in self.store.settings.evaluators:
+                samples = admission.share_batch(samples, waiting, self.store.settings.batch_samples)
+            tickets = self.store.grant(request.producer, request.session, samples, now)
             if not tickets and not is_finished:
                 if self.config.evaluation.generators:  # they are not alike
                     continue
@@ -868,6 +877,7 @@ class BufferService:
                 self.clock.start(now)
             self.send_tickets(peer, request, tickets)
             del self.ticket_requests[name]
+            free_slots -= request.samples
             if is_finished:
                 self.generators.pop(name, None)
         if is_finished:
@@ -875,7 +885,6 @@ class BufferService:
                 self.send_tickets(peer, request, [])
                 self.generators.pop(name, None)
             self.followers.clear()
-        free_slots = sum(request.samples for _, request in self.ticket_requests.values())
         self.meter.on_free(free_slots, self.slots * len(self.generators), now)
         self.announce_version()
 

@@ -48,6 +48,25 @@ def limit_groups(
     return (int(max_lag) + 1) * batch
 
 
+def share_batch(samples: int, waiting: int, batch: int) -> int:
+    """Compute how many samples the next grant of a waiting generator may have.
+
+    A batch is divided among the generators that wait for tickets, in proportion to their free
+    slots. Otherwise the first of them could take a whole batch, and a synchronous run would have
+    one generator at work at a time. A generator that waits alone gets all that it requests.
+
+    samples: free slots of the generator.
+    waiting: free slots of all generators that wait, this one included.
+    batch: samples of a batch.
+
+    >>> share_batch(256, 512, 256), share_batch(96, 128, 64), share_batch(1024, 1024, 256)
+    (128, 48, 1024)
+    """
+    if waiting <= max(samples, batch):
+        return samples
+    return -(-batch * samples // waiting)
+
+
 LEAST = 1  # smallest adaptive limit: at 0 the learner always waits, and the limit would rise again
 AVERAGED = 3  # number of batches over which the evidence is averaged
 IDLE = 0.05  # share of idle learner time above which the limit may rise

@@ -41,6 +41,13 @@ def test_synchronous_each_side_idles_for_the_others_share() -> None:
     assert o.tickets_mean == pytest.approx(4 * 6.4 / 10.4)
 
 
+def test_two_generators_share_a_synchronous_batch() -> None:
+    """Both work at once, for as long as one alone would: calls take the same for 8 rows and 16."""
+    o = run(change(BARE, step=0.1, train=4.0), "staleness.max_lag=0", "generators=2")
+    assert o.step_s == pytest.approx(10.4)
+    assert o.idle_generator == pytest.approx(4 / 10.4, abs=0.03)  # by turns: 7.2 / 10.4
+
+
 @pytest.mark.parametrize("limit", [1, 2, 5])
 def test_where_the_learner_limits_the_lag_is_the_limit(limit: int) -> None:
     """Generation is far faster: when batch n is committed, the tickets of batch n + 1 + k go out

@@ -83,6 +83,51 @@ def test_sessions_that_may_hold_a_name_are_all_counted_by_themselves() -> None:
     assert store.count_generated_tokens() == 5 * NAMES and SESSIONS > NAMES
 
 
+@pytest.mark.parametrize(
+    ("slots", "groups"),
+    [
+        ([1 << 30], [8]),  # alone: all that it requests
+        ([16, 16], [4, 4]),
+        ([1 << 30, 1 << 30], [4, 4]),
+        ([24, 8], [6, 2]),  # in proportion to their free slots
+        ([6, 8], [3, 4]),  # there is enough for both
+        ([16, 16, 16], [3, 3, 2]),  # shares are rounded up
+    ],
+)
+def test_a_batch_is_divided_among_the_generators_that_wait(
+    tmp_path: Path, slots: list[int], groups: list[int]
+) -> None:
+    """All wait for the only batch that the limit admits; the last one is for evaluations only, and
+    its free slots are in nobody's way."""
+    many = len(slots) + 1
+    sets = [*SMALL, "learner.groups=8", f"generators={many}", "evaluation.generators=1"]
+    config = load.load(ROOT / "configs" / "demo.toml", sets)
+    rundir.ensure(config, "", tmp_path / "run")
+    made = BufferService(config, tmp_path / "run")
+    sent: dict[bytes, m.TicketGrant] = {}
+
+    def send(peer: bytes, message: Any) -> None:
+        if isinstance(message, m.TicketGrant) and message.tickets:
+            assert peer not in sent
+            sent[peer] = message
+
+    made.send = send  # type: ignore[method-assign]
+    for number, samples in enumerate([*slots, 64]):
+        name = f"generator-{number}"
+        made.handle(name.encode(), greet(made.run, name, 1))
+        made.handle(name.encode(), m.TicketRequest(name, 1, 1, samples, None))
+    made.handle(b"l", honest_hello(made.run))
+    made.store.max_lag = 0
+    made.answer()
+    evaluations = sent.pop(f"generator-{many - 1}".encode())
+    assert {ticket.kind for ticket in evaluations.tickets} == {"eval"}
+    assert [len(grant.tickets) for grant in sent.values()] == groups
+    assert list(sent) == [f"generator-{number}".encode() for number in range(many - 1)]
+    assert {ticket.kind for grant in sent.values() for ticket in grant.tickets} == {"train"}
+    assert made.close() == ""
+    rundir.clean(tmp_path / "run")
+
+
 @pytest.fixture
 def waiting(tmp_path: Path) -> Iterator[Any]:
     """A service with so many generators waiting, and what it sends."""
@@ -118,16 +163,16 @@ def test_one_question_to_the_store_serves_all_that_wait(waiting: Any) -> None:
     made.store.grant = counted
     made.answer()
     first = [(peer, x) for peer, x in sent if isinstance(x, m.TicketGrant)]
-    # who asked first: both kinds of ticket fit into its four rows, then nothing is left for anybody
-    assert [peer for peer, _ in first] == [b"generator-0"]
-    assert {t.kind for t in first[0][1].tickets} == {"train", "eval"}
-    assert calls == ["generator-0", "generator-1"]
+    # who asked first: shares of a sample are an evaluation and a group, and nothing is left
+    assert [peer for peer, _ in first] == [b"generator-0", b"generator-1"]
+    assert [[t.kind for t in given.tickets] for _, given in first] == [["eval"], ["train"]]
+    assert calls == ["generator-0", "generator-1", "generator-2"]
     for _ in range(50):
         made.answer()
-    assert len(calls) == 52
+    assert len(calls) == 53
     # a new version: its room goes to the next in line, some more are told, none of them twice
     sent.clear()
-    for ticket in first[0][1].tickets:
+    for ticket in (ticket for _, given in first for ticket in given.tickets):
         made.handle(b"generator-0", answers(ticket))
     made.handle(b"l", m.BatchRequest(1, 0))
     made.answer()
@@ -135,9 +180,9 @@ def test_one_question_to_the_store_serves_all_that_wait(waiting: Any) -> None:
     for _ in range(5):
         made.answer()
     told = [(peer, x) for peer, x in sent if isinstance(x, m.TicketGrant)]
-    assert told[0][0] == b"generator-1" and told[0][1].tickets
+    assert told[0][0] == b"generator-2" and told[0][1].tickets
     assert [peer for peer, _ in told[1:]] == [
-        f"generator-{n}".encode() for n in range(2, 2 + service.MOST_NOTIFIED)
+        f"generator-{n}".encode() for n in range(3, 3 + service.MOST_NOTIFIED)
     ]
     assert not any(x.tickets for _, x in told[1:])
     assert all(x.announcement.label == (1, 1) for _, x in told)

@@ -10,7 +10,7 @@ from math import inf
 from typing import Any, Protocol
 
 from actors.schedule import TicketSchedule
-from asyncrl.contract.admission import LimitEvidence
+from asyncrl.contract.admission import LimitEvidence, share_batch
 from asyncrl.contract.freshness.meter import BatchMeter
 from asyncrl.contract.messages import (
     LearnerHello,
@@ -286,9 +286,15 @@ class SimulatedBuffer:
         self.splits[number] = (flight / max(len(samples), 1), queue / max(len(samples), 1))
 
     def _grant(self) -> None:
-        """Grant tickets in the order of the requests, until one cannot be served."""
+        """Grant shares of a batch in the order of the requests, until one cannot be served."""
+        evaluators = self.store.settings.evaluators
+        free = sum(samples for _, samples, _ in self.wants.values())
+        waiting = free - sum(self.wants[name][1] for name in evaluators if name in self.wants)
         while self.wants:
-            name, (generator, samples, sequence) = next(iter(self.wants.items()))
+            name, (generator, requested, sequence) = next(iter(self.wants.items()))
+            samples = requested
+            if name not in evaluators:
+                samples = share_batch(requested, waiting, self.store.settings.batch_samples)
             tickets = self.store.grant(name, generator.session, samples, self.clock.now)
             if not tickets:
                 break
@@ -298,6 +304,7 @@ class SimulatedBuffer:
                 self.first_ticket = self.clock.now
             self._count_tickets(training)
             del self.wants[name]
+            free -= requested
             generator.announced = self.store.policy
             generator.schedule_call(
                 self.clock.now + self.times.wire,
@@ -306,5 +313,4 @@ class SimulatedBuffer:
                 tickets,
                 self.store.make_announcement(),
             )
-        free = sum(samples for _, samples, _ in self.wants.values())
         self.meter.on_free(free, self.capacity, self.clock.now)

@@ -25,7 +25,9 @@ import psutil
 import pytest
 from process_kit import ENV, ROOT
 
+from asyncrl.config import load
 from asyncrl.contract import messages as m
+from asyncrl.supervise import preflight
 from asyncrl.tasks import calc
 
 sys.path.append(str(ROOT / "benchmarks"))  # last: benchmarks/learner.py must not hide the package
@@ -317,10 +319,18 @@ def test_a_step_through_http_over_one_by_environment(bench: Any) -> None:
     (goal,) = bench.judged_step([made | {bench.PLAIN: {"step": 2.1, "length": 30.0}}])
     assert goal["plain_client"] == 1.05
     assert (goal["value"], goal["met"], goal["calc_ms"], goal["length"]) == (1.1, True, 2000, 1.1)
+    assert goal["goal"] == "<= 2.5"
     (goal,) = bench.judged_larger([made])
     assert (goal["value"], goal["met"], goal["calc_http_ms"], goal["length"]) == (
         *(1.1, True, 2200, 1.1),
     )
+    assert goal["goal"] == "<= 1.2"
+
+
+@pytest.mark.parametrize("config", ["calc", "calc_http"])
+def test_a_run_may_build_its_warm_start(bench: Any, tmp_path: Path, config: str) -> None:
+    made = load.load(config, bench.make_sets(tmp_path, "r", 3, bench.MODEL))
+    assert made.model.warm_start and preflight.is_own_models_folder(made)
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
