@@ -4,13 +4,13 @@
                                     [--real models/smollm2]
 
 Proves: accuracy from 0.30-0.45 to at least 0.80 (n = 1024, temperature 1, final weights) in under
-two minutes of RL, for every seed.  Each seed's synchronous run (staleness.max_lag = 0, two generators)
-starts from the same model, and every second seed has it first.  Reported is the ratio of their times to TARGET
-held-out accuracy, on the line between evaluations, with a t interval of 95 % over the logarithms
-of the seeds' ratios.  An evaluation counts at the second at which the batch was trained that made
-its version.  --real: configs/smollm2_sort.toml with this model instead, to REAL_TARGET; each arm
-has the threads with which it is fastest (benchmarks/real_model.py --parts run).  --quick: one seed
-and few steps, which shows that the program works and proves nothing."""
+two minutes of RL, for every seed. Each seed's synchronous run (staleness.max_lag = 0, two
+generators) starts from the same model, and every second seed has it first. Reported is the ratio of
+their times to TARGET held-out accuracy, on the line between evaluations, with a t interval of 95 %
+over the logarithms of the seeds' ratios. An evaluation counts at the second at which the batch was
+trained that made its version. --real: configs/smollm2_sort.toml with this model instead, to
+REAL_TARGET; each arm has the threads with which it is fastest (benchmarks/real_model.py --parts
+run). --quick: one seed and few steps, which shows that the program works and proves nothing."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from asyncrl.records import metrics
 
 IMAGES = results_file.ROOT / "docs" / "img"
 RESULTS = results_file.ROOT / "benchmarks" / "results"
-SPEED = "2026-11-26_b892fe85_2core_loop_speed.json"
+SPEED = "2026-11-27_e4736b19_2core_loop_speed.json"
 GRID = "2026-11-21_3ff3b71_4core_lag_grid.json"
 GRID_TASK = "rle-5e-4"
 # of each arm: name, color, and where the name stands

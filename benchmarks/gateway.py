@@ -52,7 +52,8 @@ PAUSE_S = 0.2  # about what an engine takes for 32 tokens of 64 sessions on thes
 MANY = (1, 8, 64)
 HISTORY = 100_000  # characters
 PLAIN = "calc_http, plain client"
-MODEL = "model"  # a run builds a warm start only in a folder of such a name
+MODEL = "model_calc"  # a run builds a warm start only in a folder of such a name
+SOLVED = 0.1  # mean reward that every warm start exceeds
 STEP_MOST, LARGER_MOST = 2.5, 1.2
 LARGER: dict[str, Any] = {"hidden": 256, "layers": 4, "heads": 8}  # 2.6 million parameters
 WITH = "vllm serve, log-probabilities"
@@ -345,12 +346,15 @@ def a_step(metrics: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "step": seconds / len(counted),
         "length": statistics.fmean(row["answer/length"] for row in counted),
+        "reward": statistics.fmean(row["reward/mean"] for row in counted),
     }
 
 
 def step(bench: Bench) -> Judged:
     bench.end()  # nothing beside it
-    a_run(bench, "calc", contenders.SKIP + 2)  # makes the warm start that all have
+    made = a_run(bench, "calc", contenders.SKIP + 2)  # makes the warm start that all have
+    if made["reward"] < SOLVED:
+        raise RuntimeError(f"reward {made['reward']:.2f}: the model has no warm start")
     steps = bench.size.steps
     function = f"{servers.HERE / 'plain_agent.py'}:play"
     plain = f"agent.function={function!r}"

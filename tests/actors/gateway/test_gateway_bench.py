@@ -314,7 +314,7 @@ def test_a_step_through_http_over_one_by_environment(bench: Any) -> None:
         | {"answer/length": 30.0}
         for n in range(skip + 4)
     ]
-    assert bench.a_step(rows) == {"step": 2.0, "length": 30.0}
+    assert bench.a_step(rows) == {"step": 2.0, "length": 30.0, "reward": 0.5}
     made = {"calc": {"step": 2.0, "length": 30.0}, "calc_http": {"step": 2.2, "length": 33.0}}
     (goal,) = bench.judged_step([made | {bench.PLAIN: {"step": 2.1, "length": 30.0}}])
     assert goal["plain_client"] == 1.05
@@ -331,6 +331,15 @@ def test_a_step_through_http_over_one_by_environment(bench: Any) -> None:
 def test_a_run_may_build_its_warm_start(bench: Any, tmp_path: Path, config: str) -> None:
     made = load.load(config, bench.make_sets(tmp_path, "r", 3, bench.MODEL))
     assert made.model.warm_start and preflight.is_own_models_folder(made)
+
+
+def test_a_step_without_a_warm_start_is_not_measured(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in = SimpleNamespace(end=lambda: None)
+    monkeypatch.setattr(bench, "a_run", lambda *_: {"step": 1.0, "length": 30.0, "reward": 0.0})
+    with pytest.raises(RuntimeError, match="reward 0.00: the model has no warm start"):
+        bench.step(stand_in)
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
