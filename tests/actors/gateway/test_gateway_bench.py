@@ -338,7 +338,7 @@ def test_a_step_without_a_warm_start_is_not_measured(
 ) -> None:
     stand_in = SimpleNamespace(end=lambda: None)
     monkeypatch.setattr(bench, "a_run", lambda *_: {"step": 1.0, "length": 30.0, "reward": 0.0})
-    with pytest.raises(RuntimeError, match="reward 0.00: the model has no warm start"):
+    with pytest.raises(RuntimeError, match=r"reward 0\.00: the model has no warm start"):
         bench.step(stand_in)
 
 
