@@ -71,8 +71,7 @@ PROGRAMS = {
         "gateway.py --parts beyond history client", ("gateway_beyond_history_client",), 4
     ),
     "gateway_engines": Program("gateway.py --parts engines", ("gateway_engines",), 5),
-    "gateway_step": Program("gateway.py --parts step", ("gateway_step",), 8),
-    "gateway_larger": Program("gateway.py --parts larger", ("gateway_larger",), 10),
+    "gateway_step": Program("gateway.py --parts step larger", ("gateway_step_larger",), 12),
     "real_model": Program(
         "real_model.py models/smollm2",
         ("real_model_run", "real_model_engine", "real_model_learner", "real_model_swap"),
