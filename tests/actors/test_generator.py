@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -263,6 +264,21 @@ def test_a_slow_engine_makes_fewer_steps_in_a_call(
         g.tracer.close()
         calls = trace.read_sized_spans(g.run_dir)[g.producer][-len(made) :]
         assert {(call.name, call.size) for call in calls} == {("decode", 2)}
+
+
+def test_the_tokens_of_completions_are_summed(
+    make: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    g = make()
+    g.socket.inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1)))  # type: ignore[attr-defined]
+    one_pass(g)
+    before, accepted = g.usage.tokens, []
+    ended = [SimpleNamespace(tokens=np.zeros(n, np.int32)) for n in (3, 4)]
+    monkeypatch.setattr(g.engine, "step", lambda _: ended)
+    monkeypatch.setattr(g, "accept_completion", accepted.append)
+    g.decode()
+    assert accepted == ended and g.usage.tokens == before + 7
+    assert g.make_renewal(None).stats["generator/tokens"] == before + 7
 
 
 def test_told_to_end_it_says_what_it_drew_and_that_its_leases_are_free(
