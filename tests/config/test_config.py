@@ -140,6 +140,10 @@ ORDERED = [  # settings that need a sample's tokens in order, and how they are t
         {"kl": {"loss": {"coefficient": 0.25, "off_policy": "prefix"}}},
         ["kl.loss.off_policy = prefix"],
     ),
+    (
+        {"kl": {"loss": {"coefficient": 0.25, "off_policy": "prefix_full"}}},
+        ["kl.loss.off_policy = prefix_full"],
+    ),
     ({"advantage": {"name": "reinforce_pp"}}, []),
     ({"kl": {"reward": {"coefficient": 0.25}}}, []),
     ({"kl": {"loss": {"coefficient": 0.25, "off_policy": "ratio"}}}, []),

@@ -64,7 +64,11 @@ def test_the_last_two_checkpoints_and_what_they_do_not_cover_stay(tmp_path: Path
     begin((1, 1))
     log.prune()
     assert (log.list_numbers("call"), log.list_numbers("outcome")) == ([0, *range(2, 8)], every)
-    begin((3, 1), (5, 10), (5, 9))
+    begin((3, 1))  # outcomes that the one before covers go with the second checkpoint
+    log.prune()
+    assert log.list_numbers("call") == [0, *range(4, 8)]
+    assert log.list_numbers("outcome") == [0, *range(2, 8)]
+    begin((5, 10), (5, 9))
     (tmp_path / "checkpoints" / "5-new").mkdir()
     (tmp_path / "checkpoints" / "new-5").mkdir()
     assert log.list_checkpoints() == [(1, 1), (3, 1), (5, 9), (5, 10)]
