@@ -35,6 +35,7 @@ from learner.step import LearnerCore
 
 POLL_S = 0.1
 PROGRESS_S = 0.5
+COMMITS_WAITED_FOR = "the replies to its commits"
 TRIES = 3  # incarnations that may be fenced while they start
 
 
@@ -238,7 +239,7 @@ class Learner(BufferPeer):
             batch = self.wait_for_batch()
             if batch is not None:
                 self.step(batch)
-        self.set_wait("the replies to its commits")
+        self.set_wait(COMMITS_WAITED_FOR)
         while (self.commits or self.checkpointed is not None) and not self.stopping:
             self.handle_messages(POLL_S)
         if not self.welcomed:
@@ -338,7 +339,19 @@ class Learner(BufferPeer):
         if self.recorder is not None:
             self.recorder.add(batch, metrics, self.digest)
         if self.number % self.config.learner.checkpoint_every == 0:
+            self.wait_for_replies()
             self.save_checkpoint()
+
+    def wait_for_replies(self) -> None:
+        """Wait until the buffer has recorded every trained batch.
+
+        A run that is resumed from a checkpoint skips its batches. If the buffer died before it had
+        recorded one of them, the rows of that batch would be missing for good.
+        """
+        self.set_wait(COMMITS_WAITED_FOR)
+        while self.commits and not self.stopping:
+            self.handle_messages(POLL_S)
+        self.set_wait("")
 
     def save_checkpoint(self) -> None:
         """Write a checkpoint; `handle_messages` announces it after its commits."""

@@ -241,6 +241,24 @@ def test_a_lost_commit_is_repeated_in_order_while_training_goes_on(life: Made) -
     assert numbers.index(1) > numbers.index(0, 1) and one.finished
 
 
+def test_a_checkpoint_is_of_batches_that_the_buffer_has_recorded(
+    life: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run resumed from it skips them: what the buffer has not written by then is missing."""
+    one, buffer = life("learner.checkpoint_every=1", lose=(m.Commit,))
+    save, unanswered = one.save_checkpoint, []
+
+    def saved() -> None:
+        unanswered.append((one.number, list(one.commits), one.waiting_for))
+        save()
+
+    monkeypatch.setattr(one, "save_checkpoint", saved)
+    one.run_batches()
+    waits = ["the buffer's welcome"] + STEPS * [""]
+    assert unanswered == [(number, [], wait) for number, wait in enumerate(waits)]
+    assert [c.number for c in buffer.of(m.Commit)].count(0) > 1
+
+
 @pytest.mark.parametrize("lost", [m.LearnerHello, m.BatchRequest, m.LearnerGoodbye])
 def test_a_lost_request_is_sent_again(life: Made, lost: type) -> None:
     one, buffer = life(lose=(lost,))
