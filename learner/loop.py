@@ -343,7 +343,7 @@ class Learner(BufferPeer):
             self.save_checkpoint()
 
     def wait_for_replies(self) -> None:
-        """Wait until the buffer has recorded every trained batch.
+        """Wait until the buffer has recorded every trained batch, or until told to stop.
 
         A run that is resumed from a checkpoint skips its batches. If the buffer died before it had
         recorded one of them, the rows of that batch would be missing for good.
