@@ -9,7 +9,7 @@ a version is one number per column.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -46,9 +46,8 @@ class FusedWeights:
         self.qk_norm = hasattr(hf.model.layers[0].self_attn, "q_norm")
         self.bias = hf.model.layers[0].self_attn.q_proj.bias is not None
         self.tied = hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
-        cos, sin = lay.compute_rope(
-            torch.arange(positions, device=hf.model.embed_tokens.weight.device)
-        )
+        self.device = hf.model.embed_tokens.weight.device
+        cos, sin = lay.compute_rope(torch.arange(positions, device=self.device))
         self.cos = cos[:, 0].contiguous()
         self.sin = sin[:, 0].contiguous()
         self.eps = torch.tensor(lay.eps, device=cos.device)
@@ -59,8 +58,9 @@ class FusedWeights:
         self.top: dict[str, torch.Tensor] = {}
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Fuse `weights` (transformers' parameter names) into place."""
+        """Fuse `weights` (transformers' parameter names, on any device) into place."""
         lay = self.lay
+        weights = _WeightsOn(self.device, weights)
         for i, store in enumerate(self.per_layer):
             fused = exact_operators.fuse_layer(lay, i, weights)
             if self.paired:
@@ -137,6 +137,26 @@ class FusedWeights:
     @property
     def vocabulary(self) -> int:
         return int(self.top["head"].shape[1])
+
+
+class _WeightsOn(Mapping[str, torch.Tensor]):
+    """Weights by name, each copied to a device when it is read; those on it are not copied."""
+
+    def __init__(self, device: torch.device, weights: Mapping[str, torch.Tensor]) -> None:
+        self.device = device
+        self.weights = weights
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.weights[name].to(self.device)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.weights
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.weights)
+
+    def __len__(self) -> int:
+        return len(self.weights)
 
 
 def _copy_into(

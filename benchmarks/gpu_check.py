@@ -33,17 +33,20 @@ DEVICE_S = 25.0  # to find the GPU
 ENDING_S = 5.0  # for a part that was stopped
 # part -> its time limit in seconds
 PARTS = {
-    "engine fp32": 40.0,
-    "engine bf16": 40.0,
-    "packed forward fp32": 35.0,
-    "packed forward bf16": 35.0,
-    "learner step fp32": 35.0,
-    "learner step bf16": 35.0,
-    "weights by shared memory": 35.0,
-    "weights by pairs": 35.0,
-    "LoRA": 45.0,
-    "exact mode": 40.0,
-    "demo run": 75.0,
+    "engine fp32": 30.0,
+    "engine bf16": 30.0,
+    "packed forward fp32": 30.0,
+    "packed forward bf16": 30.0,
+    "learner step fp32": 30.0,
+    "learner step bf16": 30.0,
+    "weights by shared memory": 30.0,
+    "weights by pairs": 30.0,
+    "LoRA": 35.0,
+    "FSDP2": 35.0,
+    "speculative decoding": 30.0,
+    "routing replay": 30.0,
+    "exact mode": 30.0,
+    "demo run": 50.0,
 }
 PACKAGES = ("torch", "transformers", "numpy", "safetensors", "msgspec", "pyzmq", "peft")
 LOG_LINES = 30  # of a failed part's stderr, in the result
@@ -187,7 +190,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="write nothing to results/")
     parser.add_argument("--json", action="store_true", help="print the result as JSON at the end")
     parser.add_argument("--only", nargs="+", choices=list(PARTS), metavar="PART")
-    parser.add_argument("--size", choices=["tiny", "full"], help="default: full on a GPU")
+    parser.add_argument(
+        "--size",
+        choices=["tiny", "full", "large"],
+        help="full: 25 million parameters, the default on a GPU; large: 300, with --patience 4",
+    )
     parser.add_argument(
         "--patience", type=float, default=1.0, help="multiply all time limits, on a busy machine"
     )

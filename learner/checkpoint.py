@@ -257,7 +257,7 @@ def restore(core: LearnerCore, path: Path) -> dict[str, Any]:
 
 def load_checkpoint(core: LearnerCore, path: Path) -> dict[str, Any]:
     """Do this rank's part of `restore`."""
-    data = torch.load(path / "state.pt", weights_only=True)
+    data = torch.load(path / "state.pt", weights_only=True, map_location="cpu")
     written_by = next((n for n in ("deepspeed", "fsdp2") if n in data["optimizer"]), "torch")
     if written_by != core.config.learner.backend:
         raise DamagedDataError(

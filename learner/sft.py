@@ -183,7 +183,7 @@ class SftRun:
                 f"checkpoint {path} is of another model than model.path = {self.config.model.path}"
             )
         load_weights(self.model, dict(list_named_weights(saved)))
-        state = torch.load(path / "state.pt", weights_only=True)
+        state = torch.load(path / "state.pt", weights_only=True, map_location="cpu")
         self.fitter.optimizer.load_state_dict(state["optimizer"])
         self.fitter.number = state["number"]
         self.tokens = state["tokens"]

@@ -6,13 +6,14 @@ by more than LIMITS."""
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +22,10 @@ import msgspec
 import numpy as np
 import torch
 import xxhash
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
+from actors.decoding.drafts import DraftPolicy
 from actors.engine import Completion, CompletionRequest
 from actors.engine_embedded import EmbeddedEngine
 from actors.weights_receiver import WeightsReceiver
@@ -29,10 +33,11 @@ from asyncrl.config import load
 from asyncrl.config.tree import Config, LoraConfig
 from asyncrl.contract.messages import Batch, Trajectory, WeightsSource
 from asyncrl.contract.versions import Label
-from asyncrl.models import adapters, policy
+from asyncrl.models import adapters, fetch, policy
 from asyncrl.models.policy import PolicyModel
 from asyncrl.records import rundir
 from asyncrl.tasks.synthetic import SortTask
+from learner.distributed.fsdp_backend import get_local_part
 from learner.publisher import Publisher
 from learner.step import LearnerCore
 from lib import learner_batch, results_file
@@ -42,6 +47,9 @@ PROGRAM = Path(__file__).resolve().parents[1] / "gpu_check.py"
 LIMITS = {"float32": (1e-3, 1e-2), "bfloat16": (0.2, 0.2)}
 PROMPT = 12  # tokens
 LONGEST = 56  # tokens of a response in the learner's batch
+DRAFT = 4  # tokens
+DRAFTED = 32  # completions with drafts, which pay while few are decoded
+UNUSED = "set_reduce_scatter_unused_params"  # torch 2.11 lacks it; one rank does not need it
 TRUNCATIONS = ((1.0, 0), (0.8, 0), (1.0, 5))  # (top-p, top-k) of the engine's requests, in turn
 Sections = Mapping[str, dict[str, object]]  # of a config
 NO_SECTIONS: Sections = MappingProxyType({})
@@ -66,7 +74,8 @@ class Size:
 
 SIZES = {
     "tiny": Size({"hidden": 32, "layers": 2, "heads": 2}, 2, 12, 8, 8, 2, 0.0),
-    "full": Size({"hidden": 512, "layers": 8, "heads": 8}, 8, 1024, 128, 256, 20, 3.0),
+    "full": Size({"hidden": 512, "layers": 8, "heads": 8}, 8, 512, 128, 256, 20, 2.0),
+    "large": Size({"hidden": 1024, "layers": 24, "heads": 16}, 8, 256, 64, 256, 20, 2.0),
 }
 
 
@@ -82,6 +91,11 @@ class Setting:
     def threads(self) -> int:
         """Threads of the CPU's share of the work."""
         return 1 if self.size is SIZES["tiny"] else min(8, os.cpu_count() or 1)
+
+    @property
+    def learner(self) -> dict[str, object]:
+        """The section of a learner that makes visible steps."""
+        return {"steps": 10**6, "lr": 1e-3, "threads": self.threads}
 
     def model_directory(self) -> Path:
         """Return the model that all parts use; the first part builds it."""
@@ -112,7 +126,7 @@ class Setting:
         path = self.model_directory()
         sections: dict[str, dict[str, object]] = {
             "model": {"path": str(path), "dtype": dtype, "device": device or self.device},
-            "learner": {"steps": 10**6, "lr": 1e-3, "threads": self.threads},
+            "learner": self.learner,
         }
         return learner_batch.config(path, **(sections | dict(replaced)))
 
@@ -174,15 +188,17 @@ def make_engine(setting: Setting, model: PolicyModel, **more: Any) -> EmbeddedEn
     )
 
 
-def generate(setting: Setting, engine: EmbeddedEngine) -> list[Completion]:
-    """Generate completions of groups of four; a third each by top-p, by top-k and by neither."""
+def generate(
+    setting: Setting, engine: EmbeddedEngine, truncations: Sequence[tuple[float, int]] = TRUNCATIONS
+) -> list[Completion]:
+    """Generate completions of groups of four, with each of the truncations in turn."""
     size = setting.size
     random = np.random.default_rng(0)
     vocabulary = engine.lay.hf.config.vocab_size
     requests = []
     for group in range(size.completions // 4):
         prompt = random.integers(3, vocabulary, PROMPT).astype(np.int32)
-        top_p, top_k = TRUNCATIONS[group % len(TRUNCATIONS)]
+        top_p, top_k = truncations[group % len(truncations)]
         requests += [
             CompletionRequest(
                 (group, sample, 1), prompt, group, size.new_tokens, 1.0, top_p, top_k, (), 7
@@ -223,6 +239,64 @@ def check_engine(setting: Setting, dtype: str) -> PartResult:
     tokens = sum(len(completion.tokens) for completion in completions)
     difference = compare_completions(completions, setting.load_reference())
     return PartResult(difference, tokens_per_s=tokens / seconds).check(dtype)
+
+
+def check_drafts(setting: Setting) -> PartResult:
+    """Generate few completions by speculative decoding, and compare their log-probabilities."""
+    few = replace(setting.size, completions=DRAFTED, slots=min(setting.size.slots, DRAFTED // 2))
+    setting = replace(setting, size=few)
+    model = setting.load("float32")
+    engine = make_engine(setting, model, drafts=DraftPolicy(DRAFT, setting.size.slots))
+    engine.load(dict(policy.list_named_weights(model)), Label(1, 0), "gpu-check")
+    completions = generate(setting, engine)
+    seconds = measure_seconds(setting, lambda: generate(setting, engine))
+    tokens = sum(len(completion.tokens) for completion in completions)
+    if not engine.proposed:
+        raise PartError("no draft was verified")
+    difference = compare_completions(completions, setting.load_reference())
+    result = PartResult(difference, tokens_per_s=tokens / seconds)
+    result.note = f"{engine.accepted / engine.proposed:.0%} of {engine.proposed:,} drafted tokens"
+    return result.check("float32")
+
+
+def check_routing(setting: Setting) -> PartResult:
+    """Generate with a mixture of experts in bfloat16, and replay its routing in another pass.
+
+    Both round.  Without the replay, close routers choose other experts."""
+    path = setting.work / "mixture"
+    size = {**setting.size.model, "intermediate": setting.size.model["hidden"] // 2}
+    built = policy.build_model(path, SortTask.symbols, family="qwen3_moe", experts=16, **size)  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in built.hf.parameters():
+            if parameter.dim() > 1:
+                # so large that the routers are far from uniform
+                parameter.normal_(0, 0.85 / size["hidden"] ** 0.5)
+    fetch.save(built.hf, path)
+    model = policy.load_policy(path, "bfloat16", setting.device)
+    engine = make_engine(setting, model, record_routing=True)
+    engine.load(dict(policy.list_named_weights(model)), Label(1, 0), "gpu-check")
+    completions = generate(setting, engine, [(1.0, 0)])
+    seconds = measure_seconds(setting, lambda: generate(setting, engine, [(1.0, 0)]))
+    part = completions[:64]
+    recorded = torch.from_numpy(np.concatenate([completion.logprobs for completion in part]))
+    k3 = {}
+    for routed in (None, [completion.routed for completion in part]):
+        with torch.no_grad():
+            output = model.logprobs(
+                [completion.prompt for completion in part],
+                [completion.tokens for completion in part],
+                torch.ones(len(part)),
+                groups=[completion.key[0] for completion in part],
+                routed=routed,
+            )
+        moved = output.logprobs.float().cpu() - recorded
+        k3[routed is not None] = float((moved.exp() - 1 - moved).mean())
+    if not k3[True] < k3[False]:
+        raise PartError(f"the replay does not lower k3: {k3[False]:.1e} to {k3[True]:.1e}")
+    tokens = sum(len(completion.tokens) for completion in completions)
+    note = f"replay lowers k3 from {k3[False]:.1e} to {k3[True]:.1e}"
+    return PartResult(tokens_per_s=tokens / seconds, note=note)
 
 
 # ---- packed forward and learner ------------------------------------------------------------------
@@ -273,11 +347,16 @@ def gradient_difference(model: PolicyModel, reference: PolicyModel) -> float:
     """Return |gradient - reference's| / |reference's|, over all trained parameters."""
     squares = [0.0, 0.0]
     theirs = dict(reference.hf.named_parameters())
+    for module in model.hf.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # a shard has the gradient
     for name, parameter in model.hf.named_parameters():
         if not parameter.requires_grad:
             continue
-        expected = theirs[name].grad.double()
-        squares[0] += float((parameter.grad.cpu().double() - expected).square().sum())
+        expected, found = theirs[name].grad.double(), parameter.grad
+        if isinstance(found, DTensor):
+            found = found.full_tensor()
+        squares[0] += float((found.cpu().double() - expected).square().sum())
         squares[1] += float(expected.square().sum())
     if not squares[1] > 0:
         raise PartError("the gradient on the CPU is 0")
@@ -297,30 +376,54 @@ def check_packed_forward(setting: Setting, dtype: str) -> PartResult:
     return result.check(dtype)
 
 
-def check_learner(setting: Setting, dtype: str, replaced: Sections = NO_SECTIONS) -> PartResult:
+def check_learner(
+    setting: Setting, dtype: str, replaced: Sections = NO_SECTIONS, backend: str = "torch"
+) -> PartResult:
     """Train on one batch, and compare its gradient and log-probabilities with the CPU's.
 
-    replaced: sections of the config."""
+    replaced: sections of both configs.
+    backend: learner.backend on the device; the CPU's is torch."""
     batch = make_batch(setting)
     path = setting.model_directory()
-    core = LearnerCore(setting.config(dtype, replaced=replaced), path)
+    config = setting.config(dtype, replaced=replaced)
+    learner = msgspec.structs.replace(config.learner, backend=backend)
+    core = LearnerCore(msgspec.structs.replace(config, learner=learner), path)
     reference = LearnerCore(setting.config(device="cpu", replaced=replaced), path)
     if core.model.adapter is not None:  # random matrices, which may differ between devices
         policy.load_weights(reference.model, dict(policy.list_named_weights(core.model)))
-    before = [weight.clone() for _, weight in policy.list_named_weights(core.model)]
+    weights = [get_local_part(weight) for _, weight in policy.list_named_weights(core.model)]
+    before = [weight.clone() for weight in weights]
     metrics = core.train(batch)
     reference.train(batch)
-    after = [weight for _, weight in policy.list_named_weights(core.model)]
-    if not all(bool(weight.isfinite().all()) for weight in after):
+    if not all(bool(weight.isfinite().all()) for weight in weights):
         raise PartError("the step made weights that are not finite")
-    if all(torch.equal(old, new) for old, new in zip(before, after, strict=True)):
+    if all(torch.equal(old, new) for old, new in zip(before, weights, strict=True)):
         raise PartError("the step changed no weight")
     result = PartResult(
         metrics["mismatch/max_at_lag_0"], gradient_difference(core.model, reference.model)
     )
     seconds = measure_seconds(setting, lambda: core.train(batch))
+    core.backend.close()
     result.tokens_per_s = sum(sample.length for sample in batch.samples) / seconds
     return result.check(dtype)
+
+
+def check_fsdp2(setting: Setting) -> PartResult:
+    """Train with FSDP2 on one rank; then with its parameters and moments in the host's memory."""
+    if not hasattr(FSDPModule, UNUSED):
+        setattr(FSDPModule, UNUSED, lambda *_, **__: None)
+    results = []
+    for offload in (False, True):
+        learner = setting.learner | {"offload": offload}
+        results.append(check_learner(setting, "float32", {"learner": learner}, "fsdp2"))
+    whole, offloaded = results
+    ratio = (offloaded.tokens_per_s or 0.0) / (whole.tokens_per_s or 1.0)
+    return PartResult(
+        max(result.logprobs or 0.0 for result in results),
+        max(result.gradients or 0.0 for result in results),
+        whole.tokens_per_s,
+        f"with offload {ratio:.2f} of the tokens a second",
+    )
 
 
 # ---- publication of weights ----------------------------------------------------------------------
@@ -362,8 +465,11 @@ def check_ring(setting: Setting) -> PartResult:
     result = PartResult(compare_completions(generate(setting, engine), reference))
 
     def transfer() -> None:
-        version = publisher.publish(2)
-        receiver.pull(publisher.source, Label(1, 2), version)
+        version = next(versions)
+        if receiver.pull(publisher.source, Label(1, version), publisher.publish(version)) is None:
+            raise PartError(f"version {version} did not arrive")
+
+    versions = itertools.count(2)
 
     seconds = measure_seconds(setting, transfer)
     result.note = f"{publisher.ring.size / 1e6:.1f} MB in {1e3 * seconds:.1f} ms"
@@ -383,8 +489,7 @@ def check_pairs(setting: Setting) -> PartResult:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
         env["CUDA_VISIBLE_DEVICES"] = visible[1]
         sections["generator"] = {"gpus": [1]}
-        rate = {"steps": 10**6, "lr": 1e-3, "threads": setting.threads}
-        sections["learner"] = rate | {"gpus": [0]}
+        sections["learner"] = setting.learner | {"gpus": [0]}
     publisher = make_publisher(setting, "pairs", sections)
     digest = publisher.publish(1)
     offer = {
@@ -542,6 +647,9 @@ CHECKS: dict[str, Callable[[Setting], PartResult]] = {
     "weights by shared memory": check_ring,
     "weights by pairs": check_pairs,
     "LoRA": check_lora,
+    "FSDP2": check_fsdp2,
+    "speculative decoding": check_drafts,
+    "routing replay": check_routing,
     "exact mode": check_exact,
     "demo run": check_demo,
 }

@@ -50,6 +50,23 @@ def test_a_restored_learner_goes_on_bitwise(model_dir: Path, tmp_path: Path) -> 
     assert torch.equal(weights(second), weights(whole)) and second.state == whole.state
 
 
+def test_a_checkpoint_written_on_a_gpu_is_read_without_one(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, (_, directory) = core(model_dir), claimed(tmp_path)
+    whole.train(batch())
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+        checkpoint.save(directory, whole, EXTRA, 1, {})
+    path = checkpoint.find_newest_checkpoint(directory)
+    assert path is not None
+    with pytest.raises(RuntimeError, match="CUDA"):
+        torch.load(path / "state.pt")
+    second = core(model_dir)
+    assert checkpoint.restore(second, path) == EXTRA
+    assert torch.equal(weights(second), weights(whole))
+
+
 def test_the_last_k_are_kept_and_nothing_half_written_stays(
     model_dir: Path, tmp_path: Path
 ) -> None:

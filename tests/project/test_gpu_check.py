@@ -106,7 +106,7 @@ def test_every_part_works_on_a_cpu_with_few_packages(few_packages: dict[str, str
     assert "warning: untested versions: transformers 5.17.0 (tested: 5.19.0)" in table
     assert "no CUDA GPU: all parts run on the CPU" in ended.stdout
     parts = {row["part"]: row for row in found["parts"]}
-    assert len(parts) == 11 and all(row["works"] for row in parts.values())
+    assert len(parts) == 14 and all(row["works"] for row in parts.values())
     assert all(any(line.startswith(name) and "works" in line for line in table) for name in parts)
     for name, row in parts.items():
         compared = (row["logprobs"], row["gradients"])
@@ -114,8 +114,11 @@ def test_every_part_works_on_a_cpu_with_few_packages(few_packages: dict[str, str
             assert 0 <= row["logprobs"] < 1e-4
         elif name.endswith("bf16"):
             assert 0 < row["logprobs"] < 0.2
-        if name.startswith(("packed", "learner")):
+        if name.startswith(("packed", "learner", "FSDP2")):
             assert None not in compared and row["tokens_per_s"] > 0
+    assert parts["FSDP2"]["note"].startswith("with offload")
+    assert parts["speculative decoding"]["note"].endswith("drafted tokens")
+    assert parts["routing replay"]["note"].startswith("replay lowers k3")
     assert parts["LoRA"]["note"] == "engine only: training needs peft"
     assert parts["demo run"]["note"].startswith("2 steps")
     assert found["met"] and found["machine"]["device"] == "cpu"

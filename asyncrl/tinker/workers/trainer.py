@@ -79,7 +79,7 @@ class TrainedModel:
             saved = load_policy(path / MODEL, str(self.parameters[0].dtype).removeprefix("torch."))
             load_weights(self.policy, dict(list_named_weights(saved)))
         if optimizer:
-            state = torch.load(path / STATE, weights_only=True)
+            state = torch.load(path / STATE, weights_only=True, map_location="cpu")
             self.optimizer.load_state_dict(state["optimizer"])
 
     def save(self, path: Path, *, state: bool) -> int:

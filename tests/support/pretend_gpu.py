@@ -1,0 +1,211 @@
+"""A GPU that computes on the CPU, but mixes with it no more than a real one does.
+
+A `GpuTensor` says that it is on cuda:0 and holds its numbers in a CPU tensor.  While `pretend_gpu`
+is active, tensors that are created on or moved to "cuda" are such tensors, and an operator that
+gets one of them and a tensor of the CPU fails as it would on a GPU.  As on a GPU, numbers of the
+CPU (tensors without axes) and indices may be mixed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from transformers import PreTrainedModel
+
+GPU = torch.device("cuda", 0)
+aten = torch.ops.aten
+COPIES = {aten._to_copy.default, aten.copy_.default}
+# a CPU tensor may index one of the GPU
+INDEXED = {
+    aten.index.Tensor,
+    aten.index_put.default,
+    aten.index_put_.default,
+    aten._index_put_impl_.default,
+    aten._unsafe_index.Tensor,
+}
+
+
+class GpuTensor(torch.Tensor):
+    """A tensor of the GPU.  For torch's own code it is a meta tensor, as autograd wants no GPU."""
+
+    host: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, host: torch.Tensor) -> GpuTensor:
+        made: GpuTensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            host.size(),
+            strides=host.stride(),
+            storage_offset=host.storage_offset(),
+            dtype=host.dtype,
+            device="meta",
+            requires_grad=host.requires_grad,
+        )
+        made.host = host
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return GPU
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]
+        return False
+
+    def tolist(self) -> Any:
+        return self.host.tolist()
+
+    def numpy(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.host.__reduce_ex__(protocol)  # read by map_location="cpu", all are the CPU's
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"GpuTensor({self.host!r})"
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return run(function, args, kwargs or {}, nullcontext())
+
+
+def is_gpu(device: Any) -> bool:
+    """Whether a new tensor is to be on the GPU; torch's own code takes a GpuTensor's device for
+    meta.
+    """
+    return device is not None and torch.device(device).type in ("cuda", "meta")
+
+
+def run(function: Any, args: Any, kwargs: dict[str, Any], mode: Any) -> Any:
+    """Run an operator, or those of which it is made: inference mode leaves that to its receiver."""
+    with mode:
+        made = function.decompose(*args, **kwargs)
+    return compute(function, args, kwargs) if made is NotImplemented else made
+
+
+def compute(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an operator on the CPU's tensors; its results are on the device where it would run."""
+    flat, spec = tree_flatten((args, kwargs))
+    on_gpu = [value for value in flat if isinstance(value, GpuTensor)]
+    on_cpu = [v for v in flat if isinstance(v, torch.Tensor) and not isinstance(v, GpuTensor)]
+    made_there = bool(on_gpu)
+    if kwargs.get("device") is not None:
+        made_there = is_gpu(kwargs["device"])
+    if on_gpu and function not in COPIES:
+        if function in INDEXED:
+            assert isinstance(args[0], GpuTensor), f"{function}: a CPU tensor indexed by the GPU's"
+            on_cpu = [value for value in args[2:3] if any(value is one for one in on_cpu)]
+        if any(value.dim() for value in on_cpu):
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, but found cuda:0 and cpu: "
+                f"{function}"
+            )
+    host_args, host_kwargs = tree_unflatten(
+        [value.host if isinstance(value, GpuTensor) else value for value in flat], spec
+    )
+    if is_gpu(host_kwargs.get("device")):
+        host_kwargs = host_kwargs | {"device": "cpu"}
+    if function is aten.histc.default and on_gpu:  # takes integers on a GPU alone
+        result = function(host_args[0].double(), *host_args[1:]).to(host_args[0].dtype)
+    else:
+        result = function(*host_args, **host_kwargs)
+    by_host = {id(value.host): value for value in on_gpu}
+
+    def place(value: torch.Tensor) -> torch.Tensor:
+        if isinstance(value, GpuTensor):
+            return value
+        same = by_host.get(id(value))
+        if same is not None:
+            return same
+        if not made_there:
+            return value
+        # a view of a tensor from outside inference mode is none of inference mode, as in torch
+        inside = torch.is_inference_mode_enabled()
+        if function.is_view and not on_gpu[0].is_inference():
+            inside = False
+        with torch.inference_mode(inside):
+            return GpuTensor(value)
+
+    if function is aten.copy_.default:
+        return args[0]
+    return tree_map_only(torch.Tensor, place, result)
+
+
+class GpuMode(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return run(function, args, kwargs or {}, self)
+
+
+class NumberMode(TorchFunctionMode):
+    """Say cuda:0 where cuda is said, as torch would ask a real GPU for its number."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        def number(value: Any) -> Any:
+            return GPU if str(value) == "cuda" else value
+
+        args = tuple(number(v) if isinstance(v, str | torch.device) else v for v in args)
+        kwargs = {name: number(v) if name == "device" else v for name, v in (kwargs or {}).items()}
+        if function in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
+            # torch would make a meta tensor of a list
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            index = tuple(torch.tensor(v) if isinstance(v, list) else v for v in index)
+            args = (args[0], index, *args[2:])
+        if function in (torch.tensor, torch.as_tensor) and kwargs.get("device") == GPU:
+            return function(*args, **kwargs | {"device": "cpu"}).to(GPU)  # these are no operators
+        return function(*args, **kwargs)
+
+
+@contextmanager
+def pretend_gpu() -> Iterator[None]:
+    """Have a GPU with 80 GB of memory."""
+    replaced = {
+        "_lazy_init": lambda: None,
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "get_device_capability": lambda *_: (9, 0),
+        "current_device": lambda: 0,
+        "synchronize": lambda *_: None,
+        "mem_get_info": lambda *_: (80 * 10**9, 80 * 10**9),
+        "memory_reserved": lambda *_: 0,
+        "memory_allocated": lambda *_: 0,
+    }
+    read_model = PreTrainedModel.from_pretrained.__func__
+
+    def read_on_cpu(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        # it builds the model of real meta tensors
+        no_gpu = mock.patch.object(torch.cuda, "is_available", lambda: False)
+        with no_gpu, _disable_current_modes():
+            return read_model(kind, *args, **kwargs)
+
+    future: Any = torch.__future__
+    before = future.get_swap_module_params_on_conversion()
+    future.set_swap_module_params_on_conversion(True)  # modules that share a parameter still do
+    try:
+        with (
+            mock.patch.multiple(torch.cuda, **replaced),
+            mock.patch.object(PreTrainedModel, "from_pretrained", classmethod(read_on_cpu)),
+            NumberMode(),
+            GpuMode(),
+        ):
+            yield
+    finally:
+        future.set_swap_module_params_on_conversion(before)
