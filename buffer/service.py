@@ -856,12 +856,8 @@ class BufferService:
         the store treats all generators alike unless some are reserved for evaluations."""
         now = time.monotonic()
         is_finished = self.store.finished
-        free_slots = sum(request.samples for _, request in self.ticket_requests.values())
-        waiting = free_slots - sum(
-            self.ticket_requests[name][1].samples
-            for name in self.store.settings.evaluators
-            if name in self.ticket_requests
-        )
+        requests = [(name, one.samples) for name, (_, one) in self.ticket_requests.items()]
+        free_slots, waiting = admission.count_free_slots(requests, self.store.settings.evaluators)
         for name, (peer, request) in list(self.ticket_requests.items()):
             samples = request.samples
             if name not in self.store.settings.evaluators:

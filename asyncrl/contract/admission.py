@@ -26,7 +26,7 @@ batch always has room."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 import xxhash
@@ -46,6 +46,26 @@ def limit_groups(
     if math.isinf(max_lag):
         return math.inf if stored_bytes < byte_limit else 0
     return (int(max_lag) + 1) * batch
+
+
+def count_free_slots(
+    requests: Iterable[tuple[str, int]], evaluators: Collection[str]
+) -> tuple[int, int]:
+    """Count the free slots of the generators that wait for tickets.
+
+    Returns those of all of them, and those among which a batch is divided.
+
+    requests: name and free slots of each generator that waits.
+    evaluators: generators that get only tickets of evaluations.
+
+    >>> count_free_slots([("generator-0", 8), ("generator-1", 4)], ["generator-1"])
+    (12, 8)
+    """
+    free = shared = 0
+    for name, slots in requests:
+        free += slots
+        shared += 0 if name in evaluators else slots
+    return free, shared
 
 
 def share_batch(samples: int, waiting: int, batch: int) -> int:

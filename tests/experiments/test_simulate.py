@@ -19,10 +19,13 @@ from simulate_kit import BARE, ROOT, config, run
 from asyncrl import cli
 from asyncrl.cli import main
 from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.freshness.meter import BatchMeter
 from asyncrl.experiments.simulate import fit, simulated_processes, times, what_if
 from asyncrl.experiments.simulate.outcome import Simulation, simulate
 from asyncrl.experiments.simulate.times import TimeModel, change
+from asyncrl.experiments.simulate.world import SimulatedBuffer
 from asyncrl.records.trace import TraceSpan
+from buffer.store import Store
 
 GENERATE = 0.64  # seconds of a batch, when all its answers are written at once
 
@@ -46,6 +49,44 @@ def test_two_generators_share_a_synchronous_batch() -> None:
     o = run(change(BARE, step=0.1, train=4.0), "staleness.max_lag=0", "generators=2")
     assert o.step_s == pytest.approx(10.4)
     assert o.idle_generator == pytest.approx(4 / 10.4, abs=0.03)  # by turns: 7.2 / 10.4
+
+
+def test_a_generator_for_evaluations_neither_gets_nor_takes_a_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it requests is granted, and what the window gets as free slots are those that wait."""
+    grant, requests = Store.grant, set()
+
+    def record(store: Store, producer: str, session: int, samples: int, now: float) -> Any:
+        requests.add((producer, samples))
+        return grant(store, producer, session, samples, now)
+
+    on_free, free = BatchMeter.on_free, []
+
+    def measure(meter: BatchMeter, slots: float, capacity: float, now: float) -> None:
+        buffer = next(one for one in buffers if one.meter is meter)
+        free.append((slots, sum(samples for _, samples, _ in buffer.wants.values())))
+        on_free(meter, slots, capacity, now)
+
+    buffers: list[SimulatedBuffer] = []
+    begin = SimulatedBuffer.__init__
+
+    def keep(buffer: SimulatedBuffer, *args: Any) -> None:
+        begin(buffer, *args)
+        buffers.append(buffer)
+
+    monkeypatch.setattr(Store, "grant", record)
+    monkeypatch.setattr(SimulatedBuffer, "__init__", keep)
+    sets = ("generators=3", "evaluation.generators=1", "evaluation.every=5", "staleness.max_lag=0")
+    known = change(BARE, step=0.1, train=4.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(BatchMeter, "on_free", measure)
+        o = simulate(config(*sets), known, 0, evaluate=True)
+    assert o.step_s == pytest.approx(10.4)
+    (evaluator,) = buffers[0].store.settings.evaluators
+    slots = config(*sets).generator.slots
+    assert {samples for producer, samples in requests if producer == evaluator} == {slots}
+    assert free and all(told == waiting for told, waiting in free)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5])

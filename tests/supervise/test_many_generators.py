@@ -95,12 +95,13 @@ def test_sessions_that_may_hold_a_name_are_all_counted_by_themselves() -> None:
     ],
 )
 def test_a_batch_is_divided_among_the_generators_that_wait(
-    tmp_path: Path, slots: list[int], groups: list[int]
+    tmp_path: Path, slots: list[int], groups: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All wait for the only batch that the limit admits; the last one is for evaluations only, and
-    its free slots are in nobody's way."""
+    """All wait for the only batch that the limit admits.  The last one is for evaluations only: its
+    free slots do not count, and it gets more tickets than a share of a batch."""
     many = len(slots) + 1
     sets = [*SMALL, "learner.groups=8", f"generators={many}", "evaluation.generators=1"]
+    sets.append("evaluation.final_prompts=64")
     config = load.load(ROOT / "configs" / "demo.toml", sets)
     rundir.ensure(config, "", tmp_path / "run")
     made = BufferService(config, tmp_path / "run")
@@ -118,9 +119,12 @@ def test_a_batch_is_divided_among_the_generators_that_wait(
         made.handle(name.encode(), m.TicketRequest(name, 1, 1, samples, None))
     made.handle(b"l", honest_hello(made.run))
     made.store.max_lag = 0
+    free: list[float] = []
+    monkeypatch.setattr(made.meter, "on_free", lambda slots, *_: free.append(slots))
     made.answer()
+    assert free == [0], "no generator waits any more"
     evaluations = sent.pop(f"generator-{many - 1}".encode())
-    assert {ticket.kind for ticket in evaluations.tickets} == {"eval"}
+    assert [ticket.kind for ticket in evaluations.tickets] == ["eval"] * 64
     assert [len(grant.tickets) for grant in sent.values()] == groups
     assert list(sent) == [f"generator-{number}".encode() for number in range(many - 1)]
     assert {ticket.kind for grant in sent.values() for ticket in grant.tickets} == {"train"}

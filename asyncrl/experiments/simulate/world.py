@@ -10,7 +10,7 @@ from math import inf
 from typing import Any, Protocol
 
 from actors.schedule import TicketSchedule
-from asyncrl.contract.admission import LimitEvidence, share_batch
+from asyncrl.contract.admission import LimitEvidence, count_free_slots, share_batch
 from asyncrl.contract.freshness.meter import BatchMeter
 from asyncrl.contract.messages import (
     LearnerHello,
@@ -286,17 +286,18 @@ class SimulatedBuffer:
         self.splits[number] = (flight / max(len(samples), 1), queue / max(len(samples), 1))
 
     def _grant(self) -> None:
-        """Grant shares of a batch in the order of the requests, until one cannot be served."""
+        """Grant shares of a batch in the order of the requests; see `BufferService.grant`."""
         evaluators = self.store.settings.evaluators
-        free = sum(samples for _, samples, _ in self.wants.values())
-        waiting = free - sum(self.wants[name][1] for name in evaluators if name in self.wants)
-        while self.wants:
-            name, (generator, requested, sequence) = next(iter(self.wants.items()))
+        requests = [(name, samples) for name, (_, samples, _) in self.wants.items()]
+        free, waiting = count_free_slots(requests, evaluators)
+        for name, (generator, requested, sequence) in list(self.wants.items()):
             samples = requested
             if name not in evaluators:
                 samples = share_batch(requested, waiting, self.store.settings.batch_samples)
             tickets = self.store.grant(name, generator.session, samples, self.clock.now)
             if not tickets:
+                if evaluators:  # generators are not alike
+                    continue
                 break
             training = sum(ticket.kind == "train" for ticket in tickets)
             self.meter.on_grant((t.ticket for t in tickets if t.kind == "train"), self.clock.now)
