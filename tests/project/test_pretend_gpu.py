@@ -74,6 +74,8 @@ def test_the_parts_of_the_check_work(
     setting = gpu_parts.Setting("cuda", gpu_parts.SIZES["tiny"], tmp_path)
     found = gpu_parts.CHECKS[part](setting)
     assert found.logprobs is not None or part == "routing replay"
+    if part == "LoRA":  # it also trains, with peft
+        assert found.gradients < 1e-4 and found.note == ""
 
 
 ENGINES: list[tuple[type[Any], dict[str, Any]]] = [

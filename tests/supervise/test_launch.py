@@ -181,8 +181,8 @@ def test_who_is_asked_to_end_has_longer_where_steps_may_take_longer(make: Make) 
 
 
 def test_a_checkpoint_read_at_a_resume_is_no_pace(make: Make) -> None:
-    """The committed batches jump when the new learner has read its checkpoint: nobody made them in
-    that time, so the run keeps the grace of a start.  In one epoch they give the pace."""
+    """The number of committed batches jumps when the new learner has read its checkpoint.  They
+    were not made since, so the run keeps the grace of a start.  In one epoch they give the pace."""
     s = make()
 
     def status(committed: int, epoch: int) -> RunStatus:
