@@ -57,6 +57,10 @@ SLOW = [
     "generator.slots=64",
     "learner.steps=60",
     "evaluation.every=10",
+    # evaluations wait for the same reward processes, and are no part of what is compared
+    "evaluation.prompts=128",
+    "evaluation.final_prompts=256",
+    "evaluation.ood_prompts=0",
     "reward.workers=32",
 ]
 SLOW_ARMS = {"async": ["staleness.max_lag=4"], "sync": ["staleness.max_lag=0"]}
