@@ -852,15 +852,19 @@ class BufferService:
     def grant(self) -> None:
         """Grant tickets to waiting generators in the order of their requests.
 
-        Each gets its share of a batch. It stops at the first request that gets no ticket, because
-        the store treats all generators alike unless some are reserved for evaluations."""
+        Each gets its share of a batch, if batches are divided. It stops at the first request that
+        gets no ticket, because the store treats all generators alike unless some are reserved for
+        evaluations."""
         now = time.monotonic()
         is_finished = self.store.finished
         requests = [(name, one.samples) for name, (_, one) in self.ticket_requests.items()]
+        divides = len(requests) > 1 and admission.divides_batches(
+            self.store.max_lag, self.count_local_threads(), len(os.sched_getaffinity(0))
+        )
         free_slots, waiting = admission.count_free_slots(requests, self.store.settings.evaluators)
         for name, (peer, request) in list(self.ticket_requests.items()):
             samples = request.samples
-            if name not in self.store.settings.evaluators:
+            if divides and name not in self.store.settings.evaluators:
                 samples = admission.share_batch(samples, waiting, self.store.settings.batch_samples)
             tickets = self.store.grant(request.producer, request.session, samples, now)
             if not tickets and not is_finished:
@@ -883,6 +887,13 @@ class BufferService:
             self.followers.clear()
         self.meter.on_free(free_slots, self.slots * len(self.generators), now)
         self.announce_version()
+
+    def count_local_threads(self) -> int:
+        """Count the threads of the learner and of the generators on its machine."""
+        host = self.store.source.host if self.store.source is not None else ""
+        local = [entry for entry in self.generators.values() if entry["host"] == host]
+        learner = self.config.learner
+        return learner.ranks * learner.threads + len(local) * self.config.generator.threads
 
     def send_tickets(self, peer: bytes, request: m.TicketRequest, tickets: list[m.Ticket]) -> None:
         """Send a grant, which may have no tickets, with the current version."""

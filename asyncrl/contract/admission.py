@@ -68,12 +68,29 @@ def count_free_slots(
     return free, shared
 
 
+def divides_batches(limit: float, threads: int, cores: int) -> bool:
+    """Return whether the generators that wait for tickets divide a batch.
+
+    A batch that several write is complete sooner, but costs more work than by one. On a machine
+    with fewer cores than threads the learner loses the time that this takes. There only a
+    synchronous run divides its batches, because its learner waits meanwhile.
+
+    limit: staleness.max_lag
+    threads: of the learner and of all generators on its machine
+    cores: of that machine
+
+    >>> [divides_batches(limit, 3, cores) for limit, cores in ((0, 2), (2, 2), (2, 4))]
+    [True, False, True]
+    """
+    return limit == 0 or threads <= cores
+
+
 def share_batch(samples: int, waiting: int, batch: int) -> int:
     """Compute how many samples the next grant of a waiting generator may have.
 
-    A batch is divided among the generators that wait for tickets, in proportion to their free
-    slots. Otherwise the first of them could take a whole batch, and a synchronous run would have
-    one generator at work at a time. A generator that waits alone gets all that it requests.
+    A batch is divided in proportion to the free slots of the generators that wait for tickets.
+    Otherwise the first of them could take a whole batch, and a synchronous run would have one
+    generator at work at a time. A generator that waits alone gets all that it requests.
 
     samples: free slots of the generator.
     waiting: free slots of all generators that wait, this one included.

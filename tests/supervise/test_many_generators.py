@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hostile_messages_kit import honest_hello
+from msgspec.structs import replace
 from process_kit import ROOT
 from service_kit import SMALL, answers, greet
 from store_kit import hello, make, train, write
@@ -128,6 +130,37 @@ def test_a_batch_is_divided_among_the_generators_that_wait(
     assert [len(grant.tickets) for grant in sent.values()] == groups
     assert list(sent) == [f"generator-{number}".encode() for number in range(many - 1)]
     assert {ticket.kind for grant in sent.values() for ticket in grant.tickets} == {"train"}
+    assert made.close() == ""
+    rundir.clean(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("cores", "host", "groups"),
+    [
+        (2, "here", [8, 8]),  # three threads: what divided batches cost, the learner would lose
+        (3, "here", [4, 4]),
+        (2, "elsewhere", [4, 4]),  # the learner has its machine to itself
+    ],
+)
+def test_batches_are_divided_where_that_takes_no_core_from_the_learner(
+    tmp_path: Path, cores: int, host: str, groups: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    sets = [*SMALL, "learner.groups=8", "generators=2"]
+    config = load.load(ROOT / "configs" / "demo.toml", sets)
+    rundir.ensure(config, "", tmp_path / "run")
+    made = BufferService(config, tmp_path / "run")
+    sent: list[m.TicketGrant] = []
+    made.send = lambda _, message: sent.append(message)  # type: ignore[method-assign]
+    for number in range(2):
+        name = f"generator-{number}"
+        made.handle(name.encode(), replace(greet(made.run, name, 1), host=host))
+        made.handle(name.encode(), m.TicketRequest(name, 1, 1, 16, None))
+    made.handle(b"l", honest_hello(made.run))
+    made.store.max_lag = 1
+    made.answer()
+    grants = [message.tickets for message in sent if isinstance(message, m.TicketGrant)]
+    assert [sum(ticket.kind == "train" for ticket in grant) for grant in grants] == groups
     assert made.close() == ""
     rundir.clean(tmp_path / "run")
 

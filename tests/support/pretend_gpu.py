@@ -8,6 +8,7 @@ CPU (tensors without axes) and indices may be mixed in.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -196,6 +197,12 @@ def pretend_gpu() -> Iterator[None]:
         with no_gpu, _disable_current_modes():
             return read_model(kind, *args, **kwargs)
 
+    run_thread = threading.Thread.run
+
+    def run_with_modes(thread: threading.Thread) -> None:
+        with NumberMode(), GpuMode():  # torch keeps them for each thread
+            run_thread(thread)
+
     future: Any = torch.__future__
     before = future.get_swap_module_params_on_conversion()
     future.set_swap_module_params_on_conversion(True)  # modules that share a parameter still do
@@ -203,6 +210,7 @@ def pretend_gpu() -> Iterator[None]:
         with (
             mock.patch.multiple(torch.cuda, **replaced),
             mock.patch.object(PreTrainedModel, "from_pretrained", classmethod(read_on_cpu)),
+            mock.patch.object(threading.Thread, "run", run_with_modes),
             NumberMode(),
             GpuMode(),
         ):
