@@ -52,9 +52,7 @@ PROGRAMS = {
     "startup": Program("startup.py", ("startup",), 3),
     "memory": Program("memory.py", ("memory",), 11),
     "curves": Program("loop.py --parts curves", ("loop_curves",), 8),
-    "comparisons": Program(
-        "comparisons.py", ("comparisons", "comparisons_default", "comparisons_slow"), 20
-    ),
+    "comparisons": Program("comparisons.py", ("comparisons_default",), 6),
     "simulate": Program("simulate.py", ("simulate",), 20),
     "freshness": Program("freshness.py", ("freshness",), 3),
     "repeatable": Program("repeatable.py", ("repeatable",), 10),
@@ -65,6 +63,7 @@ PROGRAMS = {
     "effective": Program("effective.py", ("effective",), 25),
     "fuzz": Program("fuzz.py", ("fuzz",), 10),
     "demo_seeds": Program("demo_seeds.py", ("demo_seeds",), 12),
+    "slow_seeds": Program("demo_seeds.py --slow", ("slow_seeds",), 18),
     "real_seeds": Program("demo_seeds.py --real models/smollm2", ("real_seeds",), 55),
     "vllm_engine": Program("vllm_engine.py", ("vllm_engine", "vllm_engine_start"), 25),
     "gateway": Program(
