@@ -190,11 +190,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="write nothing to results/")
     parser.add_argument("--json", action="store_true", help="print the result as JSON at the end")
     parser.add_argument("--only", nargs="+", choices=list(PARTS), metavar="PART")
-    parser.add_argument(
-        "--size",
-        choices=["tiny", "full", "large"],
-        help="full: 25 million parameters, the default on a GPU; large: 300, with --patience 4",
-    )
+    parser.add_argument("--size", choices=["tiny", "full"], help="default: full on a GPU")
     parser.add_argument(
         "--patience", type=float, default=1.0, help="multiply all time limits, on a busy machine"
     )

@@ -889,7 +889,10 @@ class BufferService:
         self.announce_version()
 
     def count_local_threads(self) -> int:
-        """Count the threads of the learner and of the generators on its machine."""
+        """Count the threads of the learner and of the generators on its machine.
+
+        That machine is taken for the buffer's, whose cores are known.
+        """
         host = self.store.source.host if self.store.source is not None else ""
         local = [entry for entry in self.generators.values() if entry["host"] == host]
         learner = self.config.learner
