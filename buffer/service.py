@@ -187,7 +187,9 @@ class BufferService:
         self.metrics = MetricsWriter(run_dir)
         self.trackers = TrackerFeeds(run_dir, config.record.trackers)
         self.samples = jsonl.JsonlAppender(run_dir / "samples.jsonl")
-        self.ticket_requests: dict[str, tuple[bytes, m.TicketRequest]] = {}
+        self.ticket_requests: admission.TicketQueue[tuple[bytes, m.TicketRequest]] = (
+            admission.TicketQueue(self.store.settings.evaluators)
+        )
         # requests for zero samples: these generators sample the calls of sessions, and need only
         # new versions and the end of the run
         self.followers: dict[str, tuple[bytes, m.TicketRequest]] = {}
@@ -199,6 +201,8 @@ class BufferService:
         self.batch_requests: deque[tuple[bytes, m.BatchRequest]] = deque()
         self.goodbyes: dict[bytes, m.LearnerGoodbye] = {}
         self.generators: dict[str, dict[str, Any]] = {}
+        # threads on the learner's machine; None: to be counted again
+        self.local_threads: int | None = None
         self.sessions = PeerSessions(config.wires.lease_s)
         self.next_joined = FIRST_JOINED  # number of the next generator that joins without a key
         self.toml = load.dump(config)  # for generators that join
@@ -329,8 +333,7 @@ class BufferService:
         if state == "new":
             self.store.end_sessions(name, session)
             # a ticket granted to a dead session would be blocked until its lease expires
-            self.forget_requests(name)
-            self.generators[name] = {"stats": {}, "waiting": None, "pid": 0, "host": ""}
+            self.remove_generator(name)
         elif state == "refused":
             self.send(
                 peer,
@@ -389,8 +392,7 @@ class BufferService:
     def forget(self, now: float) -> None:
         """Forget names that have been unused for very long."""
         for name in self.sessions.forget(now):
-            self.generators.pop(name, None)
-            self.forget_requests(name)
+            self.remove_generator(name)
 
     def refuse_foreign_peer(self, peer: bytes, protocol: int, run: str) -> bool:
         """Refuse a peer of another protocol or run; return whether it was refused."""
@@ -421,6 +423,7 @@ class BufferService:
             return
         if (entry := self.admit_generator(hello.producer, peer, hello.session)) is not None:
             entry |= {"pid": hello.pid, "host": hello.host, "greeted": True}
+            self.local_threads = None
             if (early_request := self.early_requests.pop(hello.producer, None)) is not None:
                 self.queue_ticket_request(*early_request)
 
@@ -460,13 +463,17 @@ class BufferService:
 
     def queue_ticket_request(self, peer: bytes, request: m.TicketRequest) -> None:
         """Queue a request for tickets, or for new versions alone."""
-        queue = self.ticket_requests if request.samples else self.followers
-        queue[request.producer] = (peer, request)
+        if request.samples:
+            self.ticket_requests.add(request.producer, request.samples, (peer, request))
+        else:
+            self.followers[request.producer] = (peer, request)
         self.to_notify[request.producer] = None
 
-    def forget_requests(self, name: str) -> None:
-        """Drop the queued requests of a generator."""
-        self.ticket_requests.pop(name, None)
+    def remove_generator(self, name: str) -> None:
+        """Drop what is known of a generator, with its queued requests."""
+        self.generators.pop(name, None)
+        self.local_threads = None
+        self.ticket_requests.remove(name)
         self.followers.pop(name, None)
         self.early_requests.pop(name, None)
 
@@ -597,8 +604,7 @@ class BufferService:
         if not self.sessions.end_session(message.producer, message.session):
             return  # another session holds its name and its leases
         self.store.end_sessions(message.producer, NO_SESSION)
-        self.forget_requests(message.producer)
-        self.generators.pop(message.producer, None)
+        self.remove_generator(message.producer)
 
     def make_announcement(self) -> m.PolicyAnnouncement | None:
         """Make the store's announcement; None before a learner's hello to this buffer process.
@@ -626,6 +632,7 @@ class BufferService:
             return
         if self.ended_at and not self.store.finished:
             self.ended_at, self.ended_before = 0.0, False
+        self.local_threads = None
         self.vocabulary = hello.vocabulary
         self.routing = hello.routing
         self.images = hello.images
@@ -857,18 +864,19 @@ class BufferService:
         evaluations."""
         now = time.monotonic()
         is_finished = self.store.finished
-        requests = [(name, one.samples) for name, (_, one) in self.ticket_requests.items()]
-        divides = len(requests) > 1 and admission.divides_batches(
+        queue = self.ticket_requests
+        divides = len(queue) > 1 and admission.divides_batches(
             self.store.max_lag, self.count_local_threads(), len(os.sched_getaffinity(0))
         )
-        free_slots, waiting = admission.count_free_slots(requests, self.store.settings.evaluators)
-        for name, (peer, request) in list(self.ticket_requests.items()):
-            samples = request.samples
-            if divides and name not in self.store.settings.evaluators:
-                samples = admission.share_batch(samples, waiting, self.store.settings.batch_samples)
+        granted: list[str] = []
+        for name, samples, (peer, request) in queue:
+            if divides and name not in queue.evaluators:
+                samples = admission.share_batch(
+                    samples, queue.shared, self.store.settings.batch_samples
+                )
             tickets = self.store.grant(request.producer, request.session, samples, now)
             if not tickets and not is_finished:
-                if self.config.evaluation.generators:  # they are not alike
+                if queue.evaluators:  # generators are not alike
                     continue
                 break
             training = [ticket.ticket for ticket in tickets if ticket.kind == "train"]
@@ -876,16 +884,15 @@ class BufferService:
             if training:
                 self.clock.start(now)
             self.send_tickets(peer, request, tickets)
-            del self.ticket_requests[name]
-            free_slots -= request.samples
-            if is_finished:
-                self.generators.pop(name, None)
+            granted.append(name)
+        for name in granted:
+            queue.remove(name)
         if is_finished:
-            for name, (peer, request) in self.followers.items():
+            for peer, request in self.followers.values():
                 self.send_tickets(peer, request, [])
-                self.generators.pop(name, None)
-            self.followers.clear()
-        self.meter.on_free(free_slots, self.slots * len(self.generators), now)
+            for name in [*granted, *self.followers]:
+                self.remove_generator(name)
+        self.meter.on_free(queue.free, self.slots * len(self.generators), now)
         self.announce_version()
 
     def count_local_threads(self) -> int:
@@ -893,10 +900,13 @@ class BufferService:
 
         That machine is taken for the buffer's, whose cores are known.
         """
-        host = self.store.source.host if self.store.source is not None else ""
-        local = [entry for entry in self.generators.values() if entry["host"] == host]
-        learner = self.config.learner
-        return learner.ranks * learner.threads + len(local) * self.config.generator.threads
+        if self.local_threads is None:
+            host = self.store.source.host if self.store.source is not None else ""
+            local = [entry for entry in self.generators.values() if entry["host"] == host]
+            learner = self.config.learner
+            self.local_threads = learner.ranks * learner.threads
+            self.local_threads += len(local) * self.config.generator.threads
+        return self.local_threads
 
     def send_tickets(self, peer: bytes, request: m.TicketRequest, tickets: list[m.Ticket]) -> None:
         """Send a grant, which may have no tickets, with the current version."""
@@ -922,7 +932,8 @@ class BufferService:
             return
         if policy != self.announced:
             self.announced = policy
-            self.to_notify |= dict.fromkeys(itertools.islice(self.ticket_requests, MOST_NOTIFIED))
+            waiting = (name for name, _, _ in self.ticket_requests)
+            self.to_notify |= dict.fromkeys(itertools.islice(waiting, MOST_NOTIFIED))
             self.to_notify |= dict.fromkeys(self.followers)
             if self.store.settings.wait:
                 busy = (name for name in self.generators if name not in self.ticket_requests)

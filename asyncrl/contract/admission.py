@@ -26,13 +26,16 @@ batch always has room."""
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Generic, TypeVar
 
 import msgspec
 import xxhash
 
 from asyncrl.contract.messages import VersionSpan
 from asyncrl.contract.versions import Label, PolicyTree
+
+Request = TypeVar("Request")
 
 
 def limit_groups(
@@ -48,24 +51,62 @@ def limit_groups(
     return (int(max_lag) + 1) * batch
 
 
-def count_free_slots(
-    requests: Iterable[tuple[str, int]], evaluators: Collection[str]
-) -> tuple[int, int]:
-    """Count the free slots of the generators that wait for tickets.
+class TicketQueue(Generic[Request]):
+    """The generators that wait for tickets, in the order of their requests.
 
-    Returns those of all of them, and those among which a batch is divided.
+    Free slots are counted as requests come and go, so a message costs the same however many
+    generators wait.
 
-    requests: name and free slots of each generator that waits.
-    evaluators: generators that get only tickets of evaluations.
+    evaluators: generators that get only tickets of evaluations
+    free: free slots of all generators that wait
+    shared: those among which a batch is divided, which are not the evaluators'
 
-    >>> count_free_slots([("generator-0", 8), ("generator-1", 4)], ["generator-1"])
-    (12, 8)
+    >>> queue: TicketQueue[str] = TicketQueue(evaluators=["generator-1"])
+    >>> queue.add("generator-0", 8, "first")
+    >>> queue.add("generator-1", 4, "second")
+    >>> queue.free, queue.shared, list(queue)
+    (12, 8, [('generator-0', 8, 'first'), ('generator-1', 4, 'second')])
+    >>> queue.remove("generator-0")
+    >>> queue.free, queue.shared, "generator-0" in queue
+    (4, 0, False)
     """
-    free = shared = 0
-    for name, slots in requests:
-        free += slots
-        shared += 0 if name in evaluators else slots
-    return free, shared
+
+    def __init__(self, evaluators: Collection[str] = ()) -> None:
+        self.evaluators = frozenset(evaluators)
+        self.free = self.shared = 0
+        self._waiting: dict[str, tuple[int, Request]] = {}
+
+    def add(self, name: str, slots: int, request: Request) -> None:
+        """Queue a request; a generator that waits already keeps its place."""
+        self._count(name, slots - self._count_slots(name))
+        self._waiting[name] = slots, request
+
+    def remove(self, name: str) -> None:
+        """Drop the request of a generator, if it has one."""
+        self._count(name, -self._count_slots(name))
+        self._waiting.pop(name, None)
+
+    def get(self, name: str) -> Request | None:
+        """Return the request of a generator; None if it does not wait."""
+        waiting = self._waiting.get(name)
+        return None if waiting is None else waiting[1]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._waiting
+
+    def __iter__(self) -> Iterator[tuple[str, int, Request]]:
+        for name, (slots, request) in self._waiting.items():
+            yield name, slots, request
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def _count_slots(self, name: str) -> int:
+        return self._waiting[name][0] if name in self._waiting else 0
+
+    def _count(self, name: str, slots: int) -> None:
+        self.free += slots
+        self.shared += 0 if name in self.evaluators else slots
 
 
 def divides_batches(limit: float, threads: int, cores: int) -> bool:

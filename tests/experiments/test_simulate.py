@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 from click.testing import CliRunner
+from service_kit import CountedDict
 from simulate_kit import BARE, ROOT, config, run
 
 from asyncrl import cli
@@ -65,7 +66,7 @@ def test_a_generator_for_evaluations_neither_gets_nor_takes_a_share(
 
     def measure(meter: BatchMeter, slots: float, capacity: float, now: float) -> None:
         buffer = next(one for one in buffers if one.meter is meter)
-        free.append((slots, sum(samples for _, samples, _ in buffer.wants.values())))
+        free.append((slots, sum(samples for _, samples, _ in buffer.wants)))
         on_free(meter, slots, capacity, now)
 
     buffers: list[SimulatedBuffer] = []
@@ -302,13 +303,15 @@ def test_a_seed_repeats_and_another_differs() -> None:
 
 
 def test_ten_thousand_generators_cost_little_more_than_a_hundred() -> None:
-    """Counted in events, not in seconds: those that find no ticket sleep."""
+    """Counted in events, and in requests that they look at: those that find no ticket sleep."""
     counts = []
     for n in (100, 10_000):
         s = Simulation(config(f"generators={n}", "learner.groups=32"), rough(), evaluate=False)
+        requests = s.buffer.wants._waiting = CountedDict()
         o = s.run()
         counts.append(next(s.clock._count))
         assert o.idle_generator > 0.7 and o.lag_max <= 2
+        assert 0 < requests.looked < 2 * counts[-1]
     assert counts[1] < counts[0] + 2 * 10_000
 
 

@@ -447,6 +447,8 @@ def test_a_resumed_training_is_bit_for_bit_one_that_never_stopped(
     run_dir = sft.prepare(cut, "my.toml")
     with monkeypatch.context() as patched, pytest.raises(Killed):
         patched.setattr(sft.SftRun, "step", step)
+        # its checkpoint is one that was written on a GPU
+        patched.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
         sft.run(cut, run_dir, print)
     said: list[str] = []
     again = sft.run(sft.load_resumed(run_dir, ()), run_dir, said.append)

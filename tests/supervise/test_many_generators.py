@@ -11,7 +11,7 @@ import pytest
 from hostile_messages_kit import honest_hello
 from msgspec.structs import replace
 from process_kit import ROOT
-from service_kit import SMALL, answers, greet
+from service_kit import SMALL, CountedDict, answers, greet
 from store_kit import hello, make, train, write
 
 from asyncrl.config import load
@@ -229,6 +229,38 @@ def test_one_question_to_the_store_serves_all_that_wait(waiting: Any) -> None:
     made.answer()
     made.answer()
     assert [peer for peer, x in sent if isinstance(x, m.TicketGrant)] == [b"generator-499"]
+
+
+def test_a_message_looks_only_at_the_first_generator_that_waits(waiting: Any) -> None:
+    made, _ = waiting(500)
+    made.answer()
+    queue = made.ticket_requests
+    queue._waiting = CountedDict(queue._waiting)
+    made.generators = CountedDict(made.generators)
+    for _ in range(50):
+        made.answer()
+    assert queue._waiting.looked == 50 and made.generators.looked == 0
+
+
+def test_the_threads_on_the_learners_machine_follow_who_is_there(waiting: Any) -> None:
+    made, _ = waiting(0)
+    counts = [made.count_local_threads()]
+    for number, host in enumerate(("here", "here", "elsewhere", "here")):
+        name = f"generator-{number}"
+        made.handle(b"g", m.TicketRequest(name, 1, 1, 4, None))  # before its hello
+        assert made.count_local_threads() == counts[-1]
+        made.handle(b"g", replace(greet(made.run, name, 1), host=host))
+        counts.append(made.count_local_threads())
+    assert counts == [1, 2, 3, 3, 4]
+    made.handle(b"g", m.GeneratorGoodbye("generator-0", 1))
+    assert made.count_local_threads() == 3
+    source = m.WeightsSource(2, "elsewhere", "", "")
+    other = replace(honest_hello(made.run), epoch=2, label=Label(2, 0), source=source)
+    made.handle(b"l", other)
+    assert made.count_local_threads() == 2
+    made.sessions.forget = lambda now: ["generator-2"]
+    made.forget(0.0)
+    assert made.count_local_threads() == 1
 
 
 def test_who_wants_no_sample_is_told_of_versions_and_the_end_and_holds_nobody_up(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,26 @@ SMALL = (
     "evaluation.ood_prompts=0",
     "wires.lease_s=600",  # nothing here comes by time
 )
+
+
+class CountedDict(dict[str, Any]):
+    """Counts the entries that iterations look at."""
+
+    looked = 0
+
+    def __iter__(self) -> Iterator[str]:
+        return self._count(super().__iter__())
+
+    def values(self) -> Iterator[Any]:  # type: ignore[override]
+        return self._count(super().values())
+
+    def items(self) -> Iterator[tuple[str, Any]]:  # type: ignore[override]
+        return self._count(super().items())
+
+    def _count(self, entries: Iterable[Any]) -> Iterator[Any]:
+        for entry in entries:
+            self.looked += 1
+            yield entry
 
 
 class Run:

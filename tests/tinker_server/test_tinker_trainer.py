@@ -172,11 +172,16 @@ def test_a_gradient_that_is_not_finite_changes_nothing(trainer: Trainer) -> None
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-def test_a_state_continues(trainer: Trainer, tmp_path: Path, rank: int) -> None:
+def test_a_state_continues(
+    trainer: Trainer, tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the state was written on a GPU and there is none."""
     trainer.handle(LoadModel("m", rank=rank, seed=2))
     train(trainer, DATA)
     trainer.handle(PLAIN)
-    saved = trainer.handle(SaveWeights("m", str(tmp_path / "state"), state=True))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+        saved = trainer.handle(SaveWeights("m", str(tmp_path / "state"), state=True))
     assert isinstance(saved, CallDone)
     assert saved.bytes == sum(
         file.stat().st_size for file in (tmp_path / "state").rglob("*") if file.is_file()

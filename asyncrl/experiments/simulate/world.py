@@ -10,7 +10,7 @@ from math import inf
 from typing import Any, Protocol
 
 from actors.schedule import TicketSchedule
-from asyncrl.contract.admission import LimitEvidence, count_free_slots, share_batch
+from asyncrl.contract.admission import LimitEvidence, TicketQueue, share_batch
 from asyncrl.contract.freshness.meter import BatchMeter
 from asyncrl.contract.messages import (
     LearnerHello,
@@ -101,8 +101,8 @@ class SimulatedBuffer:
             evaluations.prompt = lambda split, index: NO_PROMPT
         self.store = Store(settings, lambda index: NO_PROMPT, evaluations)
         self.learner: LearnerClient
-        # name -> (generator, samples, sequence)
-        self.wants: dict[str, tuple[GeneratorClient, int, int]] = {}
+        # requests: the generator, and the number of its request
+        self.wants: TicketQueue[tuple[GeneratorClient, int]] = TicketQueue(settings.evaluators)
         self.awake: dict[str, GeneratorClient] = {}
         self.asks: deque[int] = deque()
         # the oldest ask waits for this group (ticket order), or for this number of completions
@@ -157,7 +157,7 @@ class SimulatedBuffer:
         )
 
     def on_want(self, generator: GeneratorClient, samples: int, sequence: int) -> None:
-        self.wants[generator.name] = (generator, samples, sequence)
+        self.wants.add(generator.name, samples, (generator, sequence))
 
     def on_deliver(self, generator: GeneratorClient, samples: list[Trajectory]) -> None:
         tickets = {sample.ticket for sample in samples} & self.store.alive.keys()
@@ -180,7 +180,7 @@ class SimulatedBuffer:
         self.store.end_sessions(generator.name, session)
         leased = sum(group.lease is not None for group in self.store.alive.values())
         self._count_tickets(leased - self.tickets)
-        self.wants.pop(generator.name, None)
+        self.wants.remove(generator.name)
 
     def on_lost(self, progress: list[tuple[int, int, int]], generator: GeneratorClient) -> None:
         """Record the last progress of a lost generator."""
@@ -287,16 +287,14 @@ class SimulatedBuffer:
 
     def _grant(self) -> None:
         """Grant shares of a batch in the order of the requests; see `BufferService.grant`."""
-        evaluators = self.store.settings.evaluators
-        requests = [(name, samples) for name, (_, samples, _) in self.wants.items()]
-        free, waiting = count_free_slots(requests, evaluators)
-        for name, (generator, requested, sequence) in list(self.wants.items()):
-            samples = requested
-            if name not in evaluators:
-                samples = share_batch(requested, waiting, self.store.settings.batch_samples)
+        queue = self.wants
+        granted: list[str] = []
+        for name, samples, (generator, sequence) in queue:
+            if name not in queue.evaluators:
+                samples = share_batch(samples, queue.shared, self.store.settings.batch_samples)
             tickets = self.store.grant(name, generator.session, samples, self.clock.now)
             if not tickets:
-                if evaluators:  # generators are not alike
+                if queue.evaluators:  # generators are not alike
                     continue
                 break
             training = sum(ticket.kind == "train" for ticket in tickets)
@@ -304,8 +302,7 @@ class SimulatedBuffer:
             if self.first_ticket is None and training:
                 self.first_ticket = self.clock.now
             self._count_tickets(training)
-            del self.wants[name]
-            free -= requested
+            granted.append(name)
             generator.announced = self.store.policy
             generator.schedule_call(
                 self.clock.now + self.times.wire,
@@ -314,4 +311,6 @@ class SimulatedBuffer:
                 tickets,
                 self.store.make_announcement(),
             )
-        self.meter.on_free(free, self.capacity, self.clock.now)
+        for name in granted:
+            queue.remove(name)
+        self.meter.on_free(queue.free, self.capacity, self.clock.now)
