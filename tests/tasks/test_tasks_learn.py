@@ -43,14 +43,15 @@ def short(directory: Path, steps: int) -> list[str]:
     ]
 
 
+def make_warm(path: Path, name: str) -> None:
+    """With 350 of 550 or 600 steps the accuracy is nearly the same: 0.38 and 0.39."""
+    config = load.load(ROOT / "configs" / f"{name}.toml", short(path, 1))
+    warm_start(config, path / "model", steps=350, threads=1)
+
+
 @pytest.fixture(scope="module")
 def rle_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    def make(path: Path) -> None:
-        warm_start(
-            load.load(ROOT / "configs" / "rle.toml", short(path, 1)), path / "model", threads=1
-        )
-
-    return shared(tmp_path_factory, "rle", make)
+    return shared(tmp_path_factory, "rle", lambda path: make_warm(path, "rle"))
 
 
 @pytest.mark.parametrize(("name", "steps", "least"), CASES)
@@ -99,6 +100,7 @@ def test_sessions_learn(tmp_path: Path) -> None:
     """`calc` by its own config: gateway, environment, generator, buffer and learner as processes.
 
     A run of all 60 steps went from 0.43 to 0.92 (docs/log)."""
+    make_warm(tmp_path, "calc")
     sets = short(tmp_path, 16) + ["name='calc'", f"seed={RUN_SEED}"]
     argv = [sys.executable, "-m", "asyncrl.cli", "run", "configs/calc.toml", "--json"]
     argv += [part for item in sets for part in ("--set", item)]
