@@ -3,7 +3,11 @@
 In every round one run of configs/demo.toml (limit 2) is fitted; then runs with other settings are
 made, and predicted with the times of the first: lag histograms (total variation) and idle shares
 (points).  The difference of two real runs of the same settings, from round to round, is reported
-too: the machine is shared, and no prediction can be better than a repetition."""
+too: the machine is shared, and no prediction can be better than a repetition.
+
+The predictions share as many cores as this process may use.  The runs end with the evaluation of
+the config, whose decode calls are beside no update: without them the fit cannot tell how much the
+two sides slow each other down."""
 
 from __future__ import annotations
 
@@ -27,7 +31,6 @@ CALLS = 3072  # of the slow reward: as many as a run makes, or its tail is misse
 SEEDS = 5  # of a prediction
 SMALL = [
     "evaluation.every=0",
-    "evaluation.final_prompts=64",
     "evaluation.ood_prompts=0",
     "record.samples=0",
 ]
@@ -158,10 +161,19 @@ def one_round(
         place = f"r{r}_{list(RUNS).index(name)}"
         found = real(work, place, model, steps, RUNS[name], r)
         if name == BASE:
-            times = fit(work / place)[0]
+            times = change(fit(work / place)[0], cores=len(os.sched_getaffinity(0)))
             out["times"] = {
                 k: getattr(times, k)
-                for k in ("step", "row", "admit", "look", "finish", "beside", "train_tokens")
+                for k in (
+                    "step",
+                    "row",
+                    "admit",
+                    "look",
+                    "finish",
+                    "beside",
+                    "cores",
+                    "train_tokens",
+                )
             }
         known = change(times, reward=slow) if name.startswith("slow") else times
         guess = predicted(load(work / place / "config.toml"), known, SEEDS)

@@ -21,7 +21,7 @@ from asyncrl import cli
 from asyncrl.cli import main
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.freshness.meter import BatchMeter
-from asyncrl.experiments.simulate import fit, simulated_processes, times, what_if
+from asyncrl.experiments.simulate import fit, simulated_processes, times, what_if, world
 from asyncrl.experiments.simulate.outcome import Simulation, simulate
 from asyncrl.experiments.simulate.times import TimeModel, change
 from asyncrl.experiments.simulate.world import SimulatedBuffer
@@ -218,6 +218,39 @@ def test_beside_slows_both_where_they_run_at_once_only() -> None:
     assert run(busy, "staleness.max_lag=4", "generator.slots=64").step_s == pytest.approx(
         0.96, rel=0.05
     ), "at once"
+
+
+def test_processes_share_the_cores_that_there_are() -> None:
+    """Up to the calls, and parts of updates, that begin before the other side does."""
+    one = change(BARE, train=0.64, cores=1)
+    assert run(one, "staleness.max_lag=0").step_s == pytest.approx(1.28), "by turns"
+    at_once = ("staleness.max_lag=4", "generator.slots=64")
+    assert run(one, *at_once).step_s == pytest.approx(1.28, rel=0.1), "each at half its speed"
+    assert run(change(one, cores=2), *at_once).step_s == pytest.approx(0.64, rel=0.1)
+    assert run(change(one, cores=2, beside=1.5), *at_once).step_s == pytest.approx(0.96, rel=0.1)
+    halves = ("staleness.max_lag=0", "generator.slots=8", "generators=2")
+    assert run(one, *halves).step_s == pytest.approx(2 * GENERATE + 0.64, rel=0.02)
+    assert run(change(one, cores=2), *halves).step_s == pytest.approx(GENERATE + 0.64, rel=0.02)
+    slowed = run(change(one, cores=2, beside=1.5), *halves)
+    assert slowed.step_s == pytest.approx(1.5 * GENERATE + 0.64, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("limit", "cores", "divided"), [(0, 2, True), (1, 2, False), (1, 3, True), (1, None, True)]
+)
+def test_a_batch_is_divided_as_on_a_machine_with_these_cores(
+    limit: int, cores: int | None, divided: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two generators and a learner, of a thread each."""
+    shares: list[int] = []
+
+    def share(samples: int, waiting: int, batch: int) -> int:
+        shares.append(waiting)
+        return samples
+
+    monkeypatch.setattr(world, "share_batch", share)
+    run(change(BARE, cores=cores), f"staleness.max_lag={limit}", "generators=2")
+    assert bool(shares) == divided
 
 
 # ---- the same rules as a run ---------------------------------------------------------------------

@@ -100,6 +100,8 @@ class Simulation:
             for index in range(config.generators)
         ]
         self.buffer.capacity = sum(generator.most_open for generator in self.generators)
+        self.buffer.threads = config.learner.ranks * config.learner.threads
+        self.buffer.threads += config.generators * config.generator.threads
         self.alive: list[int] = []
         self.idle_shares: list[float] = []
         self.counted = [(0.0, 0.0)] * len(self.generators)

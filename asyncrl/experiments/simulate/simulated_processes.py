@@ -44,6 +44,7 @@ from asyncrl.experiments.simulate.times import (
 from asyncrl.experiments.simulate.world import EventClock, SimulatedBuffer
 
 _TOKENS: dict[int, bytes] = {}
+PARTS = 8  # of an update, each of which is slowed down by what runs at its start
 
 
 class TimeSampler:
@@ -276,7 +277,7 @@ class SimulatedGenerator:
             finished += self.engine.pop(self.engine_clock, ())
         self.live -= len(finished)
         self.ended = finished
-        slowdown = times.beside if self.buffer.learner.training else 1.0
+        slowdown = self.buffer.compute_slowdown()
         work = (self.engine_clock - first_step) * (times.step + times.row * rows)
         seconds = slowdown * self.draws.sample_time("noise") * (work + times.admit * admitted)
         self.schedule_call(
@@ -544,10 +545,20 @@ class SimulatedLearner:
         if self.settings.prefetch and self.number + 1 < self.settings.steps:
             self.ask(self.number + 1)
         scale = tokens / self.times.train_tokens if self.times.train_tokens else 1.0
-        slowdown = self.times.beside if self.buffer.awake else 1.0
-        train, publish = self.draws.sample_time("train"), self.draws.sample_time("publish")
-        seconds = slowdown * train * scale + publish
-        self.clock.schedule(self.clock.now + seconds, self.on_trained, seconds)
+        part = self.draws.sample_time("train") * scale / PARTS
+        self.train_part(self.clock.now, part, PARTS)
+
+    def train_part(self, start: float, part: float, left: int) -> None:
+        """Go through an update in parts, each at the speed that the others leave it.
+
+        start: of the update. part: seconds of one of them, alone on its core."""
+        now = self.clock.now
+        if left:
+            end = now + part * self.buffer.compute_slowdown()
+            self.clock.schedule(end, self.train_part, start, part, left - 1)
+        else:
+            end = now + self.draws.sample_time("publish")
+            self.clock.schedule(end, self.on_trained, end - start)
 
     def on_trained(self, seconds: float) -> None:
         now = self.clock.now

@@ -123,6 +123,8 @@ class TimeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     ess: Annotated[float, Meta(gt=0, le=1)] = 0.97
     # factor of decode calls during training and of training beside a busy generator
     beside: Annotated[float, Meta(ge=1)] = 1.0
+    # cores that learner and generators share; None: each process has its own
+    cores: Annotated[float, Meta(gt=0)] | None = None
     noise: Spec = 1.0  # factor of each decode call
     lengths: Spec | None = None  # tokens of a call, by default half to all of max_new_tokens
     group_lengths: list[list[int]] | None = None  # of whole groups, overrides lengths

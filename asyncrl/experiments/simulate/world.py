@@ -10,7 +10,7 @@ from math import inf
 from typing import Any, Protocol
 
 from actors.schedule import TicketSchedule
-from asyncrl.contract.admission import LimitEvidence, TicketQueue, share_batch
+from asyncrl.contract.admission import LimitEvidence, TicketQueue, divides_batches, share_batch
 from asyncrl.contract.freshness.meter import BatchMeter
 from asyncrl.contract.messages import (
     LearnerHello,
@@ -113,6 +113,7 @@ class SimulatedBuffer:
         self.first_ticket: float | None = None
         self.meter = BatchMeter()
         self.capacity = 0  # samples that the generators hold at most
+        self.threads = 0  # of the learner and the generators
         self.tickets = self.most_tickets = 0  # in flight: groups that generators hold
         self.tickets_since = self.ticket_seconds = 0.0  # and their integral over time
         self.alive_since = self.alive_seconds = 0.0  # the same of groups outstanding or stored
@@ -285,12 +286,23 @@ class SimulatedBuffer:
         self.lags[number] = counts
         self.splits[number] = (flight / max(len(samples), 1), queue / max(len(samples), 1))
 
+    def compute_slowdown(self) -> float:
+        """Return the factor on the time of a decode call or a part of an update that starts now."""
+        training, generating = int(self.learner.training), len(self.awake)
+        if self.times.cores is None:
+            return self.times.beside if training and generating else 1.0
+        busy = training + generating
+        return max(1.0, busy / self.times.cores) * (self.times.beside if busy > 1 else 1.0)
+
     def _grant(self) -> None:
         """Grant shares of a batch in the order of the requests; see `BufferService.grant`."""
         queue = self.wants
         granted: list[str] = []
+        divides = self.times.cores is None or divides_batches(
+            self.store.max_lag, self.threads, int(self.times.cores)
+        )
         for name, samples, (generator, sequence) in queue:
-            if name not in queue.evaluators:
+            if divides and name not in queue.evaluators:
                 samples = share_batch(samples, queue.shared, self.store.settings.batch_samples)
             tickets = self.store.grant(name, generator.session, samples, self.clock.now)
             if not tickets:
