@@ -40,6 +40,7 @@ SLOW = [
     "learner.groups=8",
     "generator.slots=64",
     "staleness.max_lag=4",
+    "evaluation.final_prompts=64",
 ]
 BASE = "limit 2 (fitted)"
 RUNS: dict[str, list[str]] = {
