@@ -39,7 +39,8 @@ PROGRAMS = {
     "long_prompts": Program("long_prompts.py", ("long_prompts",), 5),
     "exact": Program("exact.py", ("exact",), 6),
     "buffer": Program("buffer.py", ("buffer",), 1),
-    "scale": Program("scale.py", ("scale", "scale_share"), 12),
+    "scale": Program("scale.py --parts waiting sockets", ("scale_waiting_sockets",), 3),
+    "scale_share": Program("scale.py --parts share", ("scale_share",), 9),
     "transport": Program("transport.py", ("transport",), 10),
     "weights": Program("weights.py", ("weights",), 2),
     "reward": Program("loop.py --parts reward publication", ("loop_reward_publication",), 10),
@@ -66,6 +67,7 @@ PROGRAMS = {
     "slow_seeds": Program("demo_seeds.py --slow", ("slow_seeds",), 18),
     "real_seeds": Program("demo_seeds.py --real models/smollm2", ("real_seeds",), 55),
     "vllm_engine": Program("vllm_engine.py", ("vllm_engine", "vllm_engine_start"), 25),
+    "vllm_engine_swap": Program("vllm_engine.py --parts swap", ("vllm_engine_swap",), 1),
     "gateway": Program(
         "gateway.py --parts beyond history client", ("gateway_beyond_history_client",), 4
     ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,8 +14,10 @@ import pytest
 import torch
 from bench_rivals_kit import program
 from engine_kit import request, run
+from holding import held
 from learner_step_kit import batch, core, weights
 from pretend_gpu import GPU, pretend_gpu
+from process_kit import ROOT
 
 from actors.decoding.drafts import DraftPolicy
 from actors.engine import Completion
@@ -28,9 +29,7 @@ from asyncrl.tasks.synthetic import SortTask
 from learner import checkpoint
 from learner.step import LearnerCore
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
-SUPPORT = ROOT / "tests" / "support"
 
 
 @pytest.fixture
@@ -122,14 +121,6 @@ def test_an_engine_samples_what_it_samples_on_the_cpu(name: str, tmp_path: Path)
     np.testing.assert_allclose(here[-1].logprobs, there[-1].logprobs, atol=1e-5)
 
 
-# every process of the run imports this module when it starts
-BEGIN = """
-import sys
-if "asyncrl.cli" in sys.orig_argv:
-    from pretend_gpu import pretend_gpu
-    gpu = pretend_gpu()
-    gpu.__enter__()
-"""
 SETS = {
     **{"learner.steps": 2, "learner.groups": 2, "learner.group_size": 2, "generator.slots": 8},
     **{"generator.max_new_tokens": 8, "generator.context": 32, "evaluation.prompts": 4},
@@ -139,20 +130,15 @@ SETS = {
 }
 
 
-@pytest.mark.cold  # its processes import torch after the GPU is pretended
 def test_a_run_of_the_config_for_one_gpu_ends(tmp_path: Path) -> None:
     policy.build_model(tmp_path / "models" / "m", SortTask.symbols, hidden=32, heads=2)
-    (tmp_path / "sitecustomize.py").write_text(BEGIN)
-    env = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(SUPPORT), str(ROOT)]),
-        "OMP_NUM_THREADS": "1",
-    }
     path, runs = (json.dumps(str(tmp_path / name)) for name in ("models/m", "runs"))
     command = [sys.executable, "-m", "asyncrl.cli", "run", "--json", "configs/gpu_one.toml"]
     for key, value in (SETS | {"model.path": path, "runs": runs}).items():
         command += ["--set", f"{key}={value}"]
-    ended = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        command, cwd=ROOT, env=held(gpu=True), capture_output=True, text=True, check=False
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     summary = json.loads(ended.stdout.strip().splitlines()[-1])
     assert summary["steps"] == 2 and summary["tokens"] > 0

@@ -15,7 +15,14 @@ sys.path.append(str(ROOT / "benchmarks"))  # last: benchmarks/learner.py must no
 import table  # noqa: E402
 
 # figures of a study or of a single run: docs/log says how each was made
-STUDIES = {"lag_grid", "demo_run", "loop_speed_without_trl", "middle_lag"}
+STUDIES = {
+    "lag_grid",
+    "demo_run",
+    "loop_speed_without_trl",
+    "middle_lag",
+    "scale_waiting",
+    "simulate_slow",
+}
 
 
 @pytest.fixture

@@ -7,7 +7,8 @@ HOLD_ANSWERS    generators stand still in the middle of their answers until the 
                 in order), so that the batch will be trained and its version announced.
 HOLD_BATCHES    a file with a number: the learner trains the batches below it.
 HOLD_LATE       a file: the clock by which a gateway ends the steps of its environments jumps when
-                it is there."""
+                it is there.
+PRETEND_GPU     torch has a GPU (pretend_gpu.py)."""
 
 from __future__ import annotations
 
@@ -61,10 +62,18 @@ def hold_clock(module: Any) -> None:
     module.time = SimpleNamespace(monotonic=monotonic)
 
 
+def give_gpu(module: Any) -> None:
+    from pretend_gpu import pretend_gpu
+
+    module.pretended_gpu = pretend_gpu()  # kept: without a reference it would end
+    module.pretended_gpu.__enter__()
+
+
 HOLDS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "HOLD_ANSWERS": ("actors.generator", hold_answers),
     "HOLD_BATCHES": ("learner.step", hold_batches),
     "HOLD_LATE": ("asyncrl.transport.worker_pool", hold_clock),
+    "PRETEND_GPU": ("torch", give_gpu),
 }
 
 
