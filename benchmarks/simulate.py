@@ -5,9 +5,9 @@ made, and predicted with the times of the first: lag histograms (total variation
 (points).  The difference of two real runs of the same settings, from round to round, is reported
 too: the machine is shared, and no prediction can be better than a repetition.
 
-The predictions share as many cores as this process may use.  The runs end with the evaluation of
-the config, whose decode calls are beside no update: without them the fit cannot tell how much the
-two sides slow each other down."""
+The predicted processes share as many cores as this process may use.  The fitted run ends with the
+evaluation of the config, whose decode calls are beside no update: few others tell how much the two
+sides slow each other down.  With slow rewards that evaluation is small."""
 
 from __future__ import annotations
 

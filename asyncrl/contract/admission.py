@@ -54,8 +54,8 @@ def limit_groups(
 class TicketQueue(Generic[Request]):
     """The generators that wait for tickets, in the order of their requests.
 
-    Free slots are counted as requests come and go, so a message costs the same however many
-    generators wait.
+    The sums of free slots change with each request, so that reading them costs the same however
+    many generators wait.
 
     evaluators: generators that get only tickets of evaluations
     free: free slots of all generators that wait

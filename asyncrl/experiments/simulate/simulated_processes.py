@@ -549,9 +549,11 @@ class SimulatedLearner:
         self.train_part(self.clock.now, part, PARTS)
 
     def train_part(self, start: float, part: float, left: int) -> None:
-        """Go through an update in parts, each at the speed that the others leave it.
+        """Train the next part of an update, slowed down by what runs at its start.
 
-        start: of the update. part: seconds of one of them, alone on its core."""
+        start: time at which the update began.
+        part: seconds of a part without a slowdown.
+        left: parts that are left."""
         now = self.clock.now
         if left:
             end = now + part * self.buffer.compute_slowdown()
