@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from asyncrl.config.tree import Config
+from asyncrl.config.tree import Config, explain_changed_steps
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import LearnerFenced
 from asyncrl.contract.versions import Label
@@ -59,6 +59,9 @@ class Learner(BufferPeer):
                 f"{config.learner.steps - self.number} steps left",
                 file=sys.stderr,
             )
+            earlier_steps = self.core.state.steps or config.learner.steps
+            if change := explain_changed_steps(config.learner, earlier_steps, self.number):
+                print(f"learner: learner.{change}", file=sys.stderr)
         self.publisher = Publisher(config, run_dir, self.epoch, self.core)
         for version, data in sorted(earlier_versions.items()):
             self.publisher.publish_bytes(version, data)

@@ -1,27 +1,13 @@
-"""Functions of a batch's number: its learning rate, and the samples of each optimizer step.
+"""The samples of each optimizer step, as a function of the batch's number.
 
-Neither keeps state, so a checkpoint stores nothing for them.
+It keeps no state, so a checkpoint stores nothing for it.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
-
-from asyncrl.config.tree import LearnerConfig
-
-
-def compute_learning_rate_share(settings: LearnerConfig, number: int) -> float:
-    """Return batch `number`'s share of `learner.lr`: the schedule, after the warm-up."""
-    remaining = 1.0 - number / settings.steps
-    share = {
-        "constant": 1.0,
-        "linear": remaining,
-        "cosine": 0.5 * (1 + math.cos(math.pi * (1 - remaining))),
-    }[settings.schedule]
-    return share * min(1.0, (number + 1) / (settings.warmup_steps + 1))
 
 
 def split_minibatches(

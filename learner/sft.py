@@ -27,6 +27,7 @@ import torch
 
 from asyncrl.config import load
 from asyncrl.config.sft import SftConfig
+from asyncrl.config.tree import explain_changed_steps
 from asyncrl.contract.errors import AsyncrlError, ConfigError, DamagedDataError, NothingToDo
 from asyncrl.models import memory
 from asyncrl.models.policy import (
@@ -41,7 +42,7 @@ from asyncrl.models.tokenizer import collect_model_stops, load_tokenizer
 from asyncrl.records import atomic_write, jsonl
 from asyncrl.records.rundir import RunLock
 from asyncrl.tasks import pairs
-from asyncrl.tasks.fit import ModelFitter, scale_learning_rate, select_batch
+from asyncrl.tasks.fit import ModelFitter, select_batch
 from learner import checkpoint
 
 CONFIG = "sft.toml"
@@ -134,7 +135,7 @@ class SftRun:
             row["heldout"] = self.fitter.measure_loss(self.heldout)
         batch = select_batch(self.rows, training, self.config.seed, number)
         row["loss"] = self.fitter.step(batch)
-        row["lr"] = training.lr * scale_learning_rate(training, number)
+        row["lr"] = training.lr * self.fitter.share(number)
         self.tokens += sum(len(pair.answer) for pair in batch)
         self.metrics.write(row)
         if "heldout" in row:
@@ -159,6 +160,7 @@ class SftRun:
                     "optimizer": self.fitter.optimizer.state_dict(),
                     "number": self.fitter.number,
                     "tokens": self.tokens,
+                    "steps": self.config.training.steps,
                     "random": torch.get_rng_state(),
                 }
                 torch.save(state, part / "state.pt")
@@ -189,6 +191,10 @@ class SftRun:
         self.tokens = state["tokens"]
         torch.set_rng_state(state["random"])
         self.log(f"resumed from {path}")
+        training = self.config.training
+        earlier_steps = state.get("steps", training.steps)
+        if change := explain_changed_steps(training, earlier_steps, self.fitter.number):
+            self.log(f"training.{change}")
 
     def finish(self, seconds: float) -> None:
         """Write the model, then the summary, so that a summary implies a model."""

@@ -19,6 +19,7 @@ class LearnerState:
     beta: coefficient of KL in the reward.
     prompts: running mean of each prompt's rewards by the prompt's digest, with advantage.baseline =
         prompt.
+    steps: learner.steps of the last batch, for the learning rate; 0: unknown.
     """
 
     number: int = 0
@@ -28,6 +29,7 @@ class LearnerState:
     skipped: int = 0
     bad_in_a_row: int = 0
     prompts: dict[str, float] = field(default_factory=dict)
+    steps: int = 0
 
 
 class BatchCursor(msgspec.Struct, frozen=True):

@@ -18,7 +18,7 @@ import xxhash
 from asyncrl.algorithms import advantages, diagnostics, kl, ratios, settings
 from asyncrl.algorithms import loss as step_loss
 from asyncrl.algorithms.settings import KLLoss, KLReward
-from asyncrl.config.tree import Config
+from asyncrl.config.tree import Config, compute_learning_rate_share
 from asyncrl.contract.errors import AsyncrlError, ConfigError, NotFiniteError
 from asyncrl.contract.messages import Batch
 from asyncrl.models import adapters, memory, packed_forward
@@ -253,6 +253,7 @@ class LearnerCore:
         if by_prompt:
             self._remember_prompts(digests, packed.loss.rewards.tolist())
         self.state.number = batch.number + 1
+        self.state.steps = config.learner.steps
         return metrics | {
             "optim/lr": rate,
             "optim/steps": len(steps.updates),
@@ -800,7 +801,7 @@ class LearnerCore:
 
     def _compute_schedule_share(self) -> float:
         """Return the schedule's share of the learning rate."""
-        return schedule.compute_learning_rate_share(self.config.learner, self.state.number)
+        return compute_learning_rate_share(self.config.learner, self.state.number)
 
     def _carry(self, packed: PackedBatch, metrics: dict[str, float]) -> None:
         """Update the running mean of the rewards and the adaptive KL coefficient."""

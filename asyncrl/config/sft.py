@@ -59,23 +59,22 @@ class SftTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             "when memory runs out; the result stays the same."
         ),
     ] = 16384
-    lr: Annotated[NonNegative, Meta(description="Learning rate, after warm-up.")] = 1e-4
+    lr: Annotated[NonNegative, Meta(description="Learning rate at the end of the warm-up.")] = 1e-4
     schedule: Annotated[
         Literal["constant", "linear", "cosine"],
         Meta(
-            description="Course of the learning rate: constant, or falling to lr_end of it at "
-            "the last step."
+            description="Course of the learning rate after the warm-up: constant, or falling to "
+            "lr_end of it at the end of the training."
         ),
     ] = "linear"
     warmup_steps: Annotated[
         Count,
         Meta(
-            description="Steps over which the learning rate rises linearly at the start. 0: none."
+            description="Steps over which the learning rate rises linearly from 0 to training.lr; "
+            "step 0 is made at 0. 0: none."
         ),
     ] = 20
-    lr_end: Annotated[
-        Share, Meta(description="Share of lr below which linear and cosine never fall.")
-    ] = 0.05
+    lr_end: Annotated[Share, Meta(description="Share of lr at which linear and cosine end.")] = 0.05
     beta1: Annotated[
         Share, Meta(description="AdamW: decay of the running mean of the gradient.")
     ] = 0.9

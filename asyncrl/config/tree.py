@@ -175,6 +175,41 @@ def interpolate_weight(weight: float | list[tuple[int, float]], batch: float) ->
     return previous[1]
 
 
+def compute_learning_rate_share(settings: Any, number: int) -> float:
+    """Return the share of `lr` at step `number`, which counts from 0.
+
+    settings: a LearnerConfig (a step is a batch) or an SftTraining, which also has an `lr_end`.
+    The rate rises from 0 over `warmup_steps`, then decays over the remaining steps: the formulas
+    of transformers' constant_with_warmup, linear and cosine (cosine_with_min_lr with an `lr_end`).
+    """
+    warmup = settings.warmup_steps
+    if number < warmup:
+        return float(number / warmup)
+    if settings.schedule == "constant":
+        return 1.0
+    decay_steps = max(1, settings.steps - warmup)
+    share = max(0.0, (settings.steps - number) / decay_steps)
+    if settings.schedule == "cosine":
+        share = 0.5 * (1.0 + math.cos(math.pi * ((number - warmup) / decay_steps)))
+    end = getattr(settings, "lr_end", 0.0)
+    return float(share * (1 - end) + end)
+
+
+def explain_changed_steps(settings: Any, earlier_steps: int, number: int) -> str:
+    """Return what a changed number of steps does to the learning rate of step `number`, or "".
+
+    settings: a LearnerConfig or an SftTraining.  earlier_steps: its `steps` before the resume."""
+    earlier = msgspec.structs.replace(settings, steps=earlier_steps)
+    old, new = (x.lr * compute_learning_rate_share(x, number) for x in (earlier, settings))
+    if old == new:
+        return ""
+    return (
+        f"steps was {earlier_steps} and is {settings.steps}: the {settings.schedule} schedule now "
+        f"covers the new length, so the learning rate of step {number} is {new:.3g} instead of "
+        f"{old:.3g}"
+    )
+
+
 class MixedTaskConfig(TaskSource, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A part of a mixture: a table `[[task.mixture]]`."""
 
@@ -553,21 +588,22 @@ class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     lr: Annotated[
         NonNegative,
         Meta(
-            description="Learning rate, after warm-up. Tune it for each method before you "
-            "compare methods."
+            description="Learning rate at the end of the warm-up. Tune it for each method before "
+            "you compare methods."
         ),
     ] = 2e-4
     schedule: Annotated[
         Literal["constant", "linear", "cosine"],
         Meta(
-            description="Course of the learning rate over the run: constant, or falling to 0 "
-            "at the last step."
+            description="Course of the learning rate after the warm-up: constant, or falling to 0 "
+            "at the end of the run."
         ),
     ] = "constant"
     warmup_steps: Annotated[
         Count,
         Meta(
-            description="Batches over which the learning rate rises linearly at the start. 0: none."
+            description="Batches over which the learning rate rises linearly from 0 to learner.lr; "
+            "batch 0 is trained at 0. 0: none."
         ),
     ] = 0
     beta1: Annotated[

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import load, rules
-from asyncrl.config.tree import Config
+from asyncrl.config.tree import Config, explain_changed_steps
 from asyncrl.contract import importing
 from asyncrl.contract.errors import AsyncrlError, ConfigError, NothingToDo
 from asyncrl.contract.messages import RunStatus
@@ -122,6 +122,8 @@ def resolve_resume(run_dir: Path, sets: Sequence[str]) -> Config:
         )
     if config.staleness.limit != stored.staleness.limit:
         rundir.note_limit(run_dir, stored.staleness.limit)
+    if change := explain_changed_steps(config.learner, stored.learner.steps, steps_made):
+        say(f"note: learner.{change}")
     if config != stored:
         atomic_write.write(run_dir / "config.toml", load.dump(config), sync=True)
     return config

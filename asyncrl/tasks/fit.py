@@ -6,14 +6,16 @@ this module."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from asyncrl.config.sft import SftTraining
+from asyncrl.config.tree import compute_learning_rate_share
 from asyncrl.contract.errors import NotFiniteError
 from asyncrl.models.policy import PolicyModel
 
@@ -32,22 +34,6 @@ class FitExample(NamedTuple):
     @property
     def size(self) -> int:
         return len(self.prompt) + len(self.answer)
-
-
-def scale_learning_rate(training: SftTraining, step: int) -> float:
-    """Return the share of the learning rate at `step`, counted from 0.
-
-    >>> training = SftTraining(steps=100, warmup_steps=20, lr_end=0.05)
-    >>> [round(scale_learning_rate(training, step), 2) for step in (0, 19, 50, 99)]
-    [0.05, 0.81, 0.5, 0.05]
-    """
-    warm = (step + 1) / max(training.warmup_steps, 1)
-    if training.schedule == "constant":
-        return min(warm, 1.0)
-    decay = 1 - step / training.steps
-    if training.schedule == "cosine":
-        decay = (1 + math.cos(math.pi * step / training.steps)) / 2
-    return min(warm, max(training.lr_end, decay))
 
 
 def split_micro_batches(examples: Sequence[FitExample], limit: int) -> list[list[FitExample]]:
@@ -85,11 +71,19 @@ def select_batch(
 
 
 class ModelFitter:
-    """A model with its optimizer; `number` counts the steps."""
+    """A model with its optimizer; `number` counts the steps.
 
-    def __init__(self, model: PolicyModel, training: SftTraining) -> None:
+    share: of training.lr at a step; None: by the keys of `training`."""
+
+    def __init__(
+        self,
+        model: PolicyModel,
+        training: SftTraining,
+        share: Callable[[int], float] | None = None,
+    ) -> None:
         self.model = model
         self.training = training
+        self.share = share or functools.partial(compute_learning_rate_share, training)
         self.number = 0
         self.optimizer = torch.optim.AdamW(
             model.hf.parameters(),
@@ -120,7 +114,7 @@ class ModelFitter:
                 f"{self.training.lr:g} is too large"
             )
         for group in self.optimizer.param_groups:
-            group["lr"] = self.training.lr * scale_learning_rate(self.training, self.number)
+            group["lr"] = self.training.lr * self.share(self.number)
         self.optimizer.step()
         self.number += 1
         return total

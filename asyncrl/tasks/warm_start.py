@@ -24,6 +24,8 @@ from asyncrl.tasks.pictures.count import CELL, SIDE, CountTask
 
 BATCH = 64
 LR = 3e-3
+WARMUP = 20  # steps
+LR_END = 0.05  # smallest share of LR after the warm-up
 ONE_PASS = 1 << 40  # tokens of a forward pass: a step is never split into micro-batches
 MOST = 56  # tokens of the longest answer of any built-in task
 
@@ -119,7 +121,9 @@ def fit_answers(
         for p, a, i in zip(*token_ids, images or [[]] * len(pairs), strict=True)
     ]
     training = SftTraining(steps=steps, batch=BATCH, lr=LR, micro_batch_tokens=ONE_PASS)
-    fitter = fit.ModelFitter(model, training)
+    fitter = fit.ModelFitter(
+        model, training, lambda step: min((step + 1) / WARMUP, max(LR_END, 1 - step / steps))
+    )
     model.one_pass = True  # the models are small
     last_loss = 0.0
     for step in range(steps):

@@ -34,6 +34,7 @@ from asyncrl.contract.errors import (
 from asyncrl.contract.versions import Label, PolicyTree
 from asyncrl.models import policy
 from asyncrl.records import rundir, stream, trace
+from asyncrl.supervise import run as runner
 from asyncrl.transport import sockets
 from asyncrl.transport.ring import RingReader
 from learner import checkpoint, loop, publisher
@@ -191,6 +192,33 @@ def test_what_a_commit_says_of_its_step(life: Made) -> None:
             np.mean([s.reward for s in made(1, commit.number).samples]), rel=1e-5
         )
     assert sum(c.metrics["time/step"] for c in buffer.of(m.Commit)) < whole
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_longer_run_reports_what_its_schedule_does_to_the_learning_rate(
+    kept: bool, life: Made, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both in the learner's log and by `asyncrl run --resume`; not where nothing changes."""
+    keys = ["learner.lr=0.1", "learner.checkpoint_every=1", f"learner.steps={STEPS}"]
+    one, _ = life(*keys, "learner.schedule=linear")
+    one.send_hello()
+    for _ in range(3):
+        ready = one.wait_for_batch()
+        assert ready is not None
+        one.step(ready)
+    one.close()
+    longer = STEPS if kept else 2 * STEPS
+    run_dir = one.run_dir
+    (run_dir / "config.toml").write_text(load.dump(one.config))
+    runner.resolve_resume(run_dir, [f"learner.steps={longer}"])
+    told = capsys.readouterr().err
+    life(*keys, "learner.schedule=linear", f"learner.steps={longer}")
+    logged = capsys.readouterr().err
+    for lines in (told, logged):
+        assert kept != (
+            "learner.steps was 4 and is 8: the linear schedule now covers the new length, so the "
+            "learning rate of step 3 is 0.0625 instead of 0.025" in lines
+        )
 
 
 def test_a_resumed_learner_goes_on_from_its_checkpoint_and_its_own_version_has_no_lag(

@@ -6,13 +6,17 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
 from learner_step_kit import GROUPS, SIZE, batch, core, model_dir, weights
+from transformers import get_scheduler
 
+from asyncrl.config.sft import SftTraining
+from asyncrl.config.tree import LearnerConfig, compute_learning_rate_share
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.models.low_precision.weight_rounding import load_learner_policy
 from asyncrl.models.policy import build_model
@@ -195,21 +199,39 @@ def test_the_interpolated_anchor_leans_on_the_behaviour_policy_the_fresher_a_tok
     assert torch.equal(loss.proximal[loss.token_lag == 0], loss.behavior[loss.token_lag == 0])
 
 
-def test_the_learning_rate_follows_its_schedule_and_its_warmup(model_dir: Path) -> None:
-    """Of ten steps: linear to 0 and a half cosine; warm-up of three steps: 1/4, 2/4, 3/4, 1 of
-    it.
-    """
+def transformers_rates(name: str, warmup: int, steps: int, **keys: float) -> list[float]:
+    """Return the learning rates of transformers' scheduler at a rate of 0.3, also past the end."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
+    scheduler = get_scheduler(name, optimizer, warmup, steps, dict(keys))
+    rates = []
+    for _ in range(steps + 3):
+        rates.append(float(optimizer.param_groups[0]["lr"]))
+        optimizer.step()
+        scheduler.step()
+    return rates
 
-    def share(n: int, **learner: object) -> float:
-        c.config = core(model_dir, learner={"steps": 10, **learner}).config
-        c.state.number = n
-        return c._compute_schedule_share()
 
-    c = core(model_dir)
-    assert [share(n, schedule="linear") for n in (0, 5, 9)] == pytest.approx([1, 0.5, 0.1])
-    assert [share(n, schedule="cosine") for n in (0, 5, 10)] == pytest.approx([1, 0.5, 0])
-    assert [share(n, schedule="constant", warmup_steps=3) for n in range(6)] == pytest.approx(
-        [0.25, 0.5, 0.75, 1, 1, 1]
-    )
-    assert share(1, schedule="linear", warmup_steps=3) == pytest.approx(0.5 * 0.9)
-    assert c._compute_rate() == pytest.approx(0.1 * 0.5 * 0.9)
+@pytest.mark.parametrize("warmup", [0, 1, 2, 5, 6, 9])
+@pytest.mark.parametrize("name", ["constant", "linear", "cosine"])
+def test_a_schedule_is_that_of_transformers_to_the_last_bit(name: str, warmup: int) -> None:
+    """Also past the end, and in supervised training, where `lr_end` is their min_lr_rate."""
+    keys: dict[str, Any] = {"schedule": name, "warmup_steps": warmup, "lr": 0.3}
+    theirs = "constant_with_warmup" if name == "constant" else name
+    for steps in (1, 6, 7, 23):
+        learner = LearnerConfig(steps=steps, **keys)
+        for settings in (learner, SftTraining(steps=steps, lr_end=0.0, **keys)):
+            ours = [0.3 * compute_learning_rate_share(settings, n) for n in range(steps + 3)]
+            assert ours == transformers_rates(theirs, warmup, steps), steps
+    settings = SftTraining(steps=23, lr_end=0.2, **keys)
+    ours = [0.3 * compute_learning_rate_share(settings, n) for n in range(26)]
+    assert max(ours) == 0.3, "the rate of the config is reached"
+    if name == "cosine":
+        assert ours == transformers_rates("cosine_with_min_lr", warmup, 23, min_lr_rate=0.2)
+    assert ours[23] == pytest.approx(0.3 if name == "constant" else 0.2 * 0.3)
+
+
+def test_the_learner_trains_each_batch_at_its_rate(model_dir: Path) -> None:
+    learner = {"steps": 6, "schedule": "linear", "warmup_steps": 2, "lr": 0.3}
+    c = core(model_dir, learner=learner)
+    rates = [c.train(batch(n, seed=n))["optim/lr"] for n in range(3)]
+    assert rates == transformers_rates("linear", 2, 6)[:3] == [0.0, 0.15, 0.3]

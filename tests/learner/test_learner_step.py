@@ -206,15 +206,6 @@ def test_same_batch_same_seed_bitwise(model_dir: Path) -> None:
     assert torch.equal(weights(runs[0]), weights(runs[1]))
 
 
-def test_schedule_is_a_function_of_the_batch_number(model_dir: Path) -> None:
-    c = core(model_dir, learner={"schedule": "linear", "warmup_steps": 4, "lr": 1.0, "steps": 10})
-    rates = []
-    for n in range(10):
-        c.state.number = n
-        rates.append(c._compute_rate())
-    assert rates == pytest.approx([min(1, (n + 1) / 5) * (1 - n / 10) for n in range(10)])
-
-
 def test_prefix_full_is_the_plain_formula_on_both_models_logits(
     model_dir: Path, tmp_path: Path
 ) -> None:

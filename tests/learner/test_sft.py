@@ -331,16 +331,6 @@ def test_batches_go_through_the_file_in_a_new_order_each_pass() -> None:
     assert [id(row) for row in other] != [id(row) for row in drawn]
 
 
-def test_schedules() -> None:
-    def shares(**keys: Any) -> list[float]:
-        training = SftTraining(steps=10, warmup_steps=2, lr_end=0.2, **keys)
-        return [round(fit.scale_learning_rate(training, step), 3) for step in (0, 1, 5, 9)]
-
-    assert shares(schedule="linear") == [0.5, 0.9, 0.5, 0.2]
-    assert shares(schedule="constant") == [0.5, 1.0, 1.0, 1.0]
-    assert shares(schedule="cosine") == [0.5, 0.976, 0.5, 0.2]
-
-
 def test_a_loss_that_is_not_finite_ends_it_with_the_weights_as_they_were(model: Path) -> None:
     policy = load_policy(model, device="cpu")
     fitter = fit.ModelFitter(policy, SftTraining())
@@ -409,7 +399,7 @@ def test_it_learns_and_a_run_takes_what_it_leaves(
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["number"] for row in rows] == list(range(10))
     assert [row["number"] for row in rows if "heldout" in row] == [0, 5]
-    assert [row["lr"] for row in rows[:2]] == [1e-2 * 0.5, 1e-2 * 0.9]
+    assert [row["lr"] for row in rows[:3]] == [0.0, 1e-2 * 0.5, 1e-2]
     assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["number_10", "number_9"]
     left = load_policy(found["model"], device="cpu")
     assert compute_weights_digest(left) == found["weights_digest"]
@@ -471,11 +461,15 @@ def test_a_signal_leaves_a_checkpoint_and_the_command_goes_on(
     assert signal.getsignal(signal.SIGTERM) is before
     assert (run_dir / "checkpoints" / "number_0" / "manifest").exists()
     words = ["sft", "--resume", str(run_dir), "--set", "training.steps=2", "--json"]
-    main(words)
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["steps"] == 2
+    main([*words, "--set", "training.warmup_steps=0"])
+    said = capsys.readouterr()
+    assert "learning rate" not in said.err, "step 0 has the same one in both"
+    assert json.loads(said.out.splitlines()[-1])["steps"] == 2
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 6
+    main([*words, "--set", "training.steps=4"])
+    assert "training.steps was 2 and is 4: the linear schedule" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
