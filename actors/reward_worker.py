@@ -153,7 +153,7 @@ def check_or_explain(value: Any, tokens: int) -> Judged | str:
 def split_results(values: Any, calls: list[RewardCall]) -> list[Judged | str]:
     """Split the return value of a function that takes lists by response.
 
-    Raises ValueError unless it has one value for each.
+    Without one value for each, all have failed: no value belongs to a response.
     """
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, list | tuple) or len(values) != len(calls):
@@ -162,10 +162,11 @@ def split_results(values: Any, calls: list[RewardCall]) -> list[Judged | str]:
             if isinstance(values, list | tuple)
             else f"a {type(values).__name__}"
         )
-        raise ValueError(
-            f"it takes lists (`batched`), and returned {returned} for {len(calls)} responses: "
-            "return a list of the same length"
+        reason = (
+            f"the reward function takes lists (`batched`), and returned {returned} for "
+            f"{len(calls)} responses: return a list of the same length"
         )
+        return [reason] * len(calls)
     return [check_or_explain(v, len(c.tokens)) for v, c in zip(values, calls, strict=True)]
 
 
@@ -321,11 +322,12 @@ def build_failure_reply(
 ) -> RewardReply:
     """Build the reply to a call that raised, and log the reason.
 
-    Of several responses each is judged again, alone, and the reason is logged only then.
+    Of several responses each is judged again, alone.
     """
     reason = describe_exception(error) + format_last_frame(error)
-    if len(unit.calls) == 1:
-        log.note(unit.calls[0].prompt, unit.calls[0].text, reason, error)
+    count = len(unit.calls)
+    note = reason if count == 1 else f"a call with {count} responses, this one first, {reason}"
+    log.note(unit.calls[0].prompt, unit.calls[0].text, note, error)
     return RewardReply("failed", unit.id, [], reason, began, time.monotonic())
 
 

@@ -222,6 +222,9 @@ class _RewardPool(WorkerPool[_RewardProcess, RewardReply]):
         self.queue: deque[_RewardJob] = deque()
         self.suspects: deque[_RewardJob] = deque()  # to be judged alone
         self.last_id = 0
+        self.judges_again = True  # each response of a failed call alone
+        self.batches = 0  # calls with several responses
+        self.failed_batches = 0
         self.unit_s = 0.0  # smoothed duration of a unit; 0: unknown
         self.error: BaseException | None = None
         self.closing = False
@@ -312,13 +315,19 @@ class _RewardPool(WorkerPool[_RewardProcess, RewardReply]):
         worker.since = reply.ended
         if reply.kind == "alive":
             return
-        jobs, size = worker.units.pop(reply.id, ([], 0))
+        jobs, size = worker.units.get(reply.id, ([], 0))
+        if not jobs or (reply.kind == "ok" and len(reply.results) != len(jobs)):
+            worker.invalid = f"{len(reply.results)} results for {len(jobs)} responses"
+            return
+        del worker.units[reply.id]
         worker.bytes -= size
         worker.is_reserved = False
         seconds = reply.ended - reply.began
         self.unit_s = 0.9 * self.unit_s + 0.1 * seconds if self.unit_s else max(seconds, 1e-6)
         self.spans.append((reply.began, reply.ended, len(jobs)))
         self.done += len(jobs)
+        self.batches += len(jobs) > 1
+        self.failed_batches += len(jobs) > 1 and reply.kind != "ok"
         if reply.kind == "ok":
             for job, result in zip(jobs, reply.results, strict=True):
                 if isinstance(result, str):
@@ -335,6 +344,9 @@ class _RewardPool(WorkerPool[_RewardProcess, RewardReply]):
 
     def on_lost(self, worker: _RewardProcess, reason: str, *, hung: bool) -> None:
         failure = RewardFailure("data" if hung else "machinery", reason)
+        batches = sum(len(jobs) > 1 for jobs, _ in list(worker.units.values())[: worker.window])
+        self.batches += batches
+        self.failed_batches += batches
         self._blame(worker.list_running_jobs(), failure, time.monotonic())
         self.queue.extendleft(reversed(worker.list_queued_jobs()))
 
@@ -350,10 +362,11 @@ class _RewardPool(WorkerPool[_RewardProcess, RewardReply]):
         self, jobs: list[_RewardJob], failure: RewardFailure, ended: float, log: str = ""
     ) -> None:
         """Fail a single response; of several, queue each to be judged alone."""
-        if len(jobs) == 1:
-            self._fail(jobs[0], failure, ended, log)
-        else:
+        if len(jobs) > 1 and self.judges_again:
             self.suspects.extend(jobs)
+            return
+        for job in jobs:
+            self._fail(job, failure, ended, log)
 
     # ---- the distribution of work ----------------------------------------------------------------
 
@@ -453,14 +466,26 @@ def _estimate_bytes(jobs: list[_RewardJob]) -> int:
     )
 
 
-def check_reward_process(config: Config) -> None:
-    """Start and stop one reward process. Raises ConfigError when it cannot start."""
-    pool = _RewardPool(
-        msgspec.structs.replace(config, reward=msgspec.structs.replace(config.reward, workers=1))
-    )
+def check_reward_process(
+    config: Config, responses: Sequence[tuple[Prompt, str, list[int]]] = ()
+) -> list[RewardResult]:
+    """Start one reward process, judge (prompt, text, token ids) triples by it, and stop it.
+
+    A function that takes lists gets all of them in one call, whose failure is that of each. Returns
+    the results in order. Raises ConfigError when the process cannot start.
+    """
+    reward = msgspec.structs.replace(config.reward, workers=1)
+    pool = _RewardPool(msgspec.structs.replace(config, reward=reward))
+    pool.judges_again = False
     try:
-        while not any(process.ready for process in pool.workers):
+        now = time.monotonic()
+        pool.inbox.extend(
+            _RewardJob((index, 0, 0), RewardCall(*response), now)
+            for index, response in enumerate(responses)
+        )
+        while len(pool.results) < len(responses) or not any(x.ready for x in pool.workers):
             pool.step()
+        return sorted((result for _, result, _ in pool.results), key=lambda result: result.key)
     finally:
         pool.end()
 
@@ -515,6 +540,8 @@ class RewardRunner:
             "reward/judged": timing.judged,
             "reward/waited_s": timing.waited_s,
             "reward/called_s": timing.called_s,
+            "reward/batches": self.pool.batches,
+            "reward/failed_batches": self.pool.failed_batches,
             "reward/queue": self.waiting,
             "reward/workers": len(self.processes),
             **(read_totals(self.account, self.judge) if self.account is not None else {}),

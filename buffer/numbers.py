@@ -19,6 +19,8 @@ SUMS = (
     "reward/judged",
     "reward/waited_s",
     "reward/called_s",
+    "reward/batches",
+    "reward/failed_batches",
     "prefix/hits",
     "prefix/reused_tokens",
     "prefix/encoded_tokens",
@@ -196,6 +198,8 @@ def compute_reward_metrics(
             "reward/wait_s": totals["waited_s"] / judged,
             "reward/call_s": totals["called_s"] / judged,
         }
+    if totals["batches"]:
+        means["reward/failed_batch_share"] = totals["failed_batches"] / totals["batches"]
     return load | means | {"time/reward_wait_share": min(1.0, totals["reward_idle_s"] / spent)}
 
 

@@ -63,6 +63,7 @@ RUNAWAY = 0.05  # nats a token in one batch: healthy runs move 1e-4 to 0.02 (doc
 MANY_UPDATES = 4
 SWINGS = 3  # turns of the held-out reward, each larger than chance
 ASIDE = "buffer/set_aside"
+SPLIT = "reward/failed_batch_share"
 SILENT = 0.01  # share of the gradient below which a KL penalty has no effect
 
 
@@ -374,6 +375,18 @@ def check_waits_for_rewards(rows: Rows) -> HealthFinding | None:
         "if the function waits for something, make it `async def` (reward.concurrency); if each "
         "call has much to set up, let it take lists (`batched = True`, reward.batch); "
         "reward.workers adds processes",
+    )
+
+
+def check_failed_batches(rows: Rows) -> HealthFinding | None:
+    """Find a reward function that takes lists, and fails whenever it gets more than one."""
+    if next((row[SPLIT] for row in reversed(rows) if SPLIT in row), 0.0) < 1.0:
+        return None
+    return HealthFinding(
+        "reward_batches_fail",
+        "every call of the reward function with more than one completion failed since the last "
+        "batch, so that each completion was scored alone",
+        "RUN/reward.log has the reasons; mend the function, or set reward.batch = 1",
     )
 
 
@@ -793,6 +806,7 @@ RULES: tuple[Callable[[Rows], HealthFinding | None], ...] = (
     check_constant_rewards,
     check_truncation,
     check_waits_for_rewards,
+    check_failed_batches,
     check_generalization,
     check_kl_runaway,
     check_rejected_share,

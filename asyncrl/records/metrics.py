@@ -188,6 +188,9 @@ METRICS: dict[str, MetricInfo] = {
         "time from a completion's end to its reward, mean since the last step with a measurement",
     ),
     "reward/call_s": MetricInfo("s", "time of a reward call per completion, the same mean"),
+    "reward/failed_batch_share": MetricInfo(
+        "share", "calls with several completions that failed, so that each was scored alone"
+    ),
     "reward/workers": MetricInfo("processes", "reward processes of all generators"),
     "judge/requests": MetricInfo(
         "requests", "requests sent to the judge so far, repetitions included ([reward.judge])"

@@ -14,6 +14,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -458,28 +459,66 @@ def check_characters(subject: Subject) -> str:
 
 
 def call_reward(subject: Subject) -> str:
-    """Call the reward function on the prompt's reference answer, or on an empty completion."""
-    from actors.rewards import describe_reward_source, judge_all
+    """Call each reward function on the reference answers of two prompts, or on empty completions.
+
+    One that takes lists gets both in one call. A judge, and the reward of sessions, is only started
+    in its process.
+    """
+    from asyncrl.tasks import get_task
+    from asyncrl.tasks.evaluation_sets import resolve_reward_configs
 
     config = subject.config
-    check_reward(subject)
+    parts = resolve_reward_configs(config)
+    sets = {chosen.name for chosen in config.evaluation.sets}
+    agents = config.agents
+    for name, part in parts.items():
+        if name in sets:
+            prompts = _generate_prompts(subject.task, name, config.seed)
+        else:
+            of_part = _generate_prompts(get_task(part.task), "train", config.seed)
+            prompts = (msgspec.structs.replace(prompt, task=name) for prompt in of_part)
+        in_sessions = agents.get(name, config.agent).uses_sessions
+        _call_on_prompts(part, subject.task, prompts, in_sessions=in_sessions)
+    training_prompts = _generate_prompts(subject.task, "train", config.seed)
+    others = (prompt for prompt in training_prompts if prompt.task not in parts)
+    called = _call_on_prompts(config, subject.task, others, in_sessions=config.uses_sessions)
     if config.agent.uses_sessions:
         return f"{config.agent.source_name} gives the reward"
     if config.uses_sessions:
-        agents = {part: agent.source_name for part, agent in config.agents.items() if part}
-        return ", ".join(f"{part}: {name}" for part, name in agents.items()) + " give the reward"
-    if config.reward.judge.url:
+        named = {part: agent.source_name for part, agent in agents.items() if part}
+        return ", ".join(f"{part}: {name}" for part, name in named.items()) + " give the reward"
+    return called
+
+
+def _generate_prompts(task: Any, split: str, seed: int) -> Iterator[Any]:
+    """Yield the first prompts of a split, and all of a small one again and again."""
+    size = _count_prompts(task, split) or FIRST_PROMPTS
+    for index in range(FIRST_PROMPTS):
+        yield task.prompt(split, index % size, seed)
+
+
+def _call_on_prompts(
+    config: Config, task: Any, prompts: Iterator[Any], *, in_sessions: bool
+) -> str:
+    """Call the reward function of `config` on the first two of `prompts`."""
+    from actors.rewards import check_reward_process, describe_reward_source, judge_all
+
+    in_process = config.reward.uses_reward_processes
+    if in_sessions or config.reward.judge.url:
+        if in_process:
+            check_reward_process(config)
         return f"{describe_reward_source(config.reward)}: not called, as a request may cost money"
-    prompt = subject.task.prompt("train", 0, config.seed)
-    completions = [(prompt, prompt.answer, [0])]
-    name = (
-        describe_reward_source(config.reward)
-        if config.reward.uses_reward_processes
-        else "the task's own"
-    )
-    (result,) = judge_all(config, subject.task, completions)
-    if result.failed:
-        raise ConfigError(f"{name}: {result.failed}")
+    responses = [(prompt, prompt.answer, [0]) for prompt in islice(prompts, 2)]
+    name = describe_reward_source(config.reward) if in_process else "the task's own"
+    if in_process:
+        results = check_reward_process(config, responses)
+    else:
+        results = judge_all(config, task, responses)
+    if failure := next((result.failed for result in results if result.failed), ""):
+        raise ConfigError(f"{name}: {failure}")
+    if not responses:
+        return f"{name}: each part has another"
+    prompt, result = responses[0][0], results[0]
     completion = f"the answer {prompt.answer!r}" if prompt.answer else "an empty answer"
     return f"{name}: {result.reward:g} for {completion} to {prompt.text[:40]!r}"
 
@@ -548,21 +587,6 @@ def _format_size(size: float) -> str:
     return f"{size / (1 << 30):.1f} GiB" if size >= 1 << 29 else f"{size / (1 << 20):.0f} MiB"
 
 
-def check_reward(subject: Subject) -> None:
-    """Check the reward function, judge or reward model in a separate process."""
-    from actors.rewards import check_reward_process
-    from asyncrl.tasks.evaluation_sets import resolve_reward_configs
-
-    config = subject.config
-    if config.reward.function and ":" not in config.reward.function:
-        raise ConfigError(f"reward.function: {config.reward.function} is not module:function")
-    if config.reward.uses_reward_processes:
-        check_reward_process(config)
-    for reward_config in resolve_reward_configs(config).values():
-        if reward_config.reward.uses_reward_processes:
-            check_reward_process(reward_config)
-
-
 def check_exact(subject: Subject) -> None:
     """Run the self-test of exact mode if the config uses exact mode."""
     config = subject.config
@@ -596,7 +620,7 @@ def preflight(config: Config) -> None:
             check(subject)
         except DoubtfulCheck as doubt:
             say(f"warning: {doubt}")
-    check_reward(subject)
+    call_reward(subject)
     check_exact(subject)
 
 

@@ -69,7 +69,11 @@ class HealthWatcher:
 
         latest: the newest value of each metric, from any batch; it shows a mismatch between engine
         and learner from the first batch on."""
-        for rule in (health_checks.check_refused_messages, health_checks.check_excluded_batches):
+        for rule in (
+            health_checks.check_refused_messages,
+            health_checks.check_excluded_batches,
+            health_checks.check_failed_batches,
+        ):
             if finding := rule([latest]):
                 self.report([finding], committed)
         mismatch = {n: latest[n] for n in health_checks.MISMATCHES if n in latest}

@@ -38,12 +38,19 @@ READ_BYTES = 1 << 18
 FRAME_BYTES = 64 * 1024 * 1024  # a larger frame means a broken worker
 PRINTED_CHARACTERS = 1 << 20  # of a worker's output; the rest is dropped
 _PR_SET_PDEATHSIG = 1
+_is_forked = False  # in the children of a worker
 
 _Message = TypeVar("_Message")
 
 
 def frame(payload: bytes) -> bytes:
-    """Prefix the payload with its length."""
+    """Prefix the payload with its length.
+
+    Ends a process that user code forked in a worker and that returned to the worker's loop: its
+    message would answer the parent's work.
+    """
+    if _is_forked:
+        os._exit(0)
     return len(payload).to_bytes(4, "big") + payload
 
 
@@ -307,6 +314,14 @@ def run(serve: Callable[[socket.socket], None], argv: Sequence[str] = ()) -> Non
     sys.stdout = sys.stderr = BoundedOutput(sys.stderr)
     wire = socket.socket(fileno=fd)
     wire.set_inheritable(False)
+    null = os.open(os.devnull, os.O_RDWR)
+
+    def detach_child() -> None:
+        global _is_forked
+        _is_forked = True
+        os.dup2(null, fd, inheritable=False)  # it neither reads the parent's work nor outlives it
+
+    os.register_at_fork(after_in_child=detach_child)
     try:
         serve(wire)
     except BrokenPipeError:

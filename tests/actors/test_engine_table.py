@@ -112,7 +112,7 @@ def test_untested_versions_are_warned_about_and_not_refused(
         monkeypatch.setattr(preflight, check, lambda subject: "")
     for check in ("check_template", "check_images", "check_prompts", "check_characters"):
         monkeypatch.setattr(preflight, check, lambda subject: "")
-    monkeypatch.setattr(preflight, "check_reward", lambda subject: "")
+    monkeypatch.setattr(preflight, "call_reward", lambda subject: "")
     preflight.preflight(subject.config)
     assert f"warning: untested versions: {other}; the run starts" in capsys.readouterr().err
     monkeypatch.setattr(installed, "check_installed", list)

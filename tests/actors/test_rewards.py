@@ -62,6 +62,11 @@ def reward(prompt, text):
             while not os.path.exists("gate"): time.sleep(0.01)
         case "lines": raise ValueError("one" + chr(10) + "two")
         case "die": os._exit(3)
+        case "fork" | "forked":
+            pid = os.fork()
+            if pid == 0 and text == "fork": return 77.0
+            if pid == 0: raise KeyError("of a child")
+            os.waitpid(pid, 0)
         case "garble": os.write(int(sys.argv[1]), bytes([255] * 8))
         case "hang":
             while True: time.sleep(60)
@@ -78,7 +83,8 @@ def lists(prompts, texts):
     if "die" in texts: os._exit(3)
     if "hang" in texts:
         while True: time.sleep(60)
-    if "short" in texts: return [1.0] * (len(texts) - 1) + ([1.0, 1.0] if len(texts) == 1 else [])
+    if "short" in texts: return [1.0]
+    if "alone" in texts and len(texts) > 1: raise KeyError("no such thing")
     return [
         None if t == "none" else {"reward": float(t == p.answer), "together": len(texts)}
         for p, t in zip(prompts, texts)
@@ -98,6 +104,13 @@ async def three(prompt, text):
     return {"reward": 1.0, "peak": peak}
 async def troubled(prompt, text):
     match text:
+        case "fork":
+            pid = os.fork()
+            if pid == 0:
+                await asyncio.sleep(0)
+                return 77.0
+            os.waitpid(pid, 0)
+            await asyncio.get_running_loop().run_in_executor(None, time.sleep, 0)
         case "raise": raise KeyError("no such thing")
         case "exit": sys.exit(4)
         case "die": os._exit(3)
@@ -305,7 +318,6 @@ def test_a_function_that_takes_lists(runner: Callable[..., RewardRunner]) -> Non
         ("die", "machinery: the reward process ended (exit code 3)"),
         ("hang", "data: the reward hung"),
         ("none", "data: the reward function returned"),
-        ("short", "and returned 2 values for 1 responses"),
     ],
 )
 def test_one_answer_in_a_list_spoils_no_other(
@@ -321,9 +333,62 @@ def test_lists_are_checked_answer_by_answer() -> None:
     calls = [RewardCall(RIGHT, "a", [1]), RewardCall(RIGHT, "b", [1, 2])]
     good, bad = split_results(np.array([1.0, math.nan]), calls)
     assert good == (1.0, {}, None) and isinstance(bad, str) and "nan" in bad
-    for wrong in (1.0, [1.0], {"reward": 1}, None, "ab"):
-        with pytest.raises(ValueError, match="for 2 responses"):
-            split_results(wrong, calls)
+    for wrong in (1.0, [1.0], {"reward": 1}, None, "a"):
+        first, second = split_results(wrong, calls)
+        assert isinstance(first, str) and "for 2 responses" in first and first == second
+
+
+def test_a_list_of_the_wrong_length_fails_all_its_answers(
+    runner: Callable[..., RewardRunner],
+) -> None:
+    """A list of one or a mean for all has the right length for each answer alone."""
+    r = runner("mine:lists", batch=4, error_budget=1.0)
+    got = judge(r, "2", "short", "3", "2")
+    why = "returned 1 values for 4 responses: return a list of the same length"
+    assert all(why in x[4] for x in got) and len(noted()) == 1
+    assert r.collect_metrics()["reward/failed_batches"] == 0  # no answer was scored alone
+
+
+def test_calls_with_lists_that_fail_are_counted(
+    runner: Callable[..., RewardRunner], tmp_path: Path
+) -> None:
+    r = runner("mine:lists", batch=4)
+    got = judge(r, "alone", "2", "alone", "2")
+    assert [x[4] for x in got] == [""] * 4 and len(noted()) == 5
+    numbers = r.collect_metrics()
+    assert (numbers["reward/batches"], numbers["reward/failed_batches"]) == (1, 1)
+    judge(r, "2", "2")
+    assert r.collect_metrics()["reward/failed_batches"] == 1
+    deadly = runner("mine:lists", batch=4)
+    judge(deadly, "die", "2")
+    assert deadly.collect_metrics()["reward/failed_batches"] == 1
+
+
+@pytest.mark.parametrize("function", ["reward", "troubled"])
+def test_a_child_that_returns_answers_nothing(
+    function: str, runner: Callable[..., RewardRunner]
+) -> None:
+    """A function that forks and lets its child return: only the parent's rewards count."""
+    r = runner(f"mine:{function}", concurrency=2)
+    pid = r.processes[0].process.pid
+    got = judge(r, "2", "fork", *["3", "fork", "forked"] * 3, "2")
+    assert [x[4] for x in got] == [""] * len(got)
+    assert [x[1] for x in got] == [1.0, *[0.0] * 10, 1.0] and r.processes[0].process.pid == pid
+
+
+def test_a_reply_for_other_answers_is_invalid(runner: Callable[..., RewardRunner]) -> None:
+    """A process that sends results that nobody asked for is replaced, and the run goes on."""
+    from actors.reward_worker import RewardReply
+
+    r = runner("mine:reward")
+    pool = r.pool
+    assert pool is not None
+    until(lambda: pool.workers[0].ready)
+    worker = pool.workers[0]
+    pool.on_reply(worker, RewardReply("ok", 77, [(77.0, {}, None)]))
+    assert worker.invalid == "1 results for 0 responses"
+    assert [x[1] for x in judge(r, "2", "3")] == [1.0, 0.0]
+    assert r.processes[0] is not worker and not pool.error
 
 
 def test_async_calls_are_under_way_together_and_bounded(

@@ -331,6 +331,8 @@ def test_reward_processes_in_the_metrics_and_among_the_waits(begin: Any) -> None
         "reward_judged": 10,
         "reward_waited_s": 5.0,
         "reward_called_s": 1.0,
+        "reward_batches": 4,
+        "reward_failed_batches": 3,
     }
     got = step(1, **sums, reward_queue=7, reward_workers=2)
     assert (
@@ -338,6 +340,7 @@ def test_reward_processes_in_the_metrics_and_among_the_waits(begin: Any) -> None
         and got["reward/workers"] == 2
         and got["reward/wait_s"] == 0.5
         and got["reward/call_s"] == 0.1
+        and got["reward/failed_batch_share"] == 0.75
     )
     assert got["judge/requests"] == 11 and "judge/stolen" not in got
     assert got["time/reward_wait_share"] == 0.25 and got["time/generator_idle_share"] == 0.75

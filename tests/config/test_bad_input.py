@@ -154,10 +154,20 @@ def with_rewards(tmp_path: Path, model: Path, *words: str) -> Ended:
     )
 
 
+def test_a_reward_that_fails_on_the_right_answer_is_said_before_the_start(
+    tmp_path: Path, sort_model: Path
+) -> None:
+    broken = rewards(tmp_path, "    raise ValueError('no such answer')\n")
+    done = with_rewards(tmp_path, sort_model, broken)
+    refused(done, 2, "reward.function = bad_reward:reward", "no such answer")
+    assert not (tmp_path / "runs").exists()
+
+
+LATER = "    if text == prompt.answer:\n        return 1.0\n"  # passes the check before the run
 BROKEN = [
-    ("raises", 600.0, "    raise ValueError('no such answer')\n", "no such answer"),
-    ("nan", 600.0, "    return float('nan')\n", "nan"),
-    ("hangs", 0.3, "    time.sleep(3600)\n", "deadline"),
+    ("raises", 600.0, LATER + "    raise ValueError('no such answer')\n", "no such answer"),
+    ("nan", 600.0, LATER + "    return float('nan')\n", "nan"),
+    ("hangs", 5.0, LATER + "    time.sleep(3600)\n", "deadline"),
 ]
 
 

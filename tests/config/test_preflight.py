@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import msgspec
@@ -214,6 +215,65 @@ def test_what_is_wrong_is_one_failed_line(
     checks = found(at(project, small_model, *files, item))
     assert [name for name, (state, _) in checks.items() if state == "failed"] == [check], checks
     assert said in checks[check][1]
+
+
+LISTS = """
+def one(prompts, texts): return [0.5]
+def mean(prompts, texts): return 0.5
+def alone(prompts, texts):
+    if len(texts) > 1: raise KeyError("several")
+    return [0.5]
+def trl(prompts, completions, **columns): return [0.5]
+def right(prompts, texts): return [float(p.answer == t) for p, t in zip(prompts, texts)]
+for function in (one, mean, alone, right): function.batched = True
+"""
+
+
+@pytest.mark.parametrize(
+    ("of", "name", "said"),
+    [
+        ("run", "one", "returned 1 values for 2 responses: return a list of the same length"),
+        ("run", "mean", "returned a float for 2 responses"),
+        ("run", "trl", "returned 1 values for 2 responses"),
+        ("run", "alone", "raised KeyError: 'several' at r.py:5 in alone"),
+        ("run", "right", ""),
+        ("part", "one", "returned 1 values for 2 responses"),
+        ("set", "one", "returned 1 values for 2 responses"),
+    ],
+)
+def test_the_check_and_the_run_call_a_function_of_lists_with_two_prompts(
+    of: str, name: str, said: str, project: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (project / "r.py").write_text(LISTS)
+    function = f"{project}/r.py:{name}"
+    sets = {
+        "run": (f"reward.function='{function}'", "reward.workers=2"),
+        "part": (
+            "reward.function=''",
+            "task.name='mixture'",
+            "task.prompts=''",
+            "task.heldout=''",
+            f"task.mixture=[{{name='sort', reward='{function}'}}, {{name='rle'}}]",
+        ),
+        "set": (
+            "reward.function=''",
+            "task.name='sort'",
+            "task.prompts=''",
+            "task.heldout=''",
+            f"evaluation.sets=[{{name='mine', reward='{function}'}}]",
+        ),
+    }[of]
+    config = at(project, small_model, *sets, "reward.deadline_s=600.0")
+    state, text = found(config)["reward"]
+    assert (state, said in text) == ("failed" if said else "ok", True), text
+    for name in ("check_task", "build_model", "check_images", "check_template", "check_prompts"):
+        monkeypatch.setattr(preflight, name, lambda subject: "")
+    monkeypatch.setattr(preflight, "check_characters", lambda subject: "")
+    if said:
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            preflight.preflight(config)
+    else:
+        preflight.preflight(config)
 
 
 def test_memory_and_disk_are_compared_with_what_is_free(

@@ -202,6 +202,19 @@ def test_refused_messages_are_said_at_once_and_stay_in_report_and_doctor(tmp_pat
     assert said in doctor.format_lines(config, tmp_path, seen)
 
 
+def test_calls_with_lists_that_always_fail_are_said_at_once(tmp_path: Path) -> None:
+    told: list[str] = []
+    watcher = runner.HealthWatcher(tmp_path, told.append)
+    watcher.check(0, {"reward/failed_batch_share": 0.75})
+    assert not told
+    watcher.check(1, {"reward/failed_batch_share": 1.0})
+    watcher.check(2, {"reward/failed_batch_share": 1.0})
+    (line,) = told
+    assert "each completion was scored alone" in line and "RUN/reward.log" in line
+    (sign,) = health_checks.apply_rules(rows(1, reward_failed_batch_share=1.0))
+    assert sign.name == "reward_batches_fail"
+
+
 def test_prompts_without_answers(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text(
