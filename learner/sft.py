@@ -40,7 +40,7 @@ from asyncrl.models.policy import (
 )
 from asyncrl.models.tokenizer import collect_model_stops, load_tokenizer
 from asyncrl.records import atomic_write, jsonl
-from asyncrl.records.rundir import RunLock
+from asyncrl.records.rundir import RunLock, choose_directory
 from asyncrl.tasks import pairs
 from asyncrl.tasks.fit import ModelFitter, select_batch
 from learner import checkpoint
@@ -51,8 +51,7 @@ Log = Callable[[str], None]
 
 def prepare(config: SftConfig, source: str) -> Path:
     """Create the training's directory. Raises ConfigError when it is not empty."""
-    name = config.name or f"{Path(source).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    run_dir = Path(config.runs) / name
+    run_dir = choose_directory(config, source, create=True)
     if run_dir.exists() and any(run_dir.iterdir()):
         raise ConfigError(
             f"{run_dir} is not empty: continue it with `asyncrl sft --resume {run_dir}`, or choose "

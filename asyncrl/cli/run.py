@@ -109,6 +109,10 @@ def run(
         emit({"script": str(path)}, as_json)
         return
     with ExitStack() as services:
+        if resume is None:
+            run_dir = rundir.choose_directory(config, str(source), create=True)
+            # a refused run leaves no empty directory
+            services.callback(rundir.remove_empty, run_dir)
         if watch:
             from asyncrl.viewer import server
 

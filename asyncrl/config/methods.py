@@ -7,6 +7,7 @@ available, and the measurements."""
 from __future__ import annotations
 
 import difflib
+import re
 from typing import Any, NamedTuple
 
 from asyncrl.algorithms import settings
@@ -44,6 +45,139 @@ _VCPO = {
     "correction.hi": 8.0,
     "stop.lr_by_ess": "sqrt",
     "advantage.name": "opob",
+}
+
+_NO_KL = {"kl.loss.coefficient": 0.0}
+
+# the best-known methods; docs/methods.md says where their papers, TRL and verl differ
+STANDARD: dict[str, Method] = {
+    "grpo": Method(
+        "GRPO: PPO's clip, advantages of a group by its standard deviation, k3 in the loss",
+        "arXiv 2402.03300; TRL, verl (code)",
+        UNMEASURED,
+        {
+            **BEHAVIOR,
+            **_ANSWERS,
+            "loss.surrogate": "ppo",
+            "advantage.name": "grpo",
+            "kl.loss.coefficient": 0.04,
+            "kl.loss.estimator": "k3",
+        },
+    ),
+    "dapo": Method(
+        "DAPO: GRPO with clip-higher, dynamic sampling, soft length penalty, mean over tokens",
+        "arXiv 2503.14476; TRL, verl (code)",
+        UNMEASURED,
+        {
+            **BEHAVIOR,
+            **_NO_KL,
+            "loss.surrogate": "ppo",
+            "loss.eps_high": 0.28,
+            "loss.reduction": "token-mean",
+            "advantage.name": "grpo",
+            "advantage.no_spread": "filter",
+            "advantage.truncated": "soft",
+            "advantage.truncation_penalty": 1.0,
+        },
+    ),
+    "dr_grpo": Method(
+        "Dr. GRPO: GRPO without standard deviation, length and KL",
+        "arXiv 2503.20783; TRL, verl (code)",
+        UNMEASURED,
+        {
+            **BEHAVIOR,
+            **_NO_KL,
+            "loss.surrogate": "ppo",
+            "loss.reduction": "seq-mean-token-sum-norm",
+            "advantage.name": "dr_grpo",
+        },
+    ),
+    "gspo": Method(
+        "GSPO: GRPO with a clip on the geometric mean ratio of a completion",
+        "arXiv 2507.18071; TRL, verl (code)",
+        UNMEASURED,
+        {
+            **BEHAVIOR,
+            **_ANSWERS,
+            **_NO_KL,
+            "loss.surrogate": "gspo",
+            "advantage.name": "grpo",
+        },
+    ),
+    "sapo": Method(
+        "SAPO: GRPO with a soft gate in place of the clip",
+        "arXiv 2511.20347; TRL, verl (code)",
+        UNMEASURED,
+        {
+            **BEHAVIOR,
+            **_ANSWERS,
+            **_NO_KL,
+            "loss.surrogate": "sapo",
+            "advantage.name": "grpo",
+        },
+    ),
+    "cispo": Method(
+        "CISPO: token ratios of at most 1.2 as fixed weights, so that no token loses its gradient",
+        "arXiv 2506.13585; TRL, verl (code)",
+        UNMEASURED,
+        {
+            **BEHAVIOR,
+            **_NO_KL,
+            "loss.surrogate": "cispo",
+            "loss.reduction": "token-mean",
+            "advantage.name": "grpo",
+        },
+    ),
+    "rloo": Method(
+        "RLOO: the others' mean reward as baseline, a ratio per completion, KL in the reward",
+        "arXiv 2402.14740; TRL (code)",
+        UNMEASURED,
+        {
+            **BEHAVIOR,
+            "loss.surrogate": "ppo",
+            "loss.ratio": "sequence",
+            "loss.reduction": "seq-mean-token-sum",
+            "advantage.name": "rloo",
+            "kl.reward.coefficient": 0.05,
+            "kl.reward.estimator": "k1",
+        },
+    ),
+    "reinforce": Method(
+        "REINFORCE: no ratio, a running mean of the rewards as baseline",
+        "Williams 1992",
+        UNMEASURED,
+        {
+            **BEHAVIOR,
+            "loss.surrogate": "gpg",
+            "loss.reduction": "seq-mean-token-sum",
+            "advantage.name": "reinforce",
+            "advantage.baseline": "ema",
+        },
+    ),
+    "reinforce_pp": Method(
+        "REINFORCE++: PPO's clip, advantages whitened over the batch, KL in the reward",
+        "arXiv 2501.03262; verl (code)",
+        UNMEASURED,
+        {
+            **BEHAVIOR,
+            "loss.surrogate": "ppo",
+            "loss.reduction": "token-mean",
+            "advantage.name": "reinforce_pp",
+            "kl.reward.coefficient": 0.01,
+            "kl.reward.estimator": "k1",
+        },
+    ),
+    "remax": Method(
+        "ReMax: REINFORCE with the reward of a greedy completion as baseline",
+        "arXiv 2310.10505; verl (code)",
+        UNMEASURED,
+        {
+            **BEHAVIOR,
+            "loss.surrogate": "gpg",
+            "loss.reduction": "seq-mean-token-sum",
+            "advantage.name": "remax",
+        },
+    ),
 }
 
 # methods for stale samples
@@ -241,6 +375,7 @@ METHODS: dict[str, Method] = {
             "kl.loss.estimator": "k3",
         },
     ),
+    **STANDARD,
     **FOR_OLD_SAMPLES,
 }
 
@@ -260,13 +395,35 @@ def find_method(raw: dict[str, Any]) -> Method | None:
     return METHODS.get(name) if isinstance(name, str) else None
 
 
+def simplify(name: str) -> str:
+    """Return the name without case, separators and doubled letters, a plus as a p.
+
+    >>> simplify("REINFORCE++") == simplify("reinforce_pp")
+    True
+    """
+    letters = re.sub(r"[^a-z0-9]", "", name.lower().replace("+", "p"))
+    return re.sub(r"(.)\1+", r"\1", letters)
+
+
+def suggest_method(name: str) -> str:
+    """Return " (did you mean X?)" for a misspelled method, or "".
+
+    A short name with another letter is often another published algorithm (GRPO, GMPO), so that one
+    slip counts only in a long name."""
+    methods = {simplify(method): method for method in METHODS}
+    simple = simplify(name)
+    close = difflib.get_close_matches(simple, methods, 1, 0.93 if len(simple) > 7 else 1.0)
+    return f" (did you mean {methods[close[0]]}?)" if close else ""
+
+
 def explain_unknown_method(name: Any) -> str:
     """Return the error text for an unknown method."""
     if instead := REMOVED.get(str(name)):
         return f"method: {name} was removed; write {instead}"
-    close = difflib.get_close_matches(str(name), METHODS, 1, 0.5)
-    hint = f"did you mean {close[0]}? " if close else ""
-    return f"method: {name!r} is unknown; {hint}choose one of {', '.join(METHODS)}"
+    return (
+        f"method: {name!r} is unknown{suggest_method(str(name))}; choose one of "
+        f"{', '.join(METHODS)}, or build it of advantage, loss, correction and kl: docs/papers.md"
+    )
 
 
 def replace(raw: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
+from asyncrl.config.sft import SftConfig
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.records import atomic_write, buffer_leadership, private
@@ -76,11 +77,34 @@ def make_unwritable_error(run_dir: Path, error: OSError) -> ConfigError:
     )
 
 
-def choose_directory(config: Config, source: str) -> Path:
-    """Return runs/NAME, with the config file's name and the time if there is no name."""
-    return Path(config.runs) / (
+def choose_directory(config: Config | SftConfig, source: str, *, create: bool = False) -> Path:
+    """Return runs/NAME, with the config file's name and the time if there is no name.
+
+    create: create the directory of a run without a name, under a name that no other run has; runs
+    that start in the same second get a number.  Raises ConfigError if it cannot be created."""
+    path = Path(config.runs) / (
         config.name or f"{Path(source).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     )
+    if config.name or not create:
+        return path
+    name, number = path.name, 1
+    try:
+        atomic_write.create_directory(path.parent)
+        while True:
+            with contextlib.suppress(FileExistsError):
+                path.mkdir(mode=0o700)
+                atomic_write.sync_path(path.parent)
+                return path
+            number += 1
+            path = path.with_name(f"{name}-{number}")
+    except OSError as error:
+        raise make_unwritable_error(path, error) from error
+
+
+def remove_empty(run_dir: Path) -> None:
+    """Remove the directory if nothing was written to it."""
+    with contextlib.suppress(OSError):
+        run_dir.rmdir()
 
 
 def note_limit(run_dir: Path, limit: float) -> None:

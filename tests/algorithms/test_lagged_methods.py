@@ -1,5 +1,5 @@
 """Methods published for old samples: each on one example by hand, where it must equal another, and
-in the real loss.  float64.
+in the real loss; and the best-known methods by their papers' formulas.  float64.
 
 The example: one group of two answers of three tokens, rewards 1 and 0, A = +1 and -1."""
 
@@ -19,6 +19,7 @@ from asyncrl.algorithms import loss as sl
 from asyncrl.algorithms.batch import LossBatch
 from asyncrl.algorithms.trust import sequence_surrogates, token_surrogates, view
 from asyncrl.config import bundled_configs, load
+from asyncrl.config.methods import STANDARD
 from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.compare import arms, comparison, methods
 
@@ -896,3 +897,82 @@ def test_bapos_bounds_are_of_the_optimizer_step() -> None:
     bounds = [[round(float(each[key]), 6) for key in ("lo", "hi")] for each in found]
     # positive answers alone have every share, negative ones none
     assert bounds == [[0.6, 1.35], [0.6, 1.2], [0.9, 3.0]]
+
+
+# ---- the best-known methods ----------------------------------------------------------------------
+
+
+def published_loss(name: str, b: LossBatch, lp: torch.Tensor) -> torch.Tensor:
+    """Return the loss of a paper, written sample by sample; its gradient is autograd's."""
+    assert b.reference is not None
+    rewards = [float(x) for x in b.rewards]
+    samples = [torch.nonzero(b.seq == i)[:, 0] for i in range(len(rewards))]
+    kl_to_reference = (lp - b.reference).detach()
+    if name == "rloo":  # k1 of the completion in its reward
+        rewards = [
+            r - 0.05 * float(kl_to_reference[at].sum())
+            for r, at in zip(rewards, samples, strict=True)
+        ]
+    if name == "reinforce_pp":  # k1 of each token, returns to go, whitened over all tokens
+        token_rewards = -0.01 * kl_to_reference
+        for r, at in zip(rewards, samples, strict=True):
+            token_rewards[at[-1]] += r
+        returns = torch.cat([token_rewards[at].flip(0).cumsum(0).flip(0) for at in samples])
+        whitened = (returns - returns.mean()) / returns.std()
+    terms = []
+    for i, at in enumerate(samples):
+        group = [r for r, g in zip(rewards, b.groups, strict=True) if g == b.groups[i]]
+        mean = sum(group) / len(group)
+        advantage = rewards[i] - mean
+        if name in ("grpo", "dapo", "gspo", "sapo", "cispo"):
+            advantage /= float(torch.tensor(group, dtype=D).std()) + 1e-4
+        if name == "rloo":
+            advantage = rewards[i] - (sum(group) - rewards[i]) / (len(group) - 1)
+        if name == "reinforce":  # the first batch's mean is the baseline
+            advantage = rewards[i] - sum(rewards) / len(rewards)
+        a = torch.full((len(at),), advantage, dtype=D)
+        log_ratio = lp[at] - b.behavior[at]
+        if name == "reinforce_pp":
+            a = whitened[at]
+        if name == "gspo":
+            log_ratio = log_ratio.mean().expand(len(at))
+        if name == "rloo":
+            log_ratio, a = log_ratio.sum()[None], a[:1]
+        low, high = {"gspo": (3e-4, 4e-4), "dapo": (0.2, 0.28)}.get(name, (0.2, 0.2))
+        r = log_ratio.exp()
+        term = torch.minimum(r * a, r.clamp(1 - low, 1 + high) * a)
+        if name == "cispo":
+            term = r.detach().clamp(max=1.2) * a * lp[at]
+        if name == "sapo":
+            tau = 1.0 if advantage > 0 else 1.05
+            term = torch.sigmoid(tau * (r - 1)) * 4 / tau * a
+        if name == "reinforce":
+            term = a * lp[at]
+        if name == "grpo":
+            x = b.reference[at] - lp[at]
+            term = term - 0.04 * (x.exp() - x - 1)
+        terms.append(term)
+    count, tokens = len(terms), len(lp)
+    if name in ("grpo", "gspo", "sapo"):
+        return -torch.stack([term.mean() for term in terms]).sum() / count
+    if name in ("rloo", "reinforce"):
+        return -torch.cat(terms).sum() / count
+    return -torch.cat(terms).sum() / (count * 64 if name == "dr_grpo" else tokens)
+
+
+@pytest.mark.parametrize("name", [name for name in STANDARD if name != "remax"])
+def test_a_well_known_method_has_the_gradient_of_its_paper(name: str) -> None:
+    """`remax` needs greedy completions: tests/algorithms/test_remax.py."""
+    b = batch(seed=3, groups=4, size=4, proximal=False)
+    b.mask[:] = True
+    b.truncated[:] = False
+    lp = theta(b)
+    b.proximal, b.start = b.behavior, lp.detach().clone()
+    tree: dict[str, Any] = {"model": {"path": "m"}, "task": {"name": "sort"}, "method": name}
+    c = load.build(tree)
+    prep = sl.prepare(b, c, baseline=float(b.rewards.mean()))
+    step = sl.begin_step(prep, torch.arange(len(b.rewards)), lp.detach())
+    loss, _ = sl.compute_micro_loss(prep, step, torch.arange(len(lp)), lp)
+    (got,) = torch.autograd.grad(loss, lp)
+    (expected,) = torch.autograd.grad(published_loss(name, b, lp), lp)
+    assert got.abs().max() > 1e-4 and torch.allclose(got, expected, rtol=1e-6, atol=1e-9)

@@ -4,12 +4,21 @@ import json
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from process_kit import ROOT
 
-from asyncrl.records import atomic_write
+from asyncrl.cli import main
+from asyncrl.config import load
+from asyncrl.config.tree import Config
+from asyncrl.contract.errors import ConfigError
+from asyncrl.records import atomic_write, rundir
+from asyncrl.supervise import run as runner
 
 
 def test_text_and_bytes_take_the_place_of_what_was_there_and_leave_no_part(tmp_path: Path) -> None:
@@ -138,3 +147,34 @@ watchdog = {{ floor_s = 1800.0, startup_s = 3600.0 }}
     call("report", "runs/lauf-ä")
     call("ls", "runs")
     call("export", "runs/lauf-ä", "mødell")
+
+
+def test_runs_of_one_config_in_the_same_second_get_their_own_directories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the command: the first is refused and leaves nothing, the others start at once."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda _: "20260101-000000")
+    begun: list[Path] = []
+
+    def begin(config: Config, run_dir: Path, **_: Any) -> tuple[int, dict[str, Any]]:
+        assert run_dir.is_dir() and not any(run_dir.iterdir())
+        if not begun:
+            begun.append(run_dir)
+            raise ConfigError("refused")
+        begun.append(run_dir)
+        (run_dir / "config.toml").touch()
+        return 0, {}
+
+    monkeypatch.setattr(runner, "run", begin)
+    assert CliRunner().invoke(main, ["run", "demo"]).exit_code == 2
+    assert list((tmp_path / "runs").iterdir()) == []
+    for _ in range(3):
+        done = CliRunner().invoke(main, ["run", "demo"])
+        assert done.exit_code == 0, done.output
+    names = ["demo-20260101-000000", "demo-20260101-000000-2", "demo-20260101-000000-3"]
+    assert [path.name for path in begun] == [names[0], *names]
+    with ThreadPoolExecutor(8) as pool:
+        config = load.load("demo", [f"runs='{tmp_path / 'many'}'"])
+        made = pool.map(lambda _: rundir.choose_directory(config, "demo", create=True), range(40))
+    assert len(set(made)) == 40

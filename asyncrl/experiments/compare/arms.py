@@ -5,7 +5,6 @@ Reports describe an arm by its resolved config, never by its name.
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.config import methods
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.compare.methods import CORRECTIONS
@@ -58,7 +58,7 @@ def parse_arm(text: str, option: str = "--arm") -> Arm:
     is_method = name in CORRECTIONS
     if not (colon or is_method):
         raise ConfigError(
-            f"{option} {text}: no such method{_suggest_method(name)}; choose from "
+            f"{option} {text}: no such method{methods.suggest_method(name)}; choose from "
             f"{', '.join(CORRECTIONS)}; or write NAME:key=value,key=value"
         )
     if not re.fullmatch(r"[\w.+-]+", name):
@@ -82,24 +82,23 @@ def parse_arm(text: str, option: str = "--arm") -> Arm:
 
 def _build_arm(name: str, items: Sequence[str], context: str) -> Arm:
     """Build an arm from its items; `method=` is replaced by that method's keys."""
-    methods = [value for key, value in map(_split, items) if key == METHOD]
+    chosen = [value for key, value in map(_split, items) if key == METHOD]
     others = [item for item in items if _split(item)[0] != METHOD]
     if name in CORRECTIONS:
-        if methods:
+        if chosen:
             raise ConfigError(
-                f"{context}: {name} is a method; give an arm with {METHOD}={methods[0]} "
-                "another name"
+                f"{context}: {name} is a method; give an arm with {METHOD}={chosen[0]} another name"
             )
-        methods = [name]
-    if not methods:
+        chosen = [name]
+    if not chosen:
         return Arm(name, others)
-    if len(methods) > 1:
+    if len(chosen) > 1:
         raise ConfigError(f"{context}: {METHOD} is given twice")
-    method = methods[0]
+    method = chosen[0]
     if method not in CORRECTIONS:
         raise ConfigError(
-            f"{context}: {METHOD}={method}: no such method{_suggest_method(method)}; choose from "
-            f"{', '.join(CORRECTIONS)}"
+            f"{context}: {METHOD}={method}: no such method{methods.suggest_method(method)}; choose "
+            f"from {', '.join(CORRECTIONS)}"
         )
     if method != "configured" and any(_split(item)[0] == "correction.preset" for item in others):
         raise ConfigError(
@@ -116,17 +115,8 @@ def _split(item: str) -> tuple[str, str]:
 
 
 def _find_similar_method(name: str) -> str:
-    """Return the method that equals `name` up to case and hyphens; empty if none."""
-
-    def simplify(word: str) -> str:
-        return word.lower().replace("-", "").replace("_", "")
-
-    return next((method for method in CORRECTIONS if simplify(method) == simplify(name)), "")
-
-
-def _suggest_method(name: str) -> str:
-    close = difflib.get_close_matches(name, CORRECTIONS, 1, 0.6)
-    return f" (did you mean {close[0]}?)" if close else ""
+    """Return the method that equals `name` up to spelling; empty if none."""
+    return next((m for m in CORRECTIONS if methods.simplify(m) == methods.simplify(name)), "")
 
 
 # ---- what differs --------------------------------------------------------------------------------
