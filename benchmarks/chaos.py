@@ -3,15 +3,13 @@
 The runs have six processes under the product's supervisor; messages are lost, doubled and late.
 
     python benchmarks/chaos.py [--quick] [--json] [--seed N] [--disable MECHANISM]
-        [--topology tickets|sessions|relays] [--durability memory|process|disk]
+        [--topology tickets|sessions] [--durability memory|process|disk]
         [--faults N] [--minutes M] [--learner real] [--kinds K,K] [--points P,P] [--actions A,A]
         [--patience SECONDS]
 
 Supervisor, buffer, learner, generators and reward processes are forked from one warm process, so
 that a fault costs no imports.  --topology sessions: a gateway runs a tool task, whose calls the
-generators answer; relays: three generators, of which one gets the weights from the learner and
-the others from each other (`weights.fan_out`).  Where a durability mode ends the run with the
-buffer, the run is resumed.
+generators answer.  Where a durability mode ends the run with the buffer, the run is resumed.
 
 The seed determines one to three faults at a time: the victim, the point of its work where it is
 held, and the fault (lib/chaos/board.py).  If a victim does not reach its point in time, it is
@@ -66,13 +64,6 @@ OF_TOPOLOGY = {
         "agent.workers=1",
         "agent.max_calls=3",
         "agent.max_tokens=36",
-    ],
-    "relays": [
-        "generators=3",
-        "reward.workers=1",
-        "weights.transport='tcp'",
-        "weights.fan_out=1",
-        "wires.weights_address='tcp://127.0.0.1:*'",
     ],
 }
 
@@ -309,9 +300,8 @@ def draw(run: Run, wanted: Wanted, off: str, choice: random.Random) -> list[Faul
         run.disk_full |= drawn[2] == "disk"
         run.flip_next = drawn[0] == "supervisor" and drawn[2] == "flip"
         if drawn[1] == "mid-start":  # something must be started
-            producer = "relay" if wanted.topology == "relays" else "generator"
             with contextlib.suppress(ProcessLookupError):  # of another fault, a moment ago
-                pid = run.board.number(f"{producer}-{choice.randrange(2)}", b.PID)
+                pid = run.board.number(f"generator-{choice.randrange(2)}", b.PID)
                 os.kill(pid, signal.SIGKILL)
         if alone:
             break

@@ -82,7 +82,6 @@ KEYS_BY_UNIT = {
     "tokens per minute": "reward.judge.tokens_per_minute",
     "checkpoints": "learner.keep_checkpoints",
     "restarts": "watchdog.restarts",
-    "copies": "weights.fan_out",
     "decode steps per token": "staleness.delay",
     "mantissa bits": "generator.mantissa_bits",
     "experts": "model.warm_start_experts",

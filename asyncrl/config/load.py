@@ -58,12 +58,13 @@ SPLIT = {  # keys that became several: what to write instead
 REMOVED = {
     "correction.m2_over": (
         "pushing",
-        "correction.m2 alone (M2PO as published), or correction.function with your own weights",
+        "write correction.m2 alone (M2PO as published), or correction.function with own weights",
     ),
     "advantage.squared_norm": (
         "gradient",
-        "advantage.name = opob, which always uses the norms of the gradients",
+        "write advantage.name = opob, which always uses the norms of the gradients",
     ),
+    "weights.fan_out": (0, "remove it: every generator fetches the weights from the learner"),
 }
 REMOVED_PRESETS = {
     "m2po": 'method = "m2po-published", or correction.function with your own weights'
@@ -242,7 +243,7 @@ def _drop_removed(raw: dict[str, Any], source: _ConfigSource) -> None:
             matters = key != "correction.m2_over" or table.get("m2")
             if value != only_value and matters:
                 raise ConfigError(
-                    f"{source.locate(key)}: {key} = {value} was removed; write {replacement}"
+                    f"{source.locate(key)}: {key} = {value} was removed; {replacement}"
                 )
     table = raw.get("correction")
     preset = table.get("preset") if isinstance(table, dict) else None

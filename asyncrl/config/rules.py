@@ -918,11 +918,6 @@ def _check_engine(config: Config) -> Iterator[str]:
             f"wires.weights_address: weights.transport = {transport} takes a free port of this "
             "machine and has no keys; remove it, or use tcp"
         )
-    if transport not in ("auto", "tcp") and config.weights.fan_out:
-        yield (
-            f"weights.fan_out: weights.transport = {transport} sends no copies over a network; "
-            "remove it, or use tcp or auto"
-        )
     if transport == "nccl" and not (config.learner.gpus and config.generator.gpus):
         yield (
             "weights.transport: nccl connects two GPUs; set learner.gpus and generator.gpus, or "

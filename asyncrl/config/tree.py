@@ -840,14 +840,6 @@ class WeightsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             "injection needs. Each takes the memory of one model.",
         ),
     ] = 4
-    fan_out: Annotated[
-        Count,
-        Meta(
-            description="tcp: copies of each version that the learner sends to other machines. "
-            "The receivers pass it on, each to at most as many generators. 0: all receive it "
-            "from the learner."
-        ),
-    ] = 0
 
 
 class DurabilityConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

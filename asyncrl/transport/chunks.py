@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -22,7 +22,7 @@ from asyncrl.contract.errors import AsyncrlError, BadMessage, ConfigError, PeerU
 from asyncrl.contract.messages import WeightsSource
 from asyncrl.contract.printable import escape_line
 from asyncrl.contract.versions import Label
-from asyncrl.transport import fan_out, keys, message_checks
+from asyncrl.transport import keys, message_checks
 from asyncrl.transport.connection_guard import ConnectionGuard
 from asyncrl.transport.file_server import FileEntry, FileServer
 from asyncrl.transport.ring import Rows
@@ -46,51 +46,29 @@ LISTING_POLL_S = 0.2
 ACCEPTED = zmq.EVENT_HANDSHAKE_SUCCEEDED  # the peer accepted the connection
 ANYWHERE = ("0.0.0.0", "*", "::")  # hosts to listen at, not to connect to
 
-PENDING_S = 1.0  # the longest wait of a request for a part that has not arrived here
-PENDING_POLL_MS = 2
 CLOSING_S = 60.0  # for the serving thread, which may wait long for a core of a busy machine
-MOST_WAITING = 4096  # waiting requests; further requests get no reply
 EMPTY_CHECKSUM = xxhash.xxh3_64_intdigest(b"")
 
 _encoder = msgspec.msgpack.Encoder()
-
-
-class VersionPending(Exception):
-    """A part of a version has not arrived here yet.
-
-    digest: of the version, or "" if no part of it has arrived.
-    """
-
-    def __init__(self, digest: str) -> None:
-        super().__init__(digest)
-        self.digest = digest
-
-
-class _WaitingRequest(NamedTuple):
-    peer: bytes
-    frames: list[zmq.Frame]
-    until: float  # CLOCK_MONOTONIC seconds
 
 
 class _ChunkRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """A generator's request to the chunk server.
 
     offset: of the chunk in bytes; below 0: the layout of the weights, or the list of files.
-    place: requests a position in the tree of `label`, a `fan_out.RelayAssignment`.
     """
 
     label: Label
     digest: str
     offset: int
     size: int
-    place: fan_out.RelayRequest | None = None
 
 
 class _ChunkReply(msgspec.Struct, frozen=True):
     """The chunk server's reply."""
 
     digest: str  # "" when the server does not have these weights or this file
-    data: bytes  # empty from a relay that does not have the chunk yet
+    data: bytes
     checksum: int
     probe: bytes
 
@@ -112,10 +90,8 @@ class ChunkServer(WeightsServer):
     generator's, are counted in `refused` and get no reply.
 
     manifest: the layout of the flat bytes.
-    read: (label, digest, offset, size) -> (digest, bytes, probe). If it raises `VersionPending`,
-        the request waits up to PENDING_S before the reply is empty.
+    read: (label, digest, offset, size) -> (digest, bytes, probe).
     files: the files for generators on other machines.
-    guard: makes the authenticator from the socket.
     """
 
     def __init__(
@@ -125,7 +101,6 @@ class ChunkServer(WeightsServer):
         read: Callable[[Label, str, int, int], tuple[str, bytes, bytes]],
         curve_dir: str = "",
         files: FileServer | None = None,
-        guard: Callable[[Any, str], keys.KeyAuthenticator | None] = keys.make_authenticator,
     ) -> None:
         check_address(address, curve_dir, "wires.weights_address")
         self.context = zmq.Context()
@@ -136,7 +111,7 @@ class ChunkServer(WeightsServer):
         self.socket.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES)
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
-        self._guard = guard(self.socket, curve_dir)
+        self._guard = keys.make_authenticator(self.socket, curve_dir)
         try:
             self.socket.bind(address)
         except zmq.ZMQError as error:
@@ -151,55 +126,17 @@ class ChunkServer(WeightsServer):
         self.files = files
         self.bytes_sent = 0
         self.answered = self.refused = 0
-        self.trees: fan_out.RelayTrees | None = None
-        self.chunk_digests: fan_out.ChunkDigests | None = None
         self.buffer: Callable[[], str] = lambda: ""  # the buffer's address, if it has moved
-        self._waiting: list[_WaitingRequest] = []  # in order of arrival
         self._end = False
         self._decoder = msgspec.msgpack.Decoder(_ChunkRequest)
         self.thread = threading.Thread(target=self._serve, name="chunk-server", daemon=True)
         self.thread.start()
 
-    def start_trees(self, copies: int, size: int) -> None:
-        """Start to assign the peer that provides a version of `size` bytes.
-
-        At most `copies` copies then leave from here. The first request for a version waits, with
-        all requests behind it, while the SHA-256 of its chunks is computed, about a second per GB.
-        """
-        self.chunk_digests = fan_out.ChunkDigests(self.read, size, CHUNK_BYTES)
-        self.trees = fan_out.RelayTrees(copies)
-
     def _serve(self) -> None:
         while not self._end:
-            if self._close_excess():
-                continue
-            if self.socket.poll(PENDING_POLL_MS if self._waiting else 100):
+            if not self._close_excess() and self.socket.poll(100):
                 peer, *frames = receive_frames(self.socket, REQUEST_BYTES, 2, keep=True)
-                if len(self._waiting) < MOST_WAITING:
-                    self._waiting.append(
-                        _WaitingRequest(peer.bytes, frames, time.monotonic() + PENDING_S)
-                    )
-            if self._waiting:
-                self._answer_waiting()
-
-    def _answer_waiting(self) -> None:
-        """Reply to the waiting requests that are not pending, in order for each peer."""
-        blocked: dict[bytes, None] = {}
-        still_waiting: list[_WaitingRequest] = []
-        for request in self._waiting:
-            if request.peer in blocked:
-                still_waiting.append(request)
-                continue
-            try:
-                reply = self._make_reply(request.frames)
-            except VersionPending as pending:
-                if time.monotonic() < request.until:
-                    still_waiting.append(request)
-                    blocked[request.peer] = None
-                    continue
-                reply = _ChunkReply(pending.digest, b"", EMPTY_CHECKSUM, b"")
-            self._send_reply(request.peer, reply)
-        self._waiting = still_waiting
+                self._send_reply(peer.bytes, self._make_reply(frames))
 
     def _send_reply(self, peer: bytes, reply: _ChunkReply | None) -> None:
         if reply is None:
@@ -230,8 +167,6 @@ class ChunkServer(WeightsServer):
             return None
         try:
             request = self._decoder.decode(frames[0].buffer)
-            if request.place is not None:
-                return self._assign_source(request, request.place, frames[0])
             if request.label == FILES:
                 return self._read_file(request)
             if request.label == BUFFER:
@@ -244,40 +179,6 @@ class ChunkServer(WeightsServer):
         except UNDECODABLE:  # also a ring that is being closed
             return None
         return _ChunkReply(digest, data, xxhash.xxh3_64_intdigest(data), probe)
-
-    def _assign_source(
-        self, request: _ChunkRequest, relay_request: fan_out.RelayRequest, frame: zmq.Frame
-    ) -> _ChunkReply | None:
-        """Choose the source of a version for a generator. With CURVE, its key is its name."""
-        if self.trees is None or self.chunk_digests is None:
-            return None
-        name = relay_request.name if self._guard is None else self._guard.get_name(frame)
-        if not keys.GENERATOR.fullmatch(name) or not 0 <= relay_request.port < 1 << 16:
-            return None
-        digest, pieces, probe = self.chunk_digests.compute_digests(request.label, request.digest)
-        if not digest:
-            return _ChunkReply("", b"", EMPTY_CHECKSUM, b"")
-        try:
-            host = str(frame.get("Peer-Address"))
-        except zmq.ZMQError:
-            host = ""  # not over tcp
-        peer = fan_out.RelayPeer(name, host, relay_request.port, relay_request.key)
-        source = self.trees.assign_source((request.label, digest), peer, relay_request.failed)
-        guests: dict[str, str] = {}
-        if relay_request.guests and self._guard is not None:
-            guests = {
-                key: owner
-                for key, owner in self._guard.names.items()
-                if keys.GENERATOR.fullmatch(owner)
-            }
-        assignment = fan_out.RelayAssignment(digest, pieces, probe, guests=guests)
-        if source != fan_out.LEARNER:
-            relay = self.trees.relays[source]
-            assignment = msgspec.structs.replace(
-                assignment, name=source, address=f"tcp://{relay.host}:{relay.port}", key=relay.key
-            )
-        data = _encoder.encode(assignment)
-        return _ChunkReply(digest, data, xxhash.xxh3_64_intdigest(data), b"")
 
     def _read_file(self, request: _ChunkRequest) -> _ChunkReply | None:
         """Return the list of files, empty while it is computed, or bytes of one of them."""
@@ -316,7 +217,6 @@ class ChunkClient:
 
     timeout: seconds without a reply after which the server is unreachable.
     name: selects the CURVE key, if there are keys.
-    server_key: public key of a relay; "": the learner's key.
     """
 
     def __init__(
@@ -325,11 +225,9 @@ class ChunkClient:
         timeout: float,
         curve_dir: str = "",
         name: str = "generator-0",
-        server_key: str = "",
     ) -> None:
         self.address = address
         self.name = name
-        self.server_key = server_key
         self.timeout = timeout
         self.bytes_received = 0
         self.probe = b""  # of the version fetched last
@@ -344,7 +242,7 @@ class ChunkClient:
         socket = self.context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, MANIFEST_BYTES)
-        keys.authenticate_client(socket, self.curve_dir, self.name, self.server_key)
+        keys.authenticate_client(socket, self.curve_dir, self.name)
         self._events = socket.get_monitor_socket(ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._accepted = False
         socket.connect(self.address)
@@ -446,8 +344,7 @@ class ChunkClient:
     ) -> Iterator[_ChunkReply]:
         """Yield the chunks of a version from byte `begin` to `size`, AHEAD in flight.
 
-        The last chunk is empty when the server does not have it, or has other weights. Its digest
-        is then "", or `digest` if the chunk has not arrived at the server yet.
+        The last chunk is empty when the server does not have it, or has other weights.
         """
         offsets = range(begin, size, CHUNK_BYTES)
         for number in range(len(offsets)):
@@ -456,8 +353,7 @@ class ChunkClient:
             if not has_version or len(chunk.data) != min(CHUNK_BYTES, size - offsets[number]):
                 for _ in offsets[number + 1 : number + AHEAD]:
                     self._receive()
-                is_pending = has_version and not chunk.data
-                yield _ChunkReply(digest if is_pending else "", b"", EMPTY_CHECKSUM, b"")
+                yield _ChunkReply("", b"", EMPTY_CHECKSUM, b"")
                 return
             digest = chunk.digest
             yield chunk
@@ -471,24 +367,6 @@ class ChunkClient:
             chunk_size = min(CHUNK_BYTES, size - offset)
             self.socket.send(_encoder.encode(_ChunkRequest(label, digest, offset, chunk_size)))
         return self._receive()
-
-    def request_source(
-        self, label: Label, digest: str, request: fan_out.RelayRequest
-    ) -> fan_out.RelayAssignment | None:
-        """Request the source of a version; None if the learner does not have it.
-
-        Raises PeerUnreachable."""
-        self.socket.send(_encoder.encode(_ChunkRequest(label, digest, 0, 0, request)))
-        chunk = self._receive()
-        if not chunk.digest:
-            return None
-        try:
-            return msgspec.msgpack.decode(chunk.data, type=fan_out.RelayAssignment)
-        except UNDECODABLE as error:
-            self.reconnect()
-            raise PeerUnreachable(
-                f"{self.address} sent an invalid relay assignment: {error}"
-            ) from error
 
     # ---- files -----------------------------------------------------------------------------------
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,6 @@ LEARNER = "learner"
 VIEWER = "viewer"
 GENERATOR = re.compile(r"generator-\d+")
 GATEWAY = re.compile(r"gateway-\d+")
-LIST_WAIT_S = 20.0  # seconds to wait for the learner's list; zmq drops a handshake after 30
 ROLES = f"{LEARNER}, {VIEWER}, gateway-N, generator-N"
 
 
@@ -124,10 +122,9 @@ def read_certificate(path: Path, curve_dir: str, *, secret: bool) -> tuple[bytes
     return pair
 
 
-def authenticate_client(socket: Any, curve_dir: str, name: str, server: str = "") -> None:
+def authenticate_client(socket: Any, curve_dir: str, name: str) -> None:
     """Authenticate a client's socket as `name` with the key in DIR/NAME or a copy.
 
-    server: public key of another server than the run's.
     Raises ConfigError for a key that is missing or damaged.
     """
     if not curve_dir:
@@ -137,12 +134,6 @@ def authenticate_client(socket: Any, curve_dir: str, name: str, server: str = ""
     socket.curve_publickey, socket.curve_secretkey = read_certificate(
         folder / "client.key_secret", curve_dir, secret=True
     )
-    if server:
-        try:
-            socket.curve_serverkey = server.encode()
-        except (zmq.ZMQError, ValueError) as error:
-            raise ConfigError(f"{server[:80]!r} is not a public key: {error}") from error
-        return
     socket.curve_serverkey, _ = read_certificate(folder / "server.key", curve_dir, secret=False)
 
 
@@ -181,42 +172,6 @@ class KeyAuthenticator:
     def stop(self) -> None:
         """Stop the thread that authenticates."""
         self.authenticator.stop()
-
-
-class RelayAuthenticator(KeyAuthenticator):
-    """Authenticates the peers of a relay, a generator that forwards weights.
-
-    It makes its own key. The learner supplies `names` (public key -> name) of the permitted peers.
-    A peer may connect before that list arrives. Its handshake waits for the list, because zmq does
-    not retry after a rejection.
-    """
-
-    def __init__(self, socket: Any) -> None:
-        from zmq.auth.thread import ThreadAuthenticator
-
-        public, secret = zmq.curve_keypair()
-        socket.curve_publickey, socket.curve_secretkey = public, secret
-        self.key = public.decode()
-        self.names: dict[str, str] = {}
-        self._has_list = threading.Event()
-        self.authenticator = ThreadAuthenticator(socket.context)
-        self.authenticator.start()
-        self.authenticator.configure_curve_callback(domain="*", credentials_provider=self)
-        socket.curve_server = True
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Return whether a connecting key is permitted; zmq calls this."""
-        self._has_list.wait(LIST_WAIT_S)
-        return key.decode() in self.names
-
-    def allow_peers(self, names: dict[str, str]) -> None:
-        """Set the permitted peers."""
-        self.names = names
-        self._has_list.set()
-
-    def stop(self) -> None:
-        self._has_list.set()  # so that its waiting thread can end
-        super().stop()
 
 
 def make_authenticator(socket: Any, curve_dir: str) -> KeyAuthenticator | None:

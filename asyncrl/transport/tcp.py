@@ -1,4 +1,4 @@
-"""The weight transport in chunks over TCP, from relay to relay with `weights.fan_out`."""
+"""The weight transport in chunks over TCP."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from asyncrl.contract.errors import PeerUnreachable
 from asyncrl.contract.messages import WeightsSource
 from asyncrl.transport.chunks import ChunkClient, ChunkServer, reachable_address
 from asyncrl.transport.file_server import FileServer
-from asyncrl.transport.relay import RelayClient
 from asyncrl.transport.ring import WeightRing
 from asyncrl.transport.weight_transport import WeightsClient
 
@@ -16,16 +15,13 @@ def serve(config: Config, ring: WeightRing) -> ChunkServer | None:
     """Start the learner's chunk server, if `wires.weights_address` is set."""
     if not config.wires.weights_address:
         return None
-    server = ChunkServer(
+    return ChunkServer(
         config.wires.weights_address,
         ring.rows,
         ring.read_part,
         config.wires.curve_dir,
         FileServer(config),
     )
-    if config.weights.fan_out:
-        server.start_trees(config.weights.fan_out, ring.size)
-    return server
 
 
 def connect(config: Config, source: WeightsSource, name: str) -> WeightsClient:
@@ -38,5 +34,4 @@ def connect(config: Config, source: WeightsSource, name: str) -> WeightsClient:
             "host cannot read; set wires.weights_address to a tcp address of the learner"
         )
     address = reachable_address(source.address, config.wires.address)
-    client = RelayClient if config.weights.fan_out else ChunkClient
-    return client(address, config.wires.connect_s, config.wires.curve_dir, name)
+    return ChunkClient(address, config.wires.connect_s, config.wires.curve_dir, name)

@@ -26,7 +26,7 @@ from asyncrl.contract import outcomes
 from asyncrl.contract.errors import BadMessage
 from asyncrl.contract.versions import Label
 from asyncrl.records import rundir
-from asyncrl.transport import chunks, fan_out, message_checks
+from asyncrl.transport import chunks, message_checks
 from asyncrl.transport.ring import WeightRing
 from asyncrl.transport.sockets import UNDECODABLE, PeerSocket
 from buffer import service as buffer_service
@@ -263,14 +263,11 @@ class ChunkServer:
         )
         self.ring.write(Label(1, 3), lambda into: None)
         self.server = chunks.ChunkServer("tcp://127.0.0.1:*", self.ring.rows, self.ring.read_part)
-        self.server.start_trees(2, size)
         ask = chunks._ChunkRequest(Label(1, 3), "", 0, size)
-        place = fan_out.RelayRequest("generator-1", 5000, "k", ["generator-0"], guests=True)
         asks = [
             ask,
             chunks._ChunkRequest(Label(0, 0), "", -1, 0),
             chunks._ChunkRequest(Label(1, 3), "d", 9, 5),
-            chunks._ChunkRequest(Label(1, 3), "", 0, 0, place),
         ]
         self.frames = [encode(x) for x in asks]
 

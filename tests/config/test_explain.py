@@ -198,7 +198,7 @@ def complete(*words: str) -> list[str]:
         (("config", "ex"), ["explain"]),
         (("config", "explain", "staleness.max"), ["staleness.max_lag"]),
         (("run", "gpu_"), ["gpu_many", "gpu_one", "gpu_"]),
-        (("run", "demo", "--set", "weights.fan"), ["weights.fan_out="]),
+        (("run", "demo", "--set", "weights.sl"), ["weights.slots="]),
         (("run", "demo", "--set", "staleness.on_exceed=d"), ["staleness.on_exceed=drop"]),
         (("run", "demo", "--set", "method=vc"), ["method=vcpo"]),
     ],

@@ -24,32 +24,50 @@ def test_the_product_is_within_every_limit() -> None:
     figures = [*shape.figures(), *shape.prose_figures()]
     found = {figure.name: (figure.value, figure.limit, figure.places) for figure in figures}
     assert {name: each for name, each in found.items() if each[0] > each[1]} == {}
-    assert len(found) == 15
+    assert len(found) == 18
 
 
-LONG = "\n".join(["def long():", *["    pass"] * 81])
+LONG = "\n".join(["def long():", *["    pass"] * 121])
 BEYOND = {
     "lines wider than 100 columns": "value = '" + "a" * 100 + "'",
     "fmt: skip": "value = 1  # fmt: skip",
-    "tokens a line, mean": "value = [1, 2, 3, 4, 5, 6, 7, 8]",
+    "code tokens": "'''Text.'''\nvalue = [1, 2]",
+    "lines": "# text\n" * 9,
+    "modules with one importer": "import part.two",
+    "one-call helpers": "def read():\n    '''Text.'''\n    pass\n\n\nread()",
+    "lines of tests, % of the product": "value = 1\n",
     "lines of a function, most": LONG,
     "calls with over 6 arguments by position": "print(\n" + "1,\n" * 7 + ")",
     "one-letter names": "def f(x):\n    pass",
     "class names used twice": "class Row:\n    pass\n\n\nclass Row:\n    pass",
     "bare participles and pronouns as names": "def _held():\n    pass",
 }
+LIMITS = {
+    "code tokens": 6,
+    "lines": 8,
+    "modules with one importer": 0,
+    "one-call helpers": 0,
+    "lines of tests, % of the product": 199,
+}
 
 
-@pytest.mark.parametrize("name", [*BEYOND, "modules in a folder, most"])
+def test_docstrings_and_comments_are_no_code_tokens() -> None:
+    code = "'''Text.'''\ndef read():\n    '''Text.'''\n    return 1  # text\n"
+    assert shape.count_tokens(code, shape.ast.parse(code)) == 7  # def read ( ) : return 1
+
+
+@pytest.mark.parametrize("name", BEYOND)
 def test_what_is_beyond_a_limit_is_found_with_its_place(
     name: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
     (tmp_path / "part").mkdir()
-    if name in BEYOND:
-        (tmp_path / "part" / "one.py").write_text(BEYOND[name])
-    else:
-        for number in range(15):
-            (tmp_path / "part" / f"module_{number}.py").write_text("value = 1")
+    (tmp_path / "part" / "one.py").write_text(BEYOND[name])
+    (tmp_path / "part" / "two.py").write_text("")
+    limits = dict.fromkeys(shape.LIMITS, 1000) | {name: LIMITS.get(name, 1000)}
+    monkeypatch.setattr(shape, "LIMITS", {key: limits[key] for key in shape.LIMITS})
+    if name == "lines of tests, % of the product":
+        (tmp_path / "tests").mkdir()
+        (tmp_path / "tests" / "test_one.py").write_text("value = 1\n" * 2)
     monkeypatch.setattr(shape, "ROOT", tmp_path)
     monkeypatch.setattr(shape, "PRODUCT", ("part",))
     if name == "one-letter names":
@@ -57,7 +75,7 @@ def test_what_is_beyond_a_limit_is_found_with_its_place(
     monkeypatch.setattr(shape, "MATHEMATICS", ())
     beyond = [figure for figure in shape.figures() if figure.value > figure.limit]
     assert [figure.name for figure in beyond] == [name]
-    if name != "tokens a line, mean":
+    if name not in ("lines", "lines of tests, % of the product"):
         assert beyond[0].places[0].startswith("part")
 
 

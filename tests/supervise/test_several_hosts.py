@@ -31,7 +31,6 @@ SMALL = [
     "evaluation.ood_prompts=0",
     "learner.checkpoint_every=100",
     "weights.transport='tcp'",
-    "weights.fan_out=1",
     "wires.connect_s=600",
 ]
 

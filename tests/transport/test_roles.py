@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import shutil
 import stat
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -251,13 +250,6 @@ def test_a_client_locks_its_socket_with_its_own_key(key_dir: Path) -> None:
             "curve_secretkey": pair[1],
             "curve_serverkey": server,
         }
-    relay = "x" * 40
-    locked = Socket()
-    keys.authenticate_client(locked, str(key_dir), "generator-0", relay)
-    assert vars(locked)["curve_serverkey"] == relay.encode()
-    with pytest.raises(ConfigError) as error:
-        keys.authenticate_client(Socket(), str(key_dir), "generator-0", "y" * 90)
-    assert str(error.value) == f"{'y' * 80!r} is not a public key: not 40 characters"
     assert keys.make_authenticator(Socket(), "") is None
 
 
@@ -274,9 +266,6 @@ class Authenticator:
         self.events.append("stopped")
 
     def configure_curve(self, **how: Any) -> None:
-        self.events.append(how)
-
-    def configure_curve_callback(self, **how: Any) -> None:
         self.events.append(how)
 
 
@@ -300,31 +289,6 @@ def test_servers_admit_the_keys_of_their_directory(
     assert guard.get_name({}) == ""  # type: ignore[arg-type]
     guard.stop()
     assert guard.authenticator.events[-1] == "stopped"
-
-
-def test_a_relay_admits_whom_the_learner_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zmq.auth.thread.ThreadAuthenticator", Authenticator)
-    monkeypatch.setattr(keys, "LIST_WAIT_S", 3600.0)
-    socket = Socket()
-    relay = keys.RelayAuthenticator(socket)
-    assert vars(socket)["curve_publickey"].decode() == relay.key and relay.names == {}
-    assert vars(socket)["curve_server"] is True and len(vars(socket)["curve_secretkey"]) == 40
-    provider = {"domain": "*", "credentials_provider": relay}
-    assert relay.authenticator.events == [("made", None), "started", provider]
-    answers: list[bool] = []
-    waiting = threading.Thread(target=lambda: answers.append(relay.callback("*", b"k")))
-    waiting.start()
-    assert answers == []
-    relay.allow_peers({"k": "generator-1"})
-    waiting.join()
-    assert answers == [True] and relay.callback("*", b"other") is False
-    unheard = keys.RelayAuthenticator(Socket())
-    monkeypatch.setattr(keys, "LIST_WAIT_S", 0.01)
-    assert unheard.callback("*", b"k") is False, "the learner's list has not come"
-    monkeypatch.setattr(keys, "LIST_WAIT_S", 3600.0)
-    ended = keys.RelayAuthenticator(Socket())
-    ended.stop()  # whoever waits is refused at once
-    assert ended.callback("*", b"k") is False and ended.authenticator.events[-1] == "stopped"
 
 
 @pytest.mark.parametrize(

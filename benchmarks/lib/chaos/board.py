@@ -24,15 +24,11 @@ ROLES = (
     "reward-0",
     "reward-1",
     "gateway-0",
-    "relay-0",
-    "relay-1",
-    "relay-2",
 )
 # topology -> the kinds of processes that get faults
 TOPOLOGIES = {
     "tickets": ("supervisor", "buffer", "learner", "generator", "reward"),
     "sessions": ("supervisor", "buffer", "learner", "generator", "gateway"),
-    "relays": ("supervisor", "buffer", "learner", "relay"),
 }
 # kind of victim -> the points of its work where it can be held
 POINTS = {
@@ -42,8 +38,6 @@ POINTS = {
     "generator": ("idle", "mid-answer", "mid-send"),
     "reward": ("idle", "mid-answer", "mid-send"),
     "gateway": ("idle", "mid-answer", "mid-send"),
-    # a generator that hands weights on
-    "relay": ("idle", "mid-answer", "mid-send", "mid-relay"),
 }
 # the faults: SIGKILL, SIGSTOP with a later SIGCONT, broken connections, jumping clocks, a full
 # disk, and a flipped byte in a file that it has written, followed by SIGKILL
@@ -55,14 +49,12 @@ MAY = {
     "generator": ("kill", "stop", "cut", "clock", "disk"),
     "reward": ("kill", "stop"),
     "gateway": ("kill", "stop"),
-    "relay": ("kill", "stop"),
 }
 SLOT = 128
 # offsets in a role's slot
 ORDER, ACTION, OBEYED = 0, 1, 2  # a byte each
 PID, LIVES, WORK, LOST, DOUBLED, HELD = 8, 16, 24, 32, 40, 48  # int64
 WALL, MONOTONIC, JUMP = 56, 64, 72  # float64, seconds
-SERVED = 80  # int64: chunks of weights that others asked a relay for
 
 
 def kind_of(role: str) -> str:

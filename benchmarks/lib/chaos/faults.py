@@ -49,9 +49,7 @@ class Fault:
         self.board = board
         kind, self.point, self.action = drawn
         roles = [role for role in b.ROLES if b.kind_of(role) == kind]
-        # of relays one that hands something on, if there is one
-        serving = [role for role in roles if board.number(role, b.SERVED)]
-        self.role = choice.choice(serving or roles)
+        self.role = choice.choice(roles)
         self.kind = kind
         # beyond the lease now and then
         self.stop_s = 3.5 if choice.random() < 0.05 else choice.uniform(0.05, 0.5)

@@ -178,8 +178,6 @@ def install(board: Board, notes: Path, config: Any, hook: Callable[[str], None])
             return cleanup.main(Path(argv[-1]))
         if role == "environment":
             return worker_pool.run(environment_worker.serve, argv[-2:])
-        if config.weights.fan_out:
-            role = role.replace("generator-", "relay-")
         if role == "reward":
             role = f"reward-{mine.partition('-')[2]}"
             if role in ROLES:  # a third generator's is not

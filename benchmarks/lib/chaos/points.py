@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lib.chaos.board import DOUBLED, HELD, LOST, SERVED, WORK, Board, Notes
+from lib.chaos.board import DOUBLED, HELD, LOST, WORK, Board, Notes
 
 MECHANISMS = ("dedupe", "redelivery", "sync", "cursor", "ticket_order", "epoch_fence")
 
@@ -130,19 +130,6 @@ def generator(hook: Hook, role: str) -> None:
     before(module.Generator, "set_wait", lambda g, what: what and hook.look(role, "idle"))
     if hook.off == "redelivery":
         switch_off(hook.off)
-
-
-def relay(hook: Hook, role: str) -> None:
-    """A generator that hands weights on: of what it has, as another asks for a chunk of it."""
-    from asyncrl.transport.relay import RelayCache
-
-    generator(hook, role)
-
-    def asked(*_args: Any) -> None:
-        hook.board.count(role, SERVED)
-        hook.look(role, "mid-relay")
-
-    before(RelayCache, "read", asked)
 
 
 def gateway(hook: Hook, role: str) -> None:
@@ -404,5 +391,4 @@ HOOKS = {
     "generator": generator,
     "reward": reward,
     "gateway": gateway,
-    "relay": relay,
 }
