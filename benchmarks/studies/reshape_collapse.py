@@ -1,7 +1,9 @@
 """Does IS-reshape v3.1 collapse at 16 epochs a batch, and which repair prevents it?
 
-    # five seeds of seven arms, resumed run by run when it is started again
+    # eight seeds of nine arms, resumed run by run when it is started again
     nice -n 19 python benchmarks/studies/reshape_collapse.py --out runs/collapse
+    # eight seeds of repair D with the arms that it is compared with
+    python benchmarks/studies/reshape_collapse.py --only "clip,no clip,v3.1,D,D on the rate"
     # only write the result of the finished runs
     python benchmarks/studies/reshape_collapse.py --out runs/collapse --table
 
@@ -9,9 +11,9 @@ Protocol, fixed before the runs.  Task `rle`, synchronous (lag 0), rloo, AdamW a
 arm, 8 batches of 16 groups of 8, 16 passes over each batch with one optimizer step a pass: 128
 steps.  Each seed has its own warm start, prompts and sampling; the arms of a seed share them.  The
 arms are those of `asyncrl lab reshape` (asyncrl/experiments/lab/reshape.py: PPO's clip 0.2; A, B
-and C with a budget of 0.05, a clip of 0.2 and a coefficient of 1) and repair B in the report's own
-wording, a clip of w^gamma.  `stop.every = "epoch"` has no arm: with one step a pass it is
-repair A.
+and C with a budget of 0.05, a clip of 0.2 and a coefficient of 1; D with a budget of 0.05, on gamma
+and on the learning rate) and repair B in the report's own wording, a clip of w^gamma.
+`stop.every = "epoch"` has no arm: with one step a pass it is repair A.
 
 Outcomes: held-out accuracy after the last batch (512 prompts) and its mean over the run (128
 prompts after every second batch), both as differences from `clip`, paired by seed, with a t
@@ -38,6 +40,7 @@ from lib import studies
 EPOCHS = 16
 RATE = "5e-4"
 NAMES = {"clip": "clip", "no clip": "vanilla", "v3.1": "v3.1", "A": "A", "B": "B", "C": "C"}
+NAMES |= {"D": "D coefficient", "D on the rate": "D learning rate"}
 ON_POWER = "B on w^gamma"
 MEASURES = ("end", "area", "ood", "kl_mu_mean", "grad_norm_mean")
 LOGGED = {  # of optimizer_steps.jsonl -> its name in the result
@@ -54,10 +57,11 @@ LOGGED = {  # of optimizer_steps.jsonl -> its name in the result
 COLUMNS = reshape_epochs.COLUMNS | {"area": "mean"}
 
 
-def arms() -> dict[str, list[str]]:
-    """Return the --set items of each arm."""
-    of_lab = {name: reshape_epochs.sets(arm) for name, arm in NAMES.items()}
-    return of_lab | {ON_POWER: [*of_lab["B"], 'reshape.clip_on="w_gamma"']}
+def arms(only: str) -> dict[str, list[str]]:
+    """Return the --set items of each arm, or of those named in `only`."""
+    every = {name: reshape_epochs.sets(arm) for name, arm in NAMES.items()}
+    every |= {ON_POWER: [*every["B"], 'reshape.clip_on="w_gamma"']}
+    return {name: every[name] for name in only.split(",")} if only else every
 
 
 def summarize_steps(rows: Sequence[Mapping[str, float]]) -> dict[str, dict[str, list[float]]]:
@@ -89,7 +93,8 @@ def step_logs(study: studies.Study) -> dict[str, dict[str, Any]]:
 
 
 def main() -> None:
-    p = studies.parser(__doc__, "runs/reshape_collapse", seeds=5, steps=8, groups=16)
+    p = studies.parser(__doc__, "runs/reshape_collapse", seeds=8, steps=8, groups=16)
+    p.add_argument("--only", default="", help="arms, separated by commas; empty: all")
     args = p.parse_args()
     if args.quick:
         args.steps = 2
@@ -102,7 +107,7 @@ def main() -> None:
         "evaluation.every=2",
     ]
     study = studies.Study(args, "rle", "collapse", common)
-    study.block(arms())
+    study.block(arms(args.only))
     if not args.table:
         study.run()
     found = studies.analyse(study, "clip", measures=MEASURES, pairs=[("v3.1", "no clip")])

@@ -23,10 +23,13 @@ def collapse(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_each_arm_is_what_its_name_says(collapse: Any) -> None:
     config = {
         arm: load.load("configs/rle.toml", ["learner.epochs=16", *items])
-        for arm, items in collapse.arms().items()
+        for arm, items in collapse.arms("").items()
     }
-    assert [c.loss.surrogate for c in config.values()] == ["ppo", "vanilla", *["reshape"] * 5]
-    assert {arm for arm, c in config.items() if c.stop.kl_max} == {"A"}
+    assert [c.loss.surrogate for c in config.values()] == ["ppo", "vanilla", *["reshape"] * 7]
+    assert {arm for arm, c in config.items() if c.stop.kl_max} == {"A", "D on the rate"}
+    assert {arm for arm, c in config.items() if c.stop.action == "slow"} == {"D on the rate"}
+    assert {arm for arm, c in config.items() if c.reshape.budget == "tokens"} == {"D"}
+    assert list(collapse.arms("clip,D")) == ["clip", "D"]
     assert {arm for arm, c in config.items() if c.reshape.kl_penalty} == {"C"}
     clips = {arm: (c.reshape.clip, c.reshape.clip_on) for arm, c in config.items()}
     assert clips["B"] == (0.2, "w") and clips["B on w^gamma"] == (0.2, "w_gamma")
