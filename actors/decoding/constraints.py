@@ -8,15 +8,37 @@ over the same tokens.  A gateway writes the grammars (actors/gateway/endpoint/fo
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from asyncrl.models.tokenizer import PlainTokenizer, read_vocabulary_size
+from asyncrl.records.machine_memory import read_resident_bytes
 
 REMEMBERED = 256  # compiled grammars
+REMEMBERED_BYTES = 256 << 20  # of their automata, besides that of the newest
+
+
+@dataclass
+class CompiledGrammar:
+    """A compiled grammar before the first token, an `llguidance.LLMatcher`.
+
+    Copies share its automaton, whose states are built as completions reach them: up to 250,000 of
+    1 to 2 kB. bytes: by how much the process grew meanwhile.
+    """
+
+    matcher: Any
+    bytes: int = 0
+
+    def measure(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a matcher, and count by how much the process grows."""
+        resident = read_resident_bytes()
+        value = call(*arguments)
+        self.bytes += max(0, read_resident_bytes() - resident)
+        return value
 
 
 class TokenConstraint:
@@ -24,17 +46,17 @@ class TokenConstraint:
 
     Where no token of the vocabulary can continue, the completion ends.
 
-    matcher: an `llguidance.LLMatcher`. stops: the tokens that end a completion, which they may
-    where the grammar is complete.
+    stops: the tokens that end a completion, which they may where the grammar is complete.
     """
 
-    def __init__(self, matcher: Any, stops: Sequence[int]) -> None:
-        self.matcher = matcher
+    def __init__(self, grammar: CompiledGrammar, stops: Sequence[int]) -> None:
+        self.grammar = grammar
+        self.matcher = grammar.matcher.deep_copy()
         self.stops = list(stops)
 
     def compute_allowed(self, size: int) -> np.ndarray:
         """Return bool [size]: the tokens that may come next; size: of the vocabulary."""
-        packed = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
+        packed = np.frombuffer(self.grammar.measure(self.matcher.compute_bitmask), np.uint8)
         bits = np.unpackbits(packed, count=size, bitorder="little").astype(bool)
         bits[self.stops] = self.matcher.is_accepting()
         if self.matcher.is_error() or not bits.any():
@@ -45,7 +67,7 @@ class TokenConstraint:
     def advance(self, token: int) -> None:
         """Advance by the sampled token, which was allowed."""
         if token not in self.stops:
-            self.matcher.consume_token(token)
+            self.grammar.measure(self.matcher.consume_token, token)
 
 
 class GrammarCompiler:
@@ -59,7 +81,7 @@ class GrammarCompiler:
         self.size = max(len(tokenizer.get_vocab()), read_vocabulary_size(path))
         self.stops = list(stops)
         self.tokens: Any = None  # llguidance's form of the tokenizer, made on first use
-        self.compiled: OrderedDict[str, Any] = OrderedDict()
+        self.compiled: OrderedDict[str, CompiledGrammar] = OrderedDict()
 
     def begin(self, grammar: str) -> TokenConstraint:
         """Return the constraint of a new completion.  Raises ValueError for a bad grammar."""
@@ -69,15 +91,19 @@ class GrammarCompiler:
             raise ValueError("the model has no token that ends a completion (generator.stop)")
         if self.tokens is None:
             self.tokens = convert_tokenizer(self.tokenizer, self.size, self.stops)
-        if grammar not in self.compiled:
+        compiled = self.compiled.pop(grammar, None)
+        if compiled is None:
             matcher = LLMatcher(self.tokens, grammar, log_level=0)
             if matcher.is_error():
                 raise ValueError(" ".join(matcher.get_error().split()))
-            self.compiled[grammar] = matcher
-            if len(self.compiled) > REMEMBERED:
-                self.compiled.popitem(last=False)
-        self.compiled.move_to_end(grammar)
-        return TokenConstraint(self.compiled[grammar].deep_copy(), self.stops)
+            compiled = CompiledGrammar(matcher)
+        while len(self.compiled) >= REMEMBERED or self._count_bytes() > REMEMBERED_BYTES:
+            self.compiled.popitem(last=False)
+        self.compiled[grammar] = compiled
+        return TokenConstraint(compiled, self.stops)
+
+    def _count_bytes(self) -> int:
+        return sum(compiled.bytes for compiled in self.compiled.values())
 
 
 class TokenBytes:

@@ -2,12 +2,13 @@
 
 transformers takes seconds of CPU to import, and wraps a Rust library that does the work. Where its
 configuration adds nothing to `tokenizer.json`, that library is used directly, with the same results
-(a test compares them). Published Qwen models use transformers' class, which needs no torch; all
-others use AutoTokenizer, which also imports models.
+(a test compares them). Its chat template, and published Qwen models, use transformers' classes,
+which need no torch; all others use AutoTokenizer, which also imports models: 330 MiB more.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from collections.abc import Sequence
@@ -158,14 +159,18 @@ def read_vocabulary_size(path: str | Path) -> int:
 
 
 def load_transformers_tokenizer(path: str | Path) -> Any:
-    """Load the tokenizer in a model directory with transformers.
+    """Load the tokenizer in a model directory with transformers, without torch where it can.
 
     Raises ConfigError when it does not load.
     """
-    import transformers
-
+    if read_plain_settings(Path(path)) is not None:
+        module, name = "transformers.tokenization_utils_tokenizers", "TokenizersBackend"
+    elif uses_qwen_tokenizer(Path(path)):
+        module, name = "transformers.models.qwen2.tokenization_qwen2", "Qwen2Tokenizer"
+    else:
+        module, name = "transformers", "AutoTokenizer"
     try:
-        return transformers.AutoTokenizer.from_pretrained(str(path))
+        return getattr(importlib.import_module(module), name).from_pretrained(str(path))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"model.path: the tokenizer in {path} cannot be loaded: {str(error).splitlines()[0]}"
@@ -194,16 +199,6 @@ def _load_text_tokenizer(path: str | Path) -> Any:
             return PlainTokenizer(path, settings)
         except Exception:  # the library raises bare Exception; transformers raises a better one
             pass
-    if uses_qwen_tokenizer(Path(path)):
-        from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
-
-        try:
-            return Qwen2Tokenizer.from_pretrained(str(path))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"model.path: the tokenizer in {path} cannot be loaded: "
-                f"{str(error).splitlines()[0]}"
-            ) from error
     return load_transformers_tokenizer(path)
 
 

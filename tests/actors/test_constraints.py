@@ -5,6 +5,8 @@ log-probabilities over the recorded tokens are those that it was sampled with.
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ import torch
 from engine_kit import engine, request, run
 from gateway_kit import CHATML, SPECIAL
 from gateway_kit import tokenizer as chat_tokenizer
+from process_kit import ENV, ROOT
 
 from actors.decoding import constraints
 from actors.decoding.constraints import (
@@ -231,6 +234,52 @@ def test_a_grammar_is_compiled_once_until_256_others_are(
     own.begin(grammar("c"))
     assert list(own.compiled) == [grammar("a"), grammar("c")]
     assert own.compiled[grammar("a")] is compiled and own.tokens is tokens
+
+
+def test_the_compiled_grammars_take_a_bounded_number_of_bytes(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each automaton is counted as it grows below its completions, and the oldest go first."""
+    grown = iter(range(0, 1 << 40, 90 << 20))  # this process grows by 90 MiB at each look
+    monkeypatch.setattr(constraints, "read_resident_bytes", lambda: next(grown))
+    own = GrammarCompiler(compiler.tokenizer, "", (1,))
+    forms_ = [form(structured_outputs={"regex": f"[a-z]{{1,{n}}}"}) for n in range(1, 5)]
+    held = [own.begin(forms_[0]), own.begin(forms_[1])]
+    held[0].compute_allowed(own.size)
+    held[0].advance(own.tokenizer.encode("a")[0])
+    held[1].compute_allowed(own.size)
+    assert [entry.bytes >> 20 for entry in own.compiled.values()] == [180, 90]
+    own.begin(forms_[2])
+    own.begin(forms_[3])
+    assert list(own.compiled) == forms_[1:4], "the oldest had 180 of 270 MiB"
+    assert held[0].compute_allowed(own.size).any(), "its completions go on"
+
+
+def test_the_states_that_completions_reach_are_counted() -> None:
+    """A pattern whose automaton has a state a character, in a process that measures itself."""
+    code = """
+import sys
+from actors.decoding import constraints
+sys.path.insert(0, "tests/support")
+from gateway_kit import CHATML, tokenizer
+own = constraints.GrammarCompiler(tokenizer(CHATML), "", (1,))
+constraint = own.begin("%llguidance {}\\nstart: /\\\\p{L}{1,20000}.{1,20000}/")
+before = own._count_bytes()
+(a,) = own.tokenizer.encode("a", add_special_tokens=False)
+for _ in range(1500):
+    assert constraint.compute_allowed(own.size)[a]
+    constraint.advance(a)
+assert own._count_bytes() - before > 4 << 20, own.compiled
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=ENV,
+        capture_output=True,
+        text=True,
+        timeout=3600,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("kind", ["plain", "byte level", "other"])

@@ -206,9 +206,32 @@ QWEN = """
 import json, sys
 from asyncrl.models.tokenizer import load_tokenizer
 t = load_tokenizer(sys.argv[1])
-print(json.dumps([type(t).__name__, t.encode("12 low<|im_end|>", add_special_tokens=False), t.eos_token_id, "torch" in sys.modules,
-                  t.apply_chat_template([{"role": "user", "content": "low"}], add_generation_prompt=True, tokenize=True, return_dict=False)]))
-"""  # noqa: E501
+turns = t.apply_chat_template([{"role": "user", "content": sys.argv[2]}],
+    add_generation_prompt=True, tokenize=True, return_dict=False)
+print(json.dumps([type(t).__name__, t.encode("12 low<|im_end|>", add_special_tokens=False),
+    t.eos_token_id, "torch" in sys.modules, turns]))
+"""
+
+
+def test_a_chat_template_is_rendered_without_torch(small_model: Path, tmp_path: Path) -> None:
+    """torch would cost a gateway 330 MiB at its first call by messages."""
+    path = shutil.copytree(small_model, tmp_path / "m")
+    (path / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}1{% endif %}"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", QWEN, str(path), "932"],
+        cwd=ROOT,
+        env=ENV,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    theirs = transformers.AutoTokenizer.from_pretrained(path)
+    ids = theirs.encode("12 low<|im_end|>", add_special_tokens=False)
+    turns = theirs.encode(f"932{theirs.eos_token}1", add_special_tokens=False)
+    assert json.loads(done.stdout) == ["PlainTokenizer", ids, theirs.eos_token_id, False, turns]
 
 
 def test_a_qwen_models_tokenizer_is_the_one_that_transformers_chooses_and_imports_no_torch(
@@ -228,7 +251,11 @@ def test_a_qwen_models_tokenizer_is_the_one_that_transformers_chooses_and_import
     )
     made.save_pretrained(path)
     done = subprocess.run(
-        [sys.executable, "-c", QWEN, str(path)], cwd=ROOT, env=ENV, capture_output=True, text=True
+        [sys.executable, "-c", QWEN, str(path), "low"],
+        cwd=ROOT,
+        env=ENV,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     theirs = transformers.AutoTokenizer.from_pretrained(path)
