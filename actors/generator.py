@@ -209,6 +209,8 @@ class Generator(SessionPeer):
                 return
             tensors, digest, probe = pulled
             self.engine.load(tensors, target_version, digest, probe)
+        if self.loaded is None or self.loaded.label.epoch != target_version.epoch:
+            self.log_change(f"samples with weights {target_version} and its successors")
         self.loaded = LoadedWeights(target_version, digest)
         self.usage.swap_s += time.monotonic() - began
         self.usage.swaps += 1
@@ -349,7 +351,7 @@ class Generator(SessionPeer):
             and not self.schedule.count_waiting()
             and not self.lacks_weights
         ):
-            self.set_wait("a ticket: the staleness limit leaves no room, or all tickets are out")
+            self.set_wait(m.TICKET_WAITED_FOR)
         elif not self.engine.active and self.rewards.waiting:
             self.set_wait(m.REWARDS_WAITED_FOR)
 
@@ -358,7 +360,7 @@ class Generator(SessionPeer):
         if time.monotonic() - self.want_sent > self.config.wires.retry_s:
             self.send_ticket_request(0, self.loaded.label if self.loaded else None)
         if not self.engine.active and not self.schedule.count_waiting() and not self.lacks_weights:
-            self.set_wait("a call: sessions are with their environments, or there are none")
+            self.set_wait(m.CALL_WAITED_FOR)
 
     def list_judging(self) -> list[tuple[int, int]]:
         """List the fully generated (ticket, attempt) pairs that wait only for rewards."""

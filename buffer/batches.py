@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from typing import NamedTuple
 
 from asyncrl.contract import admission
@@ -13,6 +14,8 @@ from asyncrl.contract.waits import BUFFER
 from buffer import checks
 from buffer.groups import MAX_DROPS, Group, StoredSample
 from buffer.rules import StoreRules
+
+MOST_NAMED = 3  # generators in the reason of a wait
 
 
 class BatchWait(NamedTuple):
@@ -44,8 +47,12 @@ def pick_groups(store: StoreRules, number: int) -> tuple[list[Group], BatchWait 
         )
         picked = ready[: store.settings.batch]
     if len(picked) < store.settings.batch:
+        leases = (group.lease for group in store.iterate_uncomposed_groups())
+        holders = Counter(lease.producer for lease in leases if lease is not None)
+        shares = [f"{count} at {name}" for name, count in holders.most_common(MOST_NAMED)]
+        reason = ", ".join(shares) or "no generator has their tickets yet"
         lacking = store.settings.batch - len(picked)
-        return [], BatchWait(f"{lacking} more groups: their tickets are granted or wait for room")
+        return [], BatchWait(f"{lacking} more groups: {reason}", next(iter(holders), "generators"))
     return picked, None
 
 

@@ -18,7 +18,14 @@ from asyncrl.contract.errors import BadMessage
 from asyncrl.contract.messages import (
     DISPOSITIONS,
     EVAL_BASE,
+    BatchRequest,
+    CheckpointNotice,
+    Commit,
+    Delivery,
+    FromPeer,
+    LearnerGoodbye,
     LearnerHello,
+    LearnerProgress,
     LeaseRenewal,
     RoutingShape,
     TicketRequest,
@@ -48,6 +55,18 @@ def require(is_valid: bool, text: str, reason: str = "message") -> None:
     """Raise BadMessage with this text and reason unless `is_valid`."""
     if not is_valid:
         raise BadMessage(text, reason)
+
+
+def has_state(message: FromPeer) -> bool:
+    """Whether the sender has weights, tickets or a batch, which only a buffer can have given it."""
+    if isinstance(message, TicketRequest):
+        return message.holding is not None
+    if isinstance(message, LeaseRenewal):
+        return bool(message.progress or message.judging or message.written)
+    if isinstance(message, Delivery):
+        return bool(message.samples)
+    welcomed = BatchRequest | CheckpointNotice | Commit | LearnerGoodbye | LearnerProgress
+    return isinstance(message, welcomed)
 
 
 def check_producer(name: str) -> None:

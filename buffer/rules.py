@@ -66,6 +66,12 @@ class StoreRules(StoreState, ABC):
         """Count the alive groups that will be trained if none is removed."""
         return len(self.alive)
 
+    @property
+    def is_covered(self) -> bool:
+        """Whether the alive groups suffice for the run's remaining batches."""
+        batches = self.count_groups_to_train() // self.settings.batch
+        return self.committed + batches >= self.settings.steps
+
     def iterate_uncomposed_groups(self) -> Iterator[Group]:
         """Iterate over the groups that are in no batch yet, in ticket order."""
         return (group for group in self.alive.values() if group.ticket not in self.composed)

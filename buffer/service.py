@@ -25,7 +25,13 @@ from asyncrl.config.tree import Config
 from asyncrl.contract import admission
 from asyncrl.contract import messages as m
 from asyncrl.contract.blobs.images import MOST_SESSION_BYTES, ImageShape
-from asyncrl.contract.errors import AsyncrlError, BadMessage, BufferTakenOver, DamagedDataError
+from asyncrl.contract.errors import (
+    AsyncrlError,
+    BadMessage,
+    BufferTakenOver,
+    DamagedDataError,
+    ProcessLost,
+)
 from asyncrl.contract.freshness.meter import BatchMeter
 from asyncrl.contract.printable import LONGEST_LINE, escape_line
 from asyncrl.contract.versions import Label
@@ -71,7 +77,11 @@ PASS = 500  # messages received before replies are sent: a flooding peer must no
 OUTGOING = 10_000  # replies waiting for the disk; with more, nothing is received
 MOST_REFUSED = 16  # refused samples of a generator, beyond its number of good samples
 MOST_BATCH_REQUESTS = 16  # pending batch requests; a learner sends two
+SILENT_S = 10.0  # a learner that sends nothing for longer trains a long batch, hangs or has ended
 LOGGED_REFUSALS = 20  # refusals in the log; further ones are only counted
+
+
+ShowStatus = Callable[[m.RunStatus], None]
 
 
 def make_evaluations(config: Config, task: Task) -> Evaluations:
@@ -154,14 +164,32 @@ def log(line: str) -> None:
         print(escape_line(line, LONGEST_LINE), file=sys.stderr, flush=True)
 
 
+def has_process_ended(pid: int, host: str) -> bool:
+    """Whether a process has certainly ended; False on other machines."""
+    if pid <= 0 or host != socket.gethostname():
+        return False
+    try:
+        status = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    except OSError:
+        return False
+    # the state follows the name, which is in parentheses and may hold some; Z: not reaped yet
+    return status.rpartition(b")")[2].split()[:1] == [b"Z"]
+
+
 class BufferService:
     """The loop over one ROUTER socket.
 
     moved: take over the run at a new address, `wires.address`, which differs from the run's
-    config."""
+    config.
+    show: gets the run's status at every tick."""
 
-    def __init__(self, config: Config, run_dir: Path, *, moved: bool = False) -> None:
+    def __init__(
+        self, config: Config, run_dir: Path, *, moved: bool = False, show: ShowStatus | None = None
+    ) -> None:
         self.config, self.run_dir, self.run = config, run_dir, read_run_id(run_dir)
+        self.show = show
         task = build_task(config)
         # before taking the term: a buffer that cannot bind its address must not end another one
         self.socket = BufferSocket(
@@ -182,6 +210,16 @@ class BufferService:
         except BaseException:
             self.socket.close()
             raise
+        # what to do about peers of an earlier buffer process; "": its journal has their state
+        self.lost_state = ""
+        self.has_refused_survivor = False
+        if config.durability.mode == "memory" and self.term.number > 1:
+            others = "learner and generators" if not config.uses_sessions else "all other processes"
+            self.lost_state = (
+                "the earlier buffer's tickets and samples ended with it (durability.mode = memory):"
+                f" start {others} again, and the run continues from its last checkpoint, as after "
+                f"`asyncrl run --resume {run_dir}`"
+            )
         # (record that must be durable first, peer, reply): replies that wait for the journal
         self.outgoing: deque[tuple[int, bytes, m.FromBuffer]] = deque()
         self.metrics = MetricsWriter(run_dir)
@@ -255,6 +293,8 @@ class BufferService:
                 self.store.expire(now)
                 self.forget(now)
                 self.log_waits()
+                if self.show is not None:
+                    self.show(self.make_status())
             self.flush()
             has_served_all = not self.generators and not self.ended_before
             is_over = has_served_all or now - self.ended_at > LINGER_S
@@ -304,6 +344,12 @@ class BufferService:
         """Handle one message; refuse the sender of an invalid one. The run continues."""
         kind = type(message).__name__
         try:
+            if self.store.policy is None and self.lost_state and checks.has_state(message):
+                if not self.has_refused_survivor:
+                    log(self.lost_state)
+                self.has_refused_survivor = True
+                self.send(peer, m.Refusal(self.lost_state, ProcessLost.exit_code))
+                return
             getattr(self, f"on_{kind}")(peer, message)
         except BadMessage as error:
             self.refuse(error.reason, f"refused a {kind}: {error}")
@@ -328,7 +374,10 @@ class BufferService:
         holder = self.sessions.get_holder(name)
         if holder is None:
             checks.check_producer(name)
-        holder_ended = holder not in (None, session) and self.has_process_ended(name)
+        entry = self.generators.get(name, {})
+        holder_ended = holder not in (None, session) and has_process_ended(
+            entry.get("pid", 0), entry.get("host", "")
+        )
         state = self.sessions.on_message(name, session, now, holder_ended=holder_ended)
         if state == "new":
             self.store.end_sessions(name, session)
@@ -373,21 +422,6 @@ class BufferService:
         """Describe the process that holds a name, for an error message; "" if it is unknown."""
         entry = self.generators.get(name, {})
         return f" (process {entry['pid']} on {entry['host']})" if entry.get("pid") else ""
-
-    def has_process_ended(self, name: str) -> bool:
-        """Whether the process that holds the name has certainly ended; False on other machines."""
-        entry = self.generators.get(name, {})
-        pid = entry.get("pid", 0)
-        if pid <= 0 or entry["host"] != socket.gethostname():
-            return False
-        try:
-            status = Path(f"/proc/{pid}/stat").read_bytes()
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        except OSError:
-            return False
-        # the state follows the name, which is in parentheses and may hold some; Z: not reaped yet
-        return status.rpartition(b")")[2].split()[:1] == [b"Z"]
 
     def forget(self, now: float) -> None:
         """Forget names that have been unused for very long."""
@@ -575,7 +609,12 @@ class BufferService:
             announcement = self.make_announcement()
             self.send(
                 peer,
-                m.HeartbeatReply(self.store.epoch, announcement, attempts=self.store.attempts),
+                m.HeartbeatReply(
+                    self.store.epoch,
+                    announcement,
+                    attempts=self.store.attempts,
+                    cause=self.find_wait_cause(message.waiting)[0],
+                ),
             )
 
     def measure_rewards(self, message: m.LeaseRenewal, now: float) -> None:
@@ -947,7 +986,9 @@ class BufferService:
             if pending is None:
                 if "greeted" in entry:
                     entry["announced"] = policy
-                    reply = m.HeartbeatReply(self.store.epoch, self.make_announcement())
+                    cause = self.find_wait_cause(entry["waiting"])[0]
+                    announcement = self.make_announcement()
+                    reply = m.HeartbeatReply(self.store.epoch, announcement, cause=cause)
                     self.send(entry["peer"], reply)
                 continue
             peer, request = pending
@@ -1043,13 +1084,48 @@ class BufferService:
     def list_waits(self) -> list[ProcessWait]:
         """List the current waits: the learner's for its batch, and those that generators report."""
         waits = []
-        if self.learner_waits is not None:
+        # while the learner trains, its request for the next batch does not make it wait
+        if self.learner_waits is not None and self.store.committed not in self.leased:
             wait, since = self.learner_waits
             waited_s = time.monotonic() - since
             waits.append(ProcessWait("learner", wait.reason, wait.process, waited_s))
-        return waits + [
-            entry["waiting"] for entry in self.generators.values() if entry["waiting"] is not None
-        ]
+        for entry in self.generators.values():
+            if (waiting := entry["waiting"]) is not None:
+                cause, process = self.find_wait_cause(waiting)
+                if cause:
+                    waiting = waiting._replace(what=f"{waiting.what}: {cause}", on=process)
+                waits.append(waiting)
+        return waits
+
+    def find_wait_cause(self, waiting: ProcessWait | None) -> tuple[str, str]:
+        """Find why a generator has no ticket or call, and the process that must act.
+
+        Returns ("", "") for other waits."""
+        if waiting is None or waiting.what not in (m.TICKET_WAITED_FOR, m.CALL_WAITED_FOR):
+            return "", ""
+        sessions = [s for entry in self.generators.values() for s in entry.get("sessions", ())]
+        if waiting.what == m.CALL_WAITED_FOR and sessions:
+            oldest = max(sessions, key=lambda session: session.seconds)
+            text = f"{len(sessions)} sessions are open; the oldest waits for {oldest.what}"
+            return text, "gateway"
+        if not self.learner:
+            return "no learner has connected to this buffer", "learner"
+        source = self.store.source
+        if source is not None and has_process_ended(self.learner["pid"], source.host):
+            return "the learner has ended", "learner"
+        number = self.store.committed
+        silent_s = time.monotonic() - self.learner["at"]
+        trains = number in self.leased
+        if silent_s > SILENT_S:
+            text = f"the learner has been silent for {silent_s:.0f} s"
+            return text + (f"; it trains batch {number}" if trains else ""), "learner"
+        if trains:
+            reason = "all tickets of the run are granted" if self.store.is_covered else "no room"
+            return f"{reason} before the learner has trained batch {number}", "learner"
+        if self.learner_waits is not None:
+            wait = self.learner_waits[0]
+            return f"the learner waits for {wait.reason}", wait.process
+        return f"the learner has not requested batch {number} yet", "learner"
 
     def log_waits(self) -> None:
         """Log long waits; for the learner's wait also the session that blocks it."""
@@ -1149,15 +1225,18 @@ class BufferService:
         return errors[0] if errors else ""
 
 
-def main(config: Config, run_dir: Path, *, moved: bool = False) -> bool:
+def main(
+    config: Config, run_dir: Path, *, moved: bool = False, show: ShowStatus | None = None
+) -> bool:
     """Serve the run in `run_dir`; return True when it is finished, False after SIGTERM.
 
     moved: take over from a buffer at another address.
+    show: gets the run's status at every tick.
     Raises AsyncrlError when the run must stop, BufferTakenOver when another buffer takes it over.
     """
     lock = RunLock(run_dir, "buffer")
     memory.keep_freed()
-    service = BufferService(config, run_dir, moved=moved)
+    service = BufferService(config, run_dir, moved=moved, show=show)
     clear_end(run_dir)
     # The thousands of stored samples contain no cycles. Searching for cycles took a sixth of the
     # buffer's time, and at a threshold of 100,000 still a tenth, because the samples kept for a

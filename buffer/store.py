@@ -181,9 +181,7 @@ class Store(StoreRules):
             # with many waiting generators most grants find nothing: do not search all groups again
             self.lacking = False
         while True:
-            batches_to_train = self.count_groups_to_train() // self.settings.batch
-            is_run_covered = self.committed + batches_to_train >= self.settings.steps
-            if self.count_groups_ahead() >= room or is_run_covered:
+            if self.count_groups_ahead() >= room or self.is_covered:
                 return
             self._skip_trained()
             new_group = self._make_group()

@@ -170,6 +170,8 @@ class Learner(BufferPeer):
             if self.number < self.config.learner.steps:
                 (self.run_dir / "weights_digest").unlink(missing_ok=True)
             self.publisher.remove_earlier()
+            steps = self.config.learner.steps
+            self.log_change(f"follows epoch {self.epoch} from version {self.number} of {steps}")
         elif (
             isinstance(reply, m.Batch)
             and reply.epoch == self.epoch
@@ -238,9 +240,12 @@ class Learner(BufferPeer):
         if self.number == 0 and not self.stopping:
             self.save_checkpoint()  # from here on a killed learner finds a checkpoint
         self.mark = time.monotonic()
+        first = self.number
         while self.number < steps and not self.stopping:
             batch = self.wait_for_batch()
             if batch is not None:
+                if batch.number == first:
+                    self.log_change(f"trains batch {first}, its first one")
                 self.step(batch)
         self.set_wait(COMMITS_WAITED_FOR)
         while (self.commits or self.checkpointed is not None) and not self.stopping:
@@ -374,6 +379,7 @@ class Learner(BufferPeer):
                 earlier_versions,
             )
         self.checkpointed = oldest
+        self.log_change(f"wrote the checkpoint of version {self.number}")
 
     def close(self) -> None:
         if self.recorder is not None:

@@ -392,7 +392,7 @@ class Gateway(sockets.SessionPeer):
     def open_sessions(self) -> None:
         """Have the source begin sessions, and note that this process waits without one."""
         self.source.open_sessions()
-        self.set_wait("" if self.episodes else "a ticket: none is granted, or all are leased")
+        self.set_wait("" if self.episodes else m.TICKET_WAITED_FOR)
 
     @property
     def free_sessions(self) -> int:

@@ -125,7 +125,13 @@ def run_process(name: str, config: Any, run_dir: Path, index: int, *, moved: boo
     if name == "buffer":
         with pause_collection():
             from buffer.service import main as start_buffer
-        return start_buffer(config, run_dir, moved=moved)
+        show = None
+        if not os.environ.get("ASYNCRL_SUPERVISED"):
+            from asyncrl.supervise.live import StatusLines
+
+            print(f"buffer: serves {run_dir} to its other processes", file=sys.stderr, flush=True)
+            show = StatusLines().show
+        return start_buffer(config, run_dir, moved=moved, show=show)
     if name == "learner":
         with pause_collection():
             from learner.loop import main as start_learner

@@ -309,7 +309,10 @@ class Delivery(msgspec.Struct, frozen=True, tag="deliver"):
     images: dict[str, bytes] = {}
 
 
-REWARDS_WAITED_FOR = "the rewards of its samples"  # the wait of a generator without other work
+# waits of a generator or gateway without other work; the buffer adds the cause of the last two
+REWARDS_WAITED_FOR = "the rewards of its samples"
+TICKET_WAITED_FOR = "a ticket"
+CALL_WAITED_FOR = "a call of a session"
 SESSION_P95 = "session/p95_s"  # a gateway's number: 95 % of its sessions end within this time
 RENEW_S = 0.5  # seconds between two renewals of a generator's leases
 
@@ -673,6 +676,7 @@ class HeartbeatReply(msgspec.Struct, frozen=True, tag="heard"):
     announcement: PolicyAnnouncement | None = None
     # granted so far: the generator treats a ticket up to this attempt that has not arrived as lost
     attempts: int = 0
+    cause: str = ""  # why the generator has no ticket or call; "": it does not wait for one
 
 
 class StatusRequest(msgspec.Struct, frozen=True, tag="watch"):

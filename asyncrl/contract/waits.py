@@ -256,30 +256,33 @@ class WaitLog:
     []
     >>> log.make_lines([ProcessWait("learner", "batch 3", "buffer", 23.0)])
     ['learner has waited for buffer for 23 s: batch 3']
+    >>> log.make_lines([])
+    ['learner no longer waits: batch 3']
     """
 
     first_s: float = 10.0
+    # by process and wait; the cause, after a colon, may change while the wait lasts
     next_age: dict[tuple[str, str], float] = field(default_factory=dict)
 
     def make_lines(self, waits: Sequence[ProcessWait]) -> list[str]:
         """Make the lines that are due.
 
         waits: all current waits; every other wait has ended."""
-        keys = {(wait.who, wait.what) for wait in waits}
-        self.next_age = {key: age for key, age in self.next_age.items() if key in keys}
-        due = [
-            wait
-            for wait in waits
-            if wait.seconds >= self.next_age.get((wait.who, wait.what), self.first_s)
+        current = {(wait.who, wait.what.partition(":")[0]): wait for wait in waits}
+        ended = self.next_age.keys() - current.keys()
+        due = {
+            key: wait
+            for key, wait in current.items()
+            if wait.seconds >= self.next_age.get(key, self.first_s)
+        }
+        lines = [f"{who} no longer waits: {what}" for who, what in sorted(ended)] + [
+            f"{wait.who} has waited for {wait.on} for {wait.seconds:.0f} s: {wait.what}"
+            for wait in due.values()
         ]
-        self.next_age |= {(wait.who, wait.what): 2 * wait.seconds for wait in due}
-        return [
-            escape_line(
-                f"{wait.who} has waited for {wait.on} for {wait.seconds:.0f} s: {wait.what}",
-                LONGEST_LINE,
-            )
-            for wait in due
-        ]
+        self.next_age = {key: age for key, age in self.next_age.items() if key not in ended} | {
+            key: 2 * wait.seconds for key, wait in due.items()
+        }
+        return [escape_line(line, LONGEST_LINE) for line in lines]
 
 
 def find_blocking_process(

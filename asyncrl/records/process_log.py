@@ -183,6 +183,12 @@ def is_alive(run_dir: Path, name: str) -> bool:
     return False
 
 
+def list_alive(run_dir: Path) -> list[str]:
+    """List the processes that run in this directory on this machine, the supervisor first."""
+    names = [path.name[1:].removesuffix(".alive") for path in sorted(run_dir.glob(".*.alive"))]
+    return [name for name in ("supervisor", *names) if is_alive(run_dir, name)]
+
+
 class ProcessIncarnation:
     """One incarnation of a process, visible to the others while it runs.
 

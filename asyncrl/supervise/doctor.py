@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +45,24 @@ def read_last_line(path: Path) -> str:
     return escape_line(lines[-1]) if lines else ""
 
 
-def describe_processes(config: Config, run_dir: Path) -> list[dict[str, Any]]:
+def describe_processes(
+    config: Config, run_dir: Path, peers: Iterable[str] = ()
+) -> list[dict[str, Any]]:
     """Describe every process that the run has, had or should have.
 
-    Each description contains whether it runs, how it ended, and the last line of its log."""
+    Each description contains whether it runs, how it ended, and the last line of its log.
+
+    peers: names that are connected to the buffer, perhaps from another machine."""
     events = process_log.read_latest_events(run_dir)
     logs = sorted(
         (run_dir / "logs").glob("attempt_*"),
         key=lambda p: int(p.name.removeprefix("attempt_") or 0),
     )
-    names = ["buffer", "learner", *(f"generator-{i}" for i in range(config.generators))]
+    started = [name for name in dict.fromkeys((*events, *peers)) if name.startswith("generator-")]
+    numbered = (f"generator-{i}" for i in range(config.generators + len(started)))
+    missing = [name for name in numbered if name not in started]
+    generators = started + missing[: max(0, config.generators - len(started))]
+    names = ["buffer", "learner", *sorted(generators, key=lambda name: (len(name), name))]
     names += ["gateway-0"] if config.uses_sessions else []
     names += sorted(
         {*events, *(["supervisor"] if process_log.is_alive(run_dir, "supervisor") else [])}
@@ -85,6 +94,7 @@ def describe_processes(config: Config, run_dir: Path) -> list[dict[str, Any]]:
                 "name": name,
                 "alive": is_running,
                 "known": event is not None,
+                "connected": event is None and name in peers,
                 "said": state,
                 "code": None if is_running or event is None else event.get("code"),
                 "log": str(log) if has_log else "",
@@ -115,10 +125,12 @@ def examine_run(config: Config, run_dir: Path, status: RunStatus | None) -> dict
     advice: what limited the speed, whether staleness hurt, which health checks fired.
     running: at least one of its processes runs.  ended: all its steps are done."""
     rows = [r for r in metrics.read(run_dir) if "reward/mean" in r]
-    process_states = describe_processes(config, run_dir)
+    peers = [] if status is None else list(status.peers)
+    process_states = describe_processes(config, run_dir, peers)
+    # a buffer knows the number of steps from its learner's hello on
     committed = (
         status.committed
-        if status is not None
+        if status is not None and "learner" in status.peers
         else max((int(r["step"]) for r in rows), default=-1) + 1
     )
     path = run_dir / "metrics.jsonl"
@@ -158,12 +170,13 @@ def find_link_metrics(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def list_missing(state: dict[str, Any]) -> list[str]:
     """List the stopped processes that the run needs; [] if a supervisor restarts them."""
-    running = {p["name"] for p in state["processes"] if p["alive"]}
+    running = {p["name"] for p in state["processes"] if p["alive"] or p["connected"]}
     has_generator = any(n.startswith("generator") for n in running)  # any generator will do
     stopped = [
         p["name"]
         for p in state["processes"]
-        if not p["alive"] and (p["name"] in ("buffer", "learner", "gateway-0") or not has_generator)
+        if p["name"] not in running
+        and (p["name"] in ("buffer", "learner", "gateway-0") or not has_generator)
     ]
     return [] if "supervisor" in running or state["ended"] else stopped
 

@@ -365,6 +365,23 @@ def format_status(status: RunStatus, seconds_left: float | None = None) -> str:
     )
 
 
+class StatusLines:
+    """Print a line about a run to stderr every PLAIN_S seconds."""
+
+    def __init__(self) -> None:
+        self.pace = ProgressPace()
+        self.printed_at = time.monotonic()
+
+    def show(self, status: RunStatus) -> None:
+        """Print the line of this status if it is due."""
+        now = time.monotonic()
+        self.pace.observe(status.committed, now)
+        if now - self.printed_at > PLAIN_S:
+            self.printed_at = now
+            line = format_status(status, self.pace.estimate_seconds(status.steps, now))
+            print(line, file=sys.stderr, flush=True)
+
+
 def _build_progress(status: RunStatus, seconds_left: float | None) -> Any:
     """Build the first row of the table: steps, a bar, the time left."""
     from rich.progress_bar import ProgressBar
@@ -480,9 +497,8 @@ def follow(
         live = Live(console=Console(stderr=True), auto_refresh=False, transient=True)
         live.start()
     requested_at = 0.0
-    printed_at = time.monotonic()
     status = None
-    pace = ProgressPace()
+    lines = StatusLines()
     try:
         while not tick():
             now = time.monotonic()
@@ -492,21 +508,15 @@ def follow(
             reply = receive_reply(socket, 0.05)
             if isinstance(reply, RunStatus):
                 status = reply
-                pace.observe(reply.committed, now)
+                lines.pace.observe(reply.committed, now)
                 observe(reply)
             if status is None:
                 continue
             if live is not None and reply is not None:
-                live.update(
-                    build_table(status, pace.estimate_seconds(status.steps, now)), refresh=True
-                )
-            elif live is None and now - printed_at > PLAIN_S:
-                printed_at = now
-                print(
-                    format_status(status, pace.estimate_seconds(status.steps, now)),
-                    file=sys.stderr,
-                    flush=True,
-                )
+                seconds_left = lines.pace.estimate_seconds(status.steps, now)
+                live.update(build_table(status, seconds_left), refresh=True)
+            elif live is None:
+                lines.show(status)
         if status is not None and live is None:
             print(format_status(status), file=sys.stderr, flush=True)
     finally:

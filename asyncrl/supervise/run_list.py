@@ -55,7 +55,7 @@ def describe_run(run_dir: Path) -> dict[str, Any]:
         steps, lag = buffer_summary["steps"], buffer_summary["lag"]["mean"]
     except (OSError, ValueError, KeyError, TypeError):
         return row
-    if process_log.is_alive(run_dir, "supervisor"):
+    if process_log.list_alive(run_dir):
         state = "running"
     else:
         state = "finished" if rundir.is_finished(run_dir, planned) else "stopped"

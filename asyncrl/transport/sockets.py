@@ -488,6 +488,8 @@ class BufferPeer(ABC):
         """Yield the replies that arrive within `timeout` seconds. Raises the error of a refusal."""
         while (reply := self.socket.recv(timeout)) is not None:
             timeout = 0.0
+            if not self.has_reply:
+                self.log_change(f"connected to the buffer at {self.socket.address}")
             self.has_reply = True
             self.on_reply()
             if isinstance(reply, Refusal):
@@ -541,6 +543,10 @@ class BufferPeer(ABC):
             return None
         return ProcessWait(self.name, self.waiting_for, BUFFER, now - self.waiting_since)
 
+    def log_change(self, text: str) -> None:
+        """Write a change of this process's state to stderr."""
+        print(f"{self.name}: {text}", file=sys.stderr, flush=True)
+
     def log_wait(self, wait: ProcessWait | None) -> None:
         """Write a long wait to stderr, with the buffer's address."""
         if wait is not None and wait.on == BUFFER:
@@ -559,6 +565,7 @@ class SessionPeer(BufferPeer):
         self.producer = producer
         self.session = session
         self.slots = slots
+        self.wait_cause = ""  # of a wait for a ticket or a call, from the buffer
         self.want_sequence = 0
         self.want_sent = 0.0
         self.requested_samples = 0  # samples of the unanswered ticket request
@@ -594,6 +601,7 @@ class SessionPeer(BufferPeer):
                 self.on_acks(reply)
                 self.announce(reply.announcement)
             elif isinstance(reply, m.HeartbeatReply):
+                self.wait_cause = reply.cause
                 self.announce(reply.announcement)
                 self.on_attempts(reply.attempts)
             elif isinstance(reply, m.UnknownSession) and reply.session == self.session:
@@ -654,7 +662,9 @@ class SessionPeer(BufferPeer):
         if now - self.greeted > GREET_S:
             self.greet()
         wait = self.current_wait(now)
-        self.log_wait(wait)
+        caused = wait is not None and wait.what in (m.TICKET_WAITED_FOR, m.CALL_WAITED_FOR)
+        text = f"{wait.what}: {self.wait_cause}" if wait and caused and self.wait_cause else ""
+        self.log_wait(wait._replace(what=text) if wait is not None and text else wait)
         self.request(self.make_renewal(wait))
 
     def leave(self) -> None:

@@ -103,9 +103,7 @@ class WatchedRun:
             finished = rundir.is_finished(self.path, planned)
         except (AsyncrlError, OSError) as error:
             planned, finished, problem = 0, False, str(error)
-        running = process_log.is_alive(self.path, "supervisor") or process_log.is_alive(
-            self.path, "buffer"
-        )
+        running = process_log.list_alive(self.path)
         state = "running" if running else "finished" if finished else "stopped"
         rows = self.series.rows
         return {

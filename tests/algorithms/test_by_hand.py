@@ -189,3 +189,37 @@ def test_a_generator_may_leave_and_all_may_be_stopped(hand: Hand) -> None:
         f"Not finished: {summary['steps']} of 4000 steps" in (hand.dir / "report.html").read_text()
     )
     assert left(hand.dir) == []
+
+
+def test_a_buffer_that_was_killed_is_started_again(hand: Hand) -> None:
+    """In `memory` mode nothing is left of it: one line says what to do, in every terminal."""
+    words = ("learner.steps=4000", "wires.lease_s=600", "learner.checkpoint_every=2")
+    hand.start("buffer", *words)
+    hand.start("learner", *words)
+    hand.start("generator-3", *words)
+    wait_until(lambda: steps_done(hand.dir) >= 3, hand.all["learner"])
+    doctor = hand.doctor().json
+    assert {p["name"] for p in doctor["processes"]} == {"buffer", "learner", "generator-3"}
+    listed = hand.type_(sys.executable, "-m", "asyncrl.cli", "ls", str(hand.dir.parent), "--json")
+    assert [run["state"] for run in listed.json["runs"]] == ["running"]
+    hand.all["buffer"].kill()
+    hand.all.pop("buffer").wait()
+    hand.start("buffer", *words)
+    ended = {name: hand.all.pop(name) for name in ("learner", "generator-3")}
+    assert {name: p.wait(timeout=1800) for name, p in ended.items()} == dict.fromkeys(ended, 3)
+    line = "start learner and generators again, and the run continues from its last checkpoint"
+    assert all(hand.said(name).count(line) == 1 for name in (*ended, "buffer"))
+    assert "refused" not in hand.said("buffer")
+    shown = hand.type_(sys.executable, "-m", "asyncrl.cli", "doctor", str(hand.dir)).out
+    advice = [row for row in shown.splitlines() if "start it: " in row]
+    assert len(advice) == 1 and "asyncrl learner " in advice[0] and "--index 3" in advice[0]
+    assert "To try: add a generator" not in shown and "asyncrl buffer" not in advice[0]
+    before = steps_done(hand.dir)
+    hand.start("learner", *words)
+    hand.start("generator-3", *words)
+    wait_until(lambda: steps_done(hand.dir) > before, hand.all["learner"])
+    assert "connected to the buffer at" in hand.said("generator-3")
+    assert "trains batch" in hand.said("learner")
+    for name in ("learner", "generator-3", "buffer"):
+        hand.all[name].send_signal(signal.SIGINT)
+        assert hand.all[name].wait(timeout=600) == 130, hand.said(name)[-2000:]

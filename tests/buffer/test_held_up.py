@@ -188,6 +188,7 @@ def test_a_wait_is_logged_at_its_first_age_and_whenever_that_doubles() -> None:
 
     assert said(9.9) == [] and said(10.0) == ["p0 has waited for on for 10 s: what\\x1b"]
     assert said(19.9) == [] and len(said(20.0)) == 1 and said(39.9) == []
+    assert said() == ["p0 no longer waits: what\\x1b"]
     assert said() == [] and len(said(10.0)) == 1, "another wait begins anew"
     assert len(said(15.0, 10.0)) == 1
 

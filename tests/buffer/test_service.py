@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -32,7 +31,7 @@ from asyncrl.transport import sockets
 from asyncrl.transport.sockets import PeerSocket
 from buffer import service as module
 from buffer import sessions, training_log
-from buffer.service import BufferService, compute_max_message_bytes, open_store
+from buffer.service import compute_max_message_bytes, open_store
 
 
 @pytest.fixture
@@ -421,6 +420,79 @@ def test_under_disk_no_reply_leaves_before_the_disk_has_it(
     assert wait(learner, m.Welcome) == m.Welcome(1, 0)
 
 
+def test_a_buffer_without_memory_ends_the_peers_of_the_one_before(
+    begin: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its tickets and samples are lost with it: one line says what to do, to all of them."""
+    first = begin()
+    generator, learner = first.peer(), first.peer()
+    ask(learner, first.hello(1), m.Welcome)
+    *_, ticket = ask(generator, want(1), m.TicketGrant).tickets
+    first.end()
+    second = begin()
+    generator, learner, idle = second.peer(), second.peer(), second.peer()
+    held = msgspec.structs.replace(want(2), producer="generator-1", holding=Label(1, 0))
+    refusals = [
+        ask(peer, message, m.Refusal)
+        for peer, message in (
+            (learner, m.BatchRequest(1, 0)),
+            (learner, m.LearnerProgress("learner", None, {}, 0, 1)),
+            (generator, answers(ticket)),
+            (generator, m.LeaseRenewal("generator-0", 1, [(0, 1, 1)], {}, None)),
+            (idle, held),
+        )
+    ]
+    assert {refusal.exit_code for refusal in refusals} == {3}
+    (reason,) = {refusal.reason for refusal in refusals}
+    assert "start learner and generators again" in reason and str(second.dir) in reason
+    assert capfd.readouterr().err.count(reason) == 1 and not second.service.refused
+    # the next incarnations are served
+    ask(learner, second.hello(2), m.Welcome)
+    assert ask(generator, want(3), m.TicketGrant).tickets
+
+
+def test_the_wait_for_a_ticket_has_its_cause(begin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = begin("learner.steps=3")
+    generator, learner, viewer = run.peer(), run.peer(), run.peer()
+
+    def find_cause(what: str = m.TICKET_WAITED_FOR) -> str:
+        waiting = ProcessWait("generator-0", what, "buffer", 3.5)
+        renewal = m.LeaseRenewal("generator-0", 1, [], {}, waiting)
+        generator.send(renewal)
+        while (reply := wait(generator, m.HeartbeatReply)).attempts < run.service.store.attempts:
+            pass  # a reply that only announces a version
+        cause: str = reply.cause
+        shown = ask(viewer, m.StatusRequest(), m.RunStatus).waits[-1]
+        assert (shown.who, shown.seconds) == ("generator-0", 3.5)
+        assert shown.what == (f"{what}: {cause}" if cause else what)
+        return cause
+
+    assert (
+        find_cause() == find_cause(m.CALL_WAITED_FOR) == "no learner has connected to this buffer"
+    )
+    assert not find_cause(m.REWARDS_WAITED_FOR)
+    ask(learner, run.hello(1), m.Welcome)
+    tickets = ask(generator, want(1), m.TicketGrant).tickets
+    (ticket,) = (ticket for ticket in tickets if ticket.kind == "train")
+    assert find_cause() == "the learner has not requested batch 0 yet"
+    learner.send(m.BatchRequest(1, 0))
+    while (cause := find_cause()) == "the learner has not requested batch 0 yet":
+        pass
+    assert cause == "the learner waits for ticket 0: 2 samples at generator-0"
+    ask(generator, answers(ticket), m.DeliveryAcks)
+    wait(learner, m.Batch)
+    assert find_cause() == "no room before the learner has trained batch 0"
+    monkeypatch.setattr(module, "SILENT_S", 0.0)
+    assert find_cause() == "the learner has been silent for 0 s; it trains batch 0"
+    gone = msgspec.structs.replace(
+        run.hello(2, origin=1),
+        pid=ended_process(),
+        source=m.WeightsSource(2, socket.gethostname(), "", ""),
+    )
+    ask(learner, gone, m.Welcome)
+    assert find_cause() == "the learner has ended"
+
+
 def ended_process() -> int:
     """The number of a process that was and is no more."""
     done = subprocess.Popen([sys.executable, "-c", ""])
@@ -430,8 +502,7 @@ def ended_process() -> int:
 
 def test_a_process_is_gone_once_it_has_ended_even_if_nobody_has_reaped_it() -> None:
     def gone(pid: int, host: str = socket.gethostname()) -> bool:
-        service: Any = SimpleNamespace(generators={"g": {"pid": pid, "host": host}})
-        return BufferService.has_process_ended(service, "g")
+        return module.has_process_ended(pid, host)
 
     assert gone(ended_process()) and not gone(ended_process(), "another")
     assert not gone(os.getpid()) and not gone(0) and not gone(-1)

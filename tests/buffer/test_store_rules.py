@@ -415,8 +415,8 @@ def test_evaluations_start_over_with_a_resumed_learner() -> None:
 def test_an_ask_says_what_it_waits_for() -> None:
     store = make(2, 2, 2)
     assert store.ask(1, 1) == ([], BatchWait("batch 0 to be composed"))
-    reason = "2 more groups: their tickets are granted or wait for room"
-    assert store.ask(1, 0) == ([], BatchWait(reason))
+    reason = "2 more groups: no generator has their tickets yet"
+    assert store.ask(1, 0) == ([], BatchWait(reason, "generators"))
     a, b = store.grant("gen", 1, 4, 0.0)
     write(store, a)
     assert store.ask(1, 0) == ([], BatchWait("ticket 1: 2 samples at gen", "gen", 1))
@@ -433,8 +433,8 @@ def test_an_ask_says_what_it_waits_for() -> None:
     assert store.ask(1, 0)[0] == groups and store.changes == done  # asked again: nothing happened
     late = make(math.inf, 3, 1)
     write(late, late.grant("g", 1, 1, 0.0)[0])
-    reason = "2 more groups: their tickets are granted or wait for room"
-    assert late.ask(1, 0) == ([], BatchWait(reason))
+    late.grant("h", 1, 1, 0.0)
+    assert late.ask(1, 0) == ([], BatchWait("2 more groups: 1 at h", "h"))
 
 
 def test_the_freshest_answers_train_first() -> None:

@@ -241,6 +241,24 @@ def test_with_some_there_it_says_what_is_missing(run_dir: Path) -> None:
         x.release()
 
 
+def test_a_generator_of_another_number_is_not_a_missing_one(run_dir: Path) -> None:
+    """Of two planned generators, 1 and 7 run, one of them on another machine."""
+    here = process_log.ProcessIncarnation(run_dir, "generator-7", alone=True)
+    described = doctor.describe_processes(config(), run_dir, ["generator-1", "learner"])
+    states = {p["name"]: (p["alive"], p["connected"]) for p in described}
+    assert states == {
+        "buffer": (False, False),
+        "learner": (False, True),
+        "generator-1": (False, True),
+        "generator-7": (True, False),
+    }
+    assert doctor.list_missing({"processes": described, "ended": False}) == ["buffer"]
+    assert process_log.list_alive(run_dir) == ["generator-7"]
+    here.end(0)
+    here.release()
+    assert process_log.list_alive(run_dir) == []
+
+
 def test_of_a_dead_run_it_says_who_died_how_and_where_to_go_on(run_dir: Path) -> None:
     train(run_dir, 3)
     logs = run_dir / "logs" / "attempt_10"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 from asyncrl.cli import result
 from asyncrl.cli.base import PATH, command, emit, json_option
@@ -77,8 +78,11 @@ def print_running(config: Any, run_dir: Path, status: Any, examination: dict[str
     from asyncrl.supervise import doctor as doctors
     from asyncrl.supervise import live
 
-    print("".join(line + "\n" for line in examination["advice"]), end="")
-    print(live.format_status(status))
+    missing = doctors.list_missing(examination)
+    # a run that lacks a process needs that process, and no advice about its speed
+    print("".join(line + "\n" for line in examination["advice"] if not missing), end="")
+    committed = examination["committed"]
+    print(live.format_status(msgspec.structs.replace(status, committed=committed)))
     for process, event, host, age in status.waits:
         print(escape_line(f"{process} waits {age:.1f} s for {event} (on {host})", LONGEST_LINE))
     if status.held_up is not None:
@@ -86,15 +90,10 @@ def print_running(config: Any, run_dir: Path, status: Any, examination: dict[str
     for name, age in status.peers.items():
         print(f"{escape_line(name)}: last message {age:.1f} s ago")
     print("".join(line + "\n" for line in doctors.describe_refusals(examination)), end="")
-    ended = [
-        process
-        for process in examination["processes"]
-        if not process["alive"] and (process["known"] or process["name"] not in status.peers)
-    ]
-    print("".join(process["said"] + "\n" for process in ended), end="")
-    if {process["name"] for process in ended if process["known"]} & set(
-        doctors.list_missing(examination)
-    ):
+    for process in examination["processes"]:
+        if not process["alive"] and not process["connected"]:
+            print(process["said"])
+    if missing:
         print(doctors.advise(config, run_dir, examination))
     watchdog = config.watchdog
     print(
