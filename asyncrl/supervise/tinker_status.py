@@ -134,6 +134,7 @@ def examine(path: Path) -> dict[str, Any]:
 def _describe_model(folder: Path) -> dict[str, Any]:
     record = read_model_record(folder)
     totals = sum_lags(folder)
+    ledger = read_ledger(folder)
     return {
         "model": record["model"],
         "version": totals.steps or record.get("version", 0),
@@ -141,7 +142,8 @@ def _describe_model(folder: Path) -> dict[str, Any]:
         "lag_max": max(totals.lags, default=0),
         "trained_tokens": totals.known_tokens + totals.unknown,
         "unknown_tokens": totals.unknown,
-        "ledger": read_ledger(folder),
+        "supervised_tokens": ledger.get("supervised_tokens", 0),
+        "ledger": ledger,
         "findings": [f"{finding.said}; {ADVICE}" for finding in run_health_checks(folder)],
     }
 
@@ -168,10 +170,12 @@ def format_lines(state: dict[str, Any]) -> list[str]:
     if not state["models"]:
         lines.append("no model yet: a training client creates one")
     for model in state["models"]:
+        supervised = model["supervised_tokens"]
         lines.append(
             f"{model['model']}: version {model['version']}, lag mean {model['lag_mean']:.3g} and "
             f"max {model['lag_max']} of {model['trained_tokens']} trained tokens, "
             f"{model['unknown_tokens']} of unknown lag"
+            + (f", and {supervised} supervised tokens" if supervised else "")
         )
         if model["ledger"]:
             lines.append(

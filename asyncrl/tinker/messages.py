@@ -10,7 +10,8 @@ from msgspec import Meta
 
 ErrorCategory = Literal["user", "server"]
 UNKNOWN = -1  # lag of a sampled token whose sequence is unknown
-NOT_SAMPLED = -2  # lag of a token that was not sampled, such as a prompt's
+NOT_SAMPLED = -2  # lag of a token that is not trained, such as a prompt's
+SUPERVISED = -3  # lag of a token that cross_entropy trains and no sequence contains
 
 
 class Datum(msgspec.Struct, frozen=True):
@@ -19,7 +20,7 @@ class Datum(msgspec.Struct, frozen=True):
     tokens: int32 [n], the input.
     targets: int32 [n], the token to score at each position.
     fields: name -> float32 [n]: weights, logprobs, advantages, mask.
-    lags: int32 [n], versions; UNKNOWN or NOT_SAMPLED.
+    lags: int32 [n], versions; UNKNOWN, NOT_SAMPLED or SUPERVISED.
     """
 
     tokens: bytes

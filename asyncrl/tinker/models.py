@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import shutil
 import time
 from collections import Counter
@@ -133,6 +134,7 @@ class ServedModel:
         rows = jsonl.read(self.trained_path)
         self.recorded = max((int(row.get("call", 0)) for row in rows), default=0)
         self.listed = sum(len(row["sequences"]) for row in rows)  # ids in trained.jsonl
+        self.supervised = sum(row.get("supervised", 0) for row in rows)  # tokens
         counted = self.ledger.counted.get(self.record.model, -1)
         for row in rows:
             if (number := int(row.get("call", 0))) > counted:
@@ -372,18 +374,20 @@ class ServedModel:
         sampled: list[list[SampledRun]] = []
         matched = Counter(self.matched)
         for index, (datum, spans) in enumerate(zip(decoded.data, decoded.spans, strict=True)):
-            runs = self.ledger.resolve(datum, spans, matched, self.ancestry)
+            try:
+                runs = self.ledger.resolve(datum, spans, matched, self.ancestry)
+            except ConfigError as error:
+                raise ConfigError(f"datum {index}, {error}") from error
             measured = measure_lags(
                 datum,
                 runs,
                 self.ancestry,
                 self.version,
-                limit=staleness.max_lag,
+                limit=math.inf if staleness.on_exceed == "mask" else staleness.max_lag,
                 unknown=staleness.unknown,
+                supervised=staleness.supervised,
             )
-            masks = staleness.on_exceed == "mask"
-            only_limit = masks and measured.lags.max(initial=-1) > staleness.max_lag
-            if measured.refused and not (decoded.forward_only or only_limit):
+            if measured.refused and not decoded.forward_only:
                 raise RequestRefused(f"datum {index}: {measured.refused}")
             sampled.append(runs)
             token_lags.append(measured.lags.astype("<i4").tobytes())
@@ -453,6 +457,7 @@ class ServedModel:
             self.trained_file.write(row)
             self.ledger.mark_trained(row["sequences"], self.record.model, call.number)
             self.recorded = call.number
+            self.supervised += row["supervised"]
             self.listed += len(row["sequences"])
             if self.listed > 2 * self.ledger.remembered:
                 self._drop_listed_ids()
@@ -481,7 +486,7 @@ class ServedModel:
 
     def write_ledger(self) -> None:
         """Write ledger.json if it has changed."""
-        totals = self.ledger.sum_totals(self.record.model)
+        totals = self.ledger.sum_totals(self.record.model) | {"supervised_tokens": self.supervised}
         if totals != self.written_totals:
             atomic_write.write(self.folder / "ledger.json", json.dumps(totals, indent=1))
             self.written_totals = totals

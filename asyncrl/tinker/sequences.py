@@ -6,14 +6,16 @@ of their log-probabilities. The ledger balances: every sampled sequence of a mod
 or more times.
 
 The ledger remembers only the newest sequences. Its totals still count the forgotten ones, but their
-tokens have an unknown lag.
+tokens have an unknown lag. It keeps the tokens of the newest ones, so that a span over a part of a
+sequence can be compared.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import secrets
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,10 +26,11 @@ import xxhash
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.records import atomic_write, jsonl
-from asyncrl.tinker.messages import NOT_SAMPLED, UNKNOWN, Datum
+from asyncrl.tinker.messages import NOT_SAMPLED, SUPERVISED, UNKNOWN, Datum
 from asyncrl.tinker.model_records import strip_branch
 
 REMEMBERED = 200_000  # newest sequences of a server, about 100 MB
+COMPARABLE_TOKENS = 1 << 25  # of the newest sequences, 256 MiB
 
 
 @dataclass(slots=True)
@@ -39,6 +42,7 @@ class SampledSequence:
     uncertain: fingerprint and offset of its first run of nonzero log-probabilities, or None if all
         are nonzero: in a datum without advantages, only these positions look sampled.
     trained: number of optimizer steps whose gradient contained its tokens.
+    content: its int32 tokens and then their float32 log-probabilities; empty: no longer known.
     """
 
     id: str
@@ -48,11 +52,17 @@ class SampledSequence:
     fingerprint: str
     uncertain: tuple[str, int] | None = None
     trained: int = 0
+    content: bytes = b""
 
     @property
     def fingerprints(self) -> set[str]:
         """The keys by which a datum's runs are looked up."""
         return {self.fingerprint} | ({self.uncertain[0]} if self.uncertain else set())
+
+    def get_content(self, dtype: str, offset: int, length: int) -> np.ndarray:
+        """Return the tokens, "<i4", or log-probabilities, "<f4", of [offset, offset + length)."""
+        first = 4 * (offset if dtype == "<i4" else self.length + offset)
+        return np.frombuffer(self.content, dtype, length, first)
 
 
 class ProvenanceSpan(NamedTuple):
@@ -125,6 +135,9 @@ class SequenceLedger:
         self.by_fingerprint: dict[str, list[SampledSequence]] = {}
         self.models: dict[str, ModelLedger] = {}
         self.rows = 0  # in the file
+        self.row_tokens = 0  # whose content is in the file
+        self.comparable: deque[SampledSequence] = deque()  # sequences with content
+        self.comparable_tokens = 0
         self.counted: dict[str, int] = {}  # model -> the last call whose step was counted
         for row in jsonl.read(path):
             if (forgotten := row.get("forgotten")) is not None:
@@ -136,6 +149,7 @@ class SequenceLedger:
                     *(row["id"], row["model"], row["version"], row["length"], row["fingerprint"]),
                     tuple(row["uncertain"]) if row.get("uncertain") else None,
                     row.get("trained", 0),
+                    base64.b64decode(row.get("content", "")),
                 )
             )
         self.file = jsonl.JsonlAppender(path)
@@ -158,16 +172,19 @@ class SequenceLedger:
         sequence = SampledSequence(
             *(id, model, version, len(tokens) // 4, compute_fingerprint(tokens, logprobs)),
             find_uncertain_run(tokens, logprobs),
+            content=tokens + logprobs,
         )
         self._add(sequence)
         self.file.write(_build_row(sequence))
         while len(self.sequences) > self.remembered:
             self._forget(next(iter(self.sequences.values())))
-        if self.rows > 2 * self.remembered:
+        if self.rows > 2 * self.remembered or self.row_tokens > 2 * COMPARABLE_TOKENS:
             self.rewrite()
 
     def _forget(self, sequence: SampledSequence) -> None:
-        """Drop a sequence, which the totals still count."""
+        """Drop the oldest sequence, which the totals still count."""
+        if sequence.content:
+            self._drop_oldest_content()
         del self.sequences[sequence.id]
         for key in sequence.fingerprints:
             self.by_fingerprint[key].remove(sequence)
@@ -178,6 +195,11 @@ class SequenceLedger:
             ledger.untrained[sequence.version] -= 1
             ledger.drop_empty()
             ledger.forgotten_untrained += 1
+
+    def _drop_oldest_content(self) -> None:
+        sequence = self.comparable.popleft()
+        self.comparable_tokens -= sequence.length
+        sequence.content = b""
 
     def rewrite(self) -> None:
         """Replace the rows of forgotten sequences by totals, and store the training counts."""
@@ -193,10 +215,16 @@ class SequenceLedger:
         self.file.close()
         atomic_write.write(self.path, "".join(json.dumps(row) + "\n" for row in rows))
         self.file = jsonl.JsonlAppender(self.path)
-        self.rows = len(self.sequences)
+        self.rows, self.row_tokens = len(self.sequences), self.comparable_tokens
 
     def _add(self, sequence: SampledSequence) -> None:
         self.rows += 1
+        if sequence.content:
+            self.row_tokens += sequence.length
+            self.comparable_tokens += sequence.length
+            self.comparable.append(sequence)
+        while self.comparable_tokens > COMPARABLE_TOKENS:
+            self._drop_oldest_content()
         self.sequences[sequence.id] = sequence
         for key in sequence.fingerprints:
             self.by_fingerprint.setdefault(key, []).append(sequence)
@@ -216,12 +244,14 @@ class SequenceLedger:
     ) -> list[SampledRun]:
         """Return the sampled runs of a datum.
 
+        Every position that a policy loss trains is part of a run.
+
         matched: how often earlier datums of the same optimizer step were matched to each sequence.
             Among equal sequences, each is matched once before any is matched again.
         ancestry: of the model that trains the datum. Models of one server sample equal sequences
             while their adapters are new; the model's own sequences are matched first.
 
-        Raises ConfigError for spans that do not fit."""
+        Raises ConfigError, with the position, for spans that do not fit."""
         if spans is not None:
             return self._match_spans(datum, spans)
         return self._match_fingerprints(datum, matched, ancestry)
@@ -231,36 +261,31 @@ class SequenceLedger:
         start = 0
         for span in spans:
             stop = start + span.length
+            if min(span.offset, span.length) < 0 or stop > datum.length:
+                raise ConfigError(
+                    f"position {start}: a provenance span has offset {span.offset} and length "
+                    f"{span.length}; spans cover the {datum.length} positions of the datum in order"
+                )
             if span.sampled and span.length:
                 sequence = self.sequences.get(span.sequence)
-                if sequence is not None:
-                    self._check_span(datum, span, start, sequence)
-                runs.append(SampledRun(start, stop, sequence))
+                is_known = sequence is not None and _check_span(datum, span, start, sequence)
+                runs.append(SampledRun(start, stop, sequence if is_known else None))
             start = stop
         if start != datum.length:
             raise ConfigError(
                 f"provenance spans cover {start} positions of a datum of {datum.length}"
             )
+        mask, advantages = datum.get_field("mask"), datum.get_field("advantages")
+        if advantages is not None:
+            trained = advantages != 0 if mask is None else advantages * mask != 0
+            for run in runs:
+                trained[run.start : run.stop] = False
+            if trained.any():
+                raise ConfigError(
+                    f"position {trained.argmax()}: a token that a provenance span calls part of a "
+                    "prompt has an advantage; only sampled tokens may have one"
+                )
         return runs
-
-    @staticmethod
-    def _check_span(
-        datum: Datum, span: ProvenanceSpan, start: int, sequence: SampledSequence
-    ) -> None:
-        if span.offset + span.length > sequence.length:
-            raise ConfigError(
-                f"a provenance span names tokens {span.offset} to {span.offset + span.length} of "
-                f"sequence {sequence.id}, which has {sequence.length}"
-            )
-        logprobs = datum.fields.get("logprobs")
-        if logprobs is None or span.length != sequence.length:
-            return
-        piece = slice(4 * start, 4 * (start + span.length))
-        if compute_fingerprint(datum.targets[piece], logprobs[piece]) != sequence.fingerprint:
-            raise ConfigError(
-                f"a provenance span names sequence {sequence.id}, but the datum has other tokens "
-                "or log-probabilities there"
-            )
 
     def _match_fingerprints(
         self, datum: Datum, matched: Counter[str], ancestry: ModelAncestry
@@ -341,6 +366,40 @@ def _locate_sequence(
     return first if digest == sequence.fingerprint else None
 
 
+def _check_span(datum: Datum, span: ProvenanceSpan, start: int, sequence: SampledSequence) -> bool:
+    """Compare a span at position `start` of a datum with the sequence that it names.
+
+    Returns False if too little is remembered of the sequence.  Raises ConfigError for a difference.
+    """
+    named = f"a provenance span names tokens {span.offset} to {span.offset + span.length} of "
+    if span.offset + span.length > sequence.length:
+        raise ConfigError(
+            f"position {start}: {named}sequence {sequence.id}, which has {sequence.length}"
+        )
+    logprobs = datum.fields.get("logprobs")
+    if not sequence.content:
+        if logprobs is None or span.length != sequence.length:
+            return False
+        piece = slice(4 * start, 4 * (start + span.length))
+        fingerprint = compute_fingerprint(datum.targets[piece], logprobs[piece])
+        return fingerprint == sequence.fingerprint
+    for dtype, sent, name in (
+        ("<i4", datum.targets, "token"),
+        ("<f4", logprobs, "log-probability"),
+    ):
+        if sent is None:
+            continue  # cross_entropy has no log-probabilities
+        expected = sequence.get_content(dtype, span.offset, span.length)
+        values = np.frombuffer(sent, dtype, span.length, 4 * start)
+        if len(different := np.flatnonzero(values != expected)):
+            first = int(different[0])
+            raise ConfigError(
+                f"position {start + first}: {named}sequence {sequence.id}, whose {name} "
+                f"{span.offset + first} is {expected[first]}, but the datum has {values[first]}"
+            )
+    return True
+
+
 def _build_row(sequence: SampledSequence) -> dict[str, Any]:
     """Build the row of a sequence in sequences.jsonl."""
     trained = {"trained": sequence.trained} if sequence.trained else {}
@@ -351,6 +410,7 @@ def _build_row(sequence: SampledSequence) -> dict[str, Any]:
         "length": sequence.length,
         "fingerprint": sequence.fingerprint,
         "uncertain": sequence.uncertain,
+        "content": base64.b64encode(sequence.content).decode(),
         **trained,
     }
 
@@ -443,11 +503,13 @@ def measure_lags(
     *,
     limit: float,
     unknown: str,
+    supervised: str = "train",
 ) -> LagCheck:
     """Compute the lag of every position of a datum, and check it against the limit.
 
     version: current version of the model that trains the datum.
-    unknown: train or refuse, for sampled tokens of unknown lag."""
+    unknown: train or refuse, for sampled tokens of unknown lag.
+    supervised: the same for tokens that cross_entropy trains and no run contains."""
     lags = np.full(datum.length, NOT_SAMPLED, np.int32)
     ids: list[str] = []
     refused = ""
@@ -468,6 +530,15 @@ def measure_lags(
                 f"{ancestry.model}, which is at version {version}: a lag of {lag}, and "
                 f"staleness.max_lag = {limit:g}"
             )
+    mask, weights = datum.get_field("mask"), datum.get_field("weights")
+    if weights is not None and "advantages" not in datum.fields:
+        is_trained = (weights if mask is None else weights * mask) != 0
+        lags[is_trained & (lags == NOT_SAMPLED)] = SUPERVISED
+    if supervised == "refuse" and not refused and (lags == SUPERVISED).any():
+        refused = (
+            f"cross_entropy trains position {(lags == SUPERVISED).argmax()}, which no provenance "
+            "span calls sampled, and staleness.supervised = refuse"
+        )
     return LagCheck(lags, ids, refused)
 
 
@@ -515,5 +586,6 @@ def build_trained_row(
         "ids": xxhash.xxh3_64_hexdigest(";".join(sequences).encode()),
         "lags": {str(lag): tokens for lag, tokens in sorted(lags.items()) if lag >= 0},
         "unknown": lags.get(UNKNOWN, 0),
+        "supervised": lags.get(SUPERVISED, 0),
         "sequences": sorted(set(sequences)),
     }

@@ -109,6 +109,14 @@ class TinkerStaleness(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             "train: train on them and report them as unknown; refuse: the request fails."
         ),
     ] = "train"
+    supervised: Annotated[
+        Literal["train", "refuse"],
+        Meta(
+            description="Treatment of tokens that cross_entropy trains, unless a provenance span "
+            "names their sequence. train: train on them and count them as supervised; refuse: the "
+            "request fails."
+        ),
+    ] = "train"
 
 
 class TinkerWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -111,7 +111,12 @@ class WatchedTinkerModel(WatchedRun):
         """Return two tables: sequences by their number of trainings, trained tokens by lag."""
         counts = tinker_status.read_ledger(self.path)
         totals = tinker_status.sum_lags(self.path)
-        sampled, trained = counts.get("sampled", 0), totals.known_tokens + totals.unknown
+        others = {
+            "unknown lag": totals.unknown,
+            "supervised": counts.get("supervised_tokens", 0),
+        }
+        sampled = counts.get("sampled", 0)
+        trained = totals.known_tokens + sum(others.values())
         sequences = [
             [label, counts.get(key, 0), counts.get(key, 0) / max(sampled, 1)]
             for label, key in (
@@ -121,9 +126,7 @@ class WatchedTinkerModel(WatchedRun):
             )
         ]
         lags = [[f"lag {lag}", n, n / trained] for lag, n in sorted(totals.lags.items())]
-        lags += (
-            [["unknown lag", totals.unknown, totals.unknown / trained]] if totals.unknown else []
-        )
+        lags += [[label, n, n / trained] for label, n in others.items() if n]
         tokens = counts.get("sampled_tokens", 0)
         return {
             "tables": [

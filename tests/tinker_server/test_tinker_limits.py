@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -117,6 +118,56 @@ def test_a_limit_refuses_old_tokens_and_names_the_sequence(
     assert seen["ledger"]["sampled"] == 5
     assert seen["ledger"]["trained_once"] == 3
     assert seen["ledger"]["never_trained"] == 2
+
+
+def test_spans_and_weights_do_not_hide_old_tokens(
+    server: ServerProcess, service: tinker.ServiceClient
+) -> None:
+    """Each of these trained tokens of lag 2 under a limit of 1."""
+    client = new_model(service)
+    old = policy_datum(sampled_sequences(client, 1)[0], spans=True)
+    for _ in range(2):
+        client.forward_backward([tuned_datum([5, 6, 7, 1])], "cross_entropy")
+        client.optim_step(ADAM).result()
+    fresh = sampled_sequences(client, 2)
+    before, length = len(prompt().to_ints()) - 1, old.model_input.length
+    answer = length - before
+    first = types.PromptProvenanceSpan(sequence_id=fresh[0].sequence_id, length=before)
+
+    def named(*spans: tuple[types.SampledSequence, int, int]) -> types.Datum:
+        rest = [
+            types.SampledProvenanceSpan(sequence_id=x.sequence_id, offset=offset, length=count)
+            for x, offset, count in spans
+        ]
+        return old.with_provenance(old.model_input_spans, [first, *rest])
+
+    claims = types.PromptProvenanceSpan(sequence_id=fresh[0].sequence_id, length=length)
+    attempts = [
+        (old, "a lag of 2, and staleness.max_lag = 1"),
+        (old.with_provenance(old.model_input_spans, [claims]), f"datum 0, position {before}: "),
+        (named((fresh[0], 0, answer - 1), (fresh[1], 0, 1)), f"datum 0, position {before}"),
+    ]
+    own = policy_datum(fresh[0], spans=True)
+    shifted = (
+        dataclasses.replace(first, length=before + 1),
+        types.SampledProvenanceSpan(
+            sequence_id=fresh[0].sequence_id, length=own.model_input.length - before - 1
+        ),
+    )
+    off_by_one = own.with_provenance(own.model_input_spans, list(shifted))
+    attempts.append((off_by_one, f"datum 0, position {before + 1}: .* whose "))
+    for datum, message in attempts:
+        refused = client.forward_backward([datum], "importance_sampling")
+        step = client.optim_step(ADAM)
+        with pytest.raises(tinker.RequestFailedError, match=message):
+            refused.result()
+        with pytest.raises(tinker.RequestFailedError, match="the step was not made"):
+            step.result()
+    client.forward_backward([own], "importance_sampling")
+    assert client.optim_step(ADAM).result().metrics["lag_max"] == 0
+    seen = doctor(server, client)
+    assert (seen["version"], seen["trained_tokens"]) == (3, len(fresh[0].tokens))
+    assert seen["supervised_tokens"] == seen["ledger"]["supervised_tokens"] == 6
 
 
 def step_twice(client: tinker.TrainingClient, data: list[types.Datum]) -> np.ndarray:

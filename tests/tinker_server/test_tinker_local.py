@@ -156,6 +156,43 @@ def test_a_killed_training_process_masks_the_same_tokens(start: Start) -> None:
     assert np.array_equal(*results)
 
 
+def test_supervised_data_can_be_forbidden(start: Start) -> None:
+    server = start("staleness.supervised=refuse")
+    with server.client() as service:
+        client = service.create_lora_training_client("tiny", rank=2, seed=1).result()
+        assert len(scored(client)) == 4  # only computed
+        client.forward_backward(TUNED, "cross_entropy")
+        with pytest.raises(tinker.RequestFailedError, match=r"staleness\.supervised = refuse"):
+            client.optim_step(ADAM).result()
+        [sequence] = draw(sampler_of(client), 1)
+        assert step(client, [policy_datum(sequence)])["lag_max"] == 0
+        metrics = step(client, [policy_datum(sequence, spans=True)])
+        assert metrics["lag_max"] == 1
+
+
+def test_masked_lags_do_not_hide_tokens_of_unknown_lag(start: Start) -> None:
+    """The same datum has tokens above the limit, which are masked, and unknown ones."""
+    server = start("staleness.max_lag=0", "staleness.on_exceed=mask", "staleness.unknown=refuse")
+    with server.client() as service:
+        client = service.create_lora_training_client("tiny", rank=2, seed=1).result()
+        [old] = draw(sampler_of(client), 1)
+        step(client, TUNED, "cross_entropy")
+        known = policy_datum(old)
+        step(client, [known])
+        turns = {
+            name: np.concatenate([known.loss_fn_inputs[name].to_numpy(), last])
+            for name, last in (
+                ("target_tokens", np.array([0, 5])),
+                ("logprobs", np.array([0, -0.25], np.float32)),
+                ("advantages", np.array([0, 1], np.float32)),
+            )
+        }
+        text = types.EncodedTextChunk(tokens=[5, 6])
+        both = types.Datum(model_input=known.model_input.append(text), loss_fn_inputs=turns)
+        with pytest.raises(tinker.RequestFailedError, match="so their lag is unknown"):
+            client.forward_backward([both], "ppo").result()
+
+
 def test_samplers_are_forgotten_when_nobody_uses_them(start: Start) -> None:
     server = start("weights.slots=2", remembered=3)
     with server.client() as service:

@@ -20,8 +20,9 @@ from asyncrl.config.sft import SftTraining
 from asyncrl.contract.errors import ConfigError
 from asyncrl.models.policy import build_model, load_policy
 from asyncrl.models.tokenizer import load_tokenizer
+from asyncrl.records import jsonl
 from asyncrl.tasks import fit
-from asyncrl.tinker import demo_model, settings
+from asyncrl.tinker import demo_model, sequences, settings
 from asyncrl.tinker.messages import (
     CallFailure,
     Datum,
@@ -34,6 +35,7 @@ from asyncrl.tinker.sequences import (
     ModelAncestry,
     ProvenanceSpan,
     SequenceLedger,
+    build_trained_row,
     measure_lag_metrics,
     measure_lags,
 )
@@ -463,7 +465,7 @@ def test_tokens_without_doubt_are_found_without_an_advantage(
     again = SequenceLedger(tmp_path / "sequences.jsonl", remembered=1)
     assert lags_of(again, sure) == (expected, "")
     assert record(again, other, 3) != id and len(again.by_fingerprint) == 2
-    unknown = msgspec.structs.replace(sure, lags=np.full(9, -2, "<i4").tobytes())
+    unknown = add_lags(sure, np.array(lags_of(ledger, other)[0], "<i4"), 9.0)[0]
     inside = PackedDatums([unknown, add_lags(sure, np.array(expected, "<i4"), 9.0)[0]], CPU).inside
     assert inside.view(2, -1).sum(1).tolist() == [3, 6]
 
@@ -480,23 +482,107 @@ def test_a_mask_says_what_was_sampled(ledger: SequenceLedger, trainer: Trainer) 
     assert lags_of(ledger, masked)[0] == [-2, -2, -2, 1, 1, 1, 1]
 
 
-def test_spans_name_sequences_and_are_checked(ledger: SequenceLedger, trainer: Trainer) -> None:
+def test_spans_name_sequences_and_are_checked(
+    ledger: SequenceLedger, trainer: Trainer, tmp_path: Path
+) -> None:
+    """A span is compared with the part of the sequence that it names, also after a restart."""
     first, second, _ = datums(trainer)
     id = record(ledger, first, 4)
-    spans = [ProvenanceSpan(id, 0, 3, False), ProvenanceSpan(id, 0, 4, True)]
-    assert lags_of(ledger, first, spans=spans)[0] == [-2, -2, -2, 0, 0, 0, 0]
-    short = [ProvenanceSpan(id, 0, 3, False), ProvenanceSpan(id, 0, 2, True)]
-    assert lags_of(ledger, second, spans=short)[0] == [-2, -2, -2, 0, 0]  # the first two tokens
-    beyond = [ProvenanceSpan(id, 0, 3, False), ProvenanceSpan(id, 3, 2, True)]
-    with pytest.raises(ConfigError, match="names tokens 3 to 5 of sequence"):
-        ledger.resolve(second, beyond, Counter(), OWN)
-    with pytest.raises(ConfigError, match="spans cover 2 positions of a datum of 7"):
-        ledger.resolve(first, spans[:0] + [ProvenanceSpan(id, 0, 2, True)], Counter(), OWN)
-    other = record(ledger, first, 4)
-    ledger.sequences[other].fingerprint = "0"
-    wrong = [ProvenanceSpan(other, 0, 3, False), ProvenanceSpan(other, 0, 4, True)]
-    with pytest.raises(ConfigError, match="has other tokens or log-probabilities"):
-        ledger.resolve(first, wrong, Counter(), OWN)
+
+    def sampled(*pieces: tuple[int, int], name: str = id, before: int = 3) -> list[ProvenanceSpan]:
+        return [
+            ProvenanceSpan(name, 0, before, False),
+            *(ProvenanceSpan(name, offset, length, True) for offset, length in pieces),
+        ]
+
+    moved = first.get_field("logprobs").copy()
+    moved[5] = np.nextafter(moved[5], np.float32(0))
+    moved = replace_fields(first, logprobs=moved, advantages=first.get_field("advantages"))
+    refused = [
+        (second, sampled((3, 2)), "position 3: .* names tokens 3 to 5 of sequence .* which has 4"),
+        (second, sampled((0, 2)), "position 3: .* whose token 0 is 7, but the datum has 9"),
+        (first, sampled((0, 2), (1, 2)), "position 5: .* whose token 1 is 9, but the datum has 8"),
+        (first, sampled((0, 3), (0, 1)), "position 6: .* whose token 0 is 7, but the datum has 1"),
+        (moved, sampled((0, 4)), "position 5: .* whose log-probability 2 is"),
+        (moved, sampled((0, 2), (2, 1), (3, 1)), "position 5: .* whose log-probability 2 is"),
+        (
+            first,
+            sampled((0, 3), before=4),
+            "position 4: .* whose token 0 is 7, but the datum has 9",
+        ),
+        (first, sampled(before=2), "spans cover 2 positions of a datum of 7"),
+        (first, sampled((0, -3), (0, 7)), "position 3: .* has offset 0 and length -3"),
+        (first, sampled((-1, 4)), "position 3: .* has offset -1 and length 4"),
+        (first, sampled((0, 2**62)), f"position 3: .* length {2**62}"),
+        (first, sampled((0, 4), before=-1), "position 0: .* length -1"),
+        (first, sampled(before=7), "position 3: a token .* part of a prompt has an advantage"),
+        (first, [*sampled((0, 2)), ProvenanceSpan(id, 5, 2, False)], "position 5: .* advantage"),
+    ]
+    for again in (ledger, SequenceLedger(tmp_path / "sequences.jsonl")):
+        assert lags_of(again, first, spans=sampled((0, 4)))[0] == [-2, -2, -2, 0, 0, 0, 0]
+        parts = sampled((0, 1), (1, 0), (1, 3))
+        assert lags_of(again, first, spans=parts)[0] == [-2, -2, -2, 0, 0, 0, 0]
+        for datum, spans, message in refused:
+            with pytest.raises(ConfigError, match=message):
+                again.resolve(datum, spans, Counter(), OWN)
+    masked = replace_fields(
+        first,
+        logprobs=first.get_field("logprobs"),
+        advantages=np.ones(7),
+        mask=np.array([0, 0, 0, 1, 1, 1, 0]),
+    )
+    end = [*sampled((0, 3)), ProvenanceSpan(id, 6, 1, False)]
+    lags, _ = lags_of(ledger, masked, spans=end)
+    assert lags == [-2, -2, -2, 0, 0, 0, -2]
+
+
+def test_a_part_of_a_sequence_whose_tokens_are_forgotten_has_an_unknown_lag(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its fingerprint is remembered longer than its tokens."""
+    monkeypatch.setattr(sequences, "COMPARABLE_TOKENS", 5)
+    ledger = SequenceLedger(tmp_path / "sequences.jsonl")
+    first, second, _ = datums(trainer)
+    id, later = record(ledger, first, 4), record(ledger, second, 4)
+    prompt = ProvenanceSpan(id, 0, 3, False)
+    whole = [prompt, ProvenanceSpan(id, 0, 4, True)]
+    parts = [prompt, ProvenanceSpan(id, 0, 2, True), ProvenanceSpan(id, 2, 2, True)]
+    for again in (ledger, SequenceLedger(tmp_path / "sequences.jsonl")):
+        assert lags_of(again, first, spans=whole)[0] == [-2, -2, -2, 0, 0, 0, 0]
+        assert lags_of(again, first, spans=parts)[0] == [-2, -2, -2, -1, -1, -1, -1]
+        other = [prompt, ProvenanceSpan(later, 0, 1, True), ProvenanceSpan(later, 1, 1, True)]
+        assert lags_of(again, second, spans=other)[0] == [-2, -2, -2, 0, 0]
+        assert len(again.sequences) == 2 and again.comparable_tokens == 2
+    for _ in range(3):
+        record(ledger, first, 4)
+    rows = jsonl.read(tmp_path / "sequences.jsonl")  # rewritten: the file is bounded too
+    assert [len(row.get("content", "")) > 0 for row in rows] == [False] * 4 + [True] * 2
+
+
+def test_supervised_tokens_are_counted_and_can_be_forbidden(
+    ledger: SequenceLedger, trainer: Trainer
+) -> None:
+    """cross_entropy could train sampled tokens at any lag, with advantages as its weights."""
+    first, _, _ = datums(trainer)
+    id = record(ledger, first, 0)
+    weights = np.array([0, 0, 0, 1.5, -1, 0, 1])
+    tuned = replace_fields(first, weights=weights)
+    assert lags_of(ledger, tuned) == ([-2, -2, -2, -3, -3, -2, -3], "")
+    _, refused = lags_of(ledger, tuned, supervised="refuse")
+    assert "cross_entropy trains position 3," in refused and "staleness.supervised" in refused
+    masked = replace_fields(first, weights=weights, mask=np.array([1, 1, 1, 0, 0, 1, 1]))
+    assert lags_of(ledger, masked)[0] == [-2] * 6 + [-3]
+    nothing = replace_fields(first, weights=0 * weights)
+    assert lags_of(ledger, nothing, supervised="refuse") == ([-2] * 7, "")
+    own = [ProvenanceSpan(id, 0, 3, False), ProvenanceSpan(id, 0, 4, True)]
+    assert lags_of(ledger, tuned, spans=own, supervised="refuse", limit=9.0) == (
+        [-2, -2, -2, 4, 4, 4, 4],
+        "",
+    )
+    begun = [ProvenanceSpan(id, 0, 5, False), ProvenanceSpan(id, 2, 2, True)]
+    assert lags_of(ledger, tuned, spans=begun)[0] == [-2, -2, -2, -3, -3, 4, 4]
+    row = build_trained_row(0, Counter({-3: 3, 4: 2, -1: 1}), [id], 7)
+    assert (row["supervised"], row["unknown"], row["lags"]) == (3, 1, {"4": 2})
 
 
 def test_versions_of_other_models_count_only_before_the_fork(

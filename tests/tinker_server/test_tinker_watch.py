@@ -104,7 +104,9 @@ def test_the_pages_of_a_served_model(server: LocalServer, monkeypatch: pytest.Mo
         tokens = [len(sequence.tokens) for sequence in first]
         assert lags["rows"][1][:2] == ["lag 1", tokens[2]]
         assert sum(share for _, _, share in lags["rows"]) == pytest.approx(1)
-        assert ask(watch, "ledger", run=other)[other]["tables"][1]["rows"] == []
+        assert ask(watch, "ledger", run=other)[other]["tables"][1]["rows"] == [
+            ["supervised", 3, 1.0]
+        ]
         rows = ask(watch, "samples", run=name)["rows"]
         assert {row["batch"] for row in rows} == {0, 2}
         row = ask(watch, "sample", run=name, number=rows[-1]["number"])

@@ -293,12 +293,9 @@ class PackedDatums:
         self.mask = self.read_field("mask", 1.0)
         self.behavior = self.read_field("logprobs", 0.0)
         self.adv = self.read_field("advantages", 0.0)
-        has_mask = torch.tensor(["mask" in datum.fields for datum in data], device=device)
-        # without a mask, a prompt's tokens have neither an advantage nor a log-probability
-        sampled = has_mask[self.seq] | (self.adv != 0) | (self.behavior != 0)
         lags = np.concatenate([np.frombuffer(datum.lags, "<i4") for datum in data])
         self.lag = torch.from_numpy(lags).to(device, torch.int64)
-        self.inside = (self.mask != 0) & (sampled | (self.lag != NOT_SAMPLED))
+        self.inside = (self.mask != 0) & (self.lag != NOT_SAMPLED)
 
     def read_field(self, name: str, default: float) -> torch.Tensor:
         """Return a field [N]."""
