@@ -81,7 +81,7 @@ SILENT_S = 10.0  # a learner that sends nothing for longer trains a long batch, 
 LOGGED_REFUSALS = 20  # refusals in the log; further ones are only counted
 
 
-ShowStatus = Callable[[m.RunStatus], None]
+ShowStatus = Callable[[m.RunStatus, float], None]  # status, CLOCK_MONOTONIC seconds
 
 
 def make_evaluations(config: Config, task: Task) -> Evaluations:
@@ -210,16 +210,7 @@ class BufferService:
         except BaseException:
             self.socket.close()
             raise
-        # what to do about peers of an earlier buffer process; "": its journal has their state
-        self.lost_state = ""
-        self.has_refused_survivor = False
-        if config.durability.mode == "memory" and self.term.number > 1:
-            others = "learner and generators" if not config.uses_sessions else "all other processes"
-            self.lost_state = (
-                "the earlier buffer's tickets and samples ended with it (durability.mode = memory):"
-                f" start {others} again, and the run continues from its last checkpoint, as after "
-                f"`asyncrl run --resume {run_dir}`"
-            )
+        self.has_refused_survivor = False  # a process that has state of an earlier buffer
         # (record that must be durable first, peer, reply): replies that wait for the journal
         self.outgoing: deque[tuple[int, bytes, m.FromBuffer]] = deque()
         self.metrics = MetricsWriter(run_dir)
@@ -294,7 +285,7 @@ class BufferService:
                 self.forget(now)
                 self.log_waits()
                 if self.show is not None:
-                    self.show(self.make_status())
+                    self.show(self.make_status(), now)
             self.flush()
             has_served_all = not self.generators and not self.ended_before
             is_over = has_served_all or now - self.ended_at > LINGER_S
@@ -344,16 +335,31 @@ class BufferService:
         """Handle one message; refuse the sender of an invalid one. The run continues."""
         kind = type(message).__name__
         try:
-            if self.store.policy is None and self.lost_state and checks.has_state(message):
-                if not self.has_refused_survivor:
-                    log(self.lost_state)
-                self.has_refused_survivor = True
-                self.send(peer, m.Refusal(self.lost_state, ProcessLost.exit_code))
-                return
+            if (
+                self.config.durability.mode == "memory"
+                and self.term.number > 1
+                and self.store.policy is None
+                and checks.has_state(message)
+            ):
+                return self.refuse_survivor(peer)
             getattr(self, f"on_{kind}")(peer, message)
         except BadMessage as error:
             self.refuse(error.reason, f"refused a {kind}: {error}")
             self.send(peer, m.Refusal(str(error), error.exit_code))
+
+    def refuse_survivor(self, peer: bytes) -> None:
+        """Tell a peer of an earlier buffer process, whose state is lost, what to do."""
+        sessions = self.config.uses_sessions
+        others = "all other processes" if sessions else "learner and generators"
+        line = (
+            "the earlier buffer's tickets and samples ended with it (durability.mode = memory): "
+            f"start {others} again, and the run continues from its last checkpoint, as after "
+            f"`asyncrl run --resume {self.run_dir}`"
+        )
+        if not self.has_refused_survivor:
+            log(line)
+        self.has_refused_survivor = True
+        self.send(peer, m.Refusal(line, ProcessLost.exit_code))
 
     def refuse(self, reason: str, line: str) -> None:
         """Count a refusal by reason, and log the first LOGGED_REFUSALS.

@@ -372,9 +372,8 @@ class StatusLines:
         self.pace = ProgressPace()
         self.printed_at = time.monotonic()
 
-    def show(self, status: RunStatus) -> None:
-        """Print the line of this status if it is due."""
-        now = time.monotonic()
+    def show(self, status: RunStatus, now: float) -> None:
+        """Print the line of this status if it is due.  now: CLOCK_MONOTONIC seconds."""
         self.pace.observe(status.committed, now)
         if now - self.printed_at > PLAIN_S:
             self.printed_at = now
@@ -516,7 +515,7 @@ def follow(
                 seconds_left = lines.pace.estimate_seconds(status.steps, now)
                 live.update(build_table(status, seconds_left), refresh=True)
             elif live is None:
-                lines.show(status)
+                lines.show(status, now)
         if status is not None and live is None:
             print(format_status(status), file=sys.stderr, flush=True)
     finally:
