@@ -27,7 +27,7 @@ def report_findings(findings: Any, out: Path, as_json: bool) -> None:
 
     print(findings.as_text(), file=sys.stderr if as_json else sys.stdout)
     html, data = page.write(out, findings)
-    print_progress(f"plots: {html}   numbers: {data}")
+    print_progress(f"page: {html}   numbers: {data}")
     if as_json:
         result.print_result(findings.as_json())
     if refuted := [claim.text for claim in findings.claims if claim.holds is False]:

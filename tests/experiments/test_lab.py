@@ -143,7 +143,7 @@ def test_bias_as_json_and_a_page(tmp_path: Path) -> None:
     assert all(c["holds"] is not False for c in found["verdict"])
     assert json.loads((tmp_path / "bias.json").read_text()) == found
     page = (tmp_path / "bias.html").read_text()
-    assert "Squared error off policy" in page and "drawPlot" in page and len(page) < 2**20
+    assert "Relative bias by KL(mu || theta)" in page and len(page) < 2**20
 
 
 def test_too_many_answers_are_refused() -> None:

@@ -16,7 +16,6 @@ from asyncrl.config.load import load
 from asyncrl.config.tree import Config
 from asyncrl.experiments.compare import page as compare_page
 from asyncrl.experiments.compare.comparison import CellResult
-from asyncrl.experiments.lab import page as lab_page
 from asyncrl.experiments.serial import run_serial
 from asyncrl.records.page_kit import PagePlot
 from asyncrl.supervise.report import run_page
@@ -176,18 +175,6 @@ def test_bands_are_named_for_what_they_are() -> None:
         "held-out prompts) between" in said
     )
     assert "bands" not in compare_page.describe_bands({"seeds": [0]}, c)
-
-
-def test_many_estimators_stand_in_rows_of_their_own() -> None:
-    """Points that share a place stay apart: every name is a row, every panel an axis with numbers
-    written out.
-    """
-    names = [f"estimator {i}" for i in range(25)]
-    bias, variance = lab_page.plot_dots(names, {"bias": [1e-3] * 25, "variance": [4.0] * 25})
-    for plot in (bias, variance):
-        assert plot.y_names == names and plot.log == "x" and plot.kind == "points"
-        assert plot.lines[0].ys == list(range(25))
-    assert bias.title == "bias" and variance.lines[0].xs == [4.0] * 25
 
 
 def test_what_is_the_same_throughout_is_one_line(tmp_path: Path) -> None:

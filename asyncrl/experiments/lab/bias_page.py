@@ -1,4 +1,4 @@
-"""The presentation of `lab bias`: prior claims, tables and plots."""
+"""The presentation of `lab bias`: prior claims and tables."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ from asyncrl.experiments.lab.bias import CUTS, DISCOUNTS, DISTANCES, EXACT, SIZE
 from asyncrl.experiments.lab.page import (
     LabClaim,
     LabFindings,
-    Lines,
     format_number,
-    plot_dots,
-    plot_lines,
 )
-from asyncrl.records.page_kit import PagePlot, TableBlock
+from asyncrl.records.page_kit import TableBlock
 
 ORDER = ("k1_in_reward", "k2_in_loss", "k3_in_loss", "k3_in_reward")
 UNBIASED = ("k1_in_reward_sequence", "k1_in_reward_per_decision", "prefix", "prefix_full")
@@ -42,7 +39,7 @@ def present_findings(r: dict[str, Any]) -> LabFindings:
         "|E g - exact| / |exact|, exact: gradient of KL(theta || ref) over whole responses; "
         "variance of one response's gradient over |exact|^2."
     )
-    return LabFindings("bias", setting, r, _check_claims(r), _make_tables(r), _plot_figures(r))
+    return LabFindings("bias", setting, r, _check_claims(r), _make_tables(r))
 
 
 def _check_claims(r: dict[str, Any]) -> list[LabClaim]:
@@ -288,69 +285,4 @@ def _make_cut_tables(r: dict[str, Any]) -> list[TableBlock]:
             heading=f"{which}: bias / variance by discount and truncation",
         )
         for which in r["curve"]
-    ]
-
-
-def _plot_figures(r: dict[str, Any]) -> list[PagePlot]:
-    xs = [d for d in DISTANCES if d > 0]
-    floor = 1e-3  # exact estimators are shown at the bottom of a logarithmic axis
-
-    def select_by_distance(key: str) -> Lines:
-        return {n: (xs, [max(floor, r["distances"][f"{d:g}"][n][key]) for d in xs]) for n in SHOWN}
-
-    off = r["estimators"]["off_policy"]
-    order = sorted(
-        off, key=lambda n: (max(floor, off[n]["relative_bias"]), off[n]["relative_variance"])
-    )
-    bars = {
-        "relative bias off policy (0.001: exact)": [
-            max(floor, off[n]["relative_bias"]) for n in order
-        ],
-        "variance off policy over |exact|^2": [
-            max(floor, off[n]["relative_variance"]) for n in order
-        ],
-    }
-    cut: Lines = {
-        f"{w}, discount {d}": (
-            [x["relative_variance"] for x in row.values()],
-            [max(floor, x["relative_bias"]) for x in row.values()],
-        )
-        for w in r["curve"]
-        for d, row in r["curve"][w].items()
-    }
-    mse: Lines = {
-        n: ([int(k) for k in c], list(c.values()))
-        for n, c in r["mse"]["off_policy"].items()
-        if n in SHOWN or n == "prefix_full_token"
-    }
-    return [
-        plot_lines(
-            "Bias against distance (0.001: exact)",
-            select_by_distance("relative_bias"),
-            "KL(mu || theta), nats a token",
-            "relative bias",
-            log="xy",
-        ),
-        plot_lines(
-            "Variance against distance",
-            select_by_distance("relative_variance"),
-            "KL(mu || theta), nats a token",
-            "over |exact|^2",
-            log="xy",
-        ),
-        plot_lines(
-            "Truncation along each line, 1 to inf",
-            cut,
-            "variance over |exact|^2",
-            "relative bias (0.001: exact)",
-            log="xy",
-        ),
-        plot_lines(
-            "Squared error off policy",
-            mse,
-            "responses in the batch",
-            "over |exact|^2",
-            log="xy",
-        ),
-        *plot_dots(order, bars),
     ]

@@ -14,26 +14,12 @@ from asyncrl.experiments.lab.corrections import (
 from asyncrl.experiments.lab.page import (
     LabClaim,
     LabFindings,
-    Lines,
     format_number,
-    plot_lines,
 )
-from asyncrl.records.page_kit import PagePlot, TableBlock
+from asyncrl.records.page_kit import TableBlock
 
 EXACT = 1e-9
 AWAY = [f"{d:g}" for d in DISTANCES if d > 0]
-SHOWN = (
-    "none",
-    "token truncate",
-    "sequence none",
-    "sequence truncate",
-    "sequence mask",
-    "geometric truncate",
-    "geometric mask",
-    "reject ratio sum",
-    "preset mis",
-    "preset icepop",
-)
 
 
 def present_findings(r: dict[str, Any]) -> LabFindings:
@@ -45,9 +31,7 @@ def present_findings(r: dict[str, Any]) -> LabFindings:
         "expected reward; variance of one response's gradient over "
         "|exact|^2; distances KL(mu || theta) in nats a token; default bounds."
     )
-    return LabFindings(
-        "corrections", setting, r, _check_claims(r["estimators"]), _make_tables(r), _plot_figures(r)
-    )
+    return LabFindings("corrections", setting, r, _check_claims(r["estimators"]), _make_tables(r))
 
 
 def find_best_correction(by_name: dict[str, Any], size: int) -> str:
@@ -223,60 +207,3 @@ def _make_tables(r: dict[str, Any]) -> list[TableBlock]:
             TableBlock(("", *AWAY), rows, heading=f"Least squared error with {size} responses")
         )
     return tables
-
-
-def _plot_figures(r: dict[str, Any]) -> list[PagePlot]:
-    e = r["estimators"]
-    longest = list(e)[-1]
-    xs = [float(d) for d in AWAY]
-    floor = 1e-3
-
-    def select_by_distance(key: str) -> Lines:
-        return {n: (xs, [max(floor, e[longest][d][n][key]) for d in AWAY]) for n in SHOWN}
-
-    def select_by_length(key: str) -> Lines:
-        return {
-            n: ([float(k) for k in e], [max(floor, e[k]["0.01"][n][key]) for k in e]) for n in SHOWN
-        }
-
-    errors: Lines = {
-        n: (SIZES, [compute_squared_error(e[longest]["0.03"][n], size) for size in SIZES])
-        for n in SHOWN
-    }
-    return [
-        plot_lines(
-            f"Bias, {longest} tokens (0.001: exact)",
-            select_by_distance("relative_bias"),
-            "KL(mu || theta) a token",
-            "relative bias",
-            log="xy",
-        ),
-        plot_lines(
-            f"Variance, {longest} tokens",
-            select_by_distance("relative_variance"),
-            "KL(mu || theta), nats a token",
-            "over |exact|^2",
-            log="xy",
-        ),
-        plot_lines(
-            "Bias at distance 0.01",
-            select_by_length("relative_bias"),
-            "tokens in a response",
-            "relative bias (0.001: exact)",
-            log="xy",
-        ),
-        plot_lines(
-            "Variance at distance 0.01",
-            select_by_length("relative_variance"),
-            "tokens in a response",
-            "over |exact|^2",
-            log="xy",
-        ),
-        plot_lines(
-            f"Squared error at distance 0.03, {longest} tokens",
-            errors,
-            "responses in the batch",
-            "over |exact|^2",
-            log="xy",
-        ),
-    ]

@@ -1,13 +1,13 @@
 """The output of a lab experiment.
 
-It has tables on the terminal, a page with plots, a JSON file and a verdict.
+It has tables on the terminal and on a page, a JSON file and a verdict.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,18 +91,6 @@ def plot_lines(title: str, lines: Lines, across: str, unit: str, *, log: str = "
     return PagePlot(title, unit, plot_lines, across, log=log)
 
 
-def plot_dots(names: Sequence[str], panels: Mapping[str, Sequence[float]]) -> list[PagePlot]:
-    """Plot one row a name, and one plot of dots on a logarithmic axis a panel.
-
-    Many overlapping points remain readable.
-    """
-    rows = list(range(len(names)))
-    return [
-        PagePlot(label, "", [PlotLine("", xs, rows)], label, "points", "x", y_names=names)
-        for label, xs in panels.items()
-    ]
-
-
 def write(directory: Path, findings: LabFindings) -> tuple[Path, Path]:
     """Write DIR/NAME.html and DIR/NAME.json and return both paths."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -113,7 +101,7 @@ def write(directory: Path, findings: LabFindings) -> tuple[Path, Path]:
             heading="Verdict",
             id="verdict",
         ),
-        PlotBlock(findings.figures),
+        *([PlotBlock(findings.figures)] if findings.figures else []),
         *findings.tables,
     ]
     page = page_kit.render(f"lab {findings.name}", findings.setting, blocks, {"result": blob})
