@@ -156,43 +156,24 @@ class Advantage(
     Each advantage has its own struct below, tagged by `advantage.name`, with its own keys.
     """
 
-    rewards: Annotated[
-        Scale,
-        Meta(
-            description="Scaling of the rewards before the advantage. raw: as they are; unit: "
-            "to [0, 1] over the batch; whiten: to mean 0 and standard deviation 1 over the batch."
-        ),
-    ] = "raw"
-    truncated: Annotated[
-        Literal["keep", "penalty", "fixed", "zero", "mask", "soft"],
-        Meta(
-            description="Treatment of completions cut at max_new_tokens. keep: as any other; "
-            "penalty: subtract truncation_penalty from their reward; fixed: replace their reward "
-            "by minus truncation_penalty; zero: their reward is 0; mask: exclude them from the "
-            "loss; soft: a penalty that rises linearly before the limit."
-        ),
-    ] = "keep"
+    rewards: Scale = "raw"
+    """Scaling of the rewards before the advantage. raw: as they are; unit: to [0, 1] over the
+    batch; whiten: to mean 0 and standard deviation 1 over the batch."""
+    truncated: Literal["keep", "penalty", "fixed", "zero", "mask", "soft"] = "keep"
+    """Treatment of completions cut at max_new_tokens. keep: as any other; penalty: subtract
+    truncation_penalty from their reward; fixed: replace their reward by minus truncation_penalty;
+    zero: their reward is 0; mask: exclude them from the loss; soft: a penalty that rises linearly
+    before the limit."""
     truncation_penalty: Annotated[
-        NonNegative,
-        Meta(
-            description="Penalty of truncated = penalty, fixed and soft, in units of the "
-            "reward. It must be above 0 there."
-        ),
-        read_with("truncated", "penalty", "fixed", "soft"),
+        NonNegative, read_with("truncated", "penalty", "fixed", "soft")
     ] = 0.0
-    truncation_ramp: Annotated[
-        Positive,
-        Meta(description="soft: tokens before max_new_tokens at which the penalty begins."),
-        read_with("truncated", "soft"),
-    ] = 16
-    no_spread: Annotated[
-        Literal["keep", "filter"],
-        Meta(
-            description="Treatment of groups whose rewards are all equal, which have no "
-            "gradient. keep: train on them; filter: replace them by other prompts (dynamic "
-            "sampling)."
-        ),
-    ] = "keep"
+    """Penalty of truncated = penalty, fixed and soft, in units of the reward. It must be above 0
+    there."""
+    truncation_ramp: Annotated[Positive, read_with("truncated", "soft")] = 16
+    """soft: tokens before max_new_tokens at which the penalty begins."""
+    no_spread: Literal["keep", "filter"] = "keep"
+    """Treatment of groups whose rewards are all equal, which have no gradient. keep: train on them;
+    filter: replace them by other prompts (dynamic sampling)."""
 
     @property
     def name(self) -> str:
@@ -202,29 +183,16 @@ class Advantage(
 class AnswerAdvantage(Advantage, frozen=True, kw_only=True):
     """An advantage with one number per sample."""
 
-    whiten: Annotated[
-        bool,
-        Meta(description="Scale the advantages to mean 0 and standard deviation 1 over the batch."),
-    ] = False
+    whiten: bool = False
+    """Scale the advantages to mean 0 and standard deviation 1 over the batch."""
 
 
 class ReinforceAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="reinforce"):
-    baseline: Annotated[
-        Baseline,
-        Meta(
-            description="Baseline, of the rewards after truncation, scaling and KL. batch: "
-            "their mean; ema: a running mean over batches; prompt: a running mean for each "
-            "prompt; none: 0."
-        ),
-    ] = "batch"
-    ema_decay: Annotated[
-        Share,
-        Meta(
-            description="Share of the running mean that each update keeps. Closer to 1: "
-            "smoother and slower."
-        ),
-        read_with("baseline", "ema", "prompt"),
-    ] = 0.9
+    baseline: Baseline = "batch"
+    """Baseline, of the rewards after truncation, scaling and KL. batch: their mean; ema: a running
+    mean over batches; prompt: a running mean for each prompt; none: 0."""
+    ema_decay: Annotated[Share, read_with("baseline", "ema", "prompt")] = 0.9
+    """Share of the running mean that each update keeps. Closer to 1: smoother and slower."""
 
 
 class RlooAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="rloo"):
@@ -233,13 +201,9 @@ class RlooAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="rloo"):
 
 class GrpoAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="grpo"):
     ddof: Ddof = 1
-    std: Annotated[
-        Literal["group", "batch"],
-        Meta(
-            description="Rewards whose standard deviation divides: those of the group or of "
-            "the whole batch, one per completion."
-        ),
-    ] = "group"
+    std: Literal["group", "batch"] = "group"
+    """Rewards whose standard deviation divides: those of the group or of the whole batch, one per
+    completion."""
     eps: Eps = 1e-4
 
 
@@ -260,22 +224,13 @@ class RemaxAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="remax"):
 
 
 class OaplAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="oapl"):
-    beta: Annotated[
-        NonNegative,
-        Meta(
-            description="Temperature of a group's value: 0 gives the largest reward, inf the mean."
-        ),
-    ] = 0.5
+    beta: NonNegative = 0.5
+    """Temperature of a group's value: 0 gives the largest reward, inf the mean."""
 
 
 class AsymreAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="asymre"):
-    shift: Annotated[
-        float,
-        Meta(
-            description="Added to the group's mean to form the baseline. Below 0 it raises "
-            "every advantage."
-        ),
-    ] = -0.1
+    shift: float = -0.1
+    """Added to the group's mean to form the baseline. Below 0 it raises every advantage."""
 
 
 class OpobAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="opob"):
@@ -287,41 +242,33 @@ class MaxrlAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="maxrl"):
 
 
 class PassAtKAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="pass_at_k"):
-    k: Annotated[
-        Count, Meta(description="Completions of which the best one counts. 0: the whole group.")
-    ] = 0
+    k: Count = 0
+    """Completions of which the best one counts. 0: the whole group."""
 
 
 class GdpoAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="gdpo"):
-    part_weights: Annotated[
-        dict[str, float],
-        Meta(description="Weights of the reward's named parts. A part without a weight counts 1."),
-    ] = {}
+    part_weights: dict[str, float] = {}
+    """Weights of the reward's named parts. A part without a weight counts 1."""
     ddof: Ddof = 1
     eps: Eps = 1e-4
 
 
 class ReinforcePpAdvantage(Advantage, frozen=True, kw_only=True, tag="reinforce_pp"):
-    gamma: Annotated[Share, Meta(description="Discount per token. 1: none.")] = 1.0
-    group_baseline: Annotated[bool, Meta(description="Subtract the group's mean reward first.")] = (
-        False
-    )
+    gamma: Share = 1.0
+    """Discount per token. 1: none."""
+    group_baseline: bool = False
+    """Subtract the group's mean reward first."""
 
 
 class GaeAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="gae"):
     """Trains a value head ([value])."""
 
-    gamma: Annotated[Share, Meta(description="Discount per token. 1: none.")] = 1.0
-    lam: Annotated[
-        Share,
-        Meta(
-            description="Lambda of GAE. 1: return minus value, unbiased; 0: the one-step "
-            "residual, least variance."
-        ),
-    ] = 0.95
-    k_step: Annotated[
-        Count, Meta(description="Cut the sum of residuals after this many tokens. 0: never.")
-    ] = 0
+    gamma: Share = 1.0
+    """Discount per token. 1: none."""
+    lam: Share = 0.95
+    """Lambda of GAE. 1: return minus value, unbiased; 0: the one-step residual, least variance."""
+    k_step: Count = 0
+    """Cut the sum of residuals after this many tokens. 0: never."""
 
 
 class OtbAdvantage(Advantage, frozen=True, kw_only=True, tag="otb"):
@@ -331,44 +278,23 @@ class OtbAdvantage(Advantage, frozen=True, kw_only=True, tag="otb"):
 class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The value head, with advantage.name = gae."""
 
-    trunk: Annotated[
-        Literal["own", "shared"],
-        Meta(
-            description="own: a second model; shared: a head on the policy's last hidden "
-            "states, which costs no second model."
-        ),
-    ] = "own"
-    init: Annotated[
-        Literal["policy", "reward_model", "zeros", "random"],
-        Meta(
-            description="policy: the trunk of the policy or of the model at `path`, and a "
-            "small random head; reward_model: trunk and head at `path`; zeros: a head that "
-            "predicts 0 at first; random: a new trunk."
-        ),
-    ] = "policy"
-    path: Annotated[
-        str,
-        Meta(
-            description="Hugging Face directory whose model is the trunk. With init = "
-            "reward_model it must have a sequence-classification head with one label. Empty: the "
-            "policy."
-        ),
-        read_with("trunk", "own"),
-    ] = ""
-    coefficient: Annotated[NonNegative, Meta(description="Coefficient c_v of the value loss.")] = (
-        0.1
-    )
-    clip: Annotated[
-        NonNegative,
-        Meta(
-            description="Clipped value loss: a value may leave its value at the start of the "
-            "batch by at most this. 0: off."
-        ),
-    ] = 0.0
-    lr: Annotated[
-        NonNegative,
-        Meta(description="Learning rate of the value head and its trunk. 0: learner.lr."),
-    ] = 0.0
+    trunk: Literal["own", "shared"] = "own"
+    """own: a second model; shared: a head on the policy's last hidden states, which costs no second
+    model."""
+    init: Literal["policy", "reward_model", "zeros", "random"] = "policy"
+    """policy: the trunk of the policy or of the model at `path`, and a small random head;
+    reward_model: trunk and head at `path`; zeros: a head that predicts 0 at first; random: a new
+    trunk."""
+    path: Annotated[str, read_with("trunk", "own")] = ""
+    """Hugging Face directory whose model is the trunk. With init = reward_model it must have a
+    sequence-classification head with one label. Empty: the policy."""
+    coefficient: NonNegative = 0.1
+    """Coefficient c_v of the value loss."""
+    clip: NonNegative = 0.0
+    """Clipped value loss: a value may leave its value at the start of the batch by at most this. 0:
+    off."""
+    lr: NonNegative = 0.0
+    """Learning rate of the value head and its trunk. 0: learner.lr."""
 
 
 class Correction(
@@ -379,100 +305,44 @@ class Correction(
     Each has its own struct below, tagged by `correction.proximal`.
     """
 
-    preset: Annotated[
-        Literal["", "none", "tis", "seq_tis", "icepop", "mis", "mis_normalized"],
-        Meta(
-            description="A published correction: it sets the keys of this section that you do "
-            "not give."
-        ),
-    ] = ""
-    reject: Annotated[
-        Reject,
-        Meta(
-            description="Exclude what leaves [reject_lo, reject_hi] in this statistic of "
-            "pi_prox / mu. ratio: the ratio; k1, k2, k3: estimates of KL(mu || pi); chi2: rho^2 "
-            "- 1; tv: |pi - mu|; kb: the larger binary KL of the two directions; kb_mu: the one "
-            "from mu."
-        ),
-    ] = "none"
-    reject_over: Annotated[
-        Over,
-        Meta(
-            description="token: exclude tokens by their own value; sum, mean, max: exclude "
-            "whole completions by that of their tokens' values."
-        ),
-        read_with("reject"),
-    ] = "token"
-    reject_lo: Annotated[
-        float | None,
-        Meta(
-            description="Lower bound of `reject`. Absent: 0.5 for ratio (mean: 0.99), "
-            "otherwise none."
-        ),
-        read_with("reject"),
-    ] = None
-    reject_hi: Annotated[
-        float | None,
-        Meta(
-            description="Upper bound of `reject`. Absent: 2 for ratio (mean: 1.01); the other "
-            "statistics need one."
-        ),
-        read_with("reject"),
-    ] = None
-    reject_when: Annotated[
-        Literal["always", "negative"],
-        Meta(description="negative: exclude only where the advantage is below 0."),
-        read_with("reject"),
-    ] = "always"
-    reject_at: Annotated[
-        Literal["proximal", "target"],
-        Meta(
-            description="proximal: judge pi_prox / mu once per batch; target: judge pi_theta / "
-            "mu before each optimizer step, whatever the proximal policy."
-        ),
-        read_with("reject"),
-    ] = "proximal"
-    reject2: Annotated[
-        Reject,
-        Meta(description="A second statistic. What leaves either interval is excluded."),
-        read_with("reject"),
-    ] = "none"
-    reject2_over: Annotated[
-        Over, Meta(description="As reject_over, for reject2."), read_with("reject2")
-    ] = "token"
-    reject2_lo: Annotated[
-        float | None, Meta(description="As reject_lo, for reject2."), read_with("reject2")
-    ] = None
-    reject2_hi: Annotated[
-        float | None, Meta(description="As reject_hi, for reject2."), read_with("reject2")
-    ] = None
-    veto: Annotated[
-        Veto,
-        Meta(
-            description="Exclude completions with a token whose pi_prox (probability, 1e-6) or "
-            "pi_prox / mu (ratio, 1e-4) is below the threshold."
-        ),
-    ] = "none"
-    veto_below: Annotated[
-        Annotated[float, Meta(gt=0)] | None,
-        Meta(description="Threshold of `veto`. Absent: its default."),
-        read_with("veto"),
-    ] = None
-    m2: Annotated[
-        NonNegative,
-        Meta(
-            description="M2PO, as published: of the tokens that have moved in the direction of "
-            "their advantage, exclude those with the largest log pi_theta / mu until the mean "
-            "square of the others is at most this, at each optimizer step. 0: off."
-        ),
-    ] = 0.0
-    denominator: Annotated[
-        Literal["before", "after"],
-        Meta(
-            description="Count the loss's tokens before or after rejection. after: rejection "
-            "does not shrink the gradient."
-        ),
-    ] = "before"
+    preset: Literal["", "none", "tis", "seq_tis", "icepop", "mis", "mis_normalized"] = ""
+    """A published correction: it sets the keys of this section that you do not give."""
+    reject: Reject = "none"
+    """Exclude what leaves [reject_lo, reject_hi] in this statistic of pi_prox / mu. ratio: the
+    ratio; k1, k2, k3: estimates of KL(mu || pi); chi2: rho^2 - 1; tv: |pi - mu|; kb: the larger
+    binary KL of the two directions; kb_mu: the one from mu."""
+    reject_over: Annotated[Over, read_with("reject")] = "token"
+    """token: exclude tokens by their own value; sum, mean, max: exclude whole completions by that
+    of their tokens' values."""
+    reject_lo: Annotated[float | None, read_with("reject")] = None
+    """Lower bound of `reject`. Absent: 0.5 for ratio (mean: 0.99), otherwise none."""
+    reject_hi: Annotated[float | None, read_with("reject")] = None
+    """Upper bound of `reject`. Absent: 2 for ratio (mean: 1.01); the other statistics need one."""
+    reject_when: Annotated[Literal["always", "negative"], read_with("reject")] = "always"
+    """negative: exclude only where the advantage is below 0."""
+    reject_at: Annotated[Literal["proximal", "target"], read_with("reject")] = "proximal"
+    """proximal: judge pi_prox / mu once per batch; target: judge pi_theta / mu before each
+    optimizer step, whatever the proximal policy."""
+    reject2: Annotated[Reject, read_with("reject")] = "none"
+    """A second statistic. What leaves either interval is excluded."""
+    reject2_over: Annotated[Over, read_with("reject2")] = "token"
+    """As reject_over, for reject2."""
+    reject2_lo: Annotated[float | None, read_with("reject2")] = None
+    """As reject_lo, for reject2."""
+    reject2_hi: Annotated[float | None, read_with("reject2")] = None
+    """As reject_hi, for reject2."""
+    veto: Veto = "none"
+    """Exclude completions with a token whose pi_prox (probability, 1e-6) or pi_prox / mu (ratio,
+    1e-4) is below the threshold."""
+    veto_below: Annotated[Annotated[float, Meta(gt=0)] | None, read_with("veto")] = None
+    """Threshold of `veto`. Absent: its default."""
+    m2: NonNegative = 0.0
+    """M2PO, as published: of the tokens that have moved in the direction of their advantage,
+    exclude those with the largest log pi_theta / mu until the mean square of the others is at most
+    this, at each optimizer step. 0: off."""
+    denominator: Literal["before", "after"] = "before"
+    """Count the loss's tokens before or after rejection. after: rejection does not shrink the
+    gradient."""
 
     @property
     def proximal(self) -> str:
@@ -512,48 +382,27 @@ class BehaviorCorrection(Correction, frozen=True, kw_only=True, tag="behavior"):
 class WeightedCorrection(Correction, frozen=True, kw_only=True):
     """Weights of pi_prox / mu, never differentiated."""
 
-    level: Annotated[
-        Level,
-        Meta(
-            description="Importance weights pi_prox / mu per token, per completion (sequence: "
-            "product; geometric: geometric mean), or none."
-        ),
-    ] = "token"
-    bound: Annotated[
-        Bound,
-        Meta(
-            description="Bound on the weights. truncate: at most hi; clip: into [lo, hi]; "
-            "mask: 0 outside [lo, hi]."
-        ),
-        read_with("level"),
-    ] = "truncate"
+    level: Level = "token"
+    """Importance weights pi_prox / mu per token, per completion (sequence: product; geometric:
+    geometric mean), or none."""
+    bound: Annotated[Bound, read_with("level")] = "truncate"
+    """Bound on the weights. truncate: at most hi; clip: into [lo, hi]; mask: 0 outside [lo, hi]."""
     lo: Annotated[
-        Annotated[float, Meta(ge=0)] | None,
-        Meta(description="Lower bound of a weight. Absent: 0.5 (geometric: 0.99)."),
-        read_with("level"),
-        read_with("bound", "clip", "mask"),
+        Annotated[float, Meta(ge=0)] | None, read_with("level"), read_with("bound", "clip", "mask")
     ] = None
+    """Lower bound of a weight. Absent: 0.5 (geometric: 0.99)."""
     hi: Annotated[
         Annotated[float, Meta(gt=0)] | None,
-        Meta(description="Upper bound of a weight. Absent: 2 (geometric: 1.01)."),
         read_with("level"),
         read_with("bound", "truncate", "clip", "mask"),
     ] = None
-    self_normalize: Annotated[
-        bool,
-        Meta(
-            description="Divide the weights by their mean over the batch, after the bound. It "
-            "keeps the effective learning rate constant."
-        ),
-        read_with("level"),
-    ] = False
-    function: Annotated[
-        str,
-        Meta(
-            description="Your own weights: module:function of (log_rho, mask, seq, n, "
-            "correction), which returns [N]."
-        ),
-    ] = ""
+    """Upper bound of a weight. Absent: 2 (geometric: 1.01)."""
+    self_normalize: Annotated[bool, read_with("level")] = False
+    """Divide the weights by their mean over the batch, after the bound. It keeps the effective
+    learning rate constant."""
+    function: str = ""
+    """Your own weights: module:function of (log_rho, mask, seq, n, correction), which returns
+    [N]."""
 
 
 class RecomputedCorrection(WeightedCorrection, frozen=True, kw_only=True, tag="recompute"):
@@ -572,35 +421,17 @@ class Loss(
     Each surrogate has its own struct below, tagged by `loss.surrogate`, with its own keys.
     """
 
-    coefficient: Annotated[
-        NonNegative,
-        Meta(
-            description="Coefficient of the surrogate, which carries the reward. 0: only "
-            "kl.loss and entropy are left, as in distillation."
-        ),
-    ] = 1.0
-    reduction: Annotated[
-        Reduction,
-        Meta(
-            description="Mean over the batch. token-mean: over all tokens; "
-            "seq-mean-token-mean: each completion's mean; seq-mean-token-sum: each completion's "
-            "sum; seq-mean-token-sum-norm: that sum divided by norm_length."
-        ),
-    ] = "token-mean"
-    norm_length: Annotated[
-        Count,
-        Meta(
-            description="Constant length of seq-mean-token-sum-norm, in tokens. 0: max_new_tokens."
-        ),
-        read_with("reduction", "seq-mean-token-sum-norm"),
-    ] = 0
-    entropy: Annotated[
-        float,
-        Meta(
-            description="Coefficient c_h of the entropy bonus. Above 0 it keeps the policy "
-            "from collapsing."
-        ),
-    ] = 0.0
+    coefficient: NonNegative = 1.0
+    """Coefficient of the surrogate, which carries the reward. 0: only kl.loss and entropy are left,
+    as in distillation."""
+    reduction: Reduction = "token-mean"
+    """Mean over the batch. token-mean: over all tokens; seq-mean-token-mean: each completion's
+    mean; seq-mean-token-sum: each completion's sum; seq-mean-token-sum-norm: that sum divided by
+    norm_length."""
+    norm_length: Annotated[Count, read_with("reduction", "seq-mean-token-sum-norm")] = 0
+    """Constant length of seq-mean-token-sum-norm, in tokens. 0: max_new_tokens."""
+    entropy: float = 0.0
+    """Coefficient c_h of the entropy bonus. Above 0 it keeps the policy from collapsing."""
 
     @property
     def surrogate(self) -> str:
@@ -608,20 +439,11 @@ class Loss(
 
 
 class ClippedLoss(Loss, frozen=True, kw_only=True):
-    eps_low: Annotated[
-        NonNegative | None,
-        Meta(
-            description="Clip below 1 - eps_low. Absent: the surrogate's default (0.2; gspo "
-            "3e-4; gmpo 0.4 nats)."
-        ),
-    ] = None
-    eps_high: Annotated[
-        NonNegative | None,
-        Meta(
-            description="Clip above 1 + eps_high. Absent: the surrogate's default (0.2; gspo "
-            "4e-4; gmpo 0.4 nats; minpro 0.28)."
-        ),
-    ] = None
+    eps_low: NonNegative | None = None
+    """Clip below 1 - eps_low. Absent: the surrogate's default (0.2; gspo 3e-4; gmpo 0.4 nats)."""
+    eps_high: NonNegative | None = None
+    """Clip above 1 + eps_high. Absent: the surrogate's default (0.2; gspo 4e-4; gmpo 0.4 nats;
+    minpro 0.28)."""
 
 
 Ratio = Annotated[
@@ -634,14 +456,8 @@ Ratio = Annotated[
 
 
 class PpoFamilyLoss(ClippedLoss, frozen=True, kw_only=True):
-    dual_clip: Annotated[
-        float,
-        Meta(
-            ge=0,
-            description="Dual clip: the bound c above 1 on the ratio where the advantage is "
-            "negative. 0: off.",
-        ),
-    ] = 0.0
+    dual_clip: Annotated[float, Meta(ge=0)] = 0.0
+    """Dual clip: the bound c above 1 on the ratio where the advantage is negative. 0: off."""
     ratio: Ratio = "token"
 
 
@@ -666,40 +482,21 @@ class GspoLoss(ClippedLoss, frozen=True, kw_only=True, tag="gspo"):
 
 
 class CispoLoss(ClippedLoss, frozen=True, kw_only=True, tag="cispo"):
-    cispo_absolute: Annotated[
-        bool,
-        Meta(
-            description="Use eps_high itself, which must be given, as the upper bound, not 1 + "
-            "eps_high."
-        ),
-    ] = False
+    cispo_absolute: bool = False
+    """Use eps_high itself, which must be given, as the upper bound, not 1 + eps_high."""
 
 
 class MovedLoss(Loss, frozen=True, kw_only=True):
-    dppo_threshold: Annotated[
-        NonNegative,
-        Meta(
-            description="Largest distance that a token's probability may move. With divergence "
-            "kl, 0.05 is common."
-        ),
-    ] = 0.2
-    dppo_high: Annotated[
-        NonNegative | None,
-        Meta(
-            description="Largest upward distance. dppo_threshold is then for downward moves "
-            "only. Absent: dppo_threshold."
-        ),
-    ] = None
+    dppo_threshold: NonNegative = 0.2
+    """Largest distance that a token's probability may move. With divergence kl, 0.05 is common."""
+    dppo_high: NonNegative | None = None
+    """Largest upward distance. dppo_threshold is then for downward moves only. Absent:
+    dppo_threshold."""
 
 
 class DppoLoss(MovedLoss, frozen=True, kw_only=True, tag="dppo"):
-    dppo_divergence: Annotated[
-        Literal["tv", "kl"],
-        Meta(
-            description="Distance of a token: tv, |pi - pi_prox|, or kl, the binary KL(pi_prox "
-            "|| pi)."
-        ),
-    ] = "tv"
+    dppo_divergence: Literal["tv", "kl"] = "tv"
+    """Distance of a token: tv, |pi - pi_prox|, or kl, the binary KL(pi_prox || pi)."""
 
 
 class IpoLoss(MovedLoss, frozen=True, kw_only=True, tag="ipo"):
@@ -707,17 +504,10 @@ class IpoLoss(MovedLoss, frozen=True, kw_only=True, tag="ipo"):
 
 
 class SapoLoss(Loss, frozen=True, kw_only=True, tag="sapo"):
-    sapo_tau_pos: Annotated[
-        float,
-        Meta(
-            gt=0,
-            description="Temperature of the gate where the advantage is positive. Larger "
-            "closes it faster.",
-        ),
-    ] = 1.0
-    sapo_tau_neg: Annotated[
-        float, Meta(gt=0, description="Temperature of the gate elsewhere. Larger closes it faster.")
-    ] = 1.05
+    sapo_tau_pos: Annotated[float, Meta(gt=0)] = 1.0
+    """Temperature of the gate where the advantage is positive. Larger closes it faster."""
+    sapo_tau_neg: Annotated[float, Meta(gt=0)] = 1.05
+    """Temperature of the gate elsewhere. Larger closes it faster."""
     ratio: Ratio = "token"
 
 
@@ -726,28 +516,22 @@ class ToprLoss(Loss, frozen=True, kw_only=True, tag="topr"):
 
 
 class DroLoss(Loss, frozen=True, kw_only=True, tag="dro"):
-    dro_beta: Annotated[
-        NonNegative,
-        Meta(
-            description="Coefficient beta of the log ratio in A - beta log r. Larger keeps the "
-            "policy closer."
-        ),
-    ] = 0.05
+    dro_beta: NonNegative = 0.05
+    """Coefficient beta of the log ratio in A - beta log r. Larger keeps the policy closer."""
 
 
 class KlCovLoss(Loss, frozen=True, kw_only=True, tag="kl_cov"):
     cov_share: CovShare = 2e-4
-    cov_coefficient: Annotated[
-        NonNegative, Meta(description="Weight of |log ratio| on the chosen tokens.")
-    ] = 1.0
+    cov_coefficient: NonNegative = 1.0
+    """Weight of |log ratio| on the chosen tokens."""
 
 
 class ClipCovLoss(ClippedLoss, frozen=True, kw_only=True, tag="clip_cov"):
     cov_share: CovShare = 2e-4
-    cov_lo: Annotated[float, Meta(description="Smallest covariance of tokens to choose from.")] = (
-        1.0
-    )
-    cov_hi: Annotated[float, Meta(description="Largest covariance of tokens to choose from.")] = 5.0
+    cov_lo: float = 1.0
+    """Smallest covariance of tokens to choose from."""
+    cov_hi: float = 5.0
+    """Largest covariance of tokens to choose from."""
 
 
 class GpgLoss(Loss, frozen=True, kw_only=True, tag="gpg"):
@@ -763,44 +547,27 @@ class ReshapeLoss(Loss, frozen=True, kw_only=True, tag="reshape"):
 
 
 class VespoLoss(Loss, frozen=True, kw_only=True, tag="vespo"):
-    vespo_k_pos: Annotated[
-        float,
-        Meta(
-            ge=1,
-            description="Exponent k of the weight W^k e^(l (1 - W)) where the advantage is at "
-            "least 0.",
-        ),
-    ] = 2.0
-    vespo_l_pos: Annotated[
-        NonNegative, Meta(description="Rate l of that weight where the advantage is at least 0.")
-    ] = 3.0
-    vespo_k_neg: Annotated[
-        float, Meta(ge=1, description="Exponent k of that weight where the advantage is negative.")
-    ] = 3.0
-    vespo_l_neg: Annotated[
-        NonNegative, Meta(description="Rate l of that weight where the advantage is negative.")
-    ] = 2.0
+    vespo_k_pos: Annotated[float, Meta(ge=1)] = 2.0
+    """Exponent k of the weight W^k e^(l (1 - W)) where the advantage is at least 0."""
+    vespo_l_pos: NonNegative = 3.0
+    """Rate l of that weight where the advantage is at least 0."""
+    vespo_k_neg: Annotated[float, Meta(ge=1)] = 3.0
+    """Exponent k of that weight where the advantage is negative."""
+    vespo_l_neg: NonNegative = 2.0
+    """Rate l of that weight where the advantage is negative."""
 
 
 class OaplLoss(Loss, frozen=True, kw_only=True, tag="oapl"):
-    oapl_beta: Annotated[
-        float,
-        Meta(
-            gt=0,
-            description="Coefficient beta of the log ratio: a completion is pulled to a log "
-            "ratio of A / beta. Larger moves the policy less.",
-        ),
-    ] = 1e-3
+    oapl_beta: Annotated[float, Meta(gt=0)] = 1e-3
+    """Coefficient beta of the log ratio: a completion is pulled to a log ratio of A / beta. Larger
+    moves the policy less."""
 
 
 class BandLoss(Loss, frozen=True, kw_only=True, tag="band"):
-    band_lo: Annotated[
-        NonNegative,
-        Meta(
-            description="Smallest ratio to mu that counts. Tokens outside [band_lo, band_hi] get 0."
-        ),
-    ] = 0.7
-    band_hi: Annotated[float, Meta(gt=0, description="Largest ratio to mu that counts.")] = 6.0
+    band_lo: NonNegative = 0.7
+    """Smallest ratio to mu that counts. Tokens outside [band_lo, band_hi] get 0."""
+    band_hi: Annotated[float, Meta(gt=0)] = 6.0
+    """Largest ratio to mu that counts."""
     pull: Pull = 0.0
 
 
@@ -809,13 +576,9 @@ class GepoLoss(Loss, frozen=True, kw_only=True, tag="gepo"):
 
 
 class BapoLoss(Loss, frozen=True, kw_only=True, tag="bapo"):
-    bapo_share: Annotated[
-        Share,
-        Meta(
-            description="Share of the loss that tokens of positive advantage must have. The "
-            "clip bounds move until they have it."
-        ),
-    ] = 0.4
+    bapo_share: Share = 0.4
+    """Share of the loss that tokens of positive advantage must have. The clip bounds move until
+    they have it."""
 
 
 class MinproLoss(ClippedLoss, frozen=True, kw_only=True, tag="minpro"):
@@ -829,261 +592,133 @@ class GmpoLoss(ClippedLoss, frozen=True, kw_only=True, tag="gmpo"):
 class Reshape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """IS-reshape, with loss.surrogate = reshape and correction.proximal = behavior."""
 
-    form: Annotated[
-        Form,
-        Meta(
-            description="Objective. power: w^gamma A, without a gradient at gamma = 0; "
-            "box_cox: A (w^gamma - 1) / gamma, weighted log-likelihood at gamma = 0."
-        ),
-    ] = "power"
-    mode: Annotated[
-        Mode,
-        Meta(
-            description="Source of gamma. v3.1: per token, as in the report; base: gamma_base "
-            "for the whole batch; constant: `gamma`."
-        ),
-    ] = "v3.1"
-    gamma: Annotated[
-        Share, Meta(description="Constant gamma. 1: plain ratios."), read_with("mode", "constant")
-    ] = 1.0
-    rho_min: Annotated[
-        float,
-        Meta(
-            gt=0,
-            lt=1,
-            description="Smallest effective sample size that gamma_base aims at. Higher: lower "
-            "gamma, less variance.",
-        ),
-    ] = 0.3
-    tau: Annotated[
-        float,
-        Meta(gt=0, description="Scale of A log w in the gate between gamma_base and gamma_target."),
-        read_with("mode", "v3.1"),
-    ] = 1.0
-    temperature: Annotated[
-        NonNegative,
-        Meta(description="Temperature T of gamma_target = sigmoid(-T log w)."),
-        read_with("mode", "v3.1"),
-    ] = 5.0
-    gamma_min: Annotated[
-        Share,
-        Meta(description="Lower bound of gamma, before repair D."),
-        read_with("mode", "v3.1", "base"),
-    ] = 0.05
-    weight_max: Annotated[
-        NonNegative,
-        Meta(description="Upper bound of w^gamma (the report's clip_threshold: 10). 0: off."),
-    ] = 0.0
-    clip: Annotated[
-        NonNegative,
-        Meta(
-            description="Repair B: no gradient where the ratio of clip_on has left 1 +- clip in "
-            "the direction of A. 0: off."
-        ),
-    ] = 0.0
-    clip_on: Annotated[
-        Literal["w", "w_gamma"],
-        Meta(
-            description="The ratio that `clip` bounds. w_gamma: w^gamma, as the report words it; "
-            "w itself may then leave the interval by 1 / gamma of it."
-        ),
-        read_with("clip"),
-    ] = "w"
-    kl_penalty: Annotated[
-        NonNegative, Meta(description="Repair C: coefficient of KL(theta, mu) in the loss. 0: off.")
-    ] = 0.0
-    kl_estimator: Annotated[
-        Estimator,
-        Meta(
-            description="Estimator of kl_penalty. With +: the estimator's value and the "
-            "gradient of k2."
-        ),
-        read_with("kl_penalty"),
-    ] = "k2"
-    budget: Annotated[
-        Budget,
-        Meta(
-            description="Repair D: lower gamma so that the KL to mu stays in kl_budget. "
-            "tokens: for tokens that push away; global: for the whole batch."
-        ),
-    ] = "none"
-    kl_budget: Annotated[
-        float, Meta(gt=0, description="Budget of repair D, in nats per token."), read_with("budget")
-    ] = 0.05
+    form: Form = "power"
+    """Objective. power: w^gamma A, without a gradient at gamma = 0; box_cox: A (w^gamma - 1) /
+    gamma, weighted log-likelihood at gamma = 0."""
+    mode: Mode = "v3.1"
+    """Source of gamma. v3.1: per token, as in the report; base: gamma_base for the whole batch;
+    constant: `gamma`."""
+    gamma: Annotated[Share, read_with("mode", "constant")] = 1.0
+    """Constant gamma. 1: plain ratios."""
+    rho_min: Annotated[float, Meta(gt=0, lt=1)] = 0.3
+    """Smallest effective sample size that gamma_base aims at. Higher: lower gamma, less
+    variance."""
+    tau: Annotated[float, Meta(gt=0), read_with("mode", "v3.1")] = 1.0
+    """Scale of A log w in the gate between gamma_base and gamma_target."""
+    temperature: Annotated[NonNegative, read_with("mode", "v3.1")] = 5.0
+    """Temperature T of gamma_target = sigmoid(-T log w)."""
+    gamma_min: Annotated[Share, read_with("mode", "v3.1", "base")] = 0.05
+    """Lower bound of gamma, before repair D."""
+    weight_max: NonNegative = 0.0
+    """Upper bound of w^gamma (the report's clip_threshold: 10). 0: off."""
+    clip: NonNegative = 0.0
+    """Repair B: no gradient where the ratio of clip_on has left 1 +- clip in the direction of A. 0:
+    off."""
+    clip_on: Annotated[Literal["w", "w_gamma"], read_with("clip")] = "w"
+    """The ratio that `clip` bounds. w_gamma: w^gamma, as the report words it; w itself may then
+    leave the interval by 1 / gamma of it."""
+    kl_penalty: NonNegative = 0.0
+    """Repair C: coefficient of KL(theta, mu) in the loss. 0: off."""
+    kl_estimator: Annotated[Estimator, read_with("kl_penalty")] = "k2"
+    """Estimator of kl_penalty. With +: the estimator's value and the gradient of k2."""
+    budget: Budget = "none"
+    """Repair D: lower gamma so that the KL to mu stays in kl_budget. tokens: for tokens that push
+    away; global: for the whole batch."""
+    kl_budget: Annotated[float, Meta(gt=0), read_with("budget")] = 0.05
+    """Budget of repair D, in nats per token."""
 
 
 class KLReward(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """KL to the reference subtracted from the reward, before the advantage."""
 
-    coefficient: Annotated[
-        NonNegative, Meta(description="Coefficient beta of the KL penalty in the reward. 0: none.")
-    ] = 0.0
-    estimator: Annotated[
-        Estimator,
-        Meta(
-            description="Estimator of the KL. Use k1; k3 in the reward is known to collapse. "
-            "With +: the estimator's value and the gradient of k2."
-        ),
-        read_with("coefficient"),
-    ] = "k1"
-    reference: Annotated[
-        str,
-        Meta(description="Directory of the reference policy of this term. Empty: model.reference."),
-        read_with("coefficient"),
-    ] = ""
-    at: Annotated[
-        Literal["start", "behavior"],
-        Meta(
-            description="Policy whose KL is penalized. start: the learner as the batch begins "
-            "(one more forward pass where the loss needs none); behavior: the recorded policy, "
-            "whose gradient is biased by staleness and mismatch."
-        ),
-        read_with("coefficient"),
-    ] = "start"
-    controller: Annotated[
-        Literal["fixed", "adaptive"],
-        Meta(
-            description="fixed: a constant coefficient; adaptive: the adaptive KL controller "
-            "steers the coefficient to kl.reward.target."
-        ),
-        read_with("coefficient"),
-    ] = "fixed"
+    coefficient: NonNegative = 0.0
+    """Coefficient beta of the KL penalty in the reward. 0: none."""
+    estimator: Annotated[Estimator, read_with("coefficient")] = "k1"
+    """Estimator of the KL. Use k1; k3 in the reward is known to collapse. With +: the estimator's
+    value and the gradient of k2."""
+    reference: Annotated[str, read_with("coefficient")] = ""
+    """Directory of the reference policy of this term. Empty: model.reference."""
+    at: Annotated[Literal["start", "behavior"], read_with("coefficient")] = "start"
+    """Policy whose KL is penalized. start: the learner as the batch begins (one more forward pass
+    where the loss needs none); behavior: the recorded policy, whose gradient is biased by staleness
+    and mismatch."""
+    controller: Annotated[Literal["fixed", "adaptive"], read_with("coefficient")] = "fixed"
+    """fixed: a constant coefficient; adaptive: the adaptive KL controller steers the coefficient to
+    kl.reward.target."""
     target: Annotated[
-        NonNegative,
-        Meta(description="adaptive: KL to hold, in nats per completion (kl/answer)."),
-        read_with("coefficient"),
-        read_with("controller", "adaptive"),
+        NonNegative, read_with("coefficient"), read_with("controller", "adaptive")
     ] = 6.0
-    horizon: Annotated[
-        Positive,
-        Meta(description="adaptive: samples over which the coefficient adapts. Larger is slower."),
-        read_with("coefficient"),
-        read_with("controller", "adaptive"),
-    ] = 10000
+    """adaptive: KL to hold, in nats per completion (kl/answer)."""
+    horizon: Annotated[Positive, read_with("coefficient"), read_with("controller", "adaptive")] = (
+        10000
+    )
+    """adaptive: samples over which the coefficient adapts. Larger is slower."""
 
 
 class KLLoss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """KL to the reference as a term of the loss."""
 
-    coefficient: Annotated[
-        NonNegative, Meta(description="Coefficient beta of the KL penalty in the loss. 0: none.")
-    ] = 0.0
+    coefficient: NonNegative = 0.0
+    """Coefficient beta of the KL penalty in the loss. 0: none."""
     estimator: Annotated[
-        Estimator,
-        Meta(
-            description="Estimator of the KL. Use k3 or k2; k1 has no expected gradient on "
-            "policy. With +: the estimator's value and the gradient of k2."
-        ),
-        read_with("coefficient"),
-        read_with("off_policy", "none", "ratio", "prefix"),
+        Estimator, read_with("coefficient"), read_with("off_policy", "none", "ratio", "prefix")
     ] = "k3"
-    reference: Annotated[
-        str,
-        Meta(description="Directory of the reference policy of this term. Empty: model.reference."),
-        read_with("coefficient"),
-    ] = ""
-    off_policy: Annotated[
-        OffPolicy,
-        Meta(
-            description="Correction of the term on stale samples. none: no correction; ratio: "
-            "a ratio per token; prefix: the exact sequence-level gradient; prefix_full: the same "
-            "with less variance, by the KL over the whole vocabulary."
-        ),
-        read_with("coefficient"),
-    ] = "none"
+    """Estimator of the KL. Use k3 or k2; k1 has no expected gradient on policy. With +: the
+    estimator's value and the gradient of k2."""
+    reference: Annotated[str, read_with("coefficient")] = ""
+    """Directory of the reference policy of this term. Empty: model.reference."""
+    off_policy: Annotated[OffPolicy, read_with("coefficient")] = "none"
+    """Correction of the term on stale samples. none: no correction; ratio: a ratio per token;
+    prefix: the exact sequence-level gradient; prefix_full: the same with less variance, by the KL
+    over the whole vocabulary."""
     discount: Annotated[
-        Share,
-        Meta(
-            description="prefix, prefix_full: discount of later terms. 1: exact; 0: token "
-            "level, with less variance."
-        ),
-        read_with("coefficient"),
-        read_with("off_policy", "prefix", "prefix_full"),
+        Share, read_with("coefficient"), read_with("off_policy", "prefix", "prefix_full")
     ] = 1.0
+    """prefix, prefix_full: discount of later terms. 1: exact; 0: token level, with less
+    variance."""
     truncate: Annotated[
         float,
-        Meta(
-            gt=0, description="prefix, prefix_full: upper bound of the prefix weights. inf: exact."
-        ),
+        Meta(gt=0),
         read_with("coefficient"),
         read_with("off_policy", "prefix", "prefix_full"),
     ] = float("inf")
+    """prefix, prefix_full: upper bound of the prefix weights. inf: exact."""
 
 
 class KL(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Towards a reference policy: in the reward, in the loss, or both at once."""
 
-    preset: Annotated[
-        Literal["", "grpo", "dr_grpo", "rloo", "distill"],
-        Meta(
-            description="A published setting of the keys that you do not give. grpo: k3 in the "
-            "loss with 0.04; dr_grpo: no KL in the loss; rloo: k1 in the reward with 0.05; "
-            "distill: the full KL to the teacher in model.reference, token by token."
-        ),
-    ] = ""
+    preset: Literal["", "grpo", "dr_grpo", "rloo", "distill"] = ""
+    """A published setting of the keys that you do not give. grpo: k3 in the loss with 0.04;
+    dr_grpo: no KL in the loss; rloo: k1 in the reward with 0.05; distill: the full KL to the
+    teacher in model.reference, token by token."""
     reward: KLReward = KLReward()
     loss: KLLoss = KLLoss()
 
 
 class Stop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    kl_max: Annotated[
-        NonNegative,
-        Meta(
-            description="KL early stopping: how far the updates of one batch may move the "
-            "policy, in nats per token. 0: off."
-        ),
-    ] = 0.0
-    against: Annotated[
-        Literal["start", "behavior"],
-        Meta(
-            description="start: KL(start || policy), where start is the learner as the batch "
-            "begins; behavior: KL(mu || policy) less what the batch arrived with."
-        ),
-        read_with("kl_max"),
-    ] = "start"
-    action: Annotated[
-        Literal["skip", "slow"],
-        Meta(
-            description="Past kl_max, skip the rest of the batch, or slow: scale each step's "
-            "learning rate so that it fits into kl_max."
-        ),
-        read_with("kl_max"),
-    ] = "skip"
-    every: Annotated[
-        Literal["step", "epoch"],
-        Meta(
-            description="When kl_max is checked. step: before each optimizer step, on its own "
-            "samples; epoch: before each pass over the batch but the first, on the whole batch, "
-            "at one forward pass over it."
-        ),
-        read_with("kl_max"),
-        read_with("action", "skip"),
-    ] = "step"
-    ess_min: Annotated[
-        Share,
-        Meta(
-            description="Skip the rest of the batch once the effective sample size of pi_theta "
-            "/ mu falls below this; the whole batch if it arrives below it. 0: off."
-        ),
-    ] = 0.0
-    lr_by_ess: Annotated[
-        Literal["off", "sqrt", "linear"],
-        Meta(
-            description="Multiply each step's learning rate by the effective sample size of "
-            "its completions' whole ratios pi_theta / mu (linear) or its square root (sqrt) "
-            "(VCPO)."
-        ),
-    ] = "off"
-    ess_on_policy: Annotated[
-        float,
-        Meta(
-            gt=0,
-            le=1,
-            description="lr_by_ess: effective sample size from which the learning rate is not "
-            "reduced.",
-        ),
-        read_with("lr_by_ess"),
-    ] = 1.0
+    kl_max: NonNegative = 0.0
+    """KL early stopping: how far the updates of one batch may move the policy, in nats per token.
+    0: off."""
+    against: Annotated[Literal["start", "behavior"], read_with("kl_max")] = "start"
+    """start: KL(start || policy), where start is the learner as the batch begins; behavior: KL(mu
+    || policy) less what the batch arrived with."""
+    action: Annotated[Literal["skip", "slow"], read_with("kl_max")] = "skip"
+    """Past kl_max, skip the rest of the batch, or slow: scale each step's learning rate so that it
+    fits into kl_max."""
+    every: Annotated[Literal["step", "epoch"], read_with("kl_max"), read_with("action", "skip")] = (
+        "step"
+    )
+    """When kl_max is checked. step: before each optimizer step, on its own samples; epoch: before
+    each pass over the batch but the first, on the whole batch, at one forward pass over it."""
+    ess_min: Share = 0.0
+    """Skip the rest of the batch once the effective sample size of pi_theta / mu falls below this;
+    the whole batch if it arrives below it. 0: off."""
+    lr_by_ess: Literal["off", "sqrt", "linear"] = "off"
+    """Multiply each step's learning rate by the effective sample size of its completions' whole
+    ratios pi_theta / mu (linear) or its square root (sqrt) (VCPO)."""
+    ess_on_policy: Annotated[float, Meta(gt=0, le=1), read_with("lr_by_ess")] = 1.0
+    """lr_by_ess: effective sample size from which the learning rate is not reduced."""
 
 
 if TYPE_CHECKING:

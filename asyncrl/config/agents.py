@@ -24,113 +24,58 @@ HUBS = (VERIFIERS, GEM, GYMNASIUM, OPENENV)
 class AgentSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The source and the limits of sessions, which each part of a mixture may have."""
 
-    env: Annotated[
-        str,
-        Meta(
-            description="Environment in which every sample is a session: module:Class or "
-            "file.py:Class with gymnasium's reset and step, textarena:GAME, verifiers:NAME, "
-            "gem:ID, gymnasium:ID or openenv:URL. Empty: none."
-        ),
-    ] = ""
-    args: Annotated[
-        dict[str, Any],
-        Meta(
-            description="Settings of `env` or of a class in `tools`, as a section [agent.args]: "
-            "keyword arguments of the class or of the loader that creates it. With verifiers "
-            "0.4 they are an [env] block, and `select` chooses the tasks."
-        ),
-    ] = {}
-    python: Annotated[
-        str,
-        Meta(
-            description="Python interpreter that runs `env`, `tools` or `function`, for example "
-            "that of a virtual environment with their packages. It needs msgspec and xxhash, "
-            "not asyncrl. Empty: this one."
-        ),
-    ] = ""
-    opponent: Annotated[
-        str,
-        Meta(
-            description="Opponent in `env`, a two-player game: random; self, the policy itself "
-            "(its tokens are sampled but excluded from training); or module:function or "
-            "file.py:function from text to text. Empty: `env` has one player."
-        ),
-    ] = ""
-    eval_opponent: Annotated[
-        str, Meta(description="Opponent in evaluations. Empty: the same as `opponent`.")
-    ] = ""
-    tools: Annotated[
-        list[str],
-        Meta(
-            description="Tools of a session: module:function or file.py:function each, or one "
-            "class with reset and methods. The session ends with a completion that calls no "
-            "tool. The run's reward, or the class's get_reward, scores that completion."
-        ),
-    ] = []
-    serve: Annotated[
-        bool,
-        Meta(
-            description="Lease and score sessions over HTTP, for your own agent that calls the "
-            "policy through OpenAI's API. RUN/agent.url and RUN/agent.key hold the address "
-            "and the key."
-        ),
-    ] = False
-    command: Annotated[
-        list[str],
-        Meta(
-            description="Program and its arguments, started for each session. It calls the "
-            "endpoint, and its last line of output is the reward. Empty: none."
-        ),
-    ] = []
-    env_pass: Annotated[
-        list[str],
-        Meta(
-            description="Environment variables that `command` inherits besides the basic ones "
-            '(PATH, HOME, LANG, TMPDIR ...), by name or pattern. ["*"]: all.'
-        ),
-    ] = []
-    function: Annotated[
-        str,
-        Meta(
-            description="Agent as a function: module:function or file.py:function of (prompt, "
-            "session), called for each session. It calls the endpoint and returns the reward. "
-            "Empty: none."
-        ),
-    ] = ""
-    at_once: Annotated[
-        Positive,
-        Meta(
-            description="Most programs of `command`, or calls of `function`, that run at the same "
-            "time in the gateway."
-        ),
-    ] = 16
-    workers: Annotated[
-        Positive, Meta(description="Processes that run environments, `command` or `function`.")
-    ] = 1
-    step_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            description="Seconds that one reset or step of an environment may take. Its import "
-            "may take at least 60 seconds.",
-        ),
-    ] = 10.0
-    max_calls: Annotated[Count, Meta(description="Most calls of a session. 0: no limit.")] = 32
-    max_tokens: Annotated[Positive, Meta(description="Most tokens that a session may sample.")] = (
-        4096
-    )
-    rows: Annotated[
-        int, Meta(ge=0, le=MOST_ROWS, description="Most training sequences of a session. 0: 4096.")
-    ] = 16
-    deadline_s: Annotated[float, Meta(gt=0, description="Seconds that a session may take.")] = 600.0
-    at_limit: Annotated[
-        Literal["keep", "fail"],
-        Meta(
-            description="Treatment of a session that reaches a limit. keep: it gets its reward so "
-            "far, as a truncated completion (advantage.truncated); fail: it fails and is "
-            "generated again."
-        ),
-    ] = "keep"
+    env: str = ""
+    """Environment in which every sample is a session: module:Class or file.py:Class with
+    gymnasium's reset and step, textarena:GAME, verifiers:NAME, gem:ID, gymnasium:ID or openenv:URL.
+    Empty: none."""
+    args: dict[str, Any] = {}
+    """Settings of `env` or of a class in `tools`, as a section [agent.args]: keyword arguments of
+    the class or of the loader that creates it. With verifiers 0.4 they are an [env] block, and
+    `select` chooses the tasks."""
+    python: str = ""
+    """Python interpreter that runs `env`, `tools` or `function`, for example that of a virtual
+    environment with their packages. It needs msgspec and xxhash, not asyncrl. Empty: this one."""
+    opponent: str = ""
+    """Opponent in `env`, a two-player game: random; self, the policy itself (its tokens are sampled
+    but excluded from training); or module:function or file.py:function from text to text. Empty:
+    `env` has one player."""
+    eval_opponent: str = ""
+    """Opponent in evaluations. Empty: the same as `opponent`."""
+    tools: list[str] = []
+    """Tools of a session: module:function or file.py:function each, or one class with reset and
+    methods. The session ends with a completion that calls no tool. The run's reward, or the class's
+    get_reward, scores that completion."""
+    serve: bool = False
+    """Lease and score sessions over HTTP, for your own agent that calls the policy through OpenAI's
+    API. RUN/agent.url and RUN/agent.key hold the address and the key."""
+    command: list[str] = []
+    """Program and its arguments, started for each session. It calls the endpoint, and its last line
+    of output is the reward. Empty: none."""
+    env_pass: list[str] = []
+    """Environment variables that `command` inherits besides the basic ones (PATH, HOME, LANG,
+    TMPDIR ...), by name or pattern. ["*"]: all."""
+    function: str = ""
+    """Agent as a function: module:function or file.py:function of (prompt, session), called for
+    each session. It calls the endpoint and returns the reward. Empty: none."""
+    at_once: Positive = 16
+    """Most programs of `command`, or calls of `function`, that run at the same time in the
+    gateway."""
+    workers: Positive = 1
+    """Processes that run environments, `command` or `function`."""
+    step_s: Annotated[float, Meta(gt=0)] = 10.0
+    """Seconds that one reset or step of an environment may take. Its import may take at least 60
+    seconds."""
+    max_calls: Count = 32
+    """Most calls of a session. 0: no limit."""
+    max_tokens: Positive = 4096
+    """Most tokens that a session may sample."""
+    rows: Annotated[int, Meta(ge=0, le=MOST_ROWS)] = 16
+    """Most training sequences of a session. 0: 4096."""
+    deadline_s: Annotated[float, Meta(gt=0)] = 600.0
+    """Seconds that a session may take."""
+    at_limit: Literal["keep", "fail"] = "keep"
+    """Treatment of a session that reaches a limit. keep: it gets its reward so far, as a truncated
+    completion (advantage.truncated); fail: it fails and is generated again."""
 
     def choose_opponent(self, kind: str) -> str:
         """Return the opponent in a ticket of this kind, or "" for none."""
@@ -167,87 +112,44 @@ class AgentSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class AgentConfig(AgentSource, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    host: Annotated[
-        str,
-        Meta(
-            description="Address on which the endpoint listens. Beyond loopback it needs a "
-            "certificate or behind_proxy."
-        ),
-    ] = "127.0.0.1"
-    port: Annotated[
-        int, Meta(ge=0, le=65535, description="Port of the endpoint. 0: a free one.")
-    ] = 0
-    certificate: Annotated[
-        str, Meta(description="File of the endpoint's TLS certificate. Empty: none.")
-    ] = ""
-    private_key: Annotated[str, Meta(description="File of the certificate's private key.")] = ""
-    behind_proxy: Annotated[
-        bool,
-        Meta(
-            description="A proxy in front of the endpoint terminates TLS, so that `host` may "
-            "be any address."
-        ),
-    ] = False
-    model: Annotated[str, Meta(description="Model name whose calls are trained.")] = "policy"
-    other_models: Annotated[
-        Literal["aside", "train", "refuse"],
-        Meta(
-            description="Treatment of calls under another model name. aside: sample but do not "
-            "train; train: also train; refuse: respond with status 404."
-        ),
-    ] = "aside"
-    sampling: Annotated[
-        Literal["ignore", "refuse"],
-        Meta(
-            description="Treatment of a client's own temperature, top_p, top_k and seed. ignore: "
-            "ignore them and name them in a header; refuse: respond with status 400."
-        ),
-    ] = "ignore"
-    forced: Annotated[
-        Literal["ignore", "refuse", "constrain"],
-        Meta(
-            description="Treatment of a client's request for a format or a tool (response_format, "
-            "tool_choice). ignore: ignore it and name it in a header; refuse: respond with "
-            "status 400; constrain: decode the response under it, and train over the tokens "
-            "that it allows."
-        ),
-    ] = "ignore"
-    parser: Annotated[
-        str,
-        Meta(
-            description="Parser of tool calls in a completion: hermes, none, or module:function "
-            "from text to message."
-        ),
-    ] = "hermes"
-    history: Annotated[
-        Literal["template", "keep"],
-        Meta(
-            description="Treatment of chat templates that strip earlier thinking. template: "
-            "follow them, which starts another training sequence; keep: leave the sampled "
-            "thinking in the prompt."
-        ),
-    ] = "template"
-    parallel: Annotated[
-        Count, Meta(description="Most calls of a session at the same time. 0: no limit.")
-    ] = 16
-    idle_s: Annotated[
-        float,
-        Meta(
-            ge=0,
-            description="Seconds without a call or a heartbeat after which a session fails.",
-        ),
-    ] = 300.0
-    sessions: Annotated[
-        Positive, Meta(description="Most sessions open at the same time in the gateway.")
-    ] = 256
-    fork: Annotated[
-        Literal["row", "end"],
-        Meta(
-            description="Treatment of a call that continues no earlier one. row: start another "
-            "training sequence; end: end the session, as estimators require that need the "
-            "order of all tokens."
-        ),
-    ] = "row"
+    host: str = "127.0.0.1"
+    """Address on which the endpoint listens. Beyond loopback it needs a certificate or
+    behind_proxy."""
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    """Port of the endpoint. 0: a free one."""
+    certificate: str = ""
+    """File of the endpoint's TLS certificate. Empty: none."""
+    private_key: str = ""
+    """File of the certificate's private key."""
+    behind_proxy: bool = False
+    """A proxy in front of the endpoint terminates TLS, so that `host` may be any address."""
+    model: str = "policy"
+    """Model name whose calls are trained."""
+    other_models: Literal["aside", "train", "refuse"] = "aside"
+    """Treatment of calls under another model name. aside: sample but do not train; train: also
+    train; refuse: respond with status 404."""
+    sampling: Literal["ignore", "refuse"] = "ignore"
+    """Treatment of a client's own temperature, top_p, top_k and seed. ignore: ignore them and name
+    them in a header; refuse: respond with status 400."""
+    forced: Literal["ignore", "refuse", "constrain"] = "ignore"
+    """Treatment of a client's request for a format or a tool (response_format, tool_choice).
+    ignore: ignore it and name it in a header; refuse: respond with status 400; constrain: decode
+    the response under it, and train over the tokens that it allows."""
+    parser: str = "hermes"
+    """Parser of tool calls in a completion: hermes, none, or module:function from text to
+    message."""
+    history: Literal["template", "keep"] = "template"
+    """Treatment of chat templates that strip earlier thinking. template: follow them, which starts
+    another training sequence; keep: leave the sampled thinking in the prompt."""
+    parallel: Count = 16
+    """Most calls of a session at the same time. 0: no limit."""
+    idle_s: Annotated[float, Meta(ge=0)] = 300.0
+    """Seconds without a call or a heartbeat after which a session fails."""
+    sessions: Positive = 256
+    """Most sessions open at the same time in the gateway."""
+    fork: Literal["row", "end"] = "row"
+    """Treatment of a call that continues no earlier one. row: start another training sequence; end:
+    end the session, as estimators require that need the order of all tokens."""
 
     def replace_source(self, source: AgentSource) -> AgentConfig:
         """Return a copy with the source and limits of another agent."""

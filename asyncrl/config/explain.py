@@ -186,6 +186,7 @@ class KeyPlace(typing.NamedTuple):
     owner: str  # tag of its section's struct, "" if the section has only one
     siblings: int  # structs of the section
     conditions: tuple[tuple[str, tuple[str, ...]], ...]
+    meaning: str
 
 
 def explain(key: str) -> list[KeyExplanation]:
@@ -203,8 +204,7 @@ def _explain_key(key: str) -> KeyExplanation:
     set_by = {name: row.keys[key] for name, row in methods.METHODS.items() if key in row.keys}
     places = find_places(key)
     if places:
-        metas = [meta for place in places for meta in layers.split_annotations(place.field.type)[1]]
-        meaning = next((str(meta.description) for meta in metas if meta.description), "")
+        meaning = next((place.meaning for place in places if place.meaning), "")
         kinds = [layers.describe_values(place.field.type) for place in places]
         values = " or ".join(dict.fromkeys(kinds))
     else:
@@ -306,6 +306,7 @@ def find_places(key: str) -> list[KeyPlace]:
             layers.get_tag(struct)[1],
             len(options),
             (*conditions, *layers.list_conditions(field, prefix)),
+            layers.describe_field(struct, field),
         )
         for struct, conditions in options
         if (field := layers.map_fields(struct).get(name))

@@ -7,8 +7,12 @@ arm, a preset, a method) has changed the choice."""
 
 from __future__ import annotations
 
+import ast
 import difflib
 import functools
+import inspect
+import itertools
+import sys
 import types
 import typing
 from collections.abc import Iterator
@@ -61,6 +65,52 @@ def list_structs(kind: Any) -> tuple[Any, ...]:
 @functools.cache
 def map_fields(struct: Any) -> dict[str, msgspec.structs.FieldInfo]:
     return {field.name: field for field in msgspec.structs.fields(struct)}
+
+
+@functools.cache
+def _read_module(module: str) -> dict[str, dict[str, str]]:
+    """Return class -> field -> the string literal behind the field, of a module's source."""
+    return {
+        node.name: {
+            field.target.id: " ".join(text.value.value.split())
+            for field, text in itertools.pairwise(node.body)
+            if isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(text, ast.Expr)
+            and isinstance(text.value, ast.Constant)
+            and isinstance(text.value.value, str)
+        }
+        for node in ast.parse(inspect.getsource(sys.modules[module])).body
+        if isinstance(node, ast.ClassDef)
+    }
+
+
+def describe_field(struct: Any, field: msgspec.structs.FieldInfo) -> str:
+    """Return the description of a field: the string behind it, or that of its type."""
+    for base in struct.__mro__:
+        texts = _read_module(base.__module__) if base.__module__.startswith("asyncrl.") else {}
+        if text := texts.get(base.__name__, {}).get(field.name):
+            return text
+    metas = split_annotations(field.type)[1]
+    return next((str(meta.description) for meta in metas if meta.description), "")
+
+
+def build_schema(root: Any) -> dict[str, Any]:
+    """Return the JSON schema of a tree of structs, with the descriptions of its fields."""
+    schema = msgspec.json.schema(root)
+    kinds, structs = [root], set()
+    for kind in kinds:  # grows
+        bare, _ = split_annotations(kind)
+        if not _is_struct(bare):
+            kinds += typing.get_args(bare)
+        elif bare not in structs:
+            structs.add(bare)
+            for name, field in map_fields(bare).items():
+                kinds.append(field.type)
+                if text := describe_field(bare, field):
+                    properties = schema["$defs"][bare.__name__]["properties"]
+                    properties[name] = {"description": text} | properties[name]
+    return schema
 
 
 def get_tag(struct: Any) -> tuple[str, str]:

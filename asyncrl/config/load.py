@@ -522,7 +522,7 @@ def build_schema() -> dict[str, Any]:
 
     It accepts a section without a tag, whose method is the default, and the key `method`, which
     fills keys of several sections."""
-    schema = msgspec.json.schema(Config)
+    schema = layers.build_schema(Config)
     for field in layers.map_fields(Config).values():
         tag, _ = (
             layers.get_tag(default := layers.choose_struct(field, {}))

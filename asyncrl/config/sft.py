@@ -8,107 +8,74 @@ import msgspec
 from msgspec import Meta
 
 from asyncrl.algorithms.settings import Count, NonNegative, Positive, Seed, Share
-from asyncrl.config import load, rules
+from asyncrl.config import layers, load, rules
 
 
 class SftModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    path: Annotated[str, Meta(description="Hugging Face directory of the model to train.")]
-    dtype: Annotated[
-        Literal["float32", "bfloat16"],
-        Meta(
-            description="Data type of the weights. bfloat16 halves the memory and is less precise."
-        ),
-    ] = "float32"
-    device: Annotated[str, Meta(description="Device: auto, cpu, cuda or cuda:N.")] = "auto"
+    path: str
+    """Hugging Face directory of the model to train."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Data type of the weights. bfloat16 halves the memory and is less precise."""
+    device: str = "auto"
+    """Device: auto, cpu, cuda or cuda:N."""
 
 
 class SftData(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    train: Annotated[
-        str,
-        Meta(
-            description="Training data, JSONL or parquet: prompt and answer, or messages, one "
-            "sample a line."
-        ),
-    ]
-    heldout: Annotated[
-        str,
-        Meta(
-            description="Held-out data in the same format, never trained on. Empty: no "
-            "held-out loss."
-        ),
-    ] = ""
-    context: Annotated[
-        Positive, Meta(description="Maximum length of a prompt with its answer, in tokens.")
-    ] = 2048
-    too_long: Annotated[
-        Literal["stop", "skip"],
-        Meta(
-            description="Treatment of longer samples. stop: an error; skip: leave them out and "
-            "report their number."
-        ),
-    ] = "stop"
+    train: str
+    """Training data, JSONL or parquet: prompt and answer, or messages, one sample a line."""
+    heldout: str = ""
+    """Held-out data in the same format, never trained on. Empty: no held-out loss."""
+    context: Positive = 2048
+    """Maximum length of a prompt with its answer, in tokens."""
+    too_long: Literal["stop", "skip"] = "stop"
+    """Treatment of longer samples. stop: an error; skip: leave them out and report their number."""
 
 
 class SftTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    steps: Annotated[Positive, Meta(description="Optimizer steps.")] = 100
-    batch: Annotated[Positive, Meta(description="Samples of an optimizer step.")] = 64
-    micro_batch_tokens: Annotated[
-        Positive,
-        Meta(
-            description="Tokens (prompts and answers, padded) in one forward pass. Lower it "
-            "when memory runs out; the result stays the same."
-        ),
-    ] = 16384
-    lr: Annotated[NonNegative, Meta(description="Learning rate at the end of the warm-up.")] = 1e-4
-    schedule: Annotated[
-        Literal["constant", "linear", "cosine"],
-        Meta(
-            description="Course of the learning rate after the warm-up: constant, or falling to "
-            "lr_end of it at the end of the training."
-        ),
-    ] = "linear"
-    warmup_steps: Annotated[
-        Count,
-        Meta(
-            description="Steps over which the learning rate rises linearly from 0 to training.lr; "
-            "step 0 is made at 0. 0: none."
-        ),
-    ] = 20
-    lr_end: Annotated[Share, Meta(description="Share of lr at which linear and cosine end.")] = 0.05
-    beta1: Annotated[
-        Share, Meta(description="AdamW: decay of the running mean of the gradient.")
-    ] = 0.9
-    beta2: Annotated[
-        Share, Meta(description="AdamW: decay of the running mean of the squared gradient.")
-    ] = 0.99
-    weight_decay: Annotated[NonNegative, Meta(description="Decoupled weight decay. 0: none.")] = 0.0
-    clip_norm: Annotated[
-        float,
-        Meta(
-            ge=0,
-            description="Largest norm of the gradient; a larger gradient is scaled down. 0: no "
-            "clipping.",
-        ),
-    ] = 1.0
-    heldout_every: Annotated[
-        Count, Meta(description="Steps between held-out losses. 0: only at the start and the end.")
-    ] = 0
-    checkpoint_every: Annotated[Positive, Meta(description="Steps between checkpoints.")] = 100
-    keep_checkpoints: Annotated[
-        Positive, Meta(description="Newest checkpoints to keep. Older ones are deleted.")
-    ] = 2
-    threads: Annotated[Positive, Meta(description="OpenMP threads.")] = 1
+    steps: Positive = 100
+    """Optimizer steps."""
+    batch: Positive = 64
+    """Samples of an optimizer step."""
+    micro_batch_tokens: Positive = 16384
+    """Tokens (prompts and answers, padded) in one forward pass. Lower it when memory runs out; the
+    result stays the same."""
+    lr: NonNegative = 1e-4
+    """Learning rate at the end of the warm-up."""
+    schedule: Literal["constant", "linear", "cosine"] = "linear"
+    """Course of the learning rate after the warm-up: constant, or falling to lr_end of it at the
+    end of the training."""
+    warmup_steps: Count = 20
+    """Steps over which the learning rate rises linearly from 0 to training.lr; step 0 is made at 0.
+    0: none."""
+    lr_end: Share = 0.05
+    """Share of lr at which linear and cosine end."""
+    beta1: Share = 0.9
+    """AdamW: decay of the running mean of the gradient."""
+    beta2: Share = 0.99
+    """AdamW: decay of the running mean of the squared gradient."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay. 0: none."""
+    clip_norm: Annotated[float, Meta(ge=0)] = 1.0
+    """Largest norm of the gradient; a larger gradient is scaled down. 0: no clipping."""
+    heldout_every: Count = 0
+    """Steps between held-out losses. 0: only at the start and the end."""
+    checkpoint_every: Positive = 100
+    """Steps between checkpoints."""
+    keep_checkpoints: Positive = 2
+    """Newest checkpoints to keep. Older ones are deleted."""
+    threads: Positive = 1
+    """OpenMP threads."""
 
 
 class SftConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The config of supervised training.  `model.path` and `data.train` have no default."""
 
-    name: Annotated[
-        str,
-        Meta(description="Name of the run directory. Empty: the config file's name and the time."),
-    ] = ""
-    runs: Annotated[str, Meta(description="Directory that holds the run directories.")] = "runs"
-    seed: Annotated[Seed, Meta(description="Seed of the order of samples.")] = 0
+    name: str = ""
+    """Name of the run directory. Empty: the config file's name and the time."""
+    runs: str = "runs"
+    """Directory that holds the run directories."""
+    seed: Seed = 0
+    """Seed of the order of samples."""
     model: SftModel
     data: SftData
     training: SftTraining = SftTraining()
@@ -131,4 +98,4 @@ def read(path: str, sets: tuple[str, ...] = ()) -> SftConfig:
 
 def build_schema() -> dict[str, Any]:
     """Return the JSON schema of the config for editors."""
-    return msgspec.json.schema(SftConfig)
+    return layers.build_schema(SftConfig)

@@ -1,6 +1,7 @@
 """The configuration as a frozen tree of msgspec structs, one per section.  Imports no torch.
 
-A key's meaning, unit and range are in its `Meta`, from which the JSON schema is generated.
+The string behind a key is its description. The JSON schema is generated from it and from the
+key's type.
 `asyncrl.config.load` reads a file, applies `--set`, converts the result and checks the rules that
 span several keys."""
 
@@ -39,122 +40,60 @@ from asyncrl.config.transports import TransportName
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    path: Annotated[
-        str,
-        Meta(
-            description="Hugging Face directory of the initial policy and its tokenizer, or "
-            "hf://ORG/NAME[@REVISION], which is downloaded once."
-        ),
-    ]
-    dtype: Annotated[
-        Literal["float32", "bfloat16"],
-        Meta(
-            description="Data type of the learner's weights. bfloat16 halves the memory and is "
-            "less precise."
-        ),
-    ] = "float32"
-    device: Annotated[
-        str,
-        Meta(
-            description="Device of the learner and the generators: auto, cpu, cuda or cuda:N. "
-            "auto takes a GPU if there is one."
-        ),
-    ] = "auto"
-    reference: Annotated[
-        str,
-        Meta(
-            description="Directory of the reference policy for KL terms that do not name their "
-            "own. Empty: the initial policy."
-        ),
-    ] = ""
-    warm_start: Annotated[
-        bool,
-        Meta(
-            description="If `path` does not exist, build a tiny model there and pretrain it on "
-            "the task. `path` must then be a project's folder `model` or a folder in its "
-            "`models`."
-        ),
-    ] = False
-    warm_start_experts: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=256,
-            description="Experts in each layer of that tiny model, of which a token uses 2. 0: "
-            "a dense model.",
-        ),
-    ] = 0
+    path: str
+    """Hugging Face directory of the initial policy and its tokenizer, or hf://ORG/NAME[@REVISION],
+    which is downloaded once."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Data type of the learner's weights. bfloat16 halves the memory and is less precise."""
+    device: str = "auto"
+    """Device of the learner and the generators: auto, cpu, cuda or cuda:N. auto takes a GPU if
+    there is one."""
+    reference: str = ""
+    """Directory of the reference policy for KL terms that do not name their own. Empty: the initial
+    policy."""
+    warm_start: bool = False
+    """If `path` does not exist, build a tiny model there and pretrain it on the task. `path` must
+    then be a project's folder `model` or a folder in its `models`."""
+    warm_start_experts: Annotated[int, Meta(ge=0, le=256)] = 0
+    """Experts in each layer of that tiny model, of which a token uses 2. 0: a dense model."""
 
 
 class TaskSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The keys of a task that a run and a part of a mixture share."""
 
-    name: Annotated[
-        str,
-        Meta(
-            description="A built-in task, `file` for your own prompts, `env` for those of "
-            "agent.env = verifiers:NAME, reasoning_gym:GENERATOR, or `mixture` for several "
-            "([[task.mixture]])."
-        ),
-    ]
-    prompts: Annotated[
-        str,
-        Meta(
-            description="Training prompts of task `file`, with the columns prompt or messages, "
-            "and answer: JSONL, CSV or parquet, a directory of a data set, or "
-            "hf://datasets/ORG/NAME, each with #SPLIT if it has several."
-        ),
-    ] = ""
-    heldout: Annotated[
-        str,
-        Meta(
-            description="Held-out prompts of task `file`, in the same format as `prompts`. "
-            "They are never trained on."
-        ),
-    ] = ""
-    ood: Annotated[
-        str,
-        Meta(
-            description="Out-of-distribution prompts of task `file`, in the same format as "
-            "`prompts`. Give them to see what training unlearns."
-        ),
-    ] = ""
-    columns: Annotated[
-        dict[Literal["prompt", "messages", "answer", "image", "images"], str],
-        Meta(
-            description="Names of the columns in the files of task `file`, for example { "
-            'prompt = "question", answer = "solution" }. Empty: prompt, messages, answer, image '
-            "and images."
-        ),
-    ] = {}
-    options: Annotated[
-        dict[str, Any],
-        Meta(description="Settings of a reasoning_gym:GENERATOR, for example max_terms = 3."),
-    ] = {}
+    name: str
+    """A built-in task, `file` for your own prompts, `env` for those of agent.env = verifiers:NAME,
+    reasoning_gym:GENERATOR, or `mixture` for several ([[task.mixture]])."""
+    prompts: str = ""
+    """Training prompts of task `file`, with the columns prompt or messages, and answer: JSONL, CSV
+    or parquet, a directory of a data set, or hf://datasets/ORG/NAME, each with #SPLIT if it has
+    several."""
+    heldout: str = ""
+    """Held-out prompts of task `file`, in the same format as `prompts`. They are never trained
+    on."""
+    ood: str = ""
+    """Out-of-distribution prompts of task `file`, in the same format as `prompts`. Give them to see
+    what training unlearns."""
+    columns: dict[Literal["prompt", "messages", "answer", "image", "images"], str] = {}
+    """Names of the columns in the files of task `file`, for example { prompt = "question", answer =
+    "solution" }. Empty: prompt, messages, answer, image and images."""
+    options: dict[str, Any] = {}
+    """Settings of a reasoning_gym:GENERATOR, for example max_terms = 3."""
 
 
 class CurriculumConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Pools of prompts by success rate, and how often the prompts of each pool are used."""
 
-    easy: Annotated[
-        float,
-        Meta(gt=0, le=1, description="Share of the passes that include an easy prompt."),
-    ] = 1.0
-    hard: Annotated[
-        float,
-        Meta(gt=0, le=1, description="Share of the passes that include a hard prompt."),
-    ] = 1.0
-    easy_from: Annotated[
-        Share,
-        Meta(description="A prompt is easy if this share of its last group passed, or more."),
-    ] = 1.0
-    hard_to: Annotated[
-        Share,
-        Meta(description="A prompt is hard if this share of its last group passed, or less."),
-    ] = 0.0
-    passing: Annotated[
-        float, Meta(description="Smallest reward of a completion that counts as passed.")
-    ] = 1.0
+    easy: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Share of the passes that include an easy prompt."""
+    hard: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Share of the passes that include a hard prompt."""
+    easy_from: Share = 1.0
+    """A prompt is easy if this share of its last group passed, or more."""
+    hard_to: Share = 0.0
+    """A prompt is hard if this share of its last group passed, or less."""
+    passing: float = 1.0
+    """Smallest reward of a completion that counts as passed."""
 
 
 def interpolate_weight(weight: float | list[tuple[int, float]], batch: float) -> float:
@@ -213,71 +152,31 @@ def explain_changed_steps(settings: Any, earlier_steps: int, number: int) -> str
 class MixedTaskConfig(TaskSource, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A part of a mixture: a table `[[task.mixture]]`."""
 
-    label: Annotated[
-        str,
-        Meta(
-            pattern="^([a-z][a-z0-9-]*)?$",
-            description="Name in the metrics, task/LABEL: small letters, digits and hyphens. "
-            "Empty: the task's name.",
-        ),
-    ] = ""
-    weight: Annotated[
-        NonNegative | Annotated[list[tuple[Count, NonNegative]], Meta(min_length=1)],
-        Meta(
-            description="Share of the groups, relative to the other parts. A list [[batch, "
-            "weight], ...] is a schedule: linear between its points, constant before and after."
-        ),
-    ] = 1.0
-    reward: Annotated[
-        str,
-        Meta(
-            description="Reward function of the part: module:function or file.py:function. Empty: "
-            "the run's reward, or else that of the task."
-        ),
-    ] = ""
-    max_new_tokens: Annotated[
-        Count,
-        Meta(
-            description="Maximum length of a completion of the part, at most "
-            "generator.max_new_tokens. 0: the same."
-        ),
-    ] = 0
-    passes: Annotated[
-        Count,
-        Meta(
-            description="Passes through the training prompts of task `file`, after which its share "
-            "goes to the other parts. 0: no limit."
-        ),
-    ] = 0
-    curriculum: Annotated[
-        CurriculumConfig,
-        Meta(
-            description="How often easy and hard prompts are used, by the success rate of their "
-            "last group. All prompts of a generated task are in one pool."
-        ),
-    ] = CurriculumConfig()
-    judge: Annotated[
-        JudgeConfig,
-        Meta(
-            description="Judge of the part, a table [task.mixture.judge] with the keys of "
-            "[reward.judge]."
-        ),
-    ] = JudgeConfig()
-    reward_model: Annotated[
-        RewardModelConfig,
-        Meta(
-            description="Reward model of the part, a table [task.mixture.reward_model] with the "
-            "keys of [reward.model]."
-        ),
-    ] = RewardModelConfig()
-    agent: Annotated[
-        AgentSource,
-        Meta(
-            description="Environment, tools or agent of the part, a table [task.mixture.agent] "
-            "with the keys of [agent]. Without one, the part uses the run's agent, or single "
-            "completions."
-        ),
-    ] = AgentSource()
+    label: Annotated[str, Meta(pattern="^([a-z][a-z0-9-]*)?$")] = ""
+    """Name in the metrics, task/LABEL: small letters, digits and hyphens. Empty: the task's
+    name."""
+    weight: NonNegative | Annotated[list[tuple[Count, NonNegative]], Meta(min_length=1)] = 1.0
+    """Share of the groups, relative to the other parts. A list [[batch, weight], ...] is a
+    schedule: linear between its points, constant before and after."""
+    reward: str = ""
+    """Reward function of the part: module:function or file.py:function. Empty: the run's reward, or
+    else that of the task."""
+    max_new_tokens: Count = 0
+    """Maximum length of a completion of the part, at most generator.max_new_tokens. 0: the same."""
+    passes: Count = 0
+    """Passes through the training prompts of task `file`, after which its share goes to the other
+    parts. 0: no limit."""
+    curriculum: CurriculumConfig = CurriculumConfig()
+    """How often easy and hard prompts are used, by the success rate of their last group. All
+    prompts of a generated task are in one pool."""
+    judge: JudgeConfig = JudgeConfig()
+    """Judge of the part, a table [task.mixture.judge] with the keys of [reward.judge]."""
+    reward_model: RewardModelConfig = RewardModelConfig()
+    """Reward model of the part, a table [task.mixture.reward_model] with the keys of
+    [reward.model]."""
+    agent: AgentSource = AgentSource()
+    """Environment, tools or agent of the part, a table [task.mixture.agent] with the keys of
+    [agent]. Without one, the part uses the run's agent, or single completions."""
 
     @property
     def has_own_reward(self) -> bool:
@@ -291,82 +190,36 @@ class MixedTaskConfig(TaskSource, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class TaskConfig(TaskSource, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    mixture: Annotated[
-        list[MixedTaskConfig],
-        Meta(
-            description="The parts of task `mixture`, each a table [[task.mixture]] with the keys "
-            "of [task] and some more. See docs/mixing.md."
-        ),
-    ] = []
+    mixture: list[MixedTaskConfig] = []
+    """The parts of task `mixture`, each a table [[task.mixture]] with the keys of [task] and some
+    more. See docs/mixing.md."""
 
 
 class RewardConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    function: Annotated[
-        str,
-        Meta(
-            description="Reward function: module:function or file.py:function. Empty: the "
-            "task's own reward."
-        ),
-    ] = ""
-    share: Annotated[
-        bool,
-        Meta(
-            description="Send the file of `function` to machines that join with `asyncrl join "
-            "--trust-code`, which run it. Otherwise the file must already be there."
-        ),
-    ] = False
-    deadline_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            description="Seconds that one call of the reward function may take. Its import may "
-            "take at least 60 seconds.",
-        ),
-    ] = 10.0
-    workers: Annotated[
-        Count | Literal["auto"],
-        Meta(
-            description="Reward processes of each generator. auto: none for a task's own "
-            "reward, which runs in the generator; otherwise from one to the number of cores, "
-            "doubled while completions wait, cores are idle and the last doubling helped. 0: at "
-            "most one."
-        ),
-    ] = "auto"
-    concurrency: Annotated[
-        Positive,
-        Meta(
-            description="Calls of an `async def` reward function that each reward process "
-            "awaits at the same time."
-        ),
-    ] = 64
-    batch: Annotated[
-        Positive,
-        Meta(
-            description="Most completions in one call of a reward function that accepts lists "
-            "(`batched = True`)."
-        ),
-    ] = 64
-    on_error: Annotated[
-        Literal["drop", "stop"],
-        Meta(
-            description="After a failed reward, drop the sample and generate it again, or stop "
-            "the run."
-        ),
-    ] = "drop"
-    error_budget: Annotated[
-        Share,
-        Meta(
-            description="Share of a batch's samples whose reward may raise, time out or return "
-            "something other than a number. Above it the run stops."
-        ),
-    ] = 0.1
-    machinery_budget: Annotated[
-        Share,
-        Meta(
-            description="Share of a batch's samples that may fail because a reward process "
-            "exited. Above it the run stops."
-        ),
-    ] = 0.1
+    function: str = ""
+    """Reward function: module:function or file.py:function. Empty: the task's own reward."""
+    share: bool = False
+    """Send the file of `function` to machines that join with `asyncrl join --trust-code`, which run
+    it. Otherwise the file must already be there."""
+    deadline_s: Annotated[float, Meta(gt=0)] = 10.0
+    """Seconds that one call of the reward function may take. Its import may take at least 60
+    seconds."""
+    workers: Count | Literal["auto"] = "auto"
+    """Reward processes of each generator. auto: none for a task's own reward, which runs in the
+    generator; otherwise from one to the number of cores, doubled while completions wait, cores are
+    idle and the last doubling helped. 0: at most one."""
+    concurrency: Positive = 64
+    """Calls of an `async def` reward function that each reward process awaits at the same time."""
+    batch: Positive = 64
+    """Most completions in one call of a reward function that accepts lists (`batched = True`)."""
+    on_error: Literal["drop", "stop"] = "drop"
+    """After a failed reward, drop the sample and generate it again, or stop the run."""
+    error_budget: Share = 0.1
+    """Share of a batch's samples whose reward may raise, time out or return something other than a
+    number. Above it the run stops."""
+    machinery_budget: Share = 0.1
+    """Share of a batch's samples that may fail because a reward process exited. Above it the run
+    stops."""
     judge: JudgeConfig = JudgeConfig()
     model: RewardModelConfig = RewardModelConfig()
 
@@ -381,414 +234,188 @@ LARGEST_BITMAP = (1 << 15) + 4
 
 
 class GeneratorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    engine: Annotated[
-        EngineName,
-        Meta(
-            description="Inference engine that generates completions. `asyncrl engines` shows "
-            "which work on this machine."
-        ),
-    ] = "embedded"
-    dtype: Annotated[
-        Literal["same", "float32", "bfloat16"],
-        Meta(description="Data type of the engine's weights. same: that of the model."),
-    ] = "same"
-    mantissa_bits: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=23,
-            description="Embedded engine: round the weights to this many mantissa bits "
-            "(bfloat16: 7, fp8: 3) to study a mismatch with the learner. 0: off.",
-        ),
-    ] = 0
-    quantize: Annotated[
-        Literal["none", "int8", "fp8"],
-        Meta(
-            description="Embedded engine: cast the weights of the linear layers to this format "
-            "when they arrive, with one scale a row, and compute with the rounded numbers. fp8: "
-            "e4m3."
-        ),
-    ] = "none"
-    speculate: Annotated[
-        Count,
-        Meta(
-            description="Embedded engine: draft up to this many tokens of a completion from "
-            "earlier continuations of the same tokens, in it or its group, and verify them in "
-            "one step. The samples stay the same. 0: off."
-        ),
-    ] = 0
-    draft_rows: Annotated[
-        Count | Literal["auto"],
-        Meta(
-            description="Draft while at most this many completions are being generated. auto: "
-            "while it saves time, by the cost measured at the start and the tokens accepted "
-            "since the last weight update."
-        ),
-        read_with("speculate"),
-    ] = "auto"
-    slots: Annotated[
-        Positive,
-        Meta(
-            description="Completions that a generator samples at the same time. More slots use "
-            "more memory."
-        ),
-    ] = 256
-    max_new_tokens: Annotated[
-        Positive,
-        Meta(
-            description="Maximum length of a completion, in tokens. Longer ones are cut; see "
-            "advantage.truncated."
-        ),
-    ] = 64
-    context: Annotated[
-        Positive, Meta(description="Maximum length of prompt and completion together, in tokens.")
-    ] = 256
-    temperature: Annotated[
-        float,
-        Meta(
-            gt=0,
-            description="Sampling temperature during training. Log-probabilities are recorded "
-            "after it.",
-        ),
-    ] = 1.0
-    top_p: Annotated[
-        float,
-        Meta(
-            gt=0,
-            le=1,
-            description="Sample from the smallest set of tokens whose probability adds up to "
-            "this. 1: all tokens. The learner normalizes over the same tokens.",
-        ),
-    ] = 1.0
-    top_k: Annotated[
-        Count,
-        Meta(
-            description="Sample from this many most probable tokens. 0: all tokens. The learner "
-            "normalizes over the same tokens."
-        ),
-    ] = 0
-    stop: Annotated[
-        list[str],
-        Meta(
-            description="Texts that end a completion, besides the end-of-sequence tokens of "
-            "tokenizer and model. Each must be a single token."
-        ),
-    ] = []
-    prefix_cache_tokens: Annotated[
-        Count,
-        Meta(
-            description="Sessions: tokens whose keys and values are kept for later calls that "
-            "begin with them, until the next weight update. 0: encode each call in full, which "
-            "exact mode always does."
-        ),
-    ] = 16384
-    kv_cache_mib: Annotated[
-        Count,
-        Meta(
-            description="vLLM: memory for keys and values, in MiB. 0: as much as slots x "
-            "context and, with sessions, prefix_cache_tokens need."
-        ),
-    ] = 0
-    threads: Annotated[Positive, Meta(description="OpenMP threads of each generator process.")] = 1
-    gpus: Annotated[
-        list[Count],
-        Meta(description="GPU numbers, assigned to the generators in turn. Empty: model.device."),
-    ] = []
+    engine: EngineName = "embedded"
+    """Inference engine that generates completions. `asyncrl engines` shows which work on this
+    machine."""
+    dtype: Literal["same", "float32", "bfloat16"] = "same"
+    """Data type of the engine's weights. same: that of the model."""
+    mantissa_bits: Annotated[int, Meta(ge=0, le=23)] = 0
+    """Embedded engine: round the weights to this many mantissa bits (bfloat16: 7, fp8: 3) to study
+    a mismatch with the learner. 0: off."""
+    quantize: Literal["none", "int8", "fp8"] = "none"
+    """Embedded engine: cast the weights of the linear layers to this format when they arrive, with
+    one scale a row, and compute with the rounded numbers. fp8: e4m3."""
+    speculate: Count = 0
+    """Embedded engine: draft up to this many tokens of a completion from earlier continuations of
+    the same tokens, in it or its group, and verify them in one step. The samples stay the same. 0:
+    off."""
+    draft_rows: Annotated[Count | Literal["auto"], read_with("speculate")] = "auto"
+    """Draft while at most this many completions are being generated. auto: while it saves time, by
+    the cost measured at the start and the tokens accepted since the last weight update."""
+    slots: Positive = 256
+    """Completions that a generator samples at the same time. More slots use more memory."""
+    max_new_tokens: Positive = 64
+    """Maximum length of a completion, in tokens. Longer ones are cut; see advantage.truncated."""
+    context: Positive = 256
+    """Maximum length of prompt and completion together, in tokens."""
+    temperature: Annotated[float, Meta(gt=0)] = 1.0
+    """Sampling temperature during training. Log-probabilities are recorded after it."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Sample from the smallest set of tokens whose probability adds up to this. 1: all tokens. The
+    learner normalizes over the same tokens."""
+    top_k: Count = 0
+    """Sample from this many most probable tokens. 0: all tokens. The learner normalizes over the
+    same tokens."""
+    stop: list[str] = []
+    """Texts that end a completion, besides the end-of-sequence tokens of tokenizer and model. Each
+    must be a single token."""
+    prefix_cache_tokens: Count = 16384
+    """Sessions: tokens whose keys and values are kept for later calls that begin with them, until
+    the next weight update. 0: encode each call in full, which exact mode always does."""
+    kv_cache_mib: Count = 0
+    """vLLM: memory for keys and values, in MiB. 0: as much as slots x context and, with sessions,
+    prefix_cache_tokens need."""
+    threads: Positive = 1
+    """OpenMP threads of each generator process."""
+    gpus: list[Count] = []
+    """GPU numbers, assigned to the generators in turn. Empty: model.device."""
 
 
 class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    backend: Annotated[
-        Literal["torch", "deepspeed", "fsdp2"],
-        Meta(
-            description="Training backend. deepspeed and fsdp2 divide the training among several "
-            "processes; fsdp2 is part of PyTorch."
-        ),
-    ] = "torch"
-    ranks: Annotated[
-        Positive,
-        Meta(description="DeepSpeed, FSDP2: number of learner processes that share the training."),
-    ] = 1
-    zero_stage: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=3,
-            description="DeepSpeed: what the ranks partition. 0: nothing; 1: optimizer state; "
-            "2: also gradients; 3: also parameters. Higher stages save memory.",
-        ),
-    ] = 2
-    offload: Annotated[
-        bool,
-        Meta(
-            description="DeepSpeed, FSDP2: keep the optimizer state, and run the optimizer step, "
-            "in the CPU's memory. Saves GPU memory and is slower."
-        ),
-    ] = False
-    rank_timeout_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            description="DeepSpeed, FSDP2: seconds without a response from another rank after "
-            "which that rank counts as lost.",
-        ),
-    ] = 120.0
-    steps: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="Batches to train on. The run ends after them. 0: only evaluate the model.",
-        ),
-    ] = 100
-    groups: Annotated[Positive, Meta(description="Groups (prompts) in a batch.")] = 32
-    group_size: Annotated[
-        Positive,
-        Meta(
-            description="Samples of each prompt. Advantages compare the samples of a group, so "
-            "most need at least 2."
-        ),
-    ] = 8
-    epochs: Annotated[Positive, Meta(description="Passes over each batch.")] = 1
-    minibatches: Annotated[
-        Positive,
-        Meta(
-            description="Optimizer steps in each pass over a batch. More steps use a batch "
-            "better and move the policy further from the one that sampled it."
-        ),
-    ] = 1
-    micro_batch_tokens: Annotated[
-        Positive,
-        Meta(
-            description="Tokens (prompts and completions, padded) in one forward pass. Lower "
-            "it when the learner runs out of memory; the result stays the same."
-        ),
-    ] = 16384
-    gradient_checkpointing: Annotated[
-        bool,
-        Meta(
-            description="Keep only the states between layers and compute each layer again in "
-            "the backward pass. Saves memory and costs one more forward pass."
-        ),
-    ] = False
-    replay_routing: Annotated[
-        bool,
-        Meta(
-            description="Mixtures of experts: the generators record the experts of every token, "
-            "and the learner uses the same ones instead of its routers' own choice."
-        ),
-    ] = False
-    shared_rounding: Annotated[
-        bool,
-        Meta(
-            description="Multiply with the weights as generator.quantize rounds them, in every "
-            "forward pass of the learner. The weights keep their precision and get the gradient "
-            "at the rounded ones (straight-through)."
-        ),
-        read_with("generator.quantize"),
-    ] = False
-    lr: Annotated[
-        NonNegative,
-        Meta(
-            description="Learning rate at the end of the warm-up. Tune it for each method before "
-            "you compare methods."
-        ),
-    ] = 2e-4
-    schedule: Annotated[
-        Literal["constant", "linear", "cosine"],
-        Meta(
-            description="Course of the learning rate after the warm-up: constant, or falling to 0 "
-            "at the end of the run."
-        ),
-    ] = "constant"
-    warmup_steps: Annotated[
-        Count,
-        Meta(
-            description="Batches over which the learning rate rises linearly from 0 to learner.lr; "
-            "batch 0 is trained at 0. 0: none."
-        ),
-    ] = 0
-    beta1: Annotated[
-        Share, Meta(description="AdamW: decay of the running mean of the gradient.")
-    ] = 0.9
-    beta2: Annotated[
-        Share, Meta(description="AdamW: decay of the running mean of the squared gradient.")
-    ] = 0.99
-    weight_decay: Annotated[
-        NonNegative, Meta(description="Decoupled weight decay of the optimizer. 0: none.")
-    ] = 0.0
-    optimizer: Annotated[
-        Literal["adamw", "sgd"],
-        Meta(description="Optimizer: AdamW, or plain SGD without momentum."),
-    ] = "adamw"
-    clip_norm: Annotated[
-        float,
-        Meta(
-            ge=0,
-            description="Largest norm of the gradient; a larger gradient is scaled down. 0: no "
-            "clipping.",
-        ),
-    ] = 1.0
-    gradient_cosine: Annotated[
-        Literal["off", "log", "project"],
-        Meta(
-            description="Cosine between each step's gradient and that of the step before. log: "
-            "record it; project: also reduce it to at most cosine_max (GAC)."
-        ),
-    ] = "off"
-    cosine_max: Annotated[
-        float,
-        Meta(
-            ge=0,
-            lt=1,
-            description="project: largest cosine between two successive gradients. 0 removes "
-            "all of the shared direction.",
-        ),
-        read_with("gradient_cosine", "project"),
-    ] = 0.0
-    prefetch: Annotated[
-        Count,
-        Meta(
-            le=1,
-            description="Batches that the learner leases ahead. 0: it requests a batch only when "
-            "it needs one, and waits for the transfer.",
-        ),
-    ] = 1
-    checkpoint_every: Annotated[
-        Positive,
-        Meta(
-            description="Batches between checkpoints. A restarted learner repeats the batches "
-            "since the last one."
-        ),
-    ] = 20
-    keep_checkpoints: Annotated[
-        Positive, Meta(description="Newest checkpoints to keep. Older ones are deleted.")
-    ] = 2
-    threads: Annotated[Positive, Meta(description="OpenMP threads of the learner process.")] = 1
-    gpus: Annotated[
-        list[Count], Meta(description="GPU number of each rank. Empty: model.device.")
-    ] = []
+    backend: Literal["torch", "deepspeed", "fsdp2"] = "torch"
+    """Training backend. deepspeed and fsdp2 divide the training among several processes; fsdp2 is
+    part of PyTorch."""
+    ranks: Positive = 1
+    """DeepSpeed, FSDP2: number of learner processes that share the training."""
+    zero_stage: Annotated[int, Meta(ge=0, le=3)] = 2
+    """DeepSpeed: what the ranks partition. 0: nothing; 1: optimizer state; 2: also gradients; 3:
+    also parameters. Higher stages save memory."""
+    offload: bool = False
+    """DeepSpeed, FSDP2: keep the optimizer state, and run the optimizer step, in the CPU's memory.
+    Saves GPU memory and is slower."""
+    rank_timeout_s: Annotated[float, Meta(gt=0)] = 120.0
+    """DeepSpeed, FSDP2: seconds without a response from another rank after which that rank counts
+    as lost."""
+    steps: Annotated[int, Meta(ge=0)] = 100
+    """Batches to train on. The run ends after them. 0: only evaluate the model."""
+    groups: Positive = 32
+    """Groups (prompts) in a batch."""
+    group_size: Positive = 8
+    """Samples of each prompt. Advantages compare the samples of a group, so most need at least
+    2."""
+    epochs: Positive = 1
+    """Passes over each batch."""
+    minibatches: Positive = 1
+    """Optimizer steps in each pass over a batch. More steps use a batch better and move the policy
+    further from the one that sampled it."""
+    micro_batch_tokens: Positive = 16384
+    """Tokens (prompts and completions, padded) in one forward pass. Lower it when the learner runs
+    out of memory; the result stays the same."""
+    gradient_checkpointing: bool = False
+    """Keep only the states between layers and compute each layer again in the backward pass. Saves
+    memory and costs one more forward pass."""
+    replay_routing: bool = False
+    """Mixtures of experts: the generators record the experts of every token, and the learner uses
+    the same ones instead of its routers' own choice."""
+    shared_rounding: Annotated[bool, read_with("generator.quantize")] = False
+    """Multiply with the weights as generator.quantize rounds them, in every forward pass of the
+    learner. The weights keep their precision and get the gradient at the rounded ones
+    (straight-through)."""
+    lr: NonNegative = 2e-4
+    """Learning rate at the end of the warm-up. Tune it for each method before you compare
+    methods."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after the warm-up: constant, or falling to 0 at the end of the
+    run."""
+    warmup_steps: Count = 0
+    """Batches over which the learning rate rises linearly from 0 to learner.lr; batch 0 is trained
+    at 0. 0: none."""
+    beta1: Share = 0.9
+    """AdamW: decay of the running mean of the gradient."""
+    beta2: Share = 0.99
+    """AdamW: decay of the running mean of the squared gradient."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay of the optimizer. 0: none."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """Optimizer: AdamW, or plain SGD without momentum."""
+    clip_norm: Annotated[float, Meta(ge=0)] = 1.0
+    """Largest norm of the gradient; a larger gradient is scaled down. 0: no clipping."""
+    gradient_cosine: Literal["off", "log", "project"] = "off"
+    """Cosine between each step's gradient and that of the step before. log: record it; project:
+    also reduce it to at most cosine_max (GAC)."""
+    cosine_max: Annotated[float, Meta(ge=0, lt=1), read_with("gradient_cosine", "project")] = 0.0
+    """project: largest cosine between two successive gradients. 0 removes all of the shared
+    direction."""
+    prefetch: Annotated[Count, Meta(le=1)] = 1
+    """Batches that the learner leases ahead. 0: it requests a batch only when it needs one, and
+    waits for the transfer."""
+    checkpoint_every: Positive = 20
+    """Batches between checkpoints. A restarted learner repeats the batches since the last one."""
+    keep_checkpoints: Positive = 2
+    """Newest checkpoints to keep. Older ones are deleted."""
+    threads: Positive = 1
+    """OpenMP threads of the learner process."""
+    gpus: list[Count] = []
+    """GPU number of each rank. Empty: model.device."""
 
 
 class LoraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    rank: Annotated[
-        Count,
-        Meta(
-            description="Rank of the LoRA adapters. Only the adapters are then trained and "
-            "published. 0: train all weights."
-        ),
-    ] = 0
-    alpha: Annotated[
-        float,
-        Meta(
-            gt=0, description="Scale of the adapters: their product is multiplied by alpha / rank."
-        ),
-        read_with("rank"),
-    ] = 16.0
-    target_modules: Annotated[
-        list[str],
-        Meta(
-            description="Linear layers that get an adapter, by the end of their names, such as "
-            "q_proj. Empty: all except the output head."
-        ),
-        read_with("rank"),
-    ] = []
+    rank: Count = 0
+    """Rank of the LoRA adapters. Only the adapters are then trained and published. 0: train all
+    weights."""
+    alpha: Annotated[float, Meta(gt=0), read_with("rank")] = 16.0
+    """Scale of the adapters: their product is multiplied by alpha / rank."""
+    target_modules: Annotated[list[str], read_with("rank")] = []
+    """Linear layers that get an adapter, by the end of their names, such as q_proj. Empty: all
+    except the output head."""
 
 
 class ExportConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    lora: Annotated[
-        Literal["merged", "adapter"],
-        Meta(
-            description="Content of RUN/model: base model and adapter merged into one model, "
-            "or only the adapter in peft's format."
-        ),
-        read_with("lora.rank"),
-    ] = "merged"
+    lora: Annotated[Literal["merged", "adapter"], read_with("lora.rank")] = "merged"
+    """Content of RUN/model: base model and adapter merged into one model, or only the adapter in
+    peft's format."""
 
 
 class AutoLimitConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """An adaptive limit, from 1 to `most`."""
 
-    auto: Annotated[
-        Literal["ess"],
-        Meta(
-            description="Adapt the limit to the effective sample size (is/ess) and the "
-            "learner's idle time."
-        ),
-    ]
-    floor: Annotated[
-        float, Meta(gt=0, lt=1, description="Lower the limit while is/ess is below this.")
-    ] = 0.5
-    most: Annotated[int, Meta(ge=1, description="Upper bound of the limit, in versions.")] = 16
+    auto: Literal["ess"]
+    """Adapt the limit to the effective sample size (is/ess) and the learner's idle time."""
+    floor: Annotated[float, Meta(gt=0, lt=1)] = 0.5
+    """Lower the limit while is/ess is below this."""
+    most: Annotated[int, Meta(ge=1)] = 16
+    """Upper bound of the limit, in versions."""
 
 
 USUAL_WAIT = 0.02  # staleness.wait = auto
 
 
 class StalenessConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    max_lag: Annotated[
-        Annotated[float, Meta(ge=0)] | AutoLimitConfig,
-        Meta(
-            description="Largest lag of a token, in versions: a whole number or inf. 0: "
-            'synchronous. { auto = "ess", floor = 0.5, most = 16 } adapts it during the run. '
-            "Raise it when the learner or the generators are idle; lower it when is/ess is low."
-        ),
-    ] = 2.0
-    wait: Annotated[
-        Annotated[float, Meta(ge=0, lt=1)] | Literal["auto"],
-        Meta(
-            description="Share of its time that the run may wait for fresher samples. Tickets are "
-            "granted only as far ahead as this requires, at most up to max_lag. 0: always up "
-            "to max_lag. auto: 0.02 with pace and without injected lag; 0 in comparisons and "
-            "sweeps, which need a known lag."
-        ),
-    ] = "auto"
-    on_exceed: Annotated[
-        Literal["pace", "drop", "mask", "downweight"],
-        Meta(
-            description="Treatment of samples above max_lag. pace: prevent them, by limiting how "
-            "far ahead tickets are granted; drop: discard the sample; mask: exclude its "
-            "tokens above the limit from the loss; downweight: halve the weight of a token "
-            "for every half_life versions above the limit."
-        ),
-    ] = "pace"
-    half_life: Annotated[
-        float,
-        Meta(
-            gt=0,
-            description="downweight: versions above the limit at which a token has half its "
-            "weight.",
-        ),
-        read_with("on_exceed", "downweight"),
-    ] = 2.0
-    order: Annotated[
-        Literal["auto", "ticket", "completion", "freshest"],
-        Meta(
-            description="Groups that form the next batch: those of the oldest tickets, those "
-            "completed first, or those of the smallest lag. auto: ticket with pace, otherwise "
-            "completion."
-        ),
-    ] = "auto"
-    inject: Annotated[
-        int | list[float] | None,
-        Meta(
-            description="Lag to inject for experiments, in versions: a constant, or a list of "
-            "the probabilities of lag 0, 1, 2, ..."
-        ),
-    ] = None
-    delay: Annotated[
-        NonNegative,
-        Meta(
-            description="Delay completions on purpose, to study long tails: scale of a random "
-            "delay in decode steps per token. 0: none."
-        ),
-    ] = 0.0
-    delay_of: Annotated[
-        Literal["ticket", "answer"],
-        Meta(
-            description="Sample `delay` once per ticket (the whole group is late) or once per "
-            "sample."
-        ),
-        read_with("delay"),
-    ] = "ticket"
+    max_lag: Annotated[float, Meta(ge=0)] | AutoLimitConfig = 2.0
+    """Largest lag of a token, in versions: a whole number or inf. 0: synchronous. { auto = "ess",
+    floor = 0.5, most = 16 } adapts it during the run. Raise it when the learner or the generators
+    are idle; lower it when is/ess is low."""
+    wait: Annotated[float, Meta(ge=0, lt=1)] | Literal["auto"] = "auto"
+    """Share of its time that the run may wait for fresher samples. Tickets are granted only as far
+    ahead as this requires, at most up to max_lag. 0: always up to max_lag. auto: 0.02 with pace and
+    without injected lag; 0 in comparisons and sweeps, which need a known lag."""
+    on_exceed: Literal["pace", "drop", "mask", "downweight"] = "pace"
+    """Treatment of samples above max_lag. pace: prevent them, by limiting how far ahead tickets are
+    granted; drop: discard the sample; mask: exclude its tokens above the limit from the loss;
+    downweight: halve the weight of a token for every half_life versions above the limit."""
+    half_life: Annotated[float, Meta(gt=0), read_with("on_exceed", "downweight")] = 2.0
+    """downweight: versions above the limit at which a token has half its weight."""
+    order: Literal["auto", "ticket", "completion", "freshest"] = "auto"
+    """Groups that form the next batch: those of the oldest tickets, those completed first, or those
+    of the smallest lag. auto: ticket with pace, otherwise completion."""
+    inject: int | list[float] | None = None
+    """Lag to inject for experiments, in versions: a constant, or a list of the probabilities of lag
+    0, 1, 2, ..."""
+    delay: NonNegative = 0.0
+    """Delay completions on purpose, to study long tails: scale of a random delay in decode steps
+    per token. 0: none."""
+    delay_of: Annotated[Literal["ticket", "answer"], read_with("delay")] = "ticket"
+    """Sample `delay` once per ticket (the whole group is late) or once per sample."""
 
     @property
     def limit(self) -> float:
@@ -816,100 +443,56 @@ class StalenessConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 
 class WeightsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    in_flight: Annotated[
-        Literal["keep_kv", "recompute_kv", "between_groups"],
-        Meta(
-            description="Treatment of unfinished completions when new weights arrive. keep_kv "
-            "and recompute_kv continue them under the new weights (partial rollouts) with the "
-            "old keys and values, or with recomputed ones; between_groups finishes them first."
-        ),
-    ] = "keep_kv"
-    transport: Annotated[
-        TransportName,
-        Meta(
-            description="Path of the weights from learner to generators. auto: shared memory "
-            "on one machine, otherwise tcp; nccl: from GPU to GPU on one machine; gloo: the same "
-            "between CPUs."
-        ),
-    ] = "auto"
-    slots: Annotated[
-        int,
-        Meta(
-            ge=2,
-            description="Versions that the ring in shared memory holds, besides those that lag "
-            "injection needs. Each takes the memory of one model.",
-        ),
-    ] = 4
+    in_flight: Literal["keep_kv", "recompute_kv", "between_groups"] = "keep_kv"
+    """Treatment of unfinished completions when new weights arrive. keep_kv and recompute_kv
+    continue them under the new weights (partial rollouts) with the old keys and values, or with
+    recomputed ones; between_groups finishes them first."""
+    transport: TransportName = "auto"
+    """Path of the weights from learner to generators. auto: shared memory on one machine, otherwise
+    tcp; nccl: from GPU to GPU on one machine; gloo: the same between CPUs."""
+    slots: Annotated[int, Meta(ge=2)] = 4
+    """Versions that the ring in shared memory holds, besides those that lag injection needs. Each
+    takes the memory of one model."""
 
 
 class DurabilityConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    mode: Annotated[
-        Literal["memory", "process", "disk"],
-        Meta(
-            description="Failures that the buffer survives. memory: none, and its exit ends the "
-            "run; process: any killed process; disk: also a power cut, because replies wait "
-            "for the disk."
-        ),
-    ] = "memory"
+    mode: Literal["memory", "process", "disk"] = "memory"
+    """Failures that the buffer survives. memory: none, and its exit ends the run; process: any
+    killed process; disk: also a power cut, because replies wait for the disk."""
 
 
 class EvaluationSetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A further held-out set: a table `[[evaluation.sets]]`."""
 
-    name: Annotated[
-        str,
-        Meta(
-            pattern="^[a-z][a-z0-9-]*$",
-            description="Name in the metrics, eval/NAME: small letters, digits and hyphens.",
-        ),
-    ]
-    file: Annotated[
-        str,
-        Meta(
-            description="Prompts of the set, from a source like that of task.prompts, with the "
-            "columns of task.columns."
-        ),
-    ] = ""
-    task: Annotated[
-        str,
-        Meta(
-            description="Built-in task, or reasoning_gym:GENERATOR, with the set's prompts and "
-            "reward. Without `file` and `task`, the set has prompts of the run's task."
-        ),
-    ] = ""
-    options: Annotated[
-        dict[str, Any], Meta(description="Settings of a reasoning_gym:GENERATOR in `task`.")
-    ] = {}
-    split: Annotated[
-        Literal["heldout", "ood"], Meta(description="Split of a task whose prompts the set has.")
-    ] = "heldout"
-    reward: Annotated[
-        str,
-        Meta(
-            description="Reward function of the set: module:function or file.py:function. Empty: "
-            "the run's reward, or with `task` that of the task."
-        ),
-    ] = ""
-    every: Annotated[
-        Count, Meta(description="Versions between evaluations. 0: only at the start and the end.")
-    ] = 0
-    prompts: Annotated[Positive, Meta(description="Most prompts of an evaluation.")] = 256
-    samples: Annotated[Positive, Meta(description="Completions of each prompt.")] = 1
-    temperature: Annotated[
-        float,
-        Meta(ge=0, description="Sampling temperature. 0: greedy, with one sample per prompt."),
-    ] = 1.0
-    greedy: Annotated[
-        bool, Meta(description="Also score one greedy completion of each prompt.")
-    ] = False
-    passing: Annotated[
-        float,
-        Meta(description="Smallest reward of a completion that counts as passed, for pass@k."),
-    ] = 1.0
-    pass_at: Annotated[
-        list[Positive],
-        Meta(description="The k of pass@k, each at most `samples`. []: 1 and `samples`."),
-    ] = []
+    name: Annotated[str, Meta(pattern="^[a-z][a-z0-9-]*$")]
+    """Name in the metrics, eval/NAME: small letters, digits and hyphens."""
+    file: str = ""
+    """Prompts of the set, from a source like that of task.prompts, with the columns of
+    task.columns."""
+    task: str = ""
+    """Built-in task, or reasoning_gym:GENERATOR, with the set's prompts and reward. Without `file`
+    and `task`, the set has prompts of the run's task."""
+    options: dict[str, Any] = {}
+    """Settings of a reasoning_gym:GENERATOR in `task`."""
+    split: Literal["heldout", "ood"] = "heldout"
+    """Split of a task whose prompts the set has."""
+    reward: str = ""
+    """Reward function of the set: module:function or file.py:function. Empty: the run's reward, or
+    with `task` that of the task."""
+    every: Count = 0
+    """Versions between evaluations. 0: only at the start and the end."""
+    prompts: Positive = 256
+    """Most prompts of an evaluation."""
+    samples: Positive = 1
+    """Completions of each prompt."""
+    temperature: Annotated[float, Meta(ge=0)] = 1.0
+    """Sampling temperature. 0: greedy, with one sample per prompt."""
+    greedy: bool = False
+    """Also score one greedy completion of each prompt."""
+    passing: float = 1.0
+    """Smallest reward of a completion that counts as passed, for pass@k."""
+    pass_at: list[Positive] = []
+    """The k of pass@k, each at most `samples`. []: 1 and `samples`."""
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -918,121 +501,62 @@ class EvaluationSetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
 
 class EvaluationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    every: Annotated[
-        Count, Meta(description="Versions between evaluations. 0: only at the start and the end.")
-    ] = 20
-    prompts: Annotated[
-        Positive, Meta(description="Held-out prompts of an evaluation during the run.")
-    ] = 256
-    final_prompts: Annotated[
-        Positive,
-        Meta(
-            description="Held-out prompts of the first and the last evaluation. More prompts "
-            "make smaller gains visible."
-        ),
-    ] = 1024
-    ood_every: Annotated[
-        Count,
-        Meta(
-            description="Versions between evaluations on out-of-distribution prompts, with at "
-            "most `prompts` of them. 0: only at the start and the end."
-        ),
-    ] = 0
-    ood_prompts: Annotated[
-        Count, Meta(description="Out-of-distribution prompts of the first and the last evaluation.")
-    ] = 512
-    temperature: Annotated[
-        float, Meta(gt=0, description="Sampling temperature of evaluations.")
-    ] = 1.0
-    generators: Annotated[
-        Count,
-        Meta(
-            description="How many of `generators` serve only evaluations. The others then never "
-            "pause for one. 0: all serve both, evaluations first."
-        ),
-    ] = 0
-    sets: Annotated[
-        list[EvaluationSetConfig],
-        Meta(
-            description="Further held-out sets, each a table [[evaluation.sets]] with a name. See "
-            "docs/evaluation.md for its keys."
-        ),
-    ] = []
+    every: Count = 20
+    """Versions between evaluations. 0: only at the start and the end."""
+    prompts: Positive = 256
+    """Held-out prompts of an evaluation during the run."""
+    final_prompts: Positive = 1024
+    """Held-out prompts of the first and the last evaluation. More prompts make smaller gains
+    visible."""
+    ood_every: Count = 0
+    """Versions between evaluations on out-of-distribution prompts, with at most `prompts` of them.
+    0: only at the start and the end."""
+    ood_prompts: Count = 512
+    """Out-of-distribution prompts of the first and the last evaluation."""
+    temperature: Annotated[float, Meta(gt=0)] = 1.0
+    """Sampling temperature of evaluations."""
+    generators: Count = 0
+    """How many of `generators` serve only evaluations. The others then never pause for one. 0: all
+    serve both, evaluations first."""
+    sets: list[EvaluationSetConfig] = []
+    """Further held-out sets, each a table [[evaluation.sets]] with a name. See docs/evaluation.md
+    for its keys."""
 
 
 class WiresConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    address: Annotated[
-        str,
-        Meta(
-            description="Address of the buffer: ipc:// or tcp://. Empty: ipc in the run "
-            "directory. Use tcp for a run on several machines."
-        ),
-    ] = ""
-    weights_address: Annotated[
-        str, Meta(description="tcp address where the learner serves weights. Empty: none.")
-    ] = ""
-    gateway_address: Annotated[
-        str,
-        Meta(
-            description="tcp address where the gateway of sessions ([agent]) serves generators on "
-            "other machines. Empty: ipc, for generators of its machine."
-        ),
-    ] = ""
-    credit_bytes: Annotated[
-        Positive,
-        Meta(
-            description="Bytes of samples that a generator may have sent without an "
-            "acknowledgment from the buffer."
-        ),
-    ] = 8 * 1024 * 1024
-    frame_bytes: Annotated[
-        Positive, Meta(description="Bytes up to which several samples are sent in one message.")
-    ] = 256 * 1024
-    lease_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            description="Seconds without decode progress after which the lease of a ticket ends, "
-            "so that another generator may lease it.",
-        ),
-    ] = 20.0
-    retry_s: Annotated[
-        float, Meta(gt=0, description="Seconds without a reply after which a request is repeated.")
-    ] = 1.0
-    connect_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            description="Seconds after which a process exits if a peer has never replied.",
-        ),
-    ] = 120.0
-    curve_dir: Annotated[
-        str,
-        Meta(
-            description="Directory of the CURVE keys made by `asyncrl keys`. Required for "
-            "every address other than loopback."
-        ),
-    ] = ""
+    address: str = ""
+    """Address of the buffer: ipc:// or tcp://. Empty: ipc in the run directory. Use tcp for a run
+    on several machines."""
+    weights_address: str = ""
+    """tcp address where the learner serves weights. Empty: none."""
+    gateway_address: str = ""
+    """tcp address where the gateway of sessions ([agent]) serves generators on other machines.
+    Empty: ipc, for generators of its machine."""
+    credit_bytes: Positive = 8 * 1024 * 1024
+    """Bytes of samples that a generator may have sent without an acknowledgment from the buffer."""
+    frame_bytes: Positive = 256 * 1024
+    """Bytes up to which several samples are sent in one message."""
+    lease_s: Annotated[float, Meta(gt=0)] = 20.0
+    """Seconds without decode progress after which the lease of a ticket ends, so that another
+    generator may lease it."""
+    retry_s: Annotated[float, Meta(gt=0)] = 1.0
+    """Seconds without a reply after which a request is repeated."""
+    connect_s: Annotated[float, Meta(gt=0)] = 120.0
+    """Seconds after which a process exits if a peer has never replied."""
+    curve_dir: str = ""
+    """Directory of the CURVE keys made by `asyncrl keys`. Required for every address other than
+    loopback."""
 
 
 class WatchdogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    multiple: Annotated[
-        float,
-        Meta(
-            gt=1,
-            description="A step is overdue after this multiple of the median duration of the "
-            "run's steps.",
-        ),
-    ] = 20.0
-    floor_s: Annotated[
-        float, Meta(gt=0, description="Seconds before which no step is overdue.")
-    ] = 60.0
-    startup_s: Annotated[
-        float, Meta(gt=0, description="Seconds that a process may take until its first step.")
-    ] = 300.0
-    restarts: Annotated[
-        Count, Meta(description="Restarts of each process before the run ends.")
-    ] = 3
+    multiple: Annotated[float, Meta(gt=1)] = 20.0
+    """A step is overdue after this multiple of the median duration of the run's steps."""
+    floor_s: Annotated[float, Meta(gt=0)] = 60.0
+    """Seconds before which no step is overdue."""
+    startup_s: Annotated[float, Meta(gt=0)] = 300.0
+    """Seconds that a process may take until its first step."""
+    restarts: Count = 3
+    """Restarts of each process before the run ends."""
 
 
 TrackerName = Literal["wandb", "trackio", "mlflow"]
@@ -1040,121 +564,60 @@ SampleRule = Literal["group", "best", "worst", "off_policy", "longest", "random"
 
 
 class RecordConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    samples_every: Annotated[
-        Count, Meta(description="Batches between the samples written to samples.jsonl. 0: none.")
-    ] = 10
-    samples: Annotated[
-        Count,
-        Meta(description="Samples of such a batch to write. 0: all."),
-        read_with("samples_every"),
-    ] = 4
-    token_samples: Annotated[
-        list[SampleRule],
-        Meta(
-            description="Samples of such a batch to log with every token in token_samples.jsonl: "
-            "a whole group (by rotation), the best and the worst by reward, the one furthest "
-            "from its behavior policy, the longest, a random one. `asyncrl samples` and "
-            "`asyncrl watch` show them. []: none."
-        ),
-        read_with("samples_every"),
-    ] = msgspec.field(default_factory=lambda: ["group", "best", "worst", "off_policy", "longest"])
-    token_samples_mib: Annotated[
-        Positive,
-        Meta(description="Largest size of token_samples.jsonl, in MiB."),
-        read_with("samples_every"),
-    ] = 64
-    optimizer_steps_mib: Annotated[
-        Positive,
-        Meta(
-            description="Largest size of optimizer_steps.jsonl, in MiB: about 1 KiB for each "
-            "optimizer step with loss.surrogate = reshape, half of that otherwise."
-        ),
-    ] = 64
-    trackers: Annotated[
-        list[TrackerName],
-        Meta(
-            description="Trackers that receive every row of metrics.jsonl besides TensorBoard, "
-            "each from its own process (docs/watch.md). []: none."
-        ),
-    ] = msgspec.field(default_factory=list)
-    split_every: Annotated[
-        Count,
-        Meta(
-            description="Batches between splits of log pi_theta / mu into engine mismatch, "
-            "staleness and update. A split reads old weights from the ring and costs forward "
-            "passes. 0: none."
-        ),
-    ] = 5
-    split_samples: Annotated[
-        Positive,
-        Meta(
-            description="Samples of such a batch to split, from as few groups as possible. "
-            "kl/moved is also measured on them."
-        ),
-    ] = 8
-    reference_kl_every: Annotated[
-        Count,
-        Meta(
-            description="Batches between measurements of the KL to the reference policy in "
-            "runs without a KL term. They hold a second model in memory. 0: none."
-        ),
-    ] = 10
-    reference_samples: Annotated[
-        Positive,
-        Meta(description="Samples of such a batch to measure."),
-    ] = 32
-    kl_moved: Annotated[
-        Count,
-        Meta(
-            description="Batches between measurements of kl/moved on the whole batch, at two "
-            "forward passes each. 0: measure it only on the samples of the split."
-        ),
-    ] = 0
-    stream: Annotated[
-        bool,
-        Meta(
-            description="Record every batch as it was trained, so that `asyncrl replay` can "
-            "train on it again."
-        ),
-    ] = False
-    stream_mib: Annotated[
-        Positive,
-        Meta(
-            description="stream: MiB that the recording may take. Recording then stops and the "
-            "run continues."
-        ),
-    ] = 1024
-    weights_every: Annotated[
-        Count,
-        Meta(description="stream: batches between recorded weights. 0: only the initial ones."),
-    ] = 0
+    samples_every: Count = 10
+    """Batches between the samples written to samples.jsonl. 0: none."""
+    samples: Annotated[Count, read_with("samples_every")] = 4
+    """Samples of such a batch to write. 0: all."""
+    token_samples: Annotated[list[SampleRule], read_with("samples_every")] = msgspec.field(
+        default_factory=lambda: ["group", "best", "worst", "off_policy", "longest"]
+    )
+    """Samples of such a batch to log with every token in token_samples.jsonl: a whole group (by
+    rotation), the best and the worst by reward, the one furthest from its behavior policy, the
+    longest, a random one. `asyncrl samples` and `asyncrl watch` show them. []: none."""
+    token_samples_mib: Annotated[Positive, read_with("samples_every")] = 64
+    """Largest size of token_samples.jsonl, in MiB."""
+    optimizer_steps_mib: Positive = 64
+    """Largest size of optimizer_steps.jsonl, in MiB: about 1 KiB for each optimizer step with
+    loss.surrogate = reshape, half of that otherwise."""
+    trackers: list[TrackerName] = msgspec.field(default_factory=list)
+    """Trackers that receive every row of metrics.jsonl besides TensorBoard, each from its own
+    process (docs/watch.md). []: none."""
+    split_every: Count = 5
+    """Batches between splits of log pi_theta / mu into engine mismatch, staleness and update. A
+    split reads old weights from the ring and costs forward passes. 0: none."""
+    split_samples: Positive = 8
+    """Samples of such a batch to split, from as few groups as possible. kl/moved is also measured
+    on them."""
+    reference_kl_every: Count = 10
+    """Batches between measurements of the KL to the reference policy in runs without a KL term.
+    They hold a second model in memory. 0: none."""
+    reference_samples: Positive = 32
+    """Samples of such a batch to measure."""
+    kl_moved: Count = 0
+    """Batches between measurements of kl/moved on the whole batch, at two forward passes each. 0:
+    measure it only on the samples of the split."""
+    stream: bool = False
+    """Record every batch as it was trained, so that `asyncrl replay` can train on it again."""
+    stream_mib: Positive = 1024
+    """stream: MiB that the recording may take. Recording then stops and the run continues."""
+    weights_every: Count = 0
+    """stream: batches between recorded weights. 0: only the initial ones."""
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The config of a run.  `model.path` and `task.name` have no default."""
 
-    name: Annotated[
-        str,
-        Meta(description="Name of the run directory. Empty: the config file's name and the time."),
-    ] = ""
-    runs: Annotated[str, Meta(description="Directory that holds the run directories.")] = "runs"
-    seed: Annotated[
-        Seed,
-        Meta(
-            description="Seed of prompts, sampling and training. Repeat a comparison under "
-            "several seeds."
-        ),
-    ] = 0
-    generators: Annotated[
-        Positive, Meta(description="Generator processes that `asyncrl run` starts.")
-    ] = 1
-    exact: Annotated[
-        bool | Literal["try"],
-        Meta(
-            description="Make log-probabilities of engine and learner bitwise equal. A "
-            "self-test decides; its failure ends the run (true) or is only reported (try)."
-        ),
-    ] = False
+    name: str = ""
+    """Name of the run directory. Empty: the config file's name and the time."""
+    runs: str = "runs"
+    """Directory that holds the run directories."""
+    seed: Seed = 0
+    """Seed of prompts, sampling and training. Repeat a comparison under several seeds."""
+    generators: Positive = 1
+    """Generator processes that `asyncrl run` starts."""
+    exact: bool | Literal["try"] = False
+    """Make log-probabilities of engine and learner bitwise equal. A self-test decides; its failure
+    ends the run (true) or is only reported (try)."""
     model: ModelConfig
     task: TaskConfig
     reward: RewardConfig = RewardConfig()
