@@ -69,7 +69,6 @@ WARM = 4  # steps that are not timed: the first version, and as many as may be w
 STEPS = 60
 RECONNECT_S = 0.05  # until zmq connects again
 HANDSHAKES = 5  # round trips of a new connection with keys, to the first answer
-IDLE = "time/generator_idle_share"
 PATIENCE_S = 600.0
 CANNOT = 3  # exit code where no namespaces can be made
 ASYNCRL = [sys.executable, "-m", "asyncrl.cli"]
@@ -185,7 +184,7 @@ class Run:
         relayed = json.loads(self.counts.read_text())
         timed = [row["t"] for row in rows[WARM - 1 :]]
         seconds = (timed[-1] - timed[0]) / (len(timed) - 1)
-        idle = [row[IDLE] for row in rows[WARM:] if IDLE in row]
+        idle = metrics.compute_idle_shares(rows[WARM:])["generator"]
         links = {
             name: round(statistics.median(row[name] for row in rows if name in row), 4)
             for name in ("link/fetch_share", "link/fetch_mb_per_s", "link/ack_s")
@@ -194,7 +193,7 @@ class Run:
         return {
             "steps": len(rows),
             "seconds_a_step": round(seconds, 4),
-            "busy_s": round(seconds * (1 - statistics.mean(idle)), 4),  # of it, the generator's
+            "busy_s": round(seconds * (1 - idle), 4),  # of it, the generator's
             "wrong": self.wrong(steps),
             "doctor": self.said,
             "doctor_afterwards": self.doctor()["link"],

@@ -26,6 +26,8 @@ from typing import Any
 from lib import rounds
 from lib.results_file import ROOT
 
+from asyncrl.records.metrics import compute_idle_shares
+
 LAGS = {"sync": 0, "async": 4}
 SKIP = 4  # steps until the pipeline is full
 REWARD = "benchmarks.lib.slow_reward:waiting"
@@ -62,7 +64,8 @@ def one(work: Path, name: str, lag: int, workers: int, steps: int, seed: int) ->
     lines = (work / name / "metrics.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if "reward/mean" in row]
     out = {"step": (rows[-1]["t"] - rows[SKIP]["t"]) / (len(rows) - 1 - SKIP)}
-    for key in ("time/learner_idle_share", "reward/wait_s", "reward/call_s", "lag/mean"):
+    out["time/learner_idle_share"] = compute_idle_shares(rows[SKIP:])["learner"]
+    for key in ("reward/wait_s", "reward/call_s", "lag/mean"):
         found = [row[key] for row in rows[SKIP:] if key in row]
         out[key] = statistics.median(found) if found else 0.0
     return out

@@ -161,6 +161,29 @@ def _make_session_fields(sample: Trajectory) -> dict[str, Any]:
     }
 
 
+def leave_out_earlier_time(entry: dict[str, Any], seconds: float) -> None:
+    """Do not count the sums that a generator reports of its time before the first ticket.
+
+    entry: of the generator, with the report.
+    seconds: since the first ticket of this buffer process, 0 before it. A generator that has worked
+        for longer has also worked for an earlier buffer process, or for the first evaluation."""
+    age = sum(entry["stats"].get(f"generator/{name}", 0.0) for name in ("busy_s", "idle_s"))
+    if not seconds or ("counted" not in entry and age > seconds):
+        entry["counted"] = dict(entry["stats"])
+
+
+def leave_out_wait_for_ticket(values: dict[str, float], seconds: float) -> None:
+    """Shorten the time of a learner's step that began before the first ticket.
+
+    seconds: since the first ticket of this buffer process."""
+    step_s, idle_share = values.get("time/step", 0.0), values.get("time/learner_idle_share", 0.0)
+    busy_s = step_s * (1 - idle_share)
+    if step_s > (seconds := max(seconds, busy_s)) > 0:
+        values["throughput/learner_tokens_per_s"] *= step_s / seconds
+        values["time/learner_idle_share"] = 1 - busy_s / seconds
+        values["time/step"] = seconds
+
+
 def sum_growth(generators: Iterable[dict[str, Any]]) -> dict[str, float]:
     """Sum the growth of each of SUMS over the generators since the last call.
 

@@ -610,6 +610,8 @@ class BufferService:
             self.free_unheld_leases(message)
             entry["stats"], entry["waiting"] = message.stats, message.waiting
             entry["sessions"] = message.sessions
+            started_at = self.clock.started_at
+            numbers.leave_out_earlier_time(entry, now - started_at if started_at else 0.0)
             self.measure_rewards(message, now)
             self.reported.add(message.producer)
             announcement = self.make_announcement()
@@ -1011,9 +1013,11 @@ class BufferService:
         now = time.monotonic()
         self.progress += 1
         self.counted_samples = 0
-        self.last_commit = now
         batch = self.leased.pop(commit.number, None)
         values = dict(commit.metrics)
+        if not self.last_commit and self.clock.started_at:
+            numbers.leave_out_wait_for_ticket(values, now - self.clock.started_at)
+        self.last_commit = now
         if (step_s := values.get("time/step", 0.0)) > 0:
             self.step_s.append(step_s * (1 - values.get("time/learner_idle_share", 0.0)))
         self.mismatch = max(
@@ -1072,6 +1076,7 @@ class BufferService:
             {
                 "throughput/generator_tokens_per_s": totals["tokens"] / max(span, 1e-9),
                 "time/generator_idle_share": totals["idle_s"] / spent,
+                "time/generators": spent,
                 "time/swap": totals["swap_s"],
             }
             | numbers.compute_reward_metrics(stats, totals, spent)

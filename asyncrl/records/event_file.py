@@ -22,6 +22,7 @@ class _TensorboardModules(NamedTuple):
 
     RecordWriter: Any
     Event: Any
+    SessionLog: Any
     HistogramProto: Any
     Summary: Any
 
@@ -36,12 +37,12 @@ def import_protocol() -> _TensorboardModules:
         sys.modules["torch"] = None  # type: ignore[assignment]
     try:
         from tensorboardX import RecordWriter
-        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
         from tensorboardX.proto.summary_pb2 import HistogramProto, Summary
     finally:
         if absent:
             del sys.modules["torch"]
-    return _TensorboardModules(RecordWriter, Event, HistogramProto, Summary)
+    return _TensorboardModules(RecordWriter, Event, SessionLog, HistogramProto, Summary)
 
 
 class EventFile:
@@ -80,9 +81,17 @@ class EventFile:
         Value = self.modules.Summary.Value
         rows = [Value(tag=name, simple_value=value) for name, value in values.items()]
         rows += [Value(tag=name, histo=self._build_histogram(c)) for name, c in counts.items() if c]
-        summary = self.modules.Summary(value=rows)
+        self._add_event(step, summary=self.modules.Summary(value=rows))
+
+    def start_session(self, step: int) -> None:
+        """Add the start of a session: TensorBoard drops all earlier events from `step` on."""
+        if not self.failed:
+            start = self.modules.SessionLog(status=self.modules.SessionLog.START)
+            self._add_event(step, session_log=start)
+
+    def _add_event(self, step: int, **content: Any) -> None:
         try:
-            self._write(self.modules.Event(wall_time=time.time(), step=step, summary=summary))
+            self._write(self.modules.Event(wall_time=time.time(), step=step, **content))
         except OSError as error:
             self._give_up(error)
 

@@ -6,7 +6,7 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -163,16 +163,23 @@ METRICS: dict[str, MetricInfo] = {
     "throughput/generator_tokens_per_s": MetricInfo(
         "tokens/s", "tokens generated per second of wall time, all generators"
     ),
-    "time/step": MetricInfo("s", "wall time of the learner's step"),
+    "time/step": MetricInfo(
+        "s", "wall time of the learner's step; the first one begins with the first ticket"
+    ),
     "time/train": MetricInfo("s", "time in forward, backward and update"),
     "time/publish": MetricInfo("s", "time to write the weights into the ring"),
     "weights/bytes": MetricInfo("bytes", "size of a published version; with LoRA only the adapter"),
     "weights/full_bytes": MetricInfo("bytes", "all weights of the model"),
     "time/learner_idle_share": MetricInfo(
-        "share", "share of the learner's time spent waiting for a batch"
+        "share",
+        "share of the learner's time in which it neither trained nor published: it waited for a "
+        "batch, or wrote a checkpoint",
     ),
     "time/generator_idle_share": MetricInfo(
         "share", "share of the generators' time without a completion to decode"
+    ),
+    "time/generators": MetricInfo(
+        "s", "time of all generators that this step's shares of their time are of"
     ),
     "time/reward_wait_share": MetricInfo(
         "share",
@@ -464,8 +471,14 @@ class MetricsWriter:
 
     def __init__(self, run_dir: Path) -> None:
         self.not_finite: set[str] = set()  # names that were reported
+        self.run_dir = run_dir
+        self.newest = -1  # step of training
+        self.evaluations: set[tuple[int, str]] = set()  # (version, names)
         self.file = jsonl.JsonlAppender(run_dir / "metrics.jsonl")
         self.board = EventFile(run_dir / "tensorboard")
+        if rows := read(run_dir):
+            trained = [row["step"] for row in rows if not name_evaluation(row)]
+            self._start_session(1 + max(trained, default=-1), rows)
 
     def write(
         self,
@@ -495,8 +508,41 @@ class MetricsWriter:
         row: dict[str, Any] = {"step": step, "t": round(seconds, 4)} | values
         counts = {name: Counter(numbers) for name, numbers in (histograms or {}).items()}
         texts = {name: {f"{x:g}": n for x, n in count.items()} for name, count in counts.items()}
+        evaluation = name_evaluation(values)
+        repeats = (step, evaluation) in self.evaluations or (not evaluation and step <= self.newest)
         self.file.write(row | texts)
+        if repeats:  # by a learner that was restarted from a checkpoint
+            self._start_session(step, read(self.run_dir))
+            return
         self.board.add(step, values, counts)
+        if evaluation:
+            self.evaluations.add((step, evaluation))
+        else:
+            self.newest = step
+
+    def _start_session(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Make TensorBoard drop its events from `step` on; add those of `rows` from there again.
+
+        rows: all valid ones."""
+        self.newest, self.evaluations = -1, set()
+        self.board.start_session(step)
+        for row in rows:
+            if evaluation := name_evaluation(row):
+                self.evaluations.add((row["step"], evaluation))
+            else:
+                self.newest = row["step"]
+            if row["step"] >= step:
+                values = {
+                    name: value
+                    for name, value in row.items()
+                    if name not in ("step", "t") and isinstance(value, int | float)
+                }
+                counts = {
+                    name: Counter({float(text): count for text, count in value.items()})
+                    for name, value in row.items()
+                    if isinstance(value, dict)
+                }
+                self.board.add(row["step"], values, counts)
 
     def close(self) -> None:
         self.file.close()
@@ -515,6 +561,12 @@ def read(run_dir: Path) -> list[dict[str, Any]]:
     return select_valid_rows(jsonl.read(run_dir / "metrics.jsonl"))
 
 
+def name_evaluation(row: Mapping[str, Any]) -> str:
+    """Name the metrics of an evaluation's row; "" for a row of training."""
+    names = row.keys() - {"step", "t"}
+    return ",".join(sorted(names)) if all(name.startswith("eval/") for name in names) else ""
+
+
 def select_valid_rows(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Leave out the rows that later ones replace.
 
@@ -527,10 +579,9 @@ def select_valid_rows(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     for line in lines:
         row = {OLD_NAMES.get(name, name): value for name, value in line.items()}
         step = row.get("step")
-        names = sorted(n for n in row if n not in ("step", "t"))
         if not isinstance(step, int):
             continue
-        evaluation = ",".join(names) if all(n.startswith("eval/") for n in names) else ""
+        evaluation = name_evaluation(row)
         if not evaluation:
             for key in (
                 [k for k in valid if k[0] > step or k == (step, "")] if step <= newest else ()
@@ -540,6 +591,24 @@ def select_valid_rows(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         valid.pop((step, evaluation), None)
         valid[step, evaluation] = row
     return list(valid.values())
+
+
+def compute_idle_shares(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return each side's idle share: its idle time over all its time, both summed over `rows`.
+
+    rows: of metrics.jsonl; those of repeated steps also took time.  Older rows lack the generators'
+        time and count by the time of the step."""
+    shares = {}
+    for side, time_name in (("generator", "time/generators"), ("learner", "time/step")):
+        name = f"time/{side}_idle_share"
+        timed = [
+            (row[name], row.get(time_name, row.get("time/step", 1.0)))
+            for row in rows
+            if name in row
+        ]
+        total = sum(seconds for _, seconds in timed)
+        shares[side] = sum(share * seconds for share, seconds in timed) / max(total, 1e-9)
+    return shares
 
 
 class RunClock:

@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
-from asyncrl.records import atomic_write, health_checks, metrics, rundir
+from asyncrl.records import atomic_write, health_checks, jsonl, metrics, rundir
 from asyncrl.records.health_checks import compute_half_interval
 
 PARTIAL = (
@@ -86,7 +86,7 @@ def build_partial_summary(run_dir: Path) -> dict[str, Any]:
         "tokens": tokens,
         "samples": samples,
         "mean_length": tokens / max(samples, 1),
-        "mean_reward": _average(rows, "reward/mean"),
+        "mean_reward": health_checks.average(rows, "reward/mean") or 0.0,
     }
     mismatch = [
         float(r[name])
@@ -96,7 +96,7 @@ def build_partial_summary(run_dir: Path) -> dict[str, Any]:
     ]
     return {
         "partial": True,
-        "wall_s": max((float(r.get("t", 0.0)) for r in rows), default=0.0),
+        "wall_s": max((r.get("t", 0.0) for r in rows if "reward/mean" in r), default=0.0),
         "steps": max(batches, default=-1) + 1,
         "trajectories": samples,
         "tokens": tokens,
@@ -119,11 +119,6 @@ def build_partial_summary(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def _average(rows: list[dict[str, Any]], name: str) -> float:
-    values = [r[name] for r in rows if name in r]
-    return sum(values) / len(values) if values else 0.0
-
-
 def _format_limit(limit: float) -> int | str:
     return int(limit) if limit != float("inf") else "inf"
 
@@ -133,8 +128,12 @@ def compose(config: Config, run_dir: Path) -> dict[str, Any]:
 
     It has the key "partial" only if the buffer was killed."""
     totals = read_buffer_summary(run_dir)
-    all_rows = metrics.read(run_dir)
-    rows = [r for r in all_rows if "reward/mean" in r]
+    lines = jsonl.read(run_dir / "metrics.jsonl")
+    all_rows = metrics.select_valid_rows(lines)
+    last_batch = next((r for r in reversed(all_rows) if "reward/mean" in r), {})
+    wall_s = max(totals["wall_s"], 1e-9)
+    # up to the last commit, as the seconds; a partial ledger has only the trained tokens
+    generated = sum(n for name, n in last_batch.items() if name.startswith("ledger/"))
     digest = run_dir / "weights_digest"
     current_limit = config.staleness.limit
     limit = max([current_limit, *rundir.read_limits(run_dir)])  # the bound for all its tokens
@@ -162,14 +161,9 @@ def compose(config: Config, run_dir: Path) -> dict[str, Any]:
         | {"limit": _format_limit(limit)}
         | ({"limit_now": _format_limit(current_limit)} if current_limit != limit else {}),
         "speed": {
-            # a run that ends before a generator's first report has no rate in its rows
-            "generator_tokens_per_s": _average(rows, "throughput/generator_tokens_per_s")
-            or totals["ledger"]["generated"] / max(totals["wall_s"], 1e-9),
-            "learner_tokens_per_s": _average(rows, "throughput/learner_tokens_per_s"),
-            "idle_share": {
-                "generator": _average(rows, "time/generator_idle_share"),
-                "learner": _average(rows, "time/learner_idle_share"),
-            },
+            "generator_tokens_per_s": (generated or totals["ledger"]["generated"]) / wall_s,
+            "learner_tokens_per_s": totals["tokens"] / wall_s,
+            "idle_share": metrics.compute_idle_shares(lines),
         },
         "weights_digest": digest.read_text(encoding="utf-8") if digest.exists() else None,
         "mismatch_k3_max": totals["mismatch_k3_max"],

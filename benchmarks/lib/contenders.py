@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.models import memory
+from asyncrl.records.metrics import compute_idle_shares
 from lib import rounds  # first: it puts the repository before benchmarks/
 
 ROOT = rounds.results_file.ROOT
@@ -72,8 +73,8 @@ def asyncrl(
     skip: int = SKIP,
     samples: int = BATCH,
 ) -> dict[str, float]:
-    """One run; seconds a step after the first `skip`, and what its metrics say of publishing,
-    swapping and idleness (medians).  samples: of a batch.
+    """One run; seconds a step after the first `skip`, and what its metrics say of publishing and
+    swapping (medians) and of idle time (its share of all time).  samples: of a batch.
     """
     every = [
         f"runs={str(work)!r}",
@@ -102,15 +103,14 @@ def asyncrl(
         "time/train",
         "time/publish",
         "time/swap",
-        "time/learner_idle_share",
-        "time/generator_idle_share",
         "lag/mean",
         "answer/length",
     ):
         found = [r[key] for r in rows[skip:] if key in r]
         if found:
             out[key] = statistics.median(found)
-    return out
+    idle = compute_idle_shares(rows[skip:])
+    return out | {f"time/{side}_idle_share": share for side, share in idle.items()}
 
 
 def summary(out: dict[str, list[float]]) -> dict[str, float]:

@@ -1043,6 +1043,37 @@ def test_tokens_a_second_are_over_all_the_time_since_the_last_report(begin: Any)
     ] == pytest.approx(100.0)
 
 
+def test_what_a_generator_did_for_an_earlier_buffer_is_in_no_rate(begin: Any) -> None:
+    """Its sums go on when the buffer is killed; before the first ticket they are not of RL."""
+    run = begin("learner.steps=3", "staleness.max_lag=2")
+    generator, learner = run.peer(), run.peer()
+
+    def report(tokens: float, busy_s: float, idle_s: float) -> None:
+        sums = {"tokens": tokens, "busy_s": busy_s, "idle_s": idle_s}
+        stats = {f"generator/{name}": value for name, value in sums.items()}
+        renewal = m.LeaseRenewal("generator-0", 1, [], stats, None)
+        ask(generator, renewal, m.HeartbeatReply)
+
+    report(5e6, 600.0, 100.0)
+    ask(learner, msgspec.structs.replace(run.hello(1), max_lag=2.0), m.Welcome)
+    while not run.service.clock.started_at:
+        (ticket, *_) = ask(generator, want(1), m.TicketGrant).tickets
+        if ticket.kind != "train":
+            ask(generator, answers(ticket), m.DeliveryAcks)
+    started_at = run.service.clock.started_at
+    report(5e6 + 300.0, 602.0, 101.0)
+    made = run.service.compute_generator_metrics(started_at + 3.0)
+    assert made["throughput/generator_tokens_per_s"] == pytest.approx(100.0)
+    assert made["time/generators"] == 3.0
+    assert made["time/generator_idle_share"] == pytest.approx(1 / 3)
+    # the first report of an older process after the first ticket
+    run.service.generators.clear()
+    report(7e6, 800.0, 200.0)
+    assert run.service.compute_generator_metrics(started_at + 4.0) == {}
+    report(7e6 + 50.0, 801.0, 200.0)
+    assert run.service.compute_generator_metrics(started_at + 4.0)["time/generators"] == 1.0
+
+
 def test_reused_keys_are_summed_over_the_generators_that_keep_them(begin: Any) -> None:
     service = begin().service
 

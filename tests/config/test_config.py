@@ -289,6 +289,38 @@ def test_tensorboard_reads_numbers_and_histograms_as_soon_as_they_are_written(
     assert path.stat().st_size > 100
 
 
+def test_tensorboard_shows_the_steps_that_a_crash_repeats_once(tmp_path: Path) -> None:
+    """A learner of the same buffer goes back to step 2, then everything does to step 3.
+
+    The evaluation of version 2 is not made again, and version 4 of the second branch replaces the
+    one of the first."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def write(writer: metrics.MetricsWriter, steps: range, branch: float) -> None:
+        for step in steps:
+            if step in (2, 4):
+                writer.write(step, {"eval/heldout": branch, "eval/heldout_n": 8.0})
+            writer.write(step, {"reward/mean": branch + step}, 0.0, {"lag/samples": [0, step]})
+
+    first = metrics.MetricsWriter(tmp_path)
+    write(first, range(6), 10.0)
+    first.write(2, {"reward/mean": 22.0}, 0.0, {"lag/samples": [1.0]})
+    write(first, range(3, 6), 20.0)
+    first.close()
+    second = metrics.MetricsWriter(tmp_path)
+    write(second, range(3, 7), 30.0)
+    second.close()
+    rows = metrics.read(tmp_path)
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    for name in ("reward/mean", "eval/heldout"):
+        shown = [(event.step, event.value) for event in board.Scalars(name)]
+        assert shown == [(row["step"], row[name]) for row in rows if name in row], name
+    assert [e.value for e in board.Scalars("reward/mean")] == [10, 11, 22, 33, 34, 35, 36]
+    assert [e.value for e in board.Scalars("eval/heldout")] == [10, 30]
+    assert [e.step for e in board.Histograms("lag/samples")] == [*range(7)]
+    assert board.Histograms("lag/samples")[2].histogram_value.num == 1
+
+
 def test_what_is_not_finite_is_in_no_row(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ which work; and that nothing is empty.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from asyncrl.experiments.compare import page as compare_page
 from asyncrl.experiments.compare.comparison import CellResult
 from asyncrl.experiments.serial import run_serial
 from asyncrl.records.page_kit import PagePlot
+from asyncrl.supervise import summary as summaries
 from asyncrl.supervise.report import run_page
 from asyncrl.supervise.report.series import Series
 
@@ -59,6 +61,74 @@ def test_an_accuracy_stands_with_its_n_and_interval() -> None:
     assert (
         cli.shorten_summary(summary)["held-out"]
         == "0.400 -> 0.900 +-0.029 (n = 400)   out of distribution - -> -"
+    )
+
+
+def recompute(path: Path) -> dict[str, str]:
+    """The figures of a run's page from the lines of metrics.jsonl alone, by card."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    batches = [line for line in lines if "reward/mean" in line]
+    survived: list[dict[str, Any]] = []
+    for batch in batches:  # a restarted learner goes on from its checkpoint
+        survived = [b for b in survived if b["step"] < batch["step"]] + [batch]
+    last, seconds = survived[-1], survived[-1]["t"]
+    tokens = [b["throughput/learner_tokens_per_s"] * b["time/step"] for b in survived]
+    generated = sum(n for name, n in last.items() if name.startswith("ledger/"))
+    lag = sum(b["lag/mean"] * n for b, n in zip(survived, tokens, strict=True)) / sum(tokens)
+    idle = {}
+    for side, whole in (("generator", "time/generators"), ("learner", "time/step")):
+        told = [(b[f"time/{side}_idle_share"] * b[whole], b[whole]) for b in batches if whole in b]
+        idle[side] = sum(x for x, _ in told) / sum(s for _, s in told)
+    evals = {
+        split: {line["step"]: line[f"eval/{split}"] for line in lines if f"eval/{split}" in line}
+        for split in ("heldout", "ood")
+    }
+    return {
+        "heldout-start": f"{evals['heldout'][0]:.3f}",
+        "heldout-end": f"{evals['heldout'][last['step'] + 1]:.3f}",
+        "ood-end": f"{evals['ood'][0]:.3f} / {evals['ood'][last['step'] + 1]:.3f}",
+        "wall": f"{seconds:.0f} s",
+        "steps": str(len(survived)),
+        "lag-mean": f"{lag:.2f}",
+        "lag-max": f"{max(b['lag/max'] for b in survived):.0f} / 2",
+        "gen": f"{generated / seconds:,.0f} tok/s",
+        "learn": f"{sum(tokens) / seconds:,.0f} tok/s",
+        "idle": f"{idle['generator']:.0%} / {idle['learner']:.0%}",
+    }
+
+
+@pytest.mark.parametrize("story", ["plain", "resumed", "learner killed", "all killed in turn"])
+def test_every_figure_of_a_page_follows_from_the_metrics(
+    forked: Callable[..., dict[str, Any]], tmp_path: Path, story: str
+) -> None:
+    kills: dict[str, dict[str, Any]] = {
+        "learner killed": {"die": {"learner": 4}},
+        "all killed in turn": {"die": {"generator-0": 40, "buffer": 9, "learner": 6}},
+    }
+    sets = ["learner.steps=8", "learner.checkpoint_every=3", "record.stream=true"]
+    sets += (
+        ["durability.mode='process'"] if "buffer" in kills.get(story, {"die": {}})["die"] else []
+    )
+    run_dir = tmp_path / "run"
+    if story == "resumed":
+        forked(run_dir, *sets, stop=3)
+    made = forked(run_dir, *sets, **kills.get(story, {}))
+    if story in kills:
+        assert set(made["deaths"]) == set(kills[story]["die"]), "a kill came too late"
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    first = next(line for line in lines if "reward/mean" in line)
+    assert first["time/step"] <= first["t"] + 1e-4, "the wait for the first ticket counts"
+    summary = summaries.compose(load(run_dir / "config.toml"), run_dir)
+    cards = {id_: value for _, value, id_, _ in run_page._build_cards(summary, made["rows"])}
+    assert cards == recompute(run_dir / "metrics.jsonl")
+    told = cli.shorten_summary(summary)["speed"]
+    (generated, generator_idle), (trained, learner_idle) = (
+        (cards[side].partition(" ")[0], share)
+        for side, share in zip(("gen", "learn"), cards["idle"].split(" / "), strict=True)
+    )
+    assert told == (
+        f"generators {generated} tokens/s ({generator_idle} idle), "
+        f"learner {trained} tokens/s ({learner_idle} idle)"
     )
 
 

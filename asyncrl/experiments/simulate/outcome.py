@@ -27,8 +27,6 @@ from buffer.ledger import sum_tokens
 from buffer.service import make_evaluations
 from buffer.training_log import mean, quantile
 
-FEW = 64  # generators up to which idle shares come from the Renew of each
-
 
 class SimulationOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """The results of one simulated run.
@@ -48,7 +46,7 @@ class SimulationOutcome(msgspec.Struct, frozen=True, kw_only=True):
     idle_generator: float
     idle_learner: float
     idle_buffer: float
-    waited_share: float  # of the run's seconds: the learner without a batch
+    waited_share: float  # the same as idle_learner
     lag_mean: float
     lag_p95: int
     lag_max: int
@@ -103,9 +101,9 @@ class Simulation:
         self.buffer.threads = config.learner.ranks * config.learner.threads
         self.buffer.threads += config.generators * config.generator.threads
         self.alive: list[int] = []
-        self.idle_shares: list[float] = []
-        self.counted = [(0.0, 0.0)] * len(self.generators)
-        self.last_commit = self.busy = 0.0
+        self.times: list[tuple[float, float]] = []
+        self.buffer.on_first_ticket = self.record_times
+        self.last_commit = 0.0
 
     def run(self) -> SimulationOutcome:
         """Run to the end.
@@ -133,25 +131,16 @@ class Simulation:
         return self.make_outcome(time.perf_counter() - start)
 
     def on_commit(self) -> None:
-        """Record idle shares as the buffer's metrics do.
-
-        They come from the last Renew of each generator, and of many generators from their sum.
-        """
-        now = self.clock.now
-        busy = idle = 0.0
-        if len(self.generators) > FEW:
-            busy, self.busy = self.draws.busy - self.busy, self.draws.busy
-            idle = max(0.0, len(self.generators) * (now - self.last_commit) - busy)
-        else:
-            for index, generator in enumerate(self.generators):
-                reported, counted = generator.report_times(), self.counted[index]
-                busy += max(0.0, reported[0] - counted[0])
-                idle += max(0.0, reported[1] - counted[1])
-                self.counted[index] = (max(reported[0], counted[0]), max(reported[1], counted[1]))
-        if busy + idle > 0:
-            self.idle_shares.append(idle / (busy + idle))
-        self.last_commit = now
+        """Record the time, and at the last commit the generators' times."""
+        self.last_commit = self.clock.now
         self.alive.append(len(self.buffer.store.alive))
+        if self.buffer.store.committed == self.config.learner.steps:
+            self.record_times()
+
+    def record_times(self) -> None:
+        """Record the generators' busy and idle seconds: at the first ticket, the last commit."""
+        times = [generator.measure_times() for generator in self.generators]
+        self.times.append((sum(busy for busy, _ in times), sum(idle for _, idle in times)))
 
     def make_outcome(self, took_s: float) -> SimulationOutcome:
         buffer, learner = self.buffer, self.learner
@@ -163,6 +152,10 @@ class Simulation:
         seconds = self.last_commit - (buffer.first_ticket or 0.0)
         steps = len(buffer.lags)
         ledger = buffer.store.sum_ledger()
+        # as in the summary of a run: of the time from the first ticket to the last commit
+        (busy_before, idle_before), (busy, idle) = self.times
+        busy, idle = busy - busy_before, idle - idle_before
+        idle_learner = max(0.0, 1 - learner.busy / max(seconds, 1e-9))
         samples = steps * self.config.learner.groups * self.config.learner.group_size
         held_since = max(0.0, self.last_commit - buffer.tickets_since)
         return SimulationOutcome(
@@ -175,10 +168,10 @@ class Simulation:
             tokens=tokens,
             tokens_per_s=tokens / max(seconds, 1e-9),
             samples_per_s=samples / max(seconds, 1e-9),
-            idle_generator=average(self.idle_shares),
-            idle_learner=average(learner.idle_shares),
+            idle_generator=idle / max(busy + idle, 1e-9),
+            idle_learner=idle_learner,
             idle_buffer=max(0.0, 1 - buffer.worked / max(self.clock.now, 1e-9)),
-            waited_share=learner.idle / max(learner.idle + learner.busy, 1e-9),
+            waited_share=idle_learner,
             lag_mean=mean(counts),
             lag_p95=quantile(counts, 0.95),
             lag_max=max(counts, default=0),

@@ -64,7 +64,6 @@ class TimeSampler:
             n: make_sampler(getattr(times, n), self.rng, n, stage) for n in DISTRIBUTIONS
         }
         self.length = _make_length_sampler(times, config, self.rng)
-        self.busy = 0.0  # seconds of all generators
         self.sample_seconds: list[float] = []  # from each sample's start to its end
         self.cut = 0  # samples that agent.deadline_s ended
 
@@ -173,7 +172,6 @@ class SimulatedGenerator:
         self.lockstep = config.staleness.limit == 0 and single
         self.workers = _count_reward_processes(config)
         self.busy = self.idle = 0.0
-        self.reported = (0.0, 0.0)  # busy and idle seconds of the last Renew
         self.renewed = self.idle_since = 0.0
         self.sequence = self.called = 0
         self.scored = (0.0, 0.0, 0.0)  # samples, seconds until the result, seconds of calls
@@ -237,22 +235,18 @@ class SimulatedGenerator:
 
     # ---- the loop --------------------------------------------------------------------------------
 
-    def report_times(self) -> tuple[float, float]:
-        """Return busy and idle seconds of the last Renew, which the buffer has received.
-
-        A sleeping generator sends Renew messages, too.
-        """
-        if self.sleeping and (count := int((self.clock.now - self.renewed) / RENEW_S)) > 0:
-            self.renewed += count * RENEW_S
-            self.reported = (self.busy, self.idle + max(0.0, self.renewed - self.idle_since))
-        return self.reported
+    def measure_times(self) -> tuple[float, float]:
+        """Return the busy and idle seconds up to now, without those of a running decode call."""
+        asleep = self.clock.now - self.idle_since if self.sleeping and not self.lost else 0.0
+        return self.busy, self.idle + asleep
 
     def wake(self) -> None:
         """Start to work.
 
         Sleep counts as idle in whole polls of the socket; the last poll counts as work.
         """
-        self.report_times()
+        # a sleeping generator renews its leases, too
+        self.renewed += max(0, int((self.clock.now - self.renewed) / RENEW_S)) * RENEW_S
         slept = self.clock.now - self.idle_since
         idle = slept if self.calls else math.floor(slept / IDLE_POLL_S) * IDLE_POLL_S
         self.idle += idle
@@ -324,7 +318,6 @@ class SimulatedGenerator:
         self.ended = []
         if decoded:
             self.busy += now - self.idle_since
-            self.draws.busy += now - self.idle_since
         else:
             self.idle += now - self.idle_since
         self.idle_since = now
@@ -338,7 +331,7 @@ class SimulatedGenerator:
         self.deliver()
         self.request_tickets()
         if now - self.renewed >= RENEW_S:
-            self.renewed, self.reported = now, (self.busy, self.idle)
+            self.renewed = now
             if self.workers:
                 self.buffer.meter.on_rewards(self.name, self.scored, self.workers, now)
         if self.live or self.schedule.next_version(self.loaded) is not None or self._can_start():
@@ -491,7 +484,6 @@ class SimulatedGenerator:
         self.lost = False
         self.session += 1
         self.start()
-        self.idle += self.clock.now - self.idle_since
         self.idle_since = self.clock.now
         self.buffer.send(self.buffer.on_session, self, self.session)
         self.request_tickets()
@@ -515,9 +507,8 @@ class SimulatedLearner:
         self.number = 0
         self.batches: dict[int, int] = {}  # number -> tokens
         self.training = False
-        self.step_began = self.busy = self.idle = 0.0
+        self.step_began = self.busy = 0.0
         self.saved = [0]
-        self.idle_shares: list[float] = []
 
     def register(self) -> None:
         self.buffer.send(self.buffer.on_hello, self.max_lag)
@@ -565,14 +556,12 @@ class SimulatedLearner:
     def on_trained(self, seconds: float) -> None:
         now = self.clock.now
         step_s = max(now - self.step_began, 1e-9)
-        self.idle_shares.append(max(0.0, 1.0 - seconds / step_s))
         self.busy += seconds
-        self.idle += step_s - seconds
         self.step_began = now
         number = self.number
         self.number += 1
         work = self.draws.sample_time("commit")
-        self.buffer.send(self.buffer.on_commit, number, self.idle_shares[-1], work=work)
+        self.buffer.send(self.buffer.on_commit, number, max(0.0, 1 - seconds / step_s), work=work)
         pause = 0.0
         if self.number % self.settings.checkpoint_every == 0 or self.number == self.settings.steps:
             pause = self.draws.sample_time("checkpoint")

@@ -302,7 +302,7 @@ def compare_treatments(
 def summarize_treatment(outcome: Outcome) -> Outcome:
     """Return the costs of a treatment, as shares in [0, 1].
 
-    - learner_idle: of the run's seconds; the metric of a run is a mean over steps
+    - learner_idle: of the run's seconds
     - dropped, masked: of the sampled tokens
     - downweighted: of the trained tokens' weight
     - cut: of the samples
@@ -311,7 +311,7 @@ def summarize_treatment(outcome: Outcome) -> Outcome:
     dropped = losses.get("dropped_stale", 0) + losses.get("abandoned", 0)
     copied = ("name", "deadline_s", "tokens_per_s", "lag_mean", "lag_p95", "lag_max")
     return {name: outcome[name] for name in copied} | {
-        "learner_idle": outcome["waited_share"],
+        "learner_idle": outcome["idle_learner"],
         "dropped": dropped / sampled,
         "masked": losses.get("masked_stale", 0) / sampled,
         "downweighted": outcome["faded_share"],

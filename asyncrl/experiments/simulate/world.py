@@ -111,6 +111,7 @@ class SimulatedBuffer:
         self.goodbye = False
         self.announced_at = 0.0
         self.first_ticket: float | None = None
+        self.on_first_ticket: Callable[[], object] = lambda: None
         self.meter = BatchMeter()
         self.capacity = 0  # samples that the generators hold at most
         self.threads = 0  # of the learner and the generators
@@ -313,6 +314,7 @@ class SimulatedBuffer:
             self.meter.on_grant((t.ticket for t in tickets if t.kind == "train"), self.clock.now)
             if self.first_ticket is None and training:
                 self.first_ticket = self.clock.now
+                self.on_first_ticket()
             self._count_tickets(training)
             granted.append(name)
             generator.announced = self.store.policy
