@@ -92,6 +92,27 @@ def test_nothing_changed_gives_the_same_bits(
     )
 
 
+def test_a_shorter_replay_compares_the_same_version_on_the_same_prompts(
+    recorded: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run evaluated the versions 0, 3 and 6; the reward at 6 is of more prompts."""
+    heldout = {r["step"]: r["eval/heldout"] for r in recorded["rows"] if "eval/heldout" in r}
+    for until in (3, 4, 5):
+        found = Typed(capsys, recorded["run_dir"], "--json", "--until", until).json
+        assert found["reproduced"] and found["heldout_version"] == 3
+        for side in ("recorded", "replayed"):
+            assert (
+                found[side]["heldout_end"] == heldout[3]
+                and found[side]["heldout_start"] == (heldout[0])
+            )
+        text = replaying.format_replay(found)
+        assert "heldout_end (version 3)" in text
+        assert ("no version from 4 to" in text) == (until > 3)
+    early = Typed(capsys, recorded["run_dir"], "--json", "--no-eval", "--until", 2).json
+    assert early["reproduced"] and early["heldout_version"] is None
+    assert early["recorded"]["heldout_end"] is None is early["replayed"]["heldout_end"]
+
+
 def test_evaluations_are_those_of_a_run(small_model: Path) -> None:
     """Both splits at both ends, in full; along the way each at versions of its own, the
     out-of-distribution one with the smaller number.

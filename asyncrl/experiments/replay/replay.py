@@ -279,9 +279,11 @@ class Replay:
         number: int,
         write: Callable[[int, dict[str, float]], None],
     ) -> None:
-        """Measure the held-out reward at the versions at which the run did."""
+        """Measure the held-out reward at the versions and on the prompts of the run."""
         if evaluator is not None and (
-            values := evaluator.evaluate(core.model, number, last=number == self.end)
+            values := evaluator.evaluate(
+                core.model, number, last=number == self.recorded.learner.steps
+            )
         ):
             write(number, values)
             torch.set_num_threads(core.config.learner.threads)  # the engine has changed it
@@ -393,6 +395,11 @@ def judge(source: Replay, result: ReplayResult) -> dict[str, Any]:
     reproduced = (
         equal if not source.changed and source.recorded.learner.backend == "torch" else None
     )
+    evaluated = [
+        n
+        for n, row in sorted(result.rows.items())
+        if row.get("eval/heldout_n") == recorded.get(n, {}).get("eval/heldout_n", 0)
+    ]
     comparison: dict[str, Any] = {
         "run_dir": str(source.run_dir),
         "from": result.start,
@@ -405,8 +412,9 @@ def judge(source: Replay, result: ReplayResult) -> dict[str, Any]:
         "first_other_weights": first_weights,
         "failed": result.failed,
         "weights_digest": result.digests[max(result.digests)],
-        "recorded": summarize_ends(recorded),
-        "replayed": summarize_ends(result.rows),
+        "heldout_version": max(evaluated, default=None),
+        "recorded": summarize_ends(recorded, evaluated),
+        "replayed": summarize_ends(result.rows, evaluated),
     }
     comparison["verdict"], comparison["warning"] = (
         state_verdict(comparison),
@@ -415,15 +423,18 @@ def judge(source: Replay, result: ReplayResult) -> dict[str, Any]:
     return comparison
 
 
-def summarize_ends(rows: dict[int, dict[str, float]]) -> dict[str, Any]:
+def summarize_ends(rows: dict[int, dict[str, float]], evaluated: Sequence[int]) -> dict[str, Any]:
     """Summarize final values.
 
     Means of the last tenth of the steps, first and last held-out reward, and broken stability
     rules.
+
+    evaluated: versions at which run and replay evaluated the same number of held-out prompts; the
+        rewards of others are not comparable.
     """
     train = [rows[n] for n in sorted(rows) if "loss/policy" in rows[n]]
     tail = train[-max(1, len(train) // 10) :]
-    rewards = [rows[n]["eval/heldout"] for n in sorted(rows) if "eval/heldout" in rows[n]]
+    rewards = [rows[n]["eval/heldout"] for n in evaluated]
     means: dict[str, Any] = {
         k: sum(x[k] for x in tail if k in x) / max(1, sum(k in x for x in tail))
         for k in WATCHED
@@ -532,7 +543,14 @@ def format_replay(comparison: dict[str, Any]) -> str:
         if recorded.get(k) is not None and replayed.get(k) is not None
     ]
     lines.append(f"{'at the end (mean of the last tenth)':36} {'recorded':>12} {'replayed':>12}")
-    lines += [f"  {k:34} {recorded[k]:12.5g} {replayed[k]:12.5g}" for k in names]
+    version = comparison["heldout_version"]
+    titles = {"heldout_end": f"heldout_end (version {version})"}
+    lines += [f"  {titles.get(k, k):34} {recorded[k]:12.5g} {replayed[k]:12.5g}" for k in names]
+    if version is not None and version < comparison["to"]:
+        lines.append(
+            f"the run evaluated no version from {version + 1} to {comparison['to']} "
+            "(evaluation.every)"
+        )
     return "\n".join(
         [*lines, comparison["verdict"], *([comparison["warning"]] if comparison["warning"] else [])]
     )
