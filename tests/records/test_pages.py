@@ -97,6 +97,7 @@ def recompute(path: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("story", ["plain", "resumed", "learner killed", "all killed in turn"])
 def test_every_figure_of_a_page_follows_from_the_metrics(
     forked: Callable[..., dict[str, Any]], tmp_path: Path, story: str
