@@ -179,7 +179,8 @@ def leave_out_wait_for_ticket(values: dict[str, float], seconds: float) -> None:
     step_s, idle_share = values.get("time/step", 0.0), values.get("time/learner_idle_share", 0.0)
     busy_s = step_s * (1 - idle_share)
     if step_s > (seconds := max(seconds, busy_s)) > 0:
-        values["throughput/learner_tokens_per_s"] *= step_s / seconds
+        rate = values.get("throughput/learner_tokens_per_s", 0.0) * step_s / seconds
+        values["throughput/learner_tokens_per_s"] = rate
         values["time/learner_idle_share"] = 1 - busy_s / seconds
         values["time/step"] = seconds
 

@@ -64,6 +64,7 @@ MANY_UPDATES = 4
 SWINGS = 3  # turns of the held-out reward, each larger than chance
 ASIDE = "buffer/set_aside"
 SPLIT = "reward/failed_batch_share"
+SOLVED = 0.0005  # share of the range of rewards: closer to its ends, none or all are solved
 SILENT = 0.01  # share of the gradient below which a KL penalty has no effect
 
 
@@ -235,11 +236,18 @@ def check_unmoved_reward(rows: Rows) -> HealthFinding | None:
         f"held-out reward went from {reward_before:.3f} to {reward_after:.3f} in {len(batches)} "
         f"batches, which is within chance (+-{half:.3f} at n = {counts})"
     )
-    return HealthFinding(
-        "unmoved_accuracy",
-        observation,
-        "train more steps or raise learner.lr; raise evaluation.final_prompts to see smaller gains",
+    margin = SOLVED * (hi - lo)
+    advice = (
+        "train more steps or raise learner.lr; raise evaluation.final_prompts to see smaller gains"
     )
+    if min(reward_before, reward_after) > hi - margin:
+        advice = "the model solves every prompt already: use harder prompts, or end training here"
+    elif max(reward_before, reward_after) < lo + margin:
+        advice = (
+            "the model solves no prompt, so more steps show it no success: look at rewards with "
+            "`asyncrl task try CONFIG`; use easier prompts, or begin with a model that solves some"
+        )
+    return HealthFinding("unmoved_accuracy", observation, advice)
 
 
 def report_missing_answers(path: str, without: int, prompts: int) -> HealthFinding:

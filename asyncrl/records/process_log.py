@@ -84,6 +84,17 @@ def read_latest_events(run_dir: Path) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in read_events(run_dir) if row.get("code") != TAKEN_OVER}
 
 
+def find_shared_cores(run_dir: Path) -> int | None:
+    """Return the cores that learner and generators share; None: unknown, or several machines."""
+    starts = [row for row in read_events(run_dir) if row["event"] == "began"]
+    machines = {
+        (row.get("host"), row.get("cores"))
+        for row in starts
+        if row["name"] == "learner" or row["name"].startswith("generator-")
+    }
+    return machines.pop()[1] if len(machines) == 1 else None
+
+
 def list_failed_ends(run_dir: Path) -> list[dict[str, Any]]:
     """Return the newest row of each process that failed or vanished, oldest first."""
     bad = [
@@ -222,6 +233,7 @@ class ProcessIncarnation:
             "began",
             supervised=supervised,
             memory_kills=read_memory_kills(),
+            cores=len(os.sched_getaffinity(0)),
         )
 
     def _describe_holder(self) -> str:

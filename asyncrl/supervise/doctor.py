@@ -16,6 +16,7 @@ from asyncrl.contract.printable import escape_line
 from asyncrl.contract.waits import ProgressWatchdog
 from asyncrl.records import health_checks, metrics, process_log, rundir
 from asyncrl.supervise import live
+from asyncrl.supervise.hosts import find_last_words, read_last_lines
 from asyncrl.supervise.report.advice import list_advice
 
 SHOWN = ("reward/mean", "eval/heldout", "lag/mean", "optim/grad_norm")
@@ -33,16 +34,8 @@ def compute_deadline(config: Config, run_dir: Path) -> float:
 
 
 def read_last_line(path: Path) -> str:
-    """Read the last non-empty line of a log, or "" if it has none."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 4096))
-            lines = [
-                x.strip() for x in file.read().decode(errors="replace").splitlines() if x.strip()
-            ]
-    except OSError:
-        return ""
-    return escape_line(lines[-1]) if lines else ""
+    """Read the last line of a log that the process wrote about itself, or "" if it has none."""
+    return escape_line(find_last_words(read_last_lines(path, 100)))
 
 
 def describe_processes(

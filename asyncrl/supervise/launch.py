@@ -21,7 +21,12 @@ from asyncrl.contract.printable import describe_exit
 from asyncrl.contract.waits import ProgressWatchdog, find_blocking_process
 from asyncrl.records import process_log, rundir
 from asyncrl.supervise import scaling
-from asyncrl.supervise.hosts import ProcessHandle, ProcessLauncher, ProcessSpec
+from asyncrl.supervise.hosts import (
+    ProcessHandle,
+    ProcessLauncher,
+    ProcessSpec,
+    find_last_words,
+)
 from asyncrl.supervise.hosts.local import LocalLauncher
 
 # if the run is overdue, a process that has sent nothing for this long is the cause
@@ -70,6 +75,7 @@ class Supervisor:
     progress_check: float = 0.0
     scale_check: float = 0.0
     scale_id: str = ""  # id of the last request that was answered
+    connected: set[str] = field(default_factory=set)  # children that the buffer has heard of
 
     def __post_init__(self) -> None:
         settings = self.config.watchdog
@@ -125,6 +131,7 @@ class Supervisor:
         )
         child.code = None
         child.held_up = False
+        self.connected.discard(child.name)
         child.memory_kills = process_log.read_memory_kills()
 
     # ---- watching --------------------------------------------------------------------------------
@@ -242,12 +249,13 @@ class Supervisor:
             if child.code is None and child.process is not None and seconds > patience:
                 child.process.kill()
                 child.code = 0
-                doing = "ending" if patience == self.end_s else "starting"
+                doing = "ending" if {child.name} & (self.connected | peers.keys()) else "starting"
                 self.say(f"{child.name} was still {doing} when the run had ended")
 
     def observe(self, status: RunStatus) -> None:
         """Store the buffer's newest status and pass its progress to the watchdog."""
         self.status = status
+        self.connected |= status.peers.keys()
         self.status_time = time.monotonic()
         self.watchdog.observe(status.progress, status.committed, self.status_time, status.epoch)
 
@@ -319,7 +327,9 @@ class Supervisor:
                 child.process.pid,
                 "died",
                 code=code,
-                why=(self.explain_kill(child, code).strip(" ()") or (last_lines or [""])[-1])[:500],
+                why=(self.explain_kill(child, code).strip(" ()") or find_last_words(last_lines))[
+                    :500
+                ],
                 **({"held_up": True} if child.held_up else {}),
             )
         exit_text = describe_exit(code) + self.explain_kill(child, code)

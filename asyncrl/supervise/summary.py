@@ -130,7 +130,7 @@ def compose(config: Config, run_dir: Path) -> dict[str, Any]:
     totals = read_buffer_summary(run_dir)
     lines = jsonl.read(run_dir / "metrics.jsonl")
     all_rows = metrics.select_valid_rows(lines)
-    last_batch = next((r for r in reversed(all_rows) if "reward/mean" in r), {})
+    last_batch: dict[str, Any] = ([{}] + [r for r in all_rows if "reward/mean" in r])[-1]
     wall_s = max(totals["wall_s"], 1e-9)
     # up to the last commit, as the seconds; a partial ledger has only the trained tokens
     generated = sum(n for name, n in last_batch.items() if name.startswith("ledger/"))

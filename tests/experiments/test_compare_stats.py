@@ -100,6 +100,25 @@ def test_holm_by_hand() -> None:
     assert [round(found[n].adjusted, 3) for n in "abc"] == [0.03, 0.06, 0.06]
 
 
+def test_holms_interval_is_without_zero_where_its_verdict_is_a_difference() -> None:
+    r = random.Random(5)
+    visible = [0, 0]  # without and with a difference by itself, of those that are none by Holm
+    for _ in range(200):
+        found = {
+            arm: cs.compare_pairs([r.gauss(0.1, 0.1) for _ in range(4)], [0.0] * 4)
+            for arm in range(5)
+        }
+        cs.adjust_by_holm(found)
+        for d in found.values():
+            assert d.is_different == (not d.holm_low <= 0 <= d.holm_high)
+            assert d.holm_low - 1e-12 <= d.low < d.high <= d.holm_high + 1e-12
+            visible[not d.low <= 0 <= d.high] += not d.is_different
+    assert min(visible) > 0
+    alone = {"a": cs.compare_pairs([0.5, 0.7, 0.8], [0.4, 0.5, 0.5])}
+    cs.adjust_by_holm(alone)
+    assert alone["a"].holm_low == pytest.approx(alone["a"].low)
+
+
 def test_power_and_what_it_is_for() -> None:
     assert cs.compute_power(cs.find_detectable(0.02, 5), 0.02, 5) == pytest.approx(0.8, abs=1e-3)
     need = cs.count_needed_seeds(0.02, 0.02)

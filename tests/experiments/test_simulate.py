@@ -25,6 +25,7 @@ from asyncrl.experiments.simulate import fit, simulated_processes, times, what_i
 from asyncrl.experiments.simulate.outcome import Simulation, simulate
 from asyncrl.experiments.simulate.times import TimeModel, change
 from asyncrl.experiments.simulate.world import SimulatedBuffer
+from asyncrl.records import process_log
 from asyncrl.records.trace import TraceSpan
 from buffer.store import Store
 
@@ -515,6 +516,19 @@ def test_a_report_says_what_a_simulation_predicts_where_one_side_waits(tmp_path:
         assert json.loads((tmp_path / "r" / "what_if.json").read_text()).keys() == (
             {"learner_waits"} if predicted else set()
         )
+
+
+def test_a_fit_knows_the_cores_that_the_processes_shared(tmp_path: Path) -> None:
+    run_dir = tmp_path / "r"
+    write_run(run_dir, change(TimeModel(), step=0.002, row=5e-5, admit=3e-4))
+    assert fit.fit(run_dir)[0].cores is None, "an older run"
+    for name in ("learner", "generator-0"):
+        process_log.append_event(run_dir, name, 1, "began", cores=2)
+    assert fit.fit(run_dir)[0].cores == 2
+    event = {"at": 0.0, "name": "generator-1", "pid": 1, "host": "elsewhere", "event": "began"}
+    with process_log.get_path(run_dir).open("a") as file:
+        file.write(json.dumps(event | {"cores": 2}) + "\n")
+    assert fit.fit(run_dir)[0].cores is None, "two machines"
 
 
 def test_a_fit_finds_the_times_that_made_the_trace(tmp_path: Path) -> None:

@@ -133,9 +133,10 @@ def test_accuracy_that_moves_less_than_its_interval() -> None:
         health_checks.apply_rules(evaluated(0.5, 0.65, 100), ended=True) == []
         and health_checks.apply_rules(evaluated(0.5, 0.35, 100), ended=True) == []
     )
-    assert names(health_checks.apply_rules(evaluated(0.0, 0.0, 1000), ended=True)) == [
-        "unmoved_accuracy"
-    ]
+    for level, told in ((0.0, "no prompt"), (0.5, "more steps"), (1.0, "every prompt already")):
+        (sign,) = health_checks.apply_rules(evaluated(level, level, 1000), ended=True)
+        assert sign.name == "unmoved_accuracy" and told in sign.try_this, level
+        assert ("train more steps" in sign.try_this) == (level == 0.5)
 
 
 def test_the_interval_follows_the_range_of_the_rewards() -> None:

@@ -453,6 +453,36 @@ def test_the_last_batches_of_an_ended_run_do_not_count(tmp_path: Path) -> None:
         assert [one.rule for one in advice.apply_rules(advice.Facts(series, 4, 1, ended))] == [rule]
 
 
+def test_advice_names_its_window_and_weights_shares_by_their_time(tmp_path: Path) -> None:
+    """Of 30 batches the newest 20 count; one long step waits, the short ones do not."""
+    rows = [
+        metric_row(
+            step,
+            **{WAITS[0]: 0.0, "time/step": 0.1}
+            if step != 25
+            else {WAITS[0]: 1.0, "time/step": 8.1},
+            **{WAITS[1]: 0.25, "time/generators": 1.0} if step % 10 == 0 else {},
+        )
+        for step in range(30)
+    ]
+    write_lines(tmp_path / "m", rows)
+    series = Series(tmp_path / "m")
+    series.refresh()
+    facts = advice.Facts(series, 4, 2)
+    assert advice.average_recent(facts, WAITS[0]) == pytest.approx(0.81)
+    assert advice.average_recent(facts, WAITS[1]) == 0.25, "two reports in the window suffice"
+    (line,) = advice.apply_rules(facts)
+    assert line.rule == "both_wait" and line.said.endswith(" (steps 10 to 29)")
+
+
+def test_a_generator_that_would_share_cores_is_proposed_with_them(tmp_path: Path) -> None:
+    known = facts(tmp_path, dict(zip(WAITS, (0.4, 0.05, 0.0), strict=True)))
+    for cores, told in ((None, ""), (4, ""), (3, "4 threads would share 3 cores")):
+        (line,) = advice.apply_rules(known._replace(cores=cores, threads=(1, 1)))
+        assert line.rule == "learner_waits" and "generators = 3" in line.try_this
+        assert ("cores" in line.try_this) == bool(told) and told in line.try_this
+
+
 def test_watch_report_and_doctor_begin_with_the_same_lines(
     run_dir: Path, client: TestClient
 ) -> None:

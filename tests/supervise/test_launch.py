@@ -16,7 +16,8 @@ from process_kit import ROOT
 from asyncrl.config import load
 from asyncrl.contract.errors import AsyncrlError, NothingToDo, ProcessLost
 from asyncrl.contract.messages import RunStatus
-from asyncrl.supervise import launch
+from asyncrl.records import process_log
+from asyncrl.supervise import doctor, launch
 from asyncrl.supervise.launch import SupervisedProcess, Supervisor
 
 REFUSE = (
@@ -164,6 +165,43 @@ def test_what_starts_too_late_is_ended_soon_and_a_learner_that_is_closing_late(m
     assert codes() == [0, None, 0]
     s.end_remaining(END_S + 0.1)
     assert codes() == [0, 0, 0] and run(s)
+
+
+def test_a_generator_that_has_worked_is_ending_and_one_without_a_hello_starting(make: Make) -> None:
+    s = make(buffer="pass", generator_0=WAIT, generator_1=WAIT)
+    s.observe(RunStatus("r", 1, 1, 1, {}, {}, [], {"generator-0": 0.1}, False))
+    s.observe(RunStatus("r", 1, 1, 1, {}, {}, [], {}, True))  # it has taken its leave
+    run(s, lambda: s.is_ended)
+    s.end_remaining(LATE_S + 0.1)
+    assert [text for text in s.said if "when the run had ended" in text] == [
+        "generator-0 was still ending when the run had ended",
+        "generator-1 was still starting when the run had ended",
+    ]
+
+
+LEAKS = """error: the last words
+nanobind: leaked 2 instances of type "ir.context"!
+ - leaked type "ir.context"
+ - ... skipped remainder
+nanobind: this is likely caused by a reference counting issue in the binding code.
+See https://nanobind.readthedocs.io/en/latest/refleaks.html
+[W1127 08:00:00] Warning: WARNING: destroy_process_group() was not called before program exit, \
+which can leak resources.
+/usr/lib/python3.11/multiprocessing/resource_tracker.py:254: UserWarning: resource_tracker: There \
+appear to be 1 leaked semaphore objects to clean up at shutdown
+  warnings.warn('resource_tracker: There appear to be %d '
+"""
+
+
+def test_the_last_words_of_a_process_are_its_own(make: Make, tmp_path: Path) -> None:
+    """Not what a library reports at exit."""
+    code = f"import os, sys; sys.stderr.write({LEAKS!r}); sys.stderr.flush(); os._exit(3)"
+    s = make(restarts=0, learner=code)
+    with pytest.raises(ProcessLost):
+        run(s)
+    (row,) = [row for row in process_log.read_events(s.run_dir) if row["event"] == "died"]
+    assert row["why"] == "error: the last words"
+    assert doctor.read_last_line(s.children[0].log) == "error: the last words"
 
 
 def test_who_is_asked_to_end_has_longer_where_steps_may_take_longer(make: Make) -> None:

@@ -278,6 +278,7 @@ class ArmVerdict(msgspec.Struct, frozen=True):
     metric: str
     difference: float
     interval: list[float]  # 95 %, over other seeds
+    interval_holm: list[float]  # the same with Holm's correction, as p and the verdict
     verdict: str  # equal, better, worse, no difference visible
     p: float  # with Holm's correction
     interval_other_prompts: list[float]
@@ -308,6 +309,7 @@ def make_verdict(
         metric=measure.name,
         difference=difference.mean,
         interval=[difference.low, difference.high],
+        interval_holm=[difference.holm_low, difference.holm_high],
         verdict="equal" if same else difference.choose_word(),
         p=difference.adjusted,
         interval_other_prompts=[difference.prompt_low, difference.prompt_high],

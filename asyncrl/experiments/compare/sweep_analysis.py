@@ -229,6 +229,7 @@ def convert_difference(difference: verdict.PairedDifference) -> dict[str, Any]:
         "mean": difference.mean,
         "sd": difference.sd,
         "interval": [difference.low, difference.high],
+        "interval_holm": [difference.holm_low, difference.holm_high],  # the verdict's
         "p": difference.adjusted,
         "verdict": "no verdict" if difference.seeds < 2 else difference.choose_word(),
         "interval_other_prompts": [difference.prompt_low, difference.prompt_high],

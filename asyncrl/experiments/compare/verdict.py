@@ -32,6 +32,8 @@ class PairedDifference:
     p, low, high: over other seeds, nan with one seed.
     prompt_low, prompt_high: over other prompts.
     adjusted: p with Holm's correction.
+    holm_low, holm_high: over other seeds, at the level of Holm's step: without 0 exactly where
+        `adjusted` is below LEVEL.
     """
 
     mean: float
@@ -43,6 +45,8 @@ class PairedDifference:
     prompt_low: float = math.nan
     prompt_high: float = math.nan
     adjusted: float = math.nan
+    holm_low: float = math.nan
+    holm_high: float = math.nan
 
     @property
     def is_different(self) -> bool:
@@ -103,15 +107,23 @@ def compare_pairs(
 
 
 def adjust_by_holm(differences: Mapping[Any, PairedDifference]) -> None:
-    """Fill in `adjusted` by Holm's step-down procedure, where p is known."""
+    """Fill in `adjusted` and its interval by Holm's step-down procedure, where p is known."""
+    from scipy import stats
+
     ordered = sorted(
         (difference for difference in differences.values() if not math.isnan(difference.p)),
         key=lambda difference: difference.p,
     )
     worst = 0.0
     for rank, difference in enumerate(ordered):
-        worst = max(worst, min(1.0, (len(ordered) - rank) * difference.p))
-        difference.adjusted = worst
+        worst = max(worst, (len(ordered) - rank) * difference.p)
+        difference.adjusted = min(1.0, worst)
+        half = (difference.high - difference.low) / 2
+        if half > 0:
+            level = LEVEL * difference.p / worst if worst else LEVEL / (len(ordered) - rank)
+            single, corrected = stats.t.ppf([1 - LEVEL / 2, 1 - level / 2], difference.seeds - 1)
+            half *= float(corrected / single)
+        difference.holm_low, difference.holm_high = difference.mean - half, difference.mean + half
 
 
 def compute_power(effect: float, sd: float, seeds: int, level: float = LEVEL) -> float:

@@ -17,7 +17,8 @@ from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.simulate.times import Spec, TimeModel, change
-from asyncrl.records import jsonl, metrics, trace
+from asyncrl.models.devices import has_cuda
+from asyncrl.records import jsonl, metrics, process_log, trace
 from asyncrl.records.trace import TraceSpan
 
 FEWEST = 20  # decode calls that a fit needs, besides 5 batches
@@ -81,7 +82,10 @@ def fit(run_dir: Path) -> tuple[TimeModel, Config]:
         for _ in range(span.size or 1)
     ]
     swaps = _find_swaps(generators)
-    return change(times, reward=shares or times.reward, swap=swaps or times.swap), config
+    times = change(times, reward=shares or times.reward, swap=swaps or times.swap)
+    if config.learner.gpus or config.generator.gpus or has_cuda():
+        return times, config
+    return change(times, cores=process_log.find_shared_cores(run_dir)), config
 
 
 def list_engine_calls(spans: Sequence[TraceSpan]) -> list[EngineCall]:

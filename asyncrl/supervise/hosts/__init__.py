@@ -6,12 +6,14 @@ launchers."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.printable import LONGEST_LINE, escape_line
 
+LEAK_REPORT = re.compile(r"\bleak|nanobind|skipped remainder|warnings\.warn\(", re.IGNORECASE)
 TAIL_BYTES = 1 << 16  # bytes that are read from a log's end for its last lines
 
 
@@ -75,3 +77,16 @@ def read_last_lines(log: Path, count: int) -> list[str]:
             return [escape_line(line, LONGEST_LINE) for line in last]
     except OSError:
         return []
+
+
+def find_last_words(lines: list[str]) -> str:
+    """Return the last line that a process wrote about itself, "" if there is none.
+
+    Libraries report at exit what they did not free (nanobind, multiprocessing's resource tracker,
+    torch.distributed); such a report does not explain the exit.
+
+    >>> report = ["nanobind: leaked 2 types!", ' - leaked type "ir.context"', ""]
+    >>> find_last_words(["error: no space left", *report])
+    'error: no space left'
+    """
+    return next((x.strip() for x in reversed(lines) if x.strip() and not LEAK_REPORT.search(x)), "")

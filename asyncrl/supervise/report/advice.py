@@ -13,15 +13,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from asyncrl.config.tree import Config
-from asyncrl.records import jsonl, trackers
+from asyncrl.records import jsonl, process_log, trackers
 from asyncrl.records.health_checks import HealthFinding, exceeds_chance, find_reward_range
 from asyncrl.supervise.report.series import Series
 
 PREDICTION = "what_if.json"  # predictions of `asyncrl simulate`, written by `asyncrl report`
 CHECKS = "health.jsonl"  # health checks with the step at which each first fired
 
-WINDOW = 20  # number of newest values that a rule uses
-LEAST = 8  # number of values that a rule needs
+WINDOW = 20  # number of newest batches that a rule uses
+LEAST = 8  # number of batches that a rule needs
+TIMES = {  # share of time -> the time that it is of
+    "time/learner_idle_share": "time/step",
+    "time/generator_idle_share": "time/generators",
+    "time/reward_wait_share": "time/generators",
+}
 BUSY = 0.05  # idle share below which a side counts as busy
 IDLE = 0.15  # idle share from which a side counts as waiting
 LOW_ESS = 0.5
@@ -51,6 +56,8 @@ class Facts(NamedTuple):
 
     ended: all steps are made. The last batches then do not count: generators had no more tickets.
     predicted: rule -> prediction of a simulation with the run's own times for its proposal.
+    cores: that learner and generators share; None: unknown, or they have several machines.
+    threads: of the learner and of one generator.
     """
 
     series: Series
@@ -58,14 +65,35 @@ class Facts(NamedTuple):
     generators: int
     ended: bool = False
     predicted: Mapping[str, str] = {}
+    cores: int | None = None
+    threads: tuple[int, int] = (1, 1)
+
+
+def select_batches(facts: Facts) -> np.ndarray:
+    """Return the row numbers of the newest WINDOW batches, int64 [n]; none for fewer than LEAST."""
+    trained = facts.series.columns.get("reward/mean")
+    rows = trained.rows if trained is not None else np.zeros(0, np.int64)
+    if facts.ended:
+        rows = rows[: max(0, len(rows) - 1 - (facts.max_lag or 0))]
+    return rows[-WINDOW:] if len(rows) >= LEAST else rows[:0]
 
 
 def average_recent(facts: Facts, name: str) -> float | None:
-    """Return the mean of the newest WINDOW values of a metric, or None for fewer than LEAST."""
-    values = facts.series.get_values(name)
-    if facts.ended:
-        values = values[: len(values) - 1 - (facts.max_lag or 0)]
-    return float(values[-WINDOW:].mean()) if len(values) >= LEAST else None
+    """Return a metric's mean over the newest batches that have it, or None without any.
+
+    Shares of time are weighted by the time: idle time over all time."""
+    columns, batches = facts.series.columns, select_batches(facts)
+    if name not in columns:
+        return None
+    recent = np.isin(columns[name].rows, batches)
+    if not recent.any():
+        return None
+    whole = columns.get(TIMES.get(name, ""))
+    if whole is None:
+        return float(columns[name].values[recent].mean())
+    known = dict(zip(whole.rows.tolist(), whole.values.tolist(), strict=True))
+    weights = [known.get(row, 0.0) for row in columns[name].rows[recent].tolist()]
+    return float(columns[name].values[recent] @ weights / max(sum(weights), 1e-9))
 
 
 def _describe_prediction(facts: Facts, rule: str, option: str, question: str) -> str:
@@ -73,6 +101,19 @@ def _describe_prediction(facts: Facts, rule: str, option: str, question: str) ->
     if prediction := facts.predicted.get(rule):
         return f". Simulated with the times of this run: {prediction}"
     return f"; `asyncrl simulate CONFIG --from RUN {option}` predicts {question}"
+
+
+def _propose_generator(facts: Facts) -> str:
+    """Return the proposal of one more generator, with the cores that it would have to share."""
+    proposal = f"add a generator (generators = {facts.generators + 1})"
+    learner, generator = facts.threads
+    threads = learner + (facts.generators + 1) * generator
+    if facts.cores is None or threads <= facts.cores:
+        return proposal
+    return (
+        f"{proposal} on a machine with more cores (here {threads} threads would share "
+        f"{facts.cores} cores)"
+    )
 
 
 def check_learner_waits(facts: Facts) -> Advice | None:
@@ -89,8 +130,7 @@ def check_learner_waits(facts: Facts) -> Advice | None:
         "speed",
         f"generation limits the speed: the learner waits {learner:.0%} of its time, the "
         f"generators {generator:.0%}",
-        f"add a generator (generators = {facts.generators + 1}), or shorten what is generated "
-        "(generator.max_new_tokens)"
+        f"{_propose_generator(facts)}, or shorten what is generated (generator.max_new_tokens)"
         + _describe_prediction(facts, "learner_waits", "--more 1", "what one more would give"),
     )
 
@@ -260,10 +300,13 @@ def apply_rules(facts: Facts) -> list[Advice]:
     results: list[Advice] = []
     for rule in RULES:
         result = rule(facts)
-        if result is not None and not any(
-            result.about == other.about == "speed" for other in results
-        ):
-            results.append(result)
+        if result is None or any(result.about == other.about == "speed" for other in results):
+            continue
+        if result.about in ("speed", "staleness"):
+            steps = facts.series.axes["step"].values[select_batches(facts)]
+            window = f" (steps {steps[0]:.0f} to {steps[-1]:.0f})"
+            result = result._replace(said=result.said + window)
+        results.append(result)
     return results
 
 
@@ -333,6 +376,11 @@ def list_advice(
         ended,
         _read_json(run_dir / PREDICTION),
     )
+    if config and not config.generator.gpus:
+        facts = facts._replace(
+            cores=process_log.find_shared_cores(run_dir),
+            threads=(config.learner.ranks * config.learner.threads, config.generator.threads),
+        )
     failed_trackers = [
         Advice(
             f"tracker {name}",

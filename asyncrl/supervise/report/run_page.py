@@ -126,6 +126,7 @@ def _build_cards(
         return "-" if value is None else f"{value:.3f}"
 
     idle = summary["speed"]["idle_share"]
+    window = next(filter(None, map(describe_window, reversed(rows))), "")
     stops = list_early_stops(rows)
     stops_card = (
         "batches stopped early",
@@ -155,10 +156,10 @@ def _build_cards(
         ("RL took", f"{summary['wall_s']:.0f} s", "wall", ""),
         ("steps", str(summary["steps"]), "steps", ""),
         (
-            "mean lag",
+            "mean lag of the run",
             f"{summary['lag']['mean']:.2f}",
             "lag-mean",
-            next(filter(None, map(describe_window, reversed(rows))), ""),
+            f"at the end: {window}" if window else "",
         ),
         (
             "largest lag / limit",
@@ -169,7 +170,7 @@ def _build_cards(
         ("generated", f"{summary['speed']['generator_tokens_per_s']:,.0f} tok/s", "gen", ""),
         ("trained", f"{summary['speed']['learner_tokens_per_s']:,.0f} tok/s", "learn", ""),
         (
-            "idle: generators / learner",
+            "idle in the run: generators / learner",
             f"{idle['generator']:.0%} / {idle['learner']:.0%}",
             "idle",
             "",

@@ -87,7 +87,7 @@ async function overview(place) {
     const s = run.state, speed = run.speed ?? {}, idle = speed.idle_share ?? {};
     const cards = run.cards?.map(([label, value]) => [label, typeof value === "string" ? value : number(value)]) ?? [
       ["step", `${s.step} / ${s.steps}`], ["state", s.state], ["held-out reward", number(s.accuracy)], ["batch reward", number(s.reward)],
-      ["mean lag", number(s.lag)], ["lag limit", number(run.lag?.limit)], ["idle: generators / learner", `${percent(idle.generator)} / ${percent(idle.learner)}`],
+      ["mean lag of the run", number(run.lag?.mean)], ["lag limit", number(run.lag?.limit)], ["idle in the run: generators / learner", `${percent(idle.generator)} / ${percent(idle.learner)}`],
       ["generated", `${number(speed.generator_tokens_per_s)} tok/s`], ["time", duration(s.seconds)],
     ];
     return element("section", {},
