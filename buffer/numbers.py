@@ -162,13 +162,13 @@ def _make_session_fields(sample: Trajectory) -> dict[str, Any]:
 
 
 def leave_out_earlier_time(entry: dict[str, Any], seconds: float) -> None:
-    """Do not count the sums that a generator reports of its time before the first ticket.
+    """Leave out the sums that a generator reached for an earlier buffer process.
 
-    entry: of the generator, with the report.
-    seconds: since the first ticket of this buffer process, 0 before it. A generator that has worked
-        for longer has also worked for an earlier buffer process, or for the first evaluation."""
+    entry: of the generator, with its report.
+    seconds: since the first ticket of this buffer process; a first report of more time has earlier
+        time in it."""
     age = sum(entry["stats"].get(f"generator/{name}", 0.0) for name in ("busy_s", "idle_s"))
-    if not seconds or ("counted" not in entry and age > seconds):
+    if "counted" not in entry and age > seconds:
         entry["counted"] = dict(entry["stats"])
 
 

@@ -610,8 +610,8 @@ class BufferService:
             self.free_unheld_leases(message)
             entry["stats"], entry["waiting"] = message.stats, message.waiting
             entry["sessions"] = message.sessions
-            started_at = self.clock.started_at
-            numbers.leave_out_earlier_time(entry, now - started_at if started_at else 0.0)
+            if self.clock.started_at:
+                numbers.leave_out_earlier_time(entry, now - self.clock.started_at)
             self.measure_rewards(message, now)
             self.reported.add(message.producer)
             announcement = self.make_announcement()
@@ -884,7 +884,7 @@ class BufferService:
                 self.leased[request.number] = batch
                 self.trained.record_lease(batch, self.mask_limit)
                 # after a restart the first batch may need no ticket
-                self.clock.start(time.monotonic())
+                self.start_clock(time.monotonic())
                 self.send(peer, batch)
                 self.learner_waits = None
             elif wait is not None:
@@ -902,6 +902,14 @@ class BufferService:
             if self.ended_at:
                 self.goodbyes = {}
         self.write_evaluations()
+
+    def start_clock(self, now: float) -> None:
+        """Start the time of RL at its first ticket; what generators did before is not of it."""
+        if not self.clock.started_at:
+            for entry in self.generators.values():
+                if entry["stats"]:
+                    entry["counted"] = dict(entry["stats"])
+        self.clock.start(now)
 
     def grant(self) -> None:
         """Grant tickets to waiting generators in the order of their requests.
@@ -929,7 +937,7 @@ class BufferService:
             training = [ticket.ticket for ticket in tickets if ticket.kind == "train"]
             self.meter.on_grant(training, now)
             if training:
-                self.clock.start(now)
+                self.start_clock(now)
             self.send_tickets(peer, request, tickets)
             granted.append(name)
         for name in granted:
