@@ -63,7 +63,7 @@ RUNAWAY = 0.05  # nats a token in one batch: healthy runs move 1e-4 to 0.02 (doc
 MANY_UPDATES = 4
 SWINGS = 3  # turns of the held-out reward, each larger than chance
 ASIDE = "buffer/set_aside"
-SPLIT = "reward/failed_batch_share"
+FAILED_BATCHES = "reward/failed_batch_share"
 SOLVED = 0.0005  # share of the range of rewards: closer to its ends, none or all are solved
 SILENT = 0.01  # share of the gradient below which a KL penalty has no effect
 
@@ -388,7 +388,7 @@ def check_waits_for_rewards(rows: Rows) -> HealthFinding | None:
 
 def check_failed_batches(rows: Rows) -> HealthFinding | None:
     """Find a reward function that takes lists, and fails whenever it gets more than one."""
-    if next((row[SPLIT] for row in reversed(rows) if SPLIT in row), 0.0) < 1.0:
+    if next((row[FAILED_BATCHES] for row in reversed(rows) if FAILED_BATCHES in row), 0.0) < 1.0:
         return None
     return HealthFinding(
         "reward_batches_fail",
