@@ -101,7 +101,15 @@ $(VERIFIERS)/.env: requirements/verifiers.txt $(VENV)/clients/.env
 	$(VENV)/clients/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(VERIFIERS)/lib/python3.*/site-packages)/environment.pth
 	touch $@
 
-env: $(VENV)/.env $(VENV)/clients/.env $(COOKBOOK)/.env $(VERIFIERS)/.env
+# tinker-cookbook 0.6 with the server's own client; the rest comes from the two environments above.
+COOKBOOK_NEW := $(VENV)/cookbook-0.6
+$(COOKBOOK_NEW)/.env: requirements/cookbook-0.6.txt $(COOKBOOK)/.env
+	test -x $(COOKBOOK_NEW)/bin/python || python3 -m venv --without-pip $(COOKBOOK_NEW)
+	$(PY) -m pip --python $(COOKBOOK_NEW)/bin/python install --quiet --disable-pip-version-check --no-compile --no-deps -r requirements/cookbook-0.6.txt
+	for python in $(COOKBOOK)/bin/python $(PY); do $$python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; done > $$(echo $(COOKBOOK_NEW)/lib/python3.*/site-packages)/environment.pth
+	touch $@
+
+env: $(VENV)/.env $(VENV)/clients/.env $(COOKBOOK)/.env $(COOKBOOK_NEW)/.env $(VERIFIERS)/.env
 
 # The report's test opens it in a headless browser.
 browser:
@@ -120,7 +128,7 @@ TESTS := $(PY) -m pytest -n $(WORKERS) --dist worksteal
 test: env browser
 	$(TESTS)
 
-clients: $(VENV)/.env $(MORE)/.env $(VENV)/gem/.env $(VENV)/lm-eval/.env $(COOKBOOK)/.env
+clients: $(VENV)/.env $(MORE)/.env $(VENV)/gem/.env $(VENV)/lm-eval/.env $(COOKBOOK_NEW)/.env
 	$(PY) -m pytest -s --durations=0 tests/support/more_clients.py tests/support/lm_eval_client.py tests/support/cookbook_client.py
 
 check: env

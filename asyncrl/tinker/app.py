@@ -489,6 +489,10 @@ class TinkerServer:
     def _describe_run(self, model: ServedModel) -> dict[str, Any]:
         record = model.record
         saved = self._list_saved(model)
+        metadata = record.metadata
+        if self.config.losses.stable_reinforce:
+            substitute = {"losses.stable_reinforce": self.config.losses.stable_reinforce}
+            metadata = (metadata or {}) | substitute
         return {
             "training_run_id": record.model,
             "base_model": self.config.model.path,
@@ -500,7 +504,7 @@ class TinkerServer:
             "last_sampler_checkpoint": next(
                 (x for x in saved if x["checkpoint_type"] == "sampler"), None
             ),
-            "user_metadata": record.metadata,
+            "user_metadata": metadata,
         }
 
     def _list_saved(self, model: ServedModel) -> list[dict[str, Any]]:

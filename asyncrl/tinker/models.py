@@ -77,9 +77,11 @@ class RequestRefused(Exception):
 class ResolvedLoss(NamedTuple):
     """A decoded forward_backward call.
 
+    requested: the loss that the client named.
     outcome: has the lags and sequences of its gradient.  runs: the sampled runs of each datum."""
 
     request: ForwardBackward
+    requested: str
     outcome: TrainingOutcome
     runs: list[list[SampledRun]]
 
@@ -360,12 +362,16 @@ class ServedModel:
 
     # ---- forward_backward ------------------------------------------------------------------------
 
+    def _decode_loss(self, call: TrainingCall) -> wire.LossCall:
+        substitute = self.config.losses.stable_reinforce
+        return wire.parse_loss_call(wire.parse_loss_request(call.body), substitute)
+
     def _parse_loss(self, call: TrainingCall) -> ResolvedLoss:
         """Decode a loss and measure the lags of its tokens.
 
         Raises RequestRefused for tokens above the limit, and ConfigError for requests that are not
         served."""
-        decoded = wire.parse_loss_call(wire.parse_loss_request(call.body))
+        decoded = self._decode_loss(call)
         staleness = self.config.staleness
         lags: Counter[int] = Counter()
         sequences: list[str] = []
@@ -403,11 +409,11 @@ class ServedModel:
             outcome = msgspec.structs.replace(
                 outcome, lags=dict(lags), sequences=sequences, token_lags=b"".join(token_lags)
             )
-        return ResolvedLoss(request, outcome, sampled)
+        return ResolvedLoss(request, decoded.requested, outcome, sampled)
 
     def _parse_repeated_loss(self, call: TrainingCall, outcome: TrainingOutcome) -> ForwardBackward:
         """Decode a loss that was computed before, with its recorded lags."""
-        decoded = wire.parse_loss_call(wire.parse_loss_request(call.body))
+        decoded = self._decode_loss(call)
         lags = np.frombuffer(outcome.token_lags, "<i4")
         splits = np.cumsum([datum.length for datum in decoded.data])[:-1]
         data = [
@@ -422,7 +428,8 @@ class ServedModel:
         assert isinstance(result, ScoreResult)
         if not loss.request.forward_only and self.samples.is_due(self.version):
             self.samples.collect(loss.request.data, loss.runs, result.logprobs)
-        return msgspec.structs.replace(loss.outcome, reply=wire.encode_scores(result))
+        reply = wire.encode_scores(result, loss.request.loss, loss.requested)
+        return msgspec.structs.replace(loss.outcome, reply=reply)
 
     # ---- optim_step ------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from asyncrl.tinker import wire
 from asyncrl.tinker.links import WorkerExited, WorkerLink, log
 from asyncrl.tinker.messages import CallFailure, ErrorCategory, SampleCall, SampleResult
 from asyncrl.tinker.sequences import SequenceLedger
-from asyncrl.tinker.settings import TinkerConfig
+from asyncrl.tinker.settings import REFUSAL, TinkerConfig
 
 KEPT = 4096  # finished requests whose results a client can request again
 REMEMBERED = 10_000  # samplers that stay usable
@@ -135,6 +135,9 @@ class SamplerService:
             if self.promises[name].body != body:
                 raise ConfigError(f"seq_id {request.seq_id} of {sampler.id} was another request")
             return name, self.promises[name]
+        if request.record_stability_info and not self.config.losses.stable_reinforce:
+            # the client will train with stable_reinforce: refuse it before anything is sampled
+            raise ConfigError(f"record_stability_info: {REFUSAL}")
         if sampler.weights and not Path(sampler.weights).exists():
             raise ConfigError(
                 f"{sampler.id} samples version {sampler.version} of {sampler.model}, which was "

@@ -42,8 +42,9 @@ def prepare_directory(config: TinkerConfig, source: str) -> Path:
         from asyncrl.tinker import settings
 
         earlier = settings.read(str(path))
-        for key in ("model", "lora"):
-            if getattr(earlier, key) != getattr(config, key):
+        for key in ("model", "lora", "losses"):
+            # a loss that takes another's place stays the same when calls are repeated
+            if getattr(earlier, key) not in (getattr(config, key), settings.TinkerLosses()):
                 raise ConfigError(
                     f"{folder} belongs to a server with another [{key}]: choose another name "
                     "with --set name=..."
@@ -140,6 +141,12 @@ def listen_and_serve(config: TinkerConfig, folder: Path) -> None:
 
     def announce() -> None:
         print(f"serving {config.model.path} from {folder}", file=sys.stderr)
+        if config.losses.stable_reinforce:
+            logging.getLogger("asyncrl.tinker").warning(
+                "losses.stable_reinforce: for loss_fn = stable_reinforce, which is not published, "
+                "this server computes %s",
+                config.losses.stable_reinforce,
+            )
         print(f"export TINKER_BASE_URL={url} TINKER_API_KEY={key}", flush=True)
 
     async def run() -> None:

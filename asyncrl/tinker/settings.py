@@ -74,6 +74,20 @@ class TinkerStaleness(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     train: train on them and count them as supervised; refuse: the request fails."""
 
 
+UNPUBLISHED = "stable_reinforce"  # a loss of the API, the default of the cookbook since 0.6.1
+REFUSAL = (
+    f"loss_fn = {UNPUBLISHED} is not served, because its definition is not published: choose "
+    f"another loss, such as loss_fn=ppo, or name a loss that takes its place by [losses] "
+    f'{UNPUBLISHED} = "ppo" in the config of the server'
+)
+
+
+class TinkerLosses(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    stable_reinforce: Literal["", "importance_sampling", "ppo", "cispo", "dro", "gspo"] = ""
+    """Loss that takes the place of stable_reinforce, whose definition is not published. Empty:
+    stable_reinforce is refused."""
+
+
 class TinkerWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     slots: Annotated[int, Meta(ge=1)] = 8
     """Versions of each model that samplers without a name can use. Older ones are deleted."""
@@ -103,6 +117,7 @@ class TinkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     sampling: TinkerSampling = TinkerSampling()
     training: TinkerTraining = TinkerTraining()
     lora: TinkerLora = TinkerLora()
+    losses: TinkerLosses = TinkerLosses()
     staleness: TinkerStaleness = TinkerStaleness()
     weights: TinkerWeights = TinkerWeights()
     restarts: Count = 3

@@ -16,6 +16,7 @@ from tinker.proto import tinker_public_pb2 as pb
 from asyncrl.contract.errors import ConfigError
 from asyncrl.tinker.messages import NOT_SAMPLED, Datum, SampleCall, SampleResult, ScoreResult
 from asyncrl.tinker.sequences import ProvenanceSpan
+from asyncrl.tinker.settings import REFUSAL, UNPUBLISHED
 
 PROTOBUF = "application/x-protobuf"
 TYPES: dict[int, Any] = {
@@ -29,13 +30,16 @@ _Request = TypeVar("_Request", bound=pydantic.BaseModel)
 
 
 class LossCall(NamedTuple):
-    """A decoded forward_backward call; spans: those of each datum, or None."""
+    """A decoded forward_backward call.
+
+    spans: those of each datum, or None.  requested: the loss that the client named."""
 
     data: list[Datum]
     spans: list[list[ProvenanceSpan] | None]
     loss: str
     config: dict[str, float | str]
     forward_only: bool
+    requested: str
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -100,17 +104,22 @@ def parse_loss_request(body: bytes) -> pb.ForwardBackwardRequest:
     return message
 
 
-def parse_loss_call(message: pb.ForwardBackwardRequest) -> LossCall:
-    """Convert a forward_backward call.  Raises ConfigError for options that are not served."""
+def parse_loss_call(message: pb.ForwardBackwardRequest, substitute: str = "") -> LossCall:
+    """Convert a forward_backward call.  Raises ConfigError for options that are not served.
+
+    substitute: the loss that takes the place of stable_reinforce, or ""."""
+    if message.loss_fn == UNPUBLISHED and not substitute:
+        raise ConfigError(REFUSAL)
     config: dict[str, float | str] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         config[name] = value.text if value.WhichOneof("value") == "text" else value.number
     return LossCall(
         [_parse_datum(index, datum) for index, datum in enumerate(message.data)],
         [_parse_spans(datum) for datum in message.data],
-        message.loss_fn,
+        substitute if message.loss_fn == UNPUBLISHED else message.loss_fn,
         config,
         message.forward_only,
+        message.loss_fn,
     )
 
 
@@ -190,7 +199,7 @@ def parse_sample_request(
     for name in ("topk_sample_logprobs", "prompt_alt_tokens_k"):
         if getattr(request, name, 0):
             raise ConfigError(f"{name}: is not served")
-    for name in ("target_prompt_logprobs", "prompt_logprobs_last_n", "record_stability_info"):
+    for name in ("target_prompt_logprobs", "prompt_logprobs_last_n"):
         if getattr(request, name, None):
             raise ConfigError(f"{name}: is not served")
     ids: list[int] = []
@@ -266,10 +275,14 @@ def encode_samples(result: SampleResult) -> bytes:
     return _serialize(message)
 
 
-def encode_scores(result: ScoreResult) -> bytes:
-    """Encode the result of a forward_backward call."""
+def encode_scores(result: ScoreResult, loss: str = "", requested: str = "") -> bytes:
+    """Encode the result of a forward_backward call.
+
+    A metric says so if `loss` was computed and the client requested another."""
     message = pb.ForwardBackwardOutput(loss_fn_output_type="TorchLossReturn")
     message.metrics["loss:sum"] = result.loss
+    if loss != requested:
+        message.metrics[f"{requested}_computed_as_{loss}:max"] = 1.0
     record = message.loss_fn_outputs.add()
     record.num_datums = len(result.logprobs)
     offsets = np.zeros(len(result.logprobs) + 1, "<i8")

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tinker_cookbook_kit import MODEL, Recipe, start_server
+from tinker_cookbook_kit import ENVIRONMENTS, MODEL, Recipe, start_server
 from tinker_kit import ServerProcess
 
 from asyncrl.config.sft import SftTraining
@@ -65,6 +65,10 @@ def write_data(folder: Path) -> None:
             f"---\nconfigs:\n- config_name: {config}\n  data_files:{splits}\n---\n"
         )
     (folder / "chat.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 8)
+    rubric = {"rubric_str": "It is a number.", "extraction_regex": "<score>(.*?)</score>"}
+    rubric |= {"grader_output_format_instruction": "Answer <score>1</score> or <score>0</score>."}
+    graded = {"convo": turns[:1], "rubric_items": [rubric]}
+    (folder / "rubric.jsonl").write_text((json.dumps(graded) + "\n") * 4)
 
 
 @pytest.fixture(scope="module")
@@ -77,16 +81,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     process.stop()
 
 
-@pytest.fixture
-def recipe(server: ServerProcess) -> Recipe:
-    return Recipe(server)
+@pytest.fixture(params=ENVIRONMENTS)
+def recipe(server: ServerProcess, request: pytest.FixtureRequest) -> Recipe:
+    return Recipe(server, request.param)
 
 
 @pytest.mark.parametrize(
     ("options", "most"),
     [
-        (["loss_fn=importance_sampling"], 0),
-        (["loss_fn=ppo", "max_steps_off_policy=2"], 2),
+        ([], 0),
+        (["max_steps_off_policy=2"], 2),
         (
             ["stream_minibatch_config.groups_per_batch=4"]
             + ["stream_minibatch_config.num_minibatches=2"],
@@ -110,9 +114,25 @@ def test_rl_loop(recipe: Recipe) -> None:
     assert counted["sampled"] == 32 == counted["trained_once"] + counted["never_trained"]
 
 
+def test_rubric(recipe: Recipe) -> None:
+    """The model is its own grader.  No answer has a score, so that all rewards are equal."""
+    data = [f"{split}_jsonl_path=rubric.jsonl" for split in ("train", "test")]
+    names = [f"{who}renderer_name=role_colon" for who in ("", "grader_")]
+    rows = recipe.run(
+        "rubric.train",
+        *(*data, *names, f"grader_llm_name={MODEL}", "groups_per_batch=2", "train_group_size=2"),
+        *("max_tokens=6", "eval_every=0", "save_every=0", "max_steps=2"),
+    )
+    assert [row["env/all/rubric_score"] for row in rows if "optim/lr" in row] == [0, 0]
+    [model] = recipe.new_models()
+    assert (model["version"], model["unknown_tokens"], model["lag_max"]) == (2, 0, 0)
+
+
 def test_chat_sl_and_sl_loop(recipe: Recipe) -> None:
     batch = ["batch_size=4", "learning_rate=1e-3", "max_length=512"]
     rows = recipe.run("chat_sl.train", "dataset=chat.jsonl", "eval_every=0", *batch)
     rows += recipe.run("sl_loop", *batch)
     assert [row["train_mean_nll"] > 0 for row in rows] == [True] * 4
-    assert [model["version"] for model in recipe.new_models()] == [2, 2]
+    models = recipe.new_models()
+    assert [model["version"] for model in models] == [2, 2]
+    assert all(model["supervised_tokens"] > 0 == model["trained_tokens"] for model in models)

@@ -185,7 +185,7 @@ def test_models_of_several_clients_do_not_touch_each_other(service: tinker.Servi
 @pytest.mark.parametrize(
     ("loss", "config", "message"),
     [
-        ("stable_reinforce", {}, "its definition is not published"),
+        ("stable_reinforce", {}, "its definition is not published.* loss_fn=ppo, or name a loss"),
         ("ppo", {"clip_lower": 0.8}, "loss_fn_config.clip_lower: ppo has no such option"),
     ],
 )

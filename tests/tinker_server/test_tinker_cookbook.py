@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from clients_kit import python_of
 from process_kit import ROOT
-from tinker_cookbook_kit import MODEL, Recipe, start_server
+from tinker_cookbook_kit import ENVIRONMENTS, MODEL, Recipe, start_server
 
 from asyncrl.tinker import demo_model
 
@@ -39,10 +39,13 @@ def test_an_older_client_passes_the_same_tests() -> None:
     assert done.returncode == 0, done.stdout[-6000:]
 
 
-def test_a_recipe_trains_off_policy(tmp_path: Path) -> None:
+def test_recipes_train_off_policy(tmp_path: Path) -> None:
+    """Of both versions of the cookbook, with the loss that each chooses."""
     demo_model.build(tmp_path / MODEL, seed=0, steps=1)
     server = start_server(tmp_path)
     try:
-        Recipe(server).run_additions(2, "loss_fn=ppo", "max_steps_off_policy=2")
+        for environment in ENVIRONMENTS:
+            Recipe(server, environment).run_additions(2, "max_steps_off_policy=2")
     finally:
         server.stop()
+    assert "this server computes ppo" in (server.folder / "logs" / "server.log").read_text()

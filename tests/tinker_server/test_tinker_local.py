@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import importlib.util
 import json
 from collections.abc import Callable, Iterator
@@ -154,6 +155,82 @@ def test_a_killed_training_process_masks_the_same_tokens(start: Start) -> None:
             assert step(client, data, "importance_sampling").get("lag_max") is None
             results.append(scored(client))
     assert np.array_equal(*results)
+
+
+def stability_sampler(client: tinker.TrainingClient) -> tinker.SamplingClient:
+    """A sampler as the cookbook creates it since 0.6.1."""
+    return client.save_weights_and_get_sampling_client(record_stability_info=True).result()
+
+
+def test_stable_reinforce_is_refused_before_anything_is_sampled(start: Start) -> None:
+    server = start()
+    with server.client() as service:
+        client = service.create_lora_training_client("tiny", rank=2, seed=1).result()
+        text = r"loss_fn=ppo, or name a loss .* \[losses\] stable_reinforce = .ppo."
+        with pytest.raises(tinker.BadRequestError, match=text):
+            draw(stability_sampler(client), 1)
+        assert server.server.ledger.sampled_total == 0
+        data = [policy_datum(draw(sampler_of(client), 1)[0], spans=True)]
+        with pytest.raises(tinker.RequestFailedError, match=text):
+            client.forward_backward(data, "stable_reinforce").result()
+        with pytest.raises(tinker.RequestFailedError, match="the step was not made"):
+            client.optim_step(ADAM).result()
+
+
+def test_a_named_loss_takes_the_place_of_stable_reinforce(
+    start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same gradient, and every answer says so."""
+    server = start("losses.stable_reinforce=ppo")
+    results = []
+    with server.client() as service:
+        for loss in ("ppo", "stable_reinforce"):
+            client = service.create_lora_training_client("tiny", rank=2, seed=1).result()
+            params = types.SamplingParams(max_tokens=5, seed=7)
+            drawn = stability_sampler(client).sample(prompt(), 2, params).result().sequences
+            data = [policy_datum(sequence, spans=True) for sequence in drawn]
+            for _ in range(2):  # the ratios of the second step are clipped
+                done = client.forward_backward(data, loss).result()
+                server.training.exits = {1}  # the call is repeated from disk
+                assert client.optim_step(ADAM).result().metrics["lag_unknown_share"] == 0
+                substituted = done.metrics.get("stable_reinforce_computed_as_ppo:max")
+                assert substituted == (1.0 if loss == "stable_reinforce" else None)
+            results.append(scored(client))
+            rest = service.create_rest_client()
+            run = rest.get_training_run(client.model_id).result()
+            assert run.user_metadata is not None
+            assert run.user_metadata["losses.stable_reinforce"] == "ppo"
+    assert np.array_equal(*results)
+    with pytest.raises(ConfigError, match=r"belongs to a server with another \[losses\]"):
+        start("losses.stable_reinforce=cispo")
+    start("losses.stable_reinforce=ppo")
+
+
+def test_gspo_reads_the_mask_of_its_ratio(start: Start) -> None:
+    """rl_loop sends it since 0.6.1."""
+    server = start()
+    results = []
+    with server.client() as service:
+        for count in (None, 5, 2):
+            client = service.create_lora_training_client("tiny", rank=2, seed=1).result()
+            params = types.SamplingParams(max_tokens=5, seed=7)
+            [sequence] = sampler_of(client).sample(prompt(), 1, params).result().sequences
+            datum = policy_datum(sequence, spans=True)
+            step(client, TUNED, "cross_entropy")  # the ratios are not 1
+            if count is not None:
+                mask = np.zeros(datum.model_input.length, np.float32)
+                before = len(mask) - len(sequence.tokens)
+                mask[before : before + count] = 1
+                inputs = datum.loss_fn_inputs | {"sequence_ratio_mask": mask}
+                datum = dataclasses.replace(datum, loss_fn_inputs=inputs)
+            config = {"clip_low_threshold": 0.0, "clip_high_threshold": 9.0}
+            client.forward_backward([datum], "gspo", config)
+            client.optim_step(types.AdamParams(learning_rate=1e-2, eps=1.0)).result()
+            results.append(scored(client))
+        with pytest.raises(tinker.RequestFailedError, match="ppo has no loss_fn_inputs"):
+            client.forward_backward([datum], "ppo").result()
+    assert np.array_equal(results[0], results[1])
+    assert not np.array_equal(results[0], results[2])
 
 
 def test_supervised_data_can_be_forbidden(start: Start) -> None:

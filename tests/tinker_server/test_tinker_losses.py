@@ -288,7 +288,7 @@ def test_a_custom_loss_is_linear_in_the_clients_weights(trainer: Trainer) -> Non
 @pytest.mark.parametrize(
     ("loss", "config", "message"),
     [
-        ("stable_reinforce", {}, "not published"),
+        ("stable_reinforce", {}, "choose one of"),
         ("ppo", {"beta": 1.0}, "loss_fn_config.beta: ppo has no such option"),
         (
             "ppo",

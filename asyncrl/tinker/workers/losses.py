@@ -20,7 +20,6 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 
 Options = Mapping[str, float | str]
-UNPUBLISHED = ("stable_reinforce",)
 CLIPS = ("clip_low_threshold", "clip_high_threshold")
 
 
@@ -111,11 +110,6 @@ MORE_THAN_A_LOSS = (
 
 def check(loss: str, options: Options) -> None:
     """Raise ConfigError for a loss that is not served, or an option that it does not read."""
-    if loss in UNPUBLISHED:
-        raise ConfigError(
-            f"loss_fn = {loss}: its definition is not published, so it is not served; choose one "
-            f"of {', '.join(NAMES)}"
-        )
     if loss not in NAMES:
         raise ConfigError(f"loss_fn = {loss}: choose one of {', '.join(NAMES)}")
     for name, value in options.items():

@@ -50,6 +50,7 @@ UNWEIGHTED = (
     *("is/zero_share", "is/rejected", "is/vetoed", "is/masked_share"),
 )
 MODEL = "model"
+RATIO_MASK = "sequence_ratio_mask"  # positions of gspo's ratio, which the cookbook sends
 
 
 class TrainedModel:
@@ -198,7 +199,9 @@ class Trainer:
         for name in required:
             if name not in datum.fields:
                 raise ConfigError(f"datum {index}: {request.loss} needs loss_fn_inputs.{name}")
-        readable = {"logprobs", "advantages", "mask", "weights"} if sampled else {"weights", "mask"}
+        readable = {"weights", "mask"} | (set(required) if sampled else set())
+        if request.loss == "gspo":
+            readable.add(RATIO_MASK)
         if unread := sorted(set(datum.fields) - readable):
             raise ConfigError(
                 f"datum {index}: {request.loss} has no loss_fn_inputs.{unread[0]}; it reads "
@@ -347,7 +350,10 @@ def compute_policy_loss(
         loss = -(weights * lp).sum()
         return loss, {"loss/policy": loss.detach().double()}
     inside = packed.inside
-    tokens = losses.LossTokens(current, packed.behavior, packed.adv, inside, packed.seq, len(data))
+    in_ratio = inside & (packed.read_field(RATIO_MASK, 1.0) != 0)
+    tokens = losses.LossTokens(
+        current, packed.behavior, packed.adv, in_ratio, packed.seq, len(data)
+    )
     term = losses.POLICY_LOSSES[request.loss].term(tokens, request.config)
     scale = packed.mask * packed.read_field("weights", 1.0)
     coefficient = torch.where(inside, term.coefficient * scale, 0.0)
