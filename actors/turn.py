@@ -76,7 +76,8 @@ class GeneratorTurn:
         self.schedule = TicketSchedule(
             drain_first=config.weights.in_flight == "between_groups", lockstep=lockstep
         )
-        self.tokenizer = load_tokenizer(config.model.path)
+        # a gateway renders the chats of sessions
+        self.tokenizer = load_tokenizer(config.model.path, renders_chats=not config.uses_sessions)
         self.stops = collect_stop_tokens(self.tokenizer, config)
         self.task = build_task(config)
         self.rewards = make_runner(config, self.task, run_dir)

@@ -22,6 +22,7 @@ from asyncrl.contract.versions import Label
 from asyncrl.models import adapters, memory, policy
 from asyncrl.models.devices import bind_learner
 from asyncrl.models.policy import compute_weights_digest, export
+from asyncrl.models.tokenizer import load_tokenizer
 from asyncrl.records import atomic_write, machine_memory, process_log
 from asyncrl.records.trace import Tracer
 from asyncrl.transport import keys, message_checks
@@ -62,6 +63,13 @@ class Learner(BufferPeer):
             earlier_steps = self.core.state.steps or config.learner.steps
             if change := explain_changed_steps(config.learner, earlier_steps, self.number):
                 print(f"learner: learner.{change}", file=sys.stderr)
+        record = config.record
+        # before the hello: for most model directories it imports transformers
+        self.tokenizer = (
+            load_tokenizer(config.model.path)
+            if record.token_samples and record.samples_every
+            else None
+        )
         self.publisher = Publisher(config, run_dir, self.epoch, self.core)
         for version, data in sorted(earlier_versions.items()):
             self.publisher.publish_bytes(version, data)
@@ -233,8 +241,10 @@ class Learner(BufferPeer):
         self.send_hello()
         if self.welcomed:
             self.step_log = StepLog(self.config, self.run_dir, self.number)
-            if self.config.record.token_samples:
-                self.core.sample_log = SampleLog(self.config, self.run_dir, self.number)
+            if self.tokenizer is not None:
+                self.core.sample_log = SampleLog(
+                    self.config, self.run_dir, self.number, self.tokenizer
+                )
         if self.config.record.stream and self.welcomed and not self.stopping:
             self.recorder = Recorder(self.config, self.run_dir, self.epoch, self.core, self.digest)
         if self.number == 0 and not self.stopping:

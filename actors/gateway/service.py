@@ -50,7 +50,6 @@ from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.contract.waits import OpenSession, ProcessWait
 from asyncrl.models.tokenizer import (
-    PlainTokenizer,
     collect_stop_tokens,
     encode_prompt,
     has_template,
@@ -171,7 +170,7 @@ class Gateway(sockets.SessionPeer):
         self.index = index
         self.agents = config.agents
         self.limits = {part: build_limits(config, agent) for part, agent in self.agents.items()}
-        self.tokenizer = load_tokenizer(config.model.path)
+        self.tokenizer = load_tokenizer(config.model.path, renders_chats=True)
         self.vocabulary = read_vocabulary_size(config.model.path)
         self.routing: m.RoutingShape | None = (
             None  # of the model's routers, once a call had experts
@@ -226,13 +225,7 @@ class Gateway(sockets.SessionPeer):
         self.source = source(self)
 
     def warm_up(self) -> None:
-        """Load the full tokenizer and freeze the heap, before any session waits.
-
-        Importing the template renderer takes seconds, which would block the loop.  Later garbage
-        collections skip frozen objects.
-        """
-        if self.templated and isinstance(self.tokenizer, PlainTokenizer):
-            _ = self.tokenizer.full_tokenizer
+        """Freeze the heap before any session waits: later garbage collections skip its objects."""
         gc.collect()
         gc.freeze()
 

@@ -2,16 +2,18 @@
 
 Does not import torch for a model that the packed forward covers. Any other is loaded once by
 transformers in a separate process (`python -m asyncrl.supervise.start asyncrl.models.model_check
-PATH DTYPE`), because only transformers' classes define which weights they need.
+PATH DTYPE KEY DEVICE`), because only transformers' classes define which weights they need. That
+process also compares our log-probabilities with those of the model's own eager forward.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +49,22 @@ EXPONENT = {
     "BF16": ("<u2", 0x7F80),
 }
 CHUNK = 1 << 20  # numbers checked at a time, which fit into the core's cache
+# a larger model is compared with its eager forward in its own dtype and on its own device
+FLOAT32_BYTES = 16 << 30
+# largest mean |difference| of log-probabilities between two correct forward passes, nats
+NOISE_NATS = {"float32": 1e-3, "bfloat16": 0.25}
+# (prompt, response) tokens of the compared samples, of two groups: their rows need padding
+COMPARED = ((3, 5), (3, 9), (24, 32), (24, 8))
+WIDEST_WINDOW = 1024  # of sliding attention that the compared samples reach beyond
 
 
-def check(config: Config) -> Any:
+def check(
+    config: Config, report: Callable[[str], None] = lambda note: None, *, compares: bool = False
+) -> Any:
     """Check the model, its references and the settings that depend on them.
 
+    report: gets what the user should know of a model that can be trained.
+    compares: also compare the packed forward, which transformers does not load, with transformers.
     Returns the tokenizer. Raises ConfigError with the first problem.
     """
     path = Path(config.model.path)
@@ -72,8 +85,11 @@ def check(config: Config) -> Any:
             f"generation_config.json in {path} has an end-of-sequence token; list the texts of "
             "such tokens in generator.stop"
         )
-    check_complete(raw, path, config.model.dtype, "model.path")
+    device = config.model.device
     check_finite(path, "model.path")
+    note = check_complete(raw, path, config.model.dtype, "model.path", device, compares=compares)
+    for text in filter(None, (note, explain_router_loss(raw))):
+        report(text)
     check_adapters(config, raw)
     vocabulary = get_language_config(raw).get("vocab_size")
     for key, reference in list_references(config):
@@ -86,8 +102,8 @@ def check(config: Config) -> Any:
                 f"{key}: {reference} has a vocabulary of {reference_vocabulary}, model.path of "
                 f"{vocabulary}"
             )
-        check_complete(reference_config, reference, config.model.dtype, key)
         check_finite(reference, key)
+        check_complete(reference_config, reference, config.model.dtype, key, device)
     return tokenizer
 
 
@@ -206,8 +222,25 @@ def check_finite(path: Path, key: str) -> None:
                         )
 
 
-def check_complete(raw: dict[str, Any], path: Path, dtype: str, key: str) -> None:
-    """Raise ConfigError for missing weights, and for models that attend to later tokens."""
+def explain_router_loss(raw: dict[str, Any]) -> str:
+    """Explain that a router loss which config.json asks for is not applied; "" for others."""
+    settings = get_language_config(raw)
+    coefficient = settings.get("router_aux_loss_coef")
+    if not (coefficient and settings.get("output_router_logits")):
+        return ""
+    return (
+        f"router_aux_loss_coef = {coefficient} of config.json is not applied: the loss of RL has "
+        "no term for the balance of experts"
+    )
+
+
+def check_complete(
+    raw: dict[str, Any], path: Path, dtype: str, key: str, device: str, *, compares: bool = False
+) -> str:
+    """Raise ConfigError for missing weights, wrong log-probabilities and encoders.
+
+    Returns how the log-probabilities were compared; "" where only the headers were read.
+    """
     if layout.is_plain_config(raw):
         present = {
             name: tuple(entry["shape"])
@@ -215,13 +248,13 @@ def check_complete(raw: dict[str, Any], path: Path, dtype: str, key: str) -> Non
             for name, entry in entries.items()
         }
         needed = layout.list_shapes(raw)
-        if present == needed:
-            return
+        if present == needed and not compares:
+            return ""
         if present.items() < needed.items():
             raise ConfigError(
                 f"{key}: {describe_missing_weights(path, sorted(set(needed) - set(present)))}"
             )
-    argv = importing.make_command("asyncrl.models.model_check", str(path), dtype, key)
+    argv = importing.make_command("asyncrl.models.model_check", str(path), dtype, key, device)
     process = subprocess.run(
         argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )
@@ -231,18 +264,98 @@ def check_complete(raw: dict[str, Any], path: Path, dtype: str, key: str) -> Non
         ]
         errors = [x.removeprefix("error: ") for x in lines if x.startswith("error: ")]
         raise ConfigError(errors[-1] if errors else f"{key}: {path} cannot be loaded: {lines[-1]}")
+    return process.stdout.strip().rpartition("\n")[2]
 
 
-def main(path: str, dtype: str, key: str) -> None:
-    """Load the model on the CPU, in a separate process; print an error and exit if it fails."""
+def compare_with_eager(path: Path, dtype: str, device: str) -> str:
+    """Compare our log-probabilities with those of transformers' eager attention, row by row.
+
+    A fused kernel may leave out what a model asks for, and padding may change its results. Engine
+    and learner would still agree with each other. Returns what was compared. Raises ConfigError
+    for a difference beyond rounding, and like `load_policy`.
+    """
+    import psutil
+    import torch
+
     from asyncrl.models import policy
 
+    raw = get_language_config(read_settings(path, "model.path"))
+    size = 4 * sum(
+        math.prod(entry["shape"]) for *_, rows in read_headers(path) for entry in rows.values()
+    )
+    place = f"{dtype} on {device}, as its weights take {size / (1 << 30):.0f} GiB in float32"
+    if size <= min(FLOAT32_BYTES, psutil.virtual_memory().available // 2):
+        dtype, device, place = "float32", "cpu", "float32"
+    model = policy.load_policy(path, dtype, device)
+    samples = _sample_compared(raw, model)
+
+    def compute(hf: Any) -> Any:
+        parts = []
+        for prompt, response in samples:
+            ids = torch.from_numpy(np.concatenate([prompt, response])).long()[None].to(hf.device)
+            logits = hf(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+            targets = ids[0, len(prompt) :, None]
+            parts.append(logits.log_softmax(-1).gather(1, targets)[:, 0].cpu())
+        return torch.cat(parts)
+
+    with torch.no_grad():
+        prompts, responses = zip(*samples, strict=True)
+        ones = torch.ones(len(samples), device=model.device)
+        groups = [len(prompt) for prompt in prompts]
+        ours = model.logprobs(prompts, responses, ones, groups=groups).logprobs.float().cpu()
+        is_packed = model.fast is not None
+        alone = ours if is_packed else compute(model.hf)
+        own = "packed forward" if is_packed else f"{model.hf.config._attn_implementation} attention"
+        if own == "eager attention":
+            capped = policy.caps_scores(model.hf.config)
+            own += " (sdpa ignores the cap of its scores)" if capped else " (it has no sdpa)"
+        name = type(model.hf).__name__
+        del model
+        # in transformers 5.19, Falcon's eager attention adds its ALiBi bias twice
+        kind = "sdpa" if raw.get("model_type") == "falcon" and raw.get("alibi") else "eager"
+        reference = policy.load_policy(path, dtype, device, with_modules=True, attention=kind)
+        expected = compute(reference.hf)
+    difference = float((ours - expected).abs().mean())
+    described = f"those of transformers' {kind} attention in {place}"
+    if difference <= NOISE_NATS[dtype]:
+        return f"{own}; log-probabilities equal {described} to {difference:.0e} nats a token"
+    is_padding = float((alone - expected).abs().mean()) <= NOISE_NATS[dtype]
+    cause = "padded rows change its results" if is_padding else f"the {own} leaves something out"
+    raise ConfigError(
+        f"model.path: {path} would be trained as another model: its log-probabilities differ by "
+        f"{difference:.2g} nats a token from {described}: {cause} ({name}); choose another model"
+    )
+
+
+def _sample_compared(raw: dict[str, Any], model: Any) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return random prompts and responses of text, int32, for `compare_with_eager`."""
+    window = raw.get("sliding_window") or 0
+    beyond = window if window <= WIDEST_WINDOW else 0
+    longest = find_max_positions(raw) or WIDEST_WINDOW * 2
+    vocabulary = int(model.hf.config.get_text_config().vocab_size)
+    random = np.random.default_rng(0)
+
+    def sample(length: int) -> np.ndarray:
+        ids = random.integers(0, vocabulary, length, np.int32)
+        if model.vision is not None:
+            ids[ids == model.vision.shape.token] ^= 1
+        return ids
+
+    prompts = {length: sample(length) for length, _ in COMPARED}
+    return [
+        (prompts[length], sample(min(response + beyond, longest - length)))
+        for length, response in COMPARED
+    ]
+
+
+def main(path: str, dtype: str, key: str, device: str) -> None:
+    """Load and compare the model, in a separate process; print an error and exit if it fails."""
     try:
-        policy.load_policy(path, dtype, "cpu")
+        print(compare_with_eager(Path(path), dtype, device))
     except AsyncrlError as error:
         print(f"error: {str(error).replace('model.path', key, 1)}", file=sys.stderr)
         sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4])
+    main(*sys.argv[1:5])

@@ -313,12 +313,18 @@ def _encode_images(vision: ImageEncoder, images: RowImages, *, single: bool) -> 
 
 
 def load_policy(
-    path: str | Path, dtype: str = "float32", device: str = "auto", *, with_modules: bool = False
+    path: str | Path,
+    dtype: str = "float32",
+    device: str = "auto",
+    *,
+    with_modules: bool = False,
+    attention: str | None = None,
 ) -> PolicyModel:
     """Load the causal LM in the Hugging Face directory `path`.
 
-    with_modules: use transformers' modules even where without_transformers.py can load it. Raises
-    ConfigError when the directory is missing or does not hold a causal LM.
+    with_modules: use transformers' modules even where without_transformers.py can load it.
+    attention: of transformers' modules; None: sdpa, or eager where sdpa would compute another
+        model. Raises ConfigError when the directory is missing or does not hold a causal LM.
     """
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(f"model.path: {path} is not a model directory (it has no config.json)")
@@ -333,11 +339,11 @@ def load_policy(
             else transformers.AutoModelForImageTextToText
         )
         try:
+            config = transformers.AutoConfig.from_pretrained(str(path))
+            # None: sdpa where the architecture supports it, whatever config.json names
+            config._attn_implementation = attention or ("eager" if caps_scores(config) else None)
             hf, info = maker.from_pretrained(
-                str(path),
-                dtype=getattr(torch, dtype),
-                attn_implementation="sdpa",
-                output_loading_info=True,
+                str(path), config=config, dtype=getattr(torch, dtype), output_loading_info=True
             )
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             raise ConfigError(
@@ -352,6 +358,11 @@ def load_policy(
                 f"tokens ({type(hf).__name__})"
             )
     return PolicyModel(hf.to(target_device).eval(), str(path))
+
+
+def caps_scores(config: Any) -> bool:
+    """Return whether attention scores are capped, which sdpa ignores without an error."""
+    return bool(getattr(config.get_text_config(), "attn_logit_softcapping", None))
 
 
 def resolve_device(name: str) -> str:

@@ -177,12 +177,15 @@ def load_transformers_tokenizer(path: str | Path) -> Any:
         ) from error
 
 
-def load_tokenizer(path: str | Path) -> Any:
+def load_tokenizer(path: str | Path, *, renders_chats: bool = False) -> Any:
     """Load the tokenizer in a model directory. Raises ConfigError when there is none.
 
     Its `image_shape` describes how the model reads images; None: it reads only text.
+    renders_chats: import what renders a chat template now, because that takes seconds.
     """
     tokenizer = _load_text_tokenizer(path)
+    if renders_chats and isinstance(tokenizer, PlainTokenizer) and has_template(path):
+        _ = tokenizer.full_tokenizer
     tokenizer.image_shape = read_shape(path)
     return tokenizer
 

@@ -78,8 +78,10 @@ class DoubtfulCheck(Exception):
 class Subject:
     """A config under check, with cached properties that several checks need."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, compares: bool = False) -> None:
         self.config = config
+        self.compares = compares  # see `model_check.check`
+        self.notes: list[str] = []  # on the model
 
     @property
     def path(self) -> Path:
@@ -97,7 +99,7 @@ class Subject:
         """The tokenizer of a checked model.  Raises ConfigError."""
         from asyncrl.models import model_check
 
-        return model_check.check(self.config)
+        return model_check.check(self.config, self.notes.append, compares=self.compares)
 
     @cached_property
     def raw(self) -> dict[str, Any]:
@@ -284,7 +286,8 @@ def check_model(subject: Subject) -> str:
             f"{subject.path} does not exist yet: the run builds a tiny model (model.warm_start)"
         )
     subject.tokenizer  # noqa: B018 - raises ConfigError for a damaged model
-    return f"{subject.path}: {subject.parameters:,} parameters, {config.model.dtype}"
+    size = f"{subject.parameters:,} parameters, {config.model.dtype}"
+    return "; ".join([f"{subject.path}: {size}", *subject.notes])
 
 
 def build_model(subject: Subject) -> None:
@@ -620,6 +623,8 @@ def preflight(config: Config) -> None:
             check(subject)
         except DoubtfulCheck as doubt:
             say(f"warning: {doubt}")
+    for note in subject.notes:
+        say(f"model: {note}")
     call_reward(subject)
     check_exact(subject)
 
@@ -651,7 +656,7 @@ def run_checks(config: Config) -> Iterator[Finding]:
     """Yield the outcome of each check of CHECKS.
 
     A check is `later` if its prerequisite failed or it needs a model that the run builds."""
-    subject = Subject(config)
+    subject = Subject(config, compares=True)
     blocked: dict[str, str] = {}
     for name, check in CHECKS.items():
         if reason := next((blocked[need] for need in NEEDS.get(name, ()) if need in blocked), ""):

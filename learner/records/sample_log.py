@@ -20,7 +20,6 @@ from asyncrl.algorithms.loss import PreparedBatch
 from asyncrl.config.tree import Config
 from asyncrl.contract.blobs.images import read_size
 from asyncrl.contract.messages import Batch, Trajectory
-from asyncrl.models.tokenizer import load_tokenizer
 from asyncrl.models.vision import image_tokens, pictures
 from learner.batch import PackedBatch
 from learner.records.batch_log import BatchLog
@@ -32,10 +31,10 @@ DECIMALS = 4
 class SampleLog(BatchLog):
     """RUN/token_samples.jsonl, append-only and at most `record.token_samples_mib` large."""
 
-    def __init__(self, config: Config, run_dir: Path, number: int) -> None:
+    def __init__(self, config: Config, run_dir: Path, number: int, tokenizer: Any) -> None:
         """Keep the rows of batches below `number`: see `BatchLog`."""
         self.config = config
-        self.tokenizer: Any = None
+        self.tokenizer = tokenizer
         super().__init__(
             run_dir / FILE,
             number,
@@ -62,8 +61,6 @@ class SampleLog(BatchLog):
         sampler: [N], log-probabilities under the learner's weights of the version that sampled each
         token, nan where they were not measured; None: not measured in this batch.
         """
-        if self.tokenizer is None:
-            self.tokenizer = load_tokenizer(self.config.model.path)
         chosen = choose_samples(packed, prep, self.config, batch.number)
         columns = {
             "behavior": prep.batch.behavior,

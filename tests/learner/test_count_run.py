@@ -64,7 +64,9 @@ def test_the_shipped_config_trains_on_its_pictures(
 
     def trained(self: LearnerCore, batch: Batch, *args: Any, **more: Any) -> Any:
         batches.append(batch)
-        self.sample_log = SampleLog(self.config, tmp_path, batch.number)
+        self.sample_log = SampleLog(
+            self.config, tmp_path, batch.number, load_tokenizer(self.config.model.path)
+        )
         return train(self, batch, *args, **more)
 
     def computed(self: PolicyModel, prompts: Any, *args: Any, **more: Any) -> Any:

@@ -20,7 +20,7 @@ from learner.records.sample_log import FILE, SampleLog, choose_samples, decode_p
 
 def logged(c: Any, run_dir: Path, *batches: int) -> list[dict[str, Any]]:
     """Train on the batches and return the rows of token_samples.jsonl."""
-    c.sample_log = SampleLog(c.config, run_dir, 0)
+    c.sample_log = SampleLog(c.config, run_dir, 0, load_tokenizer(c.config.model.path))
     for number in batches:
         c.train(batch(number, seed=number))
     c.sample_log.close()
@@ -101,7 +101,7 @@ def test_a_resumed_learner_drops_what_it_trains_again(model_dir: Path, tmp_path:
     logged(made, tmp_path, 0, 1, 2)
     with (tmp_path / FILE).open("a") as file:
         file.write('{"batch": 0, "torn')
-    log = SampleLog(made.config, tmp_path, 1)
+    log = SampleLog(made.config, tmp_path, 1, None)
     log.close()
     kept = (tmp_path / FILE).read_text().splitlines()
     assert [json.loads(line)["batch"] for line in kept] == [0]
@@ -112,7 +112,7 @@ def test_the_file_keeps_to_its_bound(
     model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = core(model_dir, record={"samples_every": 1, "token_samples_mib": 1})
-    log = SampleLog(made.config, tmp_path, 0)
+    log = SampleLog(made.config, tmp_path, 0, None)
     row = {"batch": 0, "filler": "x" * 300_000}
     log.add([row] * 5)
     assert not log.is_due(0) and (tmp_path / FILE).stat().st_size <= 2**20

@@ -12,16 +12,18 @@ def held(
     answers: bool = False,
     batches: Path | None = None,
     late: Path | None = None,
+    imports: Path | None = None,
     gpu: bool = False,
 ) -> dict[str, str]:
     """The environment of such a run: its generator waits in mid-answer for the next version; its
     learner trains the batches below the number in a file; the clock of its environments jumps when
-    a file is there; it has a pretended GPU.
+    a file is there; late imports are written to a file; it has a pretended GPU.
     """
     words = {
         "HOLD_ANSWERS": "yes" if answers else "",
         "HOLD_BATCHES": str(batches or ""),
         "HOLD_LATE": str(late or ""),
+        "LATE_IMPORTS": str(imports or ""),
         "PRETEND_GPU": "yes" if gpu else "",
     }
     path = f"{ROOT / 'tests' / 'support' / 'hold'}:{ENV['PYTHONPATH']}"

@@ -28,6 +28,7 @@ from asyncrl.config.agents import AgentConfig
 from asyncrl.config.tree import Config
 from asyncrl.contract import messages as m
 from asyncrl.contract.versions import Label
+from asyncrl.models import tokenizer
 
 
 def sessions_of(gateway: service.Gateway) -> SessionApi:
@@ -261,10 +262,12 @@ def test_a_turn_is_due_when_something_has_come(monkeypatch: pytest.MonkeyPatch) 
     asyncio.run(play())
 
 
-def test_templates_are_imported_before_anybody_waits(config: Config, tmp_path: Path) -> None:
+def test_templates_are_imported_before_anybody_waits(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "run_id").write_text("run")
+    monkeypatch.setattr(tokenizer, "has_template", lambda path: True)
     gateway = service.Gateway(config, tmp_path, source=SessionApi)
-    gateway.templated = True
     try:
         gateway.warm_up()
         assert "full_tokenizer" in vars(gateway.tokenizer) and gc.get_freeze_count() > 0

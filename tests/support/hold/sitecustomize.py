@@ -8,6 +8,8 @@ HOLD_ANSWERS    generators stand still in the middle of their answers until the 
 HOLD_BATCHES    a file with a number: the learner trains the batches below it.
 HOLD_LATE       a file: the clock by which a gateway ends the steps of its environments jumps when
                 it is there.
+LATE_IMPORTS    a file that gets a line for each module of transformers that a process imports after
+                it has begun to receive from the buffer.
 PRETEND_GPU     torch has a GPU (pretend_gpu.py)."""
 
 from __future__ import annotations
@@ -62,6 +64,26 @@ def hold_clock(module: Any) -> None:
     module.time = SimpleNamespace(monotonic=monotonic)
 
 
+class ImportLog(importlib.abc.MetaPathFinder):
+    """Writes the names of transformers' modules that are imported from now on."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> None:
+        if name.partition(".")[0] == "transformers":
+            with Path(os.environ["LATE_IMPORTS"]).open("a") as log:
+                log.write(f"{name} {sys.argv}\n")
+
+
+def log_late_imports(module: Any) -> None:
+    plain = module.BufferPeer.receive
+
+    def receive(self: Any, timeout: float) -> Any:
+        if not any(isinstance(finder, ImportLog) for finder in sys.meta_path):
+            sys.meta_path.insert(0, ImportLog())
+        return plain(self, timeout)
+
+    module.BufferPeer.receive = receive
+
+
 def give_gpu(module: Any) -> None:
     from pretend_gpu import pretend_gpu
 
@@ -73,6 +95,7 @@ HOLDS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "HOLD_ANSWERS": ("actors.generator", hold_answers),
     "HOLD_BATCHES": ("learner.step", hold_batches),
     "HOLD_LATE": ("asyncrl.transport.worker_pool", hold_clock),
+    "LATE_IMPORTS": ("asyncrl.transport.sockets", log_late_imports),
     "PRETEND_GPU": ("torch", give_gpu),
 }
 
