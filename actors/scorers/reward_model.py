@@ -17,6 +17,7 @@ from asyncrl.config.scorers import RewardModelConfig as Settings
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 from asyncrl.models import fetch
+from asyncrl.models.tokenizer import load_transformers_tokenizer
 
 fetch.stay_offline()
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -54,7 +55,7 @@ class RewardModelScorer:
     batched = True
 
     def __init__(self, settings: Settings) -> None:
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+        from transformers import AutoModelForSequenceClassification
         from transformers.utils import logging
 
         logging.disable_progress_bar()
@@ -65,7 +66,7 @@ class RewardModelScorer:
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
-            self.tokenizer = AutoTokenizer.from_pretrained(settings.path)
+            self.tokenizer = load_transformers_tokenizer(settings.path)
             model, loading_info = AutoModelForSequenceClassification.from_pretrained(
                 settings.path, dtype=getattr(torch, settings.dtype), output_loading_info=True
             )

@@ -28,6 +28,7 @@ DATA_SETS = "hf://datasets/"
 # user would write
 OWN_OFFLINE_VALUE = "YES"
 MAGIC = b"GGUF"  # the first four bytes of a GGUF file
+GENERATION_CONFIG = "generation_config.json"
 LAST_LINES = 1  # lines of a program's error output that are shown
 # weights, configs and tokenizers; no weights in another format, no code
 HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
@@ -183,22 +184,31 @@ def convert_gguf(file: Path, target: Path, dtype: str) -> None:
             )
 
 
-def save(hf: Any, path: str | Path) -> None:
+def save(hf: Any, path: str | Path, generation_config: str = "") -> None:
     """Call `hf.save_pretrained(path)` for a model without a wrapper.
 
-    With accelerate installed, transformers would check for a DeepSpeed wrapper, which imports
-    DeepSpeed: that takes seconds and prints a warning on stdout.
+    generation_config: the text of that file; "": the model's own settings. transformers would
+    refuse to write settings that it has read, such as a temperature without sampling. With
+    accelerate installed, transformers would check for a DeepSpeed wrapper, which imports DeepSpeed:
+    that takes seconds and prints a warning on stdout.
     """
     from_transformers = sys.modules.get("transformers.modeling_utils")
-    if from_transformers is None:
-        hf.save_pretrained(str(path))
-        return
-    original = from_transformers.unwrap_model
-    from_transformers.unwrap_model = lambda model, *_, **__: model  # type: ignore[attr-defined]
+    original = getattr(from_transformers, "unwrap_model", None)
+    settings = getattr(hf, "generation_config", None)
+    if original is not None:
+        from_transformers.unwrap_model = lambda model, *_, **__: model  # type: ignore[union-attr]
+    hf.can_generate = lambda: False  # then it does not write them
     try:
         hf.save_pretrained(str(path))
     finally:
-        from_transformers.unwrap_model = original  # type: ignore[attr-defined]
+        del hf.can_generate
+        if original is not None:
+            from_transformers.unwrap_model = original  # type: ignore[union-attr]
+    file = Path(path) / GENERATION_CONFIG
+    if generation_config:
+        file.write_text(generation_config, encoding="utf-8")
+    elif settings is not None:
+        settings.to_json_file(file, use_diff=True, keys_to_pop=["compile_config"])
 
 
 def convert(file: Path, target: Path, dtype: str) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 from asyncrl.config.tree import Config
 from asyncrl.contract import importing
 from asyncrl.contract.errors import AsyncrlError, ConfigError
-from asyncrl.models import layout
+from asyncrl.models import fetch, layout
 from asyncrl.models.tokenizer import (
     check_weights,
     collect_stop_tokens,
@@ -70,6 +70,8 @@ def check(
     path = Path(config.model.path)
     raw = read_settings(path, "model.path")
     check_kind(raw, path, "model.path")
+    if (path / fetch.GENERATION_CONFIG).exists():  # it is exported as it is
+        read_settings(path, "model.path", fetch.GENERATION_CONFIG)
     check_weights(path)
     tokenizer = load_tokenizer(path)
     check_vocabulary(raw, path, tokenizer)
@@ -88,7 +90,9 @@ def check(
     device = config.model.device
     check_finite(path, "model.path")
     note = check_complete(raw, path, config.model.dtype, "model.path", device, compares=compares)
-    for text in filter(None, (note, explain_router_loss(raw))):
+    replaced = getattr(tokenizer, "replaced_class", "")
+    reading = f"tokenizer.json is used as it is, because {replaced} of transformers reads otherwise"
+    for text in filter(None, (note, explain_router_loss(raw), reading if replaced else "")):
         report(text)
     check_adapters(config, raw)
     vocabulary = get_language_config(raw).get("vocab_size")
@@ -128,18 +132,16 @@ def check_adapters(config: Config, raw: dict[str, Any]) -> None:
         layout.select_targets(layout.list_linears(raw), config.lora.target_modules)
 
 
-def read_settings(path: Path, key: str) -> dict[str, Any]:
-    """Read config.json. Raises ConfigError, with `key` in the message."""
+def read_settings(path: Path, key: str, name: str = "config.json") -> dict[str, Any]:
+    """Read a JSON file of a model. Raises ConfigError, with `key` in the message."""
     try:
-        raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        raw = json.loads((path / name).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ConfigError(
-            f"{key}: {path} is not a model directory (it has no config.json)"
-        ) from error
+        raise ConfigError(f"{key}: {path} is not a model directory (it has no {name})") from error
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{key}: {path / 'config.json'} cannot be read: {error}") from error
+        raise ConfigError(f"{key}: {path / name} cannot be read: {error}") from error
     if not isinstance(raw, dict):
-        raise ConfigError(f"{key}: {path / 'config.json'} is not a JSON object")
+        raise ConfigError(f"{key}: {path / name} is not a JSON object")
     return raw
 
 

@@ -65,6 +65,7 @@ class PolicyModel:
     exact_length: int = 0
     # with low-rank adapters: only these are published, loaded and stored as its weights
     adapter: adapter_files.AdapterInfo | None = None
+    generation_config: str = ""  # the text of the directory's file, which is exported as it is
 
     def __post_init__(self) -> None:
         self.fast = packed_forward.ModelLayout.from_model(self.hf)
@@ -357,7 +358,9 @@ def load_policy(
                 f"model.path: {path} is not a causal LM: its logits at a token depend on later "
                 f"tokens ({type(hf).__name__})"
             )
-    return PolicyModel(hf.to(target_device).eval(), str(path))
+    file = Path(path) / fetch.GENERATION_CONFIG
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    return PolicyModel(hf.to(target_device).eval(), str(path), generation_config=text)
 
 
 def caps_scores(config: Any) -> bool:
@@ -428,10 +431,10 @@ def export(model: PolicyModel, path: str | Path, ends: Sequence[int] = ()) -> No
             adapter_files.save(model.hf, model.adapter, model.tokenizer_dir, part)
             copy_tokenizer(model.tokenizer_dir, part)
             return
-        fetch.save(model.hf, part)
+        fetch.save(model.hf, part, model.generation_config)
         copy_tokenizer(model.tokenizer_dir, part)
         if ends:
-            file = part / "generation_config.json"
+            file = part / fetch.GENERATION_CONFIG
             settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
             file.write_text(
                 json.dumps(settings | {"eos_token_id": list(ends)}, indent=2) + "\n",

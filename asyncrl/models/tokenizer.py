@@ -56,6 +56,13 @@ HARMLESS = {"tokenizer_class", "backend", "model_max_length", "chat_template", *
 # longer texts are encoded as a batch of one, during which other threads can run
 LONG_TEXT = 1 << 14
 NAMED_FIRST = 3  # missing parameters that a message lists
+# texts and a sample of the vocabulary, by which a class is compared with its tokenizer.json
+COMPARED_TEXTS = (
+    "Hello world,  it's 1234!\n\n\tdef f(x): return x",
+    " naïve 日本語 emoji 🙂 ",
+    "a b",
+)
+COMPARED_TOKENS = 256
 PATCHED_VOCABULARY = 100_000  # for larger ones transformers may replace a faulty pre-tokenizer
 
 
@@ -161,20 +168,52 @@ def read_vocabulary_size(path: str | Path) -> int:
 def load_transformers_tokenizer(path: str | Path) -> Any:
     """Load the tokenizer in a model directory with transformers, without torch where it can.
 
+    A class of transformers may build another tokenizer than tokenizer.json describes: for a Qwen2
+    model always one of byte-level BPE. Then the file decides, and `replaced_class` names the class.
     Raises ConfigError when it does not load.
     """
+    plain = "transformers.tokenization_utils_tokenizers", "TokenizersBackend"
     if read_plain_settings(Path(path)) is not None:
-        module, name = "transformers.tokenization_utils_tokenizers", "TokenizersBackend"
+        module, name = plain
     elif uses_qwen_tokenizer(Path(path)):
         module, name = "transformers.models.qwen2.tokenization_qwen2", "Qwen2Tokenizer"
     else:
         module, name = "transformers", "AutoTokenizer"
     try:
-        return getattr(importlib.import_module(module), name).from_pretrained(str(path))
+        tokenizer = getattr(importlib.import_module(module), name).from_pretrained(str(path))
+        by_file = getattr(importlib.import_module(plain[0]), plain[1])
+        if type(tokenizer) is not by_file and differs_from_file(tokenizer, path):
+            replaced = type(tokenizer).__name__
+            tokenizer = by_file.from_pretrained(str(path))
+            tokenizer.replaced_class = replaced
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"model.path: the tokenizer in {path} cannot be loaded: {str(error).splitlines()[0]}"
         ) from error
+    return tokenizer
+
+
+def differs_from_file(tokenizer: Any, path: str | Path) -> bool:
+    """Return whether a tokenizer reads or writes texts otherwise than its tokenizer.json."""
+    import tokenizers
+
+    file = Path(path) / "tokenizer.json"
+    if not file.is_file():
+        return False
+    try:
+        inner = tokenizers.Tokenizer.from_file(str(file))
+    except Exception:  # the library raises bare Exception; transformers has read the file
+        return False
+    ids = sorted(inner.get_vocab().values())
+    known = ids[:: max(1, len(ids) // COMPARED_TOKENS)]
+    texts = [*COMPARED_TEXTS, *(inner.decode(known[i : i + 8]) for i in range(0, len(known), 8))]
+    own = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    return any(
+        tokenizer.encode(text, add_special_tokens=False) != encoded
+        or tokenizer.decode(encoded, **own) != inner.decode(encoded, skip_special_tokens=False)
+        for text in texts
+        for encoded in [inner.encode(text, add_special_tokens=False).ids]
+    )
 
 
 def load_tokenizer(path: str | Path, *, renders_chats: bool = False) -> Any:

@@ -31,11 +31,15 @@ from asyncrl.tasks.synthetic import TASKS
 
 pytestmark = pytest.mark.slow
 
+# as published with models; transformers reads it and refuses to write it
+SAMPLING = '{"do_sample": false, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [1]}'
+
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_engine_and_learner_agree_with_transformers(family: str, tmp_path: Path) -> None:
     """With its eager attention, but that of Falcon, which adds its ALiBi bias twice."""
     path = directory(tmp_path, family, "abcdefgh")
+    (path / "generation_config.json").write_text(SAMPLING)
     model = policy.load_policy(path, "float32", "cpu")
     engine = make_engine(config(path, "generator.slots=4", "generator.context=64"))
     engine.load(dict(policy.list_named_weights(model)), Label(1, 0), "d")
@@ -75,6 +79,7 @@ def test_engine_and_learner_agree_with_transformers(family: str, tmp_path: Path)
     assert compute_weights_digest(learner.model) != before
     policy.export(learner.model, tmp_path / "exported")
     policy.load_policy(tmp_path / "exported", "float32", "cpu")
+    assert (tmp_path / "exported" / "generation_config.json").read_text() == SAMPLING
 
 
 @pytest.mark.parametrize(
@@ -119,6 +124,23 @@ def test_the_check_of_a_config_compares_and_says_what_is_not_applied(tmp_path: P
     findings = {finding.check: finding for finding in run_checks(config(path))}
     assert "log-probabilities equal those of transformers' eager" in findings["model"].text
     assert "router_aux_loss_coef = 0.01 of config.json is not applied" in findings["model"].text
+
+
+@pytest.mark.parametrize("text", [SAMPLING, '{"top_p": 0.9}', ""])
+def test_a_model_is_exported_with_the_sampling_settings_that_it_came_with(
+    text: str, tmp_path: Path
+) -> None:
+    """Through the modules of transformers, as ZeRO-3 has them; without a file, as config.json."""
+    path = directory(tmp_path, "qwen2", "abcdefgh")
+    (path / "generation_config.json").write_text(text)
+    if not text:
+        (path / "generation_config.json").unlink()
+        edit(path, "config.json", temperature=0.6)
+    model = policy.load_policy(path, "float32", "cpu", with_modules=True)
+    policy.export(model, tmp_path / "exported")
+    exported = (tmp_path / "exported" / "generation_config.json").read_text()
+    assert exported == text or (not text and json.loads(exported)["eos_token_id"] == 1)
+    assert model.hf.can_generate()
 
 
 def test_a_whole_run_of_another_architecture(asyncrl: Callable[..., Ended], tmp_path: Path) -> None:

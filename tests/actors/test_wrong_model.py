@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.torch
+import tokenizers
 import torch
 import transformers
 from any_model_kit import directory
@@ -27,7 +28,7 @@ from actors.generator import Generator
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.versions import Label
-from asyncrl.models import policy
+from asyncrl.models import model_check, policy
 from asyncrl.models.tokenizer import collect_stop_tokens, load_tokenizer
 from asyncrl.supervise.preflight import preflight
 
@@ -122,6 +123,12 @@ WRONG: list[tuple[str, Callable[[Path], Any], list[str], str]] = [
         "generator.stop: '#1' is 2 tokens",
     ),
     ("no JSON", lambda p: (p / "config.json").write_text("{"), [], "config.json cannot be read"),
+    (
+        "no sampling settings",
+        lambda p: (p / "generation_config.json").write_text("{"),
+        [],
+        "model.path: {path}/generation_config.json cannot be read",
+    ),
 ]
 
 
@@ -191,6 +198,31 @@ def test_a_layer_that_another_architecture_lacks(tmp_path: Path) -> None:
         preflight(config(path))
     with pytest.raises(ConfigError, match=r"lack 11 of the parameters"):
         policy.load_policy(path)  # also where nobody looked before
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("named", ["TokenizersBackend", "Qwen2Tokenizer", "LlamaTokenizer"])
+def test_the_tokenizer_is_the_one_of_its_file(family: str, named: str, tmp_path: Path) -> None:
+    """A class of transformers that builds another one would read and write no spaces."""
+    policy.build_model(tmp_path, SYMBOLS, hidden=32, family=family)
+    vocabulary = {"<pad>": 0, "<eos>": 1, "<unk>": 2, "▁add": 3, "▁1": 4, "▁2": 5}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    inner.decoder = tokenizers.decoders.Metaspace()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    ).save_pretrained(tmp_path)
+    edit(tmp_path, "tokenizer_config.json", tokenizer_class=named)
+    notes: list[str] = []
+    tokenizer = model_check.check(config(tmp_path), notes.append)
+    ids = tokenizer.encode("add 1 2", add_special_tokens=False)
+    assert ids == [3, 4, 5] and tokenizer.decode(ids) == "add 1 2"
+    own_class = "Llama" if named.startswith("Llama") and family != "qwen2" else "Qwen2"
+    by_file = named == "TokenizersBackend" and family != "qwen2"
+    reason = f"because {own_class}Tokenizer of transformers reads otherwise"
+    assert [note for note in notes if "tokenizer.json" in note] == (
+        [] if by_file else [f"tokenizer.json is used as it is, {reason}"]
+    )
 
 
 def test_what_ends_an_answer(tmp_path: Path) -> None:

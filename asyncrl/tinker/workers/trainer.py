@@ -59,7 +59,7 @@ class TrainedModel:
     def __init__(self, base: PolicyModel, request: LoadModel, lora: LoraConfig) -> None:
         shared = {id(weight): weight for weight in base.hf.parameters()} if request.rank else {}
         hf = copy.deepcopy(base.hf, shared)
-        self.policy = PolicyModel(hf, base.tokenizer_dir)
+        self.policy = PolicyModel(hf, base.tokenizer_dir, generation_config=base.generation_config)
         if request.rank:
             adapter = LoraConfig(
                 rank=request.rank, alpha=lora.alpha, target_modules=lora.target_modules
