@@ -285,6 +285,9 @@ def compare_with_eager(path: Path, dtype: str, device: str) -> str:
     size = 4 * sum(
         math.prod(entry["shape"]) for *_, rows in read_headers(path) for entry in rows.values()
     )
+    device = policy.resolve_device(device)
+    if device != "cpu" and size > torch.cuda.mem_get_info()[0]:  # a run may shard it
+        device = "cpu"
     place = f"{dtype} on {device}, as its weights take {size / (1 << 30):.0f} GiB in float32"
     if size <= min(FLOAT32_BYTES, psutil.virtual_memory().available // 2):
         dtype, device, place = "float32", "cpu", "float32"

@@ -51,6 +51,8 @@ EARLY = (
 )
 # torch reads the last one when it first looks for a GPU, which the warm process never does
 LATE = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "CUDA_VISIBLE_DEVICES")
+# by asyncrl.models, in each process that imports it
+SET_BY_IMPORTS = {"HF_HUB_OFFLINE": "YES", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 LOADED = (
     "numpy zmq.asyncio msgspec torch transformers torch.utils.checkpoint asyncrl.supervise.run "
     "asyncrl.supervise.doctor asyncrl.supervise.exact_check asyncrl.supervise.report.run_page "
@@ -64,6 +66,8 @@ LOADED = (
 def startup_variables(env: dict[str, str]) -> dict[str, str]:
     """The variables that a process must share with the one it is a fork of."""
     values = {k: v for k, v in env.items() if k.startswith(EARLY) and k not in LATE}
+    for own in SET_BY_IMPORTS.items() & values.items():
+        del values[own[0]]
     return {"OMP_WAIT_POLICY": "PASSIVE"} | values  # the command's own, unless it is given
 
 
