@@ -719,7 +719,9 @@ def sample(
     c = logs.exp().cumsum(-1)
     # below the sum, whatever u rounds to: the first position above it has a probability
     reached = torch.minimum(u[:, None] * c[:, -1:], torch.nextafter(c[:, -1:], c.new_zeros(())))
-    tokens = torch.searchsorted(c, reached, right=True)
+    # a row that is not finite gets a token whose log-probability is not finite: on a GPU, an index
+    # outside the vocabulary would end the process
+    tokens = torch.searchsorted(c, reached, right=True).clamp(max=logits.shape[-1] - 1)
     return tokens[:, 0], logs.gather(1, tokens)[:, 0], kept_mask
 
 

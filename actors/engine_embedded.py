@@ -299,6 +299,16 @@ class EmbeddedEngine:
                 self._release_row(index)
         return tokens
 
+    @torch.inference_mode()
+    def erase_cache(self) -> None:
+        """Zero the keys and values of ended requests.
+
+        Attention hides them by the weight 0, but 0 times a value that is not finite is not 0."""
+        if self.prefix_cache is not None:
+            self.prefix_cache.clear()
+        for tensor in (*(self.cache.stored if self.cache else ()), self.out_logprob):
+            tensor.zero_()
+
     def count_tokens(self) -> dict[Key, int]:
         return {row.request.key: self._count_sampled(row) for row in filter(None, self.rows)}
 

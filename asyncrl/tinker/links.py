@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
 import subprocess
 from pathlib import Path
@@ -41,7 +42,15 @@ def log_exception(text: str) -> None:
 
 
 class WorkerExited(Exception):
-    """The process exited before it replied."""
+    """The process exited before it replied.
+
+    crashed: not by a signal from outside, so one of the calls that it carried out was the cause.
+    oldest: this call was the one that it carried out, unless it carries out several at once."""
+
+    def __init__(self, text: str, *, crashed: bool = False, oldest: bool = False) -> None:
+        super().__init__(text)
+        self.crashed = crashed
+        self.oldest = oldest
 
 
 class WorkerLink:
@@ -138,9 +147,11 @@ class WorkerLink:
         self._append_event("ended", code=process_log.INTERRUPTED if self.closed else code)
         if not self.closed:
             log(f"the {self.role} process ended ({describe_exit(code)}); see {self.log}")
-        for waiting in self._waiting.values():
-            if not waiting.done():
-                waiting.set_exception(WorkerExited(f"the {self.role} process ended"))
+        text = f"the {self.role} process ended ({describe_exit(code)})"
+        crashed = -code not in (signal.SIGKILL, signal.SIGTERM)
+        waiting = [call for _, call in sorted(self._waiting.items()) if not call.done()]
+        for index, call in enumerate(waiting):
+            call.set_exception(WorkerExited(text, crashed=crashed, oldest=index == 0))
 
     async def close(self) -> None:
         """End the process."""

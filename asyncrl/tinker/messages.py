@@ -176,10 +176,15 @@ class CallDone(msgspec.Struct, frozen=True, tag=True):
 
 
 class CallFailure(msgspec.Struct, frozen=True, tag=True):
-    """Result of a call that failed and changed nothing."""
+    """Result of a call that failed.
+
+    spoiled: the model in the training process is in an unknown state and must be restored; without
+        it, the call changed nothing.
+    """
 
     error: str
     category: ErrorCategory = "user"
+    spoiled: bool = False
 
 
 class WorkerReply(msgspec.Struct, frozen=True):

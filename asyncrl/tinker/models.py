@@ -67,7 +67,19 @@ from asyncrl.tinker.sequences import (
 from asyncrl.tinker.settings import TinkerConfig, build_run_config
 
 FARTHEST = 10_000  # most calls that a call may be ahead of the next one
+LARGEST = float(np.finfo(np.float32).max)
 CHANGING = ("create_model", "load_weights", "forward_backward", "optim_step")
+
+
+# parameters of AdamW with their ranges [lowest, end), in which float32 can represent them
+ADAM_RANGES = (
+    ("learning_rate", 0.0, LARGEST),
+    ("beta1", 0.0, 1.0),
+    ("beta2", 0.0, 1.0),
+    ("eps", 1e-30, LARGEST),
+    ("weight_decay", 0.0, LARGEST),
+    ("grad_clip_norm", -LARGEST, LARGEST),
+)
 
 
 class RequestRefused(Exception):
@@ -297,8 +309,8 @@ class ServedModel:
         """Send a request to the training process, after restoring the model there if needed.
 
         request: None only restores the model.  A process that exits is started again, and the calls
-        since the last checkpoint are repeated.  Raises RequestRefused, and WorkerExited after
-        `restarts` restarts."""
+        since the last checkpoint are repeated.  The request that it crashed on is not.  Raises
+        RequestRefused, and WorkerExited for that request or after `restarts` restarts."""
         for attempt in range(self.config.restarts + 1):
             try:
                 await self.trainer.start()
@@ -309,11 +321,13 @@ class ServedModel:
                 if request is None:
                     return ScoreResult([], 0.0)
                 result = await self.trainer.call(request)
-            except WorkerExited:
-                if attempt == self.config.restarts:
+            except WorkerExited as error:
+                if attempt == self.config.restarts or (error.crashed and error.oldest):
                     raise
                 continue
             if isinstance(result, CallFailure):
+                if result.spoiled:
+                    self.loaded = 0
                 if result.category == "server":
                     raise WorkerExited(result.error)
                 raise RequestRefused(result.error)
@@ -438,6 +452,11 @@ class ServedModel:
         params = request.optim_params
         if not isinstance(params, sdk.AdamParams):
             raise ConfigError(f"optimizer_params.type = {params.type}: only AdamW is served")
+        for name, lowest, end in ADAM_RANGES:
+            if not lowest <= (value := getattr(params, name)) < end:
+                raise ConfigError(
+                    f"{name} = {value:g}: must be at least {lowest:g} and below {end:g}"
+                )
         return OptimizerStep(
             self.record.model,
             learning_rate=params.learning_rate,
@@ -449,13 +468,14 @@ class ServedModel:
         )
 
     async def _make_step(self, call: TrainingCall) -> TrainingOutcome:
-        request = self._parse_step(call)
-        if self.refused:
+        refused = self.refused and f"because a forward_backward call of it failed: {self.refused}"
+        try:
+            request = self._parse_step(call)
+        except ConfigError as error:
+            refused = str(error)
+        if refused:
             await self._call_trainer(DropGradient(self.record.model))
-            raise RequestRefused(
-                f"the step was not made, because a forward_backward call of it failed: "
-                f"{self.refused}"
-            )
+            raise RequestRefused(f"the step was not made, {refused}")
         result = await self._call_trainer(request)
         assert isinstance(result, StepResult)
         step_metrics = result.metrics | measure_lag_metrics(self.lags) | self._measure_step()

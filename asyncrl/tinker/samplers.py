@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -87,6 +88,8 @@ class SamplerService:
         self.samplers = {record.id: record for record in records}  # the one used last comes last
         self.file = jsonl.JsonlAppender(self.path)
         self.promises: OrderedDict[str, SamplePromise] = OrderedDict()
+        self.suspects: set[SamplePromise] = set()  # sampled when the process crashed
+        self.one_by_one = asyncio.Lock()
         self.clones: dict[str, int] = {}
         # a restarted server must not repeat random streams for new requests
         self.ticket = self.ledger.sampled_total
@@ -194,18 +197,28 @@ class SamplerService:
         except Exception as error:  # a client waits for the outcome
             log(f"{sampler.id}: {error!r}")
             outcome = SampleOutcome(error=repr(error), category="server")
+        self.suspects.discard(promise)
         if not promise.future.done():
             promise.future.set_result(outcome)
 
     async def _call_sampler(
         self, sampler: SamplerRecord, job: SampleCall, promise: SamplePromise
     ) -> SampleOutcome:
-        """Sample; if the process exits, a new one samples the same sequences."""
+        """Sample; if the process exits, a new one samples the same sequences.
+
+        If it crashed, one of its requests was the cause.  They and later ones are then sampled one
+        by one, and the one on which it crashes again is not repeated."""
         for _ in range(self.config.restarts + 1):
+            is_alone = bool(self.suspects)
             try:
-                result = await self.link.call(job, promise.number)
+                async with self.one_by_one if is_alone else contextlib.nullcontext():
+                    result = await self.link.call(job, promise.number)
             except WorkerExited as error:
                 failure = SampleOutcome(error=str(error), category="server")
+                if error.crashed and is_alone:
+                    break
+                if error.crashed:
+                    self.suspects.add(promise)
                 promise.number = self.link.take_number()
                 continue
             if isinstance(result, CallFailure):

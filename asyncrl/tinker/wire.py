@@ -25,6 +25,7 @@ TYPES: dict[int, Any] = {
     pb.DTYPE_INT32: np.dtype("<i4"),
 }
 MOST_LIKELY = 32  # largest topk_prompt_logprobs
+COLDEST, HOTTEST = 1e-6, 1e6  # temperatures at which logits stay finite numbers of float32
 MOST_SEQUENCES = 1024  # largest num_samples
 _Request = TypeVar("_Request", bound=pydantic.BaseModel)
 
@@ -87,7 +88,7 @@ def parse_json(message_type: type[_Request], body: bytes) -> _Request:
             raise ConfigError(f"{name}: {message_type.__name__} has no such field here")
         del values[name]
     try:
-        return message_type.model_validate(values)
+        return message_type.model_validate(values, strict=True)  # text, such as "nan", is no number
     except pydantic.ValidationError as error:
         problem = error.errors()[0]
         field = ".".join(map(str, problem["loc"]))
@@ -226,10 +227,12 @@ def parse_sample_request(
             f"a prompt of {len(ids)} and max_tokens = {length} do not fit sampling.context = "
             f"{limit} of the server"
         )
-    if params.temperature < 0 or not 0 < params.top_p <= 1:
+    if not 0 < params.top_p <= 1:
+        raise ConfigError(f"top_p = {params.top_p:g}: must be above 0 and at most 1")
+    if params.temperature != 0 and not COLDEST <= params.temperature <= HOTTEST:
         raise ConfigError(
-            f"temperature = {params.temperature:g} must not be negative, and top_p = "
-            f"{params.top_p:g} must be above 0 and at most 1"
+            f"temperature = {params.temperature:g}: must be 0, for the most likely token, or from "
+            f"{COLDEST:g} to {HOTTEST:g}"
         )
     stops = [params.stop] if isinstance(params.stop, str) else list(params.stop or ())
     token_ids = [text for text in stops if isinstance(text, int)]

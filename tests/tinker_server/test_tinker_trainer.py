@@ -13,6 +13,7 @@ import pytest
 import torch
 from tinker_kit import SYMBOLS
 
+from asyncrl.config.methods import METHODS
 from asyncrl.models.policy import build_model
 from asyncrl.tinker.messages import (
     CallDone,
@@ -169,6 +170,46 @@ def test_a_gradient_that_is_not_finite_changes_nothing(trainer: Trainer) -> None
     train(trainer, DATA)
     assert isinstance(trainer.handle(PLAIN), StepResult)
     assert not torch.equal(weights(trainer), before)
+
+
+@pytest.mark.parametrize(
+    "numbers", [{"learning_rate": 1e308}, {"beta1": 1.0}, {"weight_decay": 1e300}]
+)
+def test_a_step_to_weights_that_are_not_finite_is_refused(
+    trainer: Trainer, numbers: dict[str, float]
+) -> None:
+    """The server restores the model, because the step is already made when this is known."""
+    train(trainer, [datum(TEXTS[0], weights=[0.0, 0.0, 0.0, 1.0])])
+    failed = trainer.handle(msgspec.structs.replace(PLAIN, **numbers))
+    assert isinstance(failed, CallFailure) and failed.spoiled
+    assert failed.error.endswith("weights or moments that are not finite: it was undone")
+
+
+def test_moments_that_are_not_finite_are_refused(trainer: Trainer) -> None:
+    """The square of a finite gradient: its weight would never change again."""
+    train(trainer, [datum(TEXTS[0], weights=[1e22] * 4)])
+    failed = trainer.handle(PLAIN)
+    assert isinstance(failed, CallFailure) and failed.spoiled
+
+
+def test_an_unexpected_error_costs_one_call(
+    trainer: Trainer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "z").write_text("a file where a directory must be")
+    failed = trainer.handle(SaveWeights("m", str(tmp_path / "z" / "weights")))
+    assert isinstance(failed, CallFailure) and failed.category == "server" and failed.spoiled
+    assert "Traceback" in capfd.readouterr().err
+    assert isinstance(train(trainer, DATA), ScoreResult)
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_a_loss_without_data_adds_nothing(trainer: Trainer, method: str) -> None:
+    result = trainer.handle(ForwardBackward("m", [], "ppo", {"method": method}))
+    if isinstance(result, CallFailure):
+        assert "which is more than a loss" in result.error
+    else:
+        assert result == ScoreResult([], 0.0)
+    assert trainer.handle(ForwardBackward("m", [], "cross_entropy", {})) == ScoreResult([], 0.0)
 
 
 @pytest.mark.parametrize("rank", [0, 4])

@@ -4,6 +4,8 @@ what a request's body may hold.
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -172,12 +174,41 @@ def test_a_request_for_samples_is_converted_whole() -> None:
         (
             [3],
             {"top_p": 0.0},
-            "temperature = 1 must not be negative, and top_p = 0 must be above 0 and at most 1",
+            "top_p = 0: must be above 0 and at most 1",
+        ),
+        *(
+            (
+                [3],
+                {"temperature": temperature},
+                f"temperature = {temperature:g}: must be 0, for the most likely token, or from "
+                "1e-06 to 1e+06",
+            )
+            for temperature in (math.nan, 1e-40, 1e-300, -1.0, math.inf)
         ),
     ],
 )
 def test_samples_that_cannot_be_had(prompt: list[int], more: dict[str, Any], why: str) -> None:
     assert refusal(sample_call, prompt, **more) == why
+
+
+@pytest.mark.parametrize(
+    ("message_type", "values", "field"),
+    [
+        (sdk.SampleRequest, {"seq_id": True}, "seq_id"),
+        (sdk.SampleRequest, {"sampling_params": {"temperature": "nan"}}, "temperature"),
+        (sdk.SampleRequest, {"sampling_params": {"max_tokens": "4"}}, "max_tokens"),
+        (sdk.SampleRequest, {"prompt": {"chunks": [{"tokens": [3.0]}]}}, "tokens"),
+        (sdk.OptimStepRequest, {"adam_params": {"learning_rate": "inf"}}, "learning_rate"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(
+    message_type: Any, values: dict[str, Any], field: str
+) -> None:
+    """Text is no number, and true is not 1."""
+    given = {"model_id": "m"} if message_type is sdk.OptimStepRequest else {"sampling_params": {}}
+    if message_type is sdk.SampleRequest:
+        given |= {"prompt": {"chunks": [{"tokens": [3]}]}}
+    assert field in refusal(wire.parse_json, message_type, json.dumps(given | values).encode())
 
 
 def test_the_result_of_a_loss_has_all_logprobs_in_one_tensor() -> None:

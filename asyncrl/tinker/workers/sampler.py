@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from actors.engine import Completion, CompletionRequest, build_engine
-from asyncrl.contract.errors import AsyncrlError
+from actors.engine_embedded import EmbeddedEngine
 from asyncrl.contract.versions import Label
 from asyncrl.models import adapter_files, memory
 from asyncrl.models.adapters import MergedWeights
@@ -23,7 +23,12 @@ from asyncrl.models.policy import list_named_weights, load_policy
 from asyncrl.models.tokenizer import load_tokenizer
 from asyncrl.tinker.messages import CallFailure, SampleCall, SampleResult, SequenceResult
 from asyncrl.tinker.settings import TinkerConfig, build_run_config
+from asyncrl.tinker.workers.worker import describe_failure
 
+NOT_FINITE = (
+    "the log-probabilities of the sampled tokens are not finite: the sampler's weights have "
+    "diverged, or the temperature is too small"
+)
 STEPS = 8  # decode steps between checks for new requests
 KEPT = 4  # number of versions whose weights stay in memory
 NO_LOGPROB = -99999.0  # the API's value for an empty cell
@@ -39,6 +44,7 @@ class SampleJob:
     sequences: dict[int, SequenceResult] = field(default_factory=dict)
     prompt_logprobs: bytes = b""
     prompt_topk: tuple[bytes, bytes] = (b"", b"")
+    is_alone: bool = False  # no other request is sampled meanwhile
 
 
 class Sampler:
@@ -51,14 +57,19 @@ class Sampler:
         memory.keep_freed()
         self.config = config
         self.reply = reply
-        self.engine = build_engine(build_run_config(config, 0))
+        self._build_engine()
         base = load_policy(config.model.path, config.model.dtype, config.model.device)
         self.base = dict(list_named_weights(base))
         self.tokenizer = load_tokenizer(config.model.path)
         self.versions: dict[str, Mapping[str, torch.Tensor]] = {"": self.base}
-        self.loaded: str | None = None  # weights in the engine
         self.waiting: deque[SampleJob] = deque()
         self.jobs: dict[int, SampleJob] = {}  # in the engine
+
+    def _build_engine(self) -> None:
+        """Build the engine.  This raises if the GPU no longer works for the process."""
+        self.engine = build_engine(build_run_config(self.config, 0))
+        self.loaded: str | None = None  # weights in the engine
+        self.is_spoiled = False  # its cache has values that are not finite
 
     @property
     def is_busy(self) -> bool:
@@ -72,34 +83,66 @@ class Sampler:
         self.waiting = deque(job for job in self.waiting if job.number != number)
         job = self.jobs.pop(number, None)
         if job is not None:
+            if isinstance(self.engine, EmbeddedEngine):
+                self.is_spoiled |= not bool(self.engine.out_logprob.isfinite().all())
             self.engine.abort([(number, sample, 0) for sample in range(job.request.count)])
 
     def work(self) -> None:
         """Pass requests of the loaded version to the engine, and make some decode steps."""
         self._admit()
-        for completion in self.engine.step(STEPS):
+        try:
+            completions = self.engine.step(STEPS)
+        except Exception as error:
+            self._isolate(error)
+            return
+        for completion in completions:
             job = self.jobs[completion.key[0]]
             job.sequences[completion.key[1]] = self._cut_at_stop(job.request, completion)
             if len(job.sequences) == job.request.count:
                 del self.jobs[job.number]
                 ordered = [job.sequences[sample] for sample in range(job.request.count)]
-                self.reply(job.number, SampleResult(ordered, job.prompt_logprobs, *job.prompt_topk))
+                result = SampleResult(ordered, job.prompt_logprobs, *job.prompt_topk)
+                logprobs = b"".join(sequence.logprobs for sequence in ordered)
+                is_finite = bool(np.isfinite(np.frombuffer(logprobs, "<f4")).all())
+                self.reply(job.number, result if is_finite else CallFailure(NOT_FINITE))
+                self.is_spoiled |= not is_finite
+
+    def _isolate(self, error: Exception) -> None:
+        """Fail the request on which the engine failed; repeat several one by one to find it."""
+        failure = describe_failure(error)
+        jobs, self.jobs = list(self.jobs.values()), {}
+        self._build_engine()
+        if len(jobs) == 1:
+            self.reply(jobs[0].number, failure)
+            return
+        again = [SampleJob(job.number, job.request, is_alone=True) for job in jobs]
+        self.waiting = deque([*again, *self.waiting])
 
     def _admit(self) -> None:
+        if self.is_spoiled and self.jobs:
+            return
+        if self.is_spoiled and isinstance(self.engine, EmbeddedEngine):
+            self.engine.erase_cache()
+        self.is_spoiled = False
         if self.waiting and not self.jobs:
             try:
                 self._load(self.waiting[0].request)
-            except (AsyncrlError, OSError) as error:
-                self.reply(self.waiting.popleft().number, CallFailure(str(error), "server"))
+            except Exception as error:  # it must not cost the requests of other clients
+                self.reply(self.waiting.popleft().number, describe_failure(error))
                 return
         remaining: deque[SampleJob] = deque()
         while self.waiting:
             job = self.waiting.popleft()
-            if job.request.weights == self.loaded:
-                self.jobs[job.number] = job
-                self._start(job)
-            else:
+            shares = not any(other.is_alone for other in (job, *self.jobs.values()))
+            if job.request.weights != self.loaded or (self.jobs and not shares):
                 remaining.append(job)
+                continue
+            try:
+                self._start(job)
+            except Exception as error:
+                self.reply(job.number, describe_failure(error))
+            else:
+                self.jobs[job.number] = job
         self.waiting = remaining
 
     def _load(self, request: SampleCall) -> None:
@@ -107,6 +150,7 @@ class Sampler:
         if request.weights == self.loaded:
             return
         weights = self._read_weights(request.weights)
+        self.loaded = None  # if loading fails, the engine has parts of both
         self.engine.load(weights, Label(0, request.version), request.weights)
         self.loaded = request.weights
 

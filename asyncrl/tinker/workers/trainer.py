@@ -17,7 +17,7 @@ from asyncrl.algorithms import diagnostics
 from asyncrl.algorithms import loss as step_loss
 from asyncrl.algorithms.batch import LossBatch
 from asyncrl.config.tree import LoraConfig
-from asyncrl.contract.errors import AsyncrlError, ConfigError
+from asyncrl.contract.errors import ConfigError
 from asyncrl.models import adapters, memory
 from asyncrl.models.policy import PolicyModel, export, list_named_weights, load_policy, load_weights
 from asyncrl.records import atomic_write
@@ -37,6 +37,7 @@ from asyncrl.tinker.messages import (
 )
 from asyncrl.tinker.settings import TinkerConfig
 from asyncrl.tinker.workers import losses
+from asyncrl.tinker.workers.worker import describe_failure
 from learner import checkpoint
 from learner.backend import PlainAdamW
 
@@ -130,8 +131,10 @@ class Trainer:
                     return CallDone(model.save(Path(request.path), state=request.state))
                 case _:
                     return CallFailure(f"{type(request).__name__} is not a training call", "server")
-        except AsyncrlError as error:
-            return CallFailure(str(error), "user" if isinstance(error, ConfigError) else "server")
+        except Exception as error:  # it must not cost the models of other clients
+            if self.base.device.type == "cuda":
+                torch.cuda.synchronize()  # raises if the GPU no longer works for this process
+            return describe_failure(error)
         return CallDone()
 
     # ---- loss ------------------------------------------------------------------------------------
@@ -139,6 +142,8 @@ class Trainer:
     def forward_backward(self, request: ForwardBackward) -> ScoreResult:
         """Score the targets and collect the gradient of the loss.  Raises ConfigError."""
         losses.check(request.loss, request.config)
+        if not request.data:
+            return ScoreResult([], 0.0)
         for index, datum in enumerate(request.data):
             self._check_datum(request, index, datum)
         model = self.models[request.model]
@@ -264,6 +269,13 @@ class Trainer:
             group["eps"] = request.eps
             group["weight_decay"] = request.weight_decay
         model.optimizer.step()
+        moments = [x for state in model.optimizer.state.values() for x in state.values()]
+        if not torch.stack([x.isfinite().all() for x in (*model.parameters, *moments)]).all():
+            return CallFailure(
+                f"the step with learning_rate = {request.learning_rate:g} made weights or moments "
+                "that are not finite: it was undone",
+                spoiled=True,
+            )
         metrics = diagnostics.compute_metrics(model.sums)
         if "tokens" not in model.sums:
             metrics = {name: float(x) for name, x in model.sums.items()}
