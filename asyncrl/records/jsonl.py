@@ -18,7 +18,7 @@ def make_disk_full_error(path: Path, error: OSError) -> AsyncrlError:
     """Return the error for a file of the run that cannot be written."""
     return AsyncrlError(
         f"{path} cannot be written: {error.strerror or error}; free some space or check the disk, "
-        "then continue with `asyncrl run --resume`"
+        "then continue with `asyncrl run --resume`, or start `asyncrl tinker` again"
     )
 
 

@@ -7,7 +7,7 @@ import hmac
 import json
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,13 +19,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.contract.printable import LONGEST_LINE, escape_line
 from asyncrl.models.tokenizer import collect_model_stops, load_tokenizer
 from asyncrl.records import atomic_write, jsonl
 from asyncrl.tinker import wire
 from asyncrl.tinker.call_log import TrainingCall, TrainingOutcome
-from asyncrl.tinker.links import WorkerLink
+from asyncrl.tinker.links import WorkerLink, log
 from asyncrl.tinker.model_records import (
     ModelRecord,
     build_branch_name,
@@ -69,6 +69,8 @@ class TinkerServer:
         self.sessions = {row["id"] for row in jsonl.read(folder / "sessions.jsonl")}
         self.models: dict[str, ServedModel] = {}
         self.tasks: list[asyncio.Task[None]] = []
+        self.failure: BaseException | None = None  # why the server ends
+        self.on_failure: Callable[[], None] = lambda: None
 
     async def start(self) -> None:
         """Continue the models of an earlier server, and start both processes."""
@@ -77,7 +79,7 @@ class TinkerServer:
             self._serve(record)
         await self.trainer.start()
         await self.sampling.start()
-        self.tasks.append(asyncio.create_task(self._write_ledgers(), name="ledgers"))
+        self._start_task(self._write_ledgers(), "ledgers")
 
     async def _write_ledgers(self) -> None:
         """Keep the ledger files current while clients only sample."""
@@ -98,15 +100,23 @@ class TinkerServer:
 
     def _serve(self, record: ModelRecord) -> ServedModel:
         folder = self.folder / build_folder_name(record.model)
-        source = find_saved(self.folder, record.source)[0] if record.source else Path()
         samples = TrainedSampleLog(folder, self.tokenizer)
-        model = ServedModel(
-            record, folder, self.config, self.trainer, self.ledger, samples=samples, saved=source
-        )
+        model = ServedModel(record, folder, self.config, self.trainer, self.ledger, samples=samples)
         self.models[record.model] = model
         model.on_change = self.samplers.released.set
-        self.tasks.append(asyncio.create_task(model.run(), name=record.model))
+        self._start_task(model.run(), record.model)
         return model
+
+    def _start_task(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Start a task that ends only with the server: if it fails, the server ends."""
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(self._end_with)
+        self.tasks.append(task)
+
+    def _end_with(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (failure := task.exception()) is not None:
+            self.failure = self.failure or failure
+            self.on_failure()
 
     def pace(self, sampler: SamplerRecord, count: int) -> str:
         """Return why a request to sample `count` sequences must wait; "": it need not wait.
@@ -182,6 +192,8 @@ class TinkerServer:
             exception_handlers={
                 HTTPException: _reply_http_error,
                 ConfigError: _reply_config_error,
+                AsyncrlError: _reply_write_error,
+                OSError: _reply_write_error,
                 ClientDisconnect: _reply_disconnected,
             },
         )
@@ -241,8 +253,8 @@ class TinkerServer:
     async def create_session(self, request: Request, body: bytes) -> Response:
         wire.parse_json(sdk.CreateSessionRequest, body)
         session = f"s-{secrets.token_hex(6)}"
-        self.sessions.add(session)
         self.session_rows.write({"id": session, "time": time.time()})
+        self.sessions.add(session)
         return JSONResponse({"type": "create_session", "session_id": session})
 
     async def accept_heartbeat(self, request: Request, body: bytes) -> Response:
@@ -343,7 +355,7 @@ class TinkerServer:
         route = request.url.path.rpartition("/")[2]
         values = wire.parse_object(body)
         id, number = values.get("model_id"), values.get("seq_id")
-        if not isinstance(id, str) or not isinstance(number, int):
+        if not isinstance(id, str) or type(number) is not int:
             raise ConfigError(
                 "the body must be JSON with model_id, a text, and seq_id, a whole number"
             )
@@ -513,7 +525,10 @@ class TinkerServer:
         for kind, checkpoint_type in (("weights", "training"), ("sampler_weights", "sampler")):
             for note in (model.folder / kind).glob("*.json"):
                 path = f"tinker://{model.record.model}/{kind}/{note.stem}"
-                folder, saved = find_saved(self.folder, path)
+                try:
+                    folder, saved = find_saved(self.folder, path)
+                except ConfigError:  # not what this server wrote
+                    continue
                 size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
                 checkpoints.append(
                     {
@@ -571,6 +586,12 @@ async def _reply_http_error(request: Request, error: Exception) -> Response:
 async def _reply_disconnected(request: Request, error: Exception) -> Response:
     """Log nothing: a client that exits closes its connections during requests."""
     return Response(status_code=499)
+
+
+async def _reply_write_error(request: Request, error: Exception) -> Response:
+    """Refuse a request that could not be recorded and so changed nothing; clients repeat it."""
+    log(f"{request.url.path}: {error}")
+    return JSONResponse({"error": escape_line(str(error), LONGEST_LINE)}, 503)
 
 
 async def _reply_config_error(request: Request, error: Exception) -> Response:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -36,6 +37,8 @@ class TrainingOutcome(msgspec.Struct, frozen=True):
     branch, parents: of the model, after the call (`ModelAncestry`).
     lags: lag -> tokens in the gradient.  sequences: ids of the sequences of these tokens.
     token_lags: int32, for all positions of the call's datums; a repeated call uses the same lags.
+    row, metrics: of an optimizer step, for trained.jsonl and metrics.jsonl.  They are written after
+        the outcome, if need be by the next server.
     """
 
     reply: bytes = b""
@@ -48,6 +51,8 @@ class TrainingOutcome(msgspec.Struct, frozen=True):
     lags: dict[int, int] = {}
     sequences: list[str] = []
     token_lags: bytes = b""
+    row: dict[str, Any] = {}
+    metrics: dict[str, float] = {}
 
 
 class CallLog:

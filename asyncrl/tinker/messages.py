@@ -42,6 +42,7 @@ class LoadModel(msgspec.Struct, frozen=True, tag=True):
     """Create a model, or load it from `path`, the directory of a state.
 
     rank: of the adapter; 0: train all weights.  optimizer: also load the optimizer's moments.
+    checkpoint: directory to which the loaded model is written; "": none.
     """
 
     model: str
@@ -49,6 +50,7 @@ class LoadModel(msgspec.Struct, frozen=True, tag=True):
     seed: int
     path: str = ""
     optimizer: bool = False
+    checkpoint: str = ""
 
 
 class ForwardBackward(msgspec.Struct, frozen=True, tag=True):
@@ -95,7 +97,7 @@ class SampleCall(msgspec.Struct, frozen=True, tag=True):
     """Sample sequences after one prompt.
 
     weights: directory of the sampler's weights; "": the base model.
-    version: the number of optimizer steps behind these weights.
+    model, version: the branch of these weights and its optimizer steps behind them.
     ticket: selects the random stream together with seed, so a repeated call returns the same
         sequences.
     stop: token ids that end a sequence; the sequence includes the one that ended it.
@@ -115,6 +117,7 @@ class SampleCall(msgspec.Struct, frozen=True, tag=True):
     stop: list[int]
     texts: list[str]
     prompt_logprobs: bool = False
+    model: str = ""
     prompt_topk: int = 0  # number of most likely tokens to score at each position of the prompt
 
 

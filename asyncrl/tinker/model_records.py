@@ -10,17 +10,21 @@ import msgspec
 
 from asyncrl.contract.errors import ConfigError
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+# NAME.json is the record of NAME, and NAME.part is what a process is writing
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}(?<!\.json)(?<!\.part)")
 
 
 class SavedWeights(msgspec.Struct):
-    """NAME.json beside weights that a client saved; model: the branch of the weights."""
+    """NAME.json beside weights that a client saved.
+
+    model: the branch of the weights.  call: number of the call that saved them."""
 
     model: str
     rank: int
     version: int
     parents: dict[str, int]
     time: float
+    call: int = -1
 
 
 class ModelRecord(msgspec.Struct):
@@ -80,6 +84,6 @@ def find_saved(root: Path, path: str, kind: str = "") -> tuple[Path, SavedWeight
     folder = root / build_folder_name(match[1]) / match[2] / match[3]
     try:
         note = folder.with_name(f"{folder.name}.json").read_bytes()
-    except OSError as error:
+        return folder, msgspec.json.decode(note, type=SavedWeights)
+    except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"{path}: this server has no such weights") from error
-    return folder, msgspec.json.decode(note, type=SavedWeights)

@@ -16,6 +16,7 @@ MODEL/versions/B-V     weights of version V of branch B for samplers without a n
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import shutil
@@ -28,6 +29,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import tinker.types as sdk
+import xxhash
 
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
@@ -110,16 +112,14 @@ class ServedModel:
         ledger: SequenceLedger,
         *,
         samples: TrainedSampleLog,
-        saved: Path,
     ) -> None:
-        """Open the model's folder.  saved: directory of `record.source`."""
+        """Open the model's folder."""
         self.record = record
         self.folder = folder
         self.config = config
         self.trainer = trainer
         self.ledger = ledger
         self.samples = samples
-        self.source = saved
         self.log = CallLog(folder)
         self.branch = 0  # number of the load_weights call that its weights descend from
         self.ancestry = ModelAncestry(record.model, dict(record.parents))
@@ -127,7 +127,7 @@ class ServedModel:
         self.next = 0  # the number of the call that is carried out next
         self.loaded = 0  # generation of the training process that holds the model
         self.promises: dict[int, asyncio.Future[TrainingOutcome]] = {}
-        self.bodies: dict[int, bytes] = {}
+        self.digests: dict[int, bytes] = {}  # of the bodies of pending calls
         self.arrived = asyncio.Event()
         self.is_idle = True  # no call is being carried out
         self.on_change: Callable[[], None] = lambda: None  # called after each call
@@ -165,18 +165,34 @@ class ServedModel:
             outcome = self.log.read_outcome(number)
             call = self.log.read_call(number)
             assert outcome is not None
-            self.next = number + 1
-            self.version = outcome.version
-            self._set_branch(outcome.branch, outcome.parents or self.record.parents)
-            if call is not None:
-                self._count_outcome(call.route, outcome)
+            self._apply_outcome(number, call.route if call else "", outcome)
         for number in self.log.list_numbers("call"):
             if number >= self.next:
                 self._open_promise(number)
 
-    def _set_branch(self, branch: int, parents: dict[str, int]) -> None:
-        self.branch = branch
-        self.ancestry = ModelAncestry(build_branch_name(self.record.model, branch), dict(parents))
+    def _apply_outcome(self, number: int, route: str, outcome: TrainingOutcome) -> None:
+        """Continue after a call whose outcome is on disk, and write the rows that follow from it.
+
+        route: "" if the call itself was pruned.  Raises AsyncrlError and OSError for a row that
+        cannot be written; the next server then writes it."""
+        self.next = number + 1
+        if outcome.row and number > self.recorded:
+            self.samples.write(self.version)
+            seconds = time.monotonic() - self.began
+            self.metrics.write(outcome.row["batch"], outcome.metrics, seconds)
+            self.trained_file.write(outcome.row)
+            self.ledger.mark_trained(outcome.row["sequences"], self.record.model, number)
+            self.recorded = number
+            self.supervised += outcome.row["supervised"]
+            self.listed += len(outcome.row["sequences"])
+            if self.listed > 2 * self.ledger.remembered:
+                self._drop_listed_ids()
+            self.write_ledger()
+        self.version = outcome.version
+        self.branch = outcome.branch
+        branch = build_branch_name(self.record.model, outcome.branch)
+        self.ancestry = ModelAncestry(branch, dict(outcome.parents or self.record.parents))
+        self._count_outcome(route, outcome)
 
     def _begin_step(self) -> None:
         """Clear the bookkeeping of the previous optimizer step."""
@@ -206,10 +222,10 @@ class ServedModel:
         self.last_request = time.time()
         number = call.number
         if number < self.next or number in self.promises:
-            first_body = self.bodies.get(number)
-            if first_body is None and (first_call := self.log.read_call(number)) is not None:
-                first_body = first_call.body
-            if first_body is not None and first_body != call.body:
+            first = self.digests.get(number)
+            if first is None and (first_call := self.log.read_call(number)) is not None:
+                first = xxhash.xxh3_128_digest(first_call.body)
+            if first not in (None, xxhash.xxh3_128_digest(call.body)):
                 raise ConfigError(
                     f"seq_id {number} of {self.record.model} was another call: each call of a "
                     "model needs the next seq_id"
@@ -220,7 +236,7 @@ class ServedModel:
                 f"seq_id {number} of {self.record.model} is far ahead of the next one, {self.next}"
             )
         self.log.write_call(call)
-        self.bodies[number] = call.body
+        self.digests[number] = xxhash.xxh3_128_digest(call.body)
         self._open_promise(number)
         self.arrived.set()
 
@@ -261,28 +277,25 @@ class ServedModel:
         try:
             outcome = await self._perform(call)
         except (RequestRefused, ConfigError) as error:
-            outcome = TrainingOutcome(error=str(error), version=self.version)
+            outcome = self._build_outcome(error=str(error))
             log(f"{self.record.model}, call {number}, {call.route}: {error}")
         except WorkerExited as error:
-            outcome = TrainingOutcome(error=str(error), category="server", version=self.version)
+            outcome = self._build_outcome(error=str(error), category="server")
         except Exception as error:  # a client waits for the outcome, and later calls must run
             log_exception(f"{self.record.model}, call {number}, {call.route}")
-            outcome = TrainingOutcome(error=repr(error), category="server", version=self.version)
-        outcome = msgspec.structs.replace(
-            outcome, branch=self.branch, parents=self.ancestry.parents
-        )
-        self.log.write_outcome(number, outcome)
-        self._count_outcome(call.route, outcome)
-        self.next = number + 1
-        self.bodies.pop(number, None)
+            outcome = self._build_outcome(error=repr(error), category="server")
+        self.log.write_outcome(number, outcome)  # from here on the call's effect is permanent
+        self._apply_outcome(number, call.route, outcome)
+        self.digests.pop(number, None)
         self.promises[number].set_result(outcome)
         for finished in [n for n, x in self.promises.items() if n < number - 256 and x.done()]:
             del self.promises[finished]  # `find_promise` reads it from disk
         interval = self.config.training.checkpoint_every
         stepped = call.route == "optim_step" and self.version % interval == 0
-        # a client may replace or delete the state that was loaded
-        if not outcome.error and (stepped or call.route == "load_weights"):
+        if not outcome.error and stepped:
             await self._checkpoint(number)
+        elif call.route == "load_weights":
+            self.log.prune()
 
     async def _perform(self, call: TrainingCall) -> TrainingOutcome:
         match call.route:
@@ -300,8 +313,15 @@ class ServedModel:
             case _:
                 return await self._save_for_sampler(call)
 
-    def _reply(self, values: dict[str, Any]) -> TrainingOutcome:
-        return TrainingOutcome(wire.encode_json(values), version=self.version)
+    def _build_outcome(self, **values: Any) -> TrainingOutcome:
+        """Build an outcome; by default, version and branch stay as they are."""
+        unchanged = TrainingOutcome(
+            version=self.version, branch=self.branch, parents=self.ancestry.parents
+        )
+        return msgspec.structs.replace(unchanged, **values)
+
+    def _reply(self, reply: dict[str, Any], **values: Any) -> TrainingOutcome:
+        return self._build_outcome(reply=wire.encode_json(reply), **values)
 
     # ---- the training process --------------------------------------------------------------------
 
@@ -336,16 +356,16 @@ class ServedModel:
 
     async def _restore(self) -> None:
         """Load the newest checkpoint in a new training process, and repeat the calls after it."""
-        checkpoints = self.log.list_checkpoints()
-        last_call = 0
-        path, optimizer = (str(self.source), self.record.optimizer)
-        if not self.record.source:
-            path = ""
+        # a checkpoint without an outcome is that of a load_weights call that is made again
+        checkpoints = [saved for saved in self.log.list_checkpoints() if saved[0] < self.next]
+        last_call, path = 0, ""
         if checkpoints:
             last_call, version = checkpoints[-1]
-            path, optimizer = str(self.log.locate_checkpoint(last_call, version)), True
+            path = str(self.log.locate_checkpoint(last_call, version))
+        elif self.record.source and self.next:
+            raise RequestRefused(f"{self.record.model} was not loaded from {self.record.source}")
         await self._repeat(
-            LoadModel(self.record.model, self.record.rank, self.record.seed, path, optimizer)
+            LoadModel(self.record.model, self.record.rank, self.record.seed, path, bool(path))
         )
         for number in range(last_call + 1, self.next):
             call, outcome = self.log.read_call(number), self.log.read_outcome(number)
@@ -355,9 +375,7 @@ class ServedModel:
                 await self._repeat(
                     DropGradient(self.record.model) if outcome.error else self._parse_step(call)
                 )
-            elif not outcome.error and call.route == "load_weights":
-                await self._repeat(self._parse_load(call)[0])
-            elif not outcome.error:
+            elif not outcome.error and call.route == "forward_backward":
                 await self._repeat(self._parse_repeated_loss(call, outcome))
 
     async def _repeat(self, request: Request) -> None:
@@ -418,7 +436,7 @@ class ServedModel:
         request = ForwardBackward(
             self.record.model, data, decoded.loss, decoded.config, decoded.forward_only
         )
-        outcome = TrainingOutcome(version=self.version, protobuf=True)
+        outcome = self._build_outcome(protobuf=True)
         if not decoded.forward_only:
             outcome = msgspec.structs.replace(
                 outcome, lags=dict(lags), sequences=sequences, token_lags=b"".join(token_lags)
@@ -479,24 +497,16 @@ class ServedModel:
         result = await self._call_trainer(request)
         assert isinstance(result, StepResult)
         step_metrics = result.metrics | measure_lag_metrics(self.lags) | self._measure_step()
-        if call.number > self.recorded:  # otherwise recorded before the server was killed
-            row = build_trained_row(self.version, self.lags, self.sequences, call.number)
-            self.trained_file.write(row)
-            self.ledger.mark_trained(row["sequences"], self.record.model, call.number)
-            self.recorded = call.number
-            self.supervised += row["supervised"]
-            self.listed += len(row["sequences"])
-            if self.listed > 2 * self.ledger.remembered:
-                self._drop_listed_ids()
-            self.write_ledger()
-            self.samples.write(self.version)
-            self.metrics.write(self.version, step_metrics, time.monotonic() - self.began)
-        self.version += 1
         names = ("optim/grad_norm", "optim/lr", "lag/mean", "lag/max", "lag/unknown_share")
         reply_metrics = {
             name.replace("/", "_"): step_metrics[name] for name in names if name in step_metrics
         }
-        return self._reply({"type": "optim_step", "metrics": reply_metrics})
+        return self._reply(
+            {"type": "optim_step", "metrics": reply_metrics},
+            version=self.version + 1,
+            row=build_trained_row(self.version, self.lags, self.sequences, call.number),
+            metrics=step_metrics,
+        )
 
     def _measure_step(self) -> dict[str, float]:
         """Return the mean length of the step's sequences and the time since the last step."""
@@ -522,8 +532,8 @@ class ServedModel:
         """Drop the ids of sequences from trained.jsonl, after the ledger's file counts them."""
         self.ledger.rewrite()
         rows = [row | {"sequences": []} for row in jsonl.read(self.trained_path)]
-        self.trained_file.close()
         atomic_write.write(self.trained_path, "".join(json.dumps(row) + "\n" for row in rows))
+        self.trained_file.close()
         self.trained_file = jsonl.JsonlAppender(self.trained_path)
         self.listed = 0
 
@@ -533,24 +543,40 @@ class ServedModel:
         """Return the directory of saved weights.  Raises ConfigError for an invalid name."""
         if name is None or not NAME.fullmatch(name):
             raise ConfigError(
-                f"path: {name!r} must be a name of letters, digits, dots, dashes and underscores"
+                f"path: {name!r} must be a name of letters, digits, dots, dashes and underscores "
+                "that does not end in .json or .part"
             )
         return self.folder / kind / name
 
-    def _write_saved(self, path: Path) -> None:
+    async def _write_saved(self, path: Path, call: TrainingCall, *, state: bool = False) -> None:
+        """Save the model under a name or as a version, and write its record."""
+        await self._call_trainer(SaveWeights(self.record.model, str(path), state=state))
         note = SavedWeights(
-            self.ancestry.model, self.record.rank, self.version, self.ancestry.parents, time.time()
+            self.ancestry.model,
+            self.record.rank,
+            self.version,
+            self.ancestry.parents,
+            time.time(),
+            call.number,
         )
         atomic_write.write(_locate_note(path), msgspec.json.encode(note))
+
+    def _locate_unused(self, kind: str, name: str, call: TrainingCall, overwrite: bool) -> Path:
+        """Return the directory of new weights.
+
+        Raises ConfigError if another call has saved weights there."""
+        path = self.locate_weights(kind, name)
+        with contextlib.suppress(ConfigError):
+            _, saved = find_saved(self.folder.parent, f"tinker://{self.record.model}/{kind}/{name}")
+            if saved.call != call.number and not overwrite:
+                raise RequestRefused(f"{kind} {name} exist already: choose another name")
+        return path
 
     async def _save(self, call: TrainingCall) -> TrainingOutcome:
         request = wire.parse_json(sdk.SaveWeightsRequest, call.body)
         name = request.path or f"{self.version:06d}"
-        path = self.locate_weights("weights", name)
-        if path.exists() and not request.overwrite:
-            raise ConfigError(f"weights {name} exist already: choose another name or overwrite")
-        await self._call_trainer(SaveWeights(self.record.model, str(path), state=True))
-        self._write_saved(path)
+        path = self._locate_unused("weights", name, call, request.overwrite)
+        await self._write_saved(path, call, state=True)
         tinker_path = f"tinker://{self.record.model}/weights/{name}"
         return self._reply({"type": "save_weights", "path": tinker_path})
 
@@ -563,11 +589,10 @@ class ServedModel:
             path = self.locate_version(self.branch, self.version)
             values |= {"sampling_session_id": f"{self.record.model}:v{self.version}:{call.number}"}
         else:
-            path = self.locate_weights("sampler_weights", request.path)
+            path = self._locate_unused("sampler_weights", request.path, call, overwrite=False)
             values["path"] = f"tinker://{self.record.model}/sampler_weights/{request.path}"
         if request.path is not None or not _locate_note(path).exists():
-            await self._call_trainer(SaveWeights(self.record.model, str(path)))
-            self._write_saved(path)
+            await self._write_saved(path, call)
         self._prune_versions()
         return self._reply(values)
 
@@ -583,37 +608,32 @@ class ServedModel:
             shutil.rmtree(path, ignore_errors=True)
             _locate_note(path).unlink(missing_ok=True)
 
-    def _parse_load(self, call: TrainingCall) -> tuple[LoadModel, SavedWeights | None]:
-        """Return the request of a load_weights call and the weights' record; None for call 0."""
+    async def _load(self, call: TrainingCall) -> TrainingOutcome:
+        """Load saved weights, which become the model's own checkpoint.
+
+        After that the client may replace or delete them."""
         request = wire.parse_json(sdk.LoadWeightsRequest, call.body)
-        if call.number == 0:
-            model = self.record
-            return (
-                LoadModel(model.model, model.rank, model.seed, str(self.source), request.optimizer),
-                None,
-            )
         path, saved = find_saved(self.folder.parent, request.path, "weights")
         if saved.rank != self.record.rank:
             raise ConfigError(
                 f"{request.path} has rank {saved.rank}, the model has {self.record.rank}"
             )
-        return (
+        await self._call_trainer(
             LoadModel(
-                self.record.model, self.record.rank, self.record.seed, str(path), request.optimizer
-            ),
-            saved,
+                self.record.model,
+                self.record.rank,
+                self.record.seed,
+                str(path),
+                request.optimizer,
+                str(self.log.locate_checkpoint(call.number, saved.version)),
+            )
         )
-
-    async def _load(self, call: TrainingCall) -> TrainingOutcome:
-        request, saved = self._parse_load(call)
-        if saved is None:
-            await self._call_trainer(None)
-        else:
-            await self._call_trainer(request)
-            self.version = saved.version
-            self._set_branch(call.number, {saved.model: saved.version, **saved.parents})
-        path = json.loads(call.body)["path"]
-        return self._reply({"type": "load_weights", "path": path, "model_id": self.record.model})
+        return self._reply(
+            {"type": "load_weights", "path": request.path, "model_id": self.record.model},
+            version=saved.version,
+            branch=call.number,
+            parents={saved.model: saved.version, **saved.parents},
+        )
 
     def close(self) -> None:
         self.write_ledger()

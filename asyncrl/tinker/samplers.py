@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import tinker.types as sdk
+import xxhash
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.models.tokenizer import read_vocabulary_size
@@ -18,6 +19,7 @@ from asyncrl.records import atomic_write, jsonl
 from asyncrl.tinker import wire
 from asyncrl.tinker.links import WorkerExited, WorkerLink, log
 from asyncrl.tinker.messages import CallFailure, ErrorCategory, SampleCall, SampleResult
+from asyncrl.tinker.model_records import find_saved
 from asyncrl.tinker.sequences import SequenceLedger
 from asyncrl.tinker.settings import REFUSAL, TinkerConfig
 
@@ -52,7 +54,7 @@ class SamplePromise:
     """A pending or finished request to sample, with the ids of its sequences."""
 
     def __init__(self, body: bytes, sequences: list[str], model: str, number: int) -> None:
-        self.body = body
+        self.digest = xxhash.xxh3_128_digest(body)
         self.sequences = sequences
         self.model = model  # branch that samples them
         self.number = number  # of its call to the sampling process
@@ -102,8 +104,8 @@ class SamplerService:
     def open(self, record: SamplerRecord) -> SamplerRecord:
         """Create a sampler, or return the existing one with this id."""
         if record.id not in self.samplers:
-            self.samplers[record.id] = record
             self.file.write(msgspec.to_builtins(record))
+            self.samplers[record.id] = record
             if len(self.samplers) > 2 * self.remembered:
                 self._forget_samplers()
         return self.samplers[record.id]
@@ -116,8 +118,8 @@ class SamplerService:
         lines = [
             json.dumps(msgspec.to_builtins(record)) + "\n" for record in self.samplers.values()
         ]
-        self.file.close()
         atomic_write.write(self.path, "".join(lines))
+        self.file.close()
         self.file = jsonl.JsonlAppender(self.path)
 
     def find(self, id: str | None) -> SamplerRecord:
@@ -135,7 +137,7 @@ class SamplerService:
         sampler = self.find(request.sampling_session_id)
         name = f"{sampler.id}:sample:{request.seq_id}"
         if request.seq_id is not None and name in self.promises:
-            if self.promises[name].body != body:
+            if self.promises[name].digest != xxhash.xxh3_128_digest(body):
                 raise ConfigError(f"seq_id {request.seq_id} of {sampler.id} was another request")
             return name, self.promises[name]
         if request.record_stability_info and not self.config.losses.stable_reinforce:
@@ -147,6 +149,12 @@ class SamplerService:
                 f"deleted: the server keeps weights.slots = {self.config.weights.slots} versions; "
                 "create a new sampling client, or save these weights under a name"
             )
+        if sampler.path:
+            _, saved = find_saved(self.path.parent, sampler.path)
+            if (saved.model, saved.version) != (sampler.model, sampler.version):
+                raise ConfigError(
+                    f"{sampler.path} were saved again: create a new sampling client for them"
+                )
         job = wire.parse_sample_request(
             request,
             stop_tokens=self.stop_tokens,
@@ -159,6 +167,7 @@ class SamplerService:
         job = msgspec.structs.replace(
             job,
             weights=sampler.weights,
+            model=sampler.model,
             version=sampler.version,
             seed=self.config.seed if seed is None else seed,
             ticket=self.ticket if seed is None else 0,

@@ -174,8 +174,8 @@ class SequenceLedger:
             find_uncertain_run(tokens, logprobs),
             content=tokens + logprobs,
         )
-        self._add(sequence)
         self.file.write(_build_row(sequence))
+        self._add(sequence)
         while len(self.sequences) > self.remembered:
             self._forget(next(iter(self.sequences.values())))
         if self.rows > 2 * self.remembered or self.row_tokens > 2 * COMPARABLE_TOKENS:
@@ -212,8 +212,8 @@ class SequenceLedger:
         }
         rows: list[dict[str, Any]] = [{"forgotten": forgotten, "counted": self.counted}]
         rows += [_build_row(sequence) for sequence in self.sequences.values()]
-        self.file.close()
         atomic_write.write(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+        self.file.close()
         self.file = jsonl.JsonlAppender(self.path)
         self.rows, self.row_tokens = len(self.sequences), self.comparable_tokens
 

@@ -150,9 +150,10 @@ def listen_and_serve(config: TinkerConfig, folder: Path) -> None:
         print(f"export TINKER_BASE_URL={url} TINKER_API_KEY={key}", flush=True)
 
     async def run() -> None:
-        await build_web_server(TinkerServer(config, folder, key), announce).serve(
-            sockets=[listener]
-        )
+        server = TinkerServer(config, folder, key)
+        await build_web_server(server, announce).serve(sockets=[listener])
+        if server.failure is not None:
+            raise server.failure
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     asyncio.run(run())
@@ -181,4 +182,6 @@ def build_web_server(server: TinkerServer, announce: Callable[[], None]) -> uvic
         timeout_graceful_shutdown=1,
         timeout_keep_alive=KEEP_ALIVE_S,
     )
-    return uvicorn.Server(settings)
+    web = uvicorn.Server(settings)
+    server.on_failure = lambda: setattr(web, "should_exit", True)
+    return web

@@ -151,9 +151,15 @@ def _parse_datum(index: int, message: pb.Datum) -> Datum:
             )
         if not np.isfinite(values).all():
             raise ConfigError(f"{where}: loss_fn_inputs.{name} has a value that is not finite")
+    target_ids = targets.astype("<i4")
+    if (wrong := np.flatnonzero(target_ids != targets)).size:
+        raise ConfigError(
+            f"{where}: loss_fn_inputs.target_tokens has {targets[wrong[0]]:g} at position "
+            f"{wrong[0]}, which is no token id"
+        )
     return Datum(
         ids.tobytes(),
-        targets.astype("<i4").tobytes(),
+        target_ids.tobytes(),
         {name: values.astype("<f4").tobytes() for name, values in fields.items()},
         np.full(len(ids), NOT_SAMPLED, "<i4").tobytes(),
     )

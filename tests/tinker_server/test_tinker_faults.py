@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import tinker
 import torch
 from tinker import types
+from tinker.proto import tinker_public_pb2 as pb
 from tinker_kit import draw, output_logprobs, prompt, tuned_datum
-from tinker_local_kit import LocalServer
+from tinker_local_kit import KEY, LocalServer
 
+from asyncrl.records import atomic_write, jsonl, metrics
+from asyncrl.records.jsonl import JsonlAppender
+from asyncrl.records.metrics import MetricsWriter
+from asyncrl.tinker import wire
+from asyncrl.tinker.call_log import CallLog
 from asyncrl.tinker.links import WorkerExited
 from asyncrl.tinker.messages import CallFailure, SampleCall, SampleResult
+from asyncrl.tinker.models import ServedModel
 from asyncrl.tinker.workers.sampler import NOT_FINITE, Sampler
 
+pytestmark = pytest.mark.slow
 ADAM = types.AdamParams(learning_rate=1e-2)
 TUNED = [tuned_datum([5, 6, 7, 8, 1])]
 
@@ -208,5 +218,211 @@ def test_numbers_of_adamw_that_ruin_weights_are_refused(
         step(clients[0], types.AdamParams(**{"learning_rate": 1e-2} | numbers))
     for client in clients:
         step(client)
-    assert np.array_equal(*map(scored, clients))
+    assert np.array_equal(scored(clients[0]), scored(clients[1]))
     assert [server.server.models[client.model_id].version for client in clients] == [2, 2]
+
+
+# ---- saved weights -------------------------------------------------------------------------------
+
+
+def test_deleted_weights_are_not_needed_by_the_models_begun_from_them(tmp_path: Path) -> None:
+    """Neither for a start of the server nor for one of the training process."""
+    server = LocalServer(tmp_path)
+    with server.client() as service:
+        first = service.create_lora_training_client("tiny", rank=2, seed=1).result()
+        step(first)
+        path = first.save_state("w").result().path
+        begun = service.create_training_client_from_state_with_optimizer(path).result()
+        loaded = service.create_lora_training_client("tiny", rank=2, seed=3).result()
+        loaded.load_state(path).result()
+        tinker.RestClient(base_url=server.url, api_key=KEY).delete_checkpoint(
+            first.model_id, "weights/w"
+        ).result()
+        expected = [scored(client) for client in (first, begun, loaded)]
+    server.stop()
+    server = LocalServer(tmp_path)
+    http = httpx.Client(base_url=f"{server.url}/api/v1", headers={"X-API-Key": KEY})
+    body = wire_loss(TUNED)
+    try:
+        for client, before in zip((first, begun, loaded), expected, strict=True):
+            model = server.server.models[client.model_id]
+            assert (model.version, model.record.model) == (1, client.model_id)
+            reply = call(http, "forward", body(client.model_id, model.next))
+            assert before.tobytes() in reply.content
+    finally:
+        server.stop()
+
+
+def call(http: httpx.Client, route: str, body: bytes | dict[str, Any]) -> httpx.Response:
+    """Make a training call by plain HTTP and wait for its result."""
+    if isinstance(body, dict):
+        promise = http.post(f"/{route}", json=body)
+    else:
+        protobuf = {"content-type": wire.PROTOBUF}
+        promise = http.post(f"/{route}", content=body, headers=protobuf)
+    assert promise.status_code == 200, promise.text
+    while True:
+        asked = {"request_id": promise.json()["request_id"]}
+        reply = http.post("/retrieve_future", json=asked, timeout=600)
+        if reply.status_code != 408:
+            return reply
+
+
+def wire_loss(data: list[types.Datum], *, forward_only: bool = True) -> Callable[[str, int], bytes]:
+    """Build the bodies of cross_entropy calls."""
+
+    def build(model: str, number: int) -> bytes:
+        message = pb.ForwardBackwardRequest(
+            model_id=model, seq_id=number, loss_fn="cross_entropy", forward_only=forward_only
+        )
+        for datum in data:
+            added = message.data.add()
+            tokens = np.asarray(datum.model_input.to_ints(), "<i4")
+            added.model_input.add().encoded_text.tokens = tokens.tobytes()
+            for name, dtype, code in (
+                ("target_tokens", "<i8", pb.DTYPE_INT64),
+                ("weights", "<f4", pb.DTYPE_FLOAT32),
+            ):
+                values = np.asarray(datum.loss_fn_inputs[name].tolist(), dtype)
+                added.loss_fn_inputs[name].CopyFrom(
+                    pb.Tensor(dense=values.tobytes(), dtype=code, shape=[len(values)])
+                )
+        return bytes(message.SerializeToString())
+
+    return build
+
+
+def test_a_save_that_a_killed_server_did_not_answer_is_made_again(
+    server: LocalServer, service: tinker.ServiceClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights and their record are on disk, the result is not."""
+    client = service.create_lora_training_client("tiny", rank=2).result()
+    model = server.server.models[client.model_id]
+    perform = model._perform
+
+    async def perform_twice(promised: Any) -> Any:
+        await perform(promised)
+        return await perform(promised)
+
+    monkeypatch.setattr(model, "_perform", perform_twice)
+    assert client.save_state("a").result().path == f"tinker://{client.model_id}/weights/a"
+    assert client.save_weights_for_sampler("a").result().path.endswith("/sampler_weights/a")
+    monkeypatch.undo()
+    for save in (client.save_state, client.save_weights_for_sampler):
+        with pytest.raises(tinker.RequestFailedError, match="weights a exist already: choose an"):
+            save("a").result()
+    (model.folder / "weights" / "half").mkdir()  # written by a process that was killed
+    assert client.save_state("half").result().path.endswith("/weights/half")
+
+
+def test_names_of_weights_do_not_collide_with_records(
+    server: LocalServer, service: tinker.ServiceClient
+) -> None:
+    """z.json is the record of z, and z.part is what replaces z."""
+    client = service.create_lora_training_client("tiny", rank=2).result()
+    client.save_state("z").result()
+    for name in ("z.json", "z.part"):
+        for save in (client.save_state, client.save_weights_for_sampler):
+            with pytest.raises(tinker.RequestFailedError, match=r"not end in \.json or \.part"):
+                save(name).result()
+    folder = server.server.models[client.model_id].folder / "weights"
+    (folder / "old.json.json").write_text("{}")  # of a server that allowed it
+    (folder / "old.json").mkdir()
+    rest = tinker.RestClient(base_url=server.url, api_key=KEY)
+    listed = rest.list_checkpoints(client.model_id).result().checkpoints
+    assert [saved.checkpoint_id for saved in listed] == ["weights/z"]
+    assert len(rest.list_training_runs().result().training_runs) == 1
+
+
+def test_overwritten_weights_are_sampled_as_what_they_are(
+    server: LocalServer, service: tinker.ServiceClient
+) -> None:
+    client = service.create_lora_training_client("tiny", rank=2, seed=1).result()
+    path = client.save_state("a").result().path
+    old = service.create_sampling_client(model_path=path).result()
+    text = types.ModelInput.from_ints([5, 6, 7, 8, 1])
+    before = old.compute_logprobs(text).result()
+    step(client)
+    client.save_state("a", overwrite=True).result()
+    new = service.create_sampling_client(model_path=path).result()
+    assert new.compute_logprobs(text).result() != before
+    assert np.allclose(new.compute_logprobs(text).result()[1:], scored(client), atol=1e-5)
+    with pytest.raises(tinker.BadRequestError, match="were saved again: create a new sampling"):
+        draw(old, 1)
+
+
+# ---- a full disk ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "skipped"),
+    [
+        (CallLog, "write_outcome", 0),  # of the loss
+        (CallLog, "write_outcome", 1),  # of the step
+        (MetricsWriter, "write", 0),
+        (JsonlAppender, "write", 1),  # the row of trained.jsonl, after that of metrics.jsonl
+        (ServedModel, "write_ledger", 0),
+    ],
+)
+def test_a_server_that_cannot_write_ends_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, method: str, skipped: int
+) -> None:
+    """It must not go on with a step that is made and not counted."""
+    server = LocalServer(tmp_path)
+    with server.client() as service:
+        client = service.create_lora_training_client("tiny", rank=2, seed=1).result()
+        step(client)
+    write, calls = getattr(owner, method), []
+
+    def fail_once(self: Any, *values: Any, **named: Any) -> Any:
+        calls.append(self)
+        if len(calls) == skipped + 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(self, *values, **named)
+
+    monkeypatch.setattr(owner, method, fail_once)
+    loss = wire_loss(TUNED, forward_only=False)(client.model_id, 3)
+    adam = {"model_id": client.model_id, "seq_id": 4, "adam_params": {}}
+    with httpx.Client(base_url=f"{server.url}/api/v1", headers={"X-API-Key": KEY}) as http:
+        http.post("/optim_step", json=adam)
+        http.post("/forward_backward", content=loss, headers={"content-type": wire.PROTOBUF})
+    server.thread.join(60)
+    assert not server.thread.is_alive() and isinstance(server.server.failure, OSError)
+    monkeypatch.undo()
+    server = LocalServer(tmp_path)
+    model = server.server.models[client.model_id]
+    http = httpx.Client(base_url=f"{server.url}/api/v1", headers={"X-API-Key": KEY})
+    try:
+        for number in (5, 6):  # calls 1 to 4 are made by then
+            body = {"model_id": client.model_id, "seq_id": number, "adam_params": {}}
+            assert "error" not in call(http, "optim_step", body).json()
+        rows = jsonl.read(model.folder / "trained.jsonl")
+        assert [(row["batch"], row["call"]) for row in rows] == [(0, 2), (1, 4), (2, 5), (3, 6)]
+        assert [row["step"] for row in metrics.read(model.folder)] == [0, 1, 2, 3]
+        trained = server.trainer.models[client.model_id]
+        steps = {int(state["step"]) for state in trained.optimizer.state.values()}
+        assert (model.version, steps) == (4, {2})  # steps without a gradient change no moment
+    finally:
+        server.stop()
+
+
+def test_a_request_that_cannot_be_recorded_changes_nothing(
+    server: LocalServer, service: tinker.ServiceClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = service.create_lora_training_client("tiny", rank=2, seed=1).result()
+    http = httpx.Client(base_url=f"{server.url}/api/v1", headers={"X-API-Key": KEY})
+    body = {"model_id": client.model_id, "seq_id": 1, "adam_params": {}}
+    failures = [OSError(errno.ENOSPC, "No space left on device")]
+    write = atomic_write.write
+    monkeypatch.setattr(
+        "asyncrl.tinker.call_log.atomic_write.write",
+        lambda *values: throw(failures.pop()) if failures else write(*values),
+    )
+    refused = http.post("/optim_step", json=body)
+    assert (refused.status_code, "No space left on device" in refused.text) == (503, True)
+    assert call(http, "optim_step", body).json()["type"] == "optim_step"
+    assert server.server.models[client.model_id].version == 1
+
+
+def throw(error: BaseException) -> None:
+    raise error

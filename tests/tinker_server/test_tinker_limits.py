@@ -353,6 +353,8 @@ def test_bad_requests_get_clear_errors(
         for content in (b"[1]", b"[" * 100_000, b'{"seq_id": 1e999}', b'{"model_id": "\\ud800"}'):
             code, text = post(f"/{path}", content=content)
             assert code == 400 and "JSON" in text, (path, content[:20], text)
+    code, text = post("/optim_step", json=step | {"seq_id": True})
+    assert code == 400 and "seq_id, a whole number" in text
     code, text = post("/optim_step", json=step | {"model_id": ["s-0"]})
     assert code == 400 and "model_id, a text" in text
     code, text = post("/retrieve_future", json={"request_id": f"{client.model_id}:call:first"})

@@ -192,6 +192,27 @@ def test_samples_that_cannot_be_had(prompt: list[int], more: dict[str, Any], why
 
 
 @pytest.mark.parametrize(
+    ("dtype", "code", "token"),
+    [
+        ("<i8", pb.DTYPE_INT64, 2**32 + 3),
+        ("<f4", pb.DTYPE_FLOAT32, 3.7),
+        ("<i8", pb.DTYPE_INT64, -(2**31) - 1),
+    ],
+)
+def test_a_target_that_is_no_token_id_is_refused_before_it_is_cast(
+    dtype: str, code: int, token: float
+) -> None:
+    """4294967299 would train token 3."""
+    targets = pb.Tensor(dtype=code, dense=np.array([5, token], dtype).tobytes(), shape=[2])
+    message = pb.ForwardBackwardRequest(data=[pb.Datum(loss_fn_inputs={"target_tokens": targets})])
+    chunk = message.data[0].model_input.add()
+    chunk.encoded_text.tokens = np.array([1, 2], "<i4").tobytes()
+    refused = refusal(wire.parse_loss_call, message)
+    assert refused.startswith("datum 0: loss_fn_inputs.target_tokens has ")
+    assert refused.endswith(" at position 1, which is no token id")
+
+
+@pytest.mark.parametrize(
     ("message_type", "values", "field"),
     [
         (sdk.SampleRequest, {"seq_id": True}, "seq_id"),

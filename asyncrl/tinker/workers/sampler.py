@@ -32,7 +32,14 @@ NOT_FINITE = (
 STEPS = 8  # decode steps between checks for new requests
 KEPT = 4  # number of versions whose weights stay in memory
 NO_LOGPROB = -99999.0  # the API's value for an empty cell
+# directory, branch and version of weights: a client may save later ones in the same directory
+Version = tuple[str, str, int]
+BASE: Version = ("", "", 0)
 Reply = Callable[[int, SampleResult | CallFailure], None]
+
+
+def get_version(request: SampleCall) -> Version:
+    return request.weights, request.model, request.version
 
 
 @dataclass
@@ -61,14 +68,14 @@ class Sampler:
         base = load_policy(config.model.path, config.model.dtype, config.model.device)
         self.base = dict(list_named_weights(base))
         self.tokenizer = load_tokenizer(config.model.path)
-        self.versions: dict[str, Mapping[str, torch.Tensor]] = {"": self.base}
+        self.versions: dict[Version, Mapping[str, torch.Tensor]] = {BASE: self.base}
         self.waiting: deque[SampleJob] = deque()
         self.jobs: dict[int, SampleJob] = {}  # in the engine
 
     def _build_engine(self) -> None:
         """Build the engine.  This raises if the GPU no longer works for the process."""
         self.engine = build_engine(build_run_config(self.config, 0))
-        self.loaded: str | None = None  # weights in the engine
+        self.loaded: Version | None = None  # weights in the engine
         self.is_spoiled = False  # its cache has values that are not finite
 
     @property
@@ -134,7 +141,7 @@ class Sampler:
         while self.waiting:
             job = self.waiting.popleft()
             shares = not any(other.is_alone for other in (job, *self.jobs.values()))
-            if job.request.weights != self.loaded or (self.jobs and not shares):
+            if get_version(job.request) != self.loaded or (self.jobs and not shares):
                 remaining.append(job)
                 continue
             try:
@@ -147,17 +154,17 @@ class Sampler:
 
     def _load(self, request: SampleCall) -> None:
         """Load the weights of a request into the engine unless it has them."""
-        if request.weights == self.loaded:
+        if (version := get_version(request)) == self.loaded:
             return
-        weights = self._read_weights(request.weights)
+        weights = self._read_weights(version)
         self.loaded = None  # if loading fails, the engine has parts of both
         self.engine.load(weights, Label(0, request.version), request.weights)
-        self.loaded = request.weights
+        self.loaded = version
 
-    def _read_weights(self, directory: str) -> Mapping[str, torch.Tensor]:
+    def _read_weights(self, version: Version) -> Mapping[str, torch.Tensor]:
         """Read the weights in a directory that a model wrote for samplers."""
-        if directory not in self.versions:
-            path = Path(directory)
+        if version not in self.versions:
+            path = Path(version[0])
             if (path / adapter_files.CONFIG).exists():
                 adapter = adapter_files.read(path)
                 scale = adapter.settings["lora_alpha"] / adapter.settings["r"]
@@ -167,10 +174,10 @@ class Sampler:
             else:
                 weights = dict(list_named_weights(load_policy(path, self.config.model.dtype)))
             while len(self.versions) > KEPT:
-                oldest = next(name for name in self.versions if name)
+                oldest = next(kept for kept in self.versions if kept != BASE)
                 del self.versions[oldest]
-            self.versions[directory] = weights
-        return self.versions[directory]
+            self.versions[version] = weights
+        return self.versions[version]
 
     def _start(self, job: SampleJob) -> None:
         request = job.request

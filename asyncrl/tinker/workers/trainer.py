@@ -87,10 +87,10 @@ class TrainedModel:
     def save(self, path: Path, *, state: bool) -> int:
         """Write the weights, with `state` also the optimizer; return the size in bytes."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not state:
-            export(self.policy, path)
-        else:
-            with atomic_write.replace(path) as folder:
+        with atomic_write.replace(path) as folder:
+            if not state:
+                export(self.policy, folder)
+            else:
                 folder.mkdir()
                 export(self.policy, folder / MODEL)
                 torch.save({"optimizer": self.optimizer.state_dict()}, folder / STATE)
@@ -119,7 +119,10 @@ class Trainer:
         try:
             match request:
                 case LoadModel():
-                    self.models[request.model] = TrainedModel(self.base, request, self.config.lora)
+                    model = TrainedModel(self.base, request, self.config.lora)
+                    if request.checkpoint:
+                        model.save(Path(request.checkpoint), state=True)
+                    self.models[request.model] = model
                 case ForwardBackward():
                     return self.forward_backward(request)
                 case OptimizerStep():
@@ -269,11 +272,10 @@ class Trainer:
             group["eps"] = request.eps
             group["weight_decay"] = request.weight_decay
         model.optimizer.step()
-        moments = [x for state in model.optimizer.state.values() for x in state.values()]
-        if not torch.stack([x.isfinite().all() for x in (*model.parameters, *moments)]).all():
+        if not torch.stack([weight.isfinite().all() for weight in model.parameters]).all():
             return CallFailure(
-                f"the step with learning_rate = {request.learning_rate:g} made weights or moments "
-                "that are not finite: it was undone",
+                f"the step with learning_rate = {request.learning_rate:g} made weights that are "
+                "not finite: it was undone",
                 spoiled=True,
             )
         metrics = diagnostics.compute_metrics(model.sums)
