@@ -11,7 +11,14 @@ is on disk when the signal is sent; `copy`, the dead generator's pin on a weight
 `publish`, the dead learner's slot is left odd, in mid-write; `step`, the learner held its batch
 and waited for nothing; `start`, the process had begun moments ago; `work`, any time.  An instant
 that does not come in time is counted as `work`.  Half-delivered groups are counted afterwards:
-trained groups whose samples come from more than one attempt.  --quick: four kills."""
+trained groups whose samples come from more than one attempt.  --quick: four kills.
+
+    python benchmarks/kills.py --tinker [--quick] [--json] [--kills N] [--seed S] [--seconds T]
+
+Kills a Tinker server, its training and its sampling process at random instants under two clients.
+Proves, from the files and what the clients were told: every step and every sampled sequence is
+there once, with the weights that sampled it and the right lag; the ledger sums; the final weights
+are those of two clients on a server that nothing killed."""
 
 from __future__ import annotations
 
@@ -280,16 +287,25 @@ def main() -> None:
     p.add_argument("--json", action="store_true")
     p.add_argument("--kills", type=int, default=24)
     p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--tinker", action="store_true", help="kill a Tinker server's processes")
+    p.add_argument("--seconds", type=float, default=7200.0, help="of kills, with --tinker at most")
     p.add_argument("--model", default="", help="a warm-started model; absent: built")
     args = p.parse_args()
     with tempfile.TemporaryDirectory() as work:
         began = time.monotonic()
-        found = run(Path(work), 4 if args.quick else args.kills, args.seed, model=args.model)
+        kills = 4 if args.quick else args.kills
+        if args.tinker:
+            from lib.chaos import tinker
+
+            found = tinker.run(Path(work), kills, args.seed, args.seconds)
+        else:
+            found = run(Path(work), kills, args.seed, model=args.model)
     found |= {"seconds": round(time.monotonic() - began, 1), "met": not found["wrong"]}
     if not args.quick:
         found["file"] = str(
             results_file.write(
-                "kills", {"what": "kill -9 at random instants, one run", **found}
+                "tinker_kills" if args.tinker else "kills",
+                {"what": "kill -9 at random instants, one run", **found},
             ).name
         )
     print(json.dumps(found) if args.json else "\n".join(f"{k:8} {v}" for k, v in found.items()))
