@@ -60,7 +60,7 @@ def scored(client: tinker.TrainingClient) -> np.ndarray:
 @pytest.fixture
 def sampler(server: LocalServer) -> Sampler:
     """The sampling process with weights "bad" that are not finite."""
-    server.sampler.versions["bad"] = {
+    server.sampler.versions["bad", "", 0] = {
         name: torch.full_like(weight, float("nan")) for name, weight in server.sampler.base.items()
     }
     return server.sampler

@@ -30,6 +30,7 @@ SYMBOLS = "0123456789+-*=? abcdefghijklmnopqrstuvwxyz:\n"
 PROMPT = [5, 13, 5, 16]
 VICTIMS = ("server", "training", "sampling")
 CLIENTS = 2
+AWAIT_S = 90.0  # longest wait for steps between two kills
 SAMPLES = 2  # sequences of an optimizer step; the second is trained one step later
 ARRAYS = {"target_tokens": ("<i8", pb.DTYPE_INT64)}
 FLOATS = ("<f4", pb.DTYPE_FLOAT32)
@@ -221,7 +222,11 @@ def run(work: Path, kills: int, seed: int, seconds: float) -> dict[str, Any]:
     done: collections.Counter[str] = collections.Counter()
     end = time.monotonic() + seconds
     while done.total() < kills and time.monotonic() < end:
-        time.sleep(r.uniform(0.0, 2.0))
+        due = sum(len(client.told) for client in clients) + r.randint(0, 3)
+        patience = time.monotonic() + AWAIT_S
+        while sum(len(client.told) for client in clients) < due and time.monotonic() < patience:
+            time.sleep(0.02)
+        time.sleep(r.uniform(0.0, 1.0))
         if any(not client.is_alive() for client in clients):
             break
         victim = r.choice(VICTIMS)
