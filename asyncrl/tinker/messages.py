@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import traceback
 from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
 from msgspec import Meta
+
+from asyncrl.contract.errors import AsyncrlError, ConfigError
 
 ErrorCategory = Literal["user", "server"]
 UNKNOWN = -1  # lag of a sampled token whose sequence is unknown
@@ -188,6 +191,16 @@ class CallFailure(msgspec.Struct, frozen=True, tag=True):
     error: str
     category: ErrorCategory = "user"
     spoiled: bool = False
+
+
+def describe_failure(error: Exception) -> CallFailure:
+    """Turn what a call raised into its result, so that it costs no other call.
+
+    An unexpected error also goes to the log of the process, with its traceback."""
+    if isinstance(error, AsyncrlError):
+        return CallFailure(str(error), "user" if isinstance(error, ConfigError) else "server")
+    traceback.print_exception(error)
+    return CallFailure(f"{type(error).__name__}: {error}", "server", spoiled=True)
 
 
 class WorkerReply(msgspec.Struct, frozen=True):

@@ -88,7 +88,7 @@ def parse_json(message_type: type[_Request], body: bytes) -> _Request:
             raise ConfigError(f"{name}: {message_type.__name__} has no such field here")
         del values[name]
     try:
-        return message_type.model_validate(values, strict=True)  # text, such as "nan", is no number
+        return message_type.model_validate(values, strict=True)  # refuses "nan" as a number
     except pydantic.ValidationError as error:
         problem = error.errors()[0]
         field = ".".join(map(str, problem["loc"]))

@@ -172,19 +172,6 @@ def test_a_gradient_that_is_not_finite_changes_nothing(trainer: Trainer) -> None
     assert not torch.equal(weights(trainer), before)
 
 
-@pytest.mark.parametrize(
-    "numbers", [{"learning_rate": 1e308}, {"beta1": 1.0}, {"weight_decay": 1e300}]
-)
-def test_a_step_to_weights_that_are_not_finite_is_refused(
-    trainer: Trainer, numbers: dict[str, float]
-) -> None:
-    """The server restores the model, because the step is already made when this is known."""
-    train(trainer, [datum(TEXTS[0], weights=[0.0, 0.0, 0.0, 1.0])])
-    failed = trainer.handle(msgspec.structs.replace(PLAIN, **numbers))
-    assert isinstance(failed, CallFailure) and failed.spoiled
-    assert failed.error.endswith("weights that are not finite: it was undone")
-
-
 def test_an_unexpected_error_costs_one_call(
     trainer: Trainer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

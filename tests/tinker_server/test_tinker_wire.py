@@ -213,23 +213,16 @@ def test_a_target_that_is_no_token_id_is_refused_before_it_is_cast(
 
 
 @pytest.mark.parametrize(
-    ("message_type", "values", "field"),
+    ("values", "field"),
     [
-        (sdk.SampleRequest, {"seq_id": True}, "seq_id"),
-        (sdk.SampleRequest, {"sampling_params": {"temperature": "nan"}}, "temperature"),
-        (sdk.SampleRequest, {"sampling_params": {"max_tokens": "4"}}, "max_tokens"),
-        (sdk.SampleRequest, {"prompt": {"chunks": [{"tokens": [3.0]}]}}, "tokens"),
-        (sdk.OptimStepRequest, {"adam_params": {"learning_rate": "inf"}}, "learning_rate"),
+        ({"seq_id": True}, "seq_id"),
+        ({"sampling_params": {"temperature": "nan"}}, "temperature"),
+        ({"prompt": {"chunks": [{"tokens": [3.0]}]}}, "tokens"),
     ],
 )
-def test_a_value_of_another_type_is_refused(
-    message_type: Any, values: dict[str, Any], field: str
-) -> None:
-    """Text is no number, and true is not 1."""
-    given = {"model_id": "m"} if message_type is sdk.OptimStepRequest else {"sampling_params": {}}
-    if message_type is sdk.SampleRequest:
-        given |= {"prompt": {"chunks": [{"tokens": [3]}]}}
-    assert field in refusal(wire.parse_json, message_type, json.dumps(given | values).encode())
+def test_a_value_of_another_type_is_refused(values: dict[str, Any], field: str) -> None:
+    given = {"sampling_params": {}, "prompt": {"chunks": [{"tokens": [3]}]}} | values
+    assert field in refusal(wire.parse_json, sdk.SampleRequest, json.dumps(given).encode())
 
 
 def test_the_result_of_a_loss_has_all_logprobs_in_one_tensor() -> None:

@@ -21,9 +21,14 @@ from asyncrl.models import adapter_files, memory
 from asyncrl.models.adapters import MergedWeights
 from asyncrl.models.policy import list_named_weights, load_policy
 from asyncrl.models.tokenizer import load_tokenizer
-from asyncrl.tinker.messages import CallFailure, SampleCall, SampleResult, SequenceResult
+from asyncrl.tinker.messages import (
+    CallFailure,
+    SampleCall,
+    SampleResult,
+    SequenceResult,
+    describe_failure,
+)
 from asyncrl.tinker.settings import TinkerConfig, build_run_config
-from asyncrl.tinker.workers.worker import describe_failure
 
 NOT_FINITE = (
     "the log-probabilities of the sampled tokens are not finite: the sampler's weights have "

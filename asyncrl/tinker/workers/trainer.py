@@ -34,10 +34,10 @@ from asyncrl.tinker.messages import (
     SaveWeights,
     ScoreResult,
     StepResult,
+    describe_failure,
 )
 from asyncrl.tinker.settings import TinkerConfig
 from asyncrl.tinker.workers import losses
-from asyncrl.tinker.workers.worker import describe_failure
 from learner import checkpoint
 from learner.backend import PlainAdamW
 

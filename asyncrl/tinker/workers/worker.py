@@ -6,12 +6,10 @@ import select
 import signal
 import socket
 import sys
-import traceback
 from pathlib import Path
 
 import msgspec
 
-from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.contract.importing import pause_collection
 from asyncrl.tinker import settings
 from asyncrl.tinker.messages import CallFailure, Cancel, SampleCall, WorkerCall, WorkerReply
@@ -24,16 +22,6 @@ def encode_frame(message: object) -> bytes:
     """Encode a message, prefixed by its length."""
     payload = msgspec.msgpack.encode(message)
     return len(payload).to_bytes(LENGTH_BYTES, "big") + payload
-
-
-def describe_failure(error: Exception) -> CallFailure:
-    """Turn what a call raised into its result, so that it costs no other call.
-
-    An unexpected error also goes to the log of the process, with its traceback."""
-    if isinstance(error, AsyncrlError):
-        return CallFailure(str(error), "user" if isinstance(error, ConfigError) else "server")
-    traceback.print_exception(error)
-    return CallFailure(f"{type(error).__name__}: {error}", "server", spoiled=True)
 
 
 class CallChannel:
