@@ -17,7 +17,7 @@ from tinker.proto import tinker_public_pb2 as pb
 from tinker_kit import draw, output_logprobs, prompt, tuned_datum
 from tinker_local_kit import KEY, LocalServer
 
-from asyncrl.records import atomic_write, jsonl, metrics
+from asyncrl.records import jsonl, metrics
 from asyncrl.records.jsonl import JsonlAppender
 from asyncrl.records.metrics import MetricsWriter
 from asyncrl.tinker import wire
@@ -100,14 +100,6 @@ def test_weights_that_are_not_finite_fail_their_own_requests(
         before,
     ]
     assert sample(sampler, sample_call(**more)) == [before]
-
-
-def test_a_canceled_request_leaves_nothing_that_is_not_finite(sampler: Sampler) -> None:
-    [before] = sample(sampler, sample_call())
-    sampler.add(7, sample_call("bad"))
-    sampler.work()
-    sampler.cancel(7)
-    assert sample(sampler, sample_call()) == [before]
 
 
 def test_an_engine_that_fails_repeats_its_requests_one_by_one(
@@ -374,25 +366,3 @@ def test_a_server_that_cannot_write_ends_and_loses_nothing(
         assert (model.version, steps) == (4, {2})  # steps without a gradient change no moment
     finally:
         server.stop()
-
-
-def test_a_request_that_cannot_be_recorded_changes_nothing(
-    server: LocalServer, service: tinker.ServiceClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client = service.create_lora_training_client("tiny", rank=2, seed=1).result()
-    http = httpx.Client(base_url=f"{server.url}/api/v1", headers={"X-API-Key": KEY})
-    body = {"model_id": client.model_id, "seq_id": 1, "adam_params": {}}
-    failures = [OSError(errno.ENOSPC, "No space left on device")]
-    write = atomic_write.write
-    monkeypatch.setattr(
-        "asyncrl.tinker.call_log.atomic_write.write",
-        lambda *values: throw(failures.pop()) if failures else write(*values),
-    )
-    refused = http.post("/optim_step", json=body)
-    assert (refused.status_code, "No space left on device" in refused.text) == (503, True)
-    assert call(http, "optim_step", body).json()["type"] == "optim_step"
-    assert server.server.models[client.model_id].version == 1
-
-
-def throw(error: BaseException) -> None:
-    raise error

@@ -117,20 +117,6 @@ def test_bodies_are_checked(http: httpx.Client) -> None:
     assert http.get("/asample").status_code == 405
 
 
-def test_calls_are_numbered(http: httpx.Client, service: tinker.ServiceClient) -> None:
-    model = service.create_lora_training_client("tiny", rank=2).result().model_id
-    step = {"model_id": model, "seq_id": 1, "adam_params": {"learning_rate": 0.0}}
-    for number, message in ((0, "numbered from 1"), (10**6, "far ahead of the next one, 1")):
-        assert message in error(http.post("/optim_step", json=step | {"seq_id": number}), 400)
-    for _ in range(2):  # repeated: the same call
-        assert http.post("/optim_step", json=step).status_code == 200
-    other = http.post("/optim_step", json=step | {"adam_params": {"learning_rate": 1.0}})
-    assert "seq_id 1" in error(other, 400) and "was another call" in error(other, 400)
-    for name in (f"{model}:call:first", "lost:sample:1"):
-        reply = http.post("/retrieve_future", json={"request_id": name})
-        assert "is not known here any more" in error(reply, 410)
-
-
 def test_what_clients_read_of_server_models_and_samplers(
     server: LocalServer, http: httpx.Client, service: tinker.ServiceClient
 ) -> None:

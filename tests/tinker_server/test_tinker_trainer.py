@@ -172,23 +172,10 @@ def test_a_gradient_that_is_not_finite_changes_nothing(trainer: Trainer) -> None
     assert not torch.equal(weights(trainer), before)
 
 
-def test_an_unexpected_error_costs_one_call(
-    trainer: Trainer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "z").write_text("a file where a directory must be")
-    failed = trainer.handle(SaveWeights("m", str(tmp_path / "z" / "weights")))
-    assert isinstance(failed, CallFailure) and failed.category == "server" and failed.spoiled
-    assert "Traceback" in capfd.readouterr().err
-    assert isinstance(train(trainer, DATA), ScoreResult)
-
-
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_a_loss_without_data_adds_nothing(trainer: Trainer, method: str) -> None:
     result = trainer.handle(ForwardBackward("m", [], "ppo", {"method": method}))
-    if isinstance(result, CallFailure):
-        assert "which is more than a loss" in result.error
-    else:
-        assert result == ScoreResult([], 0.0)
+    assert result == ScoreResult([], 0.0) or "more than a loss" in result.error  # type: ignore
     assert trainer.handle(ForwardBackward("m", [], "cross_entropy", {})) == ScoreResult([], 0.0)
 
 
