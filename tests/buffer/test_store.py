@@ -48,6 +48,16 @@ def test_a_commit_frees_room_and_a_lease_does_not() -> None:
     assert (t.ticket, t.min_version) == (1, Label(1, 1))
 
 
+def test_only_groups_with_a_lease_get_a_new_one_in_a_later_process() -> None:
+    store = make(3, 1, 1, lease_s=10.0)
+    delivered, leased = store.grant("g", 1, 2, 0.0)
+    write(store, delivered)
+    store.renew_all_leases(500.0)
+    ends = [group.lease and group.lease.expires for group in store.alive.values()]
+    assert ends == [None, 510.0]
+    assert store.expire(509.0) == 0 and store.expire(511.0) == 1
+
+
 def test_free_slots_bound_what_is_granted() -> None:
     store = make(3, 2, 4)
     # whole groups: the first that reaches five

@@ -322,6 +322,11 @@ def test_what_is_not_for_this_life_changes_nothing(life: Made) -> None:
     one.handle(second)
     one.handle(made(1, 0))
     assert set(one.batches) == {0, 1} and one.batches[0] is second
+    one.batches.clear()
+    one.core.state.number = 1
+    one.handle(made(1, 0))  # an answer to a repeated request: the batch is trained already
+    assert not one.batches
+    one.core.state.number = 0
     one.handle(m.CommitReply(1, 0, [Label(1, 0)]))
     assert not one.commits and one.publisher.keep == [Label(1, 0)]
     with pytest.raises(LearnerFenced, match="epoch 3 of the learner has taken over from epoch 1"):
