@@ -13,10 +13,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import itertools
 import math
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -110,6 +111,8 @@ def check_value(value: Any, tokens: int) -> Judged:
     """
     reward_parts: dict[str, float] = {}
     per_token = None
+    if isinstance(value, ValueError):  # of one of several functions
+        raise value
     if isinstance(value, dict):
         value = dict(value)
         per_token = value.pop("token_rewards", None)
@@ -148,6 +151,9 @@ def check_or_explain(value: Any, tokens: int) -> Judged | str:
             "the reward function returned an unusable value: "
             f"{error if type(error) is ValueError else describe_exception(error)}"
         )
+
+
+NOT_APPLICABLE = check_or_explain(None, 0)
 
 
 def split_results(values: Any, calls: list[RewardCall]) -> list[Judged | str]:
@@ -202,6 +208,12 @@ def load_judge(setup: RewardWorkerSetup) -> Callable[..., Any]:
     if settings.function:
         bound_names = ("judge",) if settings.judge.url else ()
         function = adapt_function(resolve(settings.function), settings.function, bound_names)
+    if settings.functions:
+        parts = {
+            name: adapt_function(resolve(path), path, ())
+            for name, path in settings.function_names.items()
+        }
+        return combine_functions(parts, settings.weights or [1.0] * len(parts))
     if not settings.judge.url:
         return function or get_task(setup.task).reward
     from actors.scorers import judge
@@ -217,6 +229,69 @@ def load_judge(setup: RewardWorkerSetup) -> Callable[..., Any]:
     bound = functools.partial(function, judge=client)
     bound.batched = takes_lists(function)  # type: ignore[attr-defined]
     return bound
+
+
+def combine_functions(
+    functions: dict[str, Callable[..., Any]], weights: list[float]
+) -> Callable[..., Any]:
+    """Combine reward functions into one that returns their weighted sum, with them as its parts.
+
+    It takes lists if one of them does, and is a coroutine function if one of them is. As in TRL,
+    the sum is over the functions that do not return None. functions: by their names as parts.
+    """
+
+    async def judge_unit(function: Callable[..., Any], unit: list[RewardCall]) -> list[Any]:
+        value = call_function(function, unit)
+        value = await value if inspect.isawaitable(value) else value
+        return check_results(function, value, unit)
+
+    async def judge_lists(
+        prompts: list[Prompt], texts: list[str], *, tokens: list[list[int]]
+    ) -> list[Any]:
+        calls = list(map(RewardCall, prompts, texts, tokens))
+        units = [
+            [calls] if takes_lists(function) else [[call] for call in calls]
+            for function in functions.values()
+        ]
+        judged = [
+            await asyncio.gather(*(judge_unit(function, unit) for unit in own_units))
+            for function, own_units in zip(functions.values(), units, strict=True)
+        ]
+        rows = zip(*(itertools.chain(*results) for results in judged), strict=True)
+        return [_add_parts(list(functions), row, weights) for row in rows]
+
+    async def judge_one(prompt: Prompt, text: str, *, tokens: list[int]) -> Any:
+        (value,) = await judge_lists([prompt], [text], tokens=[tokens])
+        return value
+
+    batched = any(map(takes_lists, functions.values()))
+    combined: Callable[..., Any] = judge_lists if batched else judge_one
+    combined.batched = batched  # type: ignore[attr-defined]
+    if any(map(is_async, functions.values())):
+        return combined
+
+    @functools.wraps(combined)
+    def begin(*arguments: Any, **named: Any) -> Any:  # one call at a time, which `judge` awaits
+        return combined(*arguments, **named)
+
+    return begin
+
+
+def _add_parts(names: list[str], judged: Sequence[Judged | str], weights: list[float]) -> Any:
+    """Return the dict of a weighted sum, None without a term, or the ValueError of a failed one."""
+    parts: dict[str, float] = {}
+    total = 0.0
+    for name, result, weight in zip(names, judged, weights, strict=True):
+        if result == NOT_APPLICABLE:
+            continue
+        if isinstance(result, str) or result[2] is not None:
+            reason = result if isinstance(result, str) else "token_rewards need a single function"
+            return ValueError(f"{name}: {reason}")
+        total += weight * result[0]
+        parts |= {name: result[0]} | {
+            f"{name}.{part}": value for part, value in result[1].items() if part != "reward"
+        }
+    return {"reward": total, **parts} if parts else None
 
 
 def takes_lists(function: Callable[..., Any]) -> bool:

@@ -140,6 +140,8 @@ def describe_reward_source(settings: RewardConfig) -> str:
         return f"reward.model.path = {settings.model.path}"
     if settings.judge.url and not settings.function:
         return f"reward.judge.url = {settings.judge.url}"
+    if settings.functions:
+        return f"reward.functions = {', '.join(settings.functions)}"
     return f"reward.function = {settings.function}"
 
 

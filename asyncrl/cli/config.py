@@ -230,7 +230,7 @@ def try_task(
     with --model or by hand: each line of standard input is an answer, and \\n in it is a line
     break.
     """
-    from actors.rewards import judge_all
+    from actors.rewards import describe_reward_source, judge_all
     from asyncrl.config import load
     from asyncrl.config.agents import VERIFIERS
     from asyncrl.tasks import get_task
@@ -273,7 +273,7 @@ def try_task(
             )
         )
     if failed := next((failure for *_, failure in rewards if failure), ""):
-        raise ConfigError(f"reward.function = {loaded.reward.function}: {failed}")
+        raise ConfigError(f"{describe_reward_source(loaded.reward)}: {failed}")
 
 
 def _show_prompts(config: Any, count: int) -> None:

@@ -589,6 +589,20 @@ def _check_reward(config: Config) -> Iterator[str]:
             "reward.judge"
         )
     yield from (f"reward.{problem}" for problem in _check_judge(reward.judge))
+    if reward.functions and (
+        reward.function or reward.judge.url or reward.model.path or reward.share
+    ):
+        yield (
+            "reward.functions: they are the only source of rewards and are not shared; remove "
+            "reward.function, reward.judge, reward.model and reward.share"
+        )
+    if reward.weights and len(reward.weights) != len(reward.functions):
+        yield (
+            f"reward.weights: {len(reward.weights)} weights for {len(reward.functions)} "
+            "reward.functions; give one for each"
+        )
+    if len(reward.function_names) != len(reward.functions):
+        yield "reward.functions: two have one name and one module's name; rename one of them"
     if not config.task.mixture:
         yield from (f"task.{problem}" for problem in _check_prompts(config.task, config.agent))
     if config.model.warm_start and config.task.name.startswith(WITHOUT_ANSWERS):

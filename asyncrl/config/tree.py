@@ -198,6 +198,11 @@ class TaskConfig(TaskSource, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 class RewardConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     function: str = ""
     """Reward function: module:function or file.py:function. Empty: the task's own reward."""
+    functions: list[str] = []
+    """Several reward functions, each as in `function`. Their weighted sum is the reward, and each is
+    a part of it under its name. A function that returns None does not apply to the completion."""
+    weights: list[float] = []
+    """Weights of `functions`, one each. Empty: 1 for each."""
     share: bool = False
     """Send the file of `function` to machines that join with `asyncrl join --trust-code`, which run
     it. Otherwise the file must already be there."""
@@ -226,7 +231,20 @@ class RewardConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     @property
     def uses_reward_processes(self) -> bool:
         """Whether separate processes compute the reward instead of the task."""
-        return bool(self.function or self.judge.url or self.model.path)
+        return bool(self.function or self.functions or self.judge.url or self.model.path)
+
+    @property
+    def function_names(self) -> dict[str, str]:
+        """The path of each of `functions`, by its name as a part of the reward.
+
+        A name that is not unique, or is `reward`, has its module's in front."""
+        pairs = [path.rpartition(":") for path in self.functions]
+        names = [name for _, _, name in pairs]
+        modules = [re.split("[./]", module.removesuffix(".py"))[-1] for module, _, _ in pairs]
+        return {
+            name if names.count(name) == 1 and name != "reward" else f"{module}.{name}": path
+            for module, name, path in zip(modules, names, self.functions, strict=True)
+        }
 
 
 # bytes per token of a bitmap over the largest vocabulary in use (262,144 tokens) and its length

@@ -229,7 +229,7 @@ def admit_code(
     """Report which code of a reward function runs on this machine.
 
     Raises ConfigError for code that is neither trusted nor on this machine."""
-    key = "reward.function" if part == "reward" else f"task.{part}"
+    key = {"reward": "reward.function"}.get(part, part if "reward." in part[:7] else f"task.{part}")
     if fetched and code is not None:
         say(
             f"{key} = {function}: running the run's code ({code.name}, SHA-256 "

@@ -124,7 +124,9 @@ def _replace_reward(
     judge: JudgeConfig = JudgeConfig(),
     model: RewardModelConfig = RewardModelConfig(),
 ) -> RewardConfig:
-    return msgspec.structs.replace(config.reward, function=function, judge=judge, model=model)
+    return msgspec.structs.replace(
+        config.reward, function=function, functions=[], weights=[], judge=judge, model=model
+    )
 
 
 def has_own_reward(evaluation_set: EvaluationSetConfig) -> bool:

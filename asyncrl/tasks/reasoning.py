@@ -61,6 +61,9 @@ class ReasoningGymTask:
         return None if split == "train" else FIXED
 
     def reward(self, prompt: Prompt, text: str) -> float:
-        """Return the score of the generator's own judge, from 0 to 1."""
+        """Return the score of the generator's own judge, from 0 to 1; 0 for what it cannot read."""
         item = self.item(int(prompt.meta["item"]))
-        return float(self.items.score_answer(answer=text.strip(), entry=item))
+        try:
+            return float(self.items.score_answer(answer=text.strip(), entry=item))
+        except ValueError:  # prime_factorization, for a text that is no number
+            return 0.0

@@ -29,7 +29,7 @@ Part = Annotated[
     str,
     Meta(
         pattern=r"^(model|(mixture\.[a-z0-9-]+\.)?"
-        r"(reward_model|prompts|heldout|ood|template|reward))\Z"
+        r"(reward_model|prompts|heldout|ood|template|reward)|reward\.functions\.\d+)\Z"
     ),
 ]
 # files of a model directory, without code and weights in other formats
@@ -142,6 +142,7 @@ def list_judges(config: Config) -> dict[str, JudgeConfig]:
 def list_reward_functions(config: Config) -> dict[Part, str]:
     """List {part: reward function} of the run and of its mixture's parts."""
     functions = {"reward": config.reward.function}
+    functions |= {f"reward.functions.{i}": path for i, path in enumerate(config.reward.functions)}
     functions |= {f"mixture.{part.title}.reward": part.reward for part in config.task.mixture}
     return {part: function for part, function in functions.items() if function}
 

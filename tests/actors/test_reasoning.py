@@ -37,6 +37,8 @@ class Halves:
         return {"question": f"half of {number}?", "answer": number // 2, "metadata": {"n": number}}
 
     def score_answer(self, answer: str, entry: dict[str, Any]) -> float:
+        if answer == "word":
+            raise ValueError("invalid literal for int() with base 10: 'word'")
         right = str(entry["metadata"]["n"] // 2)
         return 1.0 if answer == right else 0.5 * (right in answer)
 
@@ -72,6 +74,7 @@ def test_the_generators_own_judge_pays(gym: None) -> None:
     prompt = task.prompt("train", 3, 0)
     assert task.reward(prompt, f" {prompt.answer}\n") == 1.0
     assert task.reward(prompt, f"it is {prompt.answer}") == 0.5 and task.reward(prompt, "") == 0.0
+    assert task.reward(prompt, "word") == 0.0, "what the judge cannot read is no failed reward"
 
 
 def test_a_generator_of_few_problems_still_gives_some(gym: None) -> None:

@@ -244,6 +244,85 @@ def test_a_failed_reward_is_said_once(
     assert f"reward.log: {log}" in done.err and "in helper" in log.read_text()
 
 
+SEVERAL = """
+import asyncio
+def right(prompt, text): return float(text == prompt.answer)
+def length(completions, **columns): return [len(text) if text else None for text in completions]
+async def later(prompt, text):
+    await asyncio.sleep(0)
+    return {"reward": 0.5, "form": 0.25}
+def reward(prompt, text): return None
+def mean(completions, **columns): return [1.0]
+def fails(prompt, text): raise KeyError(text)
+def scored(prompt, text, tokens): return {"reward": 1, "token_rewards": [0.0 for _ in tokens]}
+"""
+
+
+@pytest.mark.parametrize(
+    ("names", "weights", "expected"),
+    [
+        (["right"], [], {"reward": 1.0, "right": 1.0}),
+        (["right", "length"], [2.0, -0.5], {"reward": 1.5, "right": 1.0, "length": 1.0}),
+        (
+            ["right", "later", "reward"],
+            [1.0, 2.0, 7.0],
+            {"reward": 2.0, "right": 1.0, "later": 0.5, "later.form": 0.25},
+        ),
+        (["length", "later"], [], {"reward": 1.5, "length": 1.0, "later": 0.5, "later.form": 0.25}),
+        (["reward"], [], "the reward function returned an unusable value: reward is a NoneType"),
+        (["right", "fails"], [], "raised KeyError: '2' at own_reward.py:10 in fails"),
+        (
+            ["right", "mean"],
+            [],
+            "mean: the reward function takes lists (`batched`), and returned",
+        ),
+        (["right", "scored"], [], "scored: token_rewards need a single function"),
+    ],
+)
+def test_several_functions_are_summed_with_their_weights(
+    names: list[str], weights: list[float], expected: Any, tmp_path: Path
+) -> None:
+    """Plain, in TRL's form, async and mixed ones, in a real reward process."""
+    (tmp_path / "own_reward.py").write_text(SEVERAL)
+    reward = {
+        "functions": [f"{tmp_path}/own_reward.py:{name}" for name in names],
+        "weights": weights,
+        "deadline_s": 600.0,
+    }
+    config = load.build({"model": {"path": "m"}, "task": {"name": "sort"}, "reward": reward})
+    first, second = check_reward_process(config, [(SUM, "2", [5]), (SUM, "2", [5])])
+    if isinstance(expected, str):
+        assert expected in str(first.failed), first
+    else:
+        assert (first.reward, first.parts, first.failed) == (expected["reward"], expected, "")
+        assert second.parts == expected
+    if names == ["length", "later"]:  # None: does not apply, and the others are summed
+        (empty,) = check_reward_process(config, [(SUM, "", [5])])
+        assert (empty.reward, "length" in empty.parts) == (0.5, False)
+
+
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
+        (("functions=['m:a', 'm:b']", "weights=[1.0]"), "1 weights for 2 reward.functions"),
+        (("functions=['m:a']", "function='m:b'"), "the only source of rewards"),
+        (("functions=['x/m.py:reward', 'y/m.py:reward']",), "rename one of them"),
+        (("weights=[1.0]",), "1 weights for 0 reward.functions"),
+    ],
+)
+def test_lists_of_functions_that_do_not_fit_are_refused(sets: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load.load("configs/demo.toml", [f"reward.{item}" for item in sets])
+
+
+def test_the_parts_of_several_functions_have_unique_names() -> None:
+    paths = ["a.b:reward", "c/d.py:reward", "c/d.py:one", "e:two"]
+    reward = {"functions": paths}
+    config = load.build({"model": {"path": "m"}, "task": {"name": "sort"}, "reward": reward})
+    assert list(config.reward.function_names) == ["b.reward", "d.reward", "one", "two"]
+    assert list(config.reward.function_names.values()) == paths
+
+
 # ---- in the process of the test ------------------------------------------------------------------
 
 

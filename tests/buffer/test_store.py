@@ -50,7 +50,7 @@ def test_a_commit_frees_room_and_a_lease_does_not() -> None:
 
 def test_only_groups_with_a_lease_get_a_new_one_in_a_later_process() -> None:
     store = make(3, 1, 1, lease_s=10.0)
-    delivered, leased = store.grant("g", 1, 2, 0.0)
+    delivered, _ = store.grant("g", 1, 2, 0.0)
     write(store, delivered)
     store.renew_all_leases(500.0)
     ends = [group.lease and group.lease.expires for group in store.alive.values()]

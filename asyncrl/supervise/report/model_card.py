@@ -89,7 +89,8 @@ def format_hub_name(path: str) -> str:
 def _list_sources(config: Config) -> Iterator[tuple[str, TaskSource, str]]:
     """Yield (title, task, reward) of the task, or of each part of a mixture."""
     reward = config.reward
-    judge = reward.function or reward.judge.model or reward.model.path or config.agent.env
+    judge = reward.function or ", ".join(reward.functions)
+    judge = judge or reward.judge.model or reward.model.path or config.agent.env
     agents = config.agents
     if not config.task.mixture:
         yield config.task.name, config.task, judge

@@ -299,7 +299,7 @@ def test_calls_whose_prompts_are_composed_count_as_calls_at_once() -> None:
     made.composing = 1
     made.check_may_call(0.0)
     made.composing = 2
-    with pytest.raises(CallRefused, match="has 2 calls at once, agent.parallel = 2"):
+    with pytest.raises(CallRefused, match=r"has 2 calls at once, agent\.parallel = 2"):
         made.check_may_call(0.0)
 
 
