@@ -199,8 +199,9 @@ class RewardConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     function: str = ""
     """Reward function: module:function or file.py:function. Empty: the task's own reward."""
     functions: list[str] = []
-    """Several reward functions, each as in `function`. Their weighted sum is the reward, and each is
-    a part of it under its name. A function that returns None does not apply to the completion."""
+    """Several reward functions, each as in `function`. Their weighted sum is the reward, and each
+    is a part of it under its name. A function that returns None does not apply to the
+    completion."""
     weights: list[float] = []
     """Weights of `functions`, one each. Empty: 1 for each."""
     share: bool = False

@@ -65,5 +65,5 @@ class ReasoningGymTask:
         item = self.item(int(prompt.meta["item"]))
         try:
             return float(self.items.score_answer(answer=text.strip(), entry=item))
-        except ValueError:  # prime_factorization, for a text that is no number
+        except ValueError:  # prime_factorization, for a text that does not have numbers
             return 0.0

@@ -20,6 +20,7 @@ BARE = '[model]\npath = "m"\n\n[task]\nname = "sort"\n'
 NO_DIMENSION = {
     "seed",
     "agent.port",
+    "reward.weights",
     "generator.gpus",
     "learner.gpus",
     "learner.zero_stage",
