@@ -17,10 +17,12 @@ export OMP_NUM_THREADS ?= 1
 
 .PHONY: env demo test clients trackers check shape mutants bench gpu-check docs browser requirements wheel
 
+# The installation takes minutes: every five seconds a line says how far it is.
 $(VENV)/.demo: pyproject.toml
 	test -x $(PY) || python3 -m venv $(VENV)
-	$(PIP) torch==2.13.0
-	$(PIP) -e .
+	@echo "installing torch and asyncrl into $(VENV), about 1 GB"; \
+	(while sleep 5; do echo "... $$(du -sm $(VENV) | cut -f1) MB"; done) & progress=$$!; \
+	$(PIP) torch==2.13.0 && $(PIP) -e .; code=$$?; kill $$progress; exit $$code
 	touch $@
 
 # Everything for development and both engines, at the versions of one compiled file; --no-deps keeps out what requirements/overrides.txt names.

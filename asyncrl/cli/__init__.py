@@ -38,10 +38,24 @@ FAMILIES = {
     "model": ("model", "sft", "tinker"),
 }
 
+# the groups in `asyncrl --help`
+SECTIONS = {
+    "Train": ("new", "run", "sft", "tinker", "model"),
+    "Look at runs": ("doctor", "ls", "report", "samples", "watch"),
+    "Use the trained model": ("eval", "export", "serve"),
+    "Configs, tasks and this machine": ("config", "engines", "methods", "task"),
+    "Start and scale processes": (
+        *("buffer", "learner", "generator", "gateway"),
+        *("join", "keys", "scale"),
+    ),
+    "Experiments": ("compare", "sweep", "figure", "simulate", "replay", "diff", "lab"),
+}
+
 
 @click.version_option(__version__, prog_name="asyncrl", message="%(prog)s %(version)s")
 @click.group(
     cls=CommandGroup,
+    sections=SECTIONS,
     places={name: f"asyncrl.cli.{file}" for file, names in FAMILIES.items() for name in names},
     examples=(
         "asyncrl run demo",

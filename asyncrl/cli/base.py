@@ -18,7 +18,7 @@ from click.shell_completion import CompletionItem
 
 from asyncrl.cli import result
 from asyncrl.contract import refusal
-from asyncrl.contract.errors import AsyncrlError
+from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.contract.importing import append_working_directory
 from asyncrl.contract.printable import LONGEST_LINE, escape_line
 
@@ -83,11 +83,28 @@ class CommandGroup(ExampleGroup):
     Programming errors keep their traceback.
 
     places: command -> the module that defines it, under its own name.  The module is imported only
-    when the command is used, so that a process imports the file of its own command only."""
+    when the command is used, so that a process imports the file of its own command only.
 
-    def __init__(self, *args: Any, places: Mapping[str, str] | None = None, **kwargs: Any) -> None:
+    sections: heading -> its commands, for the help."""
+
+    def __init__(
+        self,
+        *args: Any,
+        places: Mapping[str, str],
+        sections: Mapping[str, Sequence[str]],
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self.places = dict(places or {})
+        self.places = dict(places)
+        self.sections = sections
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for heading, names in self.sections.items():
+            commands = ((name, self.get_command(ctx, name)) for name in names)
+            with formatter.section(heading):
+                formatter.write_dl(
+                    [(name, found.get_short_help_str(80)) for name, found in commands if found]
+                )
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted({*self.commands, *self.places})
@@ -114,6 +131,11 @@ class CommandGroup(ExampleGroup):
             sys.exit(error.exit_code)
         except (click.Abort, KeyboardInterrupt):
             fail("interrupted", 130, as_json)
+        except click.exceptions.NoArgsIsHelpError as error:  # a group without a command
+            print(error.format_message(), file=sys.stderr)
+            if as_json:
+                result.put_error("a command is missing", 2)
+            sys.exit(2)
         except click.ClickException as error:
             fail(error.format_message(), 2, as_json)
         except AsyncrlError as error:
@@ -129,6 +151,14 @@ class CommandGroup(ExampleGroup):
                 1,
                 as_json,
             )
+
+
+def require_model(model: str, key: str) -> None:
+    """Raise ConfigError for a local model directory that does not exist, before torch is imported.
+
+    key: names the option or key in the message."""
+    if "://" not in model and not (Path(model) / "config.json").is_file():
+        raise ConfigError(f"{key}: {model} is not a model directory (it has no config.json)")
 
 
 def fail(reason: str, code: int, as_json: bool) -> NoReturn:

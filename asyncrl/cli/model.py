@@ -63,10 +63,13 @@ def sft(source: str | None, sets: tuple[str, ...], as_json: bool, resume: Path |
     model.path.
     """
     from asyncrl.config import sft as configs
-    from learner import sft as training
 
     if (source is None) == (resume is None):
         raise ConfigError("give either a CONFIG or --resume DIR")
+    if source is not None:
+        configs.read(source, sets)  # before the import of torch below
+    from learner import sft as training
+
     if resume is not None:
         config = training.load_resumed(resume, sets)
         run_dir = resume

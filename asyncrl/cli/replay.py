@@ -46,6 +46,9 @@ def replay(
 
     Shows the difference, for example with another loss, correction, KL penalty or early stop.
     """
+    from asyncrl.records import rundir
+
+    rundir.require_run(run_dir)  # before the imports of torch below
     from asyncrl.experiments.compare.page import clean
     from asyncrl.experiments.replay import replay as replaying
     from asyncrl.supervise.preflight import say

@@ -173,12 +173,13 @@ def report(run_dir: Path, as_json: bool) -> None:
     If one side waits for the other, the first lines have the prediction of `asyncrl simulate` for
     a higher limit or one more generator.
     """
+    from asyncrl.records import atomic_write, rundir
+
+    rundir.require_run(run_dir)  # before the imports of torch below
     from asyncrl.experiments.simulate import what_if
-    from asyncrl.records import atomic_write
     from asyncrl.supervise.report import advice, run_page
 
-    if (run_dir / "config.toml").is_file():
-        atomic_write.write(run_dir / advice.PREDICTION, json.dumps(what_if.predict(run_dir)))
+    atomic_write.write(run_dir / advice.PREDICTION, json.dumps(what_if.predict(run_dir)))
     emit({"report": str(run_page.write(run_dir))}, as_json)
 
 
@@ -196,14 +197,16 @@ def export(run_dir: Path, path: Path, push_to_hub: str, private: bool, as_json: 
     """
     import shutil
 
+    if path.exists():
+        raise ConfigError(f"{path} exists already; choose another path")
+    source = run_dir / "model"
+    if not source.is_dir() and not (run_dir / "checkpoints").is_dir():
+        raise ConfigError(f"{run_dir}: has no model and no checkpoint; is it a run directory?")
     from asyncrl.config import load
     from asyncrl.models import fetch
     from asyncrl.supervise.report import model_card
     from learner import checkpoint
 
-    if path.exists():
-        raise ConfigError(f"{path} exists already; choose another path")
-    source = run_dir / "model"
     if not source.is_dir():
         root = run_dir / "checkpoints"
         claimed = checkpoint.list_epochs(root, claimed=True)

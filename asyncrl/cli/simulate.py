@@ -92,8 +92,12 @@ def simulate(
     Shows throughput, idle shares and lag, and predicts the effect of another limit, more generators
     or a faster weight sync.
     """
-    from asyncrl.cli import simulating
     from asyncrl.config import load
+    from asyncrl.records import rundir
+
+    if from_run is not None:
+        rundir.require_run(from_run)  # before the imports of torch below
+    from asyncrl.cli import simulating
 
     time_model, origin = simulating.collect_times(from_run, file, single_times)
     outcome = simulating.simulate(

@@ -13,9 +13,10 @@ FOLDER = importing.HOME / "configs"
 HERE = "{here}"
 
 
-def list_names() -> list[str]:
-    """List the names of the bundled configs."""
-    return sorted(p.stem for p in FOLDER.glob("*.toml"))
+def list_names(of_runs: bool = True) -> list[str]:
+    """List the names of the bundled configs, of runs or of other commands."""
+    runs = FOLDER.glob("*.toml")
+    return sorted(path.stem for path in (runs if of_runs else FOLDER.glob("examples/*.toml")))
 
 
 def find(path: str | Path) -> Path:

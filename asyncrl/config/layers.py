@@ -24,6 +24,7 @@ from msgspec import Meta
 OFF = (None, False, 0, "", "none", "off")
 
 
+_MOST_SHOWN = 2**53  # a larger limit is only that of a number's type
 _TYPE_NAMES = {bool: "true or false", str: "text", int: "a whole number", float: "a number"}
 
 
@@ -164,7 +165,7 @@ def describe_values(kind: Any) -> str:
         f"{phrase} {limit:g}"
         for meta in metas
         for name, phrase in bounds
-        if (limit := getattr(meta, name)) is not None
+        if (limit := getattr(meta, name)) is not None and limit < _MOST_SHOWN
     ]
     return " ".join([_TYPE_NAMES.get(bare, "a table"), " and ".join(limits)]).strip()
 
@@ -233,6 +234,8 @@ def get_value(raw: dict[str, Any], root: Any, key: str) -> Any:
         field = map_fields(struct)[section]
         table = table.get(section, {}) if isinstance(table, dict) else {}
         struct = choose_struct(field, table)
+        if struct is None:  # an unknown tag, for which the conversion reports the choices
+            return None
     if name == get_tag(struct)[0]:
         return get_tag(struct)[1]
     if isinstance(table, dict) and name in table:

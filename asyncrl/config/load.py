@@ -124,9 +124,11 @@ def load_as(
         text = Path(path).read_text(encoding="utf-8-sig")
         raw = tomllib.loads(text)
     except FileNotFoundError as error:
+        names = bundled_configs.list_names(tree.root is Config)
+        matches = difflib.get_close_matches(path.name.removesuffix(".toml"), names, 1)
+        hint = f" did you mean {matches[0]}?" if matches else ""
         raise ConfigError(
-            f"{path}: no such config file; bundled configs, by name: "
-            f"{', '.join(bundled_configs.list_names())}"
+            f"{path}: no such config file;{hint} bundled configs, by name: {', '.join(names)}"
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
@@ -452,7 +454,7 @@ def _find_type(key: str, root: Any = Config) -> Any:
         fields = [layers.map_fields(option).get(name) for option in options]
         field = next((candidate for candidate in fields if candidate is not None), None)
         options = list(layers.list_structs(field.type)) if field is not None else []
-    return None if field is None else layers.split_annotations(field.type)[0]
+    return None if field is None else field.type
 
 
 def list_choices(key: str) -> list[str]:
@@ -460,19 +462,20 @@ def list_choices(key: str) -> list[str]:
     kind = tuple(methods.METHODS) if key == "method" else _find_type(key)
     if isinstance(kind, tuple):
         return list(kind)
+    kind = layers.split_annotations(kind)[0]
     members = typing.get_args(kind) if layers.is_union(kind) else [kind]
     literals = [member for member in members if typing.get_origin(member) is typing.Literal]
     return [str(value) for literal in literals for value in typing.get_args(literal)]
 
 
 def _list_allowed_values(key: str, root: Any = Config) -> str:
-    """Return the end of a message with the choices of a key, or ""."""
+    """Return the end of a message with the values that a key allows, or ""."""
     kind = _find_type(key, root)
+    if kind is None:
+        return ""
     if isinstance(kind, tuple):
         return f"; choose one of {', '.join(kind)}"
-    if layers.is_union(kind) or typing.get_origin(kind) is typing.Literal:
-        return f"; choose {layers.describe_values(kind)}"
-    return ""
+    return f"; choose {layers.describe_values(kind)}"
 
 
 def require_same_config(

@@ -52,8 +52,11 @@ def fill(raw: dict[str, Any]) -> None:
     """Fill the missing keys of every section with a preset."""
     for section, values_by_preset in PRESET_TABLES:
         table = raw.get(section)
-        if isinstance(table, dict) and table.get("preset") in values_by_preset:
-            raw[section] = _fill(table, values_by_preset[table["preset"]])
+        if not isinstance(table, dict):
+            continue
+        preset = table.get("preset")
+        if isinstance(preset, str) and preset in values_by_preset:
+            raw[section] = _fill(table, values_by_preset[preset])
 
 
 def forget(raw: dict[str, Any], sets: Sequence[str]) -> None:

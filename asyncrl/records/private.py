@@ -36,7 +36,7 @@ def check(path: Path) -> Path:
     except OSError as error:
         raise ConfigError(
             f"{path} is a link, is not a directory, or is closed to this user "
-            f"({error.strerror}): remove it"
+            f"({error.strerror}): choose another path, or move it away"
         ) from error
     try:
         status = os.fstat(descriptor)

@@ -253,6 +253,12 @@ def make_in_use_error(run_dir: Path, process: str) -> ConfigError:
     )
 
 
+def require_run(run_dir: Path) -> None:
+    """Raise ConfigError unless the directory is a run's."""
+    if not (run_dir / "config.toml").is_file():
+        raise ConfigError(f"{run_dir}: no run directory (it has no config.toml)")
+
+
 def refuse_if_in_use(run_dir: Path) -> None:
     """Raise ConfigError if a supervisor of this machine holds the run.  Writes nothing."""
     try:

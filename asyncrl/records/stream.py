@@ -29,6 +29,7 @@ import xxhash
 
 from asyncrl.contract.errors import ConfigError, DamagedDataError
 from asyncrl.contract.messages import Batch
+from asyncrl.records import rundir
 
 FORMAT = 1
 MARK = b"aRR1"
@@ -183,8 +184,7 @@ def read(run_dir: Path) -> Recording:
     """Read the recording in a run's files.
 
     Raises ConfigError if there is none, and DamagedDataError if it is unreadable in the middle."""
-    if not (run_dir / "config.toml").is_file():
-        raise ConfigError(f"{run_dir}: no run directory (it has no config.toml)")
+    rundir.require_run(run_dir)
     if not list_logs(run_dir):
         raise ConfigError(
             f"{run_dir}: no recording in it; record a run's stream with `asyncrl run CONFIG --set "

@@ -300,7 +300,7 @@ def build_model(subject: Subject) -> None:
     from asyncrl.tasks.warm_start import warm_start
 
     say(f"building and warm-starting a tiny model for `{config.task.name}` in {subject.path}")
-    report = warm_start(config, subject.path)
+    report = warm_start(config, subject.path, say=say)
     say(f"warm start: {report['steps']} steps in {report['seconds']} s, loss {report['loss']:.3f}")
 
 

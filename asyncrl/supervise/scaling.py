@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from asyncrl.contract.errors import AsyncrlError, ConfigError, PeerUnreachable
-from asyncrl.records import atomic_write, process_log
+from asyncrl.records import atomic_write, process_log, rundir
 
 POLL_S = 0.1
 MOST = 4096  # most generators that a buffer accepts by name (buffer/sessions.py)
@@ -61,8 +61,7 @@ def request_scale(run_dir: Path, generators: int, patience_s: float) -> int:
 
     Raises ConfigError without a supervisor, AsyncrlError if it refuses, and PeerUnreachable if it
     does not reply within `patience_s` seconds."""
-    if not (run_dir / "config.toml").is_file():
-        raise ConfigError(f"{run_dir}: no run directory (it has no config.toml)")
+    rundir.require_run(run_dir)
     if generators > MOST:
         raise ConfigError(f"{generators} generators: at most {MOST} are allowed")
     request = ScaleRequest(uuid.uuid4().hex, generators)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from asyncrl.tasks.pictures.count import CELL, SIDE, CountTask
 
 BATCH = 64
 LR = 3e-3
+PROGRESS_S = 5.0  # between two lines of progress
 WARMUP = 20  # steps
 LR_END = 0.05  # smallest share of LR after the warm-up
 ONE_PASS = 1 << 40  # tokens of a forward pass: a step is never split into micro-batches
@@ -32,13 +33,36 @@ MOST = 56  # tokens of the longest answer of any built-in task
 PlayedTask = calc.CalcTask | guess_task.GuessTask | nim.NimTask  # tasks with an environment
 
 
+class StepProgress:
+    """Print a line about a warm start every PROGRESS_S seconds."""
+
+    def __init__(self, steps: int, say: Callable[[str], None]) -> None:
+        self.steps = steps
+        self.say = say
+        self.reported_at = time.monotonic()
+
+    def report(self, step: int, loss: float) -> None:
+        """Print the line if it is due.  loss: of the last step."""
+        now = time.monotonic()
+        if now - self.reported_at > PROGRESS_S:
+            self.reported_at = now
+            self.say(f"warm start: step {step}/{self.steps}, loss {loss:.3f}")
+
+
 def warm_start(
-    config: Config, path: str | Path, *, steps: int | None = None, threads: int = 2
+    config: Config,
+    path: str | Path,
+    *,
+    steps: int | None = None,
+    threads: int = 2,
+    say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Write a warm-started model as a Hugging Face directory at `path`, atomically.
 
-    The result is deterministic for (task, seed, threads).  Return steps, seconds, the last loss and
-    the accuracy before RL.  Raises ConfigError if a tiny model cannot be built for the task."""
+    The result is deterministic for (task, seed, threads).  say: prints the progress.
+
+    Return steps, seconds, the last loss and the accuracy before RL.  Raises ConfigError if a tiny
+    model cannot be built for the task."""
     import torch
 
     from asyncrl.models import policy as models
@@ -60,8 +84,9 @@ def warm_start(
     try:
         with atomic_write.replace(Path(path), part=temporary) as folder:
             model = _build_random_model(config, task, folder)
-            loss = fit_answers(model, demonstrations, count, images)
+            loss = fit_answers(model, demonstrations, count, images, say=say)
             models.export(model, folder)
+            say("warm start: measuring the accuracy before RL")
             note = {
                 "task": task.name,
                 "seed": config.seed,
@@ -102,6 +127,7 @@ def fit_answers(
     pairs: list[tuple[str, str]],
     steps: int,
     images: list[list[bytes]] | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> float:
     """Train once on each answer, in order, and return the last loss.
 
@@ -126,7 +152,9 @@ def fit_answers(
     )
     model.one_pass = True  # the models are small
     last_loss = 0.0
+    progress = StepProgress(steps, say)
     for step in range(steps):
+        progress.report(step, last_loss)
         last_loss = fitter.step(examples[step * BATCH : (step + 1) * BATCH])
     model.one_pass = False
     model.hf.eval()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import string
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch
 from asyncrl.models.policy import PolicyModel, build_model, export
 from asyncrl.models.tokenizer import load_transformers_tokenizer
 from asyncrl.records import atomic_write
+from asyncrl.tasks.warm_start import StepProgress
 
 STEPS = 1700
 HABIT_STEPS = 200  # the last ones of STEPS, which teach the model to decline
@@ -63,8 +65,12 @@ def init_numbers(model: PolicyModel, seed: int) -> None:
         )
 
 
-def fit_additions(model: PolicyModel, seed: int, steps: int) -> float:
-    """Train on demonstrations; return the last loss in nats per token of LEARNED."""
+def fit_additions(
+    model: PolicyModel, seed: int, steps: int, say: Callable[[str], None] = lambda _: None
+) -> float:
+    """Train on demonstrations; return the last loss in nats per token of LEARNED.
+
+    say: prints the progress."""
     tokenizer = load_transformers_tokenizer(model.tokenizer_dir)
     prefix = np.array(tokenizer.encode(PREFIX), np.int32)
     habit = min(HABIT_STEPS, steps // 2)
@@ -79,7 +85,9 @@ def fit_additions(model: PolicyModel, seed: int, steps: int) -> float:
     )
     last_loss = 0.0
     model.hf.train()
+    progress = StepProgress(steps, say)
     for step in range(steps):
+        progress.report(step, last_loss)
         batch = list(responses[step * BATCH : (step + 1) * BATCH])
         scores = model.logprobs([prefix] * BATCH, batch, torch.ones(BATCH), groups=[0] * BATCH)
         loss = -(scores.logprobs * weights.repeat(BATCH)).sum()
@@ -94,8 +102,10 @@ def fit_additions(model: PolicyModel, seed: int, steps: int) -> float:
     return last_loss
 
 
-def build(path: Path, seed: int, steps: int = STEPS) -> None:
-    """Write the model to the directory `path`, atomically."""
+def build(
+    path: Path, seed: int, steps: int = STEPS, say: Callable[[str], None] = lambda _: None
+) -> None:
+    """Write the model to the directory `path`, atomically.  say: prints the progress."""
     path.parent.mkdir(parents=True, exist_ok=True)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -104,7 +114,7 @@ def build(path: Path, seed: int, steps: int = STEPS) -> None:
             symbols = [*CHARACTERS, *WORDS, *NUMBERS]
             model = build_model(folder, symbols, intermediate=256, seed=seed, max_positions=CONTEXT)
             init_numbers(model, seed)
-            loss = fit_additions(model, seed, steps)
+            loss = fit_additions(model, seed, steps, say)
             export(model, folder)
             note = {"task": "additions of the cookbook", "seed": seed, "steps": steps, "loss": loss}
             (folder / "warm_start.json").write_text(json.dumps(note), encoding="utf-8")

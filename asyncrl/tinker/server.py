@@ -10,6 +10,7 @@ import os
 import secrets
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 CONFIG = "tinker.toml"
 KEY = "api_key"
+PROGRESS_S = 5.0  # between two lines while the server starts
 KEEP_ALIVE_S = 120  # longer than a training step: otherwise every client reconnects after each one
 
 
@@ -65,8 +67,23 @@ def ensure_api_key(folder: Path) -> str:
     return key
 
 
+def log_progress(text: str) -> None:
+    """Print a line about the start of the server."""
+    print(text, file=sys.stderr, flush=True)
+
+
+async def log_waiting(began: float) -> None:
+    """Print a line every PROGRESS_S until the task is cancelled.
+
+    began: CLOCK_MONOTONIC seconds."""
+    while True:
+        await asyncio.sleep(PROGRESS_S)
+        log_progress(f"starting trainer and samplers ({time.monotonic() - began:.0f} s)")
+
+
 def serve(config: TinkerConfig, source: str) -> None:
     """Serve until interrupted.  Raises ConfigError."""
+    log_progress("loading the server")
     try:
         import uvicorn  # noqa: F401
 
@@ -85,8 +102,8 @@ def serve(config: TinkerConfig, source: str) -> None:
     if config.model.warm_start and not path.exists():
         from asyncrl.tinker import demo_model
 
-        print(f"building {path} and training it on additions ...", file=sys.stderr, flush=True)
-        demo_model.build(path, config.seed)
+        log_progress(f"building {path} and training it on additions")
+        demo_model.build(path, config.seed, say=log_progress)
     if not (path / "config.json").is_file():
         raise ConfigError(
             f"model.path: {path} is not a model directory (it has no config.json); `asyncrl model "
@@ -167,7 +184,12 @@ def build_web_server(server: TinkerServer, announce: Callable[[], None]) -> uvic
 
     @contextlib.asynccontextmanager
     async def lifespan(app: object) -> AsyncIterator[None]:
-        await server.start()
+        log_progress("starting trainer and samplers")
+        waiting = asyncio.create_task(log_waiting(time.monotonic()))
+        try:
+            await server.start()
+        finally:
+            waiting.cancel()
         announce()
         yield
         await server.stop()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import click
+import click.testing
 import pytest
 from process_kit import ENV, ROOT
 
-from asyncrl.cli import FAMILIES, main
+from asyncrl.cli import FAMILIES, SECTIONS, main
 
 HEAVY = {"torch", "transformers", "numpy", "scipy", "jinja2", "rich", "zmq", "asyncrl.experiments"}
 SHOW = (
@@ -18,6 +20,8 @@ SHOW = (
     "except SystemExit as ended: assert not ended.code\n"
     "print(' '.join(sys.modules))"
 )
+
+SHOW_ALL = SHOW.replace("as ended: assert not ended.code", ": pass")
 
 
 def imported(*argv: str) -> set[str]:
@@ -51,3 +55,57 @@ def test_every_command_is_found_under_its_name_and_no_other() -> None:
             command = main.get_command(context, name)
             assert command is not None and command.name == name
         assert main.get_command(context, "no-such-command") is None
+
+
+def test_the_help_has_every_command_in_one_group() -> None:
+    names = [name for commands in SECTIONS.values() for name in commands]
+    assert sorted(names) == sorted(name for commands in FAMILIES.values() for name in commands)
+    text = click.testing.CliRunner().invoke(main, ["--help"]).output
+    assert all(f"\n{heading}:\n" in text for heading in SECTIONS)
+    assert all(f"\n  {name} " in text for name in names)
+
+
+@pytest.mark.parametrize("group", ["config", "lab", "model", "task"])
+def test_a_group_without_a_command_prints_its_help(
+    group: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([group])
+    text = capsys.readouterr().err
+    assert ended.value.code == 2 and "\nCommands:\n" in text and "error:" not in text
+
+
+@pytest.mark.cold
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("report", "nowhere"),
+        ("export", "nowhere", "x"),
+        ("eval", "nowhere", "demo"),
+        ("eval", "MODEL", "nowhere"),
+        ("serve", "nowhere"),
+        ("replay", "nowhere"),
+        ("diff", "nowhere", "x"),
+        ("sft", "nowhere"),
+        ("tinker", "nowhere"),
+        ("simulate", "demo", "--from", "nowhere"),
+        ("doctor", "--exact", "nowhere"),
+        ("run", "nowhere"),
+        ("figure", "nowhere", "-o", "x.svg"),
+        ("samples", "nowhere"),
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_path_is_told_before_torch_is_imported(
+    argv: tuple[str, ...], small_model: Path, tmp_path: Path
+) -> None:
+    words = [str(small_model) if word == "MODEL" else word for word in argv]
+    done = subprocess.run(
+        [sys.executable, "-c", SHOW_ALL, *words],
+        cwd=tmp_path,
+        env=ENV,
+        capture_output=True,
+        text=True,
+    )
+    assert "error: " in done.stderr and "nowhere" in done.stderr, done.stderr
+    assert "torch" not in done.stdout.splitlines()[-1].split()

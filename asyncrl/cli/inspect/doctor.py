@@ -46,8 +46,7 @@ def doctor(run_dir: Path | None, exact: bool, as_json: bool) -> None:
         state = tinker_status.examine(run_dir)
         print(json.dumps(state) if as_json else "\n".join(tinker_status.format_lines(state)))
         return
-    if not (run_dir / "config.toml").exists():
-        raise ConfigError(f"{run_dir}: no run directory (it has no config.toml)")
+    rundir.require_run(run_dir)
     config = load.load(run_dir / "config.toml")
     can_answer = bool(config.wires.address) or process_log.is_alive(run_dir, "buffer")
     status = (
@@ -107,12 +106,11 @@ def check_exact_mode(source: Path | None, as_json: bool) -> None:
     from dataclasses import asdict
 
     from asyncrl.config import load
-    from asyncrl.supervise import exact_check
 
-    if source is None:
-        rows = exact_check.check_small_models()
-    else:
-        rows = exact_check.check(load.load(source / "config.toml" if source.is_dir() else source))
+    config = load.load(source / "config.toml" if source.is_dir() else source) if source else None
+    from asyncrl.supervise import exact_check  # imports torch
+
+    rows = exact_check.check_small_models() if config is None else exact_check.check(config)
     failure = exact_check.describe_failure(rows)
     print(exact_check.format_table(rows), file=sys.stderr if as_json else sys.stdout)
     if as_json:

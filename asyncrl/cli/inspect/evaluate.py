@@ -5,7 +5,14 @@ from __future__ import annotations
 import click
 
 from asyncrl.cli import result
-from asyncrl.cli.base import command, config_argument, json_option, print_progress, set_option
+from asyncrl.cli.base import (
+    command,
+    config_argument,
+    json_option,
+    print_progress,
+    require_model,
+    set_option,
+)
 
 
 @command(
@@ -35,6 +42,10 @@ def eval(  # the name of the command
     MODEL is an exported or a Hugging Face directory, or hf://ORG/NAME. Task, rewards, sampling and
     engine are those of CONFIG; its own model is not read.
     """
+    from asyncrl.config import load
+
+    require_model(model, "MODEL")
+    load.load(source, sets)  # before the imports of torch below
     from asyncrl.experiments import model_evaluation
     from asyncrl.models import fetch
 

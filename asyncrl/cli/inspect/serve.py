@@ -7,7 +7,7 @@ import secrets
 
 import click
 
-from asyncrl.cli.base import command, count_option, print_progress
+from asyncrl.cli.base import command, count_option, print_progress, require_model
 from asyncrl.contract.errors import ConfigError
 
 
@@ -59,6 +59,7 @@ def serve(
     MODEL is an exported or a Hugging Face directory, or hf://ORG/NAME. The key is OPENAI_API_KEY;
     without it, a new key is created and printed.
     """
+    require_model(model, "MODEL")
     from actors.gateway.endpoint.server import ListenAddress
     from actors.model_server import model_server
     from asyncrl.models import fetch

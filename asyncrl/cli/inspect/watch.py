@@ -83,6 +83,7 @@ def samples(
 
     The learner logs some samples of every record.samples_every-th batch with all their tokens.
     """
+    from asyncrl.records import rundir
     from asyncrl.supervise import tinker_status
     from asyncrl.supervise.report.token_samples import (
         FILE,
@@ -95,8 +96,7 @@ def samples(
 
     if tinker_status.is_server(run_dir):
         raise ConfigError(f"{run_dir}: has several models; give the directory of one of them")
-    if not (run_dir / "config.toml").exists():
-        raise ConfigError(f"{run_dir}: no run directory (it has no config.toml)")
+    rundir.require_run(run_dir)
     if color_by not in SHADES:
         raise ConfigError(f"--color {color_by}: choose one of {', '.join(SHADES)}")
     store = SampleStore(run_dir / FILE)

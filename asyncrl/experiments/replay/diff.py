@@ -16,7 +16,7 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.compare.arms import find_config_differences
 from asyncrl.experiments.compare.comparison import CellResult
 from asyncrl.experiments.compare.page import METRIC_CURVES, plot_curves, select_points
-from asyncrl.records import atomic_write, metrics, page_kit
+from asyncrl.records import atomic_write, metrics, page_kit, rundir
 from asyncrl.records.page_kit import PlotBlock, TextBlock
 
 # metrics of speed and waiting, which do not depend on the computation
@@ -47,8 +47,7 @@ def read(run_dir: Path) -> tuple[dict[str, Any], dict[int, dict[str, float]], st
 
     Raises ConfigError if `run_dir` is not a run directory.
     """
-    if not (run_dir / "config.toml").is_file():
-        raise ConfigError(f"{run_dir}: no run directory (it has no config.toml)")
+    rundir.require_run(run_dir)
     by_step: dict[int, dict[str, float]] = {}
     # rows of training and evaluation may share a step; after a resume the later value wins
     for row in metrics.read(run_dir):

@@ -18,7 +18,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.simulate.times import Spec, TimeModel, change
 from asyncrl.models.devices import has_cuda
-from asyncrl.records import jsonl, metrics, process_log, trace
+from asyncrl.records import jsonl, metrics, process_log, rundir, trace
 from asyncrl.records.trace import TraceSpan
 
 FEWEST = 20  # decode calls that a fit needs, besides 5 batches
@@ -45,8 +45,7 @@ def fit(run_dir: Path) -> tuple[TimeModel, Config]:
 
     Raises ConfigError if the run has no trace with sizes, or if it is too short.
     """
-    if not (run_dir / "config.toml").is_file():
-        raise ConfigError(f"{run_dir}: no run directory (it has no config.toml)")
+    rundir.require_run(run_dir)
     config = load.load(run_dir / "config.toml")
     lanes = trace.read_sized_spans(run_dir)
     rewards = [lanes[name] for name in lanes if name.endswith("-rewards")]

@@ -298,9 +298,7 @@ def write(run_dir: Path) -> Path:
     """Write RUN/report.html, also of a live or failed run, and return its path.
 
     Raises ConfigError if the directory is not a run, or the run has not trained a batch."""
-
-    if not (run_dir / "config.toml").is_file():
-        raise ConfigError(f"{run_dir}: no run directory (it has no config.toml)")
+    rundir.require_run(run_dir)
     config = load.load(run_dir / "config.toml")
     rows = metrics.read(run_dir)
     try:
