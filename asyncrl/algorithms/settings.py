@@ -16,7 +16,7 @@ import ast
 import functools
 import operator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 import msgspec
 from msgspec import Meta
@@ -156,7 +156,9 @@ class Advantage(
     Each advantage has its own struct below, tagged by `advantage.name`, with its own keys.
     """
 
-    rewards: Scale = "raw"
+    OWN_KEYS_READ_WITH: ClassVar[str] = "loss.coefficient"
+
+    rewards: Annotated[Scale, read_with("loss.coefficient")] = "raw"
     """Scaling of the rewards before the advantage. raw: as they are; unit: to [0, 1] over the
     batch; whiten: to mean 0 and standard deviation 1 over the batch."""
     truncated: Literal["keep", "penalty", "fixed", "zero", "mask", "soft"] = "keep"
@@ -421,9 +423,11 @@ class Loss(
     Each surrogate has its own struct below, tagged by `loss.surrogate`, with its own keys.
     """
 
+    OWN_KEYS_READ_WITH: ClassVar[str] = "loss.coefficient"
+
     coefficient: NonNegative = 1.0
     """Coefficient of the surrogate, which carries the reward. 0: only kl.loss and entropy are left,
-    as in distillation."""
+    as in distillation, and the keys of one advantage or surrogate have no effect."""
     reduction: Reduction = "token-mean"
     """Mean over the batch. token-mean: over all tokens; seq-mean-token-mean: each completion's
     mean; seq-mean-token-sum: each completion's sum; seq-mean-token-sum-norm: that sum divided by
@@ -595,19 +599,27 @@ class Reshape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     form: Form = "power"
     """Objective. power: w^gamma A, without a gradient at gamma = 0; box_cox: A (w^gamma - 1) /
     gamma, weighted log-likelihood at gamma = 0."""
-    mode: Mode = "v3.1"
+    mode: Annotated[Mode, read_with("budget", "none", "tokens")] = "v3.1"
     """Source of gamma. v3.1: per token, as in the report; base: gamma_base for the whole batch;
     constant: `gamma`."""
-    gamma: Annotated[Share, read_with("mode", "constant")] = 1.0
+    gamma: Annotated[
+        Share, read_with("mode", "constant"), read_with("budget", "none", "tokens")
+    ] = 1.0
     """Constant gamma. 1: plain ratios."""
-    rho_min: Annotated[float, Meta(gt=0, lt=1)] = 0.3
+    rho_min: Annotated[float, Meta(gt=0, lt=1), read_with("mode", "v3.1", "base")] = 0.3
     """Smallest effective sample size that gamma_base aims at. Higher: lower gamma, less
     variance."""
-    tau: Annotated[float, Meta(gt=0), read_with("mode", "v3.1")] = 1.0
+    tau: Annotated[
+        float, Meta(gt=0), read_with("mode", "v3.1"), read_with("budget", "none", "tokens")
+    ] = 1.0
     """Scale of A log w in the gate between gamma_base and gamma_target."""
-    temperature: Annotated[NonNegative, read_with("mode", "v3.1")] = 5.0
+    temperature: Annotated[
+        NonNegative, read_with("mode", "v3.1"), read_with("budget", "none", "tokens")
+    ] = 5.0
     """Temperature T of gamma_target = sigmoid(-T log w)."""
-    gamma_min: Annotated[Share, read_with("mode", "v3.1", "base")] = 0.05
+    gamma_min: Annotated[
+        Share, read_with("mode", "v3.1", "base"), read_with("budget", "none", "tokens")
+    ] = 0.05
     """Lower bound of gamma, before repair D."""
     weight_max: NonNegative = 0.0
     """Upper bound of w^gamma (the report's clip_threshold: 10). 0: off."""
@@ -623,7 +635,8 @@ class Reshape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Estimator of kl_penalty. With +: the estimator's value and the gradient of k2."""
     budget: Budget = "none"
     """Repair D: lower gamma so that the KL to mu stays in kl_budget. tokens: for tokens that push
-    away; global: for the whole batch."""
+    away; global: for the whole batch, whatever the mode, as the report words it, which does not
+    bound the KL."""
     kl_budget: Annotated[float, Meta(gt=0), read_with("budget")] = 0.05
     """Budget of repair D, in nats per token."""
 
@@ -634,8 +647,8 @@ class KLReward(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     coefficient: NonNegative = 0.0
     """Coefficient beta of the KL penalty in the reward. 0: none."""
     estimator: Annotated[Estimator, read_with("coefficient")] = "k1"
-    """Estimator of the KL. Use k1; k3 in the reward is known to collapse. With +: the estimator's
-    value and the gradient of k2."""
+    """Estimator of the KL. Use k1: the others are biased, and k3 in the reward is known to
+    collapse. A + changes nothing here: the reward has no gradient."""
     reference: Annotated[str, read_with("coefficient")] = ""
     """Directory of the reference policy of this term. Empty: model.reference."""
     at: Annotated[Literal["start", "behavior"], read_with("coefficient")] = "start"

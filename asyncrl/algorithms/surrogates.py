@@ -285,7 +285,7 @@ def compute_clip_cov(
     t = compute_ppo(log_r, adv, low=low, high=high)
     return SurrogateTerm(
         torch.where(chosen, 0.0, t.coefficient),
-        t.objective,
+        torch.where(chosen, 0.0, t.objective),
         torch.where(chosen & (t.clipped == OPEN), HIGH, t.clipped).to(torch.int8),
     )
 
@@ -295,9 +295,9 @@ def compute_reshape(
 ) -> SurrogateTerm:
     """IS-reshape: w^gamma A (power) or A (w^gamma - 1) / gamma (Box-Cox).
 
-    `c.clip` e > 0 is repair B: no gradient where w has left [1-e, 1+e] in the direction of A. With
-    `c.clip_on` = w_gamma it looks at w^gamma as the report does, so that w overshoots.
-    `c.weight_max` > 0 bounds w^gamma.
+    `c.clip` e > 0 is repair B: no gradient where w has left [1-e, 1+e] in the direction of A, and
+    the objective of the bound, as in `compute_ppo`. With `c.clip_on` = w_gamma it looks at w^gamma
+    as the report does, so that w overshoots. `c.weight_max` > 0 bounds w^gamma.
 
     Args:
         log_w: [N].
@@ -307,6 +307,12 @@ def compute_reshape(
             of the log-likelihood, so tokens that push away are multiplied by the share itself. The
             power form has the share in gamma, whose gradient goes to 0 with it.
     """
+    cut = torch.zeros_like(adv, dtype=torch.int8)
+    if c.clip > 0:
+        exponent = g if c.clip_on == "w_gamma" else torch.ones_like(g)
+        r = (exponent * log_w).exp()
+        cut = mark_sides((adv < 0) & (r < 1 - c.clip), (adv > 0) & (r > 1 + c.clip))
+        log_w = torch.where(cut == OPEN, log_w, r.clamp(1 - c.clip, 1 + c.clip).log() / exponent)
     w = (g * log_w).exp()
     bounded = w.clamp(max=c.weight_max) if c.weight_max > 0 else w
     slow = torch.ones_like(adv)
@@ -315,12 +321,7 @@ def compute_reshape(
     coefficient, value = choose_function("reshape.form", FORMS, c.form)(
         log_w, adv, g, bounded, slow
     )
-    if c.clip > 0:
-        r = w if c.clip_on == "w_gamma" else log_w.exp()
-        cut = mark_sides((adv < 0) & (r < 1 - c.clip), (adv > 0) & (r > 1 + c.clip))
-    else:
-        cut = torch.zeros_like(adv, dtype=torch.int8)
-    return SurrogateTerm(torch.where(cut == 0, coefficient, 0.0), value, cut)
+    return SurrogateTerm(torch.where(cut == OPEN, coefficient, 0.0), value, cut)
 
 
 def _apply_power_form(

@@ -217,7 +217,13 @@ def walk(
         if name == get_tag(root)[0]:
             continue
         field = fields.get(name)
-        conditions = outer if field is None else (*outer, *list_conditions(field, prefix))
+        conditions = outer
+        if field is not None:
+            conditions = (
+                *outer,
+                *list_conditions(field, prefix),
+                *_list_own_conditions(root, name),
+            )
         struct = choose_struct(field, value) if field is not None else None
         if struct is not None and isinstance(value, dict):
             yield from walk(value, struct, f"{prefix}{name}.", conditions)
@@ -250,6 +256,13 @@ def list_conditions(field: msgspec.structs.FieldInfo, section: str) -> Iterator[
         if meta.extra and "read_with" in meta.extra:
             key, values = meta.extra["read_with"]
             yield (key if "." in key else section + key), values
+
+
+def _list_own_conditions(struct: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield the condition of a key that only this variant of its section has."""
+    base = next((kind for kind in struct.__mro__ if "OWN_KEYS_READ_WITH" in vars(kind)), None)
+    if base is not None and name not in map_fields(base):
+        yield base.OWN_KEYS_READ_WITH, ()
 
 
 def find_unread(raw: dict[str, Any], root: Any) -> list[UnreadKey]:

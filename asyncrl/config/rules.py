@@ -429,10 +429,15 @@ def _check_surrogate(config: Config) -> Iterator[str]:
 def _check_kl(config: Config) -> Iterator[str]:
     in_loss = config.kl.loss
     in_reward = config.kl.reward
-    if config.loss.surrogate == "sft" and in_reward.coefficient > 0:
+    no_advantage = "loss.surrogate = sft takes no advantage"
+    if config.loss.coefficient == 0:
+        no_advantage = "loss.coefficient = 0 leaves out the advantage"
+    if in_reward.coefficient > 0 and (
+        config.loss.surrogate == "sft" or config.loss.coefficient == 0
+    ):
         yield (
-            "kl.reward.coefficient: loss.surrogate = sft takes no advantage, so KL in the reward "
-            "would do nothing; use kl.loss.coefficient"
+            f"kl.reward.coefficient: {no_advantage}, so KL in the reward would do nothing; use "
+            "kl.loss.coefficient"
         )
     if in_loss.off_policy == "prefix" and in_loss.estimator != "k3":
         yield f"kl.loss.estimator: off_policy = prefix is built on k3, not {in_loss.estimator}"
@@ -979,9 +984,17 @@ def _find_kl_warnings(config: Config) -> Iterator[str]:
             else ""
         )
         yield ("kl: k1 in the loss has no expected gradient on policy" + advice)
-    if in_reward.coefficient > 0 and in_reward.estimator == "k3":
+    estimator = in_reward.estimator
+    if in_reward.coefficient > 0 and estimator != "k1":
+        known = (
+            " and is known to collapse"
+            if estimator.removesuffix("+") in ("k3", "low_var_kl")
+            else ""
+        )
         yield (
-            "kl: k3 in the reward has a strongly biased gradient and is known to collapse; use k1"
+            "kl: a + changes nothing in the reward, which has no gradient; use k1"
+            if estimator == "k1+"
+            else f"kl: {estimator} in the reward has a strongly biased gradient{known}; use k1"
         )
     if in_reward.coefficient > 0 and in_reward.at == "behavior" and config.staleness.limit > 0:
         yield (
@@ -1059,12 +1072,12 @@ def _find_other_warnings(config: Config) -> Iterator[str]:
         )
     if (
         config.loss.surrogate == "reshape"
-        and config.reshape.budget == "none"
+        and config.reshape.budget != "tokens"
         and not (config.stop.kl_max or config.reshape.clip or config.reshape.kl_penalty)
     ):
         yield (
             "reshape: controls variance and not drift, so the KL grows without bound; set a repair "
-            "(clip, kl_penalty, budget or stop.kl_max)"
+            "(clip, kl_penalty, budget = tokens or stop.kl_max)"
         )
     if config.advantage.name == "dr_grpo" and config.loss.reduction != "seq-mean-token-sum-norm":
         yield (

@@ -251,6 +251,31 @@ def test_repair_d_by_tokens_and_globally() -> None:
     )
 
 
+@pytest.mark.parametrize("clip_on", ["w", "w_gamma"])
+@pytest.mark.parametrize("form", ["power", "box_cox"])
+def test_repair_b_has_the_objective_of_the_bound(form: str, clip_on: str) -> None:
+    """The objective's slope in log w is the coefficient everywhere, as without the clip."""
+    c = repaired(form=form, clip=0.2, clip_on=clip_on, weight_max=3.0)
+    x = torch.linspace(-1.5, 1.5, 61, dtype=D)
+    for sign in (1.0, -1.0):
+        a, g = torch.full_like(x, sign), torch.full_like(x, 0.5)
+        t, near = (surrogates.compute_reshape(x + e, a, g, c) for e in (0.0, 1e-7))
+        bounds = vec(0.8, 1.2) ** (1 if clip_on == "w_gamma" else 0.5)
+        assert (t.clipped != 0).any()
+        slope = (near.objective - t.objective) / 1e-7
+        assert torch.allclose(slope, t.coefficient, atol=1e-5)
+        at_bound = bounds[1 if sign > 0 else 0]
+        value = at_bound if form == "power" else (at_bound - 1) / 0.5
+        assert torch.allclose(t.objective[t.clipped != 0], sign * value)
+
+
+def test_clip_cov_has_no_objective_where_it_has_no_gradient() -> None:
+    chosen = torch.tensor([True, False])
+    t = surrogates.compute_clip_cov(vec(0.1, 0.1), vec(1, 1), chosen)
+    assert t.objective.tolist() == pytest.approx([0, math.exp(0.1)])
+    assert t.coefficient.tolist() == pytest.approx([0, math.exp(0.1)])
+
+
 def test_the_two_forms_and_repair_b_by_hand() -> None:
     x, a, g = vec(2, 0.5).log(), vec(3, -1), vec(0.5, 0.5)
     t = surrogates.compute_reshape(x, a, g, repaired())
@@ -313,7 +338,7 @@ def test_the_two_forms_and_repair_b_by_hand() -> None:
     wide = surrogates.compute_reshape(
         vec(4).log(), vec(1), vec(1), repaired(clip=0.2, weight_max=3.0)
     )
-    assert wide.objective.tolist() == [3.0] and wide.coefficient.tolist() == [0.0]
+    assert wide.objective.tolist() == pytest.approx([1.2]) and wide.coefficient.tolist() == [0.0]
 
 
 @pytest.mark.parametrize(

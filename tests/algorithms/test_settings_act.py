@@ -27,6 +27,7 @@ pytestmark = pytest.mark.slow
 
 # a value that puts a key on, for those that hang on it
 ON: dict[str, Any] = {
+    "loss.coefficient": 1.0,
     "correction.level": "token",
     "correction.reject": "ratio",
     "correction.reject2": "k2",

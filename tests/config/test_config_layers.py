@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from asyncrl.algorithms import settings
 from asyncrl.cli import main
-from asyncrl.config import bundled_configs, layers, load
+from asyncrl.config import bundled_configs, layers, load, rules
 from asyncrl.config.methods import METHODS
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
@@ -44,6 +44,37 @@ def written(tmp_path: Path, text: str, name: str = "c.toml") -> Path:
         ("[correction]\nlevel = 'token'\n", "= recompute or interpolate, not to behavior"),
         ("[advantage]\nlam = 0.9\n", "belongs to advantage.name = gae, not to rloo"),
         ("[advantage]\nname = 'reinforce'\nema_decay = 0.5\n", "baseline = ema or prompt"),
+        *(
+            (
+                f'[loss]\nsurrogate = "reshape"\n[reshape]\nbudget = "global"\n{key} = {value}\n',
+                f"reshape.{key}: belongs to reshape.budget = none or tokens, not to global",
+            )
+            for key, value in {
+                "mode": '"base"',
+                "tau": 0.5,
+                "temperature": 2.0,
+                "gamma_min": 0.1,
+            }.items()
+        ),
+        (
+            '[loss]\nsurrogate = "reshape"\n[reshape]\nmode = "constant"\nrho_min = 0.5\n',
+            "reshape.rho_min: belongs to reshape.mode = v3.1 or base, not to constant",
+        ),
+        *(
+            (
+                f"[kl]\npreset = 'distill'\n[loss]\ncoefficient = 0.0\n{more}",
+                f"{key}: acts only where loss.coefficient is set, and it is 0.0",
+            )
+            for more, key in (
+                ("eps_high = 0.3\n", "loss.eps_high"),
+                ("[advantage]\nname = 'grpo'\nddof = 0\n", "advantage.ddof"),
+                ("[advantage]\nrewards = 'unit'\n", "advantage.rewards"),
+            )
+        ),
+        (
+            "[loss]\ncoefficient = 0.0\n[kl]\npreset = 'distill'\n[kl.reward]\ncoefficient = 0.1\n",
+            "loss.coefficient = 0 leaves out the advantage, so KL in the reward would do nothing",
+        ),
         ("[reshape]\ntau = 2.0\n", "reshape.tau: belongs to loss.surrogate = reshape, not to ppo"),
         ("[value]\nlr = 1e-3\n", "value.lr: belongs to advantage.name = gae, not to rloo"),
         ("[kl.loss]\nestimator = 'k2'\n", "acts only where kl.loss.coefficient is set, and it is"),
@@ -173,6 +204,41 @@ def test_what_is_written_loads_back_equal(section: str, tag: str) -> None:
     raw = tomllib.loads(load.dump(made))
     assert load.build(raw) == made and layers.find_unread(raw, Config) == []
     assert raw[section][key] == tag
+
+
+@pytest.mark.parametrize(
+    ("sets", "warned"),
+    [
+        ((), "reshape: controls variance and not drift"),
+        (("reshape.budget=global",), "reshape: controls variance and not drift"),
+        (("reshape.budget=tokens",), ""),
+        (("reshape.clip=0.2",), ""),
+    ],
+)
+def test_a_reshape_without_a_repair_is_warned_of(sets: tuple[str, ...], warned: str) -> None:
+    made = load.load("demo", ["method=reshape", "learner.epochs=2", *sets])
+    warnings = [line for line in rules.find_warnings(made) if line.startswith("reshape:")]
+    assert bool(warned) == bool(warnings) and all(line.startswith(warned) for line in warnings)
+
+
+def test_every_biased_estimator_in_the_reward_is_warned_of() -> None:
+    kinds = {
+        "k1": "",
+        "k1+": "a + changes nothing",
+        **dict.fromkeys(("k2", "k2+", "abs", "abs+"), "has a strongly biased gradient; use k1"),
+        **dict.fromkeys(("k3", "k3+", "low_var_kl", "low_var_kl+"), "known to collapse; use k1"),
+    }
+    for estimator, warned in kinds.items():
+        sets = ["kl.reward.coefficient=0.1", f"kl.reward.estimator={estimator!r}"]
+        lines = [x for x in rules.find_warnings(load.load("demo", sets)) if x.startswith("kl:")]
+        assert len(lines) == bool(warned) and all(warned in line for line in lines), estimator
+
+
+def test_a_coefficient_of_zero_drops_the_keys_of_the_file_that_it_stops(tmp_path: Path) -> None:
+    path = written(tmp_path, "[loss]\neps_high = 0.3\n[advantage]\nwhiten = true\n")
+    made = load.load(path, ["loss.coefficient=0", "kl.preset=distill"])
+    assert made.loss == settings.PpoLoss(coefficient=0.0)
+    assert made.advantage == settings.RlooAdvantage()
 
 
 # ---- methods -------------------------------------------------------------------------------------
