@@ -8,9 +8,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import struct
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +24,7 @@ from process_kit import ENV, ROOT, SMALL, Ended, demo_command
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
 from asyncrl.models import installed
-from asyncrl.records import trackers
+from asyncrl.records import rundir, trackers
 from asyncrl.records.trackers import TrackerFeeds
 from asyncrl.supervise import doctor
 
@@ -34,14 +36,18 @@ PATIENCE_S = 600
 @pytest.fixture
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run with one row, and trackers that keep their data on this machine."""
-    path = tmp_path / "runs" / "R"
-    path.mkdir(parents=True)
-    config = load.build({"model": {"path": "m"}, "task": {"name": "sort"}})
-    (path / "config.toml").write_text(load.dump(config))
-    add_rows(path, 0)
+    path = begin(tmp_path / "runs" / "R")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     return path
+
+
+def begin(run_dir: Path) -> Path:
+    """Make the directory of a new run with one row."""
+    config = load.build({"model": {"path": "m"}, "task": {"name": "sort"}})
+    rundir.prepare(config, load.dump(config), run_dir)
+    add_rows(run_dir, 0)
+    return run_dir
 
 
 def add_rows(run_dir: Path, *steps: int) -> None:
@@ -93,10 +99,18 @@ def kept_by_wandb(run_dir: Path) -> dict[float, float]:
 
 
 def kept_by_trackio(run_dir: Path) -> dict[float, float]:
-    from trackio.sqlite_storage import SQLiteStorage
-
-    rows: list[dict[str, Any]] = SQLiteStorage.get_logs("asyncrl", "R")
-    return {row["step"]: row["reward/mean"] for row in rows}
+    """In a process of its own: trackio reads TRACKIO_DIR when it is imported."""
+    code = (
+        "import json, sys; from trackio.sqlite_storage import SQLiteStorage; "
+        "print(json.dumps(SQLiteStorage.get_logs('asyncrl', sys.argv[1])))"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code, known_id(run_dir, "trackio")], capture_output=True, check=True
+    ).stdout
+    rows: list[dict[str, Any]] = json.loads(out.splitlines()[-1])
+    found = {row["step"]: row["reward/mean"] for row in rows}
+    assert len(found) == len(rows), "a step twice"
+    return found
 
 
 def kept_by_mlflow(run_dir: Path) -> dict[float, float]:
@@ -120,6 +134,34 @@ def test_a_tracker_gets_every_row_once_also_after_a_resume(name: str, run_dir: P
     assert READERS[name](run_dir) == {0: 0.0, 1: 0.25, 2: 0.5, 3: 0.75}
     known = json.loads((run_dir / "trackers" / f"{name}.json").read_text())
     assert known["offset"] == (run_dir / "metrics.jsonl").stat().st_size
+
+
+@pytest.mark.parametrize("name", INSTALLED)
+def test_a_run_has_its_own_curve_whatever_its_directory_is_called(
+    name: str, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two projects, of a run made again under its name, and of one whose record is lost."""
+    other = begin(tmp_path / "other" / "runs" / "R")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (run_dir.parent / "mlruns").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    feed(run_dir, name, 1)
+    feed(other, name, 2)
+    ids = {known_id(run_dir, name), known_id(other, name)}
+    assert len(ids) == 2
+    state = {"offset": (run_dir / "metrics.jsonl").stat().st_size}
+    (run_dir / "trackers" / f"{name}.json").write_text(json.dumps(state))
+    feed(run_dir, name, 3)
+    assert known_id(run_dir, name) in ids, "it continues its own curve"
+    assert READERS[name](run_dir) == {0: 0.0, 1: 0.25, 3: 0.75}
+    shutil.rmtree(run_dir)
+    begin(run_dir)
+    feed(run_dir, name, 4)
+    assert known_id(run_dir, name) not in ids
+    assert READERS[name](run_dir) == {0: 0.0, 4: 1.0}
+
+
+def known_id(run_dir: Path, name: str) -> str:
+    return str(json.loads((run_dir / "trackers" / f"{name}.json").read_text())["id"])
 
 
 def test_a_tracker_that_hangs_holds_nobody_up(run_dir: Path) -> None:

@@ -10,9 +10,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+RUN_TAG = "asyncrl.run_id"  # in mlflow
+
 
 class Tracker(Protocol):
-    """One run of a tracker. id: the tracker's name of the run, by which it is continued."""
+    """One run of a tracker, made from the run directory, its settings and two ids.
+
+    run_id: of the run, which decides which curve it continues.
+    known: the tracker's id of this run, if an earlier process has recorded it, or "".
+    """
 
     id: str
 
@@ -24,14 +30,14 @@ class Tracker(Protocol):
 class WandbTracker:
     """Weights & Biases; offline with WANDB_MODE=offline."""
 
-    def __init__(self, run_dir: Path, settings: Mapping[str, Any], run_id: str) -> None:
+    def __init__(self, run_dir: Path, settings: Mapping[str, Any], run_id: str, known: str) -> None:
         import wandb
 
         folder = run_dir / "trackers"
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "asyncrl"),
             name=run_dir.name,
-            id=run_id or None,
+            id=known or run_id,
             resume="allow",
             dir=str(folder),
             config=dict(settings),
@@ -51,10 +57,11 @@ class WandbTracker:
 class TrackioTracker:
     """trackio, which keeps its runs on this machine (TRACKIO_DIR)."""
 
-    def __init__(self, run_dir: Path, settings: Mapping[str, Any], run_id: str) -> None:
+    def __init__(self, run_dir: Path, settings: Mapping[str, Any], run_id: str, known: str) -> None:
         import trackio
 
-        self.id = run_id or run_dir.name
+        # trackio continues a run of the same name, of whatever directory
+        self.id = known or f"{run_dir.name}-{run_id}"
         self.run = trackio.init(
             project=os.environ.get("TRACKIO_PROJECT", "asyncrl"),
             name=self.id,
@@ -72,7 +79,7 @@ class TrackioTracker:
 class MlflowTracker:
     """MLflow; without MLFLOW_TRACKING_URI it writes files beside the run, in RUNS/mlruns."""
 
-    def __init__(self, run_dir: Path, settings: Mapping[str, Any], run_id: str) -> None:
+    def __init__(self, run_dir: Path, settings: Mapping[str, Any], run_id: str, known: str) -> None:
         if "MLFLOW_TRACKING_URI" not in os.environ:
             os.environ["MLFLOW_TRACKING_URI"] = (run_dir.parent / "mlruns").as_uri()
             # mlflow asks for this since it prefers a database
@@ -81,10 +88,19 @@ class MlflowTracker:
 
         self.mlflow = mlflow
         mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "asyncrl"))
-        run = mlflow.start_run(run_id=run_id or None, run_name=None if run_id else run_dir.name)
+        known = known or self._find(run_id)
+        named = {} if known else {"run_name": run_dir.name, "tags": {RUN_TAG: run_id}}
+        run = mlflow.start_run(known or None, **named)
         self.id = str(run.info.run_id)
-        if not run_id:
+        if not known:
             mlflow.log_params(settings)
+
+    def _find(self, run_id: str) -> str:
+        """Return mlflow's id of the run, which mlflow chooses itself, or ""."""
+        rows = self.mlflow.search_runs(
+            filter_string=f"tags.`{RUN_TAG}` = '{run_id}'", max_results=1, output_format="list"
+        )
+        return str(rows[0].info.run_id) if rows else ""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self.mlflow.log_metrics(dict(values), step=step)
@@ -93,7 +109,7 @@ class MlflowTracker:
         self.mlflow.end_run()
 
 
-TRACKERS: dict[str, Callable[[Path, Mapping[str, Any], str], Tracker]] = {
+TRACKERS: dict[str, Callable[[Path, Mapping[str, Any], str, str], Tracker]] = {
     "wandb": WandbTracker,
     "trackio": TrackioTracker,
     "mlflow": MlflowTracker,

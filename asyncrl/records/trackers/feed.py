@@ -14,12 +14,13 @@ import select
 import signal
 import sys
 import tomllib
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from asyncrl.contract.toml_writer import flatten
-from asyncrl.records import atomic_write
+from asyncrl.records import atomic_write, rundir
 from asyncrl.records.trackers.adapters import TRACKERS, Tracker
 
 POLL_S = 1.0
@@ -87,7 +88,11 @@ def feed(run_dir: Path, name: str, state: dict[str, Any], note: Callable[..., No
     state: the values that earlier processes passed to `note`."""
     with (run_dir / "config.toml").open("rb") as file:
         settings = flatten(tomllib.load(file))
-    tracker = TRACKERS[name](run_dir, settings, state.get("id", ""))
+    try:
+        run_id = rundir.read_run_id(run_dir)
+    except FileNotFoundError:  # a directory that was put together by hand
+        run_id = uuid.uuid4().hex[:12]
+    tracker = TRACKERS[name](run_dir, settings, run_id, state.get("id", ""))
     note(id=tracker.id, failed="")
     ended = False
     while not ended:
