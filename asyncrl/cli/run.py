@@ -88,7 +88,10 @@ def run(
     else:
         if gpus is not None:
             sets = (*sets, *_split_gpus(str(source), sets, gpus))
-        config = load.load(str(source), sets)
+        origins: dict[str, str] = {}
+        config = load.load(str(source), sets, None, origins)
+        if (origin := origins.get("learner.lr", "")).startswith("default"):
+            print_progress(f"learner.lr = {config.learner.lr:g}: {origin}")
         run_dir = rundir.choose_directory(config, str(source))
     if dry_run:
         print(load.dump(config))

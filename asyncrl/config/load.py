@@ -199,7 +199,11 @@ def _apply_layers(
         )
     _drop_removed(raw, source)
     origin_of: dict[str, str] = {}  # filled key -> the preset or method that filled it
-    for fill, origin in ((presets.fill, _format_preset), (methods.fill, _format_method)):
+    for fill, origin in (
+        (presets.fill, _format_preset),
+        (methods.fill, _format_method),
+        (presets.fill_learning_rate, presets.explain_learning_rate),
+    ):
         keys_before = set(_list_leaves(raw))
         fill(raw)
         origin_of |= {key: origin(raw, key) for key in set(_list_leaves(raw)) - keys_before}

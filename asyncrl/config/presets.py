@@ -1,9 +1,14 @@
-"""Presets: names that each set several keys of a section."""
+"""Presets: names that each set several keys of a section.  Defaults by the model's size."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
+
+from asyncrl.config import layers
 
 # The weights are pi_prox / mu, so the proximal policy is the learner at the start of the batch.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -44,6 +49,10 @@ KL_PRESETS: dict[str, dict[str, Any]] = {
         "loss.truncate": 2.0,
     },
 }
+
+# most parameters of a model -> its learning rate with AdamW; smaller ones have the default
+RATES = ((10_000_000, None), (1_000_000_000, 1e-5), (math.inf, 1e-6))
+LORA_FACTOR = 10  # of the learning rate of adapters to that of all weights
 
 PRESET_TABLES = (("correction", PRESETS), ("kl", KL_PRESETS))
 
@@ -88,3 +97,58 @@ def _fill(table: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
             parent = parent.setdefault(section, {})
         parent.setdefault(name, value)
     return filled
+
+
+def read_headers(path: Path) -> Iterator[tuple[Path, int, dict[str, Any]]]:
+    """Yield each safetensors file of a directory with the offset of its data and its header.
+
+    The header maps names to dtype, shape and data_offsets."""
+    for file in sorted(path.glob("*.safetensors")):
+        with file.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            entries = json.loads(opened.read(size))
+        entries.pop("__metadata__", None)
+        yield file, 8 + size, entries
+
+
+def count_parameters(path: Path) -> int:
+    """Return the number of parameters in the weight files of a directory; 0: unknown."""
+    try:
+        headers = [entries for _, _, entries in read_headers(path)]
+        return sum(math.prod(entry["shape"]) for entries in headers for entry in entries.values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, MemoryError):
+        return 0  # damaged: the checks before a run say how
+
+
+def choose_learning_rate(path: str, *, lora: bool) -> tuple[float | None, str]:
+    """Return the learning rate for the model at `path` with AdamW, and the reason.
+
+    The rate is None for a small model and for a model of unknown size, which have the default. The
+    size of a model of the hub is not known before its download: its rate is that of a large one."""
+    count = math.inf if path.startswith("hf://") else count_parameters(Path(path))
+    rate = next(rate for most, rate in RATES if count <= most)
+    size = "a model of the hub" if count == math.inf else f"{count:,} parameters"
+    if rate is not None and lora:
+        return LORA_FACTOR * rate, f"default for adapters on {size}"
+    return rate, f"default for {size}"
+
+
+def fill_learning_rate(raw: dict[str, Any]) -> None:
+    """Set `learner.lr` by the model's size if it is absent."""
+    rate, _ = _choose_rate(raw)
+    if rate is not None and isinstance(raw.get("learner", {}), dict):
+        layers.put(raw, "learner.lr", rate)
+
+
+def explain_learning_rate(raw: dict[str, Any], key: str) -> str:
+    """Return the reason of a rate that `fill_learning_rate` has set."""
+    return _choose_rate(raw)[1]
+
+
+def _choose_rate(raw: dict[str, Any]) -> tuple[float | None, str]:
+    tables = {name: raw.get(name) for name in ("model", "learner", "lora")}
+    model, learner, lora = (x if isinstance(x, dict) else {} for x in tables.values())
+    path = model.get("path")
+    if not isinstance(path, str) or learner.get("optimizer", "adamw") != "adamw":
+        return None, ""
+    return choose_learning_rate(path, lora=bool(lora.get("rank")))

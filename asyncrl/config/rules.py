@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import msgspec
 
 from asyncrl.algorithms import settings
+from asyncrl.config import presets
 from asyncrl.config.agents import RANDOM, SELF, VERIFIERS, AgentConfig, AgentSource
 from asyncrl.config.engines import BACKEND_ABILITIES, ENGINES, list_engines
 from asyncrl.config.scorers import JudgeConfig
@@ -964,10 +965,22 @@ def find_warnings(config: Config) -> list[str]:
     function = config.reward.function if config.reward.share else ""
     warning = f"reward.share: machines that join this run receive the file of {function} and run it"
     return [
+        *_find_rate_warnings(config),
         *_find_kl_warnings(config),
         *_find_other_warnings(config),
         *([warning] if function else []),
     ]
+
+
+def _find_rate_warnings(config: Config) -> Iterator[str]:
+    """Warn about a learning rate that is far above that of the model's size."""
+    if config.learner.optimizer != "adamw" or config.model.path.startswith("hf://"):
+        return
+    usual, reason = presets.choose_learning_rate(config.model.path, lora=bool(config.lora.rank))
+    if usual is not None and config.learner.lr >= 10 * usual:
+        yield (
+            f"learner.lr: {config.learner.lr:g} is that of a tiny model; {usual:g} is the {reason}"
+        )
 
 
 def _find_kl_warnings(config: Config) -> Iterator[str]:

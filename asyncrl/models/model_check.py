@@ -13,12 +13,13 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from asyncrl.config.presets import read_headers
 from asyncrl.config.tree import Config
 from asyncrl.contract import importing
 from asyncrl.contract.errors import AsyncrlError, ConfigError
@@ -188,19 +189,6 @@ def find_max_positions(raw: dict[str, Any]) -> int | None:
             longest, int(factor * (rope.get("original_max_position_embeddings") or longest))
         )
     return longest
-
-
-def read_headers(path: Path) -> Iterator[tuple[Path, int, dict[str, Any]]]:
-    """Yield each safetensors file with the offset of its data and its header.
-
-    The header maps names to dtype, shape and data_offsets. `check_weights` has validated it.
-    """
-    for file in sorted(path.glob("*.safetensors")):
-        with file.open("rb") as opened:
-            size = int.from_bytes(opened.read(8), "little")
-            entries = json.loads(opened.read(size))
-        entries.pop("__metadata__", None)
-        yield file, 8 + size, entries
 
 
 def check_finite(path: Path, key: str) -> None:

@@ -8,7 +8,6 @@ finding for each.  The checks of disk and memory are estimates and never stop a 
 from __future__ import annotations
 
 import ast
-import math
 import re
 import shutil
 import sys
@@ -21,6 +20,7 @@ from typing import Any, Literal
 import msgspec
 
 from actors.gateway.hubs import prompt_files
+from asyncrl.config import presets
 from asyncrl.config.agents import AgentConfig
 from asyncrl.config.engines import explain_image_refusal
 from asyncrl.config.tree import Config
@@ -113,15 +113,8 @@ class Subject:
     @cached_property
     def parameters(self) -> int:
         """The number of parameters in the model's weight files."""
-        from asyncrl.models import model_check
-
         self.raw  # noqa: B018 - raises NotYet
-        shapes = (
-            entry["shape"]
-            for _, _, entries in model_check.read_headers(self.path)
-            for entry in entries.values()
-        )
-        return sum(math.prod(shape) for shape in shapes)
+        return presets.count_parameters(self.path)
 
     @property
     def references(self) -> list[Any]:
@@ -286,7 +279,8 @@ def check_model(subject: Subject) -> str:
             f"{subject.path} does not exist yet: the run builds a tiny model (model.warm_start)"
         )
     subject.tokenizer  # noqa: B018 - raises ConfigError for a damaged model
-    size = f"{subject.parameters:,} parameters, {config.model.dtype}"
+    size = f"{subject.parameters:,} parameters, {config.model.dtype}, learning rate "
+    size += f"{config.learner.lr:g}"
     return "; ".join([f"{subject.path}: {size}", *subject.notes])
 
 
