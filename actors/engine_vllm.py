@@ -144,8 +144,7 @@ class SeededSampler:
     produces AHEAD numbers at once. Unused numbers survive a preemption; those of the `room`
     requests used last are kept.
 
-    A row without a generator belongs to a probe, whose sample is unused. It gets a number all the
-    same, because vLLM would otherwise sample the other rows differently.
+    A row without a generator belongs to a probe, whose sample is unused: its number is 0.
     """
 
     AHEAD = 64

@@ -230,7 +230,7 @@ def bad(model_dir: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "learner", [zero(3), zero(2, offload=True), FSDP2, FSDP2 | {"offload": True}]
+    "learner", [zero(0), zero(3), zero(2, offload=True), FSDP2, FSDP2 | {"offload": True}]
 )
 def test_a_batch_without_a_finite_loss_is_skipped_on_every_rank(
     learner: dict[str, Any], model_dir: Path, bad: dict[str, Any]

@@ -17,7 +17,7 @@ from asyncrl.contract.errors import AsyncrlError, PeerUnreachable
 from asyncrl.records import rundir
 from asyncrl.transport import sockets
 from asyncrl.transport.chunks import reachable_address
-from asyncrl.transport.sockets import BufferPeer
+from asyncrl.transport.sockets import BufferPeer, BufferSocket
 from asyncrl.transport.worker_pool import frame, read_frame, take_frames
 
 
@@ -40,6 +40,22 @@ def peer(tmp_path: Path) -> Peer:
     made.noted = []  # type: ignore[attr-defined]
     made.socket.close()
     return made
+
+
+def test_a_second_holder_of_an_identity_is_heard(tmp_path: Path) -> None:
+    """A ROUTER of zmq without handover never reads one, even after the first has closed."""
+    buffer = BufferSocket(f"ipc://{tmp_path}/b")
+    context = zmq.Context()
+    try:
+        for _ in range(2):
+            client = context.socket(zmq.DEALER)
+            client.setsockopt(zmq.ROUTING_ID, b"same")
+            client.connect(buffer.address)
+            sockets.send_message(client, buffer.head, m.StatusRequest())
+            assert buffer.recv(60.0) == (b"same", m.StatusRequest())
+    finally:
+        context.destroy(linger=0)
+        buffer.close()
 
 
 def test_a_peer_looks_for_its_buffer_by_the_run_directory(peer: Peer) -> None:
