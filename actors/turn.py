@@ -45,7 +45,7 @@ EVERYTHING = 1 << 30  # samples
 class ScoredResponse(NamedTuple):
     """A completion for a ticket, and the text that its reward function sees.
 
-    The text has no stop tokens.
+    The text has no stop tokens, and all other special tokens.
     """
 
     ticket: Ticket
@@ -148,7 +148,7 @@ class GeneratorTurn:
             return None
         self.schedule.finish_sample(completion.key, len(completion.tokens))
         visible = [int(token) for token in completion.tokens if int(token) not in self.stops]
-        text = self.tokenizer.decode(visible, skip_special_tokens=True)
+        text = self.tokenizer.decode(visible)
         self.unscored[completion.key] = ScoredResponse(leased.ticket, completion, text)
         return self.unscored[completion.key]
 

@@ -32,6 +32,7 @@ from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.sampled_support import SampledSupport
 
 Message = dict[str, Any]
+ANY = b"any"  # in place of the chain before an answer: wherever the answer stands
 _encode = msgspec.json.Encoder().encode
 
 
@@ -200,18 +201,21 @@ class MessageMatch:
     candidates: (i, a node with message i as its answer), the deepest first, of these the nodes of
         the preferred kind, of these the newest
     known_count: number of leading messages that an earlier request held
+    answers: message index -> the call with this answer, also after messages that were changed
     """
 
     chains: list[bytes]
     candidates: list[tuple[int, CallNode]]
     known_count: int
+    answers: dict[int, CallNode]
 
-    def map_own_answers(self) -> dict[int, CallNode]:
-        """Map message indices to the session's own answers, by the best candidate."""
-        if not self.candidates:
-            return {}
-        index, node = self.candidates[0]
-        return {**node.ours, index: node}
+    def map_own_answers(self, candidate: tuple[int, CallNode] | None) -> dict[int, CallNode]:
+        """Map message indices to the session's own answers, as a candidate continues them."""
+        if candidate is None:
+            return self.answers
+        index, node = candidate
+        later = {place: other for place, other in self.answers.items() if place > index}
+        return {**node.ours, index: node, **later}
 
 
 # ---- the tree ------------------------------------------------------------------------------------
@@ -225,6 +229,7 @@ class CallTree:
         self.placed = 0  # calls ever placed, which is the next one's number
         self.nodes_by_answer: dict[bytes, list[CallNode]] = {}  # chain after the answer -> nodes
         self.known_chains: set[bytes] = set()  # chains of all requests
+        self.written: set[bytes] = set()  # assistant messages that the agent wrote itself
         self.forks: Counter[str] = Counter()  # cause -> sequences beyond the first
 
     def find(self, messages: Sequence[Message], aside: bool = False) -> MessageMatch:
@@ -248,7 +253,28 @@ class CallTree:
         known_count = 0
         while known_count < len(messages) and chains[known_count + 1] in self.known_chains:
             known_count += 1
-        return MessageMatch(chains, candidates, known_count)
+        return MessageMatch(chains, candidates, known_count, self._find_answers(messages, aside))
+
+    def _find_answers(self, messages: Sequence[Message], aside: bool) -> dict[int, CallNode]:
+        """Find the session's own answers by their messages alone, in the order of the calls.
+
+        Of calls with equal answers, each is the first after the answer before it, else the newest.
+        A message that the agent wrote before the policy did, such as an example, is not an answer.
+        """
+        answers: dict[int, CallNode] = {}
+        last = -1
+        for index, message in enumerate(messages):
+            if message.get("role") != "assistant":
+                continue
+            key = chain_digest(ANY, message)
+            if key not in self.nodes_by_answer:
+                self.written.add(key)
+            nodes = [node for node in self.nodes_by_answer.get(key, ()) if node.aside == aside]
+            if nodes and key not in self.written:
+                node = next((node for node in nodes if node.number > last), nodes[-1])
+                answers[index] = node
+                last = node.number
+        return answers
 
     def find_ids(self, ids: np.ndarray, aside: bool = False) -> CallNode | None:
         """Find the node with the longest token ids that `ids` begin with.
@@ -299,7 +325,8 @@ class CallTree:
         """Set the parsed answer of a call; requests that contain it continue the node."""
         node.answer = answer
         chain = chain_digest(node.chain, answer)
-        self.nodes_by_answer.setdefault(chain, []).append(node)
+        for key in (chain, chain_digest(ANY, answer)):
+            self.nodes_by_answer.setdefault(key, []).append(node)
         self.known_chains.add(chain)
 
     def remove(self, node: CallNode) -> None:

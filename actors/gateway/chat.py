@@ -33,7 +33,7 @@ from asyncrl.contract import outcomes
 from asyncrl.contract.blobs.images import ImageShape
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.importing import import_module
-from asyncrl.models.tokenizer import takes_parts
+from asyncrl.models.tokenizer import encode_text, takes_parts
 from asyncrl.models.vision import image_tokens
 from asyncrl.models.vision.image_tokens import split_image_parts
 
@@ -83,8 +83,11 @@ class ChatFormat:
         """Render a request, up to where its answer begins.  Raises CallRefused."""
         return self._write(messages, tools, answering=True)
 
-    def encode(self, text: str) -> np.ndarray:
-        """Encode a text as int32 [P], without added special tokens.
+    def encode(self, text: str, *, begins: bool = False) -> np.ndarray:
+        """Encode a text as int32 [P].
+
+        begins: whether a prompt without a template begins with it, which then gets the tokens that
+            the tokenizer begins a text with.
 
         Raises CallRefused for an unpaired surrogate, which a tool call's arguments may hold, and
         for a text longer than the context.  The time of that check depends on the context, not on
@@ -104,7 +107,11 @@ class ChatFormat:
                     f"the prompt has over {count - CUT_TOKENS}", self.context
                 )
             at_once *= 2
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        ids = (
+            encode_text(self.tokenizer, text)
+            if begins
+            else self.tokenizer.encode(text, add_special_tokens=False)
+        )
         if self.image_shape is not None:
             return image_tokens.expand(ids, self.image_shape)
         return np.asarray(ids, dtype=np.int32)
@@ -300,7 +307,7 @@ class ChatFormat:
         tokens = [int(token) for token in ids]
         if tokens and tokens[-1] in self.ends:
             tokens.pop()
-        text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        text = self.decode_text(tokens)
         positions = [text.find(string) for string in stop if string and string in text]
         return text[: min(positions)] if positions else text
 
@@ -308,7 +315,7 @@ class ChatFormat:
         """Count the leading ids of int32 [T] that complete a stop string, if any."""
 
         def contains_stop(count: int) -> bool:
-            text = self.tokenizer.decode(ids[:count].tolist(), skip_special_tokens=True)
+            text = self.decode_text(ids[:count].tolist())
             return any(string in text for string in stop if string)
 
         if not contains_stop(len(ids)):

@@ -98,8 +98,8 @@ class Composer(Protocol):
     def write(self, messages: Sequence[Message], tools: Sequence[Any]) -> str:
         """Render the request's text, up to where the answer begins."""
 
-    def encode(self, text: str) -> np.ndarray:
-        """Encode a whole prompt as int32 [P]."""
+    def encode(self, text: str, *, begins: bool = False) -> np.ndarray:
+        """Encode a text as int32 [P]; begins: a prompt without a template begins with it."""
 
     def follow(
         self, node: CallNode, messages: Sequence[Message], answer_at: int, text: str
@@ -307,14 +307,14 @@ class Session:
     ) -> Composed:
         assert self.composer is not None
         for index, node in match.candidates:
-            ours = {**node.ours, index: node}
+            ours = match.map_own_answers((index, node))
             restored = restore_own_answers(messages, ours)
             text = self.composer.write(restored, tools)
             tail = self.composer.follow(node, restored, index, text)
             if tail is not None:
                 fork_cause = find_row_start_reason(match, node, tools)
                 return Composed(node, tail, text, fork_cause, match=match, ours=ours, tools=tools)
-        ours = match.map_own_answers()
+        ours = match.map_own_answers(next(iter(match.candidates), None))
         text = self.composer.write(restore_own_answers(messages, ours), tools)
         tail = self.composer.encode(text)
         fork_cause = find_row_start_reason(match, None, tools)
@@ -325,7 +325,7 @@ class Session:
         for node in texts:
             if (tail := self.composer.continue_text(node, text)) is not None:
                 return Composed(node, tail, text, "branch")
-        return Composed(None, self.composer.encode(text), text, "text")
+        return Composed(None, self.composer.encode(text, begins=True), text, "text")
 
     def accept(
         self,
@@ -893,7 +893,7 @@ class SessionPlayer:
             )
         assert session.composer is not None
         text = obs if isinstance(obs, str) else "".join(str(x.get("content", "")) for x in obs)
-        ids = session.composer.encode(text)
+        ids = session.composer.encode(text, begins=self.last_node is None)
         if self.last_node is not None:
             ids = np.concatenate([self.last_node.build_token_ids(), ids])
         return session.place_ids(ids, now=now, aside=self.game > 0)

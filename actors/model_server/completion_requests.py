@@ -107,7 +107,7 @@ def parse_order(
         if fields.prompt is not None or fields.echo:
             key = "echo" if fields.echo else "prompt"
             raise build_refusal(key, "belongs to /v1/completions", "unsupported_parameter")
-        prompts = [encode(Prompt(0, "", messages=_parse_turns(fields.messages)))]
+        prompts = [encode(Prompt(0, "", messages=normalize_messages(fields.messages)))]
     else:
         prompts = _parse_prompts(fields.prompt, vocabulary, encode)
     tokens = fields.max_completion_tokens
@@ -196,17 +196,6 @@ def _compute_default_tokens(prompts: list[np.ndarray], context: int, *, chat: bo
     """
     room = max(1, context - max(map(len, prompts)))
     return room if chat else min(room, DEFAULT_TOKENS)
-
-
-def _parse_turns(messages: Any) -> list[dict[str, str]]:
-    """Read chat turns of text.  Raises CallRefused."""
-    turns = normalize_messages(messages)
-    for number, turn in enumerate(turns):
-        if not isinstance(turn.get("content"), str) or turn.get("tool_calls"):
-            raise CallRefused(
-                400, "invalid_value", f"messages[{number}]: give `content` as text", "messages"
-            )
-    return [{"role": turn["role"], "content": turn["content"]} for turn in turns]
 
 
 def _parse_prompts(

@@ -8,6 +8,7 @@ to contain its own digest.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from pathlib import Path
 
@@ -41,7 +42,10 @@ def render_question(prompt: Prompt) -> str:
     """Render the prompt as text; a chat with its roles."""
     if not prompt.messages:
         return prompt.text
-    return "\n\n".join(f"[{message['role']}]\n{message['content']}" for message in prompt.messages)
+    return "\n\n".join(
+        f"[{turn['role']}]\n{turn.get('content') or json.dumps(turn.get('tool_calls'))}"
+        for turn in prompt.messages
+    )
 
 
 def make_mark(*texts: str) -> str:

@@ -111,12 +111,13 @@ class RewardModelScorer:
         Raises ValueError for too many tokens.
         """
         if self.tokenizer.chat_template:
-            turns = list(prompt.messages) or [{"role": "user", "content": prompt.text}]
-            turns.append({"role": "assistant", "content": text})
-            rendered = self.tokenizer.apply_chat_template(turns, tokenize=False)
+            rendered = self.tokenizer.apply_chat_template(
+                prompt.join_answer(text), tokenize=False, **prompt.template_arguments
+            )
             encoding = self.tokenizer(rendered, add_special_tokens=False)
         else:
-            question = "\n".join(turn["content"] for turn in prompt.messages) or prompt.text
+            contents = (turn.get("content") or "" for turn in prompt.messages)
+            question = "\n".join(contents) or prompt.text
             encoding = self.tokenizer(question, text)
         length = len(encoding["input_ids"])
         if length > self.context:

@@ -103,7 +103,7 @@ def wrap_trl_function(
             "answer": [prompt.answer for prompt in prompts],
             "prompts": [prompt.messages or prompt.text for prompt in prompts],
             "completions": [
-                [{"role": "assistant", "content": text}] if prompt.messages else text
+                prompt.join_answer(text)[-1:] if prompt.messages else text
                 for prompt, text in zip(prompts, texts, strict=True)
             ],
             "completion_ids": tokens,

@@ -76,7 +76,8 @@ class TaskSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     what training unlearns."""
     columns: dict[Literal["prompt", "messages", "answer", "image", "images"], str] = {}
     """Names of the columns in the files of task `file`, for example { prompt = "question", answer =
-    "solution" }. Empty: prompt, messages, answer, image and images."""
+    "reward_model.ground_truth" }; a dot names a part of a column. Empty: prompt, messages, answer,
+    image and images."""
     options: dict[str, Any] = {}
     """Settings of a reasoning_gym:GENERATOR, for example max_terms = 3."""
 

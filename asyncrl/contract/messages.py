@@ -7,8 +7,9 @@ until it is answered; requests are idempotent."""
 
 from __future__ import annotations
 
+import json
 import math
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -17,6 +18,8 @@ from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import BlockingSession, OpenSession, ProcessWait
 
 PROTOCOL = 3
+TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # columns of a prompt for its chat template
+TemplateColumns = tuple[list[dict[str, Any]] | None, dict[str, Any] | None]  # their values
 # Ticket numbers from here on belong to evaluations. They depend on the prompt alone, so that a
 # prompt has the same random stream at every version.
 EVAL_BASE = 1 << 40
@@ -62,13 +65,43 @@ class Prompt(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     id: int
     text: str
     answer: str = ""
-    # chat turns; when given, the tokenizer's chat template replaces `text`
-    messages: list[dict[str, str]] = []
+    # chat turns; when given, the tokenizer's chat template replaces `text`, and reads the columns
+    # `tools` and `chat_template_kwargs` of `meta`
+    messages: list[dict[str, Any]] = []
     meta: dict[str, str] = {}
     split: str = "train"
     task: str = ""  # of a mixture: the title of its part, which gives the reward
     # blobs (asyncrl/contract/blobs/images.py), in the order of their markers
     images: list[bytes] = []
+
+    @property
+    def is_continued(self) -> bool:
+        """Whether a completion continues the last turn, which is an assistant's."""
+        return bool(self.messages) and self.messages[-1]["role"] == "assistant"
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """The further arguments of the chat template: `tools` and those of the prompt.
+
+        Raises ValueError for columns of another form."""
+        if not self.messages:
+            return {}
+        try:
+            values = [json.loads(self.meta.get(name) or "null") for name in TEMPLATE_COLUMNS]
+            tools, arguments = msgspec.convert(values, TemplateColumns)
+        except ValueError as error:
+            raise ValueError(
+                "for the chat template, `tools` must be a list of tools and `chat_template_kwargs` "
+                "an object; rename a column that is something else"
+            ) from error
+        return {"tools": tools, **(arguments or {})}
+
+    def join_answer(self, text: str) -> list[dict[str, Any]]:
+        """Return the chat with a completion, as its last turn or as the end of it."""
+        turns = self.messages or [{"role": "user", "content": self.text}]
+        if not self.is_continued:
+            return [*turns, {"role": "assistant", "content": text}]
+        return [*turns[:-1], {**turns[-1], "content": turns[-1]["content"] + text}]
 
     @property
     def image_urls(self) -> list[str]:

@@ -63,6 +63,7 @@ COMPARED_TEXTS = (
     "a b",
 )
 COMPARED_TOKENS = 256
+PROBE = 32  # characters of the text that shows which tokens begin one
 PATCHED_VOCABULARY = 100_000  # for larger ones transformers may replace a faulty pre-tokenizer
 
 
@@ -86,12 +87,10 @@ class PlainTokenizer:
 
         add_special_tokens: add those that transformers would add.
         """
-        if add_special_tokens:
-            return list(self.full_tokenizer.encode(text))
         if len(text) > LONG_TEXT:
-            (encoding,) = self.inner.encode_batch([text], add_special_tokens=False)
+            (encoding,) = self.inner.encode_batch([text], add_special_tokens=add_special_tokens)
             return list(encoding.ids)
-        return list(self.inner.encode(text, add_special_tokens=False).ids)
+        return list(self.inner.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def get_vocab(self) -> dict[str, int]:
         """Return every token with its id."""
@@ -288,6 +287,8 @@ def has_character(tokenizer: Any, character: str) -> bool:
 def encode_prompt(tokenizer: Any, prompt: Prompt) -> np.ndarray:
     """Encode a prompt into token ids, int32 [P]; chat turns use the chat template.
 
+    An assistant's last turn is continued, as with transformers' `continue_final_message`.
+
     Each image takes the number of tokens that the model reads. Raises ConfigError for chat turns
     without a working template, and for images that the model cannot read.
     """
@@ -302,7 +303,7 @@ def encode_prompt(tokenizer: Any, prompt: Prompt) -> np.ndarray:
         ids = encode_chat_prompt(tokenizer, prompt)
     else:
         image_markers = "" if MARKER in prompt.text else MARKER * len(prompt.images)
-        ids = tokenizer.encode(image_markers + prompt.text, add_special_tokens=False)
+        ids = encode_text(tokenizer, image_markers + prompt.text)
     if shape is None:
         return np.asarray(ids, dtype=np.int32)
     markers = image_tokens.count(ids, shape)
@@ -312,6 +313,24 @@ def encode_prompt(tokenizer: Any, prompt: Prompt) -> np.ndarray:
             f"tokenizer in {directory}: write {MARKER} once for each image, or nowhere"
         )
     return image_tokens.expand(ids, shape)
+
+
+def encode_text(tokenizer: Any, text: str) -> list[int]:
+    """Encode a text to be continued, after the tokens that the tokenizer begins it with (BOS).
+
+    A text that begins with these tokens gets them once.  Tokens that the tokenizer puts after a
+    text would end it, and are left out.
+    """
+    ids = list(tokenizer.encode(text, add_special_tokens=False))
+    begin: list[int] | None = getattr(tokenizer, "begin_ids", None)
+    if begin is None and ids:
+        probe = list(tokenizer.encode(text[:PROBE], add_special_tokens=False))
+        full = list(tokenizer.encode(text[:PROBE], add_special_tokens=True))
+        spans = (full[start : start + len(probe)] for start in range(len(full)))
+        begin = full[: next((start for start, span in enumerate(spans) if span == probe), 0)]
+        tokenizer.begin_ids = begin
+    begin = begin or []
+    return ids if not ids or ids[: len(begin)] == begin else [*begin, *ids]
 
 
 def get_directory(tokenizer: Any) -> str:
@@ -338,11 +357,18 @@ def encode_chat_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
     if getattr(tokenizer, "image_shape", None) is not None:
         turns = image_tokens.add_image_markers(turns, len(prompt.images))
         if takes_parts(tokenizer):
-            turns = [{**turn, "content": split_image_parts(turn["content"])} for turn in turns]
+            turns = [
+                {**turn, "content": split_image_parts(turn.get("content") or "")} for turn in turns
+            ]
     try:
         return list(
             full_tokenizer.apply_chat_template(
-                turns, add_generation_prompt=True, tokenize=True, return_dict=False
+                turns,
+                add_generation_prompt=not prompt.is_continued,
+                continue_final_message=prompt.is_continued,
+                tokenize=True,
+                return_dict=False,
+                **prompt.template_arguments,
             )
         )
     except Exception as error:  # a template is a program and may raise anything
@@ -372,9 +398,9 @@ def takes_parts(tokenizer: Any) -> bool:
 
 
 def encode_chat_response(
-    tokenizer: Any, turns: Sequence[dict[str, str]], answer: str, stops: Sequence[int]
+    tokenizer: Any, prompt: Prompt, answer: str, stops: Sequence[int]
 ) -> list[int]:
-    """Encode an assistant's turn after `turns`, as the chat template writes it.
+    """Encode an assistant's turn after those of `prompt`, as the chat template writes it.
 
     The tokens end at the first of `stops` after the text, else at the first special token there.
     Where the template writes neither, they are the text and stops[0]. Raises any exception of the
@@ -383,15 +409,16 @@ def encode_chat_response(
     full_tokenizer = (
         tokenizer.full_tokenizer if isinstance(tokenizer, PlainTokenizer) else tokenizer
     )
+    arguments = prompt.template_arguments
     prompt_text, full_text = (
         str(
             full_tokenizer.apply_chat_template(
-                list(chat), add_generation_prompt=generate, tokenize=False
+                chat, add_generation_prompt=generate, tokenize=False, **arguments
             )
         )
         for chat, generate in (
-            (turns, True),
-            ([*turns, {"role": "assistant", "content": answer}], False),
+            (prompt.messages, True),
+            (prompt.join_answer(answer), False),
         )
     )
     # a template may strip the text, or write earlier turns differently once there is an answer

@@ -8,6 +8,7 @@ finding for each.  The checks of disk and memory are estimates and never stop a 
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import shutil
 import sys
@@ -26,9 +27,11 @@ from asyncrl.config.engines import explain_image_refusal
 from asyncrl.config.tree import Config
 from asyncrl.contract import importing, toml_writer
 from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.messages import TEMPLATE_COLUMNS, Prompt
 from asyncrl.contract.printable import escape_line
 from asyncrl.models import devices, fetch
 from asyncrl.tasks.data.hub import fetch_data_sets
+from asyncrl.tasks.data.rows import find_files, read_rows
 
 FIRST_PROMPTS = 64  # number of checked prompts of an endless split
 MOST_PROMPTS = 2000  # most checked prompts of a fixed split
@@ -399,7 +402,16 @@ def check_prompts(subject: Subject) -> str:
     limit = config.generator.context - config.generator.max_new_tokens
     longest = 0
     for prompt in _read_first_prompts(subject):
-        length = len(encode_prompt(subject.tokenizer, prompt))
+        try:
+            length = len(encode_prompt(subject.tokenizer, prompt))
+        except ConfigError as error:
+            raise ConfigError(f"{locate_prompt(config, prompt)}{error}") from error
+        agent = config.agents.get(prompt.task, config.agent)
+        if agent.uses_sessions and (prompt.is_continued or prompt.meta.get(TEMPLATE_COLUMNS[1])):
+            raise ConfigError(
+                f"{locate_prompt(config, prompt)}the calls of a session cannot continue an "
+                f"assistant turn, and take no `{TEMPLATE_COLUMNS[1]}`"
+            )
         longest = max(longest, length)
         if not length:
             raise ConfigError(
@@ -414,6 +426,17 @@ def check_prompts(subject: Subject) -> str:
                 f"least {length + config.generator.max_new_tokens}, or leave the prompt out"
             )
     return f"the longest of the checked prompts has {longest} tokens; there is room for {limit}"
+
+
+def locate_prompt(config: Config, prompt: Prompt) -> str:
+    """Return the file and line of a prompt, with a colon; "" if no file has it."""
+    task = next((part for part in config.task.mixture if part.title == prompt.task), config.task)
+    files = {chosen.name: chosen.file for chosen in config.evaluation.sets}
+    files |= {"heldout": task.heldout, "ood": task.ood}
+    paths = find_files(files.get(prompt.split) or task.prompts) or []
+    rows = itertools.chain.from_iterable(map(read_rows, paths))
+    location, _ = next(itertools.islice(rows, prompt.id, None), ("", None))
+    return f"{location}: " if location else ""
 
 
 def _read_first_prompts(subject: Subject) -> Iterator[Any]:
@@ -431,7 +454,7 @@ def check_characters(subject: Subject) -> str:
     is_known: dict[str, bool] = {}
     affected: dict[str, str] = {}  # missing character -> the first prompt that has it
     for prompt in _read_first_prompts(subject):
-        text = prompt.text + "".join(str(turn.get("content")) for turn in prompt.messages)
+        text = prompt.text + "".join(str(turn.get("content") or "") for turn in prompt.messages)
         for character in sorted(set(text)):
             if character.isspace() or not character.isprintable():
                 continue

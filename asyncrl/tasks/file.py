@@ -6,6 +6,7 @@ in `prompt.meta`, as text or JSON.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 from collections.abc import Mapping
@@ -16,32 +17,54 @@ import msgspec
 
 from asyncrl.contract.blobs.images import digest
 from asyncrl.contract.errors import ConfigError
-from asyncrl.contract.messages import Prompt
+from asyncrl.contract.messages import TEMPLATE_COLUMNS, Prompt
 from asyncrl.tasks.data.image_columns import IMAGE_COLUMNS, holds_images, read_images
 from asyncrl.tasks.data.rows import find_files, read_rows
 
 # common names of the prompt column in data sets
 PROMPT_COLUMNS = ("question", "problem", "query", "instruction", "input", "text", "prompts")
+# common names of the answer in data sets, also inside columns as reward_model
+ANSWER_COLUMNS = ("ground_truth", "answer", "solution", "target", "expected_answer", "label")
 RIGHT = 0.75  # share of correct demonstrations in a warm start
 MOST_SYMBOLS = 256  # most characters of a model whose tokens are characters
 
 
-def parse_turns(where: str, value: Any) -> list[dict[str, str]]:
-    """Return chat turns with only role and content.  Raises ConfigError for invalid turns."""
+def parse_turns(where: str, value: Any) -> list[dict[str, Any]]:
+    """Return chat turns as the chat template takes them.  Raises ConfigError for invalid turns.
+
+    A turn with `tool_calls` needs no content.  Other keys that are null are left out."""
     if not isinstance(value, list) or not all(
         isinstance(turn, dict)
         and isinstance(turn.get("role"), str)
-        and isinstance(turn.get("content"), str)
+        and (isinstance(turn.get("content"), str) or _calls_only(turn))
         for turn in value
     ):
         raise ConfigError(
             f"{where}: `messages` must be a list of objects with a `role` and a `content`, both "
             "text"
         )
-    return [{"role": turn["role"], "content": turn["content"]} for turn in value]
+    return [
+        {key: value for key, value in turn.items() if value is not None or key == "content"}
+        for turn in value
+    ]
 
 
-def _to_text(value: Any) -> str:
+def _calls_only(turn: dict[str, Any]) -> bool:
+    return turn.get("content") is None and bool(turn.get("tool_calls"))
+
+
+def check_template_columns(where: str, prompt: Prompt) -> None:
+    """Raise ConfigError for columns that a prompt's chat template cannot take."""
+    if not prompt.messages and prompt.meta.get("chat_template_kwargs"):
+        raise ConfigError(f"{where}: `chat_template_kwargs` needs `messages`")
+    try:
+        prompt.template_arguments  # noqa: B018 - raises ValueError
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def to_text(value: Any) -> str:
+    """Convert the value of a column to text; other types become JSON."""
     return (
         value if isinstance(value, str) else "" if value is None else json.dumps(value, default=str)
     )
@@ -51,17 +74,43 @@ def _rename_columns(where: str, row: dict[str, Any], columns: Mapping[str, str])
     """Apply `task.columns` (our name -> the file's) and move chat turns in `prompt` to `messages`.
 
     TRL stores chat turns in `prompt`.  Raises ConfigError for a missing column."""
+    values: dict[str, Any] = {}
     for name, column in columns.items():
-        if column not in row:
+        try:
+            values[name] = _find_value(row, column)
+        except (LookupError, TypeError, ValueError):
             raise ConfigError(
                 f"{where}: task.columns: has no column `{column}`; it has "
                 f"{', '.join(map(str, row))}"
-            )
-        value = row[column] if name == "answer" else row.pop(column)
-        row = row | {name: value}
+            ) from None
+    moved = {column for name, column in columns.items() if name != "answer"}
+    row = {column: value for column, value in row.items() if column not in moved} | values
     if isinstance(row.get("prompt"), list) and not row.get("messages"):
         row = row | {"messages": row["prompt"], "prompt": ""}
     return row
+
+
+def _find_value(row: Any, column: str) -> Any:
+    """Return the value of a column, or of a part of it, as `reward_model.ground_truth`.
+
+    A number chooses an entry of a list: `messages.-1.content`.  Raises LookupError, TypeError or
+    ValueError if there is none."""
+    if column in row:
+        return row[column]
+    for name in column.split("."):
+        row = row[int(name)] if isinstance(row, list) else row[name]
+    return row
+
+
+def suggest_answer_column(prompt: Prompt) -> str:
+    """Suggest the setting for a prompt whose answer is in another column; "" without one."""
+    values: dict[str, Any] = {**prompt.meta}
+    for name, text in prompt.meta.items():
+        with contextlib.suppress(ValueError):
+            if isinstance(inner := json.loads(text), dict):
+                values |= {f"{name}.{key}": value for key, value in inner.items()}
+    likely = next((x for x in values if x.rpartition(".")[2] in ANSWER_COLUMNS), "")
+    return f'task.columns = {{ answer = "{likely}" }}' if likely else ""
 
 
 def _build_prompt(
@@ -94,7 +143,19 @@ def _build_prompt(
             f"{where}: has both `prompt` and `messages`; the model reads only one: remove the other"
         )
     turns = parse_turns(where, row.get("messages") or [])
-    text = row.get("prompt") or (turns[-1]["content"] if turns else "")
+    answer = to_text(row.get("answer"))
+    if turns and turns[-1]["role"] == "assistant":
+        if answer.strip() and (turns[-1]["content"] or "").strip() == answer.strip():
+            turns.pop()  # the reference answer is not a part of the prompt
+        elif row.get("prompt") is None:
+            name = columns.get("messages", "messages")
+            raise ConfigError(
+                f"{where}: `{name}` ends with an assistant turn; set task.columns = "
+                f'{{ answer = "{name}.-1.content" }} if it is the reference answer, '
+                f'{{ prompt = "{name}" }} if the model continues it'
+            )
+    contents = (turn.get("content") for turn in reversed(turns))
+    text = row.get("prompt") or next(filter(None, contents), "")
     if not text:
         raise ConfigError(f"{where}: the prompt is empty")
     columns_of_images = [name for name in IMAGE_COLUMNS if holds_images(row.get(name))]
@@ -102,16 +163,10 @@ def _build_prompt(
         blob for name in columns_of_images for blob in read_images(where, name, row[name], folder)
     ]
     used = ("prompt", "messages", "answer", *columns_of_images)
-    meta = {str(k): _to_text(v) for k, v in row.items() if k not in used}
-    return Prompt(
-        number,
-        text,
-        _to_text(row.get("answer")),
-        turns,
-        meta,
-        split,
-        images=images,
-    )
+    meta = {str(k): to_text(v) for k, v in row.items() if k not in used}
+    prompt = Prompt(number, text, answer, turns, meta, split, images=images)
+    check_template_columns(where, prompt)
+    return prompt
 
 
 def read_prompts(path: str, split: str, columns: Mapping[str, str] = {}) -> list[Prompt]:
@@ -132,12 +187,19 @@ def read_prompts(path: str, split: str, columns: Mapping[str, str] = {}) -> list
     return prompts
 
 
+def _identify_turn(turn: dict[str, Any]) -> list[Any]:
+    others = {key: value for key, value in turn.items() if key not in ("role", "content")}
+    content = (turn.get("content") or "").strip()
+    return [turn["role"], content, *([others] if others else [])]
+
+
 def canonicalize(prompt: Prompt) -> str:
     """Return the text that identifies a problem: the model's input without surrounding space.
 
     It contains the digests of the images."""
+    columns = [prompt.meta.get(name) for name in TEMPLATE_COLUMNS]
     text = (
-        json.dumps([[m["role"], m["content"].strip()] for m in prompt.messages])
+        json.dumps([*map(_identify_turn, prompt.messages), *filter(None, columns)])
         if prompt.messages
         else prompt.text.strip()
     )

@@ -14,7 +14,7 @@ import numpy as np
 
 from asyncrl.config.sft import SftData
 from asyncrl.contract.errors import ConfigError
-from asyncrl.contract.messages import Prompt
+from asyncrl.contract.messages import TEMPLATE_COLUMNS, Prompt
 from asyncrl.models.tokenizer import collect_model_stops, encode_chat_response, encode_prompt
 from asyncrl.tasks import file
 from asyncrl.tasks.data import rows as data_rows
@@ -60,19 +60,28 @@ def parse_pairs(where: str, sample: Any) -> Iterator[PromptResponse]:
         yield PromptResponse(where, Prompt(0, text, answer, [], {}, "train"), answer)
         return
     turns = file.parse_turns(where, messages)
+    meta = {name: file.to_text(sample.get(name)) for name in TEMPLATE_COLUMNS}
     if answer is not None:
         turns.append({"role": "assistant", "content": answer})
     answer_indices = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
     if not answer_indices:
         raise ConfigError(f"{where}: `messages` has no assistant turn to learn from")
     for index in answer_indices:
-        if not index or not turns[index]["content"]:
+        turn = turns[index]
+        problems = {
+            "without a turn before it": not index,
+            "right after another one": index and turns[index - 1]["role"] == "assistant",
+            "with `tool_calls`, which are not trained on": turn.get("tool_calls"),
+            "with `reasoning_content`, which is not trained on": turn.get("reasoning_content"),
+            "without content": not turn.get("content"),
+        }
+        if problem := next((text for text, is_present in problems.items() if is_present), ""):
             raise ConfigError(
-                f"{where}: turn {index + 1} of `messages` is an assistant turn "
-                f"{'without content' if index else 'without a turn before it'}"
+                f"{where}: turn {index + 1} of `messages` is an assistant turn {problem}"
             )
         previous = turns[:index]
-        prompt = Prompt(0, previous[-1]["content"], "", previous, {}, "train")
+        prompt = Prompt(0, previous[-1].get("content") or "", "", previous, meta, "train")
+        file.check_template_columns(where, prompt)
         yield PromptResponse(where, prompt, turns[index]["content"])
 
 
@@ -120,9 +129,7 @@ def _encode_answer(tokenizer: Any, pair: PromptResponse, stops: tuple[int, ...])
         ids = [*tokenizer.encode(pair.answer, add_special_tokens=False), stops[0]]
         return np.array(ids, np.int32)
     try:
-        return np.array(
-            encode_chat_response(tokenizer, pair.prompt.messages, pair.answer, stops), np.int32
-        )
+        return np.array(encode_chat_response(tokenizer, pair.prompt, pair.answer, stops), np.int32)
     except Exception as error:  # a template is a program that may raise any exception
         raise ConfigError(
             f"{pair.where}: the chat template fails on the answer: {type(error).__name__}: "

@@ -98,9 +98,6 @@ def test_every_option_that_is_followed() -> None:
     assert order(prompt=["a"] * 512, n=2, max_tokens=63).count == 2
 
 
-TURN = "messages[1]: give `content` as text"
-
-
 @pytest.mark.parametrize(
     ("body", "param", "message"),
     [
@@ -143,9 +140,9 @@ TURN = "messages[1]: give `content` as text"
             "messages[1]: content is int; give text, or a list of text parts",
         ),
         (
-            {"messages": [*GO, {"role": "assistant", "tool_calls": [{"function": {}}]}]},
+            {"messages": [*GO, {"role": "assistant", "tool_calls": [1]}]},
             "messages",
-            TURN,
+            "messages[1].tool_calls: give a list of objects with `id` and `function`",
         ),
         ({"messages": []}, "messages", "messages: give a list of at least one message"),
     ],

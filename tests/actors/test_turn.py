@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,8 +26,10 @@ from asyncrl.config import load
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import RewardFailure, SamplingSettings, VersionSpan
 from asyncrl.contract.versions import Label
+from asyncrl.models.tokenizer import load_tokenizer
 
 AT = Label(1, 2)
+SPECIAL = np.array([0, 7, 1])  # the padding token, a character, the end
 SPANS = [VersionSpan(AT, "d", 0, 3, AT)]
 
 
@@ -104,19 +107,17 @@ def test_all_free_rows_of_the_engine_are_filled(small_model: Path) -> None:
         turn.rewards.close()
 
 
-def test_the_text_of_a_completion_ends_before_its_stop_token(tmp_path: Path) -> None:
-    decoded: list[list[int]] = []
-
-    class Tokens:
-        def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-            decoded.append(ids)
-            return "text"
-
+def test_the_text_of_a_completion_has_its_special_tokens_but_no_stop_token(
+    small_model: Path,
+) -> None:
+    """The reward function compares it with reference answers, which may hold special tokens."""
     turn = GeneratorTurn.__new__(GeneratorTurn)
     held = SimpleNamespace(
         held={(4, 9): SimpleNamespace(ticket="t")}, finish_sample=lambda *_: None
     )
     turn.schedule, turn.unscored = held, {}  # type: ignore[assignment]
-    turn.tokenizer, turn.stops = Tokens(), frozenset({1})  # type: ignore[assignment]
-    response = turn.finish(written([0.0, 0.0, 0.0]).completion)
-    assert response is not None and decoded == [[7, 8]] and response.text == "text"
+    turn.tokenizer, turn.stops = load_tokenizer(small_model), (1,)
+    response = turn.finish(dataclasses.replace(written([0.0] * 3).completion, tokens=SPECIAL))
+    assert response is not None and 1 in SPECIAL
+    assert response.text == turn.tokenizer.decode([0, 7], skip_special_tokens=False)
+    assert response.text != turn.tokenizer.decode([0, 7], skip_special_tokens=True)

@@ -118,7 +118,10 @@ class StatefulTools(ToolLoop):
         if not isinstance(text, str):
             raise ValueError(f"reset returned a {type(text).__name__}, not text or None")
         last_message = messages[-1]
-        return [*messages[:-1], {**last_message, "content": last_message["content"] + text}]
+        return [
+            *messages[:-1],
+            {**last_message, "content": (last_message.get("content") or "") + text},
+        ]
 
     def compute_reward(self) -> float:
         """Return the reward of `get_reward` for the session so far."""

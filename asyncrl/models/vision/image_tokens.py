@@ -85,9 +85,9 @@ def add_image_markers(turns: Sequence[dict[str, Any]], images: int) -> list[dict
     Turns without markers get them in front of the last user's text.
     """
     copied = [dict(turn) for turn in turns]
-    if not any(MARKER in turn["content"] for turn in copied):
+    if not any(MARKER in (turn.get("content") or "") for turn in copied):
         user_turns = [turn for turn in copied if turn["role"] == "user"] or copied
-        user_turns[-1]["content"] = MARKER * images + user_turns[-1]["content"]
+        user_turns[-1]["content"] = MARKER * images + (user_turns[-1].get("content") or "")
     return copied
 
 

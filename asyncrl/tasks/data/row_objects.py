@@ -11,6 +11,7 @@ from typing import Any
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.records import atomic_write
+from asyncrl.tasks.data.rows import drop_added_fields
 
 FOLDER = ".prompts"  # name of the folder of these files, in the folder of all runs
 KEYS = ("prompts", "heldout", "ood")
@@ -43,7 +44,8 @@ def dump_rows(key: str, rows: Any) -> str:
                     f"{key}: row {len(lines)} is a {type(row).__name__}; each must be a mapping "
                     "from columns to values"
                 )
-            lines.append(json.dumps(dict(row), default=str) + "\n")
+            columns = drop_added_fields(row) if hasattr(rows, "features") else dict(row)
+            lines.append(json.dumps(columns, default=str) + "\n")
     except TypeError as error:
         type_name = type(rows).__name__
         raise ConfigError(

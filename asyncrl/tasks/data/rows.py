@@ -10,11 +10,12 @@ import csv
 import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.messages import TEMPLATE_COLUMNS
 
 # JSON's escape of a lone surrogate, which UTF-8 text cannot contain otherwise
 SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -79,7 +80,28 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
     except UnicodeDecodeError:
         rows = _decode_rows(path, table)
     for number, row in enumerate(rows, 1):
-        yield f"{path}: row {number}", row
+        yield f"{path}: row {number}", drop_added_fields(row)
+
+
+def drop_added_fields(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop the null fields of chat turns and tools: Arrow adds those that other rows have."""
+    return {
+        name: _drop_nulls(value) if name in TEMPLATE_COLUMNS or _holds_turns(value) else value
+        for name, value in row.items()
+    }
+
+
+def _holds_turns(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(x, dict) and "role" in x for x in value)
+
+
+def _drop_nulls(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_drop_nulls(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    fields = {key: _drop_nulls(item) for key, item in value.items() if item is not None}
+    return {"content": None, **fields} if "role" in value else fields
 
 
 def _decode_rows(path: Path, table: Any) -> list[Any]:
@@ -129,7 +151,7 @@ def _read_arrow(path: Path) -> Iterator[tuple[str, Any]]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: not an Arrow file: {str(error).splitlines()[0]}") from error
     for number, row in enumerate(rows, 1):
-        yield f"{path}: row {number}", row
+        yield f"{path}: row {number}", drop_added_fields(row)
 
 
 READERS = {".parquet": _read_parquet, ".csv": _read_csv, ".arrow": _read_arrow}

@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
@@ -295,13 +296,15 @@ def test_a_template_that_strips_thinking_forks_or_keeps() -> None:
         assert play.session.forks == forks
 
 
+THINKS = CHATML.replace(
+    "{{ m.content }}",
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}",
+)
+
+
 def test_thinking_that_the_parser_took_out_is_put_back() -> None:
-    template = CHATML.replace(
-        "{{ m.content }}",
-        "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
-        "{{ m.content }}",
-    )
-    play = Play(Kind(template, "", chatml_head, "<|im_end|>", "\n"), parser=parse_hermes)
+    play = Play(Kind(THINKS, "", chatml_head, "<|im_end|>", "\n"), parser=parse_hermes)
     end = play.tokenizer.convert_tokens_to_ids("<|im_end|>")
     ids = [*play.characters("<think>low</think>slow"), end]
     messages = [{"role": "user", "content": "go"}]
@@ -310,6 +313,28 @@ def test_thinking_that_the_parser_took_out_is_put_back() -> None:
     call = play.ask([*messages, answer, {"role": "user", "content": "lower"}])
     said = [Said("user", "go"), Said("assistant", "", ids), Said("user", "lower")]
     assert call.prompt_ids.tolist() == play.reference(said) and not play.session.forks
+
+
+def test_a_history_that_was_changed_keeps_the_thinking_of_the_answers_behind_the_change() -> None:
+    """Clients send no thinking back.  What the agent wrote itself gets none, even if the policy
+    answered the same later.
+    """
+    play = Play(Kind(THINKS, "", chatml_head, "<|im_end|>", "\n"), parser=parse_hermes)
+    end = play.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    example = [{"role": "user", "content": "ex"}, {"role": "assistant", "content": "slow"}]
+    messages = [*example, {"role": "user", "content": "go"}]
+    thoughts = ["low", "er", "o"]
+    for thought, text in zip(thoughts, ("slow", "lower", "slower"), strict=True):
+        ids = [*play.characters(f"<think>{thought}</think>{text}"), end]
+        answer = play.draw(play.ask(messages), ids, "stop")
+        messages += [answer, {"role": "user", "content": "more"}]
+    assert not play.session.forks
+    for changed, kept in (([*messages[:2], *messages[4:]], "er o"), (messages[1:], "er o")):
+        text = play.tokenizer.decode(play.ask(changed).prompt_ids.tolist())
+        assert re.findall("<think>(.*?)</think>", text) == kept.split(), text
+    edited = [*messages[:4], {"role": "user", "content": "else"}, *messages[5:]]
+    text = play.tokenizer.decode(play.ask(edited).prompt_ids.tolist())
+    assert re.findall("<think>(.*?)</think>", text) == thoughts, "before the change and after it"
 
 
 def test_a_tool_call_that_the_template_writes_otherwise_stays_as_drawn() -> None:
@@ -640,8 +665,9 @@ def test_an_answer_is_seen_up_to_its_end_or_a_stop() -> None:
     start = play.tokenizer.convert_tokens_to_ids("<|im_start|>")
     ids = np.array([start, *play.characters("ab abc."), end], np.int32)
     seen = [play.chat.decode_visible(ids, stop) for stop in ((), ("",), ("c", "b "), ("z", "abc"))]
-    assert seen == ["ab abc.", "ab abc.", "a", "ab "]
-    assert play.chat.decode_visible(ids[:-1]) == "ab abc."
+    seen = [text.removeprefix("<|im_start|>") for text in seen if text.startswith("<|im_start|>")]
+    assert seen == ["ab abc.", "ab abc.", "a", "ab "], "special tokens are a part of an answer"
+    assert play.chat.decode_visible(ids[:-1]) == "<|im_start|>ab abc."
     assert play.chat.decode_visible(np.array([], np.int32)) == ""
     found = [play.chat.find_stop(ids, stop) for stop in (("abc", "."), ("b",), ("", "z"), ())]
     assert found == [7, 3, None, None]

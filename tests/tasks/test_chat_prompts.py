@@ -1,0 +1,284 @@
+"""Chats in prompt files are rendered as transformers' own `apply_chat_template` does, or refused
+with file and line.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import string
+import tempfile
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.messages import Prompt
+from asyncrl.models.tokenizer import encode_prompt, load_tokenizer
+from asyncrl.tasks.file import FileTask, canonicalize, read_prompts
+
+SPECIAL = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<unk>"]
+FAMILIES: dict[str, str] = tomllib.loads(Path("tests/data/family_templates.toml").read_text())
+BOTH = ("<s> $A </s>", "<s> $A <s> $B </s>")
+
+
+def save_tokenizer(path: Path, template: str = "", *, begins: bool = False) -> Path:
+    """Save a tokenizer of characters; begins: it puts <s> before a text and </s> after it."""
+    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *string.printable])}
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    inner.decoder = decoders.Fuse()
+    inner.add_special_tokens([AddedToken(token, normalized=False) for token in SPECIAL])
+    if begins:
+        inner.post_processor = processors.TemplateProcessing(
+            single=BOTH[0], pair=BOTH[1], special_tokens=[("<s>", 1), ("</s>", 2)]
+        )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        chat_template=template or None,
+    )
+    fast.save_pretrained(path)
+    return path
+
+
+@functools.cache
+def load_family(family: str) -> tuple[Any, Any]:
+    """Load the tokenizer of a family by our loader and by transformers."""
+    path = save_tokenizer(Path(tempfile.mkdtemp()), FAMILIES[family])
+    return load_tokenizer(path), AutoTokenizer.from_pretrained(path)
+
+
+def read(rows: list[Any], tmp: Path, **columns: str) -> list[Prompt]:
+    path = tmp / "chats.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return read_prompts(str(path), "train", columns)
+
+
+TEXT = st.text(string.ascii_letters + " \n<>/?", min_size=1, max_size=8).filter(str.strip)
+VALUES = st.none() | st.booleans() | st.integers(-9, 9) | TEXT
+ARGUMENTS = st.dictionaries(st.sampled_from("abc"), VALUES, max_size=2)
+CALLS = st.lists(
+    st.builds(
+        lambda name, values: {"type": "function", "function": {"name": name, "arguments": values}},
+        st.sampled_from(["add", "look"]),
+        ARGUMENTS,
+    ),
+    min_size=1,
+    max_size=2,
+)
+TOOLS = st.lists(
+    st.builds(
+        lambda name, text: {
+            "type": "function",
+            "function": {"name": name, "description": text, "parameters": {"type": "object"}},
+        },
+        st.sampled_from(["add", "look"]),
+        TEXT,
+    ),
+    max_size=2,
+)
+USER = st.builds(lambda text: [{"role": "user", "content": text}], TEXT)
+ANSWER = st.builds(
+    lambda text, thought: (
+        {"role": "assistant", "content": text} | ({"reasoning_content": thought} if thought else {})
+    ),
+    TEXT,
+    st.none() | TEXT,
+)
+TOOL_TURNS = st.builds(
+    lambda content, calls, result: [
+        {"role": "assistant", "content": content, "tool_calls": calls},
+        {"role": "tool", "content": result},
+    ],
+    st.none() | st.just("") | TEXT,
+    CALLS,
+    TEXT,
+)
+ROUND = st.builds(
+    lambda user, tools, answer: [*user, *(tools or []), answer],
+    USER,
+    st.none() | TOOL_TURNS,
+    ANSWER,
+)
+CHATS = st.builds(
+    lambda system, rounds, user, end: [
+        *system,
+        *itertools.chain(*rounds),
+        *user,
+        *end,
+    ],
+    st.just([]) | st.just([{"role": "system", "content": "be brief"}]),
+    st.lists(ROUND, max_size=2),
+    USER,
+    st.just([]) | TOOL_TURNS | ANSWER.map(lambda turn: [turn]),
+)
+KWARGS = st.none() | st.fixed_dictionaries(
+    {}, optional={"enable_thinking": st.booleans(), "reasoning_effort": st.sampled_from(["low"])}
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(family=st.sampled_from(sorted(FAMILIES)), turns=CHATS, tools=st.none() | TOOLS, more=KWARGS)
+def test_a_chat_is_what_transformers_renders_or_is_refused(
+    family: str, turns: list[dict[str, Any]], tools: Any, more: Any
+) -> None:
+    ours, theirs = load_family(family)
+    row = {"prompt": turns, "tools": tools, "chat_template_kwargs": more, "answer": "7"}
+    with tempfile.TemporaryDirectory() as folder:
+        (prompt,) = read([row], Path(folder))
+    is_continued = turns[-1]["role"] == "assistant"
+    try:
+        expected = theirs.apply_chat_template(
+            turns,
+            tools=tools,
+            add_generation_prompt=not is_continued,
+            continue_final_message=is_continued,
+            tokenize=True,
+            return_dict=False,
+            **(more or {}),
+        )
+    except Exception as error:
+        with pytest.raises(ConfigError, match=type(error).__name__):
+            encode_prompt(ours, prompt)
+        return
+    assert encode_prompt(ours, prompt).tolist() == expected
+
+
+def test_fields_of_a_chat_reach_the_template_from_json_and_parquet(tmp_path: Path) -> None:
+    """Arrow gives each turn and tool the fields of all others, with nulls that nobody wrote."""
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    user = {"role": "user", "content": "q"}
+    tools = [
+        {"type": "function", "function": {"name": "add", "parameters": {"b": 1}}},
+        {"type": "function", "function": {"name": "look", "parameters": {"c": 1}}},
+    ]
+    rows: list[dict[str, Any]] = [
+        {"messages": [user], "tools": tools},
+        {
+            "messages": [
+                user,
+                {"role": "assistant", "content": None, "tool_calls": [call]},
+                {"role": "tool", "content": "2"},
+            ],
+        },
+    ]
+    jsonl = read(rows, tmp_path)
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "chats.parquet")
+    parquet = read_prompts(str(tmp_path / "chats.parquet"), "train")
+    assert [x.messages for x in parquet] == [x.messages for x in jsonl]
+    ours, theirs = load_family("qwen3")
+    for prompts in (jsonl, parquet):
+        for prompt, row in zip(prompts, rows, strict=True):
+            text = theirs.apply_chat_template(
+                row["messages"], tools=row.get("tools"), tokenize=False, add_generation_prompt=True
+            )
+            assert ours.decode(encode_prompt(ours, prompt).tolist()) == text
+    text_tools = read([{**rows[0], "tools": json.dumps(tools)}], tmp_path)
+    assert text_tools[0].template_arguments == {"tools": tools}
+
+
+GO = {"role": "user", "content": "2+2="}
+FOUR = {"role": "assistant", "content": "4"}
+FORM = "for the chat template, `tools` must be a list of tools"
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"messages": [GO, FOUR]}, r'`messages` ends with an assistant turn.*"messages\.-1\.conte'),
+        ({"messages": [GO, FOUR], "answer": "5"}, "`messages` ends with an assistant turn"),
+        ({"messages": [FOUR], "answer": "4"}, "the prompt is empty"),
+        ({"messages": [GO], "tools": "a hammer"}, FORM),
+        ({"messages": [GO], "tools": ["add"]}, FORM),
+        ({"messages": [GO], "chat_template_kwargs": [1]}, FORM),
+        ({"prompt": "2+2=", "chat_template_kwargs": {"a": 1}}, "`chat_template_kwargs` needs `mes"),
+        ({"messages": [GO, {"role": "assistant"}]}, "`messages` must be a list"),
+    ],
+)
+def test_a_chat_that_cannot_be_rendered_is_refused_at_its_line(
+    row: Any, problem: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=rf"chats\.jsonl:2: {problem}"):
+        read([{"prompt": "1+1=", "answer": "2"}, row], tmp_path)
+
+
+def test_the_last_assistant_turn_is_the_answer_or_the_beginning_of_the_completion(
+    tmp_path: Path,
+) -> None:
+    rows = [{"messages": [GO, FOUR]}]
+    (prompt,) = read(rows, tmp_path, answer="messages.-1.content")
+    assert (prompt.messages, prompt.answer) == ([GO], "4")
+    # a column of another name, and an answer that stands in a column of its own as well
+    renamed = {"messages": "talk", "answer": "talk.-1.content"}
+    assert read([{"talk": [GO, FOUR]}], tmp_path, **renamed) == [prompt]
+    assert read([{"messages": [GO, FOUR], "answer": "4 "}], tmp_path)[0].messages == [GO]
+    (continued,) = read(rows, tmp_path, prompt="messages")
+    assert continued.messages == [GO, FOUR] and continued.is_continued
+    assert continued.join_answer("2") == [GO, {"role": "assistant", "content": "42"}]
+    assert prompt.join_answer("2") == [GO, {"role": "assistant", "content": "2"}]
+
+
+def test_chats_that_differ_in_tools_or_calls_are_different_problems(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    rows = [
+        {"messages": [GO]},
+        {"messages": [GO], "tools": tools},
+        {"messages": [GO], "chat_template_kwargs": {"enable_thinking": False}},
+        {"messages": [{**GO, "name": "ann"}]},
+        {"messages": [{**GO, "content": " 2+2= "}]},
+    ]
+    names = [canonicalize(prompt) for prompt in read(rows, tmp_path)]
+    assert len(set(names)) == 4 and names[0] == names[-1] == '[["user", "2+2="]]'
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_text_begins_as_the_tokenizer_begins_one_and_has_no_end(
+    begins: bool, tmp_path: Path
+) -> None:
+    ours = load_tokenizer(save_tokenizer(tmp_path, begins=begins))
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    for text in ("Hi", "a" * 40_000, "", "<s>Hi"):
+        ids = encode_prompt(ours, Prompt(0, text)).tolist()
+        plain = theirs.encode(text, add_special_tokens=False)
+        whole = theirs.encode(text)
+        if not begins or not text or text.startswith("<s>"):
+            assert ids == plain
+        else:
+            assert [*ids, theirs.eos_token_id] == whole and ids[0] == theirs.bos_token_id
+
+
+def test_answers_and_columns_are_found_inside_other_columns(tmp_path: Path) -> None:
+    """verl's and SkyRL's files keep the answer in a struct."""
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"{number}+2="}],
+            "reward_model": {"style": "rule", "ground_truth": str(number + 2)},
+            "extra_info": {"index": number, "hints": ["a", f"h{number}"]},
+        }
+        for number in range(12)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "verl.parquet")
+    columns = {"answer": "reward_model.ground_truth"}
+    task = FileTask(str(tmp_path / "verl.parquet"), columns=columns)
+    assert task.unanswered == 0
+    for prompt in task.sets["train"]:
+        assert task.reward(prompt, prompt.answer) == 1.0
+        assert prompt.answer == str(prompt.id + 2)
+    (first, *_) = read(rows, tmp_path, answer="extra_info.hints.1")
+    assert first.answer == "h0" and json.loads(first.meta["reward_model"])["style"] == "rule"
+    for column in ("reward_model.truth", "extra_info.hints.7", "prompt.content", "no.such"):
+        with pytest.raises(ConfigError, match=f"chats.jsonl:1: .*no column `{column}`; it has pro"):
+            read(rows, tmp_path, answer=column)
+    # a name with a dot is the column itself
+    assert read([{"prompt": "1", "a.b": "2"}], tmp_path, answer="a.b")[0].answer == "2"
