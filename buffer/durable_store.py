@@ -171,10 +171,6 @@ def _get_samples(record: SampleRecord | FrameRecord | DeliveryRecord) -> list[Tr
     return record.message.samples if isinstance(record, DeliveryRecord) else record.trajectories
 
 
-def _get_images(record: SampleRecord | FrameRecord | DeliveryRecord) -> dict[str, bytes]:
-    return record.message.images if isinstance(record, DeliveryRecord) else record.images
-
-
 class RecordedStore(Store):
     """A `Store` that appends each change to the journal after making it.
 
@@ -274,7 +270,8 @@ class RecordedStore(Store):
             try:
                 for sample in _get_samples(record):
                     checks.check_sample(self, sample)
-                    super().accept_sample(sample, _get_images(record))
+                    source = record.message if isinstance(record, DeliveryRecord) else record
+                    super().accept_sample(sample, source.images)
             except AsyncrlError as error:
                 raise DamagedDataError(f"the journal cannot be replayed: {error}") from error
         elif isinstance(record, RenewalRecord):

@@ -117,11 +117,6 @@ def list_segments(directory: Path, before: int = 0) -> list[Path]:
     )
 
 
-def make_sure_path(directory: Path, term: int) -> Path:
-    """Return the path of a term's file `sure`."""
-    return directory / (f"{term:08d}.sure" if term else "sure")
-
-
 def read(path: Path) -> Iterator[bytes]:
     """Yield the payloads of a segment; cut a torn tail off the file.
 
@@ -282,7 +277,9 @@ class Journal:
                 atomic_write.remove(leftover)
         self.next: NextSegment | None = None
         self._remover: threading.Thread | None = None
-        self._sure_fd = os.open(make_sure_path(directory, term), os.O_WRONLY | os.O_CREAT, 0o600)
+        self._sure_fd = os.open(
+            directory / (f"{term:08d}.sure" if term else "sure"), os.O_WRONLY | os.O_CREAT, 0o600
+        )
         existing = list_segments(directory, term)
         self.number = parse_position(existing[-1])[1] if existing else 0
         self.fd = -1

@@ -209,7 +209,7 @@ def seal(part: Path) -> None:
 def verify(path: Path) -> str:
     """Return the problem with a checkpoint; empty when it is intact."""
     try:
-        files = json.loads((path / "manifest").read_text(encoding="utf-8"))
+        files = json.loads((path / "manifest").read_bytes())
     except (OSError, ValueError) as error:
         return f"its manifest: {error}"
     for name, (size, checksum) in files.items():

@@ -236,11 +236,7 @@ def run(config: SftConfig, run_dir: Path, log: Log) -> dict[str, Any] | None:
                 completed = training.run(stopping)
             finally:
                 training.metrics.close()
-        return (
-            json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
-            if completed
-            else None
-        )
+        return json.loads((run_dir / "summary.json").read_bytes()) if completed else None
     finally:
         lock.close()
 

@@ -400,24 +400,6 @@ class Session:
         call = self._limit_call(node, max_new_tokens, stop, now)
         return self._add_call(call, None, "ids" if parent is None else "branch", now)
 
-    def place_text(
-        self,
-        text: str,
-        *,
-        now: float,
-        max_new_tokens: int = 0,
-        stop: Sequence[str] = (),
-        aside: bool = False,
-    ) -> SessionCall:
-        """Place a call by text without a template.
-
-        It continues the node with the longest text that it begins with, of these the newest.
-        Raises CallRefused.
-        """
-        self.check_may_call(now)
-        composed = self.draft_text(text)()
-        return self.accept(composed, now=now, max_new_tokens=max_new_tokens, stop=stop, aside=aside)
-
     def check_may_call(self, now: float) -> None:
         """Raise CallRefused if no further call may begin."""
         self.tick(now)

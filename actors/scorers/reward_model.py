@@ -33,7 +33,7 @@ def read_classifier_config(settings: Settings) -> dict[str, Any]:
     """Read config.json of a classifier with one label. Raises ConfigError."""
     path = Path(settings.path) / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise build_refusal(settings, f"not a model directory: its config.json: {error}") from error
     kinds = config.get("architectures") or []

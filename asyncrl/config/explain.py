@@ -234,7 +234,9 @@ def render_reference() -> str:
         page = "running.md" if section == TOP_LEVEL else explanation.page.removeprefix("docs/")
         pages.setdefault(section, page)
     index = (
-        "Sections: " + ", ".join(f"[{name}](#{_format_anchor(name)})" for name in sections) + ".\n"
+        "Sections: "
+        + ", ".join(f"[{name}](#{name.replace(' ', '-')})" for name in sections)
+        + ".\n"
     )
     tables = []
     for name, rows in sections.items():
@@ -242,10 +244,6 @@ def render_reference() -> str:
         heading = f"\n## {title}\n\nSee [{pages[name]}]({pages[name]}).\n\n"
         tables.append(heading + REFERENCE_TABLE + "".join(rows))
     return REFERENCE_HEAD + _wrap_links(index) + "".join(tables)
-
-
-def _format_anchor(section: str) -> str:
-    return section.replace(" ", "-")
 
 
 def _wrap_links(text: str) -> str:

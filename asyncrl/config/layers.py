@@ -353,12 +353,10 @@ def read_keys(config: msgspec.Struct) -> dict[str, Any]:
         for unread in unread_keys:
             remove(raw, unread.key)
     return {
-        name: value for name, value in raw.items() if value != {} or not _is_section(config, name)
+        name: value
+        for name, value in raw.items()
+        if value != {} or not list_structs(map_fields(type(config))[name].type)
     }
-
-
-def _is_section(config: msgspec.Struct, name: str) -> bool:
-    return bool(list_structs(map_fields(type(config))[name].type))
 
 
 def _drop_nones(value: Any) -> Any:

@@ -351,7 +351,9 @@ def _check_section(
     fields = layers.map_fields(struct_type)
     for name, value in raw.items():
         key = prefix + name
-        if name == layers.get_tag(struct_type)[0] or _is_of_other_method(key, root):
+        if name == layers.get_tag(struct_type)[0] or (
+            root is Config and key.count(".") == 1 and key in layers.list_keys(root)
+        ):
             continue
         if name not in fields:
             key = _find_renamed_leaf(key, value)
@@ -370,10 +372,6 @@ def _check_section(
                 f"{_list_allowed_values(f'{key}.{tag}', root)}"
             )
         _check_section(value, root, struct, key + ".", where)
-
-
-def _is_of_other_method(key: str, root: Any) -> bool:
-    return root is Config and key.count(".") == 1 and key in layers.list_keys(root)
 
 
 def _find_renamed_leaf(key: str, value: Any) -> str:

@@ -51,15 +51,14 @@ class EvaluationProgress:
         seconds_left = (now - self.began) / max(done, 1) * (total - done)
         line = f"{name}: {done} of {total} completions, {live.format_duration(seconds_left)} left"
         if self.redraws:
-            sys.stderr.write(f"\r\x1b[K{line[: _count_columns()]}" + "\r\x1b[K" * (done == total))
+            sys.stderr.write(
+                f"\r\x1b[K{line[: max(20, shutil.get_terminal_size().columns - 1)]}"
+                + "\r\x1b[K" * (done == total)
+            )
             sys.stderr.flush()
         elif now - self.reported_at >= QUIET_S:
             self.reported_at = now
             self.say(line)
-
-
-def _count_columns() -> int:
-    return max(20, shutil.get_terminal_size().columns - 1)
 
 
 def load_config(model: str, source: str, sets: Sequence[str]) -> Config:

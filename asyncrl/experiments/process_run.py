@@ -61,7 +61,7 @@ def read_record(run_dir: Path, config: Config) -> RunRecord:
     """Read a finished run's files as the record of a serial run.
 
     Its `clock` is its wall time in milliseconds."""
-    summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+    summary = json.loads((run_dir / "summary.json").read_bytes())
     rows = metrics.read(run_dir)
     # after a resume the later row of a step wins
     trained = {row["step"]: row for row in rows if "reward/mean" in row}

@@ -84,7 +84,7 @@ def read(path: Path) -> StoredAdapter:
     import safetensors
 
     try:
-        settings = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+        settings = json.loads((path / CONFIG).read_bytes())
         with safetensors.safe_open(str(path / WEIGHTS), framework="pt") as opened:
             base = (opened.metadata() or {}).get(BASE, "")
             names = list(opened.keys())

@@ -136,7 +136,7 @@ def check_adapters(config: Config, raw: dict[str, Any]) -> None:
 def read_settings(path: Path, key: str, name: str = "config.json") -> dict[str, Any]:
     """Read a JSON file of a model. Raises ConfigError, with `key` in the message."""
     try:
-        raw = json.loads((path / name).read_text(encoding="utf-8"))
+        raw = json.loads((path / name).read_bytes())
     except FileNotFoundError as error:
         raise ConfigError(f"{key}: {path} is not a model directory (it has no {name})") from error
     except (OSError, ValueError) as error:

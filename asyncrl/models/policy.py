@@ -435,7 +435,7 @@ def export(model: PolicyModel, path: str | Path, ends: Sequence[int] = ()) -> No
         copy_tokenizer(model.tokenizer_dir, part)
         if ends:
             file = part / fetch.GENERATION_CONFIG
-            settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+            settings = json.loads(file.read_bytes()) if file.is_file() else {}
             file.write_text(
                 json.dumps(settings | {"eos_token_id": list(ends)}, indent=2) + "\n",
                 encoding="utf-8",

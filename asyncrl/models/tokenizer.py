@@ -9,7 +9,6 @@ which need no torch; all others use AutoTokenizer, which also imports models: 33
 from __future__ import annotations
 
 import importlib
-import json
 import os
 from collections.abc import Sequence
 from functools import cached_property
@@ -25,6 +24,7 @@ from asyncrl.contract.messages import Prompt
 from asyncrl.models import fetch
 from asyncrl.models.vision import image_tokens
 from asyncrl.models.vision.image_tokens import read_shape, split_image_parts
+from asyncrl.records.jsonl import read_object
 
 fetch.stay_offline()
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -117,9 +117,9 @@ def read_plain_settings(path: Path) -> dict[str, Any] | None:
     if any((path / name).exists() for name in OTHER_FILES):
         return None
     try:
-        family = json.loads((path / "config.json").read_text(encoding="utf-8")).get("model_type")
-        settings = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
-        stored = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
+        family = read_object(path / "config.json").get("model_type")
+        settings = read_object(path / "tokenizer_config.json")
+        stored = read_object(path / "tokenizer.json")
         special = {t["content"] for t in stored["added_tokens"] if t["special"]}
         special_tokens = [settings[k] for k in NAMED if settings.get(k) is not None]
         is_plain = (
@@ -142,25 +142,18 @@ def uses_qwen_tokenizer(path: Path) -> bool:
     # AutoTokenizer chooses another class for these names
     if str(path).lower().startswith(("deepseek-ai/", "stepfun-ai/")):
         return False
-    try:
-        family = json.loads((path / "config.json").read_text(encoding="utf-8")).get("model_type")
-        settings = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
-        return (
-            family in ("qwen2", "qwen3")
-            and settings.get("tokenizer_class") in ("Qwen2Tokenizer", "Qwen2TokenizerFast")
-            and "auto_map" not in settings
-        )
-    except (OSError, ValueError, AttributeError):
-        return False
+    settings = read_object(path / "tokenizer_config.json")
+    return (
+        read_object(path / "config.json").get("model_type") in ("qwen2", "qwen3")
+        and settings.get("tokenizer_class") in ("Qwen2Tokenizer", "Qwen2TokenizerFast")
+        and "auto_map" not in settings
+    )
 
 
 def read_vocabulary_size(path: str | Path) -> int:
     """Return the vocabulary size in a model's config.json; 0 if it is missing."""
-    try:
-        raw = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
-        size = raw.get("vocab_size", (raw.get("text_config") or {}).get("vocab_size"))
-    except (OSError, ValueError, AttributeError):
-        return 0
+    raw = read_object(Path(path) / "config.json")
+    size = raw.get("vocab_size", (raw.get("text_config") or {}).get("vocab_size"))
     return size if isinstance(size, int) else 0
 
 
@@ -265,16 +258,10 @@ def collect_stop_tokens(tokenizer: Any, config: Config) -> tuple[int, ...]:
 def collect_model_stops(tokenizer: Any, path: str | Path) -> tuple[int, ...]:
     """Return the tokens of a model directory that end a completion in any run."""
     stops = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-    for name in ("generation_config.json", "config.json"):
-        try:
-            end_ids = json.loads((Path(path) / name).read_text(encoding="utf-8")).get(
-                "eos_token_id"
-            )
-        except (OSError, ValueError, AttributeError):
-            continue
-        if end_ids is not None:
-            stops += [int(x) for x in (end_ids if isinstance(end_ids, list) else [end_ids])]
-        break
+    settings = read_object(Path(path) / "generation_config.json")
+    settings = settings or read_object(Path(path) / "config.json")
+    if (end_ids := settings.get("eos_token_id")) is not None:
+        stops += [int(x) for x in (end_ids if isinstance(end_ids, list) else [end_ids])]
     return tuple(dict.fromkeys(stops))
 
 
@@ -451,11 +438,7 @@ def has_template(path: str | Path) -> bool:
     """Return whether the tokenizer in a model directory has a chat template."""
     if (Path(path) / "chat_template.jinja").is_file():
         return True
-    try:
-        settings = json.loads((Path(path) / "tokenizer_config.json").read_text(encoding="utf-8"))
-        return bool(settings.get("chat_template"))
-    except (OSError, ValueError, AttributeError):
-        return False
+    return bool(read_object(Path(path) / "tokenizer_config.json").get("chat_template"))
 
 
 def describe_missing_weights(path: str | Path, missing: Sequence[str]) -> str:

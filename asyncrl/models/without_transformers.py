@@ -193,7 +193,7 @@ def open_weight_files(path: Path) -> Iterator[Any]:
 
     index = path / INDEX
     files = (
-        sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
         if index.is_file()
         else [WEIGHTS]
     )

@@ -444,7 +444,11 @@ def check_excluded_batches(rows: Rows) -> HealthFinding | None:
 def check_dry_tasks(rows: Rows) -> HealthFinding | None:
     """Find tasks of a mixture without prompts, or without groups that can be trained."""
     row = next(iter(select_recent_rows(rows, least=1, window=1)), {})
-    dry = [k.removeprefix("task/").removesuffix("_dry") for k, x in row.items() if _is_dry(k, x)]
+    dry = [
+        k.removeprefix("task/").removesuffix("_dry")
+        for k, x in row.items()
+        if k.startswith("task/") and k.endswith("_dry") and x == 1
+    ]
     if not dry:
         return None
     removed = ", ".join(f"{name} {row.get(f'task/{name}_removed', 0):.0f}" for name in dry)
@@ -455,10 +459,6 @@ def check_dry_tasks(rows: Rows) -> HealthFinding | None:
         "if its groups have equal rewards, it is too easy or too hard: change its prompts, weight "
         "or curriculum; if its prompts ran out, raise passes",
     )
-
-
-def _is_dry(name: str, value: Any) -> bool:
-    return name.startswith("task/") and name.endswith("_dry") and value == 1
 
 
 def check_engine_mismatch(rows: Rows, facts: RunFacts) -> HealthFinding | None:

@@ -22,6 +22,15 @@ def make_disk_full_error(path: Path, error: OSError) -> AsyncrlError:
     )
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a file of one JSON object, or return {} if it has none."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def read(path: Path) -> list[dict[str, Any]]:
     """Read the rows of a file, or none if there is no file.
 

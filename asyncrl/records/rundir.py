@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import shutil
 import subprocess
@@ -19,7 +18,7 @@ from typing import IO
 from asyncrl.config.sft import SftConfig
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
-from asyncrl.records import atomic_write, buffer_leadership, private
+from asyncrl.records import atomic_write, buffer_leadership, jsonl, private
 
 SHM = Path("/dev/shm")
 HELD = ".held"  # in a run's directory of shared memory, locked by its processes
@@ -216,15 +215,12 @@ def is_finished(run_dir: Path, steps: int) -> bool:
     """Decide whether the run has made its `steps`, evaluated and written its model.
 
     The last buffer records this at its end, and a new buffer removes the record."""
-    try:
-        summary = json.loads((run_dir / "buffer_summary.json").read_text(encoding="utf-8"))
-        return (
-            bool(summary["finished"])
-            and summary["steps"] >= steps
-            and (run_dir / "weights_digest").exists()
-        )
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+    summary = jsonl.read_object(run_dir / "buffer_summary.json")
+    return bool(
+        summary.get("finished")
+        and summary["steps"] >= steps
+        and (run_dir / "weights_digest").exists()
+    )
 
 
 def clear_end(run_dir: Path) -> None:

@@ -142,7 +142,7 @@ def load_run(path: str | Path) -> LoadedRun:
         )
     config = load.load(directory / "config.toml")
     try:
-        summary = dict(json.loads((directory / "summary.json").read_text(encoding="utf-8")))
+        summary = dict(json.loads((directory / "summary.json").read_bytes()))
     except FileNotFoundError:
         from asyncrl.supervise.summary import compose
 

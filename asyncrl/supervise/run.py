@@ -116,10 +116,7 @@ def resolve_resume(run_dir: Path, sets: Sequence[str]) -> Config:
             f"{config.learner.steps} is fewer; give --set learner.steps=N above {steps_made}"
         )
     summary = run_dir / "summary.json"
-    if (
-        summary.exists()
-        and json.loads(summary.read_text(encoding="utf-8"))["steps"] >= config.learner.steps
-    ):
+    if summary.exists() and json.loads(summary.read_bytes())["steps"] >= config.learner.steps:
         raise NothingToDo(
             f"{run_dir} has made all its {config.learner.steps} steps; to train on, give --set "
             "learner.steps=N with a larger N"

@@ -26,10 +26,7 @@ HEALTHY_EXPERTS = 0.1
 
 def collect_facts(config: Config) -> health_checks.RunFacts:
     """Return the facts for the health checks: the config and the model's largest usual k3."""
-    try:
-        keys = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        keys = {}
+    keys = jsonl.read_object(Path(config.model.path) / "config.json")
     experts = {"num_experts", "num_local_experts", "n_routed_experts"} & set(keys)
     diverges = experts and not config.learner.replay_routing
     return health_checks.RunFacts(config, HEALTHY_EXPERTS if diverges else HEALTHY)
@@ -57,10 +54,7 @@ def find_task_signs(config: Config) -> list[health_checks.HealthFinding]:
 
 def read_buffer_summary(run_dir: Path) -> dict[str, Any]:
     """Read the summary that the last buffer wrote, or build a partial one."""
-    try:
-        return dict(json.loads((run_dir / "buffer_summary.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return build_partial_summary(run_dir)
+    return jsonl.read_object(run_dir / "buffer_summary.json") or build_partial_summary(run_dir)
 
 
 def build_partial_summary(run_dir: Path) -> dict[str, Any]:

@@ -70,17 +70,14 @@ def sum_lags(model: Path) -> LagTotals:
 def read_model_record(model: Path) -> dict[str, Any]:
     """Read the record of a model's creation.  Raises ConfigError."""
     try:
-        return dict(json.loads((model / MODEL).read_text(encoding="utf-8")))
+        return dict(json.loads((model / MODEL).read_bytes()))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{model / MODEL}: {error}") from None
 
 
 def read_ledger(model: Path) -> dict[str, int]:
     """Read how often a model's sequences were trained; {} before the first sequence."""
-    try:
-        return dict(json.loads((model / LEDGER).read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return {}
+    return jsonl.read_object(model / LEDGER)
 
 
 def describe_processes(server: Path) -> list[dict[str, Any]]:

@@ -36,7 +36,10 @@ def parse_turns(where: str, value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not all(
         isinstance(turn, dict)
         and isinstance(turn.get("role"), str)
-        and (isinstance(turn.get("content"), str) or _calls_only(turn))
+        and (
+            isinstance(turn.get("content"), str)
+            or (turn.get("content") is None and turn.get("tool_calls"))
+        )
         for turn in value
     ):
         raise ConfigError(
@@ -47,10 +50,6 @@ def parse_turns(where: str, value: Any) -> list[dict[str, Any]]:
         {key: value for key, value in turn.items() if value is not None or key == "content"}
         for turn in value
     ]
-
-
-def _calls_only(turn: dict[str, Any]) -> bool:
-    return turn.get("content") is None and bool(turn.get("tool_calls"))
 
 
 def check_template_columns(where: str, prompt: Prompt) -> None:

@@ -73,7 +73,12 @@ class ScoredDatum:
             "pieces": decode_pieces(tokenizer, ids),
             "tokens": ids,
             "versions": [
-                [_format_version(run), run.start - start, run.stop - start] for run in self.runs
+                [
+                    "unknown" if run.sequence is None else str(run.sequence.version),
+                    run.start - start,
+                    run.stop - start,
+                ]
+                for run in self.runs
             ],
             "behavior": _round_inside(self._behavior_logprobs[span], inside[span]),
             "start": _round_inside(np.frombuffer(self.logprobs, "<f4")[span], inside[span]),
@@ -82,10 +87,6 @@ class ScoredDatum:
             "mask": inside[span].astype(int).tolist(),
             "used": trained[span].astype(int).tolist(),
         }
-
-
-def _format_version(run: SampledRun) -> str:
-    return "unknown" if run.sequence is None else str(run.sequence.version)
 
 
 def _round_inside(values: np.ndarray, inside: np.ndarray) -> list[float | None]:

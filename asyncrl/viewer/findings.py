@@ -76,10 +76,8 @@ class WatchedRun:
 
         A thread composes that of a run in progress, at most every COMPOSE_S seconds.
         """
-        try:
-            return dict(json.loads((self.path / "summary.json").read_text(encoding="utf-8")))
-        except (OSError, ValueError):
-            pass
+        if summary := jsonl.read_object(self.path / "summary.json"):
+            return summary
         if time.monotonic() >= self._next_summary:
             self._next_summary = math.inf
             # in a thread, because a long run takes seconds

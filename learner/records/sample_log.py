@@ -71,7 +71,10 @@ class SampleLog(BatchLog):
         }
         if sampler is not None:
             columns["sampler"] = sampler
-        rounded = {name: _round(x) for name, x in columns.items()}
+        rounded = {
+            name: np.round(x.detach().double().cpu().numpy(), DECIMALS)
+            for name, x in columns.items()
+        }
         integers = {
             "lag": prep.batch.token_lag.cpu().numpy(),
             "clip": prep.clipped.cpu().numpy(),
@@ -120,7 +123,10 @@ class SampleLog(BatchLog):
                     "tokens": ids,
                     "versions": [[str(s.label), s.start, s.end] for s in sequence.spans],
                 }
-                | {name: _convert_to_json(x[tokens]) for name, x in columns.items()}
+                | {
+                    name: [value if np.isfinite(value) else None for value in x[tokens].tolist()]
+                    for name, x in columns.items()
+                }
                 | ({"images": _describe_images(sequence.images, images)} if sequence.images else {})
             )
             offset += len(ids)
@@ -223,12 +229,3 @@ def _describe_images(names: Sequence[str], blobs: Mapping[str, bytes]) -> list[d
         }
         for name in names
     ]
-
-
-def _round(column: torch.Tensor) -> np.ndarray:
-    return np.round(column.detach().double().cpu().numpy(), DECIMALS)
-
-
-def _convert_to_json(column: np.ndarray) -> list[float | int | None]:
-    """Return the column as numbers, with None for values that JSON cannot hold."""
-    return [x if np.isfinite(x) else None for x in column.tolist()]

@@ -96,27 +96,6 @@ def select_inherited(patterns: Sequence[str]) -> dict[str, str]:
     }
 
 
-def build_environment(
-    seat: SessionAccess, folder: Path, patterns: Sequence[str] = ()
-) -> dict[str, str]:
-    """Build the environment of a session's program.
-
-    It holds the inherited variables (patterns: agent.env_pass) and those that OpenAI's and
-    Anthropic's clients read.
-    """
-    return select_inherited(patterns) | {
-        "OPENAI_BASE_URL": seat.base_url,
-        "OPENAI_API_KEY": seat.api_key,
-        "ANTHROPIC_BASE_URL": seat.url,
-        "ANTHROPIC_API_KEY": seat.api_key,
-        "ASYNCRL_URL": seat.url,
-        **dict.fromkeys(MODEL_VARIABLES, seat.model),
-        "ASYNCRL_TASK": str(folder / "task.json"),
-        "ASYNCRL_REWARD": str(folder / "reward"),
-        "ASYNCRL_SESSION": seat.name,
-    }
-
-
 def judge_exit(
     number: int, code: int, stdout: bytes, stderr: bytes, reward_file: bytes | None
 ) -> SessionResult:
@@ -175,7 +154,18 @@ class AgentProgram:
                     stdin=stdin,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
-                    env=build_environment(seat, self.folder, setup.env_pass),
+                    env=select_inherited(setup.env_pass)
+                    | {
+                        "OPENAI_BASE_URL": seat.base_url,
+                        "OPENAI_API_KEY": seat.api_key,
+                        "ANTHROPIC_BASE_URL": seat.url,
+                        "ANTHROPIC_API_KEY": seat.api_key,
+                        "ASYNCRL_URL": seat.url,
+                        **dict.fromkeys(MODEL_VARIABLES, seat.model),
+                        "ASYNCRL_TASK": str(self.folder / "task.json"),
+                        "ASYNCRL_REWARD": str(self.folder / "reward"),
+                        "ASYNCRL_SESSION": seat.name,
+                    },
                     start_new_session=True,
                     preexec_fn=_prepare_child,  # no other thread is in this process
                 )

@@ -198,7 +198,7 @@ def split_events(body: Mapping[str, Any]) -> list[dict[str, Any]]:
         empty = {
             **item,
             "status": "in_progress",
-            **_empty_content(item),
+            **({"arguments": ""} if item["type"] == "function_call" else {"content": []}),
         }
         events.append(
             {
@@ -234,10 +234,6 @@ def split_events(body: Mapping[str, Any]) -> list[dict[str, Any]]:
         )
     events.append({"type": f"response.{body['status']}", "response": body})
     return [{**event, "sequence_number": number} for number, event in enumerate(events)]
-
-
-def _empty_content(item: Mapping[str, Any]) -> dict[str, Any]:
-    return {"arguments": ""} if item["type"] == "function_call" else {"content": []}
 
 
 def _build_part_events(

@@ -456,7 +456,7 @@ class WebApp:
                 raise CallRefused(
                     410, "session_ended", f"session {session.name} ended before a token was sampled"
                 )
-            name = _make_call_name(session, call.number, parsed.kind)
+            name = f"{PREFIX[parsed.kind]}{session.name}-{call.number}"
             harness_request.answer = replies.build_answer(
                 parsed, node, name, opened.chat.decode_text, int(time.time())
             )
@@ -558,22 +558,15 @@ class CallReply:
     async def _send_head(self, send: Send, status: int, headers: Mapping[str, str]) -> None:
         if self.parsed.ignored:
             headers = {**headers, "x-asyncrl-ignored": ", ".join(self.parsed.ignored)}
-        raw = [(name.encode(), _encode_header(value)) for name, value in headers.items()]
+        raw = [
+            (name.encode(), "".join(c if " " <= c <= "~" else "?" for c in value)[:1000].encode())
+            for name, value in headers.items()
+        ]
         await send({"type": "http.response.start", "status": status, "headers": raw})
 
 
 def _build_body_part(body: bytes, *, more_body: bool = True) -> Message:
     return {"type": "http.response.body", "body": body, "more_body": more_body}
-
-
-def _encode_header(text: str) -> bytes:
-    """Encode a header's value, which may hold a client's text."""
-    return "".join(c if " " <= c <= "~" else "?" for c in text)[:1000].encode()
-
-
-def _make_call_name(session: Session, number: int, kind: Kind) -> str:
-    """Make the id of a call in its answer."""
-    return f"{PREFIX[kind]}{session.name}-{number}"
 
 
 def has_key(request: Request, key: str) -> bool:

@@ -65,7 +65,9 @@ def parse_arm(text: str, option: str = "--arm") -> Arm:
         raise ConfigError(f"{option} {text}: a name may have letters, digits and . + - _")
     # A comma inside brackets or quotes belongs to the value.
     items = [item.strip() for item in re.split(r",(?=\s*[\w.-]+\s*=)", keys) if item.strip()]
-    if not is_method and (twin := _find_similar_method(name)):
+    if not is_method and (
+        twin := next((m for m in CORRECTIONS if methods.simplify(m) == methods.simplify(name)), "")
+    ):
         raise ConfigError(
             f"{option} {text}: the name {name} reads like the method {twin}; write {twin}:..., or "
             f"another name and {METHOD}={twin} among its keys"
@@ -112,11 +114,6 @@ def _split(item: str) -> tuple[str, str]:
     """Split `key = "value"` into key and value."""
     key, _, value = item.partition("=")
     return key.strip(), value.strip().strip("'\"")
-
-
-def _find_similar_method(name: str) -> str:
-    """Return the method that equals `name` up to spelling; empty if none."""
-    return next((m for m in CORRECTIONS if methods.simplify(m) == methods.simplify(name)), "")
 
 
 # ---- what differs --------------------------------------------------------------------------------

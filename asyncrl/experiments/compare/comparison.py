@@ -214,7 +214,7 @@ class Comparison:
         plan = {"arms": convert_configs(self.configs)}
         path = directory / "compare.json"
         if path.exists():
-            written = upgrade_arms(json.loads(path.read_text(encoding="utf-8"))["arms"])
+            written = upgrade_arms(json.loads(path.read_bytes())["arms"])
             refuse_other_configs(directory, "comparison", written, plan["arms"])
         else:
             directory.mkdir(parents=True, exist_ok=True)
@@ -229,8 +229,7 @@ class Comparison:
         path = self.get_run_dir(arm, seed) / "summary.json"
         return (
             path.exists()
-            and json.loads(path.read_text(encoding="utf-8"))["steps"]
-            >= self.configs[arm].learner.steps
+            and json.loads(path.read_bytes())["steps"] >= self.configs[arm].learner.steps
         )
 
     def run(
@@ -286,9 +285,7 @@ class Comparison:
                 arm, seed, self.cells.read(f"{arm}-seed{seed}"), self.configs[arm]
             )
         run_dir = self.get_run_dir(arm, seed)
-        cell = CellResult(
-            arm, seed, json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
-        )
+        cell = CellResult(arm, seed, json.loads((run_dir / "summary.json").read_bytes()))
         rows = metrics.read(run_dir)
         # after a resume the later row of a step wins
         by_step = {row["step"]: row for row in rows if "reward/mean" in row}

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Self
 
-from asyncrl.experiments.compare.comparison import CellResult, Comparison
+from asyncrl.experiments.compare.comparison import Comparison
 from asyncrl.experiments.compare.sweep import SYNC, Sweep, format_limit
 from asyncrl.experiments.compare.sweep_analysis import complete_curve
 from asyncrl.records import metrics
@@ -189,15 +189,10 @@ class CompareProgress(ExperimentProgress):
 
     def format_cell(self, arm: str, seed: int) -> str:
         if (cell := self.ends.get((arm, seed))) is not None:
-            return format_result(cell)
+            return f"{cell.final:.3f}{' !' if cell.trouble else ''}, {cell.summary['wall_s']:.0f} s"
         if arm not in self.comparison.warm:
             return describe_run(metrics.read(self.comparison.get_run_dir(arm, seed)))
         return self.running.get(f"{arm}-seed{seed}", "-")
-
-
-def format_result(cell: CellResult) -> str:
-    """Format a finished run in a few characters."""
-    return f"{cell.final:.3f}{' !' if cell.trouble else ''}, {cell.summary['wall_s']:.0f} s"
 
 
 def describe_run(rows: list[dict[str, Any]]) -> str:

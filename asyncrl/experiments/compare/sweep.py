@@ -182,7 +182,7 @@ class Sweep:
         written = {"arms": convert_configs(sweep_plan.arms)}
         path = directory / "sweep.json"
         if path.exists():
-            previous = comparison.upgrade_arms(json.loads(path.read_text(encoding="utf-8"))["arms"])
+            previous = comparison.upgrade_arms(json.loads(path.read_bytes())["arms"])
             common = {n: previous[n] for n in previous if n in written["arms"]}
             refuse_other_configs(
                 directory, "sweep", common, {n: written["arms"][n] for n in common}

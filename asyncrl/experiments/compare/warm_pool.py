@@ -67,7 +67,7 @@ class CellStore:
         return self.directory / "cells" / f"{name}.json"
 
     def read(self, name: str) -> dict[str, Any]:
-        return dict(json.loads(self.get_path(name).read_text(encoding="utf-8")))
+        return dict(json.loads(self.get_path(name).read_bytes()))
 
     def list_missing(self) -> list[str]:
         return [n for n in self.configs if not self.get_path(n).exists()]

@@ -114,7 +114,7 @@ def _read_run_directory(path: Path, series: str, seed: int, metric: str) -> Meas
 
 def _read_comparison(path: Path, metric: str) -> list[MeasuredRun]:
     runs: list[MeasuredRun] = []
-    for arm in json.loads((path / "compare.json").read_text(encoding="utf-8"))["arms"]:
+    for arm in json.loads((path / "compare.json").read_bytes())["arms"]:
         cells = {file.stem: file for file in (path / "cells").glob("*.json")}
         finished = {run.parent.name: run.parent for run in path.glob("runs/*/summary.json")}
         for name in sorted(cells.keys() | finished.keys()):
@@ -135,7 +135,7 @@ def _read_sweep(path: Path, metric: str) -> list[MeasuredRun]:
     """
     if not (path / "result.json").is_file():
         raise ConfigError(f"{path}: the sweep has no result.json yet; wait for its end")
-    result = json.loads((path / "result.json").read_text(encoding="utf-8"))
+    result = json.loads((path / "result.json").read_bytes())
     cells = [(cell["correction"], cell["limit"], cell["arm"]) for cell in result["cells"]]
     if all(arm != "sync" for _, _, arm in cells):
         cells.insert(0, ("sync", "0", "sync"))
@@ -149,7 +149,7 @@ def _read_sweep(path: Path, metric: str) -> list[MeasuredRun]:
 
 def _read_cell(file: Path, series: str, seed: int, metric: str) -> MeasuredRun:
     """Read a run that was made in a warm process."""
-    record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    record: dict[str, Any] = json.loads(file.read_bytes())
     if metric in (HELDOUT, OOD):
         steps, values = record.get("accuracy" if metric == HELDOUT else "ood") or ([], [])
         curve = _select_finite(zip(steps, values, strict=True))

@@ -148,11 +148,6 @@ class StaleSamples:
         }
 
 
-def list_lengths(longest: int) -> list[int]:
-    """Return 2, 4, 8, ... and the longest length."""
-    return sorted({n for n in (2, 4, 8, 16) if n < longest} | {longest})
-
-
 def measure(
     vocabulary: int, longest: int, seeds: int, say: Callable[[str], None]
 ) -> dict[str, Any]:
@@ -162,7 +157,7 @@ def measure(
     """
     corrections = list_candidates()
     results = {}
-    for length in list_lengths(longest):
+    for length in sorted({n for n in (2, 4, 8, 16) if n < longest} | {longest}):
         space = ResponseSpace(vocabulary, length)
         by_seed = []
         for seed in range(seeds):

@@ -6,7 +6,6 @@ one id, whose embeddings its vision tower gives.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 
 from asyncrl.contract.blobs.images import MARKER, MOST_IMAGES, ImageShape
 from asyncrl.contract.errors import ConfigError
+from asyncrl.records.jsonl import read_object
 
 FAMILY = "llava"  # the model type that reads images
 
@@ -24,11 +24,8 @@ def read_shape(path: str | Path) -> ImageShape | None:
 
     Raises ConfigError for a config.json without the keys that describe it.
     """
-    try:
-        raw = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    if not isinstance(raw, dict) or raw.get("model_type") != FAMILY:
+    raw = read_object(Path(path) / "config.json")
+    if raw.get("model_type") != FAMILY:
         return None
     token = raw.get("image_token_index", raw.get("image_token_id"))
     length = raw.get("image_seq_length", 576)  # transformers' default, of LLaVA-1.5

@@ -10,12 +10,12 @@ run continues, and the reason of a failure.
 
 from __future__ import annotations
 
-import json
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
 from asyncrl.contract import importing
+from asyncrl.records import jsonl
 
 
 class TrackerFeeds:
@@ -50,10 +50,6 @@ def read_failures(run_dir: Path) -> dict[str, str]:
     """Return the reason of each failed tracker."""
     reasons = {}
     for path in sorted((run_dir / "trackers").glob("*.json")):
-        try:
-            state = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        if state.get("failed"):
-            reasons[path.stem] = str(state["failed"])
+        if failure := jsonl.read_object(path).get("failed"):
+            reasons[path.stem] = str(failure)
     return reasons

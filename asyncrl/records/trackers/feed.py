@@ -63,7 +63,7 @@ def main(run_dir: Path, name: str) -> None:
     state_file.parent.mkdir(exist_ok=True)
     with (state_file.parent / f".{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the feed of an earlier buffer may still send rows
-        state = json.loads(state_file.read_text(encoding="utf-8")) if state_file.exists() else {}
+        state = json.loads(state_file.read_bytes()) if state_file.exists() else {}
 
         def note(**changes: Any) -> None:
             state.update(changes)

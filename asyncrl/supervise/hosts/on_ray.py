@@ -402,7 +402,7 @@ def list_addresses(wires: WiresConfig) -> list[str]:
 def read_previous_addresses(run_dir: Path) -> list[str]:
     """Return the addresses of the run's last start, or [] for its first start."""
     try:
-        return list(json.loads((run_dir / "hosts.json").read_text(encoding="utf-8"))["wires"])
+        return list(json.loads((run_dir / "hosts.json").read_bytes())["wires"])
     except (OSError, ValueError, KeyError, TypeError):
         return []
 

@@ -341,15 +341,6 @@ def list_fired_checks(run_dir: Path, signs: Sequence[Mapping[str, Any]]) -> list
     ]
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object, or return {} if the file has none."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
 def list_advice(
     config: Config | None,
     run_dir: Path,
@@ -367,14 +358,14 @@ def list_advice(
         series = Series(run_dir / "metrics.jsonl")
         series.refresh()
     if signs is None:
-        signs = _read_json(run_dir / "summary.json").get("signs", [])
+        signs = jsonl.read_object(run_dir / "summary.json").get("signs", [])
     limit = config.staleness.limit if config else float("inf")
     facts = Facts(
         series,
         int(limit) if limit != float("inf") else None,
         config.generators if config else 1,
         ended,
-        _read_json(run_dir / PREDICTION),
+        jsonl.read_object(run_dir / PREDICTION),
     )
     if config and not config.generator.gpus:
         facts = facts._replace(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ import msgspec
 import asyncrl
 from asyncrl.config import load
 from asyncrl.config.tree import Config, TaskSource
-from asyncrl.records import metrics
+from asyncrl.records import jsonl, metrics
 from asyncrl.supervise.summary import compose
 
 # a path in the cache of the hub's client
@@ -30,15 +29,14 @@ def render(config: Config, run_dir: Path) -> str:
     """Return the text of the card: metadata for the hub, then Markdown."""
     from huggingface_hub import ModelCardData
 
-    try:
-        summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        summary = compose(config, run_dir)
+    summary = jsonl.read_object(run_dir / "summary.json") or compose(config, run_dir)
     base, data = format_hub_name(config.model.path), list(dict.fromkeys(list_data_sets(config)))
     card = ModelCardData(
         base_model=base.partition("@")[0] if "/" in base else None,
         datasets=[name.partition("@")[0] for name in data] or None,
-        library_name="peft" if _is_adapter(config) else "transformers",
+        library_name="peft"
+        if config.lora.rank and config.export.lora == "adapter"
+        else "transformers",
         pipeline_tag="text-generation",
         tags=["asyncrl", "reinforcement-learning", config.loss.surrogate],
     )
@@ -182,10 +180,6 @@ def list_ledger(summary: dict[str, Any]) -> list[tuple[str, ...]]:
         for name, tokens in summary["ledger"].items()
         if tokens
     ]
-
-
-def _is_adapter(config: Config) -> bool:
-    return bool(config.lora.rank) and config.export.lora == "adapter"
 
 
 def _format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -301,10 +301,7 @@ def write(run_dir: Path) -> Path:
     rundir.require_run(run_dir)
     config = load.load(run_dir / "config.toml")
     rows = metrics.read(run_dir)
-    try:
-        summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        summary = compose(config, run_dir)
+    summary = jsonl.read_object(run_dir / "summary.json") or compose(config, run_dir)
     if not rows:
         raise ConfigError(
             f"{run_dir}: nothing to report yet, no batch has been trained; `asyncrl doctor "

@@ -86,13 +86,12 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
 def drop_added_fields(row: Mapping[str, Any]) -> dict[str, Any]:
     """Drop the null fields of chat turns and tools: Arrow adds those that other rows have."""
     return {
-        name: _drop_nulls(value) if name in TEMPLATE_COLUMNS or _holds_turns(value) else value
+        name: _drop_nulls(value)
+        if name in TEMPLATE_COLUMNS
+        or (isinstance(value, list) and all(isinstance(x, dict) and "role" in x for x in value))
+        else value
         for name, value in row.items()
     }
-
-
-def _holds_turns(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(x, dict) and "role" in x for x in value)
 
 
 def _drop_nulls(value: Any) -> Any:
@@ -168,7 +167,7 @@ def find_splits(directory: Path) -> dict[str, list[Path]]:
     Files whose path names no split belong to `train`."""
     saved = directory / "dataset_dict.json"
     if saved.is_file():
-        names = json.loads(saved.read_text(encoding="utf-8"))["splits"]
+        names = json.loads(saved.read_bytes())["splits"]
         return {name: _list_saved_files(directory / name) for name in names}
     if (directory / "state.json").is_file():
         return {"train": _list_saved_files(directory)}
@@ -183,7 +182,7 @@ def find_splits(directory: Path) -> dict[str, list[Path]]:
 
 def _list_saved_files(directory: Path) -> list[Path]:
     """List the files of a data set that `save_to_disk` wrote, in their order."""
-    state = json.loads((directory / "state.json").read_text(encoding="utf-8"))
+    state = json.loads((directory / "state.json").read_bytes())
     return [directory / file["filename"] for file in state["_data_files"]]
 
 

@@ -116,7 +116,7 @@ def test_leases_calls_and_a_new_life_of_the_learner(config: Config, tmp_path: Pa
         assert await door.lease("c", 0.0) is None  # agent.sessions
         # a call is drawn, an answer comes, the session is scored and delivered
         session = second.session
-        call = session.place_text("ab=", now=door.current_time())
+        call = session.accept(session.draft_text("ab=")(), now=door.current_time())
         drawing = asyncio.create_task(door.draw(session, call))
         await asyncio.sleep(0)
         (number,) = gateway.calls
@@ -134,7 +134,7 @@ def test_leases_calls_and_a_new_life_of_the_learner(config: Config, tmp_path: Pa
         # the learner's next life: an open session waits, its call too, until its sample is granted
         third = await door.lease("c", 0.0)
         assert third is not None
-        call = third.session.place_text("ab=", now=door.current_time())
+        call = third.session.accept(third.session.draft_text("ab=")(), now=door.current_time())
         drawing = asyncio.create_task(door.draw(third.session, call))
         await asyncio.sleep(0)
         (was,) = gateway.calls
@@ -155,7 +155,7 @@ def test_leases_calls_and_a_new_life_of_the_learner(config: Config, tmp_path: Pa
         assert await drawing is third.session.tree.nodes[0]
         assert third.session.adopted == [(granted, 0)] and door.find(third.session.name) is third
         # one that nothing adopts ends by its deadline, and whoever waits for it hears of that
-        call = third.session.place_text("ab=", now=door.current_time())
+        call = third.session.accept(third.session.draft_text("ab=")(), now=door.current_time())
         drawing = asyncio.create_task(door.draw(third.session, call))
         await asyncio.sleep(0)
         gateway.announce(m.PolicyAnnouncement(Label(3, 0), "d", source))
@@ -290,7 +290,7 @@ def test_a_call_that_a_generator_refuses_is_answered_by_a_failure(
         gateway.accept_tickets([ticket(1)])
         opened = await door.lease("a", 0.0)
         assert opened is not None
-        call = opened.session.place_text("ab=", now=door.current_time())
+        call = opened.session.accept(opened.session.draft_text("ab=")(), now=door.current_time())
         drawing = asyncio.create_task(door.draw(opened.session, call))
         await asyncio.sleep(0)
         (number,) = gateway.calls

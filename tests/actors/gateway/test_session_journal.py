@@ -233,7 +233,7 @@ class Process:
         """One call and its answer, as the endpoint serves it."""
         session, door = opened.session, self.door
         request = session.register_request(body)
-        request.call = session.place_text("ab=", now=door.current_time())
+        request.call = session.accept(session.draft_text("ab=")(), now=door.current_time())
         drawing = asyncio.create_task(door.draw(session, request.call))
         await asyncio.sleep(0)
         (number,) = self.gateway.calls
@@ -281,7 +281,9 @@ def test_a_new_process_delivers_each_sample_once(config: Config, tmp_path: Path)
         assert opened is not None and opened.key == going.key
         assert await door.lease("b", 0.0) is opened and opened.file is not None
         assert opened.session.register_request(b"y", retry=True).answer == b"answer"
-        waiting = opened.session.place_text("ab=1", now=door.current_time())
+        waiting = opened.session.accept(
+            opened.session.draft_text("ab=1")(), now=door.current_time()
+        )
         drawing = asyncio.create_task(door.draw(opened.session, waiting))
         await asyncio.sleep(0)
         assert not gateway.router.open
