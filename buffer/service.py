@@ -48,7 +48,7 @@ from asyncrl.records.metrics import MetricsWriter, RunClock
 from asyncrl.records.rundir import RunLock, clear_end, get_buffer_address, read_run_id
 from asyncrl.records.trackers import TrackerFeeds
 from asyncrl.tasks import Task
-from asyncrl.tasks.evaluation_sets import build_task
+from asyncrl.tasks.evaluation_sets import build_task, check_prompt_files
 from asyncrl.transport.sockets import BufferSocket
 from buffer import batches, checks, numbers
 from buffer.durable_store import RecordedStore
@@ -190,6 +190,7 @@ class BufferService:
     ) -> None:
         self.config, self.run_dir, self.run = config, run_dir, read_run_id(run_dir)
         self.show = show
+        check_prompt_files(config, run_dir)
         task = build_task(config)
         # before taking the term: a buffer that cannot bind its address must not end another one
         self.socket = BufferSocket(

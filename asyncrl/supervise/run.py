@@ -27,6 +27,7 @@ from asyncrl.supervise.report import run_page
 from asyncrl.supervise.report.advice import record_check
 from asyncrl.supervise.summary import collect_facts, find_task_signs
 from asyncrl.supervise.summary import write as write_summary
+from asyncrl.tasks.evaluation_sets import check_prompt_files
 
 FIXED_ON_RESUME = (
     "seed",
@@ -235,6 +236,7 @@ def run_with_launcher(
     watcher = HealthWatcher(run_dir, say, collect_facts(config))
     if not resume:
         rundir.prepare(config, load.dump(config), run_dir)
+    check_prompt_files(config, run_dir)
     watcher.report(find_task_signs(config), 0)
     say(
         f"run {run_dir}: {config.generators} generator(s), {config.learner.steps} steps of "

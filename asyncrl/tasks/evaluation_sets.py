@@ -4,7 +4,10 @@ The prompts of a set have its name as their split, which selects their reward.""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,7 +16,10 @@ from asyncrl.config.scorers import JudgeConfig, RewardModelConfig
 from asyncrl.config.tree import Config, EvaluationSetConfig, RewardConfig, TaskConfig
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
+from asyncrl.records import atomic_write
+from asyncrl.records.jsonl import read_object
 from asyncrl.tasks import Task, get_task
+from asyncrl.tasks.data.rows import find_files
 from asyncrl.tasks.file import read_prompts
 from asyncrl.tasks.mixing.mixture import resolve_part_task
 
@@ -77,6 +83,27 @@ class TaskWithSets:
     def _find_task(self, split: str) -> Task:
         source: Task = self.tasks.get(split, self.task)
         return source
+
+
+def check_prompt_files(config: Config, run_dir: Path) -> None:
+    """Record the digests of a run's prompt files at its start.
+
+    Raises ConfigError if a file has changed since: the run would go on in the middle of an order of
+    other prompts."""
+    tasks = [config.task, *config.task.mixture]
+    paths = [path for task in tasks for path in (task.prompts, task.heldout, task.ood)]
+    record = run_dir / "prompts.json"
+    digests = read_object(record)
+    for path in filter(None, [*paths, *(chosen.file for chosen in config.evaluation.sets)]):
+        content = b"".join(file.read_bytes() for file in find_files(path) or ())
+        digest = hashlib.sha256(content).hexdigest()
+        if digests.setdefault(path, digest) != digest:
+            raise ConfigError(
+                f"{path}: has changed since the run began (SHA-256 {digests[path][:12]}, now "
+                f"{digest[:12]}): restore it, or start a new run; without {record} the run "
+                "continues in the middle of the new order"
+            )
+    atomic_write.write(record, json.dumps(digests))
 
 
 def build_task(config: Config) -> Any:

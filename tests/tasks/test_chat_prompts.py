@@ -21,9 +21,11 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 from asyncrl.models.tokenizer import encode_prompt, load_tokenizer
+from asyncrl.tasks.evaluation_sets import check_prompt_files
 from asyncrl.tasks.file import FileTask, canonicalize, read_prompts
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<unk>"]
@@ -282,3 +284,17 @@ def test_answers_and_columns_are_found_inside_other_columns(tmp_path: Path) -> N
             read(rows, tmp_path, answer=column)
     # a name with a dot is the column itself
     assert read([{"prompt": "1", "a.b": "2"}], tmp_path, answer="a.b")[0].answer == "2"
+
+
+def test_a_run_refuses_prompt_files_that_changed_since_it_began(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "1+1="}\n')
+    config = load.load("demo", [f'task={{name="file", prompts="{path}"}}'])
+    for _ in range(2):
+        check_prompt_files(config, tmp_path)
+    path.write_text('{"prompt": "1+2="}\n')
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"has changed since .*SHA-256 \w{12}, now \w"):
+            check_prompt_files(config, tmp_path)
+    (tmp_path / "prompts.json").unlink()
+    check_prompt_files(config, tmp_path)
