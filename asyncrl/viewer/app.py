@@ -160,6 +160,7 @@ class WatchApp:
         runs = self.select_runs(query)
         return {
             "runs": {run.id: run.read_settings() for run in runs},
+            "changed": {run.id: run.list_changed_settings() for run in runs},
             "differences": findings.list_differences(runs) if len(runs) > 1 else [],
         }
 

@@ -186,6 +186,13 @@ class WatchedRun:
         """Return the run's settings as {dotted key: value}."""
         return read_settings(self.path / "config.toml")
 
+    def list_changed_settings(self) -> list[str]:
+        """List the keys whose values are not the defaults."""
+        config = load.build({"model": {"path": ""}, "task": {"name": "sort"}})
+        defaults = flatten(tomllib.loads(load.dump(config)))
+        settings = self.read_settings()
+        return [key for key, value in settings.items() if defaults.get(key) != value]
+
     def list_logs(self) -> list[str]:
         """Return the names of the log files, the newest attempt first."""
         return list_log_names(self.path)

@@ -143,6 +143,10 @@ class WatchedTinkerModel(WatchedRun):
             ]
         }
 
+    def list_changed_settings(self) -> list[str]:
+        """List no keys: the defaults of a server are not known here."""
+        return []
+
     def read_settings(self) -> dict[str, Any]:
         """Return the server's settings and those that the model was created with."""
         record = tinker_status.read_model_record(self.path)

@@ -197,3 +197,14 @@ def test_a_run_that_cannot_be_read_hides_no_other(
     assert "torn  unreadable          -/-         -       -" in table
     # a judge's grade is not an accuracy
     assert table.splitlines()[0].split() == ["run", "state", "steps", "held-out", "lag"]
+
+
+def test_a_correction_has_a_color_and_a_limit_a_line_style(tmp_path: Path) -> None:
+    series = [f"{name}, limit {limit}" for name in ("none", "tis") for limit in (1, 8)]
+    points = [FigurePoint(name, str(x), "0", x, 0.1 * x) for name in series for x in (1, 2)]
+    figure_drawing.draw(make_lines(points), "eval/heldout", STEP, tmp_path / "x.svg")
+    text = (tmp_path / "x.svg").read_text()
+    colors = [color.lower() for color in figure_drawing.OKABE_ITO]
+    used = [color for color in colors if f"stroke: {color}; stroke-width: 1.5" in text]
+    assert used == colors[:2]
+    assert text.count("stroke-dasharray: 5.55") >= 2

@@ -149,9 +149,21 @@ def test_a_phone_scrolls_in_one_direction_and_keys_change_page_and_theme(
     page.goto(f"{address}/?token=secret")
     page.locator(".plot svg.canvas").first.wait_for()
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    # the whole menu is visible, and the theme is the system's until the reader chooses one
+    assert page.evaluate(
+        "[...document.querySelectorAll('nav button')].every("
+        "b => b.getBoundingClientRect().right <= window.innerWidth)"
+    )
+    for scheme in ("dark", "light"):
+        page.emulate_media(color_scheme=scheme)
+        page.reload()
+        shown = page.evaluate("document.documentElement.classList.contains('dark')")
+        assert shown is (scheme == "dark")
     dark: Any = page.evaluate("document.documentElement.classList.contains('dark')")
     page.keyboard.press("d")
     assert page.evaluate("document.documentElement.classList.contains('dark')") is not dark
     page.keyboard.press("5")
     page.locator("table").first.wait_for()
     assert page.url.endswith("#ledger")
+    page.keyboard.press("7")
+    page.locator("pre strong", has_text="model.path = ").first.wait_for()

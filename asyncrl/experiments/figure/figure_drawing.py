@@ -10,7 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl.contract.errors import ConfigError
-from asyncrl.experiments.figure.figure_points import HELDOUT, LAG, STEP, FigureLine, make_caption
+from asyncrl.experiments.figure.figure_points import (
+    HELDOUT,
+    LAG,
+    LIMIT,
+    STEP,
+    FigureLine,
+    make_caption,
+)
 from asyncrl.models.installed import build_install_command
 
 OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -40,9 +47,14 @@ def draw(lines: Sequence[FigureLine], metric: str, across: str, path: Path) -> N
     with rc_context(SETTINGS):
         figure = Figure(figsize=(5.5, 3.8), layout="constrained")
         axes = figure.add_subplot()
-        for number, line in enumerate(lines):
+        # a color for each method, a line style for each of its limits
+        split_names = [line.name.partition(LIMIT) for line in lines]
+        methods = list(dict.fromkeys(method for method, _, _ in split_names))
+        limits = list(dict.fromkeys(limit for _, _, limit in split_names))
+        for line, (method, _, limit) in zip(lines, split_names, strict=True):
+            number = methods.index(method)
             color = OKABE_ITO[number % len(OKABE_ITO)]
-            style = STYLES[number % len(STYLES)]
+            style = STYLES[(limits.index(limit) if len(limits) > 1 else number) % len(STYLES)]
             marker = MARKERS[number % len(MARKERS)]
             axes.plot(
                 line.positions, line.mean, style, color=color, marker=marker, ms=4, label=line.name

@@ -18,6 +18,7 @@ from asyncrl.supervise import summary
 
 HELDOUT, OOD = "eval/heldout", "eval/ood"
 STEP, LAG = "step", "lag"
+LIMIT = ", limit "  # in the name of a series, between correction and limit
 
 
 class FigurePoint(NamedTuple):
@@ -71,7 +72,7 @@ def read_points(paths: Sequence[Path], metric: str, across: str) -> list[FigureP
         for run in _read_runs(path, metric):
             name = run.series
             if across == STEP and run.place:
-                name = f"{name}, limit {run.place}"
+                name = f"{name}{LIMIT}{run.place}"
             if len(paths) > 1:  # they may hold series of the same name
                 name = _join_names(path, name, paths)
             if across == LAG and run.curve:

@@ -136,7 +136,8 @@ async function config(place) {
     place.append(element("h2", {}, "Settings that differ"), table(["key", ...names], content.differences.map((row) => [row.key, ...names.map((name) => value(row.values[name]))])));
   }
   for (const [id, settings] of Object.entries(content.runs))
-    place.append(element("h2", {}, id), element("pre", {}, Object.entries(settings).map(([key, x]) => `${key} = ${value(x)}`).join("\n")));
+    place.append(element("h2", {}, id), content.changed[id].length ? element("p", { class: "soft" }, "Bold: differs from the default.") : "",
+      element("pre", {}, ...Object.entries(settings).map(([key, x]) => element(content.changed[id].includes(key) ? "strong" : "span", {}, `${key} = ${value(x)}\n`))));
 }
 
 function runPicker(change) {
@@ -236,23 +237,30 @@ async function tick() {
     Math.min(Math.max(REFRESH_MS, SPARE * (performance.now() - began)), SLOWEST_MS));
 }
 
-function theme(dark) {
-  document.documentElement.classList.toggle("dark", dark);
-  localStorage.setItem("asyncrl-dark", dark ? "1" : "0");
+// the theme of the system, until the reader chooses one
+const systemTheme = matchMedia("(prefers-color-scheme: dark)");
+function theme() {
+  const chosen = localStorage.getItem("asyncrl-dark");
+  document.documentElement.classList.toggle("dark", chosen === null ? systemTheme.matches : chosen === "1");
+}
+
+function toggleTheme() {
+  localStorage.setItem("asyncrl-dark", document.documentElement.classList.contains("dark") ? "0" : "1");
+  theme();
 }
 
 document.addEventListener("keydown", (event) => {
   if (["INPUT", "SELECT", "TEXTAREA"].includes(event.target.tagName) || event.ctrlKey || event.metaKey) return;
   const page = PAGES[Number(event.key) - 1];
   if (page) open(page);
-  if (event.key === "d") theme(!document.documentElement.classList.contains("dark"));
+  if (event.key === "d") toggleTheme();
   if (event.key === "p") state.paused = !state.paused;
 });
-document.getElementById("theme").addEventListener("click", () => theme(!document.documentElement.classList.contains("dark")));
+document.getElementById("theme").addEventListener("click", toggleTheme);
 document.getElementById("axis").addEventListener("change", (event) => { state.axis = event.target.value; render(true); });
 document.getElementById("smooth").addEventListener("change", (event) => { state.smooth = Number(event.target.value); render(); });
-const savedTheme = localStorage.getItem("asyncrl-dark");
-theme(savedTheme === null ? matchMedia("(prefers-color-scheme: dark)").matches : savedTheme === "1");
+systemTheme.addEventListener("change", theme);
+theme();
 if (PAGES.includes(location.hash.slice(1))) state.page = location.hash.slice(1);
 frame();
 tick();
