@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import threading
 from collections.abc import Awaitable, Callable, Mapping
@@ -27,6 +28,7 @@ from asyncrl.viewer.findings import WatchedRun
 
 STATIC = Path(__file__).parent / "static"
 COOKIE = "asyncrl_watch"
+LARGEST_NUMBER = 2.0**53
 # Text of samples cannot run as a script, because scripts come only from this server's files.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
@@ -43,15 +45,19 @@ class WatchApp:
     One lock guards the runs, because threads handle the requests.
     """
 
-    def __init__(self, places: list[Path], token: str = "", *, expected: bool = False) -> None:
+    def __init__(
+        self, places: list[Path], token: str = "", *, expected: bool = False, host: str = ""
+    ) -> None:
         """Find the runs.
 
         places: runs, or directories of runs; new runs in them appear while the page is open.
+        host: the address of this machine that is listened on, which requests must name; "": any.
 
         Raises ConfigError if the directory holds no run yet, unless one is expected.
         """
         self.places = places
         self.token = token
+        self.host = host
         self.lock = threading.Lock()
         self.runs: dict[str, WatchedRun] = {}
         if not expected:
@@ -72,7 +78,11 @@ class WatchApp:
                 run.id = run.id if run.id not in self.runs else str(path)
                 self.runs[run.id] = run
         for run in self.runs.values():
-            run.refresh()
+            run.problem = ""
+            try:
+                run.refresh()
+            except (ValueError, RecursionError) as error:  # it must not hide the other runs
+                run.problem = f"its files cannot be read: {error}"
 
     def select_runs(self, query: Query) -> list[WatchedRun]:
         """Return the runs that `run` or `runs` names, all by default. Raises ConfigError."""
@@ -95,7 +105,18 @@ class WatchApp:
 
     def list_runs(self, query: Query) -> Any:
         self.refresh()
-        return [run.describe_state() for run in self.runs.values()]
+        return [self._describe_run(run) for run in self.runs.values()]
+
+    def _describe_run(self, run: WatchedRun) -> dict[str, Any]:
+        """Return a run's row of the list, also of a run whose files cannot be read."""
+        try:
+            state = run.describe_state()
+        except (ValueError, RecursionError) as error:
+            run.problem = run.problem or f"its files cannot be read: {error}"
+            state = dict.fromkeys(("steps", "step", "seconds", "rows", "samples", "damaged"), 0)
+            state |= {"id": run.id, "path": str(run.path), "summed_up": False}
+            state |= dict.fromkeys(("accuracy", "reward", "lag"))
+        return state | ({"state": "unreadable", "problem": run.problem} if run.problem else {})
 
     def build_overview(self, query: Query) -> Any:
         return {run.id: run.build_overview() for run in self.select_runs(query)}
@@ -135,7 +156,7 @@ class WatchApp:
             step=parse_range(query.get("step", ".."), "step"),
             reward=parse_range(query.get("reward", ".."), "reward"),
             lag=parse_range(query.get("lag", ".."), "lag"),
-            ticket=int(ticket) if ticket and ticket.isdigit() else None,
+            ticket=int(ticket[:20]) if ticket and ticket.isdecimal() else None,
             group_key=query.get("group_key"),
             rule=query.get("rule") or None,
             text=query.get("text", ""),
@@ -201,7 +222,7 @@ class WatchApp:
             try:
                 with self.lock:
                     content, status = handle(query), 200
-            except (AsyncrlError, OSError) as error:
+            except (AsyncrlError, OSError, RecursionError) as error:
                 content, status = {"error": str(error)}, 400
             return Response(msgspec.json.encode(content), status, media_type="application/json")
 
@@ -209,6 +230,15 @@ class WatchApp:
             return await run_in_threadpool(compute, request.query_params)
 
         return respond
+
+    def _is_own_host(self, header: str) -> bool:
+        """Whether a request names this machine as the page's address does.
+
+        Otherwise a web page could read this one through a name that its owner lets point here."""
+        if not self.host:
+            return True
+        name = header.rpartition(":")[0] if header.rpartition(":")[2].isdigit() else header
+        return name.strip("[]").lower() in {"localhost", "127.0.0.1", "::1", self.host}
 
     async def serve_page(self, request: Request) -> Response:
         """Send the page."""
@@ -229,6 +259,13 @@ class WatchApp:
 
         A token in the address would stay in the browser's history and be sent as a referrer.
         """
+        if not self._is_own_host(request.headers.get("host", "")):
+            return Response(
+                "asyncrl watch: open it by the address that it printed, not by another name of "
+                "this machine\n",
+                421,
+                media_type="text/plain",
+            )
         if self.token:
             token = request.query_params.get("token")
             if token is not None and hmac.compare_digest(token.encode(), self.token.encode()):
@@ -250,7 +287,7 @@ class WatchApp:
 
 
 def _parse_number(query: Query, name: str, default: float) -> float:
-    try:
-        return float(query.get(name) or default)
-    except ValueError:
-        raise ConfigError(f"{name}={query[name]}: give a number") from None
+    with contextlib.suppress(ValueError):
+        if abs(number := float(query.get(name) or default)) < LARGEST_NUMBER:
+            return number
+    raise ConfigError(f"{name}={query[name]}: give a number")

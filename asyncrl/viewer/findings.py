@@ -42,6 +42,7 @@ class WatchedRun:
     series: Series = field(init=False)
     samples: SampleStore = field(init=False)
     steps: Series = field(init=False)  # of optimizer_steps.jsonl, read on demand
+    problem: str = ""  # why its files cannot be read
     _summary: dict[str, Any] = field(default_factory=dict)
     _next_summary: float = 0.0
     _config: tuple[tuple[int, int], Config] | None = None
@@ -217,7 +218,9 @@ def read_settings(path: Path) -> dict[str, Any]:
 def list_log_names(folder: Path) -> list[str]:
     """Return the names of the log files of a directory, the newest attempt first."""
     files = [*(folder / "logs").rglob("*.log"), *folder.glob("*.log")]
-    return sorted((str(p.relative_to(folder)) for p in files), reverse=True)
+    root = folder.resolve()  # a link out of the directory would show another file
+    inside = [path for path in files if path.resolve().is_relative_to(root) and path.is_file()]
+    return sorted((str(path.relative_to(folder)) for path in inside), reverse=True)
 
 
 def read_log_tail(folder: Path, name: str) -> str:

@@ -556,3 +556,51 @@ def test_the_token_is_asked_for_and_kept_by_the_browser_alone(run_dir: Path) -> 
     assert wrong.get("/api/runs").status_code == 403
     wrong.cookies.set("asyncrl_watch", "secret")
     assert wrong.get("/api/runs").status_code == 200
+
+
+# ---- odd requests and files ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        *("sample?number=nan", "sample?number=1e400", "samples?limit=inf", "samples?limit=-inf"),
+        *("plots?smooth=nan", "sample?number=1e300"),
+    ],
+)
+def test_odd_numbers_are_refused(client: TestClient, question: str) -> None:
+    reply = client.get(f"/api/{question}")
+    assert (reply.status_code, "give a number" in reply.text) == (400, True)
+    assert answer(client, "samples?ticket=%C2%B2") == answer(client, "samples")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.toml", "buffer_summary.json"])
+def test_a_deeply_nested_file_hides_its_own_run_only(run_dir: Path, name: str) -> None:
+    copy_run(run_dir, run_dir.parent / "second")
+    nested = "a = " * (name == "config.toml") + "[" * 100_000
+    (run_dir.parent / "second" / name).write_text(nested + "\n")
+    shown = answer(TestClient(WatchApp([run_dir.parent]).build_application()), "runs")
+    assert [row["state"] for row in shown if row["id"] == "first"] == ["stopped"]
+
+
+def test_links_out_of_a_run_are_no_logs(client: TestClient, run_dir: Path, tmp_path: Path) -> None:
+    (run_dir / "logs").mkdir(exist_ok=True)
+    (tmp_path / "secret.log").write_text("secret")
+    (run_dir / "logs" / "link.log").symlink_to(tmp_path / "secret.log")
+    assert "logs/link.log" not in answer(client, "logs")["files"]
+    assert client.get("/api/logs?file=logs/link.log").status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("host", "header", "status"),
+    [
+        *(("127.0.0.1", name, 200) for name in ("127.0.0.1:80", "localhost", "[::1]:7860")),
+        *(("127.0.0.1", name, 421) for name in ("evil.example:80", "127.0.0.1.evil.example", "")),
+        ("", "server.example:7860", 200),
+    ],
+)
+def test_a_page_of_this_machine_is_asked_by_its_names(
+    run_dir: Path, host: str, header: str, status: int
+) -> None:
+    page = TestClient(WatchApp([run_dir], host=host).build_application())
+    assert page.get("/api/runs", headers={"host": header}).status_code == status
