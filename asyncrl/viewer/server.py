@@ -73,7 +73,9 @@ def serve(
             f"--no-token --host {host}: everyone with access to this address could read prompts "
             "and logs; leave out --no-token, or listen on 127.0.0.1"
         )
-    app = WatchApp(places, secrets.token_urlsafe(18) if token else "", expected=expected, host=host)
+    secret = secrets.token_urlsafe(18) if token else ""
+    own = host if is_loopback(host) else ""
+    app = WatchApp(places, secret, expected=expected, host=own)
     listener = listen(host, port)
     address = listener.getsockname()
     name = f"[{address[0]}]" if ":" in host else address[0]
