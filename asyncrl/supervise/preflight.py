@@ -543,6 +543,20 @@ def _call_on_prompts(
     return f"{name}: {result.reward:g} for {completion} to {prompt.text[:40]!r}"
 
 
+def check_answers(subject: Subject) -> str:
+    """Call the rewards, and check that the task's own reward has an answer to compare with."""
+    from asyncrl.tasks.file import FileTask, suggest_answer_column
+
+    called = call_reward(subject)
+    task = getattr(subject.task, "task", subject.task)
+    if not isinstance(task, FileTask) or subject.config.reward.uses_reward_processes:
+        return called
+    if not subject.config.uses_sessions and task.unanswered == len(task.sets["train"]):
+        hint = suggest_answer_column(task.sets["train"][0]) or "add answers, or set reward.function"
+        raise ConfigError(f"{subject.config.task.prompts}: no prompt has an `answer`: {hint}")
+    return called
+
+
 def check_disk(subject: Subject) -> str:
     """Check the disk space for checkpoints (weights, two moments), model, logs and recording."""
     config = subject.config
@@ -656,7 +670,7 @@ CHECKS: dict[str, Callable[[Subject], str]] = {
     "images": check_images,
     "prompts": check_prompts,
     "characters": check_characters,
-    "reward": call_reward,
+    "reward": check_answers,
     "disk": check_disk,
     "memory": check_memory,
     "versions": check_versions,

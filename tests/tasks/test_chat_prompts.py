@@ -25,6 +25,7 @@ from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 from asyncrl.models.tokenizer import encode_prompt, load_tokenizer
+from asyncrl.supervise import preflight
 from asyncrl.tasks.evaluation_sets import check_prompt_files
 from asyncrl.tasks.file import FileTask, canonicalize, read_prompts
 
@@ -277,6 +278,10 @@ def test_answers_and_columns_are_found_inside_other_columns(tmp_path: Path) -> N
     for prompt in task.sets["train"]:
         assert task.reward(prompt, prompt.answer) == 1.0
         assert prompt.answer == str(prompt.id + 2)
+    settings = f'{{name="file", prompts="{tmp_path}/verl.parquet"}}'
+    subject = preflight.Subject(load.load("demo", [f"task={settings}"]))
+    with pytest.raises(ConfigError, match=r'no prompt has an .*"reward_model\.ground_truth"'):
+        preflight.check_answers(subject)
     (first, *_) = read(rows, tmp_path, answer="extra_info.hints.1")
     assert first.answer == "h0" and json.loads(first.meta["reward_model"])["style"] == "rule"
     for column in ("reward_model.truth", "extra_info.hints.7", "prompt.content", "no.such"):
