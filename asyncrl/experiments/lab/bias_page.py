@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from asyncrl.experiments.lab.bias import CUTS, DISCOUNTS, DISTANCES, EXACT, SIZES
+from asyncrl.experiments.lab.bias import CUTS, DISCOUNTS, DISTANCES, EXACT
 from asyncrl.experiments.lab.page import (
     LabClaim,
     LabFindings,
@@ -43,7 +43,7 @@ def present_findings(r: dict[str, Any]) -> LabFindings:
 
 
 def _check_claims(r: dict[str, Any]) -> list[LabClaim]:
-    return [*_check_on_policy(r), *_check_off_policy(r), *_list_findings(r)]
+    return [*_check_on_policy(r), *_check_off_policy(r)]
 
 
 def _check_on_policy(r: dict[str, Any]) -> list[LabClaim]:
@@ -131,66 +131,6 @@ def _check_off_policy(r: dict[str, Any]) -> list[LabClaim]:
             all(0.8 < x < 1.25 for x in ratio),
         ),
     ]
-
-
-def _list_findings(r: dict[str, Any]) -> list[LabClaim]:
-    """Return findings without a prior claim."""
-    on = r["estimators"]["on_policy"]
-    off = r["estimators"]["off_policy"]
-    claims = []
-    for policy in ("on_policy", "off_policy"):
-        table = {
-            n: c
-            for n, c in r["mse"][policy].items()
-            if str(SIZES[-1]) in c and not n.startswith("low_var")
-        }
-        best = [(n, min(table, key=lambda e: table[e][str(n)])) for n in SIZES]
-        claims.append(
-            LabClaim(
-                f"least squared error {policy.replace('_', ' ')}, by responses in the batch: "
-                + ", ".join(f"{n}: {e}" for n, e in best)
-            )
-        )
-    cheap = [
-        (d, c, x)
-        for d, row in r["curve"]["prefix_full"].items()
-        for c, x in row.items()
-        if x["relative_bias"] < 0.05
-    ]
-    d, c, x = min(cheap, key=lambda e: e[2]["relative_variance"])
-    claims.append(
-        LabClaim(
-            f"cheapest prefix_full with a bias below 5 %: discount {d}, truncation {c}: bias "
-            f"{x['relative_bias']:.1%}, variance "
-            f"{x['relative_variance']:.1f} of {off['prefix_full']['relative_variance']:.1f}"
-        )
-    )
-    updates = list(r["updates"])[-1]
-    updated = r["updates"][updates]
-    biases = {
-        n: updated["estimators"][n]["relative_bias"]
-        for n in ("k1_in_reward_frozen", "k3_in_loss", "prefix_full")
-    }
-    claims.append(
-        LabClaim(
-            f"KL in the reward is measured once a batch: after {updates} updates (KL "
-            f"{updated['kl']:.3f} a token) its gradient is off by "
-            f"{biases['k1_in_reward_frozen']:.0%}, k3 in the loss by {biases['k3_in_loss']:.0%}, "
-            f"prefix_full by {biases['prefix_full']:.0e}"
-        )
-    )
-    noise = {
-        n: on[n]["relative_variance"]
-        for n in ("k1_in_reward", "k1_in_reward_baseline", "prefix_full")
-    }
-    claims.append(
-        LabClaim(
-            f"on policy, k1 in the reward has {noise['k1_in_reward'] / noise['prefix_full']:.1f} "
-            "times the variance of prefix_full; a baseline "
-            f"removes {1 - noise['k1_in_reward_baseline'] / noise['k1_in_reward']:.0%}"
-        )
-    )
-    return claims
 
 
 def find_worst_bias(group: dict[str, Any], name: str) -> float:

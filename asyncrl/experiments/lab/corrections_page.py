@@ -44,7 +44,6 @@ def find_best_correction(by_name: dict[str, Any], size: int) -> str:
 
 def _check_claims(e: dict[str, Any]) -> list[LabClaim]:
     longest = list(e)[-1]
-    farthest = AWAY[-1]
 
     def holds_everywhere(f: Any) -> bool:
         return all(f(e[n][d]) for n in e for d in AWAY)
@@ -93,57 +92,7 @@ def _check_claims(e: dict[str, Any]) -> list[LabClaim]:
             "truncation never adds variance, at token and at sequence level",
             holds_everywhere(lambda x: all(is_quieter(x, n) for n in ("token", "sequence"))),
         ),
-        *_list_findings(e, longest, farthest),
     ]
-
-
-def _list_findings(e: dict[str, Any], longest: str, farthest: str) -> list[LabClaim]:
-    nearest = AWAY[0]
-    left_shares = ", ".join(
-        f"{float(d):g}: {e[longest][d]['geometric mask']['left']:.0%}" for d in AWAY
-    )
-    by_length = ", ".join(
-        f"{n} tokens "
-        f"{e[n]['0.01']['token none']['relative_bias'] / e[n]['0.01']['none']['relative_bias']:.0%}"
-        for n in e
-    )
-    mis = e[longest]["0.01"]["preset mis"]
-    plain = e[longest][farthest]["sequence mask"]
-    normalized = e[longest][farthest]["sequence mask normalised"]
-    cut = e[longest][farthest]["sequence truncate"]
-    free = e[longest][farthest]["sequence none"]
-    claims = [
-        LabClaim(
-            f"the default geometric band [0.99, 1.01] is for long responses: at {longest} tokens "
-            f"it leaves these shares, by distance: {left_shares}; `mis` at 0.01 has "
-            f"a bias of {mis['relative_bias']:.0%} ({mis['left']:.0%} left)"
-        ),
-        LabClaim(f"share of the bias at distance 0.01 that token weights leave: {by_length}"),
-        LabClaim(
-            f"truncation at 2 of whole responses' weights, {longest} tokens, distance {farthest}: "
-            f"variance {free['relative_variance']:.0f} -> "
-            f"{cut['relative_variance']:.0f}, bias 0 -> {cut['relative_bias']:.0%}, mean weight "
-            f"{cut['mean_weight']:.2f}"
-        ),
-        LabClaim(
-            "self-normalization after a mask gives all the weight to the few remaining responses: "
-            f"{plain['left']:.0%} left, variance "
-            f"{plain['relative_variance']:.0f} -> {normalized['relative_variance']:.0f}, bias "
-            f"{plain['relative_bias']:.0%} -> {normalized['relative_bias']:.0%}"
-        ),
-    ]
-    for size in SIZES[1::2]:
-        names = "; ".join(
-            f"{n} tokens: "
-            + ", ".join(f"{float(d):g} {find_best_correction(e[n][d], size)}" for d in AWAY)
-            for n in e
-        )
-        claims.append(
-            LabClaim(
-                f"least squared error at {size} responses, from {nearest} to {farthest}: {names}"
-            )
-        )
-    return claims
 
 
 def _make_tables(r: dict[str, Any]) -> list[TableBlock]:

@@ -102,7 +102,7 @@ def _check_claims(r: dict[str, Any]) -> list[LabClaim]:
                     kl["gamma 0.001"] < 0.01 * kl["vanilla"],
                 )
             )
-    return claims + _list_findings(r)
+    return claims
 
 
 def _compare_norms(run: dict[str, Any], arm: str) -> list[float]:
@@ -115,59 +115,6 @@ def _compare_norms(run: dict[str, Any], arm: str) -> list[float]:
         for a, b in zip(run[arm]["grad_norm"], run["vanilla"]["grad_norm"], strict=True)
         if b > 1e-6
     ] or [0.0]
-
-
-def _list_findings(r: dict[str, Any]) -> list[LabClaim]:
-    claims = []
-    budget = r["budget"]
-    for o, arms in r["highest"].items():
-        under = [a for a, h in arms.items() if max(h["kl"]) <= budget]
-        slightly_over = [
-            f"{a} {max(h['kl']):.3f}"
-            for a, h in arms.items()
-            if budget < max(h["kl"]) <= 1.5 * budget
-        ]
-        claims.append(
-            LabClaim(
-                f"{o}: exact KL under the budget for every seed and batch: "
-                f"{', '.join(under) or 'none'}; at most 1.5 times the budget: "
-                f"{', '.join(slightly_over) or 'none'}"
-            )
-        )
-        top = sorted(
-            under + [n.rsplit(" ", 1)[0] for n in slightly_over],
-            key=lambda a: -average(arms[a]["reward"]),
-        )[:5]
-        most, clip, free = (
-            ", ".join(f"{a} {average(arms[a]['reward']):.3f}" for a in names)
-            for names in (top, ["clip"], ["vanilla"])
-        )
-        claims.append(
-            LabClaim(
-                f"{o}: of these, the highest final rewards: {most} (start {r['start_reward']:.3f}, "
-                f"{clip}, {free})"
-            )
-        )
-        k = r["runs"][o]["v3.1"]["kl_batch"]
-        steps = [n for n in (2, 4, 8, 16) if n <= min(len(k), r["epochs"] * r["minibatches"])]
-        roots = ", ".join(f"{n}: {(k[n - 1] / max(k[0], 1e-30)) ** 0.5 / n:.2f}" for n in steps)
-        claims.append(
-            LabClaim(
-                f"{o}: sqrt(KL) after n steps over n times that of the first (1 in D): {roots}"
-            )
-        )
-        gap = {
-            a: average(h["kl"]) / average(h["kl_batch"])
-            for a, h in arms.items()
-            if average(h["kl_batch"]) > 1e-6
-        } or {"": 1.0}
-        claims.append(
-            LabClaim(
-                f"{o}: the exact KL over the batch's own estimate: "
-                f"{min(gap.values()):.2f} to {max(gap.values()):.2f}"
-            )
-        )
-    return claims
 
 
 def _make_tables(r: dict[str, Any]) -> list[TableBlock]:
