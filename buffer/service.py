@@ -807,8 +807,7 @@ class BufferService:
         checks.check_commit(self.store, commit.number, commit.label, commit.unused)
         if unknown := [name for name in commit.metrics if not metrics.is_known_metric(name)]:
             raise BadMessage(
-                "metrics not in the table of asyncrl/records/metrics.py: "
-                f"{', '.join(unknown)[:200]}"
+                f"metrics not in asyncrl/records/metrics.toml: {', '.join(unknown)[:200]}"
             )
         previous_limit = self.store.limit
         evidence = admission.read_evidence(commit.metrics, self.store.settings.ess_floor)

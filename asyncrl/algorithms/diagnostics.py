@@ -260,7 +260,7 @@ def copy_to_host(tensors: dict[str, torch.Tensor]) -> dict[str, list[float]]:
 
 
 def compute_metrics(total: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Return the metrics of a batch from its sums, as `metric_names` lists them."""
+    """Return the metrics of a batch from its sums, as `records/metrics.toml` lists them."""
     return compute_metrics_of_each([total])[0]
 
 

@@ -6,6 +6,7 @@ the pages of the docs."""
 from __future__ import annotations
 
 import re
+import tomllib
 import typing
 from pathlib import Path
 from typing import Any
@@ -15,128 +16,12 @@ import msgspec
 from asyncrl.config import layers, load, methods
 from asyncrl.config.tree import Config
 
-# section or key -> page in docs/; the longest match applies
-PAGES = {
-    "": "running.md",
-    "exact": "engines.md",
-    "task": "own-project.md",
-    "model": "own-project.md",
-    "model.reference": "kl.md",
-    "reward": "rewards.md",
-    "reward.judge": "judges.md",
-    "reward.model": "judges.md",
-    "agent": "agents.md",
-    "generator": "engines.md",
-    "learner": "gpus.md",
-    "learner.replay_routing": "mixtures.md",
-    "model.warm_start_experts": "mixtures.md",
-    "lora": "lora.md",
-    "export": "lora.md",
-    "staleness": "staleness.md",
-    "advantage": "advantages.md",
-    "value": "advantages.md",
-    "correction": "algorithms.md",
-    "loss": "surrogates.md",
-    "kl": "kl.md",
-    "stop": "algorithms.md",
-    "method": "methods.md",
-    "reshape": "reshape.md",
-    "weights": "machines.md",
-    "wires": "machines.md",
-    "placement": "ray.md",
-    "evaluation": "evaluation.md",
-    "record": "metrics.md",
-    "record.stream": "replay.md",
-    "record.stream_mib": "replay.md",
-    "record.weights_every": "replay.md",
-}
+_TABLES: dict[str, dict[str, str]] = tomllib.loads(
+    Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+)
+PAGES, KEYS_BY_UNIT, REASONS, TAGS = _TABLES.values()
 # unit of a number by the end of its name, otherwise by its dotted key
 UNIT_ENDINGS = {"_s": "seconds", "_mib": "MiB", "_bytes": "bytes", "_tokens": "tokens"}
-KEYS_BY_UNIT = {
-    "versions": "staleness.max_lag staleness.half_life staleness.inject evaluation.every "
-    "evaluation.ood_every weights.slots",
-    "tokens": "generator.context generator.speculate reward.judge.max_tokens "
-    "reward.model.context advantage.truncation_ramp advantage.k_step loss.norm_length",
-    "batches": "learner.steps learner.warmup_steps learner.checkpoint_every learner.prefetch "
-    "record.samples_every record.split_every record.reference_kl_every record.kl_moved "
-    "record.weights_every",
-    "nats per token": "reshape.kl_budget stop.kl_max",
-    "nats per completion": "kl.reward.target",
-    "reward": "advantage.truncation_penalty value.clip advantage.shift reward.judge.low "
-    "reward.judge.high",
-    "processes": "generators evaluation.generators reward.workers learner.ranks agent.workers "
-    "placement.generator.count",
-    "OpenMP threads": "generator.threads learner.threads reward.model.threads",
-    "completions": "generator.slots generator.draft_rows reward.batch advantage.k record.samples "
-    "record.split_samples record.reference_samples",
-    "samples": "learner.group_size kl.reward.horizon",
-    "groups": "learner.groups",
-    "optimizer steps per pass": "learner.minibatches",
-    "passes": "learner.epochs",
-    "prompts": "evaluation.prompts evaluation.final_prompts evaluation.ood_prompts",
-    "calls": "agent.max_calls agent.parallel reward.concurrency agent.at_once",
-    "sessions": "agent.sessions",
-    "training sequences": "agent.rows",
-    "requests": "reward.judge.concurrency reward.judge.attempts reward.judge.budget_requests",
-    "requests per minute": "reward.judge.requests_per_minute",
-    "tokens per minute": "reward.judge.tokens_per_minute",
-    "checkpoints": "learner.keep_checkpoints",
-    "restarts": "watchdog.restarts",
-    "decode steps per token": "staleness.delay",
-    "mantissa bits": "generator.mantissa_bits",
-    "experts": "model.warm_start_experts",
-    "share": "staleness.wait reward.error_budget reward.machinery_budget stop.ess_min "
-    "stop.ess_on_policy reshape.rho_min loss.cov_share loss.bapo_share advantage.ema_decay",
-}
-# reason for a default, unless the default only switches something off
-REASONS = {
-    "staleness.max_lag": "most of the speed of asynchrony; a limit of 4 was worse in lag studies",
-    "staleness.wait": "removes most of the lag for at most 2 % of the speed",
-    "staleness.on_exceed": "nothing is lost, and no token exceeds the limit",
-    "staleness.order": "pace is a guarantee only with ticket order",
-    "advantage.name": "unbiased, and without a scale to tune",
-    "loss.surrogate": "the clip bounds the update on stale samples",
-    "correction.proximal": "needs no extra forward pass, and its clip acts from the first step on",
-    "loss.eps_low": "the published value of each surrogate",
-    "loss.eps_high": "the published value of each surrogate",
-    "loss.reduction": "every token counts the same, whatever the completion's length",
-    "correction.level": "little variance",
-    "correction.bound": "cuts only large weights, so that no token is lost",
-    "kl.reward.estimator": "unbiased gradient when it is part of the reward",
-    "kl.loss.estimator": "its gradient on policy is that of the KL",
-    "kl.reward.at": "staleness and mismatch do not bias its gradient",
-    "generator.temperature": "samples the policy itself, so that ratios are unbiased",
-    "generator.top_p": "samples the whole distribution, so that ratios are unbiased",
-    "generator.top_k": "samples the whole distribution, so that ratios are unbiased",
-    "generator.engine": "needs no other package, and supports exact mode",
-    "evaluation.temperature": "measures the policy as it is trained",
-    "weights.in_flight": "costs no pass; the keys and values of a completion are then partly older",
-    "weights.transport": "the fastest that works: shared memory on one machine",
-    "durability.mode": "costs no time",
-    "record.split_every": "a split costs forward passes",
-    "record.reference_kl_every": "a measurement costs a forward pass of a second model",
-    "learner.prefetch": "the next batch is sent while this one trains",
-    "learner.optimizer": "the usual choice for language models",
-    "learner.clip_norm": "the usual value for language models",
-    "learner.epochs": "more passes move the policy further on stale samples",
-    "learner.minibatches": "more steps move the policy further on stale samples",
-    "learner.group_size": "enough to compare with, and cheap where prompts share their encoding",
-    "reward.on_error": "one failed call must not end a run",
-    "reward.judge.temperature": "grades are repeatable",
-    "agent.host": "only programs of this machine can connect",
-    "agent.sampling": "many clients send these by default",
-    "agent.forced": "most frameworks send these",
-    "agent.at_limit": "the tokens of a long session are still useful",
-    "wires.address": "needs no port, and no other machine can connect",
-    "seed": "any number works",
-}
-TAGS = {
-    "advantage.name": "Method that turns the rewards of a group into advantages.",
-    "loss.surrogate": "Surrogate objective: how far the policy may move on each token.",
-    "correction.proximal": "Proximal policy, which ratios and clips refer to: behavior, the "
-    "policy that sampled the tokens; recompute, the learner at the start of the batch "
-    "(decoupled PPO); interpolate, between the two, closer to the learner for older tokens.",
-}
 
 REFERENCE_HEAD = """# Configuration
 

@@ -4,62 +4,26 @@ from __future__ import annotations
 
 import json
 import math
+import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config import layers
 
-# The weights are pi_prox / mu, so the proximal policy is the learner at the start of the batch.
-PRESETS: dict[str, dict[str, Any]] = {
-    "none": {"proximal": "recompute", "level": "none"},
-    "tis": {"proximal": "recompute", "level": "token", "bound": "truncate", "hi": 2.0},
-    "seq_tis": {"proximal": "recompute", "level": "sequence", "bound": "truncate", "hi": 2.0},
-    "icepop": {"proximal": "recompute", "level": "token", "bound": "mask", "lo": 0.5, "hi": 5.0},
-    "mis": {
-        "proximal": "recompute",
-        "level": "token",
-        "bound": "truncate",
-        "hi": 2.0,
-        "reject": "ratio",
-        "reject_over": "mean",
-        "veto": "ratio",
-    },
-    "mis_normalized": {
-        "proximal": "recompute",
-        "level": "token",
-        "bound": "truncate",
-        "hi": 2.0,
-        "self_normalize": True,
-        "reject": "ratio",
-        "reject_over": "mean",
-        "veto": "probability",
-        "veto_below": 1e-6,
-    },
-}
-KL_PRESETS: dict[str, dict[str, Any]] = {
-    "grpo": {"loss.coefficient": 0.04, "loss.estimator": "k3"},  # DeepSeekMath's beta
-    "dr_grpo": {"loss.coefficient": 0.0},
-    "rloo": {"reward.coefficient": 0.05, "reward.estimator": "k1"},
-    # the reverse KL over the vocabulary at each state of the student's own completions
-    "distill": {
-        "loss.coefficient": 1.0,
-        "loss.off_policy": "prefix_full",
-        "loss.discount": 0.0,
-        "loss.truncate": 2.0,
-    },
-}
+PRESET_TABLES: dict[str, dict[str, dict[str, Any]]] = tomllib.loads(
+    Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+)
+PRESETS = PRESET_TABLES["correction"]
 
 # most parameters of a model -> its learning rate with AdamW; smaller ones have the default
 RATES = ((10_000_000, None), (1_000_000_000, 1e-5), (math.inf, 1e-6))
 LORA_FACTOR = 10  # of the learning rate of adapters to that of all weights
 
-PRESET_TABLES = (("correction", PRESETS), ("kl", KL_PRESETS))
-
 
 def fill(raw: dict[str, Any]) -> None:
     """Fill the missing keys of every section with a preset."""
-    for section, values_by_preset in PRESET_TABLES:
+    for section, values_by_preset in PRESET_TABLES.items():
         table = raw.get(section)
         if not isinstance(table, dict):
             continue
@@ -73,7 +37,7 @@ def forget(raw: dict[str, Any], sets: Sequence[str]) -> None:
 
     A resolved file has all of them, so that the preset would otherwise change nothing."""
     set_keys = {item.partition("=")[0].strip() for item in sets}
-    for section, table in PRESET_TABLES:
+    for section, table in PRESET_TABLES.items():
         for key in (
             {key for keys in table.values() for key in keys}
             if f"{section}.preset" in set_keys

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import re
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from asyncrl.algorithms.metric_names import BY_LAG, METRIC_NAMES
 from asyncrl.contract.errors import REFUSALS, AsyncrlError
 from asyncrl.contract.messages import DISPOSITIONS
 from asyncrl.records import health_checks, jsonl
@@ -23,256 +23,32 @@ class MetricInfo(NamedTuple):
 
 
 METRICS: dict[str, MetricInfo] = {
-    "reward/mean": MetricInfo("reward", "mean reward of the batch's samples"),
-    "reward/std": MetricInfo("reward", "standard deviation of the batch's rewards"),
-    "reward/no_spread_share": MetricInfo(
-        "share", "samples in zero-variance groups, whose rewards are all equal: no learning signal"
-    ),
-    "advantage/std": MetricInfo("-", "standard deviation of the advantages"),
-    "answer/length": MetricInfo("tokens", "mean length of the batch's completions"),
-    "answer/truncated_share": MetricInfo("share", "completions cut at max_new_tokens"),
-    "lag/mean": MetricInfo("versions", "mean lag over trained tokens"),
-    "lag/max": MetricInfo("versions", "largest lag of a trained token"),
-    "lag/p95": MetricInfo("versions", "95th percentile of the lag over trained tokens"),
-    "lag/unknown_share": MetricInfo(
-        "share",
-        "trained sampled tokens whose sequence `asyncrl tinker` could not identify; the other "
-        "metrics of lag leave them out",
-    ),
-    "lag/in_flight": MetricInfo(
-        "versions", "part of the samples' mean lag that arose before delivery"
-    ),
-    "lag/in_queue": MetricInfo(
-        "versions", "part of the samples' mean lag that arose in the buffer"
-    ),
-    "lag/samples": MetricInfo("versions", "histogram of the samples' lag"),
-    "limit/now": MetricInfo(
-        "versions", "adaptive staleness limit of the tickets granted from this step on"
-    ),
-    "limit/before": MetricInfo("versions", "the previous limit, at a step that changed it"),
-    "limit/ess": MetricInfo("share", "mean is/ess that changed the limit, at such a step"),
-    "limit/idle": MetricInfo(
-        "share", "mean idle share of the learner that changed the limit, at such a step"
-    ),
-    "window/now": MetricInfo(
-        "batches", "how far ahead tickets are granted from this step on; at most the limit"
-    ),
-    "window/wait": MetricInfo(
-        "share", "of the learner's steps: waiting for samples, mean over the last batches"
-    ),
-    "window/lower": MetricInfo(
-        "batches", "by which the window would have to grow to halve the target of waiting"
-    ),
-    "is/mean_weight": MetricInfo("-", "mean importance weight: an effective learning rate"),
-    "is/ess": MetricInfo(
-        "share",
-        "effective sample size of the raw ratios start/behavior: the share of a batch that "
-        "staleness and mismatch leave",
-    ),
-    "is/ratio_max": MetricInfo("-", "largest ratio start/behavior of a token"),
-    "is/zero_share": MetricInfo("share", "tokens whose weight the bound set to 0"),
-    "kl/behavior_start_k1": MetricInfo(
-        "nats/token",
-        "k1 estimate of KL(behavior || start); start is the learner as the batch begins",
-    ),
-    "kl/behavior_start_k3": MetricInfo(
-        "nats/token",
-        "k3 estimate of KL(behavior || start): staleness and engine mismatch, whatever the "
-        "proximal policy",
-    ),
-    "kl/start_target_k3": MetricInfo(
-        "nats/token",
-        "k3 estimate of KL(start || target), mean over the passes of the batch's updates; "
-        "only where a later pass repeats completions of the first",
-    ),
-    "kl/behavior_target_k3": MetricInfo("nats/token", "k3 estimate of KL(behavior || target)"),
-    "kl/moved": MetricInfo(
-        "nats/token",
-        "k3 estimate of KL(policy before the batch || policy after it): the movement by this "
-        "batch, on the samples of the split (record.split_every) or on all (record.kl_moved)",
-    ),
-    "kl/target_ref_k1": MetricInfo("nats/token", "k1 estimate of KL(target || reference)"),
-    "kl/target_ref_k3": MetricInfo("nats/token", "k3 estimate of KL(target || reference)"),
-    "kl/beta": MetricInfo("-", "coefficient of the KL penalty in the reward for this batch"),
-    "mismatch/k3_at_lag_0": MetricInfo(
-        "nats/token",
-        "k3 between engine and learner on tokens sampled by the starting weights, with keys "
-        "and values of the same weights",
-    ),
-    "mismatch/max_at_lag_0": MetricInfo(
-        "nats", "largest |log ratio| of such a token; exactly 0 in exact mode"
-    ),
-    "mismatch/k3_one_version": MetricInfo(
-        "nats/token",
-        "k3 between engine and learner, on tokens sampled by the version that also computed "
-        "all their keys and values",
-    ),
-    "mismatch/max_one_version": MetricInfo(
-        "nats", "largest |log ratio| of such a token; exactly 0 in exact mode, at any lag"
-    ),
-    "split/mismatch": MetricInfo(
-        "nats/token",
-        "mean of log mu - log pi_v; pi_v is the learner's forward pass with the weights that "
-        "sampled the token (record.split_every)",
-    ),
-    "split/staleness": MetricInfo(
-        "nats/token",
-        "mean of log pi_v - log pi_start: how far the weights have moved since the token was "
-        "sampled",
-    ),
-    "split/update": MetricInfo(
-        "nats/token", "mean of log pi_start - log pi_theta, with pi_theta after the batch's updates"
-    ),
-    "split/total": MetricInfo(
-        "nats/token", "mean of log mu - log pi_theta on the same tokens, the sum of the three parts"
-    ),
-    "split/mismatch_k3": MetricInfo("nats/token", "k3 of the first part: engine mismatch"),
-    "split/staleness_k3": MetricInfo("nats/token", "k3 of the second part: staleness"),
-    "split/update_k3": MetricInfo("nats/token", "k3 of the third part: the batch's own update"),
-    "split/coverage": MetricInfo(
-        "share", "share of the selected tokens whose version the ring still held (weights.slots)"
-    ),
-    "clip/share": MetricInfo("share", "tokens whose gradient the trust region set to zero"),
-    "loss/policy": MetricInfo("-", "value of the negated surrogate objective"),
-    "loss/kl": MetricInfo("-", "KL term of the loss, before its coefficient"),
-    "policy/entropy": MetricInfo("nats/token", "entropy of the target policy on sampled states"),
-    "policy/behavior_nll": MetricInfo(
-        "nats/token", "mean of -log mu, the negative log-likelihood under the behavior policy"
-    ),
-    "optim/grad_norm": MetricInfo(
-        "-", "gradient norm before clipping, mean over the batch's optimizer steps"
-    ),
-    "optim/gradient_cosine": MetricInfo(
-        "-",
-        "cosine between the gradients of successive optimizer steps, mean over the batch's "
-        "steps (learner.gradient_cosine)",
-    ),
-    "optim/gradient_cosine_max": MetricInfo("-", "the largest of these cosines"),
-    "optim/lr": MetricInfo("-", "learning rate"),
-    "optim/steps": MetricInfo("steps", "optimizer steps made on the batch"),
-    "optim/early_stops": MetricInfo(
-        "count", "batches that KL early stopping has ended before their last step so far"
-    ),
-    "optim/stop_kl": MetricInfo("nats/token", "KL that early stopping measured last"),
-    "optim/skipped": MetricInfo(
-        "count", "optimizer steps skipped so far because loss or gradient was not finite"
-    ),
-    "throughput/learner_tokens_per_s": MetricInfo(
-        "tokens/s", "response tokens trained per second of wall time"
-    ),
-    "throughput/generator_tokens_per_s": MetricInfo(
-        "tokens/s", "tokens generated per second of wall time, all generators"
-    ),
-    "time/step": MetricInfo(
-        "s", "wall time of the learner's step; the first one begins with the first ticket"
-    ),
-    "time/train": MetricInfo("s", "time in forward, backward and update"),
-    "time/publish": MetricInfo("s", "time to write the weights into the ring"),
-    "weights/bytes": MetricInfo("bytes", "size of a published version; with LoRA only the adapter"),
-    "weights/full_bytes": MetricInfo("bytes", "all weights of the model"),
-    "time/learner_idle_share": MetricInfo(
-        "share",
-        "share of the learner's time in which it neither trained nor published: it waited for a "
-        "batch, or wrote a checkpoint",
-    ),
-    "time/generator_idle_share": MetricInfo(
-        "share", "share of the generators' time without a completion to decode"
-    ),
-    "time/generators": MetricInfo(
-        "s", "time of all generators that this step's shares of their time are of"
-    ),
-    "time/reward_wait_share": MetricInfo(
-        "share",
-        "share of the generators' time without a completion to decode while completions "
-        "waited for their rewards",
-    ),
-    "reward/queue": MetricInfo(
-        "answers",
-        "finished completions without a reward yet, all generators; only with reward processes",
-    ),
-    "reward/wait_s": MetricInfo(
-        "s",
-        "time from a completion's end to its reward, mean since the last step with a measurement",
-    ),
-    "reward/call_s": MetricInfo("s", "time of a reward call per completion, the same mean"),
-    "reward/failed_batch_share": MetricInfo(
-        "share", "calls with several completions that failed, so that each was scored alone"
-    ),
-    "reward/workers": MetricInfo("processes", "reward processes of all generators"),
-    "judge/requests": MetricInfo(
-        "requests", "requests sent to the judge so far, repetitions included ([reward.judge])"
-    ),
-    "judge/replies": MetricInfo("replies", "replies of the judge so far"),
-    "judge/retries": MetricInfo(
-        "requests", "requests repeated so far, after 408, 429, 5xx or no reply"
-    ),
-    "judge/throttled": MetricInfo("requests", "requests answered by 429 so far"),
-    "judge/cached": MetricInfo("questions", "repeated questions so far, whose reply was known"),
-    "judge/tokens": MetricInfo(
-        "tokens", "tokens of questions and replies so far, by the judge's own count"
-    ),
-    "judge/seconds": MetricInfo(
-        "s", "time of all requests so far; requests at the same time add up"
-    ),
-    "judge/requests_left": MetricInfo("requests", "requests left of reward.judge.budget_requests"),
-    "judge/tokens_left": MetricInfo("tokens", "tokens left of reward.judge.budget_tokens"),
-    "time/swap": MetricInfo(
-        "s", "time that the generators spent on swapping weights since the last step"
-    ),
-    "prefix/hits": MetricInfo(
-        "calls",
-        "prompts since the last step that began with cached keys and values of earlier calls "
-        "(generator.prefix_cache_tokens)",
-    ),
-    "prefix/reused_tokens": MetricInfo(
-        "tokens", "cached tokens of these prompts, not encoded again"
-    ),
-    "prefix/encoded_tokens": MetricInfo("tokens", "encoded tokens of all calls' prompts"),
-    "draft/proposed": MetricInfo(
-        "tokens", "draft tokens verified since the last step (generator.speculate)"
-    ),
-    "draft/accepted": MetricInfo(
-        "tokens", "of these, the tokens that were those sampled: each saved a decode step"
-    ),
-    "link/fetch_share": MetricInfo(
-        "share",
-        "share of the generators' time in which they received weights over a socket; only "
-        "with a socket",
-    ),
-    "link/fetch_mb_per_s": MetricInfo(
-        "MB/s", "rate at which a generator received weights in that time"
-    ),
-    "link/ack_s": MetricInfo(
-        "s",
-        "time from the first transmission of a sample to its acknowledgment, mean since the "
-        "last step",
-    ),
-    "buffer/groups": MetricInfo("groups", "groups alive: outstanding, stored or leased"),
-    "buffer/leases": MetricInfo("groups", "groups leased to generators"),
-    "buffer/set_aside": MetricInfo(
-        "batches",
-        "batches excluded so far because the learner repeatedly exited on them (set_aside/)",
-    ),
-    "buffer/bytes": MetricInfo("bytes", "size of the stored trajectories"),
-    **{
-        f"ledger/{line}": MetricInfo("tokens", f"tokens that have ended in the ledger line {line}")
-        for line in DISPOSITIONS
-    },
-    **{
-        f"refused/{reason}": MetricInfo("count", f"refused so far: {meaning}")
-        for reason, meaning in REFUSALS.items()
-    },
-    "eval/heldout": MetricInfo("reward", "mean reward on held-out prompts"),
-    "eval/heldout_n": MetricInfo("samples", "held-out prompts evaluated"),
-    "eval/heldout_length": MetricInfo("tokens", "mean length of held-out completions"),
-    "eval/ood": MetricInfo("reward", "mean reward on out-of-distribution prompts"),
-    "eval/ood_n": MetricInfo("samples", "out-of-distribution prompts evaluated"),
-    "eval/ood_length": MetricInfo("tokens", "mean length of out-of-distribution completions"),
-    "memory/learner_mb": MetricInfo("MiB", "resident memory of the learner"),
+    name: MetricInfo(*entry)
+    for name, entry in tomllib.loads(
+        Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+    ).items()
 }
-METRICS |= {_name: MetricInfo(*_entry) for _name, _entry in METRIC_NAMES.items()}
+METRICS |= {
+    f"ledger/{_line}": MetricInfo("tokens", f"tokens that have ended in the ledger line {_line}")
+    for _line in DISPOSITIONS
+}
+METRICS |= {
+    f"refused/{_reason}": MetricInfo("count", f"refused so far: {_meaning}")
+    for _reason, _meaning in REFUSALS.items()
+}
+BY_LAG = {
+    "k1": ("nats/token", "kl/behavior_start_k1"),
+    "update": ("nats/token", "kl/start_target_k1"),
+    "target_k3": ("nats/token", "kl/behavior_target_k3"),
+    "ess": ("share", "is/ess"),
+    "clip": ("share", "clip/share"),
+    "zero": ("share", "is/zero_share"),
+    "entropy": ("nats/token", "policy/entropy"),
+}
 BUCKETS = ("0", "1", "2", "3to4", "5to8", "9plus")
 for _b in BUCKETS:
+    for _kind, (_unit, _of) in BY_LAG.items():
+        METRICS[f"by_lag/{_kind}_{_b}"] = MetricInfo(_unit, f"{_of} of tokens at lag {_b}")
     METRICS[f"by_lag/k3_{_b}"] = MetricInfo(
         "nats/token", f"kl/behavior_start_k3 of tokens at lag {_b}"
     )
@@ -344,7 +120,7 @@ SECTIONS = {
 }
 PAGE_HEAD = """# Metrics
 
-Generated from `asyncrl/records/metrics.py` by `asyncrl config metrics`.
+Generated from `asyncrl/records/metrics.toml` by `asyncrl config metrics`.
 
 ## Look here first
 
@@ -492,9 +268,7 @@ class MetricsWriter:
         step: the version.  seconds: the RunClock's.  histograms: of whole numbers.  Values that are
         not finite are left out, because JSON has none, and reported once per name."""
         if unknown := [n for n in values if not is_known_metric(n)]:
-            raise AsyncrlError(
-                f"metrics not in the table of asyncrl/records/metrics.py: {', '.join(unknown)}"
-            )
+            raise AsyncrlError(f"metrics not in asyncrl/records/metrics.toml: {', '.join(unknown)}")
         if not_finite := {n for n, x in values.items() if not math.isfinite(x)}:
             values = {n: x for n, x in values.items() if n not in not_finite}
             if not_finite - self.not_finite:
