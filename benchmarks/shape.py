@@ -58,11 +58,11 @@ wanted weighed which who whole why written wrong
 """
 BARE_NAMES = frozenset(BARE_WORDS.split())
 LIMITS = {
-    "code tokens": 490_900,
-    "lines": 82_700,
-    "modules with one importer": 88,
-    "one-call helpers": 402,
-    "lines of tests, % of the product": 106,
+    "code tokens": 490_930,
+    "lines": 81_456,
+    "modules with one importer": 85,
+    "one-call helpers": 383,
+    "lines of tests, % of the product": 108,
 }
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 CODE = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)

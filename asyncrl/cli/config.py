@@ -338,12 +338,12 @@ def methods(as_json: bool) -> None:
 
     `method = "NAME"` in a config chooses one.
     """
+    import msgspec
+
     from asyncrl.config.methods import METHODS
 
     if as_json:
-        result.print_result(
-            {"methods": {name: method._asdict() for name, method in METHODS.items()}}
-        )
+        result.print_result({"methods": msgspec.to_builtins(METHODS)})
         return
     for name, method in METHODS.items():
         print(f"{name}: {method.summary}")

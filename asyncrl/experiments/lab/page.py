@@ -27,21 +27,18 @@ Lines = dict[str, tuple[Sequence[float], Sequence[float]]]  # xs and ys by name
 
 @dataclass
 class LabClaim:
-    """A sentence of the verdict.
-
-    holds: whether a prior claim holds; None for a finding without a prior claim.
-    """
+    """A sentence of the verdict, and whether this prior claim holds."""
 
     text: str
-    holds: bool | None = None
+    holds: bool
 
     @property
     def as_line(self) -> str:
-        return {True: "holds: ", False: "DOES NOT HOLD: ", None: "found: "}[self.holds] + self.text
+        return ("holds: " if self.holds else "DOES NOT HOLD: ") + self.text
 
     @property
     def style(self) -> str:
-        return {True: "good", False: "bad", None: ""}[self.holds]
+        return "good" if self.holds else "bad"
 
 
 @dataclass
