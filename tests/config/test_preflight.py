@@ -25,7 +25,9 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path / "elsewhere")
     whole = warm_start.warm_start
     monkeypatch.setattr(
-        warm_start, "warm_start", lambda config, path: whole(config, path, steps=1, threads=1)
+        warm_start,
+        "warm_start",
+        lambda config, path, **more: whole(config, path, steps=1, threads=1, **more),
     )
     return tmp_path / "mine"
 
