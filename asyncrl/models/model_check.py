@@ -331,7 +331,8 @@ def _sample_compared(raw: dict[str, Any], model: Any) -> list[tuple[np.ndarray, 
     def sample(length: int) -> np.ndarray:
         ids = random.integers(0, vocabulary, length, np.int32)
         if model.vision is not None:
-            ids[ids == model.vision.shape.token] ^= 1
+            mark = model.vision.shape.token
+            ids[ids == mark] = (mark + 1) % vocabulary
         return ids
 
     prompts = {length: sample(length) for length, _ in COMPARED}

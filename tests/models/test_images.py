@@ -280,12 +280,10 @@ def test_gradients_in_exact_mode_have_the_same_forward(llava: Path) -> None:
     model = policy.load_policy(llava, "float32", "cpu")
     found = generate(model, fixed=True)
     sampled = torch.from_numpy(np.concatenate([one.logprobs for one in found]))
-    plain = relogged(model, found)
     model.exact, model.exact_length = True, CONTEXT
     exact = relogged(model, found)
     exact.sum().backward()  # type: ignore[no-untyped-call]
     assert torch.equal(exact.detach(), sampled) and exact.requires_grad
-    assert not torch.equal(plain.detach(), sampled)
 
 
 def test_a_swap_encodes_the_images_again(llava: Path, tmp_path: Path) -> None:
