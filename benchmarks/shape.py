@@ -163,7 +163,7 @@ def size_figures(trees: dict[Path, ast.AST], graph: dict[str, dict[str, str]]) -
             importers.setdefault(target, []).append(name)
     single = [f"{name} by {by[0]}" for name, by in sorted(importers.items()) if len(by) == 1]
     nodes = [node for tree in trees.values() for node in ast.walk(tree)]
-    mentions = Counter(name for node in nodes if (name := mentioned(node)))
+    mentions = Counter(word for node in nodes if (word := mentioned(node)))
     calls = Counter(mentioned(node.func) for node in nodes if isinstance(node, ast.Call))
     definitions = Counter(node.name for tree in trees.values() for node in functions(tree))
     helpers = [

@@ -280,13 +280,16 @@ def compare_with_eager(path: Path, dtype: str, device: str) -> str:
     if size <= min(FLOAT32_BYTES, psutil.virtual_memory().available // 2):
         dtype, device, place = "float32", "cpu", "float32"
     model = policy.load_policy(path, dtype, device)
-    samples = _sample_compared(raw, model)
+    mark = model.vision.shape.token if model.vision is not None else None
+    samples = _sample_compared(raw, model, mark)
 
     def compute(hf: Any) -> Any:
         parts = []
         for prompt, response in samples:
             ids = torch.from_numpy(np.concatenate([prompt, response])).long()[None].to(hf.device)
             logits = hf(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+            if mark is not None:  # never sampled
+                logits[:, mark] = -math.inf
             targets = ids[0, len(prompt) :, None]
             parts.append(logits.log_softmax(-1).gather(1, targets)[:, 0].cpu())
         return torch.cat(parts)
@@ -320,8 +323,13 @@ def compare_with_eager(path: Path, dtype: str, device: str) -> str:
     )
 
 
-def _sample_compared(raw: dict[str, Any], model: Any) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return random prompts and responses of text, int32, for `compare_with_eager`."""
+def _sample_compared(
+    raw: dict[str, Any], model: Any, mark: int | None
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return random prompts and responses of text, int32, for `compare_with_eager`.
+
+    mark: the token of a picture, which no text has.
+    """
     window = raw.get("sliding_window") or 0
     beyond = window if window <= WIDEST_WINDOW else 0
     longest = find_max_positions(raw) or WIDEST_WINDOW * 2
@@ -330,8 +338,7 @@ def _sample_compared(raw: dict[str, Any], model: Any) -> list[tuple[np.ndarray, 
 
     def sample(length: int) -> np.ndarray:
         ids = random.integers(0, vocabulary, length, np.int32)
-        if model.vision is not None:
-            mark = model.vision.shape.token
+        if mark is not None:
             ids[ids == mark] = (mark + 1) % vocabulary
         return ids
 
