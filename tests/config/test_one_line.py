@@ -58,7 +58,7 @@ class FullDisk(io.StringIO):
 
 
 def writes_nothing(error: OSError) -> CommandGroup:
-    group = CommandGroup("asyncrl")
+    group = CommandGroup("asyncrl", places={}, sections={})
 
     @group.command()
     def run() -> None:
@@ -367,7 +367,7 @@ def test_a_result_stays_the_last_line_when_an_error_follows(
                 result.print_result({"numbers": [1]})
             raise ConfigError("no")
 
-        group = CommandGroup(commands={"one": one})
+        group = CommandGroup(commands={"one": one}, places={}, sections={})
         with pytest.raises(SystemExit) as e:
             group.main(["one", *words])
         assert e.value.code == 2

@@ -184,7 +184,7 @@ def test_a_config_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             load.load(name)
         said = str(error.value)
         assert said.startswith(
-            f"{name}: no such config file; bundled configs, by name: calc, calc_form,"
+            f"{name}: no such config file; did you mean demo? bundled configs, by name: calc,"
         )
     assert "demo" in bundled_configs.list_names()
 

@@ -65,7 +65,8 @@ def by_ids(prompt: Any, session: Any) -> float:
         )
         with urllib.request.urlopen(request, timeout=600) as answer:
             got = json.load(answer)["choices"][0]["token_ids"]
-        said = tokenizer().decode(got, skip_special_tokens=True)
+        ended = got[-1:] == [tokenizer().eos_token_id]
+        said = tokenizer().decode(got[:-1] if ended else got)
         drawn += len(said)
         ids = ids + got + encode(f"{len(said)}=")
     return drawn
