@@ -2,7 +2,7 @@
 # make test   from nothing: environment, then every test, after an installation of 2 to 5 minutes (docs/log/tests.md: what they cost)
 # make check  lint, types, import rules, fast tests (files of at most 10 CPU seconds)
 # make mutants  do the fast tests notice a changed line: 600 mutants by a seed; a changed file in 5 minutes: `make mutants MUTANTS="--module weights --minutes 5"`
-# make shape  what a reader meets: columns, tokens a line, lengths, names, import circles; each with its limit
+# make shape  how much code there is and what a reader meets: tokens, lines, helpers, names, import circles; each with its limit
 # make bench  every program that makes a figure of README and docs, then one table, hours in all (`make bench BENCH="--only speed engine"`)
 # make gpu-check  on a machine with a CUDA GPU, at most 8 minutes: which parts work there, and how far they are from the CPU; installs nothing (`make gpu-check GPU_PYTHON=/opt/venv/bin/python`)
 # make docs   docs/ as a site, in build/docs; a link that leads nowhere is an error

@@ -169,7 +169,8 @@ def test_a_refusal_is_the_products_own(
     with pytest.raises(ConfigError, match="holds a run already"):
         asyncrl.run(first.config)
     with pytest.raises(
-        ConfigError, match=r"^demoo: no such config file; did you mean demo? bundled configs, by name: "
+        ConfigError,
+        match=r"^demoo: no such config file; did you mean demo\? bundled configs, by name: ",
     ) as e:
         asyncrl.run("demoo")
     assert e.value.exit_code == 2 and capfd.readouterr() == ("", "")
