@@ -58,8 +58,8 @@ wanted weighed which who whole why written wrong
 """
 BARE_NAMES = frozenset(BARE_WORDS.split())
 LIMITS = {
-    "code tokens": 490_930,
-    "lines": 81_456,
+    "code tokens": 490_971,
+    "lines": 81_464,
     "modules with one importer": 85,
     "one-call helpers": 383,
     "lines of tests, % of the product": 108,

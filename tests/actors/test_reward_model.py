@@ -225,7 +225,8 @@ def test_a_chat_keeps_its_turns(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "1+"}, {"role": "assistant", "content": "2="}]
     chat, plain = Prompt(1, "no", "", turns), Prompt(1, "1+\n2=", "")
     scorer = RewardModelScorer(Settings(path=str(saved(tmp_path / "d", "qwen2")), dtype="bfloat16"))
-    assert scorer.tokenizer.decode(scorer.encode_pair(chat, "3")["input_ids"]) == "<u>1+<a>2=3"
+    read = scorer.tokenizer.decode(scorer.encode_pair(chat, "3")["input_ids"])
+    assert read == "<u> 1 + <a> 2 = 3", "tokenizer.json names no decoder"
     assert next(scorer.model.parameters()).dtype == torch.bfloat16 and len(turns) == 2
     pairs = RewardModelScorer(Settings(path=str(saved(tmp_path / "e")), device="auto"))
     assert pairs.encode_pair(chat, "3") == pairs.encode_pair(plain, "3")

@@ -511,7 +511,7 @@ def test_the_summary_keeps_them(tmp_path: Path) -> None:
         )
     )
     left |= {"steps": 50, "heldout_start": None, "ood_start": None, "lag": {}}
-    left |= {"wall_s": 10.0, "ledger": {"generated": 100}}
+    left |= {"tokens": 100, "wall_s": 10.0, "ledger": {"generated": 100}}
     (tmp_path / "buffer_summary.json").write_text(json.dumps(left))
     found = runner.write_summary(load.load("configs/demo.toml", K1_LOSS), tmp_path)
     assert [s["name"] for s in found["signs"]] == ["kl_drift"] and found["signs"][0][
