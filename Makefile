@@ -21,7 +21,7 @@ export OMP_NUM_THREADS ?= 1
 $(VENV)/.demo: pyproject.toml
 	test -x $(PY) || python3 -m venv $(VENV)
 	@echo "installing torch and asyncrl into $(VENV), about 1 GB"; \
-	(while sleep 5; do echo "... $$(du -sm $(VENV) | cut -f1) MB"; done) & progress=$$!; \
+	(while sleep 5 && kill -0 $$$$ 2>/dev/null; do echo "... $$(du -sm $(VENV) | cut -f1) MB"; done) & progress=$$!; \
 	$(PIP) torch==2.13.0 && $(PIP) -e .; code=$$?; kill $$progress; exit $$code
 	touch $@
 
