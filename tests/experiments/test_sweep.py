@@ -223,7 +223,8 @@ def test_what_a_correction_is_comes_from_its_configs() -> None:
 
 
 def test_every_correction_is_a_valid_config_at_every_limit() -> None:
-    names = [n for n in sweep.CORRECTIONS if n != "configured"]
+    filtering = "dapo"  # an injected lag needs all groups
+    names = [n for n in sweep.CORRECTIONS if n not in ("configured", filtering)]
     p = sweep.make_plan(
         "configs/rle.toml",
         (),
