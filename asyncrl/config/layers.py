@@ -93,7 +93,7 @@ def describe_field(struct: Any, field: msgspec.structs.FieldInfo) -> str:
         if text := texts.get(base.__name__, {}).get(field.name):
             return text
     metas = split_annotations(field.type)[1]
-    return next((str(meta.description) for meta in metas if meta.description), "")
+    return next((meta.description for meta in metas if meta.description), "")
 
 
 def build_schema(root: Any) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class Method(msgspec.Struct, frozen=True):
 
 
 METHODS = msgspec.toml.decode(
-    Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"), type=dict[str, Method]
+    Path(__file__).with_suffix(".toml").read_bytes(), type=dict[str, Method]
 )
 FOR_OLD_SAMPLES = [name for name, method in METHODS.items() if method.stale]
 

@@ -31,8 +31,7 @@ METRICS: dict[str, MetricInfo] = {
 METRICS |= {
     f"ledger/{_line}": MetricInfo("tokens", f"tokens that have ended in the ledger line {_line}")
     for _line in DISPOSITIONS
-}
-METRICS |= {
+} | {
     f"refused/{_reason}": MetricInfo("count", f"refused so far: {_meaning}")
     for _reason, _meaning in REFUSALS.items()
 }

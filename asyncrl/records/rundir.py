@@ -101,9 +101,10 @@ def choose_directory(config: Config | SftConfig, source: str, *, create: bool = 
 
 
 def remove_empty(run_dir: Path) -> None:
-    """Remove the directory if nothing was written to it."""
+    """Remove the directory if nothing was written to it, and then that of all runs."""
     with contextlib.suppress(OSError):
         run_dir.rmdir()
+        run_dir.parent.rmdir()
 
 
 def note_limit(run_dir: Path, limit: float) -> None:
