@@ -105,7 +105,7 @@ def train(
         answers = write(model, coded, keys, most, seed, tokenizer.eos_token_id)
         texts = [
             tokenizer.decode(
-                [int(t) for t in a if t != tokenizer.eos_token_id], skip_special_tokens=True
+                [int(t) for t in a if t != tokenizer.eos_token_id], skip_special_tokens=False
             )
             for a in answers
         ]
