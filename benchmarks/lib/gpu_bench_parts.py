@@ -213,8 +213,15 @@ def measure_engine(setting: Setting, size: str) -> dict[str, Any]:
     prompts = draw_prompts(setting, rows // GROUP)
     engine.add(
         CompletionRequest(
-            *((row // GROUP, row % GROUP, 1), prompts[row // GROUP], row // GROUP, scale.most),
-            *(1.0, 1.0, 0, (END,), 7),
+            key=(row // GROUP, row % GROUP, 1),
+            prompt=prompts[row // GROUP],
+            group=row // GROUP,
+            max_new_tokens=scale.most,
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            stop=(END,),
+            seed=7,
         )
         for row in range(rows)
     )

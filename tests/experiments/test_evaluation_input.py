@@ -74,7 +74,7 @@ def test_a_missing_file_or_task_of_a_set_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nowhere", "demo"], "model.path: nowhere is not a model directory"),
+        (["nowhere", "demo"], "MODEL: nowhere is not a model directory"),
         (["MODEL", "demo", "--only", "x"], "--only x: choose from heldout, ood"),
         (
             ["MODEL", "demo", "--only", "ood", "--set", "evaluation.ood_prompts=0"],
