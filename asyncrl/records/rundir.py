@@ -77,7 +77,7 @@ def make_unwritable_error(run_dir: Path, error: OSError) -> ConfigError:
 
 
 def choose_directory(config: Config | SftConfig, source: str, *, create: bool = False) -> Path:
-    """Return runs/NAME, with the config file's name and the time if there is no name.
+    """Return runs/NAME. Without a name, the config file's name and the time take its place.
 
     create: create the directory of a run without a name, under a name that no other run has; runs
     that start in the same second get a number.  Raises ConfigError if it cannot be created."""
