@@ -113,9 +113,10 @@ def run(
         return
     with ExitStack() as services:
         if resume is None:
+            runs = () if Path(config.runs).exists() else (Path(config.runs),)
             run_dir = rundir.choose_directory(config, str(source), create=True)
             # a refused run leaves no empty directory
-            services.callback(rundir.remove_empty, run_dir)
+            services.callback(rundir.remove_empty, run_dir, *runs)
         if watch:
             from asyncrl.viewer import server
 

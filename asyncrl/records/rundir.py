@@ -100,11 +100,11 @@ def choose_directory(config: Config | SftConfig, source: str, *, create: bool = 
         raise make_unwritable_error(path, error) from error
 
 
-def remove_empty(run_dir: Path) -> None:
-    """Remove the directory if nothing was written to it, and then that of all runs."""
+def remove_empty(*directories: Path) -> None:
+    """Remove the directories in their order, up to the first one that holds something."""
     with contextlib.suppress(OSError):
-        run_dir.rmdir()
-        run_dir.parent.rmdir()
+        for directory in directories:
+            directory.rmdir()
 
 
 def note_limit(run_dir: Path, limit: float) -> None:

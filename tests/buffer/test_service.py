@@ -476,9 +476,9 @@ def test_the_wait_for_a_ticket_has_its_cause(begin: Any, monkeypatch: pytest.Mon
     (ticket,) = (ticket for ticket in tickets if ticket.kind == "train")
     assert find_cause() == "the learner has not requested batch 0 yet"
     learner.send(m.BatchRequest(1, 0))
-    while (cause := find_cause()) == "the learner has not requested batch 0 yet":
+    while "requested" in ask(viewer, m.StatusRequest(), m.RunStatus).waits[-1].what:
         pass
-    assert cause == "the learner waits for ticket 0: 2 samples at generator-0"
+    assert find_cause() == "the learner waits for ticket 0: 2 samples at generator-0"
     ask(generator, answers(ticket), m.DeliveryAcks)
     wait(learner, m.Batch)
     assert find_cause() == "no room before the learner has trained batch 0"

@@ -159,21 +159,22 @@ def test_runs_of_one_config_in_the_same_second_get_their_own_directories(
 
     def begin(config: Config, run_dir: Path, **_: Any) -> tuple[int, dict[str, Any]]:
         assert run_dir.is_dir() and not any(run_dir.iterdir())
-        if not begun:
-            begun.append(run_dir)
-            raise ConfigError("refused")
         begun.append(run_dir)
+        if len(begun) <= 2:
+            raise ConfigError("refused")
         (run_dir / "config.toml").touch()
         return 0, {}
 
     monkeypatch.setattr(runner, "run", begin)
-    assert CliRunner().invoke(main, ["run", "demo"]).exit_code == 2
-    assert list((tmp_path / "runs").iterdir()) == []
+    for kept in ([], ["runs"]):
+        assert CliRunner().invoke(main, ["run", "demo"]).exit_code == 2
+        assert [path.name for path in tmp_path.iterdir()] == kept
+        (tmp_path / "runs").mkdir(exist_ok=True)
     for _ in range(3):
         done = CliRunner().invoke(main, ["run", "demo"])
         assert done.exit_code == 0, done.output
     names = ["demo-20260101-000000", "demo-20260101-000000-2", "demo-20260101-000000-3"]
-    assert [path.name for path in begun] == [names[0], *names]
+    assert [path.name for path in begun] == [names[0], names[0], *names]
     with ThreadPoolExecutor(8) as pool:
         config = load.load("demo", [f"runs='{tmp_path / 'many'}'"])
         made = pool.map(lambda _: rundir.choose_directory(config, "demo", create=True), range(40))
