@@ -19,11 +19,15 @@ from typing import Any
 
 import httpx
 import numpy as np
+import safetensors.torch
+import torch
 import xxhash
 from tinker.proto import tinker_public_pb2 as pb
 
+from asyncrl.models import adapter_files
 from asyncrl.models.policy import build_model
 from asyncrl.records import jsonl, metrics
+from asyncrl.tinker.workers import trainer
 from lib import results_file
 
 SYMBOLS = "0123456789+-*=? abcdefghijklmnopqrstuvwxyz:\n"
@@ -258,8 +262,10 @@ def run(work: Path, kills: int, seed: int, seconds: float) -> dict[str, Any]:
             client.join()
         other.stop()
         for killed, whole in zip(clients, unharmed, strict=True):
-            if digest_weights(server.folder, killed) != digest_weights(other.folder, whole):
-                problems.append(f"client {killed.index}: other weights than without a kill")
+            state, expected = read_state(server.folder, killed), read_state(other.folder, whole)
+            names = sorted(state.keys() | expected.keys())
+            if wrong := [name for name in names if state.get(name) != expected.get(name)]:
+                problems.append(f"client {killed.index}: other {wrong[0]} than without a kill")
     return {"kills": dict(done), "steps": steps, "wrong": problems}
 
 
@@ -267,12 +273,16 @@ def locate_model(folder: Path, client: TinkerClient) -> Path:
     return folder / client.model.replace(":", "-")
 
 
-def digest_weights(folder: Path, client: TinkerClient) -> dict[str, str]:
-    saved = locate_model(folder, client) / "weights" / "final" / "model"
-    return {
-        path.name: xxhash.xxh3_128_hexdigest(path.read_bytes())
-        for path in sorted(saved.glob("*.safetensors"))
-    }
+def read_state(folder: Path, client: TinkerClient) -> dict[str, bytes]:
+    """Return the tensors of the weights and of the optimizer that a client saved at its end.
+
+    The bytes of a file are no measure: safetensors writes its metadata in a random order."""
+    saved = locate_model(folder, client) / "weights" / "final"
+    tensors = safetensors.torch.load_file(saved / "model" / adapter_files.WEIGHTS)
+    optimizer = torch.load(saved / trainer.STATE, weights_only=True)["optimizer"]
+    for index, moments in optimizer["state"].items():
+        tensors |= {f"{index}.{name}": moment for name, moment in moments.items()}
+    return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
 
 
 def judge(folder: Path, client: TinkerClient) -> Iterator[str]:
