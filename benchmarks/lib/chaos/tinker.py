@@ -89,6 +89,7 @@ class TinkerClient(threading.Thread):
         self.model = ""
         self.told: list[dict[str, Any]] = []  # a row of each optimizer step
         self.failure = ""
+        self.http = httpx.Client(timeout=60)
 
     def post(self, route: str, body: Any) -> httpx.Response:
         """Post until the server answers."""
@@ -97,15 +98,14 @@ class TinkerClient(threading.Thread):
         while True:
             with contextlib.suppress(httpx.HTTPError, OSError):
                 key = (self.server.folder / "api_key").read_text().strip()
-                reply = httpx.post(
+                reply = self.http.post(
                     f"http://127.0.0.1:{self.server.port}/api/v1/{route}",
                     content=data,
                     headers={"X-API-Key": key, "content-type": kind},
-                    timeout=60,
                 )
                 if reply.status_code not in (408, 503):
                     return reply
-            time.sleep(0.05)
+            time.sleep(0.2)  # a server that starts needs the processor
 
     def call(self, route: str, body: Any) -> httpx.Response:
         """Make a training call."""
