@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,8 +15,25 @@ from asyncrl.cli import main, new
 from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
+from asyncrl.models import model_check
 from asyncrl.supervise import preflight
 from asyncrl.tasks import warm_start
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compared_once() -> Iterator[None]:
+    """A model that is not changed in between is compared with its eager forward once."""
+    compare, notes = model_check.check_complete, dict[Any, str]()
+
+    def check_complete(raw: Any, *place: Any, **more: Any) -> str:
+        key = (json.dumps(raw), place, *more.items())
+        if key not in notes:
+            notes[key] = compare(raw, *place, **more)
+        return notes[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_check, "check_complete", check_complete)
+        yield
 
 
 @pytest.fixture
@@ -84,8 +103,13 @@ def test_runs_elsewhere_leave_the_project_its_model(project: Path, tmp_path: Pat
 # ---- `asyncrl config check` ----------------------------------------------------------------------
 
 
-def found(config: Config) -> dict[str, tuple[str, str]]:
-    return {f.check: (f.state, f.text) for f in preflight.run_checks(config)}
+def found(config: Config, *names: str) -> dict[str, tuple[str, str]]:
+    """The findings of all checks, or of these and those that they need."""
+    needed = {*names, *(other for name in names for other in preflight.NEEDS.get(name, ()))}
+    checks = {n: check for n, check in preflight.CHECKS.items() if not names or n in needed}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preflight, "CHECKS", checks)
+        return {f.check: (f.state, f.text) for f in preflight.run_checks(config)}
 
 
 def test_a_config_is_checked_without_building_anything(project: Path) -> None:
@@ -155,7 +179,7 @@ def test_an_agent_that_asks_for_chat_is_refused_without_a_chat_template(
         "command": f"agent.command=['python', {str(file)!r}]",
     }[kind]
     config = at(project, small_model, "reward.function=", item, "generator.max_new_tokens=4")
-    state, text = found(config)["template"]
+    state, text = found(config, "template")["template"]
     if AGENTS[line]:
         assert state == "failed" and f"{file}:2 makes a chat call" in text
         assert (
@@ -183,13 +207,13 @@ def test_characters_that_the_vocabulary_lacks_are_named(
     for tiny, remedy in ((True, f"delete {small_model}"), (False, "choose a model")):
         model = msgspec.structs.replace(config.model, warm_start=tiny)
         checked = msgspec.structs.replace(config, model=model)
-        state, text = found(checked)["characters"]
+        state, text = found(checked, "characters")["characters"]
         assert state == "note" and remedy in text
         assert "'é' (train prompt 1)" in text and "'ß' (train prompt 2)" in text
     preflight.preflight(config)
     assert "warning: task: the vocabulary in" in capsys.readouterr().err
     prompts.write_text(json.dumps(rows[0]) + "\n")
-    assert found(config)["characters"] == (
+    assert found(config, "characters")["characters"] == (
         "ok",
         "the vocabulary has all 4 characters of the checked prompts",
     )
@@ -266,7 +290,7 @@ def test_the_check_and_the_run_call_a_function_of_lists_with_two_prompts(
         ),
     }[of]
     config = at(project, small_model, *sets, "reward.deadline_s=600.0")
-    state, text = found(config)["reward"]
+    state, text = found(config, "reward")["reward"]
     assert (state, said in text) == ("failed" if said else "ok", True), text
     for name in ("check_task", "build_model", "check_images", "check_template", "check_prompts"):
         monkeypatch.setattr(preflight, name, lambda subject: "")
@@ -294,7 +318,7 @@ def test_memory_and_disk_are_compared_with_what_is_free(
 
     monkeypatch.setattr(psutil, "virtual_memory", Little)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Little)
-    checks = found(config)
+    checks = found(config, "memory", "disk")
     assert checks["memory"][0] == "note" and "are free" in checks["memory"][1]
     assert checks["disk"][0] == "failed" and "0 MiB free in" in checks["disk"][1]
 
