@@ -121,7 +121,8 @@ class Outbox:
         self.fresh_since = 0.0
         self.sent: dict[Key, UnackedSample] = {}
         self.images: dict[Key, Mapping[str, bytes]] = {}  # of unacknowledged samples
-        self.unacked_bytes = 0
+        self.sizes: dict[Key, int] = {}  # estimated bytes of the same samples, with their images
+        self.fresh_bytes = self.unacked_bytes = 0
         self.acked: dict[str, int] = {}  # disposition -> samples
         self.waited_s = 0.0  # from first send to acknowledgement, summed over samples
         self.token_report = TokenReport()
@@ -155,8 +156,11 @@ class Outbox:
             outcomes.check_sample(sample)
         except ValueError as error:
             sample = outcomes.make_failed_sample(sample, "data", f"it cannot be delivered: {error}")
+        key = sample.ticket, sample.sample, sample.attempt
         if sample_images := {name: images[name] for name in sample.all_images if name in images}:
-            self.images[sample.ticket, sample.sample, sample.attempt] = sample_images
+            self.images[key] = sample_images
+        self.sizes[key] = estimate_size(sample) + sum(map(len, sample_images.values()))
+        self.fresh_bytes += self.sizes[key]
         self.fresh.append(sample)
 
     def collect_metrics(self) -> dict[str, float]:
@@ -175,10 +179,11 @@ class Outbox:
         such as a long decode step, does not count as waiting for the link.
         """
         self.credit = reply.credit
-        for ticket, sample, attempt, disposition in reply.acks:
-            if (entry := self.sent.pop((ticket, sample, attempt), None)) is not None:
-                self.unacked_bytes -= self._estimate_size(entry.sample)
-                self.images.pop((ticket, sample, attempt), None)
+        for *numbers, disposition in reply.acks:
+            key = tuple(numbers)
+            if (entry := self.sent.pop(key, None)) is not None:
+                self.unacked_bytes -= self.sizes.pop(key)
+                self.images.pop(key, None)
                 busy_s = max(0.0, unread[1] - max(unread[0], entry.first_sent))
                 self.waited_s += now - entry.first_sent - busy_s
                 self.acked[disposition] = self.acked.get(disposition, 0) + 1
@@ -193,30 +198,23 @@ class Outbox:
         ]
         if self.fresh and not self.fresh_since:
             self.fresh_since = now
-        is_due = (
-            flush
-            or now - self.fresh_since > LINGER_S
-            or sum(map(self._estimate_size, self.fresh)) >= self.frame_bytes
-        )
+        is_due = flush or now - self.fresh_since > LINGER_S or self.fresh_bytes >= self.frame_bytes
         if self.fresh and is_due and not self.is_full:
-            for sample in self.fresh:
-                self.unacked_bytes += self._estimate_size(sample)
-            samples = samples + self.fresh
+            self.unacked_bytes += self.fresh_bytes
+            samples += self.fresh
             self.fresh = []
             self.fresh_since = 0.0
-        yield from self._make_frames(samples, now)
-
-    def _make_frames(self, samples: list[Trajectory], now: float) -> Iterator[Delivery]:
+            self.fresh_bytes = 0
         frame: list[Trajectory] = []
+        frame_bytes = 0
         for sample in samples:
-            if (
-                frame
-                and sum(map(self._estimate_size, frame)) + self._estimate_size(sample)
-                > self.frame_bytes
-            ):
+            size = self.sizes[sample.ticket, sample.sample, sample.attempt]
+            if frame and frame_bytes + size > self.frame_bytes:
                 yield self._make_frame(frame, now)
                 frame = []
+                frame_bytes = 0
             frame.append(sample)
+            frame_bytes += size
         if frame:
             yield self._make_frame(frame, now)
 
@@ -243,8 +241,3 @@ class Outbox:
             self.token_report.total,
             {name: blob for of_sample in images for name, blob in of_sample.items()},
         )
-
-    def _estimate_size(self, sample: Trajectory) -> int:
-        """Estimate the bytes of a sample with its images."""
-        images = self.images.get((sample.ticket, sample.sample, sample.attempt), NO_IMAGES)
-        return estimate_size(sample) + sum(map(len, images.values()))

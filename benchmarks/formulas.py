@@ -1,17 +1,21 @@
-"""Typeset the formulas of docs/ as MathML while MkDocs builds the site.
+"""Write the reference of keys, and typeset the formulas of docs/, while MkDocs builds the site.
 
-A hook of mkdocs.yml. `pymdownx.arithmatex` finds `$...$` and `$$...$$`. A browser draws MathML by
-itself, so the site needs no script and no font for it.
+A hook of mkdocs.yml. The page `configuration.md` is what `asyncrl config reference` prints; it is
+not committed. The formulas become MathML: `pymdownx.arithmatex` finds `$...$` and `$$...$$`. A
+browser draws MathML by itself, so the site needs no script and no font for it.
 """
 
 from __future__ import annotations
 
 import html
 import re
+from pathlib import Path
 from typing import Any
 
 from latex2mathml.converter import convert
 from mkdocs.exceptions import PluginError
+
+from asyncrl.config import explain
 
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 WORD = re.compile(r"<(?:mo|mi)>([a-zA-Z]{2,})</(?:mo|mi)>")  # log, min, clip: space around them
@@ -29,6 +33,10 @@ def to_mathml(formula: re.Match[str]) -> str:
     if "\\" in mathml or ">&<" in mathml:
         raise PluginError(f"formula {latex!r}: MathML does not know a command of it: {mathml}")
     return WORD.sub(r'<mo lspace="0.17em" rspace="0.12em">\1</mo>', mathml)
+
+
+def on_pre_build(config: Any) -> None:
+    (Path(config["docs_dir"]) / "configuration.md").write_text(explain.render_reference())
 
 
 def on_page_content(page_html: str, **_: Any) -> str:

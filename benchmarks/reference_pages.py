@@ -25,7 +25,7 @@ FOLDER = DOCS / "coming-from"
 COLUMNS = 100
 SOURCE = "Generated from `docs/coming-from/keys.toml` by `python benchmarks/reference_pages.py`."
 NO_DEFAULT = ("", "-", "not set", "none: it must be given", '""', "{}", "[]")
-READING = """- The column "here" has keys of the [configuration](../configuration.md). Commas join
+READING = """- The column "here" has keys of the configuration. Commas join
   keys that belong together. "or" separates alternatives. A dash means that asyncrl has no such
   setting, and the remark gives the reason or an alternative.
 - "default here" has the defaults of these keys in the same order. A dash or "unset" means that

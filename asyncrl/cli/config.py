@@ -194,9 +194,9 @@ def print_metrics() -> None:
     print(metrics.format_markdown(), end="")
 
 
-@config.command(cls=ExampleCommand, examples=("asyncrl config reference > docs/configuration.md",))
+@config.command(cls=ExampleCommand, examples=("asyncrl config reference > keys.md",))
 def reference() -> None:
-    """Print every key with its default: docs/configuration.md."""
+    """Print every key with its default, as a page of Markdown."""
     from asyncrl.config import explain as explaining
 
     print(explaining.render_reference(), end="")

@@ -109,7 +109,7 @@ def _explain_key(key: str) -> KeyExplanation:
 
 
 def render_reference() -> str:
-    """Render docs/configuration.md: a table of keys for each section."""
+    """Render a page of all keys: a table for each section."""
     sections: dict[str, list[str]] = {}
     pages: dict[str, str] = {}
     for key in ("method", *load.list_keys()):
