@@ -27,7 +27,6 @@ class TrainingCall(msgspec.Struct, frozen=True):
     number: int  # seq_id; 0 creates the model
     route: str
     body: bytes
-    protobuf: bool = False
 
 
 class TrainingOutcome(msgspec.Struct, frozen=True):

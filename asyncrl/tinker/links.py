@@ -15,30 +15,16 @@ from asyncrl.contract import importing
 from asyncrl.contract.parent import end_with_parent
 from asyncrl.contract.printable import LONGEST_LINE, describe_exit, escape_line
 from asyncrl.records import process_log
-from asyncrl.tinker.messages import (
-    CallDone,
-    CallFailure,
-    Cancel,
-    Request,
-    SampleResult,
-    ScoreResult,
-    StepResult,
-    WorkerCall,
-    WorkerReply,
-)
+from asyncrl.tinker.messages import Cancel, Request, Result, WorkerCall, WorkerReply
 from asyncrl.tinker.workers.worker import LENGTH_BYTES, encode_frame
 
-Result = ScoreResult | StepResult | SampleResult | CallDone | CallFailure
 
+def log(text: str, *, traceback: bool = False) -> None:
+    """Write a line to stderr and to logs/server.log (`server.open_log`).
 
-def log(text: str) -> None:
-    """Write a line to stderr and to logs/server.log (`server.open_log`)."""
-    logging.getLogger("asyncrl.tinker").warning("%s", escape_line(text, LONGEST_LINE))
-
-
-def log_exception(text: str) -> None:
-    """Log `text` with the traceback of the exception that is being handled."""
-    logging.getLogger("asyncrl.tinker").exception("%s", escape_line(text, LONGEST_LINE))
+    traceback: add that of the exception that is being handled."""
+    line = escape_line(text, LONGEST_LINE)
+    logging.getLogger("asyncrl.tinker").warning("%s", line, exc_info=traceback)
 
 
 class WorkerExited(Exception):

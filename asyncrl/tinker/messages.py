@@ -176,9 +176,7 @@ class SampleResult(msgspec.Struct, frozen=True, tag=True):
 
 
 class CallDone(msgspec.Struct, frozen=True, tag=True):
-    """Result of a call that returns no values; bytes: size of the files that it wrote."""
-
-    bytes: int = 0
+    """Result of a call that returns no values."""
 
 
 class CallFailure(msgspec.Struct, frozen=True, tag=True):
@@ -203,6 +201,9 @@ def describe_failure(error: Exception) -> CallFailure:
     return CallFailure(f"{type(error).__name__}: {error}", "server", spoiled=True)
 
 
+Result = ScoreResult | StepResult | SampleResult | CallDone | CallFailure
+
+
 class WorkerReply(msgspec.Struct, frozen=True):
     number: int
-    result: ScoreResult | StepResult | SampleResult | CallDone | CallFailure
+    result: Result

@@ -36,7 +36,7 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.records import atomic_write, jsonl, metrics
 from asyncrl.tinker import wire
 from asyncrl.tinker.call_log import CallLog, TrainingCall, TrainingOutcome
-from asyncrl.tinker.links import Result, WorkerExited, WorkerLink, log, log_exception
+from asyncrl.tinker.links import WorkerExited, WorkerLink, log
 from asyncrl.tinker.messages import (
     NOT_SAMPLED,
     CallFailure,
@@ -46,6 +46,7 @@ from asyncrl.tinker.messages import (
     LoadModel,
     OptimizerStep,
     Request,
+    Result,
     SaveWeights,
     ScoreResult,
     StepResult,
@@ -282,7 +283,7 @@ class ServedModel:
         except WorkerExited as error:
             outcome = self._build_outcome(error=str(error), category="server")
         except Exception as error:  # a client waits for the outcome, and later calls must run
-            log_exception(f"{self.record.model}, call {number}, {call.route}")
+            log(f"{self.record.model}, call {number}, {call.route}", traceback=True)
             outcome = self._build_outcome(error=repr(error), category="server")
         self.log.write_outcome(number, outcome)  # from here on the call's effect is permanent
         self._apply_outcome(number, call.route, outcome)
@@ -321,7 +322,7 @@ class ServedModel:
         return msgspec.structs.replace(unchanged, **values)
 
     def _reply(self, reply: dict[str, Any], **values: Any) -> TrainingOutcome:
-        return self._build_outcome(reply=wire.encode_json(reply), **values)
+        return self._build_outcome(reply=json.dumps(reply).encode(), **values)
 
     # ---- the training process --------------------------------------------------------------------
 
@@ -358,16 +359,14 @@ class ServedModel:
         """Load the newest checkpoint in a new training process, and repeat the calls after it."""
         # a checkpoint without an outcome is that of a load_weights call that is made again
         checkpoints = [saved for saved in self.log.list_checkpoints() if saved[0] < self.next]
-        last_call, path = 0, ""
+        first, path = 0, ""
         if checkpoints:
             last_call, version = checkpoints[-1]
-            path = str(self.log.locate_checkpoint(last_call, version))
-        elif self.record.source and self.next:
-            raise RequestRefused(f"{self.record.model} was not loaded from {self.record.source}")
+            first, path = last_call + 1, str(self.log.locate_checkpoint(last_call, version))
         await self._repeat(
             LoadModel(self.record.model, self.record.rank, self.record.seed, path, bool(path))
         )
-        for number in range(last_call + 1, self.next):
+        for number in range(first, self.next):
             call, outcome = self.log.read_call(number), self.log.read_outcome(number)
             if call is None or outcome is None or call.route not in CHANGING:
                 continue
@@ -377,6 +376,14 @@ class ServedModel:
                 )
             elif not outcome.error and call.route == "forward_backward":
                 await self._repeat(self._parse_repeated_loss(call, outcome))
+            elif call.route == "load_weights" and not (number and outcome.error):
+                # an earlier version of the server acknowledged a load before its checkpoint
+                path, request, saved = self._parse_load(call)
+                if outcome.error or outcome.parents.get(saved.model) != saved.version:
+                    raise RequestRefused(
+                        f"{self.record.model} was not loaded from the weights that {path} has now"
+                    )
+                await self._repeat(request)
 
     async def _repeat(self, request: Request) -> None:
         result = await self.trainer.call(request)
@@ -387,7 +394,7 @@ class ServedModel:
         path = self.log.locate_checkpoint(number, self.version)
         try:
             await self._call_trainer(SaveWeights(self.record.model, str(path), state=True))
-        except (WorkerExited, RequestRefused) as error:
+        except (WorkerExited, RequestRefused, ConfigError) as error:
             log(f"{self.record.model}: the checkpoint was not written: {error}")
             return
         self.log.prune()
@@ -436,11 +443,14 @@ class ServedModel:
         request = ForwardBackward(
             self.record.model, data, decoded.loss, decoded.config, decoded.forward_only
         )
-        outcome = self._build_outcome(protobuf=True)
+        effect: dict[str, Any] = {}
         if not decoded.forward_only:
-            outcome = msgspec.structs.replace(
-                outcome, lags=dict(lags), sequences=sequences, token_lags=b"".join(token_lags)
-            )
+            effect = {
+                "lags": dict(lags),
+                "sequences": sequences,
+                "token_lags": b"".join(token_lags),
+            }
+        outcome = self._build_outcome(protobuf=True, **effect)
         return ResolvedLoss(request, decoded.requested, outcome, sampled)
 
     def _parse_repeated_loss(self, call: TrainingCall, outcome: TrainingOutcome) -> ForwardBackward:
@@ -608,28 +618,26 @@ class ServedModel:
             shutil.rmtree(path, ignore_errors=True)
             _locate_note(path).unlink(missing_ok=True)
 
-    async def _load(self, call: TrainingCall) -> TrainingOutcome:
-        """Load saved weights, which become the model's own checkpoint.
+    def _parse_load(self, call: TrainingCall) -> tuple[str, LoadModel, SavedWeights]:
+        """Decode a call that loads saved weights, which become the model's own checkpoint.
 
-        After that the client may replace or delete them."""
-        request = wire.parse_json(sdk.LoadWeightsRequest, call.body)
-        path, saved = find_saved(self.folder.parent, request.path, "weights")
+        After that the client may replace or delete them.  Returns their tinker path too."""
+        message = wire.parse_json(sdk.LoadWeightsRequest, call.body)
+        path, saved = find_saved(self.folder.parent, message.path, "weights")
         if saved.rank != self.record.rank:
             raise ConfigError(
-                f"{request.path} has rank {saved.rank}, the model has {self.record.rank}"
+                f"{message.path} has rank {saved.rank}, the model has {self.record.rank}"
             )
-        await self._call_trainer(
-            LoadModel(
-                self.record.model,
-                self.record.rank,
-                self.record.seed,
-                str(path),
-                request.optimizer,
-                str(self.log.locate_checkpoint(call.number, saved.version)),
-            )
-        )
+        checkpoint = str(self.log.locate_checkpoint(call.number, saved.version))
+        model, rank, seed = self.record.model, self.record.rank, self.record.seed
+        request = LoadModel(model, rank, seed, str(path), message.optimizer, checkpoint)
+        return message.path, request, saved
+
+    async def _load(self, call: TrainingCall) -> TrainingOutcome:
+        path, request, saved = self._parse_load(call)
+        await self._call_trainer(request)
         return self._reply(
-            {"type": "load_weights", "path": request.path, "model_id": self.record.model},
+            {"type": "load_weights", "path": path, "model_id": self.record.model},
             version=saved.version,
             branch=call.number,
             parents={saved.model: saved.version, **saved.parents},

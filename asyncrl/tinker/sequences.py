@@ -84,9 +84,7 @@ class SampledRun(NamedTuple):
 
 def compute_fingerprint(tokens: bytes, logprobs: bytes) -> str:
     """Return a digest of int32 tokens and float32 log-probabilities."""
-    digest = xxhash.xxh3_64(tokens)
-    digest.update(logprobs)
-    return digest.hexdigest()
+    return xxhash.xxh3_64_hexdigest(tokens + logprobs)
 
 
 def find_uncertain_run(tokens: bytes, logprobs: bytes) -> tuple[str, int] | None:

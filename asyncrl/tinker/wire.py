@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pydantic
 import tinker.types as sdk
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError
 from tinker.proto import tinker_public_pb2 as pb
 
 from asyncrl.contract.errors import ConfigError
@@ -203,10 +203,10 @@ def parse_sample_request(
 
     stop_tokens: the model's own stop tokens.  limit: length of prompt and sequence together.
     default: length of a sequence whose request sets none.  Raises ConfigError."""
-    for name in ("topk_sample_logprobs", "prompt_alt_tokens_k"):
-        if getattr(request, name, 0):
-            raise ConfigError(f"{name}: is not served")
-    for name in ("target_prompt_logprobs", "prompt_logprobs_last_n"):
+    for name in (
+        *("topk_sample_logprobs", "prompt_alt_tokens_k"),
+        *("target_prompt_logprobs", "prompt_logprobs_last_n"),
+    ):
         if getattr(request, name, None):
             raise ConfigError(f"{name}: is not served")
     ids: list[int] = []
@@ -281,7 +281,7 @@ def encode_samples(result: SampleResult) -> bytes:
                 length=positions,
             )
         )
-    return _serialize(message)
+    return bytes(message.SerializeToString())
 
 
 def encode_scores(result: ScoreResult, loss: str = "", requested: str = "") -> bytes:
@@ -301,13 +301,4 @@ def encode_scores(result: ScoreResult, loss: str = "", requested: str = "") -> b
             data=b"".join(result.logprobs), offsets=offsets.tobytes(), dtype=pb.DTYPE_FLOAT32
         )
     )
-    return _serialize(message)
-
-
-def _serialize(message: Message) -> bytes:
-    data: bytes = message.SerializeToString()
-    return data
-
-
-def encode_json(values: Mapping[str, Any]) -> bytes:
-    return json.dumps(values).encode()
+    return bytes(message.SerializeToString())

@@ -15,8 +15,8 @@ from tinker_kit import write_config
 
 from asyncrl.tinker import settings
 from asyncrl.tinker.app import TinkerServer
-from asyncrl.tinker.links import Result, WorkerExited
-from asyncrl.tinker.messages import Request, WorkerCall
+from asyncrl.tinker.links import WorkerExited
+from asyncrl.tinker.messages import Request, Result, WorkerCall
 from asyncrl.tinker.server import build_web_server, prepare_directory
 from asyncrl.tinker.workers.sampler import Sampler
 from asyncrl.tinker.workers.trainer import Trainer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -209,8 +210,15 @@ def test_numbers_of_adamw_that_ruin_weights_are_refused(
 # ---- saved weights -------------------------------------------------------------------------------
 
 
-def test_deleted_weights_are_not_needed_by_the_models_begun_from_them(tmp_path: Path) -> None:
-    """Neither for a start of the server nor for one of the training process."""
+@pytest.mark.parametrize("lost", ["weights", "checkpoints", "both"])
+def test_models_begun_from_saved_weights_are_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    """At a start of the server and of the training process, from the model's own checkpoint.
+
+    An earlier version of the server may have written none: then from the saved weights."""
+    if lost != "weights":
+        monkeypatch.setattr(CallLog, "prune", lambda self: None)
     server = LocalServer(tmp_path)
     with server.client() as service:
         first = service.create_lora_training_client("tiny", rank=2, seed=1).result()
@@ -219,10 +227,15 @@ def test_deleted_weights_are_not_needed_by_the_models_begun_from_them(tmp_path: 
         begun = service.create_training_client_from_state_with_optimizer(path).result()
         loaded = service.create_lora_training_client("tiny", rank=2, seed=3).result()
         loaded.load_state(path).result()
-        tinker.RestClient(base_url=server.url, api_key=KEY).delete_checkpoint(
-            first.model_id, "weights/w"
-        ).result()
         expected = [scored(client) for client in (first, begun, loaded)]
+        if lost != "weights":
+            for client in (begun, loaded):
+                [checkpoint] = server.server.models[client.model_id].log.checkpoints.iterdir()
+                shutil.rmtree(checkpoint)
+        if lost != "checkpoints":
+            tinker.RestClient(base_url=server.url, api_key=KEY).delete_checkpoint(
+                first.model_id, "weights/w"
+            ).result()
     server.stop()
     server = LocalServer(tmp_path)
     http = httpx.Client(base_url=f"{server.url}/api/v1", headers={"X-API-Key": KEY})
@@ -234,7 +247,11 @@ def test_deleted_weights_are_not_needed_by_the_models_begun_from_them(tmp_path: 
             assert (model.version, model.record.model) == (1, client.model_id)
             loss.model_id, loss.seq_id = client.model_id, model.next
             reply = call(http, "forward", loss.SerializeToString())
-            assert before.tobytes() in reply.content
+            if client is not first and lost == "both":
+                assert reply.json()["error"] == f"{path}: this server has no such weights"
+            else:
+                assert before.tobytes() in reply.content
+                assert [*model.log.checkpoints.iterdir()] or client is first
     finally:
         server.stop()
 

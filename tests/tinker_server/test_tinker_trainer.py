@@ -191,9 +191,6 @@ def test_a_state_continues(
         patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
         saved = trainer.handle(SaveWeights("m", str(tmp_path / "state"), state=True))
     assert isinstance(saved, CallDone)
-    assert saved.bytes == sum(
-        file.stat().st_size for file in (tmp_path / "state").rglob("*") if file.is_file()
-    )
     trainer.handle(SaveWeights("m", str(tmp_path / "sampler")))
     assert not (tmp_path / "sampler" / "state.pt").exists()
     at = weights(trainer)

@@ -118,7 +118,7 @@ def test_bodies_that_are_no_object_are_refused(body: bytes, why: str) -> None:
 def test_bodies_of_the_largest_numbers_are_read() -> None:
     body = b'{"a": 9223372036854775807, "b": -9223372036854775808, "c": 1.5, "d": "\\u00e9"}'
     assert wire.parse_object(body) == {"a": 2**63 - 1, "b": -(2**63), "c": 1.5, "d": "é"}
-    assert wire.parse_object(b"") == {} and wire.encode_json({"a": 1}) == b'{"a": 1}'
+    assert wire.parse_object(b"") == {}
 
 
 def sample_call(prompt: list[int], **more: Any) -> Any:

@@ -31,6 +31,7 @@ from asyncrl.tinker.messages import (
     LoadModel,
     OptimizerStep,
     Request,
+    Result,
     SaveWeights,
     ScoreResult,
     StepResult,
@@ -84,8 +85,8 @@ class TrainedModel:
             state = torch.load(path / STATE, weights_only=True, map_location="cpu")
             self.optimizer.load_state_dict(state["optimizer"])
 
-    def save(self, path: Path, *, state: bool) -> int:
-        """Write the weights, with `state` also the optimizer; return the size in bytes."""
+    def save(self, path: Path, *, state: bool) -> None:
+        """Write the weights, with `state` also the optimizer."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write.replace(path) as folder:
             if not state:
@@ -95,7 +96,6 @@ class TrainedModel:
                 export(self.policy, folder / MODEL)
                 torch.save({"optimizer": self.optimizer.state_dict()}, folder / STATE)
                 checkpoint.seal(folder)
-        return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
     def drop_gradient(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -114,7 +114,7 @@ class Trainer:
         self.vocabulary = int(self.base.hf.config.get_text_config().vocab_size)
         self.models: dict[str, TrainedModel] = {}
 
-    def handle(self, request: Request) -> ScoreResult | StepResult | CallDone | CallFailure:
+    def handle(self, request: Request) -> Result:
         """Carry out one call."""
         try:
             match request:
@@ -130,8 +130,7 @@ class Trainer:
                 case DropGradient():
                     self.models[request.model].drop_gradient()
                 case SaveWeights():
-                    model = self.models[request.model]
-                    return CallDone(model.save(Path(request.path), state=request.state))
+                    self.models[request.model].save(Path(request.path), state=request.state)
                 case _:
                     return CallFailure(f"{type(request).__name__} is not a training call", "server")
         except Exception as error:  # it must not cost the models of other clients
