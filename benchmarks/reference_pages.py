@@ -2,7 +2,7 @@
 
     python benchmarks/reference_pages.py
 
-docs/coming-from/keys.toml holds what other systems call their settings, docs/papers.toml which
+asyncrl/config/coming_from.toml holds what other systems call their settings, docs/papers.toml which
 settings follow a paper.  tests/project/test_reference_pages.py compares every page with what this
 program writes, and loads every setting that a page names."""
 
@@ -18,12 +18,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from asyncrl.config import explain, load, methods  # noqa: E402
+from asyncrl.config.bundled_configs import load_systems  # noqa: E402
 from asyncrl.contract.errors import EXIT_CODES  # noqa: E402
 
 DOCS = ROOT / "docs"
 FOLDER = DOCS / "coming-from"
 COLUMNS = 100
-SOURCE = "Generated from `docs/coming-from/keys.toml` by `python benchmarks/reference_pages.py`."
+SOURCE = """Generated from `asyncrl/config/coming_from.toml` by
+`python benchmarks/reference_pages.py`."""
 NO_DEFAULT = ("", "-", "not set", "none: it must be given", '""', "{}", "[]")
 READING = """- The column "here" has keys of the configuration. Commas join
   keys that belong together. "or" separates alternatives. A dash means that asyncrl has no such
@@ -35,11 +37,6 @@ READING = """- The column "here" has keys of the configuration. Commas join
 In asyncrl, lag is a number of versions. The learner publishes one version after every batch, with
 any number of optimizer steps.
 """
-
-
-def systems() -> dict[str, Any]:
-    """Return name -> title, seen, intro, concepts and keys of another system."""
-    return tomllib.loads((FOLDER / "keys.toml").read_text())
 
 
 def alternatives(ours: str) -> list[list[str]]:
@@ -111,7 +108,7 @@ def index_page() -> str:
         " system to those of asyncrl.\n\n"
     )
     rows = []
-    for name, system in systems().items():
+    for name, system in load_systems().items():
         lag = next(row for row in system["keys"] if "staleness.max_lag" in row[2])
         names = ", ".join(f"`{name}`" for name in lag[0].split(", "))
         rows.append(_row(f"[{system['title']}]({name}.md)", names, lag[3]))
@@ -183,7 +180,7 @@ def exit_codes_page() -> str:
 
 def pages() -> dict[Path, str]:
     """Return every page that this program writes -> its text."""
-    found = {FOLDER / f"{name}.md": system_page(system) for name, system in systems().items()}
+    found = {FOLDER / f"{name}.md": system_page(system) for name, system in load_systems().items()}
     return found | {
         FOLDER / "index.md": index_page(),
         DOCS / "papers.md": papers_page(),

@@ -1,9 +1,14 @@
-"""Find the bundled configs, and substitute `{here}`, the folder of a config.
+"""Find the bundled configs, substitute `{here}`, and recognize the configs of other systems.
 
 The configs are in `configs/` of a checkout, or inside the installed package."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import re
+import tomllib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +16,7 @@ from asyncrl.contract import importing
 
 FOLDER = importing.HOME / "configs"
 HERE = "{here}"
+MOST_MAPPED = 10  # keys of another system that a message maps
 
 
 def list_names(of_runs: bool = True) -> list[str]:
@@ -46,3 +52,75 @@ def substitute_here(value: Any, folder: Path) -> Any:
     if isinstance(value, str) and (value == HERE or value.startswith(f"{HERE}/")):
         return f"{folder.resolve()}{value.removeprefix(HERE)}"
     return value
+
+
+@functools.cache
+def load_systems() -> dict[str, Any]:
+    """Return name -> title, seen, intro, concepts and keys of each other system."""
+    return tomllib.loads(Path(__file__).with_name("coming_from.toml").read_text(encoding="utf-8"))
+
+
+def flatten(raw: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the dotted key of each value in the tables of `raw`."""
+    leaves: dict[str, Any] = {}
+    for name, value in raw.items():
+        is_table = isinstance(value, dict)
+        leaves |= flatten(value, f"{prefix}{name}.") if is_table else {f"{prefix}{name}": value}
+    return leaves
+
+
+def explain_other_system(text: str, own_keys: Collection[str]) -> str:
+    """Explain of which other system a config is, and what its keys are called here.
+
+    text: TOML, YAML, or a command with flags or dotted settings.
+    own_keys: the keys of this kind of config. Returns "" if the config has as many of them as of
+    each other system, or a single key of another system."""
+    raw: Any = None
+    try:
+        raw = tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        with contextlib.suppress(Exception):  # it is absent, or this is not YAML
+            import yaml  # type: ignore[import-untyped]  # transformers needs it
+
+            raw = yaml.load(text, yaml.BaseLoader)
+    if not isinstance(raw, dict):
+        setting = r"(?<!\S)\+*(--[\w.-]+|\w+(?:\.\w+)+(?==))[ =]+([^\s\\]*)"
+        raw = dict(re.findall(setting, text))
+    leaves = flatten(raw)
+    foreign = {key: value for key, value in leaves.items() if key not in own_keys}
+    most, text = max(1, len(leaves) - len(foreign)), ""
+    for name, system in load_systems().items():
+        mapped: dict[str, str] = {}
+        for theirs, _, ours, _ in system["keys"]:
+            mapped |= _map_row(theirs, ours, foreign) | mapped
+        if len(mapped) > most:
+            most = len(mapped)
+            pairs = [f"{key} is {here}" for key, here in mapped.items() if here][:MOST_MAPPED]
+            text = (
+                f"is a config of {system['title']}, not of asyncrl; here {', '.join(pairs)}; "
+                f"docs/coming-from/{name}.md maps the other keys"
+            )
+    return text
+
+
+def _map_row(theirs: str, ours: str, leaves: dict[str, Any]) -> dict[str, str]:
+    """Map the keys of `leaves`, or their ends, that a row of the table names to ours."""
+    first, *others = theirs.split(", ")
+    first, _, value = first.partition(" = ")
+    if value:
+        values, options = [value, *others], ours.split(" or ")
+        if (given := str(leaves.get(first))) not in values:
+            return {}
+        option = options[values.index(given)] if len(options) == len(values) else ours
+        return {first: option.replace(" + ", " and ")}
+    prefix = first[: first.rfind(".") + 1]
+    names = [first, *(name if "." in name else prefix + name for name in others)]
+    settings = list(dict.fromkeys(re.sub(r" = [^ ]+", "", ours).split(" + ")))
+    if len(settings) != len(names):
+        settings = [" and ".join(settings)] * len(names)
+    return {
+        key: setting
+        for name, setting in zip(names, settings, strict=True)
+        for key in leaves
+        if key == name or (name not in leaves and name.endswith(f".{key}"))
+    }

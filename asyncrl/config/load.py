@@ -15,61 +15,15 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import bundled_configs, layers, methods, presets, rules
+from asyncrl.config.bundled_configs import flatten
 from asyncrl.config.tree import Config
 from asyncrl.contract import toml_writer
 from asyncrl.contract.errors import ConfigError
 
-RENAMED = {  # earlier name of a key, or its name in other systems -> the key
-    "staleness.limit": "staleness.max_lag",
-    "max_staleness": "staleness.max_lag",
-    "max_async_level": "staleness.max_lag",
-    "max_head_offpolicyness": "staleness.max_lag",
-    "max_staleness_steps": "staleness.max_lag",
-    "max_off_policy_steps": "staleness.max_lag",
-    "max_trajectory_age_steps": "staleness.max_lag",
-    "learning_rate": "learner.lr",
-    "num_generations": "learner.group_size",
-    "rollout_n": "learner.group_size",
-    "n_samples_per_prompt": "learner.group_size",
-    "max_completion_length": "generator.max_new_tokens",
-    "max_tokens": "generator.max_new_tokens",
-    "response_length": "generator.max_new_tokens",
-    "ppo_epochs": "learner.epochs",
-    "num_iterations": "learner.epochs",
-    **{f"kl.{key}": f"kl.reward.{key}" for key in ("controller", "target", "horizon")},
-    **{f"kl.{key}": f"kl.loss.{key}" for key in ("off_policy", "discount", "truncate")},
-    "adv_estimator": "advantage.name",
-    "model_name_or_path": "model.path",
-    "max_grad_norm": "learner.clip_norm",
-    "grad_clip": "learner.clip_norm",
-}
-
-SPLIT = {  # keys that became several: what to write instead
-    "kl.coefficient": "kl.reward.coefficient (KL in the reward) "
-    "or kl.loss.coefficient (in the loss)",
-    "kl.estimator": "kl.reward.estimator or kl.loss.estimator",
-    "kl.placement": "kl.reward.coefficient or kl.loss.coefficient: one above 0 puts the term there",
-    "kl_coef": "kl.reward.coefficient or kl.loss.coefficient",
-    "beta": "kl.loss.coefficient or kl.reward.coefficient",
-}
-
-# removed key -> the value whose behavior is now the only one, which the configs of earlier runs may
-# still have, and the replacement of all other values
-REMOVED = {
-    "correction.m2_over": (
-        "pushing",
-        "write correction.m2 alone (M2PO as published), or correction.function with own weights",
-    ),
-    "advantage.squared_norm": (
-        "gradient",
-        "write advantage.name = opob, which always uses the norms of the gradients",
-    ),
-    "weights.fan_out": (0, "remove it: every generator fetches the weights from the learner"),
-}
-REMOVED_PRESETS = {
-    "m2po": 'method = "m2po-published", or correction.function with your own weights'
-}
-
+# earlier and foreign names of keys, with their replacements
+RENAMED, SPLIT, REMOVED, REMOVED_PRESETS = tomllib.loads(
+    Path(__file__).with_name("renamed.toml").read_text(encoding="utf-8")
+).values()
 
 Struct = typing.TypeVar("Struct", bound=msgspec.Struct)
 
@@ -119,10 +73,12 @@ def load_as(
 ) -> Struct:
     """Load another kind of config like `load`."""
     path = bundled_configs.find(path)
+    text = ""
     try:
         # some editors write a byte order mark
         text = Path(path).read_text(encoding="utf-8-sig")
-        raw = tomllib.loads(text)
+        raw = bundled_configs.substitute_here(tomllib.loads(text), path.parent)
+        return _apply_layers(tree, raw, _ConfigSource(str(path), text, sets), note, origins)
     except FileNotFoundError as error:
         names = bundled_configs.list_names(tree.root is Config)
         matches = difflib.get_close_matches(path.name.removesuffix(".toml"), names, 1)
@@ -132,15 +88,10 @@ def load_as(
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: is not valid TOML: {error}") from error
-    return _apply_layers(
-        tree,
-        bundled_configs.substitute_here(raw, path.parent),
-        _ConfigSource(str(path), text, sets),
-        note,
-        origins,
-    )
+    except (tomllib.TOMLDecodeError, ConfigError) as error:
+        problem = "" if isinstance(error, ConfigError) else f"is not valid TOML: {error}"
+        problem = bundled_configs.explain_other_system(text, list_keys(tree.root)) or problem
+        raise ConfigError(f"{path}: {problem}" if problem else str(error)) from error
 
 
 class _ConfigSource(typing.NamedTuple):
@@ -204,9 +155,9 @@ def _apply_layers(
         (methods.fill, _format_method),
         (presets.fill_learning_rate, presets.explain_learning_rate),
     ):
-        keys_before = set(_list_leaves(raw))
+        keys_before = flatten(raw).keys()
         fill(raw)
-        origin_of |= {key: origin(raw, key) for key in set(_list_leaves(raw)) - keys_before}
+        origin_of |= {key: origin(raw, key) for key in flatten(raw).keys() - keys_before}
     _check_known(raw, tree.root, source)
     while unread_keys := layers.find_unread(raw, tree.root):
         for unread_key in unread_keys:
@@ -225,7 +176,7 @@ def _apply_layers(
     if origins is not None:
         short_source = source._replace(path=Path(source.path).name)
         origins.update(
-            {key: origin_of.get(key) or short_source.locate(key) for key in _list_leaves(raw)}
+            {key: origin_of.get(key) or short_source.locate(key) for key in flatten(raw)}
         )
     return _convert(tree, raw, source)
 
@@ -269,14 +220,6 @@ def _is_set_by(key: str, chooser: str) -> bool:
     """Return whether `key` sets `chooser`: directly, by a preset or by a method."""
     section, _, name = key.rpartition(".")
     return key in (chooser, "method") or (name == "preset" and chooser.startswith(section + "."))
-
-
-def _list_leaves(raw: dict[str, Any], prefix: str = "") -> typing.Iterator[str]:
-    for name, value in raw.items():
-        if isinstance(value, dict):
-            yield from _list_leaves(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name
 
 
 def _convert(tree: ConfigSchema[Struct], raw: dict[str, Any], source: _ConfigSource) -> Struct:

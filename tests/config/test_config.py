@@ -16,7 +16,7 @@ import pytest
 from process_kit import ENV, ROOT
 
 from asyncrl.algorithms import settings
-from asyncrl.config import explain, layers, load
+from asyncrl.config import bundled_configs, explain, layers, load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.records import health_checks, metrics
@@ -114,6 +114,98 @@ def test_mistakes_on_the_command_line(item: str, said: str, tmp_path: Path) -> N
         and len(done.stderr.strip().splitlines()) == 1
     )
     assert not (tmp_path / "runs").exists()
+
+
+OTHERS = {  # as their own examples are written: name of the file, its text, key -> ours
+    "prime-rl": (
+        "rl.toml",
+        """max_steps = 20\n[model]\nname = "m"\n[orchestrator]\ngroup_size = 16\n
+        [[orchestrator.train.env]]\nname = "e"\n[trainer.optim]\nlr = 3e-6\n[ckpt]\n""",
+        (
+            "model.name is model.path",
+            "max_steps is learner.steps",
+            "trainer.optim.lr is learner.lr",
+        ),
+    ),
+    "trl": (
+        "grpo.yaml",
+        """model_name_or_path: m\ndataset_configs:\n- all\nlearning_rate: 2.0e-05
+num_generations: 7\nadam_beta2: 0.9\nloss_type: cispo\nseed: 42\n""",
+        (
+            "num_generations is learner.group_size",
+            "adam_beta2 is learner.beta2",
+            "loss_type is loss.surrogate = cispo and",
+        ),
+    ),
+    "verl": (
+        "run.sh",
+        """set -x\npython3 -m verl.trainer.main_ppo \\
+    algorithm.adv_estimator=rloo \\\n    actor_rollout_ref.model.path=$MODEL \\
+    +actor_rollout_ref.rollout.n=5 $@\n""",
+        ("actor_rollout_ref.rollout.n is learner.group_size", "advantage.name = rloo;"),
+    ),
+    "areal": (
+        "gsm8k.yaml",
+        """rollout:\n  experiment_name: ${name}\n  max_head_offpolicyness: 2
+gconfig: {n_samples: 4}\nactor:\n  eps_clip: 0.4\n""",
+        ("rollout.max_head_offpolicyness is staleness.max_lag", "actor.eps_clip is loss.eps_low"),
+    ),
+    "slime": (
+        "run.sh",
+        """ROLLOUT_ARGS=(\n   --rollout-batch-size 32\n   --n-samples-per-prompt 8\n)\n""",
+        ("--rollout-batch-size is learner.groups",),
+    ),
+    "openrlhf": (
+        "run.sh",
+        "python3 -m x --actor.adam.lr 5e-7 \\\n --rollout.batch_size 128\n",
+        ("--actor.adam.lr is learner.lr",),
+    ),
+    "nemo-rl": (
+        "grpo.yaml",
+        "grpo:\n  num_prompts_per_step: 32\npolicy:\n  model_name: m\n",
+        ("policy.model_name is model.path", "grpo.num_prompts_per_step is learner.groups"),
+    ),
+    "skyrl": (
+        "ppo.yaml",
+        """trainer:\n  train_batch_size: 8\n  policy: {model: {path: m}}
+  algorithm: {policy_loss_type: gspo}\n""",
+        ("trainer.policy.model.path is model.path", "loss.surrogate = gspo;"),
+    ),
+}
+
+
+@pytest.mark.parametrize("system", OTHERS)
+def test_a_config_of_another_system_is_recognized(
+    system: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, text, pairs = OTHERS[system]
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load.load(path)
+    said = str(error.value)
+    title = bundled_configs.load_systems()[system]["title"]
+    assert said.startswith(f"{path}: is a config of {title}, not of asyncrl; here ")
+    assert all(pair in said for pair in pairs) and "\n" not in said
+    assert said.endswith(f"docs/coming-from/{system}.md maps the other keys")
+    assert said.count(" is ") <= bundled_configs.MOST_MAPPED + 1
+    monkeypatch.setitem(sys.modules, "yaml", None)  # not installed
+    with pytest.raises(ConfigError, match="is not valid TOML" if "yaml" in name else "is a config"):
+        load.load(path)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_a_config_of_ours_with_one_misspelled_key_is_not_another_systems(
+    path: Path, tmp_path: Path
+) -> None:
+    lines = path.read_text().splitlines()
+    for number, line in enumerate(lines):
+        if match := re.match(r"(\w+)( = .*[^\[{,])$", line):
+            text = "\n".join([*lines[:number], f"{match[1]}_typo{match[2]}", *lines[number + 1 :]])
+            (tmp_path / "c.toml").write_text(text)
+            with pytest.raises(ConfigError) as error:
+                load.load(tmp_path / "c.toml")
+            assert "is a config of" not in str(error.value)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)

@@ -16,11 +16,11 @@ import reference_pages  # noqa: E402
 
 import asyncrl  # noqa: E402
 from asyncrl.cli import main  # noqa: E402
-from asyncrl.config import explain, load, methods  # noqa: E402
+from asyncrl.config import bundled_configs, explain, load, methods  # noqa: E402
 from asyncrl.contract.errors import EXIT_CODES  # noqa: E402
 from asyncrl.records import health_checks, metrics  # noqa: E402
 
-SYSTEMS = reference_pages.systems()
+SYSTEMS = bundled_configs.load_systems()
 PAPERS = reference_pages.papers()
 DEMO = ROOT / "configs" / "demo.toml"
 
