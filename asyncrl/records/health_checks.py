@@ -153,23 +153,28 @@ def find_growth(values: Sequence[float], chance: float = ALARM) -> tuple[float, 
     return (early, late) if late >= GROWN * early else None
 
 
-def check_constant_rewards(rows: Rows) -> HealthFinding | None:
-    """Find groups that almost never have rewards that differ, so that advantages are zero."""
-    batches = select_recent_rows(rows)
+def check_constant_rewards(rows: Rows, least: int = LEAST) -> HealthFinding | None:
+    """Find groups that almost never have rewards that differ, so that advantages are zero.
+
+    least: fewest batches; of a single one only equal rewards of all completions count."""
+    batches = select_recent_rows(rows, least)
     share = average(batches, "reward/no_spread_share")
     if share is None or share < NEARLY_ALL:
         return None
     values = set(_list_extremes(batches))
-    if len(values) != 1:
+    window = "newest batch" if least == 1 else f"last {len(batches)} batches"
+    if len(values) == 1:
         observation = (
-            f"in {share:.0%} of the groups of the last {len(batches)} batches all completions have "
-            "the same reward, so there is almost no learning signal"
+            f"every completion of the {window} has the reward {values.pop():g}, so no group gives "
+            "a learning signal"
+        )
+    elif least > 1:
+        observation = (
+            f"in {share:.0%} of the groups of the {window} all completions have the same reward, "
+            "so there is almost no learning signal"
         )
     else:
-        observation = (
-            f"every completion of the last {len(batches)} batches has the reward {values.pop():g}, "
-            "so no group gives a learning signal"
-        )
+        return None
     return HealthFinding(
         "constant_rewards",
         observation,

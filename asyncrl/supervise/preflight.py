@@ -35,6 +35,7 @@ from asyncrl.tasks.data.rows import find_files, read_rows
 
 FIRST_PROMPTS = 64  # number of checked prompts of an endless split
 MOST_PROMPTS = 2000  # most checked prompts of a fixed split
+SCORED = 8  # reference answers that `run_checks` scores, and `preflight` two
 MARKER = ".warm_start"  # a file of this name in the folder at `model.path` allows a warm start
 NAMED_CHARACTERS = 240  # length of the list of missing characters in a message
 WIDTHS = {"float32": 4, "bfloat16": 2}  # bytes per number
@@ -83,7 +84,7 @@ class Subject:
 
     def __init__(self, config: Config, *, compares: bool = False) -> None:
         self.config = config
-        self.compares = compares  # see `model_check.check`
+        self.compares = compares  # see `model_check.check`; and answers with an empty completion
         self.notes: list[str] = []  # on the model
 
     @property
@@ -479,10 +480,10 @@ def check_characters(subject: Subject) -> str:
 
 
 def call_reward(subject: Subject) -> str:
-    """Call each reward function on the reference answers of two prompts, or on empty completions.
+    """Call each reward function on the reference answers of prompts, or on empty completions.
 
-    One that takes lists gets both in one call. A judge, and the reward of sessions, is only started
-    in its process.
+    One that takes lists gets all in one call. A judge, and the reward of sessions, is only started
+    in its process. Raises DoubtfulCheck if a function prefers no answer to an empty completion.
     """
     from asyncrl.tasks import get_task
     from asyncrl.tasks.evaluation_sets import resolve_reward_configs
@@ -491,6 +492,7 @@ def call_reward(subject: Subject) -> str:
     parts = resolve_reward_configs(config)
     sets = {chosen.name for chosen in config.evaluation.sets}
     agents = config.agents
+    doubts: list[str] | None = [] if subject.compares else None
     for name, part in parts.items():
         if name in sets:
             prompts = _generate_prompts(subject.task, name, config.seed)
@@ -498,10 +500,13 @@ def call_reward(subject: Subject) -> str:
             of_part = _generate_prompts(get_task(part.task), "train", config.seed)
             prompts = (msgspec.structs.replace(prompt, task=name) for prompt in of_part)
         in_sessions = agents.get(name, config.agent).uses_sessions
-        _call_on_prompts(part, subject.task, prompts, in_sessions=in_sessions)
+        _call_on_prompts(part, subject.task, prompts, doubts, in_sessions=in_sessions)
     training_prompts = _generate_prompts(subject.task, "train", config.seed)
     others = (prompt for prompt in training_prompts if prompt.task not in parts)
-    called = _call_on_prompts(config, subject.task, others, in_sessions=config.uses_sessions)
+    in_sessions = config.uses_sessions
+    called = _call_on_prompts(config, subject.task, others, doubts, in_sessions=in_sessions)
+    if doubts:
+        raise DoubtfulCheck(doubts[0])
     if config.agent.uses_sessions:
         return f"{config.agent.source_name} gives the reward"
     if config.uses_sessions:
@@ -518,9 +523,17 @@ def _generate_prompts(task: Any, split: str, seed: int) -> Iterator[Any]:
 
 
 def _call_on_prompts(
-    config: Config, task: Any, prompts: Iterator[Any], *, in_sessions: bool
+    config: Config,
+    task: Any,
+    prompts: Iterator[Any],
+    doubts: list[str] | None,
+    *,
+    in_sessions: bool,
 ) -> str:
-    """Call the reward function of `config` on the first two of `prompts`."""
+    """Call the reward function of `config` on the reference answers of the first of `prompts`.
+
+    doubts: None, or receives what is doubtful in the rewards of more answers and an empty one.
+    """
     from actors.rewards import check_reward_process, describe_reward_source, judge_all
 
     in_process = config.reward.uses_reward_processes
@@ -528,19 +541,37 @@ def _call_on_prompts(
         if in_process:
             check_reward_process(config)
         return f"{describe_reward_source(config.reward)}: not called, as a request may cost money"
-    responses = [(prompt, prompt.answer, [0]) for prompt in islice(prompts, 2)]
+    count = 2 if doubts is None else SCORED
+    responses = [(prompt, prompt.answer, [0]) for prompt in islice(prompts, count)]
+    empty = [] if doubts is None else [(prompt, "", [0]) for prompt, _, _ in responses[:1]]
     name = describe_reward_source(config.reward) if in_process else "the task's own"
     if in_process:
-        results = check_reward_process(config, responses)
+        results = check_reward_process(config, responses + empty)
     else:
-        results = judge_all(config, task, responses)
-    if failure := next((result.failed for result in results if result.failed), ""):
+        results = judge_all(config, task, responses + empty)
+    if failure := next((x.failed for x in results[: len(responses)] if x.failed), ""):
         raise ConfigError(f"{name}: {failure}")
     if not responses:
         return f"{name}: each part has another"
     prompt, result = responses[0][0], results[0]
     completion = f"the answer {prompt.answer!r}" if prompt.answer else "an empty answer"
-    return f"{name}: {result.reward:g} for {completion} to {prompt.text[:40]!r}"
+    shown = f"{result.reward:g} for {completion} to {prompt.text[:40]!r}"
+    answered = [x.reward for x, (_, answer, _) in zip(results, responses, strict=False) if answer]
+    if doubts is None or not answered:
+        return f"{name}: {shown}"
+    nothing = results[-1]
+    if nothing.failed:
+        doubts.append(f"{name}: an empty completion, which a run may sample: {nothing.failed}")
+    elif max(answered) <= nothing.reward:
+        problem = (
+            f"{name}: {nothing.reward:g} for an empty completion, and no more for any of "
+            f"{len(answered)} reference answers ({shown}): check the column of the answer "
+            "(task.columns)"
+        )
+        if not in_process:
+            raise ConfigError(problem)
+        doubts.append(f"{problem}, or whether the function expects a format that they do not have")
+    return f"{name}: {shown}; {nothing.reward:g} for an empty one"
 
 
 def check_answers(subject: Subject) -> str:

@@ -53,6 +53,7 @@ class HealthWatcher:
         self.say = say
         self.about = about
         self.reported: set[str] = set()
+        self.has_batch = False
         self.next = health_checks.LEAST
         self.latest: dict[str, float] = {}  # newest value of each mismatch metric
         # the new values at each check
@@ -77,6 +78,10 @@ class HealthWatcher:
         ):
             if finding := rule([latest]):
                 self.report([finding], committed)
+        if not self.has_batch and "reward/mean" in latest:
+            self.has_batch = True
+            if finding := health_checks.check_constant_rewards([latest], least=1):
+                self.say(f"note: {finding.as_line()}")  # the check of more batches may report too
         mismatch = {n: latest[n] for n in health_checks.MISMATCHES if n in latest}
         changed = {n: x for n, x in mismatch.items() if x != self.latest.get(n)}
         self.latest |= mismatch

@@ -251,23 +251,26 @@ def alone(prompts, texts):
     return [0.5]
 def trl(prompts, completions, **columns): return [0.5]
 def right(prompts, texts): return [float(p.answer == t) for p, t in zip(prompts, texts)]
-for function in (one, mean, alone, right): function.batched = True
+def boxed(prompts, texts): return [float("<answer>" in t) - 1.0 for t in texts]
+for function in (one, mean, alone, right, boxed): function.batched = True
+def digit(prompt, text): return float(text == prompt.answer) + 0 * int(text[0])
+def alike(prompt, text): return 0.5 if text else 0.25
 """
 
 
 @pytest.mark.parametrize(
     ("of", "name", "said"),
     [
-        ("run", "one", "returned 1 values for 2 responses: return a list of the same length"),
-        ("run", "mean", "returned a float for 2 responses"),
-        ("run", "trl", "returned 1 values for 2 responses"),
+        ("run", "one", "returned 1 values for N responses: return a list of the same length"),
+        ("run", "mean", "returned a float for N responses"),
+        ("run", "trl", "returned 1 values for N responses"),
         ("run", "alone", "raised KeyError: 'several' at r.py:5 in alone"),
         ("run", "right", ""),
-        ("part", "one", "returned 1 values for 2 responses"),
-        ("set", "one", "returned 1 values for 2 responses"),
+        ("part", "one", "returned 1 values for N responses"),
+        ("set", "one", "returned 1 values for N responses"),
     ],
 )
-def test_the_check_and_the_run_call_a_function_of_lists_with_two_prompts(
+def test_the_check_and_the_run_call_a_function_of_lists_with_several_prompts(
     of: str, name: str, said: str, project: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (project / "r.py").write_text(LISTS)
@@ -291,15 +294,45 @@ def test_the_check_and_the_run_call_a_function_of_lists_with_two_prompts(
     }[of]
     config = at(project, small_model, *sets, "reward.deadline_s=600.0")
     state, text = found(config, "reward")["reward"]
-    assert (state, said in text) == ("failed" if said else "ok", True), text
+    assert (state, said.replace("N", "9") in text) == ("failed" if said else "ok", True), text
     for name in ("check_task", "build_model", "check_images", "check_template", "check_prompts"):
         monkeypatch.setattr(preflight, name, lambda subject: "")
     monkeypatch.setattr(preflight, "check_characters", lambda subject: "")
     if said:
-        with pytest.raises(ConfigError, match=re.escape(said)):
+        with pytest.raises(ConfigError, match=re.escape(said.replace("N", "2"))):
             preflight.preflight(config)
     else:
         preflight.preflight(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "state", "said"),
+    [
+        ("right", "ok", "1 for the answer '10' to '3+3+4='; 0 for an empty one"),
+        ("alike", "ok", "0.5 for the answer '10' to '3+3+4='; 0.25 for an empty one"),
+        ("boxed", "note", "expects a format that they do not have"),
+        ("digit", "note", "an empty completion, which a run may sample: data: the reward raised"),
+        ("", "failed", "the task's own: 1 for an empty completion, and no more for any of 8"),
+    ],
+)
+def test_the_reference_answers_must_get_more_than_an_empty_completion(
+    name: str, state: str, said: str, project: Path
+) -> None:
+    (project / "r.py").write_text(LISTS)
+    function = f"{project}/r.py:{name}" if name else ""
+    blank = project / "blank.jsonl"  # an answer of white space equals an empty completion
+    blank.write_text("".join(f'{{"prompt": "{n}=", "answer": " "}}\n' for n in range(20)))
+    sets = [f"reward.function='{function}'", "reward.deadline_s=600.0"]
+    sets += [] if name else [f"task.prompts='{blank}'", "task.heldout=''"]
+    config = load.load(project / "config.toml", sets)
+    checked, text = found(config, "reward")["reward"]
+    assert (checked, said in text) == (state, True), text
+    if name == "boxed":
+        assert (
+            "-1 for an empty completion, and no more for any of 8 reference answers (-1 for" in text
+        )
+        assert "check the column of the answer (task.columns), or whether the function" in text
+    preflight.call_reward(preflight.Subject(config))  # as at the start of a run
 
 
 def test_memory_and_disk_are_compared_with_what_is_free(

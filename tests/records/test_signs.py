@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
 from process_kit import ENV, ROOT, SMALL, Ended, demo_command
 
 from asyncrl.config.load import load
@@ -179,6 +180,24 @@ def test_signs_are_said_once_while_a_run_goes_on(tmp_path: Path) -> None:
     assert line.format_line().endswith("now more. To try: x")
 
 
+@pytest.mark.parametrize(("largest", "lines"), [(0.0, 2), (1.0, 1)])
+def test_equal_rewards_are_said_of_the_first_batch_and_later_of_more(
+    largest: float, lines: int, tmp_path: Path
+) -> None:
+    told: list[str] = []
+    watcher = runner.HealthWatcher(tmp_path, told.append)
+    watcher.check(0, {})
+    (batch,) = rows(1, reward_no_spread_share=1.0, reward_min=0.0, reward_max=largest)
+    for n in range(1, 9):
+        with (tmp_path / "metrics.jsonl").open("a") as f:
+            f.write(json.dumps(batch | {"step": n - 1}) + "\n")
+        watcher.check(n, batch)
+        assert len(told) == lines - (n < 5)
+    if lines == 2:
+        assert told[0].startswith("note: every completion of the newest batch has the reward 0, so")
+    assert "last 5 batches" in told[-1]
+
+
 def test_refused_messages_are_said_at_once_and_stay_in_report_and_doctor(tmp_path: Path) -> None:
     (sign,) = health_checks.apply_rules(
         rows(2) + rows(1, refused_number=2.0, refused_token=1.0) + rows(1)
@@ -269,7 +288,8 @@ def test_a_run_with_nothing_to_learn_says_so_on_the_terminal_and_in_its_report(
     html = (tmp_path / "runs" / "r" / "report.html").read_text()
     for sign in done.json["signs"]:
         # its numbers are of the moment when it was first seen
-        assert done.err.count(f"; {sign['try_this']}\n") == 1, done.err
+        count = 1 + (sign["name"] == "constant_rewards")  # and of the first batch
+        assert done.err.count(f"; {sign['try_this']}\n") == count, done.err
     assert 'id="heldout-end-note">+-0.000 (n = 3)<' in html and done.json["certainty"][
         "heldout"
     ] == {"n": 3, "half": 0.0}
