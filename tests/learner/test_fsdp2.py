@@ -41,13 +41,18 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def compare(model: Path, sections: dict[str, Any], **more: Any) -> tuple[Any, Any]:
-    """(what torch printed, what two ranks of FSDP2 printed) of the same batches."""
+def compare(
+    model: Path, sections: dict[str, Any], save: Path | None = None, **more: Any
+) -> tuple[Any, Any]:
+    """(what torch printed, what two ranks of FSDP2 printed) of two batches; the latter save."""
     learner = sections.get("learner", {})
     rest = {name: section for name, section in sections.items() if name != "learner"}
     plain, two = (
-        trained(model, learner | backend, sections=rest, **more)[0]
-        for backend in ({"backend": "torch"}, TWO)
+        trained(model, learner | backend, batches=2, sections=rest, **more, **saves)[0]
+        for backend, saves in (
+            ({"backend": "torch"}, {}),
+            (TWO, {"save": [1, str(save)]} if save else {}),
+        )
     )
     assert two["losses"] == pytest.approx(plain["losses"], abs=1e-5)
     assert two["weights"] == pytest.approx(plain["weights"], abs=1e-5)
@@ -62,35 +67,36 @@ def test_methods_that_deepspeed_refuses_are_those_of_torch(
 ) -> None:
     """Also resumed by one rank: a value head and the last gradient are in the checkpoint."""
     sections = METHODS[method]
-    plain, _ = compare(model_dir, sections, batches=3)
-    if method.startswith("gae") or "learner" in sections:
-        learner = sections.get("learner", {}) | TWO
+    resumes = method.startswith("gae") or "learner" in sections
+    plain, _ = compare(model_dir, sections, tmp_path if resumes else None)
+    if resumes:
         rest = {name: section for name, section in sections.items() if name != "learner"}
-        trained(model_dir, learner, batches=2, save=[2, str(tmp_path)], sections=rest)
         one, _ = trained(
             model_dir,
-            learner | {"ranks": 1},
-            batches=3,
-            restore=str(tmp_path / "number_2"),
+            sections.get("learner", {}) | TWO | {"ranks": 1},
+            batches=2,
+            restore=str(tmp_path / "number_1"),
             sections=rest,
         )
         assert one["weights"] == pytest.approx(plain["weights"], abs=1e-5)
 
 
-@pytest.mark.parametrize("ranks", [TWO, {"backend": "deepspeed", "ranks": 2, "zero_stage": 2}])
-def test_rank_0_measures_adapters_without_the_others(
-    ranks: dict[str, Any], model_dir: Path
-) -> None:
+def test_rank_0_measures_adapters_without_the_others(model_dir: Path) -> None:
     """The split by the weights of earlier versions, here those of the start, and the KL to the
     base, on samples of rank 0.
     """
-    plain, two = (
+    plain, *others = (
         trained(model_dir, backend, batches=1, held=True, sections={"lora": {"rank": 4}})[0]
-        for backend in ({"backend": "torch"}, ranks)
+        for backend in (
+            {"backend": "torch"},
+            TWO,
+            {"backend": "deepspeed", "ranks": 2, "zero_stage": 2},
+        )
     )
     measured = {name for name in plain["metrics"] if name.startswith(("split/", "kl/target_ref"))}
-    assert len(measured) > 6 and measured <= two["metrics"].keys()
-    for made in (plain, two):
+    assert len(measured) > 6
+    for made in (plain, *others):
+        assert measured <= made["metrics"].keys()
         assert made["metrics"]["split/coverage"] > 0.5
         assert abs(made["metrics"]["split/staleness"]) < 1e-6 < abs(made["metrics"]["split/update"])
 
@@ -122,9 +128,9 @@ def test_experts_that_no_token_of_a_rank_chose(family: str, tmp_path: Path) -> N
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(model)
     tokenizer.save_pretrained(model)
     sections = {"learner": {"gradient_checkpointing": family == "Qwen2Moe"}}
-    _, two = compare(model, sections, batches=2, save=[2, str(tmp_path / "saved")])
+    _, two = compare(model, sections, tmp_path / "saved")
     saved = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "saved" / "number_2" / "model"
+        tmp_path / "saved" / "number_1" / "model"
     )
     assert type(saved).__name__ == f"{family}ForCausalLM"
     numbers = torch.cat([p.detach().flatten() for p in saved.parameters()])

@@ -1,20 +1,17 @@
-"""Ranks of a learner for tests: started for real, or forked from a process that has everything
-imported.
-"""
+"""Ranks of a learner for tests: as torchrun or rank 0 starts them, or side by side."""
 
 from __future__ import annotations
 
-import atexit
-import functools
 import json
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from process_kit import ENV, ROOT
-from warm_python import SERVERS
 
 # no rank is taken for lost because others have the cores
 PATIENT_S = 1800.0
@@ -40,28 +37,38 @@ def start(job: dict[str, Any], launcher: Sequence[str] = ()) -> subprocess.Popen
 FORKED = ("forked",)
 
 
-@functools.cache
-def forge() -> subprocess.Popen[str]:
-    """The process that forks ranks (forked_ranks.py), one for all tests of a worker."""
-    argv, env = [sys.executable, "tests/support/forked_ranks.py"], PATHS
-    process = subprocess.Popen(
-        argv, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-    )
-    SERVERS.append(process)
-    atexit.register(process.stdin.close)  # type: ignore[union-attr]
-    return process
-
-
 def forked(job: dict[str, Any]) -> tuple[int, str, str]:
-    env = {key: value for key, value in ENV.items() if PATHS.get(key) != value}
-    order = {"job": job, "ranks": job["config"]["learner"].get("ranks", 1), "env": env}
-    process = forge()
-    assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(json.dumps(order) + "\n")
-    line = process.stdout.readline()
-    assert line, "the process that forks ranks has ended"
-    answer = json.loads(line)
-    return answer["code"], answer["out"], answer["err"]
+    """(exit code, what rank 0 printed, what all said) of ranks that meet as a launcher's do.
+
+    When one fails the others are killed.
+    """
+    from learner.distributed.ranks import reserve_port
+
+    ranks = job["config"]["learner"].get("ranks", 1)
+    argv = [sys.executable, "tests/support/ranks_program.py", json.dumps(job)]
+    with (
+        tempfile.TemporaryFile("w+") as out,
+        tempfile.TemporaryFile("w+") as err,
+        reserve_port() as meet,
+    ):
+        port = str(meet.getsockname()[1])
+        world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        live = []
+        for number in map(str, range(ranks)):
+            env = ENV | PATHS | world | {"RANK": number, "LOCAL_RANK": number}
+            stdout = subprocess.DEVNULL if live else out
+            live.append(subprocess.Popen(argv, cwd=ROOT, env=env, stdout=stdout, stderr=err))
+        code = 0
+        while live:
+            for ended in [process for process in live if process.poll() is not None]:
+                live.remove(ended)
+                code = code or ended.returncode
+            for other in live if code else []:
+                other.kill()
+            time.sleep(0.01)
+        out.seek(0)
+        err.seek(0)
+        return code, out.read(), err.read()
 
 
 def trained(

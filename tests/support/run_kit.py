@@ -75,7 +75,9 @@ def wait_until(
     raise AssertionError("the awaited event did not come")
 
 
-def start(tmp_path: Path, model: Path, *words: str, hold: int = 0) -> subprocess.Popen[str]:
+def start(
+    tmp_path: Path, model: Path, *words: str, hold: int = 0, config: str = "demo"
+) -> subprocess.Popen[str]:
     """hold: before this batch the run stands still until `finish_scale_down` (0: it does not)."""
     out = (tmp_path / "stdout").open("w+")
     env = ENV
@@ -83,7 +85,7 @@ def start(tmp_path: Path, model: Path, *words: str, hold: int = 0) -> subprocess
         allow(tmp_path / "allowed", hold)
         env = held(batches=tmp_path / "allowed")
     return subprocess.Popen(
-        demo_command("run", tmp_path, model, *words),
+        demo_command("run", tmp_path, model, *words, config=config),
         cwd=ROOT,
         env=env,
         stdout=out,

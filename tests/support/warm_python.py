@@ -41,9 +41,11 @@ ROOT = Path(__file__).resolve().parents[2]
 HOLD = ROOT / "tests" / "support" / "hold"
 MOST = 1 << 17  # bytes of an order
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-MODULES = ("asyncrl.cli", "asyncrl.supervise.start")
+MODULES = ("asyncrl.cli", "asyncrl.supervise.start", "torch.distributed.run")
 PROGRAMS = [ROOT / "benchmarks", ROOT / "tests" / "support"]  # folders; a test may add its own
 FORKED = "# forked\n"
+TORCHRUN = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
+OPTIONS = ("-P", "-u")  # of Python, before the program
 # read while the interpreter starts or a library is loaded
 EARLY = (
     *("PYTHON", "OMP_", "ATEN_", "ONEDNN_", "MKL_", "LC_", "LANG", "LD_", "CUDA_", "TORCH_"),
@@ -51,23 +53,25 @@ EARLY = (
 )
 # torch reads the last one when it first looks for a GPU, which the warm process never does
 LATE = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "CUDA_VISIBLE_DEVICES")
+LATE += ("TORCH_EXTENSIONS_DIR", "TORCH_NCCL_ASYNC_ERROR_HANDLING")  # the latter by torchrun
 # by asyncrl.models, in each process that imports it
-SET_BY_IMPORTS = {"HF_HUB_OFFLINE": "YES", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+SET_BY_IMPORTS = (("HF_HUB_OFFLINE", "YES"), ("HF_HUB_DISABLE_PROGRESS_BARS", "1"))
 LOADED = (
     "numpy zmq.asyncio msgspec torch transformers torch.utils.checkpoint asyncrl.supervise.run "
     "asyncrl.supervise.doctor asyncrl.supervise.exact_check asyncrl.supervise.report.run_page "
     "asyncrl.experiments.serial actors.generator buffer.service learner.loop "
     "asyncrl.tasks.warm_start learner.distributed.fsdp_backend deepspeed "
     # by which DeepSpeed imports torch's compiler in every rank
-    "deepspeed.runtime.zero.muon.muon_optimizer"
+    "deepspeed.runtime.zero.muon.muon_optimizer deepspeed.module_inject.auto_ep_layer peft "
+    "pytest"  # by kits
 )
 
 
 def startup_variables(env: dict[str, str]) -> dict[str, str]:
     """The variables that a process must share with the one it is a fork of."""
     values = {k: v for k, v in env.items() if k.startswith(EARLY) and k not in LATE}
-    for own in SET_BY_IMPORTS.items() & values.items():
-        del values[own[0]]
+    for name, _ in {*SET_BY_IMPORTS, ("HF_HUB_OFFLINE", "1")} & values.items():
+        del values[name]
     return {"OMP_WAIT_POLICY": "PASSIVE"} | values  # the command's own, unless it is given
 
 
@@ -119,10 +123,10 @@ def is_warm(args: Any, executable: Any, options: dict[str, Any]) -> bool:
     if not mine or isinstance(args, (str, bytes)) or executable is not None:
         return False
     words = [os.fspath(word) for word in args]
-    words = [word for place, word in enumerate(words) if (place, word) != (1, "-P")]
+    words = [word for place, word in enumerate(words) if place != 1 or word not in OPTIONS]
     if words[0] != sys.executable or not (
         (words[1:2] == ["-m"] and {*words[2:3]} & {*MODULES})
-        or (words[1:2] == ["-c"] and words[2].startswith(FORKED))
+        or (words[1:2] == ["-c"] and (words[2].startswith(FORKED) or is_trial(words[2])))
         or is_program(Path(options["cwd"] or os.getcwd(), *words[1:2]))
     ):
         return False
@@ -137,6 +141,12 @@ def is_warm(args: Any, executable: Any, options: dict[str, Any]) -> bool:
         and (options["cwd"] is None or os.path.isdir(options["cwd"]))
         and not options["shell"]
     )
+
+
+def is_trial(code: str) -> bool:
+    """Whether `asyncrl engines` runs this, to see whether an engine works."""
+    installed = sys.modules.get("asyncrl.models.installed")
+    return installed is not None and code in [trial for *_, trial in installed.KNOWN.values()]
 
 
 def is_program(path: Path) -> bool:
@@ -209,6 +219,7 @@ def be_process(order: dict[str, Any], fds: list[int], seed: socket.socket) -> No
         os.setsid()
     WarmPopen.server, WarmPopen.cold = place_files(fds, order["numbers"], seed), False
     subprocess.Popen = WarmPopen  # type: ignore[misc]
+    sys.modules[TORCHRUN].Popen = WarmPopen  # type: ignore[attr-defined]
     os.umask(order["umask"])
     os.chdir(order["cwd"])
     os.environ.clear()
@@ -216,13 +227,14 @@ def be_process(order: dict[str, Any], fds: list[int], seed: socket.socket) -> No
     WarmPopen.startup_env = startup_variables(dict(os.environ))
     WarmPopen.owner = os.getpid()
     set_command_line(argv)
-    at_once = "PYTHONUNBUFFERED" in env
+    option = argv[1] if argv[1] in OPTIONS else ""
+    at_once = option == "-u" or "PYTHONUNBUFFERED" in env
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]
     sys.stdout = sys.__stdout__ = open(1, "w", 1 if at_once else -1, closefd=False)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = open(  # type: ignore[misc]
         2, "w", 1, errors="backslashreplace", closefd=False
     )
-    safe, words = argv[1] == "-P", argv[1 + (argv[1] == "-P") :]
+    safe, words = option == "-P", argv[1 + bool(option) :]
     paths = [p for p in env.get("PYTHONPATH", "").split(os.pathsep) if p]
     sys.orig_argv = argv
     if words[0] == "-m":
@@ -341,6 +353,9 @@ def main() -> None:
 
     for name in (*LOADED.split(), *(f"asyncrl.cli.{family}" for family in FAMILIES)):
         importlib.import_module(name)
+    # what the first use does in each process: DeepSpeed starts compilers, msgspec reads types
+    assert importlib.import_module("deepspeed").ops.__compatible_ops__
+    importlib.import_module("asyncrl.config.load").load(ROOT / "configs" / "demo.toml")
     sys.path.remove(str(ROOT))
     WarmPopen.import_env = dict(os.environ.items() - before.items())
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread does not survive a fork"
