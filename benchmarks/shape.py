@@ -34,7 +34,7 @@ PRODUCT = ("asyncrl", "actors", "buffer", "learner")
 MATHEMATICS = (
     "asyncrl/algorithms",
     "asyncrl/experiments/lab",
-    "asyncrl/experiments/compare/comparison_analysis.py",
+    "asyncrl/experiments/compare/analysis.py",
     "asyncrl/experiments/compare/verdict.py",
     "asyncrl/models/exact_operators.py",
     "asyncrl/models/packed_attention.py",

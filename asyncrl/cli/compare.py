@@ -24,8 +24,8 @@ from asyncrl.cli.base import (
 
 if TYPE_CHECKING:
     from asyncrl.config.tree import Config
+    from asyncrl.experiments.compare.grid import SweepPlan
     from asyncrl.experiments.compare.page import Setting
-    from asyncrl.experiments.compare.sweep import SweepPlan
 
 # column of the page's table -> its heading in a terminal, which has less room
 COMPARED = {
@@ -83,29 +83,28 @@ def compare(
 ) -> None:
     """Train CONFIG under several settings and compare them."""
     from asyncrl.config import load
+    from asyncrl.experiments.compare import analysis, grid, page
     from asyncrl.experiments.compare import arms as arming
-    from asyncrl.experiments.compare import comparison as comparing
-    from asyncrl.experiments.compare import comparison_analysis, page
-    from asyncrl.experiments.compare.progress import CompareProgress
+    from asyncrl.experiments.compare.progress import GridProgress
     from asyncrl.supervise.preflight import localize_sets, preflight
 
     base = load.load_to_train(source, sets)
     sets = tuple(sets if dry_run else localize_sets(base, sets))
-    chosen_arms = [arming.parse_arm(text) for text in arms] or comparing.make_default_arms(base)
+    chosen_arms = [arming.parse_arm(text) for text in arms] or grid.make_default_arms(base)
     if dry_run:
-        configs = comparing.resolve(source, sets, chosen_arms)
-        print_arms(base, configs, set() if real else comparing.find_warm_arms(configs))
+        configs = grid.resolve(source, sets, chosen_arms)
+        print_arms(base, configs, set() if real else grid.find_warm_arms(configs))
         print(f"would start {len(chosen_arms) * seeds} runs", file=sys.stderr)
         return
     directory = out or Path(base.runs) / f"compare-{base.name or Path(source).stem}"
-    comparison = comparing.Comparison(
+    comparison = grid.Comparison(
         directory, source, sets, chosen_arms, seeds, print_progress, real=real
     )
     for config in comparison.configs.values():
         preflight(config)
-    with CompareProgress(comparison) as progress:
+    with GridProgress(comparison) as progress:
         cells = comparison.run(jobs, progress.on_event)
-    analysis = comparison_analysis.analyze(cells, comparison.configs)
+    found = analysis.analyze(cells, comparison.configs)
     differs = arming.compare_with_first(comparison.configs)
     settings = [
         page.Setting(
@@ -113,13 +112,13 @@ def compare(
             f"the same as {arm.same_as}" if arm.same_as else arm.title,
             arming.format_differences(differs[arm.name]) if arm.name in differs else "",
         )
-        for arm in comparison.arms
+        for arm in comparison.arms.values()
     ]
-    html = page.write(directory, directory.name, cells, analysis, settings, base)
+    html = page.write(directory, directory.name, cells, found, settings, base)
     if as_json:
-        result.print_result(page.clean(analysis))
+        result.print_result(page.clean(found))
         return
-    print_comparison(analysis, f"{directory.name}: {seeds} seed(s)", settings)
+    print_comparison(found, f"{directory.name}: {seeds} seed(s)", settings)
     print_progress(f"report: {html}")
 
 
@@ -209,23 +208,20 @@ def sweep(
     Shows the cost of stale samples, and suggests a limit.
     """
     from asyncrl.config import load
-    from asyncrl.experiments.compare import page, sweep_page
-    from asyncrl.experiments.compare import sweep as sweeping
-    from asyncrl.experiments.compare.comparison import describe_power
-    from asyncrl.experiments.compare.progress import SweepProgress
-    from asyncrl.experiments.compare.sweep_analysis import analyze
+    from asyncrl.experiments.compare import analysis, grid, page
+    from asyncrl.experiments.compare.progress import GridProgress
     from asyncrl.supervise.preflight import localize_sets, preflight
 
     if not dry_run:
         sets = tuple(localize_sets(load.load(source, sets), sets))
     corrections = [
-        sweeping.parse_correction(text) for text in correction_texts or ("configured", "none")
+        grid.parse_correction(text) for text in correction_texts or ("configured", "none")
     ]
-    plan = sweeping.make_plan(
+    plan = grid.make_plan(
         source,
         sets,
         [(arm.name, arm.sets) for arm in corrections],
-        sweeping.parse_limits(limits, inject),
+        grid.parse_limits(limits, inject),
         injected=inject,
     )
     descriptions = describe_corrections(plan, {arm.name: arm.title for arm in corrections})
@@ -234,28 +230,28 @@ def sweep(
         return
     base = load.load_to_train(source, sets)
     directory = out or Path(base.runs) / f"sweep-{base.name or Path(source).stem}"
-    runs = sweeping.Sweep(directory, plan, seeds, print_progress)
+    runs = grid.Sweep(directory, plan, seeds, print_progress)
     highest = [plan.cell[arm.name, plan.limits[-1]] for arm in corrections]
-    for arm in dict.fromkeys([sweeping.SYNC, *highest]):
+    for arm in dict.fromkeys([grid.SYNC, *highest]):
         preflight(plan.arms[arm])
-    print_progress(describe_power(len(plan.arms), seeds))
-    with SweepProgress(runs) as progress:
+    print_progress(grid.describe_power(len(plan.arms), seeds))
+    with GridProgress(runs) as progress:
         runs.run(workers, progress.on_event, abandon=not no_abandon)
-    analysis = analyze(runs, margin)
+    found = analysis.analyze_sweep(runs, margin)
     shape = f"{base.learner.steps} steps of {base.learner.groups} x {base.learner.group_size}"
     lag = f"{'injected' if inject else 'natural'} lag, {seeds} seed(s), {shape}"
-    html = sweep_page.write(directory, directory.name, analysis, descriptions, lag)
+    html = page.write_sweep(directory, directory.name, found, descriptions, lag)
     if as_json:
-        result.print_result(page.clean(analysis))
+        result.print_result(page.clean(found))
         return
-    print_sweep(analysis, f"{directory.name}: {seeds} seed(s)")
+    print_sweep(found, f"{directory.name}: {seeds} seed(s)")
     print_progress(f"report: {html}")
 
 
 def describe_corrections(plan: SweepPlan, titles: Mapping[str, str]) -> list[tuple[str, str, str]]:
     """Return name, title and differences from the plain config of each correction."""
     from asyncrl.experiments.compare.arms import compare_with_first, format_differences
-    from asyncrl.experiments.compare.sweep import SWEPT_KEYS, SYNC
+    from asyncrl.experiments.compare.grid import SWEPT_KEYS, SYNC
 
     descriptions = []
     for name, title in titles.items():
@@ -268,7 +264,7 @@ def describe_corrections(plan: SweepPlan, titles: Mapping[str, str]) -> list[tup
 
 def print_cells(plan: SweepPlan, descriptions: Sequence[tuple[str, str, str]], seeds: int) -> None:
     """Print for --dry-run each correction, the arm of every cell and the number of runs."""
-    from asyncrl.experiments.compare.sweep import format_limit
+    from asyncrl.experiments.compare.grid import format_limit
 
     for name, title, differs in descriptions:
         print(f"{name}: {title} (differs from the config by {differs})")
@@ -283,12 +279,12 @@ def print_cells(plan: SweepPlan, descriptions: Sequence[tuple[str, str, str]], s
 
 def print_sweep(analysis: dict[str, Any], title: str) -> None:
     """Print the table and the suggested limit."""
-    from asyncrl.experiments.compare import sweep_page
+    from asyncrl.experiments.compare import page
     from asyncrl.experiments.compare.progress import print_other_measures, print_table
 
-    rows = sweep_page.format_cells(analysis)
-    print_table(sweep_page.HEAD, rows, {heading: heading for heading in SWEPT}, title)
-    print_other_measures(sweep_page.HEAD, rows, ("correction", "limit"), ("OOD end", "KL to ref"))
+    rows = page.format_cells(analysis)
+    print_table(page.SWEEP_HEAD, rows, {heading: heading for heading in SWEPT}, title)
+    print_other_measures(page.SWEEP_HEAD, rows, ("correction", "limit"), ("OOD end", "KL to ref"))
     print(analysis["suggestion"]["reason"])
     if analysis["suggestion"]["set"]:
         print(analysis["suggestion"]["set"])

@@ -46,7 +46,8 @@ from lib import results_file, studies
 from asyncrl.config import load, methods
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError, ConfigError
-from asyncrl.experiments.compare import sweep, sweep_analysis, verdict
+from asyncrl.experiments.compare import analysis, grid, verdict
+from asyncrl.experiments.compare.arms import CORRECTIONS
 from asyncrl.experiments.compare.page import clean
 from asyncrl.experiments.compare.warm_pool import CellStore
 from asyncrl.supervise.preflight import say
@@ -57,7 +58,7 @@ BESIDE = (BASE, "tis", "seq_tis", "icepop", "mis", "reshape", "k3")
 # first what was published for high lag, so that an early end leaves what is asked for most
 FIRST = (BASE, "tis", "vespo", "oapl", "vcpo", "m2po-published", "dis", "gac", "gepo", "asymre")
 ARMS = {
-    name: sweep.CORRECTIONS[name][1]
+    name: CORRECTIONS[name][1]
     for name in dict.fromkeys((*FIRST, *BESIDE, *methods.FOR_OLD_SAMPLES))
 }
 # what GMPO has beside its ratio, with PPO's
@@ -119,7 +120,7 @@ class Plan:
             f"learner.lr={rate * cell.factor:g}",
             f"seed={seed}",
             *(studies.QUICK if self.args.quick else []),
-            *sweep.list_limit_sets(cell.lag, True),
+            *grid.list_limit_sets(cell.lag, True),
         ]
         path = results_file.ROOT / "configs" / f"{source}.toml"
         return load.load(path, [*sets, *ARMS[cell.method]])
@@ -197,7 +198,7 @@ class Plan:
 
 def height(record: dict[str, Any], steps: int) -> float:
     """Mean height of a run's accuracy over its steps; one that was given up keeps its last."""
-    return verdict.compute_area(*sweep_analysis.complete_curve(record, steps))
+    return verdict.compute_area(*analysis.complete_curve(record, steps))
 
 
 def tuned_facts(record: dict[str, Any], steps: int) -> dict[str, float]:
@@ -205,7 +206,7 @@ def tuned_facts(record: dict[str, Any], steps: int) -> dict[str, float]:
     moved = verdict.list_values(record["curve"], "kl/moved")
     return {
         "height": height(record, steps),
-        "final": sweep_analysis.complete_curve(record, steps)[1][-1],
+        "final": analysis.complete_curve(record, steps)[1][-1],
         "kl_moved": statistics.fmean(moved) if moved else math.nan,
     }
 
@@ -243,7 +244,7 @@ def make(plan: Plan) -> None:
 def facts(records: Mapping[int, dict[str, Any]], steps: int) -> dict[str, Any]:
     """One cell over its seeds."""
     runs = [records[seed] for seed in sorted(records)]
-    ends = [sweep_analysis.complete_curve(r, steps)[1][-1] for r in runs]
+    ends = [analysis.complete_curve(r, steps)[1][-1] for r in runs]
     heights = [height(r, steps) for r in runs]
     out = {
         "seeds": sorted(records),
@@ -251,12 +252,10 @@ def facts(records: Mapping[int, dict[str, Any]], steps: int) -> dict[str, Any]:
         "final": statistics.fmean(ends),
         "heights": heights,
         "area": statistics.fmean(heights),
-        "ess": min(sweep_analysis.find_lowest_ess(r["curve"]) for r in runs),
+        "ess": min(analysis.find_lowest_ess(r["curve"]) for r in runs),
         "given_up": sum(bool(r["abandoned"]) for r in runs),
-        "trouble": sorted(
-            {x.split(":")[0] for r in runs for x in sweep_analysis.list_instabilities(r)}
-        ),
-        "unstable": sum(bool(sweep_analysis.list_instabilities(r)) for r in runs),
+        "trouble": sorted({x.split(":")[0] for r in runs for x in grid.list_instabilities(r)}),
+        "unstable": sum(bool(grid.list_instabilities(r)) for r in runs),
     }
     for name, key in (("kl_behavior", "kl/behavior_target_k3"), ("kl_moved", "kl/moved")):
         each = [x for r in runs for x in verdict.list_values(r["curve"], key)]

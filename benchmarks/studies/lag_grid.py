@@ -34,8 +34,10 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # for lib
 from lib import results_file
 
 from asyncrl.cli.compare import describe_corrections
-from asyncrl.experiments.compare import sweep, sweep_analysis, sweep_page
-from asyncrl.experiments.compare.page import clean
+from asyncrl.experiments.compare import grid
+from asyncrl.experiments.compare.analysis import analyze_sweep
+from asyncrl.experiments.compare.arms import CORRECTIONS
+from asyncrl.experiments.compare.page import clean, write_sweep
 from asyncrl.records import metrics
 from asyncrl.supervise.preflight import preflight, say
 
@@ -62,12 +64,12 @@ EVALUATION = (
 def corrections(lr: str) -> dict[str, list[str]]:
     """Arm -> --set items, at the task's learning rate."""
     more = [f"learner.minibatches={UPDATES}", f"learner.lr={SLOWER * float(lr):g}"]
-    return {n: sweep.CORRECTIONS[n][1] for n in ONE} | {
-        f"{n}-{UPDATES}": [*sweep.CORRECTIONS[n][1], *more] for n in SEVERAL
+    return {n: CORRECTIONS[n][1] for n in ONE} | {
+        f"{n}-{UPDATES}": [*CORRECTIONS[n][1], *more] for n in SEVERAL
     }
 
 
-def updates(what: sweep.SweepPlan) -> dict[str, int]:
+def updates(what: grid.SweepPlan) -> dict[str, int]:
     """Arm -> optimizer steps a batch."""
     configs = {n: what.arms[arm].learner for (n, _), arm in what.cell.items()}
     return {n: c.minibatches * c.epochs for n, c in configs.items()}
@@ -75,7 +77,7 @@ def updates(what: sweep.SweepPlan) -> dict[str, int]:
 
 def titles(made: dict[str, int]) -> dict[str, str]:
     """The page's description of each arm."""
-    what = {n: sweep.CORRECTIONS[n.removesuffix(f"-{UPDATES}")][0] for n in made}
+    what = {n: CORRECTIONS[n.removesuffix(f"-{UPDATES}")][0] for n in made}
     return {
         n: f"{what[n]}; {count} update{'s' if count > 1 else ''} a batch"
         + (f" at {SLOWER:g} of the rate" if n.endswith(f"-{UPDATES}") else "")
@@ -83,7 +85,7 @@ def titles(made: dict[str, int]) -> dict[str, str]:
     }
 
 
-def make(task: str, args: argparse.Namespace) -> sweep.Sweep:
+def make(task: str, args: argparse.Namespace) -> grid.Sweep:
     """The sweep of one task and learning rate, in OUT/TASK."""
     name, lr = TASKS[task]
     sets = [
@@ -92,15 +94,15 @@ def make(task: str, args: argparse.Namespace) -> sweep.Sweep:
         *EVALUATION,
         *(QUICK if args.quick else []),
     ]
-    limits = sweep.parse_limits(args.lags, True)
-    what = sweep.make_plan(
+    limits = grid.parse_limits(args.lags, True)
+    what = grid.make_plan(
         str(results_file.ROOT / "configs" / f"{name}.toml"),
         sets,
         list(corrections(lr).items()),
         limits,
         injected=True,
     )
-    return sweep.Sweep(args.out / task, what, args.seeds, say)
+    return grid.Sweep(args.out / task, what, args.seeds, say)
 
 
 def table(found: dict[str, Any], made: dict[str, int]) -> list[str]:
@@ -129,16 +131,16 @@ def table(found: dict[str, Any], made: dict[str, int]) -> list[str]:
     return out
 
 
-def check(s: sweep.Sweep, n: int) -> None:
+def check(s: grid.Sweep, n: int) -> None:
     """Run n finished cells, of different lags and corrections, as real processes; what agrees goes
     to OUT/TASK/checked.json.
     """
     cells = [
         x
         for x in s.plan.arms
-        if x != sweep.SYNC and s.cells.get_path(s.name_run(x, s.seeds[0])).exists()
+        if x != grid.SYNC and s.cells.get_path(s.name_run(x, s.seeds[0])).exists()
     ]
-    chosen = [sweep.SYNC, *[cells[(2 * i + 1) * len(cells) // (2 * n - 2)] for i in range(n - 1)]]
+    chosen = [grid.SYNC, *[cells[(2 * i + 1) * len(cells) // (2 * n - 2)] for i in range(n - 1)]]
     path = s.directory / "checked.json"
     rows = json.loads(path.read_text()) if path.exists() else []
     for arm in dict.fromkeys(chosen):
@@ -195,15 +197,15 @@ def check(s: sweep.Sweep, n: int) -> None:
         path.write_text(json.dumps(rows, indent=1))
 
 
-def write(made: dict[str, sweep.Sweep], args: argparse.Namespace) -> None:
+def write(made: dict[str, grid.Sweep], args: argparse.Namespace) -> None:
     """One result file, one page a task beside it, and the tables on stdout.  Tasks without a
     finished synchronous run are left out.
     """
     all_found = {}
     for task, s in made.items():
-        if not s.cells.get_path(s.name_run(sweep.SYNC, s.seeds[0])).exists():
+        if not s.cells.get_path(s.name_run(grid.SYNC, s.seeds[0])).exists():
             continue
-        found = sweep_analysis.analyze(s)
+        found = analyze_sweep(s)
         made_by = updates(s.plan)
         all_found[task] = found | {"updates": made_by}
         subtitle = (
@@ -211,7 +213,7 @@ def write(made: dict[str, sweep.Sweep], args: argparse.Namespace) -> None:
             "one warm start; evaluations of 128 prompts, at the ends of 512"
         )
         told = describe_corrections(s.plan, titles(made_by))
-        page = sweep_page.write(s.directory, f"Injected lag, {task}", found, told, subtitle)
+        page = write_sweep(s.directory, f"Injected lag, {task}", found, told, subtitle)
         if (checked := s.directory / "checked.json").exists():
             all_found[task]["checked_against_real_processes"] = json.loads(checked.read_text())
         print(
@@ -291,10 +293,10 @@ def main() -> None:
         if args.check:
             check(s, args.check)
         elif not args.table:
-            preflight(s.plan.arms[sweep.SYNC])
+            preflight(s.plan.arms[grid.SYNC])
 
             def tell(
-                name: str, event: dict[str, object], task: str = task, s: sweep.Sweep = s
+                name: str, event: dict[str, object], task: str = task, s: grid.Sweep = s
             ) -> None:
                 if "done" in event:
                     r = s.cells.read(name)

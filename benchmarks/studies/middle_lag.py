@@ -35,7 +35,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # for lib
 
 from lib import studies
 
-from asyncrl.experiments.compare import sweep, verdict
+from asyncrl.experiments.compare import grid, verdict
+from asyncrl.experiments.compare.arms import CORRECTIONS
 
 BASE = "ppo"
 METHODS = ("none", BASE, "k3", "gmpo", "vespo", "seq_tis")
@@ -49,8 +50,8 @@ COLUMNS = {"start": "start", "end": "final", "area": "mean", "kl_mu_mean": "KL(m
 
 def arm(lag: int, method: str, factor: float) -> list[str]:
     """Return the --set items of a method at an injected lag and a factor of RATE."""
-    own = sweep.CORRECTIONS[method][1]
-    return [*sweep.list_limit_sets(lag, True), f"learner.lr={RATE * factor:g}", *own]
+    own = CORRECTIONS[method][1]
+    return [*grid.list_limit_sets(lag, True), f"learner.lr={RATE * factor:g}", *own]
 
 
 def factors_of(method: str) -> tuple[float, ...]:

@@ -38,7 +38,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # for lib
 
 from lib import results_file, studies
 
-from asyncrl.experiments.compare import sweep, verdict
+from asyncrl.experiments.compare import grid, verdict
 from asyncrl.experiments.compare.page import clean
 from asyncrl.records import metrics
 from asyncrl.supervise.preflight import say
@@ -96,7 +96,7 @@ PARTS = ("mismatch", "staleness", "update")  # of log mu - log pi_theta
 
 def common(args: Any) -> list[str]:
     return [
-        *sweep.list_limit_sets(args.lag, True),
+        *grid.list_limit_sets(args.lag, True),
         f"learner.steps={args.steps}",
         f"learner.lr={args.lr}",
         *studies.EVALUATION,
@@ -232,7 +232,7 @@ def split(args: Any, study: studies.Study) -> list[dict[str, Any]]:
                 *study.common,
                 *ENGINES[engine],
                 *ARMS["bypass"],
-                *sweep.list_limit_sets(lag, True),
+                *grid.list_limit_sets(lag, True),
                 f"runs='{runs}'",
                 f"name={name}",
                 f"model.path='{(study.out / 'models' / f'{study.task}-0').resolve()}'",

@@ -41,7 +41,8 @@ from lib import results_file, studies
 
 from asyncrl.config import load
 from asyncrl.contract.errors import AsyncrlError
-from asyncrl.experiments.compare import sweep, sweep_analysis, verdict
+from asyncrl.experiments.compare import analysis, grid, verdict
+from asyncrl.experiments.compare.arms import CORRECTIONS
 from asyncrl.experiments.compare.page import clean
 from asyncrl.experiments.compare.warm_pool import CellStore
 from asyncrl.supervise.preflight import say
@@ -90,9 +91,7 @@ PARTS: dict[str, dict[str, list[str]]] = {
         for limit in (4, 16)
         for kind in ("keep_kv", "recompute_kv", "between_groups")
     },
-    "methods": {
-        name: [LATE, "staleness.max_lag=16", *sweep.CORRECTIONS[name][1]] for name in METHODS
-    },
+    "methods": {name: [LATE, "staleness.max_lag=16", *CORRECTIONS[name][1]] for name in METHODS},
 }
 
 
@@ -215,8 +214,8 @@ def facts(runs: Mapping[int, dict[str, Any]], time: float) -> dict[str, Any]:
         "lag_largest": max(int(lag) for record in many for lag in record["lag_histogram"]),
         "ess": statistics.fmean(row["is/ess"] for r in rows for row in r),
         "given_up": sum(bool(record["abandoned"]) for record in many),
-        "unstable": sum(bool(sweep_analysis.list_instabilities(record)) for record in many),
-        "lost": statistics.fmean(sweep_analysis.compute_lost_share(record) for record in many),
+        "unstable": sum(bool(grid.list_instabilities(record)) for record in many),
+        "lost": statistics.fmean(analysis.compute_lost_share(record) for record in many),
     }
     if any("limit/now" in row for row in rows[0]):
         out["limit"] = [[row["limit/now"] for row in r][::10] for r in rows]

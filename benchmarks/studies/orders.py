@@ -23,8 +23,9 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # for lib
 from lib import results_file, rounds
 
 from asyncrl.cli.compare import describe_corrections
-from asyncrl.experiments.compare import sweep, sweep_analysis, sweep_page, verdict
-from asyncrl.experiments.compare.page import clean
+from asyncrl.experiments.compare import grid, verdict
+from asyncrl.experiments.compare.analysis import analyze_sweep, sum_ledgers
+from asyncrl.experiments.compare.page import clean, write_sweep
 from asyncrl.supervise.preflight import preflight, say
 
 TICKET = "ticket"
@@ -45,7 +46,7 @@ ARMS: dict[str, tuple[str, list[str]]] = {
 TAKEN = ("dropped_stale", "abandoned", "masked_stale")
 
 
-def make(args: Any) -> sweep.Sweep:
+def make(args: Any) -> grid.Sweep:
     sets = [
         f"learner.lr={args.lr}",
         f"learner.steps={args.steps}",
@@ -66,9 +67,9 @@ def make(args: Any) -> sweep.Sweep:
         ]
     source = str(results_file.ROOT / "configs" / f"{args.task}.toml")
     arms = [(n, items) for n, (_, items) in ARMS.items()]
-    return sweep.Sweep(
+    return grid.Sweep(
         args.out,
-        sweep.make_plan(source, sets, arms, [float(args.limit)], injected=False),
+        grid.make_plan(source, sets, arms, [float(args.limit)], injected=False),
         args.seeds,
         say,
     )
@@ -102,7 +103,7 @@ def facts(cell: dict[str, Any], records: list[dict[str, Any]]) -> dict[str, Any]
     """One arm over its seeds: time in decode steps a batch, lag, and where its tokens went (shares
     of all written).
     """
-    lines = sweep_analysis.sum_ledgers(records)
+    lines = sum_ledgers(records)
     total = sum(x["tokens"] for x in lines.values())
     faded = sum(v for k, v in lines["trained"].items() if k.startswith("faded_"))
     return {
@@ -125,7 +126,7 @@ def facts(cell: dict[str, Any], records: list[dict[str, Any]]) -> dict[str, Any]
     }
 
 
-def analyse(s: sweep.Sweep, found: dict[str, Any]) -> dict[str, Any]:
+def analyse(s: grid.Sweep, found: dict[str, Any]) -> dict[str, Any]:
     """The arms, each against ticket order: paired by seed, t intervals, Holm's correction."""
     out = {}
     differences = {}
@@ -197,15 +198,15 @@ def main() -> None:
         args.steps = 4
     s = make(args)
     if not args.table:
-        preflight(s.plan.arms[sweep.SYNC])
+        preflight(s.plan.arms[grid.SYNC])
         s.run(args.workers, lambda name, e: say(f"{name}: done") if "done" in e else None)
-    found = sweep_analysis.analyze(s)
+    found = analyze_sweep(s)
     size = f"{args.steps} steps of {args.groups} x 8"
     subtitle = (
         f"{args.task}, learning rate {args.lr}, limit {args.limit}, delay {args.delay:g}: "
         f"{size} at natural lag, {len(s.seeds)} seed(s)"
     )
-    page = sweep_page.write(
+    page = write_sweep(
         s.directory,
         "Orders of service",
         found,

@@ -30,8 +30,10 @@ from lib import results_file, rounds
 from asyncrl.cli.compare import describe_corrections
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
-from asyncrl.experiments.compare import sweep, sweep_analysis, sweep_page, verdict
-from asyncrl.experiments.compare.page import clean
+from asyncrl.experiments.compare import grid, verdict
+from asyncrl.experiments.compare.analysis import analyze_sweep
+from asyncrl.experiments.compare.arms import CORRECTIONS
+from asyncrl.experiments.compare.page import clean, write_sweep
 from asyncrl.experiments.compare.warm_pool import CellStore
 from asyncrl.supervise.preflight import preflight, say
 
@@ -39,7 +41,7 @@ PPO = "ppo"
 # PPO's 0.2 over the root of an answer's 11 tokens, by which the mean log-ratio spreads less; as
 # published (3e-4) it suits thousands
 GSPO_EPS = 0.06
-_ANCHORED = sweep.CORRECTIONS[PPO][1]  # pi_prox := mu
+_ANCHORED = CORRECTIONS[PPO][1]  # pi_prox := mu
 _DECOUPLED = (
     "correction.level=token",
     "correction.bound=truncate",
@@ -78,7 +80,7 @@ ARMS: dict[str, tuple[str, list[str]]] = {
         "IS-reshape v3.1; the rate of each step is scaled by what fits into 0.05 nats a token from "
         "mu (repair D on the learning rate)",
         [
-            *sweep.CORRECTIONS["reshape"][1],
+            *CORRECTIONS["reshape"][1],
             "stop.kl_max=0.05",
             "stop.action=slow",
             "stop.against=behavior",
@@ -216,7 +218,7 @@ def facts(cell: dict[str, Any], records: list[dict[str, Any]]) -> dict[str, Any]
     }
 
 
-def analyse(s: sweep.Sweep, found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def analyse(s: grid.Sweep, found: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """lag -> arm -> facts and the difference from PPO at the same lag: paired by seed, t intervals,
     Holm over everything.
     """
@@ -312,28 +314,28 @@ def main() -> None:
         )
     rates = {arm: x[-1][0] for arm, x in tried.items() if x}
     arms = [(n, [*ARMS[n][1], f"learner.lr={r!r}"]) for n, r in rates.items()]
-    what = sweep.make_plan(
+    what = grid.make_plan(
         source(args),
         [*common(args), f"learner.lr={rates[PPO]!r}"],
         arms,
-        sweep.parse_limits(args.lags, True),
+        grid.parse_limits(args.lags, True),
         injected=True,
     )
-    s = sweep.Sweep(args.out, what, args.seeds, say)
+    s = grid.Sweep(args.out, what, args.seeds, say)
     if not args.table:
         s.run(
             args.workers,
             lambda name, e: say(f"{name}: done") if "done" in e else None,
             first=[float(x) for x in args.first.split(",") if x],
         )
-    found = sweep_analysis.analyze(s)
+    found = analyze_sweep(s)
     titles = {n: f"{ARMS[n][0]}; learning rate {r:.3g}" for n, r in rates.items()}
     subtitle = (
         f"{args.task}: {args.minibatches} optimizer steps a batch, each arm at the rate "
         f"that moves {target:.3g} nats a token a batch; {args.steps} steps"
     )
     told = describe_corrections(what, titles)
-    page = sweep_page.write(s.directory, "Trust regions at equal KL moved", found, told, subtitle)
+    page = write_sweep(s.directory, "Trust regions at equal KL moved", found, told, subtitle)
     by_lag = analyse(s, found)
     print("\n".join(lines(by_lag)), file=sys.stderr if args.json else sys.stdout)
     setting = {

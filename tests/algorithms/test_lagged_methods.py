@@ -20,7 +20,7 @@ from asyncrl.algorithms.batch import LossBatch
 from asyncrl.algorithms.trust import sequence_surrogates, token_surrogates, view
 from asyncrl.config import bundled_configs, load
 from asyncrl.contract.errors import ConfigError
-from asyncrl.experiments.compare import arms, comparison, methods
+from asyncrl.experiments.compare import arms, grid
 
 
 def given(**more: Any) -> view.SurrogateTokens:
@@ -276,13 +276,13 @@ def test_what_makes_no_sense_together_is_refused(sections: dict[str, Any], said:
         load.convert({"model": {"path": "m"}, "task": {"name": "sort"}, **sections}, "c.toml")
 
 
-@pytest.mark.parametrize("name", methods.CORRECTIONS)
+@pytest.mark.parametrize("name", arms.CORRECTIONS)
 def test_a_method_is_an_arm_by_its_name(name: str) -> None:
     arm = arms.parse_arm(name)
-    assert arm.sets == methods.CORRECTIONS[name][1]
+    assert arm.sets == arms.CORRECTIONS[name][1]
     other, plain = arms.Arm("other", ["learner.lr=0.1"]), arms.Arm("plain", [])
-    found = comparison.resolve("configs/rle.toml", [], [other, arm])
-    same = comparison.resolve("configs/rle.toml", [], [other, plain])["plain"]
+    found = grid.resolve("configs/rle.toml", [], [other, arm])
+    same = grid.resolve("configs/rle.toml", [], [other, plain])["plain"]
     assert (found[name] == same) == (name in ("configured", "ppo"))
 
 
@@ -290,7 +290,7 @@ def test_every_shipped_config_takes_the_default_arms() -> None:
     """Sessions and filtered groups have no injected lag: `compare` leaves that arm out."""
     for name in bundled_configs.list_names():
         source = load.load(name)
-        found = comparison.resolve(name, [], comparison.make_default_arms(source))
+        found = grid.resolve(name, [], grid.make_default_arms(source))
         refused = source.agent.uses_sessions or source.advantage.no_spread == "filter"
         injected = [] if refused else ["injected"]
         assert list(found) == ["sync", "async", "async-uncorrected", *injected]

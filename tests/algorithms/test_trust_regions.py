@@ -9,7 +9,7 @@ import pytest
 from process_kit import ROOT
 
 from asyncrl.config import load
-from asyncrl.experiments.compare import sweep
+from asyncrl.experiments.compare import grid
 
 
 @pytest.fixture
@@ -37,10 +37,10 @@ def test_each_arm_is_a_config_of_its_own_at_every_lag_and_ppo_at_lag_0_is_the_ba
 ) -> None:
     sets = ["learner.minibatches=4", "learner.lr=0.0002"]
     arms = [(n, [*items, "learner.lr=0.0002"]) for n, (_, items) in program.ARMS.items()]
-    p = sweep.make_plan(str(ROOT / "configs" / "rle.toml"), sets, arms, [0.0, 4.0], injected=True)
+    p = grid.make_plan(str(ROOT / "configs" / "rle.toml"), sets, arms, [0.0, 4.0], injected=True)
     assert (
         len({load.dump(c) for c in p.arms.values()}) == len(p.arms) == 2 * len(arms)
-        and p.cell["ppo", 0.0] == sweep.SYNC
+        and p.cell["ppo", 0.0] == grid.SYNC
     )
     assert p.arms["dppo-limit4"].correction.proximal == "behavior"
     assert (

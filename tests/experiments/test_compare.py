@@ -20,15 +20,15 @@ from process_kit import ENV, PATIENT, ROOT, RUN_SEED, Ended
 
 from asyncrl.config import load
 from asyncrl.experiments.compare import arms as arms_made
-from asyncrl.experiments.compare import comparison, methods, page, progress
-from asyncrl.experiments.compare.comparison import CellResult, make_warm_cell
-from asyncrl.experiments.compare.comparison_analysis import (
+from asyncrl.experiments.compare import grid, page, progress
+from asyncrl.experiments.compare.analysis import (
     analyze,
     average_reference_kl,
-    collect_findings,
     describe_data_difference,
     format_findings,
+    summarize,
 )
+from asyncrl.experiments.compare.grid import CellResult, make_warm_cell
 from asyncrl.experiments.figure import figure_points
 from buffer import training_log
 
@@ -359,15 +359,13 @@ def test_a_method_before_the_colon_is_that_method() -> None:
     """Its own keys come first, those beside it refine them, wherever `method=` stands."""
     texts = ("tis:staleness.max_lag=8", "tis16:staleness.max_lag=16,method='tis'", "tis:", "free:")
     refined, named, bare, free = map(arms_made.parse_arm, texts)
-    whole = methods.CORRECTIONS["tis"][1]
+    whole = arms_made.CORRECTIONS["tis"][1]
     assert refined.sets == [*whole, "staleness.max_lag=8"] and bare.sets == whole
     assert named.sets == [*whole, "staleness.max_lag=16"] and free.sets == []
-    assert refined.title == f"{methods.CORRECTIONS['tis'][0]}; with staleness.max_lag=8"
-    assert (bare.title, free.title) == (methods.CORRECTIONS["tis"][0], "as configured")
+    assert refined.title == f"{arms_made.CORRECTIONS['tis'][0]}; with staleness.max_lag=8"
+    assert (bare.title, free.title) == (arms_made.CORRECTIONS["tis"][0], "as configured")
     assert arms_made.parse_arm("mine:learner.lr=1").title == "learner.lr=1"
-    configs = comparison.resolve(
-        "demo", (), [arms_made.parse_arm("sync:staleness.max_lag=0"), named]
-    )
+    configs = grid.resolve("demo", (), [arms_made.parse_arm("sync:staleness.max_lag=0"), named])
     assert configs["tis16"].correction.level == "token" and configs["tis16"].staleness.limit == 16
     differs = arms_made.compare_with_first(configs)["tis16"]
     assert differs["staleness.max_lag"] == (0, 16) and differs["loss.surrogate"] == (
@@ -452,9 +450,8 @@ def test_signs_of_warm_runs(tmp_path: Path) -> None:
     still = record | {"accuracy": [[0.0, 50.0], [0.4, 0.41]], "ood": [[], []]}
     assert [s.name for s in make_warm_cell("a", 0, still, k3).signs] == ["unmoved_accuracy"]
     assert make_warm_cell("a", 0, still | {"accuracy": [[0.0, 20.0], [0.4, 0.41]]}, k3).signs == []
-    found = collect_findings(
-        [both, make_warm_cell("a", 1, record, k1), make_warm_cell("a", 2, middle, k3)]
-    )
+    late = [both, make_warm_cell("a", 1, record, k1), make_warm_cell("a", 2, middle, k3)]
+    found = summarize(late, k1)["signs"]
     assert list(found) == ["out_of_distribution", "kl_drift"] and [
         len(x) for x in found.values()
     ] == [2, 2]

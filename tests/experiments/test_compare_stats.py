@@ -10,7 +10,7 @@ import random
 import pytest
 
 from asyncrl.experiments.compare import verdict as cs
-from asyncrl.experiments.compare.comparison import describe_power
+from asyncrl.experiments.compare.grid import describe_power
 
 REPEATS = 200
 

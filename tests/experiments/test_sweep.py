@@ -18,14 +18,8 @@ from asyncrl.cli.compare import describe_corrections
 from asyncrl.config import load
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.experiments import serial
-from asyncrl.experiments.compare import (
-    methods,
-    sweep,
-    sweep_analysis,
-    sweep_page,
-    verdict,
-    warm_pool,
-)
+from asyncrl.experiments.compare import analysis, grid, page, verdict, warm_pool
+from asyncrl.experiments.compare.arms import CORRECTIONS
 from asyncrl.experiments.figure import figure_points
 from asyncrl.models.policy import build_model
 
@@ -144,10 +138,10 @@ def test_a_sweep_from_start_to_suggestion_and_again(model: Path, tmp_path: Path)
         ConfigError, match=r"learner.lr: 0.0003, now 0.001.*choose another directory with --out"
     ):
         sets = [*SMALL, f"model.path={str(model)!r}", "learner.lr=1e-3", "evaluation.ood_prompts=4"]
-        what = sweep.make_plan(
+        what = grid.make_plan(
             "configs/demo.toml", sets, [("configured", [])], [0.0, 2.0], injected=True
         )
-        sweep.Sweep(out, what, 2, print)
+        grid.Sweep(out, what, 2, print)
 
 
 @pytest.mark.parametrize(
@@ -191,11 +185,11 @@ def test_what_it_refuses(
     corrections: tuple[str, ...], limits: str, sets: tuple[str, ...], said: str
 ) -> None:
     with pytest.raises(ConfigError) as e:
-        sweep.make_plan(
+        grid.make_plan(
             "configs/demo.toml",
             sets,
-            [(arm.name, arm.sets) for arm in map(sweep.parse_correction, corrections)],
-            sweep.parse_limits(limits, True),
+            [(arm.name, arm.sets) for arm in map(grid.parse_correction, corrections)],
+            grid.parse_limits(limits, True),
             injected=True,
         )
     assert said in str(e.value) and "\n" not in str(e.value)
@@ -204,8 +198,8 @@ def test_what_it_refuses(
 def test_what_a_correction_is_comes_from_its_configs() -> None:
     """A method with keys of its own is that method, and the page says what its config has."""
     asked = ("tis:learner.lr=1e-4", "far:method=tis,correction.hi=4.0", "ppo")
-    arms = [sweep.parse_correction(text) for text in asked]
-    made = sweep.make_plan(
+    arms = [grid.parse_correction(text) for text in asked]
+    made = grid.make_plan(
         "configs/rle.toml", (), [(arm.name, arm.sets) for arm in arms], [2.0], injected=True
     )
     config = made.arms["tis-limit2"]
@@ -216,7 +210,7 @@ def test_what_a_correction_is_comes_from_its_configs() -> None:
     )
     assert made.arms["far-limit2"].correction.hi == 4.0
     tis, far, ppo = describe_corrections(made, {arm.name: arm.title for arm in arms})
-    assert tis[:2] == ("tis", f"{methods.CORRECTIONS['tis'][0]}; with learner.lr=1e-4")
+    assert tis[:2] == ("tis", f"{CORRECTIONS['tis'][0]}; with learner.lr=1e-4")
     assert "learner.lr = 0.0001 (0.0002)" in tis[2] and "correction.hi = 2 (none)" in tis[2]
     assert "correction.hi = 4 (none)" in far[2] and "learner.lr" not in far[2]
     assert ppo[2] == "nothing", "the config is PPO already, and limits are the cells' own"
@@ -224,11 +218,11 @@ def test_what_a_correction_is_comes_from_its_configs() -> None:
 
 def test_every_correction_is_a_valid_config_at_every_limit() -> None:
     filtering = "dapo"  # an injected lag needs all groups
-    names = [n for n in sweep.CORRECTIONS if n not in ("configured", filtering)]
-    p = sweep.make_plan(
+    names = [n for n in CORRECTIONS if n not in ("configured", filtering)]
+    p = grid.make_plan(
         "configs/rle.toml",
         (),
-        [(n, sweep.CORRECTIONS[n][1]) for n in names],
+        [(n, CORRECTIONS[n][1]) for n in names],
         [0.0, 4.0],
         injected=True,
     )
@@ -263,9 +257,9 @@ def test_a_collapsed_run_is_given_up_and_keeps_its_last_accuracy(sort_model: Pat
         record["abandoned"].startswith("collapse: held-out reward below half its best")
         and record["steps"] < 10
     )
-    steps, accuracy = sweep_analysis.complete_curve(record, 30)
+    steps, accuracy = analysis.complete_curve(record, 30)
     assert steps[-1] == 30 and accuracy[-1] == accuracy[-2] < accuracy[0] / 2
-    assert any(x.startswith("collapse") for x in sweep_analysis.list_instabilities(record))
+    assert any(x.startswith("collapse") for x in grid.list_instabilities(record))
 
 
 def test_a_run_that_fails_is_named_and_the_others_are_kept(
@@ -339,16 +333,17 @@ def test_out_of_distribution_accuracy_and_kl_to_the_reference_of_a_cell() -> Non
 
     given_up, old = record([[0.0, 2.0], [0.5, 0.9]], []), record([], [])
     del old["ood"]
-    found = sweep_analysis._summarize_records(
-        [record([[0.0, 4.0], [0.3, 0.2]], [9.0, 1.0, 2.0] + [3.0] * 18), given_up, old], 4
-    )
+    config = load.load("configs/demo.toml", ["learner.steps=4"])
+    whole = record([[0.0, 4.0], [0.3, 0.2]], [9.0, 1.0, 2.0] + [3.0] * 18)
+    cells = [grid.make_warm_cell("a", n, x, config) for n, x in enumerate((whole, given_up, old))]
+    found = analysis.summarize_cell(cells, config)
     assert (
         found["ood_start"] == pytest.approx(0.4) and found["ood_end"] == found["ood_each"][0] == 0.2
     )
     assert found["kl_ref"] == pytest.approx((1 + 2 + 3 * 18) / 20)
     against = {"difference": {"mean": 0.0, "interval": [0, 0], "p": 1.0}, "speed": 1.0}
-    (row,) = sweep_page.format_cells({"cells": [cell("ppo", "1", 0, 0) | found | against]})
-    shown = dict(zip(sweep_page.HEAD, row, strict=True))
+    (row,) = page.format_cells({"cells": [cell("ppo", "1", 0, 0) | found | against]})
+    shown = dict(zip(page.SWEEP_HEAD, row, strict=True))
     assert (shown["OOD end"], shown["KL to ref"]) == ("0.200", "2.85")
 
 
@@ -396,14 +391,14 @@ def test_out_of_distribution_accuracy_and_kl_to_the_reference_of_a_cell() -> Non
 def test_the_suggested_limit_and_its_reason(
     cells: list[dict[str, Any]], limit: str, words: str
 ) -> None:
-    p = sweep.make_plan(
+    p = grid.make_plan(
         "configs/rle.toml",
         (),
-        [(n, sweep.CORRECTIONS[n][1]) for n in ("ppo", "none")],
+        [(n, CORRECTIONS[n][1]) for n in ("ppo", "none")],
         [1.0, 2.0, 4.0, 8.0],
         injected=True,
     )
-    found = sweep_analysis.suggest({"cells": cells, "seeds": [0, 1, 2]}, p)
+    found = analysis.suggest({"cells": cells, "seeds": [0, 1, 2]}, p)
     assert found["limit"] == limit and words in found["reason"]
     assert (
         f"--set staleness.max_lag={limit}" in found["set"]
@@ -420,11 +415,11 @@ def test_the_suggested_limit_and_its_reason(
 
 def test_an_interval_that_reaches_below_the_margin_suggests_nothing() -> None:
     """The lower bound decides: here of -0.016 [-0.214, +0.183], which says nothing of a limit."""
-    plan = sweep.make_plan(
-        "configs/rle.toml", (), [("ppo", sweep.CORRECTIONS["ppo"][1])], [1.0, 2.0], injected=True
+    plan = grid.make_plan(
+        "configs/rle.toml", (), [("ppo", CORRECTIONS["ppo"][1])], [1.0, 2.0], injected=True
     )
     wide = cell("ppo", "1", -0.214, 0.183)
-    found = sweep_analysis.suggest({"cells": [wide], "seeds": [0, 1, 2]}, plan)
+    found = analysis.suggest({"cells": [wide], "seeds": [0, 1, 2]}, plan)
     assert (found["limit"], found["set"], found["by_correction"]["ppo"]["limit"]) == (
         None,
         "",
@@ -435,20 +430,17 @@ def test_an_interval_that_reaches_below_the_margin_suggests_nothing() -> None:
         "no limit is suggested: none has an interval above -0.05 (ppo, at limit 1: reward -0.015 "
         f"[-0.214, +0.183] at 3 seeds is undecided; about {need} seeds would decide)"
     ) in found["reason"]
-    assert (
-        "stays above -0.05" in found["rule"]
-        and sweep_page.format_headline(found) == "No suggestion"
-    )
-    found = sweep_analysis.suggest({"cells": [wide], "seeds": [0, 1, 2]}, plan, 0.3)
+    assert "stays above -0.05" in found["rule"] and page.format_headline(found) == "No suggestion"
+    found = analysis.suggest({"cells": [wide], "seeds": [0, 1, 2]}, plan, 0.3)
     assert found["limit"] == "1" and "above -0.3," in found["rule"]
     bad = [cell("ppo", "1", -0.3, -0.1), cell("ppo", "2", -0.214, 0.183)]
-    found = sweep_analysis.suggest({"cells": bad, "seeds": [0, 1, 2]}, plan)
+    found = analysis.suggest({"cells": bad, "seeds": [0, 1, 2]}, plan)
     assert found["limit"] is None and "ppo, at limit 2:" in found["reason"]
 
 
 def test_one_seed_suggests_nothing() -> None:
-    p = sweep.make_plan(
-        "configs/rle.toml", (), [("ppo", sweep.CORRECTIONS["ppo"][1])], [1.0], injected=True
+    p = grid.make_plan(
+        "configs/rle.toml", (), [("ppo", CORRECTIONS["ppo"][1])], [1.0], injected=True
     )
-    found = sweep_analysis.suggest({"cells": [cell("ppo", "1", -0.1, 0.1)], "seeds": [0]}, p)
+    found = analysis.suggest({"cells": [cell("ppo", "1", -0.1, 0.1)], "seeds": [0]}, p)
     assert found["limit"] is None and "one seed" in found["reason"] and found["set"] == ""

@@ -13,7 +13,7 @@ from process_kit import RUN_SEED
 from asyncrl.config import load
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.experiments import process_run
-from asyncrl.experiments.compare import sweep, sweep_analysis, sweep_page
+from asyncrl.experiments.compare import analysis, grid, page
 from asyncrl.experiments.compare.warm_pool import CellStore
 from asyncrl.models.policy import build_model
 from asyncrl.tasks.calc import CalcTask
@@ -45,11 +45,11 @@ def test_a_cell_with_sessions_is_a_run_of_processes(
     """The record of one run stands for all cells, which are analyzed as those of warm runs are."""
     monkeypatch.chdir(tmp_path)
     build_model(tmp_path / "m", CalcTask.symbols, hidden=32, layers=1)
-    plan = sweep.make_plan("calc", SETS, [("configured", [])], [1.0], injected=False)
-    made = sweep.Sweep(tmp_path / "s", plan, 1, print)
+    plan = grid.make_plan("calc", SETS, [("configured", [])], [1.0], injected=False)
+    made = grid.Sweep(tmp_path / "s", plan, 1, print)
     store = CellStore(tmp_path / "s")
-    cell = sweep.Sweep.name_run(sweep.SYNC, RUN_SEED)
-    store.add(cell, plan.arms[sweep.SYNC], RUN_SEED)
+    cell = grid.Sweep.name_run(grid.SYNC, RUN_SEED)
+    store.add(cell, plan.arms[grid.SYNC], RUN_SEED)
     events: list[tuple[str, dict[str, Any]]] = []
     store.run(1, lambda name, event: events.append((name, event)))
     assert events == [(cell, {"done": True})] and not store.list_missing()
@@ -69,12 +69,12 @@ def test_a_cell_with_sessions_is_a_run_of_processes(
     process_run.complete(run_dir, "calc", [], STEPS, tmp_path / "log")  # it is finished
     assert (run_dir / "summary.json").stat().st_mtime_ns == before
     cells = [*plan.cell.values()], [f"probe-limit{x}" for x in ("0", "1")]
-    for name in [sweep.Sweep.name_run(cells[0][0], RUN_SEED), *cells[1]]:
+    for name in [grid.Sweep.name_run(cells[0][0], RUN_SEED), *cells[1]]:
         shutil.copy(store.get_path(cell), store.get_path(name))
-    found = sweep_analysis.analyze(made)
+    found = analysis.analyze_sweep(made)
     assert found["missing"] == 0 and found["speed"] == {"0": 1.0, "1": 1.0}
     assert found["cells"][0]["lag"] == 0 and found["cells"][0]["difference"]["mean"] == 0
-    assert sweep_page.format_cells(found)
+    assert page.format_cells(found)
     assert json.dumps(found)
 
 
@@ -87,5 +87,5 @@ def test_a_run_that_fails_names_its_log(tmp_path: Path) -> None:
 def test_engines_and_backends_that_need_processes_are_taken() -> None:
     sets = ("generator.engine=vllm", "learner.backend=deepspeed")
     for items in (sets[:1], sets[1:]):
-        plan = sweep.make_plan("demo", items, [("none", [])], [2.0], injected=True)
+        plan = grid.make_plan("demo", items, [("none", [])], [2.0], injected=True)
         assert load.dump(plan.arms["none-limit2"])

@@ -20,8 +20,8 @@ from process_kit import ENV, ROOT, Ended
 
 from asyncrl.config import load
 from asyncrl.experiments.compare import page as compare_page
-from asyncrl.experiments.compare.comparison import make_warm_cell
-from asyncrl.experiments.compare.comparison_analysis import analyze
+from asyncrl.experiments.compare.analysis import analyze
+from asyncrl.experiments.compare.grid import make_warm_cell
 from asyncrl.experiments.simulate import page as simulate_page
 from asyncrl.records import page_kit
 

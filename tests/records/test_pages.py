@@ -16,7 +16,7 @@ from asyncrl.cli import run as cli
 from asyncrl.config.load import load
 from asyncrl.config.tree import Config
 from asyncrl.experiments.compare import page as compare_page
-from asyncrl.experiments.compare.comparison import CellResult
+from asyncrl.experiments.compare.grid import CellResult
 from asyncrl.experiments.serial import run_serial
 from asyncrl.records.page_kit import PagePlot
 from asyncrl.supervise import summary as summaries

@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,8 +16,12 @@ import msgspec
 from asyncrl.config import methods
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
-from asyncrl.experiments.compare.methods import CORRECTIONS
 
+# method -> its summary and its `--set` items
+CORRECTIONS: dict[str, tuple[str, list[str]]] = {
+    **{name: (method.summary, [f"method={name}"]) for name, method in methods.METHODS.items()},
+    "configured": ("as the config says", []),
+}
 METHOD = "method"  # in an arm, stands for all keys of a method
 # key -> (value in the base, value in the compared arm)
 Differences = dict[str, tuple[Any, Any]]
@@ -149,15 +152,6 @@ def find_config_differences(
 def format_changes(differences: Differences) -> list[str]:
     """Format each difference as `key: x, now y`."""
     return [f"{key}: {base}, now {value}" for key, (base, value) in differences.items()]
-
-
-def refuse_other_configs(directory: Path, kind: str, written: Any, requested: Any) -> None:
-    """Raise ConfigError if a directory holds other configs than these."""
-    if differences := format_changes(find_config_differences(written, requested)):
-        raise ConfigError(
-            f"{directory} holds a {kind} with other settings ({'; '.join(differences[:4])}"
-            f"{' ...' if len(differences) > 4 else ''}); choose another directory with --out"
-        )
 
 
 def compare_with_first(configs: Mapping[str, Config]) -> dict[str, Differences]:

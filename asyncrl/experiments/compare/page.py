@@ -1,20 +1,23 @@
-"""The page of a comparison, and its numbers as JSON.
+"""The pages of a comparison and of a sweep, and their numbers as JSON.
 
-It has overlaid curves with bands, each arm's settings, and the verdicts.
+A comparison has overlaid curves with bands, each arm's settings, and the verdicts. A sweep has heat
+maps, speed against reward, curves, and every cell.
 """
 
 from __future__ import annotations
 
+import bisect
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from asyncrl.config.tree import Config
 from asyncrl.experiments.compare import verdict
-from asyncrl.experiments.compare.comparison import CellResult
-from asyncrl.experiments.compare.comparison_analysis import KL_BATCHES, average, format_findings
+from asyncrl.experiments.compare.analysis import KL_BATCHES, format_findings
+from asyncrl.experiments.compare.grid import CellResult
+from asyncrl.experiments.compare.verdict import average
 from asyncrl.records import atomic_write, page_kit
 from asyncrl.records.health_checks import compute_half_interval
 from asyncrl.records.page_kit import (
@@ -24,28 +27,55 @@ from asyncrl.records.page_kit import (
     PlotBlock,
     PlotLine,
     TableBlock,
+    TableCell,
     TextBlock,
 )
+from asyncrl.supervise.report.run_page import build_length_ledger
 
-HEAD = (
-    "arm",
-    "start",
-    "end",
-    "each seed",
-    "OOD start",
-    "OOD end",
-    "KL to ref",
-    "area",
-    "seconds of RL",
-    "seconds to target",
-    "tokens trained",
-    "trained tok/s",
-    "mean lag",
-    "max lag",
-    "ESS",
-    "unstable",
-    "processes",
-)
+Summary = dict[str, Any]  # of `analysis`: an arm, or a correction at a limit, over its seeds
+Columns = dict[str, tuple[str, str]]  # heading -> key of a summary, format of its number
+
+ARM_COLUMNS: Columns = {
+    "arm": ("arm", ""),
+    "start": ("heldout_start", ".3f"),
+    "end": ("heldout_end", ".3f"),
+    "each seed": ("each", ""),
+    "OOD start": ("ood_start", ".3f"),
+    "OOD end": ("ood_end", ".3f"),
+    "KL to ref": ("kl_ref", ".3g"),
+    "area": ("area", ".3f"),
+    "seconds of RL": ("wall_s", ".1f"),
+    "seconds to target": ("seconds_to_target", ".1f"),
+    "tokens trained": ("tokens", ",.0f"),
+    "trained tok/s": ("tokens_per_s", ",.0f"),
+    "mean lag": ("lag", ".2f"),
+    "max lag": ("lag_max", ""),
+    "ESS": ("ess", ".3f"),
+    "unstable": ("unstable", ""),
+    "processes": ("processes", ""),
+}
+CELL_COLUMNS: Columns = {
+    "correction": ("correction", ""),
+    "limit": ("limit", ""),
+    "seeds": ("seeds", ""),
+    "end": ("final", ".3f"),
+    "each seed": ("each", ""),
+    "vs sync": ("mean", "+.3f"),
+    "interval": ("interval", ""),
+    "p": ("p", ".3f"),
+    "OOD end": ("ood_end", ".3f"),
+    "KL to ref": ("kl_ref", ".3g"),
+    "area": ("area", ".3f"),
+    "ESS": ("ess", ".2f"),
+    "KL max": ("kl", ".3f"),
+    "mean lag": ("lag", ".2f"),
+    "lost": ("lost", ".1%"),
+    "unstable": ("unstable", ""),
+    "speed": ("speed", ".2f"),
+}
+TIMES = ("seconds of RL", "seconds to target", "trained tok/s")
+HEAD = tuple(ARM_COLUMNS)
+SWEEP_HEAD = tuple(CELL_COLUMNS)
 
 
 class Setting(NamedTuple):
@@ -65,9 +95,75 @@ def clean(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+# ---- tables and lists ----------------------------------------------------------------------------
+
+
 def format_number(value: float | None, form: str) -> str:
     """Format a number in a table; "-" if it is missing."""
     return "-" if value is None or not math.isfinite(value) else format(value, form)
+
+
+def format_interval(interval: Sequence[float], form: str) -> str:
+    low, high = (format_number(value, form) for value in interval)
+    return f"[{low}, {high}]"
+
+
+def format_row(columns: Columns, summary: Summary) -> list[str]:
+    """Format a summary in columns; its texts stay as they are."""
+    values = summary | {
+        "each": " ".join(f"{accuracy:.3f}" for accuracy in summary["each"]),
+        "unstable": f"{summary['unstable']} of {summary['seeds']}",
+    }
+    cells = ((values[key], form) for key, form in columns.values())
+    return [
+        value if isinstance(value, str) else format_number(value, form) for value, form in cells
+    ]
+
+
+def format_arms(result: dict[str, Any]) -> list[list[str]]:
+    """Return the table of a comparison's arms as text.
+
+    A warm run's times are in brackets, because they differ from a real run's.
+    """
+    rows = []
+    for name, arm in result["arms"].items():
+        processes = "warm" if arm["warm"] else "real"
+        row = format_row(ARM_COLUMNS, arm | {"arm": name, "processes": processes})
+        rows.append(
+            [
+                f"({text})" if arm["warm"] and heading in TIMES else text
+                for heading, text in zip(HEAD, row, strict=True)
+            ]
+        )
+    return rows
+
+
+def format_cells(result: dict[str, Any]) -> list[list[str]]:
+    """Return the table of a sweep's cells as text."""
+    rows = []
+    for cell in result["cells"]:
+        against = cell["difference"]
+        difference = {
+            "mean": against["mean"],
+            "interval": format_interval(against["interval"], "+.3f"),
+            "p": against["p"],
+        }
+        rows.append(format_row(CELL_COLUMNS, cell | difference))
+    return rows
+
+
+def list_signs(summaries: Iterable[tuple[str, Summary]]) -> ListBlock:
+    """Return the health findings of every arm or cell."""
+    signs = [
+        line
+        for name, summary in summaries
+        for line in format_findings(name, summary["signs"], summary["seeds"])
+    ]
+    return ListBlock(signs, heading="Signs", id="signs")
+
+
+def name_cell(cell: Summary) -> str:
+    return f"{cell['correction']}, limit {cell['limit']}"
 
 
 # ---- curves --------------------------------------------------------------------------------------
@@ -151,54 +247,7 @@ def describe_bands(result: dict[str, Any], config: Config) -> str:
     )
 
 
-# ---- tables and lists ----------------------------------------------------------------------------
-
-
-def format_arms(result: dict[str, Any]) -> list[list[str]]:
-    """Return the table of arms as text."""
-    return [format_arm(name, arm) for name, arm in result["arms"].items()]
-
-
-def format_arm(name: str, arm: dict[str, Any]) -> list[str]:
-    """Format one arm in the columns of HEAD."""
-
-    def format_time(key: str, form: str) -> str:
-        """Put a warm run's times in brackets, because they differ from a real run's."""
-        return (
-            f"({format_number(arm[key], form)})" if arm["warm"] else format_number(arm[key], form)
-        )
-
-    return [
-        name,
-        format_number(arm["heldout_start"], ".3f"),
-        format_number(arm["heldout_end"], ".3f"),
-        " ".join(f"{accuracy:.3f}" for accuracy in arm["each"]),
-        format_number(arm["ood_start"], ".3f"),
-        format_number(arm["ood_end"], ".3f"),
-        format_number(arm["kl_ref"], ".3g"),
-        format_number(arm["area"], ".3f"),
-        format_time("wall_s", ".1f"),
-        format_time("seconds_to_target", ".1f"),
-        format_number(arm["tokens"], ",.0f"),
-        format_time("tokens_per_s", ",.0f"),
-        format_number(arm["lag"], ".2f"),
-        str(arm["lag_max"]),
-        format_number(arm["ess"], ".3f"),
-        f"{arm['unstable']} of {len(arm['each'])}",
-        "warm" if arm["warm"] else "real",
-    ]
-
-
-def list_problems(cells: Sequence[CellResult], result: dict[str, Any]) -> list[str]:
-    """List each run's problems, then each arm's likely cause."""
-    runs = [
-        f"{cell.arm}, seed {cell.seed}: {problem}" for cell in cells for problem in cell.trouble
-    ]
-    return runs + [
-        f"{name}: likely cause: {arm['cause']}"
-        for name, arm in result["arms"].items()
-        if arm["cause"]
-    ]
+# ---- the page of a comparison --------------------------------------------------------------------
 
 
 def describe_samples(result: dict[str, Any]) -> str:
@@ -220,13 +269,12 @@ def list_blocks(
     settings: Sequence[Setting],
     config: Config,
 ) -> list[Block]:
-    """Return the parts of the page, in their order."""
-    arms = list(result["arms"])
-    signs = [
-        line
-        for name, arm in result["arms"].items()
-        for line in format_findings(name, arm["signs"], len(arm["each"]))
+    """Return the parts of a comparison's page, in their order."""
+    arms = result["arms"]
+    problems = [
+        f"{cell.arm}, seed {cell.seed}: {problem}" for cell in cells for problem in cell.trouble
     ]
+    causes = [f"{name}: likely cause: {arm['cause']}" for name, arm in arms.items() if arm["cause"]]
     against = f"compared with {settings[0].arm}"
     return [
         TableBlock(
@@ -235,11 +283,14 @@ def list_blocks(
         ListBlock([v["text"] for v in result["verdicts"]], heading="Verdict", id="verdicts"),
         ListBlock(result["trade"]),
         TableBlock(HEAD, format_arms(result), heading="Arms, mean over seeds", id="arms"),
-        ListBlock(signs, heading="Signs", id="signs"),
-        ListBlock(list_problems(cells, result), heading="Unstable runs", style="bad"),
+        list_signs(arms.items()),
+        ListBlock([*problems, *causes], heading="Unstable runs", style="bad"),
         TextBlock(describe_bands(result, config), heading="Curves", id="bands", style="soft"),
         PlotBlock(
-            [plot_curves(curve.title, curve.unit, arms, cells, curve.points) for curve in CURVES]
+            [
+                plot_curves(curve.title, curve.unit, list(arms), cells, curve.points)
+                for curve in CURVES
+            ]
         ),
         TextBlock(
             "Verdicts are paired by seed (t intervals, Holm's correction over the arms) and hold "
@@ -256,6 +307,217 @@ def list_blocks(
     ]
 
 
+# ---- the page of a sweep -------------------------------------------------------------------------
+
+
+def choose_color(value: float, low: float, high: float) -> str:
+    """Return a background from red (low) over yellow to green (high)."""
+    if not math.isfinite(value):
+        return "#f3f4f6"
+    share = min(1.0, max(0.0, (value - low) / max(high - low, 1e-9)))
+    return f"hsl({120 * share:.0f} 65% 72%)"
+
+
+def make_heat_map(
+    result: dict[str, Any],
+    key: str,
+    below: Callable[[Summary], str],
+    high: float,
+    *,
+    heading: str,
+    note: str = "",
+) -> TableBlock:
+    """Build a table with colored cells: corrections down, limits across.
+
+    key: of the value in a cell. below: returns the small text under it. high: value in green.
+    """
+    head = ["", *(f"{name_axis(result)} {limit}" for limit in result["limits"])]
+    rows: dict[str, list[str | TableCell]] = {
+        name: [name, *(TableCell("") for _ in result["limits"])] for name in result["corrections"]
+    }
+    for cell in result["cells"]:
+        value = float(cell[key])
+        column = 1 + result["limits"].index(cell["limit"])
+        rows[cell["correction"]][column] = TableCell(
+            f"{value:.2f}", below(cell), choose_color(value, 0.0, high)
+        )
+    return TableBlock(head, list(rows.values()), heading=heading, style="map", note=note)
+
+
+def name_axis(result: dict[str, Any]) -> str:
+    return "injected lag" if result["injected"] else "limit"
+
+
+def list_maps(result: dict[str, Any]) -> list[Block]:
+    """Build the maps of final reward, and of the lowest ESS."""
+
+    def describe_cell(cell: Summary) -> str:
+        against = cell["difference"]
+        warning = f" \u26a0{cell['unstable']}/{cell['seeds']}" if cell["unstable"] else ""
+        interval = format_interval(against["interval"], "+.2f")
+        return f"{format_number(against['mean'], '+.2f')} {interval}{warning}"
+
+    sync = result["sync"]
+    return [
+        make_heat_map(
+            result,
+            "final",
+            describe_cell,
+            max(cell["final"] for cell in [*result["cells"], sync]),
+            heading="Final reward, mean over seeds",
+            note="Below it: difference from the synchronous run of the unchanged config "
+            f"({sync['final']:.3f} over {sync['seeds']} seed(s)), with its 95 % interval over "
+            "seeds, paired by seed. \u26a0 unstable runs of all; a run that stopped early keeps "
+            "its last reward.",
+        ),
+        make_heat_map(
+            result,
+            "ess",
+            lambda cell: f"KL up to {format_number(cell['kl'], '.2g')}",
+            1.0,
+            heading="Effective sample size of the raw ratios target / behavior: lowest mean over "
+            "10 steps, worst seed",
+        ),
+    ]
+
+
+def plot_frontier(result: dict[str, Any]) -> PlotBlock:
+    """Plot final reward against speed, with the best of each limit labeled.
+
+    The block is empty if no speed was measured.
+    """
+    timed = [cell for cell in result["cells"] if math.isfinite(cell["speed"])]
+    lines = [
+        PlotLine(
+            correction,
+            [cell["speed"] for cell in timed if cell["correction"] == correction],
+            [cell["final"] for cell in timed if cell["correction"] == correction],
+        )
+        for correction in result["corrections"]
+    ]
+    top = {
+        limit: max((cell["final"] for cell in timed if cell["limit"] == limit), default=None)
+        for limit in result["limits"]
+    }
+    notes = [
+        (result["speed"][limit], accuracy, f"{name_axis(result)} {limit}")
+        for limit, accuracy in top.items()
+        if accuracy is not None
+    ]
+    plot = PagePlot("", "final reward", lines, "speed against limit 0", "points", notes=notes)
+    return PlotBlock(
+        [plot] if timed else [],
+        heading="Frontier: speed against reward",
+        style="wide",
+        note="Speed of a limit against limit 0, in decode steps of a short run at natural lag, "
+        "with an update as long as the generation of one batch (learner and generators equally "
+        "fast); it leaves out the cost of the correction.",
+    )
+
+
+def plot_limits(result: dict[str, Any]) -> list[PagePlot]:
+    """Plot the reward over training: one plot a limit, one line a correction."""
+    corrections = list(result["corrections"])
+    plots = []
+    for limit in result["limits"]:
+        lines = []
+        for cell in result["cells"]:
+            if cell["limit"] == limit:
+                xs, ys = average_curves(cell["curves"])
+                color = corrections.index(cell["correction"])
+                lines.append(PlotLine(cell["correction"], xs, ys, color=color))
+        plots.append(PagePlot(f"{name_axis(result)} {limit}", "mean reward", lines, "version"))
+    return plots
+
+
+def average_curves(
+    curves: Sequence[tuple[list[float], list[float]]],
+) -> tuple[list[float], list[float]]:
+    """Return each step that any seed has, and the mean over seeds there.
+
+    A seed that stopped early keeps its last reward.
+    """
+    all_steps = sorted({step for steps, _ in curves for step in steps})
+    means = [
+        average([values[max(bisect.bisect(steps, step) - 1, 0)] for steps, values in curves])
+        for step in all_steps
+    ]
+    return all_steps, means
+
+
+def format_headline(suggestion: dict[str, Any]) -> str:
+    if suggestion["limit"] is None:
+        return "No suggestion"
+    return f"Suggested: staleness.max_lag = {suggestion['limit']}" + (
+        f" with {suggestion['correction']}" if suggestion.get("correction") else ""
+    )
+
+
+def loses_tokens(cell: Summary) -> bool:
+    """Return whether the staleness rule dropped, masked or downweighted tokens of the cell."""
+    lines = cell["ledger_lines"]
+    return any(name in lines for name in ("masked_stale", "dropped_stale", "abandoned")) or any(
+        "faded" in size for line in lines.values() for size in line
+    )
+
+
+def list_sweep_blocks(
+    result: dict[str, Any], corrections: Sequence[tuple[str, str, str]]
+) -> list[Block]:
+    """Return the parts of a sweep's page, in their order."""
+    suggestion, sync = result["suggestion"], result["sync"]
+    suggested = [suggestion["reason"] + ".", suggestion.get("set"), f"rule: {suggestion['rule']}"]
+    missing = [
+        f"{result['missing']} runs of this grid are still to be made; their cells are empty."
+    ]
+    problems = [
+        f"{name_cell(cell)}: {cell['unstable']} of {cell['seeds']}: {', '.join(cell['trouble'])}"
+        + (f"; likely cause: {cell['cause']}" if cell["cause"] else "")
+        for cell in result["cells"]
+        if cell["unstable"]
+    ]
+    losses = [
+        TableBlock(head, rows, heading=f"Losses by the staleness rule: {name_cell(cell)}")
+        for cell in result["cells"]
+        if loses_tokens(cell)
+        for head, *rows in [build_length_ledger(cell)]
+    ]
+    return [
+        TextBlock(
+            "\n".join(line for line in suggested if line),
+            heading=format_headline(suggestion),
+            id="suggestion",
+            style="box",
+        ),
+        ListBlock(missing if result["missing"] else [], style="bad"),
+        *list_maps(result),
+        plot_frontier(result),
+        PlotBlock(plot_limits(result), heading="Reward over training, by limit"),
+        TableBlock(
+            ("", "is", "differences from the config"),
+            corrections,
+            heading="Corrections",
+            id="corrections",
+            text_columns=3,
+        ),
+        TableBlock(SWEEP_HEAD, format_cells(result), heading="Cells", id="cells"),
+        *losses,
+        list_signs((name_cell(cell), cell) for cell in result["cells"]),
+        ListBlock(problems, heading="Unstable", style="bad"),
+        TextBlock(
+            "OOD end: mean reward on out-of-distribution prompts after the last batch, over the "
+            f"runs that reach it (the synchronous run: {format_number(sync['ood_end'], '.3f')}). "
+            "KL to ref: KL(target || reference), k3, nats a token, mean over a run's last "
+            f"{KL_BATCHES} batches, without its first, which precedes any update (the synchronous "
+            f"run: {format_number(sync['kl_ref'], '.3g')}). "
+            "KL max: behavior to target. Unstable by these rules: "
+            f"{verdict.StabilityBounds()}. Collapsed runs are stopped early. p: paired t "
+            "over seeds, Holm's correction over all cells.",
+            style="soft",
+        ),
+    ]
+
+
 # ---- files ---------------------------------------------------------------------------------------
 
 
@@ -268,18 +530,41 @@ def write(
     config: Config,
 ) -> Path:
     """Write DIR/report.html, comparison.json and the TensorBoard view of all arms."""
-    blob = json.dumps(clean(result))
     steps = f"{config.learner.steps} steps of {config.learner.groups} x {config.learner.group_size}"
-    page = page_kit.render(
-        name,
-        f"{len(result['seeds'])} seed(s), {steps}; the others are compared with the first arm",
-        list_blocks(cells, result, settings, config),
-        {"comparison": blob},
+    subtitle = (
+        f"{len(result['seeds'])} seed(s), {steps}; the others are compared with the first arm"
     )
-    for path, text in ((directory / "report.html", page), (directory / "comparison.json", blob)):
-        atomic_write.write(path, text)
     settings_by_arm = {setting.arm: f"{setting.title}; {setting.differs}" for setting in settings}
     write_tensorboard(directory / "tensorboard", cells, settings_by_arm)
+    blocks = list_blocks(cells, result, settings, config)
+    return _write(directory, "comparison", "comparison.json", (name, subtitle), blocks, result)
+
+
+def write_sweep(
+    directory: Path,
+    name: str,
+    result: dict[str, Any],
+    corrections: Sequence[tuple[str, str, str]],
+    subtitle: str,
+) -> Path:
+    """Write DIR/report.html and DIR/result.json and return the page's path."""
+    blocks = list_sweep_blocks(result, corrections)
+    return _write(directory, "sweep", "result.json", (name, subtitle), blocks, result)
+
+
+def _write(
+    directory: Path,
+    kind: str,
+    file: str,
+    title: tuple[str, str],
+    blocks: Sequence[Block],
+    result: dict[str, Any],
+) -> Path:
+    """Write the page, which has the JSON in its element `kind`, and the JSON as `file`."""
+    blob = json.dumps(clean(result))
+    page = page_kit.render(*title, blocks, {kind: blob})
+    atomic_write.write(directory / file, blob)
+    atomic_write.write(directory / "report.html", page)
     return directory / "report.html"
 
 

@@ -12,6 +12,7 @@ Several arms are corrected by Holm (1979).
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import math
@@ -23,6 +24,10 @@ LEVEL = 0.05
 POWER = 0.8
 MOST_SEEDS = 1000  # of a design
 EQUAL = 1e-12  # differences up to this are rounding
+
+
+def average(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
 
 
 @dataclass
@@ -56,6 +61,38 @@ class PairedDifference:
         if not self.is_different:
             return "no difference visible"
         return "better" if self.mean > 0 else "worse"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what the JSON of a comparison and of a sweep has of a difference."""
+        return {
+            "mean": self.mean,
+            "sd": self.sd,
+            "interval": [self.low, self.high],
+            "interval_holm": [self.holm_low, self.holm_high],  # the verdict's
+            "p": self.adjusted,  # with Holm's correction
+            "verdict": self.choose_word() if self.seeds > 1 else "no verdict",
+            "interval_other_prompts": [self.prompt_low, self.prompt_high],
+            # the difference that as many seeds show with 80 % power
+            "detectable": find_detectable(self.sd, self.seeds),
+        }
+
+
+def compare_arms(
+    values: Mapping[Any, Mapping[int, float]], base: Any, prompts: int = 0
+) -> dict[Any, PairedDifference]:
+    """Compare each arm with `base` over the seeds that both have, with Holm's correction.
+
+    values: arm -> seed -> value; an arm without a seed of the base has no difference.
+    """
+    differences = {
+        arm: compare_pairs(
+            [by_seed[seed] for seed in seeds], [values[base][seed] for seed in seeds], prompts
+        )
+        for arm, by_seed in values.items()
+        if arm != base and (seeds := [seed for seed in by_seed if seed in values[base]])
+    }
+    adjust_by_holm(differences)
+    return differences
 
 
 def compare_pairs(
@@ -175,15 +212,9 @@ def count_needed_seeds(effect: float, sd: float, level: float = LEVEL) -> int | 
     """Return the number of pairs that show `effect` with 80 % power; None if above MOST_SEEDS."""
     if not sd > 0:
         return 2
-    if compute_power(effect, sd, MOST_SEEDS, level) < POWER:
-        return None
-    low, high = 1, MOST_SEEDS  # power grows with the seeds; `low` seeds are too few
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (
-            (middle, high) if compute_power(effect, sd, middle, level) < POWER else (low, middle)
-        )
-    return high
+    counts = range(2, MOST_SEEDS + 1)  # power grows with the seeds
+    index = bisect.bisect_left(counts, POWER, key=lambda n: compute_power(effect, sd, n, level))
+    return counts[index] if index < len(counts) else None
 
 
 def state_verdict(name: str, base: str, difference: PairedDifference, measure: str) -> str:

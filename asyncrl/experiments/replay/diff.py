@@ -14,7 +14,7 @@ from typing import Any
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.compare.arms import find_config_differences
-from asyncrl.experiments.compare.comparison import CellResult
+from asyncrl.experiments.compare.grid import CellResult
 from asyncrl.experiments.compare.page import METRIC_CURVES, plot_curves, select_points
 from asyncrl.records import atomic_write, metrics, page_kit, rundir
 from asyncrl.records.page_kit import PlotBlock, TextBlock

@@ -1,0 +1,568 @@
+"""The results of a grid.
+
+They are each arm over its seeds and its difference from the base; of a comparison also the verdicts
+and tradeoffs of speed and reward, of a sweep the suggested limit with its reason.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from asyncrl.config import layers
+from asyncrl.config.tree import Config
+from asyncrl.contract.toml_writer import flatten
+from asyncrl.experiments.compare import verdict
+from asyncrl.experiments.compare.arms import compare_with_first
+from asyncrl.experiments.compare.grid import (
+    SWEPT_KEYS,
+    SYNC,
+    CellResult,
+    Sweep,
+    SweepPlan,
+    format_limit,
+)
+from asyncrl.experiments.compare.verdict import average
+
+KL_BATCHES = 20  # at a run's end, over which KL to the reference is averaged
+TARGET = 0.9  # share of the first arm's final reward; the time to reach it is compared
+ESS = "is/target_ess"  # of the raw ratios target/behavior
+ESS_LEAST = 0.5
+ESS_WINDOW = 10
+MARGIN = 0.05  # held-out reward that a suggested limit may cost
+# (metric of a verdict, attribute of a run, description, n of a mean over prompts in evaluation)
+MEASURES = (
+    ("heldout_end", "final", "final reward", "final_prompts"),
+    ("area", "area", "mean reward over training", ""),
+    ("ood_end", "ood_end", "out-of-distribution reward", "ood_prompts"),
+)
+
+Runs = Mapping[str, Sequence[CellResult]]  # arm -> its runs, by seed
+
+
+def average_known(values: Iterable[float]) -> float:
+    """Return the mean of the values that are not nan; nan without any."""
+    return average([value for value in values if not math.isnan(value)])
+
+
+# ---- one run, or two -----------------------------------------------------------------------------
+
+
+def format_findings(arm: str, findings: Mapping[str, Sequence[str]], runs: int) -> list[str]:
+    """Format each health finding of an arm as a line.
+
+    The line has the number of affected runs and one of their messages.
+    """
+    return [
+        f"{arm}: {name} in {len(messages)} of {runs} runs: {messages[0]}"
+        for name, messages in findings.items()
+    ]
+
+
+def list_tickets(cell: CellResult) -> set[int]:
+    """Return every ticket that a run trained."""
+    return {
+        ticket
+        for _, runs in cell.batches
+        for first, last in runs
+        for ticket in range(first, last + 1)
+    }
+
+
+def describe_data_difference(arm: CellResult, base: CellResult) -> str:
+    """Describe how far the trained samples of two runs differ.
+
+    Empty if they are the same in the same order.
+    """
+    if arm.summary["trained_ids"] == base.summary["trained_ids"]:
+        return ""
+    pairs = zip(arm.batches, base.batches, strict=False)
+    first_batch = next(
+        (number for number, (mine, theirs) in enumerate(pairs) if mine[0] != theirs[0]),
+        min(len(arm.batches), len(base.batches)),
+    )
+    arm_tickets = list_tickets(arm)
+    base_tickets = list_tickets(base)
+    if not arm_tickets or not base_tickets:
+        return "other samples"
+    share = len(arm_tickets & base_tickets) / max(len(arm_tickets), len(base_tickets))
+    return f"{share:.0%} of the groups in common, in other batches from number {first_batch} on"
+
+
+def average_reference_kl(rows: Sequence[Mapping[str, Any]]) -> float:
+    """Return KL(target || reference) at a run's end: k3, nats a token.
+
+    The mean is over the last KL_BATCHES batches. Without a KL term the metric exists only every
+    record.reference_kl_every batches. If none of them is among the last, the newest value is used;
+    without values the result is nan. The first batch does not count, because it measures the model
+    before any update.
+    rows: one a batch.
+    """
+    name = "kl/target_ref_k3"
+    updated = rows[1:]
+    last_values = verdict.list_values(updated[-KL_BATCHES:], name)
+    return average(last_values or verdict.list_values(updated, name)[-1:])
+
+
+def find_first_reached(cell: CellResult, target: float) -> tuple[float, float]:
+    """Return batch and seconds of the first evaluation at `target` or above, or nan."""
+    points = zip(cell.steps, cell.accuracy, strict=True)
+    step = next((step for step, accuracy in points if accuracy >= target), math.nan)
+    if math.isnan(step):
+        return math.nan, math.nan
+    row = min(step, cell.rows[-1]["step"])
+    return step, next((float(later["t"]) for later in cell.rows if later["step"] >= row), math.nan)
+
+
+def complete_curve(record: Mapping[str, Any], last_step: int) -> tuple[list[float], list[float]]:
+    """Return steps and held-out rewards of a run.
+
+    A run that failed or stopped early keeps its last reward up to step `last_step`.
+    """
+    steps, accuracy = record["accuracy"]
+    return (
+        (steps, accuracy)
+        if not steps or steps[-1] >= last_step
+        else ([*steps, float(last_step)], [*accuracy, accuracy[-1]])
+    )
+
+
+def find_lowest_ess(rows: Sequence[Mapping[str, float]]) -> float:
+    """Return the lowest mean over ESS_WINDOW consecutive steps of the ESS; nan without rows."""
+    shares = verdict.list_values(rows, ESS)
+    width = min(ESS_WINDOW, len(shares))
+    starts = range(len(shares) - width + 1) if shares else ()
+    return min((average(shares[i : i + width]) for i in starts), default=math.nan)
+
+
+def compute_lost_share(record: Mapping[str, Any]) -> float:
+    """Return the share of generated tokens neither trained nor left over at the run's end."""
+    lines = {name: line["tokens"] for name, line in record["ledger_lines"].items()}
+    total = sum(lines.values())
+    return 1 - (lines.get("trained", 0) + lines.get("left_over", 0)) / total if total else 0.0
+
+
+def sum_ledgers(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Sum the ledger's lines over all seeds: tokens, and tokens by length."""
+    totals: dict[str, dict[str, float]] = {}
+    for record in records:
+        for name, line in record["ledger_lines"].items():
+            total = totals.setdefault(name, {})
+            for size, tokens in line.items():
+                if size == "tokens" or "upto_" in size:
+                    total[size] = total.get(size, 0) + tokens
+    return {name: line for name, line in totals.items() if line.get("tokens")}
+
+
+# ---- one arm over its seeds ----------------------------------------------------------------------
+
+
+def find_likely_cause(config: Config, trouble: Sequence[str]) -> str:
+    """Return the likely cause of an unstable arm, if its config is a known one."""
+    if not trouble:
+        return ""
+    if config.kl.reward.coefficient > 0 and config.kl.reward.estimator == "k3":
+        return "k3 in the reward is known to collapse: use k1 in the reward or k3 in the loss"
+    lagged = config.staleness.limit > 0
+    if (
+        lagged
+        and config.correction.level == "none"
+        and config.loss.surrogate in ("vanilla", "decoupled_ppo")
+        and config.correction.proximal == "recompute"
+    ):
+        return (
+            "stale samples without correction: use the behavior policy as the proximal policy, or "
+            "set correction.preset = tis"
+        )
+    if lagged and config.staleness.limit >= 8:
+        return "a large lag: lower staleness.max_lag or learner.lr"
+    return "lower learner.lr, or set stop.kl_max with more than one optimizer step a batch"
+
+
+def summarize(cells: Sequence[CellResult], config: Config) -> dict[str, Any]:
+    """Return what the JSON of a comparison and of a sweep has of an arm.
+
+    Values are means over its runs unless noted; nan if no run measured it.
+    """
+    trouble = sorted({reason.split(":")[0] for cell in cells for reason in cell.trouble})
+    findings: dict[str, list[str]] = {}
+    for cell in cells:
+        for sign in cell.signs:
+            findings.setdefault(sign.name, []).append(sign.as_line())
+    return {
+        "seeds": len(cells),
+        "each": [cell.final for cell in cells],  # final reward, by seed
+        "area": average([cell.area for cell in cells]),  # mean reward over training
+        "ood_start": average_known(cell.ood_start for cell in cells),
+        "ood_end": average_known(cell.ood_end for cell in cells),
+        "ood_each": [cell.ood_end for cell in cells],
+        # target to reference at the end, k3, nats a token
+        "kl_ref": average_known(average_reference_kl(cell.rows) for cell in cells),
+        "tokens": average([float(cell.summary["tokens"]) for cell in cells]),  # trained
+        "lag_max": max((cell.summary["lag"]["max"] for cell in cells), default=0),
+        "unstable": sum(bool(cell.trouble) for cell in cells),  # runs
+        "trouble": trouble,  # kinds, of any run
+        "cause": find_likely_cause(config, trouble),
+        "signs": findings,
+    }
+
+
+def summarize_arm(cells: Sequence[CellResult], config: Config, target: float) -> dict[str, Any]:
+    """Return what comparison.json has of an arm, in addition to `summarize`.
+
+    target: the reward whose time is measured, over the runs that reach it.
+    """
+
+    def average_summary(name: str) -> float:
+        return average([float(cell.summary[name]) for cell in cells])
+
+    reached = [find_first_reached(cell, target) for cell in cells]
+    reached = [time for time in reached if not math.isnan(time[0])]
+    result = summarize(cells, config)
+    return result | {
+        "heldout_start": average_summary("heldout_start"),
+        "heldout_end": average(result["each"]),
+        "wall_s": average_summary("wall_s"),
+        "generated": average([cell.summary["ledger"]["generated"] for cell in cells]),  # tokens
+        "tokens_per_s": average(  # trained
+            [cell.summary["tokens"] / max(cell.summary["wall_s"], 1e-9) for cell in cells]
+        ),
+        "lag": average([cell.summary["lag"]["mean"] for cell in cells]),  # versions
+        # share, over all batches of all runs
+        "ess": average([x for cell in cells for x in verdict.list_values(cell.rows, ESS)]),
+        "target": target,
+        "reached": len(reached),  # runs, over which the next two are means
+        "steps_to_target": average([step for step, _ in reached]),
+        "seconds_to_target": average([seconds for _, seconds in reached]),
+        "weights_digests": [cell.summary["weights_digest"] for cell in cells],
+        # in warm processes, whose times differ from a real run's
+        "warm": all(cell.warm for cell in cells),
+    }
+
+
+def summarize_cell(cells: Sequence[CellResult], config: Config) -> dict[str, Any]:
+    """Return what result.json has of an arm of a sweep, in addition to `summarize`.
+
+    A run that stopped early keeps its last reward up to the last step, and has no OOD reward there.
+    """
+    for cell in cells:
+        cell.steps, cell.accuracy = complete_curve(cell.summary, config.learner.steps)
+    records = [cell.summary for cell in cells]
+    lags: dict[int, int] = {}  # trained tokens of all seeds
+    for record in records:
+        for lag, tokens in record["lag_histogram"].items():
+            lags[int(lag)] = lags.get(int(lag), 0) + tokens
+    kl = [x for cell in cells for x in verdict.list_values(cell.rows, "kl/behavior_target_k3")]
+    result = summarize(cells, config)
+    return result | {
+        "final": average(result["each"]),
+        "ess": min((find_lowest_ess(cell.rows) for cell in cells), default=math.nan),
+        "kl": max(kl, default=math.nan),
+        "lag": sum(lag * tokens for lag, tokens in lags.items()) / max(sum(lags.values()), 1),
+        "abandoned": [cell.summary["steps"] for cell in cells if cell.stopped],
+        "ledger_lines": sum_ledgers(records),
+        "lost": average([compute_lost_share(record) for record in records]),
+        "curves": [[list(cell.steps), list(cell.accuracy)] for cell in cells],
+        "digests": [record["weights_digest"] for record in records],
+        "trained_ids": [record["trained_ids"] for record in records],
+    }
+
+
+# ---- the arms of a comparison against the first one ----------------------------------------------
+
+
+def judge_arms(runs: Runs, configs: Mapping[str, Config]) -> list[dict[str, Any]]:
+    """Judge every arm against the first by each measure, with Holm's correction over the arms.
+
+    The out-of-distribution reward is judged if every run measured it.
+    """
+    base = next(iter(configs))
+    differs = compare_with_first(configs)
+    verdicts = []
+    for metric, attribute, description, prompts in MEASURES:
+        values = {
+            arm: {cell.seed: float(getattr(cell, attribute)) for cell in cells}
+            for arm, cells in runs.items()
+        }
+        if any(math.isnan(value) for by_seed in values.values() for value in by_seed.values()):
+            continue
+        size = getattr(configs[base].evaluation, prompts) if prompts else 0
+        for arm, difference in verdict.compare_arms(values, base, size).items():
+            digests = [
+                [cell.summary["weights_digest"] for cell in runs[name]] for name in (arm, base)
+            ]
+            same = digests[0] == digests[1]
+            text = verdict.state_verdict(arm, base, difference, description)
+            verdicts.append(
+                difference.as_json()
+                | {
+                    "arm": arm,
+                    "against": base,
+                    "metric": metric,
+                    "difference": difference.mean,
+                    "verdict": "equal" if same else difference.choose_word(),
+                    "differs": differs.get(arm, {}),
+                    "text": f"{arm} is bitwise equal to {base}" if same else text,
+                }
+            )
+    return verdicts
+
+
+def describe_tradeoff(
+    name: str, arm: Mapping[str, Any], base_name: str, base: Mapping[str, Any]
+) -> str:
+    """Describe an arm's speed, reward and time to the target reward relative to the base."""
+    comparable = not arm["warm"] and not base["warm"]
+    speed_text = (
+        f"{base['wall_s'] / max(arm['wall_s'], 1e-9):.2f} times the speed of {base_name}"
+        if comparable
+        else "run in a warm process, so its speed is not comparable"
+    )
+    change = arm["heldout_end"] - base["heldout_end"]
+    text = f"{name}: {speed_text}, reward {change:+.3f}; reward {arm['target']:.3f} "
+    if not arm["reached"] or not base["reached"]:
+        by = f" by {base_name}" if arm["reached"] else ""
+        return f"{text}was never reached{by}"
+    text += f"at batch {arm['steps_to_target']:.0f} ({base_name} {base['steps_to_target']:.0f})"
+    if comparable:
+        text += f", after {arm['seconds_to_target']:.0f} s ({base['seconds_to_target']:.0f})"
+    missed = arm["seeds"] - arm["reached"]
+    return text + (f", never in {missed} of {arm['seeds']} runs" if missed else "")
+
+
+def analyze(cells: Sequence[CellResult], configs: dict[str, Config]) -> dict[str, Any]:
+    """Return the content of a comparison's report and of `--json`.
+
+    The other arms are compared with the first.
+    """
+    base, *other_names = configs
+    runs = {
+        name: sorted((cell for cell in cells if cell.arm == name), key=lambda cell: cell.seed)
+        for name in configs
+    }
+    target = TARGET * average([cell.final for cell in runs[base]])
+    arms = {name: summarize_arm(runs[name], config, target) for name, config in configs.items()}
+    apart = {
+        name: [
+            describe_data_difference(cell, other)
+            for cell, other in zip(runs[name], runs[base], strict=True)
+        ]
+        for name in other_names
+    }
+    return {
+        "arms": arms,
+        "verdicts": judge_arms(runs, configs),
+        "seeds": sorted({cell.seed for cell in cells}),
+        "same_data": {name: [not text for text in texts] for name, texts in apart.items()},
+        "data_apart": apart,
+        "trade": [describe_tradeoff(name, arms[name], base, arms[base]) for name in other_names],
+    }
+
+
+# ---- the cells of a sweep, and the suggested limit -----------------------------------------------
+
+
+def analyze_sweep(sweep: Sweep, margin: float = MARGIN) -> dict[str, Any]:
+    """Return the content of a sweep's page and of `--json`, from the finished cells.
+
+    margin: held-out reward that a suggested limit may cost.
+    """
+    plan = sweep.plan
+    runs = {
+        arm: [
+            sweep.read(arm, seed)
+            for seed in sweep.seeds
+            if sweep.is_finished(sweep.name_run(arm, seed))
+        ]
+        for arm in plan.arms
+    }
+    missing = len(sweep.names) - len(plan.probes) - sum(map(len, runs.values()))
+    sync = summarize_cell(runs[SYNC], plan.arms[SYNC])
+    paired = {cell.seed for cell in runs[SYNC]}
+    runs = {arm: [cell for cell in cells if cell.seed in paired] for arm, cells in runs.items()}
+    summaries = {arm: summarize_cell(cells, plan.arms[arm]) for arm, cells in runs.items() if cells}
+    ends = {arm: {cell.seed: cell.final for cell in cells} for arm, cells in runs.items()}
+    prompts = plan.arms[SYNC].evaluation.final_prompts
+    differences = verdict.compare_arms(ends, SYNC, prompts)
+    clocks = {
+        format_limit(limit): sweep.cells.read(name)["clock"]
+        for limit in plan.probes
+        if sweep.is_finished(name := sweep.name_probe(limit))
+    }
+    speed = (
+        {limit: clocks["0"] / max(clock, 1) for limit, clock in clocks.items()}
+        if "0" in clocks
+        else {}
+    )
+    result = {
+        "corrections": list(plan.corrections),
+        "limits": [format_limit(limit) for limit in plan.limits],
+        "injected": plan.injected,
+        "seeds": sweep.seeds,
+        "missing": missing,
+        "speed": speed,
+        "sync": sync,
+        "cells": [
+            summaries[arm]
+            | {
+                "correction": correction,
+                "limit": format_limit(limit),
+                "arm": arm,
+                "difference": (
+                    differences.get(arm)
+                    or verdict.compare_pairs(sync["each"], sync["each"], prompts)
+                ).as_json(),
+                "speed": speed.get(format_limit(limit), math.nan),
+            }
+            for (correction, limit), arm in plan.cell.items()
+            if arm in summaries
+        ],
+    }
+    return result | {"suggestion": suggest(result, plan, margin)}
+
+
+def format_difference(cell: Mapping[str, Any]) -> str:
+    """Format a cell's difference from the synchronous run, with its interval."""
+    low, high = cell["difference"]["interval"]
+    return f"{cell['difference']['mean']:+.3f} [{low:+.3f}, {high:+.3f}]"
+
+
+def find_objection(cell: Mapping[str, Any], margin: float) -> tuple[str, bool]:
+    """Return the reason why a cell cannot be suggested, and whether more seeds could remove it.
+
+    The reason is empty if the cell can be suggested.
+    """
+    against = cell["difference"]
+    low, high = against["interval"]
+    if cell["seeds"] < 2:
+        return "one seed gives no interval", False
+    if cell["unstable"]:
+        kinds = ", ".join(cell["trouble"])
+        return f"{cell['unstable']} of {cell['seeds']} runs unstable ({kinds})", False
+    if not cell["ess"] > ESS_LEAST:
+        return f"ESS falls to {cell['ess']:.2f}", False
+    if low > -margin:
+        return "", False
+    if high < 0:
+        return f"reward {format_difference(cell)} against sync", False
+    if against["mean"] <= -margin:
+        return (
+            f"reward {against['mean']:+.3f} against sync, {margin:g} below or more, though the "
+            f"interval [{low:+.3f}, {high:+.3f}] includes zero"
+        ), False
+    needed = verdict.count_needed_seeds(against["mean"] + margin, against["sd"])
+    return (
+        f"reward {format_difference(cell)} at {cell['seeds']} seeds is undecided; "
+        f"{f'about {needed}' if needed else 'no practical number of'} seeds would decide"
+    ), True
+
+
+def suggest(analysis: dict[str, Any], plan: SweepPlan, margin: float = MARGIN) -> dict[str, Any]:
+    """Choose the limit and correction by the rule; ties go to the higher mean reward.
+
+    `set` has the options to paste. limit is None if there are too few seeds for a suggestion.
+    """
+    rule = {
+        "rule": f"largest limit whose 95 % interval against sync stays above -{margin:g}, whose "
+        f"ESS stays above {ESS_LEAST:g} and whose runs are all stable"
+    }
+    if len(analysis["seeds"]) < 2:
+        return rule | {
+            "limit": None,
+            "set": "",
+            "reason": "one seed: no interval, so no limit can be suggested; use --seeds 3 or more",
+            "by_correction": dict.fromkeys(plan.corrections),
+        }
+    passing: list[tuple[str, list[dict[str, Any]]]] = []  # correction, its cells by limit
+    unclear: list[str] = []
+    by_correction: dict[str, dict[str, Any]] = {}
+    for name in plan.corrections:
+        cells = sorted(
+            (c for c in analysis["cells"] if c["correction"] == name and c["limit"] != "0"),
+            key=lambda cell: float(cell["limit"]),
+        )
+        objections = [find_objection(cell, margin) for cell in cells]
+        reasons = [
+            f"at limit {cell['limit']}: {text}"
+            for cell, (text, _) in zip(cells, objections, strict=True)
+        ]
+        good = [i for i, (text, _) in enumerate(objections) if not text]
+        undecided = [reasons[i] for i, (_, may_pass) in enumerate(objections) if may_pass]
+        limit: str | None = "0"
+        if good:
+            passing.append((name, [cells[i] for i in good]))
+            limit = cells[good[-1]]["limit"]
+        elif undecided:
+            unclear.append(f"{name}, {undecided[0]}")
+            limit = None
+        following = good[-1] + 1 if good else 0
+        by_correction[name] = {
+            "limit": limit,
+            "why_not_more": "".join(reasons[following : following + 1]),
+        }
+    result = rule | {"by_correction": by_correction}
+    if passing:
+        name, cells = max(
+            passing, key=lambda pair: (float(pair[1][-1]["limit"]), pair[1][-1]["final"])
+        )
+        best = cells[-1]
+        return result | {
+            "limit": best["limit"],
+            "correction": name,
+            "set": format_set_arguments(plan, name, float(best["limit"])),
+            "reason": explain_choice(name, cells, by_correction[name]["why_not_more"]),
+        }
+    if unclear:
+        return result | {
+            "limit": None,
+            "correction": None,
+            "set": "",
+            "reason": f"no limit is suggested: none has an interval above -{margin:g} "
+            f"({'; '.join(unclear)})",
+        }
+    why = "; ".join(
+        f"{name}: {choice['why_not_more']}"
+        for name, choice in by_correction.items()
+        if choice["why_not_more"]
+    )
+    return result | {
+        "limit": "0",
+        "correction": None,
+        "set": "--set staleness.max_lag=0",
+        "reason": f"no limit above 0 passes ({why}): stay synchronous",
+    }
+
+
+def explain_choice(name: str, cells: Sequence[Mapping[str, Any]], why_not_more: str) -> str:
+    """Explain the choice: its reward and speed, and the objection to a higher limit.
+
+    cells: those of the correction that pass, by limit; the last one is chosen.
+    """
+    best = cells[-1]
+    text = (
+        f"limit {best['limit']} with {name}: reward {format_difference(best)} against sync at "
+        f"{best['seeds']} seeds, ESS stays at {best['ess']:.2f} and more, every run stable"
+    )
+    if not math.isnan(best["speed"]):
+        text += (
+            f"; {best['speed']:.2f} times the speed of sync if learner and generators are "
+            "equally fast"
+        )
+    small = next((cell for cell in cells if cell["speed"] >= 0.98 * best["speed"]), best)
+    if small is not best:
+        text += f"; limit {small['limit']} is as fast there"
+    return "; ".join(filter(None, (text, why_not_more)))
+
+
+def format_set_arguments(plan: SweepPlan, correction: str, limit: float) -> str:
+    """Return the differences from the original config as `--set` arguments."""
+    arm = flatten(layers.read_keys(plan.arms[plan.cell[correction, limit]]))
+    base = flatten(msgspec.to_builtins(plan.arms[SYNC]))
+    settings = [("staleness.max_lag", format_limit(limit))]
+    for key, value in arm.items():
+        if value != base.get(key) and value is not None and key not in SWEPT_KEYS:
+            settings.append((key, str(value).lower() if isinstance(value, bool) else value))
+    return " ".join(f"--set {key}={value}" for key, value in settings)

@@ -1,0 +1,653 @@
+"""Grids of runs, arms x seeds, paired by seed: `asyncrl compare` and `asyncrl sweep`.
+
+All arms share initial weights, prompts and their order, number of groups, and seeds. A cell is one
+arm with one seed. Finished cells are not repeated. An interrupted cell continues from its
+checkpoint or starts over.
+
+- Cells of a sweep run in warm processes (warm_pool.py), and as `asyncrl run` with agents, vLLM or
+  DeepSpeed.
+- Cells of a comparison with injected lag run in warm processes. Synchronous cells do too, unless an
+  arm at natural lag needs their speed for comparison. Their weights equal a real run's bitwise. All
+  other cells are real runs of separate processes in DIR/runs/ARM-seedN.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from asyncrl.config import load
+from asyncrl.config.tree import Config
+from asyncrl.contract.errors import ConfigError
+from asyncrl.experiments import process_run
+from asyncrl.experiments.compare import verdict, warm_pool
+from asyncrl.experiments.compare.arms import (
+    CORRECTIONS,
+    Arm,
+    convert_configs,
+    find_config_differences,
+    format_changes,
+    parse_arm,
+)
+from asyncrl.experiments.one_process import needs_own_process
+from asyncrl.records import health_checks, metrics
+
+USUAL_SD = 0.02  # assumed standard deviation of the reward between seeds, for the power line
+USEFUL = 0.05  # a difference in reward that a design should detect
+INJECTED = 4  # lag of the default injected arm when the config's limit is 0 or inf
+SYNC = "sync"  # arm of a sweep: the config at limit 0
+PROBE_STEPS = 12
+SWEPT_KEYS = ("staleness.max_lag", "staleness.inject")  # set by the limits of the cells
+# keys that no arm may change
+SHARED = (
+    "seed",
+    "model",
+    "task",
+    "learner.steps",
+    "learner.groups",
+    "learner.group_size",
+    "evaluation",
+)
+
+
+# ---- one cell ------------------------------------------------------------------------------------
+
+
+@dataclass
+class CellResult:
+    """One finished run.
+
+    summary: of a warm run its record with the keys of a real run's summary.
+    """
+
+    arm: str
+    seed: int
+    summary: dict[str, Any]
+    steps: list[float] = field(default_factory=list)  # of the evaluations
+    accuracy: list[float] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    trouble: list[str] = field(default_factory=list)
+    # trained: digest of the samples' ids, runs of tickets
+    batches: list[tuple[str, list[list[int]]]] = field(default_factory=list)
+    warm: bool = False
+    # step -> mean reward on out-of-distribution prompts
+    ood: dict[float, float] = field(default_factory=dict)
+    signs: list[health_checks.HealthFinding] = field(default_factory=list)
+
+    @property
+    def final(self) -> float:
+        return self.accuracy[-1]
+
+    @property
+    def stopped(self) -> str:
+        """The reason why the run ended early; empty if it did not."""
+        return str(self.summary.get("abandoned") or self.summary.get("failed") or "")
+
+    @property
+    def ood_start(self) -> float:
+        return self.ood.get(self.steps[0], math.nan)
+
+    @property
+    def ood_end(self) -> float:
+        """The OOD reward at the last held-out evaluation; nan if not measured."""
+        return self.ood.get(self.steps[-1], math.nan)
+
+    @property
+    def area(self) -> float:
+        return verdict.compute_area(self.steps, self.accuracy)
+
+
+def check_warm_run(cell: CellResult, config: Config) -> list[health_checks.HealthFinding]:
+    """Return the health findings of a warm run, as `asyncrl run` reports them.
+
+    They cover only the metrics in its record.
+    """
+    evaluation = config.evaluation
+    ends = (cell.steps[0], cell.steps[-1])
+    middle_ood = min(evaluation.prompts, evaluation.ood_prompts)
+    curves = (
+        ("heldout", zip(cell.steps, cell.accuracy, strict=True)),
+        ("ood", cell.ood.items()),
+    )
+    sizes = {
+        "heldout": (evaluation.final_prompts, evaluation.prompts),
+        "ood": (evaluation.ood_prompts, middle_ood),
+    }
+    rows = [
+        {"step": step, f"eval/{split}": reward, f"eval/{split}_n": sizes[split][step not in ends]}
+        for split, curve in curves
+        for step, reward in curve
+    ]
+    return health_checks.apply_rules(
+        [*rows, *cell.rows],
+        health_checks.RunFacts(config),
+        ended=cell.steps[-1] >= config.learner.steps,
+    )
+
+
+def make_warm_cell(arm: str, seed: int, record: Mapping[str, Any], config: Config) -> CellResult:
+    """Convert a record of `serial.run_serial` to a run's summary and metrics."""
+    steps, accuracy = record["accuracy"]
+    lags = {int(lag): count for lag, count in record["lag_histogram"].items()}
+    tokens = sum(lags.values())
+    cell = CellResult(
+        arm,
+        seed,
+        {
+            **record,
+            "heldout_start": accuracy[0],
+            "tokens": tokens,
+            "ledger": {
+                "generated": sum(line["tokens"] for line in record["ledger_lines"].values())
+            },
+            "lag": {
+                "mean": sum(lag * count for lag, count in lags.items()) / max(tokens, 1),
+                "max": max(lags, default=0),
+            },
+        },
+        steps=steps,
+        accuracy=accuracy,
+        rows=[
+            {"step": row["version"] - 1} | {name: x for name, x in row.items() if name != "version"}
+            for row in record["curve"]
+        ],
+        trouble=list_instabilities(record),
+        batches=[(str(batch["ids"]), batch["tickets"]) for batch in record.get("batches", ())],
+        warm=True,
+        # a record of an older version has none
+        ood=dict(zip(*record.get("ood", ([], [])), strict=True)),
+    )
+    cell.signs = check_warm_run(cell, config)
+    return cell
+
+
+def list_instabilities(record: Mapping[str, Any]) -> list[str]:
+    """Return the reasons why a run is unstable; empty if it is stable."""
+    problems = verdict.list_instabilities(record["accuracy"][1], record["curve"])
+    return problems + ([f"failed: {record['failed']}"] if record.get("failed") else [])
+
+
+# ---- the arms of a comparison --------------------------------------------------------------------
+
+
+def make_default_arms(config: Config) -> list[Arm]:
+    """Return the arms used if none are given.
+
+    They are synchronous, as configured, uncorrected and at an injected lag. The last is left out
+    for configs that refuse it: with sessions, or with filtered groups.
+    """
+    limit = config.staleness.limit
+    lag = int(limit) if 0 < limit < math.inf else INJECTED
+    uncorrected = [
+        "correction.preset=none",
+        "correction.proximal=recompute",
+        "loss.surrogate=vanilla",
+    ]
+    lagged = [f"staleness.max_lag={lag}"] if limit == 0 else []
+    arms = [
+        Arm("sync", ["staleness.max_lag=0"]),
+        Arm("async", lagged),
+        Arm("async-uncorrected", [*lagged, *uncorrected]),
+    ]
+    if not config.uses_sessions and config.advantage.no_spread != "filter":
+        arms.append(Arm("injected", [f"staleness.max_lag={lag}", f"staleness.inject={lag}"]))
+    return arms
+
+
+def resolve(source: str, sets: Sequence[str], arms: Sequence[Arm]) -> dict[str, Config]:
+    """Resolve each arm's config by name, before the first run. Raises ConfigError.
+
+    An arm that repeats another gets the items of that one.
+    """
+    names = [arm.name for arm in arms]
+    if duplicate := next((name for name in names if names.count(name) > 1), ""):
+        hint = (
+            f"; write the second as NAME:method={duplicate},..." if duplicate in CORRECTIONS else ""
+        )
+        raise ConfigError(f"--arm: the name {duplicate} is given twice{hint}")
+    if len(arms) < 2:
+        raise ConfigError("--arm: a comparison needs two arms or more")
+    load.load_to_train(source, sets)  # reports a mistake in CONFIG or --set as such
+    configs: dict[str, Config] = {}
+    for arm in arms:
+        if arm.same_as:
+            if arm.same_as not in configs:
+                raise ConfigError(
+                    f"--arm {arm.name}:same-as={arm.same_as}: no earlier arm has that name; arms: "
+                    f"{', '.join(configs) or 'none'}"
+                )
+            arm.sets = arms[names.index(arm.same_as)].sets
+            configs[arm.name] = configs[arm.same_as]
+            continue
+        context = f"--arm {arm.name}"
+        refuse_shared_keys(context, arm.sets, (), "arms; give it with --set")
+        resolved = load_cell(context, source, [*sets, *arm.sets])
+        if twin := next((name for name, config in configs.items() if config == resolved), None):
+            raise ConfigError(
+                f"{context}: resolves to the same config as {twin}; leave one out, or write "
+                f"{arm.name}:same-as={twin} to repeat it"
+            )
+        configs[arm.name] = resolved
+    return configs
+
+
+def refuse_shared_keys(
+    context: str, items: Iterable[str], swept: Sequence[str], where: str
+) -> None:
+    """Raise ConfigError if an arm's items set a key that all arms share, or one of `swept`."""
+    for item in items:
+        key = item.partition("=")[0].strip()
+        if key in swept or any(key == shared or key.startswith(shared + ".") for shared in SHARED):
+            raise ConfigError(f"{context}: {key} must be the same in all {where}")
+
+
+def load_cell(context: str, source: str, sets: Sequence[str]) -> Config:
+    """Load the config of an arm. Raises ConfigError that begins with `context`."""
+    try:
+        return load.load_to_train(source, sets)
+    except ConfigError as error:
+        raise ConfigError(f"{context}: {error}") from error
+
+
+def find_warm_arms(configs: Mapping[str, Config]) -> set[str]:
+    """Return the arms of a comparison that run in warm processes.
+
+    These are arms with injected lag, and synchronous ones if no arm at natural lag needs their wall
+    time. A custom reward function may be slow, and a warm process waits for each reward, so such
+    arms run as real processes.
+    """
+    possible = {
+        name
+        for name, config in configs.items()
+        if not needs_own_process(config) and not config.reward.uses_reward_processes
+    }
+    injected = {name for name in possible if configs[name].staleness.inject is not None}
+    sync = {name for name, config in configs.items() if config.staleness.limit == 0}
+    return injected | ((sync & possible) if len(injected | sync) == len(configs) else set())
+
+
+def describe_power(arms: int, seeds: int) -> str:
+    """Describe the statistical power of the design before any run."""
+    if seeds < 2:
+        return "one seed: differences are shown, but no verdict is possible"
+    level = verdict.LEVEL / max(1, arms - 1)
+    unit = verdict.find_detectable(1.0, seeds, level)
+    if USUAL_SD * unit > 1:
+        needed = verdict.count_needed_seeds(USEFUL, USUAL_SD, level=level)
+        return (
+            f"{arms} arms x {seeds} seeds: this design detects no difference: at {USUAL_SD:g} "
+            "between seeds no difference below 1 in held-out reward is found with 80 % power "
+            f"(after correction for {arms - 1} arms); --seeds {needed} finds {USEFUL:g}"
+        )
+    return (
+        f"{arms} arms x {seeds} seeds: a difference of {unit:.1f} standard deviations between "
+        f"seeds is found with 80 % power (after correction for {arms - 1} arms); at {USUAL_SD:g} "
+        f"between seeds that is {USUAL_SD * unit:.3f} in held-out reward"
+    )
+
+
+# ---- the arms of a sweep -------------------------------------------------------------------------
+
+
+def parse_correction(text: str) -> Arm:
+    """Parse `NAME` or `NAME:key=value,...` as an arm. Raises ConfigError."""
+    arm = parse_arm(text, "--correction")
+    if arm.same_as:
+        raise ConfigError(
+            f"--correction {text}: same-as belongs to compare; a sweep does not repeat a correction"
+        )
+    return arm
+
+
+def parse_limits(text: str, injected: bool) -> list[float]:
+    """Parse `0,1,2,4` or `1,inf` into sorted limits. Raises ConfigError."""
+    try:
+        limits = [float(x) for x in text.split(",")]
+    except ValueError:
+        raise ConfigError(
+            f"--limits {text}: give whole numbers separated by commas, for example 0,1,2,4 (inf: "
+            "no limit)"
+        ) from None
+    for limit in limits:
+        if math.isnan(limit) or limit < 0 or (not math.isinf(limit) and limit != int(limit)):
+            raise ConfigError(
+                f"--limits {text}: {limit:g} is neither a whole number from 0 on nor inf"
+            )
+        if injected and math.isinf(limit):
+            raise ConfigError(
+                f"--limits {text}: a lag of inf cannot be injected; leave --inject out for natural "
+                "lag"
+            )
+    if len(set(limits)) < len(limits):
+        raise ConfigError(f"--limits {text}: a limit is given twice")
+    return sorted(limits)
+
+
+def format_limit(limit: float) -> str:
+    return "inf" if math.isinf(limit) else str(int(limit))
+
+
+@dataclass
+class SweepPlan:
+    """The runs of a sweep: (correction, limit) -> arm.
+
+    Arms with equal configs run once.
+    """
+
+    corrections: dict[str, list[str]]
+    limits: list[float]
+    injected: bool
+    arms: dict[str, Config] = field(default_factory=dict)  # name -> config; the first is `sync`
+    cell: dict[tuple[str, float], str] = field(default_factory=dict)
+    # limit -> a short run at natural lag that measures its speed
+    probes: dict[float, Config] = field(default_factory=dict)
+
+
+def list_limit_sets(limit: float, injected: bool) -> list[str]:
+    return [f"staleness.max_lag={format_limit(limit)}"] + (
+        [f"staleness.inject={format_limit(limit)}"] if injected and limit > 0 else []
+    )
+
+
+def make_plan(
+    source: str,
+    sets: Sequence[str],
+    corrections: Sequence[tuple[str, list[str]]],
+    limits: Sequence[float],
+    *,
+    injected: bool,
+) -> SweepPlan:
+    """Resolve every config of the sweep before the first run. Raises ConfigError."""
+    base = load.load_to_train(source, sets)
+    if base.staleness.inject is not None:
+        raise ConfigError(
+            "staleness.inject: the sweep sets it; remove it from the config and give --inject"
+        )
+    result = SweepPlan(
+        dict(corrections),
+        list(limits),
+        injected,
+        {SYNC: load.load(source, [*sets, *list_limit_sets(0, injected)])},
+    )
+    names = [name for name, _ in corrections]
+    for name, items in corrections:
+        context = f"--correction {name}"
+        if names.count(name) > 1:
+            raise ConfigError(
+                f"{context}: given twice; give the second another name, such as "
+                f"NAME:method={name if name in CORRECTIONS else 'tis'},key=value"
+            )
+        if name == SYNC:
+            raise ConfigError(
+                f"{context}: this name belongs to the synchronous run of the unchanged config"
+            )
+        refuse_shared_keys(
+            context, items, SWEPT_KEYS, "cells; give it with --set, limits with --limits"
+        )
+        for limit in limits:
+            config = load_cell(
+                f"{context}, limit {format_limit(limit)}",
+                source,
+                [*sets, *items, *list_limit_sets(limit, injected)],
+            )
+            own = f"{name}-limit"
+            arm = next((n for n, other in result.arms.items() if other == config), "")
+            if arm and (limit > 0 or arm != SYNC) and not arm.startswith(own):
+                raise ConfigError(
+                    f"{context}: with limit {format_limit(limit)} it is the same as {arm}; leave "
+                    "one out"
+                )
+            result.cell[name, limit] = arm = arm or own + format_limit(limit)
+            result.arms[arm] = config
+    probe_sets = [
+        "evaluation.every=0",
+        "evaluation.final_prompts=1",
+        "evaluation.ood_prompts=0",
+        f"learner.steps={min(PROBE_STEPS, base.learner.steps)}",
+    ]
+    result.probes = {
+        x: load.load(source, [*sets, *probe_sets, f"staleness.max_lag={format_limit(x)}"])
+        for x in sorted({0.0, *limits})
+    }
+    return result
+
+
+# ---- the grid ------------------------------------------------------------------------------------
+
+
+class Grid:
+    """Arms x seeds in a directory. Raises ConfigError if the directory holds another grid.
+
+    configs: arm -> config; the first arm is the base, and its seed the first of all.
+    real: arms that run as processes of `asyncrl run`; the others run in warm processes.
+    names: of all runs.
+    """
+
+    kind: ClassVar[str]
+    file: ClassVar[str]  # holds the configs
+    extends: ClassVar[bool]  # whether a directory may get more arms
+
+    def __init__(
+        self,
+        directory: Path,
+        configs: dict[str, Config],
+        seeds: int,
+        log: Callable[[str], None],
+        real: Iterable[str] = (),
+    ) -> None:
+        self.directory = directory
+        self.configs = configs
+        self.log = log
+        self.real = set(real)
+        first = next(iter(configs.values())).seed
+        self.seeds = [first + i for i in range(seeds)]
+        self.cells = warm_pool.CellStore(directory)
+        self.names = [self.name_run(arm, seed) for arm in configs for seed in self.seeds]
+        arms = convert_configs(configs)
+        path = directory / self.file
+        if path.exists():
+            previous = json.loads(path.read_bytes())["arms"]
+            try:  # fills configs of older versions with the defaults of newer keys
+                previous = convert_configs({n: load.build(raw) for n, raw in previous.items()})
+            except ConfigError:
+                pass  # a key no longer exists: the arms differ below
+            common = previous.keys() & arms if self.extends else {*previous, *arms}
+            written, requested = (
+                {name: table[name] for name in common if name in table}
+                for table in (previous, arms)
+            )
+            changes = format_changes(find_config_differences(written, requested))
+            if changes:
+                raise ConfigError(
+                    f"{directory} holds a {self.kind} with other settings "
+                    f"({'; '.join(changes[:4])}{' ...' if len(changes) > 4 else ''}); choose "
+                    "another directory with --out"
+                )
+            arms = previous | arms
+        directory.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"arms": arms}, indent=1), encoding="utf-8")
+
+    @staticmethod
+    def name_run(arm: str, seed: int) -> str:
+        return f"{arm}-seed{seed}"
+
+    def get_run_dir(self, name: str) -> Path:
+        return self.directory / "runs" / name
+
+    def is_finished(self, name: str) -> bool:
+        arm = name.rpartition("-seed")[0]
+        if arm not in self.real:
+            return self.cells.get_path(name).exists()
+        path = self.get_run_dir(name) / "summary.json"
+        return (
+            path.exists()
+            and json.loads(path.read_bytes())["steps"] >= self.configs[arm].learner.steps
+        )
+
+    def read(self, arm: str, seed: int) -> CellResult:
+        name = self.name_run(arm, seed)
+        config = self.configs[arm]
+        if arm not in self.real:
+            return make_warm_cell(arm, seed, self.cells.read(name), config)
+        run_dir = self.get_run_dir(name)
+        cell = make_warm_cell(arm, seed, process_run.read_record(run_dir, config), config)
+        cell.warm = False
+        cell.summary |= json.loads((run_dir / "summary.json").read_bytes())
+        cell.signs = [health_checks.HealthFinding(**sign) for sign in cell.summary.get("signs", [])]
+        return cell
+
+    def describe_running(self, name: str) -> str:
+        """Describe the state of a run of processes, from its metrics; empty if it has none."""
+        arm = name.rpartition("-seed")[0]
+        rows = metrics.read(self.get_run_dir(name)) if arm in self.real else []
+        rewards = [f": {row['eval/heldout']:.3f}" for row in rows if "eval/heldout" in row]
+        return "".join([f"step {max(row['step'] for row in rows)}", *rewards[-1:]]) if rows else ""
+
+    def log_finished(self) -> list[str]:
+        """Log how many runs are finished, and return the names of the others."""
+        missing = [name for name in self.names if not self.is_finished(name)]
+        if finished := len(self.names) - len(missing):
+            self.log(f"{finished} of {len(self.names)} runs are finished already")
+        return missing
+
+
+class Comparison(Grid):
+    """A comparison in its directory."""
+
+    kind = "comparison"
+    file = "compare.json"
+    extends = False
+
+    def __init__(
+        self,
+        directory: Path,
+        source: str,
+        sets: Sequence[str],
+        arms: Sequence[Arm],
+        seeds: int,
+        log: Callable[[str], None],
+        *,
+        real: bool = False,
+    ) -> None:
+        configs = resolve(source, sets, arms)
+        warm = set() if real else find_warm_arms(configs)
+        super().__init__(directory, configs, seeds, log, configs.keys() - warm)
+        self.arms = {arm.name: arm for arm in arms}
+        self.source = source
+        self.sets = list(sets)
+
+    def run(
+        self, jobs: int, on_event: warm_pool.EventCallback = lambda name, event: None
+    ) -> list[CellResult]:
+        """Run all cells, seed by seed with the arms in turn, and return the results.
+
+        `jobs` real runs share the machine. Warm cells, whose wall times are not compared, use every
+        core that this process may use, unless they share a GPU. `on_event` receives every run's
+        events (`warm_pool.EventCallback`).
+        """
+        missing = self.log_finished()
+        self.log(describe_power(len(self.configs), len(self.seeds)))
+        arms = list(self.configs)
+        real = []
+        for turn, seed in enumerate(self.seeds):
+            first = turn % len(arms)
+            for arm in arms[first:] + arms[:first]:
+                if self.name_run(arm, seed) not in missing:
+                    continue
+                if arm in self.real:
+                    real.append((arm, seed))
+                else:
+                    self.cells.add(self.name_run(arm, seed), self.configs[arm], seed)
+        cores = 1 if uses_gpu(self.configs[arms[0]]) else len(os.sched_getaffinity(0))
+        self.cells.run(max(jobs, cores), on_event, abandon=False)
+        with ThreadPoolExecutor(jobs) as team:
+            for name in team.map(lambda cell: self.run_cell(*cell), real):
+                on_event(name, {"done": True})
+        return [self.read(arm, seed) for arm in arms for seed in self.seeds]
+
+    def run_cell(self, arm: str, seed: int) -> str:
+        """Make one run, or continue it from its last checkpoint, and return its name."""
+        run_dir = self.get_run_dir(self.name_run(arm, seed))
+        sets = [*self.sets, *self.arms[arm].sets, f"seed={seed}"]
+        log = self.directory / "logs" / f"{run_dir.name}.log"
+        process_run.complete(run_dir, self.source, sets, self.configs[arm].learner.steps, log)
+        return run_dir.name
+
+    def make_table(self) -> tuple[list[str], dict[str, list[list[str]]]]:
+        """Return the progress table: the head of its columns; row -> the runs of each column."""
+        rows = {arm: [[self.name_run(arm, seed)] for seed in self.seeds] for arm in self.configs}
+        return ["arm", *(f"seed {seed}" for seed in self.seeds)], rows
+
+
+def uses_gpu(config: Config) -> bool:
+    """Return whether `model.device` is a GPU on this machine."""
+    if config.model.device == "auto":
+        import torch
+
+        return torch.cuda.is_available()
+    return config.model.device != "cpu"
+
+
+class Sweep(Grid):
+    """A sweep in its directory, to which a later sweep may add arms.
+
+    Each limit has a short run that measures its speed, a probe.
+    """
+
+    kind = "sweep"
+    file = "sweep.json"
+    extends = True
+
+    def __init__(
+        self, directory: Path, sweep_plan: SweepPlan, seeds: int, log: Callable[[str], None]
+    ) -> None:
+        super().__init__(directory, sweep_plan.arms, seeds, log)
+        self.plan = sweep_plan
+        self.names = [*map(self.name_probe, sweep_plan.probes), *self.names]
+
+    @staticmethod
+    def name_probe(limit: float) -> str:
+        return f"probe-limit{format_limit(limit)}"
+
+    def run(
+        self,
+        workers: int,
+        on_event: warm_pool.EventCallback,
+        *,
+        first: Sequence[float] = (),
+        abandon: bool = True,
+    ) -> None:
+        """Run the speed probes, then all arms seed by seed.
+
+        Limits in `first` get all their seeds before the others start.
+        """
+        for limit, config in self.plan.probes.items():
+            self.cells.add(self.name_probe(limit), config, config.seed)
+        blocks = [[x] for x in first] + [[x for x in self.plan.limits if x not in first]]
+        for block in blocks:
+            cells = self.plan.cell.items()
+            arms = dict.fromkeys([SYNC, *(arm for (_, limit), arm in cells if limit in block)])
+            for seed in self.seeds:
+                for arm in arms:
+                    self.cells.add(self.name_run(arm, seed), self.configs[arm], seed)
+        self.log_finished()
+        self.cells.run(workers, on_event, abandon=abandon)
+
+    def make_table(self) -> tuple[list[str], dict[str, list[list[str]]]]:
+        """Return the progress table: the head of its columns; row -> the runs of each column."""
+        arms = {
+            name: [self.plan.cell[name, limit] for limit in self.plan.limits]
+            for name in self.plan.corrections
+        }
+        axis = "lag" if self.plan.injected else "limit"
+        rows = {
+            name: [[self.name_run(arm, seed) for seed in self.seeds] for arm in by_limit]
+            for name, by_limit in (arms | {SYNC: [SYNC]}).items()
+        }
+        return ["correction", *(f"{axis} {format_limit(x)}" for x in self.plan.limits)], rows
