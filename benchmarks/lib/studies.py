@@ -211,21 +211,11 @@ def compare(
     """Every arm's `what` less that of `base`, paired by seed over the seeds that both have (two or
     more), with Holm's correction.
     """
-    out = {}
-    for arm, runs in arms.items():
-        both = [
-            s
-            for s in runs
-            if s in arms.get(base, {})
-            and runs[s].get(what) is not None
-            and arms[base][s].get(what) is not None
-        ]
-        if arm != base and len(both) > 1:
-            out[arm] = verdict.compare_pairs(
-                [runs[s][what] for s in both], [arms[base][s][what] for s in both]
-            )
-    verdict.adjust_by_holm(out)
-    return out
+    values = {
+        arm: {seed: facts[what] for seed, facts in runs.items() if facts.get(what) is not None}
+        for arm, runs in {base: {}, **arms}.items()
+    }
+    return verdict.compare_arms(values, base, least=2)
 
 
 def shown(d: verdict.PairedDifference) -> dict[str, Any]:

@@ -231,14 +231,12 @@ def analyse(plan: Plan) -> dict[str, Any]:
             continue
         time = min(last(record) for runs in records.values() for record in runs.values())
         arms = {arm: facts(runs, time) for arm, runs in records.items()}
-        base = arms[next(iter(plan.arms))]
         for measure in ("each", "heights"):
-            found = {
-                arm: verdict.compare_pairs(about[measure], base[measure])
+            values = {
+                arm: dict(zip(about["seeds"], about[measure], strict=True))
                 for arm, about in arms.items()
-                if about is not base
             }
-            verdict.adjust_by_holm(found)
+            found = verdict.compare_arms(values, next(iter(plan.arms)))
             for arm, difference in found.items():
                 name = "final" if measure == "each" else "height"
                 arms[arm].setdefault("against_first", {})[name] = studies.shown(difference)

@@ -129,20 +129,15 @@ def facts(cell: dict[str, Any], records: list[dict[str, Any]]) -> dict[str, Any]
 def analyse(s: grid.Sweep, found: dict[str, Any]) -> dict[str, Any]:
     """The arms, each against ticket order: paired by seed, t intervals, Holm's correction."""
     out = {}
-    differences = {}
     for c in found["cells"]:
         seeds = [x for x in s.seeds if s.cells.get_path(s.name_run(c["arm"], x)).exists()]
         out[c["correction"]] = facts(c, [s.cells.read(s.name_run(c["arm"], x)) for x in seeds]) | {
             "of": seeds
         }
-    for name, about in out.items():
-        base = (
-            dict(zip(out[TICKET]["of"], out[TICKET]["each"], strict=True)) if TICKET in out else {}
-        )
-        both = [(y, base[x]) for x, y in zip(about["of"], about["each"], strict=True) if x in base]
-        if name != TICKET and both:
-            differences[name] = verdict.compare_pairs([a for a, _ in both], [b for _, b in both])
-    verdict.adjust_by_holm(differences)
+    values = {
+        name: dict(zip(about["of"], about["each"], strict=True)) for name, about in out.items()
+    }
+    differences = verdict.compare_arms({TICKET: {}, **values}, TICKET)
     for name, d in differences.items():
         out[name]["against_ticket"] = {
             "difference": d.mean,

@@ -310,14 +310,6 @@ def list_blocks(
 # ---- the page of a sweep -------------------------------------------------------------------------
 
 
-def choose_color(value: float, low: float, high: float) -> str:
-    """Return a background from red (low) over yellow to green (high)."""
-    if not math.isfinite(value):
-        return "#f3f4f6"
-    share = min(1.0, max(0.0, (value - low) / max(high - low, 1e-9)))
-    return f"hsl({120 * share:.0f} 65% 72%)"
-
-
 def make_heat_map(
     result: dict[str, Any],
     key: str,
@@ -329,7 +321,8 @@ def make_heat_map(
 ) -> TableBlock:
     """Build a table with colored cells: corrections down, limits across.
 
-    key: of the value in a cell. below: returns the small text under it. high: value in green.
+    key: of the value in a cell. below: returns the small text under it. The background goes from
+    red (0) over yellow to green (high).
     """
     head = ["", *(f"{name_axis(result)} {limit}" for limit in result["limits"])]
     rows: dict[str, list[str | TableCell]] = {
@@ -338,9 +331,10 @@ def make_heat_map(
     for cell in result["cells"]:
         value = float(cell[key])
         column = 1 + result["limits"].index(cell["limit"])
-        rows[cell["correction"]][column] = TableCell(
-            f"{value:.2f}", below(cell), choose_color(value, 0.0, high)
-        )
+        color = "#f3f4f6"
+        if math.isfinite(value):
+            color = f"hsl({120 * min(1.0, max(0.0, value / max(high, 1e-9))):.0f} 65% 72%)"
+        rows[cell["correction"]][column] = TableCell(f"{value:.2f}", below(cell), color)
     return TableBlock(head, list(rows.values()), heading=heading, style="map", note=note)
 
 
@@ -416,33 +410,24 @@ def plot_frontier(result: dict[str, Any]) -> PlotBlock:
 
 
 def plot_limits(result: dict[str, Any]) -> list[PagePlot]:
-    """Plot the reward over training: one plot a limit, one line a correction."""
-    corrections = list(result["corrections"])
-    plots = []
-    for limit in result["limits"]:
-        lines = []
-        for cell in result["cells"]:
-            if cell["limit"] == limit:
-                xs, ys = average_curves(cell["curves"])
-                color = corrections.index(cell["correction"])
-                lines.append(PlotLine(cell["correction"], xs, ys, color=color))
-        plots.append(PagePlot(f"{name_axis(result)} {limit}", "mean reward", lines, "version"))
-    return plots
+    """Plot the reward over training: one plot a limit, one line a correction.
 
-
-def average_curves(
-    curves: Sequence[tuple[list[float], list[float]]],
-) -> tuple[list[float], list[float]]:
-    """Return each step that any seed has, and the mean over seeds there.
-
-    A seed that stopped early keeps its last reward.
+    A line is the mean over seeds. A seed that stopped early keeps its last reward.
     """
-    all_steps = sorted({step for steps, _ in curves for step in steps})
-    means = [
-        average([values[max(bisect.bisect(steps, step) - 1, 0)] for steps, values in curves])
-        for step in all_steps
-    ]
-    return all_steps, means
+    plots = {
+        limit: PagePlot(f"{name_axis(result)} {limit}", "mean reward", [], "version")
+        for limit in result["limits"]
+    }
+    for cell in result["cells"]:
+        curves = cell["curves"]
+        xs = sorted({step for steps, _ in curves for step in steps})
+        ys = [
+            average([values[max(bisect.bisect(steps, step) - 1, 0)] for steps, values in curves])
+            for step in xs
+        ]
+        color = list(result["corrections"]).index(cell["correction"])
+        plots[cell["limit"]].lines.append(PlotLine(cell["correction"], xs, ys, color=color))
+    return list(plots.values())
 
 
 def format_headline(suggestion: dict[str, Any]) -> str:
@@ -450,14 +435,6 @@ def format_headline(suggestion: dict[str, Any]) -> str:
         return "No suggestion"
     return f"Suggested: staleness.max_lag = {suggestion['limit']}" + (
         f" with {suggestion['correction']}" if suggestion.get("correction") else ""
-    )
-
-
-def loses_tokens(cell: Summary) -> bool:
-    """Return whether the staleness rule dropped, masked or downweighted tokens of the cell."""
-    lines = cell["ledger_lines"]
-    return any(name in lines for name in ("masked_stale", "dropped_stale", "abandoned")) or any(
-        "faded" in size for line in lines.values() for size in line
     )
 
 
@@ -479,7 +456,9 @@ def list_sweep_blocks(
     losses = [
         TableBlock(head, rows, heading=f"Losses by the staleness rule: {name_cell(cell)}")
         for cell in result["cells"]
-        if loses_tokens(cell)
+        # the staleness rule dropped, masked or downweighted tokens of the cell
+        if {"masked_stale", "dropped_stale", "abandoned"} & cell["ledger_lines"].keys()
+        or any("faded" in size for line in cell["ledger_lines"].values() for size in line)
         for head, *rows in [build_length_ledger(cell)]
     ]
     return [

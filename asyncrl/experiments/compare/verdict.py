@@ -78,19 +78,19 @@ class PairedDifference:
 
 
 def compare_arms(
-    values: Mapping[Any, Mapping[int, float]], base: Any, prompts: int = 0
+    values: Mapping[Any, Mapping[int, float]], base: Any, prompts: int = 0, least: int = 1
 ) -> dict[Any, PairedDifference]:
     """Compare each arm with `base` over the seeds that both have, with Holm's correction.
 
-    values: arm -> seed -> value; an arm without a seed of the base has no difference.
+    values: arm -> seed -> value.
+    least: seeds in common, without which an arm has no difference.
     """
-    differences = {
-        arm: compare_pairs(
-            [by_seed[seed] for seed in seeds], [values[base][seed] for seed in seeds], prompts
-        )
-        for arm, by_seed in values.items()
-        if arm != base and (seeds := [seed for seed in by_seed if seed in values[base]])
-    }
+    differences = {}
+    for arm, by_seed in values.items():
+        seeds = [seed for seed in by_seed if seed in values[base]]
+        if arm != base and len(seeds) >= least:
+            mine, theirs = ([values[name][seed] for seed in seeds] for name in (arm, base))
+            differences[arm] = compare_pairs(mine, theirs, prompts)
     adjust_by_holm(differences)
     return differences
 
