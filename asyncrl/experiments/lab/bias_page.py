@@ -9,7 +9,7 @@ from asyncrl.experiments.lab.bias import CUTS, DISCOUNTS, DISTANCES, EXACT
 from asyncrl.experiments.lab.page import (
     LabClaim,
     LabFindings,
-    format_number,
+    make_table,
 )
 from asyncrl.records.page_kit import TableBlock
 
@@ -39,11 +39,8 @@ def present_findings(r: dict[str, Any]) -> LabFindings:
         "|E g - exact| / |exact|, exact: gradient of KL(theta || ref) over whole responses; "
         "variance of one response's gradient over |exact|^2."
     )
-    return LabFindings("bias", setting, r, _check_claims(r), _make_tables(r))
-
-
-def _check_claims(r: dict[str, Any]) -> list[LabClaim]:
-    return [*_check_on_policy(r), *_check_off_policy(r)]
+    claims = [*_check_on_policy(r), *_check_off_policy(r)]
+    return LabFindings("bias", setting, r, claims, _make_tables(r))
 
 
 def _check_on_policy(r: dict[str, Any]) -> list[LabClaim]:
@@ -143,17 +140,7 @@ PARTS = ("score", "path", "sum", "score_size", "path_size")
 
 
 def _make_tables(r: dict[str, Any]) -> list[TableBlock]:
-    return [
-        *_make_estimator_tables(r),
-        _make_parts_table(r),
-        _make_distance_table(r),
-        _make_update_table(r),
-        *_make_cut_tables(r),
-    ]
-
-
-def _make_estimator_tables(r: dict[str, Any]) -> list[TableBlock]:
-    head = (
+    estimators = (
         "estimator",
         "relative bias",
         "worst seed",
@@ -161,68 +148,44 @@ def _make_estimator_tables(r: dict[str, Any]) -> list[TableBlock]:
         "variance / |exact|^2",
         "variance",
     )
-    return [
-        TableBlock(
-            head,
-            [[n, *(format_number(j[k]) for k in BIAS)] for n, j in r["estimators"][policy].items()],
-            heading=policy.replace("_", " ").capitalize(),
-        )
-        for policy in ("on_policy", "off_policy")
-    ]
-
-
-def _make_parts_table(r: dict[str, Any]) -> TableBlock:
-    return TableBlock(
-        ("k", "score (in reward)", "path (in loss)", "sum", "size of score", "size of path"),
-        [[n, *(format_number(p[k]) for k in PARTS)] for n, p in r["parts"].items()],
-        heading=(
-            "The parts of the gradient of E[k], on policy (errors against the exact gradient; "
-            "sizes over its size)"
-        ),
-    )
-
-
-def _make_distance_table(r: dict[str, Any]) -> TableBlock:
-    return TableBlock(
-        ("estimator", *(f"{d:g}" for d in DISTANCES)),
-        [
-            [n, *(format_number(r["distances"][f"{d:g}"][n]["relative_bias"]) for d in DISTANCES)]
-            for n in SHOWN
-        ],
-        heading="Relative bias by KL(mu || theta), nats a token",
-    )
-
-
-def _make_update_table(r: dict[str, Any]) -> TableBlock:
-    return TableBlock(
-        ("estimator", *(f"{m} (KL {x['kl']:.4f})" for m, x in r["updates"].items())),
-        [
-            [
-                n,
-                *(
-                    format_number(m["estimators"][n]["relative_bias"])
-                    for m in r["updates"].values()
-                ),
-            ]
-            for n in SHOWN
-        ],
-        heading="Relative bias after minibatch updates on samples of mu",
-    )
-
-
-def _make_cut_tables(r: dict[str, Any]) -> list[TableBlock]:
+    parts = ("k", "score (in reward)", "path (in loss)", "sum", "size of score", "size of path")
+    by_distance = [r["distances"][f"{d:g}"] for d in DISTANCES]
+    by_update = [update["estimators"] for update in r["updates"].values()]
     form = "{relative_bias:.3f} / {relative_variance:.1f}"
     return [
-        TableBlock(
-            ("", *(f"<= {c:g}" for c in CUTS)),
-            [
-                [
-                    f"discount {d:g}",
-                    *(form.format(**r["curve"][which][f"{d:g}"][f"{c:g}"]) for c in CUTS),
-                ]
-                for d in DISCOUNTS
-            ],
-            heading=f"{which}: bias / variance by discount and truncation",
-        )
-        for which in r["curve"]
+        *(
+            make_table(
+                policy.replace("_", " ").capitalize(),
+                estimators,
+                {n: [j[k] for k in BIAS] for n, j in r["estimators"][policy].items()},
+            )
+            for policy in ("on_policy", "off_policy")
+        ),
+        make_table(
+            "The parts of the gradient of E[k], on policy (errors against the exact gradient; "
+            "sizes over its size)",
+            parts,
+            {n: [p[k] for k in PARTS] for n, p in r["parts"].items()},
+        ),
+        make_table(
+            "Relative bias by KL(mu || theta), nats a token",
+            ("estimator", *(f"{d:g}" for d in DISTANCES)),
+            {n: [e[n]["relative_bias"] for e in by_distance] for n in SHOWN},
+        ),
+        make_table(
+            "Relative bias after minibatch updates on samples of mu",
+            ("estimator", *(f"{m} (KL {x['kl']:.4f})" for m, x in r["updates"].items())),
+            {n: [e[n]["relative_bias"] for e in by_update] for n in SHOWN},
+        ),
+        *(
+            make_table(
+                f"{which}: bias / variance by discount and truncation",
+                ("", *(f"<= {c:g}" for c in CUTS)),
+                {
+                    f"discount {d:g}": [form.format(**curve[f"{d:g}"][f"{c:g}"]) for c in CUTS]
+                    for d in DISCOUNTS
+                },
+            )
+            for which, curve in r["curve"].items()
+        ),
     ]

@@ -14,7 +14,7 @@ from asyncrl.experiments.lab.corrections import (
 from asyncrl.experiments.lab.page import (
     LabClaim,
     LabFindings,
-    format_number,
+    make_table,
 )
 from asyncrl.records.page_kit import TableBlock
 
@@ -97,62 +97,40 @@ def _check_claims(e: dict[str, Any]) -> list[LabClaim]:
 
 def _make_tables(r: dict[str, Any]) -> list[TableBlock]:
     e = r["estimators"]
-    tables = []
     longest = list(e)[-1]
-    rows = [
-        [
-            n,
-            *(
-                "{relative_bias:.2f} / {relative_variance:.0f} / {left:.2f}".format(
-                    **e[longest][d][n]
-                )
-                for d in e[longest]
-            ),
-        ]
-        for n in list_candidates()
-    ]
-    tables.append(
-        TableBlock(
+    names = list_candidates()
+
+    def tabulate_distances(heading: str, form: str) -> TableBlock:
+        by_distance = e[longest].values()
+        return make_table(
+            f"{longest} tokens: {heading}, by distance",
             ("correction", *e[longest]),
-            rows,
-            heading=f"{longest} tokens: relative bias / variance / share left, by distance",
+            {n: [form.format(**x[n]) for x in by_distance] for n in names},
         )
-    )
-    rows = [
-        [
-            n,
-            *(
-                format_number(e[length]["0.01"][n][k])
-                for length in e
-                for k in ("relative_bias", "relative_variance")
-            ),
-        ]
-        for n in list_candidates()
-    ]
-    tables.append(
-        TableBlock(
+
+    pair = ("relative_bias", "relative_variance")
+    return [
+        tabulate_distances(
+            "relative bias / variance / share left",
+            "{relative_bias:.2f} / {relative_variance:.0f} / {left:.2f}",
+        ),
+        make_table(
+            "Distance 0.01: bias and variance by length",
             ("correction", *(f"{k} {n}" for n in e for k in ("bias", "var"))),
-            rows,
-            heading="Distance 0.01: bias and variance by length",
-        )
-    )
-    rows = [
-        [n, *("{mean_weight:.2f} / {ess:.2f}".format(**e[longest][d][n]) for d in e[longest])]
-        for n in list_candidates()
+            {n: [x["0.01"][n][k] for x in e.values() for k in pair] for n in names},
+        ),
+        tabulate_distances(
+            "mean weight / effective sample size of tokens", "{mean_weight:.2f} / {ess:.2f}"
+        ),
+        *(
+            make_table(
+                f"Least squared error with {size} responses",
+                ("", *AWAY),
+                {
+                    f"{length} tokens": [find_best_correction(x[d], size) for d in AWAY]
+                    for length, x in e.items()
+                },
+            )
+            for size in SIZES
+        ),
     ]
-    tables.append(
-        TableBlock(
-            ("correction", *e[longest]),
-            rows,
-            heading=f"{longest} tokens: mean weight / effective sample size of tokens, by distance",
-        )
-    )
-    for size in SIZES:
-        rows = [
-            [f"{length} tokens", *(find_best_correction(e[length][d], size) for d in AWAY)]
-            for length in e
-        ]
-        tables.append(
-            TableBlock(("", *AWAY), rows, heading=f"Least squared error with {size} responses")
-        )
-    return tables

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,17 @@ def convert_value(x: Any) -> Any:
 def format_number(x: float) -> str:
     """Format with three digits; rounding errors of a float64 sum become "0 (1e-9)"."""
     return "0 (1e-9)" if abs(x) < 1e-9 else f"{x:.3g}"
+
+
+def make_table(
+    heading: str, head: Sequence[str], rows: Mapping[str, Iterable[float | str]]
+) -> TableBlock:
+    """Build a table with one row a name. Numbers are formatted by `format_number`."""
+    cells = [
+        [name, *(x if isinstance(x, str) else format_number(x) for x in values)]
+        for name, values in rows.items()
+    ]
+    return TableBlock(head, cells, heading=heading)
 
 
 def plot_lines(title: str, lines: Lines, across: str, unit: str, *, log: str = "") -> PagePlot:
