@@ -22,7 +22,7 @@ from asyncrl.viewer import server
 from asyncrl.viewer.app import WatchApp
 
 IMAGES = ROOT / "docs" / "img"
-WIDTH, HEIGHT = 1100, 830
+WIDTH, HEIGHT = 1100, 900
 DRAW_MS = 1500  # until plots and fonts stand
 COMPARISON = ("table", "ul", "ul >> nth=1", "table >> nth=1")
 # the mark stands left above its element

@@ -219,7 +219,7 @@ def is_finished(run_dir: Path, steps: int) -> bool:
     summary = jsonl.read_object(run_dir / "buffer_summary.json")
     return bool(
         summary.get("finished")
-        and summary["steps"] >= steps
+        and summary.get("steps", 0) >= steps
         and (run_dir / "weights_digest").exists()
     )
 

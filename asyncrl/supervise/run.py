@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -17,7 +16,16 @@ from asyncrl.config.tree import Config, explain_changed_steps
 from asyncrl.contract import importing
 from asyncrl.contract.errors import AsyncrlError, ConfigError, NothingToDo
 from asyncrl.contract.messages import RunStatus
-from asyncrl.records import atomic_write, health_checks, metrics, process_log, rundir, stream, trace
+from asyncrl.records import (
+    atomic_write,
+    health_checks,
+    jsonl,
+    metrics,
+    process_log,
+    rundir,
+    stream,
+    trace,
+)
 from asyncrl.supervise import live
 from asyncrl.supervise.hosts import ProcessLauncher
 from asyncrl.supervise.hosts.local import LocalLauncher
@@ -104,7 +112,8 @@ class HealthWatcher:
 def resolve_resume(run_dir: Path, sets: Sequence[str]) -> Config:
     """Load the config of a run to resume with `sets` applied, and store it in the run directory.
 
-    Raises ConfigError for keys that may not change, and NothingToDo if the run is finished."""
+    Raises ConfigError for keys and prompts that may not change, and NothingToDo if the run is
+    finished."""
     if not (run_dir / "config.toml").is_file():
         raise ConfigError(f"--resume {run_dir}: no run directory (it has no config.toml)")
     rundir.refuse_if_in_use(run_dir)  # before any file of that run is written
@@ -121,12 +130,12 @@ def resolve_resume(run_dir: Path, sets: Sequence[str]) -> Config:
             f"--resume {run_dir}: it has made {steps_made} steps, and learner.steps = "
             f"{config.learner.steps} is fewer; give --set learner.steps=N above {steps_made}"
         )
-    summary = run_dir / "summary.json"
-    if summary.exists() and json.loads(summary.read_bytes())["steps"] >= config.learner.steps:
+    if jsonl.read_object(run_dir / "summary.json").get("steps", -1) >= config.learner.steps:
         raise NothingToDo(
             f"{run_dir} has made all its {config.learner.steps} steps; to train on, give --set "
             "learner.steps=N with a larger N"
         )
+    check_prompt_files(config, run_dir)
     if config.staleness.limit != stored.staleness.limit:
         rundir.note_limit(run_dir, stored.staleness.limit)
     if change := explain_changed_steps(config.learner, stored.learner.steps, steps_made):
@@ -241,7 +250,7 @@ def run_with_launcher(
     watcher = HealthWatcher(run_dir, say, collect_facts(config))
     if not resume:
         rundir.prepare(config, load.dump(config), run_dir)
-    check_prompt_files(config, run_dir)
+        check_prompt_files(config, run_dir)
     watcher.report(find_task_signs(config), 0)
     say(
         f"run {run_dir}: {config.generators} generator(s), {config.learner.steps} steps of "

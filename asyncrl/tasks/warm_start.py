@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -220,7 +221,9 @@ def _play_sessions(model: Any, task: PlayedTask, prompts: list[Prompt]) -> float
 def _sample_continuations(
     model: Any, texts: list[str], max_tokens: int, images: Sequence[bytes] = ()
 ) -> list[str]:
-    """Sample a continuation of each text, up to `max_tokens` tokens.
+    """Sample a continuation of each text, up to `max_tokens` tokens or the end token.
+
+    The texts have all other special tokens, like those that a run scores.
 
     images: one for each text, or empty."""
     import torch
@@ -246,5 +249,7 @@ def _sample_continuations(
         top_p=1.0,
         max_new_tokens=max_tokens,
     )
-    continuations = sequences[:, encoded["input_ids"].shape[1] :]
-    return list(tokenizer.batch_decode(continuations, skip_special_tokens=True))
+    continuations = sequences[:, encoded["input_ids"].shape[1] :].tolist()
+    ends = (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    visible = (list(takewhile(lambda token: token not in ends, row)) for row in continuations)
+    return list(map(tokenizer.decode, visible))

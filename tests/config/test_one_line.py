@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import codecs
 import errno
+import hashlib
 import io
 import json
 import subprocess
@@ -315,15 +316,20 @@ def test_a_learning_rate_that_explodes_is_said_by_the_learner(
 # ---- a smaller limit on resume -------------------------------------------------------------------
 
 
-def test_a_resume_at_a_smaller_limit_reports_the_limit_that_held(
+def test_a_resume_on_other_prompts_is_refused_and_at_a_smaller_limit_reports_the_one_that_held(
     tmp_path: Path, small_model: Path
 ) -> None:
+    path, run_dir = tmp_path / "p.jsonl", tmp_path / "runs" / "r"
+    rows = [json.dumps({"prompt": f"{i}=", "answer": str(i)}) for i in range(10, 40)]
+    path.write_text("\n".join(rows))
     words = (
         *SMALL[:-1],
         "learner.steps=6",
         "evaluation.every=0",
         "staleness.max_lag=3",
         "staleness.inject=3",
+        "task.name='file'",
+        f"task.prompts={str(path)!r}",
         "name='r'",
     )
     argv = demo_command("run", tmp_path, small_model, *words)
@@ -336,11 +342,25 @@ def test_a_resume_at_a_smaller_limit_reports_the_limit_that_held(
         tmp_path,
         small_model,
         "--resume",
-        str(tmp_path / "runs" / "r"),
+        str(run_dir),
         "staleness.max_lag=1",
         "staleness.inject=1",
         "learner.steps=8",
     )
+    files = {file: file.read_bytes() for file in run_dir.glob("*.toml")}
+    path.write_text("\n".join(reversed(rows)))
+    before, now = (
+        hashlib.sha256("\n".join(order).encode()).hexdigest()[:12] for order in (rows, rows[::-1])
+    )
+    refused(
+        Ended(
+            subprocess.run(again, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=600)
+        ),
+        2,
+        f"{path}: has changed since the run began (SHA-256 {before}, now {now})",
+    )
+    assert files == {file: file.read_bytes() for file in files} and files
+    path.write_text("\n".join(rows))
     second = Ended(
         subprocess.run(again, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=600)
     )

@@ -384,6 +384,8 @@ def test_the_last_process_writes_the_end_unless_somebody_else_does(
     last()
     # no buffer has left anything: it was killed, or this is another machine's directory
     assert made == []
+    (run_dir / "buffer_summary.json").write_text('{"finished": true}')  # cut by hand
+    assert not rundir.is_finished(run_dir, 3)
     (run_dir / "buffer_summary.json").write_text('{"finished": true, "steps": 3}')
     supervisor = rundir.RunLock(run_dir)
     last()
