@@ -24,9 +24,9 @@ from asyncrl.contract.messages import Batch
 from asyncrl.models import adapters, memory, packed_forward
 from asyncrl.models.low_precision.weight_rounding import load_learner_policy
 from asyncrl.models.policy import PolicyModel, build_manifest
-from learner import gradients, schedule
+from learner import gradients
 from learner.backend import TorchBackend
-from learner.batch import PackedBatch, pack, split_micro_batches
+from learner.batch import PackedBatch, pack, split_micro_batches, split_minibatches
 from learner.critic import Critic
 from learner.records.sample_log import SampleLog
 from learner.split import SplitMeter, measure_move
@@ -513,7 +513,7 @@ class LearnerCore:
 
     def _choose_minibatches(self, packed: PackedBatch, epoch: int) -> list[list[int]]:
         """Return the samples of each optimizer step of the epoch."""
-        return schedule.split_minibatches(
+        return split_minibatches(
             packed.groups,
             self.config.learner.minibatches,
             seed=self.config.seed,

@@ -20,7 +20,7 @@ class JudgeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Environment variable that holds the server's key. Empty: send no key."""
     template: str = ""
     """File with the judge's prompt, with {question}, {answer} and {reference}. Empty: the one in
-    actors/scorers/grading.py."""
+    actors/scorers/judge.py."""
     low: float = 0.0
     """Lowest grade."""
     high: float = 10.0

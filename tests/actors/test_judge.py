@@ -26,8 +26,7 @@ from actors.rewards import RewardRunner, make_runner
 from actors.scorers import deadline_pause
 from actors.scorers import judge as judges
 from actors.scorers.deadline_pause import DeadlinePause, JudgeBudgetSpent, pause_deadline
-from actors.scorers.grading import GradingTemplate, make_mark
-from actors.scorers.judge import JudgeReward
+from actors.scorers.judge import GradingTemplate, JudgeReward, make_mark
 from actors.scorers.judge_budget import SUMS, JudgeBudget, read_totals
 from actors.scorers.user_function import FailureLog
 from asyncrl.config import load

@@ -19,8 +19,7 @@ from actors.gateway.environment_sessions import EnvironmentSource, EnvironmentSt
 from actors.gateway.environment_worker import EnvironmentEvent
 from actors.gateway.hubs import prompt_files
 from actors.gateway.mixing import mixed_sources
-from actors.gateway.mixing.mixed_sources import MixedSource
-from actors.gateway.mixing.single_completions import SingleCompletions
+from actors.gateway.mixing.mixed_sources import MixedSource, SingleCompletions
 from actors.gateway.session_api import describe_task
 from actors.gateway.session_source import WaitCause
 from actors.gateway.sessions import CallRefused
