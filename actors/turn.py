@@ -9,8 +9,8 @@ tickets --take--> schedule --requests--> engine --finished--> responses --submit
 The generator process (actors/generator.py) makes these steps between two reads of its socket, a run
 in one process (asyncrl/experiments/serial.py) between two updates, and an evaluation without a run
 (asyncrl/experiments/offline_eval.py) until all samples are scored. A simulated generator
-(asyncrl/experiments/simulate/simulated_processes.py) keeps the same schedule and requests tickets
-by the same rule; its engine is simulated.
+(asyncrl/experiments/simulate/simulation.py) keeps the same schedule and requests tickets by the
+same rule; its engine is simulated.
 
 The caller has the clock and the weights. It decides when to load, how long to decode, when a
 delayed sample is due, and how long to wait for a reward.

@@ -145,6 +145,10 @@ class LeaseTable:
         if not tickets:
             del self.attempts[producer, session]
 
+    def count(self) -> int:
+        """Count the active leases."""
+        return sum(map(len, self.attempts.values()))
+
     def find_unnamed_attempts(
         self, producer: str, session: int, taken: int, named: Set[int]
     ) -> list[tuple[int, int]]:

@@ -9,6 +9,7 @@ import contextlib
 import gc
 import itertools
 import json
+import math
 import os
 import signal
 import socket
@@ -912,36 +913,27 @@ class BufferService:
         self.clock.start(now)
 
     def grant(self) -> None:
-        """Grant tickets to waiting generators in the order of their requests.
-
-        Each gets its share of a batch, if batches are divided. It stops at the first request that
-        gets no ticket, because the store treats all generators alike unless some are reserved for
-        evaluations."""
+        """Grant tickets to waiting generators; at the run's end, send all of them its end."""
         now = time.monotonic()
         is_finished = self.store.finished
         queue = self.ticket_requests
         divides = len(queue) > 1 and admission.divides_batches(
             self.store.max_lag, self.count_local_threads(), len(os.sched_getaffinity(0))
         )
-        granted: list[str] = []
-        for name, samples, (peer, request) in queue:
-            if divides and name not in queue.evaluators:
-                samples = admission.share_batch(
-                    samples, queue.shared, self.store.settings.batch_samples
-                )
+
+        def grant(name: str, samples: int, waiting: tuple[bytes, m.TicketRequest]) -> bool:
+            peer, request = waiting
             tickets = self.store.grant(request.producer, request.session, samples, now)
             if not tickets and not is_finished:
-                if queue.evaluators:  # generators are not alike
-                    continue
-                break
+                return False
             training = [ticket.ticket for ticket in tickets if ticket.kind == "train"]
             self.meter.on_grant(training, now)
             if training:
                 self.start_clock(now)
             self.send_tickets(peer, request, tickets)
-            granted.append(name)
-        for name in granted:
-            queue.remove(name)
+            return True
+
+        granted = queue.serve(self.store.settings.batch_samples if divides else math.inf, grant)
         if is_finished:
             for peer, request in self.followers.values():
                 self.send_tickets(peer, request, [])

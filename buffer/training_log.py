@@ -171,18 +171,23 @@ class TrainingLog:
         self.lease_file.close()
 
 
-def _make_row(batch: Batch, limit: float) -> dict[str, Any]:
+def count_trained_lags(batch: Batch, limit: float) -> dict[int, int]:
+    """Count the tokens of a batch by lag, without those past `limit`."""
     counts: dict[int, int] = {}
     for runs in batch.token_lags:
         for start, end, lag in runs:
             if lag <= limit:
                 counts[lag] = counts.get(lag, 0) + end - start
+    return counts
+
+
+def _make_row(batch: Batch, limit: float) -> dict[str, Any]:
     tickets = find_runs(sample.ticket for sample in batch.samples)
     return {
         "batch": batch.number,
         "samples": len(batch.samples),
         "ids": digest(batch.samples),
-        "lags": counts,
+        "lags": count_trained_lags(batch, limit),
         "tickets": tickets,
     }
 

@@ -1,4 +1,4 @@
-"""`asyncrl simulate`: the command's options; simulating.py implements it."""
+"""`asyncrl simulate`: the command's options; asyncrl/experiments/simulate implements it."""
 
 from __future__ import annotations
 
@@ -97,10 +97,10 @@ def simulate(
 
     if from_run is not None:
         rundir.require_run(from_run)  # before the imports of torch below
-    from asyncrl.cli import simulating
+    from asyncrl.experiments.simulate import result
 
-    time_model, origin = simulating.collect_times(from_run, file, single_times)
-    outcome = simulating.simulate(
+    time_model, origin = result.collect_times(from_run, file, single_times)
+    outcome = result.simulate(
         load.load_to_train(source, sets),
         time_model,
         origin,
@@ -108,4 +108,4 @@ def simulate(
         evaluate=not no_evaluation,
         **questions,
     )
-    print(json.dumps(outcome) if as_json else simulating.format_outcome(outcome))
+    print(json.dumps(outcome) if as_json else result.format_result(outcome))

@@ -26,7 +26,7 @@ batch always has room."""
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import msgspec
@@ -86,6 +86,26 @@ class TicketQueue(Generic[Request]):
         self._count(name, -self._count_slots(name))
         self._waiting.pop(name, None)
 
+    def serve(self, batch: float, grant: Callable[[str, int, Request], bool]) -> list[str]:
+        """Serve the requests in their order; return the generators whose requests are granted.
+
+        Each gets its share of a batch. It stops at the first request that gets no ticket, because
+        the store treats all generators alike unless some are reserved for evaluations.
+
+        batch: samples of a batch, or inf if batches are not divided.
+        grant: grants tickets for (name, samples, request); returns whether there were any.
+        """
+        granted = []
+        for name, slots, request in self:
+            divides = name not in self.evaluators
+            if grant(name, share_batch(slots, self.shared, batch) if divides else slots, request):
+                granted.append(name)
+            elif not self.evaluators:
+                break
+        for name in granted:
+            self.remove(name)
+        return granted
+
     def get(self, name: str) -> Request | None:
         """Return the request of a generator; None if it does not wait."""
         waiting = self._waiting.get(name)
@@ -126,7 +146,7 @@ def divides_batches(limit: float, threads: int, cores: int) -> bool:
     return limit == 0 or threads <= cores
 
 
-def share_batch(samples: int, waiting: int, batch: int) -> int:
+def share_batch(samples: int, waiting: int, batch: float) -> int:
     """Compute how many samples the next grant of a waiting generator may have.
 
     A batch is divided in proportion to the free slots of the generators that wait for tickets.
@@ -135,14 +155,14 @@ def share_batch(samples: int, waiting: int, batch: int) -> int:
 
     samples: free slots of the generator.
     waiting: free slots of all generators that wait, this one included.
-    batch: samples of a batch.
+    batch: samples of a batch; inf: batches are not divided.
 
     >>> share_batch(256, 512, 256), share_batch(96, 128, 64), share_batch(1024, 1024, 256)
     (128, 48, 1024)
     """
     if waiting <= max(samples, batch):
         return samples
-    return -(-batch * samples // waiting)
+    return math.ceil(batch * samples / waiting)
 
 
 LEAST = 1  # smallest adaptive limit: at 0 the learner always waits, and the limit would rise again

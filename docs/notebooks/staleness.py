@@ -63,9 +63,14 @@ def _(mo):
 def _(PagePlot, PlotLine, TimeModel, load, show, what_if):
     limits = [0, 1, 2, 4]
     config = load.load("demo", ["learner.steps=30", "evaluation.every=0", "staleness.wait=0"])
-    outcomes = what_if.sweep(config, TimeModel(), limits, [1], 1, {}, evaluate=False)
-    speed = [outcome["tokens_per_s"] for outcome in outcomes]
-    lag = [outcome["lag_mean"] for outcome in outcomes]
+    outcomes = [
+        what_if.simulate_seeds(
+            what_if.change_limit(config, limit), TimeModel(), seeds=1, evaluate=False
+        )[0]
+        for limit in limits
+    ]
+    speed = [outcome.tokens_per_s for outcome in outcomes]
+    lag = [outcome.lag_mean for outcome in outcomes]
     show(
         PagePlot("Speed", "trained tokens a second", [PlotLine("", limits, speed)], "max_lag"),
         PagePlot("Lag", "versions, mean", [PlotLine("", limits, lag)], "max_lag"),

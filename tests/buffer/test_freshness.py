@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from schedules import PROMPTS, Broken, World
 from service_kit import Run, answers, ask, wait, want
-from simulate_kit import BARE, config
+from simulate_kit import BARE, config, simulate
 from store_kit import hello, make, write
 from warm_run_kit import SMALL
 
@@ -36,7 +36,7 @@ from asyncrl.contract.freshness.window import (
 from asyncrl.contract.versions import Label
 from asyncrl.experiments import serial
 from asyncrl.experiments.simulate import times
-from asyncrl.experiments.simulate.outcome import SimulationOutcome, simulate
+from asyncrl.experiments.simulate.simulation import SimulationOutcome
 from asyncrl.models.policy import build_model
 from asyncrl.supervise import live
 from buffer.durable_store import RecordedStore
@@ -317,7 +317,7 @@ def test_the_service_moves_it_and_tells_busy_generators_of_new_versions(tmp_path
 
 
 def simulated(known: times.TimeModel, *sets: str) -> SimulationOutcome:
-    return simulate(config("learner.steps=80", *sets), known, evaluate=False)
+    return simulate(config("learner.steps=80", *sets), known)
 
 
 def test_simulated_the_lag_does_not_grow_with_the_limit_and_the_speed_stays() -> None:

@@ -15,16 +15,16 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 from service_kit import CountedDict
-from simulate_kit import BARE, ROOT, config, run
+from simulate_kit import BARE, ROOT, config, run, simulate, with_seeds
 
 from asyncrl import cli
 from asyncrl.cli import main
+from asyncrl.contract import admission
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.freshness.meter import BatchMeter
-from asyncrl.experiments.simulate import fit, simulated_processes, times, what_if, world
-from asyncrl.experiments.simulate.outcome import Simulation, simulate
+from asyncrl.experiments.simulate import fit, simulation, times, what_if
+from asyncrl.experiments.simulate.simulation import Simulation
 from asyncrl.experiments.simulate.times import TimeModel, change
-from asyncrl.experiments.simulate.world import SimulatedBuffer
 from asyncrl.records import process_log
 from asyncrl.records.trace import TraceSpan
 from buffer.store import Store
@@ -66,26 +66,26 @@ def test_a_generator_for_evaluations_neither_gets_nor_takes_a_share(
     on_free, free = BatchMeter.on_free, []
 
     def measure(meter: BatchMeter, slots: float, capacity: float, now: float) -> None:
-        buffer = next(one for one in buffers if one.meter is meter)
-        free.append((slots, sum(samples for _, samples, _ in buffer.wants)))
+        made = next(one for one in simulations if one.meter is meter)
+        free.append((slots, sum(samples for _, samples, _ in made.requests)))
         on_free(meter, slots, capacity, now)
 
-    buffers: list[SimulatedBuffer] = []
-    begin = SimulatedBuffer.__init__
+    simulations: list[Simulation] = []
+    begin = Simulation.__init__
 
-    def keep(buffer: SimulatedBuffer, *args: Any) -> None:
-        begin(buffer, *args)
-        buffers.append(buffer)
+    def keep(made: Simulation, *args: Any, **more: Any) -> None:
+        begin(made, *args, **more)
+        simulations.append(made)
 
     monkeypatch.setattr(Store, "grant", record)
-    monkeypatch.setattr(SimulatedBuffer, "__init__", keep)
+    monkeypatch.setattr(Simulation, "__init__", keep)
     sets = ("generators=3", "evaluation.generators=1", "evaluation.every=5", "staleness.max_lag=0")
     known = change(BARE, step=0.1, train=4.0)
     with monkeypatch.context() as patch:
         patch.setattr(BatchMeter, "on_free", measure)
         o = simulate(config(*sets), known, 0, evaluate=True)
     assert o.step_s == pytest.approx(10.4)
-    (evaluator,) = buffers[0].store.settings.evaluators
+    (evaluator,) = simulations[0].store.settings.evaluators
     slots = config(*sets).generator.slots
     assert {samples for producer, samples in requests if producer == evaluator} == {slots}
     assert free and all(told == waiting for told, waiting in free)
@@ -191,7 +191,7 @@ def test_reward_processes_are_fed_whatever_the_engine_does() -> None:
     ],
 )
 def test_how_many_reward_processes_there_are(sets: tuple[str, ...], workers: int) -> None:
-    assert simulated_processes._count_reward_processes(config(*sets)) == workers
+    assert simulation.count_reward_processes(config(*sets)) == workers
 
 
 def test_two_generators_halve_the_time_of_a_batch() -> None:
@@ -243,15 +243,15 @@ def test_a_batch_is_divided_as_on_a_machine_with_these_cores(
     limit: int, cores: int | None, divided: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two generators and a learner, of a thread each."""
-    shares: list[int] = []
+    batches: set[float] = set()
 
-    def share(samples: int, waiting: int, batch: int) -> int:
-        shares.append(waiting)
+    def share(samples: int, waiting: int, batch: float) -> int:
+        batches.add(batch)
         return samples
 
-    monkeypatch.setattr(world, "share_batch", share)
+    monkeypatch.setattr(admission, "share_batch", share)
     run(change(BARE, cores=cores), f"staleness.max_lag={limit}", "generators=2")
-    assert bool(shares) == divided
+    assert batches == {16 if divided else math.inf}
 
 
 # ---- the same rules as a run ---------------------------------------------------------------------
@@ -312,7 +312,7 @@ def test_the_limit_holds_and_every_token_has_an_end(
 ) -> None:
     evaluation = ("evaluation.every=5", "evaluation.prompts=8")
     evaluation += ("evaluation.final_prompts=16", "evaluation.ood_prompts=8")
-    o = simulate(config(*evaluation, *sets), change(rough(), **changes), 3)
+    o = simulate(config(*evaluation, *sets), change(rough(), **changes), 3, evaluate=True)
     hard = "on_exceed='" not in " ".join(sets) or "drop" in " ".join(sets)
     assert o.steps == 20 and sum(o.lag_histogram.values()) == pytest.approx(1)
     if hard:
@@ -341,9 +341,9 @@ def test_ten_thousand_generators_cost_little_more_than_a_hundred() -> None:
     counts = []
     for n in (100, 10_000):
         s = Simulation(config(f"generators={n}", "learner.groups=32"), rough(), evaluate=False)
-        requests = s.buffer.wants._waiting = CountedDict()
+        requests = s.requests._waiting = CountedDict()
         o = s.run()
-        counts.append(next(s.clock._count))
+        counts.append(next(s.count))
         assert o.idle_generator > 0.7 and o.lag_max <= 2
         assert 0 < requests.looked < 2 * counts[-1]
     assert counts[1] < counts[0] + 2 * 10_000
@@ -354,15 +354,15 @@ def test_the_generators_constants_are_the_real_ones() -> None:
     from asyncrl.contract import messages
 
     assert (
-        simulated_processes.DECODE_STEPS,
-        simulated_processes.IDLE_POLL_S,
-        simulated_processes.RENEW_S,
+        simulation.DECODE_STEPS,
+        simulation.IDLE_POLL_S,
+        simulation.RENEW_S,
     ) == (
         generator.DECODE_STEPS,
         generator.IDLE_POLL_S,
         messages.RENEW_S,
     )
-    assert simulated_processes.count_samples_to_request is turn.count_samples_to_request
+    assert simulation.count_samples_to_request is turn.count_samples_to_request
 
 
 # ---- distributions -------------------------------------------------------------------------------
@@ -570,8 +570,10 @@ def test_the_gap_between_two_updates_is_fitted_where_the_learner_did_not_wait() 
         spans += [TraceSpan("train", at, at + 1), TraceSpan("publish", at + 1, at + 1.1)]
         at += 1.1 + gap
     spans.append(TraceSpan("train", at, at + 1))
-    assert fit._fit_ready(TimeModel(), spans) == pytest.approx([0.004, 0.005, 0.006])
-    assert fit._fit_ready(TimeModel(), spans[:4]) == TimeModel().ready, "too few of them"
+    call = fit.EngineCall(0, 0, 1, 1, 1, 1, None)
+    ready = fit._fit_waits(TimeModel(), spans, [], [call])["ready"]
+    assert ready == pytest.approx([0.004, 0.005, 0.006])
+    assert fit._fit_waits(TimeModel(), spans[:4], [], [call]) == {}, "too few of them"
 
 
 def test_a_few_samples_take_the_mean_length_of_all(tmp_path: Path) -> None:
@@ -592,7 +594,7 @@ def test_training_beside_a_pause_of_the_generator_is_beside_it() -> None:
     """Half of each update lies in a decode call, half in its pause: 0.13 s are 0.1 by itself."""
     spans = [TraceSpan("train", 0.3 * i, 0.3 * i + 0.13, 100) for i in range(9)]
     calls = [fit.EngineCall(t.start - 0.1, t.start + 0.065, 8, 0, 8, 0, 0.1) for t in spans]
-    fitted = fit._fit_learner(change(TimeModel(), beside=1.3), spans, spans, calls)
+    fitted = fit._fit_train(change(TimeModel(), beside=1.3), spans, calls)
     assert fitted["train"]["sequence"] == pytest.approx([0.1] * 9, abs=1e-4)
 
 
@@ -647,8 +649,8 @@ def test_what_cannot_be_fitted_says_why(tmp_path: Path) -> None:
 
 def test_questions_are_answered_with_the_same_seeds() -> None:
     c, known = config("staleness.max_lag=0", "generator.slots=8"), change(rough(), train=0.5)
-    base = what_if.simulate_seeds(c, known, 2, evaluate=False)
-    limit, more, sync = what_if.answer_questions(c, known, base, [2], [1], [4.0], evaluate=False)
+    seeds = with_seeds(known, 2)
+    limit, more, sync = what_if.answer_questions(c, seeds, seeds(c), [2], [1], [4.0])
     assert (
         limit.ratio > 1.2
         and "A limit of 2 instead of 0" in limit.sentence
@@ -664,9 +666,8 @@ def test_questions_are_answered_with_the_same_seeds() -> None:
         and more.lag_range is None
     )
     slow = change(known, publish=0.4, swap=0.4)
-    faster = what_if.answer_questions(
-        c, slow, what_if.simulate_seeds(c, slow, 2, evaluate=False), [], [], [4.0], evaluate=False
-    )[0]
+    seeds = with_seeds(slow, 2)
+    (faster,) = what_if.answer_questions(c, seeds, seeds(c), [], [], [4.0])
     assert faster.ratio > 1.3 and faster.least <= faster.ratio <= faster.largest
 
 
@@ -676,19 +677,11 @@ def test_sides_of_equal_speed_leave_the_lag_open() -> None:
     """
     c = config("staleness.max_lag=8", "generator.slots=8", "learner.steps=150")
     # seconds in which the generator writes a batch
-    writing = what_if.simulate_seeds(c, change(rough(), train=1e-4), 1, evaluate=False)[0].step_s
+    writing = simulate(c, change(rough(), train=1e-4)).step_s
     ranges = []
     for train in (3 * writing, writing):
-        known = change(rough(), train=train)
-        answer = what_if.answer_questions(
-            c,
-            known,
-            what_if.simulate_seeds(c, known, 1, evaluate=False),
-            [8],
-            [],
-            [],
-            evaluate=False,
-        )[0]
+        seeds = with_seeds(change(rough(), train=train), 1)
+        (answer,) = what_if.answer_questions(c, seeds, seeds(c), [8], [], [])
         low, high = answer.lag_range or (0.0, 0.0)
         ranges.append((high - low, "if the learner's speed is 5% off" in answer.sentence))
     (firm, unsaid), (open_, said) = ranges
@@ -781,8 +774,9 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
 def test_the_table_is_simulated_with_the_seeds_of_the_sentences() -> None:
     """Where a row was not asked for: the mean over the same seeds, not the first one's."""
     c, known = config("staleness.max_lag=2", "generator.slots=8"), change(rough(), train=0.3)
-    (row,) = what_if.sweep(c, known, [3.0], [1], 2, {}, evaluate=False)
-    both = what_if.simulate_seeds(what_if.change_limit(c, 3), known, 2, evaluate=False)
+    seeds = with_seeds(known, 2)
+    (row,) = what_if.sweep(c, seeds, [3.0], [1], {})
+    both = seeds(what_if.change_limit(c, 3))
     assert (
         row["lag_mean"] == sum(o.lag_mean for o in both) / 2
         and both[0].lag_mean != both[1].lag_mean

@@ -8,13 +8,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from simulate_kit import BARE, ROOT, config
+from simulate_kit import BARE, ROOT, config, simulate, with_seeds
 
 from asyncrl import cli
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
-from asyncrl.experiments.simulate import page, what_if
-from asyncrl.experiments.simulate.outcome import Simulation, SimulationOutcome, simulate
+from asyncrl.experiments.simulate import result, what_if
+from asyncrl.experiments.simulate.simulation import Simulation, SimulationOutcome
 from asyncrl.experiments.simulate.times import TimeModel, change
 
 # a call: 16 tokens of 10 ms, two decode calls of 8 steps
@@ -31,7 +31,7 @@ def of(*sets: str) -> Config:
 
 
 def run(known: TimeModel, *sets: str, seed: int = 0) -> SimulationOutcome:
-    return simulate(of(*sets), known, seed, evaluate=False)
+    return simulate(of(*sets), known, seed)
 
 
 def test_a_session_is_its_calls_and_the_tools_between_them() -> None:
@@ -51,9 +51,7 @@ def test_the_agents_bounds_end_a_session() -> None:
     )
     # the third call has 8 tokens left, and no fourth follows
     assert run(KNOWN, "agent.max_tokens=64", "generator.max_new_tokens=40").tokens == 20 * 16 * 64
-    short = simulate(
-        of("generator.max_new_tokens=40", "agent.max_tokens=40"), KNOWN, 0, evaluate=False
-    )
+    short = run(KNOWN, "generator.max_new_tokens=40", "agent.max_tokens=40")
     assert short.tokens == 20 * 16 * 40
 
 
@@ -90,7 +88,7 @@ def test_each_call_is_drawn_with_the_newest_weights_and_keeps_its_version() -> N
     simulated = Simulation(changed, change(KNOWN, train=0.2), 0, evaluate=False)
     assert simulated.run().lag_max <= 4
     several = 0
-    for group in simulated.buffer.store.retained.values():
+    for group in simulated.store.retained.values():
         for spans in (stored.trajectory.spans for stored in group.list_stored_samples()):
             assert [span.start for span in spans] == [0, *(span.end for span in spans[:-1])]
             assert spans[-1].end == 64
@@ -114,7 +112,7 @@ def test_generators_that_are_lost_lose_their_open_sessions_and_the_ledger_sums()
 
 def test_what_each_treatment_costs_where_tools_have_a_long_tail() -> None:
     late = change(KNOWN, tool=TAIL, train=0.1)
-    rows = what_if.compare_treatments(of("staleness.max_lag=1"), late, 2, evaluate=False)
+    rows = what_if.compare_treatments(of("staleness.max_lag=1"), with_seeds(late, 2))
     found = {row["name"]: row for row in rows}
     wait, mask, down, drop, cut = (
         found[name] for name in ("wait", "mask", "downweight", "drop", "deadline")
@@ -129,7 +127,7 @@ def test_what_each_treatment_costs_where_tools_have_a_long_tail() -> None:
     assert wait["learner_idle"] > cut["learner_idle"]
     # a tenth of the sessions under `wait` pass its deadline
     assert cut["cut"] == pytest.approx(0.1, abs=0.03) and cut["deadline_s"] is not None
-    again = what_if.compare_treatments(of("staleness.max_lag=1"), late, 2, 1.5, evaluate=False)[-1]
+    again = what_if.compare_treatments(of("staleness.max_lag=1"), with_seeds(late, 2), 1.5)[-1]
     assert again["deadline_s"] == 1.5 and again["cut"] > cut["cut"]
     assert wait["deadline_s"] == 600.0
 
@@ -142,23 +140,20 @@ def test_shares_are_the_ledgers_and_the_lags() -> None:
     assert o.faded_share == pytest.approx(by_hand) and by_hand > 0
     o = run(late, "staleness.max_lag=1", "staleness.on_exceed='drop'")
     row = what_if.summarize_treatment(
-        msgspec.structs.asdict(o)
-        | {"name": "drop", "deadline_s": None, "losses": o.losses | {"abandoned": 7}}
+        msgspec.structs.asdict(o) | {"losses": o.losses | {"abandoned": 7}}
     )
     assert row["dropped"] == pytest.approx((o.losses["dropped_stale"] + 7) / o.generated)
     o = run(late, "staleness.max_lag=1", "staleness.on_exceed='mask'")
-    row = what_if.summarize_treatment(
-        msgspec.structs.asdict(o) | {"name": "mask", "deadline_s": None}
-    )
+    row = what_if.summarize_treatment(msgspec.structs.asdict(o))
     assert row["masked"] == pytest.approx(o.losses["masked_stale"] / o.generated)
 
 
 def test_answers_have_treatments_too_but_no_deadline() -> None:
     late = change(BARE, reward=TAIL)
-    rows = what_if.compare_treatments(config("staleness.max_lag=1"), late, 1, evaluate=False)
+    rows = what_if.compare_treatments(config("staleness.max_lag=1"), with_seeds(late, 1))
     assert [row["name"] for row in rows] == ["wait", "mask", "downweight", "drop"]
     assert all(row["deadline_s"] is None and row["cut"] == 0 for row in rows)
-    text = page.make_treatment_table(rows).as_text().splitlines()
+    text = result.make_table(result.TREATMENT_COLUMNS, rows).as_text().splitlines()
     assert [line.split()[0] for line in text] == ["treatment", "wait", "mask", "downweight", "drop"]
     assert len({len(line) for line in text}) == 1 and text[1].split()[1] == (
         f"{rows[0]['tokens_per_s']:,.0f}"
@@ -178,7 +173,9 @@ def test_answers_have_treatments_too_but_no_deadline() -> None:
 )
 def test_what_has_no_treatments(sets: list[str], deadline: float | None, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        what_if.compare_treatments(config("staleness.max_lag=2", *sets), BARE, 1, deadline)
+        what_if.compare_treatments(
+            config("staleness.max_lag=2", *sets), with_seeds(BARE, 1), deadline
+        )
 
 
 def test_the_command_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,7 +190,7 @@ def test_the_command_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
 
     code, out = said("--json", "--deadline", "4")
     found = json.loads(out.out)["treatments"]
-    assert not code and [row["name"] for row in found] == [*what_if.TREATMENTS, "deadline"]
+    assert not code and [row["name"] for row in found] == [*what_if.TREATMENTS]
     assert found[-1]["deadline_s"] == 4 and json.loads(out.out)["answers"] == []
     code, out = said()
     assert not code and "downweighted" in out.out and "deadline" in out.out

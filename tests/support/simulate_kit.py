@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 from asyncrl.config.load import load
 from asyncrl.config.tree import Config
-from asyncrl.experiments.simulate.outcome import SimulationOutcome, simulate
+from asyncrl.experiments.simulate.simulation import Simulation, SimulationOutcome
 from asyncrl.experiments.simulate.times import TimeModel
+from asyncrl.experiments.simulate.what_if import SimulateSeeds, simulate_seeds
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -51,5 +53,16 @@ def config(*sets: str) -> Config:
     )
 
 
+def simulate(
+    config: Config, known: TimeModel, seed: int = 0, *, evaluate: bool = False
+) -> SimulationOutcome:
+    return Simulation(config, known, seed, evaluate=evaluate).run()
+
+
 def run(known: TimeModel, *sets: str, seed: int = 0) -> SimulationOutcome:
-    return simulate(config(*sets), known, seed, evaluate=False)
+    return simulate(config(*sets), known, seed)
+
+
+def with_seeds(known: TimeModel, seeds: int) -> SimulateSeeds:
+    """What simulates a config with these times, once per seed."""
+    return functools.partial(simulate_seeds, times=known, seeds=seeds, evaluate=False)

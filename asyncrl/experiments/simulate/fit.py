@@ -16,7 +16,7 @@ from actors.turn import DECODE_STEPS
 from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
-from asyncrl.experiments.simulate.times import Spec, TimeModel, change
+from asyncrl.experiments.simulate.times import TimeModel, change
 from asyncrl.models.devices import has_cuda
 from asyncrl.records import jsonl, metrics, process_log, rundir, trace
 from asyncrl.records.trace import TraceSpan
@@ -26,6 +26,7 @@ MOST_BESIDE = 3.0  # bound of the factor by which generators and learner slow ea
 WAIT_S = 0.03  # a longer pause of a process counts as a wait
 
 Interval = tuple[float, float]
+Numbers = NDArray[np.float64]
 
 
 class EngineCall(NamedTuple):
@@ -48,13 +49,13 @@ def fit(run_dir: Path) -> tuple[TimeModel, Config]:
     rundir.require_run(run_dir)
     config = load.load(run_dir / "config.toml")
     lanes = trace.read_sized_spans(run_dir)
-    rewards = [lanes[name] for name in lanes if name.endswith("-rewards")]
+    learner = lanes.get("learner", [])
+    rewards = [span for name in lanes if name.endswith("-rewards") for span in lanes[name]]
     generators = [
         spans
         for name, spans in lanes.items()
         if name.startswith("generator-") and not name.endswith("-rewards")
     ]
-    learner = lanes.get("learner", [])
     calls = [call for spans in generators for call in list_engine_calls(spans)]
     trains = [span for span in learner if span.name == "train" and span.size]
     if len(calls) < FEWEST or len(trains) < 5:
@@ -69,22 +70,31 @@ def fit(run_dir: Path) -> tuple[TimeModel, Config]:
             "engine, and its trace lacks the number of steps; make a run with this version"
         )
     times = change(TimeModel(), **_fit_decode(calls, trains))
-    times = change(times, **_fit_learner(times, trains, learner, calls))
-    times = change(times, **_fit_lengths(run_dir, config))
-    batch, commit = _fit_batch(times, learner, calls), _fit_commit(times, learner, generators)
-    times = change(times, batch=batch, commit=commit, ready=_fit_ready(times, learner))
-    # each sample of a batched call gets its share
-    shares = [
-        (span.end - span.start) / (span.size or 1)
-        for spans in rewards
-        for span in spans
-        for _ in range(span.size or 1)
-    ]
-    swaps = _find_swaps(generators)
-    times = change(times, reward=shares or times.reward, swap=swaps or times.swap)
+    times = change(times, **_fit_train(times, trains, calls), **_fit_lengths(run_dir, config))
+    times = change(times, **_fit_waits(times, learner, generators, calls))
+    swaps = _list_durations("weights", *generators)
+    # the trace also has polls for a version that was not published yet, which are short
+    typical_swap = statistics.median(swaps or [0])
+    measured = {
+        "publish": _list_durations("publish", learner),
+        "checkpoint": _list_durations("checkpoint", learner),
+        "swap": [seconds for seconds in swaps if seconds > typical_swap / 5],
+        # each sample of a batched call gets its share
+        "reward": [
+            (span.end - span.start) / (span.size or 1)
+            for span in rewards
+            for _ in range(span.size or 1)
+        ],
+    }
+    times = change(times, **{name: values for name, values in measured.items() if values})
     if config.learner.gpus or config.generator.gpus or has_cuda():
         return times, config
     return change(times, cores=process_log.find_shared_cores(run_dir)), config
+
+
+def _list_durations(name: str, *lanes: Sequence[TraceSpan]) -> list[float]:
+    spans = itertools.chain(*lanes)
+    return [round(span.end - span.start, 6) for span in spans if span.name == name]
 
 
 def list_engine_calls(spans: Sequence[TraceSpan]) -> list[EngineCall]:
@@ -103,39 +113,32 @@ def list_engine_calls(spans: Sequence[TraceSpan]) -> list[EngineCall]:
     calls = []
     for (call, new_rows, _), (next_call, next_new_rows, swapped) in itertools.pairwise(decodes):
         rows = call.size or 0
-        remaining = (next_call.size or 0) - next_new_rows
+        remaining = max(0, (next_call.size or 0) - next_new_rows)
         steps, pause = call.steps, None
-        if remaining > 0:
+        if remaining:
             steps = DECODE_STEPS if steps is None else steps
             pause = next_call.start - call.end - swapped
-        finished = rows - max(0, remaining)
-        calls.append(EngineCall(*call[1:3], rows, new_rows, steps, finished, pause))
+        calls.append(EngineCall(*call[1:3], rows, new_rows, steps, rows - remaining, pause))
     return calls
 
 
-def compute_overlap(start: float, end: float, intervals: Sequence[Interval]) -> float:
-    """Return the share of [start, end] covered by `others`, sorted and disjoint."""
-    index = bisect.bisect_left(intervals, start, key=lambda interval: interval[1])
-    covered = 0.0
-    for low, high in itertools.takewhile(lambda interval: interval[0] < end, intervals[index:]):
-        covered += min(end, high) - max(start, low)
-    return covered / max(end - start, 1e-9)
-
-
-def unite(intervals: Iterable[Interval]) -> list[Interval]:
-    """Merge overlapping intervals; the result is sorted."""
-    merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+def compute_overlaps(spans: Iterable[Interval], others: Iterable[Interval]) -> Numbers:
+    """Return the share of each of `spans` that `others` cover; both are (start, end)."""
+    edges: list[float] = []  # of the united others
+    for start, end in sorted(others):
+        if edges and start <= edges[-1]:
+            edges[-1] = max(end, edges[-1])
         else:
-            merged.append((start, end))
-    return merged
+            edges += [start, end]
+    lengths = np.diff(edges, prepend=edges[0])
+    lengths[::2] = 0  # from an end to the next start
+    starts, ends = np.array([*spans]).T
+    covered = np.interp(ends, edges, lengths.cumsum()) - np.interp(starts, edges, lengths.cumsum())
+    shares: Numbers = covered / np.maximum(ends - starts, 1e-9)
+    return shares
 
 
-def solve(
-    columns: Sequence[Sequence[float]] | NDArray[np.float64], seconds: Sequence[float]
-) -> tuple[NDArray[np.float64], float]:
+def solve(columns: Numbers, seconds: Sequence[float] | Numbers) -> tuple[Numbers, float]:
     """Return coefficients of at least 0 and the residual.
 
     columns: [calls, coefficients].
@@ -143,10 +146,8 @@ def solve(
     """
     from scipy.optimize import nnls
 
-    measured = np.asarray(seconds)
-    weight = 1 / np.sqrt(np.maximum(measured, 1e-3))
-    rows = np.asarray(columns, dtype=float) * weight[:, None]
-    solution: tuple[NDArray[np.float64], float] = nnls(rows, measured * weight)
+    weight = 1 / np.sqrt(np.maximum(seconds, 1e-3))
+    solution: tuple[Numbers, float] = nnls(columns * weight[:, None], seconds * weight)
     return solution
 
 
@@ -155,36 +156,35 @@ def _fit_decode(calls: Sequence[EngineCall], trains: Sequence[TraceSpan]) -> dic
     from scipy.optimize import minimize_scalar
 
     timed = [call for call in calls if call.steps is not None]
-    training = unite((train.start, train.end) for train in trains)
-    seconds = [call.end - call.start for call in timed]
-    shares = np.array([compute_overlap(call.start, call.end, training) for call in timed])
+    seconds = np.array([call.end - call.start for call in timed])
+    shares = compute_overlaps((call[:2] for call in timed), (train[1:3] for train in trains))
     columns = np.array(
         [[call.steps or 0, (call.steps or 0) * call.rows, call.admitted] for call in timed], float
     )
 
-    def slow_down(factor: float) -> NDArray[np.float64]:
-        """Return the columns with `factor` on the share beside training."""
-        slowed: NDArray[np.float64] = columns * (1 + (factor - 1) * shares)[:, None]
-        return slowed
+    def slow_down(factor: float) -> Numbers:
+        """Return the slowdown of each call: `factor` on its share beside training."""
+        slowdown: Numbers = 1 + (factor - 1) * shares
+        return slowdown
+
+    def solve_beside(factor: float) -> tuple[Numbers, float]:
+        return solve(columns * slow_down(factor)[:, None], seconds)
 
     beside = 1.0
     if sum(shares < 0.1) >= FEWEST and sum(shares > 0.9) >= FEWEST:
-        beside = float(
-            minimize_scalar(
-                lambda factor: solve(slow_down(factor), seconds)[1],
-                bounds=(1.0, MOST_BESIDE),
-                method="bounded",
-            ).x
+        found = minimize_scalar(
+            lambda factor: solve_beside(factor)[1], bounds=(1.0, MOST_BESIDE), method="bounded"
         )
-    coefficients = solve(slow_down(beside), seconds)[0]
+        beside = float(found.x)
+    coefficients = solve_beside(beside)[0]
     step, row, admit = map(float, coefficients)
-    expected = np.maximum(1e-9, columns @ coefficients) * (1 + (beside - 1) * shares)
-    noise = {"sequence": [round(float(x), 4) for x in np.array(seconds) / expected]}
+    expected = np.maximum(1e-9, columns @ coefficients) * slow_down(beside)
+    noise = {"sequence": [round(float(x), 4) for x in seconds / expected]}
     fitted = {"step": step, "row": row, "admit": admit, "beside": beside, "noise": noise}
-    paused = [(call, call.pause) for call in calls if call.pause is not None]
-    if len(paused) < FEWEST:  # the engine runs empty after nearly every call
+    pauses = [(x.finished, x.admitted, x.pause) for x in calls if x.pause is not None]
+    if len(pauses) < FEWEST:  # the engine runs empty after nearly every call
         return fitted
-    look, finish, new = _fit_pauses([(call.finished, call.admitted, x) for call, x in paused])
+    look, finish, new = _fit_pauses(pauses)
     return fitted | {"admit": admit + new, "look": look, "finish": finish}
 
 
@@ -203,89 +203,67 @@ def _fit_pauses(pauses: Sequence[tuple[int, int, float]]) -> tuple[float, float,
     return float(look), float(finish), float(new)
 
 
-def _fit_learner(
-    times: TimeModel,
-    trains: Sequence[TraceSpan],
-    spans: Sequence[TraceSpan],
-    calls: Sequence[EngineCall],
+def _fit_train(
+    times: TimeModel, trains: Sequence[TraceSpan], calls: Sequence[EngineCall]
 ) -> dict[str, Any]:
-    """Fit train, publish and checkpoint.
+    """Fit train and train_tokens.
 
     Each batch's seconds are scaled to the mean number of tokens and to idle generators, in the
     order of the run.
     """
-    tokens = statistics.mean(train.size or 0 for train in trains)
+    spans = [train[1:3] for train in trains]
     # a pause between two calls is work, as in the simulation
-    busy = unite((call.start, call.end + max(0.0, call.pause or 0.0)) for call in calls)
-    seconds = [
-        (train.end - train.start)
-        * tokens
-        / (train.size or 1)
-        / (1 + (times.beside - 1) * compute_overlap(train.start, train.end, busy))
-        for train in trains
-    ]
-
-    def list_durations(name: str) -> list[float]:
-        return [round(span.end - span.start, 6) for span in spans if span.name == name]
-
+    busy = [(call.start, call.end + max(0.0, call.pause or 0.0)) for call in calls]
+    slowdown = 1 + (times.beside - 1) * compute_overlaps(spans, busy)
+    sizes = np.array([train.size or 0 for train in trains])
+    seconds = np.diff(spans)[:, 0] * sizes.mean() / sizes / slowdown
     return {
-        "train": {"sequence": [round(s, 5) for s in seconds]},
-        "train_tokens": round(tokens, 1),
-        "publish": list_durations("publish") or times.publish,
-        "checkpoint": list_durations("checkpoint") or times.checkpoint,
+        "train": {"sequence": [round(float(s), 5) for s in seconds]},
+        "train_tokens": round(float(sizes.mean()), 1),
     }
 
 
-def _fit_batch(times: TimeModel, learner: Sequence[TraceSpan], calls: Sequence[EngineCall]) -> Spec:
-    """Fit `batch` to the waits of the learner.
+def _fit_waits(
+    times: TimeModel,
+    learner: Sequence[TraceSpan],
+    generators: Sequence[Sequence[TraceSpan]],
+    calls: Sequence[EngineCall],
+) -> dict[str, list[float]]:
+    """Fit batch, ready and commit.
 
-    It is the time from the last decode call's end to the training, less the times fitted elsewhere.
+    - batch: to waits of the learner, from the last decode call's end to the training
+    - ready: to the learner's messages between two updates without a wait
+    - commit: to waits of generators, from the publication to their first work afterwards
+
+    Each is without the times fitted elsewhere, and without outliers. Fewer than three values fit
+    nothing.
     """
     ends = sorted(call.end for call in calls)
-    waits = []
-    for previous, span in itertools.pairwise(learner):
-        index = bisect.bisect(ends, span.start)
-        if span.name == "train" and span.start - previous.end > WAIT_S and index:
-            waits.append(span.start - ends[index - 1])
-    finished = statistics.mean(call.finished for call in calls)
-    other_times = times.look + finished * (times.finish + times.buffer) + 2 * times.wire
-    return _select_typical(waits, other_times, times.batch)
-
-
-def _fit_ready(times: TimeModel, learner: Sequence[TraceSpan]) -> Spec:
-    """Fit `ready` to the learner's messages between two updates without a wait."""
-    gaps = [
-        span.start - previous.end
-        for previous, span in itertools.pairwise(learner)
-        if span.name == "train" and span.start - previous.end <= WAIT_S
-    ]
-    return _select_typical(gaps, 0.0, times.ready)
-
-
-def _fit_commit(
-    times: TimeModel, learner: Sequence[TraceSpan], generators: Sequence[Sequence[TraceSpan]]
-) -> Spec:
-    """Fit `commit` to the waits of generators.
-
-    It is the time from the publication to its first work afterwards, less the wires.
-    """
     published = [span.end for span in learner if span.name == "publish"]
-    waits = []
-    for previous, span in itertools.chain.from_iterable(map(itertools.pairwise, generators)):
+    waits: dict[str, list[float]] = {"batch": [], "ready": [], "commit": []}
+    for previous, span in itertools.pairwise(learner):
+        if span.name == "train":
+            if span.start - previous.end <= WAIT_S:
+                waits["ready"].append(span.start - previous.end)
+            elif index := bisect.bisect(ends, span.start):
+                waits["batch"].append(span.start - ends[index - 1])
+    for previous, span in itertools.chain(*map(itertools.pairwise, generators)):
         index = bisect.bisect(published, span.start)
-        if previous.name != "decode" or span.name == "decode" or not index:
-            continue
-        if published[index - 1] > previous.end + WAIT_S:
-            waits.append(span.start - published[index - 1])
-    return _select_typical(waits, 2 * times.wire, times.commit)
-
-
-def _select_typical(values: Sequence[float], other_times: float, default: Spec) -> Spec:
-    """Return the values less `known`, without outliers; the default for fewer than three."""
-    if len(values) < 3:
-        return default
-    median = statistics.median(values)
-    return [round(max(0.0005, value - other_times), 5) for value in values if value < 4 * median]
+        begins = previous.name == "decode" and span.name != "decode"
+        if begins and index and published[index - 1] > previous.end + WAIT_S:
+            waits["commit"].append(span.start - published[index - 1])
+    finished = statistics.mean(call.finished for call in calls)
+    others = {"batch": times.look + finished * (times.finish + times.buffer) + 2 * times.wire}
+    others["commit"] = 2 * times.wire
+    return {
+        name: [
+            round(max(0.0005, value - others.get(name, 0.0)), 5)
+            for value in values
+            if value < 4 * statistics.median(values)
+        ]
+        for name, values in waits.items()
+        if len(values) >= 3
+    }
 
 
 def _fit_lengths(run_dir: Path, config: Config) -> dict[str, Any]:
@@ -299,7 +277,7 @@ def _fit_lengths(run_dir: Path, config: Config) -> dict[str, Any]:
     complete = [lengths for lengths in groups.values() if len(lengths) == config.learner.group_size]
     if len(complete) >= 2 * FEWEST:
         return fitted | {"group_lengths": complete}
-    lengths = [float(length) for group in groups.values() for length in group]
+    lengths = [*itertools.chain(*groups.values())]
     means = [row["answer/length"] for row in rows if "answer/length" in row]
     if len(lengths) >= 2 * FEWEST:  # samples of some batches only: the metrics have the mean of all
         scale = statistics.mean(means) / statistics.mean(lengths) if means else 1.0
@@ -311,13 +289,3 @@ def _fit_lengths(run_dir: Path, config: Config) -> dict[str, Any]:
     mean = statistics.mean(means)
     longest = min(1.5 * mean, config.generator.max_new_tokens)
     return fitted | {"lengths": f"uniform({mean / 2:.1f}, {longest:.1f})"}
-
-
-def _find_swaps(generators: Sequence[Sequence[TraceSpan]]) -> list[float]:
-    """Return the seconds of loads.
-
-    The trace also has polls for a version that was not published yet, which are short.
-    """
-    loads = [s.end - s.start for spans in generators for s in spans if s.name == "weights"]
-    typical = statistics.median(loads) if loads else 0.0
-    return [round(seconds, 6) for seconds in loads if seconds > typical / 5]

@@ -6,8 +6,10 @@ of late samples.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +19,7 @@ from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.simulate import fit
-from asyncrl.experiments.simulate.outcome import SimulationOutcome, simulate
+from asyncrl.experiments.simulate.simulation import Simulation, SimulationOutcome
 from asyncrl.experiments.simulate.times import TimeModel
 from asyncrl.records import rundir
 from asyncrl.supervise.report import advice
@@ -30,12 +32,14 @@ WIDE = 0.2  # a smaller range of the mean lag is not reported
 DRIFT = 0.05  # assumed error of the learner's speed
 
 Outcome = dict[str, Any]  # SimulationOutcome averaged over seeds
-# name -> staleness.on_exceed
+# simulates a config once per seed: `simulate_seeds` with its times, seeds and evaluation given
+SimulateSeeds = Callable[..., list[SimulationOutcome]]
 TREATMENTS: dict[str, Literal["pace", "drop", "mask", "downweight"]] = {
     "wait": "pace",
     "mask": "mask",
     "downweight": "downweight",
     "drop": "drop",
+    "deadline": "pace",  # of sessions
 }
 
 
@@ -83,9 +87,10 @@ def simulate_seeds(
     evaluate: bool = True,
     scale: Mapping[str, float] | None = None,
 ) -> list[SimulationOutcome]:
+    """Simulate `config` with its seed and the next ones. scale: factors of the times by name."""
     return [
-        simulate(config, times, config.seed + offset, evaluate=evaluate, scale=scale)
-        for offset in range(seeds)
+        Simulation(config, times, seed, evaluate=evaluate, scale=scale).run()
+        for seed in range(config.seed, config.seed + seeds)
     ]
 
 
@@ -111,8 +116,9 @@ def describe_limiting_side(outcome: Outcome) -> str:
     """Describe the side that limits the run."""
     idle = outcome["idle_generator"]
     learner = outcome["idle_learner"]
+    both = f"(generators idle {idle:.0%}, learner {learner:.0%})"
     if max(idle, learner) < BUSY:
-        return f"both sides are busy (generators idle {idle:.0%}, learner {learner:.0%})"
+        return f"both sides are busy {both}"
     if learner < BUSY and learner < idle / 2:
         return f"the learner limits it (idle {learner:.0%}; the generators {idle:.0%})"
     if idle < BUSY and idle < learner / 2:
@@ -122,7 +128,7 @@ def describe_limiting_side(outcome: Outcome) -> str:
             f"the buffer limits it (idle {outcome['idle_buffer']:.0%}; the generators {idle:.0%}, "
             f"the learner {learner:.0%})"
         )
-    return f"both sides wait for each other (generators idle {idle:.0%}, learner {learner:.0%})"
+    return f"both sides wait for each other {both}"
 
 
 def answer(
@@ -132,73 +138,68 @@ def answer(
     changed: Sequence[SimulationOutcome],
     drifted: Sequence[SimulationOutcome] = (),
 ) -> WhatIfAnswer:
-    """Compare `other` with `base`, paired by seed.
+    """Compare `changed` with `base`, paired by seed.
 
     instead: the setting of the base.
-    drifted: `other` with a faster and a slower learner.
+    drifted: `changed` with a faster and a slower learner.
     """
     ratios = [
         o.tokens_per_s / max(b.tokens_per_s, 1e-9) for b, o in zip(base, changed, strict=True)
     ]
-    ratio = sum(ratios) / len(ratios)
-    base_average, average = average_outcomes(base), average_outcomes(changed)
-    spread = f" (seeds {min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
+    ratio, least, largest = sum(ratios) / len(ratios), min(ratios), max(ratios)
+    before, after = average_outcomes(base), average_outcomes(changed)
+    spread = f" (seeds {least:.2f} to {largest:.2f})" if len(ratios) > 1 else ""
     if abs(ratio - 1) < NOTHING:
         gain = f"about the same throughput, {ratio:.2f} times{spread}"
     else:
         gain = (
-            f"{ratio:.2f} times the throughput{spread}, {average['tokens_per_s']:,.0f} tokens/s "
-            f"instead of {base_average['tokens_per_s']:,.0f}"
+            f"{ratio:.2f} times the throughput{spread}, {after['tokens_per_s']:,.0f} tokens/s "
+            f"instead of {before['tokens_per_s']:,.0f}"
         )
-    lags = [average["lag_mean"], *(outcome.lag_mean for outcome in drifted)]
+    lags = [after["lag_mean"], *(outcome.lag_mean for outcome in drifted)]
     low, high = min(lags), max(lags)
     uncertainty = f" ({low:.2f} to {high:.2f} if the learner's speed is {DRIFT:.0%} off)"
     return WhatIfAnswer(
         question=question,
         ratio=ratio,
-        least=min(ratios),
-        largest=max(ratios),
+        least=least,
+        largest=largest,
         sentence=f"{question[0].upper()}{question[1:]} instead of {instead}: {gain}; mean lag "
-        f"{average['lag_mean']:.2f}{uncertainty if high - low > WIDE else ''} instead of "
-        f"{base_average['lag_mean']:.2f}; then {describe_limiting_side(average)}.",
-        outcome=average,
+        f"{after['lag_mean']:.2f}{uncertainty if high - low > WIDE else ''} instead of "
+        f"{before['lag_mean']:.2f}; then {describe_limiting_side(after)}.",
+        outcome=after,
         lag_range=(low, high) if drifted else None,
     )
 
 
 def answer_questions(
     config: Config,
-    times: TimeModel,
+    run: SimulateSeeds,
     base: Sequence[SimulationOutcome],
     limits: Sequence[float],
     added_generators: Sequence[int],
     syncs: Sequence[float],
-    *,
-    evaluate: bool = True,
 ) -> list[WhatIfAnswer]:
-    """Answer each question, simulated with the seeds of `base`."""
-
-    def run(changed: Config, scale: Mapping[str, float] | None = None) -> list[SimulationOutcome]:
-        return simulate_seeds(changed, times, len(base), evaluate=evaluate, scale=scale)
-
-    results = []
+    """Answer each question. base: the outcomes of `config`."""
+    answers = []
     for limit in limits:
         changed = change_limit(config, limit)
         drifted = [
-            simulate(changed, times, config.seed, evaluate=evaluate, scale={"train": factor})
+            outcome
             for factor in (1 - DRIFT, 1 + DRIFT)
+            for outcome in run(changed, seeds=1, scale={"train": factor})
         ]
         instead = f"{config.staleness.limit:g}"
-        results.append(answer(f"a limit of {limit:g}", instead, base, run(changed), drifted))
+        answers.append(answer(f"a limit of {limit:g}", instead, base, run(changed), drifted))
     for extra in added_generators:
         count = config.generators + extra
         outcomes = run(replace(config, generators=count))
-        results.append(answer(f"{count} generators", f"{config.generators}", base, outcomes))
+        answers.append(answer(f"{count} generators", f"{config.generators}", base, outcomes))
     for factor in syncs:
-        outcomes = run(config, {"publish": 1 / factor, "swap": 1 / factor})
+        outcomes = run(config, scale={"publish": 1 / factor, "swap": 1 / factor})
         question = f"a weight sync {factor:g} times as fast"
-        results.append(answer(question, "the present one", base, outcomes))
-    return results
+        answers.append(answer(question, "the present one", base, outcomes))
+    return answers
 
 
 def predict(run_dir: Path) -> dict[str, str]:
@@ -209,19 +210,17 @@ def predict(run_dir: Path) -> dict[str, str]:
     config = load.load(run_dir / "config.toml")
     is_finished = rundir.is_finished(run_dir, config.learner.steps)
     rules = {line.rule for line in advice.list_advice(config, run_dir, ended=is_finished)}
-    limit = config.staleness.limit
-    questions: dict[str, tuple[list[float], list[int]]] = {
-        "learner_waits": ([], [1]),
-        "both_wait": ([limit + 1], []),
+    limits: dict[str, list[float]] = {
+        "learner_waits": [],
+        "both_wait": [config.staleness.limit + 1],
     }
     predictions = {}
-    for rule in rules & set(questions):
+    for rule in rules & limits.keys():
         try:
             times, config = fit.fit(run_dir)
-            base = simulate_seeds(config, times, 1, evaluate=False)
-            (prediction,) = answer_questions(
-                config, times, base, *questions[rule], [], evaluate=False
-            )
+            run = functools.partial(simulate_seeds, times=times, seeds=1, evaluate=False)
+            more = [] if limits[rule] else [1]
+            (prediction,) = answer_questions(config, run, run(config), limits[rule], more, [])
         except ConfigError:
             continue
         predictions[rule] = prediction.sentence.rstrip(".")
@@ -230,22 +229,17 @@ def predict(run_dir: Path) -> dict[str, str]:
 
 def sweep(
     config: Config,
-    times: TimeModel,
+    run: SimulateSeeds,
     limits: Sequence[float],
     generators: Sequence[int],
-    seeds: int,
     known_outcomes: Mapping[tuple[int, float], Outcome],
-    *,
-    evaluate: bool = True,
 ) -> list[Outcome]:
-    """Simulate every limit with every number of generators; reuse the outcomes in `done`."""
-
-    def simulate_point(count: int, limit: float) -> Outcome:
-        changed = change_limit(replace(config, generators=count), limit)
-        return average_outcomes(simulate_seeds(changed, times, seeds, evaluate=evaluate))
-
-    points = ((count, limit) for count in generators for limit in limits)
-    return [known_outcomes.get(point) or simulate_point(*point) for point in points]
+    """Simulate every limit with every number of generators; reuse the known outcomes."""
+    return [
+        known_outcomes.get((count, limit))
+        or average_outcomes(run(change_limit(replace(config, generators=count), limit)))
+        for count, limit in itertools.product(generators, limits)
+    ]
 
 
 # ---- treatments of late samples ------------------------------------------------------------------
@@ -269,12 +263,7 @@ def check_treatments(config: Config, deadline_s: float | None = None) -> None:
 
 
 def compare_treatments(
-    config: Config,
-    times: TimeModel,
-    seeds: int,
-    deadline_s: float | None = None,
-    *,
-    evaluate: bool = True,
+    config: Config, simulate: SimulateSeeds, deadline_s: float | None = None
 ) -> list[Outcome]:
     """Simulate every treatment of late samples, and for sessions `wait` with a deadline.
 
@@ -282,21 +271,18 @@ def compare_treatments(
     Raises ConfigError.
     """
     check_treatments(config, deadline_s)
-    sessions = config.agent.uses_sessions
-
-    def run(name: str, on_exceed: Literal["pace", "drop", "mask", "downweight"]) -> Outcome:
+    rows: list[Outcome] = []
+    for name, on_exceed in TREATMENTS.items():
+        if name == "deadline":
+            if not config.agent.uses_sessions:
+                break
+            limit = rows[0]["sample_p90_s"] if deadline_s is None else deadline_s
+            config = replace(config, agent=replace(config.agent, deadline_s=limit))
         staleness = replace(config.staleness, on_exceed=on_exceed, wait=0.0)
-        changed = replace(config, staleness=staleness)
-        outcome = average_outcomes(simulate_seeds(changed, times, seeds, evaluate=evaluate))
-        deadline = config.agent.deadline_s if sessions else None
-        return {"name": name, "deadline_s": deadline} | outcome
-
-    outcomes = [run(name, on_exceed) for name, on_exceed in TREATMENTS.items()]
-    if sessions:
-        limit = outcomes[0]["sample_p90_s"] if deadline_s is None else deadline_s
-        config = replace(config, agent=replace(config.agent, deadline_s=limit))
-        outcomes.append(run("deadline", "pace"))
-    return [summarize_treatment(outcome) for outcome in outcomes]
+        outcome = average_outcomes(simulate(replace(config, staleness=staleness)))
+        deadline = config.agent.deadline_s if config.agent.uses_sessions else None
+        rows.append({"name": name, "deadline_s": deadline} | summarize_treatment(outcome))
+    return rows
 
 
 def summarize_treatment(outcome: Outcome) -> Outcome:
@@ -309,7 +295,7 @@ def summarize_treatment(outcome: Outcome) -> Outcome:
     """
     losses, sampled = outcome["losses"], max(outcome["generated"], 1)
     dropped = losses.get("dropped_stale", 0) + losses.get("abandoned", 0)
-    copied = ("name", "deadline_s", "tokens_per_s", "lag_mean", "lag_p95", "lag_max")
+    copied = ("tokens_per_s", "lag_mean", "lag_p95", "lag_max", "sample_p90_s")
     return {name: outcome[name] for name in copied} | {
         "learner_idle": outcome["idle_learner"],
         "dropped": dropped / sampled,

@@ -1,0 +1,836 @@
+"""Discrete-event simulation of a run: the parts of a run, with times in place of the model.
+
+Store, admission, evaluations, the queue of requests and the generator's schedule are the real ones.
+The loops around them follow buffer/service.py (`Simulation.handle`), learner/loop.py
+(`Simulation.learn`) and actors/generator.py (`SimulatedGenerator.work`). A loop is a Python
+generator that yields the time at which it continues, or None if a message wakes it.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import heapq
+import itertools
+import math
+import os
+import random
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any
+
+import msgspec
+
+from actors.delivery import LINGER_S, estimate_size
+from actors.schedule import Key, TicketSchedule
+from actors.turn import (
+    DECODE_STEPS,
+    IDLE_POLL_S,
+    count_samples_to_request,
+    list_ticket_progress,
+)
+from asyncrl.config.tree import Config
+from asyncrl.contract.admission import LimitEvidence, TicketQueue, divides_batches
+from asyncrl.contract.errors import AsyncrlError, ConfigError
+from asyncrl.contract.freshness.meter import BatchMeter
+from asyncrl.contract.messages import (
+    EVAL_BASE,
+    LOST,
+    RENEW_S,
+    LearnerHello,
+    PolicyAnnouncement,
+    Prompt,
+    RewardFailure,
+    Ticket,
+    Trajectory,
+    VersionSpan,
+    WeightsSource,
+)
+from asyncrl.contract.versions import Label
+from asyncrl.experiments.simulate.times import (
+    DISTRIBUTIONS,
+    TimeModel,
+    make_sampler,
+    make_sequence_sampler,
+)
+from asyncrl.tasks.evaluation_sets import build_task
+from buffer.evaluation import Evaluations
+from buffer.groups import make_store_settings
+from buffer.ledger import sum_tokens
+from buffer.service import make_evaluations
+from buffer.store import Store
+from buffer.training_log import count_trained_lags, mean, quantile
+
+EPOCH = 1
+NO_PROMPT = Prompt(0, "")
+PARTS = 8  # of an update, each of which is slowed down by what runs at its start
+Loop = Generator[float | None, None, None]
+
+_TOKENS: dict[int, bytes] = {}
+
+
+class SimulationOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """The results of one simulated run.
+
+    Times are simulated seconds, lags are versions, shares lie in [0, 1].
+    """
+
+    max_lag: float
+    limit_mean: float  # admission window, over the commits: max_lag if it is always filled
+    generators: int
+    steps: int
+    seconds: float  # first ticket to last commit
+    step_s: float
+    tokens: int  # trained
+    tokens_per_s: float  # trained, per second
+    samples_per_s: float
+    idle_generator: float
+    idle_learner: float
+    idle_buffer: float
+    waited_share: float  # the same as idle_learner
+    lag_mean: float
+    lag_p95: int
+    lag_max: int
+    # closed form of the mean lag: samples that wait for their training, over those of a batch
+    lag_closed_form: float
+    lag_in_flight: float  # mean over samples: until delivery
+    lag_in_queue: float  # and from there to training
+    lag_histogram: dict[int, float]  # lag -> share of the trained tokens
+    tickets_mean: float  # groups that generators hold, over time
+    tickets_max: int
+    alive_mean: float  # groups outstanding, stored or leased
+    faded_share: float  # of the trained tokens: removed by the staleness weight
+    sample_p90_s: float  # seconds from a sample's start to its last token: a tenth take longer
+    cut_share: float  # of the samples: ended by agent.deadline_s
+    losses: dict[str, int]  # reason -> tokens, without those trained and those left at the end
+    generated: int
+    left_over: int
+    took_s: float  # real seconds of the simulation
+
+
+class Simulation:
+    """A run of `config` with `times`: the clock, the buffer around the real store, the learner.
+
+    scale: factors of the times by name.
+    Raises ConfigError for settings that are not simulated.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        times: TimeModel,
+        seed: int = 0,
+        *,
+        evaluate: bool = True,
+        scale: Mapping[str, float] | None = None,
+    ) -> None:
+        if times.failed and config.reward.on_error == "stop":
+            raise ConfigError(
+                "--time failed=...: with reward.on_error = stop the first failed reward ends the "
+                "run; set it to drop"
+            )
+        if len(config.agents) > 1:
+            raise ConfigError(
+                "task.mixture: parts with agents of their own are not simulated; simulate each "
+                "part with its [agent] alone"
+            )
+        self.config, self.times, self.scale = config, times, scale or {}
+        self.now = 0.0
+        self.stopped = False
+        self.events: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
+        self.count = itertools.count()
+        self.rng = random.Random(seed)
+        self.samplers = {
+            name: make_sampler(getattr(times, name), self.rng, name, self.get_stage)
+            for name in DISTRIBUTIONS
+        }
+        self.sample_length = _make_length_sampler(times, config, self.rng)
+        # the buffer
+        settings = make_store_settings(config)
+        settings.lease_s = inf  # leases are not renewed; only a lost generator ends them
+        evaluations = make_evaluations(config, build_task(config)) if evaluate else Evaluations()
+        if evaluations.prompt is not None:
+            evaluations.prompt = lambda split, index: NO_PROMPT
+        self.store = Store(settings, lambda index: NO_PROMPT, evaluations)
+        self.free_at = self.worked = 0.0  # time at which it is free; seconds of work so far
+        # requests: the generator, and the number of its request
+        self.requests: TicketQueue[tuple[SimulatedGenerator, int]] = TicketQueue(
+            settings.evaluators
+        )
+        self.awake: dict[str, SimulatedGenerator] = {}
+        self.asks: deque[int] = deque()
+        self.unready: tuple[int, int, int] | None = None  # state at the last ask without a batch
+        self.announced_at = self.handled_at = 0.0
+        self.meter = BatchMeter()
+        # the learner
+        self.number = 0  # of the batch in training
+        self.batches: dict[int, int] = {}  # number -> tokens
+        self.training = self.goodbye = False
+        self.trained_s = 0.0
+        # results
+        self.first_ticket: float | None = None
+        self.last_commit = 0.0
+        self.generator_times: list[tuple[float, float]] = []
+        self.alive_seconds = self.ticket_seconds = 0.0  # groups outstanding or leased, over time
+        self.most_tickets = 0
+        self.lags: dict[int, dict[int, int]] = {}  # batch -> trained tokens by lag
+        # of each batch: mean lag of its samples in flight, in queue
+        self.splits: list[tuple[float, float]] = []
+        # after each commit: the limit of new tickets, groups outstanding
+        self.limits: list[tuple[float, int]] = []
+        self.sample_seconds: list[float] = []  # from each sample's start to its end
+        self.cut = 0  # samples that agent.deadline_s ended
+        self.generators = [
+            SimulatedGenerator(self, f"generator-{index}") for index in range(config.generators)
+        ]
+        self.capacity = sum(generator.most_open for generator in self.generators)
+        learner, cores = config.learner, times.cores
+        threads = learner.ranks * learner.threads + config.generators * config.generator.threads
+        divides = cores is None or divides_batches(config.staleness.limit, threads, int(cores))
+        self.divided_batch = settings.batch_samples if divides else inf
+        self.learner = self.learn()
+
+    # ---- the clock -------------------------------------------------------------------------------
+
+    def schedule(self, when: float, handler: Callable[..., object], *args: Any) -> None:
+        """Call `handler` at the time `when`; simultaneous calls keep their order."""
+        heapq.heappush(self.events, (when, next(self.count), handler, args))
+
+    def resume(self, loop: Loop) -> None:
+        """Continue a loop."""
+        if (when := next(loop, None)) is not None:
+            self.schedule(when, self.resume, loop)
+
+    def get_stage(self) -> float:
+        """Return the completed share of the run."""
+        return self.number / self.config.learner.steps
+
+    def sample_time(self, name: str) -> float:
+        """Sample the time `name` of the time model."""
+        return self.samplers[name]() * self.scale.get(name, 1.0)
+
+    def compute_slowdown(self) -> float:
+        """Return the factor on the time of a decode call or a part of an update that starts now."""
+        busy = self.training + len(self.awake)
+        if self.times.cores is None:
+            return self.times.beside if self.training and self.awake else 1.0
+        return max(1.0, busy / self.times.cores) * (self.times.beside if busy > 1 else 1.0)
+
+    # ---- the buffer ------------------------------------------------------------------------------
+
+    def send(self, handler: Callable[..., object], *args: Any, work: float = 0.0) -> None:
+        """Send the buffer a message, handled after the wire time and earlier messages."""
+        self.free_at = max(self.now + self.times.wire, self.free_at) + work
+        self.worked += work
+        self.schedule(self.free_at, self.handle, handler, *args)
+
+    def handle(self, handler: Callable[..., object] = lambda: None, *args: Any) -> None:
+        """Handle a message, then reply as far as the store allows."""
+        if self.store.committed < self.config.learner.steps:
+            elapsed = self.now - self.handled_at
+            self.alive_seconds += len(self.store.alive) * elapsed
+            self.ticket_seconds += self.store.leases.count() * elapsed
+        self.handled_at = self.now
+        handler(*args)
+        while self.asks and self.lease(self.asks[0]):
+            self.asks.popleft()
+        self.grant()
+        self.most_tickets = max(self.most_tickets, self.store.leases.count())
+        self.stopped = self.goodbye and not self.store.evaluations.is_pending
+
+    def on_delivery(self, generator: SimulatedGenerator, samples: list[Trajectory]) -> None:
+        tickets = {sample.ticket for sample in samples} & self.store.alive.keys()
+        for sample in samples:
+            self.store.deliver(sample, self.now)
+        self.meter.on_complete(filter(self.store.is_complete, tickets), self.now)
+        self.announce(generator)
+
+    def on_session(self, generator: SimulatedGenerator, session: int) -> None:
+        """End the older leases of a lost generator that has returned."""
+        self.store.end_sessions(generator.name, session)
+        self.requests.remove(generator.name)
+
+    def on_commit(self, number: int, idle: float) -> None:
+        store, now = self.store, self.now
+        evidence = None
+        if floor := store.settings.ess_floor:  # tokens have no ratios here
+            ess = {lag: self.times.ess**lag for lag in self.lags[number]}
+            mean_ess = sum(n * ess[lag] for lag, n in self.lags[number].items())
+            mean_ess /= sum(self.lags[number].values())
+            unsafe = min((lag for lag in ess if ess[lag] < floor), default=inf)
+            evidence = LimitEvidence(mean_ess, unsafe - 1, idle)
+        timing = self.meter.on_commit(store.comps[number - store.base], idle, now)
+        label = Label(EPOCH, number + 1)
+        store.commit(number, label, str(number + 1), evidence=evidence, timing=timing, now=now)
+        if (opens := store.next_opening(now)) < inf:
+            self.schedule(opens, self.handle)
+        self.announced_at = self.last_commit = now
+        self.limits.append((store.current_window(), len(store.alive)))
+        if store.committed == self.config.learner.steps:
+            self.record_generator_times()
+        for generator in list(self.awake.values()):
+            if store.settings.wait or generator.name in self.requests:
+                self.announce(generator)
+
+    def on_goodbye(self) -> None:
+        self.goodbye = True
+
+    def announce(self, generator: SimulatedGenerator) -> None:
+        """Send the announcement that is part of a reply.
+
+        A sleeping generator computes its swap when it wakes (its `catch_up`).
+        """
+        if not generator.sleeping and generator.announced != self.store.policy:
+            generator.announced = self.store.policy
+            announcement = self.store.make_announcement()
+            generator.call(self.now + self.times.wire, generator.schedule.announce, announcement)
+
+    def lease(self, number: int) -> bool:
+        """Send batch `number` to the learner if it is complete."""
+        store = self.store
+        state = store.completions, store.committed, len(store.alive)
+        if state == self.unready:
+            return False
+        groups, _ = store.ask(EPOCH, number)
+        self.unready = None if groups else state
+        if not groups:
+            return False
+        batch = store.make_batch(groups, EPOCH, number)
+        limit = store.max_lag if store.settings.on_exceed == "mask" else inf
+        self.lags[number] = count_trained_lags(batch, limit)
+        flight = sum(batch.in_flight) / max(len(batch.samples), 1)
+        self.splits.append((flight, sum(batch.lags) / max(len(batch.samples), 1) - flight))
+        tokens = sum(sample.length for sample in batch.samples)
+        self.schedule(self.now + self.sample_time("batch"), self.on_batch, number, tokens)
+        return True
+
+    def grant(self) -> None:
+        """Grant tickets to waiting generators; see `BufferService.grant`."""
+
+        def grant(name: str, samples: int, request: tuple[SimulatedGenerator, int]) -> bool:
+            generator, sequence = request
+            tickets = self.store.grant(name, generator.session, samples, self.now)
+            if not tickets:
+                return False
+            training = [ticket.ticket for ticket in tickets if ticket.kind == "train"]
+            self.meter.on_grant(training, self.now)
+            if self.first_ticket is None and training:
+                self.first_ticket = self.now
+                self.record_generator_times()
+            generator.announced = self.store.policy
+            arrival, announcement = self.now + self.times.wire, self.store.make_announcement()
+            generator.call(arrival, generator.on_grant, sequence, tickets, announcement)
+            return True
+
+        self.requests.serve(self.divided_batch, grant)
+        self.meter.on_free(self.requests.free, self.capacity, self.now)
+
+    # ---- the learner -----------------------------------------------------------------------------
+
+    def on_batch(self, number: int, tokens: int) -> None:
+        self.batches[number] = tokens
+        if not self.training:
+            self.resume(self.learner)
+
+    def learn(self) -> Loop:
+        """Ask, train, publish, commit, and checkpoint when due."""
+        settings = self.config.learner
+        began, saved = 0.0, deque([0], settings.keep_checkpoints)
+        while self.number < settings.steps:
+            if not self.number or not settings.prefetch:
+                self.send(self.asks.append, self.number)
+            if self.number in self.batches:
+                self.training = True
+                if ready := self.sample_time("ready"):
+                    yield self.now + ready
+            else:
+                yield None
+                self.training = True
+            start, tokens = self.now, self.batches.pop(self.number)
+            if settings.prefetch and self.number + 1 < settings.steps:
+                self.send(self.asks.append, self.number + 1)
+            scale = tokens / self.times.train_tokens if self.times.train_tokens else 1.0
+            part = self.sample_time("train") * scale / PARTS
+            for _ in range(PARTS):
+                yield self.now + part * self.compute_slowdown()
+            yield self.now + self.sample_time("publish")
+            seconds = self.now - start
+            self.trained_s += seconds
+            idle = max(0.0, 1 - seconds / max(self.now - began, 1e-9))
+            began = self.now
+            self.number += 1
+            self.send(self.on_commit, self.number - 1, idle, work=self.sample_time("commit"))
+            pause = 0.0
+            if self.number % settings.checkpoint_every == 0 or self.number == settings.steps:
+                pause = self.sample_time("checkpoint")
+                saved.append(self.number)
+            yield self.now + pause
+            self.training = False
+            if pause:
+                self.send(self.store.retire_batches, saved[0])
+        self.send(self.on_goodbye)
+
+    # ---- the results -----------------------------------------------------------------------------
+
+    def run(self) -> SimulationOutcome:
+        """Run to the end.
+
+        Raises AsyncrlError past a failure budget, or if no part can make progress, which would
+        break the store's rules.
+        """
+        start = time.perf_counter()
+        limit = self.config.staleness.limit
+        hello = LearnerHello(
+            protocol=1,
+            run="",
+            epoch=EPOCH,
+            label=Label(EPOCH, 0),
+            parent=None,
+            digest="0",
+            next_ticket=0,
+            origin=0,
+            max_lag=limit,
+            source=WeightsSource(EPOCH, "", "", ""),
+            ring=[],
+        )
+        self.send(self.store.follow_learner, hello)
+        self.resume(self.learner)
+        for generator in self.generators:
+            generator.request_tickets()
+        collects = gc.isenabled()
+        # the garbage collector would take two fifths of the time: a million small objects are alive
+        gc.disable()
+        try:
+            while self.events and not self.stopped:
+                self.now, _, handler, args = heapq.heappop(self.events)
+                handler(*args)
+        finally:
+            if collects:
+                gc.enable()
+        if not self.stopped:
+            raise AsyncrlError(
+                f"the simulated run makes no progress at batch {self.number} of "
+                f"{self.config.learner.steps}; this is a bug in asyncrl, please report it"
+            )
+        return self.make_outcome(time.perf_counter() - start)
+
+    def record_generator_times(self) -> None:
+        """Record the generators' busy and idle seconds: at the first ticket, the last commit."""
+        times = [generator.measure_times() for generator in self.generators]
+        self.generator_times.append(
+            (sum(busy for busy, _ in times), sum(idle for _, idle in times))
+        )
+
+    def make_outcome(self, took_s: float) -> SimulationOutcome:
+        learner, staleness = self.config.learner, self.config.staleness
+        counts: Counter[int] = Counter()
+        for row in self.lags.values():
+            counts.update(row)
+        tokens, steps = sum(counts.values()), len(self.lags)
+        durations = sorted(self.sample_seconds)
+        seconds = max(self.last_commit - (self.first_ticket or 0.0), 1e-9)
+        ledger = self.store.sum_ledger()
+        # as in the summary of a run: of the time from the first ticket to the last commit
+        (busy_before, idle_before), (busy, idle) = self.generator_times
+        busy, idle = busy - busy_before, idle - idle_before
+        idle_learner = max(0.0, 1 - self.trained_s / seconds)
+        waiting = max(0.0, self.alive_seconds - learner.groups * self.trained_s) / seconds
+        faded = 0.0
+        if staleness.on_exceed == "downweight":
+            for lag, count in counts.items():
+                faded += count * (
+                    1.0 - 0.5 ** (max(0.0, lag - staleness.limit) / staleness.half_life)
+                )
+        return SimulationOutcome(
+            max_lag=staleness.limit,
+            limit_mean=average([limit for limit, _ in self.limits]),
+            generators=self.config.generators,
+            steps=steps,
+            seconds=seconds,
+            step_s=seconds / max(steps, 1),
+            tokens=tokens,
+            tokens_per_s=tokens / seconds,
+            samples_per_s=steps * learner.groups * learner.group_size / seconds,
+            idle_generator=idle / max(busy + idle, 1e-9),
+            idle_learner=idle_learner,
+            idle_buffer=max(0.0, 1 - self.worked / max(self.now, 1e-9)),
+            waited_share=idle_learner,
+            lag_mean=mean(counts),
+            lag_p95=quantile(counts, 0.95),
+            lag_max=max(counts, default=0),
+            lag_closed_form=waiting / learner.groups,
+            lag_in_flight=average([flight for flight, _ in self.splits]),
+            lag_in_queue=average([queue for _, queue in self.splits]),
+            lag_histogram={lag: count / max(tokens, 1) for lag, count in sorted(counts.items())},
+            tickets_mean=self.ticket_seconds / seconds,
+            tickets_max=self.most_tickets,
+            alive_mean=average([alive for _, alive in self.limits]),
+            faded_share=faded / max(tokens, 1),
+            sample_p90_s=durations[int(0.9 * len(durations))] if durations else 0.0,
+            cut_share=self.cut / max(len(durations), 1),
+            losses={k: int(ledger[k]["tokens"]) for k in LOST if ledger[k]["tokens"]},
+            generated=sum_tokens(ledger),
+            left_over=int(ledger["left_over"]["tokens"]),
+            took_s=took_s,
+        )
+
+
+def average(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _make_length_sampler(
+    times: TimeModel, config: Config, rng: random.Random
+) -> Callable[[Ticket, int], int]:
+    """Return a function that samples the tokens of a call.
+
+    Recorded groups are sampled as groups, because completions of one prompt have similar lengths.
+    They are sampled along the run, because lengths change.
+    """
+    limit = config.generator.max_new_tokens
+    if times.group_lengths is None:
+        spec = f"uniform({limit / 2}, {limit})" if times.lengths is None else times.lengths
+        sample_length = make_sampler(spec, rng, "lengths")
+        return lambda ticket, sample: max(1, min(limit, round(sample_length())))
+    tickets = config.learner.steps * config.learner.groups
+    newest = 0
+    sample_group = make_sequence_sampler(times.group_lengths, rng, lambda: newest / tickets)
+
+    @functools.lru_cache(100_000)
+    def get_group(ticket: int) -> list[int]:
+        nonlocal newest
+        newest = ticket
+        return sample_group()
+
+    def sample_group_length(ticket: Ticket, sample: int) -> int:
+        trains = ticket.ticket < EVAL_BASE
+        group = get_group(ticket.ticket) if trains else sample_group()
+        return min(limit, group[sample] if trains and sample < len(group) else rng.choice(group))
+
+    return sample_group_length
+
+
+@dataclass(slots=True)
+class SimulatedSample:
+    """A sample in progress.
+
+    calls: calls to come, including the running one.
+    born: engine step of its first token, as if its calls had followed each other.
+    length: its tokens at the end of the running or last call.
+    spans: of its tokens up to the last call's end or load of weights.
+    """
+
+    ticket: Ticket
+    sample: int
+    began: float
+    calls: int
+    born: int = 0
+    length: int = 0
+    spans: list[VersionSpan] = field(default_factory=list)
+
+    @property
+    def sample_key(self) -> Key:
+        return self.ticket.ticket, self.sample, self.ticket.attempt
+
+    def extend(self, step: int, label: Label) -> None:
+        """Add the tokens up to engine step `step`, sampled by `label`."""
+        start, end = self.spans[-1].end if self.spans else 0, min(self.length, step - self.born)
+        if end > start:
+            self.spans.append(VersionSpan(label, "", start, end, label))
+
+
+def count_reward_processes(config: Config) -> int:
+    """Return the reward processes of a generator.
+
+    "auto" with a custom function means one for each core of this machine.
+    """
+    workers = config.reward.workers
+    uses_processes = config.reward.uses_reward_processes
+    if workers == "auto":
+        return len(os.sched_getaffinity(0)) if uses_processes else 0
+    return workers or int(uses_processes)
+
+
+class SimulatedGenerator:
+    """One generator. `sleeping`: its engine is empty and it waits for a message."""
+
+    def __init__(self, run: Simulation, name: str) -> None:
+        self.run, self.name, self.times, self.config = run, name, run.times, run.config
+        self.session = 1
+        self.slots = self.most_open = self.config.generator.slots  # samples open at once
+        self.session_s = self.session_tokens = self.session_calls = inf
+        agent = self.config.agent
+        if agent.uses_sessions:
+            self.most_open = math.ceil(agent.sessions / self.config.generators)
+            self.session_s, self.session_tokens = agent.deadline_s, agent.max_tokens
+            self.session_calls = agent.max_calls or inf
+        single = self.config.generators == 1 and not agent.uses_sessions
+        self.lockstep = self.config.staleness.limit == 0 and single
+        self.workers = count_reward_processes(self.config)
+        self.busy = self.idle = self.renewed = self.idle_since = 0.0
+        self.sequence = self.called = 0
+        self.scored = (0.0, 0.0, 0.0)  # samples, seconds until the result, seconds of calls
+        self.start()
+        if self.times.lost_every:
+            run.schedule(run.rng.expovariate(1 / self.times.lost_every), self.crash)
+
+    def start(self) -> None:
+        """Start without any tickets, weights or samples."""
+        drain = self.config.weights.in_flight == "between_groups"
+        self.schedule = TicketSchedule(drain_first=drain, lockstep=self.lockstep)
+        self.lost, self.sleeping = False, True
+        self.announced: Label | None = None
+        self.loaded: Label | None = None
+        self.engine: dict[int, list[SimulatedSample]] = {}  # step at which calls end -> samples
+        self.live = self.engine_clock = self.asked = 0
+        self.open: dict[Key, SimulatedSample] = {}
+        self.returned: deque[SimulatedSample] = deque()  # sessions that wait for a free slot
+        self.free = [self.run.now] * self.workers  # time at which each reward process is idle
+        # (end, number, sample, seconds until it began, seconds) of rewards
+        self.calls: list[tuple[float, int, Trajectory, float, float]] = []
+        self.fresh: list[Trajectory] = []
+        self.fresh_since = 0.0
+        self.loop = self.work()
+        self.run.resume(self.loop)
+
+    def call(self, when: float, handler: Callable[..., object], *args: Any) -> None:
+        """Schedule a call that the loss of this process cancels."""
+        loop = self.loop
+        self.run.schedule(when, lambda: loop is self.loop and not self.lost and handler(*args))
+
+    # ---- messages --------------------------------------------------------------------------------
+
+    def on_grant(
+        self, sequence: int, tickets: list[Ticket], announcement: PolicyAnnouncement
+    ) -> None:
+        self.catch_up()
+        self.schedule.announce(announcement)
+        if sequence == self.sequence:
+            self.asked = 0
+        self.schedule.add_tickets(tickets)
+        self.wake()
+
+    def catch_up(self) -> None:
+        """Load the newest version if there was time to load it while this generator slept."""
+        policy = self.run.store.policy
+        if (
+            self.sleeping
+            and policy is not None
+            and (self.loaded is None or policy > self.loaded)
+            and self.run.announced_at + self.times.wire + self.run.sample_time("swap")
+            < self.run.now
+        ):
+            self.loaded = self.announced = policy
+
+    def wake(self) -> None:
+        if self.sleeping:
+            self.run.resume(self.loop)
+
+    # ---- the loop --------------------------------------------------------------------------------
+
+    def measure_times(self) -> tuple[float, float]:
+        """Return the busy and idle seconds up to now, without those of a running decode call."""
+        asleep = self.run.now - self.idle_since if self.sleeping and not self.lost else 0.0
+        return self.busy, self.idle + asleep
+
+    def work(self) -> Loop:
+        """Swap, start samples, decode, collect, deliver and request, or sleep."""
+        run, times = self.run, self.times
+        while True:
+            waiting = self.schedule.sort_waiting() if len(self.open) < self.most_open else []
+            if not (
+                self.live
+                or self.returned
+                or self.schedule.next_version(self.loaded) is not None
+                or any(leased.is_ready(self.loaded) for leased in waiting)
+            ):
+                self.sleeping = True
+                run.awake.pop(self.name, None)
+                if self.calls:
+                    self.call(self.calls[0][0], self.wake)
+                yield None
+                # a sleeping generator renews its leases, too
+                self.renewed += max(0, int((run.now - self.renewed) / RENEW_S)) * RENEW_S
+                # sleep is idle in whole polls of the socket; the last poll counts as work
+                slept = run.now - self.idle_since
+                slept = slept if self.calls else math.floor(slept / IDLE_POLL_S) * IDLE_POLL_S
+                self.idle += slept
+                self.idle_since += slept
+                self.sleeping = False
+                run.awake[self.name] = self
+            end = run.now + self.swap()
+            admitted = self.admit()
+            rows, first_step = self.live, self.engine_clock
+            finished: list[SimulatedSample] = []
+            while self.engine_clock < first_step + DECODE_STEPS and len(finished) < rows:
+                self.engine_clock += 1
+                finished += self.engine.pop(self.engine_clock, ())
+            self.live -= len(finished)
+            if rows:
+                seconds = (self.engine_clock - first_step) * (times.step + times.row * rows)
+                seconds += times.admit * admitted
+                seconds *= run.compute_slowdown() * run.sample_time("noise")
+                end = end + seconds + times.look + times.finish * len(finished)
+            yield end
+            if rows:
+                self.busy += end - self.idle_since
+            else:
+                self.idle += end - self.idle_since
+            self.idle_since = end
+            for sample in finished:
+                self.on_call_end(sample)
+            while self.calls and self.calls[0][0] <= end:
+                _, _, scored, queued, called_s = heapq.heappop(self.calls)
+                self.fresh.append(scored)
+                count, total_s, calls_s = self.scored
+                self.scored = count + 1, total_s + queued + called_s, calls_s + called_s
+            self.deliver()
+            self.request_tickets()
+            if end - self.renewed >= RENEW_S:
+                self.renewed = end
+                if self.workers:
+                    run.meter.on_rewards(self.name, self.scored, self.workers, end)
+
+    def swap(self) -> float:
+        """Load the version that the schedule requires; return the seconds."""
+        goal = self.schedule.next_version(self.loaded)
+        if goal is None:
+            return 0.0
+        for sample in itertools.chain(*self.engine.values()):
+            assert self.loaded is not None
+            sample.extend(self.engine_clock, self.loaded)
+        self.loaded = goal
+        return self.run.sample_time("swap")
+
+    def admit(self) -> int:
+        """Start calls while there is room; return their number."""
+        live_before = self.live
+        if self.loaded is None:
+            return 0
+        while self.returned and self.live < self.slots:
+            self.start_call(self.returned.popleft())
+        room = min(self.slots - self.live, self.most_open - len(self.open))
+        for leased, index in self.schedule.admit(self.loaded, room) if room > 0 else ():
+            calls = round(min(self.session_calls, max(1.0, self.run.sample_time("calls"))))
+            sample = SimulatedSample(leased.ticket, index, self.run.now, calls)
+            self.open[sample.sample_key] = sample
+            self.start_call(sample)
+        return self.live - live_before
+
+    def start_call(self, sample: SimulatedSample) -> None:
+        """Give a call of the sample a row of the engine."""
+        tokens = sample.length + self.run.sample_length(sample.ticket, sample.sample)
+        sample.born = self.engine_clock - sample.length
+        sample.length = int(min(self.session_tokens, tokens))
+        self.engine.setdefault(sample.born + sample.length, []).append(sample)
+        self.live += 1
+
+    def on_call_end(self, sample: SimulatedSample) -> None:
+        """Continue the session with a tool, or end it.
+
+        At its deadline a session ends with its finished calls; a running call may finish.
+        """
+        assert self.loaded is not None
+        sample.extend(self.engine_clock, self.loaded)
+        sample.calls -= 1
+        now = self.run.now
+        end = sample.began + self.session_s
+        if sample.calls and sample.length < self.session_tokens and now < end:
+            returns_at = now + self.run.sample_time("tool")
+            self.call(min(returns_at, end), self.on_tool_return, sample, returns_at < end)
+        else:
+            self.finish(sample, cut=bool(sample.calls) and now >= end)
+
+    def on_tool_return(self, sample: SimulatedSample, in_time: bool) -> None:
+        self.catch_up()
+        if in_time:
+            self.returned.append(sample)
+        else:
+            self.finish(sample, cut=True)
+        self.wake()
+
+    def finish(self, sample: SimulatedSample, *, cut: bool) -> None:
+        """End the sample, and score it in the first idle reward process."""
+        run, length = self.run, sample.length
+        del self.open[sample.sample_key]
+        run.sample_seconds.append(run.now - sample.began)
+        run.cut += cut
+        self.schedule.finish_sample(sample.sample_key, length)
+        failed = self.times.failed and run.rng.random() < self.times.failed
+        equal = sample.ticket.ticket % 1000 < 1000 * self.times.no_spread
+        trajectory = Trajectory(
+            *sample.sample_key,
+            prompt_tokens=b"",
+            tokens=_TOKENS.get(length) or _TOKENS.setdefault(length, bytes(4 * length)),
+            behavior_logprobs=b"",
+            mask=b"",
+            spans=sample.spans,
+            reward=0.0 if equal else float(sample.sample % 2),
+            reward_parts={},
+            finish="stop",
+            temperature=1.0,
+            failed=RewardFailure("data", "simulated") if failed else "",
+        )
+        if not self.workers:
+            self.fresh.append(trajectory)
+            return
+        seconds = run.sample_time("reward")
+        if seconds > self.config.reward.deadline_s:
+            seconds = self.config.reward.deadline_s
+            trajectory.failed = RewardFailure("data", "the reward hung")
+        self.called += 1
+        start = max(run.now, self.free[0])
+        heapq.heapreplace(self.free, start + seconds)
+        call = (start + seconds, self.called, trajectory, start - run.now, seconds)
+        heapq.heappush(self.calls, call)
+
+    def deliver(self) -> None:
+        if not self.fresh:
+            return
+        now = self.run.now
+        self.fresh_since = self.fresh_since or now
+        full = sum(map(estimate_size, self.fresh)) >= self.config.wires.frame_bytes
+        if not self.live or now - self.fresh_since > LINGER_S or full:
+            work = self.times.buffer * len(self.fresh)
+            self.run.send(self.run.on_delivery, self, self.fresh, work=work)
+            self.fresh = []
+            self.fresh_since = 0.0
+
+    def request_tickets(self) -> None:
+        unfinished = bool(self.calls or self.fresh)
+        free = count_samples_to_request(self.schedule, self.most_open, len(self.open), unfinished)
+        if free > 0 and free > self.asked:
+            self.sequence += 1
+            self.asked = free
+            self.run.send(self.run.requests.add, self.name, free, (self, self.sequence))
+
+    # ---- a lost process --------------------------------------------------------------------------
+
+    def crash(self) -> None:
+        """Lose the process with its samples; it returns with a new session."""
+        run, now = self.run, self.run.now
+        if not self.lost:
+            live = {
+                key: min(sample.length, self.engine_clock - sample.born)
+                for key, sample in self.open.items()
+            }
+            progress = list_ticket_progress(self.schedule, live)
+            run.send(lambda: run.store.renew(self.name, self.session, progress, run.now))
+            self.lost = True
+            self.loop.close()
+            run.awake.pop(self.name, None)
+            lease_s = self.config.wires.lease_s
+            if self.times.restart > lease_s:  # the buffer ends the leases before
+                run.schedule(now + lease_s, run.send, run.on_session, self, self.session + 1)
+            run.schedule(now + self.times.restart, self.restart)
+        run.schedule(now + run.rng.expovariate(1 / self.times.lost_every), self.crash)
+
+    def restart(self) -> None:
+        self.session += 1
+        self.start()
+        self.idle_since = self.run.now
+        self.run.send(self.run.on_session, self, self.session)
+        self.request_tickets()
