@@ -141,32 +141,14 @@ def test_topr_and_gspo_see_the_answers_own_sum() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sections", "factor"),
+    ("level", "surrogate", "factor"),
     [
-        (
-            {
-                "correction": {"level": "sequence", "bound": "none"},
-                "loss": {"surrogate": "vanilla"},
-            },
-            math.exp(-5),
-        ),
-        (
-            {
-                "correction": {"level": "geometric", "bound": "none"},
-                "loss": {"surrogate": "vanilla"},
-            },
-            math.exp(-2.5),
-        ),
-        (
-            {
-                "correction": {"level": "sequence", "bound": "none"},
-                "loss": {"surrogate": "reinforce"},
-            },
-            math.exp(-5),
-        ),
+        ("sequence", "vanilla", math.exp(-5)),
+        ("geometric", "vanilla", math.exp(-2.5)),
+        ("sequence", "reinforce", math.exp(-5)),
     ],
 )
-def test_the_loss_hands_whole_log_ratios_on(sections: dict[str, Any], factor: float) -> None:
+def test_the_loss_hands_whole_log_ratios_on(level: str, surrogate: str, factor: float) -> None:
     """start / mu of one answer is (-30, +25), the policy still its start: every coefficient is the
     answer's weight times A / 3.
     """
@@ -184,9 +166,12 @@ def test_the_loss_hands_whole_log_ratios_on(sections: dict[str, Any], factor: fl
         start=start,
     )
     lp = start.clone().requires_grad_(True)
-    grad = gradient(b, config(advantage={"name": "reinforce", "baseline": "none"}, **sections), lp)[
-        1
-    ]
+    sections = {
+        "correction": {"level": level, "bound": "none"},
+        "loss": {"surrogate": surrogate},
+        "advantage": {"name": "reinforce", "baseline": "none"},
+    }
+    grad = gradient(b, config(**sections), lp)[1]
     assert grad.tolist() == pytest.approx([-factor / 3, -factor / 3, 0], rel=1e-9)
 
 

@@ -215,88 +215,36 @@ class SideBySide:
         same({n: lines[n] for n in counted}, counted, f"ledger after {after}")
 
 
-WALKS: list[dict[str, Any]] = [
-    {
-        "k": (1, 0, 2),
-        "batch": 2,
-        "group": 2,
-        "gens": 2,
-        "slots": 2,
-        "steps": 4,
-        "faults": 4,
-        "prefetch": 1,
-        "keep": 2,
-    },
-    {
-        "k": (2, 1),
-        "batch": 1,
-        "group": 2,
-        "gens": 2,
-        "slots": 3,
-        "steps": 5,
-        "faults": 5,
-        "keep": 2,
-        "filtered": (0, 3),
-    },
-    {
-        "k": (3, 1),
-        "moves": (1, 2, 3),
-        "batch": 1,
-        "group": 2,
-        "gens": 2,
-        "slots": 3,
-        "steps": 6,
-        "faults": 3,
-        "prefetch": 1,
-    },
-    {
-        "k": (1, 0, 2),
-        "batch": 1,
-        "group": 2,
-        "gens": 2,
-        "slots": 2,
-        "steps": 4,
-        "faults": 4,
-        "kinds": "lose double gen learner slow older",
-        "keep": 2,
-        "sessions": True,
-    },
-    {
-        "k": (3,),
-        "moves": (1, 3),
-        "batch": 1,
-        "group": 1,
-        "gens": 2,
-        "slots": 2,
-        "steps": 5,
-        "faults": 4,
-        "kinds": "learner slow older",
-        "keep": 2,
-        "sessions": True,
-    },
-    {
-        "k": (0, 1),
-        "batch": 2,
-        "group": 1,
-        "gens": 3,
-        "slots": 1,
-        "steps": 5,
-        "faults": 3,
-        "prefetch": 1,
-        "same": True,
-    },
-    {
-        "k": (1, 0, 2),
-        "batch": 1,
-        "group": 2,
-        "gens": 2,
-        "slots": 2,
-        "steps": 4,
-        "faults": 5,
-        "kinds": "lose gen learner slow older unheard",
-        "keep": 2,
-        "mail": 2,
-    },
+def walk(k: tuple[int, ...], sizes: str, **more: Any) -> dict[str, Any]:
+    """Bounds of a walk. sizes: batch, group, gens, slots and steps."""
+    names = ("batch", "group", "gens", "slots", "steps")
+    return {"k": k} | dict(zip(names, map(int, sizes.split()), strict=True)) | more
+
+
+WALKS = [
+    walk((1, 0, 2), "2 2 2 2 4", faults=4, prefetch=1, keep=2),
+    walk((2, 1), "1 2 2 3 5", faults=5, keep=2, filtered=(0, 3)),
+    walk((3, 1), "1 2 2 3 6", moves=(1, 2, 3), faults=3, prefetch=1),
+    walk(
+        (1, 0, 2),
+        "1 2 2 2 4",
+        faults=4,
+        kinds="lose double gen learner slow older",
+        keep=2,
+        sessions=True,
+    ),
+    walk(
+        (3,), "1 1 2 2 5", moves=(1, 3), faults=4, kinds="learner slow older", keep=2, sessions=True
+    ),
+    walk((0, 1), "2 1 3 1 5", faults=3, prefetch=1, same=True),
+    walk(
+        (1, 0, 2),
+        "1 2 2 2 4",
+        faults=5,
+        kinds="lose gen learner slow older unheard",
+        keep=2,
+        mail=2,
+    ),
 ]
 
 

@@ -172,12 +172,8 @@ def test_reward_processes_are_fed_whatever_the_engine_does() -> None:
     """Calls of 30 ms beside decode calls of 80 ms, one process: a step is its 16 calls, and the
     first one waits for the first answers.
     """
-    o = run(
-        change(BARE, reward=0.03, train=0.1),
-        "staleness.max_lag=4",
-        "generator.slots=64",
-        "reward.workers=1",
-    )
+    sets = ("staleness.max_lag=4", "generator.slots=64", "reward.workers=1")
+    o = run(change(BARE, reward=0.03, train=0.1), *sets)
     assert o.step_s == pytest.approx(16 * 0.03 + GENERATE / 20, rel=0.02)
 
 
@@ -199,17 +195,14 @@ def test_two_generators_halve_the_time_of_a_batch() -> None:
     one, two = (
         run(BARE, "staleness.max_lag=0", "generator.slots=8", f"generators={n}") for n in (1, 2)
     )
-    assert one.step_s == pytest.approx(
-        2 * GENERATE + 0.4, rel=0.02
-    ) and two.step_s == pytest.approx(GENERATE + 0.4, rel=0.02)
+    assert one.step_s == pytest.approx(2 * GENERATE + 0.4, rel=0.02)
+    assert two.step_s == pytest.approx(GENERATE + 0.4, rel=0.02)
 
 
 def test_training_time_follows_the_tokens() -> None:
     o = run(change(BARE, train_tokens=2 * 16 * 64), "staleness.max_lag=0")
     assert o.step_s == pytest.approx(GENERATE + 0.2)
-    assert times.parse(TimeModel(), ["train=0.5"]).train_tokens is None, (
-        "a time given for a batch is that of any batch"
-    )
+    assert times.parse(TimeModel(), ["train=0.5"]).train_tokens is None, "that of any batch"
     assert times.parse(TimeModel(), ["train=0.5", "train_tokens=100"]).train_tokens == 100
 
 
@@ -268,52 +261,36 @@ def rough() -> TimeModel:
     )
 
 
-SITUATIONS: list[tuple[dict[str, Any], list[str]]] = [
-    ({}, ["staleness.max_lag=2"]),
-    ({"failed": 0.02}, ["staleness.max_lag=1", "reward.error_budget=1.0", "generators=3"]),
-    ({"lost_every": 2.0, "restart": 1.0}, ["staleness.max_lag=2", "generators=4"]),
+LATE = "staleness.max_lag=1 generators=2 staleness.on_exceed="
+SITUATIONS: list[tuple[dict[str, Any], str]] = [
+    ({}, "staleness.max_lag=2"),
+    ({"failed": 0.02}, "staleness.max_lag=1 reward.error_budget=1.0 generators=3"),
+    ({"lost_every": 2.0, "restart": 1.0}, "staleness.max_lag=2 generators=4"),
     (
         {"lost_every": 2.0, "restart": 40.0},
-        ["staleness.max_lag=3", "generators=3", "wires.lease_s=2.0", "reward.deadline_s=1.0"],
+        "staleness.max_lag=3 generators=3 wires.lease_s=2.0 reward.deadline_s=1.0",
     ),
-    ({}, ["staleness.max_lag=1", "staleness.on_exceed='drop'", "generators=2"]),
-    ({}, ["staleness.max_lag=1", "staleness.on_exceed='mask'", "generators=2"]),
-    (
-        {},
-        [
-            "staleness.max_lag=1",
-            "staleness.on_exceed='drop'",
-            "staleness.order='freshest'",
-            "generators=2",
-        ],
+    *(
+        ({}, LATE + late + order)
+        for order in ("", " staleness.order='freshest'")
+        for late in ("'drop'", "'mask'")
     ),
-    (
-        {},
-        [
-            "staleness.max_lag=1",
-            "staleness.on_exceed='mask'",
-            "staleness.order='freshest'",
-            "generators=2",
-        ],
-    ),
-    ({}, ["staleness.max_lag=3", "staleness.inject=2"]),
-    ({}, ["staleness.max_lag=inf", "generators=2"]),
-    ({"ess": 0.8}, ["staleness.max_lag={auto='ess',floor=0.7,most=3}", "generators=2"]),
+    ({}, "staleness.max_lag=3 staleness.inject=2"),
+    ({}, "staleness.max_lag=inf generators=2"),
+    ({"ess": 0.8}, "staleness.max_lag={auto='ess',floor=0.7,most=3} generators=2"),
     (
         {"reward": "pareto(0.05, 2.5, 1)"},
-        ["staleness.max_lag=2", "reward.workers=4", "advantage.no_spread='filter'"],
+        "staleness.max_lag=2 reward.workers=4 advantage.no_spread='filter'",
     ),
 ]
 
 
 @pytest.mark.parametrize(("changes", "sets"), SITUATIONS)
-def test_the_limit_holds_and_every_token_has_an_end(
-    changes: dict[str, Any], sets: list[str]
-) -> None:
-    evaluation = ("evaluation.every=5", "evaluation.prompts=8")
-    evaluation += ("evaluation.final_prompts=16", "evaluation.ood_prompts=8")
-    o = simulate(config(*evaluation, *sets), change(rough(), **changes), 3, evaluate=True)
-    hard = "on_exceed='" not in " ".join(sets) or "drop" in " ".join(sets)
+def test_the_limit_holds_and_every_token_has_an_end(changes: dict[str, Any], sets: str) -> None:
+    evaluation = "evaluation.every=5 evaluation.prompts=8 evaluation.final_prompts=16 "
+    evaluation += "evaluation.ood_prompts=8 "
+    o = simulate(config(*(evaluation + sets).split()), change(rough(), **changes), 3, evaluate=True)
+    hard = "on_exceed='" not in sets or "drop" in sets
     assert o.steps == 20 and sum(o.lag_histogram.values()) == pytest.approx(1)
     if hard:
         assert o.lag_max <= o.max_lag
@@ -321,12 +298,9 @@ def test_the_limit_holds_and_every_token_has_an_end(
     expected = {"lost_every": "lost_with_process", "failed": "failed"}
     for cause, line in expected.items():
         assert (o.losses.get(line, 0) > 0) == (cause in changes), line
-    for word, line in (
-        ("'drop'", "dropped_stale"),
-        ("'mask'", "masked_stale"),
-        ("'filter'", "filtered"),
-    ):
-        assert (o.losses.get(line, 0) > 0) == (word in " ".join(sets)), line
+    words = {"'drop'": "dropped_stale", "'mask'": "masked_stale", "'filter'": "filtered"}
+    for word, line in words.items():
+        assert (o.losses.get(line, 0) > 0) == (word in sets), line
     if "staleness.inject=2" in sets:
         assert o.lag_histogram[2] == pytest.approx(18 / 20, abs=0.03)
 
@@ -347,22 +321,6 @@ def test_ten_thousand_generators_cost_little_more_than_a_hundred() -> None:
         assert o.idle_generator > 0.7 and o.lag_max <= 2
         assert 0 < requests.looked < 2 * counts[-1]
     assert counts[1] < counts[0] + 2 * 10_000
-
-
-def test_the_generators_constants_are_the_real_ones() -> None:
-    from actors import generator, turn
-    from asyncrl.contract import messages
-
-    assert (
-        simulation.DECODE_STEPS,
-        simulation.IDLE_POLL_S,
-        simulation.RENEW_S,
-    ) == (
-        generator.DECODE_STEPS,
-        generator.IDLE_POLL_S,
-        messages.RENEW_S,
-    )
-    assert simulation.count_samples_to_request is turn.count_samples_to_request
 
 
 # ---- distributions -------------------------------------------------------------------------------
@@ -437,6 +395,13 @@ def test_every_time_is_documented() -> None:
 # ---- the fit -------------------------------------------------------------------------------------
 
 
+METRICS = {"reward/mean": 0.5, "reward/no_spread_share": 0.25, "answer/length": 24.0}
+
+
+def write_lines(path: Path, rows: list[Any]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def write_run(path: Path, known: TimeModel, *, rewards: int = 0) -> None:
     """A run directory as a run leaves it: 60 batches of 2,000 tokens, a generator that decodes
     beside them and by itself.
@@ -472,24 +437,17 @@ def write_run(path: Path, known: TimeModel, *, rewards: int = 0) -> None:
                 lane += [["decode", now, now + seconds, rows]]
                 now += seconds + known.look + known.finish * finished
                 rows -= finished
-    (path / "trace" / "learner.jsonl").write_text("".join(json.dumps(s) + "\n" for s in learner))
-    (path / "trace" / "generator-0.jsonl").write_text("".join(json.dumps(s) + "\n" for s in lane))
+    write_lines(path / "trace" / "learner.jsonl", learner)
+    write_lines(path / "trace" / "generator-0.jsonl", lane)
     if rewards:
         # the last took a list of two
-        calls = [["reward", 100 + i, 100 + i + 0.3] for i in range(rewards - 2)] + [
-            ["reward", 200, 200.6, 2]
-        ]
-        (path / "trace" / "generator-0-rewards.jsonl").write_text(
-            "".join(json.dumps(s) + "\n" for s in calls)
+        calls: list[Any] = [["reward", 100 + i, 100 + i + 0.3] for i in range(rewards - 2)]
+        write_lines(
+            path / "trace" / "generator-0-rewards.jsonl", [*calls, ["reward", 200, 200.6, 2]]
         )
-    (path / "metrics.jsonl").write_text(
-        json.dumps(
-            {"step": 0, "reward/mean": 0.5, "reward/no_spread_share": 0.25, "answer/length": 24.0}
-        )
-        + "\n"
-    )
+    write_lines(path / "metrics.jsonl", [{"step": 0} | METRICS])
     samples = [{"ticket": t, "tokens": [1] * (20 + t % 3)} for t in range(60) for _ in range(8)]
-    (path / "samples.jsonl").write_text("".join(json.dumps(s) + "\n" for s in samples))
+    write_lines(path / "samples.jsonl", samples)
 
 
 def test_a_report_says_what_a_simulation_predicts_where_one_side_waits(tmp_path: Path) -> None:
@@ -497,17 +455,15 @@ def test_a_report_says_what_a_simulation_predicts_where_one_side_waits(tmp_path:
     config = (tmp_path / "r" / "config.toml").read_text()
     (tmp_path / "r" / "config.toml").write_text(config.replace("steps = 120", "steps = 30"))
     samples = [{"ticket": t, "tokens": [1] * 20, "prompt": "2+2", "text": "4"} for t in range(40)]
-    (tmp_path / "r" / "samples.jsonl").write_text("".join(json.dumps(s) + "\n" for s in samples))
+    write_lines(tmp_path / "r" / "samples.jsonl", samples)
     name = "time/{}_idle_share"
     for learner, generator, predicted in (
         (0.4, 0.05, "2 generators instead of 1"),
         (0.05, 0.05, ""),
     ):
         idle = {name.format("learner"): learner, name.format("generator"): generator}
-        row = {"reward/mean": 0.5, "reward/no_spread_share": 0.25, "answer/length": 24.0} | idle
-        (tmp_path / "r" / "metrics.jsonl").write_text(
-            "".join(json.dumps({"step": step, "t": step * 1.0} | row) + "\n" for step in range(20))
-        )
+        rows = [{"step": step, "t": step * 1.0} | METRICS | idle for step in range(20)]
+        write_lines(tmp_path / "r" / "metrics.jsonl", rows)
         done = CliRunner().invoke(main, ["report", str(tmp_path / "r")])
         assert done.exit_code == 0, done.output
         page = (tmp_path / "r" / "report.html").read_text()
@@ -544,13 +500,11 @@ def test_a_fit_finds_the_times_that_made_the_trace(tmp_path: Path) -> None:
     assert isinstance(found.train, dict) and found.train_tokens
     per_token = [x / found.train_tokens for x in found.train["sequence"]]
     assert sum(per_token) / len(per_token) == pytest.approx(0.4 / 2000, rel=0.05)
-    assert found.publish == pytest.approx([0.002] * 60, abs=1e-5) and found.swap == pytest.approx(
-        [0.003] * 30, abs=1e-5
-    )
+    assert found.publish == pytest.approx([0.002] * 60, abs=1e-5)
+    assert found.swap == pytest.approx([0.003] * 30, abs=1e-5)
     assert found.reward == pytest.approx([0.3] * 5) and found.no_spread == 0.25
-    assert found.group_lengths is not None and sorted({tuple(g) for g in found.group_lengths}) == [
-        (n,) * 8 for n in (20, 21, 22)
-    ]
+    assert found.group_lengths is not None
+    assert {tuple(g) for g in found.group_lengths} == {(n,) * 8 for n in (20, 21, 22)}
     assert seen.staleness.max_lag == 2
 
 
@@ -580,13 +534,10 @@ def test_a_few_samples_take_the_mean_length_of_all(tmp_path: Path) -> None:
     """Metrics have the mean of every batch, 24 here; the samples shown are shorter."""
     write_run(tmp_path, TimeModel())
     shown = [{"ticket": t, "tokens": [1] * (10 + t % 3)} for t in range(60)]
-    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(s) + "\n" for s in shown))
+    write_lines(tmp_path / "samples.jsonl", shown)
     lengths = fit.fit(tmp_path)[0].lengths
-    assert isinstance(lengths, list) and sorted({round(x / 24 * 11) for x in lengths}) == [
-        10,
-        11,
-        12,
-    ]
+    assert isinstance(lengths, list)
+    assert sorted({round(x / 24 * 11) for x in lengths}) == [10, 11, 12]
     assert sum(lengths) / len(lengths) == pytest.approx(24, abs=0.01)
 
 
@@ -610,7 +561,7 @@ def write_short_answers(path: Path, known: TimeModel, *, with_steps: bool) -> No
         seconds = steps * (known.step + known.row * rows) + known.admit * rows
         call = ["decode", start, start + seconds, rows, *([steps] if with_steps else [])]
         lane += [["prefill", start, start, rows], call]
-    (path / "trace" / "generator-0.jsonl").write_text("".join(json.dumps(s) + "\n" for s in lane))
+    write_lines(path / "trace" / "generator-0.jsonl", lane)
 
 
 def test_answers_that_all_end_in_one_call_are_fitted_by_the_steps_in_the_trace(
@@ -621,9 +572,7 @@ def test_answers_that_all_end_in_one_call_are_fitted_by_the_steps_in_the_trace(
     found, _ = fit.fit(tmp_path / "r")
     for name in ("step", "row", "admit"):
         assert getattr(found, name) == pytest.approx(getattr(known, name), rel=0.01), name
-    assert (found.look, found.finish) == (TimeModel().look, TimeModel().finish), (
-        "no call had a pause"
-    )
+    assert (found.look, found.finish) == (TimeModel().look, TimeModel().finish), "no pauses"
     write_short_answers(tmp_path / "old", known, with_steps=False)
     with pytest.raises(ConfigError, match="lacks the number of steps; make a run with this"):
         fit.fit(tmp_path / "old")
@@ -635,12 +584,9 @@ def test_what_cannot_be_fitted_says_why(tmp_path: Path) -> None:
     write_run(tmp_path / "old", TimeModel())
     lane = tmp_path / "old" / "trace" / "generator-0.jsonl"
     # a trace without sizes
-    lane.write_text(
-        "".join(json.dumps(json.loads(x)[:3]) + "\n" for x in lane.read_text().splitlines())
-    )
-    with pytest.raises(
-        ConfigError, match="too little to fit times to: 0 decode calls and 60 batches"
-    ):
+    rows = [json.loads(line)[:3] for line in lane.read_text().splitlines()]
+    write_lines(lane, rows)
+    with pytest.raises(ConfigError, match="fit times to: 0 decode calls and 60 batches"):
         fit.fit(tmp_path / "old")
 
 
@@ -651,20 +597,13 @@ def test_questions_are_answered_with_the_same_seeds() -> None:
     c, known = config("staleness.max_lag=0", "generator.slots=8"), change(rough(), train=0.5)
     seeds = with_seeds(known, 2)
     limit, more, sync = what_if.answer_questions(c, seeds, seeds(c), [2], [1], [4.0])
-    assert (
-        limit.ratio > 1.2
-        and "A limit of 2 instead of 0" in limit.sentence
-        and "times the throughput" in limit.sentence
-    )
+    assert limit.ratio > 1.2 and "A limit of 2 instead of 0" in limit.sentence
+    assert "times the throughput" in limit.sentence
     assert more.outcome["generators"] == 2 and "2 generators instead of 1" in more.sentence
-    assert abs(sync.ratio - 1) < what_if.NOTHING and "about the same throughput" in sync.sentence, (
-        "1 ms of 0.7 s"
-    )
-    assert (
-        limit.lag_range is not None
-        and limit.lag_range[0] <= limit.outcome["lag_mean"] <= limit.lag_range[1]
-        and more.lag_range is None
-    )
+    # 1 ms of 0.7 s
+    assert abs(sync.ratio - 1) < what_if.NOTHING and "about the same throughput" in sync.sentence
+    assert limit.lag_range is not None and more.lag_range is None
+    assert limit.lag_range[0] <= limit.outcome["lag_mean"] <= limit.lag_range[1]
     slow = change(known, publish=0.4, swap=0.4)
     seeds = with_seeds(slow, 2)
     (faster,) = what_if.answer_questions(c, seeds, seeds(c), [], [], [4.0])
@@ -690,21 +629,10 @@ def test_sides_of_equal_speed_leave_the_lag_open() -> None:
 
 def command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
     code = 0
-    sets = (
-        "learner.steps=6",
-        "learner.groups=4",
-        "evaluation.final_prompts=8",
-        "evaluation.ood_prompts=8",
-    )
+    sets = "--set learner.steps=6 --set learner.groups=4 "
+    sets += "--set evaluation.final_prompts=8 --set evaluation.ood_prompts=8"
     try:
-        cli.main(
-            [
-                "simulate",
-                str(ROOT / "configs" / "demo.toml"),
-                *(x for s in sets for x in ("--set", s)),
-                *words,
-            ]
-        )
+        cli.main(["simulate", str(ROOT / "configs" / "demo.toml"), *sets.split(), *words])
     except SystemExit as e:
         code = int(e.code or 0)
     out = capsys.readouterr()
@@ -713,62 +641,27 @@ def command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     page = tmp_path / "limits.html"
-    words = (
-        "--limit",
-        "4",
-        "--more",
-        "1",
-        "--sync",
-        "2",
-        "--generators",
-        "1,100",
-        "--plot",
-        str(page),
-        "--seeds",
-        "2",
-        "--time",
-        "train=0.3",
-        "--json",
-    )
-    code, out, _ = command(capsys, *words)
+    words = "--limit 4 --more 1 --sync 2 --generators 1,100 --seeds 2 --time train=0.3 --json"
+    code, out, _ = command(capsys, *words.split(), "--plot", str(page))
     found = json.loads(out)
-    assert (
-        code == 0
-        and [a["outcome"]["max_lag"] for a in found["answers"]] == [4, 2, 2]
-        and found["base"]["steps"] == 6
-    )
+    assert [a["outcome"]["max_lag"] for a in found["answers"]] == [4, 2, 2]
+    assert code == 0 and found["base"]["steps"] == 6
     assert [(o["generators"], o["max_lag"]) for o in found["sweep"]] == [
         (g, k) for g in (1, 100) for k in (0, 1, 2, 4, 8, 16)
     ]
     base, (asked, *_) = found["base"], found["answers"]
     assert found["tokens_per_s"] == base["tokens_per_s"] > 0
-    assert found["idle_share"] == {
-        "generator": base["idle_generator"],
-        "learner": base["idle_learner"],
-    }
-    assert found["lag"] == {
-        "mean": base["lag_mean"],
-        "p95": base["lag_p95"],
-        "max": base["lag_max"],
-        "closed_form": base["lag_closed_form"],
-    }
+    assert found["idle_share"] == {x: base[f"idle_{x}"] for x in ("generator", "learner")}
+    assert found["lag"] == {x: base[f"lag_{x}"] for x in ("mean", "p95", "max", "closed_form")}
     table = {(o["generators"], o["max_lag"]): o for o in found["sweep"]}
-    assert (
-        table[1, 2] == base
-        and table[1, 4] == asked["outcome"]
-        and f"mean lag {table[1, 4]['lag_mean']:.2f}" in asked["sentence"]
-    )
+    assert table[1, 2] == base and table[1, 4] == asked["outcome"]
+    assert f"mean lag {table[1, 4]['lag_mean']:.2f}" in asked["sentence"]
     html = page.read_text()
-    assert "Throughput against limit" in html and all(
-        a["sentence"] in html for a in found["answers"]
-    )
+    for text in ("Throughput against limit", *(a["sentence"] for a in found["answers"])):
+        assert text in html
     code, out, _ = command(capsys, "--seeds", "1")
-    assert (
-        code == 0
-        and "A limit of 4 instead of 2" in out
-        and "2 generators instead of 1" in out
-        and "lag: mean" in out
-    )
+    for text in ("A limit of 4 instead of 2", "2 generators instead of 1", "lag: mean"):
+        assert code == 0 and text in out
 
 
 def test_the_table_is_simulated_with_the_seeds_of_the_sentences() -> None:
@@ -777,10 +670,8 @@ def test_the_table_is_simulated_with_the_seeds_of_the_sentences() -> None:
     seeds = with_seeds(known, 2)
     (row,) = what_if.sweep(c, seeds, [3.0], [1], {})
     both = seeds(what_if.change_limit(c, 3))
-    assert (
-        row["lag_mean"] == sum(o.lag_mean for o in both) / 2
-        and both[0].lag_mean != both[1].lag_mean
-    )
+    assert row["lag_mean"] == sum(o.lag_mean for o in both) / 2
+    assert both[0].lag_mean != both[1].lag_mean
 
 
 @pytest.mark.parametrize(

@@ -26,90 +26,32 @@ from process_kit import ENV, ROOT
 
 pytestmark = pytest.mark.slow
 
-PAGES = [
-    "README.md",
-    "docs/getting-started.md",
-    "docs/running.md",
-    "docs/watch.md",
-    "docs/pages.md",
-    "docs/evaluation.md",
-    "docs/failures.md",
-    "docs/own-project.md",
-    "docs/prompts.md",
-    "docs/rewards.md",
-    "docs/judges.md",
-    "docs/reasoning-gym.md",
-    "docs/mixing.md",
-    "docs/sft.md",
-    "docs/tinker.md",
-    "docs/tinker-server.md",
-    "docs/tinker-lag.md",
-    "docs/lora.md",
-    "docs/agents.md",
-    "docs/environments.md",
-    "docs/hubs.md",
-    "docs/games.md",
-    "docs/any-program.md",
-    "docs/http.md",
-    "docs/sessions.md",
-    "docs/staleness.md",
-    "docs/staleness-study.md",
-    "docs/findings.md",
-    "docs/simulate.md",
-    "docs/replay.md",
-    "docs/compare-and-sweep.md",
-    "docs/machines.md",
-    "docs/move-buffer.md",
-    "docs/ray.md",
-    "docs/slurm.md",
-    "docs/gpus.md",
-    "docs/memory.md",
-    "docs/scaling.md",
-    "docs/engines.md",
-    "docs/constrained.md",
-    "docs/decoding.md",
-    "docs/mixtures.md",
-    "docs/images.md",
-    "docs/algorithms.md",
-    "docs/reshape.md",
-    "docs/kl.md",
-    "docs/methods.md",
-    "docs/exact-gradients.md",
-    "docs/performance.md",
-    "docs/recipes/demo-sort.md",
-    "docs/recipes/own-data.md",
-    "docs/recipes/smollm2-cpu.md",
-    "docs/recipes/calculator-agent.md",
-    "docs/recipes/reward-hacking.md",
-    "docs/recipes/distillation.md",
-    "docs/recipes/gsm8k-qwen-one-gpu.md",
-    "CONTRIBUTING.md",
-    "docs/extending.md",
-    "docs/extending-records.md",
-    "benchmarks/results/README.md",
-]
+PAGE_NAMES = """
+README.md docs/getting-started.md docs/running.md docs/watch.md docs/pages.md docs/evaluation.md
+docs/failures.md docs/own-project.md docs/prompts.md docs/rewards.md docs/judges.md
+docs/reasoning-gym.md docs/mixing.md docs/sft.md docs/tinker.md docs/tinker-server.md
+docs/tinker-lag.md docs/lora.md docs/agents.md docs/environments.md docs/hubs.md docs/games.md
+docs/any-program.md docs/http.md docs/sessions.md docs/staleness.md docs/staleness-study.md
+docs/findings.md docs/simulate.md docs/replay.md docs/compare-and-sweep.md docs/machines.md
+docs/move-buffer.md docs/ray.md docs/slurm.md docs/gpus.md docs/memory.md docs/scaling.md
+docs/engines.md docs/constrained.md docs/decoding.md docs/mixtures.md docs/images.md
+docs/algorithms.md docs/reshape.md docs/kl.md docs/methods.md docs/exact-gradients.md
+docs/performance.md docs/recipes/demo-sort.md docs/recipes/own-data.md
+docs/recipes/smollm2-cpu.md docs/recipes/calculator-agent.md docs/recipes/reward-hacking.md
+docs/recipes/distillation.md docs/recipes/gsm8k-qwen-one-gpu.md CONTRIBUTING.md
+docs/extending.md docs/extending-records.md benchmarks/results/README.md
+"""
+PAGES = PAGE_NAMES.split()
 SHELL = ("sh", "console", "bash", "shell")
 
-TINY = shlex.join(
-    word
-    for setting in (
-        "learner.groups=4",
-        "learner.group_size=4",
-        "learner.checkpoint_every=5",
-        "generator.max_new_tokens=12",
-        "generator.slots=16",
-        "evaluation.every=0",
-        "evaluation.prompts=3",
-        "evaluation.final_prompts=5",
-        "evaluation.ood_prompts=2",
-        # on a busy machine nothing is overdue: what a page shows has no losses
-        "wires.lease_s=600",
-        "watchdog.floor_s=600",
-        "watchdog.startup_s=600",
-        "reward.deadline_s=600",
-    )
-    for word in ("--set", setting)
-)
+# on a busy machine nothing is overdue: what a page shows has no losses
+TINY_SETS = """
+learner.groups=4 learner.group_size=4 learner.checkpoint_every=5 generator.max_new_tokens=12
+generator.slots=16 evaluation.every=0 evaluation.prompts=3 evaluation.final_prompts=5
+evaluation.ood_prompts=2 wires.lease_s=600 watchdog.floor_s=600 watchdog.startup_s=600
+reward.deadline_s=600
+"""
+TINY = shlex.join(word for setting in TINY_SETS.split() for word in ("--set", setting))
 # the beginning of a command -> what is added to it; the longest beginning counts
 SHORTER = {
     "asyncrl run configs/demo.toml": f"{TINY} --set learner.steps=22",

@@ -115,24 +115,13 @@ def start(cluster: Any, log: Path, *argv: str) -> subprocess.Popen[str]:
     )
 
 
-SETS = [
-    "name='r'",
-    "learner.steps=100000",
-    "learner.groups=2",
-    "learner.group_size=4",
-    "generator.max_new_tokens=12",
-    "generator.slots=8",
-    "evaluation.every=0",
-    "evaluation.final_prompts=4",
-    "evaluation.ood_prompts=0",
-    "wires.lease_s=3",
-    "wires.connect_s=600",
-    "watchdog.floor_s=3600.0",
-    "watchdog.startup_s=3600.0",
-    "placement.deadline_s=1800",
-    "placement.generator.count=2",
-    "placement.strategy='STRICT_SPREAD'",
-]
+SETS_TEXT = """
+name='r' learner.steps=100000 learner.groups=2 learner.group_size=4 generator.max_new_tokens=12
+generator.slots=8 evaluation.every=0 evaluation.final_prompts=4 evaluation.ood_prompts=0
+wires.lease_s=3 wires.connect_s=600 watchdog.floor_s=3600.0 watchdog.startup_s=3600.0
+placement.deadline_s=1800 placement.generator.count=2 placement.strategy='STRICT_SPREAD'
+"""
+SETS = SETS_TEXT.split()
 
 
 def test_a_run_on_three_hosts_outlives_one_of_them(

@@ -12,20 +12,11 @@ PATIENT = (
 )
 
 
-SETS = (
-    f"seed={RUN_SEED}",
-    'agent.env=""',
-    "agent.serve=true",
-    "model.warm_start=false",
-    "learner.steps=2",
-    "learner.groups=2",
-    "learner.group_size=4",
-    "generator.slots=32",
-    "evaluation.every=0",
-    "evaluation.prompts=2",
-    "evaluation.final_prompts=2",
-    "evaluation.ood_prompts=2",
-    "wires.lease_s=600.0",
-    "agent.idle_s=600.0",
-    "agent.deadline_s=1800.0",
+SETS = tuple(
+    f"""
+seed={RUN_SEED} agent.env="" agent.serve=true model.warm_start=false learner.steps=2
+learner.groups=2 learner.group_size=4 generator.slots=32 evaluation.every=0 evaluation.prompts=2
+evaluation.final_prompts=2 evaluation.ood_prompts=2 wires.lease_s=600.0 agent.idle_s=600.0
+agent.deadline_s=1800.0
+""".split()
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 from asyncrl.config.load import load
 from asyncrl.config.tree import Config
 from asyncrl.experiments.simulate.simulation import Simulation, SimulationOutcome
-from asyncrl.experiments.simulate.times import TimeModel
+from asyncrl.experiments.simulate.times import TimeModel, change
 from asyncrl.experiments.simulate.what_if import SimulateSeeds, simulate_seeds
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,38 +19,20 @@ BATCH = ("learner.groups=4", "learner.group_size=4")
 
 # Nothing takes time but what a test names: an answer has 64 tokens, its decode steps take 10 ms
 # each, whatever is beside it.
-BARE = TimeModel(
+NOTHING = "row admit finish look batch ready commit publish swap checkpoint wire buffer"
+BARE = change(
+    TimeModel(),
+    **dict.fromkeys(NOTHING.split(), 0),
     step=0.01,
-    row=0,
-    admit=0,
-    finish=0,
-    look=0,
     lengths=64,
     train=0.4,
     train_tokens=None,
-    batch=0,
-    ready=0,
-    commit=0,
-    publish=0,
-    swap=0,
-    checkpoint=0,
-    wire=0,
-    buffer=0,
 )
 
 
 def config(*sets: str) -> Config:
-    return load(
-        ROOT / "configs" / "demo.toml",
-        [
-            "generator.max_new_tokens=64",
-            "generator.context=96",
-            "learner.steps=20",
-            "staleness.wait=0",
-            *BATCH,
-            *sets,
-        ],
-    )
+    small = "generator.max_new_tokens=64 generator.context=96 learner.steps=20 staleness.wait=0"
+    return load(ROOT / "configs" / "demo.toml", [*small.split(), *BATCH, *sets])
 
 
 def simulate(

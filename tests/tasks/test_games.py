@@ -576,30 +576,16 @@ def test_who_plays_the_other_side() -> None:
 # ---- real processes ------------------------------------------------------------------------------
 
 
-SETS = (
-    "exact=true",
-    "model.path='m'",
-    "model.warm_start=false",
-    "staleness.max_lag=0",
-    "learner.steps=2",
-    "learner.groups=4",
-    "learner.group_size=4",
-    "generator.slots=16",
-    "generator.max_new_tokens=6",
-    "evaluation.every=0",
-    "evaluation.prompts=4",
-    "evaluation.final_prompts=4",
-    "evaluation.ood_prompts=1",
-    "record.samples_every=1",
-    "record.samples=0",
-    f"agent.env='{LONGER}'",
-    # nobody is taken for hung or gone, and nothing is drawn again, because others have the cores
-    "agent.step_s=3600",
-    "agent.deadline_s=7200",
-    "wires.lease_s=3600",
-    "wires.connect_s=1200",
-    "watchdog.floor_s=3600",
-    "watchdog.startup_s=3600",
+# nobody is taken for hung or gone, and nothing is drawn again, because others have the cores
+SETS = tuple(
+    f"""
+exact=true model.path='m' model.warm_start=false staleness.max_lag=0 learner.steps=2
+learner.groups=4 learner.group_size=4 generator.slots=16 generator.max_new_tokens=6
+evaluation.every=0 evaluation.prompts=4 evaluation.final_prompts=4 evaluation.ood_prompts=1
+record.samples_every=1 record.samples=0 agent.env='{LONGER}' agent.step_s=3600
+agent.deadline_s=7200 wires.lease_s=3600 wires.connect_s=1200 watchdog.floor_s=3600
+watchdog.startup_s=3600
+""".split()
 )
 
 

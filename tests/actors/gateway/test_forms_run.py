@@ -34,23 +34,13 @@ from asyncrl.tasks.calc import CalcTask
 pytestmark = pytest.mark.slow
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}assistant:"
-SETS = (
-    f"seed={RUN_SEED}",
-    "exact=true",
-    "model.path=m",
-    "model.warm_start=false",
-    "staleness.max_lag=0",
-    "learner.steps=2",
-    "learner.groups=1",
-    "learner.group_size=4",
-    "generator.slots=4",
-    "agent.at_once=4",
-    "evaluation.every=0",
-    "evaluation.prompts=1",
-    "evaluation.final_prompts=1",
-    "evaluation.ood_prompts=1",
-    "record.stream=true",
-    "wires.lease_s=3600",
+SETS = tuple(
+    f"""
+seed={RUN_SEED} exact=true model.path=m model.warm_start=false staleness.max_lag=0
+learner.steps=2 learner.groups=1 learner.group_size=4 generator.slots=4 agent.at_once=4
+evaluation.every=0 evaluation.prompts=1 evaluation.final_prompts=1 evaluation.ood_prompts=1
+record.stream=true wires.lease_s=3600
+""".split()
 )
 
 
