@@ -21,7 +21,22 @@ LEARNER = "learner/"
 BUFFER = "buffer/"
 SETTINGS = "tests/algorithms/test_settings_take_effect.py::test_"
 STATE = "tests/learner/test_learner_state.py::test_"
+LOCAL = "tests/tinker_server/test_tinker_local.py::test_"
 PLANTED = [
+    Planted(
+        "a restarted server writes the rows of its steps again",
+        "asyncrl/tinker/models.py",
+        "if outcome.row and number > self.recorded:",
+        "if outcome.row:",
+        LOCAL + "bounded_records_close_the_ledger_after_a_restart",
+    ),
+    Planted(
+        "a later good loss hides a refused one",
+        "asyncrl/tinker/models.py",
+        "self.refused = self.refused or outcome.error",
+        "self.refused = outcome.error",
+        LOCAL + "supervised_data_can_be_forbidden",
+    ),
     Planted(
         "on_exceed = mask leaves the token in the loss",
         ALGORITHMS + "batch.py",

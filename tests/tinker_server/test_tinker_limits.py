@@ -6,9 +6,11 @@ import dataclasses
 import json
 import os
 import signal
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,9 @@ import numpy as np
 import pytest
 import tinker
 from click.testing import CliRunner
+from process_kit import ROOT, RUN_SEED
 from run_kit import wait_until
+from safetensors.torch import load_file
 from tinker import types
 from tinker_kit import (
     ServerProcess,
@@ -30,10 +34,11 @@ from tinker_kit import (
 )
 
 from asyncrl.cli import main
+from asyncrl.models import adapter_files
 
 pytestmark = pytest.mark.slow
 ADAM = types.AdamParams(learning_rate=1e-3)
-
+MUTANTS = int(os.environ.get("ASYNCRL_TINKER_MUTANTS", "200"))  # of requests
 
 SETS = (
     "staleness.max_lag=1",
@@ -306,3 +311,72 @@ def test_pace_holds_a_client_that_runs_ahead(
         os.kill(pid, signal.SIGCONT)
     step.result()
     assert done.wait(60)
+
+
+# ---- one client misbehaves -----------------------------------------------------------------------
+
+
+def train_curve(server: ServerProcess, service: tinker.ServiceClient) -> list[Any]:
+    """Train on sampled sequences; return losses and log-probabilities, and the final weights."""
+    client, curve = new_model(service), []
+    for number in range(3):
+        sampler = client.save_weights_and_get_sampling_client().result()
+        params = types.SamplingParams(max_tokens=6, seed=number)
+        sampled = sampler.sample(prompt(), 3, params).result().sequences
+        data = [policy_datum(x, 1.0 - index, spans=True) for index, x in enumerate(sampled)]
+        scored = client.forward_backward(data, "ppo").result()
+        curve += [scored.metrics, *(output_logprobs(scored, n).tolist() for n in range(3))]
+        client.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+    weights = load_file(
+        server.saved(client.save_state("end").result().path) / "model" / adapter_files.WEIGHTS
+    )
+    return [*curve, {name: tensor.tolist() for name, tensor in weights.items()}]
+
+
+def record_requests(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+    """Let a client make a request of every type; return route -> body."""
+    bodies: dict[str, bytes] = {}
+    send = httpx.AsyncClient.send
+
+    async def record(self: Any, request: httpx.Request, **more: Any) -> httpx.Response:
+        route = request.url.path.removeprefix("/api/v1/")
+        bodies[route] = request.content
+        return await send(self, request, **more)
+
+    with monkeypatch.context() as patch, server.client() as service:
+        patch.setattr(httpx.AsyncClient, "send", record)
+        client = new_model(service)
+        path = client.save_state("a").result().path
+        client.save_weights_for_sampler("a").result()
+        data = [policy_datum(x, spans=True) for x in sampled_sequences(client, 2)]
+        client.forward(data, "ppo").result()
+        client.forward_backward(data, "ppo").result()
+        client.optim_step(ADAM).result()
+        client.get_info()
+        draw(service.create_sampling_client(model_path=path).result(), 1)
+        service.create_training_client_from_state(path).result()
+        service.create_rest_client().get_weights_info_by_tinker_path(path).result()
+    return {route: body for route, body in bodies.items() if body}
+
+
+def test_a_client_that_misbehaves_changes_nothing_for_another(
+    server: ServerProcess, service: tinker.ServiceClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses, log-probabilities and weights of the other are the same to the bit."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
+    from lib.chaos.misbehaving_client import MisbehavingClient
+
+    alone = train_curve(server, service)
+    pids = [worker(server, role) for role in ("training", "sampling")]
+    client = MisbehavingClient(server.url, server.key, record_requests(server, monkeypatch))
+    with ThreadPoolExecutor(1) as pool:
+        misbehaved = pool.submit(client.misbehave, MUTANTS, RUN_SEED)
+        while not misbehaved.done():
+            assert train_curve(server, service) == alone
+        misbehaved.result()
+    assert train_curve(server, service) == alone
+    assert pids == [worker(server, role) for role in ("training", "sampling")]
+    for log in (server.folder / "logs").glob("*.log"):
+        assert "Traceback" not in log.read_text()
+    for result in ("forward_backward: done", "save_weights: done", "optim_step: failed"):
+        assert client.results[result]

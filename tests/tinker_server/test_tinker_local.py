@@ -19,7 +19,7 @@ from tinker_kit import draw, output_logprobs, policy_datum, prompt, tuned_datum,
 from tinker_local_kit import KEY, LocalServer
 
 from asyncrl.contract.errors import ConfigError
-from asyncrl.records import jsonl
+from asyncrl.records import jsonl, metrics
 from asyncrl.supervise import tinker_status as status
 from asyncrl.tinker import app, settings
 from asyncrl.tinker import server as tinker_server
@@ -88,6 +88,8 @@ def test_bounded_records_close_the_ledger_after_a_restart(start: Start) -> None:
     assert len(jsonl.read(server.folder / "sequences.jsonl")) <= 1 + 8
     for _ in range(2):  # the second time from a file of the first
         server = start(remembered=4)
+        assert [row["batch"] for row in jsonl.read(folder / "trained.jsonl")] == [*range(8)]
+        assert [row["step"] for row in metrics.read(folder)] == [*range(8)]
     with server.client() as service:
         state = service.create_lora_training_client("tiny", rank=2, seed=1).result()
         assert state.model_id != client.model_id
@@ -238,10 +240,11 @@ def test_supervised_data_can_be_forbidden(start: Start) -> None:
     with server.client() as service:
         client = service.create_lora_training_client("tiny", rank=2, seed=1).result()
         assert len(scored(client)) == 4  # only computed
+        [sequence] = draw(sampler_of(client), 1)
         client.forward_backward(TUNED, "cross_entropy")
+        client.forward_backward([policy_datum(sequence)], "ppo")  # does not hide the refused one
         with pytest.raises(tinker.RequestFailedError, match=r"staleness\.supervised = refuse"):
             client.optim_step(ADAM).result()
-        [sequence] = draw(sampler_of(client), 1)
         assert step(client, [policy_datum(sequence)])["lag_max"] == 0
         metrics = step(client, [policy_datum(sequence, spans=True)])
         assert metrics["lag_max"] == 1

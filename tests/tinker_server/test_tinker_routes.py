@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from tinker_kit import draw, prompt, tuned_datum
 from tinker_local_kit import KEY, LocalServer
 
 from asyncrl.tinker import app
+from asyncrl.tinker.call_log import CallLog, TrainingCall
 from asyncrl.tinker.model_records import build_folder_name
 
 ADAM = types.AdamParams(learning_rate=1e-2)
@@ -115,6 +117,33 @@ def test_bodies_are_checked(http: httpx.Client) -> None:
         assert "model_id, a text, and seq_id, a whole number" in error(reply, 400)
     assert http.post("/nowhere", content=b"").status_code == 404
     assert http.get("/asample").status_code == 405
+
+
+def test_calls_are_numbered(http: httpx.Client, service: tinker.ServiceClient) -> None:
+    model = service.create_lora_training_client("tiny", rank=2).result().model_id
+    step = {"model_id": model, "seq_id": 1, "adam_params": {"learning_rate": 0.0}}
+    for number, message in ((0, "numbered from 1"), (10**6, "far ahead of the next one, 1")):
+        assert message in error(http.post("/optim_step", json=step | {"seq_id": number}), 400)
+    failures = [OSError(errno.ENOSPC, "No space left on device")]
+
+    def write(self: CallLog, call: TrainingCall) -> None:
+        if failures:
+            raise failures.pop()
+        write_call(self, call)
+
+    write_call = CallLog.write_call
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CallLog, "write_call", write)
+        assert "No space left" in error(http.post("/optim_step", json=step), 503)
+        for _ in range(2):  # repeated: the same call
+            promise = http.post("/optim_step", json=step).json()
+    result = http.post("/retrieve_future", json={"request_id": promise["request_id"]})
+    assert result.json()["type"] == "optim_step"
+    other = http.post("/optim_step", json=step | {"adam_params": {"learning_rate": 1.0}})
+    assert "seq_id 1" in error(other, 400) and "was another call" in error(other, 400)
+    for name in (f"{model}:call:first", "lost:sample:1"):
+        reply = http.post("/retrieve_future", json={"request_id": name})
+        assert "is not known here any more" in error(reply, 410)
 
 
 def test_what_clients_read_of_server_models_and_samplers(
