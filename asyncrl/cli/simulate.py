@@ -95,13 +95,14 @@ def simulate(
     from asyncrl.config import load
     from asyncrl.records import rundir
 
+    config = load.load_to_train(source, sets)  # before the imports of torch below
     if from_run is not None:
-        rundir.require_run(from_run)  # before the imports of torch below
+        rundir.require_run(from_run)
     from asyncrl.experiments.simulate import result
 
     time_model, origin = result.collect_times(from_run, file, single_times)
     outcome = result.simulate(
-        load.load_to_train(source, sets),
+        config,
         time_model,
         origin,
         name=f"simulate {source}",

@@ -89,6 +89,7 @@ def test_a_group_without_a_command_prints_its_help(
         ("sft", "nowhere"),
         ("tinker", "nowhere"),
         ("simulate", "demo", "--from", "nowhere"),
+        ("simulate", "nowhere"),
         ("doctor", "--exact", "nowhere"),
         ("run", "nowhere"),
         ("figure", "nowhere", "-o", "x.svg"),
