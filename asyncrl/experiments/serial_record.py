@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NotRequired, TypedDict
 
@@ -95,7 +97,7 @@ class SerialRecord:
         self.curve: list[dict[str, float]] = []
         self.optimizer_steps: list[dict[str, float]] = []
         self.batches: list[BatchRecord] = []
-        self.lags: dict[int, int] = {}
+        self.lags: Counter[int] = Counter()
         self.batch_lags: dict[int, int] = {}  # of the batch in training
         self.evals: dict[tuple[str, int], dict[int, float]] = {}  # (split, version) -> rewards
         self.finished: dict[str, dict[int, float]] = {}  # metric -> version -> value
@@ -117,16 +119,11 @@ class SerialRecord:
         """
         tickets = training_log.find_runs(sample.ticket for sample in batch.samples)
         self.batches.append({"ids": training_log.digest(batch.samples), "tickets": tickets})
-        counted: dict[int, int] = {}
-        for runs in batch.token_lags:
-            for start, end, lag in runs:
-                counted[lag] = counted.get(lag, 0) + end - start
-        audit(batch.number, batch.samples, counted)
-        if staleness.on_exceed == "mask":  # tokens past the limit are not trained
-            counted = {lag: tokens for lag, tokens in counted.items() if lag <= staleness.limit}
-        for lag, tokens in counted.items():
-            self.lags[lag] = self.lags.get(lag, 0) + tokens
-        self.batch_lags = counted
+        audit(batch.number, batch.samples, training_log.count_trained_lags(batch, math.inf))
+        # tokens past the limit are not trained
+        limit = staleness.limit if staleness.on_exceed == "mask" else math.inf
+        self.batch_lags = training_log.count_trained_lags(batch, limit)
+        self.lags.update(self.batch_lags)
 
     def record_training(
         self,

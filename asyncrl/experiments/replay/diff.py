@@ -147,15 +147,20 @@ def format_diff(comparison: dict[str, Any]) -> str:
             f"{comparison['steps'][1]}); {weights}"
         )
     else:
-        lines.append(
-            f"first difference at step {difference['step']}, in "
-            f"{len(difference['metrics'])} metrics:"
-        )
-        lines += [
-            f"  {m['name']}: {m['a']:.9g} | {m['b']:.9g} (relative {m['relative']:.2g})"
-            for m in difference["metrics"][:METRICS_SHOWN]
-        ]
+        lines += format_first_difference(difference, "step", METRICS_SHOWN)
     return "\n".join(lines)
+
+
+def format_first_difference(difference: dict[str, Any], unit: str, shown: int) -> list[str]:
+    """Format the result of `find_first_difference`, with `shown` of its metrics."""
+    differing = difference["metrics"]
+    return [
+        f"first difference at {unit} {difference['step']}, in {len(differing)} metrics:",
+        *(
+            f"  {m['name']}: {m['a']:.9g} | {m['b']:.9g} (relative {m['relative']:.2g})"
+            for m in differing[:shown]
+        ),
+    ]
 
 
 def write(run_a: Path, run_b: Path, path: Path) -> None:

@@ -527,14 +527,7 @@ def format_replay(comparison: dict[str, Any]) -> str:
         lines.append(comparison["cut"])
     difference = comparison["first_difference"]
     if difference is not None:
-        lines.append(
-            f"first difference at batch {difference['step']}, in "
-            f"{len(difference['metrics'])} metrics:"
-        )
-        lines += [
-            f"  {m['name']}: {m['a']:.9g} | {m['b']:.9g} (relative {m['relative']:.2g})"
-            for m in difference["metrics"][:5]
-        ]
+        lines += diff.format_first_difference(difference, "batch", 5)
     recorded = comparison["recorded"]
     replayed = comparison["replayed"]
     names = [
