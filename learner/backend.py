@@ -193,6 +193,9 @@ class TorchBackend:
 
     # ---- weights and state -----------------------------------------------------------------------
 
+    def release_gathered(self) -> None:
+        """Free what the last forward pass without a backward pass left gathered."""
+
     @contextmanager
     def gather_full_parameters(self) -> Iterator[None]:
         """Hold every parameter in full in rank 0's model inside the context."""

@@ -248,6 +248,7 @@ class LearnerCore:
         if logprobs is not None:
             columns = logprobs, self._forward(self.model, packed, all_samples), packed.loss.behavior
             metrics["kl/moved"] = measure_move(*columns, prep.valid)
+        self.backend.release_gathered()
         used_beta = self.state.beta
         self._carry(packed, metrics)
         if by_prompt:

@@ -157,6 +157,11 @@ class DeepSpeedBackend(DistributedBackend):
 
     # ---- weights and state -----------------------------------------------------------------------
 
+    def release_gathered(self) -> None:
+        # after the passes of a step, ZeRO-3 keeps for its backward pass what a forward has gathered
+        if self.sharded:
+            self.optimizer.empty_partition_cache()
+
     @contextmanager
     def gather_full_parameters(self) -> Iterator[None]:
         with (
@@ -175,6 +180,7 @@ class DeepSpeedBackend(DistributedBackend):
 
     def write_flat(self, buffer: memoryview | None) -> None:
         """Write one parameter at a time: no second full copy, also under ZeRO-3."""
+        self.release_gathered()
         views = read_flat(buffer, self.layout) if buffer is not None else {}
         # partitioned parameters are gathered by identity, not by content
         published = (

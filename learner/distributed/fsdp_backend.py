@@ -122,8 +122,7 @@ class FsdpBackend(DistributedBackend):
             register_fsdp_forward_method(sharded, "gathered_call")
         self.roots.append(sharded)
 
-    def _divide(self) -> None:
-        """Free what the last forward pass without a backward pass left gathered."""
+    def release_gathered(self) -> None:
         for root in self.roots:
             root.reshard()
 
@@ -167,7 +166,7 @@ class FsdpBackend(DistributedBackend):
 
     def _gather_weights(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
         """Yield name, part and, on rank 0, whole tensor of each weight, one at a time."""
-        self._divide()
+        self.release_gathered()
         dtypes = {name: getattr(torch, dtype) for name, dtype, *_ in self.layout}
         for name, parameter in list_named_weights(self.model):
             with self.guard():
@@ -216,7 +215,7 @@ class FsdpBackend(DistributedBackend):
         stored: the names of a checkpoint that is to be read. The optimizers get the states that it
         has.
         """
-        self._divide()
+        self.release_gathered()
         tensors: dict[str, Any] = {}
         for name, part in self.parts.items():
             tensors |= part.collect_tensors(name, stored)

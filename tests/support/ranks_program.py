@@ -106,7 +106,7 @@ def main() -> None:
         core.measure.read_weights = lambda *_: bytes(first)
     if "restore" in job:
         checkpoint.restore(core, Path(job["restore"]))
-    losses, norms, steps = [], [], []
+    losses, norms, steps, kept = [], [], [], []
     sizes: dict[str, int] = {}
     if hasattr(core.backend.optimizer, "register_step_pre_hook"):
         core.backend.optimizer.register_step_pre_hook(
@@ -123,6 +123,7 @@ def main() -> None:
         else:
             data = msgspec.structs.replace(sessions(cuts[n - job["batches"]]), number=n)
         metrics = core.train(data)
+        kept.append(parameters(core))
         losses.append(metrics["loss/policy"])
         norms.append(metrics["optim/grad_norm"])
         steps.append(
@@ -163,7 +164,8 @@ def main() -> None:
         "weights": torch.frombuffer(buffer, dtype=next(iter(tensors.values())).dtype)
         .float()[:: max(1, len(buffer) // 2000)]
         .tolist(),
-        "parameters": parameters(core),
+        # between batches, and after the weights were published
+        "parameters": max(*kept, parameters(core)),
         "probe_off": probe_off,
         "gathered": max(gathered),
         "metrics": metrics,
