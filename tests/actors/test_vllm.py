@@ -4,6 +4,7 @@ probe, a whole run.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import subprocess
@@ -27,7 +28,14 @@ from wrong_model_kit import config as chat_config
 
 from actors.decoding.constraints import GrammarCompiler
 from actors.engine import Completion, CompletionRequest
-from actors.engine_vllm import ReferenceWeights, SeededSampler, VllmEngine, make_engine
+from actors.engine_vllm import (
+    ReferenceWeights,
+    SeededSampler,
+    VllmEngine,
+    derive_seeds,
+    make_engine,
+    make_sampling_params,
+)
 from actors.vllm_swap import PLAIN, DirectWriter, UnsupportedModel, view_fused
 from asyncrl.config import load as config_load
 from asyncrl.config.engines import ENGINES
@@ -402,6 +410,58 @@ def test_a_swap_that_did_not_take_stops_the_run(case: Case) -> None:
     case.finish()
     case.engine.step(3)
     assert case.engine.probes == before + 2
+
+
+def test_weights_that_vllm_loads_half_way_are_found_out(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its `load_weights` of a model that serves: in float32 on a CPU it raises at a matrix whose
+    plain form is freed, and what comes before is new.
+    """
+    case.load(case.old)
+    case.finish()
+    case.engine.step(3)
+    direct, model = case.worker.asyncrl_direct, case.worker.model_runner.get_model()
+    loaded: list[bool] = []
+
+    def load_weights(_name: str, args: tuple[dict[str, torch.Tensor]]) -> None:
+        with contextlib.suppress(AttributeError):
+            model.load_weights(iter(args[0].items()))
+            loaded.append(True)
+
+    monkeypatch.setattr(case.engine.llm, "collective_rpc", load_weights)
+    case.load(case.new)
+    assert not loaded or case.bound > 1e-3
+    with contextlib.nullcontext() if loaded else pytest.raises(ProtocolError, match="nats off"):
+        case.engine.step(3)
+    monkeypatch.undo()
+    case.worker.asyncrl_direct = "told to"  # vLLM's reload makes all layers anew
+    case.load(case.old)
+    case.engine.step(3)
+    case.worker.asyncrl_direct = direct
+    case.load(case.old)
+    case.engine.step(3)
+
+
+def test_seeds_of_neighbours_are_not_consecutive(case: Case) -> None:
+    """vLLM's own groups have consecutive seeds: n = 3 with seed 7 is seeds 7, 8 and 9."""
+    case.load(case.old)
+    case.finish()
+    case.engine.step(3)
+    prompt = {"prompt_token_ids": [3, 4, 5]}
+    for name, seed, n in (("group", 7, 3), ("seven", 7, 1), ("eight", 8, 1), ("nine", 9, 1)):
+        settings = make_sampling_params(max_tokens=12, temperature=1.0, seed=seed, n=n)
+        case.engine.llm.add_request(name, prompt, settings)
+    done: dict[str, list[list[int]]] = {}
+    while case.engine.llm.has_unfinished_requests():
+        for output in case.engine.llm.step():
+            rows = done.setdefault(output.request_id, [])
+            rows += [list(each.token_ids) for each in sorted(output.outputs, key=lambda o: o.index)]
+    assert len(done["group"]) == 3
+    if case.bound < 1e-3:
+        assert done["group"] == [*done["seven"], *done["eight"], *done["nine"]]
+    seeds = derive_seeds([request(t, s, [3, 4, 5]) for t in range(8) for s in range(4)])
+    assert len(set(seeds)) == 32 and min(np.diff(sorted(seeds))) > 8
 
 
 def test_how_far_a_probe_may_be_off_by_type_depth_and_likelihood() -> None:

@@ -145,6 +145,20 @@ def test_calls_begin_with_keys_of_earlier_calls_and_never_with_those_of_other_we
         }
 
 
+def test_a_request_with_prompt_logprobs_reads_no_kept_keys(vllm: Engine) -> None:
+    """As the probe of a swap is one, it is encoded with the weights that were loaded."""
+    vllm.load(vllm.old)
+    vllm.draw([request(0, 0, SYSTEM, 2)])
+    llm = vllm.engine.llm
+    for kept, how in ((BLOCK, {}), (0, {"prompt_logprobs": 0})):
+        settings = engine_vllm.make_sampling_params(max_tokens=1, temperature=0.0, **how)
+        llm.add_request("asked", vllm.engine._build_prompt(SYSTEM, 0), settings)
+        outputs: list[Any] = []
+        while llm.has_unfinished_requests():
+            outputs += llm.step()
+        assert [output.num_cached_tokens for output in outputs if output.finished] == [kept]
+
+
 def test_keys_that_calls_may_keep_have_room_and_without_it_equal_prompts_alone_share(
     vllm: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -25,10 +26,11 @@ from run_kit import start as start_run
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
 from asyncrl.models.policy import build_model
+from learner import checkpoint
 
 pytestmark = pytest.mark.slow
 
-STEPS, BAD = 5, 2  # batches, and the one of them without finite rewards
+STEPS, BAD = 5, 2  # batches, and the one of them with a loss that is not finite
 FEW = ("learner.groups=8", "learner.group_size=4")  # of runs in which nothing is learned
 
 
@@ -96,8 +98,8 @@ def test_every_backend_is_the_torch_learner(
 ) -> None:
     """Answers of 1 to 12 tokens, 18 a batch: uneven over ranks and micro-batches; then sessions
     split into rows, which torch trains unsplit.  Ranks are started by torchrun, by rank 0, or side
-    by side.  A batch without a finite loss is skipped on every rank: weights and moments stay as
-    they were.
+    by side.  Every rank skips a batch in which one group has no finite loss: weights and moments
+    stay as they were.
     """
     mine, others, _ = whole(learner, launcher)
     ranks, stage = learner["ranks"], learner.get("zero_stage", 3)
@@ -215,6 +217,7 @@ def test_a_resumed_learner_goes_on_as_if_nothing_had_happened(
     said: str,
     whole: Whole,
     model_dir: Path,
+    tmp_path: Path,
 ) -> None:
     """At stage 3 and with FSDP2; a whole run at stage 2 is stopped and resumed below."""
     made, _, saved = whole(two)
@@ -231,6 +234,10 @@ def test_a_resumed_learner_goes_on_as_if_nothing_had_happened(
         assert elsewhere["weights"] == pytest.approx(made["weights"], abs=1e-5)
         assert elsewhere["held"] * ranks == pytest.approx(made["held"] * 2, rel=0.05)
     assert [x.name for x in saved.parent.iterdir()] == [saved.name]
+    # DeepSpeed loads nothing from a path that is not there, and says nothing
+    assert checkpoint.verify(saved) == ""
+    shutil.copytree(saved, tmp_path / "torn", ignore=shutil.ignore_patterns("deepspeed", "fsdp2"))
+    assert "has no bytes" in checkpoint.verify(tmp_path / "torn")
     job = {
         "model": str(model_dir),
         "batches": STEPS,

@@ -139,6 +139,20 @@ def test_experts_that_no_token_of_a_rank_chose(family: str, tmp_path: Path) -> N
     )
 
 
+def test_a_weight_without_gradients_is_resumed_by_another_number_of_ranks(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    """Its moments are not in the checkpoint, which torch's own loading refuses."""
+    how: dict[str, Any] = {"batches": 2, "frozen": "model.layers.0.mlp.up_proj.weight"}
+    two, _ = trained(model_dir, TWO, **how, save=[1, str(tmp_path)])
+    saved = str(tmp_path / "number_1")
+    three, others = trained(model_dir, TWO | {"ranks": 3}, **how, restore=saved)
+    assert three["losses"] == pytest.approx(two["losses"][1:], abs=1e-5)
+    assert three["weights"] == pytest.approx(two["weights"], abs=1e-5)
+    held = three["held"] + sum(other["held"] for other in others.values())
+    assert held == three["parameters"] + sum(o["parameters"] for o in others.values()) - 64 * 32
+
+
 def test_a_rank_holds_what_the_arithmetic_says(model_dir: Path) -> None:
     """Of weights, gradient and moments; and, while a layer runs, that layer and the embeddings."""
     sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -2,11 +2,12 @@
 fixed stream of batches.
 
 JSON: model, config (sections), batches, and optionally sessions (how those of the batches after
-these are cut into rows), dtype, bad (a batch without finite rewards), held (the weights of the
-start count as those of every earlier version, so that the split is measured), save (after which
-batch, directory), stand (behind that checkpoint rank 0 touches FILE.there, waits for FILE, and has
-so many seconds of patience from then on), restore (directory). Rank 0 prints one JSON object:
-losses, norms, weights' digest, what each rank holds of the optimizer's state."""
+these are cut into rows), dtype, bad (a batch in which one sample's reward is not finite), frozen (a
+weight without gradients), held (the weights of the start count as those of every earlier version,
+so that the split is measured), save (after which batch, directory), stand (behind that checkpoint
+rank 0 touches FILE.there, waits for FILE, and has so many seconds of patience from then on),
+restore (directory). Rank 0 prints one JSON object: losses, norms, weights' digest, what each rank
+holds of the optimizer's state."""
 
 from __future__ import annotations
 
@@ -79,6 +80,8 @@ def main() -> None:
         }
     )
     core = LearnerCore(config, job["model"])
+    for name, parameter in core.model.hf.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and name != job.get("frozen"))
     gathered: list[int] = []  # numbers in whole parameters while a layer runs
     layer = core.model.hf.model.layers[0].self_attn.o_proj
     layer.register_forward_hook(
@@ -119,7 +122,9 @@ def main() -> None:
     cuts = job.get("sessions", [])
     for n in range(core.state.number, job["batches"] + len(cuts)):
         if n < job["batches"]:
-            data = batch(n, seed=n, reward=math.nan if n == job.get("bad") else None)
+            data = batch(n, seed=n)
+            if n == job.get("bad"):
+                data.samples[0] = msgspec.structs.replace(data.samples[0], reward=math.nan)
         else:
             data = msgspec.structs.replace(sessions(cuts[n - job["batches"]]), number=n)
         metrics = core.train(data)
