@@ -231,7 +231,8 @@ class SeededSampler:
     produces AHEAD numbers at once. Unused numbers survive a preemption; those of the `room`
     requests used last are kept.
 
-    A row without a generator belongs to a probe, whose sample is unused: its number is 0.
+    A row without a generator belongs to a probe, whose sample is unused: its number is 0. vLLM
+    keeps seeds beside such rows too; what it lacks is a step back (`rewind`).
     """
 
     AHEAD = 64
