@@ -12,12 +12,12 @@ from functools import partial
 from typing import Any
 
 from actors.gateway.agents.agent_pool import AgentPool
-from actors.gateway.endpoint.server import ListenAddress
 from actors.gateway.endpoint.web import Endpoint
 from actors.gateway.mixing.mixed_sources import MixedSource
 from actors.gateway.service import Gateway
 from actors.gateway.session_api import SessionApi, read_kept_port, write_endpoint_files
 from asyncrl.contract.errors import ConfigError
+from asyncrl.transport.http_server import ListenAddress
 from asyncrl.transport.sockets import BufferSocket, PeerSocket
 
 POLL_S = 0.05  # longest wait between two turns

@@ -19,18 +19,18 @@ import msgspec
 import numpy as np
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from actors.engine import Completion, CompletionRequest, PromptScores
-from actors.gateway.endpoint.server import get_connection
-from actors.gateway.endpoint.web import HANDLERS, LARGEST_BODY, has_key, read_body
+from actors.gateway.endpoint.web import HANDLERS, LARGEST_BODY, list_models, open_body
 from actors.gateway.sessions import CallRefused
 from actors.model_server.completion_requests import CompletionOrder, parse_order
 from actors.model_server.engine_thread import EngineThread
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import Prompt
 from asyncrl.models.tokenizer import encode_prompt
+from asyncrl.transport.http_server import authorize
 
 
 class CompletionsApp:
@@ -76,20 +76,7 @@ class CompletionsApp:
 
     async def _list_models(self, request: Request) -> Response:
         self._authorize(request)
-        model = {
-            "id": self.name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "asyncrl",
-            "max_model_len": self.context,
-        }
-        if requested_model := request.path_params.get("model"):
-            if requested_model != self.name:
-                raise CallRefused(
-                    404, "model_not_found", f"unknown model {requested_model!r}", "model"
-                )
-            return JSONResponse(model)
-        return JSONResponse({"object": "list", "data": [model]})
+        return list_models(request, self.name, self.context)
 
     async def _complete(self, request: Request) -> Response:
         return await self._answer(request, chat=False)
@@ -98,26 +85,25 @@ class CompletionsApp:
         return await self._answer(request, chat=True)
 
     def _authorize(self, request: Request) -> None:
-        if self.key and not has_key(request, self.key):
+        if not authorize(request, self.key):
             raise CallRefused(
                 401,
                 "invalid_api_key",
                 "this server needs the key that it printed at its start: set OPENAI_API_KEY",
             )
-        get_connection(request.scope).authorize()
 
     async def _answer(self, request: Request, *, chat: bool) -> Response:
         self._authorize(request)
-        body = await read_body(request, LARGEST_BODY)
-        order = await asyncio.to_thread(
-            parse_order,
-            body,
-            chat=chat,
-            name=self.name,
-            context=self.context,
-            vocabulary=self.vocabulary,
-            encode=self._encode,
-        )
+        async with open_body(request, LARGEST_BODY) as body:
+            order = await asyncio.to_thread(
+                parse_order,
+                body,
+                chat=chat,
+                name=self.name,
+                context=self.context,
+                vocabulary=self.vocabulary,
+                encode=self._encode,
+            )
         try:
             samples = await self._generate(order)
             scores = await self._score(order, samples)

@@ -10,7 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from actors.engine import build_engine
-from actors.gateway.endpoint.server import HttpServer, ListenAddress
 from actors.model_server.completions_app import CompletionsApp
 from actors.model_server.engine_thread import EngineThread
 from asyncrl.config.tree import Config, GeneratorConfig, ModelConfig, TaskConfig
@@ -19,6 +18,7 @@ from asyncrl.contract.versions import Label
 from asyncrl.models import model_check
 from asyncrl.models.policy import compute_weights_digest, list_named_weights, load_policy
 from asyncrl.models.tokenizer import collect_stop_tokens, read_vocabulary_size
+from asyncrl.transport.http_server import HttpServer, ListenAddress
 
 MOST_CONTEXT = 4096  # without --context
 
@@ -73,17 +73,7 @@ def serve(app: CompletionsApp, bind: ListenAddress, announce: Callable[[str], No
     announce: called with the URL when requests are accepted. Raises ConfigError for an address that
     cannot be used.
     """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with suppress(KeyboardInterrupt):
-        asyncio.run(_serve(app, bind, announce))
+        asyncio.run(HttpServer(app.app, bind).serve(announce))
     app.engine.close()
-
-
-async def _serve(app: CompletionsApp, bind: ListenAddress, announce: Callable[[str], None]) -> None:
-    server = HttpServer(app.app, bind)
-    await server.start()
-    announce(server.url)
-    stop_event = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop_event.set)
-    await stop_event.wait()
-    await server.stop()

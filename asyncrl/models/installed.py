@@ -52,11 +52,9 @@ def find_missing_package(config: Config) -> str:
     engine = config.generator.engine
     if problem := explain_missing(engine):
         return f"generator.engine = {engine}: {problem}"
-    over_http = any(agent.http for agent in config.agents.values())
     needs = [
         (config.learner.backend == "deepspeed", "learner.backend", "deepspeed", "deepspeed"),
         (config.lora.rank > 0, "lora.rank", "peft", "lora"),
-        (over_http, "agent: sessions over HTTP", "httptools", "agents"),
         (config.agent.forced == "constrain", "agent.forced: constrain", "llguidance", "agents"),
         *((True, f"record.trackers: {name}", name, name) for name in config.record.trackers),
     ]

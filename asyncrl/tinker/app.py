@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import secrets
 import time
@@ -38,6 +37,7 @@ from asyncrl.tinker.sample_log import TrainedSampleLog
 from asyncrl.tinker.samplers import SampleOutcome, SamplerRecord, SamplerService
 from asyncrl.tinker.sequences import SequenceLedger
 from asyncrl.tinker.settings import TinkerConfig
+from asyncrl.transport.http_server import authorize, open_body
 
 LEDGER_S = 2.0  # between updates of the ledger files
 POLL_S = 20.0  # longest time that one request of a client waits for a result
@@ -148,16 +148,23 @@ class TinkerServer:
 
     def starlette(self) -> Starlette:
         """Return the ASGI application."""
+        is_rust = self.config.server.client_transport == "rust"
+        model = {
+            "model_name": self.config.model.path,
+            "max_context_length": self.config.sampling.context,
+            "trainable": True,
+            "sampleable": True,
+        }
         post: dict[str, Handler] = {
             # Starlette tries routes in this order: those called for every sequence come first
             "retrieve_future": self.retrieve_future,
             "asample": self.sample,
-            "client/config": self.get_client_config,
-            "client/dynamic_config": self.reply_empty,
-            "telemetry": self.accept_telemetry,
+            "client/config": _always(use_pyqwest_transport=is_rust),
+            "client/dynamic_config": _always(),
+            "telemetry": _always(status="accepted"),
             "create_session": self.create_session,
-            "session_heartbeat": self.accept_heartbeat,
-            "sessions/{id}/finish": self.reply_empty,
+            "session_heartbeat": _always(type="session_heartbeat"),
+            "sessions/{id}/finish": _always(),
             "create_model": self.create_model,
             "load_weights": self.load_weights,
             "get_info": self.get_info,
@@ -172,8 +179,8 @@ class TinkerServer:
             "weights_info": self.get_weights_info,
         }
         get: dict[str, Handler] = {
-            "healthz": self.get_health,
-            "get_server_capabilities": self.get_capabilities,
+            "healthz": _always(status="ok"),
+            "get_server_capabilities": _always(supported_models=[model]),
             "samplers/{id}": self.get_sampler,
             "training_runs": self.list_training_runs,
             "training_runs/{id}": self.get_training_run,
@@ -189,21 +196,16 @@ class TinkerServer:
         ]
         return Starlette(
             routes=routes,
-            exception_handlers={
-                HTTPException: _reply_http_error,
-                ConfigError: _reply_config_error,
-                AsyncrlError: _reply_write_error,
-                OSError: _reply_write_error,
-                ClientDisconnect: _reply_disconnected,
-            },
+            exception_handlers=dict.fromkeys(
+                (HTTPException, AsyncrlError, OSError, ClientDisconnect), _reply_error
+            ),
         )
 
     def _guard(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         """Wrap a handler: check the key, then read the body up to the limit."""
 
         async def respond(request: Request) -> Response:
-            key = request.headers.get("x-api-key", "")
-            if not hmac.compare_digest(key.encode(), self.key.encode()):
+            if not authorize(request, self.key):
                 raise HTTPException(
                     401,
                     "X-API-Key is not this server's key: set TINKER_API_KEY to the content of "
@@ -211,44 +213,14 @@ class TinkerServer:
                 )
             if coding := request.headers.get("content-encoding"):
                 raise HTTPException(415, f"Content-Encoding: {coding} is not served")
-            return await handler(request, await self._read_body(request))
+            size = self.config.server.body_mib
+            name = f" (server.body_mib = {size})"
+            async with open_body(request, size << 20, name) as body:
+                return await handler(request, body)
 
         return respond
 
-    async def _read_body(self, request: Request) -> bytes:
-        limit = self.config.server.body_mib << 20
-        body = bytearray()
-        async for piece in request.stream():
-            body += piece
-            if len(body) > limit:
-                raise HTTPException(
-                    413, f"the body exceeds server.body_mib = {self.config.server.body_mib}"
-                )
-        return bytes(body)
-
     # ---- sessions --------------------------------------------------------------------------------
-
-    async def reply_empty(self, request: Request, body: bytes) -> Response:
-        return JSONResponse({})
-
-    async def get_client_config(self, request: Request, body: bytes) -> Response:
-        is_rust = self.config.server.client_transport == "rust"
-        return JSONResponse({"use_pyqwest_transport": is_rust})
-
-    async def accept_telemetry(self, request: Request, body: bytes) -> Response:
-        return JSONResponse({"status": "accepted"})
-
-    async def get_health(self, request: Request, body: bytes) -> Response:
-        return JSONResponse({"status": "ok"})
-
-    async def get_capabilities(self, request: Request, body: bytes) -> Response:
-        model = {
-            "model_name": self.config.model.path,
-            "max_context_length": self.config.sampling.context,
-            "trainable": True,
-            "sampleable": True,
-        }
-        return JSONResponse({"supported_models": [model]})
 
     async def create_session(self, request: Request, body: bytes) -> Response:
         wire.parse_json(sdk.CreateSessionRequest, body)
@@ -256,9 +228,6 @@ class TinkerServer:
         self.session_rows.write({"id": session, "time": time.time()})
         self.sessions.add(session)
         return JSONResponse({"type": "create_session", "session_id": session})
-
-    async def accept_heartbeat(self, request: Request, body: bytes) -> Response:
-        return JSONResponse({"type": "session_heartbeat"})
 
     def _check_session(self, id: str | None) -> str:
         if id not in self.sessions:
@@ -445,6 +414,7 @@ class TinkerServer:
         outcome = await _wait(promise.future)
         if outcome is None:
             return _reply_try_again(promise.paced)
+        promise.is_retrieved = True
         return _encode_outcome(outcome, protobuf=True)
 
     async def _retrieve_training_result(self, model: ServedModel, number: int) -> Response:
@@ -554,6 +524,15 @@ class TinkerServer:
         return Response(status_code=204)
 
 
+def _always(**reply: Any) -> Handler:
+    """Return a handler that sends the same reply to every request."""
+
+    async def handle(request: Request, body: bytes) -> Response:
+        return JSONResponse(reply)
+
+    return handle
+
+
 async def _wait(future: asyncio.Future[_Outcome]) -> _Outcome | None:
     """Return the future's result, or None if it takes longer than POLL_S."""
     finished, _ = await asyncio.wait([future], timeout=POLL_S)
@@ -578,21 +557,16 @@ def _format_time(seconds: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
-async def _reply_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return JSONResponse({"error": error.detail}, error.status_code)
+async def _reply_error(request: Request, error: Exception) -> Response:
+    """Build the response of a request that failed.
 
-
-async def _reply_disconnected(request: Request, error: Exception) -> Response:
-    """Log nothing: a client that exits closes its connections during requests."""
-    return Response(status_code=499)
-
-
-async def _reply_write_error(request: Request, error: Exception) -> Response:
-    """Refuse a request that could not be recorded and so changed nothing; clients repeat it."""
-    log(f"{request.url.path}: {error}")
-    return JSONResponse({"error": escape_line(str(error), LONGEST_LINE)}, 503)
-
-
-async def _reply_config_error(request: Request, error: Exception) -> Response:
-    return JSONResponse({"error": escape_line(str(error), LONGEST_LINE)}, 400)
+    503: it could not be recorded and so changed nothing; clients repeat it."""
+    if isinstance(error, HTTPException):
+        return JSONResponse({"error": error.detail}, error.status_code, error.headers)
+    if isinstance(error, ClientDisconnect):  # a client that exits closes its connections
+        return Response(status_code=499)
+    is_refused = isinstance(error, ConfigError)
+    if not is_refused:
+        log(f"{request.url.path}: {error}")
+    text = escape_line(str(error), LONGEST_LINE)
+    return JSONResponse({"error": text}, 400 if is_refused else 503)

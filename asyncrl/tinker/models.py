@@ -251,9 +251,9 @@ class ServedModel:
         outcome = self.log.read_outcome(number)
         if outcome is None:
             return None
-        self._open_promise(number)
-        self.promises[number].set_result(outcome)
-        return self.promises[number]
+        promise: asyncio.Future[TrainingOutcome] = asyncio.get_running_loop().create_future()
+        promise.set_result(outcome)
+        return promise
 
     @property
     def awaited_call(self) -> int | None:
@@ -289,7 +289,7 @@ class ServedModel:
         self._apply_outcome(number, call.route, outcome)
         self.digests.pop(number, None)
         self.promises[number].set_result(outcome)
-        for finished in [n for n, x in self.promises.items() if n < number - 256 and x.done()]:
+        for finished in [n for n, x in self.promises.items() if n < number - 16 and x.done()]:
             del self.promises[finished]  # `find_promise` reads it from disk
         interval = self.config.training.checkpoint_every
         stepped = call.route == "optim_step" and self.version % interval == 0

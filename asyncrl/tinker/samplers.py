@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 import tinker.types as sdk
 import xxhash
+from starlette.exceptions import HTTPException
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.models.tokenizer import read_vocabulary_size
@@ -23,7 +24,9 @@ from asyncrl.tinker.model_records import find_saved
 from asyncrl.tinker.sequences import SequenceLedger
 from asyncrl.tinker.settings import REFUSAL, TinkerConfig
 
-KEPT = 4096  # finished requests whose results a client can request again
+KEPT = 4096  # requests from which on results that clients have are forgotten
+REQUEST_BYTES = 1 << 30  # of all requests and their results
+UNCLAIMED_S = 600.0  # after which a result counts as one that its client has
 REMEMBERED = 10_000  # samplers that stay usable
 
 
@@ -51,13 +54,19 @@ class SampleOutcome(msgspec.Struct, frozen=True):
 
 
 class SamplePromise:
-    """A pending or finished request to sample, with the ids of its sequences."""
+    """A pending or finished request to sample, with the ids of its sequences.
 
-    def __init__(self, body: bytes, sequences: list[str], model: str, number: int) -> None:
+    size: the bytes of memory that it and its result take at most."""
+
+    def __init__(
+        self, body: bytes, sequences: list[str], sampler: SamplerRecord, number: int, size: int
+    ) -> None:
         self.digest = xxhash.xxh3_128_digest(body)
         self.sequences = sequences
-        self.model = model  # branch that samples them
+        self.sampler = sampler
         self.number = number  # of its call to the sampling process
+        self.size = size
+        self.is_retrieved = False
         self.is_started = False  # sent to the sampling process
         self.paced = ""  # why it waits, or ""
         self.future: asyncio.Future[SampleOutcome] = asyncio.get_running_loop().create_future()
@@ -89,7 +98,8 @@ class SamplerService:
         records = [msgspec.convert(record, SamplerRecord) for record in jsonl.read(self.path)]
         self.samplers = {record.id: record for record in records}  # the one used last comes last
         self.file = jsonl.JsonlAppender(self.path)
-        self.promises: OrderedDict[str, SamplePromise] = OrderedDict()
+        self.promises: dict[str, SamplePromise] = {}
+        self.used: Counter[str] = Counter()  # session -> bytes of its requests
         self.suspects: set[SamplePromise] = set()  # sampled when the process crashed
         self.one_by_one = asyncio.Lock()
         self.clones: dict[str, int] = {}
@@ -133,7 +143,9 @@ class SamplerService:
         return self.samplers[id]
 
     def submit(self, request: sdk.SampleRequest, body: bytes) -> tuple[str, SamplePromise]:
-        """Accept a request; a repeated one returns the same promise.  Raises ConfigError."""
+        """Accept a request; a repeated one returns the same promise.
+
+        Raises ConfigError, and HTTPException as `_make_room` does."""
         sampler = self.find(request.sampling_session_id)
         name = f"{sampler.id}:sample:{request.seq_id}"
         if request.seq_id is not None and name in self.promises:
@@ -172,20 +184,44 @@ class SamplerService:
             seed=self.config.seed if seed is None else seed,
             ticket=self.ticket if seed is None else 0,
         )
+        size = len(body) + 4096 + job.count * (256 + 8 * job.max_tokens)
+        size += 2 * job.prompt_topk * len(job.prompt)
+        self._make_room(sampler.session, size)
         promise = SamplePromise(
-            body, self.ledger.mint(job.count), sampler.model, self.link.take_number()
+            body, self.ledger.mint(job.count), sampler, self.link.take_number(), size
         )
         self.promises[name] = promise
         promise.task = asyncio.create_task(self._sample(sampler, job, promise))
-        self._forget_old()
         return name, promise
 
-    def _forget_old(self) -> None:
-        while len(self.promises) > KEPT:
-            oldest = next(iter(self.promises))
-            if not self.promises[oldest].future.done():
+    def _make_room(self, session: str, size: int) -> None:
+        """Count a new request, and forget results that clients have, if need be.
+
+        A session may take as many bytes as all sessions leave free, so every session finds some.
+
+        Raises ConfigError for a request that never fits, and HTTPException 429, after which clients
+        repeat the request."""
+        if 2 * size > REQUEST_BYTES:
+            raise ConfigError(
+                f"the result may take {size >> 20} MiB: lower num_samples or max_tokens"
+            )
+        forgettable = (
+            (name, promise)
+            for name, promise in [*self.promises.items()]
+            if promise.is_retrieved and promise.future.done()
+        )
+        while (is_full := self.used[session] + size > REQUEST_BYTES - self.used.total()) or len(
+            self.promises
+        ) >= KEPT:
+            if (item := next(forgettable, None)) is None:
                 break
-            del self.promises[oldest]
+            name, promise = item
+            del self.promises[name]
+            self.used -= Counter({promise.sampler.session: promise.size})
+        if is_full:
+            wait = {"retry-after": "1"}
+            raise HTTPException(429, f"too many requests of {session} to sample wait", wait)
+        self.used[session] += size
 
     async def _sample(
         self, sampler: SamplerRecord, job: SampleCall, promise: SamplePromise
@@ -209,6 +245,7 @@ class SamplerService:
         self.suspects.discard(promise)
         if not promise.future.done():
             promise.future.set_result(outcome)
+        asyncio.get_running_loop().call_later(UNCLAIMED_S, setattr, promise, "is_retrieved", True)
 
     async def _call_sampler(
         self, sampler: SamplerRecord, job: SampleCall, promise: SamplePromise
@@ -244,6 +281,7 @@ class SamplerService:
         """Cancel a request that its client no longer waits for."""
         promise = self.promises.get(name)
         if promise is not None and promise.task is not None and not promise.future.done():
+            promise.is_retrieved = True
             self.link.cancel(promise.number)
             promise.task.cancel()
 
@@ -258,7 +296,7 @@ class SamplerService:
         return sum(
             len(promise.sequences)
             for promise in self.promises.values()
-            if not promise.future.done() and promise.is_started and promise.model == model
+            if not promise.future.done() and promise.is_started and promise.sampler.model == model
         )
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,11 +20,8 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.records import atomic_write, private
 from asyncrl.records.process_log import INTERRUPTED, ProcessIncarnation
 from asyncrl.tinker.settings import TinkerConfig
-from asyncrl.viewer.server import listen
 
 if TYPE_CHECKING:
-    import uvicorn
-
     from asyncrl.tinker.app import TinkerServer
 
 CONFIG = "tinker.toml"
@@ -85,8 +82,6 @@ def serve(config: TinkerConfig, source: str) -> None:
     """Serve until interrupted.  Raises ConfigError."""
     log_progress("loading the server")
     try:
-        import uvicorn  # noqa: F401
-
         import asyncrl.tinker.app  # noqa: F401
     except ModuleNotFoundError as error:
         raise ConfigError(
@@ -149,14 +144,12 @@ def open_log(folder: Path) -> None:
 def listen_and_serve(config: TinkerConfig, folder: Path) -> None:
     """Serve from a directory that only this process uses."""
     from asyncrl.tinker.app import TinkerServer
+    from asyncrl.transport.http_server import HttpServer, ListenAddress
 
     key = ensure_api_key(folder)
-    listener = listen(config.server.host, config.server.port)
-    host, port = listener.getsockname()[:2]
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    atomic_write.write(folder / "url", url + "\n")
+    address = ListenAddress(config.server.host, config.server.port, port_name="server.port")
 
-    def announce() -> None:
+    def announce(url: str) -> None:
         print(f"serving {config.model.path} from {folder}", file=sys.stderr)
         if config.losses.stable_reinforce:
             logging.getLogger("asyncrl.tinker").warning(
@@ -168,7 +161,10 @@ def listen_and_serve(config: TinkerConfig, folder: Path) -> None:
 
     async def run() -> None:
         server = TinkerServer(config, folder, key)
-        await build_web_server(server, announce).serve(sockets=[listener])
+        web = HttpServer(server.starlette(), address, keep_alive_s=KEEP_ALIVE_S)
+        atomic_write.write(folder / "url", web.url + "\n")
+        server.on_failure = web.end
+        await web.serve(announce, run_workers(server))
         if server.failure is not None:
             raise server.failure
 
@@ -176,34 +172,16 @@ def listen_and_serve(config: TinkerConfig, folder: Path) -> None:
     asyncio.run(run())
 
 
-def build_web_server(server: TinkerServer, announce: Callable[[], None]) -> uvicorn.Server:
-    """Build the web server that starts and stops `server`.
-
-    announce: called when the server has started."""
-    import uvicorn
-
-    @contextlib.asynccontextmanager
-    async def lifespan(app: object) -> AsyncIterator[None]:
-        log_progress("starting trainer and samplers")
-        waiting = asyncio.create_task(log_waiting(time.monotonic()))
+@contextlib.asynccontextmanager
+async def run_workers(server: TinkerServer) -> AsyncIterator[None]:
+    """Start and stop the processes of a server."""
+    log_progress("starting trainer and samplers")
+    waiting = asyncio.create_task(log_waiting(time.monotonic()))
+    try:
         try:
             await server.start()
         finally:
             waiting.cancel()
-        announce()
         yield
+    finally:
         await server.stop()
-
-    app = server.starlette()
-    app.router.lifespan_context = lifespan
-    settings = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=1,
-        timeout_keep_alive=KEEP_ALIVE_S,
-    )
-    web = uvicorn.Server(settings)
-    server.on_failure = lambda: setattr(web, "should_exit", True)
-    return web

@@ -35,6 +35,17 @@ def next_descriptor() -> int:
     return descriptor
 
 
+def raise_descriptor_limit() -> int:
+    """Return how many files this process may open, after raising the limit up to DESCRIPTORS."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return DESCRIPTORS
+    limit = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
+    if soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return max(soft, limit)
+
+
 class ConnectionGuard:
     """Watches a listening socket; for the thread that reads it.
 
@@ -45,13 +56,8 @@ class ConnectionGuard:
         self.socket = socket
         self.closings = 0  # times that all connections were closed
         self.is_unbound = False  # the address could not be bound again
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        limit = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
-        if soft != resource.RLIM_INFINITY and soft < limit:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-            soft = limit
+        allowed = raise_descriptor_limit()
         used = next_descriptor()
-        allowed = DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
         if allowed - used < LEAST:
             raise AsyncrlError(
                 f"this process may open {allowed} files and has {used}: raise the limit "

@@ -7,7 +7,7 @@ copied directory and on the runs of a comparison in progress. It never writes in
     tinker_models  the same for a model of a Tinker server
     run_search     the search for run directories
     app            the HTTP routes (starlette); static/ holds the page
-    server         address, token and uvicorn
+    server         address and token
 
 Metrics, samples and advice are read by asyncrl.supervise.report.
 """

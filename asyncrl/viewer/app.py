@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hmac
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import msgspec
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.requests import Request
@@ -23,12 +23,14 @@ from asyncrl.records import page_kit
 from asyncrl.supervise.report import plots, step_plots
 from asyncrl.supervise.report.series import AXES
 from asyncrl.supervise.report.token_samples import SHADES, SampleFilter, parse_range
+from asyncrl.transport.http_server import authorize, open_body
 from asyncrl.viewer import findings, run_search
 from asyncrl.viewer.findings import WatchedRun
 
 STATIC = Path(__file__).parent / "static"
 COOKIE = "asyncrl_watch"
 LARGEST_NUMBER = 2.0**53
+LARGEST_BODY = 1024  # bytes of a request, which has none
 # Text of samples cannot run as a script, because scripts come only from this server's files.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
@@ -268,18 +270,21 @@ class WatchApp:
             )
         if self.token:
             token = request.query_params.get("token")
-            if token is not None and hmac.compare_digest(token.encode(), self.token.encode()):
+            if token is not None and authorize(request, self.token, token):
                 reply: Response = RedirectResponse("/", 303)
                 reply.set_cookie(COOKIE, self.token, httponly=True, samesite="strict")
                 return reply
-            cookie = request.cookies.get(COOKIE, "")
-            if not hmac.compare_digest(cookie.encode(), self.token.encode()):
-                return Response(
-                    "asyncrl watch: open the address that it printed, with its token\n",
-                    403,
-                    media_type="text/plain",
-                )
-        reply = await call(request)
+        if not authorize(request, self.token, request.cookies.get(COOKIE, "")):
+            return Response(
+                "asyncrl watch: open the address that it printed, with its token\n",
+                403,
+                media_type="text/plain",
+            )
+        try:
+            async with open_body(request, LARGEST_BODY):
+                reply = await call(request)
+        except HTTPException as error:
+            reply = Response(error.detail, error.status_code, error.headers, "text/plain")
         reply.headers["Content-Security-Policy"] = POLICY
         reply.headers["X-Content-Type-Options"] = "nosniff"
         reply.headers["Referrer-Policy"] = "no-referrer"

@@ -1,10 +1,9 @@
-"""Serve the page of `asyncrl watch`: address, token, uvicorn, and a process of its own."""
+"""Serve the page of `asyncrl watch`: address, token, and a process of its own."""
 
 from __future__ import annotations
 
-import ipaddress
+import asyncio
 import secrets
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,33 +18,6 @@ from asyncrl.viewer import run_search
 
 PORT = 7860
 PORTS = 20  # ports from PORT on that are tried if none was chosen
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether an address is reached from this machine only."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def listen(host: str, port: int | None) -> socket.socket:
-    """Return a listening socket. Raises ConfigError if the port is taken or not permitted."""
-    tried = [port] if port is not None else [*range(PORT, PORT + PORTS), 0]
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for number in tried:
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((host, number))
-            listener.listen(64)
-            return listener
-        except OSError as error:
-            listener.close()
-            problem = error
-    raise ConfigError(
-        f"--host {host} --port {port}: {problem.strerror}; choose another port, or leave out --port"
-    )
 
 
 def serve(
@@ -64,8 +36,7 @@ def serve(
     allowed.
     expected: the runs may begin later.
     """
-    import uvicorn
-
+    from asyncrl.transport.http_server import HttpServer, ListenAddress, is_loopback
     from asyncrl.viewer.app import WatchApp
 
     if not token and not is_loopback(host):
@@ -76,15 +47,11 @@ def serve(
     secret = secrets.token_urlsafe(18) if token else ""
     own = host if is_loopback(host) else ""
     app = WatchApp(places, secret, expected=expected, host=own)
-    listener = listen(host, port)
-    address = listener.getsockname()
-    name = f"[{address[0]}]" if ":" in host else address[0]
-    query = f"/?token={app.token}" if app.token else "/"
-    announce(f"http://{name}:{address[1]}{query}", len(app.runs))
-    config = uvicorn.Config(
-        app.build_application(), log_level="warning", access_log=False, server_header=False
-    )
-    uvicorn.Server(config).run(sockets=[listener])
+    ports = [port] if port is not None else [*range(PORT, PORT + PORTS), 0]
+    address = ListenAddress(host, ports[0], port_name="--port", further_ports=ports[1:])
+    query = f"/?token={secret}" if secret else "/"
+    server = HttpServer(app.build_application(), address)
+    asyncio.run(server.serve(lambda url: announce(url + query, len(app.runs))))
 
 
 class PageProcess:

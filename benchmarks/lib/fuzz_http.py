@@ -75,12 +75,12 @@ class HttpConnections:
         import uvicorn
         from uvicorn.server import ServerState
 
-        from actors.gateway.endpoint.server import BoundedConnection, CoalescedResponses
+        from asyncrl.transport.http_server import BoundedConnection
 
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # a line each bad request
         self.protocol = BoundedConnection
         self.config = uvicorn.Config(
-            CoalescedResponses(app),
+            app,
             http=BoundedConnection,
             interface="asgi3",
             lifespan="off",

@@ -20,7 +20,6 @@ import pytest
 import torch
 from model_server_kit import KEY, served, served_here
 
-from actors.gateway.endpoint.server import ListenAddress
 from actors.model_server import model_server
 from actors.model_server.completions_app import CompletionsApp
 from actors.model_server.engine_thread import EngineThread
@@ -29,6 +28,7 @@ from asyncrl.cli import main
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.models import policy
 from asyncrl.models.tokenizer import load_tokenizer
+from asyncrl.transport.http_server import ListenAddress
 
 SYMBOLS = "abcdefgh"
 
@@ -428,7 +428,7 @@ def test_answers_have_every_field_of_the_api(url: str, directory: Path) -> None:
     assert listed == {"object": "list", "data": [model]}
     assert httpx2.get(f"{url}/models/tiny", headers=headers).json() == model
     unknown = httpx2.get(f"{url}/models/other", headers=headers)
-    error = {"message": "unknown model 'other'", "type": "not_found_error", "param": "model"}
+    error = {"message": "there is no model 'other'", "type": "not_found_error", "param": "model"}
     assert unknown.status_code == 404
     assert unknown.json() == {"error": error | {"code": "model_not_found"}}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import re
@@ -17,13 +18,14 @@ from typing import Any
 
 import httpx2
 import pytest
-import uvicorn
 from click.testing import CliRunner
 from watch_kit import run_dir  # noqa: F401
 
 from asyncrl.cli import main
 from asyncrl.contract import importing
 from asyncrl.contract.errors import ConfigError
+from asyncrl.transport import http_server
+from asyncrl.transport.http_server import HttpServer, ListenAddress
 from asyncrl.viewer import server
 
 
@@ -32,25 +34,27 @@ def serving(
     monkeypatch: pytest.MonkeyPatch, places: list[Path], host: str = "127.0.0.1", **more: bool
 ) -> Iterator[tuple[str, int]]:
     """`server.serve` in a thread: the address and the number of runs that it announces."""
-    started: list[uvicorn.Server] = []
+    started: list[HttpServer] = []
     announced: list[tuple[str, int]] = []
     ready = threading.Event()
 
-    class Stoppable(uvicorn.Server):
-        def __init__(self, config: uvicorn.Config) -> None:
-            super().__init__(config)
+    class Stoppable(HttpServer):
+        def __init__(self, *words: Any) -> None:
+            super().__init__(*words)
             started.append(self)
-            ready.set()
 
-    monkeypatch.setattr(uvicorn, "Server", Stoppable)
-    announce = lambda url, runs: announced.append((url, runs))  # noqa: E731
+    def announce(url: str, runs: int) -> None:
+        announced.append((url, runs))
+        ready.set()
+
+    monkeypatch.setattr(http_server, "HttpServer", Stoppable)
     thread = threading.Thread(
         target=server.serve, args=(places, host, 0, announce), kwargs={"token": True} | more
     )
     thread.start()
     assert ready.wait(300)
     yield announced[0]
-    started[0].should_exit = True
+    started[0].end()
     thread.join(300)
     assert not thread.is_alive()
 
@@ -69,33 +73,25 @@ def serving(
     ],
 )
 def test_which_addresses_are_this_machine_s_alone(host: str, is_local: bool) -> None:
-    assert server.is_loopback(host) is is_local
+    assert http_server.is_loopback(host) is is_local
 
 
-def test_the_first_free_port_is_taken_where_none_was_chosen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    taken = server.listen("127.0.0.1", 0)
-    port = taken.getsockname()[1]
-    assert taken.getsockname()[0] == "127.0.0.1"
+def test_the_first_free_port_is_taken_where_none_was_chosen() -> None:
+    taken = ListenAddress().listen()
+    host, port = taken.getsockname()
+    assert host == "127.0.0.1"
     assert taken.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR) == 1, "after a restart"
-    monkeypatch.setattr(server, "PORT", port)
-    monkeypatch.setattr(server, "PORTS", 1)
-    with server.listen("127.0.0.1", None) as other:
+    address = ListenAddress(port=port, port_name="--port")
+    with dataclasses.replace(address, further_ports=(port, 0)).listen() as other:
         assert other.getsockname()[1] not in (0, port)
     with pytest.raises(ConfigError) as error:
-        server.listen("127.0.0.1", port)
-    assert str(error.value) == (
-        f"--host 127.0.0.1 --port {port}: Address already in use; choose another port, or leave "
-        "out --port"
-    )
+        address.listen()
+    assert str(error.value) == f"--port: 127.0.0.1:{port}: Address already in use"
     taken.close()
-    with server.listen("127.0.0.1", port) as again:
+    with address.listen() as again:
         assert again.getsockname()[1] == port
         with socket.create_connection(("127.0.0.1", port), 60):
             assert again.accept()
-    with server.listen("127.0.0.1", None) as first:
-        assert first.getsockname()[1] == port
 
 
 def test_the_page_is_served_at_the_announced_address(
@@ -179,38 +175,28 @@ def test_the_process_of_a_page_serves_what_may_begin_later(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """As a process of its own: any free port of this machine, its address on standard output."""
-    served: list[Any] = []
+    asked: list[ListenAddress] = []
 
     class Ended:
-        def __init__(self, config: uvicorn.Config) -> None:
-            served.append(config)
+        def __init__(self, app: Any, address: ListenAddress) -> None:
+            asked.append(address)
 
-        def run(self, sockets: list[socket.socket]) -> None:
-            served.append(sockets[0].getsockname())
-            sockets[0].close()
+        async def serve(self, announce: Callable[[str], None]) -> None:
+            announce("http://127.0.0.1:7")
 
-    monkeypatch.setattr(uvicorn, "Server", Ended)
+    monkeypatch.setattr(http_server, "HttpServer", Ended)
     monkeypatch.setattr(sys, "argv", ["server", str(tmp_path / "later")])
     monkeypatch.delitem(sys.modules, "asyncrl.viewer.server")
     runpy.run_module("asyncrl.viewer.server", run_name="__main__")
-    host, port = served[1]
-    assert host == "127.0.0.1"
-    assert re.fullmatch(rf"http://127\.0\.0\.1:{port}/\?token=\S{{24}}\n", capfd.readouterr().out)
-
-
-def test_the_port_that_was_asked_for_is_taken(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[Any] = []
-
-    def listen(*words: Any) -> socket.socket:
-        asked.append(words)
-        raise ConfigError("taken")
-
-    monkeypatch.setattr(server, "listen", listen)
-    with pytest.raises(ConfigError, match="taken"):
-        server.serve([run_dir], "127.0.0.1", 7861, lambda *_: None, token=True)
-    assert asked == [("127.0.0.1", 7861)]
+    ports = (*range(7861, 7880), 0)
+    assert (asked[0].host, asked[0].port, tuple(asked[0].further_ports)) == (
+        "127.0.0.1",
+        7860,
+        ports,
+    )
+    assert re.fullmatch(r"http://127\.0\.0\.1:7/\?token=\S{24}\n", capfd.readouterr().out)
+    server.serve([tmp_path], "127.0.0.1", 7861, lambda *_: None, token=True, expected=True)
+    assert (asked[1].port, tuple(asked[1].further_ports)) == (7861, ())
 
 
 def test_a_run_s_page_is_announced_and_ends_with_the_run(run_dir: Path) -> None:

@@ -18,11 +18,11 @@ import transformers
 from actors.gateway.call_tree import CallNode
 from actors.gateway.chat import ChatFormat, Parser
 from actors.gateway.endpoint.requests import RequestPolicy
-from actors.gateway.endpoint.server import ListenAddress
 from actors.gateway.endpoint.web import Endpoint, OpenedSession
 from actors.gateway.sessions import Session, SessionCall, SessionLimits
 from asyncrl.contract.messages import Prompt, SamplingSettings, Ticket, VersionSpan
 from asyncrl.contract.versions import Label
+from asyncrl.transport.http_server import ListenAddress
 
 SPECIAL = [
     "</s>",

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from process_kit import ENV, ROOT
 
-from actors.gateway.endpoint.server import HttpServer, ListenAddress
 from actors.model_server.completions_app import CompletionsApp
 from actors.model_server.model_server import build_app, build_config
+from asyncrl.transport.http_server import HttpServer, ListenAddress
 
 KEY = "a-key-of-the-tests"
 

@@ -3,7 +3,7 @@ behind them, without processes to start."""
 
 from __future__ import annotations
 
-import socket
+import asyncio
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,10 +17,11 @@ from asyncrl.tinker import settings
 from asyncrl.tinker.app import TinkerServer
 from asyncrl.tinker.links import WorkerExited
 from asyncrl.tinker.messages import Request, Result, WorkerCall
-from asyncrl.tinker.server import build_web_server, prepare_directory
+from asyncrl.tinker.server import prepare_directory, run_workers
 from asyncrl.tinker.workers.sampler import Sampler
 from asyncrl.tinker.workers.trainer import Trainer
 from asyncrl.tinker.workers.worker import LENGTH_BYTES, encode_frame
+from asyncrl.transport.http_server import HttpServer, ListenAddress
 
 KEY = "tml-local"
 
@@ -79,11 +80,12 @@ class LocalServer:
         self.server.samplers.link = self.server.sampling = link  # type: ignore[assignment]
         if remembered:
             self.server.ledger.remembered = self.server.samplers.remembered = remembered
-        listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        self.web = HttpServer(self.server.starlette(), ListenAddress())
+        self.url = self.web.url
+        self.server.on_failure = self.web.end
         started = threading.Event()
-        self.web = build_web_server(self.server, started.set)
-        self.thread = threading.Thread(target=self.web.run, kwargs={"sockets": [listener]})
+        serve = self.web.serve(lambda url: started.set(), run_workers(self.server))
+        self.thread = threading.Thread(target=lambda: asyncio.run(serve))
         self.thread.start()
         assert started.wait(60)
 
@@ -101,5 +103,5 @@ class LocalServer:
         return tinker.ServiceClient(base_url=self.url, api_key=KEY)
 
     def stop(self) -> None:
-        self.web.should_exit = True
+        self.web.end()
         self.thread.join(60)

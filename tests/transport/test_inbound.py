@@ -19,7 +19,6 @@ import zmq
 from gateway_kit import Served
 from hostile_messages_kit import GOOD
 
-from actors.gateway.endpoint import server as http_server
 from asyncrl.contract import messages as m
 from asyncrl.contract.blobs.images import ImageShape
 from asyncrl.contract.errors import BadMessage, PeerUnreachable
@@ -27,7 +26,7 @@ from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import BlockingSession, OpenSession, ProcessWait
 from asyncrl.supervise import live
-from asyncrl.transport import chunks, message_checks, sockets
+from asyncrl.transport import chunks, http_server, message_checks, sockets
 from asyncrl.transport.chunks import ChunkClient
 from asyncrl.transport.sockets import PeerSocket
 from learner.loop import Learner

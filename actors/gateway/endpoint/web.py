@@ -16,11 +16,11 @@ request, of the 440 or more of a call (docs/log/agents.md).
 from __future__ import annotations
 
 import asyncio
-import hmac
+import contextlib
 import json
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -44,12 +44,6 @@ from actors.gateway.endpoint.requests import (
     decode_body,
     parse_request,
 )
-from actors.gateway.endpoint.server import (
-    BoundedConnection,
-    HttpServer,
-    ListenAddress,
-    get_connection,
-)
 from actors.gateway.recovery.session_journal import SessionFile
 from actors.gateway.sessions import (
     TOO_LONG,
@@ -61,15 +55,23 @@ from actors.gateway.sessions import (
     build_too_long_error,
 )
 from asyncrl.contract import outcomes
+from asyncrl.transport import http_server
+from asyncrl.transport.http_server import (
+    BoundedConnection,
+    HttpServer,
+    ListenAddress,
+    authorize,
+    get_connection,
+)
 
 LARGEST_BODY = 8 * 1024 * 1024  # bytes of a call
 LARGEST_REPORT = 1024 * 1024  # bytes of a lease, a reward, an end or a beat
 INLINE_BYTES = 1 << 15  # larger bodies are parsed in a thread; for smaller ones it costs more
 THREADS = 4  # that compose prompts
-BODY_S = 60.0  # for a body to arrive
 KEEP_ALIVE_S = 10.0  # between two comments in an idle stream
 LONGEST_WAIT_S = 60.0  # for a lease
 LEASE_CHARACTERS = 256
+BODY_CODES = {408: "body_late", 413: "body_too_large", 429: "too_many_bodies"}
 # the key of the prompt in a body without `messages`
 PROMPT_PARAMS: Mapping[Kind, str] = {"text": "prompt", "ids": "token_ids", "responses": "input"}
 
@@ -168,14 +170,13 @@ class WebApp:
     def _authorize_session(self, request: Request) -> OpenedSession:
         """Find the session of the path and check the key.  Raises CallRefused."""
         opened = self.service.find(request.path_params["session"])
-        if opened is None or not has_key(request, opened.key):
+        if opened is None or not authorize(request, opened.key):
             raise CallRefused(
                 401,
                 "invalid_api_key",
                 "this session's URL and key do not match: use OPENAI_BASE_URL and OPENAI_API_KEY "
                 "of the same lease",
             )
-        get_connection(request.scope).authorize()
         return opened
 
     def _make_session_route(
@@ -187,17 +188,18 @@ class WebApp:
 
         async def route(request: Request) -> Response:
             opened = self._authorize_session(request)
-            return await serve(request, opened, await read_body(request, limit))
+            async with open_body(request, limit) as body:
+                return await serve(request, opened, body)
 
         return route
 
     # ---- sessions --------------------------------------------------------------------------------
 
     async def _lease(self, request: Request) -> Response:
-        if not has_key(request, self.service.run_key):
+        if not authorize(request, self.service.run_key):
             raise CallRefused(401, "invalid_api_key", "the key is not the one in RUN/agent.key")
-        get_connection(request.scope).authorize()
-        fields = _parse_json(await read_body(request, LARGEST_REPORT))
+        async with open_body(request, LARGEST_REPORT) as body:
+            fields = _parse_json(body)
         lease = fields.get("lease")
         if not isinstance(lease, str) or not 0 < len(lease) <= LEASE_CHARACTERS:
             raise CallRefused(
@@ -294,21 +296,8 @@ class WebApp:
     # ---- calls -----------------------------------------------------------------------------------
 
     async def _list_models(self, request: Request, opened: OpenedSession, body: bytes) -> Response:
-        name = self.service.request_policy.model
-        model = {
-            "id": name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "asyncrl",
-            "max_model_len": opened.session.limits.context or None,
-        }
-        if requested_model := request.path_params.get("model"):
-            if requested_model != name:
-                raise CallRefused(
-                    404, "model_not_found", f"there is no model {requested_model!r}", "model"
-                )
-            return JSONResponse(model)
-        return JSONResponse({"object": "list", "data": [model]})
+        model = self.service.request_policy.model
+        return list_models(request, model, opened.session.limits.context)
 
     async def _count_tokens(self, request: Request, opened: OpenedSession, body: bytes) -> Response:
         """Count the tokens of a prompt without a call."""
@@ -324,9 +313,9 @@ class WebApp:
         async def route(request: Request) -> CallReply:
             opened = self._authorize_session(request)
             try:
-                body = await read_body(request, LARGEST_BODY)
-                parsed = await self._read_call(kind, opened, body)
-                harness_request = await self._begin_request(request, opened, parsed, body)
+                async with open_body(request, LARGEST_BODY) as body:
+                    parsed = await self._read_call(kind, opened, body)
+                    harness_request = await self._begin_request(request, opened, parsed, body)
             except CallRefused as refused:
                 opened.session.refusals.add(refused)
                 raise
@@ -527,7 +516,11 @@ class CallReply:
             await self._send_head(send, 200, headers)
             await send(_build_body_part(replies.KEEP_ALIVE))
         while (task := self.web.drawing.get(self.harness_request)) is not None:
-            await connection.wait_for(task, KEEP_ALIVE_S if stream else None)
+            await asyncio.wait(
+                (task, connection.closed),
+                timeout=KEEP_ALIVE_S if stream else None,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
             if connection.is_closed:
                 return False
             if stream and not task.done():
@@ -569,36 +562,35 @@ def _build_body_part(body: bytes, *, more_body: bool = True) -> Message:
     return {"type": "http.response.body", "body": body, "more_body": more_body}
 
 
-def has_key(request: Request, key: str) -> bool:
-    """Whether the request carries the key, compared in constant time."""
-    scheme, _, sent_key = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer":
-        sent_key = request.headers.get("x-api-key", "")
-    return hmac.compare_digest(sent_key.strip().encode("utf-8", "replace"), key.encode())
+def list_models(request: Request, name: str, context: int) -> Response:
+    """Describe the only model, in a list unless its own route was requested.
 
-
-async def read_body(request: Request, limit: int) -> bytes:
-    """Read a body of at most `limit` bytes within BODY_S.  Raises CallRefused.
-
-    Starlette's own limit (`max_body_size`) answers with plain text, which clients cannot parse.
+    context: its longest, 0 for any.  Raises CallRefused for another model.
     """
-    length = _parse_count(request.headers.get("content-length", "0"))
-    if length is not None and length > limit:
-        raise _build_too_large_error(limit)
-    body = bytearray()
+    model = {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "asyncrl",
+        "max_model_len": context or None,
+    }
+    requested_model = request.path_params.get("model")
+    if not requested_model:
+        return JSONResponse({"object": "list", "data": [model]})
+    if requested_model != name:
+        raise CallRefused(404, "model_not_found", f"there is no model {requested_model!r}", "model")
+    return JSONResponse(model)
+
+
+@contextlib.asynccontextmanager
+async def open_body(request: Request, limit: int) -> AsyncIterator[bytes]:
+    """Read a body as `http_server.open_body` does.  Raises CallRefused."""
     try:
-        async with asyncio.timeout(BODY_S):
-            async for part in request.stream():
-                body += part
-                if len(body) > limit:
-                    raise _build_too_large_error(limit)
-    except TimeoutError as error:
-        raise CallRefused(408, "body_late", f"the body took over {BODY_S:g} s") from error
-    return bytes(body)
-
-
-def _build_too_large_error(limit: int) -> CallRefused:
-    return CallRefused(413, "body_too_large", f"the body has more than {limit} bytes")
+        async with http_server.open_body(request, limit) as body:
+            yield body
+    except HTTPException as error:
+        status = error.status_code
+        raise CallRefused(status, BODY_CODES[status], error.detail) from error
 
 
 def _parse_json(body: bytes) -> dict[str, Any]:
@@ -680,6 +672,7 @@ class Endpoint(HttpServer):
 
     def __init__(self, service: SessionService, bind: ListenAddress) -> None:
         self.web = WebApp(service)
+        bind.require_encryption()
         super().__init__(self.web.app, bind)
 
     async def stop(self) -> None:

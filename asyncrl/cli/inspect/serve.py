@@ -60,10 +60,9 @@ def serve(
     without it, a new key is created and printed.
     """
     require_model(model, "MODEL")
-    from actors.gateway.endpoint.server import ListenAddress
     from actors.model_server import model_server
     from asyncrl.models import fetch
-    from asyncrl.viewer.server import is_loopback
+    from asyncrl.transport.http_server import ListenAddress, is_loopback
 
     if no_key and not is_loopback(host):
         raise ConfigError(

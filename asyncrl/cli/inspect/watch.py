@@ -32,13 +32,14 @@ def watch(places: tuple[Path, ...], host: str, port: int | None, no_token: bool)
     RUN is a run directory, or a directory with runs in it (a comparison, a sweep). The command only
     reads their files, so it also works on a copied directory.
     """
+    from asyncrl.transport.http_server import is_loopback
     from asyncrl.viewer import server
 
     def announce(url: str, runs: int) -> None:
         print_progress(f"watching {runs} run{'s' if runs != 1 else ''}:")
         print(url, flush=True)
         forwarding = ""
-        if server.is_loopback(host):
+        if is_loopback(host):
             number = urlsplit(url).port
             ssh = f"ssh -L {number}:localhost:{number} {socket.gethostname()}"
             forwarding = f"; from another machine: {ssh}"

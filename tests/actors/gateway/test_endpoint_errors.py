@@ -14,6 +14,7 @@ from gateway_web_kit import WAIT_S, client, post, served, shared  # noqa: F401
 
 from actors.gateway.endpoint import web
 from actors.gateway.sessions import CallRefused, SessionLimits
+from asyncrl.transport import http_server
 
 GO = [{"role": "user", "content": "go"}]
 
@@ -237,9 +238,6 @@ def test_bodies_of_reports_are_objects_of_finite_numbers() -> None:
         assert refused(web._parse_number, value, "a") == (422, "invalid_value", "a", text)
     assert web._parse_numbers(None, "p") == {} and web._parse_numbers({"x": 1}, "p") == {"x": 1.0}
     assert math.isinf(web._parse_numbers({"x": math.inf}, "p")["x"])
-    text = "the body has more than 9 bytes"
-    found = web._build_too_large_error(9)
-    assert (found.status, found.code, str(found)) == (413, "body_too_large", text)
 
 
 class Streamed:
@@ -259,12 +257,27 @@ class Streamed:
 
 def test_a_body_is_read_up_to_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     def read(*parts: bytes, most: int = 4, **more: Any) -> bytes:
-        return asyncio.run(web.read_body(Streamed(*parts, **more), most))  # type: ignore[arg-type]
+        async def run() -> bytes:
+            async with web.open_body(Streamed(*parts, **more), most) as body:  # type: ignore[arg-type]
+                assert http_server.BodyMemory.used == used + len(body)
+                return body
+
+        used = http_server.BodyMemory.used
+        try:
+            return asyncio.run(run())
+        finally:
+            assert http_server.BodyMemory.used == used
 
     assert read(b"ab", b"cd") == b"abcd" == read(b"abcd", length="4")
     large = (413, "body_too_large", None, "the body has more than 4 bytes")
     assert refused(read, b"ab", b"cde") == large == refused(read, b"", length="5")
-    monkeypatch.setattr(web, "BODY_S", 0.01)
+    monkeypatch.setattr(http_server, "BODY_BYTES", 5)
+    with monkeypatch.context() as patch:
+        patch.setattr(http_server.BodyMemory, "used", 3)
+        many = (429, "too_many_bodies", None, "too many bodies are being received: try again")
+        assert refused(read, b"ab", b"c") == many == refused(read, length="3")
+        assert read(b"ab") == b"ab"
+    monkeypatch.setattr(http_server, "BODY_S", 0.01)
     late = (408, "body_late", None, "the body took over 0.01 s")
     assert refused(read, b"a", ends=False) == late
 

@@ -5,6 +5,7 @@ sessions, what is oversized, slow or out of order.  Each is refused, and others 
 from __future__ import annotations
 
 import json
+import resource
 import socket
 import threading
 from collections.abc import Iterator
@@ -18,12 +19,12 @@ from gateway_kit import Served
 
 from actors.delivery import Outbox
 from actors.gateway import service
-from actors.gateway.endpoint import server as http_server
 from actors.gateway.endpoint import web
 from actors.gateway.endpoint.web import OpenedSession
 from actors.gateway.sessions import SessionLimits
 from asyncrl.config.tree import AgentConfig, WiresConfig
 from asyncrl.contract import outcomes
+from asyncrl.transport import http_server
 
 WAIT_S = 120.0
 GO = [{"role": "user", "content": "go"}]
@@ -33,9 +34,12 @@ GO = [{"role": "user", "content": "go"}]
 def patient() -> Iterator[None]:
     """No request is late because a process stood still."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(http_server, "HEAD_S", 3600.0)
-        for name in ("BODY_S", "KEEP_ALIVE_S"):
-            patch.setattr(web, name, 3600.0)
+        for module, name in (
+            (http_server, "HEAD_S"),
+            (http_server, "BODY_S"),
+            (web, "KEEP_ALIVE_S"),
+        ):
+            patch.setattr(module, name, 3600.0)
         yield
 
 
@@ -444,9 +448,9 @@ def test_a_stranger_never_takes_the_place_of_one_with_a_key(
 
 
 def test_there_are_fewer_connections_than_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server.resource, "getrlimit", lambda which: (256, 4096))
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 256))
     assert http_server.count_allowed_connections() == 128
-    monkeypatch.setattr(http_server.resource, "getrlimit", lambda which: (1 << 20, 1 << 20))
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1 << 20, 1 << 20))
     assert http_server.count_allowed_connections() == http_server.CONNECTIONS
 
 
@@ -575,8 +579,7 @@ def test_a_request_that_never_comes_whole_is_closed(
     part: str, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = served.do(served.service.open)
-    module, name = (http_server, "HEAD_S") if part == "head" else (web, "BODY_S")
-    monkeypatch.setattr(module, name, 0.2)
+    monkeypatch.setattr(http_server, f"{part.upper()}_S", 0.2)
     head = f"POST /s/{opened.session.name}/reward HTTP/1.1\r\nhost: a\r\n"
     whole = f"{head}authorization: Bearer {opened.key}\r\ncontent-length: 99\r\n\r\n"
     sent = half_open(served, head.encode() if part == "head" else whole.encode() + b'{"reward"')

@@ -27,15 +27,15 @@ from gateway_web_kit import (
 )
 from openai import OpenAI
 
-from actors.gateway.endpoint import server as http_server
 from actors.gateway.endpoint import web
 from actors.gateway.endpoint.requests import REFUSED
-from actors.gateway.endpoint.server import CoalescingTransport, ListenAddress
 from actors.gateway.endpoint.web import OpenedSession
 from actors.gateway.service import build_trajectory
 from actors.gateway.sessions import SessionLimits
 from asyncrl.config.agents import AgentConfig
 from asyncrl.contract.errors import ConfigError
+from asyncrl.transport import http_server
+from asyncrl.transport.http_server import CoalescingTransport, ListenAddress
 
 GO = [{"role": "user", "content": "go"}]
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -45,9 +45,12 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
 def patient() -> Iterator[None]:
     """No request is late, and no stream says more, because a process stood still."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(http_server, "HEAD_S", 3600.0)
-        for name in ("BODY_S", "KEEP_ALIVE_S"):
-            patch.setattr(web, name, 3600.0)
+        for module, name in (
+            (http_server, "HEAD_S"),
+            (http_server, "BODY_S"),
+            (web, "KEEP_ALIVE_S"),
+        ):
+            patch.setattr(module, name, 3600.0)
         yield
 
 
@@ -495,7 +498,7 @@ def test_a_body_is_bounded(served: Served, monkeypatch: pytest.MonkeyPatch) -> N
         timeout=WAIT_S,
     )
     assert said.status_code == 413
-    monkeypatch.setattr(web, "BODY_S", 0.05)
+    monkeypatch.setattr(http_server, "BODY_S", 0.05)
     with connected(served) as slow:
         slow.sendall(raw(opened, b"{" * 20)[:-10])
         assert b" 408 " in slow.recv(4096)
@@ -944,7 +947,7 @@ def test_the_family_of_an_address(
 
     monkeypatch.setattr(http_server, "socket", SimpleNamespace(**{**vars(socket), "socket": make}))
     with pytest.raises(ConfigError, match="asked"):
-        http_server.HttpServer(None, ListenAddress(host))  # type: ignore[arg-type]
+        ListenAddress(host).listen()
     assert seen == [(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)]
 
 
@@ -957,7 +960,7 @@ def test_uvicorn_is_configured_for_an_api() -> None:
             assert re.fullmatch(rf"http://{re.escape(url)}:[1-9]\d*", server.url)
             assert (server.task, server.server.started) == (None, False)
             config = server.server.config
-            assert isinstance(config.app, http_server.CoalescedResponses) and config.app.app is app
+            assert config.app is app
             names = ("interface", "ws", "lifespan", "log_config", "access_log", "server_header")
             names += ("date_header", "timeout_graceful_shutdown", "ssl_certfile", "ssl_keyfile")
             found = [getattr(config, name) for name in names]

@@ -1,0 +1,377 @@
+"""The HTTP server of every command that serves HTTP: uvicorn, with limits (docs/limits.md).
+
+No other module imports uvicorn.  An application checks keys by `authorize`, and reads bodies by
+`open_body`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import ipaddress
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.types import ASGIApp, Scope
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from asyncrl.contract.errors import ConfigError
+from asyncrl.transport.connection_guard import raise_descriptor_limit
+
+LARGEST_HEAD = 64 * 1024  # bytes outside bodies (heads, trailers, chunk sizes) between two bodies
+HEAD_S = 30.0  # for a request's head to arrive, from its connection or its first byte
+BODY_S = 60.0  # for a body to arrive, also one that is not read
+BODY_BYTES = 512 * 1024 * 1024  # of all bodies that are received or parsed at the same time
+CONNECTIONS = 4096
+HEAD_TOO_LARGE = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
+    b"content-length: 0\r\nconnection: close\r\n\r\n"
+)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether an address is reached from this machine only."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+@dataclass(frozen=True)
+class ListenAddress:
+    """The address to listen at, and the encryption of connections.
+
+    further_ports: tried in this order if the port is taken.
+    port_name: the user's name of the port, for messages.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    certificate: str = ""
+    private_key: str = ""
+    behind_proxy: bool = False
+    port_name: str = "agent.port"
+    further_ports: Sequence[int] = ()
+
+    def require_encryption(self) -> None:
+        """Raise ConfigError if keys would be sent unencrypted over a network."""
+        if bool(self.certificate) != bool(self.private_key):
+            raise ConfigError("agent.certificate and agent.private_key: give both or none")
+        if not is_loopback(self.host) and not self.certificate and not self.behind_proxy:
+            raise ConfigError(
+                f"agent.host: {self.host} is open to the network; give agent.certificate and "
+                "agent.private_key, or agent.behind_proxy = true, or use 127.0.0.1"
+            )
+
+    def listen(self) -> socket.socket:
+        """Return a listening socket.  Raises ConfigError if no port can be used."""
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        for port in (self.port, *self.further_ports):
+            # asyncio sets TCP_NODELAY only if the protocol is given; without it, a response in two
+            # parts waits up to 40 ms for the client's acknowledgement of the first
+            listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind((self.host, port))
+                listener.listen()
+                return listener
+            except OSError as error:
+                listener.close()
+                problem = error
+        raise ConfigError(f"{self.port_name}: {self.host}:{port}: {problem.strerror}") from problem
+
+
+class CoalescingTransport:
+    """A transport that sends the two writes after `hold` as one packet.
+
+    uvicorn writes the head of a response and its body as two packets.  One packet takes 102 instead
+    of 125 us of CPU time a small request (docs/log/agents.md), and clients do not wait for the
+    second one.
+    """
+
+    def __init__(self, inner: asyncio.Transport) -> None:
+        self.inner = inner
+        self.held: bytes | None = None  # None: writes pass; b"": the next one is held
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def hold(self) -> None:
+        """Hold the next write back until the one after it."""
+        self.held = self.held or b""
+
+    def write(self, data: bytes) -> None:
+        if self.held == b"":
+            self.held = data
+            return
+        if self.held:
+            data, self.held = self.held + data, None
+        self.inner.write(data)
+
+    def close(self) -> None:
+        if self.held:
+            self.inner.write(self.held)
+        self.held = None
+        self.inner.close()
+
+
+def get_connection(scope: Scope) -> BoundedConnection:
+    """Find the connection that carries a request."""
+    connection: BoundedConnection = scope["asyncrl.connection"]
+    return connection
+
+
+def authorize(request: Request, key: str, *sent: str) -> bool:
+    """Return whether a request carries the key, compared in constant time.
+
+    If it does, its connection is kept when there are too many.
+
+    key: "" admits every request.
+    sent: what the request carries elsewhere than in `Authorization: Bearer` and `X-API-Key`.
+    """
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    sent += (request.headers.get("x-api-key", ""), token if scheme.lower() == "bearer" else "")
+    matches = [hmac.compare_digest(text.strip().encode(), key.encode()) for text in sent]
+    is_authorized = not key or any(matches)
+    if is_authorized and "asyncrl.connection" in request.scope:
+        get_connection(request.scope).authorize()
+    return is_authorized
+
+
+class BodyMemory:
+    """The number of bytes of this process's open bodies."""
+
+    used = 0
+
+
+@contextlib.asynccontextmanager
+async def open_body(request: Request, limit: int, limit_name: str = "") -> AsyncIterator[bytes]:
+    """Read a body of at most `limit` bytes; it is open until the block ends.
+
+    Starlette's own limit (`max_body_size`) answers with plain text, which clients cannot parse.
+
+    limit_name: the user's name of the limit, for messages.
+    Raises HTTPException: 413, 408 after BODY_S, 429 beyond BODY_BYTES of all open bodies.
+    """
+    size = 0
+
+    def check(new: int) -> None:
+        if size + new > limit:
+            raise HTTPException(413, f"the body has more than {limit} bytes{limit_name}")
+        if BodyMemory.used + new > max(BODY_BYTES, limit):
+            wait = {"retry-after": "1"}
+            raise HTTPException(429, "too many bodies are being received: try again", wait)
+
+    try:
+        body = bytearray()
+        check(int(request.headers.get("content-length", 0)))
+        try:
+            async with asyncio.timeout(BODY_S):
+                async for part in request.stream():
+                    check(len(part))
+                    BodyMemory.used += len(part)
+                    size += len(part)
+                    body += part
+        except TimeoutError as error:
+            close = {"connection": "close"}
+            raise HTTPException(408, f"the body took over {BODY_S:g} s", close) from error
+        whole = bytes(body)
+        del body
+        yield whole
+    finally:
+        BodyMemory.used -= size
+
+
+class BoundedConnection(HttpToolsProtocol):
+    """A connection that limits requests' heads and the number of connections.
+
+    uvicorn's protocol buffers a head without limit.  When there are too many connections, it
+    refuses new ones, with or without a key.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.head_bytes = 0  # bytes received since the last part of a body
+        self.in_head = False
+        self.in_message = False
+        self.timer: asyncio.TimerHandle | None = None  # which closes the connection
+        # connections that have not shown a valid key yet, the oldest first
+        self.unauthorized: dict[BoundedConnection, None] = vars(self.server_state).setdefault(
+            "unauthorized", {}
+        )
+        self.unauthorized[self] = None
+        self.closed: asyncio.Future[None] = self.loop.create_future()
+        self.coalescing = CoalescingTransport(transport)
+        super().connection_made(self.coalescing)  # type: ignore[arg-type]
+        if len(self.connections) > count_allowed_connections():
+            # only connections without a key are closed to make room
+            next(iter(self.unauthorized)).abort()
+            if self.is_closed:
+                return
+        self.timer = self.loop.call_later(HEAD_S, transport.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._cancel_timer()
+        self.closed.set_result(None)
+        self.unauthorized.pop(self, None)
+        super().connection_lost(exc)
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        self.unauthorized.pop(self, None)
+        self.transport.abort()
+
+    def authorize(self) -> None:
+        """Keep the connection, which has shown a valid key, when there are too many."""
+        self.unauthorized.pop(self, None)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the connection has closed or is closing."""
+        return self.closed.done() or self.transport.is_closing()
+
+    @property
+    def is_responding(self) -> bool:
+        """Whether a response is due or being sent."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def hold(self) -> None:
+        """Send the next write together with the one after it."""
+        self.coalescing.hold()
+
+    def data_received(self, data: bytes) -> None:
+        self.head_bytes += len(data)
+        super().data_received(data)
+        if self.head_bytes > LARGEST_HEAD and not self.is_closed:
+            if self.in_head and not self.is_responding:
+                self.transport.write(HEAD_TOO_LARGE)
+                self.transport.close()
+            else:  # within another response
+                self.transport.abort()
+        elif self.in_head and self.timer is None:  # the head is incomplete
+            self.timer = self.loop.call_later(HEAD_S, self.transport.abort)
+
+    def on_message_begin(self) -> None:
+        self.head_bytes = 0
+        super().on_message_begin()
+        self.scope["asyncrl.connection"] = self  # type: ignore[typeddict-unknown-key]
+        self._cancel_timer()
+        self.in_head = self.in_message = True
+
+    def on_headers_complete(self) -> None:
+        self._cancel_timer()
+        self.in_head = False
+        self.head_bytes = 0
+        has_body = self.parser.get_method() != b"HEAD" and not self.expect_100_continue
+        if has_body and not self.is_responding:
+            self.hold()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self.head_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._cancel_timer()
+        self.in_message = False
+        self.head_bytes = 0
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.in_message and self.timer is None:  # the rest of the body is dropped
+            self.timer = self.loop.call_later(BODY_S, self.transport.abort)
+
+    def _cancel_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+
+def count_allowed_connections() -> int:
+    """Return the limit of open connections: at most half of the file descriptors."""
+    return min(CONNECTIONS, raise_descriptor_limit() // 2)
+
+
+class QuietServer(uvicorn.Server):
+    """A uvicorn server that installs no signal handlers."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class HttpServer:
+    """An HTTP server for an ASGI application, in the running event loop."""
+
+    def __init__(self, app: ASGIApp, bind: ListenAddress, *, keep_alive_s: int = 5) -> None:
+        """Listen; keep_alive_s: for the next request on a connection."""
+        self.bind = bind
+        self.socket = bind.listen()
+        self.task: asyncio.Task[None] | None = None
+        self.server = QuietServer(
+            uvicorn.Config(
+                app,
+                http=BoundedConnection,
+                interface="asgi3",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                date_header=False,
+                proxy_headers=bind.behind_proxy,
+                ssl_certfile=bind.certificate or None,
+                ssl_keyfile=bind.private_key or None,
+                timeout_graceful_shutdown=1,
+                timeout_keep_alive=keep_alive_s,
+            )
+        )
+
+    @property
+    def url(self) -> str:
+        """URL for a client on this machine."""
+        host, port = self.socket.getsockname()[:2]
+        host = f"[{host}]" if ":" in host else host
+        return f"http{'s' if self.bind.certificate else ''}://{host}:{port}"
+
+    async def start(self) -> None:
+        """Start the server; return once it accepts connections."""
+        self.task = asyncio.create_task(self.server.serve([self.socket]))
+        while not self.server.started and not self.task.done():
+            await asyncio.sleep(0.01)
+        if self.task.done():
+            self.task.result()
+
+    async def serve(
+        self,
+        announce: Callable[[str], None],
+        work: contextlib.AbstractAsyncContextManager[None] | None = None,
+    ) -> None:
+        """Serve until SIGINT, SIGTERM or `end`; a signal is raised again at the end.
+
+        announce: called with the URL when connections are accepted.
+        work: entered before the first connection, and left after the last one.
+        """
+        with uvicorn.Server.capture_signals(self.server):
+            async with work or contextlib.nullcontext():
+                await self.start()
+                announce(self.url)
+                assert self.task is not None
+                await self.task
+
+    def end(self) -> None:
+        """End the server soon."""
+        self.server.should_exit = True
+
+    async def stop(self) -> None:
+        """Close all connections."""
+        self.end()
+        if self.task is not None:
+            await self.task
+        self.socket.close()
