@@ -257,7 +257,6 @@ class BoundedConnection(HttpToolsProtocol):
             self.timer = self.loop.call_later(HEAD_S, self.transport.abort)
 
     def on_message_begin(self) -> None:
-        self.head_bytes = 0
         super().on_message_begin()
         self.scope["asyncrl.connection"] = self  # type: ignore[typeddict-unknown-key]
         self._cancel_timer()

@@ -13,6 +13,7 @@ import httpx
 import msgspec
 import pytest
 import tinker
+from starlette.testclient import TestClient
 from tinker import types
 from tinker_kit import draw, prompt, tuned_datum
 from tinker_local_kit import KEY, LocalServer
@@ -195,13 +196,14 @@ def test_what_clients_read_of_server_models_and_samplers(
         service.create_training_client_from_state(state).result()
 
 
-def test_clients_are_told_their_transport(server: LocalServer, http: httpx.Client) -> None:
+def test_clients_are_told_their_transport(server: LocalServer) -> None:
     known = server.config
     try:
         for name, is_rust in (("rust", True), ("python", False)):
             address = msgspec.structs.replace(known.server, client_transport=name)
             server.server.config = msgspec.structs.replace(known, server=address)
-            told = http.post("/client/config", json={"sdk_version": "0"}).json()
+            routes = TestClient(server.server.starlette(), headers={"x-api-key": KEY})
+            told = routes.post("/api/v1/client/config", json={"sdk_version": "0"}).json()
             assert told == {"use_pyqwest_transport": is_rust}
     finally:
         server.server.config = known

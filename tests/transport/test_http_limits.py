@@ -1,0 +1,256 @@
+"""The limits of the HTTP server at the doors of the agents' endpoint, of `asyncrl watch` and of
+`asyncrl tinker`, and the bound of the requests to sample that a client of the last one may have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+from gateway_kit import Served
+from tinker import types
+from tinker_kit import prompt
+from tinker_local_kit import KEY, LocalServer
+
+from asyncrl.tinker import samplers
+from asyncrl.transport import http_server
+from asyncrl.transport.http_server import HttpServer, ListenAddress
+from asyncrl.viewer.app import COOKIE, LARGEST_BODY, WatchApp
+
+WAIT_S = 600.0
+DOORS = ("endpoint", "watch", "tinker")
+
+
+class Door(NamedTuple):
+    """A server, the lines of a request with its key, and the largest body of that request."""
+
+    server: HttpServer
+    line: str
+    key: str
+    limit: int
+
+    def head(self, length: int = 0, *, key: bool = True) -> bytes:
+        lines = [self.line, "host: 127.0.0.1", *([self.key] if key else [])]
+        return "\r\n".join([*lines, f"content-length: {length}", "\r\n"]).encode()
+
+    @contextmanager
+    def connect(self, sent: bytes = b"") -> Iterator[socket.socket]:
+        address = self.server.socket.getsockname()
+        with socket.create_connection(address, WAIT_S) as connection:
+            connection.sendall(sent)
+            yield connection
+
+    def ask(self, sent: bytes) -> bytes:
+        with self.connect(sent) as connection:
+            return connection.recv(65536)
+
+
+def is_closed(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(65536) == b""
+    except ConnectionResetError:
+        return True
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
+    server = LocalServer(tmp_path_factory.mktemp("tinker"), "server.body_mib=1", "seed=5")
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def doors(
+    local: LocalServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Door]]:
+    served = Served()
+    opened = served.do(served.service.open)
+    app = WatchApp([tmp_path_factory.mktemp("runs")], "secret", expected=True)
+    page = HttpServer(app.build_application(), ListenAddress())
+    asyncio.run_coroutine_threadsafe(page.start(), served.loop).result(WAIT_S)
+    beat = f"POST /s/{opened.session.name}/beat HTTP/1.1"
+    yield {
+        "endpoint": Door(served.endpoint, beat, f"authorization: Bearer {opened.key}", 1024 * 1024),
+        "watch": Door(page, "GET /api/runs HTTP/1.1", f"cookie: {COOKIE}=secret", LARGEST_BODY),
+        "tinker": Door(local.web, "POST /api/v1/telemetry HTTP/1.1", f"x-api-key: {KEY}", 1 << 20),
+    }
+    asyncio.run_coroutine_threadsafe(page.stop(), served.loop).result(WAIT_S)
+    served.close()
+
+
+@pytest.fixture(params=DOORS)
+def door(doors: dict[str, Door], request: pytest.FixtureRequest) -> Door:
+    return doors[request.param]
+
+
+def test_heads_and_bodies_have_a_size_and_a_time(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert door.ask(door.head()).startswith(b"HTTP/1.1 200 ")
+    assert door.ask(door.head(key=False))[9:12] in (b"401", b"403")
+    assert door.ask(door.head(door.limit + 1)).startswith(b"HTTP/1.1 413 "), "none of it was sent"
+    chunked = door.head().replace(b"content-length: 0", b"transfer-encoding: chunked")
+    large = b"%x\r\n" % (door.limit + 1) + b" " * (door.limit + 1)
+    assert door.ask(chunked + large).startswith(b"HTTP/1.1 413 ")
+    with monkeypatch.context() as patch:
+        patch.setattr(http_server, "LARGEST_HEAD", 1000)
+        begin = door.head()[:-2] + b"x-more: "
+        with door.connect(begin.ljust(1000, b"a")) as connection:
+            connection.sendall(b"a" * 100)
+            assert connection.recv(65536).startswith(b"HTTP/1.1 431 ")
+            assert is_closed(connection)
+    with monkeypatch.context() as patch:
+        patch.setattr(http_server, "BODY_S", 0.05)
+        with door.connect(door.head(9) + b"{") as connection:
+            answer = connection.recv(65536)
+            assert answer.startswith(b"HTTP/1.1 408 ") and is_closed(connection)
+    with monkeypatch.context() as patch:
+        patch.setattr(http_server, "HEAD_S", 0.05)
+        for sent in (b"", door.head()[:-2]):
+            with door.connect(sent) as connection:
+                assert is_closed(connection)
+
+
+def test_connections_without_a_key_keep_out_none_with_one(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "CONNECTIONS", 4)
+    connections = door.server.server.server_state.connections
+    with door.connect(door.head()) as known:
+        assert known.recv(65536).startswith(b"HTTP/1.1 200 ")
+        address = door.server.socket.getsockname()
+        sent = (b"", door.head()[:-2], door.head(key=False), door.head(9, key=False))
+        strangers = [socket.create_connection(address, WAIT_S) for _ in range(12)]
+        for index, stranger in enumerate(strangers):
+            try:
+                stranger.sendall(sent[index % 4])
+            except ConnectionError:
+                continue
+        wait_until(lambda: len(connections) <= 4)
+        assert is_closed(strangers[0])
+        assert door.ask(door.head()).startswith(b"HTTP/1.1 200 ")
+        known.sendall(door.head())
+        assert known.recv(65536).startswith(b"HTTP/1.1 200 ")
+        for stranger in strangers:
+            stranger.close()
+    wait_until(lambda: not connections)
+
+
+def test_bodies_of_all_connections_have_a_bound(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client repeats the request after the seconds of Retry-After."""
+    monkeypatch.setattr(http_server, "BODY_BYTES", door.limit)
+    body = b"{" + b" " * (door.limit - 20) + b"}"
+    with door.connect(door.head(len(body)) + body[:-1]) as slow:
+        wait_until(lambda: http_server.BodyMemory.used == len(body) - 1)
+        answer = door.ask(door.head(100) + b"{" + b" " * 98 + b"}")
+        assert answer.startswith(b"HTTP/1.1 429 ") and b"\r\nretry-after: 1\r\n" in answer
+        slow.sendall(body[-1:])
+        assert slow.recv(65536).startswith(b"HTTP/1.1 200 ")
+    assert door.ask(door.head(100) + b"{" + b" " * 98 + b"}").startswith(b"HTTP/1.1 200 ")
+    assert http_server.BodyMemory.used == 0
+
+
+# ---- requests to sample --------------------------------------------------------------------------
+
+
+def create_sampler(http: httpx.Client) -> str:
+    session = {"tags": [], "user_metadata": None, "sdk_version": "0"}
+    id = http.post("/create_session", json=session).json()["session_id"]
+    asked = {"session_id": id, "sampling_session_seq_id": 0, "base_model": "tiny"}
+    return str(http.post("/create_sampling_session", json=asked).json()["sampling_session_id"])
+
+
+def test_requests_of_one_client_leave_room_for_another(
+    local: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The unmodified client waits and repeats what is refused meanwhile."""
+    link: Any = local.server.samplers.link
+    call, hold, refused = link.call, threading.Event(), threading.Event()
+    hold.set()
+
+    async def held(request: Any, number: int) -> Any:
+        while request.seed == 7 and hold.is_set():
+            await asyncio.sleep(0.002)
+        return await call(request, number)
+
+    make_room = local.server.samplers._make_room
+
+    def noted(session: str, size: int) -> None:
+        try:
+            make_room(session, size)
+        except Exception:
+            refused.set()
+            raise
+
+    monkeypatch.setattr(link, "call", held)
+    monkeypatch.setattr(local.server.samplers, "_make_room", noted)
+    monkeypatch.setattr(samplers, "REQUEST_BYTES", 60_000)
+    params = types.SamplingParams(max_tokens=8, seed=3)
+    slow = types.SamplingParams(max_tokens=8, seed=7)
+    headers = {"X-API-Key": KEY}
+    with (
+        httpx.Client(base_url=f"{local.url}/api/v1", headers=headers, timeout=WAIT_S) as http,
+        local.client() as first,
+        local.client() as second,
+    ):
+        own = second.create_sampling_client(base_model="tiny").result()
+        alone = own.sample(prompt(), 2, params).result()
+        many = first.create_sampling_client(base_model="tiny").result()
+        results = [many.sample(prompt(), 2, slow).future() for _ in range(8)]
+        assert refused.wait(WAIT_S)
+        beside = own.sample(prompt(), 2, params).result()
+        assert [(x.tokens, x.logprobs) for x in beside.sequences] == [
+            (x.tokens, x.logprobs) for x in alone.sequences
+        ]
+        assert not any(result.done() for result in results)
+        hold.clear()
+        assert all(len(result.result(WAIT_S).sequences) == 2 for result in results)
+
+        sampler = create_sampler(http)
+
+        def ask(number: int, count: int = 1) -> httpx.Response:
+            asked = {
+                "sampling_session_id": sampler,
+                "seq_id": number,
+                "num_samples": count,
+                "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]},
+                "sampling_params": {"max_tokens": 8, "seed": 3},
+            }
+            return http.post("/asample", json=asked)
+
+        # results that their client does not retrieve
+        replies = [ask(number) for number in range(8)]
+        late = next(reply for reply in replies if reply.status_code != 200)
+        assert (late.status_code, late.headers["retry-after"]) == (429, "1")
+        assert "requests of s-" in late.json()["error"]
+        assert ask(0).json() == replies[0].json(), "an accepted request may be repeated"
+        monkeypatch.setattr(samplers, "UNCLAIMED_S", 0.0)
+        accepted = replies.index(late)
+        for number in range(accepted):
+            found = http.post("/retrieve_future", json={"request_id": f"{sampler}:sample:{number}"})
+            assert found.status_code == 200
+        assert [ask(number).status_code for number in range(accepted, 20)] == [200] * (
+            20 - accepted
+        )
+        gone = http.post("/retrieve_future", json={"request_id": f"{sampler}:sample:0"})
+        assert gone.status_code == 410
+        error = ask(99, 999).json()["error"]
+        assert re.fullmatch(r"the result may take 0 MiB: lower num_samples or max_tokens", error)
+        assert local.server.samplers.used.total() <= 60_000
