@@ -6,8 +6,6 @@ A harness plays them, or agents that the gateway starts.
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +14,6 @@ from actors.gateway.endpoint.web import Endpoint
 from actors.gateway.mixing.mixed_sources import MixedSource
 from actors.gateway.service import Gateway
 from actors.gateway.session_api import SessionApi, read_kept_port, write_endpoint_files
-from asyncrl.contract.errors import ConfigError
 from asyncrl.transport.http_server import ListenAddress
 from asyncrl.transport.sockets import BufferSocket, PeerSocket
 
@@ -89,12 +86,13 @@ async def serve(gateway: Gateway) -> None:
     assert isinstance(sessions, SessionApi)
     bind = ListenAddress(
         agent.host,
-        agent.port,
+        agent.port or read_kept_port(gateway.run_dir),
         agent.certificate,
         agent.private_key,
         agent.behind_proxy,
+        further_ports=() if agent.port else (0,),
     )
-    endpoint = bind_endpoint(sessions, bind, read_kept_port(gateway.run_dir))
+    endpoint = Endpoint(sessions, bind)
     sessions.restore_sessions()
     await endpoint.start()
     write_endpoint_files(gateway.run_dir, endpoint.url, sessions.run_key)
@@ -123,16 +121,3 @@ async def serve(gateway: Gateway) -> None:
             pool.close()
         await endpoint.stop()
         watcher.close()
-
-
-def bind_endpoint(sessions: SessionApi, bind: ListenAddress, kept_port: int) -> Endpoint:
-    """Bind the endpoint to its port.
-
-    kept_port: of an earlier process, used if agent.port is not set and the port is free
-
-    Raises ConfigError when the port cannot be bound.
-    """
-    if kept_port and not bind.port:
-        with suppress(ConfigError):
-            return Endpoint(sessions, replace(bind, port=kept_port))
-    return Endpoint(sessions, bind)

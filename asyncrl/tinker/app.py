@@ -213,9 +213,8 @@ class TinkerServer:
                 )
             if coding := request.headers.get("content-encoding"):
                 raise HTTPException(415, f"Content-Encoding: {coding} is not served")
-            size = self.config.server.body_mib
-            name = f" (server.body_mib = {size})"
-            async with open_body(request, size << 20, name) as body:
+            limit = self.config.server.body_mib << 20
+            async with open_body(request, limit, " (server.body_mib)") as body:
                 return await handler(request, body)
 
         return respond
@@ -288,10 +287,10 @@ class TinkerServer:
             return await self.submit_training_call(request, body)
         self._check_base_model(message.base_model)
         _, saved = find_saved(self.folder, message.path, "weights")
-        model = f"{self._check_session(message.session_id)}:train:{message.model_seq_id}"
+        session = self._check_session(message.session_id)
         record = ModelRecord(
-            model,
-            self._check_session(message.session_id),
+            f"{session}:train:{message.model_seq_id}",
+            session,
             saved.rank,
             self.config.seed,
             time.time(),

@@ -20,7 +20,7 @@ from asyncrl.tinker.workers.worker import LENGTH_BYTES, encode_frame
 
 
 def log(text: str, *, traceback: bool = False) -> None:
-    """Write a line to stderr and to logs/server.log (`server.open_log`).
+    """Write a line to stderr and to logs/server.log (`server.serve`).
 
     traceback: add that of the exception that is being handled."""
     line = escape_line(text, LONGEST_LINE)

@@ -191,7 +191,7 @@ class SamplerService:
             body, self.ledger.mint(job.count), sampler, self.link.take_number(), size
         )
         self.promises[name] = promise
-        promise.task = asyncio.create_task(self._sample(sampler, job, promise))
+        promise.task = asyncio.create_task(self._sample(job, promise))
         return name, promise
 
     def _make_room(self, session: str, size: int) -> None:
@@ -223,9 +223,8 @@ class SamplerService:
             raise HTTPException(429, f"too many requests of {session} to sample wait", wait)
         self.used[session] += size
 
-    async def _sample(
-        self, sampler: SamplerRecord, job: SampleCall, promise: SamplePromise
-    ) -> None:
+    async def _sample(self, job: SampleCall, promise: SamplePromise) -> None:
+        sampler = promise.sampler
         try:
             while reason := self.pace(sampler, job.count):
                 promise.paced = reason
@@ -236,7 +235,7 @@ class SamplerService:
                 await self.released.wait()
             promise.paced = ""
             promise.is_started = True
-            outcome = await self._call_sampler(sampler, job, promise)
+            outcome = await self._call_sampler(job, promise)
         except asyncio.CancelledError:
             outcome = SampleOutcome(error="the request was canceled")
         except Exception as error:  # a client waits for the outcome
@@ -247,9 +246,7 @@ class SamplerService:
             promise.future.set_result(outcome)
         asyncio.get_running_loop().call_later(UNCLAIMED_S, setattr, promise, "is_retrieved", True)
 
-    async def _call_sampler(
-        self, sampler: SamplerRecord, job: SampleCall, promise: SamplePromise
-    ) -> SampleOutcome:
+    async def _call_sampler(self, job: SampleCall, promise: SamplePromise) -> SampleOutcome:
         """Sample; if the process exits, a new one samples the same sequences.
 
         If it crashed, one of its requests was the cause.  They and later ones are then sampled one
@@ -271,9 +268,7 @@ class SamplerService:
                 return SampleOutcome(error=result.error, category=result.category)
             assert isinstance(result, SampleResult)
             for id, sequence in zip(promise.sequences, result.sequences, strict=True):
-                self.ledger.record(
-                    id, sampler.model, sampler.version, sequence.tokens, sequence.logprobs
-                )
+                self.ledger.record(id, job.model, job.version, sequence.tokens, sequence.logprobs)
             return SampleOutcome(wire.encode_samples(result))
         return failure
 

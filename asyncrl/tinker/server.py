@@ -80,9 +80,11 @@ async def log_waiting(began: float) -> None:
 
 def serve(config: TinkerConfig, source: str) -> None:
     """Serve until interrupted.  Raises ConfigError."""
+    from asyncrl.transport.http_server import HttpServer, ListenAddress
+
     log_progress("loading the server")
     try:
-        import asyncrl.tinker.app  # noqa: F401
+        from asyncrl.tinker.app import TinkerServer
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"asyncrl tinker needs {error.name}, which is not installed: pip install "
@@ -105,9 +107,39 @@ def serve(config: TinkerConfig, source: str) -> None:
             "get` downloads one, model.warm_start = true builds a tiny one"
         )
     folder = prepare_directory(config, source)
+    logger = logging.getLogger("asyncrl.tinker")
+    address = ListenAddress(config.server.host, config.server.port, port_name="server.port")
+
+    def announce(url: str) -> None:
+        print(f"serving {config.model.path} from {folder}", file=sys.stderr)
+        if config.losses.stable_reinforce:
+            logger.warning(
+                "losses.stable_reinforce: for loss_fn = stable_reinforce, which is not published, "
+                "this server computes %s",
+                config.losses.stable_reinforce,
+            )
+        print(f"export TINKER_BASE_URL={url} TINKER_API_KEY={key}", flush=True)
+
+    async def run() -> None:
+        server = TinkerServer(config, folder, key)
+        web = HttpServer(server.starlette(), address, keep_alive_s=KEEP_ALIVE_S)
+        atomic_write.write(folder / "url", web.url + "\n")
+        server.on_failure = web.end
+        await web.serve(announce, run_workers(server))
+        if server.failure is not None:
+            raise server.failure
+
     with record_process(folder):
-        open_log(folder)
-        listen_and_serve(config, folder)
+        key = ensure_api_key(folder)
+        logs = folder / "logs"
+        logs.mkdir(exist_ok=True)
+        file = logging.FileHandler(logs / "server.log", encoding="utf-8")
+        file.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+        logger.propagate = False
+        for handler in (logging.StreamHandler(sys.stderr), file):
+            logger.addHandler(handler)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        asyncio.run(run())
 
 
 @contextlib.contextmanager
@@ -128,48 +160,6 @@ def record_process(folder: Path) -> Iterator[None]:
         process.end(0)
     finally:
         process.release()
-
-
-def open_log(folder: Path) -> None:
-    """Send the server's log to stderr and to logs/server.log."""
-    (folder / "logs").mkdir(exist_ok=True)
-    file = logging.FileHandler(folder / "logs" / "server.log", encoding="utf-8")
-    file.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
-    logger = logging.getLogger("asyncrl.tinker")
-    logger.propagate = False
-    for handler in (logging.StreamHandler(sys.stderr), file):
-        logger.addHandler(handler)
-
-
-def listen_and_serve(config: TinkerConfig, folder: Path) -> None:
-    """Serve from a directory that only this process uses."""
-    from asyncrl.tinker.app import TinkerServer
-    from asyncrl.transport.http_server import HttpServer, ListenAddress
-
-    key = ensure_api_key(folder)
-    address = ListenAddress(config.server.host, config.server.port, port_name="server.port")
-
-    def announce(url: str) -> None:
-        print(f"serving {config.model.path} from {folder}", file=sys.stderr)
-        if config.losses.stable_reinforce:
-            logging.getLogger("asyncrl.tinker").warning(
-                "losses.stable_reinforce: for loss_fn = stable_reinforce, which is not published, "
-                "this server computes %s",
-                config.losses.stable_reinforce,
-            )
-        print(f"export TINKER_BASE_URL={url} TINKER_API_KEY={key}", flush=True)
-
-    async def run() -> None:
-        server = TinkerServer(config, folder, key)
-        web = HttpServer(server.starlette(), address, keep_alive_s=KEEP_ALIVE_S)
-        atomic_write.write(folder / "url", web.url + "\n")
-        server.on_failure = web.end
-        await web.serve(announce, run_workers(server))
-        if server.failure is not None:
-            raise server.failure
-
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    asyncio.run(run())
 
 
 @contextlib.asynccontextmanager

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import ipaddress
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,11 +17,12 @@ from typing import Any
 import uvicorn
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.types import ASGIApp, Scope
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.transport.connection_guard import raise_descriptor_limit
+from asyncrl.transport.sockets import is_loopback
 
 LARGEST_HEAD = 64 * 1024  # bytes outside bodies (heads, trailers, chunk sizes) between two bodies
 HEAD_S = 30.0  # for a request's head to arrive, from its connection or its first byte
@@ -33,14 +33,6 @@ HEAD_TOO_LARGE = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
     b"content-length: 0\r\nconnection: close\r\n\r\n"
 )
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether an address is reached from this machine only."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 @dataclass(frozen=True)
@@ -61,12 +53,14 @@ class ListenAddress:
 
     def require_encryption(self) -> None:
         """Raise ConfigError if keys would be sent unencrypted over a network."""
+        prefix = self.port_name.removesuffix("port")
         if bool(self.certificate) != bool(self.private_key):
-            raise ConfigError("agent.certificate and agent.private_key: give both or none")
+            raise ConfigError(f"{prefix}certificate and its private key: give both or none")
         if not is_loopback(self.host) and not self.certificate and not self.behind_proxy:
+            proxy = ", or agent.behind_proxy = true" if prefix == "agent." else ""
             raise ConfigError(
-                f"agent.host: {self.host} is open to the network; give agent.certificate and "
-                "agent.private_key, or agent.behind_proxy = true, or use 127.0.0.1"
+                f"{prefix}host: {self.host} is open to the network; give {prefix}certificate and "
+                f"its private key{proxy}, or use 127.0.0.1"
             )
 
     def listen(self) -> socket.socket:
@@ -121,12 +115,6 @@ class CoalescingTransport:
         self.inner.close()
 
 
-def get_connection(scope: Scope) -> BoundedConnection:
-    """Find the connection that carries a request."""
-    connection: BoundedConnection = scope["asyncrl.connection"]
-    return connection
-
-
 def authorize(request: Request, key: str, *sent: str) -> bool:
     """Return whether a request carries the key, compared in constant time.
 
@@ -137,11 +125,11 @@ def authorize(request: Request, key: str, *sent: str) -> bool:
     """
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
     sent += (request.headers.get("x-api-key", ""), token if scheme.lower() == "bearer" else "")
-    matches = [hmac.compare_digest(text.strip().encode(), key.encode()) for text in sent]
-    is_authorized = not key or any(matches)
-    if is_authorized and "asyncrl.connection" in request.scope:
-        get_connection(request.scope).authorize()
-    return is_authorized
+    if key and not any(hmac.compare_digest(x.strip().encode(), key.encode()) for x in sent):
+        return False
+    if (connection := request.scope.get("asyncrl.connection")) is not None:
+        connection.authorize()
+    return True
 
 
 class BodyMemory:
@@ -210,7 +198,9 @@ class BoundedConnection(HttpToolsProtocol):
         super().connection_made(self.coalescing)  # type: ignore[arg-type]
         if len(self.connections) > count_allowed_connections():
             # only connections without a key are closed to make room
-            next(iter(self.unauthorized)).abort()
+            oldest = next(iter(self.unauthorized))
+            oldest.authorize()
+            oldest.transport.abort()
             if self.is_closed:
                 return
         self.timer = self.loop.call_later(HEAD_S, transport.abort)
@@ -218,16 +208,11 @@ class BoundedConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_timer()
         self.closed.set_result(None)
-        self.unauthorized.pop(self, None)
+        self.authorize()
         super().connection_lost(exc)
 
-    def abort(self) -> None:
-        """Close the connection at once."""
-        self.unauthorized.pop(self, None)
-        self.transport.abort()
-
     def authorize(self) -> None:
-        """Keep the connection, which has shown a valid key, when there are too many."""
+        """Do not close this connection, which has shown a valid key, when there are too many."""
         self.unauthorized.pop(self, None)
 
     @property

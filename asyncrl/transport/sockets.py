@@ -162,18 +162,17 @@ def check_address(address: str, curve_dir: str, key: str) -> None:
             f"{key}: the socket path {rest} has {len(rest.encode())} bytes, the system allows "
             f"{IPC_LIMIT}; choose a shorter one"
         )
-    if kind == "tcp" and not curve_dir and not _is_loopback(rest.rsplit(":", 1)[0]):
+    if kind == "tcp" and not curve_dir and not is_loopback(rest.rsplit(":", 1)[0]):
         raise ConfigError(
             f"{key}: {address} is open to the network; give CURVE keys by wires.curve_dir "
             "(`asyncrl keys DIR`), or use 127.0.0.1"
         )
 
 
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
+def is_loopback(host: str) -> bool:
+    """Return whether an address is reached from this machine only."""
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
 

@@ -261,30 +261,27 @@ class WatchApp:
 
         A token in the address would stay in the browser's history and be sent as a referrer.
         """
-        if not self._is_own_host(request.headers.get("host", "")):
-            return Response(
-                "asyncrl watch: open it by the address that it printed, not by another name of "
-                "this machine\n",
-                421,
-                media_type="text/plain",
-            )
-        if self.token:
+        try:
+            if not self._is_own_host(request.headers.get("host", "")):
+                raise HTTPException(
+                    421,
+                    "asyncrl watch: open it by the address that it printed, not by another name "
+                    "of this machine",
+                )
             token = request.query_params.get("token")
-            if token is not None and authorize(request, self.token, token):
+            if token is not None and self.token and authorize(request, self.token, token):
                 reply: Response = RedirectResponse("/", 303)
                 reply.set_cookie(COOKIE, self.token, httponly=True, samesite="strict")
                 return reply
-        if not authorize(request, self.token, request.cookies.get(COOKIE, "")):
-            return Response(
-                "asyncrl watch: open the address that it printed, with its token\n",
-                403,
-                media_type="text/plain",
-            )
-        try:
+            if not authorize(request, self.token, request.cookies.get(COOKIE, "")):
+                raise HTTPException(
+                    403, "asyncrl watch: open the address that it printed, with its token"
+                )
             async with open_body(request, LARGEST_BODY):
                 reply = await call(request)
         except HTTPException as error:
-            reply = Response(error.detail, error.status_code, error.headers, "text/plain")
+            text = error.detail + "\n"
+            reply = Response(text, error.status_code, error.headers, "text/plain")
         reply.headers["Content-Security-Policy"] = POLICY
         reply.headers["X-Content-Type-Options"] = "nosniff"
         reply.headers["Referrer-Policy"] = "no-referrer"

@@ -36,7 +36,8 @@ def serve(
     allowed.
     expected: the runs may begin later.
     """
-    from asyncrl.transport.http_server import HttpServer, ListenAddress, is_loopback
+    from asyncrl.transport.http_server import HttpServer, ListenAddress
+    from asyncrl.transport.sockets import is_loopback
     from asyncrl.viewer.app import WatchApp
 
     if not token and not is_loopback(host):

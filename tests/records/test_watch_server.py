@@ -24,7 +24,7 @@ from watch_kit import run_dir  # noqa: F401
 from asyncrl.cli import main
 from asyncrl.contract import importing
 from asyncrl.contract.errors import ConfigError
-from asyncrl.transport import http_server
+from asyncrl.transport import http_server, sockets
 from asyncrl.transport.http_server import HttpServer, ListenAddress
 from asyncrl.viewer import server
 
@@ -73,7 +73,7 @@ def serving(
     ],
 )
 def test_which_addresses_are_this_machine_s_alone(host: str, is_local: bool) -> None:
-    assert http_server.is_loopback(host) is is_local
+    assert sockets.is_loopback(host) is is_local
 
 
 def test_the_first_free_port_is_taken_where_none_was_chosen() -> None:

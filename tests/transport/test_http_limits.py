@@ -171,8 +171,8 @@ def test_bodies_of_all_connections_have_a_bound(
 
 
 def create_sampler(http: httpx.Client) -> str:
-    session = {"tags": [], "user_metadata": None, "sdk_version": "0"}
-    id = http.post("/create_session", json=session).json()["session_id"]
+    asked: dict[str, Any] = {"tags": [], "user_metadata": None, "sdk_version": "0"}
+    id = http.post("/create_session", json=asked).json()["session_id"]
     asked = {"session_id": id, "sampling_session_seq_id": 0, "base_model": "tiny"}
     return str(http.post("/create_sampling_session", json=asked).json()["sampling_session_id"])
 

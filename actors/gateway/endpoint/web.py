@@ -61,7 +61,6 @@ from asyncrl.transport.http_server import (
     HttpServer,
     ListenAddress,
     authorize,
-    get_connection,
 )
 
 LARGEST_BODY = 8 * 1024 * 1024  # bytes of a call
@@ -494,7 +493,7 @@ class CallReply:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sent = False
         try:
-            sent = await self._send(get_connection(scope), send)
+            sent = await self._send(scope["asyncrl.connection"], send)
         finally:
             if sent:
                 self.session.on_response_sent(self.harness_request)
@@ -636,35 +635,25 @@ def _parse_numbers(values: Any, name: str) -> dict[str, float]:
 
 async def refuse(request: Request, error: Exception) -> Response:
     """Build the response of a refused request, in the form of its API."""
-    assert isinstance(error, CallRefused)
+    if isinstance(error, ClientDisconnect):  # the connection closed before the body was read
+        return Response()
+    if isinstance(error, HTTPException):
+        route = f"{request.method} {request.scope['path']:.200}"
+        message = f"there is no {route}: see docs/http.md for the routes"
+        error = CallRefused(404, "no_such_route", message)
+    elif not isinstance(error, CallRefused):
+        reason = f"the gateway failed: {type(error).__name__}: {error}"
+        error = CallRefused(500, "gateway", reason)
     body, headers = replies.build_error(error)
     if "/v1/messages" in request.scope["path"]:
         body["type"] = "error"  # which Anthropic's clients expect
     return JSONResponse(body, error.status, headers)
 
 
-async def _refuse_route(request: Request, error: Exception) -> Response:
-    route = f"{request.method} {request.scope['path']:.200}"
-    message = f"there is no {route}: see docs/http.md for the routes"
-    return await refuse(request, CallRefused(404, "no_such_route", message))
-
-
-async def _fail(request: Request, error: Exception) -> Response:
-    reason = f"the gateway failed: {type(error).__name__}: {error}"
-    return await refuse(request, CallRefused(500, "gateway", reason))
-
-
-async def _ignore(request: Request, error: Exception) -> Response:
-    """Return an empty response: the connection closed before the body was read."""
-    return Response()
-
-
-HANDLERS: Mapping[Any, Callable[[Request, Exception], Awaitable[Response]]] = {
-    CallRefused: refuse,
-    HTTPException: _refuse_route,
-    ClientDisconnect: _ignore,
-    Exception: _fail,  # which raises the error again, for the log
-}
+# Starlette raises an Exception again, for the log
+HANDLERS: Mapping[Any, Callable[[Request, Exception], Awaitable[Response]]] = dict.fromkeys(
+    (CallRefused, HTTPException, ClientDisconnect, Exception), refuse
+)
 
 
 class Endpoint(HttpServer):

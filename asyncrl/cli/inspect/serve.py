@@ -62,20 +62,16 @@ def serve(
     require_model(model, "MODEL")
     from actors.model_server import model_server
     from asyncrl.models import fetch
-    from asyncrl.transport.http_server import ListenAddress, is_loopback
+    from asyncrl.transport.http_server import ListenAddress
+    from asyncrl.transport.sockets import is_loopback
 
     if no_key and not is_loopback(host):
         raise ConfigError(
             f"--no-key --host {host}: everyone with access to this address could use the model; "
             "leave out --no-key, or listen on 127.0.0.1"
         )
-    if bool(certificate) != bool(private_key):
-        raise ConfigError("--certificate and --private-key: give both or none")
-    if not is_loopback(host) and not certificate:
-        raise ConfigError(
-            f"--host {host} is open to the network; give --certificate and --private-key, or "
-            "listen on 127.0.0.1"
-        )
+    bind = ListenAddress(host, port, certificate, private_key, port_name="--port")
+    bind.require_encryption()
     path = str(fetch.download_model(model)) if model.startswith(fetch.HUB) else model
     config = model_server.build_config(
         path,
@@ -96,5 +92,4 @@ def serve(
             print_progress(f"export OPENAI_API_KEY={key}")
         print(f"{url}/v1", flush=True)
 
-    bind = ListenAddress(host, port, certificate, private_key, port_name="--port")
     model_server.serve(app, bind, announce)

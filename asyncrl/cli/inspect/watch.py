@@ -32,7 +32,7 @@ def watch(places: tuple[Path, ...], host: str, port: int | None, no_token: bool)
     RUN is a run directory, or a directory with runs in it (a comparison, a sweep). The command only
     reads their files, so it also works on a copied directory.
     """
-    from asyncrl.transport.http_server import is_loopback
+    from asyncrl.transport.sockets import is_loopback
     from asyncrl.viewer import server
 
     def announce(url: str, runs: int) -> None:

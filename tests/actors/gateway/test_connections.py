@@ -54,7 +54,7 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[asyncio.AbstractEventLoop]
 @pytest.fixture
 def connect(loop: asyncio.AbstractEventLoop) -> Connect:
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        assert http_server.get_connection(scope) is scope["asyncrl.connection"]
+        assert isinstance(scope["asyncrl.connection"], http_server.BoundedConnection)
         await send({"type": "http.response.start", "status": 204, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
