@@ -206,17 +206,16 @@ class SamplerService:
                 f"the result may take {size >> 20} MiB: lower num_samples or max_tokens"
             )
         forgettable = (
-            (name, promise)
+            name
             for name, promise in [*self.promises.items()]
             if promise.is_retrieved and promise.future.done()
         )
         while (is_full := self.used[session] + size > REQUEST_BYTES - self.used.total()) or len(
             self.promises
         ) >= KEPT:
-            if (item := next(forgettable, None)) is None:
+            if (name := next(forgettable, "")) == "":
                 break
-            name, promise = item
-            del self.promises[name]
+            promise = self.promises.pop(name)
             self.used -= Counter({promise.sampler.session: promise.size})
         if is_full:
             wait = {"retry-after": "1"}

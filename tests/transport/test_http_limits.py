@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import httpx
@@ -131,7 +131,8 @@ def test_connections_without_a_key_keep_out_none_with_one(
 ) -> None:
     monkeypatch.setattr(http_server, "CONNECTIONS", 4)
     connections = door.server.server.server_state.connections
-    with door.connect(door.head()) as known:
+    with ExitStack() as stack:
+        known = stack.enter_context(door.connect(door.head()))
         assert known.recv(65536).startswith(b"HTTP/1.1 200 ")
         address = door.server.socket.getsockname()
         sent = (b"", door.head()[:-2], door.head(key=False), door.head(9, key=False))
@@ -148,6 +149,14 @@ def test_connections_without_a_key_keep_out_none_with_one(
         assert known.recv(65536).startswith(b"HTTP/1.1 200 ")
         for stranger in strangers:
             stranger.close()
+        wait_until(lambda: len(connections) == 1)
+        others = [stack.enter_context(door.connect(door.head())) for _ in range(3)]
+        assert all(each.recv(65536).startswith(b"HTTP/1.1 200 ") for each in others)
+        with door.connect() as stranger:
+            assert is_closed(stranger), "it takes the place of none with a key"
+        for each in others:
+            each.sendall(door.head())
+            assert each.recv(65536).startswith(b"HTTP/1.1 200 ")
     wait_until(lambda: not connections)
 
 

@@ -1,5 +1,5 @@
 """Single connections of the HTTP server, without a network and with a clock that stands still:
-deadlines and sizes of heads, room for those with a key.
+deadlines and sizes of heads.
 """
 
 from __future__ import annotations
@@ -144,22 +144,3 @@ def test_the_rest_of_a_refused_body_has_its_time(
             timer._run()
         assert wire.events[1:] == events
         connection.connection_lost(None)
-
-
-def test_too_many_connections_close_the_oldest_without_a_key(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http_server, "CONNECTIONS", 2)
-    (first, kept), (second, oldest) = connect(), connect()
-    assert list(first.unauthorized) == [first, second]
-    first.authorize()
-    third, newest = connect()
-    assert (kept.events, oldest.events, newest.events) == ([], ["aborted"], [])
-    assert second.is_closed and list(third.unauthorized) == [third] and third.timer is not None
-    second.connection_lost(None)
-    assert [first, third] == sorted(third.connections, key=[first, third].index)
-    third.authorize()
-    fourth, refused = connect()
-    assert refused.events == ["aborted"] and fourth.timer is None and not fourth.unauthorized
-    assert (kept.events, newest.events) == ([], [])
-    assert first.timer is not None and third.timer is not None

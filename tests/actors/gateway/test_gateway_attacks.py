@@ -385,68 +385,6 @@ def test_reports_have_small_bodies(served: Served) -> None:
 # ---- connections ---------------------------------------------------------------------------------
 
 
-def half_open(served: Served, data: bytes) -> socket.socket:
-    host, port = served.url.removeprefix("http://").split(":")
-    made = socket.create_connection((host, int(port)), WAIT_S)
-    made.sendall(data)
-    return made
-
-
-def connections(served: Served) -> set[Any]:
-    found: set[Any] = served.endpoint.server.server_state.connections
-    return found
-
-
-def test_half_open_requests_without_a_key_make_room_for_those_with_one(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Thousands of them shut every client out until their heads were late, 30 s."""
-    monkeypatch.setattr(http_server, "CONNECTIONS", 8)
-    opened = served.do(served.service.open)
-    head = f"authorization: Bearer {opened.key}\r\n"
-    path = f"/s/{opened.session.name}"
-    known = half_open(served, f"GET {path} HTTP/1.1\r\nhost: a\r\n{head}\r\n".encode())
-    assert known.recv(4096).startswith(b"HTTP/1.1 200")
-    beginnings = [b"", b"GET", f"POST {path}/beat HTTP/1.1\r\n{head}content-length: 9".encode()]
-    wrong = f"GET {path} HTTP/1.1\r\nhost: a\r\nauthorization: Bearer no\r\n\r\n".encode()
-    strangers = [half_open(served, (*beginnings, wrong)[n % 4]) for n in range(40)]
-    served.until(lambda: len(connections(served)) <= 8)
-    for _ in range(3):
-        assert chat(served, opened).status_code == 200  # a new connection each
-    strangers[0].settimeout(WAIT_S)
-    try:
-        assert strangers[0].recv(4096) == b""  # the oldest went
-    except ConnectionResetError:
-        pass
-    # the one with a key was left alone
-    known.sendall(f"GET {path} HTTP/1.1\r\nhost: a\r\n{head}\r\n".encode())
-    assert known.recv(4096).startswith(b"HTTP/1.1 200")
-    for each in (*strangers, known):
-        each.close()
-    served.until(lambda: not served.endpoint.server.server_state.unauthorized)
-
-
-def test_a_stranger_never_takes_the_place_of_one_with_a_key(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened = served.do(served.service.open)
-    path, head = f"/s/{opened.session.name}", f"authorization: Bearer {opened.key}"
-    ask = f"GET {path} HTTP/1.1\r\nhost: a\r\n{head}\r\n\r\n".encode()
-    monkeypatch.setattr(http_server, "CONNECTIONS", 3)
-    known = [half_open(served, ask) for _ in range(3)]
-    for each in known:
-        assert each.recv(4096).startswith(b"HTTP/1.1 200")
-    stranger = half_open(served, b"")
-    try:
-        assert stranger.recv(4096) == b""
-    except ConnectionResetError:
-        pass
-    for each in known:
-        each.sendall(ask)
-        assert each.recv(4096).startswith(b"HTTP/1.1 200")
-        each.close()
-
-
 def test_there_are_fewer_connections_than_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 256))
     assert http_server.count_allowed_connections() == 128
@@ -572,22 +510,3 @@ def test_what_comes_after_the_end_changes_nothing(served: Served) -> None:
     assert post(served, lost, "/end", {"score": True}).status_code == 410
     assert post(served, lost, "/end", {"failed": "second"}).status_code == 200
     assert lost.session.outcome and lost.session.outcome.failed == "first"
-
-
-@pytest.mark.parametrize("part", ["head", "body"])
-def test_a_request_that_never_comes_whole_is_closed(
-    part: str, served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened = served.do(served.service.open)
-    monkeypatch.setattr(http_server, f"{part.upper()}_S", 0.2)
-    head = f"POST /s/{opened.session.name}/reward HTTP/1.1\r\nhost: a\r\n"
-    whole = f"{head}authorization: Bearer {opened.key}\r\ncontent-length: 99\r\n\r\n"
-    sent = half_open(served, head.encode() if part == "head" else whole.encode() + b'{"reward"')
-    try:
-        got = sent.recv(65536)
-    except ConnectionResetError:
-        got = b""
-    assert got.startswith(b"HTTP/1.1 408") if part == "body" else got == b""
-    sent.close()
-    monkeypatch.undo()
-    finish(served, opened)
