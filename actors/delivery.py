@@ -179,8 +179,8 @@ class Outbox:
         such as a long decode step, does not count as waiting for the link.
         """
         self.credit = reply.credit
-        for *numbers, disposition in reply.acks:
-            key = tuple(numbers)
+        for ticket, sample, attempt, disposition in reply.acks:
+            key = ticket, sample, attempt
             if (entry := self.sent.pop(key, None)) is not None:
                 self.unacked_bytes -= self.sizes.pop(key)
                 self.images.pop(key, None)
