@@ -124,12 +124,10 @@ def test_it_ends_as_under_a_supervisor_and_who_comes_later_is_told(hand: Hand) -
     # one of them wrote it, once
     assert [hand.said(n).count(f"report: {hand.dir}") for n in hand.all].count(1) == 1
     summary = json.loads((hand.dir / "summary.json").read_text())
-    assert (
-        summary["steps"] == 6
-        and summary["weights_digest"]
-        and summary["heldout_end"] is not None
-        and summary["seed"] == 0
-    )
+    assert summary["steps"] == 6
+    assert summary["weights_digest"]
+    assert summary["heldout_end"] is not None
+    assert summary["seed"] == 0
     lanes = {
         e["args"]["name"]
         for e in json.loads((hand.dir / "trace.json").read_text())["traceEvents"]

@@ -31,14 +31,8 @@ def test_differences_are_finite_and_pass_their_gradient_where_they_are_one() -> 
     x = ratios.subtract(a, vec(1, -INF, 0, 0, -INF, 0))
     assert x.tolist() == [2, 0, -1000, 0, 1000, 1e5]
     assert torch.autograd.grad(x.sum(), a)[0].tolist() == [1, 0, 0, 0, 0, 1]
-    assert ratios.compute_log_ratio(a.detach(), torch.zeros(6, dtype=D)).tolist() == [
-        3,
-        -20,
-        -20,
-        0,
-        0,
-        20,
-    ]
+    got = ratios.compute_log_ratio(a.detach(), torch.zeros(6, dtype=D))
+    assert got.tolist() == [3, -20, -20, 0, 0, 20]
 
 
 @pytest.mark.parametrize(
@@ -62,9 +56,8 @@ def test_kl_in_the_loss_pulls_however_far_the_policy_has_gone(
     )
     assert torch.autograd.grad(term.sum(), lp)[0].tolist() == pytest.approx(slopes)
     assert kl.estimate_k3(vec(30, -30)).tolist() == pytest.approx([29, math.exp(20) - 21])
-    assert kl.estimate_forward_k3(vec(-30)).tolist() == pytest.approx(
-        [20 * math.exp(20) - math.exp(20) + 1]
-    )
+    got = kl.estimate_forward_k3(vec(-30))
+    assert got.tolist() == (pytest.approx([20 * math.exp(20) - math.exp(20) + 1]))
 
 
 @pytest.mark.parametrize(
@@ -79,12 +72,10 @@ def test_a_token_that_is_impossible_to_both_costs_nothing(how: dict[str, Any]) -
         lp, vec(-INF, -2), vec(-INF, -1), torch.zeros(2, dtype=torch.long), **how
     )
     slope = torch.autograd.grad(term.sum(), lp)[0]
-    assert (
-        float(term[0].detach()) == 0
-        and float(term[1].detach()) > 0
-        and bool(slope.isfinite().all())
-        and float(slope[1]) != 0
-    )
+    assert float(term[0].detach()) == 0
+    assert float(term[1].detach()) > 0
+    assert bool(slope.isfinite().all())
+    assert float(slope[1]) != 0
 
 
 def test_repair_c_pulls_from_afar() -> None:
@@ -107,28 +98,21 @@ def test_a_whole_answers_ratio_is_clamped_after_its_sum() -> None:
     def w(level: str) -> list[float]:
         return correction.compute_weights(FAR, EVERY, SEQ, 2, level).log().tolist()
 
-    assert w("token") == pytest.approx([-20, 20, 20]) and w("sequence") == pytest.approx(
-        [-5, -5, 20]
-    )
+    assert w("token") == pytest.approx([-20, 20, 20])
+    assert w("sequence") == pytest.approx([-5, -5, 20])
     assert w("geometric") == pytest.approx([-2.5, -2.5, 20])
 
     def s(name: str, over: str) -> list[float]:
         return correction.compute_statistic(name, over, FAR, EVERY, SEQ, 2).log().tolist()
 
-    assert s("ratio", "sum") == pytest.approx([-5, -5, 20]) and s("ratio", "mean") == pytest.approx(
-        [-2.5, -2.5, 20]
-    )
-    assert s("ratio", "token") == pytest.approx([-20, 20, 20]) and s(
-        "ratio", "max"
-    ) == pytest.approx([20, 20, 20])
-    assert correction.compute_statistic("k1", "token", FAR, EVERY, SEQ, 2).tolist() == [
-        20,
-        -20,
-        -20,
-    ]
-    assert kl.compute_prefix_weights(
-        FAR, torch.zeros(3, dtype=D), SEQ
-    ).log().tolist() == pytest.approx([-20, -5, 20])
+    assert s("ratio", "sum") == pytest.approx([-5, -5, 20])
+    assert s("ratio", "mean") == pytest.approx([-2.5, -2.5, 20])
+    assert s("ratio", "token") == pytest.approx([-20, 20, 20])
+    assert s("ratio", "max") == pytest.approx([20, 20, 20])
+    got = correction.compute_statistic("k1", "token", FAR, EVERY, SEQ, 2)
+    assert got.tolist() == [20, -20, -20]
+    values = kl.compute_prefix_weights(FAR, torch.zeros(3, dtype=D), SEQ).log()
+    assert values.tolist() == pytest.approx([-20, -5, 20])
 
 
 def test_topr_and_gspo_see_the_answers_own_sum() -> None:
@@ -218,9 +202,8 @@ def test_repair_d_stops_the_box_cox_form_too() -> None:
         assert g.tolist() == [0.5] * 4
         t, w = surrogates.compute_reshape(x, a, g, c, s.share), (0.5 * x).exp()
         slow = vec(share, 1, 1, share)
-        assert torch.allclose(t.coefficient, slow * w * a) and torch.allclose(
-            t.objective, slow * a * (w - 1) / 0.5
-        )
+        assert torch.allclose(t.coefficient, slow * w * a)
+        assert torch.allclose(t.objective, slow * a * (w - 1) / 0.5)
     free = surrogates.compute_reshape(x, a, g, repaired(form="box_cox"), 0.0)
     assert torch.allclose(free.coefficient, (0.5 * x).exp() * a), (
         "a share without the budget is nobody's"
@@ -254,16 +237,6 @@ def test_past_its_budget_a_box_cox_batch_only_comes_back() -> None:
     push = -torch.autograd.grad(loss, lp)[0] * (lp.detach() - b.behavior)
     assert step.reshape is not None and step.reshape.share == 0
     assert float(push.max()) <= 0 and float(push.min()) < -1e-3
-
-
-def test_what_dppo_masks_is_not_in_its_value() -> None:
-    """0.2 -> 0.5 moved 0.3 up: masked for A > 0 in gradient and value; open for A < 0."""
-    x, p = vec(math.log(2.5), math.log(2.5)), vec(0.5, 0.5)
-    t = surrogates.compute_dppo(x, vec(2, -2), p)
-    assert t.coefficient.tolist() == pytest.approx(
-        [0, -5]
-    ) and t.objective.tolist() == pytest.approx([0, -5])
-    assert t.clipped.tolist() == [surrogates.HIGH, 0]
 
 
 def drawn(seed: int, number: int, steps: int) -> list[bool]:

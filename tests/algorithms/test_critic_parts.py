@@ -29,32 +29,23 @@ def head(c: Any) -> torch.Tensor:
 def test_a_head_begins_small_by_the_runs_seed_and_without_a_bias(model_dir: Path) -> None:
     a, b, other = gae(model_dir, seed=3), gae(model_dir, seed=3), gae(model_dir, seed=4)
     want = torch.empty(1, 32).normal_(0.0, 1 / 33, generator=torch.Generator().manual_seed(3))
-    assert (
-        torch.equal(head(a), want)
-        and torch.equal(head(a), head(b))
-        and not torch.equal(head(a), head(other))
-    )
-    assert (
-        a.critic is not None
-        and a.critic.head.bias.tolist() == [0.0]
-        and a.critic.head.weight.dtype == torch.float32
-    )
+    assert torch.equal(head(a), want)
+    assert torch.equal(head(a), head(b))
+    assert not torch.equal(head(a), head(other))
+    assert a.critic is not None
+    assert a.critic.head.bias.tolist() == [0.0]
+    assert a.critic.head.weight.dtype == torch.float32
     zero = gae(model_dir, {"init": "zeros"})
-    assert (
-        float(head(zero).abs().max()) == 0
-        and zero.critic is not None
-        and zero.critic.head.bias.tolist() == [0.0]
-    )
+    assert float(head(zero).abs().max()) == 0
+    assert zero.critic is not None
+    assert zero.critic.head.bias.tolist() == [0.0]
     own, shared = gae(model_dir), gae(model_dir, {"trunk": "shared"})
-    assert (
-        own.critic is not None
-        and shared.critic is not None
-        and shared.critic.trunk is None
-        and own.critic.trunk is not None
-    )
-    assert len(shared.critic.parameters()) == 2 and len(own.critic.parameters()) == 2 + len(
-        list(own.model.hf.parameters())
-    )
+    assert own.critic is not None
+    assert shared.critic is not None
+    assert shared.critic.trunk is None
+    assert own.critic.trunk is not None
+    assert len(shared.critic.parameters()) == 2
+    assert len(own.critic.parameters()) == 2 + len(list(own.model.hf.parameters()))
     assert own.critic.trunk.exact == own.model.exact
 
 
@@ -64,9 +55,8 @@ def test_a_random_trunk_has_the_models_own_spread_and_plain_norms(model_dir: Pat
     spread = float(c.critic.trunk.hf.config.initializer_range)
     matrices = [p.detach().flatten() for p in c.critic.trunk.hf.parameters() if p.dim() > 1]
     every = torch.cat(matrices)
-    assert float(every.std()) == pytest.approx(spread, rel=0.03) and abs(
-        float(every.mean())
-    ) < 4 * spread / math.sqrt(len(every))
+    assert float(every.std()) == pytest.approx(spread, rel=0.03)
+    assert abs(float(every.mean())) < 4 * spread / math.sqrt(len(every))
     for name, p in c.critic.trunk.hf.named_parameters():
         if p.dim() == 1:
             assert set(p.tolist()) == ({1.0} if "norm" in name else {0.0}), name
@@ -91,11 +81,9 @@ def test_biases_are_drawn_as_zero_also_those_of_norms() -> None:
     odd.config = SimpleNamespace()  # type: ignore[assignment]  # says no spread: 0.02
     # type: ignore[arg-type]
     critic_module._initialize_weights(SimpleNamespace(hf=odd), torch.Generator().manual_seed(1))
-    assert (
-        odd.norm.weight.tolist() == [1.0] * 4
-        and odd.norm.bias.tolist() == [0.0] * 4
-        and odd.plain.bias.tolist() == [0.0] * 3
-    )
+    assert odd.norm.weight.tolist() == [1.0] * 4
+    assert odd.norm.bias.tolist() == [0.0] * 4
+    assert odd.plain.bias.tolist() == [0.0] * 3
     assert torch.equal(
         odd.plain.weight, torch.randn(3, 4, generator=torch.Generator().manual_seed(1)) * 0.02
     )
@@ -117,16 +105,14 @@ def test_a_step_takes_the_policys_rate_or_its_share_of_its_own_and_is_clipped(
 ) -> None:
     c = gae(model_dir, {"trunk": "shared"})
     norm, moved = stepped(c, 0.1, 0.5)
-    assert norm == pytest.approx(3 * math.sqrt(33)) and torch.allclose(
-        moved, torch.full((1, 32), -0.3)
-    )
+    assert norm == pytest.approx(3 * math.sqrt(33))
+    assert torch.allclose(moved, torch.full((1, 32), -0.3))
     own = gae(model_dir, {"trunk": "shared", "lr": 0.02})
     assert torch.allclose(stepped(own, 0.1, 0.5)[1], torch.full((1, 32), -0.03), atol=1e-7)
     clipped = gae(model_dir, {"trunk": "shared"}, learner={"clip_norm": 1.0})
     norm, moved = stepped(clipped, 0.1, 1.0)
-    assert norm == pytest.approx(3 * math.sqrt(33)) and torch.allclose(
-        moved, torch.full((1, 32), -0.1 / math.sqrt(33)), atol=1e-6
-    )
+    assert norm == pytest.approx(3 * math.sqrt(33))
+    assert torch.allclose(moved, torch.full((1, 32), -0.1 / math.sqrt(33)), atol=1e-6)
     bad, moved = stepped(gae(model_dir, {"trunk": "shared"}), 0.1, 1.0, math.inf)
     assert not math.isfinite(bad) and float(moved.abs().max()) == 0
     assert c.critic is not None
@@ -163,9 +149,8 @@ def test_the_bootstrap_is_of_cut_answers_whatever_the_parts(model_dir: Path) -> 
         [[5, 0, 3], [1, 2], [15, 14, 13, 12, 4], [6, 7, 8, 9, 10, 11]],
     ):
         values, bootstrap = c.critic.compute_start_values(packed, parts)
-        assert torch.allclose(values, whole[0], atol=1e-5) and torch.allclose(
-            bootstrap, whole[1], atol=1e-5
-        )
+        assert torch.allclose(values, whole[0], atol=1e-5)
+        assert torch.allclose(bootstrap, whole[1], atol=1e-5)
     shared = gae(model_dir, {"trunk": "shared"})
     assert shared.critic is not None
     values, _ = shared.critic.compute_start_values(packed, [list(range(16))])
@@ -196,9 +181,8 @@ def test_a_reward_models_head_is_found_by_any_of_its_names(
     safetensors.torch.save_file(tensors | {name: torch.ones(2, 32)}, file, {"format": "pt"})
     with pytest.raises(ConfigError) as e:
         gae(model_dir, {"init": "reward_model", "path": str(rm)})
-    assert (
-        str(e.value) == f"value.path: {file} has {name} [2, 32]; one number a state needs [1, 32]"
-    )
+    got = str(e.value)
+    assert got == f"value.path: {file} has {name} [2, 32]; one number a state needs [1, 32]"
     file.unlink()
     with pytest.raises((ConfigError, OSError)):
         gae(model_dir, {"init": "reward_model", "path": str(rm)})
@@ -219,20 +203,16 @@ def test_a_trunk_of_another_width_brings_a_head_of_its_own(model_dir: Path, tmp_
     wide = tmp_path / "wide"
     build_model(wide, "0123456789=:,#", hidden=64, layers=1, seed=7)
     c = gae(model_dir, {"path": str(wide), "init": "policy"})
-    assert (
-        head(c).shape == (1, 64)
-        and c.critic is not None
-        and c.critic.trunk is not None
-        and c.critic.trunk.hidden_size == 64
-    )
+    assert head(c).shape == (1, 64)
+    assert c.critic is not None
+    assert c.critic.trunk is not None
+    assert c.critic.trunk.hidden_size == 64
     assert np.isfinite(c.train(batch())["value/mean"])
 
 
 def test_state_comes_back_and_another_kind_is_refused(model_dir: Path) -> None:
-    own, shared = (
-        gae(model_dir, learner={"optimizer": "adamw"}),
-        gae(model_dir, {"trunk": "shared"}),
-    )
+    own = gae(model_dir, learner={"optimizer": "adamw"})
+    shared = gae(model_dir, {"trunk": "shared"})
     own.train(batch())
     assert own.critic is not None and shared.critic is not None
     state = own.critic.get_state()

@@ -49,18 +49,14 @@ def test_two_runs_side_by_side(forked: Callable[..., dict[str, Any]], tmp_path: 
         for n, more in (("a", ()), ("b", ()), ("c", ("learner.lr=1e-3",)))
     )
     same = diff(a, b)
-    assert (
-        same.returncode == 0
-        and "configs are the same" in same.stdout
-        and "bitwise equal" in same.stdout
-    )
+    assert same.returncode == 0
+    assert "configs are the same" in same.stdout
+    assert "bitwise equal" in same.stdout
     other = diff(a, c, "--json", "--html", str(tmp_path / "d.html"))
     found = json.loads(other.stdout)
-    assert (
-        other.returncode == 1
-        and found["config"] == ["learner.lr: 0.0003 | 0.001"]
-        and not found["equal"]
-    )
+    assert other.returncode == 1
+    assert found["config"] == ["learner.lr: 0.0003 | 0.001"]
+    assert not found["equal"]
     # the first batch is drawn by the same weights: only the rate differs there
     first = found["first_difference"]
     assert first["step"] <= 1 and any(

@@ -32,9 +32,8 @@ def k3(x: float) -> float:
 
 def test_estimators_by_hand() -> None:
     x = vec(0.4, -0.3, 1.0)
-    assert kl.estimate_k1(x).tolist() == x.tolist() and kl.estimate_k2(x).tolist() == pytest.approx(
-        [0.08, 0.045, 0.5]
-    )
+    assert kl.estimate_k1(x).tolist() == x.tolist()
+    assert kl.estimate_k2(x).tolist() == pytest.approx([0.08, 0.045, 0.5])
     assert kl.estimate_k3(x).tolist() == pytest.approx([k3(0.4), k3(-0.3), k3(1.0)])
     assert kl.estimate_forward_k3(x).tolist() == pytest.approx(
         [-v * math.exp(-v) - math.exp(-v) + 1 for v in (0.4, -0.3, 1.0)]
@@ -43,9 +42,8 @@ def test_estimators_by_hand() -> None:
     assert kl.estimate_k3(vec(-25)).tolist() == pytest.approx([math.exp(20) - 21])
     for name in kl.ESTIMATORS:
         values, slope = sloped(lambda lp, name=name: kl.estimate(name + "+", lp - REF))
-        assert values == pytest.approx(
-            kl.estimate(name, LP - REF).tolist()
-        ) and slope == pytest.approx((LP - REF).tolist())
+        assert values == pytest.approx(kl.estimate(name, LP - REF).tolist())
+        assert slope == pytest.approx((LP - REF).tolist())
 
 
 def test_the_ratio_form_passes_its_gradient_through_the_ratio_too() -> None:
@@ -53,13 +51,11 @@ def test_the_ratio_form_passes_its_gradient_through_the_ratio_too() -> None:
         lambda lp: kl.compute_term(lp, REF, MU, SEQ, estimator="k2", off_policy="ratio")
     )
     w, x = (LP - MU).exp(), LP - REF
-    assert values == pytest.approx((w * x.square() / 2).tolist()) and slope == pytest.approx(
-        (w * (x.square() / 2 + x)).tolist()
-    )
+    assert values == pytest.approx((w * x.square() / 2).tolist())
+    assert slope == pytest.approx((w * (x.square() / 2 + x)).tolist())
     plain = sloped(lambda lp: kl.compute_term(lp, REF, MU, SEQ))  # k3 where nothing is said
-    assert plain[0] == pytest.approx([k3(float(v)) for v in x]) and plain[1] == pytest.approx(
-        [1 - math.exp(-float(v)) for v in x]
-    )
+    assert plain[0] == pytest.approx([k3(float(v)) for v in x])
+    assert plain[1] == pytest.approx([1 - math.exp(-float(v)) for v in x])
 
 
 @pytest.mark.parametrize(
@@ -101,9 +97,8 @@ def test_the_exact_steps_form_by_hand(discount: float, truncate: float) -> None:
     )
     by_lp, by_step = torch.autograd.grad(out.sum(), (lp, step))
     assert out.tolist() == pytest.approx([w[0] * 0.3, w[1] * 0.6, w[2] * 0.9])
-    assert by_step.tolist() == pytest.approx(w) and by_lp.tolist() == pytest.approx(
-        [discount * w[1] * 0.6, 0, 0]
-    )
+    assert by_step.tolist() == pytest.approx(w)
+    assert by_lp.tolist() == pytest.approx([discount * w[1] * 0.6, 0, 0])
 
 
 def test_forms_without_discount_and_truncation_are_exact_by_default() -> None:
@@ -155,20 +150,16 @@ def test_the_controller_of_the_paper() -> None:
     """beta (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon), with a target of 6 and a horizon of
     10000.
     """
-    assert kl.adapt_beta(2.0, 6.6, 6.0, 100, 1000) == pytest.approx(
-        2 * (1 + 0.1 * 0.1)
-    ) and kl.adapt_beta(2.0, 99, 6.0, 100, 1000) == pytest.approx(2 * 1.02)
-    assert kl.adapt_beta(2.0, 5.4, 6.0, 100, 1000) == pytest.approx(2 * 0.99) and kl.adapt_beta(
-        2.0, -9, 6.0, 100, 1000
-    ) == pytest.approx(2 * 0.98)
+    assert kl.adapt_beta(2.0, 6.6, 6.0, 100, 1000) == pytest.approx(2 * (1 + 0.1 * 0.1))
+    assert kl.adapt_beta(2.0, 99, 6.0, 100, 1000) == pytest.approx(2 * 1.02)
+    assert kl.adapt_beta(2.0, 5.4, 6.0, 100, 1000) == pytest.approx(2 * 0.99)
+    assert kl.adapt_beta(2.0, -9, 6.0, 100, 1000) == pytest.approx(2 * 0.98)
     c = kl.KLController(1.0, "adaptive")
-    assert c.update(6.6, 1000) == pytest.approx(1.01) == c.beta and c.update(
-        -math.inf, 1000
-    ) == c.beta == pytest.approx(1.01)
-    assert (
-        c.update(5.4, 1000) == pytest.approx(1.01 * 0.99)
-        and kl.KLController(1.0).update(99, 10**6) == 1.0
-    )
+    assert c.update(6.6, 1000) == pytest.approx(1.01) == c.beta
+    for unknown in (math.nan, math.inf, -math.inf):
+        assert c.update(unknown, 1000) == c.beta == pytest.approx(1.01)
+    assert c.update(5.4, 1000) == pytest.approx(1.01 * 0.99)
+    assert kl.KLController(1.0).update(99, 10**6) == 1.0
     with pytest.raises(ConfigError, match="controller = pid: choose one of fixed, adaptive"):
         kl.KLController(1.0, "pid").update(1.0, 1)
 
@@ -179,14 +170,13 @@ def test_the_controller_of_the_paper() -> None:
 def test_gamma_base_and_the_kl_of_the_batch() -> None:
     """Log-ratios 1, -1, 3 (one more behind the mask): variance 4; k3 = e^x - 1 - x."""
     s = reshape.compute_statistics(vec(1, -1, 3, 99), torch.tensor([True, True, True, False]))
-    assert (
-        float(s.sigma2) == pytest.approx(4)
-        and float(s.base) == pytest.approx(math.sqrt(-math.log(0.3) / 4))
-        and s.share == 1
-    )
+    assert float(s.sigma2) == pytest.approx(4)
+    assert float(s.base) == pytest.approx(math.sqrt(-math.log(0.3) / 4))
+    assert s.share == 1
     assert float(s.kl) == pytest.approx(sum(math.exp(x) - 1 - x for x in (1, -1, 3)) / 3)
     assert float(reshape.compute_statistics(vec(0.1, -0.1), torch.tensor([True, True])).base) == 1
-    assert float(reshape.compute_statistics(vec(2.0), torch.tensor([True])).sigma2) == 0
+    one = reshape.compute_statistics(vec(2.0), torch.tensor([True]))
+    assert (float(one.sigma2), float(one.base)) == (0, 1)
     assert float(
         reshape.compute_statistics(vec(1, -1, 3), torch.ones(3, dtype=torch.bool), 0.5).base
     ) == pytest.approx(math.sqrt(-math.log(0.5) / 4))
@@ -213,42 +203,32 @@ def test_gamma_of_a_token_by_hand() -> None:
     )
     low = reshape.compute_gamma(vec(9), vec(9), s, repaired(mode="v3.1", gamma_min=0.05))
     assert low.tolist() == [0.05]
-    assert reshape.compute_gamma(vec(1, 2), vec(1, 1), s, repaired(mode="base")).tolist() == [
-        base,
-        base,
-    ]
-    assert reshape.compute_gamma(
-        vec(1), vec(1), s, repaired(mode="base", gamma_min=0.7)
-    ).tolist() == [0.7]
-    assert reshape.compute_gamma(vec(1, 2), vec(1, 1), s, repaired(gamma=0.3)).tolist() == [
-        0.3,
-        0.3,
-    ]
+    got = reshape.compute_gamma(vec(1, 2), vec(1, 1), s, repaired(mode="base"))
+    assert got.tolist() == [base, base]
+    values = reshape.compute_gamma(vec(1), vec(1), s, repaired(mode="base", gamma_min=0.7))
+    assert values.tolist() == [0.7]
+    got = reshape.compute_gamma(vec(1, 2), vec(1, 1), s, repaired(gamma=0.3))
+    assert got.tolist() == [0.3, 0.3]
 
 
 def test_repair_d_by_tokens_and_globally() -> None:
     s = reshape.ReshapeStatistics(vec(4)[0], vec(0.6)[0], vec(0.2)[0], share=0.25)
-    x, a = vec(0.3, -0.3, 0.3, 0.0), vec(1, 1, -1, 1)
-    assert reshape.compute_gamma(x, a, s, repaired(budget="tokens")).tolist() == pytest.approx(
-        [0.125, 0.5, 0.5, 0.5]
-    )
-    assert reshape.compute_gamma(
-        x, a, s, repaired(budget="tokens", form="box_cox")
-    ).tolist() == pytest.approx([0.5] * 4)
+    x, a = vec(0.3, -0.3, 0.3, -0.3, 0.0), vec(1, 1, -1, -1, 1)
+
+    def gamma(**keys: Any) -> list[float]:
+        return reshape.compute_gamma(x, a, s, repaired(**keys)).tolist()
+
+    assert gamma(budget="tokens") == pytest.approx([0.125, 0.5, 0.5, 0.125, 0.5])
+    assert gamma(budget="tokens", form="box_cox") == pytest.approx([0.5] * 5)
     # sqrt(0.05 / 0.2), below the base
-    assert reshape.compute_gamma(
-        x, a, s, repaired(budget="global", kl_budget=0.05)
-    ).tolist() == pytest.approx([0.5] * 4)
+    assert gamma(budget="global", kl_budget=0.05) == pytest.approx([0.5] * 5)
     # sqrt(1/2) is above it
-    assert reshape.compute_gamma(
-        x, a, s, repaired(budget="global", kl_budget=0.1)
-    ).tolist() == pytest.approx([0.6] * 4)
+    assert gamma(budget="global", kl_budget=0.1) == pytest.approx([0.6] * 5)
+    s.share = 0.0
+    assert gamma(budget="tokens") == pytest.approx([0, 0.5, 0.5, 0, 0.5])
     s.base, s.kl = vec(2)[0], vec(0.01)[0]
     # at most 1
-    assert (
-        reshape.compute_gamma(x, a, s, repaired(budget="global", kl_budget=0.05)).tolist()
-        == [1] * 4
-    )
+    assert gamma(budget="global", kl_budget=0.05) == [1] * 5
 
 
 @pytest.mark.parametrize("clip_on", ["w", "w_gamma"])
@@ -280,29 +260,25 @@ def test_the_two_forms_and_repair_b_by_hand() -> None:
     x, a, g = vec(2, 0.5).log(), vec(3, -1), vec(0.5, 0.5)
     t = surrogates.compute_reshape(x, a, g, repaired())
     r2, rh = math.sqrt(2), math.sqrt(0.5)
-    assert t.objective.tolist() == pytest.approx(
-        [3 * r2, -rh]
-    ) and t.coefficient.tolist() == pytest.approx([1.5 * r2, -0.5 * rh])
+    assert t.objective.tolist() == pytest.approx([3 * r2, -rh])
+    assert t.coefficient.tolist() == pytest.approx([1.5 * r2, -0.5 * rh])
     assert t.clipped.tolist() == [0, 0]
     t = surrogates.compute_reshape(x, a, g, repaired(form="box_cox"))
-    assert t.objective.tolist() == pytest.approx(
-        [3 * (r2 - 1) / 0.5, -(rh - 1) / 0.5]
-    ) and t.coefficient.tolist() == pytest.approx([3 * r2, -rh])
+    assert t.objective.tolist() == pytest.approx([3 * (r2 - 1) / 0.5, -(rh - 1) / 0.5])
+    assert t.coefficient.tolist() == pytest.approx([3 * r2, -rh])
     t = surrogates.compute_reshape(
         x, a, vec(0, 0), repaired(form="box_cox")
     )  # the limit: log w, gradient 1
-    assert t.objective.tolist() == pytest.approx(
-        [3 * math.log(2), math.log(2)]
-    ) and t.coefficient.tolist() == [3, -1]
+    assert t.objective.tolist() == pytest.approx([3 * math.log(2), math.log(2)])
+    assert t.coefficient.tolist() == [3, -1]
     t = surrogates.compute_reshape(x, a, vec(1e-5, 1e-5), repaired(form="box_cox"))
     assert t.objective.tolist() == pytest.approx([3 * math.log(2), math.log(2)], rel=1e-4)
     # both push away
     slow = surrogates.compute_reshape(
         x, a, g, repaired(form="box_cox", budget="tokens"), share=0.25
     )
-    assert slow.coefficient.tolist() == pytest.approx(
-        [0.75 * r2, -0.25 * rh]
-    ) and slow.objective.tolist() == pytest.approx([1.5 * (r2 - 1), -0.5 * (rh - 1)])
+    assert slow.coefficient.tolist() == pytest.approx([0.75 * r2, -0.25 * rh])
+    assert slow.objective.tolist() == pytest.approx([1.5 * (r2 - 1), -0.5 * (rh - 1)])
     back = surrogates.compute_reshape(
         x, -a, g, repaired(form="box_cox", budget="tokens"), share=0.25
     )
@@ -311,9 +287,8 @@ def test_the_two_forms_and_repair_b_by_hand() -> None:
         x, a, g, repaired(form="box_cox", budget="tokens"), share=1 / 3
     )
     # in the loss's own precision
-    assert third.coefficient.dtype == D and third.coefficient.tolist() == pytest.approx(
-        [r2, -rh / 3], rel=1e-12
-    )
+    assert third.coefficient.dtype == D
+    assert third.coefficient.tolist() == pytest.approx([r2, -rh / 3], rel=1e-12)
     free = surrogates.compute_reshape(x, a, g, repaired(form="box_cox"), share=0.25)
     assert free.coefficient.tolist() == pytest.approx([3 * r2, -rh])
     cut = surrogates.compute_reshape(
@@ -323,10 +298,8 @@ def test_the_two_forms_and_repair_b_by_hand() -> None:
         repaired(clip=0.22),
     )
     assert cut.clipped.tolist() == [surrogates.HIGH, 0, surrogates.LOW, 0, 0, 0]
-    assert (
-        cut.coefficient.tolist() == pytest.approx([0, -1.25, 0, 0.75, 1.2, -0.8])
-        and cut.clipped.dtype == torch.int8
-    )
+    assert cut.coefficient.tolist() == pytest.approx([0, -1.25, 0, 0.75, 1.2, -0.8])
+    assert cut.clipped.dtype == torch.int8
     # w^gamma = 1.1, 1.21: at gamma = 1/2 the bound 1.15 lets w go to 1.15^2
     late = surrogates.compute_reshape(
         vec(1.21, 1.4641).log(),
@@ -376,55 +349,41 @@ def test_the_share_of_a_step_that_fits() -> None:
     """sqrt(KL) adds like a distance: of 0.2 (budget 0.04) 0.15 are spent (0.0225); a full step
     takes 0.1 (0.01), or all of it if unknown.
     """
-    assert stopping.compute_step_share(0.0225, 0.04, 0.01) == pytest.approx(
-        0.5
-    ) and stopping.compute_step_share(0.0225, 0.04) == pytest.approx(0.25)
-    assert (
-        stopping.compute_step_share(0.0, 0.04, 0.01) == 1
-        and stopping.compute_step_share(0.05, 0.04, 0.01) == 0
-        and stopping.compute_step_share(0.04, 0.04) == 0
-    )
+    assert stopping.compute_step_share(0.0225, 0.04, 0.01) == pytest.approx(0.5)
+    assert stopping.compute_step_share(0.0225, 0.04) == pytest.approx(0.25)
+    assert stopping.compute_step_share(0.0, 0.04, 0.01) == 1
+    assert stopping.compute_step_share(0.05, 0.04, 0.01) == 0
+    assert stopping.compute_step_share(0.04, 0.04) == 0
     # a step that moves nothing fits
-    assert (
-        stopping.compute_step_share(-1.0, 0.04) == 1
-        and stopping.compute_step_share(0.0225, 0.04, 0.0) == 1
-    )
-    assert (
-        stopping.compute_step_share(0.0, 0.0) == 0
-        and stopping.compute_step_share(1.0, -1.0, 1.0) == 0
-    )
+    assert stopping.compute_step_share(-1.0, 0.04) == 1
+    assert stopping.compute_step_share(0.0225, 0.04, 0.0) == 1
+    assert stopping.compute_step_share(0.0, 0.0) == 0
+    assert stopping.compute_step_share(1.0, -1.0, 1.0) == 0
 
 
 def test_a_budget_measures_its_first_step_alone() -> None:
     b = stopping.KLBudget(0.09)
     assert b.compute_next_share(0.01) == pytest.approx(1 - 0.1 / 0.3) and b.step_kl is None
     # two thirds of a step moved 0.1
-    assert b.compute_next_share(0.04) == pytest.approx(0.1 / 0.15) and b.step_kl == pytest.approx(
-        0.15**2
-    )
-    assert b.compute_next_share(0.0625) == pytest.approx(
-        0.05 / 0.15
-    ) and b.step_kl == pytest.approx(0.15**2)
+    assert b.compute_next_share(0.04) == pytest.approx(0.1 / 0.15)
+    assert b.step_kl == pytest.approx(0.15**2)
+    assert b.compute_next_share(0.0625) == pytest.approx(0.05 / 0.15)
+    assert b.step_kl == pytest.approx(0.15**2)
     spent = stopping.KLBudget(0.01)
     # no step was made: nothing is known of one
-    assert (
-        spent.compute_next_share(0.02) == 0
-        and spent.compute_next_share(0.03) == 0
-        and spent.step_kl is None
-    )
+    assert spent.compute_next_share(0.02) == 0
+    assert spent.compute_next_share(0.03) == 0
+    assert spent.step_kl is None
 
 
 def test_scales_at_their_limits() -> None:
-    assert stopping.compute_lr_scale(0.5, 0.5, kl_max=0.5, ess_min=0.5, budget=None) == 1
-    assert (
-        stopping.compute_lr_scale(0.51, 0.5, kl_max=0.5, ess_min=0.5, budget=None) == 0
-        and stopping.compute_lr_scale(0.5, 0.49, kl_max=0.5, ess_min=0.5, budget=None) == 0
-    )
-    assert (
-        stopping.compute_lr_scale(9.0, 0.0, kl_max=0.0, ess_min=0.0, budget=stopping.KLBudget(0.01))
-        == 1
-    )
-    assert (
-        stopping.compute_lr_scale(0.0, 0.5, kl_max=0.5, ess_min=1.0, budget=None) == 0
-        and stopping.compute_lr_scale(2.0, 1.0, kl_max=1.0, ess_min=0.0, budget=None) == 0
-    )
+    def scale(kl: float, ess: float, most: float, least: float, budget: float = 0.0) -> float:
+        spent = stopping.KLBudget(budget) if budget else None
+        return stopping.compute_lr_scale(kl, ess, kl_max=most, ess_min=least, budget=spent)
+
+    assert scale(0.5, 0.5, 0.5, 0.5) == 1
+    assert scale(0.51, 0.5, 0.5, 0.5) == 0 == scale(0.5, 0.49, 0.5, 0.5)
+    assert scale(0.0, 0.5, 0.5, 1.0) == 0 == scale(2.0, 1.0, 1.0, 0.0)
+    # what has no limit does not stop
+    assert scale(9.0, 0.0, 0.0, 0.0) == 1 == scale(9.0, 0.0, 0.0, 0.0, 0.01)
+    assert scale(0.0125, 1.0, 0.05, 0.0, 0.05) == pytest.approx(0.5)

@@ -79,9 +79,8 @@ def test_defaults_and_presets(tmp_path: Path) -> None:
         return terms(load.load(written(tmp_path, more)))
 
     assert of("") == (0, "k1", 0, "k3")
-    assert of('kl.preset = "grpo"\n') == (0, "k1", 0.04, "k3") and of(
-        'kl.preset = "dr_grpo"\n'
-    ) == (0, "k1", 0, "k3")
+    assert of('kl.preset = "grpo"\n') == (0, "k1", 0.04, "k3")
+    assert of('kl.preset = "dr_grpo"\n') == (0, "k1", 0, "k3")
     assert of('kl.preset = "rloo"\n') == (0.05, "k1", 0, "k3")
     assert of('[kl]\npreset = "grpo"\n[kl.loss]\ncoefficient = 0.5\n') == (0, "k1", 0.5, "k3"), (
         "what is given stays"
@@ -108,12 +107,8 @@ def test_a_preset_on_the_command_line_replaces_the_files_terms(tmp_path: Path) -
     assert terms(load.load(path)) == (0.5, "k2", 0.3, "abs")
     assert terms(load.load(path, ["kl.preset=grpo"])) == (0, "k1", 0.04, "k3")
     assert terms(load.load(path, ["kl.preset=dr_grpo"])) == (0, "k1", 0, "k3")
-    assert terms(load.load(path, ["kl.preset=rloo", "kl.loss.coefficient=0.7"])) == (
-        0.05,
-        "k1",
-        0.7,
-        "k3",
-    )
+    got = terms(load.load(path, ["kl.preset=rloo", "kl.loss.coefficient=0.7"]))
+    assert got == (0.05, "k1", 0.7, "k3")
     assert load.load(path, ["kl.preset=rloo"]).kl.reward.target == 3.0
     noted: list[str] = []
     assert load.load(path, ["kl.preset=grpo"], noted.append).kl.reward.target == 6.0
@@ -148,10 +143,8 @@ def test_both_at_once_are_the_sum_of_each_alone() -> None:
 def test_each_is_towards_its_own_reference() -> None:
     b = drawn(7)
     b.start = b.proximal
-    lp, kl = (
-        theta(b),
-        {"reward": {"coefficient": 0.2}, "loss": {"coefficient": 0.3, "estimator": "k2"}},
-    )
+    lp = theta(b)
+    kl = {"reward": {"coefficient": 0.2}, "loss": {"coefficient": 0.3, "estimator": "k2"}}
     far = b.reference - 1.0
     same = gradient(b, config(kl=kl), lp)[1]
     b.reward_reference = far
@@ -262,9 +255,8 @@ def test_a_reference_is_in_memory_once(
     )
     c = learner(models, reference=reference, kl=kl(models, reward, loss))
     assert seen == ["m", *loaded]
-    assert (c.reward_reference is None) == (reward is None) and (c.reference is None) == (
-        reward is None and loss is None
-    )
+    assert (c.reward_reference is None) == (reward is None)
+    assert (c.reference is None) == (reward is None and loss is None)
     assert c.reference is None or not any(p.requires_grad for p in c.reference.hf.parameters())
 
 
@@ -279,21 +271,17 @@ def test_two_references_in_one_run(models: dict[str, Path]) -> None:
         loss={"surrogate": "ppo"},
     )
     packed, everyone = pack(batch()), range(GROUPS * SIZE)
-    a, b = (
-        learner(models, kl=kl(models, "a", None)).reference,
-        learner(models, kl=kl(models, None, "b")).reference,
-    )
+    a = learner(models, kl=kl(models, "a", None)).reference
+    b = learner(models, kl=kl(models, None, "b")).reference
     assert a is not None and b is not None
     start, to_a, to_b = (c._forward(m, packed, everyone).double() for m in (c.model, a, b))
     m = c.train(batch())
     assert m["kl/answer"] == pytest.approx(float((start - to_a).sum()) / (GROUPS * SIZE), rel=1e-4)
     assert m["kl/target_ref_k1"] == pytest.approx(float((start - to_b).mean()), rel=1e-4)
-    assert (
-        m["kl/beta"] == 0.2
-        and m["kl/loss_beta"] == 0.2
-        and m["kl/gradient_share"] > 1e-3
-        and m["kl/reward_gradient_share"] > 1e-3
-    )
+    assert m["kl/beta"] == 0.2
+    assert m["kl/loss_beta"] == 0.2
+    assert m["kl/gradient_share"] > 1e-3
+    assert m["kl/reward_gradient_share"] > 1e-3
     same = learner(
         models,
         kl=kl(models, "b", "b"),

@@ -38,10 +38,8 @@ def test_room_is_one_batch_more_than_the_limit_or_what_the_bytes_allow() -> None
         == admission.limit_groups(math.inf, 4, 11, 10)
     )
     assert admission.limit_groups(2, 4, 10**12, 1) == 12  # with a limit the bytes do not matter
-    assert (
-        admission.limit_groups(math.inf, 4, (1 << 30) - 1) == math.inf
-        and admission.limit_groups(math.inf, 4, 1 << 30) == 0
-    )
+    assert admission.limit_groups(math.inf, 4, (1 << 30) - 1) == math.inf
+    assert admission.limit_groups(math.inf, 4, 1 << 30) == 0
 
 
 def test_a_group_trains_as_many_batches_on_as_full_ones_stand_before_it() -> None:
@@ -60,9 +58,8 @@ def test_injected_lags_are_drawn_with_their_probabilities() -> None:
         assert counts[lag] / 4000 == pytest.approx(
             share, abs=5 * math.sqrt(share * (1 - share) / 4000)
         )
-    assert {admission.choose_injected_lag([0.0, 1.0], 0, t) for t in range(50)} == {1} and {
-        admission.choose_injected_lag([1.0], 0, t) for t in range(50)
-    } == {0}
+    assert {admission.choose_injected_lag([0.0, 1.0], 0, t) for t in range(50)} == {1}
+    assert {admission.choose_injected_lag([1.0], 0, t) for t in range(50)} == {0}
 
 
 def test_a_samples_lag_is_that_of_its_oldest_token() -> None:
@@ -75,11 +72,9 @@ def test_a_samples_lag_is_that_of_its_oldest_token() -> None:
         VersionSpan(Label(1, 4), "", 6, 9, Label(1, 4)),
     ]
     lags = admission.compute_span_lags(tree, spans, Label(1, 4), 6)
-    assert (
-        lags == [(0, 4, 3), (4, 6, 5), (6, 9, 2)]
-        and admission.compute_sample_lag(lags) == 5
-        and admission.compute_sample_lag([]) == 0
-    )
+    assert lags == [(0, 4, 3), (4, 6, 5), (6, 9, 2)]
+    assert admission.compute_sample_lag(lags) == 5
+    assert admission.compute_sample_lag([]) == 0
 
 
 # ---- versions ------------------------------------------------------------------------------------
@@ -115,10 +110,8 @@ def test_the_lag_counts_updates_on_both_branches() -> None:
     tree, ours = branched(), Label(2, 3)
     assert [tree.compute_lag(Label(1, n), ours, 3) for n in range(4)] == [3, 2, 1 + 2, 2 + 2]
     assert [tree.compute_lag(Label(2, n), ours, 3) for n in (1, 2, 3)] == [2, 1, 0]
-    assert (
-        tree.compute_lag(Label(2, 2), ours, 7) == 5
-        and tree.compute_lag(Label(1, 3), ours, 5) == 2 + 4
-    )
+    assert tree.compute_lag(Label(2, 2), ours, 7) == 5
+    assert tree.compute_lag(Label(1, 3), ours, 5) == 2 + 4
     assert tree.compute_lag(Label(2, 3), Label(1, 3), 3) == 4  # and the other way round
     with pytest.raises(KeyError):
         tree.compute_lag(Label(3, 0), ours, 3)
@@ -129,41 +122,31 @@ def test_policies_without_a_common_root_are_all_their_depths_apart() -> None:
     tree.register(Label(1, 5), None, "x")
     tree.register(Label(2, 3), Label(2, 2), "y")  # its parent is unknown: a root of depth 3
     tree.register(Label(2, 4), Label(2, 3), "z")
-    assert (
-        tree.compute_lag(Label(1, 5), Label(2, 4), 4) == 5 + 4
-        and tree.compute_lag(Label(2, 4), Label(1, 5), 6) == 4 + 6
-    )
+    assert tree.compute_lag(Label(1, 5), Label(2, 4), 4) == 5 + 4
+    assert tree.compute_lag(Label(2, 4), Label(1, 5), 6) == 4 + 6
     assert tree.compute_lag(Label(2, 3), Label(2, 4), 4) == 1
 
 
 def test_labels_name_policies_and_never_two() -> None:
     tree = branched()
     assert Label(1, 2) in tree and Label(2, 0) not in tree and tree.get_digest(Label(2, 1)) == "a1"
-    assert tree.list_labels() == [
-        Label(1, 0),
-        Label(1, 1),
-        Label(1, 2),
-        Label(1, 3),
-        Label(2, 1),
-        Label(2, 2),
-        Label(2, 3),
-    ]
+    got = tree.list_labels()
+    assert got == (
+        [Label(1, 0), Label(1, 1), Label(1, 2), Label(1, 3), Label(2, 1), Label(2, 2), Label(2, 3)]
+    )
     tree.register(Label(1, 2), Label(1, 1), "a2")
     with pytest.raises(
         ProtocolError, match=r"two different weights have the version 1\.2: a2 and other"
     ):
         tree.register(Label(1, 2), Label(1, 1), "other")
     tree.add_alias(Label(9, 2), Label(1, 2))
-    assert (
-        tree.compute_lag(Label(9, 2), Label(1, 2), 2) == 0 and tree.get_digest(Label(9, 2)) == "a2"
-    )
+    assert tree.compute_lag(Label(9, 2), Label(1, 2), 2) == 0
+    assert tree.get_digest(Label(9, 2)) == "a2"
     # same parent and digest: the same node whatever the label; the same digest elsewhere is another
     tree.register(Label(3, 2), Label(1, 1), "a2")
     tree.register(Label(4, 3), Label(1, 1), "a3")
-    assert (
-        tree.compute_lag(Label(3, 2), Label(1, 2), 2) == 0
-        and tree.compute_lag(Label(4, 3), Label(1, 3), 3) > 0
-    )
+    assert tree.compute_lag(Label(3, 2), Label(1, 2), 2) == 0
+    assert tree.compute_lag(Label(4, 3), Label(1, 3), 3) > 0
     assert str(Label(2, 7)) == "2.7" and Label(2, 0) > Label(1, 99)
     plain = PolicyTree()  # tuples off the wire do as well
     plain.register((1, 0), None, "d")  # type: ignore[arg-type]
@@ -178,11 +161,8 @@ def test_a_line_sums_tokens_and_answers_by_length() -> None:
     line = LedgerSums()
     for length, faded in ((1, 0.0), (2, 0.5), (3, 0.0), (4, 0.25), (5, 0.0), (8, 0.0), (9, 1.0)):
         line.add(length, 1, length, 0.5, faded)
-    assert line.by_length == {1: 1, 2: 2, 4: 7, 8: 13, 16: 9} and line.faded == {
-        2: 0.5,
-        4: 0.25,
-        16: 1.0,
-    }
+    assert line.by_length == {1: 1, 2: 2, 4: 7, 8: 13, 16: 9}
+    assert line.faded == {2: 0.5, 4: 0.25, 16: 1.0}
     assert (line.tokens, line.samples, line.length_sum, line.reward_sum) == (32, 7, 32.0, 3.5)
     whole, by_parts = LedgerSums(), LedgerSums()
     for length, reward in ((5, 2.0), (1, 0.5), (0, 1.0)):
@@ -199,12 +179,8 @@ def test_a_line_sums_tokens_and_answers_by_length() -> None:
         7,
         1.0,
     )
-    assert LedgerSums().as_dict() == {
-        "tokens": 0,
-        "samples": 0,
-        "mean_length": 0.0,
-        "mean_reward": 0.0,
-    }
+    got = LedgerSums().as_dict()
+    assert got == {"tokens": 0, "samples": 0, "mean_length": 0.0, "mean_reward": 0.0}
     one = LedgerSums()
     one.add(3, 1, 0, 1.0)
     assert one.by_length == {1: 3}  # a length of 0 is in the first bin
@@ -230,21 +206,16 @@ def test_a_ledger_adds_merges_and_comes_back_from_its_totals() -> None:
     two.add(DISPOSITIONS[-1], 7)
     copy = one.copy()
     one.merge(two)
-    assert (
-        one.lines["trained"] == LedgerSums(8, 2, 8.0, 3.0, {8: 5, 4: 3}, {8: 0.5})
-        and copy.lines["trained"].tokens == 5
-    )
+    assert one.lines["trained"] == LedgerSums(8, 2, 8.0, 3.0, {8: 5, 4: 3}, {8: 0.5})
+    assert copy.lines["trained"].tokens == 5
     totals = one.compute_totals()
     back = Ledger.restore(totals)
     assert back.compute_totals() == totals and back.lines == one.lines
-    assert (
-        sum_tokens(totals) == 15
-        and sum_tokens(totals, ["trained"]) == 8
-        and sum_tokens({"trained": {"tokens": 4.0}}) == 4
-    )
-    assert read_bins(totals["trained"], "upto_") == {4: 3, 8: 5} and read_bins(
-        totals["trained"], "faded_upto_"
-    ) == {8: 0.5}
+    assert sum_tokens(totals) == 15
+    assert sum_tokens(totals, ["trained"]) == 8
+    assert sum_tokens({"trained": {"tokens": 4.0}}) == 4
+    assert read_bins(totals["trained"], "upto_") == {4: 3, 8: 5}
+    assert read_bins(totals["trained"], "faded_upto_") == {8: 0.5}
     assert Ledger.restore(
         {"trained": {"tokens": 2.0, "samples": 1.0, "mean_length": 2.0, "mean_reward": 0.5}}
     ).lines["trained"] == LedgerSums(2, 1, 2.0, 0.5)

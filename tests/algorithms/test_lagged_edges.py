@@ -96,11 +96,9 @@ def test_a_bound_that_is_met_exactly() -> None:
 
 
 def test_a_statistic_that_meets_its_bounds_is_kept_and_an_advantage_of_0_is_not_negative() -> None:
-    one, seq, every = (
-        vec(0.5, 1, 2).log(),
-        torch.tensor([0, 1, 2]),
-        torch.ones(3, dtype=torch.bool),
-    )
+    one = vec(0.5, 1, 2).log()
+    seq = torch.tensor([0, 1, 2])
+    every = torch.ones(3, dtype=torch.bool)
 
     def kept(lo: float | None, hi: float | None) -> list[bool]:
         return correction.build_rejection_mask(
@@ -109,24 +107,16 @@ def test_a_statistic_that_meets_its_bounds_is_kept_and_an_advantage_of_0_is_not_
 
     assert kept(0.5, 2.0) == [True] * 3 and kept(None, None) == [True] * 3
     assert kept(0.51, 1.99) == [False, True, False]
-    assert correction.build_rejection_mask(
-        "k2", "token", None, 0.0, one, every, seq, 3
-    ).tolist() == [
-        0,
-        1,
-        0,
-    ]
+    got = correction.build_rejection_mask("k2", "token", None, 0.0, one, every, seq, 3)
+    assert got.tolist() == [0, 1, 0]
     keys = {"reject": "k2", "reject_hi": 0.01, "reject_when": "negative"}
     c = config(correction=keys).correction
     lp = vec(-1, -1, -1)
     found = correction.find_unrejected(one, lp, every, seq, 3, c=c, adv=vec(0, -1, -1e-9))
     assert found.tolist() == [True, True, False]
     # what does not move along its advantage pushes nowhere
-    assert correction.find_m2_exclusions(vec(0, 3, -3), vec(1, 1, 1), every, 0.1).tolist() == [
-        0,
-        1,
-        0,
-    ]
+    got = correction.find_m2_exclusions(vec(0, 3, -3), vec(1, 1, 1), every, 0.1)
+    assert got.tolist() == [0, 1, 0]
 
 
 # ---- beyond the clamp ----------------------------------------------------------------------------
@@ -281,10 +271,8 @@ def test_small_weights_and_means_of_0() -> None:
     assert small.tolist() == pytest.approx([0.910112] * 2, abs=1e-6)
     edge = ratios.compute_running_min(vec(-ratios.FAR, ratios.FAR), torch.tensor([0, 1]))
     assert edge.tolist() == [-ratios.FAR, ratios.FAR]
-    assert (
-        admission.limit_groups(math.inf, 1, 4, 5) == math.inf
-        and admission.limit_groups(math.inf, 1, 5, 5) == 0
-    )
+    assert admission.limit_groups(math.inf, 1, 4, 5) == math.inf
+    assert admission.limit_groups(math.inf, 1, 5, 5) == 0
 
 
 def test_the_kl_of_the_loss_is_of_what_is_kept_and_prefix_fulls_value_is_its_own() -> None:

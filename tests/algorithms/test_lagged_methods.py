@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from algorithms_kit import D, batch, config, gradient, theta
+from algorithms_kit import D, batch, config, convert, gradient, parse_refusals, theta
 from lagged_methods_kit import ANSWER, EVERY, GROUP, LP, MU, SEQ, SIGN, W, X, example, vcpo, vec
 
 from asyncrl.algorithms import advantages, correction, ratios, stopping, surrogates
@@ -95,24 +95,21 @@ def test_oapl_by_hand() -> None:
 
 def test_a_soft_value_lies_between_the_mean_and_the_largest() -> None:
     r, g = vec(1, 0, 0.5, 2, 2), torch.tensor([0, 0, 0, 1, 1])
-    assert advantages.compute_soft_value(r, g, math.inf).tolist() == pytest.approx(
-        [0.5] * 3 + [2] * 2
-    )
+    got = advantages.compute_soft_value(r, g, math.inf)
+    assert got.tolist() == (pytest.approx([0.5] * 3 + [2] * 2))
     assert advantages.compute_soft_value(r, g, 0.0).tolist() == [1, 1, 1, 2, 2]
     assert torch.allclose(
         advantages.compute_oapl(r, g, beta=math.inf), advantages.compute_dr_grpo(r, g)
     )
     # far below the rewards, where e^(r / beta) would overflow
-    assert advantages.compute_soft_value(r, g, 1e-6).tolist() == pytest.approx(
-        [1, 1, 1, 2, 2], abs=1e-4
-    )
+    got = advantages.compute_soft_value(r, g, 1e-6)
+    assert got.tolist() == (pytest.approx([1, 1, 1, 2, 2], abs=1e-4))
     assert advantages.compute_oapl(r, g, beta=0.3)[3:].tolist() == [0, 0]
 
 
 def test_asymre_by_hand() -> None:
-    assert advantages.compute_asymre(vec(1, 0), GROUP, shift=-0.1).tolist() == pytest.approx(
-        [0.6, -0.4]
-    )
+    got = advantages.compute_asymre(vec(1, 0), GROUP, shift=-0.1)
+    assert got.tolist() == (pytest.approx([0.6, -0.4]))
     r, g = vec(1, 0, 0.5, 2, 2), torch.tensor([0, 0, 0, 1, 1])
     adv = advantages.compute_asymre(r, g, shift=-0.1)
     assert ratios.sum_by_sample(adv, g, 2).tolist() == pytest.approx([0.3, 0.2])
@@ -239,41 +236,92 @@ def test_bapos_bounds_move_until_positive_tokens_have_their_share() -> None:
 # ---- combinations --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("sections", "said"),
-    [
-        (
-            {"loss": {"surrogate": "vespo"}, "correction": {"proximal": "recompute"}},
-            "set correction.proximal = behavior",
-        ),
-        ({"loss": {"vespo_k_pos": 4.0}}, "loss.vespo_k_pos: belongs to loss.surrogate = vespo"),
-        ({"loss": {"oapl_beta": 0.1}}, "loss.oapl_beta: belongs to loss.surrogate = oapl"),
-        ({"loss": {"bapo_share": 0.1}}, "loss.bapo_share: belongs to loss.surrogate = bapo"),
-        ({"advantage": {"beta": 1.0}}, "advantage.beta: belongs to advantage.name = oapl"),
-        ({"advantage": {"shift": 0.0}}, "advantage.shift: belongs to advantage.name = asymre"),
-        (
-            {
-                "loss": {"surrogate": "band", "band_lo": 2.0, "band_hi": 1.0},
-                "correction": {"proximal": "behavior"},
-            },
-            "loss.band_lo: 2 is not below loss.band_hi = 1",
-        ),
-        (
-            {
-                "loss": {"surrogate": "vespo", "eps_low": 0.1},
-                "correction": {"proximal": "behavior"},
-            },
-            "loss.eps_low: belongs to loss.surrogate = ppo",
-        ),
-        (
-            {"advantage": {"name": "oapl"}, "learner": {"group_size": 1}},
-            "leaves oapl nothing to compare with",
-        ),
-    ],
-)
-def test_what_makes_no_sense_together_is_refused(sections: dict[str, Any], said: str) -> None:
+REFUSED = parse_refusals("""
+loss.surrogate=vespo correction.proximal=recompute
+    set correction.proximal = behavior
+loss.vespo_k_pos=4.0
+    loss.vespo_k_pos: belongs to loss.surrogate = vespo
+loss.oapl_beta=0.1
+    loss.oapl_beta: belongs to loss.surrogate = oapl
+loss.bapo_share=0.1
+    loss.bapo_share: belongs to loss.surrogate = bapo
+advantage.beta=1.0
+    advantage.beta: belongs to advantage.name = oapl
+advantage.shift=0.0
+    advantage.shift: belongs to advantage.name = asymre
+loss.surrogate=band loss.band_lo=2.0 loss.band_hi=1.0 correction.proximal=behavior
+    loss.band_lo: 2 is not below loss.band_hi = 1
+loss.surrogate=vespo loss.eps_low=0.1 correction.proximal=behavior
+    loss.eps_low: belongs to loss.surrogate = ppo
+advantage.name=oapl learner.group_size=1
+    leaves oapl nothing to compare with
+correction.reject_when=negative
+    correction.reject_when: acts only where correction.reject
+correction.reject_at=target
+    correction.reject_at: acts only where correction.reject
+correction.reject2=k1
+    correction.reject2: acts only where correction.reject is
+correction.reject=tv
+    correction.reject_hi: reject = tv has no default bound
+correction.reject=ratio correction.reject2=kb
+    correction.reject2_hi: reject2 = kb has no default bound
+correction.reject=tv correction.reject_hi=-1.0
+    tv is never negative, so -1 would reject everything
+correction.reject=ratio correction.reject2=ratio correction.reject2_lo=3.0
+correction.reject2_hi=2.0
+    correction.reject2_lo: 3 is above correction.reject2_hi = 2
+correction.reject=k1 correction.reject_over=mean correction.reject_when=negative
+correction.reject_at=target correction.reject_hi=1.0 correction.denominator=after
+    after is not known before the step with reject_at = target
+correction.reject=k1 correction.reject_over=mean correction.reject_when=negative
+correction.reject_at=target correction.reject_hi=1.0 correction.self_normalize=true
+correction.proximal=recompute
+    not known before the step with reject_at = target
+correction.proximal=behavior correction.reject=kb correction.reject_hi=1.0
+    correction.reject: acts on pi_prox / mu
+stop.ess_on_policy=0.5
+    stop.ess_on_policy: acts only where stop.lr_by_ess
+learner.cosine_max=0.5
+    learner.cosine_max: belongs to
+learner.gradient_cosine=log learner.backend=deepspeed
+    learner.gradient_cosine: reads whole gradients
+advantage.name=opob learner.backend=deepspeed
+    advantage.name: opob reads whole gradients
+loss.surrogate=gspo loss.ratio=sequence
+    loss.ratio: belongs to
+loss.dppo_divergence=kl
+    loss.dppo_divergence: belongs to
+loss.dppo_high=0.1
+    loss.dppo_high: belongs to loss.surrogate = dppo or ipo
+loss.pull=0.1
+    loss.pull: belongs to loss.surrogate = ipo or band
+advantage.std=batch
+    advantage.std: belongs to advantage.name = grpo
+advantage.k=2
+    advantage.k: belongs to advantage.name = pass_at_k
+advantage.name=pass_at_k advantage.k=99
+    advantage.k: the best of 99 completions
+advantage.name=pass_at_k advantage.k=1
+    advantage.k: the best of 1 completions
+advantage.part_weights.a=1.0
+    part_weights: belongs to advantage.name
+advantage.name=gdpo advantage.rewards=unit
+    advantage.rewards: shapes the rewards, and advantage.name = gdpo
+advantage.name=reinforce advantage.baseline=prompt advantage.truncated=zero
+    advantage.truncated: shapes the rewards, and advantage.baseline = prompt
+advantage.name=reinforce advantage.baseline=prompt kl.reward.coefficient=0.1
+    kl.reward.coefficient: shapes the rewards
+advantage.name=otb learner.backend=deepspeed
+    advantage.name: otb reads the model's hidden states
+advantage.name=gdpo learner.group_size=1
+    leaves gdpo nothing to compare with
+""")
+
+
+@pytest.mark.parametrize(("settings", "said"), REFUSED)
+def test_settings_that_cannot_work_are_refused(settings: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        load.convert({"model": {"path": "m"}, "task": {"name": "sort"}, **sections}, "c.toml")
+        convert(settings)
 
 
 @pytest.mark.parametrize("name", arms.CORRECTIONS)
@@ -426,45 +474,6 @@ def test_a_mask_of_m2po_is_of_the_whole_batch_and_of_the_step() -> None:
         sl.begin_step(prep, torch.arange(12))
 
 
-@pytest.mark.parametrize(
-    ("keys", "said"),
-    [
-        ({"reject_when": "negative"}, "correction.reject_when: acts only where correction.reject"),
-        ({"reject_at": "target"}, "correction.reject_at: acts only where correction.reject"),
-        ({"reject2": "k1"}, "correction.reject2: acts only where correction.reject is"),
-        ({"reject": "tv"}, "correction.reject_hi: reject = tv has no default bound"),
-        (
-            {"reject": "ratio", "reject2": "kb"},
-            "correction.reject2_hi: reject2 = kb has no default bound",
-        ),
-        (
-            {"reject": "tv", "reject_hi": -1.0},
-            "tv is never negative, so -1 would reject everything",
-        ),
-        (
-            {"reject": "ratio", "reject2": "ratio", "reject2_lo": 3.0, "reject2_hi": 2.0},
-            "correction.reject2_lo: 3 is above correction.reject2_hi = 2",
-        ),
-        (
-            {**OPSM, "reject_hi": 1.0, "denominator": "after"},
-            "after is not known before the step with reject_at = target",
-        ),
-        (
-            {**OPSM, "reject_hi": 1.0, "self_normalize": True, "proximal": "recompute"},
-            "not known before the step with reject_at = target",
-        ),
-        (
-            {"proximal": "behavior", "reject": "kb", "reject_hi": 1.0},
-            "correction.reject: acts on pi_prox / mu",
-        ),
-    ],
-)
-def test_rejections_that_cannot_work_are_refused(keys: dict[str, Any], said: str) -> None:
-    raw = {"model": {"path": "m"}, "task": {"name": "sort"}, "correction": keys}
-    with pytest.raises(ConfigError, match=said):
-        load.convert(raw, "c.toml")
-
-
 # ---- VCPO ----------------------------------------------------------------------------------------
 
 
@@ -515,9 +524,8 @@ def test_the_rate_follows_the_ess_of_whole_answers() -> None:
             for p in parts or [[0, 1]]:
                 at = torch.nonzero(torch.isin(SEQ, torch.tensor(p)))[:, 0]
                 sl.add_sums(sums, sl.compute_micro_loss(prep, step, at, LP[at])[1])
-            assert sl.compute_learning_rate_share(prep, step, sums) == pytest.approx(
-                scale, abs=1e-6
-            )
+            got = sl.compute_learning_rate_share(prep, step, sums)
+            assert got == (pytest.approx(scale, abs=1e-6))
             if how != "off":
                 assert prep.metrics["optim/answer_ess"] == pytest.approx(0.871134, abs=1e-6)
                 assert prep.metrics["optim/lr_scale"] == pytest.approx(scale, abs=1e-6)
@@ -529,28 +537,6 @@ def test_the_rate_follows_the_ess_of_whole_answers() -> None:
     # on policy the rate is whole
     on = stopping.sum_sample_weights(X * 0, EVERY, SEQ, 2).tolist()
     assert on == [2, 2, 2]
-
-
-@pytest.mark.parametrize(
-    ("sections", "said"),
-    [
-        ({"stop": {"ess_on_policy": 0.5}}, "stop.ess_on_policy: acts only where stop.lr_by_ess"),
-        ({"learner": {"cosine_max": 0.5}}, "learner.cosine_max: belongs to"),
-        (
-            {"learner": {"gradient_cosine": "log", "backend": "deepspeed"}},
-            "learner.gradient_cosine: reads whole gradients",
-        ),
-        (
-            {"advantage": {"name": "opob"}, "learner": {"backend": "deepspeed"}},
-            "advantage.name: opob reads whole gradients",
-        ),
-    ],
-)
-def test_what_needs_whole_gradients_is_refused_elsewhere(
-    sections: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(ConfigError, match=said):
-        load.convert({"model": {"path": "m"}, "task": {"name": "sort"}, **sections}, "c.toml")
 
 
 # ---- what peers have -----------------------------------------------------------------------------
@@ -663,24 +649,6 @@ def test_flash_reinforce_by_hand() -> None:
     assert (-6 * got).tolist() == pytest.approx([0.6, 0.25, 0.75, 0, 0, 0])
 
 
-@pytest.mark.parametrize(
-    ("sections", "said"),
-    [
-        ({"loss": {"surrogate": "gspo", "ratio": "sequence"}}, "loss.ratio: belongs to"),
-        ({"loss": {"dppo_divergence": "kl"}}, "loss.dppo_divergence: belongs to"),
-        ({"loss": {"dppo_high": 0.1}}, "loss.dppo_high: belongs to loss.surrogate = dppo or ipo"),
-        ({"loss": {"pull": 0.1}}, "loss.pull: belongs to loss.surrogate = ipo or band"),
-        ({"advantage": {"std": "batch"}}, "advantage.std: belongs to advantage.name = grpo"),
-        ({"advantage": {"k": 2}}, "advantage.k: belongs to advantage.name = pass_at_k"),
-        ({"advantage": {"name": "pass_at_k", "k": 99}}, "advantage.k: the best of 99 completions"),
-        ({"advantage": {"name": "pass_at_k", "k": 1}}, "advantage.k: the best of 1 completions"),
-    ],
-)
-def test_keys_of_another_choice_are_refused(sections: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        load.convert({"model": {"path": "m"}, "task": {"name": "sort"}, **sections}, "c.toml")
-
-
 def test_gdpo_by_hand() -> None:
     """Two parts of very different size count the same; each part by its own group."""
     parts = torch.stack([vec(1, 0, 0, 0), vec(100, 300, 500, 100)], 1)
@@ -754,46 +722,6 @@ def test_a_baseline_of_each_prompt() -> None:
     b.baselines = None
     with pytest.raises(ConfigError, match="needs the prompts' running means"):
         gradient(b, config(advantage={"name": "reinforce", "baseline": "prompt"}), lp)
-
-
-@pytest.mark.parametrize(
-    ("sections", "said"),
-    [
-        ({"advantage": {"part_weights": {"a": 1.0}}}, "part_weights: belongs to advantage.name"),
-        (
-            {"advantage": {"name": "gdpo", "rewards": "unit"}},
-            "advantage.rewards: shapes the rewards, and advantage.name = gdpo",
-        ),
-        (
-            {
-                "advantage": {
-                    "name": "reinforce",
-                    "baseline": "prompt",
-                    "truncated": "zero",
-                }
-            },
-            "advantage.truncated: shapes the rewards, and advantage.baseline = prompt",
-        ),
-        (
-            {
-                "advantage": {"name": "reinforce", "baseline": "prompt"},
-                "kl": {"reward": {"coefficient": 0.1}},
-            },
-            "kl.reward.coefficient: shapes the rewards",
-        ),
-        (
-            {"advantage": {"name": "otb"}, "learner": {"backend": "deepspeed"}},
-            "advantage.name: otb reads the model's hidden states",
-        ),
-        (
-            {"advantage": {"name": "gdpo"}, "learner": {"group_size": 1}},
-            "leaves gdpo nothing to compare with",
-        ),
-    ],
-)
-def test_advantages_that_look_at_rewards_as_they_came(sections: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        load.convert({"model": {"path": "m"}, "task": {"name": "sort"}, **sections}, "c.toml")
 
 
 # ---- what is shown of them -----------------------------------------------------------------------

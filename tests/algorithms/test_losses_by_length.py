@@ -36,10 +36,8 @@ def test_mask_and_drop_say_how_long_the_answers_were() -> None:
     store, (a, b) = stale("drop")
     store.deliver(sample(b, 0, (Label(1, 0), 17)), 0.0)
     store.deliver(sample(a, 0, (Label(1, 0), 1)), 0.0)
-    assert store.ask(1, 2)[0] == [] and read_bins(line(store, "dropped_stale"), "upto_") == {
-        1: 1,
-        32: 17,
-    }
+    assert store.ask(1, 2)[0] == []
+    assert read_bins(line(store, "dropped_stale"), "upto_") == {1: 1, 32: 17}
 
 
 def test_downweight_counts_what_faded() -> None:
@@ -48,9 +46,8 @@ def test_downweight_counts_what_faded() -> None:
     store.deliver(sample(a, 0, (Label(1, 0), 3), (Label(1, 1), 2), (Label(1, 2), 1)), 0.0)
     groups, _ = store.ask(1, 2)
     assert groups and store.commit(2, Label(1, 3), "d3")
-    assert read_bins(line(store, "trained"), "faded_upto_") == {
-        8: pytest.approx(3 * 0.5 + 2 * (1 - 0.5**0.5))
-    }
+    got = read_bins(line(store, "trained"), "faded_upto_")
+    assert got == ({8: pytest.approx(3 * 0.5 + 2 * (1 - 0.5**0.5))})
     totals = store.sum_ledger()
     assert Ledger.restore(totals).compute_totals() == totals  # as a checkpoint keeps them
 
@@ -95,18 +92,15 @@ def test_real_runs_keep_what_each_choice_promises(
     assert done.code == 0, done.err[-3000:]
     s = done.json
     ledger = s["ledger"]
-    assert (
-        s["steps"] == 12
-        and sum(v for k, v in ledger.items() if k != "generated") == ledger["generated"]
-    )
+    assert s["steps"] == 12
+    assert sum(v for k, v in ledger.items() if k != "generated") == ledger["generated"]
     assert s["lag"]["max"] <= 1 or on_exceed in ("downweight", "pace")
     assert on_exceed == "mask" or ledger["masked_stale"] == 0
     assert on_exceed == "drop" or ledger["dropped_stale"] == ledger["abandoned"] == 0
     for name, x in s["ledger_lines"].items():
         if name != "lost_with_process":
-            assert sum(read_bins(x, "upto_").values()) <= x["tokens"] and (
-                name != "trained" or sum(read_bins(x, "upto_").values()) == x["tokens"]
-            )
+            assert sum(read_bins(x, "upto_").values()) <= x["tokens"]
+            assert name != "trained" or sum(read_bins(x, "upto_").values()) == x["tokens"]
     rows = run_page.build_length_ledger(
         json.loads((Path(s["run_dir"]) / "summary.json").read_text())
     )

@@ -96,10 +96,8 @@ def test_equal_weights_without_a_known_parent_are_told_apart_by_their_number() -
     assert tree.compute_lag(Label(2, 3), Label(2, 3), 3) == 0
     tree.prune(0, [])
     tree.register(Label(3, 3), None, "same")
-    assert (
-        tree.compute_lag(Label(2, 3), Label(3, 3), 3) == 0
-        and tree.compute_lag(Label(2, 3), Label(3, 3), 4) == 1
-    )
+    assert tree.compute_lag(Label(2, 3), Label(3, 3), 3) == 0
+    assert tree.compute_lag(Label(2, 3), Label(3, 3), 4) == 1
 
 
 def test_a_long_run_forgets_what_nobody_needs(monkeypatch: pytest.MonkeyPatch) -> None:

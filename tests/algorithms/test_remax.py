@@ -21,9 +21,8 @@ from learner.step import LearnerCore
 
 def test_only_the_first_sample_of_a_group_is_greedy() -> None:
     s = SamplingSettings(1.0, 1.0, 5, 8, True)
-    assert [s.get_top_k(i) for i in range(3)] == [1, 5, 5] and [
-        SamplingSettings().get_top_k(i) for i in range(3)
-    ] == [0, 0, 0]
+    assert [s.get_top_k(i) for i in range(3)] == [1, 5, 5]
+    assert [SamplingSettings().get_top_k(i) for i in range(3)] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("exact", ["false", "true"])
@@ -92,10 +91,8 @@ def test_advantages_are_rewards_less_the_greedy_ones(tmp_path: Path) -> None:
     from critic_kit import batch, core
 
     build_model(tmp_path / "m", "0123456789=:,#", hidden=32, layers=1)
-    a, b = (
-        core(tmp_path / "m", advantage={"name": "remax"}),
-        core(tmp_path / "m", advantage={"name": "reinforce", "baseline": "none"}),
-    )
+    a = core(tmp_path / "m", advantage={"name": "remax"})
+    b = core(tmp_path / "m", advantage={"name": "reinforce", "baseline": "none"})
     whole, less = batch(), batch()
     baseline = {s.ticket: s.reward for s in whole.samples if s.sample == 0}
     keep = [i for i, s in enumerate(less.samples) if s.sample]
@@ -114,9 +111,8 @@ def test_advantages_are_rewards_less_the_greedy_ones(tmp_path: Path) -> None:
     )
     metrics, _ = a.train(whole), b.train(less)
     pairs = list(zip(a.model.hf.parameters(), b.model.hf.parameters(), strict=True))
-    assert all(torch.equal(x, y) for x, y in pairs) and metrics["reward/greedy"] == pytest.approx(
-        sum(baseline.values()) / 4
-    )
+    assert all(torch.equal(x, y) for x, y in pairs)
+    assert metrics["reward/greedy"] == pytest.approx(sum(baseline.values()) / 4)
     assert {0.0, 1.0} == set(baseline.values()), "otherwise the baseline is a constant"
 
 

@@ -59,10 +59,8 @@ def test_truncated_answers_leave_the_loss_and_its_denominator() -> None:
     lp = theta(b)
     got = gradient(b, config(advantage={"truncated": "mask"}), lp)[1]
     assert torch.allclose(got, gradient(hidden(batch(12), ~b.truncated[b.seq]), config(), lp)[1])
-    assert (
-        torch.equal(got[b.truncated[b.seq]], torch.zeros_like(got[b.truncated[b.seq]]))
-        and float(got.abs().max()) > 0
-    )
+    assert torch.equal(got[b.truncated[b.seq]], torch.zeros_like(got[b.truncated[b.seq]]))
+    assert float(got.abs().max()) > 0
 
 
 # ---- terms beside the policy's -------------------------------------------------------------------
@@ -85,21 +83,16 @@ def test_the_entropy_bonus_lowers_the_loss_by_its_coefficient() -> None:
     assert torch.allclose(slope, -0.3 * b.mask.to(D) / b.mask.sum())
     assert float(sums["loss/entropy"]) == pytest.approx(float(entropy.detach()[b.mask].mean()))
     bare, none = with_terms(b, config(), lp, entropy=entropy)
-    assert (
-        "loss/entropy" not in none
-        and "loss/entropy" not in with_terms(b, config(loss={"entropy": 0.3}), lp)[1]
-    )
-    assert float((bare - loss).detach()) == pytest.approx(
-        0.3 * float(entropy.detach()[b.mask].mean())
-    )
+    assert "loss/entropy" not in none
+    assert "loss/entropy" not in with_terms(b, config(loss={"entropy": 0.3}), lp)[1]
+    got = float((bare - loss).detach())
+    assert got == (pytest.approx(0.3 * float(entropy.detach()[b.mask].mean())))
 
 
 def test_the_value_loss_has_its_own_coefficient_and_stays_behind_the_mask() -> None:
     b = batch(13)
-    b.values, b.bootstrap = (
-        torch.randn(len(b.seq), generator=torch.Generator().manual_seed(1), dtype=D),
-        torch.zeros(len(b.rewards), dtype=D),
-    )
+    b.values = torch.randn(len(b.seq), generator=torch.Generator().manual_seed(1), dtype=D)
+    b.bootstrap = torch.zeros(len(b.rewards), dtype=D)
     now = (b.values + 0.1).detach().requires_grad_(True)
     c = config(advantage={"name": "gae", "lam": 1.0}, value={"coefficient": 0.5})
     loss, sums = with_terms(b, c, theta(b), values_now=now)
@@ -108,9 +101,8 @@ def test_the_value_loss_has_its_own_coefficient_and_stays_behind_the_mask() -> N
     assert torch.allclose(
         torch.autograd.grad(loss, now)[0], 0.5 * (now.detach() - returns) * inside
     )
-    assert float(sums["loss/value"]) == pytest.approx(
-        float((0.5 * (now.detach() - returns).square() * inside).sum())
-    )
+    got = float(sums["loss/value"])
+    assert got == (pytest.approx(float((0.5 * (now.detach() - returns).square() * inside).sum())))
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
@@ -288,16 +280,14 @@ def test_reshapes_exponent_is_computed_as_exactly_as_the_ratios() -> None:
 def test_reshapes_weight_is_bounded_in_value_and_gradient() -> None:
     x, adv, g = vec(16, 16, 0.25).log(), vec(1, -1, 1), vec(0.5, 0.5, 0.5)  # w^gamma = 4, 4, 1/2
     t = surrogates.compute_reshape(x, adv, g, repaired(weight_max=3.0))
-    assert t.coefficient.tolist() == pytest.approx(
-        [1.5, -1.5, 0.25]
-    ) and t.objective.tolist() == pytest.approx([3, -3, 0.5])
+    assert t.coefficient.tolist() == pytest.approx([1.5, -1.5, 0.25])
+    assert t.objective.tolist() == pytest.approx([3, -3, 0.5])
     free = surrogates.compute_reshape(x, adv, g, repaired())
     assert free.coefficient.tolist() == pytest.approx([2, -2, 0.25])
     box = surrogates.compute_reshape(x, adv, g, repaired(weight_max=3.0, form="box_cox"))
     # (w^g - 1) / g
-    assert box.coefficient.tolist() == pytest.approx(
-        [3, -3, 0.5]
-    ) and box.objective.tolist() == pytest.approx([6, -6, -1])
+    assert box.coefficient.tolist() == pytest.approx([3, -3, 0.5])
+    assert box.objective.tolist() == pytest.approx([6, -6, -1])
 
 
 def test_cispos_upper_bound_is_relative_unless_it_is_said_to_be_absolute() -> None:
@@ -449,8 +439,5 @@ def test_the_tokens_of_clip_cov_are_shown_as_cut() -> None:
     t = surrogates.compute_clip_cov(
         vec(0, 0.5, 0).exp().log(), vec(1, 1, 1), torch.tensor([True, True, False])
     )
-    assert t.clipped.tolist() == [
-        surrogates.HIGH,
-        surrogates.HIGH,
-        surrogates.OPEN,
-    ] and t.coefficient.tolist() == [0, 0, 1]
+    assert t.clipped.tolist() == [surrogates.HIGH, surrogates.HIGH, surrogates.OPEN]
+    assert t.coefficient.tolist() == [0, 0, 1]

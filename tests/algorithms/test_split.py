@@ -55,43 +55,34 @@ def test_the_parts_by_hand() -> None:
     target = start + vec(0.3, 0.5, 0.0)
     lag, age = torch.tensor([0, 3, 1200]), torch.tensor([0, 2, 900])
     m = split.compute_metrics(split.LogRatioSplit(zero, version, start, target, lag, age))
-    assert m["split/mismatch"] == pytest.approx(0.3 / 3) and m["split/staleness"] == pytest.approx(
-        -0.2 / 3
-    )
+    assert m["split/mismatch"] == pytest.approx(0.3 / 3)
+    assert m["split/staleness"] == pytest.approx(-0.2 / 3)
     assert m["split/update"] == pytest.approx(-0.8 / 3)
     assert m["split/total"] == pytest.approx(
         m["split/mismatch"] + m["split/staleness"] + m["split/update"]
     )
     assert m["split/mismatch_k3"] == pytest.approx((k3(0.1) + k3(-0.4)) / 3)
-    assert m["split/staleness_k3"] == pytest.approx(k3(0.2) / 3) and m[
-        "split/update_k3"
-    ] == pytest.approx((k3(0.3) + k3(0.5)) / 3)
-    assert m["mismatch/k3_one_version"] == pytest.approx(k3(0.1)) and m[
-        "mismatch/max_one_version"
-    ] == pytest.approx(0.1)
-    assert (
-        m["by_lag/mismatch_0"] == pytest.approx(-0.1)
-        and m["by_lag/mismatch_3to4"] == 0
-        and m["by_lag/mismatch_9plus"] == pytest.approx(0.4)
-    )
-    assert m["by_lag/staleness_0"] == pytest.approx(-0.2) and m[
-        "by_lag/staleness_k3_0"
-    ] == pytest.approx(k3(0.2))
+    assert m["split/staleness_k3"] == pytest.approx(k3(0.2) / 3)
+    assert m["split/update_k3"] == pytest.approx((k3(0.3) + k3(0.5)) / 3)
+    assert m["mismatch/k3_one_version"] == pytest.approx(k3(0.1))
+    assert m["mismatch/max_one_version"] == pytest.approx(0.1)
+    assert m["by_lag/mismatch_0"] == pytest.approx(-0.1)
+    assert m["by_lag/mismatch_3to4"] == 0
+    assert m["by_lag/mismatch_9plus"] == pytest.approx(0.4)
+    assert m["by_lag/staleness_0"] == pytest.approx(-0.2)
+    assert m["by_lag/staleness_k3_0"] == pytest.approx(k3(0.2))
     assert m["by_lag/mismatch_k3_9plus"] == pytest.approx(k3(-0.4)) and "by_lag/mismatch_1" not in m
     assert m["by_age/mismatch_k3_0"] == pytest.approx(k3(0.1)) and m["by_age/mismatch_k3_2"] == 0
-    assert (
-        m["by_age/mismatch_k3_9plus"] == pytest.approx(k3(-0.4)) and "by_age/mismatch_k3_1" not in m
-    )
-    assert (
-        split.compute_metrics(
-            split.LogRatioSplit(
-                *[zero[:0]] * 4,
-                torch.tensor([], dtype=torch.long),
-                torch.tensor([], dtype=torch.long),
-            )
+    assert m["by_age/mismatch_k3_9plus"] == pytest.approx(k3(-0.4))
+    assert "by_age/mismatch_k3_1" not in m
+    got = split.compute_metrics(
+        split.LogRatioSplit(
+            *[zero[:0]] * 4,
+            torch.tensor([], dtype=torch.long),
+            torch.tensor([], dtype=torch.long),
         )
-        == {}
     )
+    assert got == {}
 
 
 # ---- on the learner ------------------------------------------------------------------------------
@@ -229,31 +220,24 @@ def test_the_split_is_what_the_versions_own_weights_say(model_dir: Path) -> None
     c = core(model_dir, ring)
     m = c.train(b)
     after = c._forward(c.model, pack(b), range(GROUPS * SIZE))
-    assert m["split/mismatch"] == pytest.approx(NOISE, abs=1e-5) and m[
-        "split/mismatch_k3"
-    ] == pytest.approx(k3(-NOISE), abs=1e-5)
+    assert m["split/mismatch"] == pytest.approx(NOISE, abs=1e-5)
+    assert m["split/mismatch_k3"] == pytest.approx(k3(-NOISE), abs=1e-5)
     x = (start - version).double()
     assert m["split/staleness"] == pytest.approx(float(-x.mean()), abs=1e-5)
-    assert (
-        m["split/staleness_k3"] == pytest.approx(float((x.exp() - 1 - x).mean()), abs=1e-5)
-        and m["split/staleness_k3"] > 0.01
-    )
+    assert m["split/staleness_k3"] == pytest.approx(float((x.exp() - 1 - x).mean()), abs=1e-5)
+    assert m["split/staleness_k3"] > 0.01
     assert m["split/update"] == pytest.approx(float((start - after).mean()), abs=1e-6)
     assert m["split/update_k3"] > 1e-7 and m["split/coverage"] == 1
     assert m["split/total"] == pytest.approx(float((mu - after).mean()), abs=1e-5)
-    assert (
-        m["by_lag/staleness_0"] == 0
-        and m["by_lag/staleness_k3_1"] > 0.01
-        and m["by_lag/mismatch_2"] == pytest.approx(NOISE, abs=1e-5)
-    )
+    assert m["by_lag/staleness_0"] == 0
+    assert m["by_lag/staleness_k3_1"] > 0.01
+    assert m["by_lag/mismatch_2"] == pytest.approx(NOISE, abs=1e-5)
     assert "mismatch/k3_at_lag_0" not in m, (
         "the start's own tokens here were drawn on keys and values of version 0"
     )
-    assert (
-        m["by_age/mismatch_k3_0"] == pytest.approx(k3(-NOISE), abs=1e-5)
-        and "by_age/mismatch_k3_1" in m
-        and "by_age/mismatch_k3_2" in m
-    )
+    assert m["by_age/mismatch_k3_0"] == pytest.approx(k3(-NOISE), abs=1e-5)
+    assert "by_age/mismatch_k3_1" in m
+    assert "by_age/mismatch_k3_2" in m
     assert set(ring.asked) == {Label(1, 0), Label(1, 1)}, (
         "the start's own version needs no second forward"
     )
@@ -269,9 +253,8 @@ def test_equal_weights_are_those_of_all_keys_and_values_too(model_dir: Path) -> 
         if i % 4 == 1:
             sample.spans = [sample.spans[0], VersionSpan(Label(1, 2), "", 4, 8, Label(1, 2))]
     m = core(model_dir, ring).train(b)
-    assert m["mismatch/k3_at_lag_0"] == pytest.approx(k3(-NOISE), abs=1e-5) and m[
-        "mismatch/max_at_lag_0"
-    ] == pytest.approx(NOISE, abs=1e-4)
+    assert m["mismatch/k3_at_lag_0"] == pytest.approx(k3(-NOISE), abs=1e-5)
+    assert m["mismatch/max_at_lag_0"] == pytest.approx(NOISE, abs=1e-4)
     other = batch(ring)
     # as much again off, on older keys and values: not counted
     for i, sample in enumerate(other.samples):
@@ -341,11 +324,9 @@ def test_versions_that_the_ring_no_longer_holds_are_left_out_and_said(model_dir:
     c = core(model_dir, ring)
     del ring.held[Label(1, 0)]
     m = c.train(b)
-    assert (
-        m["split/coverage"] == 0.5
-        and m["split/mismatch"] == pytest.approx(NOISE, abs=1e-5)
-        and "by_lag/mismatch_2" not in m
-    )
+    assert m["split/coverage"] == 0.5
+    assert m["split/mismatch"] == pytest.approx(NOISE, abs=1e-5)
+    assert "by_lag/mismatch_2" not in m
 
 
 def test_a_few_answers_are_drawn_by_seed_and_batch(model_dir: Path) -> None:
@@ -373,12 +354,10 @@ def test_several_minibatches_split_the_first_ones_answers(model_dir: Path) -> No
     """
     ring = Ring(model_dir)
     m = core(model_dir, ring, learner={"minibatches": 3, "lr": 3.0}).train(batch(ring))
-    assert (
-        m["split/mismatch"] == pytest.approx(NOISE, abs=1e-5)
-        and m["by_lag/staleness_0"] == 0
-        and m["split/update"] != 0
-        and "kl/start_target_k1" not in m
-    )
+    assert m["split/mismatch"] == pytest.approx(NOISE, abs=1e-5)
+    assert m["by_lag/staleness_0"] == 0
+    assert m["split/update"] != 0
+    assert "kl/start_target_k1" not in m
 
 
 def test_exact_ends_a_run_whose_engine_differs_at_a_lag(model_dir: Path) -> None:
@@ -424,16 +403,13 @@ def test_kl_to_the_reference_is_measured_where_no_term_is_on(model_dir: Path) ->
     x = (start - ref).double()
     m = c.train(b)
     assert m["kl/target_ref_k1"] == pytest.approx(float(x.mean()), abs=1e-5)
-    assert (
-        m["kl/target_ref_k3"] == pytest.approx(float(((-x).exp() - 1 + x).mean()), rel=1e-4)
-        and m["kl/target_ref_k3"] > 1e-3
-    )
+    assert m["kl/target_ref_k3"] == pytest.approx(float(((-x).exp() - 1 + x).mean()), rel=1e-4)
+    assert m["kl/target_ref_k3"] > 1e-3
     assert m["kl/ref_target"] == pytest.approx(
         float((-x * (-x).exp() - (-x).exp() + 1).mean()), rel=1e-4
     )
-    assert "kl/target_ref_k1" not in c.train(batch(ring, 3)) and "kl/target_ref_k1" in c.train(
-        batch(ring, 4)
-    )
+    assert "kl/target_ref_k1" not in c.train(batch(ring, 3))
+    assert "kl/target_ref_k1" in c.train(batch(ring, 4))
 
 
 def test_the_reference_is_measured_on_answers_of_its_own(model_dir: Path) -> None:

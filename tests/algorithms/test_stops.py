@@ -56,10 +56,8 @@ def test_at_learning_rate_zero_nothing_ever_stops(
             **anchor,
         )
         metrics = c.train(batch())
-        assert (
-            metrics["optim/steps"] == layout.get("epochs", 1) * layout.get("minibatches", 1)
-            and metrics["optim/early_stops"] == 0
-        )
+        assert metrics["optim/steps"] == layout.get("epochs", 1) * layout.get("minibatches", 1)
+        assert metrics["optim/early_stops"] == 0
         # rounding alone, on any processor; the limit is 1e-6
         assert metrics["optim/stop_kl"] < 2e-7 and metrics.get("optim/lr_scale", 1.0) > 0.8
         assert metrics["kl/behavior_target_k3"] > 0.01
@@ -94,9 +92,8 @@ def test_what_is_measured_by_hand(
     else:
         x, y = now - mu, start - mu
         exact = max(0.0, float(((x.exp() - 1 - x) - (y.exp() - 1 - y)).mean()))
-    assert said == pytest.approx(exact, rel=1e-3, abs=1e-7) and (
-        exact > 1e-6 or against == "behavior"
-    )
+    assert said == pytest.approx(exact, rel=1e-3, abs=1e-7)
+    assert exact > 1e-6 or against == "behavior"
 
 
 def test_the_statistic_by_hand() -> None:
@@ -187,12 +184,10 @@ def test_a_batch_below_the_ess_floor_is_left_out_whole(
     before = weights(c)
     metrics = c.train(batch())
     assert torch.equal(weights(c), before) and not c.backend.optimizer.state
-    assert (
-        metrics["optim/early_stops"] == 1
-        and metrics["optim/steps"] == 0
-        and metrics["optim/grad_norm"] == 0
-        and metrics["optim/skipped"] == 0
-    )
+    assert metrics["optim/early_stops"] == 1
+    assert metrics["optim/steps"] == 0
+    assert metrics["optim/grad_norm"] == 0
+    assert metrics["optim/skipped"] == 0
     assert metrics["optim/lr_scale"] == 0 and metrics["optim/stop_ess"] < 1
     assert bool(passes) != deepspeed_order, (
         "what accumulates gradients by itself is given none that no step would take"
@@ -216,11 +211,9 @@ def test_a_step_without_room_in_the_budget_is_not_made(model_dir: Path) -> None:
     three = core(model_dir, learner={**adam, "epochs": 3}, stop={"kl_max": 1e-9, "action": "slow"})
     one.train(batch())
     metrics = three.train(batch())
-    assert (
-        metrics["optim/early_stops"] == 1
-        and metrics["optim/steps"] == 1
-        and torch.equal(weights(one), weights(three))
-    )
+    assert metrics["optim/early_stops"] == 1
+    assert metrics["optim/steps"] == 1
+    assert torch.equal(weights(one), weights(three))
     for a, b in zip(one.model.hf.parameters(), three.model.hf.parameters(), strict=True):
         assert torch.equal(
             one.backend.optimizer.state[a]["exp_avg"], three.backend.optimizer.state[b]["exp_avg"]
@@ -246,10 +239,8 @@ def test_a_budget_slows_before_it_stops(model_dir: Path) -> None:
         metrics = c.train(batch())
     assert seen[0] == pytest.approx(0, abs=1e-9) and seen[2] > seen[1] > limit / 10
     budget = stopping.KLBudget(limit)
-    assert (
-        metrics["optim/lr_scale"] == [budget.compute_next_share(k) for k in seen][-1]
-        and metrics["optim/lr_scale"] < 0.9
-    )
+    assert metrics["optim/lr_scale"] == [budget.compute_next_share(k) for k in seen][-1]
+    assert metrics["optim/lr_scale"] < 0.9
 
 
 # ---- what is carried from batch to batch ---------------------------------------------------------
@@ -267,18 +258,14 @@ def test_the_adaptive_coefficient_is_the_controllers(model_dir: Path, tmp_path: 
     x = (c._forward(c.model, packed, everyone) - c._forward(c.reference, packed, everyone)).double()
     an_answer = float(x.sum()) / (GROUPS * SIZE)
     first, control = c.train(batch()), kl.KLController(0.5, "adaptive", 1e-4, 100)
-    assert (
-        first["kl/beta"] == 0.5
-        and first["kl/answer"] == pytest.approx(an_answer, rel=1e-3, abs=1e-6)
-        and abs(an_answer) > 1e-3
-    )
+    assert first["kl/beta"] == 0.5
+    assert first["kl/answer"] == pytest.approx(an_answer, rel=1e-3, abs=1e-6)
+    assert abs(an_answer) > 1e-3
     wanted = control.update(an_answer, GROUPS * SIZE)
-    assert c.state.beta == pytest.approx(wanted) and abs(wanted / 0.5 - 1) == pytest.approx(
-        0.2 * GROUPS * SIZE / 100
-    )
-    assert c.train(batch(1))["kl/beta"] == pytest.approx(wanted) and c.state.beta != pytest.approx(
-        wanted
-    )
+    assert c.state.beta == pytest.approx(wanted)
+    assert abs(wanted / 0.5 - 1) == pytest.approx(0.2 * GROUPS * SIZE / 100)
+    assert c.train(batch(1))["kl/beta"] == pytest.approx(wanted)
+    assert c.state.beta != pytest.approx(wanted)
     fixed = reference_core(model_dir, tmp_path / "ref", kl={"reward": {"coefficient": 0.5}})
     fixed.train(batch())
     assert fixed.state.beta == 0.5
@@ -326,9 +313,8 @@ def test_the_running_mean_follows_rewards_as_they_were_used(model_dir: Path) -> 
         s.finish = "stop"
     second = c.train(b)
     plain = sum(s.reward for s in b.samples) / len(b.samples)
-    assert c.state.baseline == pytest.approx(0.75 * mean + 0.25 * plain, abs=1e-6) and second[
-        "reward/used_mean"
-    ] == pytest.approx(plain, abs=1e-6)
+    assert c.state.baseline == pytest.approx(0.75 * mean + 0.25 * plain, abs=1e-6)
+    assert second["reward/used_mean"] == pytest.approx(plain, abs=1e-6)
 
 
 def test_clip_cov_is_given_the_batchs_number(

@@ -123,18 +123,14 @@ def weights(c: LearnerCore) -> torch.Tensor:
 def test_where_they_cannot_be_used_it_is_said_once(
     model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    c, plain = (
-        core(model_dir, advantage={"name": "rloo"}),
-        core(model_dir, advantage={"name": "rloo"}),
-    )
+    c = core(model_dir, advantage={"name": "rloo"})
+    plain = core(model_dir, advantage={"name": "rloo"})
     for n in range(2):
         b = rewarded()
         c.train(Batch(1, n, b.samples, [0] * 16, [0] * 16, b.token_lags, {}, 4, {}))
     said = capsys.readouterr().err
-    assert (
-        said.count("advantage.name = rloo uses one reward per sample") == 1
-        and "reinforce_pp, gae, grpo, otb use them" in said
-    )
+    assert said.count("advantage.name = rloo uses one reward per sample") == 1
+    assert "reinforce_pp, gae, grpo, otb use them" in said
     plain.train(batch())
     plain.train(Batch(1, 1, batch().samples, [0] * 16, [0] * 16, batch().token_lags, {}, 4, {}))
     assert torch.equal(weights(c), weights(plain))
@@ -148,15 +144,12 @@ def test_a_greedy_baseline_brings_its_length_and_its_end() -> None:
     of = {s.ticket: s for s in b.samples if s.sample == 0}
     mine = [of[s.ticket] for s in b.samples if s.sample]
     assert packed.loss.greedy_truncated is not None and packed.loss.greedy_lengths is not None
-    assert packed.loss.greedy_truncated.tolist() == [s.finish == "length" for s in mine] and any(
-        packed.loss.greedy_truncated
-    )
+    assert packed.loss.greedy_truncated.tolist() == [s.finish == "length" for s in mine]
+    assert any(packed.loss.greedy_truncated)
     assert packed.loss.greedy_lengths.tolist() == [s.length for s in mine]
-    assert (
-        pack(b).loss.token_rewards is None
-        and pack(b).loss.steps is None
-        and pack(b).loss.greedy is None
-    )
+    assert pack(b).loss.token_rewards is None
+    assert pack(b).loss.steps is None
+    assert pack(b).loss.greedy is None
 
 
 # ---- a function of one's own ---------------------------------------------------------------------
@@ -234,10 +227,8 @@ def test_in_a_run_with_prompts_and_a_reward_of_ones_own(
                 [r for r, t in zip(firsts, b.samples, strict=True) if t.ticket == s.ticket]
             )
             wanted = (firsts[i] - group.mean()) / (group.std(ddof=1) + 1e-4)
-            assert (
-                float(prep.advantage[at]) == pytest.approx(wanted, abs=1e-4)
-                and not prep.advantage[at + 1 : at + s.length].any()
-            )
+            assert float(prep.advantage[at]) == pytest.approx(wanted, abs=1e-4)
+            assert not prep.advantage[at + 1 : at + s.length].any()
             at += s.length
     assert any(float(prep.advantage.abs().max()) > 0.1 for _, prep in seen)
 

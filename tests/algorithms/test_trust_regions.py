@@ -38,19 +38,14 @@ def test_each_arm_is_a_config_of_its_own_at_every_lag_and_ppo_at_lag_0_is_the_ba
     sets = ["learner.minibatches=4", "learner.lr=0.0002"]
     arms = [(n, [*items, "learner.lr=0.0002"]) for n, (_, items) in program.ARMS.items()]
     p = grid.make_plan(str(ROOT / "configs" / "rle.toml"), sets, arms, [0.0, 4.0], injected=True)
-    assert (
-        len({load.dump(c) for c in p.arms.values()}) == len(p.arms) == 2 * len(arms)
-        and p.cell["ppo", 0.0] == grid.SYNC
-    )
+    assert len({load.dump(c) for c in p.arms.values()}) == len(p.arms) == 2 * len(arms)
+    assert p.cell["ppo", 0.0] == grid.SYNC
     assert p.arms["dppo-limit4"].correction.proximal == "behavior"
-    assert (
-        p.arms["reshape-D-limit4"].stop.action == "slow"
-        and p.arms["gspo-limit4"].loss.reduction == "seq-mean-token-mean"
-    )
+    assert p.arms["reshape-D-limit4"].stop.action == "slow"
+    assert p.arms["gspo-limit4"].loss.reduction == "seq-mean-token-mean"
 
 
 def test_what_a_run_moved_leaves_its_start_out(program: Any) -> None:
     curve = [{"version": n, "kl/moved": float(n)} for n in range(1, 9)] + [{"version": 9}]
-    assert program.moved({"curve": curve}) == pytest.approx(
-        (4 + 5 + 6 + 7 + 8) / 5
-    ) and program.moved({"curve": curve}, 5) == pytest.approx(4.5)
+    assert program.moved({"curve": curve}) == pytest.approx((4 + 5 + 6 + 7 + 8) / 5)
+    assert program.moved({"curve": curve}, 5) == pytest.approx(4.5)

@@ -237,10 +237,8 @@ def test_a_commit_moves_it_and_the_metrics_say_why(tmp_path: Path) -> None:
         run.end()
     written = [row for row in metrics.read(run.dir) if "limit/before" in row]
     assert [(row["step"], row["limit/now"], row["limit/before"]) for row in written] == [(3, 2, 1)]
-    assert (
-        run_page.describe_limit_moves(written)
-        == "limit from step 3 on 2 (was 1: ESS 0.90, learner idle 25%)"
-    )
+    got = run_page.describe_limit_moves(written)
+    assert got == "limit from step 3 on 2 (was 1: ESS 0.90, learner idle 25%)"
     many = run_page.describe_limit_moves(written * (run_page.MOVES + 2))
     assert many.startswith("limit 2 earlier moves, then from step 3")
     assert many.count(";") == run_page.MOVES - 1

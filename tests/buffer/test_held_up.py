@@ -167,9 +167,8 @@ def test_silence_counts_once_it_is_longer_than_the_patience() -> None:
         assert find_blocking_process(["learner"], [], heard, of_buffer, silent) == blocking
     waits = [ProcessWait("learner", "batch 3", "buffer", 9.0)]
     assert find_blocking_process(list(heard), waits, heard, 5.0, 5.0) == "generator-0"
-    assert (
-        find_blocking_process(list(heard), waits, heard | {"learner": 5.5}, 5.0, 5.0) == "learner"
-    )
+    got = find_blocking_process(list(heard), waits, heard | {"learner": 5.5}, 5.0, 5.0)
+    assert got == "learner"
 
 
 def test_a_wait_is_told_in_a_line_of_bounded_length() -> None:

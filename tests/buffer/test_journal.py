@@ -586,11 +586,9 @@ def test_evaluations_out_and_queued_survive(tmp_path: Path) -> None:
     judged(store, a, 1.0)
     store.flush_journal()
     again = recorded(tmp_path)
-    assert (
-        state(again) == state(store)
-        and again.evaluations.list_labels() == [(1, 0), (1, 0)]
-        and again.evaluations.plan.ood_every == 5
-    )
+    assert state(again) == state(store)
+    assert again.evaluations.list_labels() == [(1, 0), (1, 0)]
+    assert again.evaluations.plan.ood_every == 5
     judged(again, b, 1.0)
     (c, *_) = again.grant("g", 1, 1, 0.0)
     judged(again, c, 0.5)
@@ -609,10 +607,8 @@ def test_leases_renewed_while_judging_survive(tmp_path: Path) -> None:
     store.flush_journal()
     again = recorded(tmp_path)
     assert state(again) == state(store)
-    assert (
-        again.alive[granted[0].ticket].lease is not None
-        and again.alive[granted[1].ticket].lease is None
-    )
+    assert again.alive[granted[0].ticket].lease is not None
+    assert again.alive[granted[1].ticket].lease is None
 
 
 @pytest.mark.parametrize("as_it_came", [False, True])

@@ -68,10 +68,8 @@ def test_a_run_from_hello_to_its_end(begin: Any) -> None:
             )
             if t.kind == "train":
                 batch = ask(learner, m.BatchRequest(1, number), m.Batch)
-                assert [(s.ticket, s.sample) for s in batch.samples] == [
-                    (number, 0),
-                    (number, 1),
-                ] and batch.lags == [0, 0]
+                assert [(s.ticket, s.sample) for s in batch.samples] == [(number, 0), (number, 1)]
+                assert batch.lags == [0, 0]
                 number += 1
                 assert (
                     ask(
@@ -104,11 +102,9 @@ def test_a_run_from_hello_to_its_end(begin: Any) -> None:
         8,
         True,
     )
-    assert (
-        summary["lag"] == {"mean": 0.0, "p95": 0, "max": 0}
-        and summary["heldout_end"] == 0.0
-        and evaluated == 1
-    )
+    assert summary["lag"] == {"mean": 0.0, "p95": 0, "max": 0}
+    assert summary["heldout_end"] == 0.0
+    assert evaluated == 1
     rows = map(json.loads, (run.dir / "metrics.jsonl").read_text().splitlines())
     assert [row["step"] for row in rows if "eval/heldout" in row] == [0, 2]
 
@@ -334,13 +330,11 @@ def test_reward_processes_in_the_metrics_and_among_the_waits(begin: Any) -> None
         "reward_failed_batches": 3,
     }
     got = step(1, **sums, reward_queue=7, reward_workers=2)
-    assert (
-        got["reward/queue"] == 7
-        and got["reward/workers"] == 2
-        and got["reward/wait_s"] == 0.5
-        and got["reward/call_s"] == 0.1
-        and got["reward/failed_batch_share"] == 0.75
-    )
+    assert got["reward/queue"] == 7
+    assert got["reward/workers"] == 2
+    assert got["reward/wait_s"] == 0.5
+    assert got["reward/call_s"] == 0.1
+    assert got["reward/failed_batch_share"] == 0.75
     assert got["judge/requests"] == 11 and "judge/stolen" not in got
     assert got["time/reward_wait_share"] == 0.25 and got["time/generator_idle_share"] == 0.75
     later = sums | {
@@ -350,12 +344,10 @@ def test_reward_processes_in_the_metrics_and_among_the_waits(begin: Any) -> None
         "reward_called_s": 1.5,
     }
     got = step(2, **later, reward_queue=0, reward_workers=3)
-    assert (
-        got["reward/wait_s"] == 0.25
-        and got["reward/call_s"] == 0.25
-        and got["time/reward_wait_share"] == 0.0
-        and got["reward/workers"] == 3
-    )
+    assert got["reward/wait_s"] == 0.25
+    assert got["reward/call_s"] == 0.25
+    assert got["time/reward_wait_share"] == 0.0
+    assert got["reward/workers"] == 3
     assert run.service.meter.rewards["generator-0"][:3] == (12, 5.5, 1.5)
 
 
@@ -566,10 +558,8 @@ def test_a_generator_that_leaves_gives_its_leases_back_at_once(begin: Any, mode:
     leaver.send(m.GeneratorGoodbye("generator-0", 1))
     ask(leaver, m.StatusRequest(), m.RunStatus)  # the buffer has read it
     again = ask(other, m.TicketRequest("generator-1", 1, 1, 4, None), m.TicketGrant).tickets[0]
-    assert (again.ticket, again.samples) == (
-        held.ticket,
-        held.samples,
-    ) and again.attempt > held.attempt
+    assert (again.ticket, again.samples) == (held.ticket, held.samples)
+    assert again.attempt > held.attempt
     status = ask(other, m.StatusRequest(), m.RunStatus)
     assert "generator-0" not in status.peers and status.ledger["lost_with_process"]["tokens"] == 5
 
@@ -628,11 +618,9 @@ def test_two_generators_of_one_name(begin: Any, monkeypatch: pytest.MonkeyPatch)
         first.send(m.LeaseRenewal("generator-0", 50, [], {}, None))
         ask(first, m.StatusRequest(), m.RunStatus)
     refused = ask(second, m.TicketRequest("generator-0", 60, 1, 9, None), m.Refusal)
-    assert (
-        refused.exit_code == 2
-        and f"process {process.pid} on {socket.gethostname()}" in refused.reason
-        and "--index" in refused.reason
-    )
+    assert refused.exit_code == 2
+    assert f"process {process.pid} on {socket.gethostname()}" in refused.reason
+    assert "--index" in refused.reason
     process.communicate(b"\n")
     third.send(greeting(run, 3, os.getpid()))  # as after a clock that was set back
     again = ask(third, m.TicketRequest("generator-0", 3, 1, 9, None), m.TicketGrant).tickets
@@ -642,10 +630,8 @@ def test_two_generators_of_one_name(begin: Any, monkeypatch: pytest.MonkeyPatch)
         "generator-0", 50, 1, answers(next(t for t in held if t.kind == "train")).samples
     )
     # what it had finished is taken
-    assert (
-        ask(first, late, m.DeliveryAcks).acks
-        and run.service.sessions.get_holder("generator-0") == 3
-    )
+    assert ask(first, late, m.DeliveryAcks).acks
+    assert run.service.sessions.get_holder("generator-0") == 3
     assert (
         "taken over the name"
         in ask(first, m.TicketRequest("generator-0", 50, 2, 9, None), m.Refusal).reason
@@ -705,9 +691,8 @@ def test_a_batch_whose_commit_was_lost_is_trained_when_a_checkpoint_lies_behind_
         b.number: (2, [[b.number] * 2], training_log.digest(b.samples)) for b in batches
     }
     summary = run.service.make_summary()
-    assert (summary["trajectories"], summary["tokens"], summary["steps"]) == (4, 8, 2) and summary[
-        "ledger"
-    ]["trained"] == 8
+    assert (summary["trajectories"], summary["tokens"], summary["steps"]) == (4, 8, 2)
+    assert summary["ledger"]["trained"] == 8
     ask(
         learner,
         msgspec.structs.replace(run.hello(3, 1 if killed == "learner" else 2, origin=1)),
@@ -876,10 +861,8 @@ def bad(run: Run, train: m.Ticket, test: m.Ticket) -> dict[str, m.FromPeer]:
     def hello(**more: Any) -> m.LearnerHello:
         return msgspec.structs.replace(run.hello(2), **more)
 
-    label, line = (
-        Label(1, 1),
-        {"tokens": 1.0, "samples": 1.0, "mean_length": 1.0, "mean_reward": 0.0},
-    )
+    label = Label(1, 1)
+    line = {"tokens": 1.0, "samples": 1.0, "mean_length": 1.0, "mean_reward": 0.0}
     return {
         "sample past the group": deliver(train, sample=2),
         "sample below 0": deliver(train, sample=-1),
@@ -964,11 +947,9 @@ def test_an_epoch_before_any_hello_is_nobodys(begin: Any) -> None:
         m.LearnerProgress("learner", None, {}),
     ):
         stranger.send(message)
-    assert (
-        ask(stranger, m.StatusRequest(), m.RunStatus).committed == 0
-        and not run.service.batch_requests
-        and not run.service.learner
-    )
+    assert ask(stranger, m.StatusRequest(), m.RunStatus).committed == 0
+    assert not run.service.batch_requests
+    assert not run.service.learner
     assert ask(run.peer(), run.hello(1), m.Welcome).epoch == 1
 
 
@@ -1007,10 +988,8 @@ def test_a_buffer_folded_after_the_end_waits_for_the_learner_only_if_its_model_i
         monkeypatch.setattr(module, "LINGER_S", 0.0)
     again.thread.join(600)
     assert not again.thread.is_alive()
-    assert (
-        again.service.make_summary()["finished"]
-        and again.service.make_summary()["heldout_end"] is not None
-    )
+    assert again.service.make_summary()["finished"]
+    assert again.service.make_summary()["heldout_end"] is not None
 
 
 def test_tokens_a_second_are_over_all_the_time_since_the_last_report(begin: Any) -> None:
@@ -1025,13 +1004,10 @@ def test_tokens_a_second_are_over_all_the_time_since_the_last_report(begin: Any)
     }
     service.reported.add("g")
     first = service.compute_generator_metrics(103.0)
-    assert first["throughput/generator_tokens_per_s"] == pytest.approx(100.0) and first[
-        "time/generator_idle_share"
-    ] == pytest.approx(1 / 3)
-    assert (
-        service.compute_generator_metrics(104.0) == {}
-        and service.compute_generator_metrics(105.5) == {}
-    )
+    assert first["throughput/generator_tokens_per_s"] == pytest.approx(100.0)
+    assert first["time/generator_idle_share"] == pytest.approx(1 / 3)
+    assert service.compute_generator_metrics(104.0) == {}
+    assert service.compute_generator_metrics(105.5) == {}
     service.generators["g"]["stats"] = {
         "generator/tokens": 700.0,
         "generator/busy_s": 5.0,
@@ -1090,10 +1066,9 @@ def test_reused_keys_are_summed_over_the_generators_that_keep_them(begin: Any) -
     assert step(1.0, a={}) == {}
     one = {"hits": 2.0, "reused_tokens": 48.0, "encoded_tokens": 100.0}
     two = {"hits": 3.0, "reused_tokens": 24.0, "encoded_tokens": 7.0}
-    assert step(2.0, a=one, b=two) == {
-        "prefix/hits": 5.0,
-        "prefix/reused_tokens": 72.0,
-        "prefix/encoded_tokens": 107.0,
-    }
+    values = step(2.0, a=one, b=two)
+    assert values == (
+        {"prefix/hits": 5.0, "prefix/reused_tokens": 72.0, "prefix/encoded_tokens": 107.0}
+    )
     later = step(3.0, a=one, b={name: value + 1 for name, value in two.items()})
     assert set(later.values()) == {1.0}

@@ -177,11 +177,9 @@ def test_rewards_apart_by_rounding_alone_are_no_spread_for_the_filter_as_for_the
     store.deliver(sample(t, 1, reward=other), 0.0)
     assert {name for name, line in store.sum_ledger().items() if line["tokens"]} == {what}
     both = torch.tensor([0.7, other], dtype=torch.float64)
-    assert (
-        bool(advantages.find_zero_variance(both, torch.zeros(2, dtype=torch.long)).all())
-        == (what == "filtered")
-        and EQUAL == advantages.EQUAL
-    )
+    got = bool(advantages.find_zero_variance(both, torch.zeros(2, dtype=torch.long)).all())
+    assert got == what == "filtered"
+    assert EQUAL == advantages.EQUAL
 
 
 def test_a_group_in_a_composed_batch_is_never_filtered() -> None:
@@ -223,11 +221,8 @@ def test_a_resumed_learner_gets_its_batches_again_and_orphans_are_written_anew()
     train(store, 2)
     assert [
         store.sum_ledger()[line]["tokens"] for line in ("trained", "orphaned", "left_over")
-    ] == [
-        12,
-        8,
-        4,
-    ] and total(store) == 24
+    ] == [12, 8, 4]
+    assert total(store) == 24
 
 
 def test_lag_across_a_branch_counts_both_sides() -> None:
@@ -273,10 +268,8 @@ def test_storage_is_freed_behind_the_oldest_checkpoint() -> None:
     assert len(store.retained) == 1 and store.base == 2 and total(store) == before == 12
     # a late copy of what a kept batch holds
     assert store.deliver(sample(t), 0.0) == "accepted" and total(store) == before
-    assert (
-        store.deliver(Trajectory(0, 0, 1, b"", b"", b"", b"", [], 0.0, {}, "stop", 1.0), 0.0)
-        == "trained"
-    )
+    got = store.deliver(Trajectory(0, 0, 1, b"", b"", b"", b"", [], 0.0, {}, "stop", 1.0), 0.0)
+    assert got == "trained"
 
 
 def test_a_new_memory_buffer_takes_cursor_and_totals_from_the_learner() -> None:
@@ -334,11 +327,9 @@ def test_a_generator_that_judges_does_not_renew_what_it_should_write() -> None:
     store = make(3, 2, 1, lease_s=10.0)
     judged, unbegun = store.grant("a", 1, 2, 0.0)
     store.renew("a", 1, [(1, unbegun.attempt, 0)], 9.0, [(0, judged.attempt)])  # a hung engine
-    assert (
-        store.expire(11.0) == 1
-        and store.alive[0].lease is not None
-        and store.alive[1].lease is None
-    )
+    assert store.expire(11.0) == 1
+    assert store.alive[0].lease is not None
+    assert store.alive[1].lease is None
 
 
 def test_an_evaluation_lasts_while_it_is_judged() -> None:
@@ -367,11 +358,9 @@ def test_tokens_of_an_attempt_that_never_delivers_are_lost_and_counted_once() ->
     store.renew("a", 1, [(0, t.attempt, 5)], 9.0)  # it is slow, not dead
     assert store.sum_ledger()["lost_with_process"]["tokens"] == 5
     assert store.deliver(sample(t, length=6), 9.0) == "duplicate"
-    assert (
-        store.sum_ledger()["lost_with_process"]["tokens"] == 0
-        and store.sum_ledger()["duplicate"]["tokens"] == 6
-        and total(store) == 10
-    )
+    assert store.sum_ledger()["lost_with_process"]["tokens"] == 0
+    assert store.sum_ledger()["duplicate"]["tokens"] == 6
+    assert total(store) == 10
 
 
 def test_failed_samples_are_written_again_within_the_budget_of_their_kind() -> None:
@@ -420,11 +409,9 @@ def test_drop_sends_a_stale_group_again_and_abandons_it_the_third_time() -> None
             # still too old, as an answer that is always late
             store.deliver(sample(again, 0, (Label(1, 0), 4)), 0.0)
     assert 0 not in store.alive and attempts == sorted(set(attempts))
-    assert (
-        store.sum_ledger()["dropped_stale"]["tokens"] == 8
-        and store.sum_ledger()["abandoned"]["tokens"] == 4
-        and store.sum_ledger()["abandoned"]["upto_4"] == 4
-    )
+    assert store.sum_ledger()["dropped_stale"]["tokens"] == 8
+    assert store.sum_ledger()["abandoned"]["tokens"] == 4
+    assert store.sum_ledger()["abandoned"]["upto_4"] == 4
 
 
 def test_drop_trains_what_is_fresh_enough_in_completion_order() -> None:
@@ -442,20 +429,16 @@ def test_mask_leaves_only_tokens_past_the_limit_out() -> None:
     assert batch.lags == [2] and batch.token_lags == [[(0, 3, 2), (3, 5, 1), (5, 6, 0)]]
     before = store.sum_ledger()["trained"]["tokens"]
     assert store.commit(2, Label(1, 3), "d3")
-    assert (
-        store.sum_ledger()["trained"]["tokens"] == before + 3
-        and store.sum_ledger()["masked_stale"]["tokens"] == 3
-    )
+    assert store.sum_ledger()["trained"]["tokens"] == before + 3
+    assert store.sum_ledger()["masked_stale"]["tokens"] == 3
 
 
 def test_downweight_trains_everything() -> None:
     store, (a, _) = stale("downweight")
     write(store, a)
     train(store, 2)
-    assert (
-        store.sum_ledger()["trained"]["tokens"] == 12
-        and store.sum_ledger()["masked_stale"]["tokens"] == 0
-    )
+    assert store.sum_ledger()["trained"]["tokens"] == 12
+    assert store.sum_ledger()["masked_stale"]["tokens"] == 0
 
 
 def test_without_a_limit_bytes_bound_what_is_alive() -> None:
@@ -482,10 +465,8 @@ def test_injected_lag_is_exact_after_the_first_batches(inject: int | list[float]
     seen: list[int] = []
     for n in range(10):
         while tickets := store.grant("g", 1, 1, 0.0):
-            assert (
-                tickets[0].exact_version is not None
-                and tickets[0].exact_version in store.list_pinned_versions()
-            )
+            assert tickets[0].exact_version is not None
+            assert tickets[0].exact_version in store.list_pinned_versions()
             write(store, tickets[0])
         groups, why = store.ask(1, n)
         assert groups, why
@@ -581,10 +562,8 @@ def test_a_fresh_buffer_that_followed_an_older_checkpoint_trains_nothing_twice()
         "orphaned": 4,
         "lost_with_process": 3,
     }
-    assert (
-        fresh.deliver(sample(old[1], length=5), 0.0) == "duplicate"
-        and fresh.sum_ledger()["lost_with_process"]["tokens"] == 0
-    )
+    assert fresh.deliver(sample(old[1], length=5), 0.0) == "duplicate"
+    assert fresh.sum_ledger()["lost_with_process"]["tokens"] == 0
 
 
 def test_a_masked_batch_that_is_asked_for_again_stays_as_it_was_handed_out() -> None:
@@ -624,10 +603,8 @@ def test_what_no_step_used_has_lines_of_its_own_and_a_roll_back_takes_them_back(
             n: (x["tokens"], x["samples"]) for n, x in store.sum_ledger().items() if x["tokens"]
         }
 
-    assert (
-        lines() == {"trained": (4 + 12, 3), "skipped": (6, 1), "rejected": (2, 1)}
-        and total(store) == 24
-    )
+    assert lines() == {"trained": (4 + 12, 3), "skipped": (6, 1), "rejected": (2, 1)}
+    assert total(store) == 24
     assert store.sum_ledger()["skipped"]["upto_8"] == 6
     assert hello(store, 2, 0, k=2, origin=1)
     assert lines() == {"left_over": (24, 4)}
@@ -635,10 +612,8 @@ def test_what_no_step_used_has_lines_of_its_own_and_a_roll_back_takes_them_back(
     assert store.ask(2, 0)[0] and store.commit(0, Label(2, 1), "other", [(0, 0), (99, 99)])
     assert lines() == {"trained": (6, 1), "skipped": (6, 1), "left_over": (12, 2)}
     store.retire_batches(1)
-    assert (
-        lines() == {"trained": (6, 1), "skipped": (6, 1), "left_over": (12, 2)}
-        and total(store) == 24
-    )
+    assert lines() == {"trained": (6, 1), "skipped": (6, 1), "left_over": (12, 2)}
+    assert total(store) == 24
     assert store.ask(2, 1)[0]
     for wrong in ([(1, 0)], [(0, 0), (-1, 0)], [(0, 0)] * 3):
         with pytest.raises(BadMessage, match="counts of unused tokens for"):
@@ -650,10 +625,8 @@ def test_masked_tokens_are_masked_before_they_are_skipped() -> None:
     store, (a, _) = stale("mask", k=1)
     store.deliver(sample(a, 0, (Label(1, 0), 3), (Label(1, 1), 2), (Label(1, 2), 1)), 0.0)
     assert store.ask(1, 2)[0] and store.commit(2, Label(1, 3), "d3", [(6, 0)])
-    assert (
-        store.sum_ledger()["masked_stale"]["tokens"] == 3
-        and store.sum_ledger()["skipped"]["tokens"] == 3
-    )
+    assert store.sum_ledger()["masked_stale"]["tokens"] == 3
+    assert store.sum_ledger()["skipped"]["tokens"] == 3
 
 
 # ---- evaluation ----------------------------------------------------------------------------------
@@ -672,11 +645,9 @@ def test_evaluations_start_with_the_run_every_n_versions_and_at_its_end() -> Non
             if t.kind == "train":
                 write(store, t)
             else:
-                assert (
-                    t.exact_version == Label(1, n)
-                    and t.ticket >= EVAL_BASE
-                    and t.sampling.temperature == 0.7
-                )
+                assert t.exact_version == Label(1, n)
+                assert t.ticket >= EVAL_BASE
+                assert t.sampling.temperature == 0.7
                 seen.setdefault(n, []).append(t.prompt.split)
                 assert judged(store, t, float(t.prompt.id)) == "evaluated"
         if n < 3:
@@ -691,9 +662,8 @@ def test_evaluations_start_with_the_run_every_n_versions_and_at_its_end() -> Non
         "eval/heldout_n": 3,
         "eval/heldout_length": 4.0,
     }
-    assert (
-        store.evaluations.results["ood", 3]["eval/ood_n"] == 1 and not store.evaluations.is_pending
-    )
+    assert store.evaluations.results["ood", 3]["eval/ood_n"] == 1
+    assert not store.evaluations.is_pending
     # evaluation has no line in the training ledger
     assert store.sum_ledger()["trained"]["tokens"] == 12 == total(store)
 
@@ -736,10 +706,8 @@ def test_lost_and_failed_evaluation_tickets_go_out_again() -> None:
     for _ in range(3):
         assert store.deliver(sample(again, 0, failed="data: no"), 0.0) == "evaluated"
         again = next(iter(store.grant("g", 1, 1, 2.0)), again)
-    assert (
-        not store.evaluations.is_pending
-        and store.evaluations.results["heldout", 0]["eval/heldout_n"] == 0
-    )
+    assert not store.evaluations.is_pending
+    assert store.evaluations.results["heldout", 0]["eval/heldout_n"] == 0
 
 
 def one_evaluation(lease_s: float = 10.0) -> Store:

@@ -34,9 +34,8 @@ def test_an_evaluation_costs_one_slot_and_comes_first() -> None:
     # 1 + 1 + 2 + 2: the last goes over the free slots
     assert [t.ticket >= EVAL_BASE for t in tickets] == [True, True, False, False]
     assert [t.attempt for t in tickets] == [1, 2, 3, 4] and store.attempts == 4
-    assert [t.ticket for t in tickets[2:]] == [0, 1] and all(
-        t.samples == [0, 1] for t in tickets[2:]
-    )
+    assert [t.ticket for t in tickets[2:]] == [0, 1]
+    assert all(t.samples == [0, 1] for t in tickets[2:])
     assert [store.alive[n].lease.session for n in (0, 1)] == [7, 7]  # type: ignore[union-attr]
     assert store.grant("g", 7, 0, 0.0) == []
 
@@ -46,12 +45,10 @@ def test_nothing_is_granted_after_the_end_or_before_a_learner() -> None:
     assert store.grant("g", 1, 9, 0.0) == [] and store.make_announcement() is None
     assert hello(store, 1, 0)
     announced = store.make_announcement()
-    assert (
-        announced is not None
-        and announced.label == Label(1, 0)
-        and announced.digest == "d0"
-        and announced.source.epoch == 1
-    )
+    assert announced is not None
+    assert announced.label == Label(1, 0)
+    assert announced.digest == "d0"
+    assert announced.source.epoch == 1
     store.finish()
     assert store.grant("g", 1, 9, 0.0) == [] and store.finished
 
@@ -121,12 +118,10 @@ def test_a_lease_is_renewed_by_new_tokens_and_with_it_those_that_wait_for_a_row(
     assert expires(store, 0) == expires(store, 1) == 26  # the same count is no progress
     store.renew("g", 1, [(c.ticket, c.attempt, 1)], 8.0)
     assert expires(store, 0) == 26 and expires(store, 2) == 28
-    assert (
-        store.expire(26.0) == 0
-        and store.expire(26.5) == 2
-        and store.alive[0].lease is None
-        and store.alive[2].lease is not None
-    )
+    assert store.expire(26.0) == 0
+    assert store.expire(26.5) == 2
+    assert store.alive[0].lease is None
+    assert store.alive[2].lease is not None
 
 
 def test_an_attempt_that_is_over_renews_nobodys_lease_but_its_tokens_count() -> None:
@@ -201,10 +196,8 @@ def test_a_stray_attempt_of_a_gone_group_is_lost_once_and_found_again() -> None:
         line["mean_length"],
         line["mean_reward"],
     ) == (4, 1, 4, 1)
-    assert (
-        store.deliver(sample(a, 0), 33.0) == "duplicate"
-        and store.sum_ledger()["duplicate"]["tokens"] == 4
-    )
+    assert store.deliver(sample(a, 0), 33.0) == "duplicate"
+    assert store.sum_ledger()["duplicate"]["tokens"] == 4
     # a late copy hears what became of the sample
     assert store.deliver(sample(b, 0), 33.0) == "trained"
 
@@ -214,14 +207,10 @@ def test_a_second_answer_for_a_sample_is_a_duplicate_and_a_copy_hears_the_same()
     (a,) = store.grant("g", 1, 2, 0.0)
     store.expire(30.0)
     (b,) = store.grant("h", 1, 2, 30.0)
-    assert (
-        store.deliver(sample(a, 0), 31.0) == "accepted"
-        and store.deliver(sample(b, 0, reward=3.0), 31.0) == "duplicate"
-    )
-    assert (
-        store.deliver(sample(a, 0), 32.0) == "accepted"
-        and store.deliver(sample(b, 0), 32.0) == "duplicate"
-    )
+    assert store.deliver(sample(a, 0), 31.0) == "accepted"
+    assert store.deliver(sample(b, 0, reward=3.0), 31.0) == "duplicate"
+    assert store.deliver(sample(a, 0), 32.0) == "accepted"
+    assert store.deliver(sample(b, 0), 32.0) == "duplicate"
     lines = store.sum_ledger()
     assert (
         lines["duplicate"]["tokens"],
@@ -242,13 +231,10 @@ def test_what_is_remembered_of_gone_groups_is_bounded(monkeypatch: pytest.Monkey
         write(store, t)
         train(store, n)
         store.retire_batches(n + 1)
-    assert list(store.gone) == [(n, 0, tickets[n].attempt) for n in (3, 4, 5)] and list(
-        store.strays
-    ) == [(n, tickets[n].attempt) for n in (4, 5)]
-    assert (
-        store.deliver(sample(tickets[5], 0), 1.0) == "trained"
-        and store.deliver(sample(tickets[0], 0), 1.0) == "duplicate"
-    )
+    assert list(store.gone) == [(n, 0, tickets[n].attempt) for n in (3, 4, 5)]
+    assert list(store.strays) == [(n, tickets[n].attempt) for n in (4, 5)]
+    assert store.deliver(sample(tickets[5], 0), 1.0) == "trained"
+    assert store.deliver(sample(tickets[0], 0), 1.0) == "duplicate"
 
 
 # ---- failures ------------------------------------------------------------------------------------
@@ -269,10 +255,8 @@ def test_the_third_failure_abandons_a_group_that_nobody_composed() -> None:
         lines["failed"]["samples"],
         lines["failed"]["mean_reward"],
     ) == (12, 3, 0)
-    assert (lines["abandoned"]["tokens"], lines["abandoned"]["mean_reward"]) == (
-        4,
-        0.5,
-    ) and store.stored_bytes == 0
+    assert (lines["abandoned"]["tokens"], lines["abandoned"]["mean_reward"]) == (4, 0.5)
+    assert store.stored_bytes == 0
     assert store.failures == {"data": 3} and store.deliver(sample(t, 1), 0.0) == "duplicate"
     assert store.grant("g", 1, 1, 0.0)[0].ticket == 1
 
@@ -318,11 +302,9 @@ def resumed(
 ) -> bool:
     label = Label(epoch, number)
     parent = Label(origin, number - 1) if number else None
-    digest, k, source = (
-        more.pop("digest", f"d{number}"),
-        more.pop("k", 2),
-        WeightsSource(epoch, "h", "", ""),
-    )
+    digest = more.pop("digest", f"d{number}")
+    k = more.pop("k", 2)
+    source = WeightsSource(epoch, "h", "", "")
     return store.follow_learner(
         LearnerHello(1, "run", epoch, label, parent, digest, 0, origin, k, source, ring, **more)
     )
@@ -338,23 +320,17 @@ def test_a_ring_of_a_resumed_learner_names_the_same_policies() -> None:
         train(store, n)
     assert resumed(store, 2, 3, [(Label(2, 1), "d1"), (Label(2, 2), "else")], k=7)
     tree = store.tree
-    assert (
-        tree.compute_lag(Label(2, 1), Label(1, 1), 1) == 0 and tree.get_digest(Label(2, 1)) == "d1"
-    )
+    assert tree.compute_lag(Label(2, 1), Label(1, 1), 1) == 0
+    assert tree.get_digest(Label(2, 1)) == "d1"
     # a child of the version before it
-    assert (
-        tree.get_digest(Label(2, 2)) == "else"
-        and tree.compute_lag(Label(2, 2), Label(2, 1), 1) == 1
-    )
+    assert tree.get_digest(Label(2, 2)) == "else"
+    assert tree.compute_lag(Label(2, 2), Label(2, 1), 1) == 1
     assert tree.compute_lag(Label(2, 2), Label(1, 2), 2) == 2
-    assert (
-        tree.compute_lag(Label(2, 3), Label(1, 3), 3) == 0
-    )  # its parent is the one that the hello names
-    assert (
-        (store.epoch, store.max_lag, store.committed, store.policy) == (2, 7, 3, Label(2, 3))
-        and store.source is not None
-        and store.source.epoch == 2
-    )
+    got = tree.compute_lag(Label(2, 3), Label(1, 3), 3)
+    assert got == 0  # its parent is the one that the hello names
+    assert (store.epoch, store.max_lag, store.committed, store.policy) == (2, 7, 3, Label(2, 3))
+    assert store.source is not None
+    assert store.source.epoch == 2
     # the same again; an older one is fenced
     assert resumed(store, 2, 3, []) and not resumed(store, 1, 3, [])
 
@@ -362,11 +338,8 @@ def test_a_ring_of_a_resumed_learner_names_the_same_policies() -> None:
 def test_a_hello_whose_parent_nobody_knows_hangs_on_its_own_ring() -> None:
     store = Store(StoreSettings(1, 1, 9, SamplingSettings()), prompt)
     assert resumed(store, 2, 3, [(Label(2, 1), "r1"), (Label(2, 2), "r2")], digest="r3")
-    assert [store.tree.compute_lag(Label(2, n), Label(2, 3), 3) for n in (1, 2, 3)] == [
-        2,
-        1,
-        0,
-    ] and store.base == store.committed == 3
+    assert [store.tree.compute_lag(Label(2, n), Label(2, 3), 3) for n in (1, 2, 3)] == [2, 1, 0]
+    assert store.base == store.committed == 3
 
 
 def test_a_rollback_gives_the_same_batches_and_ends_the_leases() -> None:
@@ -375,18 +348,14 @@ def test_a_rollback_gives_the_same_batches_and_ends_the_leases() -> None:
     for n in range(3):
         write(store, tickets[n])
         train(store, n)
-    assert (
-        sorted(store.retained) == [0, 1, 2]
-        and list(store.alive) == [3, 4]
-        and store.alive[3].lease is not None
-    )
+    assert sorted(store.retained) == [0, 1, 2]
+    assert list(store.alive) == [3, 4]
+    assert store.alive[3].lease is not None
     assert resumed(store, 2, 1, [])
-    assert (
-        list(store.alive) == [1, 2, 3, 4]
-        and sorted(store.retained) == [0]
-        and store.committed == 1
-        and store.alive[3].lease is None
-    )
+    assert list(store.alive) == [1, 2, 3, 4]
+    assert sorted(store.retained) == [0]
+    assert store.committed == 1
+    assert store.alive[3].lease is None
     groups, _ = store.ask(2, 1)
     assert [g.ticket for g in groups] == [1] and store.active == 2
     # it has not seen what the learner of epoch 2 was given
@@ -397,14 +366,12 @@ def test_a_rollback_gives_the_same_batches_and_ends_the_leases() -> None:
 def test_evaluations_start_over_with_a_resumed_learner() -> None:
     store = make(4, 1, 1, steps=3, evaluations=evaluations(every=1))
     first = store.grant("g", 1, 2, 0.0)
-    assert all(t.ticket >= EVAL_BASE for t in first) and store.list_pinned_versions() == [
-        Label(1, 0)
-    ]
+    assert all(t.ticket >= EVAL_BASE for t in first)
+    assert store.list_pinned_versions() == [Label(1, 0)]
     assert resumed(store, 2, 0, [], origin=0)
     again = store.grant("g", 1, 2, 0.0)
-    assert [t.exact_version for t in again] == [
-        Label(2, 0)
-    ] * 2 and store.list_pinned_versions() == [Label(2, 0)]
+    assert [t.exact_version for t in again] == [Label(2, 0)] * 2
+    assert store.list_pinned_versions() == [Label(2, 0)]
     store.deliver(sample(again[0], 0), 0.0)
     assert store.deliver(sample(first[1], 0, (Label(1, 0), 4)), 0.0) == "duplicate"
 
@@ -473,16 +440,12 @@ def test_a_batch_says_what_it_holds_and_what_a_new_buffer_must_know() -> None:
     groups, _ = store.ask(1, 1)
     batch = store.make_batch(groups, 1, 1)
     assert (batch.epoch, batch.number, [s.ticket for s in batch.samples]) == (1, 1, [2, 5])
-    assert (
-        batch.lags == [1, 1]
-        and batch.token_lags == [[(0, 3, 1), (3, 4, 0)], [(0, 4, 1)]]
-        and batch.in_flight == [1, 1]
-    )
+    assert batch.lags == [1, 1]
+    assert batch.token_lags == [[(0, 3, 1), (3, 4, 0)], [(0, 4, 1)]]
+    assert batch.in_flight == [1, 1]
     assert batch.next_ticket == 1 and batch.trained_above == [2, 3, 5]
-    assert (
-        batch.ledger["trained"]["tokens"] == 16
-        and batch.ledger["trained"]["mean_reward"] == (1 + 1 + 2 + 1) / 4
-    )
+    assert batch.ledger["trained"]["tokens"] == 16
+    assert batch.ledger["trained"]["mean_reward"] == (1 + 1 + 2 + 1) / 4
 
 
 def test_masked_and_faded_tokens_are_what_is_past_the_limit() -> None:
@@ -500,10 +463,8 @@ def test_masked_and_faded_tokens_are_what_is_past_the_limit() -> None:
         assert (s.masked, pytest.approx(s.faded)) == want
         assert store.commit(3, Label(1, 4), "d4")
         lines = store.sum_ledger()
-        assert (
-            lines["trained"]["tokens"] == 12 + 6 - want[0]
-            and lines["masked_stale"]["tokens"] == want[0]
-        )
+        assert lines["trained"]["tokens"] == 12 + 6 - want[0]
+        assert lines["masked_stale"]["tokens"] == want[0]
         assert lines["trained"].get("faded_upto_8", 0.0) == pytest.approx(want[1])
 
 
@@ -518,10 +479,8 @@ def test_versions_that_tickets_may_name_are_kept() -> None:
         write(store, t)
         train(store, n)
     assert store.list_pinned_versions() == [Label(1, 2), Label(1, 3), Label(1, 4)]
-    assert (
-        make(3, 1, 1, inject=[0.5, 0.5]).list_pinned_versions() == [Label(1, 0)]
-        and make().list_pinned_versions() == []
-    )
+    assert make(3, 1, 1, inject=[0.5, 0.5]).list_pinned_versions() == [Label(1, 0)]
+    assert make().list_pinned_versions() == []
     drawn = make(3, 1, 1, inject=[0.25, 0.25, 0.5])
     for n in range(4):
         (t,) = drawn.grant("g", 1, 1, 0.0)
@@ -544,11 +503,9 @@ def test_bytes_are_counted_while_a_sample_is_stored() -> None:
     assert store.stored_bytes == 0 and store.base == 1
     store.deliver(sample(b, 0), 0.0)
     store.remove_group(store.alive[1], "filtered")
-    assert (
-        store.stored_bytes == 0
-        and store.sum_ledger()["filtered"]["tokens"] == 4
-        and 1 not in store.alive
-    )
+    assert store.stored_bytes == 0
+    assert store.sum_ledger()["filtered"]["tokens"] == 4
+    assert 1 not in store.alive
 
 
 def test_bytes_of_what_is_dropped_or_orphaned_are_free_again() -> None:
@@ -570,10 +527,8 @@ def test_bytes_of_what_is_dropped_or_orphaned_are_free_again() -> None:
     paced.deliver(sample(t[2], 0, length=8), 0.0)  # of version 0 of the first life
     assert paced.stored_bytes == 44 + 44 + 88
     assert resumed(paced, 2, 2, [], k=1)
-    assert (
-        paced.ask(2, 2) == ([], BatchWait("ticket 2: 1 samples to be granted again"))
-        and paced.stored_bytes == 88
-    )
+    assert paced.ask(2, 2) == ([], BatchWait("ticket 2: 1 samples to be granted again"))
+    assert paced.stored_bytes == 88
     assert paced.sum_ledger()["orphaned"]["tokens"] == 8
 
 
@@ -584,10 +539,8 @@ def test_the_ledger_of_a_checkpoint_calls_lost_what_it_would_lose() -> None:
     train(store, 0)
     write(store, b)
     store.renew("g", 1, [(c.ticket, c.attempt, 3)], 1.0)
-    assert (
-        store.sum_ledger()["left_over"]["tokens"] == 7
-        and store.sum_ledger()["trained"]["tokens"] == 4
-    )
+    assert store.sum_ledger()["left_over"]["tokens"] == 7
+    assert store.sum_ledger()["trained"]["tokens"] == 4
     kept = store.compute_checkpoint_totals({0, 1})
     assert (
         kept["trained"]["tokens"],
@@ -660,18 +613,14 @@ def test_a_learner_that_is_further_on_than_the_buffer_has_trained_what_lies_here
         set(),
         {},
     )
-    assert (
-        list(store.alive) == [3, 5]
-        and store.cursor == 6
-        and store.skip == {7}
-        and store.stored_bytes == 44
-    )
+    assert list(store.alive) == [3, 5]
+    assert store.cursor == 6
+    assert store.skip == {7}
+    assert store.stored_bytes == 44
     lines = store.sum_ledger()
-    assert (
-        lines["trained"]["tokens"] == 100 + 8
-        and lines["orphaned"]["tokens"] == 8
-        and lines["left_over"]["tokens"] == 4
-    )
+    assert lines["trained"]["tokens"] == 100 + 8
+    assert lines["orphaned"]["tokens"] == 8
+    assert lines["left_over"]["tokens"] == 4
     assert store.deliver(sample(t[1], 0), 1.0) == "trained"
     got = store.grant("g", 1, 3, 1.0)
     assert [x.ticket for x in got] == [5, 6, 8] and store.skip == set()
@@ -700,10 +649,8 @@ def test_versions_far_behind_are_forgotten_unless_something_names_them(
     labels = store.tree.list_labels()
     assert labels[:2] == [Label(1, 1), Label(1, 4)] and labels[-1] == Label(1, 12)
     assert all(x.number >= 12 - 2 * 2 - 1 for x in labels[2:]) and len(labels) <= 2 * 2 + 2
-    assert (
-        store.tree.compute_lag(Label(1, 1), Label(1, 12), 12) == 11
-        and store.tree.compute_lag(Label(1, 4), Label(1, 12), 12) == 8
-    )
+    assert store.tree.compute_lag(Label(1, 1), Label(1, 12), 12) == 11
+    assert store.tree.compute_lag(Label(1, 4), Label(1, 12), 12) == 8
 
 
 def test_versions_of_what_is_trained_and_not_in_a_checkpoint_are_kept(

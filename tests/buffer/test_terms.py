@@ -44,9 +44,8 @@ def test_the_newest_term_is_the_only_one_that_is_not_over(tmp_path: Path) -> Non
     first = buffer_leadership.take_leadership(tmp_path, HERE)
     first.check()
     second = buffer_leadership.take_leadership(tmp_path, THERE, moved=True)
-    assert (first.number, second.number) == (1, 2) and buffer_leadership.read_current_address(
-        tmp_path
-    ) == THERE
+    assert (first.number, second.number) == (1, 2)
+    assert buffer_leadership.read_current_address(tmp_path) == THERE
     with pytest.raises(
         BufferTakenOver, match=rf"term 00000002 is process \d+ on .* at {THERE}\): this"
     ):
@@ -111,10 +110,8 @@ def test_a_run_is_not_taken_from_another_host_by_mistake(
 def test_a_torn_term_is_nobodys_and_still_counts(tmp_path: Path) -> None:
     torn = buffer_leadership.take_leadership(tmp_path, HERE, moved=True)
     torn.path.write_bytes(b'{"host')
-    assert (
-        buffer_leadership.read(torn.path) == (None, "")
-        and buffer_leadership.read_current_address(tmp_path) == ""
-    )
+    assert buffer_leadership.read(torn.path) == (None, "")
+    assert buffer_leadership.read_current_address(tmp_path) == ""
     assert buffer_leadership.take_leadership(tmp_path, HERE).number == 2
 
 
@@ -365,9 +362,8 @@ def test_a_buffer_that_is_over_takes_nothing_in_and_says_nothing(service: Buffer
     wire: Any = service.socket
     log = service.store.journal  # type: ignore[attr-defined]
     terms_of = buffer_leadership.list_term_files(service.run_dir)
-    assert (
-        len(terms_of) == 1 and buffer_leadership.read(terms_of[0])[0].address == wire.socket.address
-    )  # type: ignore[union-attr]
+    assert len(terms_of) == 1
+    assert buffer_leadership.read(terms_of[0])[0].address == wire.socket.address  # type: ignore[union-attr]
     greeting = greet(service.run, "generator-0", 1)
     wire.come = [said_hello(service.run), greeting, want(1, samples=2)]
     service.receive_messages()

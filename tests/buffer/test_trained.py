@@ -94,9 +94,8 @@ def test_a_copy_of_a_run_directory_has_a_socket_and_weights_of_its_own(tmp_path:
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     a, b = tmp_path / "run", tmp_path / "copy"
     assert rundir.read_run_id(a) == rundir.read_run_id(b)
-    assert rundir.get_buffer_address(config, a) != rundir.get_buffer_address(
-        config, b
-    ) and rundir.get_shm_dir(a) != rundir.get_shm_dir(b)
+    assert rundir.get_buffer_address(config, a) != rundir.get_buffer_address(config, b)
+    assert rundir.get_shm_dir(a) != rundir.get_shm_dir(b)
     a.rename(tmp_path / "moved")
     assert rundir.get_shm_dir(tmp_path / "moved") != rundir.get_shm_dir(b)
     for path in (tmp_path / "moved", b):

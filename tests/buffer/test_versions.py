@@ -76,9 +76,8 @@ def test_every_token_was_drawn_by_the_version_it_names_and_the_lag_is_its_age(
     wrong_version = 0.0
     for r in swapped[:60]:
         ids = torch.tensor([r["prompt_tokens"] + r["tokens"]])
-        assert [v[1] for v in r["versions"]] == [0] + [v[2] for v in r["versions"][:-1]] and r[
-            "versions"
-        ][-1][2] == len(r["tokens"])
+        assert [v[1] for v in r["versions"]] == [0] + [v[2] for v in r["versions"][:-1]]
+        assert r["versions"][-1][2] == len(r["tokens"])
         for (label, start, end), digest in zip(r["versions"], r["digests"], strict=True):
             n = number(label)
             if n not in policies:
@@ -86,10 +85,8 @@ def test_every_token_was_drawn_by_the_version_it_names_and_the_lag_is_its_age(
                 policies[n] = transformers.AutoModelForCausalLM.from_pretrained(
                     path, dtype=torch.float32
                 )
-                assert (
-                    policy.compute_weights_digest(policy.load_policy(path, "float32", "cpu"))
-                    == digest
-                )
+                got = policy.compute_weights_digest(policy.load_policy(path, "float32", "cpu"))
+                assert got == digest
             for named, kept in ((n, True), (number(r["versions"][0][0]), False)):
                 with torch.no_grad():
                     logits = (
@@ -164,6 +161,5 @@ def test_injected_lag_is_exact_whatever_the_speed(
     )
     assert done.code == 0, (speed, done.err[-3000:])
     for r in recorded(Path(done.json["run_dir"])):
-        assert [number(v[0]) for v in r["versions"]] == [max(0, r["batch"] - 3)] and r[
-            "lag"
-        ] == min(3, r["batch"])
+        assert [number(v[0]) for v in r["versions"]] == [max(0, r["batch"] - 3)]
+        assert r["lag"] == min(3, r["batch"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -18,6 +19,20 @@ def config(**sections: Any) -> Config:
     """Decoupled PPO, unless `sections` say otherwise: `batch` has an anchor of its own."""
     sections["correction"] = {"proximal": "recompute"} | sections.get("correction", {})
     return load.build({"model": {"path": "m"}, "task": {"name": "sort"}, **sections})
+
+
+def convert(settings: str) -> Config:
+    """A configuration with these `key=value` settings, checked as the command line does."""
+    raw: dict[str, Any] = {"model": {"path": "m"}, "task": {"name": "sort"}}
+    for item in settings.split():
+        load.apply(raw, item)
+    return load.convert(raw, "c.toml")
+
+
+def parse_refusals(table: str) -> list[tuple[str, str]]:
+    """(settings, error) of a table: lines of settings, and indented below them their error."""
+    found = re.findall(r"((?:^\S.*\n)+) {4}(.+)\n", table, re.MULTILINE)
+    return [(" ".join(settings.split()), said) for settings, said in found]
 
 
 def batch(

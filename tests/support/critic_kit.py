@@ -32,10 +32,8 @@ def batch(number: int = 0) -> Batch:
     for i in range(GROUPS * SIZE):
         n = int(r.integers(2, 10))
         prompt = np.random.default_rng(i // SIZE).integers(3, 13, 4).astype("<i4").tobytes()
-        tokens, lp = (
-            r.integers(3, 13, n).astype("<i4"),
-            (-2.8 + 0.3 * r.standard_normal(n)).astype("<f4"),
-        )
+        tokens = r.integers(3, 13, n).astype("<i4")
+        lp = (-2.8 + 0.3 * r.standard_normal(n)).astype("<f4")
         reward = float(tokens[0] < 8)
         samples.append(
             Trajectory(

@@ -32,10 +32,8 @@ def batch(number: int = 0, *, seed: int = 0, reward: float | None = None) -> Bat
         prompt = r.integers(2, 8, 2 + t % 3).astype("<i4").tobytes()
         for s in range(SIZE):
             n = int(r.integers(1, 13))
-            tokens, logprobs = (
-                r.integers(2, 8, n).astype("<i4"),
-                (-2.3 + 0.3 * r.standard_normal(n)).astype("<f4"),
-            )
+            tokens = r.integers(2, 8, n).astype("<i4")
+            logprobs = (-2.3 + 0.3 * r.standard_normal(n)).astype("<f4")
             value = float(r.random()) if reward is None else reward
             samples.append(
                 Trajectory(

@@ -36,12 +36,10 @@ def sample(
     ids = torch.tensor([[0] * (width - len(c)) + c for c in coded])
     seen = torch.tensor([[0] * (width - len(c)) + [1] * len(c) for c in coded])
     place = (seen.cumsum(1) - 1).clamp(min=0)
-    out, cache = (
-        hf(
-            input_ids=ids, attention_mask=seen, position_ids=place, use_cache=True, logits_to_keep=1
-        ),
-        None,
+    out = hf(
+        input_ids=ids, attention_mask=seen, position_ids=place, use_cache=True, logits_to_keep=1
     )
+    cache = None
     live, mask = torch.ones(len(coded), dtype=torch.bool), []
     for _ in range(most):
         token = torch.multinomial(out.logits[:, -1].float().softmax(-1), 1, generator=r)

@@ -429,10 +429,8 @@ class World:
 
     def check(self) -> None:
         lines = self.store.make_ledger().lines
-        written, held = (
-            sum(map(max, self.counts.values())),
-            sum(line.tokens for line in lines.values()),
-        )
+        written = sum(map(max, self.counts.values()))
+        held = sum(line.tokens for line in lines.values())
         if held != written:
             raise Broken(f"the ledger holds {held} tokens, {written} were written: {lines}")
         done = self.trained[: self.store.committed]

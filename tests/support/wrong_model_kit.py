@@ -50,6 +50,5 @@ def check_ends(answers: dict[Any, Any], stops: tuple[int, ...], most: int) -> No
     assert set(last) == set(stops)
     for a in answers.values():
         inside = [i for i, t in enumerate(a.tokens) if int(t) in stops]
-        assert inside == ([len(a.tokens) - 1] if a.finish == "stop" else []) and (
-            a.finish == "stop" or len(a.tokens) == most
-        )
+        assert inside == ([len(a.tokens) - 1] if a.finish == "stop" else [])
+        assert a.finish == "stop" or len(a.tokens) == most
