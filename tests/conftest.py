@@ -21,7 +21,7 @@ import pytest
 import warm_python
 import zmq
 from hypothesis import HealthCheck, settings
-from process_kit import ENV, JUDGED, ROOT, SMALL, Ended, demo_command, shared
+from process_kit import ENV, JUDGED, ROOT, SMALL, Ended, demo_command, run_command, shared
 from warm_python import SERVERS
 
 SUPPORT = {path.stem for path in (ROOT / "tests" / "support").glob("*_kit.py")}
@@ -110,8 +110,8 @@ def _warm_start(directory: Path) -> None:
         "threads=1)"
     )
     argv = [sys.executable, "-c", code, str(directory / "sort"), DEMO]
-    done = subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=7200)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = run_command(argv, timeout=7200)
+    assert done.code == 0, done.err[-3000:]
 
 
 @pytest.fixture(scope="session")
@@ -121,8 +121,8 @@ def gain(tmp_path_factory: pytest.TempPathFactory, sort_model: Path) -> Ended:
     def make(path: Path) -> None:
         words = ("learner.steps=40", "staleness.max_lag=4", "name='gain'", *JUDGED)
         argv = demo_command("run", path, sort_model, *words)
-        done = subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=7200)
-        (path / "ended.json").write_text(json.dumps([done.returncode, done.stdout, done.stderr]))
+        done = run_command(argv, timeout=7200)
+        (path / "ended.json").write_text(json.dumps([done.code, done.out, done.err]))
 
     code, out, err = json.loads((shared(tmp_path_factory, "gain", make) / "ended.json").read_text())
     return Ended(subprocess.CompletedProcess([], code, out, err))
@@ -137,15 +137,10 @@ def asyncrl(tmp_path: Path, sort_model: Path) -> Callable[..., Ended]:
     def call(
         command: str, *words: str, timeout: float = 3600.0, config: str = "demo", **env: str
     ) -> Ended:
-        return Ended(
-            subprocess.run(
-                demo_command(command, tmp_path, sort_model, *words, config=config),
-                cwd=ROOT,
-                env=ENV | env,
-                capture_output=True,
-                text=True,
-                timeout=timeout,
-            )
+        return run_command(
+            demo_command(command, tmp_path, sort_model, *words, config=config),
+            env=ENV | env,
+            timeout=timeout,
         )
 
     return call

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from algorithms_catalogue_kit import vec
 from algorithms_kit import D, config
 
 from asyncrl.algorithms import advantages as adv
@@ -21,10 +22,6 @@ from asyncrl.algorithms.settings import RlooAdvantage
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import Trajectory
 from learner.batch import _collect_token_rewards
-
-
-def vec(*x: float) -> torch.Tensor:
-    return torch.tensor(x, dtype=D)
 
 
 def answers(

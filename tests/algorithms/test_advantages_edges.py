@@ -8,20 +8,10 @@ import math
 
 import pytest
 import torch
+from algorithms_catalogue_kit import vec, yes
 
 from asyncrl.algorithms import advantages as adv
 from asyncrl.contract.errors import ConfigError
-
-D = torch.float64
-
-
-def vec(*x: float) -> torch.Tensor:
-    return torch.tensor(x, dtype=D)
-
-
-def yes(*x: int) -> torch.Tensor:
-    return torch.tensor(x, dtype=torch.bool)
-
 
 GROUPS = torch.tensor([0, 0, 0, 2, 2])  # of three and of two; group 1 is empty
 REWARDS = vec(1, 2, 6, 4, 8)

@@ -5,11 +5,19 @@ batch.  float64 throughout.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
-from algorithms_kit import D, batch, config, convert, gradient, parse_refusals, theta
+from algorithms_kit import (
+    D,
+    batch,
+    config,
+    convert,
+    gradient,
+    parse_refusals,
+    parse_settings,
+    theta,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -164,73 +172,40 @@ def test_a_kl_budget_spends_like_a_distance() -> None:
 
 # ---- any split, any order, anything behind the mask ----------------------------------------------
 
-VARIANTS: list[dict[str, Any]] = [
-    {},
-    {
-        "correction": {"level": "sequence", "self_normalize": True},
-        "loss": {"reduction": "seq-mean-token-mean"},
-    },
-    {
-        "correction": {
-            "preset": "mis",
-            "level": "token",
-            "bound": "truncate",
-            "hi": 2.0,
-            "reject": "ratio",
-            "reject_over": "mean",
-            "reject_lo": 0.7,
-            "reject_hi": 1.4,
-            "denominator": "after",
-            "self_normalize": True,
-        }
-    },
-    {"correction": {"level": "none", "m2": 0.04}},
-    {"loss": {"surrogate": "gspo"}},
-    {"loss": {"surrogate": "reshape"}, "correction": {"proximal": "behavior"}},
-    {"loss": {"surrogate": "kl_cov", "cov_share": 0.1}},
-    {"kl": {"loss": {"coefficient": 0.1, "estimator": "k3", "off_policy": "prefix"}}},
-    {"kl": {"reward": {"coefficient": 0.1, "estimator": "k1"}}},
-    {"staleness": {"max_lag": 2, "on_exceed": "downweight"}, "advantage": {"name": "grpo"}},
+VARIANTS = [
+    "",
+    "correction.level=sequence correction.self_normalize=true loss.reduction=seq-mean-token-mean",
+    "correction.preset=mis correction.level=token correction.bound=truncate correction.hi=2.0 "
+    "correction.reject=ratio correction.reject_over=mean correction.reject_lo=0.7 "
+    "correction.reject_hi=1.4 correction.denominator=after correction.self_normalize=true",
+    "correction.level=none correction.m2=0.04",
+    "loss.surrogate=gspo",
+    "loss.surrogate=reshape correction.proximal=behavior",
+    "loss.surrogate=kl_cov loss.cov_share=0.1",
+    "kl.loss.coefficient=0.1 kl.loss.estimator=k3 kl.loss.off_policy=prefix",
+    "kl.reward.coefficient=0.1 kl.reward.estimator=k1",
+    "staleness.max_lag=2 staleness.on_exceed=downweight advantage.name=grpo",
     *(
-        {"loss": {"surrogate": name}, "correction": {"proximal": "behavior"}}
+        f"loss.surrogate={name} correction.proximal=behavior"
         for name in ("vespo", "oapl", "band", "gepo", "bapo", "minpro", "gmpo", "ipo")
     ),
-    {
-        "correction": {
-            "proximal": "behavior",
-            "reject": "k1",
-            "reject_over": "mean",
-            "reject_hi": 0.1,
-            "reject_when": "negative",
-            "reject_at": "target",
-        }
-    },
-    {
-        "correction": {"proximal": "behavior", "m2": 0.04},
-        "loss": {"surrogate": "vanilla"},
-    },
-    {
-        "correction": {
-            "bound": "none",
-            "reject": "kb",
-            "reject_hi": 0.1,
-            "reject2": "tv",
-            "reject2_over": "max",
-            "reject2_hi": 0.3,
-        }
-    },
+    "correction.proximal=behavior correction.reject=k1 correction.reject_over=mean "
+    "correction.reject_hi=0.1 correction.reject_when=negative correction.reject_at=target",
+    "correction.proximal=behavior correction.m2=0.04 loss.surrogate=vanilla",
+    "correction.bound=none correction.reject=kb correction.reject_hi=0.1 correction.reject2=tv "
+    "correction.reject2_over=max correction.reject2_hi=0.3",
 ]
 
 
-def prepared(seed: int, variant: dict[str, Any]) -> tuple[LossBatch, Config]:
-    b, c = batch(seed), config(**variant)
+def prepared(seed: int, variant: str) -> tuple[LossBatch, Config]:
+    b, c = batch(seed), config(**parse_settings(variant))
     if c.correction.proximal == "behavior":
         b.proximal = b.behavior.clone()
     return b, c
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_any_split_into_micro_batches_is_the_whole(variant: dict[str, Any]) -> None:
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_any_split_into_micro_batches_is_the_whole(variant: str) -> None:
     b, c = prepared(2, variant)
     lp = theta(b)
     loss, grad, sums = gradient(b, c, lp)
@@ -242,8 +217,8 @@ def test_any_split_into_micro_batches_is_the_whole(variant: dict[str, Any]) -> N
         assert all(a[k] == pytest.approx(z[k], rel=1e-9, abs=1e-12) for k in a)
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_what_lies_behind_the_mask_changes_nothing(variant: dict[str, Any]) -> None:
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_lies_behind_the_mask_changes_nothing(variant: str) -> None:
     b, c = prepared(3, variant)
     lp = theta(b)
     _, grad, sums = gradient(b, c, lp)
@@ -264,9 +239,9 @@ def test_what_lies_behind_the_mask_changes_nothing(variant: dict[str, Any]) -> N
     }
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("size", [1e4, -1e4])
-def test_extreme_log_ratios_stay_finite(variant: dict[str, Any], size: float) -> None:
+def test_extreme_log_ratios_stay_finite(variant: str, size: float) -> None:
     b, c = prepared(4, variant)
     lp = (theta(b).detach() + size * (torch.arange(len(b.seq)) % 3 == 0)).requires_grad_(True)
     loss, grad, sums = gradient(b, c, lp)
@@ -277,7 +252,7 @@ def test_extreme_log_ratios_stay_finite(variant: dict[str, Any], size: float) ->
 
 @settings(max_examples=40)
 @given(seed=st.integers(0, 10_000), variant=st.sampled_from(VARIANTS[:6]))
-def test_the_order_of_the_answers_changes_nothing(seed: int, variant: dict[str, Any]) -> None:
+def test_the_order_of_the_answers_changes_nothing(seed: int, variant: str) -> None:
     b, c = prepared(seed, variant)
     if not b.mask.any():
         return

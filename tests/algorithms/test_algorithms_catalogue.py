@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 import torch
 from algorithms_catalogue_kit import repaired, vec
-from algorithms_kit import D, batch, config, convert, gradient, theta
+from algorithms_kit import (
+    D,
+    batch,
+    config,
+    convert,
+    gradient,
+    parse_refusals,
+    parse_settings,
+    theta,
+)
 
 from asyncrl.algorithms import advantages, stopping, surrogates
 from asyncrl.algorithms import loss as sl
@@ -280,35 +289,26 @@ def test_the_prepass_reads_any_object_with_the_sections() -> None:
     assert torch.equal(gradient(b, plain, theta(b))[1], gradient(b, c, theta(b))[1])
 
 
-WARNED = [
-    ({"kl": {"loss": {"coefficient": 0.1, "estimator": "k1"}}}, "pushes away from the data"),
-    (
-        {"kl": {"loss": {"coefficient": 0.1, "estimator": "k1"}}, "staleness": {"max_lag": 0}},
-        "no expected gradient on policy",
-    ),
-    ({"kl": {"reward": {"coefficient": 0.1, "estimator": "k3"}}}, "known to collapse"),
-    (
-        {"kl": {"loss": {"coefficient": 0.1, "estimator": "k3", "off_policy": "ratio"}}},
-        "only on the behavior policy's states",
-    ),
-    (
-        {
-            "kl": {"loss": {"coefficient": 0.1, "estimator": "k3", "off_policy": "prefix"}},
-            "correction": {"reject": "ratio"},
-        },
-        "by token removes tokens",
-    ),
-    (
-        {"kl": {"reward": {"coefficient": 0.1, "at": "behavior"}}},
-        "more than half wrong off policy; use start",
-    ),
-    ({"correction": {"level": "sequence"}}, "mean weight, an effective learning rate, drifts"),
-    (
-        {"loss": {"surrogate": "reshape"}, "correction": {"proximal": "behavior"}},
-        "the KL grows without bound",
-    ),
-    ({"advantage": {"name": "dr_grpo"}}, "length bias"),
-]
+WARNED = parse_refusals("""
+kl.loss.coefficient=0.1 kl.loss.estimator=k1
+    pushes away from the data
+kl.loss.coefficient=0.1 kl.loss.estimator=k1 staleness.max_lag=0
+    no expected gradient on policy
+kl.reward.coefficient=0.1 kl.reward.estimator=k3
+    known to collapse
+kl.loss.coefficient=0.1 kl.loss.estimator=k3 kl.loss.off_policy=ratio
+    only on the behavior policy's states
+kl.loss.coefficient=0.1 kl.loss.estimator=k3 kl.loss.off_policy=prefix correction.reject=ratio
+    by token removes tokens
+kl.reward.coefficient=0.1 kl.reward.at=behavior
+    more than half wrong off policy; use start
+correction.level=sequence
+    mean weight, an effective learning rate, drifts
+loss.surrogate=reshape correction.proximal=behavior
+    the KL grows without bound
+advantage.name=dr_grpo
+    length bias
+""")
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,8 @@ def test_a_clip_that_cannot_act_is_warned_of(settings: str, warned: bool) -> Non
     assert any("is always 1" in line for line in made) == warned
 
 
-@pytest.mark.parametrize(("sections", "said"), WARNED, ids=[w[1][:24] for w in WARNED])
-def test_what_a_run_is_told_once(sections: dict[str, Any], said: str) -> None:
-    assert any(said in line for line in rules.find_warnings(config(**sections)))
+@pytest.mark.parametrize(("settings", "said"), WARNED, ids=[w[1][:24] for w in WARNED])
+def test_what_a_run_is_told_once(settings: str, said: str) -> None:
+    made = config(**parse_settings(settings))
+    assert any(said in line for line in rules.find_warnings(made))
     assert not any(said in line for line in rules.find_warnings(config()))

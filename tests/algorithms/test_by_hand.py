@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from bad_input_kit import refused
-from process_kit import ENV, ROOT, SMALL, Ended
+from process_kit import ENV, ROOT, SMALL, Ended, run_command
 from run_kit import steps_done, wait_until
 from shutdown_kit import left
 
@@ -60,9 +60,7 @@ class Hand:
         return self.all[name]
 
     def type_(self, *argv: str) -> Ended:
-        return Ended(
-            subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=1800)
-        )
+        return run_command(argv)
 
     def said(self, name: str) -> str:
         return (self.tmp_path / f"{name}.err").read_text()

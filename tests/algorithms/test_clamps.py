@@ -8,22 +8,17 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 import torch
+from algorithms_catalogue_kit import repaired, vec
 from algorithms_kit import D, batch, config, gradient, theta
 
 from asyncrl.algorithms import correction, kl, ratios, reshape, surrogates
 from asyncrl.algorithms import loss as sl
 from asyncrl.algorithms.batch import LossBatch, _compute_sample_ratios
-from asyncrl.algorithms.settings import Reshape
 from asyncrl.algorithms.trust import sequence_surrogates, token_surrogates
 
 INF = math.inf
-
-
-def vec(*x: float) -> torch.Tensor:
-    return torch.tensor(x, dtype=D)
 
 
 def test_differences_are_finite_and_pass_their_gradient_where_they_are_one() -> None:
@@ -186,10 +181,6 @@ def test_the_surrogates_of_whole_answers_get_whole_log_ratios(name: str, factor:
 
 
 # ---- what did nothing ----------------------------------------------------------------------------
-
-
-def repaired(**keys: Any) -> Any:
-    return msgspec.convert({"mode": "constant", "gamma": 0.5, **keys}, Reshape)
 
 
 def test_repair_d_stops_the_box_cox_form_too() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from algorithms_catalogue_kit import vec
 from learner_step_kit import GROUPS, SIZE, batch, core, model_dir, weights
 
 from asyncrl.algorithms.ratios import sum_by_sample
@@ -19,10 +20,6 @@ from learner.gradients import GradientAlignment
 from learner.step import LearnerCore
 
 __all__ = ["model_dir"]
-
-
-def vec(*x: float) -> torch.Tensor:
-    return torch.tensor(x, dtype=torch.float64)
 
 
 def looked(most: float | None, *gradients: torch.Tensor) -> tuple[float, torch.Tensor]:

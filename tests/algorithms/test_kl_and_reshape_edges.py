@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from algorithms_catalogue_kit import repaired, vec
+from algorithms_catalogue_kit import k3, repaired, vec
 
 from asyncrl.algorithms import kl, reshape, stopping, surrogates
 from asyncrl.contract.errors import ConfigError
@@ -24,10 +24,6 @@ def sloped(make: Any) -> tuple[list[float], list[float]]:
     lp = LP.clone().requires_grad_(True)
     out = make(lp)
     return out.detach().tolist(), torch.autograd.grad(out.sum(), lp)[0].tolist()
-
-
-def k3(x: float) -> float:
-    return math.exp(-x) - 1 + x
 
 
 def test_estimators_by_hand() -> None:

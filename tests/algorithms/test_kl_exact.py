@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -171,28 +172,18 @@ def test_both_prefix_estimators_are_exact_for_any_behaviour_policy(seed: int) ->
 
 def test_values_are_unbiased_on_policy(tables: tuple[torch.Tensor, ...]) -> None:
     theta, ref, _ = tables
-    exact = sum(
-        token_logprobs(theta, s).sum().exp()
-        * (token_logprobs(theta, s) - token_logprobs(ref, s)).sum()
-        for s in SEQUENCES
-    )
-    for f in (kl.estimate_k1, kl.estimate_k3):
-        got = sum(
-            token_logprobs(theta, s).sum().exp()
-            * f(token_logprobs(theta, s) - token_logprobs(ref, s)).sum()
-            for s in SEQUENCES
+
+    def average(policy: torch.Tensor, value: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        """Of a value of log theta / ref by token [T], over the policy's sequences."""
+        logs = {s: (token_logprobs(theta, s), token_logprobs(ref, s)) for s in SEQUENCES}
+        return sum(
+            token_logprobs(policy, s).sum().exp() * value(a - b) for s, (a, b) in logs.items()
         )
-        assert torch.allclose(torch.as_tensor(got), torch.as_tensor(exact), atol=1e-12)
-    forward = sum(
-        token_logprobs(ref, s).sum().exp()
-        * (token_logprobs(ref, s) - token_logprobs(theta, s)).sum()
-        for s in SEQUENCES
-    )
-    states = sum(
-        token_logprobs(theta, s).sum().exp()
-        * kl.estimate_forward_k3(token_logprobs(theta, s) - token_logprobs(ref, s))[0]
-        for s in SEQUENCES
-    )
+
+    exact = average(theta, torch.sum)
+    for f in (kl.estimate_k1, kl.estimate_k3):
+        assert torch.allclose(average(theta, lambda x, f=f: f(x).sum()), exact, atol=1e-12)
+    states = average(theta, lambda x: kl.estimate_forward_k3(x)[0])
     a, b = torch.log_softmax(theta[0], -1), torch.log_softmax(ref[0], -1)
-    assert torch.allclose(torch.as_tensor(states), (b.exp() * (b - a)).sum(), atol=1e-12)
-    assert float(torch.as_tensor(forward)) > 0
+    assert torch.allclose(states, (b.exp() * (b - a)).sum(), atol=1e-12)
+    assert float(average(ref, lambda x: -x.sum())) > 0

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from algorithms_catalogue_kit import k3
 
 from asyncrl.algorithms import diagnostics, split
 from asyncrl.algorithms.surrogates import DUAL, HIGH, LOW, OPEN
@@ -87,11 +88,6 @@ def tokens_of(v: diagnostics.DiagnosticTokens) -> list[dict[str, Any]]:
             }
         )
     return [x for x in out if x["valid"]]
-
-
-def k3(x: float) -> float:
-    """Of x = log p - log q on samples of p."""
-    return math.exp(-x) - 1 + x
 
 
 def ess(w: list[float]) -> float:

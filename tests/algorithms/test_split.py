@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from algorithms_catalogue_kit import vec
 from signs_kl_kit import split_share
 
 from asyncrl.algorithms import split
@@ -34,10 +35,6 @@ from learner.step import LearnerCore
 
 GROUPS, SIZE, LENGTH = 6, 2, 8
 NOISE = 0.25
-
-
-def vec(*x: float) -> torch.Tensor:
-    return torch.tensor(x, dtype=torch.float64)
 
 
 def k3(x: float) -> float:

@@ -11,14 +11,13 @@ import json
 import os
 import re
 import shlex
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from process_kit import ENV, ROOT, SMALL, Ended, demo_command
+from process_kit import SMALL, demo_command, run_command
 
 from actors import reward_worker
 from actors.reward_worker import RewardCall, RewardUnit
@@ -141,15 +140,6 @@ def test_what_cannot_be_used_is_kept_too(config: Callable[..., Config], tmp_path
     assert "reward is a NoneType" in (tmp_path / "reward.log").read_text()
 
 
-def test_the_log_is_bounded(tmp_path: Path) -> None:
-    log = user_function.FailureLog(str(tmp_path))
-    for _ in range(4):
-        log.note(SUM, "y" * (user_function.LOG_BYTES // 2), "why")
-    assert (tmp_path / "reward.log").stat().st_size < 2 * user_function.LOG_BYTES
-    user_function.FailureLog(str(tmp_path / "gone")).note(SUM, "", "no directory: no error")
-    user_function.FailureLog("").note(SUM, "", "no run: no log")
-
-
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -233,9 +223,7 @@ def test_a_failed_reward_is_said_once(
     function = config("fails_later").reward.function
     sets = (*SMALL, f"reward.function={function!r}", "name='r'", "reward.error_budget=0.1")
     argv = demo_command("run", tmp_path, small_model, *sets)
-    done = Ended(
-        subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=3600)
-    )
+    done = run_command(argv)
     assert done.code == 1
     said = f"KeyError: 'no such key' at own_reward.py:{line_of('return {}[')} in helper"
     assert done.err.count(said) == 1, done.err
@@ -381,6 +369,8 @@ def test_a_full_log_takes_no_more(tmp_path: Path) -> None:
     path.write_bytes(b"x" * user_function.LOG_BYTES)
     log.note(SUM, "y", "why")
     assert path.stat().st_size == user_function.LOG_BYTES == 1 << 20
+    user_function.FailureLog(str(tmp_path / "gone")).note(SUM, "", "no directory: no error")
+    user_function.FailureLog("").note(SUM, "", "no run: no log")
 
 
 def test_the_place_of_an_error_is_outside_libraries(own: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from algorithms_catalogue_kit import vec, yes
 from algorithms_kit import convert
 
 from asyncrl.algorithms import advantages, batch, kl, reductions, reshape, surrogates
@@ -19,14 +20,6 @@ from asyncrl.contract.errors import ConfigError
 
 D = torch.float64
 INF = math.inf
-
-
-def vec(*x: float) -> torch.Tensor:
-    return torch.tensor(x, dtype=D)
-
-
-def yes(*x: int) -> torch.Tensor:
-    return torch.tensor(x, dtype=torch.bool)
 
 
 def section(**keys: Any) -> Any:
@@ -256,14 +249,14 @@ def test_the_ratios_band_by_what_it_is_taken_over(over: str, lo: float, hi: floa
 def test_bands_hold_at_their_edges_and_k_has_no_lower_one() -> None:
     one, seq = yes(1, 1, 1), torch.tensor([0, 1, 2])
     x = vec(-0.5, 0.0, 0.5)  # k1 = 0.5, 0, -0.5
-    got = weights.build_rejection_mask("k1", "token", None, 0.5, x, one, seq, 3)
-    assert got.tolist() == [True, True, True]
-    got = weights.build_rejection_mask("k1", "token", None, 0.25, x, one, seq, 3)
-    assert got.tolist() == [False, True, True]
-    got = weights.build_rejection_mask("k1", "token", 0.0, 0.25, x, one, seq, 3)
-    assert got.tolist() == [False, True, False]
-    got = weights.build_rejection_mask("k1", "token", -0.5, 0.5, x, one, seq, 3)
-    assert got.tolist() == [True, True, True]
+    for lo, hi, kept in (
+        (None, 0.5, [True, True, True]),
+        (None, 0.25, [False, True, True]),
+        (0.0, 0.25, [False, True, False]),
+        (-0.5, 0.5, [True, True, True]),
+    ):
+        got = weights.build_rejection_mask("k1", "token", lo, hi, x, one, seq, 3)
+        assert got.tolist() == kept, (lo, hi)
     got = weights.build_rejection_mask("none", "token", None, None, x * 100, one, seq, 3)
     assert got.tolist() == [True, True, True]
     for name in ("k1", "k2", "k3"):

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import pytest
-from process_kit import ENV, ROOT
+from process_kit import run_command
 
 MODES = ("memory", "process", "disk")
 
 
 def test_the_cpu_of_a_batch_is_judged_against_the_bare_store_of_the_same_run() -> None:
-    done = subprocess.run(
-        [sys.executable, "benchmarks/buffer.py", "--quick", "--json"],
-        cwd=ROOT,
-        env=ENV,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    done = run_command([sys.executable, "benchmarks/buffer.py", "--quick", "--json"])
+    assert done.code == 0, done.err[-3000:]
+    found = json.loads(done.out.splitlines()[-1])
     goals = {goal["figure"]: goal for goal in found["goals"]}
     assert set(found["times"]) == {*MODES, "queue", "bare store"}
     assert found["bare_store_ms"] > 0

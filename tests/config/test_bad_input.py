@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from bad_input_kit import refused
-from process_kit import ENV, ROOT, Ended, demo_command
+from process_kit import ENV, ROOT, Ended, demo_command, run_command
 from run_kit import finish, start, steps_done, wait_until
 
 from asyncrl.cli import main
@@ -149,9 +149,7 @@ def test_a_reward_module_that_cannot_be_imported_is_said_before_the_start(
 def with_rewards(tmp_path: Path, model: Path, *words: str) -> Ended:
     env = ENV | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     argv = demo_command("run", tmp_path, model, *SMALL, *words, "name='r'")
-    return Ended(
-        subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=3600)
-    )
+    return run_command(argv, env=env)
 
 
 def test_a_reward_that_fails_on_the_right_answer_is_said_before_the_start(
@@ -358,17 +356,8 @@ def test_an_export_of_an_untrained_model_is_noted(
     ],
 )
 def test_commands_typed_wrong(argv: list[str], code: int, said: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "asyncrl.cli", *argv],
-        cwd=ROOT,
-        env=ENV,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == code and said in done.stderr and "Traceback" not in done.stderr, (
-        done.stderr
-    )
+    done = run_command([sys.executable, "-m", "asyncrl.cli", *argv])
+    assert done.code == code and said in done.err and "Traceback" not in done.err, done.err
 
 
 def test_a_full_disk_at_checkpoint_ends_the_run_with_the_one_before_whole(
@@ -409,11 +398,7 @@ def test_a_full_disk_at_checkpoint_ends_the_run_with_the_one_before_whole(
                 for a in argv
             ]
             run_dir = small / "runs" / "full"
-        done = Ended(
-            subprocess.run(
-                [*words, *argv], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=3600
-            )
-        )
+        done = run_command([*words, *argv])
         assert (
             done.code == 1
             and re.search("(could not|cannot) be written", done.err)
@@ -422,9 +407,8 @@ def test_a_full_disk_at_checkpoint_ends_the_run_with_the_one_before_whole(
         left = newest_checkpoints(run_dir)
         from learner import checkpoint
 
-        assert all(checkpoint.verify(p) == "" for p in left) and not list(
-            run_dir.glob("checkpoints/epoch_*/.number_*")
-        )
+        assert all(checkpoint.verify(p) == "" for p in left)
+        assert not list(run_dir.glob("checkpoints/epoch_*/.number_*"))
     finally:
         if limit:
             subprocess.run(["umount", str(small)], check=True)

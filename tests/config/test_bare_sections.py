@@ -58,14 +58,11 @@ def test_an_advantage_of_a_name_alone(name: str, per_token: bool) -> None:
         if name != "grpo" or per_token
         else {"name": name, "ddof": 1, "eps": 1e-4, "whiten": False}
     )
-    got, want = (
-        prepared(bare(keys), per_token),
-        prepared(config(advantage={"name": name}), per_token),
-    )
+    got = prepared(bare(keys), per_token)
+    want = prepared(config(advantage={"name": name}), per_token)
     assert torch.equal(got.advantage, want.advantage) and float(want.advantage.abs().max()) > 0
-    assert (got.returns is None) == (want.returns is None) and (
-        got.returns is None or torch.equal(got.returns, want.returns)
-    )  # type: ignore[arg-type]
+    assert (got.returns is None) == (want.returns is None)
+    assert got.returns is None or torch.equal(got.returns, want.returns)  # type: ignore[arg-type]
     assert got.metrics == want.metrics
 
 
@@ -93,11 +90,9 @@ def test_a_whole_step_with_bare_sections_is_that_of_the_defaults() -> None:
     for c in (bare({"name": "rloo", "whiten": False}), config()):
         b = batch(3)
         prep = sl.prepare(b, c)
-        assert (
-            not sl.needs_current(prep)
-            and not sl.needs_proximal_first(c)
-            and not sl.needs_start_first(c)
-        )
+        assert not sl.needs_current(prep)
+        assert not sl.needs_proximal_first(c)
+        assert not sl.needs_start_first(c)
         step = sl.begin_step(prep, torch.arange(12))
         loss, sums = sl.compute_micro_loss(prep, step, torch.arange(len(b.seq)), lp)
         found.append(
@@ -115,14 +110,12 @@ def test_a_whole_step_with_bare_sections_is_that_of_the_defaults() -> None:
 
 def test_terms_of_bare_sections_have_the_defaults_of_the_configuration() -> None:
     """KL in the loss: k3, on policy; the value loss: 0.1 of it, not clipped."""
-    lp, now = (
-        theta(batch(3)),
-        torch.randn(
-            len(batch(3).seq),
-            generator=torch.Generator().manual_seed(9),
-            dtype=D,
-            requires_grad=True,
-        ),
+    lp = theta(batch(3))
+    now = torch.randn(
+        len(batch(3).seq),
+        generator=torch.Generator().manual_seed(9),
+        dtype=D,
+        requires_grad=True,
     )
     kl = settings.KL(loss=settings.KLLoss(coefficient=0.3))
     found = []
@@ -136,10 +129,8 @@ def test_terms_of_bare_sections_have_the_defaults_of_the_configuration() -> None
             prep, sl.begin_step(prep, torch.arange(12)), torch.arange(len(b.seq)), lp, None, now
         )
         found.append((torch.autograd.grad(loss, (lp, now)), sl.finish(sums)))
-    assert (
-        all(torch.equal(a, b) for a, b in zip(found[0][0], found[1][0], strict=True))
-        and found[0][1] == found[1][1]
-    )
+    assert all(torch.equal(a, b) for a, b in zip(found[0][0], found[1][0], strict=True))
+    assert found[0][1] == found[1][1]
     assert found[0][1]["loss/kl"] > 0 and found[0][1]["loss/value"] > 0
 
 
@@ -151,9 +142,8 @@ def test_a_stop_of_a_limit_alone_skips_from_the_start() -> None:
         a, w = sl.sum_update_kl(prep, at, theta(batch(3)).detach())
         x = theta(batch(3)).detach() - prep.start
         weight = (prep.start - prep.batch.behavior).exp().clamp(max=2.0)
-        assert float(a) == pytest.approx(
-            float((weight * (x.exp() - 1 - x))[prep.valid].sum())
-        ) and float(w) == pytest.approx(float(weight[prep.valid].sum()))
+        assert float(a) == pytest.approx(float((weight * (x.exp() - 1 - x))[prep.valid].sum()))
+        assert float(w) == pytest.approx(float(weight[prep.valid].sum()))
 
 
 def test_draws_of_bare_sections_are_those_of_the_configuration() -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import click
 import click.testing
 import pytest
-from process_kit import ENV, ROOT
+from process_kit import run_command
 
 from asyncrl.cli import FAMILIES, SECTIONS, main
 
@@ -26,11 +25,9 @@ SHOW_ALL = SHOW.replace("as ended: assert not ended.code", ": pass")
 
 def imported(*argv: str) -> set[str]:
     """Modules in a process that ran the command."""
-    done = subprocess.run(
-        [sys.executable, "-c", SHOW, *argv], cwd=ROOT, env=ENV, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return set(done.stdout.splitlines()[-1].split())
+    done = run_command([sys.executable, "-c", SHOW, *argv])
+    assert done.code == 0, done.err
+    return set(done.out.splitlines()[-1].split())
 
 
 def test_help_imports_every_family_and_nothing_heavy() -> None:
@@ -101,12 +98,6 @@ def test_a_wrong_path_is_told_before_torch_is_imported(
     argv: tuple[str, ...], small_model: Path, tmp_path: Path
 ) -> None:
     words = [str(small_model) if word == "MODEL" else word for word in argv]
-    done = subprocess.run(
-        [sys.executable, "-c", SHOW_ALL, *words],
-        cwd=tmp_path,
-        env=ENV,
-        capture_output=True,
-        text=True,
-    )
-    assert "error: " in done.stderr and "nowhere" in done.stderr, done.stderr
-    assert "torch" not in done.stdout.splitlines()[-1].split()
+    done = run_command([sys.executable, "-c", SHOW_ALL, *words], cwd=tmp_path)
+    assert "error: " in done.err and "nowhere" in done.err, done.err
+    assert "torch" not in done.out.splitlines()[-1].split()

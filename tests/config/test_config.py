@@ -7,13 +7,12 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from process_kit import ENV, ROOT
+from process_kit import ROOT, run_command
 
 from asyncrl.algorithms import settings
 from asyncrl.config import bundled_configs, explain, layers, load
@@ -106,13 +105,11 @@ def test_mistakes_on_the_command_line(item: str, said: str, tmp_path: Path) -> N
         "--set",
         item,
     ]
-    done = subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 2, done.stderr
-    assert (
-        said in done.stderr
-        and "Traceback" not in done.stderr
-        and len(done.stderr.strip().splitlines()) == 1
-    )
+    done = run_command(argv)
+    assert done.code == 2, done.err
+    assert said in done.err
+    assert "Traceback" not in done.err
+    assert len(done.err.strip().splitlines()) == 1
     assert not (tmp_path / "runs").exists()
 
 
@@ -364,12 +361,8 @@ def test_tensorboard_reads_numbers_and_histograms_as_soon_as_they_are_written(
     assert (event.step, found.min, found.max, found.num) == (1, 0.0, 2.0, 3.0)
     assert (found.sum, found.sum_squares) == (2.0, 4.0)
     # up to each limit, from the one before; TensorBoard draws none without an empty first
-    assert list(zip(found.bucket_limit, found.bucket, strict=True)) == [
-        (-0.5, 0.0),
-        (0.5, 2.0),
-        (1.5, 0.0),
-        (2.5, 1.0),
-    ]
+    got = list(zip(found.bucket_limit, found.bucket, strict=True))
+    assert got == [(-0.5, 0.0), (0.5, 2.0), (1.5, 0.0), (2.5, 1.0)]
     # a step's numbers travel together: one event each was most of what they cost the buffer
     (path,) = (tmp_path / "tensorboard").glob("events.out.tfevents.*")
     sizes = [len(e.summary.value) for e in EventFileLoader(str(path)).Load()]
@@ -421,11 +414,9 @@ def test_what_is_not_finite_is_in_no_row(
     writer.write(2, {"reward/mean": 0.5, "kl/moved": -math.inf})
     writer.close()
     text = (tmp_path / "metrics.jsonl").read_text()
-    assert (
-        "Infinity" not in text
-        and "NaN" not in text
-        and [r["reward/mean"] for r in metrics.read(tmp_path)] == [0.5, 0.5]
-    )
+    assert "Infinity" not in text
+    assert "NaN" not in text
+    assert [r["reward/mean"] for r in metrics.read(tmp_path)] == [0.5, 0.5]
     assert capsys.readouterr().err.splitlines() == [
         "step 1: not finite, left out of the metrics: kl/moved, loss/policy"
     ], "once a name"
@@ -435,16 +426,11 @@ def test_the_layers_hold() -> None:
     """The import contracts of pyproject.toml: the mathematics knows no wire, the buffer no torch,
     the parts not each other.
     """
-    done = subprocess.run(
-        [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()"],
-        cwd=ROOT,
-        env=ENV,
-        capture_output=True,
-        text=True,
-        timeout=600,
+    done = run_command(
+        [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()"]
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert "0 broken" in done.stdout
+    assert done.code == 0, done.out[-2000:] + done.err[-2000:]
+    assert "0 broken" in done.out
 
 
 @pytest.mark.parametrize(

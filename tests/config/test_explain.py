@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
-from process_kit import ENV, ROOT
+from process_kit import ENV, ROOT, run_command
 
 from asyncrl.cli import main
 from asyncrl.config import explain, layers, load
@@ -158,7 +157,7 @@ def test_diff_of_configs_and_runs(tmp_path: Path, capfd: pytest.CaptureFixture[s
 
 def complete(*words: str) -> list[str]:
     """Ask as the scripts of click for bash do."""
-    done = subprocess.run(
+    done = run_command(
         [sys.executable, "-c", "from asyncrl.cli import main; main(prog_name='asyncrl')"],
         env=ENV
         | {
@@ -166,12 +165,9 @@ def complete(*words: str) -> list[str]:
             "COMP_WORDS": " ".join(("asyncrl", *words)),
             "COMP_CWORD": str(len(words)),
         },
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
     )
-    assert not done.stderr, done.stderr
-    return [line.partition(",")[2] for line in done.stdout.splitlines()]
+    assert not done.err, done.err
+    return [line.partition(",")[2] for line in done.out.splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -196,14 +192,11 @@ def test_the_shell_completes_commands_keys_values_and_configs(
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_scripts_of_three_shells(shell: str) -> None:
-    done = subprocess.run(
+    done = run_command(
         [sys.executable, "-c", "from asyncrl.cli import main; main(prog_name='asyncrl')"],
         env=ENV | {"_ASYNCRL_COMPLETE": f"{shell}_source", "PATH": os.environ["PATH"]},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
     )
-    assert f"_ASYNCRL_COMPLETE={shell}_complete" in done.stdout, done.stderr
+    assert f"_ASYNCRL_COMPLETE={shell}_complete" in done.out, done.err
 
 
 def test_arguments_of_an_environment_name_the_block_of_verifiers() -> None:

@@ -7,12 +7,11 @@ from __future__ import annotations
 import os
 import re
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from process_kit import ENV, ROOT
+from process_kit import ENV, ROOT, run_command
 
 from actors.weights_receiver import WeightsReceiver
 from asyncrl.cli import main
@@ -41,10 +40,8 @@ NO_GPU = ENV | {"CUDA_VISIBLE_DEVICES": ""}
 )
 def test_dry_run(name: str, said: list[str]) -> None:
     argv = [sys.executable, "-m", "asyncrl.cli", "run", f"configs/{name}.toml"]
-    done = subprocess.run(
-        [*argv, "--dry-run"], cwd=ROOT, env=NO_GPU, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0 and ", ".join(said) in done.stderr, done.stderr
+    done = run_command([*argv, "--dry-run"], env=NO_GPU)
+    assert done.code == 0 and ", ".join(said) in done.err, done.err
 
 
 def test_without_cuda_the_run_says_so_before_anything_starts(tmp_path: Path) -> None:
@@ -57,12 +54,10 @@ def test_without_cuda_the_run_says_so_before_anything_starts(tmp_path: Path) -> 
         "--set",
         f"runs={str(tmp_path)!r}",
     ]
-    done = subprocess.run(argv, cwd=ROOT, env=NO_GPU, capture_output=True, text=True, timeout=600)
-    assert (
-        done.returncode == 2
-        and "model.device: needs CUDA, and torch" in done.stderr
-        and not list(tmp_path.iterdir())
-    )
+    done = run_command(argv, env=NO_GPU)
+    assert done.code == 2
+    assert "model.device: needs CUDA, and torch" in done.err
+    assert not list(tmp_path.iterdir())
 
 
 def test_each_process_sees_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,9 +70,8 @@ def test_the_project_of_an_agent_trains_from_a_model_that_is_given(tmp_path: Pat
     written = sorted(p.name for p in (tmp_path / "first").iterdir())
     assert written == sorted(new.AGENT_FILES) == sorted(Path(f).name for f in done.json["files"])
     config = load.load(tmp_path / "first" / "config.toml")
-    assert (
-        config.agent.function == f"{tmp_path / 'first'}/agent.py:play" and config.model.warm_start
-    )
+    assert config.agent.function == f"{tmp_path / 'first'}/agent.py:play"
+    assert config.model.warm_start
     assert not rules.find_warnings(config) and not config.reward.function
     warm_start(config, config.model.path, steps=2, threads=1)
     done = asyncrl(tmp_path, "new", "mine", "--agent", "--model", "first/model")

@@ -9,7 +9,6 @@ import errno
 import hashlib
 import io
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import click
 import pytest
 import transformers
 from bad_input_kit import refused
-from process_kit import ENV, ROOT, SMALL, Ended, demo_command
+from process_kit import ENV, ROOT, SMALL, Ended, demo_command, run_command
 from run_kit import start, steps_done, wait_until
 
 from asyncrl.cli import CommandGroup, result
@@ -36,16 +35,7 @@ TURNS = [{"role": "user", "content": "12="}]
 
 
 def cli(*argv: str, cwd: Path = ROOT) -> Ended:
-    return Ended(
-        subprocess.run(
-            [sys.executable, "-m", "asyncrl.cli", *argv],
-            cwd=cwd,
-            env=ENV,
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-    )
+    return run_command([sys.executable, "-m", "asyncrl.cli", *argv], cwd=cwd)
 
 
 # ---- a disk that takes nothing more --------------------------------------------------------------
@@ -122,12 +112,10 @@ def test_messages_and_a_template_that_cannot_write_them(
     for tokenizer in (load_tokenizer(path), load_transformers_tokenizer(path)):
         with pytest.raises(ConfigError) as e:
             encode_prompt(tokenizer, Prompt(7, "12=", "", TURNS, {}, "train"))
-        assert (
-            "task: train prompt 7" in str(e.value)
-            and said in str(e.value)
-            and str(path) in str(e.value)
-            and "\n" not in str(e.value)
-        )
+        assert "task: train prompt 7" in str(e.value)
+        assert said in str(e.value)
+        assert str(path) in str(e.value)
+        assert "\n" not in str(e.value)
 
 
 def test_every_prompt_of_a_file_is_tried_before_the_start(tmp_path: Path) -> None:
@@ -183,16 +171,7 @@ def test_a_name_stays_in_runs(name: str) -> None:
 def test_a_place_where_no_run_directory_can_be_made(tmp_path: Path, small_model: Path) -> None:
     """`runs` is a file; a read-only directory looks the same to all but root."""
     (tmp_path / "runs").touch()
-    done = Ended(
-        subprocess.run(
-            demo_command("run", tmp_path, small_model, "name='r'"),
-            cwd=ROOT,
-            env=ENV,
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-    )
+    done = run_command(demo_command("run", tmp_path, small_model, "name='r'"))
     refused(
         done,
         2,
@@ -236,11 +215,9 @@ def test_a_run_directory_that_is_removed_ends_the_run(tmp_path: Path, small_mode
         and err.strip().splitlines()[-1].startswith(f"error: {run_dir} was removed or moved")
     ), err[-3000:]
     out = json.loads((tmp_path / "stdout").read_text().strip().splitlines()[-1])
-    assert (
-        out["exit_code"] == 1
-        and "was removed or moved" in out["error"]
-        and not any(p.exists() for p in outside)
-    )
+    assert out["exit_code"] == 1
+    assert "was removed or moved" in out["error"]
+    assert not any(p.exists() for p in outside)
 
 
 # ---- errors as JSON ------------------------------------------------------------------------------
@@ -293,16 +270,7 @@ def test_a_learning_rate_that_explodes_is_said_by_the_learner(
         "def reward(prompt, text):\n    return float(len(text) % 2)\n"
     )
     env = ENV | {"PYTHONPATH": f"{tmp_path}:{ENV['PYTHONPATH']}"}
-    done = Ended(
-        subprocess.run(
-            demo_command("run", tmp_path, small_model, *words),
-            cwd=ROOT,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-    )
+    done = run_command(demo_command("run", tmp_path, small_model, *words), env=env)
     assert done.code == 1, done.err[-3000:]
     last = done.err.strip().splitlines()[-1]
     assert (
@@ -333,9 +301,7 @@ def test_a_resume_on_other_prompts_is_refused_and_at_a_smaller_limit_reports_the
         "name='r'",
     )
     argv = demo_command("run", tmp_path, small_model, *words)
-    first = Ended(
-        subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=600)
-    )
+    first = run_command(argv)
     assert first.code == 0 and first.json["lag"]["max"] == 3, first.err[-3000:]
     again = demo_command(
         "run",
@@ -353,23 +319,17 @@ def test_a_resume_on_other_prompts_is_refused_and_at_a_smaller_limit_reports_the
         hashlib.sha256("\n".join(order).encode()).hexdigest()[:12] for order in (rows, rows[::-1])
     )
     refused(
-        Ended(
-            subprocess.run(again, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=600)
-        ),
+        run_command(again),
         2,
         f"{path}: has changed since the run began (SHA-256 {before}, now {now})",
     )
     assert files == {file: file.read_bytes() for file in files} and files
     path.write_text("\n".join(rows))
-    second = Ended(
-        subprocess.run(again, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=600)
-    )
+    second = run_command(again)
     assert second.code == 0, second.err[-3000:]
-    assert (
-        second.json["lag"]["max"] == 3
-        and second.json["lag"]["limit"] == 3
-        and second.json["lag"]["limit_now"] == 1
-    )
+    assert second.json["lag"]["max"] == 3
+    assert second.json["lag"]["limit"] == 3
+    assert second.json["lag"]["limit_now"] == 1
 
 
 def test_a_result_stays_the_last_line_when_an_error_follows(
@@ -395,8 +355,6 @@ def test_a_result_stays_the_last_line_when_an_error_follows(
         assert err == "error: no\n"
         return dict(json.loads(out.splitlines()[-1])) if out else {}
 
-    assert (
-        ended(["--json"], True) == {"numbers": [1]}
-        and ended(["--json"], False) == {"error": "no", "exit_code": 2}
-        and ended([], False) == {}
-    )
+    assert ended(["--json"], True) == {"numbers": [1]}
+    assert ended(["--json"], False) == {"error": "no", "exit_code": 2}
+    assert ended([], False) == {}

@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from typing import Any
 
 import pytest
 import warm_python
-from process_kit import ENV, ROOT, Ended
+from process_kit import ENV, Ended, run_command
 from ranks_kit import FORKED, LEARNER, PATHS, PATIENT_S, TORCHRUN, forked, start, trained
 from run_kit import check_summary, children, finish, let_go, steps_done, wait_until
 from run_kit import start as start_run
@@ -133,9 +132,9 @@ def test_a_sample_split_into_rows_has_the_gradient_that_torch_has_of_the_unsplit
     towards a reference, and over mini-batches and epochs.
     """
     argv = [sys.executable, "tests/support/rows_program.py", str(model_dir)]
-    done = subprocess.run(argv, cwd=ROOT, env=PATHS, capture_output=True, text=True, timeout=7200)
-    assert done.returncode == 0, done.stderr[-4000:]
-    rows = json.loads(done.stdout.strip().splitlines()[-1])
+    done = run_command(argv, env=PATHS, timeout=7200)
+    assert done.code == 0, done.err[-4000:]
+    rows = json.loads(done.out.strip().splitlines()[-1])
     assert {(backend, variant) for backend, variant, *_ in rows} == {
         (backend, variant) for backend in (*range(4), "fsdp2") for variant in range(4)
     }
@@ -401,15 +400,10 @@ print("and went on")
 
 
 def test_a_rank_that_has_followed_to_the_end_leaves_without_the_interpreters_own() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", warm_python.FORKED + OTHER_RANK],
-        cwd=ROOT,
-        env=ENV | {"RANK": "1"},
-        capture_output=True,
-        text=True,
-        timeout=3600,
+    done = run_command(
+        [sys.executable, "-c", warm_python.FORKED + OTHER_RANK], env=ENV | {"RANK": "1"}
     )
-    assert (done.returncode, done.stdout) == (0, "followed"), done.stderr[-3000:]
+    assert (done.code, done.out) == (0, "followed"), done.err[-3000:]
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import msgspec
 import pytest
-from process_kit import ENV, ROOT, Ended, demo_command
+from process_kit import ENV, ROOT, demo_command, run_command
 
 pytestmark = pytest.mark.slow
 
@@ -40,16 +39,7 @@ def test_a_step_without_a_number_is_skipped_and_three_in_a_row_end_the_run(
     body += f"    return log_rho.exp() * (float('nan') if 2 <= calls[0] < 2 + {times} else 1.0)\n"
     (tmp_path / "own.py").write_text(body)
     env = ENV | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    done = Ended(
-        subprocess.run(
-            demo_command("run", tmp_path, sort_model, *WORDS),
-            cwd=ROOT,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=1800,
-        )
-    )
+    done = run_command(demo_command("run", tmp_path, sort_model, *WORDS), env=env)
     run_dir = tmp_path / "runs" / "n"
     if times == 1:
         assert done.code == 0, done.err[-3000:]
@@ -64,6 +54,5 @@ def test_a_step_without_a_number_is_skipped_and_three_in_a_row_end_the_run(
         "batch is saved in"
     ), last
     saved = msgspec.msgpack.decode((run_dir / "bad_batch.msgpack").read_bytes())
-    assert len(saved) == 16 and all(
-        r["prompt"] and r["tokens"] and 0 <= r["reward"] <= 1 for r in saved
-    )
+    assert len(saved) == 16
+    assert all(r["prompt"] and r["tokens"] and 0 <= r["reward"] <= 1 for r in saved)

@@ -49,11 +49,9 @@ def test_a_head_of_zeros_and_lambda_one_is_reinforce_without_a_baseline(model_di
         before = critic_weights(c)
         metrics = c.train(batch())
         assert torch.allclose(weights(c), weights(plain), atol=1e-7)
-        assert (
-            metrics["value/mean"] == 0.0
-            and metrics["loss/value"] > 0
-            and metrics["value/grad_norm"] > 0
-        )
+        assert metrics["value/mean"] == 0.0
+        assert metrics["loss/value"] > 0
+        assert metrics["value/grad_norm"] > 0
         assert not torch.equal(critic_weights(c), before)
 
 
@@ -81,9 +79,8 @@ def test_micro_batches_change_neither_policy_nor_critic(
         metrics = c.train(batch())
         found.append((weights(c), critic_weights(c) - before, metrics["loss/value"]))
     for policy, moved, loss in found[1:]:
-        assert torch.allclose(policy, found[0][0], atol=1e-6) and torch.allclose(
-            moved, found[0][1], atol=1e-6
-        )
+        assert torch.allclose(policy, found[0][0], atol=1e-6)
+        assert torch.allclose(moved, found[0][1], atol=1e-6)
         assert loss == pytest.approx(found[0][2], rel=1e-4)
     assert float(found[0][1].norm()) > 1e-4
 
@@ -107,9 +104,8 @@ def test_values_begin_before_the_first_token_and_a_cut_answer_has_one_more(model
             longer = np.append(packed.responses[i], np.int32(further))
             # type: ignore[arg-type]
             hidden = c.critic._compute_states(c.critic.trunk, packed, [i], [longer])
-            assert float(c.critic._apply_head(hidden)[-1].detach()) == pytest.approx(
-                float(bootstrap[i]), abs=1e-6
-            )
+            got = float(c.critic._apply_head(hidden)[-1].detach())
+            assert got == (pytest.approx(float(bootstrap[i]), abs=1e-6))
     assert int((bootstrap != 0).sum()) == 4
 
 
@@ -129,17 +125,13 @@ def test_initialisations(model_dir: Path, tmp_path: Path) -> None:
         assert c.critic is not None and c.critic.trunk is not None
         trunks[init] = torch.cat([p.detach().flatten() for p in c.critic.trunk.hf.parameters()])
         starts[init] = c.critic.compute_start_values(pack(batch()), [range(GROUPS * SIZE)])[0]
-    assert torch.equal(trunks["policy"], weights(core(model_dir))) and torch.equal(
-        trunks["zeros"], trunks["policy"]
-    )
-    assert not torch.equal(trunks["random"], trunks["policy"]) and not torch.equal(
-        trunks["reward_model"], trunks["policy"]
-    )
-    assert (
-        float(starts["zeros"].abs().max()) == 0
-        and float(starts["policy"].std()) > 0
-        and float(starts["random"].std()) > 0
-    )
+    assert torch.equal(trunks["policy"], weights(core(model_dir)))
+    assert torch.equal(trunks["zeros"], trunks["policy"])
+    assert not torch.equal(trunks["random"], trunks["policy"])
+    assert not torch.equal(trunks["reward_model"], trunks["policy"])
+    assert float(starts["zeros"].abs().max()) == 0
+    assert float(starts["policy"].std()) > 0
+    assert float(starts["random"].std()) > 0
     assert c.critic is not None and torch.equal(c.critic.head.weight.detach(), score)
     same = gae(model_dir, {"init": "random"})
     assert same.critic is not None and torch.equal(
@@ -156,9 +148,8 @@ def test_a_checkpoint_holds_it(model_dir: Path, tmp_path: Path, trunk: str) -> N
     second = gae(model_dir, {"trunk": trunk}, learner={"optimizer": "adamw"})
     checkpoint.restore(second, tmp_path / "number_1")
     assert first.train(batch(1)) == second.train(batch(1))
-    assert torch.equal(weights(first), weights(second)) and torch.equal(
-        critic_weights(first), critic_weights(second)
-    )
+    assert torch.equal(weights(first), weights(second))
+    assert torch.equal(critic_weights(first), critic_weights(second))
     other = gae(model_dir, {"trunk": "shared" if trunk == "own" else "own"})
     with pytest.raises(DamagedDataError, match="has no value head"):
         checkpoint.restore(other, tmp_path / "number_1")
@@ -210,8 +201,6 @@ def test_a_real_run_with_a_value_head_repeats_bitwise(model_dir: Path) -> None:
         "configs/demo.toml", [f"model.path='{model_dir}'", "advantage.name=gae", *small]
     )
     first, again = serial.run_serial(config, 3), serial.run_serial(config, 3)
-    assert (
-        first["weights_digest"] == again["weights_digest"]
-        and "failed" not in first
-        and first["steps"] == 3
-    )
+    assert first["weights_digest"] == again["weights_digest"]
+    assert "failed" not in first
+    assert first["steps"] == 3

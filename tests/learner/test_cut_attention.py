@@ -34,11 +34,8 @@ def test_a_cut_sees_the_keys_up_to_its_last_query_rounded_up_and_the_last_one_al
     # and never more queries than asked for, down to a multiple of 16
     assert cut_queries(64, 64, 0, "cpu", 64) == [QueryBlock(0, 64, 64)]
     assert cut_queries(64, 64, 0, "cpu", 47) == [QueryBlock(0, 32, 32), QueryBlock(32, 64, 64)]
-    assert cut_queries(40, 40, 0, "cpu", 1) == [
-        QueryBlock(0, 16, 16),
-        QueryBlock(16, 32, 32),
-        QueryBlock(32, 40, 40),
-    ]
+    got = cut_queries(40, 40, 0, "cpu", 1)
+    assert got == [QueryBlock(0, 16, 16), QueryBlock(16, 32, 32), QueryBlock(32, 40, 40)]
     assert {cut.end - cut.first for cut in cut_queries(32_000, 32_000, 0, "cpu", 100)} == {96, 32}
 
 

@@ -52,10 +52,8 @@ def test_the_model_is_exported_before_the_buffer_hears_the_goodbye(
     one.core.state.number = 2  # a life that finds the last checkpoint at the last step
     one.run_batches()
     # type: ignore[attr-defined]
-    assert one.finished and one.socket.seen["LearnerGoodbye"] == [
-        "model/config.json",
-        "weights_digest",
-    ]
+    assert one.finished
+    assert one.socket.seen["LearnerGoodbye"] == ["model/config.json", "weights_digest"]
     assert one.socket.seen["LearnerHello"] == []  # type: ignore[attr-defined]
 
 
@@ -139,11 +137,9 @@ def test_told_to_stop_it_leaves_a_checkpoint_and_exports_nothing(
     one.send_hello()
     one.stopping = True
     one.run_batches()
-    assert (
-        not one.finished
-        and list(one.directory.glob("number_0"))
-        and "LearnerGoodbye" not in one.socket.seen
-    )  # type: ignore[attr-defined]
+    assert not one.finished
+    assert list(one.directory.glob("number_0"))
+    assert "LearnerGoodbye" not in one.socket.seen  # type: ignore[attr-defined]
     assert not (one.run_dir / "model").exists()
 
 

@@ -147,9 +147,8 @@ def test_a_life_from_hello_to_goodbye(life: Made) -> None:
     assert hello.ring == [] and hello.vocabulary == one.core.model.hf.config.vocab_size
     assert hello.source == one.publisher.source and hello.source.epoch == 1
     assert (hello.next_ticket, hello.ledger, hello.trained_above) == (0, {}, [])
-    assert hello.max_lag == one.config.staleness.limit and hello.run == rundir.read_run_id(
-        one.run_dir
-    )
+    assert hello.max_lag == one.config.staleness.limit
+    assert hello.run == rundir.read_run_id(one.run_dir)
     # each batch is asked for, the next one while this one is trained, and none past the last
     assert [a.number for a in buffer.of(m.BatchRequest)] == list(range(STEPS))
     at = {type(x).__name__ + str(getattr(x, "number", "")): n for n, x in enumerate(buffer.sent)}
@@ -248,10 +247,8 @@ def test_a_resumed_learner_goes_on_from_its_checkpoint_and_its_own_version_has_n
     for commit in first.of(m.Commit):
         tree.register(commit.label, Label(1, commit.number), commit.digest)
     tree.register(hello.label, hello.parent, hello.digest)
-    assert (
-        tree.compute_lag(Label(1, 3), hello.label, 3) == 0
-        and tree.compute_lag(hello.label, hello.label, 3) == 0
-    )
+    assert tree.compute_lag(Label(1, 3), hello.label, 3) == 0
+    assert tree.compute_lag(hello.label, hello.label, 3) == 0
     assert tree.compute_lag(Label(1, 2), hello.label, 3) == 1
     two.run_batches()
     assert [a.number for a in second.of(m.BatchRequest)] == [3]
@@ -503,9 +500,8 @@ def test_injected_versions_survive_a_resume(life: Made) -> None:
 )
 def test_how_many_versions_an_injection_names(inject: str, depth: int) -> None:
     sets = ["staleness.max_lag=4", *([inject] if inject else [])]
-    assert (
-        publisher.count_earlier_versions(load.load(ROOT / "configs" / "demo.toml", sets)) == depth
-    )
+    got = publisher.count_earlier_versions(load.load(ROOT / "configs" / "demo.toml", sets))
+    assert got == depth
 
 
 # ---- weights that cannot be used -----------------------------------------------------------------
@@ -695,10 +691,8 @@ def test_a_recording_holds_each_batch_and_the_weights_that_were_asked_for(
     found = stream.read(one.run_dir)
     ((first, whole),) = found.lives
     assert (first, whole.epoch, whole.start) == (0, 1, 0)
-    assert (
-        found.explain_missing_part(STEPS) == ""
-        and whole.digest == buffer.of(m.LearnerHello)[0].digest
-    )
+    assert found.explain_missing_part(STEPS) == ""
+    assert whole.digest == buffer.of(m.LearnerHello)[0].digest
     for commit, step in zip(buffer.of(m.Commit), found.read_steps(0, STEPS), strict=True):
         assert (step.digest, step.batch.number) == (commit.digest, commit.number)
         assert step.metrics["reward/mean"] == commit.metrics["reward/mean"]

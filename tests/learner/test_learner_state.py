@@ -37,9 +37,8 @@ def test_the_baseline_is_the_running_mean_of_the_rewards_and_is_subtracted(model
     c.train(batch(1, seed=1, reward=0.5))
     assert torch.equal(weights(c), before) and c.state.baseline == pytest.approx(0.5)
     c.train(batch(2, seed=2, reward=0.9))
-    assert c.state.baseline == pytest.approx(0.75 * 0.5 + 0.25 * 0.9) and not torch.equal(
-        weights(c), before
-    )
+    assert c.state.baseline == pytest.approx(0.75 * 0.5 + 0.25 * 0.9)
+    assert not torch.equal(weights(c), before)
 
 
 def test_an_adaptive_coefficient_falls_by_a_bounded_step_while_the_policy_is_the_reference(
@@ -73,24 +72,18 @@ def test_the_coefficient_of_now_and_not_of_the_configuration_is_charged(
     """
     build_model(tmp_path / "ref", "abcdefgh", hidden=32, layers=2, seed=5)
     kl = {"reward": {"coefficient": 0.1, "reference": str(tmp_path / "ref")}}
-    plain, none, once, twice = (
-        core(model_dir),
-        core(model_dir, kl=kl),
-        core(model_dir, kl=kl),
-        core(model_dir, kl=kl),
-    )
+    plain = core(model_dir)
+    none = core(model_dir, kl=kl)
+    once = core(model_dir, kl=kl)
+    twice = core(model_dir, kl=kl)
     none.state.beta, twice.state.beta = 0.0, 0.2
     without, at_zero = plain.train(batch()), none.train(batch())
-    assert (
-        torch.equal(weights(plain), weights(none))
-        and "kl/answer" not in at_zero
-        and at_zero["reward/used_mean"] == without["reward/mean"]
-    )
+    assert torch.equal(weights(plain), weights(none))
+    assert "kl/answer" not in at_zero
+    assert at_zero["reward/used_mean"] == without["reward/mean"]
     a, b = once.train(batch()), twice.train(batch())
-    assert b["kl/reward_gradient_share"] == pytest.approx(2 * a["kl/reward_gradient_share"]) and (
-        a["kl/beta"],
-        b["kl/beta"],
-    ) == (0.1, 0.2)
+    assert b["kl/reward_gradient_share"] == pytest.approx(2 * a["kl/reward_gradient_share"])
+    assert (a["kl/beta"], b["kl/beta"]) == (0.1, 0.2)
     assert (
         b["reward/mean"] - b["reward/used_mean"]
         == pytest.approx(2 * (a["reward/mean"] - a["reward/used_mean"]), rel=1e-3)
@@ -126,9 +119,8 @@ def test_a_bad_batch_names_its_number_and_where_it_lies(model_dir: Path, tmp_pat
         }
         for s in samples
     ]
-    assert [{k: r[k] for k in ("prompt", "tokens")} for r in rows] == sent and all(
-        r.keys() == {"prompt", "tokens", "reward"} for r in rows
-    )
+    assert [{k: r[k] for k in ("prompt", "tokens")} for r in rows] == sent
+    assert all(r.keys() == {"prompt", "tokens", "reward"} for r in rows)
     nowhere = core(model_dir)
     nowhere.state.bad_in_a_row = 2
     with pytest.raises(AsyncrlError, match=r"last in batch 0$"):
@@ -193,9 +185,8 @@ def test_the_interpolated_anchor_leans_on_the_behaviour_policy_the_fresher_a_tok
     loss, own = packed.loss, c._forward(c.model, packed, range(len(packed.responses)))
     assert loss.proximal is not None and set(loss.token_lag.tolist()) == {0, 1, 2, 3}
     share = torch.tensor([1, 1 / 2, 1 / 3, 1 / 4])[loss.token_lag]
-    assert torch.allclose(
-        loss.proximal, share * loss.behavior + (1 - share) * own
-    ) and not torch.allclose(own, loss.behavior)
+    assert torch.allclose(loss.proximal, share * loss.behavior + (1 - share) * own)
+    assert not torch.allclose(own, loss.behavior)
     assert torch.equal(loss.proximal[loss.token_lag == 0], loss.behavior[loss.token_lag == 0])
 
 

@@ -99,11 +99,9 @@ def test_groups_stand_together_where_a_prompt_is_encoded_once(model_dir: Path) -
 
 def test_minibatches_are_whole_groups_and_repeat_by_seed(model_dir: Path) -> None:
     c, packed = core(model_dir, learner={"minibatches": 3}), pack(batch())
-    first, again, other = (
-        c._choose_minibatches(packed, 0),
-        c._choose_minibatches(packed, 0),
-        c._choose_minibatches(packed, 1),
-    )
+    first = c._choose_minibatches(packed, 0)
+    again = c._choose_minibatches(packed, 0)
+    other = c._choose_minibatches(packed, 1)
     assert first == again != other
     assert sorted(i for p in first for i in p) == list(range(GROUPS * SIZE)) and len(first) == 3
     groups = [{packed.groups[i] for i in p} for p in first]
@@ -121,11 +119,9 @@ def test_kl_early_stop_makes_no_further_step_and_leaves_no_gradient(model_dir: P
     )
     one.train(batch())
     metrics = four.train(batch())
-    assert (
-        metrics["optim/early_stops"] == 1
-        and metrics["optim/steps"] == 1
-        and metrics["optim/stop_kl"] > 1e-12
-    )
+    assert metrics["optim/early_stops"] == 1
+    assert metrics["optim/steps"] == 1
+    assert metrics["optim/stop_kl"] > 1e-12
     assert torch.equal(weights(one), weights(four))
     for a, b in zip(one.model.hf.parameters(), four.model.hf.parameters(), strict=True):
         assert torch.equal(
@@ -147,11 +143,9 @@ def test_what_a_batch_moved_is_measured_and_changes_nothing(model_dir: Path) -> 
         "correction": {"proximal": "behavior"},
         "loss": {"surrogate": "ppo"},
     }
-    c, plain, packed = (
-        core(model_dir, record={"kl_moved": 2, "split_every": 1}, **how),
-        core(model_dir, record={"split_every": 0}, **how),
-        pack(batch()),
-    )
+    c = core(model_dir, record={"kl_moved": 2, "split_every": 1}, **how)
+    plain = core(model_dir, record={"split_every": 0}, **how)
+    packed = pack(batch())
     everyone = range(GROUPS * SIZE)
     before = c._forward(c.model, packed, everyone).double()
     said = c.train(batch())
@@ -190,10 +184,8 @@ def test_bad_loss_is_skipped_and_the_third_in_a_row_saves_the_batch(
     with pytest.raises(AsyncrlError, match="3 times in a row, last in batch 5"):
         c.train(batch(5, reward=math.nan))
     rows = msgspec.msgpack.decode((tmp_path / "bad_batch.msgpack").read_bytes())
-    assert (
-        len(rows) == GROUPS * SIZE
-        and rows[0]["tokens"] == np.frombuffer(batch(5).samples[0].tokens, "<i4").tolist()
-    )
+    assert len(rows) == GROUPS * SIZE
+    assert rows[0]["tokens"] == np.frombuffer(batch(5).samples[0].tokens, "<i4").tolist()
 
 
 def test_same_batch_same_seed_bitwise(model_dir: Path) -> None:
@@ -252,10 +244,8 @@ def test_prefix_full_is_the_plain_formula_on_both_models_logits(
         # type: ignore[union-attr]
         exact = torch.cat([p.grad.flatten() for p in c.model.hf.parameters()])
         c.train(b)
-        assert (
-            torch.allclose(weights(c) - before, -0.1 * exact, atol=1e-6)
-            and float(exact.norm()) > 1e-3
-        )
+        assert torch.allclose(weights(c) - before, -0.1 * exact, atol=1e-6)
+        assert float(exact.norm()) > 1e-3
 
 
 def test_prefix_full_is_refused_where_it_cannot_work() -> None:
@@ -357,15 +347,12 @@ def test_the_instruments_read_the_learners_start_under_every_anchor(
     m = c.train(batch())
     ratio = x.exp()
     assert m["kl/behavior_start_k1"] == pytest.approx(float(-x.mean()), rel=1e-5)
-    assert (
-        m["kl/behavior_start_k3"] == pytest.approx(float((ratio - 1 - x).mean()), rel=1e-5)
-        and m["kl/behavior_start_k3"] > 0.01
+    assert m["kl/behavior_start_k3"] == pytest.approx(float((ratio - 1 - x).mean()), rel=1e-5)
+    assert m["kl/behavior_start_k3"] > 0.01
+    assert m["is/ess"] == pytest.approx(
+        float(ratio.sum() ** 2 / (len(x) * ratio.square().sum())), rel=1e-5
     )
-    assert (
-        m["is/ess"]
-        == pytest.approx(float(ratio.sum() ** 2 / (len(x) * ratio.square().sum())), rel=1e-5)
-        and m["is/ess"] < 0.99
-    )
+    assert m["is/ess"] < 0.99
     assert m["is/chi2"] == pytest.approx(float(ratio.square().mean() - 1), rel=1e-5)
     assert m["is/ratio_max"] == pytest.approx(float(ratio.max()), rel=1e-5)
     assert m["perplexity/start"] == pytest.approx(float((-start).mean().exp()), rel=1e-5)
@@ -450,9 +437,8 @@ def test_kl_in_the_reward_is_charged_at_the_learners_start_under_a_bypass(model_
     free = core(model_dir, **how)
     m = charged.train(batch())
     free.train(batch())
-    assert m["kl/reward_gradient_share"] == pytest.approx(0.0, abs=1e-5) and torch.allclose(
-        weights(charged), weights(free), atol=1e-6
-    )
+    assert m["kl/reward_gradient_share"] == pytest.approx(0.0, abs=1e-5)
+    assert torch.allclose(weights(charged), weights(free), atol=1e-6)
 
 
 # ---- what no step used ---------------------------------------------------------------------------

@@ -63,16 +63,13 @@ def test_an_anchor_is_made_first_where_one_pass_is_not_enough() -> None:
 
 
 def test_the_start_is_measured_first_for_kl_in_the_reward_and_for_stops_in_parts() -> None:
-    assert not sl.needs_start_first(config()) and not sl.needs_start_first(
-        config(stop={"kl_max": 0.1})
-    )
-    assert sl.needs_start_first(
-        config(kl={"reward": {"coefficient": 0.1}})
-    ) and not sl.needs_start_first(config(kl={"loss": {"coefficient": 0.1}}))
+    assert not sl.needs_start_first(config())
+    assert not sl.needs_start_first(config(stop={"kl_max": 0.1}))
+    assert sl.needs_start_first(config(kl={"reward": {"coefficient": 0.1}}))
+    assert not sl.needs_start_first(config(kl={"loss": {"coefficient": 0.1}}))
     assert not sl.needs_start_first(config(kl={"reward": {"coefficient": 0.1, "at": "behavior"}}))
-    assert sl.needs_start_first(
-        config(stop={"kl_max": 0.1}, learner={"minibatches": 2})
-    ) and not sl.needs_start_first(config(learner={"minibatches": 2}))
+    assert sl.needs_start_first(config(stop={"kl_max": 0.1}, learner={"minibatches": 2}))
+    assert not sl.needs_start_first(config(learner={"minibatches": 2}))
     assert sl.needs_start_first(config(stop={"kl_max": 0.1}, learner={"backend": "deepspeed"}))
 
 
@@ -111,9 +108,8 @@ def test_who_looks_at_the_whole_batch_needs_its_logprobs_unless_they_are_the_sta
     assert not sl.needs_current(prep)  # before the first step the policy is the start
     sl.begin_step(prep, torch.arange(12))
     assert sl.needs_current(prep)
-    assert not sl.needs_current(sl.prepare(batch(1), config())) and not sl.needs_current(
-        sl.prepare(batch(1), config(loss={"surrogate": "reinforce"}))
-    )
+    assert not sl.needs_current(sl.prepare(batch(1), config()))
+    assert not sl.needs_current(sl.prepare(batch(1), config(loss={"surrogate": "reinforce"})))
     assert not sl.needs_current(sl.prepare(batch(1), config(stop={"kl_max": 0.1})))
 
 
@@ -127,32 +123,25 @@ def test_the_first_steps_pass_is_the_start_and_later_ones_are_the_latest() -> No
     assert not prep.known.any() and not prep.passed.any()
     half, rest = torch.nonzero(b.seq < 6)[:, 0], torch.nonzero(b.seq >= 6)[:, 0]
     sl.compute_micro_loss(prep, step, half, first[half])
-    assert (
-        torch.equal(prep.known, b.seq < 6)
-        and torch.equal(prep.start[half], first[half])
-        and torch.equal(prep.passed, b.seq < 6)
-    )
+    assert torch.equal(prep.known, b.seq < 6)
+    assert torch.equal(prep.start[half], first[half])
+    assert torch.equal(prep.passed, b.seq < 6)
     # a second pass of the same step is not another start
     sl.compute_micro_loss(prep, step, half, second[half])
-    assert torch.equal(prep.start[half], first[half]) and torch.equal(
-        prep.latest[half], second[half]
-    )
+    assert torch.equal(prep.start[half], first[half])
+    assert torch.equal(prep.latest[half], second[half])
     step = sl.begin_step(prep, torch.arange(12))
     sl.compute_micro_loss(prep, step, rest, second[rest])
-    assert (
-        torch.equal(prep.known, b.seq < 6)
-        and prep.passed.all()
-        and torch.equal(prep.latest, second)
-        and prep.steps == 2
-    )
+    assert torch.equal(prep.known, b.seq < 6)
+    assert prep.passed.all()
+    assert torch.equal(prep.latest, second)
+    assert prep.steps == 2
     b.start = first
     given = sl.prepare(b, config(**BYPASS))
-    assert (
-        given.known.all()
-        and torch.equal(given.start, first)
-        and given.start is not first
-        and torch.equal(given.latest, first)
-    )
+    assert given.known.all()
+    assert torch.equal(given.start, first)
+    assert given.start is not first
+    assert torch.equal(given.latest, first)
     shown, _ = begun(batch(2, proximal=False), config(**OFF), first)
     assert shown.known.all() and torch.equal(shown.start, first)
 
@@ -207,11 +196,9 @@ def test_covariances_choose_their_tokens_of_the_whole_batch() -> None:
     now = theta(b).detach()
     prep, step = begun(b, config(loss={"surrogate": "kl_cov", "cov_share": 0.2}), now)
     cov = surrogates.compute_covariance(now, prep.advantage, prep.valid)
-    assert (
-        step.chosen is not None
-        and torch.equal(step.chosen, surrogates.choose_highest(cov, prep.valid, 0.2))
-        and step.chosen.any()
-    )
+    assert step.chosen is not None
+    assert torch.equal(step.chosen, surrogates.choose_highest(cov, prep.valid, 0.2))
+    assert step.chosen.any()
     how = {"surrogate": "clip_cov", "cov_share": 0.2, "cov_lo": -1.0, "cov_hi": 1.0}
     prep, step = begun(b, config(loss=how, seed=5), now)
     seed = 5 * 1_000_003 * 1009
@@ -270,10 +257,8 @@ def test_reshapes_own_sums_are_their_definitions() -> None:
     x, a = (lp.detach() - b.behavior)[at].tolist(), prep.advantage[at].tolist()
     g = [0.5 * (step.reshape.share if p * q > 0 else 1.0) for p, q in zip(x, a, strict=True)]
     w = [math.exp(p * q) for p, q in zip(x, g, strict=True)]
-    away, back = (
-        [p * q > 0 for p, q in zip(x, a, strict=True)],
-        [p * q < 0 for p, q in zip(x, a, strict=True)],
-    )
+    away = [p * q > 0 for p, q in zip(x, a, strict=True)]
+    back = [p * q < 0 for p, q in zip(x, a, strict=True)]
     want = [
         len(at),
         sum(g),
@@ -338,11 +323,9 @@ def test_the_terms_of_a_micro_batch_are_its_share_and_its_numbers() -> None:
     # a pass without a gradient says the same
     assert float(bare) == pytest.approx(float(loss.detach()))
     plain, more = sl.compute_micro_loss(*begun(b, config(**OFF)), torch.arange(len(b.seq)), lp)
-    assert (
-        float((loss - plain).detach()) == pytest.approx(0.3 * float(sums["loss/kl"]))
-        and "loss/kl" not in more
-        and "sq/kl" not in more
-    )
+    assert float((loss - plain).detach()) == pytest.approx(0.3 * float(sums["loss/kl"]))
+    assert "loss/kl" not in more
+    assert "sq/kl" not in more
 
 
 def test_the_policys_value_is_the_surrogates_and_not_the_losss_own() -> None:
@@ -370,9 +353,8 @@ def test_reshapes_penalty_is_weighed_and_named() -> None:
     )
     prep, step = begun(b, c, lp.detach())
     _, sums = sl.compute_micro_loss(prep, step, torch.arange(len(b.seq)), lp)
-    assert float(sums["loss/kl_penalty"]) == pytest.approx(
-        float((lp.detach() - b.behavior)[b.mask].mean())
-    )
+    got = float(sums["loss/kl_penalty"])
+    assert got == (pytest.approx(float((lp.detach() - b.behavior)[b.mask].mean())))
     _, none = sl.compute_micro_loss(
         *begun(b, config(loss={"surrogate": "reshape"}, **BYPASS), lp.detach()),
         torch.arange(len(b.seq)),
@@ -383,10 +365,8 @@ def test_reshapes_penalty_is_weighed_and_named() -> None:
 
 def test_a_clipped_value_loss_takes_the_old_values() -> None:
     b = batch(10)
-    b.values, b.bootstrap = (
-        torch.randn(len(b.seq), generator=torch.Generator().manual_seed(2), dtype=D),
-        torch.zeros(12, dtype=D),
-    )
+    b.values = torch.randn(len(b.seq), generator=torch.Generator().manual_seed(2), dtype=D)
+    b.bootstrap = torch.zeros(12, dtype=D)
     now = (b.values + 0.7).requires_grad_(True)
     c = config(advantage={"name": "gae", "lam": 1.0}, value={"coefficient": 0.5, "clip": 0.2})
     prep, step = begun(b, c)
@@ -432,30 +412,23 @@ def test_numbers_of_a_batch_by_hand() -> None:
         5,
         3.5,
     )
-    assert m["reward/std"] == pytest.approx(math.sqrt(11 / 3)) and m[
-        "advantage/std"
-    ] == pytest.approx(math.sqrt(8 / 3))
-    assert (
-        m["reward/no_spread_share"] == 0.5
-        and m["answer/truncated_share"] == 0.25
-        and m["answer/masked_share"] == pytest.approx(1 / 6)
-    )
-    assert (
-        m["advantage/mean"] == 0
-        and m["advantage/abs_max"] == 2
-        and "reward/greedy" not in m
-        and "kl/answer" not in m
-        and "value/mean" not in m
-    )
+    assert m["reward/std"] == pytest.approx(math.sqrt(11 / 3))
+    assert m["advantage/std"] == pytest.approx(math.sqrt(8 / 3))
+    assert m["reward/no_spread_share"] == 0.5
+    assert m["answer/truncated_share"] == 0.25
+    assert m["answer/masked_share"] == pytest.approx(1 / 6)
+    assert m["advantage/mean"] == 0
+    assert m["advantage/abs_max"] == 2
+    assert "reward/greedy" not in m
+    assert "kl/answer" not in m
+    assert "value/mean" not in m
     _, _, masked = three(advantage={"truncated": "mask"})
     assert masked["answer/masked_share"] == 0.5
     b = batch(0)
     b.mask[:] = False
     empty = sl.prepare(b, config()).metrics
-    assert (
-        empty["advantage/mean"] == 0 == empty["advantage/abs_max"]
-        and empty["answer/masked_share"] == 1
-    )
+    assert empty["advantage/mean"] == 0 == empty["advantage/abs_max"]
+    assert empty["answer/masked_share"] == 1
     one = LossBatch(
         torch.tensor([0, 0]),
         vec(-1, -1),
@@ -481,9 +454,8 @@ def test_kl_in_the_reward_is_charged_to_the_answer_and_said() -> None:
     r = [3 - 0.2, 1, 5 + 0.4, 5 + 0.2]
     a = [r[0] - r[1], r[1] - r[0], r[2] - r[3], r[3] - r[2]]
     assert adv.tolist() == pytest.approx([a[0], a[1], 0, a[2], a[3], a[3]])
-    assert m["kl/answer"] == pytest.approx((0.5 + 0 - 1 - 0.5) / 4) and m[
-        "reward/used_mean"
-    ] == pytest.approx(sum(r) / 4)
+    assert m["kl/answer"] == pytest.approx((0.5 + 0 - 1 - 0.5) / 4)
+    assert m["reward/used_mean"] == pytest.approx(sum(r) / 4)
     own = [a[0] - 2, a[1] + 2, a[2], a[3], a[3]]
     assert m["kl/reward_gradient_share"] == pytest.approx(
         math.sqrt(sum(x * x for x in own)) / math.sqrt(8)
@@ -521,11 +493,9 @@ def test_values_are_judged_over_the_mask() -> None:
     )
     returns = vec(3, 1, 5, 7, 7)  # the last answer was cut: 5 + 2
     at = [0, 1, 3, 4, 5]
-    assert (
-        prep.returns is not None
-        and prep.returns[at].tolist() == returns.tolist()
-        and adv[at].tolist() == (returns - v[at]).tolist()
-    )
+    assert prep.returns is not None
+    assert prep.returns[at].tolist() == returns.tolist()
+    assert adv[at].tolist() == (returns - v[at]).tolist()
     assert m["value/mean"] == 3 and m["value/explained_variance"] == pytest.approx(
         float(1 - (returns - v[at]).var() / returns.var())
     )
@@ -590,12 +560,8 @@ def test_minibatches_deal_whole_groups_evenly_by_seed_batch_and_epoch(model_dir:
         sorted(i for i in range(GROUPS * SIZE) if order.index(packed.groups[i]) * 4 // GROUPS == p)
         for p in range(4)
     ]
-    assert c._choose_minibatches(packed, 1) == want and [len(p) // SIZE for p in want] == [
-        2,
-        1,
-        2,
-        1,
-    ]
+    assert c._choose_minibatches(packed, 1) == want
+    assert [len(p) // SIZE for p in want] == [2, 1, 2, 1]
     assert core(model_dir)._choose_minibatches(packed, 1) == [list(range(GROUPS * SIZE))]
 
 
@@ -621,53 +587,40 @@ def test_sums_of_ranks_add_up_and_a_rank_without_samples_takes_part(model_dir: P
     )  # type: ignore[assignment]
     mine = {"loss/policy": torch.tensor(1.0), "max/ratio": torch.tensor(7.0, dtype=D)}
     out = c._sum_over_ranks(mine)
-    assert (
-        float(out["loss/policy"]) == 3
-        and float(out["max/ratio"]) == 7
-        and out["tokens"].tolist() == [[1, 1, 1], [1, 1, 1]]
-        and len(out) == 3
-    )
-    assert (
-        seen == [{"loss/policy": ((), "float32"), "max/ratio": ((), "float64")}]
-        and float(mine["loss/policy"]) == 1
-    )
+    assert float(out["loss/policy"]) == 3
+    assert float(out["max/ratio"]) == 7
+    assert out["tokens"].tolist() == [[1, 1, 1], [1, 1, 1]]
+    assert len(out) == 3
+    assert seen == [{"loss/policy": ((), "float32"), "max/ratio": ((), "float64")}]
+    assert float(mine["loss/policy"]) == 1
     names = iter(sorted(theirs))
     assert float(c._sum_over_ranks({})["max/ratio"]) == 5
 
 
 def test_the_stop_sees_a_quotient_that_is_never_negative(model_dir: Path) -> None:
     c = core(model_dir, stop={"kl_max": 0.1})
-    assert (
-        c._compute_stop_kl(torch.tensor(3.0), torch.tensor(4.0)) == 0.75
-        and c._compute_stop_kl(torch.tensor(-3.0), torch.tensor(4.0)) == 0
-    )
-    assert (
-        c._compute_stop_kl(torch.tensor(0.0), torch.tensor(0.0)) == 0
-        and core(model_dir)._compute_stop_kl(torch.tensor(3.0), torch.tensor(4.0)) == 0
-    )
+    assert c._compute_stop_kl(torch.tensor(3.0), torch.tensor(4.0)) == 0.75
+    assert c._compute_stop_kl(torch.tensor(-3.0), torch.tensor(4.0)) == 0
+    assert c._compute_stop_kl(torch.tensor(0.0), torch.tensor(0.0)) == 0
+    assert core(model_dir)._compute_stop_kl(torch.tensor(3.0), torch.tensor(4.0)) == 0
 
 
 def test_references_are_loaded_once_for_each_directory(model_dir: Path) -> None:
     none = core(model_dir)
     assert none.reference is None and none.reward_reference is None and not none.full_kl
     both = core(model_dir, kl={"reward": {"coefficient": 0.1}, "loss": {"coefficient": 0.1}})
-    assert (
-        both.reference is not None
-        and both.reference is both.reward_reference
-        and both.reference is not both.model
-    )
-    assert not any(p.requires_grad for p in both.reference.hf.parameters()) and all(
-        p.requires_grad for p in both.model.hf.parameters()
-    )
+    assert both.reference is not None
+    assert both.reference is both.reward_reference
+    assert both.reference is not both.model
+    assert not any(p.requires_grad for p in both.reference.hf.parameters())
+    assert all(p.requires_grad for p in both.model.hf.parameters())
     reward = core(model_dir, kl={"reward": {"coefficient": 0.1}})
     assert reward.reference is reward.reward_reference is not None
     loss = core(model_dir, kl={"loss": {"coefficient": 0.1, "off_policy": "prefix_full"}})
-    assert (
-        loss.reference is not None
-        and loss.reward_reference is None
-        and loss.full_kl
-        and loss.loss_device == torch.device("cpu")
-    )
+    assert loss.reference is not None
+    assert loss.reward_reference is None
+    assert loss.full_kl
+    assert loss.loss_device == torch.device("cpu")
     assert type(make_backend(loss.config, loss.model)).__name__ == "TorchBackend"
 
 
@@ -693,12 +646,10 @@ def test_a_batch_says_what_its_optimizer_did(model_dir: Path) -> None:
         m["optim/skipped"],
         m["optim/stop_kl"],
     ) == (0.5, 4, 0, 0, 0.0)
-    assert (
-        m["optim/grad_norm"] == pytest.approx(sum(norms) / 4)
-        and len(norms) == 4
-        and m["kl/loss_beta"] == 0.2
-        and m["kl/beta"] == 0.0
-    )
+    assert m["optim/grad_norm"] == pytest.approx(sum(norms) / 4)
+    assert len(norms) == 4
+    assert m["kl/loss_beta"] == 0.2
+    assert m["kl/beta"] == 0.0
     assert c.state.number == 2 and c.train(learner_batch(2))["optim/lr"] == 0.25
 
 
@@ -731,8 +682,6 @@ def test_weights_of_a_bare_correction_section_are_those_of_the_defaults() -> Non
         correction.correct(x, b.proximal, b.mask, b.seq, 12, c)
         for c in (plain, config().correction)
     )  # type: ignore[arg-type]
-    assert (
-        torch.equal(got.weight, want.weight)
-        and torch.equal(got.kept, want.kept)
-        and torch.equal(got.vetoed, want.vetoed)
-    )
+    assert torch.equal(got.weight, want.weight)
+    assert torch.equal(got.kept, want.kept)
+    assert torch.equal(got.vetoed, want.vetoed)

@@ -8,18 +8,11 @@ import math
 
 import pytest
 import torch
+from algorithms_catalogue_kit import vec, yes
 
 from asyncrl.algorithms import diagnostics, loss, ratios, reductions, surrogates
 
 D = torch.float64
-
-
-def vec(*x: float) -> torch.Tensor:
-    return torch.tensor(x, dtype=D)
-
-
-def yes(*x: int) -> torch.Tensor:
-    return torch.tensor(x, dtype=torch.bool)
 
 
 SEQ = torch.tensor([0, 0, 0, 2, 2])  # sample 1 has no token

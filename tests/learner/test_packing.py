@@ -59,73 +59,45 @@ RUNS = [[(0, 2, 4), (2, 3, 1)], [(0, 1, 2)], [(0, 2, 0)], [(0, 1, 3), (1, 4, 5)]
 
 def test_every_field_lies_at_its_tokens_place() -> None:
     p = pack(batch(SAMPLES, RUNS))
-    assert [x.tolist() for x in p.prompts] == [[1, 2], [1, 2], [8], [1, 2]] and [
-        x.tolist() for x in p.responses
-    ] == [[3, 4, 5], [6], [9, 10], [11, 12, 13, 14]]
-    assert (
-        p.groups == [0, 0, 1, 0]
-        and p.places == [0, 1, 2, 3]
-        and p.offsets.tolist() == [0, 3, 4, 6, 10]
-        and p.temperature.tolist() == [0.5, 1, 2, 1]
-    )
+    assert [x.tolist() for x in p.prompts] == [[1, 2], [1, 2], [8], [1, 2]]
+    assert [x.tolist() for x in p.responses] == [[3, 4, 5], [6], [9, 10], [11, 12, 13, 14]]
+    assert p.groups == [0, 0, 1, 0]
+    assert p.places == [0, 1, 2, 3]
+    assert p.offsets.tolist() == [0, 3, 4, 6, 10]
+    assert p.temperature.tolist() == [0.5, 1, 2, 1]
     loss = p.loss
-    assert loss.seq.tolist() == [0, 0, 0, 1, 2, 2, 3, 3, 3, 3] and loss.token_lag.tolist() == [
-        4,
-        4,
-        1,
-        2,
-        0,
-        0,
-        3,
-        5,
-        5,
-        5,
-    ]
-    assert (
-        loss.behavior.tolist() == [-0.5 * t for t in (3, 4, 5, 6, 9, 10, 11, 12, 13, 14)]
-        and loss.behavior.dtype == torch.float32
-    )
-    assert (
-        loss.mask.tolist() == [True, False] + [True] * 8
-        and loss.rewards.tolist() == [1, -2, 0.25, 3]
-        and loss.groups.tolist() == [0, 0, 1, 0]
-    )
-    assert (
-        loss.truncated.tolist() == [False, True, False, True]
-        and loss.greedy is None
-        and loss.token_rewards is None
-        and loss.steps is None
-    )
-    assert p.find_token_positions([2, 0]).tolist() == [4, 5, 0, 1, 2] and p.find_token_positions(
-        [3]
-    ).tolist() == [6, 7, 8, 9]
+    assert loss.seq.tolist() == [0, 0, 0, 1, 2, 2, 3, 3, 3, 3]
+    assert loss.token_lag.tolist() == [4, 4, 1, 2, 0, 0, 3, 5, 5, 5]
+    assert loss.behavior.tolist() == [-0.5 * t for t in (3, 4, 5, 6, 9, 10, 11, 12, 13, 14)]
+    assert loss.behavior.dtype == torch.float32
+    assert loss.mask.tolist() == [True, False] + [True] * 8
+    assert loss.rewards.tolist() == [1, -2, 0.25, 3]
+    assert loss.groups.tolist() == [0, 0, 1, 0]
+    assert loss.truncated.tolist() == [False, True, False, True]
+    assert loss.greedy is None
+    assert loss.token_rewards is None
+    assert loss.steps is None
+    assert p.find_token_positions([2, 0]).tolist() == [4, 5, 0, 1, 2]
+    assert p.find_token_positions([3]).tolist() == [6, 7, 8, 9]
     assert p.to_device(torch.device("cpu")) is p
 
 
 def test_the_first_of_a_group_is_left_out_where_it_is_the_baseline() -> None:
     p = pack(batch(SAMPLES, RUNS), greedy=True)
-    assert (
-        p.places == [1, 3]
-        and [len(r) for r in p.responses] == [1, 4]
-        and p.groups == [0, 0]
-        and p.offsets.tolist() == [0, 1, 5]
-    )
+    assert p.places == [1, 3]
+    assert [len(r) for r in p.responses] == [1, 4]
+    assert p.groups == [0, 0]
+    assert p.offsets.tolist() == [0, 1, 5]
     loss = p.loss
-    assert (
-        loss.token_lag.tolist() == [2, 3, 5, 5, 5]
-        and loss.rewards.tolist() == [-2, 3]
-        and loss.truncated.tolist() == [True, True]
-    )
-    assert (
-        loss.greedy is not None
-        and loss.greedy_lengths is not None
-        and loss.greedy_truncated is not None
-    )
-    assert (
-        loss.greedy.tolist() == [1, 1]
-        and loss.greedy_lengths.tolist() == [2, 2]
-        and loss.greedy_truncated.tolist() == [False, False]
-    )
+    assert loss.token_lag.tolist() == [2, 3, 5, 5, 5]
+    assert loss.rewards.tolist() == [-2, 3]
+    assert loss.truncated.tolist() == [True, True]
+    assert loss.greedy is not None
+    assert loss.greedy_lengths is not None
+    assert loss.greedy_truncated is not None
+    assert loss.greedy.tolist() == [1, 1]
+    assert loss.greedy_lengths.tolist() == [2, 2]
+    assert loss.greedy_truncated.tolist() == [False, False]
 
 
 def test_rewards_per_token_of_those_that_have_them_and_of_those_that_do_not() -> None:
@@ -139,21 +111,11 @@ def test_rewards_per_token_of_those_that_have_them_and_of_those_that_do_not() ->
         answer(1, 2, [1], [2, 3], reward=4.0),
     ]
     loss = pack(batch(samples)).loss
-    assert (
-        loss.token_rewards is not None
-        and loss.token_rewards.tolist() == [0, 2, 0, 0, 0, 0, 0, 4]
-        and loss.token_rewards.dtype == torch.float32
-    )
-    assert loss.steps is not None and loss.steps.tolist() == [
-        False,
-        True,
-        True,
-        False,
-        True,
-        False,
-        False,
-        True,
-    ]
+    assert loss.token_rewards is not None
+    assert loss.token_rewards.tolist() == [0, 2, 0, 0, 0, 0, 0, 4]
+    assert loss.token_rewards.dtype == torch.float32
+    assert loss.steps is not None
+    assert loss.steps.tolist() == [False, True, True, False, True, False, False, True]
     with pytest.raises(AsyncrlError, match="ticket 1, sample 0: 2 token rewards for 3 tokens"):
         pack(batch([answer(1, 0, [1], [2, 3, 4], token_rewards=[0, 2])]))
 
@@ -179,16 +141,12 @@ def test_micro_batches_by_group_share_their_prompts() -> None:
 def test_micro_batches_are_sorted_by_length_and_hold_their_padded_tokens() -> None:
     p = packed([(2, 3), (1, 1), (2, 2), (1, 4), (1, 3)])  # 5, 2, 4, 5, 4 tokens
     assert split_micro_batches(p, range(5), 10**6) == [[1, 2, 4, 0, 3]]
-    assert split_micro_batches(p, range(5), 12) == [
-        [1, 2, 4],
-        [0, 3],
-    ]  # 3 rows of 4 fit, 4 of 5 do not
+    got = split_micro_batches(p, range(5), 12)
+    assert got == [[1, 2, 4], [0, 3]]  # 3 rows of 4 fit, 4 of 5 do not
     assert split_micro_batches(p, range(5), 11) == [[1, 2], [4, 0], [3]]
     assert split_micro_batches(p, range(5), 1) == [[1], [2], [4], [0], [3]]  # one at least
     assert split_micro_batches(p, range(5), 10**6, rows=2) == [[1, 2], [4, 0], [3]]
     assert split_micro_batches(p, [3, 1], 10**6) == [[1, 3]] and split_micro_batches(p, [], 5) == []
     many = packed([(1, 1)] * (ROWS + 1))
-    assert [len(m) for m in split_micro_batches(many, range(ROWS + 1), 10**6)] == [
-        ROWS,
-        1,
-    ] and ROWS == 96
+    assert [len(m) for m in split_micro_batches(many, range(ROWS + 1), 10**6)] == [ROWS, 1]
+    assert ROWS == 96

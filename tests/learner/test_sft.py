@@ -380,9 +380,8 @@ def test_the_warm_start_is_bit_for_bit_what_a_plain_loop_makes(tmp_path: Path) -
         torch.nn.utils.clip_grad_norm_(policy.hf.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-    assert compute_weights_digest(
-        load_policy(tmp_path / "warm", device="cpu")
-    ) == compute_weights_digest(policy)
+    got = compute_weights_digest(load_policy(tmp_path / "warm", device="cpu"))
+    assert got == compute_weights_digest(policy)
 
 
 # ---- the command ---------------------------------------------------------------------------------

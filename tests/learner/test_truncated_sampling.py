@@ -107,9 +107,8 @@ def test_the_rows_of_a_batch_carry_their_supports(model_dir: Path) -> None:
         assert row is not None
         assert row.encode() == sample.support
     table = packed.build_support_table([2, 5], torch.device("cpu"))
-    assert table is not None and len(table.truncated) == sum(
-        asked.samples[i].length for i in (2, 5)
-    )
+    assert table is not None
+    assert len(table.truncated) == sum(asked.samples[i].length for i in (2, 5))
     assert pack(batch()).build_support_table([0, 1], torch.device("cpu")) is None
 
 

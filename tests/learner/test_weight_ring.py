@@ -41,10 +41,8 @@ def test_a_version_comes_out_as_it_went_in(tmp_path: Path) -> None:
     reader, into = RingReader(tmp_path / "ring", "a"), bytearray(SIZE)
     # the three newest
     assert reader.list_labels() == {Label(1, n): digests[Label(1, n)] for n in (2, 3, 4)}
-    assert (
-        reader.read(Label(1, 3), digests[Label(1, 3)], memoryview(into))
-        and into == bytes([3]) * SIZE
-    )
+    assert reader.read(Label(1, 3), digests[Label(1, 3)], memoryview(into))
+    assert into == bytes([3]) * SIZE
     assert not reader.read(Label(1, 0), digests[Label(1, 0)], memoryview(into))
     assert not reader.read(Label(1, 3), digests[Label(1, 4)], memoryview(into))
     reader.close()
@@ -173,10 +171,8 @@ def test_chunks_over_tcp_without_shared_memory(tmp_path: Path) -> None:
     try:
         assert client.fetch_layout() == ROWS
         before, into = client.bytes_received, bytearray(SIZE)
-        assert (
-            client.fetch(Label(1, 0), digest, memoryview(into)) == digest
-            and into == bytes([7]) * SIZE
-        )
+        assert client.fetch(Label(1, 0), digest, memoryview(into)) == digest
+        assert into == bytes([7]) * SIZE
         assert client.bytes_received - before == SIZE
         assert client.fetch(Label(1, 5), "", memoryview(into)) == ""
         # the connection is still in step

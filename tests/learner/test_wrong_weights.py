@@ -94,10 +94,8 @@ def test_weights_that_are_not_the_learners_are_refused_with_both_names(
             for (name, _, _), d in zip(r["versions"], r["digests"], strict=True)
             if name == str(label)
         }
-        assert (
-            len(digests) == 1
-            and f"{WRONG} at the generator and {digests.pop()} at the learner" in reason
-        )
+        assert len(digests) == 1
+        assert f"{WRONG} at the generator and {digests.pop()} at the learner" in reason
     else:
         assert "no learner has announced them; the newest known are 1." in reason
     assert (run_dir / "logs").is_dir() and any(

@@ -32,10 +32,8 @@ TEXTS = ["932849=", "", "x9 y", "<eos>12<pad>3", "9<unk>", "αβ=1", " 1 ", "1\n
 def biased(path: Path) -> None:
     """Give the Llama in `path` every bias that its config can ask for, with values."""
     edit(path, "config.json", attention_bias=True, mlp_bias=True)
-    tensors, shapes = (
-        safetensors.torch.load_file(path / "model.safetensors"),
-        layout.list_shapes(json.loads((path / "config.json").read_text())),
-    )
+    tensors = safetensors.torch.load_file(path / "model.safetensors")
+    shapes = layout.list_shapes(json.loads((path / "config.json").read_text()))
     torch.manual_seed(1)
     safetensors.torch.save_file(
         {n: tensors.get(n, torch.randn(s)) for n, s in shapes.items()},
@@ -68,23 +66,18 @@ def test_a_bare_model_is_transformers_model(
             layer_types=None,
         )
         (path / "generation_config.json").unlink()
-    ours, theirs = (
-        policy.load_policy(path, dtype, "cpu"),
-        policy.load_policy(path, dtype, "cpu", with_modules=True),
-    )
-    assert (
-        isinstance(ours.hf, BareModel)
-        and not isinstance(theirs.hf, BareModel)
-        and ours.fast is not None
-        and theirs.fast is not None
-    )
+    ours = policy.load_policy(path, dtype, "cpu")
+    theirs = policy.load_policy(path, dtype, "cpu", with_modules=True)
+    assert isinstance(ours.hf, BareModel)
+    assert not isinstance(theirs.hf, BareModel)
+    assert ours.fast is not None
+    assert theirs.fast is not None
     # in its order, which sums of norms follow
     assert [n for n, _ in ours.hf.named_parameters()] == [
         n for n, _ in theirs.hf.named_parameters()
     ]
-    assert list(ours.hf.state_dict()) == list(
-        theirs.hf.state_dict()
-    ) and policy.compute_weights_digest(ours) == policy.compute_weights_digest(theirs)
+    assert list(ours.hf.state_dict()) == list(theirs.hf.state_dict())
+    assert policy.compute_weights_digest(ours) == policy.compute_weights_digest(theirs)
     for a, b in zip(
         ours.fast.compute_rope(torch.arange(300)),
         theirs.fast.compute_rope(torch.arange(300)),
@@ -118,9 +111,8 @@ def test_a_bare_model_is_transformers_model(
     assert {p.name for p in (tmp_path / "theirs").iterdir()} - {
         p.name for p in (tmp_path / "ours").iterdir()
     } <= {"generation_config.json"}
-    assert (tmp_path / "ours" / "model.safetensors").read_bytes() == (
-        tmp_path / "theirs" / "model.safetensors"
-    ).read_bytes()
+    got = (tmp_path / "ours" / "model.safetensors").read_bytes()
+    assert got == ((tmp_path / "theirs" / "model.safetensors").read_bytes())
     configs = [
         transformers.AutoConfig.from_pretrained(tmp_path / n).to_dict() for n in ("ours", "theirs")
     ]
@@ -175,31 +167,26 @@ def test_what_is_unusual_is_left_to_transformers(
 def test_the_tokenizer_alone_does_what_transformers_class_does(
     small_model: Path, tmp_path: Path
 ) -> None:
-    ours, theirs = (
-        load_tokenizer(small_model),
-        transformers.AutoTokenizer.from_pretrained(small_model),
-    )
+    ours = load_tokenizer(small_model)
+    theirs = transformers.AutoTokenizer.from_pretrained(small_model)
     assert isinstance(ours, PlainTokenizer) and (ours.eos_token_id, ours.pad_token_id) == (
         theirs.eos_token_id,
         theirs.pad_token_id,
     ) == (1, 0)
     for text in TEXTS:
         ids = theirs.encode(text, add_special_tokens=False)
-        assert ours.encode(text, add_special_tokens=False) == ids and ours.encode(
-            text, add_special_tokens=True
-        ) == theirs.encode(text)
+        assert ours.encode(text, add_special_tokens=False) == ids
+        assert ours.encode(text, add_special_tokens=True) == theirs.encode(text)
         for skip in (False, True):
-            assert ours.decode([*ids, 1, 0], skip_special_tokens=skip) == theirs.decode(
-                [*ids, 1, 0], skip_special_tokens=skip
-            )
+            got = ours.decode([*ids, 1, 0], skip_special_tokens=skip)
+            assert got == (theirs.decode([*ids, 1, 0], skip_special_tokens=skip))
     path = shutil.copytree(small_model, tmp_path / "m")
     (path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}={% endfor %}")
     turns = Prompt(
         0, "", messages=[{"role": "user", "content": "12"}, {"role": "user", "content": "3"}]
     )
-    assert encode_prompt(load_tokenizer(path), turns).tolist() == theirs.encode(
-        "12=3=", add_special_tokens=False
-    )
+    got = encode_prompt(load_tokenizer(path), turns)
+    assert got.tolist() == (theirs.encode("12=3=", add_special_tokens=False))
 
 
 QWEN = """
@@ -310,18 +297,15 @@ def test_the_optimizer_is_torchs_bit_by_bit_and_so_are_its_states() -> None:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             if n == 2:  # through a checkpoint of the other kind
-                state, optimizer = (
-                    optimizer.state_dict(),
-                    (torch.optim.AdamW if kind is PlainAdamW else PlainAdamW)(
-                        parameters, lr=1.0, fused=True
-                    ),
+                state = optimizer.state_dict()
+                optimizer = (torch.optim.AdamW if kind is PlainAdamW else PlainAdamW)(
+                    parameters, lr=1.0, fused=True
                 )
                 optimizer.load_state_dict(state)
         pairs.append((parameters, optimizer.state_dict()))
     (a, sa), (b, sb) = pairs
-    assert all(
-        torch.equal(x, y) and x.requires_grad for x, y in zip(a, b, strict=True)
-    ) and not torch.equal(a[0], start[0])
+    assert all(torch.equal(x, y) and x.requires_grad for x, y in zip(a, b, strict=True))
+    assert not torch.equal(a[0], start[0])
     assert sa["param_groups"] == sb["param_groups"]
     assert all(
         torch.equal(sa["state"][i][k], sb["state"][i][k])

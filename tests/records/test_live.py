@@ -60,11 +60,9 @@ def test_the_line_and_the_table_say_it() -> None:
     for left, said in ((700.0, "12 min left"), (None, "")):
         out = io.StringIO()
         Console(file=out, width=160).print(live.build_table(status(30), left))
-        assert (
-            "30/100" in out.getvalue()
-            and ("left" in out.getvalue()) == bool(said)
-            and said in out.getvalue()
-        )
+        assert "30/100" in out.getvalue()
+        assert ("left" in out.getvalue()) == bool(said)
+        assert said in out.getvalue()
 
 
 @pytest.mark.parametrize("width", [40, 60, 160])
@@ -138,9 +136,8 @@ def test_rewards_are_named_when_they_hold_the_run_up() -> None:
         "rewards hold the generators up: idle 42% of the time for them, 120 answers wait"
         in live.format_status(slow)
     )
-    assert "rewards hold" not in live.format_status(
-        fine
-    ) and "rewards hold" not in live.format_status(none)
+    assert "rewards hold" not in live.format_status(fine)
+    assert "rewards hold" not in live.format_status(none)
     slow.metrics.update({"reward/call_s": 2e-5})  # the wait is for a core then
     assert "rewards hold" not in live.format_status(slow)
     slow.metrics.pop("reward/call_s")  # no call has ended yet
@@ -151,11 +148,9 @@ def test_rewards_are_named_when_they_hold_the_run_up() -> None:
         out = io.StringIO()
         Console(file=out, width=160).print(live.build_table(s))
         shown[name] = out.getvalue()
-    assert (
-        "waiting 120" in shown["fine"]
-        and "s a call 0.2" in shown["fine"]
-        and "processes 1" in shown["fine"]
-    )
+    assert "waiting 120" in shown["fine"]
+    assert "s a call 0.2" in shown["fine"]
+    assert "processes 1" in shown["fine"]
     assert "processes" not in shown["none"]
 
 
@@ -200,9 +195,8 @@ def test_a_run_is_followed_with_the_time_left(
 
 
 def test_the_version_is_said() -> None:
-    assert CliRunner().invoke(
-        main, ["--version"]
-    ).output == f"asyncrl {asyncrl.__version__}\n" and asyncrl.__version__ == version("asyncrl")
+    assert CliRunner().invoke(main, ["--version"]).output == f"asyncrl {asyncrl.__version__}\n"
+    assert asyncrl.__version__ == version("asyncrl")
 
 
 def test_what_no_step_used_is_said_while_it_is_much() -> None:

@@ -65,9 +65,8 @@ def test_a_name_is_one_process_and_its_pid_is_told(run_dir: Path) -> None:
             "another --index",
         ):
             process_log.ProcessIncarnation(run_dir, "generator-1", alone=True)
-        assert process_log.is_alive(run_dir, "generator-1") and not process_log.is_alive(
-            run_dir, "generator-0"
-        )
+        assert process_log.is_alive(run_dir, "generator-1")
+        assert not process_log.is_alive(run_dir, "generator-0")
     finally:
         p.kill()
         p.wait()
@@ -102,21 +101,17 @@ def test_who_looks_at_a_process_does_not_keep_it_from_starting(
 
 def test_two_learners_live_side_by_side(run_dir: Path) -> None:
     one, two = (process_log.ProcessIncarnation(run_dir, "learner", alone=False) for _ in range(2))
-    assert (
-        process_log.is_alive(run_dir, "learner")
-        and not one.end(0)
-        and process_log.is_alive(run_dir, "learner")
-        and two.end(0)
-    )
+    assert process_log.is_alive(run_dir, "learner")
+    assert not one.end(0)
+    assert process_log.is_alive(run_dir, "learner")
+    assert two.end(0)
 
 
 def test_only_the_last_one_of_a_directory_is_the_last_and_those_who_come_wait_for_it(
     run_dir: Path,
 ) -> None:
-    first, second = (
-        process_log.ProcessIncarnation(run_dir, "buffer", alone=True),
-        process_log.ProcessIncarnation(run_dir, "learner", alone=False),
-    )
+    first = process_log.ProcessIncarnation(run_dir, "buffer", alone=True)
+    second = process_log.ProcessIncarnation(run_dir, "learner", alone=False)
     assert not first.end(0)
     first.release()
     assert second.end(0)
@@ -146,9 +141,8 @@ def test_rows_survive_torn_lines_and_tell_who_did_not_end_well(run_dir: Path) ->
         f.write('{"at": 3.0, "name": "lear\n[1]\n{}\n')
     assert [r["name"] for r in process_log.list_failed_ends(run_dir)] == ["generator-1", "learner"]
     told, killed = map(process_log.describe_end, process_log.list_failed_ends(run_dir))
-    assert told.startswith("generator-1 (process 4) was asked to end") and killed.startswith(
-        "learner (process 2) ended without a report"
-    )
+    assert told.startswith("generator-1 (process 4) was asked to end")
+    assert killed.startswith("learner (process 2) ended without a report")
     process_log.append_event(run_dir, "learner", 2, "died", code=-9, why="half a line")
     assert process_log.describe_end(process_log.list_failed_ends(run_dir)[-1]).startswith(
         "learner (process 2) ended with SIGKILL: half a line at "
@@ -188,11 +182,9 @@ def train(run_dir: Path, batches: int) -> None:
 
 def test_before_anything_has_started_it_says_what_to_start(run_dir: Path) -> None:
     text = said(run_dir)
-    assert (
-        text.startswith("step 0/4\n")
-        and "buffer has not been started" in text
-        and "generator-1 has not been started" in text
-    )
+    assert text.startswith("step 0/4\n")
+    assert "buffer has not been started" in text
+    assert "generator-1 has not been started" in text
     assert "none of its processes is running" in text
 
 
@@ -273,20 +265,14 @@ def test_of_a_dead_run_it_says_who_died_how_and_where_to_go_on(run_dir: Path) ->
     process_log.append_event(run_dir, "learner", 7, "died", code=-11, why="")
     text = said(run_dir)
     assert text.startswith("step 3/4  reward/mean 0.5  lag/mean 0.25  (the last one ")
-    assert (
-        "learner (process 7) ended with SIGSEGV at" in text
-        and f"{logs}/learner.log: last words of attempt_10" in text
-    )
-    assert (
-        "newest checkpoint: version 3," in text
-        and f"asyncrl run --resume {run_dir}` continues" in text
-    )
+    assert "learner (process 7) ended with SIGSEGV at" in text
+    assert f"{logs}/learner.log: last words of attempt_10" in text
+    assert "newest checkpoint: version 3," in text
+    assert f"asyncrl run --resume {run_dir}` continues" in text
     seen = doctor.examine_run(config(), run_dir, None)
-    assert (
-        not seen["running"]
-        and not seen["ended"]
-        and next(p for p in seen["processes"] if p["name"] == "learner")["code"] == -11
-    )
+    assert not seen["running"]
+    assert not seen["ended"]
+    assert next(p for p in seen["processes"] if p["name"] == "learner")["code"] == -11
     process_log.append_event(
         run_dir, "learner", 8, "ended", code=1, why="KeyError: 3", supervised=False
     )
@@ -349,10 +335,8 @@ def test_a_run_that_was_killed_has_a_report_of_what_there_is(run_dir: Path) -> N
     (run_dir / "commit").unlink()
     process_log.append_event(run_dir, "buffer", 7, "died", code=-9, why="")
     page = run_page.write(run_dir).read_text()
-    assert (
-        "<li>Not finished: 3 of 4 steps.</li>" in page
-        and "buffer (process 7) ended with SIGKILL" in page
-    )
+    assert "<li>Not finished: 3 of 4 steps.</li>" in page
+    assert "buffer (process 7) ended with SIGKILL" in page
     assert (
         'id="steps">3<' in page and 'id="wall">3 s<' in page and 'id="heldout-start">0.250<' in page
     )

@@ -9,14 +9,13 @@ from __future__ import annotations
 import html
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from browser_kit import dom
-from process_kit import ENV, ROOT, Ended
+from process_kit import ROOT, Ended, run_command
 
 from asyncrl.config import load
 from asyncrl.experiments.compare import page as compare_page
@@ -43,9 +42,7 @@ ALL = " ".join(PLANTED)
 
 def called(*words: str) -> Ended:
     argv = [sys.executable, "-m", "asyncrl.cli", *words]
-    return Ended(
-        subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=3600)
-    )
+    return run_command(argv)
 
 
 def ran(document: str) -> bool:

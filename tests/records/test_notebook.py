@@ -17,7 +17,7 @@ import httpx2
 import msgspec
 import numpy as np
 import pytest
-from process_kit import ENV, ROOT, SMALL
+from process_kit import ENV, SMALL, run_command
 from warm_python import FORKED
 
 import asyncrl
@@ -264,10 +264,8 @@ def test_importing_asyncrl_stays_cheap() -> None:
         "import sys, asyncrl; few = [m in sys.modules for m in ('numpy', 'msgspec', 'torch')]; "
         "asyncrl.load_run; print(few, 'torch' in sys.modules, hasattr(asyncrl, 'runn'))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=ENV, capture_output=True, text=True
-    )
-    assert done.stdout.strip() == "[False, False, False] False False", done.stderr
+    done = run_command([sys.executable, "-c", code])
+    assert done.out.strip() == "[False, False, False] False False", done.err
 
 
 # ---- callbacks and the page ----------------------------------------------------------------------

@@ -7,13 +7,12 @@ holds a journal, a recording, checkpoints, metrics and the resolved config."""
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
 
 import pytest
-from process_kit import ENV, ROOT, Ended
+from process_kit import ROOT, Ended, run_command
 
 import asyncrl
 from asyncrl.config import load
@@ -34,9 +33,7 @@ def older_run(tmp_path: Path) -> Path:
 
 def call(run: Path, *words: str) -> Ended:
     argv = [sys.executable, "-m", "asyncrl.cli", *words, "--json"]
-    return Ended(
-        subprocess.run(argv, cwd=run.parent, env=ENV, capture_output=True, text=True, timeout=1800)
-    )
+    return run_command(argv, cwd=run.parent)
 
 
 def test_an_older_run_loads_in_python(older_run: Path) -> None:
@@ -46,9 +43,8 @@ def test_an_older_run_loads_in_python(older_run: Path) -> None:
     # it wrote them as adv/mean and adv/abs_max
     assert len(run.metrics["advantage/mean"].values) == BATCHES
     assert not any(name.startswith("adv/") for name in run.metrics)
-    assert (
-        sum(n for line, n in run.ledger.items() if line != "generated") == (run.ledger["generated"])
-    )
+    got = sum(n for line, n in run.ledger.items() if line != "generated")
+    assert got == run.ledger["generated"]
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["ended", "buffer killed"])

@@ -53,10 +53,8 @@ def test_an_accuracy_stands_with_its_n_and_interval() -> None:
         "certainty": {"heldout": {"n": 400, "half": 0.0294}},
     }
     cards = {id_: (value, note) for _, value, id_, note in run_page._build_cards(summary, ROWS)}
-    assert cards["heldout-start"] == ("0.400", "+-0.096 (n = 100)") and cards["heldout-end"] == (
-        "0.900",
-        "+-0.029 (n = 400)",
-    )
+    assert cards["heldout-start"] == ("0.400", "+-0.096 (n = 100)")
+    assert cards["heldout-end"] == ("0.900", "+-0.029 (n = 400)")
     assert cards["ood-end"][1] == "" and cards["steps"] == ("9", "")
     assert (
         cli.shorten_summary(summary)["held-out"]
@@ -175,12 +173,10 @@ def test_a_kind_of_work_has_one_colour() -> None:
         ("learner", ["train", "publish", "checkpoint"]),
         ("generator-0", ["decode", "prefill", "weights", "reward", "polish"]),
     )
-    assert (
-        whole == run_page.KINDS | {"polish": run_page.OTHER_KIND} and len(set(whole.values())) == 8
-    )
-    assert colors(("learner", ["train"]), ("generator-0", ["weights"])) == {
-        k: whole[k] for k in ("weights", "train")
-    }
+    assert whole == run_page.KINDS | {"polish": run_page.OTHER_KIND}
+    assert len(set(whole.values())) == 8
+    got = colors(("learner", ["train"]), ("generator-0", ["weights"]))
+    assert got == ({k: whole[k] for k in ("weights", "train")})
 
 
 def test_what_a_run_does_not_measure_has_no_empty_plot(tmp_path: Path) -> None:
@@ -236,10 +232,8 @@ def test_bands_are_named_for_what_they_are() -> None:
         ROOT / "configs" / "demo.toml", ["evaluation.final_prompts=1024", "evaluation.prompts=256"]
     )
     said = compare_page.describe_bands({"seeds": [0, 1, 2]}, c)
-    assert (
-        "bands: from the lowest to the highest seed, no interval" in said
-        and "mean over 3 seeds" in said
-    )
+    assert "bands: from the lowest to the highest seed, no interval" in said
+    assert "mean over 3 seeds" in said
     # 0.98 / sqrt(n)
     assert (
         "+-0.031 at most (n = 1,024 held-out prompts) at both ends, +-0.061 at most (n = 256 "
@@ -328,12 +322,10 @@ def test_each_optimizer_step_is_drawn_where_batches_have_several(tmp_path: Path)
 
     assert drawn(1, 1, 1) == {}
     shown = drawn(2, 4)
-    assert list(shown) == [
-        "ratio to the behavior policy",
-        "gradient norm",
-        "reshape",
-        "C = A log w and its gate",
-    ]
+    got = list(shown)
+    assert got == (
+        ["ratio to the behavior policy", "gradient norm", "reshape", "C = A log w and its gate"]
+    )
     (norm,) = shown["gradient norm"].lines
     assert norm.xs == [0, 0.5, 1, 1.25, 1.5, 1.75] and norm.ys == [0, 1, 10, 11, 12, 13]
     assert [line.label for line in shown["ratio to the behavior policy"].lines] == [

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from process_kit import ENV, ROOT, SMALL, Ended, demo_command
+from process_kit import SMALL, demo_command, run_command
 
 from asyncrl.config.load import load
-from asyncrl.records import health_checks
-from asyncrl.records.health_checks import HealthFinding
+from asyncrl.records.health_checks import HealthFinding, apply_rules
 from asyncrl.supervise import doctor
 from asyncrl.supervise import run as runner
 from asyncrl.supervise.report import advice
@@ -40,74 +38,60 @@ def names(found: list[HealthFinding]) -> list[str]:
 
 
 def test_a_healthy_run_has_no_signs() -> None:
-    assert (
-        health_checks.apply_rules(rows(30)) == []
-        and health_checks.apply_rules([], ended=True) == []
-        and health_checks.apply_rules(rows(30), ended=True) == []
-    )
+    assert apply_rules(rows(30)) == []
+    assert apply_rules([], ended=True) == []
+    assert apply_rules(rows(30), ended=True) == []
 
 
 def test_constant_rewards_are_said_from_the_fifth_batch_on() -> None:
     flat = {"reward_no_spread_share": 1.0, "reward_min": 0.25, "reward_max": 0.25}
-    assert health_checks.apply_rules(rows(4, **flat)) == []
-    (sign,) = health_checks.apply_rules(rows(5, **flat))
-    assert (
-        sign.name == "constant_rewards"
-        and "last 5 batches has the reward 0.25" in sign.said
-        and "task try" in sign.try_this
-    )
+    assert apply_rules(rows(4, **flat)) == []
+    (sign,) = apply_rules(rows(5, **flat))
+    assert sign.name == "constant_rewards"
+    assert "last 5 batches has the reward 0.25" in sign.said
+    assert "task try" in sign.try_this
     assert sign.as_line() == f"{sign.said}; {sign.try_this}"
 
 
 def test_rewards_without_spread_in_most_groups() -> None:
     """95 % is the limit, over the last 20 batches only; groups may differ among each other."""
-    (sign,) = health_checks.apply_rules(rows(8, reward_no_spread_share=0.95))
+    (sign,) = apply_rules(rows(8, reward_no_spread_share=0.95))
     assert (
         "in 95% of the groups of the last 8 batches all completions have the same reward"
         in sign.said
     )
-    assert health_checks.apply_rules(rows(8, reward_no_spread_share=0.94)) == []
-    assert names(health_checks.apply_rules(rows(30) + rows(20, reward_no_spread_share=0.96))) == [
-        "constant_rewards"
-    ]
-    assert health_checks.apply_rules(rows(30, reward_no_spread_share=1.0) + rows(20)) == []
+    assert apply_rules(rows(8, reward_no_spread_share=0.94)) == []
+    got = names(apply_rules(rows(30) + rows(20, reward_no_spread_share=0.96)))
+    assert got == ["constant_rewards"]
+    assert apply_rules(rows(30, reward_no_spread_share=1.0) + rows(20)) == []
 
 
 def test_rewards_that_hold_the_generators_up() -> None:
     of = {"reward_queue": 120.0, "reward_wait_s": 3.0, "reward_call_s": 0.2, "reward_workers": 1.0}
-    (sign,) = health_checks.apply_rules(rows(6, time_reward_wait_share=0.42, **of))
+    (sign,) = apply_rules(rows(6, time_reward_wait_share=0.42, **of))
+    assert sign.name == "rewards_hold_up"
     assert (
-        sign.name == "rewards_hold_up"
-        and "idle 42% of their time because of rewards: 120 completions waited, 3 s each, and "
-        "calls took 0.2 s in 1 process"
-        in sign.said
+        "idle 42% of their time because of rewards: 120 completions waited, 3 s each, and "
+        "calls took 0.2 s in 1 process" in sign.said
     )
     assert "async def" in sign.try_this and "reward.workers" in sign.try_this
-    assert (
-        health_checks.apply_rules(rows(6, time_reward_wait_share=0.09, **of)) == []
-        and health_checks.apply_rules(rows(4, time_reward_wait_share=0.42, **of)) == []
-    )
+    assert apply_rules(rows(6, time_reward_wait_share=0.09, **of)) == []
+    assert apply_rules(rows(4, time_reward_wait_share=0.42, **of)) == []
     # No call has ended yet, as in a run of few steps.
     del of["reward_call_s"], of["reward_wait_s"]
-    assert health_checks.apply_rules(rows(6, time_reward_wait_share=0.42, **of)) == []
+    assert apply_rules(rows(6, time_reward_wait_share=0.42, **of)) == []
     of |= {"reward_call_s": 0.2, "reward_wait_s": 3.0}
     # Calls of 20 microseconds explain no wait of 3 s: answers wait for a core.
-    assert (
-        health_checks.apply_rules(
-            rows(6, time_reward_wait_share=0.42, **of | {"reward_call_s": 2e-5})
-        )
-        == []
-    )
+    got = apply_rules(rows(6, time_reward_wait_share=0.42, **of | {"reward_call_s": 2e-5}))
+    assert got == []
 
 
 def test_all_answers_truncated() -> None:
-    (sign,) = health_checks.apply_rules(rows(6, answer_truncated_share=1.0))
-    assert (
-        sign.name == "all_truncated"
-        and "100% of the completions of the last 6 batches" in sign.said
-        and "generator.max_new_tokens" in sign.said
-    )
-    assert health_checks.apply_rules(rows(6, answer_truncated_share=0.9)) == []
+    (sign,) = apply_rules(rows(6, answer_truncated_share=1.0))
+    assert sign.name == "all_truncated"
+    assert "100% of the completions of the last 6 batches" in sign.said
+    assert "generator.max_new_tokens" in sign.said
+    assert apply_rules(rows(6, answer_truncated_share=0.9)) == []
 
 
 def evaluated(start: float, end: float, n: int, **keys: Any) -> list[dict[str, Any]]:
@@ -120,22 +104,18 @@ def evaluated(start: float, end: float, n: int, **keys: Any) -> list[dict[str, A
 
 def test_accuracy_that_moves_less_than_its_interval() -> None:
     """n = 100 at 0.5: 1.96 sqrt(2 x 0.25 / 100) = 0.1386."""
-    (sign,) = health_checks.apply_rules(evaluated(0.5, 0.6, 100), ended=True)
+    (sign,) = apply_rules(evaluated(0.5, 0.6, 100), ended=True)
     half = math.sqrt(1.96**2 * (0.25 + 0.24) / 100)
     assert (
         sign.name == "unmoved_accuracy"
         and f"from 0.500 to 0.600 in 30 batches, which is within chance (+-{half:.3f} at n = 100)"
         in sign.said
     )
-    assert health_checks.apply_rules(evaluated(0.5, 0.6, 100)) == [], (
-        "a run that goes on is not judged by it"
-    )
-    assert (
-        health_checks.apply_rules(evaluated(0.5, 0.65, 100), ended=True) == []
-        and health_checks.apply_rules(evaluated(0.5, 0.35, 100), ended=True) == []
-    )
+    assert apply_rules(evaluated(0.5, 0.6, 100)) == [], "a run that goes on is not judged by it"
+    assert apply_rules(evaluated(0.5, 0.65, 100), ended=True) == []
+    assert apply_rules(evaluated(0.5, 0.35, 100), ended=True) == []
     for level, told in ((0.0, "no prompt"), (0.5, "more steps"), (1.0, "every prompt already")):
-        (sign,) = health_checks.apply_rules(evaluated(level, level, 1000), ended=True)
+        (sign,) = apply_rules(evaluated(level, level, 1000), ended=True)
         assert sign.name == "unmoved_accuracy" and told in sign.try_this, level
         assert ("train more steps" in sign.try_this) == (level == 0.5)
 
@@ -145,19 +125,16 @@ def test_the_interval_follows_the_range_of_the_rewards() -> None:
     of 1 would give 0.
     """
     wide = {"reward_min": -10.0, "reward_max": 10.0}
-    assert names(health_checks.apply_rules(evaluated(0.0, 2.7, 100, **wide), ended=True)) == [
-        "unmoved_accuracy"
-    ]
-    assert health_checks.apply_rules(evaluated(0.0, 2.8, 100, **wide), ended=True) == []
+    got = names(apply_rules(evaluated(0.0, 2.7, 100, **wide), ended=True))
+    assert got == ["unmoved_accuracy"]
+    assert apply_rules(evaluated(0.0, 2.8, 100, **wide), ended=True) == []
 
 
 def test_one_evaluation_is_no_movement() -> None:
-    assert (
-        health_checks.apply_rules(
-            [{"step": 0, "eval/heldout": 0.5, "eval/heldout_n": 10}, *rows(30)], ended=True
-        )
-        == []
+    got = apply_rules(
+        [{"step": 0, "eval/heldout": 0.5, "eval/heldout_n": 10}, *rows(30)], ended=True
     )
+    assert got == []
 
 
 def test_signs_are_said_once_while_a_run_goes_on(tmp_path: Path) -> None:
@@ -199,9 +176,7 @@ def test_equal_rewards_are_said_of_the_first_batch_and_later_of_more(
 
 
 def test_refused_messages_are_said_at_once_and_stay_in_report_and_doctor(tmp_path: Path) -> None:
-    (sign,) = health_checks.apply_rules(
-        rows(2) + rows(1, refused_number=2.0, refused_token=1.0) + rows(1)
-    )
+    (sign,) = apply_rules(rows(2) + rows(1, refused_number=2.0, refused_token=1.0) + rows(1))
     assert sign.name == "refused_messages" and sign.said == (
         "the buffer has refused 3 messages: 2 samples with an impossible reward, part, "
         "log-probability or temperature; 1 samples with tokens that the model does not have"
@@ -231,7 +206,7 @@ def test_calls_with_lists_that_always_fail_are_said_at_once(tmp_path: Path) -> N
     watcher.check(2, {"reward/failed_batch_share": 1.0})
     (line,) = told
     assert "each completion was scored alone" in line and "RUN/reward.log" in line
-    (sign,) = health_checks.apply_rules(rows(1, reward_failed_batch_share=1.0))
+    (sign,) = apply_rules(rows(1, reward_failed_batch_share=1.0))
     assert sign.name == "reward_batches_fail"
 
 
@@ -246,11 +221,9 @@ def test_prompts_without_answers(tmp_path: Path) -> None:
     config = load("configs/demo.toml", sets)
     (sign,) = runner.find_task_signs(config)
     left = len(FileTask(str(path)).sets["train"])
-    assert (
-        sign.name == "answers_missing"
-        and f"of {left} prompts have no `answer`" in sign.said
-        and "reward.function" in sign.try_this
-    )
+    assert sign.name == "answers_missing"
+    assert f"of {left} prompts have no `answer`" in sign.said
+    assert "reward.function" in sign.try_this
     with_function = load("configs/demo.toml", [*sets, "reward.function='a:b'"])
     with_env = load("configs/demo.toml", [*sets, "agent.env='file.py:Environment'"])
     assert runner.find_task_signs(with_env) == []  # which pays
@@ -272,16 +245,7 @@ def test_a_run_with_nothing_to_learn_says_so_on_the_terminal_and_in_its_report(
         "learner.steps=8",
         "name='r'",
     )
-    done = Ended(
-        subprocess.run(
-            demo_command("run", tmp_path, small_model, *words),
-            cwd=ROOT,
-            env=ENV,
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-    )
+    done = run_command(demo_command("run", tmp_path, small_model, *words))
     assert done.code == 0, done.err[-3000:]
     found = ["answers_missing", "constant_rewards", "unmoved_accuracy"]
     assert [s["name"] for s in done.json["signs"]] == found
@@ -290,11 +254,8 @@ def test_a_run_with_nothing_to_learn_says_so_on_the_terminal_and_in_its_report(
         # its numbers are of the moment when it was first seen
         count = 1 + (sign["name"] == "constant_rewards")  # and of the first batch
         assert done.err.count(f"; {sign['try_this']}\n") == count, done.err
-    assert 'id="heldout-end-note">+-0.000 (n = 3)<' in html and done.json["certainty"][
-        "heldout"
-    ] == {"n": 3, "half": 0.0}
+    assert 'id="heldout-end-note">+-0.000 (n = 3)<' in html
+    assert done.json["certainty"]["heldout"] == {"n": 3, "half": 0.0}
     head = html.index('<ul id="signs" class="warn">')
-    assert (
-        html.index("</h1>") < head < html.index('class="card"')
-        and html[head : html.index("</ul>", head)].count("<li>") == 3
-    )
+    assert html.index("</h1>") < head < html.index('class="card"')
+    assert html[head : html.index("</ul>", head)].count("<li>") == 3

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from signs_kl_kit import LOST, Row, config, evals, names, rows
+from signs_kl_kit import LOST, Row, config, evals, fired, names, rows
 
 from asyncrl.config import load
 from asyncrl.records import health_checks
+from asyncrl.records.health_checks import apply_rules, compute_chance_above, find_growth
 from asyncrl.supervise import run as runner
 
 K1_LOSS = ("kl.loss.coefficient=0.3", "kl.loss.estimator=k1")
@@ -39,10 +40,10 @@ def test_the_chance_of_an_order_is_that_of_counting_them_all() -> None:
     for late in picks:
         early = [y for y in values if y not in late]
         u = sum(x > y for x in late for y in early)
-        assert health_checks.compute_chance_above(late, early) == at_least[u] / len(picks)
+        assert compute_chance_above(late, early) == at_least[u] / len(picks)
     assert (
-        health_checks.compute_chance_above([5.0] * 4, [1.0] * 8) == 1 / math.comb(12, 4)
-        and health_checks.compute_chance_above([1.0] * 4, [1.0] * 8) == 1.0
+        compute_chance_above([5.0] * 4, [1.0] * 8) == 1 / math.comb(12, 4)
+        and compute_chance_above([1.0] * 4, [1.0] * 8) == 1.0
     ), "ties are no growth"
 
 
@@ -64,8 +65,7 @@ def test_noise_without_trend_is_seldom_called_growing(
     """
     assert (
         sum(
-            health_checks.find_growth(noise(i, 15 + 37 * i % 186, spread, carry)) is not None
-            for i in range(1000)
+            find_growth(noise(i, 15 + 37 * i % 186, spread, carry)) is not None for i in range(1000)
         )
         <= most
     )
@@ -79,72 +79,50 @@ def test_growth_is_found() -> None:
     def share(shape: Any) -> float:
         return (
             sum(
-                health_checks.find_growth(
-                    [x * shape(i / 199) for i, x in enumerate(noise(seed, 200, 0.3))]
-                )
+                find_growth([x * shape(i / 199) for i, x in enumerate(noise(seed, 200, 0.3))])
                 is not None
                 for seed in range(40)
             )
             / 40
         )
 
-    assert (
-        share(lambda t: 1 + 4 * t) > 0.6
-        and share(lambda t: math.exp(3 * t)) > 0.9
-        and share(lambda t: 10.0 if t > 0.66 else 1.0) == 1
-    )
-    assert (
-        share(lambda t: 1 + 0.7 * t) == 0
-        and share(lambda t: 100.0 if t > 0.97 else 1.0) == 0
-        and share(lambda t: 5 - 4 * t) == 0
-    )
-    assert (
-        health_checks.find_growth([1.0] * 10 + [2.0] * 5) == (1.0, 2.0)
-        and health_checks.find_growth([1.0] * 10 + [1.99] * 5) is None
-    )
-    assert health_checks.find_growth(
-        [float(i) for i in range(13)]
-    ) is None and health_checks.find_growth([float(i) for i in range(14)]) == (1.5, 11.5), (
-        "14 values are needed"
-    )
-    assert (
-        health_checks.find_growth([]) is None
-        and health_checks.find_growth([1.0]) is None
-        and health_checks.find_growth([1.0, 2.0]) is None
-    )
+    assert share(lambda t: 1 + 4 * t) > 0.6
+    assert share(lambda t: math.exp(3 * t)) > 0.9
+    assert share(lambda t: 10.0 if t > 0.66 else 1.0) == 1
+    assert share(lambda t: 1 + 0.7 * t) == 0
+    assert share(lambda t: 100.0 if t > 0.97 else 1.0) == 0
+    assert share(lambda t: 5 - 4 * t) == 0
+    assert find_growth([1.0] * 10 + [2.0] * 5) == (1.0, 2.0)
+    assert find_growth([1.0] * 10 + [1.99] * 5) is None
+    assert find_growth([float(i) for i in range(13)]) is None and find_growth(
+        [float(i) for i in range(14)]
+    ) == (1.5, 11.5), "14 values are needed"
+    assert find_growth([]) is None
+    assert find_growth([1.0]) is None
+    assert find_growth([1.0, 2.0]) is None
     # 17 values: 5 late over 12 early; three pairs the wrong way round have a chance of 7 / 6188 =
     # 0.0011, two one of 4 / 6188.
-    assert health_checks.find_growth(
-        [1.0] * 9 + [10.0] * 3 + [5.0] + [20.0] * 4
-    ) is None and health_checks.find_growth([1.0] * 10 + [10.0] * 2 + [5.0] + [20.0] * 4) == (
-        1.0,
-        20.0,
-    )
+    assert find_growth([1.0] * 9 + [10.0] * 3 + [5.0] + [20.0] * 4) is None
+    got = find_growth([1.0] * 10 + [10.0] * 2 + [5.0] + [20.0] * 4)
+    assert got == (1.0, 20.0)
     # stretches of ten: their medians are 3, though a third of the values is not
     long = [1.0] * 120 + [3.0, 1.0, 3.0] * 20
-    assert health_checks.find_growth(long) == (1.0, 3.0)
+    assert find_growth(long) == (1.0, 3.0)
 
 
 @pytest.mark.parametrize("name", ["mismatch__k3_at_lag_0", "split__mismatch_k3"])
 def test_a_growing_mismatch_is_said(name: str) -> None:
-    (sign,) = health_checks.apply_rules(
-        rows(60, **{name: [1e-4 * math.exp(0.05 * i) for i in range(60)]})
-    )
-    assert (
-        sign.name == "growing_mismatch"
-        and name.replace("__", "/") in sign.said
-        and "from 1.6e-04 to 1.2e-03" in sign.said
-    )
+    (sign,) = apply_rules(rows(60, **{name: [1e-4 * math.exp(0.05 * i) for i in range(60)]}))
+    assert sign.name == "growing_mismatch"
+    assert name.replace("__", "/") in sign.said
+    assert "from 1.6e-04 to 1.2e-03" in sign.said
     assert "learner.lr" in sign.try_this and "exact" in sign.try_this
-    assert (
-        health_checks.apply_rules(
-            rows(60, **{name: [1e-9 * math.exp(0.05 * i) for i in range(60)]})
-        )
-        == []
-    ), "too small to matter"
-    assert health_checks.apply_rules(rows(60, **{name: noise(3, 60)})) == []
-    assert health_checks.apply_rules(rows(60, **{name: [1e-6] * 40 + [9.9e-6] * 20})) == []
-    assert names(health_checks.apply_rules(rows(60, **{name: [1e-6] * 40 + [1e-5] * 20}))) == [
+    assert apply_rules(rows(60, **{name: [1e-9 * math.exp(0.05 * i) for i in range(60)]})) == [], (
+        "too small to matter"
+    )
+    assert apply_rules(rows(60, **{name: noise(3, 60)})) == []
+    assert apply_rules(rows(60, **{name: [1e-6] * 40 + [9.9e-6] * 20})) == []
+    assert names(apply_rules(rows(60, **{name: [1e-6] * 40 + [1e-5] * 20}))) == [
         "growing_mismatch"
     ], "harmless below 1e-5"
 
@@ -152,43 +130,34 @@ def test_a_growing_mismatch_is_said(name: str) -> None:
 def test_both_measures_of_the_mismatch_are_looked_at() -> None:
     grows = [1e-4 * math.exp(0.05 * i) for i in range(60)]
     assert names(
-        health_checks.apply_rules(
-            rows(60, mismatch__k3_at_lag_0=noise(3, 60), split__mismatch_k3=grows)
-        )
+        apply_rules(rows(60, mismatch__k3_at_lag_0=noise(3, 60), split__mismatch_k3=grows))
     ) == ["growing_mismatch"]
-    assert names(
-        health_checks.apply_rules(rows(60, mismatch__k3_at_lag_0=grows, split__mismatch_k3=grows))
-    ) == ["growing_mismatch"], "said once"
-    holes = [math.nan if i % 2 else x for i, x in enumerate(grows)]
-    assert names(health_checks.apply_rules(rows(60, mismatch__k3_at_lag_0=holes))) == [
+    assert names(apply_rules(rows(60, mismatch__k3_at_lag_0=grows, split__mismatch_k3=grows))) == [
         "growing_mismatch"
-    ]
+    ], "said once"
+    holes = [math.nan if i % 2 else x for i, x in enumerate(grows)]
+    got = names(apply_rules(rows(60, mismatch__k3_at_lag_0=holes)))
+    assert got == ["growing_mismatch"]
 
 
 def test_an_engine_that_differs() -> None:
     differs = [1e-4, 2e-3, 3e-3]
-    (sign,) = health_checks.apply_rules(rows(6, mismatch__k3_at_lag_0=differs), config())
-    assert (
-        sign.name == "engine_mismatch"
-        and "by k3 = 2.0e-03" in sign.said
-        and "above 0.001" in sign.said
-        and "generator.dtype" in sign.try_this
+    (sign,) = apply_rules(rows(6, mismatch__k3_at_lag_0=differs), config())
+    assert sign.name == "engine_mismatch"
+    assert "by k3 = 2.0e-03" in sign.said
+    assert "above 0.001" in sign.said
+    assert "generator.dtype" in sign.try_this
+    assert fired(rows(6, mismatch__k3_at_lag_0=[1e-3])) == [] == fired(rows(6))
+    assert fired(rows(6, mismatch__k3_at_lag_0=[1e-13, 2e-3])) == [], (
+        "one batch with few tokens says little"
     )
-    assert (
-        health_checks.apply_rules(rows(6, mismatch__k3_at_lag_0=[1e-3]), config())
-        == []
-        == health_checks.apply_rules(rows(6), config())
-    )
-    assert (
-        health_checks.apply_rules(rows(6, mismatch__k3_at_lag_0=[1e-13, 2e-3]), config()) == []
-    ), "one batch with few tokens says little"
     late = rows(60, mismatch__k3_at_lag_0=[1e-5] * 41 + [0.01] * 11)
     assert (
         health_checks.check_engine_mismatch(late[:45], config()) is None
         and health_checks.check_engine_mismatch(late[:46], config()) is not None
     ), "the last 9 count: five of them are enough"
     assert (
-        health_checks.apply_rules(
+        apply_rules(
             rows(6, mismatch__k3_at_lag_0=[0.05]), health_checks.RunFacts(config().config, 0.1)
         )
         == []
@@ -196,15 +165,13 @@ def test_an_engine_that_differs() -> None:
 
 
 def test_answers_continued_on_older_keys_are_no_fault_of_the_engine() -> None:
-    (sign,) = health_checks.apply_rules(
+    (sign,) = apply_rules(
         rows(6, mismatch__k3_at_lag_0=[2e-3] * 6, by_age__mismatch_k3_0=[1e-13, 2e-13]), config()
     )
-    assert (
-        sign.name == "engine_mismatch"
-        and "but by 1.0e-13 where no older keys" in sign.said
-        and "recompute_kv" in sign.try_this
-    )
-    (engine,) = health_checks.apply_rules(
+    assert sign.name == "engine_mismatch"
+    assert "but by 1.0e-13 where no older keys" in sign.said
+    assert "recompute_kv" in sign.try_this
+    (engine,) = apply_rules(
         rows(6, mismatch__k3_at_lag_0=[2e-3] * 6, by_age__mismatch_k3_0=[2e-3] * 6), config()
     )
     assert "older keys" not in engine.said and "generator.dtype" in engine.try_this
@@ -215,23 +182,14 @@ def test_answers_continued_on_older_keys_are_no_fault_of_the_engine() -> None:
 
 def test_drift_under_k1_in_the_loss() -> None:
     lost = rows(kl__target_ref_k3=LOST)
-    (sign,) = health_checks.apply_rules(lost, config(*K1_LOSS))
-    assert (
-        sign.name == "kl_drift"
-        and "rises from 0.19 to 0.33 nats a token" in sign.said
-        and "k1 in the loss" in sign.said
-        and "k3" in sign.try_this
-    )
-    assert health_checks.apply_rules(rows(kl__target_ref_k3=HELD), config(*K1_LOSS)) == [], (
-        "the settings alone are no sign"
-    )
-    assert (
-        health_checks.apply_rules(rows(kl__target_ref_k3=[x / 5 for x in LOST]), config(*K1_LOSS))
-        == []
-    ), "little"
-    assert health_checks.apply_rules(rows(kl__target_ref_k3=[0.3] * 50), config(*K1_LOSS)) == [], (
-        "no longer rising"
-    )
+    (sign,) = apply_rules(lost, config(*K1_LOSS))
+    assert sign.name == "kl_drift"
+    assert "rises from 0.19 to 0.33 nats a token" in sign.said
+    assert "k1 in the loss" in sign.said
+    assert "k3" in sign.try_this
+    assert fired(rows(kl__target_ref_k3=HELD), *K1_LOSS) == [], "the settings alone are no sign"
+    assert fired(rows(kl__target_ref_k3=[x / 5 for x in LOST]), *K1_LOSS) == [], "little"
+    assert fired(rows(kl__target_ref_k3=[0.3] * 50), *K1_LOSS) == [], "no longer rising"
     for middle, late, said in (
         (0.08, 0.1, ["kl_drift"]),
         (0.07, 0.099, []),
@@ -239,46 +197,32 @@ def test_drift_under_k1_in_the_loss() -> None:
         (0.1601, 0.2, []),
     ):
         assert (
-            names(
-                health_checks.apply_rules(
-                    rows(48, kl__target_ref_k3=[0.0] * 16 + [middle] * 16 + [late] * 16),
-                    config(*K1_LOSS),
-                )
-            )
+            fired(rows(48, kl__target_ref_k3=[0.0] * 16 + [middle] * 16 + [late] * 16), *K1_LOSS)
             == said
         ), (middle, late)
-    assert (
-        health_checks.apply_rules(
-            rows(14, kl__target_ref_k3=[0.1 * x for x in range(14)]), config(*K1_LOSS)
-        )
-        == []
-    ), "too early"
-    assert names(
-        health_checks.apply_rules(
-            rows(15, kl__target_ref_k3=[0.1 * x for x in range(15)]), config(*K1_LOSS)
-        )
-    ) == ["kl_drift"]
+    assert fired(rows(14, kl__target_ref_k3=[0.1 * x for x in range(14)]), *K1_LOSS) == [], (
+        "too early"
+    )
+    assert fired(rows(15, kl__target_ref_k3=[0.1 * x for x in range(15)]), *K1_LOSS) == ["kl_drift"]
     for other in (
         K3_LOSS,
         ("kl.reward.coefficient=0.3", "kl.reward.estimator=k1"),
         (*K1_LOSS, "kl.loss.off_policy=ratio"),
         (K1_LOSS[0], "kl.loss.estimator='k1+'"),
     ):
-        assert health_checks.apply_rules(lost, config(*other)) == [], other
+        assert fired(lost, *other) == [], other
 
 
 @pytest.mark.parametrize("sets", [(), ("kl.loss.coefficient=0.0",)])
 def test_drift_without_a_kl_term(sets: tuple[str, ...]) -> None:
     """While the reward rises, a policy that leaves the reference learns; then it drifts."""
-    (sign,) = health_checks.apply_rules(rows(kl__target_ref_k3=LOST), config(*sets))
-    assert (
-        sign.name == "kl_drift"
-        and "without a KL penalty, and the reward does not rise" in sign.said
-    )
+    (sign,) = apply_rules(rows(kl__target_ref_k3=LOST), config(*sets))
+    assert sign.name == "kl_drift"
+    assert "without a KL penalty, and the reward does not rise" in sign.said
     assert "kl.loss.coefficient" in sign.try_this
     learning = rows(kl__target_ref_k3=LOST, reward__mean=[0.4 + 0.01 * n for n in range(50)])
-    assert health_checks.apply_rules(learning, config(*sets)) == []
-    assert health_checks.apply_rules(rows(kl__target_ref_k3=HELD), config(*sets)) == []
+    assert fired(learning, *sets) == []
+    assert fired(rows(kl__target_ref_k3=HELD), *sets) == []
 
 
 def test_drift_is_seen_in_a_run_that_gives_few_values() -> None:
@@ -287,8 +231,8 @@ def test_drift_is_seen_in_a_run_that_gives_few_values() -> None:
     few = [
         r if r["step"] % 10 == 0 else {n: x for n, x in r.items() if "ref" not in n} for r in few
     ]
-    assert names(health_checks.apply_rules(few, config())) == ["kl_drift"]
-    assert health_checks.apply_rules(few[:80], config()) == []
+    assert fired(few) == ["kl_drift"]
+    assert fired(few[:80]) == []
 
 
 def test_collapse_under_k3_in_the_reward() -> None:
@@ -296,76 +240,62 @@ def test_collapse_under_k3_in_the_reward() -> None:
         *evals("heldout", 128, (0, 0.377), (10, 0.4), (20, 0.02)),
         *rows(20, kl__target_ref_k3=HELD),
     ]
-    (sign,) = health_checks.apply_rules(gone, config(*K3_REWARD))
-    assert (
-        sign.name == "kl_collapse"
-        and "held-out reward fell to 0.020 from 0.400" in sign.said
-        and "k3 in the reward" in sign.said
-    )
+    (sign,) = apply_rules(gone, config(*K3_REWARD))
+    assert sign.name == "kl_collapse"
+    assert "held-out reward fell to 0.020 from 0.400" in sign.said
+    assert "k3 in the reward" in sign.said
     assert "k1" in sign.try_this and "checkpoint" in sign.try_this
-    (drifts,) = health_checks.apply_rules(rows(kl__target_ref_k3=LOST), config(*K3_REWARD))
+    (drifts,) = apply_rules(rows(kl__target_ref_k3=LOST), config(*K3_REWARD))
     assert drifts.name == "kl_collapse" and "rises from 0.19 to 0.33 nats a token" in drifts.said
     half = [*evals("heldout", 128, (0, 0.4), (20, 0.2)), *rows(20)]
     assert (
-        health_checks.apply_rules(half, config(*K3_REWARD))
+        fired(half, *K3_REWARD)
         == []
-        == health_checks.apply_rules(evals("heldout", 128, (0, 0.4)) + rows(20), config(*K3_REWARD))
+        == fired(evals("heldout", 128, (0, 0.4)) + rows(20), *K3_REWARD)
     )
     back = [*evals("heldout", 128, (30, 0.6), (20, 0.02), (0, 0.4)), *rows(30)]
-    assert health_checks.apply_rules(back, config(*K3_REWARD)) == [], "in the order of steps"
+    assert fired(back, *K3_REWARD) == [], "in the order of steps"
     for other in (
         K3_LOSS,
         (),
         ("kl.reward.coefficient=0.0",),
         (K3_REWARD[0], "kl.reward.estimator=k1"),
     ):
-        assert health_checks.apply_rules(gone, config(*other)) == [], other
-    assert names(
-        health_checks.apply_rules(gone, config(K3_REWARD[0], "kl.reward.estimator='k3+'"))
-    ) == ["kl_collapse"]
+        assert fired(gone, *other) == [], other
+    got = fired(gone, K3_REWARD[0], "kl.reward.estimator='k3+'")
+    assert got == ["kl_collapse"]
 
 
 def test_good_in_distribution_and_poor_out_of_distribution() -> None:
     """`rlenarrow` without KL: 0.38 to 0.88 on what is trained, 0.35 to 0.07 on what is not; 3
     sqrt(.35 .65 / 256 + .07 .93 / 256) = 0.102.
     """
-    near, far = (
-        evals("heldout", 512, (0, 0.38), (60, 0.88)),
-        evals("ood", 256, (0, 0.35), (60, 0.07)),
-    )
+    near = evals("heldout", 512, (0, 0.38), (60, 0.88))
+    far = evals("ood", 256, (0, 0.35), (60, 0.07))
     half = 3 * math.sqrt((0.35 * 0.65 + 0.07 * 0.93) / 256)
-    (sign,) = health_checks.apply_rules([*near, *far, *rows()])
-    assert (
-        sign.name == "out_of_distribution"
-        and "held-out reward rose from 0.380 to 0.880" in sign.said
-    )
+    (sign,) = apply_rules([*near, *far, *rows()])
+    assert sign.name == "out_of_distribution"
+    assert "held-out reward rose from 0.380 to 0.880" in sign.said
     assert (
         f"out-of-distribution reward fell from 0.350 to 0.070, more than chance (+-{half:.3f})"
         in sign.said
         and "kl.reward.coefficient" in sign.try_this
     )
-    assert (
-        health_checks.apply_rules(
-            [*near, *evals("ood", 256, (0, 0.35), (60, 0.35 - 0.11)), *rows()]
-        )
-        == []
-    ), "half = 0.116 there"
-    assert names(
-        health_checks.apply_rules(
-            [*near, *evals("ood", 256, (0, 0.35), (60, 0.35 - 0.13)), *rows()]
-        )
-    ) == ["out_of_distribution"]
-    assert (
-        health_checks.apply_rules([*near, *evals("ood", 256, (0, 0.07), (60, 0.35)), *rows()]) == []
+    assert apply_rules([*near, *evals("ood", 256, (0, 0.35), (60, 0.35 - 0.11)), *rows()]) == [], (
+        "half = 0.116 there"
     )
+    values = names(apply_rules([*near, *evals("ood", 256, (0, 0.35), (60, 0.35 - 0.13)), *rows()]))
+    assert values == ["out_of_distribution"]
+    got = apply_rules([*near, *evals("ood", 256, (0, 0.07), (60, 0.35)), *rows()])
+    assert got == []
     assert (
-        health_checks.apply_rules([*near, *far[:1], *rows()])
+        apply_rules([*near, *far[:1], *rows()])
         == []
-        == health_checks.apply_rules([*near[:1], *far, *rows()])
-        == health_checks.apply_rules([*near, *far])
+        == apply_rules([*near[:1], *far, *rows()])
+        == apply_rules([*near, *far])
     )
     worse = evals("heldout", 512, (0, 0.38), (60, 0.2))
-    assert health_checks.apply_rules([*worse, *far, *rows()]) == [], (
+    assert apply_rules([*worse, *far, *rows()]) == [], (
         "a run that gets worse at everything is another matter"
     )
 
@@ -378,75 +308,48 @@ def test_a_checker_that_is_fooled_shows_out_of_distribution() -> None:
         *evals("heldout", 512, (0, 0.38), (50, 0.13)),
         *evals("ood", 256, (0, 0.14), (50, 0.01)),
     ]
-    (sign,) = health_checks.apply_rules(
+    (sign,) = apply_rules(
         [*ends, *rows(reward__mean=[0.5 + 0.33 * min(i, 40) / 40 for i in range(50)])]
     )
     assert (
         "the training reward rose from 0.537 to 0.830 while out-of-distribution reward fell from "
         "0.140 to 0.010" in sign.said
     )
-    assert health_checks.apply_rules([*ends, *rows(reward__mean=[0.5] * 50)]) == []
+    assert apply_rules([*ends, *rows(reward__mean=[0.5] * 50)]) == []
 
 
 def test_a_coefficient_without_effect() -> None:
     moved, none = [0.05] * 50, [0.004] * 50
-    (sign,) = health_checks.apply_rules(
-        rows(kl__target_ref_k3=moved, kl__gradient_share=none), config(*K3_LOSS)
-    )
-    assert (
-        sign.name == "kl_without_effect"
-        and "0.4% of the policy term's" in sign.said
-        and "a KL of 0.05 nats" in sign.said
-    )
+    (sign,) = apply_rules(rows(kl__target_ref_k3=moved, kl__gradient_share=none), config(*K3_LOSS))
+    assert sign.name == "kl_without_effect"
+    assert "0.4% of the policy term's" in sign.said
+    assert "a KL of 0.05 nats" in sign.said
     assert "kl.loss.coefficient = 0.1" in sign.try_this
-    assert (
-        health_checks.apply_rules(
-            rows(kl__target_ref_k3=moved, kl__gradient_share=[0.01] * 50), config(*K3_LOSS)
-        )
-        == []
+    got = apply_rules(
+        rows(kl__target_ref_k3=moved, kl__gradient_share=[0.01] * 50), config(*K3_LOSS)
     )
-    assert (
-        health_checks.apply_rules(
-            rows(kl__target_ref_k3=[0.019] * 50, kl__gradient_share=none), config(*K3_LOSS)
-        )
-        == []
-    ), "nothing to hold"
+    assert got == []
+    assert fired(rows(kl__target_ref_k3=[0.019] * 50, kl__gradient_share=none), *K3_LOSS) == [], (
+        "nothing to hold"
+    )
     for share, kl, said in ((0.0099, 0.02, ["kl_without_effect"]), (0.01, 0.02, [])):
-        assert (
-            names(
-                health_checks.apply_rules(
-                    rows(kl__target_ref_k3=[kl] * 50, kl__gradient_share=[share] * 50),
-                    config(*K3_LOSS),
-                )
-            )
-            == said
-        )
-    assert names(
-        health_checks.apply_rules(
-            rows(20, kl__target_ref_k3=moved, kl__gradient_share=none), config(*K3_LOSS)
-        )
-    ) == ["kl_without_effect"]
-    assert (
-        health_checks.apply_rules(
-            rows(19, kl__target_ref_k3=moved, kl__gradient_share=none), config(*K3_LOSS)
-        )
-        == []
-    ), "too early"
-    assert names(
-        health_checks.apply_rules(
-            rows(kl__target_ref_k3=moved, kl__gradient_share=[0.5] * 30 + none[:20]),
-            config(*K3_LOSS),
-        )
-    ) == ["kl_without_effect"]
-    assert (
-        health_checks.apply_rules(
-            rows(kl__target_ref_k3=moved, kl__gradient_share=none),
-            config("kl.loss.coefficient=0.0"),
-        )
-        == []
+        got = fired(rows(kl__target_ref_k3=[kl] * 50, kl__gradient_share=[share] * 50), *K3_LOSS)
+        assert got == said
+    values = fired(rows(20, kl__target_ref_k3=moved, kl__gradient_share=none), *K3_LOSS)
+    assert values == ["kl_without_effect"]
+    assert fired(rows(19, kl__target_ref_k3=moved, kl__gradient_share=none), *K3_LOSS) == [], (
+        "too early"
     )
+    assert fired(
+        rows(kl__target_ref_k3=moved, kl__gradient_share=[0.5] * 30 + none[:20]), *K3_LOSS
+    ) == ["kl_without_effect"]
+    got = apply_rules(
+        rows(kl__target_ref_k3=moved, kl__gradient_share=none),
+        config("kl.loss.coefficient=0.0"),
+    )
+    assert got == []
     both = (*K3_LOSS, "kl.reward.coefficient=0.2")
-    (sign,) = health_checks.apply_rules(
+    (sign,) = apply_rules(
         rows(
             kl__target_ref_k3=moved, kl__gradient_share=[0.5] * 50, kl__reward_gradient_share=none
         ),
@@ -455,21 +358,19 @@ def test_a_coefficient_without_effect() -> None:
     assert (
         "kl.reward.coefficient = 0.2" in sign.try_this and "(kl/reward_gradient_share)" in sign.said
     ), "each term by its own share"
-    assert (
-        health_checks.apply_rules(
-            rows(
-                kl__target_ref_k3=moved,
-                kl__gradient_share=[0.5] * 50,
-                kl__reward_gradient_share=none,
-            ),
-            config(*K3_LOSS),
-        )
-        == []
+    got = apply_rules(
+        rows(
+            kl__target_ref_k3=moved,
+            kl__gradient_share=[0.5] * 50,
+            kl__reward_gradient_share=none,
+        ),
+        config(*K3_LOSS),
     )
+    assert got == []
     assert (
-        health_checks.apply_rules(rows(kl__target_ref_k3=moved), config(*K3_LOSS))
+        fired(rows(kl__target_ref_k3=moved), *K3_LOSS)
         == []
-        == health_checks.apply_rules(rows(kl__gradient_share=none), config(*K3_LOSS))
+        == fired(rows(kl__gradient_share=none), *K3_LOSS)
     )
 
 
@@ -514,9 +415,8 @@ def test_the_summary_keeps_them(tmp_path: Path) -> None:
     left |= {"tokens": 100, "wall_s": 10.0, "ledger": {"generated": 100}}
     (tmp_path / "buffer_summary.json").write_text(json.dumps(left))
     found = runner.write_summary(load.load("configs/demo.toml", K1_LOSS), tmp_path)
-    assert [s["name"] for s in found["signs"]] == ["kl_drift"] and found["signs"][0][
-        "said"
-    ].startswith("KL to the reference rises")
+    assert [s["name"] for s in found["signs"]] == ["kl_drift"]
+    assert found["signs"][0]["said"].startswith("KL to the reference rises")
     assert (found["heldout_start"], found["ood_start"]) == (0.3, 0.2)
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in ends[3:]))
     assert runner.write_summary(load.load("configs/demo.toml"), tmp_path)["ood_start"] is None, (

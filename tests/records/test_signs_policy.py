@@ -22,6 +22,7 @@ from asyncrl.contract.messages import Batch, Trajectory, VersionSpan
 from asyncrl.contract.versions import Label
 from asyncrl.models import policy
 from asyncrl.records import health_checks, metrics
+from asyncrl.records.health_checks import apply_rules
 from asyncrl.supervise import run as runner
 from learner.batch import pack
 from learner.step import LearnerCore
@@ -34,7 +35,7 @@ def test_healthy_runs_have_no_sign_at_any_time(name: str) -> None:
     """Two real runs of the demo, 0.40 to 0.90, answers that shorten from 26 to 8 tokens."""
     run = HEALTHY[name]
     for end in (*range(1, len(run), 6), len(run)):
-        assert health_checks.apply_rules(run[:end], config(), ended=end == len(run)) == []
+        assert apply_rules(run[:end], config(), ended=end == len(run)) == []
 
 
 # ---- planted in rows -----------------------------------------------------------------------------
@@ -43,50 +44,41 @@ def test_healthy_runs_have_no_sign_at_any_time(name: str) -> None:
 @pytest.mark.parametrize("factor", [2.1, 0.45])
 def test_a_jump_of_the_answers_length(factor: float) -> None:
     lengths = [20.0 + n % 3 for n in range(30)] + [21.0 * factor] * 5
-    (sign,) = health_checks.apply_rules(rows(35, answer__length=lengths), config())
+    (sign,) = apply_rules(rows(35, answer__length=lengths), config())
     assert sign.name == "length_jump" and "from batch 30 on" in sign.said
     assert f"{21 * factor:.0f} tokens long, 21 in the 10 batches before" in sign.said
-    assert health_checks.apply_rules(rows(34, answer__length=lengths[:32]), config()) == [], (
-        "two of five"
-    )
+    assert apply_rules(rows(34, answer__length=lengths[:32]), config()) == [], "two of five"
     slowly = [20.0 * 1.05**n for n in range(60)]
-    assert health_checks.apply_rules(rows(60, answer__length=slowly), config()) == [], (
-        "it grows, and by much"
-    )
+    assert apply_rules(rows(60, answer__length=slowly), config()) == [], "it grows, and by much"
 
 
 def test_kl_that_runs_away_in_a_batch() -> None:
-    (sign,) = health_checks.apply_rules(
+    (sign,) = apply_rules(
         rows(kl__start_target_k3=[0.004] * 44 + [0.1] * 6, optim__steps=[8.0] * 50), config()
     )
-    assert sign.name == "kl_runaway" and "0.10 nats a token (kl/start_target_k3), in 8 updates" in (
-        sign.said
-    )
+    assert sign.name == "kl_runaway"
+    assert "0.10 nats a token (kl/start_target_k3), in 8 updates" in (sign.said)
     assert "stop.kl_max" in sign.try_this
-    (alone,) = health_checks.apply_rules(
-        rows(kl__moved=[0.3] * 50, optim__steps=[1.0] * 50), config()
-    )
+    (alone,) = apply_rules(rows(kl__moved=[0.3] * 50, optim__steps=[1.0] * 50), config())
     assert "in 1 update;" in alone.said and "learner.lr" in alone.try_this
     assert "stop.kl_max" not in alone.try_this, "it would not act"
     spike = rows(kl__start_target_k3=[0.004] * 48 + [0.9] * 2, optim__steps=[8.0] * 50)
-    assert health_checks.apply_rules(spike, config()) == []
+    assert apply_rules(spike, config()) == []
 
 
 def test_a_correction_that_throws_most_of_the_batch_away() -> None:
-    (sign,) = health_checks.apply_rules(
+    (sign,) = apply_rules(
         rows(8, is__rejected_share=[0.3] * 8, is__vetoed_share=[0.4] * 8), config()
     )
     assert sign.name == "batch_rejected" and "70% of the tokens" in sign.said
     assert "30% rejected, 40% vetoed" in sign.said and "correction.reject_hi" in sign.try_this
-    assert health_checks.apply_rules(rows(8, is__rejected_share=[0.45] * 8), config()) == []
+    assert apply_rules(rows(8, is__rejected_share=[0.45] * 8), config()) == []
 
 
 def test_accuracy_that_swings() -> None:
     """By more than chance at 512 prompts, three times; noise of that size does not."""
     wild = [0.3, 0.6, 0.35, 0.62, 0.4, 0.66]
-    (sign,) = health_checks.apply_rules(
-        [*evals("heldout", 512, *enumerate(wild)), *rows()], config()
-    )
+    (sign,) = apply_rules([*evals("heldout", 512, *enumerate(wild)), *rows()], config())
     assert sign.name == "oscillating_accuracy" and "turned 4 times" in sign.said
     assert "learner.lr" in sign.try_this
     for quiet in (
@@ -94,30 +86,24 @@ def test_accuracy_that_swings() -> None:
         [0.6, 0.63, 0.58, 0.61, 0.57, 0.62],
         [0.3, 0.6, 0.62, 0.5, 0.64, 0.66],  # one fall
     ):
-        assert (
-            health_checks.apply_rules(
-                [*evals("heldout", 512, *enumerate(quiet)), *rows()], config()
-            )
-            == []
-        )
+        got = apply_rules([*evals("heldout", 512, *enumerate(quiet)), *rows()], config())
+        assert got == []
     # grades up to 10: chance is larger
     grades = [5.0, 5.8, 5.0, 5.8, 5.0, 5.8]
     judged = evals("heldout", 512, *enumerate(grades))
-    assert health_checks.apply_rules([*judged, *rows(reward__max=[10.0] * 50)], config()) == []
-    assert health_checks.apply_rules([*judged, *rows(reward__max=[6.0] * 50)], config()) != []
+    assert apply_rules([*judged, *rows(reward__max=[10.0] * 50)], config()) == []
+    assert apply_rules([*judged, *rows(reward__max=[6.0] * 50)], config()) != []
 
 
 def test_k1_in_the_reward_under_many_updates() -> None:
     k1 = ("kl.reward.coefficient=0.1", "kl.reward.estimator=k1")
-    (sign,) = health_checks.apply_rules(
-        rows(kl__target_ref_k3=LOST, optim__steps=[16.0] * 50), config(*k1)
-    )
+    (sign,) = apply_rules(rows(kl__target_ref_k3=LOST, optim__steps=[16.0] * 50), config(*k1))
     assert sign.name == "stale_kl_reward" and "which 16 updates a batch share" in sign.said
     assert "kl.loss.coefficient" in sign.try_this
     one = rows(kl__target_ref_k3=LOST, optim__steps=[1.0] * 50)
-    assert health_checks.apply_rules(one, config(*k1)) == []
+    assert apply_rules(one, config(*k1)) == []
     held = rows(kl__target_ref_k3=[0.05] * 50, optim__steps=[16.0] * 50)
-    assert health_checks.apply_rules(held, config(*k1)) == [], "the settings alone are no sign"
+    assert apply_rules(held, config(*k1)) == [], "the settings alone are no sign"
 
 
 def test_sampling_that_is_cut_is_not_blamed_on_the_dtype(
@@ -134,29 +120,25 @@ def test_sampling_that_is_cut_is_not_blamed_on_the_dtype(
     watcher = runner.HealthWatcher(tmp_path, told.append, vllm)
     watcher.check(1, first)
     (line,) = told
-    assert (
-        "is/chi2 is -0.043" in line
-        and "generator.top_p = 0.9" in line
-        and "generator.dtype" not in line
-    )
+    assert "is/chi2 is -0.043" in line
+    assert "generator.top_p = 0.9" in line
+    assert "generator.dtype" not in line
     lagged = rows(
         mismatch__k3_one_version=[2e-3] * 50,
         is__chi2=[-0.03 + 0.01 * (n % 3) for n in range(50)],
         is__ratio_max=[3.0] * 50,
     )
-    (sign,) = health_checks.apply_rules(lagged, vllm)
+    (sign,) = apply_rules(lagged, vllm)
     assert sign.name == "truncated_sampling" and "not the dtype" in sign.try_this
     # the embedded engine records what top-p keeps: the setting is no cause
-    (sign,) = health_checks.apply_rules(lagged, config("generator.top_p=0.9"))
+    (sign,) = apply_rules(lagged, config("generator.top_p=0.9"))
     assert sign.name == "engine_mismatch" and "generator.top_p" not in sign.try_this
-    (sign,) = health_checks.apply_rules(lagged, config())
+    (sign,) = apply_rules(lagged, config())
     assert sign.name == "engine_mismatch" and "only a part of the distribution" in sign.said
     assert "top_p, top_k or min_p" in sign.try_this and "generator.dtype" not in sign.try_this
-    (little,) = health_checks.apply_rules(
-        [r | {"mismatch/k3_one_version": 3e-4} for r in lagged], config()
-    )
+    (little,) = apply_rules([r | {"mismatch/k3_one_version": 3e-4} for r in lagged], config())
     assert little.name == "truncated_sampling" and "is/chi2 is -0.020" in little.said
-    (other,) = health_checks.apply_rules(
+    (other,) = apply_rules(
         rows(mismatch__k3_one_version=[2e-3] * 50, is__chi2=[0.01] * 50, is__ratio_max=[3.0] * 50),
         config(),
     )
@@ -167,9 +149,7 @@ def test_sampling_that_is_cut_is_not_blamed_on_the_dtype(
 def test_the_split_alone_tells_of_an_engine_that_differs(name: str) -> None:
     """A run that lags has tokens of lag 0 in its first batch only."""
     start = {"mismatch__k3_at_lag_0": [1e-13]}
-    (sign,) = health_checks.apply_rules(
-        rows(30, **start, **{name: [1e-13] * 15 + [0.1] * 15}), config()
-    )
+    (sign,) = apply_rules(rows(30, **start, **{name: [1e-13] * 15 + [0.1] * 15}), config())
     assert sign.name == "engine_mismatch" and name.replace("__", "/") in sign.said
     assert "--resume RUN --set correction.preset=mis" in sign.try_this
 
@@ -179,10 +159,10 @@ def test_thresholds_follow_the_number_of_values_that_a_run_gives() -> None:
     series = [1e-4 * 1.5**n for n in range(12)]
     few = config("learner.steps=60")
     assert health_checks.count_possible_values(few.config, health_checks.ONE_VERSION) == 12
-    found = names(health_checks.apply_rules(rows(12, mismatch__k3_one_version=series), few))
+    found = names(apply_rules(rows(12, mismatch__k3_one_version=series), few))
     assert sorted(found) == ["engine_mismatch", "growing_mismatch"]
     many = config("learner.steps=120")
-    found = names(health_checks.apply_rules(rows(12, mismatch__k3_one_version=series), many))
+    found = names(apply_rules(rows(12, mismatch__k3_one_version=series), many))
     assert "growing_mismatch" not in found
     assert (
         health_checks.choose_alarm(health_checks.PARTS)

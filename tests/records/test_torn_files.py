@@ -266,9 +266,8 @@ def test_a_full_disk_ends_a_run_in_one_line_and_the_next_life_goes_on(
     disk.room = 10
     learner.send(m.Commit(1, 0, Label(1, 1), "d1", {"reward/mean": 0.5}))
     run.thread.join(600)
-    assert isinstance(
-        run.error, AsyncrlError
-    ) and "cannot be written: No space left on device; free some space" in str(run.error)
+    assert isinstance(run.error, AsyncrlError)
+    assert "cannot be written: No space left on device; free some space" in str(run.error)
     wrong = run.service.close()
     assert "No space left" in wrong or mode == "memory"
     disk.room = 1 << 40
@@ -311,9 +310,7 @@ def test_tensorboard_without_room_drops_its_events_and_ends_nothing(
         writer.write(n, {"reward/mean": 0.5})
     writer.close()
     assert len(metrics.read(tmp_path)) == 100
-    assert (
-        capsys.readouterr().err.count(
-            "tensorboard can no longer be written: No space left on device"
-        )
-        == 1
+    got = capsys.readouterr().err.count(
+        "tensorboard can no longer be written: No space left on device"
     )
+    assert got == 1

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process_kit import ENV, ROOT, SMALL, Ended, demo_command
+from process_kit import ENV, SMALL, demo_command, run_command
 
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
@@ -179,11 +179,7 @@ def test_a_run_whose_tracker_fails_ends_as_without_it(tmp_path: Path, small_mode
     login = {"WANDB_MODE": "online", "WANDB_API_KEY": "", "HOME": str(tmp_path)}
     words = (*SMALL, "name=R", "record.trackers=['wandb']")
     argv = demo_command("run", tmp_path, small_model, *words)
-    done = Ended(
-        subprocess.run(
-            argv, cwd=ROOT, env=ENV | login, capture_output=True, text=True, timeout=3600
-        )
-    )
+    done = run_command(argv, env=ENV | login)
     assert done.code == 0 and done.json["steps"] == 6, done.err[-3000:]
     path = tmp_path / "runs" / "R"
     deadline = time.monotonic() + PATIENCE_S

@@ -43,6 +43,13 @@ def steps(series: Series) -> list[int]:
     return [int(step) for step in series.axes["step"].values]
 
 
+def read_series(path: Path, rows: list[dict[str, Any]]) -> Series:
+    write_lines(path, rows)
+    series = Series(path)
+    series.refresh()
+    return series
+
+
 def carried(page: str, id: str) -> Any:
     """The JSON of a script element of a page."""
     begin = page.index(f'id="{id}">') + len(f'id="{id}">')
@@ -97,9 +104,7 @@ def test_metrics_are_read_as_they_grow(tmp_path: Path) -> None:
 
 def test_a_replaced_or_shortened_file_is_read_anew(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    series = Series(path)
-    write_lines(path, [metric_row(step) for step in range(5)])
-    series.refresh()
+    series = read_series(path, [metric_row(step) for step in range(5)])
     new = tmp_path / "new"
     write_lines(new, [metric_row(step) for step in range(7)])
     os.replace(new, path)
@@ -114,9 +119,7 @@ def test_a_replaced_or_shortened_file_is_read_anew(tmp_path: Path) -> None:
 
 def test_a_resumed_run_shows_the_later_row_of_a_step(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    series = Series(path)
-    write_lines(path, [metric_row(step) for step in range(5)])
-    series.refresh()
+    series = read_series(path, [metric_row(step) for step in range(5)])
     with path.open("a") as file:
         for step in (3, 4, 5):
             file.write(json.dumps(metric_row(step, **{"adv/mean": 9.0})) + "\n")
@@ -128,9 +131,7 @@ def test_a_resumed_run_shows_the_later_row_of_a_step(tmp_path: Path) -> None:
 
 def test_the_token_axis_adds_up_what_was_trained(tmp_path: Path) -> None:
     more = {"throughput/learner_tokens_per_s": 100.0, "time/step": 2.0}
-    write_lines(tmp_path / "m", [metric_row(step, **more) for step in range(3)])
-    series = Series(tmp_path / "m")
-    series.refresh()
+    series = read_series(tmp_path / "m", [metric_row(step, **more) for step in range(3)])
     assert series.sample_line("reward/mean", "tokens")[0] == [200.0, 400.0, 600.0]
 
 
@@ -150,11 +151,8 @@ def test_smoothing_keeps_a_constant_and_calms_the_rest() -> None:
 
 
 def test_evaluations_have_a_band_and_metrics_their_meaning(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
     evals = {"eval/heldout": 0.5, "eval/heldout_n": 100.0}
-    write_lines(path, [metric_row(step, **evals) for step in (0, 10)])
-    series = Series(path)
-    series.refresh()
+    series = read_series(tmp_path / "m", [metric_row(step, **evals) for step in (0, 10)])
     accuracy = plots.build_plots("overview", {"a": series})[0]
     (held,) = [line for line in accuracy.lines if line.metric == "eval/heldout"]
     assert accuracy.title == "Held-out reward" and 0.05 < held.high[0] - held.ys[0] < 0.2
@@ -174,9 +172,14 @@ def test_the_lag_histogram_over_time_is_of_shares() -> None:
 # ---- samples -------------------------------------------------------------------------------------
 
 
-def test_samples_are_filtered_and_ordered(run_dir: Path) -> None:
+def read_samples(run_dir: Path) -> SampleStore:
     store = SampleStore(run_dir / "token_samples.jsonl")
     store.refresh()
+    return store
+
+
+def test_samples_are_filtered_and_ordered(run_dir: Path) -> None:
+    store = read_samples(run_dir)
     batches = lambda **keys: [store.heads[i]["batch"] for i in store.find(SampleFilter(**keys))]  # noqa: E731
     assert batches() == [3, 2, 1, 0]
     assert batches(step=(1, 2)) == [2, 1] and batches(reward=(0, 0)) == [2, 0]
@@ -200,8 +203,7 @@ def test_ranges(words: str, bounds: tuple[float | None, float | None]) -> None:
 
 
 def test_every_shade_of_a_token(run_dir: Path) -> None:
-    store = SampleStore(run_dir / "token_samples.jsonl")
-    store.refresh()
+    store = read_samples(run_dir)
     shades = store.read_row(1)["sequences"][0]["shades"]
     assert shades["version"] == ["1.0", "1.1", "1.1"] and shades["lag"] == [2, 1, 1]
     assert shades["log_ratio"] == [0.25, 0.0, None] and shades["update"] == [0.0, 0.25, None]
@@ -221,8 +223,7 @@ def test_tokens_of_an_environment_have_no_part_in_the_kl(run_dir: Path) -> None:
     sequence["versions"] = [["1.0", 0, 1], ["1.1", 2, 3]]
     sequence["start"][1:], sequence["behavior"][1:] = [-9.0, -0.5], [0.0, -0.5]
     write_lines(run_dir / "token_samples.jsonl", [session])
-    store = SampleStore(run_dir / "token_samples.jsonl")
-    store.refresh()
+    store = read_samples(run_dir)
     assert store.heads[0]["kl"] == pytest.approx((np.exp(0.25) - 1.25) / 2)
     assert store.read_row(0)["sequences"][0]["shades"]["version"] == ["1.0", None, "1.1"]
 
@@ -241,8 +242,7 @@ def test_a_torn_sample_waits_and_a_damaged_one_is_counted(run_dir: Path) -> None
 
 
 def test_text_of_a_sample_cannot_move_the_cursor(run_dir: Path) -> None:
-    store = SampleStore(run_dir / "token_samples.jsonl")
-    store.refresh()
+    store = read_samples(run_dir)
     plain = format_terminal(store.read_row(0), "lag", color=False)
     assert "\x1b" not in plain and "\\x1b[2J" in plain and "<script>" in plain
     colored = format_terminal(store.read_row(0), "version", color=True)
@@ -295,9 +295,8 @@ def test_every_answer_is_json(client: TestClient) -> None:
         assert reply.status_code == 200, (name, reply.text)
         json.loads(reply.text)
     page = client.get("/")
-    assert (
-        page.status_code == 200 and "script-src 'self'" in page.headers["content-security-policy"]
-    )
+    assert page.status_code == 200
+    assert "script-src 'self'" in page.headers["content-security-policy"]
     for name in ("watch.js", "plot.js", "page.css"):
         assert client.get(f"/static/{name}").status_code == 200
     assert client.get("/static/..%2fapp.py").status_code == 404
@@ -414,11 +413,8 @@ SPLIT = "split/staleness_k3", "split/mismatch_k3"
 
 
 def facts(tmp_path: Path, values: dict[str, float], *, rows: int = 20) -> advice.Facts:
-    path = tmp_path / "metrics.jsonl"
-    write_lines(path, [metric_row(step, **values) for step in range(rows)])
-    series = Series(path)
-    series.refresh()
-    return advice.Facts(series, 4, 2)
+    made = [metric_row(step, **values) for step in range(rows)]
+    return advice.Facts(read_series(tmp_path / "metrics.jsonl", made), 4, 2)
 
 
 @pytest.mark.parametrize(
@@ -446,9 +442,7 @@ def test_the_last_batches_of_an_ended_run_do_not_count(tmp_path: Path) -> None:
     """Its generators had no more tickets: they idle without a limit of the speed."""
     early, late = ({WAITS[0]: 0.0, WAITS[1]: idle} for idle in (0.0, 1.0))
     rows = [metric_row(step, **(early if step < 20 else late)) for step in range(25)]
-    write_lines(tmp_path / "m", rows)
-    series = Series(tmp_path / "m")
-    series.refresh()
+    series = read_series(tmp_path / "m", rows)
     for ended, rule in ((True, "balanced"), (False, "generators_wait")):
         assert [one.rule for one in advice.apply_rules(advice.Facts(series, 4, 1, ended))] == [rule]
 
@@ -465,9 +459,7 @@ def test_advice_names_its_window_and_weights_shares_by_their_time(tmp_path: Path
         )
         for step in range(30)
     ]
-    write_lines(tmp_path / "m", rows)
-    series = Series(tmp_path / "m")
-    series.refresh()
+    series = read_series(tmp_path / "m", rows)
     facts = advice.Facts(series, 4, 2)
     assert advice.average_recent(facts, WAITS[0]) == pytest.approx(0.81)
     assert advice.average_recent(facts, WAITS[1]) == 0.25, "two reports in the window suffice"
@@ -509,9 +501,7 @@ def test_watch_report_and_doctor_begin_with_the_same_lines(
 def test_ledger_lines_are_stacked_on_one_grid(tmp_path: Path) -> None:
     rows = [metric_row(step, **{"ledger/trained": 10.0 * step}) for step in range(4)]
     rows[3]["ledger/dropped_stale"] = 5.0
-    write_lines(tmp_path / "m", rows)
-    series = Series(tmp_path / "m")
-    series.refresh()
+    series = read_series(tmp_path / "m", rows)
     (plot,) = plots.build_plots("ledger", {"a": series})
     assert plot.kind == "areas" and {line.label: line.ys for line in plot.lines} == {
         "trained": [0.0, 10.0, 20.0, 30.0],
@@ -544,9 +534,7 @@ def test_accuracy_that_fell_is_told_from_noise(tmp_path: Path) -> None:
             metric_row(i, **{"eval/heldout": v, "eval/heldout_n": 400.0, "reward/max": largest})
             for i, v in enumerate(values)
         ]
-        write_lines(tmp_path / "m", rows)
-        series = Series(tmp_path / "m")
-        series.refresh()
+        series = read_series(tmp_path / "m", rows)
         return advice.apply_rules(advice.Facts(series, 2, 1))[0].rule
 
     assert told(0.4, 0.8, 0.5) == "accuracy_fell"

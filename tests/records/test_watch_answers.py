@@ -295,9 +295,8 @@ def test_the_memory_of_a_process_that_is_not_here_is_unknown() -> None:
     own = findings.measure_resident_mb(os.getpid())
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     assert own == pytest.approx(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, rel=0.2)
-    assert (
-        findings.measure_resident_mb(None) is None and findings.measure_resident_mb(2**30) is None
-    )
+    assert findings.measure_resident_mb(None) is None
+    assert findings.measure_resident_mb(2**30) is None
 
 
 # ---- plots ---------------------------------------------------------------------------------------

@@ -21,12 +21,17 @@ def config(**sections: Any) -> Config:
     return load.build({"model": {"path": "m"}, "task": {"name": "sort"}, **sections})
 
 
-def convert(settings: str) -> Config:
-    """A configuration with these `key=value` settings, checked as the command line does."""
-    raw: dict[str, Any] = {"model": {"path": "m"}, "task": {"name": "sort"}}
+def parse_settings(settings: str) -> dict[str, Any]:
+    """The sections of `key=value` settings with spaces between them."""
+    sections: dict[str, Any] = {}
     for item in settings.split():
-        load.apply(raw, item)
-    return load.convert(raw, "c.toml")
+        load.apply(sections, item)
+    return sections
+
+
+def convert(settings: str) -> Config:
+    """A configuration with these settings, checked as the command line does."""
+    return load.convert(parse_settings(f"model.path=m task.name=sort {settings}"), "c.toml")
 
 
 def parse_refusals(table: str) -> list[tuple[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from algorithms_catalogue_kit import vec
 from algorithms_kit import D
 
 from asyncrl.algorithms.batch import LossBatch
@@ -31,10 +32,6 @@ LP = (MU * W).log()
 
 
 ANSWER = "seq-mean-token-mean"
-
-
-def vec(*x: float) -> torch.Tensor:
-    return torch.tensor(x, dtype=D)
 
 
 def example() -> LossBatch:

@@ -52,6 +52,15 @@ class Ended:
         return dict(json.loads(self.out.strip().splitlines()[-1]))
 
 
+def run_command(
+    argv: list[str], *, cwd: Path = ROOT, env: dict[str, str] = ENV, timeout: float = 3600
+) -> Ended:
+    """Run a command to its end and keep what it wrote."""
+    return Ended(
+        subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
+    )
+
+
 def shared(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
     """A directory that `make` fills once for all workers of a test session; the others wait for
     it.

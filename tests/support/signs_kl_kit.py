@@ -43,6 +43,11 @@ def names(found: list[health_checks.HealthFinding]) -> list[str]:
     return [s.name for s in found]
 
 
+def fired(given: list[Row], *sets: str) -> list[str]:
+    """The rules that fire on these rows under the demo's settings and `sets`."""
+    return names(health_checks.apply_rules(given, config(*sets)))
+
+
 def split_share(settings: Config) -> float:
     """Most that the split of the log ratio adds to a step, in tokens of forward passes.
 

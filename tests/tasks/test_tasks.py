@@ -120,9 +120,8 @@ def test_runs_grow_where_the_distribution_says_so() -> None:
 
     assert runs([TASKS["rlenarrow"]().prompt("train", i, 0) for i in range(500)]) == {"1", "2"}
     assert runs(fixed("rlenarrow", "ood")) == {"4", "5", "6"}
-    assert runs([Prompt(0, p) for p, _ in TASKS["rlenarrow"]().make_demonstrations(500, 0)]) == set(
-        "123456"
-    )
+    got = runs([Prompt(0, p) for p, _ in TASKS["rlenarrow"]().make_demonstrations(500, 0)])
+    assert got == (set("123456"))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=str)
@@ -164,11 +163,8 @@ def test_rows_become_prompts(tmp_path: Path) -> None:
         "2",
         {"level": "easy", "tests": "[1, 2]"},
     )
-    assert (second.text, second.messages, second.answer) == (
-        "2+2?",
-        turns,
-        "4",
-    ) and third.text == "line\u2028break"
+    assert (second.text, second.messages, second.answer) == ("2+2?", turns, "4")
+    assert third.text == "line\u2028break"
     assert task.reward(second, " 4\n") == 1.0 and task.reward(second, "5") == 0.0
 
 
@@ -257,10 +253,8 @@ def test_a_files_splits_share_no_problem_and_training_cycles(tmp_path: Path) -> 
         ood=write(tmp_path / "o.jsonl", {"prompt": "3+1="}, {"prompt": "new"}),
     )
     texts = {s: {canonicalize(p) for p in task.sets[s]} for s in task.sets}
-    assert (
-        not texts["train"] & (texts["heldout"] | texts["ood"])
-        and not texts["heldout"] & texts["ood"]
-    )
+    assert not texts["train"] & (texts["heldout"] | texts["ood"])
+    assert not texts["heldout"] & texts["ood"]
     # 30 less one in ood; a tenth of 29 held out
     assert task.overlap == 2 and len(texts["train"]) == 27 and len(texts["heldout"]) == 2
     assert {p.split for p in task.sets["heldout"]} == {"heldout"}
