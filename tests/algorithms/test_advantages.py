@@ -142,10 +142,7 @@ def test_not_a_number_stays_one_and_is_seen() -> None:
     r, groups = vec(math.nan, 1, 1, 1), torch.tensor([0, 0, 1, 1])
     assert adv.find_zero_variance(r, groups).tolist() == [False, False, True, True]
     assert bool(adv.compute_grpo(r, groups)[:2].isnan().all())
-    assert adv.compute_grpo(r, groups)[2:].tolist() == [
-        0,
-        0,
-    ]
+    assert adv.compute_grpo(r, groups)[2:].tolist() == [0, 0]
 
 
 def test_scaling_by_the_spread_of_others() -> None:

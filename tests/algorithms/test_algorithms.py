@@ -21,14 +21,7 @@ from algorithms_kit import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.algorithms import (
-    advantages,
-    correction,
-    ratios,
-    reductions,
-    stopping,
-    surrogates,
-)
+from asyncrl.algorithms import advantages, correction, ratios, reductions, stopping, surrogates
 from asyncrl.algorithms import loss as sl
 from asyncrl.algorithms.batch import LossBatch
 from asyncrl.algorithms.settings import Reshape
@@ -109,9 +102,7 @@ def test_reshape_with_gamma_one_is_vanilla_on_behaviour() -> None:
     lp = theta(b)
     bypass = {"correction": {"proximal": "behavior"}}
     one = config(
-        loss={"surrogate": "reshape"},
-        reshape={"mode": "constant", "gamma": 1.0},
-        **bypass,
+        loss={"surrogate": "reshape"}, reshape={"mode": "constant", "gamma": 1.0}, **bypass
     )
     assert torch.allclose(
         gradient(b, one, lp)[1], gradient(b, config(loss={"surrogate": "vanilla"}, **bypass), lp)[1]

@@ -86,10 +86,7 @@ def test_decoupled_ppo_by_hand() -> None:
         proximal=prox,
     )
     lp = torch.cat([prox[:3] + r.log(), vec(-1)]).requires_grad_(True)
-    c = config(
-        advantage={"name": "reinforce", "baseline": "batch"},
-        correction={"preset": "tis"},
-    )
+    c = config(advantage={"name": "reinforce", "baseline": "batch"}, correction={"preset": "tis"})
     _, grad, sums = gradient(b, c, lp)
     assert grad.tolist() == pytest.approx([-2 * 1.1 * 0.5 / 3, 0, -0.5 * 0.5 / 3, 0])
     assert float(sums["loss/policy"]) == pytest.approx(-(2 * 1.1 + 1.2 + 0.5) * 0.5 / 3)

@@ -140,10 +140,7 @@ def test_norms_of_answers_are_those_of_their_gradients(model_dir: Path) -> None:
 
 
 def test_energies_are_gradient_norms_of_the_softmax(model_dir: Path) -> None:
-    learner = core(
-        model_dir,
-        advantage={"name": "otb"},
-    )
+    learner = core(model_dir, advantage={"name": "otb"})
     packed = pack(batch())
     packed.temperature[:] = 0.7
     packed.loss.mask[3] = False

@@ -298,10 +298,7 @@ def test_the_two_forms_and_repair_b_by_hand() -> None:
     assert cut.clipped.dtype == torch.int8
     # w^gamma = 1.1, 1.21: at gamma = 1/2 the bound 1.15 lets w go to 1.15^2
     late = surrogates.compute_reshape(
-        vec(1.21, 1.4641).log(),
-        vec(1, 1),
-        vec(0.5, 0.5),
-        repaired(clip=0.15, clip_on="w_gamma"),
+        vec(1.21, 1.4641).log(), vec(1, 1), vec(0.5, 0.5), repaired(clip=0.15, clip_on="w_gamma")
     )
     assert late.clipped.tolist() == [0, surrogates.HIGH]
     wide = surrogates.compute_reshape(

@@ -452,10 +452,7 @@ def test_a_mask_of_m2po_is_of_the_whole_batch_and_of_the_step() -> None:
     b = batch(7, spread=0.0)
     b.proximal = b.behavior.clone()
     lp = theta(b)
-    c = config(
-        loss={"surrogate": "vanilla"},
-        correction={"proximal": "behavior", "m2": 0.04},
-    )
+    c = config(loss={"surrogate": "vanilla"}, correction={"proximal": "behavior", "m2": 0.04})
     whole = gradient(b, c, lp)[1]
     assert torch.allclose(whole, gradient(b, c, lp, [[i] for i in range(12)])[1])
     half = list(range(4))

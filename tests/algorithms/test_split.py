@@ -74,9 +74,7 @@ def test_the_parts_by_hand() -> None:
     assert "by_age/mismatch_k3_1" not in m
     got = split.compute_metrics(
         split.LogRatioSplit(
-            *[zero[:0]] * 4,
-            torch.tensor([], dtype=torch.long),
-            torch.tensor([], dtype=torch.long),
+            *[zero[:0]] * 4, torch.tensor([], dtype=torch.long), torch.tensor([], dtype=torch.long)
         )
     )
     assert got == {}

@@ -259,11 +259,7 @@ def scored(prompt, text, tokens): return {"reward": 1, "token_rewards": [0.0 for
         (["length", "later"], [], {"reward": 1.5, "length": 1.0, "later": 0.5, "later.form": 0.25}),
         (["reward"], [], "the reward function returned an unusable value: reward is a NoneType"),
         (["right", "fails"], [], "raised KeyError: '2' at own_reward.py:10 in fails"),
-        (
-            ["right", "mean"],
-            [],
-            "mean: the reward function takes lists (`batched`), and returned",
-        ),
+        (["right", "mean"], [], "mean: the reward function takes lists (`batched`), and returned"),
         (["right", "scored"], [], "scored: token_rewards need a single function"),
     ],
 )
@@ -397,10 +393,7 @@ def test_a_quoted_text_is_short() -> None:
     [
         ("three", "takes (prompt, text, reference) (missing a required argument: 'reference')"),
         ("swapped", "takes (completion, prompt) (the prompt comes first)"),
-        (
-            "lists",
-            "takes (prompts, answers) (mark one that takes lists by lists.batched = True)",
-        ),
+        ("lists", "takes (prompts, answers) (mark one that takes lists by lists.batched = True)"),
     ],
 )
 def test_the_whole_refusal_names_both_forms(own: dict[str, Any], name: str, said: str) -> None:

@@ -132,11 +132,7 @@ class Killed:
     [("environment", "agent.step_s", False), ("engine", "agent.deadline_s", True)],
 )
 def test_the_watchdog_leaves_a_session_to_its_own_deadline(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: SessionWait,
-    limit: str,
-    killed: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: SessionWait, limit: str, killed: bool
 ) -> None:
     """No process is ended for a tool that takes its time; for an engine that does not answer one
     is.

@@ -154,9 +154,7 @@ def test_a_store_comes_back_from_what_was_synced(disk: Disk, tmp_path: Path) -> 
 
 
 def test_a_checkpoint_that_was_told_of_is_there_at_every_later_sync(
-    disk: Disk,
-    tmp_path: Path,
-    model_dir: Path,
+    disk: Disk, tmp_path: Path, model_dir: Path
 ) -> None:
     run = tmp_path / "run"
     run.mkdir()
@@ -194,9 +192,7 @@ def test_a_checkpoint_that_was_told_of_is_there_at_every_later_sync(
 
 
 def test_a_digest_of_the_final_weights_is_never_there_without_them(
-    disk: Disk,
-    tmp_path: Path,
-    model_dir: Path,
+    disk: Disk, tmp_path: Path, model_dir: Path
 ) -> None:
     run = tmp_path / "run"
     run.mkdir()

@@ -9,13 +9,7 @@ from store_kit import hello, judged, make, prompt, sample, stale, total, train, 
 
 from asyncrl.algorithms import advantages
 from asyncrl.contract.errors import AsyncrlError, BadMessage
-from asyncrl.contract.messages import (
-    EVAL_BASE,
-    Prompt,
-    SamplingSettings,
-    Ticket,
-    Trajectory,
-)
+from asyncrl.contract.messages import EVAL_BASE, Prompt, SamplingSettings, Ticket, Trajectory
 from asyncrl.contract.versions import Label
 from buffer.batches import BatchWait
 from buffer.evaluation import Evaluations

@@ -112,10 +112,7 @@ def test_terms_of_bare_sections_have_the_defaults_of_the_configuration() -> None
     """KL in the loss: k3, on policy; the value loss: 0.1 of it, not clipped."""
     lp = theta(batch(3))
     now = torch.randn(
-        len(batch(3).seq),
-        generator=torch.Generator().manual_seed(9),
-        dtype=D,
-        requires_grad=True,
+        len(batch(3).seq), generator=torch.Generator().manual_seed(9), dtype=D, requires_grad=True
     )
     kl = settings.KL(loss=settings.KLLoss(coefficient=0.3))
     found = []

@@ -216,10 +216,7 @@ def test_resolved_config_repeats_itself(path: Path, tmp_path: Path) -> None:
 
 ORDERED = [  # settings that need a sample's tokens in order, and how they are told
     ({"advantage": {"name": "gae"}}, ["advantage.name = gae"]),
-    (
-        {"advantage": {"name": "reinforce_pp", "gamma": 0.5}},
-        ["advantage.gamma = 0.5"],
-    ),
+    ({"advantage": {"name": "reinforce_pp", "gamma": 0.5}}, ["advantage.gamma = 0.5"]),
     (
         {"advantage": {"name": "reinforce_pp"}, "kl": {"reward": {"coefficient": 0.25}}},
         ["kl.reward.coefficient = 0.25 with reinforce_pp"],

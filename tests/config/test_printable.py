@@ -91,9 +91,7 @@ def test_what_is_shown_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert live.format_status(status).isprintable()
 
 
-def test_a_reason_from_an_agent_is_one_line_of_the_log(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_reason_from_an_agent_is_one_line_of_the_log(capsys: pytest.CaptureFixture[str]) -> None:
     gateway: Any = SimpleNamespace(
         agents={"": AgentConfig(serve=True)},
         tallies={"": service.SessionTally()},

@@ -162,10 +162,7 @@ def test_a_checkpoint_holds_it(model_dir: Path, tmp_path: Path, trunk: str) -> N
             ["learner.backend=deepspeed", "learner.ranks=2"],
             "the value head of gae needs learner.backend = torch or fsdp2, not deepspeed",
         ),
-        (
-            ["value.trunk=shared", "value.init=random"],
-            "value.init: random brings its own trunk",
-        ),
+        (["value.trunk=shared", "value.init=random"], "value.init: random brings its own trunk"),
         (["value.init=reward_model"], "value.path: value.init = reward_model needs the directory"),
         (
             ["value.trunk=shared", "value.path=x"],

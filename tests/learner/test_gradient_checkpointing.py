@@ -54,12 +54,7 @@ def test_the_packed_forward_has_the_same_bits(
         model.hf.zero_grad()
         calls.clear()
         out = model.logprobs(
-            prompts,
-            answers,
-            torch.ones(4),
-            groups=[0] * 4,
-            want_entropy=True,
-            want_hidden=True,
+            prompts, answers, torch.ones(4), groups=[0] * 4, want_entropy=True, want_hidden=True
         )
         assert out.entropy is not None and out.hidden is not None
         (out.logprobs.sum() + 0.3 * out.entropy.sum() + 0.1 * out.hidden.sum()).backward()

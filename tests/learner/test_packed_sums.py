@@ -269,10 +269,7 @@ def test_covariances_and_who_is_chosen_by_them() -> None:
     assert {
         int(surrogates.sample_by_covariance(c, m, 0.0, 1.0, 5.0, s).int().argmax())
         for s in range(20)
-    } == {
-        3,
-        4,
-    }
+    } == {3, 4}
     assert not surrogates.sample_by_covariance(c, m, 1.0, 6.0, 7.0, 0).any()
     assert torch.equal(
         surrogates.sample_by_covariance(c, m, 0.5, 0.0, 9.0, 4),
@@ -298,11 +295,7 @@ def test_kl_cov_and_clip_cov_touch_the_chosen_tokens_alone() -> None:
     assert held.clipped.tolist() == [surrogates.HIGH, surrogates.HIGH, surrogates.HIGH]
     assert surrogates.compute_clip_cov(
         x, adv, yes(0, 1, 0), low=0.5, high=0.5
-    ).clipped.tolist() == [
-        0,
-        surrogates.HIGH,
-        surrogates.HIGH,
-    ]
+    ).clipped.tolist() == [0, surrogates.HIGH, surrogates.HIGH]
     assert surrogates.compute_clip_cov(-x, -adv, yes(1, 0, 0)).clipped.tolist() == [
         surrogates.LOW,
         0,

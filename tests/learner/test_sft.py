@@ -219,10 +219,7 @@ BAD = [
     ('{"messages": "x"}', "d.jsonl:2: `messages` must be a list"),
     ('{"messages": [{"role": "user"}]}', "d.jsonl:2: `messages` must be a list"),
     ('{"messages": [{"role": "user", "content": "x"}]}', "d.jsonl:2: `messages` has no assistant"),
-    (
-        '{"messages": [{"role": "assistant", "content": "x"}]}',
-        "turn without a turn before it",
-    ),
+    ('{"messages": [{"role": "assistant", "content": "x"}]}', "turn without a turn before it"),
     (
         '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": ""}]}',
         "turn 2 of `messages` is an assistant turn without content",
@@ -244,8 +241,7 @@ def test_a_bad_line_is_named(tmp_path: Path, model: Path, line: str, why: str) -
 
 def test_too_long_rows_are_left_out_where_that_is_asked_for(tmp_path: Path, model: Path) -> None:
     path = written(
-        tmp_path / "d.jsonl",
-        [{"prompt": "1", "answer": "2"}, {"prompt": "1" * 20, "answer": "2"}],
+        tmp_path / "d.jsonl", [{"prompt": "1", "answer": "2"}, {"prompt": "1" * 20, "answer": "2"}]
     )
     tokenizer = load_tokenizer(model)
     data = SftData(train=str(path), too_long="skip")

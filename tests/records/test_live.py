@@ -76,12 +76,7 @@ def test_who_waits_for_what_is_whole_on_a_narrow_terminal(width: int) -> None:
     assert "30/100" in text and "12 min left" in text and "…" not in text
 
 
-MIXED = {
-    "eval/heldout": 0.5,
-    "eval/math": 0.3125,
-    "eval/essays-long": 0.75,
-    "eval/hard": 0.125,
-} | {
+MIXED = {"eval/heldout": 0.5, "eval/math": 0.3125, "eval/essays-long": 0.75, "eval/hard": 0.125} | {
     f"task/{title}_{name}": value
     for title, share in (("math", 0.75), ("essays-long", 0.25))
     for name, value in (

@@ -195,11 +195,7 @@ ENDS = [
 
 @pytest.mark.parametrize(("code", "answer", "kind", "said"), ENDS)
 def test_how_a_command_may_end(
-    code: int,
-    answer: str,
-    kind: type[BaseException],
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
+    code: int, answer: str, kind: type[BaseException], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = (
         f"import sys; print({answer!r}); print('a line\\nthe last line\\n', file=sys.stderr); "

@@ -344,8 +344,7 @@ def test_a_coefficient_without_effect() -> None:
         rows(kl__target_ref_k3=moved, kl__gradient_share=[0.5] * 30 + none[:20]), *K3_LOSS
     ) == ["kl_without_effect"]
     got = apply_rules(
-        rows(kl__target_ref_k3=moved, kl__gradient_share=none),
-        config("kl.loss.coefficient=0.0"),
+        rows(kl__target_ref_k3=moved, kl__gradient_share=none), config("kl.loss.coefficient=0.0")
     )
     assert got == []
     both = (*K3_LOSS, "kl.reward.coefficient=0.2")
@@ -360,9 +359,7 @@ def test_a_coefficient_without_effect() -> None:
     ), "each term by its own share"
     got = apply_rules(
         rows(
-            kl__target_ref_k3=moved,
-            kl__gradient_share=[0.5] * 50,
-            kl__reward_gradient_share=none,
+            kl__target_ref_k3=moved, kl__gradient_share=[0.5] * 50, kl__reward_gradient_share=none
         ),
         config(*K3_LOSS),
     )

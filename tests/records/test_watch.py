@@ -35,6 +35,7 @@ from asyncrl.supervise.report.token_samples import (
     format_terminal,
     parse_range,
 )
+from asyncrl.transport.http_server import ListenAddress
 from asyncrl.viewer import run_search, server
 from asyncrl.viewer.app import WatchApp
 
@@ -393,10 +394,10 @@ def test_only_this_machine_without_a_token(run_dir: Path) -> None:
         "--no-token --host 0.0.0.0: everyone with access to this address could read prompts and "
         "logs; leave out --no-token, or listen on 127.0.0.1"
     )
-    listener = server.listen("127.0.0.1", 0)
-    with pytest.raises(ConfigError, match="choose another port"):
-        server.listen("127.0.0.1", listener.getsockname()[1])
-    listener.close()
+    with ListenAddress().listen() as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"--port: 127.0.0.1:{port}: Address already in use"):
+            server.serve([run_dir], "127.0.0.1", port, lambda *_: None, token=True)
 
 
 def test_the_page_reads_and_never_writes(client: TestClient, run_dir: Path) -> None:

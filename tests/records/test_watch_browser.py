@@ -15,21 +15,12 @@ import uvicorn
 from playwright.sync_api import Page, sync_playwright
 from process_kit import Ended
 
-from asyncrl.viewer import server
+from asyncrl.transport.http_server import ListenAddress
 from asyncrl.viewer.app import WatchApp
 
 pytestmark = pytest.mark.slow
 
-PAGES = (
-    "overview",
-    "staleness",
-    "learner",
-    "processes",
-    "ledger",
-    "samples",
-    "config",
-    "logs",
-)
+PAGES = ("overview", "staleness", "learner", "processes", "ledger", "samples", "config", "logs")
 MARKUP = "<script>window.ran = 1</script><img src=x onerror='window.ran = 1'>"
 PATIENCE_MS = 120_000
 
@@ -59,7 +50,7 @@ def run_dir(gain: Ended, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def address(run_dir: Path) -> Iterator[str]:
-    listener = server.listen("127.0.0.1", 0)
+    listener = ListenAddress().listen()
     app = WatchApp([run_dir], token="secret").build_application()
     running = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
     thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})

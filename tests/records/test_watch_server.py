@@ -212,10 +212,7 @@ def test_a_run_s_page_is_announced_and_ends_with_the_run(run_dir: Path) -> None:
 
 @pytest.mark.parametrize(
     ("host", "forwarding"),
-    [
-        ("127.0.0.1", "; from another machine: ssh -L 7861:localhost:7861 trainer"),
-        ("0.0.0.0", ""),
-    ],
+    [("127.0.0.1", "; from another machine: ssh -L 7861:localhost:7861 trainer"), ("0.0.0.0", "")],
 )
 def test_the_command_names_port_and_machine_of_an_address_that_needs_forwarding(
     host: str, forwarding: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch

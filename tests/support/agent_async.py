@@ -25,10 +25,7 @@ async def plays(prompt: Any, session: Any) -> float:
     if what == "together":
         await both.wait()
     policy = openai.AsyncOpenAI(
-        base_url=session.base_url,
-        api_key=session.api_key,
-        http_client=connections,
-        max_retries=0,
+        base_url=session.base_url, api_key=session.api_key, http_client=connections, max_retries=0
     )
     said = await policy.completions.create(model=session.model, prompt="2+2=")
     return float(len(said.choices[0].text))

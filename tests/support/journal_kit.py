@@ -7,9 +7,7 @@ from pathlib import Path
 import msgspec
 from schedules import PROMPTS
 
-from asyncrl.contract.messages import (
-    Prompt,
-)
+from asyncrl.contract.messages import Prompt
 from buffer.durable_store import RecordedStore
 from buffer.evaluation import Evaluations
 from buffer.groups import StoreSettings

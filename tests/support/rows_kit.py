@@ -6,12 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.contract.messages import (
-    Batch,
-    TrainingSequence,
-    Trajectory,
-    VersionSpan,
-)
+from asyncrl.contract.messages import Batch, TrainingSequence, Trajectory, VersionSpan
 from asyncrl.contract.versions import Label
 
 GROUPS, SIZE = 3, 3

@@ -101,10 +101,7 @@ class Drive:
         self.open[op.session] = op
 
     def step(self, op: EnvironmentOperation) -> None:
-        need(
-            op.session in self.processes,
-            f"a step of session {op.session} without an environment",
-        )
+        need(op.session in self.processes, f"a step of session {op.session} without an environment")
         self.open[op.session] = op
 
     def end(self, session: int) -> None:
