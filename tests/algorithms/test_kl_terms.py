@@ -11,7 +11,7 @@ import pytest
 import torch
 from algorithms_kit import batch as drawn
 from algorithms_kit import config, gradient, theta
-from learner_step_kit import GROUPS, SIZE, batch, weights
+from learner_step_kit import GROUPS, SIZE, batch, core, weights
 
 from asyncrl.algorithms import loss as sl
 from asyncrl.config import load
@@ -197,22 +197,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def learner(models: dict[str, Path], *, reference: str = "", **sections: Any) -> LearnerCore:
-    model = {"path": str(models["m"]), "device": "cpu"} | (
-        {"reference": str(models[reference])} if reference else {}
-    )
-    raw = {
-        "model": model,
-        "task": {"name": "sort"},
-        **sections,
-        "learner": {
-            "optimizer": "sgd",
-            "lr": 0.1,
-            "clip_norm": 0.0,
-            "groups": GROUPS,
-            "group_size": SIZE,
-        },
-    }
-    return LearnerCore(load.build(raw), models["m"])
+    return core(models["m"], reference=models[reference] if reference else None, **sections)
 
 
 def kl(models: dict[str, Path], reward: str | None, loss: str | None) -> dict[str, Any]:

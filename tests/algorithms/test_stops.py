@@ -11,14 +11,12 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from learner_step_kit import GROUPS, SIZE, batch, core, weights
+from learner_step_kit import ANCHORS, GROUPS, SIZE, batch, core, weights
 
 from asyncrl.algorithms import kl, stopping
 from asyncrl.algorithms import loss as sl
-from asyncrl.config import load
 from asyncrl.models.policy import build_model
 from learner.batch import pack
-from learner.step import LearnerCore
 
 
 @pytest.fixture(scope="module")
@@ -26,13 +24,6 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("stops") / "m"
     build_model(path, "abcdefgh", hidden=32, layers=2)
     return path
-
-
-ANCHORS: list[dict[str, Any]] = [
-    {"correction": {"proximal": "behavior"}, "loss": {"surrogate": "ppo"}},
-    {"correction": {"proximal": "interpolate", "preset": "tis"}},
-    {"correction": {"proximal": "recompute", "preset": "tis"}},
-]
 
 
 @pytest.mark.parametrize("anchor", ANCHORS, ids=lambda a: a["correction"]["proximal"])
@@ -252,7 +243,7 @@ def test_the_adaptive_coefficient_is_the_controllers(model_dir: Path, tmp_path: 
     """
     build_model(tmp_path / "ref", "abcdefgh", hidden=32, layers=2, seed=5)
     how = {"coefficient": 0.5, "controller": "adaptive", "target": 1e-4, "horizon": 100}
-    c = reference_core(model_dir, tmp_path / "ref", kl={"reward": how})
+    c = core(model_dir, reference=tmp_path / "ref", kl={"reward": how})
     packed, everyone = pack(batch()), range(GROUPS * SIZE)
     assert c.reference is not None
     x = (c._forward(c.model, packed, everyone) - c._forward(c.reference, packed, everyone)).double()
@@ -266,26 +257,9 @@ def test_the_adaptive_coefficient_is_the_controllers(model_dir: Path, tmp_path: 
     assert abs(wanted / 0.5 - 1) == pytest.approx(0.2 * GROUPS * SIZE / 100)
     assert c.train(batch(1))["kl/beta"] == pytest.approx(wanted)
     assert c.state.beta != pytest.approx(wanted)
-    fixed = reference_core(model_dir, tmp_path / "ref", kl={"reward": {"coefficient": 0.5}})
+    fixed = core(model_dir, reference=tmp_path / "ref", kl={"reward": {"coefficient": 0.5}})
     fixed.train(batch())
     assert fixed.state.beta == 0.5
-
-
-def reference_core(model_dir: Path, ref: Path, **sections: Any) -> LearnerCore:
-    raw = {
-        "model": {"path": str(model_dir), "device": "cpu", "reference": str(ref)},
-        "task": {"name": "sort"},
-        **sections,
-        "learner": {
-            "optimizer": "sgd",
-            "lr": 0.1,
-            "clip_norm": 0.0,
-            "groups": GROUPS,
-            "group_size": SIZE,
-            **sections.get("learner", {}),
-        },
-    }
-    return LearnerCore(load.build(raw), model_dir)
 
 
 def test_the_running_mean_follows_rewards_as_they_were_used(model_dir: Path) -> None:

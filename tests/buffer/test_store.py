@@ -172,7 +172,7 @@ def test_rewards_apart_by_rounding_alone_are_no_spread_for_the_filter_as_for_the
     assert {name for name, line in store.sum_ledger().items() if line["tokens"]} == {what}
     both = torch.tensor([0.7, other], dtype=torch.float64)
     got = bool(advantages.find_zero_variance(both, torch.zeros(2, dtype=torch.long)).all())
-    assert got == what == "filtered"
+    assert got == (what == "filtered")
     assert EQUAL == advantages.EQUAL
 
 

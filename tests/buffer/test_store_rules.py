@@ -293,21 +293,9 @@ def test_a_commit_gives_each_kind_of_failure_its_whole_budget_again(kind: str) -
 
 
 def resumed(
-    store: Store,
-    epoch: int,
-    number: int,
-    ring: list[tuple[Label, str]],
-    origin: int = 1,
-    **more: Any,
+    store: Store, epoch: int, number: int, ring: list[tuple[Label, str]], **more: Any
 ) -> bool:
-    label = Label(epoch, number)
-    parent = Label(origin, number - 1) if number else None
-    digest = more.pop("digest", f"d{number}")
-    k = more.pop("k", 2)
-    source = WeightsSource(epoch, "h", "", "")
-    return store.follow_learner(
-        LearnerHello(1, "run", epoch, label, parent, digest, 0, origin, k, source, ring, **more)
-    )
+    return hello(store, epoch, number, ring=ring, **{"k": 2, "origin": 1, **more})
 
 
 def test_a_ring_of_a_resumed_learner_names_the_same_policies() -> None:

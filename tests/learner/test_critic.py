@@ -19,6 +19,7 @@ from critic_kit import (
     gae,
     model_dir,  # noqa: F401
 )
+from learner_step_kit import weights
 
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError, DamagedDataError
@@ -27,10 +28,6 @@ from asyncrl.models.policy import build_model
 from learner import checkpoint
 from learner.batch import pack
 from learner.step import LearnerCore
-
-
-def weights(c: LearnerCore) -> torch.Tensor:
-    return torch.cat([p.detach().flatten().clone() for p in c.model.hf.parameters()])
 
 
 def critic_weights(c: LearnerCore) -> torch.Tensor:

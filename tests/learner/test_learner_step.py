@@ -13,7 +13,9 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from algorithms_kit import parse_settings
 from learner_step_kit import (
+    ANCHORS,
     GROUPS,
     SIZE,
     batch,
@@ -39,16 +41,10 @@ VARIANTS: list[dict[str, Any]] = [
     {"loss": {"surrogate": "gspo"}},
     {"kl": {"loss": {"coefficient": 0.1, "estimator": "k3"}}},
     {"kl": {"reward": {"coefficient": 0.1, "estimator": "k1"}}},
-    {
-        "kl": {
-            "loss": {
-                "coefficient": 0.1,
-                "off_policy": "prefix_full",
-                "discount": 0.9,
-                "truncate": 2.0,
-            }
-        }
-    },
+    parse_settings(
+        "kl.loss.coefficient=0.1 kl.loss.off_policy=prefix_full kl.loss.discount=0.9 "
+        "kl.loss.truncate=2.0"
+    ),
 ]
 
 
@@ -95,18 +91,6 @@ def test_groups_stand_together_where_a_prompt_is_encoded_once(model_dir: Path) -
     c.model.fast = None  # encodes every row whole: by length
     lengths = [packed.count_sample_tokens()[i] for i in order()]
     assert lengths == sorted(lengths) and order() != sorted(order(), key=lambda i: packed.groups[i])
-
-
-def test_minibatches_are_whole_groups_and_repeat_by_seed(model_dir: Path) -> None:
-    c, packed = core(model_dir, learner={"minibatches": 3}), pack(batch())
-    first = c._choose_minibatches(packed, 0)
-    again = c._choose_minibatches(packed, 0)
-    other = c._choose_minibatches(packed, 1)
-    assert first == again != other
-    assert sorted(i for p in first for i in p) == list(range(GROUPS * SIZE)) and len(first) == 3
-    groups = [{packed.groups[i] for i in p} for p in first]
-    assert all(len(g) == 2 for g in groups) and not groups[0] & groups[1]
-    assert c.train(batch())["optim/steps"] == 3
 
 
 def test_kl_early_stop_makes_no_further_step_and_leaves_no_gradient(model_dir: Path) -> None:
@@ -210,20 +194,8 @@ def test_prefix_full_is_the_plain_formula_on_both_models_logits(
     for s in b.samples:
         s.temperature = 0.7
     for tokens in (100_000, 1):
-        raw = {
-            "model": {"path": str(model_dir), "device": "cpu", "reference": str(tmp_path / "ref")},
-            "task": {"name": "sort"},
-            "kl": kl,
-            "learner": {
-                "optimizer": "sgd",
-                "lr": 0.1,
-                "clip_norm": 0.0,
-                "groups": GROUPS,
-                "group_size": SIZE,
-                "micro_batch_tokens": tokens,
-            },
-        }
-        c = LearnerCore(load.build(raw), model_dir)
+        learner = {"micro_batch_tokens": tokens}
+        c = core(model_dir, reference=tmp_path / "ref", kl=kl, learner=learner)
         before = weights(c)
         assert c.reference is not None
         total, packed = torch.zeros(()), pack(b)
@@ -322,19 +294,8 @@ def test_the_host_waits_once_a_step_however_many_micro_batches(
 
 # ---- what is measured is the learner's start, whatever the loss divides by -----------------------
 
-ANCHORS: list[dict[str, Any]] = [
-    {"correction": {"proximal": "behavior"}, "loss": {"surrogate": "ppo"}},
-    {"correction": {"proximal": "interpolate", "preset": "tis"}},
-    {"correction": {"proximal": "recompute", "preset": "tis"}},
-    {
-        "correction": {"proximal": "behavior"},
-        "loss": {"surrogate": "ppo"},
-        "learner": {"epochs": 2},
-    },
-]
 
-
-@pytest.mark.parametrize("how", ANCHORS, ids=str)
+@pytest.mark.parametrize("how", [*ANCHORS, ANCHORS[0] | {"learner": {"epochs": 2}}], ids=str)
 def test_the_instruments_read_the_learners_start_under_every_anchor(
     model_dir: Path, how: dict[str, Any]
 ) -> None:

@@ -325,10 +325,7 @@ def test_a_coefficient_without_effect() -> None:
     assert "0.4% of the policy term's" in sign.said
     assert "a KL of 0.05 nats" in sign.said
     assert "kl.loss.coefficient = 0.1" in sign.try_this
-    got = apply_rules(
-        rows(kl__target_ref_k3=moved, kl__gradient_share=[0.01] * 50), config(*K3_LOSS)
-    )
-    assert got == []
+    assert fired(rows(kl__target_ref_k3=moved, kl__gradient_share=[0.01] * 50), *K3_LOSS) == []
     assert fired(rows(kl__target_ref_k3=[0.019] * 50, kl__gradient_share=none), *K3_LOSS) == [], (
         "nothing to hold"
     )
@@ -343,27 +340,16 @@ def test_a_coefficient_without_effect() -> None:
     assert fired(
         rows(kl__target_ref_k3=moved, kl__gradient_share=[0.5] * 30 + none[:20]), *K3_LOSS
     ) == ["kl_without_effect"]
-    got = apply_rules(
-        rows(kl__target_ref_k3=moved, kl__gradient_share=none), config("kl.loss.coefficient=0.0")
-    )
-    assert got == []
+    weak = rows(kl__target_ref_k3=moved, kl__gradient_share=none)
+    assert fired(weak, "kl.loss.coefficient=0.0") == []
     both = (*K3_LOSS, "kl.reward.coefficient=0.2")
-    (sign,) = apply_rules(
-        rows(
-            kl__target_ref_k3=moved, kl__gradient_share=[0.5] * 50, kl__reward_gradient_share=none
-        ),
-        config(*both),
-    )
+    strong = [0.5] * 50
+    mixed = rows(kl__target_ref_k3=moved, kl__gradient_share=strong, kl__reward_gradient_share=none)
+    (sign,) = apply_rules(mixed, config(*both))
     assert (
         "kl.reward.coefficient = 0.2" in sign.try_this and "(kl/reward_gradient_share)" in sign.said
     ), "each term by its own share"
-    got = apply_rules(
-        rows(
-            kl__target_ref_k3=moved, kl__gradient_share=[0.5] * 50, kl__reward_gradient_share=none
-        ),
-        config(*K3_LOSS),
-    )
-    assert got == []
+    assert fired(mixed, *K3_LOSS) == []
     assert (
         fired(rows(kl__target_ref_k3=moved), *K3_LOSS)
         == []

@@ -57,7 +57,16 @@ def batch(number: int = 0, *, seed: int = 0, reward: float | None = None) -> Bat
     )
 
 
-def core(model_dir: Path, run_dir: Path | None = None, **sections: Any) -> LearnerCore:
+ANCHORS: list[dict[str, Any]] = [
+    {"correction": {"proximal": "behavior"}, "loss": {"surrogate": "ppo"}},
+    {"correction": {"proximal": "interpolate", "preset": "tis"}},
+    {"correction": {"proximal": "recompute", "preset": "tis"}},
+]
+
+
+def core(
+    model_dir: Path, run_dir: Path | None = None, *, reference: Path | None = None, **sections: Any
+) -> LearnerCore:
     learner = {
         "optimizer": "sgd",
         "lr": 0.1,
@@ -67,8 +76,9 @@ def core(model_dir: Path, run_dir: Path | None = None, **sections: Any) -> Learn
         "group_size": SIZE,
     } | sections.pop("learner", {})
     sections["correction"] = {"proximal": "recompute"} | sections.get("correction", {})
+    model = {"path": str(model_dir), "device": "cpu"}
     raw = {
-        "model": {"path": str(model_dir), "device": "cpu"},
+        "model": model | ({"reference": str(reference)} if reference else {}),
         "task": {"name": "sort"},
         "learner": learner,
         **sections,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from asyncrl.contract.messages import (
@@ -50,6 +51,7 @@ def hello(
     origin: int = 0,
     digest: str = "",
     next_ticket: int = 0,
+    ring: Sequence[tuple[Label, str]] = (),
     **more: Any,
 ) -> bool:
     parent = Label(origin, number - 1) if number and origin else None
@@ -67,7 +69,7 @@ def hello(
             origin,
             k,
             source,
-            [],
+            list(ring),
             **more,
         )
     )
