@@ -62,7 +62,7 @@ LIMITS = {
     "lines": 81_464,
     "modules with one importer": 85,
     "one-call helpers": 383,
-    "lines of tests, % of the product": 109,
+    "lines of tests, % of the product": 107,
 }
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 CODE = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
