@@ -18,7 +18,7 @@ import uvicorn
 from lib.results_file import ROOT
 from playwright.sync_api import Locator, Page, sync_playwright
 
-from asyncrl.viewer import server
+from asyncrl.transport.http_server import ListenAddress
 from asyncrl.viewer.app import WatchApp
 
 IMAGES = ROOT / "docs" / "img"
@@ -39,7 +39,7 @@ MARK = """(element, number) => {
 @contextmanager
 def served(run: Path) -> Iterator[str]:
     """Yield the address of the live page of a run."""
-    listener = server.listen("127.0.0.1", 0)
+    listener = ListenAddress().listen()
     app = WatchApp([run], token="pictures").build_application()
     running = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
     thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})

@@ -21,7 +21,6 @@ from actors.gateway.session_api import SessionApi
 from asyncrl.config.agents import AgentConfig
 from asyncrl.config.tree import Config
 from asyncrl.contract import foreign_start
-from asyncrl.contract.errors import ConfigError
 
 HANDLED = (signal.SIGTERM, signal.SIGINT)
 
@@ -110,22 +109,6 @@ def test_the_run_s_end_ends_the_process(
     assert process.main(either, tmp_path, 0) is True and kind.closed
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN, "its supervisor ends it"
     assert callable(signal.getsignal(signal.SIGTERM))
-
-
-def test_a_library_of_the_endpoint_that_is_missing_is_named(
-    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import actors.gateway
-
-    monkeypatch.delitem(sys.modules, "actors.gateway.http_gateway", raising=False)
-    monkeypatch.delattr(actors.gateway, "http_gateway", raising=False)
-    monkeypatch.setitem(sys.modules, "actors.gateway.endpoint.web", None)
-    with pytest.raises(ConfigError) as error:
-        process.main(config, tmp_path, 0)
-    assert str(error.value) == (
-        "agent: sessions over HTTP need actors.gateway.endpoint.web, which is not installed: pip "
-        "install 'asyncrl[agents]'"
-    )
 
 
 # ---- agent.python --------------------------------------------------------------------------------
