@@ -58,10 +58,10 @@ wanted weighed which who whole why written wrong
 """
 BARE_NAMES = frozenset(BARE_WORDS.split())
 LIMITS = {
-    "code tokens": 490_971,
-    "lines": 81_464,
-    "modules with one importer": 85,
-    "one-call helpers": 383,
+    "code tokens": 487_050,
+    "lines": 80_606,
+    "modules with one importer": 77,
+    "one-call helpers": 369,
     "lines of tests, % of the product": 107,
 }
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -82,7 +82,7 @@ def explain_other_system(text: str, own_keys: Collection[str]) -> str:
         with contextlib.suppress(Exception):  # it is absent, or this is not YAML
             import yaml  # type: ignore[import-untyped]  # transformers needs it
 
-            raw = yaml.load(text, yaml.BaseLoader)
+            raw = yaml.safe_load(text)
     if not isinstance(raw, dict):
         setting = r"(?<!\S)\+*(--[\w.-]+|\w+(?:\.\w+)+(?==))[ =]+([^\s\\]*)"
         raw = dict(re.findall(setting, text))

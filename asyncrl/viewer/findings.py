@@ -88,7 +88,8 @@ class WatchedRun:
     def _compose(self) -> None:
         start = time.monotonic()
         try:
-            self._summary = summary.compose(self.config, self.path)
+            has_rows = (self.path / "metrics.jsonl").exists()
+            self._summary = summary.compose(self.config, self.path) if has_rows else {}
         except (OSError, ValueError, KeyError, TypeError, AsyncrlError):
             self._summary = {}
         end = time.monotonic()
