@@ -87,7 +87,9 @@ def test_sessions_train(tmp_path: Path) -> None:
 
     A run of all 60 steps went from 0.43 to 0.92 (docs/log)."""
     sets = short(tmp_path, 3)
-    warm_start(load.load(ROOT / "configs" / "calc.toml", sets), tmp_path / "model", steps=120)
+    warm_start(
+        load.load(ROOT / "configs" / "calc.toml", sets), tmp_path / "model", steps=120, threads=1
+    )
     sets += ["name='calc'", f"seed={RUN_SEED}", "learner.groups=8", "record.samples=0"]
     argv = [sys.executable, "-m", "asyncrl.cli", "run", "configs/calc.toml", "--json"]
     argv += [part for item in sets for part in ("--set", item)]
