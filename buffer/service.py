@@ -1122,7 +1122,7 @@ class BufferService:
         if not self.learner:
             return "no learner has connected to this buffer", "learner"
         source = self.store.source
-        if source is not None and has_process_ended(self.learner["pid"], source.host):
+        if source is not None and has_process_ended(self.learner.get("pid", 0), source.host):
             return "the learner has ended", "learner"
         number = self.store.committed
         silent_s = time.monotonic() - self.learner["at"]

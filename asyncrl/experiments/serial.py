@@ -119,7 +119,8 @@ class SerialRun:
         self.register_learner()
         try:
             while (
-                self.store.committed < self.config.learner.steps or self.has_pending_evaluations()
+                self.store.committed < self.config.learner.steps
+                or self.store.evaluations.is_pending
             ):
                 self.ask()
                 self.swap()
@@ -295,9 +296,6 @@ class SerialRun:
             [self.turn.delayed.next_due - SLICE] if self.turn.delayed.next_due < math.inf else []
         )
         return math.ceil(min(due_times, default=0))
-
-    def has_pending_evaluations(self) -> bool:
-        return bool(self.store.evaluations.is_pending)
 
     def is_abandoned(self) -> bool:
         """Check after an evaluation whether `watch` stops the run."""

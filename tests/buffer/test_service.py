@@ -474,6 +474,11 @@ def test_the_wait_for_a_ticket_has_its_cause(begin: Any, monkeypatch: pytest.Mon
     ask(generator, answers(ticket), m.DeliveryAcks)
     wait(learner, m.Batch)
     assert find_cause() == "no room before the learner has trained batch 0"
+    run.service.learner.clear()  # as in a buffer that was started again, before the next hello
+    learner.send(m.BatchRequest(1, 0))
+    while "no learner" in ask(viewer, m.StatusRequest(), m.RunStatus).waits[-1].what:
+        pass
+    assert find_cause() == "no room before the learner has trained batch 0"
     monkeypatch.setattr(module, "SILENT_S", 0.0)
     assert find_cause() == "the learner has been silent for 0 s; it trains batch 0"
     gone = msgspec.structs.replace(
