@@ -54,7 +54,7 @@ packages form layers, and each imports only from the layers below it:
 - `supervise`: starts, watches, stops and reports one run; `hosts`: starts processes on machines.
 - `actors`, `buffer`, `learner`.
 - `tasks`: prompts and rewards.
-- `transport`: sockets, and the transport of weights.
+- `transport`: sockets, the transport of weights, the HTTP server.
 - `models`: the policy, its packed forward, its adapters, its tokenizer.
 - `records`: the files that a run writes, and their readers.
 - `config`: from TOML to one frozen tree.
