@@ -165,10 +165,7 @@ class Outbox:
 
     def collect_metrics(self) -> dict[str, float]:
         """Return metrics for the buffer, summed since the start."""
-        return {
-            "link/acked": float(sum(self.acked.values())),
-            "link/ack_waited_s": self.waited_s,
-        }
+        return {"link/acked": float(sum(self.acked.values())), "link/ack_waited_s": self.waited_s}
 
     def on_acks(
         self, reply: DeliveryAcks, now: float, unread: tuple[float, float] = (0.0, 0.0)

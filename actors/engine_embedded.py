@@ -429,10 +429,7 @@ class EmbeddedEngine:
             [list(request.stop) + [-1] * (width - len(request.stop)) for request in requests],
             torch.long,
         )
-        stream = draw_uniform_rows(
-            [request.stream for request in requests],
-            self.uniform.shape[1],
-        )
+        stream = draw_uniform_rows([request.stream for request in requests], self.uniform.shape[1])
         self.uniform[index] = torch.from_numpy(stream).to(self.device)
 
     def _reserve(self, requests: list[CompletionRequest]) -> None:

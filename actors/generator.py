@@ -428,8 +428,5 @@ def main(config: Config, run_dir: Path, index: int) -> bool:
         generator.loop()
     finally:
         generator.close()
-    print(
-        f"{generator.producer}: ended after {generator.usage.tokens:.0f} tokens",
-        file=sys.stderr,
-    )
+    print(f"{generator.producer}: ended after {generator.usage.tokens:.0f} tokens", file=sys.stderr)
     return generator.over

@@ -89,8 +89,7 @@ class CallRouter:
         generator = self.generators.get(message.producer)
         if generator is None and len(self.generators) >= MOST_GENERATORS:
             return m.Refusal(
-                f"{message.producer} is refused: this gateway has {MOST_GENERATORS} generators",
-                2,
+                f"{message.producer} is refused: this gateway has {MOST_GENERATORS} generators", 2
             )
         if generator is None or generator.session != message.session:
             if generator is not None:

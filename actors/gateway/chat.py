@@ -290,11 +290,7 @@ class ChatFormat:
         try:
             message = {**self.parser(text), "role": "assistant"}
             calls = [
-                {
-                    **call,
-                    "type": "function",
-                    "id": make_call_id(name, index),
-                }
+                {**call, "type": "function", "id": make_call_id(name, index)}
                 for index, call in enumerate(message.pop("tool_calls", ()))
             ]
             _check_tool_calls(calls)
@@ -449,13 +445,7 @@ def parse_hermes(text: str) -> Message:
     for match in HERMES_CALL.finditer(text):
         if (function := _parse_hermes_call(match[1])) is None:
             continue
-        calls.append(
-            {
-                "id": "",
-                "type": "function",
-                "function": function,
-            }
-        )
+        calls.append({"id": "", "type": "function", "function": function})
         texts.append(text[end : match.start()])
         end = match.end()
     message["content"] = text

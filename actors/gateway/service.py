@@ -40,11 +40,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract import messages as m
 from asyncrl.contract import outcomes
 from asyncrl.contract.blobs.images import index_by_digest
-from asyncrl.contract.errors import (
-    AsyncrlError,
-    BadMessage,
-    ConfigError,
-)
+from asyncrl.contract.errors import AsyncrlError, BadMessage, ConfigError
 from asyncrl.contract.printable import escape_line
 from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.sampled_support import SampledSupport

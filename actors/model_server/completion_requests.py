@@ -95,10 +95,7 @@ def parse_order(
     fields = read_body(body)
     if fields.model not in (None, name):
         raise CallRefused(
-            404,
-            "model_not_found",
-            f"no model {fields.model!r}: this server has {name!r}",
-            "model",
+            404, "model_not_found", f"no model {fields.model!r}: this server has {name!r}", "model"
         )
     most_likely = _parse_most_likely(fields, chat=chat)
     if most_likely is not None and most_likely > vocabulary:

@@ -69,10 +69,7 @@ def load_config(model: str, source: str, sets: Sequence[str]) -> Config:
 
 
 def evaluate(
-    config: Config,
-    names: Sequence[str],
-    prompts: int | None,
-    progress: EvaluationProgress,
+    config: Config, names: Sequence[str], prompts: int | None, progress: EvaluationProgress
 ) -> dict[str, Any]:
     """Evaluate the model of `config` and return {model, sets: {name: metrics}}.
 
@@ -123,11 +120,7 @@ def _strip_set(name: str, values: dict[str, float]) -> dict[str, float]:
 
 
 def follow_sessions(
-    config: Config,
-    run_dir: Path,
-    total: int,
-    progress: EvaluationProgress,
-    stop: threading.Event,
+    config: Config, run_dir: Path, total: int, progress: EvaluationProgress, stop: threading.Event
 ) -> None:
     """Report how many of `total` sessions the buffer of a run has evaluated, until `stop`."""
     while not stop.wait(ASK_S):

@@ -329,12 +329,7 @@ def get_engine(config: Config) -> Engine:
 
     Later runs of this process with the same engine settings reuse it.
     """
-    other_settings = (
-        config.weights.in_flight,
-        config.exact,
-        config.lora,
-        config.uses_sessions,
-    )
+    other_settings = (config.weights.in_flight, config.exact, config.lora, config.uses_sessions)
     key = repr((config.model, config.generator, *other_settings))  # read by `make_engine`
     if key not in _engines:
         _engines[key] = build_engine(config)

@@ -126,10 +126,7 @@ class SerialRecord:
         self.lags.update(self.batch_lags)
 
     def record_training(
-        self,
-        batch: Batch,
-        metrics: Mapping[str, float],
-        updates: Sequence[dict[str, float]],
+        self, batch: Batch, metrics: Mapping[str, float], updates: Sequence[dict[str, float]]
     ) -> None:
         """Add a row to the curve, and the rows of the batch's optimizer steps (`updates`)."""
         self.optimizer_steps += updates

@@ -95,29 +95,15 @@ def _convert_message(location: str, message: Any) -> Iterator[Message]:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "tool_use" and role == "assistant":
             function = {"name": block.get("name"), "arguments": block.get("input", {})}
-            calls.append(
-                {
-                    "id": block.get("id"),
-                    "type": "function",
-                    "function": function,
-                }
-            )
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result" and role == "user":
             result = _join_blocks(location, block.get("content") or "")
-            yield {
-                "role": "tool",
-                "tool_call_id": block.get("tool_use_id"),
-                "content": result,
-            }
+            yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result}
         elif kind not in ("thinking", "redacted_thinking"):  # restored with the sampled answer
             text.append(block)
     joined = _join_blocks(location, text)
     if role == "assistant":
-        yield {
-            "role": role,
-            "content": joined,
-            **({"tool_calls": calls} if calls else {}),
-        }
+        yield {"role": role, "content": joined, **({"tool_calls": calls} if calls else {})}
     elif text:
         yield {"role": role, "content": joined}
 
@@ -132,27 +118,14 @@ def build_response(
     """
     blocks: list[dict[str, Any]] = []
     if thought := message.get("reasoning_content"):
-        blocks.append(
-            {
-                "type": "thinking",
-                "thinking": thought,
-                "signature": "",
-            }
-        )
+        blocks.append({"type": "thinking", "thinking": thought, "signature": ""})
     calls = message.get("tool_calls", ())
     if message["content"] or not calls:
         blocks.append({"type": "text", "text": message["content"] or ""})
     for call in calls:
         arguments = json.loads(call["function"]["arguments"])
         name = call["function"]["name"]
-        blocks.append(
-            {
-                "type": "tool_use",
-                "id": call["id"],
-                "name": name,
-                "input": arguments,
-            }
-        )
+        blocks.append({"type": "tool_use", "id": call["id"], "name": name, "input": arguments})
     reasons = {"length": "max_tokens", "tool_calls": "tool_use"}
     return {
         "id": head["id"],
@@ -171,38 +144,21 @@ def build_response(
 
 def split_events(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Split a response into the events of a stream."""
-    start = {
-        **body,
-        "content": [],
-        "stop_reason": None,
-        "stop_sequence": None,
-    }
+    start = {**body, "content": [], "stop_reason": None, "stop_sequence": None}
     start["usage"] = {**body["usage"], "output_tokens": 0}
     blocks: list[dict[str, Any]] = []
     for index, block in enumerate(body["content"]):
         empty, delta = _split_block(block)
         blocks += [
-            {
-                "type": "content_block_start",
-                "index": index,
-                "content_block": empty,
-            },
-            {
-                "type": "content_block_delta",
-                "index": index,
-                "delta": delta,
-            },
+            {"type": "content_block_start", "index": index, "content_block": empty},
+            {"type": "content_block_delta", "index": index, "delta": delta},
             {"type": "content_block_stop", "index": index},
         ]
     ending = {"stop_reason": body["stop_reason"], "stop_sequence": body["stop_sequence"]}
     return [
         {"type": "message_start", "message": start},
         *blocks,
-        {
-            "type": "message_delta",
-            "delta": ending,
-            "usage": body["usage"],
-        },
+        {"type": "message_delta", "delta": ending, "usage": body["usage"]},
         {"type": "message_stop"},
     ]
 

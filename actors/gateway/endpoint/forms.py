@@ -125,9 +125,7 @@ def _build_structured(value: Any) -> str:
     if kind in kinds:
         raise _build_refusal(STRUCTURED, f"{kind}: {form!r:.80}: give a text or, for choice, texts")
     raise _build_refusal(
-        STRUCTURED,
-        f"{kind} is not served: give json, regex or choice",
-        "unsupported_parameter",
+        STRUCTURED, f"{kind} is not served: give json, regex or choice", "unsupported_parameter"
     )
 
 

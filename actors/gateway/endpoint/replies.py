@@ -13,11 +13,7 @@ from actors.gateway.endpoint import anthropic, responses
 from actors.gateway.endpoint.requests import ParsedRequest
 from actors.gateway.sessions import CallRefused
 
-TYPES = {
-    401: "authentication_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-}
+TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 RETRIED_STATUSES = (408, 429)  # statuses below 500 that a client should retry
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -29,12 +25,7 @@ def build_error(refused: CallRefused) -> tuple[dict[str, Any], dict[str, str]]:
     """Build the body and headers of a refusal; the headers say whether to retry."""
     status = refused.status
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    body = {
-        "message": str(refused),
-        "type": kind,
-        "param": refused.param,
-        "code": refused.code,
-    }
+    body = {"message": str(refused), "type": kind, "param": refused.param, "code": refused.code}
     if status not in RETRIED_STATUSES and status < 500:
         return {"error": body}, {"x-should-retry": "false"}
     return {"error": body}, {"retry-after": "1"} if status in (429, 503) else {}
@@ -62,22 +53,10 @@ def build_answer(
     head = _build_head(parsed, name, created, chunk=parsed.stream)
     usage = _count_usage(node)
     if not parsed.stream:
-        return _encode(
-            {
-                **head,
-                "choices": [body],
-                "usage": usage,
-            }
-        )
+        return _encode({**head, "choices": [body], "usage": usage})
     chunks = [{**head, "choices": [choice]} for choice in _split_choice(parsed, body)]
     if parsed.usage:
-        chunks.append(
-            {
-                **head,
-                "choices": [],
-                "usage": usage,
-            }
-        )
+        chunks.append({**head, "choices": [], "usage": usage})
     return b"".join(b"data: " + _encode(part) + b"\n\n" for part in chunks) + DONE
 
 
@@ -87,11 +66,7 @@ def _build_translated(
     """Do the same as `build_answer` for /v1/messages and /v1/responses."""
     choice = _build_chat_choice(parsed, node, decode)
     completion = (choice["message"], choice["finish_reason"], _count_usage(node))
-    head = {
-        "id": name,
-        "model": parsed.model,
-        "created": created,
-    }
+    head = {"id": name, "model": parsed.model, "created": created}
     if parsed.kind == "messages":
         body = anthropic.build_response(*completion, head, _find_stop(parsed, node, decode))
         return (
@@ -117,12 +92,7 @@ def _encode(body: Any) -> bytes:
 def _build_head(parsed: ParsedRequest, name: str, created: int, *, chunk: bool) -> dict[str, Any]:
     chat = parsed.kind == "chat"
     kind = "chat.completion" + ".chunk" * chunk if chat else "text_completion"
-    return {
-        "id": name,
-        "object": kind,
-        "created": created,
-        "model": parsed.model,
-    }
+    return {"id": name, "object": kind, "created": created, "model": parsed.model}
 
 
 def _count_usage(node: CallNode) -> dict[str, int]:
@@ -137,11 +107,7 @@ def _count_usage(node: CallNode) -> dict[str, int]:
 
 def message_for_client(answer: Message) -> Message:
     """Convert an answer to the form of OpenAI's API, where arguments are text."""
-    message = {
-        "role": "assistant",
-        "content": answer["content"],
-        "refusal": None,
-    }
+    message = {"role": "assistant", "content": answer["content"], "refusal": None}
     if "reasoning_content" in answer:
         message["reasoning_content"] = answer["reasoning_content"]
     if calls := answer.get("tool_calls"):
@@ -222,11 +188,7 @@ def _build_tokens_body(parsed: ParsedRequest, node: CallNode, name: str) -> dict
         "token_ids": node.ids.tolist(),
         "logprobs": None,
         "weight_versions": [
-            {
-                "version": str(span.label),
-                "start": span.start,
-                "end": span.end,
-            }
+            {"version": str(span.label), "start": span.start, "end": span.end}
             for span in node.spans
         ],
     }
@@ -266,39 +228,16 @@ def _split_choice(parsed: ParsedRequest, choice: dict[str, Any]) -> list[dict[st
             "text": choice["text"],
             "logprobs": choice["logprobs"],
         }
-        return [
-            {
-                **complete,
-                "finish_reason": None,
-                **extra,
-            },
-            {**last_choice, "text": ""},
-        ]
+        return [{**complete, "finish_reason": None, **extra}, {**last_choice, "text": ""}]
     message = choice["message"]
     delta: dict[str, Any] = {"content": message["content"]}
     if "reasoning_content" in message:
         delta["reasoning_content"] = message["reasoning_content"]
     if calls := message.get("tool_calls"):
         delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
-    unfinished: dict[str, Any] = {
-        "index": 0,
-        "logprobs": None,
-        "finish_reason": None,
-    }
+    unfinished: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": None}
     return [
-        {
-            **unfinished,
-            "delta": {
-                "role": "assistant",
-                "content": "",
-                "refusal": None,
-            },
-        },
-        {
-            **unfinished,
-            "delta": delta,
-            "logprobs": choice["logprobs"],
-            **extra,
-        },
+        {**unfinished, "delta": {"role": "assistant", "content": "", "refusal": None}},
+        {**unfinished, "delta": delta, "logprobs": choice["logprobs"], **extra},
         {**last_choice, "delta": {}},
     ]

@@ -82,21 +82,11 @@ def _append_item(messages: list[Message], location: str, item: Any) -> None:
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
         function = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
-        call = {
-            "id": item.get("call_id"),
-            "type": "function",
-            "function": function,
-        }
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
         messages[-1] = {**messages[-1], "tool_calls": [*messages[-1].get("tool_calls", ()), call]}
     elif kind == "function_call_output":
         result = _join_text(location, item.get("output"))
-        messages.append(
-            {
-                "role": "tool",
-                "tool_call_id": item.get("call_id"),
-                "content": result,
-            }
-        )
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": result})
     elif kind != "reasoning":  # restored with the sampled answer
         raise _build_refusal(location, f"an item of type {kind!r} is not supported")
 
@@ -116,23 +106,11 @@ def build_response(
     output: list[dict[str, Any]] = []
     if thought := message.get("reasoning_content"):
         part = {"type": "reasoning_text", "text": thought}
-        output.append(
-            {
-                "id": f"rs_{name}",
-                "type": "reasoning",
-                "summary": [],
-                "content": [part],
-            }
-        )
+        output.append({"id": f"rs_{name}", "type": "reasoning", "summary": [], "content": [part]})
     calls = message.get("tool_calls", ())
     if message["content"] or not calls:
         text = message["content"] or ""
-        part = {
-            "type": "output_text",
-            "text": text,
-            "annotations": [],
-            "logprobs": [],
-        }
+        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
         output.append(
             {
                 "id": f"msg_{name}",
@@ -182,12 +160,7 @@ def build_response(
 
 def split_events(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Split a response into the events of a stream."""
-    unfinished = {
-        **body,
-        "status": "in_progress",
-        "output": [],
-        "incomplete_details": None,
-    }
+    unfinished = {**body, "status": "in_progress", "output": [], "incomplete_details": None}
     unfinished["usage"] = None
     events: list[dict[str, Any]] = [
         {"type": "response.created", "response": unfinished},
@@ -200,38 +173,17 @@ def split_events(body: Mapping[str, Any]) -> list[dict[str, Any]]:
             "status": "in_progress",
             **({"arguments": ""} if item["type"] == "function_call" else {"content": []}),
         }
-        events.append(
-            {
-                "type": "response.output_item.added",
-                "output_index": index,
-                "item": empty,
-            }
-        )
+        events.append({"type": "response.output_item.added", "output_index": index, "item": empty})
         if item["type"] == "function_call":
             text, name = item["arguments"], item["name"]
             kind = "response.function_call_arguments"
             events += [
-                {
-                    "type": f"{kind}.delta",
-                    **location,
-                    "delta": text,
-                },
-                {
-                    "type": f"{kind}.done",
-                    **location,
-                    "arguments": text,
-                    "name": name,
-                },
+                {"type": f"{kind}.delta", **location, "delta": text},
+                {"type": f"{kind}.done", **location, "arguments": text, "name": name},
             ]
         else:
             events += _build_part_events(item["content"][0], {**location, "content_index": 0})
-        events.append(
-            {
-                "type": "response.output_item.done",
-                "output_index": index,
-                "item": item,
-            }
-        )
+        events.append({"type": "response.output_item.done", "output_index": index, "item": item})
     events.append({"type": f"response.{body['status']}", "response": body})
     return [{**event, "sequence_number": number} for number, event in enumerate(events)]
 
@@ -243,26 +195,8 @@ def _build_part_events(
     kind = f"response.{part['type']}"
     logprobs: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
     return [
-        {
-            "type": "response.content_part.added",
-            **location,
-            "part": {**part, "text": ""},
-        },
-        {
-            "type": f"{kind}.delta",
-            **location,
-            "delta": part["text"],
-            **logprobs,
-        },
-        {
-            "type": f"{kind}.done",
-            **location,
-            "text": part["text"],
-            **logprobs,
-        },
-        {
-            "type": "response.content_part.done",
-            **location,
-            "part": part,
-        },
+        {"type": "response.content_part.added", **location, "part": {**part, "text": ""}},
+        {"type": f"{kind}.delta", **location, "delta": part["text"], **logprobs},
+        {"type": f"{kind}.done", **location, "text": part["text"], **logprobs},
+        {"type": "response.content_part.done", **location, "part": part},
     ]

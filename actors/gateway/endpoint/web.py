@@ -56,12 +56,7 @@ from actors.gateway.sessions import (
 )
 from asyncrl.contract import outcomes
 from asyncrl.transport import http_server
-from asyncrl.transport.http_server import (
-    BoundedConnection,
-    HttpServer,
-    ListenAddress,
-    authorize,
-)
+from asyncrl.transport.http_server import BoundedConnection, HttpServer, ListenAddress, authorize
 
 LARGEST_BODY = 8 * 1024 * 1024  # bytes of a call
 LARGEST_REPORT = 1024 * 1024  # bytes of a lease, a reward, an end or a beat
@@ -158,10 +153,7 @@ class WebApp:
         }
         routes = [Route(path, route, methods=["POST"]) for path, route in posts.items()]
         routes += [Route(path, route, methods=["GET"]) for path, route in gets.items()]
-        self.app = Starlette(
-            routes=routes,
-            exception_handlers=HANDLERS,
-        )
+        self.app = Starlette(routes=routes, exception_handlers=HANDLERS)
         self.app.router.redirect_slashes = False
 
     # ---- authorization ---------------------------------------------------------------------------

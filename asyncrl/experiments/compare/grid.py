@@ -111,10 +111,7 @@ def check_warm_run(cell: CellResult, config: Config) -> list[health_checks.Healt
     evaluation = config.evaluation
     ends = (cell.steps[0], cell.steps[-1])
     middle_ood = min(evaluation.prompts, evaluation.ood_prompts)
-    curves = (
-        ("heldout", zip(cell.steps, cell.accuracy, strict=True)),
-        ("ood", cell.ood.items()),
-    )
+    curves = (("heldout", zip(cell.steps, cell.accuracy, strict=True)), ("ood", cell.ood.items()))
     sizes = {
         "heldout": (evaluation.final_prompts, evaluation.prompts),
         "ood": (evaluation.ood_prompts, middle_ood),

@@ -264,10 +264,7 @@ def describe_samples(result: dict[str, Any]) -> str:
 
 
 def list_blocks(
-    cells: Sequence[CellResult],
-    result: dict[str, Any],
-    settings: Sequence[Setting],
-    config: Config,
+    cells: Sequence[CellResult], result: dict[str, Any], settings: Sequence[Setting], config: Config
 ) -> list[Block]:
     """Return the parts of a comparison's page, in their order."""
     arms = result["arms"]

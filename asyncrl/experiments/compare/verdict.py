@@ -273,10 +273,7 @@ def list_values(rows: Sequence[Mapping[str, float]], name: str) -> list[float]:
     return [row[name] for row in rows if name in row]
 
 
-def list_instabilities(
-    rewards: Sequence[float],
-    rows: Sequence[Mapping[str, float]],
-) -> list[str]:
+def list_instabilities(rewards: Sequence[float], rows: Sequence[Mapping[str, float]]) -> list[str]:
     """Return the rules of stability that a run breaks; empty if it is stable.
 
     rewards: held-out, by evaluation.

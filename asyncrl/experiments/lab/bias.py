@@ -282,12 +282,7 @@ def split_gradient(case: EstimatorCase) -> dict[str, dict[str, float]]:
     return parts
 
 
-def update_policy(
-    space: ResponseSpace,
-    mu: torch.Tensor,
-    count: int,
-    seed: int,
-) -> torch.Tensor:
+def update_policy(space: ResponseSpace, mu: torch.Tensor, count: int, seed: int) -> torch.Tensor:
     """Return theta after `count` minibatch updates of vanilla policy gradient.
 
     The responses are sampled once from mu, and a third of them are right.

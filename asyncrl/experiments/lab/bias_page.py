@@ -6,11 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from asyncrl.experiments.lab.bias import CUTS, DISCOUNTS, DISTANCES, EXACT
-from asyncrl.experiments.lab.page import (
-    LabClaim,
-    LabFindings,
-    make_table,
-)
+from asyncrl.experiments.lab.page import LabClaim, LabFindings, make_table
 from asyncrl.records.page_kit import TableBlock
 
 ORDER = ("k1_in_reward", "k2_in_loss", "k3_in_loss", "k3_in_reward")

@@ -78,11 +78,7 @@ class StaleSamples:
     """Samples of mu, the policy theta, and rewards [S]."""
 
     def __init__(
-        self,
-        space: ResponseSpace,
-        theta: torch.Tensor,
-        mu: torch.Tensor,
-        right: torch.Tensor,
+        self, space: ResponseSpace, theta: torch.Tensor, mu: torch.Tensor, right: torch.Tensor
     ) -> None:
         self.space = space
         self.theta = theta

@@ -11,11 +11,7 @@ from asyncrl.experiments.lab.corrections import (
     compute_squared_error,
     list_candidates,
 )
-from asyncrl.experiments.lab.page import (
-    LabClaim,
-    LabFindings,
-    make_table,
-)
+from asyncrl.experiments.lab.page import LabClaim, LabFindings, make_table
 from asyncrl.records.page_kit import TableBlock
 
 EXACT = 1e-9

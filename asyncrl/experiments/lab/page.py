@@ -13,14 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.records import atomic_write, page_kit
-from asyncrl.records.page_kit import (
-    ListBlock,
-    ListItem,
-    PagePlot,
-    PlotBlock,
-    PlotLine,
-    TableBlock,
-)
+from asyncrl.records.page_kit import ListBlock, ListItem, PagePlot, PlotBlock, PlotLine, TableBlock
 
 Lines = dict[str, tuple[Sequence[float], Sequence[float]]]  # xs and ys by name
 

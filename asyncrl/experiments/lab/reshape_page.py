@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncrl.experiments.lab.page import (
-    LabClaim,
-    LabFindings,
-    Lines,
-    format_number,
-    plot_lines,
-)
+from asyncrl.experiments.lab.page import LabClaim, LabFindings, Lines, format_number, plot_lines
 from asyncrl.experiments.lab.reshape import ARMS
 from asyncrl.records.page_kit import PagePlot, TableBlock
 

@@ -119,10 +119,7 @@ def resolve(text: str, sets: Sequence[str], source: str) -> Config:
     changed = load.convert(raw, source, text, sets)
     if any(
         k.startswith("staleness.") for k in changed_keys
-    ) and changed.staleness.on_exceed not in (
-        "mask",
-        "downweight",
-    ):
+    ) and changed.staleness.on_exceed not in ("mask", "downweight"):
         raise ConfigError(
             f"--set staleness: on_exceed = {changed.staleness.on_exceed} changes what is sampled; "
             "a replay can mask or downweight stale tokens"

@@ -18,14 +18,7 @@ from asyncrl.experiments.simulate.fit import fit
 from asyncrl.experiments.simulate.times import TimeModel
 from asyncrl.experiments.simulate.what_if import Outcome
 from asyncrl.records import atomic_write, page_kit
-from asyncrl.records.page_kit import (
-    ListBlock,
-    PagePlot,
-    PlotBlock,
-    PlotLine,
-    TableBlock,
-    TextBlock,
-)
+from asyncrl.records.page_kit import ListBlock, PagePlot, PlotBlock, PlotLine, TableBlock, TextBlock
 
 LIMITS = (0, 1, 2, 4, 8, 16)  # of --plot
 MOST_GENERATORS = 10_000

@@ -26,12 +26,7 @@ import msgspec
 
 from actors.delivery import LINGER_S, estimate_size
 from actors.schedule import Key, TicketSchedule
-from actors.turn import (
-    DECODE_STEPS,
-    IDLE_POLL_S,
-    count_samples_to_request,
-    list_ticket_progress,
-)
+from actors.turn import DECODE_STEPS, IDLE_POLL_S, count_samples_to_request, list_ticket_progress
 from asyncrl.config.tree import Config
 from asyncrl.contract.admission import LimitEvidence, TicketQueue, divides_batches
 from asyncrl.contract.errors import AsyncrlError, ConfigError

@@ -80,9 +80,7 @@ def check_replayable(hf: Any) -> None:
 
 @contextmanager
 def replay_routing(
-    hf: Any,
-    replayed: torch.Tensor | None = None,
-    recorded: list[torch.Tensor] | None = None,
+    hf: Any, replayed: torch.Tensor | None = None, recorded: list[torch.Tensor] | None = None
 ) -> Iterator[None]:
     """Replay or record the experts of the forward passes inside the block.
 
