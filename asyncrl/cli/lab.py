@@ -30,7 +30,7 @@ def report_findings(findings: Any, out: Path, as_json: bool) -> None:
     print_progress(f"page: {html}   numbers: {data}")
     if as_json:
         result.print_result(findings.as_json())
-    if refuted := [claim.text for claim in findings.claims if claim.holds is False]:
+    if refuted := [text for text, holds in findings.claims if not holds]:
         raise AsyncrlError(
             f"lab {findings.name}: {len(refuted)} claim(s) do not hold: {refuted[0]}"
         )
@@ -92,10 +92,9 @@ def bias(
 ) -> None:
     """Measure bias and variance of every KL configuration."""
     from asyncrl.experiments.lab import bias as experiment
-    from asyncrl.experiments.lab import bias_page
 
     report_findings(
-        bias_page.present_findings(
+        experiment.present_findings(
             experiment.measure(
                 vocabulary,
                 length,
@@ -118,12 +117,9 @@ def corrections(vocabulary: int, length: int, seeds: int, out: Path, as_json: bo
     It estimates the policy gradient by distance and completion length, up to --length.
     """
     from asyncrl.experiments.lab import corrections as experiment
-    from asyncrl.experiments.lab import corrections_page
 
     report_findings(
-        corrections_page.present_findings(
-            experiment.measure(vocabulary, length, seeds, print_progress)
-        ),
+        experiment.present_findings(experiment.measure(vocabulary, length, seeds, print_progress)),
         out,
         as_json,
     )
@@ -154,7 +150,6 @@ def reshape(
     Shows the repairs that bound the drift, and compares it with vanilla and clip.
     """
     from asyncrl.experiments.lab import reshape as experiment
-    from asyncrl.experiments.lab import reshape_page
 
     if samples % experiment.GROUP or minibatches > samples // experiment.GROUP:
         raise ConfigError(
@@ -163,7 +158,7 @@ def reshape(
         )
     rates = {"sgd": lr_sgd, "adam": lr_adam}
     report_findings(
-        reshape_page.present_findings(
+        experiment.present_findings(
             experiment.measure(
                 vocabulary,
                 length,

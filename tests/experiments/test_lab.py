@@ -15,7 +15,7 @@ from asyncrl.algorithms import correction, loss
 from asyncrl.algorithms.settings import RecomputedCorrection
 from asyncrl.cli import main
 from asyncrl.contract.errors import ConfigError
-from asyncrl.experiments.lab import bias, bias_page, corrections, reshape
+from asyncrl.experiments.lab import bias, corrections, reshape
 from asyncrl.experiments.lab.policy import ResponseSpace, compute_exact_gradient, differentiate
 
 
@@ -98,9 +98,9 @@ def test_bias_keeps_the_published_order_and_its_identities(measured: dict) -> No
         < on["k3_in_loss"]["relative_bias"]
         < on["k3_in_reward"]["relative_bias"]
     )
-    for name in bias_page.UNBIASED:
+    for name in bias.UNBIASED:
         assert off[name]["relative_bias_max"] < 1e-9
-    assert off["prefix_full"]["variance"] == min(off[n]["variance"] for n in bias_page.UNBIASED)
+    assert off["prefix_full"]["variance"] == min(off[n]["variance"] for n in bias.UNBIASED)
     assert off["ratio"]["relative_bias"] > 0.01 and off["k1_in_reward"]["relative_bias"] > 0.1
 
 

@@ -11,11 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from asyncrl.algorithms import advantages, correction, kl, ratios, surrogates
+from asyncrl.experiments.lab.page import LabFindings, make_table
 from asyncrl.experiments.lab.policy import (
     ResponseSpace,
     compute_cosine,
@@ -35,6 +37,21 @@ SAMPLES = 256
 MINIBATCHES = 4
 RATE = 0.5
 EXACT = 1e-9  # a relative error below this is rounding
+ORDER = ("k1_in_reward", "k2_in_loss", "k3_in_loss", "k3_in_reward")  # published, of the bias
+UNBIASED = ("k1_in_reward_sequence", "k1_in_reward_per_decision", "prefix", "prefix_full")
+SHOWN = (
+    "k1_in_reward",
+    "k1_in_loss",
+    "k2_in_loss",
+    "k3_in_loss",
+    "k3_in_reward",
+    "k1_in_reward_sequence",
+    "k1_in_reward_frozen",
+    "ratio",
+    "prefix",
+    "prefix_full",
+    "prefix_full_cut_2",
+)
 
 # coefficients [N] of grad lp, and of grad KL_k or None
 Parts = tuple[torch.Tensor, torch.Tensor | None]
@@ -476,3 +493,137 @@ def _compute_errors(
         for n, (c, p) in checked.items()
     }
     return errors
+
+
+# ---- the presentation ----------------------------------------------------------------------------
+
+
+def present_findings(r: dict[str, Any]) -> LabFindings:
+    """Present the result of `measure`: prior claims and tables."""
+    setting = (
+        f"{r['vocabulary']} symbols, {r['length']} tokens: {r['answers']} responses, all "
+        f"summed; means over {r['seeds']} random policies; KL to the reference {r['ref_kl']:g} "
+        f"nats a token, off policy KL(mu || theta) = {r['distance']:g}. Relative bias "
+        "|E g - exact| / |exact|, exact: gradient of KL(theta || ref) over whole responses, its "
+        "maximum that of the worst seed; relative variance: of one response's gradient over "
+        "|exact|^2."
+    )
+    distances, updates = r["distances"], r["updates"]
+    tables = [
+        *(
+            make_table(f"{policy.replace('_', ' ').capitalize()}, by estimator", by_name)
+            for policy, by_name in r["estimators"].items()
+        ),
+        make_table(
+            "The parts of the gradient of E[k], on policy: score (in the reward), path (in the "
+            "loss) and sum against the exact gradient; sizes over its size",
+            r["parts"],
+        ),
+        make_table(
+            "Relative bias by KL(mu || theta), nats a token",
+            {n: {d: e[n]["relative_bias"] for d, e in distances.items()} for n in SHOWN},
+        ),
+        make_table(
+            "Relative bias after minibatch updates on samples of mu",
+            {
+                n: {
+                    f"{m} (KL {update['kl']:.4f})": update["estimators"][n]["relative_bias"]
+                    for m, update in updates.items()
+                }
+                for n in SHOWN
+            },
+        ),
+        *(
+            make_table(
+                f"{which}: bias / variance by discount and truncation",
+                {
+                    f"discount {d}": {
+                        f"<= {c}": "{relative_bias:.3f} / {relative_variance:.1f}".format(**judged)
+                        for c, judged in by_cut.items()
+                    }
+                    for d, by_cut in curve.items()
+                },
+            )
+            for which, curve in r["curve"].items()
+        ),
+    ]
+    return LabFindings("bias", setting, r, [*_check_on_policy(r), *_check_off_policy(r)], tables)
+
+
+def _check_on_policy(r: dict[str, Any]) -> list[tuple[str, bool]]:
+    on, errors = r["estimators"]["on_policy"], r["identities"]
+    bias = {n: judged["relative_bias"] for n, judged in on.items()}
+    worst = on["k1_in_reward"]["relative_bias_max"]
+    forward = errors["k3_in_loss = token-level forward KL"]
+    reverse = ("k2_in_loss = token-level reverse KL", "k1+ = k3+ = abs+ = k2 in loss")
+    return [
+        (f"k1 in the reward is unbiased on policy (worst seed {worst:.1e})", worst < EXACT),
+        (
+            "k1 in the loss has no expected gradient on policy, only variance",
+            errors["k1_in_loss = 0"] < EXACT,
+        ),
+        (
+            f"k3 in the loss is the token-level forward KL, to {forward:.0e}; as a reverse KL it "
+            f"is off by {bias['k3_in_loss']:.0%}",
+            forward < EXACT,
+        ),
+        (
+            "k2 in the loss, and every + form, is the token-level reverse KL; off the whole "
+            f"response's by {bias['k2_in_loss']:.0%}",
+            max(errors[identity] for identity in reverse) < EXACT,
+        ),
+        (
+            f"k3 in the reward is strongly biased: {bias['k3_in_reward']:.0%}, cosine "
+            f"{on['k3_in_reward']['cosine']:.2f}",
+            bias["k3_in_reward"] > 0.5,
+        ),
+        (
+            "its error is exactly the path-wise part, which the reward lacks: k3 in the loss",
+            errors["k3_in_reward = exact - k3_in_loss"] < EXACT,
+        ),
+        (
+            "published order of the bias: " + " < ".join(ORDER),
+            all(bias[a] < bias[b] for a, b in pairwise(ORDER)),
+        ),
+    ]
+
+
+def _check_off_policy(r: dict[str, Any]) -> list[tuple[str, bool]]:
+    off = r["estimators"]["off_policy"]
+    clamped = [d for d, share in r["clamped"].items() if share > 0]
+    cases = [
+        *(e for d, e in r["distances"].items() if d not in clamped),
+        *(m["estimators"] for m in r["updates"].values()),
+    ]
+    worst = max(e[n]["relative_bias_max"] for e in cases for n in UNBIASED)
+    noise = ", ".join(f"{n} {off[n]['relative_variance']:.1f}" for n in UNBIASED)
+    ratio_bias = off["ratio"]["relative_bias"]
+    ratios_to_formula = r["mse"]["sampled over formula, n = 128"].values()
+    exception = (
+        f", but for {', '.join(clamped)}, where log-ratios of whole responses pass the clamp at 20"
+    )
+    return [
+        (
+            f"off policy, whole responses: {', '.join(UNBIASED)} are unbiased at every distance "
+            f"and after every update (worst {worst:.1e}){exception if clamped else ''}",
+            worst < EXACT,
+        ),
+        (
+            "of these prefix_full has the least variance everywhere; at the distance above "
+            f"{noise}",
+            all(
+                min(UNBIASED, key=lambda n: e[n]["relative_variance"]) == "prefix_full"
+                for e in cases
+            ),
+        ),
+        (
+            "`ratio` (gradient through the ratio) is the token-weighted k2: right on mu's states "
+            f"only, off by {ratio_bias:.0%}",
+            abs(ratio_bias - off["k2_in_loss_token"]["relative_bias"]) < EXACT,
+        ),
+        (
+            f"sampled errors over the formula's: {min(ratios_to_formula):.2f} to "
+            f"{max(ratios_to_formula):.2f}",
+            all(0.8 < x < 1.25 for x in ratios_to_formula),
+        ),
+    ]

@@ -12,6 +12,7 @@ of an infinite batch. The bias that a finite batch adds through it is not includ
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ import torch
 from asyncrl.algorithms import correction, ratios
 from asyncrl.algorithms.settings import Correction, RecomputedCorrection
 from asyncrl.config.presets import PRESETS
-from asyncrl.experiments.lab.bias import average
+from asyncrl.experiments.lab.bias import EXACT, average
+from asyncrl.experiments.lab.page import LabFindings, make_table
 from asyncrl.experiments.lab.policy import (
     ResponseSpace,
     compute_cosine,
@@ -176,6 +178,117 @@ def measure(
     return {"vocabulary": vocabulary, "length": longest, "seeds": seeds, "estimators": results}
 
 
-def compute_squared_error(j: dict[str, float], size: int) -> float:
-    """Return the squared error of the mean over `size` responses, over |exact|^2."""
-    return j["relative_bias"] ** 2 + j["relative_variance"] / size
+# ---- the presentation ----------------------------------------------------------------------------
+
+
+def present_findings(r: dict[str, Any]) -> LabFindings:
+    """Present the result of `measure`: prior claims and tables."""
+    setting = (
+        f"{r['vocabulary']} symbols, responses of up to {r['length']} tokens, all summed; "
+        f"means over {r['seeds']} random policies, directions of mu "
+        "and rewards. Relative bias |E g - exact| / |exact|, exact: the gradient of theta's "
+        "expected reward; variance of one response's gradient over "
+        "|exact|^2; distances KL(mu || theta) in nats a token; default bounds."
+    )
+    by_length = r["estimators"]
+    longest, by_distance = list(by_length.items())[-1]
+    names = list(by_distance["0"])
+    forms = {
+        "relative bias / variance / share left": "{relative_bias:.2f} / {relative_variance:.0f} "
+        "/ {left:.2f}",
+        "mean weight / effective sample size of tokens": "{mean_weight:.2f} / {ess:.2f}",
+    }
+    kinds = {"bias": "relative_bias", "var": "relative_variance"}
+    tables = [
+        *(
+            make_table(
+                f"{longest} tokens: {heading}, by distance",
+                {n: {d: form.format(**x[n]) for d, x in by_distance.items()} for n in names},
+            )
+            for heading, form in forms.items()
+        ),
+        make_table(
+            "Distance 0.01: bias and variance by length",
+            {
+                n: {
+                    f"{kind} {length}": x["0.01"][n][key]
+                    for length, x in by_length.items()
+                    for kind, key in kinds.items()
+                }
+                for n in names
+            },
+        ),
+        make_table(
+            "Correction with the least squared error, by distance",
+            {
+                f"{length} tokens, {size} responses": {
+                    d: find_best_correction(x[d], size) for d in x if d != "0"
+                }
+                for size in SIZES
+                for length, x in by_length.items()
+            },
+        ),
+    ]
+    return LabFindings("corrections", setting, r, _check_claims(by_length), tables)
+
+
+def find_best_correction(by_name: dict[str, Any], size: int) -> str:
+    """Return the correction with the least squared error of the mean over `size` responses.
+
+    Among equals it is the one with the shortest name.
+    """
+
+    def rank(name: str) -> tuple[float, int]:
+        judged = by_name[name]
+        error = judged["relative_bias"] ** 2 + judged["relative_variance"] / size
+        return round(error, 9), len(name)
+
+    return min(by_name, key=rank)
+
+
+def _check_claims(e: dict[str, Any]) -> list[tuple[str, bool]]:
+    longest, by_distance = list(e.items())[-1]
+    away = [x[d] for x in e.values() for d in x if d != "0"]
+    worst = max(
+        x["sequence none"]["relative_bias_max"] for by_d in e.values() for x in by_d.values()
+    )
+    worst_at_zero = max(j["relative_bias"] for x in e.values() for j in x["0"].values())
+    none = [x["none"]["relative_bias"] for x in by_distance.values()]
+    noise = [x["sequence none"]["relative_variance"] for x in by_distance.values()]
+    return [
+        (
+            f"at distance 0 every correction is exact and drops nothing "
+            f"(worst {worst_at_zero:.1e})",
+            worst_at_zero < EXACT,
+        ),
+        (
+            "weights of whole responses without a bound are unbiased at every distance and length "
+            f"(worst {worst:.1e})",
+            worst < EXACT,
+        ),
+        (
+            f"their variance grows with distance: {noise[0]:.0f} -> {noise[-1]:.0f} at "
+            f"{longest} tokens",
+            noise[-1] > 2 * noise[0],
+        ),
+        (
+            f"without a correction the bias grows with distance: {none[1]:.0%} -> {none[-1]:.0%} "
+            f"at {longest} tokens",
+            all(a < b for a, b in pairwise(none)),
+        ),
+        (
+            "token weights remove only part of the bias: the states remain mu's",
+            all(
+                EXACT < x["token none"]["relative_bias"] < x["none"]["relative_bias"] for x in away
+            ),
+        ),
+        (
+            "truncation never adds variance, at token and at sequence level",
+            all(
+                x[f"{level} truncate"]["relative_variance"]
+                <= x[f"{level} none"]["relative_variance"] * (1 + EXACT)
+                for x in away
+                for level in ("token", "sequence")
+            ),
+        ),
+    ]

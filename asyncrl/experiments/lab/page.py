@@ -1,63 +1,48 @@
-"""The output of a lab experiment.
-
-It has tables on the terminal and on a page, a JSON file and a verdict.
-"""
+"""The output of a lab experiment: tables and a verdict on the terminal, a page and a JSON file."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from asyncrl.records import atomic_write, page_kit
-from asyncrl.records.page_kit import ListBlock, ListItem, PagePlot, PlotBlock, PlotLine, TableBlock
-
-Lines = dict[str, tuple[Sequence[float], Sequence[float]]]  # xs and ys by name
-
-
-@dataclass
-class LabClaim:
-    """A sentence of the verdict, and whether this prior claim holds."""
-
-    text: str
-    holds: bool
-
-    @property
-    def as_line(self) -> str:
-        return ("holds: " if self.holds else "DOES NOT HOLD: ") + self.text
-
-    @property
-    def style(self) -> str:
-        return "good" if self.holds else "bad"
+from asyncrl.records.page_kit import ListBlock, ListItem, PagePlot, PlotBlock, TableBlock
 
 
 @dataclass
 class LabFindings:
-    """The result of one experiment and its presentation."""
+    """The result of one experiment and its presentation.
+
+    claims: (sentence of the verdict, whether this prior claim holds).
+    """
 
     name: str
     setting: str
     result: dict[str, Any]
-    claims: list[LabClaim]
+    claims: list[tuple[str, bool]]
     tables: list[TableBlock]
-    figures: list[PagePlot] = field(default_factory=list)
+    plots: Sequence[PagePlot] = ()
+
+    def list_verdict(self) -> list[ListItem]:
+        return [
+            ListItem(f"holds: {text}", style="good")
+            if holds
+            else ListItem(f"DOES NOT HOLD: {text}", style="bad")
+            for text, holds in self.claims
+        ]
 
     def as_text(self) -> str:
-        return "\n\n".join(
-            [
-                self.setting,
-                *(t.as_text() for t in self.tables),
-                "Verdict\n" + "\n".join("  " + c.as_line for c in self.claims),
-            ]
-        )
+        verdict = "".join(f"\n  {item.text}" for item in self.list_verdict())
+        tables = (table.as_text() for table in self.tables)
+        return "\n\n".join([self.setting, *tables, f"Verdict{verdict}"])
 
     def as_json(self) -> dict[str, Any]:
-        values: dict[str, Any] = convert_value(
-            self.result | {"verdict": [{"text": c.text, "holds": c.holds} for c in self.claims]}
-        )
+        verdict = [{"text": text, "holds": holds} for text, holds in self.claims]
+        values: dict[str, Any] = convert_value(self.result | {"verdict": verdict})
         return values
 
 
@@ -70,26 +55,19 @@ def convert_value(x: Any) -> Any:
     return (float(f"{x:.6g}") if math.isfinite(x) else None) if isinstance(x, float) else x
 
 
-def format_number(x: float) -> str:
-    """Format with three digits; rounding errors of a float64 sum become "0 (1e-9)"."""
+def format_cell(x: float | str) -> str:
+    """Format with three digits; rounding errors of a float64 sum become "0 (1e-9)", nan "-"."""
+    if isinstance(x, str) or math.isnan(x):
+        return x if isinstance(x, str) else "-"
     return "0 (1e-9)" if abs(x) < 1e-9 else f"{x:.3g}"
 
 
-def make_table(
-    heading: str, head: Sequence[str], rows: Mapping[str, Iterable[float | str]]
-) -> TableBlock:
-    """Build a table with one row a name. Numbers are formatted by `format_number`."""
-    cells = [
-        [name, *(x if isinstance(x, str) else format_number(x) for x in values)]
-        for name, values in rows.items()
-    ]
+def make_table(heading: str, rows: Mapping[str, Mapping[str, float | str]]) -> TableBlock:
+    """Build a table. rows: name -> column -> cell; all rows have the same columns."""
+    columns = next(iter(rows.values()))
+    cells = [[name, *map(format_cell, row.values())] for name, row in rows.items()]
+    head = ["", *(column.replace("_", " ") for column in columns)]
     return TableBlock(head, cells, heading=heading)
-
-
-def plot_lines(title: str, lines: Lines, across: str, unit: str, *, log: str = "") -> PagePlot:
-    """Plot one line a name. log: the logarithmic axes, as "xy"."""
-    plot_lines = [PlotLine(name, xs, ys) for name, (xs, ys) in lines.items()]
-    return PagePlot(title, unit, plot_lines, across, log=log)
 
 
 def write(directory: Path, findings: LabFindings) -> tuple[Path, Path]:
@@ -97,12 +75,8 @@ def write(directory: Path, findings: LabFindings) -> tuple[Path, Path]:
     directory.mkdir(parents=True, exist_ok=True)
     blob = json.dumps(findings.as_json())
     blocks = [
-        ListBlock(
-            [ListItem(claim.as_line, style=claim.style) for claim in findings.claims],
-            heading="Verdict",
-            id="verdict",
-        ),
-        *([PlotBlock(findings.figures)] if findings.figures else []),
+        ListBlock(findings.list_verdict(), heading="Verdict", id="verdict"),
+        PlotBlock(findings.plots),
         *findings.tables,
     ]
     page = page_kit.render(f"lab {findings.name}", findings.setting, blocks, {"result": blob})

@@ -19,10 +19,25 @@ from asyncrl.algorithms import ratios
 from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.experiments.lab.corrections import draw_rewards
+from asyncrl.experiments.lab.page import LabFindings, make_table
 from asyncrl.experiments.lab.policy import ResponseSpace, compute_cosine
+from asyncrl.records.page_kit import PagePlot, PlotLine
 
 GROUP = 8
 BUDGET = 0.05  # nats a token: the repairs' limit
+NEAR = 1.05  # of the budget: repair D is exact to second order, so allow 5 %
+MAIN = (  # arms of the plot
+    "vanilla",
+    "clip",
+    "v3.1",
+    "A",
+    "B",
+    "C",
+    "D coefficient",
+    "D learning rate",
+    "D global",
+    "gamma 0.001",
+)
 RESHAPE: dict[str, Any] = {"loss": {"surrogate": "reshape"}}
 STOP = {"stop": {"kl_max": BUDGET, "against": "behavior"}}
 SLOW = {"stop": {"kl_max": BUDGET, "against": "behavior", "action": "slow"}}
@@ -327,3 +342,105 @@ def _average(x: list[float]) -> float:
     """
     values = [v for v in x if not math.isnan(v)]
     return sum(values) / len(values) if values else math.nan
+
+
+# ---- the presentation ----------------------------------------------------------------------------
+
+
+def present_findings(r: dict[str, Any]) -> LabFindings:
+    """Present the result of `measure`: prior claims, a plot of the drift and a table a rate."""
+    rates = ", ".join(f"{o} {x:g}" for o, x in r["rates"].items())
+    setting = (
+        f"{r['vocabulary']} symbols, {r['length']} tokens; {r['batches']} batch(es) of "
+        f"{r['samples']} responses, {r['epochs']} epochs of {r['minibatches']} step(s); rates: "
+        f"{rates}; {r['seeds']} seeds; budget {r['budget']:g}. KL(mu || theta) a token, mu the "
+        "batch's start: exact over all responses; `by the batch`: the k3 estimate on its samples, "
+        "which the repairs use. A early stop, B clip, C KL penalty, D KL budget."
+    )
+    claims = [claim for o in r["runs"] for claim in _check_optimizer(r, o)]
+    tables = [
+        make_table(
+            f"{o}, learning rate {r['rates'][o]:g}",
+            {a: _describe_arm(x, r["highest"][o][a]) for a, x in arms.items()},
+        )
+        for o, arms in r["runs"].items()
+    ]
+    lines = [
+        PlotLine(
+            f"{o}: {a}", [*range(1, len(arms[a]["kl"]) + 1)], arms[a]["kl"], color=color, dash=dash
+        )
+        for dash, (o, arms) in enumerate(r["runs"].items())
+        for color, a in enumerate(MAIN)
+    ]
+    plot = PagePlot("KL(mu || theta), exact", "nats a token", lines, "optimizer step", log="y")
+    return LabFindings("reshape", setting, r, claims, tables, [plot])
+
+
+def _check_optimizer(r: dict[str, Any], o: str) -> list[tuple[str, bool]]:
+    budget, run = r["budget"], r["runs"][o]
+    kl = {a: _average(h["kl_first"]) for a, h in r["highest"][o].items()}
+    agree = min(run["v3.1"]["cosine"][1 : r["epochs"] * r["minibatches"]])
+    batch_kl = max(r["highest"][o]["D learning rate"]["kl_batch"])
+    claims = [
+        (
+            f"{o}: v3.1 drifts past clip: KL {kl['v3.1']:.3f} against {kl['clip']:.3f} after "
+            f"the first batch, {kl['v3.1'] / kl['clip']:.1f} times (vanilla {kl['vanilla']:.3f})",
+            kl["v3.1"] > 2 * kl["clip"],
+        ),
+        (f"{o}: its successive gradients agree: least cosine {agree:.3f}", agree > 0.8),
+        (
+            f"{o}: D on the learning rate keeps the batch's own KL within {NEAR - 1:.0%} of "
+            f"its budget for every seed (highest {batch_kl:.4f})",
+            batch_kl <= NEAR * budget,
+        ),
+        (
+            f"{o}: D in the report's wording (one gamma for the batch) does not bound it: "
+            f"{kl['D global']:.3f}",
+            kl["D global"] > 2 * budget,
+        ),
+    ]
+    if o != "adam":
+        return [
+            *claims,
+            (
+                f"{o}: with gamma = 0.001 the policy does not move: KL {kl['gamma 0.001']:.1e}",
+                kl["gamma 0.001"] < 0.01 * kl["vanilla"],
+            ),
+        ]
+    norms = zip(run["gamma 0.001"]["grad_norm"], run["vanilla"]["grad_norm"], strict=True)
+    # without steps at which vanilla's norm has vanished
+    small = max((norm / vanilla for norm, vanilla in norms if vanilla > 1e-6), default=0.0)
+    return [
+        *claims,
+        (
+            f"adam: with gamma = 0.001 the gradient is at most {small:.4f} of vanilla's "
+            f"but the KL is {kl['gamma 0.001']:.3f}: steps are "
+            "normalized, so a small consistent gradient drifts as far",
+            small < 0.01 and kl["gamma 0.001"] > 0.5 * kl["vanilla"],
+        ),
+        (
+            f"adam: D on the coefficient is not a bound: {kl['D coefficient']:.3f}",
+            kl["D coefficient"] > budget,
+        ),
+    ]
+
+
+def _describe_arm(run: dict[str, Any], highest: dict[str, Any]) -> dict[str, float | str]:
+    norms, gammas, cosines, noise = (
+        [v for v in run[name] if not math.isnan(v)] or [math.nan]
+        for name in ("grad_norm", "gamma", "cosine", "coefficient_var")
+    )
+    return {
+        "KL, first batch": f"{_average(highest['kl_first']):.4f}",
+        "highest KL": f"{_average(highest['kl']):.4f}",
+        "worst seed": f"{max(highest['kl']):.4f}",
+        "by the batch": f"{_average(highest['kl_batch']):.4f}",
+        "KL to the start": f"{run['kl_start'][-1]:.3f}",
+        "reward": f"{_average(highest['reward']):.3f}",
+        "steps": f"{_average(highest['steps']):.1f}",
+        "gradient norm, first": norms[0],
+        "last": norms[-1],
+        "least cosine": min(cosines),
+        "gamma, last": gammas[-1],
+        "coefficient var, last": noise[-1],
+    }
