@@ -11,7 +11,6 @@ from asyncrl.contract import admission
 from asyncrl.contract.errors import ProtocolError
 from asyncrl.contract.messages import Batch, MixturePosition
 from asyncrl.contract.waits import BUFFER
-from buffer import checks
 from buffer.groups import MAX_DROPS, Group, StoredSample
 from buffer.rules import StoreRules
 
@@ -134,7 +133,7 @@ def compute_announced_limits(store: StoreRules, group: Group, stored: StoredSamp
         min(
             store.max_lag,
             max(
-                (grant.limit for grant in grants if checks.is_granted(grant, span.label)),
+                (grant.limit for grant in grants if grant.permits(span.label)),
                 default=math.inf,
             ),
         )

@@ -8,7 +8,6 @@ reason, a key of REFUSALS, under which it is counted.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -29,7 +28,6 @@ from asyncrl.contract.messages import (
     LeaseRenewal,
     RoutingShape,
     TicketRequest,
-    TrainingSequence,
     Trajectory,
     VersionSpan,
 )
@@ -124,15 +122,9 @@ def _check_fully(
     images: ImageShape | None,
     blobs: Mapping[str, bytes],
 ) -> None:
-    """Apply `check_sample`, `check_versions`, `check_images_known` and `check_samples` to all.
-
-    `are_plain_samples` checks the same in one fast pass and accepts nearly all deliveries. If it
-    does not, the complete functions check every sample and report the error."""
-    check_images_known(store, samples, blobs)
-    if are_plain_samples(store, samples):
-        arrays.check_numbers(samples, vocabulary, routing, images)
-        return
+    """Check samples against the store, against the images of the delivery, and by themselves."""
     for sample in samples:
+        check_images_known(store, sample, blobs)
         check_sample(store, sample)
         check_versions(store, sample)
     check_samples(samples, vocabulary, store.settings, routing, images)
@@ -153,116 +145,17 @@ def check_images(blobs: Mapping[str, bytes]) -> None:
         raise BadMessage(str(error), "image") from error
 
 
-def check_images_known(
-    store: StoreState, samples: Sequence[Trajectory], blobs: Mapping[str, bytes]
-) -> None:
-    """Check that the images of training samples are in the delivery or in the group."""
-    for sample in samples:
-        if sample.failed or sample.ticket >= EVAL_BASE or not sample.all_images:
-            continue
-        group = store.alive.get(sample.ticket) or store.retained.get(sample.ticket)
-        if group is None:
-            continue
-        if missing := sample.all_images - blobs.keys() - group.images.keys():
-            raise BadMessage(
-                f"{arrays.cite(sample)}: its image {min(missing)[:40]} is neither in the delivery "
-                "nor in its prompt",
-                "image",
-            )
-
-
-def are_plain_samples(store: StoreState, samples: Sequence[Trajectory]) -> bool:
-    """Whether the other checks would accept all samples, and all are ordinary completions.
-
-    The other checks are `check_sample`, `check_versions` and `check_samples` without the numbers in
-    the arrays.  False does not mean that a sample is invalid."""
-    limits = store.settings
-    most_tokens, context = limits.sampling.max_new_tokens, limits.context or math.inf
-    most_text = TEXT_PER_TOKEN * (limits.context or ROWS) + TEXT_MORE
-    alive, retained = store.alive, store.retained
-    if limits.session_tokens:
-        return False
-    registered: set[tuple[Label, str, Label]] = set()
-    for sample in samples:
-        group = alive.get(sample.ticket) or retained.get(sample.ticket)
-        if (
-            group is None  # a group that exists proves that its tickets and attempts were granted
-            or sample.attempt not in group.attempts
-            or sample.ticket >= EVAL_BASE
-            or not 0 <= sample.sample < limits.group
-            or sample.adopted
-            or sample.rows
-            or sample.aside
-            or sample.calls
-            or sample.failed
-        ):
-            return False
-        length, size, prompt = len(sample.mask), len(sample.tokens), len(sample.prompt_tokens)
-        if not (
-            0 < length <= most_tokens
-            and size == 4 * length == len(sample.behavior_logprobs)
-            and not prompt % 4
-            and length + prompt // 4 <= context
-            and len(sample.token_rewards) in (0, size)
-            and len(sample.text) <= most_text
-            and len(sample.prompt_text) <= most_text
-            and len(sample.group_key) <= NAME_LENGTH
-            and _has_plain_numbers(sample)
-            and _has_plain_segments(sample.segments, length)
-        ):
-            return False
-        grant = group.grants.get(sample.attempt)  # None in journals of older versions
-        end = 0
-        for span in sample.spans:
-            label = span.label
-            if (
-                span.start != end
-                or span.end <= end
-                or not (grant is None or is_granted(grant, label))
-            ):
-                return False
-            end = span.end
-            weights = (label, span.digest, span.kv)
-            if weights not in registered:
-                if not _is_known_version(store, span):
-                    return False
-                registered.add(weights)
-        if end != length:
-            return False
-    return True
-
-
-def _has_plain_numbers(sample: Trajectory) -> bool:
-    """Whether `arrays.check_scalars` and `_check_texts` accept the numbers and the part names."""
-    if not (
-        -arrays.REWARD <= sample.reward <= arrays.REWARD  # false for NaN too
-        and 0 < sample.temperature < math.inf
-        and -math.inf < sample.generated_at < math.inf
-        and len(sample.reward_parts) <= NAMES
-    ):
-        return False
-    for part, value in sample.reward_parts.items():
-        if len(part) > NAME_LENGTH or not -arrays.REWARD <= value <= arrays.REWARD:
-            return False
-    return True
-
-
-def _has_plain_segments(segments: list[tuple[str, int, int]], length: int) -> bool:
-    """Whether the segments lie within the tokens, as `_check_texts` requires."""
-    for kind, start, end in segments:
-        if not 0 <= start <= end <= length or len(kind) > NAME_LENGTH:
-            return False
-    return len(segments) <= length + 1
-
-
-def _is_known_version(store: StoreState, span: VersionSpan) -> bool:
-    """Whether `_check_registered` accepts the span."""
-    label = span.label
-    return (
-        label in store.tree
-        and (not span.digest or span.digest == store.tree.get_digest(label))
-        and (span.kv == label or (span.kv.epoch >= 0 <= span.kv.number and span.kv <= label))
-    )
+def check_images_known(store: StoreState, sample: Trajectory, blobs: Mapping[str, bytes]) -> None:
+    """Check that the images of a training sample are in the delivery or in the group."""
+    if sample.failed or sample.ticket >= EVAL_BASE or not (names := sample.all_images):
+        return
+    group = store.find_group(sample.ticket)
+    if group is not None and (missing := names - blobs.keys() - group.images.keys()):
+        raise BadMessage(
+            f"{arrays.cite(sample)}: its image {min(missing)[:40]} is neither in the delivery nor "
+            "in its prompt",
+            "image",
+        )
 
 
 def check_sample(store: StoreState, sample: Trajectory) -> None:
@@ -296,28 +189,24 @@ def check_sample(store: StoreState, sample: Trajectory) -> None:
         raise BadMessage(
             f"ticket {sample.ticket} was never granted; the next one is {store.cursor}", "ticket"
         )
-    _check_adopted_attempts(sample)
-    group = store.alive.get(sample.ticket) or store.retained.get(sample.ticket)
-    for attempt in (sample.attempt, *(attempt for attempt, _ in sample.adopted)):
-        if group is not None and attempt not in group.attempts:
-            raise BadMessage(
-                f"ticket {sample.ticket}: attempt {attempt} is not one of its attempts", "ticket"
-            )
-
-
-def _check_adopted_attempts(sample: Trajectory) -> None:
-    """Check the earlier attempts of a resumed session.
-
-    They must precede its attempt, appear once each, and have no more tokens than the session."""
+    # the earlier attempts of a resumed session
     attempts = [*(attempt for attempt, _ in sample.adopted), sample.attempt]
-    is_ascending = all(earlier < later for earlier, later in itertools.pairwise(attempts))
-    if not is_ascending or any(tokens < 0 for _, tokens in sample.tokens_by_attempt):
+    if sample.adopted and (
+        attempts != sorted(set(attempts))
+        or any(tokens < 0 for _, tokens in sample.tokens_by_attempt)
+    ):
         raise BadMessage(
             f"ticket {sample.ticket}, attempt {sample.attempt}: it claims to continue the attempts "
             f"{sample.adopted[:8]} (attempt, tokens), but has {sample.length + sample.aside} "
             "tokens in all",
             "ticket",
         )
+    group = store.find_group(sample.ticket)
+    for attempt in attempts:
+        if group is not None and attempt not in group.attempts:
+            raise BadMessage(
+                f"ticket {sample.ticket}: attempt {attempt} is not one of its attempts", "ticket"
+            )
 
 
 def _check_registered(store: StoreState, sample: Trajectory, span: VersionSpan) -> None:
@@ -351,36 +240,24 @@ def check_versions(store: StoreState, sample: Trajectory) -> None:
     epoch.  In a resumed session each span must fit one of the session's attempts.  An older version
     would evade the staleness limit, and a later epoch's version was never granted."""
     if sample.ticket >= EVAL_BASE:
-        group = None
         leased = store.evaluations.leased_jobs.get(sample.attempt)
-        grant = None if leased is None else Grant(leased.job.label, exact=True)
+        grants = {} if leased is None else {sample.attempt: Grant(leased.job.label, exact=True)}
     else:
-        group = store.alive.get(sample.ticket) or store.retained.get(sample.ticket)
-        # None in journals of older versions
-        grant = None if group is None else group.grants.get(sample.attempt)
-    if grant is None:
+        group = store.find_group(sample.ticket)
+        grants = {} if group is None else group.grants
+    grant = grants.get(sample.attempt)
+    if grant is None:  # of a group that is gone, or in a journal of an older version
         return
-    earlier_grants = [
-        earlier
-        for attempt, _ in sample.adopted
-        if group is not None and (earlier := group.grants.get(attempt)) is not None
-    ]
+    earlier = [grants[attempt] for attempt, _ in sample.adopted if attempt in grants]
     for span in sample.list_spans():
         label = span.label
-        if not any(is_granted(permitted, label) for permitted in (grant, *earlier_grants)):
+        if not grant.permits(label) and not any(other.permits(label) for other in earlier):
             raise BadMessage(
                 f"ticket {sample.ticket}, attempt {sample.attempt}: tokens were sampled with "
                 f"weights {label}, but its ticket asked for {'exactly ' if grant.exact else ''}"
                 f"{grant.label}{'' if grant.exact else ' or newer of its epoch'}",
                 "limit",
             )
-
-
-def is_granted(grant: Grant, label: Label) -> bool:
-    """Whether this version may sample under the grant."""
-    if grant.exact:
-        return label == grant.label
-    return label.epoch == grant.label.epoch and label.number >= grant.label.number
 
 
 def check_samples(
@@ -394,134 +271,66 @@ def check_samples(
 
     vocabulary, routing, images: see `check_delivery`."""
     for sample in samples:
-        if settings.session_tokens:
-            _check_session(sample, settings)
-        else:
-            _check_single(sample)
-            _check_lengths(sample, settings)
-            _check_spans(sample)
+        _check_shape(sample, settings)
         arrays.check_scalars(sample)
         _check_texts(sample, settings)
     arrays.check_numbers(samples, vocabulary, routing, images)
 
 
-def _check_single(sample: Trajectory) -> None:
-    if sample.rows or sample.aside or sample.calls or sample.adopted:
+def _check_shape(sample: Trajectory, settings: StoreSettings) -> None:
+    """Check the lengths of a sample's arrays, and that its spans give each token one version.
+
+    Only a failed sample may be empty."""
+    name = arrays.cite(sample)
+    is_session = bool(settings.session_tokens)
+    if not is_session and (sample.rows or sample.aside or sample.calls or sample.adopted):
         raise BadMessage(
-            f"{arrays.cite(sample)}: it is a session ({len(sample.rows) + 1} training sequences of "
-            f"{sample.calls} calls), but the run has no [agent]",
+            f"{name}: it is a session ({len(sample.rows) + 1} training sequences of {sample.calls} "
+            "calls), but the run has no [agent]",
             "shape",
         )
-
-
-def _check_session(sample: Trajectory, settings: StoreSettings) -> None:
-    """Check a session: arrays of one length per training sequence, spans that match its mask.
-
-    A failed session may be empty."""
     check_token_count(sample.aside)
     check_token_count(sample.calls)
-    if sample.failed and not sample.mask and not sample.rows:
-        _check_lengths(sample, settings)
-        return
-    most_tokens = settings.session_tokens
-    if len(sample.rows) >= MOST_ROWS or not 0 < sample.length <= most_tokens:
+    is_empty = not sample.mask and not sample.rows
+    length = sample.length if is_session else len(sample.mask)
+    if len(sample.rows) >= MOST_ROWS or not (
+        0 < length <= settings.most_tokens or (is_empty and sample.failed)
+    ):
+        key = "agent.max_tokens" if is_session else "generator.max_new_tokens"
         raise BadMessage(
-            f"{arrays.cite(sample)}: {len(sample.rows) + 1} training sequences with "
-            f"{sample.length} tokens to train; a session has 1 to {most_tokens} of these tokens "
-            f"(agent.max_tokens) in at most {MOST_ROWS} sequences",
+            f"{name}: {len(sample.rows) + 1} training sequences with {length} tokens to train; a "
+            f"sample has 1 to {settings.most_tokens} of these tokens ({key}) in at most "
+            f"{MOST_ROWS} sequences",
             "length",
         )
     for number, row in enumerate(arrays.list_sequences(sample)):
-        sequence_name = f"{arrays.cite(sample)}, training sequence {number}"
-        length = len(row.mask)
-        prompt = len(row.prompt_tokens)
-        sizes = {len(row.tokens), len(row.behavior_logprobs), 4 * length}
-        if len(sizes) > 1 or not length or prompt % 4 or len(row.token_rewards) % (4 * length):
+        row_name = f"{name}, training sequence {number}" if is_session else name
+        arrays.check_row(row, row_name)
+        size, prompt = len(row.mask), len(row.prompt_tokens) // 4
+        if (settings.context and size + prompt > settings.context) or not (size or is_empty):
             raise BadMessage(
-                f"{sequence_name}: {len(row.tokens)} bytes of tokens and "
-                f"{len(row.behavior_logprobs)} of behavior_logprobs for {length} mask bytes, "
-                f"{prompt} of its prompt; each token "
-                "takes 4 bytes, and there is at least one",
-                "shape",
-            )
-        if settings.context and length + prompt // 4 > settings.context:
-            raise BadMessage(
-                f"{sequence_name}: {length + prompt // 4} tokens; generator.context is "
-                f"{settings.context}",
+                f"{row_name}: {size} tokens after a prompt of {prompt}; generator.context is "
+                f"{settings.context}, and there is at least one",
                 "length",
             )
-        _check_cover(row, sequence_name)
-
-
-def _check_cover(row: Trajectory | TrainingSequence, name: str) -> None:
-    """Check that the spans of a sequence are in order and cover exactly its tokens of mask 1."""
-    previous_end = 0
-    for span in row.spans:
-        if not previous_end <= span.start < span.end <= len(row.mask):
-            break
-        if row.mask.count(1, span.start, span.end) != span.end - span.start:
-            break
-        previous_end = span.end
-    else:
-        is_inside = all(0 <= start <= end <= len(row.mask) for _, start, end in row.segments)
-        covered = sum(span.end - span.start for span in row.spans)
-        if is_inside and covered == row.mask.count(1):
-            return
-    raise BadMessage(
-        f"{name}: its spans do not cover its {row.mask.count(1)} tokens of mask 1 in order",
-        "shape",
-    )
-
-
-def _check_lengths(sample: Trajectory, settings: StoreSettings) -> None:
-    """Check the lengths of a completion's arrays; only a failed completion may be empty."""
-    length = len(sample.mask)
-    size = len(sample.tokens)
-    prompt = len(sample.prompt_tokens)
-    if size != 4 * length or prompt % 4 or not (length or sample.failed):
-        raise BadMessage(
-            f"{arrays.cite(sample)}: {size} bytes of tokens for {length} mask bytes, {prompt} of "
-            "its prompt; tokens are int32, and there is at least one",
-            "shape",
-        )
-    if len(sample.behavior_logprobs) != size:
-        raise BadMessage(
-            f"{arrays.cite(sample)}: {len(sample.behavior_logprobs)} bytes of behavior_logprobs "
-            f"for {length} tokens; float32 each",
-            "shape",
-        )
-    if sample.token_rewards and len(sample.token_rewards) != size:
-        raise BadMessage(
-            f"{arrays.cite(sample)}: {len(sample.token_rewards)} bytes of token_rewards for "
-            f"{length} tokens; float32, or none",
-            "shape",
-        )
-    most_tokens = settings.sampling.max_new_tokens
-    if length > most_tokens or (settings.context and length + prompt // 4 > settings.context):
-        raise BadMessage(
-            f"{arrays.cite(sample)}: {length} tokens after a prompt of {prompt // 4}; "
-            f"generator.max_new_tokens is {most_tokens}, generator.context {settings.context}",
-            "length",
-        )
-
-
-def _check_spans(sample: Trajectory) -> None:
-    """Check that the spans give each token of a completion exactly one version."""
-    previous_end = 0
-    for span in sample.spans:
-        if span.start != previous_end or span.end <= previous_end:
-            break
-        previous_end = span.end
-    else:
-        if previous_end == len(sample.mask):
-            return
-    is_empty = len(sample.spans) == 1 and (sample.spans[0].start, sample.spans[0].end) == (0, 0)
-    if sample.failed and not sample.mask and is_empty:
-        return
-    raise BadMessage(
-        f"{arrays.cite(sample)}: its spans do not cover its {len(sample.mask)} tokens in order",
-        "shape",
-    )
+        # of a completion every token has a version, of a session those of mask 1
+        mask = row.mask if is_session else b"\1" * size
+        covered = sum(mask.count(1, span.start, span.end) for span in row.spans)
+        lengths = [span.end - span.start for span in row.spans]
+        if not is_empty and (
+            min(lengths, default=1) < 1 or not covered == sum(lengths) == mask.count(1)
+        ):
+            raise BadMessage(
+                f"{row_name}: its spans do not cover its {mask.count(1)} tokens of mask 1 in order",
+                "shape",
+            )
+        if len(row.segments) > size + 1 or not all(
+            0 <= start <= end <= size and len(kind) <= NAME_LENGTH
+            for kind, start, end in row.segments
+        ):
+            raise BadMessage(
+                f"{row_name}: its segments do not lie within its {size} tokens", "shape"
+            )
 
 
 def _check_texts(sample: Trajectory, settings: StoreSettings) -> None:
@@ -552,15 +361,6 @@ def _check_texts(sample: Trajectory, settings: StoreSettings) -> None:
             f"{arrays.cite(sample)}: its failure has the kind `refused`, which only the buffer may "
             "set",
             "text",
-        )
-    length = len(sample.mask)
-    if len(sample.segments) > length + 1 or not all(
-        0 <= start <= end <= length and len(kind) <= NAME_LENGTH
-        for kind, start, end in sample.segments
-    ):
-        raise BadMessage(
-            f"{arrays.cite(sample)}: its segments do not lie within its {length} tokens",
-            "shape",
         )
 
 

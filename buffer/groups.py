@@ -170,6 +170,12 @@ class Grant(NamedTuple):
     exact: bool
     limit: float = math.inf
 
+    def permits(self, label: Label) -> bool:
+        """Whether this version may sample under the grant."""
+        if self.exact:
+            return label == self.label
+        return label.epoch == self.label.epoch and label.number >= self.label.number
+
 
 @dataclass
 class StoredSample:

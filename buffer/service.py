@@ -762,8 +762,7 @@ class BufferService:
             groups = [
                 group
                 for ticket in tickets
-                if (group := store.alive.get(ticket) or store.retained.get(ticket)) is not None
-                and group.is_complete
+                if (group := store.find_group(ticket)) is not None and group.is_complete
             ]
             if len(groups) == len(tickets):
                 unreported.append(store.make_batch(groups, store.epoch, earlier))

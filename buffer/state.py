@@ -134,6 +134,10 @@ class StoreState:
     finished: bool = False
     mixer: TaskMixer = field(default_factory=TaskMixer, metadata=MIXER)
 
+    def find_group(self, ticket: int) -> Group | None:
+        """Find a group that is not retired; None: there is none."""
+        return self.alive.get(ticket) or self.retained.get(ticket)
+
     def list_tickets_up_to(self, number: int) -> set[int]:
         """List the tickets of the composed batches up to batch `number`."""
         return {ticket for comp in self.comps[: number + 1 - self.base] for ticket in comp}

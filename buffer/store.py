@@ -313,9 +313,7 @@ class Store(StoreRules):
             if ticket >= EVAL_BASE:
                 self.evaluations.renew(attempt, expires)
                 has_progress = has_progress or tokens > 0
-            elif (
-                group := self.alive.get(ticket) or self.retained.get(ticket)
-            ) is not None and attempt in group.attempts:
+            elif (group := self.find_group(ticket)) is not None and attempt in group.attempts:
                 counts = group.attempts[attempt]
                 if tokens > counts[0]:
                     counts[0] = tokens
@@ -427,7 +425,7 @@ class Store(StoreRules):
         ticket, sample, attempt = key
         if ticket >= EVAL_BASE:
             return attempt not in self.evaluations.leased_jobs
-        group = self.alive.get(ticket) or self.retained.get(ticket)
+        group = self.find_group(ticket)
         if group is None:
             return self.gone.get(key) is not None
         return (sample, attempt) in group.finals
@@ -458,7 +456,7 @@ class Store(StoreRules):
         if sample.ticket >= EVAL_BASE:
             return self.evaluations.deliver(sample)
         key = sample.ticket, sample.sample, sample.attempt
-        group = self.alive.get(sample.ticket) or self.retained.get(sample.ticket)
+        group = self.find_group(sample.ticket)
         if group is None:
             final = self.gone.get(key) or self._count_late(key, sample)
             return "trained" if final == "accepted" else final

@@ -1,5 +1,5 @@
-"""The door's short look at answers of the usual kind: it takes what the functions that know why
-take, and nothing else.
+"""The door takes answers of the usual kind, and refuses each fault in the same words, alone or in
+the company of others.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def of_length(length: int, **more: Any) -> m.Trajectory:
     return answer(**arrays | rest | more)
 
 
-# what the short look takes: the edge of each of its limits
+# the edge of each limit
 TAKEN = [
     answer(),
     answer(sample=0, token_rewards=np.float32([0.5, NAN]).tobytes()),
@@ -178,13 +178,11 @@ def in_full(at: Store, samples: list[m.Trajectory]) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("sample", TAKEN)
-def test_the_usual_answer_needs_the_short_look_alone(
-    sample: m.Trajectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_usual_answer_is_taken(sample: m.Trajectory) -> None:
     at = store()
     assert in_full(at, [sample]) == ("", "")
-    monkeypatch.setattr(checks, "check_sample", None)
-    checks.check_delivery(at, [answer(), sample], VOCABULARY)
+    samples = [answer(), sample]
+    assert checks.check_delivery(at, samples, VOCABULARY) == (samples, {})
 
 
 @pytest.mark.parametrize(
@@ -243,26 +241,21 @@ def test_a_groups_line_is_of_the_samples_that_it_has() -> None:
     assert (trained.lines["trained"].tokens, trained.lines["rejected"].tokens) == (3, 1)
 
 
-def test_what_is_rare_is_looked_at_in_full() -> None:
+def test_what_is_rare_is_taken_too() -> None:
     at = store()
     at.remove_group(at.alive[1], "abandoned")  # the group is gone
-    assert not checks.are_plain_samples(at, [answer()])
     checks.check_delivery(at, [answer()], VOCABULARY)
-    # a learner whose tickets run into those of evaluations
-    beyond = store()
-    beyond.alive[m.EVAL_BASE] = beyond.alive[1]
-    assert not checks.are_plain_samples(beyond, [answer(ticket=m.EVAL_BASE)])
     # a session's run: its answers are rows of calls
     sessions = store(session_tokens=9)
     one = answer(calls=1)
-    assert not checks.are_plain_samples(sessions, [answer()])
     assert in_full(sessions, [one]) == said(
         lambda: checks.check_delivery(sessions, [one], VOCABULARY)
     )
     failed = answer(failed=m.RewardFailure("data", "no"))
     checks.check_delivery(store(), [failed, answer(sample=0)], VOCABULARY)
     # no limit of context: that of tokens is left
-    assert checks.are_plain_samples(store(context=0), [of_length(LONG, prompt_tokens=bytes(400))])
+    long = of_length(LONG, prompt_tokens=bytes(400))
+    checks.check_delivery(store(context=0), [long], VOCABULARY)
     # injected lag: exactly the version that the ticket names
     exact = store()
     exact.alive[1].grants[2] = checks.Grant(ZERO, True)

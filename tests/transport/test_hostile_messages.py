@@ -155,16 +155,16 @@ NAN, INF = float("nan"), float("inf")
 LIMITS = StoreSettings(1, 2, 9, m.SamplingSettings(max_new_tokens=2), context=3)
 # what is changed, what is said of it, and the reason that it is counted under
 BAD = [
-    ({"tokens": b"\0" * 7}, "7 bytes of tokens for 2 mask bytes", "shape"),
+    ({"tokens": b"\0" * 7}, "7 bytes of tokens, 8 of behavior_logprobs", "shape"),
     (
         {"tokens": b"", "mask": b"", "behavior_logprobs": b"", "spans": []},
-        "0 bytes of tokens for 0 mask bytes",
-        "shape",
+        "with 0 tokens to train",
+        "length",
     ),
-    ({"mask": b"\1"}, "8 bytes of tokens for 1 mask bytes", "shape"),
+    ({"mask": b"\1"}, "for 1 mask bytes", "shape"),
     ({"mask": b"\1\2"}, "its mask has other bytes", "shape"),
-    ({"prompt_tokens": b"\0" * 3}, "tokens are int32", "shape"),
-    ({"behavior_logprobs": b"\0" * 4}, "4 bytes of behavior_logprobs for 2 tokens", "shape"),
+    ({"prompt_tokens": b"\0" * 3}, "3 of its prompt", "shape"),
+    ({"behavior_logprobs": b"\0" * 4}, "4 of behavior_logprobs", "shape"),
     ({"behavior_logprobs": F4["half"] + F4["nan"]}, "above 0 or not finite", "number"),
     ({"behavior_logprobs": F4["half"] + F4["up"]}, "above 0 or not finite", "number"),
     (
@@ -177,7 +177,7 @@ BAD = [
         "above 0 or not finite",
         "number",
     ),
-    ({"token_rewards": F4["up"]}, "4 bytes of token_rewards for 2 tokens", "shape"),
+    ({"token_rewards": F4["up"]}, "4 of token_rewards for 2 mask bytes", "shape"),
     (
         {"token_rewards": F4["up"] + np.float32(np.inf).tobytes()},
         "a token reward is not finite",
@@ -203,9 +203,9 @@ BAD = [
     ({"temperature": INF}, "its temperature is inf", "number"),
     ({"temperature": 0.0}, "its temperature is 0", "number"),
     ({"generated_at": NAN}, "it was sampled at nan", "number"),
-    ({"spans": []}, "its spans do not cover its 2 tokens in order", "shape"),
-    ({"spans": [SPAN]}, "its spans do not cover its 2 tokens in order", "shape"),
-    ({"spans": [SPAN, SPAN]}, "its spans do not cover its 2 tokens in order", "shape"),
+    ({"spans": []}, "its spans do not cover its 2 tokens of mask 1 in order", "shape"),
+    ({"spans": [SPAN]}, "its spans do not cover its 2 tokens of mask 1 in order", "shape"),
+    ({"spans": [SPAN, SPAN]}, "its spans are not in order in its 2 tokens", "shape"),
     (
         {
             "spans": [
@@ -213,7 +213,7 @@ BAD = [
                 msgspec.structs.replace(SPAN, start=2, end=2),
             ]
         },
-        "do not cover its 2 tokens in order",
+        "do not cover its 2 tokens of mask 1 in order",
         "shape",
     ),
     ({"segments": [("tool", 1, 3)]}, "its segments do not lie within its 2 tokens", "shape"),
@@ -235,7 +235,7 @@ BAD = [
             "token_rewards": b"",
             "spans": [msgspec.structs.replace(SPAN, end=3)],
         },
-        "3 tokens after a prompt of 1; generator.max_new_tokens is 2, generator.context 3",
+        "3 tokens to train; a sample has 1 to 2 of these tokens .generator.max_new_tokens.",
         "length",
     ),
     ({"prompt_tokens": b"\0" * 8}, "2 tokens after a prompt of 2", "length"),

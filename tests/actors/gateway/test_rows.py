@@ -233,24 +233,24 @@ def test_a_failed_sessions_tokens_are_counted_and_its_rows_checked() -> None:
         ),
         (
             {"spans": [VersionSpan(AT, "", 0, 3, AT)]},
-            "training sequence 1: its spans do not cover its 2 tokens of mask 1 in order",
+            "training sequence 1: its spans are not in order in its 2 tokens",
             "shape",
         ),
         (
             {"tokens": ids([5])},
-            "training sequence 1: 4 bytes of tokens and 8 of behavior_logprobs for 2 mask bytes",
+            "training sequence 1: 4 bytes of tokens, 8 of behavior_logprobs and 0 of token_rewards",
             "shape",
         ),
         ({"tokens": ids([5, 9])}, "tokens from 5 to 9, of a model with 9 tokens", "token"),
         (
             {"behavior_logprobs": b""},
-            "training sequence 1: 8 bytes of tokens and 0 of behavior_logprobs",
+            "training sequence 1: 8 bytes of tokens, 0 of behavior_logprobs",
             "shape",
         ),
         ({"token_rewards": b"1234"}, "training sequence 1: 8 bytes of tokens", "shape"),
         (
             {"prompt_tokens": ids(range(63))},
-            "training sequence 1: 65 tokens; generator.context is 64",
+            "training sequence 1: 2 tokens after a prompt of 63; generator.context is 64",
             "length",
         ),
     ],
@@ -293,7 +293,7 @@ def test_a_run_without_sessions_takes_none() -> None:
     for bad in (delivered(), delivered(aside=1)):
         with pytest.raises(BadMessage, match=r"the run has no \[agent\]"):
             checks.check_samples([bad], 9, settings)
-    with pytest.raises(BadMessage, match="101 tokens to train; a session has 1 to 100 of these"):
+    with pytest.raises(BadMessage, match="101 tokens to train; a sample has 1 to 100 of these"):
         long = row([1], [2] * 101, [-1] * 101, [1] * 101)
         checks.check_samples([sample(0, 0, [long])], 9, SETTINGS)
     assert plain.length == 2
