@@ -250,9 +250,9 @@ def ls(directory: Path, as_json: bool) -> None:
 
     Shows state, steps, newest mean reward on held-out prompts and mean lag.
     """
-    from asyncrl.supervise import run_list
+    from asyncrl.supervise.report import run_view
 
-    runs = run_list.list_runs(directory)
+    runs = run_view.list_runs(directory)
     if as_json:
         result.print_result({"runs": runs})
         return

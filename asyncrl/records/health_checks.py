@@ -1,7 +1,7 @@
 """Health checks: rules over metrics.jsonl that find runs which do not learn, with what to try.
 
 Pure: reads no file and imports no torch.  `asyncrl run` prints each finding once; the summary and
-the report's first lines keep it.  A rule is a function of the rows that returns a `HealthFinding`
+the report's first lines keep it.  A rule is a function of the rows that returns a `Finding`
 or None.  It belongs in RULES, in END_RULES if only a finished run can be judged by it, or in
 KNOWN_RULES if it also needs the run's settings (`RunFacts`).  Every rule judges measurements:
 settings that are known to fail are not a finding until they do.
@@ -63,20 +63,24 @@ RUNAWAY = 0.05  # nats a token in one batch: healthy runs move 1e-4 to 0.02 (doc
 MANY_UPDATES = 4
 SWINGS = 3  # turns of the held-out reward, each larger than chance
 ASIDE = "buffer/set_aside"
+REWARDS = ("reward/min", "reward/max", "eval/heldout", "eval/ood")
 FAILED_BATCHES = "reward/failed_batch_share"
 SOLVED = 0.0005  # share of the range of rewards: closer to its ends, none or all are solved
 SILENT = 0.01  # share of the gradient below which a KL penalty has no effect
 
 
-class HealthFinding(NamedTuple):
-    """A problem that a rule found in a run."""
+class Finding(NamedTuple):
+    """What a rule found in a run: a problem, or what limits the run."""
 
     name: str  # a fixed name, for programs
     said: str  # the observation, with its numbers
-    try_this: str  # the advice, with the keys to change
+    try_this: str = ""  # the advice, with the keys to change
 
     def as_line(self) -> str:
         return f"{self.said}; {self.try_this}"
+
+    def as_advice(self) -> str:
+        return f"{self.said}. To try: {self.try_this}" if self.try_this else self.said
 
 
 class RunFacts(NamedTuple):
@@ -153,7 +157,7 @@ def find_growth(values: Sequence[float], chance: float = ALARM) -> tuple[float, 
     return (early, late) if late >= GROWN * early else None
 
 
-def check_constant_rewards(rows: Rows, least: int = LEAST) -> HealthFinding | None:
+def check_constant_rewards(rows: Rows, least: int = LEAST) -> Finding | None:
     """Find groups that almost never have rewards that differ, so that advantages are zero.
 
     least: fewest batches; of a single one only equal rewards of all completions count."""
@@ -175,7 +179,7 @@ def check_constant_rewards(rows: Rows, least: int = LEAST) -> HealthFinding | No
         )
     else:
         return None
-    return HealthFinding(
+    return Finding(
         "constant_rewards",
         observation,
         "look at rewards with `asyncrl task try CONFIG`; use prompts of another difficulty, or a "
@@ -183,7 +187,7 @@ def check_constant_rewards(rows: Rows, least: int = LEAST) -> HealthFinding | No
     )
 
 
-def check_truncation(rows: Rows) -> HealthFinding | None:
+def check_truncation(rows: Rows) -> Finding | None:
     """Find batches in which almost every completion is cut."""
     batches = select_recent_rows(rows)
     share = average(batches, "answer/truncated_share")
@@ -193,7 +197,7 @@ def check_truncation(rows: Rows) -> HealthFinding | None:
         f"{share:.0%} of the completions of the last {len(batches)} batches were cut at "
         "generator.max_new_tokens"
     )
-    return HealthFinding(
+    return Finding(
         "all_truncated",
         observation,
         "raise it, or check that the model ends its completions (its end-of-sequence token)",
@@ -209,7 +213,7 @@ def compute_half_interval(mean_value: float, count: float, lo: float, hi: float)
 
 def find_reward_range(values: Iterable[float]) -> tuple[float, float]:
     """Return bounds of a run's rewards: of those in `values`, and at least [0, 1]."""
-    values = list(values)
+    values = [float(value) for value in values]
     return min([0.0, *values]), max([1.0, *values])
 
 
@@ -218,7 +222,7 @@ def _list_extremes(rows: Rows) -> list[float]:
     return [float(r[k]) for r in rows for k in ("reward/min", "reward/max") if k in r]
 
 
-def check_unmoved_reward(rows: Rows) -> HealthFinding | None:
+def check_unmoved_reward(rows: Rows) -> Finding | None:
     """Find a held-out reward whose end is within chance of its start."""
     evals = sorted((r for r in rows if r.get("eval/heldout_n")), key=lambda r: r["step"])
     batches = select_recent_rows(rows, least=1, window=len(rows))
@@ -252,21 +256,21 @@ def check_unmoved_reward(rows: Rows) -> HealthFinding | None:
             "the model solves no prompt, so more steps show it no success: look at rewards with "
             "`asyncrl task try CONFIG`; use easier prompts, or begin with a model that solves some"
         )
-    return HealthFinding("unmoved_accuracy", observation, advice)
+    return Finding("unmoved_accuracy", observation, advice)
 
 
-def report_missing_answers(path: str, without: int, prompts: int) -> HealthFinding:
+def report_missing_answers(path: str, without: int, prompts: int) -> Finding:
     """Build the finding for `without` of `of` prompts that the built-in reward cannot judge."""
     observation = (
         f"{path}: {without} of {prompts} prompts have no `answer` for the task's own reward to "
         "compare with, so their reward is 0"
     )
-    return HealthFinding(
+    return Finding(
         "answers_missing", observation, "add answers to the file, or give reward.function"
     )
 
 
-def check_generalization(rows: Rows) -> HealthFinding | None:
+def check_generalization(rows: Rows) -> Finding | None:
     """Find training that improves one reward and lowers another, both by more than chance."""
     ood = sorted((r for r in rows if r.get("eval/ood_n")), key=lambda r: r["step"])
     heldout = sorted((r for r in rows if r.get("eval/heldout_n")), key=lambda r: r["step"])
@@ -301,7 +305,7 @@ def check_generalization(rows: Rows) -> HealthFinding | None:
         f"reward fell from {ood_before:.3f} to {ood_after:.3f}, "
         f"more than chance (+-{chance:.3f})"
     )
-    return HealthFinding(
+    return Finding(
         "out_of_distribution",
         observation,
         "end the run earlier, add a KL penalty (kl.reward.coefficient), or also train on prompts "
@@ -333,7 +337,7 @@ def choose_alarm(values: int) -> float:
     return min(max(ALARM, least), MOST_ALARM)
 
 
-def check_growing_mismatch(rows: Rows, facts: RunFacts | None = None) -> HealthFinding | None:
+def check_growing_mismatch(rows: Rows, facts: RunFacts | None = None) -> Finding | None:
     """Find a growing mismatch of engine and learner at equal weights, a sign of collapse."""
     for name in MISMATCHES:
         chance = ALARM if facts is None else choose_alarm(count_possible_values(facts.config, name))
@@ -343,7 +347,7 @@ def check_growing_mismatch(rows: Rows, facts: RunFacts | None = None) -> HealthF
                 f"the mismatch of engine and learner at equal weights grows: {name} from "
                 f"{medians[0]:.1e} to {medians[1]:.1e} nats a token"
             )
-            return HealthFinding(
+            return Finding(
                 "growing_mismatch",
                 observation,
                 "keep the current checkpoint; lower learner.lr, or make the engine compute like "
@@ -368,7 +372,7 @@ def is_explained_by_calls(queue: float, wait: float, call: float, workers: float
     return max(queue / max(workers, 1.0), 1.0) * call >= EXPLAINED * wait
 
 
-def check_waits_for_rewards(rows: Rows) -> HealthFinding | None:
+def check_waits_for_rewards(rows: Rows) -> Finding | None:
     """Find generators that are idle while their completions wait for rewards."""
     batches = select_recent_rows(rows)
     share = average(batches, "time/reward_wait_share")
@@ -380,7 +384,7 @@ def check_waits_for_rewards(rows: Rows) -> HealthFinding | None:
     call = average(batches, "reward/call_s")  # None: no call has ended yet
     if call is None or not is_explained_by_calls(queue, wait, call, workers):
         return None
-    return HealthFinding(
+    return Finding(
         "rewards_hold_up",
         f"in the last {len(batches)} batches the generators were idle {share:.0%} of their time "
         f"because of rewards: {queue:.0f} completions waited, {wait:.2g} s each, and calls took "
@@ -391,11 +395,11 @@ def check_waits_for_rewards(rows: Rows) -> HealthFinding | None:
     )
 
 
-def check_failed_batches(rows: Rows) -> HealthFinding | None:
+def check_failed_batches(rows: Rows) -> Finding | None:
     """Find a reward function that takes lists, and fails whenever it gets more than one."""
-    if next((row[FAILED_BATCHES] for row in reversed(rows) if FAILED_BATCHES in row), 0.0) < 1.0:
+    if (list_values(rows, FAILED_BATCHES) or [0.0])[-1] < 1.0:
         return None
-    return HealthFinding(
+    return Finding(
         "reward_batches_fail",
         "every call of the reward function with more than one completion failed since the last "
         "batch, so that each completion was scored alone",
@@ -418,13 +422,13 @@ def count_refusals(latest: Mapping[str, Any]) -> dict[str, int]:
     }
 
 
-def check_refused_messages(rows: Rows) -> HealthFinding | None:
+def check_refused_messages(rows: Rows) -> Finding | None:
     """Find messages, of a process of the run or of a stranger, that the buffer refused."""
     refused = next((counts for row in reversed(rows) if (counts := count_refusals(row))), {})
     if not refused:
         return None
     total = sum(refused.values())
-    return HealthFinding(
+    return Finding(
         "refused_messages",
         f"the buffer has refused {total} message{'s' * (total > 1)}: "
         + "; ".join(f"{count} {REFUSALS[reason]}" for reason, count in refused.items()),
@@ -433,12 +437,12 @@ def check_refused_messages(rows: Rows) -> HealthFinding | None:
     )
 
 
-def check_excluded_batches(rows: Rows) -> HealthFinding | None:
+def check_excluded_batches(rows: Rows) -> Finding | None:
     """Find batches that were excluded because the learner repeatedly exited on them."""
-    count = int(next((row[ASIDE] for row in reversed(rows) if ASIDE in row), 0))
+    count = int((list_values(rows, ASIDE) or [0])[-1])
     if not count:
         return None
-    return HealthFinding(
+    return Finding(
         "batches_set_aside",
         f"{count} batch{'es were' if count > 1 else ' was'} excluded because the learner "
         f"repeatedly exited on {'them' if count > 1 else 'it'}",
@@ -446,7 +450,7 @@ def check_excluded_batches(rows: Rows) -> HealthFinding | None:
     )
 
 
-def check_dry_tasks(rows: Rows) -> HealthFinding | None:
+def check_dry_tasks(rows: Rows) -> Finding | None:
     """Find tasks of a mixture without prompts, or without groups that can be trained."""
     row = next(iter(select_recent_rows(rows, least=1, window=1)), {})
     dry = [
@@ -457,7 +461,7 @@ def check_dry_tasks(rows: Rows) -> HealthFinding | None:
     if not dry:
         return None
     removed = ", ".join(f"{name} {row.get(f'task/{name}_removed', 0):.0f}" for name in dry)
-    return HealthFinding(
+    return Finding(
         "dry_tasks",
         f"the mixture gets no more groups to train from {', '.join(dry)} (removed so far: "
         f"{removed}); the other tasks have its share",
@@ -466,7 +470,7 @@ def check_dry_tasks(rows: Rows) -> HealthFinding | None:
     )
 
 
-def check_engine_mismatch(rows: Rows, facts: RunFacts) -> HealthFinding | None:
+def check_engine_mismatch(rows: Rows, facts: RunFacts) -> Finding | None:
     """Find a difference of engine and learner at equal weights in half of the last values.
 
     There are three measures.  MISMATCH uses tokens sampled by the batch's starting weights, which
@@ -486,7 +490,7 @@ def check_engine_mismatch(rows: Rows, facts: RunFacts) -> HealthFinding | None:
             observation += (
                 f", but by {median_low(one_version):.1e} where no older keys and values are read"
             )
-            return HealthFinding(
+            return Finding(
                 "engine_mismatch",
                 f"{observation} ({OWN})",
                 "the difference comes from completions continued across weights: set "
@@ -494,12 +498,12 @@ def check_engine_mismatch(rows: Rows, facts: RunFacts) -> HealthFinding | None:
             )
         if evidence := find_truncation_evidence(rows):
             cuts = _name_cuts(facts)
-            return HealthFinding(
+            return Finding(
                 "truncated_sampling" if cuts else "engine_mismatch",
                 f"{observation}; {evidence}",
                 _advise_on_truncation(cuts),
             )
-        return HealthFinding(
+        return Finding(
             "engine_mismatch",
             observation,
             f"{_find_mismatch_cause(facts)}, or correct for it: `asyncrl run --resume RUN --set "
@@ -570,12 +574,12 @@ def _advise_on_truncation(cuts: str) -> str:
     )
 
 
-def check_truncated_sampling(rows: Rows, facts: RunFacts) -> HealthFinding | None:
+def check_truncated_sampling(rows: Rows, facts: RunFacts) -> Finding | None:
     """Find truncated sampling whose effect is too small for `check_engine_mismatch`."""
     evidence = find_truncation_evidence(rows)
     if not evidence or check_engine_mismatch(rows, facts) is not None:
         return None
-    return HealthFinding("truncated_sampling", evidence, _advise_on_truncation(_name_cuts(facts)))
+    return Finding("truncated_sampling", evidence, _advise_on_truncation(_name_cuts(facts)))
 
 
 def find_drift(rows: Rows, facts: RunFacts) -> tuple[float, float] | None:
@@ -604,7 +608,7 @@ def has_gained(rows: Rows) -> bool:
     return fmean(parts[1]) - fmean(parts[0]) > error
 
 
-def check_kl_drift(rows: Rows, facts: RunFacts) -> HealthFinding | None:
+def check_kl_drift(rows: Rows, facts: RunFacts) -> Finding | None:
     """Find a policy that leaves the reference without an effective KL penalty.
 
     Either there is no KL penalty and the reward no longer rises, or the penalty is k1 in the loss,
@@ -620,13 +624,13 @@ def check_kl_drift(rows: Rows, facts: RunFacts) -> HealthFinding | None:
         "(kl/target_ref_k3) "
     )
     if free:
-        return HealthFinding(
+        return Finding(
             "kl_drift",
             f"{observation}without a KL penalty, and the reward does not rise with it",
             "end the run or lower learner.lr; to hold the policy, set kl.loss.coefficient = 0.01 "
             'or more (kl.loss.estimator = "k3"), or k1 in the reward (kl.reward.coefficient)',
         )
-    return HealthFinding(
+    return Finding(
         "kl_drift",
         f"{observation}under a KL penalty with k1 in the loss, which has no expected gradient on "
         "policy",
@@ -634,7 +638,7 @@ def check_kl_drift(rows: Rows, facts: RunFacts) -> HealthFinding | None:
     )
 
 
-def check_stale_kl_reward(rows: Rows, facts: RunFacts) -> HealthFinding | None:
+def check_stale_kl_reward(rows: Rows, facts: RunFacts) -> Finding | None:
     """Find a drift that k1 in the reward misses, because it is measured once a batch."""
     term = facts.config.kl.reward
     updates = list_values(select_recent_rows(rows), "optim/steps")
@@ -643,7 +647,7 @@ def check_stale_kl_reward(rows: Rows, facts: RunFacts) -> HealthFinding | None:
     kls = find_drift(rows, facts)
     if kls is None or median(updates) < MANY_UPDATES:
         return None
-    return HealthFinding(
+    return Finding(
         "stale_kl_reward",
         f"KL to the reference rises from {kls[0]:.2f} to {kls[1]:.2f} nats a token "
         f"(kl/target_ref_k3) under k1 in the reward, which {median(updates):.0f} updates a batch "
@@ -653,13 +657,13 @@ def check_stale_kl_reward(rows: Rows, facts: RunFacts) -> HealthFinding | None:
     )
 
 
-def check_kl_runaway(rows: Rows) -> HealthFinding | None:
+def check_kl_runaway(rows: Rows) -> Finding | None:
     """Find batches in which the policy moves further than a trust region should allow."""
     for name in ("kl/start_target_k3", "kl/moved"):
         moves = list_values(rows, name)[-LEAST:]
         if len(moves) >= FEWEST and (move := median(moves)) >= RUNAWAY:
             updates = median(list_values(select_recent_rows(rows, least=1), "optim/steps") or [1])
-            return HealthFinding(
+            return Finding(
                 "kl_runaway",
                 f"in one batch the policy moves by {move:.2f} nats a token ({name}), in "
                 f"{updates:.0f} update{'s' * (updates > 1)}; healthy runs stay below 0.02",
@@ -673,7 +677,7 @@ def check_kl_runaway(rows: Rows) -> HealthFinding | None:
     return None
 
 
-def check_rejected_share(rows: Rows) -> HealthFinding | None:
+def check_rejected_share(rows: Rows) -> Finding | None:
     """Find a correction that excludes most generated tokens from the loss."""
     batches = select_recent_rows(rows)
     shares = {
@@ -684,7 +688,7 @@ def check_rejected_share(rows: Rows) -> HealthFinding | None:
     if excluded < REJECTED:
         return None
     parts = ", ".join(f"{x:.0%} {treatment}" for treatment, x in shares.items() if x)
-    return HealthFinding(
+    return Finding(
         "batch_rejected",
         f"{excluded:.0%} of the tokens of the last {len(batches)} batches are excluded from the "
         f"loss ({parts})",
@@ -694,7 +698,7 @@ def check_rejected_share(rows: Rows) -> HealthFinding | None:
     )
 
 
-def check_length_jump(rows: Rows) -> HealthFinding | None:
+def check_length_jump(rows: Rows) -> Finding | None:
     """Find completions that are suddenly at least twice or at most half as long as before."""
     batches = [r for r in rows if "answer/length" in r]
     lengths = list_values(batches, "answer/length")
@@ -706,7 +710,7 @@ def check_length_jump(rows: Rows) -> HealthFinding | None:
             and not 1 / JUMP < length_after / length_before < JUMP
         ):
             step = batches[end - LEAST]["step"]
-            return HealthFinding(
+            return Finding(
                 "length_jump",
                 f"from batch {step} on completions are {length_after:.0f} tokens long, "
                 f"{length_before:.0f} in the {2 * LEAST} batches before",
@@ -717,7 +721,7 @@ def check_length_jump(rows: Rows) -> HealthFinding | None:
     return None
 
 
-def check_oscillating_reward(rows: Rows) -> HealthFinding | None:
+def check_oscillating_reward(rows: Rows) -> Finding | None:
     """Find a held-out reward that repeatedly rises and falls by more than chance."""
     evals = sorted((r for r in rows if r.get("eval/heldout_n")), key=lambda r: r["step"])
     points = [(float(r["eval/heldout"]), float(r["eval/heldout_n"])) for r in evals]
@@ -740,7 +744,7 @@ def check_oscillating_reward(rows: Rows) -> HealthFinding | None:
     if len(turns) < SWINGS:
         return None
     rewards = ", ".join(f"{x:.2f}" for x in turns[-4:])
-    return HealthFinding(
+    return Finding(
         "oscillating_accuracy",
         f"held-out reward has turned {len(turns)} times, by more than chance each time: {rewards}",
         "lower learner.lr or use larger batches (learner.groups); lower staleness.max_lag if "
@@ -760,7 +764,7 @@ def exceeds_chance(
     return larger[0] - smaller[0] > half
 
 
-def check_kl_collapse(rows: Rows, facts: RunFacts) -> HealthFinding | None:
+def check_kl_collapse(rows: Rows, facts: RunFacts) -> Finding | None:
     """Find a collapse by k3 in the reward, whose gradient pushes away from the reference."""
     term = facts.config.kl.reward
     if not (term.coefficient > 0 and term.estimator in ("k3", "k3+", "low_var_kl", "low_var_kl+")):
@@ -776,7 +780,7 @@ def check_kl_collapse(rows: Rows, facts: RunFacts) -> HealthFinding | None:
         )
     else:
         return None
-    return HealthFinding(
+    return Finding(
         "kl_collapse",
         f"{observation} under a KL penalty with k3 in the reward, which is known to collapse",
         'set kl.reward.estimator = "k1", or use k3 in the loss (kl.loss.coefficient), and go back '
@@ -784,7 +788,7 @@ def check_kl_collapse(rows: Rows, facts: RunFacts) -> HealthFinding | None:
     )
 
 
-def check_kl_effect(rows: Rows, facts: RunFacts) -> HealthFinding | None:
+def check_kl_effect(rows: Rows, facts: RunFacts) -> Finding | None:
     """Find a KL penalty whose gradient is too small to hold the policy at the reference."""
     batches = select_recent_rows(rows, least=WINDOW)
     kls = list_values(batches, "kl/target_ref_k3")
@@ -806,7 +810,7 @@ def check_kl_effect(rows: Rows, facts: RunFacts) -> HealthFinding | None:
             f"the KL penalty's gradient is {median(share):.1%} of the policy term's ({metric}) at "
             f"a KL of {median(kls):.2f} nats a token to the reference, so it has no effect"
         )
-        return HealthFinding(
+        return Finding(
             "kl_without_effect",
             observation,
             f"raise {key}.coefficient = {term.coefficient:g} tenfold or more, or remove the "
@@ -815,7 +819,7 @@ def check_kl_effect(rows: Rows, facts: RunFacts) -> HealthFinding | None:
     return None
 
 
-RULES: tuple[Callable[[Rows], HealthFinding | None], ...] = (
+RULES: tuple[Callable[[Rows], Finding | None], ...] = (
     check_constant_rewards,
     check_truncation,
     check_waits_for_rewards,
@@ -829,9 +833,9 @@ RULES: tuple[Callable[[Rows], HealthFinding | None], ...] = (
     check_excluded_batches,
     check_dry_tasks,
 )
-END_RULES: tuple[Callable[[Rows], HealthFinding | None], ...] = (check_unmoved_reward,)
+END_RULES: tuple[Callable[[Rows], Finding | None], ...] = (check_unmoved_reward,)
 
-KNOWN_RULES: tuple[Callable[[Rows, RunFacts], HealthFinding | None], ...] = (
+KNOWN_RULES: tuple[Callable[[Rows, RunFacts], Finding | None], ...] = (
     check_engine_mismatch,
     check_truncated_sampling,
     check_kl_drift,
@@ -841,9 +845,7 @@ KNOWN_RULES: tuple[Callable[[Rows, RunFacts], HealthFinding | None], ...] = (
 )
 
 
-def apply_rules(
-    rows: Rows, facts: RunFacts | None = None, *, ended: bool = False
-) -> list[HealthFinding]:
+def apply_rules(rows: Rows, facts: RunFacts | None = None, *, ended: bool = False) -> list[Finding]:
     """Apply the rules to a run's rows so far.
 
     about: the run's settings.  ended: also apply the rules for finished runs."""

@@ -177,7 +177,6 @@ def render(title: str, subtitle: str, blocks: Sequence[Block], data: Mapping[str
     data: id -> value of a script element with JSON. A lone surrogate, which JSON may hold and UTF-8
     cannot, is shown as its escape.
     """
-    import jinja2
     from markupsafe import Markup
 
     files = {path.name: path.read_text(encoding="utf-8") for path in FILES.iterdir()}
@@ -185,26 +184,30 @@ def render(title: str, subtitle: str, blocks: Sequence[Block], data: Mapping[str
     samples = [block for block in blocks if isinstance(block, SamplesBlock) and block.rows]
     sample_data = {block.id: {"rows": block.rows, "shades": block.shades} for block in samples}
     script = files["plot.js"] + (files["samples.js"] if samples else "")
-    page = jinja2.Environment(autoescape=True).from_string(files["page.html"])
-    return (
-        page.render(
-            title=title,
-            subtitle=subtitle,
-            blocks=blocks,
-            plots=embed_json(msgspec.json.encode(plots).decode()),
-            data={
-                id_: embed_json(value)
-                for id_, value in {
-                    **data,
-                    **{f"{k}-rows": v for k, v in sample_data.items()},
-                }.items()
-            },
-            css=Markup(files["page.css"]),
-            script=Markup(script),
-        )
-        .encode("utf-8", "backslashreplace")
-        .decode()
+    values = {**data, **{f"{name}-rows": rows for name, rows in sample_data.items()}}
+    return _fill(
+        "page.html",
+        title=title,
+        subtitle=subtitle,
+        blocks=blocks,
+        plots=embed_json(msgspec.json.encode(plots).decode()),
+        data={id_: embed_json(value) for id_, value in values.items()},
+        css=Markup(files["page.css"]),
+        script=Markup(script),
     )
+
+
+def render_blocks(blocks: Sequence[Block]) -> str:
+    """Return blocks without plots and samples as HTML. Every text is escaped."""
+    return _fill("blocks.html", blocks=blocks)
+
+
+def _fill(name: str, **values: Any) -> str:
+    import jinja2
+
+    loader = jinja2.FileSystemLoader(FILES)
+    text = jinja2.Environment(loader=loader, autoescape=True).get_template(name).render(values)
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def embed_json(value: Any) -> Any:

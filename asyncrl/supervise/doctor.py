@@ -38,12 +38,32 @@ def read_last_line(path: Path) -> str:
     return escape_line(find_last_words(read_last_lines(path, 100)))
 
 
+def describe_process(
+    name: str, event: dict[str, Any] | None, pid: object, log: Path | None
+) -> dict[str, Any]:
+    """Describe whether a process runs, how it ended, and the last line of its log.
+
+    event: its latest. pid: its process id, or None if it does not run. log: None without one."""
+    if pid is not None:
+        state = f"{name} is running (process {pid})"
+    else:
+        state = f"{name} has not been started" if event is None else process_log.describe_end(event)
+    has_log = log is not None and log.exists()
+    return {
+        "name": name,
+        "alive": pid is not None,
+        "known": event is not None,
+        "said": state,
+        "code": None if pid is not None or event is None else event.get("code"),
+        "log": str(log) if has_log else "",
+        "last_line": read_last_line(log) if log is not None and has_log else "",
+    }
+
+
 def describe_processes(
     config: Config, run_dir: Path, peers: Iterable[str] = ()
 ) -> list[dict[str, Any]]:
     """Describe every process that the run has, had or should have.
-
-    Each description contains whether it runs, how it ended, and the last line of its log.
 
     peers: names that are connected to the buffer, perhaps from another machine."""
     events = process_log.read_latest_events(run_dir)
@@ -63,37 +83,13 @@ def describe_processes(
     )
     described = []
     for name in names:
-        event = events.get(name)
-        is_running = process_log.is_alive(run_dir, name)
-        if is_running:
-            pid = (
-                (run_dir / (".run.lock" if name == "supervisor" else f".{name}.alive"))
-                .read_text(encoding="utf-8")
-                .strip()
-            )
-            state = f"{name} is running (process {pid})"
-        else:
-            state = (
-                f"{name} has not been started" if event is None else process_log.describe_end(event)
-            )
-        log = logs[-1] / f"{name}.log" if logs else None
-        has_log = (
-            log is not None
-            and log.exists()
-            and (event is None or event.get("supervised") is not False)
-        )
-        described.append(
-            {
-                "name": name,
-                "alive": is_running,
-                "known": event is not None,
-                "connected": event is None and name in peers,
-                "said": state,
-                "code": None if is_running or event is None else event.get("code"),
-                "log": str(log) if has_log else "",
-                "last_line": read_last_line(log) if has_log and log is not None else "",
-            }
-        )
+        event, pid = events.get(name), None
+        if process_log.is_alive(run_dir, name):
+            lock = ".run.lock" if name == "supervisor" else f".{name}.alive"
+            pid = (run_dir / lock).read_text(encoding="utf-8").strip()
+        own_log = logs and (event is None or event.get("supervised") is not False)
+        process = describe_process(name, event, pid, logs[-1] / f"{name}.log" if own_log else None)
+        described.append(process | {"connected": event is None and name in peers})
     return described
 
 
@@ -129,7 +125,11 @@ def examine_run(config: Config, run_dir: Path, status: RunStatus | None) -> dict
     path = run_dir / "metrics.jsonl"
     ended = status is None and rundir.is_finished(run_dir, config.learner.steps)
     return {
-        "advice": [line.format_line() for line in list_advice(config, run_dir, ended=ended)],
+        "advice": [
+            finding.as_advice()
+            for findings in list_advice(config, run_dir, ended=ended)
+            for finding in findings
+        ],
         "running": status is not None or any(p["alive"] for p in process_states),
         "ended": ended,
         "committed": committed,

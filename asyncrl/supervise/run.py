@@ -67,7 +67,7 @@ class HealthWatcher:
         # the new values at each check
         self.measured: list[Mapping[str, float]] = []
 
-    def report(self, findings: Sequence[health_checks.HealthFinding], step: int) -> None:
+    def report(self, findings: Sequence[health_checks.Finding], step: int) -> None:
         for sign in findings:
             if sign.name not in self.reported:
                 self.reported.add(sign.name)
@@ -298,7 +298,7 @@ def conclude(
     trace.merge(run_dir)
     summary = write_summary(config, run_dir)
     (watcher or HealthWatcher(run_dir, say, collect_facts(config))).report(
-        [health_checks.HealthFinding(**s) for s in summary["signs"]], summary["steps"]
+        [health_checks.Finding(**s) for s in summary["signs"]], summary["steps"]
     )
     page = f"report: {run_page.write(run_dir)}"
     total = "" if started_at is None else f" ({time.monotonic() - started_at:.0f} s in all)"

@@ -32,7 +32,7 @@ def collect_facts(config: Config) -> health_checks.RunFacts:
     return health_checks.RunFacts(config, HEALTHY_EXPERTS if diverges else HEALTHY)
 
 
-def find_task_signs(config: Config) -> list[health_checks.HealthFinding]:
+def find_task_signs(config: Config) -> list[health_checks.Finding]:
     """Find prompts in the task's files without the answers that their reward needs."""
     from asyncrl.tasks import get_task
     from asyncrl.tasks.file import FileTask
@@ -50,6 +50,11 @@ def find_task_signs(config: Config) -> list[health_checks.HealthFinding]:
             config.task.prompts, task.unanswered, len(task.sets["train"])
         )
     ]
+
+
+def read(config: Config, run_dir: Path) -> dict[str, Any]:
+    """Read the summary of a run that has ended, or compose that of any other run."""
+    return jsonl.read_object(run_dir / "summary.json") or compose(config, run_dir)
 
 
 def read_buffer_summary(run_dir: Path) -> dict[str, Any]:
@@ -192,20 +197,10 @@ def compose(config: Config, run_dir: Path) -> dict[str, Any]:
     }
 
 
-def find_reward_range(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """Return the range of rewards: [0, 1], extended to those of the run."""
-    rewards = [
-        float(r[k])
-        for r in rows
-        for k in ("reward/min", "reward/max", "eval/heldout", "eval/ood")
-        if k in r
-    ]
-    return min([0.0, *rewards]), max([1.0, *rewards])
-
-
 def measure_certainty(rows: Sequence[Mapping[str, Any]], split: str) -> list[tuple[int, float]]:
     """Return (n, half the 95 % interval over prompts) of each evaluation of `split`."""
-    lo, hi = find_reward_range(rows)
+    rewards = (row[name] for row in rows for name in health_checks.REWARDS if name in row)
+    lo, hi = health_checks.find_reward_range(rewards)
     return [
         (
             int(r[f"eval/{split}_n"]),

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
 from asyncrl.records import health_checks, jsonl, metrics, process_log
-from asyncrl.supervise.doctor import read_last_line
+from asyncrl.records.health_checks import Finding
+from asyncrl.records.page_kit import Block, CardBlock, ListBlock, ListItem, TableBlock
+from asyncrl.supervise.doctor import describe_process
+from asyncrl.supervise.report.run_view import RunView, read_settings
 
 RULES = (
     health_checks.check_growing_mismatch,
@@ -88,23 +92,10 @@ def describe_processes(server: Path) -> list[dict[str, Any]]:
     for name in PROCESSES:
         event = events.get(name)
         # a server records how its workers end, and they do not outlive it
-        process_runs = server_runs and event is not None and event["event"] == "began"
-        if event is None:
-            state = f"{name} has not been started"
-        else:
-            end_text = process_log.describe_end(event)
-            state = f"{name} is running (process {event['pid']})" if process_runs else end_text
+        runs = server_runs and event is not None and event["event"] == "began"
         log = server / "logs" / f"{name}.log"
         described.append(
-            {
-                "name": name,
-                "alive": process_runs,
-                "known": event is not None,
-                "said": state,
-                "code": None if process_runs or event is None else event.get("code"),
-                "log": str(log) if log.exists() else "",
-                "last_line": read_last_line(log),
-            }
+            describe_process(name, event, event["pid"] if event and runs else None, log)
         )
     return described
 
@@ -141,18 +132,18 @@ def _describe_model(folder: Path) -> dict[str, Any]:
         "unknown_tokens": totals.unknown,
         "supervised_tokens": ledger.get("supervised_tokens", 0),
         "ledger": ledger,
-        "findings": [f"{finding.said}; {ADVICE}" for finding in run_health_checks(folder)],
+        "findings": [finding.as_line() for finding in run_health_checks(folder)],
     }
 
 
-def run_health_checks(model: Path) -> list[health_checks.HealthFinding]:
+def run_health_checks(model: Path) -> list[Finding]:
     """Apply the health checks to a model's metrics.
 
     Only checks that compare sampling and training apply, because only the client has rewards."""
     rows = metrics.read(model)
     about = health_checks.RunFacts(load.load(model / "config.toml"))
     results = [rule(rows, about) for rule in RULES]
-    return [finding for finding in results if finding is not None]
+    return [finding._replace(try_this=ADVICE) for finding in results if finding is not None]
 
 
 def format_lines(state: dict[str, Any]) -> list[str]:
@@ -181,3 +172,122 @@ def format_lines(state: dict[str, Any]) -> list[str]:
             )
         lines += [f"  health check: {finding}" for finding in model["findings"]]
     return lines
+
+
+# ---- a model on the pages of `asyncrl watch` -----------------------------------------------------
+
+
+def _format_figure(value: str | float | None) -> str:
+    if value is None or isinstance(value, str):
+        return value or "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
+
+
+class TinkerModelView(RunView):
+    """The directory of a model, below that of its server.
+
+    Processes, settings and logs are the server's. Rewards and the number of planned steps are
+    unknown to the server."""
+
+    no_samples: ClassVar[str] = (
+        "No samples yet: the server logs some of every tenth optimizer step on sampled tokens."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.home = self.path.parent  # the server's
+        self._findings: tuple[int, list[Finding]] = (-1, [])  # rows of metrics.jsonl, health checks
+
+    def read_summary(self) -> dict[str, Any]:
+        return {}
+
+    def read_progress(self) -> tuple[str, int, int]:
+        version = read_model_record(self.path).get("version", 0)
+        return "running" if is_running(self.home) else "stopped", version, 0
+
+    def count_steps(self) -> int:
+        return int(self.series.axes["step"].values[-1]) + 1 if self.series.rows else 0
+
+    def list_overview(self, summary: dict[str, Any]) -> list[Block]:
+        """Return ended processes, the health checks that fired, and the main figures."""
+        state = self.describe_state()
+        ledger = read_ledger(self.path)
+        limit = read_settings(self.home / CONFIG)["staleness.max_lag"]
+        largest = self.series.get_values("lag/max")
+        figures: dict[str, str | float | None] = {
+            "version": state["step"],
+            "server": state["state"],
+            "sequences sampled": ledger.get("sampled"),
+            "never trained": ledger.get("never_trained"),
+            "mean lag of the newest step": state["lag"],
+            "largest lag": float(largest.max()) if len(largest) else None,
+            "lag limit": f"{limit:g}",
+            "share of unknown lag in the newest step": self.series.get_latest("lag/unknown_share"),
+        }
+        ended = [row["said"] for row in describe_processes(self.home) if not row["alive"]]
+        fired = (
+            ListItem(f". To try: {finding.try_this}", bold=finding.said)
+            for finding in self.list_health_checks()
+        )
+        return [
+            ListBlock(ended if state["state"] == "running" else [], id="advice"),
+            ListBlock(fired, id="signs", style="warn"),
+            CardBlock([(name, _format_figure(figure), "", "") for name, figure in figures.items()]),
+        ]
+
+    def list_health_checks(self) -> list[Finding]:
+        """Return the health checks that fired, computed once for equal metrics."""
+        rows = self.series.rows
+        if self._findings[0] != rows:
+            self._findings = rows, run_health_checks(self.path)
+        return self._findings[1]
+
+    def describe_processes(self) -> list[dict[str, Any]]:
+        return describe_processes(self.home)
+
+    def list_ledger(self, summary: dict[str, Any]) -> list[Block]:
+        """Return two tables: sequences by their number of trainings, trained tokens by lag."""
+        counts = read_ledger(self.path)
+        totals = sum_lags(self.path)
+        others = {
+            "unknown lag": totals.unknown,
+            "supervised": counts.get("supervised_tokens", 0),
+        }
+        sampled, tokens = counts.get("sampled", 0), counts.get("sampled_tokens", 0)
+        trained = totals.known_tokens + sum(others.values())
+        uses = {
+            "never trained": "never_trained",
+            "trained once": "trained_once",
+            "trained more often": "trained_again",
+        }
+        sequences = {label: counts.get(key, 0) for label, key in uses.items()}
+        lags = {f"lag {lag}": n for lag, n in sorted(totals.lags.items())}
+        lags |= {label: n for label, n in others.items() if n}
+        return [
+            TableBlock(
+                (name, unit, "share"),
+                [(label, f"{n:,}", f"{n / max(total, 1):.1%}") for label, n in rows.items()],
+                heading=heading,
+            )
+            for name, unit, rows, total, heading in (
+                (
+                    "use",
+                    "sequences",
+                    sequences,
+                    sampled,
+                    f"{sampled:,} sequences sampled, with {tokens:,} tokens",
+                ),
+                ("lag", "tokens", lags, trained, f"{trained:,} tokens trained"),
+            )
+        ]
+
+    def list_changed_settings(self) -> list[str]:
+        """List no keys: the defaults of a server are not known here."""
+        return []
+
+    def read_settings(self) -> dict[str, Any]:
+        """Return the server's settings and those that the model was created with."""
+        record = read_model_record(self.path)
+        record["time"] = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record["time"]))
+        created_from = {f"this model.{key}": value for key, value in record.items()}
+        return created_from | read_settings(self.home / CONFIG)

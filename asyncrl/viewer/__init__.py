@@ -3,11 +3,9 @@
 This package only reads the files of run directories, so it also works on a finished run, on a
 copied directory and on the runs of a comparison in progress. It never writes into them.
 
-    findings       one run as the pages show it: state, processes, ledger, checks, config, logs
-    tinker_models  the same for a model of a Tinker server
-    run_search     the search for run directories
-    app            the HTTP routes (starlette); static/ holds the page
-    server         address and token
+    run_search  the search for run directories
+    app         the HTTP routes (starlette); static/ holds the page
+    server      address and token
 
-Metrics, samples and advice are read by asyncrl.supervise.report.
+asyncrl.supervise.report reads the runs, and asyncrl.supervise.tinker_status the models of a server.
 """

@@ -20,12 +20,13 @@ from starlette.routing import Route
 
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.records import page_kit
-from asyncrl.supervise.report import plots, step_plots
+from asyncrl.records.page_kit import Block
+from asyncrl.supervise.report import plots
+from asyncrl.supervise.report.run_view import RunView, list_differences
 from asyncrl.supervise.report.series import AXES
 from asyncrl.supervise.report.token_samples import SHADES, SampleFilter, parse_range
 from asyncrl.transport.http_server import authorize, open_body
-from asyncrl.viewer import findings, run_search
-from asyncrl.viewer.findings import WatchedRun
+from asyncrl.viewer import run_search
 
 STATIC = Path(__file__).parent / "static"
 COOKIE = "asyncrl_watch"
@@ -61,7 +62,7 @@ class WatchApp:
         self.token = token
         self.host = host
         self.lock = threading.Lock()
-        self.runs: dict[str, WatchedRun] = {}
+        self.runs: dict[str, RunView] = {}
         if not expected:
             run_search.find_runs(places)
         self.refresh()
@@ -86,7 +87,7 @@ class WatchApp:
             except (ValueError, RecursionError) as error:  # it must not hide the other runs
                 run.problem = f"its files cannot be read: {error}"
 
-    def select_runs(self, query: Query) -> list[WatchedRun]:
+    def select_runs(self, query: Query) -> list[RunView]:
         """Return the runs that `run` or `runs` names, all by default. Raises ConfigError."""
         names = query.get("runs") or query.get("run")
         if not names:
@@ -96,7 +97,7 @@ class WatchApp:
             raise ConfigError(f"no run of this page is named {missing[0]}")
         return [self.runs[name] for name in names.split("|")]
 
-    def select_run(self, query: Query) -> WatchedRun:
+    def select_run(self, query: Query) -> RunView:
         """Return the first run that a request selects. Raises ConfigError before the first run."""
         selected = self.select_runs(query)
         if not selected:
@@ -109,7 +110,7 @@ class WatchApp:
         self.refresh()
         return [self._describe_run(run) for run in self.runs.values()]
 
-    def _describe_run(self, run: WatchedRun) -> dict[str, Any]:
+    def _describe_run(self, run: RunView) -> dict[str, Any]:
         """Return a run's row of the list, also of a run whose files cannot be read."""
         try:
             state = run.describe_state()
@@ -120,8 +121,14 @@ class WatchApp:
             state |= dict.fromkeys(("accuracy", "reward", "lag"))
         return state | ({"state": "unreadable", "problem": run.problem} if run.problem else {})
 
-    def build_overview(self, query: Query) -> Any:
-        return {run.id: run.build_overview() for run in self.select_runs(query)}
+    def render_overview(self, query: Query) -> Any:
+        return self._render(query, lambda run: run.list_overview(run.read_summary()))
+
+    def render_ledger(self, query: Query) -> Any:
+        return self._render(query, lambda run: run.list_ledger(run.read_summary()))
+
+    def _render(self, query: Query, list_blocks: Callable[[RunView], list[Block]]) -> Any:
+        return {run.id: page_kit.render_blocks(list_blocks(run)) for run in self.select_runs(query)}
 
     def draw_plots(self, query: Query) -> Any:
         page, axis = query.get("page", "overview"), query.get("axis", "step")
@@ -138,18 +145,18 @@ class WatchApp:
                 lags.title += f": {run.id}" if len(series) > 1 else ""
                 drawings += [lags] if lags.lines else []
         if page == "learner":
-            drawings += step_plots.build_plots(
+            drawings += plots.build_step_plots(
                 {r.id: r.read_optimizer_steps() for r in self.select_runs(query)}
             )
         return drawings
 
     def list_processes(self, query: Query) -> Any:
         # the models of a Tinker server have the same processes
-        runs = {run.process_group: run for run in self.select_runs(query)}
+        runs = {
+            run.id if run.home == run.path else str(run.home): run
+            for run in self.select_runs(query)
+        }
         return {name: run.list_processes() for name, run in runs.items()}
-
-    def read_ledger(self, query: Query) -> Any:
-        return {run.id: run.read_ledger() for run in self.select_runs(query)}
 
     def find_samples(self, query: Query) -> Any:
         run = self.select_run(query)
@@ -184,7 +191,7 @@ class WatchApp:
         return {
             "runs": {run.id: run.read_settings() for run in runs},
             "changed": {run.id: run.list_changed_settings() for run in runs},
-            "differences": findings.list_differences(runs) if len(runs) > 1 else [],
+            "differences": list_differences(runs) if len(runs) > 1 else [],
         }
 
     def read_log(self, query: Query) -> Any:
@@ -199,10 +206,10 @@ class WatchApp:
         """Build the application."""
         handlers: dict[str, QueryHandler] = {
             "runs": self.list_runs,
-            "overview": self.build_overview,
+            "overview": self.render_overview,
             "plots": self.draw_plots,
             "processes": self.list_processes,
-            "ledger": self.read_ledger,
+            "ledger": self.render_ledger,
             "samples": self.find_samples,
             "sample": self.read_sample,
             "config": self.compare_settings,

@@ -6,13 +6,12 @@ from pathlib import Path
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.supervise import tinker_status
-from asyncrl.viewer.findings import WatchedRun
-from asyncrl.viewer.tinker_models import WatchedTinkerModel
+from asyncrl.supervise.report.run_view import RunView
 
 DEPTH = 3  # levels of subdirectories that are searched for runs
 
 
-def find_runs(places: list[Path]) -> list[WatchedRun]:
+def find_runs(places: list[Path]) -> list[RunView]:
     """Return the runs at or below `places`: runs, or directories of runs, comparisons, sweeps.
 
     A model of a Tinker server is a run; its server is the directory of its runs.
@@ -32,7 +31,9 @@ def find_runs(places: list[Path]) -> list[WatchedRun]:
         unique |= dict.fromkeys(path.resolve() for path in runs)
     paths = list(unique)
     return [
-        WatchedTinkerModel(name, path) if tinker_status.is_model(path) else WatchedRun(name, path)
+        tinker_status.TinkerModelView(name, path)
+        if tinker_status.is_model(path)
+        else RunView(name, path)
         for name, path in zip(_choose_names(paths), paths, strict=True)
     ]
 

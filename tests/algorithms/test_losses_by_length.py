@@ -14,7 +14,7 @@ from process_kit import Ended
 from store_kit import sample, stale
 
 from asyncrl.contract.versions import Label
-from asyncrl.supervise.report import run_page
+from asyncrl.supervise.report import run_view
 from buffer.ledger import Ledger, LedgerSums, read_bins
 
 pytestmark = pytest.mark.slow
@@ -57,7 +57,7 @@ def test_the_report_shows_each_length_with_its_shares() -> None:
     for length in (4, 4, 9):
         kept.add(length, 1, length, 1.0, faded=length / 2 if length == 9 else 0.0)
     lost.add(7, 1, 16, 0.0)
-    rows = run_page.build_length_ledger(
+    rows = run_view.build_length_ledger(
         {
             "ledger_lines": {
                 "trained": kept.as_dict(),
@@ -101,7 +101,7 @@ def test_real_runs_keep_what_each_choice_promises(
         if name != "lost_with_process":
             assert sum(read_bins(x, "upto_").values()) <= x["tokens"]
             assert name != "trained" or sum(read_bins(x, "upto_").values()) == x["tokens"]
-    rows = run_page.build_length_ledger(
+    rows = run_view.build_length_ledger(
         json.loads((Path(s["run_dir"]) / "summary.json").read_text())
     )
     assert len(rows) > 1 and all(

@@ -42,7 +42,7 @@ from asyncrl.experiments.simulate.times import change
 from asyncrl.models.policy import build_model
 from asyncrl.records import metrics
 from asyncrl.supervise import live
-from asyncrl.supervise.report import run_page
+from asyncrl.supervise.report import run_view
 from buffer.groups import StoreSettings
 from buffer.state import StoreSnapshot
 from buffer.store import Store
@@ -237,11 +237,11 @@ def test_a_commit_moves_it_and_the_metrics_say_why(tmp_path: Path) -> None:
         run.end()
     written = [row for row in metrics.read(run.dir) if "limit/before" in row]
     assert [(row["step"], row["limit/now"], row["limit/before"]) for row in written] == [(3, 2, 1)]
-    got = run_page.describe_limit_moves(written)
+    got = run_view.describe_limit_moves(written)
     assert got == "limit from step 3 on 2 (was 1: ESS 0.90, learner idle 25%)"
-    many = run_page.describe_limit_moves(written * (run_page.MOVES + 2))
+    many = run_view.describe_limit_moves(written * (run_view.MOVES + 2))
     assert many.startswith("limit 2 earlier moves, then from step 3")
-    assert many.count(";") == run_page.MOVES - 1
+    assert many.count(";") == run_view.MOVES - 1
 
 
 def test_a_run_in_one_process_moves_it_and_no_token_passes_what_was_announced(

@@ -56,7 +56,7 @@ def test_every_sign_is_named_with_what_it_is() -> None:
     code = (ROOT / "asyncrl" / "records" / "health_checks.py").read_text()
     said = {
         name
-        for named_here in re.findall(r'HealthFinding\(\s*("\w+"(?: if \w+ else "\w+")?),', code)
+        for named_here in re.findall(r'Finding\(\s*("\w+"(?: if \w+ else "\w+")?),', code)
         for name in re.findall(r'"(\w+)"', named_here)
     }
     # answers_missing and growing_mismatch are in none of the lists

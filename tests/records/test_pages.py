@@ -20,7 +20,7 @@ from asyncrl.experiments.compare.grid import CellResult
 from asyncrl.experiments.serial import run_serial
 from asyncrl.records.page_kit import PagePlot
 from asyncrl.supervise import summary as summaries
-from asyncrl.supervise.report import run_page
+from asyncrl.supervise.report import run_page, run_view
 from asyncrl.supervise.report.series import Series
 
 ROWS: list[dict[str, Any]] = [
@@ -30,13 +30,22 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-def test_an_accuracy_stands_with_its_n_and_interval() -> None:
+def read_series(rows: list[dict[str, Any]], path: Path) -> Series:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    series = Series(path)
+    series.refresh()
+    return series
+
+
+def test_an_accuracy_stands_with_its_n_and_interval(tmp_path: Path) -> None:
     """1.96 sqrt(0.24 / 100) = 0.0960; 1.96 sqrt(0.09 / 400) = 0.0294."""
-    assert [(n, round(half, 4)) for n, half in run_page.measure_certainty(ROWS, "heldout")] == [
-        (100, 0.096),
-        (400, 0.0294),
-    ]
-    assert run_page.measure_certainty(ROWS, "ood") == []
+    series = read_series(ROWS, tmp_path / "metrics.jsonl")
+    for found in (
+        summaries.measure_certainty(ROWS, "heldout"),
+        series.list_intervals("eval/heldout"),
+    ):
+        assert [(n, round(half, 4)) for n, half in found] == [(100, 0.096), (400, 0.0294)]
+    assert summaries.measure_certainty(ROWS, "ood") == series.list_intervals("eval/ood") == []
     lag, idle = {"mean": 1.0, "p95": 2, "max": 2, "limit": 2}, {"generator": 0.1, "learner": 0.2}
     summary = {
         "heldout_start": 0.4,
@@ -52,7 +61,7 @@ def test_an_accuracy_stands_with_its_n_and_interval() -> None:
         "ledger": {"generated": 1},
         "certainty": {"heldout": {"n": 400, "half": 0.0294}},
     }
-    cards = {id_: (value, note) for _, value, id_, note in run_page._build_cards(summary, ROWS)}
+    cards = {id_: (value, note) for _, value, id_, note in run_view.build_cards(series, summary)}
     assert cards["heldout-start"] == ("0.400", "+-0.096 (n = 100)")
     assert cards["heldout-end"] == ("0.900", "+-0.029 (n = 400)")
     assert cards["ood-end"][1] == "" and cards["steps"] == ("9", "")
@@ -85,6 +94,7 @@ def recompute(path: Path) -> dict[str, str]:
         "heldout-start": f"{evals['heldout'][0]:.3f}",
         "heldout-end": f"{evals['heldout'][last['step'] + 1]:.3f}",
         "ood-end": f"{evals['ood'][0]:.3f} / {evals['ood'][last['step'] + 1]:.3f}",
+        "reward": f"{last['reward/mean']:.3f}",
         "wall": f"{seconds:.0f} s",
         "steps": str(len(survived)),
         "lag-mean": f"{lag:.2f}",
@@ -118,7 +128,8 @@ def test_every_figure_of_a_page_follows_from_the_metrics(
     first = next(line for line in lines if "reward/mean" in line)
     assert first["time/step"] <= first["t"] + 1e-4, "the wait for the first ticket counts"
     summary = summaries.compose(load(run_dir / "config.toml"), run_dir)
-    cards = {id_: value for _, value, id_, _ in run_page._build_cards(summary, made["rows"])}
+    series = read_series(made["rows"], tmp_path / "rows.jsonl")
+    cards = {id_: value for _, value, id_, _ in run_view.build_cards(series, summary)}
     assert cards == recompute(run_dir / "metrics.jsonl")
     told = cli.shorten_summary(summary)["speed"]
     (generated, generator_idle), (trained, learner_idle) = (
@@ -133,9 +144,7 @@ def test_every_figure_of_a_page_follows_from_the_metrics(
 
 def plotted(rows: list[dict[str, Any]], path: Path) -> dict[str, PagePlot]:
     """The report's plots by title."""
-    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    series = Series(path / "metrics.jsonl")
-    series.refresh()
+    series = read_series(rows, path / "metrics.jsonl")
     steps = Series(path / "optimizer_steps.jsonl")
     steps.refresh()
     drawn = run_page.build_plots(series, steps, {"lag_histogram": {"0": 1}})
@@ -287,14 +296,14 @@ def test_stops_reshape_rates_and_lags_are_shown_where_they_act(tmp_path: Path) -
     assert still["KL of the behavior policy to the learner's start by lag"] == ["lag 1"]
     assert not {"Learning-rate scale", "Reshape"} & still.keys()
     assert not [title for title in still if "early stopping" in title]
-    assert run_page.list_early_stops(rows) == []
+    assert run_view.list_early_stops(rows) == []
     rows[2] |= {"optim/stop_kl": 0.04, "optim/early_stops": 1.0, "optim/lr_scale": 0.5}
     rows[3] |= {"optim/stop_kl": 0.01, "optim/early_stops": 1.0, "reshape/sigma2": 0.1}
     acting = labels(rows, tmp_path)
     assert acting["Learning-rate scale"] == ["of the batch's last step"]
     assert acting["Reshape"] == ["sigma2, variance of log w"]
     assert acting["Last KL that early stopping measured in a batch"] == ["KL"]
-    assert run_page.list_early_stops(rows) == [0.04]
+    assert run_view.list_early_stops(rows) == [0.04]
 
 
 def test_each_optimizer_step_is_drawn_where_batches_have_several(tmp_path: Path) -> None:

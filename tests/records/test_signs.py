@@ -11,7 +11,7 @@ import pytest
 from process_kit import SMALL, demo_command, run_command
 
 from asyncrl.config.load import load
-from asyncrl.records.health_checks import HealthFinding, apply_rules
+from asyncrl.records.health_checks import Finding, apply_rules
 from asyncrl.supervise import doctor
 from asyncrl.supervise import run as runner
 from asyncrl.supervise.report import advice
@@ -33,7 +33,7 @@ def rows(n: int, **keys: Any) -> list[dict[str, Any]]:
     ]
 
 
-def names(found: list[HealthFinding]) -> list[str]:
+def names(found: list[Finding]) -> list[str]:
     return [s.name for s in found]
 
 
@@ -154,7 +154,7 @@ def test_signs_are_said_once_while_a_run_goes_on(tmp_path: Path) -> None:
     later = {"name": "constant_rewards", "said": "now more", "try_this": "x"}
     (line,) = advice.list_fired_checks(tmp_path, [later, later])
     assert line.said == "health check constant_rewards fired at step 5: now more"
-    assert line.format_line().endswith("now more. To try: x")
+    assert line.as_advice().endswith("now more. To try: x")
 
 
 @pytest.mark.parametrize(("largest", "lines"), [(0.0, 2), (1.0, 1)])

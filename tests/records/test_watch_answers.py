@@ -24,11 +24,11 @@ from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
 from asyncrl.records import process_log, rundir
 from asyncrl.records.process_log import ProcessIncarnation
-from asyncrl.supervise.report import plots
+from asyncrl.supervise.report import plots, run_view
+from asyncrl.supervise.report.run_view import RunView
 from asyncrl.supervise.report.token_samples import SHADES
-from asyncrl.viewer import findings, run_search
+from asyncrl.viewer import run_search
 from asyncrl.viewer.app import POLICY, WatchApp
-from asyncrl.viewer.findings import WatchedRun
 
 FINISHED = {"finished": True, "steps": 10**6}
 
@@ -50,7 +50,7 @@ def append(path: Path, *rows: dict[str, Any]) -> None:
         file.write("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def wait_for_summary(run: WatchedRun) -> dict[str, Any]:
+def wait_for_summary(run: RunView) -> dict[str, Any]:
     """A summary of a run in progress is composed beside the answers."""
     until = time.monotonic() + 300
     while not run.read_summary():
@@ -127,7 +127,7 @@ def test_an_unreadable_run_says_why_and_has_no_steps(client: TestClient, run_dir
 
 
 def test_settings_are_read_again_when_their_file_changes(run_dir: Path) -> None:
-    run = WatchedRun("first", run_dir)
+    run = RunView("first", run_dir)
     first = run.config
     assert run.config is first, "and not before"
     path = run_dir / "config.toml"
@@ -148,14 +148,14 @@ def test_settings_are_read_again_when_their_file_changes(run_dir: Path) -> None:
 def test_a_run_in_progress_is_summed_up_beside_the_answers(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(findings, "COMPOSE_S", 3600.0)
-    run = WatchedRun("first", run_dir)
+    monkeypatch.setattr(run_view, "COMPOSE_S", 3600.0)
+    run = RunView("first", run_dir)
     assert not run.describe_state()["summed_up"]
     found = wait_for_summary(run)
     assert found["wall_s"] == 14.5 and run.describe_state()["summed_up"]
     append(run_dir / "metrics.jsonl", metric_row(30))
     assert run.read_summary() is found, "an hour later at the earliest: it costs"
-    assert run._next_summary > time.monotonic() + findings.COMPOSE_S / 2
+    assert run._next_summary > time.monotonic() + run_view.COMPOSE_S / 2
     run._next_summary = 0.0
     until = time.monotonic() + 300
     while run.read_summary()["wall_s"] < 15:
@@ -175,38 +175,39 @@ def test_a_summary_is_composed_beside_the_answers(
         def start(self) -> None:
             started.append(self.how)
 
-    monkeypatch.setattr(findings.threading, "Thread", Thread)
-    run = WatchedRun("first", run_dir)
+    monkeypatch.setattr(run_view.threading, "Thread", Thread)
+    run = RunView("first", run_dir)
     assert run.read_summary() == {} == run.read_summary()
     assert started == [{"target": run._compose, "name": "summary", "daemon": True}]
 
 
 def test_what_a_run_wrote_at_its_end_is_its_summary(run_dir: Path) -> None:
     (run_dir / "summary.json").write_text('{"heldout_end": 0.5}')
-    assert WatchedRun("first", run_dir).read_summary() == {"heldout_end": 0.5}
+    assert RunView("first", run_dir).read_summary() == {"heldout_end": 0.5}
 
 
 def test_a_run_that_cannot_be_summed_up_has_no_summary(run_dir: Path) -> None:
-    run = WatchedRun("first", run_dir)
+    run = RunView("first", run_dir)
     wait_for_summary(run)
     (run_dir / "config.toml").unlink()
     began = time.monotonic()
     run._compose()
     now = time.monotonic()
     assert run.read_summary() == {}
-    assert began + findings.COMPOSE_S <= run._next_summary
+    assert began + run_view.COMPOSE_S <= run._next_summary
     assert run._next_summary <= now + max(
-        findings.COMPOSE_S, (now - began) / findings.COMPOSE_SHARE
+        run_view.COMPOSE_S, (now - began) / run_view.COMPOSE_SHARE
     )
 
 
 def test_the_health_checks_of_a_run_in_progress_are_those_of_its_composed_summary(
     run_dir: Path,
 ) -> None:
-    run = WatchedRun("first", run_dir)
+    run = RunView("first", run_dir)
     run._summary = {"signs": [{"name": "odd", "said": "it was odd", "try_this": "nothing"}]}
     run._next_summary = math.inf
-    assert [line["rule"] for line in run.build_overview()["advice"]] == ["check odd"]
+    (fired,) = run.list_advice(run.read_summary()["signs"])[1]
+    assert fired.name == "check odd"
 
 
 def test_the_last_batches_of_a_finished_run_give_no_advice(run_dir: Path) -> None:
@@ -216,10 +217,10 @@ def test_the_last_batches_of_a_finished_run_give_no_advice(run_dir: Path) -> Non
     late = idle | {"time/generator_idle_share": 1.0}
     rows = [metric_row(step, **(idle if step < 20 else late)) for step in range(20 + last)]
     write_lines(run_dir / "metrics.jsonl", rows)
-    run = WatchedRun("first", run_dir)
+    run = RunView("first", run_dir)
     run._next_summary = math.inf
     run.refresh()
-    rules = lambda: [line["rule"] for line in run.build_overview()["advice"]]  # noqa: E731
+    rules = lambda: [finding.name for finding in run.list_advice([])[0]]  # noqa: E731
     assert "generators_wait" in rules()
     (run_dir / "buffer_summary.json").write_text(json.dumps(FINISHED))
     (run_dir / "weights_digest").write_text("abc")
@@ -231,37 +232,58 @@ def test_the_overview_has_the_figures_of_the_summary(client: TestClient, run_dir
     slow |= {"reward/workers": 1.0, "link/ack_s": 3.0}
     append(run_dir / "metrics.jsonl", metric_row(30, **slow))
     sign = {"name": "odd", "said": "it was odd", "try_this": "nothing"}
-    figures = {"speed": {"a": 1}, "lag": {"max": 2}, "certainty": {"b": 2}}
-    more = {"heldout_start": 0.25, "heldout_end": 0.5, "signs": [sign]}
-    (run_dir / "summary.json").write_text(json.dumps(figures | more))
+    summary = {
+        "heldout_start": 0.25,
+        "heldout_end": 0.5,
+        "ood_end": None,
+        "wall_s": 15.0,
+        "steps": 31,
+        "lag": {"mean": 1.25, "max": 2, "limit": 4},
+        "speed": {
+            "generator_tokens_per_s": 1000.0,
+            "learner_tokens_per_s": 900.0,
+            "idle_share": {"generator": 0.1, "learner": 0.2},
+        },
+        "signs": [sign],
+    }
+    (run_dir / "summary.json").write_text(json.dumps(summary))
     answer(client, "runs")
     seen = answer(client, "overview")["first"]
-    assert {key: seen[key] for key in figures} == figures and seen["heldout"] == [0.25, 0.5]
-    assert [text.split(":")[0] for text in seen["waits"]] == [
-        "rewards hold the generators up",
-        "the link holds deliveries up",
+    for text in ("0.250", "0.500", "1.25", "2 / 4", "1,000 tok/s", "900 tok/s", "10% / 20%"):
+        assert f">{text}</b>" in seen
+    places = [
+        seen.index(text)
+        for text in (
+            "rewards hold the generators up",
+            "the link holds deliveries up",
+            "health check odd fired: it was odd",
+        )
     ]
-    assert seen["state"]["id"] == "first"
-    assert "health check odd fired: it was odd" in [line["said"] for line in seen["advice"]]
+    assert places == sorted(places)
     (run_dir / "summary.json").write_text("{}")
     (run_dir / "metrics.jsonl").unlink()
     answer(client, "runs")
-    seen = answer(client, "overview")["first"]
-    assert [seen[key] for key in (*figures, "waits")] == [{}, {}, {}, []]
-    assert seen["heldout"] == [None, None]
+    assert "<li" not in answer(client, "overview")["first"]
 
 
 def test_the_ledger_is_that_of_the_summary(client: TestClient, run_dir: Path) -> None:
-    run = WatchedRun("first", run_dir)
+    run = RunView("first", run_dir)
     run._next_summary = math.inf  # none is composed meanwhile
-    assert run.read_ledger() == {"totals": {}, "lines": {}, "failures": {}}
-    lines = {"ledger": {"trained": 9}, "ledger_lines": {"trained": {"tokens": 9}}}
+    assert run.list_ledger(run.read_summary()) == []
+    line = {"tokens": 9, "samples": 2, "mean_length": 4.5, "mean_reward": 0.5, "upto_8": 9}
+    lines = {"ledger": {"generated": 12, "trained": 9}, "ledger_lines": {"trained": line}}
     (run_dir / "summary.json").write_text(json.dumps(lines | {"failures": {"reward": 2}}))
-    assert answer(client, "ledger")["first"] == {
-        "totals": {"trained": 9},
-        "lines": {"trained": {"tokens": 9}},
-        "failures": {"reward": 2},
+    tables = {block.id: block.rows for block in run.list_ledger(run.read_summary())}
+    assert tables == {
+        "ledger": [
+            ("generated", "12", "", "", "", ""),
+            ("trained", "9", "75.00%", "2", "4.5", "0.500"),
+        ],
+        "by-length": [("5 to 8", "9", "100.00%")],
+        "failures": [("reward", "2")],
     }
+    shown = answer(client, "ledger")["first"]
+    assert "<td>75.00%</td>" in shown and "Failed samples" in shown
 
 
 # ---- processes -----------------------------------------------------------------------------------
@@ -292,11 +314,11 @@ def test_processes_with_restarts_host_and_memory(client: TestClient, run_dir: Pa
 
 
 def test_the_memory_of_a_process_that_is_not_here_is_unknown() -> None:
-    own = findings.measure_resident_mb(os.getpid())
+    own = run_view.measure_resident_mb(os.getpid())
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     assert own == pytest.approx(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, rel=0.2)
-    assert findings.measure_resident_mb(None) is None
-    assert findings.measure_resident_mb(2**30) is None
+    assert run_view.measure_resident_mb(None) is None
+    assert run_view.measure_resident_mb(2**30) is None
 
 
 # ---- plots ---------------------------------------------------------------------------------------
@@ -434,11 +456,9 @@ def test_logs_the_newest_attempt_first_and_their_end_alone(
     assert (seen["file"], seen["text"]) == ("supervisor.log", "")
     text = answer(client, "logs?file=logs/attempt_2/learner.log")["text"]
     assert text.endswith("\nend") and "begin" not in text and len(text) < 2100
-    assert (
-        WatchedRun("", run_dir).read_log_tail("logs/attempt_1/learner.log").startswith("starting\n")
-    )
-    long.write_bytes(b"a" * (findings.LOG_BYTES - 5) + b"\nlast")
-    assert WatchedRun("", run_dir).read_log_tail("logs/attempt_2/learner.log").startswith("aaa")
+    assert RunView("", run_dir).read_log_tail("logs/attempt_1/learner.log").startswith("starting\n")
+    long.write_bytes(b"a" * (run_view.LOG_BYTES - 5) + b"\nlast")
+    assert RunView("", run_dir).read_log_tail("logs/attempt_2/learner.log").startswith("aaa")
     shutil.rmtree(run_dir / "logs")
     (run_dir / "supervisor.log").unlink()
     assert answer(client, "logs") == {"files": [], "file": "", "text": ""}

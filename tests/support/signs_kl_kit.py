@@ -39,7 +39,7 @@ def evals(split: str, n: int, *points: tuple[int, float]) -> list[Row]:
     return [{"step": s, "t": 0.0, f"eval/{split}": p, f"eval/{split}_n": n} for s, p in points]
 
 
-def names(found: list[health_checks.HealthFinding]) -> list[str]:
+def names(found: list[health_checks.Finding]) -> list[str]:
     return [s.name for s in found]
 
 

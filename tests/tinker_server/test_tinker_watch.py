@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,14 +22,15 @@ from watch_kit import sample_row, write_lines
 from asyncrl.cli import main
 from asyncrl.config import load
 from asyncrl.records import process_log
+from asyncrl.records.page_kit import CardBlock, ListBlock
 from asyncrl.records.process_log import INTERRUPTED, ProcessIncarnation
 from asyncrl.supervise import tinker_status
 from asyncrl.supervise.report.plots import PAGES
 from asyncrl.supervise.report.token_samples import SHADES
+from asyncrl.supervise.tinker_status import TinkerModelView
 from asyncrl.tinker import app, sample_log
 from asyncrl.tinker.server import record_process
 from asyncrl.viewer.app import WatchApp
-from asyncrl.viewer.tinker_models import WatchedTinkerModel
 
 ADAM = types.AdamParams(learning_rate=1e-2)
 
@@ -56,6 +58,12 @@ def sampled(client: tinker.TrainingClient, count: int) -> list[types.SampledSequ
     return draw(client.save_weights_and_get_sampling_client().result(), count)
 
 
+def read_rows(html: str) -> list[tuple[str, ...]]:
+    """The rows of all tables."""
+    rows = (re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in html.split("<tr>"))
+    return [tuple(row) for row in rows if row]
+
+
 def test_the_pages_of_a_served_model(server: LocalServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sample_log, "EVERY", 2)
     watch = TestClient(WatchApp([server.folder]).build_application())
@@ -79,11 +87,10 @@ def test_the_pages_of_a_served_model(server: LocalServer, monkeypatch: pytest.Mo
             ("running", 1),
         ]
         seen = ask(watch, "overview", run=name)[name]
-        cards = dict(seen["cards"])
-        assert (cards["version"], cards["lag limit"], cards["largest lag"]) == (3, "2", 1)
-        assert (cards["sequences sampled"], cards["never trained"]) == (7, 1)
-        assert cards["server"] == "running"
-        assert seen["waits"] and seen["waits"][0].startswith("sampling (process 1) ended with SIGK")
+        cards = dict(re.findall(r'class="card">([^<]+)<b[^>]*>([^<]+)<', seen))
+        assert (cards["version"], cards["lag limit"], cards["largest lag"]) == ("3", "2", "1")
+        assert (cards["sequences sampled"], cards["never trained"]) == ("7", "1")
+        assert cards["server"] == "running" and "sampling (process 1) ended with SIGK" in seen
         titles = {
             page: {plot["title"] for plot in ask(watch, "plots", page=page, run=name)}
             for page in PAGES
@@ -96,17 +103,16 @@ def test_the_pages_of_a_served_model(server: LocalServer, monkeypatch: pytest.Mo
             *(("server", True), ("training", True), ("sampling", False)),
         ]
         assert processes[0]["memory_mb"] > 1 and "refused" in processes[0]["last_line"]
-        counted, lags = ask(watch, "ledger", run=name)[name]["tables"]
-        assert [row[:2] for row in counted["rows"]] == [
-            *(["never trained", 1], ["trained once", 6], ["trained more often", 0]),
+        counted = read_rows(ask(watch, "ledger", run=name)[name])
+        assert counted[:3] == [
+            ("never trained", "1", "14.3%"),
+            ("trained once", "6", "85.7%"),
+            ("trained more often", "0", "0.0%"),
         ]
-        assert counted["rows"][1][2] == pytest.approx(6 / 7)
-        tokens = [len(sequence.tokens) for sequence in first]
-        assert lags["rows"][1][:2] == ["lag 1", tokens[2]]
-        assert sum(share for _, _, share in lags["rows"]) == pytest.approx(1)
-        assert ask(watch, "ledger", run=other)[other]["tables"][1]["rows"] == [
-            ["supervised", 3, 1.0]
-        ]
+        assert counted[4][:2] == ("lag 1", str(len(first[2].tokens)))
+        assert sum(float(share[:-1]) for *_, share in counted[3:]) == pytest.approx(100, abs=0.3)
+        supervised = read_rows(ask(watch, "ledger", run=other)[other])
+        assert supervised[3:] == [("supervised", "3", "100.0%")]
         rows = ask(watch, "samples", run=name)["rows"]
         assert {row["batch"] for row in rows} == {0, 2}
         row = ask(watch, "sample", run=name, number=rows[-1]["number"])
@@ -123,7 +129,7 @@ def test_the_pages_of_a_served_model(server: LocalServer, monkeypatch: pytest.Mo
         logs = ask(watch, "logs", run=name)
         assert logs["file"] == "logs/server.log" and "a lag of 3" in logs["text"]
     assert {state["state"] for state in ask(watch, "runs")} == {"stopped"}
-    assert ask(watch, "overview", run=name)[name]["waits"] == []
+    assert "SIGK" not in ask(watch, "overview", run=name)[name]
     folder = server.folder / name
     shown = CliRunner().invoke(main, ["samples", str(folder), "--step", "0"]).output
     assert "batch 0  datum" in shown and "  prompt    2+2=" in shown
@@ -156,10 +162,17 @@ METRICS = [
 COUNTS = {"sampled": 1200, "never_trained": 300, "trained_once": 600, "trained_again": 300}
 
 
-def read_model(folder: Path) -> WatchedTinkerModel:
-    model = WatchedTinkerModel("one", folder)
+def read_model(folder: Path) -> TinkerModelView:
+    model = TinkerModelView("one", folder)
     model.refresh()
     return model
+
+
+def read_overview(model: TinkerModelView) -> tuple[list[str], dict[str, str]]:
+    """What has ended, and the cards."""
+    ended, _, cards = model.list_overview({})
+    assert isinstance(ended, ListBlock) and isinstance(cards, CardBlock)
+    return [item.text for item in ended.items], {card[0]: card[1] for card in cards.cards}
 
 
 def test_a_model_without_a_step(served: Path) -> None:
@@ -180,22 +193,24 @@ def test_a_model_without_a_step(served: Path) -> None:
         "summed_up": False,
         "damaged": 0,
     }
-    cards = [
-        ["version", 7],
-        ["server", "stopped"],
-        ["sequences sampled", None],
-        ["never trained", None],
-        ["mean lag of the newest step", None],
-        ["largest lag", None],
-        ["lag limit", "2"],
-        ["share of unknown lag in the newest step", None],
-    ]
     assert model.describe_state() == state and model.read_summary() == {}
-    assert model.build_overview() == {"state": state, "advice": [], "waits": [], "cards": cards}
-    sequences, tokens = model.read_ledger()["tables"]
-    assert sequences["title"] == "0 sequences sampled, with 0 tokens"
-    assert [row[1:] for row in sequences["rows"]] == [[0, 0]] * 3
-    assert (tokens["title"], tokens["rows"]) == ("0 tokens trained", [])
+    assert read_overview(model) == (
+        [],
+        {
+            "version": "7",
+            "server": "stopped",
+            "sequences sampled": "-",
+            "never trained": "-",
+            "mean lag of the newest step": "-",
+            "largest lag": "-",
+            "lag limit": "2",
+            "share of unknown lag in the newest step": "-",
+        },
+    )
+    sequences, tokens = model.list_ledger({})
+    assert sequences.heading == "0 sequences sampled, with 0 tokens"
+    assert [row[1:] for row in sequences.rows] == [("0", "0.0%")] * 3
+    assert (tokens.heading, tokens.rows) == ("0 tokens trained", [])
     (served / tinker_status.MODEL).write_text("{}")
     assert read_model(served).describe_state()["step"] == 0
     (served / tinker_status.MODEL).unlink()
@@ -225,48 +240,43 @@ def test_a_model_in_training(served: Path) -> None:
         "rows": 2,
     }
     assert (state["samples"], state["damaged"]) == (1, 2)
-    seen = model.build_overview()
-    assert seen["cards"] == [
-        ["version", 2],
-        ["server", "running"],
-        ["sequences sampled", 1200],
-        ["never trained", 300],
-        ["mean lag of the newest step", 0.75],
-        ["largest lag", 2.0],
-        ["lag limit", "2"],
-        ["share of unknown lag in the newest step", 0.25],
-    ]
-    (ended,) = seen["waits"]
+    (ended,), cards = read_overview(model)
+    assert cards == {
+        "version": "2",
+        "server": "running",
+        "sequences sampled": "1,200",
+        "never trained": "300",
+        "mean lag of the newest step": "0.75",
+        "largest lag": "2",
+        "lag limit": "2",
+        "share of unknown lag in the newest step": "0.25",
+    }
     assert ended.startswith("sampling (process 18) ended with exit code 1: lost at ")
-    assert model.process_group == str(server)
+    assert model.home == server
     rows = [(x["name"], x["alive"], x["restarts"], x["pid"]) for x in model.list_processes()]
     assert rows == [
         ("server", True, 0, os.getpid()),
         ("training", True, 1, 17),
         ("sampling", False, 0, 18),
     ]
-    assert model.read_ledger() == {
-        "tables": [
-            {
-                "title": "1,200 sequences sampled, with 5,000 tokens",
-                "head": ["use", "sequences", "share"],
-                "rows": [
-                    ["never trained", 300, 0.25],
-                    ["trained once", 600, 0.5],
-                    ["trained more often", 300, 0.25],
-                ],
-            },
-            {
-                "title": "10 tokens trained",
-                "head": ["lag", "tokens", "share"],
-                "rows": [["lag 0", 6, 0.6], ["lag 1", 3, 0.3], ["unknown lag", 1, 0.1]],
-            },
-        ]
-    }
+    sequences, tokens = model.list_ledger({})
+    assert sequences.heading == "1,200 sequences sampled, with 5,000 tokens"
+    assert (*sequences.head, *sequences.rows) == (
+        *("use", "sequences", "share"),
+        ("never trained", "300", "25.0%"),
+        ("trained once", "600", "50.0%"),
+        ("trained more often", "300", "25.0%"),
+    )
+    assert tokens.heading == "10 tokens trained"
+    assert (*tokens.head, *tokens.rows) == (
+        *("lag", "tokens", "share"),
+        ("lag 0", "6", "60.0%"),
+        ("lag 1", "3", "30.0%"),
+        ("unknown lag", "1", "10.0%"),
+    )
     process.end(0)
     process.release()
-    seen = model.build_overview()
-    assert seen["state"]["state"] == "stopped" and seen["waits"] == []
+    assert model.describe_state()["state"] == "stopped" and read_overview(model)[0] == []
 
 
 def test_the_settings_and_logs_of_a_model_are_its_server_s(served: Path) -> None:
@@ -291,15 +301,16 @@ def test_the_settings_and_logs_of_a_model_are_its_server_s(served: Path) -> None
 def test_the_health_checks_of_a_model_follow_its_metrics(served: Path) -> None:
     rows = [{"step": n, "t": float(n), "split/mismatch_k3": 0.5} for n in range(40)]
     model = read_model(served)
-    assert model.list_advice([]) == []
+    assert model.list_health_checks() == []
     write_lines(served / "metrics.jsonl", rows)
-    assert model.list_advice([]) == [], "no new row was read"
+    assert model.list_health_checks() == [], "no new row was read"
     model.refresh()
-    (line,) = model.build_overview()["advice"]
-    assert (line["rule"], line["about"]) == ("engine_mismatch", "health")
-    assert line["said"].startswith("engine and learner differ at equal weights by k3 = 5.0e-01")
-    assert line["try_this"] == tinker_status.ADVICE
-    assert model.list_advice([]) is model.list_advice([]), "computed once"
+    (finding,) = model.list_health_checks()
+    assert finding.name == "engine_mismatch" and finding.try_this == tinker_status.ADVICE
+    assert finding.said.startswith("engine and learner differ at equal weights by k3 = 5.0e-01")
+    assert model.list_health_checks() is model.list_health_checks(), "computed once"
+    (item,) = model.list_overview({})[1].items
+    assert item.bold == finding.said
 
 
 def test_an_interrupted_step_and_a_full_file_log_nothing(

@@ -78,7 +78,7 @@ class CellResult:
     warm: bool = False
     # step -> mean reward on out-of-distribution prompts
     ood: dict[float, float] = field(default_factory=dict)
-    signs: list[health_checks.HealthFinding] = field(default_factory=list)
+    signs: list[health_checks.Finding] = field(default_factory=list)
 
     @property
     def final(self) -> float:
@@ -103,7 +103,7 @@ class CellResult:
         return verdict.compute_area(self.steps, self.accuracy)
 
 
-def check_warm_run(cell: CellResult, config: Config) -> list[health_checks.HealthFinding]:
+def check_warm_run(cell: CellResult, config: Config) -> list[health_checks.Finding]:
     """Return the health findings of a warm run, as `asyncrl run` reports them.
 
     They cover only the metrics in its record.
@@ -496,7 +496,7 @@ class Grid:
         cell = make_warm_cell(arm, seed, process_run.read_record(run_dir, config), config)
         cell.warm = False
         cell.summary |= json.loads((run_dir / "summary.json").read_bytes())
-        cell.signs = [health_checks.HealthFinding(**sign) for sign in cell.summary.get("signs", [])]
+        cell.signs = [health_checks.Finding(**sign) for sign in cell.summary.get("signs", [])]
         return cell
 
     def describe_running(self, name: str) -> str:

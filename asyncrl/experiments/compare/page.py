@@ -30,7 +30,7 @@ from asyncrl.records.page_kit import (
     TableCell,
     TextBlock,
 )
-from asyncrl.supervise.report.run_page import build_length_ledger
+from asyncrl.supervise.report.run_view import build_length_ledger
 
 Summary = dict[str, Any]  # of `analysis`: an arm, or a correction at a limit, over its seeds
 Columns = dict[str, tuple[str, str]]  # heading -> key of a summary, format of its number

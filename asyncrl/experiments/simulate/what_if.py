@@ -209,7 +209,8 @@ def predict(run_dir: Path) -> dict[str, str]:
     """
     config = load.load(run_dir / "config.toml")
     is_finished = rundir.is_finished(run_dir, config.learner.steps)
-    rules = {line.rule for line in advice.list_advice(config, run_dir, ended=is_finished)}
+    findings, _ = advice.list_advice(config, run_dir, ended=is_finished)
+    rules = {finding.name for finding in findings}
     limits: dict[str, list[float]] = {
         "learner_waits": [],
         "both_wait": [config.staleness.limit + 1],

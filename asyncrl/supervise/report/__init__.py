@@ -4,8 +4,8 @@
 
     series     metrics.jsonl, read as it grows; downsampling, smoothing, the x axis
     plots      the metrics on each page
-    step_plots the plots of each optimizer step
     token_samples  samples of token_samples.jsonl, with the values that a token's color can show
     advice     what limited the speed, whether staleness hurt, what to try next
+    run_view   one run: state, processes, settings, logs, and the blocks of every page
     run_page   report.html
 """

@@ -1,12 +1,12 @@
 """Describe what limited a run's speed, whether staleness hurt, and what to try next.
 
-Each rule is a function of the run that returns a sentence or None. docs/watch.md lists them.
+docs/watch.md lists what the rules find.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from asyncrl.config.tree import Config
 from asyncrl.records import jsonl, process_log, trackers
-from asyncrl.records.health_checks import HealthFinding, exceeds_chance, find_reward_range
+from asyncrl.records.health_checks import Finding, exceeds_chance
 from asyncrl.supervise.report.series import Series
 
 PREDICTION = "what_if.json"  # predictions of `asyncrl simulate`, written by `asyncrl report`
@@ -27,28 +27,10 @@ TIMES = {  # share of time -> the time that it is of
     "time/generator_idle_share": "time/generators",
     "time/reward_wait_share": "time/generators",
 }
-BUSY = 0.05  # idle share below which a side counts as busy
 IDLE = 0.15  # idle share from which a side counts as waiting
 LOW_ESS = 0.5
+HIGH_ESS = 0.9
 STALENESS_SHARE = 2.0  # smallest ratio of the staleness part to the mismatch
-
-
-class Advice(NamedTuple):
-    """A sentence about a run.
-
-    rule: the name in docs/watch.md.
-    about: speed, staleness, learning, or health (a health check that fired).
-    said: the observation, with its numbers.
-    try_this: the recommendation, or "".
-    """
-
-    rule: str
-    about: str
-    said: str
-    try_this: str
-
-    def format_line(self) -> str:
-        return f"{self.said}. To try: {self.try_this}" if self.try_this else self.said
 
 
 class Facts(NamedTuple):
@@ -116,201 +98,151 @@ def _propose_generator(facts: Facts) -> str:
     )
 
 
-def check_learner_waits(facts: Facts) -> Advice | None:
-    """The learner waits for samples while the generators are busy."""
-    learner = average_recent(facts, "time/learner_idle_share")
-    generator = average_recent(facts, "time/generator_idle_share")
-    rewards = average_recent(facts, "time/reward_wait_share") or 0.0
-    if learner is None or generator is None or learner < IDLE or rewards > IDLE:
-        return None
-    if generator > BUSY + IDLE:
-        return None
-    return Advice(
-        "learner_waits",
-        "speed",
-        f"generation limits the speed: the learner waits {learner:.0%} of its time, the "
-        f"generators {generator:.0%}",
-        f"{_propose_generator(facts)}, or shorten what is generated (generator.max_new_tokens)"
-        + _describe_prediction(facts, "learner_waits", "--more 1", "what one more would give"),
+def check_speed(facts: Facts) -> list[Finding]:
+    """Find what limits the speed: rewards, one side, or both sides in turn."""
+    learner, generator, rewards = (average_recent(facts, name) for name in TIMES)
+    if rewards is not None and rewards >= IDLE:
+        return [
+            Finding(
+                "rewards_wait",
+                f"rewards limit the speed: generators wait for them {rewards:.0%} of the time",
+                "add reward processes (reward.workers), or raise staleness.max_lag so that more "
+                "samples are in flight",
+            )
+        ]
+    if learner is None or generator is None:
+        return []
+    if min(learner, generator) >= IDLE:
+        limit = facts.max_lag
+        remedy = (
+            f"raise staleness.max_lag (now {limit})"
+            + _describe_prediction(
+                facts, "both_wait", f"--limit {limit + 1}", "what that would give"
+            )
+            if limit is not None and limit < 2
+            else "look for what delays both: swaps of weights (time/swap), publication "
+            "(time/publish)"
+        )
+        said = (
+            f"learner and generators wait for each other: {learner:.0%} and {generator:.0%} of "
+            "their time"
+        )
+        return [Finding("both_wait", said, remedy)]
+    if learner >= IDLE:
+        return [
+            Finding(
+                "learner_waits",
+                f"generation limits the speed: the learner waits {learner:.0%} of its time, the "
+                f"generators {generator:.0%}",
+                f"{_propose_generator(facts)}, or shorten what is generated "
+                "(generator.max_new_tokens)"
+                + _describe_prediction(
+                    facts, "learner_waits", "--more 1", "what one more would give"
+                ),
+            )
+        ]
+    if generator < IDLE:
+        said = (
+            f"both sides are busy: the learner waits {learner:.0%}, the generators {generator:.0%}"
+        )
+        return [Finding("balanced", said)]
+    if rewards is not None and rewards > generator / 2:
+        return []
+    return [
+        Finding(
+            "generators_wait",
+            f"training limits the speed: the generators wait {generator:.0%} of their time, the "
+            f"learner {learner:.0%}",
+            "a higher limit would not help: it would only make samples older. Give the learner "
+            "more cores or devices (learner.threads, learner.ranks), or use fewer generators",
+        )
+    ]
+
+
+def check_staleness(facts: Facts) -> list[Finding]:
+    """Find whether lag hurts, by the effective sample size, and whether it is the larger part."""
+    ess, lag, stale, engine = (
+        average_recent(facts, name)
+        for name in ("is/ess", "lag/mean", "split/staleness_k3", "split/mismatch_k3")
     )
-
-
-def check_generators_wait(facts: Facts) -> Advice | None:
-    """The generators wait for tickets while the learner is busy."""
-    learner = average_recent(facts, "time/learner_idle_share")
-    generator = average_recent(facts, "time/generator_idle_share")
-    rewards = average_recent(facts, "time/reward_wait_share") or 0.0
-    if learner is None or generator is None or generator < IDLE or learner > BUSY + IDLE:
-        return None
-    if rewards > generator / 2:
-        return None
-    return Advice(
-        "generators_wait",
-        "speed",
-        f"training limits the speed: the generators wait {generator:.0%} of their time, the "
-        f"learner {learner:.0%}",
-        "a higher limit would not help: it would only make samples older. Give the learner more "
-        "cores or devices (learner.threads, learner.ranks), or use fewer generators",
-    )
-
-
-def check_rewards_wait(facts: Facts) -> Advice | None:
-    """Generators wait for rewards."""
-    rewards = average_recent(facts, "time/reward_wait_share")
-    if rewards is None or rewards < IDLE:
-        return None
-    return Advice(
-        "rewards_wait",
-        "speed",
-        f"rewards limit the speed: generators wait for them {rewards:.0%} of the time",
-        "add reward processes (reward.workers), or raise staleness.max_lag so that more samples "
-        "are in flight",
-    )
-
-
-def check_both_wait(facts: Facts) -> Advice | None:
-    """Both sides wait in turn, as in synchronous training."""
-    learner = average_recent(facts, "time/learner_idle_share")
-    generator = average_recent(facts, "time/generator_idle_share")
-    if learner is None or generator is None or min(learner, generator) < IDLE:
-        return None
-    if (average_recent(facts, "time/reward_wait_share") or 0.0) > IDLE:
-        return None
-    limit = facts.max_lag
-    remedy = (
-        f"raise staleness.max_lag (now {limit})"
-        + _describe_prediction(facts, "both_wait", f"--limit {limit + 1}", "what that would give")
-        if limit is not None and limit < 2
-        else "look for what delays both: swaps of weights (time/swap), publication (time/publish)"
-    )
-    return Advice(
-        "both_wait",
-        "speed",
-        f"learner and generators wait for each other: {learner:.0%} and {generator:.0%} of their "
-        "time",
-        remedy,
-    )
-
-
-def check_balanced(facts: Facts) -> Advice | None:
-    """Neither side waits much."""
-    learner = average_recent(facts, "time/learner_idle_share")
-    generator = average_recent(facts, "time/generator_idle_share")
-    if learner is None or generator is None or max(learner, generator) >= IDLE:
-        return None
-    return Advice(
-        "balanced",
-        "speed",
-        f"both sides are busy: the learner waits {learner:.0%}, the generators {generator:.0%}",
-        "",
-    )
-
-
-def check_staleness_harmless(facts: Facts) -> Advice | None:
-    """The effective sample size shows that lag costs little."""
-    ess, lag = average_recent(facts, "is/ess"), average_recent(facts, "lag/mean")
-    if ess is None or lag is None or ess < 0.9 or lag < 0.5:
-        return None
-    return Advice(
-        "staleness_harmless",
-        "staleness",
+    mismatch, comparison, is_staleness = [], "", True
+    if stale is not None and engine is not None:
+        comparison = (
+            f"; staleness is {stale:.1e} nats a token of the log ratio, engine mismatch "
+            f"{engine:.1e}"
+        )
+        is_staleness = stale >= STALENESS_SHARE * engine
+        if engine >= max(1e-4, stale):
+            said = (
+                f"engine mismatch ({engine:.1e} nats a token) is larger than staleness "
+                f"({stale:.1e})"
+            )
+            remedy = (
+                "use the same dtype in engine and learner, or exact mode; a lower limit would not "
+                "help"
+            )
+            mismatch = [Finding("mismatch_dominates", said, remedy)]
+    if ess is None or lag is None or lag < 0.5:
+        return mismatch
+    if ess <= LOW_ESS and is_staleness:
+        limit = facts.max_lag
+        lower = f"lower staleness.max_lag (now {limit})" if limit else "lower the learning rate"
+        return [
+            Finding(
+                "staleness_hurts",
+                f"staleness costs much: at a mean lag of {lag:.2f} the effective sample size is "
+                f"{ess:.0%} of the batch{comparison}",
+                f"{lower}, lower learner.lr, or compare with a method made for lag: "
+                "`asyncrl compare CONFIG --arm gmpo --arm vespo`",
+            ),
+            *mismatch,
+        ]
+    if ess < HIGH_ESS:
+        return mismatch
+    said = (
         f"staleness costs little: samples are {lag:.2f} versions old on average, and importance "
-        f"ratios leave {ess:.0%} of the batch as effective sample size",
-        "",
+        f"ratios leave {ess:.0%} of the batch as effective sample size"
     )
+    return [*mismatch, Finding("staleness_harmless", said)]
 
 
-def check_staleness_hurts(facts: Facts) -> Advice | None:
-    """The effective sample size has fallen, and staleness is the larger part of the ratio."""
-    ess, lag = average_recent(facts, "is/ess"), average_recent(facts, "lag/mean")
-    if ess is None or lag is None or ess > LOW_ESS or lag < 0.5:
-        return None
-    stale = average_recent(facts, "split/staleness_k3")
-    engine = average_recent(facts, "split/mismatch_k3")
-    if stale is not None and engine is not None and stale < STALENESS_SHARE * engine:
-        return None
-    comparison = (
-        f"; staleness is {stale:.1e} nats a token of the log ratio, engine mismatch {engine:.1e}"
-        if stale is not None and engine is not None
-        else ""
-    )
-    limit = facts.max_lag
-    lower = f"lower staleness.max_lag (now {limit})" if limit else "lower the learning rate"
-    return Advice(
-        "staleness_hurts",
-        "staleness",
-        f"staleness costs much: at a mean lag of {lag:.2f} the effective sample size is {ess:.0%} "
-        f"of the batch{comparison}",
-        f"{lower}, lower learner.lr, or compare with a method made for lag: "
-        "`asyncrl compare CONFIG --arm gmpo --arm vespo`",
-    )
-
-
-def check_mismatch_dominates(facts: Facts) -> Advice | None:
-    """Engine mismatch, not staleness, is the larger part of the log ratio."""
-    stale = average_recent(facts, "split/staleness_k3")
-    engine = average_recent(facts, "split/mismatch_k3")
-    if stale is None or engine is None or engine < 1e-4 or engine < stale:
-        return None
-    return Advice(
-        "mismatch_dominates",
-        "staleness",
-        f"engine mismatch ({engine:.1e} nats a token) is larger than staleness ({stale:.1e})",
-        "use the same dtype in engine and learner, or exact mode; a lower limit would not help",
-    )
-
-
-def check_learning(facts: Facts) -> Advice | None:
-    """Held-out reward from the first to the last evaluation."""
+def check_learning(facts: Facts) -> list[Finding]:
+    """Compare the held-out reward of the last evaluation with the first and the best."""
     values = facts.series.get_values("eval/heldout")
     if len(values) < 2:
-        return None
+        return []
     best = int(np.argmax(values))
     drop = values[best] - values[-1]
     count = facts.series.get_latest("eval/heldout_n") or 1.0
-    rewards = [v for k in ("reward/min", "reward/max") for v in facts.series.get_values(k)]
-    lo, hi = find_reward_range([*values, *rewards])
+    lo, hi = facts.series.find_reward_range()
     has_fallen = exceeds_chance((values[best], count), (values[-1], count), lo, hi)
     accuracies = f"held-out reward {values[0]:.3f} at the start, {values[-1]:.3f} now"
     if best < len(values) - 1 and drop > 0.02 * (hi - lo) and has_fallen:
-        return Advice(
-            "accuracy_fell",
-            "learning",
-            f"{accuracies}; it was {values[best]:.3f} at evaluation {best + 1} of {len(values)}",
-            "take the checkpoint of that time; lower learner.lr, or add a KL term (kl.loss)",
-        )
-    return Advice("accuracy", "learning", accuracies, "")
+        return [
+            Finding(
+                "accuracy_fell",
+                f"{accuracies}; it was {values[best]:.3f} at evaluation {best + 1} of "
+                f"{len(values)}",
+                "take the checkpoint of that time; lower learner.lr, or add a KL term (kl.loss)",
+            )
+        ]
+    return [Finding("accuracy", accuracies)]
 
 
-RULES: tuple[Callable[[Facts], Advice | None], ...] = (
-    check_learning,
-    check_rewards_wait,
-    check_both_wait,
-    check_learner_waits,
-    check_generators_wait,
-    check_balanced,
-    check_staleness_hurts,
-    check_mismatch_dominates,
-    check_staleness_harmless,
-)
+def apply_rules(facts: Facts) -> list[Finding]:
+    """Return what the rules find: learning, speed, staleness."""
+    recent = [*check_speed(facts), *check_staleness(facts)]
+    steps = facts.series.axes["step"].values[select_batches(facts)]
+    return [
+        *check_learning(facts),
+        *(
+            finding._replace(said=f"{finding.said} (steps {steps[0]:.0f} to {steps[-1]:.0f})")
+            for finding in recent
+        ),
+    ]
 
 
-def apply_rules(facts: Facts) -> list[Advice]:
-    """Return the advice of all rules, but only the first about speed."""
-    results: list[Advice] = []
-    for rule in RULES:
-        result = rule(facts)
-        if result is None or any(result.about == other.about == "speed" for other in results):
-            continue
-        if result.about in ("speed", "staleness"):
-            steps = facts.series.axes["step"].values[select_batches(facts)]
-            window = f" (steps {steps[0]:.0f} to {steps[-1]:.0f})"
-            result = result._replace(said=result.said + window)
-        results.append(result)
-    return results
-
-
-def record_check(run_dir: Path, finding: HealthFinding, step: int) -> None:
+def record_check(run_dir: Path, finding: Finding, step: int) -> None:
     """Record when a health check fired; ignore a directory that cannot be written."""
     try:
         with (run_dir / CHECKS).open("a", encoding="utf-8") as file:
@@ -319,7 +251,7 @@ def record_check(run_dir: Path, finding: HealthFinding, step: int) -> None:
         pass
 
 
-def list_fired_checks(run_dir: Path, signs: Sequence[Mapping[str, Any]]) -> list[Advice]:
+def list_fired_checks(run_dir: Path, signs: Sequence[Mapping[str, Any]]) -> list[Finding]:
     """Return the health checks that fired, each once, with the step if it is known.
 
     signs: the health checks in the run's summary.
@@ -329,9 +261,8 @@ def list_fired_checks(run_dir: Path, signs: Sequence[Mapping[str, Any]]) -> list
         recorded.setdefault(str(row.get("name")), row)
     current = {sign["name"]: sign for sign in signs}
     return [
-        Advice(
+        Finding(
             f"check {name}",
-            "health",
             f"health check {name} fired"
             + (f" at step {recorded[name]['step']}" if name in recorded else "")
             + f": {sign['said']}",
@@ -348,8 +279,8 @@ def list_advice(
     ended: bool,
     series: Series | None = None,
     signs: Sequence[Mapping[str, Any]] | None = None,
-) -> list[Advice]:
-    """Return the first lines about a run: advice, then the health checks that fired.
+) -> tuple[list[Finding], list[Finding]]:
+    """Return the first lines about a run: advice, and the health checks that fired.
 
     config: None if it cannot be read. series, signs: the run's metrics and the health checks of its
     summary; None: read them from the run directory.
@@ -373,12 +304,11 @@ def list_advice(
             threads=(config.learner.ranks * config.learner.threads, config.generator.threads),
         )
     failed_trackers = [
-        Advice(
+        Finding(
             f"tracker {name}",
-            "health",
             f"the tracker {name} failed, and the run goes on without it: {reason}",
             f"look into {run_dir / 'logs' / f'tracker_{name}.log'}",
         )
         for name, reason in trackers.read_failures(run_dir).items()
     ]
-    return [*apply_rules(facts), *list_fired_checks(run_dir, signs or []), *failed_trackers]
+    return apply_rules(facts), [*list_fired_checks(run_dir, signs), *failed_trackers]

@@ -12,8 +12,8 @@ import msgspec
 import asyncrl
 from asyncrl.config import load
 from asyncrl.config.tree import Config, TaskSource
-from asyncrl.records import jsonl, metrics
-from asyncrl.supervise.summary import compose
+from asyncrl.records import metrics
+from asyncrl.supervise import summary as summaries
 
 # a path in the cache of the hub's client
 SNAPSHOT = re.compile(r"(?:models|datasets)--([^/]+)--([^/]+)/snapshots/([0-9a-f]+)/?(.*)")
@@ -29,7 +29,7 @@ def render(config: Config, run_dir: Path) -> str:
     """Return the text of the card: metadata for the hub, then Markdown."""
     from huggingface_hub import ModelCardData
 
-    summary = jsonl.read_object(run_dir / "summary.json") or compose(config, run_dir)
+    summary = summaries.read(config, run_dir)
     base, data = format_hub_name(config.model.path), list(dict.fromkeys(list_data_sets(config)))
     card = ModelCardData(
         base_model=base.partition("@")[0] if "/" in base else None,

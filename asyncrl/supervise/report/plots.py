@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from asyncrl.contract.messages import DISPOSITIONS
-from asyncrl.records.health_checks import compute_half_interval
 from asyncrl.records.metrics import BUCKETS, METRICS
 from asyncrl.records.page_kit import PagePlot, PlotLine
 from asyncrl.supervise.live import label_set
-from asyncrl.supervise.report.series import POINTS, Axis, Series
+from asyncrl.supervise.report.series import POINTS, Axis, Series, downsample
 
 AXIS_NAMES = {"step": "step", "time": "seconds of RL", "tokens": "trained tokens"}
 
@@ -165,7 +164,7 @@ PAGES: dict[str, tuple[MetricPlot, ...]] = {
     "learner": (
         MetricPlot(
             "Loss parts",
-            "-",
+            "",
             (
                 ("loss/policy", "policy"),
                 ("loss/kl", "KL term, before its coefficient"),
@@ -229,6 +228,42 @@ PAGES: dict[str, tuple[MetricPlot, ...]] = {
         ),
     ),
 }
+
+# of optimizer_steps.jsonl
+STEP_PLOTS = (
+    MetricPlot(
+        "Each optimizer step: KL before it",
+        "nats a token (k3)",
+        (
+            ("kl/behavior_target_k3", "behavior to target"),
+            ("kl/start_target_k3", "batch's start to target"),
+        ),
+    ),
+    MetricPlot(
+        "Each optimizer step: ratio to the behavior policy",
+        "target / behavior",
+        (("is/target_ratio", "mean"), ("is/target_ratio_max", "largest")),
+    ),
+    MetricPlot(
+        "Each optimizer step: gradient norm",
+        "before clipping",
+        (("optim/grad_norm", "gradient norm"),),
+    ),
+    MetricPlot(
+        "Each optimizer step: reshape",
+        "gamma; nats^2",
+        (
+            ("reshape/gamma", "mean gamma"),
+            ("reshape/gamma_base", "gamma_base"),
+            ("reshape/sigma2", "sigma2, variance of log w"),
+        ),
+    ),
+    MetricPlot(
+        "Each optimizer step: C = A log w and its gate",
+        "nats; share",
+        (("reshape/c", "mean C"), ("reshape/p_correct", "mean P_correct")),
+    ),
+)
 
 
 def build_set_plot(names: Iterable[str]) -> MetricPlot:
@@ -298,7 +333,7 @@ def build_plots(
         meanings = {name: METRICS[name].meaning for name, _ in plot.series if name in METRICS}
         figures.append(PagePlot(plot.title, plot.unit, lines, AXIS_NAMES[axis], metrics=meanings))
         if plot is ACCURACY and all(
-            _find_reward_range(series) == (0, 1) for series in runs.values()
+            series.find_reward_range() == (0, 1) for series in runs.values()
         ):
             figures[-1].top = 1.02
     return figures
@@ -317,14 +352,10 @@ def _fill_line(line: PlotLine, series: Series, axis: Axis, smooth: float, points
     """Fill in the values of a line; an evaluation is not smoothed and has a band."""
     evaluated = line.metric.startswith("eval/")
     line.xs, line.ys = series.sample_line(line.metric, axis, 0.0 if evaluated else smooth, points)
-    values, counts = series.get_values(line.metric), series.get_values(f"{line.metric}_n")
-    if evaluated and len(line.xs) == len(values) == len(counts):
-        low, high = _find_reward_range(series)
-        pairs = zip(values.tolist(), counts.tolist(), strict=True)
-        halves = np.array(
-            [compute_half_interval(value, count, low, high) for value, count in pairs]
-        )
-        line.low, line.high = (values - halves).tolist(), (values + halves).tolist()
+    intervals = series.list_intervals(line.metric)
+    if evaluated and len(line.xs) == len(intervals):
+        line.low = [y - half for y, (_, half) in zip(line.ys, intervals, strict=True)]
+        line.high = [y + half for y, (_, half) in zip(line.ys, intervals, strict=True)]
     elif evaluated and f"{line.metric}_low" in series.columns:
         bounds = (series.get_values(f"{line.metric}_{end}") for end in ("low", "high"))
         low_bounds, high_bounds = (bound.tolist() for bound in bounds)
@@ -356,12 +387,6 @@ def _are_equal(line: PlotLine, other: PlotLine) -> bool:
     return np.allclose(points, other_points, rtol=1e-6, atol=1e-12)
 
 
-def _find_reward_range(series: Series) -> tuple[float, float]:
-    names = ("reward/min", "reward/max", "eval/heldout", "eval/ood")
-    rewards = np.concatenate([[0.0, 1.0], *(series.get_values(name) for name in names)])
-    return float(rewards.min()), float(rewards.max())
-
-
 def plot_lag_over_time(rows: Sequence[Mapping[str, Any]], buckets: int = 120) -> PagePlot:
     """Plot the lag histogram over time from trained.jsonl as stacked shares of tokens.
 
@@ -384,3 +409,38 @@ def plot_lag_over_time(rows: Sequence[Mapping[str, Any]], buckets: int = 120) ->
         for lag, column in zip(lags, zip(*share, strict=True), strict=True)
     ]
     return plot
+
+
+def build_step_plots(runs: Mapping[str, Series], points: int = POINTS) -> list[PagePlot]:
+    """Build the plots of optimizer steps, or [] if no batch had two.
+
+    With one step per batch, the plots of metrics.jsonl show the same.
+
+    Args:
+        runs: name -> the run's optimizer_steps.jsonl.
+    """
+    several = {run: series for run, series in runs.items() if series.get_values("update").any()}
+    figures = []
+    for plot in STEP_PLOTS:
+        lines = [
+            PlotLine(label, *_trace_line(series, name, points), run=run, metric=name)
+            for run, series in several.items()
+            for name, label in plot.series
+            if name in series.columns
+        ]
+        if lines:
+            meanings = {name: METRICS[name].meaning for name, _ in plot.series}
+            figures.append(PagePlot(plot.title, plot.unit, lines, "batch", metrics=meanings))
+    return figures
+
+
+def _trace_line(series: Series, name: str, points: int) -> tuple[list[float], list[float]]:
+    """Return (x, y) of a metric; the steps of batch n lie evenly in [n, n + 1)."""
+    batch = series.axes["step"].values
+    _, batch_index, counts = np.unique(batch, return_inverse=True, return_counts=True)
+    update = np.zeros(len(batch))
+    update[series.columns["update"].rows] = series.get_values("update")
+    column = series.columns[name]
+    across = (batch + update / counts[batch_index])[column.rows]
+    kept_x, kept_y = downsample(across, column.values, points)
+    return kept_x.tolist(), kept_y.tolist()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 from dataclasses import dataclass, field
-from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from asyncrl.records import jsonl, metrics
+from asyncrl.records import health_checks, jsonl, metrics
 
 Axis = Literal["step", "time", "tokens"]
 AXES: tuple[Axis, ...] = ("step", "time", "tokens")
@@ -86,7 +86,7 @@ class Series:
         self._offset += complete
         rows = self._decode_lines(data[:complete])
         trained = [self._newest, *(row["step"] for row in rows if TRAINED in row)]
-        if any(next_step <= step for step, next_step in pairwise(trained)):
+        if any(next_step <= step for step, next_step in itertools.pairwise(trained)):
             offset, inode = self._offset, self._inode
             self._forget()
             self._offset, self._inode = offset, inode
@@ -165,6 +165,36 @@ class Series:
         """Return all values of a metric, float64 [n]."""
         column = self.columns.get(name)
         return np.zeros(0) if column is None else column.values
+
+    def read_latest(self) -> dict[str, float]:
+        """Return the newest value of each metric."""
+        return {name: float(column.values[-1]) for name, column in self.columns.items()}
+
+    def select_rows(self, name: str) -> list[dict[str, float]]:
+        """Return the rows that have a metric: their steps and their metrics of its family."""
+        column = self.columns.get(name, Column())
+        steps = self.axes["step"].values[column.rows].tolist()
+        rows = {row: {"step": x} for row, x in zip(column.rows.tolist(), steps, strict=True)}
+        for other, values in self.columns.items():
+            if other.partition("/")[0] == name.partition("/")[0]:
+                for row, value in zip(values.rows.tolist(), values.values.tolist(), strict=True):
+                    if row in rows:
+                        rows[row][other] = value
+        return list(rows.values())
+
+    def list_intervals(self, name: str) -> list[tuple[float, float]]:
+        """Return (n, half the 95 % interval over prompts) of each evaluation."""
+        values, counts = self.get_values(name), self.get_values(f"{name}_n")
+        lo, hi = self.find_reward_range()
+        return [
+            (count, health_checks.compute_half_interval(value, count, lo, hi))
+            for value, count in zip(values.tolist(), counts.tolist(), strict=False)
+        ]
+
+    def find_reward_range(self) -> tuple[float, float]:
+        """Return bounds of the run's rewards, and at least [0, 1]."""
+        values = (self.get_values(name) for name in health_checks.REWARDS)
+        return health_checks.find_reward_range(itertools.chain(*values))
 
     def sample_line(
         self, name: str, axis: Axis = "step", smooth: float = 0.0, points: int = POINTS

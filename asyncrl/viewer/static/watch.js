@@ -1,6 +1,6 @@
 "use strict";
-// The page of `asyncrl watch`. Foreign text (prompts, completions, names, logs) is only ever set as
-// textContent, so that markup in it stays text.
+// The page of `asyncrl watch`. Foreign text (prompts, completions, names, logs) is set as textContent,
+// or comes escaped in the blocks of a report, so that markup in it stays text.
 
 const PAGES = ["overview", "staleness", "learner", "processes", "ledger", "samples", "config", "logs"];
 // Slow updates are made less often: they cost at most 1 / SPARE of a core.
@@ -13,7 +13,6 @@ const state = {
 
 // ---- small helpers ------------------------------------------------------------------------------
 
-const percent = (x) => x == null ? "-" : `${(100 * x).toFixed(x < 0.1 ? 1 : 0)}%`;
 const duration = (s) => s < 90 ? `${s.toFixed(0)} s` : s < 5400 ? `${(s / 60).toFixed(0)} min` : `${(s / 3600).toFixed(1)} h`;
 const main = () => document.getElementById("main");
 const shown = () => state.runs.filter((run) => !state.hidden.has(run.id));
@@ -71,32 +70,32 @@ async function drawPlots(place) {
 
 // ---- pages --------------------------------------------------------------------------------------
 
-function advice(style, lines, more) {
-  if (!lines.length && !more.length) return null;
-  return element("ul", { class: style }, ...lines.map((line) =>
-    element("li", {}, line.said, line.try_this ? element("span", { class: "soft" }, `. To try: ${line.try_this}`) : "")), ...more.map((text) => element("li", {}, text)));
+// The blocks of each run as they are in its report, below its name and state.
+async function blocks(name) {
+  const runs = shown();
+  const content = runs.length ? await ask(name, { runs: runs.map((run) => run.id).join("|") }) : {};
+  return runs.map((run) => {
+    const step = run.steps ? `step ${run.step} of ${run.steps}` : `version ${run.step}`;
+    const progress = [run.state, step, ...run.state === "running" ? [duration(run.seconds)] : []].join(", ");
+    const section = element("section", {},
+      element("h2", {}, element("span", { class: "dot", style: `display:inline-block;background:${color(run.id)}` }), " ", run.id,
+        element("span", { class: "soft" }, ` ${progress}`)),
+      run.problem ? element("p", { class: "bad" }, run.problem) : null);
+    section.insertAdjacentHTML("beforeend", content[run.id]);
+    for (const node of section.querySelectorAll("[id]")) {  // several runs have the same ids
+      if (node.id === "advice") node.className = "advice";
+      node.removeAttribute("id");
+    }
+    return section;
+  });
 }
 
 async function overview(place) {
-  const runs = shown().map((run) => run.id).join("|");
-  const content = runs ? await ask("overview", { runs }) : {};
   if (!state.runs.length) return place.replaceChildren(element("p", { class: "soft waiting" }, "No run has begun here yet. The page shows a run, or a model of a Tinker server, once it begins."));
+  const sections = await blocks("overview");
   place.querySelector(".waiting")?.remove();
   const top = place.querySelector(".top") ?? place.appendChild(element("div", { class: "top" }));
-  top.replaceChildren(...Object.entries(content).map(([id, run]) => {
-    const s = run.state, speed = run.speed ?? {}, idle = speed.idle_share ?? {};
-    const cards = run.cards?.map(([label, value]) => [label, typeof value === "string" ? value : number(value)]) ?? [
-      ["step", `${s.step} / ${s.steps}`], ["state", s.state], ["held-out reward", number(s.accuracy)], ["batch reward", number(s.reward)],
-      ["mean lag of the run", number(run.lag?.mean)], ["lag limit", number(run.lag?.limit)], ["idle in the run: generators / learner", `${percent(idle.generator)} / ${percent(idle.learner)}`],
-      ["generated", `${number(speed.generator_tokens_per_s)} tok/s`], ["time", duration(s.seconds)],
-    ];
-    return element("section", {},
-      element("h2", {}, element("span", { class: "dot", style: `display:inline-block;background:${color(id)}` }), " ", id),
-      s.problem ? element("p", { class: "bad" }, s.problem) : null,
-      advice("advice", run.advice.filter((line) => line.about !== "health"), run.waits),
-      advice("warn", run.advice.filter((line) => line.about === "health"), []),
-      element("div", { class: "cards" }, ...cards.map(([label, value]) => element("div", { class: "card" }, label, element("b", {}, value)))));
-  }));
+  top.replaceChildren(...sections);
   await drawPlots(place);
 }
 
@@ -108,23 +107,10 @@ async function processes(place) {
 }
 
 async function ledger(place) {
-  const content = await ask("ledger", { runs: shown().map((run) => run.id).join("|") });
+  const sections = await blocks("ledger");
   const plots = place.querySelector(".plots") ?? element("div", { class: "plots" });
-  place.replaceChildren(plots);
+  place.replaceChildren(plots, ...sections);
   await drawPlots(plots);
-  for (const [id, run] of Object.entries(content)) {
-    if (run.tables) {
-      place.append(element("h2", {}, id), ...run.tables.flatMap(({ title, head, rows }) => [element("h3", {}, title),
-        rows.length ? table(head, rows.map(([name, count, share]) => [name, number(count), percent(share)])) : ""]));
-      continue;
-    }
-    const total = run.totals.generated || 1;
-    const rows = Object.entries(run.lines).filter(([, line]) => line.tokens > 0);
-    place.append(element("h2", {}, `${id}: ${number(run.totals.generated)} tokens generated`),
-      table(["end", "tokens", "share", "samples", "mean length", "mean reward"], rows.map(([name, line]) => [
-        name, number(line.tokens), percent(line.tokens / total), number(line.samples), number(line.mean_length), number(line.mean_reward)])),
-      Object.keys(run.failures ?? {}).length ? table(["failure", "samples"], Object.entries(run.failures)) : "");
-  }
 }
 
 async function config(place) {

@@ -1,0 +1,522 @@
+"""One run, from the files of its directory, and the blocks in which every page shows it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import statistics
+import threading
+import time
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from asyncrl.config import load
+from asyncrl.config.tree import Config
+from asyncrl.contract.errors import AsyncrlError, ConfigError
+from asyncrl.contract.printable import escape_line
+from asyncrl.contract.toml_writer import flatten
+from asyncrl.records import jsonl, metrics, process_log, rundir
+from asyncrl.records.health_checks import Finding
+from asyncrl.records.page_kit import Block, CardBlock, ListBlock, ListItem, TableBlock
+from asyncrl.supervise import doctor, live
+from asyncrl.supervise import summary as summaries
+from asyncrl.supervise.report import advice
+from asyncrl.supervise.report.series import Series
+from asyncrl.supervise.report.token_samples import FILE, SampleStore
+
+LEDGER = ("line", "tokens", "share", "samples", "mean length", "mean reward")
+TASKS = ("task", "share", "reward", "lag", "ESS", "removed groups", "held-out")
+MOVES = 8  # number of newest changes of the limit that are described; the plot has all
+LOG_BYTES = 64 * 1024
+COMPOSE_S = 5.0  # a summary of a run in progress is composed at most this often
+COMPOSE_SHARE = 0.005  # share of a core that composing it costs at most
+
+
+@dataclass
+class RunView:
+    """A run directory and the data read from it so far.
+
+    home: the directory of its processes, settings and logs.
+    """
+
+    no_samples: ClassVar[str] = (
+        "This run has logged no samples yet: it logs some of every record.samples_every-th batch "
+        "(record.token_samples)."
+    )
+
+    id: str
+    path: Path
+    series: Series = field(init=False)
+    samples: SampleStore = field(init=False)
+    steps: Series = field(init=False)  # of optimizer_steps.jsonl, read on demand
+    problem: str = ""  # why its files cannot be read
+    _summary: dict[str, Any] = field(default_factory=dict)
+    _next_summary: float = 0.0
+    _config: tuple[tuple[int, int], Config] | None = None
+
+    def __post_init__(self) -> None:
+        self.home = self.path
+        self.series = Series(self.path / "metrics.jsonl")
+        self.samples = SampleStore(self.path / FILE)
+        self.steps = Series(self.path / metrics.OPTIMIZER_STEPS)
+
+    def refresh(self) -> None:
+        """Read what the run has written since the last call."""
+        self.series.refresh()
+        self.samples.refresh()
+
+    @property
+    def config(self) -> Config:
+        """The run's settings, read again when the file has changed. Raises ConfigError."""
+        path = self.path / "config.toml"
+        try:
+            status = path.stat()
+        except OSError:
+            raise ConfigError(
+                f"{self.path}: the run directory was removed, or has no config.toml"
+            ) from None
+        version = (status.st_mtime_ns, status.st_size)
+        if self._config is None or self._config[0] != version:
+            self._config = (version, load.load(path))
+        return self._config[1]
+
+    def read_summary(self) -> dict[str, Any]:
+        """Return the run's summary object; {} until it exists.
+
+        A thread composes that of a run in progress, at most every COMPOSE_S seconds.
+        """
+        if summary := jsonl.read_object(self.path / "summary.json"):
+            return summary
+        if time.monotonic() >= self._next_summary:
+            self._next_summary = math.inf
+            # in a thread, because a long run takes seconds
+            threading.Thread(target=self._compose, name="summary", daemon=True).start()
+        return self._summary
+
+    def _compose(self) -> None:
+        start = time.monotonic()
+        try:
+            has_rows = (self.path / "metrics.jsonl").exists()
+            self._summary = summaries.compose(self.config, self.path) if has_rows else {}
+        except (OSError, ValueError, KeyError, TypeError, AsyncrlError):
+            self._summary = {}
+        end = time.monotonic()
+        self._next_summary = end + max(COMPOSE_S, (end - start) / COMPOSE_SHARE)
+
+    def describe_state(self) -> dict[str, Any]:
+        """Return the run's row of the list: state, steps, newest held-out reward, mean lag."""
+        problem, state, step, planned = "", "unreadable", 0, 0
+        try:
+            state, step, planned = self.read_progress()
+        except (AsyncrlError, OSError) as error:
+            problem = str(error)
+        rows = self.series.rows
+        return {
+            "id": self.id,
+            "path": str(self.path),
+            "state": state,
+            "problem": problem,
+            "step": self.count_steps() or step,
+            "steps": planned,
+            "seconds": float(self.series.axes["time"].values[-1]) if rows else 0.0,
+            "accuracy": self.series.get_latest("eval/heldout"),
+            "reward": self.series.get_latest("reward/mean"),
+            "lag": self.series.get_latest("lag/mean"),
+            "rows": rows,
+            "samples": len(self.samples.heads),
+            "summed_up": bool(self._summary),
+            "damaged": self.series.damaged + self.samples.damaged,
+        }
+
+    def read_progress(self) -> tuple[str, int, int]:
+        """Return state, steps if the metrics have none, and planned steps."""
+        planned = self.config.learner.steps
+        return describe_state(self.path, planned), 0, planned
+
+    def count_steps(self) -> int:
+        """Count trained batches, whose rows are numbered from 0."""
+        trained = self.series.columns.get("reward/mean")
+        if trained is None or not trained.count:
+            return 0
+        return int(self.series.axes["step"].values[trained.rows[-1]]) + 1
+
+    def list_overview(self, summary: dict[str, Any]) -> list[Block]:
+        """Return advice, waits, the health checks that fired, and the main figures."""
+        advice, fired = self.list_advice(summary.get("signs", []))
+        latest = self.series.read_latest()
+        waits = (live.describe_reward_wait(latest), live.describe_slow_link(latest))
+        return [
+            ListBlock([*map(_format_item, advice), *filter(None, waits)], id="advice"),
+            ListBlock(map(_format_item, fired), id="signs", style="warn"),
+            CardBlock(build_cards(self.series, summary)),
+        ]
+
+    def list_advice(
+        self, signs: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[Finding], list[Finding]]:
+        """Return the first lines of the page: advice, and the health checks that fired."""
+        config, ended = None, False
+        with contextlib.suppress(AsyncrlError, OSError):
+            config = self.config
+            ended = rundir.is_finished(self.path, config.learner.steps)
+        return advice.list_advice(config, self.path, ended=ended, series=self.series, signs=signs)
+
+    def list_ledger(self, summary: dict[str, Any]) -> list[Block]:
+        """Return the ledger: tokens by their end, by task and by length, and failures."""
+        if not summary:
+            return []
+        latest = self.series.read_latest()
+        tables: list[tuple[Sequence[str], Sequence[tuple[str, ...]], str, str]] = [
+            (LEDGER, _build_ledger(summary), "", "ledger"),
+            (TASKS, live.build_task_rows(latest), "Tasks, at the last step", "tasks"),
+            (*_split_head(build_task_ledger(summary)), "Ledger by task", "ledger-by-task"),
+            (
+                *_split_head(build_length_ledger(summary)),
+                "By completion length: what the staleness rule took",
+                "by-length",
+            ),
+            (
+                ("failure", "samples"),
+                [(name, f"{count:,}") for name, count in summary.get("failures", {}).items()],
+                "Failed samples",
+                "failures",
+            ),
+        ]
+        return [
+            TableBlock(head, rows, heading=heading, id=id_)
+            for head, rows, heading, id_ in tables
+            if rows
+        ]
+
+    def describe_processes(self) -> list[dict[str, Any]]:
+        return doctor.describe_processes(self.config, self.path)
+
+    def list_processes(self) -> list[dict[str, Any]]:
+        """Return every process: state, last end, restarts, host, memory, last line of its log."""
+        events = process_log.read_events(self.home)
+        rows = self.describe_processes()
+        for row in rows:
+            name = row["name"], "began"
+            starts = [e for e in events if (e.get("name"), e.get("event")) == name]
+            row["restarts"] = max(len(starts) - 1, 0)
+            row["host"] = starts[-1].get("host", "") if starts else ""
+            row["pid"] = starts[-1].get("pid") if starts else None
+            row["memory_mb"] = measure_resident_mb(row["pid"]) if row["alive"] else None
+        return rows
+
+    def read_optimizer_steps(self) -> Series:
+        """Return optimizer_steps.jsonl as columns, up to its newest row."""
+        self.steps.refresh()
+        return self.steps
+
+    def read_trained_batches(self) -> list[dict[str, Any]]:
+        """Return the rows of trained.jsonl: one per batch, with its tokens by lag."""
+        return jsonl.read(self.path / "trained.jsonl")
+
+    def read_settings(self) -> dict[str, Any]:
+        """Return the run's settings as {dotted key: value}."""
+        return read_settings(self.home / "config.toml")
+
+    def list_changed_settings(self) -> list[str]:
+        """List the keys whose values are not the defaults."""
+        config = load.build({"model": {"path": ""}, "task": {"name": "sort"}})
+        defaults = flatten(tomllib.loads(load.dump(config)))
+        settings = self.read_settings()
+        return [key for key, value in settings.items() if defaults.get(key) != value]
+
+    def list_logs(self) -> list[str]:
+        """Return the names of the log files: a server's own, then the newest attempt first."""
+        files = [*(self.home / "logs").rglob("*.log"), *self.home.glob("*.log")]
+        root = self.home.resolve()  # a link out of the directory would show another file
+        inside = [path for path in files if path.resolve().is_relative_to(root) and path.is_file()]
+        names = (str(path.relative_to(self.home)) for path in inside)
+        return sorted(names, key=lambda name: (name.endswith("server.log"), name), reverse=True)
+
+    def read_log_tail(self, name: str) -> str:
+        """Return the end of a log file, escaped line by line.
+
+        Raises ConfigError for a file that is not one of `list_logs`.
+        """
+        if name not in self.list_logs():
+            raise ConfigError(f"{name}: no log file of {self.home}")
+        with (self.home / name).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
+            text = file.read().decode("utf-8", "replace")
+        return "\n".join(escape_line(line, 2000) for line in text.splitlines())
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Return the settings in a file as {dotted key: value}.  Raises ConfigError."""
+    try:
+        with path.open("rb") as file:
+            return flatten(tomllib.load(file))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def measure_resident_mb(pid: int | None) -> float | None:
+    """Return the resident memory of a process of this machine in MiB, or None if there is none."""
+    if pid is None:
+        return None
+    import psutil
+
+    try:
+        return float(psutil.Process(pid).memory_info().rss / 2**20)
+    except psutil.Error:
+        return None
+
+
+def describe_state(run_dir: Path, planned: int) -> str:
+    """Return `running`, `finished` (of `planned` steps) or `stopped`."""
+    if process_log.list_alive(run_dir):
+        return "running"
+    return "finished" if rundir.is_finished(run_dir, planned) else "stopped"
+
+
+def list_differences(runs: list[RunView]) -> list[dict[str, Any]]:
+    """Return the settings in which the runs differ, as {key, values by run}."""
+    settings = {run.id: run.read_settings() for run in runs}
+    keys = sorted({key for values in settings.values() for key in values})
+    return [
+        {"key": key, "values": {name: values.get(key) for name, values in settings.items()}}
+        for key in keys
+        if len({json.dumps(values.get(key), default=str) for values in settings.values()}) > 1
+    ]
+
+
+# ---- the blocks of a run -------------------------------------------------------------------------
+
+
+def _format_item(finding: Finding) -> ListItem:
+    remedy = f". To try: {finding.try_this}" if finding.try_this else ""
+    return ListItem(remedy, bold=finding.said)
+
+
+def list_early_stops(rows: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Return the KL of each batch that early stopping ended before its last step.
+
+    >>> stops = [(0, 0.0), (1, 0.03), (1, 0.01), (2, 0.05)]
+    >>> list_early_stops([{"optim/early_stops": n, "optim/stop_kl": kl} for n, kl in stops])
+    [0.03, 0.05]
+    """
+    counts = [row for row in rows if "optim/early_stops" in row]
+    previous = [0.0, *(row["optim/early_stops"] for row in counts)]
+    return [
+        float(row.get("optim/stop_kl", 0.0))
+        for row, earlier in zip(counts, previous, strict=False)
+        if row["optim/early_stops"] > earlier
+    ]
+
+
+def build_cards(series: Series, summary: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+    """Return (label, value, id, note below the value) of each card; none without a summary."""
+    if not summary:
+        return []
+    latest = series.read_latest()
+    evals = {
+        split: [
+            f"+-{half:.3f} (n = {n:,.0f})" for n, half in series.list_intervals(f"eval/{split}")
+        ]
+        or [""]
+        for split in ("heldout", "ood")
+    }
+
+    def format_share(value: float | None) -> str:
+        return "-" if value is None else f"{value:.3f}"
+
+    lag, speed = summary["lag"], summary["speed"]
+    idle = speed["idle_share"]
+    window = live.describe_window(latest)
+    stops = list_early_stops(series.select_rows("optim/early_stops"))
+    stopped = f"at a median KL of {statistics.median(stops):.2g}" if stops else ""
+    cards = [
+        (
+            "held-out at the start",
+            format_share(summary["heldout_start"]),
+            "heldout-start",
+            evals["heldout"][0],
+        ),
+        (
+            "held-out at the end",
+            format_share(summary["heldout_end"]),
+            "heldout-end",
+            evals["heldout"][-1],
+        ),
+        (
+            "out of distribution: start / end",
+            f"{format_share(summary.get('ood_start'))} / {format_share(summary['ood_end'])}",
+            "ood-end",
+            evals["ood"][-1],
+        ),
+        ("newest batch reward", format_share(latest.get("reward/mean")), "reward", ""),
+        ("RL took", f"{summary['wall_s']:.0f} s", "wall", ""),
+        ("steps", str(summary["steps"]), "steps", ""),
+        (
+            "mean lag of the run",
+            f"{lag['mean']:.2f}",
+            "lag-mean",
+            f"at the end: {window}" if window else "",
+        ),
+        (
+            "largest lag / limit",
+            f"{lag['max']} / {lag['limit']}",
+            "lag-max",
+            describe_limit_moves(series.select_rows("limit/before")),
+        ),
+        ("generated", f"{speed['generator_tokens_per_s']:,.0f} tok/s", "gen", ""),
+        ("trained", f"{speed['learner_tokens_per_s']:,.0f} tok/s", "learn", ""),
+        (
+            "idle in the run: generators / learner",
+            f"{idle['generator']:.0%} / {idle['learner']:.0%}",
+            "idle",
+            "",
+        ),
+        ("batches stopped early", f"{len(stops)} of {summary['steps']}", "early-stops", stopped),
+    ]
+    return cards if stops else cards[:-1]
+
+
+def describe_limit_moves(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Describe the last changes of an adaptive lag limit and their reasons; "" without any.
+
+    >>> row = {"step": 9, "limit/now": 2.0, "limit/before": 1.0, "limit/ess": 0.9}
+    >>> describe_limit_moves([{"step": 8}, row | {"limit/idle": 0.25}])
+    'limit from step 9 on 2 (was 1: ESS 0.90, learner idle 25%)'
+    """
+    moves = [
+        f"from step {row['step']:.0f} on {row['limit/now']:.0f} ({live.describe_limit_change(row)})"
+        for row in rows
+        if "limit/before" in row
+    ]
+    earlier = f"{len(moves) - MOVES} earlier moves, then " if len(moves) > MOVES else ""
+    return f"limit {earlier}{'; '.join(moves[-MOVES:])}" if moves else ""
+
+
+def _split_head(rows: list[tuple[str, ...]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    return rows[0], rows[1:]
+
+
+def _build_ledger(summary: dict[str, Any]) -> list[tuple[str, ...]]:
+    total = max(summary["ledger"]["generated"], 1)
+    rows: list[tuple[str, ...]] = [
+        ("generated", f"{summary['ledger']['generated']:,}", "", "", "", "")
+    ]
+    for name, line in summary["ledger_lines"].items():
+        has_samples = line["samples"] > 0
+        rows.append(
+            (
+                name,
+                f"{line['tokens']:,.0f}",
+                f"{line['tokens'] / total:.2%}",
+                f"{line['samples']:,.0f}",
+                f"{line['mean_length']:.1f}" if has_samples else "-",
+                f"{line['mean_reward']:.3f}" if has_samples else "-",
+            )
+        )
+    return rows
+
+
+def build_task_ledger(summary: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return a header, then a row per task of a mixture with its tokens in each ledger line."""
+    tables: dict[str, dict[str, Any]] = summary.get("ledger_by_task", {})
+    line_names = [
+        line
+        for line in next(iter(tables.values()), {})
+        if any(table[line]["tokens"] for table in tables.values())
+    ]
+    rows: list[tuple[str, ...]] = [("task", "tokens", *line_names)]
+    for title, table in tables.items():
+        total = sum(line["tokens"] for line in table.values())
+        shares = (f"{table[line]['tokens'] / max(total, 1):.2%}" for line in line_names)
+        rows.append((title, f"{total:,.0f}", *shares))
+    return rows
+
+
+def build_length_ledger(summary: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return a header, then a row per range of completion lengths.
+
+    A row has the number of tokens and their share in each non-empty ledger line.
+    `faded` is the loss of trained tokens to `downweight`: tokens times (1 - weight)."""
+    lines: dict[str, dict[int, float]] = {}
+    for name, line in summary["ledger_lines"].items():
+        lines[name] = {
+            int(k.removeprefix("upto_")): v for k, v in line.items() if k.startswith("upto_")
+        }
+        lines["faded"] = lines.get("faded", {}) | {
+            int(k.removeprefix("faded_upto_")): v
+            for k, v in line.items()
+            if k.startswith("faded_upto_")
+        }
+    faded = lines.pop("faded", {})
+    columns = {n: line for n, line in lines.items() if line} | ({"faded": faded} if faded else {})
+    rows: list[tuple[str, ...]] = [("completion length", "tokens", *columns)]
+    for bound in sorted({k for line in lines.values() for k in line}):
+        total = sum(line.get(bound, 0) for line in lines.values())
+        rows.append(
+            (
+                f"{bound // 2 + 1} to {bound}" if bound > 2 else f"{bound}",
+                f"{total:,.0f}",
+                *(f"{line.get(bound, 0) / max(total, 1):.2%}" for line in columns.values()),
+            )
+        )
+    return rows
+
+
+# ---- the runs of a folder ------------------------------------------------------------------------
+
+
+def list_runs(directory: Path) -> list[dict[str, Any]]:
+    """Describe each run directory in `directory`, oldest first.
+
+    Raises ConfigError if it has none."""
+    if not directory.is_dir():
+        raise ConfigError(
+            f"{directory}: no such directory; give the one that the config names as `runs`"
+        )
+    configs = [path for path in directory.glob("*/config.toml") if _is_run(path.parent)]
+    if not configs:
+        is_run = _is_run(directory) and (directory / "config.toml").is_file()
+        raise ConfigError(
+            f"{directory} is a run itself; give the directory that it is in"
+            if is_run
+            else f"{directory} contains no run directory"
+        )
+    return [describe_run(path.parent) for path in sorted(configs, key=_sort_key)]
+
+
+def _is_run(run_dir: Path) -> bool:
+    return (run_dir / "run_id").is_file()
+
+
+def _sort_key(config: Path) -> tuple[float, str]:
+    return (config.parent / "run_id").stat().st_mtime, config.parent.name
+
+
+def describe_run(run_dir: Path) -> dict[str, Any]:
+    """Read a run's state, steps, newest mean reward on held-out prompts and mean lag.
+
+    accuracy: that reward, an accuracy where rewards are 0 or 1.
+    state: `running`, `finished`, `stopped` or `unreadable`.
+    A value that does not exist yet is None."""
+    row: dict[str, Any] = {"run": escape_line(run_dir.name), "state": "unreadable"}
+    row |= dict.fromkeys(("steps", "of", "accuracy", "lag"))
+    try:
+        config = tomllib.loads((run_dir / "config.toml").read_text(encoding="utf-8"))
+        planned = int(config["learner"]["steps"])
+        buffer_summary = summaries.read_buffer_summary(run_dir)
+        accuracy = [r["eval/heldout"] for r in metrics.read(run_dir) if "eval/heldout" in r]
+        steps, lag = buffer_summary["steps"], buffer_summary["lag"]["mean"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return row
+    return row | {
+        "state": describe_state(run_dir, planned),
+        "steps": steps,
+        "of": planned,
+        "accuracy": accuracy[-1] if accuracy else None,
+        "lag": lag if steps else None,
+    }
