@@ -132,6 +132,10 @@ class FsdpBackend(DistributedBackend):
         with self.guard():
             super().backward(loss, is_last=is_last)
 
+    def step(self, rate: float, loss: torch.Tensor) -> float | None:
+        # a loss that is not finite on one rank alone: all ranks skip the step, or none
+        return super().step(rate, self.sum_over_ranks(loss.detach().cpu().clone()))
+
     def collect_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
         return [get_local_part(p.grad) for p in parameters if p.grad is not None]
 

@@ -210,6 +210,19 @@ def test_logprobs_before_and_after_a_swap(case: Case) -> None:
         assert {a.finish for a in answers.values()} == {"stop", "length"}
 
 
+def test_logprobs_of_vllms_own_sampler(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU has no other: vLLM returns those before temperature and cuts unless it is told."""
+    label = case.load(case.old)
+    native = case.worker.model_runner.sampler.topk_topp_sampler.forward_native
+    monkeypatch.setattr(SeededSampler, "__call__", lambda self, *args: native(*args))
+    cuts = CUTS if case.bound < 1e-3 else CUTS[:2]
+    requests = [request(t, 0, [3, 4, 3 + t], 8, **cut) for t, cut in enumerate(cuts)]
+    case.engine.add(requests)
+    for r, answer in zip(requests, sorted(case.finish().items()), strict=True):
+        assert case.worst(case.old, answer[1], r) < case.bound
+        assert answer[1].spans[0].label == label
+
+
 def test_swap_in_mid_answer(case: Case) -> None:
     """recompute_kv: each token follows from the weights that its span names; keep_kv: the new
     weights attend to old keys.

@@ -2,7 +2,8 @@
 fixed stream of batches.
 
 JSON: model, config (sections), batches, and optionally sessions (how those of the batches after
-these are cut into rows), dtype, bad (a batch in which one sample's reward is not finite), frozen (a
+these are cut into rows), dtype, bad (a batch in which one sample's reward is not finite), lost (an
+optimizer step whose loss is NaN on the last rank, although its gradient is finite), frozen (a
 weight without gradients), held (the weights of the start count as those of every earlier version,
 so that the split is measured), save (after which batch, directory), stand (behind that checkpoint
 rank 0 touches FILE.there, waits for FILE, and has so many seconds of patience from then on),
@@ -11,6 +12,7 @@ holds of the optimizer's state."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -36,6 +38,7 @@ from asyncrl.models.policy import (
     read_flat,
 )
 from learner import checkpoint
+from learner.backend import TorchBackend
 from learner.step import LearnerCore
 
 
@@ -69,6 +72,12 @@ def stand(core: LearnerCore, until: Path, patience_s: float) -> None:
     core.backend.config = msgspec.structs.replace(config, learner=learner)
 
 
+def lose(backend: TorchBackend, lost: int) -> None:
+    """The loss of that step, counted from 0, is NaN on this rank."""
+    step, made = backend.step, itertools.count()
+    backend.step = lambda rate, loss: step(rate, loss if next(made) != lost else loss * math.nan)
+
+
 def main() -> None:
     job: dict[str, Any] = json.loads(sys.argv[1])
     config = load.build(
@@ -82,6 +91,8 @@ def main() -> None:
     core = LearnerCore(config, job["model"])
     for name, parameter in core.model.hf.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and name != job.get("frozen"))
+    if core.backend.rank == config.learner.ranks - 1 and "lost" in job:
+        lose(core.backend, job["lost"])
     gathered: list[int] = []  # numbers in whole parameters while a layer runs
     layer = core.model.hf.model.layers[0].self_attn.o_proj
     layer.register_forward_hook(
