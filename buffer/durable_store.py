@@ -83,7 +83,7 @@ class SampleRecord(msgspec.Struct, tag="deliver", array_like=True):
 class FrameRecord(msgspec.Struct, tag="frame", array_like=True):
     """Several samples; one record costs a third of the separate records."""
 
-    trajectories: list[Trajectory]
+    samples: list[Trajectory]
     images: dict[str, bytes] = {}  # older journals lack it
 
 
@@ -158,17 +158,24 @@ Record = (
     | TokenReportRecord
     | FreedLeasesRecord
 )
+# the change of the store that a record repeats; its fields are the arguments
+REPLAYED: dict[type, Callable[..., object]] = {
+    RenewalRecord: Store.renew,
+    ExpiryRecord: Store.expire,
+    SessionsEndRecord: Store.end_sessions,
+    HelloRecord: Store.follow_learner,
+    BatchRequestRecord: Store.ask,
+    CommitRecord: Store.commit,
+    CheckpointRecord: Store.retire_batches,
+    FinishRecord: Store.finish,
+    TokenReportRecord: Store.report_tokens,
+    FreedLeasesRecord: Store.free_leases,
+}
 _encode = msgspec.msgpack.Encoder().encode
 # the encoded beginning of a `DeliveryRecord`, which the message follows
 _EMPTY_DELIVERY = Delivery("", 0, 0, [])
 _DELIVERY_HEAD = _encode(DeliveryRecord(_EMPTY_DELIVERY))[: -len(_encode(_EMPTY_DELIVERY))]
 _decode = msgspec.msgpack.Decoder(Record).decode
-
-
-def _get_samples(record: SampleRecord | FrameRecord | DeliveryRecord) -> list[Trajectory]:
-    if isinstance(record, SampleRecord):
-        return [record.trajectory]
-    return record.message.samples if isinstance(record, DeliveryRecord) else record.trajectories
 
 
 class RecordedStore(Store):
@@ -268,47 +275,16 @@ class RecordedStore(Store):
                 self._restore_images(ticket, record.images.get(ticket.ticket, {}))
         elif isinstance(record, SampleRecord | FrameRecord | DeliveryRecord):
             try:
-                for sample in _get_samples(record):
+                source = record.message if isinstance(record, DeliveryRecord) else record
+                for sample in (
+                    [source.trajectory] if isinstance(source, SampleRecord) else source.samples
+                ):
                     checks.check_sample(self, sample)
-                    source = record.message if isinstance(record, DeliveryRecord) else record
                     super().accept_sample(sample, source.images)
             except AsyncrlError as error:
                 raise DamagedDataError(f"the journal cannot be replayed: {error}") from error
-        elif isinstance(record, RenewalRecord):
-            super().renew(
-                record.producer,
-                record.session,
-                record.progress,
-                record.now,
-                record.judging,
-                gap=record.gap,
-            )
-        elif isinstance(record, ExpiryRecord):
-            super().expire(record.now)
-        elif isinstance(record, SessionsEndRecord):
-            super().end_sessions(record.producer, record.session)
-        elif isinstance(record, HelloRecord):
-            super().follow_learner(record.hello)
-        elif isinstance(record, BatchRequestRecord):
-            super().ask(record.epoch, record.number)
-        elif isinstance(record, CommitRecord):
-            super().commit(
-                record.number,
-                record.label,
-                record.digest,
-                record.unused,
-                evidence=record.seen,
-                timing=record.timing,
-                now=record.now,
-            )
-        elif isinstance(record, CheckpointRecord):
-            super().retire_batches(record.oldest)
-        elif isinstance(record, TokenReportRecord):
-            super().report_tokens(record.producer, record.session, record.drawn)
-        elif isinstance(record, FreedLeasesRecord):
-            super().free_leases(record.attempts)
         else:
-            self.finished = True
+            REPLAYED[type(record)](self, *msgspec.structs.astuple(record))
 
     def _restore_images(self, ticket: Ticket, images: dict[str, bytes]) -> None:
         """Give a group the recorded images of its prompt; the task may have others now."""

@@ -34,56 +34,26 @@ import contextlib
 import os
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import xxhash
 
 from asyncrl.contract.errors import DamagedDataError
 from asyncrl.records import atomic_write
-from asyncrl.records.jsonl import make_disk_full_error
+from asyncrl.records.append_log import (
+    FrameCodec,
+    Record,
+    count_bytes,
+    cut,
+    make_disk_full_error,
+    write_pieces,
+)
 
-MARK = b"aRJ1"
-HEAD = struct.Struct("<4sIQQ")
+FRAMES = FrameCodec(b"aRJ1", covered=4)
 SURE = struct.Struct("<QQQ")
 SEGMENT_BYTES = 64 * 1024 * 1024
-PIECES = 512  # pieces written by one system call, which accepts 1,024
-Record = Sequence[bytes | memoryview]  # a payload in pieces, which are written without a copy
 TAIL_BYTES = 256 * 1024  # the caller waits while it writes a tail of at most this length
-
-
-def _compute_checksum(length: int, sure: int, record: Record) -> int:
-    digest = xxhash.xxh3_64(struct.pack("<IQ", length, sure))
-    for piece in record:
-        digest.update(piece)
-    return int(digest.intdigest())
-
-
-def _count_bytes(record: Record) -> int:
-    return sum(map(len, record))
-
-
-def make_header(record: Record, sure: int) -> bytes:
-    """Make the header of a record."""
-    length = _count_bytes(record)
-    return HEAD.pack(MARK, length, sure, _compute_checksum(length, sure, record))
-
-
-def make_frame(payload: bytes, sure: int) -> bytes:
-    """Make a record of one piece, with its header."""
-    return make_header([payload], sure) + payload
-
-
-def _read_frame(data: bytes, offset: int) -> tuple[int, bytes] | None:
-    """Return (sure, payload) of a complete, undamaged frame at `offset`, or None."""
-    if offset + HEAD.size > len(data):
-        return None
-    mark, length, sure, checksum = HEAD.unpack_from(data, offset)
-    start = offset + HEAD.size
-    if mark != MARK or start + length > len(data):
-        return None
-    payload = data[start : start + length]
-    return (sure, payload) if _compute_checksum(length, sure, [payload]) == checksum else None
 
 
 def parse_position(path: Path) -> tuple[int, int]:
@@ -122,17 +92,21 @@ def read(path: Path) -> Iterator[bytes]:
 
     Raises DamagedDataError for anything else that is unreadable or missing."""
     data = path.read_bytes()
-    offset = 0
-    while offset < len(data):
-        sure_and_payload = _read_frame(data, offset)
-        if sure_and_payload is None:
-            _judge_tail(path, data, offset)
-            return
-        _, payload = sure_and_payload
-        offset += HEAD.size + len(payload)
-        yield payload
-    if _count_durable_bytes(path) > offset:
-        raise _make_damage_error(path, offset, len(data))
+    end = 0
+    for frame in FRAMES.read_all(data):
+        yield frame.payload
+        end = frame.end
+    is_torn = end < len(data)
+    if _count_durable_bytes(path) > end or (
+        is_torn and (not end or any(later.number > end for later in FRAMES.find_later(data, end)))
+    ):
+        raise DamagedDataError(
+            f"{path} is damaged at byte {end} of {len(data)}, where it was intact before: restore "
+            "it, or start a new run (a power cut can cause this under durability.mode = process, "
+            "but not under disk)"
+        )
+    if is_torn:
+        cut(path, end)
 
 
 def _count_durable_bytes(path: Path) -> int:
@@ -161,29 +135,6 @@ def _read_sure_file(path: Path) -> tuple[int, int, int]:
 def _parse_term(path: Path) -> int:
     """Read the term of a file `sure` from its name; 0 without a term."""
     return int(path.stem) if path.suffix else 0
-
-
-def _make_damage_error(path: Path, offset: int, size: int) -> DamagedDataError:
-    return DamagedDataError(
-        f"{path} is damaged at byte {offset} of {size}, where it was intact before: restore it, or "
-        "start a new run (a power cut can cause this under durability.mode = process, but not "
-        "under disk)"
-    )
-
-
-def _judge_tail(path: Path, data: bytes, tail: int) -> None:
-    """Cut `path` at offset `tail`; raise DamagedDataError if the data there was durable before."""
-    if not tail or _count_durable_bytes(path) > tail:
-        raise _make_damage_error(path, tail, len(data))
-    offset = data.find(MARK, tail + 1)
-    while offset >= 0:
-        later_frame = _read_frame(data, offset)
-        if later_frame is not None and later_frame[0] > tail:
-            raise _make_damage_error(path, tail, len(data))
-        offset = data.find(MARK, offset + 1)
-    with path.open("r+b") as file:
-        file.truncate(tail)
-        os.fsync(file.fileno())
 
 
 class NextSegment:
@@ -218,7 +169,7 @@ class NextSegment:
             self.snapshot = b""
             while not self.is_ready:
                 with self._lock:
-                    tail_bytes = sum(_count_bytes(record) for record in self.tail)
+                    tail_bytes = sum(map(count_bytes, self.tail))
                     self.is_ready = tail_bytes <= TAIL_BYTES
                     records = []
                     if not self.is_ready:
@@ -231,7 +182,7 @@ class NextSegment:
     def write_records(self, records: list[Record]) -> None:
         """Write records so that they are as durable as the mode promises.  Raises OSError."""
         for record in records:
-            self.size += _write(self.fd, [make_header(record, self.size), *record])
+            self.size += write_pieces(self.fd, [FRAMES.make_header(record, self.size), *record])
         if self.sync and records:
             os.fdatasync(self.fd)
 
@@ -315,13 +266,13 @@ class Journal:
             return
         pieces: list[bytes | memoryview] = []
         for record in self.waiting:
-            pieces.append(make_header(record, self.sure))
+            pieces.append(FRAMES.make_header(record, self.sure))
             pieces += record
         if self.next is not None:
             self.next.append(self.waiting)
         self.waiting = []
         try:
-            self.size += _write(self.fd, pieces)
+            self.size += write_pieces(self.fd, pieces)
         except OSError as error:
             self.failure = error  # the file may end in a torn tail: append nothing after it
             raise make_disk_full_error(self.directory, error) from error
@@ -467,18 +418,3 @@ class Journal:
             os.close(self.fd)
             os.close(self._sure_fd)
             self.fd = -1
-
-
-def _write(fd: int, pieces: Record) -> int:
-    """Write all pieces in order; return the number of bytes. Raises OSError."""
-    views = [memoryview(piece) for piece in pieces if len(piece)]
-    size = _count_bytes(views)
-    first = 0
-    while first < len(views):
-        written = os.writev(fd, views[first : first + PIECES])
-        while first < len(views) and written >= len(views[first]):
-            written -= len(views[first])
-            first += 1
-        if written:
-            views[first] = views[first][written:]
-    return size

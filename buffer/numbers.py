@@ -10,6 +10,7 @@ from typing import Any
 from asyncrl.config.tree import RecordConfig
 from asyncrl.contract.admission import AdaptiveLimit
 from asyncrl.contract.messages import Batch, Trajectory
+from buffer.sessions import PeerState
 from buffer.store import Store
 from buffer.training_log import TrainingLog, mean, quantile
 
@@ -161,17 +162,6 @@ def _make_session_fields(sample: Trajectory) -> dict[str, Any]:
     }
 
 
-def leave_out_earlier_time(entry: dict[str, Any], seconds: float) -> None:
-    """Leave out the sums that a generator reached for an earlier buffer process.
-
-    entry: of the generator, with its report.
-    seconds: since the first ticket of this buffer process; a first report of more time has earlier
-        time in it."""
-    age = sum(entry["stats"].get(f"generator/{name}", 0.0) for name in ("busy_s", "idle_s"))
-    if "counted" not in entry and age > seconds:
-        entry["counted"] = dict(entry["stats"])
-
-
 def leave_out_wait_for_ticket(values: dict[str, float], seconds: float) -> None:
     """Shorten the time of a learner's step that began before the first ticket.
 
@@ -185,18 +175,17 @@ def leave_out_wait_for_ticket(values: dict[str, float], seconds: float) -> None:
         values["time/step"] = seconds
 
 
-def sum_growth(generators: Iterable[dict[str, Any]]) -> dict[str, float]:
+def sum_growth(generators: Iterable[PeerState]) -> dict[str, float]:
     """Sum the growth of each of SUMS over the generators since the last call.
 
-    generators: the entries of the generators, which store the counted values.
     Returns name without its family -> growth."""
     totals = dict.fromkeys(SUMS, 0.0)
-    for entry in generators:
-        counted = entry.setdefault("counted", {})
+    for generator in generators:
+        counted = generator.counted or {}
         for name in SUMS:
-            value = entry["stats"].get(name, 0.0)
-            totals[name] += max(0.0, value - counted.get(name, 0.0))
-            counted[name] = value
+            growth = generator.stats.get(name, 0.0) - counted.get(name, 0.0)
+            totals[name] += max(0.0, growth)
+        generator.counted = dict(generator.stats)
     return {name.partition("/")[2]: value for name, value in totals.items()}
 
 

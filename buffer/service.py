@@ -44,7 +44,7 @@ from asyncrl.contract.waits import (
     find_blocking_session,
 )
 from asyncrl.models import memory
-from asyncrl.records import atomic_write, buffer_leadership, jsonl, metrics
+from asyncrl.records import append_log, atomic_write, buffer_leadership, jsonl, metrics
 from asyncrl.records.metrics import MetricsWriter, RunClock
 from asyncrl.records.rundir import RunLock, clear_end, get_buffer_address, read_run_id
 from asyncrl.records.trackers import TrackerFeeds
@@ -57,7 +57,7 @@ from buffer.evaluation import Evaluations, EvaluationSet
 from buffer.groups import make_store_settings
 from buffer.ledger import Key
 from buffer.mixing.mixer import make_mixer
-from buffer.sessions import PeerSessions
+from buffer.sessions import PeerSessions, PeerState
 from buffer.store import ENOUGH, Store
 from buffer.training_log import TrainingLog
 
@@ -231,7 +231,7 @@ class BufferService:
         self.early_requests: dict[str, tuple[bytes, m.TicketRequest]] = {}
         self.batch_requests: deque[tuple[bytes, m.BatchRequest]] = deque()
         self.goodbyes: dict[bytes, m.LearnerGoodbye] = {}
-        self.generators: dict[str, dict[str, Any]] = {}
+        self.generators: dict[str, PeerState] = {}
         # threads on the learner's machine; None: to be counted again
         self.local_threads: int | None = None
         self.sessions = PeerSessions(config.wires.lease_s)
@@ -243,7 +243,7 @@ class BufferService:
         # how the model reads images; None: it reads only text, or unknown
         self.images: ImageShape | None = None
         self.refused = Counter[str]()  # refused messages by reason
-        self.learner: dict[str, Any] = {}
+        self.learner: PeerState | None = None
         self.learner_waits: tuple[batches.BatchWait, float] | None = None  # (reason, since when)
         self.wait_log = WaitLog(min(10.0, config.watchdog.floor_s / 2))
         # seconds of the learner's last steps, waits excluded
@@ -374,7 +374,7 @@ class BufferService:
 
     # ---- generators ------------------------------------------------------------------------------
 
-    def admit_generator(self, name: str, peer: bytes, session: int) -> dict[str, Any] | None:
+    def admit_generator(self, name: str, peer: bytes, session: int) -> PeerState | None:
         """Return the state of a generator if this session holds its name.
 
         Any other session has to wait (None) or is refused (None, with a `Refusal`)."""
@@ -382,10 +382,8 @@ class BufferService:
         holder = self.sessions.get_holder(name)
         if holder is None:
             checks.check_producer(name)
-        entry = self.generators.get(name, {})
-        holder_ended = holder not in (None, session) and has_process_ended(
-            entry.get("pid", 0), entry.get("host", "")
-        )
+        known = self.generators.get(name, PeerState())
+        holder_ended = holder not in (None, session) and has_process_ended(known.pid, known.host)
         state = self.sessions.on_message(name, session, now, holder_ended=holder_ended)
         if state == "new":
             self.store.end_sessions(name, session)
@@ -420,16 +418,14 @@ class BufferService:
             )
         if state not in ("new", "holds"):
             return None
-        entry = self.generators.setdefault(
-            name, {"stats": {}, "waiting": None, "pid": 0, "host": ""}
-        )
-        entry |= {"at": now, "peer": peer}
+        entry = self.generators.setdefault(name, PeerState())
+        entry.at, entry.peer = now, peer
         return entry
 
     def describe_process(self, name: str) -> str:
         """Describe the process that holds a name, for an error message; "" if it is unknown."""
-        entry = self.generators.get(name, {})
-        return f" (process {entry['pid']} on {entry['host']})" if entry.get("pid") else ""
+        known = self.generators.get(name, PeerState())
+        return f" (process {known.pid} on {known.host})" if known.pid else ""
 
     def forget(self, now: float) -> None:
         """Forget names that have been unused for very long."""
@@ -464,7 +460,7 @@ class BufferService:
         if self.refuse_foreign_peer(peer, hello.protocol, hello.run):
             return
         if (entry := self.admit_generator(hello.producer, peer, hello.session)) is not None:
-            entry |= {"pid": hello.pid, "host": hello.host, "greeted": True}
+            entry.pid, entry.host, entry.is_greeted = hello.pid, hello.host, True
             self.local_threads = None
             if (early_request := self.early_requests.pop(hello.producer, None)) is not None:
                 self.queue_ticket_request(*early_request)
@@ -497,7 +493,7 @@ class BufferService:
         entry = self.admit_generator(request.producer, peer, request.session)
         if entry is None:
             return
-        if "greeted" in entry:
+        if entry.is_greeted:
             self.queue_ticket_request(peer, request)
         else:
             self.early_requests[request.producer] = (peer, request)
@@ -531,7 +527,7 @@ class BufferService:
             message.images,
         )
         entry = self.admit_generator(message.producer, peer, message.session)
-        if refused or (entry is not None and entry.get("refused")):
+        if refused or (entry is not None and entry.refused):
             self.count_refused(message.producer, samples, refused, entry)
         if entry is not None or self.sessions.is_over(message.producer, message.session):
             self.store.report_tokens(message.producer, message.session, message.drawn)
@@ -558,7 +554,7 @@ class BufferService:
         producer: str,
         samples: Sequence[m.Trajectory],
         refused: dict[Key, BadMessage],
-        entry: dict[str, Any] | None,
+        entry: PeerState | None,
     ) -> None:
         """Count refused samples, each once however often it is sent; good samples offset them.
 
@@ -570,7 +566,7 @@ class BufferService:
         errors = [refused[key] for key in new_keys if key in refused]
         excess = 0
         if entry is not None:
-            excess = max(0, entry.get("refused", 0) + 2 * len(errors) - len(new_keys))
+            excess = max(0, entry.refused + 2 * len(errors) - len(new_keys))
         if errors and excess > MOST_REFUSED:
             raise BadMessage(
                 f"{producer} delivered {excess} more unusable samples than good ones (at most "
@@ -578,7 +574,7 @@ class BufferService:
                 errors[-1].reason,
             )
         if entry is not None:
-            entry["refused"] = excess
+            entry.refused = excess
         for error in errors:
             self.refuse(error.reason, f"failed a sample of {producer}: {error}")
 
@@ -603,18 +599,31 @@ class BufferService:
         now = time.monotonic()
         gap = 0.0
         if entry is not None:  # the longest gap decays slowly
-            gap = max(now - entry.get("renewed", now), FORGET * entry.get("gap", 0.0))
-            entry["renewed"], entry["gap"] = now, gap
+            gap = max(now - (entry.renewed or now), FORGET * entry.gap)
+            entry.renewed, entry.gap = now, gap
         self.store.renew(
             message.producer, message.session, message.progress, now, message.judging, gap=gap
         )
         if entry is not None:
-            self.free_unheld_leases(message)
-            entry["stats"], entry["waiting"] = message.stats, message.waiting
-            entry["sessions"] = message.sessions
-            if self.clock.started_at:
-                numbers.leave_out_earlier_time(entry, now - self.clock.started_at)
-            self.measure_rewards(message, now)
+            # leases of tickets that were lost with a connection or an earlier buffer process: the
+            # generator names its attempts, and the one up to which it takes no further tickets
+            lists = (message.progress, message.judging, message.written)
+            named = {row[1] for rows in lists for row in rows}
+            unheld = self.store.find_unheld_attempts(
+                message.producer, message.session, message.taken, named
+            )
+            if unheld:
+                self.store.free_leases(unheld)
+            stats = entry.stats = message.stats
+            entry.waiting, entry.sessions = message.waiting, message.sessions
+            age = stats.get("generator/busy_s", 0.0) + stats.get("generator/idle_s", 0.0)
+            started_at = self.clock.started_at
+            if started_at and entry.counted is None and age > now - started_at:
+                entry.counted = dict(stats)  # a first report with the time of an earlier buffer
+            names = ("reward/judged", "reward/waited_s", "reward/called_s")
+            judged, waited_s, called_s = (stats.get(name, 0.0) for name in names)
+            workers = stats.get("reward/workers", 0.0)
+            self.meter.on_rewards(message.producer, (judged, waited_s, called_s), workers, now)
             self.reported.add(message.producer)
             announcement = self.make_announcement()
             self.send(
@@ -626,27 +635,6 @@ class BufferService:
                     cause=self.find_wait_cause(message.waiting)[0],
                 ),
             )
-
-    def measure_rewards(self, message: m.LeaseRenewal, now: float) -> None:
-        """Pass the load of a generator's reward processes to the meter of the window."""
-        stats = message.stats
-        names = ("reward/judged", "reward/waited_s", "reward/called_s")
-        judged, waited_s, called_s = (stats.get(name, 0.0) for name in names)
-        workers = stats.get("reward/workers", 0.0)
-        self.meter.on_rewards(message.producer, (judged, waited_s, called_s), workers, now)
-
-    def free_unheld_leases(self, message: m.LeaseRenewal) -> None:
-        """End the leases of tickets that were lost with a connection or an earlier buffer process.
-
-        The generator names the attempts that it holds, and the attempt up to which it takes no
-        further tickets."""
-        lists = (message.progress, message.judging, message.written)
-        named = {row[1] for rows in lists for row in rows}
-        unheld = self.store.find_unheld_attempts(
-            message.producer, message.session, message.taken, named
-        )
-        if unheld:
-            self.store.free_leases(unheld)
 
     def on_GeneratorGoodbye(self, peer: bytes, message: m.GeneratorGoodbye) -> None:
         """End the leases of a generator that exits."""
@@ -696,13 +684,7 @@ class BufferService:
                     self.trained.add(batch, self.mask_limit)
             self.batch_requests.clear()
             self.goodbyes.clear()
-        self.learner = {
-            "at": time.monotonic(),
-            "pid": hello.pid,
-            "waiting": None,
-            "stats": {},
-            "peer": peer,
-        }
+        self.learner = PeerState(time.monotonic(), peer, hello.pid)
         self.send(peer, m.Welcome(hello.epoch, self.store.base))
 
     def explain_damage(self, number: int) -> str:
@@ -740,7 +722,7 @@ class BufferService:
             lines = (json.dumps(row) + "\n" for row in numbers.make_batch_rows(batch))
             atomic_write.write(path, "".join(lines))
         except OSError as error:
-            raise jsonl.make_disk_full_error(path, error) from error
+            raise append_log.make_disk_full_error(path, error) from error
         tokens = sum(sample.length for sample in batch.samples)
         return (
             f"batch {number} is excluded, because the last learner processes ended on it; its "
@@ -782,7 +764,9 @@ class BufferService:
         if epoch < self.store.epoch:
             self.send(peer, m.FencedReply(epoch, self.store.epoch))
         elif epoch == self.store.epoch:
-            self.learner["at"] = time.monotonic()
+            # a restarted buffer knows the learner of its journal by any message of it
+            self.learner = self.learner or PeerState()
+            self.learner.at = time.monotonic()
         return epoch != self.store.epoch
 
     def on_BatchRequest(self, peer: bytes, request: m.BatchRequest) -> None:
@@ -861,12 +845,8 @@ class BufferService:
         if self.is_fenced(peer, message.epoch):
             return
         self.send(peer, m.HeartbeatReply(message.epoch))
-        self.learner |= {
-            "at": time.monotonic(),
-            "waiting": message.waiting,
-            "stats": message.stats,
-            "pid": message.pid,
-        }
+        assert self.learner is not None
+        self.learner.waiting, self.learner.pid = message.waiting, message.pid
 
     def on_StatusRequest(self, peer: bytes, message: m.StatusRequest) -> None:
         """Reply with the status of the run."""
@@ -907,8 +887,8 @@ class BufferService:
         """Start the time of RL at its first ticket; what generators did before is not of it."""
         if not self.clock.started_at:
             for entry in self.generators.values():
-                if entry["stats"]:
-                    entry["counted"] = dict(entry["stats"])
+                if entry.stats:
+                    entry.counted = dict(entry.stats)
         self.clock.start(now)
 
     def grant(self) -> None:
@@ -948,7 +928,7 @@ class BufferService:
         """
         if self.local_threads is None:
             host = self.store.source.host if self.store.source is not None else ""
-            local = [entry for entry in self.generators.values() if entry["host"] == host]
+            local = [entry for entry in self.generators.values() if entry.host == host]
             learner = self.config.learner
             self.local_threads = learner.ranks * learner.threads
             self.local_threads += len(local) * self.config.generator.threads
@@ -987,20 +967,20 @@ class BufferService:
         names, self.to_notify = self.to_notify, {}
         for name in names:
             entry = self.generators.get(name)
-            if entry is None or entry.get("announced") == policy:
+            if entry is None or entry.announced == policy:
                 continue
             pending = self.ticket_requests.get(name) or self.followers.get(name)
             if pending is None:
-                if "greeted" in entry:
-                    entry["announced"] = policy
-                    cause = self.find_wait_cause(entry["waiting"])[0]
+                if entry.is_greeted:
+                    entry.announced = policy
+                    cause = self.find_wait_cause(entry.waiting)[0]
                     announcement = self.make_announcement()
                     reply = m.HeartbeatReply(self.store.epoch, announcement, cause=cause)
-                    self.send(entry["peer"], reply)
+                    self.send(entry.peer, reply)
                 continue
             peer, request = pending
             if request.holding != policy:
-                entry["announced"] = policy
+                entry.announced = policy
                 self.send_tickets(peer, request, [])
 
     # ---- numbers ---------------------------------------------------------------------------------
@@ -1052,7 +1032,7 @@ class BufferService:
 
     def compute_judge_metrics(self) -> dict[str, float]:
         """Compute the numbers of the judge's requests so far; drop names that are not metrics."""
-        stats = [(entry["host"], entry["stats"]) for entry in self.generators.values()]
+        stats = [(entry.host, entry.stats) for entry in self.generators.values()]
         values = numbers.compute_judge_metrics(stats)
         return {name: value for name, value in values.items() if name in metrics.METRICS}
 
@@ -1070,7 +1050,7 @@ class BufferService:
             return {}
         span = now - (self.last_metrics or self.clock.started_at or now)
         self.last_metrics = now
-        stats = [entry["stats"] for entry in self.generators.values()]
+        stats = [entry.stats for entry in self.generators.values()]
         return (
             {
                 "throughput/generator_tokens_per_s": totals["tokens"] / max(span, 1e-9),
@@ -1100,7 +1080,7 @@ class BufferService:
             waited_s = time.monotonic() - since
             waits.append(ProcessWait("learner", wait.reason, wait.process, waited_s))
         for entry in self.generators.values():
-            if (waiting := entry["waiting"]) is not None:
+            if (waiting := entry.waiting) is not None:
                 cause, process = self.find_wait_cause(waiting)
                 if cause:
                     waiting = waiting._replace(what=f"{waiting.what}: {cause}", on=process)
@@ -1113,7 +1093,7 @@ class BufferService:
         Returns ("", "") for other waits."""
         if waiting is None or waiting.what not in (m.TICKET_WAITED_FOR, m.CALL_WAITED_FOR):
             return "", ""
-        sessions = [s for entry in self.generators.values() for s in entry.get("sessions", ())]
+        sessions = [s for entry in self.generators.values() for s in entry.sessions]
         if waiting.what == m.CALL_WAITED_FOR and sessions:
             oldest = max(sessions, key=lambda session: session.seconds)
             text = f"{len(sessions)} sessions are open; the oldest waits for {oldest.what}"
@@ -1121,10 +1101,10 @@ class BufferService:
         if not self.learner:
             return "no learner has connected to this buffer", "learner"
         source = self.store.source
-        if source is not None and has_process_ended(self.learner.get("pid", 0), source.host):
+        if source is not None and has_process_ended(self.learner.pid, source.host):
             return "the learner has ended", "learner"
         number = self.store.committed
-        silent_s = time.monotonic() - self.learner["at"]
+        silent_s = time.monotonic() - self.learner.at
         trains = number in self.leased
         if silent_s > SILENT_S:
             text = f"the learner has been silent for {silent_s:.0f} s"
@@ -1152,19 +1132,19 @@ class BufferService:
         """Find the session that the learner waits for, or None.
 
         Sessions of a gateway that is silent do not count: they may have ended."""
-        if self.learner_waits is None or self.learner.get("waiting") is None:
+        if self.learner_waits is None or self.learner is None or self.learner.waiting is None:
             return None
         now = time.monotonic()
         gateways = {
             name: entry
             for name, entry in self.generators.items()
-            if entry.get("sessions") and now - entry["at"] < SESSIONS_S
+            if entry.sessions and now - entry.at < SESSIONS_S
         }
         return find_blocking_session(
-            {name: entry["sessions"] for name, entry in gateways.items()},
+            {name: entry.sessions for name, entry in gateways.items()},
             self.learner_waits[0].ticket,
             usual_s=max(
-                (entry["stats"].get(m.SESSION_P95, 0.0) for entry in gateways.values()), default=0.0
+                (entry.stats.get(m.SESSION_P95, 0.0) for entry in gateways.values()), default=0.0
             ),
             step_s=statistics.median(self.step_s) if self.step_s else 0.0,
             max_lag=self.store.max_lag,
@@ -1173,9 +1153,9 @@ class BufferService:
     def make_status(self) -> m.RunStatus:
         """Make the status message of the run."""
         now = time.monotonic()
-        peers = {name: now - entry["at"] for name, entry in self.generators.items()}
+        peers = {name: now - entry.at for name, entry in self.generators.items()}
         if self.learner:
-            peers["learner"] = now - self.learner["at"]
+            peers["learner"] = now - self.learner.at
         return m.RunStatus(
             run=self.run,
             committed=self.store.committed,
@@ -1208,7 +1188,7 @@ class BufferService:
         try:
             atomic_write.write(path, json.dumps(self.make_summary()))
         except OSError as error:
-            raise jsonl.make_disk_full_error(path, error) from error
+            raise append_log.make_disk_full_error(path, error) from error
 
     def close(self) -> str:
         """Close everything; return the first error message, or "".
@@ -1268,8 +1248,8 @@ def main(
     except AsyncrlError as error:
         service.error = str(error)
         for entry in (*service.generators.values(), service.learner):
-            if "peer" in entry:
-                service.socket.send(entry["peer"], m.Refusal(str(error), error.exit_code))
+            if entry is not None and entry.peer:
+                service.socket.send(entry.peer, m.Refusal(str(error), error.exit_code))
         raise
     finally:
         close_error = service.close()

@@ -21,6 +21,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from asyncrl.contract.versions import Label
+from asyncrl.contract.waits import OpenSession, ProcessWait
+
 # seconds. Frames of a dead process may still arrive, but all at once: a message this much later
 # proves that its sender is alive.
 MARGIN_S = 1.0
@@ -29,6 +32,29 @@ CLAIMS = 8  # most claims on a name
 ENDED = 64  # former sessions of a name that are remembered
 NAMES = 4096  # most names
 FORGET = 30  # times `silent_s` after which a silent name is forgotten
+
+
+@dataclass
+class PeerState:
+    """What the buffer knows of a connected generator, or of the learner.
+
+    stats: the numbers of its last report, sums since its start among them.
+    counted: the part of these sums that earlier steps contain; None: no report was counted yet.
+    refused: refused samples, which good ones offset."""
+
+    at: float = 0.0  # CLOCK_MONOTONIC seconds of its last message
+    peer: bytes = b""
+    pid: int = 0
+    host: str = ""
+    is_greeted: bool = False
+    waiting: ProcessWait | None = None
+    stats: dict[str, float] = field(default_factory=dict)
+    counted: dict[str, float] | None = None
+    sessions: list[OpenSession] = field(default_factory=list)
+    announced: Label | None = None  # the version last sent to it while it waited
+    renewed: float = 0.0  # CLOCK_MONOTONIC seconds of its last renewal
+    gap: float = 0.0  # its longest recent gap between two renewals, in seconds
+    refused: int = 0
 
 
 @dataclass

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from asyncrl.records import jsonl
+from asyncrl.records.append_log import make_disk_full_error
 
 
 class _TensorboardModules(NamedTuple):
@@ -70,7 +70,7 @@ class EventFile:
             self.records = self.modules.RecordWriter(str(directory / name))
             self._write(self.modules.Event(wall_time=now, file_version="brain.Event:2"))
         except OSError as error:
-            raise jsonl.make_disk_full_error(directory, error) from error
+            raise make_disk_full_error(directory, error) from error
 
     def add(
         self, step: int, values: Mapping[str, float], counts: Mapping[str, Counter[float]]

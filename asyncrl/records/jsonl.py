@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from asyncrl.contract.errors import AsyncrlError
+from asyncrl.records.append_log import AppendLog
 
 _reported: set[tuple[str, int]] = set()  # (file, line) of damage that was reported
-
-
-def make_disk_full_error(path: Path, error: OSError) -> AsyncrlError:
-    """Return the error for a file of the run that cannot be written."""
-    return AsyncrlError(
-        f"{path} cannot be written: {error.strerror or error}; free some space or check the disk, "
-        "then continue with `asyncrl run --resume`, or start `asyncrl tinker` again"
-    )
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -61,43 +53,21 @@ def read(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-class JsonlAppender:
+def encode(rows: Iterable[dict[str, Any]]) -> bytes:
+    """Encode rows as lines."""
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+class JsonlAppender(AppendLog):
     """Append rows to a file, after completing an incomplete last line.
 
     Raises AsyncrlError if the file cannot be written; it then ends with the last complete row."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            size = os.fstat(self.fd).st_size
-            if size and os.pread(self.fd, 1, size - 1) != b"\n":
-                self._append(b"\n")
-        except OSError as error:
-            raise make_disk_full_error(path, error) from error
+        super().__init__(path)
+        size = os.fstat(self.fd).st_size
+        if size and os.pread(self.fd, 1, size - 1) != b"\n":
+            self.append(b"\n")
 
     def write(self, row: dict[str, Any]) -> None:
-        self._append((json.dumps(row) + "\n").encode())
-
-    def clear(self) -> None:
-        """Remove all rows."""
-        try:
-            os.ftruncate(self.fd, 0)
-        except OSError as error:
-            raise make_disk_full_error(self.path, error) from error
-
-    def _append(self, data: bytes) -> None:
-        size = os.fstat(self.fd).st_size
-        view = memoryview(data)
-        try:
-            while view:
-                view = view[os.write(self.fd, view) :]
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self.fd, size)
-            raise make_disk_full_error(self.path, error) from error
-
-    def close(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-        self.fd = -1
+        self.append(encode([row]))

@@ -16,24 +16,21 @@ An unreadable record before a readable one is damage."""
 
 from __future__ import annotations
 
-import os
 import re
-import struct
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
-import xxhash
 
 from asyncrl.contract.errors import ConfigError, DamagedDataError
 from asyncrl.contract.messages import Batch
 from asyncrl.records import rundir
+from asyncrl.records.append_log import AppendLog, FrameCodec
 
 FORMAT = 1
-MARK = b"aRR1"
-HEAD = struct.Struct("<4sIQQ")
+FRAMES = FrameCodec(b"aRR1", covered=8)
 # used as batch numbers: the first record of a file, and the mark that the size limit was reached
 LIFE = 2**64 - 1
 FULL = 2**64 - 2
@@ -95,32 +92,13 @@ def list_weights(run_dir: Path) -> dict[int, Path]:
 def encode_frame(number: int, value: msgspec.Struct | None) -> bytes:
     """Encode one record."""
     payload = zlib.compress(msgspec.msgpack.encode(value), 1) if value is not None else b""
-    return HEAD.pack(MARK, len(payload), number, _compute_checksum(number, payload)) + payload
+    return FRAMES.make_header([payload], number) + payload
 
 
 def strip_batch(batch: Batch) -> Batch:
     """Remove what training does not read: texts, the ledger and the cursors of a checkpoint."""
     samples = [msgspec.structs.replace(s, text="", prompt_text="") for s in batch.samples]
     return msgspec.structs.replace(batch, samples=samples, ledger={}, stats={}, trained_above=[])
-
-
-def _compute_checksum(number: int, payload: bytes) -> int:
-    return int(xxhash.xxh3_64_intdigest(struct.pack("<Q", number) + payload))
-
-
-def _read_record_header(data: bytes, offset: int) -> tuple[int, int] | None:
-    """Return (number, payload length) of an undamaged record at byte `at`, or None."""
-    if offset + HEAD.size > len(data):
-        return None
-    mark, length, number, checksum = HEAD.unpack_from(data, offset)
-    payload = data[offset + HEAD.size : offset + HEAD.size + length]
-    return (
-        (number, length)
-        if mark == MARK
-        and len(payload) == length
-        and _compute_checksum(number, payload) == checksum
-        else None
-    )
 
 
 @dataclass
@@ -214,30 +192,12 @@ def read(run_dir: Path) -> Recording:
 def _read(path: Path, recording: Recording) -> None:
     """Add one incarnation's file to the records of the earlier ones."""
     data = path.read_bytes()
-    offset = 0
-    header = None
+    end = 0
     recording.torn = ""
     recording.full = False
-    while offset < len(data):
-        record = _read_record_header(data, offset)
-        if record is None:
-            later = data.find(MARK, offset + 1)
-            while later >= 0 and _read_record_header(data, later) is None:
-                later = data.find(MARK, later + 1)
-            if later >= 0:
-                raise DamagedDataError(
-                    f"{path} is damaged at byte {offset} of {len(data)}: a record there cannot be "
-                    "read and later ones can; restore the file"
-                )
-            recording.torn = f"{path.name}, byte {offset} of {len(data)}"
-            return
-        number, length = record
-        start = offset + HEAD.size
-        offset = start + length
+    for number, payload, end in FRAMES.read_all(data):
         if number == LIFE:
-            header = msgspec.msgpack.decode(
-                zlib.decompress(data[start:offset]), type=RecordingHeader
-            )
+            header = msgspec.msgpack.decode(zlib.decompress(payload), type=RecordingHeader)
             if header.format != FORMAT:
                 raise DamagedDataError(
                     f"{path} is a recording of format {header.format}; this version reads "
@@ -250,30 +210,37 @@ def _read(path: Path, recording: Recording) -> None:
         elif number == FULL:
             recording.full = True
         else:
-            recording.places[number] = (path, start, length)
+            recording.places[number] = (path, end - len(payload), len(payload))
+    if end < len(data):
+        if any(FRAMES.find_later(data, end)):
+            raise DamagedDataError(
+                f"{path} is damaged at byte {end} of {len(data)}: a record there cannot be read "
+                "and later ones can; restore the file"
+            )
+        recording.torn = f"{path.name}, byte {end} of {len(data)}"
 
 
-class RecordingWriter:
+class RecordingWriter(AppendLog):
     """Writer of one incarnation's file.
 
     Stops when the whole recording, with `used` bytes already, reaches `most`, and sets `full`."""
 
     def __init__(self, run_dir: Path, header: RecordingHeader, used: int, most: int) -> None:
-        self.path = get_directory(run_dir) / f"epoch_{header.epoch}.log"
-        self.path.parent.mkdir(exist_ok=True)
-        self.fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        path = get_directory(run_dir) / f"epoch_{header.epoch}.log"
+        path.parent.mkdir(exist_ok=True)
+        super().__init__(path)
         self.used = used
         self.most = most
         self.full = False
         self.written = 0
-        self._append(encode_frame(LIFE, header))
+        self._write(encode_frame(LIFE, header))
 
     def has_room(self, size: int) -> bool:
         """Decide whether `more` bytes may be added.
 
         The first refusal is final, because a stream with holes cannot be replayed."""
-        if not self.full and self.used + size > self.most - HEAD.size:
-            self._append(encode_frame(FULL, None))
+        if not self.full and self.used + size > self.most - FRAMES.size:
+            self._write(encode_frame(FULL, None))
             self.full = True
         return not self.full
 
@@ -282,15 +249,10 @@ class RecordingWriter:
         data = encode_frame(number, step)
         if not self.has_room(len(data)):
             return False
-        self._append(data)
+        self._write(data)
         return True
 
-    def _append(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(self.fd, view) :]
+    def _write(self, data: bytes) -> None:
+        self.append(data)
         self.used += len(data)
         self.written += len(data)
-
-    def close(self) -> None:
-        os.close(self.fd)

@@ -542,9 +542,7 @@ class ServedModel:
         """Drop the ids of sequences from trained.jsonl, after the ledger's file counts them."""
         self.ledger.rewrite()
         rows = [row | {"sequences": []} for row in jsonl.read(self.trained_path)]
-        atomic_write.write(self.trained_path, "".join(json.dumps(row) + "\n" for row in rows))
-        self.trained_file.close()
-        self.trained_file = jsonl.JsonlAppender(self.trained_path)
+        self.trained_file.replace(jsonl.encode(rows))
         self.listed = 0
 
     # ---- weights ---------------------------------------------------------------------------------

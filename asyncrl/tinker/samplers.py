@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from starlette.exceptions import HTTPException
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.models.tokenizer import read_vocabulary_size
-from asyncrl.records import atomic_write, jsonl
+from asyncrl.records import jsonl
 from asyncrl.tinker import wire
 from asyncrl.tinker.links import WorkerExited, WorkerLink, log
 from asyncrl.tinker.messages import CallFailure, ErrorCategory, SampleCall, SampleResult
@@ -125,12 +124,7 @@ class SamplerService:
         usable = [x for x in self.samplers.values() if not x.weights or Path(x.weights).exists()]
         self.samplers = {record.id: record for record in usable[-self.remembered :]}
         self.clones = {id: n for id, n in self.clones.items() if id in self.samplers}
-        lines = [
-            json.dumps(msgspec.to_builtins(record)) + "\n" for record in self.samplers.values()
-        ]
-        atomic_write.write(self.path, "".join(lines))
-        self.file.close()
-        self.file = jsonl.JsonlAppender(self.path)
+        self.file.replace(jsonl.encode(map(msgspec.to_builtins, self.samplers.values())))
 
     def find(self, id: str | None) -> SamplerRecord:
         """Return a sampler.  Raises ConfigError."""

@@ -13,7 +13,6 @@ sequence can be compared.
 from __future__ import annotations
 
 import base64
-import json
 import secrets
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
@@ -25,7 +24,7 @@ import numpy as np
 import xxhash
 
 from asyncrl.contract.errors import ConfigError
-from asyncrl.records import atomic_write, jsonl
+from asyncrl.records import jsonl
 from asyncrl.tinker.messages import NOT_SAMPLED, SUPERVISED, UNKNOWN, Datum
 from asyncrl.tinker.model_records import strip_branch
 
@@ -210,9 +209,7 @@ class SequenceLedger:
         }
         rows: list[dict[str, Any]] = [{"forgotten": forgotten, "counted": self.counted}]
         rows += [_build_row(sequence) for sequence in self.sequences.values()]
-        atomic_write.write(self.path, "".join(json.dumps(row) + "\n" for row in rows))
-        self.file.close()
-        self.file = jsonl.JsonlAppender(self.path)
+        self.file.replace(jsonl.encode(rows))
         self.rows, self.row_tokens = len(self.sequences), self.comparable_tokens
 
     def _add(self, sequence: SampledSequence) -> None:

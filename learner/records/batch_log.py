@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl.records import atomic_write, jsonl
+from asyncrl.records import jsonl
 
 MIB = 2**20
 
@@ -36,13 +35,10 @@ class BatchLog:
         self.limit_mib, self.limit_name = limit_mib, limit_name
         self.full = False
         rows = [row for row in jsonl.read(path) if row.get(batch_key, number) < number]
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        try:
-            atomic_write.write(path, lines, sync=True)
-        except OSError as error:
-            raise jsonl.make_disk_full_error(path, error) from error
+        lines = jsonl.encode(rows)
         self.file = jsonl.JsonlAppender(path)
-        self.written = len(lines.encode())
+        self.file.replace(lines, sync=True)
+        self.written = len(lines)
 
     def add(self, rows: Sequence[dict[str, Any]]) -> None:
         """Append `rows` until the file has reached its bound, which is reported once."""
@@ -63,7 +59,7 @@ class BatchLog:
 
     def sync(self) -> None:
         """Make the rows so far survive a power cut, which a later checkpoint relies on."""
-        os.fsync(self.file.fd)
+        self.file.sync()
 
     def close(self) -> None:
         self.file.close()

@@ -58,10 +58,10 @@ class Recorder:
             self.log = RecordingWriter(
                 run_dir, header, stream.measure_size(run_dir), config.record.stream_mib * MIB
             )
-        except OSError as error:
+        except (AsyncrlError, OSError) as error:
             raise AsyncrlError(
-                f"record.stream: {stream.get_directory(run_dir)} cannot be written: {error}; free "
-                "some space, or leave record.stream out"
+                f"record.stream: {stream.get_directory(run_dir)} cannot be written: "
+                f"{error.__cause__ or error}; free some space, or leave record.stream out"
             ) from error
         # an estimate until weights have been written
         self.weights_bytes = policy.count_flat_bytes(core.layout) * (
@@ -83,8 +83,8 @@ class Recorder:
             has_room = self.log.add(
                 batch.number, RecordedStep(stream.strip_batch(batch), metrics, digest)
             )
-        except OSError as error:
-            return self.stop(f"{self.log.path} cannot be written: {error}")
+        except AsyncrlError as error:
+            return self.stop(f"{self.log.path} cannot be written: {error.__cause__}")
         if not has_room:
             return self.stop(f"record.stream_mib = {self.config.record.stream_mib} is reached")
         every = self.config.record.weights_every

@@ -29,6 +29,7 @@ from asyncrl.contract.messages import (
     WeightsSource,
 )
 from asyncrl.contract.versions import Label, PolicyTree
+from asyncrl.records import append_log
 from buffer import journal as j
 from buffer.durable_store import (
     BatchRequestRecord,
@@ -90,7 +91,7 @@ def test_a_record_in_pieces_is_written_whole_whatever_the_system_takes_at_once(
     monkeypatch.setattr(os, "writev", some)
     log = j.Journal(tmp_path, sync=False)
     log.rotate(b"snapshot")
-    many = [bytes([n % 251]) * (n % 3) for n in range(3 * j.PIECES)]
+    many = [bytes([n % 251]) * (n % 3) for n in range(3 * append_log.PIECES)]
     log.append(b"head", memoryview(b"of it"), b"", b"end")
     log.append(*many)
     log.write()
@@ -98,7 +99,7 @@ def test_a_record_in_pieces_is_written_whole_whatever_the_system_takes_at_once(
     log.close()
     path = j.list_segments(tmp_path)[-1]
     assert list(j.read(path)) == [b"snapshot", b"headof itend", b"".join(many)]
-    assert size == path.stat().st_size and max(calls) <= j.PIECES
+    assert size == path.stat().st_size and max(calls) <= append_log.PIECES
 
 
 def test_a_tail_torn_at_any_byte_is_cut_to_whole_records(tmp_path: Path) -> None:
@@ -106,7 +107,7 @@ def test_a_tail_torn_at_any_byte_is_cut_to_whole_records(tmp_path: Path) -> None
     data, whole = path.read_bytes(), [b"snapshot", *PAYLOADS]
     ends = [0]
     for p in whole:
-        ends.append(ends[-1] + j.HEAD.size + len(p))
+        ends.append(ends[-1] + j.FRAMES.size + len(p))
     for size in range(ends[1], len(data)):
         path.write_bytes(data[:size])
         n = sum(e <= size for e in ends) - 1
@@ -119,7 +120,7 @@ def test_a_tail_torn_at_any_byte_is_cut_to_whole_records(tmp_path: Path) -> None
 def test_damage_before_durable_records_is_reported_at_any_byte(tmp_path: Path) -> None:
     path = written(tmp_path)
     data = path.read_bytes()
-    last = len(data) - j.HEAD.size - len(PAYLOADS[-1])
+    last = len(data) - j.FRAMES.size - len(PAYLOADS[-1])
     for at in range(0, last, 3):
         path.write_bytes(data[:at] + bytes([data[at] ^ 0x40]) + data[at + 1 :])
         with pytest.raises(DamagedDataError, match=rf"{path.name} is damaged at byte"):
@@ -132,7 +133,7 @@ def test_a_write_that_was_never_sure_may_lose_its_first_record(tmp_path: Path) -
     damage.
     """
     path = written(tmp_path, together=True)
-    data, start = path.read_bytes(), j.HEAD.size + len(b"snapshot")
+    data, start = path.read_bytes(), j.FRAMES.size + len(b"snapshot")
     path.write_bytes(data[:start] + b"\0" * 12 + data[start + 12 :])
     assert list(j.read(path)) == [b"snapshot"]
 
@@ -149,7 +150,7 @@ def test_what_was_acknowledged_and_is_damaged_or_missing_is_reported_at_any_byte
     path = j.list_segments(tmp_path)[-1]
     data = path.read_bytes()
     # bytes of a write that was under way are no damage
-    path.write_bytes(data + j.make_frame(b"more", 0)[:-1])
+    path.write_bytes(data + j.FRAMES.make_header([b"more"]) + b"mor")
     assert list(j.read(path)) == [b"snapshot", *PAYLOADS] and path.read_bytes() == data
     for at in range(len(data)):
         flipped = data[:at] + bytes([data[at] ^ 0x40]) + data[at + 1 :]

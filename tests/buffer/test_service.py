@@ -32,6 +32,7 @@ from asyncrl.transport.sockets import PeerSocket
 from buffer import service as module
 from buffer import sessions, training_log
 from buffer.service import compute_max_message_bytes, open_store
+from buffer.sessions import PeerState
 
 
 @pytest.fixture
@@ -474,7 +475,7 @@ def test_the_wait_for_a_ticket_has_its_cause(begin: Any, monkeypatch: pytest.Mon
     ask(generator, answers(ticket), m.DeliveryAcks)
     wait(learner, m.Batch)
     assert find_cause() == "no room before the learner has trained batch 0"
-    run.service.learner.clear()  # as in a buffer that was started again, before the next hello
+    run.service.learner = None  # as in a buffer that was started again, before the next hello
     learner.send(m.BatchRequest(1, 0))
     while "no learner" in ask(viewer, m.StatusRequest(), m.RunStatus).waits[-1].what:
         pass
@@ -1003,17 +1004,15 @@ def test_tokens_a_second_are_over_all_the_time_since_the_last_report(begin: Any)
     """
     service = begin().service
     service.clock.started_at = 100.0
-    service.generators["g"] = {
-        "stats": {"generator/tokens": 300.0, "generator/busy_s": 2.0, "generator/idle_s": 1.0},
-        "waiting": None,
-    }
+    stats = {"generator/tokens": 300.0, "generator/busy_s": 2.0, "generator/idle_s": 1.0}
+    service.generators["g"] = PeerState(stats=stats)
     service.reported.add("g")
     first = service.compute_generator_metrics(103.0)
     assert first["throughput/generator_tokens_per_s"] == pytest.approx(100.0)
     assert first["time/generator_idle_share"] == pytest.approx(1 / 3)
     assert service.compute_generator_metrics(104.0) == {}
     assert service.compute_generator_metrics(105.5) == {}
-    service.generators["g"]["stats"] = {
+    service.generators["g"].stats = {
         "generator/tokens": 700.0,
         "generator/busy_s": 5.0,
         "generator/idle_s": 2.0,
@@ -1060,8 +1059,8 @@ def test_reused_keys_are_summed_over_the_generators_that_keep_them(begin: Any) -
 
     def step(at: float, **stats: dict[str, float]) -> dict[str, float]:
         for name, said in stats.items():
-            entry = service.generators.setdefault(name, {"waiting": None})
-            entry["stats"] = {"generator/busy_s": at} | {
+            entry = service.generators.setdefault(name, PeerState())
+            entry.stats = {"generator/busy_s": at} | {
                 f"prefix/{each}": value for each, value in said.items()
             }
             service.reported.add(name)

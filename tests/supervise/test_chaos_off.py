@@ -79,7 +79,7 @@ class Play:
         self.over = False
         self.service: Any = object.__new__(BufferService)
         self.service.outgoing = deque()
-        self.service.learner = {}
+        self.service.learner = None
         self.service.socket = SimpleNamespace(send=self.heard)
         self.service.term = buffer_leadership.take_leadership(directory, "here")
         self.service.store = self.open()

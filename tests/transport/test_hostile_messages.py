@@ -114,7 +114,8 @@ def honest(service: BufferService, r: random.Random) -> m.FromPeer | None:
         for attempt, (job, *_) in s.evaluations.leased_jobs.items()
     ]
     what = r.random()
-    if "greeted" not in service.generators.get("generator-0", {}) and what < 0.5:
+    known = service.generators.get("generator-0")
+    if (known is None or not known.is_greeted) and what < 0.5:
         return greeting(service)
     if what < 0.5 and leases:
         ticket, attempt, k, label = r.choice(leases)

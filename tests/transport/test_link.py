@@ -15,6 +15,7 @@ from asyncrl.config.tree import WiresConfig
 from asyncrl.contract.messages import DeliveryAcks, RunStatus, Trajectory
 from asyncrl.supervise import live
 from buffer import numbers
+from buffer.sessions import PeerState
 
 
 def sample(number: int) -> Trajectory:
@@ -46,7 +47,7 @@ def test_two_generators_links_become_a_line() -> None:
         "link/acked": 10.0,
         "link/ack_waited_s": 20.0,
     }
-    generators = [{"stats": sums}, {"stats": sums | {"link/fetch_s": 2.0}}]
+    generators = [PeerState(stats=each) for each in (sums, sums | {"link/fetch_s": 2.0})]
     totals = numbers.sum_growth(generators)
     found = numbers.compute_link_metrics(totals, totals["busy_s"] + totals["idle_s"])
     assert found == {

@@ -15,7 +15,6 @@ again.
 from __future__ import annotations
 
 import os
-import struct
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +22,6 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
-import xxhash
 
 from actors.gateway.call_tree import CallNode, chain_digest
 from actors.gateway.sessions import (
@@ -39,8 +37,9 @@ from asyncrl.contract.messages import Ticket, VersionSpan
 from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.records import private
+from asyncrl.records.append_log import FrameCodec, cut, write_pieces
 
-HEAD = struct.Struct("<IQ")  # length and digest of a record
+FRAMES = FrameCodec(b"", covered=4)
 
 
 class SessionOpening(msgspec.Struct, frozen=True, array_like=True):
@@ -145,10 +144,9 @@ class SessionFile:
             return
         try:
             payload = msgspec.msgpack.encode(record)
-            frame = HEAD.pack(len(payload), xxhash.xxh3_64_intdigest(payload)) + payload
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-            with os.fdopen(private.open_private(self.path, flags), "wb") as file:
-                file.write(frame)
+            with os.fdopen(private.open_private(self.path, flags), "wb", 0) as file:
+                write_pieces(file.fileno(), [FRAMES.make_header([payload]), payload])
         except (OSError, ValueError, TypeError, AsyncrlError) as error:
             self.fail(error)
 
@@ -232,15 +230,11 @@ def read_records(path: Path) -> list[SessionRecord]:
     data = path.read_bytes()
     end = 0
     records = []
-    while len(data) - end >= HEAD.size:
-        length, digest = HEAD.unpack_from(data, end)
-        payload = data[end + HEAD.size : end + HEAD.size + length]
-        if len(payload) < length or xxhash.xxh3_64_intdigest(payload) != digest:
-            break
-        records.append(msgspec.msgpack.decode(payload, type=SessionRecord))
-        end += HEAD.size + length
+    for frame in FRAMES.read_all(data):
+        records.append(msgspec.msgpack.decode(frame.payload, type=SessionRecord))
+        end = frame.end
     if end < len(data):
-        os.truncate(path, end)
+        cut(path, end)
     return records
 
 

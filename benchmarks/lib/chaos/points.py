@@ -272,7 +272,7 @@ def buffer(hook: Hook, role: str) -> None:
     from buffer.service import BufferService
 
     board, off = hook.board, hook.off
-    plain = journal._write
+    plain = journal.write_pieces
 
     def write(fd: int, pieces: Any) -> int:
         data = b"".join(pieces)
@@ -291,7 +291,7 @@ def buffer(hook: Hook, role: str) -> None:
         if service.outgoing:
             hook.look(role, "mid-answer")
 
-    journal._write = write
+    journal.write_pieces = write
     before(BufferService, "flush", flushing)
     if off != "sync":
         before(BufferSocket, "recv", lambda _, timeout: timeout and hook.look(role, "idle"))
