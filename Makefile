@@ -7,7 +7,7 @@
 # make gpu-check  on a machine with a CUDA GPU, at most 8 minutes: which parts work there, and how far they are from the CPU; installs nothing (`make gpu-check GPU_PYTHON=/opt/venv/bin/python`)
 # make docs   docs/ as a site, in build/docs; a link that leads nowhere is an error
 # make wheel  dist/asyncrl-*.whl, configs included: pip install it anywhere
-# make clients  every page of docs/clients, gem's environments, lm_eval and recipes of tinker-cookbook, which `make test` leaves out, each with its real package, in environments built from nothing (4 GB)
+# make clients  every agent of docs/clients, gem's environments, lm_eval and recipes of tinker-cookbook, which `make test` leaves out, each with its real package, in environments built from nothing (4 GB)
 # make trackers  wandb, trackio and mlflow, each for real in its offline or local mode, in an environment beside the main one
 # make requirements  compile requirements/cpu.txt, gpu.txt, clients.txt, more-clients.txt, gem.txt and lm-eval.txt anew
 VENV ?= .venv
@@ -50,7 +50,7 @@ requirements:
 	mv requirements/gem.txt.part requirements/gem.txt
 	mv requirements/lm-eval.txt.part requirements/lm-eval.txt
 
-# The packages that people's agents use, for the pages of docs/clients: an environment of their own, without torch.
+# The packages that people's agents use, for docs/clients: an environment of their own, without torch.
 # Nothing is compiled ahead: of most packages only a few modules are imported.
 $(VENV)/clients/.env: requirements/clients.txt
 	test -x $(VENV)/clients/bin/python || python3 -m venv $(VENV)/clients

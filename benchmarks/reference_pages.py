@@ -1,4 +1,4 @@
-"""Write the pages of docs/ that come from tables: docs/coming-from, papers and exit codes.
+"""Write what in docs/ comes from tables: coming-from, papers, and the table of exit codes.
 
     python benchmarks/reference_pages.py
 
@@ -17,25 +17,21 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from asyncrl.config import explain, load, methods  # noqa: E402
+from asyncrl.config import load, methods  # noqa: E402
 from asyncrl.config.bundled_configs import load_systems  # noqa: E402
 from asyncrl.contract.errors import EXIT_CODES  # noqa: E402
 
 DOCS = ROOT / "docs"
-FOLDER = DOCS / "coming-from"
-COLUMNS = 100
-SOURCE = """Generated from `asyncrl/config/coming_from.toml` by
-`python benchmarks/reference_pages.py`."""
-NO_DEFAULT = ("", "-", "not set", "none: it must be given", '""', "{}", "[]")
-READING = """- The column "here" has keys of the configuration. Commas join
-  keys that belong together. "or" separates alternatives. A dash means that asyncrl has no such
-  setting, and the remark gives the reason or an alternative.
-- "default here" has the defaults of these keys in the same order. A dash or "unset" means that
-  nothing is set, or that the method decides.
-- In the column "there", a name without dots has the prefix of the name before it.
+COMING_FROM = """# Coming from another system
 
-In asyncrl, lag is a number of versions. The learner publishes one version after every batch, with
-any number of optimizer steps.
+Generated from `asyncrl/config/coming_from.toml` by `python benchmarks/reference_pages.py`.
+
+Each section maps concepts and settings of one system to those of asyncrl. Commas join keys that
+belong together. "or" separates alternatives. A name without dots in the first column has the prefix
+of the name before it. Settings whose last name is the same here, such as `temperature`, are left
+out. `asyncrl config explain KEY` describes a key and its default. In asyncrl, lag is a number of
+versions. The learner publishes one version after every batch, with any number of optimizer steps.
+
 """
 
 
@@ -63,57 +59,36 @@ def format_settings(ours: str) -> str:
     )
 
 
-def format_defaults(ours: str) -> str:
-    """Format the default of each key of a row in the order of the keys; empty: none has one."""
-    keys = {
-        setting.partition(" = ")[0]: None for option in alternatives(ours) for setting in option
-    }
-    defaults = [explain.explain(key)[0].default for key in keys]
-    shown = ["" if default in NO_DEFAULT else default for default in defaults]
-    return ", ".join(f"`{value}`" if value else "unset" for value in shown) if any(shown) else ""
-
-
 def _row(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", r"\|") or "-" for cell in cells) + " |\n"
 
 
 def _wrap(text: str) -> str:
-    return textwrap.fill(text, COLUMNS, break_long_words=False, break_on_hyphens=False) + "\n"
+    return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False) + "\n"
 
 
-def system_page(system: dict[str, Any]) -> str:
-    """Return the page of one system."""
-    parts = [f"# Coming from {system['title']}\n\n{SOURCE}\n\n", _wrap(system["intro"])]
-    parts += ["\n## Concepts\n\n", _row("there", "here"), "|---|---|\n"]
-    parts += [_row(*row) for row in system["concepts"]]
-    parts += ["\n## Settings\n\n", READING, "\n"]
-    parts += [
-        _row("there", "default there", "default here", "here", "remark"),
-        "|---|---|---|---|---|\n",
-    ]
-    for theirs, default, ours, remark in system["keys"]:
-        here = format_settings(ours)
+def system_section(system: dict[str, Any]) -> str:
+    """Return the section of one system: concepts, settings, and settings without a counterpart."""
+    parts = [f"## {system['title']}\n\n{_wrap(system['intro'])}\n"]
+    parts += [_row("there", "here"), "|---|---|\n", *(_row(*row) for row in system["concepts"])]
+    parts += ["\n", _row("setting there", "here"), "|---|---|\n"]
+    missing = []
+    for theirs, _, ours, remark in system["keys"]:
         names = ", ".join(f"`{name}`" for name in theirs.split(", "))
-        there = f"`{default}`" if default else ""
-        parts.append(_row(names, there, format_defaults(ours), here, remark))
-    return (
-        "".join(parts) + "\n" + _wrap(f"Looked up in {system['seen']}. Other versions may differ.")
-    )
+        if not ours and remark == "Not here.":
+            missing.append(names)
+        elif remark or theirs.rpartition(".")[2] != ours.rpartition(".")[2]:
+            here = ". ".join(part for part in (format_settings(ours), remark) if part)
+            parts.append(_row(names, here))
+    if missing:
+        parts += ["\n", _wrap(f"Not here: {', '.join(missing)}.")]
+    parts += ["\n", _wrap(f"Looked up in {system['seen']}.")]
+    return "".join(parts)
 
 
-def index_page() -> str:
-    """Return the page that leads to the others, with the setting that limits lag in each system."""
-    head = (
-        f"# Coming from another system\n\n{SOURCE}\n\nEach page maps concepts and settings of one"
-        " system to those of asyncrl.\n\n"
-    )
-    rows = []
-    for name, system in load_systems().items():
-        lag = next(row for row in system["keys"] if "staleness.max_lag" in row[2])
-        names = ", ".join(f"`{name}`" for name in lag[0].split(", "))
-        rows.append(_row(f"[{system['title']}]({name}.md)", names, lag[3]))
-    table = _row("system", "what limits lag there", "compared with `staleness.max_lag`")
-    return head + table + "|---|---|---|\n" + "".join(rows)
+def coming_from_page() -> str:
+    """Return the page of all systems."""
+    return COMING_FROM + "\n".join(map(system_section, load_systems().values()))
 
 
 PAPERS_HEAD = """# Papers
@@ -143,15 +118,6 @@ ACTIONS = {
     7: "nothing: the run continues with the other process",
     130: "`asyncrl run --resume RUN`",
 }
-EXIT_HEAD = """# Exit codes
-
-Generated from the table in `asyncrl/contract/errors.py` by
-`python benchmarks/reference_pages.py`.
-
-Every command ends with one of these codes. An expected failure prints one line to stderr, never a
-traceback. `asyncrl diff` and `asyncrl config diff` end with 1 if the two differ.
-
-"""
 
 
 def papers() -> list[list[str]]:
@@ -172,19 +138,25 @@ def papers_page() -> str:
     return PAPERS_HEAD + table + "|---|---|---|---|\n" + "".join(rows)
 
 
-def exit_codes_page() -> str:
-    """Return the page of exit codes."""
+def exit_codes_table() -> str:
+    """Return the table of exit codes."""
     rows = [_row(str(code), meaning, ACTIONS[code]) for code, meaning in EXIT_CODES.items()]
-    return EXIT_HEAD + _row("code", "meaning", "what to do") + "|---|---|---|\n" + "".join(rows)
+    return _row("code", "meaning", "what to do") + "|---|---|---|\n" + "".join(rows)
+
+
+def troubleshooting_page() -> str:
+    """Return the page with its table of exit codes, which is its end."""
+    head, row, _ = (DOCS / "troubleshooting.md").read_text().partition("| code | meaning |")
+    assert row, "docs/troubleshooting.md has no table of exit codes"
+    return head + exit_codes_table()
 
 
 def pages() -> dict[Path, str]:
     """Return every page that this program writes -> its text."""
-    found = {FOLDER / f"{name}.md": system_page(system) for name, system in load_systems().items()}
-    return found | {
-        FOLDER / "index.md": index_page(),
+    return {
+        DOCS / "coming-from.md": coming_from_page(),
         DOCS / "papers.md": papers_page(),
-        DOCS / "exit-codes.md": exit_codes_page(),
+        DOCS / "troubleshooting.md": troubleshooting_page(),
     }
 
 

@@ -1,4 +1,4 @@
-"""Take the annotated pictures of docs/pages.md: report, live page, samples and a comparison.
+"""Take the annotated pictures of docs/watch.md: report, live page, samples and a comparison.
 
     python benchmarks/screenshots.py RUN COMPARISON
 

@@ -98,7 +98,7 @@ def explain_other_system(text: str, own_keys: Collection[str]) -> str:
             pairs = [f"{key} is {here}" for key, here in mapped.items() if here][:MOST_MAPPED]
             text = (
                 f"is a config of {system['title']}, not of asyncrl; here {', '.join(pairs)}; "
-                f"docs/coming-from/{name}.md maps the other keys"
+                f"docs/coming-from.md#{name} maps the other keys"
             )
     return text
 

@@ -193,7 +193,7 @@ class MixedTaskConfig(TaskSource, frozen=True, forbid_unknown_fields=True, kw_on
 class TaskConfig(TaskSource, frozen=True, forbid_unknown_fields=True, kw_only=True):
     mixture: list[MixedTaskConfig] = []
     """The parts of task `mixture`, each a table [[task.mixture]] with the keys of [task] and some
-    more. See docs/mixing.md."""
+    more. See docs/prompts.md."""
 
 
 class RewardConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

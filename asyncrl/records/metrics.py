@@ -123,9 +123,10 @@ Generated from `asyncrl/records/metrics.toml` by `asyncrl config metrics`.
 
 ## Look here first
 
-The numbers are the thresholds of the [health checks](failures.md#when-a-run-goes-wrong) or of
-[Staleness](staleness.md#choose-a-limit). They come from small models, so use them as a first guess.
-If a metric is not healthy, read [Troubleshooting](troubleshooting.md).
+The numbers are the thresholds of the [health
+checks](troubleshooting.md#when-a-run-goes-wrong) or of [Staleness](staleness.md#choose-a-limit).
+They come from small models, so use them as a first guess. If a metric is not healthy, read
+[Troubleshooting](troubleshooting.md).
 
 """
 

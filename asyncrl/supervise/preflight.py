@@ -635,7 +635,7 @@ def check_memory(subject: Subject) -> str:
     estimate = (
         f"learner {_format_size(learner)}, {config.generators} generator(s) of "
         f"{_format_size(generator)}, published versions {_format_size(versions)}, and activations "
-        "(docs/memory.md)"
+        "(docs/gpus.md)"
     )
     if config.model.device != "cpu" and devices.has_cuda():
         return estimate

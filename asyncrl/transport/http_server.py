@@ -1,4 +1,4 @@
-"""The HTTP server of every command that serves HTTP: uvicorn, with limits (docs/http-limits.md).
+"""The HTTP server of every command that serves HTTP: uvicorn, with limits (docs/http.md).
 
 No other module imports uvicorn.  An application checks keys by `authorize`, and reads bodies by
 `open_body`.

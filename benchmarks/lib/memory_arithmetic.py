@@ -1,6 +1,6 @@
 """Estimate the peak memory of learner and generator, in bytes of each part, from a model's shape.
 
-benchmarks/memory_sizes.py compares it with real processes; docs/memory.md has it for models
+benchmarks/memory_sizes.py compares it with real processes; docs/gpus.md has it for models
 that were not run.
 
 The packed forward stores for every layer what its backward pass needs, and only recomputes the
@@ -80,7 +80,7 @@ class Micro(NamedTuple):
         return self.prompts * self.prompt + self.answers * (self.answer - 1)
 
 
-LONG = Micro(1, 256, 2, 897, 897)  # 2,048 tokens, in docs/memory.md
+LONG = Micro(1, 256, 2, 897, 897)  # 2,048 tokens, in docs/gpus.md
 
 
 def shares(queries: int, before: int, device: str) -> int:
@@ -189,7 +189,7 @@ def ring(shape: Shape, dtype: str) -> int:
 
 
 def gpu_rows(slots: int = 64, context: int = 4096) -> list[list[str]]:
-    """The table of docs/memory.md: model, GPUs, the learner's GB on each GPU in bfloat16,
+    """The table of docs/gpus.md: model, GPUs, the learner's GB on each GPU in bfloat16,
     without and with gradient checkpointing, the generator's, GB of shared memory on the host.
     """
     rows = []

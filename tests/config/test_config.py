@@ -184,8 +184,9 @@ def test_a_config_of_another_system_is_recognized(
     title = bundled_configs.load_systems()[system]["title"]
     assert said.startswith(f"{path}: is a config of {title}, not of asyncrl; here ")
     assert all(pair in said for pair in pairs) and "\n" not in said
-    assert said.endswith(f"docs/coming-from/{system}.md maps the other keys")
-    assert (ROOT / "docs" / "coming-from" / f"{system}.md").is_file()
+    assert said.endswith(f"docs/coming-from.md#{system} maps the other keys")
+    headings = re.findall(r"(?m)^## (.+)$", (ROOT / "docs" / "coming-from.md").read_text())
+    assert system in {heading.lower() for heading in headings}
     assert said.count(" is ") <= bundled_configs.MOST_MAPPED + 1
     monkeypatch.setitem(sys.modules, "yaml", None)  # not installed
     with pytest.raises(ConfigError, match="is not valid TOML" if "yaml" in name else "is a config"):

@@ -202,10 +202,10 @@ def commands(text: str) -> list[str]:
 
 
 def test_every_command_of_the_pages_runs(tmp_path: Path) -> None:
-    """docs/own-project.md from its first line, then the project's README in the project; runs are
-    cut short, and from a model that has hardly learned.
+    """The part on a project of docs/getting-started.md, then the project's README in the project;
+    runs are cut short, and from a model that has hardly learned.
     """
-    page = (ROOT / "docs" / "own-project.md").read_text()
+    page = (ROOT / "docs" / "getting-started.md").read_text().partition("## Your own project")[2]
     readme = (new.TEMPLATE / "README.md").read_text().replace("NAME", "four")
     # fetching a model is tests/models/test_real_model.py's; `new --agent` and `--model`, which have
     # a remark behind them, are made by the tests above

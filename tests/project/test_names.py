@@ -15,7 +15,7 @@ from asyncrl.records import health_checks, metrics
 ROOT = Path(__file__).resolve().parents[2]
 ALGORITHMS = (ROOT / "docs" / "algorithms.md").read_text()
 NAMES = ALGORITHMS.split("## By the names you may know")[1].split("\n## ")[0]
-FAILURES = (ROOT / "docs" / "failures.md").read_text()
+TROUBLESHOOTING = (ROOT / "docs" / "troubleshooting.md").read_text()
 RULES = (*health_checks.RULES, *health_checks.END_RULES, *health_checks.KNOWN_RULES)
 
 
@@ -51,7 +51,7 @@ def test_every_key_of_the_table_exists() -> None:
 
 
 def test_every_sign_is_named_with_what_it_is() -> None:
-    table = FAILURES.split("## When a run goes wrong")[1].split("\n## ")[0]
+    table = TROUBLESHOOTING.split("## When a run goes wrong")[1].split("\n## ")[0]
     named = set(re.findall(r"`(\w+)`", table))
     code = (ROOT / "asyncrl" / "records" / "health_checks.py").read_text()
     said = {

@@ -212,6 +212,6 @@ def test_what_the_packed_forward_keeps_for_its_backward_pass(
 
 
 def test_the_documented_table_is_the_arithmetic(sums: Any) -> None:
-    page = (ROOT / "docs" / "memory.md").read_text()
+    page = (ROOT / "docs" / "gpus.md").read_text()
     for row in sums.gpu_rows():
         assert "| " + " | ".join(row) + " |" in page

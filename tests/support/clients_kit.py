@@ -1,11 +1,11 @@
-"""Runs the pages of docs/clients: the block of a page, started as a run starts agent.command, with
-the real package, against the endpoint over an engine that answers what a test says.
+"""Runs the agents of docs/clients with their real packages, started as a run starts agent.command,
+against the endpoint over an engine that answers what a test says.
 """
 
 from __future__ import annotations
 
 import os
-import re
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,8 +28,10 @@ from actors.gateway.sessions import SessionCall
 from asyncrl.config.agents import AgentConfig
 from asyncrl.contract.messages import Prompt
 
-ENDINGS = {"python": "py", "js": "mjs", "sh": "sh"}
-PAGES = ROOT / "docs" / "clients"
+AGENTS = {
+    path.stem.removesuffix("_agent").replace("_", "-"): path
+    for path in (ROOT / "docs" / "clients").glob("*_agent.*")
+}
 TASK = Prompt(0, "What is 17 times 3?", answer="51", meta={"value": "51"})
 # one process for all pages of an environment: the page is named in the task
 RUN_PAGE = (
@@ -48,12 +50,8 @@ MULTIPLY = tool_call("multiply", a=17, b=3)
 
 
 def write_program(page: str, folder: Path) -> Path:
-    """The program of a page, in a file that its interpreter takes."""
-    blocks = r"(?ms)^```(python|js|sh)\n(.*?)^```"
-    ((language, code),) = re.findall(blocks, (PAGES / f"{page}.md").read_text())
-    program = folder / f"{page}.{ENDINGS[language]}"
-    program.write_text(code)
-    return program
+    """A copy of the agent in `folder`."""
+    return Path(shutil.copy(AGENTS[page], folder))
 
 
 def python_of(environment: str) -> str:

@@ -1,5 +1,5 @@
-"""The pages of docs/clients that `make test` leaves out, each with its real package: `make clients`
-builds their environment from nothing, runs this, and shows what came of each.
+"""The agents of docs/clients that `make test` leaves out, each with its real package: `make
+clients` builds their environment from nothing, runs this, and shows what came of each.
 """
 
 from __future__ import annotations

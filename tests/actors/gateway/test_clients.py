@@ -1,5 +1,5 @@
-"""The pages of docs/clients with the real packages, in an environment of their own: what a page
-says of its framework happens.
+"""The agents of docs/clients with the real packages, in an environment of their own: what the page
+says of each framework happens.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import more_clients
 import pytest
-from clients_kit import MULTIPLY, PAGES, RUN_PAGE, Runner, python_of, tool_call
+from clients_kit import AGENTS, MULTIPLY, RUN_PAGE, Runner, python_of, tool_call
 from process_kit import ROOT
 
 pytestmark = pytest.mark.slow
@@ -70,9 +70,8 @@ def test_an_answer_that_cannot_be_parsed_costs_reward_and_fails_nothing(
     assert ended.opened.session.calls == WRONG[page]
 
 
-def test_every_page_is_run_and_is_found() -> None:
-    pages = {path.stem for path in PAGES.glob("*.md")} - {"index"}
-    assert pages == {*RIGHT, *more_clients.SCRIPTS}
-    index, site = (PAGES / "index.md").read_text(), (ROOT / "mkdocs.yml").read_text()
-    for page in pages:
-        assert f"({page}.md)" in index and f"clients/{page}.md" in site
+def test_every_agent_is_run_and_is_on_the_page() -> None:
+    assert set(AGENTS) == {*RIGHT, *more_clients.SCRIPTS}
+    page = (ROOT / "docs" / "clients.md").read_text()
+    for path in AGENTS.values():
+        assert f"(clients/{path.name})" in page
