@@ -32,8 +32,8 @@ docs/troubleshooting.md docs/prompts.md docs/rewards.md docs/sft.md docs/tinker.
 docs/tinker-server.md docs/models.md docs/agents.md docs/hubs.md docs/any-program.md docs/clients.md
 docs/http.md docs/staleness.md docs/staleness-study.md docs/findings.md docs/simulate.md
 docs/replay.md docs/compare-and-sweep.md docs/machines.md docs/gpus.md docs/engines.md
-docs/algorithms.md docs/reshape.md docs/methods.md docs/performance.md docs/recipes.md
-CONTRIBUTING.md docs/extending.md benchmarks/results/README.md
+docs/algorithms.md docs/reshape.md docs/methods.md docs/performance.md docs/python-api.md
+docs/recipes.md CONTRIBUTING.md docs/extending.md benchmarks/results/README.md
 """
 PAGES = PAGE_NAMES.split()
 SHELL = ("sh", "console", "bash", "shell")
