@@ -32,6 +32,21 @@ of the name before it. Settings whose last name is the same here, such as `tempe
 out. `asyncrl config explain KEY` describes a key and its default. In asyncrl, lag is a number of
 versions. The learner publishes one version after every batch, with any number of optimizer steps.
 
+| here | is |
+|---|---|
+| `learner.groups`, `learner.steps` | prompts of a batch; batches |
+| `learner.minibatches` | the number of optimizer steps on a batch, not their size |
+| `learner.micro_batch_tokens` | tokens of a forward pass; the result does not depend on it |
+| `generator.slots`, `generator.context` | completions of one generator; prompt and completion |
+| `generator.top_k`, `generator.stop` | 0: all tokens; texts of a single token each |
+| `loss.eps_low`, `loss.eps_high` | unset: 0.2 for `ppo`, the published values for others |
+| `loss.dual_clip`, `kl.loss.coefficient`, `kl.reward.coefficient` | 0: off |
+| `kl.reward.target` | nats per completion |
+| `kl.preset = "distill"` | the KL over the whole vocabulary, not of the sampled token |
+| `advantage.name = "gdpo"` | needs a reward function that returns named parts |
+| `learner.backend` | `deepspeed` or `fsdp2` for several ranks |
+| `task.prompts` | a JSONL, CSV, parquet or Arrow file, a directory, or `hf://datasets/ORG/NAME` |
+
 """
 
 
