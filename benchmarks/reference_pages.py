@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from asyncrl.config import load, methods  # noqa: E402
+from asyncrl.config import load  # noqa: E402
 from asyncrl.config.bundled_configs import load_systems  # noqa: E402
 from asyncrl.contract.errors import EXIT_CODES  # noqa: E402
 
@@ -111,14 +111,10 @@ PAPERS_HEAD = """# Papers
 Generated from `docs/papers.toml` by `python benchmarks/reference_pages.py`.
 
 This page lists the settings that reproduce each paper. Settings that are joined by commas belong
-together. "or" separates alternatives. `method` sets all keys of a published method, which
-`asyncrl methods` lists. Each number is that of a preprint on arXiv. Write a row into a config, or
-set it on the command line: `asyncrl run CONFIG --set method=vespo`. A test trains two batches with
-every row.
-
-The last column gives the sources that were read and the differences from them. If it is a dash, the
-docstring of the function names the source. [Algorithms](algorithms.md) leads to formulas and
-measurements.
+together. "or" separates alternatives. `method` sets all keys of a [published method](methods.md);
+`asyncrl methods` names what was read of its source. Each number is that of a preprint on arXiv.
+Write a row into a config, or set it on the command line: `asyncrl run CONFIG --set method=vespo`. A
+test trains two batches with every row.
 
 """
 # exit code -> what to do
@@ -145,11 +141,8 @@ def papers_page() -> str:
     rows = []
     for source, name, settings, remark in papers():
         here = format_settings(settings)
-        known = settings.removeprefix("method = ").partition(" or ")[0]
-        if known in methods.METHODS:
-            remark = f"Read: {methods.METHODS[known].source}. {remark}".strip()
         rows.append(_row(source, name, here, remark))
-    table = _row("source", "name", "settings", "what was read, what differs")
+    table = _row("source", "name", "settings", "what differs")
     return PAPERS_HEAD + table + "|---|---|---|---|\n" + "".join(rows)
 
 
