@@ -1,9 +1,10 @@
-"""Sessions in environments (agent.env, agent.tools)."""
+"""Sessions that the gateway plays: in environments (agent.env, agent.tools), or of one call."""
 
 from __future__ import annotations
 
 import socket
 import time
+from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -33,12 +34,69 @@ class EnvironmentState:
     pays: bool = False  # its tools score it
 
 
-class EnvironmentSource(SessionSource):
-    """A source that plays each session of a part in an environment, one side or both."""
+class LocalSource(SessionSource):
+    """A source that begins the sessions of a part as long as the gateway has room."""
 
     def __init__(self, gateway: Gateway, part: str = "") -> None:
         self.gateway = gateway
         self.part = part
+
+    def count_wanted(self) -> int:
+        return self.gateway.free_sessions
+
+    def open_sessions(self) -> None:
+        for grant in self.gateway.list_waiting_tickets({self.part}):
+            while grant.waiting and self.gateway.free_sessions > 0:
+                self.open(grant, grant.waiting.pop(0), first=True)
+
+    @abstractmethod
+    def open(self, grant: GatewayTicket, sample: int, *, first: bool) -> None:
+        """Begin a session of a sample."""
+
+
+class SingleCompletions(LocalSource):
+    """A source that makes each sample a session of one call, for the config's reward.
+
+    The call has the random stream of a sample in a run without sessions.
+    """
+
+    def open(self, grant: GatewayTicket, sample: int, *, first: bool) -> None:
+        episode = self.gateway.begin_episode(grant, sample, first=first)
+        session, now = episode.session, time.monotonic()
+        try:
+            call = session.place_ids(session.own_prompt, now=now)
+        except CallRefused as refused:  # a prompt that is empty or too long
+            session.fail(str(refused))
+        else:
+            self.gateway.ask(episode, call)
+
+    def on_answer(
+        self, episode: Episode, call: SessionCall, node: CallNode | None, failed: str
+    ) -> None:
+        session, now = episode.session, time.monotonic()
+        if failed:
+            session.fail(f"a generator cannot sample it: {failed}")
+        elif node is None:  # cut before its first token
+            session.fail(f"agent.{session.limit or 'deadline_s'} ended it")
+        elif session.state == "open" and session.judge(now):
+            self.gateway.submit(episode)
+
+    def on_drop(self, episode: Episode) -> None:
+        pass
+
+    def explain_wait(self, episode: Episode, limit: str, left_s: float, now: float) -> WaitCause:
+        return WaitCause("reward", "the reward of its answer", limit, left_s)
+
+    def explain_queue(self, part: str) -> WaitCause:
+        sessions = self.gateway.config.agent.sessions
+        return WaitCause("place", f"a place: agent.sessions = {sessions}")
+
+
+class EnvironmentSource(LocalSource):
+    """A source that plays each session of a part in an environment, one side or both."""
+
+    def __init__(self, gateway: Gateway, part: str = "") -> None:
+        super().__init__(gateway, part)
         self.agent = gateway.agents[part]
         reward = resolve_reward_configs(gateway.config).get(part, gateway.config).reward
         name = gateway.get_source_name(part)
@@ -48,14 +106,6 @@ class EnvironmentSource(SessionSource):
     @property
     def wires(self) -> Sequence[socket.socket]:
         return self.pool.wires
-
-    def count_wanted(self) -> int:
-        return self.gateway.free_sessions
-
-    def open_sessions(self) -> None:
-        for grant in self.gateway.list_waiting_tickets({self.part}):
-            while grant.waiting and self.gateway.free_sessions > 0:
-                self.open(grant, grant.waiting.pop(0), first=True)
 
     def open(self, grant: GatewayTicket, sample: int, *, first: bool) -> None:
         """Begin a session with the reset of its environment."""

@@ -11,7 +11,6 @@ from typing import Any
 
 from actors.gateway.agents.agent_pool import AgentPool
 from actors.gateway.endpoint.web import Endpoint
-from actors.gateway.mixing.mixed_sources import MixedSource
 from actors.gateway.service import Gateway
 from actors.gateway.session_api import SessionApi, read_kept_port, write_endpoint_files
 from asyncrl.transport.http_server import ListenAddress
@@ -42,7 +41,7 @@ class SocketWatcher:
 
         A new socket or process may get the descriptor of an old one.
         """
-        wires = [*self.gateway.source.wires, *(wire for pool in self.agents for wire in pool.wires)]
+        wires = [*self.gateway.wires, *(wire for pool in self.agents for wire in pool.wires)]
         current: dict[int, Any] = {wire.fileno(): wire for wire in wires}
         callbacks = dict.fromkeys(current, self.sessions.wake)
         for peer in (self.gateway.socket, self.gateway.calls_socket):
@@ -81,9 +80,8 @@ class SocketWatcher:
 
 async def serve(gateway: Gateway) -> None:
     """Run a gateway's turns and its endpoint until the run or the process ends."""
-    agent, source = gateway.config.agent, gateway.source
-    sessions = source.http if isinstance(source, MixedSource) else source
-    assert isinstance(sessions, SessionApi)
+    agent = gateway.config.agent
+    sessions = next(x for x in gateway.sources.values() if isinstance(x, SessionApi))
     bind = ListenAddress(
         agent.host,
         agent.port or read_kept_port(gateway.run_dir),

@@ -5,13 +5,23 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from functools import partial
 from pathlib import Path
 
-from actors.gateway.environment_sessions import EnvironmentSource
-from actors.gateway.mixing.mixed_sources import MixedSource
+from actors.gateway.environment_sessions import EnvironmentSource, SingleCompletions
 from actors.gateway.service import Gateway
+from actors.gateway.session_source import SessionSource
 from asyncrl.config.tree import Config
+
+
+def make_source(gateway: Gateway, part: str) -> SessionSource:
+    """Make the source of a part's sessions; all parts with agents over HTTP share one."""
+    agent = gateway.agents[part]
+    if not agent.http:
+        return (EnvironmentSource if agent.uses_sessions else SingleCompletions)(gateway, part)
+    from actors.gateway.session_api import SessionApi
+
+    shared = (source for source in gateway.sources.values() if isinstance(source, SessionApi))
+    return next(shared, None) or SessionApi(gateway)
 
 
 def main(config: Config, run_dir: Path, index: int) -> bool:
@@ -19,15 +29,7 @@ def main(config: Config, run_dir: Path, index: int) -> bool:
 
     Returns True when the run is finished, False when SIGTERM ended the process.
     """
-    agents = config.agents
-    make_http = None
-    if any(agent.http for agent in agents.values()):
-        from actors.gateway import http_gateway, session_api
-
-        make_http = session_api.SessionApi
-    mixed = partial(MixedSource, make_http=make_http)
-    source = mixed if len(agents) > 1 else make_http or EnvironmentSource
-    gateway = Gateway(config, run_dir, index, source=source)
+    gateway = Gateway(config, run_dir, index, source=make_source)
 
     def stop(_number: int, _frame: object) -> None:
         gateway.ending = True
@@ -36,7 +38,9 @@ def main(config: Config, run_dir: Path, index: int) -> bool:
     signal.signal(signal.SIGINT, signal.SIG_IGN if os.environ.get("ASYNCRL_SUPERVISED") else stop)
     gateway.warm_up()
     try:
-        if make_http is not None:
+        if any(agent.http for agent in config.agents.values()):
+            from actors.gateway import http_gateway
+
             asyncio.run(http_gateway.serve(gateway))
         else:
             gateway.loop()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import gc
 import math
+import socket
 import sys
 import time
 from collections import Counter, OrderedDict, deque
@@ -149,7 +150,7 @@ def compute_env_seed(config: Config, ticket: m.Ticket) -> int:
 class Gateway(sockets.SessionPeer):
     """A gateway process.
 
-    source: makes the source of its sessions
+    source: makes the source of a part's sessions
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class Gateway(sockets.SessionPeer):
         run_dir: Path,
         index: int = 0,
         *,
-        source: Callable[[Gateway], SessionSource],
+        source: Callable[[Gateway, str], SessionSource],
     ) -> None:
         slots = config.agent.sessions
         super().__init__(config, run_dir, f"gateway-{index}", time.time_ns(), slots)
@@ -218,7 +219,9 @@ class Gateway(sockets.SessionPeer):
         self.ticked = self.epoch_since = 0.0
         self.ever_served = False
         self.tallies = {part: SessionTally.for_agent(one) for part, one in self.agents.items()}
-        self.source = source(self)
+        self.sources: dict[str, SessionSource] = {}  # part -> source; parts may share one
+        for part in self.agents:
+            self.sources[part] = source(self, part)
 
     def warm_up(self) -> None:
         """Freeze the heap before any session waits: later garbage collections skip its objects."""
@@ -238,8 +241,17 @@ class Gateway(sockets.SessionPeer):
 
     def wait(self) -> None:
         """Wait until a socket or the source has something to read, at most POLL_S."""
-        descriptors = [wire.fileno() for wire in self.source.wires]
+        descriptors = [wire.fileno() for wire in self.wires]
         sockets.wait([self.socket, self.calls_socket], descriptors, POLL_S)
+
+    @property
+    def wires(self) -> list[socket.socket]:
+        """The sockets that the sources read."""
+        return [wire for source in self.list_sources() for wire in source.wires]
+
+    def list_sources(self) -> list[SessionSource]:
+        """List each source once."""
+        return list(dict.fromkeys(self.sources.values()))
 
     def step(self) -> bool:
         """Run one turn: read all messages and act on them; True for the last turn."""
@@ -247,7 +259,8 @@ class Gateway(sockets.SessionPeer):
         if self.ending or self.over:
             return True
         self.read_calls()
-        self.source.poll()
+        for source in self.list_sources():
+            source.poll()
         self.read_rewards()
         self.tick(time.monotonic())
         self.open_sessions()
@@ -368,7 +381,7 @@ class Gateway(sockets.SessionPeer):
             grant.open.discard(number)
             grant.tokens += session.current_attempt_tokens
             session.resume_under(new_grant.ticket)
-            self.source.on_resume(session)
+            self.get_source(session.ticket).on_resume(session)
             new_grant.open.add(number)
             for call_number, placed in self.calls.items():
                 if placed.episode.number == number and call_number in self.deferred_calls:
@@ -380,7 +393,8 @@ class Gateway(sockets.SessionPeer):
 
     def open_sessions(self) -> None:
         """Have the source begin sessions, and note that this process waits without one."""
-        self.source.open_sessions()
+        for source in self.list_sources():
+            source.open_sessions()
         self.set_wait("" if self.episodes else m.TICKET_WAITED_FOR)
 
     @property
@@ -395,6 +409,10 @@ class Gateway(sockets.SessionPeer):
     def get_part(self, ticket: m.Ticket) -> str:
         """Return the part of the mixture that a ticket belongs to; "": the run's agent."""
         return ticket.prompt.task if ticket.prompt.task in self.agents else ""
+
+    def get_source(self, ticket: m.Ticket) -> SessionSource:
+        """Return the source of a ticket's sessions."""
+        return self.sources[self.get_part(ticket)]
 
     def get_source_name(self, part: str) -> str:
         """Return key and value of the source of a part's sessions."""
@@ -463,7 +481,7 @@ class Gateway(sockets.SessionPeer):
 
     def drop(self, episode: Episode) -> None:
         """Remove an episode; the tokens that it sampled stay counted with its ticket."""
-        self.source.on_drop(episode)
+        self.get_source(episode.session.ticket).on_drop(episode)
         for number, placed in list(self.calls.items()):
             if placed.episode is episode:
                 self.router.forget(number)
@@ -575,7 +593,8 @@ class Gateway(sockets.SessionPeer):
         )
         if node is not None and not call.aside:
             episode.last = call
-        self.source.on_answer(episode, call, node, message.failed)
+        source = self.get_source(episode.session.ticket)
+        source.on_answer(episode, call, node, message.failed)
 
     def decode_routed(self, message: m.CallResult, prompt: int) -> RoutedExperts | None:
         """Decode the experts of a call with `prompt` prompt tokens.
@@ -645,7 +664,7 @@ class Gateway(sockets.SessionPeer):
         session = episode.session
         delivered = build_trajectory(session, self.tokenizer, self.get_agent(session))
         self.count(session, delivered.failed)
-        self.source.on_deliver(session)
+        self.get_source(session.ticket).on_deliver(session)
         prompt = index_by_digest(session.ticket.prompt.images)  # which the buffer has
         self.outbox.add(delivered, {k: x for k, x in session.images.items() if k not in prompt})
         self.drop(episode)
@@ -706,15 +725,23 @@ class Gateway(sockets.SessionPeer):
     # ---- the buffer ------------------------------------------------------------------------------
 
     def request_samples(self) -> None:
-        """Request as many samples as the source has room for."""
-        waiting = sum(len(grant.waiting) for grant in self.held.values())
-        sample_count = self.source.count_wanted() - waiting
+        """Request as many samples as the sources have room for."""
         if self.outbox.is_full:
             self.set_wait("credit: the buffer has not acknowledged what was delivered")
             return
         self.request_tickets(
-            sample_count, self.announced.label if self.announced is not None else None
+            self.count_wanted(), self.announced.label if self.announced is not None else None
         )
+
+    def count_wanted(self) -> int:
+        """Count the samples that find room besides those that wait.
+
+        A part with busy agents over HTTP does not keep the others from new samples.
+        """
+        room = {self.agents[part].http: x.count_wanted() for part, x in self.sources.items()}
+        for grant in self.held.values():
+            room[self.agents[self.get_part(grant.ticket)].http] -= len(grant.waiting)
+        return sum(max(0, samples) for samples in room.values())
 
     def list_progress(self) -> list[tuple[int, int, int]]:
         """List (ticket, attempt, tokens sampled for it so far).
@@ -734,7 +761,8 @@ class Gateway(sockets.SessionPeer):
 
     def make_renewal(self, wait: ProcessWait | None) -> m.LeaseRenewal:
         progress = self.list_progress()
-        self.source.on_report()
+        for source in self.list_sources():
+            source.on_report()
         return m.LeaseRenewal(
             producer=self.producer,
             session=self.session,
@@ -776,7 +804,8 @@ class Gateway(sockets.SessionPeer):
 
     def describe_waiting_sample(self, grant: GatewayTicket, now: float) -> OpenSession:
         """Describe the wait of a sample without a session."""
-        ticket, cause = grant.ticket, self.source.explain_queue(self.get_part(grant.ticket))
+        ticket, part = grant.ticket, self.get_part(grant.ticket)
+        cause = self.sources[part].explain_queue(part)
         waited = now - grant.granted_at
         sample = grant.waiting[0]
         return OpenSession(
@@ -805,7 +834,7 @@ class Gateway(sockets.SessionPeer):
         elif session.state == "judging":
             since, cause = session.judging_at, WaitCause("reward", "the reward of its answer")
         else:
-            cause = self.source.explain_wait(episode, limit, left_s, now)
+            cause = self.get_source(session.ticket).explain_wait(episode, limit, left_s, now)
         ends_s = max(0.0, cause.left_s) if cause.limit else 0.0
         return OpenSession(
             ticket=session.ticket.ticket,
@@ -823,7 +852,8 @@ class Gateway(sockets.SessionPeer):
 
     def close(self) -> None:
         """Release all resources and leave the buffer."""
-        self.source.close()
+        for source in self.list_sources():
+            source.close()
         if self.rewards is not None:
             self.rewards.close()
         self.leave()

@@ -46,16 +46,13 @@ AGENTS = {
 
 
 class SessionApi(SessionSource):
-    """Sessions over HTTP: a `web.SessionService` in the thread of the gateway's turns.
+    """Sessions over HTTP: a `web.SessionService` in the thread of the gateway's turns."""
 
-    parts: the parts of a mixture that these sessions belong to
-    """
-
-    def __init__(self, gateway: Gateway, parts: Collection[str] = ("",)) -> None:
+    def __init__(self, gateway: Gateway, part: str = "") -> None:
         agent = gateway.config.agent
         self.gateway = gateway
         # a harness leases the sessions of these parts; agents of the gateway play the others
-        self.leased_parts = {part for part in parts if gateway.agents[part].serve}
+        self.leased_parts = {name for name, one in gateway.agents.items() if one.serve}
         self.request_policy = RequestPolicy(
             agent.model,
             agent.other_models,

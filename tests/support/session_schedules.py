@@ -356,7 +356,7 @@ class SessionWorld(World):
 
     def environment(self) -> bool:
         """One operation of an environment is done."""
-        source: Any = self.gateway.source
+        source: Any = self.gateway.sources[""]
         drive = source.pool
         if not drive.open:
             return False

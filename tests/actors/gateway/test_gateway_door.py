@@ -32,8 +32,8 @@ from asyncrl.models import tokenizer
 
 
 def sessions_of(gateway: service.Gateway) -> SessionApi:
-    assert isinstance(gateway.source, SessionApi)
-    return gateway.source
+    assert isinstance(gateway.sources[""], SessionApi)
+    return gateway.sources[""]
 
 
 def test_the_config_says_what_clients_may_ask_for(config: Config, tmp_path: Path) -> None:

@@ -15,8 +15,7 @@ from gateway_door_kit import config  # noqa: F401
 
 import asyncrl
 from actors.gateway import process, service
-from actors.gateway.environment_sessions import EnvironmentSource
-from actors.gateway.mixing.mixed_sources import MixedSource
+from actors.gateway.environment_sessions import EnvironmentSource, SingleCompletions
 from actors.gateway.session_api import SessionApi
 from asyncrl.config.agents import AgentConfig
 from asyncrl.config.tree import Config
@@ -48,14 +47,14 @@ class Gateway(service.Gateway):
     turns = 0
     closed = False
     warm = False
-    by: type | None = None  # what makes its sessions
+    by: tuple[type, ...] = ()  # what makes its sessions
 
     def warm_up(self) -> None:
         type(self).warm = True  # the real one freezes the heap of this process
 
     def step(self) -> bool:
         type(self).turns += 1
-        type(self).by = type(self.source)
+        type(self).by = tuple(map(type, self.sources.values()))
         if self.turns == 3 and self.number:
             os.kill(os.getpid(), self.number)
         elif self.turns == 3:
@@ -82,7 +81,7 @@ def test_a_signal_ends_the_process_after_its_turn(
     monkeypatch.delenv("ASYNCRL_SUPERVISED", raising=False)
     assert process.main(either, tmp_path, 2) is False
     assert kind.closed and kind.warm and kind.turns == 3
-    assert kind.by is (SessionApi if either.agent.http else EnvironmentSource)
+    assert kind.by == (SessionApi if either.agent.http else EnvironmentSource,)
     assert signal.getsignal(signal.SIGINT) is signal.getsignal(signal.SIGTERM)
 
 
@@ -97,7 +96,7 @@ def test_a_mixture_of_agents_has_a_source_for_each(
     task = msgspec.convert({"name": "mixture", "mixture": parts}, type(config.task))
     mixture = msgspec.structs.replace(config, task=task, agent=AgentConfig())
     assert process.main(mixture, tmp_path, 0) is False
-    assert kind.by is MixedSource and kind.closed
+    assert kind.by == (SingleCompletions, EnvironmentSource) and kind.closed
 
 
 def test_the_run_s_end_ends_the_process(

@@ -75,7 +75,7 @@ class World:
         out: list[m.GenerationCall] = []
 
         def look() -> bool:
-            self.gateway.source.poll()
+            self.gateway.sources[""].poll()
             self.gateway.tick(time.monotonic())
             for _, message in self.gateway.router.take_messages(self.gateway.announced):
                 out.extend(message.calls)
@@ -105,7 +105,7 @@ class World:
         """The next so many trajectories."""
 
         def look() -> bool:
-            self.gateway.source.poll()
+            self.gateway.sources[""].poll()
             self.gateway.tick(time.monotonic())
             return len(self.gateway.outbox.fresh) >= count
 
@@ -478,7 +478,7 @@ def test_an_environment_that_answers_as_its_time_runs_out_ends_no_gateway(
     w.take(w.ticket())
     (episode,) = w.gateway.episodes.values()
     episode.session.fail("its time ran out")
-    source = w.gateway.source
+    source = w.gateway.sources[""]
     assert isinstance(source, EnvironmentSource)
     source.score(episode)
     source.judge(episode)
@@ -726,7 +726,7 @@ def test_tools_are_called_through_the_template_and_the_reward_judges_the_last_an
         w.answer(first[1], "5")
 
         def judged() -> bool:
-            w.gateway.source.poll()
+            w.gateway.sources[""].poll()
             w.gateway.read_rewards()
             w.gateway.tick(time.monotonic())
             return len(w.gateway.outbox.fresh) == 2

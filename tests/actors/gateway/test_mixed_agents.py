@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +20,8 @@ from agent_run_kit import rows
 from click.testing import CliRunner, Result
 from process_kit import ENV, PATIENT, ROOT, RUN_SEED
 
-from actors.gateway.mixing.mixed_sources import MixedSource
+from actors.gateway.process import make_source
 from actors.gateway.service import HOPELESS, Gateway
-from actors.gateway.session_api import SessionApi
 from actors.gateway.session_source import WaitCause
 from asyncrl.cli import main
 from asyncrl.config import load
@@ -116,7 +114,7 @@ def gateway(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any
     monkeypatch.syspath_prepend(ROOT / "tests" / "support")
     (tmp_path / "run_id").write_text("run")
     config = load.load("configs/demo.toml", (*SETS, f"model.path='{model}'"))
-    gateway = Gateway(config, tmp_path, source=partial(MixedSource, make_http=SessionApi))
+    gateway = Gateway(config, tmp_path, source=make_source)
     yield gateway
     gateway.close()
 
@@ -132,15 +130,19 @@ def accept(gateway: Gateway, number: int, task: str) -> None:
 def test_each_source_begins_the_sessions_of_its_part(gateway: Any) -> None:
     for number, task in enumerate(("play", "ask", "sort"), start=1):
         accept(gateway, number, task)
-    free = gateway.config.agent.sessions
+    free, http = gateway.config.agent.sessions, gateway.sources["ask"]
+    assert len(gateway.list_sources()) == len(gateway.sources) == 3
     # no agent has asked for a sample of `ask`, which does not take room from the others
-    assert gateway.source.count_wanted() == free - 4 + 6
+    assert gateway.count_wanted() == free - 4
+    http.asks = 5  # of which two samples wait already
+    assert gateway.count_wanted() == free - 4 + 3
+    http.asks = 0
     gateway.open_sessions()
     begun = {episode.session.ticket.prompt.task for episode in gateway.episodes.values()}
     assert begun == {"play", "sort"} and len(gateway.held[2, 2].waiting) == 2
-    opened = gateway.source.http.lease_session("one", {"ask"})
+    opened = http.lease_session("one", {"ask"})
     assert opened.session.ticket.prompt.task == "ask"
-    assert gateway.source.http.lease_session("two", gateway.source.http.leased_parts) is None
+    assert http.lease_session("two", http.leased_parts) is None
     limits = {e.session.ticket.prompt.task: e.session.limits for e in gateway.episodes.values()}
     assert [limits[x].max_calls for x in ("play", "ask", "sort")] == [3, 32, 1]
     assert limits["play"].max_tokens == 40
@@ -148,16 +150,16 @@ def test_each_source_begins_the_sessions_of_its_part(gateway: Any) -> None:
         :1
     ]
     assert call.call.stream_key == 0  # that of a run without sessions
-    assert "agent.at_once = 4" in gateway.source.explain_queue("ask").text
-    gateway.source.http.starting.add("ask")
+    assert "agent.at_once = 4" in http.explain_queue("ask").text
+    http.starting.add("ask")
     starting = "a process that imports task.mixture: ask: agent.function = mixed_agent:ask to be"
-    assert gateway.source.explain_queue("ask") == WaitCause("place", f"{starting} ready")
-    pool = gateway.source.local["play"].pool
+    assert http.explain_queue("ask") == WaitCause("place", f"{starting} ready")
+    pool = gateway.sources["play"].pool
     assert (
         pool.named == gateway.get_source_name("play") == f"task.mixture: play: agent.env = {PLAY}"
     )
     room = f"a place: agent.sessions = {gateway.config.agent.sessions}"
-    assert gateway.source.explain_queue("play") == WaitCause("place", room)
+    assert gateway.sources["play"].explain_queue("play") == WaitCause("place", room)
     waits = {one.task.split("'")[0]: one for one in gateway.list_oldest_sessions(time.monotonic())}
     assert waits
 

@@ -1,5 +1,5 @@
-"""Sources of sessions without processes: environments' events, agents' places, the sources of a
-mixture's parts, single completions, and the rows of an environment.
+"""Sources of sessions without processes: environments' events, agents' places, single completions,
+and the rows of an environment.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import msgspec
 import pytest
 
 from actors.gateway.agents.agent_pool import AgentPool
-from actors.gateway.environment_sessions import EnvironmentSource, EnvironmentState
+from actors.gateway.environment_sessions import (
+    EnvironmentSource,
+    EnvironmentState,
+    SingleCompletions,
+)
 from actors.gateway.environment_worker import EnvironmentEvent
 from actors.gateway.hubs import prompt_files
-from actors.gateway.mixing import mixed_sources
-from actors.gateway.mixing.mixed_sources import MixedSource, SingleCompletions
 from actors.gateway.session_api import describe_task
 from actors.gateway.session_source import WaitCause
 from actors.gateway.sessions import CallRefused
@@ -29,117 +31,6 @@ from asyncrl.config.tree import Config, TaskConfig
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.versions import Label
-
-
-class Recorder:
-    """A source that notes what it is asked."""
-
-    def __init__(self, gateway: Any, part: Any, wanted: int = 0) -> None:
-        self.gateway, self.part, self.wanted = gateway, part, wanted
-        self.asked: list[tuple[Any, ...]] = []
-        self.wires = [f"wire of {part}"]
-
-    def count_wanted(self) -> int:
-        return self.wanted
-
-    def __getattr__(self, name: str) -> Any:
-        def note(*given: Any) -> str:
-            self.asked.append((name, *given))
-            return f"{name} of {self.part}"
-
-        return note
-
-
-def grant(part: str, waiting: int) -> Any:
-    return SimpleNamespace(ticket=SimpleNamespace(part=part), waiting=[0] * waiting)
-
-
-@pytest.fixture
-def mixed(monkeypatch: pytest.MonkeyPatch) -> MixedSource:
-    """A part with an environment, one with single completions and two over HTTP."""
-    monkeypatch.setattr(mixed_sources, "EnvironmentSource", Recorder)
-    monkeypatch.setattr(mixed_sources, "SingleCompletions", Recorder)
-    agents = {
-        "play": SimpleNamespace(http=False, uses_sessions=True),
-        "": SimpleNamespace(http=False, uses_sessions=False),
-        "ask": SimpleNamespace(http=True, uses_sessions=True),
-        "serve": SimpleNamespace(http=True, uses_sessions=True),
-    }
-    gateway = SimpleNamespace(
-        agents=agents, held={}, free_sessions=5, get_part=lambda ticket: ticket.part
-    )
-    return MixedSource(gateway, lambda *given: Recorder(*given))  # type: ignore[arg-type]
-
-
-def test_every_part_has_its_source(mixed: MixedSource) -> None:
-    local, http = mixed.local, mixed.http
-    assert [(part, source.part) for part, source in local.items()] == [("play", "play"), ("", "")]
-    assert all(source.gateway is mixed.gateway for source in mixed.sources)
-    assert http is not None and http.part == ["ask", "serve"]
-    assert mixed.sources == [local["play"], local[""], http]
-    assert mixed.wires == ["wire of play", "wire of ", "wire of ['ask', 'serve']"]
-    alone = MixedSource(mixed.gateway, None)
-    assert alone.http is None and len(alone.sources) == 2
-
-
-def test_kinds_of_sources(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[tuple[str, str]] = []
-    for kind in (EnvironmentSource, SingleCompletions):
-        name = kind.__name__
-
-        def make(gateway: Any, part: str, name: str = name) -> None:
-            made.append((name, part))
-
-        monkeypatch.setattr(mixed_sources, name, make)
-    agents = {
-        "a": SimpleNamespace(http=False, uses_sessions=True),
-        "b": SimpleNamespace(http=False, uses_sessions=False),
-    }
-    MixedSource(SimpleNamespace(agents=agents), None)  # type: ignore[arg-type]
-    assert made == [("EnvironmentSource", "a"), ("SingleCompletions", "b")]
-
-
-def test_as_many_samples_are_wanted_as_have_room_or_wait(mixed: MixedSource) -> None:
-    gateway: Any = mixed.gateway
-    http: Any = mixed.http
-    assert mixed.count_wanted() == 5
-    http.wanted = 4
-    assert mixed.count_wanted() == 9
-    # samples that wait have their room already: of a part here, of one over HTTP
-    gateway.held = {1: grant("play", 2), 2: grant("ask", 3), 3: grant("", 1)}
-    assert mixed.count_wanted() == 6 + (5 - 3) + (4 - 3)
-    gateway.held = {1: grant("play", 7), 2: grant("serve", 6)}
-    assert mixed.count_wanted() == 13, "none has room beyond"
-    mixed.http = None
-    gateway.held = {}
-    assert mixed.count_wanted() == 5
-    mixed.local.clear()
-    assert mixed.count_wanted() == 0
-
-
-def test_each_question_goes_to_the_source_of_its_part(mixed: MixedSource) -> None:
-    local: Any = mixed.local
-    http: Any = mixed.http
-    session = SimpleNamespace(ticket=SimpleNamespace(part="play"))
-    episode: Any = SimpleNamespace(session=session)
-    mixed.on_answer(episode, "call", "node", "")  # type: ignore[arg-type]
-    mixed.on_drop(episode)
-    mixed.on_resume(session)  # type: ignore[arg-type]
-    mixed.on_deliver(session)  # type: ignore[arg-type]
-    assert mixed.explain_wait(episode, "limit", 1.0, 2.0) == "explain_wait of play"
-    assert local["play"].asked == [
-        ("on_answer", episode, "call", "node", ""),
-        ("on_drop", episode),
-        ("on_resume", session),
-        ("on_deliver", session),
-        ("explain_wait", episode, "limit", 1.0, 2.0),
-    ]
-    assert mixed.explain_queue("serve") == "explain_queue of ['ask', 'serve']"
-    assert http.asked == [("explain_queue", "serve")] and local[""].asked == []
-    for name in ("open_sessions", "poll", "on_report", "close"):
-        getattr(mixed, name)()
-        assert all(source.asked[-1] == (name,) for source in (local["play"], local[""], http))
-
 
 # ---- single completions --------------------------------------------------------------------------
 

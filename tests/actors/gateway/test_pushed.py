@@ -233,8 +233,8 @@ class World:
         self.gateway = service.Gateway(config, run_dir, source=SessionApi)
         self.gateway.socket.close()
         self.gateway.socket = self.wire = Wire()  # type: ignore[assignment]
-        assert isinstance(self.gateway.source, SessionApi)
-        self.door = self.gateway.source
+        assert isinstance(self.gateway.sources[""], SessionApi)
+        self.door = self.gateway.sources[""]
         self.pushing: AgentPool | None = None
         self.tickets = 0
         try:

@@ -225,8 +225,8 @@ class Process:
         self.gateway = service.Gateway(config, run_dir, source=SessionApi)
         self.gateway.socket.close()
         self.wire = self.gateway.socket = Wire()  # type: ignore[assignment]
-        assert isinstance(self.gateway.source, SessionApi)
-        self.door = self.gateway.source
+        assert isinstance(self.gateway.sources[""], SessionApi)
+        self.door = self.gateway.sources[""]
         self.door.restore_sessions()
 
     async def ask(self, opened: OpenedSession, body: bytes, tokens: int) -> None:

@@ -1,1 +1,0 @@
-"""The sessions of a mixture's parts, each with its own source."""
