@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import math
 import os
-import signal
-import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from actors.delay import compute_delay_steps
-from actors.delivery import Outbox
 from actors.engine import Completion, Engine, build_engine
 from actors.gateway.generator_calls import CallPeer, CallTurn
+from actors.ticket_holder import TicketHolder
 from actors.turn import (
     DECODE_STEPS,
     IDLE_POLL_S,
@@ -40,7 +38,7 @@ from asyncrl.records import buffer_leadership
 from asyncrl.records.rundir import get_current_buffer_address, note_longest_prompt
 from asyncrl.records.trace import Tracer
 from asyncrl.transport import chunks
-from asyncrl.transport.sockets import SessionPeer, wait
+from asyncrl.transport.sockets import wait
 
 # upper bound for one decode call: a slow engine makes fewer steps a call, because leases are
 # renewed and rewards delivered between calls
@@ -79,23 +77,22 @@ class GeneratorUsage:
         return {f"generator/{name}": value for name, value in asdict(self).items()}
 
 
-class Generator(SessionPeer):
+class Generator(TicketHolder):
     """One generator process. `loop` returns at the run's end or after SIGTERM."""
 
     def __init__(self, config: Config, run_dir: Path, index: int, engine: Engine) -> None:
-        self.producer = f"generator-{index}"
-        self.session = time.time_ns()
         self.lockstep = config.staleness.limit == 0 and config.generators == 1
         self.calls: CallPeer | None = None  # the gateway's calls, when samples are sessions
         self.turn: GeneratorTurn
         if config.uses_sessions:
             self.lockstep = False
             self.turn = turn = CallTurn(config, engine)
-            self.calls = CallPeer(config, turn, run_dir, self.producer, self.session)
         else:
             self.turn = GeneratorTurn(config, engine, lockstep=self.lockstep, run_dir=run_dir)
         self.engine = engine
-        self.schedule = self.turn.schedule
+        super().__init__(config, run_dir, f"generator-{index}", engine.slots, self.turn.schedule)
+        if config.uses_sessions:
+            self.calls = CallPeer(config, turn, run_dir, self.producer, self.session)
         self.rewards = self.turn.rewards
         self.unscored = self.turn.unscored
         self.tracer = Tracer(run_dir, self.producer)
@@ -105,13 +102,10 @@ class Generator(SessionPeer):
         if self.reward_tracer is not None:
             self.rewards.timed = self.reward_tracer.add
         self.weights = WeightsReceiver(config, self.producer)
-        super().__init__(config, run_dir, self.producer, self.session, engine.slots)
-        self.outbox = Outbox(config.wires, self.producer, self.session)
         self.loaded: LoadedWeights | None = None
         self.longest_prompt = 0
         self.steps = DECODE_STEPS  # of the next decode call
         self.read_until = time.monotonic()  # the end of the last `read`
-        self.unread = (self.read_until, self.read_until)  # see `Outbox.on_acks`
         self.lacks_weights = False  # the weights to load are unavailable now
         self.missing: MissingWeights | None = None
         limits = config.wires.connect_s, config.watchdog.startup_s
@@ -135,8 +129,9 @@ class Generator(SessionPeer):
             self.deliver()
             self.renew()  # before the request: tickets reported as held are not granted again
             self.request_samples()
-        if not self.over:
-            self.shut_down()
+        if not self.over:  # after SIGTERM: unfinished samples are reported as lost
+            self.send_samples(flush=True)
+            self.renew_now()
         elif self.loaded is None:
             raise self.make_end_error(self.producer)
 
@@ -151,18 +146,12 @@ class Generator(SessionPeer):
         self.read_replies(timeout)
         self.read_until = time.monotonic()
 
-    def on_acks(self, reply: m.DeliveryAcks) -> None:
-        self.outbox.on_acks(reply, time.monotonic(), self.unread)
-
-    def announce(self, announcement: m.PolicyAnnouncement | None) -> None:
-        self.schedule.announce(announcement)
-
     def accept_tickets(self, tickets: list[m.Ticket]) -> None:
         self.turn.accept_tickets(tickets)
 
     def on_attempts(self, attempts: int) -> None:
-        if self.calls is None:
-            self.schedule.refuse_up_to(attempts)
+        if self.calls is None:  # calls have their own numbers
+            super().on_attempts(attempts)
 
     def find_buffer_address(self) -> str:
         """Look up where the buffer listens now.
@@ -323,8 +312,7 @@ class Generator(SessionPeer):
         """Send the queued samples, and the results of calls."""
         if self.calls is not None:
             self.calls.send_report(time.monotonic(), self.engine.slots)
-        for frame in self.outbox.take_frames(time.monotonic(), flush=not self.engine.active):
-            self.socket.send(frame)
+        self.send_samples(flush=not self.engine.active)
 
     def current_wait(self, now: float) -> ProcessWait | None:
         wait = super().current_wait(now)
@@ -337,12 +325,15 @@ class Generator(SessionPeer):
 
         One request at a time, repeated when unanswered.
         """
-        if self.calls is not None:
-            self.request_news()
+        if self.calls is not None:  # only announcements and the run's end: the gateway has samples
+            if time.monotonic() - self.want_sent > self.config.wires.retry_s:
+                self.send_ticket_request(0, self.loaded.label if self.loaded else None)
+            is_idle = not self.engine.active and not self.schedule.count_waiting()
+            if is_idle and not self.lacks_weights:
+                self.set_wait(m.CALL_WAITED_FOR)
             return
         sample_count = self.turn.count_samples_to_request(unsent=bool(self.outbox.fresh))
-        if self.outbox.is_full:
-            self.set_wait("credit: the buffer has not acknowledged what was delivered")
+        if not self.has_credit():
             return
         self.request_tickets(sample_count, self.loaded.label if self.loaded else None)
         if (
@@ -355,51 +346,23 @@ class Generator(SessionPeer):
         elif not self.engine.active and self.rewards.waiting:
             self.set_wait(m.REWARDS_WAITED_FOR)
 
-    def request_news(self) -> None:
-        """Request announcements and the run's end, no samples: the gateway assigns calls."""
-        if time.monotonic() - self.want_sent > self.config.wires.retry_s:
-            self.send_ticket_request(0, self.loaded.label if self.loaded else None)
-        if not self.engine.active and not self.schedule.count_waiting() and not self.lacks_weights:
-            self.set_wait(m.CALL_WAITED_FOR)
-
     def list_judging(self) -> list[tuple[int, int]]:
         """List the fully generated (ticket, attempt) pairs that wait only for rewards."""
         if not self.rewards.is_working:
             return []
-        return sorted({(t, a) for t, _, a in self.unscored if (t, a) not in self.schedule.held})
+        return list({(t, a) for t, _, a in self.unscored} - self.schedule.held.keys())
 
-    def list_unacknowledged(self) -> list[tuple[int, int]]:
-        """List the (ticket, attempt) pairs with generated and unacknowledged samples."""
-        return sorted({(t, a) for t, _, a in self.unscored} | self.outbox.list_tickets())
+    def list_unacknowledged(self) -> set[tuple[int, int]]:
+        return {(t, a) for t, _, a in self.unscored} | super().list_unacknowledged()
 
-    def make_renewal(self, wait: ProcessWait | None) -> m.LeaseRenewal:
-        progress = self.turn.list_progress()
-        return m.LeaseRenewal(
-            producer=self.producer,
-            session=self.session,
-            progress=progress,
-            stats=self.usage.collect_metrics()
-            | self.rewards.collect_metrics()
-            | self.weights.collect_metrics()
-            | self.outbox.collect_metrics()
-            | self.engine.collect_metrics(),
-            waiting=wait,
-            judging=self.list_judging(),
-            drawn=self.outbox.token_report.on_report(progress),
-            written=self.list_unacknowledged(),
-            # calls have their own numbers
-            taken=self.schedule.newest_attempt if self.calls is None else 0,
-        )
+    def list_progress(self) -> list[tuple[int, int, int]]:
+        return self.turn.list_progress()
 
-    def shut_down(self) -> None:
-        """After SIGTERM: send finished samples and report unfinished ones as lost."""
-        for frame in self.outbox.take_frames(time.monotonic(), flush=True):
-            self.socket.send(frame)
-        self.renewed = 0.0
-        self.renew()
+    def collect_metrics(self) -> dict[str, float]:
+        sources = (self.usage, self.rewards, self.weights, self.outbox, self.engine)
+        return {name: x for source in sources for name, x in source.collect_metrics().items()}
 
     def close(self) -> None:
-        """Release all resources and, unless the run is over, the buffer's leases."""
         self.rewards.close()
         self.tracer.close()
         if self.reward_tracer is not None:
@@ -418,15 +381,6 @@ def main(config: Config, run_dir: Path, index: int) -> bool:
     bind(config.generator.gpus, index, "generator.gpus")
     engine = build_engine(config)
     generator = Generator(config, run_dir, index, engine)
-
-    def stop(_number: int, _frame: object) -> None:
-        generator.ending = True
-
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, signal.SIG_IGN if os.environ.get("ASYNCRL_SUPERVISED") else stop)
-    try:
-        generator.loop()
-    finally:
-        generator.close()
-    print(f"{generator.producer}: ended after {generator.usage.tokens:.0f} tokens", file=sys.stderr)
-    return generator.over
+    is_over = generator.run_until_signal(generator.loop)
+    generator.log_change(f"ended after {generator.usage.tokens:.0f} tokens")
+    return is_over

@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +34,12 @@ class LeasedTicket:
     live: set[int] = field(default_factory=set)
     tokens: int = 0  # of samples already delivered
     prompt: Any = None  # its tokens, int32 [P]; set by the caller of `add_tickets`
+    granted_at: float = field(default_factory=lambda: time.monotonic())
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether no sample waits and none is live."""
+        return not self.waiting and not self.live
 
     @property
     def exact(self) -> Label | None:
@@ -178,7 +185,7 @@ class TicketSchedule:
             return
         leased.live.discard(key[1])
         leased.tokens += tokens
-        if not leased.waiting and not leased.live:
+        if leased.is_used_up:
             del self.held[key[0], key[2]]
 
     def drop(self, leased: LeasedTicket) -> list[Key]:

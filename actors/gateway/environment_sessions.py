@@ -13,9 +13,10 @@ from typing import Any
 from actors.gateway.call_tree import CallNode
 from actors.gateway.environment_pool import EnvironmentPool
 from actors.gateway.environment_worker import EnvironmentEvent, EnvironmentOperation
-from actors.gateway.service import Gateway, GatewayTicket
+from actors.gateway.service import Gateway
 from actors.gateway.session_source import Episode, SessionSource, WaitCause
 from actors.gateway.sessions import TOO_LONG, CallRefused, SessionCall, SessionPlayers
+from actors.schedule import LeasedTicket
 from asyncrl.tasks.evaluation_sets import resolve_reward_configs
 
 SHOWN = 40  # characters shown of tool names
@@ -50,7 +51,7 @@ class LocalSource(SessionSource):
                 self.open(grant, grant.waiting.pop(0), first=True)
 
     @abstractmethod
-    def open(self, grant: GatewayTicket, sample: int, *, first: bool) -> None:
+    def open(self, grant: LeasedTicket, sample: int, *, first: bool) -> None:
         """Begin a session of a sample."""
 
 
@@ -60,7 +61,7 @@ class SingleCompletions(LocalSource):
     The call has the random stream of a sample in a run without sessions.
     """
 
-    def open(self, grant: GatewayTicket, sample: int, *, first: bool) -> None:
+    def open(self, grant: LeasedTicket, sample: int, *, first: bool) -> None:
         episode = self.gateway.begin_episode(grant, sample, first=first)
         session, now = episode.session, time.monotonic()
         try:
@@ -107,7 +108,7 @@ class EnvironmentSource(LocalSource):
     def wires(self) -> Sequence[socket.socket]:
         return self.pool.wires
 
-    def open(self, grant: GatewayTicket, sample: int, *, first: bool) -> None:
+    def open(self, grant: LeasedTicket, sample: int, *, first: bool) -> None:
         """Begin a session with the reset of its environment."""
         episode = self.gateway.begin_episode(grant, sample, first=first)
         players = SessionPlayers(self.gateway.templated)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from pathlib import Path
 
 from actors.gateway.environment_sessions import EnvironmentSource, SingleCompletions
@@ -30,20 +28,9 @@ def main(config: Config, run_dir: Path, index: int) -> bool:
     Returns True when the run is finished, False when SIGTERM ended the process.
     """
     gateway = Gateway(config, run_dir, index, source=make_source)
-
-    def stop(_number: int, _frame: object) -> None:
-        gateway.ending = True
-
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, signal.SIG_IGN if os.environ.get("ASYNCRL_SUPERVISED") else stop)
     gateway.warm_up()
-    try:
-        if any(agent.http for agent in config.agents.values()):
-            from actors.gateway import http_gateway
+    if not any(agent.http for agent in config.agents.values()):
+        return gateway.run_until_signal(gateway.loop)
+    from actors.gateway import http_gateway
 
-            asyncio.run(http_gateway.serve(gateway))
-        else:
-            gateway.loop()
-    finally:
-        gateway.close()
-    return gateway.over
+    return gateway.run_until_signal(lambda: asyncio.run(http_gateway.serve(gateway)))

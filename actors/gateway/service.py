@@ -30,12 +30,13 @@ import msgspec
 import numpy as np
 import xxhash
 
-from actors.delivery import Outbox
 from actors.gateway.call_router import CallRouter
 from actors.gateway.chat import ChatFormat, find_parser
 from actors.gateway.session_source import Episode, PlacedCall, SessionSource, WaitCause
 from actors.gateway.sessions import Session, SessionCall, SessionLimits, SessionOutcome
 from actors.rewards import make_runner
+from actors.schedule import LeasedTicket, TicketSchedule
+from actors.ticket_holder import TicketHolder
 from asyncrl.config.agents import AgentConfig
 from asyncrl.config.tree import Config
 from asyncrl.contract import messages as m
@@ -70,17 +71,6 @@ OLDEST = 8  # tickets listed in a report, one session each
 SHOWN = 40  # characters shown of a prompt
 KEPT_SESSIONS = 200  # sessions in the statistic of durations
 REPORTED_CLOSED = 256  # closed tickets that are still reported, since a report may be lost
-
-
-@dataclass
-class GatewayTicket:
-    """A ticket granted to this gateway, with its waiting samples and open episodes."""
-
-    ticket: m.Ticket
-    waiting: list[int]
-    open: set[int] = field(default_factory=set)  # episode numbers
-    tokens: int = 0  # sampled by its sessions that were dropped
-    granted_at: float = field(default_factory=lambda: time.monotonic())
 
 
 @dataclass
@@ -147,7 +137,7 @@ def compute_env_seed(config: Config, ticket: m.Ticket) -> int:
     return xxhash.xxh3_64_intdigest(f"env:{name}".encode()) >> 33
 
 
-class Gateway(sockets.SessionPeer):
+class Gateway(TicketHolder):
     """A gateway process.
 
     source: makes the source of a part's sessions
@@ -161,9 +151,8 @@ class Gateway(sockets.SessionPeer):
         *,
         source: Callable[[Gateway, str], SessionSource],
     ) -> None:
-        slots = config.agent.sessions
-        super().__init__(config, run_dir, f"gateway-{index}", time.time_ns(), slots)
-        self.outbox = Outbox(config.wires, self.producer, self.session)
+        schedule = TicketSchedule(drain_first=False)
+        super().__init__(config, run_dir, f"gateway-{index}", config.agent.sessions, schedule)
         self.index = index
         self.agents = config.agents
         self.limits = {part: build_limits(config, agent) for part, agent in self.agents.items()}
@@ -202,7 +191,7 @@ class Gateway(sockets.SessionPeer):
         self.refused = Counter[str]()  # reason -> messages refused at calls_socket
         self.calls_socket.refused = self.refuse
         self.router = CallRouter(self.run, config.wires.lease_s)
-        self.held: dict[tuple[int, int], GatewayTicket] = {}
+        self.held = self.schedule.held  # live: the numbers of the open episodes
         self.episodes: dict[int, Episode] = {}
         self.calls: dict[int, PlacedCall] = {}  # id at the generators -> call
         # of these, the calls that wait until their session has a valid ticket
@@ -214,8 +203,6 @@ class Gateway(sockets.SessionPeer):
         # the newest number of an episode or call.  It starts at the time, so that a generator's
         # result for a call of an earlier gateway process never matches a call of this one
         self.numbers = self.session
-        self.announced: m.PolicyAnnouncement | None = None
-        self.newest_attempt = 0
         self.ticked = self.epoch_since = 0.0
         self.ever_served = False
         self.tallies = {part: SessionTally.for_agent(one) for part, one in self.agents.items()}
@@ -265,8 +252,7 @@ class Gateway(sockets.SessionPeer):
         self.tick(time.monotonic())
         self.open_sessions()
         self.send_calls()
-        for frame in self.outbox.take_frames(time.monotonic(), flush=True):
-            self.socket.send(frame)
+        self.send_samples(flush=True)
         self.request_samples()
         self.renew()
         return False
@@ -274,16 +260,9 @@ class Gateway(sockets.SessionPeer):
     def finish(self) -> None:
         """Send the last report.  Raises NothingToDo if the run had ended before."""
         if not self.over:
-            self.renewed = 0.0
-            self.renew()
+            self.renew_now()
         elif not self.ever_served:
             raise self.make_end_error(self.producer)
-
-    def on_acks(self, reply: m.DeliveryAcks) -> None:
-        self.outbox.on_acks(reply, time.monotonic())
-
-    def on_attempts(self, attempts: int) -> None:
-        self.newest_attempt = max(self.newest_attempt, attempts)
 
     def announce(self, announcement: m.PolicyAnnouncement | None) -> None:
         """Record an announcement of newer weights.
@@ -291,19 +270,16 @@ class Gateway(sockets.SessionPeer):
         A new epoch ends the leases of earlier ones: waiting samples are forgotten, and open
         sessions are parked until their sample is granted again.
         """
-        if announcement is None or (
-            self.announced is not None
-            and announcement.announcement_key <= self.announced.announcement_key
-        ):
+        previous = self.schedule.announced
+        if not self.schedule.announce(announcement) or announcement is None:
             return
-        if self.announced is None or announcement.label.epoch > self.announced.label.epoch:
+        if previous is None or announcement.label.epoch > previous.label.epoch:
             self.epoch_since = time.monotonic()
-        self.announced = announcement
         for name, grant in list(self.held.items()):
             if not self.is_expired(grant.ticket):
                 continue
             grant.waiting = []
-            for number in list(grant.open):
+            for number in list(grant.live):
                 episode = self.episodes[number]
                 if (
                     grant.ticket.kind == "eval"
@@ -312,12 +288,12 @@ class Gateway(sockets.SessionPeer):
                     self.drop(episode)
                 else:
                     self.park(episode)
-            if not grant.open:
+            if not grant.live:
                 self.close_ticket(name)
 
     def is_expired(self, ticket: m.Ticket) -> bool:
         """Whether the ticket belongs to an earlier epoch or to an earlier gateway process."""
-        announcement = self.announced
+        announcement = self.schedule.announced
         if (ticket.ticket, ticket.attempt) in self.restored:
             return True
         return announcement is not None and ticket.min_version.epoch < announcement.label.epoch
@@ -354,35 +330,31 @@ class Gateway(sockets.SessionPeer):
 
     def accept_tickets(self, tickets: list[m.Ticket]) -> None:
         """Record the new tickets; open sessions of the same samples go on under them."""
-        for ticket in tickets:
-            if ticket.attempt <= self.newest_attempt:
-                continue
-            self.newest_attempt = ticket.attempt
-            new_grant = GatewayTicket(ticket, list(ticket.samples))
+        for ticket in self.schedule.add_tickets(tickets):
+            new_grant = self.held[ticket.ticket, ticket.attempt]
             for name, grant in list(self.held.items()):
+                is_earlier = name[0] == ticket.ticket and name[1] < ticket.attempt
                 # two evaluations that run at once use the same ticket numbers
-                same_version = grant.ticket.exact_version == ticket.exact_version
-                if name[0] == ticket.ticket and same_version:
+                if is_earlier and grant.exact == ticket.exact_version:
                     self.transfer_sessions(grant, new_grant)
-                    if not grant.waiting and not grant.open:
+                    if grant.is_used_up:
                         self.close_ticket(name)
-            self.held[ticket.ticket, ticket.attempt] = new_grant
 
-    def transfer_sessions(self, grant: GatewayTicket, new_grant: GatewayTicket) -> None:
+    def transfer_sessions(self, grant: LeasedTicket, new_grant: LeasedTicket) -> None:
         """Move the samples and open sessions of a ticket's earlier grant to its new one."""
         grant.waiting = [
             sample for sample in grant.waiting if sample not in new_grant.ticket.samples
         ]
-        for number in sorted(grant.open):
+        for number in sorted(grant.live):
             session = self.episodes[number].session
             if session.sample not in new_grant.waiting:
                 continue
             new_grant.waiting.remove(session.sample)
-            grant.open.discard(number)
+            grant.live.discard(number)
             grant.tokens += session.current_attempt_tokens
             session.resume_under(new_grant.ticket)
             self.get_source(session.ticket).on_resume(session)
-            new_grant.open.add(number)
+            new_grant.live.add(number)
             for call_number, placed in self.calls.items():
                 if placed.episode.number == number and call_number in self.deferred_calls:
                     self.submit_call(self.deferred_calls.pop(call_number), new_grant.ticket)
@@ -423,22 +395,16 @@ class Gateway(sockets.SessionPeer):
         """Return the agent that plays a session."""
         return self.agents[self.get_part(session.ticket)]
 
-    def list_waiting_tickets(self, parts: Collection[str]) -> list[GatewayTicket]:
+    def list_waiting_tickets(self, parts: Collection[str]) -> list[LeasedTicket]:
         """List the tickets of some parts with waiting samples, evaluations first."""
-        return sorted(
-            (
-                grant
-                for grant in self.held.values()
-                if grant.waiting and self.get_part(grant.ticket) in parts
-            ),
-            key=lambda grant: (grant.ticket.kind == "train", grant.ticket.ticket),
-        )
+        waiting = self.schedule.sort_waiting()
+        return [grant for grant in waiting if self.get_part(grant.ticket) in parts]
 
     def compute_env_seed(self, ticket: m.Ticket) -> int:
         """Compute the seed of the reset of a ticket's environment."""
         return compute_env_seed(self.config, ticket)
 
-    def begin_episode(self, grant: GatewayTicket, sample: int, *, first: bool) -> Episode:
+    def begin_episode(self, grant: LeasedTicket, sample: int, *, first: bool) -> Episode:
         """Begin a session of a ticket's sample."""
         ticket = grant.ticket
         self.numbers += 1
@@ -457,7 +423,7 @@ class Gateway(sockets.SessionPeer):
             opened=now,
         )
         episode = self.episodes[self.numbers] = Episode(self.numbers, session, first)
-        grant.open.add(self.numbers)
+        grant.live.add(self.numbers)
         return episode
 
     def restore(self, session: Session, last: SessionCall | None, *, first: bool) -> Episode:
@@ -472,8 +438,8 @@ class Gateway(sockets.SessionPeer):
         self.episodes[episode.number] = episode
         name = (session.ticket.ticket, session.attempt)
         self.restored.add(name)
-        grant = self.held.setdefault(name, GatewayTicket(session.ticket, []))
-        grant.open.add(episode.number)
+        grant = self.held.setdefault(name, LeasedTicket(session.ticket, []))
+        grant.live.add(episode.number)
         reported = max(0, session.current_attempt_tokens - session.tokens + session.reported)
         for attempt, tokens in (*session.adopted, (session.attempt, reported)):
             self.outbox.token_report.restore(session.ticket.ticket, attempt, tokens)
@@ -491,7 +457,7 @@ class Gateway(sockets.SessionPeer):
         self.judged.pop((session.ticket.ticket, session.sample, session.attempt), None)
         del self.episodes[episode.number]
         grant = self.held[session.ticket.ticket, session.attempt]
-        grant.open.discard(episode.number)
+        grant.live.discard(episode.number)
         grant.tokens += session.current_attempt_tokens
 
     def ask(self, episode: Episode, call: SessionCall) -> int:
@@ -644,7 +610,7 @@ class Gateway(sockets.SessionPeer):
         if now > deadline + session.limits.grace_s:
             grant = self.held[session.ticket.ticket, session.attempt]
             self.drop(episode)
-            if not grant.open:
+            if not grant.live:
                 self.close_ticket((session.ticket.ticket, session.attempt))
 
     def cancel_call(self, call: SessionCall) -> None:
@@ -669,8 +635,7 @@ class Gateway(sockets.SessionPeer):
         self.outbox.add(delivered, {k: x for k, x in session.images.items() if k not in prompt})
         self.drop(episode)
         name = (session.ticket.ticket, session.attempt)
-        grant = self.held[name]
-        if not grant.waiting and not grant.open:
+        if self.held[name].is_used_up:
             self.close_ticket(name)
 
     def count(self, session: Session, failed: m.RewardFailure | str) -> None:
@@ -714,7 +679,7 @@ class Gateway(sockets.SessionPeer):
 
     def send_calls(self) -> None:
         """Send new and cancelled calls to the generators."""
-        for peer, message in self.router.take_messages(self.announced, self.get_images):
+        for peer, message in self.router.take_messages(self.schedule.announced, self.get_images):
             self.calls_socket.send(peer, message)
 
     def get_images(self, call: m.GenerationCall) -> dict[str, bytes]:
@@ -726,12 +691,9 @@ class Gateway(sockets.SessionPeer):
 
     def request_samples(self) -> None:
         """Request as many samples as the sources have room for."""
-        if self.outbox.is_full:
-            self.set_wait("credit: the buffer has not acknowledged what was delivered")
-            return
-        self.request_tickets(
-            self.count_wanted(), self.announced.label if self.announced is not None else None
-        )
+        announced = self.schedule.announced
+        if self.has_credit():
+            self.request_tickets(self.count_wanted(), announced.label if announced else None)
 
     def count_wanted(self) -> int:
         """Count the samples that find room besides those that wait.
@@ -753,33 +715,22 @@ class Gateway(sockets.SessionPeer):
         token_cap = self.config.learner.group_size * longest
         open_counts = {
             name: grant.tokens
-            + sum(self.episodes[x].session.current_attempt_tokens for x in grant.open)
+            + sum(self.episodes[x].session.current_attempt_tokens for x in grant.live)
             for name, grant in self.held.items()
         }
         counts = {**self.closed_tokens, **open_counts}
         return [(*name, min(token_cap, tokens)) for name, tokens in counts.items()]
 
     def make_renewal(self, wait: ProcessWait | None) -> m.LeaseRenewal:
-        progress = self.list_progress()
         for source in self.list_sources():
             source.on_report()
-        return m.LeaseRenewal(
-            producer=self.producer,
-            session=self.session,
-            progress=progress,
-            stats=self.collect_metrics(),
-            waiting=wait,
-            judging=sorted(
-                name for name, grant in self.held.items() if not self.is_expired(grant.ticket)
-            ),
-            drawn=self.outbox.token_report.on_report(progress),
-            sessions=self.list_oldest_sessions(time.monotonic()),
-            written=sorted(self.outbox.list_tickets()),
-            taken=self.newest_attempt,
-        )
+        oldest_sessions = self.list_oldest_sessions(time.monotonic())
+        return msgspec.structs.replace(super().make_renewal(wait), sessions=oldest_sessions)
+
+    def list_judging(self) -> list[tuple[int, int]]:
+        return [name for name, grant in self.held.items() if not self.is_expired(grant.ticket)]
 
     def collect_metrics(self) -> dict[str, float]:
-        """Collect the metrics that this process reports."""
         metrics = self.rewards.collect_metrics() if self.rewards is not None else {}
         if ordered := sorted(took for tally in self.tallies.values() for took in tally.durations):
             metrics[m.SESSION_P95] = ordered[int(0.95 * (len(ordered) - 1))]
@@ -793,7 +744,7 @@ class Gateway(sockets.SessionPeer):
         """
         sessions = []
         for grant in sorted(self.held.values(), key=lambda grant: grant.ticket.ticket):
-            states = [self.describe_session(self.episodes[number], now) for number in grant.open]
+            states = [self.describe_session(self.episodes[number], now) for number in grant.live]
             if grant.waiting:
                 states.append(self.describe_waiting_sample(grant, now))
             if states:  # tickets of evaluations have the highest numbers
@@ -802,7 +753,7 @@ class Gateway(sockets.SessionPeer):
                 break
         return sessions
 
-    def describe_waiting_sample(self, grant: GatewayTicket, now: float) -> OpenSession:
+    def describe_waiting_sample(self, grant: LeasedTicket, now: float) -> OpenSession:
         """Describe the wait of a sample without a session."""
         ticket, part = grant.ticket, self.get_part(grant.ticket)
         cause = self.sources[part].explain_queue(part)
@@ -851,7 +802,6 @@ class Gateway(sockets.SessionPeer):
         )
 
     def close(self) -> None:
-        """Release all resources and leave the buffer."""
         for source in self.list_sources():
             source.close()
         if self.rewards is not None:

@@ -14,20 +14,17 @@ without a known run; its reply names the run.
 from __future__ import annotations
 
 import ipaddress
-import os
 import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from socket import gethostname
 from typing import Any
 
 import msgspec
 import zmq
 
 from asyncrl.config.tree import Config
-from asyncrl.contract import messages as m
 from asyncrl.contract.errors import (
     AsyncrlError,
     BadMessage,
@@ -46,7 +43,6 @@ from asyncrl.contract.messages import (
     StatusRequest,
 )
 from asyncrl.contract.printable import escape_line
-from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import BUFFER, ProcessWait, WaitLog
 from asyncrl.records.rundir import get_current_buffer_address, is_finished, read_run_id
 from asyncrl.transport import keys, message_checks
@@ -66,7 +62,6 @@ SILENT_MS = 60_000
 # of zmq's thread
 IN_PLACE_BYTES = 1 << 20
 
-GREET_S = 5.0  # seconds between two hellos: a restarted buffer does not know its generators
 ENDED_S = 2.0  # seconds of silence before the run directory is checked for the run's end
 SEARCH_S = 2.0  # seconds of silence before the buffer's address is looked up, and between look-ups
 
@@ -552,125 +547,6 @@ class BufferPeer(ABC):
             wait = wait._replace(on=f"the buffer at {self.socket.address}")
         for line in self.wait_log.make_lines([wait] if wait is not None else []):
             print(line, file=sys.stderr, flush=True)
-
-
-class SessionPeer(BufferPeer):
-    """A generator or a gateway: a session that requests tickets and delivers samples."""
-
-    def __init__(
-        self, config: Config, run_dir: Path, producer: str, session: int, slots: int
-    ) -> None:
-        super().__init__(config, run_dir, producer)
-        self.producer = producer
-        self.session = session
-        self.slots = slots
-        self.wait_cause = ""  # of a wait for a ticket or a call, from the buffer
-        self.want_sequence = 0
-        self.want_sent = 0.0
-        self.requested_samples = 0  # samples of the unanswered ticket request
-        self.renewed = self.greeted = 0.0  # CLOCK_MONOTONIC seconds
-        self.ending = False  # this process must end
-        self.over = False  # the run is over
-
-    def greet(self) -> None:
-        """Identify this session to the buffer."""
-        self.greeted = time.monotonic()
-        self.request(
-            m.GeneratorHello(
-                protocol=m.PROTOCOL,
-                run=self.run,
-                producer=self.producer,
-                session=self.session,
-                slots=self.slots,
-                host=gethostname(),
-                pid=os.getpid(),
-            )
-        )
-
-    def read_replies(self, timeout: float) -> None:
-        """Handle the buffer's replies that arrive within `timeout` seconds, and its silence."""
-        for reply in self.receive(timeout):
-            if isinstance(reply, m.TicketGrant) and reply.session == self.session:
-                self.announce(reply.announcement)
-                if reply.sequence == self.want_sequence:
-                    self.requested_samples = 0
-                self.accept_tickets(reply.tickets)
-                self.over = self.over or reply.finished
-            elif isinstance(reply, m.DeliveryAcks) and reply.session == self.session:
-                self.on_acks(reply)
-                self.announce(reply.announcement)
-            elif isinstance(reply, m.HeartbeatReply):
-                self.wait_cause = reply.cause
-                self.announce(reply.announcement)
-                self.on_attempts(reply.attempts)
-            elif isinstance(reply, m.UnknownSession) and reply.session == self.session:
-                self.greet()
-        self.judge_silence()
-
-    def on_moved_buffer(self) -> None:
-        self.requested_samples = 0
-        self.greet()
-
-    def on_finished_run(self) -> None:
-        self.over = True
-
-    @abstractmethod
-    def announce(self, announcement: m.PolicyAnnouncement | None) -> None:
-        """Store the newest weights."""
-
-    @abstractmethod
-    def accept_tickets(self, tickets: list[m.Ticket]) -> None:
-        """Accept granted tickets."""
-
-    @abstractmethod
-    def on_acks(self, reply: m.DeliveryAcks) -> None:
-        """Handle acknowledgements of delivered samples."""
-
-    @abstractmethod
-    def on_attempts(self, attempts: int) -> None:
-        """Treat tickets of attempts up to `attempts` that have not arrived as lost."""
-
-    @abstractmethod
-    def make_renewal(self, wait: ProcessWait | None) -> m.LeaseRenewal:
-        """Make the message that renews the leases and reports progress."""
-
-    def request_tickets(self, samples: int, holding: Label | None) -> None:
-        """Request tickets for free slots; repeat a request that has no reply.
-
-        holding: the newest weights loaded."""
-        is_late = time.monotonic() - self.want_sent > self.config.wires.retry_s
-        is_unanswered = self.requested_samples > 0
-        if samples > 0 and (samples > self.requested_samples or (is_unanswered and is_late)):
-            self.requested_samples = samples
-            self.send_ticket_request(samples, holding)
-
-    def send_ticket_request(self, samples: int, holding: Label | None) -> None:
-        """Send a ticket request under a new number."""
-        self.want_sequence += 1
-        self.want_sent = time.monotonic()
-        self.socket.send(
-            m.TicketRequest(self.producer, self.session, self.want_sequence, samples, holding)
-        )
-
-    def renew(self) -> None:
-        """Renew the leases every RENEW_S, send a hello every GREET_S, log long waits."""
-        now = time.monotonic()
-        if now - self.renewed < m.RENEW_S:
-            return
-        self.renewed = now
-        if now - self.greeted > GREET_S:
-            self.greet()
-        wait = self.current_wait(now)
-        caused = wait is not None and wait.what in (m.TICKET_WAITED_FOR, m.CALL_WAITED_FOR)
-        text = f"{wait.what}: {self.wait_cause}" if wait and caused and self.wait_cause else ""
-        self.log_wait(wait._replace(what=text) if wait is not None and text else wait)
-        self.request(self.make_renewal(wait))
-
-    def leave(self) -> None:
-        """Disconnect; unless the run is over, end the leases first."""
-        if not self.over:
-            self.socket.send(m.GeneratorGoodbye(self.producer, self.session))
-        self.socket.close()
 
 
 def wait(

@@ -15,6 +15,7 @@ import torch
 from bench_rivals_kit import program
 
 from actors.generator import Generator
+from actors.ticket_holder import TicketHolder
 from asyncrl.config.tree import TaskConfig
 from asyncrl.contract import messages as m
 from asyncrl.models.policy import build_model
@@ -80,7 +81,7 @@ def test_the_stand_in_of_a_buffer_has_all_that_a_generator_asks_of_its_socket(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench = program("vllm_engine", monkeypatch)
-    classes = (Generator, sockets.SessionPeer, sockets.BufferPeer)
+    classes = (Generator, TicketHolder, sockets.BufferPeer)
     source = "".join(inspect.getsource(kind) for kind in classes)
     asked = set(re.findall(r"self\.socket\.(\w+)\(", source))
     assert {"send", "recv", "find_moved_buffer"} <= asked

@@ -28,11 +28,14 @@ import msgspec
 import numpy as np
 from schedules import LEASE_S, Broken, World, need
 
+from actors import schedule as ticket_schedule
+from actors import ticket_holder
 from actors.gateway import call_tree, environment_sessions, service
 from actors.gateway.environment_pool import EnvironmentPlace
 from actors.gateway.environment_worker import EnvironmentEvent, EnvironmentOperation
 from actors.gateway.session_source import Episode
 from actors.gateway.sessions import Session
+from actors.schedule import LeasedTicket
 from asyncrl.config import load
 from asyncrl.contract import messages as m
 from asyncrl.contract.versions import Label
@@ -617,11 +620,12 @@ def placed_at_any(self: service.Gateway, call: m.GenerationCall, ticket: m.Ticke
 def drawn_at_once(self: service.Gateway, episode: Episode) -> None:
     """Calls of a session whose ticket is over are drawn by whatever weights there are."""
     PARK(self, episode)
-    assert self.announced is not None
+    announced = self.schedule.announced
+    assert announced is not None
     for number in [x for x, each in self.calls.items() if each.episode is episode]:
         call = self.deferred_calls.pop(number)
         self.world.placed[call.id] = episode.session.ticket.attempt  # type: ignore[attr-defined]
-        self.router.submit(msgspec.structs.replace(call, min_version=self.announced.label))
+        self.router.submit(msgspec.structs.replace(call, min_version=announced.label))
 
 
 PARK = service.Gateway.park
@@ -635,9 +639,7 @@ def uncounted(self: Session, ticket: m.Ticket) -> None:
 ADOPT = Session.resume_under
 
 
-def adopted_never(
-    self: service.Gateway, held: service.GatewayTicket, new: service.GatewayTicket
-) -> None:
+def adopted_never(self: service.Gateway, held: LeasedTicket, new: LeasedTicket) -> None:
     """A sample that is open, or waits, begins anew under the new grant."""
 
 
@@ -701,6 +703,8 @@ def played(world: SessionWorld | None = None) -> Iterator[Callable[[SessionWorld
     quiet = {"time": time, "print": lambda *_, **__: None, "create": True}
     with (
         mock.patch.multiple(environment_sessions, **environments),
+        mock.patch.multiple(ticket_holder, time=time),
+        mock.patch.multiple(ticket_schedule, time=time),
         mock.patch.multiple(sockets, PeerSocket=Wire, BufferSocket=Wire, **quiet),
         mock.patch.multiple(
             service,

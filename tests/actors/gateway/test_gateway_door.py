@@ -204,8 +204,7 @@ class Heard:
 def test_a_turn_is_due_when_something_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_gateway, "POLL_S", 3600.0)
     one, two = Heard(), Heard()
-    source = SimpleNamespace(wires=[])
-    gateway: Any = SimpleNamespace(socket=one, calls_socket=two, source=source)
+    gateway: Any = SimpleNamespace(socket=one, calls_socket=two, wires=[])
 
     async def play() -> None:
         due = asyncio.Event()
@@ -235,9 +234,9 @@ def test_a_turn_is_due_when_something_has_come(monkeypatch: pytest.MonkeyPatch) 
         wires.append(wire)  # of a process that was started
         await told_by(lambda: other.send(b"x"), wire)
         environment, far = socket.socketpair()
-        source.wires.append(environment)  # of the source's own processes
+        gateway.wires.append(environment)  # of the source's own processes
         await told_by(lambda: far.send(b"x"), environment)
-        source.wires.clear()
+        gateway.wires.clear()
         wires.clear()
         for end in (wire, other, environment, far):
             end.close()

@@ -77,7 +77,7 @@ class World:
         def look() -> bool:
             self.gateway.sources[""].poll()
             self.gateway.tick(time.monotonic())
-            for _, message in self.gateway.router.take_messages(self.gateway.announced):
+            for _, message in self.gateway.router.take_messages(self.gateway.schedule.announced):
                 out.extend(message.calls)
                 self.cut.extend(message.cut)
             return len(out) >= count
