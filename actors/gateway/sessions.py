@@ -2,7 +2,7 @@
 
 ```
  place_* --> SessionCall --(an engine samples)--> on_result       build_training_rows
- register_request, on_response_sent, on_connection_closed: recognize a client's retries
+ register_request, on_connection_closed: recognize a client's retries
 
  open --> limited (grace_s) --+
  open ------------------------+--> judging --> ended: scored or failed
@@ -59,6 +59,11 @@ class CallRefused(AsyncrlError):
         self.status = status
         self.code = code
         self.param = param
+
+
+def build_refusal(param: str, reason: str, code: str = "invalid_value") -> CallRefused:
+    """Build the refusal of a request for a key of its body, or a part of one: `tools[0]`."""
+    return CallRefused(400, code, f"{param}: {reason}", param.partition("[")[0])
 
 
 def build_too_long_error(detail: str, context: int, param: str = "messages") -> CallRefused:
@@ -455,11 +460,18 @@ class Session:
         node.stop = tuple(stop)
         digest = xxhash.xxh3_128_digest(prompt.tobytes())
         run_bound = not 0 < requested_tokens < limit
+        # the stream of a sample without an agent for the first call with the ticket's own prompt;
+        # otherwise one by the prompt and the number of earlier calls with it, so that it does not
+        # depend on the order of other calls
+        earlier, stream_key = self._prompt_counts.get(digest, 0), 0
+        if earlier or not np.array_equal(prompt, self.own_prompt):
+            counted = prompt.tobytes() + earlier.to_bytes(4, "little")
+            stream_key = xxhash.xxh3_64_intdigest(counted) or 1
         return SessionCall(
             number=node.number,
             parent=node.parent,
             prompt_ids=prompt,
-            stream_key=self._choose_stream_key(prompt, digest),
+            stream_key=stream_key,
             prompt_digest=digest,
             max_new_tokens=limit if run_bound else requested_tokens,
             node=node,
@@ -467,18 +479,6 @@ class Session:
             aside=node.aside,
             stop=node.stop,
         )
-
-    def _choose_stream_key(self, prompt: np.ndarray, digest: bytes) -> int:
-        """Choose the random stream of a call.
-
-        It is 0, the stream of a sample without an agent, for the first call with the ticket's own
-        prompt.  Otherwise it is a 64-bit hash of the prompt and the number of earlier calls with
-        it, so that it does not depend on the order of other calls.
-        """
-        earlier = self._prompt_counts.get(digest, 0)
-        if not earlier and np.array_equal(prompt, self.own_prompt):
-            return 0
-        return xxhash.xxh3_64_intdigest(prompt.tobytes() + earlier.to_bytes(4, "little")) or 1
 
     def _add_call(
         self, call: SessionCall, match: MessageMatch | None, fork_cause: str, now: float
@@ -614,14 +614,12 @@ class Session:
         if request in self.requests:
             self.requests.remove(request)
 
-    def on_response_sent(self, request: HarnessRequest) -> None:
-        """Record that the whole answer was sent on one of the request's connections."""
+    def on_connection_closed(
+        self, request: HarnessRequest, now: float, *, sent: bool = False
+    ) -> None:
+        """Record that one of the request's connections closed; sent: the whole answer was sent."""
         request.connections -= 1
-
-    def on_connection_closed(self, request: HarnessRequest, now: float) -> None:
-        """Record that one of the request's connections closed before the answer was sent."""
-        request.connections -= 1
-        if request.connections <= 0:
+        if request.connections <= 0 and not sent:
             request.lost = True
             if request.call is not None:
                 request.call.alone_since = now
@@ -687,10 +685,6 @@ class Session:
     def _cut_all(self) -> None:
         for call in list(self.open_calls.values()):
             self._cancel_call(call)
-
-    def record_beat(self, now: float) -> None:
-        """Record a sign of life of the harness."""
-        self.active_at = max(self.active_at, now)
 
     # ---- the end ---------------------------------------------------------------------------------
 

@@ -133,16 +133,15 @@ class Runner:
 @contextmanager
 def recorded(ended: Ended) -> Iterator[None]:
     """Note what the endpoint ignores of each request."""
-    request = web.WebApp._begin_request
+    read = web.WebApp._read_call
 
-    def noted(
-        self: Any, http: Any, opened: OpenedSession, asked: ParsedRequest, body: bytes
-    ) -> Any:
+    async def noted(self: Any, *given: Any) -> ParsedRequest:
+        asked = await read(self, *given)
         ended.ignored.update(asked.ignored)
-        return request(self, http, opened, asked, body)
+        return asked
 
-    web.WebApp._begin_request = noted  # type: ignore[method-assign]
+    web.WebApp._read_call = noted  # type: ignore[method-assign]
     try:
         yield
     finally:
-        web.WebApp._begin_request = request  # type: ignore[method-assign]
+        web.WebApp._read_call = read  # type: ignore[method-assign]

@@ -7,14 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from actors.gateway.call_tree import Message
-from actors.gateway.sessions import CallRefused
+from actors.gateway.sessions import build_refusal
 
 # keys that are translated, or have no effect on an answer
 QUIET = ("system", "max_tokens", "stop_sequences", "messages", "tools", "tool_choice", "thinking")
-
-
-def _build_refusal(location: str, reason: str) -> CallRefused:
-    return CallRefused(400, "invalid_value", f"{location}: {reason}", location.partition("[")[0])
 
 
 def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -25,7 +21,7 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
         messages.append({"role": "system", "content": _join_blocks("system", system)})
     messages_in_body = body.get("messages")
     if not isinstance(messages_in_body, list) or not messages_in_body:
-        raise _build_refusal("messages", "give a list of at least one message")
+        raise build_refusal("messages", "give a list of at least one message")
     for index, message in enumerate(messages_in_body):
         messages += _convert_message(f"messages[{index}]", message)
     request["messages"] = messages
@@ -39,11 +35,11 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     if choice is not None:
         kind = choice.get("type") if isinstance(choice, dict) else None
         if not isinstance(kind, str):
-            raise _build_refusal("tool_choice", "give an object with a type")
+            raise build_refusal("tool_choice", "give an object with a type")
         request["tool_choice"] = kind if kind in ("auto", "none") else choice
     output = request.pop("output_config", None) or {}
     if not isinstance(output, dict):
-        raise _build_refusal("output_config", "give an object")
+        raise build_refusal("output_config", "give an object")
     request |= {f"output_config.{key}": value for key, value in output.items()}
     request["tools"] = _convert_tools(request, body.get("tools") or [])
     return request
@@ -52,11 +48,11 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
 def _convert_tools(request: dict[str, Any], value: Any) -> list[Any]:
     """Translate tools to functions; a provider's tools are ignored and listed."""
     if not isinstance(value, list):
-        raise _build_refusal("tools", "give a list")
+        raise build_refusal("tools", "give a list")
     tools = []
     for index, tool in enumerate(value):
         if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):
-            raise _build_refusal(f"tools[{index}]", "give an object with a name")
+            raise build_refusal(f"tools[{index}]", "give an object with a name")
         if tool.get("type", "custom") != "custom":
             request[f"tools.{tool['type']}"] = True
             continue
@@ -71,24 +67,24 @@ def _join_blocks(location: str, content: Any) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise _build_refusal(location, "give text, or a list of text blocks")
+        raise build_refusal(location, "give text, or a list of text blocks")
     for block in content:
         if not isinstance(block, dict) or not isinstance(block.get("text"), str):
             kind = block.get("type") if isinstance(block, dict) else type(block).__name__
-            raise _build_refusal(location, f"a block of type {kind!r}: only text is supported")
+            raise build_refusal(location, f"a block of type {kind!r}: only text is supported")
     return "".join(block["text"] for block in content)
 
 
 def _convert_message(location: str, message: Any) -> Iterator[Message]:
     """Convert a message: an answer with calls, or tool results and the user's text."""
     if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
-        raise _build_refusal(location, "give an object with the role user or assistant")
+        raise build_refusal(location, "give an object with the role user or assistant")
     role, content = message["role"], message.get("content")
     if isinstance(content, str):
         yield {"role": role, "content": content}
         return
     if not isinstance(content, list):
-        raise _build_refusal(location, "content: give text, or a list of blocks")
+        raise build_refusal(location, "content: give text, or a list of blocks")
     text: list[Any] = []
     calls = []
     for block in content:
@@ -148,7 +144,14 @@ def split_events(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     start["usage"] = {**body["usage"], "output_tokens": 0}
     blocks: list[dict[str, Any]] = []
     for index, block in enumerate(body["content"]):
-        empty, delta = _split_block(block)
+        kind = block["type"]
+        if kind == "tool_use":
+            empty: dict[str, Any] = {**block, "input": {}}
+            text = json.dumps(block["input"], ensure_ascii=False)
+            delta = {"type": "input_json_delta", "partial_json": text}
+        else:
+            empty = {**block, kind: ""}
+            delta = {"type": f"{kind}_delta", kind: block[kind]}
         blocks += [
             {"type": "content_block_start", "index": index, "content_block": empty},
             {"type": "content_block_delta", "index": index, "delta": delta},
@@ -161,15 +164,6 @@ def split_events(body: Mapping[str, Any]) -> list[dict[str, Any]]:
         {"type": "message_delta", "delta": ending, "usage": body["usage"]},
         {"type": "message_stop"},
     ]
-
-
-def _split_block(block: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split a block into its empty beginning and the delta that completes it."""
-    if block["type"] == "tool_use":
-        text = json.dumps(block["input"], ensure_ascii=False)
-        return {**block, "input": {}}, {"type": "input_json_delta", "partial_json": text}
-    kind = block["type"]
-    return {**block, kind: ""}, {"type": f"{kind}_delta", kind: block[kind]}
 
 
 def encode_events(events: Sequence[Mapping[str, Any]]) -> bytes:

@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from actors.gateway.sessions import CallRefused
+from actors.gateway.sessions import build_refusal
 from asyncrl.contract.messages import MOST_GRAMMAR
 
 # a format of the answer, in chat completions, responses and Anthropic's messages
@@ -46,7 +46,7 @@ def build_grammar(options: Mapping[str, Any], tools: Sequence[Any], parser: str)
         return ""
     callable_tools = tools if forced is None else forced
     if callable_tools and parser != "hermes" and (forced or parser != "none"):
-        raise _build_refusal(
+        raise build_refusal(
             "tool_choice" if forced else "tools",
             f"tool calls can be decoded under a grammar with agent.parser = hermes, not {parser}",
         )
@@ -58,14 +58,10 @@ def build_grammar(options: Mapping[str, Any], tools: Sequence[Any], parser: str)
     grammar = "\n".join([f"{HEAD}start: {' | '.join(starts)}", *rules])
     if len(grammar) > MOST_GRAMMAR:
         param = next((key for key in (*FORMATS, STRUCTURED) if options.get(key)), "tools")
-        raise _build_refusal(
+        raise build_refusal(
             param, f"its grammar has {len(grammar)} characters, {MOST_GRAMMAR} at most: shorten it"
         )
     return grammar
-
-
-def _build_refusal(param: str, reason: str, code: str = "invalid_value") -> CallRefused:
-    return CallRefused(400, code, f"{param}: {reason}", param.partition("[")[0])
 
 
 # ---- the form of a text --------------------------------------------------------------------------
@@ -81,7 +77,7 @@ def _build_answer_rule(options: Mapping[str, Any]) -> str:
     if options.get(STRUCTURED):
         demands.append(_build_structured(options[STRUCTURED]))
     if len(demands) > 1:
-        raise _build_refusal(STRUCTURED, "the answer has another format already: give one")
+        raise build_refusal(STRUCTURED, "the answer has another format already: give one")
     return "".join(demands)
 
 
@@ -92,11 +88,11 @@ def _build_format(key: str, value: Any) -> str:
     if kind == "json_object":
         return _build_json(key, {"type": "object"})
     if kind != "json_schema":
-        raise _build_refusal(key, f"{value!r:.80}: its type is text, json_object or json_schema")
+        raise build_refusal(key, f"{value!r:.80}: its type is text, json_object or json_schema")
     inner = value.get("json_schema", value)
     schema = inner.get("schema") if isinstance(inner, dict) else None
     if schema is None:
-        raise _build_refusal(key, "give the schema of json_schema")
+        raise build_refusal(key, "give the schema of json_schema")
     return _build_json(key, schema)
 
 
@@ -106,16 +102,14 @@ def _build_structured(value: Any) -> str:
         not isinstance(value, dict)
         or len(kinds_given := {k for k in value if value[k] is not None}) != 1
     ):
-        raise _build_refusal(
-            STRUCTURED, f"{value!r:.80}: give an object with json, regex or choice"
-        )
+        raise build_refusal(STRUCTURED, f"{value!r:.80}: give an object with json, regex or choice")
     (kind,) = kinds_given
     form = value[kind]
     if kind == "json":
         try:
             return _build_json(STRUCTURED, json.loads(form) if isinstance(form, str) else form)
         except ValueError as error:
-            raise _build_refusal(STRUCTURED, f"its json is not JSON: {error}") from error
+            raise build_refusal(STRUCTURED, f"its json is not JSON: {error}") from error
     if kind == "regex" and isinstance(form, str):
         from llguidance import regex_to_lark
 
@@ -123,8 +117,8 @@ def _build_structured(value: Any) -> str:
     if kind == "choice" and isinstance(form, list) and form and all(map(_is_text, form)):
         return _require_valid(STRUCTURED, " | ".join(map(_quote, form)))
     if kind in kinds:
-        raise _build_refusal(STRUCTURED, f"{kind}: {form!r:.80}: give a text or, for choice, texts")
-    raise _build_refusal(
+        raise build_refusal(STRUCTURED, f"{kind}: {form!r:.80}: give a text or, for choice, texts")
+    raise build_refusal(
         STRUCTURED, f"{kind} is not served: give json, regex or choice", "unsupported_parameter"
     )
 
@@ -142,7 +136,7 @@ def _build_json(param: str, schema: Any) -> str:
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
-        raise _build_refusal(param, f"a schema is an object, not {schema!r:.80}")
+        raise build_refusal(param, f"a schema is an object, not {schema!r:.80}")
     # without spaces at its ends, a line of the grammar
     text = json.dumps({**schema, "x-guidance": WHITE_SPACE}, ensure_ascii=False)
     return _require_valid(param, f"%json {text}")
@@ -150,7 +144,7 @@ def _build_json(param: str, schema: Any) -> str:
 
 def _require_valid(param: str, expression: str) -> str:
     if problem := _find_problem(expression):
-        raise _build_refusal(param, problem)
+        raise build_refusal(param, problem)
     return expression
 
 
@@ -183,11 +177,9 @@ def _select_forced_tools(options: Mapping[str, Any], tools: Sequence[Any]) -> Se
         name = inner.get("name") if isinstance(inner, dict) else None
         forced = [tool for tool in tools if tool["function"]["name"] == name]
     else:
-        raise _build_refusal(
-            "tool_choice", f"{choice!r:.80} is not served", "unsupported_parameter"
-        )
+        raise build_refusal("tool_choice", f"{choice!r:.80} is not served", "unsupported_parameter")
     if not forced:
-        raise _build_refusal("tool_choice", f"{choice!r:.80}: no such tool is in `tools`")
+        raise build_refusal("tool_choice", f"{choice!r:.80}: no such tool is in `tools`")
     return forced
 
 
@@ -204,7 +196,7 @@ def _build_call_rules(tools: Sequence[Any], *, several: bool) -> list[str]:
         function = tool["function"]
         schema = function.get("parameters") or {}
         if not isinstance(schema, dict):
-            raise _build_refusal(
+            raise build_refusal(
                 f"tools[{number}]", f"its parameters are an object, not {schema!r:.80}"
             )
         begin = f'<tool_call>\n{{"name": {_quote(function["name"])}, "arguments": '

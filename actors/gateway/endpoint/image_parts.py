@@ -15,11 +15,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from actors.gateway.image_marks import make_mark
-from actors.gateway.sessions import CallRefused
+from actors.gateway.sessions import build_refusal
 from asyncrl.contract.blobs.images import MOST_IMAGES, MOST_SESSION_BYTES, digest
 from asyncrl.models.vision import pictures
 
 LISTS = ("messages", "input")  # keys of a body whose items have content
+INVALID = "invalid_image"  # the code of refusals
 PARTS = ("content", "output")  # keys of an item or a part that hold parts
 
 
@@ -37,10 +38,11 @@ def take_images(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, byte
                 for index, item in enumerate(body[key])
             ]
     if len(blobs) > MOST_IMAGES or sum(map(len, blobs.values())) > MOST_SESSION_BYTES:
-        raise _build_refusal(
+        raise build_refusal(
             "messages",
             f"{len(blobs)} images of {sum(map(len, blobs.values()))} bytes as PNG; at most "
             f"{MOST_IMAGES} of {MOST_SESSION_BYTES} bytes together are served",
+            INVALID,
         )
     return converted, blobs
 
@@ -67,7 +69,7 @@ def _replace_image(location: str, part: Any, blobs: dict[str, bytes]) -> Any:
     try:
         blob = pictures.build_blob(pictures.decode_data_url(_get_url(location, part)))
     except ValueError as error:
-        raise _build_refusal(location, f"the image cannot be read: {error}") from error
+        raise build_refusal(location, f"the image cannot be read: {error}", INVALID) from error
     name = digest(blob)
     blobs[name] = blob
     return {"type": "text", "text": make_mark(name)}
@@ -82,14 +84,13 @@ def _get_url(location: str, part: Mapping[str, Any]) -> str:
     if isinstance(url, dict):
         url = url.get("url")
     if not isinstance(url, str):
-        raise _build_refusal(location, "give the image as a data: URL (data:image/png;base64,...)")
+        raise build_refusal(
+            location, "give the image as a data: URL (data:image/png;base64,...)", INVALID
+        )
     if not url.startswith("data:"):
-        raise _build_refusal(
+        raise build_refusal(
             location,
             f"{url:.80} is not fetched: send the image itself, as data:image/png;base64,...",
+            INVALID,
         )
     return url
-
-
-def _build_refusal(location: str, reason: str) -> CallRefused:
-    return CallRefused(400, "invalid_image", f"{location}: {reason}", location.partition("[")[0])

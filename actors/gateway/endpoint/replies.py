@@ -15,6 +15,7 @@ from actors.gateway.sessions import CallRefused
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 RETRIED_STATUSES = (408, 429)  # statuses below 500 that a client should retry
+_encode = msgspec.json.encode
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
@@ -45,12 +46,13 @@ def build_answer(
         return _encode(_build_tokens_body(parsed, node, name))
     if parsed.kind in ("messages", "responses"):
         return _build_translated(parsed, node, name, created, decode)
-    body = (
-        _build_chat_choice(parsed, node, decode)
-        if parsed.kind == "chat"
-        else _build_text_choice(parsed, node, decode)
-    )
-    head = _build_head(parsed, name, created, chunk=parsed.stream)
+    if parsed.kind == "chat":
+        body = _build_chat_choice(parsed, node, decode)
+        kind = "chat.completion" + ".chunk" * parsed.stream
+    else:
+        body = _build_text_choice(parsed, node, decode)
+        kind = "text_completion"
+    head = {"id": name, "object": kind, "created": created, "model": parsed.model}
     usage = _count_usage(node)
     if not parsed.stream:
         return _encode({**head, "choices": [body], "usage": usage})
@@ -68,7 +70,10 @@ def _build_translated(
     completion = (choice["message"], choice["finish_reason"], _count_usage(node))
     head = {"id": name, "model": parsed.model, "created": created}
     if parsed.kind == "messages":
-        body = anthropic.build_response(*completion, head, _find_stop(parsed, node, decode))
+        assert node.ids is not None
+        sampled = decode([int(token) for token in node.ids])
+        stop = next((stop for stop in parsed.stop if stop in sampled), "")
+        body = anthropic.build_response(*completion, head, stop)
         return (
             anthropic.encode_events(anthropic.split_events(body))
             if parsed.stream
@@ -76,23 +81,6 @@ def _build_translated(
         )
     body = responses.build_response(*completion, head)
     return anthropic.encode_events(responses.split_events(body)) if parsed.stream else _encode(body)
-
-
-def _find_stop(parsed: ParsedRequest, node: CallNode, decode: Text) -> str:
-    """Find the stop string that ended the answer; "" if none did."""
-    assert node.ids is not None
-    sampled = decode([int(token) for token in node.ids])
-    return next((stop for stop in parsed.stop if stop in sampled), "")
-
-
-def _encode(body: Any) -> bytes:
-    return msgspec.json.encode(body)
-
-
-def _build_head(parsed: ParsedRequest, name: str, created: int, *, chunk: bool) -> dict[str, Any]:
-    chat = parsed.kind == "chat"
-    kind = "chat.completion" + ".chunk" * chunk if chat else "text_completion"
-    return {"id": name, "object": kind, "created": created, "model": parsed.model}
 
 
 def _count_usage(node: CallNode) -> dict[str, int]:
@@ -112,16 +100,13 @@ def message_for_client(answer: Message) -> Message:
         message["reasoning_content"] = answer["reasoning_content"]
     if calls := answer.get("tool_calls"):
         message["content"] = answer["content"] or None
-        message["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": _encode_arguments(call)}}
-            for call in calls
-        ]
+        message["tool_calls"] = []
+        for call in calls:
+            function = dict(call["function"])
+            if not isinstance(function["arguments"], str):
+                function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+            message["tool_calls"].append({**call, "function": function})
     return message
-
-
-def _encode_arguments(call: Message) -> str:
-    arguments = call["function"]["arguments"]
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _build_chat_choice(parsed: ParsedRequest, node: CallNode, decode: Text) -> dict[str, Any]:

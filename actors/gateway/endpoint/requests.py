@@ -20,7 +20,7 @@ import numpy as np
 from actors.gateway.call_tree import Message
 from actors.gateway.chat import normalize_messages
 from actors.gateway.endpoint import anthropic, forms, image_parts, responses
-from actors.gateway.sessions import CallRefused
+from actors.gateway.sessions import CallRefused, build_refusal
 from asyncrl.contract.messages import SamplingSettings
 
 Kind = Literal["chat", "text", "ids", "messages", "responses"]
@@ -149,11 +149,6 @@ QUIET = {
 }
 
 
-def build_refusal(param: str, reason: str, code: str = "invalid_value") -> CallRefused:
-    """Build the refusal of a request for the key `param` of its body."""
-    return CallRefused(400, code, f"{param}: {reason}", param)
-
-
 def decode_body(body: bytes) -> dict[str, Any]:
     """Decode a body as a JSON object.  Raises CallRefused."""
     try:
@@ -183,7 +178,11 @@ def parse_request(
             raise build_refusal("sampling_params", "give an object")
         options = {**inner, **body}
     ignored = _check_options(options, policy, run)
-    stream, usage = _parse_stream(options)
+    stream_options = options.get("stream_options") or {}
+    if not isinstance(stream_options, dict):
+        raise build_refusal("stream_options", "give an object")
+    stream = _parse_flag(options, "stream")
+    usage = _parse_flag(stream_options, "include_usage")
     if stream and kind == "ids":
         raise build_refusal("stream", "the token route does not stream", "unsupported_parameter")
     model = options.get("model", policy.model)
@@ -368,13 +367,6 @@ def _parse_aside(options: Mapping[str, Any]) -> bool:
     if mark not in (None, "aside"):
         raise build_refusal("metadata", f'asyncrl = {mark!r:.80}: the only valid value is "aside"')
     return mark == "aside"
-
-
-def _parse_stream(options: Mapping[str, Any]) -> tuple[bool, bool]:
-    stream_options = options.get("stream_options") or {}
-    if not isinstance(stream_options, dict):
-        raise build_refusal("stream_options", "give an object")
-    return _parse_flag(options, "stream"), _parse_flag(stream_options, "include_usage")
 
 
 def _parse_flag(options: Mapping[str, Any], name: str) -> bool:

@@ -10,16 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from actors.gateway.call_tree import Message, join_text
-from actors.gateway.sessions import CallRefused
+from actors.gateway.sessions import CallRefused, build_refusal
 
 TAKEN = ("input", "instructions", "tools", "max_output_tokens", "text", "tool_choice", "messages")
 # keys that have no effect on an answer
 QUIET = ("include", "truncation", "background", "conversation", "previous_response_id", "prompt")
 STATE = ("background", "conversation", "previous_response_id", "prompt")
-
-
-def _build_refusal(location: str, reason: str) -> CallRefused:
-    return CallRefused(400, "invalid_value", f"{location}: {reason}", location.partition("[")[0])
 
 
 def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,40 +28,36 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
         reason = "shorten the input yourself"
         raise CallRefused(400, "unsupported_parameter", f"truncation: {reason}", "truncation")
     request = {key: value for key, value in body.items() if key not in (*TAKEN, *QUIET)}
-    request["messages"] = _convert_input(body)
+    messages: list[Message] = []
+    if instructions := body.get("instructions"):
+        messages.append({"role": "system", "content": instructions})
+    items = body.get("input")
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    if not isinstance(items, list) or not items:
+        raise build_refusal("input", "give text, or a list of at least one item")
+    for index, item in enumerate(items):
+        _append_item(messages, f"input[{index}]", item)
+    request["messages"] = messages
     request["max_tokens"] = body.get("max_output_tokens")
     text_options = body.get("text") or {}
     if not isinstance(text_options, dict):
-        raise _build_refusal("text", "give an object")
+        raise build_refusal("text", "give an object")
     request["text.format"] = text_options.get("format")
     request["tool_choice"] = body.get("tool_choice")
     tools = body.get("tools") or []
     if not isinstance(tools, list):
-        raise _build_refusal("tools", "give a list")
+        raise build_refusal("tools", "give a list")
     request["tools"] = []
     for index, tool in enumerate(tools):
         if not isinstance(tool, dict) or not isinstance(tool.get("type"), str):
-            raise _build_refusal(f"tools[{index}]", "give an object with a type")
+            raise build_refusal(f"tools[{index}]", "give an object with a type")
         if tool["type"] != "function":  # it runs at the provider: ignored and listed
             request[f"tools.{tool['type']}"] = True
             continue
         function = {key: tool[key] for key in ("name", "description", "parameters") if key in tool}
         request["tools"].append({"type": "function", "function": function})
     return request
-
-
-def _convert_input(body: Mapping[str, Any]) -> list[Message]:
-    messages: list[Message] = []
-    if instructions := body.get("instructions"):
-        messages.append({"role": "system", "content": instructions})
-    input_items = body.get("input")
-    if isinstance(input_items, str):
-        return [*messages, {"role": "user", "content": input_items}]
-    if not isinstance(input_items, list) or not input_items:
-        raise _build_refusal("input", "give text, or a list of at least one item")
-    for index, item in enumerate(input_items):
-        _append_item(messages, f"input[{index}]", item)
-    return messages
 
 
 def _append_item(messages: list[Message], location: str, item: Any) -> None:
@@ -88,14 +80,14 @@ def _append_item(messages: list[Message], location: str, item: Any) -> None:
         result = _join_text(location, item.get("output"))
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": result})
     elif kind != "reasoning":  # restored with the sampled answer
-        raise _build_refusal(location, f"an item of type {kind!r} is not supported")
+        raise build_refusal(location, f"an item of type {kind!r} is not supported")
 
 
 def _join_text(location: str, content: Any) -> str:
     try:
         return join_text(content)
     except ValueError as error:
-        raise _build_refusal(location, str(error)) from error
+        raise build_refusal(location, str(error)) from error
 
 
 def build_response(
@@ -182,21 +174,17 @@ def split_events(body: Mapping[str, Any]) -> list[dict[str, Any]]:
                 {"type": f"{kind}.done", **location, "arguments": text, "name": name},
             ]
         else:
-            events += _build_part_events(item["content"][0], {**location, "content_index": 0})
+            location["content_index"] = 0
+            part = item["content"][0]  # the only one of a message or a thought
+            kind, text = f"response.{part['type']}", part["text"]
+            logprobs: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
+            added = {**part, "text": ""}
+            events += [
+                {"type": "response.content_part.added", **location, "part": added},
+                {"type": f"{kind}.delta", **location, "delta": text, **logprobs},
+                {"type": f"{kind}.done", **location, "text": text, **logprobs},
+                {"type": "response.content_part.done", **location, "part": part},
+            ]
         events.append({"type": "response.output_item.done", "output_index": index, "item": item})
     events.append({"type": f"response.{body['status']}", "response": body})
     return [{**event, "sequence_number": number} for number, event in enumerate(events)]
-
-
-def _build_part_events(
-    part: Mapping[str, Any], location: Mapping[str, Any]
-) -> list[dict[str, Any]]:
-    """Build the events of a message's or thought's text, which is its only part."""
-    kind = f"response.{part['type']}"
-    logprobs: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
-    return [
-        {"type": "response.content_part.added", **location, "part": {**part, "text": ""}},
-        {"type": f"{kind}.delta", **location, "delta": part["text"], **logprobs},
-        {"type": f"{kind}.done", **location, "text": part["text"], **logprobs},
-        {"type": "response.content_part.done", **location, "part": part},
-    ]

@@ -48,7 +48,6 @@ from actors.gateway.recovery.session_journal import SessionFile
 from actors.gateway.sessions import (
     TOO_LONG,
     CallRefused,
-    Composed,
     HarnessRequest,
     Session,
     SessionCall,
@@ -273,7 +272,8 @@ class WebApp:
         return self._build_state_response(session)
 
     async def _record_beat(self, request: Request, opened: OpenedSession, body: bytes) -> Response:
-        opened.session.record_beat(self.service.current_time())
+        session = opened.session
+        session.active_at = max(session.active_at, self.service.current_time())
         return self._build_state_response(opened.session)
 
     async def _describe_session(
@@ -302,13 +302,26 @@ class WebApp:
 
     def _make_call_route(self, kind: Kind) -> RouteFunction:
         async def route(request: Request) -> CallReply:
+            """Begin a call, or join the one that this request repeats.  Raises CallRefused."""
             opened = self._authorize_session(request)
+            session, headers = opened.session, request.headers
             try:
                 async with open_body(request, LARGEST_BODY) as body:
                     parsed = await self._read_call(kind, opened, body)
-                    harness_request = await self._begin_request(request, opened, parsed, body)
+                    digest = xxhash.xxh3_128_digest(request.scope["path"].encode() + b"\n" + body)
+                    repeats = _parse_count(headers.get("x-stainless-retry-count", "0")) or 0
+                    harness_request = session.register_request(
+                        digest, retry=repeats > 0, key=headers.get("idempotency-key", "")
+                    )
+                    if harness_request.call is None:
+                        if harness_request not in self.placing:
+                            placing = self._place(opened, harness_request, parsed, len(body))
+                            self.placing[harness_request] = asyncio.create_task(placing)
+                        # retries wait for the same task, and a connection that closes must not
+                        # cancel it
+                        await asyncio.shield(self.placing[harness_request])
             except CallRefused as refused:
-                opened.session.refusals.add(refused)
+                session.refusals.add(refused)
                 raise
             return CallReply(self, opened, harness_request, parsed)
 
@@ -340,25 +353,6 @@ class WebApp:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self.threads, work)
 
-    async def _begin_request(
-        self, request: Request, opened: OpenedSession, parsed: ParsedRequest, body: bytes
-    ) -> HarnessRequest:
-        """Begin a call, or join the one that this request repeats.  Raises CallRefused."""
-        session = opened.session
-        digest = xxhash.xxh3_128_digest(request.scope["path"].encode() + b"\n" + body)
-        repeats = _parse_count(request.headers.get("x-stainless-retry-count", "0")) or 0
-        key = request.headers.get("idempotency-key", "")
-        harness_request = session.register_request(digest, retry=repeats > 0, key=key)
-        if harness_request.call is not None:
-            return harness_request
-        if harness_request not in self.placing:
-            self.placing[harness_request] = asyncio.create_task(
-                self._place(opened, harness_request, parsed, len(body))
-            )
-        # retries wait for the same task, and a connection that closes must not cancel it
-        await asyncio.shield(self.placing[harness_request])
-        return harness_request
-
     async def _place(
         self,
         opened: OpenedSession,
@@ -366,14 +360,42 @@ class WebApp:
         parsed: ParsedRequest,
         size: int,
     ) -> None:
-        """Compose the call's prompt and begin its sampling.  Raises CallRefused."""
-        session = opened.session
+        """Compose the call's prompt and begin its sampling.
+
+        The calls of a session are composed one after another in the order of their requests,
+        because each may continue the earlier ones.  Raises CallRefused.
+        """
+        session, now = opened.session, self.service.current_time
+        options: dict[str, Any] = {
+            "max_new_tokens": parsed.max_new_tokens,
+            "stop": parsed.stop,
+            "aside": parsed.aside,
+        }
         try:
             self._require_running()
-            session.check_may_call(self.service.current_time())
-            harness_request.call = await self._compose(opened, parsed, size)
-            harness_request.call.grammar = parsed.grammar
-        except BaseException:
+            session.check_may_call(now())
+            if parsed.ids is not None:
+                call = session.place_ids(parsed.ids, now=now(), **options)
+            else:
+                session.composing += 1
+                try:
+                    async with opened.composing:
+                        draft = (
+                            session.draft_text(parsed.text)
+                            if parsed.kind == "text"
+                            else session.draft(parsed.messages, parsed.tools, parsed.aside)
+                        )
+                        composed = await self._run_in_thread(size, draft)
+                finally:
+                    session.composing -= 1
+                # no await since the lock's release: the next call is drafted after this is accepted
+                call = session.accept(composed, now=now(), images=parsed.images, **options)
+            call.grammar = parsed.grammar
+            harness_request.call = call
+        except BaseException as error:
+            if isinstance(error, CallRefused) and error.param == "messages":
+                # a session does not know the API of the request
+                error.param = PROMPT_PARAMS.get(parsed.kind, "messages")
             session.forget(harness_request)
             self.service.on_change(session)
             raise
@@ -382,47 +404,6 @@ class WebApp:
         self.drawing[harness_request] = asyncio.create_task(
             self._draw(opened, harness_request, parsed)
         )
-
-    async def _compose(
-        self, opened: OpenedSession, parsed: ParsedRequest, size: int
-    ) -> SessionCall:
-        """Place the call in its session.
-
-        The calls of a session are composed one after another in the order of their requests,
-        because each may continue the earlier ones.  Raises CallRefused.
-        """
-        session = opened.session
-        options: dict[str, Any] = {
-            "max_new_tokens": parsed.max_new_tokens,
-            "stop": parsed.stop,
-            "aside": parsed.aside,
-        }
-        try:
-            if parsed.ids is not None:
-                return session.place_ids(parsed.ids, now=self.service.current_time(), **options)
-            composed = await self._run_draft(opened, parsed, size)
-            # no await since the lock's release: the next call is drafted after this one is accepted
-            return session.accept(
-                composed, now=self.service.current_time(), images=parsed.images, **options
-            )
-        except CallRefused as refused:
-            if refused.param == "messages":  # a session does not know the API of the request
-                refused.param = PROMPT_PARAMS.get(parsed.kind, "messages")
-            raise
-
-    async def _run_draft(self, opened: OpenedSession, parsed: ParsedRequest, size: int) -> Composed:
-        """Compose the prompt of a call by text or messages.  Raises CallRefused."""
-        session = opened.session
-        session.composing += 1
-        try:
-            async with opened.composing:
-                if parsed.kind == "text":
-                    draft = session.draft_text(parsed.text)
-                else:
-                    draft = session.draft(parsed.messages, parsed.tools, parsed.aside)
-                return await self._run_in_thread(size, draft)
-        finally:
-            session.composing -= 1
 
     async def _draw(
         self, opened: OpenedSession, harness_request: HarnessRequest, parsed: ParsedRequest
@@ -487,15 +468,12 @@ class CallReply:
         try:
             sent = await self._send(scope["asyncrl.connection"], send)
         finally:
-            if sent:
-                self.session.on_response_sent(self.harness_request)
-                if self.file is not None:
-                    self.file.append_sent(self.harness_request)
-            else:
-                self.session.on_connection_closed(
-                    self.harness_request, self.web.service.current_time()
-                )
+            now = self.web.service.current_time()
+            self.session.on_connection_closed(self.harness_request, now, sent=sent)
+            if not sent:
                 self.web.service.on_change(self.session)
+            elif self.file is not None:
+                self.file.append_sent(self.harness_request)
             if self.harness_request.connections <= 0:
                 self.web.errors.pop(self.harness_request, None)
 

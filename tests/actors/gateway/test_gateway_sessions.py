@@ -315,7 +315,7 @@ def test_calls_at_once_never_draw_more_than_the_session_may() -> None:
 
 def test_an_idle_harness_is_gone_one_that_beats_or_waits_is_not() -> None:
     made = session(replace(FREE, idle_s=10.0))
-    made.record_beat(5.0)
+    made.active_at = 5.0
     call = made.place_ids(ids(1), now=14.0)
     made.tick(100.0)
     assert made.state == "open"  # it waits for us
@@ -350,9 +350,9 @@ def test_a_retry_of_an_answered_request_gets_the_stored_bytes() -> None:
     first = made.register_request(b"same")
     first.call = made.place_ids(ids(1), now=0.0)
     first.answer = b"bytes"
-    made.on_response_sent(first)
+    made.on_connection_closed(first, now=1.0, sent=True)
     assert made.register_request(b"same", retry=True) is first
-    made.on_response_sent(first)
+    made.on_connection_closed(first, now=1.0, sent=True)
     assert made.register_request(b"same") is not first  # asked again, not repeated
 
 
