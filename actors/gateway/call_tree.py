@@ -66,9 +66,8 @@ class CallNode:
     text_digest: bytes = b""
     images: list[str] = field(default_factory=list)  # the digests of its tail's images
     answer: Message | None = None  # the parsed answer, as the template takes it
-    rendered_turn: tuple[int, bytes, str] | None = (
-        None  # chat.py: length, digest and closing of the turn
-    )
+    # chat.py: length, digest and closing of the turn
+    rendered_turn: tuple[int, bytes, str] | None = None
 
     def build_prompt(self) -> np.ndarray:
         """Return the ids of the whole prompt, int32 [P]."""
@@ -102,17 +101,6 @@ class CallNode:
         """
         assert self.ids is not None
         return len(self.tail) + len(self.ids) - (self.parent is None)
-
-    def set_routed(self, routed: RoutedExperts | None) -> None:
-        """Keep the experts of the call's own reads.
-
-        routed: of the P + T - 1 or more tokens that the call read
-        """
-        if routed is not None:
-            assert self.ids is not None
-            end = len(self.build_prompt()) + len(self.ids) - 1
-            routed = routed.take_part(end - self.own_reads, end)
-        self.routed = routed
 
     def join_routed(self) -> RoutedExperts | None:
         """Join the experts of all P + T - 1 tokens.
@@ -328,10 +316,6 @@ class CallTree:
         for key in (chain, chain_digest(ANY, answer)):
             self.nodes_by_answer.setdefault(key, []).append(node)
         self.known_chains.add(chain)
-
-    def remove(self, node: CallNode) -> None:
-        """Remove a call that has no token."""
-        self.nodes.remove(node)
 
 
 def find_trained_ancestor(node: CallNode | None) -> CallNode | None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import bisect
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Any, Literal
 
@@ -28,7 +28,7 @@ import xxhash
 
 from actors.gateway.call_tree import CallNode, Message, compute_text_digest, join_text
 from actors.gateway.image_marks import find_digests, replace_marks, restore_marks
-from actors.gateway.sessions import CallRefused, build_too_long_error
+from actors.gateway.sessions import CallRefused, build_refusal, build_too_long_error
 from asyncrl.contract import outcomes
 from asyncrl.contract.blobs.images import ImageShape
 from asyncrl.contract.errors import ConfigError
@@ -41,6 +41,7 @@ from asyncrl.models.vision.image_tokens import split_image_parts
 # long, the text is
 AT_ONCE = 8
 CUT_TOKENS = 64  # tokens that the beginning of a text may have more alone than in the whole text
+INVALID = "invalid_messages"  # the code of refusals
 MARK = "\ue000answer\ue001"  # of private characters, which occur in no history
 Parser = Callable[[str], Message]
 
@@ -138,7 +139,11 @@ class ChatFormat:
         self, node: CallNode, messages: Sequence[Message], answer_at: int, text: str
     ) -> np.ndarray | None:
         """See `sessions.Composer.follow`.  Raises CallRefused."""
-        suffix = self._find_after_sampled(node, text)
+        suffix = self._cut_sampled(node, text)
+        if suffix is not None and self._ended_by_token(node):
+            ends = (end for end in self.ends.values() if suffix.startswith(end))
+            end = next(ends, None)
+            suffix = None if end is None else suffix[len(end) :]
         if suffix is None:
             suffix = self._find_after_turn(node, messages[: answer_at + 1], text)
         if suffix is None and self.keeps_history:
@@ -147,12 +152,8 @@ class ChatFormat:
 
     def continue_text(self, node: CallNode, text: str) -> np.ndarray | None:
         """See `sessions.Composer.continue_text`.  Raises CallRefused."""
-        if not self._begins_with_prompt(node, text):
-            return None
-        sampled = self._decode_sampled(node)
-        if not text.startswith(sampled, node.text_length):
-            return None
-        return self._encode_suffix(node, text[node.text_length + len(sampled) :])
+        suffix = self._cut_sampled(node, text)
+        return None if suffix is None else self._encode_suffix(node, suffix)
 
     def _write(self, messages: Sequence[Message], tools: Sequence[Any], *, answering: bool) -> str:
         """Render messages; if the template takes parts, images get their marks afterwards."""
@@ -201,19 +202,15 @@ class ChatFormat:
         assert node.ids is not None
         return int(node.ids[-1]) in self.ends
 
-    def _find_after_sampled(self, node: CallNode, text: str) -> str | None:
-        """Find the text after the sampled answer: way 1 of the module's docstring."""
-        sampled = self._decode_sampled(node)
+    def _cut_sampled(self, node: CallNode, text: str) -> str | None:
+        """Find the text after the sampled text: way 1 of the module's docstring."""
+        assert node.ids is not None
+        sampled = self.decode_visible(node.ids, node.stop)
         if not self._begins_with_prompt(node, text):
             return None
         if not text.startswith(sampled, node.text_length):
             return None
-        suffix = text[node.text_length + len(sampled) :]
-        if not self._ended_by_token(node):
-            return suffix
-        return next(
-            (suffix[len(end) :] for end in self.ends.values() if suffix.startswith(end)), None
-        )
+        return text[node.text_length + len(sampled) :]
 
     def _find_after_turn(
         self, node: CallNode, messages: Sequence[Message], text: str
@@ -293,7 +290,10 @@ class ChatFormat:
                 {**call, "type": "function", "id": make_call_id(name, index)}
                 for index, call in enumerate(message.pop("tool_calls", ()))
             ]
-            _check_tool_calls(calls)
+            for call in calls:  # JSON that a template and a client can read
+                if not isinstance(call["function"]["name"], str):
+                    raise TypeError("a function's name must be text")
+                json.dumps(call["function"]["arguments"])
         except Exception:  # an answer that the parser cannot read is text
             return {"role": "assistant", "content": text}
         return {**message, "tool_calls": calls} if calls else message
@@ -318,10 +318,6 @@ class ChatFormat:
             return None
         return bisect.bisect_left(range(len(ids)), True, key=contains_stop)
 
-    def _decode_sampled(self, node: CallNode) -> str:
-        assert node.ids is not None
-        return self.decode_visible(node.ids, node.stop)
-
     def decode_text(self, ids: Sequence[int]) -> str:
         """Decode ids, special tokens included."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
@@ -333,14 +329,6 @@ def count_common(first: str, second: str) -> int:
         if character != other:
             return position
     return min(len(first), len(second))
-
-
-def _check_tool_calls(calls: Sequence[Message]) -> None:
-    """Raise TypeError, KeyError or ValueError for a tool call that is not valid JSON."""
-    for call in calls:
-        if not isinstance(call["function"]["name"], str):
-            raise TypeError("a function's name must be text")
-        json.dumps(call["function"]["arguments"])
 
 
 def make_call_id(name: str, index: int) -> str:
@@ -360,51 +348,37 @@ def normalize_messages(messages: Any) -> list[Message]:
     CallRefused.
     """
     if not isinstance(messages, list) or not messages:
-        raise _build_refusal("messages: give a list of at least one message")
-    return [_normalize_message(index, message) for index, message in enumerate(messages)]
-
-
-def _normalize_message(index: int, message: Any) -> Message:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise _build_refusal(f"messages[{index}]: give an object with `role` and `content`")
-    try:
-        content = join_text(message.get("content"))
-    except ValueError as error:
-        raise _build_refusal(f"messages[{index}]: {error}") from error
-    converted = {**message, "content": content}
-    if message["role"] == "developer":
-        converted["role"] = "system"
-    if not message.get("tool_calls"):
-        converted.pop("tool_calls", None)
-        return converted
-    try:
-        converted["tool_calls"] = [
-            {
-                **call,
-                "function": {**call["function"], "arguments": _parse_arguments(call["function"])},
-            }
-            for call in message["tool_calls"]
-        ]
-    except (TypeError, KeyError, AttributeError) as error:
-        raise _build_refusal(
-            f"messages[{index}].tool_calls: give a list of objects with `id` and `function`"
-        ) from error
+        raise build_refusal("messages", "give a list of at least one message", INVALID)
+    converted = []
+    for index, message in enumerate(messages):
+        location = f"messages[{index}]"
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise build_refusal(location, "give an object with `role` and `content`", INVALID)
+        try:
+            message = {**message, "content": join_text(message.get("content"))}
+        except ValueError as error:
+            raise build_refusal(location, str(error), INVALID) from error
+        if message["role"] == "developer":
+            message["role"] = "system"
+        try:
+            calls = [_parse_arguments(call) for call in message.pop("tool_calls", None) or ()]
+        except (TypeError, KeyError, AttributeError) as error:
+            reason = "give a list of objects with `id` and `function`"
+            raise build_refusal(f"{location}.tool_calls", reason, INVALID) from error
+        converted.append({**message, "tool_calls": calls} if calls else message)
     return converted
 
 
-def _parse_arguments(function: Mapping[str, Any]) -> Any:
-    arguments = function.get("arguments", {})
+def _parse_arguments(call: Message) -> Message:
+    """Convert the arguments of a tool call from text to an object, if they are one."""
+    arguments = call["function"].get("arguments", {})
     if isinstance(arguments, str):
         try:
             value = json.loads(arguments)
         except ValueError:
-            return arguments
-        return value if isinstance(value, dict) else arguments
-    return arguments
-
-
-def _build_refusal(reason: str) -> CallRefused:
-    return CallRefused(400, "invalid_messages", reason, "messages")
+            value = None
+        arguments = value if isinstance(value, dict) else arguments
+    return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
 # ---- parsers -------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ called from one thread.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -256,9 +257,7 @@ class Session:
         self.call_at = self.active_at = self.opened  # last call or answer; last of those or a beat
         self.judging_at = self.opened
         self.shortened = False  # the policy's newest answer was cut by a limit of the run
-        self._prompt_counts: dict[
-            bytes, int
-        ] = {}  # digest of prompt ids -> number of calls with them
+        self._prompt_counts = Counter[bytes]()  # digest of prompt ids -> calls with them
         self.score: tuple[float, dict[str, float], dict[int, float]] | None = None
 
     # ---- calls -----------------------------------------------------------------------------------
@@ -463,7 +462,7 @@ class Session:
         # the stream of a sample without an agent for the first call with the ticket's own prompt;
         # otherwise one by the prompt and the number of earlier calls with it, so that it does not
         # depend on the order of other calls
-        earlier, stream_key = self._prompt_counts.get(digest, 0), 0
+        earlier, stream_key = self._prompt_counts[digest], 0
         if earlier or not np.array_equal(prompt, self.own_prompt):
             counted = prompt.tobytes() + earlier.to_bytes(4, "little")
             stream_key = xxhash.xxh3_64_intdigest(counted) or 1
@@ -487,7 +486,7 @@ class Session:
         if self.tree.starts_row(call.node) and self.tree.count_rows():
             self.tree.forks[fork_cause] += 1
         self.tree.add(call.node, match.chains if match else ())
-        self._prompt_counts[call.prompt_digest] = self._prompt_counts.get(call.prompt_digest, 0) + 1
+        self._prompt_counts[call.prompt_digest] += 1
         self.open_calls[call.number] = call
         self.calls += 1
         self.call_at = self.active_at = now
@@ -499,7 +498,7 @@ class Session:
         prompt = node.build_prompt()
         digest = xxhash.xxh3_128_digest(prompt.tobytes())
         self.tree.nodes.append(node)
-        self._prompt_counts[digest] = self._prompt_counts.get(digest, 0) + 1
+        self._prompt_counts[digest] += 1
         return SessionCall(
             number=node.number,
             parent=node.parent,
@@ -561,13 +560,15 @@ class Session:
         self.aside += past + (len(ids) if call.aside else 0)
         self.call_at = self.active_at = max(now, self.active_at)
         if not len(ids):
-            self.tree.remove(node)
+            self.tree.nodes.remove(node)
             return None
         node.ids = np.ascontiguousarray(ids, np.int32)
         node.logprobs = np.ascontiguousarray(logprobs, np.float32)
         node.spans = list(spans)
         node.support = support
-        node.set_routed(routed)
+        if routed is not None:
+            end = len(call.prompt_ids) + len(ids) - 1
+            node.routed = routed.take_part(end - node.own_reads, end)
         node.finish = finish
         if not call.aside:
             self.shortened = finish == "length" and (call.run_bound or call.cut)
