@@ -13,7 +13,7 @@ from typing import Any
 from actors.gateway.call_tree import CallNode
 from actors.gateway.environment_pool import EnvironmentPool
 from actors.gateway.environment_worker import EnvironmentEvent, EnvironmentOperation
-from actors.gateway.service import Gateway
+from actors.gateway.service import Gateway, compute_env_seed
 from actors.gateway.session_source import Episode, SessionSource, WaitCause
 from actors.gateway.sessions import TOO_LONG, CallRefused, SessionCall, SessionPlayers
 from actors.schedule import LeasedTicket
@@ -118,7 +118,7 @@ class EnvironmentSource(LocalSource):
                 session=episode.number,
                 kind="reset",
                 prompt=grant.ticket.prompt,
-                seed=self.gateway.compute_env_seed(grant.ticket),
+                seed=compute_env_seed(self.gateway.config, grant.ticket),
                 attempt=grant.ticket.attempt,
                 first=first,
                 opponent=self.agent.choose_opponent(grant.ticket.kind),
@@ -132,19 +132,15 @@ class EnvironmentSource(LocalSource):
             episode = self.gateway.episodes.get(event.session)
             if episode is None or episode.session.state != "open":
                 continue
-            if event.kind == "lost":
-                self.restart_episode(episode)
+            if event.kind == "lost":  # it begins anew after its environment's process was lost
+                session = episode.session
+                self.gateway.drop(episode)
+                grant = self.gateway.held[session.ticket.ticket, session.attempt]
+                self.open(grant, session.sample, first=False)
             elif event.kind == "failed":
                 episode.session.fail(event.why)
             else:
                 self.on_event(episode, event)
-
-    def restart_episode(self, episode: Episode) -> None:
-        """Begin an episode anew after its environment's process was lost."""
-        session = episode.session
-        self.gateway.drop(episode)
-        grant = self.gateway.held[session.ticket.ticket, session.attempt]
-        self.open(grant, session.sample, first=False)
 
     def on_event(self, episode: Episode, event: EnvironmentEvent) -> None:
         """Record the result of an episode's operation; place its next call or end it."""

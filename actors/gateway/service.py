@@ -81,16 +81,10 @@ class SessionTally:
     durations: seconds, of successful sessions
     """
 
-    recent: deque[bool] = field(default_factory=lambda: deque(maxlen=RECENT))
+    recent: deque[bool]
     durations: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_SESSIONS))
     begun: int = 0
     failed: int = 0
-
-    @classmethod
-    def for_agent(cls, agent: AgentConfig) -> SessionTally:
-        """Start a tally that holds twice as many sessions as may end at the same time."""
-        at_once = agent.at_once if agent.starts_agents else agent.sessions
-        return cls(deque(maxlen=max(RECENT, 2 * at_once)))
 
     def describe_failure(self) -> str:
         """Describe the failures of a source that hardly ever works; "" for fewer.
@@ -158,9 +152,8 @@ class Gateway(TicketHolder):
         self.limits = {part: build_limits(config, agent) for part, agent in self.agents.items()}
         self.tokenizer = load_tokenizer(config.model.path, renders_chats=True)
         self.vocabulary = read_vocabulary_size(config.model.path)
-        self.routing: m.RoutingShape | None = (
-            None  # of the model's routers, once a call had experts
-        )
+        # of the model's routers, once a call had experts
+        self.routing: m.RoutingShape | None = None
         self.stops = collect_stop_tokens(self.tokenizer, config)
         self.chat = ChatFormat(
             self.tokenizer,
@@ -205,7 +198,11 @@ class Gateway(TicketHolder):
         self.numbers = self.session
         self.ticked = self.epoch_since = 0.0
         self.ever_served = False
-        self.tallies = {part: SessionTally.for_agent(one) for part, one in self.agents.items()}
+        self.tallies: dict[str, SessionTally] = {}
+        for part, agent in self.agents.items():
+            at_once = agent.at_once if agent.starts_agents else agent.sessions
+            # twice as many sessions as may end at the same time
+            self.tallies[part] = SessionTally(deque(maxlen=max(RECENT, 2 * at_once)))
         self.sources: dict[str, SessionSource] = {}  # part -> source; parts may share one
         for part in self.agents:
             self.sources[part] = source(self, part)
@@ -251,7 +248,8 @@ class Gateway(TicketHolder):
         self.read_rewards()
         self.tick(time.monotonic())
         self.open_sessions()
-        self.send_calls()
+        for peer, message in self.router.take_messages(self.schedule.announced, self.get_images):
+            self.calls_socket.send(peer, message)
         self.send_samples(flush=True)
         self.request_samples()
         self.renew()
@@ -400,10 +398,6 @@ class Gateway(TicketHolder):
         waiting = self.schedule.sort_waiting()
         return [grant for grant in waiting if self.get_part(grant.ticket) in parts]
 
-    def compute_env_seed(self, ticket: m.Ticket) -> int:
-        """Compute the seed of the reset of a ticket's environment."""
-        return compute_env_seed(self.config, ticket)
-
     def begin_episode(self, grant: LeasedTicket, sample: int, *, first: bool) -> Episode:
         """Begin a session of a ticket's sample."""
         ticket = grant.ticket
@@ -546,6 +540,11 @@ class Gateway(TicketHolder):
         if placed is None:
             return
         episode, call = placed
+        count, routed = len(message.tokens) // 4, None
+        if message.routed:
+            # the first ones define the shape of the model's routers, which all others must have
+            routed = RoutedExperts.decode(message.routed, len(call.prompt_ids) + count - 1)
+            self.routing = routed.shape
         node = episode.session.on_result(
             call,
             np.frombuffer(message.tokens, "<i4"),
@@ -554,30 +553,17 @@ class Gateway(TicketHolder):
             message.finish,
             past=message.lost,
             now=time.monotonic(),
-            support=SampledSupport.decode(message.support, len(message.tokens) // 4),
-            routed=self.decode_routed(message, len(call.prompt_ids)),
+            support=SampledSupport.decode(message.support, count),
+            routed=routed,
         )
         if node is not None and not call.aside:
             episode.last = call
         source = self.get_source(episode.session.ticket)
         source.on_answer(episode, call, node, message.failed)
 
-    def decode_routed(self, message: m.CallResult, prompt: int) -> RoutedExperts | None:
-        """Decode the experts of a call with `prompt` prompt tokens.
-
-        The first ones define the shape of the model's routers, which all others must have.
-        """
-        if not message.routed:
-            return None
-        routed = RoutedExperts.decode(message.routed, prompt + len(message.tokens) // 4 - 1)
-        self.routing = routed.shape
-        return routed
-
     def read_rewards(self) -> None:
         """End the sessions whose rewards are ready."""
-        if self.rewards is None:
-            return
-        for result in self.rewards.poll():
+        for result in self.rewards.poll() if self.rewards is not None else ():
             episode = self.judged.pop(result.key, None)
             if episode is not None:
                 failed = str(result.failed) if result.failed else ""
@@ -592,8 +578,11 @@ class Gateway(TicketHolder):
                 episode.session.tick(now)
         for episode in list(self.episodes.values()):
             session = episode.session
-            while session.cuts:
-                self.cancel_call(session.cuts.pop())
+            while session.cuts:  # without an engine a call ends now, without tokens
+                call = session.cuts.pop()
+                numbers = (number for number, placed in self.calls.items() if placed.call is call)
+                if (number := next(numbers, None)) is not None and self.drop_call(number):
+                    self.on_result(m.CallResult(number, b"", b"", [], "length"))
             if self.is_expired(session.ticket):
                 self.give_up(episode, now)
             elif session.is_complete:
@@ -612,14 +601,6 @@ class Gateway(TicketHolder):
             self.drop(episode)
             if not grant.live:
                 self.close_ticket((session.ticket.ticket, session.attempt))
-
-    def cancel_call(self, call: SessionCall) -> None:
-        """Cancel a call in the engine; without an engine it ends now, without tokens."""
-        for number, placed in self.calls.items():
-            if placed.call is call:
-                if self.drop_call(number):
-                    self.on_result(m.CallResult(number, b"", b"", [], "length"))
-                return
 
     def drop_call(self, number: int) -> bool:
         """Cancel a call; True when no result will come for it."""
@@ -676,11 +657,6 @@ class Gateway(TicketHolder):
             self.closed_tokens[name] = grant.tokens
         while len(self.closed_tokens) > REPORTED_CLOSED:
             self.closed_tokens.popitem(last=False)
-
-    def send_calls(self) -> None:
-        """Send new and cancelled calls to the generators."""
-        for peer, message in self.router.take_messages(self.schedule.announced, self.get_images):
-            self.calls_socket.send(peer, message)
 
     def get_images(self, call: m.GenerationCall) -> dict[str, bytes]:
         """Return the images of a call, digest -> blob."""
@@ -758,10 +734,9 @@ class Gateway(TicketHolder):
         ticket, part = grant.ticket, self.get_part(grant.ticket)
         cause = self.sources[part].explain_queue(part)
         waited = now - grant.granted_at
-        sample = grant.waiting[0]
         return OpenSession(
             ticket=ticket.ticket,
-            sample=sample,
+            sample=grant.waiting[0],
             name="",
             task=describe_prompt(ticket),
             turn=0,

@@ -26,7 +26,7 @@ from actors.gateway.recovery.session_journal import (
     find_last_ticket,
     restore,
 )
-from actors.gateway.service import Gateway
+from actors.gateway.service import Gateway, compute_env_seed
 from actors.gateway.session_source import Episode, SessionSource, WaitCause
 from actors.gateway.sessions import CallRefused, Session, SessionCall
 from asyncrl.contract import messages as m
@@ -133,7 +133,7 @@ class SessionApi(SessionSource):
             chat=session.composer,
             key=secrets.token_urlsafe(32),
             task=describe_task(grant.ticket),
-            seed=gateway.compute_env_seed(grant.ticket),
+            seed=compute_env_seed(gateway.config, grant.ticket),
             first=episode.first,
         )
         self.keep(opened, lease)
@@ -305,14 +305,6 @@ class SessionApi(SessionSource):
         if (file := self.opened[session.name].file) is not None:
             file.append_progress(session)
 
-    def remove_acked_files(self) -> None:
-        """Remove the files of the samples that the buffer has acknowledged."""
-        unacked_keys = self.gateway.outbox.list_unacked_keys() if self.unacked else ()
-        for key in [key for key in self.unacked if key not in unacked_keys]:
-            file = self.unacked.pop(key).file
-            assert file is not None
-            file.remove()
-
     def requeue(self, opened: OpenedSession) -> None:
         """Put back the sample of a session that lost its agent through another session."""
         episode = self.episodes.get(opened.session.name)
@@ -327,8 +319,15 @@ class SessionApi(SessionSource):
         self.due.set()
 
     def wake_leases(self) -> None:
-        """Wake the leases that wait for a sample, after each turn of the gateway."""
-        self.remove_acked_files()
+        """Wake the leases that wait for a sample, after each turn of the gateway.
+
+        The files of the samples that the buffer has acknowledged are removed.
+        """
+        unacked_keys = self.gateway.outbox.list_unacked_keys() if self.unacked else ()
+        for key in [key for key in self.unacked if key not in unacked_keys]:
+            file = self.unacked.pop(key).file
+            assert file is not None
+            file.remove()
         self.news.set()
 
 

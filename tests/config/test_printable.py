@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,7 +95,7 @@ def test_what_is_shown_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_a_reason_from_an_agent_is_one_line_of_the_log(capsys: pytest.CaptureFixture[str]) -> None:
     gateway: Any = SimpleNamespace(
         agents={"": AgentConfig(serve=True)},
-        tallies={"": service.SessionTally()},
+        tallies={"": service.SessionTally(deque())},
         get_part=lambda ticket: "",
         get_source_name=lambda part: gateway.agents[part].source_name,
         producer="gateway-0",
