@@ -178,7 +178,7 @@ class Generator(TicketHolder):
         for leased in self.schedule.find_outdated():
             self.engine.abort(self.schedule.drop(leased))
             if self.calls is not None:
-                self.calls.turn.drop_call(leased.ticket.ticket)
+                self.calls.turn.calls.pop(leased.ticket.ticket, None)
         target_version = self.schedule.next_version(self.loaded.label if self.loaded else None)
         announcement = self.schedule.announced
         self.lacks_weights = announcement is None
@@ -356,7 +356,7 @@ class Generator(TicketHolder):
         return {(t, a) for t, _, a in self.unscored} | super().list_unacknowledged()
 
     def list_progress(self) -> list[tuple[int, int, int]]:
-        return self.turn.list_progress()
+        return self.turn.list_progress() if self.calls is None else []
 
     def collect_metrics(self) -> dict[str, float]:
         sources = (self.usage, self.rewards, self.weights, self.outbox, self.engine)

@@ -8,10 +8,12 @@ loaded while one of its calls is open.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
-import msgspec
 import numpy as np
+from msgspec import structs
 
 from actors.decoding.constraints import GrammarCompiler, TokenConstraint
 from actors.engine import Completion, CompletionRequest, Engine, Key
@@ -30,12 +32,20 @@ NO_IMAGES: Mapping[str, bytes] = {}
 REPORT_S = 0.5  # between two reports
 
 
+class OpenCall(NamedTuple):
+    """A call that a generator samples, and its key in the schedule."""
+
+    call: m.GenerationCall
+    key: Key
+    constraint: TokenConstraint | None  # of its grammar
+
+
 class CallTurn(GeneratorTurn):
     """A generator's turn that samples calls, without rewards and tickets."""
 
     def __init__(self, config: Config, engine: Engine) -> None:
         # the task's files may be on another machine; the gateway has prompts and rewards
-        without_task = msgspec.structs.replace(
+        without_task = structs.replace(
             config,
             reward=RewardConfig(workers=0),
             task=TaskConfig(name=SeedPrompts.name),
@@ -44,16 +54,9 @@ class CallTurn(GeneratorTurn):
         super().__init__(without_task, engine, lockstep=False)
         self.vocabulary = read_vocabulary_size(config.model.path)
         self.grammars = GrammarCompiler(self.tokenizer, config.model.path, self.stops)
-        self.constraints: dict[int, TokenConstraint] = {}  # call id -> of its grammar
-        self.images: dict[int, tuple[bytes, ...]] = {}  # call id -> of its image tokens
-        self.calls: dict[int, m.GenerationCall] = {}
-        self.keys: dict[int, Key] = {}  # call id -> its key in the schedule
+        self.calls: dict[int, OpenCall] = {}  # by their ids
         self.served = 0  # calls accepted, which numbers them
         self.results: list[m.CallResult] = []
-
-    def count_samples_to_request(self, *, unsent: bool = False) -> int:
-        """Return 0: the gateway requests the samples."""
-        return 0
 
     def take_calls(
         self, calls: Iterable[m.GenerationCall], images: Mapping[str, bytes] = NO_IMAGES
@@ -68,8 +71,7 @@ class CallTurn(GeneratorTurn):
             try:
                 message_checks.check_call(call, self.vocabulary, self.context)
                 message_checks.check_call_images(call, images, self.tokenizer.image_shape)
-                if call.grammar:
-                    self.constraints[call.id] = self.grammars.begin(call.grammar)
+                constraint = self.grammars.begin(call.grammar) if call.grammar else None
             except (BadMessage, ValueError) as error:
                 self.results.append(
                     m.CallResult(call.id, b"", b"", [], "length", failed=str(error))
@@ -80,16 +82,15 @@ class CallTurn(GeneratorTurn):
                 ticket=call.id,
                 attempt=self.served,
                 kind=call.kind,
-                prompt=m.Prompt(call.id, ""),
+                prompt=m.Prompt(call.id, "", images=[images[name] for name in call.images]),
                 samples=[call.sample],
-                sampling=call.sampling,
+                sampling=structs.replace(call.sampling, max_new_tokens=call.max_new_tokens),
                 min_version=call.min_version,
                 exact_version=call.exact_version,
                 seed=call.seed,
             )
-            self.calls[call.id] = call
-            self.images[call.id] = tuple(images[name] for name in call.images)
-            self.keys[call.id] = (call.id, call.sample, self.served)
+            key = (call.id, call.sample, self.served)
+            self.calls[call.id] = OpenCall(call, key, constraint)
             self.schedule.add_tickets([ticket])
             self.schedule.held[call.id, self.served].prompt = np.frombuffer(call.prompt, "<i4")
 
@@ -100,35 +101,23 @@ class CallTurn(GeneratorTurn):
 
         No prompt is too long: the gateway checks their lengths.
         """
-        room = self.engine.slots - self.engine.active if room is None else room
-        requests = []
-        for leased, sample in self.schedule.admit(loaded, room):
-            call = self.calls[leased.ticket.ticket]
-            sampling = call.sampling
-            requests.append(
-                CompletionRequest(
-                    key=self.keys[call.id],
-                    prompt=leased.prompt,
-                    group=call.prompt,
-                    max_new_tokens=call.max_new_tokens,
-                    temperature=sampling.temperature,
-                    top_p=sampling.top_p,
-                    top_k=sampling.get_top_k(sample),
-                    stop=self.stops,
-                    seed=call.seed,
-                    beside=call.stream,
-                    drawn_for=(call.ticket, call.sample),
-                    constraint=self.constraints.pop(call.id, None),
-                    images=self.images.pop(call.id),
-                )
+        requests, refused = super().build_requests(loaded, room)
+        calls = [self.calls[request.key[0]] for request in requests]
+        return [
+            replace(
+                request,
+                group=call.prompt,
+                beside=call.stream,
+                drawn_for=(call.ticket, call.sample),
+                constraint=constraint,
             )
-        return requests, []
+            for request, (call, _, constraint) in zip(requests, calls, strict=True)
+        ], refused
 
     def finish(self, completion: Completion) -> ScoredResponse | None:
         """Queue the result of a finished call."""
         self.schedule.finish_sample(completion.key, len(completion.tokens))
         if self.calls.pop(completion.key[0], None) is not None:
-            del self.keys[completion.key[0]]
             self.results.append(
                 m.CallResult(
                     completion.key[0],
@@ -144,27 +133,14 @@ class CallTurn(GeneratorTurn):
 
     def cancel_calls(self, ids: Iterable[int]) -> None:
         """Cancel calls; their results hold the number of tokens that were sampled."""
-        for call in ids:
-            if self.calls.pop(call, None) is None:
+        for number in ids:
+            if (cancelled := self.calls.pop(number, None)) is None:
                 continue
-            key = self.keys.pop(call)
-            self.constraints.pop(call, None)
-            self.images.pop(call, None)
+            key = cancelled.key
             tokens = self.engine.abort([key]).get(key, 0)
             if (leased := self.schedule.held.get((key[0], key[2]))) is not None:
                 self.schedule.drop(leased)
-            self.results.append(m.CallResult(call, b"", b"", [], "length", tokens))
-
-    def drop_call(self, call: int) -> None:
-        """Forget a call of an epoch that is over."""
-        self.calls.pop(call, None)
-        self.keys.pop(call, None)
-        self.constraints.pop(call, None)
-        self.images.pop(call, None)
-
-    def list_progress(self) -> list[tuple[int, int, int]]:
-        """Return nothing: the gateway reports the progress of its tickets."""
-        return []
+            self.results.append(m.CallResult(number, b"", b"", [], "length", tokens))
 
 
 class CallPeer:

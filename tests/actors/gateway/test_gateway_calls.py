@@ -276,7 +276,7 @@ def test_a_call_that_cannot_be_drawn_is_answered_by_a_failure_and_the_others_are
     assert "of a model with" in answers[11].failed and "in a context of" in answers[12].failed
     assert "Unimplemented keys" in answers[15].failed and "65537 char" in answers[16].failed
     assert all(answers[x.id].failed and not answers[x.id].tokens for x in bad)
-    assert not turn.calls and not turn.constraints
+    assert not turn.calls
     turn.grammars.stops = []
     (answer,) = drawn(turn, [msgspec.structs.replace(call(17), grammar="start: /a/")], AT)
     assert "no token that ends" in answer.failed
@@ -294,9 +294,7 @@ def test_a_call_is_sampled_under_its_grammar(turn) -> None:  # type: ignore[no-u
     assert (again.tokens, again.support) == (first.tokens, first.support)
     turn.take_calls([calls[0]])
     turn.cancel_calls([1])
-    turn.take_calls([calls[0]])
-    turn.drop_call(1)
-    assert not turn.constraints
+    assert not turn.calls and not turn.schedule.held
 
 
 def test_the_same_call_drawn_again_is_the_same(turn) -> None:  # type: ignore[no-untyped-def]
@@ -388,18 +386,14 @@ def test_assignments_of_this_session_are_taken_and_reported(turn) -> None:  # ty
 
 
 def test_a_generator_of_calls_starts_no_reward_process(turn) -> None:  # type: ignore[no-untyped-def]
-    assert not turn.rewards.processes and turn.count_samples_to_request() == 0
+    assert not turn.rewards.processes
 
 
 def test_what_a_generator_holds_is_the_calls_alone(turn) -> None:  # type: ignore[no-untyped-def]
     turn.take_calls([call(1), call(2)])
     turn.take_calls([call(1)])
-    assert turn.served == 2 and turn.list_progress() == []
-    turn.drop_call(2)
-    turn.drop_call(9)
-    held = (turn.calls, turn.keys, turn.images)
-    assert [sorted(part) for part in held] == [[1], [1], [1]] and turn.constraints == {}
+    assert turn.served == 2 and sorted(turn.calls) == [1, 2]
     turn.cancel_calls([9, 1])
     assert [result.id for result in turn.results] == [1]
     assert turn.results[0] == m.CallResult(1, b"", b"", [], "length", 0)
-    assert all(part == {} for part in held)
+    assert sorted(turn.calls) == [2]
