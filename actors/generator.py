@@ -23,7 +23,6 @@ from actors.turn import (
     DECODE_STEPS,
     IDLE_POLL_S,
     GeneratorTurn,
-    PromptTooLong,
     build_failed_trajectory,
     build_trajectory,
 )
@@ -92,6 +91,7 @@ class Generator(TicketHolder):
         self.engine = engine
         super().__init__(config, run_dir, f"generator-{index}", engine.slots, self.turn.schedule)
         if config.uses_sessions:
+            self.has_tickets = False
             self.calls = CallPeer(config, turn, run_dir, self.producer, self.session)
         self.rewards = self.turn.rewards
         self.unscored = self.turn.unscored
@@ -148,10 +148,6 @@ class Generator(TicketHolder):
 
     def accept_tickets(self, tickets: list[m.Ticket]) -> None:
         self.turn.accept_tickets(tickets)
-
-    def on_attempts(self, attempts: int) -> None:
-        if self.calls is None:  # calls have their own numbers
-            super().on_attempts(attempts)
 
     def find_buffer_address(self) -> str:
         """Look up where the buffer listens now.
@@ -241,7 +237,8 @@ class Generator(TicketHolder):
             return
         requests, refused = self.turn.build_requests(self.loaded.label)
         for sample in refused:
-            self.fail(sample)
+            self.schedule.finish_sample(sample.key, 0)
+            self.outbox.add(build_failed_trajectory(sample, *self.loaded))
         if requests:
             with self.tracer.time_span("prefill", len(requests)):
                 longest = max(len(request.prompt) for request in requests)
@@ -289,12 +286,6 @@ class Generator(TicketHolder):
         )
         step_s = self.usage.busy_s / max(self.engine.steps_made, 1)
         self.turn.delayed.hold(time.monotonic() + steps * step_s, completion.key)
-
-    def fail(self, refused: PromptTooLong) -> None:
-        """Deliver a sample that cannot be generated as failed."""
-        assert self.loaded is not None
-        self.schedule.finish_sample(refused.key, 0)
-        self.outbox.add(build_failed_trajectory(refused, *self.loaded))
 
     def collect(self) -> None:
         """Submit due responses for their rewards, and queue the scored samples."""

@@ -34,6 +34,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -116,23 +117,6 @@ class _RewardProcess(Worker):
     def is_busy(self) -> bool:
         return bool(self.units)
 
-    def list_running_jobs(self) -> list[_RewardJob]:
-        """Return the responses that the process is working on."""
-        return [job for jobs, _ in list(self.units.values())[: self.window] for job in jobs]
-
-    def list_queued_jobs(self) -> list[_RewardJob]:
-        """Return the responses that the process has not begun."""
-        return [job for jobs, _ in list(self.units.values())[self.window :] for job in jobs]
-
-
-def compute_call_timeout_s(settings: RewardConfig) -> float:
-    """Return the deadline of one call in seconds; a judge's requests have their own."""
-    if not settings.judge.url:
-        return settings.deadline_s
-    from actors.scorers.judge import compute_longest_s
-
-    return max(settings.deadline_s, compute_longest_s(settings.judge))
-
 
 def describe_reward_source(settings: RewardConfig) -> str:
     """Return the config line that names the source of rewards, for messages."""
@@ -199,7 +183,12 @@ class _RewardPool(WorkerPool[_RewardProcess, RewardReply]):
 
     def __init__(self, config: Config, run_dir: Path | None = None) -> None:
         settings = config.reward
-        call_s = compute_call_timeout_s(settings)
+        call_s = settings.deadline_s
+        if settings.judge.url:  # whose requests have their own deadline
+            from actors.scorers.judge import LONGEST_S
+
+            longest_s = settings.judge.attempts * (settings.judge.timeout_s + LONGEST_S)
+            call_s = max(call_s, longest_s)
         directory = str(run_dir.resolve()) if run_dir else ""
         setup = msgspec.msgpack.encode(RewardWorkerSetup(settings, config.task, call_s, directory))
         super().__init__(
@@ -346,11 +335,13 @@ class _RewardPool(WorkerPool[_RewardProcess, RewardReply]):
 
     def on_lost(self, worker: _RewardProcess, reason: str, *, hung: bool) -> None:
         failure = RewardFailure("data" if hung else "machinery", reason)
-        batches = sum(len(jobs) > 1 for jobs, _ in list(worker.units.values())[: worker.window])
+        units = [jobs for jobs, _ in worker.units.values()]
+        running, queued = units[: worker.window], units[worker.window :]
+        batches = sum(len(jobs) > 1 for jobs in running)
         self.batches += batches
         self.failed_batches += batches
-        self._blame(worker.list_running_jobs(), failure, time.monotonic())
-        self.queue.extendleft(reversed(worker.list_queued_jobs()))
+        self._blame([*chain(*running)], failure, time.monotonic())
+        self.queue.extendleft(reversed([*chain(*queued)]))
 
     def _fail(self, job: _RewardJob, failure: RewardFailure, ended: float, log: str = "") -> None:
         """Report a failed response. log: where the worker has written more about it."""
@@ -571,33 +562,30 @@ class RewardRunner:
 
     def poll(self) -> list[RewardResult]:
         """Return the finished results. Raises ConfigError when no process can start."""
-        if self.pool is not None:
-            self._exchange(self.pool)
+        if (pool := self.pool) is not None:
+            if isinstance(pool.error, AsyncrlError):
+                raise pool.error
+            if pool.error is not None:
+                raise AsyncrlError(
+                    f"the thread that feeds the reward processes {describe_exception(pool.error)}"
+                ) from pool.error
+            if self.fresh:
+                pool.submit(self.fresh)
+                self.fresh = []
+            while pool.spans:
+                began, ended, responses = pool.spans.popleft()
+                self.timing.called_s += ended - began
+                if self.timed is not None:
+                    self.timed("reward", began, ended, responses)
+            while pool.results:
+                job, result, ended = pool.results.popleft()
+                self.timing.judged += 1
+                self.timing.waited_s += ended - job.submitted_at
+                self.done.append(result)
         results = self.done
         self.done = []
         self.waiting -= len(results)
         return results
-
-    def _exchange(self, pool: _RewardPool) -> None:
-        if isinstance(pool.error, AsyncrlError):
-            raise pool.error
-        if pool.error is not None:
-            raise AsyncrlError(
-                f"the thread that feeds the reward processes {describe_exception(pool.error)}"
-            ) from pool.error
-        if self.fresh:
-            pool.submit(self.fresh)
-            self.fresh = []
-        while pool.spans:
-            began, ended, responses = pool.spans.popleft()
-            self.timing.called_s += ended - began
-            if self.timed is not None:
-                self.timed("reward", began, ended, responses)
-        while pool.results:
-            job, result, ended = pool.results.popleft()
-            self.timing.judged += 1
-            self.timing.waited_s += ended - job.submitted_at
-            self.done.append(result)
 
     def collect(self) -> list[RewardResult]:
         """Wait for all submitted responses and return their results, sorted by key."""
@@ -637,19 +625,13 @@ class RewardRunnerOfParts(RewardRunner):
             super().submit(key, prompt, text, tokens)
             return
         if name not in self.runners:
-            self.runners[name] = RewardRunner(
-                self.reward_configs[name], self.task, self._make_judge_folder(name)
-            )
+            config, folder = self.reward_configs[name], None
+            if self.run_dir is not None and config.reward.judge.url:
+                folder = self.run_dir / "judges" / name
+                folder.mkdir(parents=True, exist_ok=True)
+            self.runners[name] = RewardRunner(config, self.task, folder)
         self.waiting += 1
         self.runners[name].submit(key, prompt, text, tokens)
-
-    def _make_judge_folder(self, name: str) -> Path | None:
-        """Make the folder of a judge; None for a function, or without a run directory."""
-        if self.run_dir is None or not self.reward_configs[name].reward.judge.url:
-            return None
-        folder = self.run_dir / "judges" / name
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
 
     def collect_metrics(self) -> dict[str, float]:
         """Return the sums over all runners."""

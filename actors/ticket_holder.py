@@ -39,6 +39,7 @@ class TicketHolder(BufferPeer):
         self.want_sent = 0.0
         self.requested_samples = 0  # samples of the unanswered ticket request
         self.renewed = self.greeted = 0.0  # CLOCK_MONOTONIC seconds
+        self.has_tickets = True  # and not calls, which have their own numbers
         self.ending = False  # this process must end
         self.over = False  # the run is over
 
@@ -72,7 +73,8 @@ class TicketHolder(BufferPeer):
             elif isinstance(reply, m.HeartbeatReply):
                 self.wait_cause = reply.cause
                 self.announce(reply.announcement)
-                self.on_attempts(reply.attempts)
+                if self.has_tickets:  # those that have not arrived so far are lost
+                    self.schedule.refuse_up_to(reply.attempts)
             elif isinstance(reply, m.UnknownSession) and reply.session == self.session:
                 self.greet()
         self.judge_silence()
@@ -87,10 +89,6 @@ class TicketHolder(BufferPeer):
     def announce(self, announcement: m.PolicyAnnouncement | None) -> None:
         """Store the newest weights."""
         self.schedule.announce(announcement)
-
-    def on_attempts(self, attempts: int) -> None:
-        """Treat tickets of attempts up to `attempts` that have not arrived as lost."""
-        self.schedule.refuse_up_to(attempts)
 
     @abstractmethod
     def accept_tickets(self, tickets: list[m.Ticket]) -> None:
@@ -128,7 +126,7 @@ class TicketHolder(BufferPeer):
             judging=sorted(self.list_judging()),
             drawn=self.outbox.token_report.on_report(progress),
             written=sorted(self.list_unacknowledged()),
-            taken=self.schedule.newest_attempt,
+            taken=self.schedule.newest_attempt if self.has_tickets else 0,
         )
 
     def send_samples(self, *, flush: bool) -> None:

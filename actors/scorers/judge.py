@@ -59,16 +59,6 @@ PLACE = re.compile(r"\{(\w+)\}")
 SCORE = re.compile(r"SCORE:[ \t]*([+-]?[0-9]+(?:\.[0-9]+)?)")
 
 
-def render_question(prompt: Prompt) -> str:
-    """Render the prompt as text; a chat with its roles."""
-    if not prompt.messages:
-        return prompt.text
-    return "\n\n".join(
-        f"[{turn['role']}]\n{turn.get('content') or json.dumps(turn.get('tool_calls'))}"
-        for turn in prompt.messages
-    )
-
-
 def make_mark(*texts: str) -> str:
     """Return sixteen hex digits, a function of the texts that occurs in none of them."""
     state = hashlib.sha256()
@@ -112,11 +102,12 @@ class GradingTemplate:
 
     def fill(self, prompt: Prompt, response: str) -> str:
         """Fill all placeholders in one pass, so that a response's own stay unchanged."""
-        texts = {
-            "question": render_question(prompt),
-            "reference": prompt.answer,
-            "answer": response,
-        }
+        turns = (
+            f"[{turn['role']}]\n{turn.get('content') or json.dumps(turn.get('tool_calls'))}"
+            for turn in prompt.messages
+        )
+        question = "\n\n".join(turns) or prompt.text
+        texts = {"question": question, "reference": prompt.answer, "answer": response}
         digits = make_mark(*texts.values())
         values = {
             **{
@@ -167,11 +158,6 @@ SHOWN_CHARACTERS = 200  # characters of an error's body
 
 class JudgeFailed(Exception):
     """The judge gave no grade."""
-
-
-def compute_longest_s(settings: JudgeConfig) -> float:
-    """Return the longest time of one call, without waiting for its turn."""
-    return settings.attempts * (settings.timeout_s + LONGEST_S)
 
 
 def parse_retry_after(header: str | None) -> float | None:
@@ -257,21 +243,18 @@ class JudgeClient:
             if cached_reply is not None:
                 self.budget.count(cached=1)
                 return cached_reply
-            reply = await self._send_in_turn(payload)
+            with pause_deadline():
+                await self.gate.acquire()
+            try:
+                reply = await self._send_request(payload)
+            finally:
+                self.gate.release()
             if accept is not None:
                 accept(reply)
             self.budget.store_reply(digest, reply)
             return reply
         finally:
             lock.release()
-
-    async def _send_in_turn(self, payload: bytes) -> str:
-        with pause_deadline():
-            await self.gate.acquire()
-        try:
-            return await self._send_request(payload)
-        finally:
-            self.gate.release()
 
     async def _send_request(self, payload: bytes) -> str:
         estimate = len(payload) // CHARACTERS_A_TOKEN + self.settings.max_tokens
@@ -280,7 +263,10 @@ class JudgeClient:
             if attempt:
                 longest = min(LONGEST_S, FIRST_S * 2 ** (attempt - 1))
                 await asyncio.sleep(longest * random.uniform(0.5, 1.0))
-            request_id = await self._wait_for_slot(estimate)
+            while not (reserved := self.budget.reserve(time.monotonic(), estimate))[0]:
+                with pause_deadline():
+                    await asyncio.sleep(reserved[1] + random.uniform(0.0, 0.05))
+            request_id = reserved[0]
             began = time.monotonic()
             try:
                 try:
@@ -313,15 +299,6 @@ class JudgeClient:
             if wait:
                 self.budget.hold(time.monotonic() + wait)
         raise JudgeFailed(f"{self.url}: {attempt + 1} requests, the last: {reason}")
-
-    async def _wait_for_slot(self, estimate: int) -> int:
-        """Wait until the limits permit a request; return its number."""
-        while True:
-            request_id, wait = self.budget.reserve(time.monotonic(), estimate)
-            if request_id:
-                return request_id
-            with pause_deadline():
-                await asyncio.sleep(wait + random.uniform(0.0, 0.05))
 
 
 def build_client(settings: JudgeConfig, run_dir: str) -> JudgeClient:

@@ -297,7 +297,10 @@ def test_waits_for_a_turn_are_not_in_the_deadline(
     """
     monkeypatch.setattr(judges, "LONGEST_S", 0.1)
     more = {"deadline_s": 10.0, "timeout_s": 9.0, "attempts": 1}
-    assert rewards.compute_call_timeout_s(config(server, **more).reward) == 10.0
+    for attempts, call_s in ((1, 10.0), (3, 3 * (9.0 + 0.1))):
+        pool = rewards._RewardPool(config(server, **more | {"attempts": attempts}))
+        pool.end()
+        assert pool.call_s == pytest.approx(call_s)
     for number in range(10):
         until = time.monotonic() + 14.0
         JudgeBudget(tmp_path / "judge.sqlite", JudgeConfig()).hold(until)
@@ -708,7 +711,6 @@ def test_a_client_keeps_its_account_in_the_run(
     assert "authorization" not in made.client.headers
     judges.build_client(settings, "").budget.store_reply(b"e", "SCORE: 2")
     assert [path.name.partition("-")[0] for path in tmp_path.iterdir()] == ["judge.sqlite"] * 3
-    assert judges.compute_longest_s(settings) == 3 * (7.0 + 20.0)
 
 
 def test_a_retry_is_after_seconds_or_at_a_date(monkeypatch: pytest.MonkeyPatch) -> None:

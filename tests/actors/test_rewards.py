@@ -168,7 +168,8 @@ def ended_for(runner: RewardRunner, *texts: str) -> RewardRunner:
     deadline = runner.pool.compute_deadline
 
     def held(process: Any) -> float:
-        at = {job.call.text for job in process.list_running_jobs()}
+        units = list(process.units.values())[: process.window]
+        at = {job.call.text for jobs, _ in units for job in jobs}
         return deadline(process) if at & set(texts) or not process.ready else math.inf
 
     runner.pool.compute_deadline = held  # type: ignore[method-assign]
