@@ -22,6 +22,8 @@ from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.contract.versions import Label
 
 Key = tuple[int, int, int]  # (ticket, sample, attempt)
+VersionMark = tuple[int, Label, str]  # the first token, label and digest of a span
+Finish = Literal["stop", "length"]
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Completion:
     tokens: np.ndarray
     logprobs: np.ndarray
     spans: list[VersionSpan]
-    finish: Literal["stop", "length"]
+    finish: Finish
     support: SampledSupport | None = None
     routed: RoutedExperts | None = None
 
@@ -157,6 +159,42 @@ def require_context(prompts: Sequence[np.ndarray], context: int) -> None:
         raise ConfigError(
             f"a prompt of {longest} tokens does not fit generator.context = {context}"
         )
+
+
+def require_room(request: CompletionRequest, context: int) -> None:
+    """Raise ConfigError for a request that does not fit into the context."""
+    if len(request.prompt) + request.max_new_tokens > context:
+        raise ConfigError(
+            f"prompt of {len(request.prompt)} and {request.max_new_tokens} new tokens do "
+            f"not fit generator.context = {context}"
+        )
+
+
+def mark_version(marks: list[VersionMark], position: int, label: Label, digest: str) -> None:
+    """Record that a live row has `position` tokens when a version is loaded."""
+    if marks and marks[-1][0] == position:
+        marks.pop()
+    marks.append((position, label, digest))
+
+
+def build_spans(marks: Sequence[VersionMark], length: int, in_flight: str) -> list[VersionSpan]:
+    """Return the version spans of a response of `length` tokens.
+
+    Under recompute_kv each span's keys are of its own version, else of the first.
+    """
+    ends = [mark[0] for mark in marks[1:]] + [length]
+    return [
+        VersionSpan(
+            label, digest, start, end, label if in_flight == "recompute_kv" else marks[0][1]
+        )
+        for (start, label, digest), end in zip(marks, ends, strict=True)
+        if end > start
+    ]
+
+
+def find_finish(request: CompletionRequest, last_token: int) -> Finish:
+    """Return why a completion ended."""
+    return "stop" if last_token in request.stop else "length"
 
 
 def build_engine(config: Config) -> Engine:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,12 +31,16 @@ from actors.engine import (
     Engine,
     Key,
     PromptScores,
+    VersionMark,
+    build_spans,
     draw_uniform_rows,
+    find_finish,
+    mark_version,
     require_context,
+    require_room,
 )
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
-from asyncrl.contract.messages import VersionSpan
 from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.contract.versions import Label
@@ -64,8 +68,7 @@ class EngineRow:
     request: CompletionRequest
     born: int
     loads: int
-    # (first token, label, digest) of each span
-    marks: list[tuple[int, Label, str]] = field(default_factory=list)
+    marks: list[VersionMark] = field(default_factory=list)
     # int32, the tokens that were kept at each position, where the request has a support; empty: all
     kept: list[np.ndarray] = field(default_factory=list)
     # uint16 [P - 1, layers, k], the experts of the prompt without its last token; None: no record
@@ -211,20 +214,13 @@ class EmbeddedEngine:
             if self.drafts.rows is None and not self.drafts.seconds:
                 self.drafts.seconds = self._measure_drafts(self.drafts.draft_tokens)
         for row in filter(None, self.rows):
-            position = self._count_sampled(row)
-            if row.marks and row.marks[-1][0] == position:
-                row.marks.pop()
-            row.marks.append((position, label, digest))
+            mark_version(row.marks, self._count_sampled(row), label, digest)
         if self.in_flight == "recompute_kv" and self.live:
             self._recompute()
 
     def add(self, requests: Iterable[CompletionRequest]) -> None:
         for request in requests:
-            if len(request.prompt) + request.max_new_tokens > self.context:
-                raise ConfigError(
-                    f"prompt of {len(request.prompt)} and {request.max_new_tokens} new tokens do "
-                    f"not fit generator.context = {self.context}"
-                )
+            require_room(request, self.context)
             self.queue.append(request)
             if self.drafts is not None:
                 self.draft_book.open(request)
@@ -296,7 +292,9 @@ class EmbeddedEngine:
                 tokens[row.request.key] = self._count_sampled(row)
                 if self.drafts is not None:
                     self.draft_book.close(row.request)
-                self._release_row(index)
+                self.rows[index] = None
+                self.remaining[index] = 0
+                self.live -= 1
         return tokens
 
     @torch.inference_mode()
@@ -345,11 +343,6 @@ class EmbeddedEngine:
         return np.concatenate([np.arange(prompt), self.prompt_needed + steps])
 
     # ---- rows ------------------------------------------------------------------------------------
-
-    def _release_row(self, index: int) -> None:
-        self.rows[index] = None
-        self.remaining[index] = 0
-        self.live -= 1
 
     def _arrange(self) -> None:
         """Refill free rows in chunks; compact the live rows when no request waits."""
@@ -680,15 +673,12 @@ class EmbeddedEngine:
     def _write_new(self, rows: list[int], prompts: list[np.ndarray], groups: list[Any]) -> None:
         """Encode each distinct prompt without its last token, for all rows that share it."""
         assert self.cache is not None
-        first = {g: slot for slot, g in reversed(list(enumerate(groups)))}
-        unique = [g for g in dict.fromkeys(groups) if len(prompts[first[g]]) > 1]
-        if not unique:
+        prompt_of = {g: p[:-1] for g, p in zip(groups, prompts, strict=True) if len(p) > 1}
+        if not prompt_of:
             return
-        owner_of = {g: count for count, g in enumerate(unique)}
-        lengths = np.array([len(prompts[first[g]]) - 1 for g in unique])
-        ids = np.zeros((len(unique), int(lengths.max())), np.int64)
-        for index, group in enumerate(unique):
-            ids[index, : lengths[index]] = prompts[first[group]][:-1]
+        owner_of = {g: count for count, g in enumerate(prompt_of)}
+        lengths = np.array(list(map(len, prompt_of.values())))
+        ids = pad_token_rows(list(prompt_of.values()))
         self.encoded += int(lengths.sum())
         pairs = [
             (request, owner_of[g]) for request, g in zip(rows, groups, strict=True) if g in owner_of
@@ -700,7 +690,7 @@ class EmbeddedEngine:
             self.cache.k[layer, row, :, :width] = keys[owner]
             self.cache.v[layer, row, :, :width] = values[owner]
         if routed is not None:
-            table = self._collect_prompt_routing(routed, len(unique), width)
+            table = self._collect_prompt_routing(routed, len(owner_of), width)
             for slot, of_row in pairs:
                 self._set_prompt_routing(slot, table[of_row, : lengths[of_row]])
         visible = torch.from_numpy(np.arange(width)[None] < lengths[:, None]).to(self.device)[owner]
@@ -716,10 +706,11 @@ class EmbeddedEngine:
         lengths = [len(row.request.prompt) + self._count_sampled(row) for _, row in live]
         for batch in group_into_batches(lengths):
             batch_rows = [live[index] for index in batch]
-            sequences = [
-                np.concatenate([row.request.prompt, self._read_sampled(slot, row)[0]])[:-1]
-                for slot, row in batch_rows
-            ]
+            sequences = []
+            for slot, row in batch_rows:
+                columns = torch.from_numpy(self._list_output_columns(row)).to(self.device)
+                sampled = self.out_token[slot, columns].cpu().numpy().astype(np.int32)
+                sequences.append(np.concatenate([row.request.prompt, sampled])[:-1])
             ids = np.zeros((len(batch_rows), max(1, *map(len, sequences))), np.int64)
             for index, tokens in enumerate(sequences):
                 ids[index, : len(tokens)] = tokens
@@ -727,8 +718,7 @@ class EmbeddedEngine:
             for index, (slot, row) in enumerate(batch_rows):
                 row.loads = self.loads
                 length = len(sequences[index])
-                columns = self._list_key_columns(row, length)
-                target = torch.from_numpy(columns).to(self.device)
+                target = torch.from_numpy(self._list_key_columns(row, length)).to(self.device)
                 for layer, (keys, values) in enumerate(layers):
                     self.cache.k[layer, slot, :, target], self.cache.v[layer, slot, :, target] = (
                         keys[index, :, :length],
@@ -753,7 +743,9 @@ class EmbeddedEngine:
         if self.drafts is not None:
             return self._decode_drafts(self.drafts)
         count = len(self.rows)
-        column = self.columns.allocate(self.clock, self._find_oldest_step)
+        column = self.columns.allocate(
+            self.clock, lambda: min(row.born for row in self.rows if row is not None)
+        )
         routed: list[torch.Tensor] | None = None if self.routing is None else []
         if self.fixed:
             logits = decoder.decode_exact(
@@ -771,7 +763,12 @@ class EmbeddedEngine:
                 self.token[:count],
                 self.position[:count],
                 self.prompt_needed + column,
-                self._count_visible_columns(),
+                # all columns up to the highest used one, rounded up so that short responses use
+                # one kernel for all steps
+                min(
+                    exact_operators.round_up(self.prompt_needed + self.columns.high, decoder.BLOCK),
+                    self.cache.bias.shape[2],
+                ),
                 routed=routed,
             )
         # the row's own token count selects its uniform, so that a sample does not depend on the
@@ -846,16 +843,19 @@ class EmbeddedEngine:
         remaining = self.remaining[:count]
         accepted, stopped = decoder.count_accepted(token, drafts, self.stop[:count], remaining)
         if kept_mask is not None:
-            self._record_drafted(kept_mask, accepted)
-        row, step = (steps < accepted[:, None]).nonzero(as_tuple=True)
-        column = self.count[row] + step
-        self.out_token[row, column], self.out_logprob[row, column] = (
-            token[row, step],
-            logprob[row, step],
+            self.vocabulary = kept_mask.shape[2]
+            for slot, row in enumerate(self.rows):
+                if row is not None and row.request.has_support:
+                    row.kept += decoder.list_kept_ids(kept_mask[slot, : int(accepted[slot])])
+        index, step = (steps < accepted[:, None]).nonzero(as_tuple=True)
+        column = self.count[index] + step
+        self.out_token[index, column], self.out_logprob[index, column] = (
+            token[index, step],
+            logprob[index, step],
         )
         if routed is not None and self.out_routed is not None:
-            experts = torch.stack(routed, 1)[row * width + step]
-            self.out_routed[row, column] = experts.to(self.out_routed.dtype)
+            experts = torch.stack(routed, 1)[index * width + step]
+            self.out_routed[index, column] = experts.to(self.out_routed.dtype)
         if allowed is not None:  # constrained rows draft nothing
             constraints.advance(self._list_constraints(), token[:, 0])
         live = remaining > 0
@@ -899,17 +899,6 @@ class EmbeddedEngine:
                 self.accepted += count - 1
         if any(drafts):
             policy.count(self.live, sum(accepted))
-
-    def _record_drafted(self, kept_mask: torch.Tensor, accepted: torch.Tensor) -> None:
-        """Append the kept tokens of each row's accepted tokens.
-
-        kept_mask: bool [n, D, V].
-        accepted: [n], numbers of tokens.
-        """
-        self.vocabulary = kept_mask.shape[2]
-        for slot, row in enumerate(self.rows):
-            if row is not None and row.request.has_support:
-                row.kept += decoder.list_kept_ids(kept_mask[slot, : int(accepted[slot])])
 
     def _measure_drafts(self, draft_tokens: int) -> dict[int, tuple[float, float]]:
         """Measure steps without and with drafts to verify.
@@ -976,25 +965,6 @@ class EmbeddedEngine:
             self._list_constraints(), self.weights.vocabulary, self.device
         )
 
-    def _find_oldest_step(self) -> int:
-        return min(row.born for row in self.rows if row is not None)
-
-    def _count_visible_columns(self) -> int:
-        """Count the columns that attention reads: all up to the highest used one.
-
-        Rounded up to BLOCK, so that short responses use one kernel for all steps.
-        """
-        assert self.cache is not None
-        used_columns = self.prompt_needed + self.columns.high
-        return min(exact_operators.round_up(used_columns, decoder.BLOCK), self.cache.bias.shape[2])
-
-    def _read_sampled(self, index: int, row: EngineRow) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens and logprobs sampled so far of row `index`."""
-        columns = torch.from_numpy(self._list_output_columns(row)).to(self.device)
-        return self.out_token[index, columns].cpu().numpy().astype(np.int32), self.out_logprob[
-            index, columns
-        ].cpu().numpy()
-
     def _finish_rows(self, ended_slots: torch.Tensor) -> list[Completion]:
         """Read the completions of the rows `ended_slots` [n] together and free these rows."""
         if not len(ended_slots):
@@ -1009,9 +979,6 @@ class EmbeddedEngine:
             assert row is not None
             columns = self._list_output_columns(row)
             tokens = ended_tokens[index, columns]
-            finish: Literal["stop", "length"] = (
-                "stop" if int(tokens[-1]) in row.request.stop else "length"
-            )
             experts = None if routed is None else self._join_routing(row, routed[index, columns])
             self._keep_completion(slot, row, tokens, experts)
             if self.drafts is not None:
@@ -1023,8 +990,8 @@ class EmbeddedEngine:
                     row.request.prompt,
                     tokens,
                     logprobs[index, columns],
-                    build_spans(row, len(tokens), self.in_flight),
-                    finish,
+                    build_spans(row.marks, len(tokens), self.in_flight),
+                    find_finish(row.request, int(tokens[-1])),
                     support=SampledSupport.from_lists(row.kept, self.vocabulary)
                     if row.kept
                     else None,
@@ -1085,27 +1052,6 @@ def pad_token_rows(rows: list[np.ndarray]) -> np.ndarray:
     for target, row in zip(padded, rows, strict=True):
         target[: len(row)] = row
     return padded
-
-
-def build_spans(row: EngineRow, length: int, in_flight: str) -> list[VersionSpan]:
-    """Return the version spans of a response of `length` tokens.
-
-    Under recompute_kv each span's keys are of its own version, else of the first.
-    """
-    ends = [m[0] for m in row.marks[1:]] + [length]
-    version_spans = []
-    for (start, label, digest), end in zip(row.marks, ends, strict=True):
-        if end > start:
-            version_spans.append(
-                VersionSpan(
-                    label,
-                    digest,
-                    start,
-                    end,
-                    label if in_flight == "recompute_kv" else row.marks[0][1],
-                )
-            )
-    return version_spans
 
 
 def round_mantissa(weights: torch.Tensor, bits: int) -> torch.Tensor:

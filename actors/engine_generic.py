@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,12 +22,15 @@ from actors.engine import (
     CompletionRequest,
     Key,
     PromptScores,
+    VersionMark,
+    build_spans,
     draw_uniforms,
+    find_finish,
+    mark_version,
     require_context,
 )
 from asyncrl.contract.blobs import images
 from asyncrl.contract.errors import ConfigError
-from asyncrl.contract.messages import VersionSpan
 from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.contract.versions import Label
@@ -40,14 +43,13 @@ from asyncrl.models.policy import PolicyModel, load_weights
 class GenericRow:
     """State of a live row.
 
-    marks: (first token, label, digest) of each span.
     stream: float32 [max_new_tokens], the uniform numbers that its tokens are sampled by.
     """
 
     request: CompletionRequest
     tokens: list[int]
     logprobs: list[float]
-    marks: list[tuple[int, Label, str]]
+    marks: list[VersionMark]
     stream: np.ndarray
     # int32, the tokens that were kept at each position, where the request has a support; empty: all
     kept: list[np.ndarray] = field(default_factory=list)
@@ -104,9 +106,7 @@ class GenericEngine:
         self.label = label
         self.digest = digest
         for row in self.rows:
-            if row.marks[-1][0] == len(row.tokens):
-                row.marks.pop()
-            row.marks.append((len(row.tokens), label, digest))
+            mark_version(row.marks, len(row.tokens), label, digest)
 
     def add(self, requests: Iterable[CompletionRequest]) -> None:
         self.queue.extend(requests)
@@ -213,7 +213,11 @@ class GenericEngine:
                 **images,
             )
         if routed is not None:
-            self._record_routing(routed, [len(tokens) for tokens in sequences])
+            # of the tokens that were read for the first time; routed: [rows * columns, k] a layer
+            table = torch.stack(routed, 1).to(torch.int32).cpu().numpy().astype(np.uint16)
+            by_row = table.reshape(len(self.rows), -1, *table.shape[1:])
+            for row, experts, tokens in zip(self.rows, by_row, sequences, strict=True):
+                row.routed.append(experts[sum(map(len, row.routed)) : len(tokens)])
         last_positions = torch.tensor(
             [len(tokens_so_far) - 1 for tokens_so_far in sequences], device=device
         )
@@ -232,33 +236,14 @@ class GenericEngine:
         ]
         return router_hooks.build_padded_table(row_experts, self.routing, width, self.model.device)
 
-    def _record_routing(self, routed: list[torch.Tensor], lengths: list[int]) -> None:
-        """Keep the experts of the tokens that were read for the first time.
-
-        routed: [rows * columns, k] of each layer.
-        """
-        table = torch.stack(routed, 1).to(torch.int32).cpu().numpy().astype(np.uint16)
-        by_row = table.reshape(len(self.rows), -1, *table.shape[1:])
-        for row, experts, length in zip(self.rows, by_row, lengths, strict=True):
-            row.routed.append(experts[sum(map(len, row.routed)) : length])
-
     def _build_completion(self, row: GenericRow) -> Completion:
-        ends = [m[0] for m in row.marks[1:]] + [len(row.tokens)]
-        spans = [
-            VersionSpan(label, digest, start, end, label)
-            for (start, label, digest), end in zip(row.marks, ends, strict=True)
-            if end > start
-        ]
-        finish: Literal["stop", "length"] = (
-            "stop" if row.tokens[-1] in row.request.stop else "length"
-        )
         return Completion(
             row.request.key,
             row.request.prompt,
             np.array(row.tokens, np.int32),
             np.array(row.logprobs, np.float32),
-            spans,
-            finish,
+            build_spans(row.marks, len(row.tokens), "recompute_kv"),
+            find_finish(row.request, row.tokens[-1]),
             support=SampledSupport.from_lists(row.kept, self.vocabulary) if row.kept else None,
             routed=None
             if self.routing is None

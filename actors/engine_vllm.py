@@ -23,14 +23,22 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
 from actors.decoder import list_kept_ids
 from actors.decoding.constraints import TokenConstraint
-from actors.engine import Completion, CompletionRequest, Key, PromptScores, draw_uniform_rows
+from actors.engine import (
+    Completion,
+    CompletionRequest,
+    Key,
+    PromptScores,
+    draw_uniform_rows,
+    find_finish,
+    require_room,
+)
 from actors.vllm_swap import DirectWriter, UnsupportedModel, pack
 from asyncrl.config.tree import Config, LoraConfig
 from asyncrl.contract.errors import ConfigError, ProtocolError
@@ -441,11 +449,7 @@ class VllmEngine:
     def add(self, requests: Iterable[CompletionRequest]) -> None:
         requests = list(requests)
         for request, seed in zip(requests, derive_seeds(requests), strict=True):
-            if len(request.prompt) + request.max_new_tokens > self.context:
-                raise ConfigError(
-                    f"prompt of {len(request.prompt)} and {request.max_new_tokens} new tokens do "
-                    f"not fit generator.context = {self.context}"
-                )
+            require_room(request, self.context)
             name = self._join_id(*request.key)
             settings = make_sampling_params(
                 max_tokens=request.max_new_tokens,
@@ -578,29 +582,22 @@ class VllmEngine:
         self.hits += output.num_cached_tokens > 0
         self.reused += output.num_cached_tokens
         self.encoded += len(request.prompt) - output.num_cached_tokens
-        spans = [
-            self._build_span(span.version, span.start, span.end, born)
-            for span in response.weight_versions
-            if span.end > span.start
-        ]
-        finish: Literal["stop", "length"] = (
-            "stop" if response.token_ids[-1] in request.stop else "length"
-        )
+        spans = []
+        for span in response.weight_versions:
+            if span.end <= span.start:
+                continue
+            epoch, number, digest = span.version.split(".")
+            label = Label(int(epoch), int(number))
+            keys = label if self.in_flight == "recompute_kv" else born
+            spans.append(VersionSpan(label, digest, span.start, span.end, keys))
         return Completion(
             request.key,
             request.prompt,
             np.array(response.token_ids, np.int32),
             np.array(response.logprobs.logprobs, np.float32),
             spans,
-            finish,
+            find_finish(request, response.token_ids[-1]),
             support=self.recorder.end(output.request_id, len(response.token_ids)),
-        )
-
-    def _build_span(self, version: str, start: int, end: int, born: Label) -> VersionSpan:
-        epoch, number, digest = version.split(".")
-        label = Label(int(epoch), int(number))
-        return VersionSpan(
-            label, digest, start, end, label if self.in_flight == "recompute_kv" else born
         )
 
 
