@@ -309,15 +309,15 @@ class Completions:
     """The routes of `asyncrl serve`, with its engine."""
 
     def __init__(self) -> None:
-        from actors.model_server import model_server
+        from actors import completions_app
 
         self.work = tempfile.TemporaryDirectory()
         model = Path(self.work.name) / "tiny"
         build_model(model, SYMBOLS, hidden=32, layers=1, heads=2, max_positions=256)
-        config = model_server.build_config(
+        config = completions_app.build_config(
             str(model), context=32, slots=8, dtype="float32", device="cpu", threads=1
         )
-        self.server = model_server.build_app(config, "tiny", KEY)
+        self.server = completions_app.build_app(config, "tiny", KEY)
         self.connections = HttpConnections(self.server.app)
         self.loop = asyncio.new_event_loop()
         bodies: tuple[tuple[str, dict[str, Any]], ...] = (

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from actors.completion_requests import CompletionOrder, parse_order
 from actors.gateway.sessions import CallRefused
-from actors.model_server.completion_requests import CompletionOrder, parse_order
 from asyncrl.contract.messages import Prompt
 
 GO = [{"role": "user", "content": "go"}]

@@ -20,10 +20,9 @@ import pytest
 import torch
 from model_server_kit import KEY, served, served_here
 
-from actors.model_server import model_server
-from actors.model_server.completions_app import CompletionsApp
-from actors.model_server.engine_thread import EngineThread
-from actors.model_server.model_server import MOST_CONTEXT, build_app, build_config
+from actors import completions_app
+from actors.completions_app import MOST_CONTEXT, CompletionsApp, build_app, build_config
+from actors.engine_thread import EngineThread
 from asyncrl.cli import main
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.models import policy
@@ -273,7 +272,7 @@ def test_a_signal_ends_the_server_and_its_engine(directory: Path, number: int) -
 
     before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
     try:
-        model_server.serve(app, ListenAddress(), announce)
+        completions_app.serve(app, ListenAddress(), announce)
     finally:
         for each, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
             signal.signal(each, handler)
@@ -295,7 +294,7 @@ def test_what_the_command_says_and_serves(
         announce("http://127.0.0.1:7")
         app.engine.close()
 
-    monkeypatch.setattr(model_server, "serve", serve)
+    monkeypatch.setattr(completions_app, "serve", serve)
     monkeypatch.setenv("OPENAI_API_KEY", given)
     main(["serve", str(directory), "--context", "9", "--port", "7"])
     app, bind = served[0]

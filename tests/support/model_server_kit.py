@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 from process_kit import ENV, ROOT
 
-from actors.model_server.completions_app import CompletionsApp
-from actors.model_server.model_server import build_app, build_config
+from actors.completions_app import CompletionsApp, build_app, build_config
 from asyncrl.transport.http_server import HttpServer, ListenAddress
 
 KEY = "a-key-of-the-tests"

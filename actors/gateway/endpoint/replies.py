@@ -109,6 +109,11 @@ def message_for_client(answer: Message) -> Message:
     return message
 
 
+def describe_token(text: str, logprob: float | None) -> dict[str, Any]:
+    """Describe a sampled token as chat completions do."""
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace"))}
+
+
 def _build_chat_choice(parsed: ParsedRequest, node: CallNode, decode: Text) -> dict[str, Any]:
     assert node.answer is not None and node.ids is not None and node.logprobs is not None
     message = message_for_client(node.answer)
@@ -125,12 +130,7 @@ def _build_chat_choice(parsed: ParsedRequest, node: CallNode, decode: Text) -> d
         tokens = [decode([int(token)]) for token in node.ids]
         choice["logprobs"] = {
             "content": [
-                {
-                    "token": token,
-                    "logprob": float(logprob),
-                    "bytes": list(token.encode("utf-8", "replace")),
-                    "top_logprobs": [],
-                }
+                describe_token(token, float(logprob)) | {"top_logprobs": []}
                 for token, logprob in zip(tokens, node.logprobs, strict=True)
             ],
             "refusal": None,

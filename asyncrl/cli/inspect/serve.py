@@ -60,7 +60,7 @@ def serve(
     without it, a new key is created and printed.
     """
     require_model(model, "MODEL")
-    from actors.model_server import model_server
+    from actors import completions_app
     from asyncrl.models import fetch
     from asyncrl.transport.http_server import ListenAddress
     from asyncrl.transport.sockets import is_loopback
@@ -73,7 +73,7 @@ def serve(
     bind = ListenAddress(host, port, certificate, private_key, port_name="--port")
     bind.require_encryption()
     path = str(fetch.download_model(model)) if model.startswith(fetch.HUB) else model
-    config = model_server.build_config(
+    config = completions_app.build_config(
         path,
         context=context or 0,
         slots=slots,
@@ -84,7 +84,7 @@ def serve(
     own_key = os.environ.get("OPENAI_API_KEY", "")
     key = "" if no_key else own_key or secrets.token_urlsafe(18)
     print_progress(f"loading {path}")
-    app = model_server.build_app(config, name or model, key)
+    app = completions_app.build_app(config, name or model, key)
 
     def announce(url: str) -> None:
         print_progress(f"serving {app.name} with up to {app.context} tokens; stop with Ctrl-C")
@@ -92,4 +92,4 @@ def serve(
             print_progress(f"export OPENAI_API_KEY={key}")
         print(f"{url}/v1", flush=True)
 
-    model_server.serve(app, bind, announce)
+    completions_app.serve(app, bind, announce)

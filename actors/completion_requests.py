@@ -109,11 +109,12 @@ def parse_order(
         prompts = _parse_prompts(fields.prompt, vocabulary, encode)
     tokens = fields.max_completion_tokens
     tokens = fields.max_tokens if tokens is None else tokens
+    if tokens is None:  # a chat's response may fill the context
+        room = max(1, context - max(map(len, prompts)))
+        tokens = room if chat else min(room, DEFAULT_TOKENS)
     order = CompletionOrder(
         prompts=prompts,
-        max_new_tokens=_compute_default_tokens(prompts, context, chat=chat)
-        if tokens is None
-        else tokens,
+        max_new_tokens=tokens,
         temperature=1.0 if fields.temperature is None else fields.temperature,
         top_p=1.0 if fields.top_p is None else fields.top_p,
         top_k=fields.top_k or 0,
@@ -184,15 +185,6 @@ def _parse_most_likely(fields: CompletionBody, *, chat: bool) -> int | None:
     if fields.logprobs not in (None, True, False):
         raise build_refusal("logprobs", "give true or false, and top_logprobs a number")
     return (fields.top_logprobs or 0) if fields.logprobs else None
-
-
-def _compute_default_tokens(prompts: list[np.ndarray], context: int, *, chat: bool) -> int:
-    """Compute max_tokens if the client gives none.
-
-    A chat's response may fill the context; a completion has OpenAI's default.
-    """
-    room = max(1, context - max(map(len, prompts)))
-    return room if chat else min(room, DEFAULT_TOKENS)
 
 
 def _parse_prompts(

@@ -1,4 +1,4 @@
-"""The routes of the model server: OpenAI's completions and chat completions.
+"""`asyncrl serve`: a model directory behind OpenAI's completions API, without a run.
 
     GET  /health
     GET  /v1/models, /v1/models/NAME
@@ -10,9 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import secrets
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,15 +27,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from actors.engine import Completion, CompletionRequest, PromptScores
+from actors.completion_requests import CompletionOrder, parse_order
+from actors.engine import Completion, CompletionRequest, PromptScores, build_engine
+from actors.engine_thread import EngineThread
+from actors.gateway.endpoint.replies import describe_token
 from actors.gateway.endpoint.web import HANDLERS, LARGEST_BODY, list_models, open_body
 from actors.gateway.sessions import CallRefused
-from actors.model_server.completion_requests import CompletionOrder, parse_order
-from actors.model_server.engine_thread import EngineThread
-from asyncrl.contract.errors import AsyncrlError
+from asyncrl.config.tree import Config, GeneratorConfig, ModelConfig, TaskConfig
+from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.contract.messages import Prompt
-from asyncrl.models.tokenizer import encode_prompt
-from asyncrl.transport.http_server import authorize
+from asyncrl.contract.versions import Label
+from asyncrl.models import model_check
+from asyncrl.models.policy import compute_weights_digest, list_named_weights, load_policy
+from asyncrl.models.tokenizer import collect_stop_tokens, encode_prompt, read_vocabulary_size
+from asyncrl.transport.http_server import HttpServer, ListenAddress, authorize
+
+MOST_CONTEXT = 4096  # without --context
 
 
 class CompletionsApp:
@@ -60,8 +72,8 @@ class CompletionsApp:
         self.numbers = itertools.count()  # of the prompts, so that no two requests share a key
         self.app = Starlette(
             routes=[
-                Route("/v1/completions", self._complete, methods=["POST"]),
-                Route("/v1/chat/completions", self._complete_chat, methods=["POST"]),
+                Route("/v1/completions", partial(self._answer, chat=False), methods=["POST"]),
+                Route("/v1/chat/completions", partial(self._answer, chat=True), methods=["POST"]),
                 Route("/v1/models", self._list_models),
                 Route("/v1/models/{model:path}", self._list_models),
                 Route("/health", self._report_health),
@@ -77,12 +89,6 @@ class CompletionsApp:
     async def _list_models(self, request: Request) -> Response:
         self._authorize(request)
         return list_models(request, self.name, self.context)
-
-    async def _complete(self, request: Request) -> Response:
-        return await self._answer(request, chat=False)
-
-    async def _complete_chat(self, request: Request) -> Response:
-        return await self._answer(request, chat=True)
 
     def _authorize(self, request: Request) -> None:
         if not authorize(request, self.key):
@@ -142,9 +148,26 @@ class CompletionsApp:
     # ---- the engine ------------------------------------------------------------------------------
 
     async def _generate(self, order: CompletionOrder) -> list[Completion]:
-        """Generate the completions, prompt by prompt; without tokens if max_tokens is 0."""
+        """Generate the completions, prompt by prompt; without tokens if max_tokens is 0.
+
+        With a seed, sample i of a prompt has the same random stream in every request.
+        """
+        greedy = order.temperature == 0
         requests = [
-            request for prompt in order.prompts for request in self._build_requests(order, prompt)
+            CompletionRequest(
+                key=(number, sample, 1),
+                prompt=prompt,
+                group=number,
+                max_new_tokens=max(1, order.max_new_tokens),
+                temperature=order.temperature or 1.0,
+                top_p=order.top_p,
+                top_k=1 if greedy else order.top_k,
+                stop=self.stops,
+                seed=secrets.randbits(63) if order.seed is None else order.seed,
+                drawn_for=(0, sample),
+            )
+            for prompt, number in zip(order.prompts, self.numbers, strict=False)
+            for sample in range(order.count)
         ]
         if not order.max_new_tokens:
             no_tokens = np.empty(0, np.int32), np.empty(0, np.float32)
@@ -158,31 +181,6 @@ class CompletionsApp:
         except BaseException:  # the connection has closed, or a request is refused
             self.engine.cancel([request.key for request in requests])
             raise
-
-    def _build_requests(
-        self, order: CompletionOrder, prompt: np.ndarray
-    ) -> list[CompletionRequest]:
-        """Make the engine's requests of one prompt.
-
-        With a seed, sample i of a prompt has the same random stream in every request.
-        """
-        number = next(self.numbers)
-        greedy = order.temperature == 0
-        return [
-            CompletionRequest(
-                key=(number, sample, 1),
-                prompt=prompt,
-                group=number,
-                max_new_tokens=max(1, order.max_new_tokens),
-                temperature=order.temperature or 1.0,
-                top_p=order.top_p,
-                top_k=1 if greedy else order.top_k,
-                stop=self.stops,
-                seed=secrets.randbits(63) if order.seed is None else order.seed,
-                drawn_for=(0, sample),
-            )
-            for sample in range(order.count)
-        ]
 
     async def _score(
         self, order: CompletionOrder, samples: Sequence[Completion]
@@ -251,7 +249,7 @@ class CompletionsApp:
         The first token of a prompt has no log-probability.
         """
         texts = [self._decode_text([token]) for token in ids]
-        rows = [_describe_token(texts[0], None)]
+        rows = [describe_token(texts[0], None)]
         for position, text in enumerate(texts[1:]):
             likely = zip(
                 scores.top_ids[position, :most_likely].tolist(),
@@ -259,19 +257,14 @@ class CompletionsApp:
                 strict=True,
             )
             rows.append(
-                _describe_token(text, float(scores.logprobs[position]))
+                describe_token(text, float(scores.logprobs[position]))
                 | {
                     "top_logprobs": [
-                        _describe_token(self._decode_text([token]), value)
-                        for token, value in likely
+                        describe_token(self._decode_text([token]), value) for token, value in likely
                     ]
                 }
             )
         return rows
-
-
-def _describe_token(text: str, logprob: float | None) -> dict[str, Any]:
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace"))}
 
 
 def _convert_to_columns(rows: Sequence[dict[str, Any]], most_likely: int) -> dict[str, Any]:
@@ -292,3 +285,62 @@ def _convert_to_columns(rows: Sequence[dict[str, Any]], most_likely: int) -> dic
         "top_logprobs": likely if most_likely else None,
         "text_offset": [sum(map(len, tokens[:index])) for index in range(len(tokens))],
     }
+
+
+# ---- the server ----------------------------------------------------------------------------------
+
+
+def build_config(
+    path: str, *, context: int, slots: int, dtype: str, device: str, threads: int
+) -> Config:
+    """Build the config of an engine for a model directory.  Raises ConfigError.
+
+    context: 0 means that of the model, at most MOST_CONTEXT. threads: 0 means all cores.
+    """
+    raw = model_check.read_settings(Path(path), "MODEL")
+    max_positions = model_check.find_max_positions(raw) or max(context, MOST_CONTEXT)
+    if context > max_positions:
+        raise ConfigError(f"--context {context}: the model in {path} has {max_positions} positions")
+    return Config(
+        model=ModelConfig(path=path, dtype=dtype, device=device),  # type: ignore[arg-type]
+        task=TaskConfig(name="none"),
+        generator=GeneratorConfig(
+            slots=slots,
+            context=context or min(max_positions, MOST_CONTEXT),
+            threads=threads or len(os.sched_getaffinity(0)),
+        ),
+    )
+
+
+def build_app(config: Config, name: str, key: str) -> CompletionsApp:
+    """Load the model and start its engine.
+
+    Raises ConfigError for a directory without a model.
+    """
+    path = config.model.path
+    tokenizer = model_check.check(config)
+    engine = build_engine(config)
+    dtype = config.model.dtype
+    model = load_policy(path, dtype, config.model.device)
+    engine.load(dict(list_named_weights(model)), Label(1, 0), compute_weights_digest(model))
+    return CompletionsApp(
+        EngineThread(engine),
+        tokenizer,
+        name=name,
+        key=key,
+        context=config.generator.context,
+        vocabulary=read_vocabulary_size(path),
+        stops=collect_stop_tokens(tokenizer, config),
+    )
+
+
+def serve(app: CompletionsApp, bind: ListenAddress, announce: Callable[[str], None]) -> None:
+    """Serve until SIGINT or SIGTERM.
+
+    announce: called with the URL when requests are accepted. Raises ConfigError for an address that
+    cannot be used.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with suppress(KeyboardInterrupt):
+        asyncio.run(HttpServer(app.app, bind).serve(announce))
+    app.engine.close()

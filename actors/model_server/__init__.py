@@ -1,1 +1,0 @@
-"""A server of a model directory by OpenAI's completions API, without a run."""
