@@ -33,14 +33,15 @@ Turns = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 class FusedWeights:
-    """The weights in the layout that decoding needs.
+    """The weights in the layout that decoding needs; exact: for the operators of exact mode.
 
     Norm weights are folded into the matrix that follows them. In float32, which has complex
     numbers, the columns of queries and keys are interleaved (`exact_operators.interleave_halves`).
     """
 
-    def __init__(self, lay: ModelLayout, positions: int) -> None:
+    def __init__(self, lay: ModelLayout, positions: int, *, exact: bool = False) -> None:
         self.lay, hf = lay, lay.hf
+        self.exact = exact
         self.layers = len(hf.model.layers)
         self.dtype = hf.model.embed_tokens.weight.dtype
         self.qk_norm = hasattr(hf.model.layers[0].self_attn, "q_norm")
@@ -125,14 +126,12 @@ class FusedWeights:
 
     def compute_logits(self, x: torch.Tensor) -> torch.Tensor:
         """Compute logits fp32 [n, V] from residuals x [n, H]."""
+        if self.exact:
+            padded = exact_operators.normalize(exact_operators.pad_rows(x), self.lay.eps)
+            return exact_operators.multiply(padded, self.top["head"])[: len(x)]
         product: torch.Tensor = _normalize(x, self.eps) @ self.top["head"]
         logits: torch.Tensor = product.float()
         return logits
-
-    def compute_logits_exact(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute `compute_logits` with the operators of exact mode."""
-        padded = exact_operators.normalize(exact_operators.pad_rows(x), self.lay.eps)
-        return exact_operators.multiply(padded, self.top["head"])[: len(x)]
 
     @property
     def vocabulary(self) -> int:
@@ -218,17 +217,6 @@ class ColumnCache:
             self.k = across.transpose(3, 4)
             self.stored = across, self.v
         self.bias = like.new_full((rows, 1, columns), MASKED, dtype=torch.float32)
-
-    def forget(self, rows: torch.Tensor) -> None:
-        """Hide all columns from `rows`."""
-        self.bias[rows] = MASKED
-
-    def compact(self, rows: torch.Tensor) -> None:
-        """Move `rows` (ascending) to the front."""
-        n = len(rows)
-        for t in self.stored:
-            t[:, :n] = t.index_select(1, rows)
-        self.bias[:n] = self.bias[rows]
 
 
 class StepColumns:
@@ -577,21 +565,24 @@ def encode(
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Compute keys and values [B, kv heads, L, d] of every layer for ids [B, L].
 
-    Rows are padded at the right. They start at position 0 or, with `prefix`, behind its keys.
+    Rows are padded at the right. They start at position 0 or, with `prefix`, behind its keys. In
+    exact mode L is a multiple of `exact_operators.KEYS`, and heads lie side by side, as in the
+    cache.
     The experts of each sparse layer but a last one, int64 [B * L, k], are appended to `routed`.
     replayed: int64 [sparse layers, B * L, k], see `expert_layers.route`.
     """
     layers: list[tuple[torch.Tensor, torch.Tensor]] = []
-    _run_layers(w, ids, prefix, layers, routed, replayed)
+    if w.exact:
+        _run_layers_exact(w, ids, layers, routed, replayed)
+    else:
+        _run_layers(w, ids, prefix, layers, routed, replayed)
     return layers
 
 
 def compute_final_states(w: FusedWeights, ids: torch.Tensor) -> torch.Tensor:
-    """Compute the residuals [B, L, H] after the last layer.
-
-    ids: [B, L], padded at the right.
-    """
-    return _run_layers(w, ids, None, None).view(*ids.shape, -1)
+    """Compute the residuals [B, L, H] after the last layer; ids: as in `encode`."""
+    states = _run_layers_exact(w, ids, None) if w.exact else _run_layers(w, ids, None, None)
+    return states.view(*ids.shape, -1)
 
 
 def _run_layers(
@@ -739,43 +730,6 @@ def list_kept_ids(kept: torch.Tensor) -> list[np.ndarray]:
 # ---- exact mode: column = position, operators of asyncrl.models.exact_operators ------------------
 
 
-def decode_exact(
-    w: FusedWeights,
-    cache: ColumnCache,
-    tokens: torch.Tensor,
-    positions: torch.Tensor,
-    longest: int,
-    routed: list[torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """Run `decode` with each row's keys at the column of its own position.
-
-    Rows of `routed` after the first n are padding. longest: the largest position of a live row.
-    """
-    n = len(tokens)
-    lay = w.lay
-    rows = torch.arange(n, device=tokens.device)
-    columns = cache.bias.shape[2]
-    positions = positions.clamp(max=columns - 1)
-    width = min(exact_operators.round_up(longest + 1, exact_operators.KEYS), columns)
-    cache.bias[rows, 0, positions] = 0.0
-    bias = cache.bias[:n, None, :, :width]
-    turns = w.turned.index_select(0, exact_operators.pad_rows(positions))
-    x = w.top["embed"].index_select(0, exact_operators.pad_rows(tokens))
-    space = exact_operators.allocate_query_space(lay, n, x)
-    groups, wide = space.shape[1], space.shape[3]
-    for i, layer in enumerate(w.per_layer):
-        q, k, v = exact_operators.project(lay, layer, x, turns)
-        cache.k[i, rows, :, positions] = k[:n].reshape(n, groups, wide)
-        cache.v[i, rows, :, positions] = v[:n].reshape(n, groups, wide)
-        keys, values = (
-            t[i, :n].view(n * groups, columns, wide)[:, :width] for t in (cache.k, cache.v)
-        )
-        attended = exact_operators.attend_one(q[:n], keys, values, bias, space)
-        attended = exact_operators.pad_rows(attended)
-        x = exact_operators.finish(lay, layer, x, attended, recorded=routed)
-    return w.compute_logits_exact(x)[:n]
-
-
 def verify_exact(
     w: FusedWeights,
     cache: ColumnCache,
@@ -784,7 +738,7 @@ def verify_exact(
     end: int,
     routed: list[torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Run `verify` with the operators of exact mode.
+    """Run `verify`, or with m = 1 a decode step, with the operators of exact mode.
 
     The logits have the same bits as one token at a time. Rows of `routed` after the first n * m are
     padding.
@@ -806,30 +760,10 @@ def verify_exact(
         keys, values = (
             t[i, :n].view(n * groups, columns, wide)[:, :seen] for t in (cache.k, cache.v)
         )
-        attended = exact_operators.attend_several(q[: n * m], keys, values, bias, space)
+        attended = exact_operators.attend_cached(q[: n * m], keys, values, bias, space)
         attended = exact_operators.pad_rows(attended)
         x = exact_operators.finish(lay, layer, x, attended, recorded=routed)
-    return w.compute_logits_exact(x)[: n * m]
-
-
-def encode_exact(
-    w: FusedWeights,
-    ids: torch.Tensor,
-    routed: list[torch.Tensor] | None = None,
-    replayed: torch.Tensor | None = None,
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Run `encode` on rows padded to a multiple of `exact_operators.KEYS`.
-
-    Heads lie side by side, as in the cache.
-    """
-    layers: list[tuple[torch.Tensor, torch.Tensor]] = []
-    _run_layers_exact(w, ids, layers, routed, replayed)
-    return layers
-
-
-def compute_final_states_exact(w: FusedWeights, ids: torch.Tensor) -> torch.Tensor:
-    """Run `compute_final_states` on rows of a multiple of `exact_operators.KEYS`."""
-    return _run_layers_exact(w, ids, None).view(*ids.shape, -1)
+    return w.compute_logits(x)[: n * m]
 
 
 def _run_layers_exact(

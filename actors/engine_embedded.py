@@ -116,7 +116,7 @@ class EmbeddedEngine:
         self.base = base
         self.context = context
         positions = exact_operators.round_up(context + 1, exact_operators.KEYS)
-        self.weights = decoder.FusedWeights(model.fast, positions)
+        self.weights = decoder.FusedWeights(model.fast, positions, exact=fixed)
         self.fixed = fixed
         self.drafts = drafts
         self.draft_book = DraftBook()
@@ -260,22 +260,12 @@ class EmbeddedEngine:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Score the tokens after the positions (row, column) of padded rows ids [B, L]."""
         targets = torch.from_numpy(ids[row, np.minimum(column + 1, ids.shape[1] - 1)])
-        if self.fixed:
-            width = ids.shape[1]
-            wide = exact_operators.round_up(width, exact_operators.KEYS)
-            ids = np.pad(ids, ((0, 0), (0, wide - width)))
-            states = decoder.compute_final_states_exact(self.weights, torch.from_numpy(ids))
-            logits = self.weights.compute_logits_exact
-        else:
-            states = decoder.compute_final_states(
-                self.weights, torch.from_numpy(ids).to(self.device)
-            )
-            logits = self.weights.compute_logits
+        states = decoder.compute_final_states(self.weights, self._pad_columns(ids))
         return decoder.score_states(
             states[torch.from_numpy(row), torch.from_numpy(column)],
             targets.to(self.device),
             most_likely,
-            logits,
+            self.weights.compute_logits,
             self.weights.vocabulary,
         )
 
@@ -362,8 +352,10 @@ class EmbeddedEngine:
         index = torch.tensor(keep, device=self.device)
         count = len(keep)
         assert self.cache is not None
-        self.cache.compact(index)
+        for tensor in self.cache.stored:
+            tensor[:, :count] = tensor.index_select(1, index)
         for tensor in (
+            self.cache.bias,
             self.token,
             self.position,
             self.remaining,
@@ -390,7 +382,7 @@ class EmbeddedEngine:
         self.rows += [None] * extra
         free_slots = free_slots[: len(requests)]
         index = torch.tensor(free_slots, device=self.device)
-        self.cache.forget(index)
+        self.cache.bias[index] = decoder.MASKED
         for slot, request in zip(free_slots, requests, strict=True):
             self.rows[slot] = EngineRow(
                 request, self.clock, self.loads, [(0, self.label, self.digest)]
@@ -497,18 +489,20 @@ class EmbeddedEngine:
         The experts are appended to `routed`, int64 [B * L, k], in exact mode with more columns.
         replayed: of each row; the experts to use for its tokens.
         """
-        width = ids.shape[1]
-        if self.fixed:
-            padding = exact_operators.round_up(width, exact_operators.KEYS) - width
-            ids = np.pad(ids, ((0, 0), (0, padding)))
-        tokens = torch.from_numpy(ids).to(self.device)
-        replay = router_hooks.build_padded_table(replayed, self.routing, ids.shape[1], self.device)
-        if not self.fixed:
-            return decoder.encode(self.weights, tokens, routed=routed, replayed=replay)
+        width, tokens = ids.shape[1], self._pad_columns(ids)
+        columns = tokens.shape[1]
+        replay = router_hooks.build_padded_table(replayed, self.routing, columns, self.device)
         return [
             (keys[:, :, :width], values[:, :, :width])
-            for keys, values in decoder.encode_exact(self.weights, tokens, routed, replay)
+            for keys, values in decoder.encode(self.weights, tokens, routed=routed, replayed=replay)
         ]
+
+    def _pad_columns(self, ids: np.ndarray) -> torch.Tensor:
+        """Copy ids [B, L] to the device; in exact mode L becomes a multiple of KEYS."""
+        if self.fixed:
+            padding = -ids.shape[1] % exact_operators.KEYS
+            ids = np.pad(ids, ((0, 0), (0, padding)))
+        return torch.from_numpy(ids).to(self.device)
 
     def _collect_prompt_routing(
         self, routed: list[torch.Tensor], rows: int, width: int
@@ -748,13 +742,13 @@ class EmbeddedEngine:
         )
         routed: list[torch.Tensor] | None = None if self.routing is None else []
         if self.fixed:
-            logits = decoder.decode_exact(
+            logits = decoder.verify_exact(
                 self.weights,
                 self.cache,
-                self.token[:count],
-                self.position[:count],
-                self._find_longest_position(),
-                routed=routed,
+                self.token[:count, None],
+                self.position[:count, None],
+                self._find_longest_position() + 1,
+                routed,
             )
         else:
             logits = decoder.decode(

@@ -9,10 +9,10 @@ both sides call the same functions on the same fused weights:
 - values are summed `BLOCK` at a time;
 - there are at least `QUERIES` query rows and `COLUMNS` columns of logits.
 
-Only attention has two forms. The engine has one query per head (`attend_one`), which it would have
-to pad to `QUERIES` rows. Instead several heads share these rows, each beside zeros in the columns
-of the others, which change no bit of a sum in order. `asyncrl.supervise.exact_check` tests whether
-this is enough on a machine.
+Only attention has two forms. The engine has one query per head (`attend_cached`), which it would
+have to pad to `QUERIES` rows. Instead several heads share these rows, each beside zeros in the
+columns of the others, which change no bit of a sum in order. `asyncrl.supervise.exact_check` tests
+whether this is enough on a machine.
 """
 
 from __future__ import annotations
@@ -264,38 +264,16 @@ def count_heads_per_product(lay: Any) -> int:
 
 
 def allocate_query_space(lay: Any, n: int, like: torch.Tensor) -> torch.Tensor:
-    """Return zeros [n, groups of heads, rows, columns of a group] for `attend_one`."""
+    """Return zeros [n, groups of heads, rows, columns of a group] for `attend_cached`."""
     g = count_heads_per_product(lay)
     rows = round_up(g * (lay.heads // lay.kv_heads), QUERIES)
     return like.new_zeros(n, lay.kv_heads // g, rows, g * lay.head_dim)
 
 
-def attend_one(
+def attend_cached(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, space: torch.Tensor
 ) -> torch.Tensor:
-    """`attend` for one query per token.
-
-    q: [n, heads, d], scaled
-    k, v: [n * groups, W, g * d], with g heads side by side
-    bias: broadcasts to [n, groups, rows, W]
-    space: `allocate_query_space`; its entries for queries are overwritten
-    Returns [n, heads * d].
-    """
-    n, heads, d = q.shape
-    groups, width = space.shape[1], space.shape[3]
-    g = width // d
-    share = heads // (groups * g)
-    _select_own_columns(space, g, share).copy_(
-        q.view(n, groups, g, share, d).permute(0, 1, 3, 4, 2)
-    )
-    attended = attend(space, k, v, bias)
-    return _select_own_columns(attended, g, share).permute(0, 1, 4, 2, 3).reshape(n, heads * d)
-
-
-def attend_several(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, space: torch.Tensor
-) -> torch.Tensor:
-    """`attend_one` for the m queries of each of n rows, which share the row's keys.
+    """`attend` for the m queries of each of n rows, which share the row's keys in the cache.
 
     q: [n * m, heads, d], scaled
     k, v: [n * groups, W, g * d], with g heads side by side

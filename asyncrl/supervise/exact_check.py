@@ -273,8 +273,8 @@ def _check_attention(
     for number, position in enumerate(positions.tolist()):
         visible = exact_operators.round_up(position + 1, exact_operators.KEYS)
         query = queries.view(1, lay.heads, len(positions), -1)[:, :, number]
-        decoded = exact_operators.attend_one(
-            query, keys[:, :visible], values[:, :visible], bias[number, :visible], space
+        decoded = exact_operators.attend_cached(
+            query, keys[:, :visible], values[:, :visible], bias[None, [number], :visible], space
         )
         pairs.append((decoded.view(lay.kv_heads, share, -1), full[:, :, number]))
     return _compare("attention", pairs)

@@ -88,12 +88,12 @@ def test_long_answers_have_the_learners_logprobs_bitwise(
     monkeypatch.setattr(
         exact_check, "check_operators", lambda *a, **k: found.append(k["context"]) or keep(*a, **k)
     )
-    plain = exact_operators.attend_one
+    plain = exact_operators.attend_cached
 
     def other(q: torch.Tensor, k: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
         return plain(q, k, *more) * (1 + 1e-6 * (700 < k.shape[1] < 800))
 
-    monkeypatch.setattr(exact_operators, "attend_one", other)
+    monkeypatch.setattr(exact_operators, "attend_cached", other)
     sets = [f"model.path='{tmp_path}'", "generator.context=1024", "generator.max_new_tokens=4"]
     wrong = exact_check.describe_failure(
         exact_check.check(load.load(ROOT / "configs" / "demo.toml", sets))
