@@ -32,7 +32,7 @@ from buffer.batches import BatchWait
 from buffer.evaluation import Evaluations
 from buffer.groups import Group, StoreSettings
 from buffer.journal import Journal, list_segments, read
-from buffer.mixing.mixer import TaskMixer
+from buffer.mixer import TaskMixer
 from buffer.state import FORMAT, SnapshotHead, StoreSnapshot
 from buffer.store import NO_IMAGES, Store
 

@@ -56,7 +56,7 @@ from buffer.durable_store import RecordedStore
 from buffer.evaluation import Evaluations, EvaluationSet
 from buffer.groups import make_store_settings
 from buffer.ledger import Key
-from buffer.mixing.mixer import make_mixer
+from buffer.mixer import make_mixer
 from buffer.sessions import PeerSessions, PeerState
 from buffer.store import ENOUGH, Store
 from buffer.training_log import TrainingLog

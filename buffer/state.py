@@ -20,7 +20,7 @@ from asyncrl.contract.versions import Label, PolicyTree, PolicyTreeState
 from buffer.evaluation import Evaluations, EvaluationsState
 from buffer.groups import Group, StoreSettings
 from buffer.ledger import Ledger, SampleFates, StrayAttempts
-from buffer.mixing.mixer import MixtureState, TaskMixer
+from buffer.mixer import MixtureState, TaskMixer
 
 FORMAT = 2
 REMEMBERED = 200_000  # final dispositions of removed groups, kept for late copies

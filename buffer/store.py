@@ -41,7 +41,7 @@ from buffer import batches, checks
 from buffer.evaluation import Evaluations
 from buffer.groups import MAX_DROPS, Grant, Group, Lease, LeaseTable, StoredSample, StoreSettings
 from buffer.ledger import Key, Ledger, StrayAttempt, sum_tokens
-from buffer.mixing.mixer import TaskMixer
+from buffer.mixer import TaskMixer
 from buffer.rules import StoreRules
 
 # Rewards that differ by at most this share of the larger one are equal. This repeats the constant

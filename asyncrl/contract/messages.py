@@ -553,7 +553,7 @@ class CallResult(msgspec.Struct, frozen=True, tag="called"):
 
 
 class MixturePosition(msgspec.Struct, frozen=True):
-    """The position in a mixture of tasks at a checkpoint, by task (buffer/mixing/mixer.py).
+    """The position in a mixture of tasks at a checkpoint, by task (buffer/mixer.py).
 
     credit: groups that the task is owed.
     indices: index of the next prompt.

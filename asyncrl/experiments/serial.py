@@ -50,7 +50,7 @@ from asyncrl.experiments.one_process import needs_own_process
 from asyncrl.experiments.serial_record import RunRecord, SerialRecord
 from asyncrl.models.policy import compute_weights_digest, list_named_weights
 from buffer.groups import make_store_settings
-from buffer.mixing.mixer import make_mixer
+from buffer.mixer import make_mixer
 from buffer.numbers import compute_limit_metrics, compute_window_metrics
 from buffer.service import make_evaluations
 from buffer.store import Store

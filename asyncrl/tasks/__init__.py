@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 from asyncrl.tasks import arena, calc, file, guess_task, names, nim, reasoning, synthetic
-from asyncrl.tasks.mixing.mixture import MixtureTask
+from asyncrl.tasks.mixture import MixtureTask
 from asyncrl.tasks.pictures import count
 
 

@@ -21,7 +21,7 @@ from asyncrl.records.jsonl import read_object
 from asyncrl.tasks import Task, get_task
 from asyncrl.tasks.data.rows import find_files
 from asyncrl.tasks.file import read_prompts
-from asyncrl.tasks.mixing.mixture import resolve_part_task
+from asyncrl.tasks.mixture import resolve_part_task
 
 
 class TaskWithSets:

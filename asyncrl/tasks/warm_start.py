@@ -20,7 +20,7 @@ from asyncrl.contract.messages import Prompt
 from asyncrl.models.vision import image_tokens
 from asyncrl.records import atomic_write
 from asyncrl.tasks import Task, calc, file, fit, get_task, guess_task, nim, synthetic
-from asyncrl.tasks.mixing.mixture import MixtureTask
+from asyncrl.tasks.mixture import MixtureTask
 from asyncrl.tasks.pictures.count import CELL, SIDE, CountTask
 
 BATCH = 64

@@ -52,7 +52,7 @@ from buffer.durable_store import (
 from buffer.evaluation import Evaluations
 from buffer.groups import StoreSettings
 from buffer.ledger import Ledger
-from buffer.mixing.mixer import TaskMixer
+from buffer.mixer import TaskMixer
 from buffer.state import StoreSnapshot
 from buffer.store import SESSIONS, Store
 

@@ -20,7 +20,7 @@ from buffer.durable_store import RecordedStore
 from buffer.evaluation import Evaluations
 from buffer.groups import StoreSettings
 from buffer.ledger import Ledger
-from buffer.mixing.mixer import DRY, TaskMixer
+from buffer.mixer import DRY, TaskMixer
 from buffer.numbers import compute_task_metrics
 from buffer.store import Store
 

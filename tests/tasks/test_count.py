@@ -21,7 +21,7 @@ from asyncrl.models.policy import load_policy
 from asyncrl.models.vision import pictures
 from asyncrl.tasks import get_task
 from asyncrl.tasks.file import FileTask, canonicalize, read_prompts
-from asyncrl.tasks.mixing.mixture import MixtureTask
+from asyncrl.tasks.mixture import MixtureTask
 from asyncrl.tasks.pairs import parse_pairs
 from asyncrl.tasks.pictures import count
 from asyncrl.tasks.warm_start import warm_start

@@ -73,25 +73,24 @@ class ToolLoop:
         return list(prompt.messages) or [{"role": "user", "content": prompt.text}]
 
     def run_calls(self, message: Mapping[str, Any]) -> list[Message]:
-        """Run the tools that an answer calls; the messages are empty for the last answer."""
+        """Run the tools that an answer calls; the messages are empty for the last answer.
+
+        A message holds a tool's result or its error, both for the model.
+        """
         messages = []
         for call in message.get("tool_calls") or ():
-            name = call["function"]["name"]
-            content = self._call_tool(name, call["function"].get("arguments") or {})
+            name, arguments = call["function"]["name"], call["function"].get("arguments") or {}
+            content = f"error: no tool {name!r}; there are {', '.join(self.tools)}"
+            if name in self.tools:
+                try:
+                    content = str(await_value(self.tools[name](**arguments)))[:LONGEST]
+                except Exception as error:
+                    content = f"error: {type(error).__name__}: {get_first_line(str(error))}"
             tool_call_id = call.get("id", "")
             messages.append(
                 {"role": "tool", "tool_call_id": tool_call_id, "content": content, "name": name}
             )
         return messages
-
-    def _call_tool(self, name: str, arguments: Any) -> str:
-        """Run a tool and return its result or its error, both for the model."""
-        if name not in self.tools:
-            return f"error: no tool {name!r}; there are {', '.join(self.tools)}"
-        try:
-            return str(await_value(self.tools[name](**arguments)))[:LONGEST]
-        except Exception as error:
-            return f"error: {type(error).__name__}: {get_first_line(str(error))}"
 
 
 class StatefulTools(ToolLoop):

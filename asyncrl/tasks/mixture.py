@@ -3,17 +3,42 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 import msgspec
 
-from asyncrl.config.tree import MixedTaskConfig, TaskConfig
+from asyncrl.config.tree import MixedTaskConfig, TaskConfig, interpolate_weight
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 from asyncrl.tasks.file import FileTask
-from asyncrl.tasks.mixing.shares import choose_task, compute_weights
 from asyncrl.tasks.pictures.count import CountTask
+
+
+def compute_weights(parts: Mapping[str, MixedTaskConfig], batch: float) -> dict[str, float]:
+    """Return the nonzero weights of the parts at a batch."""
+    weights = {name: interpolate_weight(part.weight, batch) for name, part in parts.items()}
+    return {name: weight for name, weight in weights.items() if weight > 0}
+
+
+def choose_task(credit: dict[str, float], weights: Mapping[str, float]) -> str:
+    """Choose the next task and update `credit`, the groups that each task is short of.
+
+    This is smooth weighted round robin: every call adds its share to each task's credit, and the
+    task with the most credit is chosen and charged one group. Each prefix has the shares of the
+    weights, to within about one group per task.
+
+    >>> credit = {}
+    >>> "".join(choose_task(credit, {"a": 2.0, "b": 1.0}) for _ in range(9))
+    'abaabaaba'
+    """
+    total = sum(weights.values())
+    for name, weight in weights.items():
+        credit[name] = credit.get(name, 0.0) + weight / total
+    next_task = max(weights, key=credit.__getitem__)
+    credit[next_task] -= 1.0
+    return next_task
 
 
 def resolve_part_task(part: MixedTaskConfig) -> TaskConfig:
@@ -109,9 +134,3 @@ class MixtureTask:
         count = -(-number // len(self.tasks))
         pairs = [task.make_demonstrations(count, seed) for task in self.tasks.values()]
         return [pair for same_round in zip(*pairs, strict=True) for pair in same_round][:number]
-
-
-def find_mixture(task: Any) -> MixtureTask | None:
-    """Return the mixture in a run's task, also inside `TaskWithSets`, or None."""
-    inner = getattr(task, "task", task)
-    return inner if isinstance(inner, MixtureTask) else None

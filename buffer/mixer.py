@@ -13,8 +13,7 @@ from typing import Any
 from asyncrl.config.tree import Config, MixedTaskConfig
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import LedgerLine, MixturePosition, Prompt
-from asyncrl.tasks.mixing.mixture import find_mixture
-from asyncrl.tasks.mixing.shares import choose_task, compute_weights
+from asyncrl.tasks.mixture import MixtureTask, choose_task, compute_weights
 from buffer.ledger import Ledger
 
 # A task is dry after this many removed groups in a row. Until it gives a group that can be trained,
@@ -192,10 +191,6 @@ class TaskMixer:
         if removed < DRY:
             self.state.due.append((title, NEW))
 
-    def is_dry(self, title: str) -> bool:
-        """Whether a task has no prompts left, or only gives groups that cannot be trained."""
-        return self._is_out(title) or self.state.in_a_row.get(title, 0) >= DRY
-
     # ---- restarts --------------------------------------------------------------------------------
 
     def snapshot(self) -> MixtureState:
@@ -253,14 +248,16 @@ class TaskMixer:
         for title in self.parts:
             metrics[f"task/{title}_weight"] = weights.get(title, 0.0) / total
             metrics[f"task/{title}_removed"] = self.state.removed.get(title, 0)
-            metrics[f"task/{title}_dry"] = float(self.is_dry(title))
+            # without prompts left, or with only groups that cannot be trained
+            is_dry = self._is_out(title) or self.state.in_a_row.get(title, 0) >= DRY
+            metrics[f"task/{title}_dry"] = float(is_dry)
         return metrics
 
 
 def make_mixer(config: Config, task: Any) -> TaskMixer:
     """Make the mixer of a run's task. It has no parts if the run has one task."""
-    mixture = find_mixture(task)
-    if mixture is None:
+    mixture = getattr(task, "task", task)  # perhaps inside `TaskWithSets`
+    if not isinstance(mixture, MixtureTask):
         return TaskMixer()
     return TaskMixer(
         mixture.parts,

@@ -1,1 +1,0 @@
-"""Several tasks in one run: their order, prompts and rewards."""

@@ -1,1 +1,0 @@
-"""The state of a mixture of tasks: what was drawn, removed and trained of each."""
