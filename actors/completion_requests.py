@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from actors.gateway.chat import normalize_messages
 from actors.gateway.endpoint.requests import parse_ids, parse_stops
-from actors.gateway.sessions import TOO_LONG, CallRefused, build_refusal
+from actors.gateway.refusals import TOO_LONG, CallRefused, build_refusal
 from asyncrl.contract.messages import Prompt
 
 MOST_LIKELY = 20  # tokens a position whose log-probabilities a client may ask for

@@ -32,7 +32,7 @@ from actors.engine import Completion, CompletionRequest, PromptScores, build_eng
 from actors.engine_thread import EngineThread
 from actors.gateway.endpoint.replies import describe_token
 from actors.gateway.endpoint.web import HANDLERS, LARGEST_BODY, list_models, open_body
-from actors.gateway.sessions import CallRefused
+from actors.gateway.refusals import CallRefused
 from asyncrl.config.tree import Config, GeneratorConfig, ModelConfig, TaskConfig
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.contract.messages import Prompt

@@ -143,8 +143,7 @@ class Outbox:
 
     def list_unacked_keys(self) -> set[Key]:
         """Return the (ticket, sample, attempt) keys of unacknowledged samples."""
-        fresh = {(sample.ticket, sample.sample, sample.attempt) for sample in self.fresh}
-        return fresh | self.sent.keys()
+        return {sample.key for sample in self.fresh} | self.sent.keys()
 
     def add(self, sample: Trajectory, images: Mapping[str, bytes] = NO_IMAGES) -> None:
         """Queue a sample; a sample that cannot be encoded is queued as failed.
@@ -156,7 +155,7 @@ class Outbox:
             outcomes.check_sample(sample)
         except ValueError as error:
             sample = outcomes.make_failed_sample(sample, "data", f"it cannot be delivered: {error}")
-        key = sample.ticket, sample.sample, sample.attempt
+        key = sample.key
         if sample_images := {name: images[name] for name in sample.all_images if name in images}:
             self.images[key] = sample_images
         self.sizes[key] = estimate_size(sample) + sum(map(len, sample_images.values()))
@@ -205,7 +204,7 @@ class Outbox:
         frame: list[Trajectory] = []
         frame_bytes = 0
         for sample in samples:
-            size = self.sizes[sample.ticket, sample.sample, sample.attempt]
+            size = self.sizes[sample.key]
             if frame and frame_bytes + size > self.frame_bytes:
                 yield self._make_frame(frame, now)
                 frame = []
@@ -218,7 +217,7 @@ class Outbox:
     def _make_frame(self, samples: list[Trajectory], now: float) -> Delivery:
         self.sequence += 1
         for sample in samples:
-            key = (sample.ticket, sample.sample, sample.attempt)
+            key = sample.key
             earlier = self.sent.get(key)
             if earlier is None:
                 for attempt, tokens in sample.tokens_by_attempt:
@@ -226,10 +225,7 @@ class Outbox:
             self.sent[key] = UnackedSample(
                 sample, now if earlier is None else earlier.first_sent, now
             )
-        images = [
-            self.images.get((sample.ticket, sample.sample, sample.attempt), NO_IMAGES)
-            for sample in samples
-        ]
+        images = [self.images.get(sample.key, NO_IMAGES) for sample in samples]
         return Delivery(
             self.producer,
             self.session,

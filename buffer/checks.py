@@ -109,7 +109,7 @@ def check_delivery(
             sample = outcomes.make_failed_sample(sample, "data", str(error))
             _check_fully(store, [sample], vocabulary, routing, images, blobs)
             sample = outcomes.make_failed_sample(sample, "refused", str(error))
-            refused[sample.ticket, sample.sample, sample.attempt] = error
+            refused[sample.key] = error
         checked.append(sample)
     return checked, refused
 

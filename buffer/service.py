@@ -537,7 +537,7 @@ class BufferService:
         tickets = {sample.ticket for sample in samples}
         self.meter.on_complete(filter(self.store.is_complete, tickets), time.monotonic())
         acks = [
-            (sample.ticket, sample.sample, sample.attempt, disposition)
+            (*sample.key, disposition)
             for sample, disposition in zip(samples, dispositions, strict=True)
         ]
         self.progress += sum(sample.ticket >= m.EVAL_BASE for sample in samples)
@@ -561,7 +561,7 @@ class BufferService:
         Raises BadMessage, which ends the sender, above MOST_REFUSED.
 
         entry: the sender's state; None: its session has lost its name and is refused anyway."""
-        keys = [(sample.ticket, sample.sample, sample.attempt) for sample in samples]
+        keys = [sample.key for sample in samples]
         new_keys = [key for key in keys if not self.store.is_delivered(key)]
         errors = [refused[key] for key in new_keys if key in refused]
         excess = 0

@@ -455,7 +455,7 @@ class Store(StoreRules):
         images: see `accept_samples`."""
         if sample.ticket >= EVAL_BASE:
             return self.evaluations.deliver(sample)
-        key = sample.ticket, sample.sample, sample.attempt
+        key = sample.key
         group = self.find_group(sample.ticket)
         if group is None:
             final = self.gone.get(key) or self._count_late(key, sample)

@@ -28,7 +28,7 @@ import xxhash
 
 from actors.gateway.call_tree import CallNode, Message, compute_text_digest, join_text
 from actors.gateway.image_marks import find_digests, replace_marks, restore_marks
-from actors.gateway.sessions import CallRefused, build_refusal, build_too_long_error
+from actors.gateway.refusals import CallRefused, build_refusal, build_too_long_error
 from asyncrl.contract import outcomes
 from asyncrl.contract.blobs.images import ImageShape
 from asyncrl.contract.errors import ConfigError
@@ -47,7 +47,7 @@ Parser = Callable[[str], Message]
 
 
 class ChatFormat:
-    """The template, tokenizer and parser of a run; a `sessions.Composer`.
+    """The template, tokenizer and parser of a run.
 
     stop: ids that end an answer
     context: limit of tokens of a prompt and its answer; 0: none
@@ -118,7 +118,7 @@ class ChatFormat:
         return np.asarray(ids, dtype=np.int32)
 
     def find_images(self, text: str, tail: np.ndarray) -> list[str]:
-        """See `sessions.Composer.find_images`."""
+        """Return the digests of the images of `tail`, the end of the prompt `text`."""
         if self.image_shape is None:
             return []
         digests = find_digests(text)
@@ -126,7 +126,7 @@ class ChatFormat:
         return digests[len(digests) - image_count :]
 
     def require_text(self, ids: np.ndarray) -> None:
-        """See `sessions.Composer.require_text`."""
+        """Raise CallRefused for ids with image tokens."""
         if self.image_shape is not None and image_tokens.count(ids, self.image_shape):
             raise CallRefused(
                 400,
@@ -138,7 +138,11 @@ class ChatFormat:
     def follow(
         self, node: CallNode, messages: Sequence[Message], answer_at: int, text: str
     ) -> np.ndarray | None:
-        """See `sessions.Composer.follow`.  Raises CallRefused."""
+        """Encode the rest of `text` after the node's answer, as int32.
+
+        `text` is rendered from `messages`, and the answer is message `answer_at`.  None when the
+        text does not begin with the node's turn.  Raises CallRefused.
+        """
         suffix = self._cut_sampled(node, text)
         if suffix is not None and self._ended_by_token(node):
             ends = (end for end in self.ends.values() if suffix.startswith(end))
@@ -151,7 +155,7 @@ class ChatFormat:
         return None if suffix is None else self._encode_suffix(node, suffix)
 
     def continue_text(self, node: CallNode, text: str) -> np.ndarray | None:
-        """See `sessions.Composer.continue_text`.  Raises CallRefused."""
+        """Do the same as `follow` for a text without a template."""
         suffix = self._cut_sampled(node, text)
         return None if suffix is None else self._encode_suffix(node, suffix)
 

@@ -13,9 +13,10 @@ from typing import Any
 from actors.gateway.call_tree import CallNode
 from actors.gateway.environment_pool import EnvironmentPool
 from actors.gateway.environment_worker import EnvironmentEvent, EnvironmentOperation
+from actors.gateway.refusals import TOO_LONG, CallRefused
 from actors.gateway.service import Gateway, compute_env_seed
 from actors.gateway.session_source import Episode, SessionSource, WaitCause
-from actors.gateway.sessions import TOO_LONG, CallRefused, SessionCall, SessionPlayers
+from actors.gateway.sessions import SessionCall, SessionPlayers
 from actors.schedule import LeasedTicket
 from asyncrl.tasks.evaluation_sets import resolve_reward_configs
 
@@ -135,7 +136,7 @@ class EnvironmentSource(LocalSource):
             if event.kind == "lost":  # it begins anew after its environment's process was lost
                 session = episode.session
                 self.gateway.drop(episode)
-                grant = self.gateway.held[session.ticket.ticket, session.attempt]
+                grant = self.gateway.held[session.ticket_key]
                 self.open(grant, session.sample, first=False)
             elif event.kind == "failed":
                 episode.session.fail(event.why)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from actors.gateway.sessions import CallRefused
+from actors.gateway.refusals import CallRefused
 from asyncrl.contract.blobs.images import MARKER
 
 MARK = re.compile("\ue002([0-9a-f]{32})\ue003")

@@ -430,7 +430,7 @@ class Gateway(TicketHolder):
         self.tallies[self.get_part(session.ticket)].begun += 1
         episode = Episode(self.numbers, session, first, last)
         self.episodes[episode.number] = episode
-        name = (session.ticket.ticket, session.attempt)
+        name = session.ticket_key
         self.restored.add(name)
         grant = self.held.setdefault(name, LeasedTicket(session.ticket, []))
         grant.live.add(episode.number)
@@ -448,9 +448,9 @@ class Gateway(TicketHolder):
                 self.deferred_calls.pop(number, None)
                 del self.calls[number]
         session = episode.session
-        self.judged.pop((session.ticket.ticket, session.sample, session.attempt), None)
+        self.judged.pop(session.key, None)
         del self.episodes[episode.number]
-        grant = self.held[session.ticket.ticket, session.attempt]
+        grant = self.held[session.ticket_key]
         grant.live.discard(episode.number)
         grant.tokens += session.current_attempt_tokens
 
@@ -492,7 +492,7 @@ class Gateway(TicketHolder):
             return
         ids = episode.last.node.ids
         assert ids is not None
-        key = (session.ticket.ticket, session.sample, session.attempt)
+        key = session.key
         if key in self.judged:
             return
         self.judged[key] = episode
@@ -597,10 +597,10 @@ class Gateway(TicketHolder):
         session = episode.session
         deadline = max(session.opened + session.limits.deadline_s, self.epoch_since)
         if now > deadline + session.limits.grace_s:
-            grant = self.held[session.ticket.ticket, session.attempt]
+            grant = self.held[session.ticket_key]
             self.drop(episode)
             if not grant.live:
-                self.close_ticket((session.ticket.ticket, session.attempt))
+                self.close_ticket(session.ticket_key)
 
     def drop_call(self, number: int) -> bool:
         """Cancel a call; True when no result will come for it."""
@@ -615,7 +615,7 @@ class Gateway(TicketHolder):
         prompt = index_by_digest(session.ticket.prompt.images)  # which the buffer has
         self.outbox.add(delivered, {k: x for k, x in session.images.items() if k not in prompt})
         self.drop(episode)
-        name = (session.ticket.ticket, session.attempt)
+        name = session.ticket_key
         if self.held[name].is_used_up:
             self.close_ticket(name)
 

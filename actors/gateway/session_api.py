@@ -19,16 +19,17 @@ from typing import Any
 from actors.gateway.call_tree import CallNode
 from actors.gateway.chat import ChatFormat
 from actors.gateway.endpoint.requests import RequestPolicy
-from actors.gateway.endpoint.web import OpenedSession
 from actors.gateway.recovery.session_journal import (
+    OpenedSession,
     SessionJournal,
     SessionOpening,
     find_last_ticket,
     restore,
 )
+from actors.gateway.refusals import CallRefused
 from actors.gateway.service import Gateway, compute_env_seed
 from actors.gateway.session_source import Episode, SessionSource, WaitCause
-from actors.gateway.sessions import CallRefused, Session, SessionCall
+from actors.gateway.sessions import Session, SessionCall
 from asyncrl.contract import messages as m
 from asyncrl.contract.printable import escape_line
 from asyncrl.contract.versions import Label
@@ -46,7 +47,7 @@ AGENTS = {
 
 
 class SessionApi(SessionSource):
-    """Sessions over HTTP: a `web.SessionService` in the thread of the gateway's turns."""
+    """Sessions over HTTP: the service of a `web.WebApp`, in the thread of the gateway's turns."""
 
     def __init__(self, gateway: Gateway, part: str = "") -> None:
         agent = gateway.config.agent
@@ -256,7 +257,7 @@ class SessionApi(SessionSource):
         self.episodes.pop(session.name, None)
         opened = self.opened[session.name]
         if opened.file is not None:
-            key = (session.ticket.ticket, session.sample, session.attempt)
+            key = session.key
             if key in self.gateway.outbox.list_unacked_keys():
                 self.unacked[key] = opened
             else:
@@ -311,7 +312,7 @@ class SessionApi(SessionSource):
         if episode is not None and episode.session.state == "open":
             session = episode.session
             self.gateway.drop(episode)
-            grant = self.gateway.held[session.ticket.ticket, session.attempt]
+            grant = self.gateway.held[session.ticket_key]
             grant.waiting.append(session.sample)
 
     def wake(self) -> None:

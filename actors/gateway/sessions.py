@@ -8,8 +8,8 @@
  open ------------------------+--> judging --> ended: scored or failed
 ```
 
-Pure: the clock and the composer of prompts are arguments, and no method waits.  All methods are
-called from one thread.
+Pure: the clock and the composer of prompts, a `ChatFormat`, are arguments, and no method waits.
+All methods are called from one thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import xxhash
@@ -34,51 +34,18 @@ from actors.gateway.call_tree import (
     build_rows,
     compute_text_digest,
 )
+from actors.gateway.chat import ChatFormat
+from actors.gateway.refusals import TOO_LONG, CallRefused, build_too_long_error
 from asyncrl.contract import outcomes
 from asyncrl.contract.blobs.images import MOST_IMAGES, MOST_SESSION_BYTES
-from asyncrl.contract.errors import AsyncrlError, ProtocolError
+from asyncrl.contract.errors import ProtocolError
 from asyncrl.contract.messages import Ticket, TrainingSequence, VersionSpan
 from asyncrl.contract.printable import escape_line
 from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.sampled_support import SampledSupport
 
 NEVER = math.inf
-TOO_LONG = "context_length_exceeded"  # the error code of a prompt longer than the context
 Finish = Literal["stop", "length"]
-
-
-class CallRefused(AsyncrlError):
-    """A refused request.
-
-    status: the HTTP status
-    code: the error's name, on which a client may branch
-    param: the wrong key of the body
-    """
-
-    def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-        self.param = param
-
-
-def build_refusal(param: str, reason: str, code: str = "invalid_value") -> CallRefused:
-    """Build the refusal of a request for a key of its body, or a part of one: `tools[0]`."""
-    return CallRefused(400, code, f"{param}: {reason}", param.partition("[")[0])
-
-
-def build_too_long_error(detail: str, context: int, param: str = "messages") -> CallRefused:
-    """Build the refusal of a prompt longer than the context.
-
-    The message begins as that of OpenAI's API: clients recognize the error by these words.
-
-    detail: the length, as in "the prompt has 9 tokens"
-    """
-    text = (
-        f"This model's maximum context length is {context} tokens, prompt and answer "
-        f"(generator.context = {context}), but {detail}: shorten the history"
-    )
-    return CallRefused(400, TOO_LONG, text, param)
 
 
 @dataclass(frozen=True)
@@ -96,43 +63,6 @@ class SessionLimits:
     linger_s: float = 60.0  # how long a call goes on after its client disconnected
     # end: a call that would begin a second training sequence ends the session
     fork: Literal["row", "end"] = "row"
-
-
-class Composer(Protocol):
-    """The chat template, tokenizer and parser that a session uses (`chat.ChatFormat`)."""
-
-    def write(self, messages: Sequence[Message], tools: Sequence[Any]) -> str:
-        """Render the request's text, up to where the answer begins."""
-
-    def encode(self, text: str, *, begins: bool = False) -> np.ndarray:
-        """Encode a text as int32 [P]; begins: a prompt without a template begins with it."""
-
-    def follow(
-        self, node: CallNode, messages: Sequence[Message], answer_at: int, text: str
-    ) -> np.ndarray | None:
-        """Encode the rest of `text` after the node's answer, as int32.
-
-        `text` is rendered from `messages`, and the answer is message `answer_at`.  None when the
-        text does not begin with the node's turn.
-        """
-
-    def continue_text(self, node: CallNode, text: str) -> np.ndarray | None:
-        """Do the same as `follow` for a text without a template."""
-
-    def read(self, ids: np.ndarray, stop: Sequence[str], name: str) -> Message:
-        """Parse sampled ids into a message; `name` makes the ids of its tool calls unique."""
-
-    def decode_visible(self, ids: np.ndarray, stop: Sequence[str] = ()) -> str:
-        """Decode sampled ids, up to an end token or a stop string."""
-
-    def find_stop(self, ids: np.ndarray, stop: Sequence[str]) -> int | None:
-        """Count the leading ids that complete the first stop string, if any."""
-
-    def find_images(self, text: str, tail: np.ndarray) -> list[str]:
-        """Return the digests of the images of `tail`, the end of the prompt `text`."""
-
-    def require_text(self, ids: np.ndarray) -> None:
-        """Raise CallRefused for ids with image tokens."""
 
 
 @dataclass(eq=False)
@@ -232,7 +162,7 @@ class Session:
     sample: int
     attempt: int
     limits: SessionLimits
-    composer: Composer | None = None
+    composer: ChatFormat | None = None
     own_prompt: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     opened: float = 0.0
 
@@ -752,6 +682,16 @@ class Session:
         if self.state != "ended":
             self.state, self.outcome = "ended", SessionOutcome(0.0, {}, reason)
             self._cut_all()
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """(ticket, sample, attempt)."""
+        return self.ticket.ticket, self.sample, self.attempt
+
+    @property
+    def ticket_key(self) -> tuple[int, int]:
+        """(ticket, attempt)."""
+        return self.ticket.ticket, self.attempt
 
     @property
     def is_complete(self) -> bool:

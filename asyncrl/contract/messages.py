@@ -239,6 +239,11 @@ class Trajectory(msgspec.Struct, array_like=True, gc=False):
     images: list[str] = []  # as in `TrainingSequence`
 
     @property
+    def key(self) -> tuple[int, int, int]:
+        """(ticket, sample, attempt)."""
+        return self.ticket, self.sample, self.attempt
+
+    @property
     def tokens_by_attempt(self) -> list[tuple[int, int]]:
         """(attempt, tokens sampled under it, excluded tokens included), the own attempt first."""
         if not self.adopted:

@@ -9,15 +9,16 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
 
 from actors.gateway.chat import ChatFormat, find_parser
 from actors.gateway.environment_pool import EnvironmentPool
 from actors.gateway.environment_worker import EnvironmentEvent, EnvironmentOperation, Observation
+from actors.gateway.refusals import CallRefused
 from actors.gateway.service import build_limits, compute_env_seed
-from actors.gateway.sessions import CallRefused, Session, SessionCall, SessionPlayers
+from actors.gateway.sessions import Session, SessionCall, SessionPlayers
 from actors.rewards import judge_all
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError, ConfigError
@@ -56,22 +57,6 @@ class PlayerAnswer(msgspec.Struct, frozen=True):
     ids: list[int] = []
 
 
-class Player(Protocol):
-    """The player of a session: a person or the model."""
-
-    def receive_event(
-        self, event: EnvironmentEvent, tools: list[dict[str, Any]]
-    ) -> tuple[int, bool]:
-        """Receive the next observation, of either side of a game.
-
-        Returns the number of tokens in the context, and whether the response starts another
-        training sequence. Raises CallRefused at a limit.
-        """
-
-    def answer(self) -> PlayerAnswer | None:
-        """Return the next response, or None to stop."""
-
-
 class HumanPlayer:
     """A person. `read_line` returns the next response, or None at the end."""
 
@@ -84,12 +69,18 @@ class HumanPlayer:
     def receive_event(
         self, event: EnvironmentEvent, tools: list[dict[str, Any]]
     ) -> tuple[int, bool]:
+        """Receive the next observation, of either side of a game.
+
+        Returns the number of tokens in the context, and whether the response starts another
+        training sequence. Raises CallRefused at a limit.
+        """
         if self.most and self.calls >= self.most:
             raise CallRefused(400, "session_limit", f"agent.max_calls = {self.most}")
         self.calls += 1
         return 0, False
 
     def answer(self) -> PlayerAnswer | None:
+        """Return the next response, or None to stop."""
         text = self.read_line()
         if text is None:
             return None
@@ -182,6 +173,9 @@ class ModelPlayer:
         text = self.chat.decode_visible(completion.tokens)
         message = node.answer or {"role": "assistant", "content": text}
         return PlayerAnswer(text, message, [int(token) for token in completion.tokens])
+
+
+Player = HumanPlayer | ModelPlayer
 
 
 def format_observation(obs: Observation) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from actors.completion_requests import CompletionOrder, parse_order
-from actors.gateway.sessions import CallRefused
+from actors.gateway.refusals import CallRefused
 from asyncrl.contract.messages import Prompt
 
 GO = [{"role": "user", "content": "go"}]

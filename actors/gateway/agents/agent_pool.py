@@ -22,10 +22,10 @@ from actors.gateway.agents.session_messages import (
     SessionOrders,
     SessionResult,
 )
-from actors.gateway.endpoint.web import OpenedSession
+from actors.gateway.recovery.session_journal import OpenedSession
+from actors.gateway.refusals import CallRefused
 from actors.gateway.service import name_agent_log
 from actors.gateway.session_api import SessionApi
-from actors.gateway.sessions import CallRefused
 from asyncrl.config.agents import AgentConfig
 from asyncrl.contract.errors import ConfigError
 from asyncrl.transport.worker_pool import Worker, WorkerPool

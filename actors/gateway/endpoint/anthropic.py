@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from actors.gateway.call_tree import Message
-from actors.gateway.sessions import build_refusal
+from actors.gateway.refusals import build_refusal
 
 # keys that are translated, or have no effect on an answer
 QUIET = ("system", "max_tokens", "stop_sequences", "messages", "tools", "tool_choice", "thinking")

@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from actors.gateway.sessions import build_refusal
+from actors.gateway.refusals import build_refusal
 from asyncrl.contract.messages import MOST_GRAMMAR
 
 # a format of the answer, in chat completions, responses and Anthropic's messages

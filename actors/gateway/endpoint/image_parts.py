@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from actors.gateway.image_marks import make_mark
-from actors.gateway.sessions import build_refusal
+from actors.gateway.refusals import build_refusal
 from asyncrl.contract.blobs.images import MOST_IMAGES, MOST_SESSION_BYTES, digest
 from asyncrl.models.vision import pictures
 

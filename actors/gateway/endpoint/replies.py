@@ -11,7 +11,7 @@ import msgspec
 from actors.gateway.call_tree import CallNode, Message
 from actors.gateway.endpoint import anthropic, responses
 from actors.gateway.endpoint.requests import ParsedRequest
-from actors.gateway.sessions import CallRefused
+from actors.gateway.refusals import CallRefused
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 RETRIED_STATUSES = (408, 429)  # statuses below 500 that a client should retry

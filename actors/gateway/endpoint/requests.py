@@ -20,7 +20,7 @@ import numpy as np
 from actors.gateway.call_tree import Message
 from actors.gateway.chat import normalize_messages
 from actors.gateway.endpoint import anthropic, forms, image_parts, responses
-from actors.gateway.sessions import CallRefused, build_refusal
+from actors.gateway.refusals import CallRefused, build_refusal
 from asyncrl.contract.messages import SamplingSettings
 
 Kind = Literal["chat", "text", "ids", "messages", "responses"]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from actors.gateway.call_tree import Message, join_text
-from actors.gateway.sessions import CallRefused, build_refusal
+from actors.gateway.refusals import CallRefused, build_refusal
 
 TAKEN = ("input", "instructions", "tools", "max_output_tokens", "text", "tool_choice", "messages")
 # keys that have no effect on an answer

@@ -22,8 +22,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import xxhash
 from starlette.applications import Starlette
@@ -33,29 +32,23 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from actors.gateway.call_tree import CallNode
-from actors.gateway.chat import ChatFormat
 from actors.gateway.endpoint import replies
 from actors.gateway.endpoint.requests import (
     PREFIX,
     Kind,
     ParsedRequest,
-    RequestPolicy,
     decode_body,
     parse_request,
 )
-from actors.gateway.recovery.session_journal import SessionFile
-from actors.gateway.sessions import (
-    TOO_LONG,
-    CallRefused,
-    HarnessRequest,
-    Session,
-    SessionCall,
-    build_too_long_error,
-)
+from actors.gateway.recovery.session_journal import OpenedSession
+from actors.gateway.refusals import TOO_LONG, CallRefused, build_too_long_error
+from actors.gateway.sessions import HarnessRequest, Session
 from asyncrl.contract import outcomes
 from asyncrl.transport import http_server
 from asyncrl.transport.http_server import BoundedConnection, HttpServer, ListenAddress, authorize
+
+if TYPE_CHECKING:
+    from actors.gateway.session_api import SessionApi
 
 LARGEST_BODY = 8 * 1024 * 1024  # bytes of a call
 LARGEST_REPORT = 1024 * 1024  # bytes of a lease, a reward, an end or a beat
@@ -72,60 +65,10 @@ Result = TypeVar("Result")
 RouteFunction = Callable[[Request], Awaitable[Any]]  # returns an ASGI application: the response
 
 
-@dataclass(eq=False)
-class OpenedSession:
-    """A session as the endpoint serves it.
-
-    task: the sample without its answer, for the harness
-    """
-
-    session: Session
-    chat: ChatFormat
-    key: str  # 256 random bits
-    task: Mapping[str, Any] = field(default_factory=dict)
-    seed: int = 0
-    first: bool = True  # no earlier attempt at this sample may have acted
-    composing: asyncio.Lock = field(default_factory=asyncio.Lock)  # locked by one call at a time
-    file: SessionFile | None = None  # from which a restarted gateway restores it
-
-
-class SessionService(Protocol):
-    """The sessions behind the endpoint (`session_api.SessionApi`)."""
-
-    request_policy: RequestPolicy
-    run_key: str
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the run has ended, which ends leases and sampling."""
-
-    @property
-    def is_ending(self) -> bool:
-        """Whether this process ends; clients should retry."""
-
-    def current_time(self) -> float:
-        """Return the time of the sessions' clock, in seconds."""
-
-    def find(self, name: str) -> OpenedSession | None:
-        """Find a session by its name, also a recently ended one."""
-
-    async def lease(self, lease: str, wait_s: float) -> OpenedSession | None:
-        """Begin a session, or find that of an equal lease; None after `wait_s` seconds."""
-
-    async def draw(self, session: Session, call: SessionCall) -> CallNode | None:
-        """Sample the call and record it in the session; None when it has no token.
-
-        Raises CallRefused.
-        """
-
-    def on_change(self, session: Session) -> None:
-        """Act on a session that has calls to cancel, has ended, or needs the run's reward."""
-
-
 class WebApp:
     """The routes of the endpoint: `app` is the ASGI application."""
 
-    def __init__(self, service: SessionService) -> None:
+    def __init__(self, service: SessionApi) -> None:
         self.service = service
         self.placing: dict[HarnessRequest, asyncio.Task[None]] = {}
         self.drawing: dict[HarnessRequest, asyncio.Task[None]] = {}
@@ -629,7 +572,7 @@ HANDLERS: Mapping[Any, Callable[[Request, Exception], Awaitable[Response]]] = di
 class Endpoint(HttpServer):
     """The server of the endpoint."""
 
-    def __init__(self, service: SessionService, bind: ListenAddress) -> None:
+    def __init__(self, service: SessionApi, bind: ListenAddress) -> None:
         self.web = WebApp(service)
         bind.require_encryption()
         super().__init__(self.web.app, bind)

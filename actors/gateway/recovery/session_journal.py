@@ -14,9 +14,11 @@ again.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +26,7 @@ import msgspec
 import numpy as np
 
 from actors.gateway.call_tree import CallNode, chain_digest
+from actors.gateway.chat import ChatFormat
 from actors.gateway.sessions import (
     Finish,
     HarnessRequest,
@@ -200,6 +203,23 @@ class SessionFile:
         """Remove the file; later records are dropped."""
         self.is_kept = False
         self.path.unlink(missing_ok=True)
+
+
+@dataclass(eq=False)
+class OpenedSession:
+    """A session as the endpoint serves it.
+
+    task: the sample without its answer, for the harness
+    """
+
+    session: Session
+    chat: ChatFormat
+    key: str  # 256 random bits
+    task: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    first: bool = True  # no earlier attempt at this sample may have acted
+    composing: asyncio.Lock = field(default_factory=asyncio.Lock)  # locked by one call at a time
+    file: SessionFile | None = None  # from which a restarted gateway restores it
 
 
 def build_progress(session: Session) -> SessionProgress:

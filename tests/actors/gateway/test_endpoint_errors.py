@@ -13,7 +13,8 @@ from gateway_kit import Served
 from gateway_web_kit import WAIT_S, client, post, served, shared  # noqa: F401
 
 from actors.gateway.endpoint import web
-from actors.gateway.sessions import CallRefused, SessionLimits
+from actors.gateway.refusals import CallRefused
+from actors.gateway.sessions import SessionLimits
 from asyncrl.transport import http_server
 
 GO = [{"role": "user", "content": "go"}]

@@ -17,7 +17,8 @@ from process_kit import ROOT
 
 from actors.decoding.constraints import GrammarCompiler
 from actors.gateway.endpoint.requests import Kind, RequestPolicy, parse_request
-from actors.gateway.sessions import CallRefused, SessionCall
+from actors.gateway.refusals import CallRefused
+from actors.gateway.sessions import SessionCall
 from asyncrl.config import load
 from asyncrl.contract import importing
 from asyncrl.contract.messages import MOST_GRAMMAR, Prompt, SamplingSettings

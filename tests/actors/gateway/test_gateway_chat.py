@@ -27,7 +27,8 @@ from actors.gateway.chat import (
     parse_hermes,
     parse_plain_text,
 )
-from actors.gateway.sessions import CallRefused, Session, SessionLimits, SessionPlayers
+from actors.gateway.refusals import CallRefused
+from actors.gateway.sessions import Session, SessionLimits, SessionPlayers
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt, SamplingSettings, Ticket, VersionSpan
 from asyncrl.contract.versions import Label

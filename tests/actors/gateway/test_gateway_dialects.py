@@ -18,7 +18,7 @@ from actors.gateway.endpoint import responses
 from actors.gateway.endpoint.anthropic import build_response, split_events, to_chat
 from actors.gateway.endpoint.requests import parse_ids
 from actors.gateway.endpoint.web import OpenedSession
-from actors.gateway.sessions import CallRefused
+from actors.gateway.refusals import CallRefused
 
 CALL = '<tool_call>{"name": "add", "arguments": {"b": 2, "a": 1}}</tool_call>'
 BOTH = f"<think>hm</think>so {CALL}"

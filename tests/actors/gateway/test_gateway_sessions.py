@@ -20,7 +20,8 @@ from actors.gateway.call_tree import (
     encode_identity,
     join_text,
 )
-from actors.gateway.sessions import CallRefused, Session, SessionCall, SessionLimits, SessionOutcome
+from actors.gateway.refusals import CallRefused
+from actors.gateway.sessions import Session, SessionCall, SessionLimits, SessionOutcome
 from asyncrl.contract.errors import ProtocolError
 from asyncrl.contract.messages import (
     Prompt,

@@ -29,7 +29,8 @@ from actors.gateway.recovery.session_journal import (
     read_records,
     restore,
 )
-from actors.gateway.sessions import CallRefused, Session, SessionLimits
+from actors.gateway.refusals import CallRefused
+from actors.gateway.sessions import Session, SessionLimits
 from asyncrl.cli import main
 from asyncrl.contract import messages as m
 from asyncrl.contract.blobs import images

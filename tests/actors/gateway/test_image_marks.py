@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from actors.gateway.image_marks import find_digests, make_mark, replace_marks, restore_marks
+from actors.gateway.refusals import CallRefused
 from actors.gateway.session_source import WaitCause
-from actors.gateway.sessions import CallRefused
 from asyncrl.contract.blobs.images import MARKER
 
 ONE, TWO = "0123456789abcdef" * 2, "f" * 32

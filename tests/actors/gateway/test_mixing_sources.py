@@ -22,9 +22,9 @@ from actors.gateway.environment_sessions import (
 )
 from actors.gateway.environment_worker import EnvironmentEvent
 from actors.gateway.hubs import prompt_files
+from actors.gateway.refusals import CallRefused
 from actors.gateway.session_api import describe_task
 from actors.gateway.session_source import WaitCause
-from actors.gateway.sessions import CallRefused
 from asyncrl.config import load
 from asyncrl.config.agents import AgentConfig
 from asyncrl.config.tree import Config, TaskConfig

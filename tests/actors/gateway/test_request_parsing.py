@@ -24,7 +24,7 @@ from actors.gateway.endpoint.requests import (
     parse_request,
 )
 from actors.gateway.endpoint.requests import REFUSED as REFUSED_OPTIONS
-from actors.gateway.sessions import CallRefused
+from actors.gateway.refusals import CallRefused
 from asyncrl.contract.messages import SamplingSettings, VersionSpan
 from asyncrl.contract.versions import Label
 

@@ -26,8 +26,9 @@ from actors.gateway.recovery.session_journal import (
     read_records,
     restore,
 )
+from actors.gateway.refusals import CallRefused
 from actors.gateway.session_api import SessionApi, read_kept_port, write_endpoint_files
-from actors.gateway.sessions import CallRefused, HarnessRequest, Session, SessionLimits
+from actors.gateway.sessions import HarnessRequest, Session, SessionLimits
 from asyncrl.config.tree import Config
 from asyncrl.contract import messages as m
 from asyncrl.contract.routed_experts import RoutedExperts
