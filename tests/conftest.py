@@ -32,6 +32,10 @@ pytest.register_assert_rewrite(*(SUPPORT - {"process_kit"}))
 # collected, and with it all tests after that
 zmq.Context.__del__ = lambda self: None  # type: ignore[method-assign]
 
+# rewriting and compiling the tests takes each worker half a minute: collecting keeps what it made
+# even where Python is told to write no bytecode
+WRITES_NO_BYTECODE, sys.dont_write_bytecode = sys.dont_write_bytecode, False
+
 # commands of asyncrl begin with everything imported, but in tests that are marked `cold`
 warm_python.install()
 
@@ -66,6 +70,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     second each time.
     """
     gc.freeze()
+    sys.dont_write_bytecode = WRITES_NO_BYTECODE
 
 
 @pytest.fixture(scope="session")

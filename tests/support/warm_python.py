@@ -31,16 +31,18 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
+import weakref
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
 HOLD = ROOT / "tests" / "support" / "hold"
 MOST = 1 << 17  # bytes of an order
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, MADV_COLLAPSE = 1, 36, 25
 MODULES = ("asyncrl.cli", "asyncrl.supervise.start", "torch.distributed.run")
 PROGRAMS = [ROOT / "benchmarks", ROOT / "tests" / "support"]  # folders; a test may add its own
 FORKED = "# forked\n"
@@ -226,6 +228,7 @@ def be_process(order: dict[str, Any], fds: list[int], seed: socket.socket) -> No
     os.environ.update(WarmPopen.import_env | env)
     WarmPopen.startup_env = startup_variables(dict(os.environ))
     WarmPopen.owner = os.getpid()
+    tempfile.tempdir = None  # by this process's TMPDIR
     set_command_line(argv)
     option = argv[1] if argv[1] in OPTIONS else ""
     at_once = option == "-u" or "PYTHONUNBUFFERED" in env
@@ -356,12 +359,29 @@ def main() -> None:
     # what the first use does in each process: DeepSpeed starts compilers, msgspec reads types
     assert importlib.import_module("deepspeed").ops.__compatible_ops__
     importlib.import_module("asyncrl.config.load").load(ROOT / "configs" / "demo.toml")
+    for split in ("heldout", "ood"):
+        importlib.import_module("asyncrl.tasks.synthetic").SortTask().build_fixed_problems(split)
+    for finalizer in weakref.finalize._registry:  # torch's own, which take 60 ms of each process
+        finalizer.atexit = False
     sys.path.remove(str(ROOT))
     WarmPopen.import_env = dict(os.environ.items() - before.items())
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread does not survive a fork"
     gc.collect()
     gc.freeze()
+    use_large_pages()
     serve_forks(orders)
+
+
+def use_large_pages() -> None:
+    """Move what is in memory to large pages, where the kernel has them: a fork copies the table of
+    all pages, and most of what a fork costs is this.
+    """
+    madvise = ctypes.CDLL(None).madvise
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, access, _, _, inode, *_ = line.split()
+        begin, end = (int(address, 16) for address in addresses.split("-"))
+        if access == "rw-p" and inode == "0":
+            madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), MADV_COLLAPSE)
 
 
 if __name__ == "__main__":
