@@ -28,7 +28,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from actors.completion_requests import CompletionOrder, parse_order
-from actors.engine import Completion, CompletionRequest, PromptScores, build_engine
+from actors.engine import Completion, CompletionRequest, PromptScores, build_engine, load_model
 from actors.engine_thread import EngineThread
 from actors.gateway.endpoint.replies import describe_token
 from actors.gateway.endpoint.web import HANDLERS, LARGEST_BODY, list_models, open_body
@@ -38,7 +38,7 @@ from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.contract.messages import Prompt
 from asyncrl.contract.versions import Label
 from asyncrl.models import model_check
-from asyncrl.models.policy import compute_weights_digest, list_named_weights, load_policy
+from asyncrl.models.policy import load_policy
 from asyncrl.models.tokenizer import collect_stop_tokens, encode_prompt, read_vocabulary_size
 from asyncrl.transport.http_server import HttpServer, ListenAddress, authorize
 
@@ -320,9 +320,7 @@ def build_app(config: Config, name: str, key: str) -> CompletionsApp:
     path = config.model.path
     tokenizer = model_check.check(config)
     engine = build_engine(config)
-    dtype = config.model.dtype
-    model = load_policy(path, dtype, config.model.device)
-    engine.load(dict(list_named_weights(model)), Label(1, 0), compute_weights_digest(model))
+    load_model(engine, load_policy(path, config.model.dtype, config.model.device), Label(1, 0))
     return CompletionsApp(
         EngineThread(engine),
         tokenizer,

@@ -20,6 +20,7 @@ from asyncrl.contract.messages import VersionSpan
 from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.contract.versions import Label
+from asyncrl.models.policy import PolicyModel, compute_weights_digest, list_named_weights
 
 Key = tuple[int, int, int]  # (ticket, sample, attempt)
 VersionMark = tuple[int, Label, str]  # the first token, label and digest of a span
@@ -202,6 +203,11 @@ def build_engine(config: Config) -> Engine:
     engine_module = importlib.import_module(ENGINES[config.generator.engine].maker)
     engine: Engine = engine_module.make_engine(config)
     return engine
+
+
+def load_model(engine: Engine, model: PolicyModel, label: Label) -> None:
+    """Use a model's weights, as version `label`, from the next decode step on."""
+    engine.load(dict(list_named_weights(model)), label, compute_weights_digest(model))
 
 
 def draw_uniforms(seed: int, ticket: int, sample: int, count: int) -> np.ndarray:

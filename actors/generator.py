@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from actors.delay import compute_delay_steps
 from actors.engine import Completion, Engine, build_engine
 from actors.gateway.generator_calls import CallPeer, CallTurn
 from actors.ticket_holder import TicketHolder
@@ -278,14 +277,8 @@ class Generator(TicketHolder):
 
     def accept_completion(self, completion: Completion) -> None:
         """Hold a finished completion until its artificial delay is over."""
-        response = self.turn.finish(completion)
-        if response is None:
-            return
-        steps = compute_delay_steps(
-            self.config, response.ticket, completion.key[1], len(completion.tokens)
-        )
         step_s = self.usage.busy_s / max(self.engine.steps_made, 1)
-        self.turn.delayed.hold(time.monotonic() + steps * step_s, completion.key)
+        self.turn.hold(completion, time.monotonic(), step_s)
 
     def collect(self) -> None:
         """Submit due responses for their rewards, and queue the scored samples."""

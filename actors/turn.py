@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from actors.delay import DelayQueue
+from actors.delay import DelayQueue, compute_delay_steps
 from actors.engine import Completion, CompletionRequest, Engine, Key
 from actors.rewards import RewardResult, make_runner
 from actors.schedule import TicketSchedule
@@ -72,6 +72,7 @@ class GeneratorTurn:
         self, config: Config, engine: Engine, *, lockstep: bool, run_dir: Path | None = None
     ) -> None:
         self.engine = engine
+        self.config = config
         self.context = config.generator.context
         self.schedule = TicketSchedule(
             drain_first=config.weights.in_flight == "between_groups", lockstep=lockstep
@@ -151,6 +152,16 @@ class GeneratorTurn:
         text = self.tokenizer.decode(visible)
         self.unscored[completion.key] = ScoredResponse(leased.ticket, completion, text)
         return self.unscored[completion.key]
+
+    def hold(self, completion: Completion, now: float, step: float = 1.0) -> None:
+        """Finish a completion, and hold its response until its artificial delay is over.
+
+        now: when it ended, in the caller's unit. step: the length of a decode step in that unit.
+        """
+        if (response := self.finish(completion)) is not None:
+            length = len(completion.tokens)
+            steps = compute_delay_steps(self.config, response.ticket, completion.key[1], length)
+            self.delayed.hold(now + steps * step, completion.key)
 
     def pop_due(self, now: float) -> list[ScoredResponse]:
         """Return the delayed responses that are due by `now`, in the caller's unit."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from actors.engine import Engine
+from actors.engine import Engine, load_model
 from actors.engine_embedded import make_engine
 from actors.turn import EVERYTHING, GeneratorTurn, ScoredResponse
 from asyncrl.config.tree import Config
 from asyncrl.contract.messages import Ticket
 from asyncrl.contract.versions import Label
-from asyncrl.models.policy import PolicyModel, compute_weights_digest, list_named_weights
+from asyncrl.models.policy import PolicyModel
 from asyncrl.records.pass_at_k import compute_set_metrics
 from buffer.evaluation import EvaluationSet
 from buffer.service import make_evaluations
@@ -46,9 +46,7 @@ class OfflineEvaluator:
     def load(self, model: PolicyModel, number: int) -> None:
         """Load the model to evaluate, as version `number`."""
         self.loaded = Label(1, number)
-        self.engine.load(
-            dict(list_named_weights(model)), self.loaded, compute_weights_digest(model)
-        )
+        load_model(self.engine, model, self.loaded)
 
     def evaluate(self, model: PolicyModel, number: int, *, last: bool) -> dict[str, float]:
         """Return the metrics of version `number`; empty if no evaluation is due.

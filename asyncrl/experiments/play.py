@@ -91,15 +91,15 @@ class ModelPlayer:
     """The model at config.model.path, sampled as in a run, with the config's seed."""
 
     def __init__(self, config: Config, ticket: Ticket) -> None:
-        from actors.engine import build_engine
-        from asyncrl.models.policy import compute_weights_digest, list_named_weights, load_policy
+        from actors.engine import build_engine, load_model
+        from asyncrl.models.policy import load_policy
         from asyncrl.models.tokenizer import collect_stop_tokens as stops_of
         from asyncrl.models.tokenizer import encode_prompt, has_template, load_tokenizer
 
         self.ticket = ticket
         self.engine = build_engine(config)
         model = load_policy(Path(config.model.path), config.model.dtype, config.model.device)
-        self.engine.load(dict(list_named_weights(model)), LOADED, compute_weights_digest(model))
+        load_model(self.engine, model, LOADED)
         tokenizer = load_tokenizer(config.model.path)
         self.stops = stops_of(tokenizer, config)
         parser, history = find_parser(config.agent.parser), config.agent.history

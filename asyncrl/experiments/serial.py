@@ -19,7 +19,7 @@
 The processes add the parts that can fail between them: sockets, leases, crashes and timeouts.
 
 Time is counted in decode steps, so a run repeats bitwise on any machine. An update takes
-`count_update_steps` of them. Meanwhile the engine continues with the older weights as far as the
+`update_steps` of them. Meanwhile the engine continues with the older weights as far as the
 staleness limit allows, which gives the natural lag of a learner and generators of that relative
 speed.
 
@@ -37,7 +37,6 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from actors.delay import compute_delay_steps
 from actors.engine import Engine, build_engine
 from actors.turn import GeneratorTurn, build_trajectory
 from asyncrl.config.tree import Config
@@ -108,6 +107,11 @@ class SerialRun:
         self.clock = 0  # decode steps
         self.ended = 0  # decode step at which the last update ended
         self.update: PendingUpdate | None = None  # the running one
+        # decode steps of an update: the time in which the engine generates one batch, so that
+        # learner and generators are equally fast
+        samples = config.learner.groups * config.learner.group_size
+        slots = min(config.generator.slots, samples)
+        self.update_steps = max(1, round(samples * config.generator.max_new_tokens * 0.75 / slots))
         self.numbers = SerialRecord()
 
     def run(self) -> RunRecord:
@@ -116,7 +120,23 @@ class SerialRun:
         Raises AsyncrlError if no part can make progress.
         """
         self.numbers.began = time.monotonic()
-        self.register_learner()
+        label, digest = self.publish()
+        # register the learner and its initial weights with the store (learner/loop.py)
+        self.store.follow_learner(
+            LearnerHello(
+                protocol=1,
+                run="",
+                epoch=EPOCH,
+                label=label,
+                parent=None,
+                digest=digest,
+                next_ticket=0,
+                origin=0,
+                max_lag=self.config.staleness.limit,
+                source=WeightsSource(EPOCH, "", "", ""),
+                ring=[],
+            )
+        )
         try:
             while (
                 self.store.committed < self.config.learner.steps
@@ -133,30 +153,14 @@ class SerialRun:
                     pass
                 if not self.turn.engine.active:
                     self.clock = max(self.clock, self.find_next_event())
-                if self.is_abandoned():
+                heldout = self.numbers.take_evaluations(self.store)
+                if self.watch is not None and heldout:
+                    self.numbers.abandoned = self.watch(*self.numbers.list_mean_rewards("heldout"))
+                if self.numbers.abandoned:
                     break
         finally:
             self.turn.rewards.close()
         return self.make_record(time.monotonic() - self.numbers.began)
-
-    def register_learner(self) -> None:
-        """Register the learner and its initial weights with the store (learner/loop.py)."""
-        label, digest = self.publish()
-        self.store.follow_learner(
-            LearnerHello(
-                protocol=1,
-                run="",
-                epoch=EPOCH,
-                label=label,
-                parent=None,
-                digest=digest,
-                next_ticket=0,
-                origin=0,
-                max_lag=self.config.staleness.limit,
-                source=WeightsSource(EPOCH, "", "", ""),
-                ring=[],
-            )
-        )
 
     # ---- the generator's side: actors/generator.py has a method of the same name for each --------
 
@@ -192,13 +196,8 @@ class SerialRun:
         """Run a few engine steps and queue the finished samples (`decode`, `finished`)."""
         start = time.monotonic()
         for completion in self.turn.engine.step(SLICE) if self.turn.engine.active else []:
-            finished = self.turn.finish(completion)
-            assert finished is not None, "no ticket is dropped here"
             self.numbers.tokens += len(completion.tokens)
-            delay = compute_delay_steps(
-                self.config, finished.ticket, completion.key[1], len(completion.tokens)
-            )
-            self.turn.delayed.hold(self.clock + SLICE + delay, completion.key)
+            self.turn.hold(completion, self.clock + SLICE)
         self.numbers.decode_s += time.monotonic() - start
 
     def deliver(self) -> None:
@@ -239,7 +238,7 @@ class SerialRun:
         self.numbers.record_training(batch, metrics, self.core.updates)
         # the learner's wait as a share of its step, both in decode steps
         idle = self.clock - self.ended
-        length = count_update_steps(self.config)
+        length = self.update_steps
         update_metrics = metrics | {"time/learner_idle_share": idle / (idle + length)}
         self.update = PendingUpdate(number, *self.publish(), self.clock + length, update_metrics)
         return True
@@ -297,28 +296,11 @@ class SerialRun:
         )
         return math.ceil(min(due_times, default=0))
 
-    def is_abandoned(self) -> bool:
-        """Check after an evaluation whether `watch` stops the run."""
-        heldout = self.numbers.take_evaluations(self.store)
-        if self.watch is not None and heldout:
-            self.numbers.abandoned = self.watch(*self.numbers.list_mean_rewards("heldout"))
-        return bool(self.numbers.abandoned)
-
     def make_record(self, wall_s: float) -> RunRecord:
         digest = compute_weights_digest(self.core.model)
         return self.numbers.make_run_record(
             self.config.seed, self.store, digest, self.clock, wall_s
         )
-
-
-def count_update_steps(config: Config) -> int:
-    """Return the number of decode steps of an update.
-
-    It is the time in which the engine generates one batch: learner and generators are equally fast.
-    """
-    samples = config.learner.groups * config.learner.group_size
-    slots = min(config.generator.slots, samples)
-    return max(1, round(samples * config.generator.max_new_tokens * 0.75 / slots))
 
 
 _engines: dict[str, Engine] = {}  # a warm process reuses its engine for later runs

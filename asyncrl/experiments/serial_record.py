@@ -158,14 +158,6 @@ class SerialRecord:
         by_step = self.finished.get(f"eval/{split}", {})
         return [float(number) for number in sorted(by_step)], [by_step[n] for n in sorted(by_step)]
 
-    def list_rewards(self, split: str) -> dict[str, list[float]]:
-        """Map each version to the reward of each prompt, in the order of the prompts."""
-        return {
-            str(number): [rewards[index] for index in sorted(rewards)]
-            for (name, number), rewards in sorted(self.evals.items())
-            if name == split
-        }
-
     def make_run_record(
         self, seed: int, store: Store, weights_digest: str, clock: int, wall_s: float
     ) -> RunRecord:
@@ -184,7 +176,14 @@ class SerialRecord:
             "lag_histogram": {str(lag): tokens for lag, tokens in sorted(self.lags.items())},
             "curve": self.curve,
             "optimizer_steps": self.optimizer_steps,
-            "evals": {split: self.list_rewards(split) for split in ("heldout", "ood")},
+            "evals": {
+                split: {
+                    str(number): [rewards[index] for index in sorted(rewards)]
+                    for (name, number), rewards in sorted(self.evals.items())
+                    if name == split
+                }
+                for split in ("heldout", "ood")
+            },
             "evaluation_metrics": {
                 name: {str(number): x for number, x in sorted(by_version.items())}
                 for name, by_version in sorted(self.finished.items())
