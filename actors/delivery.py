@@ -123,7 +123,7 @@ class Outbox:
         self.images: dict[Key, Mapping[str, bytes]] = {}  # of unacknowledged samples
         self.sizes: dict[Key, int] = {}  # estimated bytes of the same samples, with their images
         self.fresh_bytes = self.unacked_bytes = 0
-        self.acked: dict[str, int] = {}  # disposition -> samples
+        self.acked = 0  # samples
         self.waited_s = 0.0  # from first send to acknowledgement, summed over samples
         self.token_report = TokenReport()
 
@@ -138,8 +138,7 @@ class Outbox:
 
     def list_tickets(self) -> set[tuple[int, int]]:
         """Return the (ticket, attempt) pairs of unacknowledged samples."""
-        fresh = {(sample.ticket, sample.attempt) for sample in self.fresh}
-        return fresh | {(ticket, attempt) for ticket, _, attempt in self.sent}
+        return {(ticket, attempt) for ticket, _, attempt in self.list_unacked_keys()}
 
     def list_unacked_keys(self) -> set[Key]:
         """Return the (ticket, sample, attempt) keys of unacknowledged samples."""
@@ -164,7 +163,7 @@ class Outbox:
 
     def collect_metrics(self) -> dict[str, float]:
         """Return metrics for the buffer, summed since the start."""
-        return {"link/acked": float(sum(self.acked.values())), "link/ack_waited_s": self.waited_s}
+        return {"link/acked": float(self.acked), "link/ack_waited_s": self.waited_s}
 
     def on_acks(
         self, reply: DeliveryAcks, now: float, unread: tuple[float, float] = (0.0, 0.0)
@@ -175,14 +174,14 @@ class Outbox:
         such as a long decode step, does not count as waiting for the link.
         """
         self.credit = reply.credit
-        for ticket, sample, attempt, disposition in reply.acks:
+        for ticket, sample, attempt, _ in reply.acks:
             key = ticket, sample, attempt
             if (entry := self.sent.pop(key, None)) is not None:
                 self.unacked_bytes -= self.sizes.pop(key)
                 self.images.pop(key, None)
                 busy_s = max(0.0, unread[1] - max(unread[0], entry.first_sent))
                 self.waited_s += now - entry.first_sent - busy_s
-                self.acked[disposition] = self.acked.get(disposition, 0) + 1
+                self.acked += 1
 
     def take_frames(self, now: float, *, flush: bool) -> Iterator[Delivery]:
         """Yield the frames to send now.
@@ -217,14 +216,11 @@ class Outbox:
     def _make_frame(self, samples: list[Trajectory], now: float) -> Delivery:
         self.sequence += 1
         for sample in samples:
-            key = sample.key
-            earlier = self.sent.get(key)
-            if earlier is None:
+            if (earlier := self.sent.get(sample.key)) is None:
                 for attempt, tokens in sample.tokens_by_attempt:
                     self.token_report.on_delivery(sample.ticket, attempt, tokens)
-            self.sent[key] = UnackedSample(
-                sample, now if earlier is None else earlier.first_sent, now
-            )
+            first_sent = now if earlier is None else earlier.first_sent
+            self.sent[sample.key] = UnackedSample(sample, first_sent, now)
         images = [self.images.get(sample.key, NO_IMAGES) for sample in samples]
         return Delivery(
             self.producer,

@@ -178,6 +178,11 @@ class EmbeddedEngine:
         return self.live + len(self.queue)
 
     @property
+    def live_rows(self) -> list[tuple[int, EngineRow]]:
+        """The live rows, each with its slot."""
+        return [(slot, row) for slot, row in enumerate(self.rows) if row is not None]
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of the keys and values of one token."""
         lay = self.lay
@@ -213,7 +218,7 @@ class EmbeddedEngine:
             self.drafts.begin_version()
             if self.drafts.rows is None and not self.drafts.seconds:
                 self.drafts.seconds = self._measure_drafts(self.drafts.draft_tokens)
-        for row in filter(None, self.rows):
+        for _, row in self.live_rows:
             mark_version(row.marks, self._count_sampled(row), label, digest)
         if self.in_flight == "recompute_kv" and self.live:
             self._recompute()
@@ -277,8 +282,8 @@ class EmbeddedEngine:
             self.queue.remove(request)
             if self.drafts is not None:
                 self.draft_book.close(request)
-        for index, row in enumerate(self.rows):
-            if row is not None and row.request.key in aborted_keys:
+        for index, row in self.live_rows:
+            if row.request.key in aborted_keys:
                 tokens[row.request.key] = self._count_sampled(row)
                 if self.drafts is not None:
                     self.draft_book.close(row.request)
@@ -298,7 +303,7 @@ class EmbeddedEngine:
             tensor.zero_()
 
     def count_tokens(self) -> dict[Key, int]:
-        return {row.request.key: self._count_sampled(row) for row in filter(None, self.rows)}
+        return {row.request.key: self._count_sampled(row) for _, row in self.live_rows}
 
     def collect_metrics(self) -> dict[str, float]:
         numbers: dict[str, float] = {}
@@ -348,7 +353,7 @@ class EmbeddedEngine:
             self._compact()
 
     def _compact(self) -> None:
-        keep = [slot for slot, row in enumerate(self.rows) if row is not None]
+        keep = [slot for slot, _ in self.live_rows]
         index = torch.tensor(keep, device=self.device)
         count = len(keep)
         assert self.cache is not None
@@ -394,7 +399,7 @@ class EmbeddedEngine:
             [request.group for request in requests],
         )
         self.live += len(requests)
-        live = [row.request for row in self.rows if row is not None]
+        live = [row.request for _, row in self.live_rows]
         self.plain = all(request.temperature == 1 and not request.truncates for request in live)
         self.cuts = any(request.truncates for request in live)
 
@@ -696,7 +701,7 @@ class EmbeddedEngine:
         Tokens keep their recorded experts, with which a learner computes them, too.
         """
         assert self.cache is not None
-        live = [(slot, row) for slot, row in enumerate(self.rows) if row is not None]
+        live = self.live_rows
         lengths = [len(row.request.prompt) + self._count_sampled(row) for _, row in live]
         for batch in group_into_batches(lengths):
             batch_rows = [live[index] for index in batch]
@@ -708,7 +713,15 @@ class EmbeddedEngine:
             ids = np.zeros((len(batch_rows), max(1, *map(len, sequences))), np.int64)
             for index, tokens in enumerate(sequences):
                 ids[index, : len(tokens)] = tokens
-            layers = self._encode(ids, replayed=self._collect_routing(batch_rows))
+            replayed = None  # the experts of the tokens that the rows have read
+            if self.out_routed is not None:
+                replayed = [
+                    self._join_routing(
+                        row, self.out_routed[slot, self._list_output_columns(row)].cpu().numpy()
+                    )
+                    for slot, row in batch_rows
+                ]
+            layers = self._encode(ids, replayed=replayed)
             for index, (slot, row) in enumerate(batch_rows):
                 row.loads = self.loads
                 length = len(sequences[index])
@@ -719,17 +732,6 @@ class EmbeddedEngine:
                         values[index, :, :length],
                     )
 
-    def _collect_routing(self, rows: list[tuple[int, EngineRow]]) -> list[RoutedExperts] | None:
-        """Return the experts of the tokens that `rows` have read; None: not recorded."""
-        if self.out_routed is None:
-            return None
-        return [
-            self._join_routing(
-                row, self.out_routed[slot, self._list_output_columns(row)].cpu().numpy()
-            )
-            for slot, row in rows
-        ]
-
     # ---- decoding --------------------------------------------------------------------------------
 
     def _decode(self) -> list[Completion]:
@@ -738,7 +740,7 @@ class EmbeddedEngine:
             return self._decode_drafts(self.drafts)
         count = len(self.rows)
         column = self.columns.allocate(
-            self.clock, lambda: min(row.born for row in self.rows if row is not None)
+            self.clock, lambda: min(row.born for _, row in self.live_rows)
         )
         routed: list[torch.Tensor] | None = None if self.routing is None else []
         if self.fixed:
@@ -838,8 +840,8 @@ class EmbeddedEngine:
         accepted, stopped = decoder.count_accepted(token, drafts, self.stop[:count], remaining)
         if kept_mask is not None:
             self.vocabulary = kept_mask.shape[2]
-            for slot, row in enumerate(self.rows):
-                if row is not None and row.request.has_support:
+            for slot, row in self.live_rows:
+                if row.request.has_support:
                     row.kept += decoder.list_kept_ids(kept_mask[slot, : int(accepted[slot])])
         index, step = (steps < accepted[:, None]).nonzero(as_tuple=True)
         column = self.count[index] + step
@@ -867,8 +869,8 @@ class EmbeddedEngine:
         drafts: list[list[int]] = [[] for _ in self.rows]
         if policy.pays(self.live):
             began = time.perf_counter()
-            for slot, row in enumerate(self.rows):
-                if row is None or row.request.constraint is not None:
+            for slot, row in self.live_rows:
+                if row.request.constraint is not None:
                     continue
                 limit = min(policy.draft_tokens, row.request.max_new_tokens - row.sampled - 1)
                 if not limit:
@@ -928,27 +930,17 @@ class EmbeddedEngine:
     def _find_longest_position(self) -> int:
         """Return the largest position of a live row."""
         return max(
-            len(row.request.prompt) - 1 + self._count_sampled(row)
-            for row in self.rows
-            if row is not None
+            len(row.request.prompt) - 1 + self._count_sampled(row) for _, row in self.live_rows
         )
 
     def _record_kept(self, kept_mask: torch.Tensor) -> None:
         """Append the kept tokens, bool [n, V], to the rows that have a support."""
         self.vocabulary = kept_mask.shape[1]
-        recorded_slots = [
-            slot
-            for slot, row in enumerate(self.rows)
-            if row is not None and row.request.has_support
-        ]
-        if not recorded_slots:
-            return
-        for slot, ids in zip(
-            recorded_slots, decoder.list_kept_ids(kept_mask[recorded_slots]), strict=True
-        ):
-            row = self.rows[slot]
-            assert row is not None
-            row.kept.append(ids)
+        recorded = [(slot, row) for slot, row in self.live_rows if row.request.has_support]
+        if recorded:
+            masks = kept_mask[[slot for slot, _ in recorded]]
+            for (_, row), ids in zip(recorded, decoder.list_kept_ids(masks), strict=True):
+                row.kept.append(ids)
 
     def _list_constraints(self) -> list[TokenConstraint | None]:
         return [None if row is None else row.request.constraint for row in self.rows]
