@@ -14,10 +14,8 @@ from collections import OrderedDict
 from collections.abc import Collection
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from actors.gateway.call_tree import CallNode
-from actors.gateway.chat import ChatFormat
 from actors.gateway.endpoint.requests import RequestPolicy
 from actors.gateway.recovery.session_journal import (
     OpenedSession,
@@ -30,7 +28,6 @@ from actors.gateway.refusals import CallRefused
 from actors.gateway.service import Gateway, compute_env_seed
 from actors.gateway.session_source import Episode, SessionSource, WaitCause
 from actors.gateway.sessions import Session, SessionCall
-from asyncrl.contract import messages as m
 from asyncrl.contract.printable import escape_line
 from asyncrl.contract.versions import Label
 from asyncrl.models.tokenizer import encode_prompt
@@ -128,12 +125,9 @@ class SessionApi(SessionSource):
         episode = gateway.begin_episode(grant, grant.waiting.pop(0), first=name not in self.begun)
         self.begun.add(name)
         session = episode.session
-        assert isinstance(session.composer, ChatFormat)
         opened = OpenedSession(
             session=session,
-            chat=session.composer,
             key=secrets.token_urlsafe(32),
-            task=describe_task(grant.ticket),
             seed=compute_env_seed(gateway.config, grant.ticket),
             first=episode.first,
         )
@@ -157,7 +151,7 @@ class SessionApi(SessionSource):
             lease=lease,
             seed=opened.seed,
             first=opened.first,
-            date=(opened.chat.when or datetime.now()).isoformat(),
+            date=(session.composer.when or datetime.now()).isoformat(),
             opened=session.opened,
         )
         opened.file = self.journal.open(opening, session.ticket)
@@ -201,9 +195,7 @@ class SessionApi(SessionSource):
             episode = gateway.restore(session, last_call, first=opening.first)
             opened = OpenedSession(
                 session=session,
-                chat=chat,
                 key=opening.key,
-                task=describe_task(ticket),
                 seed=opening.seed,
                 first=opening.first,
                 file=file,
@@ -228,7 +220,7 @@ class SessionApi(SessionSource):
     def on_change(self, session: Session) -> None:
         episode = self.episodes.get(session.name)
         if episode is not None and session.state != "open":
-            self.record_progress(session)
+            self.opened[session.name].file.append_progress(session)
         if episode is not None and session.state == "judging":
             self.gateway.submit(episode)
         self.wake()
@@ -256,12 +248,10 @@ class SessionApi(SessionSource):
         session = episode.session
         self.episodes.pop(session.name, None)
         opened = self.opened[session.name]
-        if opened.file is not None:
-            key = session.key
-            if key in self.gateway.outbox.list_unacked_keys():
-                self.unacked[key] = opened
-            else:
-                opened.file.remove()
+        if session.key in self.gateway.outbox.list_unacked_keys():
+            self.unacked[session.key] = opened
+        else:
+            opened.file.remove()
         session.fail("its ticket has expired: the learner was restarted")
         for call in session.open_calls.values():
             future = self.answers.pop(call, None)
@@ -271,21 +261,18 @@ class SessionApi(SessionSource):
 
     def on_resume(self, session: Session) -> None:
         """Record that the session goes on under another ticket."""
-        if (file := self.opened[session.name].file) is not None:
-            file.append_progress(session, session.ticket)
+        self.opened[session.name].file.append_progress(session, session.ticket)
 
     def on_report(self) -> None:
         """Record the token counts of a report, so that a restarted gateway continues them."""
-        for name, episode in self.episodes.items():
+        for episode in self.episodes.values():
             session = episode.session
             if session.reported != session.tokens:
-                session.reported = session.tokens
-                if (file := self.opened[name].file) is not None:
-                    file.append_progress(session)
+                self.on_deliver(session)
 
     def on_deliver(self, session: Session) -> None:
         session.reported = session.tokens
-        self.record_progress(session)
+        self.opened[session.name].file.append_progress(session)
 
     def explain_wait(self, episode: Episode, limit: str, left_s: float, now: float) -> WaitCause:
         agent = self.gateway.get_agent(episode.session)
@@ -301,19 +288,13 @@ class SessionApi(SessionSource):
             return WaitCause("place", f"a process that imports {name} to be ready")
         return WaitCause("place", f"a place: agent.at_once = {agent.at_once}")
 
-    def record_progress(self, session: Session) -> None:
-        """Write the session's state into its file, if it has one."""
-        if (file := self.opened[session.name].file) is not None:
-            file.append_progress(session)
-
     def requeue(self, opened: OpenedSession) -> None:
         """Put back the sample of a session that lost its agent through another session."""
         episode = self.episodes.get(opened.session.name)
         if episode is not None and episode.session.state == "open":
             session = episode.session
             self.gateway.drop(episode)
-            grant = self.gateway.held[session.ticket_key]
-            grant.waiting.append(session.sample)
+            self.gateway.held[session.ticket_key].waiting.append(session.sample)
 
     def wake(self) -> None:
         """Make the gateway take its next turn now."""
@@ -326,23 +307,8 @@ class SessionApi(SessionSource):
         """
         unacked_keys = self.gateway.outbox.list_unacked_keys() if self.unacked else ()
         for key in [key for key in self.unacked if key not in unacked_keys]:
-            file = self.unacked.pop(key).file
-            assert file is not None
-            file.remove()
+            self.unacked.pop(key).file.remove()
         self.news.set()
-
-
-def describe_task(ticket: m.Ticket) -> dict[str, Any]:
-    """Describe a sample to its harness: the prompt without its answer."""
-    prompt = ticket.prompt
-    return {
-        "id": prompt.id,
-        "text": prompt.text,
-        "messages": prompt.messages,
-        "meta": prompt.meta,
-        "split": prompt.split,
-        "images": prompt.image_urls,
-    }
 
 
 def read_endpoint_file(run_dir: Path, name: str) -> str:

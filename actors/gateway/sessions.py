@@ -162,7 +162,7 @@ class Session:
     sample: int
     attempt: int
     limits: SessionLimits
-    composer: ChatFormat | None = None
+    composer: ChatFormat
     own_prompt: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     opened: float = 0.0
 
@@ -239,7 +239,6 @@ class Session:
     def _compose(
         self, match: MessageMatch, messages: Sequence[Message], tools: Sequence[Any]
     ) -> Composed:
-        assert self.composer is not None
         for index, node in match.candidates:
             ours = match.map_own_answers((index, node))
             restored = restore_own_answers(messages, ours)
@@ -255,7 +254,6 @@ class Session:
         return Composed(None, tail, text, fork_cause, match=match, ours=ours, tools=tools)
 
     def _compose_text(self, texts: Sequence[CallNode], text: str) -> Composed:
-        assert self.composer is not None
         for node in texts:
             if (tail := self.composer.continue_text(node, text)) is not None:
                 return Composed(node, tail, text, "branch")
@@ -285,7 +283,6 @@ class Session:
             node.chain, node.ours = match.chains[-1], dict(composed.ours)
             node.tools = composed.tools
         node.text_length, node.text_digest = len(composed.text), compute_text_digest(composed.text)
-        assert self.composer is not None
         node.images = self.composer.find_images(composed.text, tail)
         new_images = self._find_new_images(node, images)
         call = self._limit_call(node, max_new_tokens, stop, now)
@@ -328,8 +325,7 @@ class Session:
         ids = np.ascontiguousarray(ids, np.int32)
         parent = self.tree.find_ids(ids, aside)
         tail = ids if parent is None else ids[len(parent.build_token_ids()) :]
-        if self.composer is not None:
-            self.composer.require_text(tail)
+        self.composer.require_text(tail)
         node = CallNode(self.tree.placed, parent, tail, aside)
         call = self._limit_call(node, max_new_tokens, stop, now)
         return self._add_call(call, None, "ids" if parent is None else "branch", now)
@@ -475,7 +471,7 @@ class Session:
                 f"session {self.name}: call {call.number} has {len(ids)} tokens, and spans {spans}"
             )
         node = call.node
-        if self.composer is not None and call.stop:
+        if call.stop:
             length = self.composer.find_stop(ids, call.stop)
             if length is not None:
                 past += len(ids) - length
@@ -502,10 +498,10 @@ class Session:
         node.finish = finish
         if not call.aside:
             self.shortened = finish == "length" and (call.run_bound or call.cut)
-        if self.composer is not None and node.chain:
+        if node.chain:
             name = f"{self.name}-{call.number}"
             self.tree.set_answer(node, self.composer.read(node.ids, call.stop, name))
-        elif self.composer is not None:  # placed by text or ids: nothing is parsed
+        else:  # placed by text or ids: nothing is parsed
             text = self.composer.decode_visible(node.ids, call.stop)
             node.answer = {"role": "assistant", "content": text}
         return node
@@ -808,7 +804,6 @@ class SessionPlayer:
             return session.place_messages(
                 messages=self.history, tools=tools, now=now, aside=self.game > 0
             )
-        assert session.composer is not None
         text = obs if isinstance(obs, str) else "".join(str(x.get("content", "")) for x in obs)
         ids = session.composer.encode(text, begins=self.last_node is None)
         if self.last_node is not None:

@@ -74,6 +74,17 @@ class Prompt(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     # blobs (asyncrl/contract/blobs/images.py), in the order of their markers
     images: list[bytes] = []
 
+    def describe_task(self) -> dict[str, Any]:
+        """Describe the prompt to an agent: without its answer."""
+        return {
+            "id": self.id,
+            "text": self.text,
+            "messages": self.messages,
+            "meta": self.meta,
+            "split": self.split,
+            "images": self.image_urls,
+        }
+
     @property
     def is_continued(self) -> bool:
         """Whether a completion continues the last turn, which is an assistant's."""

@@ -77,7 +77,7 @@ class Ended:
     def prompts(self) -> list[str]:
         """Of its calls."""
         session = self.opened.session
-        text = self.opened.chat.decode_text
+        text = self.opened.session.composer.decode_text
         return [text(node.build_prompt().tolist()) for node in session.tree.nodes]
 
 
@@ -104,7 +104,7 @@ class Runner:
         left = [*answers]
 
         def answer(call: SessionCall) -> str:
-            prompt = opened.chat.decode_text(call.prompt_ids.tolist())
+            prompt = opened.session.composer.decode_text(call.prompt_ids.tolist())
             aside = next((asides[text] for text in asides if text in prompt), None)
             return aside or (left.pop(0) if len(left) > 1 else left[0])
 

@@ -101,8 +101,7 @@ class Scripted:
         sampling = SamplingSettings(max_new_tokens=200)
         ticket = Ticket(number, 1, "train", prompt, [0], sampling, Label(1, 0), None, 0)
         session = Session(ticket, 0, 1, self.limits, self.chat, opened=self.current_time())
-        task = {"id": number, "text": prompt.text}
-        made = OpenedSession(session, self.chat, f"key-{number}", task, seed=number)
+        made = OpenedSession(session, f"key-{number}", seed=number)
         self.sessions[session.name] = made
         return made
 

@@ -88,5 +88,5 @@ class Bench:
 
     def texts(self, opened: OpenedSession) -> list[str]:
         """The prompts of a session's calls."""
-        decode = opened.chat.decode_text
+        decode = opened.session.composer.decode_text
         return [decode(node.build_prompt().tolist()) for node in opened.session.tree.nodes]

@@ -69,14 +69,7 @@ _libc = ctypes.CDLL(None)
 
 def describe_sample(seat: SessionAccess) -> dict[str, Any]:
     """Build task.json: the sample without its answer."""
-    prompt = seat.prompt
-    return {
-        "id": prompt.id,
-        "text": prompt.text,
-        "messages": prompt.messages,
-        "meta": prompt.meta,
-        "split": prompt.split,
-        "images": prompt.image_urls,
+    return seat.prompt.describe_task() | {
         "session": seat.name,
         "seed": seat.seed,
         "attempt": seat.attempt,

@@ -154,7 +154,7 @@ class WebApp:
                 "session": session.name,
                 "base_url": f"{request.base_url}s/{session.name}/v1",
                 "api_key": opened.key,
-                "task": dict(opened.task),
+                "task": session.ticket.prompt.describe_task(),
                 "seed": opened.seed,
                 "attempt": session.attempt,
                 "first": opened.first,
@@ -236,7 +236,7 @@ class WebApp:
     async def _count_tokens(self, request: Request, opened: OpenedSession, body: bytes) -> Response:
         """Count the tokens of a prompt without a call."""
         parsed = await self._read_call("messages", opened, body)
-        chat = opened.chat
+        chat = opened.session.composer
 
         def count() -> int:
             return len(chat.encode(chat.write(parsed.messages, parsed.tools)))
@@ -362,10 +362,10 @@ class WebApp:
                 )
             name = f"{PREFIX[parsed.kind]}{session.name}-{call.number}"
             harness_request.answer = replies.build_answer(
-                parsed, node, name, opened.chat.decode_text, int(time.time())
+                parsed, node, name, session.composer.decode_text, int(time.time())
             )
-            if opened.file is not None:  # before it is sent to a client
-                opened.file.append_answer(session, harness_request)
+            # before it is sent to a client
+            opened.file.append_answer(session, harness_request)
         except CallRefused as refused:
             self._record_failure(session, harness_request, refused)
         except Exception as error:
@@ -415,7 +415,7 @@ class CallReply:
             self.session.on_connection_closed(self.harness_request, now, sent=sent)
             if not sent:
                 self.web.service.on_change(self.session)
-            elif self.file is not None:
+            else:
                 self.file.append_sent(self.harness_request)
             if self.harness_request.connections <= 0:
                 self.web.errors.pop(self.harness_request, None)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +26,6 @@ import msgspec
 import numpy as np
 
 from actors.gateway.call_tree import CallNode, chain_digest
-from actors.gateway.chat import ChatFormat
 from actors.gateway.sessions import (
     Finish,
     HarnessRequest,
@@ -133,17 +132,17 @@ class SessionFile:
     """The file of one open session.
 
     A file that cannot be written is removed, and a line is logged.  The session goes on, but ends
-    with this process.
+    with this process.  So does a session without a file, whose `path` is None.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None) -> None:
         self.path = path
-        self.is_kept = True
+        self.is_kept = path is not None
         self.images: set[str] = set()  # that this process has written
 
     def append(self, record: SessionRecord) -> None:
         """Write one frame, which outlives a kill of this process."""
-        if not self.is_kept:
+        if self.path is None or not self.is_kept:
             return
         try:
             payload = msgspec.msgpack.encode(record)
@@ -202,24 +201,21 @@ class SessionFile:
     def remove(self) -> None:
         """Remove the file; later records are dropped."""
         self.is_kept = False
-        self.path.unlink(missing_ok=True)
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
 
 
 @dataclass(eq=False)
 class OpenedSession:
-    """A session as the endpoint serves it.
-
-    task: the sample without its answer, for the harness
-    """
+    """A session as the endpoint serves it."""
 
     session: Session
-    chat: ChatFormat
     key: str  # 256 random bits
-    task: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     first: bool = True  # no earlier attempt at this sample may have acted
     composing: asyncio.Lock = field(default_factory=asyncio.Lock)  # locked by one call at a time
-    file: SessionFile | None = None  # from which a restarted gateway restores it
+    # from which a restarted gateway restores it
+    file: SessionFile = field(default_factory=lambda: SessionFile(None))
 
 
 def build_progress(session: Session) -> SessionProgress:
@@ -347,8 +343,9 @@ class SessionJournal:
     def open(self, opening: SessionOpening, ticket: Ticket) -> SessionFile:
         """Create the file of a new session."""
         private.create_directory(self.directory)
-        file = SessionFile(self.directory / opening.name)
-        file.path.unlink(missing_ok=True)
+        path = self.directory / opening.name
+        path.unlink(missing_ok=True)
+        file = SessionFile(path)
         file.append(SessionRecord(opening=opening, ticket=ticket))
         return file
 

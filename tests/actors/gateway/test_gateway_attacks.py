@@ -255,7 +255,7 @@ def test_a_prompt_that_is_far_too_long_is_refused_at_the_cost_of_its_beginning(
     opened = served.do(served.service.open)
     context = opened.session.limits.context
     assert context == 4096
-    chat_of = opened.chat
+    chat_of = opened.session.composer
     monkeypatch.setattr(chat_of, "tokenizer", Counting())
     monkeypatch.setattr(chat_of, "context", context)
     bodies = far_too_long(served)
@@ -277,7 +277,7 @@ def test_others_are_served_while_a_long_prompt_is_composed(
     opened, other = served.do(served.service.open), served.do(served.service.open)
     entered, leave = threading.Event(), threading.Event()
     order: list[str] = []
-    encode, shared_chat = opened.chat.encode, opened.chat
+    encode, shared_chat = opened.session.composer.encode, opened.session.composer
 
     class Slow(type(shared_chat)):  # type: ignore[misc]
         def encode(self, text: str) -> Any:

@@ -8,6 +8,8 @@ import itertools
 import random
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -50,8 +52,15 @@ def ids(*tokens: int) -> np.ndarray:
     return np.array(tokens, np.int32)
 
 
+WORDLESS: Any = SimpleNamespace(
+    require_text=lambda ids: None,
+    find_stop=lambda ids, stop: None,
+    decode_visible=lambda ids, stop: "",
+)
+
+
 def session(limits: SessionLimits = FREE, **more: object) -> Session:
-    return Session(TICKET, 1, 3, limits, **more)  # type: ignore[arg-type]
+    return Session(TICKET, 1, 3, limits, **({"composer": WORDLESS} | more))  # type: ignore[arg-type]
 
 
 def answer(

@@ -23,7 +23,6 @@ from actors.gateway.environment_sessions import (
 from actors.gateway.environment_worker import EnvironmentEvent
 from actors.gateway.hubs import prompt_files
 from actors.gateway.refusals import CallRefused
-from actors.gateway.session_api import describe_task
 from actors.gateway.session_source import WaitCause
 from asyncrl.config import load
 from asyncrl.config.agents import AgentConfig
@@ -352,7 +351,7 @@ def test_a_sample_is_described_without_its_answer() -> None:
     turns = [{"role": "user", "content": "2+2?"}]
     prompt = m.Prompt(3, "2+2=", "4", messages=turns, meta={"level": "1"}, split="eval")
     ticket = m.Ticket(9, 1, "eval", prompt, [0], m.SamplingSettings(), Label(1, 0), None, 0)
-    assert describe_task(ticket) == {
+    assert ticket.prompt.describe_task() == {
         "id": 3,
         "text": "2+2=",
         "messages": turns,
