@@ -138,17 +138,6 @@ class CallRouter:
             self.reassigned += 1
             self.queue.appendleft(call)
 
-    def _choose_generator(self, call: m.GenerationCall | None) -> ServingGenerator | None:
-        """Choose the generator for a call; None if there is none."""
-        if call is not None:
-            name = self.last_generator.get((call.ticket, call.sample), "")
-            previous = self.generators.get(name)
-            if previous is not None and len(previous.calls) < previous.slots:
-                return previous
-        return max(
-            self.generators.values(), key=lambda generator: generator.free_slots, default=None
-        )
-
     def take_messages(
         self,
         announcement: m.PolicyAnnouncement | None,
@@ -159,7 +148,13 @@ class CallRouter:
         get_images: returns the images of a call, digest -> blob
         """
         while self.queue:
-            generator = self._choose_generator(self.open.get(self.queue[0]))
+            generators = self.generators
+            generator = max(generators.values(), key=lambda one: one.free_slots, default=None)
+            if (next_call := self.open.get(self.queue[0])) is not None:
+                name = self.last_generator.get((next_call.ticket, next_call.sample), "")
+                previous = generators.get(name)
+                if previous is not None and len(previous.calls) < previous.slots:
+                    generator = previous
             if generator is None or generator.free_slots <= 0:
                 break
             call = self.queue.popleft()

@@ -41,7 +41,7 @@ class CallNode:
     """One call.
 
     tail: int32, the prompt after the parent's `build_token_ids` (for a root, all of it)
-    ids: int32 [T], T >= 1, the sampled ids, or None until the call is answered
+    ids: int32 [T], the sampled ids: T = 0 until the call is answered
     logprobs: float32 [T]
     """
 
@@ -50,8 +50,8 @@ class CallNode:
     tail: np.ndarray
     aside: bool = False  # excluded from training
     stop: tuple[str, ...] = ()
-    ids: np.ndarray | None = None
-    logprobs: np.ndarray | None = None
+    ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    logprobs: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
     spans: list[VersionSpan] = field(default_factory=list)
     support: SampledSupport | None = None  # of the T tokens; None: nothing was truncated
     # of the tokens that the call read and its parent did not; None: not recorded
@@ -74,15 +74,17 @@ class CallNode:
         pieces = [self.tail]
         node = self.parent
         while node is not None:
-            assert node.ids is not None  # only an answered call is continued
             pieces += [node.ids, node.tail]
             node = node.parent
         return np.concatenate(pieces[::-1])
 
     def build_token_ids(self) -> np.ndarray:
         """Return the prompt and the sampled ids, int32 [P + T]."""
-        assert self.ids is not None
         return np.concatenate([self.build_prompt(), self.ids])
+
+    @property
+    def is_answered(self) -> bool:
+        return len(self.ids) > 0
 
     def list_images(self) -> list[str]:
         """Return the digests of the images of the whole prompt."""
@@ -99,7 +101,6 @@ class CallNode:
 
         These are its tail and its sampled ids, the last one excluded, and the parent's last one.
         """
-        assert self.ids is not None
         return len(self.tail) + len(self.ids) - (self.parent is None)
 
     def join_routed(self) -> RoutedExperts | None:
@@ -271,7 +272,7 @@ class CallTree:
         """
         best: tuple[tuple[int, bool], CallNode] | None = None
         for node in self.nodes:
-            if node.ids is None:
+            if not node.is_answered:
                 continue
             own_ids = node.build_token_ids()
             length = len(own_ids)
@@ -285,9 +286,7 @@ class CallTree:
     def list_text_nodes(self) -> list[CallNode]:
         """List the answered calls that were placed by text without a template."""
         return [
-            node
-            for node in self.nodes
-            if node.ids is not None and node.text_digest and not node.chain
+            node for node in self.nodes if node.is_answered and node.text_digest and not node.chain
         ]
 
     def starts_row(self, new_node: CallNode) -> bool:
@@ -348,7 +347,7 @@ def build_rows(
 
     rewards: call number -> the call's share of the reward
     """
-    answered = [node for node in nodes if node.ids is not None]
+    answered = [node for node in nodes if node.is_answered]
     follower: dict[CallNode, CallNode] = {}
     for node in sorted(answered, key=lambda node: node.number):
         if not node.aside and (ancestor := find_trained_ancestor(node.parent)) is not None:
@@ -373,7 +372,6 @@ def _make_row(
     supports: list[SampledSupport] = []
     end = 0
     for node in path:
-        assert node.ids is not None and node.logprobs is not None
         start = len(node.build_prompt()) - len(prompt)
         if start > end:
             segments.append(("context", end, start))

@@ -203,12 +203,10 @@ class ChatFormat:
         )
 
     def _ended_by_token(self, node: CallNode) -> bool:
-        assert node.ids is not None
         return int(node.ids[-1]) in self.ends
 
     def _cut_sampled(self, node: CallNode, text: str) -> str | None:
         """Find the text after the sampled text: way 1 of the module's docstring."""
-        assert node.ids is not None
         sampled = self.decode_visible(node.ids, node.stop)
         if not self._begins_with_prompt(node, text):
             return None
@@ -275,7 +273,6 @@ class ChatFormat:
 
         A tokenizer may encode a text differently at the beginning and after a token.
         """
-        assert node.ids is not None
         last_id = int(node.ids[-1])
         if end := self.ends.get(last_id):
             ids = self.encode(end + suffix)

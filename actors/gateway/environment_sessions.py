@@ -193,7 +193,6 @@ class EnvironmentSource(LocalSource):
         state = self.states[episode.number]
         state.players.active.on_answer(node)
         state.doing = describe_request(node.answer)
-        assert node.ids is not None
         text = self.gateway.chat.decode_visible(node.ids)
         self.pool.step(EnvironmentOperation(episode.number, "step", text, node.answer))
 

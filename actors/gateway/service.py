@@ -491,7 +491,6 @@ class Gateway(TicketHolder):
             )
             return
         ids = episode.last.node.ids
-        assert ids is not None
         key = session.key
         if key in self.judged:
             return
@@ -795,11 +794,11 @@ def describe_prompt(ticket: m.Ticket) -> str:
 
 def explain_untrained(session: Session, agent: AgentConfig) -> str:
     """Explain the lack of tokens to train on of a session that has ended."""
-    if session.refusals and not any(node.ids is not None for node in session.tree.nodes):
+    if session.refusals and not any(node.is_answered for node in session.tree.nodes):
         return f"the session ended without an answer; {session.refusals}"
     if not session.calls:
         return "the session ended without a call: does the agent use its own base URL?"
-    excluded = sum(node.aside and node.ids is not None for node in session.tree.nodes)
+    excluded = sum(node.aside and node.is_answered for node in session.tree.nodes)
     if not excluded or not agent.http:
         return "the session ended before its first answer"
     return (

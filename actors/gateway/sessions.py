@@ -420,7 +420,6 @@ class Session:
 
     def restore_call(self, node: CallNode) -> SessionCall:
         """Put back an answered call of an earlier process."""
-        assert node.ids is not None
         prompt = node.build_prompt()
         digest = xxhash.xxh3_128_digest(prompt.tobytes())
         self.tree.nodes.append(node)
@@ -725,7 +724,7 @@ class Session:
     def build_training_rows(self) -> tuple[TrainingSequence, ...]:
         """Build the training sequences, in the order of their first own calls."""
         shares = dict(self.score[2]) if self.score is not None else {}
-        trained = [n for n in self.tree.nodes if n.ids is not None and not n.aside]
+        trained = [n for n in self.tree.nodes if n.is_answered and not n.aside]
         if shares and trained:
             assert self.outcome is not None
             last_number = max(node.number for node in trained)
@@ -736,9 +735,7 @@ class Session:
 
     def describe(self, now: float) -> dict[str, Any]:
         """Describe the session's state as JSON: counts, versions, seconds left."""
-        labels = {
-            span.label for node in self.tree.nodes if node.ids is not None for span in node.spans
-        }
+        labels = {span.label for node in self.tree.nodes if node.is_answered for span in node.spans}
         return {
             "session": self.name,
             "state": self.state,

@@ -96,7 +96,16 @@ class JudgeBudget:
         """
         settings = self.settings
         with self._begin_transaction() as connection:
-            self._check_budget(tokens)
+            for name, budget, amount in (
+                ("requests", settings.budget_requests, 1),
+                ("tokens", settings.budget_tokens, tokens),
+            ):
+                used = self.read_sum(name)
+                if budget and used + amount > budget:
+                    raise JudgeBudgetSpent(
+                        f"reward.judge.budget_{name}: {budget} for the whole run, {used:.0f} are "
+                        f"spent and the next request takes {amount}; resume with a higher one"
+                    )
             # a time later than now is from before the machine's last boot
             connection.execute("DELETE FROM sent WHERE at <= ? OR at > ?", (now - WINDOW_S, now))
             until = self.read_sum("until")
@@ -143,18 +152,6 @@ class JudgeBudget:
             "INSERT INTO sums VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = value + ?",
             (name, amount, amount),
         )
-
-    def _check_budget(self, tokens: int) -> None:
-        for name, budget, amount in (
-            ("requests", self.settings.budget_requests, 1),
-            ("tokens", self.settings.budget_tokens, tokens),
-        ):
-            used = self.read_sum(name)
-            if budget and used + amount > budget:
-                raise JudgeBudgetSpent(
-                    f"reward.judge.budget_{name}: {budget} for the whole run, {used:.0f} are "
-                    f"spent and the next request takes {amount}; resume with a higher one"
-                )
 
     def close(self) -> None:
         """Close the database."""

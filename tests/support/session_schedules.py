@@ -161,7 +161,7 @@ class Source(environment_sessions.EnvironmentSource):
 
     def place_call(self, episode: Episode, obs: Any) -> None:
         """The calls go on, or begin at an earlier one, or anew."""
-        nodes = [node for node in episode.session.tree.nodes if node.ids is not None]
+        nodes = [node for node in episode.session.tree.nodes if node.is_answered]
         r = self.gateway.world.r
         if nodes and r.random() < self.gateway.world.fork_share:
             before = r.choice([node.build_token_ids for node in nodes] + [nodes[0].build_prompt])

@@ -70,7 +70,6 @@ def _build_translated(
     completion = (choice["message"], choice["finish_reason"], _count_usage(node))
     head = {"id": name, "model": parsed.model, "created": created}
     if parsed.kind == "messages":
-        assert node.ids is not None
         sampled = decode([int(token) for token in node.ids])
         stop = next((stop for stop in parsed.stop if stop in sampled), "")
         body = anthropic.build_response(*completion, head, stop)
@@ -84,7 +83,6 @@ def _build_translated(
 
 
 def _count_usage(node: CallNode) -> dict[str, int]:
-    assert node.ids is not None
     prompt, completion = len(node.build_prompt()), len(node.ids)
     return {
         "prompt_tokens": prompt,
@@ -115,7 +113,7 @@ def describe_token(text: str, logprob: float | None) -> dict[str, Any]:
 
 
 def _build_chat_choice(parsed: ParsedRequest, node: CallNode, decode: Text) -> dict[str, Any]:
-    assert node.answer is not None and node.ids is not None and node.logprobs is not None
+    assert node.answer is not None
     message = message_for_client(node.answer)
     finish: str = node.finish
     if finish == "stop" and message.get("tool_calls"):
@@ -139,7 +137,6 @@ def _build_chat_choice(parsed: ParsedRequest, node: CallNode, decode: Text) -> d
 
 
 def _build_text_choice(parsed: ParsedRequest, node: CallNode, decode: Text) -> dict[str, Any]:
-    assert node.ids is not None and node.logprobs is not None
     assert node.answer is not None
     choice: dict[str, Any] = {
         "index": 0,
@@ -161,12 +158,10 @@ def _build_text_choice(parsed: ParsedRequest, node: CallNode, decode: Text) -> d
 def _build_id_fields(parsed: ParsedRequest, node: CallNode) -> dict[str, Any]:
     if not parsed.token_ids:
         return {}
-    assert node.ids is not None
     return {"token_ids": node.ids.tolist(), "prompt_token_ids": node.build_prompt().tolist()}
 
 
 def _build_tokens_body(parsed: ParsedRequest, node: CallNode, name: str) -> dict[str, Any]:
-    assert node.ids is not None and node.logprobs is not None
     choice: dict[str, Any] = {
         "index": 0,
         "finish_reason": node.finish,

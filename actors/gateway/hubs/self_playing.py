@@ -1,37 +1,30 @@
-"""Environments that call the policy themselves, through the session's endpoint."""
+"""Environments that call the policy themselves, through the session's endpoint.
+
+An environment of a hub, loaded once in a process, has
+
+    async def play(prompt: Prompt, session: SessionAccess) -> SessionResult
+        Play a session of a prompt and score it.  Raises the environment's errors.
+    def iterate_rows(split: Split) -> Iterator[dict[str, Any]]
+        Yield the prompts of one of its data sets, in order, as rows of a prompt file: `messages`,
+        `answer` and `dataset`, the split; a row's number is its Prompt.id.  Yield nothing if it has
+        no such data set.  Raise ConfigError for a prompt that is not text.
+"""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
-from actors.gateway.agents.session_messages import SessionAccess, SessionResult
-from actors.gateway.hubs import Split
 from actors.reward_worker import describe_exception, get_first_line
 from asyncrl.contract import importing
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 
 
-class SelfPlayingEnvironment(Protocol):
-    """An environment of a hub, loaded once in a process."""
-
-    async def play(self, prompt: Prompt, session: SessionAccess) -> SessionResult:
-        """Play a session of a prompt and score it.  Raises the environment's errors."""
-
-    def iterate_rows(self, split: Split) -> Iterator[dict[str, Any]]:
-        """Yield the prompts of one of its data sets, in order, as rows of a prompt file.
-
-        A row has `messages`, `answer` and `dataset`, the split; its number is its Prompt.id.
-        Yields nothing if the environment has no such data set.  Raises ConfigError for a prompt
-        that is not text.
-        """
-
-
-def load(env: str, args: Mapping[str, Any]) -> SelfPlayingEnvironment:
+def load(env: str, args: Mapping[str, Any]) -> Any:
     """Load the environment of agent.env = HUB:NAME.
 
     Its module may also be in the working directory.  Raises ConfigError for a missing package, with
@@ -54,13 +47,12 @@ def load(env: str, args: Mapping[str, Any]) -> SelfPlayingEnvironment:
             "module verifiers.v1; install verifiers 0.1 or 0.4"
         )
     try:
-        loaded: SelfPlayingEnvironment = importlib.import_module(adapter).load(name, args)
+        return importlib.import_module(adapter).load(name, args)
     except ConfigError as error:
         raise ConfigError(f"agent.env = {env}: {error}") from error
     except BaseException as error:
-        reason = f"{describe_cause(error)}{suggest_fix(error, version)}"
+        reason = describe_failure(error, version)
         raise ConfigError(f"agent.env = {env}: {reason}") from error
-    return loaded
 
 
 def find_adapter(verifiers: ModuleType) -> str:
@@ -74,28 +66,21 @@ def find_adapter(verifiers: ModuleType) -> str:
     return ""
 
 
-def describe_cause(error: BaseException) -> str:
-    """Describe an exception by its first cause: hubs wrap an environment's errors."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return f"loading it {describe_exception(error)}"
-
-
-def suggest_fix(error: BaseException, version: str) -> str:
-    """Suggest a fix for the likely causes of an environment that cannot be loaded.
+def describe_failure(error: BaseException, version: str) -> str:
+    """Describe a failed load by its first cause, which hubs wrap, and suggest a fix.
 
     version: of verifiers; 0.1 and 0.4 do not load each other's environments
     """
-    causes: list[BaseException] = [error]
-    while causes[-1].__cause__ is not None:
-        causes.append(causes[-1].__cause__)
-    if isinstance(causes[-1], ModuleNotFoundError):
-        return "; install its package into agent.python, or run where its module lies"
-    if isinstance(causes[-1], TypeError) and "argument" in str(causes[-1]):
-        return "; see [agent.args]"
-    if isinstance(causes[-1], AttributeError):
-        return f"; agent.python has verifiers {version}: is it the environment's version?"
-    return ""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    fix = ""
+    if isinstance(error, ModuleNotFoundError):
+        fix = "; install its package into agent.python, or run where its module lies"
+    elif isinstance(error, TypeError) and "argument" in str(error):
+        fix = "; see [agent.args]"
+    elif isinstance(error, AttributeError):
+        fix = f"; agent.python has verifiers {version}: is it the environment's version?"
+    return f"loading it {describe_exception(error)}{fix}"
 
 
 # ---- for the adapters ----------------------------------------------------------------------------

@@ -160,7 +160,6 @@ class SessionFile:
         """Record an answered call with its answer's bytes."""
         assert request.call is not None and request.answer is not None
         node = request.call.node
-        assert node.ids is not None and node.logprobs is not None
         call = CallRecord(
             number=node.number,
             parent=None if node.parent is None else node.parent.number,

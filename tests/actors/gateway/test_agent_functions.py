@@ -334,21 +334,21 @@ def test_the_first_cause_of_a_failed_load_is_told_with_what_to_do() -> None:
         outer.__cause__, middle.__cause__ = middle, cause
         return outer
 
-    missing = wrapped(ModuleNotFoundError("No module named 'words'"))
-    assert self_playing.describe_cause(missing) == (
-        "loading it raised ModuleNotFoundError: No module named 'words'"
+    def told(error: BaseException) -> str:
+        return self_playing.describe_failure(error, "0.4").removeprefix("loading it raised ")
+
+    assert told(wrapped(ModuleNotFoundError("No module named 'words'"))) == (
+        "ModuleNotFoundError: No module named 'words'; install its package into agent.python, or "
+        "run where its module lies"
     )
-    assert self_playing.suggest_fix(missing, "0.4") == (
-        "; install its package into agent.python, or run where its module lies"
+    wrong = TypeError("f() got an unexpected keyword argument 'x'")
+    assert told(wrapped(wrong)) == f"TypeError: {wrong}; see [agent.args]"
+    assert told(wrapped(TypeError("other"))) == "TypeError: other"
+    assert told(wrapped(KeyError("argument"))) == "KeyError: 'argument'"
+    assert told(AttributeError("module has no Rubric")) == (
+        "AttributeError: module has no Rubric; agent.python has verifiers 0.4: is it the "
+        "environment's version?"
     )
-    wrong = wrapped(TypeError("f() got an unexpected keyword argument 'x'"))
-    assert self_playing.suggest_fix(wrong, "0.4") == "; see [agent.args]"
-    assert self_playing.suggest_fix(wrapped(TypeError("other")), "0.4") == ""
-    assert self_playing.suggest_fix(wrapped(KeyError("argument")), "0.4") == ""
-    assert self_playing.suggest_fix(AttributeError("module has no Rubric"), "0.4") == (
-        "; agent.python has verifiers 0.4: is it the environment's version?"
-    )
-    assert self_playing.describe_cause(KeyError("x")) == "loading it raised KeyError: 'x'"
 
 
 class Words:
