@@ -357,8 +357,8 @@ class EmbeddedEngine:
         index = torch.tensor(keep, device=self.device)
         count = len(keep)
         assert self.cache is not None
-        for tensor in self.cache.stored:
-            tensor[:, :count] = tensor.index_select(1, index)
+        for stored in self.cache.stored:
+            stored[:, :count] = stored.index_select(1, index)
         for tensor in (
             self.cache.bias,
             self.token,

@@ -22,13 +22,13 @@ from pathlib import Path
 import msgspec
 from lib import rounds
 
-from actors.gateway.agents.agent_pool import _AgentProcess
 from actors.gateway.agents.session_messages import (
     AgentSetup,
     SessionAccess,
     SessionOrders,
     SessionResult,
 )
+from actors.gateway.http_gateway import _AgentProcess
 from asyncrl.config.agents import AgentConfig
 from asyncrl.contract.messages import Prompt
 

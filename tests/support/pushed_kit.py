@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 from gateway_service_kit import PATIENCE_S
 
-from actors.gateway.agents.agent_pool import _AgentProcess
 from actors.gateway.agents.session_messages import (
     AgentSetup,
     SessionAccess,
     SessionOrders,
     SessionResult,
 )
+from actors.gateway.http_gateway import _AgentProcess
 from asyncrl.config.agents import AgentConfig
 from asyncrl.contract import messages as m
 

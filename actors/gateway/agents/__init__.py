@@ -2,5 +2,5 @@
 
 They are programs (agent.command), functions (agent.function) and environments that call the policy
 themselves. session_messages.py holds the messages between their processes and the gateway,
-agent_pool.py the gateway's side.
+http_gateway.py the gateway's side.
 """

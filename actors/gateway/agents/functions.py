@@ -99,7 +99,7 @@ def resolve(path: str) -> Callable[..., Any]:
 def load_player(setup: AgentSetup) -> Callable[..., Any]:
     """Import the function or environment that plays sessions.  Raises ConfigError."""
     if setup.env:
-        return self_playing.load(setup.env, setup.args).play
+        return self_playing.load(setup.env, setup.args).play  # type: ignore[no-any-return]
     try:
         return resolve(setup.function)
     except BaseException as error:

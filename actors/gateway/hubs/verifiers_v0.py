@@ -55,7 +55,7 @@ def load(name: str, args: Mapping[str, Any]) -> VerifiersEnvironment:
 
 
 class VerifiersEnvironment:
-    """One environment as a SelfPlayingEnvironment.
+    """One environment, as `self_playing` describes it.
 
     Raises ConfigError if its rubric compares the rollouts of a group.
     """

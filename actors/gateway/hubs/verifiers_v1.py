@@ -106,7 +106,7 @@ def localize_agents(config: Any) -> tuple[str, dict[str, Any]]:
 
 
 class TasksetEnvironment:
-    """A taskset with its agents, as a SelfPlayingEnvironment.
+    """A taskset with its agents, as `self_playing` describes an environment.
 
     policy: the name of the agent that the policy plays
     """

@@ -14,13 +14,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from actors.gateway.agents.agent_pool import AgentPool
 from actors.gateway.environment_sessions import (
     EnvironmentSource,
     EnvironmentState,
     SingleCompletions,
 )
 from actors.gateway.environment_worker import EnvironmentEvent
+from actors.gateway.http_gateway import AgentPool
 from actors.gateway.hubs import prompt_files
 from actors.gateway.refusals import CallRefused
 from actors.gateway.session_source import WaitCause

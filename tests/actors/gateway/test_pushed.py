@@ -20,11 +20,11 @@ from gateway_kit import Served
 from gateway_service_kit import AT, PATIENCE_S, Wire
 from pushed_kit import HERE, Commands, until
 
-from actors.gateway import service
-from actors.gateway.agents import agent_log, agent_pool
-from actors.gateway.agents.agent_pool import AgentPool
+from actors.gateway import http_gateway, service
+from actors.gateway.agents import agent_log
 from actors.gateway.agents.agent_programs import MODEL_VARIABLES
 from actors.gateway.agents.session_messages import SessionOrders, SessionResult
+from actors.gateway.http_gateway import AgentPool
 from actors.gateway.session_api import SessionApi
 from asyncrl.config import load
 from asyncrl.config.agents import AgentConfig
@@ -397,7 +397,7 @@ def test_what_an_environment_scored_counts_also_where_a_limit_ended_it(
 def test_a_function_that_does_not_stop_loses_its_process_and_the_others_begin_again(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agent_pool, "STOP_S", 0.2)
+    monkeypatch.setattr(http_gateway, "STOP_S", 0.2)
     gate = tmp_path / "gate"
     hangs = world.begun(world.take("pays", gate=str(tmp_path / "never")))
     other = world.take("pays", gate=str(gate))
