@@ -130,7 +130,7 @@ class EmbeddedEngine:
                 f"{format_gb(needed_bytes)}, and {format_gb(get_free_bytes(self.device))} are "
                 "free; set a lower context or add memory"
             )
-        self.cache: decoder.ColumnCache | None = None
+        self.cache = self._make_cache(rows, 0)
         self.response_needed = max_new_tokens
         self.prompt_needed = 8
         self.queue: deque[CompletionRequest] = deque()
@@ -234,7 +234,18 @@ class EmbeddedEngine:
     def step(self, steps: int = 8) -> list[Completion]:
         completions: list[Completion] = []
         for _ in range(steps):
-            self._arrange()
+            if not self.live:
+                self.rows = []
+                self.clock = 0
+                self.columns.clear()
+            if self.queue:  # refill free rows in chunks
+                free = self.slots - self.live
+                chunk = min(CHUNK, max(1, self.slots // 4), len(self.queue))
+                if free >= chunk or not self.live:
+                    count = min(free, len(self.queue))
+                    self._admit([self.queue.popleft() for _ in range(count)])
+            elif self.live < SHRINK * len(self.rows):
+                self._compact()
             if not self.live:
                 break
             completions += self._decode()
@@ -299,7 +310,7 @@ class EmbeddedEngine:
         Attention hides them by the weight 0, but 0 times a value that is not finite is not 0."""
         if self.prefix_cache is not None:
             self.prefix_cache.clear()
-        for tensor in (*(self.cache.stored if self.cache else ()), self.out_logprob):
+        for tensor in (*self.cache.stored, self.out_logprob):
             tensor.zero_()
 
     def count_tokens(self) -> dict[Key, int]:
@@ -339,24 +350,10 @@ class EmbeddedEngine:
 
     # ---- rows ------------------------------------------------------------------------------------
 
-    def _arrange(self) -> None:
-        """Refill free rows in chunks; compact the live rows when no request waits."""
-        if not self.live:
-            self.rows = []
-            self.clock = 0
-            self.columns.clear()
-        if self.queue:
-            free_slots = self.slots - self.live
-            if free_slots >= min(CHUNK, max(1, self.slots // 4), len(self.queue)) or not self.live:
-                self._admit([self.queue.popleft() for _ in range(min(free_slots, len(self.queue)))])
-        elif self.live < SHRINK * len(self.rows):
-            self._compact()
-
     def _compact(self) -> None:
         keep = [slot for slot, _ in self.live_rows]
         index = torch.tensor(keep, device=self.device)
         count = len(keep)
-        assert self.cache is not None
         for stored in self.cache.stored:
             stored[:, :count] = stored.index_select(1, index)
         for tensor in (
@@ -380,7 +377,6 @@ class EmbeddedEngine:
 
     def _admit(self, requests: list[CompletionRequest]) -> None:
         self._reserve(requests)
-        assert self.cache is not None
         free_slots = [slot for slot, row in enumerate(self.rows) if row is None]
         extra = max(0, len(requests) - len(free_slots))
         free_slots += range(len(self.rows), len(self.rows) + extra)
@@ -431,13 +427,9 @@ class EmbeddedEngine:
             self.stop = torch.nn.functional.pad(
                 self.stop, (0, stops - self.stop.shape[1]), value=-1
             )
-        if (
-            self.cache is not None
-            and prompt == self.prompt_needed
-            and response == self.response_needed
-        ):
+        previous, count = self.cache, self.cache.bias.shape[2]
+        if count and (prompt, response) == (self.prompt_needed, self.response_needed):
             return
-        previous_cache = self.cache
         old_prompt = self.prompt_needed
         self.prompt_needed = -(-prompt // 8) * 8
         self.response_needed = response
@@ -463,8 +455,16 @@ class EmbeddedEngine:
             )
             if self.out_routed is not None:
                 self.out_routed = pad(self.out_routed, (0, 0, 0, 0, 0, added))
-        if previous_cache is not None:
-            self._copy_cache(previous_cache, old_prompt)
+        # the columns of prompts, then those of steps; without a column, nothing is copied
+        column_ranges = [(0, 0, old_prompt), (self.prompt_needed, old_prompt, count)]
+        if self.by_position or not count:
+            column_ranges = [(0, 0, count)]
+        used_rows = len(self.rows)  # pages of the other rows stay untouched
+        for target_start, start, end in column_ranges:
+            target = slice(target_start, target_start + end - start)
+            for copy, original in ((self.cache.k, previous.k), (self.cache.v, previous.v)):
+                copy[:, :used_rows, :, target] = original[:, :used_rows, :, start:end]
+            self.cache.bias[:, :, target] = previous.bias[:, :, start:end]
 
     def _make_cache(self, rows: int, columns: int) -> decoder.ColumnCache:
         return decoder.ColumnCache(
@@ -524,22 +524,6 @@ class EmbeddedEngine:
             table[:, :, layer] = of_rows.cpu().numpy()
         return table
 
-    def _copy_cache(self, previous: decoder.ColumnCache, prompt: int) -> None:
-        """Copy a smaller cache into the new one: prompt columns, then step columns."""
-        assert self.cache is not None
-        count = previous.bias.shape[2]
-        column_ranges = (
-            [(0, 0, count)]
-            if self.by_position
-            else [(0, 0, prompt), (self.prompt_needed, prompt, count)]
-        )
-        used_rows = len(self.rows)  # pages of the other rows stay untouched
-        for target_start, start, end in column_ranges:
-            target = slice(target_start, target_start + end - start)
-            for copy, original in ((self.cache.k, previous.k), (self.cache.v, previous.v)):
-                copy[:, :used_rows, :, target] = original[:, :used_rows, :, start:end]
-            self.cache.bias[:, :, target] = previous.bias[:, :, start:end]
-
     def _write_prompts(self, rows: list[int], prompts: list[np.ndarray], groups: list[Any]) -> None:
         """Fill each row with its prompt's keys and values, and keep them for later.
 
@@ -568,7 +552,6 @@ class EmbeddedEngine:
                     self._write_new(*chosen)
         if self.prefix_cache is None:
             return
-        assert self.cache is not None
         last_index = {group: index for index, group in enumerate(groups)}
         for index in last_index.values():
             slot, prompt = rows[index], prompts[index][:-1]
@@ -587,7 +570,7 @@ class EmbeddedEngine:
         numbers: list[list[int]],
     ) -> None:
         """Encode each distinct prompt behind its kept prefix, the blocks `numbers`."""
-        assert self.cache is not None and self.prefix_cache is not None
+        assert self.prefix_cache is not None
         owner_of = {group: number for number, group in enumerate(dict.fromkeys(groups))}
         first_indices = [groups.index(group) for group in owner_of]
         columns = [self.prefix_cache.list_columns(numbers[index]) for index in first_indices]
@@ -659,7 +642,6 @@ class EmbeddedEngine:
             return
         if routed is not None and len(row.marks) > 1:
             return  # an earlier version chose experts of the keys
-        assert self.cache is not None
         cached_tokens = np.concatenate([row.request.prompt, tokens[:-1]])
         self.prefix_cache.store(
             cached_tokens,
@@ -671,7 +653,6 @@ class EmbeddedEngine:
 
     def _write_new(self, rows: list[int], prompts: list[np.ndarray], groups: list[Any]) -> None:
         """Encode each distinct prompt without its last token, for all rows that share it."""
-        assert self.cache is not None
         prompt_of = {g: p[:-1] for g, p in zip(groups, prompts, strict=True) if len(p) > 1}
         if not prompt_of:
             return
@@ -700,7 +681,6 @@ class EmbeddedEngine:
 
         Tokens keep their recorded experts, with which a learner computes them, too.
         """
-        assert self.cache is not None
         live = self.live_rows
         lengths = [len(row.request.prompt) + self._count_sampled(row) for _, row in live]
         for batch in group_into_batches(lengths):
@@ -735,7 +715,6 @@ class EmbeddedEngine:
     # ---- decoding --------------------------------------------------------------------------------
 
     def _decode(self) -> list[Completion]:
-        assert self.cache is not None
         if self.drafts is not None:
             return self._decode_drafts(self.drafts)
         count = len(self.rows)
@@ -802,7 +781,6 @@ class EmbeddedEngine:
 
         They are its draft's tokens before the first difference, and the sampled token there.
         """
-        assert self.cache is not None
         count = len(self.rows)
         drafts = self._propose(policy)
         width = 1 + drafts.shape[1]
@@ -861,7 +839,13 @@ class EmbeddedEngine:
         self.count[:count].add_(accepted).clamp_(max=self.uniform.shape[1] - 1)
         self.position[:count].add_(accepted)
         self.clock += 1
-        self._count_drafts(policy, (drafts >= 0).sum(1).tolist(), accepted.tolist())
+        proposed, counts = (drafts >= 0).sum(1).tolist(), accepted.tolist()
+        for slot, row in self.live_rows:
+            row.sampled += counts[slot]
+            self.proposed += proposed[slot]
+            self.accepted += counts[slot] - 1
+        if any(proposed):
+            policy.count(self.live, sum(counts))
         return self._finish_rows((live & (stopped | (remaining == 0))).nonzero()[:, 0])
 
     def _propose(self, policy: DraftPolicy) -> torch.Tensor:
@@ -882,19 +866,6 @@ class EmbeddedEngine:
         width = max(map(len, drafts))
         padded = [draft + [-1] * (width - len(draft)) for draft in drafts]
         return torch.tensor(padded, dtype=torch.long, device=self.device).view(len(drafts), width)
-
-    def _count_drafts(self, policy: DraftPolicy, drafts: list[int], accepted: list[int]) -> None:
-        """Advance the rows by their accepted tokens, and count those of drafts.
-
-        drafts, accepted: numbers of tokens, one for each row.
-        """
-        for row, draft, count in zip(self.rows, drafts, accepted, strict=True):
-            if row is not None:
-                row.sampled += count
-                self.proposed += draft
-                self.accepted += count - 1
-        if any(drafts):
-            policy.count(self.live, sum(accepted))
 
     def _measure_drafts(self, draft_tokens: int) -> dict[int, tuple[float, float]]:
         """Measure steps without and with drafts to verify.

@@ -205,7 +205,16 @@ class GenericEngine:
         if self.model.vision is not None:
             names = [name for row in rows for name in row.images]
             images = self.model.vision.build_inputs(names, self.features)
-        with router_hooks.replay_routing(hf, self._collect_replayed_experts(width), routed):
+        replayed = None
+        if self.routing is not None:  # tokens that were read before keep their experts
+            known = [
+                RoutedExperts(np.concatenate(row.routed), self.routing.experts)
+                if row.routed
+                else None
+                for row in self.rows
+            ]
+            replayed = router_hooks.build_padded_table(known, self.routing, width, device)
+        with router_hooks.replay_routing(hf, replayed, routed):
             outputs = hf(
                 input_ids=torch.from_numpy(ids).to(device),
                 attention_mask=torch.from_numpy(mask).to(device),
@@ -225,16 +234,6 @@ class GenericEngine:
             torch.arange(len(sequences), device=device), last_positions
         ].float()
         return logits
-
-    def _collect_replayed_experts(self, width: int) -> torch.Tensor | None:
-        """Collect the experts of the tokens that were read before: they keep them."""
-        if self.routing is None:
-            return None
-        row_experts = [
-            RoutedExperts(np.concatenate(row.routed), self.routing.experts) if row.routed else None
-            for row in self.rows
-        ]
-        return router_hooks.build_padded_table(row_experts, self.routing, width, self.model.device)
 
     def _build_completion(self, row: GenericRow) -> Completion:
         return Completion(

@@ -418,8 +418,14 @@ def parse_hermes(text: str) -> Message:
     texts = []
     end = 0
     for match in HERMES_CALL.finditer(text):
-        if (function := _parse_hermes_call(match[1])) is None:
+        try:
+            call = json.loads(match[1])
+        except ValueError:
             continue
+        arguments = call.get("arguments", {})
+        if not isinstance(call.get("name"), str) or not isinstance(arguments, dict):
+            continue
+        function = {"name": call["name"], "arguments": arguments}
         calls.append({"id": "", "type": "function", "function": function})
         texts.append(text[end : match.start()])
         end = match.end()
@@ -428,17 +434,6 @@ def parse_hermes(text: str) -> Message:
         message["content"] = "".join([*texts, text[end:]]).strip()
         message["tool_calls"] = calls
     return message
-
-
-def _parse_hermes_call(text: str) -> dict[str, Any] | None:
-    try:
-        call = json.loads(text)
-    except ValueError:
-        return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return None
-    arguments = call.get("arguments", {})
-    return {"name": call["name"], "arguments": arguments} if isinstance(arguments, dict) else None
 
 
 PARSERS: dict[str, Parser] = {"none": parse_plain_text, "hermes": parse_hermes}

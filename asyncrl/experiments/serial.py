@@ -152,7 +152,15 @@ class SerialRun:
                 while self.commit() or self.train():
                     pass
                 if not self.turn.engine.active:
-                    self.clock = max(self.clock, self.find_next_event())
+                    # to the update's end, a delayed sample that is due (`deliver` looks one slice
+                    # ahead) or the window's opening
+                    due_times = [
+                        self.store.next_opening(self.clock),
+                        self.turn.delayed.next_due - SLICE,
+                        math.inf if self.update is None else self.update.ends,
+                    ]
+                    if min(due_times) < math.inf:
+                        self.clock = max(self.clock, math.ceil(min(due_times)))
                 heldout = self.numbers.take_evaluations(self.store)
                 if self.watch is not None and heldout:
                     self.numbers.abandoned = self.watch(*self.numbers.list_mean_rewards("heldout"))
@@ -279,22 +287,6 @@ class SerialRun:
         needed = {*self.store.list_pinned_versions(), label, self.loaded}
         self.ring = {name: weights for name, weights in self.ring.items() if name in needed}
         return True
-
-    # ---- the clock and the end -------------------------------------------------------------------
-
-    def find_next_event(self) -> int:
-        """Return the decode step of the next event, or 0.
-
-        The events are the update's end, a delayed sample that is due and the window's opening.
-        """
-        due_times = [float(self.update.ends)] if self.update is not None else []
-        opens = self.store.next_opening(self.clock)
-        due_times += [opens] if opens < math.inf else []
-        # `deliver` looks one slice ahead
-        due_times += (
-            [self.turn.delayed.next_due - SLICE] if self.turn.delayed.next_due < math.inf else []
-        )
-        return math.ceil(min(due_times, default=0))
 
     def make_record(self, wall_s: float) -> RunRecord:
         digest = compute_weights_digest(self.core.model)

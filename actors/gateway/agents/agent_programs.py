@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import msgspec
 
@@ -65,18 +65,6 @@ MODEL_VARIABLES = (
 )
 
 _libc = ctypes.CDLL(None)
-
-
-def describe_sample(seat: SessionAccess) -> dict[str, Any]:
-    """Build task.json: the sample without its answer."""
-    return seat.prompt.describe_task() | {
-        "session": seat.name,
-        "seed": seat.seed,
-        "attempt": seat.attempt,
-        "first": seat.first,
-        "deadline_s": seat.deadline_s,
-        "model": seat.model,
-    }
 
 
 def select_inherited(patterns: Sequence[str]) -> dict[str, str]:
@@ -140,7 +128,15 @@ class AgentProgram:
         self.folder = Path(tempfile.mkdtemp(prefix="asyncrl-agent-"))
         try:
             task = self.folder / "task.json"
-            task.write_text(json.dumps(describe_sample(seat)), encoding="utf-8")
+            sample = seat.prompt.describe_task() | {
+                "session": seat.name,
+                "seed": seat.seed,
+                "attempt": seat.attempt,
+                "first": seat.first,
+                "deadline_s": seat.deadline_s,
+                "model": seat.model,
+            }
+            task.write_text(json.dumps(sample), encoding="utf-8")
             with task.open("rb") as stdin:
                 self.process = subprocess.Popen(
                     setup.command,
@@ -280,17 +276,6 @@ class AgentPrograms:
         self.log.write(head, *map(bytes, program.printed))
         send(self.wire, result)
 
-    def read_orders(self) -> bool:
-        """Apply the gateway's orders; False when it has closed the socket."""
-        try:
-            data = self.wire.recv(CHUNK)
-        except ConnectionResetError:  # the gateway ended with unread data
-            data = b""
-        self.incoming += data
-        for payload in worker_pool.take_frames(self.incoming):
-            self.apply_orders(msgspec.msgpack.decode(payload, type=SessionOrders))
-        return bool(data)
-
     def apply_orders(self, orders: SessionOrders) -> None:
         """Start and stop the programs that the gateway orders."""
         for seat in orders.seats:
@@ -305,7 +290,14 @@ class AgentPrograms:
         is_open = True
         for key, _ in self.selector.select(wait):
             if key.data is None:
-                is_open = self.read_orders() and is_open
+                try:
+                    data = self.wire.recv(CHUNK)
+                except ConnectionResetError:  # the gateway ended with unread data
+                    data = b""
+                is_open = is_open and bool(data)  # the gateway has closed the socket
+                self.incoming += data
+                for payload in worker_pool.take_frames(self.incoming):
+                    self.apply_orders(msgspec.msgpack.decode(payload, type=SessionOrders))
                 continue
             program, stream = key.data
             if program.seat.number not in self.running:

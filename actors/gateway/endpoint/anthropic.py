@@ -41,26 +41,21 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(output, dict):
         raise build_refusal("output_config", "give an object")
     request |= {f"output_config.{key}": value for key, value in output.items()}
-    request["tools"] = _convert_tools(request, body.get("tools") or [])
-    return request
-
-
-def _convert_tools(request: dict[str, Any], value: Any) -> list[Any]:
-    """Translate tools to functions; a provider's tools are ignored and listed."""
-    if not isinstance(value, list):
+    tools = body.get("tools") or []
+    if not isinstance(tools, list):
         raise build_refusal("tools", "give a list")
-    tools = []
-    for index, tool in enumerate(value):
+    request["tools"] = []
+    for index, tool in enumerate(tools):
         if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):
             raise build_refusal(f"tools[{index}]", "give an object with a name")
-        if tool.get("type", "custom") != "custom":
+        if tool.get("type", "custom") != "custom":  # it runs at the provider: ignored and listed
             request[f"tools.{tool['type']}"] = True
             continue
         function = {"name": tool["name"], "parameters": tool.get("input_schema", {})}
         if "description" in tool:
             function["description"] = tool["description"]
-        tools.append({"type": "function", "function": function})
-    return tools
+        request["tools"].append({"type": "function", "function": function})
+    return request
 
 
 def _join_blocks(location: str, content: Any) -> str:

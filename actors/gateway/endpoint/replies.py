@@ -91,9 +91,16 @@ def _count_usage(node: CallNode) -> dict[str, int]:
     }
 
 
-def message_for_client(answer: Message) -> Message:
-    """Convert an answer to the form of OpenAI's API, where arguments are text."""
-    message = {"role": "assistant", "content": answer["content"], "refusal": None}
+def describe_token(text: str, logprob: float | None) -> dict[str, Any]:
+    """Describe a sampled token as chat completions do."""
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace"))}
+
+
+def _build_chat_choice(parsed: ParsedRequest, node: CallNode, decode: Text) -> dict[str, Any]:
+    answer = node.answer
+    assert answer is not None
+    # in the form of OpenAI's API, where arguments are text
+    message: Message = {"role": "assistant", "content": answer["content"], "refusal": None}
     if "reasoning_content" in answer:
         message["reasoning_content"] = answer["reasoning_content"]
     if calls := answer.get("tool_calls"):
@@ -104,17 +111,6 @@ def message_for_client(answer: Message) -> Message:
             if not isinstance(function["arguments"], str):
                 function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
             message["tool_calls"].append({**call, "function": function})
-    return message
-
-
-def describe_token(text: str, logprob: float | None) -> dict[str, Any]:
-    """Describe a sampled token as chat completions do."""
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace"))}
-
-
-def _build_chat_choice(parsed: ParsedRequest, node: CallNode, decode: Text) -> dict[str, Any]:
-    assert node.answer is not None
-    message = message_for_client(node.answer)
     finish: str = node.finish
     if finish == "stop" and message.get("tool_calls"):
         finish = "tool_calls"

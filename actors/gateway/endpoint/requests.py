@@ -233,26 +233,21 @@ def _check_options(
                     name, f"{value!r:.80} is not served: {reason}", "unsupported_parameter"
                 )
         elif name == "stop_token_ids":
-            _check_stop_ids(value, policy)
+            if not isinstance(value, list) or not all(type(token) is int for token in value):
+                raise build_refusal("stop_token_ids", "give a list of token ids")
+            if unknown_ids := sorted({*value} - policy.stops):
+                raise build_refusal(
+                    "stop_token_ids",
+                    f"{unknown_ids!r:.80} do not end an answer in this run, whose stop ids are "
+                    f"{sorted(policy.stops)}: omit them, or add their text to generator.stop",
+                    "unsupported_parameter",
+                )
         elif name in FORCED or name.startswith(GUIDED):
             if _forces(name, value, policy):
                 ignored.append(name)
         elif name not in SAMPLING or _samples_otherwise(name, value, policy, run):
             ignored.append(name)
     return tuple(ignored)
-
-
-def _check_stop_ids(ids: Any, policy: RequestPolicy) -> None:
-    """Raise CallRefused for an id that does not end an answer in this run."""
-    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
-        raise build_refusal("stop_token_ids", "give a list of token ids")
-    if unknown_ids := sorted({*ids} - policy.stops):
-        raise build_refusal(
-            "stop_token_ids",
-            f"{unknown_ids!r:.80} do not end an answer in this run, whose stop ids are "
-            f"{sorted(policy.stops)}: omit them, or add their text to generator.stop",
-            "unsupported_parameter",
-        )
 
 
 def _forces(name: str, value: Any, policy: RequestPolicy) -> bool:

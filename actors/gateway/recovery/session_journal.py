@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -277,21 +278,17 @@ def restore(session: Session, records: list[SessionRecord], now: float) -> Sessi
         if record.sent in requests:
             requests[record.sent].lost = False
         if record.progress is not None:
-            _restore_progress(session, record.progress)
+            progress = record.progress
+            session.state, session.outcome = progress.state, progress.outcome
+            session.calls, session.tree.placed = progress.calls, progress.placed
+            session.tokens, session.aside = progress.tokens, progress.aside
+            session.reported = progress.reported
+            session.shortened, session.refusals = progress.shortened, progress.refusals
+            session.limit, session.limited_at = progress.limit, progress.limited_at
+            session.adopted, session.score = list(progress.adopted), progress.score
+            session.tree.forks = Counter(progress.forks)
     session.call_at = session.active_at = session.judging_at = now
     return last_call
-
-
-def _restore_progress(session: Session, progress: SessionProgress) -> None:
-    session.state, session.outcome = progress.state, progress.outcome
-    session.calls, session.tree.placed = progress.calls, progress.placed
-    session.tokens, session.aside = progress.tokens, progress.aside
-    session.reported = progress.reported
-    session.shortened, session.refusals = progress.shortened, progress.refusals
-    session.limit, session.limited_at = progress.limit, progress.limited_at
-    session.adopted, session.score = list(progress.adopted), progress.score
-    session.tree.forks.clear()
-    session.tree.forks.update(progress.forks)
 
 
 def _restore_call(

@@ -173,7 +173,7 @@ class Play:
         text = self.kind.start
         for turn in said:
             text += self.kind.head(turn.role)
-            if not turn.is_answered:
+            if turn.ids is None:
                 text += turn.text.strip() if self.kind.trims else turn.text
                 foreign = (
                     self.kind.end
