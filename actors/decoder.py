@@ -18,8 +18,7 @@ import torch.nn.functional as F
 
 from asyncrl.contract.messages import RoutingShape
 from asyncrl.contract.routed_experts import RoutedExperts
-from asyncrl.models import exact_operators
-from asyncrl.models.moe import expert_layers
+from asyncrl.models import exact_operators, expert_layers
 from asyncrl.models.packed_attention import QueryBlock, cut_queries
 from asyncrl.models.packed_forward import ModelLayout, find_kept_tokens, renormalize, rotate
 

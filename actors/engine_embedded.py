@@ -44,11 +44,10 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.contract.versions import Label
-from asyncrl.models import exact_operators, memory
+from asyncrl.models import exact_operators, memory, router_hooks
 from asyncrl.models.adapters import AdapterBase
-from asyncrl.models.low_precision.weight_rounding import WeightRounder
-from asyncrl.models.moe import router_hooks
 from asyncrl.models.policy import PolicyModel, load_policy
+from asyncrl.models.weight_rounding import WeightRounder
 from asyncrl.records import machine_memory
 
 CHUNK = 64  # rows refilled at a time: an admission costs about as much as a few decode steps

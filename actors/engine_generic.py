@@ -34,8 +34,8 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.contract.versions import Label
+from asyncrl.models import router_hooks
 from asyncrl.models.adapters import AdapterBase
-from asyncrl.models.moe import router_hooks
 from asyncrl.models.policy import PolicyModel, load_weights
 
 

@@ -93,15 +93,6 @@ class _RewardJob:
     submitted_at: float  # when it was submitted
 
 
-@dataclass
-class RewardTiming:
-    """Durations of the calls, summed since the start, for the generator's metrics."""
-
-    judged: int = 0
-    waited_s: float = 0.0  # from submission to result, summed over responses
-    called_s: float = 0.0  # inside the function
-
-
 class _RewardProcess(Worker):
     """A reward process and the units sent to it, in sending order."""
 
@@ -496,7 +487,9 @@ class RewardRunner:
         self.task = task
         self.done: list[RewardResult] = []
         self.fresh: list[_RewardJob] = []
-        self.timing = RewardTiming()
+        self.judged = 0
+        self.waited_s = 0.0  # from submission to result, summed over responses
+        self.called_s = 0.0  # inside the function, summed
         self.waiting = 0  # submitted, not yet returned by `poll`
         # receives each call in a process: name, began, ended, responses
         self.timed: Callable[[str, float, float, int], None] | None = None
@@ -528,11 +521,10 @@ class RewardRunner:
         """
         if self.pool is None:
             return {}
-        timing = self.timing
         return {
-            "reward/judged": timing.judged,
-            "reward/waited_s": timing.waited_s,
-            "reward/called_s": timing.called_s,
+            "reward/judged": self.judged,
+            "reward/waited_s": self.waited_s,
+            "reward/called_s": self.called_s,
             "reward/batches": self.pool.batches,
             "reward/failed_batches": self.pool.failed_batches,
             "reward/queue": self.waiting,
@@ -574,13 +566,13 @@ class RewardRunner:
                 self.fresh = []
             while pool.spans:
                 began, ended, responses = pool.spans.popleft()
-                self.timing.called_s += ended - began
+                self.called_s += ended - began
                 if self.timed is not None:
                     self.timed("reward", began, ended, responses)
             while pool.results:
                 job, result, ended = pool.results.popleft()
-                self.timing.judged += 1
-                self.timing.waited_s += ended - job.submitted_at
+                self.judged += 1
+                self.waited_s += ended - job.submitted_at
                 self.done.append(result)
         results = self.done
         self.done = []

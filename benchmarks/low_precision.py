@@ -31,7 +31,7 @@ from actors.engine import CompletionRequest
 from actors.engine_embedded import EmbeddedEngine
 from asyncrl.contract.versions import Label
 from asyncrl.models import memory, policy
-from asyncrl.models.low_precision.weight_rounding import quantize_rows, share_rounding
+from asyncrl.models.weight_rounding import quantize_rows, share_rounding
 
 WAYS = ("none", "int8", "fp8")
 GOAL = 3.0  # CPU time of a swap with rounding, in swaps without

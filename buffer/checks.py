@@ -135,7 +135,7 @@ def check_images(blobs: Mapping[str, bytes]) -> None:
     if not blobs:
         return
     require(len(blobs) <= MOST_IMAGES * NAMES, f"{len(blobs)} images in one message")
-    from asyncrl.models.vision import pictures  # imports numpy
+    from asyncrl.models import pictures  # imports numpy
 
     try:
         check_blobs(blobs)

@@ -21,8 +21,8 @@ from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import Batch, Trajectory
 from asyncrl.contract.versions import Label
 from asyncrl.models import adapters
-from asyncrl.models.low_precision.weight_rounding import load_learner_policy
 from asyncrl.models.policy import Manifest, PolicyModel, load_weights, read_flat
+from asyncrl.models.weight_rounding import load_learner_policy
 from learner.batch import PackedBatch
 
 Forward = Callable[[PolicyModel, PackedBatch, list[int]], torch.Tensor]  # [N], 0 elsewhere

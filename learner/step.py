@@ -22,8 +22,8 @@ from asyncrl.config.tree import Config, compute_learning_rate_share
 from asyncrl.contract.errors import AsyncrlError, ConfigError, NotFiniteError
 from asyncrl.contract.messages import Batch
 from asyncrl.models import adapters, memory, packed_forward
-from asyncrl.models.low_precision.weight_rounding import load_learner_policy
 from asyncrl.models.policy import PolicyModel, build_manifest
+from asyncrl.models.weight_rounding import load_learner_policy
 from learner import gradients
 from learner.backend import TorchBackend
 from learner.batch import PackedBatch, pack, split_micro_batches, split_minibatches

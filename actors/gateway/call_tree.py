@@ -242,14 +242,9 @@ class CallTree:
         known_count = 0
         while known_count < len(messages) and chains[known_count + 1] in self.known_chains:
             known_count += 1
-        return MessageMatch(chains, candidates, known_count, self._find_answers(messages, aside))
-
-    def _find_answers(self, messages: Sequence[Message], aside: bool) -> dict[int, CallNode]:
-        """Find the session's own answers by their messages alone, in the order of the calls.
-
-        Of calls with equal answers, each is the first after the answer before it, else the newest.
-        A message that the agent wrote before the policy did, such as an example, is not an answer.
-        """
+        # the session's own answers by their messages alone, in the order of the calls: of calls
+        # with equal answers, each is the first after the answer before it, else the newest; a
+        # message that the agent wrote before the policy did, such as an example, is not an answer
         answers: dict[int, CallNode] = {}
         last = -1
         for index, message in enumerate(messages):
@@ -263,7 +258,7 @@ class CallTree:
                 node = next((node for node in nodes if node.number > last), nodes[-1])
                 answers[index] = node
                 last = node.number
-        return answers
+        return MessageMatch(chains, candidates, known_count, answers)
 
     def find_ids(self, ids: np.ndarray, aside: bool = False) -> CallNode | None:
         """Find the node with the longest token ids that `ids` begin with.

@@ -33,9 +33,9 @@ from asyncrl.contract import outcomes
 from asyncrl.contract.blobs.images import ImageShape
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.importing import import_module
+from asyncrl.models import image_tokens
+from asyncrl.models.image_tokens import split_image_parts
 from asyncrl.models.tokenizer import encode_text, takes_parts
-from asyncrl.models.vision import image_tokens
-from asyncrl.models.vision.image_tokens import split_image_parts
 
 # characters encoded at once, for each token of generator.context: if the beginning of a text is too
 # long, the text is

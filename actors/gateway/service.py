@@ -720,30 +720,27 @@ class Gateway(TicketHolder):
         sessions = []
         for grant in sorted(self.held.values(), key=lambda grant: grant.ticket.ticket):
             states = [self.describe_session(self.episodes[number], now) for number in grant.live]
-            if grant.waiting:
-                states.append(self.describe_waiting_sample(grant, now))
+            if grant.waiting:  # a sample without a session
+                ticket, waited = grant.ticket, now - grant.granted_at
+                part = self.get_part(ticket)
+                cause = self.sources[part].explain_queue(part)
+                state = OpenSession(
+                    ticket=ticket.ticket,
+                    sample=grant.waiting[0],
+                    name="",
+                    task=describe_prompt(ticket),
+                    turn=0,
+                    kind=cause.kind,
+                    what=cause.text,
+                    seconds=waited,
+                    open_s=waited,
+                )
+                states.append(state)
             if states:  # tickets of evaluations have the highest numbers
                 sessions.append(max(states, key=lambda one: (one.kind != "engine", one.seconds)))
             if len(sessions) == OLDEST:
                 break
         return sessions
-
-    def describe_waiting_sample(self, grant: LeasedTicket, now: float) -> OpenSession:
-        """Describe the wait of a sample without a session."""
-        ticket, part = grant.ticket, self.get_part(grant.ticket)
-        cause = self.sources[part].explain_queue(part)
-        waited = now - grant.granted_at
-        return OpenSession(
-            ticket=ticket.ticket,
-            sample=grant.waiting[0],
-            name="",
-            task=describe_prompt(ticket),
-            turn=0,
-            kind=cause.kind,
-            what=cause.text,
-            seconds=waited,
-            open_s=waited,
-        )
 
     def describe_session(self, episode: Episode, now: float) -> OpenSession:
         """Describe the wait of an open session, and the limit that ends it."""

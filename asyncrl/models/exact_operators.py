@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from asyncrl.models.moe import expert_layers
+from asyncrl.models import expert_layers
 
 ROWS = 16
 KEYS = 16

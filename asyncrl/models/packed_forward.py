@@ -20,8 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from asyncrl.contract.messages import RoutingShape
 from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.sampled_support import SampledSupport
-from asyncrl.models import exact_operators, packed_attention
-from asyncrl.models.moe import expert_layers
+from asyncrl.models import exact_operators, expert_layers, packed_attention
 from asyncrl.models.packed_attention import AttentionRows, AttentionTable, PackingPlan
 
 FAMILIES = {"llama", "qwen2", "qwen3", "mistral", "qwen3_moe", "mixtral"}

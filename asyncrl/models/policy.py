@@ -27,12 +27,11 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import RoutingShape
 from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.sampled_support import SampledSupport
-from asyncrl.models import adapter_files, fetch, packed_forward, without_transformers
-from asyncrl.models.moe import router_hooks
+from asyncrl.models import adapter_files, fetch, packed_forward, router_hooks, without_transformers
+from asyncrl.models.image_encoder import ImageEncoder, list_processor_files
+from asyncrl.models.image_tokens import read_shape
 from asyncrl.models.packed_forward import ForwardOutput, SupportTable
 from asyncrl.models.tokenizer import describe_missing_weights
-from asyncrl.models.vision.image_encoder import ImageEncoder, list_processor_files
-from asyncrl.models.vision.image_tokens import read_shape
 from asyncrl.records import atomic_write
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -21,9 +21,8 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.blobs.images import MARKER, ImageShape
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
-from asyncrl.models import fetch
-from asyncrl.models.vision import image_tokens
-from asyncrl.models.vision.image_tokens import read_shape, split_image_parts
+from asyncrl.models import fetch, image_tokens
+from asyncrl.models.image_tokens import read_shape, split_image_parts
 from asyncrl.records.jsonl import read_object
 
 fetch.stay_offline()

@@ -19,8 +19,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.blobs.images import encode_png
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.versions import Label
-from asyncrl.models import exact_operators, policy
-from asyncrl.models.moe import expert_layers
+from asyncrl.models import exact_operators, expert_layers, policy
 from asyncrl.models.policy import PolicyModel
 
 

@@ -17,7 +17,7 @@ from asyncrl.config.sft import SftTraining
 from asyncrl.config.tree import Config
 from asyncrl.contract.blobs.images import MARKER, digest
 from asyncrl.contract.messages import Prompt
-from asyncrl.models.vision import image_tokens
+from asyncrl.models import image_tokens
 from asyncrl.records import atomic_write
 from asyncrl.tasks import Task, calc, file, fit, get_task, guess_task, nim, synthetic
 from asyncrl.tasks.mixture import MixtureTask
@@ -105,7 +105,7 @@ def warm_start(
 def _build_random_model(config: Config, task: Any, path: Path) -> Any:
     """Build the tiny model of a task with random weights."""
     from asyncrl.models import policy as models
-    from asyncrl.models.vision import tiny_llava
+    from asyncrl.models import tiny_llava
 
     positions = max(256, config.generator.context)
     if isinstance(task, CountTask):

@@ -20,7 +20,7 @@ from asyncrl.algorithms.loss import PreparedBatch
 from asyncrl.config.tree import Config
 from asyncrl.contract.blobs.images import read_size
 from asyncrl.contract.messages import Batch, Trajectory
-from asyncrl.models.vision import image_tokens, pictures
+from asyncrl.models import image_tokens, pictures
 from learner.batch import PackedBatch
 from learner.records.batch_log import BatchLog
 

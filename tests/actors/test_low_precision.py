@@ -22,7 +22,7 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.versions import Label
 from asyncrl.experiments.serial import run_serial
 from asyncrl.models import policy
-from asyncrl.models.low_precision.weight_rounding import (
+from asyncrl.models.weight_rounding import (
     list_linear_layers,
     load_learner_policy,
     round_rows,

@@ -273,7 +273,7 @@ def test_processes_go_on_between_two_looks(runner: Callable[..., RewardRunner]) 
     had = r.poll()  # hands them over
     assert len(had) + r.waiting == 50
     until(lambda: len(noted()) == 50)
-    assert len(collected(r, 50, had)) == 50 and r.timing.judged == 50
+    assert len(collected(r, 50, had)) == 50 and r.judged == 50
     numbers = r.collect_metrics()
     assert (
         numbers["reward/judged"] == 50

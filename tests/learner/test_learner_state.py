@@ -18,8 +18,8 @@ from transformers import get_scheduler
 from asyncrl.config.sft import SftTraining
 from asyncrl.config.tree import LearnerConfig, compute_learning_rate_share
 from asyncrl.contract.errors import AsyncrlError, ConfigError
-from asyncrl.models.low_precision.weight_rounding import load_learner_policy
 from asyncrl.models.policy import build_model
+from asyncrl.models.weight_rounding import load_learner_policy
 from learner import step
 from learner.batch import pack
 

@@ -25,8 +25,8 @@ from asyncrl.config.tree import LoraConfig
 from asyncrl.contract.errors import ConfigError, DamagedDataError
 from asyncrl.contract.versions import Label
 from asyncrl.models import adapter_files, adapters, model_check, policy
-from asyncrl.models.low_precision.weight_rounding import WeightRounder
 from asyncrl.models.policy import PolicyModel, build_model, list_named_weights, load_policy
+from asyncrl.models.weight_rounding import WeightRounder
 from learner import checkpoint
 from learner.batch import pack
 from learner.step import LearnerCore

@@ -19,9 +19,8 @@ from asyncrl.contract.blobs import images
 from asyncrl.contract.errors import BadMessage, ConfigError
 from asyncrl.contract.messages import Prompt, TrainingSequence
 from asyncrl.contract.versions import Label
-from asyncrl.models import policy
+from asyncrl.models import image_tokens, pictures, policy
 from asyncrl.models.tokenizer import encode_prompt, load_tokenizer
-from asyncrl.models.vision import image_tokens, pictures
 from asyncrl.supervise import exact_check
 from asyncrl.transport import arrays
 

@@ -16,8 +16,7 @@ from asyncrl.contract.errors import BadMessage, ConfigError
 from asyncrl.contract.messages import RoutingShape, TrainingSequence
 from asyncrl.contract.routed_experts import HEAD, RoutedExperts
 from asyncrl.contract.versions import Label
-from asyncrl.models import fetch, policy
-from asyncrl.models.moe import router_hooks
+from asyncrl.models import fetch, policy, router_hooks
 from asyncrl.transport import arrays
 
 SYMBOLS = "abcdefghijklmnopqrstuvwxyz"

@@ -17,8 +17,8 @@ from asyncrl.config import load
 from asyncrl.contract.blobs import images
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
+from asyncrl.models import pictures
 from asyncrl.models.policy import load_policy
-from asyncrl.models.vision import pictures
 from asyncrl.tasks import get_task
 from asyncrl.tasks.file import FileTask, canonicalize, read_prompts
 from asyncrl.tasks.mixture import MixtureTask

@@ -17,7 +17,7 @@ from typing import Any
 from actors.gateway.image_marks import make_mark
 from actors.gateway.refusals import build_refusal
 from asyncrl.contract.blobs.images import MOST_IMAGES, MOST_SESSION_BYTES, digest
-from asyncrl.models.vision import pictures
+from asyncrl.models import pictures
 
 LISTS = ("messages", "input")  # keys of a body whose items have content
 INVALID = "invalid_image"  # the code of refusals
@@ -66,23 +66,12 @@ def _replace_image(location: str, part: Any, blobs: dict[str, bytes]) -> Any:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in ("image_url", "input_image", "image"):
         return _replace_images(location, part, blobs)
-    try:
-        blob = pictures.build_blob(pictures.decode_data_url(_get_url(location, part)))
-    except ValueError as error:
-        raise build_refusal(location, f"the image cannot be read: {error}", INVALID) from error
-    name = digest(blob)
-    blobs[name] = blob
-    return {"type": "text", "text": make_mark(name)}
-
-
-def _get_url(location: str, part: Mapping[str, Any]) -> str:
-    """Return the data: URL of an image part."""
     source = part.get("source")
     if isinstance(source, dict) and source.get("type") == "base64":
-        return f"data:{source.get('media_type')};base64,{source.get('data')}"
-    url = source.get("url") if isinstance(source, dict) else part.get("image_url")
-    if isinstance(url, dict):
-        url = url.get("url")
+        url: Any = f"data:{source.get('media_type')};base64,{source.get('data')}"
+    else:
+        url = source.get("url") if isinstance(source, dict) else part.get("image_url")
+        url = url.get("url") if isinstance(url, dict) else url
     if not isinstance(url, str):
         raise build_refusal(
             location, "give the image as a data: URL (data:image/png;base64,...)", INVALID
@@ -93,4 +82,10 @@ def _get_url(location: str, part: Mapping[str, Any]) -> str:
             f"{url:.80} is not fetched: send the image itself, as data:image/png;base64,...",
             INVALID,
         )
-    return url
+    try:
+        blob = pictures.build_blob(pictures.decode_data_url(url))
+    except ValueError as error:
+        raise build_refusal(location, f"the image cannot be read: {error}", INVALID) from error
+    name = digest(blob)
+    blobs[name] = blob
+    return {"type": "text", "text": make_mark(name)}

@@ -87,24 +87,15 @@ class VerifiersEnvironment:
                 "dataset": split,
             }
 
-    def find_row(self, prompt: Prompt) -> dict[str, Any]:
-        """Return the row of a prompt.
-
-        Raises ValueError if it has changed since the run began.
-        """
-        split: Split = "eval" if prompt.meta["dataset"] == "eval" else "train"
-        row: dict[str, Any] = self.get_dataset(split)[prompt.id]
-        check_row(
-            prompt, build_text_messages(row["prompt"], f"row {prompt.id}"), "load_environment"
-        )
-        return row
-
     async def play(self, prompt: Prompt, session: SessionAccess) -> SessionResult:
         errors: list[str] = []
         reward_errors.set(errors)
         client = self.client.with_options(base_url=session.base_url, api_key=session.api_key)
+        row = self.get_dataset("eval" if prompt.meta["dataset"] == "eval" else "train")[prompt.id]
+        messages = build_text_messages(row["prompt"], f"row {prompt.id}")
+        check_row(prompt, messages, "load_environment")
         output = await self.environment.run_rollout(
-            self.find_row(prompt), OpenAIChatCompletionsClient(client), session.model, {}
+            row, OpenAIChatCompletionsClient(client), session.model, {}
         )
         return read_output(session.number, output, errors)
 

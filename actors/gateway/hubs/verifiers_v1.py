@@ -49,7 +49,10 @@ def load(name: str, args: Mapping[str, Any]) -> TasksetEnvironment:
         selection = vf.SelectConfig.model_validate(select)
         config = resolve_env_config(block)
     except ValidationError as error:
-        raise ConfigError(f"[agent.args]: {describe_validation(error)}") from error
+        details = error.errors()[0]
+        key = ".".join(map(str, details["loc"])) or "env"
+        reason = get_first_line(f"{key}: {details['msg']}")
+        raise ConfigError(f"[agent.args]: {reason}") from error
     policy, agents = localize_agents(config)
     environment = load_environment(config.model_copy(update=agents))
     taskset = environment.taskset.select(selection)
@@ -58,12 +61,6 @@ def load(name: str, args: Mapping[str, Any]) -> TasksetEnvironment:
             "its taskset never ends: say how many tasks are read, agent.args.select.limit = 1000"
         )
     return TasksetEnvironment(environment, list(taskset), policy)
-
-
-def describe_validation(error: ValidationError) -> str:
-    """Describe the first key that verifiers refuses, with the reason, in one line."""
-    details = error.errors()[0]
-    return get_first_line(f"{'.'.join(map(str, details['loc'])) or 'env'}: {details['msg']}")
 
 
 def localize_agents(config: Any) -> tuple[str, dict[str, Any]]:
@@ -124,15 +121,6 @@ class TasksetEnvironment:
                 messages = build_task_messages(task.data, f"row {number}")
                 yield {"messages": messages, "answer": "", "dataset": split}
 
-    def find_task(self, prompt: Prompt) -> Any:
-        """Return the task of a prompt.
-
-        Raises ValueError if it has changed since the run began.
-        """
-        task = self.tasks[prompt.id]
-        check_row(prompt, build_task_messages(task.data, f"row {prompt.id}"), "the taskset")
-        return task
-
     async def serve(self) -> None:
         """Start the interception server and shared tools, once in this process.
 
@@ -145,7 +133,8 @@ class TasksetEnvironment:
                 self.serving = serving
 
     async def play(self, prompt: Prompt, session: SessionAccess) -> SessionResult:
-        task = self.find_task(prompt)
+        task = self.tasks[prompt.id]
+        check_row(prompt, build_task_messages(task.data, f"row {prompt.id}"), "the taskset")
         await self.serve()
         # a client reads its key from a variable alone; programs of the environment do not inherit
         # one with API_KEY in its name

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.contract.errors import ConfigError
-from asyncrl.models.vision import pictures
+from asyncrl.models import pictures
 
 IMAGE_COLUMNS = ("image", "images")
 SUFFIXES = (".png", ".jpg", ".jpeg")

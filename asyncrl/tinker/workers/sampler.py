@@ -105,7 +105,15 @@ class Sampler:
         try:
             completions = self.engine.step(STEPS)
         except Exception as error:
-            self._isolate(error)
+            # fail the request on which the engine failed; repeat several one by one to find it
+            failure = describe_failure(error)
+            jobs, self.jobs = list(self.jobs.values()), {}
+            self._build_engine()
+            if len(jobs) == 1:
+                self.reply(jobs[0].number, failure)
+                return
+            again = [SampleJob(job.number, job.request, is_alone=True) for job in jobs]
+            self.waiting = deque([*again, *self.waiting])
             return
         for completion in completions:
             job = self.jobs[completion.key[0]]
@@ -118,17 +126,6 @@ class Sampler:
                 is_finite = bool(np.isfinite(np.frombuffer(logprobs, "<f4")).all())
                 self.reply(job.number, result if is_finite else CallFailure(NOT_FINITE))
                 self.is_spoiled |= not is_finite
-
-    def _isolate(self, error: Exception) -> None:
-        """Fail the request on which the engine failed; repeat several one by one to find it."""
-        failure = describe_failure(error)
-        jobs, self.jobs = list(self.jobs.values()), {}
-        self._build_engine()
-        if len(jobs) == 1:
-            self.reply(jobs[0].number, failure)
-            return
-        again = [SampleJob(job.number, job.request, is_alone=True) for job in jobs]
-        self.waiting = deque([*again, *self.waiting])
 
     def _admit(self) -> None:
         if self.is_spoiled and self.jobs:

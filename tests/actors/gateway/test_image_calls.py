@@ -35,7 +35,7 @@ from asyncrl.cli import main
 from asyncrl.contract import messages as m
 from asyncrl.contract.blobs import images
 from asyncrl.contract.versions import Label
-from asyncrl.models.vision import image_tokens
+from asyncrl.models import image_tokens
 from asyncrl.records import stream
 
 PARTS = (

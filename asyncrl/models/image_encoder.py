@@ -13,8 +13,8 @@ import torch
 
 from asyncrl.contract.blobs.images import ImageShape
 from asyncrl.contract.errors import ConfigError
-from asyncrl.models.vision import pictures
-from asyncrl.models.vision.image_tokens import FAMILY, read_shape
+from asyncrl.models import pictures
+from asyncrl.models.image_tokens import FAMILY, read_shape
 
 KEPT_IMAGES = 512  # images whose pixel tensors are cached
 NEVER_SAMPLED = -1e30  # the logit of the image token

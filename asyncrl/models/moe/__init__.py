@@ -1,1 +1,0 @@
-"""Mixtures of experts: their layers in the packed forward, and the routing that is replayed."""
