@@ -537,18 +537,22 @@ class EmbeddedEngine:
             names = [group for group in prompt_of if bool(kept_blocks[group]) == has_prefix]
             for batch in group_into_batches([len(prompt_of[group]) for group in names]):
                 members = {names[index] for index in batch}
-                indices = [index for index, group in enumerate(groups) if group in members]
-                chosen = (
-                    [rows[index] for index in indices],
-                    [prompts[index] for index in indices],
-                    [groups[index] for index in indices],
-                )
+                distinct = {
+                    group: prompt[:-1]
+                    for group, prompt in prompt_of.items()
+                    if group in members and len(prompt) > 1
+                }
+                number_of = {group: number for number, group in enumerate(distinct)}
+                owners = {
+                    slot: number_of[group]
+                    for slot, group in zip(rows, groups, strict=True)
+                    if group in number_of
+                }
                 if has_prefix:
-                    self._write_continued(
-                        *chosen, [kept_blocks[groups[index]] for index in indices]
-                    )
-                else:
-                    self._write_new(*chosen)
+                    blocks = [kept_blocks[group] for group in distinct]
+                    self._write_continued(owners, list(distinct.values()), blocks)
+                elif owners:
+                    self._write_new(owners, list(distinct.values()))
         if self.prefix_cache is None:
             return
         last_index = {group: index for index, group in enumerate(groups)}
@@ -563,45 +567,39 @@ class EmbeddedEngine:
 
     def _write_continued(
         self,
-        rows: list[int],
+        owners: Mapping[int, int],
         prompts: list[np.ndarray],
-        groups: list[Any],
-        numbers: list[list[int]],
+        blocks: list[list[int]],
     ) -> None:
-        """Encode each distinct prompt behind its kept prefix, the blocks `numbers`."""
+        """Write prompts as `_write_new` does, each encoded behind its kept prefix, its blocks."""
         assert self.prefix_cache is not None
-        owner_of = {group: number for number, group in enumerate(dict.fromkeys(groups))}
-        first_indices = [groups.index(group) for group in owner_of]
-        columns = [self.prefix_cache.list_columns(numbers[index]) for index in first_indices]
+        columns = [self.prefix_cache.list_columns(numbers) for numbers in blocks]
         prefix_lengths = np.array(list(map(len, columns)))
-        suffixes = [
-            prompts[index][length:-1]
-            for index, length in zip(first_indices, prefix_lengths, strict=True)
-        ]
+        suffixes = [p[length:] for p, length in zip(prompts, prefix_lengths, strict=True)]
         past, ids = pad_token_rows(columns), pad_token_rows(suffixes)
-        owner = np.array([owner_of[group] for group in groups])
+        slots, owner = np.array(list(owners)), np.array(list(owners.values()))
         past_columns = torch.from_numpy(past).to(self.device)
         prefix = decoder.PrefilledPrefix(
             self.prefix_cache.k[:, :, past_columns].transpose(1, 2),
             self.prefix_cache.v[:, :, past_columns].transpose(1, 2),
             torch.from_numpy(prefix_lengths).to(self.device),
         )
-        row, source = (torch.tensor(numbers, device=self.device) for numbers in (rows, owner))
+        row, source = (torch.from_numpy(x).to(self.device) for x in (slots, owner))
         for cached, prefix_tensor in ((self.cache.k, prefix.k), (self.cache.v, prefix.v)):
             cached[:, row, :, : past.shape[1]] = prefix_tensor[:, source]
         routed: list[torch.Tensor] | None = None if self.routing is None else []
-        self.hits += len(owner_of)
+        self.hits += len(prompts)
         self.reused += int(prefix_lengths.sum())
         self.encoded += sum(map(len, suffixes))
         if ids.shape[1]:
-            # of every token of every row: its index among `rows` and its position in its suffix
+            # of every token of every row: its index among `slots` and its position in its suffix
             row_index, token_index = np.nonzero(
                 np.arange(ids.shape[1])[None] < np.array([len(suffixes[o]) for o in owner])[:, None]
             )
             to_row, to_column, suffix, token = (
                 torch.from_numpy(indices).to(self.device)
                 for indices in (
-                    np.array(rows)[row_index],
+                    slots[row_index],
                     prefix_lengths[owner][row_index] + token_index,
                     owner[row_index],
                     token_index,
@@ -615,20 +613,22 @@ class EmbeddedEngine:
         if routed is not None:
             assert self.prefix_cache.routed is not None
             table = self._collect_prompt_routing(routed, len(suffixes), ids.shape[1])
-            for slot, of_row in zip(rows, owner, strict=True):
-                prefix_routing = self.prefix_cache.routed[columns[of_row]]
-                suffix_routing = table[of_row, : len(suffixes[of_row])]
+            for slot, number in owners.items():
+                prefix_routing = self.prefix_cache.routed[columns[number]]
+                suffix_routing = table[number, : len(suffixes[number])]
                 self._set_prompt_routing(slot, np.concatenate([prefix_routing, suffix_routing]))
-        lengths = np.array([len(prompt) - 1 for prompt in prompts])
-        visible = torch.from_numpy(np.arange(lengths.max())[None] < lengths[:, None]).to(
-            self.device
-        )
-        self.cache.bias[row, 0, : int(lengths.max())] = torch.where(visible, 0.0, decoder.MASKED)
+        self._show_prompts(row, np.array([len(prompts[number]) for number in owner]))
 
-    def _set_prompt_routing(self, slot: int, ids: np.ndarray) -> None:
+    def _set_prompt_routing(self, slot: int, routed: np.ndarray) -> None:
         row = self.rows[slot]
         assert row is not None
-        row.routed = ids
+        row.routed = routed
+
+    def _show_prompts(self, row: torch.Tensor, lengths: np.ndarray) -> None:
+        """Let each row [n] see the columns of its prompt; lengths: int [n]."""
+        visible = torch.from_numpy(np.arange(lengths.max())[None] < lengths[:, None])
+        bias = torch.where(visible.to(self.device), 0.0, decoder.MASKED)
+        self.cache.bias[row, 0, : bias.shape[1]] = bias
 
     def _keep_completion(
         self, slot: int, row: EngineRow, tokens: np.ndarray, routed: RoutedExperts | None
@@ -650,30 +650,24 @@ class EmbeddedEngine:
             None if routed is None else routed.ids,
         )
 
-    def _write_new(self, rows: list[int], prompts: list[np.ndarray], groups: list[Any]) -> None:
-        """Encode each distinct prompt without its last token, for all rows that share it."""
-        prompt_of = {g: p[:-1] for g, p in zip(groups, prompts, strict=True) if len(p) > 1}
-        if not prompt_of:
-            return
-        owner_of = {g: count for count, g in enumerate(prompt_of)}
-        lengths = np.array(list(map(len, prompt_of.values())))
-        ids = pad_token_rows(list(prompt_of.values()))
+    def _write_new(self, owners: Mapping[int, int], prompts: list[np.ndarray]) -> None:
+        """Encode distinct prompts without their last tokens, for all rows that share them.
+
+        owners: slot of a row -> index of its prompt.
+        """
+        lengths, ids = np.array(list(map(len, prompts))), pad_token_rows(prompts)
         self.encoded += int(lengths.sum())
-        pairs = [
-            (request, owner_of[g]) for request, g in zip(rows, groups, strict=True) if g in owner_of
-        ]
-        row, owner = (torch.tensor(x, device=self.device) for x in zip(*pairs, strict=True))
+        row, owner = (torch.tensor(list(x), device=self.device) for x in (owners, owners.values()))
         width = ids.shape[1]
         routed: list[torch.Tensor] | None = None if self.routing is None else []
         for layer, (keys, values) in enumerate(self._encode(ids, routed)):
             self.cache.k[layer, row, :, :width] = keys[owner]
             self.cache.v[layer, row, :, :width] = values[owner]
         if routed is not None:
-            table = self._collect_prompt_routing(routed, len(owner_of), width)
-            for slot, of_row in pairs:
-                self._set_prompt_routing(slot, table[of_row, : lengths[of_row]])
-        visible = torch.from_numpy(np.arange(width)[None] < lengths[:, None]).to(self.device)[owner]
-        self.cache.bias[row, 0, :width] = torch.where(visible, 0.0, decoder.MASKED)
+            table = self._collect_prompt_routing(routed, len(prompts), width)
+            for slot, number in owners.items():
+                self._set_prompt_routing(slot, table[number, : lengths[number]])
+        self._show_prompts(row, lengths[list(owners.values())])
 
     def _recompute(self) -> None:
         """Rebuild the keys and values of every live row with the weights now loaded.

@@ -22,6 +22,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import xxhash
@@ -385,6 +386,7 @@ class WebApp:
             self.errors[harness_request] = error
 
 
+@dataclass(eq=False)
 class CallReply:
     """The answer to a call on one connection, complete or as a stream.
 
@@ -393,18 +395,10 @@ class CallReply:
     (docs/log/agents.md).
     """
 
-    def __init__(
-        self,
-        web: WebApp,
-        opened: OpenedSession,
-        harness_request: HarnessRequest,
-        parsed: ParsedRequest,
-    ) -> None:
-        self.web = web
-        self.session = opened.session
-        self.file = opened.file
-        self.harness_request = harness_request
-        self.parsed = parsed
+    web: WebApp
+    opened: OpenedSession
+    harness_request: HarnessRequest
+    parsed: ParsedRequest
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sent = False
@@ -412,11 +406,12 @@ class CallReply:
             sent = await self._send(scope["asyncrl.connection"], send)
         finally:
             now = self.web.service.current_time()
-            self.session.on_connection_closed(self.harness_request, now, sent=sent)
+            session = self.opened.session
+            session.on_connection_closed(self.harness_request, now, sent=sent)
             if not sent:
-                self.web.service.on_change(self.session)
+                self.web.service.on_change(session)
             else:
-                self.file.append_sent(self.harness_request)
+                self.opened.file.append_sent(self.harness_request)
             if self.harness_request.connections <= 0:
                 self.web.errors.pop(self.harness_request, None)
 

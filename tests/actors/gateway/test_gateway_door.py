@@ -110,7 +110,7 @@ def test_leases_calls_and_a_new_life_of_the_learner(config: Config, tmp_path: Pa
             first = await waiting
         assert first is not None and first.session.ticket.kind == "eval"  # evaluation goes first
         assert await door.lease("a", 0.0) is first
-        assert "secret" not in str(first.task) and first.first
+        assert "secret" not in str(first.session.ticket.prompt.describe_task()) and first.first
         second = await door.lease("b", 0.0)
         assert second is not None and second.key != first.key
         assert await door.lease("c", 0.0) is None  # agent.sessions

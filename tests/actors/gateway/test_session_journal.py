@@ -339,7 +339,7 @@ def test_a_session_that_is_being_judged_is_judged_by_a_new_process(
         assert going is not None
         await first.ask(going, b"x", 2)
         assert going.session.judge(first.door.current_time())
-        first.door.record_progress(going.session)
+        going.file.append_progress(going.session)
         first.kill()
         second = Process(config, tmp_path)
         opened, rewards = second.door.find(going.session.name), second.gateway.rewards
