@@ -211,6 +211,8 @@ def test_ones_own_prompts_and_reward(asyncrl: Callable[..., Ended]) -> None:
     done = asyncrl(
         "run",
         "learner.steps=3",
+        "learner.groups=8",
+        "learner.group_size=4",
         "task.name='file'",
         "task.prompts='configs/examples/prompts.jsonl'",
         "evaluation.final_prompts=20",

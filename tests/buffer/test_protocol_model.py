@@ -250,7 +250,7 @@ WALKS = [
 
 @pytest.mark.parametrize("more", WALKS, ids=str)
 def test_the_real_store_does_what_the_model_does(more: dict[str, Any]) -> None:
-    for seed in range(40 if more.get("mail") else 150):  # messages more, and so longer
+    for seed in range(16 if more.get("mail") else 60):  # messages more, and so longer
         try:
             SideBySide(pm.Bounds(**more), seed).run()
         except (AssertionError, pm.Broken) as e:

@@ -15,7 +15,7 @@ from asyncrl.contract.errors import ProtocolError
 
 pytestmark = pytest.mark.slow
 
-SCHEDULES = 3_500
+SCHEDULES = 1_000
 CHUNK = 250
 
 
@@ -47,23 +47,23 @@ def test_no_token_past_the_limit_no_deadlock_and_a_ledger_that_sums() -> None:
         "lost_with_process",
         "at the limit",
     ):
-        assert seen[line] > 1000, seen
+        assert seen[line] > 300, seen
 
 
 @pytest.mark.parametrize("on_exceed", ["drop", "mask", "downweight"])
 def test_completion_order_keeps_its_own_promise_and_the_ledger(on_exceed: str) -> None:
-    for seed in range(200):
+    for seed in range(80):
         World(seed, on_exceed=on_exceed).run()
 
 
 @pytest.mark.parametrize("on_exceed", ["drop", "mask", "downweight"])
 def test_freshest_first_keeps_the_same_promise(on_exceed: str) -> None:
-    for seed in range(120):
+    for seed in range(60):
         World(seed, on_exceed=on_exceed, order="freshest").run()
 
 
 def test_free_running_ends_and_sums() -> None:
-    for seed in range(150):
+    for seed in range(60):
         World(seed, limits=(float("inf"),), order="freshest" if seed % 3 == 0 else "auto").run()
 
 
@@ -79,7 +79,7 @@ def test_a_run_resumed_at_another_limit_or_order_keeps_the_bound_and_never_stand
     """What another order, or no limit, has composed stays composed, and comes first: places count
     it.
     """
-    for seed in range(250):
+    for seed in range(100):
         try:
             World(
                 seed, limits=(float("inf"), 2, 1, 0), variants=ORDERS[:1] if seed % 2 else ORDERS

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from process_kit import ENV, JUDGED, ROOT, Ended, demo_command
+from process_kit import ENV, ROOT, Ended, demo_command
 from run_kit import (
     check_summary,
     children,
@@ -60,7 +60,7 @@ def test_asynchronous_run_gains_accuracy_at_positive_lag(gain: Ended) -> None:
 
 
 def test_limit_zero_is_synchronous_training(asyncrl: Call) -> None:
-    words = ("learner.steps=6", "staleness.max_lag=0", "name='sync'", *JUDGED)
+    words = (*FEW, "learner.steps=6", "staleness.max_lag=0", "name='sync'")
     summary = asyncrl("run", *words).json
     check_summary(summary, 0)
     assert summary["steps"] == 6 and summary["lag"]["max"] == 0
@@ -114,19 +114,19 @@ def test_a_killed_process_costs_only_its_time(
         tmp_path,
         sort_model,
         *FEW,
-        "learner.steps=30",
+        "learner.steps=16",
         "staleness.max_lag=2",
-        "learner.checkpoint_every=5",
+        "learner.checkpoint_every=3",
         "name='kill'",
-        hold=20,
+        hold=11,
     )
     run_dir = tmp_path / "runs" / "kill"
-    wait_until(lambda: steps_done(run_dir) >= 8, process)
+    wait_until(lambda: steps_done(run_dir) >= 5, process)
     os.kill(children(process.pid)[victim], signal.SIGKILL)
     let_go(tmp_path)
     summary = finish(process, tmp_path)
     check_summary(summary, 2)
-    assert summary["steps"] == 30
+    assert summary["steps"] == 16
     assert "SIGKILL" in (tmp_path / "stderr").read_text()
     check_optimizer_steps(run_dir)
 

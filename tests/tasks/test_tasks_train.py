@@ -9,6 +9,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,8 @@ from process_kit import ENV, ROOT, RUN_SEED, shared
 
 from asyncrl.config import load
 from asyncrl.experiments import serial
+from asyncrl.tasks import warm_start
 from asyncrl.tasks.synthetic import TASKS
-from asyncrl.tasks.warm_start import warm_start
 
 pytestmark = pytest.mark.slow
 
@@ -35,12 +36,19 @@ def short(directory: Path, steps: int) -> list[str]:
     ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def small_batches() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(warm_start, "BATCH", 16)
+        yield
+
+
 @pytest.mark.parametrize("name", TASK_NAMES)
 def test_task_begins(name: str, tmp_path: Path) -> None:
     """The start of its warm start learns the form of its answers; its config trains on them."""
     sets = [*short(tmp_path, 3), "learner.groups=8"]
     config = load.load(ROOT / "configs" / f"{name}.toml", sets)
-    began = warm_start(config, tmp_path / "model", steps=40, threads=1)
+    began = warm_start.warm_start(config, tmp_path / "model", steps=40, threads=1)
     random_letters = math.log(len(TASKS[name].symbols))
     assert began["task"] == name and began["loss"] < random_letters
     found = serial.run_serial(config, RUN_SEED)
@@ -53,7 +61,7 @@ def test_task_begins(name: str, tmp_path: Path) -> None:
 def rle_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def make(path: Path) -> None:
         config = load.load(ROOT / "configs" / "rle.toml", short(path, 1))
-        warm_start(config, path / "model", steps=40, threads=1)
+        warm_start.warm_start(config, path / "model", steps=40, threads=1)
 
     return shared(tmp_path_factory, "rle", make)
 
@@ -87,9 +95,8 @@ def test_sessions_train(tmp_path: Path) -> None:
 
     A run of all 60 steps went from 0.43 to 0.92 (docs/log)."""
     sets = short(tmp_path, 3)
-    warm_start(
-        load.load(ROOT / "configs" / "calc.toml", sets), tmp_path / "model", steps=120, threads=1
-    )
+    config = load.load(ROOT / "configs" / "calc.toml", sets)
+    warm_start.warm_start(config, tmp_path / "model", steps=120, threads=1)
     sets += ["name='calc'", f"seed={RUN_SEED}", "learner.groups=8", "record.samples=0"]
     argv = [sys.executable, "-m", "asyncrl.cli", "run", "configs/calc.toml", "--json"]
     argv += [part for item in sets for part in ("--set", item)]
