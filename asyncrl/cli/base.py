@@ -122,7 +122,7 @@ class CommandGroup(ExampleGroup):
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):  # an ASCII terminal shows escapes
                 stream.reconfigure(errors="backslashreplace")
-        result.start_result()
+        result.printed.clear()  # of earlier commands of this process
         arguments = kwargs.get("args") or (args[0] if args else None) or sys.argv[1:]
         as_json = "--json" in arguments
         try:

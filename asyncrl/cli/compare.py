@@ -322,14 +322,14 @@ def figure(
     import csv
 
     from asyncrl.contract.errors import ConfigError
-    from asyncrl.experiments.figure import figure_drawing, figure_points
+    from asyncrl.experiments import figures
 
     if out is None and table is None:
         raise ConfigError("figure: give -o FILE.pdf (or .svg, .png), --csv FILE.csv, or both")
-    points = figure_points.read_points(list(dict.fromkeys(directories)), metric, across)
-    lines = figure_points.make_lines(points)
+    points = figures.read_points(list(dict.fromkeys(directories)), metric, across)
+    lines = figures.make_lines(points)
     if out is not None:
-        figure_drawing.draw(lines, metric, across, out)
+        figures.draw(lines, metric, across, out)
     if table is not None:
         with table.open("w", newline="", encoding="utf-8") as file:
             rows = csv.writer(file)
@@ -340,7 +340,7 @@ def figure(
     emit(
         {
             "files": [str(path) for path in (out, table) if path is not None],
-            "caption": figure_points.make_caption(lines, across),
+            "caption": figures.make_caption(lines, across),
             "series": [line.name for line in lines],
             "points": len(points),
         },

@@ -146,24 +146,24 @@ def check(source: str, sets: tuple[str, ...], as_json: bool) -> None:
     from asyncrl.supervise import preflight
 
     loaded = load.load(source, sets)
-    print_findings(loaded, rules.find_warnings(loaded), preflight, as_json)
+    print_outcomes(loaded, rules.find_warnings(loaded), preflight, as_json)
 
 
-def print_findings(loaded: Any, warnings: list[str], preflight: Any, as_json: bool) -> None:
-    """Print the findings of a config's checks.  Raises ConfigError if one failed."""
+def print_outcomes(loaded: Any, warnings: list[str], preflight: Any, as_json: bool) -> None:
+    """Print the outcomes of a config's checks.  Raises ConfigError if one failed."""
     import msgspec
 
-    findings = [preflight.Finding("settings", "note", warning) for warning in warnings]
+    outcomes = [preflight.CheckOutcome("settings", "note", warning) for warning in warnings]
     if not as_json:
-        for finding in findings:
-            print(preflight.format_finding(finding))
-    for finding in preflight.run_checks(preflight.localize(loaded)):
-        findings.append(finding)
+        for outcome in outcomes:
+            print(outcome.as_line())
+    for outcome in preflight.run_checks(preflight.localize(loaded)):
+        outcomes.append(outcome)
         if not as_json:
-            print(preflight.format_finding(finding), flush=True)
-    failed = [finding.check for finding in findings if finding.state == "failed"]
+            print(outcome.as_line(), flush=True)
+    failed = [outcome.check for outcome in outcomes if outcome.state == "failed"]
     if as_json:
-        result.print_result({"ok": not failed, "checks": msgspec.to_builtins(findings)})
+        result.print_result({"ok": not failed, "checks": msgspec.to_builtins(outcomes)})
     if failed:
         raise ConfigError(f"{len(failed)} check(s) failed: {', '.join(failed)}")
 

@@ -156,7 +156,9 @@ def run_recorded(name: str, config: Any, run_dir: Path, index: int, *, moved: bo
     """Run one process, record its start and end in the run directory, and return its exit code."""
     supervised = bool(os.environ.get("ASYNCRL_SUPERVISED"))
     if moved:
-        buffer_leadership.displace(run_dir)
+        # the buffer hangs or its host is lost: the next one locks new files
+        for lock in buffer_leadership.LOCKS:
+            (run_dir / lock).unlink(missing_ok=True)
     incarnation = process_log.ProcessIncarnation(
         run_dir,
         f"{name}-{index}" if name in ("generator", "gateway") else name,

@@ -101,8 +101,8 @@ def run(
         )
         from asyncrl.supervise import preflight
 
-        for finding in preflight.run_checks(preflight.localize(config)):
-            print(preflight.format_finding(finding), file=sys.stderr, flush=True)
+        for outcome in preflight.run_checks(preflight.localize(config)):
+            print(outcome.as_line(), file=sys.stderr, flush=True)
         return
     if on == "slurm":
         from asyncrl.supervise.hosts import slurm
@@ -250,18 +250,25 @@ def ls(directory: Path, as_json: bool) -> None:
 
     Shows state, steps, newest mean reward on held-out prompts and mean lag.
     """
+    from asyncrl.records.page_kit import TableBlock
     from asyncrl.supervise.report import run_view
 
     runs = run_view.list_runs(directory)
     if as_json:
         result.print_result({"runs": runs})
         return
-    width = max(len("run"), *(len(run["run"]) for run in runs))
-    print(f"{'run':{width}}  {'state':10}  {'steps':>11}  {'held-out':>8}  {'lag':>6}")
-    for run in runs:
-        steps = f"{_format_value(run['steps'], 'd')}/{_format_value(run['of'], 'd')}"
-        reward, lag = _format_value(run["accuracy"], ".3f"), _format_value(run["lag"], ".2f")
-        print(f"{run['run']:{width}}  {run['state']:10}  {steps:>11}  {reward:>8}  {lag:>6}")
+    rows = [
+        [
+            run["run"],
+            run["state"],
+            f"{_format_value(run['steps'], 'd')}/{_format_value(run['of'], 'd')}",
+            _format_value(run["accuracy"], ".3f"),
+            _format_value(run["lag"], ".2f"),
+        ]
+        for run in runs
+    ]
+    head = ("run", "state", "steps", "held-out", "lag")
+    print(TableBlock(head, rows, text_columns=2).as_text())
 
 
 def _format_value(value: Any, spec: str) -> str:

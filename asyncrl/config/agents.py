@@ -150,8 +150,3 @@ class AgentConfig(AgentSource, frozen=True, forbid_unknown_fields=True, kw_only=
     fork: Literal["row", "end"] = "row"
     """Treatment of a call that continues no earlier one. row: start another training sequence; end:
     end the session, as estimators require that need the order of all tokens."""
-
-    def replace_source(self, source: AgentSource) -> AgentConfig:
-        """Return a copy with the source and limits of another agent."""
-        values = {name: getattr(source, name) for name in AgentSource.__struct_fields__}
-        return msgspec.structs.replace(self, **values)

@@ -94,11 +94,6 @@ class BackendAbility(NamedTuple):
     problem: str
     advice: str = ""
 
-    def explain_refusal(self, backend: str) -> str:
-        """Return the error for a config that uses the feature with another backend."""
-        supported = " or ".join(self.backends)
-        return f"{self.problem} learner.backend = {supported}, not {backend}{self.advice}"
-
 
 ONE_OR_SHARDED = ("torch", "fsdp2")
 BACKEND_ABILITIES = (
@@ -224,8 +219,3 @@ IMAGE_REFUSALS = (
         "exact: a model that reads images needs learner.threads = generator.threads",
     ),
 )
-
-
-def explain_image_refusal(config: Any) -> str:
-    """Return why models with images do not support a config, or "" if they do."""
-    return next((entry.problem for entry in IMAGE_REFUSALS if entry.applies(config)), "")

@@ -6,6 +6,7 @@ the pages of the docs."""
 from __future__ import annotations
 
 import re
+import textwrap
 import tomllib
 import typing
 from pathlib import Path
@@ -128,17 +129,8 @@ def render_reference() -> str:
         title = name.capitalize() if name == TOP_LEVEL else name
         heading = f"\n## {title}\n\nSee [{pages[name]}]({pages[name]}).\n\n"
         tables.append(heading + REFERENCE_TABLE + "".join(rows))
-    return REFERENCE_HEAD + _wrap_links(index) + "".join(tables)
-
-
-def _wrap_links(text: str) -> str:
-    """Break a paragraph of links at 100 columns."""
-    lines = [""]
-    for word in text.split():
-        if len(lines[-1]) + len(word) > 99:
-            lines.append("")
-        lines[-1] += f" {word}" if lines[-1] else word
-    return "\n".join(lines) + "\n"
+    links = textwrap.fill(index, 100, break_long_words=False, break_on_hyphens=False)
+    return f"{REFERENCE_HEAD}{links}\n{''.join(tables)}"
 
 
 def _format_row(explanation: KeyExplanation) -> str:
@@ -245,21 +237,15 @@ def _describe_conditions(key: str, places: list[KeyPlace]) -> list[str]:
     section = key.rpartition(".")[0]
     conditions = []
     if places[0].siblings > len(places):
-        tag = layers.get_tag(layers.list_structs(_find_section_type(section))[0])[0]
+        struct: Any = Config
+        for name in section.split("."):
+            struct = layers.list_structs(layers.map_fields(struct)[name].type)[0]
+        tag = layers.get_tag(struct)[0]
         owners = " or ".join(place.owner for place in places)
         conditions.append(f"{section}.{tag} = {owners}")
     for chooser, values in dict.fromkeys(c for place in places for c in place.conditions):
         conditions.append(f"{chooser} = {' or '.join(values)}" if values else f"{chooser} is set")
     return conditions
-
-
-def _find_section_type(section: str) -> Any:
-    struct: Any = Config
-    kind: Any = None
-    for name in section.split("."):
-        kind = layers.map_fields(struct)[name].type
-        struct = layers.list_structs(kind)[0]
-    return kind
 
 
 def read_config(source: str) -> Config:

@@ -152,7 +152,11 @@ def _check_backend(config: Config) -> Iterator[str]:
     learner = config.learner
     for ability in BACKEND_ABILITIES:
         if ability.applies(config) and learner.backend not in ability.backends:
-            yield ability.explain_refusal(learner.backend)
+            supported = " or ".join(ability.backends)
+            yield (
+                f"{ability.problem} learner.backend = {supported}, not {learner.backend}"
+                f"{ability.advice}"
+            )
     if learner.offload and learner.backend == "deepspeed" and learner.zero_stage == 0:
         yield (
             "learner.offload: needs learner.zero_stage = 1 or higher; at 0 nothing moves to the CPU"

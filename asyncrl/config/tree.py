@@ -670,7 +670,11 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         An agent without a source stands for single completions."""
         parts_with_agents = (part for part in self.task.mixture if part.agent.uses_sessions)
         return {"": self.agent} | {
-            part.title: self.agent.replace_source(part.agent) for part in parts_with_agents
+            part.title: msgspec.structs.replace(
+                self.agent,
+                **{name: getattr(part.agent, name) for name in AgentSource.__struct_fields__},
+            )
+            for part in parts_with_agents
         }
 
     @property

@@ -16,17 +16,13 @@ INSIDE = Path(__file__).resolve().parents[1]  # the folder of the package asyncr
 NEEDED = ("msgspec", "xxhash")
 
 
-def load_package() -> None:
-    """Import the package asyncrl from this file's folder.  Raises what its import raises."""
+def main() -> None:
+    """Run the module that the command line names."""
+    # imported from this file's folder
     spec = spec_from_file_location("asyncrl", INSIDE / "__init__.py")
     assert spec is not None and spec.loader is not None
     package = sys.modules["asyncrl"] = module_from_spec(spec)
     spec.loader.exec_module(package)
-
-
-def main() -> None:
-    """Run the module that the command line names."""
-    load_package()
     del sys.argv[0]
     try:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -206,10 +206,6 @@ class ProgressWatchdog:
         self.committed = committed
         self.observed, self.epoch = now, epoch
 
-    def reset_deadline(self, now: float) -> None:
-        """Do not count the time until `now`: the current wait has its own deadline."""
-        self.since = now
-
     def restart(self, now: float) -> None:
         """Allow the time of a start again, because a process is restarting."""
         self.since = now

@@ -63,8 +63,6 @@ def read_record(run_dir: Path, config: Config) -> RunRecord:
     Its `clock` is its wall time in milliseconds."""
     summary = json.loads((run_dir / "summary.json").read_bytes())
     rows = metrics.read(run_dir)
-    # after a resume the later row of a step wins
-    trained = {row["step"]: row for row in rows if "reward/mean" in row}
     batches = training_log.read(run_dir / "trained.jsonl")
 
     def list_evaluations(split: str) -> list[list[float]]:
@@ -91,9 +89,10 @@ def read_record(run_dir: Path, config: Config) -> RunRecord:
         "trained_ids": summary["trained_ids"],
         "lag_histogram": summary["lag_histogram"],
         "curve": [
-            {"version": step + 1, "t": row.get("t", 0.0)}
+            {"version": row["step"] + 1, "t": row.get("t", 0.0)}
             | {name: row[name] for name in (*KEPT, "lag/mean", "answer/length") if name in row}
-            for step, row in sorted(trained.items())
+            for row in rows
+            if "reward/mean" in row
         ],
         "optimizer_steps": jsonl.read(run_dir / metrics.OPTIMIZER_STEPS),
         "evals": {},

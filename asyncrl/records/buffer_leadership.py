@@ -70,14 +70,6 @@ def read_current_address(run_dir: Path) -> str:
     return ""
 
 
-def displace(run_dir: Path) -> None:
-    """Remove the lock files of a buffer that hangs or whose host is lost.
-
-    The next buffer then locks new files."""
-    for name in LOCKS:
-        (run_dir / name).unlink(missing_ok=True)
-
-
 def _end(path: Path, reason: str) -> None:
     """Mark a term as ended, unless it is marked already."""
     if read(path)[1]:

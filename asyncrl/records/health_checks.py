@@ -70,7 +70,7 @@ SILENT = 0.01  # share of the gradient below which a KL penalty has no effect
 
 
 class Finding(NamedTuple):
-    """What a rule found in a run: a problem, or what limits the run."""
+    """The result of a rule: a problem of a run, or the side that limits its speed."""
 
     name: str  # a fixed name, for programs
     said: str  # the observation, with its numbers

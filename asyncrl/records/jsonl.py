@@ -53,6 +53,37 @@ def read(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+class GrowingFile:
+    """The complete lines of a file that grows.
+
+    A file that was replaced, removed or has shrunk begins anew; `begins` says so once.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.offset = 0  # of the bytes that were read
+        self.inode = 0
+        self.begins = True
+
+    def read_new(self) -> bytes:
+        """Return the lines since the last call; one that is still being written waits."""
+        try:
+            file = self.path.open("rb")
+        except OSError:
+            self.begins, self.offset, self.inode = True, 0, 0
+            return b""
+        with file:
+            status = os.fstat(file.fileno())
+            self.begins = status.st_ino != self.inode or status.st_size < self.offset
+            if self.begins:
+                self.offset, self.inode = 0, status.st_ino
+            file.seek(self.offset)
+            data = file.read(status.st_size - self.offset)
+        data = data[: data.rfind(b"\n") + 1]
+        self.offset += len(data)
+        return data
+
+
 def encode(rows: Iterable[dict[str, Any]]) -> bytes:
     """Encode rows as lines."""
     return "".join(json.dumps(row) + "\n" for row in rows).encode()

@@ -25,7 +25,9 @@ def read_free_bytes() -> int:
 
     It is the smaller of the machine's free memory and the remainders of its control groups'
     limits. File caches count as free."""
-    free = [_read_available_bytes()]
+    lines = (line.split() for line in MEMINFO.read_text(encoding="utf-8").splitlines())
+    # the kernel's estimate of the memory that can be allocated without swapping
+    free = [next(int(line[1]) for line in lines if line[0] == "MemAvailable:") << 10]
     for folder in _list_group_folders():
         cache = _read_numbers(folder / "memory.stat").get("inactive_file", 0)
         for limit_name, used_name in LIMITS:
@@ -58,12 +60,6 @@ def count_memory_kills() -> int | None:
     ]
     reported = [count for count in counts if count is not None]
     return sum(reported) if reported else None
-
-
-def _read_available_bytes() -> int:
-    """Return the kernel's estimate of the memory that can be allocated without swapping."""
-    lines = (line.split() for line in MEMINFO.read_text(encoding="utf-8").splitlines())
-    return next(int(line[1]) for line in lines if line[0] == "MemAvailable:") << 10
 
 
 def _list_group_folders() -> Iterator[Path]:

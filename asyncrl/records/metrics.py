@@ -35,39 +35,32 @@ METRICS |= {
     f"refused/{_reason}": MetricInfo("count", f"refused so far: {_meaning}")
     for _reason, _meaning in REFUSALS.items()
 }
+# kind of a metric by lag -> unit, meaning
 BY_LAG = {
-    "k1": ("nats/token", "kl/behavior_start_k1"),
-    "update": ("nats/token", "kl/start_target_k1"),
-    "target_k3": ("nats/token", "kl/behavior_target_k3"),
-    "ess": ("share", "is/ess"),
-    "clip": ("share", "clip/share"),
-    "zero": ("share", "is/zero_share"),
-    "entropy": ("nats/token", "policy/entropy"),
+    "k3": ("nats/token", "`kl/behavior_start_k3`"),
+    "weight": ("-", "mean importance weight"),
+    "tokens": ("tokens", "trained tokens, summed over optimizer steps,"),
+    **{
+        f"{part}{k}": ("nats/token", f"`split/{part}{k}`")
+        for part in ("mismatch", "staleness")
+        for k in ("", "_k3")
+    },
+    "k1": ("nats/token", "`kl/behavior_start_k1`"),
+    "update": ("nats/token", "`kl/start_target_k1`"),
+    "target_k3": ("nats/token", "`kl/behavior_target_k3`"),
+    "ess": ("share", "`is/ess`"),
+    "clip": ("share", "`clip/share`"),
+    "zero": ("share", "`is/zero_share`"),
+    "entropy": ("nats/token", "`policy/entropy`"),
 }
 BUCKETS = ("0", "1", "2", "3to4", "5to8", "9plus")
 for _b in BUCKETS:
-    for _kind, (_unit, _of) in BY_LAG.items():
-        METRICS[f"by_lag/{_kind}_{_b}"] = MetricInfo(_unit, f"{_of} of tokens at lag {_b}")
-    METRICS[f"by_lag/k3_{_b}"] = MetricInfo(
-        "nats/token", f"kl/behavior_start_k3 of tokens at lag {_b}"
-    )
-    METRICS[f"by_lag/weight_{_b}"] = MetricInfo(
-        "-", f"mean importance weight of tokens at lag {_b}"
-    )
-    for _part in ("mismatch", "staleness"):
-        METRICS[f"by_lag/{_part}_{_b}"] = MetricInfo(
-            "nats/token", f"split/{_part} of tokens at lag {_b}"
-        )
-        METRICS[f"by_lag/{_part}_k3_{_b}"] = MetricInfo(
-            "nats/token", f"split/{_part}_k3 of tokens at lag {_b}"
-        )
+    for _kind, (_unit, _meaning) in BY_LAG.items():
+        METRICS[f"by_lag/{_kind}_{_b}"] = MetricInfo(_unit, f"{_meaning} at lag {_b}")
     METRICS[f"by_age/mismatch_k3_{_b}"] = MetricInfo(
         "nats/token",
-        f"split/mismatch_k3 of tokens whose oldest keys and values are {_b} versions older than "
+        f"`split/mismatch_k3` of tokens whose oldest keys and values are {_b} versions older than "
         "the weights that sampled them",
-    )
-    METRICS[f"by_lag/tokens_{_b}"] = MetricInfo(
-        "tokens", f"trained tokens at lag {_b}, summed over optimizer steps"
     )
 PATTERNS = {
     re.compile(r"reward_part/.+"): MetricInfo("reward", "mean of a named part of the reward"),
@@ -85,7 +78,9 @@ PATTERNS = {
         )
     },
     **{
-        re.compile(rf"eval/[a-z][a-z0-9-]*{ending}"): MetricInfo(unit, meaning)
+        re.compile(rf"eval/[a-z][a-z0-9-]*{ending}"): MetricInfo(
+            unit, f"`evaluation.sets`: {meaning}"
+        )
         for ending, unit, meaning in (
             ("", "reward", "mean reward of a set's samples"),
             ("_n", "samples", "prompts of the set with a scored sample"),
@@ -178,41 +173,17 @@ def _format_table(head: str, rows: list[str]) -> str:
 def _list_families() -> dict[str, list[tuple[str, str, str]]]:
     """Return family -> (name, unit, meaning) of its rows."""
     lags = ", ".join(BUCKETS)
-    by_lag = (
-        ("k3", "nats/token", "kl/behavior_start_k3"),
-        ("weight", "-", "mean importance weight"),
-        ("tokens", "tokens", "trained tokens"),
-        *(
-            (f"{part}{k}", "nats/token", f"`split/{part}{k}`")
-            for part in ("mismatch", "staleness")
-            for k in ("", "_k3")
-        ),
-        *((k, u, f"`{m}`") for k, (u, m) in BY_LAG.items()),
-    )
     older = "`split/mismatch_k3` by how many versions older the oldest keys and values are, "
     rows = [(n, m.unit, m.meaning) for n, m in METRICS.items() if not n.startswith("by_")]
     rows += [
         (f"by_lag/{kind}_B", unit, f"{meaning} at lag B, one of {lags}")
-        for kind, unit, meaning in by_lag
+        for kind, (unit, meaning) in BY_LAG.items()
     ]
     rows.append(("by_age/mismatch_k3_B", "nats/token", older + lags))
-    rows += [
-        (
-            pattern.pattern.replace("[a-z][a-z0-9-]*", "NAME")
-            .replace(r"\d+", "K")
-            .replace("(low|high)", "low, high"),
-            entry.unit,
-            f"`evaluation.sets`: {entry.meaning}",
-        )
-        for pattern, entry in PATTERNS.items()
-        if pattern.pattern.startswith("eval/")
-    ]
-    rows += [
-        (pattern.pattern.replace("[a-z][a-z0-9-]*", "TASK"), entry.unit, entry.meaning)
-        for pattern, entry in PATTERNS.items()
-        if pattern.pattern.startswith("task/")
-    ]
-    rows.append(("reward_part/NAME", "reward", "mean of a named part of the reward"))
+    for pattern, entry in PATTERNS.items():
+        name = re.sub(r"\[a-z\]\[a-z0-9-\]\*|\.\+", "NAME", pattern.pattern)
+        name = name.replace(r"\d+", "K").replace("(low|high)", "low, high")
+        rows.append((name, entry.unit, entry.meaning))
     families: dict[str, list[tuple[str, str, str]]] = {}
     for row in rows:
         families.setdefault(row[0].partition("/")[0], []).append(row)

@@ -219,9 +219,12 @@ class ProcessIncarnation:
         try:
             rundir.lock(self.name_lock, mode, AGAIN_S if supervised else rundir.LOOK_S)
         except BlockingIOError as error:
-            holder = self._describe_holder()
+            self.name_lock.seek(0)
+            pid = self.name_lock.read().strip()
+            holder = f" as process {pid}" if pid else ""
+            other = "give this one another --index, or " if name.startswith("generator") else ""
             raise ConfigError(
-                f"{name} of {run_dir} is running already{holder}: {_advise_on_conflict(name)}"
+                f"{name} of {run_dir} is running already{holder}: {other}end that one first"
             ) from error
         self.name_lock.truncate(0)
         self.name_lock.write(str(os.getpid()))
@@ -235,11 +238,6 @@ class ProcessIncarnation:
             memory_kills=read_memory_kills(),
             cores=len(os.sched_getaffinity(0)),
         )
-
-    def _describe_holder(self) -> str:
-        self.name_lock.seek(0)
-        pid = self.name_lock.read().strip()
-        return f" as process {pid}" if pid else ""
 
     def end(self, code: int, reason: str = "") -> bool:
         """Record the end with its exit code and error, if any.
@@ -256,11 +254,3 @@ class ProcessIncarnation:
 
     def release(self) -> None:
         self.directory_lock.close()
-
-
-def _advise_on_conflict(name: str) -> str:
-    return (
-        "give this one another --index, or end that one first"
-        if name.startswith("generator")
-        else "end that one first"
-    )

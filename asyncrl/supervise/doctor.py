@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +22,15 @@ from asyncrl.supervise.report.advice import list_advice
 SHOWN = ("reward/mean", "eval/heldout", "lag/mean", "optim/grad_norm")
 
 
-def compute_deadline(config: Config, run_dir: Path) -> float:
-    """Return the seconds without a commit after which the run's next step is overdue."""
+def compute_deadline(config: Config, rows: Iterable[Mapping[str, Any]]) -> float:
+    """Return the seconds without a commit after which the run's next step is overdue.
+
+    rows: of its batches."""
     settings = config.watchdog
     watchdog = ProgressWatchdog(settings.multiple, settings.floor_s, settings.startup_s)
-    for count, seconds in enumerate(
-        [r["t"] for r in metrics.read(run_dir) if "reward/mean" in r], 1
-    ):
-        watchdog.observe(count, count, seconds)
+    for count, row in enumerate(rows, 1):
+        watchdog.observe(count, count, row["t"])
     return watchdog.deadline
-
-
-def read_last_line(path: Path) -> str:
-    """Read the last line of a log that the process wrote about itself, or "" if it has none."""
-    return escape_line(find_last_words(read_last_lines(path, 100)))
 
 
 def describe_process(
@@ -56,7 +51,10 @@ def describe_process(
         "said": state,
         "code": None if pid is not None or event is None else event.get("code"),
         "log": str(log) if has_log else "",
-        "last_line": read_last_line(log) if log is not None and has_log else "",
+        # the last one that it wrote about itself
+        "last_line": escape_line(find_last_words(read_last_lines(log, 100)))
+        if log is not None and has_log
+        else "",
     }
 
 
@@ -134,13 +132,17 @@ def examine_run(config: Config, run_dir: Path, status: RunStatus | None) -> dict
         "ended": ended,
         "committed": committed,
         "steps": config.learner.steps,
-        "deadline_s": compute_deadline(config, run_dir),
+        "deadline_s": compute_deadline(config, rows),
         "processes": process_states,
         "waits": [wait._asdict() for wait in status.waits] if status is not None else [],
         "held_up": msgspec.to_builtins(status.held_up) if status is not None else None,
         "rewards": live.describe_reward_wait(status.metrics) if status is not None else "",
         "link": live.describe_slow_link(
-            status.metrics if status is not None else find_link_metrics(rows)
+            status.metrics
+            if status is not None
+            else next(  # not every step measures links
+                (row for row in reversed(rows) if any(name.startswith("link/") for name in row)), {}
+            )
         ),
         "refused": health_checks.count_refusals(
             status.metrics if status is not None else rows[-1] if rows else {}
@@ -150,15 +152,6 @@ def examine_run(config: Config, run_dir: Path, status: RunStatus | None) -> dict
         "last_metrics": {n: rows[-1][n] for n in SHOWN if n in rows[-1]} if rows else {},
         "silent_s": time.time() - path.stat().st_mtime if rows else None,
     }
-
-
-def find_link_metrics(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the newest row with metrics of the generators' links, which not every step has.
-
-    >>> find_link_metrics([{"step": 1, "link/ack_s": 2.0}, {"step": 2}])["step"]
-    1
-    """
-    return next((row for row in reversed(rows) if any(n.startswith("link/") for n in row)), {})
 
 
 def list_missing(state: dict[str, Any]) -> list[str]:

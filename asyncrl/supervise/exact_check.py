@@ -21,6 +21,7 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.versions import Label
 from asyncrl.models import exact_operators, expert_layers, policy
 from asyncrl.models.policy import PolicyModel
+from asyncrl.records.page_kit import TableBlock
 
 
 @dataclass
@@ -320,20 +321,19 @@ def describe_failure(rows: Sequence[ExactCheckRow]) -> str:
 
 def format_table(rows: Sequence[ExactCheckRow]) -> str:
     """Format the rows as a text table."""
-    lines = [f"{'operator':18} {'cases':>6} {'values':>8} {'differ':>7}  largest"]
-    return "\n".join(
-        lines
-        + [
-            f"{r.operator:18} {r.cases:6} {r.values:8} {r.differ:7}  "
-            f"{'bitwise equal' if r.is_equal else f'{r.largest:.1e}'}"
-            for r in rows
+    cells = [
+        [
+            *(row.operator, f"{row.cases}", f"{row.values}", f"{row.differ}"),
+            "bitwise equal" if row.is_equal else f"{row.largest:.1e}",
         ]
-    )
+        for row in rows
+    ]
+    return TableBlock(("operator", "cases", "values", "differ", "largest"), cells).as_text()
 
 
 def check_small_models() -> list[ExactCheckRow]:
     """Run the self-test without a config, on small models of several shapes."""
-    rows: list[ExactCheckRow] = []
+    by_name: dict[str, ExactCheckRow] = {}
     for family, kv, tied in (
         ("qwen3", 4, True),
         ("qwen3", 2, False),
@@ -346,24 +346,11 @@ def check_small_models() -> list[ExactCheckRow]:
                 directory, "abcdefgh", family=family, kv_heads=kv, tied=tied, seed=3
             )
         name = f"{family} 4/{kv} {'tied' if tied else 'untied'}"
-        rows = _merge_rows(
-            rows, [*check_operators(model), replace(check_generation(model), operator=name)]
-        )
-    return rows
-
-
-def _merge_rows(
-    rows: list[ExactCheckRow], new_rows: Sequence[ExactCheckRow]
-) -> list[ExactCheckRow]:
-    by_name = {row.operator: row for row in rows}
-    for row in new_rows:
-        if (previous := by_name.get(row.operator)) is not None:
-            row = ExactCheckRow(
-                row.operator,
-                previous.cases + row.cases,
-                previous.values + row.values,
-                previous.differ + row.differ,
-                max(previous.largest, row.largest),
-            )
-        by_name[row.operator] = row
+        for row in (*check_operators(model), replace(check_generation(model), operator=name)):
+            if previous := by_name.get(row.operator):  # of another model
+                row.cases += previous.cases
+                row.values += previous.values
+                row.differ += previous.differ
+                row.largest = max(row.largest, previous.largest)
+            by_name[row.operator] = row
     return list(by_name.values())

@@ -10,7 +10,6 @@ Then the process works like any other generator."""
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 import tomllib
@@ -48,12 +47,6 @@ class GeneratorSetup(NamedTuple):
     config: Config
     run_dir: Path  # on this machine, only for this generator
     number: int
-
-
-def locate_cache() -> Path:
-    """Return the default directory for fetched files."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "asyncrl"
 
 
 class WaitNotice:

@@ -285,7 +285,7 @@ class Supervisor:
         if (blocking := self.status.held_up if self.status else None) is not None:
             if blocking.session.is_bounded and now - self.status_time < SILENT_S:
                 # no process is the cause, and the session has its own deadline
-                self.watchdog.reset_deadline(now)
+                self.watchdog.since = now
                 return
             detail += f"; {blocking.describe()}"
         patience = min(self.watchdog.deadline / 2, SILENT_S)

@@ -173,14 +173,6 @@ class TaskTable:
             yield Text("\n".join(lines))
 
 
-def build_part_rows(metrics: Mapping[str, float]) -> list[tuple[str, Any]]:
-    """Build the rows of the evaluation sets and of the tasks of a mixture for the live table."""
-    from rich.text import Text
-
-    set_rows = [("sets", Text(text))] if (text := format_sets(metrics)) else []
-    return set_rows + ([("tasks", TaskTable(metrics))] if build_task_rows(metrics) else [])
-
-
 def format_tasks(metrics: Mapping[str, float]) -> str:
     """Format the tasks of a mixture with share, reward and held-out reward; "" without one.
 
@@ -426,8 +418,10 @@ def build_table(status: RunStatus, seconds_left: float | None = None) -> Any:
         ("out of distribution", "eval/ood", ".3f"),
         ("reward", "reward/mean", ".3f"),
     )
-    for title, cell in build_part_rows(metrics):
-        grid.add_row(title, cell)
+    if text := format_sets(metrics):
+        grid.add_row("sets", Text(text))
+    if build_task_rows(metrics):
+        grid.add_row("tasks", TaskTable(metrics))
     add_row(
         "learner",
         ("tok/s", "throughput/learner_tokens_per_s", ",.0f"),

@@ -28,6 +28,9 @@ from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.records import jsonl, metrics
 from asyncrl.records.trackers.feed import read_new_rows
 from asyncrl.supervise import doctor
+from asyncrl.supervise import summary as summaries
+from asyncrl.supervise.report.run_view import RunView
+from asyncrl.supervise.report.series import Series
 from asyncrl.tasks.data import row_objects
 
 if TYPE_CHECKING:
@@ -140,17 +143,13 @@ def load_run(path: str | Path) -> LoadedRun:
             f"{directory} is not a run directory (it lacks config.toml or run_id); give the one "
             "that `asyncrl run` printed, such as runs/NAME"
         )
-    config = load.load(directory / "config.toml")
-    try:
-        summary = dict(json.loads((directory / "summary.json").read_bytes()))
-    except FileNotFoundError:
-        from asyncrl.supervise.summary import compose
-
-        summary = compose(config, directory)
+    view = RunView(directory.name, directory)
+    view.refresh()
+    summary = summaries.read(view.config, directory)
     return LoadedRun(
         path=directory,
-        config=config,
-        metrics=collect_series(metrics.read(directory)),
+        config=view.config,
+        metrics=collect_series(view.series),
         samples=jsonl.read(directory / "samples.jsonl"),
         optimizer_steps=jsonl.read(directory / metrics.OPTIMIZER_STEPS),
         ledger=summary["ledger"],
@@ -158,26 +157,15 @@ def load_run(path: str | Path) -> LoadedRun:
     )
 
 
-def collect_series(rows: Sequence[Mapping[str, Any]]) -> dict[str, MetricSeries]:
-    """Collect rows of metrics.jsonl by metric.
-
-    >>> rows = [{"step": 1, "t": 0.5, "a": 2.0}, {"step": 2, "t": 1.5, "a": 3.0}]
-    >>> collect_series(rows)["a"].values
-    array([2., 3.])
-    """
-    measurements: dict[str, list[tuple[int, float, float]]] = {}
-    for row in rows:
-        for name, value in row.items():
-            if name not in ("step", "t") and isinstance(value, int | float):
-                measured = (row["step"], row.get("t", 0.0), value)
-                measurements.setdefault(name, []).append(measured)
-    by_name = {}
-    for name, measured_values in measurements.items():
-        steps, seconds, values = zip(*measured_values, strict=True)
-        by_name[name] = MetricSeries(
-            np.array(steps, np.int64), np.array(seconds, np.float64), np.array(values, np.float64)
+def collect_series(series: Series) -> dict[str, MetricSeries]:
+    """Collect a run's metrics by name."""
+    steps, seconds = (series.axes[axis].values for axis in ("step", "time"))
+    return {
+        name: MetricSeries(
+            steps[column.rows].astype(np.int64), seconds[column.rows], column.values.copy()
         )
-    return by_name
+        for name, column in series.columns.items()
+    }
 
 
 class RunFollower:
@@ -205,7 +193,7 @@ class RunFollower:
             return
         for row, offset in read_new_rows(self.run_dir / "metrics.jsonl", self._offset):
             self._offset = offset
-            evaluated = all(name in ("step", "t") or name.startswith("eval/") for name in row)
+            evaluated = metrics.name_evaluation(row)
             self._pass_on(self.on_evaluation if evaluated else self.on_step, row)
         checkpoint = doctor.find_checkpoint(self.run_dir)
         if checkpoint is not None and checkpoint["version"] > self._version:
@@ -256,7 +244,10 @@ def run(
         with (Path(folder) / "answer").open("w+", encoding="utf-8") as stdout:
             code, message = _run_command(argv, stdout.fileno(), show, follower)
             stdout.seek(0)
-            result = _parse_last_object(stdout.read())
+            try:  # the JSON object in the last line, if any
+                result = dict(json.loads(stdout.read().strip().rpartition("\n")[2]))
+            except ValueError:
+                result = {}
     if code == INTERRUPTED and follower.stopped and "run_dir" in result:
         return load_run(result["run_dir"])
     if code == INTERRUPTED:
@@ -278,18 +269,6 @@ def _format_toml(config: Mapping[str, Any] | Config) -> str:
     table = bundled_configs.substitute_here(dict(config), Path.cwd())
     row_objects.write_objects(table, Path(table.get("runs", "runs")).resolve() / row_objects.FOLDER)
     return toml_writer.dumps(table)
-
-
-def _parse_last_object(text: str) -> dict[str, Any]:
-    """Parse the JSON object in the last line of a command's stdout, or return {}.
-
-    >>> _parse_last_object('a line {"steps": 6}'), _parse_last_object('{"steps": 6}')
-    ({}, {'steps': 6})
-    """
-    try:
-        return dict(json.loads(text.strip().rpartition("\n")[2]))
-    except ValueError:
-        return {}
 
 
 def _run_command(

@@ -23,7 +23,7 @@ import msgspec
 from actors.gateway.hubs import prompt_files
 from asyncrl.config import presets
 from asyncrl.config.agents import AgentConfig
-from asyncrl.config.engines import explain_image_refusal
+from asyncrl.config.engines import IMAGE_REFUSALS
 from asyncrl.config.tree import Config
 from asyncrl.contract import importing, toml_writer
 from asyncrl.contract.errors import ConfigError
@@ -58,17 +58,15 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-class Finding(msgspec.Struct, frozen=True):
+class CheckOutcome(msgspec.Struct, frozen=True):
     """The outcome of a check; `later`: it needs a model that the run builds."""
 
     check: str
     state: Literal["ok", "note", "failed", "later"]
     text: str
 
-
-def format_finding(finding: Finding) -> str:
-    """Format a finding as a line."""
-    return f"{finding.check:10} {finding.state:7} {finding.text}"
+    def as_line(self) -> str:
+        return f"{self.check:10} {self.state:7} {self.text}"
 
 
 class ModelNotBuilt(Exception):
@@ -382,8 +380,9 @@ def check_images(subject: Subject) -> str:
     shape = subject.tokenizer.image_shape
     if shape is None:
         return "the model reads text"
-    if problem := explain_image_refusal(config):
-        raise ConfigError(problem)
+    for refusal in IMAGE_REFUSALS:
+        if refusal.applies(config):
+            raise ConfigError(refusal.problem)
     for agent in config.agents.values() if config.uses_sessions else ():
         if not agent.http:
             source = agent.source_name if agent.uses_sessions else "task.mixture"
@@ -714,7 +713,7 @@ NEEDS = dict.fromkeys(("tokenizer", "template", "images", "disk", "memory"), ("m
 }
 
 
-def run_checks(config: Config) -> Iterator[Finding]:
+def run_checks(config: Config) -> Iterator[CheckOutcome]:
     """Yield the outcome of each check of CHECKS.
 
     A check is `later` if its prerequisite failed or it needs a model that the run builds."""
@@ -722,15 +721,15 @@ def run_checks(config: Config) -> Iterator[Finding]:
     blocked: dict[str, str] = {}
     for name, check in CHECKS.items():
         if reason := next((blocked[need] for need in NEEDS.get(name, ()) if need in blocked), ""):
-            yield Finding(name, "later", reason)
+            yield CheckOutcome(name, "later", reason)
             continue
         try:
-            yield Finding(name, "ok", check(subject))
+            yield CheckOutcome(name, "ok", check(subject))
         except ModelNotBuilt as error:
             blocked[name] = f"once the {name} is built"
-            yield Finding(name, "later", str(error))
+            yield CheckOutcome(name, "later", str(error))
         except DoubtfulCheck as error:
-            yield Finding(name, "note", str(error))
+            yield CheckOutcome(name, "note", str(error))
         except ConfigError as error:
             blocked[name] = f"once the {name} check passes"
-            yield Finding(name, "failed", str(error))
+            yield CheckOutcome(name, "failed", str(error))

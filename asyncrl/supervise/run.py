@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import time
@@ -26,7 +25,7 @@ from asyncrl.records import (
     stream,
     trace,
 )
-from asyncrl.supervise import live
+from asyncrl.supervise import doctor, live
 from asyncrl.supervise.hosts import ProcessLauncher
 from asyncrl.supervise.hosts.local import LocalLauncher
 from asyncrl.supervise.launch import Supervisor
@@ -125,7 +124,9 @@ def resolve_resume(run_dir: Path, sets: Sequence[str]) -> Config:
             raise ConfigError(
                 f"--set {item}: {key} cannot change when a run is resumed; start a new run"
             )
-    if config.learner.steps < (steps_made := find_last_step(run_dir)):
+    checkpoint = doctor.find_checkpoint(run_dir)
+    steps_made = checkpoint["version"] if checkpoint else 0
+    if config.learner.steps < steps_made:
         raise ConfigError(
             f"--resume {run_dir}: it has made {steps_made} steps, and learner.steps = "
             f"{config.learner.steps} is fewer; give --set learner.steps=N above {steps_made}"
@@ -143,14 +144,6 @@ def resolve_resume(run_dir: Path, sets: Sequence[str]) -> Config:
     if config != stored:
         atomic_write.write(run_dir / "config.toml", load.dump(config), sync=True)
     return config
-
-
-def find_last_step(run_dir: Path) -> int:
-    """Return the step of the newest checkpoint, from which a resumed learner continues."""
-    paths = run_dir.glob("checkpoints/epoch_*/number_*")
-    matches = (re.search(r"epoch_(\d+)/number_(\d+)$", path.as_posix()) for path in paths)
-    numbers = [(int(match[1]), int(match[2])) for match in matches if match]
-    return max(numbers, default=(0, 0))[1]
 
 
 def build_removed_error(run_dir: Path) -> AsyncrlError:

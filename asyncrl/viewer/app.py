@@ -19,7 +19,7 @@ from starlette.responses import FileResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from asyncrl.contract.errors import AsyncrlError, ConfigError
-from asyncrl.records import page_kit
+from asyncrl.records import jsonl, page_kit
 from asyncrl.records.page_kit import Block
 from asyncrl.supervise.report import plots
 from asyncrl.supervise.report.run_view import RunView, list_differences
@@ -81,11 +81,7 @@ class WatchApp:
                 run.id = run.id if run.id not in self.runs else str(path)
                 self.runs[run.id] = run
         for run in self.runs.values():
-            run.problem = ""
-            try:
-                run.refresh()
-            except (ValueError, RecursionError) as error:  # it must not hide the other runs
-                run.problem = f"its files cannot be read: {error}"
+            run.refresh()
 
     def select_runs(self, query: Query) -> list[RunView]:
         """Return the runs that `run` or `runs` names, all by default. Raises ConfigError."""
@@ -108,18 +104,7 @@ class WatchApp:
 
     def list_runs(self, query: Query) -> Any:
         self.refresh()
-        return [self._describe_run(run) for run in self.runs.values()]
-
-    def _describe_run(self, run: RunView) -> dict[str, Any]:
-        """Return a run's row of the list, also of a run whose files cannot be read."""
-        try:
-            state = run.describe_state()
-        except (ValueError, RecursionError) as error:
-            run.problem = run.problem or f"its files cannot be read: {error}"
-            state = dict.fromkeys(("steps", "step", "seconds", "rows", "samples", "damaged"), 0)
-            state |= {"id": run.id, "path": str(run.path), "summed_up": False}
-            state |= dict.fromkeys(("accuracy", "reward", "lag"))
-        return state | ({"state": "unreadable", "problem": run.problem} if run.problem else {})
+        return [run.describe_state() for run in self.runs.values()]
 
     def render_overview(self, query: Query) -> Any:
         return self._render(query, lambda run: run.list_overview(run.read_summary()))
@@ -141,7 +126,7 @@ class WatchApp:
         drawings = plots.build_plots(page, series, axis, smooth)
         if page == "staleness":
             for run in self.select_runs(query):
-                lags = plots.plot_lag_over_time(run.read_trained_batches())
+                lags = plots.plot_lag_over_time(jsonl.read(run.path / "trained.jsonl"))
                 lags.title += f": {run.id}" if len(series) > 1 else ""
                 drawings += [lags] if lags.lines else []
         if page == "learner":

@@ -15,8 +15,8 @@ import pytest
 
 from asyncrl.cli import main
 from asyncrl.contract.errors import ConfigError
-from asyncrl.experiments.figure import figure_drawing, figure_points
-from asyncrl.experiments.figure.figure_points import LAG, STEP, FigurePoint, make_lines
+from asyncrl.experiments import figures
+from asyncrl.experiments.figures import LAG, STEP, FigurePoint, make_lines
 
 HEADERS = {".pdf": b"%PDF", ".png": b"\x89PNG", ".svg": b"<?xml"}
 
@@ -44,30 +44,30 @@ def compared(tmp_path: Path) -> Path:
 
 
 def test_a_comparison_s_points_and_lines(compared: Path) -> None:
-    points = figure_points.read_points([compared], "eval/heldout", STEP)
+    points = figures.read_points([compared], "eval/heldout", STEP)
     first, second = make_lines(points)
     assert (first.name, first.positions, first.counts) == ("a", [0.0, 5.0, 10.0], [2, 2, 1])
     assert first.mean == pytest.approx([0.15, 0.4, 0.5])
     assert (first.low, first.high) == ([0.1, 0.3, 0.5], [0.2, 0.5, 0.5])
     assert (second.name, second.mean) == ("a-seed1", [0.1, 0.4, 0.6]), "not a seed of the arm a"
-    said = figure_points.make_caption([first, second], STEP)
+    said = figures.make_caption([first, second], STEP)
     assert said == "Mean over seeds (n = 1 to 2); band: lowest to highest seed."
-    assert figure_points.make_caption([second], STEP) == "One run each (n = 1 seed), no band."
+    assert figures.make_caption([second], STEP) == "One run each (n = 1 seed), no band."
 
 
 def test_over_lags_each_run_is_its_last_value(compared: Path) -> None:
-    points = figure_points.read_points([compared], "eval/heldout", LAG)
+    points = figures.read_points([compared], "eval/heldout", LAG)
     assert points[:2] == [
         FigurePoint("a", "a", 0, 2.0, 0.5),
         FigurePoint("a", "a", 1, 800 / 300, 0.5),
     ]
     (line,) = make_lines(points[:2])
     assert line.positions == pytest.approx([7 / 3]) and line.counts == [2]
-    assert "x: measured mean lag" in figure_points.make_caption([line], LAG)
+    assert "x: measured mean lag" in figures.make_caption([line], LAG)
 
 
 def test_a_value_that_is_no_number_is_no_point(compared: Path) -> None:
-    points = figure_points.read_points([compared], "is/ess", STEP)
+    points = figures.read_points([compared], "is/ess", STEP)
     assert [(p.series, p.seed, p.position, p.value) for p in points[:2]] == [
         ("a", 0, 0.0, 0.9),
         ("a", 1, 0.0, 0.9),
@@ -78,7 +78,7 @@ def test_series_of_one_name_in_two_directories_stay_apart(tmp_path: Path) -> Non
     here = comparison(tmp_path / "x" / "c", {"a": {0: [0.1]}})
     there = comparison(tmp_path / "y" / "c", {"a": {0: [0.9]}})
     other = comparison(tmp_path / "d", {"a": {0: [0.5]}})
-    lines = make_lines(figure_points.read_points([here, there, other], "eval/heldout", STEP))
+    lines = make_lines(figures.read_points([here, there, other], "eval/heldout", STEP))
     assert [line.name for line in lines] == [f"{here}: a", f"{there}: a", "d: a"]
     assert [line.mean for line in lines] == [[0.1], [0.9], [0.5]]
 
@@ -86,18 +86,18 @@ def test_series_of_one_name_in_two_directories_stay_apart(tmp_path: Path) -> Non
 def test_an_unfinished_sweep_is_refused(tmp_path: Path) -> None:
     (tmp_path / "sweep.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"the sweep has no result\.json yet"):
-        figure_points.read_points([tmp_path], "eval/heldout", STEP)
+        figures.read_points([tmp_path], "eval/heldout", STEP)
 
 
-@pytest.mark.parametrize("ending", figure_drawing.FORMATS)
+@pytest.mark.parametrize("ending", figures.FORMATS)
 @pytest.mark.parametrize("across", [STEP, LAG])
 def test_the_figure_is_of_its_kind_and_the_same_again(
     ending: str, across: str, compared: Path, tmp_path: Path
 ) -> None:
-    lines = make_lines(figure_points.read_points([compared], "eval/heldout", across))
+    lines = make_lines(figures.read_points([compared], "eval/heldout", across))
     files = [tmp_path / f"{number}{ending}" for number in range(2)]
     for file in files:
-        figure_drawing.draw(lines, "eval/heldout", across, file)
+        figures.draw(lines, "eval/heldout", across, file)
     assert files[0].read_bytes().startswith(HEADERS[ending])
     assert files[0].read_bytes() == files[1].read_bytes()
 
@@ -113,15 +113,15 @@ def test_an_svg_has_caption_names_axes_and_colors(compared: Path, tmp_path: Path
     ]
     main.main(argv, standalone_mode=False)
     svg = (tmp_path / "f.svg").read_text()
-    lines = make_lines(figure_points.read_points([compared], "eval/heldout", STEP))
+    lines = make_lines(figures.read_points([compared], "eval/heldout", STEP))
     for text in (
-        figure_points.make_caption(lines, STEP),
+        figures.make_caption(lines, STEP),
         "held-out reward",
         "step (versions)",
         "a",
     ):
         assert f">{text}</text>" in svg, text
-    for color in figure_drawing.OKABE_ITO[:2]:
+    for color in figures.OKABE_ITO[:2]:
         assert color.lower() in svg
     rows = list(csv.DictReader((tmp_path / "f.csv").open(newline="")))
     assert len(rows) == 8 and rows[4] == {
@@ -134,10 +134,10 @@ def test_an_svg_has_caption_names_axes_and_colors(compared: Path, tmp_path: Path
 
 def test_more_series_than_colors(tmp_path: Path) -> None:
     lines = make_lines([FigurePoint(f"s{n}", "0", 0, 0.0, n / 20) for n in range(20)])
-    figure_drawing.draw(lines, "eval/heldout", STEP, tmp_path / "f.svg")
+    figures.draw(lines, "eval/heldout", STEP, tmp_path / "f.svg")
     svg = (tmp_path / "f.svg").read_text()
     assert all(f">{line.name}</text>" in svg for line in lines)
-    looks = {(n % len(figure_drawing.OKABE_ITO), n % len(figure_drawing.STYLES)) for n in range(20)}
+    looks = {(n % len(figures.OKABE_ITO), n % len(figures.STYLES)) for n in range(20)}
     assert len(looks) == 20, "no two look alike"
 
 
@@ -194,7 +194,7 @@ def test_a_run_that_cannot_be_read_hides_no_other(
     assert runs["new"] == {"state": "stopped", "steps": 0, "of": 9, **nothing}
     main.main(["ls", str(tmp_path)], standalone_mode=False)
     table = capfd.readouterr().out
-    assert "torn  unreadable          -/-         -       -" in table
+    assert ["torn", "unreadable", "-/-", "-", "-"] in map(str.split, table.splitlines())
     # a judge's grade is not an accuracy
     assert table.splitlines()[0].split() == ["run", "state", "steps", "held-out", "lag"]
 
@@ -202,9 +202,9 @@ def test_a_run_that_cannot_be_read_hides_no_other(
 def test_a_correction_has_a_color_and_a_limit_a_line_style(tmp_path: Path) -> None:
     series = [f"{name}, limit {limit}" for name in ("none", "tis") for limit in (1, 8)]
     points = [FigurePoint(name, str(x), "0", x, 0.1 * x) for name in series for x in (1, 2)]
-    figure_drawing.draw(make_lines(points), "eval/heldout", STEP, tmp_path / "x.svg")
+    figures.draw(make_lines(points), "eval/heldout", STEP, tmp_path / "x.svg")
     text = (tmp_path / "x.svg").read_text()
-    colors = [color.lower() for color in figure_drawing.OKABE_ITO]
+    colors = [color.lower() for color in figures.OKABE_ITO]
     used = [color for color in colors if f"stroke: {color}; stroke-width: 1.5" in text]
     assert used == colors[:2]
     assert text.count("stroke-dasharray: 5.55") >= 2

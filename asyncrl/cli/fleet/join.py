@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -51,11 +52,12 @@ def join(
     from asyncrl.supervise import join as joining
 
     refusal.take_pipe()
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     place = joining.prepare(
         address,
         str(keys.resolve()) if keys else "",
         index=index,
-        cache=(cache or joining.locate_cache()).resolve(),
+        cache=(cache or Path(base) / "asyncrl").resolve(),
         patience_s=wait,
         say=print_progress,
         trust=joining.Trust(env, trust_code),

@@ -26,6 +26,7 @@ from asyncrl.experiments.compare.grid import (
     format_limit,
 )
 from asyncrl.experiments.compare.verdict import average
+from buffer import training_log
 
 KL_BATCHES = 20  # at a run's end, over which KL to the reference is averaged
 TARGET = 0.9  # share of the first arm's final reward; the time to reach it is compared
@@ -261,7 +262,7 @@ def summarize_cell(cells: Sequence[CellResult], config: Config) -> dict[str, Any
         "final": average(result["each"]),
         "ess": min((find_lowest_ess(cell.rows) for cell in cells), default=math.nan),
         "kl": max(kl, default=math.nan),
-        "lag": sum(lag * tokens for lag, tokens in lags.items()) / max(sum(lags.values()), 1),
+        "lag": training_log.mean(lags),
         "abandoned": [cell.summary["steps"] for cell in cells if cell.stopped],
         "ledger_lines": sum_ledgers(records),
         "lost": average([compute_lost_share(record) for record in records]),

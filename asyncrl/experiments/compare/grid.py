@@ -37,6 +37,7 @@ from asyncrl.experiments.compare.arms import (
 )
 from asyncrl.experiments.one_process import needs_own_process
 from asyncrl.records import health_checks, metrics
+from buffer import training_log
 
 USUAL_SD = 0.02  # assumed standard deviation of the reward between seeds, for the power line
 USEFUL = 0.05  # a difference in reward that a design should detect
@@ -144,7 +145,7 @@ def make_warm_cell(arm: str, seed: int, record: Mapping[str, Any], config: Confi
                 "generated": sum(line["tokens"] for line in record["ledger_lines"].values())
             },
             "lag": {
-                "mean": sum(lag * count for lag, count in lags.items()) / max(tokens, 1),
+                "mean": training_log.mean(lags),
                 "max": max(lags, default=0),
             },
         },

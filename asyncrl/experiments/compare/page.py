@@ -168,22 +168,6 @@ def name_cell(cell: Summary) -> str:
 
 # ---- curves --------------------------------------------------------------------------------------
 
-Points = Callable[[CellResult], list[tuple[float, float]]]
-
-
-class CurvePlot(NamedTuple):
-    """One plot of the page."""
-
-    title: str
-    unit: str
-    points: Points
-
-
-def select_points(name: str) -> Points:
-    """Select a metric's points from the rows that have it."""
-    return lambda cell: [(float(row["step"]), float(row[name])) for row in cell.rows if name in row]
-
-
 # (metric, title, unit)
 METRIC_CURVES = (
     ("reward/mean", "Reward of the training batch", "mean"),
@@ -196,30 +180,34 @@ METRIC_CURVES = (
     ("answer/length", "Completion length", "tokens"),
 )
 CURVES = (
-    CurvePlot(
-        "Held-out reward",
-        "mean reward",
-        lambda cell: list(zip(cell.steps, cell.accuracy, strict=True)),
-    ),
-    CurvePlot("Out-of-distribution reward", "mean reward", lambda cell: sorted(cell.ood.items())),
-    *(CurvePlot(title, unit, select_points(name)) for name, title, unit in METRIC_CURVES),
+    ("eval/heldout", "Held-out reward", "mean reward"),
+    ("eval/ood", "Out-of-distribution reward", "mean reward"),
+    *METRIC_CURVES,
 )
 
 
+def list_points(cell: CellResult, name: str) -> list[tuple[float, float]]:
+    """Return (step, value) of a metric, in the order of the run."""
+    if name == "eval/heldout" and cell.steps:
+        return list(zip(cell.steps, cell.accuracy, strict=True))
+    if name == "eval/ood" and cell.ood:
+        return sorted(cell.ood.items())
+    return [(float(row["step"]), float(row[name])) for row in cell.rows if name in row]
+
+
 def plot_curves(
-    title: str, unit: str, arms: Sequence[str], cells: Sequence[CellResult], points: Points
+    name: str, title: str, unit: str, arms: Sequence[str], cells: Sequence[CellResult]
 ) -> PagePlot:
     """Plot the mean over seeds of each arm, in a band from the lowest to the highest."""
     plot = PagePlot(title, unit, [], "version")
     several = len({cell.seed for cell in cells}) > 1
-    for name in arms:
+    for arm in arms:
         by_step: dict[float, list[float]] = {}
         for cell in cells:
-            if cell.arm == name:
-                for step, value in points(cell):
-                    by_step.setdefault(step, []).append(value)
+            for step, value in list_points(cell, name) if cell.arm == arm else ():
+                by_step.setdefault(step, []).append(value)
         steps = sorted(by_step)
-        line = PlotLine(name, steps, [average(by_step[step]) for step in steps])
+        line = PlotLine(arm, steps, [average(by_step[step]) for step in steps])
         if several:
             line.low = [min(by_step[step]) for step in steps]
             line.high = [max(by_step[step]) for step in steps]
@@ -283,12 +271,7 @@ def list_blocks(
         list_signs(arms.items()),
         ListBlock([*problems, *causes], heading="Unstable runs", style="bad"),
         TextBlock(describe_bands(result, config), heading="Curves", id="bands", style="soft"),
-        PlotBlock(
-            [
-                plot_curves(curve.title, curve.unit, list(arms), cells, curve.points)
-                for curve in CURVES
-            ]
-        ),
+        PlotBlock([plot_curves(*curve, list(arms), cells) for curve in CURVES]),
         TextBlock(
             "Verdicts are paired by seed (t intervals, Holm's correction over the arms) and hold "
             "for other seeds; the JSON has the interval for other prompts alone. Warm runs take "
@@ -545,6 +528,8 @@ def _write(
 
 
 BOARD = (
+    "eval/heldout",
+    "eval/ood",
     "lag/mean",
     "is/target_ess",
     "kl/behavior_target_k3",
@@ -565,14 +550,9 @@ def write_tensorboard(
     shutil.rmtree(directory, ignore_errors=True)
     for cell in cells:
         with SummaryWriter(str(directory / f"{cell.arm}-seed{cell.seed}")) as writer:
-            for step, accuracy in zip(cell.steps, cell.accuracy, strict=True):
-                writer.add_scalar("eval/heldout", accuracy, int(step))
-            for step, accuracy in sorted(cell.ood.items()):
-                writer.add_scalar("eval/ood", accuracy, int(step))
-            for row in cell.rows:
-                for name in BOARD:
-                    if name in row:
-                        writer.add_scalar(name, row[name], int(row["step"]))
+            for name in BOARD:
+                for step, value in list_points(cell, name):
+                    writer.add_scalar(name, value, int(step))
             writer.add_hparams(
                 {"arm": cell.arm, "seed": cell.seed, "settings": settings[cell.arm]},
                 {"final/heldout": cell.final},

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from asyncrl.experiments.compare.grid import CellResult, Comparison, Sweep
 from asyncrl.experiments.compare.verdict import average
+from asyncrl.records.page_kit import TableBlock
 
 
 class GridProgress:
@@ -130,25 +131,10 @@ def print_table(
 ) -> None:
     """Print the columns of a page's table that fit a terminal.
 
-    names: name in `head` -> name in the terminal; the first column is never cut.
+    names: name in `head` -> name in the terminal.
     """
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(
-        title=title,
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1),
-        collapse_padding=True,
-        pad_edge=False,
-    )
-    for column, name in enumerate(names.values()):
-        table.add_column(name, no_wrap=column == 0, justify="left" if column == 0 else "right")
-    for row in rows:
-        table.add_row(*(row[head.index(h)] for h in names))
-    Console().print(table)
+    chosen = [[row[head.index(name)] for name in names] for row in rows]
+    print(TableBlock([*names.values()], chosen, heading=f"{title}\n").as_text() + "\n")
 
 
 def print_other_measures(

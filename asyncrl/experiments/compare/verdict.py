@@ -280,13 +280,20 @@ def list_instabilities(rewards: Sequence[float], rows: Sequence[Mapping[str, flo
     rows: metrics by step.
     """
     bounds = StabilityBounds()
+    entropy, cut = (
+        list_values(rows, name) for name in ("policy/entropy", "answer/truncated_share")
+    )
     problems = [
         find_collapse(rewards, bounds),
         find_kl_divergence(list_values(rows, "kl/behavior_target_k3"), bounds),
         find_gradient_explosion(list_values(rows, "optim/grad_norm"), bounds),
-        find_entropy_collapse(list_values(rows, "policy/entropy"), bounds),
+        f"entropy collapse: {entropy[-1]:.3f} of {entropy[0]:.3f} nats a token"
+        if entropy and min(entropy[-5:]) < bounds.entropy * entropy[0]
+        else "",
         find_oscillation(rewards, bounds),
-        find_length_explosion(list_values(rows, "answer/truncated_share"), bounds),
+        f"length explosion: {cut[-1]:.0%} of the completions are cut at max_new_tokens"
+        if len(cut) > 2 and min(cut[-3:]) > bounds.truncated
+        else "",
     ]
     return [problem for problem in problems if problem]
 
@@ -329,12 +336,6 @@ def find_gradient_explosion(norms: Sequence[float], bounds: StabilityBounds) -> 
     )
 
 
-def find_entropy_collapse(entropy: Sequence[float], bounds: StabilityBounds) -> str:
-    if not entropy or not min(entropy[-5:]) < bounds.entropy * entropy[0]:
-        return ""
-    return f"entropy collapse: {entropy[-1]:.3f} of {entropy[0]:.3f} nats a token"
-
-
 def find_oscillation(rewards: Sequence[float], bounds: StabilityBounds) -> str:
     wide = sum(
         abs(reward - previous) > bounds.swing for previous, reward in itertools.pairwise(rewards)
@@ -345,12 +346,6 @@ def find_oscillation(rewards: Sequence[float], bounds: StabilityBounds) -> str:
     if wide < 3 or turns < 3:
         return ""
     return f"oscillation: {wide} swings of more than {bounds.swing:g}"
-
-
-def find_length_explosion(shares: Sequence[float], bounds: StabilityBounds) -> str:
-    if len(shares) < 3 or not min(shares[-3:]) > bounds.truncated:
-        return ""
-    return f"length explosion: {shares[-1]:.0%} of the completions are cut at max_new_tokens"
 
 
 def compute_area(steps: Sequence[float], values: Sequence[float]) -> float:

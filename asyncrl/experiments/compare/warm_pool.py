@@ -28,20 +28,10 @@ from asyncrl.contract import importing
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.contract.parent import end_with_parent
 from asyncrl.contract.printable import describe_exit
-from asyncrl.experiments.compare import verdict
 from asyncrl.records import atomic_write
 
 # (cell, {"step", "accuracy"} while it runs or {"done": True})
 EventCallback = Callable[[str, dict[str, Any]], None]
-
-
-def describe_collapse(_steps: list[float], rewards: list[float]) -> str:
-    """Return the reason to stop a run early; empty if it continues.
-
-    The rule is a held-out reward below half its best for
-    `verdict.StabilityBounds().evaluations` evaluations in a row.
-    """
-    return verdict.find_collapse(rewards, verdict.StabilityBounds())
 
 
 @dataclass

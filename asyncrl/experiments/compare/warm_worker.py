@@ -12,21 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import load
-from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.importing import pause_collection
 from asyncrl.experiments import process_run
-from asyncrl.experiments.compare.warm_pool import describe_collapse
+from asyncrl.experiments.compare import verdict
 from asyncrl.experiments.one_process import needs_own_process
-from asyncrl.experiments.serial_record import RunRecord
 from asyncrl.records import atomic_write
-
-
-def run_in_processes(directory: Path, cell: Path, config: Config) -> RunRecord:
-    """Run a cell by `asyncrl run`.  Raises AsyncrlError if it does not finish."""
-    run_dir, log = directory / "runs" / cell.stem, directory / "logs" / f"{cell.stem}.log"
-    process_run.complete(run_dir, str(cell), [], config.learner.steps, log)
-    return process_run.read_record(run_dir, config)
 
 
 def main(directory: Path, abandon: bool) -> None:
@@ -47,11 +38,14 @@ def main(directory: Path, abandon: bool) -> None:
 
         def watch(steps: list[float], rewards: list[float]) -> str:
             send_event(step=int(steps[-1]), accuracy=rewards[-1])
-            return describe_collapse(steps, rewards) if abandon else ""
+            return verdict.find_collapse(rewards, verdict.StabilityBounds()) if abandon else ""
 
         try:
             if needs_own_process(config):
-                record = run_in_processes(directory, path, config)
+                run_dir = directory / "runs" / path.stem
+                log = directory / "logs" / f"{path.stem}.log"
+                process_run.complete(run_dir, str(path), [], config.learner.steps, log)
+                record = process_run.read_record(run_dir, config)
             else:
                 record = serial.run_serial(config, config.seed, watch)
         except AsyncrlError as error:

@@ -76,7 +76,7 @@ def write(directory: Path, findings: LabFindings) -> tuple[Path, Path]:
     blob = json.dumps(findings.as_json())
     blocks = [
         ListBlock(findings.list_verdict(), heading="Verdict", id="verdict"),
-        PlotBlock(findings.plots),
+        PlotBlock(findings.plots, style="wide"),
         *findings.tables,
     ]
     page = page_kit.render(f"lab {findings.name}", findings.setting, blocks, {"result": blob})

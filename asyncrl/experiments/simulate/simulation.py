@@ -414,10 +414,16 @@ class Simulation:
 
     def record_generator_times(self) -> None:
         """Record the generators' busy and idle seconds: at the first ticket, the last commit."""
-        times = [generator.measure_times() for generator in self.generators]
-        self.generator_times.append(
-            (sum(busy for busy, _ in times), sum(idle for _, idle in times))
+        asleep = sum(
+            self.now - generator.idle_since
+            for generator in self.generators
+            if generator.sleeping and not generator.lost
         )
+        busy, idle = (
+            sum(getattr(generator, name) for generator in self.generators)
+            for name in ("busy", "idle")
+        )
+        self.generator_times.append((busy, idle + asleep))
 
     def make_outcome(self, took_s: float) -> SimulationOutcome:
         learner, staleness = self.config.learner, self.config.staleness
@@ -625,11 +631,6 @@ class SimulatedGenerator:
             self.run.resume(self.loop)
 
     # ---- the loop --------------------------------------------------------------------------------
-
-    def measure_times(self) -> tuple[float, float]:
-        """Return the busy and idle seconds up to now, without those of a running decode call."""
-        asleep = self.run.now - self.idle_since if self.sleeping and not self.lost else 0.0
-        return self.busy, self.idle + asleep
 
     def work(self) -> Loop:
         """Swap, start samples, decode, collect, deliver and request, or sleep."""

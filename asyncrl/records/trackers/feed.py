@@ -102,19 +102,16 @@ class MlflowTracker:
 
         self.mlflow = mlflow
         mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "asyncrl"))
-        known = known or self._find(run_id)
+        if not known:  # mlflow chooses the id itself
+            rows = mlflow.search_runs(
+                filter_string=f"tags.`{RUN_TAG}` = '{run_id}'", max_results=1, output_format="list"
+            )
+            known = str(rows[0].info.run_id) if rows else ""
         named = {} if known else {"run_name": run_dir.name, "tags": {RUN_TAG: run_id}}
         run = mlflow.start_run(known or None, **named)
         self.id = str(run.info.run_id)
         if not known:
             mlflow.log_params(settings)
-
-    def _find(self, run_id: str) -> str:
-        """Return mlflow's id of the run, which mlflow chooses itself, or ""."""
-        rows = self.mlflow.search_runs(
-            filter_string=f"tags.`{RUN_TAG}` = '{run_id}'", max_results=1, output_format="list"
-        )
-        return str(rows[0].info.run_id) if rows else ""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self.mlflow.log_metrics(dict(values), step=step)

@@ -412,7 +412,8 @@ def place_on_cluster(
     config: Config, run_dir: Path, on: str, say: Callable[[str], None]
 ) -> Iterator[tuple[Config, RayLauncher]]:
     """Place bundles on the cluster that `on` names and free them at the end."""
-    import_ray(on)
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError(f"--on {on}: Ray is not installed: pip install 'asyncrl[ray]'")
     require_kept_directory(run_dir)
     import ray
 
@@ -434,12 +435,6 @@ def require_kept_directory(run_dir: Path) -> None:
             f"runs: {run_dir} is in a copy of the working directory that Ray removes after this "
             "job: put the run on a path that all hosts share, with --set runs=DIR"
         )
-
-
-def import_ray(on: str) -> None:
-    """Raise ConfigError if Ray is not installed."""
-    if importlib.util.find_spec("ray") is None:
-        raise ConfigError(f"--on {on}: Ray is not installed: pip install 'asyncrl[ray]'")
 
 
 def connect(on: str) -> None:

@@ -30,7 +30,9 @@ def render(config: Config, run_dir: Path) -> str:
     from huggingface_hub import ModelCardData
 
     summary = summaries.read(config, run_dir)
-    base, data = format_hub_name(config.model.path), list(dict.fromkeys(list_data_sets(config)))
+    base = format_hub_name(config.model.path)
+    prompts = (task.prompts for _, task, _ in _list_sources(config))
+    data = dict.fromkeys(format_hub_name(path) for path in prompts if SNAPSHOT.search(path))
     card = ModelCardData(
         base_model=base.partition("@")[0] if "/" in base else None,
         datasets=[name.partition("@")[0] for name in data] or None,
@@ -95,13 +97,6 @@ def _list_sources(config: Config) -> Iterator[tuple[str, TaskSource, str]]:
     for part in config.task.mixture:
         env = agents[part.title].env if part.title in agents else ""
         yield part.title, part, part.reward or env or judge
-
-
-def list_data_sets(config: Config) -> Iterator[str]:
-    """Yield the names of the hub's data sets that a run trained on."""
-    for _, task, _ in _list_sources(config):
-        if SNAPSHOT.search(task.prompts):
-            yield format_hub_name(task.prompts)
 
 
 def list_tasks(config: Config) -> list[tuple[str, ...]]:

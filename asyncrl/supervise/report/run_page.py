@@ -43,14 +43,6 @@ SAMPLES_SHOWN = 16  # number of first and newest samples whose tokens a report c
 SAMPLE_BYTES = 500_000  # most bytes of them in a report
 
 
-def _plot_histogram(counts: dict[str, int]) -> PagePlot:
-    total = max(sum(counts.values()), 1)
-    shares = PlotLine("", [int(lag) for lag in counts], [n / total for n in counts.values()])
-    return PagePlot(
-        "Lag of trained tokens", "share of tokens", [shares], "lag, in versions", "bars"
-    )
-
-
 def build_plots(series: Series, steps: Series, summary: dict[str, Any]) -> list[PagePlot]:
     """Build the plots of a report: those of `asyncrl watch`, and the histogram of lags.
 
@@ -61,7 +53,16 @@ def build_plots(series: Series, steps: Series, summary: dict[str, Any]) -> list[
         for page in ("overview", "staleness", "learner")
     )
     of_steps = plots.build_step_plots({"": steps}, points=POINTS)
-    return [*overview, _plot_histogram(summary["lag_histogram"]), *staleness, *learner, *of_steps]
+    counts = summary["lag_histogram"]
+    shares = [n / max(sum(counts.values()), 1) for n in counts.values()]
+    lags = PagePlot(
+        "Lag of trained tokens",
+        "share of tokens",
+        [PlotLine("", [int(lag) for lag in counts], shares)],
+        "lag, in versions",
+        "bars",
+    )
+    return [*overview, lags, *staleness, *learner, *of_steps]
 
 
 def plot_timeline(spans: dict[str, list[tuple[str, float, float]]]) -> tuple[PagePlot, float]:
@@ -91,12 +92,6 @@ def plot_timeline(spans: dict[str, list[tuple[str, float, float]]]) -> tuple[Pag
     return plot, shown_s
 
 
-def _read_text(path: Path) -> str:
-    return (
-        path.read_text(errors="replace", encoding="utf-8").strip() if path.is_file() else "unknown"
-    )
-
-
 def describe_unfinished(config: Config, run_dir: Path, summary: dict[str, Any]) -> list[str]:
     """Describe how an unfinished run ended; [] for a finished run."""
     if summary["steps"] >= config.learner.steps and not summary.get("partial"):
@@ -123,7 +118,10 @@ def write(run_dir: Path) -> Path:
         )
     lanes, seconds = plot_timeline(trace.read(run_dir))
     samples = jsonl.read(run_dir / "samples.jsonl")
-    commit, command = (_read_text(run_dir / name) for name in ("commit", "command"))
+    commit, command = (
+        path.read_text(errors="replace", encoding="utf-8").strip() if path.is_file() else "unknown"
+        for path in (run_dir / "commit", run_dir / "command")
+    )
     blocks = [
         ListBlock(
             describe_unfinished(view.config, run_dir, summary), id="unfinished", style="warn"

@@ -66,9 +66,13 @@ class RunView:
         self.steps = Series(self.path / metrics.OPTIMIZER_STEPS)
 
     def refresh(self) -> None:
-        """Read what the run has written since the last call."""
-        self.series.refresh()
-        self.samples.refresh()
+        """Read what the run has written since the last call; `problem` says why it could not."""
+        self.problem = ""
+        try:
+            self.series.refresh()
+            self.samples.refresh()
+        except (ValueError, RecursionError) as error:
+            self.problem = f"its files cannot be read: {error}"
 
     @property
     def config(self) -> Config:
@@ -110,11 +114,14 @@ class RunView:
 
     def describe_state(self) -> dict[str, Any]:
         """Return the run's row of the list: state, steps, newest held-out reward, mean lag."""
-        problem, state, step, planned = "", "unreadable", 0, 0
+        problem, state, step, planned = self.problem, "unreadable", 0, 0
         try:
-            state, step, planned = self.read_progress()
+            progress, step, planned = self.read_progress()
+            state = state if problem else progress
         except (AsyncrlError, OSError) as error:
             problem = str(error)
+        except (ValueError, RecursionError) as error:
+            problem = problem or f"its files cannot be read: {error}"
         rows = self.series.rows
         return {
             "id": self.id,
@@ -213,10 +220,6 @@ class RunView:
         """Return optimizer_steps.jsonl as columns, up to its newest row."""
         self.steps.refresh()
         return self.steps
-
-    def read_trained_batches(self) -> list[dict[str, Any]]:
-        """Return the rows of trained.jsonl: one per batch, with its tokens by lag."""
-        return jsonl.read(self.path / "trained.jsonl")
 
     def read_settings(self) -> dict[str, Any]:
         """Return the run's settings as {dotted key: value}."""

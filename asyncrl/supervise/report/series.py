@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import os
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
@@ -64,36 +63,23 @@ class Series:
     columns: dict[str, Column] = field(default_factory=dict)
     axes: dict[Axis, Column] = field(default_factory=lambda: {axis: Column() for axis in AXES})
     damaged: int = 0  # number of skipped lines
-    _offset: int = 0
-    _inode: int = 0
     _newest: int = -1  # step of training
+
+    def __post_init__(self) -> None:
+        self.file = jsonl.GrowingFile(self.path)
 
     def refresh(self) -> bool:
         """Read new rows; return whether there were any. A missing file counts as empty."""
-        try:
-            file = self.path.open("rb")
-        except OSError:
-            return self._forget()
-        with file:
-            status = os.fstat(file.fileno())
-            changed = False
-            if status.st_ino != self._inode or status.st_size < self._offset:
-                changed = self._forget()
-                self._inode = status.st_ino
-            file.seek(self._offset)
-            data = file.read(status.st_size - self._offset)
-        complete = data.rfind(b"\n") + 1  # a line that is still being written waits
-        self._offset += complete
-        rows = self._decode_lines(data[:complete])
+        data = self.file.read_new()
+        changed = self._forget() if self.file.begins else False
+        rows = self._decode_lines(data)
         trained = [self._newest, *(row["step"] for row in rows if TRAINED in row)]
         if any(next_step <= step for step, next_step in itertools.pairwise(trained)):
-            offset, inode = self._offset, self._inode
             self._forget()
-            self._offset, self._inode = offset, inode
             rows = metrics.select_valid_rows(jsonl.read(self.path))
         self._newest = max(trained)
         self._add(rows)
-        return changed or complete > 0
+        return changed or bool(data)
 
     @property
     def rows(self) -> int:
@@ -104,8 +90,7 @@ class Series:
         had_rows = self.rows > 0
         self.columns.clear()
         self.axes = {axis: Column() for axis in AXES}
-        self._offset = self.damaged = self._inode = 0
-        self._newest = -1
+        self.damaged, self._newest = 0, -1
         return had_rows
 
     def _decode_lines(self, data: bytes) -> list[dict[str, Any]]:

@@ -7,7 +7,6 @@ Tinker server's model, without rewards, weights and clips.
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ import msgspec
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.printable import escape_line
+from asyncrl.records import jsonl
 
 FILE = "token_samples.jsonl"
 RULES = ("group", "best", "worst", "off_policy", "longest", "random")
@@ -58,7 +58,7 @@ class SampleFilter:
     limit: int = 50
 
     def matches(self, row: dict[str, Any]) -> bool:
-        """Return whether a row passes every filter."""
+        """Return whether a row passes every filter but that of its text."""
         if not (
             _is_inside(row["batch"], self.step)
             and _is_inside(row["reward"], self.reward)
@@ -69,9 +69,7 @@ class SampleFilter:
             return False
         if self.group_key is not None and row["group_key"] != self.group_key:
             return False
-        if self.rule is not None and self.rule not in row["rules"]:
-            return False
-        return not self.text or any(re.search(self.text, t) for t in join_texts(row))
+        return self.rule is None or self.rule in row["rules"]
 
 
 def parse_range(text: str, key: str) -> tuple[float | None, float | None]:
@@ -96,26 +94,16 @@ def _is_inside(value: float | None, bounds: tuple[float | None, float | None]) -
     return (low is None or value >= low) and (high is None or value <= high)
 
 
-def join_texts(row: dict[str, Any]) -> list[str]:
-    """Return prompt and response of each training sequence as one text."""
-    return [s["prompt"] + "".join(s["pieces"]) for s in row["sequences"]]
-
-
 def measure_token_kl(row: dict[str, Any]) -> float:
-    """Return the mean k3 between behavior and proximal policy over the sampled tokens, in nats."""
-    terms = [
-        compute_k3(start - behavior)
+    """Return the mean k3 = r - 1 - log r (Schulman 2020) of the start policy, in nats a token."""
+    terms: list[float] = [
+        math.exp(min(start - behavior, 50.0)) - 1 - (start - behavior)
         for s in row["sequences"]
         for _, first, end in s["versions"]
         for start, behavior in zip(s["start"][first:end], s["behavior"][first:end], strict=True)
         if start is not None and behavior is not None
     ]
     return sum(terms) / max(len(terms), 1)
-
-
-def compute_k3(log_ratio: float) -> float:
-    """Return k3 = r - 1 - log r of one token (Schulman 2020)."""
-    return math.exp(min(log_ratio, 50.0)) - 1 - log_ratio
 
 
 @dataclass
@@ -126,49 +114,37 @@ class SampleStore:
     offsets: list[tuple[int, int]] = field(default_factory=list)  # (offset, bytes) of each row
     heads: list[dict[str, Any]] = field(default_factory=list)  # rows without their tokens
     damaged: int = 0
-    _end: int = 0
-    _inode: int = 0
+
+    def __post_init__(self) -> None:
+        self.file = jsonl.GrowingFile(self.path)
 
     def refresh(self) -> bool:
         """Read new rows; return whether there were any. A missing file is an empty one."""
-        try:
-            file = self.path.open("rb")
-        except OSError:
-            had_rows = bool(self.heads)
-            self._forget(0)
-            return had_rows
-        with file:
-            status = os.fstat(file.fileno())
-            if status.st_ino != self._inode or status.st_size < self._end:
-                self._forget(status.st_ino)
-            file.seek(self._end)
-            previous_end = self._end
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                self._add(line)
-                self._end += len(line)
-        return self._end > previous_end
+        data = self.file.read_new()
+        had_rows = bool(self.heads)
+        if self.file.begins:
+            self.offsets.clear()
+            self.heads.clear()
+            self.damaged = 0
+        offset = self.file.offset - len(data)
+        for line in data.split(b"\n")[:-1]:
+            self._add(line, offset)
+            offset += len(line) + 1
+        return bool(data) or (self.file.begins and had_rows)
 
-    def _forget(self, inode: int) -> None:
-        self.offsets.clear()
-        self.heads.clear()
-        self._end = self.damaged = 0
-        self._inode = inode
-
-    def _add(self, line: bytes) -> None:
+    def _add(self, line: bytes, offset: int) -> None:
         try:
             row = _decoder.decode(line)
             head = {k: v for k, v in row.items() if k != "sequences"}
             head["kl"] = measure_token_kl(row)
             weights = [w for s in row["sequences"] for w in s.get("weight", ()) if w is not None]
             head["weight"] = max(weights, default=0.0)
-            head["text"] = "\x00".join(join_texts(row))
+            head["text"] = "\x00".join(s["prompt"] + "".join(s["pieces"]) for s in row["sequences"])
             _ = head["batch"], head["reward"], head["lag_mean"], head["rules"]
         except (msgspec.DecodeError, KeyError, TypeError, ValueError):
             self.damaged += 1
             return
-        self.offsets.append((self._end, len(line)))
+        self.offsets.append((offset, len(line)))
         self.heads.append(head)
 
     def find(self, query: SampleFilter) -> list[int]:
@@ -180,11 +156,10 @@ class SampleStore:
             pattern = re.compile(query.text) if query.text else None
         except re.error as error:
             raise ConfigError(f"--text {query.text}: not a regular expression: {error}") from None
-        without_text = SampleFilter(**{**vars(query), "text": ""})
         matches = [
             i
             for i, head in enumerate(self.heads)
-            if without_text.matches(head) and (pattern is None or pattern.search(head["text"]))
+            if query.matches(head) and (pattern is None or pattern.search(head["text"]))
         ]
         keys = {
             "batch": lambda i: self.heads[i]["batch"],
@@ -276,17 +251,12 @@ def format_terminal(row: dict[str, Any], shade: str, color: bool) -> str:
     for sequence in row["sequences"]:
         lines.append("  prompt    " + escape_line(sequence["prompt"], 2000))
         lines += [
-            "  image     " + escape_line(describe_image(x), 200) for x in sequence.get("images", ())
+            escape_line("  image     {} x {} pixels, {}".format(*x["size"], x["digest"]), 212)
+            for x in sequence.get("images", ())
         ]
         values = sequence["shades"].get(shade) or sequence["shades"]["lag"]
         lines.append("  response  " + _color_pieces(sequence["pieces"], values, color))
     return "\n".join(lines)
-
-
-def describe_image(image: dict[str, Any]) -> str:
-    """Return the size and the digest of an image."""
-    width, height = image["size"]
-    return f"{width} x {height} pixels, {image['digest']}"
 
 
 def _color_pieces(pieces: Sequence[str], values: Sequence[Any], color: bool) -> str:

@@ -36,9 +36,10 @@ function report(error) {
 const isText = (cell) => typeof cell === "string" && !/^[-+\d.,e]+ ?(%|MiB)?$/.test(cell);
 
 function table(head, rows) {
+  const kinds = head.map((_, i) => rows.some((row) => isText(row[i])) ? "text" : "");
   return element("div", { class: "wide" }, element("table", {},
-    element("thead", {}, element("tr", {}, ...head.map((cell, i) => element("th", { scope: "col", class: rows.some((row) => isText(row[i])) ? "text" : "" }, cell)))),
-    element("tbody", {}, ...rows.map((row) => element("tr", {}, ...row.map((cell) => element("td", { class: isText(cell) ? "text" : "" }, cell)))))));
+    element("thead", {}, element("tr", {}, ...head.map((cell, i) => element("th", { scope: "col", class: kinds[i] }, cell)))),
+    element("tbody", {}, ...rows.map((row) => element("tr", {}, ...row.map((cell, i) => element("td", { class: kinds[i] }, cell)))))));
 }
 
 // ---- plots --------------------------------------------------------------------------------------
@@ -127,7 +128,10 @@ async function config(place) {
 }
 
 function runPicker(change) {
-  if (!shown().some((run) => run.id === state.run)) state.run = (shown().find((run) => run.samples) ?? shown()[0])?.id ?? "";
+  if (!shown().some((run) => run.id === state.run)) {
+    state.run = (shown().find((run) => run.samples) ?? shown()[0])?.id ?? "";
+    state.file = "";
+  }
   return element("label", {}, "run ", element("select", { onchange: (event) => { state.run = event.target.value; change(); } },
     ...shown().map((run) => element("option", { value: run.id, selected: run.id === state.run }, run.id))));
 }
@@ -136,9 +140,21 @@ async function logs(place) {
   const picker = runPicker(() => { state.file = ""; render(true); });
   if (!state.run) return place.replaceChildren(element("p", { class: "soft" }, "Select a run above."));
   const content = await ask("logs", { run: state.run, file: state.file });
+  const text = content.text || "Nothing is logged here yet.";
+  const key = [state.run, content.file, ...content.files, picker.textContent].join("\n");
+  const shownLog = place.querySelector("#log");
+  if (shownLog?.dataset.key === key) {  // an update keeps an open list, and the reader's position above the end
+    const atEnd = shownLog.scrollHeight - shownLog.scrollTop - shownLog.clientHeight < 40;
+    shownLog.textContent = text;
+    if (atEnd) shownLog.scrollTop = shownLog.scrollHeight;
+    return;
+  }
   const files = element("select", { onchange: (event) => { state.file = event.target.value; render(true); } },
     ...content.files.map((name) => element("option", { selected: name === content.file }, name)));
-  place.replaceChildren(element("div", { class: "filters" }, picker, element("label", {}, "file ", files)), element("pre", { id: "log" }, content.text || "no log yet"));
+  const log = element("pre", { id: "log" }, text);
+  log.dataset.key = key;
+  place.replaceChildren(element("div", { class: "filters" }, picker, element("label", {}, "file ", files)), log);
+  log.scrollTop = log.scrollHeight;
 }
 
 // ---- samples ------------------------------------------------------------------------------------

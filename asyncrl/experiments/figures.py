@@ -1,6 +1,8 @@
-"""The points of a figure, read from directories of runs, comparisons and sweeps.
+"""Figures for a paper, of runs, comparisons and sweeps, made with matplotlib.
 
-The figure is plotted from these points, and the CSV file holds the same ones.
+The figure is plotted from points, and the CSV file holds the same ones. The colors are those of
+Okabe and Ito (2008), which color-blind readers can distinguish. Markers and line styles differ too,
+so the figure also prints without color.
 """
 
 from __future__ import annotations
@@ -13,12 +15,24 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from asyncrl.contract.errors import ConfigError
+from asyncrl.models.installed import build_install_command
 from asyncrl.records import metrics
 from asyncrl.supervise import summary
+from buffer import training_log
 
 HELDOUT, OOD = "eval/heldout", "eval/ood"
 STEP, LAG = "step", "lag"
 LIMIT = ", limit "  # in the name of a series, between correction and limit
+
+
+OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = "osD^vPX"
+STYLES = ("-", "--", ":", "-.")
+FORMATS = (".pdf", ".svg", ".png")
+LABELS = {STEP: "step (versions)", LAG: "measured mean lag (versions)"}
+# keep text as text in PDF and SVG, and give the same file for the same points
+SETTINGS = {"pdf.fonttype": 42, "svg.fonttype": "none", "svg.hashsalt": "asyncrl"}
+DATES = {".pdf": "CreationDate", ".svg": "Date"}
 
 
 class FigurePoint(NamedTuple):
@@ -68,13 +82,15 @@ def read_points(paths: Sequence[Path], metric: str, across: str) -> list[FigureP
     the metric.
     """
     points: list[FigurePoint] = []
+    names = Counter(path.name for path in paths)
     for path in paths:
         for run in _read_runs(path, metric):
             name = run.series
             if across == STEP and run.place:
                 name = f"{name}{LIMIT}{run.place}"
             if len(paths) > 1:  # they may hold series of the same name
-                name = _join_names(path, name, paths)
+                folder = path.name if names[path.name] == 1 else str(path)
+                name = folder if name == path.name else f"{folder}: {name}"
             if across == LAG and run.curve:
                 place = run.place or name
                 points.append(FigurePoint(name, place, run.seed, run.lag, run.curve[-1][1]))
@@ -86,12 +102,6 @@ def read_points(paths: Sequence[Path], metric: str, across: str) -> list[FigureP
             "metrics` lists the names"
         )
     return points
-
-
-def _join_names(path: Path, series: str, paths: Sequence[Path]) -> str:
-    names = Counter(one_path.name for one_path in paths)
-    folder = path.name if names[path.name] == 1 else str(path)
-    return folder if series == path.name else f"{folder}: {series}"
 
 
 def _read_runs(path: Path, metric: str) -> list[MeasuredRun]:
@@ -157,8 +167,7 @@ def _read_cell(file: Path, series: str, seed: int, metric: str) -> MeasuredRun:
     else:
         curve = _select_finite((row["version"] - 1, row.get(metric)) for row in record["curve"])
     tokens = {int(lag): count for lag, count in record["lag_histogram"].items()}
-    mean = sum(lag * count for lag, count in tokens.items()) / max(sum(tokens.values()), 1)
-    return MeasuredRun(series, seed, curve, mean)
+    return MeasuredRun(series, seed, curve, training_log.mean(tokens))
 
 
 def _select_finite(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[float, float]]:
@@ -210,3 +219,49 @@ def make_caption(lines: Sequence[FigureLine], across: str) -> str:
         return f"One run each (n = 1 seed), no band{axis}."
     number = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     return f"Mean over seeds (n = {number}); {shape}: lowest to highest seed{axis}."
+
+
+def draw(lines: Sequence[FigureLine], metric: str, across: str, path: Path) -> None:
+    """Write the figure to `path`, in the format of its ending.
+
+    Raises ConfigError for another ending, and if matplotlib is not installed.
+    """
+    if path.suffix not in FORMATS:
+        raise ConfigError(f"-o {path}: give a name that ends in {', '.join(FORMATS)}")
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            f"a figure needs matplotlib: {build_install_command('figures')}; --csv works without it"
+        ) from error
+    with rc_context(SETTINGS):
+        figure = Figure(figsize=(5.5, 3.8), layout="constrained")
+        axes = figure.add_subplot()
+        # a color for each method, a line style for each of its limits
+        split_names = [line.name.partition(LIMIT) for line in lines]
+        methods = list(dict.fromkeys(method for method, _, _ in split_names))
+        limits = list(dict.fromkeys(limit for _, _, limit in split_names))
+        for line, (method, _, limit) in zip(lines, split_names, strict=True):
+            number = methods.index(method)
+            color = OKABE_ITO[number % len(OKABE_ITO)]
+            style = STYLES[(limits.index(limit) if len(limits) > 1 else number) % len(STYLES)]
+            marker = MARKERS[number % len(MARKERS)]
+            axes.plot(
+                line.positions, line.mean, style, color=color, marker=marker, ms=4, label=line.name
+            )
+            if max(line.counts) > 1 and len(line.positions) > 1:
+                axes.fill_between(
+                    line.positions, line.low, line.high, color=color, alpha=0.18, lw=0
+                )
+            elif max(line.counts) > 1:
+                axes.vlines(line.positions, line.low, line.high, color=color, lw=1.5)
+        axes.set_xlabel(LABELS[across])
+        axes.set_ylabel("held-out reward" if metric == HELDOUT else metric)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        columns = min(3, len(lines))
+        figure.legend(loc="outside upper center", ncols=columns, frameon=False, fontsize=8)
+        figure.supxlabel(make_caption(lines, across), fontsize=7)
+        date = DATES.get(path.suffix)
+        figure.savefig(path, dpi=200, metadata={date: None} if date else None)

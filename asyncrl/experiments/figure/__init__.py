@@ -1,1 +1,0 @@
-"""Figures of the measurements of runs, comparisons and sweeps."""
