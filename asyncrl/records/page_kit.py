@@ -8,6 +8,7 @@ scripts, so a plot looks the same everywhere.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -203,11 +204,16 @@ def render_blocks(blocks: Sequence[Block]) -> str:
 
 
 def _fill(name: str, **values: Any) -> str:
+    text: str = _get_template(name).render(values)
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+@functools.cache
+def _get_template(name: str) -> Any:
     import jinja2
 
-    loader = jinja2.FileSystemLoader(FILES)
-    text = jinja2.Environment(loader=loader, autoescape=True).get_template(name).render(values)
-    return text.encode("utf-8", "backslashreplace").decode()
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(FILES), autoescape=True)
+    return environment.get_template(name)
 
 
 def embed_json(value: Any) -> Any:

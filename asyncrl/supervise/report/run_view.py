@@ -335,7 +335,8 @@ def build_cards(series: Series, summary: dict[str, Any]) -> list[tuple[str, str,
     lag, speed = summary["lag"], summary["speed"]
     idle = speed["idle_share"]
     window = live.describe_window(latest)
-    stops = list_early_stops(series.select_rows("optim/early_stops"))
+    has_stops = latest.get("optim/early_stops")
+    stops = list_early_stops(series.select_rows("optim/early_stops") if has_stops else [])
     stopped = f"at a median KL of {statistics.median(stops):.2g}" if stops else ""
     cards = [
         (
