@@ -30,7 +30,7 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 from asyncrl.config import load
-from asyncrl.experiments.figure.figure_drawing import SETTINGS
+from asyncrl.experiments.figures import SETTINGS
 from asyncrl.records import metrics
 
 IMAGES = results_file.ROOT / "docs" / "img"

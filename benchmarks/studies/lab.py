@@ -20,14 +20,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # for lib
 from lib import results_file, rounds
 
 from asyncrl.cli.base import print_progress
-from asyncrl.experiments.lab import (
-    bias,
-    bias_page,
-    corrections,
-    corrections_page,
-    reshape,
-    reshape_page,
-)
+from asyncrl.experiments.lab import bias, corrections, reshape
 from asyncrl.experiments.lab.page import LabFindings
 
 RATES = {"sgd": 5.0, "adam": 0.1}
@@ -35,7 +28,7 @@ RATES = {"sgd": 5.0, "adam": 0.1}
 
 def run(name: str, quick: bool) -> LabFindings:
     if name == "bias":
-        return bias_page.present_findings(
+        return bias.present_findings(
             bias.measure(
                 *((2, 3, 2) if quick else (3, 4, 5)),
                 0.05,
@@ -45,11 +38,11 @@ def run(name: str, quick: bool) -> LabFindings:
             )
         )
     if name == "corrections":
-        return corrections_page.present_findings(
+        return corrections.present_findings(
             corrections.measure(*((2, 4, 2) if quick else (3, 8, 5)), print_progress)
         )
     batches = 5 if name == "reshape_5_batches" else 1
-    return reshape_page.present_findings(
+    return reshape.present_findings(
         reshape.measure(
             3,
             3 if quick else 4,
@@ -78,10 +71,10 @@ def main() -> None:
     for name in names:
         found = run(name, args.quick)
         out[name] = {"setting": found.setting} | found.as_json()
-        wrong += sum(c.holds is False for c in found.claims)
+        wrong += sum(not holds for _, holds in found.claims)
         print(
             found.setting,
-            *(f"  {c.as_line}" for c in found.claims),
+            *(f"  {item.text}" for item in found.list_verdict()),
             sep="\n",
             file=sys.stderr if args.json else sys.stdout,
         )

@@ -426,7 +426,8 @@ def test_locks_of_one_that_stands_still_hold_up_nobody(tmp_path: Path) -> None:
     lock = rundir.RunLock(tmp_path, "buffer")
     with pytest.raises(ConfigError, match="is running already"):
         process_log.ProcessIncarnation(tmp_path, "buffer", alone=True)
-    buffer_leadership.displace(tmp_path)
+    for name in buffer_leadership.LOCKS:
+        (tmp_path / name).unlink()
     other = process_log.ProcessIncarnation(tmp_path, "buffer", alone=True)
     second = rundir.RunLock(tmp_path, "buffer")
     lock.close()

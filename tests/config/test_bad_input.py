@@ -24,7 +24,7 @@ from run_kit import finish, start, steps_done, wait_until
 from asyncrl.cli import main
 from asyncrl.config import load
 from asyncrl.records import process_log
-from asyncrl.supervise.run import find_last_step
+from asyncrl.supervise.doctor import find_checkpoint
 from learner import checkpoint
 
 pytestmark = pytest.mark.slow
@@ -317,12 +317,13 @@ def test_resume_refuses_what_may_not_change_and_has_nothing_to_do_at_the_end(
 
 
 def test_the_steps_made_are_those_of_the_newest_learner(tmp_path: Path) -> None:
-    assert find_last_step(tmp_path) == 0
+    assert find_checkpoint(tmp_path) is None
     for epoch, number in ((1, 9), (1, 10), (2, 0), (2, 8), (10, 2)):
         (tmp_path / "checkpoints" / f"epoch_{epoch}" / f"number_{number}").mkdir(parents=True)
     for place in ("epoch_11/.number_12.part", "epoch_12.new/number_13"):
         (tmp_path / "checkpoints" / place).mkdir(parents=True)
-    assert find_last_step(tmp_path) == 2
+    newest = find_checkpoint(tmp_path)
+    assert newest is not None and newest["version"] == 2
 
 
 @pytest.mark.parametrize("number", [0, 1])

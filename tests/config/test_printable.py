@@ -70,7 +70,7 @@ def test_what_is_shown_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert all(line.isprintable() for line in WaitLog(1.0).make_lines([wait]))
     log = tmp_path / "log"
     log.write_bytes(EVIL.encode("utf-8", "replace") + b"\n")
-    assert doctor.read_last_line(log).isprintable()
+    assert doctor.describe_process("learner", None, None, log)["last_line"].isprintable()
     assert all(line.isprintable() for line in hosts.read_last_lines(log, 9))
     row = {"at": 0.0, "name": "gateway-0", "pid": 7, "event": "ended", "code": 1, "why": EVIL}
     assert process_log.describe_end(row).isprintable()

@@ -19,6 +19,7 @@ import pytest
 from process_kit import ENV, PATIENT, ROOT, RUN_SEED, Ended
 
 from asyncrl.config import load
+from asyncrl.experiments import figures
 from asyncrl.experiments.compare import arms as arms_made
 from asyncrl.experiments.compare import grid, page, progress
 from asyncrl.experiments.compare.analysis import (
@@ -29,7 +30,6 @@ from asyncrl.experiments.compare.analysis import (
     summarize,
 )
 from asyncrl.experiments.compare.grid import CellResult, make_warm_cell
-from asyncrl.experiments.figure import figure_points
 from buffer import training_log
 
 pytestmark = pytest.mark.slow
@@ -203,12 +203,12 @@ def test_a_comparison_from_start_to_verdict(sort_model: Path, tmp_path: Path) ->
     )
 
     # A figure's points are the same from either directory; both hold seed 0 of these arms.
-    for across in (figure_points.STEP, figure_points.LAG):
+    for across in (figures.STEP, figures.LAG):
         warm_points, real_points = (
-            figure_points.read_points([where], "eval/heldout", across)
+            figures.read_points([where], "eval/heldout", across)
             for where in (out, tmp_path / "real")
         )
-        assert len(real_points) == (8 if across == figure_points.STEP else 2)
+        assert len(real_points) == (8 if across == figures.STEP else 2)
         for arm in ("sync", "late"):
             first = [p for p in warm_points if (p.series, p.seed) == (arm, RUN_SEED)]
             apart_points = [p for p in real_points if p.series == arm]

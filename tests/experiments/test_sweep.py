@@ -17,10 +17,9 @@ from process_kit import ENV, ROOT, RUN_SEED, Ended
 from asyncrl.cli.compare import describe_corrections
 from asyncrl.config import load
 from asyncrl.contract.errors import AsyncrlError, ConfigError
-from asyncrl.experiments import serial
+from asyncrl.experiments import figures, serial
 from asyncrl.experiments.compare import analysis, grid, page, verdict, warm_pool
 from asyncrl.experiments.compare.arms import CORRECTIONS
-from asyncrl.experiments.figure import figure_points
 from asyncrl.models.policy import build_model
 
 pytestmark = pytest.mark.slow
@@ -107,12 +106,12 @@ def test_a_sweep_from_start_to_suggestion_and_again(model: Path, tmp_path: Path)
     assert json.loads((out / "result.json").read_text()) == found
 
     # A figure over steps has a series for each cell; over lags, one for each correction.
-    points = figure_points.read_points([out], "eval/heldout", figure_points.STEP)
-    names = [line.name for line in figure_points.make_lines(points)]
+    points = figures.read_points([out], "eval/heldout", figures.STEP)
+    names = [line.name for line in figures.make_lines(points)]
     assert names == [f"{n}, limit {x}" for n in ("configured", "other") for x in ("0", "2")]
     assert {p.position for p in points} == {0.0, 2.0, 4.0} and len(points) == 3 * 2 * 4
-    points = figure_points.read_points([out], "eval/heldout", figure_points.LAG)
-    for line in figure_points.make_lines(points):
+    points = figures.read_points([out], "eval/heldout", figures.LAG)
+    for line in figures.make_lines(points):
         assert line.positions[0] == 0 < line.positions[1] <= 2 and line.counts == [2, 2]
 
     # Interrupted: only what is missing is made, and it comes out the same.
@@ -251,7 +250,9 @@ def test_a_collapsed_run_is_given_up_and_keeps_its_last_accuracy(sort_model: Pat
         "evaluation.ood_prompts=0",
     ]
     record = serial.run_serial(
-        load.load("configs/demo.toml", sets), RUN_SEED, warm_pool.describe_collapse
+        load.load("configs/demo.toml", sets),
+        RUN_SEED,
+        lambda _, rewards: verdict.find_collapse(rewards, verdict.StabilityBounds()),
     )
     assert (
         record["abandoned"].startswith("collapse: held-out reward below half its best")

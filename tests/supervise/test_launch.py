@@ -201,7 +201,9 @@ def test_the_last_words_of_a_process_are_its_own(make: Make, tmp_path: Path) -> 
         run(s)
     (row,) = [row for row in process_log.read_events(s.run_dir) if row["event"] == "died"]
     assert row["why"] == "error: the last words"
-    assert doctor.read_last_line(s.children[0].log) == "error: the last words"
+    assert doctor.describe_process("buffer", None, None, s.children[0].log)["last_line"] == (
+        "error: the last words"
+    )
 
 
 def test_who_is_asked_to_end_has_longer_where_steps_may_take_longer(make: Make) -> None:
