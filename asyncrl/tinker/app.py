@@ -34,13 +34,15 @@ from asyncrl.tinker.model_records import (
 )
 from asyncrl.tinker.models import ServedModel
 from asyncrl.tinker.sample_log import TrainedSampleLog
-from asyncrl.tinker.samplers import SampleOutcome, SamplerRecord, SamplerService
+from asyncrl.tinker.samplers import SampleOutcome, SamplerRecord, SamplerService, SessionShares
 from asyncrl.tinker.sequences import SequenceLedger
 from asyncrl.tinker.settings import TinkerConfig
 from asyncrl.transport.http_server import authorize, open_body
 
 LEDGER_S = 2.0  # between updates of the ledger files
 POLL_S = 20.0  # longest time that one request of a client waits for a result
+WAITING_BYTES = 4 << 30  # on disk, of training calls that wait for earlier ones
+METADATA_BYTES = 1 << 16
 _Outcome = TypeVar("_Outcome")
 Handler = Callable[[Request, bytes], Awaitable[Response]]
 
@@ -68,6 +70,7 @@ class TinkerServer:
         self.session_rows = jsonl.JsonlAppender(folder / "sessions.jsonl")
         self.sessions = {row["id"] for row in jsonl.read(folder / "sessions.jsonl")}
         self.models: dict[str, ServedModel] = {}
+        self.shares = SessionShares(WAITING_BYTES)
         self.tasks: list[asyncio.Task[None]] = []
         self.failure: BaseException | None = None  # why the server ends
         self.on_failure: Callable[[], None] = lambda: None
@@ -101,7 +104,15 @@ class TinkerServer:
     def _serve(self, record: ModelRecord) -> ServedModel:
         folder = self.folder / build_folder_name(record.model)
         samples = TrainedSampleLog(folder, self.tokenizer)
-        model = ServedModel(record, folder, self.config, self.trainer, self.ledger, samples=samples)
+        model = ServedModel(
+            record,
+            folder,
+            self.config,
+            self.trainer,
+            self.ledger,
+            samples=samples,
+            shares=self.shares,
+        )
         self.models[record.model] = model
         model.on_change = self.samplers.released.set
         self._start_task(model.run(), record.model)
@@ -272,6 +283,11 @@ class TinkerServer:
 
     def _create_model(self, record: ModelRecord, route: str, body: bytes) -> Response:
         """Create a model with its call 0."""
+        if (size := len(json.dumps(record.metadata))) > METADATA_BYTES:
+            raise ConfigError(
+                f"user_metadata: {size} bytes of JSON, more than {METADATA_BYTES}: it stands in "
+                "the list of all models"
+            )
         model = self.models.get(record.model)
         if model is None:
             folder = self.folder / build_folder_name(record.model)

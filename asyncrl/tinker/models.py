@@ -59,6 +59,7 @@ from asyncrl.tinker.model_records import (
     find_saved,
 )
 from asyncrl.tinker.sample_log import TrainedSampleLog
+from asyncrl.tinker.samplers import SessionShares
 from asyncrl.tinker.sequences import (
     ModelAncestry,
     SampledRun,
@@ -113,14 +114,17 @@ class ServedModel:
         ledger: SequenceLedger,
         *,
         samples: TrainedSampleLog,
+        shares: SessionShares,
     ) -> None:
-        """Open the model's folder."""
+        """Open the model's folder.  shares: the disk space of calls that wait."""
         self.record = record
         self.folder = folder
         self.config = config
         self.trainer = trainer
         self.ledger = ledger
         self.samples = samples
+        self.shares = shares
+        self.sizes: dict[int, int] = {}  # bytes of the calls that wait
         self.log = CallLog(folder)
         self.branch = 0  # number of the load_weights call that its weights descend from
         self.ancestry = ModelAncestry(record.model, dict(record.parents))
@@ -168,8 +172,8 @@ class ServedModel:
             assert outcome is not None
             self._apply_outcome(number, call.route if call else "", outcome)
         for number in self.log.list_numbers("call"):
-            if number >= self.next:
-                self._open_promise(number)
+            if number >= self.next and (waiting := self.log.read_call(number)) is not None:
+                self._open_promise(waiting)
 
     def _apply_outcome(self, number: int, route: str, outcome: TrainingOutcome) -> None:
         """Continue after a call whose outcome is on disk, and write the rows that follow from it.
@@ -219,7 +223,9 @@ class ServedModel:
     # ---- calls -----------------------------------------------------------------------------------
 
     def submit(self, call: TrainingCall) -> None:
-        """Accept a call; a repeated request is the same call.  Raises ConfigError."""
+        """Accept a call; a repeated request is the same call.
+
+        Raises ConfigError, and HTTPException 429, after which clients repeat the request."""
         self.last_request = time.time()
         number = call.number
         if number < self.next or number in self.promises:
@@ -236,13 +242,18 @@ class ServedModel:
             raise ConfigError(
                 f"seq_id {number} of {self.record.model} is far ahead of the next one, {self.next}"
             )
+        # the one that all others wait for is always accepted
+        if number > self.next and not self.shares.is_free(self.record.session, len(call.body)):
+            raise self.shares.refuse(self.record.session, "training calls")
         self.log.write_call(call)
         self.digests[number] = xxhash.xxh3_128_digest(call.body)
-        self._open_promise(number)
+        self._open_promise(call)
         self.arrived.set()
 
-    def _open_promise(self, number: int) -> None:
-        self.promises[number] = asyncio.get_running_loop().create_future()
+    def _open_promise(self, call: TrainingCall) -> None:
+        self.sizes[call.number] = len(call.body)
+        self.shares.used[self.record.session] += len(call.body)
+        self.promises[call.number] = asyncio.get_running_loop().create_future()
 
     def find_promise(self, number: int) -> asyncio.Future[TrainingOutcome] | None:
         """Return the future of a call, also of one before a restart; None: unknown call."""
@@ -288,6 +299,7 @@ class ServedModel:
         self.log.write_outcome(number, outcome)  # from here on the call's effect is permanent
         self._apply_outcome(number, call.route, outcome)
         self.digests.pop(number, None)
+        self.shares.used -= Counter({self.record.session: self.sizes.pop(number)})
         self.promises[number].set_result(outcome)
         for finished in [n for n, x in self.promises.items() if n < number - 16 and x.done()]:
             del self.promises[finished]  # `find_promise` reads it from disk

@@ -29,6 +29,25 @@ UNCLAIMED_S = 600.0  # after which a result counts as one that its client has
 REMEMBERED = 10_000  # samplers that stay usable
 
 
+class SessionShares:
+    """Bytes in use by session.
+
+    A session may take as many as all sessions leave free, so every session finds some."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.used: Counter[str] = Counter()
+
+    def is_free(self, session: str, size: int) -> bool:
+        """Return whether a session may take `size` bytes more."""
+        return self.used[session] + size <= self.total - self.used.total()
+
+    def refuse(self, session: str, what: str) -> HTTPException:
+        """Build the error after which a client repeats its request."""
+        wait = {"retry-after": "1"}
+        return HTTPException(429, f"too many {what} of {session} wait", wait)
+
+
 class SamplerRecord(msgspec.Struct, frozen=True):
     """A sampler, as a row of samplers.jsonl.
 
@@ -98,7 +117,7 @@ class SamplerService:
         self.samplers = {record.id: record for record in records}  # the one used last comes last
         self.file = jsonl.JsonlAppender(self.path)
         self.promises: dict[str, SamplePromise] = {}
-        self.used: Counter[str] = Counter()  # session -> bytes of its requests
+        self.shares = SessionShares(REQUEST_BYTES)
         self.suspects: set[SamplePromise] = set()  # sampled when the process crashed
         self.one_by_one = asyncio.Lock()
         self.clones: dict[str, int] = {}
@@ -191,8 +210,6 @@ class SamplerService:
     def _make_room(self, session: str, size: int) -> None:
         """Count a new request, and forget results that clients have, if need be.
 
-        A session may take as many bytes as all sessions leave free, so every session finds some.
-
         Raises ConfigError for a request that never fits, and HTTPException 429, after which clients
         repeat the request."""
         if 2 * size > REQUEST_BYTES:
@@ -204,17 +221,15 @@ class SamplerService:
             for name, promise in [*self.promises.items()]
             if promise.is_retrieved and promise.future.done()
         )
-        while (is_full := self.used[session] + size > REQUEST_BYTES - self.used.total()) or len(
-            self.promises
-        ) >= KEPT:
+        shares = self.shares
+        while not (has_room := shares.is_free(session, size)) or len(self.promises) >= KEPT:
             if (name := next(forgettable, "")) == "":
                 break
             promise = self.promises.pop(name)
-            self.used -= Counter({promise.sampler.session: promise.size})
-        if is_full:
-            wait = {"retry-after": "1"}
-            raise HTTPException(429, f"too many requests of {session} to sample wait", wait)
-        self.used[session] += size
+            shares.used -= Counter({promise.sampler.session: promise.size})
+        if not has_room:
+            raise shares.refuse(session, "requests to sample")
+        shares.used[session] += size
 
     async def _sample(self, job: SampleCall, promise: SamplePromise) -> None:
         sampler = promise.sampler

@@ -367,9 +367,13 @@ def test_calls_wait_for_earlier_ones_and_count_once(
         client = service.create_lora_training_client("tiny", rank=2).result()
     http = httpx.Client(base_url=f"{server.url}/api/v1", headers={"X-API-Key": KEY})
 
-    def step_call(number: int) -> dict[str, Any]:
+    def ask(number: int) -> httpx.Response:
         body = {"model_id": client.model_id, "seq_id": number}
-        return http.post("/optim_step", json=body | {"adam_params": {"learning_rate": 0.0}}).json()
+        return http.post("/optim_step", json=body | {"adam_params": {"learning_rate": 0.0}})
+
+    def step_call(number: int) -> dict[str, Any]:
+        answer: dict[str, Any] = ask(number).json()
+        return answer
 
     def result(promise: dict[str, Any]) -> httpx.Response:
         return http.post("/retrieve_future", json={"request_id": promise["request_id"]})
@@ -382,11 +386,19 @@ def test_calls_wait_for_earlier_ones_and_count_once(
         "queue_state": "paused_capacity",
         "queue_state_reason": f"waits for seq_id 1 of {client.model_id}",
     }
-    step_call(1)
+    # one waiting call is this client's share of the disk; another client has room beside it
+    shares = server.server.shares
+    shares.total = 2 * shares.used.total()
+    full = ask(3)
+    assert full.status_code == 429 and full.headers["retry-after"] == "1"
+    assert "too many training calls of" in full.json()["error"]
+    assert shares.is_free("another", shares.total // 2)
+    step_call(1)  # the one that the others wait for is always accepted
     while result(early).status_code == 408:  # each waits a moment for it
         continue
     assert step_call(2) == early and result(early).json()["type"] == "optim_step"
     assert server.server.models[client.model_id].version == 2
+    assert ask(3).status_code == 200
 
 
 def test_a_killed_process_is_given_the_model_anew(start: Start) -> None:

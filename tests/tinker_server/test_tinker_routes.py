@@ -241,6 +241,7 @@ def test_models_that_cannot_be_created(server: LocalServer, http: httpx.Client) 
         ({"lora_config": {"rank": 4} | full | {"train_mlp": False}}, "train_mlp and train_attn"),
         ({"lora_config": {"rank": 4} | full | {"train_attn": False}}, "train_mlp and train_attn"),
         ({"optimizer_config": {"type": "muon"}}, "optimizer_config"),
+        ({"user_metadata": {"note": "x" * 2**16}}, "user_metadata: 65548 bytes of JSON, more than"),
         ({"surprise": 1}, "surprise: CreateModelRequest has no such field here"),
         ({"model_seq_id": "x"}, "CreateModelRequest: model_seq_id: "),
     ):
