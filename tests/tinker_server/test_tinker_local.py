@@ -125,9 +125,9 @@ def test_a_state_loaded_into_its_model_begins_a_branch(start: Start) -> None:
         metrics = step(client, data, "importance_sampling")
         assert metrics["lag_max"] == 1.0
         assert metrics["lag_unknown_share"] == pytest.approx(lengths[1] / sum(lengths))
+        assert ledger_of(server) == {"never_trained": 0, "trained_once": 2, "trained_again": 1}
         own = fresh.compute_logprobs(prompt()).result()[1:]
         assert own != late_sampler.compute_logprobs(prompt()).result()[1:]
-        assert ledger_of(server) == {"never_trained": 0, "trained_once": 2, "trained_again": 1}
         after = scored(client)
     server = start()  # the loaded state may be gone: the branch has its own checkpoint
     model = server.server.models[client.model_id]
