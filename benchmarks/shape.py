@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import argparse
 import ast
-import io
+import functools
+import gc
 import math
 import sys
 import tokenize
@@ -91,10 +92,13 @@ def pages() -> list[Path]:
 
 def prose_figures() -> list[Figure]:
     """Count what `lib/prose.py` finds in code and pages."""
-    code = [place for path in files() for place in prose.dialect(path)]
+    code: list[str] = []
+    split: list[str] = []
+    for path in files():
+        code += prose.dialect(path)
+        split += prose.split_literals(path)
     page = [place for path in pages() for place in prose.dialect(path)]
     wide = [place for path in pages() for place in prose.wide_lines(path)]
-    split = [place for path in files() for place in prose.split_literals(path)]
     subjects = prose.long_subjects()
     return [
         Figure("dialect in docstrings and comments", len(code), 0, code),
@@ -109,8 +113,13 @@ def where(path: Path, line: int) -> str:
     return f"{path.relative_to(ROOT)}:{line}"
 
 
+@functools.cache
+def walk(tree: ast.AST) -> list[ast.AST]:
+    return list(ast.walk(tree))
+
+
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 
@@ -128,11 +137,11 @@ def letters(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """(line, name) of every one-letter name bound outside comprehensions and lambdas."""
     inside = {
         id(child)
-        for node in ast.walk(tree)
+        for node in walk(tree)
         if isinstance(node, COMPREHENSIONS)
         for child in ast.walk(node)
     }
-    for node in ast.walk(tree):
+    for node in walk(tree):
         name = bound(node)
         if name and len(name) == 1 and name != "_" and id(node) not in inside:
             yield getattr(node, "lineno", 0), name
@@ -144,8 +153,8 @@ def has_docstring(node: ast.AST) -> bool:
 
 def count_tokens(text: str, tree: ast.AST) -> int:
     """Count the tokens of code, without docstrings."""
-    found = tokenize.generate_tokens(io.StringIO(text).readline)
-    docstrings = sum(has_docstring(node) for node in ast.walk(tree))
+    found = prose.tokens(text)
+    docstrings = sum(has_docstring(node) for node in walk(tree))
     return sum(token.type in CODE for token in found) - docstrings
 
 
@@ -162,7 +171,7 @@ def size_figures(trees: dict[Path, ast.AST], graph: dict[str, dict[str, str]]) -
         for target in targets:
             importers.setdefault(target, []).append(name)
     single = [f"{name} by {by[0]}" for name, by in sorted(importers.items()) if len(by) == 1]
-    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
+    nodes = [node for tree in trees.values() for node in walk(tree)]
     mentions = Counter(word for node in nodes if (word := mentioned(node)))
     calls = Counter(mentioned(node.func) for node in nodes if isinstance(node, ast.Call))
     definitions = Counter(node.name for tree in trees.values() for node in functions(tree))
@@ -199,7 +208,7 @@ def mentioned(node: ast.AST) -> str | None:
 
 def named(tree: ast.AST) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
     """Every class and function, those of other functions included."""
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 
@@ -215,7 +224,7 @@ def import_graph(trees: dict[Path, ast.AST]) -> dict[str, dict[str, str]]:
     modules = {module_name(path) for path in trees}
     graph: dict[str, dict[str, str]] = {name: {} for name in modules}
     for path, tree in trees.items():
-        for node in ast.walk(tree):
+        for node in walk(tree):
             if isinstance(node, ast.Import):
                 targets = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and not node.level:
@@ -277,7 +286,7 @@ def figures() -> list[Figure]:
                 classes.setdefault(definition.name, []).append(place)
             if definition.name.strip("_").lower() in BARE_NAMES:
                 bare.append(f"{place} {definition.name}")
-        for node in ast.walk(tree):
+        for node in walk(tree):
             if isinstance(node, ast.Call) and len(node.args) > 6:
                 what = f"{where(path, node.lineno)} {len(node.args)} arguments by position"
                 calls.append((len(node.args), what))
@@ -310,6 +319,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--where", action="store_true", help="name the places beyond a limit")
     asked = parser.parse_args()
+    gc.disable()  # it would search all trees again and again
     beyond = False
     for figure in [*figures(), *prose_figures()]:
         over = figure.value > figure.limit

@@ -135,8 +135,8 @@ def measure(count: int) -> rounds.Times:
             "generator ready": lambda: case.ready("generator"),
             "learner ready": lambda: case.ready("learner"),
         }
-        for start in started.values():  # compiles modules, fills the file cache
-            start()
+        for start in started.values() if count > 1 else ():
+            start()  # compiles modules, fills the file cache
 
         def one_round(number: int) -> dict[str, tuple[float, float]]:
             order = list(started) if number % 2 == 0 else list(reversed(started))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import subprocess
@@ -39,10 +40,15 @@ def without_code(text: str) -> str:
     return re.sub(r'`[^`]*`|"[^"\n]{1,200}"', "X", blanked)
 
 
+@functools.lru_cache(maxsize=1)
+def tokens(source: str) -> list[tokenize.TokenInfo]:
+    return list(tokenize.generate_tokens(io.StringIO(source).readline))
+
+
 def comment_blocks(source: str) -> Iterator[tuple[int, str]]:
     """Yield (first line, text) of each run of comment lines."""
     first, last, words = 0, -1, []
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+    for token in tokens(source):
         if token.type != tokenize.COMMENT:
             continue
         trailing = token.line[: token.start[1]].strip() != ""
@@ -120,7 +126,7 @@ def split_literals(path: Path) -> list[str]:
                 places.append(f"{path.relative_to(ROOT)}:{run[0].start[0]}")
         run.clear()
 
-    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+    for token in tokens(path.read_text()):
         if token.type == tokenize.STRING:
             run.append(token)
         elif token.type not in (tokenize.NL, tokenize.COMMENT):

@@ -75,10 +75,10 @@ def quiet(wanted: int, one_round: Callable[[int], Any]) -> list[Any]:
     """Return the values of `wanted` rounds without other work.
 
     one_round: gets the number of the attempt.  After TRIES attempts per round, the least disturbed
-    ones fill up the list, which MADE records."""
+    ones fill up the list, which MADE records.  A single round judges nothing and is made once."""
     made: list[tuple[float, dict[str, Any], Any]] = []
     alone = 0
-    for attempt in range(TRIES * wanted):
+    for attempt in range(TRIES * wanted if wanted > 1 else 1):
         load = os.getloadavg()[0]
         watch = Watch()
         value = one_round(attempt)
@@ -134,9 +134,9 @@ def one_core() -> int:
 
 def interleave(alternatives: Mapping[str, Callable[[], Any]], rounds: int) -> Times:
     """Run each alternative once untimed, then in `rounds` quiet rounds; every other one
-    backwards.
+    backwards.  A single round judges nothing and is all.
     """
-    for run in alternatives.values():
+    for run in alternatives.values() if rounds > 1 else ():
         run()
 
     def one_round(number: int) -> dict[str, tuple[float, float]]:

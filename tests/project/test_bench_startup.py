@@ -14,7 +14,6 @@ def test_every_part_is_started_until_it_works(
 ) -> None:
     bench = program("startup", monkeypatch)
     monkeypatch.setattr(bench, "READY_S", 1800.0)
-    monkeypatch.setattr(bench.rounds, "TRIES", 1)
     monkeypatch.setattr(sys, "argv", ["startup.py", "--quick", "--json"])
     bench.main()
     found = json.loads(capsys.readouterr().out)

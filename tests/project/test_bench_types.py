@@ -84,11 +84,11 @@ def test_every_program_calls_what_is_there(tmp_path: Path) -> None:
     )
     for name in PACKAGES:
         (into / f"{name}.py").rename(into / f"program_{name}.py")
-    found = checked(into)
-    assert not found, "\n".join(found)
     # what had rotted once: a callback of too few arguments, a message of old
     (into / "rotten.py").write_text(ROTTEN)
     found = checked(into)
+    others = [line for line in found if not line.startswith("rotten.py:")]
+    assert not others, "\n".join(others)
     said = [f"{line.split(':')[1]} {line.rsplit('[')[-1][:-1]}" for line in found]
     assert said == [
         "4 attr-defined",
