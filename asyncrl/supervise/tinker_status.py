@@ -12,9 +12,9 @@ from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
 from asyncrl.records import health_checks, jsonl, metrics, process_log
 from asyncrl.records.health_checks import Finding
-from asyncrl.records.page_kit import Block, CardBlock, ListBlock, ListItem, TableBlock
+from asyncrl.records.page_kit import Block, CardBlock, ListBlock, TableBlock
 from asyncrl.supervise.doctor import describe_process
-from asyncrl.supervise.report.run_view import RunView, read_settings
+from asyncrl.supervise.report.run_view import RunView, format_item, read_settings
 
 RULES = (
     health_checks.check_growing_mismatch,
@@ -225,13 +225,9 @@ class TinkerModelView(RunView):
             "share of unknown lag in the newest step": self.series.get_latest("lag/unknown_share"),
         }
         ended = [row["said"] for row in describe_processes(self.home) if not row["alive"]]
-        fired = (
-            ListItem(f". To try: {finding.try_this}", bold=finding.said)
-            for finding in self.list_health_checks()
-        )
         return [
             ListBlock(ended if state["state"] == "running" else [], id="advice"),
-            ListBlock(fired, id="signs", style="warn"),
+            ListBlock(map(format_item, self.list_health_checks()), id="signs", style="warn"),
             CardBlock([(name, _format_figure(figure), "", "") for name, figure in figures.items()]),
         ]
 

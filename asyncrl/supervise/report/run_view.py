@@ -158,8 +158,8 @@ class RunView:
         latest = self.series.read_latest()
         waits = (live.describe_reward_wait(latest), live.describe_slow_link(latest))
         return [
-            ListBlock([*map(_format_item, advice), *filter(None, waits)], id="advice"),
-            ListBlock(map(_format_item, fired), id="signs", style="warn"),
+            ListBlock([*map(format_item, advice), *filter(None, waits)], id="advice"),
+            ListBlock(map(format_item, fired), id="signs", style="warn"),
             CardBlock(build_cards(self.series, summary)),
         ]
 
@@ -295,7 +295,7 @@ def list_differences(runs: list[RunView]) -> list[dict[str, Any]]:
 # ---- the blocks of a run -------------------------------------------------------------------------
 
 
-def _format_item(finding: Finding) -> ListItem:
+def format_item(finding: Finding) -> ListItem:
     remedy = f". To try: {finding.try_this}" if finding.try_this else ""
     return ListItem(remedy, bold=finding.said)
 
