@@ -151,14 +151,14 @@ class Bare(LearnerCore):
         adv = (packed.loss.rewards - packed.loss.rewards.mean())[packed.loss.seq] / len(
             packed.loss.seq
         )
-        self.backend.zero_grad()
+        self.backend.drop_gradient()
         mine, n = self._select_own_micro_batches(packed, everyone)
         for at, micro in enumerate(mine):
             lp = self._run(self.model, packed, micro, entropy=False).logprobs
-            self.backend.backward(
+            self.backend.accumulate(
                 -(adv[packed.find_token_positions(micro)] * lp).sum(), is_last=at == n - 1
             )
-        self.backend.step(0.0, torch.zeros(()))
+        self.backend.apply(0.0, torch.zeros(()))
         return {}
 
 

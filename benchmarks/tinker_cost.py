@@ -78,12 +78,12 @@ class DirectSteps:
 
     def __init__(self, config: settings.TinkerConfig, folder: Path) -> None:
         from asyncrl.tinker.workers.sampler import Sampler
-        from asyncrl.tinker.workers.trainer import Trainer
+        from asyncrl.tinker.workers.trainer import ServedModels
 
         self.folder = folder
         self.results: dict[int, SampleResult | CallFailure] = {}
         self.sampler = Sampler(config, self.results.__setitem__)
-        self.trainer = Trainer(config)
+        self.trainer = ServedModels(config)
         self.ends = [*collect_model_stops(load_tokenizer(config.model.path), config.model.path)]
         self.handle(LoadModel("m", RANK, 0))
         self.version = 0

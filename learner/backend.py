@@ -8,7 +8,6 @@ optimizer step. Only rank 0 communicates with the buffer. It sends commands to t
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,39 +25,11 @@ from asyncrl.models.policy import (
     copy_flat,
     list_named_weights,
 )
+from asyncrl.models.trainer import Trainer
 from learner.gradients import GradientAlignment, sum_squares
 
 
-class PlainAdamW(torch.optim.AdamW):
-    """torch's AdamW without the wrappers for torch.compile.
-
-    The first call of each wrapper would import the compiler, which takes seconds of CPU.
-    """
-
-    # the effect of the wrapper when nothing is compiled
-    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
-    add_param_group = inspect.unwrap(torch.optim.AdamW.add_param_group)
-    zero_grad = inspect.unwrap(torch.optim.AdamW.zero_grad)
-    state_dict = inspect.unwrap(torch.optim.AdamW.state_dict)
-    load_state_dict = inspect.unwrap(torch.optim.AdamW.load_state_dict)
-
-
-def build_optimizer(
-    config: Config, parameters: Sequence[torch.nn.Parameter]
-) -> torch.optim.Optimizer:
-    settings = config.learner
-    if settings.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=settings.lr, weight_decay=settings.weight_decay)
-    return PlainAdamW(
-        parameters,
-        lr=settings.lr,
-        betas=(settings.beta1, settings.beta2),
-        weight_decay=settings.weight_decay,
-        fused=True,
-    )
-
-
-class TorchBackend:
+class TorchBackend(Trainer):
     """The backend of one process with plain torch."""
 
     rank = 0
@@ -71,6 +42,7 @@ class TorchBackend:
     writes_parts = False
 
     def __init__(self, config: Config, model: PolicyModel) -> None:
+        super().__init__((p for p in model.hf.parameters() if p.requires_grad), config.learner)
         self.config = config
         self.model = model
         self.layout = build_manifest(model)
@@ -79,9 +51,6 @@ class TorchBackend:
             list(model.hf.named_parameters(remove_duplicate=True))
             if model.adapter is None
             else list_named_weights(model)
-        )
-        self.optimizer = build_optimizer(
-            config, [p for p in model.hf.parameters() if p.requires_grad]
         )
         self.alignment = self.build_gradient_alignment()
 
@@ -98,16 +67,15 @@ class TorchBackend:
         """The device to which a model is loaded before `add_part` prepares it."""
         return self.config.model.device
 
-    def add_part(
-        self, name: str, head: torch.nn.Module, trunk: PolicyModel | None
-    ) -> torch.optim.Optimizer:
-        """Prepare another trained part and return its optimizer.
+    def add_part(self, name: str, head: torch.nn.Module, trunk: PolicyModel | None) -> Trainer:
+        """Prepare another trained part and return its trainer.
 
         name: in checkpoints.
         head, trunk: its modules, whose parameters are all trained.
         """
         modules = [head, *([] if trunk is None else [trunk.hf])]
-        return build_optimizer(self.config, [p for module in modules for p in module.parameters()])
+        parameters = [p for module in modules for p in module.parameters()]
+        return Trainer(parameters, self.config.learner, owner=self)
 
     # ---- ranks -----------------------------------------------------------------------------------
 
@@ -139,56 +107,27 @@ class TorchBackend:
 
     # ---- one optimizer step ----------------------------------------------------------------------
 
-    def zero_grad(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
-        """Accumulate a micro-batch's gradient; `last` marks the last of the optimizer step."""
-        loss.backward()  # type: ignore[no-untyped-call]
-
-    def step(self, rate: float, loss: torch.Tensor) -> float | None:
-        """Clip and step with the learning rate `rate`; return the gradient's norm.
-
-        It returns None where the gradient or the loss (a scalar) is not finite. Reads the device
-        once.
-        """
-        cosine_tensors = []
-        if self.alignment is not None:
-            cosine_tensors = [
-                self.alignment.measure(self.collect_gradients(self.model.hf.parameters()))
-            ]
-        grad_norm = self.clip(self.model.hf.parameters())
-        norm: float
-        norm, loss_value, *cosines = torch.stack(
-            [grad_norm.double(), loss.detach().to(grad_norm.device).double(), *cosine_tensors]
-        ).tolist()
-        if not (math.isfinite(norm) and math.isfinite(loss_value)):
-            self.zero_grad()
-            return None
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        if self.alignment is not None:
+    def apply(self, rate: float, loss: torch.Tensor | None = None) -> float:
+        """Measure the gradient's cosine, then `Trainer.apply`."""
+        if self.alignment is None:
+            return super().apply(rate, loss)
+        cosine = self.alignment.measure(self.collect_gradients(self.parameters))
+        norm = super().apply(rate, loss)
+        if math.isfinite(norm):
             self.alignment.remember()
-            self.cosine = cosines[0]
+            self.cosine = float(cosine)
         return norm
 
     def collect_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
         """Return this rank's part of the accumulated gradients."""
         return [p.grad for p in parameters if p.grad is not None]
 
-    def clip(self, parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
-        """Clip the accumulated gradients to learner.clip_norm; return their norm, a scalar."""
-        limit = self.config.learner.clip_norm or math.inf
-        return torch.nn.utils.clip_grad_norm_(parameters, limit)
-
     def compute_squared_gradient(self, value: torch.Tensor) -> torch.Tensor:
         """Return the square of the gradient's norm of `value`, a scalar: float64 scalar.
 
         Every rank passes the same value. It leaves no gradient behind.
         """
-        parameters = [p for p in self.model.hf.parameters() if p.requires_grad]
-        gradients = torch.autograd.grad(value, parameters, allow_unused=True)
+        gradients = torch.autograd.grad(value, self.parameters, allow_unused=True)
         return sum_squares([gradient for gradient in gradients if gradient is not None])
 
     # ---- weights and state -----------------------------------------------------------------------
@@ -222,14 +161,14 @@ class TorchBackend:
             else b""
         )
 
-    def get_state(self, directory: Path) -> dict[str, Any]:
+    def save(self, directory: Path) -> dict[str, Any]:
         """Return the optimizer's state, or write it below `directory` on every rank."""
         state = self.optimizer.state_dict()
         if self.alignment is not None:
             state |= {"previous_gradient": self.alignment.previous}
         return state
 
-    def load_state(self, state: dict[str, Any], directory: Path) -> None:
+    def load(self, state: dict[str, Any], directory: Path) -> None:
         previous = state.pop("previous_gradient", [])
         if self.alignment is not None:
             self.alignment.previous = [gradient.to(self.model.device) for gradient in previous]

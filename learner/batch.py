@@ -14,6 +14,7 @@ from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import Batch, TrainingSequence, Trajectory
 from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.sampled_support import SampledSupport
+from asyncrl.models import trainer
 from asyncrl.models.packed_forward import SupportTable
 
 
@@ -35,10 +36,6 @@ def split_minibatches(
         [sample for sample, group in enumerate(groups) if part_of_group[group] == part]
         for part in range(parts)
     ]
-
-
-# most training sequences in a micro-batch: with more, padding and saved activations outgrow caches
-ROWS = 96
 
 
 @dataclass
@@ -255,7 +252,7 @@ def split_micro_batches(
     packed: PackedBatch,
     samples: Sequence[int],
     tokens: int,
-    rows: int = ROWS,
+    rows: int = trainer.ROWS,
     *,
     by_group: bool = False,
 ) -> list[list[int]]:
@@ -283,15 +280,4 @@ def split_micro_batches(
             else (widest[sample], sample)
         )
 
-    micros: list[list[int]] = []
-    row_count = 0  # rows of the last micro-batch
-    width = 0  # tokens of its widest row
-    for sample in sorted(samples, key=sort_key):
-        row_count += count[sample]
-        width = max(width, widest[sample])
-        if micros and row_count <= rows and row_count * width <= tokens:
-            micros[-1].append(sample)
-        else:
-            micros.append([sample])
-            row_count, width = count[sample], widest[sample]
-    return micros
+    return trainer.split_micro_batches(sorted(samples, key=sort_key), widest, tokens, rows, count)

@@ -174,7 +174,7 @@ def _fill(
     """Write all files of a checkpoint into the new directory `part`, and seal it."""
     part.mkdir()
     core.backend.broadcast("save", str(part))
-    optimizer = core.backend.get_state(part)
+    optimizer = core.backend.save(part)
     with core.backend.gather_full_parameters():
         export(core.model, part / "model")
     own_critic = core.critic is not None and not core.backend.writes_parts
@@ -268,7 +268,7 @@ def load_checkpoint(core: LearnerCore, path: Path) -> dict[str, Any]:
         check_adapter(core, path)
     else:
         restore_weights(core, path)
-    core.backend.load_state(data["optimizer"], path)
+    core.backend.load(data["optimizer"], path)
     if core.critic is not None and not core.backend.writes_parts:
         core.critic.load_state(data.get("critic"), path)
     core.state = LearnerState(**data["state"])

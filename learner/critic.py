@@ -9,7 +9,6 @@ arXiv 1707.06347; initializations as in Huang et al. 2024, arXiv 2403.17031).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,6 @@ class Critic:
     def __init__(self, config: Config, policy: PolicyModel, backend: TorchBackend) -> None:
         settings = config.value
         self.config = config
-        self.backend = backend
         self.policy = policy
         self.trunk = None
         source = torch.Generator().manual_seed(config.seed)
@@ -60,7 +58,7 @@ class Critic:
             elif settings.init == "reward_model":
                 self._load_head(Path(settings.path))
         self.head.to(policy.device)
-        self.optimizer = backend.add_part("critic", self.head, self.trunk)
+        self.trainer = backend.add_part("critic", self.head, self.trunk)
 
     def _load_head(self, path: Path) -> None:
         import safetensors
@@ -82,12 +80,6 @@ class Critic:
             f"value.path: {path} has no reward head (none of {', '.join(HEADS)} in its "
             "*.safetensors); use value.init = policy"
         )
-
-    def parameters(self) -> list[torch.nn.Parameter]:
-        return [
-            *self.head.parameters(),
-            *(self.trunk.hf.parameters() if self.trunk is not None else []),
-        ]
 
     # ---- values ----------------------------------------------------------------------------------
 
@@ -159,30 +151,13 @@ class Critic:
 
     # ---- training --------------------------------------------------------------------------------
 
-    def zero_grad(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def step(self, rate: float, share: float) -> float:
-        """Clip and step; return the gradient's norm.
-
-        Args:
-            rate: the policy's current learning rate.
-            share: of the schedule, for a separate value.lr.
-        """
-        norm = float(self.backend.clip(self.parameters()))
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.config.value.lr * share if self.config.value.lr else rate
-        if math.isfinite(norm):
-            self.optimizer.step()
-        return norm
-
     def get_state(self) -> dict[str, Any]:
         """Return weights and optimizer for the checkpoint."""
         trunk = self.trunk.hf.state_dict() if self.trunk is not None else {}
         return {
             "head": self.head.state_dict(),
             "trunk": trunk,
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": self.trainer.optimizer.state_dict(),
         }
 
     def load_state(self, state: dict[str, Any] | None, path: Path) -> None:
@@ -195,7 +170,7 @@ class Critic:
         self.head.load_state_dict(state["head"])
         if self.trunk is not None:
             self.trunk.hf.load_state_dict(state["trunk"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.trainer.optimizer.load_state_dict(state["optimizer"])
 
 
 @torch.no_grad()

@@ -422,7 +422,7 @@ def follow(core: LearnerCore) -> None:
             backend.write_flat(None)
         elif command in ("save", "export"):
             if command == "save":
-                backend.get_state(Path(payload))
+                backend.save(Path(payload))
             with backend.gather_full_parameters():
                 pass
         elif command == "restore":

@@ -134,7 +134,7 @@ class SftRun:
             row["heldout"] = self.fitter.measure_loss(self.heldout)
         batch = select_batch(self.rows, training, self.config.seed, number)
         row["loss"] = self.fitter.step(batch)
-        row["lr"] = training.lr * self.fitter.share(number)
+        row["lr"] = self.fitter.rate(number)
         self.tokens += sum(len(pair.answer) for pair in batch)
         self.metrics.write(row)
         if "heldout" in row:
@@ -156,7 +156,7 @@ class SftRun:
                 part.mkdir()
                 export(self.model, part / "model")
                 state = {
-                    "optimizer": self.fitter.optimizer.state_dict(),
+                    "optimizer": self.fitter.trainer.optimizer.state_dict(),
                     "number": self.fitter.number,
                     "tokens": self.tokens,
                     "steps": self.config.training.steps,
@@ -185,7 +185,7 @@ class SftRun:
             )
         load_weights(self.model, dict(list_named_weights(saved)))
         state = torch.load(path / "state.pt", weights_only=True, map_location="cpu")
-        self.fitter.optimizer.load_state_dict(state["optimizer"])
+        self.fitter.trainer.optimizer.load_state_dict(state["optimizer"])
         self.fitter.number = state["number"]
         self.tokens = state["tokens"]
         torch.set_rng_state(state["random"])

@@ -454,7 +454,7 @@ class LearnerCore:
                     if not total:
                         total = self._sum_untrained(prep, step, packed, samples)
                     self.state.early_stops += 1
-                    self._zero_grad()
+                    self._drop_gradient()
                     return StepSums(total, updates, stop_kl)
                 step_loss.add_sums(total, sums)
                 share = step_loss.compute_learning_rate_share(prep, step, sums)
@@ -535,7 +535,7 @@ class LearnerCore:
             torch.zeros((), device=self.loss_device),
             torch.zeros((), device=self.loss_device),
         ]
-        self._zero_grad()
+        self._drop_gradient()
         own_micros, rounds = self._select_own_micro_batches(packed, samples)
         for index in range(rounds):
             micro, is_real = (
@@ -558,7 +558,7 @@ class LearnerCore:
             if not is_real:  # every rank makes as many passes as the busiest one
                 outputs = [x for x in (output.logprobs, values, step_kl) if x is not None]
                 zero_loss = torch.stack([x.sum().to(self.loss_device) * 0.0 for x in outputs]).sum()
-                self.backend.backward(zero_loss, is_last=index == rounds - 1)
+                self.backend.accumulate(zero_loss, is_last=index == rounds - 1)
                 continue
             # a view: the loss takes gradients with respect to it, and these must not run what FSDP2
             # attaches to the outputs of a forward pass
@@ -573,7 +573,7 @@ class LearnerCore:
                 values_now=values,
                 step_kl=step_kl,
             )
-            self.backend.backward(loss, is_last=index == rounds - 1)
+            self.backend.accumulate(loss, is_last=index == rounds - 1)
             step_loss.add_sums(sums, micro_sums)
             if self.config.stop.kl_max:
                 statistic, weight = step_loss.sum_update_kl(prep, part, lp.detach())
@@ -653,14 +653,14 @@ class LearnerCore:
         A gradient that is not finite is skipped and counted. Raises NotFiniteError for the third in
         a row.
         """
-        norm = self.backend.step(self._compute_rate() * lr_scale, sums["loss/policy"])
-        if norm is not None:
+        share = compute_learning_rate_share(self.config.learner, self.state.number)
+        rate = self.config.learner.lr * share * lr_scale
+        norm = self.backend.apply(rate, sums["loss/policy"])
+        if math.isfinite(norm):
             if self.critic is not None:
-                self.critic_norms.append(
-                    self.critic.step(
-                        self._compute_rate() * lr_scale, self._compute_schedule_share() * lr_scale
-                    )
-                )
+                own_rate = self.config.value.lr
+                critic_rate = own_rate * (share * lr_scale) if own_rate else rate
+                self.critic_norms.append(self.critic.trainer.apply(critic_rate))
             if self.backend.cosine is not None and not math.isnan(self.backend.cosine):
                 self.cosines.append(self.backend.cosine)
             self.state.bad_in_a_row = 0
@@ -741,10 +741,10 @@ class LearnerCore:
             packed.build_support_table(samples, hidden.device),
         )
 
-    def _zero_grad(self) -> None:
-        self.backend.zero_grad()
+    def _drop_gradient(self) -> None:
+        self.backend.drop_gradient()
         if self.critic is not None:
-            self.critic.zero_grad()
+            self.critic.trainer.drop_gradient()
 
     @torch.no_grad()
     def _forward(
@@ -798,11 +798,8 @@ class LearnerCore:
 
     def _compute_rate(self) -> float:
         """Return the learning rate of this batch."""
-        return self.config.learner.lr * self._compute_schedule_share()
-
-    def _compute_schedule_share(self) -> float:
-        """Return the schedule's share of the learning rate."""
-        return compute_learning_rate_share(self.config.learner, self.state.number)
+        settings = self.config.learner
+        return settings.lr * compute_learning_rate_share(settings, self.state.number)
 
     def _carry(self, packed: PackedBatch, metrics: dict[str, float]) -> None:
         """Update the running mean of the rewards and the adaptive KL coefficient."""

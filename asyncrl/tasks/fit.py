@@ -6,7 +6,6 @@ this module."""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -18,6 +17,7 @@ from asyncrl.config.sft import SftTraining
 from asyncrl.config.tree import compute_learning_rate_share
 from asyncrl.contract.errors import NotFiniteError
 from asyncrl.models.policy import PolicyModel
+from asyncrl.models.trainer import Trainer, split_micro_batches
 
 
 class FitExample(NamedTuple):
@@ -25,30 +25,30 @@ class FitExample(NamedTuple):
 
     prompt: int32 [P], not in the loss.
     answer: int32 [T], in the loss, with its end token.
-    images: the blobs of the prompt's image tokens."""
+    images: the blobs of the prompt's image tokens.
+    given: the first tokens of the answer that are not in the loss."""
 
     prompt: np.ndarray
     answer: np.ndarray
     images: Sequence[bytes] = ()
+    given: int = 0
 
     @property
     def size(self) -> int:
         return len(self.prompt) + len(self.answer)
 
 
-def split_micro_batches(examples: Sequence[FitExample], limit: int) -> list[list[FitExample]]:
+def split_examples(examples: Sequence[FitExample], limit: int) -> list[list[FitExample]]:
     """Split `examples` into passes of at most `limit` tokens, padded to the longest of each.
 
     If one pass is enough, the order stays; otherwise the examples are sorted by length.  An example
     with more than `limit` tokens gets its own pass."""
-    if len(examples) * max(example.size for example in examples) <= limit:
-        return [list(examples)]
-    passes: list[list[FitExample]] = [[]]
-    for example in sorted(examples, key=lambda example: example.size):
-        if passes[-1] and (len(passes[-1]) + 1) * example.size > limit:
-            passes.append([])
-        passes[-1].append(example)
-    return passes
+    widths = [example.size for example in examples]
+    order = list(range(len(examples)))
+    if len(order) * max(widths) > limit:
+        order.sort(key=widths.__getitem__)
+    micros = split_micro_batches(order, widths, limit, rows=math.inf)
+    return [[examples[index] for index in micro] for micro in micros]
 
 
 def select_batch(
@@ -71,59 +71,47 @@ def select_batch(
 
 
 class ModelFitter:
-    """A model with its optimizer; `number` counts the steps.
+    """A model with its trainer; `number` counts the steps.
 
-    share: of training.lr at a step; None: by the keys of `training`."""
+    rate: the learning rate of a step; None: by the keys of `training`."""
 
     def __init__(
         self,
         model: PolicyModel,
         training: SftTraining,
-        share: Callable[[int], float] | None = None,
+        rate: Callable[[int], float] | None = None,
     ) -> None:
         self.model = model
         self.training = training
-        self.share = share or functools.partial(compute_learning_rate_share, training)
+        self.rate = rate or (lambda step: training.lr * compute_learning_rate_share(training, step))
         self.number = 0
-        self.optimizer = torch.optim.AdamW(
-            model.hf.parameters(),
-            lr=training.lr,
-            betas=(training.beta1, training.beta2),
-            weight_decay=training.weight_decay,
-            fused=True,
-        )
+        self.trainer = Trainer(model.hf.parameters(), training)
 
     def step(self, examples: Sequence[FitExample]) -> float:
         """Make one optimizer step on `examples`; return its loss in nats per answer token.
 
         If it raises NotFiniteError, the weights are unchanged."""
         self.model.hf.train()
-        tokens = sum(len(example.answer) for example in examples)
-        self.optimizer.zero_grad(set_to_none=True)
-        total = 0.0
-        for micro_batch in split_micro_batches(examples, self.training.micro_batch_tokens):
+        tokens = sum(len(example.answer) - example.given for example in examples)
+        self.trainer.drop_gradient()
+        total = torch.zeros((), dtype=torch.double)
+        for micro_batch in split_examples(examples, self.training.micro_batch_tokens):
             loss = self._sum_loss(micro_batch) / tokens
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach())
-        norm = torch.nn.utils.clip_grad_norm_(
-            self.model.hf.parameters(), self.training.clip_norm or math.inf
-        )
-        if not math.isfinite(total) or not bool(torch.isfinite(norm)):
+            self.trainer.accumulate(loss)
+            total += loss.detach().cpu()
+        if not math.isfinite(self.trainer.apply(self.rate(self.number), total)):
             raise NotFiniteError(
                 f"the loss or its gradient is not finite in step {self.number}: training.lr = "
                 f"{self.training.lr:g} is too large"
             )
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.training.lr * self.share(self.number)
-        self.optimizer.step()
         self.number += 1
-        return total
+        return float(total)
 
     @torch.no_grad()
     def measure_loss(self, examples: Sequence[FitExample]) -> float:
         """Return the mean loss on `examples` in nats per answer token, without training."""
         self.model.hf.eval()
-        micro_batches = split_micro_batches(examples, self.training.micro_batch_tokens)
+        micro_batches = split_examples(examples, self.training.micro_batch_tokens)
         return sum(float(self._sum_loss(micro_batch)) for micro_batch in micro_batches) / sum(
             len(example.answer) for example in examples
         )
@@ -134,6 +122,8 @@ class ModelFitter:
             [example.prompt for example in examples],
             [example.answer for example in examples],
             torch.ones(len(examples)),
+            groups=[id(example.prompt) for example in examples],
             images=[example.images for example in examples],
         )
-        return -scores.logprobs.sum()
+        in_loss = np.concatenate([np.arange(len(x.answer)) >= x.given for x in examples])
+        return -(scores.logprobs * torch.from_numpy(in_loss).to(scores.logprobs.device)).sum()

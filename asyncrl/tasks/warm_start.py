@@ -10,6 +10,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from asyncrl.config.engines import ENGINES
@@ -32,22 +33,6 @@ ONE_PASS = 1 << 40  # tokens of a forward pass: a step is never split into micro
 MOST = 56  # tokens of the longest answer of any built-in task
 
 PlayedTask = calc.CalcTask | guess_task.GuessTask | nim.NimTask  # tasks with an environment
-
-
-class StepProgress:
-    """Print a line about a warm start every PROGRESS_S seconds."""
-
-    def __init__(self, steps: int, say: Callable[[str], None]) -> None:
-        self.steps = steps
-        self.say = say
-        self.reported_at = time.monotonic()
-
-    def report(self, step: int, loss: float) -> None:
-        """Print the line if it is due.  loss: of the last step."""
-        now = time.monotonic()
-        if now - self.reported_at > PROGRESS_S:
-            self.reported_at = now
-            self.say(f"warm start: step {step}/{self.steps}, loss {loss:.3f}")
 
 
 def warm_start(
@@ -147,16 +132,37 @@ def fit_answers(
         fit.FitExample(np.array(p, np.int32), np.array([*a, tokenizer.eos_token_id], np.int32), i)
         for p, a, i in zip(*token_ids, images or [[]] * len(pairs), strict=True)
     ]
-    training = SftTraining(steps=steps, batch=BATCH, lr=LR, micro_batch_tokens=ONE_PASS)
-    fitter = fit.ModelFitter(
-        model, training, lambda step: min((step + 1) / WARMUP, max(LR_END, 1 - step / steps))
+    training = SftTraining(steps=steps, batch=BATCH, lr=LR)
+    return fit_in_order(
+        model,
+        examples,
+        training,
+        lambda step: LR * min((step + 1) / WARMUP, max(LR_END, 1 - step / steps)),
+        say,
     )
-    model.one_pass = True  # the models are small
+
+
+def fit_in_order(
+    model: Any,
+    examples: Sequence[fit.FitExample],
+    training: SftTraining,
+    rate: Callable[[int], float],
+    say: Callable[[str], None],
+) -> float:
+    """Train a small model once on each example, each batch in one pass; return the last loss.
+
+    Prints a line every PROGRESS_S seconds."""
+    training = msgspec.structs.replace(training, micro_batch_tokens=ONE_PASS)
+    fitter = fit.ModelFitter(model, training, rate)
+    model.one_pass = True
     last_loss = 0.0
-    progress = StepProgress(steps, say)
-    for step in range(steps):
-        progress.report(step, last_loss)
-        last_loss = fitter.step(examples[step * BATCH : (step + 1) * BATCH])
+    reported_at = time.monotonic()
+    for step in range(training.steps):
+        if time.monotonic() - reported_at > PROGRESS_S:
+            reported_at = time.monotonic()
+            say(f"warm start: step {step}/{training.steps}, loss {last_loss:.3f}")
+        batch = slice(step * training.batch, (step + 1) * training.batch)
+        last_loss = fitter.step(examples[batch])
     model.one_pass = False
     model.hf.eval()
     return last_loss

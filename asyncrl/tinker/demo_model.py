@@ -17,10 +17,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from asyncrl.config.sft import SftTraining
 from asyncrl.models.policy import PolicyModel, build_model, export
 from asyncrl.models.tokenizer import load_transformers_tokenizer
 from asyncrl.records import atomic_write
-from asyncrl.tasks.warm_start import StepProgress
+from asyncrl.tasks.fit import FitExample
+from asyncrl.tasks.warm_start import fit_in_order
 
 STEPS = 1700
 HABIT_STEPS = 200  # the last ones of STEPS, which teach the model to decline
@@ -77,29 +79,14 @@ def fit_additions(
     texts = make_demonstrations((steps - habit) * BATCH, seed)
     texts += make_demonstrations(habit * BATCH, seed + 1, HABIT)
     responses = np.array(tokenizer(texts)["input_ids"], np.int32)  # all of one length
-    weights = torch.zeros(responses.shape[1])
-    weights[-LEARNED:] = 1.0 / (BATCH * LEARNED)
-    parameters = list(model.hf.parameters())
-    optimizer = torch.optim.AdamW(
-        parameters, lr=LR, betas=(0.9, 0.98), weight_decay=0.0, fused=True
+    examples = [FitExample(prefix, row, given=len(row) - LEARNED) for row in responses]
+    return fit_in_order(
+        model,
+        examples,
+        SftTraining(steps=steps, batch=BATCH, lr=LR, beta2=0.98),
+        lambda step: LR * min(1.0, (step + 1) / WARMUP) * (1 - step / steps),
+        say,
     )
-    last_loss = 0.0
-    model.hf.train()
-    progress = StepProgress(steps, say)
-    for step in range(steps):
-        progress.report(step, last_loss)
-        batch = list(responses[step * BATCH : (step + 1) * BATCH])
-        scores = model.logprobs([prefix] * BATCH, batch, torch.ones(BATCH), groups=[0] * BATCH)
-        loss = -(scores.logprobs * weights.repeat(BATCH)).sum()
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = LR * min(1.0, (step + 1) / WARMUP) * (1 - step / steps)
-        optimizer.step()
-        last_loss = float(loss.detach())
-    model.hf.eval()
-    return last_loss
 
 
 def build(

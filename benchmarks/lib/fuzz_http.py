@@ -154,7 +154,7 @@ class Tinker:
     def __init__(self) -> None:
         from asyncrl.tinker import app, settings
         from asyncrl.tinker.workers.sampler import Sampler
-        from asyncrl.tinker.workers.trainer import Trainer
+        from asyncrl.tinker.workers.trainer import ServedModels
 
         self.app = app
         app.POLL_S = 0.0  # no client waits
@@ -167,7 +167,7 @@ class Tinker:
             "[lora]\nrank = 4\n[staleness]\nmax_lag = 2\n"
         )
         self.config = settings.read(str(path))
-        self.trainer = Trainer(self.config)
+        self.trainer = ServedModels(self.config)
         self.results: dict[int, Any] = {}
         self.sampler = Sampler(self.config, self.results.__setitem__)
         self.loop = asyncio.new_event_loop()

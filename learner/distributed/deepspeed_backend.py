@@ -30,7 +30,7 @@ from asyncrl.models.policy import (
     read_flat,
     recompute_modules,
 )
-from learner.backend import build_optimizer
+from asyncrl.models.trainer import build_optimizer
 from learner.distributed.ranks import DistributedBackend
 
 
@@ -77,12 +77,12 @@ class DeepSpeedBackend(DistributedBackend):
             "wall_clock_breakdown": False,
             "steps_per_print": 10**9,
         }
-        self.trained = [p for p in model.hf.parameters() if p.requires_grad]
+        self.parameters = [p for p in model.hf.parameters() if p.requires_grad]
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             # with adapters it gets only these: type and device of the base stay as they are, and
             # its weights stay out of checkpoints
-            model=model.hf if model.adapter is None else torch.nn.ParameterList(self.trained),
-            optimizer=build_optimizer(config, self.trained),
+            model=model.hf if model.adapter is None else torch.nn.ParameterList(self.parameters),
+            optimizer=build_optimizer(learner, self.parameters),
             config=settings,
         )
         self.gathered = deepspeed.zero.GatheredParameters
@@ -108,7 +108,7 @@ class DeepSpeedBackend(DistributedBackend):
 
     # ---- one optimizer step ----------------------------------------------------------------------
 
-    def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
+    def accumulate(self, loss: torch.Tensor, *, is_last: bool = True) -> None:
         if self.config.learner.zero_stage:
             # done by engine.forward too: without it stage 3 overwrites instead of accumulating
             self.engine.optimizer.clear_backward_seen_flag()
@@ -116,34 +116,35 @@ class DeepSpeedBackend(DistributedBackend):
         with self.guard():
             self.engine.backward(loss * self.ranks)
 
-    def step(self, rate: float, loss: torch.Tensor) -> float | None:
-        flag = self.sum_over_ranks(torch.tensor([0.0 if math.isfinite(float(loss)) else 1.0]))
+    def apply(self, rate: float, loss: torch.Tensor | None = None) -> float:
+        is_finite = loss is None or math.isfinite(float(loss))
+        flag = self.sum_over_ranks(torch.tensor([0.0 if is_finite else 1.0]))
         for group in self.optimizer.param_groups:
             group["lr"] = rate if not flag.item() else 0.0
         if flag.item():
             self._drop()
-            return None
+            return math.nan
         # at stage 0 gradients are whole and summed on every rank, and no norm is reported
         if self.config.learner.zero_stage == 0:
             norm = float(
-                torch.nn.utils.get_total_norm([p.grad for p in self.trained if p.grad is not None])
+                torch.nn.utils.get_total_norm(
+                    [p.grad for p in self.parameters if p.grad is not None]
+                )
             )
             if not math.isfinite(norm):
                 self._drop()
-                return None
+                return math.nan
             with self.guard():
                 self.engine.step()
             return norm
         with self.guard():
             self.engine.step()
         grad_norm = self.engine.get_global_grad_norm()
-        return (
-            float(grad_norm) if grad_norm is not None and math.isfinite(float(grad_norm)) else None
-        )
+        return math.nan if grad_norm is None else float(grad_norm)
 
     def _drop(self) -> None:
         """Discard an accumulated gradient that must not be used."""
-        self.zero_grad()
+        self.drop_gradient()
         for name in ("averaged_gradients", "_DeepSpeedZeroOptimizer_Stage3__param_reduce_events"):
             cache = getattr(self.optimizer, name, None)
             if isinstance(cache, dict):
@@ -200,7 +201,7 @@ class DeepSpeedBackend(DistributedBackend):
         with self.guard():  # under ZeRO-3 a forward pass of every rank
             return super().probe() if self.rank == 0 or self.sharded else b""
 
-    def get_state(self, directory: Path) -> dict[str, Any]:
+    def save(self, directory: Path) -> dict[str, Any]:
         with self.guard():
             self.engine.save_checkpoint(
                 str(directory / "deepspeed"),
@@ -212,7 +213,7 @@ class DeepSpeedBackend(DistributedBackend):
             dist.barrier()
         return {"deepspeed": self.ranks, "zero_stage": self.config.learner.zero_stage}
 
-    def load_state(self, state: dict[str, Any], directory: Path) -> None:
+    def load(self, state: dict[str, Any], directory: Path) -> None:
         stage = self.config.learner.zero_stage
         if state["zero_stage"] != stage:
             raise DamagedDataError(

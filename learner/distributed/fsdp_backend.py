@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -33,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import DamagedDataError
 from asyncrl.models.policy import PolicyModel, list_named_weights, read_flat, recompute_modules
-from learner.backend import build_optimizer
+from asyncrl.models.trainer import Trainer
 from learner.distributed.ranks import DistributedBackend
 from learner.gradients import sum_squares
 
@@ -53,34 +52,33 @@ class FsdpBackend(DistributedBackend):
         self.roots: list[FSDPModule] = []
         self.parts: dict[str, TrainedPart] = {}
         self._shard_model(model)
-        self.optimizer = self._build_optimizer("policy", [model.hf])
+        Trainer.__init__(
+            self, (p for p in model.hf.parameters() if p.requires_grad), config.learner
+        )
+        self._keep_part("policy", self, [model.hf])
         self.alignment = self.build_gradient_alignment()
 
     @property
     def load_device(self) -> str:
         return "cpu"
 
-    def add_part(
-        self, name: str, head: torch.nn.Module, trunk: PolicyModel | None
-    ) -> torch.optim.Optimizer:
+    def add_part(self, name: str, head: torch.nn.Module, trunk: PolicyModel | None) -> Trainer:
         self._shard(head, [], MixedPrecisionPolicy(cast_forward_inputs=False))
         if trunk is not None:
             self._shard_model(trunk)
-        return self._build_optimizer(name, [head, *([] if trunk is None else [trunk.hf])])
+        trainer = super().add_part(name, head, trunk)
+        self._keep_part(name, trainer, [head, *([] if trunk is None else [trunk.hf])])
+        return trainer
 
-    def _build_optimizer(
-        self, name: str, modules: Sequence[torch.nn.Module]
-    ) -> torch.optim.Optimizer:
-        """Return the optimizer of the modules' parameters, and keep them in checkpoints."""
+    def _keep_part(self, name: str, trainer: Trainer, modules: Sequence[torch.nn.Module]) -> None:
+        """Keep the modules' parameters and their optimizer in checkpoints."""
         parameters = {
             f"{index}.{path}": parameter
             for index, module in enumerate(modules)
             for path, parameter in module.named_parameters()
             if parameter.requires_grad
         }
-        optimizer = build_optimizer(self.config, list(parameters.values()))
-        self.parts[name] = TrainedPart(parameters, optimizer)
-        return optimizer
+        self.parts[name] = TrainedPart(parameters, trainer.optimizer)
 
     def _shard_model(self, model: PolicyModel) -> None:
         """Divide a model among the ranks, layer by layer, in place."""
@@ -128,9 +126,9 @@ class FsdpBackend(DistributedBackend):
 
     # ---- one optimizer step ----------------------------------------------------------------------
 
-    def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
+    def accumulate(self, loss: torch.Tensor, *, is_last: bool = True) -> None:
         with self.guard():
-            super().backward(loss, is_last=is_last)
+            super().accumulate(loss, is_last=is_last)
 
     def step(self, rate: float, loss: torch.Tensor) -> float | None:
         # a loss that is not finite on one rank alone: all ranks skip the step, or none
@@ -139,18 +137,18 @@ class FsdpBackend(DistributedBackend):
     def collect_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
         return [get_local_part(p.grad) for p in parameters if p.grad is not None]
 
-    def clip(self, parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
+    def clip(self, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
         gradients = self.collect_gradients(parameters)
         norm = self.sum_over_ranks(sum_squares(gradients).cpu()).sqrt()
-        if limit := self.config.learner.clip_norm:
-            torch._foreach_mul_(gradients, float((limit / (norm + 1e-6)).clamp(max=1.0)))
+        if self.clip_norm:
+            torch._foreach_mul_(gradients, float((self.clip_norm / (norm + 1e-6)).clamp(max=1.0)))
         return norm
 
     def compute_squared_gradient(self, value: torch.Tensor) -> torch.Tensor:
-        self.zero_grad()
-        self.backward(value / self.ranks, is_last=True)
-        square = sum_squares(self.collect_gradients(self.model.hf.parameters())).cpu()
-        self.zero_grad()
+        self.drop_gradient()
+        self.accumulate(value / self.ranks)
+        square = sum_squares(self.collect_gradients(self.parameters)).cpu()
+        self.drop_gradient()
         return self.sum_over_ranks(square)
 
     # ---- weights and state -----------------------------------------------------------------------
@@ -240,14 +238,14 @@ class FsdpBackend(DistributedBackend):
             }
         return tensors
 
-    def get_state(self, directory: Path) -> dict[str, Any]:
+    def save(self, directory: Path) -> dict[str, Any]:
         with self.guard():
-            save(self._collect_tensors(), checkpoint_id=directory / FOLDER)
+            state_dict_saver.save(self._collect_tensors(), checkpoint_id=directory / FOLDER)
             # every rank's part is on disk before rank 0 writes the manifest
             dist.barrier()
         return {FOLDER: self.ranks}
 
-    def load_state(self, state: dict[str, Any], directory: Path) -> None:
+    def load(self, state: dict[str, Any], directory: Path) -> None:
         saved = directory / FOLDER
         reader = FileSystemReader(saved)
         stored = reader.read_metadata().state_dict_metadata
@@ -260,7 +258,7 @@ class FsdpBackend(DistributedBackend):
                     "run, or resume it with the settings it was made with"
                 )
         with self.guard():
-            load(tensors, storage_reader=reader)
+            state_dict_loader.load(tensors, storage_reader=reader)
 
 
 class TrainedPart:

@@ -95,6 +95,8 @@ class DistributedBackend(TorchBackend):
 
     def __init__(self, config: Config, model: PolicyModel) -> None:
         learner = config.learner
+        self.owner = self
+        self.clip_norm = learner.clip_norm
         self.config = config
         self.model = model
         self.device = torch.device(resolve_device(config.model.device))

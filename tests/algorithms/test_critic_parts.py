@@ -44,8 +44,8 @@ def test_a_head_begins_small_by_the_runs_seed_and_without_a_bias(model_dir: Path
     assert shared.critic is not None
     assert shared.critic.trunk is None
     assert own.critic.trunk is not None
-    assert len(shared.critic.parameters()) == 2
-    assert len(own.critic.parameters()) == 2 + len(list(own.model.hf.parameters()))
+    assert len(shared.critic.trainer.parameters) == 2
+    assert len(own.critic.trainer.parameters) == 2 + len(list(own.model.hf.parameters()))
     assert own.critic.trunk.exact == own.model.exact
 
 
@@ -89,54 +89,51 @@ def test_biases_are_drawn_as_zero_also_those_of_norms() -> None:
     )
 
 
-def stepped(c: Any, rate: float, share: float, gradient: float = 3.0) -> tuple[float, torch.Tensor]:
+def stepped(c: Any, rate: float, gradient: float = 3.0) -> tuple[float, torch.Tensor]:
     """One step with the same gradient on every parameter: (what it says, how far the head's weight
     moved).
     """
     before = head(c).clone()
-    for p in c.critic.parameters():
+    for p in c.critic.trainer.parameters:
         p.grad = torch.full_like(p, gradient)
-    norm = c.critic.step(rate, share)
+    norm = c.critic.trainer.apply(rate)
     return norm, head(c) - before
 
 
-def test_a_step_takes_the_policys_rate_or_its_share_of_its_own_and_is_clipped(
-    model_dir: Path,
-) -> None:
+def test_a_step_takes_its_rate_and_is_clipped(model_dir: Path) -> None:
     c = gae(model_dir, {"trunk": "shared"})
-    norm, moved = stepped(c, 0.1, 0.5)
+    norm, moved = stepped(c, 0.1)
     assert norm == pytest.approx(3 * math.sqrt(33))
     assert torch.allclose(moved, torch.full((1, 32), -0.3))
-    own = gae(model_dir, {"trunk": "shared", "lr": 0.02})
-    assert torch.allclose(stepped(own, 0.1, 0.5)[1], torch.full((1, 32), -0.03), atol=1e-7)
     clipped = gae(model_dir, {"trunk": "shared"}, learner={"clip_norm": 1.0})
-    norm, moved = stepped(clipped, 0.1, 1.0)
+    norm, moved = stepped(clipped, 0.1)
     assert norm == pytest.approx(3 * math.sqrt(33))
     assert torch.allclose(moved, torch.full((1, 32), -0.1 / math.sqrt(33)), atol=1e-6)
-    bad, moved = stepped(gae(model_dir, {"trunk": "shared"}), 0.1, 1.0, math.inf)
+    bad, moved = stepped(gae(model_dir, {"trunk": "shared"}), 0.1, math.inf)
     assert not math.isfinite(bad) and float(moved.abs().max()) == 0
     assert c.critic is not None
-    c.critic.zero_grad()
-    assert all(p.grad is None for p in c.critic.parameters())
+    c.critic.trainer.drop_gradient()
+    assert all(p.grad is None for p in c.critic.trainer.parameters)
 
 
-def test_the_learner_gives_it_the_rate_and_the_share_of_the_schedule(model_dir: Path) -> None:
-    c = gae(model_dir, {"trunk": "shared"}, learner={"schedule": "linear", "steps": 4, "lr": 0.2})
+@pytest.mark.parametrize(("own", "rates"), [(0.0, (0.2, 0.15)), (0.02, (0.02, 0.015))])
+def test_the_learner_gives_it_the_policys_rate_or_its_share_of_its_own(
+    model_dir: Path, own: float, rates: tuple[float, float]
+) -> None:
+    learner = {"schedule": "linear", "steps": 4, "lr": 0.2}
+    c = gae(model_dir, {"trunk": "shared", "lr": own}, learner=learner)
     assert c.critic is not None
-    seen: list[tuple[float, float]] = []
-    real = c.critic.step
+    seen: list[float] = []
+    real = c.critic.trainer.apply
 
-    def step(rate: float, share: float) -> float:
-        seen.append((rate, share))
-        return real(rate, share)
+    def apply(rate: float) -> float:
+        seen.append(rate)
+        return real(rate)
 
-    c.critic.step = step  # type: ignore[method-assign]
+    c.critic.trainer.apply = apply  # type: ignore[method-assign, assignment]
     first = c.train(batch(0))
     second = c.train(batch(1))
-    assert seen == [
-        (pytest.approx(0.2), pytest.approx(1.0)),
-        (pytest.approx(0.15), pytest.approx(0.75)),
-    ]
+    assert seen == pytest.approx(rates)
     assert first["value/grad_norm"] > 0 and second["value/mean"] != first["value/mean"]
 
 
@@ -220,11 +217,11 @@ def test_state_comes_back_and_another_kind_is_refused(model_dir: Path) -> None:
     fresh = gae(model_dir, learner={"optimizer": "adamw"})
     assert fresh.critic is not None
     fresh.critic.load_state(state, Path("there"))
-    for a, b in zip(own.critic.parameters(), fresh.critic.parameters(), strict=True):
+    for a, b in zip(own.critic.trainer.parameters, fresh.critic.trainer.parameters, strict=True):
         assert torch.equal(a, b)
     assert (
-        fresh.critic.optimizer.state_dict()["state"].keys()
-        == own.critic.optimizer.state_dict()["state"].keys()
+        fresh.critic.trainer.optimizer.state_dict()["state"].keys()
+        == own.critic.trainer.optimizer.state_dict()["state"].keys()
         != {}.keys()
     )
     for other, made, trunk in (

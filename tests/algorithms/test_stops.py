@@ -66,14 +66,14 @@ def test_what_is_measured_by_hand(
     start = c._forward(c.model, packed, everyone).double()
     second = (c._choose_minibatches(packed, 0) + c._choose_minibatches(packed, 1))[1]
     seen: list[torch.Tensor] = []
-    real = c.backend.step
+    real = c.backend.apply
 
     def step(*args: Any) -> Any:
         found = real(*args)
         seen.append(c._forward(c.model, packed, everyone).double())
         return found
 
-    c.backend.step = step  # type: ignore[method-assign]
+    c.backend.apply = step  # type: ignore[method-assign]
     said = c.train(batch())["optim/stop_kl"]
     part, mu = packed.find_token_positions(second), packed.loss.behavior.double()
     now, start, mu = seen[0][part], start[part], mu[part]
@@ -169,9 +169,9 @@ def test_a_batch_below_the_ess_floor_is_left_out_whole(
     c = core(model_dir, **how)
     c.backend.stops_first = deepspeed_order
     passes: list[Any] = []
-    real = c.backend.backward
+    real = c.backend.accumulate
     # type: ignore[method-assign]
-    c.backend.backward = lambda *a, **k: (passes.append(a), real(*a, **k))[1]
+    c.backend.accumulate = lambda *a, **k: (passes.append(a), real(*a, **k))[1]
     before = weights(c)
     metrics = c.train(batch())
     assert torch.equal(weights(c), before) and not c.backend.optimizer.state

@@ -32,7 +32,7 @@ from learner.step import LearnerCore
 
 def critic_weights(c: LearnerCore) -> torch.Tensor:
     assert c.critic is not None
-    return torch.cat([p.detach().flatten().clone() for p in c.critic.parameters()])
+    return torch.cat([p.detach().flatten().clone() for p in c.critic.trainer.parameters])
 
 
 def test_a_head_of_zeros_and_lambda_one_is_reinforce_without_a_baseline(model_dir: Path) -> None:

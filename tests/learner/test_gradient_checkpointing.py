@@ -90,7 +90,7 @@ def test_a_step_has_the_same_bits(
         passes = 2 if "value" in sections else 1
         assert calls["backward"] == (LAYERS * passes if again else 0)
         shown = {k: v for k, v in metrics.items() if not k.startswith(("time/", "perf/"))}
-        trunk = [] if one.critic is None else [p.detach() for p in one.critic.parameters()]
+        trunk = [] if one.critic is None else [p.detach() for p in one.critic.trainer.parameters]
         found.append((shown, [weights(one), *trunk]))
     (plain, before), (again_metrics, after) = found
     assert {k for k, v in plain.items() if again_metrics[k] != v} <= {"memory/peak_mb"}

@@ -631,13 +631,13 @@ def test_a_batch_says_what_its_optimizer_did(model_dir: Path) -> None:
         kl={"loss": {"coefficient": 0.2}},
     )
     norms: list[float] = []
-    real = c.backend.step
+    real = c.backend.apply
 
-    def step(rate: float, loss: torch.Tensor) -> float | None:
-        norms.append(real(rate, loss) or 0.0)
+    def step(rate: float, loss: torch.Tensor | None = None) -> float:
+        norms.append(real(rate, loss))
         return norms[-1]
 
-    c.backend.step = step  # type: ignore[method-assign]
+    c.backend.apply = step  # type: ignore[method-assign]
     m = c.train(learner_batch(1))
     assert (
         m["optim/lr"],

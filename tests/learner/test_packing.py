@@ -10,7 +10,8 @@ import torch
 
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import Batch, Trajectory
-from learner.batch import ROWS, PackedBatch, pack, split_micro_batches
+from asyncrl.models.trainer import ROWS
+from learner.batch import PackedBatch, pack, split_micro_batches
 
 
 def answer(

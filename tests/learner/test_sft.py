@@ -283,11 +283,11 @@ def rows_of(lengths: list[tuple[int, int]]) -> list[FitExample]:
 
 def test_passes_hold_every_row_once_and_keep_to_their_tokens() -> None:
     rows = rows_of([(3, 2), (9, 9), (1, 1), (30, 30), (4, 4), (2, 2), (5, 1)])
-    passes = fit.split_micro_batches(rows, 20)
+    passes = fit.split_examples(rows, 20)
     assert sorted(id(row) for part in passes for row in part) == sorted(map(id, rows))
     assert all(len(part) * max(row.size for row in part) <= 20 or len(part) == 1 for part in passes)
     assert len(passes) < len(rows)
-    assert fit.split_micro_batches(rows, 60 * 7) == [rows]  # one pass: as they came
+    assert fit.split_examples(rows, 60 * 7) == [rows]  # one pass: as they came
 
 
 def test_packed_passes_give_the_gradient_of_one_row_at_a_time(model: Path) -> None:

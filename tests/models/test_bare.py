@@ -23,8 +23,8 @@ from process_kit import ENV, ROOT
 from asyncrl.contract.messages import Prompt
 from asyncrl.models import layout, policy, without_transformers
 from asyncrl.models.tokenizer import PlainTokenizer, encode_prompt, load_tokenizer
+from asyncrl.models.trainer import PlainAdamW
 from asyncrl.models.without_transformers import BareModel
-from learner.backend import PlainAdamW
 
 TEXTS = ["932849=", "", "x9 y", "<eos>12<pad>3", "9<unk>", "αβ=1", " 1 ", "1\n2"]
 

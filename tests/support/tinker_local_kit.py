@@ -19,7 +19,7 @@ from asyncrl.tinker.links import WorkerExited
 from asyncrl.tinker.messages import Request, Result, WorkerCall
 from asyncrl.tinker.server import prepare_directory, run_workers
 from asyncrl.tinker.workers.sampler import Sampler
-from asyncrl.tinker.workers.trainer import Trainer
+from asyncrl.tinker.workers.trainer import ServedModels
 from asyncrl.tinker.workers.worker import LENGTH_BYTES, encode_frame
 from asyncrl.transport.http_server import HttpServer, ListenAddress
 
@@ -70,7 +70,7 @@ class LocalServer:
     def __init__(self, folder: Path, *sets: str, remembered: int = 0) -> None:
         self.config = settings.read(str(write_config(folder)), sets)
         self.folder = prepare_directory(self.config, "server")
-        self.trainer = Trainer(self.config)
+        self.trainer = ServedModels(self.config)
         self.results: dict[int, Any] = {}
         self.sampler = Sampler(self.config, self.results.__setitem__)
         self.server = TinkerServer(self.config, self.folder, KEY)

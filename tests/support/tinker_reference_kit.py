@@ -48,4 +48,4 @@ def learners_gradient(
     step = step_loss.begin_step(prep, torch.arange(len(tokens)), now)
     value, _ = step_loss.compute_micro_loss(prep, step, torch.arange(len(seq)), lp)
     (value * len(seq)).backward()
-    return torch.cat([weight.grad.flatten() for weight in model.parameters])
+    return torch.cat([weight.grad.flatten() for weight in model.trainer.parameters])

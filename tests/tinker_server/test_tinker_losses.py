@@ -41,7 +41,7 @@ from asyncrl.tinker.sequences import (
 )
 from asyncrl.tinker.settings import TinkerConfig, TinkerModel
 from asyncrl.tinker.workers import losses
-from asyncrl.tinker.workers.trainer import PackedDatums, Trainer
+from asyncrl.tinker.workers.trainer import PackedDatums, ServedModels
 
 CPU = torch.device("cpu")
 TOKEN_MEAN = {"loss": {"reduction": "token-mean"}}
@@ -52,15 +52,15 @@ ADVANTAGES = [0.875, -0.625, -0.25]  # of the method rloo
 
 
 @pytest.fixture(scope="module")
-def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> ServedModels:
     path = tmp_path_factory.mktemp("tinker") / "tiny"
     build_model(path, SYMBOLS, hidden=32, layers=1, heads=2, max_positions=64)
-    made = Trainer(TinkerConfig(model=TinkerModel(path=str(path))))
+    made = ServedModels(TinkerConfig(model=TinkerModel(path=str(path))))
     made.handle(LoadModel("m", rank=0, seed=0))
     return made
 
 
-def behavior(trainer: Trainer) -> list[np.ndarray]:
+def behavior(trainer: ServedModels) -> list[np.ndarray]:
     """Log-probabilities of another policy than the current one."""
     now = trainer.base.logprobs(
         [PROMPT] * 3, [np.array(t, np.int32) for t in TOKENS], torch.ones(3)
@@ -70,7 +70,7 @@ def behavior(trainer: Trainer) -> list[np.ndarray]:
     return np.split((now + noise).float().numpy(), ends)
 
 
-def datums(trainer: Trainer) -> list[Datum]:
+def datums(trainer: ServedModels) -> list[Datum]:
     """The same sequences as datums of a client."""
     rows = []
     for tokens, logprobs, advantage in zip(TOKENS, behavior(trainer), ADVANTAGES, strict=True):
@@ -105,7 +105,7 @@ def replace_fields(datum: Datum, **fields: np.ndarray) -> Datum:
 
 
 def gradient(
-    trainer: Trainer,
+    trainer: ServedModels,
     loss: str,
     config: dict[str, float | str],
     data: list[Datum] | None = None,
@@ -118,7 +118,7 @@ def gradient(
     return torch.cat([weight.grad.flatten() for weight in model.parameters])
 
 
-def learner_gradient(trainer: Trainer, **keys: object) -> torch.Tensor:
+def learner_gradient(trainer: ServedModels, **keys: object) -> torch.Tensor:
     """The gradient of the learner's loss of the same sequences, times their tokens."""
     raw = {"model": {"path": "x"}, "task": {"name": "client"}, "advantage": {"name": "rloo"}}
     config = load.build({**raw, **({} if "method" in keys else TOKEN_MEAN)} | keys)
@@ -178,7 +178,7 @@ def assert_equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     ],
 )
 def test_gradients_equal_the_learners(
-    trainer: Trainer, loss: str, config: dict[str, float | str], surrogate: dict[str, object]
+    trainer: ServedModels, loss: str, config: dict[str, float | str], surrogate: dict[str, object]
 ) -> None:
     ours = gradient(trainer, loss, config)
     theirs = learner_gradient(trainer, loss={"reduction": "token-mean", **surrogate})
@@ -217,7 +217,7 @@ def losses_of_one_call() -> list[str]:
     return served
 
 
-def test_every_method_by_name_is_the_learners(trainer: Trainer) -> None:
+def test_every_method_by_name_is_the_learners(trainer: ServedModels) -> None:
     served = losses_of_one_call()
     assert {"vespo", "gmpo", "icepop", "m2po-published", "ppo"} <= {*served} and len(served) > 20
     clipped = set()  # all sequences: the policies are far apart
@@ -239,7 +239,9 @@ def test_every_method_by_name_is_the_learners(trainer: Trainer) -> None:
     ],
     ids=["rejection", "interpolate", "reduction"],
 )
-def test_keys_of_a_method_are_the_learners(trainer: Trainer, keys: dict[str, float | str]) -> None:
+def test_keys_of_a_method_are_the_learners(
+    trainer: ServedModels, keys: dict[str, float | str]
+) -> None:
     tables: dict[str, Any] = {"method": keys["method"]}
     for key, value in keys.items():
         section, _, name = key.partition(".")
@@ -248,7 +250,7 @@ def test_keys_of_a_method_are_the_learners(trainer: Trainer, keys: dict[str, flo
     assert assert_equal(gradient(trainer, "ppo", keys), learner_gradient(trainer, **tables))
 
 
-def test_cross_entropy_is_supervised_training(trainer: Trainer) -> None:
+def test_cross_entropy_is_supervised_training(trainer: ServedModels) -> None:
     """Its gradient is that of `asyncrl sft`, times the tokens; weights scale those of a token."""
     rows = [replace_fields(datum, weights=mask_of(datum)) for datum in datums(trainer)]
     model = trainer.models["m"]
@@ -259,7 +261,7 @@ def test_cross_entropy_is_supervised_training(trainer: Trainer) -> None:
     assert assert_equal(ours, torch.cat([weight.grad.flatten() for weight in model.parameters]))
 
 
-def test_a_custom_loss_is_linear_in_the_clients_weights(trainer: Trainer) -> None:
+def test_a_custom_loss_is_linear_in_the_clients_weights(trainer: ServedModels) -> None:
     """forward_backward_custom: forward, then cross_entropy with minus the loss's derivative."""
     options = {"clip_low_threshold": 0.7, "clip_high_threshold": 1.1}
     rows = datums(trainer)
@@ -302,14 +304,14 @@ def test_a_custom_loss_is_linear_in_the_clients_weights(trainer: Trainer) -> Non
     ],
 )
 def test_other_losses_are_refused(
-    trainer: Trainer, loss: str, config: dict[str, float | str], message: str
+    trainer: ServedModels, loss: str, config: dict[str, float | str], message: str
 ) -> None:
     result = trainer.handle(ForwardBackward("m", datums(trainer), loss, config))
     assert isinstance(result, CallFailure)
     assert message in result.error
 
 
-def test_masked_tokens_have_no_gradient(trainer: Trainer) -> None:
+def test_masked_tokens_have_no_gradient(trainer: ServedModels) -> None:
     """`on_exceed = "mask"`: tokens above the limit are left out."""
     whole, rest = datums(trainer), []
     for place, datum in enumerate(whole):
@@ -431,7 +433,7 @@ def lags_of(ledger: SequenceLedger, datum: Datum, **keys: object) -> tuple[list[
 
 
 def test_a_sequence_is_found_by_the_bits_of_its_logprobs(
-    ledger: SequenceLedger, trainer: Trainer, tmp_path: Path
+    ledger: SequenceLedger, trainer: ServedModels, tmp_path: Path
 ) -> None:
     first, second, third = datums(trainer)
     known = record(ledger, first, 3)
@@ -449,7 +451,7 @@ def test_a_sequence_is_found_by_the_bits_of_its_logprobs(
 
 
 def test_tokens_without_doubt_are_found_without_an_advantage(
-    ledger: SequenceLedger, trainer: Trainer, tmp_path: Path
+    ledger: SequenceLedger, trainer: ServedModels, tmp_path: Path
 ) -> None:
     """A token of probability 1 has log-probability 0, as prompts have in a datum."""
     whole = datums(trainer)[2]
@@ -470,7 +472,7 @@ def test_tokens_without_doubt_are_found_without_an_advantage(
     assert inside.view(2, -1).sum(1).tolist() == [3, 6]
 
 
-def test_a_mask_says_what_was_sampled(ledger: SequenceLedger, trainer: Trainer) -> None:
+def test_a_mask_says_what_was_sampled(ledger: SequenceLedger, trainer: ServedModels) -> None:
     """Some clients give the prompt's tokens log-probabilities, too."""
     whole = datums(trainer)[0]
     record(ledger, whole, 3)
@@ -483,7 +485,7 @@ def test_a_mask_says_what_was_sampled(ledger: SequenceLedger, trainer: Trainer) 
 
 
 def test_spans_name_sequences_and_are_checked(
-    ledger: SequenceLedger, trainer: Trainer, tmp_path: Path
+    ledger: SequenceLedger, trainer: ServedModels, tmp_path: Path
 ) -> None:
     """A span is compared with the part of the sequence that it names, also after a restart."""
     first, second, _ = datums(trainer)
@@ -537,7 +539,7 @@ def test_spans_name_sequences_and_are_checked(
 
 
 def test_a_part_of_a_sequence_whose_tokens_are_forgotten_has_an_unknown_lag(
-    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trainer: ServedModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its fingerprint is remembered longer than its tokens."""
     monkeypatch.setattr(sequences, "COMPARABLE_TOKENS", 5)
@@ -560,7 +562,7 @@ def test_a_part_of_a_sequence_whose_tokens_are_forgotten_has_an_unknown_lag(
 
 
 def test_supervised_tokens_are_counted_and_can_be_forbidden(
-    ledger: SequenceLedger, trainer: Trainer
+    ledger: SequenceLedger, trainer: ServedModels
 ) -> None:
     """cross_entropy could train sampled tokens at any lag, with advantages as its weights."""
     first, _, _ = datums(trainer)
@@ -586,7 +588,7 @@ def test_supervised_tokens_are_counted_and_can_be_forbidden(
 
 
 def test_versions_of_other_models_count_only_before_the_fork(
-    ledger: SequenceLedger, trainer: Trainer
+    ledger: SequenceLedger, trainer: ServedModels
 ) -> None:
     first, second, third = datums(trainer)
     record(ledger, first, 1, "parent")  # the model was loaded from its version 1
@@ -602,7 +604,7 @@ def test_versions_of_other_models_count_only_before_the_fork(
 
 
 def test_equal_sequences_of_other_models_are_not_taken_for_ones_own(
-    ledger: SequenceLedger, trainer: Trainer
+    ledger: SequenceLedger, trainer: ServedModels
 ) -> None:
     """New adapters sample what the base model does, so models of one server sample the same."""
     first, second, _ = datums(trainer)
@@ -620,7 +622,7 @@ def test_equal_sequences_of_other_models_are_not_taken_for_ones_own(
 
 
 def test_the_ledger_closes_and_equal_sequences_are_trained_once_each(
-    ledger: SequenceLedger, trainer: Trainer
+    ledger: SequenceLedger, trainer: ServedModels
 ) -> None:
     first, second, _ = datums(trainer)
     ids = [record(ledger, first, 0), record(ledger, first, 0), record(ledger, second, 0)]
@@ -639,7 +641,7 @@ def test_the_ledger_closes_and_equal_sequences_are_trained_once_each(
 
 
 def test_totals_of_a_model_without_remembered_sequences_stay(
-    trainer: Trainer, tmp_path: Path
+    trainer: ServedModels, tmp_path: Path
 ) -> None:
     ledger = SequenceLedger(tmp_path / "sequences.jsonl", remembered=1)
     first, second, third = datums(trainer)
@@ -664,7 +666,7 @@ def test_metrics_of_lags() -> None:
 
 
 def test_the_ledger_remembers_the_newest_sequences_and_the_totals_of_all(
-    trainer: Trainer, tmp_path: Path
+    trainer: ServedModels, tmp_path: Path
 ) -> None:
     path = tmp_path / "sequences.jsonl"
     ledger = SequenceLedger(path, remembered=2)

@@ -35,8 +35,7 @@ from asyncrl.tinker.settings import (
     TinkerSampling,
     TinkerTraining,
 )
-from asyncrl.tinker.workers import trainer as module
-from asyncrl.tinker.workers.trainer import Trainer
+from asyncrl.tinker.workers.trainer import ServedModels
 
 TEXTS = [[5, 6, 7, 8, 1], [9, 10, 1], [4, 4, 12, 20, 21, 6, 1], [3, 2]]
 PLAIN = OptimizerStep("m", 1e-2, 0.9, 0.95, 1e-8, 0.0, 0.0)
@@ -54,8 +53,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> TinkerConfig:
 
 
 @pytest.fixture
-def trainer(config: TinkerConfig) -> Trainer:
-    made = Trainer(config)
+def trainer(config: TinkerConfig) -> ServedModels:
+    made = ServedModels(config)
     made.handle(LoadModel("m", rank=0, seed=0))
     return made
 
@@ -77,30 +76,32 @@ def datum(text: list[int], **fields: list[float]) -> Datum:
 DATA = [datum(text) for text in TEXTS]
 
 
-def train(trainer: Trainer, data: list[Datum], loss: str = "cross_entropy", **more: Any) -> Any:
+def train(
+    trainer: ServedModels, data: list[Datum], loss: str = "cross_entropy", **more: Any
+) -> Any:
     return trainer.handle(ForwardBackward("m", data, loss, {}, **more))
 
 
-def gradient(trainer: Trainer) -> torch.Tensor:
-    return torch.cat([weight.grad.flatten() for weight in trainer.models["m"].parameters])
+def gradient(trainer: ServedModels) -> torch.Tensor:
+    return torch.cat([weight.grad.flatten() for weight in trainer.models["m"].trainer.parameters])
 
 
-def weights(trainer: Trainer) -> torch.Tensor:
-    return torch.cat([x.detach().flatten() for x in trainer.models["m"].parameters])
+def weights(trainer: ServedModels) -> torch.Tensor:
+    return torch.cat([x.detach().flatten() for x in trainer.models["m"].trainer.parameters])
 
 
-def test_steps_are_those_of_adamw(trainer: Trainer) -> None:
+def test_steps_are_those_of_adamw(trainer: ServedModels) -> None:
     steps = [
         PLAIN,
         OptimizerStep("m", 3e-3, 0.5, 0.7, 1e-3, 0.25, 0.0),
         OptimizerStep("m", 1e-2, 0.8, 0.9, 1e-6, 0.0, 0.125),
     ]
-    theirs = [x.detach().clone().requires_grad_() for x in trainer.models["m"].parameters]
+    theirs = [x.detach().clone().requires_grad_() for x in trainer.models["m"].trainer.parameters]
     optimizer = torch.optim.AdamW(theirs, fused=True)
     for step in steps:
         train(trainer, DATA)
         norm = float(gradient(trainer).norm())
-        for mine, weight in zip(theirs, trainer.models["m"].parameters, strict=True):
+        for mine, weight in zip(theirs, trainer.models["m"].trainer.parameters, strict=True):
             mine.grad = weight.grad.clone()
         if step.clip_norm:
             assert norm > 2 * step.clip_norm
@@ -113,10 +114,10 @@ def test_steps_are_those_of_adamw(trainer: Trainer) -> None:
         assert result.metrics["optim/grad_norm"] == pytest.approx(norm, rel=1e-5)
         assert result.metrics["optim/lr"] == step.learning_rate
         assert torch.equal(weights(trainer), torch.cat([x.detach().flatten() for x in theirs]))
-        assert all(weight.grad is None for weight in trainer.models["m"].parameters)
+        assert all(weight.grad is None for weight in trainer.models["m"].trainer.parameters)
 
 
-def test_calls_add_up_and_a_dropped_gradient_is_gone(trainer: Trainer) -> None:
+def test_calls_add_up_and_a_dropped_gradient_is_gone(trainer: ServedModels) -> None:
     scored = train(trainer, DATA)
     whole = gradient(trainer)
     trainer.handle(DropGradient("m"))
@@ -132,20 +133,20 @@ def test_calls_add_up_and_a_dropped_gradient_is_gone(trainer: Trainer) -> None:
     assert metrics["loss/policy"] == pytest.approx(scored.loss, rel=1e-6)
     assert set(metrics) == {"loss/policy", "optim/grad_norm", "optim/lr"}
     again = train(trainer, DATA, forward_only=True)
-    assert all(weight.grad is None for weight in trainer.models["m"].parameters)
+    assert all(weight.grad is None for weight in trainer.models["m"].trainer.parameters)
     assert "loss/policy" not in trainer.handle(PLAIN).metrics
     assert again.loss < scored.loss
 
 
-def test_rows_come_back_in_the_clients_order(trainer: Trainer, monkeypatch: Any) -> None:
+def test_rows_come_back_in_the_clients_order(trainer: ServedModels, monkeypatch: Any) -> None:
     calls: list[list[int]] = []
-    score = Trainer.score
+    score = ServedModels.score
 
     def counted(policy: Any, data: Any) -> torch.Tensor:
         calls.append([one.length for one in data])
         return score(policy, data)
 
-    monkeypatch.setattr(Trainer, "score", staticmethod(counted))
+    monkeypatch.setattr(ServedModels, "score", staticmethod(counted))
     together = train(trainer, DATA, forward_only=True)
     # sorted by length; at most 12 tokens, padded, in a forward pass
     assert calls == [[1, 2, 4], [6]]
@@ -153,14 +154,9 @@ def test_rows_come_back_in_the_clients_order(trainer: Trainer, monkeypatch: Any)
         alone = np.frombuffer(train(trainer, [one], forward_only=True).logprobs[0], "<f4")
         assert np.allclose(np.frombuffer(row, "<f4"), alone, atol=1e-6)
         assert len(row) == 4 * one.length
-    many = [DATA[1]] * 7
-    calls.clear()
-    monkeypatch.setattr(module, "ROWS", 3)
-    train(trainer, many, forward_only=True)
-    assert [len(part) for part in calls] == [3, 3, 1]
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing(trainer: Trainer) -> None:
+def test_a_gradient_that_is_not_finite_changes_nothing(trainer: ServedModels) -> None:
     before = weights(trainer)
     train(trainer, [datum(TEXTS[0], weights=[3e38] * 4)])
     failed = trainer.handle(PLAIN)
@@ -173,7 +169,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(trainer: Trainer) -> None
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))
-def test_a_loss_without_data_adds_nothing(trainer: Trainer, method: str) -> None:
+def test_a_loss_without_data_adds_nothing(trainer: ServedModels, method: str) -> None:
     result = trainer.handle(ForwardBackward("m", [], "ppo", {"method": method}))
     assert result == ScoreResult([], 0.0) or "more than a loss" in result.error  # type: ignore
     assert trainer.handle(ForwardBackward("m", [], "cross_entropy", {})) == ScoreResult([], 0.0)
@@ -181,7 +177,7 @@ def test_a_loss_without_data_adds_nothing(trainer: Trainer, method: str) -> None
 
 @pytest.mark.parametrize("rank", [0, 4])
 def test_a_state_continues(
-    trainer: Trainer, tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch
+    trainer: ServedModels, tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the state was written on a GPU and there is none."""
     trainer.handle(LoadModel("m", rank=rank, seed=2))
@@ -208,7 +204,7 @@ def test_a_state_continues(
     assert isinstance(missing, CallFailure) and str(tmp_path / "none") in missing.error
 
 
-def test_adapters_share_the_base(trainer: Trainer) -> None:
+def test_adapters_share_the_base(trainer: ServedModels) -> None:
     base = trainer.base.hf.state_dict()
     before = {name: row.clone() for name, row in base.items()}
     trainer.handle(LoadModel("m", rank=4, seed=1))
@@ -228,7 +224,7 @@ def test_an_adapter_has_the_servers_scale_and_the_clients_rank(
     config: TinkerConfig, tmp_path: Path
 ) -> None:
     lora = TinkerLora(alpha=6.0, target_modules=["q_proj"])
-    trainer = Trainer(msgspec.structs.replace(config, lora=lora))
+    trainer = ServedModels(msgspec.structs.replace(config, lora=lora))
     trainer.handle(LoadModel("m", rank=4, seed=1))
     trainer.handle(SaveWeights("m", str(tmp_path / "saved")))
     saved = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())
@@ -239,7 +235,7 @@ BEHAVIOR = [0.0, -1.0, -2.0, -0.5]
 SIGNS = [0.0, 1.0, -1.0, 2.0]
 
 
-def test_masks_and_weights_scale_tokens(trainer: Trainer) -> None:
+def test_masks_and_weights_scale_tokens(trainer: ServedModels) -> None:
     """Of the loss -sum of mask * weight * advantage * ratio."""
     mask, factors = [0.0, 1.0, 0.5, 1.0], [1.0, 2.0, 1.0, 0.0]
     given = datum(TEXTS[0], logprobs=BEHAVIOR, advantages=SIGNS, mask=mask, weights=factors)
@@ -258,7 +254,7 @@ def test_masks_and_weights_scale_tokens(trainer: Trainer) -> None:
     assert supervised.loss == pytest.approx(-float((lp * scale).sum()), rel=1e-5)
 
 
-def test_the_step_reports_what_its_tokens_measure(trainer: Trainer) -> None:
+def test_the_step_reports_what_its_tokens_measure(trainer: ServedModels) -> None:
     given = datum(TEXTS[0], logprobs=BEHAVIOR, advantages=SIGNS)
     result = train(trainer, [given], "ppo")
     lp = np.frombuffer(result.logprobs[0], "<f4")[1:]
@@ -298,7 +294,7 @@ def test_the_step_reports_what_its_tokens_measure(trainer: Trainer) -> None:
     ],
 )
 def test_fields_are_checked(
-    trainer: Trainer, loss: str, fields: dict[str, list[float]], message: str
+    trainer: ServedModels, loss: str, fields: dict[str, list[float]], message: str
 ) -> None:
     failed = train(trainer, [datum(TEXTS[0], **fields)], loss)
     assert isinstance(failed, CallFailure) and message in failed.error
@@ -314,16 +310,16 @@ def test_fields_are_checked(
         ([5, 5, 47], "datum 1: target_tokens has a token outside"),
     ],
 )
-def test_tokens_are_checked(trainer: Trainer, text: list[int], message: str) -> None:
+def test_tokens_are_checked(trainer: ServedModels, text: list[int], message: str) -> None:
     assert trainer.vocabulary == 47
     failed = train(trainer, [DATA[0], datum(text)])
     assert isinstance(failed, CallFailure) and message in failed.error
-    assert all(weight.grad is None for weight in trainer.models["m"].parameters)
+    assert all(weight.grad is None for weight in trainer.models["m"].trainer.parameters)
     edge = [5, 46, 0] if len(text) == 3 else [5] * 17
     assert isinstance(train(trainer, [datum(edge)]), ScoreResult)
 
 
-def test_only_a_method_reports_importance_weights(trainer: Trainer) -> None:
+def test_only_a_method_reports_importance_weights(trainer: ServedModels) -> None:
     """The API's own losses have none: their metrics would be the same in every step."""
     weighted = {
         *("is/mean_weight", "is/weight_ess", "is/ess_by_answer", "is/zero_share"),

@@ -295,7 +295,7 @@ class Replay:
             return core
         new = self.make_core(config)
         new.model.hf.load_state_dict(core.model.hf.state_dict())
-        new.backend.load_state(core.backend.get_state(self.run_dir), self.run_dir)
+        new.backend.load(core.backend.save(self.run_dir), self.run_dir)
         if core.critic is not None and new.critic is not None:
             new.critic.load_state(core.critic.get_state(), self.run_dir)
         new.state = core.state

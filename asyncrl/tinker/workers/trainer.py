@@ -16,10 +16,12 @@ import torch
 from asyncrl.algorithms import diagnostics
 from asyncrl.algorithms import loss as step_loss
 from asyncrl.algorithms.batch import LossBatch
+from asyncrl.config.sft import SftTraining
 from asyncrl.config.tree import LoraConfig
 from asyncrl.contract.errors import ConfigError
 from asyncrl.models import adapters, memory
 from asyncrl.models.policy import PolicyModel, export, list_named_weights, load_policy, load_weights
+from asyncrl.models.trainer import Trainer, split_micro_batches
 from asyncrl.records import atomic_write
 from asyncrl.tinker.messages import (
     NOT_SAMPLED,
@@ -40,9 +42,7 @@ from asyncrl.tinker.messages import (
 from asyncrl.tinker.settings import TinkerConfig
 from asyncrl.tinker.workers import losses
 from learner import checkpoint
-from learner.backend import PlainAdamW
 
-ROWS = 96  # most datums in one forward pass
 STATE = "state.pt"
 # Prefixes of metrics that are constant here: those of several passes over a batch, and those of the
 # importance weights and masks of a correction, which only a method has.
@@ -67,8 +67,8 @@ class TrainedModel:
                 rank=request.rank, alpha=lora.alpha, target_modules=lora.target_modules
             )
             adapters.attach(self.policy, adapter, request.seed)
-        self.parameters = [weight for weight in hf.parameters() if weight.requires_grad]
-        self.optimizer = PlainAdamW(self.parameters, lr=0.0, fused=True)
+        parameters = [weight for weight in hf.parameters() if weight.requires_grad]
+        self.trainer = Trainer(parameters, SftTraining())
         self.sums: dict[str, torch.Tensor] = {}
         self.is_weighted = False  # a loss of the current step has its own importance weights
         if request.path:
@@ -79,11 +79,12 @@ class TrainedModel:
         if self.policy.adapter is not None:
             adapters.restore(self.policy, path / MODEL)
         else:
-            saved = load_policy(path / MODEL, str(self.parameters[0].dtype).removeprefix("torch."))
+            dtype = str(self.trainer.parameters[0].dtype).removeprefix("torch.")
+            saved = load_policy(path / MODEL, dtype)
             load_weights(self.policy, dict(list_named_weights(saved)))
         if optimizer:
             state = torch.load(path / STATE, weights_only=True, map_location="cpu")
-            self.optimizer.load_state_dict(state["optimizer"])
+            self.trainer.optimizer.load_state_dict(state["optimizer"])
 
     def save(self, path: Path, *, state: bool) -> None:
         """Write the weights, with `state` also the optimizer."""
@@ -94,16 +95,16 @@ class TrainedModel:
             else:
                 folder.mkdir()
                 export(self.policy, folder / MODEL)
-                torch.save({"optimizer": self.optimizer.state_dict()}, folder / STATE)
+                torch.save({"optimizer": self.trainer.optimizer.state_dict()}, folder / STATE)
                 checkpoint.seal(folder)
 
     def drop_gradient(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
+        self.trainer.drop_gradient()
         self.sums = {}
         self.is_weighted = False
 
 
-class Trainer:
+class ServedModels:
     """All models of a server, by their ids."""
 
     def __init__(self, config: TinkerConfig) -> None:
@@ -149,33 +150,35 @@ class Trainer:
         for index, datum in enumerate(request.data):
             self._check_datum(request, index, datum)
         model = self.models[request.model]
-        order = sorted(range(len(request.data)), key=lambda index: request.data[index].length)
+        lengths = [datum.length for datum in request.data]
+        order = sorted(range(len(lengths)), key=lengths.__getitem__)
+        limit = self.config.training.micro_batch_tokens
+        micros = split_micro_batches(order, lengths, limit)
         if losses.METHOD in request.config:
-            return self._compute_method_loss(request, model, order)
+            return self._compute_method_loss(request, model, micros)
         logprobs: dict[int, bytes] = {}
         total = 0.0
-        for indices in self._split_micro_batches(request.data, order):
+        for indices in micros:
             data = [request.data[index] for index in indices]
             with torch.set_grad_enabled(not request.forward_only):
                 lp = self.score(model.policy, data)
             loss, sums = compute_policy_loss(request, data, lp)
             if not request.forward_only:
-                loss.backward()  # type: ignore[no-untyped-call]
+                model.trainer.accumulate(loss)
                 diagnostics.add_sums(model.sums, sums)
             total += float(sums["loss/policy"])
             logprobs |= zip(indices, split_rows(data, lp), strict=True)
         return ScoreResult([logprobs[index] for index in range(len(request.data))], total)
 
     def _compute_method_loss(
-        self, request: ForwardBackward, model: TrainedModel, order: Sequence[int]
+        self, request: ForwardBackward, model: TrainedModel, micros: Sequence[Sequence[int]]
     ) -> ScoreResult:
         """Compute the loss of a method by the learner's own functions, on all datums at once.
 
         Its reduction weights tokens and datums as in a run. It is multiplied by the number of
         tokens, so that the loss is a sum like the others."""
-        ordered = [request.data[index] for index in order]
-        micros = self._split_micro_batches(ordered, range(len(ordered)))
-        batches = [[ordered[index] for index in indices] for indices in micros]
+        batches = [[request.data[index] for index in indices] for indices in micros]
+        ordered = [datum for micro_batch in batches for datum in micro_batch]
         with torch.no_grad():
             scores = [self.score(model.policy, micro_batch) for micro_batch in batches]
         current = torch.cat(scores).float()
@@ -187,7 +190,7 @@ class Trainer:
             loss, sums = step_loss.compute_micro_loss(
                 prep, step, positions, self.score(model.policy, micro_batch).float()
             )
-            loss.backward()  # type: ignore[no-untyped-call]
+            model.trainer.accumulate(loss)
             diagnostics.add_sums(model.sums, sums)
             model.is_weighted = True
             total += float(loss.detach())
@@ -197,8 +200,8 @@ class Trainer:
             for micro_batch, lp in zip(batches, scores, strict=True)
             for row in split_rows(micro_batch, lp)
         ]
-        by_index = dict(zip(order, logprobs, strict=True))
-        return ScoreResult([by_index[index] for index in range(len(order))], total)
+        by_index = dict(zip((i for indices in micros for i in indices), logprobs, strict=True))
+        return ScoreResult([by_index[index] for index in range(len(ordered))], total)
 
     def _check_datum(self, request: ForwardBackward, index: int, datum: Datum) -> None:
         sampled = request.loss in losses.POLICY_LOSSES
@@ -226,18 +229,6 @@ class Trainer:
                     f"datum {index}: {name} has a token outside the vocabulary of {self.vocabulary}"
                 )
 
-    def _split_micro_batches(self, data: Sequence[Datum], order: Sequence[int]) -> list[list[int]]:
-        """Split datums, sorted by length, into forward passes."""
-        limit = self.config.training.micro_batch_tokens
-        cut: list[list[int]] = []
-        for index in order:
-            width = data[index].length
-            if cut and len(cut[-1]) < ROWS and (len(cut[-1]) + 1) * width <= limit:
-                cut[-1].append(index)
-            else:
-                cut.append([index])
-        return cut
-
     @staticmethod
     def score(policy: PolicyModel, data: Sequence[Datum]) -> torch.Tensor:
         """Return the log-probabilities [N] of the targets at every position of `data`."""
@@ -257,21 +248,19 @@ class Trainer:
     def step(self, request: OptimizerStep) -> StepResult | CallFailure:
         """Make the optimizer step."""
         model = self.models[request.model]
-        norm = float(
-            torch.nn.utils.clip_grad_norm_(model.parameters, request.clip_norm or math.inf)
-        )
+        trainer = model.trainer
+        trainer.clip_norm = request.clip_norm
+        for group in trainer.optimizer.param_groups:
+            group["betas"] = (request.beta1, request.beta2)
+            group["eps"] = request.eps
+            group["weight_decay"] = request.weight_decay
+        norm = trainer.apply(request.learning_rate)
         if not math.isfinite(norm):
             model.drop_gradient()
             return CallFailure(
                 "the gradient is not finite: it was dropped, and the step was not made"
             )
-        for group in model.optimizer.param_groups:
-            group["lr"] = request.learning_rate
-            group["betas"] = (request.beta1, request.beta2)
-            group["eps"] = request.eps
-            group["weight_decay"] = request.weight_decay
-        model.optimizer.step()
-        if not torch.stack([weight.isfinite().all() for weight in model.parameters]).all():
+        if not torch.stack([weight.isfinite().all() for weight in trainer.parameters]).all():
             return CallFailure(
                 f"the step with learning_rate = {request.learning_rate:g} made weights that are "
                 "not finite: it was undone",

@@ -57,8 +57,8 @@ class CallChannel:
 def train(config: settings.TinkerConfig, channel: CallChannel) -> None:
     """Carry out the training calls in order."""
     with pause_collection():
-        from asyncrl.tinker.workers.trainer import Trainer
-    trainer = Trainer(config)
+        from asyncrl.tinker.workers.trainer import ServedModels
+    trainer = ServedModels(config)
     while True:
         for call in channel.receive_calls(wait=True):
             channel.reply(WorkerReply(call.number, trainer.handle(call.request)))
