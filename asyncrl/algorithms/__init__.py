@@ -8,7 +8,6 @@
     advantages   rewards to advantages
     correction   importance weights proximal / behavior: level, bound, rejection, veto
     surrogates   trust regions on the ratio target / proximal
-    trust        inputs and output of a surrogate; surrogates made for old samples
     reshape      gamma of IS-reshape and its repairs
     kl           KL estimators, also off-policy with a gradient through the expectation
     reductions   token factors with global denominators

@@ -708,18 +708,6 @@ class TokenRewards:
         return credit_trained_tokens(self.steps.to(self.answers.dtype), self.mask, self.seq) > 0
 
 
-def _subtract_nothing(a: ResponseRewards) -> torch.Tensor:
-    return compute_reinforce(a.rewards, 0.0)
-
-
-def _subtract_batch_mean(a: ResponseRewards) -> torch.Tensor:
-    return center_by_group(a.rewards, torch.zeros_like(a.groups))
-
-
-def _subtract_running_mean(a: ResponseRewards) -> torch.Tensor:
-    return compute_reinforce(a.rewards, a.ema)
-
-
 def _subtract_prompt_mean(a: ResponseRewards) -> torch.Tensor:
     if a.baselines is None:
         raise ConfigError(
@@ -732,9 +720,9 @@ def _subtract_prompt_mean(a: ResponseRewards) -> torch.Tensor:
 
 # advantage.baseline, of reinforce -> [B]
 BASELINES: dict[str, Callable[[ResponseRewards], torch.Tensor]] = {
-    "none": _subtract_nothing,
-    "batch": _subtract_batch_mean,
-    "ema": _subtract_running_mean,
+    "none": lambda a: compute_reinforce(a.rewards, 0.0),
+    "batch": lambda a: center_by_group(a.rewards, torch.zeros_like(a.groups)),
+    "ema": lambda a: compute_reinforce(a.rewards, a.ema),
     "prompt": _subtract_prompt_mean,
 }
 
@@ -743,41 +731,9 @@ def _apply_reinforce(a: ResponseRewards, c: settings.ReinforceAdvantage) -> torc
     return choose_function("advantage.baseline", BASELINES, c.baseline)(a)
 
 
-def _apply_rloo(a: ResponseRewards, c: settings.Advantage) -> torch.Tensor:
-    return compute_rloo(a.rewards, a.groups)
-
-
 def _apply_grpo(a: ResponseRewards, c: settings.GrpoAdvantage) -> torch.Tensor:
     compute = compute_grpo if c.std == "group" else compute_batch_grpo
     return compute(a.rewards, a.groups, ddof=c.ddof, eps=c.eps)
-
-
-def _apply_maxrl(a: ResponseRewards, c: settings.Advantage) -> torch.Tensor:
-    return compute_maxrl(a.rewards, a.groups)
-
-
-def _apply_pass_at_k(a: ResponseRewards, c: settings.PassAtKAdvantage) -> torch.Tensor:
-    return compute_pass_at_k(a.rewards, a.groups, k=c.k)
-
-
-def _apply_dr_grpo(a: ResponseRewards, c: settings.Advantage) -> torch.Tensor:
-    return compute_dr_grpo(a.rewards, a.groups)
-
-
-def _apply_opo(a: ResponseRewards, c: settings.Advantage) -> torch.Tensor:
-    return compute_opo(a.rewards, a.groups, a.lengths)
-
-
-def _apply_gpg(a: ResponseRewards, c: settings.Advantage) -> torch.Tensor:
-    return compute_gpg(a.rewards, a.groups)
-
-
-def _apply_oapl(a: ResponseRewards, c: settings.OaplAdvantage) -> torch.Tensor:
-    return compute_oapl(a.rewards, a.groups, beta=c.beta)
-
-
-def _apply_asymre(a: ResponseRewards, c: settings.AsymreAdvantage) -> torch.Tensor:
-    return compute_asymre(a.rewards, a.groups, shift=c.shift)
 
 
 def _apply_opob(a: ResponseRewards, c: settings.Advantage) -> torch.Tensor:
@@ -854,17 +810,17 @@ def _apply_gae(t: TokenRewards, c: settings.GaeAdvantage) -> tuple[torch.Tensor,
 # KL penalty in the reward is subtracted from the sample's reward
 BY_ANSWER: dict[str, Callable[[ResponseRewards, Any], torch.Tensor]] = {
     "reinforce": _apply_reinforce,
-    "rloo": _apply_rloo,
+    "rloo": lambda a, c: compute_rloo(a.rewards, a.groups),
     "grpo": _apply_grpo,
-    "dr_grpo": _apply_dr_grpo,
-    "opo": _apply_opo,
-    "gpg": _apply_gpg,
+    "dr_grpo": lambda a, c: compute_dr_grpo(a.rewards, a.groups),
+    "opo": lambda a, c: compute_opo(a.rewards, a.groups, a.lengths),
+    "gpg": lambda a, c: compute_gpg(a.rewards, a.groups),
     "remax": _apply_remax,
-    "oapl": _apply_oapl,
-    "asymre": _apply_asymre,
+    "oapl": lambda a, c: compute_oapl(a.rewards, a.groups, beta=c.beta),
+    "asymre": lambda a, c: compute_asymre(a.rewards, a.groups, shift=c.shift),
     "opob": _apply_opob,
-    "maxrl": _apply_maxrl,
-    "pass_at_k": _apply_pass_at_k,
+    "maxrl": lambda a, c: compute_maxrl(a.rewards, a.groups),
+    "pass_at_k": lambda a, c: compute_pass_at_k(a.rewards, a.groups, k=c.k),
     "gdpo": _apply_gdpo,
 }
 # advantage.name -> (advantage [N], returns [N] or None). The KL penalty in the reward is subtracted

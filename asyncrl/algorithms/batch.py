@@ -138,19 +138,11 @@ def _shape_truncated(
     return rewards
 
 
-def _keep_rewards(rewards: torch.Tensor, batch_rewards: torch.Tensor) -> torch.Tensor:
-    return rewards
-
-
-def _whiten_rewards(rewards: torch.Tensor, batch_rewards: torch.Tensor) -> torch.Tensor:
-    return advantages.whiten(rewards, reference=batch_rewards)
-
-
 # advantage.rewards -> rewards scaled by those of the batch, `over`
 SCALES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "raw": _keep_rewards,
+    "raw": lambda rewards, batch_rewards: rewards,
     "unit": advantages.scale_to_unit,
-    "whiten": _whiten_rewards,
+    "whiten": lambda rewards, batch_rewards: advantages.whiten(rewards, reference=batch_rewards),
 }
 
 

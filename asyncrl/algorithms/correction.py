@@ -40,19 +40,6 @@ REJECT_BAND = {"token": (0.5, 2.0), "sum": (0.5, 2.0), "mean": (0.99, 1.01), "ma
 VETO = {"none": 0.0, "probability": 1e-6, "ratio": 1e-4}
 
 
-def _weigh_equally(
-    log_rho: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int
-) -> torch.Tensor:
-    return torch.ones_like(log_rho)
-
-
-def _weigh_by_token(
-    log_rho: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int
-) -> torch.Tensor:
-    """Return rho."""
-    return log_rho.clamp(-CLAMP, CLAMP).exp()
-
-
 def _weigh_by_sequence(
     log_rho: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int
 ) -> torch.Tensor:
@@ -69,8 +56,8 @@ def _weigh_by_geometric_mean(
 
 # correction.level -> unbounded weights [N] of log rho [N] (0 outside the mask), mask, seq, n
 LEVELS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]] = {
-    "none": _weigh_equally,
-    "token": _weigh_by_token,
+    "none": lambda log_rho, mask, seq, n: torch.ones_like(log_rho),
+    "token": lambda log_rho, mask, seq, n: log_rho.clamp(-CLAMP, CLAMP).exp(),
     "sequence": _weigh_by_sequence,
     "geometric": _weigh_by_geometric_mean,
 }
@@ -93,31 +80,14 @@ def compute_weights(
     return choose_function("correction.level", LEVELS, level)(x, mask, seq, n)
 
 
-def _leave_unbounded(w: torch.Tensor, lo: float, hi: float) -> torch.Tensor:
-    return w
-
-
-def _truncate(w: torch.Tensor, lo: float, hi: float) -> torch.Tensor:
-    """Return min(w, hi) (TIS, Yao et al. 2025)."""
-    return w.clamp(max=hi)
-
-
-def _clip(w: torch.Tensor, lo: float, hi: float) -> torch.Tensor:
-    """Return clamp(w, lo, hi)."""
-    return w.clamp(lo, hi)
-
-
-def _mask(w: torch.Tensor, lo: float, hi: float) -> torch.Tensor:
-    """Return w 1[lo <= w <= hi] (IcePop, at token level)."""
-    return torch.where((w >= lo) & (w <= hi), w, 0.0)
-
-
 # correction.bound -> bounded weights [N] of weights [N], lo, hi
 BOUNDS: dict[str, Callable[[torch.Tensor, float, float], torch.Tensor]] = {
-    "none": _leave_unbounded,
-    "truncate": _truncate,
-    "clip": _clip,
-    "mask": _mask,
+    "none": lambda w, lo, hi: w,
+    # min(w, hi) (TIS, Yao et al. 2025)
+    "truncate": lambda w, lo, hi: w.clamp(max=hi),
+    "clip": lambda w, lo, hi: w.clamp(lo, hi),
+    # w 1[lo <= w <= hi] (IcePop, at token level)
+    "mask": lambda w, lo, hi: torch.where((w >= lo) & (w <= hi), w, 0.0),
 }
 
 
@@ -142,31 +112,9 @@ def compute_mean_weight(
     return torch.where(mean > 0, mean, 1.0)
 
 
-def _keep_log_ratio(raw: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
-    return raw
-
-
-def _estimate_k1(raw: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
-    return -raw.clamp(-CLAMP, CLAMP)
-
-
-def _estimate_k2(raw: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
-    return raw.clamp(-CLAMP, CLAMP).square() / 2
-
-
 def _estimate_k3(raw: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
     x = raw.clamp(-CLAMP, CLAMP)
     return torch.expm1(x) - x
-
-
-def _estimate_chi2(raw: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
-    """Return rho^2 - 1, whose mean over a sample estimates chi^2(pi || mu)."""
-    return torch.expm1(2 * raw.clamp(-CLAMP, CLAMP))
-
-
-def _compute_tv(raw: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
-    """Return |pi - mu| of the sampled token: total variation with all other tokens as one."""
-    return ((log_mu + raw).exp() - log_mu.exp()).abs()
 
 
 def _compute_largest_binary_kl(raw: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
@@ -178,62 +126,32 @@ def _compute_largest_binary_kl(raw: torch.Tensor, log_mu: torch.Tensor) -> torch
     return torch.maximum(compute_binary_kl(pi, log_mu), compute_binary_kl(log_mu, pi))
 
 
-def _compute_binary_kl_from_mu(raw: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
-    """Return the binary KL(mu || pi) (FlashREINFORCE)."""
-    return compute_binary_kl(log_mu, log_mu + raw)
-
-
-def _return_zeros(raw: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(raw)
-
-
 # correction.reject -> statistic [N] of log rho [N] and log mu [N] per token; the ratio stays a
 # logarithm until the sum over the sample
 STATISTICS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "none": _return_zeros,
-    "ratio": _keep_log_ratio,
-    "k1": _estimate_k1,
-    "k2": _estimate_k2,
+    "none": lambda raw, log_mu: torch.zeros_like(raw),
+    "ratio": lambda raw, log_mu: raw,
+    "k1": lambda raw, log_mu: -raw.clamp(-CLAMP, CLAMP),
+    "k2": lambda raw, log_mu: raw.clamp(-CLAMP, CLAMP).square() / 2,
     "k3": _estimate_k3,
-    "chi2": _estimate_chi2,
-    "tv": _compute_tv,
+    # rho^2 - 1, whose mean over a sample estimates chi^2(pi || mu)
+    "chi2": lambda raw, log_mu: torch.expm1(2 * raw.clamp(-CLAMP, CLAMP)),
+    # |pi - mu| of the sampled token: total variation with all other tokens as one
+    "tv": lambda raw, log_mu: ((log_mu + raw).exp() - log_mu.exp()).abs(),
     "kb": _compute_largest_binary_kl,
-    "kb_mu": _compute_binary_kl_from_mu,
+    # the binary KL(mu || pi) (FlashREINFORCE)
+    "kb_mu": lambda raw, log_mu: compute_binary_kl(log_mu, log_mu + raw),
 }
 # statistics that are never negative
 NOT_NEGATIVE = ("k2", "k3", "tv", "kb", "kb_mu")
 
 
-def _keep_token_values(
-    s: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int
-) -> torch.Tensor:
-    return s
-
-
-def _sum_over_sample(
-    s: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int
-) -> torch.Tensor:
-    return sum_by_sample(s, seq, n)[seq]
-
-
-def _average_over_sample(
-    s: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int
-) -> torch.Tensor:
-    return average_by_sample(s, mask, seq, n)[seq]
-
-
-def _maximize_over_sample(
-    s: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int
-) -> torch.Tensor:
-    return find_sample_max(s, mask, seq, n)[seq]
-
-
 # correction.reject_over -> [N], the token's own statistic or that of its whole sample
 OVER: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]] = {
-    "token": _keep_token_values,
-    "sum": _sum_over_sample,
-    "mean": _average_over_sample,
-    "max": _maximize_over_sample,
+    "token": lambda s, mask, seq, n: s,
+    "sum": lambda s, mask, seq, n: sum_by_sample(s, seq, n)[seq],
+    "mean": lambda s, mask, seq, n: average_by_sample(s, mask, seq, n)[seq],
+    "max": lambda s, mask, seq, n: find_sample_max(s, mask, seq, n)[seq],
 }
 
 

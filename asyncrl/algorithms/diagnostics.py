@@ -14,7 +14,7 @@ import torch
 
 from asyncrl.algorithms import kl
 from asyncrl.algorithms.ratios import compute_log_ratio, sum_by_sample
-from asyncrl.algorithms.trust.view import DUAL, HIGH, LOW
+from asyncrl.algorithms.surrogates import DUAL, HIGH, LOW
 
 BUCKETS = (
     (0, 0),

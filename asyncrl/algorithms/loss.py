@@ -42,7 +42,7 @@ from asyncrl.algorithms.batch import (
     compute_staleness_weight,
 )
 from asyncrl.algorithms.settings import Settings
-from asyncrl.algorithms.trust.view import StepBatch, SurrogateTokens
+from asyncrl.algorithms.surrogates import StepBatch, SurrogateTokens
 from asyncrl.contract.errors import ConfigError
 
 add_sums = diagnostics.add_sums
@@ -93,7 +93,7 @@ class PreparedBatch:
     live: torch.Tensor
     # bool [N] in the loss of a completed step
     used: torch.Tensor
-    # int8 [N] the bound of the trust region that cut the gradient in the last pass (trust.view)
+    # int8 [N] the bound of the trust region that cut the gradient in the last pass (surrogates)
     clipped: torch.Tensor
     # [N] importance weight in the last pass, 0 for tokens that are not in the loss
     weight: torch.Tensor

@@ -8,38 +8,23 @@ import torch
 
 from asyncrl.algorithms.ratios import choose_function, sum_by_sample
 
-
-def divide_by_tokens(tokens: torch.Tensor, samples: torch.Tensor, length: float) -> torch.Tensor:
-    """1/T (DAPO, arXiv 2503.14476)."""
-    return torch.ones_like(tokens) / tokens.sum().clamp(min=1)
-
-
-def divide_by_samples(tokens: torch.Tensor, samples: torch.Tensor, length: float) -> torch.Tensor:
-    """1/S."""
-    return torch.ones_like(tokens) / samples
-
-
-def divide_by_sample_lengths(
-    tokens: torch.Tensor, samples: torch.Tensor, length: float
-) -> torch.Tensor:
-    """1/(S T_i) (GRPO)."""
-    return torch.ones_like(tokens) / (samples * tokens.clamp(min=1))
-
-
-def divide_by_fixed_length(
-    tokens: torch.Tensor, samples: torch.Tensor, length: float
-) -> torch.Tensor:
-    """1/(S length) (Dr. GRPO, arXiv 2503.20783)."""
-    return torch.ones_like(tokens) / (samples * length)
-
-
 # loss.reduction -> the factor [B] of each sample's tokens. Its arguments are T_i [B], the tokens of
 # the mask in each sample (T is their sum), S, the number of samples with any, and a fixed length
 REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]] = {
-    "token-mean": divide_by_tokens,
-    "seq-mean-token-sum": divide_by_samples,
-    "seq-mean-token-mean": divide_by_sample_lengths,
-    "seq-mean-token-sum-norm": divide_by_fixed_length,
+    # 1/T (DAPO, arXiv 2503.14476)
+    "token-mean": lambda tokens, samples, length: (
+        torch.ones_like(tokens) / tokens.sum().clamp(min=1)
+    ),
+    # 1/S
+    "seq-mean-token-sum": lambda tokens, samples, length: torch.ones_like(tokens) / samples,
+    # 1/(S T_i) (GRPO)
+    "seq-mean-token-mean": lambda tokens, samples, length: (
+        torch.ones_like(tokens) / (samples * tokens.clamp(min=1))
+    ),
+    # 1/(S length) (Dr. GRPO, arXiv 2503.20783)
+    "seq-mean-token-sum-norm": lambda tokens, samples, length: (
+        torch.ones_like(tokens) / (samples * length)
+    ),
 }
 
 

@@ -90,18 +90,6 @@ def _apply_v31(x: GammaInputs) -> torch.Tensor:
     return g.clamp(min=x.c.gamma_min)
 
 
-def _apply_base(x: GammaInputs) -> torch.Tensor:
-    return x.stats.base.expand_as(x.log_w).clamp(min=x.c.gamma_min)
-
-
-def _apply_constant(x: GammaInputs) -> torch.Tensor:
-    return torch.full_like(x.log_w, x.c.gamma)
-
-
-def _keep_gamma(g: torch.Tensor, x: GammaInputs) -> torch.Tensor:
-    return g
-
-
 def _reduce_for_tokens(g: torch.Tensor, x: GammaInputs) -> torch.Tensor:
     """Reduce gamma of tokens that push away; box_cox reduces the coefficient instead."""
     if x.c.form == "box_cox":
@@ -118,12 +106,12 @@ def _reduce_for_batch(g: torch.Tensor, x: GammaInputs) -> torch.Tensor:
 # reshape.mode -> gamma [N]
 MODES: dict[str, Callable[[GammaInputs], torch.Tensor]] = {
     "v3.1": _apply_v31,
-    "base": _apply_base,
-    "constant": _apply_constant,
+    "base": lambda x: x.stats.base.expand_as(x.log_w).clamp(min=x.c.gamma_min),
+    "constant": lambda x: torch.full_like(x.log_w, x.c.gamma),
 }
 # reshape.budget -> gamma [N] after repair D
 BUDGETS: dict[str, Callable[[torch.Tensor, GammaInputs], torch.Tensor]] = {
-    "none": _keep_gamma,
+    "none": lambda g, x: g,
     "tokens": _reduce_for_tokens,
     "global": _reduce_for_batch,
 }

@@ -11,33 +11,24 @@ keys in `settings` and a function of (SurrogateTokens, that struct), and add its
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
 from asyncrl.algorithms import settings
 from asyncrl.algorithms.ratios import (
     CLAMP,
+    FAR,
     average_by_sample,
     choose_function,
     compute_binary_kl,
     compute_log_ratio,
+    compute_running_min,
     sum_by_sample,
 )
-from asyncrl.algorithms.reshape import compute_gamma, compute_p_correct
+from asyncrl.algorithms.reshape import ReshapeStatistics, compute_gamma, compute_p_correct
 from asyncrl.algorithms.settings import Reshape, Settings
-from asyncrl.algorithms.trust import sequence_surrogates, token_surrogates
-from asyncrl.algorithms.trust.view import (
-    DUAL,
-    HIGH,
-    OPEN,
-    StepBatch,
-    SurrogateTerm,
-    SurrogateTokens,
-    build_unclipped,
-    mark_sides,
-)
-from asyncrl.algorithms.trust.view import LOW as LOW
 
 # as published their ratio is pi_theta / mu: the proximal policy must be the behavior policy
 ON_BEHAVIOR = (
@@ -55,6 +46,93 @@ ON_BEHAVIOR = (
 # their effect on a token depends on the whole batch under the current policy
 NEED_CURRENT = ("reshape", "kl_cov", "clip_cov", "bapo")
 GSPO_CLIP = (3e-4, 4e-4)  # its ratio is a mean: a clip range that is not 0.2
+GMPO_CLIP = 0.4  # in nats of a token's log-ratio
+# bounds of BAPO's ratio: first, step, last
+BAPO_LOW = (0.6, 0.02, 0.9)
+BAPO_HIGH = (1.2, 0.05, 3.0)
+# the bound that cut a token's gradient
+OPEN = 0
+LOW = 1
+HIGH = 2
+DUAL = 3
+
+
+class SurrogateTerm(NamedTuple):
+    """The result of a surrogate, detached.
+
+    coefficient: [N], of grad lp.
+    objective: [N], the value.
+    clipped: int8 [N], OPEN or the bound that cut the gradient.
+    """
+
+    coefficient: torch.Tensor
+    objective: torch.Tensor
+    clipped: torch.Tensor
+
+
+def build_unclipped(coefficient: torch.Tensor, objective: torch.Tensor) -> SurrogateTerm:
+    """Build a term whose gradient no bound has cut."""
+    return SurrogateTerm(coefficient, objective, torch.zeros_like(coefficient, dtype=torch.int8))
+
+
+def mark_sides(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    return torch.where(low, LOW, torch.where(high, HIGH, OPEN)).to(torch.int8)
+
+
+@dataclass
+class SurrogateTokens:
+    """Inputs of a surrogate: n tokens of whole samples, without gradient.
+
+    raw: [n], log pi_theta / pi_prox, finite and not clamped. `log_r` is clamped to [-20, 20] and
+        gives a token's own ratio.
+    adv: [n].
+    lp: [n], log pi_theta.
+    behavior: [n], log mu.
+    mask: bool [n], in the loss.
+    seq: int64 [n], the sample of each token, of `n` samples.
+    chosen: bool [n], tokens chosen by COVARIANCE_CHOICES from the whole batch before the step.
+    stats: statistics of IS-reshape from the whole batch before the step.
+    reshape: the config section of IS-reshape.
+    sums: the surrogate adds sums for its own metrics here.
+    prepass: results of PREPASS.
+    """
+
+    raw: torch.Tensor
+    adv: torch.Tensor
+    lp: torch.Tensor
+    behavior: torch.Tensor
+    mask: torch.Tensor
+    seq: torch.Tensor
+    n: int
+    chosen: torch.Tensor | None = None
+    stats: ReshapeStatistics | None = None
+    reshape: Reshape | None = None
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    prepass: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def log_r(self) -> torch.Tensor:
+        return self.raw.clamp(-CLAMP, CLAMP)
+
+
+@dataclass
+class StepBatch:
+    """The batch before an optimizer step.
+
+    behavior: [N], log mu.
+    adv: [N].
+    mask: bool [N], in the loss of the step.
+    seq: int64 [N].
+    groups: int64 [B].
+    current: [N], log pi_theta, where the surrogate needs it.
+    """
+
+    behavior: torch.Tensor
+    adv: torch.Tensor
+    mask: torch.Tensor
+    seq: torch.Tensor
+    groups: torch.Tensor
+    current: torch.Tensor | None
 
 
 def compute_vanilla(log_r: torch.Tensor, adv: torch.Tensor) -> SurrogateTerm:
@@ -345,6 +423,292 @@ FORMS: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor]]] = {
     "box_cox": _apply_box_cox_form,
 }
 
+
+# ---- on the ratio of whole samples: every token has the coefficient of its sample ---------------
+
+
+def compute_vespo(
+    log_w: torch.Tensor,
+    adv: torch.Tensor,
+    *,
+    positive: tuple[float, float] = (2.0, 3.0),
+    negative: tuple[float, float] = (3.0, 2.0),
+) -> torch.Tensor:
+    """phi(W) A with phi = W^k e^(l (1 - W)): the coefficient (VESPO, arXiv 2602.10693).
+
+    (k, l) is chosen by the sign of A. phi(1) = 1, and the maximum is at W = k / l.
+
+    Args:
+        log_w: [N], X of each token's sample, not clamped.
+        adv: [N].
+    """
+    k = torch.where(adv < 0, negative[0], positive[0])
+    m = torch.where(adv < 0, negative[1], positive[1])
+    x = log_w.clamp(-CLAMP, CLAMP)
+    return (k * x + m - m * x.exp()).exp() * adv
+
+
+def _apply_vespo(t: SurrogateTokens, c: settings.VespoLoss) -> SurrogateTerm:
+    sample_log_ratio = sum_by_sample(torch.where(t.mask, t.raw, 0.0), t.seq, t.n)[t.seq]
+    coefficient = compute_vespo(
+        sample_log_ratio,
+        t.adv,
+        positive=(c.vespo_k_pos, c.vespo_l_pos),
+        negative=(c.vespo_k_neg, c.vespo_l_neg),
+    )
+    return build_unclipped(coefficient, coefficient * t.lp)
+
+
+def compute_oapl(log_w: torch.Tensor, adv: torch.Tensor, beta: float) -> torch.Tensor:
+    """2 beta (A* - beta X): the coefficient of OAPL (arXiv 2602.19362).
+
+    The loss is the mean over samples of (beta X - A*)^2, with gradient through X; A* is
+    `advantages.compute_oapl`.
+
+    Args:
+        log_w: [N], X of each token's sample. It is not clamped: nothing is exponentiated, and the
+            pull back would end at a clamp.
+        adv: [N].
+    """
+    return 2 * beta * (adv - beta * log_w)
+
+
+def _apply_oapl(t: SurrogateTokens, c: settings.OaplLoss) -> SurrogateTerm:
+    token_mask = t.mask.to(t.raw.dtype)
+    sample_log_ratio = sum_by_sample(torch.where(t.mask, t.raw, 0.0), t.seq, t.n)[t.seq]
+    residual = c.oapl_beta * sample_log_ratio - t.adv
+    length = sum_by_sample(token_mask, t.seq, t.n)[t.seq].clamp(min=1)
+    return build_unclipped(
+        compute_oapl(sample_log_ratio, t.adv, c.oapl_beta), -residual.square() / length
+    )
+
+
+def compute_gmpo(
+    log_r: torch.Tensor,
+    adv: torch.Tensor,
+    mask: torch.Tensor,
+    seq: torch.Tensor,
+    n: int,
+    *,
+    low: float = GMPO_CLIP,
+    high: float = GMPO_CLIP,
+) -> SurrogateTerm:
+    """s A with s = exp(mean x'), no gradient on tokens that are cut (GMPO, arXiv 2507.20673).
+
+    x' is the token's log-ratio cut at `high` for A > 0 and at -low for A < 0. With
+    seq-mean-token-mean this is the gradient of the geometric mean. Without a cut it equals `gspo`
+    without a cut.
+    """
+    above = (adv > 0) & (log_r > high)
+    below = (adv < 0) & (log_r < -low)
+    clamped = torch.where(above, high, torch.where(below, -low, log_r))
+    sample_ratio = average_by_sample(clamped, mask, seq, n).clamp(-CLAMP, CLAMP).exp()[seq]
+    clipped = mark_sides(below, above)
+    return SurrogateTerm(
+        torch.where(clipped == 0, sample_ratio * adv, 0.0), sample_ratio * adv, clipped
+    )
+
+
+def _apply_gmpo(t: SurrogateTokens, c: settings.GmpoLoss) -> SurrogateTerm:
+    low = GMPO_CLIP if c.eps_low is None else c.eps_low
+    high = GMPO_CLIP if c.eps_high is None else c.eps_high
+    return compute_gmpo(t.raw, t.adv, t.mask, t.seq, t.n, low=low, high=high)
+
+
+def compute_group_probability(
+    behavior: torch.Tensor,
+    mask: torch.Tensor,
+    seq: torch.Tensor,
+    groups: torch.Tensor,
+) -> torch.Tensor:
+    """Return log E_q [N] of each token's group: GEPO's denominator.
+
+    E_q = sum q^2 / sum q over the group's samples with a token in the mask, q = exp(mean log mu) of
+    a sample. It covers the whole group, so it must be known before any micro-batch.
+
+    Args:
+        behavior: [N], log mu.
+        mask: bool [N].
+        seq: int64 [N].
+        groups: int64 [B].
+    """
+    n = len(groups)
+    q = average_by_sample(behavior, mask, seq, n).clamp(-CLAMP, CLAMP).double().exp()
+    q = torch.where(sum_by_sample(mask.to(q.dtype), seq, n) > 0, q, 0.0)
+    total, total_square = (
+        torch.zeros_like(q).index_add_(0, groups, x)[groups] for x in (q, q.square())
+    )
+    log_mean = (total_square / total.clamp(min=1e-30)).clamp(min=1e-30).log()
+    return log_mean.to(behavior.dtype)[seq]
+
+
+def compute_gepo(log_p: torch.Tensor, log_q: torch.Tensor, adv: torch.Tensor) -> torch.Tensor:
+    """(p / E_q) A: the coefficient with seq-mean-token-mean (GEPO, arXiv 2508.17850).
+
+    p = exp(mean log pi_theta) of each token's sample. It is not centered: at pi_theta = mu the
+    weight is q / E_q, which is not 1.
+    """
+    return (log_p - log_q).clamp(-CLAMP, CLAMP).exp() * adv
+
+
+def _apply_gepo(t: SurrogateTokens, c: settings.GepoLoss) -> SurrogateTerm:
+    log_p = average_by_sample(t.lp, t.mask, t.seq, t.n)[t.seq]
+    coefficient = compute_gepo(log_p, t.prepass["group_q"], t.adv)
+    return build_unclipped(coefficient, coefficient)
+
+
+# ---- on the ratio of tokens and of prefixes ------------------------------------------------------
+
+
+def compute_band(
+    log_w: torch.Tensor, adv: torch.Tensor, lp: torch.Tensor, *, lo: float, hi: float, pull: float
+) -> SurrogateTerm:
+    """w A where lo < w < hi for either sign of A, else 0; minus 2 pull log w everywhere.
+
+    Double-sided importance sampling of GLM-5 (arXiv 2602.15763) and SAO (arXiv 2607.07508), whose
+    weight is detached. With a pull (tau) it is the loss of Kimi K2.5 (arXiv 2602.02276). That the
+    pull acts outside the band too, where it is the only way back, is our reading.
+    """
+    w = log_w.exp()
+    below, above = w <= lo, w >= hi
+    weighted = torch.where(below | above, 0.0, w * adv)
+    coefficient = weighted - 2 * pull * log_w
+    return SurrogateTerm(
+        coefficient, weighted * lp - pull * log_w.square(), mark_sides(below, above)
+    )
+
+
+def _apply_band(t: SurrogateTokens, c: settings.BandLoss) -> SurrogateTerm:
+    return compute_band(t.log_r, t.adv, t.lp, lo=c.band_lo, hi=c.band_hi, pull=c.pull)
+
+
+def compute_ipo(
+    log_w: torch.Tensor,
+    adv: torch.Tensor,
+    prob: torch.Tensor,
+    *,
+    low: float = 0.2,
+    high: float = 0.2,
+    pull: float = 0.0,
+) -> SurrogateTerm:
+    """w A where pi_theta - mu lies within [-low, high], else 0; minus 2 pull log w everywhere.
+
+    It acts for either sign of A. prime-rl's IPO: the total variation of `dppo` on both sides and
+    the pull of Kimi K2.5, read in a port.
+
+    Args:
+        log_w: [N].
+        adv: [N].
+        prob: [N], pi_theta.
+    """
+    w = log_w.exp()
+    moved = prob - prob / w
+    below, above = moved < -low, moved > high
+    weighted = torch.where(below | above, 0.0, w * adv)
+    return SurrogateTerm(
+        weighted - 2 * pull * log_w, weighted - pull * log_w.square(), mark_sides(below, above)
+    )
+
+
+def _apply_ipo(t: SurrogateTokens, c: settings.IpoLoss) -> SurrogateTerm:
+    low, high = c.dppo_threshold, c.dppo_high
+    return compute_ipo(
+        t.log_r,
+        t.adv,
+        t.lp.exp(),
+        low=low,
+        high=low if high is None else high,
+        pull=c.pull,
+    )
+
+
+def compute_prefix_minimum(
+    log_w: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor
+) -> torch.Tensor:
+    """Return log u [N]: u_t = w_t times the smallest w before it in its sample.
+
+    The first token's u is its w (our reading). Tokens outside the mask are skipped.
+    """
+    minimum = compute_running_min(torch.where(mask, log_w, FAR), seq)
+    starts = torch.ones_like(mask)
+    starts[1:] = seq[1:] != seq[:-1]
+    previous_min = torch.where(starts, FAR, minimum.roll(1))
+    return log_w + torch.where(previous_min >= FAR, 0.0, previous_min)
+
+
+def compute_minpro(
+    log_u: torch.Tensor, adv: torch.Tensor, lp: torch.Tensor, *, low: float, high: float
+) -> SurrogateTerm:
+    """sg[clip(u, 1 - low, 1 + high)] A lp: the gradient is never 0 (MinPRO, arXiv 2601.22718).
+
+    On samples of one token it is `cispo`.
+    """
+    u = log_u.exp()
+    w = u.clamp(1 - low, 1 + high)
+    return SurrogateTerm(w * adv, w * adv * lp, mark_sides(u < 1 - low, u > 1 + high))
+
+
+def _apply_minpro(t: SurrogateTokens, c: settings.MinproLoss) -> SurrogateTerm:
+    low = 0.2 if c.eps_low is None else c.eps_low
+    high = 0.28 if c.eps_high is None else c.eps_high
+    return compute_minpro(
+        compute_prefix_minimum(t.log_r, t.mask, t.seq), t.adv, t.lp, low=low, high=high
+    )
+
+
+def find_bapo_bounds(
+    current: torch.Tensor,
+    behavior: torch.Tensor,
+    adv: torch.Tensor,
+    mask: torch.Tensor,
+    share: float,
+) -> dict[str, torch.Tensor]:
+    """Return the bounds `lo` and `hi` of the ratio, scalars, from a whole batch [N].
+
+    Starting at the first of BAPO_LOW and BAPO_HIGH, hi rises to its last value and then lo, until
+    the tokens with A > 0 have `share` of sum |mu min(w A, clip(w, lo, hi) A)|. For A > 0 the sum
+    depends on hi alone, for A < 0 on lo alone. BAPO, arXiv 2510.18927, equation 8 as we read it:
+    its code has another order and no mu.
+    """
+    w = torch.where(mask, compute_log_ratio(current, behavior), 0.0).double().exp()
+    mass = torch.where(mask, behavior, -torch.inf).double().exp() * adv.double().abs()
+    positive_mass, negative_mass = (torch.where(side, mass, 0.0) for side in (adv > 0, adv < 0))
+    lows, highs = _list_bounds(BAPO_LOW), _list_bounds(BAPO_HIGH)
+    candidates = [(lows[0], hi) for hi in highs] + [(lo, highs[-1]) for lo in lows[1:]]
+    positive = {hi: (positive_mass * w.clamp(max=hi)).sum() for hi in highs}
+    negative = {lo: (negative_mass * w.clamp(min=lo)).sum() for lo in lows}
+    p, q = (
+        torch.stack([sums[x] for x in xs])
+        for sums, xs in (
+            (positive, [hi for _, hi in candidates]),
+            (negative, [lo for lo, _ in candidates]),
+        )
+    )
+    insufficient = p < share * (p + q)  # a batch without any mass is satisfied
+    chosen = torch.where(insufficient.all(), len(candidates) - 1, (~insufficient).int().argmax())
+    bounds = torch.tensor(candidates, dtype=current.dtype, device=current.device)[chosen]
+    return {"lo": bounds[0], "hi": bounds[1]}
+
+
+def _list_bounds(bounds: tuple[float, float, float]) -> list[float]:
+    lowest, step, highest = bounds
+    return [lowest + step * i for i in range(round((highest - lowest) / step) + 1)]
+
+
+def compute_bapo(
+    log_w: torch.Tensor, adv: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor
+) -> SurrogateTerm:
+    """min(w A, clip(w, lo, hi) A), with the scalar bounds of `find_bapo_bounds`."""
+    w = log_w.exp()
+    value = torch.minimum(w * adv, torch.minimum(torch.maximum(w, lo), hi) * adv)
+    clipped = mark_sides((adv < 0) & (w < lo), (adv > 0) & (w > hi))
+    return SurrogateTerm(torch.where(clipped == 0, w * adv, 0.0), value, clipped)
+
+
+def _apply_bapo(t: SurrogateTokens, c: settings.BapoLoss) -> SurrogateTerm:
+    return compute_bapo(t.log_r, t.adv, t.prepass["lo"], t.prepass["hi"])
+
+
 # ---- by name -------------------------------------------------------------------------------------
 
 
@@ -366,14 +730,6 @@ def _compute_loss_ratio(
 def _apply_ppo(t: SurrogateTokens, c: settings.PpoFamilyLoss) -> SurrogateTerm:
     low, high = _use_default(c.eps_low, 0.2), _use_default(c.eps_high, 0.2)
     return compute_ppo(_compute_loss_ratio(t, c), t.adv, low=low, high=high, dual=c.dual_clip)
-
-
-def _apply_vanilla(t: SurrogateTokens, c: settings.Loss) -> SurrogateTerm:
-    return compute_vanilla(t.log_r, t.adv)
-
-
-def _apply_log_probability(t: SurrogateTokens, c: settings.Loss) -> SurrogateTerm:
-    return compute_log_probability_term(t.lp, t.adv)
 
 
 def _apply_gspo(t: SurrogateTokens, c: settings.GspoLoss) -> SurrogateTerm:
@@ -402,14 +758,6 @@ def _apply_sapo(t: SurrogateTokens, c: settings.SapoLoss) -> SurrogateTerm:
     return compute_sapo(
         _compute_loss_ratio(t, c), t.adv, tau_pos=c.sapo_tau_pos, tau_neg=c.sapo_tau_neg
     )
-
-
-def _apply_topr(t: SurrogateTokens, c: settings.Loss) -> SurrogateTerm:
-    return compute_topr(t.raw, t.adv, t.lp, t.mask, t.seq, t.n)
-
-
-def _apply_dro(t: SurrogateTokens, c: settings.DroLoss) -> SurrogateTerm:
-    return compute_dro(t.log_r, t.adv, t.lp, beta=c.dro_beta)
 
 
 def _apply_kl_cov(t: SurrogateTokens, c: settings.KlCovLoss) -> SurrogateTerm:
@@ -449,12 +797,6 @@ def _apply_reshape(t: SurrogateTokens, c: settings.ReshapeLoss) -> SurrogateTerm
     return compute_reshape(log_w, t.adv, g, t.reshape, t.stats.share)
 
 
-def _choose_for_kl_cov(
-    cov: torch.Tensor, mask: torch.Tensor, c: settings.KlCovLoss, seed: int
-) -> torch.Tensor:
-    return choose_highest(cov, mask, c.cov_share)
-
-
 def _sample_for_clip_cov(
     cov: torch.Tensor, mask: torch.Tensor, c: settings.ClipCovLoss, seed: int
 ) -> torch.Tensor:
@@ -463,48 +805,44 @@ def _sample_for_clip_cov(
 
 # loss.surrogate, the tag of its struct in `settings` -> SurrogateTerm of the tokens
 SURROGATES: dict[str, Callable[[SurrogateTokens, Any], SurrogateTerm]] = {
-    "vanilla": _apply_vanilla,
-    "reinforce": _apply_log_probability,
+    "vanilla": lambda t, c: compute_vanilla(t.log_r, t.adv),
+    "reinforce": lambda t, c: compute_log_probability_term(t.lp, t.adv),
     "ppo": _apply_ppo,
     "decoupled_ppo": _apply_ppo,
     "gspo": _apply_gspo,
     "cispo": _apply_cispo,
     "dppo": _apply_dppo,
     "sapo": _apply_sapo,
-    "topr": _apply_topr,
-    "dro": _apply_dro,
+    "topr": lambda t, c: compute_topr(t.raw, t.adv, t.lp, t.mask, t.seq, t.n),
+    "dro": lambda t, c: compute_dro(t.log_r, t.adv, t.lp, beta=c.dro_beta),
     "kl_cov": _apply_kl_cov,
     "clip_cov": _apply_clip_cov,
-    "gpg": _apply_log_probability,
-    "sft": _apply_log_probability,
+    "gpg": lambda t, c: compute_log_probability_term(t.lp, t.adv),
+    "sft": lambda t, c: compute_log_probability_term(t.lp, t.adv),
     "reshape": _apply_reshape,
-    "vespo": sequence_surrogates.apply_vespo,
-    "oapl": sequence_surrogates.apply_oapl,
-    "band": token_surrogates.apply_band,
-    "gepo": sequence_surrogates.apply_gepo,
-    "bapo": token_surrogates.apply_bapo,
-    "minpro": token_surrogates.apply_minpro,
-    "gmpo": sequence_surrogates.apply_gmpo,
-    "ipo": token_surrogates.apply_ipo,
+    "vespo": _apply_vespo,
+    "oapl": _apply_oapl,
+    "band": _apply_band,
+    "gepo": _apply_gepo,
+    "bapo": _apply_bapo,
+    "minpro": _apply_minpro,
+    "gmpo": _apply_gmpo,
+    "ipo": _apply_ipo,
 }
 # loss.surrogate -> bool [N]: tokens chosen by their covariance before a step
 COVARIANCE_CHOICES: dict[str, Callable[[torch.Tensor, torch.Tensor, Any, int], torch.Tensor]] = {
-    "kl_cov": _choose_for_kl_cov,
+    "kl_cov": lambda cov, mask, c, seed: choose_highest(cov, mask, c.cov_share),
     "clip_cov": _sample_for_clip_cov,
 }
 
 
 def _compute_gepo_prepass(w: StepBatch, c: settings.GepoLoss) -> dict[str, torch.Tensor]:
-    return {
-        "group_q": sequence_surrogates.compute_group_probability(
-            w.behavior, w.mask, w.seq, w.groups
-        )
-    }
+    return {"group_q": compute_group_probability(w.behavior, w.mask, w.seq, w.groups)}
 
 
 def _compute_bapo_prepass(w: StepBatch, c: settings.BapoLoss) -> dict[str, torch.Tensor]:
     assert w.current is not None
-    return token_surrogates.find_bapo_bounds(w.current, w.behavior, w.adv, w.mask, c.bapo_share)
+    return find_bapo_bounds(w.current, w.behavior, w.adv, w.mask, c.bapo_share)
 
 
 # loss.surrogate -> its inputs from all tokens of an optimizer step: tensors [N] and scalars, for

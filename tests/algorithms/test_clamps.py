@@ -16,7 +16,6 @@ from algorithms_kit import D, batch, config, gradient, theta
 from asyncrl.algorithms import correction, kl, ratios, reshape, surrogates
 from asyncrl.algorithms import loss as sl
 from asyncrl.algorithms.batch import LossBatch, _compute_sample_ratios
-from asyncrl.algorithms.trust import sequence_surrogates, token_surrogates
 
 INF = math.inf
 
@@ -259,24 +258,24 @@ def test_a_token_at_its_bound_or_without_an_advantage_is_not_cut() -> None:
         surrogates.compute_ppo(far, none, dual=3.0),
         surrogates.compute_dppo(far, none, torch.full((2,), 0.5), threshold=0.01),
         surrogates.compute_dppo(far, none, torch.full((2,), 0.5), threshold=0.01, divergence="kl"),
-        sequence_surrogates.compute_gmpo(far, none, every, first, 1),
-        token_surrogates.compute_bapo(far, none, lo, hi),
+        surrogates.compute_gmpo(far, none, every, first, 1),
+        surrogates.compute_bapo(far, none, lo, hi),
     ):
         assert term.clipped.tolist() == [0, 0]
     for ratio, adv in ((0.5, -one), (2.0, one)):
         log_r = torch.log(torch.tensor([ratio], dtype=torch.float64))
         assert log_r.exp().item() == ratio
         assert surrogates.compute_ppo(log_r, adv, low=0.5, high=1.0).clipped.item() == 0
-        assert token_surrogates.compute_bapo(log_r, adv, lo, hi).clipped.item() == 0
-        cut = sequence_surrogates.compute_gmpo(
+        assert surrogates.compute_bapo(log_r, adv, lo, hi).clipped.item() == 0
+        cut = surrogates.compute_gmpo(
             log_r, adv, every[:1], first[:1], 1, low=-min(float(log_r), 0.0), high=float(log_r)
         )
         assert cut.clipped.item() == 0
     beyond = torch.log(torch.tensor([0.4, 2.5]))
     adv = torch.tensor([-1.0, 1.0])
     assert surrogates.compute_ppo(beyond, adv, low=0.5, high=1.0).clipped.tolist() == [1, 2]
-    assert token_surrogates.compute_bapo(beyond, adv, lo, hi).clipped.tolist() == [1, 2]
-    assert token_surrogates.compute_bapo(beyond, -adv, lo, hi).clipped.tolist() == [0, 0]
+    assert surrogates.compute_bapo(beyond, adv, lo, hi).clipped.tolist() == [1, 2]
+    assert surrogates.compute_bapo(beyond, -adv, lo, hi).clipped.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("level", ["geometric", "sequence"])

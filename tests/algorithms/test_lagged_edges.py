@@ -15,7 +15,6 @@ from lagged_methods_kit import EVERY, GROUP, LP, MU, SEQ, SIGN, W, X, example, v
 
 from asyncrl.algorithms import advantages, correction, kl, ratios, settings, stopping, surrogates
 from asyncrl.algorithms import loss as sl
-from asyncrl.algorithms.trust import sequence_surrogates, token_surrogates, view
 from asyncrl.config.tree import LoraConfig
 from asyncrl.contract import admission
 from asyncrl.contract.errors import ConfigError
@@ -24,13 +23,13 @@ from asyncrl.models import adapters
 FULL = "seq-mean-token-mean"
 
 
-def trust(name: str, adv: torch.Tensor, **keys: Any) -> view.SurrogateTerm:
+def trust(name: str, adv: torch.Tensor, **keys: Any) -> surrogates.SurrogateTerm:
     """A surrogate on the example's tokens with these advantages [N]."""
     c = config(loss={"surrogate": name, **keys}, correction={"proximal": "behavior"})
-    whole = view.StepBatch(MU.log(), adv, EVERY, SEQ, GROUP, LP)
+    whole = surrogates.StepBatch(MU.log(), adv, EVERY, SEQ, GROUP, LP)
     prepass = surrogates.PREPASS.get(name, lambda *_: {})(whole, c.loss)
     return surrogates.SURROGATES[name](
-        view.SurrogateTokens(X, adv, LP, MU.log(), EVERY, SEQ, 2, prepass=prepass), c.loss
+        surrogates.SurrogateTokens(X, adv, LP, MU.log(), EVERY, SEQ, 2, prepass=prepass), c.loss
     )
 
 
@@ -71,26 +70,24 @@ def test_a_bound_that_is_met_exactly() -> None:
     """band is open; the others cut beyond their bounds only."""
     assert HALF_AND_TWO.exp().tolist() == [0.5, 2, 0.5, 2]
     lp = vec(0.25, 1, 0.25, 1).log()
-    found = token_surrogates.compute_band(HALF_AND_TWO, BOTH, lp, lo=0.5, hi=2.0, pull=0.0)
+    found = surrogates.compute_band(HALF_AND_TWO, BOTH, lp, lo=0.5, hi=2.0, pull=0.0)
     assert found.coefficient.tolist() == [0] * 4
-    assert found.clipped.tolist() == [view.LOW, view.HIGH] * 2
+    assert found.clipped.tolist() == [surrogates.LOW, surrogates.HIGH] * 2
     whole = vec(0.5, 2, -0.5, -2)
     # pi - mu is -0.25, 0.25
     prob = vec(0.25, 0.5, 0.25, 0.5)
     for kept in (
-        token_surrogates.compute_ipo(HALF_AND_TWO, BOTH, prob, low=0.25, high=0.25),
+        surrogates.compute_ipo(HALF_AND_TWO, BOTH, prob, low=0.25, high=0.25),
         surrogates.compute_dppo(HALF_AND_TWO, BOTH, prob, threshold=0.25),
         surrogates.compute_ppo(HALF_AND_TWO, BOTH, low=0.5, high=1.0),
-        token_surrogates.compute_minpro(HALF_AND_TWO, BOTH, lp, low=0.5, high=1.0),
-        token_surrogates.compute_bapo(HALF_AND_TWO, BOTH, vec(0.5)[0], vec(2)[0]),
+        surrogates.compute_minpro(HALF_AND_TWO, BOTH, lp, low=0.5, high=1.0),
+        surrogates.compute_bapo(HALF_AND_TWO, BOTH, vec(0.5)[0], vec(2)[0]),
     ):
         assert kept.coefficient.tolist() == whole.tolist()
-        assert kept.clipped.tolist() == [view.OPEN] * 4
+        assert kept.clipped.tolist() == [surrogates.OPEN] * 4
     seq, every = torch.tensor([0, 0, 1, 1]), torch.ones(4, dtype=torch.bool)
-    found = sequence_surrogates.compute_gmpo(
-        vec(0.25, 0, 0, -0.5), BOTH, every, seq, 2, low=0.5, high=0.25
-    )
-    assert found.clipped.tolist() == [view.OPEN] * 4
+    found = surrogates.compute_gmpo(vec(0.25, 0, 0, -0.5), BOTH, every, seq, 2, low=0.5, high=0.25)
+    assert found.clipped.tolist() == [surrogates.OPEN] * 4
     for s, found_s in ((math.exp(0.125), 0), (math.exp(-0.25), 2)):
         assert abs(float(found.coefficient[found_s])) == pytest.approx(s)
 
@@ -135,16 +132,16 @@ def test_far_ratios_count_as_the_clamp() -> None:
         assert torch.allclose(
             correction.compute_statistic(name, "token", far, every, seq, 2), of_edge
         )
-    whole = sequence_surrogates.compute_vespo(far, vec(1, 1), positive=(1, 0))
+    whole = surrogates.compute_vespo(far, vec(1, 1), positive=(1, 0))
     assert torch.allclose(whole, edge.exp())
-    assert torch.allclose(sequence_surrogates.compute_gepo(far, vec(0, 0), vec(1, 1)), edge.exp())
-    found = sequence_surrogates.compute_gmpo(far, vec(-1, 1), every, seq, 2, low=9e9, high=9e9)
+    assert torch.allclose(surrogates.compute_gepo(far, vec(0, 0), vec(1, 1)), edge.exp())
+    found = surrogates.compute_gmpo(far, vec(-1, 1), every, seq, 2, low=9e9, high=9e9)
     assert torch.allclose(found.coefficient, edge.exp() * vec(-1, 1))
     found = surrogates.compute_gspo(far, vec(-1, 1), every, seq, 2, low=9e9, high=9e9)
     assert torch.allclose(found.coefficient, edge.exp() * vec(-1, 1))
     for level in ("sequence", "geometric"):
         c = config(loss={"surrogate": "ppo", "ratio": level, "eps_low": 1e9, "eps_high": 1e9})
-        given = view.SurrogateTokens(far, vec(-1, 1), far, far, every, seq, 2)
+        given = surrogates.SurrogateTokens(far, vec(-1, 1), far, far, every, seq, 2)
         assert torch.allclose(
             surrogates.SURROGATES["ppo"](given, c.loss).coefficient, edge.exp() * vec(-1, 1)
         )
@@ -162,7 +159,7 @@ def test_tokens_outside_the_mask_change_no_answers_ratio() -> None:
     first, second = 1.2 * 1.5, 0.8 * 2
     found = stopping.sum_sample_weights(log_w, mask, SEQ, 2).tolist()
     assert found == pytest.approx([2, first + second, first**2 + second**2])
-    given = view.SurrogateTokens(log_w, SIGN, LP, MU.log(), mask, SEQ, 2)
+    given = surrogates.SurrogateTokens(log_w, SIGN, LP, MU.log(), mask, SEQ, 2)
     oapl = settings.OaplLoss(oapl_beta=0.5)
     apart = [0.5 * math.log(first) - 1, 0.5 * math.log(second) + 1]
     value = surrogates.SURROGATES["oapl"](given, oapl)
@@ -171,7 +168,7 @@ def test_tokens_outside_the_mask_change_no_answers_ratio() -> None:
     assert value.objective.tolist() == pytest.approx(mean)
     one = surrogates.SURROGATES["vespo"](given, settings.VespoLoss()).coefficient[mask].tolist()
     w = torch.tensor([first, second], dtype=D).log()[SEQ[mask]]
-    assert one == pytest.approx(sequence_surrogates.compute_vespo(w, SIGN[mask]).tolist())
+    assert one == pytest.approx(surrogates.compute_vespo(w, SIGN[mask]).tolist())
     c = config(loss={"surrogate": "ppo", "ratio": "sequence", "eps_low": 9.0, "eps_high": 9.0})
     got = surrogates.SURROGATES["ppo"](given, c.loss).coefficient
     assert got.tolist() == pytest.approx([first] * 3 + [-second] * 3)

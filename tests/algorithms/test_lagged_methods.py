@@ -17,20 +17,19 @@ from lagged_methods_kit import ANSWER, EVERY, GROUP, LP, MU, SEQ, SIGN, W, X, ex
 from asyncrl.algorithms import advantages, correction, ratios, stopping, surrogates
 from asyncrl.algorithms import loss as sl
 from asyncrl.algorithms.batch import LossBatch
-from asyncrl.algorithms.trust import sequence_surrogates, token_surrogates, view
 from asyncrl.config import bundled_configs, load
 from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.compare import arms, grid
 
 
-def given(**more: Any) -> view.SurrogateTokens:
+def given(**more: Any) -> surrogates.SurrogateTokens:
     """The example's tokens as a surrogate gets them."""
-    return view.SurrogateTokens(LP - MU.log(), SIGN, LP, MU.log(), EVERY, SEQ, 2, **more)
+    return surrogates.SurrogateTokens(LP - MU.log(), SIGN, LP, MU.log(), EVERY, SEQ, 2, **more)
 
 
 def coefficient(name: str, **loss: Any) -> list[float]:
     c = config(loss={"surrogate": name, **loss}, correction={"proximal": "behavior"})
-    whole = view.StepBatch(MU.log(), SIGN, EVERY, SEQ, GROUP, LP)
+    whole = surrogates.StepBatch(MU.log(), SIGN, EVERY, SEQ, GROUP, LP)
     prepass = surrogates.PREPASS.get(name, lambda *_: {})(whole, c.loss)
     return surrogates.SURROGATES[name](given(prepass=prepass), c.loss).coefficient.tolist()
 
@@ -156,18 +155,16 @@ def test_the_limits_of_vespo() -> None:
     """(k, l) = (1, 0) is the answer's importance weight, (0, 0) none."""
     x = torch.linspace(-3, 3, 25, dtype=D)
     adv = torch.where(torch.arange(25) % 2 == 0, 1.5, -0.5).to(D)
-    one = sequence_surrogates.compute_vespo(x, adv, positive=(1, 0), negative=(1, 0))
+    one = surrogates.compute_vespo(x, adv, positive=(1, 0), negative=(1, 0))
     assert torch.allclose(one, x.exp() * adv)
-    assert torch.allclose(
-        sequence_surrogates.compute_vespo(x, adv, positive=(0, 0), negative=(0, 0)), adv
-    )
+    assert torch.allclose(surrogates.compute_vespo(x, adv, positive=(0, 0), negative=(0, 0)), adv)
     for k, m, most in ((2.0, 3.0, 1.208), (3.0, 2.0, 1.242)):
         grid = torch.linspace(-4, 4, 8001, dtype=D)
-        phi = sequence_surrogates.compute_vespo(grid, torch.ones(8001, dtype=D), positive=(k, m))
+        phi = surrogates.compute_vespo(grid, torch.ones(8001, dtype=D), positive=(k, m))
         assert float(phi.max()) == pytest.approx(most, abs=1e-3)
         assert float(grid[phi.argmax()].exp()) == pytest.approx(k / m, rel=1e-3)
     # far away: nothing, and finite
-    assert sequence_surrogates.compute_vespo(vec(900, -900), vec(1, -1)).abs().max() < 1e-20
+    assert surrogates.compute_vespo(vec(900, -900), vec(1, -1)).abs().max() < 1e-20
 
 
 def test_minpro_on_answers_of_one_token_is_cispo() -> None:
@@ -190,7 +187,7 @@ def test_minpro_on_answers_of_one_token_is_cispo() -> None:
 def test_the_prefix_minimum_starts_anew_with_each_answer_and_skips_what_is_masked() -> None:
     x, seq = vec(0.3, -1, 2, 0.5, -3, 0.1), torch.tensor([7, 7, 7, 7, 2, 2])
     mask = torch.tensor([True, False, True, True, True, True])
-    got = token_surrogates.compute_prefix_minimum(x, mask, seq)[mask].tolist()
+    got = surrogates.compute_prefix_minimum(x, mask, seq)[mask].tolist()
     assert got == pytest.approx([0.3, 2.3, 0.8, -3, -2.9])
     long = torch.randn(5000, generator=torch.Generator().manual_seed(0), dtype=D)
     rows = torch.arange(5000) // 50
@@ -216,7 +213,7 @@ def test_bapos_bounds_move_until_positive_tokens_have_their_share() -> None:
     adv, mu = SIGN, MU.log()
 
     def bounds(share: float, mask: torch.Tensor = EVERY) -> list[float]:
-        found = token_surrogates.find_bapo_bounds(LP, mu, adv, mask, share)
+        found = surrogates.find_bapo_bounds(LP, mu, adv, mask, share)
         return [round(float(found[x]), 6) for x in ("lo", "hi")]
 
     def share(lo: float, hi: float) -> float:
@@ -723,7 +720,7 @@ def test_a_baseline_of_each_prompt() -> None:
 
 # ---- what is shown of them -----------------------------------------------------------------------
 
-LOW, HIGH = view.LOW, view.HIGH
+LOW, HIGH = surrogates.LOW, surrogates.HIGH
 CUTS: list[tuple[str, dict[str, Any], list[int]]] = [
     ("vespo", {}, [0] * 6),
     ("band", {}, [0, LOW, 0, 0, 0, LOW]),
@@ -738,7 +735,7 @@ CUTS: list[tuple[str, dict[str, Any], list[int]]] = [
 @pytest.mark.parametrize(("name", "keys", "expected"), CUTS)
 def test_which_bound_cut_is_told(name: str, keys: dict[str, Any], expected: list[int]) -> None:
     c = config(loss={"surrogate": name, **keys}, correction={"proximal": "behavior"})
-    whole = view.StepBatch(MU.log(), SIGN, EVERY, SEQ, GROUP, LP)
+    whole = surrogates.StepBatch(MU.log(), SIGN, EVERY, SEQ, GROUP, LP)
     prepass = surrogates.PREPASS.get(name, lambda *_: {})(whole, c.loss)
     found = surrogates.SURROGATES[name](given(prepass=prepass), c.loss)
     assert found.clipped.tolist() == expected and found.clipped.dtype == torch.int8
@@ -746,7 +743,7 @@ def test_which_bound_cut_is_told(name: str, keys: dict[str, Any], expected: list
 
 def objective(name: str, **keys: Any) -> torch.Tensor:
     c = config(loss={"surrogate": name, **keys}, correction={"proximal": "behavior"})
-    whole = view.StepBatch(MU.log(), SIGN, EVERY, SEQ, GROUP, LP)
+    whole = surrogates.StepBatch(MU.log(), SIGN, EVERY, SEQ, GROUP, LP)
     prepass = surrogates.PREPASS.get(name, lambda *_: {})(whole, c.loss)
     return surrogates.SURROGATES[name](given(prepass=prepass), c.loss).objective
 
@@ -771,13 +768,11 @@ def test_the_objectives_value() -> None:
 
 def test_an_answer_without_a_token_in_the_loss_is_not_of_its_group() -> None:
     mask = torch.tensor([True, True, True, False, False, False])
-    log_q = sequence_surrogates.compute_group_probability(MU.log(), mask, SEQ, GROUP)
+    log_q = surrogates.compute_group_probability(MU.log(), mask, SEQ, GROUP)
     assert log_q.exp()[:3].tolist() == pytest.approx([0.542884] * 3, abs=1e-6)
-    both = sequence_surrogates.compute_group_probability(MU.log(), EVERY, SEQ, GROUP)
+    both = surrogates.compute_group_probability(MU.log(), EVERY, SEQ, GROUP)
     assert both.exp().tolist() == pytest.approx([0.493326] * 6, abs=1e-6)
-    apart = sequence_surrogates.compute_group_probability(
-        MU.log(), EVERY, SEQ, torch.tensor([0, 1])
-    )
+    apart = surrogates.compute_group_probability(MU.log(), EVERY, SEQ, torch.tensor([0, 1]))
     assert apart.exp().tolist() == pytest.approx([0.542884] * 3 + [0.430887] * 3, abs=1e-6)
 
 

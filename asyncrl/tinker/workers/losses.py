@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from asyncrl.algorithms import ratios, surrogates
-from asyncrl.algorithms.trust.view import SurrogateTerm
+from asyncrl.algorithms.surrogates import SurrogateTerm
 from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
