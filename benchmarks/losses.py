@@ -136,7 +136,7 @@ class Whole(LearnerCore):
 
     def _forward(self, model: Any, packed: Any, samples: Any) -> torch.Tensor:
         return (
-            packed.loss.behavior.clone()
+            packed.behavior.clone()
             if model is self.reference
             else super()._forward(model, packed, samples)
         )
@@ -148,15 +148,13 @@ class Bare(LearnerCore):
     def train(self, b: Batch) -> dict[str, float]:
         packed = pack(b)
         everyone = list(range(len(b.samples)))
-        adv = (packed.loss.rewards - packed.loss.rewards.mean())[packed.loss.seq] / len(
-            packed.loss.seq
-        )
+        adv = (packed.rewards - packed.rewards.mean())[packed.seq] / len(packed.seq)
         self.backend.drop_gradient()
-        mine, n = self._select_own_micro_batches(packed, everyone)
-        for at, micro in enumerate(mine):
+        passes = self._select_own_micro_batches(packed, everyone)
+        for at, (micro, _) in enumerate(passes):
             lp = self._run(self.model, packed, micro, entropy=False).logprobs
             self.backend.accumulate(
-                -(adv[packed.find_token_positions(micro)] * lp).sum(), is_last=at == n - 1
+                -(adv[packed.find_token_positions(micro)] * lp).sum(), is_last=at == len(passes) - 1
             )
         self.backend.apply(0.0, torch.zeros(()))
         return {}

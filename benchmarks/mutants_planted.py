@@ -153,8 +153,8 @@ PLANTED = [
     Planted(
         "interpolate takes the behaviour policy alone",
         LEARNER + "step.py",
-        "share = 1.0 / (loss.token_lag.float() + 1.0)",
-        "share = 1.0 / (loss.token_lag.float() * 0.0 + 1.0)",
+        "share = 1.0 / (packed.token_lag.float() + 1.0)",
+        "share = 1.0 / (packed.token_lag.float() * 0.0 + 1.0)",
         STATE + "the_interpolated_anchor_leans_on_the_behaviour_policy_the_fresher_a_token_is",
     ),
     Planted(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 
 from asyncrl.algorithms.loss import LossBatch
 from asyncrl.contract.errors import AsyncrlError
-from asyncrl.contract.messages import Batch, TrainingSequence, Trajectory
+from asyncrl.contract.messages import Batch, Trajectory
 from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.models import trainer
@@ -38,8 +38,8 @@ def split_minibatches(
     ]
 
 
-@dataclass
-class PackedBatch:
+@dataclass(kw_only=True)
+class PackedBatch(LossBatch):
     """A batch of B samples, R training sequences (rows) and N response tokens.
 
     A single completion is a sample of one row; a session may have several. Rows exist only in the
@@ -53,20 +53,14 @@ class PackedBatch:
     # rows with the same number share a prompt, and its experts, within a group: it is encoded once
     shared: list[int]
     row_offsets: np.ndarray  # int64 [B + 1]: the rows of each sample
-    groups: list[int]
+    group_of: list[int]  # `groups` as a list
     temperature: torch.Tensor
     offsets: np.ndarray
-    loss: LossBatch
     # of each row: the tokens that top-p and top-k kept at each position; None: all
     supports: list[SampledSupport | None]
     routed: list[RoutedExperts | None]  # of each row; None: not recorded
     places: list[int]  # index of each sample in the batch's samples
     images: list[list[bytes]]  # of each row: the blobs of its image tokens
-
-    @property
-    def count(self) -> int:
-        """Number of samples B."""
-        return len(self.groups)
 
     def list_rows(self, samples: Sequence[int]) -> list[int]:
         """Return the rows of `samples`, in their order."""
@@ -89,31 +83,24 @@ class PackedBatch:
         """Return the positions among N of the tokens of `samples`, in their order."""
         return torch.from_numpy(
             np.concatenate([np.arange(self.offsets[i], self.offsets[i + 1]) for i in samples])
-        ).to(self.loss.seq.device)
+        ).to(self.seq.device)
 
     def get_row_arrays(self, samples: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Return (prompts, responses) of the rows of `samples`."""
         rows = self.list_rows(samples)
         return [self.prompts[row] for row in rows], [self.responses[row] for row in rows]
 
-    def get_row_supports(self, samples: Sequence[int]) -> list[SampledSupport | None]:
-        """Return the supports of the rows of `samples`."""
-        return [self.supports[row] for row in self.list_rows(samples)]
-
-    def get_row_routed(self, samples: Sequence[int]) -> list[RoutedExperts | None]:
-        """Return the recorded experts of the rows of `samples`."""
-        return [self.routed[row] for row in self.list_rows(samples)]
-
-    def get_row_images(self, samples: Sequence[int]) -> list[list[bytes]]:
-        """Return the images of the rows of `samples`."""
-        return [self.images[row] for row in self.list_rows(samples)]
-
     def build_support_table(
         self, samples: Sequence[int], device: torch.device
     ) -> SupportTable | None:
         """Return the supports of the tokens of `samples` on `device`; None: nothing truncated."""
-        lengths = [len(self.responses[row]) for row in self.list_rows(samples)]
-        return SupportTable.build(self.get_row_supports(samples), lengths, device)
+        rows = self.list_rows(samples)
+        lengths = [len(self.responses[row]) for row in rows]
+        return SupportTable.build([self.supports[row] for row in rows], lengths, device)
+
+    def get_token_temperature(self, samples: Sequence[int]) -> torch.Tensor:
+        """Return the sampling temperature of each token of `samples`."""
+        return self.temperature.to(self.seq.device)[self.seq[self.find_token_positions(samples)]]
 
     def get_row_temperature(self, samples: Sequence[int]) -> torch.Tensor:
         """Return the sampling temperature of each row of `samples`."""
@@ -122,9 +109,9 @@ class PackedBatch:
 
     def to_device(self, device: torch.device) -> PackedBatch:
         """Move the loss's tensors to `device`; returns self."""
-        for name, value in vars(self.loss).items():
-            if isinstance(value, torch.Tensor):
-                setattr(self.loss, name, value.to(device))
+        for field in fields(LossBatch):
+            if isinstance(value := getattr(self, field.name), torch.Tensor):
+                setattr(self, field.name, value.to(device))
         return self
 
 
@@ -147,7 +134,12 @@ def pack(batch: Batch, *, greedy: bool = False) -> PackedBatch:
     order = {ticket: place for place, ticket in enumerate(tickets)}
     groups = [order[sample.ticket] for sample in samples]
     prompt_numbers: dict[tuple[int, bytes, bytes], int] = {}
-    routed = [_decode_routed(row) for row in all_rows]
+    routed = [
+        RoutedExperts.decode(row.routed, (len(row.prompt_tokens) + len(row.tokens)) // 4 - 1)
+        if row.routed
+        else None
+        for row in all_rows
+    ]
     prompt_experts = [
         b"" if recorded is None else recorded.ids[: len(row.prompt_tokens) // 4].tobytes()
         for row, recorded in zip(all_rows, routed, strict=True)
@@ -168,7 +160,7 @@ def pack(batch: Batch, *, greedy: bool = False) -> PackedBatch:
         [np.frombuffer(row.behavior_logprobs, "<f4") for row in all_rows]
     ).copy()
     mask = np.concatenate([np.frombuffer(row.mask, np.uint8) for row in all_rows]) > 0
-    loss = LossBatch(
+    packed = PackedBatch(
         seq=torch.from_numpy(np.repeat(np.arange(len(samples)), lengths)),
         behavior=torch.from_numpy(behavior),
         mask=torch.from_numpy(mask),
@@ -177,16 +169,6 @@ def pack(batch: Batch, *, greedy: bool = False) -> PackedBatch:
         groups=torch.tensor(groups),
         truncated=torch.tensor([sample.finish == "length" for sample in samples]),
         age=torch.from_numpy(age),
-    )
-    if greedy:
-        _add_greedy(loss, [baseline[sample.ticket] for sample in samples])
-    if any(row.token_rewards for row in all_rows):
-        loss.token_rewards, loss.steps = _collect_token_rewards(samples)
-    names = sorted(samples[0].reward_parts)
-    if names and all(sorted(sample.reward_parts) == names for sample in samples):
-        loss.part_names = tuple(names)
-        loss.parts = torch.tensor([[s.reward_parts[name] for name in names] for s in samples])
-    return PackedBatch(
         prompts=[np.frombuffer(row.prompt_tokens, "<i4") for row in all_rows],
         responses=[np.frombuffer(row.tokens, "<i4") for row in all_rows],
         shared=[
@@ -194,10 +176,9 @@ def pack(batch: Batch, *, greedy: bool = False) -> PackedBatch:
             for group, row, experts in zip(owners, all_rows, prompt_experts, strict=True)
         ],
         row_offsets=np.concatenate([[0], np.cumsum([len(sample_rows) for sample_rows in rows])]),
-        groups=groups,
+        group_of=groups,
         temperature=torch.tensor([sample.temperature for sample in samples]),
         offsets=offsets,
-        loss=loss,
         supports=[
             SampledSupport.decode(row.support, len(row.mask)) if row.support else None
             for row in all_rows
@@ -206,19 +187,18 @@ def pack(batch: Batch, *, greedy: bool = False) -> PackedBatch:
         places=places,
         images=[[batch.images[name] for name in row.images] for row in all_rows],
     )
-
-
-def _add_greedy(loss: LossBatch, completions: Sequence[Trajectory]) -> None:
-    """Set reward, truncation and length of the greedy completion of each sample's prompt."""
-    loss.greedy = torch.tensor([sample.reward for sample in completions])
-    loss.greedy_truncated = torch.tensor([sample.finish == "length" for sample in completions])
-    loss.greedy_lengths = torch.tensor([sample.length for sample in completions])
-
-
-def _decode_routed(row: TrainingSequence) -> RoutedExperts | None:
-    """Decode the recorded experts of a row; None where they were not recorded."""
-    tokens = (len(row.prompt_tokens) + len(row.tokens)) // 4
-    return RoutedExperts.decode(row.routed, tokens - 1) if row.routed else None
+    if greedy:
+        completions = [baseline[sample.ticket] for sample in samples]
+        packed.greedy = torch.tensor([sample.reward for sample in completions])
+        packed.greedy_truncated = torch.tensor([x.finish == "length" for x in completions])
+        packed.greedy_lengths = torch.tensor([sample.length for sample in completions])
+    if any(row.token_rewards for row in all_rows):
+        packed.token_rewards, packed.steps = _collect_token_rewards(samples)
+    names = sorted(samples[0].reward_parts)
+    if names and all(sorted(sample.reward_parts) == names for sample in samples):
+        packed.part_names = tuple(names)
+        packed.parts = torch.tensor([[s.reward_parts[name] for name in names] for s in samples])
+    return packed
 
 
 def _collect_token_rewards(samples: Sequence[Trajectory]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -269,11 +249,11 @@ def split_micro_batches(
     longest: dict[int, int] = {}
     if by_group:
         for sample in samples:
-            group = packed.groups[sample]
+            group = packed.group_of[sample]
             longest[group] = max(widest[sample], longest.get(group, 0))
 
     def sort_key(sample: int) -> tuple[int, ...]:
-        group = packed.groups[sample]
+        group = packed.group_of[sample]
         return (
             (longest[group], group, widest[sample], sample)
             if by_group

@@ -99,7 +99,7 @@ class Critic:
 
     @torch.no_grad()
     def compute_start_values(
-        self, packed: PackedBatch, parts: Sequence[Sequence[int]]
+        self, packed: PackedBatch, passes: Sequence[tuple[list[int], bool]]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (V [N], bootstrap [B]) at the start of the batch.
 
@@ -109,8 +109,8 @@ class Critic:
         trunk = self.trunk or self.policy
         values = torch.zeros(int(packed.offsets[-1]))
         bootstrap = torch.zeros(packed.count)
-        is_truncated = packed.loss.truncated.tolist()
-        for part in parts:
+        is_truncated = packed.truncated.tolist()
+        for part, is_real in passes:
             # an extra token yields the state after the last one; which token it is has no effect
             answers = [
                 np.append(r, r[-1:]) if is_truncated[sample] else r
@@ -118,7 +118,7 @@ class Critic:
             ]
             computed = self._apply_head(self._compute_states(trunk, packed, part, answers)).cpu()
             start = 0
-            for sample, answer in zip(part, answers, strict=True):
+            for sample, answer in zip(part, answers, strict=True) if is_real else ():
                 length = len(packed.responses[sample])
                 values[int(packed.offsets[sample]) : int(packed.offsets[sample]) + length] = (
                     computed[start : start + length]

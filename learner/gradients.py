@@ -111,32 +111,32 @@ def compute_squared_norms(
     norms = []
     for sample in range(packed.count):
         part = packed.find_token_positions([sample])
-        lp = run([sample], False).logprobs.to(packed.loss.mask.device)
-        norms.append(compute_squared_gradient(torch.where(packed.loss.mask[part], lp, 0.0).sum()))
-    return torch.stack(norms).to(packed.loss.behavior)
+        lp = run([sample], False).logprobs.to(packed.mask.device)
+        norms.append(compute_squared_gradient(torch.where(packed.mask[part], lp, 0.0).sum()))
+    return torch.stack(norms).to(packed.behavior)
 
 
 @torch.no_grad()
 def compute_energies(
-    packed: PackedBatch, model: PolicyModel, run: Run, micros: Sequence[Sequence[int]]
+    packed: PackedBatch, model: PolicyModel, run: Run, passes: Sequence[tuple[list[int], bool]]
 ) -> torch.Tensor:
     """Return 1 - 2 p + sum_v p_v^2 of each token [N].
 
     It is |grad log pi_theta|^2 with respect to the logits alone (the proxy of arXiv 2602.07078),
     and takes a forward pass without gradient.
     """
-    loss = packed.loss
-    energy = torch.zeros_like(loss.behavior)
+    energy = torch.zeros_like(packed.behavior)
     assert model.fast is not None
-    for micro in micros:
+    for micro, is_real in passes:
         part = packed.find_token_positions(micro)
         output = run(micro, True)
         assert output.hidden is not None
-        temperature = packed.temperature.to(loss.seq.device)[loss.seq[part]]
+        if not is_real:
+            continue
         squares = packed_forward.compute_squared_probabilities(
             model.fast,
             output.hidden,
-            temperature,
+            packed.get_token_temperature(micro),
             packed.build_support_table(micro, output.hidden.device),
         )
         energy[part] = (1 - 2 * output.logprobs.exp() + squares).to(energy)

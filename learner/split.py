@@ -88,7 +88,7 @@ class SplitMeter:
                 metrics |= self.measure_split(
                     packed, prep, updated, split_on, samples, batch.number
                 )
-        if self.is_due(batch.number)[1] and packed.loss.reference is None and refer_on:
+        if self.is_due(batch.number)[1] and packed.reference is None and refer_on:
             metrics |= self.measure_reference_kl(packed, prep, refer_on)
         return metrics
 
@@ -102,15 +102,15 @@ class SplitMeter:
         it, each of which costs a forward with its weights.
         """
         has_start = prep.known & prep.passed
-        count = ratios.sum_by_sample(has_start.long(), packed.loss.seq, packed.count)
+        count = ratios.sum_by_sample(has_start.long(), packed.seq, packed.count)
         lengths = np.diff(packed.offsets).tolist()
         candidates = [i for i, n in enumerate(count.tolist()) if n == lengths[i] > 0]
         source = torch.Generator().manual_seed((self.config.seed * 1_000_003 + number) % 2**63)
         order = torch.randperm(len(candidates), generator=source).tolist()
         shuffled = [candidates[i] for i in order]
         record = self.config.record
-        groups = list(dict.fromkeys(packed.groups[answer] for answer in shuffled))
-        by_group = sorted(shuffled, key=lambda answer: groups.index(packed.groups[answer]))
+        groups = list(dict.fromkeys(packed.group_of[answer] for answer in shuffled))
+        by_group = sorted(shuffled, key=lambda answer: groups.index(packed.group_of[answer]))
         return sorted(by_group[: record.split_samples]), sorted(
             shuffled[: record.reference_samples]
         )
@@ -127,16 +127,15 @@ class SplitMeter:
         number: int,
     ) -> dict[str, float]:
         """Return the split over valid tokens of `answers` whose version's weights are held."""
-        loss = packed.loss
         # sampled by the policy that the batch starts from
-        version = torch.where(loss.token_lag == 0, prep.start, torch.nan)
+        version = torch.where(packed.token_lag == 0, prep.start, torch.nan)
         spans: dict[tuple[Label, str], list[tuple[int, int, int]]] = {}
         for answer in answers:
             for span in samples[answer].list_spans():
                 begin, stop = (
                     int(packed.offsets[answer]) + position for position in (span.start, span.end)
                 )
-                if stop > begin and bool((loss.token_lag[begin:stop] > 0).any()):
+                if stop > begin and bool((packed.token_lag[begin:stop] > 0).any()):
                     version_key = (Label(*span.label), span.digest)
                     spans.setdefault(version_key, []).append((answer, begin, stop))
         for version_key, places in sorted(spans.items()):
@@ -148,9 +147,9 @@ class SplitMeter:
                     version[begin:stop] = logprobs[begin:stop].to(version.dtype)
         part = packed.find_token_positions(answers)
         usable = part[prep.valid[part] & version[part].isfinite()]
-        assert loss.age is not None
+        assert packed.age is not None
         updated = updated.to(prep.start.dtype)
-        columns = (loss.behavior, version, prep.start, updated, loss.token_lag, loss.age)
+        columns = (packed.behavior, version, prep.start, updated, packed.token_lag, packed.age)
         self.version = version
         metrics = split.compute_metrics(split.LogRatioSplit(*(x[usable] for x in columns)))
         metrics["split/coverage"] = len(usable) / max(int(prep.valid[part].sum()), 1)

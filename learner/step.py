@@ -204,13 +204,14 @@ class LearnerCore:
         )
         digests = self._look_up_prompts(batch, packed) if by_prompt else []
         prep = step_loss.prepare(
-            packed.loss,
+            packed,
             config,
             baseline=self.state.baseline,
             beta=self.state.beta,
             number=batch.number,
         )
-        rate = self._compute_rate()
+        self.lr_share = compute_learning_rate_share(config.learner, self.state.number)
+        self.rate = config.learner.lr * self.lr_share
         measures_move = config.record.kl_moved and batch.number % config.record.kl_moved == 0
         logprobs = self._forward(self.model, packed, all_samples) if measures_move else None
         steps = self._run_epochs(prep, packed)
@@ -219,7 +220,7 @@ class LearnerCore:
             [steps.sums, *(u.sums for u in steps.updates)]
         )
         metrics = prep.metrics | batch_metrics
-        has_later_passes = config.learner.epochs > 1 or packed.loss.start is not None
+        has_later_passes = config.learner.epochs > 1 or packed.start is not None
         if len(steps.updates) < 2 or not has_later_passes:
             # every pass uses the start's own weights: always 0
             metrics = {k: x for k, x in metrics.items() if not k.startswith(OF_LATER_PASSES)}
@@ -246,17 +247,17 @@ class LearnerCore:
             metrics["optim/gradient_cosine"] = sum(self.cosines) / len(self.cosines)
             metrics["optim/gradient_cosine_max"] = max(self.cosines)
         if logprobs is not None:
-            columns = logprobs, self._forward(self.model, packed, all_samples), packed.loss.behavior
+            columns = logprobs, self._forward(self.model, packed, all_samples), packed.behavior
             metrics["kl/moved"] = measure_move(*columns, prep.valid)
         self.backend.release_gathered()
         used_beta = self.state.beta
         self._carry(packed, metrics)
         if by_prompt:
-            self._remember_prompts(digests, packed.loss.rewards.tolist())
+            self._remember_prompts(digests, packed.rewards.tolist())
         self.state.number = batch.number + 1
         self.state.steps = config.learner.steps
         return metrics | {
-            "optim/lr": rate,
+            "optim/lr": self.rate,
             "optim/steps": len(steps.updates),
             "optim/grad_norm": sum(u.norm for u in steps.updates) / max(len(steps.updates), 1),
             "optim/early_stops": self.state.early_stops,
@@ -272,10 +273,10 @@ class LearnerCore:
         """Return is/ess of each task's tokens, in a mixture of tasks."""
         titles = list(dict.fromkeys(batch.tasks))
         task_numbers = torch.tensor([titles.index(batch.tasks[place]) for place in packed.places])
-        task_of_token = task_numbers.to(prep.start.device)[prep.batch.seq]
-        known_tokens = prep.valid & prep.known & prep.batch.mask
+        task_of_token = task_numbers.to(prep.start.device)[packed.seq]
+        known_tokens = prep.valid & prep.known & packed.mask
         ratio = torch.where(
-            known_tokens, ratios.compute_log_ratio(prep.start, prep.batch.behavior).exp(), 0.0
+            known_tokens, ratios.compute_log_ratio(prep.start, packed.behavior).exp(), 0.0
         )
         rows = torch.stack([known_tokens.double(), ratio.double(), ratio.double().square()])
         sums = rows.new_zeros(3, len(titles)).index_add_(1, task_of_token, rows)
@@ -316,38 +317,29 @@ class LearnerCore:
                 f"{keys[0]} needs the order of a session's tokens, but a session of batch "
                 f'{batch.number} has forked, so it has no order; set agent.fork = "end"'
             )
-        if (
-            packed.loss.token_rewards is not None
-            and config.advantage.name not in advantages.BY_TOKEN
-        ):
-            self._report(
+        if packed.token_rewards is not None and config.advantage.name not in advantages.BY_TOKEN:
+            remark = (
                 f"advantage.name = {config.advantage.name} uses one reward per sample, so the "
                 "reward function's token_rewards are not trained on; "
                 f"{', '.join(advantages.BY_TOKEN)} use them"
             )
+            if remark not in self.reported and self.backend.rank == 0:
+                print(f"learner: {remark}", file=sys.stderr, flush=True)
+            self.reported.add(remark)
         self._set_proximal(packed, all_samples)
         self._add_gradient_norms(packed)
         if self.reference is not None:
-            packed.loss.reference = self._forward(self.reference, packed, all_samples)
+            packed.reference = self._forward(self.reference, packed, all_samples)
         if self.reward_reference is not None and self.reward_reference is not self.reference:
-            packed.loss.reward_reference = self._forward(self.reward_reference, packed, all_samples)
+            packed.reward_reference = self._forward(self.reward_reference, packed, all_samples)
         if self.critic is not None:
-            packed.loss.values, packed.loss.bootstrap = self._compute_start_values(
-                packed, self.critic
+            with self.backend.guard():
+                passes = self._select_own_micro_batches(packed, all_samples)
+                start_values = self.critic.compute_start_values(packed, passes)
+            packed.values, packed.bootstrap = (
+                self.backend.sum_over_ranks(x).to(self.loss_device) for x in start_values
             )
         return packed
-
-    def _compute_start_values(
-        self, packed: PackedBatch, critic: Critic
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `Critic.compute_start_values` of the whole batch."""
-        own_micros, rounds = self._select_own_micro_batches(packed, range(packed.count))
-        with self.backend.guard():
-            values, bootstrap = critic.compute_start_values(packed, own_micros)
-            for _ in range(rounds - len(own_micros)):
-                critic.compute_start_values(packed, [[0]])
-        values, bootstrap = (self.backend.sum_over_ranks(x) for x in (values, bootstrap))
-        return values.to(self.loss_device), bootstrap.to(self.loss_device)
 
     def _add_gradient_norms(self, packed: PackedBatch) -> None:
         """Add the gradient norms or token energies that the advantage needs to the batch."""
@@ -357,16 +349,13 @@ class LearnerCore:
             return self._run(self.model, packed, samples, entropy=False, hidden=hidden)
 
         if advantage.name == "opob":
-            packed.loss.squared_norms = gradients.compute_squared_norms(
+            packed.squared_norms = gradients.compute_squared_norms(
                 packed, run, self.backend.compute_squared_gradient
             )
         if advantage.name == "otb":
-            own_micros, rounds = self._select_own_micro_batches(packed, range(packed.count))
-            energy = gradients.compute_energies(packed, self.model, run, own_micros)
-            with torch.no_grad():
-                for _ in range(rounds - len(own_micros)):
-                    run([0], True)
-            packed.loss.energy = self.backend.sum_over_ranks(energy)
+            passes = self._select_own_micro_batches(packed, range(packed.count))
+            energy = gradients.compute_energies(packed, self.model, run, passes)
+            packed.energy = self.backend.sum_over_ranks(energy)
 
     def _look_up_prompts(self, batch: Batch, packed: PackedBatch) -> list[str]:
         """Return each sample's key in `LearnerState.prompts`; set the baselines of the loss."""
@@ -375,7 +364,7 @@ class LearnerCore:
             for sample in (batch.samples[place] for place in packed.places)
         ]
         means = [self.state.prompts.get(digest, math.nan) for digest in digests]
-        packed.loss.baselines = torch.tensor(means).to(packed.loss.rewards)
+        packed.baselines = torch.tensor(means).to(packed.rewards)
         return digests
 
     def _remember_prompts(self, digests: Sequence[str], rewards: Sequence[float]) -> None:
@@ -396,12 +385,6 @@ class LearnerCore:
             advantage = settings.ReinforceAdvantage()
         return advantage.ema_decay
 
-    def _report(self, line: str) -> None:
-        """Print a remark about the data on stderr, once, at rank 0."""
-        if line not in self.reported and self.backend.rank == 0:
-            print(f"learner: {line}", file=sys.stderr, flush=True)
-        self.reported.add(line)
-
     def _run_epochs(self, prep: step_loss.PreparedBatch, packed: PackedBatch) -> StepSums:
         """Make all optimizer steps of a batch, until KL early stopping ends them."""
         total: dict[str, torch.Tensor] = {}
@@ -411,7 +394,9 @@ class LearnerCore:
         by_step = self.config.stop.kl_max > 0 and self.config.stop.every == "step"
         for epoch in range(self.config.learner.epochs):
             if epoch and self.config.stop.every == "epoch":
-                stop_kl = self._measure_batch_kl(prep, packed)
+                lp = self._forward(self.model, packed, range(packed.count))
+                everything = torch.arange(len(lp), device=self.loss_device)
+                stop_kl = self._compute_stop_kl(*step_loss.sum_update_kl(prep, everything, lp))
                 if stop_kl > self.config.stop.kl_max:
                     self.state.early_stops += 1
                     break
@@ -429,12 +414,9 @@ class LearnerCore:
                 # skip the step: with a learning rate of 0 it would still move Adam's moments
                 stopped = step.lr_scale == 0
                 if decides_before and current is not None and not stopped:
+                    part = packed.find_token_positions(samples)
                     stop_kl = self._compute_stop_kl(
-                        *step_loss.sum_update_kl(
-                            prep,
-                            packed.find_token_positions(samples),
-                            current[packed.find_token_positions(samples)],
-                        )
+                        *step_loss.sum_update_kl(prep, part, current[part])
                     )
                     stopped = (
                         self.config.stop.action == "skip" and stop_kl > self.config.stop.kl_max
@@ -451,8 +433,15 @@ class LearnerCore:
                     )
                     stopped = exceeds_kl and bool(updates)
                 if stopped:
-                    if not total:
-                        total = self._sum_untrained(prep, step, packed, samples)
+                    # sums for the metrics, of a batch whose first step was stopped
+                    if not total and not self.backend.stops_first:
+                        total = self._accumulate_gradient(prep, step, packed, samples)[0]
+                    elif not total:
+                        part = packed.find_token_positions(samples)
+                        with torch.no_grad():
+                            total = step_loss.compute_micro_loss(
+                                prep, step, part, prep.start[part]
+                            )[1]
                     self.state.early_stops += 1
                     self._drop_gradient()
                     return StepSums(total, updates, stop_kl)
@@ -464,7 +453,7 @@ class LearnerCore:
                     self.trained_samples.update(samples)
                     if self.backend.cosine is not None:
                         step.metrics["optim/gradient_cosine"] = self.backend.cosine
-                    updates.append(Update(norm, self._compute_rate() * share, sums, step.metrics))
+                    updates.append(Update(norm, self.rate * share, sums, step.metrics))
         return StepSums(total, updates, stop_kl)
 
     def _count_unused_tokens(
@@ -482,40 +471,21 @@ class LearnerCore:
         unused_mask = (prep.valid & (used_tokens == 0)).double()
         counts = (
             torch.zeros(packed.count, dtype=torch.double, device=unused_mask.device)
-            .index_add_(0, prep.batch.seq, unused_mask)
+            .index_add_(0, packed.seq, unused_mask)
             .tolist()
         )
         unused = [(0, 0)] * samples
-        sampled = ratios.sum_by_sample(
-            prep.batch.mask.long(), prep.batch.seq, packed.count
-        ).tolist()
+        sampled = ratios.sum_by_sample(packed.mask.long(), packed.seq, packed.count).tolist()
         for sample, position in enumerate(packed.places):
             unused[position] = (
                 (0, int(counts[sample])) if sample in self.trained_samples else (sampled[sample], 0)
             )
         return unused if any(map(any, unused)) else []
 
-    def _sum_untrained(
-        self,
-        prep: step_loss.PreparedBatch,
-        step: step_loss.StepPlan,
-        packed: PackedBatch,
-        samples: Sequence[int],
-    ) -> dict[str, torch.Tensor]:
-        """Return the sums of a batch whose first step was stopped, for its metrics.
-
-        A gradient that was computed is dropped.
-        """
-        if not self.backend.stops_first:
-            return self._accumulate_gradient(prep, step, packed, samples)[0]
-        part = packed.find_token_positions(samples)
-        with torch.no_grad():
-            return step_loss.compute_micro_loss(prep, step, part, prep.start[part])[1]
-
     def _choose_minibatches(self, packed: PackedBatch, epoch: int) -> list[list[int]]:
         """Return the samples of each optimizer step of the epoch."""
         return split_minibatches(
-            packed.groups,
+            packed.group_of,
             self.config.learner.minibatches,
             seed=self.config.seed,
             number=self.state.number,
@@ -536,11 +506,9 @@ class LearnerCore:
             torch.zeros((), device=self.loss_device),
         ]
         self._drop_gradient()
-        own_micros, rounds = self._select_own_micro_batches(packed, samples)
-        for index in range(rounds):
-            micro, is_real = (
-                (own_micros[index], True) if index < len(own_micros) else ([samples[0]], False)
-            )
+        passes = self._select_own_micro_batches(packed, samples)
+        for index, (micro, is_real) in enumerate(passes):
+            is_last = index == len(passes) - 1
             output = self._run(
                 self.model,
                 packed,
@@ -549,16 +517,16 @@ class LearnerCore:
                 hidden=self.full_kl or (self.critic is not None and self.critic.trunk is None),
             )
             part = packed.find_token_positions(micro)
-            values = (
-                None
-                if self.critic is None
-                else self._compute_values(self.critic, packed, micro, output.hidden)
-            )
+            values = None
+            if self.critic is not None:
+                with self.backend.guard():
+                    values = self.critic.compute_values(packed, micro, output.hidden)
+                values = values.to(self.loss_device)
             step_kl = self._compute_step_kl(packed, micro, output.hidden) if self.full_kl else None
             if not is_real:  # every rank makes as many passes as the busiest one
                 outputs = [x for x in (output.logprobs, values, step_kl) if x is not None]
                 zero_loss = torch.stack([x.sum().to(self.loss_device) * 0.0 for x in outputs]).sum()
-                self.backend.accumulate(zero_loss, is_last=index == rounds - 1)
+                self.backend.accumulate(zero_loss, is_last=is_last)
                 continue
             # a view: the loss takes gradients with respect to it, and these must not run what FSDP2
             # attaches to the outputs of a forward pass
@@ -573,7 +541,7 @@ class LearnerCore:
                 values_now=values,
                 step_kl=step_kl,
             )
-            self.backend.accumulate(loss, is_last=index == rounds - 1)
+            self.backend.accumulate(loss, is_last=is_last)
             step_loss.add_sums(sums, micro_sums)
             if self.config.stop.kl_max:
                 statistic, weight = step_loss.sum_update_kl(prep, part, lp.detach())
@@ -583,36 +551,24 @@ class LearnerCore:
             stop_sums = [self.backend.sum_over_ranks(x.clone()) for x in stop_sums]
         return sums, self._compute_stop_kl(*stop_sums)
 
-    def _compute_values(
-        self,
-        critic: Critic,
-        packed: PackedBatch,
-        samples: Sequence[int],
-        hidden: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return `Critic.compute_values` [n] on the loss's device."""
-        with self.backend.guard():
-            return critic.compute_values(packed, samples, hidden).to(self.loss_device)
-
-    def _measure_batch_kl(self, prep: step_loss.PreparedBatch, packed: PackedBatch) -> float:
-        """Return the KL for early stopping over the whole batch, from a forward pass."""
-        current = self._forward(self.model, packed, range(packed.count))
-        all_tokens = torch.arange(len(current), device=self.loss_device)
-        return self._compute_stop_kl(*step_loss.sum_update_kl(prep, all_tokens, current))
-
     def _compute_stop_kl(self, total: torch.Tensor, weight: torch.Tensor) -> float:
         """Return the KL for early stopping from the sums of `step_loss.sum_update_kl`."""
         return max(0.0, float(total / weight.clamp(min=1e-12))) if self.config.stop.kl_max else 0.0
 
     def _select_own_micro_batches(
         self, packed: PackedBatch, samples: Sequence[int]
-    ) -> tuple[list[list[int]], int]:
-        """Return this rank's micro-batches of `samples` and the number of the busiest rank's."""
+    ) -> list[tuple[list[int], bool]]:
+        """Return this rank's micro-batches of `samples`, each with True.
+
+        Every rank makes as many passes as the busiest one: those beyond its own have False.
+        """
         by_rank = [
             self._split_micro_batches(self.model, packed, share) if share else []
             for share in self.backend.split_samples(samples, packed.count_sample_tokens())
         ]
-        return by_rank[self.backend.rank], max(map(len, by_rank))
+        own_micros = by_rank[self.backend.rank]
+        passes = [(micro, True) for micro in own_micros]
+        return passes + [([samples[0]], False)] * (max(map(len, by_rank)) - len(own_micros))
 
     def _split_micro_batches(
         self, model: PolicyModel, packed: PackedBatch, samples: Sequence[int]
@@ -653,13 +609,12 @@ class LearnerCore:
         A gradient that is not finite is skipped and counted. Raises NotFiniteError for the third in
         a row.
         """
-        share = compute_learning_rate_share(self.config.learner, self.state.number)
-        rate = self.config.learner.lr * share * lr_scale
+        rate = self.rate * lr_scale
         norm = self.backend.apply(rate, sums["loss/policy"])
         if math.isfinite(norm):
             if self.critic is not None:
                 own_rate = self.config.value.lr
-                critic_rate = own_rate * (share * lr_scale) if own_rate else rate
+                critic_rate = own_rate * (self.lr_share * lr_scale) if own_rate else rate
                 self.critic_norms.append(self.critic.trainer.apply(critic_rate))
             if self.backend.cosine is not None and not math.isnan(self.backend.cosine):
                 self.cosines.append(self.backend.cosine)
@@ -685,7 +640,7 @@ class LearnerCore:
                 "tokens": packed.responses[row].tolist(),
                 "reward": reward,
             }
-            for sample, reward in enumerate(packed.loss.rewards.tolist())
+            for sample, reward in enumerate(packed.rewards.tolist())
             for row in packed.list_rows([sample])
         ]
         path.write_bytes(msgspec.msgpack.encode(rows))
@@ -704,16 +659,17 @@ class LearnerCore:
     ) -> Any:
         # the policy of any version replays the experts; reference policies route by themselves
         replays_experts = model is self.model or model is self.measure.shadow
+        rows = packed.list_rows(samples)
         with self.backend.guard():
             return model.logprobs(
                 *packed.get_row_arrays(samples),
                 packed.get_row_temperature(samples),
-                groups=[packed.shared[row] for row in packed.list_rows(samples)],
+                groups=[packed.shared[row] for row in rows],
                 want_entropy=entropy,
                 want_hidden=hidden,
-                supports=packed.get_row_supports(samples),
-                routed=packed.get_row_routed(samples) if replays_experts else None,
-                images=packed.get_row_images(samples),
+                supports=[packed.supports[row] for row in rows],
+                routed=[packed.routed[row] for row in rows] if replays_experts else None,
+                images=[packed.images[row] for row in rows],
             )
 
     def _compute_step_kl(
@@ -735,9 +691,7 @@ class LearnerCore:
             hidden,
             self.reference.fast,
             ref,
-            packed.temperature.to(self.loss_device)[
-                packed.loss.seq[packed.find_token_positions(samples)]
-            ],
+            packed.get_token_temperature(samples),
             packed.build_support_table(samples, hidden.device),
         )
 
@@ -755,18 +709,16 @@ class LearnerCore:
         It uses the micro-batches of training.
         """
         logprobs = torch.zeros(int(packed.offsets[-1]), device=self.loss_device)
-        own_micros, rounds = (
+        passes = (
             self._select_own_micro_batches(packed, samples)
             if model is self.model
-            else (self._split_micro_batches(model, packed, samples), 0)
+            else [(micro, True) for micro in self._split_micro_batches(model, packed, samples)]
         )
-        for micro in own_micros:
-            logprobs[packed.find_token_positions(micro)] = (
-                self._run(model, packed, micro, entropy=False).logprobs.float().to(self.loss_device)
-            )
-        # with partitioned parameters every rank makes as many passes as the busiest one
-        for _ in range(rounds - len(own_micros)):
-            self._run(model, packed, [samples[0]], entropy=False)
+        for micro, is_real in passes:
+            output = self._run(model, packed, micro, entropy=False)
+            if is_real:
+                part = packed.find_token_positions(micro)
+                logprobs[part] = output.logprobs.float().to(self.loss_device)
         return self.backend.sum_over_ranks(logprobs) if model is self.model else logprobs
 
     def _set_proximal(self, packed: PackedBatch, samples: Sequence[int]) -> None:
@@ -777,29 +729,18 @@ class LearnerCore:
         provides it.
         """
         config = self.config
-        loss = packed.loss
-        recompute = config.correction.proximal == "recompute" and step_loss.needs_proximal_first(
-            config
-        )
-        if (
-            recompute
-            or config.correction.proximal == "interpolate"
-            or step_loss.needs_start_first(config)
-        ):
-            loss.start = self._forward(self.model, packed, samples)
-        if config.correction.proximal == "recompute":
-            loss.proximal = loss.start
-        elif config.correction.proximal == "behavior":
-            loss.proximal = loss.behavior
+        kind = config.correction.proximal
+        recompute = kind == "recompute" and step_loss.needs_proximal_first(config)
+        if recompute or kind == "interpolate" or step_loss.needs_start_first(config):
+            packed.start = self._forward(self.model, packed, samples)
+        if kind == "recompute":
+            packed.proximal = packed.start
+        elif kind == "behavior":
+            packed.proximal = packed.behavior
         else:
-            assert loss.start is not None
-            share = 1.0 / (loss.token_lag.float() + 1.0)
-            loss.proximal = share * loss.behavior + (1 - share) * loss.start
-
-    def _compute_rate(self) -> float:
-        """Return the learning rate of this batch."""
-        settings = self.config.learner
-        return settings.lr * compute_learning_rate_share(settings, self.state.number)
+            assert packed.start is not None
+            share = 1.0 / (packed.token_lag.float() + 1.0)
+            packed.proximal = share * packed.behavior + (1 - share) * packed.start
 
     def _carry(self, packed: PackedBatch, metrics: dict[str, float]) -> None:
         """Update the running mean of the rewards and the adaptive KL coefficient."""
@@ -813,7 +754,7 @@ class LearnerCore:
             controller = kl.KLController(
                 self.state.beta, terms.controller, terms.target, terms.horizon
             )
-            self.state.beta = controller.update(metrics["kl/answer"], len(packed.groups))
+            self.state.beta = controller.update(metrics["kl/answer"], packed.count)
 
 
 def make_backend(config: Config, model: PolicyModel) -> TorchBackend:

@@ -79,6 +79,11 @@ class LossBatch:
     parts: torch.Tensor | None = None
     part_names: tuple[str, ...] = ()
 
+    @property
+    def count(self) -> int:
+        """Number of samples B."""
+        return len(self.rewards)
+
 
 def build_loss_mask(batch: LossBatch, config: Settings) -> torch.Tensor:
     """Return bool [N]: tokens left by staleness.on_exceed = mask and advantage.truncated = mask."""
@@ -149,7 +154,7 @@ SCALES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 def shape_rewards(batch: LossBatch, valid: torch.Tensor, config: Settings) -> ShapedRewards:
     """Apply `advantage.truncated` and `advantage.rewards` to the rewards and greedy baselines."""
     a = config.advantage
-    n = len(batch.rewards)
+    n = batch.count
     token_rewards = batch.token_rewards if a.name in advantages.BY_TOKEN else None
     earned = (
         batch.rewards
@@ -214,7 +219,7 @@ def _estimate_sample_kl(batch: LossBatch, valid: torch.Tensor, config: Settings)
     It is the mean over samples with a token in the loss of the sum over their tokens.
     """
     x = torch.where(valid, _compute_reference_ratio(batch, config), 0.0)
-    has_tokens = ratios.sum_by_sample(valid.to(x.dtype), batch.seq, len(batch.rewards)) > 0
+    has_tokens = ratios.sum_by_sample(valid.to(x.dtype), batch.seq, batch.count) > 0
     return x.sum() / has_tokens.sum().clamp(min=1)
 
 
@@ -228,7 +233,7 @@ def compute_advantage(
     net_rewards = (
         rewards.answers
         if kl_penalty is None
-        else rewards.answers - ratios.sum_by_sample(kl_penalty, batch.seq, len(batch.rewards))
+        else rewards.answers - ratios.sum_by_sample(kl_penalty, batch.seq, batch.count)
     )
     scalars = {
         "reward/mean": batch.rewards.mean(),
@@ -237,7 +242,7 @@ def compute_advantage(
         "reward/max": batch.rewards.amax(),
         "reward/used_mean": net_rewards.mean(),
         "advantage/std": _compute_std(
-            ratios.average_by_sample(adv, batch.mask, batch.seq, len(batch.rewards))
+            ratios.average_by_sample(adv, batch.mask, batch.seq, batch.count)
         ),
         "reward/no_spread_share": advantages.find_zero_variance(batch.rewards, batch.groups)
         .float()
@@ -299,7 +304,7 @@ def _compute_sample_ratios(batch: LossBatch) -> torch.Tensor:
     """Return start / mu of each whole sample [B], not truncated."""
     assert batch.start is not None
     log_w = torch.where(batch.mask, ratios.subtract(batch.start, batch.behavior), 0.0)
-    log_ratios = ratios.sum_by_sample(log_w, batch.seq, len(batch.rewards))
+    log_ratios = ratios.sum_by_sample(log_w, batch.seq, batch.count)
     return log_ratios.clamp(-ratios.CLAMP, ratios.CLAMP).exp()
 
 

@@ -276,7 +276,7 @@ def _correct(
         proximal,
         valid,
         batch.seq[part],
-        n=len(batch.rewards),
+        n=batch.count,
         c=config.correction,
         stats=stats,
         adv=adv,
@@ -311,7 +311,7 @@ def begin_step(
         prep.start, prep.known = current.to(prep.start.dtype).clone(), torch.ones_like(prep.known)
     if current is None:
         current = batch.start if _has_given_start(prep) else batch.proximal
-    in_step = torch.zeros(len(batch.rewards), dtype=torch.bool, device=batch.seq.device)
+    in_step = torch.zeros(batch.count, dtype=torch.bool, device=batch.seq.device)
     in_step[samples] = True
     counted_tokens = step_tokens = prep.valid & in_step[batch.seq]
     if prep.corrected is not None and c.correction.denominator == "after":
@@ -322,7 +322,7 @@ def begin_step(
         else 1.0
     )
     factor = reductions.compute_factors(
-        counted_tokens, batch.seq, len(batch.rewards), c.loss.reduction, length
+        counted_tokens, batch.seq, batch.count, c.loss.reduction, length
     )
     step = StepPlan(factor.to(batch.behavior.dtype), correction.WeightStatistics())
     _fill_statistics(prep, step, current)
@@ -417,7 +417,7 @@ def _build_tokens(
         behavior=b.behavior[part],
         mask=prep.valid[part],
         seq=b.seq[part],
-        n=len(b.rewards),
+        n=b.count,
         chosen=None if step.chosen is None else step.chosen[part],
         stats=step.reshape,
         reshape=prep.config.reshape,
@@ -444,7 +444,7 @@ def _correct_at_target(
             target,
             prep.valid[part],
             b.seq[part],
-            len(b.rewards),
+            b.count,
             c=c,
             adv=prep.advantage[part],
         )
@@ -504,7 +504,7 @@ def compute_micro_loss(
     sums = tokens.sums | {"loss/policy": -torch.where(live, trust.objective * scale, 0.0).sum()}
     if c.stop.lr_by_ess != "off":
         log_w = ratios.subtract(target, tokens.behavior)
-        sums["ess/answers"] = stopping.sum_sample_weights(log_w, valid, b.seq[part], len(b.rewards))
+        sums["ess/answers"] = stopping.sum_sample_weights(log_w, valid, b.seq[part], b.count)
     extra, terms = _compute_extra_terms(
         prep,
         part,

@@ -63,7 +63,7 @@ class SampleLog(BatchLog):
         """
         chosen = choose_samples(packed, prep, self.config, batch.number)
         columns = {
-            "behavior": prep.batch.behavior,
+            "behavior": packed.behavior,
             "start": prep.start,
             "target": prep.latest,
             "advantage": prep.advantage,
@@ -76,20 +76,20 @@ class SampleLog(BatchLog):
             for name, x in columns.items()
         }
         integers = {
-            "lag": prep.batch.token_lag.cpu().numpy(),
+            "lag": packed.token_lag.cpu().numpy(),
             "clip": prep.clipped.cpu().numpy(),
-            "mask": prep.batch.mask.cpu().numpy().astype(int),
+            "mask": packed.mask.cpu().numpy().astype(int),
             "used": prep.used.cpu().numpy().astype(int),
         }
         rewards: dict[int, list[float]] = {}
-        for group, reward in zip(packed.groups, packed.loss.rewards.tolist(), strict=True):
+        for group, reward in zip(packed.group_of, packed.rewards.tolist(), strict=True):
             rewards.setdefault(group, []).append(reward)
         return [
             self._build_row(
                 batch.samples[packed.places[position]],
                 batch.number,
                 rules,
-                {"group_rewards": rewards[packed.groups[position]]}
+                {"group_rewards": rewards[packed.group_of[position]]}
                 | ({"task": batch.tasks[packed.places[position]]} if batch.tasks else {}),
                 int(packed.offsets[position]),
                 rounded | integers,
@@ -164,22 +164,20 @@ def choose_samples(
 
     Only samples with a known start that a pass of this rank has seen can be chosen.
     """
-    known_counts = ratios.sum_by_sample(
-        (prep.known & prep.passed).long(), packed.loss.seq, packed.count
-    )
+    known_counts = ratios.sum_by_sample((prep.known & prep.passed).long(), packed.seq, packed.count)
     lengths = np.diff(packed.offsets)
     usable = [i for i, n in enumerate(known_counts.tolist()) if n == lengths[i] > 0]
     if not usable:
         return {}
     # an environment's tokens have no behavior policy
-    moved = (prep.start - prep.batch.behavior).abs() * prep.valid * prep.batch.mask
-    distances = ratios.sum_by_sample(moved.double(), packed.loss.seq, packed.count).cpu().numpy()
-    rewards = packed.loss.rewards.tolist()
-    groups = sorted({packed.groups[i] for i in usable})
+    moved = (prep.start - packed.behavior).abs() * prep.valid * packed.mask
+    distances = ratios.sum_by_sample(moved.double(), packed.seq, packed.count).cpu().numpy()
+    rewards = packed.rewards.tolist()
+    groups = sorted({packed.group_of[i] for i in usable})
     group_index = number // max(config.record.samples_every, 1)
     source = random.Random(config.seed * 1_000_003 + number)
     by_rule = {
-        "group": [i for i in usable if packed.groups[i] == groups[group_index % len(groups)]],
+        "group": [i for i in usable if packed.group_of[i] == groups[group_index % len(groups)]],
         "best": [max(usable, key=lambda i: rewards[i])],
         "worst": [min(usable, key=lambda i: rewards[i])],
         "off_policy": [max(usable, key=lambda i: distances[i] / lengths[i])],

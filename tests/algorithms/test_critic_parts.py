@@ -140,23 +140,23 @@ def test_the_learner_gives_it_the_policys_rate_or_its_share_of_its_own(
 def test_the_bootstrap_is_of_cut_answers_whatever_the_parts(model_dir: Path) -> None:
     c, packed = gae(model_dir), pack(batch())
     assert c.critic is not None
-    whole = c.critic.compute_start_values(packed, [list(range(16))])
+    whole = c.critic.compute_start_values(packed, [(list(range(16)), True)])
     for parts in (
         [[i] for i in range(16)],
         [[5, 0, 3], [1, 2], [15, 14, 13, 12, 4], [6, 7, 8, 9, 10, 11]],
     ):
-        values, bootstrap = c.critic.compute_start_values(packed, parts)
+        values, bootstrap = c.critic.compute_start_values(packed, [(part, True) for part in parts])
         assert torch.allclose(values, whole[0], atol=1e-5)
         assert torch.allclose(bootstrap, whole[1], atol=1e-5)
     shared = gae(model_dir, {"trunk": "shared"})
     assert shared.critic is not None
-    values, _ = shared.critic.compute_start_values(packed, [list(range(16))])
+    values, _ = shared.critic.compute_start_values(packed, [(list(range(16)), True)])
     with torch.no_grad():
         out = shared.model.logprobs(
             packed.prompts,
             packed.responses,
             packed.temperature,
-            groups=packed.groups,
+            groups=packed.group_of,
             want_hidden=True,
         )
         assert torch.allclose(

@@ -125,16 +125,16 @@ def test_norms_of_answers_are_those_of_their_gradients(model_dir: Path) -> None:
         correction={"level": "sequence"},
     )
     packed = pack(batch())
-    packed.loss.mask[:2] = False
+    packed.mask[:2] = False
     learner._add_gradient_norms(packed)
-    found = packed.loss.squared_norms
+    found = packed.squared_norms
     parameters = list(learner.model.hf.parameters())
     assert all(p.grad is None for p in parameters)
     for answer in (0, 4, 17):
         for p in parameters:
             p.grad = None
         out = learner._run(learner.model, packed, [answer], entropy=False)
-        out.logprobs[packed.loss.mask[packed.find_token_positions([answer])]].sum().backward()
+        out.logprobs[packed.mask[packed.find_token_positions([answer])]].sum().backward()
         exact = sum(float(p.grad.double().square().sum()) for p in parameters)
         assert float(found[answer]) == pytest.approx(exact, rel=1e-4)
 
@@ -143,11 +143,9 @@ def test_energies_are_gradient_norms_of_the_softmax(model_dir: Path) -> None:
     learner = core(model_dir, advantage={"name": "otb"})
     packed = pack(batch())
     packed.temperature[:] = 0.7
-    packed.loss.mask[3] = False
+    packed.mask[3] = False
     learner._add_gradient_norms(packed)
-    found = sum_by_sample(
-        torch.where(packed.loss.mask, packed.loss.energy, 0.0), packed.loss.seq, packed.count
-    )
+    found = sum_by_sample(torch.where(packed.mask, packed.energy, 0.0), packed.seq, packed.count)
     for answer in (0, 5):
         prompt, response = packed.prompts[answer], packed.responses[answer]
         ids = torch.tensor([*prompt.tolist(), *response.tolist()])[None]
@@ -155,7 +153,7 @@ def test_energies_are_gradient_norms_of_the_softmax(model_dir: Path) -> None:
             logits = learner.model.hf(ids).logits[0, len(prompt) - 1 : -1]
         logits = logits.double().requires_grad_(True)
         lp = (logits / 0.7).log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
-        lp[packed.loss.mask[packed.find_token_positions([answer])]].sum().backward()
+        lp[packed.mask[packed.find_token_positions([answer])]].sum().backward()
         # with respect to what the softmax is taken of: at temperature T, T times as much
         exact = float((logits.grad * 0.7).square().sum())
         assert float(found[answer]) == pytest.approx(exact, rel=1e-4)
@@ -217,7 +215,7 @@ def test_a_learner_remembers_each_prompts_rewards(model_dir: Path, tmp_path: Pat
     assert list(learner.state.prompts.values()) == pytest.approx(means)
     packed = pack(given)
     digests = learner._look_up_prompts(given, packed)
-    assert packed.loss.baselines.tolist() == pytest.approx([x for x in means for _ in range(SIZE)])
+    assert packed.baselines.tolist() == pytest.approx([x for x in means for _ in range(SIZE)])
     assert len(set(digests)) == GROUPS
     checkpoint.save(tmp_path, learner, {}, 2)
     again = core(model_dir, learner={"lr": 0.0}, advantage=advantage)
@@ -247,8 +245,8 @@ def test_named_parts_come_with_a_batch_where_every_answer_has_them(model_dir: Pa
     for at, sample in enumerate(given.samples):
         sample.reward_parts = {"truth": float(at % 2), "form": 0.5 * at}
     packed = pack(given)
-    assert packed.loss.part_names == ("form", "truth")
-    assert packed.loss.parts.tolist() == [[0.5 * at, at % 2] for at in range(GROUPS * SIZE)]
+    assert packed.part_names == ("form", "truth")
+    assert packed.parts.tolist() == [[0.5 * at, at % 2] for at in range(GROUPS * SIZE)]
     learner = core(model_dir, advantage={"name": "gdpo"})
     before = weights(learner)
     learner.train(given)

@@ -298,7 +298,7 @@ def test_what_the_start_costs_under_a_bypass(
     monkeypatch.setattr(c, "_forward", lambda model, *a: (seen.append(model), real(model, *a))[1])
     packed = pack(batch())
     by = (
-        packed.loss.behavior.double()
+        packed.behavior.double()
         if at == "behavior"
         else real(c.model, packed, range(GROUPS * SIZE)).double()
     )

@@ -76,12 +76,12 @@ def test_in_a_real_run_the_baseline_is_the_likeliest_answer_and_left_out_of_the_
         at = len(s.prompt_tokens) // 4 - 1
         assert torch.equal(logits[at : at + len(lp)].argmax(-1), ids[at + 1 :])
     packed = pack(first, greedy=True)
-    assert len(packed.responses) == 3 * 3 and packed.loss.greedy is not None
+    assert len(packed.responses) == 3 * 3 and packed.greedy is not None
     baseline = {s.ticket: s.reward for s in first.samples if s.sample == 0}
-    assert packed.loss.greedy.tolist() == pytest.approx(
+    assert packed.greedy.tolist() == pytest.approx(
         [baseline[s.ticket] for s in first.samples if s.sample]
     )
-    assert len(packed.loss.token_lag) == sum(s.length for s in first.samples if s.sample)
+    assert len(packed.token_lag) == sum(s.length for s in first.samples if s.sample)
 
 
 def test_advantages_are_rewards_less_the_greedy_ones(tmp_path: Path) -> None:

@@ -202,7 +202,7 @@ def by_hand(ring: Ring, b: Batch) -> tuple[torch.Tensor, ...]:
     packed = pack(b)
     at = [ring.logprobs(v, packed.prompts, packed.responses).reshape(-1, LENGTH) for v in range(3)]
     second = torch.stack([at[1 + i % 2][i, 4:] for i in range(GROUPS * SIZE)])
-    return packed.loss.behavior, torch.cat([at[0][:, :4], second], 1).reshape(-1), at[2].reshape(-1)
+    return packed.behavior, torch.cat([at[0][:, :4], second], 1).reshape(-1), at[2].reshape(-1)
 
 
 def test_the_split_is_what_the_versions_own_weights_say(model_dir: Path) -> None:
@@ -292,7 +292,7 @@ def test_an_update_is_the_policy_after_the_batch_against_the_start(
     assert m["split/total"] == pytest.approx(
         m["split/mismatch"] + m["split/staleness"] + m["split/update"], abs=1e-6
     )
-    weight = (start - packed.loss.behavior).double().exp().clamp(max=2.0)
+    weight = (start - packed.behavior).double().exp().clamp(max=2.0)
     moved = float((weight * ((-x).exp() - 1 + x)).sum() / weight.sum())
     assert m["kl/moved"] == pytest.approx(moved, rel=1e-3)
     # what only a later pass could see is said of no batch without one

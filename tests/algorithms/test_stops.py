@@ -75,7 +75,7 @@ def test_what_is_measured_by_hand(
 
     c.backend.apply = step  # type: ignore[method-assign]
     said = c.train(batch())["optim/stop_kl"]
-    part, mu = packed.find_token_positions(second), packed.loss.behavior.double()
+    part, mu = packed.find_token_positions(second), packed.behavior.double()
     now, start, mu = seen[0][part], start[part], mu[part]
     if against == "start":
         weight, x = (start - mu).exp().clamp(max=2.0), now - start
@@ -135,7 +135,7 @@ def test_the_rule_of_epochs_ends_a_batch_between_its_passes(
     assert (metrics["optim/steps"], metrics["optim/early_stops"]) == (3, 1)
     assert torch.equal(weights(one), weights(c))
     now = one._forward(one.model, packed, range(packed.count))
-    weight, x = (start - packed.loss.behavior).exp().clamp(max=2.0), (now - start).double()
+    weight, x = (start - packed.behavior).exp().clamp(max=2.0), (now - start).double()
     whole = float((weight * (x.exp() - 1 - x)).sum() / weight.sum())
     assert metrics["optim/stop_kl"] == pytest.approx(whole, rel=1e-3)
     by_step = core(model_dir, learner={**layout, "epochs": 3}, stop=stop | {"every": "step"})

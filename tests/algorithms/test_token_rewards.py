@@ -143,10 +143,10 @@ def test_a_greedy_baseline_brings_its_length_and_its_end() -> None:
     packed = pack(b, greedy=True)
     of = {s.ticket: s for s in b.samples if s.sample == 0}
     mine = [of[s.ticket] for s in b.samples if s.sample]
-    assert packed.loss.greedy_truncated is not None and packed.loss.greedy_lengths is not None
-    assert packed.loss.greedy_truncated.tolist() == [s.finish == "length" for s in mine]
-    assert any(packed.loss.greedy_truncated)
-    assert packed.loss.greedy_lengths.tolist() == [s.length for s in mine]
+    assert packed.greedy_truncated is not None and packed.greedy_lengths is not None
+    assert packed.greedy_truncated.tolist() == [s.finish == "length" for s in mine]
+    assert any(packed.greedy_truncated)
+    assert packed.greedy_lengths.tolist() == [s.length for s in mine]
     assert pack(b).loss.token_rewards is None
     assert pack(b).loss.steps is None
     assert pack(b).loss.greedy is None

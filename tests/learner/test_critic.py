@@ -89,7 +89,7 @@ def test_values_begin_before_the_first_token_and_a_cut_answer_has_one_more(model
     c, b = gae(model_dir), batch()
     packed = pack(b)
     assert c.critic is not None
-    values, bootstrap = c.critic.compute_start_values(packed, [list(range(GROUPS * SIZE))])
+    values, bootstrap = c.critic.compute_start_values(packed, [(list(range(GROUPS * SIZE)), True)])
     assert torch.allclose(
         values, c.critic.compute_values(packed, range(GROUPS * SIZE), None).detach(), atol=1e-6
     )
@@ -121,7 +121,9 @@ def test_initialisations(model_dir: Path, tmp_path: Path) -> None:
         c = gae(model_dir, {"init": init} | ({"path": path} if path else {}))
         assert c.critic is not None and c.critic.trunk is not None
         trunks[init] = torch.cat([p.detach().flatten() for p in c.critic.trunk.hf.parameters()])
-        starts[init] = c.critic.compute_start_values(pack(batch()), [range(GROUPS * SIZE)])[0]
+        starts[init] = c.critic.compute_start_values(
+            pack(batch()), [(list(range(GROUPS * SIZE)), True)]
+        )[0]
     assert torch.equal(trunks["policy"], weights(core(model_dir)))
     assert torch.equal(trunks["zeros"], trunks["policy"])
     assert not torch.equal(trunks["random"], trunks["policy"])

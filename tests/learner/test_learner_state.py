@@ -133,8 +133,8 @@ def test_exact_runs_end_at_the_first_difference(model_dir: Path) -> None:
     c.config = msgspec.structs.replace(c.config, exact=True)
     packed = pack(batch())
     off = (
-        (c._forward(c.model, packed, range(len(packed.responses))) - packed.loss.behavior)
-        .abs()[packed.loss.token_lag == 0]
+        (c._forward(c.model, packed, range(len(packed.responses))) - packed.behavior)
+        .abs()[packed.token_lag == 0]
         .max()
     )
     with pytest.raises(AsyncrlError) as e:
@@ -182,7 +182,7 @@ def test_the_interpolated_anchor_leans_on_the_behaviour_policy_the_fresher_a_tok
     c = core(model_dir, correction={"proximal": "interpolate"})
     packed = pack(batch())
     c._set_proximal(packed, range(len(packed.responses)))
-    loss, own = packed.loss, c._forward(c.model, packed, range(len(packed.responses)))
+    loss, own = packed, c._forward(c.model, packed, range(len(packed.responses)))
     assert loss.proximal is not None and set(loss.token_lag.tolist()) == {0, 1, 2, 3}
     share = torch.tensor([1, 1 / 2, 1 / 3, 1 / 4])[loss.token_lag]
     assert torch.allclose(loss.proximal, share * loss.behavior + (1 - share) * own)

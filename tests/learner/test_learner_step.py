@@ -80,17 +80,19 @@ def test_groups_stand_together_where_a_prompt_is_encoded_once(model_dir: Path) -
     def order() -> list[int]:
         return [
             i
-            for micro in c._select_own_micro_batches(packed, range(packed.count))[0]
+            for micro, _ in c._select_own_micro_batches(packed, range(packed.count))
             for i in micro
         ]
 
-    groups = [packed.groups[i] for i in order()]
+    groups = [packed.group_of[i] for i in order()]
     assert sum(a != b for a, b in itertools.pairwise(groups)) == GROUPS - 1
     c.model.exact = True
-    assert [packed.groups[i] for i in order()] == groups
+    assert [packed.group_of[i] for i in order()] == groups
     c.model.fast = None  # encodes every row whole: by length
     lengths = [packed.count_sample_tokens()[i] for i in order()]
-    assert lengths == sorted(lengths) and order() != sorted(order(), key=lambda i: packed.groups[i])
+    assert lengths == sorted(lengths) and order() != sorted(
+        order(), key=lambda i: packed.group_of[i]
+    )
 
 
 def test_kl_early_stop_makes_no_further_step_and_leaves_no_gradient(model_dir: Path) -> None:
@@ -134,7 +136,7 @@ def test_what_a_batch_moved_is_measured_and_changes_nothing(model_dir: Path) -> 
     before = c._forward(c.model, packed, everyone).double()
     said = c.train(batch())
     x = c._forward(c.model, packed, everyone).double() - before
-    weight = (before - packed.loss.behavior).exp().clamp(max=2.0)
+    weight = (before - packed.behavior).exp().clamp(max=2.0)
     by_hand = float((weight * (x.exp() - 1 - x)).sum() / weight.sum())
     assert by_hand > 1e-5 and said["kl/moved"] == pytest.approx(by_hand, rel=1e-3)
     assert "kl/moved" not in plain.train(batch()) and torch.equal(weights(c), weights(plain)), (
@@ -211,7 +213,7 @@ def test_prefix_full_is_the_plain_formula_on_both_models_logits(
                 np.frombuffer(s.behavior_logprobs, "<f4").copy()
             )
             total = total + ((log_w.cumsum(0) - log_w).exp() * step).sum()
-        total = 0.5 * total / len(packed.loss.seq)
+        total = 0.5 * total / len(packed.seq)
         total.backward()
         # type: ignore[union-attr]
         exact = torch.cat([p.grad.flatten() for p in c.model.hf.parameters()])
@@ -304,7 +306,7 @@ def test_the_instruments_read_the_learners_start_under_every_anchor(
     """
     c, packed = core(model_dir, **how), pack(batch())
     start = c._forward(c.model, packed, range(GROUPS * SIZE)).double()
-    x = start - packed.loss.behavior.double()
+    x = start - packed.behavior.double()
     m = c.train(batch())
     ratio = x.exp()
     assert m["kl/behavior_start_k1"] == pytest.approx(float(-x.mean()), rel=1e-5)
@@ -317,7 +319,7 @@ def test_the_instruments_read_the_learners_start_under_every_anchor(
     assert m["is/chi2"] == pytest.approx(float(ratio.square().mean() - 1), rel=1e-5)
     assert m["is/ratio_max"] == pytest.approx(float(ratio.max()), rel=1e-5)
     assert m["perplexity/start"] == pytest.approx(float((-start).mean().exp()), rel=1e-5)
-    at_zero = packed.loss.token_lag == 0
+    at_zero = packed.token_lag == 0
     assert m["mismatch/k3_at_lag_0"] == pytest.approx(
         float((ratio - 1 - x)[at_zero].mean()), rel=1e-5
     )
@@ -383,7 +385,7 @@ def test_several_minibatches_measure_the_first_ones_answers(model_dir: Path) -> 
     packed = pack(batch())
     start = c._forward(c.model, packed, range(GROUPS * SIZE)).double()
     first = packed.find_token_positions(c._choose_minibatches(packed, 0)[0])
-    x = (start - packed.loss.behavior.double())[first]
+    x = (start - packed.behavior.double())[first]
     m = c.train(batch())
     assert m["kl/behavior_start_k1"] == pytest.approx(float(-x.mean()), rel=1e-5)
     assert "kl/start_target_k3" not in m, "no answer is seen twice"

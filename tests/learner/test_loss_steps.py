@@ -557,7 +557,9 @@ def test_minibatches_deal_whole_groups_evenly_by_seed_batch_and_epoch(model_dir:
     source = torch.Generator().manual_seed((3 * 1_000_003 + 2) * 1009 + 1)
     order = torch.randperm(GROUPS, generator=source).tolist()
     want = [
-        sorted(i for i in range(GROUPS * SIZE) if order.index(packed.groups[i]) * 4 // GROUPS == p)
+        sorted(
+            i for i in range(GROUPS * SIZE) if order.index(packed.group_of[i]) * 4 // GROUPS == p
+        )
         for p in range(4)
     ]
     assert c._choose_minibatches(packed, 1) == want

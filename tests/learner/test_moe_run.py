@@ -82,7 +82,7 @@ def test_the_shipped_config_trains_on_the_recorded_experts(
         assert {flag for one, flag in replayed if one is model} == {does}
     for batch in seen:
         packed = pack(batch)
-        for row, routed in enumerate(packed.get_row_routed(range(packed.count))):
+        for row, routed in enumerate(packed.routed):
             assert routed is not None and routed.shape == (2, 8, 2)
             read = len(packed.prompts[row]) + len(packed.responses[row]) - 1
             assert routed.ids.shape == (read, 2, 2)

@@ -62,11 +62,11 @@ def test_every_field_lies_at_its_tokens_place() -> None:
     p = pack(batch(SAMPLES, RUNS))
     assert [x.tolist() for x in p.prompts] == [[1, 2], [1, 2], [8], [1, 2]]
     assert [x.tolist() for x in p.responses] == [[3, 4, 5], [6], [9, 10], [11, 12, 13, 14]]
-    assert p.groups == [0, 0, 1, 0]
+    assert p.group_of == [0, 0, 1, 0]
     assert p.places == [0, 1, 2, 3]
     assert p.offsets.tolist() == [0, 3, 4, 6, 10]
     assert p.temperature.tolist() == [0.5, 1, 2, 1]
-    loss = p.loss
+    loss = p
     assert loss.seq.tolist() == [0, 0, 0, 1, 2, 2, 3, 3, 3, 3]
     assert loss.token_lag.tolist() == [4, 4, 1, 2, 0, 0, 3, 5, 5, 5]
     assert loss.behavior.tolist() == [-0.5 * t for t in (3, 4, 5, 6, 9, 10, 11, 12, 13, 14)]
@@ -87,9 +87,9 @@ def test_the_first_of_a_group_is_left_out_where_it_is_the_baseline() -> None:
     p = pack(batch(SAMPLES, RUNS), greedy=True)
     assert p.places == [1, 3]
     assert [len(r) for r in p.responses] == [1, 4]
-    assert p.groups == [0, 0]
+    assert p.group_of == [0, 0]
     assert p.offsets.tolist() == [0, 1, 5]
-    loss = p.loss
+    loss = p
     assert loss.token_lag.tolist() == [2, 3, 5, 5, 5]
     assert loss.rewards.tolist() == [-2, 3]
     assert loss.truncated.tolist() == [True, True]
@@ -111,7 +111,7 @@ def test_rewards_per_token_of_those_that_have_them_and_of_those_that_do_not() ->
         answer(1, 1, [1], [2, 3, 4], token_rewards=[nan, 0, nan]),
         answer(1, 2, [1], [2, 3], reward=4.0),
     ]
-    loss = pack(batch(samples)).loss
+    loss = pack(batch(samples))
     assert loss.token_rewards is not None
     assert loss.token_rewards.tolist() == [0, 2, 0, 0, 0, 0, 0, 4]
     assert loss.token_rewards.dtype == torch.float32

@@ -65,20 +65,20 @@ def test_each_rule_chooses_its_sample(model_dir: Path) -> None:
     rules = ["group", "best", "worst", "off_policy", "longest", "random"]
     made = core(model_dir, record={"samples_every": 10, "token_samples": rules})
     packed = made._pack_batch(batch(20))
-    prep = step_loss.prepare(packed.loss, made.config)
+    prep = step_loss.prepare(packed, made.config)
     prep.start = made._forward(made.model, packed, range(packed.count))
     prep.known, prep.passed = torch.ones_like(prep.known), torch.ones_like(prep.passed)
     by_rule: dict[str, list[int]] = {}
     for sample, why in choose_samples(packed, prep, made.config, 20).items():
         for rule in why:
             by_rule.setdefault(rule, []).append(sample)
-    rewards, lengths = packed.loss.rewards.tolist(), np.diff(packed.offsets).tolist()
-    assert by_rule["group"] == [i for i, g in enumerate(packed.groups) if g == 2 % GROUPS]
+    rewards, lengths = packed.rewards.tolist(), np.diff(packed.offsets).tolist()
+    assert by_rule["group"] == [i for i, g in enumerate(packed.group_of) if g == 2 % GROUPS]
     assert by_rule["best"] == [rewards.index(max(rewards))]
     assert by_rule["worst"] == [rewards.index(min(rewards))]
     assert by_rule["longest"] == [lengths.index(max(lengths))]
     assert len(by_rule["random"]) == 1
-    moved = (prep.start - packed.loss.behavior).abs()
+    moved = (prep.start - packed.behavior).abs()
     far = [float(moved[packed.find_token_positions([i])].mean()) for i in range(packed.count)]
     assert by_rule["off_policy"] == [far.index(max(far))]
     prep.batch.mask[packed.find_token_positions([far.index(max(far))])] = 0

@@ -101,9 +101,7 @@ def test_the_rows_of_a_batch_carry_their_supports(model_dir: Path) -> None:
     learner = core(model_dir)
     asked = sampled(learner)
     packed = pack(asked)
-    for row, sample in zip(
-        packed.get_row_supports(range(packed.count)), asked.samples, strict=True
-    ):
+    for row, sample in zip(packed.supports, asked.samples, strict=True):
         assert row is not None
         assert row.encode() == sample.support
     table = packed.build_support_table([2, 5], torch.device("cpu"))

@@ -92,11 +92,11 @@ def test_rows_stand_one_after_another_and_share_prompts_by_their_ids() -> None:
     assert first.length == 4 and first.token_count == 6
     assert p.count == 3 and p.row_offsets.tolist() == [0, 3, 4, 5]
     assert p.shared == [0, 0, 1, 0, 2]  # not over tickets
-    assert p.offsets.tolist() == [0, 6, 8, 9] and p.loss.seq.tolist() == [0] * 6 + [1, 1, 2]
-    assert p.loss.mask.tolist() == [True, False, True, False, True, True, True, True, True]
-    assert p.loss.token_lag.tolist() == [0, 0, 1, 0, 1, 1, 4, 4, 7]
-    assert p.loss.age.tolist() == [0, 0, 0, 0, 2, 0, 0, 0, 0]
-    assert p.loss.behavior.tolist() == [-1, 0, -3, 0, -4, -5, -6, -7, -8]
+    assert p.offsets.tolist() == [0, 6, 8, 9] and p.seq.tolist() == [0] * 6 + [1, 1, 2]
+    assert p.mask.tolist() == [True, False, True, False, True, True, True, True, True]
+    assert p.token_lag.tolist() == [0, 0, 1, 0, 1, 1, 4, 4, 7]
+    assert p.age.tolist() == [0, 0, 0, 0, 2, 0, 0, 0, 0]
+    assert p.behavior.tolist() == [-1, 0, -3, 0, -4, -5, -6, -7, -8]
     assert p.list_rows([1, 0]) == [3, 0, 1, 2] and p.count_sample_tokens() == [5 + 4 + 4, 4, 3]
     assert p.get_row_temperature([0, 2]).tolist() == [1.0] * 4
 
@@ -118,7 +118,7 @@ def test_a_forked_session_has_its_reward_on_its_last_token_of_all() -> None:
     ]
     s = sample(0, 0, rows, reward=2.0)
     s.token_rewards = given
-    loss = pack(batch([s, sample(0, 1, [row([1], [2], [-1], [1])], reward=3.0)], [0, 0])).loss
+    loss = pack(batch([s, sample(0, 1, [row([1], [2], [-1], [1])], reward=3.0)], [0, 0]))
     assert loss.token_rewards is not None and loss.token_rewards.tolist() == [0, 2, 3]
 
 
@@ -149,7 +149,7 @@ def test_skipped_tokens_are_counted_where_they_were_drawn(model_dir: Path) -> No
     for how in ("split", "shared"):
         data = sessions(how)
         packed = c._pack_batch(data)
-        prep = step_loss.prepare(packed.loss, c.config)
+        prep = step_loss.prepare(packed, c.config)
         c.trained_samples = set()
         unused = c._count_unused_tokens(prep, packed, len(data.samples))
         assert unused == [(s.length, 0) for s in data.samples]
