@@ -7,7 +7,6 @@ absent.
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ import xxhash
 from asyncrl.records import jsonl
 from asyncrl.tinker.messages import Datum
 from asyncrl.tinker.sequences import SampledRun
-from learner.records.sample_log import DECIMALS, FILE, decode_pieces
+from learner.records.sample_log import FILE, build_row, build_sequence
 
 # the defaults of record.samples_every and record.token_samples_mib of a run
 EVERY = 10
@@ -58,42 +57,37 @@ class ScoredDatum:
         start, stop = self.runs[0].start, self.runs[-1].stop
         inputs = np.frombuffer(self.datum.tokens, "<i4").tolist()
         targets = np.frombuffer(self.datum.targets, "<i4").tolist()
-        ids = [*inputs[start + 1 : stop], targets[stop - 1]]
-        span = slice(start, stop)
-        lags = np.frombuffer(self.datum.lags, "<i4")[span]
         mask = self.datum.get_field("mask")
         inside = np.zeros(self.datum.length, bool)
         for run in self.runs:
             inside[run.start : run.stop] = True
-        trained = inside if mask is None else inside & (mask != 0)
         advantages = self.datum.get_field("advantages")
         assert advantages is not None
-        return {
-            "prompt": tokenizer.decode(inputs[: start + 1]),
-            "pieces": decode_pieces(tokenizer, ids),
-            "tokens": ids,
-            "versions": [
-                [
-                    "unknown" if run.sequence is None else str(run.sequence.version),
-                    run.start - start,
-                    run.stop - start,
-                ]
-                for run in self.runs
-            ],
-            "behavior": _round_inside(self._behavior_logprobs[span], inside[span]),
-            "start": _round_inside(np.frombuffer(self.logprobs, "<f4")[span], inside[span]),
-            "advantage": _round_inside(advantages[span], inside[span]),
-            "lag": [lag if lag >= 0 else None for lag in lags.tolist()],
-            "mask": inside[span].astype(int).tolist(),
-            "used": trained[span].astype(int).tolist(),
+        values = {
+            "behavior": self._behavior_logprobs,
+            "start": np.frombuffer(self.logprobs, "<f4"),
+            "advantage": advantages,
         }
-
-
-def _round_inside(values: np.ndarray, inside: np.ndarray) -> list[float | None]:
-    return [
-        round(value, DECIMALS) if is_inside and math.isfinite(value) else None
-        for value, is_inside in zip(values.tolist(), inside.tolist(), strict=True)
-    ]
+        columns = {name: np.where(inside, x, np.nan) for name, x in values.items()} | {
+            "mask": inside.astype(int),
+            "used": (inside if mask is None else inside & (mask != 0)).astype(int),
+        }
+        versions = [
+            [
+                "unknown" if run.sequence is None else str(run.sequence.version),
+                run.start - start,
+                run.stop - start,
+            ]
+            for run in self.runs
+        ]
+        lags = np.frombuffer(self.datum.lags, "<i4")[start:stop].tolist()
+        return build_sequence(
+            tokenizer,
+            inputs[: start + 1],
+            [*inputs[start + 1 : stop], targets[stop - 1]],
+            versions,
+            {name: x[start:stop] for name, x in columns.items()},
+        ) | {"lag": [lag if lag >= 0 else None for lag in lags]}
 
 
 @dataclass
@@ -139,30 +133,25 @@ class TrainedSampleLog:
         ):
             rules_of.setdefault(index, []).append(rule)
         for index, rules in sorted(rules_of.items()):
-            self.file.write(self._build_row(version, index, rules))
-
-    def _build_row(self, version: int, index: int, rules: list[str]) -> dict[str, Any]:
-        scored = self.collected[index]
-        sequence = scored.describe(self.tokenizer)
-        lags = [lag for lag in sequence["lag"] if lag is not None]
-        return {
-            "batch": version,
-            "ticket": index,
-            "sample": 0,
-            "group_key": xxhash.xxh3_64_hexdigest(sequence["prompt"].encode()),
-            "rules": rules,
-            "reward": None,
-            "sequence_ids": [run.sequence.id for run in scored.runs if run.sequence is not None],
-            "parts": {},
-            "finish": "",
-            "calls": 0,
-            "excluded": 0,
-            "lag_mean": round(sum(lags) / max(len(lags), 1), DECIMALS),
-            "lag_max": max(lags, default=0),
-            "length": scored.length,
-            "group_rewards": [],
-            "sequences": [sequence],
-        }
+            scored = self.collected[index]
+            sequence = scored.describe(self.tokenizer)
+            sequences = [run.sequence for run in scored.runs if run.sequence is not None]
+            head = {
+                "batch": version,
+                "ticket": index,
+                "sample": 0,
+                "group_key": xxhash.xxh3_64_hexdigest(sequence["prompt"].encode()),
+                "rules": rules,
+                "reward": None,
+                "sequence_ids": [sampled.id for sampled in sequences],
+                "parts": {},
+                "finish": "",
+                "calls": 0,
+                "excluded": 0,
+                "length": scored.length,
+                "group_rewards": [],
+            }
+            self.file.write(build_row(head, [sequence]))
 
     def close(self) -> None:
         self.file.close()

@@ -7,6 +7,7 @@ the update, its advantage, its importance weight and whether the trust region cl
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from asyncrl.algorithms import ratios
 from asyncrl.algorithms.loss import PreparedBatch
 from asyncrl.config.tree import Config
 from asyncrl.contract.blobs.images import read_size
-from asyncrl.contract.messages import Batch, Trajectory
+from asyncrl.contract.messages import Batch
 from asyncrl.models import image_tokens, pictures
 from learner.batch import PackedBatch
 from learner.records.batch_log import BatchLog
@@ -61,100 +62,115 @@ class SampleLog(BatchLog):
         sampler: [N], log-probabilities under the learner's weights of the version that sampled each
         token, nan where they were not measured; None: not measured in this batch.
         """
-        chosen = choose_samples(packed, prep, self.config, batch.number)
         columns = {
             "behavior": packed.behavior,
             "start": prep.start,
             "target": prep.latest,
             "advantage": prep.advantage,
             "weight": prep.weight,
+            "lag": packed.token_lag,
+            "clip": prep.clipped,
+            "mask": packed.mask.int(),
+            "used": prep.used.int(),
         }
         if sampler is not None:
             columns["sampler"] = sampler
-        rounded = {
-            name: np.round(x.detach().double().cpu().numpy(), DECIMALS)
-            for name, x in columns.items()
-        }
-        integers = {
-            "lag": packed.token_lag.cpu().numpy(),
-            "clip": prep.clipped.cpu().numpy(),
-            "mask": packed.mask.cpu().numpy().astype(int),
-            "used": prep.used.cpu().numpy().astype(int),
-        }
+        values = {name: x.detach().cpu().numpy() for name, x in columns.items()}
         rewards: dict[int, list[float]] = {}
         for group, reward in zip(packed.group_of, packed.rewards.tolist(), strict=True):
             rewards.setdefault(group, []).append(reward)
-        return [
-            self._build_row(
-                batch.samples[packed.places[position]],
-                batch.number,
-                rules,
-                {"group_rewards": rewards[packed.group_of[position]]}
-                | ({"task": batch.tasks[packed.places[position]]} if batch.tasks else {}),
-                int(packed.offsets[position]),
-                rounded | integers,
-                images=batch.images,
-            )
-            for position, rules in sorted(chosen.items())
-        ]
+        rows = []
+        chosen = choose_samples(packed, prep, self.config, batch.number)
+        for position, rules in sorted(chosen.items()):
+            place = packed.places[position]
+            sample = batch.samples[place]
+            sequences = []
+            offset = int(packed.offsets[position])
+            for row in sample.list_rows():
+                ids = np.frombuffer(row.tokens, "<i4").tolist()
+                prompt = np.frombuffer(row.prompt_tokens, "<i4")
+                if self.tokenizer.image_shape is not None:
+                    prompt = image_tokens.contract(prompt, self.tokenizer.image_shape)
+                versions = [[str(s.label), s.start, s.end] for s in row.spans]
+                tokens = slice(offset, offset + len(ids))
+                sequence = build_sequence(
+                    self.tokenizer,
+                    prompt.tolist(),
+                    ids,
+                    versions,
+                    {name: x[tokens] for name, x in values.items()},
+                )
+                images = [(name, batch.images[name]) for name in row.images]
+                if images:
+                    sequence["images"] = [
+                        {
+                            "digest": name,
+                            "size": list(read_size(blob)),
+                            "thumbnail": pictures.build_thumbnail_url(blob),
+                        }
+                        for name, blob in images
+                    ]
+                sequences.append(sequence)
+                offset += len(ids)
+            row_head = {
+                "batch": batch.number,
+                "ticket": sample.ticket,
+                "sample": sample.sample,
+                "attempt": sample.attempt,
+                "group_key": sample.group_key,
+                "rules": rules,
+                "reward": sample.reward,
+                "parts": sample.reward_parts,
+                "finish": sample.finish,
+                "calls": sample.calls,
+                "excluded": sample.aside,
+                "segments": [list(segment) for segment in sample.segments],
+                "length": sum(len(sequence["tokens"]) for sequence in sequences),
+                "group_rewards": rewards[packed.group_of[position]],
+            }
+            if batch.tasks:
+                row_head["task"] = batch.tasks[place]
+            rows.append(build_row(row_head, sequences))
+        return rows
 
-    def _build_row(
-        self,
-        sample: Trajectory,
-        number: int,
-        rules: list[str],
-        extra: dict[str, Any],
-        offset: int,
-        columns: dict[str, np.ndarray],
-        *,
-        images: Mapping[str, bytes],
-    ) -> dict[str, Any]:
-        sequences = []
-        for sequence in sample.list_rows():
-            ids = np.frombuffer(sequence.tokens, "<i4").tolist()
-            tokens = slice(offset, offset + len(ids))
-            prompt = np.frombuffer(sequence.prompt_tokens, "<i4")
-            if self.tokenizer.image_shape is not None:
-                prompt = image_tokens.contract(prompt, self.tokenizer.image_shape)
-            sequences.append(
-                {
-                    "prompt": self.tokenizer.decode(prompt.tolist()),
-                    "pieces": decode_pieces(self.tokenizer, ids),
-                    "tokens": ids,
-                    "versions": [[str(s.label), s.start, s.end] for s in sequence.spans],
-                }
-                | {
-                    name: [value if np.isfinite(value) else None for value in x[tokens].tolist()]
-                    for name, x in columns.items()
-                }
-                | ({"images": _describe_images(sequence.images, images)} if sequence.images else {})
-            )
-            offset += len(ids)
-        lags = [  # an environment's tokens have none
-            lag
-            for sequence in sequences
-            for lag, mask in zip(sequence["lag"], sequence["mask"], strict=True)
-            if mask
+
+def build_sequence(
+    tokenizer: Any,
+    prompt: Sequence[int],
+    ids: Sequence[int],
+    versions: list[list[Any]],
+    columns: Mapping[str, np.ndarray],
+) -> dict[str, Any]:
+    """Return a training sequence of a row; values of `columns` that are not finite become None."""
+    return {
+        "prompt": tokenizer.decode(prompt),
+        "pieces": decode_pieces(tokenizer, ids),
+        "tokens": ids,
+        "versions": versions,
+    } | {
+        name: x.tolist()
+        if x.dtype.kind == "i"
+        else [
+            value if math.isfinite(value) else None
+            for value in np.round(x.astype(float), DECIMALS).tolist()
         ]
-        return {
-            "batch": number,
-            "ticket": sample.ticket,
-            "sample": sample.sample,
-            "attempt": sample.attempt,
-            "group_key": sample.group_key,
-            "rules": rules,
-            "reward": sample.reward,
-            "parts": sample.reward_parts,
-            "finish": sample.finish,
-            "calls": sample.calls,
-            "excluded": sample.aside,
-            "segments": [list(segment) for segment in sample.segments],
-            "lag_mean": round(sum(lags) / max(len(lags), 1), DECIMALS),
-            "lag_max": max(lags, default=0),
-            "length": sum(len(sequence["tokens"]) for sequence in sequences),
-            **extra,
-            "sequences": sequences,
-        }
+        for name, x in columns.items()
+    }
+
+
+def build_row(head: dict[str, Any], sequences: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a row of the log: `head`, the lags of the sampled tokens, and the sequences."""
+    lags = [
+        lag
+        for sequence in sequences
+        for lag, mask in zip(sequence["lag"], sequence["mask"], strict=True)
+        if mask and lag is not None
+    ]
+    return head | {
+        "lag_mean": round(sum(lags) / max(len(lags), 1), DECIMALS),
+        "lag_max": max(lags, default=0),
+        "sequences": sequences,
+    }
 
 
 def choose_samples(
@@ -215,15 +231,3 @@ def decode_pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
         start, decoded_end = end - 1, end
         text = tokenizer.decode(ids[start:end])
     return pieces
-
-
-def _describe_images(names: Sequence[str], blobs: Mapping[str, bytes]) -> list[dict[str, Any]]:
-    """Return digest, size and thumbnail of a sequence's images."""
-    return [
-        {
-            "digest": name,
-            "size": list(read_size(blobs[name])),
-            "thumbnail": pictures.build_thumbnail_url(blobs[name]),
-        }
-        for name in names
-    ]
