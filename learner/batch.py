@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from asyncrl.algorithms.loss import LossBatch
+from asyncrl.algorithms.ratios import sum_by_sample
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import Batch, Trajectory
 from asyncrl.contract.routed_experts import RoutedExperts
@@ -84,6 +85,12 @@ class PackedBatch(LossBatch):
         return torch.from_numpy(
             np.concatenate([np.arange(self.offsets[i], self.offsets[i + 1]) for i in samples])
         ).to(self.seq.device)
+
+    def find_whole_samples(self, mask: torch.Tensor) -> list[int]:
+        """Return the samples whose tokens are all in the mask, bool [N], and which have any."""
+        counts = sum_by_sample(mask.long(), self.seq, self.count).tolist()
+        lengths = np.diff(self.offsets)
+        return [i for i, count in enumerate(counts) if count == lengths[i] > 0]
 
     def get_row_arrays(self, samples: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Return (prompts, responses) of the rows of `samples`."""

@@ -20,7 +20,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,13 @@ from typing import Any
 import torch
 import xxhash
 
+from asyncrl.config.sft import SftModel
+from asyncrl.config.tree import ModelConfig
 from asyncrl.contract.errors import AsyncrlError, DamagedDataError, LearnerFenced
 from asyncrl.models import adapters
 from asyncrl.models.policy import (
+    Manifest,
+    PolicyModel,
     build_manifest,
     export,
     list_named_weights,
@@ -142,18 +146,44 @@ def save(
     core: LearnerCore,
     extra: Mapping[str, Any],
     keep_count: int,
-    older: Mapping[int, bytes] | None = None,
+    older: Mapping[int, bytes] = {},
 ) -> int:
     """Write the checkpoint of `core`'s number and keep the last `keep`; return the oldest.
 
     Raises AsyncrlError (disk full).
     """
-    number = core.state.number
+
+    def fill(part: Path) -> None:
+        core.backend.broadcast("save", str(part))
+        optimizer = core.backend.save(part)
+        with core.backend.gather_full_parameters():
+            export(core.model, part / "model")
+        own_critic = core.critic is not None and not core.backend.writes_parts
+        state = {
+            "optimizer": optimizer,
+            "critic": core.critic.get_state() if core.critic is not None and own_critic else None,
+            "state": asdict(core.state),
+            "extra": dict(extra),
+        }
+        torch.save(state, part / "state.pt")
+        for number, data in older.items():
+            (part / f"older_{number}.bin").write_bytes(data)
+
+    return write(directory, core.state.number, fill, keep_count)
+
+
+def write(directory: Path, number: int, fill: Callable[[Path], None], keep_count: int) -> int:
+    """Write the checkpoint `number` and keep the last `keep_count`; return the oldest.
+
+    fill: writes its files into a new directory.  Raises AsyncrlError (disk full).
+    """
     final = directory / f"number_{number}"
     part_path = directory / f".number_{number}.part"
     try:
         with atomic_write.replace(final, part=part_path, sync=True) as part:
-            _fill(part, core, extra, older or {})
+            part.mkdir()
+            fill(part)
+            seal(part)
     except AsyncrlError:  # a lost rank, not a full disk
         raise
     except Exception as error:
@@ -166,31 +196,6 @@ def save(
     for older_number in saved_numbers[:-keep_count]:
         shutil.rmtree(directory / f"number_{older_number}")
     return saved_numbers[-keep_count:][0]
-
-
-def _fill(
-    part: Path, core: LearnerCore, extra: Mapping[str, Any], older: Mapping[int, bytes]
-) -> None:
-    """Write all files of a checkpoint into the new directory `part`, and seal it."""
-    part.mkdir()
-    core.backend.broadcast("save", str(part))
-    optimizer = core.backend.save(part)
-    with core.backend.gather_full_parameters():
-        export(core.model, part / "model")
-    own_critic = core.critic is not None and not core.backend.writes_parts
-    critic = core.critic.get_state() if core.critic is not None and own_critic else None
-    torch.save(
-        {
-            "optimizer": optimizer,
-            "critic": critic,
-            "state": asdict(core.state),
-            "extra": dict(extra),
-        },
-        part / "state.pt",
-    )
-    for number, data in older.items():
-        (part / f"older_{number}.bin").write_bytes(data)
-    seal(part)
 
 
 def seal(part: Path) -> None:
@@ -264,10 +269,13 @@ def load_checkpoint(core: LearnerCore, path: Path) -> dict[str, Any]:
             f"checkpoint {path} holds the optimizer of learner.backend = {written_by}; resume it "
             "with that backend"
         )
-    if core.backend.writes_parts:
-        check_adapter(core, path)
-    else:
-        restore_weights(core, path)
+    if core.model.adapter is None and not core.backend.writes_parts:
+        with core.backend.gather_full_parameters():
+            restore_weights(core.model, path, core.layout, core.config.model)
+    elif core.model.adapter is not None and core.backend.writes_parts:
+        adapters.read_fitting(core.model, path / "model")  # it must be of this base and rank
+    elif core.model.adapter is not None:
+        adapters.restore(core.model, path / "model")
     core.backend.load(data["optimizer"], path)
     if core.critic is not None and not core.backend.writes_parts:
         core.critic.load_state(data.get("critic"), path)
@@ -278,30 +286,17 @@ def load_checkpoint(core: LearnerCore, path: Path) -> dict[str, Any]:
     return dict(data["extra"])
 
 
-def restore_weights(core: LearnerCore, path: Path) -> None:
-    """Load every weight of the model, or its adapter, on every rank.
-
-    Raises DamagedDataError.
-    """
-    if core.model.adapter is not None:
-        adapters.restore(core.model, path / "model")
-        return
-    saved = load_policy(path / "model", core.config.model.dtype, core.config.model.device)
-    saved_rows = [row[:3] for row in build_manifest(saved)]
-    own_rows = [row[:3] for row in core.layout]
-    if saved_rows != own_rows:
+def restore_weights(
+    model: PolicyModel, path: Path, layout: Manifest, settings: ModelConfig | SftModel
+) -> None:
+    """Load every weight of the model.  Raises DamagedDataError for another model's checkpoint."""
+    saved = load_policy(path / "model", settings.dtype, settings.device)
+    if [row[:3] for row in build_manifest(saved)] != [row[:3] for row in layout]:
         raise DamagedDataError(
-            f"checkpoint {path} is of another model than model.path = {core.config.model.path}: "
+            f"checkpoint {path} is of another model than model.path = {settings.path}: "
             "start a new run, or point model.path at its model"
         )
-    with core.backend.gather_full_parameters():
-        load_weights(core.model, dict(list_named_weights(saved)))
-
-
-def check_adapter(core: LearnerCore, path: Path) -> None:
-    """Raise DamagedDataError for an adapter of another base or rank."""
-    if core.model.adapter is not None:
-        adapters.read_fitting(core.model, path / "model")
+    load_weights(model, dict(list_named_weights(saved)))
 
 
 def read_earlier_versions(path: Path) -> dict[int, bytes]:

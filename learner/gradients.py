@@ -41,16 +41,21 @@ class GradientAlignment:
         cosine = torch.full((), torch.nan, dtype=torch.float64, device=raw[0].device)
         if len(self.previous) == len(raw):
             pairs = (gradients, self.previous), (gradients, gradients), (self.previous,) * 2
-            along, squared_norm, previous_squared_norm = self.sum_over_ranks(
-                torch.stack([_compute_dot(*pair) for pair in pairs])
-            )
+            # products in float32, their sums in float64
+            dots = []
+            for pair in pairs:
+                products = (a.float() * b.float() for a, b in zip(*pair, strict=True))
+                dots.append(torch.stack([x.sum(dtype=torch.float64) for x in products]).sum())
+            along, squared_norm, previous_squared_norm = self.sum_over_ranks(torch.stack(dots))
             cosine = along / (squared_norm * previous_squared_norm).sqrt().clamp(min=1e-300)
             if self.max_cosine is not None:
                 previous_norm = previous_squared_norm.sqrt().clamp(min=1e-300)
-                scale = (
-                    compute_excess(along / previous_norm, squared_norm, self.max_cosine)
-                    / previous_norm
-                )
+                # along, the signed length of the part along the previous gradient, may be at most
+                # |orthogonal| m / sqrt(1 - m^2) for a cosine of m
+                along = along / previous_norm
+                orthogonal = (squared_norm - along.square()).clamp(min=0).sqrt()
+                slope = self.max_cosine / (1 - self.max_cosine**2) ** 0.5
+                scale = (along - orthogonal * slope).clamp(min=0) / previous_norm
                 for gradient, previous in zip(gradients, self.previous, strict=True):
                     gradient.sub_(previous.to(gradient.dtype) * scale.to(gradient.dtype))
         self._next = raw
@@ -59,34 +64,6 @@ class GradientAlignment:
     def remember(self) -> None:
         """Store the measured gradient, without projection, for the next step."""
         self.previous = self._next
-
-
-def compute_excess(
-    along: torch.Tensor, squared_norm: torch.Tensor, max_cosine: float
-) -> torch.Tensor:
-    """Return the excess length of a gradient's part along the previous one.
-
-    It is along - |orthogonal| m / sqrt(1 - m^2), at least 0, for a cosine of m = `max_cosine`.
-
-    Args:
-        along: scalar, the signed length of that part.
-        squared_norm: scalar, the gradient's squared norm.
-        max_cosine: the largest cosine.
-    """
-    orthogonal = (squared_norm - along.square()).clamp(min=0).sqrt()
-    slope: float = max_cosine / (1 - max_cosine**2) ** 0.5
-    return (along - orthogonal * slope).clamp(min=0)
-
-
-def _compute_dot(
-    first_tensors: Sequence[torch.Tensor], second_tensors: Sequence[torch.Tensor]
-) -> torch.Tensor:
-    """Return the sum of products over all tensors, float64; products in float32."""
-    parts = [
-        (a.float() * b.float()).sum(dtype=torch.float64)
-        for a, b in zip(first_tensors, second_tensors, strict=True)
-    ]
-    return torch.stack(parts).sum()
 
 
 # runs the model on samples, with or without hidden states: see `LearnerCore._run`

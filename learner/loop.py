@@ -357,47 +357,33 @@ class Learner(BufferPeer):
         if self.recorder is not None:
             self.recorder.add(batch, metrics, self.digest)
         if self.number % self.config.learner.checkpoint_every == 0:
-            self.wait_for_replies()
+            # the buffer must have recorded every trained batch: a run that is resumed from the
+            # checkpoint skips them, and the rows of one that it lost would be missing for good
+            self.set_wait(COMMITS_WAITED_FOR)
+            while self.commits and not self.stopping:
+                self.handle_messages(POLL_S)
+            self.set_wait("")
             self.save_checkpoint()
-
-    def wait_for_replies(self) -> None:
-        """Wait until the buffer has recorded every trained batch, or until told to stop.
-
-        A run that is resumed from a checkpoint skips its batches. If the buffer died before it had
-        recorded one of them, the rows of that batch would be missing for good.
-        """
-        self.set_wait(COMMITS_WAITED_FOR)
-        while self.commits and not self.stopping:
-            self.handle_messages(POLL_S)
-        self.set_wait("")
 
     def save_checkpoint(self) -> None:
         """Write a checkpoint; `handle_messages` announces it after its commits."""
         with self.tracer.time_span("checkpoint"):
-            if self.step_log is not None:
-                self.step_log.sync()
-            if self.core.sample_log is not None:
-                self.core.sample_log.sync()
-            earlier_versions = (
-                self.publisher.read_earlier_versions(self.number) if self.publisher.depth else {}
-            )
-            oldest = checkpoint.save(
+            for log in filter(None, (self.step_log, self.core.sample_log)):
+                log.sync()
+            self.checkpointed = checkpoint.save(
                 self.directory,
                 self.core,
                 self.cursor.as_checkpoint(),
                 self.config.learner.keep_checkpoints,
-                earlier_versions,
+                self.publisher.read_earlier_versions(self.number) if self.publisher.depth else {},
             )
-        self.checkpointed = oldest
         self.log_change(f"wrote the checkpoint of version {self.number}")
 
     def close(self) -> None:
         if self.recorder is not None:
             self.recorder.close()
-        if self.step_log is not None:
-            self.step_log.close()
-        if self.core.sample_log is not None:
-            self.core.sample_log.close()
+        for log in filter(None, (self.step_log, self.core.sample_log)):
+            log.close()
         self.core.backend.close()
         self.tracer.close()
         self.publisher.close()

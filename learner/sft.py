@@ -28,15 +28,13 @@ import torch
 from asyncrl.config import load
 from asyncrl.config.sft import SftConfig
 from asyncrl.config.tree import explain_changed_steps
-from asyncrl.contract.errors import AsyncrlError, ConfigError, DamagedDataError, NothingToDo
+from asyncrl.contract.errors import ConfigError, NothingToDo
 from asyncrl.models import memory
 from asyncrl.models.policy import (
     build_manifest,
     compute_weights_digest,
     export,
-    list_named_weights,
     load_policy,
-    load_weights,
 )
 from asyncrl.models.tokenizer import collect_model_stops, load_tokenizer
 from asyncrl.records import atomic_write, jsonl
@@ -94,15 +92,12 @@ class SftRun:
         saved = checkpoint.find_newest_checkpoint(self.checkpoints)
         if saved is not None:
             self.restore(saved)
-        self.forget_after(self.fitter.number)
-        self.metrics = jsonl.JsonlAppender(run_dir / "metrics.jsonl")
-
-    def forget_after(self, number: int) -> None:
-        """Remove the metric rows of steps that will be repeated."""
-        path = self.run_dir / "metrics.jsonl"
-        rows = [row for row in jsonl.read(path) if row["number"] < number]
-        if path.exists():
-            atomic_write.write(path, "".join(json.dumps(row) + "\n" for row in rows))
+        log_path = run_dir / "metrics.jsonl"
+        # the rows of later steps will be written again
+        rows = [row for row in jsonl.read(log_path) if row["number"] < self.fitter.number]
+        if log_path.exists():
+            atomic_write.write(log_path, "".join(json.dumps(row) + "\n" for row in rows))
+        self.metrics = jsonl.JsonlAppender(log_path)
 
     def run(self, stopping: Callable[[], bool]) -> bool:
         """Train to the last step; return False where `stopping` ended it with a checkpoint."""
@@ -150,40 +145,24 @@ class SftRun:
 
         Raises AsyncrlError (disk full).
         """
-        final = self.checkpoints / f"number_{self.fitter.number}"
-        try:
-            with atomic_write.replace(final, sync=True) as part:
-                part.mkdir()
-                export(self.model, part / "model")
-                state = {
-                    "optimizer": self.fitter.trainer.optimizer.state_dict(),
-                    "number": self.fitter.number,
-                    "tokens": self.tokens,
-                    "steps": self.config.training.steps,
-                    "random": torch.get_rng_state(),
-                }
-                torch.save(state, part / "state.pt")
-                checkpoint.seal(part)
-        except Exception as error:  # torch and safetensors have their own error classes
-            raise AsyncrlError(
-                f"checkpoint {final} could not be written (is the disk full?): {error}; the ones "
-                "before it are whole: free some space and resume"
-            ) from error
-        for number in checkpoint.list_numbers(self.checkpoints)[
-            : -self.config.training.keep_checkpoints
-        ]:
-            shutil.rmtree(self.checkpoints / f"number_{number}")
+
+        def fill(part: Path) -> None:
+            export(self.model, part / "model")
+            state = {
+                "optimizer": self.fitter.trainer.optimizer.state_dict(),
+                "number": self.fitter.number,
+                "tokens": self.tokens,
+                "steps": self.config.training.steps,
+                "random": torch.get_rng_state(),
+            }
+            torch.save(state, part / "state.pt")
+
+        keep_count = self.config.training.keep_checkpoints
+        checkpoint.write(self.checkpoints, self.fitter.number, fill, keep_count)
 
     def restore(self, path: Path) -> None:
         """Continue from the checkpoint at `path`. Raises DamagedDataError for another model's."""
-        saved = load_policy(path / "model", self.config.model.dtype, self.config.model.device)
-        if [row[:3] for row in build_manifest(saved)] != [
-            row[:3] for row in build_manifest(self.model)
-        ]:
-            raise DamagedDataError(
-                f"checkpoint {path} is of another model than model.path = {self.config.model.path}"
-            )
-        load_weights(self.model, dict(list_named_weights(saved)))
+        checkpoint.restore_weights(self.model, path, build_manifest(self.model), self.config.model)
         state = torch.load(path / "state.pt", weights_only=True, map_location="cpu")
         self.fitter.trainer.optimizer.load_state_dict(state["optimizer"])
         self.fitter.number = state["number"]

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from asyncrl.algorithms import kl, ratios, split
@@ -101,10 +100,7 @@ class SplitMeter:
         from as few groups as possible: a group's prompt is encoded once, and few versions sampled
         it, each of which costs a forward with its weights.
         """
-        has_start = prep.known & prep.passed
-        count = ratios.sum_by_sample(has_start.long(), packed.seq, packed.count)
-        lengths = np.diff(packed.offsets).tolist()
-        candidates = [i for i, n in enumerate(count.tolist()) if n == lengths[i] > 0]
+        candidates = packed.find_whole_samples(prep.known & prep.passed)
         source = torch.Generator().manual_seed((self.config.seed * 1_000_003 + number) % 2**63)
         order = torch.randperm(len(candidates), generator=source).tolist()
         shuffled = [candidates[i] for i in order]

@@ -449,7 +449,7 @@ class LearnerCore:
                 share = step_loss.compute_learning_rate_share(prep, step, sums)
                 norm = self._apply(packed, sums, share)
                 if norm is not None:
-                    step_loss.mark_step_made(prep)
+                    prep.used |= prep.live
                     self.trained_samples.update(samples)
                     if self.backend.cosine is not None:
                         step.metrics["optim/gradient_cosine"] = self.backend.cosine
@@ -724,23 +724,14 @@ class LearnerCore:
     def _set_proximal(self, packed: PackedBatch, samples: Sequence[int]) -> None:
         """Set the proximal policy, and the learner's start where a forward computes it.
 
-        interpolate: a lp_behavior + (1 - a) lp_theta with a = 1 / (lag + 1), frozen at the batch's
-        first pass (A-3PO; AReaL). Nothing is set where the first optimizer step's own forward
-        provides it.
+        Nothing is set where the first optimizer step's own forward provides it.
         """
         config = self.config
         kind = config.correction.proximal
         recompute = kind == "recompute" and step_loss.needs_proximal_first(config)
         if recompute or kind == "interpolate" or step_loss.needs_start_first(config):
             packed.start = self._forward(self.model, packed, samples)
-        if kind == "recompute":
-            packed.proximal = packed.start
-        elif kind == "behavior":
-            packed.proximal = packed.behavior
-        else:
-            assert packed.start is not None
-            share = 1.0 / (packed.token_lag.float() + 1.0)
-            packed.proximal = share * packed.behavior + (1 - share) * packed.start
+        packed.proximal = step_loss.choose_proximal(packed, config)
 
     def _carry(self, packed: PackedBatch, metrics: dict[str, float]) -> None:
         """Update the running mean of the rewards and the adaptive KL coefficient."""

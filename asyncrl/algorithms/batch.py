@@ -85,31 +85,6 @@ class LossBatch:
         return len(self.rewards)
 
 
-def build_loss_mask(batch: LossBatch, config: Settings) -> torch.Tensor:
-    """Return bool [N]: tokens left by staleness.on_exceed = mask and advantage.truncated = mask."""
-    mask = torch.ones_like(batch.mask)
-    if config.staleness.on_exceed == "mask":
-        mask &= batch.token_lag <= config.staleness.limit
-    if config.advantage.truncated == "mask":
-        mask &= ~batch.truncated[batch.seq]
-    return mask
-
-
-def compute_staleness_weight(batch: LossBatch, config: Settings) -> torch.Tensor:
-    """Return the staleness weight [N]: half per `half_life` versions above the limit.
-
-    It is 1 everywhere unless staleness.on_exceed = downweight.
-    """
-    factor = torch.ones_like(batch.behavior)
-    if config.staleness.on_exceed == "downweight":
-        factor = torch.pow(
-            0.5,
-            (batch.token_lag - config.staleness.limit).clamp(min=0).to(factor.dtype)
-            / config.staleness.half_life,
-        )
-    return factor
-
-
 @dataclass
 class ShapedRewards:
     """Rewards after the handling of truncated samples and scaling, before KL.
@@ -187,17 +162,6 @@ def shape_rewards(batch: LossBatch, valid: torch.Tensor, config: Settings) -> Sh
     return shaped
 
 
-def _compute_reward_kl(
-    batch: LossBatch, valid: torch.Tensor, config: Settings, beta: float
-) -> torch.Tensor | None:
-    """Return beta * sg[k] per token [N], 0 outside `valid`; None without such a term."""
-    if beta <= 0:
-        return None
-    return beta * torch.where(
-        valid, kl.estimate(config.kl.reward.estimator, _compute_reference_ratio(batch, config)), 0.0
-    )
-
-
 def _compute_reference_ratio(batch: LossBatch, config: Settings) -> torch.Tensor:
     """Return log pi / pi_ref [N] for KL in the reward.
 
@@ -213,22 +177,20 @@ def _compute_reference_ratio(batch: LossBatch, config: Settings) -> torch.Tensor
     return ratios.subtract(policy, ref)
 
 
-def _estimate_sample_kl(batch: LossBatch, valid: torch.Tensor, config: Settings) -> torch.Tensor:
-    """Return the k1 estimate of KL(start || reference) in nats per sample.
-
-    It is the mean over samples with a token in the loss of the sum over their tokens.
-    """
-    x = torch.where(valid, _compute_reference_ratio(batch, config), 0.0)
-    has_tokens = ratios.sum_by_sample(valid.to(x.dtype), batch.seq, batch.count) > 0
-    return x.sum() / has_tokens.sum().clamp(min=1)
-
-
 def compute_advantage(
     batch: LossBatch, valid: torch.Tensor, config: Settings, baseline: float, beta: float
 ) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
     """Return (advantage [N], returns [N] or None, scalars for the metrics)."""
     rewards = shape_rewards(batch, valid, config)
-    kl_penalty = _compute_reward_kl(batch, valid, config, beta)
+    kl_penalty = None
+    if beta > 0:
+        reference_ratio = torch.where(valid, _compute_reference_ratio(batch, config), 0.0)
+        estimate = kl.estimate(config.kl.reward.estimator, reference_ratio)
+        kl_penalty = beta * torch.where(valid, estimate, 0.0)
+        # the k1 estimate of KL(start || reference) in nats per sample: the mean over samples with
+        # a token in the loss of the sum over their tokens
+        has_tokens = ratios.sum_by_sample(valid.to(estimate.dtype), batch.seq, batch.count) > 0
+        sample_kl = reference_ratio.sum() / has_tokens.sum().clamp(min=1)
     adv, returns = _compute_penalized(batch, valid, rewards, kl_penalty, config, baseline)
     net_rewards = (
         rewards.answers
@@ -256,7 +218,7 @@ def compute_advantage(
         )
         scalars["kl/reward_gradient_share"] = penalty_norm / norm.clamp(min=1e-15)
     if kl_penalty is not None:
-        scalars["kl/answer"] = _estimate_sample_kl(batch, valid, config)
+        scalars["kl/answer"] = sample_kl
     if batch.greedy is not None:
         scalars["reward/greedy"] = batch.greedy.mean()
     if returns is not None and batch.values is not None:

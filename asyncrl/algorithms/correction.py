@@ -228,27 +228,12 @@ def find_unrejected(
         adv: [N].
     """
     log_mu = log_pi - log_rho
-    unrejected = build_rejection_mask(
-        c.reject,
-        c.reject_over,
-        c.reject_lo,
-        c.reject_hi,
-        log_rho,
-        mask,
-        seq=seq,
-        n=n,
-        log_mu=log_mu,
-    ) & build_rejection_mask(
-        c.reject2,
-        c.reject2_over,
-        c.reject2_lo,
-        c.reject2_hi,
-        log_rho,
-        mask,
-        seq=seq,
-        n=n,
-        log_mu=log_mu,
-    )
+    unrejected = torch.ones_like(mask)
+    for rule in (
+        (c.reject, c.reject_over, c.reject_lo, c.reject_hi),
+        (c.reject2, c.reject2_over, c.reject2_lo, c.reject2_hi),
+    ):
+        unrejected &= build_rejection_mask(*rule, log_rho, mask, seq=seq, n=n, log_mu=log_mu)
     if c.reject_when == "always":
         return unrejected
     assert adv is not None

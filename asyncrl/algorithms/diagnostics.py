@@ -344,9 +344,17 @@ def _compute_token_metrics(s: dict[str, float]) -> dict[str, float]:
         "perplexity/target": _exponentiate(m["nll"]),
     }
     if s["known"]:
-        computed |= _compute_start_metrics(
-            {name: s[name] / s["known"] for name in START_STATISTICS}
-        ) | {"is/ess": compute_ess(s["rho"], s["rho2"], s["known"])}
+        # relative to the learner's start: means over its known tokens
+        k = {name: s[name] / s["known"] for name in START_STATISTICS}
+        computed |= {
+            "is/chi2": k["rho2"] - 1,
+            "kl/behavior_start_k1": k["bs_k1"],
+            "kl/behavior_start_k3": k["bs_k3"],
+            "kl/start_target_k1": k["st_k1"],
+            "kl/start_target_k3": k["st_k3"],
+            "perplexity/start": _exponentiate(k["nll_start"]),
+            "is/ess": compute_ess(s["rho"], s["rho2"], s["known"]),
+        }
     if s["entropy"]:
         computed["policy/entropy"] = m["entropy"]
     if s["ref_nll"]:
@@ -357,18 +365,6 @@ def _compute_token_metrics(s: dict[str, float]) -> dict[str, float]:
             "perplexity/reference": _exponentiate(m["ref_nll"]),
         }
     return computed
-
-
-def _compute_start_metrics(m: dict[str, float]) -> dict[str, float]:
-    """Return metrics relative to the learner's start; m holds means over its known tokens."""
-    return {
-        "is/chi2": m["rho2"] - 1,
-        "kl/behavior_start_k1": m["bs_k1"],
-        "kl/behavior_start_k3": m["bs_k3"],
-        "kl/start_target_k1": m["st_k1"],
-        "kl/start_target_k3": m["st_k3"],
-        "perplexity/start": _exponentiate(m["nll_start"]),
-    }
 
 
 def _compute_sample_metrics(s: dict[str, float]) -> dict[str, float]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -85,17 +86,6 @@ def estimate_forward_k3(x: torch.Tensor) -> torch.Tensor:
     """
     x = x.clamp(min=-CLAMP)
     return -x * torch.exp(-x) - torch.expm1(-x)
-
-
-def estimate_with_ratio(
-    name: str, x: torch.Tensor, lp: torch.Tensor, behavior: torch.Tensor
-) -> torch.Tensor:
-    """Return exp(lp - lp_behavior) times the estimator, with gradient through the ratio too.
-
-    DeepSeek-V3.2, arXiv 2512.02556. It is exact only on the states of the behavior policy: the
-    distribution of states is not corrected.
-    """
-    return compute_log_ratio(lp, behavior).exp() * estimate(name, x)
 
 
 def _attach_gradient(
@@ -191,20 +181,6 @@ class KLInputs:
         return subtract(self.lp, self.ref)
 
 
-def _apply_on_policy(p: KLInputs) -> torch.Tensor:
-    return estimate(p.estimator, p.x)
-
-
-def _apply_ratio(p: KLInputs) -> torch.Tensor:
-    return estimate_with_ratio(p.estimator, p.x, p.lp, p.behavior)
-
-
-def _apply_prefix(p: KLInputs) -> torch.Tensor:
-    return compute_prefix_kl(
-        p.lp, p.ref, p.behavior, p.seq, discount=p.discount, truncate=p.truncate
-    )
-
-
 def _apply_full_prefix(p: KLInputs) -> torch.Tensor:
     if p.step_kl is None:
         raise build_name_error(
@@ -219,9 +195,14 @@ def _apply_full_prefix(p: KLInputs) -> torch.Tensor:
 
 # kl.loss.off_policy -> the term per token [N], with gradient
 OFF_POLICY: dict[str, Callable[[KLInputs], torch.Tensor]] = {
-    "none": _apply_on_policy,
-    "ratio": _apply_ratio,
-    "prefix": _apply_prefix,
+    "none": lambda p: estimate(p.estimator, p.x),
+    # exp(lp - lp_behavior) times the estimator, with gradient through the ratio too (DeepSeek-V3.2,
+    # arXiv 2512.02556). It is exact only on the states of the behavior policy: the distribution of
+    # states is not corrected
+    "ratio": lambda p: compute_log_ratio(p.lp, p.behavior).exp() * estimate(p.estimator, p.x),
+    "prefix": lambda p: compute_prefix_kl(
+        p.lp, p.ref, p.behavior, p.seq, discount=p.discount, truncate=p.truncate
+    ),
     "prefix_full": _apply_full_prefix,
 }
 # forms whose loss has a product over a sample's tokens
@@ -234,16 +215,14 @@ def compute_term(
     behavior: torch.Tensor,
     seq: torch.Tensor,
     *,
-    estimator: str = "k3",
     off_policy: str = "none",
-    discount: float = 1.0,
-    truncate: float = torch.inf,
-    step_kl: torch.Tensor | None = None,
+    **more: Any,
 ) -> torch.Tensor:
-    """Return the KL term of the loss per token [N], with gradient."""
-    inputs = KLInputs(
-        lp, ref, behavior, seq, estimator, discount, truncate=truncate, step_kl=step_kl
-    )
+    """Return the KL term of the loss per token [N], with gradient.
+
+    more: other fields of `KLInputs`.
+    """
+    inputs = KLInputs(lp, ref, behavior, seq, **more)
     return choose_function("kl.loss.off_policy", OFF_POLICY, off_policy)(inputs)
 
 

@@ -35,12 +35,7 @@ from asyncrl.algorithms import (
     stopping,
     surrogates,
 )
-from asyncrl.algorithms.batch import (
-    LossBatch,
-    build_loss_mask,
-    compute_advantage,
-    compute_staleness_weight,
-)
+from asyncrl.algorithms.batch import LossBatch, compute_advantage
 from asyncrl.algorithms.settings import Settings
 from asyncrl.algorithms.surrogates import StepBatch, SurrogateTokens
 from asyncrl.contract.errors import ConfigError
@@ -54,6 +49,7 @@ __all__ = [
     "StepPlan",
     "add_sums",
     "begin_step",
+    "choose_proximal",
     "compute_learning_rate_share",
     "compute_micro_loss",
     "finish",
@@ -91,7 +87,7 @@ class PreparedBatch:
     passed: torch.Tensor
     # bool [N] in the loss of the current step
     live: torch.Tensor
-    # bool [N] in the loss of a completed step
+    # bool [N] in the loss of a completed step, which adds `live`
     used: torch.Tensor
     # int8 [N] the bound of the trust region that cut the gradient in the last pass (surrogates)
     clipped: torch.Tensor
@@ -137,6 +133,21 @@ def needs_start_first(config: Settings) -> bool:
     in_reward = config.kl.reward.coefficient > 0 and config.kl.reward.at == "start"
     in_parts = config.learner.minibatches > 1 or config.learner.backend != "torch"
     return bool(in_advantage or in_reward or (config.stop.kl_max > 0 and in_parts))
+
+
+def choose_proximal(batch: LossBatch, config: Settings) -> torch.Tensor | None:
+    """Return the log-probabilities [N] of the proximal policy.
+
+    interpolate: a lp_behavior + (1 - a) lp_theta with a = 1 / (lag + 1), frozen at the batch's
+    first pass (A-3PO; AReaL).
+    """
+    if config.correction.proximal == "recompute":
+        return batch.start
+    if config.correction.proximal == "behavior":
+        return batch.behavior
+    assert batch.start is not None
+    share = 1.0 / (batch.token_lag.float() + 1.0)
+    return share * batch.behavior + (1 - share) * batch.start
 
 
 def needs_current(prep: PreparedBatch) -> bool:
@@ -185,7 +196,19 @@ def prepare(
     beta = config.kl.reward.coefficient if beta is None else beta
     if batch.start is None and config.correction.proximal == "recompute":
         batch.start = batch.proximal
-    valid = batch.mask & build_loss_mask(batch, config)
+    valid = batch.mask.clone()
+    if config.staleness.on_exceed == "mask":
+        valid &= batch.token_lag <= config.staleness.limit
+    if config.advantage.truncated == "mask":
+        valid &= ~batch.truncated[batch.seq]
+    staleness_weight = torch.ones_like(batch.behavior)
+    if config.staleness.on_exceed == "downweight":
+        # half per `half_life` versions above the limit
+        staleness_weight = torch.pow(
+            0.5,
+            (batch.token_lag - config.staleness.limit).clamp(min=0).to(staleness_weight.dtype)
+            / config.staleness.half_life,
+        )
     adv, returns, scalars = compute_advantage(batch, valid, config, baseline, beta)
     adv = adv if advantages is None else advantages
     corrected = None
@@ -211,7 +234,7 @@ def prepare(
         config=config,
         advantage=adv,
         valid=valid,
-        staleness_weight=compute_staleness_weight(batch, config),
+        staleness_weight=staleness_weight,
         corrected=corrected,
         returns=returns,
         metrics=metrics,
@@ -226,11 +249,6 @@ def prepare(
         clipped=torch.zeros_like(known, dtype=torch.int8),
         weight=torch.zeros_like(batch.behavior),
     )
-
-
-def mark_step_made(prep: PreparedBatch) -> None:
-    """Mark the tokens in the loss of the step as used, after the optimizer has made it."""
-    prep.used |= prep.live
 
 
 def compute_learning_rate_share(
@@ -478,7 +496,13 @@ def compute_micro_loss(
     target = lp.detach()
     valid = prep.valid[part]
     factor = step.factor[part]
-    _remember(prep, part, target)
+    latest = target.to(prep.start.dtype)
+    if prep.steps == 1:
+        # they are the learner's start, which then costs no extra forward
+        prep.start[part] = torch.where(prep.known[part], prep.start[part], latest)
+        prep.known[part] = True
+    prep.latest[part] = latest
+    prep.passed[part] = True
     weights = prep.corrected
     if weights is None:
         known = None if c.loss.surrogate == "reinforce" else b.proximal
@@ -491,10 +515,14 @@ def compute_micro_loss(
         )
     weights = _correct_at_target(prep, step, part, target, weights)
     tokens = _build_tokens(prep, step, part, target)
-    trust = surrogates.apply_surrogate(tokens, c)
+    surrogate = ratios.choose_function("loss.surrogate", surrogates.SURROGATES, c.loss.surrogate)
+    trust = surrogate(tokens, c.loss)
     live = valid & weights.kept
     weight = torch.where(live, weights.weight * prep.staleness_weight[part], 0.0)
-    _record(prep, part, live & (weights.weight != 0), weight, trust.clipped)
+    # what this pass did with the tokens, for the ledger and the log of samples
+    prep.live[part] = live & (weights.weight != 0)
+    prep.weight[part] = weight.to(prep.weight.dtype)
+    prep.clipped[part] = trust.clipped.to(torch.int8)
     scale = weight * factor
     if c.loss.coefficient != 1:
         scale = scale * c.loss.coefficient
@@ -534,33 +562,6 @@ def compute_micro_loss(
         age=None if b.age is None else b.age[part],
     )
     return loss + extra, diagnostics.sum_statistics(view) | sums | terms
-
-
-def _record(
-    prep: PreparedBatch,
-    part: torch.Tensor,
-    live: torch.Tensor,
-    weight: torch.Tensor,
-    clipped: torch.Tensor,
-) -> None:
-    """Keep what this pass did with the tokens `part`, for the ledger and the log of samples."""
-    prep.live[part] = live
-    prep.weight[part] = weight.to(prep.weight.dtype)
-    prep.clipped[part] = clipped.to(torch.int8)
-
-
-def _remember(prep: PreparedBatch, part: torch.Tensor, target: torch.Tensor) -> None:
-    """Record the log-probabilities of this pass.
-
-    Those of the first optimizer step are the learner's start, which then costs no extra forward.
-    """
-    target = target.to(prep.start.dtype)
-    if prep.steps == 1:
-        is_new = ~prep.known[part]
-        prep.start[part] = torch.where(is_new, target, prep.start[part])
-        prep.known[part] = True
-    prep.latest[part] = target
-    prep.passed[part] = True
 
 
 def _compute_extra_terms(

@@ -42,15 +42,6 @@ class LogRatioSplit:
     lag: torch.Tensor
     age: torch.Tensor
 
-    def compute_parts(self) -> dict[str, torch.Tensor]:
-        """Return each part's log-ratio [n]."""
-        pairs = (
-            (self.version, self.behavior),
-            (self.start, self.version),
-            (self.target, self.start),
-        )
-        return {name: a - b for name, (a, b) in zip(PARTS, pairs, strict=True)}
-
 
 def compute_metrics(split: LogRatioSplit) -> dict[str, float]:
     """Return means over the tokens; empty without tokens.
@@ -60,7 +51,12 @@ def compute_metrics(split: LogRatioSplit) -> dict[str, float]:
     """
     if not len(split.lag):
         return {}
-    parts = split.compute_parts()
+    pairs = (
+        (split.version, split.behavior),
+        (split.start, split.version),
+        (split.target, split.start),
+    )
+    parts = {name: a - b for name, (a, b) in zip(PARTS, pairs, strict=True)}
     zeros = torch.zeros_like(split.behavior)
     k3 = {name: kl.estimate_k3(-compute_log_ratio(x, zeros)).double() for name, x in parts.items()}
     means = {f"split/{name}": -_average(x) for name, x in parts.items()}

@@ -28,7 +28,7 @@ from asyncrl.algorithms.ratios import (
     sum_by_sample,
 )
 from asyncrl.algorithms.reshape import ReshapeStatistics, compute_gamma, compute_p_correct
-from asyncrl.algorithms.settings import Reshape, Settings
+from asyncrl.algorithms.settings import Reshape
 
 # as published their ratio is pi_theta / mu: the proximal policy must be the behavior policy
 ON_BEHAVIOR = (
@@ -578,10 +578,6 @@ def compute_band(
     )
 
 
-def _apply_band(t: SurrogateTokens, c: settings.BandLoss) -> SurrogateTerm:
-    return compute_band(t.log_r, t.adv, t.lp, lo=c.band_lo, hi=c.band_hi, pull=c.pull)
-
-
 def compute_ipo(
     log_w: torch.Tensor,
     adv: torch.Tensor,
@@ -705,10 +701,6 @@ def compute_bapo(
     return SurrogateTerm(torch.where(clipped == 0, w * adv, 0.0), value, clipped)
 
 
-def _apply_bapo(t: SurrogateTokens, c: settings.BapoLoss) -> SurrogateTerm:
-    return compute_bapo(t.log_r, t.adv, t.prepass["lo"], t.prepass["hi"])
-
-
 # ---- by name -------------------------------------------------------------------------------------
 
 
@@ -741,23 +733,6 @@ def _apply_cispo(t: SurrogateTokens, c: settings.CispoLoss) -> SurrogateTerm:
     high = _use_default(c.eps_high, 0.2)
     low = 0.0 if c.eps_low is None else 1 - c.eps_low
     return compute_cispo(t.log_r, t.adv, t.lp, lo=low, hi=high if c.cispo_absolute else 1 + high)
-
-
-def _apply_dppo(t: SurrogateTokens, c: settings.DppoLoss) -> SurrogateTerm:
-    return compute_dppo(
-        t.log_r,
-        t.adv,
-        t.lp.exp(),
-        threshold=c.dppo_threshold,
-        high=c.dppo_high,
-        divergence=c.dppo_divergence,
-    )
-
-
-def _apply_sapo(t: SurrogateTokens, c: settings.SapoLoss) -> SurrogateTerm:
-    return compute_sapo(
-        _compute_loss_ratio(t, c), t.adv, tau_pos=c.sapo_tau_pos, tau_neg=c.sapo_tau_neg
-    )
 
 
 def _apply_kl_cov(t: SurrogateTokens, c: settings.KlCovLoss) -> SurrogateTerm:
@@ -797,12 +772,6 @@ def _apply_reshape(t: SurrogateTokens, c: settings.ReshapeLoss) -> SurrogateTerm
     return compute_reshape(log_w, t.adv, g, t.reshape, t.stats.share)
 
 
-def _sample_for_clip_cov(
-    cov: torch.Tensor, mask: torch.Tensor, c: settings.ClipCovLoss, seed: int
-) -> torch.Tensor:
-    return sample_by_covariance(cov, mask, c.cov_share, c.cov_lo, c.cov_hi, seed)
-
-
 # loss.surrogate, the tag of its struct in `settings` -> SurrogateTerm of the tokens
 SURROGATES: dict[str, Callable[[SurrogateTokens, Any], SurrogateTerm]] = {
     "vanilla": lambda t, c: compute_vanilla(t.log_r, t.adv),
@@ -811,8 +780,17 @@ SURROGATES: dict[str, Callable[[SurrogateTokens, Any], SurrogateTerm]] = {
     "decoupled_ppo": _apply_ppo,
     "gspo": _apply_gspo,
     "cispo": _apply_cispo,
-    "dppo": _apply_dppo,
-    "sapo": _apply_sapo,
+    "dppo": lambda t, c: compute_dppo(
+        t.log_r,
+        t.adv,
+        t.lp.exp(),
+        threshold=c.dppo_threshold,
+        high=c.dppo_high,
+        divergence=c.dppo_divergence,
+    ),
+    "sapo": lambda t, c: compute_sapo(
+        _compute_loss_ratio(t, c), t.adv, tau_pos=c.sapo_tau_pos, tau_neg=c.sapo_tau_neg
+    ),
     "topr": lambda t, c: compute_topr(t.raw, t.adv, t.lp, t.mask, t.seq, t.n),
     "dro": lambda t, c: compute_dro(t.log_r, t.adv, t.lp, beta=c.dro_beta),
     "kl_cov": _apply_kl_cov,
@@ -822,9 +800,11 @@ SURROGATES: dict[str, Callable[[SurrogateTokens, Any], SurrogateTerm]] = {
     "reshape": _apply_reshape,
     "vespo": _apply_vespo,
     "oapl": _apply_oapl,
-    "band": _apply_band,
+    "band": lambda t, c: compute_band(
+        t.log_r, t.adv, t.lp, lo=c.band_lo, hi=c.band_hi, pull=c.pull
+    ),
     "gepo": _apply_gepo,
-    "bapo": _apply_bapo,
+    "bapo": lambda t, c: compute_bapo(t.log_r, t.adv, t.prepass["lo"], t.prepass["hi"]),
     "minpro": _apply_minpro,
     "gmpo": _apply_gmpo,
     "ipo": _apply_ipo,
@@ -832,12 +812,10 @@ SURROGATES: dict[str, Callable[[SurrogateTokens, Any], SurrogateTerm]] = {
 # loss.surrogate -> bool [N]: tokens chosen by their covariance before a step
 COVARIANCE_CHOICES: dict[str, Callable[[torch.Tensor, torch.Tensor, Any, int], torch.Tensor]] = {
     "kl_cov": lambda cov, mask, c, seed: choose_highest(cov, mask, c.cov_share),
-    "clip_cov": _sample_for_clip_cov,
+    "clip_cov": lambda cov, mask, c, seed: sample_by_covariance(
+        cov, mask, c.cov_share, c.cov_lo, c.cov_hi, seed
+    ),
 }
-
-
-def _compute_gepo_prepass(w: StepBatch, c: settings.GepoLoss) -> dict[str, torch.Tensor]:
-    return {"group_q": compute_group_probability(w.behavior, w.mask, w.seq, w.groups)}
 
 
 def _compute_bapo_prepass(w: StepBatch, c: settings.BapoLoss) -> dict[str, torch.Tensor]:
@@ -848,11 +826,8 @@ def _compute_bapo_prepass(w: StepBatch, c: settings.BapoLoss) -> dict[str, torch
 # loss.surrogate -> its inputs from all tokens of an optimizer step: tensors [N] and scalars, for
 # `SurrogateTokens.prepass`; one that reads `current` stands in NEED_CURRENT too
 PREPASS: dict[str, Callable[[StepBatch, Any], dict[str, torch.Tensor]]] = {
-    "gepo": _compute_gepo_prepass,
+    "gepo": lambda w, c: {
+        "group_q": compute_group_probability(w.behavior, w.mask, w.seq, w.groups)
+    },
     "bapo": _compute_bapo_prepass,
 }
-
-
-def apply_surrogate(t: SurrogateTokens, c: Settings) -> SurrogateTerm:
-    """Apply the configured surrogate. Raises ConfigError for an unknown one."""
-    return choose_function("loss.surrogate", SURROGATES, c.loss.surrogate)(t, c.loss)

@@ -36,6 +36,7 @@ from asyncrl.models.policy import (
     list_named_weights,
     load_policy,
 )
+from asyncrl.models.weight_rounding import list_linear_layers
 
 
 def compute_base_digest(model: PolicyModel) -> str:
@@ -46,19 +47,6 @@ def compute_base_digest(model: PolicyModel) -> str:
         raw = tensor.detach().contiguous().flatten().view(torch.uint8)
         digest.update(raw.cpu().numpy().data)
     return str(digest.hexdigest())
-
-
-def list_linear_names(model: PolicyModel) -> list[str]:
-    """Return the linear layers that can have adapters.
-
-    The head is excluded: the loss reads its weight directly.
-    """
-    head = model.hf.get_output_embeddings()
-    return [
-        name
-        for name, module in model.hf.named_modules()
-        if isinstance(module, torch.nn.Linear) and module is not head
-    ]
 
 
 def attach(model: PolicyModel, lora: LoraConfig, seed: int) -> None:
@@ -72,7 +60,9 @@ def attach(model: PolicyModel, lora: LoraConfig, seed: int) -> None:
     except ImportError as error:
         raise ConfigError("lora.rank: needs peft: pip install 'asyncrl[lora]'") from error
 
-    modules = layout.select_targets(list_linear_names(model), lora.target_modules)
+    # the head is excluded: the loss reads its weight directly
+    names = [name for name, _ in list_linear_layers(model.hf)]
+    modules = layout.select_targets(names, lora.target_modules)
     adapter = AdapterInfo(lora, compute_base_digest(model), count_flat_bytes(build_manifest(model)))
     model.hf.requires_grad_(False)
     settings = peft.LoraConfig(
@@ -173,7 +163,8 @@ class AdapterBase:
     """The base of an engine, into which each version of the adapter is merged."""
 
     def __init__(self, model: PolicyModel, lora: LoraConfig) -> None:
-        layout.select_targets(list_linear_names(model), lora.target_modules)
+        names = [name for name, _ in list_linear_layers(model.hf)]
+        layout.select_targets(names, lora.target_modules)
         self.digest = compute_base_digest(model)
         self.scale = lora.alpha / lora.rank
         # without the fast path, the engine overwrites the model's own parameters

@@ -16,24 +16,6 @@ from asyncrl.contract.errors import ConfigError
 ORIGINAL_DEVICES = "ASYNCRL_VISIBLE_DEVICES"
 
 
-def select_visible_devices(
-    gpus: Sequence[int], index: int, visible: str = "", key: str = "gpus"
-) -> str:
-    """Return CUDA_VISIBLE_DEVICES for process `index`: its GPU of `gpus`, assigned in turn.
-
-    GPU numbers count within `visible` where that is set. Raises ConfigError, with `key` in the
-    message, for a number outside of it.
-    """
-    names = [x.strip() for x in visible.split(",") if x.strip()]
-    number = gpus[index % len(gpus)]
-    if names and number >= len(names):
-        raise ConfigError(
-            f"{key}: GPU {number} of {len(names)} (CUDA_VISIBLE_DEVICES={visible}); GPUs are "
-            "counted from 0"
-        )
-    return names[number] if names else str(number)
-
-
 def bind(gpus: Sequence[int], index: int, key: str) -> None:
     """Restrict this process to its GPU; does nothing for an empty list.
 
@@ -43,12 +25,19 @@ def bind(gpus: Sequence[int], index: int, key: str) -> None:
     if not gpus:
         return
     original = os.environ.setdefault(ORIGINAL_DEVICES, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-    os.environ["CUDA_VISIBLE_DEVICES"] = select_visible_devices(gpus, index, original, key)
+    names = [x.strip() for x in original.split(",") if x.strip()]
+    number = gpus[index % len(gpus)]  # counted within the original devices where these are set
+    if names and number >= len(names):
+        raise ConfigError(
+            f"{key}: GPU {number} of {len(names)} (CUDA_VISIBLE_DEVICES={original}); GPUs are "
+            "counted from 0"
+        )
+    os.environ["CUDA_VISIBLE_DEVICES"] = names[number] if names else str(number)
     import torch
 
     if not torch.cuda.is_available():
         raise ConfigError(
-            f"{key}: GPU {gpus[index % len(gpus)]} does not exist: torch {torch.__version__} sees "
+            f"{key}: GPU {number} does not exist: torch {torch.__version__} sees "
             "no such CUDA device (`asyncrl engines`)"
         )
 

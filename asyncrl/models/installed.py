@@ -109,18 +109,6 @@ def explain_missing(engine: str) -> str:
     return ""
 
 
-def explain_import_failure(name: str, error: str) -> str:
-    """Explain in one line why the trial import of `name` failed, and what to do."""
-    reason = error.strip().splitlines()[-1] if error.strip() else "no message"
-    present = [p for p in VISION if find_version(p)]
-    if present and ("torchvision" in error or "torchaudio" in error or "torchcodec" in error):
-        return (
-            f"{', '.join(present)} of another build than torch {find_version('torch')} "
-            f"({reason}): pip uninstall -y {' '.join(present)}"
-        )
-    return f"importing it fails: {reason}; {build_install_command(name)}"
-
-
 def check_installed() -> list[dict[str, Any]]:
     """Return a row per engine or backend: name, setting, version, works, why ("" if it works).
 
@@ -157,14 +145,23 @@ def check_installed() -> list[dict[str, Any]]:
 
 
 def explain_trial(name: str, trial: subprocess.Popen[str]) -> str:
-    """Explain why a trial import failed; "" when it succeeded."""
+    """Explain in one line why a trial import failed, and what to do; "" when it succeeded."""
     try:
         _, error = trial.communicate(timeout=TRIAL_S)
     except subprocess.TimeoutExpired:
         trial.kill()
         trial.communicate()
         return f"importing it takes more than {TRIAL_S:g} s"
-    return explain_import_failure(name, error) if trial.returncode else ""
+    if not trial.returncode:
+        return ""
+    reason = error.strip().splitlines()[-1] if error.strip() else "no message"
+    present = [p for p in VISION if find_version(p)]
+    if present and any(package in error for package in VISION):
+        return (
+            f"{', '.join(present)} of another build than torch {find_version('torch')} "
+            f"({reason}): pip uninstall -y {' '.join(present)}"
+        )
+    return f"importing it fails: {reason}; {build_install_command(name)}"
 
 
 def describe_device() -> str:

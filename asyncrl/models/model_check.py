@@ -92,11 +92,25 @@ def check(
     check_finite(path, "model.path")
     note = check_complete(raw, path, config.model.dtype, "model.path", device, compares=compares)
     replaced = getattr(tokenizer, "replaced_class", "")
-    reading = f"tokenizer.json is used as it is, because {replaced} of transformers reads otherwise"
-    for text in filter(None, (note, explain_router_loss(raw), reading if replaced else "")):
-        report(text)
-    check_adapters(config, raw)
-    vocabulary = get_language_config(raw).get("vocab_size")
+    language = get_language_config(raw)
+    if note:
+        report(note)
+    coefficient = language.get("router_aux_loss_coef")
+    if coefficient and language.get("output_router_logits"):
+        report(
+            f"router_aux_loss_coef = {coefficient} of config.json is not applied: the loss of RL "
+            "has no term for the balance of experts"
+        )
+    if replaced:
+        report(
+            f"tokenizer.json is used as it is, because {replaced} of transformers reads otherwise"
+        )
+    if config.lora.rank:
+        if importlib.util.find_spec("peft") is None:
+            raise ConfigError("lora.rank: needs peft: pip install 'asyncrl[lora]'")
+        if layout.is_plain_config(raw):  # for any other model the learner checks it
+            layout.select_targets(layout.list_linears(raw), config.lora.target_modules)
+    vocabulary = language.get("vocab_size")
     for key, reference in list_references(config):
         reference_config = read_settings(reference, key)
         check_kind(reference_config, reference, key)
@@ -121,16 +135,6 @@ def list_references(config: Config) -> list[tuple[str, Path]]:
         ("kl.reward.reference", kl.reward.reference if kl.reward.coefficient > 0 else ""),
     )
     return [(key, Path(path)) for key, path in candidates if path]
-
-
-def check_adapters(config: Config, raw: dict[str, Any]) -> None:
-    """Check that adapters can be attached to the configured modules. Raises ConfigError."""
-    if not config.lora.rank:
-        return
-    if importlib.util.find_spec("peft") is None:
-        raise ConfigError("lora.rank: needs peft: pip install 'asyncrl[lora]'")
-    if layout.is_plain_config(raw):  # for any other model the learner checks it
-        layout.select_targets(layout.list_linears(raw), config.lora.target_modules)
 
 
 def read_settings(path: Path, key: str, name: str = "config.json") -> dict[str, Any]:
@@ -210,18 +214,6 @@ def check_finite(path: Path, key: str) -> None:
                             f"{key}: {name} in {file} has NaN or infinities: copy the weights "
                             "again, or train from an earlier checkpoint"
                         )
-
-
-def explain_router_loss(raw: dict[str, Any]) -> str:
-    """Explain that a router loss which config.json asks for is not applied; "" for others."""
-    settings = get_language_config(raw)
-    coefficient = settings.get("router_aux_loss_coef")
-    if not (coefficient and settings.get("output_router_logits")):
-        return ""
-    return (
-        f"router_aux_loss_coef = {coefficient} of config.json is not applied: the loss of RL has "
-        "no term for the balance of experts"
-    )
 
 
 def check_complete(

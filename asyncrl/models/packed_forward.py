@@ -9,7 +9,8 @@ values and gradients with the plain path.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,51 @@ LOGIT_CHUNK = 1 << 24  # logits in memory at a time (64 MB in fp32)
 # of a table cost more where each one starts a kernel on another device
 WORTH_A_TABLE = {"cpu": 1 << 13}
 WORTH_A_TABLE_ELSEWHERE = 1 << 20
+
+
+@dataclass
+class ForwardInput:
+    """B rows to score, each a prompt and a response.
+
+    prompts: int32 arrays.
+    responses: int32 arrays, none empty.
+    temperature: [B].
+    groups: keys; rows with the same key have the same prompt, which is encoded once.
+    supports: the tokens that the engine kept at each position, over which the log-probabilities are
+        then normalized; the entropy is that over the whole vocabulary.
+    targets: int64 [N], the tokens to score at the responses' positions instead of them.
+    routed: the experts to use for each token but the last; None: the model's own.
+    images: the blobs of the image tokens; None: they have none.
+    """
+
+    prompts: Sequence[np.ndarray]
+    responses: Sequence[np.ndarray]
+    temperature: torch.Tensor
+    groups: Sequence[int] | None = None
+    want_entropy: bool = False
+    want_hidden: bool = False
+    supports: Sequence[SampledSupport | None] | None = None
+    targets: torch.Tensor | None = None
+    routed: Sequence[RoutedExperts | None] | None = None
+    images: Sequence[Sequence[bytes]] | None = None
+
+    def build_support(self, device: torch.device) -> SupportTable | None:
+        return SupportTable.build(self.supports, [len(r) for r in self.responses], device)
+
+    def take(self, part: slice) -> ForwardInput:
+        """Return the rows `part`, which may end beyond the last row."""
+        start = sum(map(len, self.responses[: part.start]))
+        positions = slice(start, start + sum(map(len, self.responses[part])))
+        return replace(
+            self,
+            prompts=self.prompts[part],
+            responses=self.responses[part],
+            temperature=self.temperature[part],
+            supports=None if self.supports is None else self.supports[part],
+            targets=None if self.targets is None else self.targets[positions],
+            routed=None if self.routed is None else self.routed[part],
+            images=None if self.images is None else self.images[part],
+        )
 
 
 @dataclass
@@ -490,32 +536,14 @@ def _group_by_length(lengths: np.ndarray, prompt: int, worth: int) -> list[np.nd
     return groups
 
 
-def _build_keys_after_prompt(
-    prompts: tuple[np.ndarray, np.ndarray],
-    rows: np.ndarray,
-    valid: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return keys [B, K] of responses, and which of them each query sees [B, Q, K].
-
-    A row's keys are the padded columns of its prompt, then its own.
-    prompts: index table and validity [B, Pmax] of each row's prompt
-    rows, valid: [B, Q]
-    """
-    table, prompt_valid = prompts
-    shape = len(rows), rows.shape[1], table.shape[1]
-    of_prompt = np.broadcast_to(prompt_valid[:, None], shape)
-    return np.concatenate([table, rows], 1), np.concatenate(
-        [of_prompt, _build_causal_mask(valid)], 2
-    )
-
-
 def _build_keys_by_position(
     lengths: tuple[np.ndarray, np.ndarray],
     begins: tuple[np.ndarray, np.ndarray],
     valid: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`_build_keys_after_prompt` for exact mode, where the key of position p is in column p.
+    """Return keys [B, K] and which of them each query sees, [B, Q, K], for exact mode.
 
+    The key of position p is in column p.
     lengths, begins: [B] each, of a row's prompt and of its response, among the packed tokens
     valid: [B, Q]
     """
@@ -599,9 +627,7 @@ def plan_packing(
     begin[order] = plen.sum() + np.cumsum(inner[order]) - inner[order]
     ends = np.cumsum(plen)
 
-    def to_device(x: np.ndarray) -> torch.Tensor:
-        return _to_device(x, device)
-
+    to_device = partial(_to_device, device=device)
     answers = []
     starts = []
     positions = [np.nonzero(pval)[1]]
@@ -613,13 +639,14 @@ def plan_packing(
         )
         of_row = owner[side]
         prompt_lengths = plen[of_row]
-        keys, visible = (
-            _build_keys_by_position(
+        if fixed:
+            keys, visible = _build_keys_by_position(
                 (prompt_lengths, inner[side]), (ends[of_row] - prompt_lengths, begin[side]), valid
             )
-            if fixed
-            else _build_keys_after_prompt((ptab[of_row], pval[of_row]), rows, valid)
-        )
+        else:  # a row's keys are the padded columns of its prompt, then its own
+            keys = np.concatenate([ptab[of_row], rows], 1)
+            of_prompt = np.broadcast_to(pval[of_row][:, None], (*rows.shape, ptab.shape[1]))
+            visible = np.concatenate([of_prompt, _build_causal_mask(valid)], 2)
         query_offset = int(prompt_lengths.max()) if fixed else ptab.shape[1]
         answers.append(_build_table((rows, keys, flat), visible, query_offset, device))
         starts.append(
@@ -685,18 +712,7 @@ def apply_block(
 
 
 def compute_logprobs(
-    lay: ModelLayout,
-    prompts: Sequence[np.ndarray],
-    responses: Sequence[np.ndarray],
-    temperature: torch.Tensor,
-    groups: Sequence[int] | None,
-    want_entropy: bool,
-    want_hidden: bool,
-    fixed: bool = False,
-    recompute: bool = False,
-    supports: Sequence[SampledSupport | None] | None = None,
-    targets: torch.Tensor | None = None,
-    routed: Sequence[RoutedExperts | None] | None = None,
+    lay: ModelLayout, rows: ForwardInput, fixed: bool = False, recompute: bool = False
 ) -> ForwardOutput:
     """See `PolicyModel.logprobs`.
 
@@ -705,34 +721,11 @@ def compute_logprobs(
     """
     run_layer = _run_checkpointed if recompute and torch.is_grad_enabled() else _run_layer
     if fixed:
-        weight = lay.hf.get_output_embeddings().weight
-        pl = plan_packing(prompts, responses, groups, weight.device, True)
-        return _compute_fixed_logprobs(
-            lay,
-            pl,
-            temperature,
-            want_entropy,
-            want_hidden,
-            run_layer,
-            support=SupportTable.build(supports, [len(r) for r in responses], weight.device),
-            targets=targets,
-            replayed=_list_replayed(lay, pl, prompts, responses, routed),
-        )
-    lp, ent, hidden = call_as_forward(
-        lay.hf,
-        _compute_packed_logprobs,
-        lay,
-        prompts,
-        responses,
-        temperature,
-        groups=groups,
-        want_entropy=want_entropy,
-        run_layer=run_layer,
-        supports=supports,
-        targets=targets,
-        routed=routed,
+        return _compute_fixed_logprobs(lay, rows, run_layer)
+    lp, ent, hidden = call_as_forward(lay.hf, _compute_packed_logprobs, lay, rows, run_layer)
+    return ForwardOutput(
+        lp, ent if rows.want_entropy else None, hidden if rows.want_hidden else None
     )
-    return ForwardOutput(lp, ent if want_entropy else None, hidden if want_hidden else None)
 
 
 def call_as_forward(module: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -746,54 +739,40 @@ def call_as_forward(module: Any, function: Callable[..., Any], *args: Any, **kwa
 
 
 def _compute_packed_logprobs(
-    lay: ModelLayout,
-    prompts: Sequence[np.ndarray],
-    responses: Sequence[np.ndarray],
-    temperature: torch.Tensor,
-    groups: Sequence[int] | None,
-    want_entropy: bool,
-    run_layer: Callable[..., torch.Tensor],
-    supports: Sequence[SampledSupport | None] | None,
-    targets: torch.Tensor | None,
-    routed: Sequence[RoutedExperts | None] | None,
+    lay: ModelLayout, rows: ForwardInput, run_layer: Callable[..., torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return log-probabilities, entropies and states of `compute_logprobs`."""
     model = lay.hf.model
     weight = lay.hf.get_output_embeddings().weight
-    support = SupportTable.build(supports, [len(r) for r in responses], weight.device)
-    pl = plan_packing(prompts, responses, groups, weight.device)
-    replayed = _list_replayed(lay, pl, prompts, responses, routed)
+    pl = plan_packing(rows.prompts, rows.responses, rows.groups, weight.device)
+    replayed = _list_replayed(lay, pl, rows)
     x = F.embedding(pl.ids, model.embed_tokens.weight)
     cos, sin = (table.to(x.dtype) for table in lay.compute_rope(pl.positions))
-    rows = packed_attention.AttentionRows.from_plan(pl, lay.heads, lay.kv_heads)
+    attention = AttentionRows.from_plan(pl, lay.heads, lay.kv_heads)
     for layer, ids in zip(model.layers, replayed, strict=True):
-        kwargs = {"cos": cos, "sin": sin, "rows": rows, "replayed": ids}
+        kwargs = {"cos": cos, "sin": sin, "rows": attention, "replayed": ids}
         x = call_as_forward(layer, run_layer, apply_block, lay, layer, x, **kwargs)
     hidden = apply_rms_norm(x, model.norm.weight, lay.eps).index_select(0, pl.picks)
-    scale = (1.0 / temperature.to(weight.device, torch.float32))[pl.sample]
-    scored = pl.targets if targets is None else targets.to(weight.device)
+    scale = (1.0 / rows.temperature.to(weight.device, torch.float32))[pl.sample]
+    scored = pl.targets if rows.targets is None else rows.targets.to(weight.device)
     lp, ent = _PickedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, scored, scale, want_entropy, support
+        hidden, weight, scored, scale, rows.want_entropy, rows.build_support(weight.device)
     )
     return lp, ent, hidden
 
 
 def _list_replayed(
-    lay: ModelLayout,
-    pl: PackingPlan,
-    prompts: Sequence[np.ndarray],
-    responses: Sequence[np.ndarray],
-    routed: Sequence[RoutedExperts | None] | None,
+    lay: ModelLayout, pl: PackingPlan, rows: ForwardInput
 ) -> list[torch.Tensor | None]:
     """Return the recorded ids [n, k] of each layer; None: the layer's own routing."""
     layers = lay.hf.model.layers
     shape = lay.routing
-    lengths = [(len(p), len(r)) for p, r in zip(prompts, responses, strict=True)]
+    lengths = [(len(p), len(r)) for p, r in zip(rows.prompts, rows.responses, strict=True)]
     table = (
         None
         if shape is None
         else expert_layers.build_replay_table(
-            routed,
+            rows.routed,
             lengths,
             prompt_samples=pl.first,
             order=pl.order,
@@ -823,17 +802,11 @@ def _run_checkpointed(
 
 
 def _compute_fixed_logprobs(
-    lay: ModelLayout,
-    pl: PackingPlan,
-    temperature: torch.Tensor,
-    want_entropy: bool,
-    want_hidden: bool,
-    run_layer: Callable[..., torch.Tensor],
-    support: SupportTable | None,
-    replayed: Sequence[torch.Tensor | None],
-    targets: torch.Tensor | None = None,
+    lay: ModelLayout, rows: ForwardInput, run_layer: Callable[..., torch.Tensor]
 ) -> ForwardOutput:
     """`compute_logprobs` with the operators that the engine uses in exact mode."""
+    device = lay.hf.get_output_embeddings().weight.device
+    pl = plan_packing(rows.prompts, rows.responses, rows.groups, device, True)
     hf = lay.hf
     weights = dict(hf.named_parameters())
     top = exact_operators.fuse_top(
@@ -846,20 +819,26 @@ def _compute_fixed_logprobs(
         cos[:, 0, :half].contiguous(),
         sin[:, 0, :half].contiguous(),
     )
-    rows = AttentionRows.from_plan(pl, lay.heads, lay.kv_heads, exact=True)
-    for i, ids in enumerate(replayed):
-        x = run_layer(_apply_fixed_block, lay, i, weights, x, turns=turns, rows=rows, replayed=ids)
+    attention = AttentionRows.from_plan(pl, lay.heads, lay.kv_heads, exact=True)
+    for i, ids in enumerate(_list_replayed(lay, pl, rows)):
+        kwargs = {"turns": turns, "rows": attention, "replayed": ids}
+        x = run_layer(_apply_fixed_block, lay, i, weights, x, **kwargs)
     n = len(pl.picks)
     hidden = exact_operators.normalize(
         exact_operators.pad_rows(x.index_select(0, pl.picks)), lay.eps
     )
-    scale = exact_operators.pad_rows((1.0 / temperature.to(x.device, torch.float32))[pl.sample])
+    scale = exact_operators.pad_rows(
+        (1.0 / rows.temperature.to(x.device, torch.float32))[pl.sample]
+    )
     head = top["head"].contiguous()
-    scored = exact_operators.pad_rows(pl.targets if targets is None else targets.to(x.device))
+    scored = exact_operators.pad_rows(
+        pl.targets if rows.targets is None else rows.targets.to(x.device)
+    )
     picked: Any = _PickedLogprobs.apply
-    lp, ent = picked(hidden, head.T, scored, scale, want_entropy, support)
-    normed = hidden[:n] * hf.model.norm.weight if want_hidden else None
-    return ForwardOutput(lp[:n], ent[:n] if want_entropy else None, normed)
+    support = rows.build_support(device)
+    lp, ent = picked(hidden, head.T, scored, scale, rows.want_entropy, support)
+    normed = hidden[:n] * hf.model.norm.weight if rows.want_hidden else None
+    return ForwardOutput(lp[:n], ent[:n] if rows.want_entropy else None, normed)
 
 
 def _apply_fixed_block(

@@ -13,7 +13,6 @@ import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,10 @@ from torch.utils.checkpoint import checkpoint
 from asyncrl.contract.blobs import images as image_blobs
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import RoutingShape
-from asyncrl.contract.routed_experts import RoutedExperts
-from asyncrl.contract.sampled_support import SampledSupport
 from asyncrl.models import adapter_files, fetch, packed_forward, router_hooks, without_transformers
 from asyncrl.models.image_encoder import ImageEncoder, list_processor_files
 from asyncrl.models.image_tokens import read_shape
-from asyncrl.models.packed_forward import ForwardOutput, SupportTable
+from asyncrl.models.packed_forward import ForwardInput, ForwardOutput
 from asyncrl.models.tokenizer import describe_missing_weights
 from asyncrl.records import atomic_write
 
@@ -99,62 +96,25 @@ class PolicyModel:
         return shape
 
     def logprobs(
-        self,
-        prompts: Arrays,
-        responses: Arrays,
-        temperature: torch.Tensor,
-        *,
-        groups: Sequence[int] | None = None,
-        want_entropy: bool = False,
-        want_hidden: bool = False,
-        supports: Sequence[SampledSupport | None] | None = None,
-        targets: torch.Tensor | None = None,
-        routed: Sequence[RoutedExperts | None] | None = None,
-        images: RowImages | None = None,
+        self, prompts: Arrays, responses: Arrays, temperature: torch.Tensor, **more: Any
     ) -> ForwardOutput:
         """Log-probabilities of response tokens under this model, differentiable.
 
-        prompts: B int32 arrays
-        responses: B int32 arrays, none empty
-        temperature: [B]
-        groups: B keys; samples with the same key have the same prompt, which is encoded once
-        supports: of B samples, the tokens that the engine kept at each position, over which the
-            log-probabilities are then normalized; the entropy is that over the whole vocabulary
-        targets: int64 [N], the tokens to score at the responses' positions instead of them
-        routed: of B samples, the experts to use for each token but the last; None: the model's own
-        images: of B samples, the blobs of their image tokens; None: they have none
+        The arguments are those of `ForwardInput`.
         Returns tensors packed in sample order, N = sum of response lengths: logprobs [N] fp32,
         entropy [N] in nats or None, hidden [N, H] (the state that predicts each token) or None.
         """
+        rows = ForwardInput(prompts, responses, temperature, **more)
         if self.fast is not None:
             return packed_forward.compute_logprobs(
-                self.fast,
-                prompts,
-                responses,
-                temperature,
-                groups=groups,
-                want_entropy=want_entropy,
-                want_hidden=want_hidden,
-                fixed=self.exact,
-                recompute=self.recompute,
-                supports=supports,
-                targets=targets,
-                routed=routed,
+                self.fast, rows, fixed=self.exact, recompute=self.recompute
             )
         alone = bool(self.exact and self.exact_length)
         return compute_plain_logprobs(
             self.hf,
-            prompts,
-            responses,
-            temperature,
-            want_entropy,
-            want_hidden,
-            rows=1 if alone else self._choose_rows_at_once(prompts, responses),
+            rows,
+            1 if alone else self._choose_rows_at_once(prompts, responses),
             recompute=not self.one_pass,
-            supports=supports,
-            targets=targets,
-            routed=routed,
-            images=images,
             vision=self.vision,
             width=self.exact_length if alone else 0,
         )
@@ -188,65 +148,34 @@ def recompute_modules(hf: Any) -> None:
 
 def compute_plain_logprobs(
     hf: Any,
-    prompts: Arrays,
-    responses: Arrays,
-    temperature: torch.Tensor,
-    want_entropy: bool,
-    want_hidden: bool,
-    rows: int = PLAIN_ROWS,
+    rows: ForwardInput,
+    at_once: int = PLAIN_ROWS,
     recompute: bool = True,
-    supports: Sequence[SampledSupport | None] | None = None,
-    targets: torch.Tensor | None = None,
-    routed: Sequence[RoutedExperts | None] | None = None,
-    images: RowImages | None = None,
     vision: ImageEncoder | None = None,
     width: int = 0,
 ) -> ForwardOutput:
-    """`PolicyModel.logprobs` through plain transformers, `rows` samples at a time.
+    """`PolicyModel.logprobs` through plain transformers, `at_once` rows at a time.
 
     recompute: each chunk is recomputed in the backward pass. width: see `_compute_plain_rows`.
     """
     parts = []
-    for begin in range(0, len(prompts), rows):
-        piece = slice(begin, begin + rows)
-        args = (hf, prompts[piece], responses[piece], temperature[piece], want_entropy, want_hidden)
-        start = sum(map(len, responses[:begin]))
-        stop = start + sum(map(len, responses[piece]))
-        run = partial(
-            _compute_plain_rows,
-            supports=None if supports is None else supports[piece],
-            targets=None if targets is None else targets[start:stop],
-            routed=None if routed is None else routed[piece],
-            images=None if images is None else images[piece],
-            vision=vision,
-            width=width,
-        )
+    for begin in range(0, len(rows.prompts), at_once):
+        args = hf, rows.take(slice(begin, begin + at_once)), vision, width
         parts.append(
-            checkpoint(run, *args, use_reentrant=False)
+            checkpoint(_compute_plain_rows, *args, use_reentrant=False)
             if recompute and torch.is_grad_enabled()
-            else run(*args)
+            else _compute_plain_rows(*args)
         )
     lp, ent, hid = zip(*parts, strict=True)
     return ForwardOutput(
         torch.cat(lp),
-        torch.cat(ent) if want_entropy else None,
-        torch.cat(hid) if want_hidden else None,
+        torch.cat(ent) if rows.want_entropy else None,
+        torch.cat(hid) if rows.want_hidden else None,
     )
 
 
 def _compute_plain_rows(
-    hf: Any,
-    prompts: Arrays,
-    responses: Arrays,
-    temperature: torch.Tensor,
-    want_entropy: bool,
-    want_hidden: bool,
-    supports: Sequence[SampledSupport | None] | None = None,
-    targets: torch.Tensor | None = None,
-    routed: Sequence[RoutedExperts | None] | None = None,
-    images: RowImages | None = None,
-    vision: ImageEncoder | None = None,
-    width: int = 0,
+    hf: Any, rows: ForwardInput, vision: ImageEncoder | None, width: int
 ) -> tuple[Any, ...]:
     """Compute a chunk of `compute_plain_logprobs` in one forward pass.
 
@@ -255,7 +184,7 @@ def _compute_plain_rows(
     device = next(hf.parameters()).device
     sequences = [
         np.concatenate([prompt, response])
-        for prompt, response in zip(prompts, responses, strict=True)
+        for prompt, response in zip(rows.prompts, rows.responses, strict=True)
     ]
     exact = bool(width)
     width = width or max(map(len, sequences))
@@ -263,42 +192,42 @@ def _compute_plain_rows(
     mask = np.zeros((len(sequences), width), np.int64)
     for row, tokens in enumerate(sequences):
         ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, 1
-    shape = router_hooks.find_routing(hf) if routed is not None else None
-    replayed = router_hooks.build_padded_table(routed, shape, width, device)
-    pictures = {} if vision is None else _encode_images(vision, images or (), single=exact)
+    shape = router_hooks.find_routing(hf) if rows.routed is not None else None
+    replayed = router_hooks.build_padded_table(rows.routed, shape, width, device)
+    pictures = {} if vision is None else _encode_images(vision, rows.images or (), single=exact)
     with router_hooks.replay_routing(hf, replayed):
         output = hf(
             input_ids=torch.from_numpy(ids).to(device),
             attention_mask=torch.from_numpy(mask).to(device),
             use_cache=False,
-            output_hidden_states=want_hidden,
+            output_hidden_states=rows.want_hidden,
             **pictures,
         )
+    targets = rows.targets
     if targets is None:
-        targets = torch.from_numpy(np.concatenate(responses).astype(np.int64))
-    scored = torch.split(targets.to(device), [len(response) for response in responses])
+        targets = torch.from_numpy(np.concatenate(rows.responses).astype(np.int64))
+    scored = torch.split(targets.to(device), [len(response) for response in rows.responses])
     lp = []
     ent = []
     hid = []
-    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+    for row, (prompt, response) in enumerate(zip(rows.prompts, rows.responses, strict=True)):
         states = slice(len(prompt) - 1, len(prompt) + len(response) - 1)  # that predict a token
         logits = output.logits[row, states].float()
         if vision is not None:
             logits = vision.exclude_image_token(logits)
         # times the inverse, as the engine does
-        logs = torch.log_softmax(logits * (1.0 / temperature[row].float()).to(device), -1)
-        row_support = None if supports is None else supports[row : row + 1]
-        support = SupportTable.build(row_support, [len(response)], device)
+        logs = torch.log_softmax(logits * (1.0 / rows.temperature[row].float()).to(device), -1)
+        support = rows.take(slice(row, row + 1)).build_support(device)
         picked = logs if support is None else support.renormalize(logs, 0)
         lp.append(picked.gather(1, scored[row][:, None])[:, 0])
-        if want_entropy:
+        if rows.want_entropy:
             ent.append(-(logs.exp() * logs).sum(-1))
-        if want_hidden:
+        if rows.want_hidden:
             hid.append(output.hidden_states[-1][row, states])
     return (
         torch.cat(lp),
-        torch.cat(ent) if want_entropy else None,
-        torch.cat(hid) if want_hidden else None,
+        torch.cat(ent) if rows.want_entropy else None,
+        torch.cat(hid) if rows.want_hidden else None,
     )
 
 
@@ -351,7 +280,13 @@ def load_policy(
             ) from error
         if missing := sorted(info["missing_keys"]):
             raise ConfigError(f"model.path: {describe_missing_weights(path, missing)}")
-        hf = realign_parameters(hf.to(target_device).eval())
+        hf = hf.to(target_device).eval()
+        # When read, parameters start at any offset of their file. A matrix product may round
+        # differently for operands at other alignments, so that results would not be bitwise equal
+        # between copies of a model
+        for parameter in hf.parameters():
+            if parameter.data_ptr() % ALIGN:
+                parameter.data = parameter.data.clone()
         if is_bidirectional(hf):
             raise ConfigError(
                 f"model.path: {path} is not a causal LM: its logits at a token depend on later "
@@ -386,18 +321,6 @@ def is_bidirectional(hf: Any) -> bool:
     )
     noise = NOISE if hf.dtype == torch.float32 else NOISE_BF16
     return bool((logits[0] - logits[1]).abs().max() > noise * logits.abs().max())
-
-
-def realign_parameters(hf: Any) -> Any:
-    """Move parameters to aligned addresses; when read, they start at any offset of their file.
-
-    A matrix product may round differently for operands at other alignments, so that results would
-    not be bitwise equal between copies of a model.
-    """
-    for parameter in hf.parameters():
-        if parameter.data_ptr() % ALIGN:
-            parameter.data = parameter.data.clone()
-    return hf
 
 
 def load_text_config(path: str | Path) -> Any:

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import random
 import re
-from functools import cache
 from typing import Any
 
 from asyncrl.contract.messages import Prompt
-from asyncrl.tasks.synthetic import FIXED, SyntheticTask, assign_split
+from asyncrl.tasks.synthetic import PlayedTask, SyntheticTask
 
 END = "<eos>"  # between a call and the calculator's reply
 TURNS = 6
@@ -40,7 +39,7 @@ def calculate(text: str) -> str:
     return f"{result}=" if 0 <= result < 10_000 else ERROR
 
 
-class CalcTask(SyntheticTask):
+class CalcTask(PlayedTask):
     """`37*8+45=`: two digits times one digit, plus or minus two digits.
 
     Out of distribution, the factor is 12 to 19."""
@@ -50,6 +49,7 @@ class CalcTask(SyntheticTask):
     steps = 600
     turns = TURNS
     longest = LONGEST
+    reward = SyntheticTask.reward
 
     def make_environment(self) -> Calculator:
         return Calculator()
@@ -69,27 +69,10 @@ class CalcTask(SyntheticTask):
         call, rest = self.split_problem(problem)
         return "#" + calculate(f"?{calculate(call)[:-1]}{rest}")[:-1]
 
-    def prompt(self, split: str, index: int, seed: int) -> Prompt:
-        if split == "train":
-            return super().prompt(split, index, seed)
-        fixed = _build_problems(split)
-        index %= len(fixed)
-        return Prompt(index, fixed[index] + "=", self.solve(fixed[index]), split=split)
-
-    def size(self, split: str) -> int | None:
-        return None if split == "train" else len(_build_problems(split))
-
     # ---- warm start ------------------------------------------------------------------------------
 
-    def make_demonstrations(self, number: int, seed: int) -> list[tuple[str, str]]:
-        """Return turns as (text before, completion), with deliberate mistakes."""
-        rng = random.Random(f"{self.name}:demo:{seed}")
-        turns: list[tuple[str, str]] = []
-        while len(turns) < number:
-            turns += self._demonstrate_session(self._draw_problem("train", rng), rng)
-        return turns[:number]
-
-    def _demonstrate_session(self, problem: str, rng: random.Random) -> list[tuple[str, str]]:
+    def _demonstrate_session(self, rng: random.Random) -> list[tuple[str, str]]:
+        problem = self._draw_problem("train", rng)
         call, rest = self.split_problem(problem)
         turns: list[tuple[str, str]] = []
         text = problem + "="
@@ -125,18 +108,6 @@ class CalcTask(SyntheticTask):
         index = rng.choice([i for i, c in enumerate(turn) if c.isdigit()])
         digit = rng.choice([d for d in "123456789" if d != turn[index]])
         return turn[:index] + digit + turn[index + 1 :]
-
-
-@cache
-def _build_problems(split: str) -> list[str]:
-    task = CalcTask()
-    rng = random.Random(f"{task.name}:{split}")
-    problems = dict[str, None]()
-    while len(problems) < FIXED:
-        problem = task.draw(rng, split)
-        if assign_split(f"{task.name}:{problem}") == split:
-            problems[problem] = None
-    return list(problems)
 
 
 class Calculator:

@@ -124,8 +124,11 @@ def resolve_reward_configs(config: Config) -> dict[str, Config]:
         for part in config.task.mixture
         if part.has_own_reward
     }
-    sets = filter(has_own_reward, config.evaluation.sets)
-    return parts | {chosen.name: resolve_set_config(config, chosen) for chosen in sets}
+    for chosen in filter(has_own_reward, config.evaluation.sets):
+        task = TaskConfig(name=chosen.task, options=chosen.options) if chosen.task else config.task
+        reward = _replace_reward(config, chosen.reward)
+        parts[chosen.name] = msgspec.structs.replace(config, task=task, reward=reward)
+    return parts
 
 
 def resolve_part_config(config: Config, title: str) -> Config:
@@ -159,16 +162,3 @@ def _replace_reward(
 def has_own_reward(evaluation_set: EvaluationSetConfig) -> bool:
     """Return whether a set has another reward than the run."""
     return bool(evaluation_set.task or evaluation_set.reward)
-
-
-def resolve_set_config(config: Config, evaluation_set: EvaluationSetConfig) -> Config:
-    """Return a config with the task and the reward of a set that has its own reward."""
-    replace = msgspec.structs.replace
-    reward = _replace_reward(config, evaluation_set.reward)
-    if evaluation_set.task:
-        return replace(
-            config,
-            task=TaskConfig(name=evaluation_set.task, options=evaluation_set.options),
-            reward=reward,
-        )
-    return replace(config, reward=reward)

@@ -16,12 +16,12 @@ from typing import Any
 from asyncrl.contract.messages import Prompt
 from asyncrl.tasks.arena import ASKED
 from asyncrl.tasks.calc import END
-from asyncrl.tasks.synthetic import FIXED, SyntheticTask
+from asyncrl.tasks.synthetic import PlayedTask
 
 FAIREST = 5  # number of guesses that suffice for 20 numbers
 
 
-class GuessTask(SyntheticTask):
+class GuessTask(PlayedTask):
     """Guess a number from 1 to 20; halving the interval needs at most FAIREST guesses."""
 
     name = "guess"
@@ -39,24 +39,11 @@ class GuessTask(SyntheticTask):
     def prompt(self, split: str, index: int, seed: int) -> Prompt:
         return Prompt(index, self.question, split=split)
 
-    def size(self, split: str) -> int | None:
-        return None if split == "train" else FIXED
-
-    def reward(self, prompt: Prompt, text: str) -> float:
-        raise ValueError("task.name = guess has no reward: the environment gives it")
-
-    def make_demonstrations(self, number: int, seed: int) -> list[tuple[str, str]]:
-        """Return turns as (text before, guess).
+    def _demonstrate_session(self, rng: random.Random) -> list[tuple[str, str]]:
+        """Return the turns as (text before, guess).
 
         Seven of ten guesses fit the replies, the others are random, so that RL has something to
         learn."""
-        rng = random.Random(f"{self.name}:demo:{seed}")
-        turns: list[tuple[str, str]] = []
-        while len(turns) < number:
-            turns += self._demonstrate_session(rng)
-        return turns[:number]
-
-    def _demonstrate_session(self, rng: random.Random) -> list[tuple[str, str]]:
         secret = rng.randint(1, 20)
         low, high = 1, 20
         text = self.question

@@ -18,7 +18,7 @@ from asyncrl.config.agents import RANDOM
 from asyncrl.contract.messages import Prompt
 from asyncrl.tasks.calc import END
 from asyncrl.tasks.games import GameMatch, choose_random_move
-from asyncrl.tasks.synthetic import FIXED, SyntheticTask
+from asyncrl.tasks.synthetic import PlayedTask
 
 HEAPS = "abc"
 MOST = 3  # most stones of a heap
@@ -83,7 +83,7 @@ class NimGame:
         return list_legal_moves(self.heaps)
 
 
-class NimTask(SyntheticTask):
+class NimTask(PlayedTask):
     """Prompts and warm start of Nim.
 
     A prompt is the initial heaps.  All splits share the 27 prompts and differ in the opponent's
@@ -104,23 +104,10 @@ class NimTask(SyntheticTask):
         heaps = "".join(str(rng.randint(1, MOST)) for _ in HEAPS)
         return Prompt(index, f"{heaps}:", split=split)
 
-    def size(self, split: str) -> int | None:
-        return None if split == "train" else FIXED
-
-    def reward(self, prompt: Prompt, text: str) -> float:
-        raise ValueError("task.name = nim has no reward: the environment gives it")
-
-    def make_demonstrations(self, number: int, seed: int) -> list[tuple[str, str]]:
+    def _demonstrate_session(self, rng: random.Random) -> list[tuple[str, str]]:
         """Return random turns as (text before, move).
 
         One of ten moves is illegal, so that RL has something to learn."""
-        rng = random.Random(f"{self.name}:demo:{seed}")
-        turns: list[tuple[str, str]] = []
-        while len(turns) < number:
-            turns += self._demonstrate_session(rng)
-        return turns[:number]
-
-    def _demonstrate_session(self, rng: random.Random) -> list[tuple[str, str]]:
         heaps = [rng.randint(1, MOST) for _ in HEAPS]
         if rng.random() < 0.5:  # the opponent starts
             heaps = apply_move(heaps, rng.choice(list_legal_moves(heaps)))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import xxhash
 
@@ -118,11 +118,49 @@ class SyntheticTask:
         return self._draw_problem("train", rng)
 
 
+class PlayedTask(SyntheticTask):
+    """A task that is played turn by turn in an environment, which gives the reward.
+
+    turns: most turns of a session.
+    longest: most tokens of a turn, including its end token."""
+
+    turns = 0
+    longest = 0
+
+    def make_environment(self) -> Any:
+        raise AssertionError  # pragma: no cover - each task has its own
+
+    def _demonstrate_session(self, rng: random.Random) -> list[tuple[str, str]]:
+        """Return the turns of a session as (text before, completion)."""
+        raise AssertionError  # pragma: no cover
+
+    def size(self, split: str) -> int | None:
+        return None if split == "train" else FIXED
+
+    def reward(self, prompt: Prompt, text: str) -> float | dict[str, float]:
+        raise ValueError(f"task.name = {self.name} has no reward: the environment gives it")
+
+    def make_demonstrations(self, number: int, seed: int) -> list[tuple[str, str]]:
+        """Return turns as (text before, completion), with deliberate mistakes."""
+        rng = random.Random(f"{self.name}:demo:{seed}")
+        turns: list[tuple[str, str]] = []
+        while len(turns) < number:
+            turns += self._demonstrate_session(rng)
+        return turns[:number]
+
+
 def _truncate_answer(answer: str, rng: random.Random) -> str:
     return answer[: rng.randrange(1, len(answer))]
 
 
-class SortTask(SyntheticTask):
+class ScratchpadTask(SyntheticTask):
+    """A task whose answer has steps before `#`, which the reward does not read."""
+
+    def reward(self, prompt: Prompt, text: str) -> float:
+        return float("#" in text and text.rpartition("#")[2] == prompt.answer.rpartition("#")[2])
+
+
+class SortTask(ScratchpadTask):
     """`932849=` -> `2:93849,3:9849,...#234899`: selection sort of digits with a scratchpad."""
 
     name = "sort"
@@ -141,9 +179,6 @@ class SortTask(SyntheticTask):
             remaining.remove(smallest)
             steps.append(f"{smallest}:{''.join(remaining)}")
         return ",".join(steps) + "#" + "".join(sorted(problem))
-
-    def reward(self, prompt: Prompt, text: str) -> float:
-        return float("#" in text and text.rpartition("#")[2] == prompt.answer.rpartition("#")[2])
 
     def spoil(self, problem: str, answer: str, rng: random.Random) -> str:
         chance = rng.random()
@@ -226,7 +261,7 @@ class RleNarrowTask(RleTask):
                 return problem
 
 
-class GridTask(SyntheticTask):
+class GridTask(ScratchpadTask):
     """`05RUL=` -> `R15U16L06#06`: moves on a 10 x 10 torus, each followed by the new position."""
 
     name = "grid"
@@ -256,9 +291,6 @@ class GridTask(SyntheticTask):
         steps = self._walk(int(problem[0]), int(problem[1]), problem[2:])
         return "".join(steps) + "#" + steps[-1][1:]
 
-    def reward(self, prompt: Prompt, text: str) -> float:
-        return float("#" in text and text.rpartition("#")[2] == prompt.answer.rpartition("#")[2])
-
     def spoil(self, problem: str, answer: str, rng: random.Random) -> str:
         chance = rng.random()
         if chance < 0.30:
@@ -277,7 +309,7 @@ class GridTask(SyntheticTask):
         return _truncate_answer(answer, rng) if chance < 0.55 else answer
 
 
-class CancelTask(SyntheticTask):
+class CancelTask(ScratchpadTask):
     """`CccbBcaA=` -> `cbBcaA;ccaA#cc`: remove the leftmost pair xX or Xx repeatedly."""
 
     name = "cancel"
@@ -309,9 +341,6 @@ class CancelTask(SyntheticTask):
     def solve(self, problem: str) -> str:
         *steps, last = self._cancel_pairs(problem)
         return ";".join(steps) + "#" + last
-
-    def reward(self, prompt: Prompt, text: str) -> float:
-        return float("#" in text and text.rpartition("#")[2] == prompt.answer.rpartition("#")[2])
 
     def spoil(self, problem: str, answer: str, rng: random.Random) -> str:
         chance = rng.random()

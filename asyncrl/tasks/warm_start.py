@@ -20,7 +20,7 @@ from asyncrl.contract.blobs.images import MARKER, digest
 from asyncrl.contract.messages import Prompt
 from asyncrl.models import image_tokens
 from asyncrl.records import atomic_write
-from asyncrl.tasks import Task, calc, file, fit, get_task, guess_task, nim, synthetic
+from asyncrl.tasks import Task, calc, file, fit, get_task, synthetic
 from asyncrl.tasks.mixture import MixtureTask
 from asyncrl.tasks.pictures.count import CELL, SIDE, CountTask
 
@@ -31,8 +31,6 @@ WARMUP = 20  # steps
 LR_END = 0.05  # smallest share of LR after the warm-up
 ONE_PASS = 1 << 40  # tokens of a forward pass: a step is never split into micro-batches
 MOST = 56  # tokens of the longest answer of any built-in task
-
-PlayedTask = calc.CalcTask | guess_task.GuessTask | nim.NimTask  # tasks with an environment
 
 
 def warm_start(
@@ -191,7 +189,7 @@ def measure_mean_reward(model: Any, task: Task, prompts: list[Prompt]) -> float:
     """Return the mean reward of one completion or session for each prompt."""
     if not prompts:
         return 0.0
-    if isinstance(task, PlayedTask):
+    if isinstance(task, synthetic.PlayedTask):
         return _play_sessions(model, task, prompts)
     texts = _sample_continuations(
         model, [p.text for p in prompts], MOST, [blob for p in prompts for blob in p.images]
@@ -202,7 +200,7 @@ def measure_mean_reward(model: Any, task: Task, prompts: list[Prompt]) -> float:
     ) / len(prompts)
 
 
-def _play_sessions(model: Any, task: PlayedTask, prompts: list[Prompt]) -> float:
+def _play_sessions(model: Any, task: synthetic.PlayedTask, prompts: list[Prompt]) -> float:
     """Return the mean reward of one session per prompt in the task's environment."""
     environments = [task.make_environment() for _ in prompts]
     texts = {

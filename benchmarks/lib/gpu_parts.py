@@ -35,6 +35,7 @@ from asyncrl.contract.messages import Batch, Trajectory, WeightsSource
 from asyncrl.contract.versions import Label
 from asyncrl.models import adapters, fetch, policy
 from asyncrl.models.policy import PolicyModel
+from asyncrl.models.weight_rounding import list_linear_layers
 from asyncrl.records import rundir
 from asyncrl.tasks.synthetic import SortTask
 from learner.distributed.fsdp_backend import get_local_part
@@ -598,7 +599,7 @@ def check_lora(setting: Setting) -> PartResult:
     model, reference = setting.load("float32"), setting.load_reference()
     random = torch.Generator().manual_seed(2)
     adapter: dict[str, torch.Tensor] = {}
-    for name in adapters.list_linear_names(reference):
+    for name, _ in list_linear_layers(reference.hf):
         rows, columns = reference.hf.get_submodule(name).weight.shape
         adapter[f"{name}.lora_A.weight"] = torch.randn(4, columns, generator=random) * 0.1
         adapter[f"{name}.lora_B.weight"] = torch.randn(rows, 4, generator=random) * 0.01

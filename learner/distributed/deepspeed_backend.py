@@ -47,7 +47,7 @@ class DeepSpeedBackend(DistributedBackend):
 
         learner = config.learner
         self.sharded = learner.zero_stage == 3
-        if learner.zero_stage == 3:
+        if self.sharded:
             # modules fetch their parameters by hooks, and reduce a gradient once a pass
             model.fast = None
             model.one_pass = True
@@ -86,7 +86,9 @@ class DeepSpeedBackend(DistributedBackend):
             config=settings,
         )
         self.gathered = deepspeed.zero.GatheredParameters
-        self._evaluate(model)
+        self.engine.eval()  # turns dropout off, before gradient checkpointing of the modules
+        if learner.gradient_checkpointing and model.one_pass:
+            recompute_modules(model.hf)
 
     def connect(self, transport: str, timeout: datetime.timedelta) -> None:
         import deepspeed
@@ -99,12 +101,6 @@ class DeepSpeedBackend(DistributedBackend):
         deepspeed.init_distributed(
             dist_backend=transport, timeout=timeout, auto_mpi_discovery=False, verbose=False
         )
-
-    def _evaluate(self, model: PolicyModel) -> None:
-        """Turn dropout off, then enable gradient checkpointing of the modules."""
-        self.engine.eval()
-        if self.config.learner.gradient_checkpointing and model.one_pass:
-            recompute_modules(model.hf)
 
     # ---- one optimizer step ----------------------------------------------------------------------
 

@@ -50,7 +50,8 @@ class FsdpBackend(DistributedBackend):
         super().__init__(config, model)
         self.mesh = init_device_mesh(self.device.type, (self.ranks,))
         self.roots: list[FSDPModule] = []
-        self.parts: dict[str, TrainedPart] = {}
+        # of each part of a checkpoint: its parameters and their optimizer
+        self.parts: dict[str, tuple[dict[str, torch.nn.Parameter], torch.optim.Optimizer]] = {}
         self._shard_model(model)
         Trainer.__init__(
             self, (p for p in model.hf.parameters() if p.requires_grad), config.learner
@@ -78,7 +79,7 @@ class FsdpBackend(DistributedBackend):
             for path, parameter in module.named_parameters()
             if parameter.requires_grad
         }
-        self.parts[name] = TrainedPart(parameters, trainer.optimizer)
+        self.parts[name] = parameters, trainer.optimizer
 
     def _shard_model(self, model: PolicyModel) -> None:
         """Divide a model among the ranks, layer by layer, in place."""
@@ -130,9 +131,11 @@ class FsdpBackend(DistributedBackend):
         with self.guard():
             super().accumulate(loss, is_last=is_last)
 
-    def step(self, rate: float, loss: torch.Tensor) -> float | None:
-        # a loss that is not finite on one rank alone: all ranks skip the step, or none
-        return super().step(rate, self.sum_over_ranks(loss.detach().cpu().clone()))
+    def apply(self, rate: float, loss: torch.Tensor | None = None) -> float:
+        if loss is not None:
+            # a loss that is not finite on one rank alone: all ranks skip the step, or none
+            loss = self.sum_over_ranks(loss.detach().cpu().clone())
+        return super().apply(rate, loss)
 
     def collect_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
         return [get_local_part(p.grad) for p in parameters if p.grad is not None]
@@ -153,27 +156,24 @@ class FsdpBackend(DistributedBackend):
 
     # ---- weights and state -----------------------------------------------------------------------
 
-    def _gather(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return a whole parameter on rank 0, on the CPU; None on other ranks."""
-        assert isinstance(parameter, DTensor)
-        part = get_local_part(parameter).to(self.device, dtype)
-        if self.ranks == 1:
-            return part.cpu()
-        rows, row_shape = -(-parameter.shape[0] // self.ranks), list(parameter.shape[1:])
-        padded = part.new_zeros(rows, *row_shape)
-        padded[: len(part)] = part
-        gathered = [torch.empty_like(padded) for _ in range(self.ranks)] if self.rank == 0 else None
-        dist.gather(padded, gathered, dst=0)
-        return torch.cat(gathered)[: parameter.shape[0]].cpu() if gathered is not None else None
-
     def _gather_weights(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
         """Yield name, part and, on rank 0, whole tensor of each weight, one at a time."""
         self.release_gathered()
         dtypes = {name: getattr(torch, dtype) for name, dtype, *_ in self.layout}
         for name, parameter in list_named_weights(self.model):
+            assert isinstance(parameter, DTensor)
+            part = get_local_part(parameter).to(self.device, dtypes[name])
+            if self.ranks == 1:
+                yield name, parameter, part.cpu()
+                continue
+            rows, row_shape = -(-parameter.shape[0] // self.ranks), list(parameter.shape[1:])
+            padded = part.new_zeros(rows, *row_shape)
+            padded[: len(part)] = part
+            tensors = [torch.empty_like(padded) for _ in range(self.ranks if not self.rank else 0)]
             with self.guard():
-                full_tensor = self._gather(parameter, dtypes[name])
-            yield name, parameter, full_tensor
+                dist.gather(padded, tensors or None, dst=0)
+            full = torch.cat(tensors)[: parameter.shape[0]].cpu() if tensors else None
+            yield name, parameter, full
 
     @contextmanager
     def gather_full_parameters(self) -> Iterator[None]:
@@ -212,29 +212,49 @@ class FsdpBackend(DistributedBackend):
             return super().probe()
 
     def _collect_tensors(self, stored: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return all trained parts by their names in a checkpoint.
+        """Return all trained parts by their names: PART.NAME and PART.NAME/STATE.
 
         stored: the names of a checkpoint that is to be read. The optimizers get the states that it
         has.
         """
         self.release_gathered()
         tensors: dict[str, Any] = {}
-        for name, part in self.parts.items():
-            tensors |= part.collect_tensors(name, stored)
+        for part, (parameters, optimizer) in self.parts.items():
+            for name, parameter in parameters.items():
+                prefix = f"{part}.{name}"
+                tensors[prefix] = parameter
+                if stored is not None:
+                    optimizer.state[parameter] = {
+                        key.removeprefix(f"{prefix}/"): torch.zeros_like(parameter)
+                        if len(stored[key].size)
+                        else torch.zeros((), dtype=torch.float32)
+                        for key in stored
+                        if key.startswith(f"{prefix}/")
+                    }
+                state = optimizer.state.get(parameter, {})
+                tensors |= {f"{prefix}/{key}": value for key, value in state.items()}
         if self.alignment is not None:
-            policy = list(self.parts["policy"].parameters.values())
+            policy = self.parts["policy"][0]
             if stored is not None:
                 has_previous = any(name.startswith(PREVIOUS) for name in stored)
                 self.alignment.previous = [
                     torch.zeros_like(get_local_part(p), dtype=torch.bfloat16)
-                    for p in policy
+                    for p in policy.values()
                     if has_previous
                 ]
             tensors |= {
-                f"{PREVIOUS}.{name}": wrap_like_parameter(gradient, parameter)
-                for (name, parameter), gradient in zip(
-                    self.parts["policy"].parameters.items(), self.alignment.previous, strict=False
+                f"{PREVIOUS}.{name}": DTensor.from_local(
+                    gradient,
+                    parameter.device_mesh,
+                    parameter.placements,
+                    run_check=False,
+                    shape=parameter.shape,
+                    stride=parameter.stride(),
                 )
+                for (name, parameter), gradient in zip(
+                    policy.items(), self.alignment.previous, strict=False
+                )
+                if isinstance(parameter, DTensor)
             }
         return tensors
 
@@ -261,37 +281,6 @@ class FsdpBackend(DistributedBackend):
             state_dict_loader.load(tensors, storage_reader=reader)
 
 
-class TrainedPart:
-    """Parameters and their optimizer, as one part of a checkpoint."""
-
-    def __init__(
-        self, parameters: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
-    ) -> None:
-        self.parameters = parameters
-        self.optimizer = optimizer
-
-    def collect_tensors(self, part: str, stored: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return parameters and states by name: PART.NAME and PART.NAME/STATE.
-
-        stored: names in a checkpoint, after whose states the optimizer's are made; None: as it is.
-        """
-        tensors: dict[str, Any] = {}
-        for name, parameter in self.parameters.items():
-            prefix = f"{part}.{name}"
-            tensors[prefix] = parameter
-            if stored is not None:
-                self.optimizer.state[parameter] = {
-                    key.removeprefix(f"{prefix}/"): torch.zeros_like(parameter)
-                    if len(stored[key].size)
-                    else torch.zeros((), dtype=torch.float32)
-                    for key in stored
-                    if key.startswith(f"{prefix}/")
-                }
-            state = self.optimizer.state.get(parameter, {})
-            tensors |= {f"{prefix}/{key}": value for key, value in state.items()}
-        return tensors
-
-
 def list_layers(model: PolicyModel) -> list[torch.nn.Module]:
     """Return the layers of a model, each of which is gathered at a time."""
     if model.fast is not None:
@@ -304,19 +293,6 @@ def list_layers(model: PolicyModel) -> list[torch.nn.Module]:
 def get_local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a divided tensor, sharing its memory."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def wrap_like_parameter(part: torch.Tensor, parameter: torch.Tensor) -> DTensor:
-    """Return the divided tensor of a rank's `part`, divided like `parameter`."""
-    assert isinstance(parameter, DTensor)
-    return DTensor.from_local(
-        part,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
 
 
 def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -180,9 +180,8 @@ def choose_samples(
 
     Only samples with a known start that a pass of this rank has seen can be chosen.
     """
-    known_counts = ratios.sum_by_sample((prep.known & prep.passed).long(), packed.seq, packed.count)
+    usable = packed.find_whole_samples(prep.known & prep.passed)
     lengths = np.diff(packed.offsets)
-    usable = [i for i, n in enumerate(known_counts.tolist()) if n == lengths[i] > 0]
     if not usable:
         return {}
     # an environment's tokens have no behavior policy

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -106,7 +107,9 @@ def test_a_forward_that_is_not_the_models_is_refused(
         monkeypatch.setattr(  # as if padding took part
             policy,
             "compute_plain_logprobs",
-            lambda hf, prompts, *rest, **more: plain(hf, [p[1:] for p in prompts], *rest, **more),
+            lambda hf, rows, *rest, **more: plain(
+                hf, replace(rows, prompts=[p[1:] for p in rows.prompts]), *rest, **more
+            ),
         )
     else:
         monkeypatch.setattr(packed_forward, "rotate", lambda x, cos, sin: x)

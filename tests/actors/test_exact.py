@@ -122,7 +122,9 @@ def test_the_exact_forward_is_the_model_in_value_and_gradient(
             out = (
                 model.logprobs(*args, groups=owner, want_entropy=True, want_hidden=True)
                 if way
-                else policy.compute_plain_logprobs(model.hf, *args, True, True)
+                else policy.compute_plain_logprobs(
+                    model.hf, policy.ForwardInput(*args, None, True, True)
+                )
             )
             assert out.entropy is not None and out.hidden is not None
             (

@@ -241,7 +241,7 @@ def test_a_learner_remembers_each_prompts_rewards(model_dir: Path, tmp_path: Pat
 
 def test_named_parts_come_with_a_batch_where_every_answer_has_them(model_dir: Path) -> None:
     given = batch()
-    assert pack(given).loss.parts is None
+    assert pack(given).parts is None
     for at, sample in enumerate(given.samples):
         sample.reward_parts = {"truth": float(at % 2), "form": 0.5 * at}
     packed = pack(given)
@@ -252,7 +252,7 @@ def test_named_parts_come_with_a_batch_where_every_answer_has_them(model_dir: Pa
     learner.train(given)
     assert not torch.equal(before, weights(learner))
     del given.samples[3].reward_parts["form"]
-    assert pack(given).loss.parts is None
+    assert pack(given).parts is None
 
 
 def test_a_learner_trains_with_a_baseline_of_tokens(model_dir: Path) -> None:

@@ -147,9 +147,9 @@ def test_a_greedy_baseline_brings_its_length_and_its_end() -> None:
     assert packed.greedy_truncated.tolist() == [s.finish == "length" for s in mine]
     assert any(packed.greedy_truncated)
     assert packed.greedy_lengths.tolist() == [s.length for s in mine]
-    assert pack(b).loss.token_rewards is None
-    assert pack(b).loss.steps is None
-    assert pack(b).loss.greedy is None
+    assert pack(b).token_rewards is None
+    assert pack(b).steps is None
+    assert pack(b).greedy is None
 
 
 # ---- a function of one's own ---------------------------------------------------------------------

@@ -60,18 +60,18 @@ class Rank(TorchBackend):
     def find_max_over_ranks(self, x: torch.Tensor) -> torch.Tensor:
         return torch.maximum(*self.gather(x))
 
-    def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
+    def accumulate(self, loss: torch.Tensor, *, is_last: bool = True) -> None:
         self.passes += 1
-        super().backward(loss, is_last=is_last)
+        super().accumulate(loss, is_last=is_last)
         assert is_last == (len(set(self.gather((self.passes, is_last)))) == 1 and is_last), (
             "ranks make their passes side by side"
         )
 
-    def step(self, rate: float, loss: torch.Tensor) -> float | None:
+    def apply(self, rate: float, loss: torch.Tensor | None = None) -> float:
         for p in self.model.hf.parameters():
             a, b = self.gather(torch.zeros_like(p) if p.grad is None else p.grad)
             p.grad = a + b
-        return super().step(rate, loss)
+        return super().apply(rate, loss)
 
 
 def trained(

@@ -41,9 +41,8 @@ def test_packed_logprobs_equal_plain_ones_in_value_and_gradient(
                 prompts, responses, temperature, groups=owner, want_entropy=True, want_hidden=True
             )
         else:
-            out = policy.compute_plain_logprobs(
-                model.hf, prompts, responses, temperature, True, True, rows=4
-            )
+            rows = policy.ForwardInput(prompts, responses, temperature, None, True, True)
+            out = policy.compute_plain_logprobs(model.hf, rows, 4)
         weight = torch.linspace(-1, 1, len(out.logprobs))
         assert out.entropy is not None and out.hidden is not None
         ((out.logprobs * weight).sum() + 0.3 * (out.entropy * weight).sum()).backward()

@@ -74,8 +74,8 @@ def stand(core: LearnerCore, until: Path, patience_s: float) -> None:
 
 def lose(backend: TorchBackend, lost: int) -> None:
     """The loss of that step, counted from 0, is NaN on this rank."""
-    step, made = backend.step, itertools.count()
-    backend.step = lambda rate, loss: step(rate, loss if next(made) != lost else loss * math.nan)
+    apply, made = backend.apply, itertools.count()
+    backend.apply = lambda rate, loss: apply(rate, loss if next(made) != lost else loss * math.nan)
 
 
 def main() -> None:

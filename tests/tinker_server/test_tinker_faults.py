@@ -379,7 +379,7 @@ def test_a_server_that_cannot_write_ends_and_loses_nothing(
         assert [(row["batch"], row["call"]) for row in rows] == [(0, 2), (1, 4), (2, 5), (3, 6)]
         assert [row["step"] for row in metrics.read(model.folder)] == [0, 1, 2, 3]
         trained = server.trainer.models[client.model_id]
-        steps = {int(state["step"]) for state in trained.optimizer.state.values()}
+        steps = {int(state["step"]) for state in trained.trainer.optimizer.state.values()}
         assert (model.version, steps) == (4, {2})  # steps without a gradient change no moment
     finally:
         server.stop()

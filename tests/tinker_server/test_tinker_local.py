@@ -333,7 +333,7 @@ def test_all_weights_train_and_samplers_follow_them(start: Start) -> None:
         named = service.create_sampling_client(model_path=path).result()
         assert np.allclose(named.compute_logprobs(text).result()[1:], scored(client), atol=1e-5)
         assert (folder / "sampler_weights" / "kept" / "model.safetensors").exists()
-        weights = server.trainer.models[client.model_id].parameters
+        weights = server.trainer.models[client.model_id].trainer.parameters
         assert sum(weight.numel() for weight in weights) == sum(
             weight.numel() for weight in server.trainer.base.hf.parameters()
         )

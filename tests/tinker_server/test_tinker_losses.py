@@ -15,6 +15,7 @@ from tinker_kit import SYMBOLS
 
 from asyncrl.algorithms import loss as step_loss
 from asyncrl.algorithms.batch import LossBatch
+from asyncrl.algorithms.surrogates import SurrogateTokens
 from asyncrl.config import load, methods
 from asyncrl.config.sft import SftTraining
 from asyncrl.contract.errors import ConfigError
@@ -115,7 +116,7 @@ def gradient(
     model.drop_gradient()
     result = trainer.handle(ForwardBackward("m", data or datums(trainer), loss, config))
     assert isinstance(result, ScoreResult), result
-    return torch.cat([weight.grad.flatten() for weight in model.parameters])
+    return torch.cat([weight.grad.flatten() for weight in model.trainer.parameters])
 
 
 def learner_gradient(trainer: ServedModels, **keys: object) -> torch.Tensor:
@@ -147,7 +148,7 @@ def learner_gradient(trainer: ServedModels, **keys: object) -> torch.Tensor:
     step = step_loss.begin_step(prep, torch.arange(3), now)
     loss, _ = step_loss.compute_micro_loss(prep, step, torch.arange(len(seq)), lp)
     (loss * len(seq)).backward()
-    weights = trainer.models["m"].parameters
+    weights = trainer.models["m"].trainer.parameters
     return torch.cat([weight.grad.flatten() for weight in weights])
 
 
@@ -192,13 +193,15 @@ def test_gradients_equal_the_learners(
 def test_gspo_clips_near_one_by_default(log_ratio: float, adv: float, clipped: bool) -> None:
     """At 0.9997 and 1.0004, the ratio of a sequence."""
     behavior = torch.tensor([-1.0, -2.0], dtype=torch.float64)
-    tokens = losses.LossTokens(
-        behavior + torch.tensor([2 * log_ratio, 0.0]),
-        behavior,
+    raw = torch.tensor([2 * log_ratio, 0.0])
+    tokens = SurrogateTokens(
+        raw,
         torch.full((2,), adv, dtype=torch.float64),
+        behavior + raw,
+        behavior,
         torch.ones(2, dtype=torch.bool),
         torch.zeros(2, dtype=torch.int64),
-        1,
+        n=1,
     )
     term = losses.POLICY_LOSSES["gspo"].term(tokens, {})
     assert (term.clipped != 0).tolist() == [clipped] * 2
@@ -258,7 +261,8 @@ def test_cross_entropy_is_supervised_training(trainer: ServedModels) -> None:
     model.drop_gradient()
     examples = [fit.FitExample(PROMPT, np.array(tokens, np.int32)) for tokens in TOKENS]
     fit.ModelFitter(model.policy, SftTraining())._sum_loss(examples).backward()
-    assert assert_equal(ours, torch.cat([weight.grad.flatten() for weight in model.parameters]))
+    theirs = torch.cat([weight.grad.flatten() for weight in model.trainer.parameters])
+    assert assert_equal(ours, theirs)
 
 
 def test_a_custom_loss_is_linear_in_the_clients_weights(trainer: ServedModels) -> None:
@@ -325,7 +329,7 @@ def test_masked_tokens_have_no_gradient(trainer: ServedModels) -> None:
     for data in (rest, [whole[0], whole[2]]):
         model.drop_gradient()
         assert isinstance(trainer.handle(ForwardBackward("m", data, "ppo", {})), ScoreResult)
-        gradients.append(torch.cat([weight.grad.flatten() for weight in model.parameters]))
+        gradients.append(torch.cat([weight.grad.flatten() for weight in model.trainer.parameters]))
     assert torch.allclose(*gradients, rtol=1e-5, atol=1e-6)
 
 

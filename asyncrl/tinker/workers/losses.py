@@ -2,7 +2,7 @@
 
 A loss is a sum over tokens. It has the learner's coefficient form: its gradient is that of
 - sum coefficient log pi, with the coefficient detached (`asyncrl.algorithms.surrogates`). The ratio
-of a token is that of the current policy to the policy that sampled it.
+of a token is that of the current policy to the policy that sampled it: SurrogateTokens.raw.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from asyncrl.algorithms import ratios, surrogates
-from asyncrl.algorithms.surrogates import SurrogateTerm
+from asyncrl.algorithms import surrogates
+from asyncrl.algorithms.surrogates import SurrogateTerm, SurrogateTokens
 from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
@@ -23,73 +23,47 @@ Options = Mapping[str, float | str]
 CLIPS = ("clip_low_threshold", "clip_high_threshold")
 
 
-class LossTokens(NamedTuple):
-    """The N tokens of some datums.
-
-    lp: [N], log pi of the current policy, detached.
-    behavior: [N], log mu.
-    adv: [N].
-    mask: bool [N].
-    seq: int64 [N], the datum of each token.
-    """
-
-    lp: torch.Tensor
-    behavior: torch.Tensor
-    adv: torch.Tensor
-    mask: torch.Tensor
-    seq: torch.Tensor
-    datums: int
-
-    @property
-    def log_r(self) -> torch.Tensor:
-        return ratios.compute_log_ratio(self.lp, self.behavior)
-
-
 def _read_bounds(options: Options, low: float = 0.8, high: float = 1.2) -> tuple[float, float]:
     return float(options.get(CLIPS[0], low)), float(options.get(CLIPS[1], high))
 
 
-def _importance_sampling(tokens: LossTokens, options: Options) -> SurrogateTerm:
-    return surrogates.compute_vanilla(tokens.log_r, tokens.adv)
-
-
-def _ppo(tokens: LossTokens, options: Options) -> SurrogateTerm:
+def _ppo(tokens: SurrogateTokens, options: Options) -> SurrogateTerm:
     low, high = _read_bounds(options)
     return surrogates.compute_ppo(tokens.log_r, tokens.adv, low=1 - low, high=high - 1)
 
 
-def _cispo(tokens: LossTokens, options: Options) -> SurrogateTerm:
+def _cispo(tokens: SurrogateTokens, options: Options) -> SurrogateTerm:
     low, high = _read_bounds(options)
     return surrogates.compute_cispo(tokens.log_r, tokens.adv, tokens.lp, lo=low, hi=high)
 
 
-def _dro(tokens: LossTokens, options: Options) -> SurrogateTerm:
-    return surrogates.compute_dro(
-        tokens.log_r, tokens.adv, tokens.lp, beta=float(options.get("beta", 0.05))
-    )
-
-
-def _gspo(tokens: LossTokens, options: Options) -> SurrogateTerm:
+def _gspo(tokens: SurrogateTokens, options: Options) -> SurrogateTerm:
     low, high = _read_bounds(options, 1 - surrogates.GSPO_CLIP[0], 1 + surrogates.GSPO_CLIP[1])
-    log_ratio = ratios.subtract(tokens.lp, tokens.behavior)
     return surrogates.compute_gspo(
-        log_ratio, tokens.adv, tokens.mask, tokens.seq, tokens.datums, low=1 - low, high=high - 1
+        tokens.raw, tokens.adv, tokens.mask, tokens.seq, tokens.n, low=1 - low, high=high - 1
     )
 
 
 class PolicyLoss(NamedTuple):
     """A loss of sampled tokens, and the names in loss_fn_config that it reads."""
 
-    term: Callable[[LossTokens, Options], SurrogateTerm]
+    term: Callable[[SurrogateTokens, Options], SurrogateTerm]
     options: tuple[str, ...] = ()
 
 
 # loss_fn -> the loss of sampled tokens; cross_entropy has no ratio and is computed by the trainer
 POLICY_LOSSES: dict[str, PolicyLoss] = {
-    "importance_sampling": PolicyLoss(_importance_sampling),
+    "importance_sampling": PolicyLoss(
+        lambda tokens, options: surrogates.compute_vanilla(tokens.log_r, tokens.adv)
+    ),
     "ppo": PolicyLoss(_ppo, CLIPS),
     "cispo": PolicyLoss(_cispo, CLIPS),
-    "dro": PolicyLoss(_dro, ("beta",)),
+    "dro": PolicyLoss(
+        lambda tokens, options: surrogates.compute_dro(
+            tokens.log_r, tokens.adv, tokens.lp, beta=float(options.get("beta", 0.05))
+        ),
+        ("beta",),
+    ),
     "gspo": PolicyLoss(_gspo, CLIPS),
 }
 CROSS_ENTROPY = "cross_entropy"

@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from asyncrl.algorithms import diagnostics
+from asyncrl.algorithms import diagnostics, ratios
 from asyncrl.algorithms import loss as step_loss
 from asyncrl.algorithms.batch import LossBatch
+from asyncrl.algorithms.surrogates import SurrogateTokens
 from asyncrl.config.sft import SftTraining
 from asyncrl.config.tree import LoraConfig
 from asyncrl.contract.errors import ConfigError
@@ -326,14 +327,11 @@ def prepare_method_step(
         mask=packed.inside,
         token_lag=packed.lag.clamp(min=0),
         rewards=zeros,
-        groups=torch.zeros(len(data), dtype=torch.int64, device=current.device),
-        truncated=torch.zeros(len(data), dtype=torch.bool, device=current.device),
+        groups=zeros.long(),
+        truncated=zeros.bool(),
         start=current,
     )
-    share = {"behavior": torch.ones_like(current), "recompute": torch.zeros_like(current)}.get(
-        config.correction.proximal, 1.0 / (batch.token_lag.float() + 1.0)
-    )
-    batch.proximal = share * packed.behavior + (1 - share) * current
+    batch.proximal = step_loss.choose_proximal(batch, config)
     prep = step_loss.prepare(batch, config, advantages=packed.adv)
     all_datums = torch.arange(len(data), device=current.device)
     step = step_loss.begin_step(prep, all_datums, current)
@@ -353,8 +351,14 @@ def compute_policy_loss(
         return loss, {"loss/policy": loss.detach().double()}
     inside = packed.inside
     in_ratio = inside & (packed.read_field(RATIO_MASK, 1.0) != 0)
-    tokens = losses.LossTokens(
-        current, packed.behavior, packed.adv, in_ratio, packed.seq, len(data)
+    tokens = SurrogateTokens(
+        ratios.subtract(current, packed.behavior),
+        packed.adv,
+        current,
+        packed.behavior,
+        in_ratio,
+        packed.seq,
+        n=len(data),
     )
     term = losses.POLICY_LOSSES[request.loss].term(tokens, request.config)
     scale = packed.mask * packed.read_field("weights", 1.0)

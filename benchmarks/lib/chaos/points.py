@@ -202,7 +202,7 @@ def learner(hook: Hook, role: str) -> None:
         hook.worked(role)
         look("mid-step")
 
-    def filling(_part: Path, *_rest: Any) -> None:
+    def filling(*_rest: Any) -> None:
         if hook.board.action(role) == "disk":
             look("mid-checkpoint", room=random.Random(os.getpid()).choice((0, 2000, 20_000)))
 
@@ -229,12 +229,12 @@ def learner(hook: Hook, role: str) -> None:
         kept.add({"life": one.epoch, "origin": one.origin, "number": one.number})
 
     if hook.real:  # between the gradient and the optimizer's step
-        before(TorchBackend, "step", lambda *_: look("mid-step"))
+        before(TorchBackend, "apply", lambda *_: look("mid-step"))
     else:
         LearnerCore.train = unreal  # type: ignore[method-assign,assignment]
     after(LearnerCore, "train", trained)
-    before(checkpoint, "_fill", filling)
-    after(checkpoint, "_fill", filled)
+    before(checkpoint, "write", filling)
+    after(checkpoint, "seal", filled)
     after(checkpoint, "restore", restored)
     after(checkpoint, "start_epoch", begun)
     after(Publisher, "publish", published)
