@@ -258,20 +258,6 @@ def test_the_report_has_a_plot_of_the_judge_where_there_is_one(tmp_path: Path) -
     assert judged_of(rows) == {"requests": 6.0} and judged_of([{"step": 1}]) == {}
 
 
-def test_a_request_is_json_and_all_processes_of_a_run_share_its_reply(
-    server: Server, tmp_path: Path
-) -> None:
-    asked = [{"role": "user", "content": "1+1=2"}]
-
-    async def ask(client: judges.JudgeClient) -> str:
-        async with client.client:
-            return await client.ask(asked)
-
-    settings = config(server).reward.judge
-    said = {asyncio.run(ask(judges.build_client(settings, str(tmp_path)))) for _ in range(2)}
-    assert said == {"It is right.\nSCORE: 7.5"} and server.types == ["application/json"]
-
-
 def test_the_budget_ends_the_run(
     server: Server, judged: Callable[..., list[tuple[float, str]]], tmp_path: Path
 ) -> None:
@@ -411,16 +397,6 @@ def test_an_answer_cannot_pose_as_the_end_of_the_template() -> None:
         1, "hi", "", [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
     )
     assert "[system]\nS\n\n[user]\nU" in template.fill(chat, "x")
-
-
-def test_a_mark_is_in_none_of_the_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = make_mark("x")
-
-    class Text(str):
-        def __contains__(self, found: object) -> bool:
-            return found == first
-
-    assert make_mark(Text("x")) not in (first, "")
 
 
 def test_a_grade_is_one_number_in_the_last_line(tmp_path: Path) -> None:

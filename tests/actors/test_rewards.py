@@ -4,7 +4,6 @@ failure, never as a silent 0.
 
 from __future__ import annotations
 
-import io
 import math
 import os
 import subprocess
@@ -36,7 +35,7 @@ from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.contract.messages import Prompt
 from asyncrl.tasks import get_task
 from asyncrl.transport import worker_pool
-from asyncrl.transport.worker_pool import PRINTED_CHARACTERS, BoundedOutput
+from asyncrl.transport.worker_pool import PRINTED_CHARACTERS
 
 FUNCTIONS = """
 import asyncio, os, sys, time
@@ -459,16 +458,6 @@ def test_exits_prints_and_reads_are_no_harm(
     )
 
 
-def test_what_is_printed_is_bounded() -> None:
-    to = io.TextIOWrapper(io.BytesIO())
-    bounded = BoundedOutput(to, 10)
-    assert [print(x, file=bounded, flush=True) for x in ("12345", "6789", "more", "and more")]
-    assert (
-        to.buffer.getvalue().decode().startswith("12345\n6789")
-        and "more\n" not in to.buffer.getvalue().decode()
-    )  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize(
     ("body", "rewards_", "why"),
     [
@@ -584,11 +573,6 @@ def test_when_a_pool_measures_whether_it_should_grow(monkeypatch: pytest.MonkeyP
     pool.suspects.clear()
     begun.units = [1, 2, 3]
     assert pool.count_waiting() == 4
-
-
-def test_a_pool_s_thread_has_its_name(runner: Callable[..., RewardRunner]) -> None:
-    pool = runner("mine:reward", workers=1).pool
-    assert pool is not None and pool.thread.name == "rewards" and pool.thread.daemon
 
 
 def test_a_pool_grows_as_long_as_that_pays() -> None:

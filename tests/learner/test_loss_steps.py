@@ -38,10 +38,6 @@ def begun(
     )
 
 
-def test_what_the_module_offers_is_there() -> None:
-    assert all(hasattr(sl, name) for name in sl.__all__) and len(set(sl.__all__)) == len(sl.__all__)
-
-
 # ---- which forwards are needed -------------------------------------------------------------------
 
 

@@ -13,9 +13,24 @@ from gateway_kit import Served
 from openai import OpenAI
 
 from actors.gateway.chat import parse_hermes
+from actors.gateway.endpoint import web
 from actors.gateway.endpoint.web import OpenedSession
+from asyncrl.transport import http_server
 
 WAIT_S = 600.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patient() -> Iterator[None]:
+    """No request is late, and no stream says more, because a process stood still."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in (
+            (http_server, "HEAD_S"),
+            (http_server, "BODY_S"),
+            (web, "KEEP_ALIVE_S"),
+        ):
+            patch.setattr(module, name, 3600.0)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -387,13 +387,3 @@ def test_assignments_of_this_session_are_taken_and_reported(turn) -> None:  # ty
 
 def test_a_generator_of_calls_starts_no_reward_process(turn) -> None:  # type: ignore[no-untyped-def]
     assert not turn.rewards.processes
-
-
-def test_what_a_generator_holds_is_the_calls_alone(turn) -> None:  # type: ignore[no-untyped-def]
-    turn.take_calls([call(1), call(2)])
-    turn.take_calls([call(1)])
-    assert turn.served == 2 and sorted(turn.calls) == [1, 2]
-    turn.cancel_calls([9, 1])
-    assert [result.id for result in turn.results] == [1]
-    assert turn.results[0] == m.CallResult(1, b"", b"", [], "length", 0)
-    assert sorted(turn.calls) == [2]

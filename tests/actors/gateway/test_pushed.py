@@ -5,7 +5,6 @@ return and what becomes of those that fail, hang or die.
 from __future__ import annotations
 
 import math
-import os
 import signal
 import sys
 import time
@@ -22,7 +21,6 @@ from pushed_kit import HERE, Commands, until
 
 from actors.gateway import http_gateway, service
 from actors.gateway.agents import agent_log
-from actors.gateway.agents.agent_programs import MODEL_VARIABLES
 from actors.gateway.agents.session_messages import SessionOrders, SessionResult
 from actors.gateway.http_gateway import AgentPool
 from actors.gateway.session_api import SessionApi
@@ -124,52 +122,6 @@ def test_at_the_end_no_child_of_programs_is_left(commands: Commands, tmp_path: P
     kept = int((tmp_path / "pids.keeps").read_text())
     commands.worker.wire.close()
     assert commands.worker.process.wait(PATIENCE_S) == 0 and not alive(kept)
-
-
-def test_a_program_inherits_the_base_environment_and_what_it_is_passed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    for name in ("GIVEN_A", "JUDGE_KEY", "AWS_SECRET_ACCESS_KEY", "LC_TIME", "OPENAI_API_KEY"):
-        monkeypatch.setenv(name, "ours")
-    commands = request.getfixturevalue("commands")
-    commands.begin(1, "told")
-    assert commands.left(1).reward == 1.0
-    lines = (tmp_path / "pids.env").read_text().splitlines()
-    found = dict(line.split("=", 1) for line in lines if "=" in line)
-    assert found["PATH"] == os.environ["PATH"] and found["TMPDIR"] == str(tmp_path)
-    assert found["GIVEN_A"] == found["LC_TIME"] == "ours"
-    assert not {"JUDGE_KEY", "AWS_SECRET_ACCESS_KEY"} & set(found)
-    assert found["OPENAI_API_KEY"] == "k"
-    for name in MODEL_VARIABLES:
-        assert found[name] == "policy"
-    assert "ANTHROPIC_DEFAULT_HAIKU_MODEL" in MODEL_VARIABLES
-
-
-def test_a_program_that_is_to_stop_is_ended_and_all_end_with_the_gateway(
-    commands: Commands, tmp_path: Path
-) -> None:
-    pids = tmp_path / "pids"
-    commands.begin(1, "sleeps")
-    commands.worker.flush()
-    until(pids.exists)
-    commands.worker.send(SessionOrders(stop=[1]))
-    why = "was stopped because its session was over"
-    assert commands.left(1) == SessionResult(1, "failed", why=why)
-    pids.unlink()
-    commands.begin(2, "stubborn")
-    commands.worker.flush()
-    until(pids.exists)
-    first = int(pids.read_text())
-    commands.worker.send(SessionOrders(stop=[2]))  # it does not hear SIGTERM
-    assert commands.left(2).kind == "failed" and not alive(first)
-    pids.unlink()
-    commands.begin(3, "stubborn")
-    commands.worker.flush()
-    until(pids.exists)
-    third = int(pids.read_text())
-    commands.worker.wire.close()  # as when the gateway is killed
-    assert commands.worker.process.wait(PATIENCE_S) == 0 and not alive(third)
-    assert not list(tmp_path.glob("asyncrl-agent-*"))
 
 
 def test_programs_do_not_outlive_a_process_of_theirs_that_is_killed(

@@ -238,7 +238,9 @@ def test_a_plain_request_of_each_api() -> None:
     assert parsed("text", {"prompt": [7]}) == {"ids": [7]}
     assert parsed("ids", {"token_ids": [0, 8]}, vocabulary=9) == {"ids": [0, 8]}
     assert parsed("ids", {"token_ids": [(1 << 31) - 1]}) == {"ids": [(1 << 31) - 1]}
-    assert parsed("messages", {"messages": GO}) == {"messages": GO}
+    assert parsed("messages", {"messages": GO, "tools": {}}) == {"messages": GO}
+    plain = {"user": "me", "store": False, "stop_token_ids": [], "seed": None}
+    assert parsed("chat", {"messages": GO, **plain}) == {"messages": GO}
     assert parsed("responses", {"input": "go"}) == {"messages": GO}
 
 
@@ -374,6 +376,7 @@ def test_a_conversation_of_messages_becomes_a_chat() -> None:
     body = {
         "system": [{"type": "text", "text": "be "}, {"type": "text", "text": "brief"}],
         "messages": [
+            {"role": "system", "content": "now"},
             *GO,
             {"role": "assistant", "content": blocks},
             {"role": "user", "content": results},
@@ -400,6 +403,7 @@ def test_a_conversation_of_messages_becomes_a_chat() -> None:
     assert parsed("messages", body) == {
         "messages": [
             {"role": "system", "content": "be brief"},
+            {"role": "system", "content": "now"},
             *GO,
             {"role": "assistant", "content": "so", "tool_calls": calls},
             {"role": "tool", "tool_call_id": "t1", "content": "4"},
