@@ -426,8 +426,6 @@ def main() -> None:
     details: dict[str, list[Row]] = {}
     with tempfile.TemporaryDirectory() as work:
         size, wanted = (QUICK, 1) if args.quick else (WHOLE, args.rounds)
-        if args.quick:
-            rounds.TRIES = 1
         vllm = not args.quick or "engines" in args.parts
         bench = Bench(Path(work), size, wanted, vllm=vllm)
         try:

@@ -374,7 +374,6 @@ def short() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.mark.cold  # a process that has asked for it keeps its folder of temporary files
 def test_the_program_without_vllm(short: Path) -> None:
     """Real gateways, by processes as they are; the values of so few calls say nothing."""
     argv = [sys.executable, str(ROOT / "benchmarks" / "gateway.py"), "--quick", "--json"]

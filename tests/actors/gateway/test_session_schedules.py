@@ -13,7 +13,7 @@ from session_schedules import AUTO, RULES, place, schedule, several
 pytestmark = pytest.mark.slow
 
 # `python tests/support/session_schedules.py 10000` is the long form
-SCHEDULES = 100
+SCHEDULES = 40
 SEEDS_FOR_A_RULE = 60
 
 
@@ -33,9 +33,9 @@ def test_sessions_keep_the_limit_and_the_ledger_and_are_written_once(where: Path
 def test_adopted_sessions_keep_to_the_limits_that_their_grants_announced(where: Path) -> None:
     """A limit that sets itself, learners that are killed and resumed with other bounds: by draw, no
     token past what the grant said that its call was placed under (SessionWorld.promised)."""
-    seen = several(range(24), where, fault="kill_learner", **AUTO)
-    assert seen["limit moved"] > 10 and seen["tokens at the limit"] > 50, seen
-    assert seen["samples adopted, accepted"] > 30, seen
+    seen = several(range(12, 24), where, fault="kill_learner", **AUTO)
+    assert seen["limit moved"] > 5 and seen["tokens at the limit"] > 25, seen
+    assert seen["samples adopted, accepted"] > 15, seen
     for what in ("adopted over an epoch", "spans under another limit"):
         assert seen[f"samples {what}"] > 0, seen
 
