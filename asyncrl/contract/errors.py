@@ -76,7 +76,7 @@ class NotFiniteLogprob(NotFiniteError, ProtocolError):
 
 # reasons why the buffer refuses a message, each with the metric `refused/REASON`
 REFUSALS = {
-    "frame": "frames that do not decode or are too large",
+    "frame": "frames that do not decode, have a value out of its range, or are too large",
     "stranger": "messages of another run or another protocol",
     "role": "messages that their sender's key may not send",
     "message": "impossible names, counts, commits and hellos",

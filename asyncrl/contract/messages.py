@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any, Literal, NamedTuple, get_args
+import sys
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import msgspec
+from msgspec import Meta
 
 from asyncrl.contract.blobs.images import ImageShape, to_data_url
-from asyncrl.contract.versions import Label
-from asyncrl.contract.waits import BlockingSession, OpenSession, ProcessWait
+from asyncrl.contract.versions import Count, Label
+from asyncrl.contract.waits import BlockingSession, OpenSession, ProcessWait, Seconds, Text
 
 PROTOCOL = 3
 TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # columns of a prompt for its chat template
@@ -25,6 +27,17 @@ TemplateColumns = tuple[list[dict[str, Any]] | None, dict[str, Any] | None]  # t
 EVAL_BASE = 1 << 40
 MOST_GRAMMAR = 1 << 16  # characters
 MAX_FRAME_BYTES = 256 * 1024 * 1024  # a larger frame is refused: no message needs it
+
+# Ranges of fields: a message with another value does not decode.
+Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+Positive = Annotated[int, Meta(ge=1, lt=1 << 60)]
+Vocabulary = Annotated[int, Meta(ge=0, lt=1 << 31)]  # tokens of a model
+TicketNumber = Annotated[int, Meta(ge=0, lt=1 << 48)]
+PathText = Annotated[str, Meta(max_length=4096, pattern=r"^[^\0]*$")]
+NumberName = Annotated[str, Meta(max_length=200)]
+FEW = Meta(max_length=256)
+MANY = Meta(max_length=1 << 16)
+MOST = Meta(max_length=1 << 20)
 
 # the lines of the ledger: the possible fates of a generated token
 LedgerLine = Literal[
@@ -125,10 +138,10 @@ class SamplingSettings(msgspec.Struct, frozen=True, array_like=True):
 
     Recorded logprobs are those of exactly this distribution."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0: all
-    max_new_tokens: int = 64
+    temperature: Annotated[float, Meta(gt=0, le=sys.float_info.max)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Vocabulary = 0  # 0: all
+    max_new_tokens: Annotated[int, Meta(ge=1, lt=1 << 31)] = 64
     # sample 0 of the group is sampled greedily: a baseline that is not trained on (remax)
     greedy: bool = False
 
@@ -154,9 +167,9 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class RoutingShape(NamedTuple):
     """The routers of a model: their number, the experts of each, and the experts of a token."""
 
-    layers: int
-    experts: int
-    chosen: int
+    layers: Positive
+    experts: Annotated[int, Meta(ge=1, lt=1 << 16)]
+    chosen: Positive
 
     def __str__(self) -> str:
         return f"{self.layers} layers with {self.chosen} of {self.experts} experts"
@@ -241,8 +254,8 @@ class Trajectory(msgspec.Struct, array_like=True, gc=False):
     # a failed sample is never trained on; "" means no failure (also the value in recordings)
     failed: RewardFailure | Literal[""] = ""
     rows: list[TrainingSequence] = []  # a session's sequences after the first
-    aside: int = 0  # tokens that were sampled and are never trained (ledger: set_aside)
-    calls: int = 0  # generations that a session requested; 0: a single completion
+    aside: Count = 0  # tokens that were sampled and are never trained (ledger: set_aside)
+    calls: Count = 0  # generations that a session requested; 0: a single completion
     # a session resumed under a new attempt: (earlier attempt, tokens sampled under it)
     adopted: list[tuple[int, int]] = []
     support: bytes = b""  # as in `TrainingSequence`
@@ -342,7 +355,7 @@ class TicketRequest(msgspec.Struct, frozen=True, tag="want"):
     producer: str
     session: int
     sequence: int
-    samples: int
+    samples: Annotated[int, Meta(ge=0, le=1 << 30)]
     holding: Label | None  # newest weights loaded
 
 
@@ -353,7 +366,7 @@ class Delivery(msgspec.Struct, frozen=True, tag="deliver"):
     session: int
     sequence: int
     samples: list[Trajectory]
-    drawn: int = 0  # as in `LeaseRenewal`, these samples included
+    drawn: Count = 0  # as in `LeaseRenewal`, these samples included
     # digest -> blob of images that sessions received; images of tickets' prompts are left out
     images: dict[str, bytes] = {}
 
@@ -373,17 +386,19 @@ class LeaseRenewal(msgspec.Struct, frozen=True, tag="renew"):
 
     producer: str
     session: int
-    progress: list[tuple[int, int, int]]  # (ticket, attempt, tokens so far over its samples)
-    stats: dict[str, float]
+    # (ticket, attempt, tokens so far over its samples)
+    progress: Annotated[list[tuple[int, int, Count]], MANY]
+    stats: Annotated[dict[NumberName, Seconds], FEW]
     waiting: ProcessWait | None  # None: it has work
     # (ticket, attempt) that are generated and wait for their rewards, which have their own
     # deadlines
-    judging: list[tuple[int, int]] = []
+    judging: Annotated[list[tuple[int, int]], MANY] = []
     # training tokens that this session has reported or delivered so far, summed over its attempts
-    drawn: int = 0
-    sessions: list[OpenSession] = []  # of a gateway: one for each of its oldest tickets
+    drawn: Count = 0
+    # of a gateway: one for each of its oldest tickets
+    sessions: Annotated[list[OpenSession], FEW] = []
     # the other (ticket, attempt) that it holds: generated, but not acknowledged
-    written: list[tuple[int, int]] = []
+    written: Annotated[list[tuple[int, int]], MANY] = []
     # Attempts <= `taken` that are not listed were lost in transit; the buffer grants them again.
     # 0 means unknown.
     taken: int = 0
@@ -411,17 +426,17 @@ class JoinRequest(msgspec.Struct, frozen=True, tag="join"):
 class WeightsSource(msgspec.Struct, frozen=True):
     """The location of a learner's ring of weights. Made by the learner, forwarded by the buffer."""
 
-    epoch: int
-    host: str
-    directory: str  # the ring's mapped files, for readers on the same host
-    address: str  # tcp address of the chunk server; "": it has none
+    epoch: Count
+    host: PathText
+    directory: PathText  # the ring's mapped files, for readers on the same host
+    address: PathText  # tcp address of the chunk server; "": it has none
 
 
 class PolicyAnnouncement(msgspec.Struct, frozen=True):
     """The newest durable version; part of every reply to a generator."""
 
     label: Label
-    digest: str
+    digest: PathText
     source: WeightsSource
 
     @property
@@ -433,11 +448,11 @@ class PolicyAnnouncement(msgspec.Struct, frozen=True):
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
     """The order to generate one group. Made by the buffer, which owns the prompt cursor."""
 
-    ticket: int
-    attempt: int
+    ticket: Count
+    attempt: Positive
     kind: Literal["train", "eval"]
     prompt: Prompt
-    samples: list[int]
+    samples: Annotated[list[Count], Meta(min_length=1), MOST]
     sampling: SamplingSettings
     min_version: Label
     # evaluation and lag injection: sample the whole completion with exactly these weights
@@ -453,7 +468,7 @@ class TicketGrant(msgspec.Struct, frozen=True, tag="tickets"):
 
     session: int
     sequence: int
-    tickets: list[Ticket]
+    tickets: Annotated[list[Ticket], MOST]
     announcement: PolicyAnnouncement | None
     finished: bool = False  # the run is over: the generator exits
 
@@ -463,7 +478,7 @@ class DeliveryAcks(msgspec.Struct, frozen=True, tag="acks"):
 
     session: int
     acks: list[tuple[int, int, int, Disposition]]  # (ticket, sample, attempt, disposition)
-    credit: int  # bytes that the generator may have unacknowledged
+    credit: Count  # bytes that the generator may have unacknowledged
     announcement: PolicyAnnouncement | None
 
 
@@ -492,8 +507,8 @@ class Refusal(msgspec.Struct, frozen=True, tag="refused"):
 
     The peer has another protocol, belongs to another run, or sent an invalid message."""
 
-    reason: str
-    exit_code: int = 4
+    reason: Text
+    exit_code: Annotated[int, Meta(ge=0, lt=256)] = 4
 
 
 # ---- gateway and generators ----------------------------------------------------------------------
@@ -506,7 +521,7 @@ class GenerationCall(msgspec.Struct, frozen=True, array_like=True):
 
     id: int  # unique within the gateway process
     ticket: int
-    sample: int
+    sample: Count
     kind: Literal["train", "eval"]
     prompt: bytes  # int32 [P], P >= 1
     max_new_tokens: int
@@ -516,8 +531,9 @@ class GenerationCall(msgspec.Struct, frozen=True, array_like=True):
     exact_version: Label | None
     seed: int
     # 0: the random stream of a plain completion of the ticket, (seed, ticket, sample); else another
-    stream: int = 0
-    grammar: str = ""  # that it is decoded under, in llguidance's form of Lark; "": any tokens
+    stream: Annotated[int, Meta(ge=0)] = 0
+    # that it is decoded under, in llguidance's form of Lark; "": any tokens
+    grammar: Annotated[str, Meta(max_length=MOST_GRAMMAR)] = ""
     images: list[str] = []  # digests, in the order of the image tokens
 
 
@@ -526,7 +542,7 @@ class CallAssignments(msgspec.Struct, frozen=True, tag="calls"):
 
     session: int  # of the generator
     sequence: int
-    calls: list[GenerationCall]
+    calls: Annotated[list[GenerationCall], MOST]
     cut: list[int]
     announcement: PolicyAnnouncement | None
     images: dict[str, bytes] = {}  # digest -> blob, each image of the calls once
@@ -543,9 +559,9 @@ class ServingReport(msgspec.Struct, frozen=True, tag="serving"):
     run: str
     producer: str
     session: int
-    slots: int
-    held: list[int]
-    heard: int
+    slots: Annotated[int, Meta(ge=0, le=1 << 20)]
+    held: Annotated[list[int], MOST]
+    heard: Count
 
 
 class CallResult(msgspec.Struct, frozen=True, tag="called"):
@@ -559,8 +575,8 @@ class CallResult(msgspec.Struct, frozen=True, tag="called"):
     logprobs: bytes  # float32 [T]
     spans: list[VersionSpan]
     finish: Literal["stop", "length"]
-    lost: int = 0
-    failed: str = ""
+    lost: Count = 0
+    failed: Text = ""
     support: bytes = b""  # as in `TrainingSequence`
     routed: bytes = b""  # as in `TrainingSequence`, with P tokens of the call's prompt
 
@@ -577,10 +593,10 @@ class MixturePosition(msgspec.Struct, frozen=True):
     removed: removed groups so far.
     ledgers: the ledger's totals."""
 
-    credit: dict[str, float]
-    indices: dict[str, int]
-    due: list[tuple[str, int]]
-    removed: dict[str, int]
+    credit: dict[str, Finite]
+    indices: dict[str, Count]
+    due: list[tuple[str, Annotated[int, Meta(ge=-1)]]]
+    removed: dict[str, Count]
     ledgers: dict[str, dict[str, dict[str, float]]]
 
 
@@ -591,23 +607,24 @@ class LearnerHello(msgspec.Struct, frozen=True, tag="learner_hello"):
 
     protocol: int
     run: str
-    epoch: int
+    epoch: Positive
     label: Label
     parent: Label | None  # label of the parent policy under the origin epoch, None at the start
     digest: str
-    next_ticket: int
-    origin: int  # epoch of the directory it resumed from; 0 at the start
-    max_lag: float
+    next_ticket: TicketNumber
+    origin: Count  # epoch of the directory it resumed from; 0 at the start
+    max_lag: Annotated[float, Meta(ge=0)]
     source: WeightsSource
     ring: list[tuple[Label, str]]  # (label, digest) of older weights kept for injection
     ledger: dict[str, dict[str, float]] = {}  # totals at the checkpoint (`memory` durability)
-    trained_above: list[int] = []  # completion order: tickets trained above next_ticket
+    # completion order: tickets trained above next_ticket
+    trained_above: list[TicketNumber] = []
     pid: int = 0
-    vocabulary: int = 0  # tokens of the model; 0: unknown
+    vocabulary: Vocabulary = 0  # tokens of the model; 0: unknown
     # how the learner's previous process ended: regularly ("ended"), by a signal from outside, by a
     # signal that its own work may have caused ("killed"), by itself ("crashed"), or unknown ("")
     before: Literal["", "ended", "outside", "killed", "crashed"] = ""
-    limit: int = 0  # adaptive limit at the checkpoint; 0: the limit is constant
+    limit: Count = 0  # adaptive limit at the checkpoint; 0: the limit is constant
     # the routers whose recorded experts it replays; None: it replays none
     routing: RoutingShape | None = None
     window: float = 0.0  # admission window at the checkpoint, in batches; 0: unknown
@@ -619,7 +636,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     """The buffer follows the learner of this epoch."""
 
     epoch: int
-    checkpointed: int  # number of the oldest batch in the buffer
+    checkpointed: Count  # number of the oldest batch in the buffer
 
 
 class FencedReply(msgspec.Struct, frozen=True, tag="fenced"):
@@ -642,13 +659,13 @@ class Batch(msgspec.Struct, frozen=True, tag="batch"):
     Lists have one entry for each of `samples`, in their order."""
 
     epoch: int
-    number: int
+    number: Count
     samples: list[Trajectory]  # groups are contiguous
     lags: list[int]  # of the whole sample, in this batch
     in_flight: list[int]  # the part of each lag up to delivery; the rest is in_queue
     token_lags: list[list[tuple[int, int, int]]]  # per sample: (start, end, lag) runs
     stats: dict[str, float]  # numbers of buffer and generators for the metrics of this step
-    next_ticket: int
+    next_ticket: Count
     ledger: dict[str, dict[str, float]]  # totals, for the checkpoint
     trained_above: list[int] = []
     limit: int = 0  # adaptive limit: its value for new tickets; 0: the limit is constant
@@ -668,7 +685,7 @@ class Commit(msgspec.Struct, frozen=True, tag="commit"):
     metrics: dict[str, float]
     # per sample of the batch: (tokens without an optimizer step, tokens rejected or vetoed in every
     # step); []: all are zero
-    unused: list[tuple[int, int]] = []
+    unused: list[tuple[Count, Count]] = []
 
 
 class CommitReply(msgspec.Struct, frozen=True, tag="committed"):
@@ -676,7 +693,8 @@ class CommitReply(msgspec.Struct, frozen=True, tag="committed"):
 
     epoch: int
     number: int
-    keep: list[Label]  # weights that the ring must keep: tickets name them exactly
+    # weights that the ring must keep: tickets name them exactly
+    keep: Annotated[list[Label], MOST]
 
 
 class CheckpointNotice(msgspec.Struct, frozen=True, tag="checkpointed"):
@@ -738,13 +756,13 @@ class RunStatus(msgspec.Struct, frozen=True, tag="status"):
     """The state of the run. Made by the buffer; read by the live view, doctor and tests."""
 
     run: str
-    committed: int
-    steps: int
+    committed: Count
+    steps: Count
     epoch: int
-    metrics: dict[str, float]  # newest value of every metric
+    metrics: Annotated[dict[str, float], MOST]  # newest value of every metric
     ledger: dict[str, dict[str, float]]
-    waits: list[ProcessWait]
-    peers: dict[str, float]  # name: seconds since its last message
+    waits: Annotated[list[ProcessWait], MOST]
+    peers: Annotated[dict[str, float], MOST]  # name: seconds since its last message
     finished: bool
     error: str = ""
     # the watchdog's measure: commits, evaluation completions, and between two commits the samples

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Iterator
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+from msgspec import Meta
 
 from asyncrl.contract.errors import ProtocolError
 
+Count = Annotated[int, Meta(ge=0, lt=1 << 60)]  # so that differences fit int64
 KNOWN = 4096  # most policies whose distance is cached
 
 
 class Label(NamedTuple):
     """A policy version. Labels compare as pairs: a newer epoch is greater at any number."""
 
-    epoch: int
-    number: int
+    epoch: Count
+    number: Count
 
     def __str__(self) -> str:
         return f"{self.epoch}.{self.number}"

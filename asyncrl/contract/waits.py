@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 from asyncrl.contract.printable import LONGEST_LINE, escape_line
+from asyncrl.contract.versions import Count
 
 BUFFER = "buffer"  # most waits are for this process
 KEPT = 50  # number of steps in the median
+Text = Annotated[str, Meta(max_length=1 << 16)]
+SessionText = Annotated[str, Meta(max_length=1000)]
+Seconds = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 HOLDS_S = 5.0  # a session blocks a batch only if it is open, or waits for the engine, for longer
 
 
@@ -29,10 +35,10 @@ class ProcessWait(NamedTuple):
     watchdog, the live view and `asyncrl doctor`.  It is sent as its age, because clocks of two
     hosts are not comparable."""
 
-    who: str  # the waiting process
-    what: str  # the thing that it waits for
-    on: str  # the process that must act
-    seconds: float  # age of the wait
+    who: Text  # the waiting process
+    what: Text  # the thing that it waits for
+    on: Text  # the process that must act
+    seconds: Seconds  # age of the wait
 
     @property
     def is_internal(self) -> bool:
@@ -51,15 +57,15 @@ class OpenSession(msgspec.Struct, frozen=True, array_like=True):
 
     ticket: int
     sample: int
-    name: str
-    task: str  # its prompt: number, first characters
-    turn: int  # calls so far
+    name: SessionText
+    task: SessionText  # its prompt: number, first characters
+    turn: Count  # calls so far
     kind: SessionWait
-    what: str  # the same in words
-    seconds: float  # duration of this wait
-    open_s: float
-    limit: str = ""  # the config key whose deadline ends this wait; "": no deadline
-    ends_s: float = 0.0  # seconds until that deadline
+    what: SessionText  # the same in words
+    seconds: Seconds  # duration of this wait
+    open_s: Seconds
+    limit: SessionText = ""  # the config key whose deadline ends this wait; "": no deadline
+    ends_s: Seconds = 0.0  # seconds until that deadline
 
     @property
     def is_bounded(self) -> bool:
@@ -71,7 +77,7 @@ class BlockingSession(msgspec.Struct, frozen=True):
     """The session that a learner waits for: the oldest incomplete ticket of its batch."""
 
     session: OpenSession
-    producer: str
+    producer: Text
     usual_s: float = 0.0  # 95 % of sessions end within this time
     step_s: float = 0.0  # of the learner, without its waits
     max_lag: int = 0  # the limit at which it would not wait; 0: unknown, or no limit helps

@@ -18,7 +18,6 @@ from asyncrl.contract.sampled_support import SampledSupport
 
 LOGPROB_ABOVE_0 = 1e-3  # rounding of a probability of 1
 LEAST_LOGPROB = -1e4  # no sampled token is less likely
-VERSIONS = 1 << 60  # so that differences fit int64
 REWARD = 1e18  # so that its square fits float32
 
 
@@ -66,8 +65,6 @@ def check_row(row: Trajectory | TrainingSequence, name: str) -> None:
     for span in row.spans:
         if not end <= span.start <= span.end <= length:
             raise BadMessage(f"{name}: its spans are not in order in its {length} tokens", "shape")
-        if not all(0 <= number < VERSIONS for number in (*span.label, *span.kv)):
-            raise BadMessage(f"{name}: weights {span.label} on keys of {span.kv}", "version")
         end = span.end
 
 

@@ -58,7 +58,7 @@ class _ChunkRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     offset: of the chunk in bytes; below 0: the layout of the weights, or the list of files.
     """
 
-    label: Label
+    label: tuple[int, int]
     digest: str
     offset: int
     size: int
@@ -175,7 +175,9 @@ class ChunkServer(WeightsServer):
                 data = msgspec.msgpack.encode(self.manifest)
                 return _ChunkReply("manifest", data, xxhash.xxh3_64_intdigest(data), b"")
             size = min(max(request.size, 0), CHUNK_BYTES)
-            digest, data, probe = self.read(request.label, request.digest, request.offset, size)
+            digest, data, probe = self.read(
+                Label(*request.label), request.digest, request.offset, size
+            )
         except UNDECODABLE:  # also a ring that is being closed
             return None
         return _ChunkReply(digest, data, xxhash.xxh3_64_intdigest(data), probe)

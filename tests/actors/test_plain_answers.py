@@ -151,8 +151,6 @@ REFUSED: list[dict[str, Any]] = [
     {"spans": [span(Label(2, 1))]},
     {"spans": [span(ONE, 0, 1), span(ONE, 1, 2, "d0")]},
     {"spans": [span(ONE, kv=Label(1, 2))]},
-    {"spans": [span(ONE, kv=Label(1, -1))]},
-    {"spans": [span(ONE, kv=Label(-1, 0))]},
 ]
 LENGTHS = [of_length(LONG + 1, prompt_tokens=b""), of_length(LONG, prompt_tokens=b"\1\0\0\0" * 2)]
 

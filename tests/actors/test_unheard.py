@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hostile_messages_kit import greeting, honest_hello
 from journal_kit import recorded, state
@@ -17,9 +18,7 @@ from store_kit import hello, make, write
 
 from asyncrl.config import load
 from asyncrl.contract import messages as m
-from asyncrl.contract.errors import BadMessage
 from asyncrl.records import rundir
-from buffer import checks
 from buffer.evaluation import Evaluations
 from buffer.service import BufferService
 
@@ -74,11 +73,14 @@ def test_what_was_freed_is_free_in_the_buffers_next_life(tmp_path: Path) -> None
 
 
 def test_a_message_that_names_too_many_tickets_is_refused() -> None:
-    many = [(0, 0)] * checks.ROWS
-    one = m.LeaseRenewal("g", 1, [], {}, None, judging=many)
-    checks.check_renewal(one)
-    with pytest.raises(BadMessage, match="65537 tickets"):
-        checks.check_renewal(m.LeaseRenewal("g", 1, [], {}, None, judging=many, written=[(1, 1)]))
+    for count in (1 << 16, (1 << 16) + 1):
+        one = m.LeaseRenewal("g", 1, [], {}, None, judging=[(0, 0)] * count)
+        data = msgspec.msgpack.encode(one)
+        if count == 1 << 16:
+            assert msgspec.msgpack.decode(data, type=m.LeaseRenewal) == one
+            continue
+        with pytest.raises(msgspec.ValidationError, match=r"length <= 65536 - at `\$\.judging`"):
+            msgspec.msgpack.decode(data, type=m.LeaseRenewal)
 
 
 class Life:

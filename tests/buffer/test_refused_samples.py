@@ -26,7 +26,6 @@ from asyncrl.contract.errors import BadMessage
 from asyncrl.contract.routed_experts import RoutedExperts
 from asyncrl.contract.versions import Label
 from asyncrl.tasks import get_task
-from buffer import checks
 from buffer import service as module
 from buffer.ledger import sum_tokens
 from buffer.service import open_store
@@ -304,11 +303,15 @@ def test_bounds_of_outcomes_are_what_the_buffer_takes() -> None:
 
 
 def test_a_generator_may_ask_for_as_many_samples_as_are_possible() -> None:
-    for samples in (0, checks.MOST_REQUESTED):
-        checks.check_ticket_request(m.TicketRequest("generator-0", 1, 1, samples, None))
-    for samples in (-1, checks.MOST_REQUESTED + 1):
-        with pytest.raises(BadMessage, match="are possible"):
-            checks.check_ticket_request(m.TicketRequest("generator-0", 1, 1, samples, None))
+    def over_a_wire(samples: int) -> m.TicketRequest:
+        data = msgspec.msgpack.encode(m.TicketRequest("generator-0", 1, 1, samples, None))
+        return msgspec.msgpack.decode(data, type=m.TicketRequest)
+
+    for samples in (0, 1 << 30):
+        assert over_a_wire(samples).samples == samples
+    for samples in (-1, (1 << 30) + 1):
+        with pytest.raises(msgspec.ValidationError, match=r"at `\$\.samples`"):
+            over_a_wire(samples)
 
 
 @pytest.mark.parametrize(

@@ -295,9 +295,9 @@ class SessionWorld(World):
         return self.answer_want() or any(moved)
 
     def handle(self, message: Any) -> bool:
+        message = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message))
         reply: Any = None
         if isinstance(message, m.TicketRequest):
-            checks.check_ticket_request(message)
             self.wanted = message
         elif isinstance(message, m.Delivery):
             reply = self.on_deliver(message)

@@ -122,7 +122,7 @@ REFUSED: list[tuple[Any, str]] = [
         batch(
             samples=[answer(0), answer(1, spans=[m.VersionSpan(AT, "", 0, 2, Label(1, -(2**63)))])]
         ),
-        "batch 2: ticket 3, sample 1: weights 1.3 on keys of 1.-9223372036854775808",
+        "Expected `int` >= 0 - at `$.samples[1][7][0][4][1]`",
     ),
     (batch(samples=[answer(0), answer(1, reward=NAN)]), "ticket 3, sample 1: its reward is nan"),
     (
@@ -145,58 +145,70 @@ REFUSED: list[tuple[Any, str]] = [
         batch(ledger={"trained": {"tokens": NAN}}),
         "batch 2: its ledger has unknown lines or infinite counts",
     ),
-    (m.Welcome(1, -1), "a checkpointed version of -1"),
-    (m.CommitReply(1, 1, [Label(1, -1)]), "weights to keep: 1.-1"),
-    (m.Refusal("x" * 70_000), "a refusal of 70000 characters"),
-    (m.Refusal("x", 300), "an exit code of 300"),
-    (tickets(ticket=-1), "ticket -1, attempt 1"),
-    (tickets(attempt=0), "ticket 3, attempt 0"),
-    (tickets(samples=[]), "ticket 3, attempt 1: samples []"),
+    (m.Welcome(1, -1), "Expected `int` >= 0 - at `$.checkpointed`"),
+    (m.CommitReply(1, 1, [Label(1, -1)]), "Expected `int` >= 0 - at `$.keep[0][1]`"),
+    (m.Refusal("x" * 70_000), "Expected `str` of length <= 65536 - at `$.reason`"),
+    (m.Refusal("x", 300), "Expected `int` <= 255 - at `$.exit_code`"),
+    (tickets(ticket=-1), "Expected `int` >= 0 - at `$.tickets[1][0]`"),
+    (tickets(attempt=0), "Expected `int` >= 1 - at `$.tickets[1][1]`"),
+    (tickets(samples=[]), "Expected `array` of length >= 1 - at `$.tickets[1][4]`"),
     (tickets(samples=[0, 0]), "ticket 3, attempt 1: samples [0, 0]"),
-    (tickets(samples=[-1]), "ticket 3, attempt 1: samples [-1]"),
+    (tickets(samples=[-1]), "Expected `int` >= 0 - at `$.tickets[1][4][0]`"),
     (
         tickets(sampling=sampled(temperature=NAN)),
-        f"ticket 3, attempt 1: {sampled(temperature=NAN)}",
+        "Expected `float` > 0.0 - at `$.tickets[1][5][0]`",
     ),
     (
         tickets(sampling=sampled(temperature=INF)),
-        f"ticket 3, attempt 1: {sampled(temperature=INF)}",
+        "Expected `float` <= 1.7976931348623157e+308 - at `$.tickets[1][5][0]`",
     ),
-    (tickets(sampling=sampled(top_p=0.0)), f"ticket 3, attempt 1: {sampled(top_p=0.0)}"),
-    (tickets(sampling=sampled(top_k=-1)), f"ticket 3, attempt 1: {sampled(top_k=-1)}"),
+    (tickets(sampling=sampled(top_p=0.0)), "Expected `float` > 0.0 - at `$.tickets[1][5][1]`"),
+    (tickets(sampling=sampled(top_k=-1)), "Expected `int` >= 0 - at `$.tickets[1][5][2]`"),
     (
         tickets(sampling=sampled(max_new_tokens=0)),
-        f"ticket 3, attempt 1: {sampled(max_new_tokens=0)}",
+        "Expected `int` >= 1 - at `$.tickets[1][5][3]`",
     ),
     (
         tickets(sampling=sampled(max_new_tokens=1 << 31)),
-        f"ticket 3, attempt 1: {sampled(max_new_tokens=1 << 31)}",
+        "Expected `int` <= 2147483647 - at `$.tickets[1][5][3]`",
     ),
-    (tickets(sampling=sampled(top_k=1 << 31)), f"ticket 3, attempt 1: {sampled(top_k=1 << 31)}"),
-    (tickets(min_version=Label(1, -1)), "ticket 3, attempt 1: versions: 1.-1"),
+    (
+        tickets(sampling=sampled(top_k=1 << 31)),
+        "Expected `int` <= 2147483647 - at `$.tickets[1][5][2]`",
+    ),
+    (tickets(min_version=Label(1, -1)), "Expected `int` >= 0 - at `$.tickets[1][6][1]`"),
     (tickets(exact_version=Label(2, 0)), "ticket 3, attempt 1: exactly 2.0"),
-    (m.DeliveryAcks(1, [], -1, None), "a credit of -1 bytes"),
-    (m.DeliveryAcks(1, [], 0, replace(SAID, label=Label(-1, 0))), "an announcement: -1.0"),
-    (announced(directory="a\0b"), "weights 1.3 in epoch 1, at '' or in 'a\\x00b'"),
-    (announced(address="x" * 5000), f"weights 1.3 in epoch 1, at '{'x' * 80}' or in '/nowhere'"),
-    (announced(epoch=-1), "weights 1.3 in epoch -1, at '' or in '/nowhere'"),
+    (m.DeliveryAcks(1, [], -1, None), "Expected `int` >= 0 - at `$.credit`"),
+    (
+        m.DeliveryAcks(1, [], 0, replace(SAID, label=Label(-1, 0))),
+        "Expected `int` >= 0 - at `$.announcement.label[0]`",
+    ),
+    (
+        announced(directory="a\0b"),
+        "Expected `str` matching regex '^[^\\\\0]*$' - at `$.announcement.source.directory`",
+    ),
+    (
+        announced(address="x" * 5000),
+        "Expected `str` of length <= 4096 - at `$.announcement.source.address`",
+    ),
+    (announced(epoch=-1), "Expected `int` >= 0 - at `$.announcement.source.epoch`"),
     (calls(prompt=b""), "call 1 of ticket 7: 0 bytes"),
     (calls(prompt=b"\0" * 5), "call 1 of ticket 7: 5 bytes"),
     (calls(prompt=b"\5\0\0\0"), "call 1 of ticket 7: tokens from 5 to 5, of a model with 5"),
     (calls(prompt=b"\xff" * 4), "call 1 of ticket 7: tokens from -1 to -1, of a model with 5"),
     (calls(max_new_tokens=0), "call 1 of ticket 7: 0 tokens behind 2, in a context of 8"),
     (calls(max_new_tokens=7), "call 1 of ticket 7: 7 tokens behind 2, in a context of 8"),
-    (calls(sample=-1), "call 1 of ticket 7: sample -1, stream 0"),
-    (calls(stream=-1), "call 1 of ticket 7: sample 1, stream -1"),
-    (calls(sampling=sampled(top_p=2.0)), f"call 1 of ticket 7: {sampled(top_p=2.0)}"),
+    (calls(sample=-1), "Expected `int` >= 0 - at `$.calls[0][2]`"),
+    (calls(stream=-1), "Expected `int` >= 0 - at `$.calls[0][10]`"),
+    (calls(sampling=sampled(top_p=2.0)), "Expected `float` <= 1.0 - at `$.calls[0][6][1]`"),
     (
         calls(grammar="x" * (m.MOST_GRAMMAR + 1)),
-        f"call 1 of ticket 7: a grammar of {m.MOST_GRAMMAR + 1} characters",
+        "Expected `str` of length <= 65536 - at `$.calls[0][11]`",
     ),
-    (calls(min_version=Label(1, -1)), "call 1 of ticket 7: versions: 1.-1"),
-    (replace(STATUS, steps=-1), "0 metrics, 0 peers, 0 waits, 1 of -1 batches"),
-    (replace(STATUS, committed=-1), "0 metrics, 0 peers, 0 waits, -1 of 9 batches"),
-    (replace(STATUS, waits=[("a", "b", "c", NAN)]), "a wait of nan s"),
+    (calls(min_version=Label(1, -1)), "Expected `int` >= 0 - at `$.calls[0][7][1]`"),
+    (replace(STATUS, steps=-1), "Expected `int` >= 0 - at `$.steps`"),
+    (replace(STATUS, committed=-1), "Expected `int` >= 0 - at `$.committed`"),
+    (replace(STATUS, waits=[("a", "b", "c", NAN)]), "Expected `float` >= 0.0 - at `$.waits[0][3]`"),
 ]
 ALLOWED = [
     batch(),
@@ -209,12 +221,10 @@ ALLOWED = [
     tickets(sampling=sampled(top_k=(1 << 31) - 1, max_new_tokens=(1 << 31) - 1)),
     tickets(sampling=sampled(max_new_tokens=1)),
     tickets(ticket=0, samples=[0]),
-    announced(directory="x" * message_checks.PATH, epoch=0),
-    m.DeliveryAcks(1, [], message_checks.COUNT - 1, replace(SAID, label=Label(0, 0))),
-    m.Refusal("x" * message_checks.TEXT, 255),
-    replace(
-        STATUS, steps=0, committed=0, waits=[ProcessWait(*["x" * message_checks.TEXT] * 3, 0.0)]
-    ),
+    announced(directory="x" * 4096, epoch=0),
+    m.DeliveryAcks(1, [], (1 << 60) - 1, replace(SAID, label=Label(0, 0))),
+    m.Refusal("x" * (1 << 16), 255),
+    replace(STATUS, steps=0, committed=0, waits=[ProcessWait(*["x" * (1 << 16)] * 3, 0.0)]),
     m.Welcome(1, 0),
     m.CommitReply(1, 1, [AT]),
     STATUS,
@@ -232,9 +242,8 @@ def look(message: Any) -> None:
 def test_what_cannot_be_is_refused(message: Any, said: str) -> None:
     # as it comes over a wire: what decodes, decodes
     kind = type(message)
-    message = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=kind)
-    with pytest.raises(BadMessage) as refused:
-        look(message)
+    with pytest.raises((BadMessage, msgspec.ValidationError)) as refused:
+        look(msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=kind))
     assert str(refused.value) == said
 
 
@@ -249,7 +258,6 @@ def test_what_an_honest_server_says_is_taken(message: Any) -> None:
     [
         ({"tokens": b"\0" * 5}, "call 1: 5 bytes of tokens, 8 of logprobs"),
         ({"logprobs": b""}, "call 1: 8 bytes of tokens, 0 of logprobs"),
-        ({"lost": -1}, "call 1: 2 tokens and -1 lost; it may have 4"),
         ({"lost": 5}, "call 1: 2 tokens and 5 lost; it may have 4"),
         ({"failed": "no"}, "call 1: 2 tokens, and a failure of 2 characters"),
         ({"spans": []}, "call 1: its spans are not its 2 tokens in order"),
@@ -258,7 +266,6 @@ def test_what_an_honest_server_says_is_taken(message: Any) -> None:
             {"spans": [m.VersionSpan(Label(2, 0), "", 0, 2, Label(2, 0))]},
             "call 1: tokens of another epoch than 1",
         ),
-        ({"spans": [m.VersionSpan(Label(1, -1), "", 0, 2, AT)]}, "call 1: versions: 1.-1"),
         ({"tokens": b"\5\0\0\0" * 2}, "call 1: tokens from 5 to 5, of a model with 5 tokens"),
         (
             {"logprobs": np.float32([-1, NAN]).tobytes()},
@@ -288,10 +295,8 @@ def test_an_answer_to_a_call_fits_it(more: dict[str, Any], said: str) -> None:
     message_checks.check_call_result(replace(good, lost=4), CALL, 5, ROUTING)
     nothing = m.CallResult(1, b"", b"", [], "length", 4)
     message_checks.check_call_result(nothing, CALL, 5, ROUTING)
-    failed = replace(nothing, failed="x" * message_checks.TEXT)
+    failed = replace(nothing, failed="x" * (1 << 16))
     message_checks.check_call_result(failed, CALL, 5, ROUTING)
-    with pytest.raises(BadMessage, match=r"^call 1: 0 tokens, and a failure of 65537 characters$"):
-        message_checks.check_call_result(replace(failed, failed="x" * 65537), CALL, 5)
     for more_of_none in ({"routed": experts}, {"support": b"1"}):
         with pytest.raises(BadMessage, match=r"^call 1: a support or experts without tokens$"):
             message_checks.check_call_result(replace(nothing, **more_of_none), CALL, 5)
@@ -322,30 +327,39 @@ def test_a_call_has_the_images_of_its_image_tokens() -> None:
 def test_a_generators_word_of_itself() -> None:
     good = m.ServingReport(m.PROTOCOL, "run", "generator-0", 1, 8, [1], 3)
     message_checks.check_serving(good)
-    most = message_checks.LIST
-    for more in ({"slots": 0}, {"slots": most}, {"heard": message_checks.COUNT - 1}):
-        message_checks.check_serving(replace(good, **more))  # type: ignore[arg-type]
-    for more in ({"slots": most + 1}, {"heard": message_checks.COUNT}, {"held": [1] * (most + 1)}):
-        with pytest.raises(BadMessage, match=r"^generator-0 has \d+ slots and holds \d+ calls$"):
-            message_checks.check_serving(replace(good, **more))  # type: ignore[arg-type]
-    for more in ({"producer": ""}, {"producer": "\x1b[2J"}, {"slots": -1}, {"heard": -1}):
-        with pytest.raises(BadMessage):
-            message_checks.check_serving(replace(good, **more))  # type: ignore[arg-type]
+    most = 1 << 20
+
+    def over_a_wire(**more: Any) -> m.ServingReport:
+        data = msgspec.msgpack.encode(replace(good, **more))
+        return msgspec.msgpack.decode(data, type=m.ServingReport)
+
+    for more in ({"slots": 0}, {"slots": most}, {"heard": (1 << 60) - 1}):
+        message_checks.check_serving(over_a_wire(**more))
+    for more in (
+        *({"slots": most + 1}, {"heard": 1 << 60}, {"held": [1] * (most + 1)}),
+        *({"slots": -1}, {"heard": -1}),
+    ):
+        with pytest.raises(msgspec.ValidationError, match=rf"at `\$\.{next(iter(more))}`"):
+            over_a_wire(**more)
+    for producer in ("", "\x1b[2J", "x" * 201):
+        with pytest.raises(BadMessage, match="a generator's name is printable"):
+            message_checks.check_serving(over_a_wire(producer=producer))
 
 
 @pytest.mark.parametrize("field", ["name", "task", "what", "limit", "producer"])
 def test_words_of_a_session_are_bounded(field: str) -> None:
-    long = "x" * message_checks.TEXT
+    long = "x" * ((1 << 16) if field == "producer" else 1000)
     session = OpenSession(1, 0, "1.0.1", "p", 0, "engine", "w", 1.0, 1.0)
     for text in (long, long + "x"):
         producer = text if field == "producer" else "gateway-0"
         own = session if field == "producer" else replace(session, **{field: text})  # type: ignore[arg-type]
         told = replace(STATUS, held_up=BlockingSession(own, producer))
+        data = msgspec.msgpack.encode(told)
         if text == long:
-            message_checks.check(told)
+            assert msgspec.msgpack.decode(data, type=m.RunStatus) == told
             continue
-        with pytest.raises(BadMessage, match=f"^texts of session {own.name[:40]!r}$"):
-            message_checks.check(told)
+        with pytest.raises(msgspec.ValidationError, match=f"length <= {len(long)}"):
+            msgspec.msgpack.decode(data, type=m.RunStatus)
 
 
 ROWS = [("a", "float32", [2, 3], 0, 24), ("b", "bfloat16", [4], 64, 8)]

@@ -12,7 +12,9 @@ import hashlib
 import struct
 import zlib
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+from msgspec import Meta
 
 MARKER = "<image>"  # the position of an image in the text of a prompt
 MOST_BYTES = 8 << 20  # of a blob
@@ -29,8 +31,8 @@ RGB = (8, 2, 0, 0, 0)  # depth, color type, compression, filter, interlace
 class ImageShape(NamedTuple):
     """How a model reads an image: as `length` tokens with the id `token`."""
 
-    token: int
-    length: int
+    token: Annotated[int, Meta(ge=0)]
+    length: Annotated[int, Meta(ge=1)]
 
     def __str__(self) -> str:
         return f"{self.length} tokens of id {self.token}"
