@@ -254,7 +254,8 @@ class TinkerServer:
     # ---- models ----------------------------------------------------------------------------------
 
     async def create_model(self, request: Request, body: bytes) -> Response:
-        message = wire.parse_json(sdk.CreateModelRequest, body)
+        values = wire.parse_object(body)
+        message = wire.validate(sdk.CreateModelRequest, values)
         self._check_base_model(message.base_model)
         if message.optimizer_config.type != "adamw":
             raise ConfigError(
@@ -279,9 +280,9 @@ class TinkerServer:
         record = ModelRecord(
             model, message.session_id, rank, seed, time.time(), metadata=message.user_metadata
         )
-        return self._create_model(record, "create_model", body)
+        return self._create_model(record, TrainingCall(0, "create_model", body), values)
 
-    def _create_model(self, record: ModelRecord, route: str, body: bytes) -> Response:
+    def _create_model(self, record: ModelRecord, call: TrainingCall, message: Any) -> Response:
         """Create a model with its call 0."""
         if (size := len(json.dumps(record.metadata))) > METADATA_BYTES:
             raise ConfigError(
@@ -294,13 +295,14 @@ class TinkerServer:
             folder.mkdir(exist_ok=True)
             atomic_write.write(folder / "model.json", msgspec.json.encode(record))
             model = self._serve(record)
-        model.submit(TrainingCall(0, route, body))
+        model.submit(call, message)
         return self._reply_promise(model, 0)
 
     async def load_weights(self, request: Request, body: bytes) -> Response:
-        message = wire.parse_json(sdk.LoadWeightsRequest, body)
+        values = wire.parse_object(body)
+        message = wire.validate(sdk.LoadWeightsRequest, values)
         if message.model_id is not None:
-            return await self.submit_training_call(request, body)
+            return self._submit_json("load_weights", values, body)
         self._check_base_model(message.base_model)
         _, saved = find_saved(self.folder, message.path, "weights")
         session = self._check_session(message.session_id)
@@ -316,7 +318,7 @@ class TinkerServer:
             parents={saved.model: saved.version, **saved.parents},
             metadata=message.user_metadata,
         )
-        return self._create_model(record, "load_weights", body)
+        return self._create_model(record, TrainingCall(0, "load_weights", body), values)
 
     def _find_model(self, id: str | None) -> ServedModel:
         if id not in self.models:
@@ -328,29 +330,32 @@ class TinkerServer:
         name = model.record.model
         return JSONResponse({"request_id": f"{name}:call:{number}", "model_id": name})
 
-    def _submit(self, id: str | None, number: int | None, route: str, body: bytes) -> Response:
+    def _submit(self, id: str | None, call: TrainingCall, message: Any) -> Response:
         model = self._find_model(id)
-        if number is None or number < 1:
-            raise ConfigError(f"seq_id = {number}: the calls of a model are numbered from 1")
-        model.submit(TrainingCall(number, route, body))
-        return self._reply_promise(model, number)
+        if call.number < 1:
+            raise ConfigError(f"seq_id = {call.number}: the calls of a model are numbered from 1")
+        model.submit(call, message)
+        return self._reply_promise(model, call.number)
 
     async def submit_training_call(self, request: Request, body: bytes) -> Response:
         route = request.url.path.rpartition("/")[2]
-        values = wire.parse_object(body)
+        return self._submit_json(route, wire.parse_object(body), body)
+
+    def _submit_json(self, route: str, values: dict[str, Any], body: bytes) -> Response:
         id, number = values.get("model_id"), values.get("seq_id")
         if not isinstance(id, str) or type(number) is not int:
             raise ConfigError(
                 "the body must be JSON with model_id, a text, and seq_id, a whole number"
             )
-        return self._submit(id, number, route, body)
+        return self._submit(id, TrainingCall(number, route, body), values)
 
     async def submit_loss(self, request: Request, body: bytes) -> Response:
         if wire.PROTOBUF not in request.headers.get("content-type", ""):
             raise HTTPException(415, f"the body must be {wire.PROTOBUF}: update the client")
         message = wire.parse_loss_request(body)
         route = "forward" if message.forward_only else "forward_backward"
-        return self._submit(message.model_id, message.seq_id, route, body)
+        call = TrainingCall(message.seq_id, route, body)
+        return self._submit(message.model_id, call, message)
 
     async def get_info(self, request: Request, body: bytes) -> Response:
         message = wire.parse_json(sdk.GetInfoRequest, body)
@@ -422,7 +427,18 @@ class TinkerServer:
         message = wire.parse_json(sdk.FutureRetrieveRequest, body)
         name, _, number = message.request_id.rpartition(":call:")
         if name and number.isdecimal() and len(number) < 19:
-            return await self._retrieve_training_result(self._find_model(name), int(number))
+            model = self._find_model(name)
+            if (pending := model.find_promise(int(number))) is None:
+                raise HTTPException(410, f"{name} has no call {number}, or it is too long ago")
+            result = await _wait(pending)
+            if result is not None:
+                if not result.error and model.log.read_call(int(number)) is not None:
+                    self._open_sampler(model, result)
+                return _encode_outcome(result, protobuf=result.protobuf)
+            awaited = model.awaited_call
+            return _reply_try_again(
+                "" if awaited is None else f"waits for seq_id {awaited} of {name}"
+            )
         promise = self.samplers.promises.get(message.request_id)
         if promise is None:  # lost with an earlier server: the client samples again
             raise HTTPException(410, f"{message.request_id} is not known here any more")
@@ -431,21 +447,6 @@ class TinkerServer:
             return _reply_try_again(promise.paced)
         promise.is_retrieved = True
         return _encode_outcome(outcome, protobuf=True)
-
-    async def _retrieve_training_result(self, model: ServedModel, number: int) -> Response:
-        promise = model.find_promise(number)
-        if promise is None:
-            raise HTTPException(
-                410, f"{model.record.model} has no call {number}, or it is too long ago"
-            )
-        outcome = await _wait(promise)
-        if outcome is not None:
-            if not outcome.error and model.log.read_call(number) is not None:
-                self._open_sampler(model, outcome)
-            return _encode_outcome(outcome, protobuf=outcome.protobuf)
-        awaited = model.awaited_call
-        reason = "" if awaited is None else f"waits for seq_id {awaited} of {model.record.model}"
-        return _reply_try_again(reason)
 
     def _open_sampler(self, model: ServedModel, outcome: TrainingOutcome) -> None:
         """Open the sampler that a call of save_weights_for_sampler has promised."""

@@ -24,12 +24,13 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
 import tinker.types as sdk
 import xxhash
+from tinker.proto import tinker_public_pb2 as pb
 
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
@@ -70,6 +71,7 @@ from asyncrl.tinker.sequences import (
 )
 from asyncrl.tinker.settings import TinkerConfig, build_run_config
 
+DECODED = 4  # pending calls that are in memory
 FARTHEST = 10_000  # most calls that a call may be ahead of the next one
 LARGEST = float(np.finfo(np.float32).max)
 CHANGING = ("create_model", "load_weights", "forward_backward", "optim_step")
@@ -88,18 +90,6 @@ ADAM_RANGES = (
 
 class RequestRefused(Exception):
     """A call cannot be carried out; the client receives the text."""
-
-
-class ResolvedLoss(NamedTuple):
-    """A decoded forward_backward call.
-
-    requested: the loss that the client named.
-    outcome: has the lags and sequences of its gradient.  runs: the sampled runs of each datum."""
-
-    request: ForwardBackward
-    requested: str
-    outcome: TrainingOutcome
-    runs: list[list[SampledRun]]
 
 
 class ServedModel:
@@ -133,6 +123,8 @@ class ServedModel:
         self.loaded = 0  # generation of the training process that holds the model
         self.promises: dict[int, asyncio.Future[TrainingOutcome]] = {}
         self.digests: dict[int, bytes] = {}  # of the bodies of pending calls
+        # the first pending calls with their decoded bodies; the others are decoded from the disk
+        self.decoded: dict[int, tuple[TrainingCall, Any]] = {}
         self.arrived = asyncio.Event()
         self.is_idle = True  # no call is being carried out
         self.on_change: Callable[[], None] = lambda: None  # called after each call
@@ -141,14 +133,9 @@ class ServedModel:
         self.stepped: float | None = None  # when this server made the last optimizer step
         self.written_totals: dict[str, int] = {}  # in ledger.json
         self._begin_step()
-        self._open_records()
-        self._read_outcomes()
-
-    def _open_records(self) -> None:
-        path = self.folder / "config.toml"
+        path = folder / "config.toml"
         if not path.exists():
-            config_text = load.dump(build_run_config(self.config, self.record.rank))
-            atomic_write.write(path, config_text)
+            atomic_write.write(path, load.dump(build_run_config(config, record.rank)))
         self.trained_path = self.folder / "trained.jsonl"
         rows = jsonl.read(self.trained_path)
         self.recorded = max((int(row.get("call", 0)) for row in rows), default=0)
@@ -164,8 +151,7 @@ class ServedModel:
             (float(row.get("t", 0.0)) for row in metrics.read(self.folder)), default=0.0
         )
 
-    def _read_outcomes(self) -> None:
-        """Restore the state after the calls whose outcomes are on disk."""
+        # restore the state after the calls whose outcomes are on disk
         for number in self.log.list_numbers("outcome"):
             outcome = self.log.read_outcome(number)
             call = self.log.read_call(number)
@@ -174,6 +160,14 @@ class ServedModel:
         for number in self.log.list_numbers("call"):
             if number >= self.next and (waiting := self.log.read_call(number)) is not None:
                 self._open_promise(waiting)
+
+    def _begin_step(self) -> None:
+        """Clear the bookkeeping of the previous optimizer step."""
+        self.lags: Counter[int] = Counter()
+        self.sequences: list[str] = []
+        self.matched: Counter[str] = Counter()
+        self.refused = ""  # why a call of this step failed
+        self.samples.drop()
 
     def _apply_outcome(self, number: int, route: str, outcome: TrainingOutcome) -> None:
         """Continue after a call whose outcome is on disk, and write the rows that follow from it.
@@ -191,24 +185,16 @@ class ServedModel:
             self.supervised += outcome.row["supervised"]
             self.listed += len(outcome.row["sequences"])
             if self.listed > 2 * self.ledger.remembered:
-                self._drop_listed_ids()
+                # drop the ids of sequences, after the ledger's file counts them
+                self.ledger.rewrite()
+                rows = [row | {"sequences": []} for row in jsonl.read(self.trained_path)]
+                self.trained_file.replace(jsonl.encode(rows))
+                self.listed = 0
             self.write_ledger()
         self.version = outcome.version
         self.branch = outcome.branch
         branch = build_branch_name(self.record.model, outcome.branch)
         self.ancestry = ModelAncestry(branch, dict(outcome.parents or self.record.parents))
-        self._count_outcome(route, outcome)
-
-    def _begin_step(self) -> None:
-        """Clear the bookkeeping of the previous optimizer step."""
-        self.lags: Counter[int] = Counter()
-        self.sequences: list[str] = []
-        self.matched: Counter[str] = Counter()
-        self.refused = ""  # why a call of this step failed
-        self.samples.drop()
-
-    def _count_outcome(self, route: str, outcome: TrainingOutcome) -> None:
-        """Add an outcome to the bookkeeping of the current optimizer step."""
         if route == "forward_backward":
             self.lags.update(outcome.lags)
             self.sequences += outcome.sequences
@@ -222,8 +208,8 @@ class ServedModel:
 
     # ---- calls -----------------------------------------------------------------------------------
 
-    def submit(self, call: TrainingCall) -> None:
-        """Accept a call; a repeated request is the same call.
+    def submit(self, call: TrainingCall, message: Any) -> None:
+        """Accept a call with its decoded body; a repeated request is the same call.
 
         Raises ConfigError, and HTTPException 429, after which clients repeat the request."""
         self.last_request = time.time()
@@ -247,6 +233,8 @@ class ServedModel:
             raise self.shares.refuse(self.record.session, "training calls")
         self.log.write_call(call)
         self.digests[number] = xxhash.xxh3_128_digest(call.body)
+        if len(self.decoded) < DECODED:
+            self.decoded[number] = call, message
         self._open_promise(call)
         self.arrived.set()
 
@@ -284,10 +272,13 @@ class ServedModel:
             await self.arrived.wait()
 
     async def _carry_out(self, number: int) -> None:
-        call = self.log.read_call(number)
+        call, message = self.decoded.pop(number, (None, None))
+        call = call or self.log.read_call(number)
         assert call is not None
         try:
-            outcome = await self._perform(call)
+            if message is None:
+                message = wire.parse_body(call.route, call.body)
+            outcome = await self._perform(call, message)
         except (RequestRefused, ConfigError) as error:
             outcome = self._build_outcome(error=str(error))
             log(f"{self.record.model}, call {number}, {call.route}: {error}")
@@ -306,25 +297,31 @@ class ServedModel:
         interval = self.config.training.checkpoint_every
         stepped = call.route == "optim_step" and self.version % interval == 0
         if not outcome.error and stepped:
-            await self._checkpoint(number)
+            path = str(self.log.locate_checkpoint(number, self.version))
+            try:
+                await self._call_trainer(SaveWeights(self.record.model, path, state=True))
+            except (WorkerExited, RequestRefused, ConfigError) as error:
+                log(f"{self.record.model}: the checkpoint was not written: {error}")
+            else:
+                self.log.prune()
         elif call.route == "load_weights":
             self.log.prune()
 
-    async def _perform(self, call: TrainingCall) -> TrainingOutcome:
+    async def _perform(self, call: TrainingCall, message: Any) -> TrainingOutcome:
         match call.route:
             case "create_model":
                 await self._call_trainer(None)
                 return self._reply({"type": "create_model", "model_id": self.record.model})
             case "load_weights":
-                return await self._load(call)
+                return await self._load(call.number, message)
             case "forward_backward" | "forward":
-                return await self._compute_loss(call)
+                return await self._compute_loss(message)
             case "optim_step":
-                return await self._make_step(call)
+                return await self._make_step(call.number, message)
             case "save_weights":
-                return await self._save(call)
+                return await self._save(call.number, message)
             case _:
-                return await self._save_for_sampler(call)
+                return await self._save_for_sampler(call.number, message)
 
     def _build_outcome(self, **values: Any) -> TrainingOutcome:
         """Build an outcome; by default, version and branch stay as they are."""
@@ -382,15 +379,25 @@ class ServedModel:
             call, outcome = self.log.read_call(number), self.log.read_outcome(number)
             if call is None or outcome is None or call.route not in CHANGING:
                 continue
+            message = wire.parse_body(call.route, call.body)
             if call.route == "optim_step":
                 await self._repeat(
-                    DropGradient(self.record.model) if outcome.error else self._parse_step(call)
+                    DropGradient(self.record.model) if outcome.error else self._parse_step(message)
                 )
             elif not outcome.error and call.route == "forward_backward":
-                await self._repeat(self._parse_repeated_loss(call, outcome))
+                decoded = self._decode_loss(message)
+                lags = np.frombuffer(outcome.token_lags, "<i4")
+                splits = np.cumsum([datum.length for datum in decoded.data])[:-1]
+                data = [
+                    add_lags(datum, datum_lags, self.config.staleness.max_lag)[0]
+                    for datum, datum_lags in zip(decoded.data, np.split(lags, splits), strict=True)
+                ]
+                await self._repeat(
+                    ForwardBackward(self.record.model, data, decoded.loss, decoded.config)
+                )
             elif call.route == "load_weights" and not (number and outcome.error):
                 # an earlier version of the server acknowledged a load before its checkpoint
-                path, request, saved = self._parse_load(call)
+                path, request, saved = self._parse_load(number, message)
                 if outcome.error or outcome.parents.get(saved.model) != saved.version:
                     raise RequestRefused(
                         f"{self.record.model} was not loaded from the weights that {path} has now"
@@ -402,27 +409,17 @@ class ServedModel:
         if isinstance(result, CallFailure):
             raise WorkerExited(f"{self.record.model} cannot be restored: {result.error}")
 
-    async def _checkpoint(self, number: int) -> None:
-        path = self.log.locate_checkpoint(number, self.version)
-        try:
-            await self._call_trainer(SaveWeights(self.record.model, str(path), state=True))
-        except (WorkerExited, RequestRefused, ConfigError) as error:
-            log(f"{self.record.model}: the checkpoint was not written: {error}")
-            return
-        self.log.prune()
-
     # ---- forward_backward ------------------------------------------------------------------------
 
-    def _decode_loss(self, call: TrainingCall) -> wire.LossCall:
-        substitute = self.config.losses.stable_reinforce
-        return wire.parse_loss_call(wire.parse_loss_request(call.body), substitute)
+    def _decode_loss(self, message: pb.ForwardBackwardRequest) -> wire.LossCall:
+        return wire.parse_loss_call(message, self.config.losses.stable_reinforce)
 
-    def _parse_loss(self, call: TrainingCall) -> ResolvedLoss:
-        """Decode a loss and measure the lags of its tokens.
+    async def _compute_loss(self, message: pb.ForwardBackwardRequest) -> TrainingOutcome:
+        """Compute a loss after measuring the lags of its tokens.
 
         Raises RequestRefused for tokens above the limit, and ConfigError for requests that are not
         served."""
-        decoded = self._decode_loss(call)
+        decoded = self._decode_loss(message)
         staleness = self.config.staleness
         lags: Counter[int] = Counter()
         sequences: list[str] = []
@@ -455,40 +452,25 @@ class ServedModel:
         request = ForwardBackward(
             self.record.model, data, decoded.loss, decoded.config, decoded.forward_only
         )
-        effect: dict[str, Any] = {}
-        if not decoded.forward_only:
-            effect = {
-                "lags": dict(lags),
-                "sequences": sequences,
-                "token_lags": b"".join(token_lags),
-            }
-        outcome = self._build_outcome(protobuf=True, **effect)
-        return ResolvedLoss(request, decoded.requested, outcome, sampled)
-
-    def _parse_repeated_loss(self, call: TrainingCall, outcome: TrainingOutcome) -> ForwardBackward:
-        """Decode a loss that was computed before, with its recorded lags."""
-        decoded = self._decode_loss(call)
-        lags = np.frombuffer(outcome.token_lags, "<i4")
-        splits = np.cumsum([datum.length for datum in decoded.data])[:-1]
-        data = [
-            add_lags(datum, datum_lags, self.config.staleness.max_lag)[0]
-            for datum, datum_lags in zip(decoded.data, np.split(lags, splits), strict=True)
-        ]
-        return ForwardBackward(self.record.model, data, decoded.loss, decoded.config)
-
-    async def _compute_loss(self, call: TrainingCall) -> TrainingOutcome:
-        loss = self._parse_loss(call)
-        result = await self._call_trainer(loss.request)
+        result = await self._call_trainer(request)
         assert isinstance(result, ScoreResult)
-        if not loss.request.forward_only and self.samples.is_due(self.version):
-            self.samples.collect(loss.request.data, loss.runs, result.logprobs)
-        reply = wire.encode_scores(result, loss.request.loss, loss.requested)
-        return msgspec.structs.replace(loss.outcome, reply=reply)
+        reply = wire.encode_scores(result, decoded.loss, decoded.requested)
+        if decoded.forward_only:
+            return self._build_outcome(protobuf=True, reply=reply)
+        if self.samples.is_due(self.version):
+            self.samples.collect(data, sampled, result.logprobs)
+        return self._build_outcome(
+            protobuf=True,
+            reply=reply,
+            lags=dict(lags),
+            sequences=sequences,
+            token_lags=b"".join(token_lags),
+        )
 
     # ---- optim_step ------------------------------------------------------------------------------
 
-    def _parse_step(self, call: TrainingCall) -> OptimizerStep:
-        request = wire.parse_json(sdk.OptimStepRequest, call.body)
+    def _parse_step(self, message: dict[str, Any]) -> OptimizerStep:
+        request = wire.validate(sdk.OptimStepRequest, message)
         params = request.optim_params
         if not isinstance(params, sdk.AdamParams):
             raise ConfigError(f"optimizer_params.type = {params.type}: only AdamW is served")
@@ -507,10 +489,10 @@ class ServedModel:
             clip_norm=max(0.0, params.grad_clip_norm),
         )
 
-    async def _make_step(self, call: TrainingCall) -> TrainingOutcome:
+    async def _make_step(self, number: int, message: dict[str, Any]) -> TrainingOutcome:
         refused = self.refused and f"because a forward_backward call of it failed: {self.refused}"
         try:
-            request = self._parse_step(call)
+            request = self._parse_step(message)
         except ConfigError as error:
             refused = str(error)
         if refused:
@@ -526,7 +508,7 @@ class ServedModel:
         return self._reply(
             {"type": "optim_step", "metrics": reply_metrics},
             version=self.version + 1,
-            row=build_trained_row(self.version, self.lags, self.sequences, call.number),
+            row=build_trained_row(self.version, self.lags, self.sequences, number),
             metrics=step_metrics,
         )
 
@@ -550,13 +532,6 @@ class ServedModel:
             atomic_write.write(self.folder / "ledger.json", json.dumps(totals, indent=1))
             self.written_totals = totals
 
-    def _drop_listed_ids(self) -> None:
-        """Drop the ids of sequences from trained.jsonl, after the ledger's file counts them."""
-        self.ledger.rewrite()
-        rows = [row | {"sequences": []} for row in jsonl.read(self.trained_path)]
-        self.trained_file.replace(jsonl.encode(rows))
-        self.listed = 0
-
     # ---- weights ---------------------------------------------------------------------------------
 
     def locate_weights(self, kind: str, name: str | None) -> Path:
@@ -568,7 +543,7 @@ class ServedModel:
             )
         return self.folder / kind / name
 
-    async def _write_saved(self, path: Path, call: TrainingCall, *, state: bool = False) -> None:
+    async def _write_saved(self, path: Path, number: int, *, state: bool = False) -> None:
         """Save the model under a name or as a version, and write its record."""
         await self._call_trainer(SaveWeights(self.record.model, str(path), state=state))
         note = SavedWeights(
@@ -577,79 +552,78 @@ class ServedModel:
             self.version,
             self.ancestry.parents,
             time.time(),
-            call.number,
+            number,
         )
         atomic_write.write(_locate_note(path), msgspec.json.encode(note))
 
-    def _locate_unused(self, kind: str, name: str, call: TrainingCall, overwrite: bool) -> Path:
+    def _locate_unused(self, kind: str, name: str, number: int, overwrite: bool) -> Path:
         """Return the directory of new weights.
 
         Raises ConfigError if another call has saved weights there."""
         path = self.locate_weights(kind, name)
         with contextlib.suppress(ConfigError):
             _, saved = find_saved(self.folder.parent, f"tinker://{self.record.model}/{kind}/{name}")
-            if saved.call != call.number and not overwrite:
+            if saved.call != number and not overwrite:
                 raise RequestRefused(f"{kind} {name} exist already: choose another name")
         return path
 
-    async def _save(self, call: TrainingCall) -> TrainingOutcome:
-        request = wire.parse_json(sdk.SaveWeightsRequest, call.body)
+    async def _save(self, number: int, message: dict[str, Any]) -> TrainingOutcome:
+        request = wire.validate(sdk.SaveWeightsRequest, message)
         name = request.path or f"{self.version:06d}"
-        path = self._locate_unused("weights", name, call, request.overwrite)
-        await self._write_saved(path, call, state=True)
+        path = self._locate_unused("weights", name, number, request.overwrite)
+        await self._write_saved(path, number, state=True)
         tinker_path = f"tinker://{self.record.model}/weights/{name}"
         return self._reply({"type": "save_weights", "path": tinker_path})
 
-    async def _save_for_sampler(self, call: TrainingCall) -> TrainingOutcome:
-        request = wire.parse_json(sdk.SaveWeightsForSamplerRequest, call.body)
+    async def _save_for_sampler(self, number: int, message: dict[str, Any]) -> TrainingOutcome:
+        request = wire.validate(sdk.SaveWeightsForSamplerRequest, message)
         if request.kind != "snapshot":
             raise ConfigError(f"kind = {request.kind}: only snapshots are served")
         values: dict[str, Any] = {"type": "save_weights_for_sampler", "path": None}
         if request.path is None:
             path = self.locate_version(self.branch, self.version)
-            values |= {"sampling_session_id": f"{self.record.model}:v{self.version}:{call.number}"}
+            values |= {"sampling_session_id": f"{self.record.model}:v{self.version}:{number}"}
         else:
-            path = self._locate_unused("sampler_weights", request.path, call, overwrite=False)
+            path = self._locate_unused("sampler_weights", request.path, number, overwrite=False)
             values["path"] = f"tinker://{self.record.model}/sampler_weights/{request.path}"
         if request.path is not None or not _locate_note(path).exists():
-            await self._write_saved(path, call)
-        self._prune_versions()
-        return self._reply(values)
-
-    def locate_version(self, branch: int, version: int) -> Path:
-        """Return the directory of the weights of samplers without a name."""
-        return self.folder / "versions" / f"{branch}-{version}"
-
-    def _prune_versions(self) -> None:
+            await self._write_saved(path, number)
         notes = (self.folder / "versions").glob("*-*.json")
         versions = sorted(tuple(map(int, note.stem.split("-"))) for note in notes)
         for branch, version in versions[: -self.config.weights.slots]:
             path = self.locate_version(branch, version)
             shutil.rmtree(path, ignore_errors=True)
             _locate_note(path).unlink(missing_ok=True)
+        return self._reply(values)
 
-    def _parse_load(self, call: TrainingCall) -> tuple[str, LoadModel, SavedWeights]:
+    def locate_version(self, branch: int, version: int) -> Path:
+        """Return the directory of the weights of samplers without a name."""
+        return self.folder / "versions" / f"{branch}-{version}"
+
+    def _parse_load(
+        self, number: int, values: dict[str, Any]
+    ) -> tuple[str, LoadModel, SavedWeights]:
         """Decode a call that loads saved weights, which become the model's own checkpoint.
 
         After that the client may replace or delete them.  Returns their tinker path too."""
-        message = wire.parse_json(sdk.LoadWeightsRequest, call.body)
+        message = wire.validate(sdk.LoadWeightsRequest, values)
         path, saved = find_saved(self.folder.parent, message.path, "weights")
         if saved.rank != self.record.rank:
             raise ConfigError(
                 f"{message.path} has rank {saved.rank}, the model has {self.record.rank}"
             )
-        checkpoint = str(self.log.locate_checkpoint(call.number, saved.version))
+        checkpoint = str(self.log.locate_checkpoint(number, saved.version))
         model, rank, seed = self.record.model, self.record.rank, self.record.seed
         request = LoadModel(model, rank, seed, str(path), message.optimizer, checkpoint)
         return message.path, request, saved
 
-    async def _load(self, call: TrainingCall) -> TrainingOutcome:
-        path, request, saved = self._parse_load(call)
+    async def _load(self, number: int, message: dict[str, Any]) -> TrainingOutcome:
+        path, request, saved = self._parse_load(number, message)
         await self._call_trainer(request)
         return self._reply(
             {"type": "load_weights", "path": path, "model_id": self.record.model},
             version=saved.version,
-            branch=call.number,
+            branch=number,
             parents={saved.model: saved.version, **saved.parents},
         )
 

@@ -77,11 +77,15 @@ def _parse_float(text: str) -> float:
 
 
 def parse_json(message_type: type[_Request], body: bytes) -> _Request:
-    """Decode a JSON request.  Raises ConfigError.
+    """Decode a JSON request.  Raises ConfigError."""
+    return validate(message_type, parse_object(body))
+
+
+def validate(message_type: type[_Request], values: dict[str, Any]) -> _Request:
+    """Convert a JSON object to a request.  Raises ConfigError.
 
     Unknown fields with an empty value are dropped: a newer client sends them with their
     defaults."""
-    values = parse_object(body)
     fields = set(message_type.model_fields) | {"adam_params", "optimizer_params"}
     for name in [name for name in values if name not in fields]:
         if values[name]:
@@ -93,6 +97,11 @@ def parse_json(message_type: type[_Request], body: bytes) -> _Request:
         problem = error.errors()[0]
         field = ".".join(map(str, problem["loc"]))
         raise ConfigError(f"{message_type.__name__}: {field}: {problem['msg']}") from error
+
+
+def parse_body(route: str, body: bytes) -> Any:
+    """Decode the body of a model's call: a protobuf of a loss, else JSON.  Raises ConfigError."""
+    return parse_loss_request(body) if route.startswith("forward") else parse_object(body)
 
 
 def parse_loss_request(body: bytes) -> pb.ForwardBackwardRequest:

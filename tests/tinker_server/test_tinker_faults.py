@@ -285,9 +285,9 @@ def test_a_save_that_a_killed_server_did_not_answer_is_made_again(
     model = server.server.models[client.model_id]
     perform = model._perform
 
-    async def perform_twice(promised: Any) -> Any:
-        await perform(promised)
-        return await perform(promised)
+    async def perform_twice(*promised: Any) -> Any:
+        await perform(*promised)
+        return await perform(*promised)
 
     monkeypatch.setattr(model, "_perform", perform_twice)
     assert client.save_state("a").result().path == f"tinker://{client.model_id}/weights/a"
