@@ -28,7 +28,6 @@ from asyncrl.contract.messages import (
     RoutingShape,
     TicketRequest,
     Trajectory,
-    VersionSpan,
 )
 from asyncrl.contract.outcomes import MOST_PARTS, MOST_ROWS, NAME_LENGTH, REASON_LENGTH
 from asyncrl.contract.versions import Label
@@ -157,7 +156,26 @@ def check_images_known(store: StoreState, sample: Trajectory, blobs: Mapping[str
 def check_sample(store: StoreState, sample: Trajectory) -> None:
     """Check that ticket and attempt were granted and a learner announced the weights."""
     for span in sample.list_spans():
-        _check_registered(store, sample, span)
+        label = span.label
+        if label not in store.tree:
+            raise BadMessage(
+                f"ticket {sample.ticket}: tokens were sampled with weights {label} (digest "
+                f"{span.digest[:40]}), but no learner has announced them; the newest known are "
+                f"{store.policy}: stop the generator that runs other weights",
+                "version",
+            )
+        if span.digest and span.digest != (learner_digest := store.tree.get_digest(label)):
+            raise BadMessage(
+                f"ticket {sample.ticket}: weights {label} have digest {span.digest[:40]} at the "
+                f"generator and {learner_digest} at the learner",
+                "version",
+            )
+        if span.kv > label:
+            raise BadMessage(
+                f"ticket {sample.ticket}: weights {label} sampled tokens on keys and values of "
+                f"{span.kv}, which is not an earlier version",
+                "version",
+            )
     if not 1 <= sample.attempt <= store.attempts:
         raise BadMessage(
             f"ticket {sample.ticket}: attempt {sample.attempt} was never granted; the last one is "
@@ -203,30 +221,6 @@ def check_sample(store: StoreState, sample: Trajectory) -> None:
             raise BadMessage(
                 f"ticket {sample.ticket}: attempt {attempt} is not one of its attempts", "ticket"
             )
-
-
-def _check_registered(store: StoreState, sample: Trajectory, span: VersionSpan) -> None:
-    """Check that a learner announced the span's weights, and its keys and values are not newer."""
-    label = span.label
-    if label not in store.tree:
-        raise BadMessage(
-            f"ticket {sample.ticket}: tokens were sampled with weights {label} (digest "
-            f"{span.digest[:40]}), but no learner has announced them; the newest known are "
-            f"{store.policy}: stop the generator that runs other weights",
-            "version",
-        )
-    if span.digest and span.digest != (learner_digest := store.tree.get_digest(label)):
-        raise BadMessage(
-            f"ticket {sample.ticket}: weights {label} have digest {span.digest[:40]} at the "
-            f"generator and {learner_digest} at the learner",
-            "version",
-        )
-    if span.kv > label:
-        raise BadMessage(
-            f"ticket {sample.ticket}: weights {label} sampled tokens on keys and values of "
-            f"{span.kv}, which is not an earlier version",
-            "version",
-        )
 
 
 def check_versions(store: StoreState, sample: Trajectory) -> None:
@@ -469,13 +463,4 @@ def check_commit(
         not incomplete,
         f"batch {number} is committed but was never complete: ticket "
         f"{incomplete[0] if incomplete else ''} lacks samples",
-    )
-
-
-def check_goodbye(store: StoreState, number: int) -> None:
-    """Check that a learner which leaves has trained all batches."""
-    require(
-        store.committed >= store.settings.steps,
-        f"the learner leaves at version {number}, but only {store.committed} of "
-        f"{store.settings.steps} batches are committed (learner.steps)",
     )

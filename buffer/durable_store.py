@@ -272,7 +272,12 @@ class RecordedStore(Store):
                     "wrote it, or start a new run"
                 )
             for ticket in tickets:
-                self._restore_images(ticket, record.images.get(ticket.ticket, {}))
+                # the recorded images of its prompt; the task may have others now
+                images = record.images.get(ticket.ticket, {})
+                if (group := self.alive.get(ticket.ticket)) is not None:
+                    for name in index_by_digest(ticket.prompt.images).keys() - images.keys():
+                        self.stored_bytes -= len(group.images.pop(name, b""))
+                    self.stored_bytes += group.add_images(images)
         elif isinstance(record, SampleRecord | FrameRecord | DeliveryRecord):
             try:
                 source = record.message if isinstance(record, DeliveryRecord) else record
@@ -285,15 +290,6 @@ class RecordedStore(Store):
                 raise DamagedDataError(f"the journal cannot be replayed: {error}") from error
         else:
             REPLAYED[type(record)](self, *msgspec.structs.astuple(record))
-
-    def _restore_images(self, ticket: Ticket, images: dict[str, bytes]) -> None:
-        """Give a group the recorded images of its prompt; the task may have others now."""
-        group = self.alive.get(ticket.ticket)
-        if group is None:
-            return
-        for name in index_by_digest(ticket.prompt.images).keys() - images.keys():
-            self.stored_bytes -= len(group.images.pop(name, b""))
-        self.stored_bytes += group.add_images(images)
 
     def _record(self, record: Any) -> None:
         self.journal.append(_encode(record))

@@ -357,7 +357,7 @@ class Evaluations:
 
     def end_sessions(self, producer: str, session: int) -> None:
         """Queue the jobs of a producer's other sessions again."""
-        self._requeue_jobs(
+        self.requeue_jobs(
             [
                 attempt
                 for attempt, leased in self.leased_jobs.items()
@@ -365,13 +365,9 @@ class Evaluations:
             ]
         )
 
-    def requeue_job(self, attempt: int) -> None:
-        """Queue a leased job again."""
-        if attempt in self.leased_jobs:
-            self._requeue_jobs([attempt])
-
-    def _requeue_jobs(self, attempts: list[int]) -> None:
-        for attempt in attempts:
+    def requeue_jobs(self, attempts: list[int]) -> None:
+        """Queue leased jobs again; ignore unknown attempts."""
+        for attempt in filter(self.leased_jobs.__contains__, attempts):
             entry = self._take_back_job(attempt)
             if not entry.lapsed:
                 self.queue.appendleft(entry.job)

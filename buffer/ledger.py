@@ -5,11 +5,12 @@ Also compact tables of the samples and attempts of removed groups, for late copi
 from __future__ import annotations
 
 from array import array
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from struct import Struct
 from typing import NamedTuple, get_args
+
+import numpy as np
 
 from asyncrl.contract.messages import DISPOSITIONS, Disposition, LedgerLine
 
@@ -164,101 +165,54 @@ def sum_tokens(totals: dict[str, dict[str, float]], names: Iterable[str] = DISPO
 
 # ---- samples and attempts of removed groups ------------------------------------------------------
 
-ROWS = 256  # rows of a block: a lookup compares the bounds of all blocks and searches a few
+ROWS = 4096  # dropped rows whose memory is freed at once
 CODES: tuple[Disposition, ...] = (*DISPOSITIONS, *get_args(get_args(Disposition)[1]))
 Key = tuple[int, int, int]  # ticket, sample, attempt
 CODE_OF: dict[str, int] = {disposition: code for code, disposition in enumerate(CODES)}
 
 
-class RowBlock:
-    """Up to ROWS packed rows of integers; rows before `first` are dropped."""
-
-    __slots__ = ("first", "form", "high", "low", "packed", "tickets")
-
-    def __init__(self, form: Struct, low: int) -> None:
-        self.form = form
-        self.tickets = array("q")  # the first number of each row
-        self.packed = bytearray()  # the other numbers
-        self.first = 0
-        self.low = low  # the lowest ticket
-        self.high = low  # the highest ticket
-
-    def __len__(self) -> int:
-        return len(self.tickets)
-
-    def append(self, row: tuple[int, ...]) -> None:
-        """Append a row, whose first number is a ticket."""
-        ticket, *others = row
-        self.low = min(self.low, ticket)
-        self.high = max(self.high, ticket)
-        self.tickets.append(ticket)
-        self.packed += self.form.pack(*others)
-
-    def read_row(self, position: int) -> tuple[int, ...]:
-        """Read the row at `position`, counted with the dropped rows."""
-        offset = position * self.form.size
-        others = self.form.unpack_from(self.packed, offset)
-        return self.tickets[position], *others
-
-    def replace_row(self, position: int, row: tuple[int, ...]) -> None:
-        """Replace a row that has the same first number."""
-        offset = position * self.form.size
-        self.form.pack_into(self.packed, offset, *row[1:])
-
-    def find_positions(self, ticket: int) -> Iterator[int]:
-        """Yield the positions of a ticket's rows, in ascending order."""
-        position = self.first
-        while True:
-            try:
-                position = self.tickets.index(ticket, position)
-            except ValueError:
-                return
-            yield position
-            position += 1
-
-
 class RowTable:
-    """Rows in order of arrival, found by their first number, a ticket.
+    """Rows of integers in order of arrival, found by their first number, a ticket.
 
-    Tickets arrive nearly in order, so that few blocks can contain a given ticket.  A row needs only
-    the bytes of its numbers; a dictionary's entry would need ten times as much.
+    A row needs only the bytes of its numbers; a dictionary's entry would need ten times as much.
 
     form: struct format of the other numbers."""
 
     def __init__(self, form: str) -> None:
         self.form = Struct(form)
-        self.blocks: deque[RowBlock] = deque()
-        self.size = 0
+        self.tickets = array("q")  # the first number of each row
+        self.packed = bytearray()  # the other numbers
+        self.first = 0  # rows before it are dropped
 
     def __len__(self) -> int:
-        return self.size
+        return len(self.tickets) - self.first
 
     def __iter__(self) -> Iterator[tuple[int, ...]]:
-        for block in self.blocks:
-            for position in range(block.first, len(block)):
-                yield block.read_row(position)
+        return (self[position] for position in range(self.first, len(self.tickets)))
+
+    def __getitem__(self, position: int) -> tuple[int, ...]:
+        others = self.form.unpack_from(self.packed, position * self.form.size)
+        return self.tickets[position], *others
+
+    def __setitem__(self, position: int, row: tuple[int, ...]) -> None:
+        self.form.pack_into(self.packed, position * self.form.size, *row[1:])
 
     def append(self, row: tuple[int, ...]) -> None:
         """Append a row as the newest one."""
-        if not self.blocks or len(self.blocks[-1]) == ROWS:
-            self.blocks.append(RowBlock(self.form, row[0]))
-        self.blocks[-1].append(row)
-        self.size += 1
+        self.tickets.append(row[0])
+        self.packed += self.form.pack(*row[1:])
 
     def drop(self) -> None:
         """Drop the oldest row."""
-        block = self.blocks[0]
-        block.first += 1
-        self.size -= 1
-        if block.first == len(block):
-            self.blocks.popleft()
+        self.first += 1
+        if self.first == ROWS:
+            del self.tickets[: self.first], self.packed[: self.first * self.form.size]
+            self.first = 0
 
-    def find(self, ticket: int) -> Iterator[tuple[RowBlock, int]]:
-        """Yield (block, position) of each row of a ticket, the newest first."""
-        for block in reversed(self.blocks):
-            if block.low <= ticket <= block.high:
-                for position in reversed(list(block.find_positions(ticket))):
-                    yield block, position
+    def find(self, ticket: int) -> list[int]:
+        """Find the positions of a ticket's rows, the newest first."""
+        found = np.flatnonzero(np.frombuffer(self.tickets, np.int64)[self.first :] == ticket)
+        return [self.first + position for position in found[::-1].tolist()]
 
 
 class SampleRun(NamedTuple):
@@ -321,8 +275,8 @@ class SampleFates:
 
     def get(self, key: Key) -> Disposition | None:
         """Return the newest disposition of this sample, or None."""
-        for block, position in self.rows.find(key[0]):
-            run = SampleRun(*block.read_row(position))
+        for position in self.rows.find(key[0]):
+            run = SampleRun(*self.rows[position])
             if key in run.iterate_keys():
                 return CODES[run.code]
         return None
@@ -357,12 +311,10 @@ class SampleFates:
 
     def _forget(self, count: int) -> None:
         """Forget at most `count` of the oldest samples, all from the oldest row."""
-        block = self.rows.blocks[0]
-        run = SampleRun(*block.read_row(block.first))
+        oldest = self.rows.first
+        run = SampleRun(*self.rows[oldest])
         if run.size > count:
-            block.replace_row(
-                block.first, run._replace(first=run.first + count, size=run.size - count)
-            )
+            self.rows[oldest] = run._replace(first=run.first + count, size=run.size - count)
             self.samples -= count
         else:
             self.rows.drop()
@@ -420,15 +372,15 @@ class StrayAttempts:
 
     def get(self, ticket: int, attempt: int) -> StrayAttempt | None:
         """Return this attempt, or None."""
-        for block, position in self.rows.find(ticket):
-            stray = StrayAttempt(*block.read_row(position))
+        for position in self.rows.find(ticket):
+            stray = StrayAttempt(*self.rows[position])
             if stray.attempt == attempt:
                 return stray
         return None
 
     def update(self, stray: StrayAttempt) -> None:
         """Replace the counts of an attempt that `get` has returned."""
-        for block, position in self.rows.find(stray.ticket):
-            if StrayAttempt(*block.read_row(position)).attempt == stray.attempt:
-                block.replace_row(position, stray)
+        for position in self.rows.find(stray.ticket):
+            if self.rows[position][1] == stray.attempt:
+                self.rows[position] = stray
                 return

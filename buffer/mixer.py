@@ -97,10 +97,6 @@ class TaskMixer:
         title = choose_task(self.state.credit, weights)
         return title, self._take_index(title)
 
-    def give_back(self, title: str, index: int) -> None:
-        """Draw this prompt first the next time, because it got no group."""
-        self.state.due.insert(0, (title, index))
-
     def compute_weights(self, batch: float) -> dict[str, float]:
         """Compute the weights at a batch of the tasks that have prompts left."""
         weights = compute_weights(self.parts, batch)
@@ -172,10 +168,6 @@ class TaskMixer:
             passed[0] = mean + (share - mean) / AVERAGED
         else:
             passed[self.prompt(title, index).id] = share
-
-    def on_trainable(self, title: str) -> None:
-        """Record a complete group that can be trained: the task is not dry."""
-        self.state.in_a_row.pop(title, None)
 
     def on_removed(self, title: str, line: LedgerLine) -> None:
         """Replace a removed group by another one of its task, unless the task is dry.

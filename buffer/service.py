@@ -285,7 +285,12 @@ class BufferService:
                 ticked = now
                 self.store.expire(now)
                 self.forget(now)
-                self.log_waits()
+                lines = self.wait_log.make_lines(self.list_waits())
+                if any(line.startswith("learner ") for line in lines):
+                    blocking = self.find_blocker()
+                    lines += [] if blocking is None else [blocking.describe()]
+                for line in lines:
+                    log(line)
                 if self.show is not None:
                     self.show(self.make_status(), now)
             self.flush()
@@ -343,25 +348,22 @@ class BufferService:
                 and self.store.policy is None
                 and checks.has_state(message)
             ):
-                return self.refuse_survivor(peer)
+                others = (
+                    "all other processes" if self.config.uses_sessions else "learner and generators"
+                )
+                line = (
+                    "the earlier buffer's tickets and samples ended with it (durability.mode = "
+                    f"memory): start {others} again, and the run continues from its last "
+                    f"checkpoint, as after `asyncrl run --resume {self.run_dir}`"
+                )
+                if not self.has_refused_survivor:
+                    log(line)
+                self.has_refused_survivor = True
+                return self.send(peer, m.Refusal(line, ProcessLost.exit_code))
             getattr(self, f"on_{kind}")(peer, message)
         except BadMessage as error:
             self.refuse(error.reason, f"refused a {kind}: {error}")
             self.send(peer, m.Refusal(str(error), error.exit_code))
-
-    def refuse_survivor(self, peer: bytes) -> None:
-        """Tell a peer of an earlier buffer process, whose state is lost, what to do."""
-        sessions = self.config.uses_sessions
-        others = "all other processes" if sessions else "learner and generators"
-        line = (
-            "the earlier buffer's tickets and samples ended with it (durability.mode = memory): "
-            f"start {others} again, and the run continues from its last checkpoint, as after "
-            f"`asyncrl run --resume {self.run_dir}`"
-        )
-        if not self.has_refused_survivor:
-            log(line)
-        self.has_refused_survivor = True
-        self.send(peer, m.Refusal(line, ProcessLost.exit_code))
 
     def refuse(self, reason: str, line: str) -> None:
         """Count a refusal by reason, and log the first LOGGED_REFUSALS.
@@ -539,7 +541,12 @@ class BufferService:
             for sample, disposition in zip(samples, dispositions, strict=True)
         ]
         self.progress += sum(sample.ticket >= m.EVAL_BASE for sample in samples)
-        self.progress += self.count_progress(acks)
+        # accepted samples are progress, at most those of one batch between two commits: a higher
+        # count would hide a learner that hangs
+        accepted = dispositions.count("accepted")
+        counted = min(accepted, self.store.settings.batch_samples - self.counted_samples)
+        self.counted_samples += counted
+        self.progress += counted
         self.send(
             peer,
             m.DeliveryAcks(
@@ -575,16 +582,6 @@ class BufferService:
             entry.refused = excess
         for error in errors:
             self.refuse(error.reason, f"failed a sample of {producer}: {error}")
-
-    def count_progress(self, acks: list[tuple[int, int, int, m.Disposition]]) -> int:
-        """Count the accepted samples as progress: at most one batch between two commits.
-
-        A higher count would hide a learner that hangs."""
-        accepted = sum(disposition == "accepted" for *_, disposition in acks)
-        batch_samples = self.store.settings.batch * self.store.settings.group
-        counted = min(accepted, max(0, batch_samples - self.counted_samples))
-        self.counted_samples += counted
-        return counted
 
     def on_LeaseRenewal(self, peer: bytes, message: m.LeaseRenewal) -> None:
         """Renew leases by progress, and store the numbers, the wait and the sessions."""
@@ -835,7 +832,11 @@ class BufferService:
     def on_LearnerGoodbye(self, peer: bytes, message: m.LearnerGoodbye) -> None:
         """Queue the goodbye of a learner that has trained all batches."""
         if not self.is_fenced(peer, message.epoch):
-            checks.check_goodbye(self.store, message.number)
+            checks.require(
+                self.store.committed >= self.store.settings.steps,
+                f"the learner leaves at version {message.number}, but only {self.store.committed} "
+                f"of {self.store.settings.steps} batches are committed (learner.steps)",
+            )
             self.goodbyes = {peer: message}  # a single one, however often the learner connects
 
     def on_LearnerProgress(self, peer: bytes, message: m.LearnerProgress) -> None:
@@ -1020,7 +1021,11 @@ class BufferService:
                     group.lease is not None for group in self.store.alive.values()
                 ),
                 **({"buffer/set_aside": self.store.aside} if self.store.aside else {}),
-                **self.store.compute_ledger_metrics(),
+                **{
+                    f"ledger/{name}": line.tokens
+                    for name, line in self.store.make_ledger().lines.items()
+                    if line.tokens
+                },
                 **{f"refused/{reason}": count for reason, count in self.refused.items()},
                 **store_metrics,
             }
@@ -1114,17 +1119,6 @@ class BufferService:
             wait = self.learner_waits[0]
             return f"the learner waits for {wait.reason}", wait.process
         return f"the learner has not requested batch {number} yet", "learner"
-
-    def log_waits(self) -> None:
-        """Log long waits; for the learner's wait also the session that blocks it."""
-        lines = self.wait_log.make_lines(self.list_waits())
-        for line in lines:
-            log(line)
-        blocking = (
-            self.find_blocker() if any(line.startswith("learner ") for line in lines) else None
-        )
-        if blocking is not None:
-            log(blocking.describe())
 
     def find_blocker(self) -> BlockingSession | None:
         """Find the session that the learner waits for, or None.

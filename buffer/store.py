@@ -190,7 +190,8 @@ class Store(StoreRules):
             ticket = self._lease(new_group, len(self.alive), producer, session, now)
             if ticket is None:
                 if new_group.task:
-                    self.mixer.give_back(new_group.task, new_group.index)
+                    # it got no group: the next draw is this prompt
+                    self.mixer.state.due.insert(0, (new_group.task, new_group.index))
                 return
             self.alive[self.cursor] = new_group
             self.cursor += 1
@@ -398,7 +399,7 @@ class Store(StoreRules):
         """End the leases of these (ticket, attempt)."""
         for ticket, attempt in attempts:
             if ticket >= EVAL_BASE:
-                self.evaluations.requeue_job(attempt)
+                self.evaluations.requeue_jobs([attempt])
             elif (group := self.alive.get(ticket)) is not None and (
                 group.lease is not None and group.lease.attempt == attempt
             ):
@@ -458,8 +459,16 @@ class Store(StoreRules):
         key = sample.key
         group = self.find_group(sample.ticket)
         if group is None:
-            final = self.gone.get(key) or self._count_late(key, sample)
-            return "trained" if final == "accepted" else final
+            if (final := self.gone.get(key)) is not None:
+                return "trained" if final == "accepted" else final
+            self.past.add("duplicate", sample.length, 1, sample.length, sample.reward)
+            self.past.add("set_aside", sample.aside, int(sample.aside > 0), sample.aside)
+            for attempt, tokens in sample.tokens_by_attempt:
+                stray = self.strays.get(sample.ticket, attempt)
+                if stray is not None:
+                    self._correct_stray(sample.ticket, attempt, stray.reported, tokens)
+            self.gone.add(key, "duplicate")
+            return "duplicate"
         if (earlier := self.find_disposition(group, sample)) is not None:
             return earlier
         disposition = self._accept(group, sample)
@@ -467,17 +476,6 @@ class Store(StoreRules):
             sample_images = {name: images[name] for name in sample.all_images if name in images}
             self.stored_bytes += group.add_images(sample_images)
         return disposition
-
-    def _count_late(self, key: Key, sample: Trajectory) -> Disposition:
-        """Count a sample of a removed group whose disposition is unknown or forgotten."""
-        self.past.add("duplicate", sample.length, 1, sample.length, sample.reward)
-        self.past.add("set_aside", sample.aside, int(sample.aside > 0), sample.aside)
-        for attempt, tokens in sample.tokens_by_attempt:
-            stray = self.strays.get(sample.ticket, attempt)
-            if stray is not None:
-                self._correct_stray(sample.ticket, attempt, stray.reported, tokens)
-        self.gone.add(key, "duplicate")
-        return "duplicate"
 
     def _accept(self, group: Group, sample: Trajectory) -> Disposition:
         """Accept the first copy of a sample of a group that is still stored."""
@@ -564,7 +562,7 @@ class Store(StoreRules):
         ):
             self.on_zero_variance(group)
         elif group.task:
-            self.mixer.on_trainable(group.task)
+            self.mixer.state.in_a_row.pop(group.task, None)  # the task is not dry
 
     def remove_group(self, group: Group, line: LedgerLine) -> None:
         """Remove a group from the stream and count its samples under a ledger line."""
@@ -659,7 +657,12 @@ class Store(StoreRules):
             self._end_lease(group)
         self._follow(hello)
         if is_excluded:
-            self._exclude_batch(suspect_number)
+            # later batches move up by one, which cannot increase the lag of a token
+            for ticket in self.comps.pop(suspect_number - self.base):
+                self.composed.discard(ticket)
+                self.remove_group(self.alive[ticket], "fatal")
+            self.suspect = ([], 0.0)
+            self.aside += 1
         self.policy = hello.label
         # a finished run continues if the learner still has steps to make
         self.finished = self.finished and hello.label.number >= self.settings.steps
@@ -684,16 +687,6 @@ class Store(StoreRules):
         tickets, points = self.suspect
         batch = self.comps[self.committed - self.base]
         return list(batch), (points if tickets == batch else 0) + ENDS[hello.before]
-
-    def _exclude_batch(self, number: int) -> None:
-        """Remove batch `number` with all its groups; later batches move up by one.
-
-        Moving up cannot increase the lag of a token."""
-        for ticket in self.comps.pop(number - self.base):
-            self.composed.discard(ticket)
-            self.remove_group(self.alive[ticket], "fatal")
-        self.suspect = ([], 0.0)
-        self.aside += 1
 
     def _follow(self, hello: LearnerHello) -> None:
         """Move `committed` to the learner's number, down or up.
@@ -847,20 +840,18 @@ class Store(StoreRules):
             self.window = next_window(self.window, timing, self.settings.wait, self.max_lag, now)
         self.evaluations.on_commit(label, self.settings.steps)
         if len(self.tree) > 2 * VERSIONS:
-            self._prune()
+            # forget old versions that no stored sample and no lease refers to
+            groups = itertools.chain(self.alive.values(), self.retained.values())
+            sampled = {
+                span.label
+                for group in groups
+                for stored in group.list_stored_samples()
+                for span in stored.trajectory.list_spans()
+            }
+            leases = (group.lease for group in self.alive.values())
+            granted = {lease.granted for lease in leases if lease is not None}
+            self.tree.prune(self.base - VERSIONS, sampled | granted)
         return True
-
-    def _prune(self) -> None:
-        """Forget old versions that no stored sample and no lease refers to."""
-        groups = itertools.chain(self.alive.values(), self.retained.values())
-        sampled = {
-            span.label
-            for group in groups
-            for stored in group.list_stored_samples()
-            for span in stored.trajectory.list_spans()
-        }
-        granted = {group.lease.granted for group in self.alive.values() if group.lease is not None}
-        self.tree.prune(self.base - VERSIONS, sampled | granted)
 
     def retire_batches(self, oldest: int) -> None:
         """Retire the batches before `oldest`, the oldest checkpoint kept."""
@@ -904,11 +895,6 @@ class Store(StoreRules):
 
         Each generated token that the buffer knows is in exactly one line."""
         return self.make_ledger().compute_totals()
-
-    def compute_ledger_metrics(self) -> dict[str, float]:
-        """Compute the metrics of the ledger lines that have tokens."""
-        lines = self.make_ledger().lines
-        return {f"ledger/{name}": line.tokens for name, line in lines.items() if line.tokens}
 
     def make_ledger(self) -> Ledger:
         """Make the ledger of final and current dispositions."""
