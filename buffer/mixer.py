@@ -74,13 +74,6 @@ class TaskMixer:
     def __bool__(self) -> bool:
         return bool(self.parts)
 
-    @property
-    def token_limits(self) -> dict[str, int]:
-        """The tasks' own limits of a completion."""
-        return {
-            title: part.max_new_tokens for title, part in self.parts.items() if part.max_new_tokens
-        }
-
     # ---- draws -----------------------------------------------------------------------------------
 
     def draw(self, batch: float) -> tuple[str, int] | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncrl.config.tree import RecordConfig
 from asyncrl.contract.admission import AdaptiveLimit
-from asyncrl.contract.messages import Batch, Trajectory
+from asyncrl.contract.messages import Batch, TrainingSequence, Trajectory
 from buffer.sessions import PeerState
 from buffer.store import Store
 from buffer.training_log import TrainingLog, mean, quantile
@@ -129,11 +129,8 @@ def make_batch_rows(batch: Batch, positions: Iterable[int] | None = None) -> lis
             "parts": sample.reward_parts,
             "finish": sample.finish,
             "lag": lag,
-            "versions": [[str(span.label), span.start, span.end] for span in sample.spans],
             "digests": [span.digest for span in sample.spans],
-            "prompt_tokens": memoryview(sample.prompt_tokens).cast("i").tolist(),
-            "tokens": memoryview(sample.tokens).cast("i").tolist(),
-            "logprobs": memoryview(sample.behavior_logprobs).cast("f").tolist(),
+            **_describe_sequence(sample),
         }
         | ({"images": sample.images} if sample.images else {})
         | (_make_session_fields(sample) if sample.calls else {})
@@ -142,23 +139,23 @@ def make_batch_rows(batch: Batch, positions: Iterable[int] | None = None) -> lis
     ]
 
 
+def _describe_sequence(row: Trajectory | TrainingSequence) -> dict[str, Any]:
+    """Describe the tokens of a sequence in JSON."""
+    return {
+        "versions": [[str(span.label), span.start, span.end] for span in row.spans],
+        "prompt_tokens": memoryview(row.prompt_tokens).cast("i").tolist(),
+        "tokens": memoryview(row.tokens).cast("i").tolist(),
+        "logprobs": memoryview(row.behavior_logprobs).cast("f").tolist(),
+    }
+
+
 def _make_session_fields(sample: Trajectory) -> dict[str, Any]:
     """Make the fields that only a session has: calls, excluded tokens, mask, further sequences."""
-    rows = [
-        {
-            "prompt_tokens": memoryview(row.prompt_tokens).cast("i").tolist(),
-            "tokens": memoryview(row.tokens).cast("i").tolist(),
-            "logprobs": memoryview(row.behavior_logprobs).cast("f").tolist(),
-            "mask": list(row.mask),
-            "versions": [[str(span.label), span.start, span.end] for span in row.spans],
-        }
-        for row in sample.rows
-    ]
     return {
         "calls": sample.calls,
         "aside": sample.aside,
         "mask": list(sample.mask),
-        "rows": rows,
+        "rows": [_describe_sequence(row) | {"mask": list(row.mask)} for row in sample.rows],
     }
 
 

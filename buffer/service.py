@@ -50,6 +50,7 @@ from asyncrl.records.rundir import RunLock, clear_end, get_buffer_address, read_
 from asyncrl.records.trackers import TrackerFeeds
 from asyncrl.tasks import Task
 from asyncrl.tasks.evaluation_sets import build_task, check_prompt_files
+from asyncrl.transport import sockets
 from asyncrl.transport.sockets import BufferSocket
 from buffer import batches, checks, numbers
 from buffer.durable_store import RecordedStore
@@ -129,20 +130,16 @@ def open_store(
     def prompt(index: int) -> m.Prompt:
         return task.prompt("train", index, config.seed)
 
+    evaluations, mixer = make_evaluations(config, task), make_mixer(config, task)
     if config.durability.mode == "memory":
-        return Store(
-            make_store_settings(config),
-            prompt,
-            make_evaluations(config, task),
-            make_mixer(config, task),
-        )
+        return Store(make_store_settings(config), prompt, evaluations, mixer)
     return RecordedStore.open(
         run_dir / "journal",
         sync=config.durability.mode == "disk",
         settings=make_store_settings(config),
         prompt=prompt,
-        evaluations=make_evaluations(config, task),
-        mixer=make_mixer(config, task),
+        evaluations=evaluations,
+        mixer=mixer,
         now=time.monotonic(),
         term=term,
     )
@@ -391,33 +388,16 @@ class BufferService:
             self.store.end_sessions(name, session)
             # a ticket granted to a dead session would be blocked until its lease expires
             self.remove_generator(name)
-        elif state == "refused":
-            self.send(
-                peer,
-                m.Refusal(
-                    f"another generator named {name} is running{self.describe_process(name)}: give "
-                    "this one another --index, or end that one first",
-                    2,
-                ),
-            )
-        elif state == "over":
-            self.send(
-                peer,
-                m.Refusal(
-                    f"another process has taken over the name {name}{self.describe_process(name)}, "
-                    "because this one was silent: end one of them",
-                    2,
-                ),
-            )
-        elif state == "full":
-            self.send(
-                peer,
-                m.Refusal(
-                    f"the buffer already has {len(self.sessions.names)} names of generators, the "
-                    f"most it keeps, and cannot add {name}: reuse a name",
-                    2,
-                ),
-            )
+        reasons = {
+            "refused": f"another generator named {name} is running{self.describe_process(name)}: "
+            "give this one another --index, or end that one first",
+            "over": f"another process has taken over the name {name}{self.describe_process(name)}, "
+            "because this one was silent: end one of them",
+            "full": f"the buffer already has {len(self.sessions.names)} names of generators, the "
+            f"most it keeps, and cannot add {name}: reuse a name",
+        }
+        if state in reasons:
+            self.send(peer, m.Refusal(reasons[state], 2))
         if state not in ("new", "holds"):
             return None
         entry = self.generators.setdefault(name, PeerState())
@@ -436,25 +416,9 @@ class BufferService:
 
     def refuse_foreign_peer(self, peer: bytes, protocol: int, run: str) -> bool:
         """Refuse a peer of another protocol or run; return whether it was refused."""
-        if protocol != m.PROTOCOL:
-            self.send(
-                peer,
-                m.Refusal(
-                    f"the buffer speaks protocol {m.PROTOCOL}, this process {protocol}: install "
-                    "the same version on all hosts"
-                ),
-            )
-        elif run != self.run:
-            self.send(
-                peer,
-                m.Refusal(
-                    f"the buffer belongs to run {self.run}, this process to run {run}: give it the "
-                    "same run directory",
-                    2,
-                ),
-            )
-        else:
+        if (protocol, run) == (m.PROTOCOL, self.run):
             return False
+        self.send(peer, sockets.make_foreign_refusal(sockets.make_head(run, protocol), self.run))
         return True
 
     def on_GeneratorHello(self, peer: bytes, hello: m.GeneratorHello) -> None:

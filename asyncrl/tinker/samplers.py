@@ -135,15 +135,13 @@ class SamplerService:
             self.file.write(msgspec.to_builtins(record))
             self.samplers[record.id] = record
             if len(self.samplers) > 2 * self.remembered:
-                self._forget_samplers()
+                # drop samplers whose weights were deleted, then the least recently used ones
+                stored = self.samplers.values()
+                usable = [x for x in stored if not x.weights or Path(x.weights).exists()]
+                self.samplers = {x.id: x for x in usable[-self.remembered :]}
+                self.clones = {id: n for id, n in self.clones.items() if id in self.samplers}
+                self.file.replace(jsonl.encode(map(msgspec.to_builtins, self.samplers.values())))
         return self.samplers[record.id]
-
-    def _forget_samplers(self) -> None:
-        """Drop samplers whose weights were deleted, then the least recently used ones."""
-        usable = [x for x in self.samplers.values() if not x.weights or Path(x.weights).exists()]
-        self.samplers = {record.id: record for record in usable[-self.remembered :]}
-        self.clones = {id: n for id, n in self.clones.items() if id in self.samplers}
-        self.file.replace(jsonl.encode(map(msgspec.to_builtins, self.samplers.values())))
 
     def find(self, id: str | None) -> SamplerRecord:
         """Return a sampler.  Raises ConfigError."""

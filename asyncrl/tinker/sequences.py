@@ -58,11 +58,6 @@ class SampledSequence:
         """The keys by which a datum's runs are looked up."""
         return {self.fingerprint} | ({self.uncertain[0]} if self.uncertain else set())
 
-    def get_content(self, dtype: str, offset: int, length: int) -> np.ndarray:
-        """Return the tokens, "<i4", or log-probabilities, "<f4", of [offset, offset + length)."""
-        first = 4 * (offset if dtype == "<i4" else self.length + offset)
-        return np.frombuffer(self.content, dtype, length, first)
-
 
 class ProvenanceSpan(NamedTuple):
     """A run of positions of a datum, named by the client; sampled=False: part of a prompt."""
@@ -378,19 +373,19 @@ def _check_span(datum: Datum, span: ProvenanceSpan, start: int, sequence: Sample
         piece = slice(4 * start, 4 * (start + span.length))
         fingerprint = compute_fingerprint(datum.targets[piece], logprobs[piece])
         return fingerprint == sequence.fingerprint
-    for dtype, sent, name in (
-        ("<i4", datum.targets, "token"),
-        ("<f4", logprobs, "log-probability"),
+    for dtype, first, sent, name in (
+        ("<i4", 0, datum.targets, "token"),
+        ("<f4", sequence.length, logprobs, "log-probability"),
     ):
         if sent is None:
             continue  # cross_entropy has no log-probabilities
-        expected = sequence.get_content(dtype, span.offset, span.length)
+        expected = np.frombuffer(sequence.content, dtype, span.length, 4 * (first + span.offset))
         values = np.frombuffer(sent, dtype, span.length, 4 * start)
         if len(different := np.flatnonzero(values != expected)):
-            first = int(different[0])
+            at = int(different[0])
             raise ConfigError(
-                f"position {start + first}: {named}sequence {sequence.id}, whose {name} "
-                f"{span.offset + first} is {expected[first]}, but the datum has {values[first]}"
+                f"position {start + at}: {named}sequence {sequence.id}, whose {name} "
+                f"{span.offset + at} is {expected[at]}, but the datum has {values[at]}"
             )
     return True
 

@@ -125,7 +125,16 @@ def parse_loss_call(message: pb.ForwardBackwardRequest, substitute: str = "") ->
         config[name] = value.text if value.WhichOneof("value") == "text" else value.number
     return LossCall(
         [_parse_datum(index, datum) for index, datum in enumerate(message.data)],
-        [_parse_spans(datum) for datum in message.data],
+        [
+            [
+                ProvenanceSpan(arm.sequence_id, arm.offset, arm.length, sampled)
+                for span in datum.loss_fn_input_spans
+                for sampled in [span.HasField("sampled_tokens")]
+                for arm in [span.sampled_tokens if sampled else span.prompt_tokens]
+            ]
+            or None
+            for datum in message.data
+        ],
         substitute if message.loss_fn == UNPUBLISHED else message.loss_fn,
         config,
         message.forward_only,
@@ -144,10 +153,14 @@ def _parse_datum(index: int, message: pb.Datum) -> Datum:
             )
         tokens.append(_parse_array(chunk.encoded_text.tokens, "<i4", f"{where}: model_input"))
     ids = np.concatenate(tokens) if tokens else np.zeros(0, "<i4")
-    fields = {
-        name: _parse_tensor(value, f"{where}: loss_fn_inputs.{name}")
-        for name, value in message.loss_fn_inputs.items()
-    }
+    fields = {}
+    for name, value in message.loss_fn_inputs.items():
+        field = f"{where}: loss_fn_inputs.{name}"
+        if value.dtype not in TYPES:
+            raise ConfigError(f"{field}: its data type {value.dtype} is not served")
+        if value.WhichOneof("encoding") == "sparse_csr" or len(value.shape) > 1:
+            raise ConfigError(f"{field}: only dense tensors of one dimension are served")
+        fields[name] = _parse_array(value.dense, TYPES[value.dtype], field)
     targets = fields.pop("target_tokens", None)
     if targets is None:
         raise ConfigError(f"{where}: loss_fn_inputs.target_tokens is missing")
@@ -178,26 +191,6 @@ def _parse_array(data: bytes, dtype: Any, where: str) -> np.ndarray:
     if len(data) % np.dtype(dtype).itemsize:
         raise ConfigError(f"{where}: {len(data)} bytes are not a whole number of values")
     return np.frombuffer(data, dtype)
-
-
-def _parse_tensor(value: pb.Tensor, where: str) -> np.ndarray:
-    """Decode a dense tensor of one dimension."""
-    if value.dtype not in TYPES:
-        raise ConfigError(f"{where}: its data type {value.dtype} is not served")
-    if value.WhichOneof("encoding") == "sparse_csr" or len(value.shape) > 1:
-        raise ConfigError(f"{where}: only dense tensors of one dimension are served")
-    return _parse_array(value.dense, TYPES[value.dtype], where)
-
-
-def _parse_spans(message: pb.Datum) -> list[ProvenanceSpan] | None:
-    if not message.loss_fn_input_spans:
-        return None
-    spans = []
-    for span in message.loss_fn_input_spans:
-        sampled = span.HasField("sampled_tokens")
-        arm = span.sampled_tokens if sampled else span.prompt_tokens
-        spans.append(ProvenanceSpan(arm.sequence_id, arm.offset, arm.length, sampled))
-    return spans
 
 
 def parse_sample_request(

@@ -134,28 +134,24 @@ class ChunkServer(WeightsServer):
 
     def _serve(self) -> None:
         while not self._end:
-            if not self._close_excess() and self.socket.poll(100):
-                peer, *frames = receive_frames(self.socket, REQUEST_BYTES, 2, keep=True)
-                self._send_reply(peer.bytes, self._make_reply(frames))
-
-    def _send_reply(self, peer: bytes, reply: _ChunkReply | None) -> None:
-        if reply is None:
-            self.refused += 1
-            return
-        self.bytes_sent += len(reply.data)
-        try:
-            self.socket.send_multipart([peer, _encoder.encode(reply)], zmq.NOBLOCK)
-        except zmq.ZMQError:
-            pass  # the peer has disconnected or does not read
-        self.answered += 1
-
-    def _close_excess(self) -> bool:
-        """Close excess connections; return whether it did or the address is still unbound."""
-        try:
-            return self.connections.close_excess(self.address)
-        except AsyncrlError as error:
-            print(escape_line(str(error)), file=sys.stderr, flush=True)
-            return True
+            try:
+                # also true while the address is still unbound
+                is_closing = self.connections.close_excess(self.address)
+            except AsyncrlError as error:
+                print(escape_line(str(error)), file=sys.stderr, flush=True)
+                continue
+            if is_closing or not self.socket.poll(100):
+                continue
+            peer, *frames = receive_frames(self.socket, REQUEST_BYTES, 2, keep=True)
+            if (reply := self._make_reply(frames)) is None:
+                self.refused += 1
+                continue
+            self.bytes_sent += len(reply.data)
+            try:
+                self.socket.send_multipart([peer.bytes, _encoder.encode(reply)], zmq.NOBLOCK)
+            except zmq.ZMQError:
+                pass  # the peer has disconnected or does not read
+            self.answered += 1
 
     def _make_reply(self, frames: list[zmq.Frame]) -> _ChunkReply | None:
         """Make the reply to a request, or None to ignore it."""
@@ -350,7 +346,12 @@ class ChunkClient:
         """
         offsets = range(begin, size, CHUNK_BYTES)
         for number in range(len(offsets)):
-            chunk = self._next_chunk(label, digest, offsets, number, size)
+            for offset in (
+                offsets[number + AHEAD - 1 : number + AHEAD] if number else offsets[:AHEAD]
+            ):
+                chunk_size = min(CHUNK_BYTES, size - offset)
+                self.socket.send(_encoder.encode(_ChunkRequest(label, digest, offset, chunk_size)))
+            chunk = self._receive()
             has_version = bool(chunk.digest) and chunk.digest == (digest or chunk.digest)
             if not has_version or len(chunk.data) != min(CHUNK_BYTES, size - offsets[number]):
                 for _ in offsets[number + 1 : number + AHEAD]:
@@ -359,16 +360,6 @@ class ChunkClient:
                 return
             digest = chunk.digest
             yield chunk
-
-    def _next_chunk(
-        self, label: Label, digest: str, offsets: range, number: int, size: int
-    ) -> _ChunkReply:
-        """Receive chunk `number` of those at `offsets`, keeping AHEAD requests in flight."""
-        ahead = offsets[number + AHEAD - 1 : number + AHEAD] if number else offsets[:AHEAD]
-        for offset in ahead:
-            chunk_size = min(CHUNK_BYTES, size - offset)
-            self.socket.send(_encoder.encode(_ChunkRequest(label, digest, offset, chunk_size)))
-        return self._receive()
 
     # ---- files -----------------------------------------------------------------------------------
 
@@ -392,23 +383,11 @@ class ChunkClient:
         """Yield the bytes of a file from `begin` to `size`, in order.
 
         Raises PeerUnreachable, also when the server does not serve the file."""
-        offsets = range(begin, size, CHUNK_BYTES)
-        for number in range(len(offsets)):
-            chunk = self._next_chunk(FILES, digest, offsets, number, size)
-            if chunk.digest != digest or len(chunk.data) != min(
-                CHUNK_BYTES, size - offsets[number]
-            ):
+        for chunk in self.fetch_chunks(FILES, digest, begin, size):
+            if not chunk.data:
                 self.reconnect()
                 raise PeerUnreachable(f"{self.address} does not serve the file {digest[:12]}")
             yield chunk.data
-
-    def request_buffer_address(self) -> str:
-        """Request the address of the run's buffer; "" if it has not moved.
-
-        Raises PeerUnreachable.
-        """
-        self.socket.send(_encoder.encode(_ChunkRequest(BUFFER, "", 0, 0)))
-        return self._receive().digest
 
     def _close_socket(self) -> None:
         self.socket.disable_monitor()
@@ -446,7 +425,8 @@ def find_buffer(config: Config, source: WeightsSource, name: str) -> str:
     address = reachable_address(source.address, config.wires.address)
     client = ChunkClient(address, BUFFER_S, config.wires.curve_dir, name)
     try:
-        return client.request_buffer_address()
+        client.socket.send(_encoder.encode(_ChunkRequest(BUFFER, "", 0, 0)))
+        return client._receive().digest  # "": it has not moved
     except PeerUnreachable:
         return ""
     finally:

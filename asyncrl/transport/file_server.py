@@ -192,17 +192,6 @@ class FileServer:
 # ---- the cache -----------------------------------------------------------------------------------
 
 
-def check_entries(entries: list[FileEntry]) -> list[FileEntry]:
-    """Check the entries of one part and return them.
-
-    Raises DamagedDataError for unsafe names."""
-    for entry in entries:
-        name = entry.name
-        if not name or Path(name).name != name or name in (".", "..") or not name.isprintable():
-            raise DamagedDataError(f"the run has a file with an unsafe name: {name[:80]!r}")
-    return entries
-
-
 def name_folder(entries: list[FileEntry]) -> str:
     """Name the cache folder of these files by their contents."""
     rows = "".join(sorted(f"{entry.digest} {entry.name}\n" for entry in entries))
@@ -224,7 +213,10 @@ def fetch_files(
     log: receives lines about the progress.
     Raises DamagedDataError when bytes do not match their digest, PeerUnreachable, OSError.
     """
-    directory = private.create_directory(cache) / name_folder(check_entries(entries))
+    for name in (entry.name for entry in entries):
+        if not name or Path(name).name != name or name in (".", "..") or not name.isprintable():
+            raise DamagedDataError(f"the run has a file with an unsafe name: {name[:80]!r}")
+    directory = private.create_directory(cache) / name_folder(entries)
     with (cache / f"{directory.name}.lock").open("w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # of two joining generators, only one fetches
         part = (

@@ -271,7 +271,20 @@ class PairServer(WeightsServer):
         with self.lock:
             staged = self.newest
             if staged is None or staged.label != label or digest not in ("", staged.reply.digest):
-                staged = self._stage(label, digest)
+                staged = None  # to be copied to the device, if the ring has it
+                digest = digest or self.reader.list_labels().get(label, "")
+                if digest and self.reader.read(label, digest, memoryview(self.host)):
+                    flat = (
+                        self.spare.pop()
+                        if self.spare
+                        else torch.zeros(self.size, dtype=torch.uint8, device=self.device)
+                    )
+                    flat.copy_(torch.frombuffer(self.host, dtype=torch.uint8))
+                    reply = _PairReply(digest, self.reader.probe, compute_mark(flat))
+                    staged = _StagedVersion(label, reply, flat)
+                    if self.newest is not None and not self.newest.users:
+                        self.spare.append(self.newest.flat)
+                    self.newest = staged
             if staged is not None:
                 staged.users += 1
         try:
@@ -282,25 +295,6 @@ class PairServer(WeightsServer):
                     staged.users -= 1
                     if staged is not self.newest and not staged.users:
                         self.spare.append(staged.flat)
-
-    def _stage(self, label: Label, digest: str) -> _StagedVersion | None:
-        """Copy a version to the device; None if the ring lacks it."""
-        digest = digest or self.reader.list_labels().get(label, "")
-        if not digest or not self.reader.read(label, digest, memoryview(self.host)):
-            return None
-        flat = (
-            self.spare.pop()
-            if self.spare
-            else torch.zeros(self.size, dtype=torch.uint8, device=self.device)
-        )
-        flat.copy_(torch.frombuffer(self.host, dtype=torch.uint8))
-        staged = _StagedVersion(
-            label, _PairReply(digest, self.reader.probe, compute_mark(flat)), flat
-        )
-        if self.newest is not None and not self.newest.users:
-            self.spare.append(self.newest.flat)
-        self.newest = staged
-        return staged
 
     def close(self) -> None:
         """Stop serving: a pair closes at its next request."""

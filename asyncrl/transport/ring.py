@@ -309,12 +309,10 @@ class RingReader:
         Returns False if the ring does not have it or it changed during the copy.
         """
         self._read_manifest()
-        for number, slot in enumerate(self.slots):
-            if _read_head(slot)[1] == label:
-                return self._copy(number, label, digest, into)
-        return False
-
-    def _copy(self, number: int, label: Label, digest: str, into: memoryview) -> bool:
+        heads = list(map(_read_head, self.slots))
+        number = next((n for n, head in enumerate(heads) if head[1] == label), None)
+        if number is None:
+            return False
         slot = self.slots[number]
         try:
             _PIN.pack_into(self._pin, 0, number, time.monotonic())

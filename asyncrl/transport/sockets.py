@@ -409,7 +409,22 @@ class PeerSocket:
         try:
             message = self.read([frame.buffer for frame in frames])
         except (*UNDECODABLE, BadMessage) as error:
-            self._count_broken(error)
+            self.broken += 1
+            self.broken_in_a_row += 1
+            reason = f"{type(error).__name__}: {str(error)[:200]!r}"
+            if self.broken_in_a_row >= MOST_BROKEN:
+                raise PeerUnreachable(
+                    f"{self.address} does not speak this protocol: {self.broken_in_a_row} invalid "
+                    f"messages in a row, the last one {reason}"
+                ) from error
+            if self.broken <= LOGGED_BROKEN:
+                print(
+                    f"{self.address} sent an invalid message, reconnecting: {reason}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            self.socket.close(linger=0)
+            self.socket = self._connect()
             return None
         self.broken_in_a_row = 0
         return message
@@ -421,25 +436,6 @@ class PeerSocket:
         message = self._decoder.decode(frames[0])
         self.check(message)
         return message
-
-    def _count_broken(self, error: Exception) -> None:
-        """Count an invalid message and open a new connection."""
-        self.broken += 1
-        self.broken_in_a_row += 1
-        reason = f"{type(error).__name__}: {str(error)[:200]!r}"
-        if self.broken_in_a_row >= MOST_BROKEN:
-            raise PeerUnreachable(
-                f"{self.address} does not speak this protocol: {self.broken_in_a_row} invalid "
-                f"messages in a row, the last one {reason}"
-            ) from error
-        if self.broken <= LOGGED_BROKEN:
-            print(
-                f"{self.address} sent an invalid message, reconnecting: {reason}",
-                file=sys.stderr,
-                flush=True,
-            )
-        self.socket.close(linger=0)
-        self.socket = self._connect()
 
     def close(self) -> None:
         """Close the socket and its context."""

@@ -273,7 +273,6 @@ def test_metrics_and_limits_of_each_task() -> None:
     parts = {"a": part(weight=3), "b": part(max_new_tokens=3)}
     limits = {"b": 3}
     store = store_of(mixer(parts), evaluations, token_limits=limits)
-    assert store.mixer.token_limits == limits
     tickets = grant(store)
     assert {(t.prompt.task, t.sampling.max_new_tokens) for t in tickets} == {("a", 64), ("b", 3)}
     assert Counter(t.kind for t in tickets)["eval"] == 6
