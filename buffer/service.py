@@ -622,8 +622,20 @@ class BufferService:
         if not self.store.follow_learner(hello):
             reply: m.Refusal | m.FencedReply = m.FencedReply(hello.epoch, self.store.epoch)
             if self.store.is_behind(hello):
-                text = self.explain_damage(hello.label.number)
-                reply = m.Refusal(text, DamagedDataError.exit_code)
+                checkpoints = self.run_dir / "checkpoints"
+                remedy = f"start a new run, with a model of {checkpoints} as model.path"
+                if self.config.durability.mode == "memory":
+                    remedy = (
+                        f"end the run and continue with `asyncrl run --resume {self.run_dir}`: a "
+                        f"new buffer starts from version {hello.label.number}, and the steps after "
+                        "it are repeated"
+                    )
+                reply = m.Refusal(
+                    "the learner's newest intact checkpoint is of version "
+                    f"{hello.label.number}, the newer ones are damaged, and the buffer has no "
+                    f"groups before version {self.store.base}: {remedy}",
+                    DamagedDataError.exit_code,
+                )
             self.send(peer, reply)
             return
         if self.ended_at and not self.store.finished:
@@ -645,23 +657,6 @@ class BufferService:
             self.goodbyes.clear()
         self.learner = PeerState(time.monotonic(), peer, hello.pid)
         self.send(peer, m.Welcome(hello.epoch, self.store.base))
-
-    def explain_damage(self, number: int) -> str:
-        """Write the error message for a learner whose checkpoint is older than all groups.
-
-        number: the version of its newest intact checkpoint."""
-        if self.config.durability.mode == "memory":
-            remedy = (
-                f"end the run and continue with `asyncrl run --resume {self.run_dir}`: a new "
-                f"buffer starts from version {number}, and the steps after it are repeated"
-            )
-        else:
-            checkpoints = self.run_dir / "checkpoints"
-            remedy = f"start a new run, with a model of {checkpoints} as model.path"
-        return (
-            f"the learner's newest intact checkpoint is of version {number}, the newer ones are "
-            f"damaged, and the buffer has no groups before version {self.store.base}: {remedy}"
-        )
 
     def store_suspect_batch(self, hello: m.LearnerHello) -> str:
         """Write the batch that this hello excludes to RUN/set_aside before the store removes it.

@@ -89,10 +89,7 @@ def check_numbers(
                 _check_arrays(row, cite(sample), vocabulary)
     for sample in samples:
         for row in list_sequences(sample):
-            if row.support:
-                check_support(row, cite(sample), vocabulary)
-            if row.routed or (routing is not None and row.tokens):
-                check_routed(row, cite(sample), routing)
+            _check_columns(row, cite(sample), vocabulary, routing)
             if (images is not None or (row.images and vocabulary)) and not sample.failed:
                 check_image_tokens(row, cite(sample), images)
 
@@ -108,14 +105,19 @@ def check_sequence_numbers(
 
     name: of the sequence, for the error message. The other arguments are those of `check_numbers`.
     """
-    if not _are_valid([row], vocabulary):
-        _check_arrays(row, name, vocabulary)
-    if row.support:
-        check_support(row, name, vocabulary)
-    if row.routed or routing is not None:
-        check_routed(row, name, routing)
+    _check_arrays(row, name, vocabulary)
+    _check_columns(row, name, vocabulary, routing)
     if images is not None or row.images:
         check_image_tokens(row, name, images)
+
+
+def _check_columns(
+    row: Trajectory | TrainingSequence, name: str, vocabulary: int, routing: RoutingShape | None
+) -> None:
+    if row.support:
+        check_support(row, name, vocabulary)
+    if row.routed or (routing is not None and row.tokens):
+        check_routed(row, name, routing)
 
 
 def check_image_tokens(

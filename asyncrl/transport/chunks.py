@@ -18,21 +18,14 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from asyncrl.config.tree import Config
-from asyncrl.contract.errors import AsyncrlError, BadMessage, ConfigError, PeerUnreachable
+from asyncrl.contract.errors import AsyncrlError, BadMessage, PeerUnreachable
 from asyncrl.contract.messages import WeightsSource
 from asyncrl.contract.printable import escape_line
 from asyncrl.contract.versions import Label
 from asyncrl.transport import keys, message_checks
-from asyncrl.transport.connection_guard import ConnectionGuard
 from asyncrl.transport.file_server import FileEntry, FileServer
 from asyncrl.transport.ring import Rows
-from asyncrl.transport.sockets import (
-    HEARTBEAT_MS,
-    SILENT_MS,
-    UNDECODABLE,
-    check_address,
-    receive_frames,
-)
+from asyncrl.transport.sockets import UNDECODABLE, ListeningSocket, receive_frames
 from asyncrl.transport.weight_transport import WeightsServer
 
 CHUNK_BYTES = 1 << 20
@@ -80,7 +73,7 @@ def decode_layout(data: bytes) -> Rows:
     return rows
 
 
-class ChunkServer(WeightsServer):
+class ChunkServer(ListeningSocket, WeightsServer):
     """Serves the learner's ring in chunks from a thread.
 
     A slow reader may find its version replaced: it gets an empty reply and starts over with a newer
@@ -102,25 +95,15 @@ class ChunkServer(WeightsServer):
         curve_dir: str = "",
         files: FileServer | None = None,
     ) -> None:
-        check_address(address, curve_dir, "wires.weights_address")
-        self.context = zmq.Context()
-        self.socket = self.context.socket(zmq.ROUTER)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.SNDHWM, 2 * AHEAD)
-        self.socket.setsockopt(zmq.RCVHWM, 64 * AHEAD)
-        self.socket.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES)
-        self.socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-        self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
-        self._guard = keys.make_authenticator(self.socket, curve_dir)
-        try:
-            self.socket.bind(address)
-        except zmq.ZMQError as error:
-            raise ConfigError(
-                f"wires.weights_address: cannot listen on {address}: {error}; is another run using "
-                "it?"
-            ) from error
-        self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.connections = ConnectionGuard(self.socket)
+        super().__init__(
+            address,
+            curve_dir,
+            "wires.weights_address",
+            most=REQUEST_BYTES,
+            linger=0,
+            queued=2 * AHEAD,
+            unread=64 * AHEAD,
+        )
         self.manifest = manifest
         self.read = read
         self.files = files
@@ -202,10 +185,7 @@ class ChunkServer(WeightsServer):
         self.thread.join(CLOSING_S)
         if self.thread.is_alive():
             return  # closing a socket that another thread uses aborts the process
-        if self._guard is not None:
-            self._guard.stop()
-        self.socket.close()
-        self.context.term()
+        super().close()
 
 
 class ChunkClient:

@@ -172,7 +172,58 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-class BufferSocket:
+class ListeningSocket:
+    """A ROUTER that listens at an address, with a limit on its connections.
+
+    key: the config key that named the address.
+    most: bytes of one message.
+    linger, queued, unread: milliseconds after closing; messages to and from a peer that may wait.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        curve_dir: str,
+        key: str,
+        *,
+        most: int,
+        linger: int,
+        queued: int,
+        unread: int,
+    ) -> None:
+        check_address(address, curve_dir, key)
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.ROUTER)
+        for option, value in (
+            (zmq.LINGER, linger),
+            (zmq.SNDHWM, queued),
+            (zmq.RCVHWM, unread),
+            (zmq.MAXMSGSIZE, most),
+            (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
+            (zmq.HEARTBEAT_TIMEOUT, SILENT_MS),
+            (zmq.ROUTER_HANDOVER, 1),
+        ):
+            self.socket.setsockopt(option, value)
+        self._guard = keys.make_authenticator(self.socket, curve_dir)
+        try:
+            with keys.private_umask():  # connecting to an ipc socket needs write permission
+                self.socket.bind(address)
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"{key}: cannot listen on {address}: {error}; is another run using it?"
+            ) from error
+        self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.connections = ConnectionGuard(self.socket)
+
+    def close(self) -> None:
+        """Close the socket and its context."""
+        if self._guard is not None:
+            self._guard.stop()
+        self.socket.close()
+        self.context.term()
+
+
+class BufferSocket(ListeningSocket):
     """The ROUTER of the buffer or of a gateway.
 
     The messages of a slow peer queue at its side up to its credit and here up to UNREAD_BYTES.
@@ -195,7 +246,15 @@ class BufferSocket:
         reads: Any = FromPeer,
         key: str = "wires.address",
     ) -> None:
-        check_address(address, curve_dir, key)
+        super().__init__(
+            address,
+            curve_dir,
+            key,
+            most=most,
+            linger=200,
+            queued=HIGH_WATER,
+            unread=min(HIGH_WATER, max(LEAST_UNREAD, UNREAD_BYTES // most)),
+        )
         self.run = run
         self.head = make_head(run)
         self.most = most
@@ -203,26 +262,6 @@ class BufferSocket:
         self.sender = ""  # the name of the last message's key
         # the last message as it was encoded; a reference to it keeps zmq's memory alive
         self.payload: bytes | memoryview = b""
-        self.context = zmq.Context()
-        self.socket = self.context.socket(zmq.ROUTER)
-        self.socket.setsockopt(zmq.LINGER, 200)
-        self.socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
-        waiting = min(HIGH_WATER, max(LEAST_UNREAD, UNREAD_BYTES // most))
-        self.socket.setsockopt(zmq.RCVHWM, waiting)
-        self.socket.setsockopt(zmq.MAXMSGSIZE, most)
-        self.socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-        self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
-        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._guard = keys.make_authenticator(self.socket, curve_dir)
-        try:
-            with keys.private_umask():  # connecting to an ipc socket needs write permission
-                self.socket.bind(address)
-        except zmq.ZMQError as error:
-            raise ConfigError(
-                f"{key}: cannot listen on {address}: {error}; is another run using it?"
-            ) from error
-        self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.connections = ConnectionGuard(self.socket)
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(reads)
 
     def recv(self, timeout: float) -> tuple[bytes, Any] | None:
@@ -290,13 +329,6 @@ class BufferSocket:
             send_message(self.socket, peer, message)
         except zmq.ZMQError:
             pass
-
-    def close(self) -> None:
-        """Close the socket and its context."""
-        if self._guard is not None:
-            self._guard.stop()
-        self.socket.close()
-        self.context.term()
 
 
 class PeerSocket:
