@@ -57,17 +57,6 @@ class LedgerSums:
         self.length_sum += tokens
         self.reward_sum += reward
 
-    def copy(self) -> LedgerSums:
-        """Return an independent copy."""
-        return LedgerSums(
-            self.tokens,
-            self.samples,
-            self.length_sum,
-            self.reward_sum,
-            self.by_length.copy(),
-            self.faded.copy(),
-        )
-
     def merge(self, other: LedgerSums) -> None:
         """Add the sums of `other`."""
         self.tokens += other.tokens
@@ -107,7 +96,9 @@ class Ledger:
 
     def copy(self) -> Ledger:
         """Return an independent copy."""
-        return Ledger({name: line.copy() for name, line in self.lines.items()})
+        ledger = Ledger()
+        ledger.merge(self)
+        return ledger
 
     def add(
         self,

@@ -621,7 +621,9 @@ class BufferService:
         excluded = self.store.aside
         if not self.store.follow_learner(hello):
             reply: m.Refusal | m.FencedReply = m.FencedReply(hello.epoch, self.store.epoch)
-            if self.store.is_behind(hello):
+            is_newest = hello.epoch > self.store.epoch and hello.origin >= self.store.active
+            if is_newest and hello.label.number < self.store.base:
+                # its checkpoint is older than all groups: restarting it would not help
                 checkpoints = self.run_dir / "checkpoints"
                 remedy = f"start a new run, with a model of {checkpoints} as model.path"
                 if self.config.durability.mode == "memory":

@@ -669,13 +669,6 @@ class Store(StoreRules):
         self.evaluations.restart(hello.label, self.settings.steps)
         return True
 
-    def is_behind(self, hello: LearnerHello) -> bool:
-        """Whether the newest learner was fenced off for a checkpoint older than all groups.
-
-        Restarting it would not help."""
-        is_newest = hello.epoch > self.epoch and hello.origin >= self.active
-        return is_newest and hello.label.number < self.base
-
     def judge_suspect(self, hello: LearnerHello) -> tuple[list[int], float]:
         """Return `suspect`, updated with how the learner's previous process ended.
 

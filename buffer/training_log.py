@@ -4,6 +4,7 @@ A rollback removes its batches again; a resumed run continues the log."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -92,20 +93,12 @@ class TrainingLog:
         self.summed_ids = xxhash.xxh3_64()
         self.lease_file = jsonl.JsonlAppender(path.with_name("leased.jsonl"))
         # batches that the learner has received and that are not in `rows` yet
-        self.leases = {
-            number: row for number, row in self._read_leases().items() if not self.has_batch(number)
-        }
-
-    def _read_leases(self) -> dict[int, dict[str, Any]]:
-        """Read `leased.jsonl`; incomplete rows are ignored."""
-        leases: dict[int, dict[str, Any]] = {}
+        self.leases: dict[int, dict[str, Any]] = {}
         for row in jsonl.read(self.lease_file.path):
-            try:
-                _apply_row({}, row)
-            except (KeyError, TypeError, ValueError, AttributeError):
-                continue
-            leases[int(row["batch"])] = row
-        return leases
+            with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
+                _apply_row({}, row)  # an incomplete row is ignored
+                if not self.has_batch(int(row["batch"])):
+                    self.leases[int(row["batch"])] = row
 
     def _write(self, row: dict[str, Any]) -> None:
         _apply_row(self.rows, row)

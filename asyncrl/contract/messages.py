@@ -295,18 +295,8 @@ class Trajectory(msgspec.Struct, array_like=True, gc=False):
 
     def list_rows(self) -> list[TrainingSequence]:
         """List all training sequences, the first one made from the fields here."""
-        first = TrainingSequence(
-            prompt_tokens=self.prompt_tokens,
-            tokens=self.tokens,
-            behavior_logprobs=self.behavior_logprobs,
-            mask=self.mask,
-            spans=self.spans,
-            segments=self.segments,
-            token_rewards=self.token_rewards,
-            support=self.support,
-            routed=self.routed,
-            images=self.images,
-        )
+        names = TrainingSequence.__struct_fields__
+        first = TrainingSequence(**{name: getattr(self, name) for name in names})
         return [first, *self.rows]
 
     def list_spans(self) -> list[VersionSpan]:

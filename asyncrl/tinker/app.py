@@ -395,9 +395,9 @@ class TinkerServer:
 
     async def join_sampling_session(self, request: Request, body: bytes) -> Response:
         message = wire.parse_json(sdk.JoinSamplingSessionRequest, body)
-        return JSONResponse(
-            {"client_counter": self.samplers.number_clone(message.sampling_session_id)}
-        )
+        sampler = self.samplers.find(message.sampling_session_id)
+        self.samplers.clones[sampler.id] += 1
+        return JSONResponse({"client_counter": self.samplers.clones[sampler.id]})
 
     async def get_sampler(self, request: Request, body: bytes) -> Response:
         id = request.path_params["id"]

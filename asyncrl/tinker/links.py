@@ -123,9 +123,6 @@ class WorkerLink:
                     waiting.set_result(reply.result)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
-        self._handle_exit()
-
-    def _handle_exit(self) -> None:
         assert self.process is not None and self._writer is not None
         self._writer.close()
         self._writer = None
@@ -135,8 +132,8 @@ class WorkerLink:
             log(f"the {self.role} process ended ({describe_exit(code)}); see {self.log}")
         text = f"the {self.role} process ended ({describe_exit(code)})"
         crashed = -code not in (signal.SIGKILL, signal.SIGTERM)
-        waiting = [call for _, call in sorted(self._waiting.items()) if not call.done()]
-        for index, call in enumerate(waiting):
+        unfinished = [call for _, call in sorted(self._waiting.items()) if not call.done()]
+        for index, call in enumerate(unfinished):
             call.set_exception(WorkerExited(text, crashed=crashed, oldest=index == 0))
 
     async def close(self) -> None:

@@ -481,11 +481,7 @@ class ServedModel:
                 )
         return OptimizerStep(
             self.record.model,
-            learning_rate=params.learning_rate,
-            beta1=params.beta1,
-            beta2=params.beta2,
-            eps=params.eps,
-            weight_decay=params.weight_decay,
+            **{name: getattr(params, name) for name, _, _ in ADAM_RANGES[:-1]},
             clip_norm=max(0.0, params.grad_clip_norm),
         )
 

@@ -120,7 +120,7 @@ class SamplerService:
         self.shares = SessionShares(REQUEST_BYTES)
         self.suspects: set[SamplePromise] = set()  # sampled when the process crashed
         self.one_by_one = asyncio.Lock()
-        self.clones: dict[str, int] = {}
+        self.clones = Counter[str]()  # sampler -> further clients
         # a restarted server must not repeat random streams for new requests
         self.ticket = self.ledger.sampled_total
         # called before sampling with the sampler and the number of sequences; returns the reason
@@ -139,7 +139,8 @@ class SamplerService:
                 stored = self.samplers.values()
                 usable = [x for x in stored if not x.weights or Path(x.weights).exists()]
                 self.samplers = {x.id: x for x in usable[-self.remembered :]}
-                self.clones = {id: n for id, n in self.clones.items() if id in self.samplers}
+                kept = {id: n for id, n in self.clones.items() if id in self.samplers}
+                self.clones = Counter(kept)
                 self.file.replace(jsonl.encode(map(msgspec.to_builtins, self.samplers.values())))
         return self.samplers[record.id]
 
@@ -178,23 +179,20 @@ class SamplerService:
                 raise ConfigError(
                     f"{sampler.path} were saved again: create a new sampling client for them"
                 )
+        seed = request.sampling_params.seed
         job = wire.parse_sample_request(
             request,
             stop_tokens=self.stop_tokens,
             limit=self.config.sampling.context,
             default=self.config.sampling.max_new_tokens,
             vocabulary=self.vocabulary,
-        )
-        self.ticket += 1
-        seed = request.sampling_params.seed
-        job = msgspec.structs.replace(
-            job,
             weights=sampler.weights,
             model=sampler.model,
             version=sampler.version,
             seed=self.config.seed if seed is None else seed,
-            ticket=self.ticket if seed is None else 0,
+            ticket=self.ticket + 1 if seed is None else 0,
         )
+        self.ticket += 1
         size = len(body) + 4096 + job.count * (256 + 8 * job.max_tokens)
         size += 2 * job.prompt_topk * len(job.prompt)
         self._make_room(sampler.session, size)
@@ -285,12 +283,6 @@ class SamplerService:
             promise.is_retrieved = True
             self.link.cancel(promise.number)
             promise.task.cancel()
-
-    def number_clone(self, id: str) -> int:
-        """Return a number for a further client of a sampler."""
-        self.find(id)
-        self.clones[id] = self.clones.get(id, 0) + 1
-        return self.clones[id]
 
     def count_in_flight(self, model: str) -> int:
         """Return the number of sequences of a model that are being sampled."""

@@ -243,43 +243,36 @@ class SequenceLedger:
 
         Raises ConfigError, with the position, for spans that do not fit."""
         if spans is not None:
-            return self._match_spans(datum, spans)
-        return self._match_fingerprints(datum, matched, ancestry)
-
-    def _match_spans(self, datum: Datum, spans: Sequence[ProvenanceSpan]) -> list[SampledRun]:
-        runs = []
-        start = 0
-        for span in spans:
-            stop = start + span.length
-            if min(span.offset, span.length) < 0 or stop > datum.length:
+            span_runs = []
+            start = 0
+            for span in spans:
+                stop = start + span.length
+                if min(span.offset, span.length) < 0 or stop > datum.length:
+                    raise ConfigError(
+                        f"position {start}: a provenance span has offset {span.offset} and length "
+                        f"{span.length}; spans cover the {datum.length} positions of the datum in "
+                        "order"
+                    )
+                if span.sampled and span.length:
+                    sequence = self.sequences.get(span.sequence)
+                    is_known = sequence is not None and _check_span(datum, span, start, sequence)
+                    span_runs.append(SampledRun(start, stop, sequence if is_known else None))
+                start = stop
+            if start != datum.length:
                 raise ConfigError(
-                    f"position {start}: a provenance span has offset {span.offset} and length "
-                    f"{span.length}; spans cover the {datum.length} positions of the datum in order"
+                    f"provenance spans cover {start} positions of a datum of {datum.length}"
                 )
-            if span.sampled and span.length:
-                sequence = self.sequences.get(span.sequence)
-                is_known = sequence is not None and _check_span(datum, span, start, sequence)
-                runs.append(SampledRun(start, stop, sequence if is_known else None))
-            start = stop
-        if start != datum.length:
-            raise ConfigError(
-                f"provenance spans cover {start} positions of a datum of {datum.length}"
-            )
-        mask, advantages = datum.get_field("mask"), datum.get_field("advantages")
-        if advantages is not None:
-            trained = advantages != 0 if mask is None else advantages * mask != 0
-            for run in runs:
-                trained[run.start : run.stop] = False
-            if trained.any():
-                raise ConfigError(
-                    f"position {trained.argmax()}: a token that a provenance span calls part of a "
-                    "prompt has an advantage; only sampled tokens may have one"
-                )
-        return runs
-
-    def _match_fingerprints(
-        self, datum: Datum, matched: Counter[str], ancestry: ModelAncestry
-    ) -> list[SampledRun]:
+            mask, advantages = datum.get_field("mask"), datum.get_field("advantages")
+            if advantages is not None:
+                trained = advantages != 0 if mask is None else advantages * mask != 0
+                for run in span_runs:
+                    trained[run.start : run.stop] = False
+                if trained.any():
+                    raise ConfigError(
+                        f"position {trained.argmax()}: a token that a provenance span calls part "
+                        "of a prompt has an advantage; only sampled tokens may have one"
+                    )
+            return span_runs
         logprobs = datum.fields.get("logprobs")
         if logprobs is None:
             return []

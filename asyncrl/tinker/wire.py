@@ -200,9 +200,11 @@ def parse_sample_request(
     limit: int,
     default: int,
     vocabulary: int,
+    **sampler: Any,
 ) -> SampleCall:
-    """Convert an asample call; the caller fills in weights, version, seed and ticket.
+    """Convert an asample call.
 
+    sampler: the fields of the call that the request does not have.
     stop_tokens: the model's own stop tokens.  limit: length of prompt and sequence together.
     default: length of a sequence whose request sets none.  Raises ConfigError."""
     for name in (
@@ -245,22 +247,19 @@ def parse_sample_request(
     stops = [params.stop] if isinstance(params.stop, str) else list(params.stop or ())
     token_ids = [text for text in stops if isinstance(text, int)]
     return SampleCall(
-        weights="",
-        version=0,
         prompt=np.array(ids, "<i4").tobytes(),
         count=request.num_samples,
         max_tokens=min(length, longest),
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=params.top_k,
-        seed=0,
-        ticket=0,
         stop=[]
         if params.stop is not None and not stops
         else [*dict.fromkeys([*stop_tokens, *token_ids])],
         texts=[text for text in stops if isinstance(text, str) and text],
         prompt_logprobs=bool(request.prompt_logprobs),
         prompt_topk=request.topk_prompt_logprobs,
+        **sampler,
     )
 
 
