@@ -7,6 +7,7 @@ which its records were written."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,8 @@ from asyncrl.contract.messages import (
 from asyncrl.contract.versions import Label
 from asyncrl.records.buffer_leadership import BufferTerm
 from buffer import checks
-from buffer.batches import BatchWait
 from buffer.evaluation import Evaluations
-from buffer.groups import Group, StoreSettings
+from buffer.groups import StoreSettings
 from buffer.journal import Journal, list_segments, read
 from buffer.mixer import TaskMixer
 from buffer.state import FORMAT, SnapshotHead, StoreSnapshot
@@ -113,7 +113,7 @@ class CommitRecord(msgspec.Struct, tag="commit", array_like=True):
     label: Label
     digest: str
     unused: list[tuple[int, int]] = []
-    seen: LimitEvidence | None = None  # older journals lack this and the next fields
+    evidence: LimitEvidence | None = None  # older journals lack this and the next fields
     timing: BatchTiming | None = None
     now: float = 0.0
 
@@ -158,7 +158,8 @@ Record = (
     | TokenReportRecord
     | FreedLeasesRecord
 )
-# the change of the store that a record repeats; its fields are the arguments
+# The change of the store that a record repeats; its fields are the arguments, under their names.
+# `RecordedStore` records each of them after making it.
 REPLAYED: dict[type, Callable[..., object]] = {
     RenewalRecord: Store.renew,
     ExpiryRecord: Store.expire,
@@ -314,39 +315,6 @@ class RecordedStore(Store):
             self._record(record)
         return tickets
 
-    def renew(
-        self,
-        producer: str,
-        session: int,
-        progress: list[tuple[int, int, int]],
-        now: float,
-        judging: Sequence[tuple[int, int]] = (),
-        gap: float = 0.0,
-    ) -> None:
-        patience_before = self.patience.get(producer)
-        super().renew(producer, session, progress, now, judging, gap)
-        if progress or judging or patience_before != self.patience.get(producer):
-            self._record(RenewalRecord(producer, session, progress, now, list(judging), gap))
-
-    def report_tokens(self, producer: str, session: int, drawn: int) -> None:
-        if drawn > self.drawn.get((producer, session), 0):
-            super().report_tokens(producer, session, drawn)
-            self._record(TokenReportRecord(producer, session, drawn))
-
-    def expire(self, now: float) -> int:
-        ended = super().expire(now)
-        if ended:
-            self._record(ExpiryRecord(now))
-        return ended
-
-    def end_sessions(self, producer: str, session: int) -> None:
-        super().end_sessions(producer, session)
-        self._record(SessionsEndRecord(producer, session))
-
-    def free_leases(self, attempts: Sequence[tuple[int, int]]) -> None:
-        super().free_leases(attempts)
-        self._record(FreedLeasesRecord(list(attempts)))
-
     def accept_samples(
         self,
         samples: Sequence[Trajectory],
@@ -368,47 +336,20 @@ class RecordedStore(Store):
         self._record(SampleRecord(sample, dict(images)))
         return disposition
 
-    def follow_learner(self, hello: LearnerHello) -> bool:
-        is_new = hello.epoch != self.epoch
-        is_followed = super().follow_learner(hello)
-        if is_followed and is_new:
-            self._record(HelloRecord(hello))
-        return is_followed
 
-    def ask(self, epoch: int, number: int) -> tuple[list[Group], BatchWait | None]:
-        changes_before = self.changes
-        groups_or_wait = super().ask(epoch, number)
-        if self.changes != changes_before:
-            self._record(BatchRequestRecord(epoch, number))
-        return groups_or_wait
+def _make_recorder(kind: type, change: Callable[..., object]) -> Callable[..., object]:
+    """Make the method that records a change of the store, if it changed something."""
 
-    def commit(
-        self,
-        number: int,
-        label: Label,
-        digest: str,
-        unused: Sequence[tuple[int, int]] = (),
-        evidence: LimitEvidence | None = None,
-        timing: BatchTiming | None = None,
-        now: float = 0.0,
-    ) -> bool | None:
-        is_committed = super().commit(
-            number, label, digest, unused, evidence=evidence, timing=timing, now=now
-        )
-        if is_committed:
-            record = CommitRecord(
-                number, label, digest, list(unused), seen=evidence, timing=timing, now=now
-            )
-            self._record(record)
-        return is_committed
+    @functools.wraps(change)
+    def make_change(store: RecordedStore, *args: Any, **kwargs: Any) -> object:
+        changes_before = store.changes
+        result = change(store, *args, **kwargs)
+        if store.changes != changes_before:
+            store._record(kind(*args, **kwargs))
+        return result
 
-    def retire_batches(self, oldest: int) -> None:
-        base_before = self.base
-        super().retire_batches(oldest)
-        if self.base != base_before:
-            self._record(CheckpointRecord(oldest))
+    return make_change
 
-    def finish(self) -> None:
-        """End the run, also for a buffer that restarts."""
-        super().finish()
-        self._record(FinishRecord())
+
+for _kind, _change in REPLAYED.items():
+    setattr(RecordedStore, _change.__name__, _make_recorder(_kind, _change))

@@ -19,7 +19,7 @@ class StoreRules(StoreState, ABC):
     """The rules for admitting, granting, composing and training groups."""
 
     composed: set[int]  # the tickets in `comps`
-    # number of changes by `ask`: the journal records only requests that changed something
+    # number of changes: the journal records only calls that changed something
     changes: int
     # False once no alive group was found with missing samples and no lease
     lacking: bool

@@ -294,10 +294,13 @@ class Store(StoreRules):
         gap: the producer's longest recent gap between two renewals, in seconds.
         Raises BadMessage for counts that no attempt can have."""
         checks.check_progress(self, progress)
+        patience_before = self.patience.get(producer)
         if LEASE_GAPS * gap > self.settings.lease_s:
             self.patience[producer] = min(LEASE_GAPS * gap, MOST_LEASES * self.settings.lease_s)
         else:
             self.patience.pop(producer, None)
+        is_change = progress or judging or patience_before != self.patience.get(producer)
+        self.changes += bool(is_change)
         expires = now + self.get_lease_s(producer)
         for ticket, attempt in judging:
             if ticket >= EVAL_BASE:
@@ -333,7 +336,10 @@ class Store(StoreRules):
     def report_tokens(self, producer: str, session: int, drawn: int) -> None:
         """Record a session's own count of sampled training tokens; counts only grow."""
         key = producer, session
-        self.drawn[key] = max(drawn, self.drawn.get(key, 0))
+        if drawn <= self.drawn.get(key, 0):
+            return
+        self.changes += 1
+        self.drawn[key] = drawn
         self.drawn.move_to_end(key)
         if len(self.drawn) > SESSIONS:
             self.drawn_before += self.drawn.popitem(last=False)[1]
@@ -370,10 +376,13 @@ class Store(StoreRules):
         ]
         for group in expired:
             self._end_lease(group)
-        return len(expired) + self.evaluations.expire(now)
+        ended = len(expired) + self.evaluations.expire(now)
+        self.changes += bool(ended)
+        return ended
 
     def end_sessions(self, producer: str, session: int) -> None:
         """End the leases of a producer's other sessions."""
+        self.changes += 1
         for group in self.alive.values():
             if (
                 group.lease is not None
@@ -397,6 +406,7 @@ class Store(StoreRules):
 
     def free_leases(self, attempts: Sequence[tuple[int, int]]) -> None:
         """End the leases of these (ticket, attempt)."""
+        self.changes += 1
         for ticket, attempt in attempts:
             if ticket >= EVAL_BASE:
                 self.evaluations.requeue_jobs([attempt])
@@ -627,6 +637,7 @@ class Store(StoreRules):
             return True
         if hello.epoch < self.epoch or hello.label.number < self.base or hello.origin < self.active:
             return False
+        self.changes += 1
         suspect_number = self.committed
         self.suspect = self.judge_suspect(hello)
         is_excluded = self.suspect[1] >= ENOUGH
@@ -801,6 +812,7 @@ class Store(StoreRules):
         checks.check_commit(self, number, label, unused)
         if number != self.committed:
             return None if number > self.committed else False
+        self.changes += 1
         self.tree.register(label, self.policy, digest)
         retained_sums = self._sum_retained()
         self.leased.discard(number)
@@ -858,10 +870,12 @@ class Store(StoreRules):
             self.base += 1
             self._retained_sums = None
         if self.base != previous_base:
+            self.changes += 1
             self.evaluations.forget(self.base)
 
     def finish(self) -> None:
-        """End the run: grant no more tickets."""
+        """End the run, also for a buffer that restarts: grant no more tickets."""
+        self.changes += 1
         self.finished = True
 
     def list_pinned_versions(self) -> list[Label]:

@@ -130,7 +130,12 @@ def sample_call(prompt: list[int], **more: Any) -> Any:
         **more,
     )
     return wire.parse_sample_request(
-        request, stop_tokens=(1, 2), limit=16, default=9, vocabulary=50
+        request,
+        stop_tokens=(1, 2),
+        limit=16,
+        default=9,
+        vocabulary=50,
+        **{"weights": "", "version": 0, "seed": 0, "ticket": 0},
     )
 
 
