@@ -33,6 +33,7 @@ from asyncrl.contract.outcomes import MOST_PARTS, MOST_ROWS, NAME_LENGTH, REASON
 from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import BUFFER
 from asyncrl.transport import arrays
+from asyncrl.transport.message_checks import require
 from buffer.groups import Grant, StoreSettings
 from buffer.ledger import Key, Ledger
 from buffer.state import StoreState
@@ -42,12 +43,6 @@ TEXT_MORE = 1 << 16  # further characters, for the template around a prompt
 NAMES = MOST_PARTS  # limit of the parts of a reward and of the numbers of a generator
 ROWS = 1 << 16  # tokens of a sample, if the context is unknown
 NO_BLOBS: Mapping[str, bytes] = {}
-
-
-def require(is_valid: bool, text: str, reason: str = "message") -> None:
-    """Raise BadMessage with this text and reason unless `is_valid`."""
-    if not is_valid:
-        raise BadMessage(text, reason)
 
 
 def has_state(message: FromPeer) -> bool:
@@ -60,14 +55,6 @@ def has_state(message: FromPeer) -> bool:
         return bool(message.samples)
     welcomed = BatchRequest | CheckpointNotice | Commit | LearnerGoodbye | LearnerProgress
     return isinstance(message, welcomed)
-
-
-def check_producer(name: str) -> None:
-    """Check a generator's name, which appears in logs and in the live view."""
-    require(
-        0 < len(name) <= NAME_LENGTH and name.isprintable(),
-        f"a generator's name is printable and has 1 to {NAME_LENGTH} characters, not {name[:40]!r}",
-    )
 
 
 def check_delivery(

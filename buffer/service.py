@@ -50,7 +50,7 @@ from asyncrl.records.rundir import RunLock, clear_end, get_buffer_address, read_
 from asyncrl.records.trackers import TrackerFeeds
 from asyncrl.tasks import Task
 from asyncrl.tasks.evaluation_sets import build_task, check_prompt_files
-from asyncrl.transport import sockets
+from asyncrl.transport import message_checks, sockets
 from asyncrl.transport.sockets import BufferSocket
 from buffer import batches, checks, numbers
 from buffer.durable_store import RecordedStore
@@ -380,7 +380,7 @@ class BufferService:
         now = time.monotonic()
         holder = self.sessions.get_holder(name)
         if holder is None:
-            checks.check_producer(name)
+            message_checks.check_producer(name)
         known = self.generators.get(name, PeerState())
         holder_ended = holder not in (None, session) and has_process_ended(known.pid, known.host)
         state = self.sessions.on_message(name, session, now, holder_ended=holder_ended)
@@ -442,7 +442,7 @@ class BufferService:
             self.send(peer, m.Refusal(f"{reason}, so that none can join: {remedy}", 2))
             return
         if message.producer:
-            checks.check_producer(message.producer)
+            message_checks.check_producer(message.producer)
         announcement = self.make_announcement()
         name = message.producer or self.socket.sender
         if not name:
@@ -793,7 +793,7 @@ class BufferService:
     def on_LearnerGoodbye(self, peer: bytes, message: m.LearnerGoodbye) -> None:
         """Queue the goodbye of a learner that has trained all batches."""
         if not self.is_fenced(peer, message.epoch):
-            checks.require(
+            message_checks.require(
                 self.store.committed >= self.store.settings.steps,
                 f"the learner leaves at version {message.number}, but only {self.store.committed} "
                 f"of {self.store.settings.steps} batches are committed (learner.steps)",

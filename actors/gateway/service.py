@@ -514,7 +514,7 @@ class Gateway(TicketHolder):
     def on_generator_message(self, peer: bytes, message: m.ServingReport | m.CallResult) -> None:
         """Handle a generator's message.  Raises BadMessage for impossible content."""
         if isinstance(message, m.ServingReport):
-            message_checks.check_serving(message)
+            message_checks.check_producer(message.producer)
             self.ever_served = True
             refused = self.router.on_report(peer, message, time.monotonic())
             if refused is not None:

@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from asyncrl.contract.blobs.images import ImageShape, to_data_url
 from asyncrl.contract.versions import Count, Label
-from asyncrl.contract.waits import BlockingSession, OpenSession, ProcessWait, Seconds, Text
+from asyncrl.contract.waits import BlockingSession, NonNegative, OpenSession, ProcessWait, Text
 
 PROTOCOL = 3
 TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # columns of a prompt for its chat template
@@ -378,7 +378,7 @@ class LeaseRenewal(msgspec.Struct, frozen=True, tag="renew"):
     session: int
     # (ticket, attempt, tokens so far over its samples)
     progress: Annotated[list[tuple[int, int, Count]], MANY]
-    stats: Annotated[dict[NumberName, Seconds], FEW]
+    stats: Annotated[dict[NumberName, NonNegative], FEW]
     waiting: ProcessWait | None  # None: it has work
     # (ticket, attempt) that are generated and wait for their rewards, which have their own
     # deadlines

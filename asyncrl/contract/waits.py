@@ -24,7 +24,7 @@ BUFFER = "buffer"  # most waits are for this process
 KEPT = 50  # number of steps in the median
 Text = Annotated[str, Meta(max_length=1 << 16)]
 SessionText = Annotated[str, Meta(max_length=1000)]
-Seconds = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
+NonNegative = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 HOLDS_S = 5.0  # a session blocks a batch only if it is open, or waits for the engine, for longer
 
 
@@ -38,7 +38,7 @@ class ProcessWait(NamedTuple):
     who: Text  # the waiting process
     what: Text  # the thing that it waits for
     on: Text  # the process that must act
-    seconds: Seconds  # age of the wait
+    seconds: NonNegative  # age of the wait
 
     @property
     def is_internal(self) -> bool:
@@ -62,10 +62,10 @@ class OpenSession(msgspec.Struct, frozen=True, array_like=True):
     turn: Count  # calls so far
     kind: SessionWait
     what: SessionText  # the same in words
-    seconds: Seconds  # duration of this wait
-    open_s: Seconds
+    seconds: NonNegative  # duration of this wait
+    open_s: NonNegative
     limit: SessionText = ""  # the config key whose deadline ends this wait; "": no deadline
-    ends_s: Seconds = 0.0  # seconds until that deadline
+    ends_s: NonNegative = 0.0  # seconds until that deadline
 
     @property
     def is_bounded(self) -> bool:

@@ -52,18 +52,6 @@ def prepare_directory(config: TinkerConfig, source: str) -> Path:
     return folder
 
 
-def ensure_api_key(folder: Path) -> str:
-    """Return the key of a server; the first call creates it."""
-    path = folder / KEY
-    if path.exists():
-        return private.require_private(path).read_text(encoding="utf-8").strip()
-    key = f"tml-{secrets.token_urlsafe(24)}"
-    descriptor = private.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-    with open(descriptor, "w", encoding="utf-8") as file:
-        file.write(key + "\n")
-    return key
-
-
 def log_progress(text: str) -> None:
     """Print a line about the start of the server."""
     print(text, file=sys.stderr, flush=True)
@@ -130,7 +118,12 @@ def serve(config: TinkerConfig, source: str) -> None:
             raise server.failure
 
     with record_process(folder):
-        key = ensure_api_key(folder)
+        path = folder / KEY
+        if not path.exists():
+            descriptor = private.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            with open(descriptor, "w", encoding="utf-8") as key_file:
+                key_file.write(f"tml-{secrets.token_urlsafe(24)}\n")
+        key = private.require_private(path).read_text(encoding="utf-8").strip()
         logs = folder / "logs"
         logs.mkdir(exist_ok=True)
         file = logging.FileHandler(logs / "server.log", encoding="utf-8")

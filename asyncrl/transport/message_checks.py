@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from asyncrl.contract import messages as m
 from asyncrl.contract.blobs.images import MOST_IMAGES, ImageShape, check_blobs, index_by_digest
 from asyncrl.contract.errors import BadMessage
+from asyncrl.contract.outcomes import NAME_LENGTH
 from asyncrl.transport.ring import Rows
 
 LIST = 1 << 20  # entries of a list in one message
@@ -25,10 +26,18 @@ DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "uint8": 1, "
 DTYPES |= {"int16": 2, "int32": 4, "int64": 8, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
-def require(is_valid: bool, text: str) -> None:
-    """Raise BadMessage with this text unless `is_valid`."""
+def require(is_valid: bool, text: str, reason: str = "message") -> None:
+    """Raise BadMessage with this text and reason unless `is_valid`."""
     if not is_valid:
-        raise BadMessage(text)
+        raise BadMessage(text, reason)
+
+
+def check_producer(name: str) -> None:
+    """Check a generator's name, which appears in logs and in the live view. Raises BadMessage."""
+    require(
+        0 < len(name) <= NAME_LENGTH and name.isprintable(),
+        f"a generator's name is printable and has 1 to {NAME_LENGTH} characters, not {name[:40]!r}",
+    )
 
 
 def check(
@@ -165,15 +174,6 @@ def check_call_result(
             images=call.images,
         )
         arrays.check_sequence_numbers(sequence, name, vocabulary, routing, images)
-
-
-def check_serving(message: m.ServingReport) -> None:
-    """Check a generator's report about itself, in the gateway. Raises BadMessage."""
-    require(
-        0 < len(message.producer) <= 200 and message.producer.isprintable(),
-        f"a generator's name is printable and has 1 to 200 characters, not "
-        f"{message.producer[:40]!r}",
-    )
 
 
 def _check_batch(

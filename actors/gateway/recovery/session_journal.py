@@ -84,6 +84,9 @@ class SessionProgress(msgspec.Struct, frozen=True, array_like=True):
     outcome: SessionOutcome | None
 
 
+SAME_NAMES = set(SessionProgress.__struct_fields__) - {"calls", "placed", "forks"}  # as a Session's
+
+
 class CallRecord(msgspec.Struct, frozen=True, array_like=True):
     """A call and its answer.
 
@@ -221,20 +224,10 @@ class OpenedSession:
 def build_progress(session: Session) -> SessionProgress:
     """Build the record of a session's state."""
     return SessionProgress(
-        state=session.state,
         calls=session.calls - len(session.open_calls),
         placed=session.tree.placed,
-        tokens=session.tokens,
-        reported=session.reported,
-        aside=session.aside,
-        shortened=session.shortened,
-        limit=session.limit,
-        limited_at=session.limited_at,
-        adopted=session.adopted,
         forks=dict(session.tree.forks),
-        refusals=session.refusals,
-        score=session.score,
-        outcome=session.outcome,
+        **{name: getattr(session, name) for name in SAME_NAMES},
     )
 
 
@@ -279,13 +272,9 @@ def restore(session: Session, records: list[SessionRecord], now: float) -> Sessi
             requests[record.sent].lost = False
         if record.progress is not None:
             progress = record.progress
-            session.state, session.outcome = progress.state, progress.outcome
+            for name in SAME_NAMES:
+                setattr(session, name, getattr(progress, name))
             session.calls, session.tree.placed = progress.calls, progress.placed
-            session.tokens, session.aside = progress.tokens, progress.aside
-            session.reported = progress.reported
-            session.shortened, session.refusals = progress.shortened, progress.refusals
-            session.limit, session.limited_at = progress.limit, progress.limited_at
-            session.adopted, session.score = list(progress.adopted), progress.score
             session.tree.forks = Counter(progress.forks)
     session.call_at = session.active_at = session.judging_at = now
     return last_call
