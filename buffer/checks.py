@@ -38,6 +38,7 @@ from buffer.groups import Grant, StoreSettings
 from buffer.ledger import Key, Ledger
 from buffer.state import StoreState
 
+TEXT_LENGTH = 1000  # of a wait
 TEXT_PER_TOKEN = 128  # characters: the longest tokens are runs of spaces
 TEXT_MORE = 1 << 16  # further characters, for the template around a prompt
 NAMES = MOST_PARTS  # limit of the parts of a reward and of the numbers of a generator
@@ -352,11 +353,16 @@ def check_progress(store: StoreState, rows: list[tuple[int, int, int]]) -> None:
 
 def check_renewal(message: LeaseRenewal) -> None:
     """Check that a wait is the sender's own, and that its sessions' texts are printable."""
-    wait = message.waiting
-    require(
-        wait is None or (wait.who == message.producer and (wait.on == BUFFER or wait.is_internal)),
-        f"{message.producer} reports the wait {wait}; it may report only its own",
-    )
+    if (wait := message.waiting) is not None:
+        require(
+            wait.who == message.producer and (wait.on == BUFFER or wait.is_internal),
+            f"{message.producer} reports a wait of {wait.who[:40]!r} for {wait.on[:40]!r}; it may "
+            "report only its own",
+        )
+        require(
+            max(len(wait.what), len(wait.on)) <= TEXT_LENGTH,
+            f"{message.producer}: a wait's text has at most {TEXT_LENGTH} characters",
+        )
     for session in message.sessions:
         texts = (session.name, session.task, session.what, session.limit)
         require(

@@ -36,7 +36,7 @@ FORGET = 30  # times `silent_s` after which a silent name is forgotten
 
 @dataclass
 class PeerState:
-    """What the buffer knows of a connected generator, or of the learner.
+    """The state of a connected generator, or of the learner.
 
     stats: the numbers of its last report, sums since its start among them.
     counted: the part of these sums that earlier steps contain; None: no report was counted yet.
