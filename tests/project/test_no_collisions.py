@@ -78,36 +78,38 @@ def small_run(folder: Path, model: Path, argv: list[str], **env: str) -> Ended:
     )
 
 
-CALLS = [
-    ("console script", [str(Path(sys.executable).with_name("asyncrl"))]),
-    ("module", [sys.executable, "-m", "asyncrl.cli"]),
-]
-
-
-@pytest.mark.parametrize("argv", [c[1] for c in CALLS], ids=[c[0] for c in CALLS])
-def test_a_run_in_a_folder_with_files_of_our_names(
-    argv: list[str], folder: Path, small_model: Path
-) -> None:
-    done = small_run(folder, small_model, argv)
+def check_small_run(done: Ended, folder: Path, rewards: Path) -> dict[str, str]:
+    """Where the run's reward process, in whose folder `rewards` is, found its modules."""
     assert done.code == 0 and done.json["steps"] == 2, done.err[-3000:]
     assert "working directory was imported" not in done.err + "".join(
         p.read_text() for p in folder.glob("runs/r/logs/*/*.log")
     )
-    seen = json.loads((folder / "seen.json").read_text())
+    seen: dict[str, str] = json.loads((rewards / "seen.json").read_text())
+    return seen
+
+
+def test_a_run_in_a_folder_with_files_of_our_names(folder: Path, small_model: Path) -> None:
+    """By the console script; as a module below."""
+    done = small_run(folder, small_model, [str(Path(sys.executable).with_name("asyncrl"))])
+    seen = check_small_run(done, folder, folder)
     assert seen["actors"] == str(ROOT / "actors" / "__init__.py") and "lib/python" in seen["queue"]
 
 
 def test_modules_on_a_pythonpath_of_the_users_own_are_found_and_hide_nothing(
     folder: Path, tmp_path: Path, small_model: Path
 ) -> None:
-    """There the standard library comes later, as the user asked for; our names still win."""
+    """There the standard library comes later, as the user asked for; our names still win, as they
+    do in the folder.
+    """
     mine = tmp_path / "mine"
     mine.mkdir()
     (folder / "my_reward.py").rename(mine / "my_reward.py")
     for name in ("learner", "buffer", "actors"):
         shutil.copy(folder / f"{name}.py", mine / f"{name}.py")
-    done = small_run(folder, small_model, CALLS[0][1], PYTHONPATH=str(mine))
-    assert done.code == 0 and (mine / "seen.json").exists(), done.err[-3000:]
+    module = [sys.executable, "-m", "asyncrl.cli"]
+    done = small_run(folder, small_model, module, PYTHONPATH=str(mine))
+    seen = check_small_run(done, folder, mine)
+    assert seen["actors"] == str(ROOT / "actors" / "__init__.py") and "lib/python" in seen["queue"]
 
 
 def test_the_wheel_brings_one_name_and_runs(
@@ -145,8 +147,7 @@ def test_the_wheel_brings_one_name_and_runs(
     done = small_run(
         folder, small_model, [sys.executable, "-P", "-m", "asyncrl.cli"], PYTHONPATH=str(out)
     )
-    assert done.code == 0 and done.json["steps"] == 2, done.err[-3000:]
-    seen = json.loads((folder / "seen.json").read_text())
+    seen = check_small_run(done, folder, folder)
     assert seen["actors"] == str(out / "asyncrl" / "actors" / "__init__.py") and seen[
         "asyncrl"
     ] == str(out / "asyncrl" / "__init__.py")
