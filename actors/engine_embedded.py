@@ -215,7 +215,7 @@ class EmbeddedEngine:
             self.prefix_cache.clear()
         if self.drafts is not None:
             self.drafts.begin_version()
-            if self.drafts.rows is None and not self.drafts.seconds:
+            if self.drafts.rows == "auto" and not self.drafts.seconds:
                 self.drafts.seconds = self._measure_drafts(self.drafts.draft_tokens)
         for _, row in self.live_rows:
             mark_version(row.marks, self._count_sampled(row), label, digest)
@@ -1056,7 +1056,9 @@ def make_engine(config: Config) -> Engine:
                 "fixed": bool(config.exact),
                 "mantissa_bits": settings.mantissa_bits,
                 "quantize": settings.quantize,
-                "drafts": DraftPolicy.from_config(settings) if settings.speculate else None,
+                "drafts": DraftPolicy(settings.speculate, settings.draft_rows)
+                if settings.speculate
+                else None,
                 "kept_tokens": settings.prefix_cache_tokens if config.uses_sessions else 0,
             }
             if engine_class is EmbeddedEngine

@@ -72,7 +72,15 @@ class WeightsReceiver:
         if source.epoch != self.epoch:
             self.open(source)
         if self.pair is not None:
-            return self._receive(self.pair, label, digest)
+            pair = self.pair
+            try:
+                digest = pair.fetch(label, digest or "")
+            except PeerUnreachable:
+                self.close()  # the next pull opens a new pair
+                raise
+            if not digest:
+                return None
+            return PulledWeights(build_views(pair.flat, pair.layout), digest, pair.probe)
         if self.reader is not None:
             digest = digest or self.reader.list_labels().get(label)
             if digest is None or not self.reader.read(label, digest, self.buffer.data):
@@ -93,18 +101,6 @@ class WeightsReceiver:
                 return None
             probe = self.client.probe
         return PulledWeights(self.tensors, digest, probe)
-
-    def _receive(self, pair: PairClient, label: Label, digest: str | None) -> PulledWeights | None:
-        try:
-            digest = pair.fetch(label, digest or "")
-        except PeerUnreachable:
-            self.close()  # the next pull opens a new pair
-            raise
-        return (
-            PulledWeights(build_views(pair.flat, pair.layout), digest, pair.probe)
-            if digest
-            else None
-        )
 
     def open(self, source: WeightsSource) -> None:
         """Connect to `source` and allocate the buffer for its weights."""

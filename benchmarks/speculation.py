@@ -76,7 +76,7 @@ def speed(model: policy.PolicyModel, slots: int, groups: int, rounds: int) -> di
     ways = {
         "plain": make_engine(model, slots),
         "always": make_engine(model, slots, drafts=DraftPolicy(MOST, slots)),
-        "auto": make_engine(model, slots, drafts=DraftPolicy(MOST, None)),
+        "auto": make_engine(model, slots, drafts=DraftPolicy(MOST, "auto")),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     tokens = {}

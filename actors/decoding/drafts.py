@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 
 from actors.engine import CompletionRequest, Key
-from asyncrl.config.tree import GeneratorConfig
 
 NGRAMS = (4, 3, 2)  # tokens that a continuation is looked up by, longest first
 PRIOR_STEPS = 64  # weight of the assumption with which each version starts, in drafted rows
@@ -115,9 +115,9 @@ class DraftPolicy:
 
     Args:
         draft_tokens: the most tokens of a draft.
-        rows: draft for at most this many live rows; None: measure the cost and the gain.
+        rows: draft for at most this many live rows; "auto": measure the cost and the gain.
 
-    >>> policy = DraftPolicy(4, None)
+    >>> policy = DraftPolicy(4, "auto")
     >>> policy.seconds = {1: (1.0, 1.5), 4: (1.0, 2.0), 8: (1.0, 5.0)}
     >>> [policy.pays(rows) for rows in (1, 3, 8, 9)]
     [True, True, False, False]
@@ -126,7 +126,7 @@ class DraftPolicy:
     False
     """
 
-    def __init__(self, draft_tokens: int, rows: int | None) -> None:
+    def __init__(self, draft_tokens: int, rows: int | Literal["auto"]) -> None:
         self.draft_tokens = draft_tokens
         self.rows = rows
         # rows of a step -> seconds without and with drafts to verify
@@ -134,12 +134,6 @@ class DraftPolicy:
         self.lookup_s = 0.0  # seconds of looking up all drafts so far
         self.looked_up = 0  # rows
         self.begin_version()
-
-    @classmethod
-    def from_config(cls, settings: GeneratorConfig) -> DraftPolicy:
-        """Build the policy of [generator]."""
-        rows = settings.draft_rows
-        return cls(settings.speculate, None if rows == "auto" else rows)
 
     def begin_version(self) -> None:
         """Forget the gain: new weights may repeat themselves more, or less.
@@ -161,7 +155,7 @@ class DraftPolicy:
 
     def pays(self, live: int) -> bool:
         """Whether to draft at a step of `live` rows."""
-        if self.rows is not None:
+        if self.rows != "auto":
             return live <= self.rows
         measured_rows = [rows for rows in self.seconds if rows >= live]
         if not measured_rows:

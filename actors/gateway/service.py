@@ -351,7 +351,7 @@ class Gateway(TicketHolder):
             grant.live.discard(number)
             grant.tokens += session.current_attempt_tokens
             session.resume_under(new_grant.ticket)
-            self.get_source(session.ticket).on_resume(session)
+            self.get_source(session.ticket).on_progress(session, session.ticket)
             new_grant.live.add(number)
             for call_number, placed in self.calls.items():
                 if placed.episode.number == number and call_number in self.deferred_calls:
@@ -555,7 +555,7 @@ class Gateway(TicketHolder):
             support=SampledSupport.decode(message.support, count),
             routed=routed,
         )
-        if node is not None and not call.aside:
+        if node is not None and not node.aside:
             episode.last = call
         source = self.get_source(episode.session.ticket)
         source.on_answer(episode, call, node, message.failed)
@@ -610,7 +610,8 @@ class Gateway(TicketHolder):
         session = episode.session
         delivered = build_trajectory(session, self.tokenizer, self.get_agent(session))
         self.count(session, delivered.failed)
-        self.get_source(session.ticket).on_deliver(session)
+        session.reported = session.tokens
+        self.get_source(session.ticket).on_progress(session)
         prompt = index_by_digest(session.ticket.prompt.images)  # which the buffer has
         self.outbox.add(delivered, {k: x for k, x in session.images.items() if k not in prompt})
         self.drop(episode)
@@ -697,8 +698,10 @@ class Gateway(TicketHolder):
         return [(*name, min(token_cap, tokens)) for name, tokens in counts.items()]
 
     def make_renewal(self, wait: ProcessWait | None) -> m.LeaseRenewal:
-        for source in self.list_sources():
-            source.on_report()
+        for session in (episode.session for episode in self.episodes.values()):
+            if session.reported != session.tokens:
+                session.reported = session.tokens
+                self.get_source(session.ticket).on_progress(session)
         oldest_sessions = self.list_oldest_sessions(time.monotonic())
         return msgspec.structs.replace(super().make_renewal(wait), sessions=oldest_sessions)
 

@@ -28,6 +28,7 @@ from actors.gateway.refusals import CallRefused
 from actors.gateway.service import Gateway, compute_env_seed
 from actors.gateway.session_source import Episode, SessionSource, WaitCause
 from actors.gateway.sessions import Session, SessionCall
+from asyncrl.contract.messages import Ticket
 from asyncrl.contract.printable import escape_line
 from asyncrl.contract.versions import Label
 from asyncrl.models.tokenizer import encode_prompt
@@ -220,7 +221,7 @@ class SessionApi(SessionSource):
     def on_change(self, session: Session) -> None:
         episode = self.episodes.get(session.name)
         if episode is not None and session.state != "open":
-            self.opened[session.name].file.append_progress(session)
+            self.on_progress(session)
         if episode is not None and session.state == "judging":
             self.gateway.submit(episode)
         self.wake()
@@ -259,20 +260,9 @@ class SessionApi(SessionSource):
                 reason = f"session {session.name} is lost: lease another"
                 future.set_exception(CallRefused(410, "session_lost", reason))
 
-    def on_resume(self, session: Session) -> None:
-        """Record that the session goes on under another ticket."""
-        self.opened[session.name].file.append_progress(session, session.ticket)
-
-    def on_report(self) -> None:
-        """Record the token counts of a report, so that a restarted gateway continues them."""
-        for episode in self.episodes.values():
-            session = episode.session
-            if session.reported != session.tokens:
-                self.on_deliver(session)
-
-    def on_deliver(self, session: Session) -> None:
-        session.reported = session.tokens
-        self.opened[session.name].file.append_progress(session)
+    def on_progress(self, session: Session, ticket: Ticket | None = None) -> None:
+        """Record the session's state, from which a restarted gateway continues it."""
+        self.opened[session.name].file.append_progress(session, ticket)
 
     def explain_wait(self, episode: Episode, limit: str, left_s: float, now: float) -> WaitCause:
         agent = self.gateway.get_agent(episode.session)

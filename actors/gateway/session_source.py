@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from actors.gateway.call_tree import CallNode
 from actors.gateway.sessions import Session, SessionCall
+from asyncrl.contract.messages import Ticket
 from asyncrl.contract.waits import SessionWait
 
 
@@ -92,14 +93,8 @@ class SessionSource(ABC):
     def poll(self) -> None:
         """Handle the events of environments, in each turn."""
 
-    def on_resume(self, session: Session) -> None:
-        """Record that a session goes on under another ticket."""
-
-    def on_deliver(self, session: Session) -> None:
-        """Record that the session's trajectory is about to be sent."""
-
-    def on_report(self) -> None:
-        """Record the token counts that are about to be reported."""
+    def on_progress(self, session: Session, ticket: Ticket | None = None) -> None:
+        """Record that a session's tokens are reported or sent, or its new ticket."""
 
     def close(self) -> None:
         """End the processes that the source has started."""

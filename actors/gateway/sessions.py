@@ -73,19 +73,19 @@ class SessionCall:
     stream_key: its random stream; 0 is the stream of a sample without an agent
     """
 
-    number: int
-    parent: CallNode | None
     prompt_ids: np.ndarray
     prompt_digest: bytes
     stream_key: int
     max_new_tokens: int
     node: CallNode
     run_bound: bool  # max_new_tokens comes from the run or the session, not from the client
-    aside: bool = False  # excluded from training
-    stop: tuple[str, ...] = ()
     grammar: str = ""  # that its answer is decoded under; "": none
     alone_since: float = NEVER  # when the last connection that waited for its answer closed
     cut: bool = False  # is being cancelled
+
+    @property
+    def number(self) -> int:
+        return self.node.number
 
 
 class Composed(NamedTuple):
@@ -393,16 +393,12 @@ class Session:
             counted = prompt.tobytes() + earlier.to_bytes(4, "little")
             stream_key = xxhash.xxh3_64_intdigest(counted) or 1
         return SessionCall(
-            number=node.number,
-            parent=node.parent,
             prompt_ids=prompt,
             stream_key=stream_key,
             prompt_digest=digest,
             max_new_tokens=limit if run_bound else requested_tokens,
             node=node,
             run_bound=run_bound,
-            aside=node.aside,
-            stop=node.stop,
         )
 
     def _add_call(
@@ -425,16 +421,12 @@ class Session:
         self.tree.nodes.append(node)
         self._prompt_counts[digest] += 1
         return SessionCall(
-            number=node.number,
-            parent=node.parent,
             prompt_ids=prompt,
             prompt_digest=digest,
             stream_key=0,
             max_new_tokens=len(node.ids),
             node=node,
             run_bound=False,
-            aside=node.aside,
-            stop=node.stop,
         )
 
     def on_result(
@@ -470,8 +462,8 @@ class Session:
                 f"session {self.name}: call {call.number} has {len(ids)} tokens, and spans {spans}"
             )
         node = call.node
-        if call.stop:
-            length = self.composer.find_stop(ids, call.stop)
+        if node.stop:
+            length = self.composer.find_stop(ids, node.stop)
             if length is not None:
                 past += len(ids) - length
                 ids, logprobs, finish = ids[:length], logprobs[:length], "stop"
@@ -482,7 +474,7 @@ class Session:
                     if span.start < length
                 ]
         self.tokens += len(ids) + past
-        self.aside += past + (len(ids) if call.aside else 0)
+        self.aside += past + (len(ids) if node.aside else 0)
         self.call_at = self.active_at = max(now, self.active_at)
         if not len(ids):
             self.tree.nodes.remove(node)
@@ -495,13 +487,13 @@ class Session:
             end = len(call.prompt_ids) + len(ids) - 1
             node.routed = routed.take_part(end - node.own_reads, end)
         node.finish = finish
-        if not call.aside:
+        if not node.aside:
             self.shortened = finish == "length" and (call.run_bound or call.cut)
         if node.chain:
             name = f"{self.name}-{call.number}"
-            self.tree.set_answer(node, self.composer.read(node.ids, call.stop, name))
+            self.tree.set_answer(node, self.composer.read(node.ids, node.stop, name))
         else:  # placed by text or ids: nothing is parsed
-            text = self.composer.decode_visible(node.ids, call.stop)
+            text = self.composer.decode_visible(node.ids, node.stop)
             node.answer = {"role": "assistant", "content": text}
         return node
 

@@ -70,10 +70,6 @@ def adapt_function(function: Callable[..., Any], path: str, bound_names: Sequenc
     )
 
 
-def log_nothing(*_: Any, **__: Any) -> None:
-    """Stand in for TRL's `log_extra(column, values)` and `log_metric(name, value)`."""
-
-
 def wrap_trl_function(
     function: Callable[..., Any], signature: inspect.Signature
 ) -> Callable[..., Any]:
@@ -108,7 +104,9 @@ def wrap_trl_function(
             ],
             "completion_ids": tokens,
         }
-        values |= {name: log_nothing for name in LOGS_OF_TRL if name in signature.parameters}
+        for name in LOGS_OF_TRL:
+            if name in signature.parameters:
+                values[name] = lambda *_, **__: None
         if missing := sorted(required - set(values)):
             raise TypeError(
                 f"it takes {', '.join(missing)}, but the prompts have no such column: they have "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 from typing import Any
 
@@ -34,8 +35,9 @@ def build_blob(data: bytes) -> bytes:
                     f"{width} x {height} pixels; a side has at most {images.MOST_SIDE}"
                 )
             opened.load()
-            if _is_blob(data):
-                return data
+            with contextlib.suppress(ValueError):
+                images.read_size(data)
+                return data  # a blob already
             turned = ImageOps.exif_transpose(opened)
             file = io.BytesIO()
             turned.convert("RGB").save(file, "PNG")
@@ -68,14 +70,6 @@ def build_thumbnail_url(blob: bytes) -> str:
         picture.thumbnail((THUMBNAIL, THUMBNAIL))
         blob = images.encode_png(picture.width, picture.height, picture.tobytes())
     return images.to_data_url(blob)
-
-
-def _is_blob(data: bytes) -> bool:
-    try:
-        images.read_size(data)
-    except ValueError:
-        return False
-    return True
 
 
 def decode_pixels(blob: bytes) -> np.ndarray:

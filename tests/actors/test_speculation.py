@@ -268,7 +268,7 @@ def test_a_row_without_drafts_keeps_no_other_from_them(model: Any) -> None:
 
 
 def test_drafts_pay_while_the_gain_is_above_their_cost() -> None:
-    policy = DraftPolicy(6, None)
+    policy = DraftPolicy(6, "auto")
     assert vars(policy) == {
         "draft_tokens": 6,
         "rows": None,
@@ -317,7 +317,7 @@ def test_the_cost_is_measured_with_the_first_weights(
         return 1.0 if width == 1 else 0.9 + 0.5 * rows
 
     monkeypatch.setattr(EmbeddedEngine, "_time_verification", seconds)
-    e = engine(model, slots=64, drafts=DraftPolicy(MOST, None))
+    e = engine(model, slots=64, drafts=DraftPolicy(MOST, "auto"))
     assert e.drafts is not None
     assert e.drafts.seconds == {rows: (1.0, 0.9 + 0.5 * rows) for rows in (1, 2, 4, 8, 16)}
     assert [e.drafts.pays(rows) for rows in (2, 4, 5, 64)] == [True, True, False, False]
@@ -332,7 +332,7 @@ def test_the_cost_is_measured_with_the_first_weights(
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_the_measurement_leaves_nothing_behind(model: Any, exact: bool) -> None:
-    e = engine(model, slots=2, fixed=exact, drafts=DraftPolicy(MOST, None))
+    e = engine(model, slots=2, fixed=exact, drafts=DraftPolicy(MOST, "auto"))
     assert e.drafts is not None and 1 in e.drafts.seconds
     assert all(plain > 0 < verified for plain, verified in e.drafts.seconds.values())
     plain = run(engine(model, slots=2, fixed=exact), requests(2, 2))
@@ -352,7 +352,7 @@ def test_a_config_switches_it_on(sort_model: Path, tmp_path: Path) -> None:
     model = {"path": str(sort_model), "device": "cpu"}
     made = make_engine(load.convert({"model": model, **raw}, "c.toml"))
     assert isinstance(made, EmbeddedEngine) and made.drafts is not None
-    assert made.drafts.draft_tokens == 3 and made.drafts.rows is None
+    assert made.drafts.draft_tokens == 3 and made.drafts.rows == "auto"
     raw["generator"]["draft_rows"] = 2
     made = make_engine(load.convert({"model": model, **raw}, "c.toml"))
     assert isinstance(made, EmbeddedEngine) and made.drafts is not None and made.drafts.rows == 2

@@ -125,8 +125,8 @@ class Scripted:
         finish = "stop"
         if len(ids) >= call.max_new_tokens:
             ids, finish = ids[: call.max_new_tokens], "length"
-        elif any(stop in text for stop in call.stop):
-            end = min(text.index(stop) + len(stop) for stop in call.stop if stop in text)
+        elif any(stop in text for stop in call.node.stop):
+            end = min(text.index(stop) + len(stop) for stop in call.node.stop if stop in text)
             ids = ids[:end]
         elif call.cut:
             finish = "length"

@@ -267,7 +267,7 @@ def restore(session: Session, records: list[SessionRecord], now: float) -> Sessi
             request = _restore_call(session, record.call, nodes)
             requests[record.call.number] = request
             assert request.call is not None
-            last_call = last_call if request.call.aside else request.call
+            last_call = last_call if request.call.node.aside else request.call
         if record.sent in requests:
             requests[record.sent].lost = False
         if record.progress is not None:

@@ -169,9 +169,10 @@ def test_random_forests_train_each_drawn_token_once_behind_the_ids_it_saw(seed: 
         )
         call = made.place_ids(ids(*prompt), now=0.0, aside=aside)
         assert call.prompt_ids.tolist() == list(prompt)
-        assert (call.parent.number if call.parent else None) == (parent.number if parent else None)
+        above = call.node.parent
+        assert (above.number if above else None) == (parent.number if parent else None)
         path = parent.path if parent else []
-        waiting.append((call, Drawn(call.number, path, prompt, call.aside)))
+        waiting.append((call, Drawn(call.number, path, prompt, call.node.aside)))
         while waiting and chance.random() < 0.7:
             draw()
     while waiting:
