@@ -97,7 +97,16 @@ def parse_order(
         raise CallRefused(
             404, "model_not_found", f"no model {fields.model!r}: this server has {name!r}", "model"
         )
-    most_likely = _parse_most_likely(fields, chat=chat)
+    most_likely: int | None = None  # None: no log-probabilities
+    if chat:
+        if fields.logprobs not in (None, True, False):
+            raise build_refusal("logprobs", "give true or false, and top_logprobs a number")
+        most_likely = (fields.top_logprobs or 0) if fields.logprobs else None
+    elif fields.top_logprobs is not None:
+        reason = "belongs to /v1/chat/completions; give logprobs a number"
+        raise build_refusal("top_logprobs", reason)
+    elif fields.logprobs is not None and fields.logprobs is not False:
+        most_likely = int(fields.logprobs)
     if most_likely is not None and most_likely > vocabulary:
         raise build_refusal("logprobs", f"{most_likely}: the model has {vocabulary} tokens")
     if chat:
@@ -106,7 +115,16 @@ def parse_order(
             raise build_refusal(key, "belongs to /v1/completions", "unsupported_parameter")
         prompts = [encode(Prompt(0, "", messages=normalize_messages(fields.messages)))]
     else:
-        prompts = _parse_prompts(fields.prompt, vocabulary, encode)
+        several = fields.prompt  # one prompt or several, each text or token ids
+        is_list = isinstance(several, list) and several and isinstance(several[0], str | list)
+        prompts = []
+        for prompt in several if is_list else [several]:
+            if isinstance(prompt, str):
+                prompts.append(encode(Prompt(0, prompt)))
+                if not len(prompts[-1]):
+                    raise build_refusal("prompt", "is empty; give at least one token")
+            else:
+                prompts.append(parse_ids("prompt", prompt, vocabulary))
     tokens = fields.max_completion_tokens
     tokens = fields.max_tokens if tokens is None else tokens
     if tokens is None:  # a chat's response may fill the context
@@ -172,33 +190,3 @@ def check_order(order: CompletionOrder, context: int) -> None:
             f"--context = {context} is for both: shorten the prompt, or serve with a larger one",
             "prompt",
         )
-
-
-def _parse_most_likely(fields: CompletionBody, *, chat: bool) -> int | None:
-    """Parse how many of the most likely tokens to name; None: no log-probabilities."""
-    if not chat:
-        if fields.top_logprobs is not None:
-            raise build_refusal(
-                "top_logprobs", "belongs to /v1/chat/completions; give logprobs a number"
-            )
-        return None if fields.logprobs is None or fields.logprobs is False else int(fields.logprobs)
-    if fields.logprobs not in (None, True, False):
-        raise build_refusal("logprobs", "give true or false, and top_logprobs a number")
-    return (fields.top_logprobs or 0) if fields.logprobs else None
-
-
-def _parse_prompts(
-    value: Any, vocabulary: int, encode: Callable[[Prompt], np.ndarray]
-) -> list[np.ndarray]:
-    """Read one prompt or several, each text or token ids.  Raises CallRefused."""
-    is_list = isinstance(value, list) and value and isinstance(value[0], str | list)
-    prompts = []
-    for prompt in value if is_list else [value]:
-        if isinstance(prompt, str):
-            ids = encode(Prompt(0, prompt))
-            if not len(ids):
-                raise build_refusal("prompt", "is empty; give at least one token")
-        else:
-            ids = parse_ids("prompt", prompt, vocabulary)
-        prompts.append(ids)
-    return prompts

@@ -219,7 +219,12 @@ class CompletionsApp:
             )
         try:
             samples = await self._generate(order)
-            scores = await self._score(order, samples)
+            scores: list[PromptScores | None] = [None] * len(samples)
+            if order.most_likely is not None:  # prompts and completions are scored together
+                sequences = [np.concatenate([sample.prompt, sample.tokens]) for sample in samples]
+                most_likely = max(1, order.most_likely)
+                scored = await asyncio.wrap_future(self.engine.score(sequences, most_likely))
+                scores = [*scored]
         except AsyncrlError as error:
             raise CallRefused(500, "engine", str(error)) from error
         choices = [
@@ -288,16 +293,6 @@ class CompletionsApp:
         except BaseException:  # the connection has closed, or a request is refused
             self.engine.cancel([request.key for request in requests])
             raise
-
-    async def _score(
-        self, order: CompletionOrder, samples: Sequence[Completion]
-    ) -> list[PromptScores | None]:
-        """Score prompts and completions together if the order has log-probabilities."""
-        if order.most_likely is None:
-            return [None] * len(samples)
-        sequences = [np.concatenate([sample.prompt, sample.tokens]) for sample in samples]
-        scores = await asyncio.wrap_future(self.engine.score(sequences, max(1, order.most_likely)))
-        return [*scores]
 
     # ---- responses -------------------------------------------------------------------------------
 

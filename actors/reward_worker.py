@@ -349,7 +349,7 @@ def call(function: Callable[..., Any], prompt: Prompt, text: str, tokens: list[i
     Raises the function's exception, and ValueError for an unusable return value.
     """
     calls = [RewardCall(prompt, text, tokens)]
-    value = _await_value(call_function(function, calls))
+    value = await_value(call_function(function, calls))
     if not takes_lists(function):
         return check_value(value, len(tokens))
     (result,) = split_results(value, calls)
@@ -358,12 +358,9 @@ def call(function: Callable[..., Any], prompt: Prompt, text: str, tokens: list[i
     return result
 
 
-def _await_value(value: Any) -> Any:
-    return asyncio.run(_wait_for(value)) if inspect.isawaitable(value) else value
-
-
-async def _wait_for(awaited: Any) -> Any:
-    return await awaited
+def await_value(value: Any) -> Any:
+    """Return a value, or the result of an awaitable."""
+    return asyncio.run(asyncio.wait_for(value, None)) if inspect.isawaitable(value) else value
 
 
 # ---- the loop ------------------------------------------------------------------------------------
@@ -411,7 +408,7 @@ def judge(function: Callable[..., Any], unit: RewardUnit, log: FailureLog) -> Re
     began = time.monotonic()
     try:
         results = check_results(
-            function, _await_value(call_function(function, unit.calls)), unit.calls
+            function, await_value(call_function(function, unit.calls)), unit.calls
         )
         return build_reply(unit, results, began, log)
     except BaseException as error:

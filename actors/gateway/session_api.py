@@ -132,30 +132,22 @@ class SessionApi(SessionSource):
             seed=compute_env_seed(gateway.config, grant.ticket),
             first=episode.first,
         )
-        self.keep(opened, lease)
+        is_leased = gateway.get_agent(session).serve
+        # an evaluation's session has no file: a restarted gateway evaluates another version
+        if self.journal is not None and is_leased and session.ticket.kind == "train":
+            opening = SessionOpening(
+                name=session.name,
+                sample=session.sample,
+                key=opened.key,
+                lease=lease,
+                seed=opened.seed,
+                first=opened.first,
+                date=(session.composer.when or datetime.now()).isoformat(),
+                opened=session.opened,
+            )
+            opened.file = self.journal.open(opening, session.ticket)
         self.add(opened, episode, lease)
         return opened
-
-    def keep(self, opened: OpenedSession, lease: str) -> None:
-        """Begin the file from which a restarted gateway continues a training session.
-
-        An evaluation's session has none: a restarted gateway evaluates another version.
-        """
-        session = opened.session
-        is_leased = self.gateway.get_agent(session).serve
-        if self.journal is None or not is_leased or session.ticket.kind != "train":
-            return
-        opening = SessionOpening(
-            name=session.name,
-            sample=session.sample,
-            key=opened.key,
-            lease=lease,
-            seed=opened.seed,
-            first=opened.first,
-            date=(session.composer.when or datetime.now()).isoformat(),
-            opened=session.opened,
-        )
-        opened.file = self.journal.open(opening, session.ticket)
 
     def add(self, opened: OpenedSession, episode: Episode, lease: str) -> None:
         """Register a session under its name and its lease."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from actors.engine import Engine, load_model
 from actors.engine_embedded import make_engine
-from actors.turn import EVERYTHING, GeneratorTurn, ScoredResponse
+from actors.turn import EVERYTHING, GeneratorTurn
 from asyncrl.config.tree import Config
 from asyncrl.contract.messages import Ticket
 from asyncrl.contract.versions import Label
@@ -99,22 +99,13 @@ class OfflineEvaluator:
         self.turn.accept_tickets(self.make_tickets(plan, prompts))
         total = prompts * len(plan.numbers)
         requests, refused = self.turn.build_requests(self.loaded, room=EVERYTHING)
-        for sample in refused:
-            self.turn.schedule.finish_sample(sample.key, 0)
-            self.failures.append(sample.failure.why)
+        for too_long in refused:
+            self.turn.schedule.finish_sample(too_long.key, 0)
+            self.failures.append(too_long.failure.why)
         self.engine.add(requests)
         rewards: dict[int, list[float]] = {}
         greedy: list[float] = []
         lengths: list[int] = []
-
-        def add(response: ScoredResponse, reward: float) -> None:
-            ticket, sample, _ = response.completion.key
-            if sample == plan.samples:
-                greedy.append(reward)
-                return
-            rewards.setdefault(ticket - plan.compute_ticket(0), []).append(reward)
-            lengths.append(len(response.completion.tokens))
-
         while self.engine.active or self.turn.unscored:
             for completion in self.engine.step() if self.engine.active else []:
                 if (finished := self.turn.finish(completion)) is not None:
@@ -123,8 +114,13 @@ class OfflineEvaluator:
             for response, result in results:
                 if result.failed:
                     self.failures.append(result.failed.why)
-                else:
-                    add(response, result.reward)
+                    continue
+                ticket, sample, _ = response.completion.key
+                if sample == plan.samples:
+                    greedy.append(result.reward)
+                    continue
+                rewards.setdefault(ticket - plan.compute_ticket(0), []).append(result.reward)
+                lengths.append(len(response.completion.tokens))
             if results:
                 scored = len(lengths) + len(greedy) + len(self.failures)
                 self.report(plan.name, scored, total)

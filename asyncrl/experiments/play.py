@@ -217,67 +217,63 @@ def play(config: Config, ticket: Ticket, player: Player) -> Iterator[PlayEvent]:
     judged = config.reward.uses_reward_processes
     pool = EnvironmentPool(msgspec.structs.replace(config.agent, workers=1), judged=judged)
     try:
-        yield from _play(config, ticket, player, pool)
-    finally:
-        pool.close()
-
-
-def _play(
-    config: Config, ticket: Ticket, player: Player, pool: EnvironmentPool
-) -> Iterator[PlayEvent]:
-    seed = compute_env_seed(config, ticket)
-    opponent = config.agent.choose_opponent(ticket.kind)
-    pool.reset(EnvironmentOperation(1, "reset", prompt=ticket.prompt, seed=seed, opponent=opponent))
-    event = _wait(pool)
-    tools, pays = event.tools, event.pays
-    total_reward = 0.0
-    parts: dict[str, float] = {}
-    last_answer: PlayerAnswer | None = None
-    turn = 0
-    yield from _list_opponent_moves(event, turn)
-    while not event.ended:
-        turn += 1
-        other_side = event.asked > 0
-        try:
-            tokens, row = player.receive_event(event, tools)
-        except CallRefused as error:
-            if error.code not in ("session_limit", "context_length_exceeded"):
-                raise ConfigError(str(error)) from error
-            score_parts: dict[str, float] = {}
-            if pays:
-                pool.step(EnvironmentOperation(1, "score"))
-                total_reward = _wait(pool).reward
-            elif config.agent.tools:
-                total_reward, score_parts = _score_answer(config, ticket, last_answer)
-            yield PlayEvent("ended", turn, f"cut: {error}", total_reward, parts | score_parts)
-            return
-        text = format_observation(event.obs)
-        reward, score_parts = event.reward, event.parts
-        yield PlayEvent(
-            "asked", turn, text, reward, score_parts, tokens=tokens, row=row, other=other_side
-        )
-        last_answer = player.answer()
-        if last_answer is None:
-            yield PlayEvent("ended", turn, "the player stopped", total_reward, parts)
-            return
-        yield PlayEvent(
-            "answered", turn, last_answer.text, tokens=len(last_answer.ids), other=other_side
-        )
-        pool.step(
-            EnvironmentOperation(1, "step", text=last_answer.text, message=last_answer.message)
+        seed = compute_env_seed(config, ticket)
+        opponent = config.agent.choose_opponent(ticket.kind)
+        pool.reset(
+            EnvironmentOperation(1, "reset", prompt=ticket.prompt, seed=seed, opponent=opponent)
         )
         event = _wait(pool)
+        tools, pays = event.tools, event.pays
+        total_reward = 0.0
+        parts: dict[str, float] = {}
+        last_answer: PlayerAnswer | None = None
+        turn = 0
         yield from _list_opponent_moves(event, turn)
-        tools = event.tools or tools
-        total_reward += event.reward
-        for name, value in event.parts.items():
-            parts[name] = parts.get(name, 0.0) + value
-    if event.judge:
-        total_reward, score_parts = _score_answer(config, ticket, last_answer)
-        parts |= score_parts
-    ending = "cut by the environment" if event.truncated else "ended by the environment"
-    ending = "judged by the config's reward" if event.judge else ending
-    yield PlayEvent("ended", turn, ending, total_reward, parts)
+        while not event.ended:
+            turn += 1
+            other_side = event.asked > 0
+            try:
+                tokens, row = player.receive_event(event, tools)
+            except CallRefused as error:
+                if error.code not in ("session_limit", "context_length_exceeded"):
+                    raise ConfigError(str(error)) from error
+                score_parts: dict[str, float] = {}
+                if pays:
+                    pool.step(EnvironmentOperation(1, "score"))
+                    total_reward = _wait(pool).reward
+                elif config.agent.tools:
+                    total_reward, score_parts = _score_answer(config, ticket, last_answer)
+                yield PlayEvent("ended", turn, f"cut: {error}", total_reward, parts | score_parts)
+                return
+            text = format_observation(event.obs)
+            reward, score_parts = event.reward, event.parts
+            yield PlayEvent(
+                "asked", turn, text, reward, score_parts, tokens=tokens, row=row, other=other_side
+            )
+            last_answer = player.answer()
+            if last_answer is None:
+                yield PlayEvent("ended", turn, "the player stopped", total_reward, parts)
+                return
+            yield PlayEvent(
+                "answered", turn, last_answer.text, tokens=len(last_answer.ids), other=other_side
+            )
+            pool.step(
+                EnvironmentOperation(1, "step", text=last_answer.text, message=last_answer.message)
+            )
+            event = _wait(pool)
+            yield from _list_opponent_moves(event, turn)
+            tools = event.tools or tools
+            total_reward += event.reward
+            for name, value in event.parts.items():
+                parts[name] = parts.get(name, 0.0) + value
+        if event.judge:
+            total_reward, score_parts = _score_answer(config, ticket, last_answer)
+            parts |= score_parts
+        ending = "cut by the environment" if event.truncated else "ended by the environment"
+        ending = "judged by the config's reward" if event.judge else ending
+        yield PlayEvent("ended", turn, ending, total_reward, parts)
+    finally:
+        pool.close()
 
 
 def _list_opponent_moves(event: EnvironmentEvent, turn: int) -> Iterator[PlayEvent]:

@@ -53,7 +53,10 @@ def build_grammar(options: Mapping[str, Any], tools: Sequence[Any], parser: str)
     rules = [f"answer: {answer}"] if answer and forced is None else []
     starts = ["answer"] if rules else []
     if callable_tools and parser == "hermes":
-        rules += _build_call_rules(callable_tools, several=_allows_several_calls(options))
+        choice = options.get("tool_choice")
+        disabled = isinstance(choice, dict) and choice.get("disable_parallel_tool_use")
+        several = options.get(PARALLEL) is not False and not disabled
+        rules += _build_call_rules(callable_tools, several=several)
         starts.insert(0, "calls")
     grammar = "\n".join([f"{HEAD}start: {' | '.join(starts)}", *rules])
     if len(grammar) > MOST_GRAMMAR:
@@ -181,12 +184,6 @@ def _select_forced_tools(options: Mapping[str, Any], tools: Sequence[Any]) -> Se
     if not forced:
         raise build_refusal("tool_choice", f"{choice!r:.80}: no such tool is in `tools`")
     return forced
-
-
-def _allows_several_calls(options: Mapping[str, Any]) -> bool:
-    choice = options.get("tool_choice")
-    disabled = isinstance(choice, dict) and choice.get("disable_parallel_tool_use")
-    return options.get(PARALLEL) is not False and not disabled
 
 
 def _build_call_rules(tools: Sequence[Any], *, several: bool) -> list[str]:

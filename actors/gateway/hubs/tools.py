@@ -6,7 +6,6 @@ tools, and `get_reward()`, if there is one, pays at the end.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import inspect
 import json
@@ -14,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from actors.reward_worker import get_first_line
+from actors.reward_worker import await_value, get_first_line
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 
@@ -45,15 +44,6 @@ def build_schema(function: Callable[..., Any]) -> dict[str, Any]:
         "parameters": {"type": "object", "properties": properties, "required": required},
     }
     return {"type": "function", "function": description}
-
-
-def await_value(value: Any) -> Any:
-    """Return a value, or the result of a coroutine."""
-
-    async def wait() -> Any:
-        return await value
-
-    return asyncio.run(wait()) if inspect.isawaitable(value) else value
 
 
 class ToolLoop:
