@@ -334,7 +334,19 @@ class PrefixCache:
         previous = self.blocks[path[-1]] if path else -1
         numbers = []
         for block in blocks[kept_count:]:
-            number = self._allocate_block()
+            # a caller asks for at most `max_blocks` blocks minus the kept ones of its path, which
+            # were used last: only blocks of other sequences are evicted
+            allocated = self.k.shape[2] // KEPT_BLOCK
+            if not self.free_blocks and allocated < self.max_blocks:
+                added = min(max(allocated, 32), self.max_blocks - allocated)
+                pad = (0, 0, 0, added * KEPT_BLOCK)
+                self.k, self.v = (F.pad(tensor, pad) for tensor in (self.k, self.v))
+                if self.routed is not None:
+                    rows = (0, added * KEPT_BLOCK)
+                    self.routed = np.pad(self.routed, (rows, (0, 0), (0, 0)))
+                self.free_blocks = list(range(allocated, allocated + added))
+            free = self.free_blocks
+            number = free.pop() if free else self.blocks.popitem(last=False)[1]
             self.blocks[previous, block] = number
             path.append((previous, block))
             numbers.append(number)
@@ -372,23 +384,6 @@ class PrefixCache:
     def _mark_used(self, path: Sequence[tuple[int, bytes]]) -> None:
         for name in reversed(path):
             self.blocks.move_to_end(name)
-
-    def _allocate_block(self) -> int:
-        """Return a block to fill, evicting the least recently used one if necessary.
-
-        A caller asks for at most `max_blocks` blocks minus the kept ones of its path, which were
-        used last. Only blocks of other sequences are evicted.
-        """
-        allocated = self.k.shape[2] // KEPT_BLOCK
-        if not self.free_blocks and allocated < self.max_blocks:
-            added = min(max(allocated, 32), self.max_blocks - allocated)
-            pad = (0, 0, 0, added * KEPT_BLOCK)
-            self.k, self.v = (F.pad(tensor, pad) for tensor in (self.k, self.v))
-            if self.routed is not None:
-                rows = (0, added * KEPT_BLOCK)
-                self.routed = np.pad(self.routed, (rows, (0, 0), (0, 0)))
-            self.free_blocks = list(range(allocated, allocated + added))
-        return self.free_blocks.pop() if self.free_blocks else self.blocks.popitem(last=False)[1]
 
 
 def _split_blocks(tokens: np.ndarray) -> list[bytes]:

@@ -630,26 +630,6 @@ class EmbeddedEngine:
         bias = torch.where(visible.to(self.device), 0.0, decoder.MASKED)
         self.cache.bias[row, 0, : bias.shape[1]] = bias
 
-    def _keep_completion(
-        self, slot: int, row: EngineRow, tokens: np.ndarray, routed: RoutedExperts | None
-    ) -> None:
-        """Keep the keys, values and experts of a row that ended with `tokens`.
-
-        The last token has none, because it was never an input.
-        """
-        if self.prefix_cache is None or row.loads != self.loads:
-            return
-        if routed is not None and len(row.marks) > 1:
-            return  # an earlier version chose experts of the keys
-        cached_tokens = np.concatenate([row.request.prompt, tokens[:-1]])
-        self.prefix_cache.store(
-            cached_tokens,
-            self.cache.k[:, slot],
-            self.cache.v[:, slot],
-            self._list_key_columns(row, len(cached_tokens)),
-            None if routed is None else routed.ids,
-        )
-
     def _write_new(self, owners: Mapping[int, int], prompts: list[np.ndarray]) -> None:
         """Encode distinct prompts without their last tokens, for all rows that share them.
 
@@ -930,7 +910,18 @@ class EmbeddedEngine:
             columns = self._list_output_columns(row)
             tokens = ended_tokens[index, columns]
             experts = None if routed is None else self._join_routing(row, routed[index, columns])
-            self._keep_completion(slot, row, tokens, experts)
+            # keep the keys, values and experts of all but the last token, which was never an
+            # input; an earlier version may have chosen experts of the keys
+            is_one_version = experts is None or len(row.marks) == 1
+            if self.prefix_cache is not None and row.loads == self.loads and is_one_version:
+                cached_tokens = np.concatenate([row.request.prompt, tokens[:-1]])
+                self.prefix_cache.store(
+                    cached_tokens,
+                    self.cache.k[:, slot],
+                    self.cache.v[:, slot],
+                    self._list_key_columns(row, len(cached_tokens)),
+                    None if experts is None else experts.ids,
+                )
             if self.drafts is not None:
                 self.draft_book.close(row.request, tokens)
             self.rows[slot] = None

@@ -402,23 +402,23 @@ class Gateway(TicketHolder):
         """Begin a session of a ticket's sample."""
         ticket = grant.ticket
         self.numbers += 1
-        part = self.get_part(ticket)
-        self.tallies[part].begun += 1
-        own_prompt = encode_prompt(self.tokenizer, ticket.prompt)
-        now = time.monotonic()
-        chat = self.chat.with_date(datetime.now())
-        session = Session(
-            ticket,
-            sample,
-            ticket.attempt,
-            self.limits[part],
-            chat,
-            own_prompt=own_prompt,
-            opened=now,
-        )
+        self.tallies[self.get_part(ticket)].begun += 1
+        session = self.make_session(ticket, sample, datetime.now(), time.monotonic())
         episode = self.episodes[self.numbers] = Episode(self.numbers, session, first)
         grant.live.add(self.numbers)
         return episode
+
+    def make_session(self, ticket: m.Ticket, sample: int, when: datetime, opened: float) -> Session:
+        """Make a session; when: the date for its template, opened: the clock's time."""
+        return Session(
+            ticket,
+            sample,
+            ticket.attempt,
+            self.limits[self.get_part(ticket)],
+            self.chat.with_date(when),
+            own_prompt=encode_prompt(self.tokenizer, ticket.prompt),
+            opened=opened,
+        )
 
     def restore(self, session: Session, last: SessionCall | None, *, first: bool) -> Episode:
         """Continue a session of an earlier gateway process.

@@ -31,7 +31,6 @@ from actors.gateway.sessions import Session, SessionCall
 from asyncrl.contract.messages import Ticket
 from asyncrl.contract.printable import escape_line
 from asyncrl.contract.versions import Label
-from asyncrl.models.tokenizer import encode_prompt
 from asyncrl.records import private
 
 REMEMBERED = 4096  # leases, and ended sessions, that can still be looked up
@@ -169,16 +168,9 @@ class SessionApi(SessionSource):
         gateway = self.gateway
         for file, opening, records in self.journal.read() if self.journal is not None else ():
             ticket, now = find_last_ticket(records), self.current_time()
-            chat = gateway.chat.with_date(datetime.fromisoformat(opening.date))
-            session = Session(
-                ticket,
-                opening.sample,
-                ticket.attempt,
-                gateway.limits[gateway.get_part(ticket)],
-                chat,
-                own_prompt=encode_prompt(gateway.tokenizer, ticket.prompt),
-                opened=min(opening.opened, now),  # the clock begins anew when the machine restarts
-            )
+            when = datetime.fromisoformat(opening.date)
+            opened_at = min(opening.opened, now)  # the clock begins anew when the machine restarts
+            session = gateway.make_session(ticket, opening.sample, when, opened_at)
             session.name = opening.name
             try:
                 last_call = restore(session, records, now)

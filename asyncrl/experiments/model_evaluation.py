@@ -77,11 +77,7 @@ def evaluate(
     run. Sessions need a gateway, so a run without steps evaluates them. Raises ConfigError for an
     unknown set, and if all completions of a set lack a reward.
     """
-    all_names = [
-        "heldout",
-        "ood",
-        *(evaluation_set.name for evaluation_set in config.evaluation.sets),
-    ]
+    all_names = ["heldout", "ood", *(one.name for one in config.evaluation.sets)]
     if unknown := [name for name in names if name not in all_names]:
         raise ConfigError(f"--only {unknown[0]}: choose from {', '.join(all_names)}")
     model_check.check(config)
@@ -141,27 +137,15 @@ def _evaluate_sessions(
     settings = config.evaluation
 
     def count(name: str, planned: int) -> int:
-        return (
-            0
-            if names and name not in names
-            else planned
-            if prompts is None
-            else min(planned, prompts)
-        )
+        chosen = planned if prompts is None else min(planned, prompts)
+        return chosen if not names or name in names else 0
 
-    chosen_sets = [
-        evaluation_set
-        for evaluation_set in settings.sets
-        if count(evaluation_set.name, evaluation_set.prompts)
-    ]
+    own_sets = [replace(one, prompts=count(one.name, one.prompts)) for one in settings.sets]
     evaluation = replace(
         settings,
         final_prompts=count("heldout", settings.final_prompts),
         ood_prompts=count("ood", settings.ood_prompts),
-        sets=[
-            replace(evaluation_set, prompts=count(evaluation_set.name, evaluation_set.prompts))
-            for evaluation_set in chosen_sets
-        ],
+        sets=[one for one in own_sets if one.prompts],
     )
     directory = Path(tempfile.mkdtemp(prefix="asyncrl-eval-"))
     learner = replace(config.learner, steps=0)
@@ -173,10 +157,7 @@ def _evaluate_sessions(
     progress.say(f"evaluating sessions by a run without steps; its output is in {log}")
     run_dir, stop = directory / "run", threading.Event()
     total = evaluation.final_prompts + evaluation.ood_prompts
-    total += sum(
-        evaluation_set.prompts * (evaluation_set.samples + evaluation_set.greedy)
-        for evaluation_set in evaluation.sets
-    )
+    total += sum(one.prompts * (one.samples + one.greedy) for one in evaluation.sets)
     follower = threading.Thread(
         target=follow_sessions, args=(evaluated, run_dir, total, progress, stop), daemon=True
     )
@@ -189,7 +170,7 @@ def _evaluate_sessions(
         follower.join()
     rows = metrics.read(run_dir)
     results: dict[str, Any] = {}
-    for name in ("heldout", "ood", *(evaluation_set.name for evaluation_set in chosen_sets)):
+    for name in ("heldout", "ood", *(one.name for one in evaluation.sets)):
         values = [
             (metric, value)
             for row in rows

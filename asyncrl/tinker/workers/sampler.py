@@ -155,16 +155,12 @@ class Sampler:
         self.waiting = remaining
 
     def _load(self, request: SampleCall) -> None:
-        """Load the weights of a request into the engine unless it has them."""
+        """Load the weights of a request into the engine unless it has them.
+
+        They are in a directory that a model wrote for samplers.
+        """
         if (version := get_version(request)) == self.loaded:
             return
-        weights = self._read_weights(version)
-        self.loaded = None  # if loading fails, the engine has parts of both
-        self.engine.load(weights, Label(0, request.version), request.weights)
-        self.loaded = version
-
-    def _read_weights(self, version: Version) -> Mapping[str, torch.Tensor]:
-        """Read the weights in a directory that a model wrote for samplers."""
         if version not in self.versions:
             path = Path(version[0])
             if (path / adapter_files.CONFIG).exists():
@@ -179,7 +175,10 @@ class Sampler:
                 oldest = next(kept for kept in self.versions if kept != BASE)
                 del self.versions[oldest]
             self.versions[version] = weights
-        return self.versions[version]
+        self.loaded = None  # if loading fails, the engine has parts of both
+        label = Label(0, request.version)
+        self.engine.load(self.versions[version], label, request.weights)
+        self.loaded = version
 
     def _start(self, job: SampleJob) -> None:
         request = job.request
