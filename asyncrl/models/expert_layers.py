@@ -94,30 +94,6 @@ def route(
     return shares, ids
 
 
-def mix(
-    states: torch.Tensor,
-    weights: ExpertWeights,
-    shares: torch.Tensor,
-    ids: torch.Tensor,
-    rows: int = 1,
-) -> torch.Tensor:
-    """Return the weighted sum of the outputs of each token's experts, [n, H].
-
-    states: [n, H]
-    shares, ids: [n, k]
-    rows: each expert's tokens are padded to a multiple of it
-    """
-    source, slots, ends = _sort_by_expert(ids, len(weights.up), rows)
-    inner = F.grouped_mm(states.index_select(0, source), weights.up, offs=ends)
-    gate, up = inner.chunk(2, -1)
-    output = F.grouped_mm(F.silu(gate.contiguous()) * up, weights.down, offs=ends)
-    by_choice = output.index_select(0, slots).view(*ids.shape, -1).float()
-    total = by_choice[:, 0] * shares[:, :1]
-    for choice in range(1, ids.shape[1]):
-        total = total + by_choice[:, choice] * shares[:, choice : choice + 1]
-    return total.to(states.dtype)
-
-
 def _sort_by_expert(
     ids: torch.Tensor, count: int, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -156,13 +132,22 @@ def apply(
     replayed: see `route`
     recorded: the ids used [n, k] are appended to it
     logits: [n, E] of the router, if the caller computed them
-    rows: see `mix`
+    rows: each expert's tokens are padded to a multiple of it
     """
     scores = states @ weights.router if logits is None else logits
     shares, ids = route(scores, settings, replayed)
     if recorded is not None:
         recorded.append(ids)
-    return mix(states, weights, shares, ids, rows)
+    source, slots, ends = _sort_by_expert(ids, len(weights.up), rows)
+    inner = F.grouped_mm(states.index_select(0, source), weights.up, offs=ends)
+    gate, up = inner.chunk(2, -1)
+    output = F.grouped_mm(F.silu(gate.contiguous()) * up, weights.down, offs=ends)
+    # the weighted sum of the outputs of each token's experts
+    by_choice = output.index_select(0, slots).view(*ids.shape, -1).float()
+    total = by_choice[:, 0] * shares[:, :1]
+    for choice in range(1, ids.shape[1]):
+        total = total + by_choice[:, choice] * shares[:, choice : choice + 1]
+    return total.to(states.dtype)
 
 
 # ---- the ids of packed tokens --------------------------------------------------------------------

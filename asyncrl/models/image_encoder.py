@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -111,8 +110,3 @@ class ImageEncoder:
         """
         token = torch.tensor([self.shape.token], device=logits.device)
         return logits.index_fill(-1, token, NEVER_SAMPLED)
-
-
-def list_processor_files(path: str | Path) -> list[Path]:
-    """Return the files of a directory that describe its image processor."""
-    return [file for name in PROCESSOR_FILES if (file := Path(path) / name).is_file()]

@@ -25,7 +25,7 @@ from asyncrl.contract.blobs import images as image_blobs
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import RoutingShape
 from asyncrl.models import adapter_files, fetch, packed_forward, router_hooks, without_transformers
-from asyncrl.models.image_encoder import ImageEncoder, list_processor_files
+from asyncrl.models.image_encoder import PROCESSOR_FILES, ImageEncoder
 from asyncrl.models.image_tokens import read_shape
 from asyncrl.models.packed_forward import ForwardInput, ForwardOutput
 from asyncrl.models.tokenizer import describe_missing_weights
@@ -366,7 +366,7 @@ def export(model: PolicyModel, path: str | Path, ends: Sequence[int] = ()) -> No
 
 def copy_tokenizer(source: str | Path, target: Path) -> None:
     """Copy the tokenizer's files, and those of an image processor."""
-    for file in list_processor_files(source):
+    for file in filter(Path.is_file, (Path(source) / name for name in PROCESSOR_FILES)):
         shutil.copy(file, target / file.name)
     for pattern in (
         "tokenizer*",
