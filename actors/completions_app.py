@@ -336,10 +336,26 @@ class CompletionsApp:
                 "logprobs": None if rows is None else {"content": rows, "refusal": None},
                 "finish_reason": finish,
             }
+        columns: dict[str, Any] | None = None
+        if rows is not None:
+            names = [row["token"] for row in rows]
+            # of two tokens with the same text the more likely one is named
+            likely = [
+                {entry["token"]: entry["logprob"] for entry in reversed(row["top_logprobs"])}
+                if "top_logprobs" in row
+                else None
+                for row in rows
+            ]
+            columns = {
+                "tokens": names,
+                "token_logprobs": [row["logprob"] for row in rows],
+                "top_logprobs": likely if order.most_likely else None,
+                "text_offset": [sum(map(len, names[:count])) for count in range(len(names))],
+            }
         return {
             "index": index,
             "text": self._decode_text(prompt) + text if order.echo else text,
-            "logprobs": None if rows is None else _convert_to_columns(rows, order.most_likely or 0),
+            "logprobs": columns,
             "finish_reason": finish,
         }
 
@@ -367,26 +383,6 @@ class CompletionsApp:
                 }
             )
         return rows
-
-
-def _convert_to_columns(rows: Sequence[dict[str, Any]], most_likely: int) -> dict[str, Any]:
-    """Convert rows to the form of /v1/completions.
-
-    Of two tokens with the same text the more likely one is named.
-    """
-    tokens = [row["token"] for row in rows]
-    likely = [
-        None
-        if "top_logprobs" not in row or not most_likely
-        else {entry["token"]: entry["logprob"] for entry in reversed(row["top_logprobs"])}
-        for row in rows
-    ]
-    return {
-        "tokens": tokens,
-        "token_logprobs": [row["logprob"] for row in rows],
-        "top_logprobs": likely if most_likely else None,
-        "text_offset": [sum(map(len, tokens[:index])) for index in range(len(tokens))],
-    }
 
 
 # ---- the server ----------------------------------------------------------------------------------

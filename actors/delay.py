@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import heapq
-from typing import Generic, TypeVar
+from typing import Any
 
 from asyncrl.config.tree import Config
 from asyncrl.contract import admission
 from asyncrl.contract.messages import Ticket
-
-Item = TypeVar("Item")
 
 
 def compute_delay_steps(config: Config, ticket: Ticket, sample: int, tokens: int) -> float:
@@ -23,19 +21,19 @@ def compute_delay_steps(config: Config, ticket: Ticket, sample: int, tokens: int
     return tokens * admission.sample_delay(config.staleness.delay, ticket.seed, *scope)
 
 
-class DelayQueue(Generic[Item]):
+class DelayQueue:
     """Items by the time at which they are due, in the caller's unit."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Item]] = []
+        self._heap: list[tuple[float, int, Any]] = []
         self._count = 0
 
-    def hold(self, due_at: float, item: Item) -> None:
+    def hold(self, due_at: float, item: Any) -> None:
         """Hold the item until `due_at`."""
         self._count += 1
         heapq.heappush(self._heap, (due_at, self._count, item))
 
-    def pop_due(self, now: float) -> list[Item]:
+    def pop_due(self, now: float) -> list[Any]:
         """Remove and return the items that are due, the earliest first."""
         items = []
         while self._heap and self._heap[0][0] <= now:

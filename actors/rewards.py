@@ -365,7 +365,10 @@ class _RewardPool(WorkerPool[_RewardProcess, RewardReply]):
                 process.bytes += _estimate_bytes(jobs)
                 self._send(process, [jobs])
         assigned_jobs: dict[_RewardProcess, list[list[_RewardJob]]] = {}
-        room = {process: self._compute_capacity(process) - len(process.units) for process in free}
+        room = {}  # a process may hold the units that it runs, plus short ones ahead
+        for process in free:
+            ahead = int(AHEAD_S * process.window / self.unit_s) if self.unit_s else 0
+            room[process] = process.window + min(MOST_AHEAD, ahead) - len(process.units)
         while self.queue and (
             free := [
                 process for process in free if room[process] > 0 and process.bytes <= AHEAD_BYTES
@@ -386,12 +389,6 @@ class _RewardPool(WorkerPool[_RewardProcess, RewardReply]):
                 process.bytes += _estimate_bytes(jobs)
         for process, groups in assigned_jobs.items():
             self._send(process, groups)
-
-    def _compute_capacity(self, process: _RewardProcess) -> int:
-        """Return how many units a process may hold: those running, plus short ones ahead."""
-        return process.window + (
-            min(MOST_AHEAD, int(AHEAD_S * process.window / self.unit_s)) if self.unit_s else 0
-        )
 
     def _send(self, process: _RewardProcess, groups: list[list[_RewardJob]]) -> None:
         if not process.units:

@@ -83,7 +83,7 @@ class GeneratorTurn:
         self.task = build_task(config)
         self.rewards = make_runner(config, self.task, run_dir)
         self.unscored: dict[Key, ScoredResponse] = {}  # waiting for their reward
-        self.delayed: DelayQueue[Key] = DelayQueue()  # of these, by staleness.delay
+        self.delayed = DelayQueue()  # of these, by staleness.delay
 
     def count_samples_to_request(self, *, unsent: bool = False) -> int:
         """Compute how many samples to request; unsent: finished samples await delivery."""

@@ -54,7 +54,6 @@ class CallRouter:
         self.generators: dict[str, ServingGenerator] = {}
         self.open: dict[int, m.GenerationCall] = {}
         self.queue: deque[int] = deque()
-        self.reassigned = 0  # calls that were assigned again
         # (ticket, sample) -> the generator that sampled its last call; the oldest first
         self.last_generator: dict[tuple[int, int], str] = {}
 
@@ -135,7 +134,6 @@ class CallRouter:
 
     def _resubmit(self, call: int) -> None:
         if call in self.open:
-            self.reassigned += 1
             self.queue.appendleft(call)
 
     def take_messages(

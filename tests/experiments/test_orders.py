@@ -122,7 +122,7 @@ def test_answers_of_a_ticket_are_late_together_or_each_by_itself() -> None:
 
 
 def test_late_answers_come_back_by_their_time() -> None:
-    late: DelayQueue[str] = DelayQueue()
+    late = DelayQueue()
     assert late.next_due == float("inf") and late.pop_due(1e9) == []
     for until, what in ((3.0, "b"), (1.0, "a"), (3.0, "c"), (9.0, "d")):
         late.hold(until, what)

@@ -367,23 +367,18 @@ class WebApp:
             )
             # before it is sent to a client
             opened.file.append_answer(session, harness_request)
-        except CallRefused as refused:
-            self._record_failure(session, harness_request, refused)
         except Exception as error:
             reason = f"the gateway failed: {type(error).__name__}: {error}"
-            self._record_failure(session, harness_request, CallRefused(500, "gateway", reason))
-            raise
+            refused = error if isinstance(error, CallRefused) else None
+            refused = refused or CallRefused(500, "gateway", reason)
+            session.forget(harness_request)  # the same request again is a new one
+            session.refusals.add(refused)
+            if harness_request.connections > 0:
+                self.errors[harness_request] = refused
+            if refused is not error:
+                raise
         finally:
             self.drawing.pop(harness_request, None)
-
-    def _record_failure(
-        self, session: Session, harness_request: HarnessRequest, error: CallRefused
-    ) -> None:
-        """Record that a call has no answer, so that the same request again is a new one."""
-        session.forget(harness_request)
-        session.refusals.add(error)
-        if harness_request.connections > 0:
-            self.errors[harness_request] = error
 
 
 @dataclass(eq=False)
