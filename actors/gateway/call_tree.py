@@ -278,12 +278,6 @@ class CallTree:
                 best = (rank, node)
         return best[1] if best else None
 
-    def list_text_nodes(self) -> list[CallNode]:
-        """List the answered calls that were placed by text without a template."""
-        return [
-            node for node in self.nodes if node.is_answered and node.text_digest and not node.chain
-        ]
-
     def starts_row(self, new_node: CallNode) -> bool:
         """Whether a call that is not among the nodes yet would begin a training sequence."""
         if new_node.aside:

@@ -80,10 +80,6 @@ class ChatFormat:
 
     # ---- to ids ----------------------------------------------------------------------------------
 
-    def write(self, messages: Sequence[Message], tools: Sequence[Any]) -> str:
-        """Render a request, up to where its answer begins.  Raises CallRefused."""
-        return self._write(messages, tools, answering=True)
-
     def encode(self, text: str, *, begins: bool = False) -> np.ndarray:
         """Encode a text as int32 [P].
 
@@ -159,8 +155,13 @@ class ChatFormat:
         suffix = self._cut_sampled(node, text)
         return None if suffix is None else self._encode_suffix(node, suffix)
 
-    def _write(self, messages: Sequence[Message], tools: Sequence[Any], *, answering: bool) -> str:
-        """Render messages; if the template takes parts, images get their marks afterwards."""
+    def write(
+        self, messages: Sequence[Message], tools: Sequence[Any], *, answering: bool = True
+    ) -> str:
+        """Render messages, if `answering` up to where the next answer begins.
+
+        If the template takes parts, images get their marks afterwards.  Raises CallRefused.
+        """
         if self.image_shape is None or not takes_parts(self.tokenizer):
             return self._render(messages, tools, answering=answering)
         turns = []
@@ -219,7 +220,7 @@ class ChatFormat:
     ) -> str | None:
         """Find the text after the rendered answer: way 2.  messages: up to the answer."""
         if node.rendered_turn is None:
-            turn = self._write(messages, node.tools, answering=False)
+            turn = self.write(messages, node.tools, answering=False)
             node.rendered_turn = (
                 len(turn),
                 compute_text_digest(turn),
@@ -237,7 +238,7 @@ class ChatFormat:
         """
         start = node.text_length
         if not self._begins_with_prompt(node, turn):
-            start = count_common(self._write(messages[:-1], node.tools, answering=True), turn)
+            start = count_common(self.write(messages[:-1], node.tools), turn)
         tail = turn[start:]
         ends = [(pos, end) for end in self.ends.values() if end and (pos := tail.rfind(end)) >= 0]
         if ends:
@@ -256,7 +257,7 @@ class ChatFormat:
         """Find the text after the answer by rendering a mark in its place: way 3."""
         marked = [*messages]
         marked[answer_at] = {"role": "assistant", "content": MARK}
-        text = self._write(marked, node.tools, answering=True)
+        text = self.write(marked, node.tools)
         position = text.rfind(MARK)
         if position < 0:
             return None

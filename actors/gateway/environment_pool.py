@@ -7,7 +7,6 @@ begin again.
 
 from __future__ import annotations
 
-import socket
 import sys
 from collections import Counter, deque
 from typing import NamedTuple
@@ -86,10 +85,6 @@ class EnvironmentPool(WorkerPool[_EnvironmentProcess, EnvironmentEvent]):
         self.done: set[str] = set()  # operations that were answered once: reset, step
         self.over = Counter[str]()  # operation -> processes replaced during it
         self.replaced = ""  # the newest replacement in words, "" without one
-
-    @property
-    def wires(self) -> list[socket.socket]:
-        return [worker.wire for worker in self.workers]
 
     def reset(self, op: EnvironmentOperation) -> None:
         """Begin a session in the process with the fewest sessions."""

@@ -13,7 +13,6 @@ import asyncio
 import math
 import os
 import shutil
-import socket
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -112,10 +111,6 @@ class AgentPool(WorkerPool[_AgentProcess, SessionResult]):
         self.exit_s = 0.0 if agent.function else STOP_S
         self.numbers = 0  # sessions begun; the last one's number
         self.requested = 0  # samples that are wanted and not granted yet
-
-    @property
-    def wires(self) -> list[socket.socket]:
-        return [worker.wire for worker in self.workers]
 
     def step(self) -> None:
         """Handle results, stop overdue agents and begin new sessions.

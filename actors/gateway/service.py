@@ -17,7 +17,6 @@ from __future__ import annotations
 import gc
 import math
 import socket
-import sys
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection
@@ -531,7 +530,7 @@ class Gateway(TicketHolder):
         """Count a refused message and log the first LOGGED_REFUSALS of them."""
         self.refused[reason] += 1
         if self.refused.total() <= LOGGED_REFUSALS:
-            print(f"{self.producer}: {escape_line(line)}", file=sys.stderr, flush=True)
+            self.log_change(escape_line(line))
 
     def on_result(self, message: m.CallResult) -> None:
         """Record the tokens of a call in its session and pass the answer to the source."""
@@ -637,8 +636,7 @@ class Gateway(TicketHolder):
         reason = escape_line(str(failed))
         task = f" of task {part}" if part else ""
         if tally.failed <= LOGGED_REFUSALS:
-            line = f"{self.producer}: session {session.name}{task}: {reason}"
-            print(line, file=sys.stderr, flush=True)
+            self.log_change(f"session {session.name}{task}: {reason}")
         if agent.serve or not agent.uses_sessions or not (counts := tally.describe_failure()):
             return
         hint = "if it cannot use the model's answer, let it give a reward, such as 0"

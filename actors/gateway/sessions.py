@@ -226,7 +226,9 @@ class Session:
 
     def draft_text(self, text: str) -> Callable[[], Composed]:
         """Do the same as `draft` for a call by text without a template."""
-        texts = sorted(self.tree.list_text_nodes(), key=lambda x: (-x.text_length, -x.number))
+        answered = (node for node in self.tree.nodes if node.is_answered and not node.chain)
+        texts = [node for node in answered if node.text_digest]
+        texts.sort(key=lambda node: (-node.text_length, -node.number))
         return partial(self._run_composer, partial(self._compose_text, texts, text))
 
     def _run_composer(self, compose: Callable[[], Composed]) -> Composed:

@@ -190,6 +190,10 @@ class WorkerPool(ABC, Generic[_Worker, _Reply]):
 
         hung: it passed its deadline."""
 
+    @property
+    def wires(self) -> list[socket.socket]:
+        return [worker.wire for worker in self.workers]
+
     def compute_deadline(self, worker: _Worker) -> float:
         """Return when this worker is overdue (CLOCK_MONOTONIC seconds); inf: never."""
         if not worker.ready:
