@@ -130,20 +130,34 @@ def parse_order(
     if tokens is None:  # a chat's response may fill the context
         room = max(1, context - max(map(len, prompts)))
         tokens = room if chat else min(room, DEFAULT_TOKENS)
-    order = CompletionOrder(
+    stop = parse_stops(fields.stop)
+    if not tokens and not (fields.echo and most_likely is not None):
+        raise build_refusal("max_tokens", "0 needs echo = true and logprobs, to score the prompt")
+    count, longest = fields.count or 1, max(map(len, prompts))
+    if len(prompts) * count > MOST_COMPLETIONS:
+        raise build_refusal(
+            "n", f"asks for more than {MOST_COMPLETIONS} completions in one request"
+        )
+    if longest + tokens > context:
+        raise CallRefused(
+            400,
+            TOO_LONG,
+            f"the prompt has {longest} tokens and max_tokens is {tokens}, and "
+            f"--context = {context} is for both: shorten the prompt, or serve with a larger one",
+            "prompt",
+        )
+    return CompletionOrder(
         prompts=prompts,
         max_new_tokens=tokens,
         temperature=1.0 if fields.temperature is None else fields.temperature,
         top_p=1.0 if fields.top_p is None else fields.top_p,
         top_k=fields.top_k or 0,
-        count=fields.count or 1,
+        count=count,
         seed=fields.seed,
-        stop=parse_stops(fields.stop),
+        stop=stop,
         echo=bool(fields.echo),
         most_likely=most_likely,
     )
-    check_order(order, context)
-    return order
 
 
 def read_body(body: bytes) -> CompletionBody:
@@ -171,22 +185,3 @@ def read_body(body: bytes) -> CompletionBody:
     except msgspec.ValidationError as error:
         message, _, key_path = str(error).partition(" - at `$.")
         raise build_refusal(key_path.rstrip("`"), message) from error
-
-
-def check_order(order: CompletionOrder, context: int) -> None:
-    """Raise CallRefused for an order that the engine cannot fill."""
-    if not order.max_new_tokens and not (order.echo and order.most_likely is not None):
-        raise build_refusal("max_tokens", "0 needs echo = true and logprobs, to score the prompt")
-    if len(order.prompts) * order.count > MOST_COMPLETIONS:
-        raise build_refusal(
-            "n", f"asks for more than {MOST_COMPLETIONS} completions in one request"
-        )
-    longest = max(map(len, order.prompts))
-    if longest + order.max_new_tokens > context:
-        raise CallRefused(
-            400,
-            TOO_LONG,
-            f"the prompt has {longest} tokens and max_tokens is {order.max_new_tokens}, and "
-            f"--context = {context} is for both: shorten the prompt, or serve with a larger one",
-            "prompt",
-        )

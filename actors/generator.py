@@ -52,13 +52,6 @@ class LoadedWeights(NamedTuple):
     digest: str
 
 
-class MissingWeights(NamedTuple):
-    """An unavailable source of weights, and since when (CLOCK_MONOTONIC seconds)."""
-
-    source: m.WeightsSource
-    since: float
-
-
 @dataclass
 class GeneratorUsage:
     """Tokens, swaps and seconds of this generator, summed since its start."""
@@ -106,7 +99,8 @@ class Generator(TicketHolder):
         self.steps = DECODE_STEPS  # of the next decode call
         self.read_until = time.monotonic()  # the end of the last `read`
         self.lacks_weights = False  # the weights to load are unavailable now
-        self.missing: MissingWeights | None = None
+        self.missing: m.WeightsSource | None = None  # unavailable since `missing_since`
+        self.missing_since = 0.0  # CLOCK_MONOTONIC seconds
         limits = config.wires.connect_s, config.watchdog.startup_s
         self.patience_s = math.inf if os.environ.get("ASYNCRL_SUPERVISED") else max(limits)
         self.usage = GeneratorUsage()
@@ -214,9 +208,9 @@ class Generator(TicketHolder):
                 announcement.digest if version == announcement.label else None,
             )
         except (PeerUnreachable, FileNotFoundError) as error:
-            if self.missing is None or self.missing.source != announcement.source:
-                self.missing = MissingWeights(announcement.source, time.monotonic())
-            gone_s = time.monotonic() - self.missing.since
+            if self.missing != announcement.source:
+                self.missing, self.missing_since = announcement.source, time.monotonic()
+            gone_s = time.monotonic() - self.missing_since
             if gone_s > self.patience_s:
                 raise PeerUnreachable(
                     f"weights {version} have been unavailable for {gone_s:.0f} s: {error}; is the "

@@ -579,7 +579,9 @@ class Gateway(TicketHolder):
             while session.cuts:  # without an engine a call ends now, without tokens
                 call = session.cuts.pop()
                 numbers = (number for number, placed in self.calls.items() if placed.call is call)
-                if (number := next(numbers, None)) is not None and self.drop_call(number):
+                if (number := next(numbers, None)) is None:
+                    continue
+                if self.deferred_calls.pop(number, None) is not None or self.router.cancel(number):
                     self.on_result(m.CallResult(number, b"", b"", [], "length"))
             if self.is_expired(session.ticket):
                 self.give_up(episode, now)
@@ -599,10 +601,6 @@ class Gateway(TicketHolder):
             self.drop(episode)
             if not grant.live:
                 self.close_ticket(session.ticket_key)
-
-    def drop_call(self, number: int) -> bool:
-        """Cancel a call; True when no result will come for it."""
-        return self.deferred_calls.pop(number, None) is not None or self.router.cancel(number)
 
     def deliver(self, episode: Episode) -> None:
         """Queue the trajectory of a session that has ended, and forget the session."""

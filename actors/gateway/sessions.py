@@ -710,11 +710,6 @@ class Session:
         """The finish reason; length: a limit of the run ended it, or cut the last answer."""
         return "length" if self.limit or self.shortened else "stop"
 
-    @property
-    def forks(self) -> Mapping[str, int]:
-        """Cause -> number of training sequences beyond the first."""
-        return self.tree.forks
-
     def build_training_rows(self) -> tuple[TrainingSequence, ...]:
         """Build the training sequences, in the order of their first own calls."""
         shares = dict(self.score[2]) if self.score is not None else {}
@@ -738,7 +733,7 @@ class Session:
             "tokens": self.tokens,
             "aside": self.aside,
             "rows": self.tree.count_rows(),
-            "forks": dict(self.forks),
+            "forks": dict(self.tree.forks),
             "versions": [str(label) for label in sorted(labels)],
             "refused": self.refusals.count,
             "refusal": {"code": self.refusals.code, "message": self.refusals.why}

@@ -161,7 +161,12 @@ class SerialRun:
                     ]
                     if min(due_times) < math.inf:
                         self.clock = max(self.clock, math.ceil(min(due_times)))
-                heldout = self.numbers.take_evaluations(self.store)
+                # the store keeps only the first and the newest
+                fresh, self.store.evaluations.fresh = self.store.evaluations.fresh, []
+                for number, values in fresh:
+                    for name, value in values.items():
+                        self.numbers.finished.setdefault(name, {})[number] = value
+                heldout = any("eval/heldout" in values for _, values in fresh)
                 if self.watch is not None and heldout:
                     self.numbers.abandoned = self.watch(*self.numbers.list_mean_rewards("heldout"))
                 if self.numbers.abandoned:

@@ -141,18 +141,6 @@ class SerialRecord:
         }
         self.curve.append(row | values | compute_task_metrics(batch))
 
-    def take_evaluations(self, store: Store) -> bool:
-        """Record the evaluations that finished since the last call.
-
-        The store keeps only the first and the newest. Returns whether one of them is of held-out
-        prompts.
-        """
-        fresh, store.evaluations.fresh = store.evaluations.fresh, []
-        for number, values in fresh:
-            for name, value in values.items():
-                self.finished.setdefault(name, {})[number] = value
-        return any("eval/heldout" in values for _, values in fresh)
-
     def list_mean_rewards(self, split: str) -> tuple[list[float], list[float]]:
         """Return steps and mean rewards of the finished `heldout` or `ood` evaluations."""
         by_step = self.finished.get(f"eval/{split}", {})

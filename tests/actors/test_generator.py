@@ -373,7 +373,7 @@ def test_weights_whose_learner_is_gone_are_waited_for_by_name_until_others_are_a
     one_pass(g)
     assert g.waiting_since == since  # one wait, whose age grows, and not a new one in each pass
     # longer than wires.connect_s, shorter than a start may take
-    g.missing = g.missing._replace(since=time.monotonic() - CONNECT_S - 1)
+    g.missing_since = time.monotonic() - CONNECT_S - 1
     one_pass(g)
     # type: ignore[attr-defined]
     g.socket.inbox.append(tickets(g, announcement(2), ticket(0, 2, epoch=2)))
@@ -439,7 +439,7 @@ def test_weights_that_stay_gone_end_a_generator_of_its_own_and_never_a_supervise
         g.socket.inbox.append(tickets(g, announcement(1)))  # type: ignore[attr-defined]
         one_pass(g)
         assert g.missing is not None
-        g.missing = g.missing._replace(since=time.monotonic() - STARTUP_S - 1)
+        g.missing_since = time.monotonic() - STARTUP_S - 1
         one_pass(g)
 
     with pytest.raises(

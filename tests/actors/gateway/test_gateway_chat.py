@@ -235,7 +235,7 @@ def test_prompts_are_the_references_token_by_token(kind: str, seed: int) -> None
                 [*said, Said("assistant", text, ids), Said("user", more)],
             )
         )
-    assert set(play.session.forks) <= {"branch", "again"}
+    assert set(play.session.tree.forks) <= {"branch", "again"}
 
 
 @pytest.mark.parametrize("templated", [True, False])
@@ -290,11 +290,11 @@ def test_a_template_that_strips_thinking_forks_or_keeps() -> None:
         else:
             said = [Said("user", "go"), Said("assistant", "slow"), Said("user", "lower")]
         assert call.prompt_ids.tolist() == play.reference(said)
-        assert play.session.forks == forks
+        assert play.session.tree.forks == forks
         # a turn that is no user's strips nothing: it goes on
         answer = play.draw(call, [*play.characters("<think>er</think>low"), end], "stop")
         play.ask([*messages, answer, {"role": "tool", "content": "3"}])
-        assert play.session.forks == forks
+        assert play.session.tree.forks == forks
 
 
 THINKS = CHATML.replace(
@@ -313,7 +313,7 @@ def test_thinking_that_the_parser_took_out_is_put_back() -> None:
     assert answer == {"role": "assistant", "content": "slow"}
     call = play.ask([*messages, answer, {"role": "user", "content": "lower"}])
     said = [Said("user", "go"), Said("assistant", "", ids), Said("user", "lower")]
-    assert call.prompt_ids.tolist() == play.reference(said) and not play.session.forks
+    assert call.prompt_ids.tolist() == play.reference(said) and not play.session.tree.forks
 
 
 def test_a_history_that_was_changed_keeps_the_thinking_of_the_answers_behind_the_change() -> None:
@@ -329,7 +329,7 @@ def test_a_history_that_was_changed_keeps_the_thinking_of_the_answers_behind_the
         ids = [*play.characters(f"<think>{thought}</think>{text}"), end]
         answer = play.draw(play.ask(messages), ids, "stop")
         messages += [answer, {"role": "user", "content": "more"}]
-    assert not play.session.forks
+    assert not play.session.tree.forks
     for changed, kept in (([*messages[:2], *messages[4:]], "er o"), (messages[1:], "er o")):
         text = play.tokenizer.decode(play.ask(changed).prompt_ids.tolist())
         assert re.findall("<think>(.*?)</think>", text) == kept.split(), text
@@ -354,7 +354,7 @@ def test_a_tool_call_that_the_template_writes_otherwise_stays_as_drawn() -> None
         call = play.ask([*messages, answer, tool])
         said = [Said("user", finish), Said("assistant", "", ids), Said("tool", "3")]
         assert call.prompt_ids.tolist() == play.reference(said)
-    assert play.session.forks == {"message 0": 1}
+    assert play.session.tree.forks == {"message 0": 1}
 
 
 def test_a_history_that_was_changed_forks_and_says_where() -> None:
@@ -374,7 +374,7 @@ def test_a_history_that_was_changed_forks_and_says_where() -> None:
         assert call.prompt_ids.tolist() == play.reference(
             [Said(m["role"], m["content"]) for m in messages]
         )
-    assert play.session.forks == {"message 1": 1, "message 2": 1, "again": 1}
+    assert play.session.tree.forks == {"message 1": 1, "message 2": 1, "again": 1}
     # a template that writes the tools: others than before are another prompt
     told = Play(Kind("{{ tools | tojson }}" + CHATML, "", chatml_head, "<|im_end|>", "\n"))
     answer = told.draw(told.ask(one, tools=tools), [*play.characters("low"), end], "stop")
@@ -384,7 +384,7 @@ def test_a_history_that_was_changed_forks_and_says_where() -> None:
         "no list rather than an empty one"
     )
     assert told.ask([*one, answer, more]).node.parent is None
-    assert told.session.forks == {"tools": 1}
+    assert told.session.tree.forks == {"tools": 1}
 
 
 def test_of_two_equal_answers_the_newest_goes_on_and_calls_have_ids_of_their_own() -> None:
@@ -430,7 +430,7 @@ def test_text_without_a_template_goes_on_from_its_answer() -> None:
     third = play.session.accept(play.session.draft_text("1+1=lowerx!")(), now=0.0)
     assert third.node.parent is second.node
     assert play.session.accept(play.session.draft_text("1+1=slow")(), now=0.0).node.parent is None
-    assert play.session.forks == {"text": 1}
+    assert play.session.tree.forks == {"text": 1}
 
 
 def test_a_stop_string_is_cut_from_the_text_and_its_ids_stay() -> None:

@@ -71,7 +71,7 @@ def test_messages_with_tools_go_on_in_one_row(served: Served) -> None:
     )
     # type: ignore[union-attr]
     assert second.content[0].text == "answer 1" and second.stop_reason == "end_turn"
-    assert len(opened.session.build_training_rows()) == 1 and opened.session.forks == {}
+    assert len(opened.session.build_training_rows()) == 1 and opened.session.tree.forks == {}
     text = served.service.tokenizer.decode(opened.session.tree.nodes[1].build_prompt())
     assert f"{BOTH}<|im_end|>\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>user\nand?" in text
     assert text.startswith("<|im_start|>system\nbe<|im_end|>")
@@ -193,7 +193,7 @@ def test_responses_with_tools_go_on_in_one_row(served: Served) -> None:
     # type: ignore[list-item]
     second = talk.responses.create(model="policy", instructions="be", input=said, tools=[FUNCTION])
     assert second.output_text == "answer 1" and second.id == f"resp_{opened.session.name}-1"
-    assert len(opened.session.build_training_rows()) == 1 and opened.session.forks == {}
+    assert len(opened.session.build_training_rows()) == 1 and opened.session.tree.forks == {}
     # its id is good for a reward
     body = {"reward": 1.0, "calls": {second.id: 0.5}}
     assert post(served, opened, "/reward", body).status_code == 200

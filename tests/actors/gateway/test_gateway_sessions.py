@@ -202,7 +202,7 @@ def test_forks_are_counted_by_cause() -> None:
     for prompt in ((1,), (2,), (1, 5), (1, 5, 6), (1, 5, 7)):
         answer(made, made.place_ids(ids(*prompt), now=0.0), ids(5))
     # (1, 5) goes on from the first call, (1, 5, 7) branches from it too
-    assert made.forks == {"ids": 1, "branch": 2}
+    assert made.tree.forks == {"ids": 1, "branch": 2}
     assert len(made.build_training_rows()) == 4
 
 

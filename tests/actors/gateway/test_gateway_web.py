@@ -132,7 +132,7 @@ def test_a_chat_goes_on_in_one_row(served: Served) -> None:
         assert answer.usage and answer.usage.completion_tokens == len("answer 0") + 1
         assert answer.usage.total_tokens == answer.usage.prompt_tokens + len("answer 0") + 1
         said += [choice.message, {"role": "user", "content": "more"}]
-    assert len(opened.session.build_training_rows()) == 1 and opened.session.forks == {}
+    assert len(opened.session.build_training_rows()) == 1 and opened.session.tree.forks == {}
     assert opened.session.build_training_rows()[0].mask.count(1) == 3 * (len("answer 0") + 1)
 
 

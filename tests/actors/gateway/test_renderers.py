@@ -81,7 +81,7 @@ def test_a_tool_call_and_a_bridged_turn_are_one_row(served: Served) -> None:
     more = {"prompt_ids": bridged.token_ids, "prompt_attribution": bridged, "tools": tools}
     second = asked(served, opened, Qwen3RendererConfig(), **more)
     assert second["content"] == "three" and second["finish_reason"] == "stop"
-    assert len(opened.session.build_training_rows()) == 1 and opened.session.forks == {}
+    assert len(opened.session.build_training_rows()) == 1 and opened.session.tree.forks == {}
     assert opened.session.aside == 0
 
 
