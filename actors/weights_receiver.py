@@ -38,7 +38,7 @@ class PulledWeights(NamedTuple):
 
 
 class WeightsReceiver:
-    """A reader of announced versions."""
+    """A reader of announced versions; `bytes_over_socket` excludes shared memory."""
 
     def __init__(self, config: Config, reader_id: str) -> None:
         self.config = config
@@ -51,6 +51,7 @@ class WeightsReceiver:
         self.tensors: dict[str, Any] = {}  # views of `buffer`
         self.client: weight_transport.WeightsClient | None = None
         self.pair: PairClient | None = None
+        self.bytes_over_socket = 0
         self.fetch_s = self.fetched_mb = 0.0  # seconds and megabytes over a socket, summed
 
     def collect_metrics(self) -> dict[str, float]:
@@ -95,6 +96,7 @@ class WeightsReceiver:
             finally:
                 self.fetch_s += time.monotonic() - began
                 self.fetched_mb += (self.client.bytes_received - bytes_before) / 1e6
+            self.bytes_over_socket = self.client.bytes_received
             if not digest:
                 return None
             probe = self.client.probe
