@@ -271,7 +271,7 @@ def test_drafts_pay_while_the_gain_is_above_their_cost() -> None:
     policy = DraftPolicy(6, "auto")
     assert vars(policy) == {
         "draft_tokens": 6,
-        "rows": None,
+        "rows": "auto",
         "seconds": {},
         "lookup_s": 0.0,
         "looked_up": 0,
@@ -337,14 +337,6 @@ def test_the_measurement_leaves_nothing_behind(model: Any, exact: bool) -> None:
     assert all(plain > 0 < verified for plain, verified in e.drafts.seconds.values())
     plain = run(engine(model, slots=2, fixed=exact), requests(2, 2))
     assert_same(run(e, requests(2, 2)), plain, bitwise=exact)
-
-
-@pytest.mark.parametrize(("draft_rows", "rows"), [("auto", None), (2, 2)])
-def test_the_policy_of_a_config(draft_rows: int | str, rows: int | None) -> None:
-    own = {"speculate": 3, "draft_rows": draft_rows}
-    config = load.build({"model": {"path": "m"}, "task": {"name": "sort"}, "generator": own})
-    made = DraftPolicy.from_config(config.generator)
-    assert (made.draft_tokens, made.rows) == (3, rows)
 
 
 def test_a_config_switches_it_on(sort_model: Path, tmp_path: Path) -> None:
