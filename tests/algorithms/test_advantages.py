@@ -1,6 +1,5 @@
 """Rewards to advantages where it can go wrong: equal rewards, cut answers, rewards per token,
-baselines, KL charges.  By hand, float64.
-"""
+baselines, KL charges.  By hand, float64."""
 
 from __future__ import annotations
 
@@ -57,8 +56,6 @@ def got(b: LossBatch, **keys: Any) -> list[float]:
     return prepared(b, **keys).advantage.tolist()
 
 
-# ---- equal rewards -------------------------------------------------------------------------------
-
 INEXACT = [0.7, 0.1, 1 / 3, -0.3, 1e-3, 0.0, 1.0, 12345.678]
 
 
@@ -66,8 +63,7 @@ INEXACT = [0.7, 0.1, 1 / 3, -0.3, 1e-3, 0.0, 1.0, 12345.678]
 @pytest.mark.parametrize("ulps", [0, 1])
 def test_rewards_that_are_equal_to_rounding_teach_exactly_nothing(value: float, ulps: int) -> None:
     """In float32, where the mean of eight times 0.7 is not 0.7; and where one was computed another
-    way, an ulp off.
-    """
+    way, an ulp off."""
     r = torch.full((24,), value)
     for _ in range(ulps):
         r[::3] = torch.nextafter(r[::3], torch.tensor(torch.inf)) if value else 0.0
@@ -100,8 +96,7 @@ def test_rewards_that_are_equal_to_rounding_teach_exactly_nothing(value: float, 
 @pytest.mark.parametrize("rewards", ["raw", "whiten", "unit"])
 def test_equal_rewards_are_nothing_through_the_whole_pre_pass(name: str, rewards: str) -> None:
     """float32, as the learner gives them.  A second group with a spread makes the batch's scaling a
-    real one.
-    """
+    real one."""
     for equal in (0.7, 0.1):
         b = answers([1, 3, 2] * 2, [equal] * 3 + [0.0, 1.0, 0.3], groups=[0, 0, 0, 1, 1, 1])
         b.rewards, b.behavior = b.rewards.float(), b.behavior.float()
@@ -145,17 +140,6 @@ def test_not_a_number_stays_one_and_is_seen() -> None:
     assert adv.compute_grpo(r, groups)[2:].tolist() == [0, 0]
 
 
-def test_scaling_by_the_spread_of_others() -> None:
-    assert adv.scale_to_unit(vec(5, 0), vec(1, 3)).tolist() == [2, -0.5]
-    values = adv.whiten(vec(5, 0), eps=0.0, reference=vec(1, 3))
-    assert values.tolist() == (pytest.approx([3 / math.sqrt(2), -2 / math.sqrt(2)]))
-    assert adv.scale_to_unit(vec(5, 0), vec(2, 2)).tolist() == [0, 0]
-    assert adv.whiten(vec(5, 0), reference=vec(2, 2)).tolist() == [0, 0]
-
-
-# ---- answers that were cut -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("how", "wanted"),
     [
@@ -169,8 +153,7 @@ def test_scaling_by_the_spread_of_others() -> None:
 )
 def test_what_a_cut_answer_gets(how: dict[str, Any], wanted: list[float]) -> None:
     """Of 5 tokens and of 8, the limit; the second was cut.  `soft` looks at lengths: 1 of 4 tokens
-    of the ramp, and all.
-    """
+    of the ramp, and all."""
     p = prepared(
         answers([5, 8], [0.5, 2.0], cut=[1]),
         advantage={"name": "reinforce", "baseline": "none", **how},
@@ -179,9 +162,6 @@ def test_what_a_cut_answer_gets(how: dict[str, Any], wanted: list[float]) -> Non
     assert p.metrics["reward/mean"] == 1.25 and p.metrics["answer/truncated_share"] == 0.5
     used = sum(wanted) / 2 if how["truncated"] != "mask" else 1.25
     assert p.metrics["reward/used_mean"] == pytest.approx(used)
-
-
-# ---- baselines are shaped as the rewards are -----------------------------------------------------
 
 
 def beside(*, cut: list[bool], lengths: list[int]) -> LossBatch:
@@ -231,13 +211,9 @@ def test_the_running_mean_is_of_rewards_as_they_were_used() -> None:
     assert p.metrics["reward/mean"] == 2
 
 
-# ---- rewards per token ---------------------------------------------------------------------------
-
-
 def test_process_supervision_by_hand() -> None:
     """Steps: what is rewarded, and each answer's end.  Rewards 1, 0 | 3: mean 4/3, deviation
-    sqrt(7/3).
-    """
+    sqrt(7/3)."""
     s = math.sqrt(7 / 3)
     b = answers([3, 2], [1.0, 3.0], token_rewards=vec(1, 0, 0, 0, 3))
     how = {"name": "grpo", "eps": 0.0}
@@ -253,8 +229,7 @@ def test_process_supervision_by_hand() -> None:
 
 def test_a_kl_charge_makes_no_step() -> None:
     """0.1 a token, taken off the step that it belongs to: 1 - 0.1, 0 - 0.2 | 3 - 0.2; what follows
-    the last step is the last step's.
-    """
+    the last step is the last step's."""
     many = {"start": torch.full((5,), -0.5, dtype=D), "reference": torch.full((5,), -1.0, dtype=D)}
     b = answers([3, 2], [1.0, 3.0], token_rewards=vec(1, 0, 0, 0, 3), **many)
     r = np.array([0.9, -0.2, 2.8])
@@ -277,20 +252,6 @@ def test_one_step_an_answer_is_the_outcome_form(kl: dict[str, Any]) -> None:
     b.token_rewards = adv.place_on_last_token(b.rewards, b.mask, b.seq)
     assert got(b, advantage={"name": "grpo"}, kl=kl) == pytest.approx(whole)
     assert max(map(abs, whole)) > 0.5
-
-
-def test_what_comes_on_skipped_tokens_counts_for_the_one_before() -> None:
-    seq = torch.tensor([0, 0, 0, 0, 1, 1, 2])
-    m = torch.tensor([True, False, True, False, False, True, False])
-    values = adv.credit_trained_tokens(vec(1, 2, 3, 4, 5, 6, 7), m, seq)
-    assert values.tolist() == [3, 0, 7, 0, 0, 6, 0]
-    step = torch.tensor([False, True, False, False, False, True, False])
-    assert adv.sum_by_step(vec(1, 2, 3, 4, 5, 6, 7), step, seq).tolist() == [0, 10, 0, 0, 0, 11, 0]
-    values = adv.find_step_ends(vec(0, 0, 2, 0, 0, 0, 0), m, seq, 3)
-    assert values.tolist() == [False, False, True, False, False, True, False]
-    values = adv.find_step_ends(vec(1, 9, 0, 9, 9, 0, 9), m, seq, 3)
-    assert values.tolist() == [True, False, True, False, False, True, False]
-    assert adv.credit_trained_tokens(vec(), m[:0], seq[:0]).tolist() == []
 
 
 def gae(b: LossBatch, **more: Any) -> list[float]:
@@ -323,8 +284,7 @@ def test_rewards_per_token_are_shaped_so_that_the_answers_total_is(
     how: dict[str, Any], wanted: list[float]
 ) -> None:
     """0.5, 0.25 | 0.25, 0.75, the second cut: totals 0.75 and 1; scaling multiplies each token's,
-    and its shift comes with the last.
-    """
+    and its shift comes with the last."""
     b = answers([2, 2], [9.0, 9.0], cut=[1], token_rewards=vec(0.5, 0.25, 0.25, 0.75))
     assert gae(b, **how) == pytest.approx(wanted, abs=1e-6)
 
@@ -348,8 +308,7 @@ def test_rewards_on_skipped_tokens_are_owed_to_the_trained_one_before() -> None:
 
 def test_a_step_that_ends_on_a_skipped_token_ends_on_the_trained_one_before() -> None:
     """Steps of 2, 4 | 6, all said on skipped tokens or behind them: mean 4, deviation 2; found by
-    the rewards, or told.
-    """
+    the rewards, or told."""
     b = answers([5, 1], [9.0, 9.0], token_rewards=vec(0, 2, 0, 0, 4, 6))
     b.mask = torch.tensor([True, False, True, True, False, True])
     wanted = [-1, 0, 0, 0, 0, 1]
@@ -415,8 +374,7 @@ def sample(rewards: list[float] | None, n: int, reward: float) -> Trajectory:
 
 def test_token_rewards_of_a_mixed_batch() -> None:
     """All tokens rewarded: steps where it is not 0, and the end.  Some said nothing of: steps where
-    something was said, 0 too.  None: the end.
-    """
+    something was said, 0 too.  None: the end."""
     rewards, steps = _collect_token_rewards(
         [
             sample([0.5, 0, 0], 3, 9.0),
@@ -431,13 +389,9 @@ def test_token_rewards_of_a_mixed_batch() -> None:
         _collect_token_rewards([sample([1, 2], 3, 1.0)])
 
 
-# ---- KL in the reward ----------------------------------------------------------------------------
-
-
 def test_tokens_outside_the_loss_are_not_charged() -> None:
     """The first token is 9 versions old under a limit of 4: neither its 5 nats count, nor does it
-    in nats an answer.
-    """
+    in nats an answer."""
     b = answers([2, 1], [1.0, 1.0], start=vec(4, -0.5, -1), reference=vec(-1, -1, -1))
     b.token_lag = torch.tensor([9, 0, 0])
     how = {

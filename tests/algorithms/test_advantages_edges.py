@@ -1,6 +1,5 @@
 """Advantages at their edges: groups of several sizes, discounts, skipped tokens, answers without a
-token, the small constants.  float64.
-"""
+token, the small constants.  float64."""
 
 from __future__ import annotations
 
@@ -99,8 +98,6 @@ def test_rewards_move_to_the_step_or_the_token_that_earned_them() -> None:
     )
 
 
-# ---- token by token ------------------------------------------------------------------------------
-
 SEQ = torch.tensor([0, 0, 0, 1, 1])
 MASK = yes(1, 0, 1, 1, 1)
 R, V = vec(1, 99, 2, 0, 4), vec(0.5, 77, 1.5, 2, 3)
@@ -108,8 +105,7 @@ R, V = vec(1, 99, 2, 0, 4), vec(0.5, 77, 1.5, 2, 3)
 
 def test_residuals_skip_what_is_outside_the_mask_and_end_in_the_bootstrap() -> None:
     """r + gamma V' - V: the next value of the first token is the third's, 1.5; the answers end in
-    10 and 0.
-    """
+    10 and 0."""
     g = 0.5
     delta = [1 + g * 1.5 - 0.5, 0, 2 + g * 10 - 1.5, 0 + g * 3 - 2, 4 + g * 0 - 3]
     assert adv.compute_td_residual(R, V, MASK, SEQ, vec(10, 0), g).tolist() == pytest.approx(delta)
@@ -118,7 +114,8 @@ def test_residuals_skip_what_is_outside_the_mask_and_end_in_the_bootstrap() -> N
     d, lam = delta, 0.8
     want = [d[0] + g * lam * d[2], 0, d[2], d[3] + g * lam * d[4], d[4]]
     a, returns = adv.compute_gae(R, V, MASK, SEQ, vec(10, 0), gamma=g, lam=lam)
-    assert a.tolist() == pytest.approx(want) and returns.tolist() == pytest.approx(
+    assert a.tolist() == pytest.approx(want)
+    assert returns.tolist() == pytest.approx(
         [want[0] + 0.5, 0, want[2] + 1.5, want[3] + 2, want[4] + 3]
     )
     a, _ = adv.compute_gae(R, V, MASK, SEQ, vec(10, 0))  # gamma 1, lambda 0.95
@@ -150,9 +147,6 @@ def test_returns_to_go_are_whitened_over_the_mask() -> None:
     )
 
 
-# ---- scaling -------------------------------------------------------------------------------------
-
-
 def test_whitening_takes_its_constant_and_its_population() -> None:
     x = vec(1, 2, 6)
     std = math.sqrt(7)
@@ -175,6 +169,7 @@ def test_rewards_in_the_unit_interval() -> None:
     assert adv.scale_to_unit(vec(2, 4, 6)).tolist() == [0, 0.5, 1]
     assert adv.scale_to_unit(vec(5, 8), reference=vec(2, 6)).tolist() == [0.75, 1.5]
     assert adv.scale_to_unit(vec(3, 3)).tolist() == [0, 0]
+    assert adv.scale_to_unit(vec(5, 0), vec(2, 2)).tolist() == [0, 0]
     assert adv.scale_to_unit(vec()).tolist() == []
 
 

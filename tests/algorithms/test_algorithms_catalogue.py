@@ -1,6 +1,5 @@
 """The catalogue, entry by entry: every surrogate in the real loss, stop-gradients, repairs and
-stops, diagnostics by hand.  float64.
-"""
+stops, diagnostics by hand.  float64."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from algorithms_kit import (
     theta,
 )
 
-from asyncrl.algorithms import advantages, stopping, surrogates
+from asyncrl.algorithms import advantages, surrogates
 from asyncrl.algorithms import loss as sl
 from asyncrl.algorithms.batch import LossBatch, compute_advantage
 from asyncrl.config import presets, rules
@@ -53,8 +52,7 @@ def test_every_surrogate_is_the_same_for_any_split(name: str) -> None:
 @pytest.mark.parametrize("name", surrogates.SURROGATES)
 def test_the_policy_term_is_linear_in_the_logprobs(name: str) -> None:
     """All but lp is detached: the gradient carries no gradient of its own, and one micro-batch's
-    says nothing of another.
-    """
+    says nothing of another."""
     b, c = surrogate(name)
     lp = theta(b)
     prep = sl.prepare(b, c)
@@ -69,8 +67,7 @@ def test_the_policy_term_is_linear_in_the_logprobs(name: str) -> None:
 
 def test_decoupled_ppo_by_hand() -> None:
     """One answer of three tokens, A = +1/2 each; rho = 3, 1, 1 truncated at 2; r = 1.1, 1.5 (cut),
-    0.5 (open for A > 0).
-    """
+    0.5 (open for A > 0)."""
     rho, r = vec(3, 1, 1), vec(1.1, 1.5, 0.5)
     behavior = vec(-1, -1, -1)
     zero = torch.zeros(4, dtype=torch.long)
@@ -90,9 +87,6 @@ def test_decoupled_ppo_by_hand() -> None:
     _, grad, sums = gradient(b, c, lp)
     assert grad.tolist() == pytest.approx([-2 * 1.1 * 0.5 / 3, 0, -0.5 * 0.5 / 3, 0])
     assert float(sums["loss/policy"]) == pytest.approx(-(2 * 1.1 + 1.2 + 0.5) * 0.5 / 3)
-
-
-# ---- IS-reshape and its repairs ------------------------------------------------------------------
 
 
 def test_repair_b_looks_at_w_and_not_at_its_power() -> None:
@@ -116,33 +110,9 @@ def test_gamma_zero_in_the_power_form_has_no_gradient() -> None:
     assert t.coefficient.tolist() == [0, 0] and t.objective.tolist() == [1, -1]
 
 
-def test_repair_c_adds_the_gradient_of_the_penalty() -> None:
-    b = batch(6)
-    b.proximal = b.behavior.clone()
-    lp = theta(b)
-    run = {"loss": {"surrogate": "reshape"}, "correction": {"proximal": "behavior"}}
-    plain = gradient(b, config(**run), lp)[1]
-    more = gradient(b, config(**run, reshape={"kl_penalty": 0.3, "kl_estimator": "k2"}), lp)[1]
-    pull = torch.where(b.mask, 0.3 * (lp - b.behavior).detach(), 0.0) / b.mask.sum()
-    assert torch.allclose(more - plain, pull)
-
-
-# ---- stops and controllers -----------------------------------------------------------------------
-
-
-def test_the_stop_statistic_by_hand() -> None:
-    x = vec(2, 0.5, 9).log()
-    a, w = stopping.sum_kl(x, vec(1, 2, 5), torch.tensor([True, True, False]))
-    assert float(a) == pytest.approx((1 - math.log(2)) + 2 * (-0.5 + math.log(2))) and float(w) == 3
-
-
-# ---- rewards -------------------------------------------------------------------------------------
-
-
 def three(**keys: Any) -> torch.Tensor:
     """Advantages [6] of three answers of one group: 1, 2 and 3 tokens, rewards 1, 0, 2; the last
-    one truncated.
-    """
+    one truncated."""
     return numbers_of_three(**keys)[0]
 
 
@@ -212,12 +182,6 @@ def test_clipped_value_loss_by_hand() -> None:
     # max((3-2)^2, (1.2-2)^2), max((0.5-2)^2, (0.8-2)^2)
     assert loss.tolist() == pytest.approx([0.5, 0.5 * 2.25])
     assert torch.autograd.grad(loss.sum(), v)[0].tolist() == pytest.approx([1.0, -1.5])
-
-
-# ---- diagnostics ---------------------------------------------------------------------------------
-
-
-# ---- the user's own, presets ---------------------------------------------------------------------
 
 
 def half(

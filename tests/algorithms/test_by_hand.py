@@ -1,6 +1,5 @@
 """A run whose processes a person starts, in terminals of their own: it ends as one under a
-supervisor does, and says what is wrong on the way.
-"""
+supervisor does, and says what is wrong on the way."""
 
 from __future__ import annotations
 
@@ -146,8 +145,7 @@ def test_it_ends_as_under_a_supervisor_and_who_comes_later_is_told(hand: Hand) -
 
 def test_a_generator_may_leave_and_all_may_be_stopped(hand: Hand) -> None:
     """A lease lasts ten minutes here: what the one that left had held comes back because it said
-    so.
-    """
+    so."""
     words = ("learner.steps=4000", "wires.lease_s=600", "generators=2", "evaluation.every=0")
     for name in ("buffer", "learner", "generator-0", "generator-1"):
         hand.start(name, *words)
@@ -178,9 +176,10 @@ def test_a_generator_may_leave_and_all_may_be_stopped(hand: Hand) -> None:
     assert at + 20 <= summary["steps"] < 4000 and not (hand.dir / "model").exists()
     assert f"continue with: asyncrl run --resume {hand.dir}" in hand.said("buffer")
     dead = hand.doctor()
-    assert dead.code == 4 and {
-        p["name"]: p["code"] for p in dead.json["processes"]
-    } == dict.fromkeys(("buffer", "learner", "generator-0", "generator-1"), 130)
+    assert dead.code == 4
+    assert {p["name"]: p["code"] for p in dead.json["processes"]} == dict.fromkeys(
+        ("buffer", "learner", "generator-0", "generator-1"), 130
+    )
     assert (
         f"Not finished: {summary['steps']} of 4000 steps" in (hand.dir / "report.html").read_text()
     )

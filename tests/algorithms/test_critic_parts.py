@@ -1,6 +1,5 @@
 """The value head's parts by themselves: how it begins, what a step of it takes, what it refuses to
-load.
-"""
+load."""
 
 from __future__ import annotations
 
@@ -91,8 +90,7 @@ def test_biases_are_drawn_as_zero_also_those_of_norms() -> None:
 
 def stepped(c: Any, rate: float, gradient: float = 3.0) -> tuple[float, torch.Tensor]:
     """One step with the same gradient on every parameter: (what it says, how far the head's weight
-    moved).
-    """
+    moved)."""
     before = head(c).clone()
     for p in c.critic.trainer.parameters:
         p.grad = torch.full_like(p, gradient)

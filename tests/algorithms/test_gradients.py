@@ -255,13 +255,6 @@ def test_named_parts_come_with_a_batch_where_every_answer_has_them(model_dir: Pa
     assert pack(given).parts is None
 
 
-def test_a_learner_trains_with_a_baseline_of_tokens(model_dir: Path) -> None:
-    learner = core(model_dir, advantage={"name": "otb"})
-    before = weights(learner)
-    row = learner.train(batch())
-    assert row["optim/steps"] == 1 and not torch.equal(before, weights(learner))
-
-
 def test_a_gradient_in_bfloat16_is_kept_as_it_was() -> None:
     alignment = GradientAlignment(0.0)
     first, second = (torch.tensor(x, dtype=torch.bfloat16) for x in ([1.0, 0.0], [1.0, 1.0]))

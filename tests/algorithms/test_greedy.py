@@ -1,7 +1,6 @@
 """A greedy generator, a reader that does not read, a learner that asks for all or for nothing, a
 disk that does not come back: what each may make the buffer hold is counted, and the others are
-answered.
-"""
+answered."""
 
 from __future__ import annotations
 
@@ -48,8 +47,7 @@ def begun(tmp_path: Path) -> Iterator[Any]:
 
 class Flood:
     """A socket with another message of one peer whenever it is asked; the service is stopped after
-    `most`, and `sent` keeps what it says, each with the number of messages taken in before.
-    """
+    `most`, and `sent` keeps what it says, each with the number of messages taken in before."""
 
     def __init__(self, service: BufferService, message: Any, most: int) -> None:
         self.service, self.message, self.most = service, message, most

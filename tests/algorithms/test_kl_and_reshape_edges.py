@@ -1,6 +1,5 @@
 """KL terms, gamma and the stops by hand: values, slopes, truncation, discounts, and the constants a
-configuration leaves out.  float64.
-"""
+configuration leaves out.  float64."""
 
 from __future__ import annotations
 
@@ -60,8 +59,7 @@ def test_the_ratio_form_passes_its_gradient_through_the_ratio_too() -> None:
 )
 def test_the_prefix_form_by_hand(discount: float, truncate: float) -> None:
     """W_1 = e^0.2, W_2 = e^0.7 | W_1 = e^-0.25; a token is pulled by its own k1 and by the
-    discounted k3 of what follows it.
-    """
+    discounted k3 of what follows it."""
     w = [min(math.exp(v), truncate) for v in (0.2, 0.7, -0.25)]
     x = [0.4, -0.3, 1.0]
     value = [a * k3(b) for a, b in zip(w, x, strict=True)]
@@ -97,31 +95,8 @@ def test_the_exact_steps_form_by_hand(discount: float, truncate: float) -> None:
     assert by_lp.tolist() == pytest.approx([discount * w[1] * 0.6, 0, 0])
 
 
-def test_forms_without_discount_and_truncation_are_exact_by_default() -> None:
-    for form in ("prefix", "prefix_full"):
-        more = {"step_kl": vec(0.3, 0.6, 0.9)} if form == "prefix_full" else {}
-        a = sloped(
-            lambda lp, form=form, more=more: kl.compute_term(
-                lp, REF, MU, SEQ, off_policy=form, **more
-            )
-        )
-        b = sloped(
-            lambda lp, form=form, more=more: kl.compute_term(
-                lp, REF, MU, SEQ, off_policy=form, discount=1.0, truncate=math.inf, **more
-            )
-        )
-        assert a == b
-    a = sloped(lambda lp: kl.compute_prefix_kl(lp, REF, MU, SEQ))
-    assert a == sloped(
-        lambda lp: kl.compute_prefix_kl(lp, REF, MU, SEQ, discount=1.0, truncate=math.inf)
-    )
-    b = sloped(lambda lp: kl.compute_full_prefix_kl(vec(0.3, 0.6, 0.9), lp, MU, SEQ))
-    assert b == sloped(
-        lambda lp: kl.compute_full_prefix_kl(
-            vec(0.3, 0.6, 0.9), lp, MU, SEQ, discount=1.0, truncate=math.inf
-        )
-    )
-    # sums 30 and -15: the sum is cut, not its parts
+def test_the_sum_before_a_token_is_cut_and_not_its_parts() -> None:
+    # sums 30 and -15
     far = kl.compute_prefix_weights(vec(0, 0), vec(-30, 45), torch.tensor([0, 0]))
     assert far.tolist() == pytest.approx([math.exp(20), math.exp(-15)])
     assert kl.compute_full_prefix_kl(
@@ -144,8 +119,7 @@ def test_errors_of_forms() -> None:
 
 def test_the_controller_of_the_paper() -> None:
     """beta (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon), with a target of 6 and a horizon of
-    10000.
-    """
+    10000."""
     assert kl.adapt_beta(2.0, 6.6, 6.0, 100, 1000) == pytest.approx(2 * (1 + 0.1 * 0.1))
     assert kl.adapt_beta(2.0, 99, 6.0, 100, 1000) == pytest.approx(2 * 1.02)
     assert kl.adapt_beta(2.0, 5.4, 6.0, 100, 1000) == pytest.approx(2 * 0.99)
@@ -158,9 +132,6 @@ def test_the_controller_of_the_paper() -> None:
     assert kl.KLController(1.0).update(99, 10**6) == 1.0
     with pytest.raises(ConfigError, match="controller = pid: choose one of fixed, adaptive"):
         kl.KLController(1.0, "pid").update(1.0, 1)
-
-
-# ---- reshape -------------------------------------------------------------------------------------
 
 
 def test_gamma_base_and_the_kl_of_the_batch() -> None:
@@ -250,6 +221,7 @@ def test_clip_cov_has_no_objective_where_it_has_no_gradient() -> None:
     t = surrogates.compute_clip_cov(vec(0.1, 0.1), vec(1, 1), chosen)
     assert t.objective.tolist() == pytest.approx([0, math.exp(0.1)])
     assert t.coefficient.tolist() == pytest.approx([0, math.exp(0.1)])
+    assert t.clipped.tolist() == [surrogates.HIGH, surrogates.OPEN]
 
 
 def test_the_two_forms_and_repair_b_by_hand() -> None:
@@ -335,13 +307,9 @@ def test_unknown_words_of_reshape(keys: dict[str, str], said: str) -> None:
         surrogates.compute_reshape(vec(1), vec(1), vec(1), c)
 
 
-# ---- stops ---------------------------------------------------------------------------------------
-
-
 def test_the_share_of_a_step_that_fits() -> None:
     """sqrt(KL) adds like a distance: of 0.2 (budget 0.04) 0.15 are spent (0.0225); a full step
-    takes 0.1 (0.01), or all of it if unknown.
-    """
+    takes 0.1 (0.01), or all of it if unknown."""
     assert stopping.compute_step_share(0.0225, 0.04, 0.01) == pytest.approx(0.5)
     assert stopping.compute_step_share(0.0225, 0.04) == pytest.approx(0.25)
     assert stopping.compute_step_share(0.0, 0.04, 0.01) == 1

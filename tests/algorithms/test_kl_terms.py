@@ -1,6 +1,5 @@
 """KL in the reward and in the loss: each with its own coefficient, estimator and reference, alone
-and at once; and their config.
-"""
+and at once; and their config."""
 
 from __future__ import annotations
 
@@ -22,8 +21,6 @@ from learner import step as learner_step
 from learner.batch import pack
 from learner.step import LearnerCore
 
-# ---- the config ----------------------------------------------------------------------------------
-
 GONE = [
     (
         "coefficient = 0.1",
@@ -40,11 +37,6 @@ GONE = [
         "kl.estimator: was replaced; write kl.reward.estimator or kl.loss.estimator",
     ),
     ('controller = "adaptive"', "kl.controller: is called kl.reward.controller here; write that"),
-    ("target = 3.0", "kl.target: is called kl.reward.target here; write that"),
-    ("horizon = 3", "kl.horizon: is called kl.reward.horizon here; write that"),
-    ('off_policy = "ratio"', "kl.off_policy: is called kl.loss.off_policy here; write that"),
-    ("discount = 0.5", "kl.discount: is called kl.loss.discount here; write that"),
-    ("truncate = 2.0", "kl.truncate: is called kl.loss.truncate here; write that"),
 ]
 
 
@@ -95,8 +87,7 @@ def test_defaults_and_presets(tmp_path: Path) -> None:
 
 def test_a_preset_on_the_command_line_replaces_the_files_terms(tmp_path: Path) -> None:
     """A resolved file gives every key; those that a preset decides give way, those of the command
-    line do not.
-    """
+    line do not."""
     path = written(
         tmp_path,
         '[kl.reward]\ncoefficient = 0.5\nestimator = "k2"\ncontroller = "adaptive"\ntarget = 3.0\n'
@@ -116,13 +107,9 @@ def test_a_preset_on_the_command_line_replaces_the_files_terms(tmp_path: Path) -
     assert target in noted
 
 
-# ---- the terms -----------------------------------------------------------------------------------
-
-
 def test_both_at_once_are_the_sum_of_each_alone() -> None:
     """The reward's acts through the advantages, linear in it with rloo; the loss's is added:
-    nothing of one is in the other.
-    """
+    nothing of one is in the other."""
     b = drawn(7)
     b.start = b.proximal
     lp = theta(b)
@@ -185,9 +172,6 @@ def test_it_is_measured_at_the_start_or_at_the_behaviour_policy_if_asked() -> No
         sl.prepare(b, config(kl={"reward": {"coefficient": 0.2}}, **how))
 
 
-# ---- in the learner ------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("kl")
@@ -247,8 +231,7 @@ def test_a_reference_is_in_memory_once(
 
 def test_two_references_in_one_run(models: dict[str, Path]) -> None:
     """The metrics are of the loss's reference; the reward's charge is of its own.  Off policy:
-    start is not mu.
-    """
+    start is not mu."""
     c = learner(
         models,
         kl=kl(models, "a", "b"),
@@ -284,8 +267,7 @@ def test_what_the_start_costs_under_a_bypass(
     models: dict[str, Path], at: str, forwards: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One forward of the policy, beside the reference's, and none where the recorded policy is
-    asked for.
-    """
+    asked for."""
     c = learner(
         models,
         kl={"reward": {"coefficient": 0.2, "at": at}},

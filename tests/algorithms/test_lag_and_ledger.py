@@ -1,6 +1,5 @@
 """The pure rules of the buffer by hand: room, places, injected lags, the tree's lags, and the
-ledger's lines.
-"""
+ledger's lines."""
 
 from __future__ import annotations
 
@@ -21,8 +20,6 @@ from asyncrl.contract.messages import (
 )
 from asyncrl.contract.versions import Label, PolicyTree
 from buffer.ledger import Ledger, LedgerSums, read_bins, sum_tokens
-
-# ---- admission -----------------------------------------------------------------------------------
 
 
 def test_room_is_one_batch_more_than_the_limit_or_what_the_bytes_allow() -> None:
@@ -75,9 +72,6 @@ def test_a_samples_lag_is_that_of_its_oldest_token() -> None:
     assert lags == [(0, 4, 3), (4, 6, 5), (6, 9, 2)]
     assert admission.compute_sample_lag(lags) == 5
     assert admission.compute_sample_lag([]) == 0
-
-
-# ---- versions ------------------------------------------------------------------------------------
 
 
 def branched() -> PolicyTree:
@@ -152,9 +146,6 @@ def test_labels_name_policies_and_never_two() -> None:
     plain.register((1, 0), None, "d")  # type: ignore[arg-type]
     plain.register((1, 1), (1, 0), "e")  # type: ignore[arg-type]
     assert plain.compute_lag((1, 0), (1, 1), 1) == 1  # type: ignore[arg-type]
-
-
-# ---- the ledger ----------------------------------------------------------------------------------
 
 
 def test_a_line_sums_tokens_and_answers_by_length() -> None:

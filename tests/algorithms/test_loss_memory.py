@@ -1,6 +1,5 @@
 """The loss over a large vocabulary holds a bounded piece of the logits at once, forward and
-backward, for any number of tokens.
-"""
+backward, for any number of tokens."""
 
 from __future__ import annotations
 

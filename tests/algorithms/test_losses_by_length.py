@@ -1,6 +1,5 @@
 """What drop, mask, downweight and no limit at all take, by the length of the answers: numbers by
-hand, and the report of real runs.
-"""
+hand, and the report of real runs."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from store_kit import sample, stale
 
 from asyncrl.contract.versions import Label
 from asyncrl.supervise.report import run_view
-from buffer.ledger import Ledger, LedgerSums, read_bins
+from buffer.ledger import LedgerSums, read_bins
 
 pytestmark = pytest.mark.slow
 
@@ -38,18 +37,6 @@ def test_mask_and_drop_say_how_long_the_answers_were() -> None:
     store.deliver(sample(a, 0, (Label(1, 0), 1)), 0.0)
     assert store.ask(1, 2)[0] == []
     assert read_bins(line(store, "dropped_stale"), "upto_") == {1: 1, 32: 17}
-
-
-def test_downweight_counts_what_faded() -> None:
-    """Limit 0, half-life 2: a token at lag 2 counts 1/2, at lag 1 1/sqrt 2."""
-    store, (a, _) = stale("downweight", half_life=2.0)
-    store.deliver(sample(a, 0, (Label(1, 0), 3), (Label(1, 1), 2), (Label(1, 2), 1)), 0.0)
-    groups, _ = store.ask(1, 2)
-    assert groups and store.commit(2, Label(1, 3), "d3")
-    got = read_bins(line(store, "trained"), "faded_upto_")
-    assert got == ({8: pytest.approx(3 * 0.5 + 2 * (1 - 0.5**0.5))})
-    totals = store.sum_ledger()
-    assert Ledger.restore(totals).compute_totals() == totals  # as a checkpoint keeps them
 
 
 def test_the_report_shows_each_length_with_its_shares() -> None:
@@ -104,6 +91,7 @@ def test_real_runs_keep_what_each_choice_promises(
     rows = run_view.build_length_ledger(
         json.loads((Path(s["run_dir"]) / "summary.json").read_text())
     )
-    assert len(rows) > 1 and all(
+    assert len(rows) > 1
+    assert all(
         f">{row[0]}</td>" in (Path(s["run_dir"]) / "report.html").read_text() for row in rows[1:]
     )

@@ -1,6 +1,5 @@
 """The tree of versions, pruned: lags of what stays do not change, and a long run's memory does not
-grow.
-"""
+grow."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ from buffer import store as module
 
 def grown(r: random.Random) -> tuple[PolicyTree, list[Label]]:
     """A tree of some lives, each from a version of the life before; the last life's labels, by
-    number.
-    """
+    number."""
     tree, line = PolicyTree(), [Label(1, 0)]
     tree.register(line[0], None, "d0")
     for epoch in range(1, r.randint(2, 6)):
@@ -88,8 +86,7 @@ def test_what_is_remembered_of_lags_follows_the_labels_and_stays_small(
 
 def test_equal_weights_without_a_known_parent_are_told_apart_by_their_number() -> None:
     """A learning rate of 0, and a buffer that was started anew: a version is as old as its number
-    says.
-    """
+    says."""
     tree = PolicyTree()
     tree.register(Label(1, 0), None, "same")
     tree.register(Label(2, 3), None, "same")

@@ -1,6 +1,5 @@
 """remax: the first sample of every group is greedy, a baseline for the others, and never trained
-on.
-"""
+on."""
 
 from __future__ import annotations
 
@@ -41,17 +40,12 @@ def test_in_a_real_run_the_baseline_is_the_likeliest_answer_and_left_out_of_the_
         return row
 
     monkeypatch.setattr(LearnerCore, "train", train)  # looks on; the run's own step does the work
-    small = (
-        "learner.steps=2",
-        "learner.groups=3",
-        "learner.group_size=4",
-        "generator.slots=12",
-        "generator.max_new_tokens=6",
-        "evaluation.every=0",
-        "evaluation.final_prompts=4",
-        "evaluation.ood_prompts=0",
-        "staleness.max_lag=0",
+    text = (
+        "learner.steps=2 learner.groups=3 learner.group_size=4 generator.slots=12 "
+        "generator.max_new_tokens=6 evaluation.every=0 evaluation.final_prompts=4 "
+        "evaluation.ood_prompts=0 staleness.max_lag=0"
     )
+    small = text.split()
     config = load.load(
         "configs/demo.toml",
         [f"model.path='{tmp_path / 'm'}'", "advantage.name=remax", f"exact={exact}", *small],
@@ -86,8 +80,7 @@ def test_in_a_real_run_the_baseline_is_the_likeliest_answer_and_left_out_of_the_
 
 def test_advantages_are_rewards_less_the_greedy_ones(tmp_path: Path) -> None:
     """The step equals that of `reinforce` without a baseline on rewards that had the greedy reward
-    taken off by hand.
-    """
+    taken off by hand."""
     from critic_kit import batch, core
 
     build_model(tmp_path / "m", "0123456789=:,#", hidden=32, layers=1)

@@ -1,6 +1,5 @@
 """Each setting of the loss does what its description says, by the amount that follows from it:
-gradients against formulas, not against runs.
-"""
+gradients against formulas, not against runs."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ import torch
 from algorithms_catalogue_kit import repaired, vec
 from algorithms_kit import D, batch, config, gradient, theta
 
-from asyncrl.algorithms import advantages, kl, reshape, stopping, surrogates
+from asyncrl.algorithms import advantages, kl, reshape, surrogates
 from asyncrl.algorithms import batch as whole_batch
 from asyncrl.algorithms import loss as sl
 from asyncrl.algorithms.batch import LossBatch
@@ -26,13 +25,9 @@ def hidden(b: LossBatch, keep: torch.Tensor) -> LossBatch:
     return b
 
 
-# ---- staleness and truncation --------------------------------------------------------------------
-
-
 def test_masked_tokens_leave_the_loss_and_its_denominator() -> None:
     """on_exceed = mask is the loss of the batch whose mask ends at the limit; a token at the limit
-    itself stays.
-    """
+    itself stays."""
     b = batch(11)
     lp = theta(b)
     got = gradient(b, config(staleness={"max_lag": 2, "on_exceed": "mask"}), lp)[1]
@@ -61,9 +56,6 @@ def test_truncated_answers_leave_the_loss_and_its_denominator() -> None:
     assert torch.allclose(got, gradient(hidden(batch(12), ~b.truncated[b.seq]), config(), lp)[1])
     assert torch.equal(got[b.truncated[b.seq]], torch.zeros_like(got[b.truncated[b.seq]]))
     assert float(got.abs().max()) > 0
-
-
-# ---- terms beside the policy's -------------------------------------------------------------------
 
 
 def with_terms(
@@ -133,13 +125,9 @@ def test_kl_in_the_loss_discounts_what_comes_later(discount: float) -> None:
     assert bool((got[~live] == 0).all())
 
 
-# ---- stops that scale the step -------------------------------------------------------------------
-
-
 def scaled(c: Any, kl: float) -> sl.StepPlan:
     """A step whose policy gives every token e^x times its probability at the start, x such that the
-    stop's estimate of their KL is `kl`.
-    """
+    stop's estimate of their KL is `kl`."""
     b = batch(15)
     b.mask[:] = True
     b.proximal = b.start = b.behavior.clone()
@@ -182,20 +170,6 @@ def test_a_small_effective_sample_size_stops_the_batch() -> None:
         assert step.lr_scale == scale and step.metrics["optim/stop_ess"] == pytest.approx(ess)
 
 
-def test_a_budget_after_its_first_step_knows_what_one_costs() -> None:
-    """A half step moved sqrt(K) by 0.1, so a full one moves it by 0.2, and of 0.3 there is 0.2
-    left: all of a step; then nothing.
-    """
-    b = stopping.KLBudget(0.09)
-    b.compute_next_share(0.0225)  # sqrt 0.15: half of the budget, g = 1/2
-    # 0.15 -> 0.25 by half a step; 0.05 of 0.2 fits
-    assert b.compute_next_share(0.0625) == pytest.approx(0.25) and b.step_kl == pytest.approx(0.04)
-    assert b.compute_next_share(0.09) == 0
-
-
-# ---- advantages ----------------------------------------------------------------------------------
-
-
 def two_groups(name: str, **keys: Any) -> torch.Tensor:
     """Advantages of two groups of two answers: 1, 2 | 1, 2 tokens, rewards 3, 1 | 7, 5."""
     seq = torch.tensor([0, 1, 1, 2, 3, 3])
@@ -217,8 +191,7 @@ def two_groups(name: str, **keys: Any) -> torch.Tensor:
 
 def test_a_group_baseline_leaves_only_what_a_group_did_not_share() -> None:
     """Rewards less their group's mean: 1, -1 | 1, -1, on 1, 2 | 1, 2 tokens; whitened over the six
-    tokens.
-    """
+    tokens."""
     raw = vec(1, -1, -1, 1, -1, -1)
     assert torch.allclose(
         two_groups("reinforce_pp", group_baseline=True), (raw - raw.mean()) / raw.std()
@@ -229,8 +202,7 @@ def test_a_group_baseline_leaves_only_what_a_group_did_not_share() -> None:
 
 def test_gae_can_be_whitened_and_cut_after_k_residuals() -> None:
     """gamma = lam = 1, V = 0.5 everywhere: residuals r - 0.5 for one token, 0 and r - 0.5 for
-    two.
-    """
+    two."""
     v = vec(*[0.5] * 6)
     whole = vec(2.5, 0.5, 0.5, 6.5, 4.5, 4.5)
     assert torch.allclose(two_groups("gae", lam=1.0, values=v), whole)
@@ -254,8 +226,7 @@ def test_advantages_of_answers_can_be_whitened() -> None:
 
 def test_process_supervision_sums_the_normalised_steps_from_a_token_on() -> None:
     """One group, answers of 3 and 2 tokens, steps of reward 2, 4 | 6: mean 4, std 2, so -1, 0 | 1;
-    a token takes what is still to come.
-    """
+    a token takes what is still to come."""
     seq, m = torch.tensor([0, 0, 0, 1, 1]), torch.ones(5, dtype=torch.bool)
     r, groups = vec(2, 0, 4, 6, 0), torch.tensor([0, 0])
     got = advantages.compute_process_grpo(r, r != 0, m, seq, groups, ddof=1, eps=0.0)
@@ -265,9 +236,6 @@ def test_process_supervision_sums_the_normalised_steps_from_a_token_on() -> None
     m[0] = False  # a token behind the mask is no step and gets nothing: 4 | 6, mean 5, std 1
     got = advantages.compute_process_grpo(r, r != 0, m, seq, groups, ddof=0, eps=0.0)
     assert got.tolist() == pytest.approx([0, -1, -1, 1, 0])
-
-
-# ---- bounds of the surrogates --------------------------------------------------------------------
 
 
 def test_reshapes_exponent_is_computed_as_exactly_as_the_ratios() -> None:
@@ -314,8 +282,7 @@ def test_cispos_upper_bound_is_relative_unless_it_is_said_to_be_absolute() -> No
 
 def test_clip_ranges_default_to_the_surrogates_own_and_are_one_sided() -> None:
     """At r = 1.3 and r = 0.7 the gradient is gone where the advantage pushes on, with 0.2 and not
-    with 0.35.
-    """
+    with 0.35."""
     b = batch(17, spread=0.0)
     b.proximal = b.behavior.clone()
     adv = advantages.compute_rloo(b.rewards, b.groups)[b.seq]
@@ -433,11 +400,3 @@ def test_a_veto_by_probability_looks_at_the_anchor_and_not_at_the_ratio() -> Non
     got = gradient(b, config(correction={"veto": "probability"}), lp)[1]
     adv = advantages.compute_rloo(b.rewards, b.groups)[b.seq]
     assert torch.allclose(got, torch.where(b.seq % 3 == 0, 0.0, -adv) / len(b.seq))
-
-
-def test_the_tokens_of_clip_cov_are_shown_as_cut() -> None:
-    t = surrogates.compute_clip_cov(
-        vec(0, 0.5, 0).exp().log(), vec(1, 1, 1), torch.tensor([True, True, False])
-    )
-    assert t.clipped.tolist() == [surrogates.HIGH, surrogates.HIGH, surrogates.OPEN]
-    assert t.coefficient.tolist() == [0, 0, 1]

@@ -1,6 +1,5 @@
 """The log ratio in three parts: engine mismatch, staleness and update, measured with the weights
-that drew each token.
-"""
+that drew each token."""
 
 from __future__ import annotations
 
@@ -12,10 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from algorithms_catalogue_kit import vec
 from signs_kl_kit import split_share
 
-from asyncrl.algorithms import split
 from asyncrl.config import load
 from asyncrl.config.tree import StalenessConfig
 from asyncrl.contract.errors import AsyncrlError
@@ -40,47 +37,6 @@ NOISE = 0.25
 def k3(x: float) -> float:
     """Of log b/a, tokens drawn by a."""
     return math.exp(x) - 1 - x
-
-
-def test_the_parts_by_hand() -> None:
-    """Three tokens: parts 0.1 0.2 0.3 | 0 0 0.5 | -0.4 0 0; lags 0, 3, 1200; keys and values of one
-    version, 2 and 900 older.
-    """
-    zero = torch.zeros(3, dtype=torch.float64)
-    version = zero + vec(0.1, 0.0, -0.4)
-    start = version + vec(0.2, 0.0, 0.0)
-    target = start + vec(0.3, 0.5, 0.0)
-    lag, age = torch.tensor([0, 3, 1200]), torch.tensor([0, 2, 900])
-    m = split.compute_metrics(split.LogRatioSplit(zero, version, start, target, lag, age))
-    assert m["split/mismatch"] == pytest.approx(0.3 / 3)
-    assert m["split/staleness"] == pytest.approx(-0.2 / 3)
-    assert m["split/update"] == pytest.approx(-0.8 / 3)
-    assert m["split/total"] == pytest.approx(
-        m["split/mismatch"] + m["split/staleness"] + m["split/update"]
-    )
-    assert m["split/mismatch_k3"] == pytest.approx((k3(0.1) + k3(-0.4)) / 3)
-    assert m["split/staleness_k3"] == pytest.approx(k3(0.2) / 3)
-    assert m["split/update_k3"] == pytest.approx((k3(0.3) + k3(0.5)) / 3)
-    assert m["mismatch/k3_one_version"] == pytest.approx(k3(0.1))
-    assert m["mismatch/max_one_version"] == pytest.approx(0.1)
-    assert m["by_lag/mismatch_0"] == pytest.approx(-0.1)
-    assert m["by_lag/mismatch_3to4"] == 0
-    assert m["by_lag/mismatch_9plus"] == pytest.approx(0.4)
-    assert m["by_lag/staleness_0"] == pytest.approx(-0.2)
-    assert m["by_lag/staleness_k3_0"] == pytest.approx(k3(0.2))
-    assert m["by_lag/mismatch_k3_9plus"] == pytest.approx(k3(-0.4)) and "by_lag/mismatch_1" not in m
-    assert m["by_age/mismatch_k3_0"] == pytest.approx(k3(0.1)) and m["by_age/mismatch_k3_2"] == 0
-    assert m["by_age/mismatch_k3_9plus"] == pytest.approx(k3(-0.4))
-    assert "by_age/mismatch_k3_1" not in m
-    got = split.compute_metrics(
-        split.LogRatioSplit(
-            *[zero[:0]] * 4, torch.tensor([], dtype=torch.long), torch.tensor([], dtype=torch.long)
-        )
-    )
-    assert got == {}
-
-
-# ---- on the learner ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -132,8 +88,7 @@ class Ring:
 
 def batch(ring: Ring, number: int = 2, noise: float = NOISE) -> Batch:
     """Answers of 8 tokens, four by version 0 and four by version 1 or 2; behaviour is their own
-    forward with `noise` added on every token.
-    """
+    forward with `noise` added on every token."""
     r = np.random.default_rng(0)
     prompts = [r.integers(3, 11, 3).astype(np.int32) for _ in range(GROUPS)]
     answers = [r.integers(3, 11, LENGTH).astype(np.int32) for _ in range(GROUPS * SIZE)]
@@ -207,8 +162,7 @@ def by_hand(ring: Ring, b: Batch) -> tuple[torch.Tensor, ...]:
 
 def test_the_split_is_what_the_versions_own_weights_say(model_dir: Path) -> None:
     """The noise is the mismatch, at every lag; then staleness, 0 where the start drew the token;
-    then what the batch's own update has moved.
-    """
+    then what the batch's own update has moved."""
     ring = Ring(model_dir)
     b = batch(ring)
     mu, version, start = by_hand(ring, b)
@@ -240,8 +194,7 @@ def test_the_split_is_what_the_versions_own_weights_say(model_dir: Path) -> None
 
 def test_equal_weights_are_those_of_all_keys_and_values_too(model_dir: Path) -> None:
     """Half of the answers end under the start itself; it is the engine's mismatch alone only where
-    the start computed all they attended to.
-    """
+    the start computed all they attended to."""
     ring = Ring(model_dir)
     b = batch(ring)
     for i, sample in enumerate(b.samples):
@@ -345,8 +298,7 @@ def test_a_few_answers_are_drawn_by_seed_and_batch(model_dir: Path) -> None:
 
 def test_several_minibatches_split_the_first_ones_answers(model_dir: Path) -> None:
     """Only their forward was the learner's start: the noise is still all of the mismatch, whatever
-    later steps moved.
-    """
+    later steps moved."""
     ring = Ring(model_dir)
     m = core(model_dir, ring, learner={"minibatches": 3, "lr": 3.0}).train(batch(ring))
     assert m["split/mismatch"] == pytest.approx(NOISE, abs=1e-5)
@@ -357,8 +309,7 @@ def test_several_minibatches_split_the_first_ones_answers(model_dir: Path) -> No
 
 def test_exact_ends_a_run_whose_engine_differs_at_a_lag(model_dir: Path) -> None:
     """No token is at lag 0 here: only the split can see it, and only where one version computed all
-    of a token.
-    """
+    of a token."""
     ring = Ring(model_dir)
     b = batch(ring)
     b = msgspec.structs.replace(b, token_lags=[[(0, 8, 2)]] * len(b.samples))
@@ -378,13 +329,9 @@ def test_exact_ends_a_run_whose_engine_differs_at_a_lag(model_dir: Path) -> None
     assert "mismatch/max_one_version" not in mixed.train(b)
 
 
-# ---- reference -----------------------------------------------------------------------------------
-
-
 def test_kl_to_the_reference_is_measured_where_no_term_is_on(model_dir: Path) -> None:
     """x = log pi_theta - log pi_ref on the batch's tokens, the reference the initial model; a KL
-    term's own measure takes its place.
-    """
+    term's own measure takes its place."""
     ring = Ring(model_dir)
     b = batch(ring)
     c = core(model_dir, ring, record={"split_every": 0, "reference_kl_every": 2})
@@ -426,8 +373,7 @@ def test_a_split_costs_the_forward_passes_that_it_is_reckoned_with(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`split_share` counts the samples of a split under each earlier version that may have sampled
-    them and under the updated policy; a step is three forward passes of each of its samples.
-    """
+    them and under the updated policy; a step is three forward passes of each of its samples."""
     passes: list[float] = []
     plain = PolicyModel.logprobs
 

@@ -1,6 +1,5 @@
 """Early stopping in the learner's own step: it measures what this batch's updates moved, and a
-stopped step moves nothing at all.
-"""
+stopped step moves nothing at all."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ def test_at_learning_rate_zero_nothing_ever_stops(
     model_dir: Path, anchor: dict[str, Any], against: str, layout: dict[str, Any]
 ) -> None:
     """The batch arrives far from the policy (0.05 nats a token), as stale batches do; none of it is
-    the update's.
-    """
+    the update's."""
     for action in ("skip", "slow"):
         c = core(
             model_dir,
@@ -89,8 +87,7 @@ def test_what_is_measured_by_hand(
 
 def test_the_statistic_by_hand() -> None:
     """Tokens: start / mu = 4 (counts 2), 1/2, 1; theta / start = 2, 1/2, 9; the third is behind the
-    mask.
-    """
+    mask."""
     from algorithms_catalogue_kit import vec
     from algorithms_kit import config
 
@@ -160,8 +157,7 @@ def test_a_batch_below_the_ess_floor_is_left_out_whole(
     model_dir: Path, deepspeed_order: bool
 ) -> None:
     """Neither weights nor Adam's moments move, in the first step too; it is counted, and its
-    metrics are all there.
-    """
+    metrics are all there."""
     how: dict[str, Any] = {
         "learner": {"optimizer": "adamw", "epochs": 2, "weight_decay": 0.1},
         "stop": {"ess_min": 1.0},
@@ -195,8 +191,7 @@ def test_a_batch_below_the_ess_floor_is_left_out_whole(
 
 def test_a_step_without_room_in_the_budget_is_not_made(model_dir: Path) -> None:
     """`slow`: the first step is whole, the second has no room: as one epoch, bitwise, moments
-    included.
-    """
+    included."""
     adam: dict[str, Any] = {"optimizer": "adamw", "lr": 0.01}
     one = core(model_dir, learner=adam)
     three = core(model_dir, learner={**adam, "epochs": 3}, stop={"kl_max": 1e-9, "action": "slow"})
@@ -234,13 +229,9 @@ def test_a_budget_slows_before_it_stops(model_dir: Path) -> None:
     assert metrics["optim/lr_scale"] < 0.9
 
 
-# ---- what is carried from batch to batch ---------------------------------------------------------
-
-
 def test_the_adaptive_coefficient_is_the_controllers(model_dir: Path, tmp_path: Path) -> None:
     """Nats an answer on both sides; a batch's metrics say the coefficient that it was trained
-    with.
-    """
+    with."""
     build_model(tmp_path / "ref", "abcdefgh", hidden=32, layers=2, seed=5)
     how = {"coefficient": 0.5, "controller": "adaptive", "target": 1e-4, "horizon": 100}
     c = core(model_dir, reference=tmp_path / "ref", kl={"reward": how})

@@ -1,6 +1,5 @@
 """Rewards per token, from the reward function to the gradient: through the learner's own step, and
-in a run with a file of prompts.
-"""
+in a run with a file of prompts."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def rewarded(*, every: int = 1) -> Batch:
     """1 on the first token where it is below 8, 1/2 on the last one; only every `every`-th answer
-    has rewards per token.
-    """
+    has rewards per token."""
     b = batch()
     for i, s in enumerate(b.samples):
         if i % every == 0:
@@ -78,8 +76,7 @@ def test_they_reach_the_gradient(
     model_dir: Path, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """gae with V = 0 and lambda 1: the rewards to go; reinforce_pp: these, whitened; grpo: the
-    normalised steps to go.
-    """
+    normalised steps to go."""
     b = rewarded(every=every)
     wanted = to_go(b)
     gae = core(model_dir, advantage={"name": "gae", "lam": 1.0}, value={"init": "zeros"})
@@ -152,13 +149,9 @@ def test_a_greedy_baseline_brings_its_length_and_its_end() -> None:
     assert pack(b).greedy is None
 
 
-# ---- a function of one's own ---------------------------------------------------------------------
-
-
 def first_of_two(prompt: Prompt, text: str, tokens: list[int]) -> dict[str, Any]:
     """1 for the first token, nothing said of the others, and the answer's own reward is its
-    length.
-    """
+    length."""
     return {"reward": float(len(tokens)), "token_rewards": [1.0, *[None] * (len(tokens) - 1)]}
 
 
@@ -179,8 +172,7 @@ def test_in_a_run_with_prompts_and_a_reward_of_ones_own(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The buffer, the engine and the learner's step in one process: every step is an answer's first
-    token, so only that one is trained.
-    """
+    token, so only that one is trained."""
     (tmp_path / "prompts.jsonl").write_text(
         "".join(f'{{"prompt": "{n}:{n + 1}=", "answer": "{n}"}}\n' for n in range(9))
     )
@@ -197,24 +189,17 @@ def test_in_a_run_with_prompts_and_a_reward_of_ones_own(
 
     monkeypatch.setattr(loss, "prepare", prepared)
     monkeypatch.setattr(LearnerCore, "train", trained)
+    text = (
+        "reward.function='shared_reward:digit' reward.workers=0 advantage.name=grpo "
+        "learner.steps=2 learner.groups=2 learner.group_size=4 generator.slots=8 "
+        "generator.max_new_tokens=6 evaluation.every=0 evaluation.prompts=1 "
+        "evaluation.final_prompts=1 evaluation.ood_prompts=0 staleness.max_lag=0 task.name=file "
+        "reward.deadline_s=3600.0"
+    )
     sets = (
         f"model.path='{model_dir}'",
         f"task.prompts='{tmp_path / 'prompts.jsonl'}'",
-        "reward.function='shared_reward:digit'",
-        "reward.workers=0",
-        "advantage.name=grpo",
-        "learner.steps=2",
-        "learner.groups=2",
-        "learner.group_size=4",
-        "generator.slots=8",
-        "generator.max_new_tokens=6",
-        "evaluation.every=0",
-        "evaluation.prompts=1",
-        "evaluation.final_prompts=1",
-        "evaluation.ood_prompts=0",
-        "staleness.max_lag=0",
-        "task.name=file",
-        "reward.deadline_s=3600.0",
+        *text.split(),
     )
     found = serial.run_serial(load.load("configs/demo.toml", sets), 3)
     assert "failed" not in found and len(seen) == 2

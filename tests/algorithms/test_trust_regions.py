@@ -23,8 +23,7 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("power", [0.8, 1.5, 2.0, 3.0])
 def test_a_few_runs_find_the_rate_that_moves_the_target(power: float, program: Any) -> None:
     """KL = 500 rate^power, whatever the power: secant steps on the logarithms are exact from the
-    second run on.
-    """
+    second run on."""
     tried = [(2e-4, 500 * 2e-4**power)]
     while abs(tried[-1][1] / (goal := 3e-7) - 1) > 0.05:
         rate = program.next_rate(tried, goal)

@@ -1,6 +1,5 @@
 """Correction by its edges: every bound, band, veto and threshold on both of its sides, and what
-lies behind the mask.  float64.
-"""
+lies behind the mask.  float64."""
 
 from __future__ import annotations
 
@@ -83,13 +82,9 @@ def test_the_settings_read_words_from_the_source_as_python_does() -> None:
             cf.read_names(module, table)
 
 
-# ---- weights and bounds --------------------------------------------------------------------------
-
-
 def test_levels_look_at_the_mask_alone_and_clamp_what_they_exponentiate() -> None:
     """Answers of log-ratios (0.5, 0.1, masked 9) and (-30); the product of the second is cut at
-    e^-20, e^20 the other way.
-    """
+    e^-20, e^20 the other way."""
     x, m, seq = vec(0.5, 0.1, 9.0, -30.0), yes(1, 1, 0, 1), torch.tensor([0, 0, 0, 1])
     cut = math.exp(-20)
     got = weights.compute_weights(x, m, seq, 2, "token")
@@ -172,8 +167,7 @@ def test_self_normalised_weights_of_what_is_kept_have_mean_one() -> None:
 
 def test_the_normalized_mis_by_hand() -> None:
     """Samples of ratios (2.5, 0.4), (1.2, 1.2), (1, 1) and (1, 1); the mean ratio rejects the
-    second, a token of probability 1e-7 the fourth; one token is cut at 2.
-    """
+    second, a token of probability 1e-7 the fourth; one token is cut at 2."""
     rho, seq = vec(2.5, 0.4, 1.2, 1.2, 1, 1, 1, 1), torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
     proximal = vec(0.5, 0.5, 0.5, 0.5, 2e-6, 0.5, 1e-7, 0.5).log()
     c = convert("correction.preset=mis_normalized").correction
@@ -191,9 +185,6 @@ def test_effective_sample_size_is_over_the_mask() -> None:
     assert float(weights.compute_effective_sample_size(w, yes(0, 0, 0, 0))) == 1
     assert float(weights.compute_effective_sample_size(w[:0])) == 1
     assert float(weights.compute_effective_sample_size(vec(3, 3))) == pytest.approx(1)
-
-
-# ---- rejection, veto, M2PO -----------------------------------------------------------------------
 
 
 def test_statistics_of_a_token_and_of_its_answer() -> None:
@@ -292,8 +283,7 @@ def test_a_veto_takes_the_answer_at_its_threshold_and_looks_behind_no_mask() -> 
 
 def test_m2po_keeps_the_largest_set_whose_second_moment_fits() -> None:
     """Against the definition: drop from the largest on until the mean square of the rest is at most
-    the limit; ties go together.
-    """
+    the limit; ties go together."""
     g = torch.Generator().manual_seed(3)
     for _ in range(30):
         x = torch.randn(12, generator=g, dtype=D) * 0.4
@@ -319,9 +309,6 @@ def test_m2po_keeps_the_largest_set_whose_second_moment_fits() -> None:
     assert float(weights.find_m2_threshold(vec(9), yes(0), 0.04)) == INF
     # 0.04: the paper's
     assert float(weights.find_m2_threshold(vec(0.19, 0.21), yes(1, 1))) == pytest.approx(0.21)
-
-
-# ---- one's own function --------------------------------------------------------------------------
 
 
 def as_given(
