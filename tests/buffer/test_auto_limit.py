@@ -1,6 +1,5 @@
 """A limit that sets itself: the rule by hand, what a ticket is told, what survives a restart, and
-that real runs move it.
-"""
+that real runs move it."""
 
 from __future__ import annotations
 
@@ -59,9 +58,6 @@ def after(limit: AdaptiveLimit, *batches: LimitEvidence, most: int = MOST) -> Ad
     return limit
 
 
-# ---- the rule --------------------------------------------------------------------------------
-
-
 def test_it_rises_by_one_when_the_learner_has_waited_and_rests_as_long_as_the_limit() -> None:
     start = AdaptiveLimit(now=4)
     assert after(start, *[STARVED] * (AVERAGED - 1)).now == 4, "not by two batches"
@@ -108,9 +104,6 @@ def test_what_a_commit_says() -> None:
     assert read_evidence(told, 0.7) == LimitEvidence(0.8, 2.0, 0.2)
     assert read_evidence({"is/ess": 0.8, "by_lag/ess_0": 0.1}, 0.5) == LimitEvidence(0.8, 0.0, 0.0)
     assert read_evidence({}, 0.5) is None and read_evidence({"is/ess": math.nan}, 0.5) is None
-
-
-# ---- the store ---------------------------------------------------------------------------------
 
 
 def hello(epoch: int, number: int = 0, bound: float = 8.0, limit: int = 0) -> LearnerHello:
@@ -202,9 +195,6 @@ def test_an_adopted_sessions_tokens_keep_to_the_limit_of_the_grant_they_were_dra
     else:
         assert groups == [] and "1 samples" in str(lack)
         assert store.sum_ledger()["orphaned"]["tokens"] == 4
-
-
-# ---- runs --------------------------------------------------------------------------------------
 
 
 def test_a_commit_moves_it_and_the_metrics_say_why(tmp_path: Path) -> None:

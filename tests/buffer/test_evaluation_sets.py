@@ -27,9 +27,6 @@ HARD = EvaluationSet(
 )
 
 
-# ---- the estimator -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("samples", range(1, 7))
 def test_pass_at_k_is_the_share_of_subsets_with_a_passed_sample(samples: int) -> None:
     for passed, count in itertools.product(range(samples + 1), range(1, samples + 1)):
@@ -100,9 +97,6 @@ def test_metrics_of_a_set() -> None:
         "eval/x_pass_at_2_low": compute_share_interval([1.0, 1.0], 5)[0],
         "eval/x_pass_at_2_high": 1.0,
     }
-
-
-# ---- in the store --------------------------------------------------------------------------------
 
 
 def store_with_set(*, steps: int = 2, **more: Any) -> Store:

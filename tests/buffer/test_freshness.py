@@ -1,6 +1,5 @@
 """The admission window: the controller on planted times, what it admits, that it never passes the
-limit, and what survives a restart; in the store, the service, one process and the simulation.
-"""
+limit, and what survives a restart; in the store, the service, one process and the simulation."""
 
 from __future__ import annotations
 
@@ -56,9 +55,6 @@ def after(
         timing = BatchTiming(work + late, late, latency, math.nan, busy)
         window = next_window(window, timing, SHARE, MOST, now=0.0)
     return window
-
-
-# ---- the controller --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -149,9 +145,6 @@ def test_the_part_of_a_batch_opens_between_two_commits() -> None:
     assert count_open_batches(moved, 100.4) == 1 and count_open_batches(moved, 100.6) == 2
 
 
-# ---- the meter -------------------------------------------------------------------------------
-
-
 def test_the_meter_measures_latency_waits_and_load() -> None:
     meter = BatchMeter()
     meter.on_grant([0, 1, 2], 0.0)
@@ -190,9 +183,6 @@ def test_the_queue_for_full_reward_processes_is_no_latency() -> None:
     meter.on_complete([2], 19.0)
     idle = meter.on_commit([2], 0.9, 20.0)
     assert idle is not None and idle.latency == 8.0
-
-
-# ---- the store -------------------------------------------------------------------------------
 
 
 def test_the_store_grants_by_the_window_and_the_time() -> None:
@@ -282,9 +272,6 @@ def test_the_window_outlives_buffers_and_learners(tmp_path: Path) -> None:
     new.epoch = 0
     hello(new, 2, 0, k=3, window=5.5)
     assert new.window.size == 3.0
-
-
-# ---- runs ------------------------------------------------------------------------------------
 
 
 def test_the_service_moves_it_and_tells_busy_generators_of_new_versions(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Images in the buffer: a group has each blob once, the journal keeps it, and samples whose images
-are missing or damaged are refused.
-"""
+are missing or damaged are refused."""
 
 from __future__ import annotations
 
@@ -134,9 +133,6 @@ def test_an_outbox_sends_each_image_once_a_frame_until_it_is_acknowledged() -> N
     assert box.unacked_bytes == 0 and box.images == {}
 
 
-# ---- the journal ---------------------------------------------------------------------------------
-
-
 def opened(path: Path, prompt: Callable[[int], m.Prompt] = shown) -> RecordedStore:
     return RecordedStore.open(
         path,
@@ -206,9 +202,6 @@ def test_older_records_have_no_images() -> None:
     group = msgspec.msgpack.decode(older(store.alive[0]))
     assert group.pop("images") == {}
     assert msgspec.msgpack.decode(older(group), type=groups.Group).images == {}
-
-
-# ---- checks --------------------------------------------------------------------------------------
 
 
 def test_samples_without_their_images_are_refused(bench: Callable[..., Bench]) -> None:

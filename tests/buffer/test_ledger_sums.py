@@ -1,6 +1,5 @@
 """The ledger's lines sum to what the generators say that they drew, by counts of their own: through
-losses, kills and roll-backs.
-"""
+losses, kills and roll-backs."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ from buffer.store import Store
 
 class Generator:
     """Rows of tickets that grow at random; what it says goes to the store at once, or is lost with
-    it.
-    """
+    it."""
 
     def __init__(self, store: Store, name: str, session: int, r: random.Random) -> None:
         self.store, self.name, self.session, self.r = store, name, session, r

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,13 +12,12 @@ import pytest
 from store_kit import hello, sample, write
 
 from asyncrl.config.tree import CurriculumConfig, MixedTaskConfig
-from asyncrl.contract.errors import AsyncrlError, BadMessage
+from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import Batch, Prompt, SamplingSettings, Ticket
 from asyncrl.contract.versions import Label
 from buffer.durable_store import RecordedStore
 from buffer.evaluation import Evaluations
 from buffer.groups import StoreSettings
-from buffer.ledger import Ledger
 from buffer.mixer import DRY, TaskMixer
 from buffer.numbers import compute_task_metrics
 from buffer.store import Store
@@ -288,24 +286,6 @@ def test_metrics_and_limits_of_each_task() -> None:
     assert (found["task/a_reward"], found["task/b_reward"]) == (0.0, 1.0)
     assert found["task/a_length"] == 3 and found["task/a_lag"] == 0
     write(store, grant(store)[0])
-
-
-def test_an_impossible_position_is_refused() -> None:
-    good = mixer().make_position([("a", 3)], {"a": Ledger()})
-    assert good is not None
-    for wrong in (
-        {"credit": {"a": math.nan}},
-        {"indices": {"a": -1}},
-        {"due": [("a", -2)]},
-        {"removed": {"a": -1}},
-        {"ledgers": {"a": {"trained": {}}}},
-        {"ledgers": {"a": {"eaten": {}}}},
-    ):
-        data = msgspec.msgpack.encode(msgspec.structs.replace(good, **wrong))
-        with pytest.raises((BadMessage, msgspec.ValidationError)):
-            position = msgspec.msgpack.decode(data, type=type(good))
-            hello(Store(settings(), unused, None, mixer()), 2, 4, origin=1, mixture=position)
-    assert hello(Store(settings(), unused, None, mixer()), 2, 4, origin=1, mixture=good)
 
 
 def test_too_many_failures_name_the_task() -> None:

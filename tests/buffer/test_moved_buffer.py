@@ -1,6 +1,5 @@
 """A buffer stands still in the middle of a run, another one goes on at another address from its
-journal; the first one wakes and is over.
-"""
+journal; the first one wakes and is over."""
 
 from __future__ import annotations
 

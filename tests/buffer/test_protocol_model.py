@@ -1,6 +1,5 @@
 """Our own model of the protocol: every schedule within small bounds, each rule needed, and the real
-store in step with it.
-"""
+store in step with it."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ def test_every_schedule_within_the_bounds_keeps_the_invariants(more: dict[str, A
 @pytest.mark.parametrize("rule", pm.OFF)
 def test_each_rule_is_needed(rule: str) -> None:
     """With one rule off the search finds a schedule that breaks the invariant; with it on, the same
-    bounds hold.
-    """
+    bounds hold."""
     invariant, more = pm.OFF[rule]
     _, found = pm.search(pm.Bounds(off=frozenset([rule]), **more))
     assert found is not None and found.what.startswith(invariant), found
@@ -58,8 +56,7 @@ def same(ours: Any, theirs: Any, what: str) -> None:
 
 class SideBySide:
     """One random schedule of the model; every buffer event also goes to the real store, and
-    everything visible is compared.
-    """
+    everything visible is compared."""
 
     def __init__(self, c: pm.Bounds, seed: int, off: frozenset[str] = frozenset()) -> None:
         self.c, self.r, self.w = c, random.Random(seed), pm.initial(c)

@@ -1,6 +1,5 @@
 """The staleness bound and the ledger over random schedules of the real store and admission; each
-condition is needed.
-"""
+condition is needed."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ CHUNK = 250
 
 def chunk(first: int) -> Counter[str]:
     """Runs CHUNK schedules; returns tokens by ledger line, summed, and how often the limit was
-    reached.
-    """
+    reached."""
     seen: Counter[str] = Counter()
     for seed in range(first, first + CHUNK):
         world = World(seed)
@@ -77,8 +75,7 @@ ORDERS = [
 
 def test_a_run_resumed_at_another_limit_or_order_keeps_the_bound_and_never_stands_still() -> None:
     """What another order, or no limit, has composed stays composed, and comes first: places count
-    it.
-    """
+    it."""
     for seed in range(100):
         try:
             World(
@@ -131,8 +128,7 @@ def test_room_by_the_bound_breaks_what_a_ticket_announced() -> None:
 )
 def test_each_condition_is_needed(off: str, what: str) -> None:
     """With one condition switched off, the same schedules break the bound (or the run stands
-    still).
-    """
+    still)."""
     for seed in range(3000):
         try:
             World(seed, frozenset([off])).run()

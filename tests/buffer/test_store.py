@@ -74,15 +74,6 @@ def test_a_lease_that_ends_goes_out_again_with_the_next_attempt() -> None:
     assert total(store) == 4 + 4 + 5
 
 
-def test_a_new_session_ends_the_leases_of_the_old_one() -> None:
-    store = make(0)
-    store.grant("a", 1, 9, 0.0)
-    store.end_sessions("a", 1)
-    assert not store.grant("a", 1, 9, 0.0)
-    store.end_sessions("a", 2)
-    assert store.grant("a", 2, 9, 0.0)
-
-
 def test_batches_come_in_ticket_order_and_wait_for_the_oldest() -> None:
     store = make(1, 2)
     a, b, c, _ = store.grant("g", 1, 9, 0.0)
@@ -326,41 +317,9 @@ def test_a_generator_that_judges_does_not_renew_what_it_should_write() -> None:
     assert store.alive[1].lease is None
 
 
-def test_an_evaluation_lasts_while_it_is_judged() -> None:
-    store = Store(
-        StoreSettings(1, 1, 5, SamplingSettings(), lease_s=10.0),
-        prompt,
-        Evaluations(0, 1, 1, 0, prompt=lambda s, i: prompt(i)),
-    )
-    assert hello(store, 1, 0)
-    (t,) = store.grant("g", 1, 1, 0.0)
-    store.renew("g", 1, [], 9.0, [(t.ticket, t.attempt)])
-    assert t.kind == "eval" and store.expire(18.0) == 0 and store.expire(19.1) == 1
-
-
-def test_tokens_of_an_attempt_that_never_delivers_are_lost_and_counted_once() -> None:
-    store = make(0, lease_s=1.0)
-    (t,) = store.grant("a", 1, 9, 0.0)
-    store.renew("a", 1, [(0, t.attempt, 3)], 0.5)
-    assert store.sum_ledger()["left_over"]["tokens"] == 3
-    store.expire(9.0)
-    assert store.sum_ledger()["lost_with_process"]["tokens"] == 3
-    (again,) = store.grant("b", 1, 9, 9.0)
-    write(store, again)
-    train(store, 0)
-    store.retire_batches(1)
-    store.renew("a", 1, [(0, t.attempt, 5)], 9.0)  # it is slow, not dead
-    assert store.sum_ledger()["lost_with_process"]["tokens"] == 5
-    assert store.deliver(sample(t, length=6), 9.0) == "duplicate"
-    assert store.sum_ledger()["lost_with_process"]["tokens"] == 0
-    assert store.sum_ledger()["duplicate"]["tokens"] == 6
-    assert total(store) == 10
-
-
 def test_failed_samples_are_written_again_within_the_budget_of_their_kind() -> None:
     """Half of 4 samples may fail by their data, a quarter by the machinery; a batch begins both
-    counts anew.
-    """
+    counts anew."""
     for kind, allowed, key in (
         ("data: nan", 2, "error_budget"),
         ("machinery: died", 1, "machinery_budget"),
@@ -385,9 +344,6 @@ def test_failed_samples_are_written_again_within_the_budget_of_their_kind() -> N
         ):
             store.deliver(sample(t, allowed, failed=kind), 0.0)
         assert store.failures == {kind.partition(":")[0]: allowed + 1, other.partition(":")[0]: 1}
-
-
-# ---- on_exceed: drop, mask, downweight, inf ------------------------------------------------------
 
 
 def test_drop_sends_a_stale_group_again_and_abandons_it_the_third_time() -> None:
@@ -415,26 +371,6 @@ def test_drop_trains_what_is_fresh_enough_in_completion_order() -> None:
     assert [g.ticket for g in store.ask(1, 2)[0]] == [1]
 
 
-def test_mask_leaves_only_tokens_past_the_limit_out() -> None:
-    store, (a, _) = stale("mask", k=1)
-    store.deliver(sample(a, 0, (Label(1, 0), 3), (Label(1, 1), 2), (Label(1, 2), 1)), 0.0)
-    groups, _ = store.ask(1, 2)
-    batch = store.make_batch(groups, 1, 2)
-    assert batch.lags == [2] and batch.token_lags == [[(0, 3, 2), (3, 5, 1), (5, 6, 0)]]
-    before = store.sum_ledger()["trained"]["tokens"]
-    assert store.commit(2, Label(1, 3), "d3")
-    assert store.sum_ledger()["trained"]["tokens"] == before + 3
-    assert store.sum_ledger()["masked_stale"]["tokens"] == 3
-
-
-def test_downweight_trains_everything() -> None:
-    store, (a, _) = stale("downweight")
-    write(store, a)
-    train(store, 2)
-    assert store.sum_ledger()["trained"]["tokens"] == 12
-    assert store.sum_ledger()["masked_stale"]["tokens"] == 0
-
-
 def test_without_a_limit_bytes_bound_what_is_alive() -> None:
     store = make(float("inf"), 1, 1, 1000, byte_limit=40)
     tickets = store.grant("g", 1, 50, 0.0)
@@ -448,9 +384,6 @@ def test_without_a_limit_bytes_bound_what_is_alive() -> None:
     train(store, 1)
     store.retire_batches(2)
     assert store.stored_bytes == 0 and store.grant("g", 1, 1, 0.0)
-
-
-# ---- injection -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("inject", [0, 1, 2, [0.5, 0.0, 0.5]])
@@ -503,9 +436,6 @@ def test_an_abandoned_group_leaves_its_place_to_another_and_the_injected_lag_sta
         trained[16:18],
         trained[18:20],
     ]
-
-
-# ---- a limit or an order that changes ------------------------------------------------------------
 
 
 def test_a_resume_at_a_finite_limit_writes_the_orphans_of_what_was_composed_without_one() -> None:
@@ -562,8 +492,7 @@ def test_a_fresh_buffer_that_followed_an_older_checkpoint_trains_nothing_twice()
 
 def test_a_masked_batch_that_is_asked_for_again_stays_as_it_was_handed_out() -> None:
     """After a roll-back the distance to the dead branch may shrink with a commit: what was masked
-    stays masked, as the learner trained it.
-    """
+    stays masked, as the learner trained it."""
     store = make(9, 1, 1, 9, on_exceed="mask")
     tickets = store.grant("g", 1, 4, 0.0)
     write(store, tickets[0])
@@ -623,9 +552,6 @@ def test_masked_tokens_are_masked_before_they_are_skipped() -> None:
     assert store.sum_ledger()["skipped"]["tokens"] == 3
 
 
-# ---- evaluation ----------------------------------------------------------------------------------
-
-
 def test_evaluations_start_with_the_run_every_n_versions_and_at_its_end() -> None:
     store = make(
         0,
@@ -670,17 +596,6 @@ def started(evaluations: Evaluations, number: int, steps: int) -> dict[str, int]
 
 
 def test_out_of_distribution_prompts_have_versions_of_their_own() -> None:
-    e = Evaluations(4, 2, 5, 3, 1.0, lambda split, i: Prompt(i, split), ood_every=3)
-    assert [started(e, n, 7) for n in range(8)] == [
-        {"heldout": 5, "ood": 3},
-        {},
-        {},
-        {"ood": 2},
-        {"heldout": 2},
-        {},
-        {"ood": 2},
-        {"heldout": 5, "ood": 3},
-    ]
     few = Evaluations(4, 9, 9, 3, 1.0, lambda split, i: Prompt(i, split), ood_every=4)
     assert started(few, 4, 7) == {"heldout": 9, "ood": 3}, "never more than there are"
     assert started(

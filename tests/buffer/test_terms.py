@@ -37,8 +37,6 @@ from buffer.service import BufferService
 HERE = "tcp://127.0.0.1:1"
 THERE = "tcp://127.0.0.2:1"
 
-# ---- terms ---------------------------------------------------------------------------------------
-
 
 def test_the_newest_term_is_the_only_one_that_is_not_over(tmp_path: Path) -> None:
     first = buffer_leadership.take_leadership(tmp_path, HERE)
@@ -115,9 +113,6 @@ def test_a_torn_term_is_nobodys_and_still_counts(tmp_path: Path) -> None:
     assert buffer_leadership.take_leadership(tmp_path, HERE).number == 2
 
 
-# ---- what is said rests on a journal that the next one reads -------------------------------------
-
-
 def orders(first: int, second: int) -> Iterator[list[bool]]:
     """Every order of so many steps of one and of another."""
     for places in itertools.combinations(range(first + second), second):
@@ -126,8 +121,7 @@ def orders(first: int, second: int) -> Iterator[list[bool]]:
 
 def played(where: Path, order: list[bool], *, check_first: bool, rotates: bool) -> tuple[int, int]:
     """A buffer writes two records, and says each when it may, while another takes its term and
-    reads.  Returns how many were said, and how many of these the other has read.
-    """
+    reads.  Returns how many were said, and how many of these the other has read."""
     old = buffer_leadership.take_leadership(where, HERE)
     log = j.Journal(where / "journal", sync=False, term=old.number)
     log.rotate(b"snapshot")
@@ -205,8 +199,7 @@ def store_of(directory: Path, term: buffer_leadership.BufferTerm) -> RecordedSto
 
 def test_what_one_that_is_over_writes_nobody_reads(tmp_path: Path) -> None:
     """Records, a new segment, its notes, its tidying up: the other's journal is as if it had not
-    lived.
-    """
+    lived."""
     old = store_of(tmp_path, buffer_leadership.take_leadership(tmp_path, HERE))
     assert hello(old, 1, 0, k=5)
     old.grant("g", 1, 2, 0.0)
@@ -307,8 +300,6 @@ def test_a_journal_from_before_terms_is_gone_on_with(tmp_path: Path) -> None:
     with pytest.raises(DamagedDataError, match=r"00000001-00000004\.log is missing"):
         list(j.read(tmp_path / "00000003.log"))
 
-
-# ---- the service ---------------------------------------------------------------------------------
 
 SMALL = (
     "learner.steps=2",
@@ -458,9 +449,6 @@ def test_what_can_be_taken_over_and_where(tmp_path: Path, monkeypatch: pytest.Mo
     for address in ("tcp://0.0.0.0:1", "tcp://10.0.0.1:1"):
         with pytest.raises(ConfigError, match=r"--take-over: .* open to the network"):
             move_buffer(config(), tmp_path, address)
-
-
-# ---- peers ---------------------------------------------------------------------------------------
 
 
 def test_a_silent_buffer_is_looked_for_and_followed(

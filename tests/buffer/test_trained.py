@@ -1,6 +1,5 @@
 """What was trained, summed: the same totals and the same digest, however much of it is only sums;
-copies of a run keep to themselves.
-"""
+copies of a run keep to themselves."""
 
 from __future__ import annotations
 

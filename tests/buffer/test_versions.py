@@ -1,6 +1,5 @@
 """Versions per token are exact, and the logged lag is the lag: both reckoned again from what a real
-run wrote, by other code.
-"""
+run wrote, by other code."""
 
 from __future__ import annotations
 
@@ -36,26 +35,17 @@ def number(label: str) -> int:
 @pytest.fixture
 def written(asyncrl: Call, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, dict[str, Any]]:
     """A run that swaps weights in mid-answer, where its generator waits for them (tests/hold), and
-    keeps every version and every sample.
-    """
+    keeps every version and every sample."""
     for name, word in held(answers=True).items():
         monkeypatch.setitem(ENV, name, word)
+    text = (
+        "run learner.steps=14 learner.groups=8 learner.group_size=8 staleness.max_lag=4 "
+        "weights.in_flight='recompute_kv' learner.checkpoint_every=1 learner.keep_checkpoints=100 "
+        "record.samples_every=1 record.samples=0 generator.slots=48 generator.temperature=0.9 "
+        "learner.lr=1e-3 evaluation.every=0 name='v'"
+    )
     done = asyncrl(
-        "run",
-        "learner.steps=14",
-        "learner.groups=8",
-        "learner.group_size=8",
-        "staleness.max_lag=4",
-        "weights.in_flight='recompute_kv'",
-        "learner.checkpoint_every=1",
-        "learner.keep_checkpoints=100",
-        "record.samples_every=1",
-        "record.samples=0",
-        "generator.slots=48",
-        "generator.temperature=0.9",
-        "learner.lr=1e-3",
-        "evaluation.every=0",
-        "name='v'",
+        *text.split(),
     )
     assert done.code == 0, done.err[-3000:]
     return Path(done.json["run_dir"]), done.json
@@ -146,17 +136,13 @@ def test_every_token_was_drawn_by_the_version_it_names_and_the_lag_is_its_age(
 def test_injected_lag_is_exact_whatever_the_speed(
     speed: str, words: tuple[str, ...], asyncrl: Call
 ) -> None:
+    text = (
+        "run learner.steps=10 learner.groups=4 learner.group_size=4 staleness.max_lag=3 "
+        "staleness.inject=3 evaluation.every=0 record.samples_every=1 record.samples=0 "
+        "name='inject'"
+    )
     done = asyncrl(
-        "run",
-        "learner.steps=10",
-        "learner.groups=4",
-        "learner.group_size=4",
-        "staleness.max_lag=3",
-        "staleness.inject=3",
-        "evaluation.every=0",
-        "record.samples_every=1",
-        "record.samples=0",
-        "name='inject'",
+        *text.split(),
         *words,
     )
     assert done.code == 0, (speed, done.err[-3000:])
