@@ -1,6 +1,5 @@
 """What goes wrong at a user's desk, typed as the user types it: one clear line, a non-zero exit
-code, nothing half-written.
-"""
+code, nothing half-written."""
 
 from __future__ import annotations
 
@@ -204,8 +203,7 @@ def test_a_reward_that_fails_now_and_then_is_counted_and_never_a_reward_of_zero(
     tmp_path: Path, sort_model: Path
 ) -> None:
     """One call in nine fails, whatever its text, which the same weights would write again: the
-    answer is written again; every reward that is trained on is 1.
-    """
+    answer is written again; every reward that is trained on is 1."""
     body = (
         "    reward.calls = getattr(reward, 'calls', 0) + 1\n"
         "    if reward.calls % 9 == 0:\n        raise ValueError('now and then')\n"
@@ -365,8 +363,7 @@ def test_a_full_disk_at_checkpoint_ends_the_run_with_the_one_before_whole(
     tmp_path: Path, sort_model: Path
 ) -> None:
     """The run directory lies on a file system of 3 MiB, which a few checkpoints fill: a checkpoint
-    cannot be written, or, while one is half written, the metrics.
-    """
+    cannot be written, or, while one is half written, the metrics."""
     small = tmp_path / "small"
     small.mkdir()
     mounted = subprocess.run(

@@ -1,6 +1,5 @@
 """A caller without a config: the mathematics' own sections, each with no more keys than are given;
-what is left out is what the configuration's own defaults are.  float64.
-"""
+what is left out is what the configuration's own defaults are.  float64."""
 
 from __future__ import annotations
 

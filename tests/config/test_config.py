@@ -1,6 +1,5 @@
 """Configs, typed as a user types them: every mistake is one line that says where, what and what to
-do, and exit code 2.
-"""
+do, and exit code 2."""
 
 from __future__ import annotations
 
@@ -265,8 +264,7 @@ def test_presets_fill_only_what_is_not_given(tmp_path: Path) -> None:
 
 def test_a_preset_on_the_command_line_acts_on_a_resolved_config(tmp_path: Path) -> None:
     """As `asyncrl run --resume --set correction.preset=mis` needs it: RUN/config.toml gives every
-    key.
-    """
+    key."""
     resolved = tmp_path / "resolved.toml"
     resolved.write_text(
         load.dump(
@@ -422,8 +420,7 @@ def test_what_is_not_finite_is_in_no_row(
 
 def test_the_layers_hold() -> None:
     """The import contracts of pyproject.toml: the mathematics knows no wire, the buffer no torch,
-    the parts not each other.
-    """
+    the parts not each other."""
     done = run_command(
         [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()"]
     )

@@ -29,9 +29,6 @@ def written(tmp_path: Path, text: str, name: str = "c.toml") -> Path:
     return path
 
 
-# ---- an error in their own layer -----------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -108,9 +105,6 @@ def test_the_order_of_items_in_one_command_does_not_matter(tmp_path: Path) -> No
         load.load(path, ["loss.surrogate=dppo", "loss.pull=0.1"])
 
 
-# ---- dropped by a later layer --------------------------------------------------------------------
-
-
 def test_a_later_method_drops_the_keys_of_the_one_before(tmp_path: Path) -> None:
     path = written(
         tmp_path,
@@ -135,9 +129,10 @@ def test_a_later_method_drops_the_keys_of_the_one_before(tmp_path: Path) -> None
     }
     show = CliRunner().invoke(main, ["config", "show", str(path), "--set", "loss.surrogate=ppo"])
     assert "dropped loss.dppo_threshold: belongs to loss.surrogate = dppo" in show.stderr
-    assert "dppo_threshold" not in show.stdout and load.convert(
-        tomllib.loads(show.stdout), "shown"
-    ) == load.load(path, ["loss.surrogate=ppo"])
+    assert "dppo_threshold" not in show.stdout
+    assert load.convert(tomllib.loads(show.stdout), "shown") == load.load(
+        path, ["loss.surrogate=ppo"]
+    )
 
 
 def test_an_arm_drops_what_an_earlier_item_gave(tmp_path: Path) -> None:
@@ -154,9 +149,6 @@ def test_a_preset_may_be_set_on_every_shipped_config(preset: str) -> None:
         written_by_run = tomllib.loads(load.dump(load.load(name)))
         resumed = load.convert(written_by_run, "run", sets=[f"correction.preset={preset}"])
         assert made.correction.proximal == "recompute" and resumed == made
-
-
-# ---- what a run wrote before ---------------------------------------------------------------------
 
 
 def with_unread(name: str) -> dict[str, Any]:
@@ -239,9 +231,6 @@ def test_a_coefficient_of_zero_drops_the_keys_of_the_file_that_it_stops(tmp_path
     made = load.load(path, ["loss.coefficient=0", "kl.preset=distill"])
     assert made.loss == settings.PpoLoss(coefficient=0.0)
     assert made.advantage == settings.RlooAdvantage()
-
-
-# ---- methods -------------------------------------------------------------------------------------
 
 
 def test_a_method_sets_all_that_it_is_and_gives_way_to_what_is_given(tmp_path: Path) -> None:

@@ -2,8 +2,7 @@
 tests/data/method_defaults.toml; of asyncrl/config/tree.py and asyncrl/algorithms/settings.py.
 
 A default changes every run that does not name its key.  Who changes one changes it there as well,
-and says so in the CHANGELOG.
-"""
+and says so in the CHANGELOG."""
 
 from __future__ import annotations
 

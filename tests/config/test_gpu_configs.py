@@ -1,6 +1,5 @@
 """The GPU configs on a machine without one: what they would start, which GPU each process would
-see, and that nothing starts.
-"""
+see, and that nothing starts."""
 
 from __future__ import annotations
 
@@ -62,8 +61,7 @@ def test_without_cuda_the_run_says_so_before_anything_starts(tmp_path: Path) -> 
 
 def test_each_process_sees_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also as a child of one that has taken its GPU already, and among the GPUs that a scheduler
-    left visible.
-    """
+    left visible."""
     config = load.load("configs/gpu_many.toml")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     for start, wanted in (("", ["0", "1", "2", "3"]), ("4,5,6,7", ["4", "5", "6", "7"])):

@@ -1,6 +1,5 @@
 """`asyncrl new`: what is written loads, judges and trains, wherever it is called from; and the warm
-start of a file's task, which it rests on.
-"""
+start of a file's task, which it rests on."""
 
 from __future__ import annotations
 
@@ -203,8 +202,7 @@ def commands(text: str) -> list[str]:
 
 def test_every_command_of_the_pages_runs(tmp_path: Path) -> None:
     """The part on a project of docs/getting-started.md, then the project's README in the project;
-    runs are cut short, and from a model that has hardly learned.
-    """
+    runs are cut short, and from a model that has hardly learned."""
     page = (ROOT / "docs" / "getting-started.md").read_text().partition("## Your own project")[2]
     readme = (new.TEMPLATE / "README.md").read_text().replace("NAME", "four")
     # fetching a model is tests/models/test_real_model.py's; `new --agent` and `--model`, which have
@@ -237,9 +235,6 @@ def test_every_command_of_the_pages_runs(tmp_path: Path) -> None:
         timeout=7200,
     )
     assert done.stdout.startswith("[0 2] [0."), done.stderr
-
-
-# ---- the warm start of a task of one's own -------------------------------------------------------
 
 
 def prompts(path: Path, *rows: dict[str, object]) -> FileTask:

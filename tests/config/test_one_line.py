@@ -1,6 +1,5 @@
 """What used to end in a traceback, or in no word at all: one line with the key and the remedy, with
---json as JSON too.
-"""
+--json as JSON too."""
 
 from __future__ import annotations
 
@@ -38,9 +37,6 @@ def cli(*argv: str, cwd: Path = ROOT) -> Ended:
     return run_command([sys.executable, "-m", "asyncrl.cli", *argv], cwd=cwd)
 
 
-# ---- a disk that takes nothing more --------------------------------------------------------------
-
-
 class FullDisk(io.StringIO):
     """A stderr that lies on it."""
 
@@ -65,7 +61,8 @@ def test_a_write_that_a_full_disk_refuses_is_one_line(
     full = OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(SystemExit) as ended:
         writes_nothing(full).main(["run"])
-    assert ended.value.code == 1 and capsys.readouterr().err.startswith(
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.startswith(
         "error: writing failed: No space left on device; is the disk full"
     )
     monkeypatch.setattr(sys, "stderr", FullDisk())
@@ -74,9 +71,6 @@ def test_a_write_that_a_full_disk_refuses_is_one_line(
     assert ended.value.code == 1, "also where nothing can be said any more"
     with pytest.raises(OSError, match="a bug"):
         writes_nothing(OSError(errno.EBADF, "a bug")).main(["run"])
-
-
-# ---- chat templates ------------------------------------------------------------------------------
 
 
 def with_template(path: Path, template: str) -> Path:
@@ -139,9 +133,6 @@ def test_every_prompt_of_a_file_is_tried_before_the_start(tmp_path: Path) -> Non
     ]
     with pytest.raises(ConfigError, match="train prompt 299: the chat template"):
         preflight(load.load(ROOT / "configs" / "demo.toml", words))
-
-
-# ---- files ---------------------------------------------------------------------------------------
 
 
 def test_a_prompt_and_messages_in_one_line(tmp_path: Path) -> None:
@@ -220,9 +211,6 @@ def test_a_run_directory_that_is_removed_ends_the_run(tmp_path: Path, small_mode
     assert not any(p.exists() for p in outside)
 
 
-# ---- errors as JSON ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("argv", "code", "said"),
     [
@@ -244,9 +232,6 @@ def test_an_error_is_json_too(argv: list[str], code: int, said: str) -> None:
 def test_an_error_without_json_leaves_stdout_alone() -> None:
     done = cli("run", "nowhere.toml")
     assert done.code == 2 and done.out == ""
-
-
-# ---- weights that explode ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -279,9 +264,6 @@ def test_a_learning_rate_that_explodes_is_said_by_the_learner(
         and "learner.lr = 1e+" in last
         and "Traceback" not in done.err
     ), done.err[-3000:]
-
-
-# ---- a smaller limit on resume -------------------------------------------------------------------
 
 
 def test_a_resume_on_other_prompts_is_refused_and_at_a_smaller_limit_reports_the_one_that_held(
@@ -336,8 +318,7 @@ def test_a_result_stays_the_last_line_when_an_error_follows(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A claim that does not hold, say: its numbers are what a program wants, the error is on
-    stderr; the next command starts afresh.
-    """
+    stderr; the next command starts afresh."""
 
     def ended(words: list[str], given: bool) -> dict[str, object]:
         @click.command()
