@@ -1,6 +1,5 @@
 """`asyncrl compare` on real runs: the same data, bitwise twins, resuming, the page and its numbers,
-and what it refuses.
-"""
+and what it refuses."""
 
 from __future__ import annotations
 
@@ -76,26 +75,19 @@ def on_a_terminal(model: Path, out: Path, *words: str) -> tuple[int, str]:
 
 
 def test_a_comparison_from_start_to_verdict(sort_model: Path, tmp_path: Path) -> None:
-    arms = (
-        "--arm",
-        "sync:staleness.max_lag=0",
-        "--arm",
-        "twin:same-as=sync",
-        "--arm",
-        "late:staleness.max_lag=2,staleness.inject=2",
-        "--seeds",
-        "2",
+    text = (
+        "--arm sync:staleness.max_lag=0 --arm twin:same-as=sync --arm "
+        "late:staleness.max_lag=2,staleness.inject=2 --seeds 2"
     )
+    arms = text.split()
     out = tmp_path / "c"
     done = compare(sort_model, out, *arms, "--jobs", "2", "--json")
     assert done.code == 0, done.err[-3000:]
     found = done.json
     assert list(found["arms"]) == ["sync", "twin", "late"] and found["seeds"] == list(SEEDS)
     words = {(v["arm"], v["metric"]): v for v in found["verdicts"]}
-    assert (
-        words["twin", "heldout_end"]["verdict"] == "equal"
-        and words["twin", "heldout_end"]["difference"] == 0
-    )
+    assert words["twin", "heldout_end"]["verdict"] == "equal"
+    assert words["twin", "heldout_end"]["difference"] == 0
     assert found["arms"]["sync"]["weights_digests"] == found["arms"]["twin"]["weights_digests"]
     assert words["late", "heldout_end"]["verdict"] in ("no difference visible", "better", "worse")
     assert found["same_data"] == {"twin": [True, True], "late": [True, True]}
@@ -109,12 +101,14 @@ def test_a_comparison_from_start_to_verdict(sort_model: Path, tmp_path: Path) ->
     ]
     assert found["arms"]["sync"]["target"] == pytest.approx(
         0.9 * found["arms"]["sync"]["heldout_end"]
-    ) and found["arms"]["sync"]["reached"] == sum(map(reached, curves))
+    )
+    assert found["arms"]["sync"]["reached"] == sum(map(reached, curves))
     # the mean of the ends is above nine tenths of itself
     assert found["arms"]["sync"]["reached"] >= 1
     assert all(f"reward {found['arms']['sync']['target']:.3f}" in t for t in found["trade"])
     assert found["arms"]["sync"]["lag"] == 0 and found["arms"]["late"]["lag_max"] == 2
-    assert ("twin", "ood_end") in words and all(
+    assert ("twin", "ood_end") in words
+    assert all(
         0 <= x <= 1
         for a in found["arms"].values()
         for x in (a["ood_start"], a["ood_end"], *a["ood_each"])
@@ -137,18 +131,15 @@ def test_a_comparison_from_start_to_verdict(sort_model: Path, tmp_path: Path) ->
         == 6
     ), done.err
     html = (out / "report.html").read_text()
-    assert (
-        ("late against sync" in html or "late is" in html)
-        and ">OOD end</th>" in html
-        and ">KL to ref</th>" in html
-    )
+    assert "late against sync" in html or "late is" in html
+    assert ">OOD end</th>" in html
+    assert ">KL to ref</th>" in html
     assert "Out-of-distribution reward" in html and "KL from target to reference" in html
     settings = html[html.index('<table id="settings">') :].split("</table>")[0]
     assert "staleness.inject = 2 (none), staleness.max_lag = 2 (0)" in settings
     assert "the same as sync" in settings and "compared with sync" in settings
-    assert json.loads((out / "comparison.json").read_text()) == found and any(
-        (out / "tensorboard").rglob("events*")
-    )
+    assert json.loads((out / "comparison.json").read_text()) == found
+    assert any((out / "tensorboard").rglob("events*"))
 
     # Interrupted: what is finished is not made again.
     kept = (out / "cells" / f"sync-seed{RUN_SEED}.json").stat().st_mtime_ns
@@ -169,28 +160,20 @@ def test_a_comparison_from_start_to_verdict(sort_model: Path, tmp_path: Path) ->
     # These arms ran in warm processes.  Processes of their own give the same samples at the same
     # lags; synchronously, the same weights, bitwise.
     assert all(a["warm"] for a in found["arms"].values())
+    plain_words = "--seeds 1 --real --jobs 2 --json"
     real = compare(
         sort_model,
         tmp_path / "real",
         *arms[:2],
         *arms[4:6],
-        "--seeds",
-        "1",
-        "--real",
-        "--jobs",
-        "2",
-        "--json",
+        *plain_words.split(),
     ).json
     assert not any(a["warm"] for a in real["arms"].values())
     assert real["arms"]["sync"]["weights_digests"] == found["arms"]["sync"]["weights_digests"][:1]
-    assert (
-        real["arms"]["sync"]["ood_each"] == found["arms"]["sync"]["ood_each"][:1]
-        and real["arms"]["sync"]["ood_start"] == found["arms"]["sync"]["ood_start"]
-    )
-    assert (
-        real["arms"]["sync"]["each"] == found["arms"]["sync"]["each"][:1]
-        and real["arms"]["late"]["lag_max"] == 2
-    )
+    assert real["arms"]["sync"]["ood_each"] == found["arms"]["sync"]["ood_each"][:1]
+    assert real["arms"]["sync"]["ood_start"] == found["arms"]["sync"]["ood_start"]
+    assert real["arms"]["sync"]["each"] == found["arms"]["sync"]["each"][:1]
+    assert real["arms"]["late"]["lag_max"] == 2
     assert real["same_data"]["late"] == [True]
     warm, apart = (
         json.loads((out / "cells" / f"late-seed{RUN_SEED}.json").read_text())["batches"],
@@ -260,8 +243,7 @@ def test_how_far_the_data_of_two_runs_differ() -> None:
 
 def test_the_time_to_an_accuracy() -> None:
     """Base ends at .8, so the target is .72: the base is there at its third evaluation, the other
-    at its second, and one never.
-    """
+    at its second, and one never."""
     config = load.load("configs/demo.toml")
     cells = [
         cell("a"),
@@ -269,10 +251,8 @@ def test_the_time_to_an_accuracy() -> None:
         cell("low", accuracy=(0.4, 0.5, 0.6)),
     ]
     found = analyze(cells, dict.fromkeys(("a", "fast", "low"), config))
-    assert (
-        found["arms"]["fast"]["steps_to_target"] == 2
-        and found["arms"]["fast"]["seconds_to_target"] == 20
-    )
+    assert found["arms"]["fast"]["steps_to_target"] == 2
+    assert found["arms"]["fast"]["seconds_to_target"] == 20
     assert found["trade"][0].endswith("reward 0.720 at batch 2 (a 4), after 20 s (30)")
     assert found["trade"][1].endswith("reward 0.720 was never reached")
 
@@ -285,8 +265,7 @@ def test_kl_to_the_reference_of_the_first_batch_is_not_that_of_the_end() -> None
 
 def test_out_of_distribution_accuracy_and_kl_to_the_reference_of_every_arm() -> None:
     """Means over the runs that have them; KL over the last 20 batches; a verdict only when every
-    run has its end.
-    """
+    run has its end."""
     config = load.load("configs/demo.toml", ["evaluation.ood_prompts=50"])
     base, arm, gone = cell("base"), cell("arm"), cell("arm")
     base.ood, arm.ood = {0.0: 0.2, 2.0: 0.3, 4.0: 0.1}, {0.0: 0.2, 4.0: 0.4}
@@ -298,16 +277,12 @@ def test_out_of_distribution_accuracy_and_kl_to_the_reference_of_every_arm() -> 
     a, b = found["arms"]["arm"], found["arms"]["base"]
     assert (b["ood_start"], b["ood_end"], a["ood_end"], b["ood_each"]) == (0.2, 0.1, 0.4, [0.1])
     assert b["kl_ref"] == (9 + 27) / 2 and math.isnan(a["kl_ref"])
-    assert (
-        average_reference_kl(base.rows[:8]) == (1 + 3 + 5 + 7) / 4
-        and average_reference_kl([*base.rows[:4], *[{"step": 5}] * 20]) == 3
-    )
+    assert average_reference_kl(base.rows[:8]) == (1 + 3 + 5 + 7) / 4
+    assert average_reference_kl([*base.rows[:4], *[{"step": 5}] * 20]) == 3
     (far,) = [v for v in found["verdicts"] if v["metric"] == "ood_end"]
-    assert (
-        far["difference"] == pytest.approx(0.3)
-        and "out-of-distribution reward +0.300" in far["text"]
-        and math.isfinite(far["interval_other_prompts"][0])
-    )
+    assert far["difference"] == pytest.approx(0.3)
+    assert "out-of-distribution reward +0.300" in far["text"]
+    assert math.isfinite(far["interval_other_prompts"][0])
     row = dict(zip(page.HEAD, page.format_arms(found)[1], strict=True))
     assert (row["OOD start"], row["OOD end"], row["KL to ref"]) == ("0.200", "0.400", "-")
     assert dict(zip(page.HEAD, page.format_arms(found)[0], strict=True))["KL to ref"] == "18"
@@ -315,9 +290,8 @@ def test_out_of_distribution_accuracy_and_kl_to_the_reference_of_every_arm() -> 
     # the last has no end
     other.seed, other.ood, gone.seed, gone.ood = 1, {0.0: 0.2, 4.0: 0.3}, 1, {0.0: 0.4, 2.0: 0.9}
     short = analyze([base, other, arm, gone], {"base": config, "arm": config})
-    assert short["arms"]["arm"]["ood_end"] == 0.4 and short["arms"]["arm"][
-        "ood_start"
-    ] == pytest.approx(0.3)
+    assert short["arms"]["arm"]["ood_end"] == 0.4
+    assert short["arms"]["arm"]["ood_start"] == pytest.approx(0.3)
     assert not [v for v in short["verdicts"] if v["metric"] == "ood_end"]
 
 
@@ -368,30 +342,23 @@ def test_a_method_before_the_colon_is_that_method() -> None:
     configs = grid.resolve("demo", (), [arms_made.parse_arm("sync:staleness.max_lag=0"), named])
     assert configs["tis16"].correction.level == "token" and configs["tis16"].staleness.limit == 16
     differs = arms_made.compare_with_first(configs)["tis16"]
-    assert differs["staleness.max_lag"] == (0, 16) and differs["loss.surrogate"] == (
+    assert differs["staleness.max_lag"] == (0, 16)
+    assert differs["loss.surrogate"] == (
         "ppo",
         "decoupled_ppo",
     )
-    assert (
-        "learner.lr" not in differs
-        and "staleness.max_lag = 16 (0)" in arms_made.format_differences(differs)
-    )
+    assert "learner.lr" not in differs
+    assert "staleness.max_lag = 16 (0)" in arms_made.format_differences(differs)
 
 
 def test_one_seed_runs_and_says_that_no_verdict_is_possible(
     sort_model: Path, tmp_path: Path
 ) -> None:
+    text = "--arm sync:staleness.max_lag=0 --arm async: --seeds 1 --set learner.steps=3"
     done = compare(
         sort_model,
         tmp_path / "c",
-        "--arm",
-        "sync:staleness.max_lag=0",
-        "--arm",
-        "async:",
-        "--seeds",
-        "1",
-        "--set",
-        "learner.steps=3",
+        *text.split(),
     )
     assert done.code == 0, done.err[-3000:]
     assert (tmp_path / "c" / "runs" / f"sync-seed{RUN_SEED}" / "summary.json").exists(), (
@@ -401,15 +368,13 @@ def test_one_seed_runs_and_says_that_no_verdict_is_possible(
     assert re.search(r"arm +OOD start +OOD end *\n", done.out)
     assert "sync: staleness.max_lag=0" in done.out
     assert re.search(r"async, compared with sync: staleness.max_lag = \d+ \(0\)", done.out)
-    assert (
-        "no verdict is possible" in done.err and "with one seed: no verdict is possible" in done.out
-    )
+    assert "no verdict is possible" in done.err
+    assert "with one seed: no verdict is possible" in done.out
 
 
 def test_signs_of_warm_runs(tmp_path: Path) -> None:
     """By the rules of a run: the size of each evaluation comes from the settings, and only what
-    came to its end is judged by it.
-    """
+    came to its end is judged by it."""
     lost = [
         {"version": n + 1, "t": 1.0, "reward/mean": 0.5, "kl/target_ref_k3": 0.008 * n}
         for n in range(50)
@@ -452,22 +417,17 @@ def test_signs_of_warm_runs(tmp_path: Path) -> None:
     assert make_warm_cell("a", 0, still | {"accuracy": [[0.0, 20.0], [0.4, 0.41]]}, k3).signs == []
     late = [both, make_warm_cell("a", 1, record, k1), make_warm_cell("a", 2, middle, k3)]
     found = summarize(late, k1)["signs"]
-    assert list(found) == ["out_of_distribution", "kl_drift"] and [
-        len(x) for x in found.values()
-    ] == [2, 2]
+    assert list(found) == ["out_of_distribution", "kl_drift"]
+    assert [len(x) for x in found.values()] == [2, 2]
     first, second = format_findings("late", found, 3)
-    assert (
-        first.startswith(
-            "late: out_of_distribution in 2 of 3 runs: held-out reward rose from 0.400 to 0.900"
-        )
-        and "kl_drift" in second
+    assert first.startswith(
+        "late: out_of_distribution in 2 of 3 runs: held-out reward rose from 0.400 to 0.900"
     )
+    assert "kl_drift" in second
     cells = [both, make_warm_cell("b", 0, middle, k3)]
     arms = analyze(cells, {"a": k1, "b": k3})
-    assert (
-        arms["arms"]["a"]["signs"] == {k: x[:1] for k, x in found.items()}
-        and arms["arms"]["b"]["signs"] == {}
-    )
+    assert arms["arms"]["a"]["signs"] == {k: x[:1] for k, x in found.items()}
+    assert arms["arms"]["b"]["signs"] == {}
     html = page.write(
         tmp_path, "n", cells, arms, [page.Setting("a", "k1", ""), page.Setting("b", "k3", "kl")], k1
     ).read_text()
@@ -479,8 +439,7 @@ def test_what_is_beside_the_accuracy_has_a_table_of_its_own(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole numbers on a terminal of 80 columns; columns that nobody has are left out, and so is a
-    table of none.
-    """
+    table of none."""
     monkeypatch.setenv("COLUMNS", "80")
     rows = [
         [{"arm": "sync", "OOD end": "0.213", "end": "0.9"}.get(h, "-") for h in page.HEAD],
@@ -488,12 +447,10 @@ def test_what_is_beside_the_accuracy_has_a_table_of_its_own(
     ]
     progress.print_other_measures(page.HEAD, rows, ("arm",), ("OOD start", "OOD end", "KL to ref"))
     said = capsys.readouterr().out
-    assert (
-        re.search(r"arm +OOD end", said)
-        and re.search(r"sync +0\.213", said)
-        and "OOD start" not in said
-        and "0.9" not in said
-    )
+    assert re.search(r"arm +OOD end", said)
+    assert re.search(r"sync +0\.213", said)
+    assert "OOD start" not in said
+    assert "0.9" not in said
     progress.print_other_measures(
         page.HEAD, rows[1:], ("arm",), ("OOD start", "OOD end", "KL to ref")
     )

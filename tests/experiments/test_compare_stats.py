@@ -1,6 +1,5 @@
 """The verdict is calibrated: equal arms are seldom called different, planted differences are found
-as often as theory says.
-"""
+as often as theory says."""
 
 from __future__ import annotations
 
@@ -71,18 +70,15 @@ def test_prompt_intervals_cover_for_fixed_policies() -> None:
 def test_paired_t_by_hand() -> None:
     """Differences .1, .2, .3: mean .2, sd .1, t = 3.4641 with 2 degrees of freedom."""
     d = cs.compare_pairs([0.6, 0.8, 1.0], [0.5, 0.6, 0.7])
-    assert (
-        d.mean == pytest.approx(0.2)
-        and d.sd == pytest.approx(0.1)
-        and d.p == pytest.approx(0.0742, abs=1e-4)
-    )
+    assert d.mean == pytest.approx(0.2)
+    assert d.sd == pytest.approx(0.1)
+    assert d.p == pytest.approx(0.0742, abs=1e-4)
     assert (d.low, d.high) == (pytest.approx(-0.0484, abs=1e-4), pytest.approx(0.4484, abs=1e-4))
 
 
 def test_differences_that_are_all_the_same_are_no_certainty() -> None:
     """Two seeds that both gained four of 64 prompts: a spread of one prompt, t = .0625 / (1/64 /
-    sqrt 2) = 5.66 with 1 degree of freedom.
-    """
+    sqrt 2) = 5.66 with 1 degree of freedom."""
     d = cs.compare_pairs([0.5, 0.75], [0.4375, 0.6875], prompts=64)
     assert d.p == pytest.approx(0.1114, abs=1e-4) and d.low < 0 < d.high
     d = cs.compare_pairs([0.5, 0.7, 0.9], [0.4, 0.6, 0.8])
@@ -122,9 +118,8 @@ def test_holms_interval_is_without_zero_where_its_verdict_is_a_difference() -> N
 def test_power_and_what_it_is_for() -> None:
     assert cs.compute_power(cs.find_detectable(0.02, 5), 0.02, 5) == pytest.approx(0.8, abs=1e-3)
     need = cs.count_needed_seeds(0.02, 0.02)
-    assert need is not None and cs.compute_power(0.02, 0.02, need) >= 0.8 > cs.compute_power(
-        0.02, 0.02, need - 1
-    )
+    assert need is not None
+    assert cs.compute_power(0.02, 0.02, need) >= 0.8 > cs.compute_power(0.02, 0.02, need - 1)
     assert "no verdict is possible" in cs.state_verdict(
         "a", "b", cs.compare_pairs([0.5], [0.4]), "accuracy"
     )
@@ -150,9 +145,8 @@ def test_a_design_that_finds_nothing_says_so() -> None:
     assert "--seeds 6 finds 0.05" in said
     need = cs.count_needed_seeds(0.05, 0.02, level=cs.LEVEL / 8)
     assert need == 6 and cs.find_detectable(0.02, need, cs.LEVEL / 8) <= 0.05
-    assert "of 3.3 standard deviations" in describe_power(
-        2, 3
-    ) and "that is 0.065 in" in describe_power(2, 3)
+    assert "of 3.3 standard deviations" in describe_power(2, 3)
+    assert "that is 0.065 in" in describe_power(2, 3)
 
 
 def test_stability_by_rule() -> None:
@@ -168,10 +162,8 @@ def test_stability_by_rule() -> None:
     assert "collapse" in cs.list_instabilities([0.4, 0.8, 0.3, 0.2], flat)[0]
     assert cs.list_instabilities([0.4, 0.8, 0.3, 0.7], flat) == []
     wide, steep = flat[0] | {"kl/behavior_target_k3": 2.0}, flat[0] | {"optim/grad_norm": 50.0}
-    assert (
-        "KL" in cs.list_instabilities([0.4], [*flat, wide, wide, wide])[0]
-        and cs.list_instabilities([0.4], [*flat, wide, wide]) == []
-    )
+    assert "KL" in cs.list_instabilities([0.4], [*flat, wide, wide, wide])[0]
+    assert cs.list_instabilities([0.4], [*flat, wide, wide]) == []
     assert (
         "KL"
         in cs.list_instabilities([0.4], [*flat, flat[0] | {"kl/behavior_target_k3": math.nan}])[0]
@@ -179,8 +171,8 @@ def test_stability_by_rule() -> None:
     assert (
         "in 3 batches, up to 50"
         in cs.list_instabilities([0.4], [*flat, steep, *flat, steep, steep])[0]
-        and cs.list_instabilities([0.4], [*flat, steep, steep]) == []
     )
+    assert cs.list_instabilities([0.4], [*flat, steep, steep]) == []
     assert "entropy" in cs.list_instabilities([0.4], [*flat, flat[0] | {"policy/entropy": 0.01}])[0]
     assert "oscillation" in cs.list_instabilities([0.4, 0.7, 0.4, 0.7, 0.4], flat)[0]
     assert (

@@ -1,7 +1,6 @@
 """`asyncrl figure` and `asyncrl ls`: their points, files and errors.
 
-test_compare.py and test_sweep.py draw real comparisons and sweeps, test_notebook.py real runs.
-"""
+test_compare.py and test_sweep.py draw real comparisons and sweeps, test_notebook.py real runs."""
 
 from __future__ import annotations
 
@@ -124,7 +123,8 @@ def test_an_svg_has_caption_names_axes_and_colors(compared: Path, tmp_path: Path
     for color in figures.OKABE_ITO[:2]:
         assert color.lower() in svg
     rows = list(csv.DictReader((tmp_path / "f.csv").open(newline="")))
-    assert len(rows) == 8 and rows[4] == {
+    assert len(rows) == 8
+    assert rows[4] == {
         "series": "a",
         "seed": "1",
         "step": "5.0",

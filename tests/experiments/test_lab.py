@@ -1,6 +1,5 @@
 """The lab's own claims on a smaller model (2 symbols, 3 tokens), its gradients against autograd,
-and the command line.
-"""
+and the command line."""
 
 from __future__ import annotations
 
@@ -62,8 +61,7 @@ def test_rows_are_the_gradients_that_autograd_finds(space: ResponseSpace) -> Non
 
 def test_moments_by_hand() -> None:
     """One symbol of two, p = (1/2, 1/2), coefficients 1 and 3: g = (1/2, -1/2) and 3 (-1/2, 1/2);
-    mean (-1/2, 1/2), E|g|^2 = (0.5 + 4.5)/2.
-    """
+    mean (-1/2, 1/2), E|g|^2 = (0.5 + 4.5)/2."""
     s = ResponseSpace(2, 1)
     mean, variance = s.compute_moments(
         s.compute_gradient_rows(
@@ -89,9 +87,8 @@ def test_no_gradient_is_zero_coefficients() -> None:
 def test_bias_keeps_the_published_order_and_its_identities(measured: dict) -> None:
     on, off = measured["estimators"]["on_policy"], measured["estimators"]["off_policy"]
     assert max(measured["identities"].values()) < 1e-9
-    assert on["k1_in_reward"]["relative_bias_max"] < 1e-9 and on["k1_in_loss"][
-        "relative_bias"
-    ] == pytest.approx(1, abs=1e-9)
+    assert on["k1_in_reward"]["relative_bias_max"] < 1e-9
+    assert on["k1_in_loss"]["relative_bias"] == pytest.approx(1, abs=1e-9)
     assert (
         on["k1_in_reward"]["relative_bias"]
         < on["k2_in_loss"]["relative_bias"]
@@ -106,8 +103,7 @@ def test_bias_keeps_the_published_order_and_its_identities(measured: dict) -> No
 
 def test_bias_truncation_and_discount_trade(measured: dict) -> None:
     """(1, inf) is exact, discount 0 on mu's samples the token level; a lower cut never has more
-    variance.
-    """
+    variance."""
     for which, curve in measured["curve"].items():
         assert curve["1"]["inf"]["relative_bias"] < 1e-9
         assert curve["0"]["inf"]["relative_bias"] == pytest.approx(
@@ -118,25 +114,16 @@ def test_bias_truncation_and_discount_trade(measured: dict) -> None:
 
 
 def test_bias_as_json_and_a_page(tmp_path: Path) -> None:
+    text = "lab bias --vocabulary 2 --length 3 --seeds 2 --draws 60 --json --out"
     args = [
-        "lab",
-        "bias",
-        "--vocabulary",
-        "2",
-        "--length",
-        "3",
-        "--seeds",
-        "2",
-        "--draws",
-        "60",
-        "--json",
-        "--out",
+        *text.split(),
         str(tmp_path),
     ]
     done = CliRunner().invoke(main, args)
     assert done.exit_code == 0, done.stderr.splitlines()[-1]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert set(found["estimators"]) == {"on_policy", "off_policy"} and {
+    assert set(found["estimators"]) == {"on_policy", "off_policy"}
+    assert {
         "relative_bias",
         "variance",
     } <= set(found["estimators"]["off_policy"]["prefix_full"])
@@ -183,8 +170,7 @@ def test_self_normalised_weights_have_mean_one(corrected: dict) -> None:
 
 def test_the_endless_batch_is_the_limit_of_sampled_ones() -> None:
     """Weights of one big sample, by the learner's own path, average to the exact expectation: the
-    third decimal at 40,000 answers.
-    """
+    third decimal at 40,000 answers."""
     s = ResponseSpace(2, 3)
     theta = s.draw_table(0)
     mu = s.find_policy(theta, 0.1, 1)
@@ -201,27 +187,18 @@ def test_the_endless_batch_is_the_limit_of_sampled_ones() -> None:
 
 
 def test_corrections_as_json(tmp_path: Path) -> None:
+    text = "lab corrections --vocabulary 2 --length 4 --seeds 2 --json --out"
     done = CliRunner().invoke(
         main,
         [
-            "lab",
-            "corrections",
-            "--vocabulary",
-            "2",
-            "--length",
-            "4",
-            "--seeds",
-            "2",
-            "--json",
-            "--out",
+            *text.split(),
             str(tmp_path),
         ],
     )
     assert done.exit_code == 0, done.stderr.splitlines()[-1]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert (
-        list(found["estimators"]) == ["2", "4"] and "preset mis" in found["estimators"]["4"]["0.01"]
-    )
+    assert list(found["estimators"]) == ["2", "4"]
+    assert "preset mis" in found["estimators"]["4"]["0.01"]
     assert (tmp_path / "corrections.html").exists()
 
 
@@ -239,8 +216,7 @@ def trainer(arm: str, optimizer: str, rate: float) -> reshape.TabularTrainer:
 
 def test_reshape_its_first_step_is_the_policy_gradient_of_the_batch() -> None:
     """SGD at rate 2: theta moves by 2/N sum_i A_i grad lp_i, with grpo's advantages worked out
-    here.
-    """
+    here."""
     t = trainer("vanilla", "sgd", 2.0)
     drawn, b = reshape.sample_batch(t.space, t.start, t.right, 32, 5)
     r = b.rewards.reshape(4, 8)
@@ -278,28 +254,16 @@ def test_reshape_v31_drifts_past_clip_and_a_budget_on_the_rate_holds_it(
 
 def test_reshape_a_claim_that_does_not_hold_is_said_and_ends_with_1(tmp_path: Path) -> None:
     """Two epochs are too few for any drift."""
+    text = "--vocabulary 2 --length 2 --seeds 1 --epochs 2 --samples 64 --lr-adam 0.001"
     sizes = [
-        "--vocabulary",
-        "2",
-        "--length",
-        "2",
-        "--seeds",
-        "1",
-        "--epochs",
-        "2",
-        "--samples",
-        "64",
-        "--lr-adam",
-        "0.001",
+        *text.split(),
     ]
     done = CliRunner().invoke(main, ["lab", "reshape", *sizes, "--json", "--out", str(tmp_path)])
     assert done.exit_code == 1 and "do not hold: " in done.stderr.splitlines()[-1]
     # what was measured; what is wrong with it is on stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert (
-        any(c["holds"] is False for c in found["verdict"])
-        and len(found["runs"]["adam"]["v3.1"]["kl"]) == 2
-    )
+    assert any(c["holds"] is False for c in found["verdict"])
+    assert len(found["runs"]["adam"]["v3.1"]["kl"]) == 2
     assert (tmp_path / "reshape.html").exists()
 
 

@@ -43,28 +43,20 @@ def test_decoupled_arms_are_there_with_one_update_and_with_four(grid: Any, tmp_p
         "mis-4": 4,
     }
     one, four = (p.arms[p.cell[n, 4.0]] for n in ("tis", "tis-4"))
-    assert (
-        one.learner.lr == 5e-4
-        and four.learner.lr == 2.5e-4
-        and four.correction == one.correction
-        and four.loss == one.loss
-    )
-    assert (
-        four.correction.proximal == "recompute"
-        and four.loss.surrogate == "decoupled_ppo"
-        and four.staleness.inject == 4
-    )
-    assert (
-        p.arms[p.cell["ppo-4", 4.0]].correction.proximal == "behavior"
-        and p.arms[p.cell["mis-4", 4.0]].correction.veto == "ratio"
-    )
+    assert one.learner.lr == 5e-4
+    assert four.learner.lr == 2.5e-4
+    assert four.correction == one.correction
+    assert four.loss == one.loss
+    assert four.correction.proximal == "recompute"
+    assert four.loss.surrogate == "decoupled_ppo"
+    assert four.staleness.inject == 4
+    assert p.arms[p.cell["ppo-4", 4.0]].correction.proximal == "behavior"
+    assert p.arms[p.cell["mis-4", 4.0]].correction.veto == "ratio"
     assert len({p.cell[n, x] for n in made for x in (0.0, 4.0)}) == 2 * len(made), (
         "no arm is another one"
     )
-    assert (
-        plan(grid, tmp_path / "quick", quick=True).arms["sync"].learner.groups == 8
-        and p.arms["sync"].learner.groups == 32
-    )
+    assert plan(grid, tmp_path / "quick", quick=True).arms["sync"].learner.groups == 8
+    assert p.arms["sync"].learner.groups == 32
 
 
 def test_tables_and_pages_say_how_many_updates(grid: Any, tmp_path: Path) -> None:
@@ -87,6 +79,5 @@ def test_tables_and_pages_say_how_many_updates(grid: Any, tmp_path: Path) -> Non
     assert lines[2] == "|`tis`|1||0.50 [-0.10, +0.10]|" and lines[3].startswith("|`tis-4`|4|")
     said = grid.titles({"tis": 1, "tis-4": 4, "reshape-stop": 2})
     assert said["tis"].endswith("its clip acts from a batch's second update on; 1 update a batch")
-    assert said["tis-4"].endswith("4 updates a batch at 0.5 of the rate") and said[
-        "reshape-stop"
-    ].endswith("2 updates a batch")
+    assert said["tis-4"].endswith("4 updates a batch at 0.5 of the rate")
+    assert said["reshape-stop"].endswith("2 updates a batch")

@@ -1,6 +1,5 @@
 """Engine and learner that differ at equal weights: said once, at once; what
-benchmarks/lib/studies.py computes from runs.
-"""
+benchmarks/lib/studies.py computes from runs."""
 
 from __future__ import annotations
 
@@ -83,16 +82,12 @@ def test_a_study_pairs_runs_by_seed_and_counts_what_broke(monkeypatch: pytest.Mo
     from lib import studies
 
     broken = studies.facts(run(0.1, 0.2))
-    assert (
-        broken["collapsed"]
-        and broken["swing"] == pytest.approx(0.3)
-        and broken["kl_mu_max"] == pytest.approx(0.11)
-    )
-    assert (
-        broken["reward_end"] == 0.5
-        and "kl_ref_last" not in broken
-        and broken["ood"] == pytest.approx(0.2)
-    )
+    assert broken["collapsed"]
+    assert broken["swing"] == pytest.approx(0.3)
+    assert broken["kl_mu_max"] == pytest.approx(0.11)
+    assert broken["reward_end"] == 0.5
+    assert "kl_ref_last" not in broken
+    assert broken["ood"] == pytest.approx(0.2)
     cut = studies.facts(run(0.1, 0.2) | {"evals": {"ood": {"0": [0.9]}}})
     assert cut["ood"] is None, "of a run that did not come to its end"
     good = {seed: studies.facts(run(0.6 + 0.01 * seed, 0.3)) for seed in range(3)}
@@ -106,17 +101,13 @@ def test_a_study_pairs_runs_by_seed_and_counts_what_broke(monkeypatch: pytest.Mo
 
 def test_bypass_is_recompute_at_lag_0_in_exact_mode(sort_model: Path) -> None:
     """Section 8 of the mathematics, on real samples: where engine and learner agree bitwise, which
-    anchor is named changes no bit.
-    """
+    anchor is named changes no bit."""
+    text = (
+        "learner.steps=2 learner.groups=4 learner.group_size=4 staleness.max_lag=0 "
+        "evaluation.every=0 evaluation.final_prompts=1 evaluation.ood_prompts=0 learner.lr=0.01"
+    )
     small = [
-        "learner.steps=2",
-        "learner.groups=4",
-        "learner.group_size=4",
-        "staleness.max_lag=0",
-        "evaluation.every=0",
-        "evaluation.final_prompts=1",
-        "evaluation.ood_prompts=0",
-        "learner.lr=0.01",
+        *text.split(),
         f"model.path='{sort_model}'",
         "exact=true",
     ]
@@ -159,8 +150,7 @@ def test_a_rounded_generator_shows_under_the_shipped_config(
     asyncrl: Callable[..., Ended], bits: int
 ) -> None:
     """configs/demo.toml divides by mu itself: what engine and learner compute differently is
-    measured and said all the same.
-    """
+    measured and said all the same."""
     done = asyncrl(
         "run",
         "learner.steps=4",
@@ -176,9 +166,8 @@ def test_a_rounded_generator_shows_under_the_shipped_config(
         for x in (Path(done.json["run_dir"]) / "metrics.jsonl").read_text().splitlines()
     ]
     split = [r for r in rows if "split/mismatch_k3" in r]
-    assert [r["step"] for r in split] == [0, 1, 2, 3] and all(
-        r["split/coverage"] == 1 for r in split
-    )
+    assert [r["step"] for r in split] == [0, 1, 2, 3]
+    assert all(r["split/coverage"] == 1 for r in split)
     aged = [r for r in split if r["lag/mean"] > 0]
     assert aged and all(r["kl/behavior_start_k3"] > 1e-9 and r["is/ess"] < 1 for r in aged), (
         "staleness is measured, not a constant"
@@ -187,18 +176,13 @@ def test_a_rounded_generator_shows_under_the_shipped_config(
     alone = [r["by_age/mismatch_k3_0"] for r in split if "by_age/mismatch_k3_0" in r]
     assert alone, "no token was drawn on keys and values of its own version"
     if bits:
-        assert (
-            done.json["mismatch_k3_max"] > 1e-2
-            and min(alone) > 1e-3
-            and all(r["split/mismatch_k3"] > 1e-3 for r in split)
-        )
+        assert done.json["mismatch_k3_max"] > 1e-2
+        assert min(alone) > 1e-3
+        assert all(r["split/mismatch_k3"] > 1e-3 for r in split)
         assert "engine and learner differ at equal weights" in done.err
     else:
         assert done.json["mismatch_k3_max"] < 1e-9 and max(alone) < 1e-9
         assert "engine and learner differ" not in done.err
-
-
-# ---- the study of it -----------------------------------------------------------------------------
 
 
 @pytest.fixture

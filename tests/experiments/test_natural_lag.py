@@ -87,9 +87,8 @@ def test_singles_have_as_many_answers_a_batch(bench: Any, tmp_path: Path) -> Non
             assert learner.groups * learner.group_size == 128, name
             assert (learner.group_size == 1) == ("singles" in name), name
             late = config.staleness
-            assert late.delay == 1.0 and late.delay_of == (
-                "answer" if part == "groups" else "ticket"
-            )
+            assert late.delay == 1.0
+            assert late.delay_of == ("answer" if part == "groups" else "ticket")
         assert len(plan.cells.configs) == len(bench.tasks_of(part)) * len(bench.PARTS[part])
 
 

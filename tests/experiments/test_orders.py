@@ -1,6 +1,5 @@
 """The order in which the buffer serves groups (`staleness.order`), and answers that come late on
-purpose (`staleness.delay`).
-"""
+purpose (`staleness.delay`)."""
 
 from __future__ import annotations
 
@@ -126,26 +125,18 @@ def test_late_answers_come_back_by_their_time() -> None:
     assert late.next_due == float("inf") and late.pop_due(1e9) == []
     for until, what in ((3.0, "b"), (1.0, "a"), (3.0, "c"), (9.0, "d")):
         late.hold(until, what)
-    assert (
-        late.next_due == 1.0
-        and late.pop_due(0.5) == []
-        and late.pop_due(3.0) == ["a", "b", "c"]
-        and late.next_due == 9.0
-    )
+    assert late.next_due == 1.0
+    assert late.pop_due(0.5) == []
+    assert late.pop_due(3.0) == ["a", "b", "c"]
+    assert late.next_due == 9.0
 
 
-SMALL = (
-    "generator.max_new_tokens=56",
-    "generator.slots=32",
-    "learner.steps=8",
-    "learner.groups=4",
-    "learner.group_size=4",
-    "evaluation.every=0",
-    "evaluation.prompts=8",
-    "evaluation.final_prompts=8",
-    "evaluation.ood_prompts=0",
-    "staleness.max_lag=2",
+SMALL_TEXT = (
+    "generator.max_new_tokens=56 generator.slots=32 learner.steps=8 learner.groups=4 "
+    "learner.group_size=4 evaluation.every=0 evaluation.prompts=8 evaluation.final_prompts=8 "
+    "evaluation.ood_prompts=0 staleness.max_lag=2"
 )
+SMALL = SMALL_TEXT.split()
 
 
 @pytest.fixture(scope="module")
@@ -191,20 +182,16 @@ def test_other_orders_train_other_samples_and_count_by_length_those_they_lose(
         assert r["steps"] == 8 and r["trained_ids"] != pace["trained_ids"]
         assert max(map(int, r["lag_histogram"])) <= 2, "past the limit nothing is trained"
         lost = r["ledger_lines"][line]
-        assert (
-            lost["tokens"] > 0
-            and sum(v for k, v in lost.items() if k.startswith("upto_")) == lost["tokens"]
-        )
+        assert lost["tokens"] > 0
+        assert sum(v for k, v in lost.items() if k.startswith("upto_")) == lost["tokens"]
     assert fresh["trained_ids"] != first["trained_ids"]
 
 
 def test_a_late_run_repeats_bitwise(late_runs: dict[str, dict[str, Any]]) -> None:
     a, b = late_runs["mask freshest"], late_runs["mask freshest again"]
-    assert (
-        a["weights_digest"] == b["weights_digest"]
-        and a["ledger_lines"] == b["ledger_lines"]
-        and a["clock"] == b["clock"]
-    )
+    assert a["weights_digest"] == b["weights_digest"]
+    assert a["ledger_lines"] == b["ledger_lines"]
+    assert a["clock"] == b["clock"]
 
 
 def test_what_a_rule_took_is_a_share_of_what_it_judged(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """`asyncrl replay` on recordings of real runs: the same bits with nothing changed, the difference
-with something changed, cuts, damage, refusals.
-"""
+with something changed, cuts, damage, refusals."""
 
 from __future__ import annotations
 
@@ -46,8 +45,7 @@ class Typed:
 @pytest.fixture(scope="module")
 def recorded(forked: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """An asynchronous run whose learner was killed in its fourth batch, so that its recording has
-    two lives.
-    """
+    two lives."""
     return forked(tmp_path_factory.mktemp("replay") / "run", *STREAM, die={"learner": 4})
 
 
@@ -66,13 +64,11 @@ def test_nothing_changed_gives_the_same_bits(
 ) -> None:
     done = Typed(capsys, recorded["run_dir"], "--json")
     found = done.json
-    assert (
-        done.code == 0
-        and found["reproduced"]
-        and found["equal"]
-        and found["cut"] == ""
-        and found["warning"] == ""
-    )
+    assert done.code == 0
+    assert found["reproduced"]
+    assert found["equal"]
+    assert found["cut"] == ""
+    assert found["warning"] == ""
     assert recorded["deaths"] == ["learner"] and len(stream.read(recorded["run_dir"]).lives) == 2
     assert found["weights_digest"] == recorded["digest"] and found["to"] == 6
     was, now = train_rows(recorded["rows"]), train_rows(metrics.read(Path(found["replay_dir"])))
@@ -101,10 +97,8 @@ def test_a_shorter_replay_compares_the_same_version_on_the_same_prompts(
         found = Typed(capsys, recorded["run_dir"], "--json", "--until", until).json
         assert found["reproduced"] and found["heldout_version"] == 3
         for side in ("recorded", "replayed"):
-            assert (
-                found[side]["heldout_end"] == heldout[3]
-                and found[side]["heldout_start"] == (heldout[0])
-            )
+            assert found[side]["heldout_end"] == heldout[3]
+            assert found[side]["heldout_start"] == (heldout[0])
         text = replaying.format_replay(found)
         assert "heldout_end (version 3)" in text
         assert ("no version from 4 to" in text) == (until > 3)
@@ -115,8 +109,7 @@ def test_a_shorter_replay_compares_the_same_version_on_the_same_prompts(
 
 def test_evaluations_are_those_of_a_run(small_model: Path) -> None:
     """Both splits at both ends, in full; along the way each at versions of its own, the
-    out-of-distribution one with the smaller number.
-    """
+    out-of-distribution one with the smaller number."""
     sets = [
         f"evaluation.{k}"
         for k in ("every=2", "ood_every=3", "prompts=4", "final_prompts=9", "ood_prompts=6")
@@ -151,19 +144,15 @@ def test_a_change_is_shown_on_the_same_data(
         "kl.loss.coefficient=0.5",
     )
     done = Typed(capsys, recorded["run_dir"], "--no-eval", *(x for s in sets for x in ("--set", s)))
-    assert (
-        done.code == 0
-        and "loss.surrogate: ppo | vanilla" in done.out
-        and "data would have changed too" in done.out
-    )
+    assert done.code == 0
+    assert "loss.surrogate: ppo | vanilla" in done.out
+    assert "data would have changed too" in done.out
     where = Path(done.err.split("report: ")[1].strip()).parent
     found = json.loads((where / "replay.json").read_text())
-    assert (
-        found["reproduced"] is None
-        and not found["equal"]
-        and found["first_difference"]["step"] == 0
-        and found["first_other_weights"] == 1
-    )
+    assert found["reproduced"] is None
+    assert not found["equal"]
+    assert found["first_difference"]["step"] == 0
+    assert found["first_other_weights"] == 1
     was, now = train_rows(recorded["rows"]), train_rows(metrics.read(where))
     assert [now[n]["reward/mean"] for n in range(6)] == [was[n]["reward/mean"] for n in range(6)], (
         "not the recorded data"
@@ -173,12 +162,10 @@ def test_a_change_is_shown_on_the_same_data(
     )
     assert now[0]["kl/loss_beta"] == 0.5 and now[5]["loss/kl"] > 0 and was[0]["kl/loss_beta"] == 0
     page = (where / "report.html").read_text()
-    assert (
-        "Gradient norm" in page
-        and "Effective sample size" in page
-        and "KL from behavior to target" in page
-        and 'id="replay"' in page
-    )
+    assert "Gradient norm" in page
+    assert "Effective sample size" in page
+    assert "KL from behavior to target" in page
+    assert 'id="replay"' in page
 
 
 def test_a_rate_of_zero_moves_nothing(
@@ -196,31 +183,23 @@ def test_a_rate_of_zero_moves_nothing(
         "--until",
         4,
     ).json
-    assert (
-        found["weights_digest"] == compute_weights_digest(load_policy(small_model, device="cpu"))
-        and found["to"] == 4
-    )
+    assert found["weights_digest"] == compute_weights_digest(load_policy(small_model, device="cpu"))
+    assert found["to"] == 4
     was, now = train_rows(recorded["rows"]), train_rows(metrics.read(tmp_path / "still"))
-    assert (
-        now[0]["kl/behavior_target_k3"] == was[0]["kl/behavior_target_k3"]
-        and now[3]["kl/behavior_target_k3"] > 10 * now[0]["kl/behavior_target_k3"]
-    )
+    assert now[0]["kl/behavior_target_k3"] == was[0]["kl/behavior_target_k3"]
+    assert now[3]["kl/behavior_target_k3"] > 10 * now[0]["kl/behavior_target_k3"]
 
 
 def test_from_weights_in_the_middle(
     recorded: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = Typed(capsys, recorded["run_dir"], "--json", "--no-eval", "--from", 4).json
-    assert (
-        found["reproduced"]
-        and (found["from"], found["to"]) == (4, 6)
-        and found["weights_digest"] == recorded["digest"]
-    )
+    assert found["reproduced"]
+    assert (found["from"], found["to"]) == (4, 6)
+    assert found["weights_digest"] == recorded["digest"]
     wrong = Typed(capsys, recorded["run_dir"], "--from", 3)
-    assert (
-        wrong.code == 2
-        and "no weights of version 3 were recorded; recorded versions: 0, 2, 4, 6" in wrong.err
-    )
+    assert wrong.code == 2
+    assert "no weights of version 3 were recorded; recorded versions: 0, 2, 4, 6" in wrong.err
 
 
 def test_a_recording_cut_short_replays_up_to_the_cut(
@@ -229,22 +208,18 @@ def test_a_recording_cut_short_replays_up_to_the_cut(
     end = stream.read(cut).end
     assert 3 <= end < 6
     whole = Typed(capsys, cut, "--no-eval", "--json")
-    assert (
-        whole.json["reproduced"]
-        and whole.json["to"] == end
-        and f"has {end} of 6 batches: the run ended there" in whole.json["cut"]
-    )
+    assert whole.json["reproduced"]
+    assert whole.json["to"] == end
+    assert f"has {end} of 6 batches: the run ended there" in whole.json["cut"]
     assert whole.json["cut"] in whole.err
     shutil.copytree(cut, tmp_path / "torn")
     log = stream.list_logs(tmp_path / "torn")[1]
     data = log.read_bytes()
     log.write_bytes(data[:-7])
     torn = Typed(capsys, tmp_path / "torn", "--no-eval", "--json").json
-    assert (
-        torn["reproduced"]
-        and torn["to"] == end - 1
-        and "ended while it wrote the next record" in torn["cut"]
-    )
+    assert torn["reproduced"]
+    assert torn["to"] == end - 1
+    assert "ended while it wrote the next record" in torn["cut"]
     log.write_bytes(data[:300] + bytes([data[300] ^ 1]) + data[301:])
     damaged = Typed(capsys, tmp_path / "torn")
     assert damaged.code == 5 and f"damaged at byte 0 of {len(data)}" in damaged.err
@@ -267,10 +242,8 @@ def test_a_run_that_went_on_with_other_settings(
     first, second = (life for _, life in stream.read(run_dir).lives)
     assert "lr = 0.003" in first.config and "lr = 0.01" in second.config
     assert found["reproduced"] and found["to"] == 6 and found["weights_digest"] == done["digest"]
-    assert (
-        train_rows(done["rows"])[5]["kl/loss_beta"] == 0.05
-        and train_rows(done["rows"])[0]["kl/loss_beta"] == 0
-    )
+    assert train_rows(done["rows"])[5]["kl/loss_beta"] == 0.05
+    assert train_rows(done["rows"])[0]["kl/loss_beta"] == 0
     # a value head from nothing, over both lives
     other = Typed(capsys, run_dir, "--json", "--no-eval", "--set", "advantage.name=gae").json
     assert not other["equal"] and other["to"] == 6 and not other["failed"]
@@ -291,12 +264,10 @@ def test_what_a_replay_cannot_change(
     words: tuple[str, ...], says: str, recorded: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     done = Typed(capsys, recorded["run_dir"], *words)
-    assert (
-        done.code == 2
-        and says in done.err
-        and "Traceback" not in done.err
-        and len(done.err.strip().splitlines()) == 1
-    )
+    assert done.code == 2
+    assert says in done.err
+    assert "Traceback" not in done.err
+    assert len(done.err.strip().splitlines()) == 1
 
 
 def test_no_recording_names_the_option_that_makes_one(
@@ -335,22 +306,18 @@ def test_the_bound_on_the_size_holds(recorded: dict[str, Any], tmp_path: Path) -
     assert kept[0] and not kept[-1] and sorted(kept, reverse=True) == kept
     assert stream.measure_size(tmp_path) <= 8000
     read = stream.read(tmp_path)
-    assert (
-        read.full and read.end == sum(kept) and "record.stream_mib" in read.explain_missing_part(6)
-    )
+    assert read.full
+    assert read.end == sum(kept)
+    assert "record.stream_mib" in read.explain_missing_part(6)
     # a resumed run with a larger bound: its batches cannot be reached
     later = RecordingWriter(tmp_path, RecordingHeader(stream.FORMAT, 2, 5, "", ""), 0, 10**9)
     assert later.add(5, steps[5])
     later.close()
     read = stream.read(tmp_path)
-    assert (
-        read.end == sum(kept)
-        and len(read.lives) == 1
-        and f"batch {read.end} was not recorded" in read.explain_missing_part(6)
-    )
+    assert read.end == sum(kept)
+    assert len(read.lives) == 1
+    assert f"batch {read.end} was not recorded" in read.explain_missing_part(6)
     again = read.read_step(0)
-    assert (
-        isinstance(again, RecordedStep)
-        and again == steps[0]
-        and all(s.text == "" for s in again.batch.samples)
-    )
+    assert isinstance(again, RecordedStep)
+    assert again == steps[0]
+    assert all(s.text == "" for s in again.batch.samples)

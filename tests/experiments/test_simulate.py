@@ -1,6 +1,5 @@
 """`asyncrl simulate`: cases reckoned by hand, in simulated time; the fit to a trace written here;
-the command and its errors.
-"""
+the command and its errors."""
 
 from __future__ import annotations
 
@@ -30,9 +29,6 @@ from asyncrl.records.trace import TraceSpan
 from buffer.store import Store
 
 GENERATE = 0.64  # seconds of a batch, when all its answers are written at once
-
-
-# ---- by hand -------------------------------------------------------------------------------------
 
 
 def test_synchronous_each_side_idles_for_the_others_share() -> None:
@@ -94,8 +90,7 @@ def test_a_generator_for_evaluations_neither_gets_nor_takes_a_share(
 @pytest.mark.parametrize("limit", [1, 2, 5])
 def test_where_the_learner_limits_the_lag_is_the_limit(limit: int) -> None:
     """Generation is far faster: when batch n is committed, the tickets of batch n + 1 + k go out
-    with version n + 1.
-    """
+    with version n + 1."""
     o = run(change(BARE, step=1e-4, train=1.0), f"staleness.max_lag={limit}", "generator.slots=256")
     assert o.step_s == pytest.approx(1.0, rel=0.01) and o.idle_learner < 0.01
     assert o.lag_closed_form == pytest.approx(o.lag_mean, rel=0.02)
@@ -105,8 +100,7 @@ def test_where_the_learner_limits_the_lag_is_the_limit(limit: int) -> None:
 
 def test_where_the_generators_limit_they_never_wait() -> None:
     """A batch fills the engine, so the next one starts when it ends, with the version before the
-    update it feeds: lag 1.
-    """
+    update it feeds: lag 1."""
     o = run(change(BARE, train=0.1), "staleness.max_lag=4", "generator.slots=16")
     assert o.idle_generator < 0.02 and o.idle_learner == pytest.approx(1 - 0.1 / GENERATE, abs=0.02)
     assert o.step_s == pytest.approx(GENERATE, rel=0.02)
@@ -139,8 +133,7 @@ def test_weights_swapped_in_mid_answer_split_its_lag() -> None:
 
 def test_what_a_synchronous_step_is_made_of() -> None:
     """Publishing, swapping, the wire, the hand-over, the commit and the reward processes each add
-    their own time, and nothing else.
-    """
+    their own time, and nothing else."""
     plain = run(BARE, "staleness.max_lag=0").step_s
     for name, seconds in (("publish", 0.3), ("swap", 0.2), ("batch", 0.1), ("commit", 0.15)):
         assert run(change(BARE, **{name: seconds}), "staleness.max_lag=0").step_s == pytest.approx(
@@ -170,8 +163,7 @@ def test_the_learner_idles_between_two_updates_whose_batches_are_there() -> None
 
 def test_reward_processes_are_fed_whatever_the_engine_does() -> None:
     """Calls of 30 ms beside decode calls of 80 ms, one process: a step is its 16 calls, and the
-    first one waits for the first answers.
-    """
+    first one waits for the first answers."""
     sets = ("staleness.max_lag=4", "generator.slots=64", "reward.workers=1")
     o = run(change(BARE, reward=0.03, train=0.1), *sets)
     assert o.step_s == pytest.approx(16 * 0.03 + GENERATE / 20, rel=0.02)
@@ -247,9 +239,6 @@ def test_a_batch_is_divided_as_on_a_machine_with_these_cores(
     assert batches == {16 if divided else math.inf}
 
 
-# ---- the same rules as a run ---------------------------------------------------------------------
-
-
 def rough() -> TimeModel:
     return change(
         TimeModel(),
@@ -323,9 +312,6 @@ def test_ten_thousand_generators_cost_little_more_than_a_hundred() -> None:
     assert counts[1] < counts[0] + 2 * 10_000
 
 
-# ---- distributions -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("spec", "mean"),
     [
@@ -392,9 +378,6 @@ def test_every_time_is_documented() -> None:
     assert [name for name in TimeModel.__struct_fields__ if f"`{name}`" not in text] == []
 
 
-# ---- the fit -------------------------------------------------------------------------------------
-
-
 METRICS = {"reward/mean": 0.5, "reward/no_spread_share": 0.25, "answer/length": 24.0}
 
 
@@ -404,8 +387,7 @@ def write_lines(path: Path, rows: list[Any]) -> None:
 
 def write_run(path: Path, known: TimeModel, *, rewards: int = 0) -> None:
     """A run directory as a run leaves it: 60 batches of 2,000 tokens, a generator that decodes
-    beside them and by itself.
-    """
+    beside them and by itself."""
     rng = random.Random(5)
     (path / "trace").mkdir(parents=True)
     (path / "config.toml").write_text((ROOT / "configs" / "demo.toml").read_text())
@@ -590,9 +572,6 @@ def test_what_cannot_be_fitted_says_why(tmp_path: Path) -> None:
         fit.fit(tmp_path / "old")
 
 
-# ---- questions and the command -------------------------------------------------------------------
-
-
 def test_questions_are_answered_with_the_same_seeds() -> None:
     c, known = config("staleness.max_lag=0", "generator.slots=8"), change(rough(), train=0.5)
     seeds = with_seeds(known, 2)
@@ -612,8 +591,7 @@ def test_questions_are_answered_with_the_same_seeds() -> None:
 
 def test_sides_of_equal_speed_leave_the_lag_open() -> None:
     """Where the learner is much the slower side, the lag is at the limit either way; where both
-    take as long, 5 % of its speed move the lag.
-    """
+    take as long, 5 % of its speed move the lag."""
     c = config("staleness.max_lag=8", "generator.slots=8", "learner.steps=150")
     # seconds in which the generator writes a batch
     writing = simulate(c, change(rough(), train=1e-4)).step_s

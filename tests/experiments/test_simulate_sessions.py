@@ -46,9 +46,8 @@ def test_a_session_is_its_calls_and_the_tools_between_them() -> None:
 
 def test_the_agents_bounds_end_a_session() -> None:
     three = run(KNOWN, "agent.max_calls=3", "staleness.max_lag=0")
-    assert three.tokens == 20 * 16 * 48 and three.sample_p90_s == pytest.approx(
-        3 * CALL + 1.0, abs=2 * BEAT
-    )
+    assert three.tokens == 20 * 16 * 48
+    assert three.sample_p90_s == pytest.approx(3 * CALL + 1.0, abs=2 * BEAT)
     # the third call has 8 tokens left, and no fourth follows
     assert run(KNOWN, "agent.max_tokens=64", "generator.max_new_tokens=40").tokens == 20 * 16 * 64
     short = run(KNOWN, "generator.max_new_tokens=40", "agent.max_tokens=40")
@@ -107,9 +106,6 @@ def test_generators_that_are_lost_lose_their_open_sessions_and_the_ledger_sums()
     assert o.generated == o.tokens + sum(o.losses.values()) + o.left_over
 
 
-# ---- treatments ----------------------------------------------------------------------------------
-
-
 def test_what_each_treatment_costs_where_tools_have_a_long_tail() -> None:
     late = change(KNOWN, tool=TAIL, train=0.1)
     rows = what_if.compare_treatments(of("staleness.max_lag=1"), with_seeds(late, 2))
@@ -155,9 +151,8 @@ def test_answers_have_treatments_too_but_no_deadline() -> None:
     assert all(row["deadline_s"] is None and row["cut"] == 0 for row in rows)
     text = result.make_table(result.TREATMENT_COLUMNS, rows).as_text().splitlines()
     assert [line.split()[0] for line in text] == ["treatment", "wait", "mask", "downweight", "drop"]
-    assert len({len(line) for line in text}) == 1 and text[1].split()[1] == (
-        f"{rows[0]['tokens_per_s']:,.0f}"
-    )
+    assert len({len(line) for line in text}) == 1
+    assert text[1].split()[1] == (f"{rows[0]['tokens_per_s']:,.0f}")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """`asyncrl sweep`: its cells, early abandonment, resuming, the limit it suggests, and what it
-refuses.
-"""
+refuses."""
 
 from __future__ import annotations
 
@@ -25,18 +24,12 @@ from asyncrl.models.policy import build_model
 pytestmark = pytest.mark.slow
 
 # An untrained model is never right: the entropy term is what moves its weights.
-SMALL = (
-    "learner.steps=4",
-    "learner.groups=4",
-    "learner.group_size=4",
-    "generator.slots=16",
-    "generator.max_new_tokens=12",
-    "evaluation.every=2",
-    "evaluation.prompts=8",
-    "evaluation.final_prompts=8",
-    "evaluation.ood_prompts=0",
-    "loss.entropy=0.1",
+SMALL_TEXT = (
+    "learner.steps=4 learner.groups=4 learner.group_size=4 generator.slots=16 "
+    "generator.max_new_tokens=12 evaluation.every=2 evaluation.prompts=8 "
+    "evaluation.final_prompts=8 evaluation.ood_prompts=0 loss.entropy=0.1"
 )
+SMALL = SMALL_TEXT.split()
 
 
 @pytest.fixture(scope="module")
@@ -57,46 +50,32 @@ def call(model: Path, out: Path, *words: str) -> Ended:
 
 def test_a_sweep_from_start_to_suggestion_and_again(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "s"
-    words = (
-        "--set",
-        "evaluation.ood_prompts=4",
-        "--inject",
-        "--limits",
-        "0,2",
-        "--correction",
-        "configured",
-        "--correction",
-        "other:loss.entropy=0.2",
-        "--seeds",
-        "2",
-        "--json",
+    text = (
+        "--set evaluation.ood_prompts=4 --inject --limits 0,2 --correction configured --correction "
+        "other:loss.entropy=0.2 --seeds 2 --json"
     )
+    words = text.split()
     done = call(model, out, *words)
     assert done.code == 0, done.err[-3000:]
     found = done.json
     cells = {(c["correction"], c["limit"]): c for c in found["cells"]}
-    assert (
-        set(cells) == {(n, x) for n in ("configured", "other") for x in ("0", "2")}
-        and found["missing"] == 0
-    )
+    assert set(cells) == {(n, x) for n in ("configured", "other") for x in ("0", "2")}
+    assert found["missing"] == 0
     assert cells["configured", "0"]["arm"] == "sync", (
         "limit 0 as configured is the synchronous run itself, not made twice"
     )
-    assert [cells[n, "2"]["lag_max"] for n in ("configured", "other")] == [2, 2] and cells[
-        "other", "0"
-    ]["lag_max"] == 0
+    assert [cells[n, "2"]["lag_max"] for n in ("configured", "other")] == [2, 2]
+    assert cells["other", "0"]["lag_max"] == 0
     assert cells["other", "2"]["digests"] != cells["configured", "2"]["digests"]
     assert len({tuple(c["trained_ids"]) for c in cells.values()}) == 1, (
         "every cell trains the same samples in the same order"
     )
-    assert [c["ood_each"] for c in cells.values()] == [[0.0, 0.0]] * 4 and found["sync"][
-        "ood_end"
-    ] == found["sync"]["ood_start"] == 0
+    assert [c["ood_each"] for c in cells.values()] == [[0.0, 0.0]] * 4
+    assert found["sync"]["ood_end"] == found["sync"]["ood_start"] == 0
     assert found["speed"]["2"] >= found["speed"]["0"] == 1
     # An untrained model scores 0 everywhere, and every interval is [0, 0].
-    assert found["suggestion"]["limit"] == "2" and found["suggestion"]["set"].startswith(
-        "--set staleness.max_lag=2"
-    )
+    assert found["suggestion"]["limit"] == "2"
+    assert found["suggestion"]["set"].startswith("--set staleness.max_lag=2")
     page = (out / "report.html").read_text()
     assert all(set(c["signs"]) == {"unmoved_accuracy"} for c in cells.values()), "it is never right"
     assert (
@@ -122,12 +101,10 @@ def test_a_sweep_from_start_to_suggestion_and_again(model: Path, tmp_path: Path)
     before, stamp = json.loads(gone.read_text())["weights_digest"], kept.stat().st_mtime_ns
     gone.unlink()
     again = call(model, out, *words)
-    assert (
-        again.code == 0
-        and "9 of 10 runs are finished already" in again.err
-        and "(10 of 10" in again.err
-        and kept.stat().st_mtime_ns == stamp
-    )
+    assert again.code == 0
+    assert "9 of 10 runs are finished already" in again.err
+    assert "(10 of 10" in again.err
+    assert kept.stat().st_mtime_ns == stamp
     assert json.loads(gone.read_text())["weights_digest"] == before
 
     shown = call(model, out, *words[:-1]).out
@@ -228,36 +205,28 @@ def test_every_correction_is_a_valid_config_at_every_limit() -> None:
     assert len({load.dump(c) for c in p.arms.values()}) == len(p.arms) == 2 * len(names), (
         "sync is ppo at limit 0"
     )
-    assert (
-        p.arms["tis-limit4"].correction.hi == 2.0
-        and p.arms["none-limit4"].loss.surrogate == "vanilla"
-    )
-    assert (
-        p.arms["mis-limit4"].staleness.inject == 4 and p.arms["mis-limit0"].staleness.inject is None
-    )
+    assert p.arms["tis-limit4"].correction.hi == 2.0
+    assert p.arms["none-limit4"].loss.surrogate == "vanilla"
+    assert p.arms["mis-limit4"].staleness.inject == 4
+    assert p.arms["mis-limit0"].staleness.inject is None
 
 
 def test_a_collapsed_run_is_given_up_and_keeps_its_last_accuracy(sort_model: Path) -> None:
+    text = (
+        "learner.steps=30 learner.groups=8 learner.group_size=4 learner.lr=0.3 evaluation.every=1 "
+        "evaluation.prompts=64 evaluation.final_prompts=64 evaluation.ood_prompts=0"
+    )
     sets = [
         f"model.path={str(sort_model)!r}",
-        "learner.steps=30",
-        "learner.groups=8",
-        "learner.group_size=4",
-        "learner.lr=0.3",
-        "evaluation.every=1",
-        "evaluation.prompts=64",
-        "evaluation.final_prompts=64",
-        "evaluation.ood_prompts=0",
+        *text.split(),
     ]
     record = serial.run_serial(
         load.load("configs/demo.toml", sets),
         RUN_SEED,
         lambda _, rewards: verdict.find_collapse(rewards, verdict.StabilityBounds()),
     )
-    assert (
-        record["abandoned"].startswith("collapse: held-out reward below half its best")
-        and record["steps"] < 10
-    )
+    assert record["abandoned"].startswith("collapse: held-out reward below half its best")
+    assert record["steps"] < 10
     steps, accuracy = analysis.complete_curve(record, 30)
     assert steps[-1] == 30 and accuracy[-1] == accuracy[-2] < accuracy[0] / 2
     assert any(x.startswith("collapse") for x in grid.list_instabilities(record))
@@ -338,9 +307,8 @@ def test_out_of_distribution_accuracy_and_kl_to_the_reference_of_a_cell() -> Non
     whole = record([[0.0, 4.0], [0.3, 0.2]], [9.0, 1.0, 2.0] + [3.0] * 18)
     cells = [grid.make_warm_cell("a", n, x, config) for n, x in enumerate((whole, given_up, old))]
     found = analysis.summarize_cell(cells, config)
-    assert (
-        found["ood_start"] == pytest.approx(0.4) and found["ood_end"] == found["ood_each"][0] == 0.2
-    )
+    assert found["ood_start"] == pytest.approx(0.4)
+    assert found["ood_end"] == found["ood_each"][0] == 0.2
     assert found["kl_ref"] == pytest.approx((1 + 2 + 3 * 18) / 20)
     against = {"difference": {"mean": 0.0, "interval": [0, 0], "p": 1.0}, "speed": 1.0}
     (row,) = page.format_cells({"cells": [cell("ppo", "1", 0, 0) | found | against]})
@@ -401,17 +369,13 @@ def test_the_suggested_limit_and_its_reason(
     )
     found = analysis.suggest({"cells": cells, "seeds": [0, 1, 2]}, p)
     assert found["limit"] == limit and words in found["reason"]
-    assert (
-        f"--set staleness.max_lag={limit}" in found["set"]
-        and "staleness.inject" not in found["set"]
-    )
+    assert f"--set staleness.max_lag={limit}" in found["set"]
+    assert "staleness.inject" not in found["set"]
     if found["correction"] == "none":  # to be pasted as it is
         c = load.load("configs/rle.toml", [x for x in found["set"].split() if x != "--set"])
-        assert (
-            c.loss.surrogate == "vanilla"
-            and c.correction.level == "none"
-            and c.staleness.max_lag == 4
-        )
+        assert c.loss.surrogate == "vanilla"
+        assert c.correction.level == "none"
+        assert c.staleness.max_lag == 4
 
 
 def test_an_interval_that_reaches_below_the_margin_suggests_nothing() -> None:

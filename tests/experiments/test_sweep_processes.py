@@ -21,21 +21,16 @@ from asyncrl.tasks.calc import CalcTask
 pytestmark = pytest.mark.slow
 
 STEPS = 2
+SETS_TEXT = (
+    "learner.groups=2 learner.group_size=4 evaluation.every=0 evaluation.prompts=2 "
+    "evaluation.final_prompts=2 evaluation.ood_prompts=2 agent.step_s=3600.0 "
+    "wires.connect_s=3600.0 wires.lease_s=3600.0 watchdog.floor_s=3600.0 watchdog.startup_s=3600.0"
+)
 SETS = (
     f"seed={RUN_SEED}",
     "model.path=m",
     f"learner.steps={STEPS}",
-    "learner.groups=2",
-    "learner.group_size=4",
-    "evaluation.every=0",
-    "evaluation.prompts=2",
-    "evaluation.final_prompts=2",
-    "evaluation.ood_prompts=2",
-    "agent.step_s=3600.0",
-    "wires.connect_s=3600.0",
-    "wires.lease_s=3600.0",
-    "watchdog.floor_s=3600.0",
-    "watchdog.startup_s=3600.0",
+    *SETS_TEXT.split(),
 )
 
 
