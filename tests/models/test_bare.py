@@ -1,6 +1,5 @@
 """Models and tokenizers read without transformers are what transformers reads, bit by bit; whatever
-is unusual is left to it.
-"""
+is unusual is left to it."""
 
 from __future__ import annotations
 
@@ -169,10 +168,15 @@ def test_the_tokenizer_alone_does_what_transformers_class_does(
 ) -> None:
     ours = load_tokenizer(small_model)
     theirs = transformers.AutoTokenizer.from_pretrained(small_model)
-    assert isinstance(ours, PlainTokenizer) and (ours.eos_token_id, ours.pad_token_id) == (
-        theirs.eos_token_id,
-        theirs.pad_token_id,
-    ) == (1, 0)
+    assert isinstance(ours, PlainTokenizer)
+    assert (
+        (ours.eos_token_id, ours.pad_token_id)
+        == (
+            theirs.eos_token_id,
+            theirs.pad_token_id,
+        )
+        == (1, 0)
+    )
     for text in TEXTS:
         ids = theirs.encode(text, add_special_tokens=False)
         assert ours.encode(text, add_special_tokens=False) == ids
@@ -253,10 +257,14 @@ def test_a_qwen_models_tokenizer_is_the_one_that_transformers_chooses_and_import
         tokenize=True,
         return_dict=False,
     )
-    assert (
-        json.loads(done.stdout) == [type(theirs).__name__, ids, theirs.eos_token_id, False, turns]
-        and type(theirs).__name__ == "Qwen2Tokenizer"
-    )
+    assert json.loads(done.stdout) == [
+        type(theirs).__name__,
+        ids,
+        theirs.eos_token_id,
+        False,
+        turns,
+    ]
+    assert type(theirs).__name__ == "Qwen2Tokenizer"
     assert 7 in ids and turns[-1] == 3
 
 

@@ -35,9 +35,6 @@ def encoded(kind: str, mode: str = "RGB", size: tuple[int, int] = (5, 3), **more
     return file.getvalue()
 
 
-# ---- blobs ---------------------------------------------------------------------------------------
-
-
 def test_a_file_becomes_one_png_with_the_same_pixels() -> None:
     plain = encoded("PNG")
     assert pictures.build_blob(plain) is plain  # it is one
@@ -90,9 +87,6 @@ def test_a_blob_is_checked_by_its_head_and_its_digest() -> None:
     for url in ("data:image/png,xx", "data:text/plain;base64,xx", "data:image/png;base64,?"):
         with pytest.raises(ValueError, match="base64"):
             pictures.decode_data_url(url)
-
-
-# ---- tokens --------------------------------------------------------------------------------------
 
 
 def test_prompts_have_the_tokens_of_their_images(llava: Path, small_model: Path) -> None:
@@ -156,9 +150,6 @@ def test_arrays_with_other_images_than_tokens_are_refused(llava: Path) -> None:
         with pytest.raises(BadMessage, match=said) as refused:
             arrays.check_sequence_numbers(bad, "it", 12, None, read)
         assert refused.value.reason == "image"
-
-
-# ---- engine, learner and transformers ------------------------------------------------------------
 
 
 def generate(model: policy.PolicyModel, *, fixed: bool) -> list[Completion]:
@@ -230,8 +221,7 @@ def test_engine_learner_and_transformers_agree(llava: Path) -> None:
 
 def test_the_images_decide_and_the_vision_tower_learns(llava: Path) -> None:
     """Other pixels give other log-probabilities. The gradient reaches the tower, once for each
-    distinct image, and is the finite difference.
-    """
+    distinct image, and is the finite difference."""
     model = policy.load_policy(llava, "float32", "cpu")
     found = generate(model, fixed=False)
     before = relogged(model, found)
@@ -311,9 +301,6 @@ def test_a_swap_encodes_the_images_again(llava: Path, tmp_path: Path) -> None:
     engine.step(1)
     with pytest.raises(ConfigError, match="a prompt with an image cannot be scored"):
         engine.score([prompt])
-
-
-# ---- directories ---------------------------------------------------------------------------------
 
 
 def test_an_export_keeps_the_image_processor(llava: Path, tmp_path: Path) -> None:

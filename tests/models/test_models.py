@@ -1,6 +1,5 @@
 """The fast path is the plain path: value and gradient; flat weights come back; directories load
-with transformers.
-"""
+with transformers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """benchmarks/real_equal.py: every way is held against transformers, here on a tiny model; what is
-off is said.
-"""
+off is said."""
 
 from __future__ import annotations
 
@@ -56,8 +55,7 @@ def test_a_learners_row_is_held_to_what_it_says(
     bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each learner gets the answers with short prompts alone; its largest distance counts, and how
-    far its weights are from torch's.
-    """
+    far its weights are from torch's."""
     jobs: list[dict[str, Any]] = []
 
     def learned(job: dict[str, Any]) -> dict[str, Any]:

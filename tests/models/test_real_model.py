@@ -1,7 +1,6 @@
 """The one real language model that can be had without a hub (SmolLM2, 135 M parameters), as its
 user gets it: fetched, checked, its template and end token, and the same log-probabilities from
-transformers, the packed forward and the engine.  And what `asyncrl model get` refuses.
-"""
+transformers, the packed forward and the engine.  And what `asyncrl model get` refuses."""
 
 from __future__ import annotations
 
@@ -95,8 +94,7 @@ def test_its_template_and_its_end(directory: Path, config: Any) -> None:
 
 def test_the_packed_forward_is_transformers(directory: Path, model: PolicyModel) -> None:
     """Prompts of 10 to 300 tokens, two answers of one prompt, tied embeddings, chunks of the
-    vocabulary of 49,152.
-    """
+    vocabulary of 49,152."""
     draw = np.random.default_rng(1)
     sizes = [(10, 5), (10, 12), (120, 30), (300, 9)]
     prompts = [draw.integers(3, 49_152, n).astype(np.int32) for n, _ in sizes]
@@ -224,8 +222,7 @@ def test_a_run_fetches_a_name_of_the_hub_once(
     hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the hub, then, where there is none any more, from what its client kept; also where this
-    program has said that nothing else may ask the hub.
-    """
+    program has said that nothing else may ask the hub."""
     home = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": fetch.OWN_OFFLINE_VALUE}
     waits = {"HF_HUB_ETAG_TIMEOUT": "600", "HF_HUB_DOWNLOAD_TIMEOUT": "600"}
     sets = [f"runs={str(tmp_path / 'runs')!r}", "name='r'", "model.path='hf://org/name'", *SMALL]

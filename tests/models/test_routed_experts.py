@@ -91,9 +91,6 @@ def gradient(model: policy.PolicyModel, value: torch.Tensor) -> dict[str, torch.
     return grads
 
 
-# ---- the ids -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("experts", [8, 255, 256, 60_000])
 def test_ids_are_read_as_they_were_written(experts: int) -> None:
     r = np.random.default_rng(0)
@@ -142,9 +139,6 @@ def test_malformed_ids_are_refused_at_the_door() -> None:
     partly = RoutedExperts(np.array([[[8, 8, 9]]], np.uint16), 8).encode()
     with pytest.raises(ValueError, match="ids that are not 3 different ones below 8"):
         RoutedExperts.decode(partly, 1)
-
-
-# ---- the packed forward --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("replayed", [False, True])
@@ -237,9 +231,6 @@ def test_replay_removes_nearly_all_of_the_mismatch_of_a_bf16_engine(
     assert k3[0] > 1e-3 and k3[0] >= 30 * k3[1], k3
 
 
-# ---- the engines ---------------------------------------------------------------------------------
-
-
 def own_choice(model: policy.PolicyModel, tokens: np.ndarray) -> np.ndarray:
     """The experts of a plain transformers forward, sorted: [tokens, layers, k]."""
     recorded: list[torch.Tensor] = []
@@ -279,8 +270,7 @@ def test_a_swap_keeps_the_experts_of_the_version_that_sampled(
     model: Path, in_flight: str, fixed: bool
 ) -> None:
     """Keys that are computed again are computed by the experts that the learner replays: else the
-    later tokens were sampled by a policy that no learner computes.
-    """
+    later tokens were sampled by a policy that no learner computes."""
     second = rolled(load(model))
     asked = [request(t, 0, [3 + t, 4, 5, 6][: t + 1]) for t in range(4)]
     plain = run(engine(load(model), record_routing=True, fixed=fixed), asked)
@@ -408,8 +398,7 @@ def test_any_transformers_mixture_keeps_its_experts_across_a_swap(
 
 def test_a_load_balancing_loss_keeps_its_own_statistics(olmoe: policy.PolicyModel) -> None:
     """They are those of the router's logits: E sum_e f_e P_e with the share f_e of tokens that
-    would choose an expert, and its mean probability P_e.
-    """
+    would choose an expert, and its mean probability P_e."""
     ids = torch.arange(3, 23)[None]
     first = torch.zeros(2, 20, 2, dtype=torch.long) + torch.tensor([0, 1])
     with torch.no_grad():

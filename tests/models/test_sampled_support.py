@@ -1,6 +1,5 @@
 """Log-probabilities over the tokens that top-p and top-k kept: their wire form, the ratio without
-bias, value and gradient in every forward, and what the engines record.
-"""
+bias, value and gradient in every forward, and what the engines record."""
 
 from __future__ import annotations
 
@@ -30,9 +29,6 @@ def random_support(sizes: list[int], vocabulary: int, seed: int = 0) -> SampledS
     draw = np.random.default_rng(seed)
     kept = [np.sort(draw.choice(vocabulary, n, replace=False)) for n in sizes]
     return SampledSupport.from_lists(kept, vocabulary)
-
-
-# ---- the wire ------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.integers(0, 37), max_size=9), st.sampled_from([37, 300, 65535, 65536, 152_000]))
@@ -105,14 +101,10 @@ def test_a_token_outside_its_support_is_refused() -> None:
     assert refused.value.reason == "shape"
 
 
-# ---- the ratio -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("top_p", "top_k"), [(0.8, 0), (1.0, 3), (0.6, 4)])
 def test_the_ratio_over_the_support_has_no_bias(top_p: float, top_k: int) -> None:
     """By enumeration: E_q[p / q] is 1 and the score has mean 0 over the support, and neither over
-    the whole vocabulary.
-    """
+    the whole vocabulary."""
     source = torch.Generator().manual_seed(0)
     logits = torch.randn(1, 9, generator=source, dtype=D).requires_grad_(True)
     old = torch.log_softmax(
@@ -146,9 +138,6 @@ def test_the_last_uniform_samples_a_kept_token() -> None:
     tokens, logprobs, kept = sample(logits, torch.ones(2), torch.ones(2), cut)
     assert tokens.tolist() == [1, 4] and bool(logprobs.isfinite().all())
     assert kept is not None and kept.sum(1).tolist() == [2, 5]
-
-
-# ---- the forward ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -274,14 +263,10 @@ def test_kl_and_energies_are_those_over_the_support(model: policy.PolicyModel) -
     torch.testing.assert_close(squares.double(), p.detach().square().sum(-1), atol=1e-6, rtol=1e-5)
 
 
-# ---- the engines ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["embedded", "generic"])
 def test_an_engine_records_the_tokens_that_it_kept(model: policy.PolicyModel, kind: str) -> None:
     """At equal weights the learner's log-probabilities over them are the recorded ones; over the
-    whole vocabulary they are far off.
-    """
+    whole vocabulary they are far off."""
     requests = [
         request(t, s, [3 + t % 8] * (1 + t), 5 + (3 * t + s) % 16, **CUTS[t % 5])
         for t in range(10)
@@ -295,9 +280,8 @@ def test_an_engine_records_the_tokens_that_it_kept(model: policy.PolicyModel, ki
         answers = run(other, requests)  # type: ignore[arg-type]
     every = [answers[r.key] for r in requests]
     for r, a in zip(requests, every, strict=True):
-        assert (a.support is None) == (not r.truncates) and (a.support_bytes == b"") == (
-            a.support is None or not a.support.sizes.any()
-        )
+        assert (a.support is None) == (not r.truncates)
+        assert (a.support_bytes == b"") == (a.support is None or not a.support.sizes.any())
         if a.support is not None:
             assert len(a.support.sizes) == len(a.tokens) and a.support.contains(a.tokens).all()
             assert not r.top_k or a.support.sizes.max() <= r.top_k
