@@ -23,8 +23,7 @@ def status(committed: int, steps: int = 100) -> RunStatus:
 
 def test_what_is_left_follows_the_last_batches() -> None:
     """Ten slow batches of 100 s, then twenty of 10 s: only those count.  A batch that takes long
-    counts before it ends.
-    """
+    counts before it ends."""
     pace, now = live.ProgressPace(), 0.0
     pace.observe(0, now)
     assert pace.estimate_seconds(100, now) is None, "one look says nothing of the pace"
@@ -153,8 +152,7 @@ def test_a_run_is_followed_with_the_time_left(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without a terminal; the buffer is played by hand: a batch every 2 s of a clock that stands
-    still otherwise.
-    """
+    still otherwise."""
     clock, batches = itertools.count(0.0, 2.0), itertools.count()
 
     class Wire:

@@ -1,6 +1,5 @@
 """Who lives in a run directory and how the others ended: the rows and locks, and what doctor and
-report make of them.
-"""
+report make of them."""
 
 from __future__ import annotations
 
@@ -154,9 +153,6 @@ def test_a_directory_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None
     assert process_log.read_events(tmp_path / "gone" / "r") == []
 
 
-# ---- what doctor makes of it ---------------------------------------------------------------------
-
-
 def said(run_dir: Path) -> str:
     return "\n".join(
         doctor.format_lines(config(), run_dir, doctor.examine_run(config(), run_dir, None))
@@ -289,9 +285,6 @@ def test_of_a_run_that_has_ended_it_says_where_its_results_are(run_dir: Path) ->
     assert not doctor.examine_run(config(), run_dir, None)["ended"]
 
 
-# ---- one config for all --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("item", "said"),
     [
@@ -323,9 +316,6 @@ def test_the_same_values_and_other_files_are_no_contradiction() -> None:
     )
 
 
-# ---- the report of what there is -----------------------------------------------------------------
-
-
 def test_a_run_that_was_killed_has_a_report_of_what_there_is(run_dir: Path) -> None:
     """No summary of any kind, and every file torn in its last line."""
     train(run_dir, 3)
@@ -337,9 +327,9 @@ def test_a_run_that_was_killed_has_a_report_of_what_there_is(run_dir: Path) -> N
     page = run_page.write(run_dir).read_text()
     assert "<li>Not finished: 3 of 4 steps.</li>" in page
     assert "buffer (process 7) ended with SIGKILL" in page
-    assert (
-        'id="steps">3<' in page and 'id="wall">3 s<' in page and 'id="heldout-start">0.250<' in page
-    )
+    assert 'id="steps">3<' in page
+    assert 'id="wall">3 s<' in page
+    assert 'id="heldout-start">0.250<' in page
     assert 'id="lag-mean">0.17<' in page  # 4 tokens of 24 at lag 1
     assert "the ledger has only the trained tokens" in page and "24" in page
     assert not (run_dir / "summary.json").exists()  # which would say that it has ended
@@ -348,9 +338,6 @@ def test_a_run_that_was_killed_has_a_report_of_what_there_is(run_dir: Path) -> N
 def test_a_run_without_a_batch_has_nothing_to_report(run_dir: Path) -> None:
     with pytest.raises(ConfigError, match="no batch has been trained; `asyncrl doctor"):
         run_page.write(run_dir)
-
-
-# ---- the end, once -------------------------------------------------------------------------------
 
 
 def test_the_last_process_writes_the_end_unless_somebody_else_does(

@@ -1,8 +1,7 @@
 """Markup in prompts, completions, names, reasons and directories never runs on a page.
 
 The pages of a run, of two runs, of a simulation and of a comparison are opened in a real browser.
-Terminals get no escape codes.
-"""
+Terminals get no escape codes."""
 
 from __future__ import annotations
 

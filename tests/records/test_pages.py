@@ -1,6 +1,5 @@
 """What the pages say beside their curves: how sure an accuracy is, what a band is, which colour is
-which work; and that nothing is empty.
-"""
+which work; and that nothing is empty."""
 
 from __future__ import annotations
 

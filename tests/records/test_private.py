@@ -131,8 +131,6 @@ def test_the_ring_follows_no_link(name: str, how: str, tmp_path: Path) -> None:
     assert victim.read_text() == "somebody's keys\n"
 
 
-# ---- what the product never calls ----------------------------------------------------------------
-
 PRODUCT = ("asyncrl", "actors", "buffer", "learner")
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 CALLS = {"eval", "exec", "compile", "__import__"}

@@ -106,9 +106,9 @@ def test_accuracy_that_moves_less_than_its_interval() -> None:
     """n = 100 at 0.5: 1.96 sqrt(2 x 0.25 / 100) = 0.1386."""
     (sign,) = apply_rules(evaluated(0.5, 0.6, 100), ended=True)
     half = math.sqrt(1.96**2 * (0.25 + 0.24) / 100)
+    assert sign.name == "unmoved_accuracy"
     assert (
-        sign.name == "unmoved_accuracy"
-        and f"from 0.500 to 0.600 in 30 batches, which is within chance (+-{half:.3f} at n = 100)"
+        f"from 0.500 to 0.600 in 30 batches, which is within chance (+-{half:.3f} at n = 100)"
         in sign.said
     )
     assert apply_rules(evaluated(0.5, 0.6, 100)) == [], "a run that goes on is not judged by it"
@@ -122,8 +122,7 @@ def test_accuracy_that_moves_less_than_its_interval() -> None:
 
 def test_the_interval_follows_the_range_of_the_rewards() -> None:
     """Rewards of -10 to 10 around 0 vary by up to 10: 1.96 sqrt(2 x 100 / 100) = 2.77, where shares
-    of 1 would give 0.
-    """
+    of 1 would give 0."""
     wide = {"reward_min": -10.0, "reward_max": 10.0}
     got = names(apply_rules(evaluated(0.0, 2.7, 100, **wide), ended=True))
     assert got == ["unmoved_accuracy"]
@@ -177,7 +176,8 @@ def test_equal_rewards_are_said_of_the_first_batch_and_later_of_more(
 
 def test_refused_messages_are_said_at_once_and_stay_in_report_and_doctor(tmp_path: Path) -> None:
     (sign,) = apply_rules(rows(2) + rows(1, refused_number=2.0, refused_token=1.0) + rows(1))
-    assert sign.name == "refused_messages" and sign.said == (
+    assert sign.name == "refused_messages"
+    assert sign.said == (
         "the buffer has refused 3 messages: 2 samples with an impossible reward, part, "
         "log-probability or temperature; 1 samples with tokens that the model does not have"
     )

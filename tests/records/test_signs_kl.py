@@ -1,6 +1,5 @@
 """Runs that drift, collapse or overfit say so by name: rules over rows like those of real runs
-(docs/log), and over healthy ones.
-"""
+(docs/log), and over healthy ones."""
 
 from __future__ import annotations
 
@@ -24,9 +23,6 @@ K3_REWARD = ("kl.reward.coefficient=0.1", "kl.reward.estimator=k3")
 K3_LOSS = ("kl.loss.coefficient=0.1", "kl.loss.estimator=k3")
 # KL to the reference under a term that works
 HELD = [0.06 * (1 - math.exp(-n / 10)) for n in range(50)]
-
-
-# ---- growth --------------------------------------------------------------------------------------
 
 
 def test_the_chance_of_an_order_is_that_of_counting_them_all() -> None:
@@ -61,8 +57,7 @@ def test_noise_without_trend_is_seldom_called_growing(
     spread: float, carry: float, most: int
 ) -> None:
     """1,000 series of 15 to 200 values; a look may be wrong once in 1,000, so 3 or fewer with a
-    chance of 98 %.
-    """
+    chance of 98 %."""
     assert (
         sum(
             find_growth(noise(i, 15 + 37 * i % 186, spread, carry)) is not None for i in range(1000)
@@ -73,8 +68,7 @@ def test_noise_without_trend_is_seldom_called_growing(
 
 def test_growth_is_found() -> None:
     """Fivefold over the run in noise; or late, as before a collapse.  What does not double is no
-    growth, and neither are spikes.
-    """
+    growth, and neither are spikes."""
 
     def share(shape: Any) -> float:
         return (
@@ -177,9 +171,6 @@ def test_answers_continued_on_older_keys_are_no_fault_of_the_engine() -> None:
     assert "older keys" not in engine.said and "generator.dtype" in engine.try_this
 
 
-# ---- the four of the KL terms --------------------------------------------------------------------
-
-
 def test_drift_under_k1_in_the_loss() -> None:
     lost = rows(kl__target_ref_k3=LOST)
     (sign,) = apply_rules(lost, config(*K1_LOSS))
@@ -268,8 +259,7 @@ def test_collapse_under_k3_in_the_reward() -> None:
 
 def test_good_in_distribution_and_poor_out_of_distribution() -> None:
     """`rlenarrow` without KL: 0.38 to 0.88 on what is trained, 0.35 to 0.07 on what is not; 3
-    sqrt(.35 .65 / 256 + .07 .93 / 256) = 0.102.
-    """
+    sqrt(.35 .65 / 256 + .07 .93 / 256) = 0.102."""
     near = evals("heldout", 512, (0, 0.38), (60, 0.88))
     far = evals("ood", 256, (0, 0.35), (60, 0.07))
     half = 3 * math.sqrt((0.35 * 0.65 + 0.07 * 0.93) / 256)
@@ -279,8 +269,8 @@ def test_good_in_distribution_and_poor_out_of_distribution() -> None:
     assert (
         f"out-of-distribution reward fell from 0.350 to 0.070, more than chance (+-{half:.3f})"
         in sign.said
-        and "kl.reward.coefficient" in sign.try_this
     )
+    assert "kl.reward.coefficient" in sign.try_this
     assert apply_rules([*near, *evals("ood", 256, (0, 0.35), (60, 0.35 - 0.11)), *rows()]) == [], (
         "half = 0.116 there"
     )
@@ -302,8 +292,7 @@ def test_good_in_distribution_and_poor_out_of_distribution() -> None:
 
 def test_a_checker_that_is_fooled_shows_out_of_distribution() -> None:
     """`rlehack` without KL: training reward 0.5 to 0.83, exact held-out 0.38 to 0.13, out of
-    distribution 0.14 to 0.01.
-    """
+    distribution 0.14 to 0.01."""
     ends = [
         *evals("heldout", 512, (0, 0.38), (50, 0.13)),
         *evals("ood", 256, (0, 0.14), (50, 0.01)),
@@ -357,9 +346,6 @@ def test_a_coefficient_without_effect() -> None:
     )
 
 
-# ---- where they are said -------------------------------------------------------------------------
-
-
 def test_a_watcher_knows_the_settings(tmp_path: Path) -> None:
     told: list[str] = []
     (tmp_path / "metrics.jsonl").write_text(
@@ -381,19 +367,11 @@ def test_the_summary_keeps_them(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(
         "".join(json.dumps(r) + "\n" for r in [*ends, *rows(kl__target_ref_k3=LOST)])
     )
-    left: Row = dict.fromkeys(
-        (
-            "trajectories",
-            "tokens",
-            "heldout_end",
-            "ood_end",
-            "ledger_lines",
-            "lag_histogram",
-            "trained_ids",
-            "failures",
-            "mismatch_k3_max",
-        )
+    text = (
+        "trajectories tokens heldout_end ood_end ledger_lines lag_histogram trained_ids failures "
+        "mismatch_k3_max"
     )
+    left: Row = dict.fromkeys(text.split())
     left |= {"steps": 50, "heldout_start": None, "ood_start": None, "lag": {}}
     left |= {"tokens": 100, "wall_s": 10.0, "ledger": {"generated": 100}}
     (tmp_path / "buffer_summary.json").write_text(json.dumps(left))

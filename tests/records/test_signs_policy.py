@@ -1,6 +1,5 @@
 """Signs of the policy and its engine: planted in rows and in a learner under every shipped config's
-settings, and none in two healthy runs.
-"""
+settings, and none in two healthy runs."""
 
 from __future__ import annotations
 
@@ -36,9 +35,6 @@ def test_healthy_runs_have_no_sign_at_any_time(name: str) -> None:
     run = HEALTHY[name]
     for end in (*range(1, len(run), 6), len(run)):
         assert apply_rules(run[:end], config(), ended=end == len(run)) == []
-
-
-# ---- planted in rows -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("factor", [2.1, 0.45])
@@ -110,8 +106,7 @@ def test_sampling_that_is_cut_is_not_blamed_on_the_dtype(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a run of the demo with top_p = 0.9 measured it, with an engine that does not record what
-    is kept: at the first batch, and under lag.
-    """
+    is kept: at the first batch, and under lag."""
     silent = msgspec.structs.replace(ENGINES["vllm"], records_support=False)
     monkeypatch.setitem(ENGINES, "vllm", silent)
     first = {"mismatch/k3_at_lag_0": 2e-3, "is/chi2": -0.043, "is/ratio_max": 1.0}
@@ -171,8 +166,6 @@ def test_thresholds_follow_the_number_of_values_that_a_run_gives() -> None:
         < health_checks.choose_alarm(7)
     )
 
-
-# ---- planted in a learner ------------------------------------------------------------------------
 
 TINY: dict[str, dict[str, Any]] = {
     "model": {"device": "cpu", "dtype": "float32"},

@@ -1,6 +1,5 @@
 """A run's files of rows after a power cut or on a full disk: read past what is torn, never
-half-written, one clear line.
-"""
+half-written, one clear line."""
 
 from __future__ import annotations
 
@@ -105,14 +104,6 @@ def copied_run(gain: Any, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_report_is_written_past_torn_samples_and_metrics(gain: Any, tmp_path: Path) -> None:
-    copied_run(gain, tmp_path)
-    for name in ("metrics.jsonl", "samples.jsonl"):
-        with (tmp_path / name).open("ab") as f:
-            f.write(b'{"step": 99, "te\n{"batch": 3, "tick')
-    assert run_page.write(tmp_path).stat().st_size > 1000
-
-
 def test_a_report_shows_half_a_character_as_its_escape(gain: Any, tmp_path: Path) -> None:
     with (copied_run(gain, tmp_path) / "samples.jsonl").open("ab") as f:
         f.write(rb'{"prompt": "p", "text": "\ud83d", "batch": 1, "reward": 0.5, "lag": 0}' + b"\n")
@@ -121,9 +112,6 @@ def test_a_report_shows_half_a_character_as_its_escape(gain: Any, tmp_path: Path
     summary.write_text(json.dumps(json.loads(summary.read_text()) | {"signs": [sign]}))
     page = run_page.write(tmp_path).read_bytes().decode()
     assert r"p\ud83d</td>" in page and r"a \udc00 b" in page
-
-
-# ---- after a resume ------------------------------------------------------------------------------
 
 
 def test_the_later_row_of_a_step_wins_and_a_dead_branch_goes(tmp_path: Path) -> None:
@@ -161,9 +149,6 @@ def test_the_later_row_of_a_step_wins_and_a_dead_branch_goes(tmp_path: Path) -> 
         (2, 2.1),
         (3, 2.2),
     ]
-
-
-# ---- a full disk ---------------------------------------------------------------------------------
 
 
 class Disk:

@@ -1,7 +1,6 @@
 """`record.trackers`: the real packages in their offline or local mode.
 
-wandb is part of the development environment. `make trackers` runs this file with all three.
-"""
+wandb is part of the development environment. `make trackers` runs this file with all three."""
 
 from __future__ import annotations
 

@@ -59,9 +59,6 @@ def wait_for_summary(run: RunView) -> dict[str, Any]:
     return run.read_summary()
 
 
-# ---- state ---------------------------------------------------------------------------------------
-
-
 def test_the_row_of_a_run_has_its_newest_numbers(client: TestClient, run_dir: Path) -> None:
     evals = {"eval/heldout": 0.75, "lag/mean": 1.5}
     append(run_dir / "metrics.jsonl", metric_row(30, **evals))
@@ -140,9 +137,6 @@ def test_settings_are_read_again_when_their_file_changes(run_dir: Path) -> None:
     path.unlink()
     with pytest.raises(ConfigError, match="the run directory was removed"):
         run.config  # noqa: B018
-
-
-# ---- summary -------------------------------------------------------------------------------------
 
 
 def test_a_run_in_progress_is_summed_up_beside_the_answers(
@@ -286,9 +280,6 @@ def test_the_ledger_is_that_of_the_summary(client: TestClient, run_dir: Path) ->
     assert "<td>75.00%</td>" in shown and "Failed samples" in shown
 
 
-# ---- processes -----------------------------------------------------------------------------------
-
-
 def test_processes_with_restarts_host_and_memory(client: TestClient, run_dir: Path) -> None:
     for pid in (11, 12):
         process_log.append_event(run_dir, "generator-0", pid, "began", host="one")
@@ -319,9 +310,6 @@ def test_the_memory_of_a_process_that_is_not_here_is_unknown() -> None:
     assert own == pytest.approx(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, rel=0.2)
     assert run_view.measure_resident_mb(None) is None
     assert run_view.measure_resident_mb(2**30) is None
-
-
-# ---- plots ---------------------------------------------------------------------------------------
 
 
 def test_plots_by_page_axis_and_smoothing(client: TestClient, run_dir: Path) -> None:
@@ -370,9 +358,6 @@ def test_the_lags_of_each_run_have_a_plot_of_their_own(client: TestClient, run_d
     assert set(norms) < set(titles("page=learner")), "below those of the batches"
 
 
-# ---- samples -------------------------------------------------------------------------------------
-
-
 def test_samples_are_chosen_by_each_key_of_the_question(client: TestClient, run_dir: Path) -> None:
     rows = [
         sample_row(n, n, n / 4, lag_mean=float(n), group_key=f"g{n}", rules=["random"])
@@ -417,9 +402,6 @@ def test_one_sample_with_its_tokens(client: TestClient) -> None:
         assert reply.json() == {"error": f"sample {number}: the run has 4 samples"}
 
 
-# ---- settings and logs ---------------------------------------------------------------------------
-
-
 def test_settings_of_runs_and_in_what_they_differ(client: TestClient, run_dir: Path) -> None:
     seen = answer(client, "config")
     assert seen["runs"]["first"]["task.name"] == "sort" and seen["differences"] == []
@@ -462,9 +444,6 @@ def test_logs_the_newest_attempt_first_and_their_end_alone(
     shutil.rmtree(run_dir / "logs")
     (run_dir / "supervisor.log").unlink()
     assert answer(client, "logs") == {"files": [], "file": "", "text": ""}
-
-
-# ---- which runs ----------------------------------------------------------------------------------
 
 
 def test_questions_name_runs_in_their_order(client: TestClient, run_dir: Path) -> None:
@@ -537,9 +516,6 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(run_dir: Path) -> None
     assert sorted(names) == ["runs/first", "x/seed", "y/seed"]
 
 
-# ---- HTTP ----------------------------------------------------------------------------------------
-
-
 def test_every_reply_carries_the_policy_that_runs_no_foreign_script(client: TestClient) -> None:
     for place in ("/", "/api/runs", "/static/watch.js", "/static/none", "/api/plots?page=x"):
         headers = client.get(place).headers
@@ -575,9 +551,6 @@ def test_the_token_is_asked_for_and_kept_by_the_browser_alone(run_dir: Path) -> 
     assert wrong.get("/api/runs").status_code == 403
     wrong.cookies.set("asyncrl_watch", "secret")
     assert wrong.get("/api/runs").status_code == 200
-
-
-# ---- odd requests and files ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

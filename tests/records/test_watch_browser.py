@@ -29,8 +29,7 @@ PATIENCE_MS = 120_000
 def run_dir(gain: Ended, tmp_path: Path) -> Path:
     """A copy of a real run in which a sample, a log and the run's name hold markup.
 
-    The sample is a session of two training sequences; an environment's token begins the second.
-    """
+    The sample is a session of two training sequences; an environment's token begins the second."""
     path = tmp_path / "<b>gain"
     shutil.copytree(gain.json["run_dir"], path)
     samples = path / "token_samples.jsonl"

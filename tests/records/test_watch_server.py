@@ -110,13 +110,6 @@ def test_the_page_is_served_at_the_announced_address(
         assert other.split("=")[1] != token, "a token of its own"
 
 
-def test_a_page_without_a_token_is_open_to_this_machine(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with serving(monkeypatch, [run_dir], token=False) as (url, _):
-        assert "token" not in url and httpx2.get(f"{url}api/runs").status_code == 200
-
-
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")
 def test_an_address_of_six_is_written_in_brackets(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
