@@ -1,6 +1,5 @@
 """benchmarks/chaos.py: its checker finds what is wrong with histories made by hand, and a short run
-of real processes, killed and stopped at points of their work, has nothing wrong.
-"""
+of real processes, killed and stopped at points of their work, has nothing wrong."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ WRONG = ("lost", "duplicated", "over_limit", "miscounted", "foreign")
 
 def sound() -> checker.History:
     """Two lives: the second goes on from version 2 of the first, and version 3 comes out as it had
-    been.
-    """
+    been."""
     history = checker.History(lives={1: (0, 0), 2: (1, 2)})
     for epoch, numbers in ((1, range(4)), (2, range(2, STEPS + 1))):
         for number in numbers:

@@ -1,6 +1,5 @@
 """benchmarks/effective.py: what counts as useful time, by histories made by hand, and two kills of
-a real run.
-"""
+a real run."""
 
 from __future__ import annotations
 

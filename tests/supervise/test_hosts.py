@@ -1,6 +1,5 @@
 """The supervisor's rules with a maker that starts nothing: whoever starts the processes, they are
-the same.
-"""
+the same."""
 
 from __future__ import annotations
 

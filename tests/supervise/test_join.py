@@ -33,8 +33,6 @@ from asyncrl.transport.keys import make_keys
 __all__ = ["said", "supervisor"]  # fixtures
 WAIT_S = 1800.0
 
-# ---- files ---------------------------------------------------------------------------------------
-
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -267,9 +265,8 @@ def test_a_variable_of_the_joiner_goes_where_the_run_says_only_by_its_word(tmp_p
     # the machines of a run's own cluster are told to
     assert join.list_trust_options(asks) == ["--env", "AWS_KEY"]
     shares = load.load(ROOT / "configs" / "demo.toml", [*SETS, "reward.share=true"])
-    assert join.list_trust_options(shares) == ["--trust-code"] and join.list_trust_options(
-        found
-    ) == [
+    assert join.list_trust_options(shares) == ["--trust-code"]
+    assert join.list_trust_options(found) == [
         "--env",
         "AWS_KEY",
     ]
@@ -316,18 +313,13 @@ def test_who_joins_is_told_what_is_awaited(monkeypatch: pytest.MonkeyPatch) -> N
 def test_which_key_and_which_number(tmp_path: Path) -> None:
     make_keys(tmp_path / "keys", 1)
     assert join.find_own_key(str(tmp_path / "keys" / "generator-0"), None) == ""
-    assert (
-        join.find_own_key(str(tmp_path / "keys"), 3) == "generator-3"
-        and join.find_own_key("", None) == ""
-    )
+    assert join.find_own_key(str(tmp_path / "keys"), 3) == "generator-3"
+    assert join.find_own_key("", None) == ""
     with pytest.raises(ConfigError, match=r"holds no client\.key_secret"):
         join.find_own_key(str(tmp_path / "keys"), None)
     assert join.parse_generator_number("generator-12") == 12
     with pytest.raises(ConfigError, match="only generators can join"):
         join.parse_generator_number("viewer")
-
-
-# ---- the number of generators --------------------------------------------------------------------
 
 
 def names(s: Supervisor) -> list[str]:
@@ -413,9 +405,6 @@ def test_a_request_is_answered_once_and_by_its_id(
     assert isinstance(supervisor.launcher, Pretender)
 
 
-# ---- a real run ----------------------------------------------------------------------------------
-
-
 def wait_for(what: Callable[[], bool], *processes: subprocess.Popen[str]) -> None:
     until = time.monotonic() + WAIT_S
     while not what():
@@ -439,21 +428,16 @@ def test_a_machine_with_nothing_but_keys_joins_a_run_that_is_then_scaled(
     )
     (here / "mine.py").write_text("def reward(prompt, text):\n    return len(text) % 5 / 4\n")
     address = free_address()
+    plain_words = (
+        "task.name='file' task.prompts='prompts.jsonl' reward.function='mine.py:reward' "
+        "reward.share=true reward.workers=1 learner.steps=100000 learner.groups=2 "
+        "learner.group_size=4 generator.max_new_tokens=12 generator.slots=8 evaluation.every=0 "
+        "evaluation.final_prompts=4"
+    )
     sets = [
         "name='r'",
         f"model.path={str(small_model)!r}",
-        "task.name='file'",
-        "task.prompts='prompts.jsonl'",
-        "reward.function='mine.py:reward'",
-        "reward.share=true",
-        "reward.workers=1",
-        "learner.steps=100000",
-        "learner.groups=2",
-        "learner.group_size=4",
-        "generator.max_new_tokens=12",
-        "generator.slots=8",
-        "evaluation.every=0",
-        "evaluation.final_prompts=4",
+        *plain_words.split(),
         f"wires.address={address!r}",
         f"wires.weights_address={free_address()!r}",
         f"wires.curve_dir={str(tmp_path / 'keys')!r}",

@@ -1,6 +1,5 @@
 """A run of sessions with keys: a generator of another machine joins it and takes over its calls,
-and the run is scaled.
-"""
+and the run is scaled."""
 
 from __future__ import annotations
 

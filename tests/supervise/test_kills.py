@@ -1,6 +1,5 @@
 """kill -9 in real three-process runs: the program that benchmarks/kills.py runs with 24 kills, here
-with four.
-"""
+with four."""
 
 from __future__ import annotations
 

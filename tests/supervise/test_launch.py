@@ -1,6 +1,5 @@
 """The supervisor's rules, with children of one line: what is started again, what ends the run, what
-no longer matters at its end.
-"""
+no longer matters at its end."""
 
 from __future__ import annotations
 
@@ -66,8 +65,7 @@ def make(tmp_path: Path) -> object:
 
 def run(s: Supervisor, until: Callable[[], bool] = lambda: False) -> bool:
     """poll, as the live view does, until it says the end or `until` holds; whatever poll raises
-    comes out.
-    """
+    comes out."""
     deadline = time.monotonic() + 600
     while time.monotonic() < deadline:
         if s.poll():

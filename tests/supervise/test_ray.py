@@ -1,6 +1,5 @@
 """A run on a Ray cluster of three raylets on this machine, one of which is lost; what a placement
-asks for, and what it says when there is no room.
-"""
+asks for, and what it says when there is no room."""
 
 from __future__ import annotations
 
@@ -263,9 +262,6 @@ def test_no_room_is_said_with_what_is_wanted_and_what_is_there(
     assert "free in all: " in said and not (tmp_path / "runs").exists()
 
 
-# ---- without a cluster ---------------------------------------------------------------------------
-
-
 def test_what_is_asked_of_the_cluster() -> None:
     sets = ["placement.learner={cpus=4, gpus=2}", "placement.generator={count=3, cpus=2, gpus=0.5}"]
     config = on_ray.adapt_config(load.load(DEMO, sets))
@@ -329,9 +325,9 @@ def test_a_host_tells_log_end_and_refusal_of_what_it_started(
         time.sleep(0.01)
     text = b"".join(each.log for each in said).decode()
     assert text == "x" * 24 + f"\n['--keys', '{host.folder / 'generator-0'}'] secret\n"
-    assert (
-        said[-1][2:4] == (2, (2, "no")) and said[0].incarnation == 7 and host.poll_processes() == []
-    )
+    assert said[-1][2:4] == (2, (2, "no"))
+    assert said[0].incarnation == 7
+    assert host.poll_processes() == []
     assert (host.folder / "generator-0" / "client.key_secret").stat().st_mode & 0o777 == 0o600
     process = RayProcess(RayHostHandle(None), 7, order)
     for each in said:
@@ -365,11 +361,9 @@ def test_a_process_that_waits_for_a_host_ends_at_once_and_a_deaf_host_with_all(
     waiting = RayHostHandle(Actor())
     process = waiting.processes[1] = RayProcess(waiting, 1, order)
     process.signal(signal.SIGTERM)
-    assert (
-        waiting.gone
-        and process.code == -signal.SIGTERM
-        and "before its start" in process.tail(1)[0]
-    )
+    assert waiting.gone
+    assert process.code == -signal.SIGTERM
+    assert "before its start" in process.tail(1)[0]
     up = RayHostHandle(actor := Actor(), up=True)
     process = up.processes[1] = RayProcess(up, 1, order)
     other = up.processes[2] = RayProcess(up, 2, order)

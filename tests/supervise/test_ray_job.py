@@ -107,16 +107,13 @@ def wait_for(what: Callable[[], bool], logs: Callable[[], str]) -> None:
         time.sleep(0.1)
 
 
+SETS_TEXT = (
+    "name='r' learner.steps=100000 learner.groups=2 learner.group_size=4 "
+    "generator.max_new_tokens=12 generator.slots=8 evaluation.every=0 evaluation.final_prompts=4 "
+    "evaluation.ood_prompts=0"
+)
 SETS = [
-    "name='r'",
-    "learner.steps=100000",
-    "learner.groups=2",
-    "learner.group_size=4",
-    "generator.max_new_tokens=12",
-    "generator.slots=8",
-    "evaluation.every=0",
-    "evaluation.final_prompts=4",
-    "evaluation.ood_prompts=0",
+    *SETS_TEXT.split(),
 ]
 
 

@@ -1,6 +1,5 @@
 """benchmarks/ray_run.py: what it finds wrong, and whose host it takes away.  The run itself is
-tests/supervise/test_ray.py's.
-"""
+tests/supervise/test_ray.py's."""
 
 from __future__ import annotations
 

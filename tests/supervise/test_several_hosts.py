@@ -1,6 +1,5 @@
 """A run whose generator shares nothing with the others but a tcp address and keys, as on another
-machine.
-"""
+machine."""
 
 from __future__ import annotations
 
@@ -22,16 +21,13 @@ from asyncrl.supervise import live
 from asyncrl.transport.keys import make_keys
 from asyncrl.transport.sockets import BufferSocket
 
+SMALL_TEXT = (
+    "learner.steps=3 learner.groups=4 learner.group_size=4 evaluation.prompts=4 "
+    "evaluation.final_prompts=4 evaluation.ood_prompts=0 learner.checkpoint_every=100 "
+    "weights.transport='tcp' wires.connect_s=600"
+)
 SMALL = [
-    "learner.steps=3",
-    "learner.groups=4",
-    "learner.group_size=4",
-    "evaluation.prompts=4",
-    "evaluation.final_prompts=4",
-    "evaluation.ood_prompts=0",
-    "learner.checkpoint_every=100",
-    "weights.transport='tcp'",
-    "wires.connect_s=600",
+    *SMALL_TEXT.split(),
 ]
 
 
@@ -82,10 +78,8 @@ def test_a_generator_with_a_directory_of_its_own_joins_over_tcp_with_keys(
     assert rundir.read_run_id(tmp_path / "there") == rundir.read_run_id(tmp_path / "here")
     summary = json.loads((tmp_path / "here" / "buffer_summary.json").read_text())
     assert summary["finished"] and summary["steps"] == 3 and summary["trajectories"] == 3 * 16
-    assert (
-        not (tmp_path / "there" / "model").exists()
-        and (tmp_path / "here" / "model" / "model.safetensors").exists()
-    )
+    assert not (tmp_path / "there" / "model").exists()
+    assert (tmp_path / "here" / "model" / "model.safetensors").exists()
     for where in ("here", "there"):
         rundir.clean(tmp_path / where)
 

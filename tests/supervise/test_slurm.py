@@ -1,6 +1,5 @@
 """The batch script of `asyncrl run --on slurm`, with commands in place of Slurm's and ours: what it
-starts, where, with which keys, and what it does when the job's time is over.
-"""
+starts, where, with which keys, and what it does when the job's time is over."""
 
 from __future__ import annotations
 
@@ -151,10 +150,8 @@ def test_the_untried_files_are_of_their_format_and_name_commands_there_are() -> 
     sky = yaml.safe_load((ROOT / "docs" / "clusters" / "skypilot.yaml").read_text())
     texts = [p["spec"]["template"]["spec"]["containers"][0]["args"][0] for p in parts[1:]]
     for each in (*texts, sky["run"]):
-        assert (
-            "asyncrl " in each
-            and subprocess.run(["bash", "-n"], input=each.encode()).returncode == 0
-        )
+        assert "asyncrl " in each
+        assert subprocess.run(["bash", "-n"], input=each.encode()).returncode == 0
     for name in ("kubernetes", "skypilot"):
         first = (ROOT / "docs" / "clusters" / f"{name}.yaml").read_text().splitlines()[0]
         assert first.startswith("# UNTRIED")

@@ -1,6 +1,5 @@
 """The batch script of `asyncrl run --on slurm` in a real Slurm: a controller and two nodes of this
-machine, with a configuration of their own in a temporary directory.
-"""
+machine, with a configuration of their own in a temporary directory."""
 
 from __future__ import annotations
 
@@ -150,17 +149,13 @@ def cluster() -> Iterator[Cluster]:
         shutil.rmtree(where, ignore_errors=True)
 
 
+SETS_TEXT = (
+    "name='r' learner.steps=100000 learner.groups=2 learner.group_size=4 "
+    "generator.max_new_tokens=12 generator.slots=8 evaluation.every=0 evaluation.final_prompts=4 "
+    "evaluation.ood_prompts=0 placement.generator.count=2"
+)
 SETS = [
-    "name='r'",
-    "learner.steps=100000",
-    "learner.groups=2",
-    "learner.group_size=4",
-    "generator.max_new_tokens=12",
-    "generator.slots=8",
-    "evaluation.every=0",
-    "evaluation.final_prompts=4",
-    "evaluation.ood_prompts=0",
-    "placement.generator.count=2",
+    *SETS_TEXT.split(),
 ]
 
 
