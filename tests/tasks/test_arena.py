@@ -107,8 +107,7 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_real_game() -> None:
     """Halving wins within five guesses, whatever the number; the seed decides it; what is no
-    guess, twice, ends it without pay.
-    """
+    guess, twice, ends it without pay."""
     pytest.importorskip("textarena")
     from asyncrl.tasks.guess import GuessGame
 

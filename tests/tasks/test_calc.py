@@ -1,6 +1,5 @@
 """The calculator's task by hand, and its warm start: every demonstrated turn stands behind what the
-environment would have said.
-"""
+environment would have said."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Chats in prompt files are rendered as transformers' own `apply_chat_template` does, or refused
-with file and line.
-"""
+with file and line."""
 
 from __future__ import annotations
 

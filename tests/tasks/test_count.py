@@ -98,9 +98,6 @@ def test_a_mixture_with_pictures_needs_a_model_of_its_own() -> None:
         task.make_demonstrations(4, 0)
 
 
-# ---- files of prompts ----------------------------------------------------------------------------
-
-
 def write(path: Path, *rows: dict[str, Any]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)

@@ -75,9 +75,6 @@ def match(opponent: games.Opponent | None, kind: str = "", seed: int = 0) -> tup
     return made, said
 
 
-# ---- a match -------------------------------------------------------------------------------------
-
-
 def test_the_seed_says_which_side_the_policy_plays() -> None:
     """And the function that plays the other one reads all that its side has heard and said."""
     read: list[str] = []
@@ -96,9 +93,9 @@ def test_the_seed_says_which_side_the_policy_plays() -> None:
     assert len(first.opponent_moves) == 1
 
     second, said = match(make_text_opponent(function), seed=5)
-    assert (
-        said == "3=" and second.opponent_moves == [OpponentMove("ab=", "ccc")] and not second.asked
-    )
+    assert said == "3="
+    assert second.opponent_moves == [OpponentMove("ab=", "ccc")]
+    assert not second.asked
     assert [second.step(text)[0] for text in ("a", "a")] == ["3=", "3="]
     lost = second.step("a")
     assert lost == ("", 0.0, True, False, {"parts": {"won": 0.0, "length": 3.0}})
@@ -227,9 +224,6 @@ def test_a_class_is_checked_before_a_session_begins() -> None:
         check(Longer, "x", [])
 
 
-# ---- in an environment's process -----------------------------------------------------------------
-
-
 def test_a_process_of_environments_plays_it() -> None:
     names = ["agent_envs:answers", "random", "self"]
     made = EnvironmentHost(EnvironmentSetup("agent_envs:Longer", [], names))
@@ -294,13 +288,9 @@ def test_a_process_says_why_it_cannot_begin(env: str, why: str) -> None:
     assert got.why.endswith("write module:name or file.py:name") == (env == "no_such:Env")
 
 
-# ---- textarena's games ---------------------------------------------------------------------------
-
-
 class Cards:
     """A game of two as textarena has them: each is dealt a card, names a number, the higher card
-    wins; no number, twice, loses.
-    """
+    wins; no number, twice, loses."""
 
     def reset(self, num_players: int, seed: int) -> None:
         if num_players != 2:
@@ -378,8 +368,7 @@ def test_the_number_of_players_is_told_at_once(cards: None) -> None:
 
 def test_the_real_games() -> None:
     """Random moves are those that the game lists; three players are refused, and one with an
-    opponent.
-    """
+    opponent."""
     pytest.importorskip("textarena")
     made = arena.find_game("TicTacToe-v0", 2)
     for seed in range(6):
@@ -399,9 +388,6 @@ def test_the_real_games() -> None:
         arena.find_game("GuessTheNumber-v0", 2)
     with pytest.raises(ConfigError, match=r"has to be 2, received 1; a two-player game needs"):
         arena.find_game("TicTacToe-v0", 1)
-
-
-# ---- Nim -----------------------------------------------------------------------------------------
 
 
 def test_nim_by_hand() -> None:
@@ -467,9 +453,6 @@ def test_demonstrated_moves_stand_behind_what_the_game_says() -> None:
     game = task.make_environment()
     said, _ = game.reset(seed=1, options={"prompt": prompts[0]})
     assert said != prompts[0].text and game.opponent_moves[0].observation == prompts[0].text
-
-
-# ---- played by hand and by a model ---------------------------------------------------------------
 
 
 def longer(*sets: str) -> Any:
@@ -539,9 +522,6 @@ def test_the_command_shows_the_other_side() -> None:
     assert "a new training sequence" not in _format_turn(PlayEvent("asked", 2, "x"))
 
 
-# ---- the config ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("sets", "said"),
     [
@@ -573,9 +553,6 @@ def test_who_plays_the_other_side() -> None:
         assert load.load("nim", [f"agent.opponent='{name}'"]).agent.opponent == name
 
 
-# ---- real processes ------------------------------------------------------------------------------
-
-
 # nobody is taken for hung or gone, and nothing is drawn again, because others have the cores
 SETS = tuple(
     f"""
@@ -591,8 +568,7 @@ watchdog.startup_s=3600
 
 def test_runs_against_itself_are_the_same_to_the_last_bit(tmp_path: Path) -> None:
     """In exact mode at limit 0, twice: every token drawn is trained or set aside, each of the
-    policy's side once, with the probability that the learner finds.
-    """
+    policy's side once, with the probability that the learner finds."""
     build_model(tmp_path / "m", "0123456789abc:=", hidden=32, layers=1)
     found = []
     for name in ("one", "other"):

@@ -1,6 +1,5 @@
 """A mixture of tasks: its prompts and rewards, what is refused, and a run in processes and by
-turns.
-"""
+turns."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Tasks: right answers by hand, splits that share no problem, streams that repeat, files that name
-their bad line.
-"""
+their bad line."""
 
 from __future__ import annotations
 
@@ -132,9 +131,6 @@ def test_right_answers_fit_the_configs_limits(path: Path) -> None:
             # one token a character, and the end
             assert len(p.answer) + 1 <= c.generator.max_new_tokens
             assert len(p.text) + c.generator.max_new_tokens <= c.generator.context
-
-
-# ---- files of one's own --------------------------------------------------------------------------
 
 
 def write(path: Path, *rows: object) -> str:
