@@ -1,6 +1,5 @@
 """The chunk server among peers that are broken, greedy or slow: bounded, counted, and the rest goes
-on.
-"""
+on."""
 
 from __future__ import annotations
 

@@ -62,9 +62,6 @@ def config(*sets: str) -> Config:
     return load.load(ROOT / "configs" / "demo.toml", ["model.path='model'", *sets])
 
 
-# ---- the server's end ----------------------------------------------------------------------------
-
-
 def test_of_a_model_the_files_without_code_are_served(place: Path) -> None:
     names = ["a.json", "b.safetensors", "c.model", "d.txt", "e.jinja"]
     listed = file_server.list_served_files(config())
@@ -135,9 +132,6 @@ def test_a_file_as_it_is_listed_on_the_wire() -> None:
     for part in ("Model", "mixture.a.model", "mixture.A.reward", "model\n", "models", "a.prompts"):
         with pytest.raises(msgspec.ValidationError):
             decode(msgspec.msgpack.encode([part, *wire[1:]]))
-
-
-# ---- the cache -----------------------------------------------------------------------------------
 
 
 def test_a_file_comes_in_pieces_from_where_it_broke(tmp_path: Path) -> None:
@@ -232,9 +226,6 @@ def test_a_name_that_leads_elsewhere_is_refused(tmp_path: Path, name: str) -> No
     with pytest.raises(DamagedDataError) as error:
         file_server.fetch_files(Source(TEXT), [entry(TEXT), entry(TEXT, name)], cache, print)
     assert str(error.value) == f"the run has a file with an unsafe name: {name[:80]!r}"
-
-
-# ---- code that is not shared ---------------------------------------------------------------------
 
 
 def test_code_that_is_not_shared_must_be_the_runs(place: Path) -> None:

@@ -1,6 +1,5 @@
 """Random messages of every kind, most of them nonsense, among those of a run: none ends the buffer,
-and its journal folds.
-"""
+and its journal folds."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """The limits of the HTTP server at the doors of the agents' endpoint, of `asyncrl watch` and of
-`asyncrl tinker`, and the bound of the requests to sample that a client of the last one may have.
-"""
+`asyncrl tinker`, and the bound of the requests to sample that a client of the last one may have."""
 
 from __future__ import annotations
 
@@ -174,9 +173,6 @@ def test_bodies_of_all_connections_have_a_bound(
         assert slow.recv(65536).startswith(b"HTTP/1.1 200 ")
     assert door.ask(door.head(100) + b"{" + b" " * 98 + b"}").startswith(b"HTTP/1.1 200 ")
     assert http_server.BodyMemory.used == 0
-
-
-# ---- requests to sample --------------------------------------------------------------------------
 
 
 def create_sampler(http: httpx.Client) -> str:

@@ -1,6 +1,5 @@
 """Messages of any size through the control sockets: small ones are copied, large ones leave from
-where they were encoded and are read where they came in.
-"""
+where they were encoded and are read where they came in."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """What the way between generators and buffer costs, from the generator's own clock to the line that
-doctor and terminal show.
-"""
+doctor and terminal show."""
 
 from __future__ import annotations
 
@@ -86,8 +85,7 @@ def test_a_slow_generator_draws_nothing_twice(
     forked: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     """A real run whose generator takes longer for each step than a lease lasts: it was slow, not
-    dead, and there was nobody else to take its tickets.
-    """
+    dead, and there was nobody else to take its tickets."""
     sets = (
         "learner.steps=2",
         "generator.max_new_tokens=3",

@@ -1,6 +1,5 @@
 """benchmarks/network.py: the relay's clock and its cuts, what is judged, nothing left behind, and a
-real run over a slow link where namespaces can be made.
-"""
+real run over a slow link where namespaces can be made."""
 
 from __future__ import annotations
 

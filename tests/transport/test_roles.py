@@ -1,6 +1,5 @@
 """Keys: who is let in, and what the holder of each key may say; a secret that others can read is
-refused.
-"""
+refused."""
 
 from __future__ import annotations
 
@@ -103,9 +102,8 @@ def test_every_message_belongs_to_one_role() -> None:
 def test_a_key_says_what_its_role_says_and_no_more(said: Callable[[str, Any], Any]) -> None:
     assert said("learner", LEARNER_HELLO) == LEARNER_HELLO
     want = OF_GENERATOR_0[1]
-    assert (
-        said("generator-0", want) == want and said("viewer", m.StatusRequest()) == m.StatusRequest()
-    )
+    assert said("generator-0", want) == want
+    assert said("viewer", m.StatusRequest()) == m.StatusRequest()
     refused = said("generator-0", LEARNER_HELLO)
     assert isinstance(refused, m.Refusal) and refused.exit_code == 2
     assert "the key of generator-0 may not send a LearnerHello" in refused.reason
@@ -180,9 +178,6 @@ def test_further_generators_get_keys_and_the_others_keep_theirs(tmp_path: Path) 
     assert (tmp_path / "keys" / "generator-2" / "server.key").read_bytes() == (
         tmp_path / "keys" / "server.key"
     ).read_bytes()
-
-
-# ---- what is said about keys ---------------------------------------------------------------------
 
 
 def test_keys_are_not_made_twice(tmp_path: Path) -> None:

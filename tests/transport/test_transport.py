@@ -1,6 +1,5 @@
 """benchmarks/transport.py: what is compared and what is said, by hand-made rounds; and its quick
-run, in which every answer is counted.
-"""
+run, in which every answer is counted."""
 
 from __future__ import annotations
 

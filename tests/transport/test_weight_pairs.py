@@ -1,6 +1,5 @@
 """Weights through groups of two, Gloo between real processes: the path that NCCL takes between
-GPUs.
-"""
+GPUs."""
 
 from __future__ import annotations
 
@@ -129,8 +128,7 @@ def test_each_generator_has_a_pair_of_its_own_and_none_holds_up_the_others(
 ) -> None:
     """One is killed between the answer and the bytes, one stands still there for good: the learner
     publishes on, the third and a fourth receive.  A thread of the learner ends with its generator,
-    or at the deadline.
-    """
+    or at the deadline."""
     from asyncrl.contract.messages import WeightsSource
 
     move = gpu_pairs.GpuPair.transfer
