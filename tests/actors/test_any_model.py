@@ -47,7 +47,7 @@ def test_engine_and_learner_agree_with_transformers(family: str, tmp_path: Path)
     requests = [
         request(t, 0, [3 + t] * (1 + t), 4 + t, temperature=0.7 if t % 2 else 1.0) for t in range(6)
     ]
-    answers = run(engine, requests)  # type: ignore[arg-type]
+    answers = run(engine, requests)
     assert len(answers) == 6
     hf = transformers.AutoModelForCausalLM.from_pretrained(
         path, attn_implementation="sdpa" if family == "falcon_alibi" else "eager"

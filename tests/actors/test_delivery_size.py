@@ -33,7 +33,7 @@ def test_a_samples_size_is_that_of_its_message(
         temperature=1.0,
         text="x" * 120,
         rows=[row(*other, **more) for other in others],
-        **more,  # type: ignore[arg-type]
+        **more,
     )
     assert estimate_size(sample) == pytest.approx(len(msgspec.msgpack.encode(sample)), rel=0.05)
     names = msgspec.structs.replace(sample, images=["f" * 32] * 50)

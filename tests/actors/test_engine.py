@@ -259,7 +259,7 @@ def test_a_column_is_taken_again_when_no_live_row_has_keys_in_it(data: st.DataOb
                 del rows[row]
         rows[step] = step
         oldest = min(rows.values())
-        column = columns.allocate(step, lambda oldest=oldest: oldest)  # type: ignore[misc]
+        column = columns.allocate(step, lambda oldest=oldest: oldest)
         live = {where[at] for at in range(oldest, step)}
         assert column not in live and 0 <= column < columns.count
         where[step] = column

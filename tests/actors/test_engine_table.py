@@ -51,7 +51,7 @@ def test_the_choices_of_the_config_are_the_rows() -> None:
 def test_a_generator_makes_the_engine_that_its_row_names(monkeypatch: pytest.MonkeyPatch) -> None:
     made = object()
     module = SimpleNamespace(make_engine=lambda config: made)
-    monkeypatch.setitem(sys.modules, "other_engine", module)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "other_engine", module)
     assert build_engine(with_engine(monkeypatch, OTHER)) is made
 
 

@@ -31,30 +31,25 @@ from asyncrl.contract.errors import NothingToDo, PeerUnreachable
 from asyncrl.contract.versions import Label
 from asyncrl.records import trace
 
+MakeGenerator = Callable[..., Generator]
 
-def test_an_outdated_attempt_takes_nothing_from_the_next_one(
-    make: Callable[..., Generator],
-) -> None:
+
+def test_an_outdated_attempt_takes_nothing_from_the_next_one(make: MakeGenerator) -> None:
     """The learner dies while an answer is written and comes back; the ticket's second attempt comes
     before the first one is dropped.
     """
     g = make()
-    # type: ignore[attr-defined]
     g.socket.inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1)))
     one_pass(g)
-    assert set(g.engine.rows) == {(0, 0, 1), (0, 1, 1)}  # type: ignore[attr-defined]
-    # type: ignore[attr-defined]
+    assert set(g.engine.rows) == {(0, 0, 1), (0, 1, 1)}
     g.socket.inbox.append(tickets(g, announcement(2), ticket(0, 2, epoch=2)))
     one_pass(g)
-    # type: ignore[attr-defined]
     assert g.engine.aborted == [(0, 0, 1), (0, 1, 1)] and g.engine.loads == [(1, 0), (2, 0)]
-    rows = g.engine.rows  # type: ignore[attr-defined]
+    rows = g.engine.rows
     assert set(rows) == {(0, 0, 2), (0, 1, 2)} and all(len(r.prompt) == 3 for r in rows.values())
 
 
-def test_the_time_of_swaps_is_summed(
-    make: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_time_of_swaps_is_summed(make: MakeGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
     g = make()
     now = [100.0]
 
@@ -71,7 +66,7 @@ def test_the_time_of_swaps_is_summed(
 
 
 def test_answers_that_wait_for_their_reward_keep_their_lease(
-    make: Callable[..., Generator], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: MakeGenerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Renewed is what is written and being judged; not what has a row in the engine, however long
     that takes.
@@ -85,7 +80,7 @@ def test_answers_that_wait_for_their_reward_keep_their_lease(
     monkeypatch.setattr("actors.rewards.STUCK_S", 1e9)
     monkeypatch.setattr("asyncrl.transport.worker_pool.GRACE_S", 600.0)
     g = make("reward.function='gated:reward'")
-    inbox, said, rows = g.socket.inbox, g.socket.said, g.engine.rows  # type: ignore[attr-defined]
+    inbox, said, rows = g.socket.inbox, g.socket.said, g.engine.rows
     inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1), ticket(1, 2, epoch=1)))
     one_pass(g)
 
@@ -139,12 +134,10 @@ def test_answers_that_wait_for_their_reward_keep_their_lease(
     assert sum(len(x.samples) for x in said if isinstance(x, m.Delivery)) == 4
 
 
-def test_what_was_granted_and_has_not_come_is_forgone_and_said_to_be(
-    make: Callable[..., Generator],
-) -> None:
+def test_what_was_granted_and_has_not_come_is_forgone_and_said_to_be(make: MakeGenerator) -> None:
     """It names all that it has, wherever that is, and the attempt up to which that is all."""
     g = make()
-    inbox, said = g.socket.inbox, g.socket.said  # type: ignore[attr-defined]
+    inbox, said = g.socket.inbox, g.socket.said
     inbox.append(
         tickets(g, announcement(1), *(ticket(n, n + 1, epoch=1, samples=1) for n in range(3)))
     )
@@ -157,12 +150,12 @@ def test_what_was_granted_and_has_not_come_is_forgone_and_said_to_be(
 
     span = m.VersionSpan(Label(1, 0), "d", 0, 2, Label(1, 0))
     for key in ((0, 0, 1), (1, 0, 2)):
-        row = g.engine.rows.pop(key)  # type: ignore[attr-defined]
+        row = g.engine.rows.pop(key)
         answer = Completion(
             key, row.prompt, np.zeros(2, np.int32), np.zeros(2, np.float32), [span], "length"
         )
         g.accept_completion(answer)
-    g.rewards.poll = list  # type: ignore[method-assign, assignment]
+    g.rewards.poll = list
     renew = told()
     assert (renew.taken, renew.written) == (3, [(0, 1), (1, 2)])
     assert [name[:2] for name in renew.progress] == [(2, 3)]
@@ -188,12 +181,12 @@ def test_what_was_granted_and_has_not_come_is_forgone_and_said_to_be(
     assert told().taken == 6
 
 
-def test_the_timeline_has_loads_and_prefills(make: Callable[..., Generator]) -> None:
+def test_the_timeline_has_loads_and_prefills(make: MakeGenerator) -> None:
     g = make()
     given = tickets(g, announcement(1), ticket(0, 1, epoch=1, samples=2))
-    g.socket.inbox.append(given)  # type: ignore[attr-defined]
+    g.socket.inbox.append(given)
     one_pass(g)
-    asked = [x for x in g.socket.said if isinstance(x, m.TicketRequest)]  # type: ignore[attr-defined]
+    asked = [x for x in g.socket.said if isinstance(x, m.TicketRequest)]
     assert asked[-1].holding == Label(1, 0), "the live view shows the weights of each generator"
     assert (asked[-1].producer, asked[-1].session) == (g.producer, g.session)
     g.tracer.close()
@@ -204,7 +197,7 @@ def test_the_timeline_has_loads_and_prefills(make: Callable[..., Generator]) -> 
     ]
 
 
-def test_who_waits_for_rewards_waits_for_a_part_of_itself(make: Callable[..., Generator]) -> None:
+def test_who_waits_for_rewards_waits_for_a_part_of_itself(make: MakeGenerator) -> None:
     g = make()
     g.set_wait(m.REWARDS_WAITED_FOR)
     wait = g.current_wait(time.monotonic() + 9)
@@ -215,7 +208,7 @@ def test_who_waits_for_rewards_waits_for_a_part_of_itself(make: Callable[..., Ge
 
 
 def test_one_that_draws_calls_forgoes_none_and_says_nothing_of_tickets(
-    make: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch
+    make: MakeGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Calls are numbered by itself: what the buffer has granted is the gateway's business."""
     g = make("agent.env='none:None'")
@@ -223,23 +216,22 @@ def test_one_that_draws_calls_forgoes_none_and_says_nothing_of_tickets(
     g.calls.close()
     monkeypatch.setattr("actors.generator.wait", lambda *_: None)
     monkeypatch.setattr(g.calls, "read", lambda: None)
-    g.socket.inbox.append(m.HeartbeatReply(1, None, attempts=5))  # type: ignore[attr-defined]
+    g.socket.inbox.append(m.HeartbeatReply(1, None, attempts=5))
     g.read()
     assert g.schedule.newest_attempt == 0
     g.schedule.newest_attempt = 3
     g.renew()
-    assert g.socket.said[-1].taken == 0  # type: ignore[attr-defined]
+    assert g.socket.said[-1].taken == 0
 
 
 def test_a_slow_engine_makes_fewer_steps_in_a_call(
-    make: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch
+    make: MakeGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Leases are renewed between two calls; in lockstep the steps of a call must not hang on
     time.
     """
     for sets, expected in (((), [8, 4, 2, 1, 1, 2, 3]), (("staleness.max_lag=0",), [8] * 7)):
         g = make(*sets)
-        # type: ignore[attr-defined]
         g.socket.inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1)))
         one_pass(g)
         clock, made, slow = [0.0], [], [4.0, 4.0, 4.0, 4.0, 0.1, 0.1, 0.1]
@@ -267,10 +259,10 @@ def test_a_slow_engine_makes_fewer_steps_in_a_call(
 
 
 def test_the_tokens_of_completions_are_summed(
-    make: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch
+    make: MakeGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     g = make()
-    g.socket.inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1)))  # type: ignore[attr-defined]
+    g.socket.inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1)))
     one_pass(g)
     before, accepted = g.usage.tokens, []
     ended = [SimpleNamespace(tokens=np.zeros(n, np.int32)) for n in (3, 4)]
@@ -281,14 +273,11 @@ def test_the_tokens_of_completions_are_summed(
     assert g.make_renewal(None).stats["generator/tokens"] == before + 7
 
 
-def test_told_to_end_it_says_what_it_drew_and_that_its_leases_are_free(
-    make: Callable[..., Generator],
-) -> None:
+def test_told_to_end_it_says_what_it_drew_and_that_its_leases_are_free(make: MakeGenerator) -> None:
     g = make()
-    # type: ignore[attr-defined]
     g.socket.inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1)))
     one_pass(g)
-    said = g.socket.said  # type: ignore[attr-defined]
+    said = g.socket.said
     del said[:]
     g.ending = True
     g.loop()
@@ -297,22 +286,21 @@ def test_told_to_end_it_says_what_it_drew_and_that_its_leases_are_free(
     # 3 tokens of each of two answers: lost, and counted
     assert isinstance(renew, m.LeaseRenewal) and renew.progress == [(0, 1, 6)]
     assert renew.stats["prefix/hits"] == 4.0 and "generator/tokens" in renew.stats
-    # type: ignore[attr-defined]
     assert leaving == m.GeneratorGoodbye(g.producer, g.session) and g.socket.closed
 
 
-def test_told_that_the_run_is_over_it_ends_without_a_word(make: Callable[..., Generator]) -> None:
+def test_told_that_the_run_is_over_it_ends_without_a_word(make: MakeGenerator) -> None:
     """Nobody waits for it any more, and a buffer that has gone would make it wait for its own last
     words.
     """
     g = make()
-    g.socket.inbox.append(tickets(g, announcement(1)))  # type: ignore[attr-defined]
+    g.socket.inbox.append(tickets(g, announcement(1)))
     one_pass(g)
-    del g.socket.said[:]  # type: ignore[attr-defined]
-    g.socket.inbox.append(tickets(g, announcement(1), finished=True))  # type: ignore[attr-defined]
+    del g.socket.said[:]
+    g.socket.inbox.append(tickets(g, announcement(1), finished=True))
     g.loop()
     g.close()
-    assert [type(x) for x in g.socket.said] == [m.GeneratorHello]  # type: ignore[attr-defined]
+    assert [type(x) for x in g.socket.said] == [m.GeneratorHello]
 
 
 def end_run(run_dir: Path, steps: int) -> None:
@@ -322,10 +310,9 @@ def end_run(run_dir: Path, steps: int) -> None:
 
 
 @pytest.mark.parametrize("how", ["by the buffer", "by the files of its end"])
-def test_one_that_comes_after_the_end_says_so(make: Callable[..., Generator], how: str) -> None:
+def test_one_that_comes_after_the_end_says_so(make: MakeGenerator, how: str) -> None:
     g = make("learner.steps=9")
     if how == "by the buffer":
-        # type: ignore[attr-defined]
         g.socket.inbox.append(tickets(g, announcement(1), finished=True))
     else:
         end_run(g.run_dir, 9)
@@ -335,16 +322,15 @@ def test_one_that_comes_after_the_end_says_so(make: Callable[..., Generator], ho
     ):
         g.loop()
     g.close()
-    # type: ignore[attr-defined]
     assert not any(isinstance(x, m.GeneratorGoodbye) for x in g.socket.said)
 
 
 def test_one_that_took_part_and_was_not_told_ends_by_the_files_of_the_end(
-    make: Callable[..., Generator],
+    make: MakeGenerator,
 ) -> None:
     """The buffer has told the end for its five seconds, and gone, while this one decoded."""
     g = make("learner.steps=9")
-    g.socket.inbox.append(tickets(g, announcement(1)))  # type: ignore[attr-defined]
+    g.socket.inbox.append(tickets(g, announcement(1)))
     one_pass(g)
     end_run(g.run_dir, 8)  # of a shorter run, which goes on
     g.silent_since = time.monotonic() - 3
@@ -356,11 +342,10 @@ def test_one_that_took_part_and_was_not_told_ends_by_the_files_of_the_end(
 
 
 def test_weights_whose_learner_is_gone_are_waited_for_by_name_until_others_are_announced(
-    make: Callable[..., Generator],
+    make: MakeGenerator,
 ) -> None:
     g = make()
-    g.weights.missing = {1}  # type: ignore[attr-defined]
-    # type: ignore[attr-defined]
+    g.weights.missing = {1}
     g.socket.inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1)))
     for _ in range(3):
         one_pass(g)
@@ -375,15 +360,13 @@ def test_weights_whose_learner_is_gone_are_waited_for_by_name_until_others_are_a
     # longer than wires.connect_s, shorter than a start may take
     g.missing_since = time.monotonic() - CONNECT_S - 1
     one_pass(g)
-    # type: ignore[attr-defined]
     g.socket.inbox.append(tickets(g, announcement(2), ticket(0, 2, epoch=2)))
     one_pass(g)
-    # type: ignore[attr-defined]
     assert g.missing is None and g.engine.loads == [(2, 0)] and g.engine.active == 2
 
 
 def test_the_version_that_is_announced_is_pulled_by_the_digest_that_was_announced(
-    make: Callable[..., Generator],
+    make: MakeGenerator,
 ) -> None:
     """Other weights under its label are never loaded; of another version no digest is known."""
     g = make()
@@ -393,12 +376,11 @@ def test_the_version_that_is_announced_is_pulled_by_the_digest_that_was_announce
         asked.append((label, digest))
         return None if digest == "d1.0" else ({}, digest or "of the ring", b"")
 
-    g.weights.pull = pull  # type: ignore[method-assign]
-    # type: ignore[attr-defined]
+    g.weights.pull = pull
     g.socket.inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1)))
     one_pass(g)
     assert asked == [(Label(1, 0), "d1.0")] and g.loaded is None and g.lacks_weights
-    assert not g.engine.loads and "weights 1.0" in g.waiting_for  # type: ignore[attr-defined]
+    assert not g.engine.loads and "weights 1.0" in g.waiting_for
     said = announcement(1, 3)
     assert g.pull(said, Label(1, 3)) == ({}, "d1.3", b"")
     assert g.pull(said, Label(1, 2)) == ({}, "of the ring", b"")
@@ -407,36 +389,35 @@ def test_the_version_that_is_announced_is_pulled_by_the_digest_that_was_announce
 
 @pytest.mark.parametrize("ring", ["not announced", "gone"])
 def test_hands_full_of_a_dead_learners_tickets_are_emptied_when_the_next_one_is_heard_of(
-    make: Callable[..., Generator], ring: str
+    make: MakeGenerator, ring: str
 ) -> None:
     """It asks for no ticket and delivers nothing, so no answer but that to its renewals can tell
     it.
     """
     g = make()
-    g.weights.missing = {1}  # type: ignore[attr-defined]
+    g.weights.missing = {1}
     full = [ticket(n, n + 1, epoch=1) for n in range(4)]  # two samples each, eight rows
-    # type: ignore[attr-defined]
     g.socket.inbox.append(tickets(g, announcement(1) if ring == "gone" else None, *full))
     for _ in range(2):
         one_pass(g)
     assert g.schedule.count_waiting() == g.engine.slots and not g.engine.active
-    said = g.socket.said  # type: ignore[attr-defined]
+    said = g.socket.said
     del said[:]
-    g.socket.inbox.append(m.HeartbeatReply(2, announcement(2)))  # type: ignore[attr-defined]
+    g.socket.inbox.append(m.HeartbeatReply(2, announcement(2)))
     one_pass(g)
     assert (
         not g.schedule.held
         and g.engine.loads == [(2, 0)]
         and any(isinstance(x, m.TicketRequest) for x in said)
-    )  # type: ignore[attr-defined]
+    )
 
 
 def test_weights_that_stay_gone_end_a_generator_of_its_own_and_never_a_supervised_one(
-    make: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch
+    make: MakeGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def gone(g: Generator) -> None:
-        g.weights.missing = {1}  # type: ignore[attr-defined]
-        g.socket.inbox.append(tickets(g, announcement(1)))  # type: ignore[attr-defined]
+        g.weights.missing = {1}
+        g.socket.inbox.append(tickets(g, announcement(1)))
         one_pass(g)
         assert g.missing is not None
         g.missing_since = time.monotonic() - STARTUP_S - 1
@@ -452,13 +433,13 @@ def test_weights_that_stay_gone_end_a_generator_of_its_own_and_never_a_supervise
 
 
 def test_a_buffer_that_falls_silent_is_given_up_and_one_that_answers_is_not(
-    make: Callable[..., Generator],
+    make: MakeGenerator,
 ) -> None:
     g = make()
     one_pass(g)
     assert g.silent_since  # its renewals are answered, so silence has a beginning
     g.silent_since = silent = g.silent_since - CONNECT_S - 1
-    g.socket.inbox.append(m.HeartbeatReply(0))  # type: ignore[attr-defined]
+    g.socket.inbox.append(m.HeartbeatReply(0))
     one_pass(g)
     assert not g.silent_since or g.silent_since > silent
     assert g.waiting_for == "the learner: no weights have been announced yet"
@@ -470,12 +451,10 @@ def test_a_buffer_that_falls_silent_is_given_up_and_one_that_answers_is_not(
         one_pass(g)
 
 
-def test_a_buffer_found_elsewhere_is_greeted_and_asked_anew(
-    make: Callable[..., Generator],
-) -> None:
+def test_a_buffer_found_elsewhere_is_greeted_and_asked_anew(make: MakeGenerator) -> None:
     g = make()
     one_pass(g)
-    wire: Wire = g.socket  # type: ignore[assignment]
+    wire: Wire = g.socket
     first = [type(x).__name__ for x in wire.said]
     wire.said.clear()
     g.silent_since -= CONNECT_S + 1  # the one before would be given up

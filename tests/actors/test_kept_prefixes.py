@@ -104,10 +104,7 @@ def talk(
 def check(model: policy.PolicyModel, drawn: list[tuple[CompletionRequest, Completion]]) -> None:
     for call, answer in drawn:
         torch.testing.assert_close(
-            torch.from_numpy(answer.logprobs),
-            expected(model, answer, call),
-            atol=2e-5,
-            rtol=1e-4,
+            torch.from_numpy(answer.logprobs), expected(model, answer, call), atol=2e-5, rtol=1e-4
         )
 
 
@@ -154,9 +151,7 @@ def test_one_prompt_of_several_rows_is_looked_up_and_counted_once(
     assert e.encoded == 16 + 2 + (17 - 16) + 3 + (15 - 8) + (12 - 8)
 
 
-def test_rows_that_know_much_stand_beside_rows_that_know_little(
-    model: policy.PolicyModel,
-) -> None:
+def test_rows_that_know_much_stand_beside_rows_that_know_little(model: policy.PolicyModel) -> None:
     """The padding of one behind the columns of another is beyond every position there is."""
     e = engine(model, slots=4, kept_tokens=LIMIT)
     long, short = [3, 4, 5, 6, 7, 8, 9] * 8, [10, 9, 8, 7, 6, 5, 4, 3, 3]

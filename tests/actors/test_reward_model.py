@@ -26,11 +26,7 @@ from transformers import (
 )
 
 from actors.rewards import judge_all
-from actors.scorers.reward_model import (
-    RewardModelScorer,
-    group_by_length,
-    read_classifier_config,
-)
+from actors.scorers.reward_model import RewardModelScorer, group_by_length, read_classifier_config
 from asyncrl.config import load, rules
 from asyncrl.config.scorers import RewardModelConfig as Settings
 from asyncrl.contract.errors import ConfigError

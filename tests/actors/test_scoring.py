@@ -56,7 +56,7 @@ def test_scores_are_those_of_transformers(
 
     def count(states: torch.Tensor, *rest: object) -> object:
         sizes.append(len(states))
-        return of_states(states, *rest)  # type: ignore[arg-type]
+        return of_states(states, *rest)
 
     # blocks of a few queries and of one chunk of logits
     monkeypatch.setattr(decoder, "SCORES", 64)

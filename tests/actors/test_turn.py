@@ -23,7 +23,7 @@ from actors.turn import (
     build_trajectory,
 )
 from asyncrl.config import load
-from asyncrl.contract.errors import AsyncrlError
+from asyncrl.contract.errors import NotFiniteError, ProtocolError
 from asyncrl.contract.messages import RewardFailure, SamplingSettings, VersionSpan
 from asyncrl.contract.versions import Label
 from asyncrl.models.tokenizer import load_tokenizer
@@ -65,8 +65,10 @@ def test_a_trajectory_has_the_tokens_as_sampled_and_the_reward_as_judged() -> No
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
 def test_a_logprob_that_is_not_finite_names_ticket_sample_and_weights(bad: float) -> None:
     result = RewardResult((4, 1, 9), 0, {}, None, "")
-    with pytest.raises(AsyncrlError, match=r"not finite for ticket 4, sample 1, with weights 1\.2"):
+    why = r"not finite for ticket 4, sample 1, with weights 1\.2"
+    with pytest.raises(NotFiniteError, match=why) as error:
         build_trajectory(written([-0.5, bad, 0.0]), result)
+    assert isinstance(error.value, ProtocolError), "a divergence, and a breach of the protocol"
 
 
 def test_a_prompt_that_is_too_long_becomes_a_failed_sample_without_tokens() -> None:
@@ -82,7 +84,7 @@ def test_a_prompt_that_is_too_long_becomes_a_failed_sample_without_tokens() -> N
 def test_all_free_rows_of_the_engine_are_filled(small_model: Path) -> None:
     config = load.load(ROOT / "configs" / "demo.toml", [f"model.path={str(small_model)!r}"])
     engine = Engine()
-    turn = GeneratorTurn(config, engine, lockstep=False)  # type: ignore[arg-type]
+    turn = GeneratorTurn(config, engine, lockstep=False)
     turn.context = 9
     try:
         turn.accept_tickets([ticket(0, 1, 1, samples=20)])
@@ -115,7 +117,7 @@ def test_the_text_of_a_completion_has_its_special_tokens_but_no_stop_token(
     held = SimpleNamespace(
         held={(4, 9): SimpleNamespace(ticket="t")}, finish_sample=lambda *_: None
     )
-    turn.schedule, turn.unscored = held, {}  # type: ignore[assignment]
+    turn.schedule, turn.unscored = held, {}
     turn.tokenizer, turn.stops = load_tokenizer(small_model), (1,)
     response = turn.finish(dataclasses.replace(written([0.0] * 3).completion, tokens=SPECIAL))
     assert response is not None and 1 in SPECIAL

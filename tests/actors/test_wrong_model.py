@@ -252,10 +252,9 @@ def test_the_generator_stops_there_and_shows_the_text_without(
     make: Callable[..., Generator],
 ) -> None:
     g = make('generator.stop=["#"]')
-    # type: ignore[attr-defined]
     g.socket.inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1, samples=1)))
     one_pass(g)
-    ((key, r),) = g.engine.rows.items()  # type: ignore[attr-defined]
+    ((key, r),) = g.engine.rows.items()
     assert r.stop == (1, 16)
     span = m.VersionSpan(Label(1, 0), "d", 0, 3, Label(1, 0))
     g.accept_completion(

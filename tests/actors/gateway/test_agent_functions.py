@@ -35,7 +35,7 @@ PATIENCE_S = 300.0
 AGENT = """
 import asyncio, sys, threading
 
-asked = []
+asked, loops = [], []
 waiting = threading.Event()
 
 def numbers(prompt, session):
@@ -67,6 +67,10 @@ async def waits(prompt, session):
         await asyncio.Event().wait()
     await asyncio.sleep(0)
     return float(threading.current_thread().name == "agents")
+
+async def loop(prompt, session):
+    loops.append(asyncio.get_running_loop())
+    return float(loops[-1] is loops[0])
 
 async def thread(prompt, session):
     return await asyncio.to_thread(lambda: float(threading.current_thread().name[:5] == "agent"))
@@ -205,6 +209,9 @@ def test_coroutines_share_one_loop_and_a_stop_cancels_one(agent: Any) -> None:
     assert (stopped.number, stopped.kind) == (2, "failed") and "CancelledError" in stopped.why
     served.send(SessionOrders(stop=[2]))
     assert served.play(seat(4))[0].reward == 1.0, "the loop goes on"
+    looped = agent("loop")
+    played = [looped.play(seat(5))[0], *looped.play(seat(6), seat(7))]
+    assert [found.reward for found in played] == [1.0] * 3, "connections of the module stay usable"
     (found,) = agent("thread").play(seat(5))
     assert found.reward == 1.0
 
@@ -272,7 +279,7 @@ def test_a_package_of_that_name_that_is_another_one_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     other = ModuleType("verifiers")
-    other.__version__ = "9"  # type: ignore[attr-defined]
+    other.__version__ = "9"
     monkeypatch.setitem(sys.modules, "verifiers", other)
     with pytest.raises(ConfigError) as error:
         self_playing.load("verifiers:words", {})
@@ -286,13 +293,13 @@ def test_an_environment_is_loaded_by_its_adapter_or_its_error_told(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     package, adapter = ModuleType("verifiers"), ModuleType("adapter")
-    package.__version__ = "0.1.9"  # type: ignore[attr-defined]
-    package.load_environment = print  # type: ignore[attr-defined]
+    package.__version__ = "0.1.9"
+    package.load_environment = print
     monkeypatch.setitem(sys.modules, "verifiers", package)
     monkeypatch.setitem(sys.modules, "actors.gateway.hubs.verifiers_v0", adapter)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.chdir(tmp_path)
-    adapter.load = lambda *words: words  # type: ignore[attr-defined]
+    adapter.load = lambda *words: words
     loaded: Any = self_playing.load("verifiers:words", {"seed": 1})
     assert loaded == ("words", {"seed": 1})
     assert any(path in ("", str(tmp_path)) for path in sys.path), "its module may lie here"
@@ -301,7 +308,7 @@ def test_an_environment_is_loaded_by_its_adapter_or_its_error_told(
         def load(name: str, args: dict[str, Any]) -> None:
             raise error
 
-        adapter.load = load  # type: ignore[attr-defined]
+        adapter.load = load
         with pytest.raises(ConfigError) as told:
             self_playing.load("verifiers:words", {})
         assert told.value.__cause__ is error
@@ -324,7 +331,7 @@ def test_the_installed_version_chooses_the_adapter(tmp_path: Path) -> None:
     assert self_playing.find_adapter(package) == ""
     (tmp_path / "v1" / "__init__.py").touch()
     assert self_playing.find_adapter(package) == "actors.gateway.hubs.verifiers_v1"
-    package.load_environment = print  # type: ignore[attr-defined]  # 0.1, which may have both
+    package.load_environment = print  # 0.1, which may have both
     assert self_playing.find_adapter(package) == "actors.gateway.hubs.verifiers_v0"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -9,8 +10,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -36,6 +39,22 @@ from asyncrl.supervise import live
 pytestmark = pytest.mark.slow
 
 PATIENCE_S = 1800.0
+ENVS = ROOT / "tests" / "support" / "agent_envs.py"
+
+
+@contextlib.contextmanager
+def gated(argv: list[str], gate: Path) -> Iterator[SimpleNamespace]:
+    """A run that ends well after this block; `said` is its standard error by then."""
+    run = SimpleNamespace(said="")
+    env = ENV | {"AGENT_GATE": str(gate)}
+    pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(argv, cwd=ROOT, env=env, text=True, **pipes)
+    try:
+        yield run
+        _, run.said = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+    assert process.returncode == 0, run.said[-3000:]
 
 
 def test_the_learner_finds_the_probabilities_that_the_calls_were_drawn_with(
@@ -45,27 +64,15 @@ def test_the_learner_finds_the_probabilities_that_the_calls_were_drawn_with(
     and all, and behind kept keys: the sessions stand in their second turn until the generator has
     told what it kept.
     """
-    gate, env = tmp_path / "gate", f"{ROOT / 'tests' / 'support' / 'agent_envs.py'}:Held"
+    gate, env = tmp_path / "gate", f"{ENVS}:Held"
     config = command(
         *(model_dir, tmp_path, "zero", "learner.steps=2", "staleness.max_lag=0"),
         f"agent.env={env!r}",
     )
-    process = subprocess.Popen(
-        config,
-        cwd=ROOT,
-        env=ENV | {"AGENT_GATE": str(gate)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
+    with gated(config, gate):
         until(gate.with_suffix(".reached").exists)
         until_heard(tmp_path / "zero", "generator-0", 1)
         gate.touch()
-        _, said = process.communicate(timeout=PATIENCE_S)
-    finally:
-        process.kill()
-    assert process.returncode == 0, said[-3000:]
     samples = check(tmp_path / "zero", 0, 2)
     assert max(s["calls"] for s in samples) > 1 and any(0 in s["mask"] for s in samples)
     found = [
@@ -90,31 +97,19 @@ def test_a_killed_generators_calls_are_drawn_by_its_next_life(
     turn until the generator is stopped, and it is killed when their calls are with it.
     """
     run, gate = tmp_path / "killed", tmp_path / "gate"
-    env = f"{ROOT / 'tests' / 'support' / 'agent_envs.py'}:Held"
+    env = f"{ENVS}:Held"
     config = command(
         *(model_dir, tmp_path, "killed", "learner.steps=6", "evaluation.every=0"),
         f"agent.env={env!r}",
     )
-    process = subprocess.Popen(
-        config,
-        cwd=ROOT,
-        env=ENV | {"AGENT_GATE": str(gate)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
+    with gated(config, gate) as run_of:
         until(gate.with_suffix(".reached").exists)
         generator = int((run / ".generator-0.alive").read_text().strip())
         os.kill(generator, signal.SIGSTOP)
         gate.touch()
         until(lambda: (held := held_up(run)) is not None and held.session.kind == "engine")
         os.kill(generator, signal.SIGKILL)
-        _, said = process.communicate(timeout=PATIENCE_S)
-    finally:
-        process.kill()
-    assert process.returncode == 0, said[-3000:]
-    assert "generator-0 exited: SIGKILL" in said
+    assert "generator-0 exited: SIGKILL" in run_of.said
     check(run, 2, 6)
     ledger = json.loads((run / "summary.json").read_text())["ledger"]
     assert ledger["duplicate"] == ledger["failed"] == 0
@@ -127,26 +122,14 @@ def test_a_killed_learners_open_sessions_go_on_under_its_next_life(
     drawn for the life before, its last for the next, and both are trained.
     """
     run, gate = tmp_path / "adopted", tmp_path / "gate"
-    env = f"{ROOT / 'tests' / 'support' / 'agent_envs.py'}:Slow"
+    env = f"{ENVS}:Slow"
     config = command(model_dir, tmp_path, "adopted", "learner.steps=3")
-    process = subprocess.Popen(
-        [*config, "--set", f"agent.env={env!r}"],
-        cwd=ROOT,
-        env=ENV | {"AGENT_GATE": str(gate)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
+    with gated([*config, "--set", f"agent.env={env!r}"], gate) as run_of:
         until(gate.with_suffix(".reached").exists)
         os.kill(int((run / ".learner.alive").read_text().strip()), signal.SIGKILL)
         until_heard(run, "gateway-0", 2)
         gate.touch()
-        _, said = process.communicate(timeout=PATIENCE_S)
-    finally:
-        process.kill()
-    assert process.returncode == 0, said[-3000:]
-    assert "learner exited: SIGKILL" in said
+    assert "learner exited: SIGKILL" in run_of.said
     samples = check(run, 2, 3)
     both = [s for s in samples if len({label.split(".")[0] for label, *_ in s["versions"]}) == 2]
     assert both
@@ -161,7 +144,7 @@ def test_a_learner_held_up_by_an_endless_tool_is_told_of_it_and_freed_at_the_dea
     it, and nothing else of the run.  That comes when both have spoken: the gateway's clock jumps.
     """
     run, late = tmp_path / "stuck", tmp_path / "late"
-    env = f"{ROOT / 'tests' / 'support' / 'agent_envs.py'}:Stuck"
+    env = f"{ENVS}:Stuck"
     config = command(
         *(model_dir, tmp_path, "stuck", "learner.steps=1", "staleness.max_lag=0"),
         f"agent.env={env!r}",

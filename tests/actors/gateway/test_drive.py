@@ -18,11 +18,9 @@ from actors.gateway import environment_pool, environment_worker
 from actors.gateway.environment_pool import EnvironmentPool
 from actors.gateway.environment_worker import (
     EnvironmentEvent,
-    EnvironmentHost,
     EnvironmentOperation,
     EnvironmentSetup,
 )
-from actors.gateway.hubs.tools import ToolLoop, build_schema
 from asyncrl.config.agents import AgentConfig
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
@@ -235,50 +233,6 @@ def test_an_environment_that_is_not_there_is_named(drive: EnvironmentPool) -> No
     drive.reset(reset(1))
     with pytest.raises(ConfigError, match=r"agent\.env = agent_envs:Nobody: importing it raised"):
         poll(drive, 1)
-
-
-def test_tools_are_called_until_an_answer_calls_none() -> None:
-    def double(text: str, times: int = 2) -> str:
-        """Say it again.
-
-        More of it."""
-        return text * times
-
-    assert build_schema(double)["function"] == {
-        "name": "double",
-        "description": "Say it again.",
-        "parameters": {
-            "type": "object",
-            "properties": {"text": {"type": "string"}, "times": {"type": "integer"}},
-            "required": ["text"],
-        },
-    }
-    loop = ToolLoop([double])
-
-    def called(name: str, **arguments: object) -> str:
-        call = {"id": "x1", "function": {"name": name, "arguments": arguments}}
-        (message,) = loop.run_calls({"tool_calls": [call]})
-        assert (message["role"], message["tool_call_id"]) == ("tool", "x1")
-        return str(message["content"])
-
-    assert called("double", text="ab") == "abab" and called("double", text="a", times=3) == "aaa"
-    assert called("triple", text="a") == "error: no tool 'triple'; there are double"
-    assert called("double").startswith("error: TypeError")
-    assert loop.run_calls({"content": "4"}) == []
-
-
-def test_a_tool_session_asks_the_reward_at_its_end() -> None:
-    made = EnvironmentHost(EnvironmentSetup("", ["agent_envs:add"]))
-    begun = made.apply(EnvironmentOperation(1, "reset", prompt=Prompt(0, "2+2?")))
-    assert begun is not None and begun.obs == [{"role": "user", "content": "2+2?"}]
-    assert begun.tools[0]["function"]["name"] == "add"
-    call = {"id": "c", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
-    told = made.apply(
-        EnvironmentOperation(1, "step", message={"content": "", "tool_calls": [call]})
-    )
-    assert told is not None and isinstance(told.obs, list) and told.obs[0]["content"] == "4"
-    last = made.apply(EnvironmentOperation(1, "step", message={"content": "4"}))
-    assert last is not None and last.ended and last.judge
 
 
 @pytest.mark.parametrize("obs", [5, [], [3], [{"content": "x"}]])

@@ -240,7 +240,7 @@ def test_others_are_served_while_a_long_prompt_is_composed(
     order: list[str] = []
     encode, shared_chat = opened.session.composer.encode, opened.session.composer
 
-    class Slow(type(shared_chat)):  # type: ignore[misc]
+    class Slow(type(shared_chat)):
         def encode(self, text: str) -> Any:
             if "long" in text:
                 entered.set()
@@ -274,29 +274,33 @@ def test_others_are_served_while_a_long_prompt_is_composed(
     assert [n.number for n in opened.session.tree.nodes] == [0, 1]
 
 
+class SlowComposer:
+    """A session's composer that waits in `encode` until it may go on."""
+
+    def __init__(self, opened: OpenedSession) -> None:
+        self.composer: Any = opened.session.composer
+        self.entered, self.leave = threading.Event(), threading.Event()
+        opened.session.composer = self
+
+    def encode(self, text: str) -> Any:
+        self.entered.set()
+        assert self.leave.wait(WAIT_S)
+        return self.composer.encode(text)[:9]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.composer, name)
+
+
 def test_a_session_that_ends_while_its_prompt_is_composed_draws_nothing(served: Served) -> None:
     opened = served.do(served.service.open)
-    entered, leave = threading.Event(), threading.Event()
-    composer = opened.session.composer
-    assert composer is not None
-
-    class Slow:
-        def encode(self, text: str) -> Any:
-            entered.set()
-            assert leave.wait(WAIT_S)
-            return composer.encode(text)
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(composer, name)
-
-    opened.session.composer = Slow()  # type: ignore[assignment]
+    slow = SlowComposer(opened)
     long = {"model": "policy", "messages": [{"role": "user", "content": "a" * 50_000}]}
     drawn = len(served.service.drawn)
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(post, served, opened, "/v1/chat/completions", long)
-        assert entered.wait(WAIT_S)
+        assert slow.entered.wait(WAIT_S)
         assert post(served, opened, "/end", {"failed": "over"}).status_code == 200
-        leave.set()
+        slow.leave.set()
         assert asked.result().status_code == 410
     assert len(served.service.drawn) == drawn and not opened.session.open_calls
     assert served.do(lambda: not opened.session.requests and not served.endpoint.web.placing)
@@ -305,20 +309,7 @@ def test_a_session_that_ends_while_its_prompt_is_composed_draws_nothing(served: 
 def test_a_retry_joins_a_call_whose_prompt_is_being_composed(served: Served) -> None:
     """The client's socket closed meanwhile: its retry gets the one answer."""
     opened = served.do(served.service.open)
-    entered, leave = threading.Event(), threading.Event()
-    composer = opened.session.composer
-    assert composer is not None
-
-    class Slow:
-        def encode(self, text: str) -> Any:
-            entered.set()
-            assert leave.wait(WAIT_S)
-            return composer.encode(text)[:9]
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(composer, name)
-
-    opened.session.composer = Slow()  # type: ignore[assignment]
+    slow = SlowComposer(opened)
     body = {"model": "policy", "messages": [{"role": "user", "content": "a" * 50_000}]}
     head = {"authorization": f"Bearer {opened.key}", "x-stainless-retry-count": "1"}
     url = f"{served.url}/s/{opened.session.name}/v1/chat/completions"
@@ -328,9 +319,9 @@ def test_a_retry_joins_a_call_whose_prompt_is_being_composed(served: Served) -> 
 
     with ThreadPoolExecutor(2) as pool:
         both = [pool.submit(ask), pool.submit(ask)]
-        assert entered.wait(WAIT_S)
+        assert slow.entered.wait(WAIT_S)
         served.until(lambda: opened.session.requests[0].connections == 2)
-        leave.set()
+        slow.leave.set()
         answers = {one.result().json()["id"] for one in both}
     assert len(answers) == 1 and opened.session.calls == 1
 

@@ -98,7 +98,7 @@ def test_an_error_ends_it_with_what_was_said(stub: str, monkeypatch: pytest.Monk
     body = b'{"error": "no"}'
     one.got = bytearray(b"HTTP/1.1 410 Gone\r\nContent-Length: %d\r\n\r\n" % len(body))
     one.socket.close()
-    one.socket = type("Once", (), {"recv": lambda self, size: body})()  # type: ignore[assignment]
+    one.socket = type("Once", (), {"recv": lambda self, size: body})()
     with pytest.raises(RuntimeError, match=r"call: 410 .*no"):
         one.read()
 
@@ -209,7 +209,7 @@ def test_servers_end_with_who_started_them(tmp_path: Path) -> None:
     )
     argv = [sys.executable, "-c", code]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": ENV}
-    with subprocess.Popen(argv, cwd=ROOT, **pipes) as bench:  # type: ignore[call-overload]
+    with subprocess.Popen(argv, cwd=ROOT, **pipes) as bench:
         endpoint = psutil.Process(int(bench.stdout.readline()))
         bench.kill()
     endpoint.wait(timeout=600)

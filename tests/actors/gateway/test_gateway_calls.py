@@ -158,9 +158,7 @@ def test_a_cut_call_is_told_to_its_generator_and_one_that_waits_is_over() -> Non
     assert sent(one) == {}  # it is in no queue any more
 
 
-def test_more_generators_than_a_gateway_serves_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_more_generators_than_a_gateway_serves_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_router, "MOST_GENERATORS", 2)
     two = board("a", "b")
     assert two.on_report(b"c", said("c", 1, []), 1.0) == m.Refusal(
@@ -207,7 +205,7 @@ def test_a_calls_stream_is_the_plain_answers_or_one_beside_it() -> None:
 
 
 @pytest.fixture()
-def turn(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
+def turn(tmp_path_factory: pytest.TempPathFactory):
     from actors.engine import build_engine
     from actors.gateway.generator_calls import CallTurn
     from asyncrl.config import load
@@ -228,7 +226,6 @@ def turn(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-d
     return made
 
 
-# type: ignore[no-untyped-def]
 def drawn(turn, calls: list[m.GenerationCall], loaded: Label) -> list[m.CallResult]:
     turn.take_calls(calls)
     requests, refused = turn.build_requests(loaded)
@@ -241,7 +238,6 @@ def drawn(turn, calls: list[m.GenerationCall], loaded: Label) -> list[m.CallResu
     return out
 
 
-# type: ignore[no-untyped-def]
 def test_every_call_is_admitted_at_or_above_its_sessions_minimum(turn) -> None:
     calls = [
         call(1, least=Label(1, 3)),
@@ -257,7 +253,7 @@ def test_every_call_is_admitted_at_or_above_its_sessions_minimum(turn) -> None:
 
 
 def test_a_call_that_cannot_be_drawn_is_answered_by_a_failure_and_the_others_are_drawn(
-    turn,  # type: ignore[no-untyped-def]
+    turn,
 ) -> None:
     """Without a word its client would wait for ever, and those of its message too."""
     foreign = np.array([3, turn.vocabulary], "<i4").tobytes()
@@ -281,7 +277,7 @@ def test_a_call_that_cannot_be_drawn_is_answered_by_a_failure_and_the_others_are
     assert "no token that ends" in answer.failed
 
 
-def test_a_call_is_sampled_under_its_grammar(turn) -> None:  # type: ignore[no-untyped-def]
+def test_a_call_is_sampled_under_its_grammar(turn) -> None:
     """Sampled again, its answer and its support are the same; a cut one is forgotten."""
     a, b = (turn.tokenizer.encode(text)[0] for text in "ab")
     calls = [msgspec.structs.replace(call(n), grammar="start: /[ab]{3}/") for n in (1, 2)]
@@ -296,7 +292,7 @@ def test_a_call_is_sampled_under_its_grammar(turn) -> None:  # type: ignore[no-u
     assert not turn.calls and not turn.schedule.held
 
 
-def test_the_same_call_drawn_again_is_the_same(turn) -> None:  # type: ignore[no-untyped-def]
+def test_the_same_call_drawn_again_is_the_same(turn) -> None:
     first = drawn(turn, [call(1, stream=8), call(2)], AT)
     again = drawn(turn, [call(3), call(4, stream=8)], AT)
     assert {x.tokens for x in first} == {x.tokens for x in again}
@@ -306,7 +302,7 @@ def test_the_same_call_drawn_again_is_the_same(turn) -> None:  # type: ignore[no
         assert len(each.logprobs) == 4 * length and each.spans[-1].end == length
 
 
-def test_a_cut_call_tells_what_is_lost(turn) -> None:  # type: ignore[no-untyped-def]
+def test_a_cut_call_tells_what_is_lost(turn) -> None:
     turn.stops = ()
     turn.take_calls([call(1)])
     turn.engine.add(turn.build_requests(AT)[0])
@@ -339,7 +335,7 @@ class PlayedSocket:
         self.closed = True
 
 
-def peer(turn, *received: m.FromGateway):  # type: ignore[no-untyped-def]
+def peer(turn, *received: m.FromGateway):
     from actors.gateway.generator_calls import CallPeer
 
     made = CallPeer.__new__(CallPeer)
@@ -349,13 +345,13 @@ def peer(turn, *received: m.FromGateway):  # type: ignore[no-untyped-def]
     return made
 
 
-def assigned(session: int, sequence: int, *numbers: int, cut: tuple[int, ...] = ()):  # type: ignore[no-untyped-def]
+def assigned(session: int, sequence: int, *numbers: int, cut: tuple[int, ...] = ()):
     source = m.WeightsSource(1, "host", "ring", "tcp://127.0.0.1:1")
     news = m.PolicyAnnouncement(Label(1, sequence), "d", source)
     return m.CallAssignments(session, sequence, [*map(call, numbers)], [*cut], news)
 
 
-def test_a_refusal_of_the_gateway_ends_the_generator(turn) -> None:  # type: ignore[no-untyped-def]
+def test_a_refusal_of_the_gateway_ends_the_generator(turn) -> None:
     from asyncrl.contract.errors import AsyncrlError
 
     refused = peer(turn, assigned(7, 1, 1), m.Refusal("another run", 5), assigned(7, 2, 2))
@@ -367,7 +363,7 @@ def test_a_refusal_of_the_gateway_ends_the_generator(turn) -> None:  # type: ign
     assert refused.socket.closed
 
 
-def test_assignments_of_this_session_are_taken_and_reported(turn) -> None:  # type: ignore[no-untyped-def]
+def test_assignments_of_this_session_are_taken_and_reported(turn) -> None:
     from actors.gateway.generator_calls import REPORT_S
 
     served = peer(turn, assigned(7, 3, 1, 2), assigned(6, 9, 5), assigned(7, 2, 3, cut=(1,)))
@@ -384,5 +380,5 @@ def test_assignments_of_this_session_are_taken_and_reported(turn) -> None:  # ty
     assert served.socket.sent[2:] == [msgspec.structs.replace(report, slots=5)]
 
 
-def test_a_generator_of_calls_starts_no_reward_process(turn) -> None:  # type: ignore[no-untyped-def]
+def test_a_generator_of_calls_starts_no_reward_process(turn) -> None:
     assert not turn.rewards.processes

@@ -20,7 +20,6 @@ from gateway_kit import CHATML, tokenizer
 from actors.gateway.call_tree import build_rows
 from actors.gateway.chat import (
     ChatFormat,
-    count_common,
     find_parser,
     make_call_id,
     normalize_messages,
@@ -162,7 +161,6 @@ class Play:
     def draw(self, call: Any, ids: list[int], finish: str) -> dict[str, Any]:
         spans = [VersionSpan(Label(1, 0), "d", 0, len(ids), Label(1, 0))]
         logprobs = np.zeros(len(ids), np.float32)
-        # type: ignore[arg-type]
         node = self.session.on_result(call, np.array(ids), logprobs, spans, finish)
         assert node is not None and node.answer is not None
         return sent(node.answer)
@@ -495,14 +493,6 @@ def test_an_answer_s_turn_closes_behind_its_last_end_token() -> None:
     assert play.chat._find_closing(nodes[0], messages, prompt[:5] + "x<|im_end|>y") == "y"
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "count"),
-    [("", "", 0), ("ab", "ab", 2), ("ab", "abc", 2), ("abd", "abc", 2), ("x", "y", 0)],
-)
-def test_the_common_beginning_of_two_texts(one: str, other: str, count: int) -> None:
-    assert count_common(one, other) == count_common(other, one) == count
-
-
 def test_a_template_that_fails_is_a_refusal_and_changes_nothing() -> None:
     play = Play(Kind("{{ raise_exception('roles\n alternate') }}", "", chatml_head, "", ""))
     with pytest.raises(CallRefused) as caught:
@@ -514,38 +504,6 @@ def test_a_template_that_fails_is_a_refusal_and_changes_nothing() -> None:
     bare.tokenizer.chat_template = None
     with pytest.raises(CallRefused, match="chat template"):
         bare.ask([{"role": "user", "content": "go"}])
-
-
-NO_CALLS = "messages[0].tool_calls: give a list of objects with `id` and `function`"
-
-
-@pytest.mark.parametrize(
-    "messages, why",
-    [
-        (None, "messages: give a list of at least one message"),
-        ([], "messages: give a list of at least one message"),
-        (["hi"], "messages[0]: give an object with `role` and `content`"),
-        (
-            [{"role": "user", "content": "x"}, {"content": "x"}],
-            "messages[1]: give an object with `role` and `content`",
-        ),
-        (
-            [{"role": "user", "content": [{"type": "image_url"}]}],
-            "messages[0]: a content part of type 'image_url': only text is supported",
-        ),
-        (
-            [{"role": "user", "content": 3}],
-            "messages[0]: content is int; give text, or a list of text parts",
-        ),
-        ([{"role": "assistant", "tool_calls": [{"id": "x"}]}], NO_CALLS),
-        ([{"role": "assistant", "tool_calls": ["x"]}], NO_CALLS),
-        ([{"role": "assistant", "tool_calls": 3}], NO_CALLS),
-    ],
-)
-def test_messages_that_are_none_are_refused_by_place(messages: Any, why: str) -> None:
-    with pytest.raises(CallRefused) as caught:
-        normalize_messages(messages)
-    assert refusal(caught.value) == (400, "invalid_messages", "messages", why)
 
 
 def refusal(found: CallRefused) -> tuple[int, str, str | None, str]:

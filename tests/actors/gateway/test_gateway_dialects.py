@@ -59,17 +59,14 @@ def test_messages_with_tools_go_on_in_one_row(served: Served) -> None:
     said: list[Any] = [{"role": "user", "content": "go"}]
     first = talk.messages.create(messages=said, **ASK)
     assert [block.type for block in first.content] == ["thinking", "text", "tool_use"]
-    # type: ignore[union-attr]
     assert first.content[1].text == "so" and first.content[2].input == {"a": 1, "b": 2}
     assert first.stop_reason == "tool_use" and first.id == f"msg_{opened.session.name}-0"
     assert first.usage.output_tokens == len(BOTH) + 1 and first.usage.input_tokens > 0
-    # type: ignore[union-attr]
     result = {"type": "tool_result", "tool_use_id": first.content[2].id, "content": "3"}
     more = {"role": "user", "content": [result, {"type": "text", "text": "and?"}]}
     second = talk.messages.create(
         messages=[*said, {"role": "assistant", "content": first.content}, more], **ASK
     )
-    # type: ignore[union-attr]
     assert second.content[0].text == "answer 1" and second.stop_reason == "end_turn"
     assert len(opened.session.build_training_rows()) == 1 and opened.session.tree.forks == {}
     text = served.service.tokenizer.decode(opened.session.tree.nodes[1].build_prompt())
@@ -82,7 +79,6 @@ def test_a_stream_of_messages_adds_up(served: Served) -> None:
     with talk.messages.stream(messages=[{"role": "user", "content": "go"}], **ASK) as stream:
         whole = stream.get_final_message()
     assert [block.type for block in whole.content] == ["thinking", "text", "tool_use"]
-    # type: ignore[union-attr]
     assert whole.content[0].thinking == "hm" and whole.content[2].input == {"a": 1, "b": 2}
     assert whole.stop_reason == "tool_use" and whole.usage.output_tokens == len(BOTH) + 1
 
@@ -109,7 +105,6 @@ def test_how_messages_end(served: Served) -> None:
     served.service.say = lambda call: "one two three"
     said: list[Any] = [{"role": "user", "content": "go"}]
     cut = talk.messages.create(model="policy", max_tokens=3, messages=said)
-    # type: ignore[union-attr]
     assert cut.stop_reason == "max_tokens" and cut.content[0].text == "one"
     stopped = talk.messages.create(
         model="policy", max_tokens=99, messages=said, stop_sequences=[" two"]
@@ -180,7 +175,6 @@ FUNCTION: dict[str, Any] = {
 def test_responses_with_tools_go_on_in_one_row(served: Served) -> None:
     talk, opened = client(served)
     said: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "go"}]}]
-    # type: ignore[list-item]
     first = talk.responses.create(model="policy", instructions="be", input=said, tools=[FUNCTION])
     assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
     call = first.output[2]
@@ -190,7 +184,6 @@ def test_responses_with_tools_go_on_in_one_row(served: Served) -> None:
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "3"}
     said += [item.to_dict() for item in first.output]
     said.append(result)
-    # type: ignore[list-item]
     second = talk.responses.create(model="policy", instructions="be", input=said, tools=[FUNCTION])
     assert second.output_text == "answer 1" and second.id == f"resp_{opened.session.name}-1"
     assert len(opened.session.build_training_rows()) == 1 and opened.session.tree.forks == {}

@@ -68,7 +68,7 @@ def test_what_sessions_over_http_wait_for(config: Config, tmp_path: Path) -> Non
             "its environment (agent.env): the next call, or its end": AgentConfig(env="a:b"),
         }
         for what, agent in agents.items():
-            gateway.get_agent = lambda session, agent=agent: agent  # type: ignore[method-assign,misc]
+            gateway.get_agent = lambda session, agent=agent: agent
             episode: Any = SimpleNamespace(session=None)
             assert door.explain_wait(episode, "limit", 2.0, 1.0) == WaitCause(
                 "agent", what, "limit", 2.0
@@ -81,7 +81,7 @@ def test_leases_calls_and_a_new_life_of_the_learner(config: Config, tmp_path: Pa
     (tmp_path / "run_id").write_text("run")
     gateway = service.Gateway(config, tmp_path, source=SessionApi)
     gateway.socket.close()
-    wire = gateway.socket = Wire()  # type: ignore[assignment]
+    wire = gateway.socket = Wire()
 
     async def play() -> None:
         door = sessions_of(gateway)
@@ -282,7 +282,7 @@ def test_a_call_that_a_generator_refuses_is_answered_by_a_failure(
     (tmp_path / "run_id").write_text("run")
     gateway = service.Gateway(config, tmp_path, source=SessionApi)
     gateway.socket.close()
-    gateway.socket = Wire()  # type: ignore[assignment]
+    gateway.socket = Wire()
 
     async def play() -> None:
         door = sessions_of(gateway)

@@ -43,7 +43,7 @@ class World:
         self.gateway = service.Gateway(config, run_dir, source=EnvironmentSource)
         self.gateway.socket.close()
         self.wire = Wire()
-        self.gateway.socket = self.wire  # type: ignore[assignment]
+        self.gateway.socket = self.wire
         serving = m.ServingReport(m.PROTOCOL, "run", "generator-0", 1, 64, [], 0)
         self.gateway.router.on_report(b"g", serving, time.monotonic())
         self.tickets = 0
@@ -97,7 +97,7 @@ class World:
         logprobs = np.full(len(ids), -0.5, "<f4").tobytes()
         spans = [m.VersionSpan(at, "", 0, len(ids), at)]
         tokens = np.array(ids, "<i4").tobytes()
-        called = m.CallResult(call.id, tokens, logprobs, spans, finish)  # type: ignore[arg-type]
+        called = m.CallResult(call.id, tokens, logprobs, spans, finish)
         if self.gateway.router.on_result(called) is not None:
             self.gateway.on_result(called)
 
@@ -112,6 +112,9 @@ class World:
         self.until(look)
         out, self.gateway.outbox.fresh = self.gateway.outbox.fresh, []
         return out
+
+
+MakeWorld = Callable[..., World]
 
 
 @pytest.fixture()
@@ -140,9 +143,7 @@ def ids(world: World, text: str) -> list[int]:
     return [int(x) for x in world.gateway.chat.encode(text)]
 
 
-def test_a_session_is_one_row_of_its_calls_and_what_stood_between_them(
-    world: Callable[..., World],
-) -> None:
+def test_a_session_is_one_row_of_its_calls_and_what_stood_between_them(world: MakeWorld) -> None:
     w = world()
     ticket = w.ticket()
     w.take(ticket)
@@ -171,7 +172,7 @@ def test_a_session_is_one_row_of_its_calls_and_what_stood_between_them(
 
 
 def test_rewards_of_calls_stand_on_their_last_tokens_where_sessions_have_one_row(
-    world: Callable[..., World],
+    world: MakeWorld,
 ) -> None:
     w = world(fork="end")
     w.take(w.ticket())
@@ -193,7 +194,7 @@ def of_side(w: World, side: int, kind: str = "") -> m.Ticket:
 
 @pytest.mark.parametrize("side", [0, 1])
 def test_against_itself_one_side_is_trained_and_the_other_set_aside(
-    world: Callable[..., World], side: int
+    world: MakeWorld, side: int
 ) -> None:
     """Both sides' calls are the session's: the same minimum version, seed and ledger."""
     settings = {"max_new_tokens": 8, "context": 64}
@@ -230,7 +231,7 @@ def test_against_itself_one_side_is_trained_and_the_other_set_aside(
     assert np.frombuffer(s.prompt_tokens, "<i4").tolist() == heard[side][0]
 
 
-def test_the_opponents_reward_is_on_the_policys_last_token(world: Callable[..., World]) -> None:
+def test_the_opponents_reward_is_on_the_policys_last_token(world: MakeWorld) -> None:
     w = world(env="agent_envs:Longer", opponent="self", eval_opponent="self", fork="end")
     w.take(of_side(w, 0))
     for text in ("abcd", "a", "abcd", "a", "abcd", "a"):
@@ -241,7 +242,7 @@ def test_the_opponents_reward_is_on_the_policys_last_token(world: Callable[..., 
     assert given[-1] == 1 and not s.rows
 
 
-def test_evaluations_are_against_their_own_opponent(world: Callable[..., World]) -> None:
+def test_evaluations_are_against_their_own_opponent(world: MakeWorld) -> None:
     """Whom it plays is the ticket's kind; a fixed opponent's moves are no calls."""
     w = world(env="agent_envs:Longer", opponent="self", eval_opponent="random")
     w.take(msgspec.structs.replace(w.ticket(), kind="eval"))
@@ -252,7 +253,7 @@ def test_evaluations_are_against_their_own_opponent(world: Callable[..., World])
 
 
 def test_a_limit_of_both_sides_calls_is_an_outcome_once_the_policy_has_moved(
-    world: Callable[..., World],
+    world: MakeWorld,
 ) -> None:
     """Before that nothing of the sample could be trained: it has failed."""
     for kind, side, texts in (("", 1, ("a", "bb", "abc")), ("quits", 1, ("h", "h", "h"))):
@@ -269,9 +270,7 @@ def test_a_limit_of_both_sides_calls_is_an_outcome_once_the_policy_has_moved(
             assert (s.failed, s.length, s.aside) == ("", 3, 6)
 
 
-def test_an_opponent_in_another_game_knows_nothing_of_the_first(
-    world: Callable[..., World],
-) -> None:
+def test_an_opponent_in_another_game_knows_nothing_of_the_first(world: MakeWorld) -> None:
     w = world(env="agent_envs:Longer", opponent="self", eval_opponent="random")
     w.take(of_side(w, 1, "quits"))
     prompts = []
@@ -295,11 +294,7 @@ def test_an_opponent_in_another_game_knows_nothing_of_the_first(
     ],
 )
 def test_a_limit_is_an_outcome(
-    world: Callable[..., World],
-    agent: dict[str, Any],
-    generator: dict[str, Any],
-    calls: int,
-    reward: float,
+    world: MakeWorld, agent: dict[str, Any], generator: dict[str, Any], calls: int, reward: float
 ) -> None:
     """What the policy can cause is never written again, which would censor the long."""
     for how in ("keep", "fail"):
@@ -315,9 +310,7 @@ def test_a_limit_is_an_outcome(
             assert s.failed and "it reached agent." in s.failed.why and s.reward == 0
 
 
-def test_the_deadline_ends_a_session_whose_call_is_being_drawn(
-    world: Callable[..., World],
-) -> None:
+def test_the_deadline_ends_a_session_whose_call_is_being_drawn(world: MakeWorld) -> None:
     w = world(deadline_s=5000.0)
     w.take(w.ticket())
     w.answer(w.calls(1)[0], "ab")
@@ -346,7 +339,7 @@ def test_the_deadline_ends_a_session_whose_call_is_being_drawn(
     ],
 )
 def test_an_environment_that_fails_makes_a_failed_sample_never_a_reward_of_0(
-    world: Callable[..., World], kind: str, why: str
+    world: MakeWorld, kind: str, why: str
 ) -> None:
     w = world(env="agent_envs:Fails")
     w.take(w.ticket(kind=kind))
@@ -356,9 +349,7 @@ def test_an_environment_that_fails_makes_a_failed_sample_never_a_reward_of_0(
     assert s.length == 3  # drawn, and counted
 
 
-def test_a_session_lost_with_anothers_environment_begins_again(
-    world: Callable[..., World],
-) -> None:
+def test_a_session_lost_with_anothers_environment_begins_again(world: MakeWorld) -> None:
     w = world(env="agent_envs:Fails")
     w.take(w.ticket(kind="dies"), w.ticket())
     first = {call.ticket: call for call in w.calls(2)}
@@ -376,7 +367,7 @@ def test_a_session_lost_with_anothers_environment_begins_again(
 
 
 def test_sessions_of_an_epoch_that_is_over_wait_and_go_on_under_the_next_grant(
-    world: Callable[..., World],
+    world: MakeWorld,
 ) -> None:
     """Nothing of theirs is drawn between; what they drew before stays with their first attempt."""
     w = world()
@@ -418,7 +409,7 @@ def test_sessions_of_an_epoch_that_is_over_wait_and_go_on_under_the_next_grant(
 
 @pytest.mark.parametrize("later", [0, 1])
 def test_an_evaluation_adopts_the_session_of_its_own_version_alone(
-    world: Callable[..., World], later: int
+    world: MakeWorld, later: int
 ) -> None:
     """Two evaluations may be under way at once, with the same numbers of tickets: by the weights of
     one, nothing of the other's is drawn.
@@ -442,7 +433,7 @@ def test_an_evaluation_adopts_the_session_of_its_own_version_alone(
     assert set(w.gateway.held) == ({(11, 2)} if later else set())
 
 
-def test_what_nothing_adopts_is_given_up_and_told_of(world: Callable[..., World]) -> None:
+def test_what_nothing_adopts_is_given_up_and_told_of(world: MakeWorld) -> None:
     w = world(deadline_s=1000.0, sessions=2)
     w.take(w.ticket(2))
     w.answer(w.calls(2)[0], "ab")
@@ -457,9 +448,7 @@ def test_what_nothing_adopts_is_given_up_and_told_of(world: Callable[..., World]
     assert not gateway.outbox.fresh and gateway.list_progress() == [(11, 1, 3)]
 
 
-def test_a_sample_granted_again_while_it_waits_or_is_open_is_written_once(
-    world: Callable[..., World],
-) -> None:
+def test_a_sample_granted_again_while_it_waits_or_is_open_is_written_once(world: MakeWorld) -> None:
     w = world(sessions=1)
     first = w.ticket(2)
     w.take(first)
@@ -471,9 +460,7 @@ def test_a_sample_granted_again_while_it_waits_or_is_open_is_written_once(
     assert w.gateway.list_progress() == [(11, 2, 3)]
 
 
-def test_an_environment_that_answers_as_its_time_runs_out_ends_no_gateway(
-    world: Callable[..., World],
-) -> None:
+def test_an_environment_that_answers_as_its_time_runs_out_ends_no_gateway(world: MakeWorld) -> None:
     w = world()
     w.take(w.ticket())
     (episode,) = w.gateway.episodes.values()
@@ -485,9 +472,7 @@ def test_an_environment_that_answers_as_its_time_runs_out_ends_no_gateway(
     assert episode.session.outcome is not None and episode.session.outcome.failed
 
 
-def test_it_vouches_for_open_sessions_and_asks_for_as_many_as_it_may_hold(
-    world: Callable[..., World],
-) -> None:
+def test_it_vouches_for_open_sessions_and_asks_for_as_many_as_it_may_hold(world: MakeWorld) -> None:
     w = world(sessions=3)
     w.gateway.request_samples()
     assert [x.samples for x in w.wire.sent] == [3]
@@ -508,9 +493,7 @@ def test_it_vouches_for_open_sessions_and_asks_for_as_many_as_it_may_hold(
     assert w.gateway.over
 
 
-def test_what_was_granted_and_has_not_come_is_forgone_and_said_to_be(
-    world: Callable[..., World],
-) -> None:
+def test_what_was_granted_and_has_not_come_is_forgone_and_said_to_be(world: MakeWorld) -> None:
     w = world(sessions=3, env="agent_envs:Fails")
     lost = w.ticket(kind="raises")
     w.wire.replies.append(m.HeartbeatReply(1, None, attempts=1))
@@ -524,7 +507,7 @@ def test_what_was_granted_and_has_not_come_is_forgone_and_said_to_be(
     assert not w.gateway.held and (renewed.taken, renewed.written) == (2, [(12, 2)])
 
 
-def test_a_buffer_found_elsewhere_is_greeted_and_asked_anew(world: Callable[..., World]) -> None:
+def test_a_buffer_found_elsewhere_is_greeted_and_asked_anew(world: MakeWorld) -> None:
     w = world(sessions=3)
     w.gateway.requested_samples = 2
     w.gateway.silent_since = time.monotonic() - 1e6  # the one before would be given up
@@ -535,7 +518,7 @@ def test_a_buffer_found_elsewhere_is_greeted_and_asked_anew(world: Callable[...,
     assert w.gateway.requested_samples == 0 and time.monotonic() - w.gateway.silent_since < 1e5
 
 
-def test_a_restarted_buffer_is_greeted_at_once(world: Callable[..., World]) -> None:
+def test_a_restarted_buffer_is_greeted_at_once(world: MakeWorld) -> None:
     w = world(sessions=3)
     w.wire.sent.clear()
     for session in (w.gateway.session + 1, w.gateway.session):
@@ -544,7 +527,7 @@ def test_a_restarted_buffer_is_greeted_at_once(world: Callable[..., World]) -> N
     assert [type(x) for x in w.wire.sent] == [m.GeneratorHello], "its own session alone"
 
 
-def test_it_tells_what_the_oldest_sessions_wait_for(world: Callable[..., World]) -> None:
+def test_it_tells_what_the_oldest_sessions_wait_for(world: MakeWorld) -> None:
     """One of each ticket: that which has waited longest for anything but the engine."""
     began = time.monotonic()
     w = world(sessions=3, deadline_s=3000.0)
@@ -587,7 +570,7 @@ def test_it_tells_what_the_oldest_sessions_wait_for(world: Callable[..., World])
 
 
 def test_sessions_of_which_none_ends_well_end_the_run(
-    world: Callable[..., World], capfd: pytest.CaptureFixture[str]
+    world: MakeWorld, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Eight, and half of those that began: not the first few of many, and none after one that did
     well.
@@ -616,7 +599,7 @@ def test_sessions_of_which_none_ends_well_end_the_run(
     assert gateway.tallies[""].failed == 10
 
 
-def test_sessions_of_which_hardly_any_ends_well_end_the_run(world: Callable[..., World]) -> None:
+def test_sessions_of_which_hardly_any_ends_well_end_the_run(world: MakeWorld) -> None:
     """Of the last 64, or twice those at once: more than nine tenths failed."""
     w = world(env="agent_envs:Talks", sessions=40)
     session: Any = SimpleNamespace(name="1.1.1", opened=0.0, ticket=TICKET)
@@ -628,7 +611,7 @@ def test_sessions_of_which_hardly_any_ends_well_end_the_run(world: Callable[...,
     assert world(function="a:b", env="", at_once=16).gateway.tallies[""].recent.maxlen == 64
 
 
-def test_a_harness_that_fails_is_waited_for(world: Callable[..., World]) -> None:
+def test_a_harness_that_fails_is_waited_for(world: MakeWorld) -> None:
     w = world()
     agent = w.gateway.config.agent
     serving = msgspec.structs.replace(agent, env="", serve=True)
@@ -650,19 +633,17 @@ def test_the_router_s_clock_is_the_gateway_s() -> None:
     gateway = service.Gateway.__new__(service.Gateway)
     ticks: list[float] = []
     gateway.ticked, gateway.episodes = 100.0, {}
-    gateway.router = SimpleNamespace(tick=ticks.append)  # type: ignore[assignment]
+    gateway.router = SimpleNamespace(tick=ticks.append)
     for now in (100.0 + service.TICK_S, 101.0, 101.0 + service.TICK_S, 102.0):
         gateway.tick(now)
     assert ticks == [101.0, 102.0]
 
 
-def test_an_environment_that_pays_needs_no_reward_process(world: Callable[..., World]) -> None:
+def test_an_environment_that_pays_needs_no_reward_process(world: MakeWorld) -> None:
     assert world().gateway.rewards is None
 
 
-def test_its_numbers_are_its_rewards_and_how_long_sessions_take(
-    world: Callable[..., World],
-) -> None:
+def test_its_numbers_are_its_rewards_and_how_long_sessions_take(world: MakeWorld) -> None:
     gateway = world().gateway
     assert gateway.collect_metrics() == {}
     gateway.tallies[""].durations.extend(float(n) for n in range(101))
@@ -674,7 +655,7 @@ def test_its_numbers_are_its_rewards_and_how_long_sessions_take(
     assert gateway.collect_metrics() == {"session/p95_s": 95.0, "judge/requests": 3.0}
 
 
-def test_all_samples_of_a_group_meet_the_same_environment(world: Callable[..., World]) -> None:
+def test_all_samples_of_a_group_meet_the_same_environment(world: MakeWorld) -> None:
     config = world().gateway.config
     w = world()
     one, other = w.ticket(), w.ticket()
@@ -687,7 +668,7 @@ def test_all_samples_of_a_group_meet_the_same_environment(world: Callable[..., W
     )  # of prompt 5
 
 
-def test_tools_need_a_chat_template(world: Callable[..., World]) -> None:
+def test_tools_need_a_chat_template(world: MakeWorld) -> None:
     with pytest.raises(AsyncrlError, match=r"agent\.tools: the tokenizer in .* has no chat templa"):
         world(env="", tools=["agent_envs:add"])
 

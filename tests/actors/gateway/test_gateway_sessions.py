@@ -60,7 +60,7 @@ WORDLESS: Any = SimpleNamespace(
 
 
 def session(limits: SessionLimits = FREE, **more: object) -> Session:
-    return Session(TICKET, 1, 3, limits, **({"composer": WORDLESS} | more))  # type: ignore[arg-type]
+    return Session(TICKET, 1, 3, limits, **({"composer": WORDLESS} | more))
 
 
 def answer(
@@ -73,7 +73,7 @@ def answer(
 ) -> CallNode | None:
     logprobs = -np.arange(1, len(tokens) + 1, dtype=np.float32) - 10 * call.number
     spans = [VersionSpan(Label(1, number), f"d{number}", 0, len(tokens), Label(1, number))]
-    return made.on_result(call, tokens, logprobs, spans, finish, **more)  # type: ignore[arg-type]
+    return made.on_result(call, tokens, logprobs, spans, finish, **more)
 
 
 # ---- the forest against a reference --------------------------------------------------------------
@@ -154,7 +154,7 @@ def test_random_forests_train_each_drawn_token_once_behind_the_ids_it_saw(seed: 
         assert (node is None) == (not known.tokens)
         if known.tokens:
             calls.append(known)
-            assert tuple(node.build_token_ids().tolist()) == known.whole  # type: ignore[union-attr]
+            assert tuple(node.build_token_ids().tolist()) == known.whole
 
     for _ in range(chance.randrange(1, 20)):
         # two tokens and short tails: prompts meet by chance, too

@@ -10,7 +10,6 @@ import re
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -89,7 +88,7 @@ def test_two_writes_are_one_and_what_is_held_leaves_at_the_end() -> None:
             return name
 
     inner = Transport()
-    out = CoalescingTransport(inner)  # type: ignore[arg-type]
+    out = CoalescingTransport(inner)
     out.write(b"1")
     out.hold()
     out.write(b"head")
@@ -104,7 +103,7 @@ def test_two_writes_are_one_and_what_is_held_leaves_at_the_end() -> None:
     out.close()
     assert inner.events[3:] == [b"late", "closed", "closed"]
     empty = Transport()
-    out = CoalescingTransport(empty)  # type: ignore[arg-type]
+    out = CoalescingTransport(empty)
     out.hold()
     out.close()
     assert empty.events == ["closed"]
@@ -140,7 +139,6 @@ def test_tools_and_thinking_reach_the_client_and_come_back(served: Served) -> No
     talk, opened = client(served)
     call = '<tool_call>{"name": "add", "arguments": {"b": 2, "a": 1}}</tool_call>'
     served.service.say = lambda each: f"<think>hm</think>{call}" if not each.number else "3"
-    # type: ignore[call-overload]
     answer = talk.chat.completions.create(model="policy", messages=GO, tools=TOOLS)
     choice = answer.choices[0]
     assert choice.finish_reason == "tool_calls" and choice.message.content is None
@@ -160,10 +158,7 @@ def test_a_stream_is_the_answer_in_chunks(served: Served) -> None:
     served.service.say = lambda each: f"so {call}"
     chunks = list(
         talk.chat.completions.create(
-            model="policy",
-            messages=GO,  # type: ignore[arg-type]
-            stream=True,
-            stream_options={"include_usage": True},
+            model="policy", messages=GO, stream=True, stream_options={"include_usage": True}
         )
     )
     deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
@@ -175,7 +170,6 @@ def test_a_stream_is_the_answer_in_chunks(served: Served) -> None:
     assert chunks[-1].usage and chunks[-1].usage.completion_tokens == len(f"so {call}") + 1
     assert len({chunk.id for chunk in chunks}) == 1
     # the client's own accumulation
-    # type: ignore[arg-type]
     with talk.chat.completions.stream(model="policy", messages=GO, tools=TOOLS) as stream:
         whole = stream.get_final_completion()
     assert whole.choices[0].message.tool_calls and whole.choices[0].message.content == "so"
@@ -189,10 +183,7 @@ def test_a_stream_is_the_answer_in_chunks(served: Served) -> None:
 def test_log_probabilities_and_ids_are_mu(served: Served) -> None:
     talk, opened = client(served)
     answer = talk.chat.completions.create(
-        model="policy",
-        messages=GO,  # type: ignore[arg-type]
-        logprobs=True,
-        extra_body={"return_token_ids": True},
+        model="policy", messages=GO, logprobs=True, extra_body={"return_token_ids": True}
     )
     choice = answer.choices[0]
     node = opened.session.tree.nodes[0]
@@ -201,8 +192,8 @@ def test_log_probabilities_and_ids_are_mu(served: Served) -> None:
         np.float32([each.logprob for each in choice.logprobs.content]), node.logprobs
     )
     assert "".join(each.token for each in choice.logprobs.content) == "answer 0<|im_end|>"
-    assert choice.token_ids == node.ids.tolist()  # type: ignore[union-attr, attr-defined]
-    assert choice.prompt_token_ids == node.build_prompt().tolist()  # type: ignore[attr-defined]
+    assert choice.token_ids == node.ids.tolist()
+    assert choice.prompt_token_ids == node.build_prompt().tolist()
     text = talk.completions.create(model="policy", prompt="2+2=", logprobs=1)
     made = text.choices[0].logprobs
     assert made and made.tokens and made.token_logprobs and len(made.token_logprobs) == 9
@@ -233,12 +224,10 @@ def test_text_and_token_routes(served: Served) -> None:
 def test_stop_strings_and_lengths_cut(served: Served) -> None:
     talk, opened = client(served)
     served.service.say = lambda call: "one two three"
-    # type: ignore[call-overload]
     answer = talk.chat.completions.create(model="policy", messages=GO, stop=[" three", " two"])
     assert answer.choices[0].message.content == "one"
     assert answer.choices[0].finish_reason == "stop"
     assert answer.usage.completion_tokens == len("one two")
-    # type: ignore[call-overload]
     short = talk.chat.completions.create(model="policy", messages=GO, max_completion_tokens=2)
     assert short.choices[0].message.content == "on"
     assert short.choices[0].finish_reason == "length" and opened.session.finish == "stop"
@@ -254,14 +243,12 @@ def test_models(served: Served) -> None:
 
 def test_other_names_and_marked_calls_are_set_aside(served: Served) -> None:
     talk, opened = client(served)
-    talk.chat.completions.create(model="gpt-4o-mini", messages=GO)  # type: ignore[call-overload]
-    # type: ignore[call-overload]
+    talk.chat.completions.create(model="gpt-4o-mini", messages=GO)
     talk.chat.completions.create(model="policy", messages=GO, metadata={"asyncrl": "aside"})
     assert opened.session.build_training_rows() == () and opened.session.aside == 2 * (
         len("answer 0") + 1
     )
     opened.session.set_reward(1.0, now=0.0)
-    # type: ignore[union-attr]
     why = build_trajectory(opened.session, None, AgentConfig(serve=True, model="tuned")).failed.why
     assert "all 2 answered calls of the session are excluded" in why and "model tuned" in why
     for others, status in (("train", 200), ("refuse", 404)):
@@ -310,7 +297,6 @@ def test_what_would_force_an_answer_is_ignored_by_name_or_refused(
     assert opened.session.aside == 0
     talk, opened = client(refusing)
     with pytest.raises(openai.BadRequestError) as caught:
-        # type: ignore[call-overload]
         talk.chat.completions.create(model="policy", messages=GO, extra_body={name: value})
     error = caught.value
     assert error.code == "unsupported_parameter" and error.param == name
@@ -389,7 +375,7 @@ def test_an_open_address_needs_tls_or_a_proxy(tmp_path: Any) -> None:
     port = taken.getsockname()[1]
     for name in ("agent.port", "--port"):
         with pytest.raises(ConfigError) as error:
-            http_server.HttpServer(None, ListenAddress(port=port, port_name=name))  # type: ignore[arg-type]
+            http_server.HttpServer(None, ListenAddress(port=port, port_name=name))
         assert str(error.value) == f"{name}: 127.0.0.1:{port}: Address already in use"
     with pytest.raises(ConfigError, match=r"^agent\.port: "):
         Served(bind=ListenAddress(port=port))
@@ -425,20 +411,19 @@ def test_limits_and_ends_as_a_client_sees_them() -> None:
     talk, opened = client(served)
     with pytest.raises(openai.BadRequestError) as caught:
         talk.chat.completions.create(
-            model="policy",
-            messages=[{"role": "user", "content": "x" * 60}],
+            model="policy", messages=[{"role": "user", "content": "x" * 60}]
         )
     assert caught.value.code == "context_length_exceeded" and caught.value.param == "messages"
     for _ in range(2):
-        talk.chat.completions.create(model="policy", messages=GO)  # type: ignore[call-overload]
+        talk.chat.completions.create(model="policy", messages=GO)
     with pytest.raises(openai.BadRequestError) as caught:
-        talk.chat.completions.create(model="policy", messages=GO)  # type: ignore[call-overload]
+        talk.chat.completions.create(model="policy", messages=GO)
     assert caught.value.code == "session_limit"
     assert caught.value.response.headers["x-should-retry"] == "false"
     assert opened.session.name in served.service.looked_at
     assert post(served, opened, "/reward", {"reward": 1.0}).status_code == 200
     with pytest.raises(openai.APIStatusError) as ended:
-        talk.chat.completions.create(model="policy", messages=GO)  # type: ignore[call-overload]
+        talk.chat.completions.create(model="policy", messages=GO)
     assert ended.value.status_code == 410
     served.close()
 
@@ -447,11 +432,11 @@ def test_a_run_that_ends_says_so(served: Served) -> None:
     talk, _ = client(served, max_retries=0)
     served.service.is_ending = True
     with pytest.raises(openai.InternalServerError) as again:
-        talk.chat.completions.create(model="policy", messages=GO)  # type: ignore[call-overload]
+        talk.chat.completions.create(model="policy", messages=GO)
     assert again.value.status_code == 503 and "x-should-retry" not in again.value.response.headers
     served.service.is_over = True
     with pytest.raises(openai.APIStatusError) as caught:
-        talk.chat.completions.create(model="policy", messages=GO)  # type: ignore[call-overload]
+        talk.chat.completions.create(model="policy", messages=GO)
     assert caught.value.status_code == 410
     assert caught.value.response.headers["x-should-retry"] == "false"
 
@@ -505,7 +490,6 @@ def test_the_clients_own_retries_join_the_call_and_lose_nothing(served: Served) 
     talk, opened = client(served, timeout=0.3, max_retries=1000)
     served.do(served.service.gate.clear)
     with ThreadPoolExecutor(1) as pool:
-        # type: ignore[arg-type]
         asked = pool.submit(talk.chat.completions.create, model="policy", messages=GO)
         # the first attempt has given up and a second one has joined
         served.until(lambda: opened.session.requests and opened.session.requests[0].lost)
@@ -605,7 +589,6 @@ def test_a_draw_that_fails_is_said_and_may_be_asked_again(served: Served) -> Non
         return text
 
     served.service.say = say
-    # type: ignore[call-overload]
     answer = talk.chat.completions.create(model="policy", messages=GO)
     assert answer.choices[0].message.content == "fine"  # the client's retry of a 500
     assert served.do(lambda: served.endpoint.web.errors) == {}
@@ -633,7 +616,6 @@ def test_a_harness_leases_runs_and_scores(served: Served) -> None:
     }
     assert "answer" not in json.dumps(got["task"])
     talk = OpenAI(base_url=got["base_url"], api_key=got["api_key"])
-    # type: ignore[call-overload]
     answer = talk.chat.completions.create(model=got["model"], messages=GO)
     opened = served.service.leases["a"]
     assert post(served, opened, "/beat", {}).json()["state"] == "open"
@@ -666,24 +648,6 @@ def test_ends_without_a_score(served: Served) -> None:
     _, scored = client(served)
     post(served, scored, "/reward", {"reward": 1})
     assert post(served, scored, "/end", {"failed": "late"}).status_code == 422
-
-
-@pytest.mark.parametrize(
-    ("host", "family"), [("::1", socket.AF_INET6), ("127.0.0.1", socket.AF_INET)]
-)
-def test_the_family_of_an_address(
-    host: str, family: socket.AddressFamily, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[Any] = []
-
-    def make(*args: Any) -> socket.socket:
-        seen.append(args)
-        raise ConfigError("asked")
-
-    monkeypatch.setattr(http_server, "socket", SimpleNamespace(**{**vars(socket), "socket": make}))
-    with pytest.raises(ConfigError, match="asked"):
-        ListenAddress(host).listen()
-    assert seen == [(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)]
 
 
 def test_uvicorn_is_configured_for_an_api() -> None:

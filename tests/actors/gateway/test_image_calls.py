@@ -110,7 +110,7 @@ def test_openais_client_sends_images_and_goes_on_with_them(served: Served) -> No
     assert other.parent is None and other.images == [NAMES[1], NAMES[0], NAMES[2]]
     rows = build_rows(session.tree.nodes)
     assert [row.images for row in rows] == [NAMES, other.images]
-    shape = session.composer.image_shape  # type: ignore[union-attr]
+    shape = session.composer.image_shape
     for row in rows:
         ids = np.frombuffer(row.prompt_tokens + row.tokens, "<i4")
         assert image_tokens.count(ids, shape) == 3 * len(row.images)
@@ -121,10 +121,7 @@ def test_the_other_apis_take_their_own_forms(served: Served) -> None:
     data = base64.b64encode(picture(0)).decode()
     source = {"type": "base64", "media_type": "image/png", "data": data}
     blocks = [{"type": "image", "source": source}, {"type": "text", "text": "?"}]
-    parts = [
-        {"type": "input_image", "image_url": URLS[0]},
-        {"type": "input_text", "text": "?"},
-    ]
+    parts = [{"type": "input_image", "image_url": URLS[0]}, {"type": "input_text", "text": "?"}]
     turns: dict[str, dict[str, Any]] = {
         "/v1/messages": {"messages": [{"role": "user", "content": blocks}], "max_tokens": 9},
         "/v1/responses": {"input": [{"role": "user", "content": parts}]},
@@ -183,7 +180,7 @@ def test_what_is_no_image_is_refused_and_nothing_is_fetched(
 def test_token_ids_hold_no_images_of_their_own(served: Served) -> None:
     policy, opened = client(served)
     shape = served.service.tokenizer.image_shape
-    policy.chat.completions.create(model="policy", messages=[user(0)])  # type: ignore[list-item]
+    policy.chat.completions.create(model="policy", messages=[user(0)])
     known = opened.session.tree.nodes[0].build_token_ids().tolist()
     again = post(served, opened, "/v1/completions", {"model": "policy", "prompt": [*known, 5]})
     assert again.status_code == 200 and opened.session.tree.nodes[1].list_images() == NAMES[:1]

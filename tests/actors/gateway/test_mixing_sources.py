@@ -89,7 +89,7 @@ class Gateway:
 def test_single_completions_are_calls_of_their_own() -> None:
     gateway = Gateway()
     gateway.refused[1] = CallRefused(400, "empty_prompt", "the prompt has no token")
-    source = SingleCompletions(gateway, "sort")  # type: ignore[arg-type]
+    source = SingleCompletions(gateway, "sort")
     assert source.count_wanted() == 3
     source.open_sessions()
     assert gateway.begun == [(0, True), (1, True), (4, True)]
@@ -101,15 +101,7 @@ def test_single_completions_are_calls_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("node", "failed", "state", "limit", "judged", "events", "submits"),
     [
-        (
-            "node",
-            "no",
-            "open",
-            "",
-            True,
-            [("failed", "a generator cannot sample it: no")],
-            False,
-        ),
+        ("node", "no", "open", "", True, [("failed", "a generator cannot sample it: no")], False),
         (None, "", "open", "", True, [("failed", "agent.deadline_s ended it")], False),
         (None, "", "open", "max_tokens", True, [("failed", "agent.max_tokens ended it")], False),
         ("node", "", "open", "", True, [("judged",)], True),
@@ -121,11 +113,11 @@ def test_what_becomes_of_a_single_completion(
     node: Any, failed: str, state: str, limit: str, judged: bool, events: Any, submits: bool
 ) -> None:
     gateway = Gateway()
-    source = SingleCompletions(gateway, "sort")  # type: ignore[arg-type]
+    source = SingleCompletions(gateway, "sort")
     session = Session()
     session.state, session.limit, session.judged = state, limit, judged
     episode: Any = SimpleNamespace(session=session)
-    source.on_answer(episode, "call", node, failed)  # type: ignore[arg-type]
+    source.on_answer(episode, "call", node, failed)
     assert session.events == events and gateway.submitted == [episode] * submits
     source.on_drop(episode)
     wait = source.explain_wait(episode, "agent.deadline_s", 2.0, 1.0)
@@ -260,7 +252,7 @@ def environment_source() -> tuple[Any, Any, list[Any]]:
     session = SimpleNamespace(shortened=False)
     last = SimpleNamespace(number=4)
     episode: Any = SimpleNamespace(number=1, session=session, last=last)
-    source.states = {1: EnvironmentState(players, "the reset")}  # type: ignore[arg-type]
+    source.states = {1: EnvironmentState(players, "the reset")}
     for name in ("place_call", "judge", "score"):
         setattr(source, name, lambda *given, name=name: turns.append((name, *given)))
     return source, episode, turns
@@ -282,11 +274,7 @@ def test_rewards_and_parts_of_an_environment_are_summed() -> None:
         ("turn", 0),
         ("place_call", episode, "a"),
         ("turn", 2),
-        (
-            "place_call",
-            episode,
-            "b",
-        ),
+        ("place_call", episode, "b"),
     ]
     episode.last = None
     source.on_event(episode, EnvironmentEvent(1, "ok", "d", reward=9.0))
@@ -324,10 +312,10 @@ def test_sessions_begin_where_agents_have_room() -> None:
         return SimpleNamespace(ready=ready, playing=playing, sent=sent, send=sent.append)
 
     sessions = SimpleNamespace(starting=set(), asks=0, lease_session=lease)
-    pool.sessions, pool.part = sessions, "ask"  # type: ignore[assignment]
-    pool.agent = SimpleNamespace(at_once=6)  # type: ignore[assignment]
+    pool.sessions, pool.part = sessions, "ask"
+    pool.agent = SimpleNamespace(at_once=6)
     pool.places_per_process, pool.numbers, pool.requested = 3, 7, 0
-    pool._build_access = lambda opened: opened.name  # type: ignore[method-assign,assignment,return-value]
+    pool._build_access = lambda opened: opened.name
     pool.workers = [worker(1, 2), worker(3), worker(ready=False)]
     pool._start_sessions()
     assert (

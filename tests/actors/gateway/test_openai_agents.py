@@ -162,11 +162,6 @@ def test_what_every_session_would_meet_ends_the_program(program: Any, status: in
     assert at == "/s/0/end" and "no more" in said["failed"] and endpoint.leased == 1
 
 
-def test_a_lease_that_is_refused_ends_the_program(program: Any) -> None:
-    with pytest.raises(program.Hopeless, match=f"{URL}: no lease: 401 why not"):
-        worked(program, Endpoint(last=401))
-
-
 @pytest.mark.parametrize(
     ("answers", "last", "said"),
     [

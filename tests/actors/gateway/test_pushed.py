@@ -21,7 +21,7 @@ from pushed_kit import HERE, Commands, until
 
 from actors.gateway import http_gateway, service
 from actors.gateway.agents import agent_log
-from actors.gateway.agents.session_messages import SessionOrders, SessionResult
+from actors.gateway.agents.session_messages import SessionResult
 from actors.gateway.http_gateway import AgentPool
 from actors.gateway.session_api import SessionApi
 from asyncrl.config import load
@@ -115,15 +115,6 @@ def test_what_a_program_starts_ends_with_it_and_no_sooner(
     assert not alive(kept)
 
 
-def test_at_the_end_no_child_of_programs_is_left(commands: Commands, tmp_path: Path) -> None:
-    commands.begin(1, "keeps")
-    commands.worker.flush()
-    until((tmp_path / "pids.keeps").exists)
-    kept = int((tmp_path / "pids.keeps").read_text())
-    commands.worker.wire.close()
-    assert commands.worker.process.wait(PATIENCE_S) == 0 and not alive(kept)
-
-
 def test_programs_do_not_outlive_a_process_of_theirs_that_is_killed(
     commands: Commands, tmp_path: Path
 ) -> None:
@@ -137,35 +128,6 @@ def test_programs_do_not_outlive_a_process_of_theirs_that_is_killed(
 
 
 # ---- functions -----------------------------------------------------------------------------------
-
-
-def test_coroutines_of_a_process_share_a_loop_and_end_their_own_session_alone(
-    tmp_path: Path,
-) -> None:
-    """With OpenAI's client over connections that the agent's module made: with a loop for each
-    session, every one after the first failed.
-    """
-    functions = Commands(tmp_path, AgentConfig(function="agent_async:plays"))
-    served = Served()
-    try:
-        kinds = ["asks", "together", "together", "exits", "task exits", "waits", "asks"]
-        for number, kind in enumerate(kinds):
-            opened = served.do(served.service.open)
-            url = f"{served.url}/s/{opened.session.name}"
-            functions.begin(number, kind, url, opened.key)
-            if kind in ("asks", "task exits"):  # one after the other
-                functions.left(number)
-        paid = SessionResult(0, "scored", float(len("answer 0")))
-        for number in (0, 1, 2, 6):
-            assert functions.left(number) == msgspec.structs.replace(paid, number=number)
-        assert functions.left(3).why == "called sys.exit(3)"
-        assert functions.left(4).why == "called sys.exit(4)"
-        assert 5 not in functions.lefts
-        functions.worker.send(SessionOrders(stop=[5]))
-        assert "CancelledError" in functions.left(5).why
-    finally:
-        served.close()
-        functions.worker.kill()
 
 
 # ---- the gateway's side --------------------------------------------------------------------------
@@ -184,7 +146,7 @@ class World:
         )
         self.gateway = service.Gateway(config, run_dir, source=SessionApi)
         self.gateway.socket.close()
-        self.gateway.socket = self.wire = Wire()  # type: ignore[assignment]
+        self.gateway.socket = self.wire = Wire()
         assert isinstance(self.gateway.sources[""], SessionApi)
         self.door = self.gateway.sources[""]
         self.pushing: AgentPool | None = None
@@ -271,7 +233,7 @@ def test_the_import_of_a_function_has_the_time_of_a_step_and_a_minute_at_least(
     w = World(tmp_path, model, step_s=step_s)
     try:
         (worker,) = w.pushing.workers
-        worker.receive_messages = lambda _: iter(())  # type: ignore[method-assign]
+        worker.receive_messages = lambda _: iter(())
         worker.since = time.monotonic()
         w.pushing.start_s += 1000.0
         w.turn()

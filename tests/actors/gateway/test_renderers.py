@@ -63,11 +63,8 @@ def test_a_tool_call_and_a_bridged_turn_are_one_row(served: Served) -> None:
     first = asked(served, opened, Qwen3RendererConfig(), tools=tools)
     nodes = opened.session.tree.nodes
     assert first["prompt_ids"] == nodes[0].build_prompt().tolist()
-    assert first["completion_ids"] == nodes[0].ids.tolist()  # type: ignore[union-attr]
-    np.testing.assert_array_equal(
-        np.float32(first["completion_logprobs"]),
-        nodes[0].logprobs,  # type: ignore[arg-type]
-    )
+    assert first["completion_ids"] == nodes[0].ids.tolist()
+    np.testing.assert_array_equal(np.float32(first["completion_logprobs"]), nodes[0].logprobs)
     (call,) = first["tool_calls"]
     assert (call.name, call.arguments, first["finish_reason"]) == ("add", {"a": 1}, "tool_calls")
     assert first["request_id"] == f"cmpl-{opened.session.name}-0"

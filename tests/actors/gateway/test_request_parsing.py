@@ -433,66 +433,6 @@ def test_a_conversation_of_messages_becomes_a_chat() -> None:
     }
 
 
-def test_grammars_of_forced_answers() -> None:
-    def grammar(**body: Any) -> str:
-        found = parsed("chat", {"messages": GO, **body}, forced="constrain")
-        return str(found.get("grammar", "")).removeprefix(forms.HEAD)
-
-    assert grammar(response_format={"type": "text"}) == "" == grammar(tool_choice="auto")
-    space = json.dumps(forms.WHITE_SPACE)
-    anything = f'start: answer\nanswer: %json {{"type": "object", "x-guidance": {space}}}'
-    assert grammar(response_format={"type": "json_object"}) == anything
-    schema = {"type": "json_schema", "schema": {"type": "object"}}
-    assert grammar(response_format=schema) == anything
-    assert grammar(structured_outputs={"json": '{"type": "object"}', "regex": None}) == anything
-    assert grammar(structured_outputs={"json": True}) == (
-        f'start: answer\nanswer: %json {{"x-guidance": {space}}}'
-    )
-    assert grammar(structured_outputs={"choice": ['a"', "b"]}) == (
-        'start: answer\nanswer: "a\\"" | "b"'
-    )
-    assert grammar(structured_outputs={"regex": "[ab]"}) == "start: answer\nanswer: /[ab]/"
-    other = {"type": "function", "function": {"name": "sub", "parameters": {"required": ["b"]}}}
-    begin = '"<tool_call>\\n{\\"name\\": \\"%s\\", \\"arguments\\": "'
-    end = forms.CALL_END
-    calls = [f"{begin % name} arguments_{n} {end}" for n, name in enumerate(("add", "sub"))]
-    both = [
-        'start: calls\ncalls: call ("\\n" call)*',
-        f"call: {' | '.join(calls)}",
-        f'arguments_0: %json {{"type": "object", "x-guidance": {space}}}',
-        f'arguments_1: %json {{"type": "object", "required": ["b"], "x-guidance": {space}}}',
-    ]
-    assert grammar(tools=[TOOL, other], tool_choice="required") == "\n".join(both)
-    one = grammar(
-        tools=[TOOL, other], tool_choice={"type": "function", "function": TOOL["function"]}
-    )
-    assert one.splitlines()[2] == f"call: {calls[0]}" and len(one.splitlines()) == 4
-    alone = grammar(tools=[TOOL], tool_choice="required", parallel_tool_calls=False)
-    assert alone.splitlines()[1] == "calls: call"
-    alone = grammar(tools=[TOOL], tool_choice={"type": "any", "disable_parallel_tool_use": True})
-    assert alone.splitlines()[1] == "calls: call"
-    assert forms.CALL_END == '"}\\n</tool_call>"'
-    assert forms.WHITE_SPACE == {"whitespace_pattern": r"[ \t\n]{0,8}"}
-    assert grammar(tools=[TOOL], tool_choice="none", parallel_tool_calls=False) == ""
-    for kind, body in (
-        ("chat", {"messages": GO, "output_format": schema}),
-        ("messages", {"messages": GO, "output_config": {"format": schema}}),
-        ("responses", {"input": "go", "text": {"format": schema}}),
-    ):
-        found = parsed(kind, body, forced="constrain")
-        assert found == {"messages": GO, "grammar": forms.HEAD + anything}, kind
-    listed = {"function": {"name": "add", "parameters": [1]}}
-    wrong = {"messages": GO, "tools": [TOOL, listed], "tool_choice": "required"}
-    refused = refusal("chat", wrong, {"forced": "constrain"})
-    assert refused["message"] == "tools[1]: its parameters are an object, not [1]"
-    assert refused["param"] == "tools"
-    listed["function"]["parameters"] = {"type": "nothing"}
-    refused = refusal("chat", wrong, {"forced": "constrain"})
-    assert refused["message"].startswith("tools[1]: ") and refused["param"] == "tools"
-    either = grammar(tools=[TOOL], response_format={"type": "json_object"})
-    assert either.splitlines()[0] == "start: calls | answer"
-
-
 @pytest.mark.parametrize(
     ("given", "expected"),
     [

@@ -226,7 +226,7 @@ class Process:
         (run_dir / "run_id").write_text("run")
         self.gateway = service.Gateway(config, run_dir, source=SessionApi)
         self.gateway.socket.close()
-        self.wire = self.gateway.socket = Wire()  # type: ignore[assignment]
+        self.wire = self.gateway.socket = Wire()
         assert isinstance(self.gateway.sources[""], SessionApi)
         self.door = self.gateway.sources[""]
         self.door.restore_sessions()
@@ -322,7 +322,7 @@ def test_a_new_process_delivers_each_sample_once(config: Config, tmp_path: Path)
         assert len(list(files.iterdir())) == 2
         (frame,) = third.gateway.outbox.take_frames(0.0, flush=True)
         acks = [(x.ticket, x.sample, x.attempt, "stored") for x in frame.samples]
-        third.gateway.outbox.on_acks(m.DeliveryAcks(0, acks, 1 << 20, None), 0.0)  # type: ignore[arg-type]
+        third.gateway.outbox.on_acks(m.DeliveryAcks(0, acks, 1 << 20, None), 0.0)
         third.door.wake_leases()
         assert not list(files.iterdir())
         third.kill()

@@ -213,7 +213,7 @@ def test_a_run_goes_on_without_the_batch_that_kills_its_learner(
     mode: str, tmp_path: Path, asyncrl: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(ENV, deadly_weight.VARIABLE, str(tmp_path / "mark"))
-    done: Ended = asyncrl(  # type: ignore[operator]
+    done: Ended = asyncrl(
         "run",
         "name='deadly'",
         "learner.steps=8",
