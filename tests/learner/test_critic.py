@@ -99,7 +99,6 @@ def test_values_begin_before_the_first_token_and_a_cut_answer_has_one_more(model
             continue
         for further in (3, 9):
             longer = np.append(packed.responses[i], np.int32(further))
-            # type: ignore[arg-type]
             hidden = c.critic._compute_states(c.critic.trunk, packed, [i], [longer])
             got = float(c.critic._apply_head(hidden)[-1].detach())
             assert got == (pytest.approx(float(bootstrap[i]), abs=1e-6))
@@ -136,7 +135,7 @@ def test_initialisations(model_dir: Path, tmp_path: Path) -> None:
     assert same.critic is not None and torch.equal(
         torch.cat([p.detach().flatten() for p in same.critic.trunk.hf.parameters()]),
         trunks["random"],
-    )  # type: ignore[union-attr]
+    )
 
 
 @pytest.mark.parametrize("trunk", ["own", "shared"])

@@ -14,12 +14,13 @@ from process_kit import ROOT
 
 from asyncrl.config import load
 from asyncrl.contract import messages as m
-from asyncrl.contract.errors import NothingToDo
 from asyncrl.contract.versions import Label
 from asyncrl.records import rundir
 from asyncrl.transport.ring import RingReader
 from learner.loop import Learner
 from learner.state import BatchCursor
+
+MakeLearner = Callable[[], Learner]
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def learner(tmp_path: Path, small_model: Path) -> Iterator[Callable[[], Learner]
         rundir.ensure(config, "", tmp_path / "run")
         one = Learner(config, tmp_path / "run")
         one.socket.close()
-        one.socket = Buffer(tmp_path / "run")  # type: ignore[assignment]
+        one.socket = Buffer(tmp_path / "run")
         made.append(one)
         return one
 
@@ -44,21 +45,18 @@ def learner(tmp_path: Path, small_model: Path) -> Iterator[Callable[[], Learner]
     rundir.clean(tmp_path / "run")
 
 
-def test_the_model_is_exported_before_the_buffer_hears_the_goodbye(
-    learner: Callable[[], Learner],
-) -> None:
+def test_the_model_is_exported_before_the_buffer_hears_the_goodbye(learner: MakeLearner) -> None:
     """So whoever is killed after the buffer has said Finished leaves nothing undone."""
     one = learner()
     one.core.state.number = 2  # a life that finds the last checkpoint at the last step
     one.run_batches()
-    # type: ignore[attr-defined]
     assert one.finished
     assert one.socket.seen["LearnerGoodbye"] == ["model/config.json", "weights_digest"]
-    assert one.socket.seen["LearnerHello"] == []  # type: ignore[attr-defined]
+    assert one.socket.seen["LearnerHello"] == []
 
 
 def test_a_run_that_goes_on_past_its_end_has_no_final_weights_until_its_new_end(
-    learner: Callable[[], Learner],
+    learner: MakeLearner,
 ) -> None:
     one = learner()
     (one.run_dir / "weights_digest").write_text("of the end before")
@@ -67,7 +65,7 @@ def test_a_run_that_goes_on_past_its_end_has_no_final_weights_until_its_new_end(
 
 
 def test_a_learner_whose_ring_was_removed_makes_it_anew_while_it_waits(
-    learner: Callable[[], Learner],
+    learner: MakeLearner,
 ) -> None:
     """A generator that is started then finds the weights, though no step has been made since."""
     one = learner()
@@ -81,41 +79,21 @@ def test_a_learner_whose_ring_was_removed_makes_it_anew_while_it_waits(
 
 
 def test_a_buffer_found_elsewhere_is_asked_at_once_for_all_that_was_not_answered(
-    learner: Callable[[], Learner],
+    learner: MakeLearner,
 ) -> None:
     one = learner()
     one.send_hello()
     one.repeat("ask 0", m.BatchRequest(one.epoch, 0))
-    one.socket.sent.clear()  # type: ignore[attr-defined]
+    one.socket.sent.clear()
     one.waiting_for = "a batch"
     one.silent_since -= 1e6  # the one before would be given up
-    one.socket.moved = True  # type: ignore[attr-defined]
+    one.socket.moved = True
     one.handle_messages(0)
     one.repeat("ask 0", m.BatchRequest(one.epoch, 0))
-    assert m.BatchRequest(one.epoch, 0) in one.socket.sent  # type: ignore[attr-defined]
+    assert m.BatchRequest(one.epoch, 0) in one.socket.sent
 
 
-def test_one_that_comes_after_the_end_says_so_and_one_whose_last_answer_was_lost_ends_well(
-    learner: Callable[[], Learner],
-) -> None:
-    one, two = learner(), learner()
-    (one.run_dir / "buffer_summary.json").write_text('{"finished": true, "steps": 2}')
-    (one.run_dir / "weights_digest").write_text("d")
-    for life in (one, two):
-        # nobody is there any more
-        life.socket.send = lambda message: None  # type: ignore[method-assign]
-    one.silent_since -= 3
-    one.waiting_since -= 3
-    one.waiting_for = "the buffer's welcome"
-    with pytest.raises(NothingToDo, match="all its 2 steps are made: this learner came too late"):
-        one.send_hello()
-    two.core.state.number, two.welcomed, two.waiting_for = 2, True, "the last evaluation"
-    two.silent_since -= 3
-    two.handle_messages(0)
-    assert two.finished
-
-
-def test_at_the_end_it_waits_for_the_last_evaluation(learner: Callable[[], Learner]) -> None:
+def test_at_the_end_it_waits_for_the_last_evaluation(learner: MakeLearner) -> None:
     one = learner()
     one.send_hello()
     one.core.state.number = one.config.learner.steps
@@ -125,27 +103,23 @@ def test_at_the_end_it_waits_for_the_last_evaluation(learner: Callable[[], Learn
         seen.append(one.waiting_for)
         one.finished = True
 
-    one.handle_messages = answer  # type: ignore[method-assign]
+    one.handle_messages = answer
     one.run_batches()
     assert seen == ["the last evaluation"]
 
 
-def test_told_to_stop_it_leaves_a_checkpoint_and_exports_nothing(
-    learner: Callable[[], Learner],
-) -> None:
+def test_told_to_stop_it_leaves_a_checkpoint_and_exports_nothing(learner: MakeLearner) -> None:
     one = learner()
     one.send_hello()
     one.stopping = True
     one.run_batches()
     assert not one.finished
     assert list(one.directory.glob("number_0"))
-    assert "LearnerGoodbye" not in one.socket.seen  # type: ignore[attr-defined]
+    assert "LearnerGoodbye" not in one.socket.seen
     assert not (one.run_dir / "model").exists()
 
 
-def test_a_resumed_learner_tells_the_buffer_what_the_checkpoint_kept(
-    learner: Callable[[], Learner],
-) -> None:
+def test_a_resumed_learner_tells_the_buffer_what_the_checkpoint_kept(learner: MakeLearner) -> None:
     one = learner()
     one.send_hello()
     one.cursor = BatchCursor(7, {"trained": {"tokens": 5.0}}, [9], [1, 0])
@@ -160,7 +134,7 @@ def test_a_resumed_learner_tells_the_buffer_what_the_checkpoint_kept(
             said.append(message)
         send(message)
 
-    two.socket.send = listen  # type: ignore[method-assign]
+    two.socket.send = listen
     two.send_hello()
     [hello] = said
     assert (hello.next_ticket, hello.ledger, hello.trained_above, hello.parent) == (

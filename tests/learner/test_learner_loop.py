@@ -109,7 +109,7 @@ def life(tmp_path: Path, small_model: Path) -> Iterator[Made]:
         one.socket.close()
         buffer = ServingBuffer(tmp_path / "run", lose)
         buffer.ring = one.publisher.ring
-        one.socket = buffer  # type: ignore[assignment]
+        one.socket = buffer
         begun.append(one)
         return one, buffer
 
@@ -303,7 +303,7 @@ def test_a_request_is_not_repeated_before_its_time(life: Made) -> None:
 def test_what_is_not_for_this_life_changes_nothing(life: Made) -> None:
     one, _ = life()
     one.send_hello()
-    one.commits = {0: "waits"}  # type: ignore[dict-item]
+    one.commits = {0: "waits"}
     for other in (
         m.FencedReply(2, 3),
         m.RunFinished(2),
@@ -329,7 +329,7 @@ def test_what_is_not_for_this_life_changes_nothing(life: Made) -> None:
     with pytest.raises(LearnerFenced, match="epoch 3 of the learner has taken over from epoch 1"):
         one.handle(m.FencedReply(1, 3))
     with pytest.raises(AsyncrlError, match="of another run") as refused:
-        one.socket.inbox.append(m.Refusal("of another run", 7))  # type: ignore[attr-defined]
+        one.socket.inbox.append(m.Refusal("of another run", 7))
         one.handle_messages(0)
     assert refused.value.exit_code == 7
 
@@ -556,7 +556,7 @@ def test_a_learner_told_to_stop_while_it_waits_has_no_batch(life: Made) -> None:
             recv(timeout) if not buffer.inbox or not isinstance(buffer.inbox[0], m.Batch) else None
         )
 
-    buffer.recv = stop  # type: ignore[method-assign]
+    buffer.recv = stop
     buffer.inbox.clear()
     buffer.crash = {m.BatchRequest}
     assert one.wait_for_batch() is None
@@ -696,7 +696,7 @@ def test_a_recording_holds_each_batch_and_the_weights_that_were_asked_for(
     for commit, step in zip(buffer.of(m.Commit), found.read_steps(0, STEPS), strict=True):
         assert (step.digest, step.batch.number) == (commit.digest, commit.number)
         assert step.metrics["reward/mean"] == commit.metrics["reward/mean"]
-    used = one.recorder.log.used  # type: ignore[union-attr]
+    used = one.recorder.log.used
     assert used == stream.measure_size(one.run_dir)
 
 
@@ -709,10 +709,10 @@ def test_a_recording_that_reaches_its_bound_says_so_once_and_the_run_goes_on(
 
     def fill(message: m.FromPeer) -> None:
         if isinstance(message, m.Commit) and message.number == after:
-            one.recorder.log.most = one.recorder.log.used  # type: ignore[union-attr]
+            one.recorder.log.most = one.recorder.log.used
         send(message)
 
-    buffer.send = fill  # type: ignore[method-assign]
+    buffer.send = fill
     one.run_batches()
     said = capsys.readouterr().err
     assert one.finished and said.count("recording: stops") == 1

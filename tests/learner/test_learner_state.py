@@ -4,12 +4,10 @@ adaptive coefficient, the interpolation.
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from learner_step_kit import GROUPS, SIZE, batch, core, model_dir, weights
@@ -93,38 +91,10 @@ def test_the_coefficient_of_now_and_not_of_the_configuration_is_charged(
 
 def test_other_ranks_are_told_of_the_batch_before_anything_else(model_dir: Path) -> None:
     c, told = core(model_dir), []
-    c.backend.broadcast = lambda *what: told.append(what)  # type: ignore[method-assign]
+    c.backend.broadcast = lambda *what: told.append(what)
     b = batch(4)
     c.train(b)
     assert told == [("train", b)]
-
-
-def test_a_bad_batch_names_its_number_and_where_it_lies(model_dir: Path, tmp_path: Path) -> None:
-    c = core(model_dir, tmp_path)
-    c.state.bad_in_a_row = 2
-    with pytest.raises(AsyncrlError) as e:
-        c.train(batch(7, reward=math.nan))
-    path = tmp_path / "bad_batch.msgpack"
-    assert (
-        str(e.value)
-        == "the loss or its gradient was not finite 3 times in a row, last in batch 0; "
-        f"the batch is saved in {path}"
-    )
-    rows = msgspec.msgpack.decode(path.read_bytes())
-    samples = batch(7, reward=math.nan).samples
-    sent = [
-        {
-            "prompt": np.frombuffer(s.prompt_tokens, "<i4").tolist(),
-            "tokens": np.frombuffer(s.tokens, "<i4").tolist(),
-        }
-        for s in samples
-    ]
-    assert [{k: r[k] for k in ("prompt", "tokens")} for r in rows] == sent
-    assert all(r.keys() == {"prompt", "tokens", "reward"} for r in rows)
-    nowhere = core(model_dir)
-    nowhere.state.bad_in_a_row = 2
-    with pytest.raises(AsyncrlError, match=r"last in batch 0$"):
-        nowhere.train(batch(7, reward=math.nan))
 
 
 def test_exact_runs_end_at_the_first_difference(model_dir: Path) -> None:
@@ -156,7 +126,7 @@ def test_the_exact_kl_of_each_step_needs_both_models_packed(
         def load(
             *args: object, without: int = without, loaded: list[object] = loaded, **more: object
         ) -> object:
-            model = load_learner_policy(*args, **more)  # type: ignore[arg-type]
+            model = load_learner_policy(*args, **more)
             if len(loaded) == without:
                 model.fast = None
             loaded.append(model)

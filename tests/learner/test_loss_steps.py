@@ -144,7 +144,7 @@ def test_the_first_steps_pass_is_the_start_and_later_ones_are_the_latest() -> No
 
 def test_a_recomputed_anchor_is_the_start_and_another_is_not() -> None:
     b = batch(3)
-    assert torch.equal(sl.prepare(b, config()).start, b.proximal)  # type: ignore[arg-type]
+    assert torch.equal(sl.prepare(b, config()).start, b.proximal)
     b = batch(3)
     assert not sl.prepare(b, config(**BYPASS)).known.any() and b.start is None
 
@@ -166,7 +166,7 @@ def test_rejected_tokens_leave_the_denominator_when_it_is_said_so() -> None:
         b.mask
         & (b.proximal - b.behavior >= math.log(0.5))
         & (b.proximal - b.behavior <= math.log(2))
-    )  # type: ignore[operator]
+    )
     assert 0 < int(keep.sum()) < int(b.mask.sum())
     for how, counted in (("before", b.mask), ("after", keep)):
         _, step = begun(b, config(correction={**reject, "denominator": how}))
@@ -306,11 +306,11 @@ def test_the_terms_of_a_micro_batch_are_its_share_and_its_numbers() -> None:
     c = config(kl={"loss": {"coefficient": 0.3, "estimator": "k2"}}, **OFF)
     prep, step = begun(b, c)
     loss, sums = sl.compute_micro_loss(prep, step, torch.arange(len(b.seq)), lp)
-    x = (lp.detach() - b.reference)[b.mask]  # type: ignore[operator]
+    x = (lp.detach() - b.reference)[b.mask]
     n = int(b.mask.sum())
     assert float(sums["loss/kl"]) == pytest.approx(float((x.square() / 2).mean()))
     assert float(sums["sq/kl"]) == pytest.approx(float((0.3 * x / n).square().sum()))
-    r = (lp.detach() - b.proximal).exp()  # type: ignore[operator]
+    r = (lp.detach() - b.proximal).exp()
     adv = prep.advantage
     open_ = b.mask & ~((adv > 0) & (r > 1.2)) & ~((adv < 0) & (r < 0.8))
     assert float(sums["sq/policy"]) == pytest.approx(float((r * adv / n)[open_].square().sum()))
@@ -332,7 +332,7 @@ def test_the_policys_value_is_the_surrogates_and_not_the_losss_own() -> None:
     lp = theta(b)
     prep, step = begun(b, config(**OFF))
     loss, sums = sl.compute_micro_loss(prep, step, torch.arange(len(b.seq)), lp)
-    r, a = (lp.detach() - b.proximal).exp(), prep.advantage  # type: ignore[operator]
+    r, a = (lp.detach() - b.proximal).exp(), prep.advantage
     assert float(sums["loss/policy"]) == pytest.approx(
         -float(torch.minimum(r * a, r.clamp(0.8, 1.2) * a)[b.mask].sum()) / int(b.mask.sum())
     )
@@ -582,7 +582,7 @@ def test_sums_of_ranks_add_up_and_a_rank_without_samples_takes_part(model_dir: P
         gather=gather,
         sum_over_ranks=lambda x: x + theirs[next(names)],
         find_max_over_ranks=lambda x: torch.maximum(x, theirs[next(names)]),
-    )  # type: ignore[assignment]
+    )
     mine = {"loss/policy": torch.tensor(1.0), "max/ratio": torch.tensor(7.0, dtype=D)}
     out = c._sum_over_ranks(mine)
     assert float(out["loss/policy"]) == 3
@@ -635,7 +635,7 @@ def test_a_batch_says_what_its_optimizer_did(model_dir: Path) -> None:
         norms.append(real(rate, loss))
         return norms[-1]
 
-    c.backend.apply = step  # type: ignore[method-assign]
+    c.backend.apply = step
     m = c.train(learner_batch(1))
     assert (
         m["optim/lr"],
@@ -675,11 +675,11 @@ def test_rewards_per_token_that_nobody_takes_are_spoken_of_once(
 def test_weights_of_a_bare_correction_section_are_those_of_the_defaults() -> None:
     b = batch(2)
     plain = RecomputedCorrection(level="token", bound="truncate", lo=None, hi=None)
-    x = ratios.subtract(b.proximal, b.behavior)  # type: ignore[arg-type]
+    x = ratios.subtract(b.proximal, b.behavior)
     got, want = (
         correction.correct(x, b.proximal, b.mask, b.seq, 12, c)
         for c in (plain, config().correction)
-    )  # type: ignore[arg-type]
+    )
     assert torch.equal(got.weight, want.weight)
     assert torch.equal(got.kept, want.kept)
     assert torch.equal(got.vetoed, want.vetoed)

@@ -62,23 +62,13 @@ def test_the_order_of_messages_for_an_unknown_name() -> None:
 
 
 def test_the_value_loss_is_half_a_square_and_clipped_only_when_asked() -> None:
-    v, r, old = vec(3.0, 0.0, 1.0), vec(1.0, 2.0, 1.0), vec(1.0, 1.0, 3.0)
-    half = [2.0, 2.0, 0.0]
-    assert (
-        loss.compute_value_loss(v, r).tolist()
-        == half
-        == loss.compute_value_loss(v, r, old).tolist()
-        == loss.compute_value_loss(v, r, None, 0.5).tolist()
-    )
-    # within 0.5 of the old value: 1.5, 0.5, 2.5; errors 0.5, 1.5, 1.5: the larger square of the two
-    # counts
+    v, r = vec(3.0, 0.0, 1.0, 2.0, 4.0), vec(1.0, 2.0, 1.0, 0.0, 6.0)
+    old = vec(1.0, 1.0, 3.0, 4.0, 1.0)
+    for more in ((), (old,), (None, 0.5)):
+        assert loss.compute_value_loss(v, r, *more).tolist() == [2.0, 2.0, 0.0, 2.0, 2.0]
+    # within 0.5 of the old value: 1.5, 0.5, 2.5, 3.5, 1.5; the larger square of the two counts
     got = loss.compute_value_loss(v, r, old, 0.5)
-    assert got.tolist() == (pytest.approx([2.0, 2.0, 0.5 * 1.5**2]))
-    # the other side: values above the old one that must fall further
-    got = loss.compute_value_loss(vec(2.0), vec(0.0), vec(4.0), 0.5)
-    assert got.tolist() == (pytest.approx([0.5 * 3.5**2]))
-    got = loss.compute_value_loss(vec(4.0), vec(6.0), vec(1.0), 0.5)
-    assert got.tolist() == (pytest.approx([0.5 * 4.5**2]))
+    assert got.tolist() == pytest.approx([2.0, 2.0, 0.5 * 1.5**2, 0.5 * 3.5**2, 0.5 * 4.5**2])
 
 
 def test_explained_variance_by_hand() -> None:

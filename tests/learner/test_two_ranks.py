@@ -55,7 +55,7 @@ class Rank(TorchBackend):
 
     def sum_over_ranks(self, x: torch.Tensor) -> torch.Tensor:
         a, b = self.gather(x)
-        return a + b  # type: ignore[no-any-return]
+        return a + b
 
     def find_max_over_ranks(self, x: torch.Tensor) -> torch.Tensor:
         return torch.maximum(*self.gather(x))
@@ -78,12 +78,12 @@ def trained(
     model_dir: Path, first: int, batches: int, stops_first: bool, how: dict[str, Any]
 ) -> list[tuple[torch.Tensor, list[dict[str, float]], int]]:
     """(weights, metrics of each batch, passes) of both ranks."""
-    meeting, found, errors = Meeting(), [None, None], []  # type: ignore[var-annotated]
+    meeting, found, errors = Meeting(), [None, None], []
 
     def run(rank: int, c: LearnerCore) -> None:
         try:
             rows = [c.train(batch(n, seed=n)) for n in range(batches)]
-            found[rank] = (weights(c), rows, c.backend.passes)  # type: ignore[attr-defined]
+            found[rank] = (weights(c), rows, c.backend.passes)
         except BaseException as e:
             errors.append(e)
             meeting.barrier.abort()
@@ -97,7 +97,7 @@ def trained(
     for t in threads:
         t.join()
     assert not errors, errors
-    return found  # type: ignore[return-value]
+    return found
 
 
 # on answers of rank 0's own passes: the reference where no term needs it, and the batch's own move

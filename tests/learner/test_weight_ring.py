@@ -25,10 +25,10 @@ SIZE = 1 << 20
 
 
 def ring(path: Path, slots: int = 2, **more: float) -> WeightRing:
-    return WeightRing(path / "ring", SIZE, slots, ROWS, 1, **more)  # type: ignore[arg-type]
+    return WeightRing(path / "ring", SIZE, slots, ROWS, 1, **more)
 
 
-def fill(value: int):  # type: ignore[no-untyped-def]
+def fill(value: int):
     def write(buffer: memoryview) -> None:
         buffer[:] = bytes([value]) * len(buffer)
 
@@ -197,7 +197,7 @@ def test_a_ring_whose_directory_was_removed_is_made_anew_with_all_that_it_held(
 
     config = load.build({"model": {"path": "m"}, "task": {"name": "sort"}})
     layout = [("w", "float32", [SIZE // 4], 0, SIZE)]
-    r = WeightRing(tmp_path / "ring", SIZE, 3, layout, 1)  # type: ignore[arg-type]
+    r = WeightRing(tmp_path / "ring", SIZE, 3, layout, 1)
     digests = {n: r.write(Label(1, n), fill(n), probe=bytes([n])) for n in range(2)}
     before = WeightsReceiver(config, "before")
     source = WeightsSource(1, socket.gethostname(), str(tmp_path / "ring"), "")
