@@ -300,18 +300,6 @@ def test_a_save_that_a_killed_server_did_not_answer_is_made_again(
     assert client.save_state("half").result().path.endswith("/weights/half")
 
 
-def test_names_of_weights_do_not_collide_with_records(
-    server: LocalServer, service: tinker.ServiceClient
-) -> None:
-    """z.json is the record of z, and z.part is what replaces z."""
-    client = service.create_lora_training_client("tiny", rank=2).result()
-    client.save_state("z").result()
-    for name in ("z.json", "z.part"):
-        for save in (client.save_state, client.save_weights_for_sampler):
-            with pytest.raises(tinker.RequestFailedError, match=r"not end in \.json or \.part"):
-                save(name).result()
-
-
 def test_overwritten_weights_are_sampled_as_what_they_are(
     server: LocalServer, service: tinker.ServiceClient
 ) -> None:

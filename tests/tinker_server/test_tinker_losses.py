@@ -24,13 +24,7 @@ from asyncrl.models.tokenizer import load_tokenizer
 from asyncrl.records import jsonl
 from asyncrl.tasks import fit
 from asyncrl.tinker import demo_model, sequences, settings
-from asyncrl.tinker.messages import (
-    CallFailure,
-    Datum,
-    ForwardBackward,
-    LoadModel,
-    ScoreResult,
-)
+from asyncrl.tinker.messages import CallFailure, Datum, ForwardBackward, LoadModel, ScoreResult
 from asyncrl.tinker.models import add_lags
 from asyncrl.tinker.sequences import (
     ModelAncestry,
@@ -430,9 +424,9 @@ def record(ledger: SequenceLedger, datum: Datum, version: int, model: str = "m")
 
 def lags_of(ledger: SequenceLedger, datum: Datum, **keys: object) -> tuple[list[int], str]:
     spans = keys.pop("spans", None)
-    runs = ledger.resolve(datum, spans, Counter(), OWN)  # type: ignore[arg-type]
+    runs = ledger.resolve(datum, spans, Counter(), OWN)
     options = {"limit": 2.0, "unknown": "train"} | keys
-    checked = measure_lags(datum, runs, OWN, 4, **options)  # type: ignore[arg-type]
+    checked = measure_lags(datum, runs, OWN, 4, **options)
     return checked.lags.tolist(), checked.refused
 
 

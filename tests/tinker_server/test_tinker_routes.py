@@ -257,9 +257,12 @@ def test_weights_are_saved_under_a_good_name_once(
     client.save_state("a").result()
     with pytest.raises(tinker.RequestFailedError, match="weights a exist already"):
         client.save_state("a").result()
-    for name in ("../up", ".hidden", "a/b", "x" * 129):
-        with pytest.raises(tinker.RequestFailedError, match="must be a name of letters"):
-            client.save_weights_for_sampler(name).result()
+    letters, ending = "must be a name of letters", r"not end in \.json or \.part"
+    bad = [*((name, letters) for name in ("../up", ".hidden", "a/b", "x" * 129))]
+    for name, why in [*bad, ("a.json", ending), ("a.part", ending)]:
+        for save in (client.save_state, client.save_weights_for_sampler):
+            with pytest.raises(tinker.RequestFailedError, match=why):
+                save(name).result()
     client.save_weights_for_sampler("x" * 128).result()
     other = service.create_lora_training_client("tiny", rank=4).result()
     with pytest.raises(tinker.RequestFailedError, match="has rank 2, the model has 4"):
@@ -296,11 +299,11 @@ def test_a_sampling_process_that_exits_samples_the_same(
     seeded = types.SamplingParams(max_tokens=6, seed=3)
     first = sampler.sample(prompt(), 2, seeded).result().sequences
     known = server.server.ledger.sampled_total
-    link.exits = {1}  # type: ignore[attr-defined]
+    link.exits = {1}
     again = sampler.sample(prompt(), 2, seeded).result().sequences
     assert [list(x.tokens) for x in first] == [list(x.tokens) for x in again]
     assert server.server.ledger.sampled_total == known + 2
-    link.exits = {1, 2}  # type: ignore[attr-defined]
+    link.exits = {1, 2}
     with pytest.raises(tinker.RequestFailedError, match="the process ended") as failed:
         sampler.sample(prompt(), 2, seeded).result()
     assert failed.value.category == types.RequestErrorCategory.Server

@@ -171,7 +171,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(trainer: ServedModels) ->
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_a_loss_without_data_adds_nothing(trainer: ServedModels, method: str) -> None:
     result = trainer.handle(ForwardBackward("m", [], "ppo", {"method": method}))
-    assert result == ScoreResult([], 0.0) or "more than a loss" in result.error  # type: ignore
+    assert result == ScoreResult([], 0.0) or "more than a loss" in result.error
     assert trainer.handle(ForwardBackward("m", [], "cross_entropy", {})) == ScoreResult([], 0.0)
 
 

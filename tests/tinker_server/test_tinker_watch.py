@@ -100,7 +100,7 @@ def test_the_pages_of_a_served_model(server: LocalServer, monkeypatch: pytest.Mo
         assert {"Loss parts", "Gradient norm"} <= titles["learner"]
         [processes] = ask(watch, "processes").values()  # once for both models
         assert [(row["name"], row["alive"]) for row in processes] == [
-            *(("server", True), ("training", True), ("sampling", False)),
+            *(("server", True), ("training", True), ("sampling", False))
         ]
         assert processes[0]["memory_mb"] > 1 and "refused" in processes[0]["last_line"]
         counted = read_rows(ask(watch, "ledger", run=name)[name])

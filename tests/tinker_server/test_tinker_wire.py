@@ -176,11 +176,7 @@ def test_a_request_for_samples_is_converted_whole() -> None:
             {},
             "a prompt of 16 and max_tokens = 9 do not fit sampling.context = 16 of the server",
         ),
-        (
-            [3],
-            {"top_p": 0.0},
-            "top_p = 0: must be above 0 and at most 1",
-        ),
+        ([3], {"top_p": 0.0}, "top_p = 0: must be above 0 and at most 1"),
         *(
             (
                 [3],
