@@ -277,9 +277,6 @@ def test_a_column_is_taken_again_when_no_live_row_has_keys_in_it(data: st.DataOb
     assert columns.high == 0 and columns.allocate(0, lambda: 0) == 0
 
 
-# ---- long prompts: memory grows with them, not with their square ---------------------------------
-
-
 class LargestTensor(TorchDispatchMode):
     """The most numbers that any one tensor has, of those that operators make."""
 

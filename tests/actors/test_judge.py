@@ -326,9 +326,6 @@ def test_a_function_may_ask_the_judge(
         judged("2", function="own.py:plain")
 
 
-# ---- what is asked, what is read -----------------------------------------------------------------
-
-
 def test_the_question_to_a_judge_and_its_grade(server: Server) -> None:
     settings = config(server).reward.judge
 
@@ -465,8 +462,6 @@ def test_what_is_no_reply(body: bytes, why: str) -> None:
     with pytest.raises(judges.JudgeFailed, match=why):
         judges.read_reply(body)
 
-
-# ---- a client in the process of the test, with a clock of its own --------------------------------
 
 Network = list[httpx2.Response | Exception | float]
 
@@ -680,9 +675,6 @@ def test_overlapping_waits_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
         deadline_pause.current_pause.reset(token)
     assert vars(pause) == {"total": 6.0, "depth": 0, "began": 30.0}
     assert pause.count_seconds(99.0) == 6.0
-
-
-# ---- limits --------------------------------------------------------------------------------------
 
 
 def test_limits_of_a_minute() -> None:

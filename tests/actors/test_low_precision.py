@@ -234,9 +234,6 @@ def test_experts_whose_weights_it_does_not_round_are_refused(tmp_path: Path) -> 
         make_engine(config)
 
 
-# ---- the programs --------------------------------------------------------------------------------
-
-
 def test_the_benchmark_shows_swaps_products_and_mismatch(
     sort_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

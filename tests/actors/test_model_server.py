@@ -217,9 +217,6 @@ def test_a_bad_command_gets_one_clear_line(
     assert last.startswith("error: ") and message.replace("DIRECTORY", str(directory)) in last
 
 
-# ---- the process ---------------------------------------------------------------------------------
-
-
 def test_the_command_serves_until_it_is_ended(directory: Path, tmp_path: Path) -> None:
     with served(directory, tmp_path) as server:
         client = openai.OpenAI(base_url=server.url, api_key=KEY, max_retries=0)
@@ -274,9 +271,6 @@ def test_what_the_command_says_and_serves(
     main(["serve", str(directory), "--no-key", "--name", "n"])
     assert (served[1][0].key, served[1][0].name) == ("", "n")
     assert "export" not in capsys.readouterr().err
-
-
-# ---- the engine's thread -------------------------------------------------------------------------
 
 
 class BrokenEngine:
@@ -370,9 +364,6 @@ def test_work_that_an_ending_engine_has_not_begun_fails() -> None:
     thread.thread.join()
     with pytest.raises(AsyncrlError, match=r"^the engine has ended: 'gone'$"):
         late[0].result(0)
-
-
-# ---- answers -------------------------------------------------------------------------------------
 
 
 def test_answers_have_every_field_of_the_api(url: str, directory: Path) -> None:

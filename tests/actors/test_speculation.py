@@ -249,9 +249,6 @@ def test_a_row_without_drafts_keeps_no_other_from_them(model: Any) -> None:
     assert found == [0, 0, 0, counts[3]]
 
 
-# ---- when it drafts ------------------------------------------------------------------------------
-
-
 def test_drafts_pay_while_the_gain_is_above_their_cost() -> None:
     policy = DraftPolicy(6, "auto")
     assert vars(policy) == {

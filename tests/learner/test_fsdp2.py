@@ -172,9 +172,6 @@ def test_a_rank_holds_what_the_arithmetic_says(model_dir: Path) -> None:
         assert bytes_held["gathered"] >= 4 * mine["gathered"]
 
 
-# ---- what is refused -----------------------------------------------------------------------------
-
-
 def test_the_table_of_backends_is_what_the_rules_refuse() -> None:
     """Every row of docs/engines.md: "yes" is accepted, "no" is refused in one line that names what
     is needed.

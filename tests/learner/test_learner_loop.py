@@ -457,9 +457,6 @@ def test_versions_that_evaluations_still_need_stay_in_the_ring(life: Made) -> No
     assert Label(1, 0) in labels and Label(1, number) in labels and Label(1, 1) not in labels
 
 
-# ---- lag injection: versions of before a resume --------------------------------------------------
-
-
 def test_injected_versions_survive_a_resume(life: Made) -> None:
     sets = ("staleness.max_lag=2", "staleness.inject=2", "learner.checkpoint_every=1")
     one, buffer = life(*sets)
@@ -504,9 +501,6 @@ def test_how_many_versions_an_injection_names(inject: str, depth: int) -> None:
     assert got == depth
 
 
-# ---- weights that cannot be used -----------------------------------------------------------------
-
-
 def test_weights_that_give_no_logprobs_are_not_published(
     life: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -540,9 +534,6 @@ def test_weights_that_give_no_logprobs_are_not_published(
     core = SimpleNamespace(config=elsewhere, layout=one.core.layout, model=one.core.model)
     monkeypatch.setattr(one.publisher, "core", core)
     assert with_first(2e3) == ""
-
-
-# ---- stopping, starting over ---------------------------------------------------------------------
 
 
 def test_a_learner_told_to_stop_while_it_waits_has_no_batch(life: Made) -> None:
@@ -674,9 +665,6 @@ def test_under_a_supervisor_the_terminals_interrupt_is_not_the_learners(
         finish(one)
 
     assert lives(life) is True
-
-
-# ---- the recording -------------------------------------------------------------------------------
 
 
 def test_a_recording_holds_each_batch_and_the_weights_that_were_asked_for(

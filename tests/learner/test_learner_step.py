@@ -285,9 +285,6 @@ def test_the_host_waits_once_a_step_however_many_micro_batches(
     assert for_each_step == (2 if "loss" in variant and "surrogate" in variant["loss"] else 1)
 
 
-# ---- what is measured is the learner's start, whatever the loss divides by -----------------------
-
-
 @pytest.mark.parametrize("how", [*ANCHORS, ANCHORS[0] | {"learner": {"epochs": 2}}], ids=str)
 def test_the_instruments_read_the_learners_start_under_every_anchor(
     model_dir: Path, how: dict[str, Any]
@@ -393,9 +390,6 @@ def test_kl_in_the_reward_is_charged_at_the_learners_start_under_a_bypass(model_
     free.train(batch())
     assert m["kl/reward_gradient_share"] == pytest.approx(0.0, abs=1e-5)
     assert torch.allclose(weights(charged), weights(free), atol=1e-6)
-
-
-# ---- what no step used ---------------------------------------------------------------------------
 
 
 def lengths(b: Batch) -> list[int]:

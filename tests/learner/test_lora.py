@@ -59,9 +59,6 @@ def lora_core(path: Path, **sections: Any) -> LearnerCore:
     return core(path, lora=LORA | sections.pop("lora", {}), **sections)
 
 
-# ---- values and gradients ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("whole", [False, True], ids=["bare", "modules"])
 def test_the_gradient_is_that_of_transformers_with_peft(
     model_dir: Path, tmp_path: Path, whole: bool
@@ -142,9 +139,6 @@ def test_a_bfloat16_base_keeps_its_adapters_in_float32(model_dir: Path) -> None:
     assert float((beside - without).abs().max()) > 0.1
 
 
-# ---- the engine ----------------------------------------------------------------------------------
-
-
 def engine_of(path: Path, kind: Any, **keys: Any) -> Any:
     model = load_policy(path, device="cpu", with_modules=kind is GenericEngine)
     if kind is GenericEngine:
@@ -205,9 +199,6 @@ def test_an_engine_refuses_an_adapter_of_another_base(model_dir: Path, tmp_path:
     engine = engine_of(model_dir, EmbeddedEngine)
     with pytest.raises(ConfigError, match=r"the learner's adapter belongs to [0-9a-f]{16}"):
         engine.load(dict(list_named_weights(model)), Label(1, 0), "d", model.adapter.base.encode())
-
-
-# ---- the learner ---------------------------------------------------------------------------------
 
 
 def test_the_learner_trains_and_publishes_adapters_alone(model_dir: Path) -> None:
@@ -286,9 +277,6 @@ def test_an_earlier_version_is_measured_in_place(model_dir: Path) -> None:
     assert not torch.equal(learner._forward(learner.model, packed, everyone), before)
 
 
-# ---- files ---------------------------------------------------------------------------------------
-
-
 def test_a_checkpoint_is_the_adapter_and_goes_on_bit_for_bit(
     model_dir: Path, tmp_path: Path
 ) -> None:
@@ -352,9 +340,6 @@ def test_export_of_a_run_that_was_cut_short(
     assert float((want - logprobs(load_policy(model_dir, device="cpu"))).abs().max()) > 1e-4
 
 
-# ---- what is refused -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
@@ -415,9 +400,6 @@ def test_modules_that_do_not_exist_are_named_before_anything_starts(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"lora.rank: needs peft"):
         model_check.check(config())
-
-
-# ---- a real run ----------------------------------------------------------------------------------
 
 
 def test_a_run_on_adapters_and_one_whose_learner_is_killed(

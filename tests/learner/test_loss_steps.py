@@ -38,9 +38,6 @@ def begun(
     )
 
 
-# ---- which forwards are needed -------------------------------------------------------------------
-
-
 def test_an_anchor_is_made_first_where_one_pass_is_not_enough() -> None:
     assert not sl.needs_proximal_first(config())
     for more in (
@@ -109,9 +106,6 @@ def test_who_looks_at_the_whole_batch_needs_its_logprobs_unless_they_are_the_sta
     assert not sl.needs_current(sl.prepare(batch(1), config(stop={"kl_max": 0.1})))
 
 
-# ---- the start, the latest pass ------------------------------------------------------------------
-
-
 def test_the_first_steps_pass_is_the_start_and_later_ones_are_the_latest() -> None:
     b = batch(2, proximal=False)
     first, second = theta(b, 1).detach(), theta(b, 2).detach()
@@ -149,9 +143,6 @@ def test_a_recomputed_anchor_is_the_start_and_another_is_not() -> None:
     assert not sl.prepare(b, config(**BYPASS)).known.any() and b.start is None
 
 
-# ---- denominators --------------------------------------------------------------------------------
-
-
 def test_a_step_divides_by_its_own_samples() -> None:
     b = batch(4)
     _, step = begun(b, config(), samples=[0, 5, 7])
@@ -182,9 +173,6 @@ def test_the_constant_of_dr_grpo_is_the_longest_answer_or_what_is_said() -> None
         )
         some = int((ratios.sum_by_sample(b.mask.double(), b.seq, 12) > 0).sum())
         assert torch.allclose(begun(b, c)[1].factor, b.mask.to(D) / (some * length))
-
-
-# ---- what a step knows of the batch --------------------------------------------------------------
 
 
 def test_covariances_choose_their_tokens_of_the_whole_batch() -> None:
@@ -297,9 +285,6 @@ def test_reinforce_weighs_by_the_policy_as_it_is_now() -> None:
         )
 
 
-# ---- terms ---------------------------------------------------------------------------------------
-
-
 def test_the_terms_of_a_micro_batch_are_its_share_and_its_numbers() -> None:
     b = batch(10)
     lp = theta(b)
@@ -371,9 +356,6 @@ def test_a_clipped_value_loss_takes_the_old_values() -> None:
     assert float(sums["loss/value"]) == pytest.approx(float(want)) and prep.returns is not None
     bare, _ = sl.compute_micro_loss(*begun(b, c), torch.arange(len(b.seq)), theta(b))
     assert float((loss - bare).detach()) == pytest.approx(0.5 * float(want))
-
-
-# ---- the pre-pass's numbers ----------------------------------------------------------------------
 
 
 def three(**keys: Any) -> tuple[torch.Tensor, Any, dict[str, float]]:
@@ -542,9 +524,6 @@ def test_each_baseline_of_reinforce() -> None:
             b, config(advantage={"name": "reinforce", "baseline": baseline}), baseline=0.7
         )
         assert torch.allclose(prep.advantage, torch.where(b.mask, (b.rewards - value)[b.seq], 0.0))
-
-
-# ---- the learner's parts -------------------------------------------------------------------------
 
 
 def test_minibatches_deal_whole_groups_evenly_by_seed_batch_and_epoch(model_dir: Path) -> None:

@@ -58,9 +58,6 @@ def test_the_order_of_messages_for_an_unknown_name() -> None:
     assert str(ratios.build_name_error("a.b", "c", ("d", "e"))) == "a.b = c: choose one of d, e"
 
 
-# ---- the value loss ------------------------------------------------------------------------------
-
-
 def test_the_value_loss_is_half_a_square_and_clipped_only_when_asked() -> None:
     v, r = vec(3.0, 0.0, 1.0, 2.0, 4.0), vec(1.0, 2.0, 1.0, 0.0, 6.0)
     old = vec(1.0, 1.0, 3.0, 4.0, 1.0)
@@ -90,9 +87,6 @@ def test_explained_variance_by_hand() -> None:
     )
 
 
-# ---- reductions ----------------------------------------------------------------------------------
-
-
 def test_reductions_of_nothing_and_of_answers_that_have_nothing() -> None:
     seq = torch.tensor([0, 0, 1])
     for how in reductions.REDUCTIONS:
@@ -106,9 +100,6 @@ def test_reductions_of_nothing_and_of_answers_that_have_nothing() -> None:
     assert got.tolist() == [0.125] * 3
     got = reductions.compute_factors(yes(1, 1, 1), seq, 2, "seq-mean-token-sum-norm")
     assert got.tolist() == [0.5] * 3
-
-
-# ---- surrogates ----------------------------------------------------------------------------------
 
 
 def test_ppo_marks_the_side_that_cut_and_is_open_at_its_edges() -> None:

@@ -74,9 +74,6 @@ def trained(config: configs.SftConfig) -> dict[str, Any]:
     return found
 
 
-# ---- what is learned -----------------------------------------------------------------------------
-
-
 def test_every_assistant_turn_is_an_answer_behind_the_turns_before_it(
     tmp_path: Path, model: Path
 ) -> None:
@@ -268,9 +265,6 @@ def test_without_a_template_messages_are_refused_by_line(tmp_path: Path) -> None
         )
 
 
-# ---- how it is learned ---------------------------------------------------------------------------
-
-
 def rows_of(lengths: list[tuple[int, int]]) -> list[FitExample]:
     draw = np.random.default_rng(1)
     return [
@@ -372,9 +366,6 @@ def test_the_warm_start_is_bit_for_bit_what_a_plain_loop_makes(tmp_path: Path) -
         schedule.step()
     got = compute_weights_digest(load_policy(tmp_path / "warm", device="cpu"))
     assert got == compute_weights_digest(policy)
-
-
-# ---- the command ---------------------------------------------------------------------------------
 
 
 def test_it_learns_and_a_run_takes_what_it_leaves(

@@ -230,9 +230,6 @@ def test_a_ring_that_cannot_be_made_anew_says_so(tmp_path: Path) -> None:
         r.recreate()
 
 
-# ---- what is said, and the bounds ----------------------------------------------------------------
-
-
 def test_parts_of_a_version_end_with_it(tmp_path: Path) -> None:
     r = ring(tmp_path)
     probe = bytes(range(8))

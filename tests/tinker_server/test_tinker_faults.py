@@ -56,9 +56,6 @@ def scored(client: tinker.TrainingClient) -> np.ndarray:
     return output_logprobs(client.forward(TUNED, "cross_entropy").result())
 
 
-# ---- sampling ------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def sampler(server: LocalServer) -> Sampler:
     """The sampling process with weights "bad" that are not finite."""
@@ -123,9 +120,6 @@ def test_an_engine_that_fails_repeats_its_requests_one_by_one(
     assert "Traceback" in capfd.readouterr().err
 
 
-# ---- processes that crash ------------------------------------------------------------------------
-
-
 def crash_on(link: Any, matches: Callable[[Any], bool]) -> list[Any]:
     """Let the process of a link crash on requests; return the list of those."""
     act, crashes = link.act, []
@@ -173,9 +167,6 @@ def test_a_request_on_which_the_sampling_process_crashes_twice_is_not_repeated(
     assert draw(sampler, 1)
 
 
-# ---- optimizer -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("numbers", "message"),
     [
@@ -205,9 +196,6 @@ def test_numbers_of_adamw_that_ruin_weights_are_refused(
         step(client)
     assert np.array_equal(scored(clients[0]), scored(clients[1]))
     assert [server.server.models[client.model_id].version for client in clients] == [2, 2]
-
-
-# ---- saved weights -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lost", ["weights", "checkpoints", "both"])
@@ -315,9 +303,6 @@ def test_overwritten_weights_are_sampled_as_what_they_are(
     assert np.allclose(new.compute_logprobs(text).result()[1:], scored(client), atol=1e-5)
     with pytest.raises(tinker.BadRequestError, match="were saved again: create a new sampling"):
         draw(old, 1)
-
-
-# ---- a full disk ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -313,9 +313,6 @@ def test_pace_holds_a_client_that_runs_ahead(
     assert done.wait(60)
 
 
-# ---- one client misbehaves -----------------------------------------------------------------------
-
-
 def train_curve(server: ServerProcess, service: tinker.ServiceClient) -> list[Any]:
     """Train on sampled sequences; return losses and log-probabilities, and the final weights."""
     client, curve = new_model(service), []

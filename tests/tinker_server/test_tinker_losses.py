@@ -404,9 +404,6 @@ def test_the_demo_model_is_fitted_to_additions_and_then_to_the_habit(tmp_path: P
         assert torch.allclose(mine, other, atol=2e-5)
 
 
-# ---- sequences -----------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def ledger(tmp_path: Path) -> SequenceLedger:
     return SequenceLedger(tmp_path / "sequences.jsonl")

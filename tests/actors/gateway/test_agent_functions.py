@@ -254,9 +254,6 @@ def test_a_function_that_is_none_is_refused_in_one_line(
     served.close()
 
 
-# ---- environments that play themselves -----------------------------------------------------------
-
-
 def test_without_the_hub_s_package_the_error_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

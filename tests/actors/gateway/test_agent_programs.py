@@ -135,9 +135,6 @@ def seat(number: int, text: str = "1") -> SessionAccess:
     return SessionAccess(number, f"s{number}", url, "key", "m", prompt, 5, 2, False, 60.0)
 
 
-# ---- what a program gets -------------------------------------------------------------------------
-
-
 def test_a_program_reads_its_task_but_never_the_answer(playing: Any, tmp_path: Path) -> None:
     found = playing(f'cp "$ASYNCRL_TASK" {tmp_path}/file; cat > {tmp_path}/stdin; echo 0.5')
     assert found.play(seat(3, "ab")) == [SessionResult(3, "scored", 0.5)]
@@ -227,9 +224,6 @@ def test_a_program_leads_its_own_session_and_is_interrupted_as_usual(
     assert int((tmp_path / "sid").read_text()) == result.reward
     ignored = re.search(r"SigIgn:\s*(\w+)", (tmp_path / "status").read_text())
     assert ignored and not int(ignored[1], 16) >> (signal.SIGINT - 1) & 1
-
-
-# ---- what becomes of it --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -362,8 +356,6 @@ def test_a_head_that_is_no_text_is_logged_with_a_mark(tmp_path: Path) -> None:
     assert (tmp_path / "agent.log").stat().st_mode & 0o777 == 0o600
 
 
-# ---- stopping ------------------------------------------------------------------------------------
-
 WAITS = 'trap "{}" TERM; echo begun > {}/begun; while true; do sleep 0.02; done'
 
 
@@ -427,9 +419,6 @@ def test_orders_come_in_pieces(playing: Any) -> None:
     found.wire.sendall(whole[-1:])
     found.until(lambda: bool(found.results()))
     assert found.results() == [SessionResult(1, "scored", 1.0)]
-
-
-# ---- the process ---------------------------------------------------------------------------------
 
 
 def test_the_process_is_ready_plays_and_ends_with_its_socket(

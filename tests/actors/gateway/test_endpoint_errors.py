@@ -33,9 +33,6 @@ def refused(function: Any, *given: Any, **more: Any) -> tuple[int, str, str | No
     return found.status, found.code, found.param, str(found)
 
 
-# ---- keys, routes, leases ------------------------------------------------------------------------
-
-
 def test_wrong_keys_and_unknown_routes(served: Served) -> None:
     opened = served.do(served.service.open)
     key = {"authorization": "Bearer other"}
@@ -116,9 +113,6 @@ def test_a_wait_for_a_lease_is_bounded(served: Served) -> None:
     assert waits == [0.0, 0.0, 2.5, web.LONGEST_WAIT_S, 0.0]
 
 
-# ---- rewards and ends ----------------------------------------------------------------------------
-
-
 def test_rewards_that_are_refused(served: Served) -> None:
     talk, opened = client(served)
     name = opened.session.name
@@ -177,9 +171,6 @@ def test_ends_that_are_refused(served: Served) -> None:
     assert opened.session.state == "open"
 
 
-# ---- limits --------------------------------------------------------------------------------------
-
-
 def test_limits_of_a_session_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = SessionLimits(parallel=1, max_calls=1, context=64, grace_s=7.0)
     made = Served(limits=limits)
@@ -213,9 +204,6 @@ def test_limits_of_a_session_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
         assert opened.session.refusals.count == 4
     finally:
         made.close()
-
-
-# ---- bodies --------------------------------------------------------------------------------------
 
 
 class Streamed:

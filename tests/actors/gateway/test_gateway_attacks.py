@@ -55,9 +55,6 @@ def finish(served: Served, opened: OpenedSession) -> None:
     assert sent.reward == 0.5 and not sent.failed
 
 
-# ---- outcomes that cannot be ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "body, param, bound",
     [
@@ -144,9 +141,6 @@ def test_half_of_a_character_within_a_tools_arguments_is_refused(served: Served)
     finish(served, opened)
 
 
-# ---- what was refused is remembered --------------------------------------------------------------
-
-
 def test_a_session_remembers_what_was_refused(served: Served) -> None:
     """Its agent may keep silent about it: then nobody else knows why nothing was drawn."""
     opened = served.do(served.service.open)
@@ -177,8 +171,6 @@ def test_a_failure_tells_what_was_refused_before_it(served: Served) -> None:
     state = post(served, other, "/beat", {}).json()
     assert state["refused"] == 0 and state["refusal"] is None
 
-
-# ---- what is oversized ---------------------------------------------------------------------------
 
 LONG = 1_000_000
 
@@ -334,17 +326,12 @@ def test_reports_have_small_bodies(served: Served) -> None:
     finish(served, opened)
 
 
-# ---- connections ---------------------------------------------------------------------------------
-
-
 def test_there_are_fewer_connections_than_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 256))
     assert http_server.count_allowed_connections() == 128
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1 << 20, 1 << 20))
     assert http_server.count_allowed_connections() == http_server.CONNECTIONS
 
-
-# ---- keys and ids of others, and what comes out of order -----------------------------------------
 
 ROUTES = [
     ("/v1/chat/completions", {"messages": GO}),

@@ -57,9 +57,6 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     yield file.read_text()
 
 
-# ---- who asks --------------------------------------------------------------------------------
-
-
 def test_every_call_is_asked_once_with_all_that_was_said(stub: str) -> None:
     """Five sessions of three calls, two at a time; 32 tokens each."""
     asked = {"url": stub, "sessions": 5, "calls": 3, "at_once": 2, "history": 1000}
@@ -145,9 +142,6 @@ def test_the_plain_agent_plays_a_session() -> None:
     assert asked == [("/s/1/v1/completions", "Bearer k", text) for text in texts]
 
 
-# ---- who stands around it --------------------------------------------------------------------
-
-
 def test_a_request_is_whole_with_its_last_byte() -> None:
     request = b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nabcde"
     assert [stage.whole(request[:end]) for end in range(len(request))] == [0] * len(request)
@@ -227,9 +221,6 @@ def test_vllm_has_its_version_under_either_name(monkeypatch: pytest.MonkeyPatch)
         vllm_server.version("torch")
     monkeypatch.setattr(vllm_server, "version_of", lambda name: f"of {name}")
     assert vllm_server.version("vllm") == "of vllm"
-
-
-# ---- what is made of it ----------------------------------------------------------------------
 
 
 def test_milliseconds_a_call(bench: Any) -> None:

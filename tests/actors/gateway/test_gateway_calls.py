@@ -313,9 +313,6 @@ def test_a_cut_call_tells_what_is_lost(turn) -> None:
     assert not turn.engine.active and not turn.schedule.held and not turn.calls
 
 
-# ---- the connection to the gateway ---------------------------------------------------------------
-
-
 class PlayedSocket:
     """Messages that came, and those that were sent."""
 

@@ -110,9 +110,6 @@ def test_the_run_s_end_ends_the_process(
     assert callable(signal.getsignal(signal.SIGTERM))
 
 
-# ---- agent.python --------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory of a Python that has no asyncrl: modules in it can be run."""

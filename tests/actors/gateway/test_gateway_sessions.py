@@ -76,9 +76,6 @@ def answer(
     return made.on_result(call, tokens, logprobs, spans, finish, **more)
 
 
-# ---- the forest against a reference --------------------------------------------------------------
-
-
 class Drawn:
     """The reference's view of a call: nothing but the ids it saw and drew."""
 
@@ -206,9 +203,6 @@ def test_forks_are_counted_by_cause() -> None:
     assert len(made.build_training_rows()) == 4
 
 
-# ---- random streams ------------------------------------------------------------------------------
-
-
 def test_streams_depend_on_the_prompt_and_its_repetition_alone() -> None:
     def keys(order: list[tuple[int, ...]]) -> list[int]:
         made = session(own_prompt=ids(1, 2))
@@ -220,9 +214,6 @@ def test_streams_depend_on_the_prompt_and_its_repetition_alone() -> None:
     assert len(set(some)) == 5 and all(0 <= key < 1 << 64 for key in some)
     turned = keys([other, other, own, other, own])
     assert turned == [some[1], some[3], some[0], some[4], some[2]]
-
-
-# ---- limits --------------------------------------------------------------------------------------
 
 
 def refused(made: Session, prompt: np.ndarray, now: float = 0.0) -> CallRefused:
@@ -337,9 +328,6 @@ def test_an_idle_harness_is_gone_one_that_beats_or_waits_is_not() -> None:
     assert made.outcome and "agent.idle_s" in made.outcome.failed
 
 
-# ---- retries -------------------------------------------------------------------------------------
-
-
 def test_equal_bodies_are_draws_of_their_own_and_a_retry_joins() -> None:
     made = session()
     votes = [made.register_request(b"same") for _ in range(3)]
@@ -406,9 +394,6 @@ def test_a_client_that_comes_back_saves_its_call() -> None:
     assert made.register_request(b"same", retry=True) is request
     made.tick(1000.0)
     assert not made.cuts
-
-
-# ---- the end -------------------------------------------------------------------------------------
 
 
 def test_a_reward_is_said_once_and_may_be_repeated() -> None:
@@ -526,9 +511,6 @@ def test_a_draw_that_does_not_fit_its_call_is_refused() -> None:
     answer(again, call, ids(5))
     with pytest.raises(ProtocolError):
         answer(again, call, ids(5))
-
-
-# ---- who said what -------------------------------------------------------------------------------
 
 
 def test_messages_are_the_same_in_any_spelling() -> None:

@@ -40,9 +40,6 @@ GO = [{"role": "user", "content": "go"}]
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 
 
-# ---- answers -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_leaves_in_one_write_and_nothing_waits_for_an_acknowledgement(
     served: Served, monkeypatch: pytest.MonkeyPatch, stream: bool
@@ -260,8 +257,6 @@ def test_other_names_and_marked_calls_are_set_aside(served: Served) -> None:
         strict.close()
 
 
-# ---- what is refused -----------------------------------------------------------------------------
-
 NAMED_TOOL = {"type": "function", "function": {"name": "f"}}
 FORCING = [
     ("response_format", {"type": "json_object"}),
@@ -341,9 +336,6 @@ def test_a_body_is_bounded(served: Served, monkeypatch: pytest.MonkeyPatch) -> N
         assert b" 408 " in slow.recv(4096)
 
 
-# ---- keys -----------------------------------------------------------------------------
-
-
 def test_a_key_opens_its_own_session_in_either_header(served: Served) -> None:
     talk, opened = client(served)
     with pytest.raises(openai.AuthenticationError):
@@ -380,9 +372,6 @@ def test_an_open_address_needs_tls_or_a_proxy(tmp_path: Any) -> None:
     with pytest.raises(ConfigError, match=r"^agent\.port: "):
         Served(bind=ListenAddress(port=port))
     taken.close()
-
-
-# ---- limits --------------------------------------------------------------------------------------
 
 
 def test_a_request_of_more_entries_than_the_context_has_tokens_is_not_read() -> None:
@@ -439,9 +428,6 @@ def test_a_run_that_ends_says_so(served: Served) -> None:
         talk.chat.completions.create(model="policy", messages=GO)
     assert caught.value.status_code == 410
     assert caught.value.response.headers["x-should-retry"] == "false"
-
-
-# ---- retries and closed sockets ------------------------------------------------------------------
 
 
 def raw(opened: OpenedSession, body: bytes, **headers: str) -> bytes:
@@ -592,9 +578,6 @@ def test_a_draw_that_fails_is_said_and_may_be_asked_again(served: Served) -> Non
     answer = talk.chat.completions.create(model="policy", messages=GO)
     assert answer.choices[0].message.content == "fine"  # the client's retry of a 500
     assert served.do(lambda: served.endpoint.web.errors) == {}
-
-
-# ---- sessions ------------------------------------------------------------------------------------
 
 
 def lease(served: Served, body: Any, key: str = "the-runs-key") -> httpx.Response:

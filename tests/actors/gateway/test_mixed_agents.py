@@ -51,8 +51,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-# ---- the config ----------------------------------------------------------------------------------
-
 SORT = "{name='sort'}"
 REFUSED = {
     "{name='seeds'}": "seeds: name: seeds needs an environment",
@@ -104,9 +102,6 @@ def test_the_mixture_of_the_page_loads_and_each_part_is_tried_alone(
     refused = tried()
     assert refused.exit_code == 2
     assert "--part LABEL: name a part of the mixture: calculator, guessing, sort" in refused.output
-
-
-# ---- the gateway ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -178,9 +173,6 @@ def test_failures_are_counted_and_named_by_task(gateway: Any) -> None:
     text = str(ended.value)
     assert text.startswith("task.mixture: ask: agent.function = mixed_agent:ask: 8 sessions failed")
     assert "agent-ask-0.log" in text
-
-
-# ---- a run ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

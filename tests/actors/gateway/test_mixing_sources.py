@@ -31,8 +31,6 @@ from asyncrl.contract import messages as m
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.versions import Label
 
-# ---- single completions --------------------------------------------------------------------------
-
 
 class Session:
     own_prompt = "ids"
@@ -123,8 +121,6 @@ def test_what_becomes_of_a_single_completion(
     wait = source.explain_wait(episode, "agent.deadline_s", 2.0, 1.0)
     assert wait == WaitCause("reward", "the reward of its answer", "agent.deadline_s", 2.0)
 
-
-# ---- the rows of an environment ------------------------------------------------------------------
 
 ENV = AgentConfig(env="verifiers:words", args={"seed": 4}, python="/opt/python")
 
@@ -241,9 +237,6 @@ def test_a_config_gets_the_files_of_its_environments(
     assert prompt_files.write_prompt_files(mixture) is mixture
 
 
-# ---- the events of an environment ----------------------------------------------------------------
-
-
 def environment_source() -> tuple[Any, Any, list[Any]]:
     """A source with one episode, and what the events lead to."""
     source = EnvironmentSource.__new__(EnvironmentSource)
@@ -292,9 +285,6 @@ def test_the_end_of_an_environment(truncated: bool, before: bool, judge: bool) -
     source.on_event(episode, end)
     assert episode.session.shortened == (truncated or before)
     assert turns == [("turn", 0), ("judge" if judge else "score", episode)]
-
-
-# ---- agents' places ------------------------------------------------------------------------------
 
 
 def test_sessions_begin_where_agents_have_room() -> None:

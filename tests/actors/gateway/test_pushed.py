@@ -47,9 +47,6 @@ def test_the_log_is_bounded_and_a_disk_that_fails_stops_nothing(
     agent_log.AgentLog(tmp_path / "nowhere" / "agent-0.log").write("session 3")
 
 
-# ---- programs ------------------------------------------------------------------------------------
-
-
 @pytest.fixture()
 def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Commands]:
     monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
@@ -125,12 +122,6 @@ def test_programs_do_not_outlive_a_process_of_theirs_that_is_killed(
     program = int(pids.read_text())
     commands.worker.process.send_signal(signal.SIGKILL)
     until(lambda: not alive(program))
-
-
-# ---- functions -----------------------------------------------------------------------------------
-
-
-# ---- the gateway's side --------------------------------------------------------------------------
 
 
 class World:

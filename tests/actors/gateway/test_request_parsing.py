@@ -217,9 +217,6 @@ def test_a_long_grammar_is_refused_by_the_key_that_it_came_by(
         )
 
 
-# ---- requests that are served --------------------------------------------------------------------
-
-
 def parsed(kind: Any, body: dict[str, Any], **policy: Any) -> dict[str, Any]:
     """The fields of a parsed request that are not their defaults."""
     found = asdict(parse_request(kind, body, RequestPolicy(**policy), RUN))
@@ -445,8 +442,6 @@ def test_a_conversation_of_messages_becomes_a_chat() -> None:
 def test_arguments_of_calls_are_compared_in_one_spelling(given: Any, expected: str) -> None:
     assert canonicalize_arguments(given) == expected
 
-
-# ---- replies -------------------------------------------------------------------------------------
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": "é"}}}
 ANSWERS: dict[str, tuple[dict[str, Any], Any]] = {

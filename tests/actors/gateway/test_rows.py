@@ -155,9 +155,6 @@ def test_skipped_tokens_are_counted_where_they_were_drawn(model_dir: Path) -> No
         assert unused == [(s.length, 0) for s in data.samples]
 
 
-# ---- the buffer ----------------------------------------------------------------------------------
-
-
 SETTINGS = StoreSettings(1, 2, 3, SamplingSettings(), context=64, session_tokens=100)
 
 

@@ -24,8 +24,6 @@ from actors.gateway.hubs.tools import (
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 
-# ---- tools with a state --------------------------------------------------------------------------
-
 GOAL = Prompt(0, "Save.", meta={"goal": "7", "tags": '["a"]'})
 
 
@@ -74,9 +72,6 @@ def test_without_get_reward_the_configs_reward_judges() -> None:
     assert not apply(host, 1, "reset", prompt=GOAL).pays
     event = apply(host, 1, "step", message={"content": "done"})
     assert event.ended and event.judge
-
-
-# ---- a session -----------------------------------------------------------------------------------
 
 
 def test_every_type_of_a_parameter_and_its_description() -> None:
@@ -210,9 +205,6 @@ def test_columns_of_a_row_for_the_parameters_of_reset() -> None:
     def some(f: str, answer: int, none: int = 0) -> None: ...
 
     assert build_row(prompt, [], some) == {"f": "7", "answer": 4}
-
-
-# ---- making it -----------------------------------------------------------------------------------
 
 
 def add(a: int) -> str:

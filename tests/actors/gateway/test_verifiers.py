@@ -35,9 +35,6 @@ def config(runs: Path, python: str = "", env: str = KIND, **agent: Any) -> Confi
     return verifiers_kit.config(runs, env, python, **agent)
 
 
-# ---- before a run --------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def located(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Config]:
     """The config whose prompts are those of the environment with all kinds."""
@@ -133,9 +130,6 @@ def test_the_environment_and_its_task_go_together(tmp_path: Path) -> None:
         assert any(problem.startswith(key) for problem in problems), problems
     other = msgspec.structs.replace(config(tmp_path), task=TaskConfig(name="calc"))
     assert any(problem.startswith("task.name: calc with") for problem in rules.check(other))
-
-
-# ---- sessions ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
