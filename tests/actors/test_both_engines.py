@@ -103,11 +103,8 @@ def test_the_main_job_in_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     warm_start(config, model, steps=1, threads=1)
     task = task_of_shares(tmp_path, "12345", "67890", "1234567890")
     summary, rows = both(tmp_path, model, f"learner.steps={steps}", *task)
-    assert (
-        summary["steps"] == steps
-        and summary["lag"]["max"] <= 2
-        and len(rows) == 64 * steps == summary["trajectories"]
-    )
+    assert summary["steps"] == steps and summary["lag"]["max"] <= 2
+    assert len(rows) == 64 * steps == summary["trajectories"]
     assert summary["ledger"]["generated"] == summary["ledger"]["trained"]
     assert summary["mismatch_k3_max"] < 1e-8
     assert len(swaps_in_mid_answer(rows)) >= steps // 2

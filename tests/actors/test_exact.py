@@ -244,12 +244,10 @@ def test_a_stale_run_has_a_mismatch_of_exactly_0_at_every_lag(
         for x in (Path(done.json["run_dir"]) / "metrics.jsonl").read_text().splitlines()
     ]
     split = [r for r in rows if "split/mismatch" in r]
-    assert len(split) == 5 and all(
-        r["mismatch/max_one_version"] == 0 and r["split/mismatch_k3"] == 0 for r in split
-    )
-    assert [r["lag/mean"] for r in split] == [0, 1, 2, 2, 2] and all(
-        r["split/coverage"] == 1 for r in split
-    )
+    assert len(split) == 5
+    assert all(r["mismatch/max_one_version"] == 0 and r["split/mismatch_k3"] == 0 for r in split)
+    assert [r["lag/mean"] for r in split] == [0, 1, 2, 2, 2]
+    assert all(r["split/coverage"] == 1 for r in split)
     assert all(r["split/staleness_k3"] > 1e-6 and r["by_lag/mismatch_2"] == 0 for r in split[2:])
     assert done.json["mismatch_k3_max"] == 0
 

@@ -108,11 +108,8 @@ def test_answers_that_wait_for_their_reward_keep_their_lease(
     assert renew.judging == [(0, 1)] and [p[:2] for p in renew.progress] == [(1, 2)], (
         "ticket 1 has a row in the engine"
     )
-    assert (
-        renew.stats["reward/queue"] == 3
-        and renew.stats["reward/workers"] == 1
-        and not renew.waiting
-    )
+    assert renew.stats["reward/queue"] == 3 and renew.stats["reward/workers"] == 1
+    assert not renew.waiting
     ends((1, 1, 2))
     renew = told()
     assert renew.judging == [(0, 1), (1, 2)] and renew.waiting.what == m.REWARDS_WAITED_FOR
@@ -125,12 +122,9 @@ def test_answers_that_wait_for_their_reward_keep_their_lease(
     while g.unscored:
         assert time.monotonic() < deadline
         one_pass(g)
-    assert (
-        told().judging == []
-        and told().stats["reward/judged"] == 4
-        and told().stats["generator/reward_idle_s"] > 0
-        and {"link/acked", "link/fetch_s"} < set(told().stats)
-    )
+    assert told().judging == [] and told().stats["reward/judged"] == 4
+    assert told().stats["generator/reward_idle_s"] > 0
+    assert {"link/acked", "link/fetch_s"} < set(told().stats)
     assert sum(len(x.samples) for x in said if isinstance(x, m.Delivery)) == 4
 
 
@@ -350,11 +344,8 @@ def test_weights_whose_learner_is_gone_are_waited_for_by_name_until_others_are_a
     for _ in range(3):
         one_pass(g)
     since = g.waiting_since
-    assert (
-        g.missing is not None
-        and "weights 1.0, which are unavailable" in g.waiting_for
-        and "ring_1/manifest" in g.waiting_for
-    )
+    assert g.missing is not None and "weights 1.0, which are unavailable" in g.waiting_for
+    assert "ring_1/manifest" in g.waiting_for
     one_pass(g)
     assert g.waiting_since == since  # one wait, whose age grows, and not a new one in each pass
     # longer than wires.connect_s, shorter than a start may take
@@ -405,11 +396,8 @@ def test_hands_full_of_a_dead_learners_tickets_are_emptied_when_the_next_one_is_
     del said[:]
     g.socket.inbox.append(m.HeartbeatReply(2, announcement(2)))
     one_pass(g)
-    assert (
-        not g.schedule.held
-        and g.engine.loads == [(2, 0)]
-        and any(isinstance(x, m.TicketRequest) for x in said)
-    )
+    assert not g.schedule.held and g.engine.loads == [(2, 0)]
+    assert any(isinstance(x, m.TicketRequest) for x in said)
 
 
 def test_weights_that_stay_gone_end_a_generator_of_its_own_and_never_a_supervised_one(

@@ -401,16 +401,13 @@ def test_answers_have_every_field_of_the_api(url: str, directory: Path) -> None:
     }
     echoed = ask("completions", prompt="ab", max_tokens=0, echo=True, logprobs=1)
     (choice,) = echoed["choices"]
-    assert choice["text"] == "ab" and echoed["usage"] == usage | {
-        "completion_tokens": 0,
-        "total_tokens": 2,
-    }
+    assert choice["text"] == "ab"
+    assert echoed["usage"] == usage | {"completion_tokens": 0, "total_tokens": 2}
     found = choice["logprobs"]
     assert found["tokens"] == ["a", "b"] and found["token_logprobs"][0] is None
     assert found["text_offset"] == [0, 1] and found["top_logprobs"][0] is None
-    assert len(found["top_logprobs"][1]) == 1 and set(found) == {
-        *("tokens", "token_logprobs", "text_offset", "top_logprobs")
-    }
+    assert len(found["top_logprobs"][1]) == 1
+    assert set(found) == {*("tokens", "token_logprobs", "text_offset", "top_logprobs")}
     ended = ask("completions", prompt=[3, 1], max_tokens=0, echo=True, logprobs=0)
     (choice,) = ended["choices"]
     special = load_tokenizer(directory).decode([1])

@@ -244,8 +244,5 @@ def test_a_model_without_a_limit_of_positions_reads_long_texts(tmp_path: Path) -
 
 def test_groups_hold_what_fits_with_their_padding() -> None:
     assert group_by_length([2048] * 5) == [[0, 1, 2, 3], [4]], "8192 tokens and no more"
-    assert group_by_length([]) == [] and group_by_length([4000, 4000, 10, 5000]) == [
-        [2, 0],
-        [1],
-        [3],
-    ]
+    assert group_by_length([]) == []
+    assert group_by_length([4000, 4000, 10, 5000]) == [[2, 0], [1], [3]]

@@ -226,14 +226,8 @@ def test_a_process_that_hangs_or_dies_is_replaced(runner: MakeRewardRunner) -> N
     got = judge(r, "2", "hang", "a", "die", "b", "2")
     assert "hung for more than 2 s" in got[1][4] and r.pool is not None and r.pool.hangs == 1
     assert got[3][4].startswith("machinery: the reward process ended (exit code 3); prompt '1+1='")
-    assert [x[1] for x in got] == [1.0, 0.0, 0.0, 0.0, 0.0, 1.0] and [bool(x[4]) for x in got] == [
-        False,
-        True,
-        False,
-        True,
-        False,
-        False,
-    ]
+    assert [x[1] for x in got] == [1.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+    assert [bool(x[4]) for x in got] == [False, True, False, True, False, False]
     assert sorted(noted()) == ["2", "2", "a", "b"], (
         "what stood in a lost process's queue was judged once, by another"
     )
@@ -269,11 +263,8 @@ def test_processes_go_on_between_two_looks(runner: MakeRewardRunner) -> None:
     until(lambda: len(noted()) == 50)
     assert len(collected(r, 50, had)) == 50 and r.judged == 50
     numbers = r.collect_metrics()
-    assert (
-        numbers["reward/judged"] == 50
-        and numbers["reward/queue"] == 0
-        and numbers["reward/workers"] == 1
-    )
+    assert numbers["reward/judged"] == 50 and numbers["reward/queue"] == 0
+    assert numbers["reward/workers"] == 1
     assert numbers["reward/called_s"] > 0 and numbers["reward/waited_s"] > 0
 
 
@@ -427,20 +418,14 @@ def test_exits_prints_and_reads_are_no_harm(
     r = runner("mine:reward")
     pid = r.processes[0].process.pid
     got = judge(r, "exit", "read", "print", "print", "lines", "2")
-    assert (
-        "called sys.exit('no more')" in got[0][4]
-        and "EOFError" in got[1][4]
-        and got[4][4].startswith("data: the reward raised ValueError: one at mine.py:")
-    )
-    assert [x[4] for x in (got[2], got[3], got[5])] == [""] * 3 and r.processes[
-        0
-    ].process.pid == pid
+    assert "called sys.exit('no more')" in got[0][4] and "EOFError" in got[1][4]
+    assert got[4][4].startswith("data: the reward raised ValueError: one at mine.py:")
+    assert [x[4] for x in (got[2], got[3], got[5])] == [""] * 3
+    assert r.processes[0].process.pid == pid
     out, err = capfd.readouterr()
     assert not out, "standard output is not theirs"
-    assert (
-        PRINTED_CHARACTERS <= len(err) < PRINTED_CHARACTERS + 1000
-        and err.count("the rest is dropped") == 1
-    )
+    assert PRINTED_CHARACTERS <= len(err) < PRINTED_CHARACTERS + 1000
+    assert err.count("the rest is dropped") == 1
 
 
 @pytest.mark.parametrize(
@@ -482,11 +467,9 @@ def test_a_look_at_a_reward_function(
     assert [row["reward_of_answer"], row["reward_of_nothing"]] == rewards_ and done.returncode == (
         2 if why else 0
     ), done.stderr
-    assert (
-        "Traceback" not in done.stderr
-        and ("error: reward.function = looked_at:reward: data: " in done.stderr) == bool(why)
-        and why in done.stderr
-    )
+    assert "Traceback" not in done.stderr
+    assert ("error: reward.function = looked_at:reward: data: " in done.stderr) == bool(why)
+    assert why in done.stderr
 
 
 def test_the_pool_grows_while_answers_wait_and_cores_are_idle(

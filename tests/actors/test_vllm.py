@@ -198,10 +198,8 @@ def test_logprobs_before_and_after_a_swap(case: Case) -> None:
         assert answers.keys() == {r.key for r in requests}
         for r in requests:
             a = answers[r.key]
-            assert (
-                0 < len(a.tokens) == len(a.logprobs) <= r.max_new_tokens
-                and (a.prompt == r.prompt).all()
-            )
+            assert 0 < len(a.tokens) == len(a.logprobs) <= r.max_new_tokens
+            assert (a.prompt == r.prompt).all()
             assert (a.finish == "stop") == (a.tokens[-1] == 1) and 1 not in a.tokens[:-1]
             assert [(s.label, s.start, s.end, s.kv) for s in a.spans] == [
                 (label, 0, len(a.tokens), label)
@@ -252,9 +250,8 @@ def test_swap_in_mid_answer(case: Case) -> None:
         far = max(far, case.worst(case.new, a, r, slice(6, None)))
     assert far > 1e-2 if case.in_flight == "keep_kv" else far < case.bound
     late = answers[50, 0, 1]
-    assert [s.label for s in late.spans] == [second] and case.worst(
-        case.new, late, request(50, 0, [0])
-    ) < case.bound
+    assert [s.label for s in late.spans] == [second]
+    assert case.worst(case.new, late, request(50, 0, [0])) < case.bound
 
 
 def test_what_is_drawn_follows_the_seed_and_not_the_neighbours(case: Case) -> None:
@@ -390,12 +387,8 @@ def test_abort_and_what_does_not_fit(case: Case) -> None:
     done = {a.key for a in case.engine.step(3)}
     left = {(t, 0, 1) for t in range(3)} - done
     tokens = case.engine.abort(left)
-    assert (
-        tokens.keys() == left
-        and set(tokens.values()) <= {3}
-        and case.engine.active == 0
-        and case.engine.count_tokens() == {}
-    )
+    assert tokens.keys() == left and set(tokens.values()) <= {3} and case.engine.active == 0
+    assert case.engine.count_tokens() == {}
     with pytest.raises(ConfigError, match=r"generator\.context"):
         case.engine.add([request(9, 0, [3] * 60, 20)])
 
@@ -662,7 +655,5 @@ def test_engines_command() -> None:
     rows = {r["name"]: r for r in json.loads(done.stdout.strip().splitlines()[-1])["engines"]}
     assert rows.keys() == {"embedded", "vllm", "torch", "deepspeed"}
     assert all(r["works"] and not r["why"] for r in rows.values())
-    assert (
-        rows["vllm"]["version"] == ENGINES["vllm"].pinned
-        and rows["vllm"]["setting"] == 'generator.engine = "vllm"'
-    )
+    assert rows["vllm"]["version"] == ENGINES["vllm"].pinned
+    assert rows["vllm"]["setting"] == 'generator.engine = "vllm"'

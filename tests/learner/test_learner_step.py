@@ -81,9 +81,8 @@ def test_groups_stand_together_where_a_prompt_is_encoded_once(model_dir: Path) -
     assert [packed.group_of[i] for i in order()] == groups
     c.model.fast = None  # encodes every row whole: by length
     lengths = [packed.count_sample_tokens()[i] for i in order()]
-    assert lengths == sorted(lengths) and order() != sorted(
-        order(), key=lambda i: packed.group_of[i]
-    )
+    assert lengths == sorted(lengths)
+    assert order() != sorted(order(), key=lambda i: packed.group_of[i])
 
 
 def test_kl_early_stop_makes_no_further_step_and_leaves_no_gradient(model_dir: Path) -> None:

@@ -517,15 +517,6 @@ def test_errors_of_the_pre_pass(advantage: dict[str, str], said: str) -> None:
     assert str(e.value).startswith(said)
 
 
-def test_each_baseline_of_reinforce() -> None:
-    b = batch(1)
-    for baseline, value in (("none", 0.0), ("batch", float(b.rewards.mean())), ("ema", 0.7)):
-        prep = sl.prepare(
-            b, config(advantage={"name": "reinforce", "baseline": baseline}), baseline=0.7
-        )
-        assert torch.allclose(prep.advantage, torch.where(b.mask, (b.rewards - value)[b.seq], 0.0))
-
-
 def test_minibatches_deal_whole_groups_evenly_by_seed_batch_and_epoch(model_dir: Path) -> None:
     c, packed = core(model_dir, learner={"minibatches": 4}, seed=3), pack(learner_batch())
     c.state.number = 2

@@ -54,10 +54,6 @@ def test_a_difference_is_cut_where_it_is_exponentiated_and_only_there() -> None:
     assert ratios.subtract(a, b).tolist() == [25, -25, 0, -1000, 1000]
 
 
-def test_the_order_of_messages_for_an_unknown_name() -> None:
-    assert str(ratios.build_name_error("a.b", "c", ("d", "e"))) == "a.b = c: choose one of d, e"
-
-
 def test_the_value_loss_is_half_a_square_and_clipped_only_when_asked() -> None:
     v, r = vec(3.0, 0.0, 1.0, 2.0, 4.0), vec(1.0, 2.0, 1.0, 0.0, 6.0)
     old = vec(1.0, 1.0, 3.0, 4.0, 1.0)

@@ -212,9 +212,8 @@ def test_a_ring_whose_directory_was_removed_is_made_anew_with_all_that_it_held(
         reader = before if name == "before" else WeightsReceiver(config, name)
         for n in (2, 1):
             got = reader.pull(source, Label(1, n), digests[n])
-            assert (
-                got is not None and got[1] == digests[n] and got[2] == (b"\x01" if n == 1 else b"")
-            )
+            assert got is not None and got[1] == digests[n]
+            assert got[2] == (b"\x01" if n == 1 else b"")
         reader.close()
     r.close()
 

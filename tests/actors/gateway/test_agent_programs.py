@@ -181,11 +181,8 @@ def test_the_variables_of_a_program(
         **dict.fromkeys(MODEL_VARIABLES, "m"),
     }
     assert {name: env.get(name) for name in expected} == expected
-    assert (
-        len(MODEL_VARIABLES) == 7
-        and "PATH" in select_inherited([])
-        and not select_inherited([]).get("LC")
-    )
+    assert len(MODEL_VARIABLES) == 7 and "PATH" in select_inherited([])
+    assert not select_inherited([]).get("LC")
 
 
 def test_the_variables_that_every_program_inherits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,10 +106,8 @@ def test_a_session_begins_in_the_process_with_the_fewest() -> None:
     pool.workers = [process(1, 2), process(3), process(4, 5)]
     for session, place in ((6, 1), (7, 0), (8, 1)):
         pool.reset(reset(session))
-        assert (
-            pool.processes[session] is pool.workers[place]
-            and session in pool.processes[session].sessions
-        )
+        assert pool.processes[session] is pool.workers[place]
+        assert session in pool.processes[session].sessions
         assert pool.processes[session].sent[-1] == [reset(session)]
         assert pool.processes[session].asked[-1] == (session, "reset")
     pool.end(6)

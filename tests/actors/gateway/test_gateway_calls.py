@@ -103,10 +103,8 @@ def test_a_call_is_answered_once() -> None:
     assert sent(one) == {b"a": [1]}
     answer = m.CallResult(1, b"", b"", [], "stop")
     assert one.on_result(answer) == call(1)
-    assert (
-        one.on_result(answer) is None
-        and one.on_result(m.CallResult(2, b"", b"", [], "stop")) is None
-    )
+    assert one.on_result(answer) is None
+    assert one.on_result(m.CallResult(2, b"", b"", [], "stop")) is None
 
 
 def test_a_generator_started_anew_is_sent_its_calls_again() -> None:
@@ -265,9 +263,8 @@ def test_a_call_that_cannot_be_drawn_is_answered_by_a_failure_and_the_others_are
         msgspec.structs.replace(call(16), grammar="a" * (m.MOST_GRAMMAR + 1)),
     ]
     answers = {each.id: each for each in drawn(turn, [bad[0], call(14), *bad[1:]], AT)}
-    assert (
-        answers.keys() == {11, 12, 13, 14, 15, 16} and answers[14].tokens and not answers[14].failed
-    )
+    assert answers.keys() == {11, 12, 13, 14, 15, 16} and answers[14].tokens
+    assert not answers[14].failed
     assert "of a model with" in answers[11].failed and "in a context of" in answers[12].failed
     assert "Unimplemented keys" in answers[15].failed and "65537 char" in answers[16].failed
     assert all(answers[x.id].failed and not answers[x.id].tokens for x in bad)

@@ -524,9 +524,8 @@ def test_messages_as_templates_take_them() -> None:
         ]
     )
     assert made[0] == {"role": "system", "content": "ab"}
-    assert made[1]["content"] == "" and made[1]["tool_calls"][0]["function"]["arguments"] == {
-        "a": 1
-    }
+    assert made[1]["content"] == ""
+    assert made[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
     assert made[2] == {"role": "assistant", "content": "x"}
     arguments = ["[1]", "no JSON", '{"a": [1]}', {"b": 2}]
     calls = [{"id": "c", "function": {"name": "f"}}]

@@ -144,10 +144,8 @@ def test_a_forced_answer_is_ignored_by_name_or_refused(
         assert said.status_code == 200
         assert said.headers.get("x-asyncrl-ignored") == (name if body != go else None)
     plain, forced = opened.session.tree.nodes
-    assert (
-        plain.build_prompt().tolist() == forced.build_prompt().tolist()
-        and plain.tools == forced.tools
-    )
+    assert plain.build_prompt().tolist() == forced.build_prompt().tolist()
+    assert plain.tools == forced.tools
     _, opened = claude(refusing)
     said = post(refusing, opened, f"/v1/{route}", go | more)
     assert said.status_code == 400 and said.json()["error"]["param"] == name

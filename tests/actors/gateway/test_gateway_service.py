@@ -379,11 +379,8 @@ def test_sessions_of_an_epoch_that_is_over_wait_and_go_on_under_the_next_grant(
     assert gateway.list_progress() == [(11, 1, 3)]
     source = m.WeightsSource(2, "here", "", "")
     gateway.announce(m.PolicyAnnouncement(Label(2, 1), "d", source))
-    assert (
-        len(gateway.list_parked_episodes()) == 2
-        and not gateway.router.open
-        and gateway.free_sessions == 256
-    )
+    assert len(gateway.list_parked_episodes()) == 2 and not gateway.router.open
+    assert gateway.free_sessions == 256
     assert gateway.list_progress() == [(11, 1, 3)]
     gateway.renewed = 0.0
     gateway.renew()

@@ -242,9 +242,8 @@ def test_other_names_and_marked_calls_are_set_aside(served: Served) -> None:
     talk, opened = client(served)
     talk.chat.completions.create(model="gpt-4o-mini", messages=GO)
     talk.chat.completions.create(model="policy", messages=GO, metadata={"asyncrl": "aside"})
-    assert opened.session.build_training_rows() == () and opened.session.aside == 2 * (
-        len("answer 0") + 1
-    )
+    assert opened.session.build_training_rows() == ()
+    assert opened.session.aside == 2 * (len("answer 0") + 1)
     opened.session.set_reward(1.0, now=0.0)
     why = build_trajectory(opened.session, None, AgentConfig(serve=True, model="tuned")).failed.why
     assert "all 2 answered calls of the session are excluded" in why and "model tuned" in why

@@ -98,9 +98,8 @@ def test_openais_client_sends_images_and_goes_on_with_them(served: Served) -> No
     head = "<|im_start|>user\nsee <image> and <image><|im_end|>\n<|im_start|>assistant\n"
     assert prompt_of(session, 0) == head
     node = session.tree.nodes[0]
-    assert node.images == NAMES[:2] and session.images == images.index_by_digest(
-        map(picture, range(2))
-    )
+    assert node.images == NAMES[:2]
+    assert session.images == images.index_by_digest(map(picture, range(2)))
     history = (first, {"role": "assistant", "content": said})
     ask(*history, user("more ", 2))
     below = session.tree.nodes[1]

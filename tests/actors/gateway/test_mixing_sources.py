@@ -156,9 +156,8 @@ def test_an_environments_rows_become_the_tasks_files(
     assert Path(task.prompts).read_text() == "train\n" * 2 and task.heldout == ""
     assert Path(task.prompts).is_relative_to(tmp_path)
     (argv,) = examined["argv"]
-    assert argv[0] == "/opt/python" and argv[-4:-1] == [
-        *("actors.gateway.hubs.examine", "verifiers:words", '{"seed": 4}')
-    ]
+    assert argv[0] == "/opt/python"
+    assert argv[-4:-1] == [*("actors.gateway.hubs.examine", "verifiers:words", '{"seed": 4}')]
     assert not Path(argv[-1]).exists(), "the temporary folder is removed"
     examined["counts"] = {"train": 1, "eval": 3}
     task = prompt_files.write_task_files(TaskConfig(name="env"), ENV, tmp_path)
@@ -316,9 +315,8 @@ def test_sessions_begin_where_agents_have_room() -> None:
     first, second, starting = pool.workers
     assert [orders.seats for orders in second.sent] == [["opened 0"], ["opened 2"]]
     assert [orders.seats for orders in first.sent] == [["opened 1"]] and starting.sent == []
-    assert (
-        pool.numbers == 10 and sessions.asks == pool.requested == 0 and sessions.starting == set()
-    )
+    assert pool.numbers == 10 and sessions.asks == pool.requested == 0
+    assert sessions.starting == set()
     for each in pool.workers:
         each.ready = False
     pool._start_sessions()

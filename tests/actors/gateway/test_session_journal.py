@@ -116,10 +116,8 @@ def test_a_restored_session_is_the_one_that_was_kept(tmp_path: Path) -> None:
     after = recorded.new_session()
     last = restore(after, records, 8.0)
     assert last is not None and last.number == 2  # the newest that is trained
-    assert (
-        after.build_training_rows() == before.build_training_rows()
-        and len(after.build_training_rows()) == 2
-    )
+    assert after.build_training_rows() == before.build_training_rows()
+    assert len(after.build_training_rows()) == 2
     for row in after.build_training_rows():
         support = SampledSupport.decode(row.support, len(row.mask))
         assert np.array_equal(support.sizes > 0, np.frombuffer(row.mask, np.uint8) > 0)
@@ -345,9 +343,8 @@ def test_a_session_that_is_being_judged_is_judged_by_a_new_process(
         second = Process(config, tmp_path)
         opened, rewards = second.door.find(going.session.name), second.gateway.rewards
         assert opened is not None and rewards is not None
-        assert opened.session.state == "judging" and [x.key for x in rewards.collect()] == [
-            (1, going.session.sample, 1)
-        ]
+        assert opened.session.state == "judging"
+        assert [x.key for x in rewards.collect()] == [(1, going.session.sample, 1)]
         second.kill()
 
     asyncio.run(play())

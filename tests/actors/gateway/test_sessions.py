@@ -65,9 +65,8 @@ def play(seed: int) -> tuple[int, int]:
             elif said == "over":
                 assert x is not holder
                 x.told = said
-            assert (said in ("new", "holds")) == (x is holder) and s.get_holder("g") == (
-                holder.token if holder else None
-            )
+            assert (said in ("new", "holds")) == (x is holder)
+            assert s.get_holder("g") == (holder.token if holder else None)
         waiting = [
             x
             for x in lives
@@ -96,17 +95,10 @@ def test_one_burst_of_late_frames_does_not_prove_a_life() -> None:
 
 def test_who_leaves_frees_the_name_at_once_and_for_good() -> None:
     s = PeerSessions(SILENT_S)
-    assert (
-        s.on_message("g", 1, 0.0) == "new"
-        and not s.end_session("g", 2)
-        and s.end_session("g", 1)
-        and s.get_holder("g") is None
-    )
-    assert (
-        s.on_message("g", 1, 0.1) == "over"
-        and s.on_message("g", 2, 0.2) == "new"
-        and s.end_session("nobody", 7)
-    )
+    assert s.on_message("g", 1, 0.0) == "new" and not s.end_session("g", 2)
+    assert s.end_session("g", 1) and s.get_holder("g") is None
+    assert s.on_message("g", 1, 0.1) == "over" and s.on_message("g", 2, 0.2) == "new"
+    assert s.end_session("nobody", 7)
 
 
 def test_memory_is_bounded_whatever_is_said() -> None:

@@ -123,9 +123,8 @@ def test_results_errors_and_coroutines_of_tools() -> None:
         raise KeyError("one\ntwo")
 
     loop = ToolLoop([long, later, wrong])
-    assert not loop.pays and [each["function"]["name"] for each in loop.schemas] == [
-        *("long", "later", "wrong")
-    ]
+    assert not loop.pays
+    assert [each["function"]["name"] for each in loop.schemas] == [*("long", "later", "wrong")]
     assert len(called(loop, "long", {"count": LONGEST + 5})["content"]) == LONGEST == 1 << 20
     assert called(loop, "later", {"text": "a"}) == {
         **{"role": "tool", "tool_call_id": "c", "content": "a", "name": "later"}
