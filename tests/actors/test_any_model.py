@@ -1,6 +1,5 @@
 """Any transformers causal LM directory: GPT-2 and a Gemma, which have no packed forward, through
-engine, learner and a whole run.
-"""
+engine, learner and a whole run."""
 
 from __future__ import annotations
 

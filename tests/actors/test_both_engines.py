@@ -1,6 +1,5 @@
 """vLLM generates and two DeepSpeed ranks learn, in one run: the main job in short, and a model of
-another family.
-"""
+another family."""
 
 from __future__ import annotations
 
@@ -114,8 +113,7 @@ def test_the_main_job_in_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_gemma_through_both(tmp_path: Path) -> None:
     """Neither packed forward nor plain norms: embeddings scaled, norms of 1 + w, always tied.  From
-    random weights to mostly a's.
-    """
+    random weights to mostly a's."""
     tokenizer = build_character_tokenizer("abcdefgh")
     config = transformers.GemmaConfig(
         vocab_size=len(tokenizer),

@@ -1,6 +1,5 @@
 """The embedded engine against transformers: what it records is the log-probability of what it
-really sampled from.
-"""
+really sampled from."""
 
 from __future__ import annotations
 
@@ -92,8 +91,7 @@ def test_what_is_drawn_does_not_depend_on_neighbours_slots_or_order(tmp_path: Pa
 @pytest.mark.parametrize("in_flight", ["recompute_kv", "keep_kv"])
 def test_swap_in_mid_answer(tmp_path: Path, in_flight: str) -> None:
     """Under recompute_kv each token's logprob follows from the weights that its span names; keep_kv
-    attends to old keys.
-    """
+    attends to old keys."""
     old = policy.build_model(tmp_path / "a", "abcdefgh", seed=1)
     new = policy.build_model(tmp_path / "b", "abcdefgh", seed=2)
     e = engine(old, in_flight=in_flight)

@@ -1,6 +1,5 @@
 """Exact mode: engine and learner give the same bits, whatever the batch around an answer; and a
-whole run at lag 0 shows it.
-"""
+whole run at lag 0 shows it."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ FAMILIES = [
 @pytest.fixture(params=["one table", "a table a length"])
 def tables(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Answers of a micro-batch in one table, and in as many as there can be; how many each forward
-    pass had.
-    """
+    pass had."""
     found: list[int] = []
     plan = packed_forward.plan_packing
 
@@ -223,8 +221,7 @@ def test_a_stale_run_has_a_mismatch_of_exactly_0_at_every_lag(
     asyncrl: Callable[..., Ended],
 ) -> None:
     """Answers of the version before last: what lies between them and the learner's start is
-    staleness, to the last bit.
-    """
+    staleness, to the last bit."""
     done = asyncrl(
         "run",
         "learner.steps=5",

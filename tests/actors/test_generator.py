@@ -1,6 +1,5 @@
 """The generator's loop with its buffer and its engine played by hand: what a frame makes it do, and
-what it says when it ends.
-"""
+what it says when it ends."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ MakeGenerator = Callable[..., Generator]
 
 def test_an_outdated_attempt_takes_nothing_from_the_next_one(make: MakeGenerator) -> None:
     """The learner dies while an answer is written and comes back; the ticket's second attempt comes
-    before the first one is dropped.
-    """
+    before the first one is dropped."""
     g = make()
     g.socket.inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1)))
     one_pass(g)
@@ -69,8 +67,7 @@ def test_answers_that_wait_for_their_reward_keep_their_lease(
     make: MakeGenerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Renewed is what is written and being judged; not what has a row in the engine, however long
-    that takes.
-    """
+    that takes."""
     (tmp_path / "gated.py").write_text(
         "import os, time\ndef reward(prompt, text):\n    while not os.path.exists('open'): "
         "time.sleep(0.01)\n    return 1.0\n"
@@ -222,8 +219,7 @@ def test_a_slow_engine_makes_fewer_steps_in_a_call(
     make: MakeGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Leases are renewed between two calls; in lockstep the steps of a call must not hang on
-    time.
-    """
+    time."""
     for sets, expected in (((), [8, 4, 2, 1, 1, 2, 3]), (("staleness.max_lag=0",), [8] * 7)):
         g = make(*sets)
         g.socket.inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1)))
@@ -285,8 +281,7 @@ def test_told_to_end_it_says_what_it_drew_and_that_its_leases_are_free(make: Mak
 
 def test_told_that_the_run_is_over_it_ends_without_a_word(make: MakeGenerator) -> None:
     """Nobody waits for it any more, and a buffer that has gone would make it wait for its own last
-    words.
-    """
+    words."""
     g = make()
     g.socket.inbox.append(tickets(g, announcement(1)))
     one_pass(g)
@@ -383,8 +378,7 @@ def test_hands_full_of_a_dead_learners_tickets_are_emptied_when_the_next_one_is_
     make: MakeGenerator, ring: str
 ) -> None:
     """It asks for no ticket and delivers nothing, so no answer but that to its renewals can tell
-    it.
-    """
+    it."""
     g = make()
     g.weights.missing = {1}
     full = [ticket(n, n + 1, epoch=1) for n in range(4)]  # two samples each, eight rows

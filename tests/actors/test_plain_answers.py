@@ -1,6 +1,5 @@
 """The door takes answers of the usual kind, and refuses each fault in the same words, alone or in
-the company of others.
-"""
+the company of others."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """reasoning-gym's generators as tasks: splits, rewards and refusals, by a stand-in with its
-interface; the real package where it is installed.
-"""
+interface; the real package where it is installed."""
 
 from __future__ import annotations
 

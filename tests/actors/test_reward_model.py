@@ -1,6 +1,5 @@
 """Rewards by a sequence classifier: its process against transformers' own forward, one answer at a
-time; and directories that cannot judge.
-"""
+time; and directories that cannot judge."""
 
 from __future__ import annotations
 

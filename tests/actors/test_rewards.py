@@ -1,6 +1,5 @@
 """Reward functions that misbehave: each answer comes back exactly once, as a number or as a
-failure, never as a silent 0.
-"""
+failure, never as a silent 0."""
 
 from __future__ import annotations
 
@@ -158,8 +157,7 @@ def runner(
 
 def ended_for(runner: RewardRunner, *texts: str) -> RewardRunner:
     """With a short deadline: whoever is at one of these answers is ended at it, and nobody else,
-    so that a good call may take its time on a busy machine.
-    """
+    so that a good call may take its time on a busy machine."""
     assert runner.pool is not None
     deadline = runner.pool.compute_deadline
 
@@ -270,8 +268,7 @@ def test_processes_go_on_between_two_looks(runner: MakeRewardRunner) -> None:
 
 def test_a_call_that_takes_long_keeps_only_its_process(runner: MakeRewardRunner) -> None:
     """Only what was sent ahead to that process waits behind it; the other one judges all the
-    rest.
-    """
+    rest."""
     r = runner("mine:reward", workers=2)
     until(lambda: not r.poll() and all(p.ready for p in r.processes))
     judge(r, *["warm"] * 20)
@@ -441,8 +438,7 @@ def test_a_look_at_a_reward_function(
     body: str, rewards_: list[float], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`asyncrl task try`: as a run would call it; what fails is one line with the key, after what
-    it found.
-    """
+    it found."""
     (tmp_path / "looked_at.py").write_text(f"def reward(prompt, text):\n    {body}\n")
     done = subprocess.run(
         [

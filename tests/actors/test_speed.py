@@ -1,6 +1,5 @@
 """What keeps processes small: no heavy import where none is needed, and memory that does not grow
-with the answers written.
-"""
+with the answers written."""
 
 from __future__ import annotations
 

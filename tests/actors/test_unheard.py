@@ -1,7 +1,6 @@
 """Tickets whose reply nobody heard: the buffer died, or a connection broke, between the grant and
 its reply.  The generator says what it has, and the rest is due again without waiting for a lease to
-end.
-"""
+end."""
 
 from __future__ import annotations
 
@@ -114,8 +113,7 @@ def tickets(sent: list[Any]) -> list[m.Ticket]:
 
 def test_a_ticket_whose_grant_dies_with_the_buffer_goes_out_again_at_once(tmp_path: Path) -> None:
     """Killed after the grant was written, before its reply was heard: the next life learns from two
-    renewals that nobody has the ticket; no clock is looked at.
-    """
+    renewals that nobody has the ticket; no clock is looked at."""
     life = Life(tmp_path / "run")
     hi = greeting(life.service)
     ask = m.TicketRequest("generator-0", 7, 1, 8, None)

@@ -1,6 +1,5 @@
 """vLLM as the generator's engine: logprobs against transformers before and after swaps, spans, the
-probe, a whole run.
-"""
+probe, a whole run."""
 
 from __future__ import annotations
 
@@ -182,8 +181,7 @@ def case(
 
 def test_logprobs_before_and_after_a_swap(case: Case) -> None:
     """Those of what was sampled from, at any temperature, top-p and top-k; every answer ends at its
-    stop token or its limit.
-    """
+    stop token or its limit."""
     # rounding in bf16 moves tokens across the edge of a cut
     cuts = CUTS if case.bound < 1e-3 else CUTS[:2]
     for model in (case.old, case.new, case.old):
@@ -223,8 +221,7 @@ def test_logprobs_of_vllms_own_sampler(case: Case, monkeypatch: pytest.MonkeyPat
 
 def test_swap_in_mid_answer(case: Case) -> None:
     """recompute_kv: each token follows from the weights that its span names; keep_kv: the new
-    weights attend to old keys.
-    """
+    weights attend to old keys."""
     first = case.load(case.old)
     requests = [request(t, 0, [3, 4, 3 + t], 20) for t in range(8)]
     case.engine.add(requests)
@@ -274,8 +271,7 @@ def test_prompts_that_are_encoded_in_parts_draw_as_whole_ones_do(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More tokens than a step may encode: vLLM cuts prompts, and throws away what it samples of a
-    part.
-    """
+    part."""
     case.load(case.old)
     requests = [request(t, 0, [3 + (t + n) % 8 for n in range(24 + t)]) for t in range(8)]
     case.engine.add(in_form(case, requests))
@@ -309,8 +305,7 @@ def in_form(case: Case, requests: list[CompletionRequest]) -> list[CompletionReq
 
 def test_the_tokens_that_were_left_are_recorded(case: Case) -> None:
     """By top-p, top-k and patterns, across a swap in mid-answer: over them the learner has the
-    recorded log-probabilities, and over the whole vocabulary it has not.
-    """
+    recorded log-probabilities, and over the whole vocabulary it has not."""
     case.load(case.old)
     requests = in_form(case, [request(t, s, [3 + t, 4]) for t in range(6) for s in range(2)])
     requests = [replace(r, top_k=4 if r.key[0] % 3 == 2 else 0) for r in requests]
@@ -345,8 +340,7 @@ def test_the_tokens_that_were_left_are_recorded(case: Case) -> None:
 
 def test_numbers_drawn_ahead_are_each_generators_own(case: Case) -> None:
     """Whatever the order in which rows draw, and for how long; a bounded number of generators is
-    remembered.
-    """
+    remembered."""
     assert isinstance(case.worker.asyncrl_seeded, SeededSampler)
     plain = lambda *_: None  # noqa: E731
     alone = [
@@ -395,8 +389,7 @@ def test_abort_and_what_does_not_fit(case: Case) -> None:
 
 def test_a_swap_that_did_not_take_stops_the_run(case: Case) -> None:
     """The probe: published weights that the engine does not compute with end in an error before any
-    answer leaves.
-    """
+    answer leaves."""
     before = case.engine.probes
     case.load(case.old)
     case.engine.add([request(0, 0, [3, 4], 20)])
@@ -422,8 +415,7 @@ def test_weights_that_vllm_loads_half_way_are_found_out(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its `load_weights` of a model that serves: in float32 on a CPU it raises at a matrix whose
-    plain form is freed, and what comes before is new.
-    """
+    plain form is freed, and what comes before is new."""
     case.load(case.old)
     case.finish()
     case.engine.step(3)
@@ -502,8 +494,7 @@ def test_how_far_a_probe_may_be_off_by_type_depth_and_likelihood() -> None:
 
 def test_without_a_published_probe_the_generator_computes_it(case: Case) -> None:
     """A version from before a resume; and a published probe of other weights is found out like
-    weights that were not loaded.
-    """
+    weights that were not loaded."""
     assert case.engine.reference is None
     before = case.engine.probes
     case.engine.load(flat(case.old), Label(1, 900), "d")
@@ -542,8 +533,7 @@ def test_every_way_of_loading_gives_the_same(case: Case, monkeypatch: pytest.Mon
 
 def test_what_cannot_be_written_directly_is_known(case: Case) -> None:
     """A layer without a published weight, a weight without a layer, another shape, and values that
-    vLLM's own loading made differ.
-    """
+    vLLM's own loading made differ."""
     runner, weights = case.worker.model_runner, flat(case.old)
     model, dtype = runner.get_model(), case.engine.dtype
     case.load(case.old)
@@ -571,8 +561,7 @@ def test_without_repacking_a_tied_head_is_stale_and_the_probe_says_so(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trap that `repack` is for, on vLLM's own reload: should vLLM mend it one day, this test
-    tells that `repack` can go.
-    """
+    tells that `repack` can go."""
     tied, direct = case.old.hf.config.tie_word_embeddings, case.worker.asyncrl_direct
     case.worker.asyncrl_direct = "told to"
     case.load(case.old)
@@ -623,8 +612,7 @@ def test_a_head_that_vllm_has_no_kernel_for(tmp_path: Path) -> None:
 
 def test_the_requirement_files_hold_what_the_project_asks_for() -> None:
     """`make env` installs from them with --no-deps: what is not in them is missing; what breaks the
-    CPU torch must not be in them.
-    """
+    CPU torch must not be in them."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for target in ("cpu", "gpu"):
         lines = (ROOT / "requirements" / f"{target}.txt").read_text().split()

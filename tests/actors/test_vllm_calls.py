@@ -1,6 +1,5 @@
 """vLLM draws the calls of sessions: behind the keys of earlier calls with the log-probabilities of
-one encoded whole, never with keys of other weights; a whole run.
-"""
+one encoded whole, never with keys of other weights; a whole run."""
 
 from __future__ import annotations
 
@@ -105,8 +104,7 @@ def test_calls_begin_with_keys_of_earlier_calls_and_never_with_those_of_other_we
     vllm: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Six sessions of four turns, one of them edited and one begun anew, then the same with other
-    weights: what is encoded is what no call since the load begins with, to the token.
-    """
+    weights: what is encoded is what no call since the load begins with, to the token."""
     monkeypatch.setattr(vllm.engine, "in_flight", "keep_kv")  # a load then drops no keys
     for model in (vllm.old, vllm.new):
         vllm.load(model)
@@ -218,8 +216,7 @@ def test_a_call_that_lives_through_a_swap_has_a_span_for_each_version(
     vllm: Engine, in_flight: str
 ) -> None:
     """Calls are admitted at or above their session's minimum, and one that is cut tells what is
-    lost.
-    """
+    lost."""
     turn = calls_of(vllm, in_flight)
     first = vllm.load(vllm.old)
     second = Label(1, vllm.at + 1)

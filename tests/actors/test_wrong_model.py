@@ -1,6 +1,5 @@
 """Models that would train with exit code 0 and learn nothing right: refused before the start,
-saying what differs; and what ends an answer.
-"""
+saying what differs; and what ends an answer."""
 
 from __future__ import annotations
 
@@ -164,8 +163,7 @@ def test_a_reference_is_looked_at_too(tmp_path: Path) -> None:
 
 def bert(path: Path) -> None:
     """An encoder whose directory calls it a language model, as transformers also lets it be
-    loaded.
-    """
+    loaded."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     shape = transformers.BertConfig(
         vocab_size=len(tokenizer),
@@ -267,8 +265,7 @@ def test_the_generator_stops_there_and_shows_the_text_without(
 
 def test_a_chat_template_with_several_end_tokens(tmp_path: Path) -> None:
     """The embedded engine; an untrained model draws each of 17 tokens about as often: 64 answers of
-    12 tokens meet all three ends.
-    """
+    12 tokens meet all three ends."""
     model = chat_model(tmp_path, hidden=32)
     c = config(tmp_path)
     tokenizer = load_tokenizer(tmp_path)

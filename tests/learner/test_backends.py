@@ -1,6 +1,5 @@
 """The learners of several ranks (DeepSpeed, FSDP2) against the torch one: same data, same seed,
-every ZeRO stage; stops, resumes, lost ranks, whole runs.
-"""
+every ZeRO stage; stops, resumes, lost ranks, whole runs."""
 
 from __future__ import annotations
 
@@ -62,8 +61,7 @@ Whole = Callable[..., tuple[dict[str, Any], dict[int, dict[str, Any]], Path]]
 @pytest.fixture(scope="module")
 def whole(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     """(what rank 0 printed, what the others did, its checkpoint) of the batches of `plain`, made
-    once for each learner.
-    """
+    once for each learner."""
     made: dict[str, Any] = {}
 
     def make(learner: dict[str, Any], launcher: tuple[str, ...] = FORKED) -> Any:
@@ -100,8 +98,7 @@ def test_every_backend_is_the_torch_learner(
     """Answers of 1 to 12 tokens, 18 a batch: uneven over ranks and micro-batches; then sessions
     split into rows, which torch trains unsplit.  Ranks are started by torchrun, by rank 0, or side
     by side.  Every rank skips a batch in which one group, or one rank, has no finite loss: weights
-    and moments stay as they were.
-    """
+    and moments stay as they were."""
     mine, others, _ = whole(learner, launcher)
     ranks, stage = learner["ranks"], learner.get("zero_stage", 3)
     assert len(mine["losses"]) == STEPS + 3
@@ -131,8 +128,7 @@ def test_a_sample_split_into_rows_has_the_gradient_that_torch_has_of_the_unsplit
     model_dir: Path,
 ) -> None:
     """By plain gradient steps at every stage and with FSDP2, for losses by token, by sequence,
-    towards a reference, and over mini-batches and epochs.
-    """
+    towards a reference, and over mini-batches and epochs."""
     argv = [sys.executable, "tests/support/rows_program.py", str(model_dir)]
     done = run_command(argv, env=PATHS, timeout=7200)
     assert done.code == 0, done.err[-4000:]
@@ -158,8 +154,7 @@ def test_adapters_are_trained_published_and_kept_alone(
 ) -> None:
     """As by torch, at two ranks and, of one stage and FSDP2, then at one, with the base as
     reference: ZeRO divides the adapters' state, FSDP2 the base too, and a checkpoint holds the
-    adapters alone.
-    """
+    adapters alone."""
     plain, stage = plain_adapters, two.get("zero_stage")
     mine, others = trained(model_dir, two, batches=4, save=[2, str(tmp_path)], sections=ADAPTERS)
     runs = [(mine, 0)]
@@ -194,8 +189,7 @@ def test_an_early_stopped_step_leaves_weights_and_moments_untouched(
     two: dict[str, Any], model_dir: Path
 ) -> None:
     """With a bound that any step passes, four epochs end as one does: in this batch and, by the
-    moments, in the next ones.
-    """
+    moments, in the next ones."""
     one, _ = trained(model_dir, two, batches=2)
     four, _ = trained(
         model_dir, two | {"epochs": 4}, batches=2, sections={"stop": {"kl_max": 1e-12}}
@@ -253,8 +247,7 @@ def test_bfloat16_stages_agree_and_a_lock_left_behind_holds_nobody_up(
     model_dir: Path, tmp_path: Path
 ) -> None:
     """A process killed while DeepSpeed compiled an operator leaves a lock file, for which later
-    ones wait without end.
-    """
+    ones wait without end."""
     (tmp_path / "deepspeed_shm_comm").mkdir()
     (tmp_path / "deepspeed_shm_comm" / "lock").touch()
     ENV["TORCH_EXTENSIONS_DIR"] = str(tmp_path)
@@ -313,8 +306,7 @@ def test_a_rank_that_stands_still_ends_the_step_with_a_clear_error(
     two: dict[str, Any], model_dir: Path, tmp_path: Path
 ) -> None:
     """At stage 3 and with FSDP2 the forward pass waits for the others too; a killed rank is the
-    subject of the whole run below.  Until it is stopped nobody is impatient.
-    """
+    subject of the whole run below.  Until it is stopped nobody is impatient."""
     learner = LEARNER | two | {"steps": 10**6}
     stopped = tmp_path / "stopped"
     p = start(

@@ -1,6 +1,5 @@
 """Checkpoints: whole or absent, the last k kept, a damaged one passed over, another model's
-refused, epochs claimed once.
-"""
+refused, epochs claimed once."""
 
 from __future__ import annotations
 

@@ -56,8 +56,7 @@ def test_the_shipped_config_trains_on_its_pictures(
 ) -> None:
     """In exact mode the learner refuses a batch whose log-probabilities differ by one bit. The
     learner and the reference policy see the pictures, each once a batch, and samples are logged
-    with a thumbnail.
-    """
+    with a thumbnail."""
     batches: list[Batch] = []
     seen: list[tuple[int, int]] = []
     train, logprobs = LearnerCore.train, PolicyModel.logprobs

@@ -1,6 +1,5 @@
 """The value head of gae in the learner's own step: what it starts as, that it learns, that it is
-cut, saved and restored like the policy.
-"""
+cut, saved and restored like the policy."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ def critic_weights(c: LearnerCore) -> torch.Tensor:
 
 def test_a_head_of_zeros_and_lambda_one_is_reinforce_without_a_baseline(model_dir: Path) -> None:
     """A = return - 0 at every token.  A trunk of its own leaves the policy's gradient alone; a
-    shared one adds nothing while its head is 0.
-    """
+    shared one adds nothing while its head is 0."""
     plain = core(model_dir, advantage={"name": "reinforce", "baseline": "none"})
     plain.train(batch())
     for trunk in ("own", "shared"):
@@ -84,8 +82,7 @@ def test_micro_batches_change_neither_policy_nor_critic(
 
 def test_values_begin_before_the_first_token_and_a_cut_answer_has_one_more(model_dir: Path) -> None:
     """The bootstrap is V after the last token: that of the answer written one token further,
-    whichever that token is.
-    """
+    whichever that token is."""
     c, b = gae(model_dir), batch()
     packed = pack(b)
     assert c.critic is not None

@@ -1,6 +1,5 @@
 """On-policy distillation: a teacher's reverse KL on the student's own answers, with the task's
-reward or without it.
-"""
+reward or without it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """What only FSDP2 does over several ranks: methods that DeepSpeed refuses, models without a packed
-forward, parts of a predictable size; and the table of what each backend supports.
-"""
+forward, parts of a predictable size; and the table of what each backend supports."""
 
 from __future__ import annotations
 
@@ -83,8 +82,7 @@ def test_methods_that_deepspeed_refuses_are_those_of_torch(
 
 def test_rank_0_measures_adapters_without_the_others(model_dir: Path) -> None:
     """The split by the weights of earlier versions, here those of the start, and the KL to the
-    base, on samples of rank 0.
-    """
+    base, on samples of rank 0."""
     plain, *others = (
         trained(model_dir, backend, batches=1, held=True, sections={"lora": {"rank": 4}})[0]
         for backend in (
@@ -104,8 +102,7 @@ def test_rank_0_measures_adapters_without_the_others(model_dir: Path) -> None:
 @pytest.mark.parametrize("family", ["Qwen3Moe", "Qwen2Moe"])
 def test_experts_that_no_token_of_a_rank_chose(family: str, tmp_path: Path) -> None:
     """Through the packed forward and through transformers' modules, whose layers are computed
-    again; a checkpoint holds a model directory.
-    """
+    again; a checkpoint holds a model directory."""
     import torch
     import transformers
 
@@ -174,8 +171,7 @@ def test_a_rank_holds_what_the_arithmetic_says(model_dir: Path) -> None:
 
 def test_the_table_of_backends_is_what_the_rules_refuse() -> None:
     """Every row of docs/engines.md: "yes" is accepted, "no" is refused in one line that names what
-    is needed.
-    """
+    is needed."""
     page = (ROOT / "docs" / "engines.md").read_text()
     backends = ("torch", "deepspeed", "fsdp2")
     for ability in BACKEND_ABILITIES:

@@ -1,6 +1,5 @@
 """How a learner's life ends: what lies in the run directory by the time that the buffer hears of
-it.
-"""
+it."""
 
 from __future__ import annotations
 

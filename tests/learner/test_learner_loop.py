@@ -1,6 +1,5 @@
 """A learner's life with a buffer that answers as the test says: what it sends, in which order, what
-a resumed one says of itself, what it ignores and what ends it.
-"""
+a resumed one says of itself, what it ignores and what ends it."""
 
 from __future__ import annotations
 
@@ -46,8 +45,7 @@ LEDGER = {"trained": {"tokens": 7.0}}
 
 class ServingBuffer(Buffer):
     """Answers asks with batches and commits with Committed.  lose: the classes of which the first
-    message is lost on its way.
-    """
+    message is lost on its way."""
 
     def __init__(self, run_dir: Path, lose: tuple[type, ...] = ()) -> None:
         super().__init__(run_dir)

@@ -1,6 +1,5 @@
 """What the learner carries from batch to batch, and the anchor it makes: the running baseline, the
-adaptive coefficient, the interpolation.
-"""
+adaptive coefficient, the interpolation."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ __all__ = ["model_dir"]
 
 def test_the_baseline_is_the_running_mean_of_the_rewards_and_is_subtracted(model_dir: Path) -> None:
     """The first batch sets it, then decay b + (1 - decay) mean; a batch at the baseline itself
-    moves nothing.
-    """
+    moves nothing."""
     c = core(model_dir, advantage={"name": "reinforce", "baseline": "ema", "ema_decay": 0.75})
     c.train(batch(0, reward=0.5))
     assert c.state.baseline == pytest.approx(0.5)
@@ -43,8 +41,7 @@ def test_an_adaptive_coefficient_falls_by_a_bounded_step_while_the_policy_is_the
     model_dir: Path,
 ) -> None:
     """KL 0 is below any target: beta (1 - 0.2 samples / horizon), in every batch that leaves the
-    policy where it is.
-    """
+    policy where it is."""
     kl = {
         "coefficient": 0.1,
         "estimator": "k2",
@@ -66,8 +63,7 @@ def test_the_coefficient_of_now_and_not_of_the_configuration_is_charged(
     model_dir: Path, tmp_path: Path
 ) -> None:
     """Resumed at 0 the run is the run without the term; at twice the coefficient the charge is
-    twice as large.
-    """
+    twice as large."""
     build_model(tmp_path / "ref", "abcdefgh", hidden=32, layers=2, seed=5)
     kl = {"reward": {"coefficient": 0.1, "reference": str(tmp_path / "ref")}}
     plain = core(model_dir)

@@ -1,6 +1,5 @@
 """One learner step: the gradient does not know how the batch was cut, the trust region can stop it,
-bad numbers are skipped.
-"""
+bad numbers are skipped."""
 
 from __future__ import annotations
 
@@ -87,8 +86,7 @@ def test_groups_stand_together_where_a_prompt_is_encoded_once(model_dir: Path) -
 
 def test_kl_early_stop_makes_no_further_step_and_leaves_no_gradient(model_dir: Path) -> None:
     """With a bound that any step passes, epochs = 4 ends as epochs = 1 does, bitwise, moments
-    included.
-    """
+    included."""
     one = core(model_dir, learner={"optimizer": "adamw", "lr": 0.01})
     four = core(
         model_dir, learner={"optimizer": "adamw", "lr": 0.01, "epochs": 4}, stop={"kl_max": 1e-12}
@@ -112,8 +110,7 @@ def test_kl_early_stop_makes_no_further_step_and_leaves_no_gradient(model_dir: P
 
 def test_what_a_batch_moved_is_measured_and_changes_nothing(model_dir: Path) -> None:
     """kl/moved is KL(before || after) by k3 on the batch's tokens, each weighed by before /
-    behaviour, at most 2.
-    """
+    behaviour, at most 2."""
     how: dict[str, Any] = {
         "learner": {"minibatches": 2},
         "correction": {"proximal": "behavior"},
@@ -224,8 +221,7 @@ def test_prefix_full_is_refused_where_it_cannot_work() -> None:
 
 class Reads(TorchDispatchMode):
     """Counts what makes the host wait for a device: numbers read from tensors, and indexing by a
-    mask, whose size must be known.
-    """
+    mask, whose size must be known."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,8 +238,7 @@ class Reads(TorchDispatchMode):
 
 def reads(c: LearnerCore, monkeypatch: pytest.MonkeyPatch) -> int:
     """Of one batch; `tolist` reads memory past the dispatcher, so it is counted where it is
-    called.
-    """
+    called."""
     seen, real = Reads(), torch.Tensor.tolist
 
     def tolist(self: torch.Tensor) -> Any:
@@ -269,8 +264,7 @@ def test_the_host_waits_once_a_step_however_many_micro_batches(
     model_dir: Path, variant: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Norm and loss are read together, before the weights move; every diagnostic once a batch.
-    `reshape` also needs K before its gradient.
-    """
+    `reshape` also needs K before its gradient."""
 
     def cost(epochs: int, tokens: int) -> int:
         return reads(
@@ -289,8 +283,7 @@ def test_the_instruments_read_the_learners_start_under_every_anchor(
     model_dir: Path, how: dict[str, Any]
 ) -> None:
     """By hand from one forward before the batch: x = log pi_start - log mu over all tokens; ess,
-    chi2, KL and the split of both.
-    """
+    chi2, KL and the split of both."""
     c, packed = core(model_dir, **how), pack(batch())
     start = c._forward(c.model, packed, range(GROUPS * SIZE)).double()
     x = start - packed.behavior.double()
@@ -327,8 +320,7 @@ def test_m2po_masks_each_minibatch_by_the_policy_as_it_is_then(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second optimizer step is masked by what the first one made of the policy, among its own
-    samples alone.
-    """
+    samples alone."""
     c = core(
         model_dir,
         learner={"minibatches": 2, "lr": 5.0},
@@ -361,8 +353,7 @@ def test_m2po_masks_each_minibatch_by_the_policy_as_it_is_then(
 
 def test_several_minibatches_measure_the_first_ones_answers(model_dir: Path) -> None:
     """Only the first optimizer step's forward is the learner's start; the later ones' answers are
-    left out, not taken for it.
-    """
+    left out, not taken for it."""
     c = core(
         model_dir,
         learner={"minibatches": 3, "lr": 5.0},
@@ -380,8 +371,7 @@ def test_several_minibatches_measure_the_first_ones_answers(model_dir: Path) -> 
 
 def test_kl_in_the_reward_is_charged_at_the_learners_start_under_a_bypass(model_dir: Path) -> None:
     """beta k1(start, reference) is 0 while both are the initial model, also where the loss divides
-    by mu, far away.
-    """
+    by mu, far away."""
     how: dict[str, Any] = {"correction": {"proximal": "behavior"}, "loss": {"surrogate": "ppo"}}
     charged = core(model_dir, kl={"reward": {"coefficient": 5.0, "estimator": "k1"}}, **how)
     free = core(model_dir, **how)

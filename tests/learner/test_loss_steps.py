@@ -1,6 +1,5 @@
 """What a step of the loss needs, remembers and adds up: forwards asked for, denominators, chosen
-tokens, terms, numbers; and the learner's parts.
-"""
+tokens, terms, numbers; and the learner's parts."""
 
 from __future__ import annotations
 
@@ -266,8 +265,7 @@ def test_reshapes_own_sums_are_their_definitions() -> None:
 
 def test_reinforce_weighs_by_the_policy_as_it_is_now() -> None:
     """Truncated pi_theta / mu times A grad lp, whatever the anchor; self-normalised over the whole
-    batch, not a part of it.
-    """
+    batch, not a part of it."""
     b = batch(9)
     lp = theta(b)
     adv = sl.prepare(batch(9), config()).advantage
@@ -311,8 +309,7 @@ def test_the_terms_of_a_micro_batch_are_its_share_and_its_numbers() -> None:
 
 def test_the_policys_value_is_the_surrogates_and_not_the_losss_own() -> None:
     """loss/policy is - sum of the clipped objective, with its factor and weight; the loss's value
-    is the coefficients times lp.
-    """
+    is the coefficients times lp."""
     b = batch(10)
     lp = theta(b)
     prep, step = begun(b, config(**OFF))
@@ -360,8 +357,7 @@ def test_a_clipped_value_loss_takes_the_old_values() -> None:
 
 def three(**keys: Any) -> tuple[torch.Tensor, Any, dict[str, float]]:
     """Two groups of two answers (1, 2 | 1, 2 tokens; rewards 3, 1 | 5, 5; the last cut); the third
-    token is behind the mask.
-    """
+    token is behind the mask."""
     seq = torch.tensor([0, 1, 1, 2, 3, 3])
     m = torch.tensor([True, True, False, True, True, True])
     b = LossBatch(
@@ -426,8 +422,7 @@ def test_numbers_of_a_batch_by_hand() -> None:
 
 def test_kl_in_the_reward_is_charged_to_the_answer_and_said() -> None:
     """log pi / pi_ref of the start: 0.5 | 0 (masked -8) | -1 | 0, -0.5, of which the coefficient
-    0.4 takes its share before the baseline.
-    """
+    0.4 takes its share before the baseline."""
     adv, _, m = three(kl={"reward": {"coefficient": 0.4}})
     r = [3 - 0.2, 1, 5 + 0.4, 5 + 0.2]
     a = [r[0] - r[1], r[1] - r[0], r[2] - r[3], r[3] - r[2]]
@@ -456,8 +451,7 @@ def test_kl_in_the_reward_is_charged_to_the_answer_and_said() -> None:
 
 def test_token_level_charges_stand_on_their_tokens() -> None:
     """reinforce_pp: the reward on the last token of the mask, less 0.4 log pi / pi_ref on each;
-    returns-to-go, whitened over the mask.
-    """
+    returns-to-go, whitened over the mask."""
     adv, _, _ = three(advantage={"name": "reinforce_pp"}, kl={"reward": {"coefficient": 0.4}})
     raw = vec(3 - 0.2, 1, 5 + 0.4, 5 + 0.2, 5 + 0.2)
     want = (raw - raw.mean()) / raw.std()

@@ -54,8 +54,7 @@ def test_the_shipped_config_trains_on_the_recorded_experts(
     sparse_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every batch carries them. An earlier version of the policy, by which the split measures the
-    mismatch, uses them, too, and the reference policy does not.
-    """
+    mismatch, uses them, too, and the reference policy does not."""
     seen: list[Batch] = []
     replayed: list[tuple[policy.PolicyModel, bool]] = []
     learners: list[LearnerCore] = []

@@ -1,6 +1,5 @@
 """A training that has diverged is told from other failures by the type of its error, whatever the
-words.
-"""
+words."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,6 +1,5 @@
 """Sums, means and suffixes of packed answers, the value loss and the reductions, each by hand or
-against a loop over the answers.  float64.
-"""
+against a loop over the answers.  float64."""
 
 from __future__ import annotations
 
@@ -66,8 +65,7 @@ def test_the_value_loss_is_half_a_square_and_clipped_only_when_asked() -> None:
 
 def test_explained_variance_by_hand() -> None:
     """Of returns 1, 3, 5 (variance 4): errors 1, 1, 1 leave none of it, errors 1, 0, -1 leave 1 of
-    4; a mask of one says nothing.
-    """
+    4; a mask of one says nothing."""
     r, m = vec(1, 3, 5, 99), yes(1, 1, 1, 0)
     assert float(diagnostics.compute_explained_variance(vec(0, 2, 4, 0), r, m)) == pytest.approx(1)
     got = float(diagnostics.compute_explained_variance(vec(0, 3, 6, 0), r, m))
@@ -122,8 +120,7 @@ def test_ppo_marks_the_side_that_cut_and_is_open_at_its_edges() -> None:
 
 def test_gspo_clips_the_mean_ratio_of_an_answer_by_its_own_range() -> None:
     """Means 0.1 (masked 9) and -0.1: s = e^0.1 and e^-0.1 for all of an answer's tokens; the range
-    is 3e-4 below and 4e-4 above.
-    """
+    is 3e-4 below and 4e-4 above."""
     seq, m, x = torch.tensor([0, 0, 0, 1]), yes(1, 1, 0, 1), vec(0.3, -0.1, 9, -0.1)
     up, down = math.exp(0.1), math.exp(-0.1)
     t = surrogates.compute_gspo(x, vec(1, 1, 1, 1), m, seq, 2)
@@ -142,8 +139,7 @@ def test_gspo_clips_the_mean_ratio_of_an_answer_by_its_own_range() -> None:
 
 def test_the_dual_clip_bounds_only_what_is_pushed_down() -> None:
     """c A for A < 0 where r A would be below it (r > c); between the upper bound and c it is r A
-    still.
-    """
+    still."""
     x = vec(1.1, 2.0, 2.9, 4.0, 4.0).log()
     t = surrogates.compute_ppo(x, vec(-1, -1, -1, -1, 1), dual=3.0)
     assert t.clipped.tolist() == [0, 0, 0, surrogates.DUAL, surrogates.HIGH]
@@ -175,8 +171,7 @@ def test_cispo_keeps_the_gradient_and_marks_its_bounds() -> None:
 
 def test_dppo_is_open_while_the_probability_stays_near() -> None:
     """From 0.5 to 0.75 (+0.25) and to 0.25 (-0.25), each with both signs of A; the threshold
-    decides.
-    """
+    decides."""
     prob, old, adv = vec(0.75, 0.75, 0.25, 0.25), vec(0.5, 0.5, 0.5, 0.5), vec(1, -1, 1, -1)
     x = (prob / old).log()
     t = surrogates.compute_dppo(x, adv, prob, threshold=0.2)

@@ -1,6 +1,5 @@
 """Trajectories to tensors and back to micro-batches: every field at its own place, and no cut that
-breaks its limits.
-"""
+breaks its limits."""
 
 from __future__ import annotations
 
@@ -103,8 +102,7 @@ def test_the_first_of_a_group_is_left_out_where_it_is_the_baseline() -> None:
 
 def test_rewards_per_token_of_those_that_have_them_and_of_those_that_do_not() -> None:
     """Numbers for every token: steps end where one is not 0, and at the end; numbers for some:
-    there alone; none: the reward on the last.
-    """
+    there alone; none: the reward on the last."""
     nan = float("nan")
     samples = [
         answer(1, 0, [1], [2, 3, 4], token_rewards=[0, 2, 0]),

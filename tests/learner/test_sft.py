@@ -1,6 +1,5 @@
 """Supervised training: what is learned of a file, packed or row by row the same, resumed bit for
-bit, and a model that a run takes.  The warm start is made of it.
-"""
+bit, and a model that a run takes.  The warm start is made of it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Runs with top-p and top-k: the learner normalizes over the tokens that the engine kept.
 
-That holds after kills, from the journal and in a replay, too.
-"""
+That holds after kills, from the journal and in a replay, too."""
 
 from __future__ import annotations
 
@@ -70,8 +69,7 @@ def sampled(learner: LearnerCore, *, recorded: bool = True) -> Batch:
 @pytest.mark.parametrize("by", ["packed", "transformers"])
 def test_start_target_and_reference_are_over_the_kept_tokens(model_dir: Path, by: str) -> None:
     """At equal weights every ratio is 1, of the target to the behavior policy as to the reference;
-    over the whole vocabulary none is.
-    """
+    over the whole vocabulary none is."""
     found = {}
     for recorded in (True, False):
         learner = core(

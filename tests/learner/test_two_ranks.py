@@ -1,6 +1,5 @@
 """Two ranks in one process, each a learner in a thread of its own: the same step as one, however
-unevenly the samples are dealt.
-"""
+unevenly the samples are dealt."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ class Meeting:
 
 class Rank(TorchBackend):
     """Gradients summed over the ranks before the step; rank 0 gets the first `first` samples of a
-    step, rank 1 the rest.
-    """
+    step, rank 1 the rest."""
 
     ranks = 2
 

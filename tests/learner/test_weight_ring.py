@@ -134,8 +134,7 @@ def test_a_stopped_reader_never_sees_a_torn_copy_nor_blocks_the_writer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reader stands still whenever it has copied half; every other time its slot is overwritten
-    meanwhile, as its pin is too old.
-    """
+    meanwhile, as its pin is too old."""
     r, end = ring(tmp_path, 2, wait_s=600), tmp_path / "end"
     r.write(Label(1, 0), fill(0))
     argv = [sys.executable, "-c", READER, str(tmp_path / "ring"), str(end)]
@@ -186,8 +185,7 @@ def test_a_ring_whose_directory_was_removed_is_made_anew_with_all_that_it_held(
     tmp_path: Path,
 ) -> None:
     """Who mapped the old files finds that nothing new comes there, and opens the new ones; who
-    begins finds the newest version.
-    """
+    begins finds the newest version."""
     import socket
     from shutil import rmtree
 

@@ -1,6 +1,5 @@
 """Samples of weights that are not what their label says, planted into real runs: refused with both
-names, and nothing of them is trained on.
-"""
+names, and nothing of them is trained on."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ WRONG = "feedfacefeedface"
 
 def plant(run_dir: Path, label: Label) -> str:
     """Speak to the run's buffer as a generator that runs other weights; returns the reason it is
-    refused for.
-    """
+    refused for."""
     address = rundir.get_buffer_address(load(run_dir / "config.toml"), run_dir)
     socket = PeerSocket(address, run=rundir.read_run_id(run_dir))
     try:

@@ -42,8 +42,7 @@ class Account:
             amount (int): How much, in whole dollars.
 
         Returns:
-            str: The balance.
-        """
+            str: The balance."""
         self.balance += amount - self.fee
         return f"balance {self.balance}"
 
@@ -158,8 +157,7 @@ def is_four(prompt: Any, text: str) -> float:
 
 def plays(prompt: Any, session: Any) -> Any:
     """An agent as agent.function: by its prompt it returns, raises, waits for a file, or ends
-    its process.
-    """
+    its process."""
     gate = Path(prompt.meta.get("gate", "/"))
     while not gate.exists():
         time.sleep(0.005)
@@ -177,8 +175,7 @@ async def plays_later(prompt: Any, session: Any) -> float:
 
 class Longer:
     """A game of two: three moves each, any text is one; a player is told how long the last move of
-    the other was.  Who wrote more wins 1, a draw pays both a half.
-    """
+    the other was.  Who wrote more wins 1, a draw pays both a half."""
 
     def reset(self, *, seed: int, options: dict[str, Any]) -> None:
         self.said = options["prompt"].text

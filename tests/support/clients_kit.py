@@ -1,6 +1,5 @@
 """Runs the agents of docs/clients with their real packages, started as a run starts agent.command,
-against the endpoint over an engine that answers what a test says.
-"""
+against the endpoint over an engine that answers what a test says."""
 
 from __future__ import annotations
 
@@ -96,8 +95,7 @@ class Runner:
     ) -> Ended:
         """One session of a page's program.  answers: what the engine writes, call by call, the last
         one again where it is asked for more.  asides: text in a prompt -> the answer to that call,
-        which is not counted.
-        """
+        which is not counted."""
         program = write_program(page, self.path)
         opened = self.served.do(self.served.service.open)
         ended = Ended(opened, SessionResult(0, "failed"))

@@ -25,8 +25,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def batch(number: int = 0) -> Batch:
     """The reward says whether the first token is below 8, so that a critic can know it from the
-    second state on; every fifth is cut.
-    """
+    second state on; every fifth is cut."""
     r = np.random.default_rng(0)
     samples = []
     for i in range(GROUPS * SIZE):

@@ -1,6 +1,5 @@
 """What the gateway's tests share: a small tokenizer, and the endpoint over an engine that answers
-as it is told.
-"""
+as it is told."""
 
 from __future__ import annotations
 
@@ -62,8 +61,7 @@ def tokenizer(template: str) -> Any:
 
 class Scripted:
     """A service whose engine draws what `say` returns for a call, one token a character (or a list
-    of tokens), when the gate is open.
-    """
+    of tokens), when the gate is open."""
 
     def __init__(
         self,

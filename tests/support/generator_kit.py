@@ -67,8 +67,7 @@ class Engine:
 
 class Wire:
     """The socket: what the buffer says is taken from `inbox`, what the generator says stands in
-    `said`.
-    """
+    `said`."""
 
     address = "ipc:///nowhere"
 

@@ -1,6 +1,5 @@
 """The agents of docs/clients that `make test` leaves out, each with its real package: `make
-clients` builds their environment from nothing, runs this, and shows what came of each.
-"""
+clients` builds their environment from nothing, runs this, and shows what came of each."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ WRITE = "echo 51 > answer.txt"
 
 class Script(NamedTuple):
     """What the policy answers to a page's program, and what comes of it.  again: the calls of a
-    program whose policy never writes what is asked for.
-    """
+    program whose policy never writes what is asked for."""
 
     answers: list[str]
     calls: int

@@ -40,8 +40,7 @@ FORKED = ("forked",)
 def forked(job: dict[str, Any]) -> tuple[int, str, str]:
     """(exit code, what rank 0 printed, what all said) of ranks that meet as a launcher's do.
 
-    When one fails the others are killed.
-    """
+    When one fails the others are killed."""
     from learner.distributed.ranks import reserve_port
 
     ranks = job["config"]["learner"].get("ranks", 1)

@@ -61,8 +61,7 @@ def batch(samples: list[Trajectory], lags: list[int]) -> Batch:
 
 def sessions(how: str) -> Batch:
     """The same two-call sessions: as one row; split where a template would have forked them; split,
-    the first call's tokens repeated (mask 0) in the second row; and single answers among them.
-    """
+    the first call's tokens repeated (mask 0) in the second row; and single answers among them."""
     r = np.random.default_rng(0)
     samples, lags = [], []
     for ticket in range(GROUPS):

@@ -196,8 +196,7 @@ class Engine:
 
 class SessionWorld(World):
     """One schedule.  off: a rule that is switched off, see RULES; fault: the only one that befalls
-    it, four times; slow: engines load seldom.
-    """
+    it, four times; slow: engines load seldom."""
 
     def __init__(
         self,
@@ -521,8 +520,7 @@ class SessionWorld(World):
 
     def promised(self, sample: m.Trajectory) -> list[float]:
         """By draw: what the ticket said under whose grant its call was placed, which of a session
-        that was adopted is not the sample's own; the least of a span.
-        """
+        that was adopted is not the sample's own; the least of a span."""
         least = []
         for row in sample.list_rows():
             draws = [draw for draw, _ in numbers_of(row)]
@@ -645,8 +643,7 @@ def adopted_never(self: service.Gateway, held: LeasedTicket, new: LeasedTicket) 
 
 class Rule(NamedTuple):
     """patch: of what, its attribute, by what; said: by the checks, without it; shown: schedules
-    that show it soon.
-    """
+    that show it soon."""
 
     patch: Any
     said: str

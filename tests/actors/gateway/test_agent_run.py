@@ -62,8 +62,7 @@ def test_the_learner_finds_the_probabilities_that_the_calls_were_drawn_with(
 ) -> None:
     """At limit 0 every token's probability under the row's forward pass is the recorded one, tools
     and all, and behind kept keys: the sessions stand in their second turn until the generator has
-    told what it kept.
-    """
+    told what it kept."""
     gate, env = tmp_path / "gate", f"{ENVS}:Held"
     config = command(
         *(model_dir, tmp_path, "zero", "learner.steps=2", "staleness.max_lag=0"),
@@ -94,8 +93,7 @@ def test_a_killed_generators_calls_are_drawn_by_its_next_life(
     model_dir: Path, tmp_path: Path
 ) -> None:
     """The sessions notice nothing: no sample is lost or written twice.  They stand in their second
-    turn until the generator is stopped, and it is killed when their calls are with it.
-    """
+    turn until the generator is stopped, and it is killed when their calls are with it."""
     run, gate = tmp_path / "killed", tmp_path / "gate"
     env = f"{ENVS}:Held"
     config = command(
@@ -119,8 +117,7 @@ def test_a_killed_learners_open_sessions_go_on_under_its_next_life(
     model_dir: Path, tmp_path: Path
 ) -> None:
     """An environment holds its session until the next learner has said hello: its first call was
-    drawn for the life before, its last for the next, and both are trained.
-    """
+    drawn for the life before, its last for the next, and both are trained."""
     run, gate = tmp_path / "adopted", tmp_path / "gate"
     env = f"{ENVS}:Slow"
     config = command(model_dir, tmp_path, "adopted", "learner.steps=3")
@@ -198,8 +195,7 @@ def test_an_agent_and_a_gateway_killed_amid_calls_cost_no_sample(
 ) -> None:
     """Calls are held by a generator that stands still.  A program that waits for one is killed,
     then the gateway with all the others: their samples are written again, each is trained once.
-    The programs of a later batch than the first, all of which are trained, wait for the gate.
-    """
+    The programs of a later batch than the first, all of which are trained, wait for the gate."""
     run, marks, gate = tmp_path / "amid", tmp_path / "marks", tmp_path / "gate"
     samples = run / "samples.jsonl"  # of the first batch
     marks.mkdir()
@@ -258,8 +254,7 @@ def held_up(run: Path) -> BlockingSession | None:
 
 def until_heard(run: Path, peer: str, epoch: int) -> None:
     """A whole report of `peer` came while the buffer follows this life of the learner, and was
-    answered.
-    """
+    answered."""
     ages: list[float] = []
 
     def reported() -> bool:

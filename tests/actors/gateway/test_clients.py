@@ -1,6 +1,5 @@
 """The agents of docs/clients with the real packages, in an environment of their own: what the page
-says of each framework happens.
-"""
+says of each framework happens."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Single connections of the HTTP server, without a network and with a clock that stands still:
-deadlines and sizes of heads.
-"""
+deadlines and sizes of heads."""
 
 from __future__ import annotations
 

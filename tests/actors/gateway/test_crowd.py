@@ -1,6 +1,5 @@
 """More connections than descriptors: the buffer's socket closes them all, and its peers come
-again.
-"""
+again."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ while True:
 
 def closed(peer: PeerSocket) -> int:
     """How often the server says that it has closed all; it is asked until it answers.  What it says
-    may be an answer to an earlier question.
-    """
+    may be an answer to an earlier question."""
     until = time.monotonic() + 600
     while time.monotonic() < until:
         peer.send(StatusRequest())

@@ -1,6 +1,5 @@
 """Environments in processes: what each session's environment said comes back; one that raises,
-hangs or ends its process fails its own session, and the others of that process begin again.
-"""
+hangs or ends its process fails its own session, and the others of that process begin again."""
 
 from __future__ import annotations
 
@@ -200,8 +199,7 @@ def test_what_no_process_has_ever_done_in_time_ends_the_run(
     drive: EnvironmentPool, said: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A reset that hangs, an import that does: each process is told of, and the third is the
-    last.
-    """
+    last."""
     drive.reset(reset(1, "hangs at reset"))
     numbers = iter(range(2, 100))
     with pytest.raises(ConfigError, match=said):

@@ -1,6 +1,5 @@
 """The grammar of an answer that a request demands, in every model API; what cannot be one is
-refused with its reason.
-"""
+refused with its reason."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """A run whose answers are decoded under grammars: a model of random weights answers in the form
 that OpenAI's client or pydantic-ai demands, every sampled token is trained, and in exact mode the
-learner has the bits of the engine.
-"""
+learner has the bits of the engine."""
 
 from __future__ import annotations
 
@@ -81,8 +80,7 @@ def trained(folder: Path) -> list[Any]:
 
 def test_parsed_objects_and_required_tools_are_trained_token_for_token(tmp_path: Path) -> None:
     """By OpenAI's client and pydantic-ai, neither of which may ask again; the replay learns the
-    same.
-    """
+    same."""
     samples = run(
         tmp_path,
         string.digits + string.ascii_letters + " \n{}[]\":,;<>/_=+-*?#.$'",
@@ -111,8 +109,7 @@ def test_parsed_objects_and_required_tools_are_trained_token_for_token(tmp_path:
 
 def test_kills_journal_and_replay_keep_the_allowed_tokens(tmp_path: Path) -> None:
     """Generator, learner and gateway are killed, then the whole run, which resumes.  In exact mode
-    the learner refuses a batch whose log-probabilities differ by one bit.
-    """
+    the learner refuses a batch whose log-probabilities differ by one bit."""
     build_model(tmp_path / "m", CalcTask.symbols, hidden=32, layers=1)
     run_dir, allowed, log = tmp_path / "runs" / "form", tmp_path / "allowed", tmp_path / "said"
     sets = [

@@ -1,6 +1,5 @@
 """benchmarks/gateway.py: what it makes of its rounds, who asks and who stands around the gateway,
-and a short run of it without vLLM.
-"""
+and a short run of it without vLLM."""
 
 from __future__ import annotations
 

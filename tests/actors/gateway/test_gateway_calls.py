@@ -1,6 +1,5 @@
 """Calls between a gateway and its generators: a call is answered once, whoever dies; every call is
-admitted at or above its session's minimum; its random stream is its own.
-"""
+admitted at or above its session's minimum; its random stream is its own."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Prompts that are composed once: eight templates against a reference that puts the ids together
-token by token, parsers, and what a request's messages may be.
-"""
+token by token, parsers, and what a request's messages may be."""
 
 from __future__ import annotations
 
@@ -126,8 +125,7 @@ class Said:
 
 class Play:
     """A session on a template, with drawn answers that are spelled in other tokens than an encoding
-    of their text would have.
-    """
+    of their text would have."""
 
     def __init__(self, kind: Kind, **more: Any) -> None:
         self.kind = kind
@@ -239,8 +237,7 @@ def test_prompts_are_the_references_token_by_token(kind: str, seed: int) -> None
 @pytest.mark.parametrize("templated", [True, False])
 def test_both_sides_of_a_game_may_be_told_and_say_the_same(templated: bool) -> None:
     """Each goes on behind its own draw, not behind the newest that is equal; the other side's draws
-    are set aside, and another game begins anew.
-    """
+    are set aside, and another game begins anew."""
     play = Play(ZOO["chatml"])
     end = play.tokenizer.convert_tokens_to_ids("<|im_end|>")
     ids = [*play.characters("low"), end]
@@ -316,8 +313,7 @@ def test_thinking_that_the_parser_took_out_is_put_back() -> None:
 
 def test_a_history_that_was_changed_keeps_the_thinking_of_the_answers_behind_the_change() -> None:
     """Clients send no thinking back.  What the agent wrote itself gets none, even if the policy
-    answered the same later.
-    """
+    answered the same later."""
     play = Play(Kind(THINKS, "", chatml_head, "<|im_end|>", "\n"), parser=parse_hermes)
     end = play.tokenizer.convert_tokens_to_ids("<|im_end|>")
     example = [{"role": "user", "content": "ex"}, {"role": "assistant", "content": "slow"}]

@@ -182,8 +182,7 @@ class Heard:
     """A socket of the gateway, as `SocketWatcher` needs it.
 
     taken: its message was received already
-    sent: its descriptor is readable without a message
-    """
+    sent: its descriptor is readable without a message"""
 
     def __init__(self) -> None:
         self.socket, self.other = socket.socketpair()

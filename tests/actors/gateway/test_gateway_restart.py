@@ -1,6 +1,5 @@
 """A gateway that is killed under a run of real processes: agents that hold a session's URL and key
-go on with it, by OpenAI's own client, and each sample is trained once.
-"""
+go on with it, by OpenAI's own client, and each sample is trained once."""
 
 from __future__ import annotations
 

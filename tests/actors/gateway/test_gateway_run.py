@@ -1,6 +1,5 @@
 """A run whose samples are sessions of a harness in a program of its own, over HTTP with OpenAI's
-client: leased, drawn, scored, trained.
-"""
+client: leased, drawn, scored, trained."""
 
 from __future__ import annotations
 

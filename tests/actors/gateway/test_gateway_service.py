@@ -409,8 +409,7 @@ def test_an_evaluation_adopts_the_session_of_its_own_version_alone(
     world: MakeWorld, later: int
 ) -> None:
     """Two evaluations may be under way at once, with the same numbers of tickets: by the weights of
-    one, nothing of the other's is drawn.
-    """
+    one, nothing of the other's is drawn."""
     w = world(sessions=2)
     first = msgspec.structs.replace(w.ticket(), kind="eval", exact_version=AT)
     w.take(first)
@@ -570,8 +569,7 @@ def test_sessions_of_which_none_ends_well_end_the_run(
     world: MakeWorld, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Eight, and half of those that began: not the first few of many, and none after one that did
-    well.
-    """
+    well."""
     w = world(env="agent_envs:Fails")
     w.take(w.ticket(8, kind="raises"))
     for call in w.calls(8):

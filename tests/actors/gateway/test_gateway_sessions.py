@@ -1,6 +1,5 @@
 """Sessions of several calls: random forests against a reference token by token; limits, retries,
-the end.
-"""
+the end."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """The endpoint with the real OpenAI client over loopback: answers, streams, errors, refused
-parameters, retries, closed sockets, and the routes of a session.
-"""
+parameters, retries, closed sockets, and the routes of a session."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The same sessions by an environment, OpenAI's client in Python, token ids and a program in Node:
 in exact mode at limit 0 every drawn token, every log-probability and the weights at the end are the
-same to the last bit.
-"""
+same to the last bit."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Environments of gymnasium and OpenEnv by name, with the real packages in the environment of the
-clients.
-"""
+clients."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Images over HTTP: by OpenAI's client and in the other APIs' forms, refusals, sessions that go on
-only with the same images, their journal, and a run whose agents send pictures.
-"""
+only with the same images, their journal, and a run whose agents send pictures."""
 
 from __future__ import annotations
 
@@ -239,8 +238,7 @@ def test_a_restored_session_has_its_images(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_agents_that_send_pictures_are_trained_on_them(tmp_path: Path) -> None:
     """By OpenAI's client in exact mode: the sample's own picture, which the buffer has, and one
-    that only the agent has. The replay learns the same.
-    """
+    that only the agent has. The replay learns the same."""
     seeing_model(tmp_path / "m", template="parts", layers=1, max_positions=512)
     sets = (
         *(f"seed={RUN_SEED}", "exact=true", "weights.in_flight='recompute_kv'", "model.path=m"),

@@ -1,6 +1,5 @@
 """A mixture of environments, agents over HTTP and single completions: its shares, limits, rewards
-and failures.
-"""
+and failures."""
 
 from __future__ import annotations
 

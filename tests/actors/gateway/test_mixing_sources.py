@@ -1,6 +1,5 @@
 """Sources of sessions without processes: environments' events, agents' places, single completions,
-and the rows of an environment.
-"""
+and the rows of an environment."""
 
 from __future__ import annotations
 

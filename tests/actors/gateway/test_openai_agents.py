@@ -1,6 +1,5 @@
 """What benchmarks/openai_agents.py does when a session goes wrong: the real client against scripted
-answers of an endpoint; the framework, which is no dependency, is played by a few lines.
-"""
+answers of an endpoint; the framework, which is no dependency, is played by a few lines."""
 
 from __future__ import annotations
 
@@ -70,8 +69,7 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 class Endpoint:
     """Leases a session for each of `answers`, (status, the policy's text or an error's code), and
-    then says that the run is over; `ended`: what was said of each.
-    """
+    then says that the run is over; `ended`: what was said of each."""
 
     def __init__(self, *answers: tuple[int, str], last: int = 410) -> None:
         self.answers = list(answers)

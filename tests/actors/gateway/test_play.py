@@ -1,6 +1,5 @@
 """`asyncrl task try` of an environment: by hand, and with a model whose ids are composed as in a
-run.
-"""
+run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Agents that the gateway starts: programs with their families, functions in processes, what they
-return and what becomes of those that fail, hang or die.
-"""
+return and what becomes of those that fail, hang or die."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Which session holds a name: random lives of generators, clocks and late frames, against what
-really ran.
-"""
+really ran."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ SILENT_S = 20.0
 @dataclass
 class Life:
     """A process: it speaks twice a second while it lives; frames of it may arrive late, all at
-    once.
-    """
+    once."""
 
     token: int
     born: float
@@ -27,8 +25,7 @@ class Life:
 
 def play(seed: int) -> tuple[int, int]:
     """One schedule of lives of one name; returns (takeovers, refusals).  A token is a clock's
-    reading that may be set back.
-    """
+    reading that may be set back."""
     r = random.Random(seed)
     s, now, holder = PeerSessions(SILENT_S), 0.0, None
     lives: list[Life] = []

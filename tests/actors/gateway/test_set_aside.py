@@ -29,8 +29,7 @@ def filled(store: Store) -> None:
 
 def life(store: Store, epoch: int, before: str, *, number: int = 1, ask: int = 1) -> list[int]:
     """A learner's hello at version `number`, after a life that ended in the way `before`; the
-    tickets of batch `ask`, which it is given.
-    """
+    tickets of batch `ask`, which it is given."""
     assert hello(store, epoch, number, origin=epoch - 1, before=before, k=3)
     filled(store)
     groups, why = store.ask(epoch, ask)

@@ -84,8 +84,7 @@ def test_every_type_of_a_parameter_and_its_description() -> None:
               goes on
             x: no parameter
         Returns:
-            c: nothing
-        """
+            c: nothing"""
         return ""
 
     function = build_schema(act)["function"]

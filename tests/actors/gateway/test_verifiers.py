@@ -1,6 +1,5 @@
 """Environments of verifiers by name, with the real package in the environment of the clients:
-their prompts, their sessions at the endpoint, their rubrics as rewards, and what is refused.
-"""
+their prompts, their sessions at the endpoint, their rubrics as rewards, and what is refused."""
 
 from __future__ import annotations
 

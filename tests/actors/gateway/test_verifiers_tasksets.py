@@ -1,6 +1,5 @@
 """Environments of verifiers 0.4 by name, with the real package in an environment of its own: their
-tasks as prompts, their episodes at the endpoint, their rewards, and what is refused.
-"""
+tasks as prompts, their episodes at the endpoint, their rewards, and what is refused."""
 
 from __future__ import annotations
 
