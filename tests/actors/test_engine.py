@@ -162,20 +162,26 @@ def test_uniforms_are_a_counter_stream() -> None:
     ).all()  # runs of earlier versions repeat
 
 
+@pytest.fixture
+def looked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The columns that each step's attention looked at."""
+    found: list[int] = []
+    plain = decoder.decode
+
+    def spy(*args: Any, **more: Any) -> torch.Tensor:
+        found.append(args[-1])
+        return plain(*args, **more)
+
+    monkeypatch.setattr(decoder, "decode", spy)
+    return found
+
+
 def test_attention_looks_at_the_columns_in_use_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looked: list[int]
 ) -> None:
     """A long limit costs short answers nothing, and the answers are what they were, also where
     the columns grow."""
     model = policy.build_model(tmp_path, "abcdefgh", hidden=32, layers=2)
-    looked: list[int] = []
-    plain = decoder.decode
-
-    def spy(*args: Any, **more: Any) -> torch.Tensor:
-        looked.append(args[-1])
-        return plain(*args, **more)
-
-    monkeypatch.setattr(decoder, "decode", spy)
     answers = []
     for block in (4, 10**6):
         monkeypatch.setattr(decoder, "BLOCK", block)
@@ -204,20 +210,12 @@ def test_attention_looks_at_the_columns_in_use_alone(
 
 
 def test_a_generator_that_never_runs_dry_pays_for_its_answers_not_for_their_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looked: list[int]
 ) -> None:
     """Answers of 5 to 12 tokens where 200 are allowed, always some waiting: attention looks at a
     few blocks of columns at the three-hundredth step as at the tenth, and at the limit's own where
     one answer is as long."""
     model = policy.build_model(tmp_path, "abcdefgh", hidden=32, layers=1)
-    looked: list[int] = []
-    plain = decoder.decode
-
-    def spy(*args: Any, **more: Any) -> torch.Tensor:
-        looked.append(args[-1])
-        return plain(*args, **more)
-
-    monkeypatch.setattr(decoder, "decode", spy)
     monkeypatch.setattr(decoder, "BLOCK", 16)
     one = EmbeddedEngine(model, slots=4, context=220, max_new_tokens=200)
     one.load(dict(policy.list_named_weights(model)), Label(1, 0), "d")
