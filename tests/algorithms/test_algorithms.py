@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 from asyncrl.algorithms import advantages, correction, reductions, surrogates
 from asyncrl.algorithms import loss as sl
 from asyncrl.algorithms.batch import LossBatch
-from asyncrl.algorithms.settings import Reshape
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 
@@ -376,8 +375,3 @@ ACCEPTED = [
 @pytest.mark.parametrize("settings", ACCEPTED)
 def test_their_neighbours_are_accepted(settings: str) -> None:
     convert(settings)
-
-
-def test_defaults_of_the_reshape_section_are_the_reports() -> None:
-    r = Reshape()
-    assert (r.rho_min, r.tau, r.temperature, r.gamma_min) == (0.3, 1.0, 5.0, 0.05)
