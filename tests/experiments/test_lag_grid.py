@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
+from bench_rivals_kit import program
 
 
 @pytest.fixture
 def grid(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks" / "studies")])
-    import lag_grid
-
-    return lag_grid
+    return program("lag_grid", monkeypatch)
 
 
 def plan(grid: Any, tmp_path: Path, quick: bool = False) -> Any:

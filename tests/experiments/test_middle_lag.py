@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from typing import Any
 
 import pytest
-from process_kit import ROOT
+from bench_rivals_kit import program
 
 from asyncrl.config import load
 
@@ -26,10 +24,7 @@ class Runs:
 
 @pytest.fixture
 def middle(monkeypatch: pytest.MonkeyPatch) -> Any:
-    # last: benchmarks/learner.py must not hide the package
-    folders = [str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "studies")]
-    monkeypatch.setattr(sys, "path", [*sys.path, *folders])
-    return importlib.import_module("middle_lag")
+    return program("middle_lag", monkeypatch)
 
 
 def test_an_arm_has_its_lag_rate_and_method(middle: Any) -> None:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from typing import Any
 
 import pytest
-from process_kit import ROOT
+from bench_rivals_kit import program
 
 from asyncrl.config import load
 
 
 @pytest.fixture
 def collapse(monkeypatch: pytest.MonkeyPatch) -> Any:
-    # last: benchmarks/learner.py must not hide the package
-    folders = [str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "studies")]
-    monkeypatch.setattr(sys, "path", [*sys.path, *folders])
-    return importlib.import_module("reshape_collapse")
+    return program("reshape_collapse", monkeypatch)
 
 
 def test_each_arm_is_what_its_name_says(collapse: Any) -> None:
