@@ -154,7 +154,7 @@ def test_after_five_connections_it_gives_up_and_goes_on_later(tmp_path: Path) ->
     assert (tmp_path / "a.json").read_bytes() == TEXT
 
 
-def test_a_partial_file_that_is_too_long_is_fetched_no_further(tmp_path: Path) -> None:
+def test_wrong_bytes_are_refused_and_a_partial_file_that_is_too_long_goes(tmp_path: Path) -> None:
     (tmp_path / "a.json.part").write_bytes(TEXT + b"more")
     source = Source(TEXT)
     with pytest.raises(DamagedDataError) as error:
@@ -164,6 +164,10 @@ def test_a_partial_file_that_is_too_long_is_fetched_no_further(tmp_path: Path) -
         "model: a.json does not match its digest: was the file changed since the run began? Stop "
         "the run and continue it with --resume"
     )
+    source.files[sha(TEXT)] = b"x" * len(TEXT)
+    with pytest.raises(DamagedDataError, match="does not match its digest"):
+        file_server.fetch(source, entry(TEXT), tmp_path / "a.json")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_cache_has_a_folder_for_each_set_of_files(tmp_path: Path) -> None:
