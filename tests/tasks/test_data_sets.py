@@ -16,7 +16,6 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.supervise import preflight
 from asyncrl.tasks.data.rows import find_files
 from asyncrl.tasks.file import FileTask, read_prompts
-from asyncrl.transport.file_server import list_served_files
 
 # written by datasets 5.2.0: a DatasetDict whose train split was filtered and saved in two shards
 SAVED = Path(__file__).parents[1] / "data" / "saved_data_set"
@@ -120,9 +119,3 @@ def test_the_hubs_client_fetches_it_once(tmp_path: Path, monkeypatch: pytest.Mon
     for name in ("hf://datasets/org", "hf://datasets/org/name/none.csv"):
         with pytest.raises(ConfigError, match=f"{name}: "):
             preflight.localize(load.load("configs/demo.toml", [*sets, f"task.prompts='{name}'"]))
-
-
-def test_a_machine_that_joins_gets_files_alone(tmp_path: Path) -> None:
-    sets = ["task.name='file'", f"task.prompts='{SAVED}'", f"model.path='{tmp_path}'"]
-    with pytest.raises(ValueError, match=r"task.prompts = .* is not a single file"):
-        list_served_files(load.load("configs/demo.toml", sets))
