@@ -1,6 +1,5 @@
 """Fixtures that real-process tests share: a warm-started model, and `asyncrl` typed as a user
-would.
-"""
+would."""
 
 from __future__ import annotations
 
@@ -68,8 +67,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Exempt modules and collected tests from garbage collection, which searched them for most of a
-    second each time.
-    """
+    second each time."""
     gc.freeze()
     sys.dont_write_bytecode = WRITES_NO_BYTECODE
     # no test is about the accuracy after a warm start, whose 512 prompts take two seconds
@@ -95,8 +93,7 @@ WARMED_BY = (
 
 def _warm(directory: Path) -> None:
     """A warm start costs a minute or two: one made by the same code is kept in .pytest_cache, which
-    no fresh clone has.
-    """
+    no fresh clone has."""
     made_by = [ROOT / DEMO, *sorted(p for pattern in WARMED_BY for p in ROOT.glob(pattern))]
     kept = (
         ROOT
@@ -140,8 +137,7 @@ def gain(tmp_path_factory: pytest.TempPathFactory, sort_model: Path) -> Ended:
 @pytest.fixture
 def asyncrl(tmp_path: Path, sort_model: Path) -> Callable[..., Ended]:
     """`asyncrl("run", "a=1", ...)`: a command on configs/demo.toml with small settings; words with
-    `=` become --set.  Variables beside ENV's are keyword arguments.
-    """
+    `=` become --set.  Variables beside ENV's are keyword arguments."""
 
     def call(
         command: str, *words: str, timeout: float = 3600.0, config: str = "demo", **env: str
@@ -241,8 +237,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def forked(small_model: Path) -> Iterator[Callable[..., dict[str, Any]]]:
     """`forked(RUN_DIR, "key=value", ..., die={...}, slow={...}, stop=N)`: a real run of SMALL,
-    forked from one warm process (forked.py).
-    """
+    forked from one warm process (forked.py)."""
     from asyncrl.config import load
     from asyncrl.records import metrics
 

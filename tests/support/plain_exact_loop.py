@@ -25,8 +25,7 @@ from asyncrl.models.policy import PolicyModel, load_policy
 @torch.no_grad()
 def next_logs(model: PolicyModel, rows: list[np.ndarray]) -> torch.Tensor:
     """Log-probabilities [B, V] of the token after each row: every token of the vocabulary is tried
-    as an answer of its own.
-    """
+    as an answer of its own."""
     words = [np.array([v], np.int32) for v in range(model.hf.config.vocab_size)]
     flat = [(i, row, w) for i, row in enumerate(rows) for w in words]
     out = model.logprobs(
@@ -47,8 +46,7 @@ def write(
     eos: int,
 ) -> list[np.ndarray]:
     """One answer [T] a prompt, by inverse CDF at temperature 1; keys: (ticket, sample), which name
-    the random stream.
-    """
+    the random stream."""
     streams = [draw_uniforms(seed, ticket, sample, most) for ticket, sample in keys]
     answers: list[list[int]] = [[] for _ in prompts]
     live = list(range(len(prompts)))
@@ -84,8 +82,7 @@ def train(
     seed: int = 0,
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
     """(weights by name, mean reward and policy loss of every step) after `steps` batches of groups
-    x size answers.
-    """
+    x size answers."""
     torch.set_num_threads(1)
     model, tokenizer = load_policy(path, device="cpu"), AutoTokenizer.from_pretrained(path)
     model.exact = True

@@ -29,8 +29,7 @@ def sample(
     hf: Any, tokenizer: Any, prompts: list[Prompt], most: int, r: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(ids [B, P+T] left-padded prompts and answers, position ids [B, P+T], answer mask [B, T]);
-    temperature 1, eos included.
-    """
+    temperature 1, eos included."""
     coded = [tokenizer.encode(p.text, add_special_tokens=False) for p in prompts]
     width, eos = max(map(len, coded)), tokenizer.eos_token_id
     ids = torch.tensor([[0] * (width - len(c)) + c for c in coded])
@@ -109,8 +108,7 @@ def train(
     n: int = 1024,
 ) -> dict[str, Any]:
     """Train the model in `path`; accuracies before and after, on held-out and out-of-distribution
-    prompts.
-    """
+    prompts."""
     torch.manual_seed(seed)
     hf, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     optimizer = torch.optim.AdamW(hf.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=0.0)

@@ -17,8 +17,7 @@ import pytest
 
 class Disk:
     """Follows os.fsync and os.fdatasync of this process.  `at_sync` is called before and after each
-    of them, by the thread that syncs.
-    """
+    of them, by the thread that syncs."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.files: dict[int, bytes] = {}

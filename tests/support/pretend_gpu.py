@@ -3,8 +3,7 @@
 A `GpuTensor` says that it is on cuda:0 and holds its numbers in a CPU tensor.  While `pretend_gpu`
 is active, tensors that are created on or moved to "cuda" are such tensors, and an operator that
 gets one of them and a tensor of the CPU fails as it would on a GPU.  As on a GPU, numbers of the
-CPU (tensors without axes) and indices may be mixed in.
-"""
+CPU (tensors without axes) and indices may be mixed in."""
 
 from __future__ import annotations
 
@@ -87,8 +86,7 @@ class GpuTensor(torch.Tensor):
 
 def is_gpu(device: Any) -> bool:
     """Whether a new tensor is to be on the GPU; torch's own code takes a GpuTensor's device for
-    meta.
-    """
+    meta."""
     return device is not None and torch.device(device).type in ("cuda", "meta")
 
 

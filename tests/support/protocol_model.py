@@ -46,8 +46,7 @@ NODES: dict[Any, int] = {}
 
 def grow(policy: int, update: Any) -> int:
     """The policy that `update` makes of `policy`; the same update of the same policy is the same
-    node.
-    """
+    node."""
     if (policy, update) not in NODES:
         NODES[policy, update] = len(PARENT)
         PARENT.append(policy)
@@ -160,9 +159,6 @@ def need(ok: bool, invariant: str, why: str) -> None:
         raise Broken(f"{invariant}: {why}")
 
 
-# ---- the buffer ----------------------------------------------------------------------------------
-
-
 def label(c: Bounds, epoch: int, number: int) -> Label:
     return (0 if "lineage" in c.off else epoch, number)
 
@@ -185,8 +181,7 @@ def relabel(
 
 def grantable(c: Bounds, b: Buffer) -> Group | None:
     """The group whose ticket may go out now, again or for the first time: fewer than (k + 1) *
-    batch alive come before it.
-    """
+    batch alive come before it."""
     k = b.now if c.moves and "announced_room" not in c.off else b.k
     line, room = alive(b), (k + 1) * c.batch
     for place, g in enumerate(line):
@@ -262,8 +257,7 @@ def end_leases(b: Buffer, which: Any) -> Buffer:
 
 def on_ask(c: Bounds, b: Buffer, number: int) -> list[tuple[Buffer, tuple[Any, ...]]]:
     """The ways to answer: (state, the batch or ()).  Composes, and judges the lag of what was
-    written by an earlier epoch.
-    """
+    written by an earlier epoch."""
     if number < b.committed:
         return []
     need(number >= b.base, "I7", f"batch {number} is asked for and retired")
@@ -295,8 +289,7 @@ def own_limit(said: frozenset[tuple[int, int, Label]], attempt: int, k: int) -> 
 def promised(c: Bounds, b: Buffer, token: Token, tokens: tuple[Token, ...]) -> int:
     """The lag up to which a token of a sample may be trained, as the buffer reckons it, which sees
     versions and attempts: of those of the sample's grants that its version may have written under,
-    the largest limit.
-    """
+    the largest limit."""
     attempts = {x[2] for x in tokens}
     limits = [
         limit
@@ -383,9 +376,6 @@ def retire(b: Buffer, oldest: int) -> Buffer:
         comps=b.comps[cut:],
         groups=tuple(g for g in b.groups if g.ticket not in gone),
     )
-
-
-# ---- actions: (bounds, world, ...) -> world ------------------------------------------------------
 
 
 def with_gen(w: World, i: int, **fields: Any) -> World:
@@ -481,8 +471,7 @@ def hear(c: Bounds, w: World, letter: tuple[Any, ...], fault: bool) -> World:
 
 def adopt(new: tuple[Any, ...], mine: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
     """A ticket and what its gateway holds: the session that it has begun for a sample of the ticket
-    goes on under it, its first tokens as they are; what else it held of the ticket is over.
-    """
+    goes on under it, its first tokens as they are; what else it held of the ticket is over."""
     t, a, todo, least, _ = new
     begun = [h for h in mine if h[0] == t and h[4] and h[2][0] in todo]
     if begun:
@@ -498,8 +487,7 @@ def parked(g: Generator, h: tuple[Any, ...]) -> bool:
 
 def newest(c: Bounds, w: World) -> Version:
     """What a generator may load: the last commit or hello; with `announce` off, whatever the newest
-    learner has published.
-    """
+    learner has published."""
     b = w.buffer
     if "announce" in c.off:
         x = w.learners[-1]
@@ -801,9 +789,6 @@ def learner_steps(c: Bounds, w: World, x: Learner) -> Iterator[tuple[tuple[Any, 
         yield (checkpoint, x), False
 
 
-# ---- the search ----------------------------------------------------------------------------------
-
-
 def initial(c: Bounds) -> World:
     b = on_hello(c, Buffer(), 1, 0, c.k[0])
     assert b is not None
@@ -827,8 +812,7 @@ class Violation(NamedTuple):
 
 def search(c: Bounds, most: int = 1_000_000) -> tuple[int, Violation | None]:
     """All states within the bounds, breadth first: (how many, the first violation with its shortest
-    trace).
-    """
+    trace)."""
     first = initial(c)
     index, worlds, came = {first: 0}, [first], [(-1, "")]
     back: list[list[int]] = [[]]  # edges that are no faults, backwards

@@ -1,6 +1,5 @@
 """A reward that an untrained model earns some of: the share of distinct characters.  Used as
-reward.function by real runs.
-"""
+reward.function by real runs."""
 
 from __future__ import annotations
 

@@ -52,8 +52,7 @@ def split_share(settings: Config) -> float:
     """Most that the split of the log ratio adds to a step, in tokens of forward passes.
 
     A backward pass counts as two.  The samples of a split are computed once under the updated
-    policy, and once under each earlier version that may have sampled tokens of them.
-    """
+    policy, and once under each earlier version that may have sampled tokens of them."""
     record, learner = settings.record, settings.learner
     passes = record.split_samples * (1 + settings.staleness.max_lag)
     return passes / (3 * learner.groups * learner.group_size * record.split_every)
