@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from click.testing import CliRunner
 from holding import allow, held
 from process_kit import ENV, ROOT, demo_command
+
+from asyncrl.cli import main
+from asyncrl.contract.messages import Batch
+from asyncrl.records import stream
 
 DISPOSITIONS = {
     "trained",
@@ -103,3 +108,30 @@ def finish(process: subprocess.Popen[str], tmp_path: Path) -> dict[str, Any]:
     code = process.wait(timeout=3600)
     assert code == 0, f"exit {code}: {(tmp_path / 'stderr').read_text()[-3000:]}"
     return dict(json.loads((tmp_path / "stdout").read_text().strip().splitlines()[-1]))
+
+
+KEEPS = (
+    *("durability.mode='disk'", "record.stream=true", "record.split_every=1", "generators=2"),
+    *("exact=true", "weights.in_flight='recompute_kv'"),
+)
+
+
+def survive_kills(
+    forked: Callable[..., dict[str, Any]],
+    run_dir: Path,
+    *sets: str,
+    die: Sequence[str] = ("learner", "generator-0", "generator-1"),
+) -> list[Batch]:
+    """Batches of an exact run that was killed whole, then in parts; its replay is equal.
+
+    In exact mode the learner refuses a batch whose log-probabilities differ by one bit."""
+    forked(run_dir, *sets, *KEEPS, stop=2)  # all processes are killed
+    done = forked(run_dir, *sets, *KEEPS, die=dict.fromkeys(die, 2))
+    assert {"learner", "buffer"} & {*die} <= {*done["deaths"]}
+    split = [row for row in done["rows"] if "split/mismatch" in row]
+    assert split and all(row["mismatch/max_one_version"] == 0 for row in split)
+    recording = stream.read(run_dir)
+    replayed = CliRunner().invoke(main, ["replay", str(run_dir), "--json"])
+    assert replayed.exit_code == 0, replayed.output
+    assert '"equal": true' in replayed.output or '"equal":true' in replayed.output
+    return [recording.read_step(number).batch for number in range(recording.end)]
