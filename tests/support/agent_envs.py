@@ -60,7 +60,7 @@ class Account:
 class Ledger(Account):
     """The same without a reward of its own."""
 
-    get_reward = None  # type: ignore[assignment]
+    get_reward = None
 
 
 class Wordless:

@@ -138,8 +138,8 @@ def recorded(ended: Ended) -> Iterator[None]:
         ended.ignored.update(asked.ignored)
         return asked
 
-    web.WebApp._read_call = noted  # type: ignore[method-assign]
+    web.WebApp._read_call = noted
     try:
         yield
     finally:
-        web.WebApp._read_call = read  # type: ignore[method-assign]
+        web.WebApp._read_call = read

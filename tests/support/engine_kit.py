@@ -20,11 +20,10 @@ def request(
     cut = {"temperature": 1.0, "top_p": 1.0, "top_k": 0} | how
     return CompletionRequest(
         (ticket, sample, 1), np.array(prompt, np.int32), ticket, limit, stop=(EOS,), seed=7, **cut
-    )  # type: ignore[arg-type]
+    )
 
 
 def engine(model: policy.PolicyModel, slots: int = 8, **more: object) -> EmbeddedEngine:
-    # type: ignore[arg-type]
     e = EmbeddedEngine(model, slots=slots, context=64, max_new_tokens=20, **more)
     e.load(dict(policy.list_named_weights(model)), Label(1, 0), "d0")
     return e

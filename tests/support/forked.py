@@ -42,13 +42,12 @@ def part(name: str, run_dir: Path, die: int, slow: float, stop: int) -> None:
         from buffer import service
 
         take = dying(service.BufferService.on_Delivery, die, 0.0)
-        service.BufferService.on_Delivery = take  # type: ignore[method-assign]
+        service.BufferService.on_Delivery = take
         return service.main(config, run_dir)
     if name == "learner":
         from learner import loop, step
 
         train = dying(step.LearnerCore.train, die, 0.0)
-        # type: ignore[method-assign]
         step.LearnerCore.train = standing(train, stop + 2) if stop else train
         return loop.main(config, run_dir)
     from actors import generator
@@ -56,7 +55,7 @@ def part(name: str, run_dir: Path, die: int, slow: float, stop: int) -> None:
     from actors.engine_generic import GenericEngine
 
     for engine in (EmbeddedEngine, GenericEngine):
-        engine.step = dying(engine.step, die, slow)  # type: ignore[method-assign]
+        engine.step = dying(engine.step, die, slow)
     # one that started when the others had made all steps is no loss, as its supervisor has it
     with contextlib.suppress(NothingToDo):
         generator.main(config, run_dir, int(name.removeprefix("generator-")))

@@ -19,19 +19,19 @@ from lib import gpu_parts
 PLAIN = subprocess.Popen
 
 
-class ForkedPart(subprocess.Popen):  # type: ignore[type-arg]
+class ForkedPart(subprocess.Popen):
     """Popen, for a part of the check by a fork."""
 
     def _execute_child(self, args: Any, *rest: Any) -> None:
         if list(args)[1:2] != [gpu_check.__file__]:
-            super()._execute_child(args, *rest)  # type: ignore[misc]
+            super()._execute_child(args, *rest)
             return
         stdin, _, _, stdout, _, stderr = files = rest[9:15]
         self.pid = os.fork()
         if self.pid == 0:
             run_part([*args], stdin, stdout, stderr)
         self._child_created = True
-        self._close_pipe_fds(*files)  # type: ignore[attr-defined]
+        self._close_pipe_fds(*files)
 
 
 def run_part(command: list[str], *streams: int) -> None:
@@ -40,7 +40,7 @@ def run_part(command: list[str], *streams: int) -> None:
         os.setsid()
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
-        subprocess.Popen = PLAIN  # type: ignore[misc]
+        subprocess.Popen = PLAIN
         sys.argv = command[1:]
         code = gpu_check.main()
     except BaseException:
@@ -53,5 +53,5 @@ def run_part(command: list[str], *streams: int) -> None:
 
 if __name__ == "__main__":
     assert gpu_parts.CHECKS.keys() == gpu_check.PARTS.keys()
-    subprocess.Popen = ForkedPart  # type: ignore[misc]
+    subprocess.Popen = ForkedPart
     sys.exit(gpu_check.main())

@@ -23,11 +23,7 @@ def by_openai(prompt: Any, session: Any) -> float:
     """With OpenAI's client: the schema as response_format."""
     policy = OpenAI(base_url=session.base_url, api_key=session.api_key, timeout=TIMEOUT_S)
     messages = [{"role": "user", "content": prompt.text}]
-    said = policy.chat.completions.parse(
-        model="policy",
-        messages=messages,  # type: ignore[arg-type]
-        response_format=Answer,
-    )
+    said = policy.chat.completions.parse(model="policy", messages=messages, response_format=Answer)
     parsed = said.choices[0].message.parsed
     assert parsed is not None
     return parsed.value / 9

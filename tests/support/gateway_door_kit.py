@@ -26,7 +26,7 @@ def ticket(number: int, kind: str = "train", samples: int = 2) -> m.Ticket:
     return m.Ticket(
         ticket=number,
         attempt=number,
-        kind=kind,  # type: ignore[arg-type]
+        kind=kind,
         prompt=m.Prompt(5, "ab=", answer="secret"),
         samples=list(range(samples)),
         sampling=m.SamplingSettings(max_new_tokens=6),

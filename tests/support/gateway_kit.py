@@ -133,7 +133,6 @@ class Scripted:
         self.drawn.append(call.number)
         logprobs = np.linspace(-1, 0, len(ids), dtype=np.float32)
         spans = [VersionSpan(Label(1, 2), "d", 0, len(ids), Label(1, 2))]
-        # type: ignore[arg-type]
         return session.on_result(
             call, np.array(ids), logprobs, spans, finish, now=self.current_time()
         )

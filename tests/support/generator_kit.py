@@ -144,9 +144,9 @@ def make(tmp_path: Path, small_model: Path) -> Iterator[Callable[..., Generator]
             ROOT / "configs" / "demo.toml", [f"model.path={str(small_model)!r}", *TINY, *sets]
         )
         rundir.ensure(config, "", tmp_path / "run")
-        g = Generator(config, tmp_path / "run", 0, Engine())  # type: ignore[arg-type]
+        g = Generator(config, tmp_path / "run", 0, Engine())
         g.socket.close()
-        g.socket, g.weights = Wire(), Weights()  # type: ignore[assignment]
+        g.socket, g.weights = Wire(), Weights()
         made.append(g)
         return g
 

@@ -54,15 +54,15 @@ class GpuTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @property
-    def device(self) -> torch.device:  # type: ignore[override]
+    def device(self) -> torch.device:
         return GPU
 
     @property
-    def is_cuda(self) -> bool:  # type: ignore[override]
+    def is_cuda(self) -> bool:
         return True
 
     @property
-    def is_meta(self) -> bool:  # type: ignore[override]
+    def is_meta(self) -> bool:
         return False
 
     def tolist(self) -> Any:
@@ -74,7 +74,7 @@ class GpuTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.host.__reduce_ex__(protocol)  # read by map_location="cpu", all are the CPU's
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **_: Any) -> str:
         return f"GpuTensor({self.host!r})"
 
     @classmethod

@@ -798,7 +798,7 @@ def initial(c: Bounds) -> World:
 
 
 def apply(c: Bounds, w: World, action: tuple[Any, ...]) -> World:
-    return action[0](c, w, *action[1:])  # type: ignore[no-any-return]
+    return action[0](c, w, *action[1:])
 
 
 def over(c: Bounds, w: World) -> bool:

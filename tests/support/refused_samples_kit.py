@@ -29,7 +29,6 @@ class Bench:
         rundir.ensure(self.config, "", at)
         self.service = BufferService(self.config, at)
         self.replies: list[m.FromBuffer] = []
-        # type: ignore[method-assign]
         self.service.send = lambda peer, message: self.replies.append(message)
         self.service.handle(b"l", honest_hello(self.service.run, vocabulary=50))
         self.service.handle(b"g", greeting(self.service))

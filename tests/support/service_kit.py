@@ -36,10 +36,10 @@ class CountedDict(dict[str, Any]):
     def __iter__(self) -> Iterator[str]:
         return self._count(super().__iter__())
 
-    def values(self) -> Iterator[Any]:  # type: ignore[override]
+    def values(self) -> Iterator[Any]:
         return self._count(super().values())
 
-    def items(self) -> Iterator[tuple[str, Any]]:  # type: ignore[override]
+    def items(self) -> Iterator[tuple[str, Any]]:
         return self._count(super().items())
 
     def _count(self, entries: Iterable[Any]) -> Iterator[Any]:
@@ -55,7 +55,6 @@ class Run:
         self.config = load.load(ROOT / "configs" / "demo.toml", [*SMALL, *sets])
         self.dir = tmp_path / "run"
         rundir.ensure(self.config, "", self.dir)
-        # type: ignore[var-annotated]
         self.id, self.error, self.peers = rundir.read_run_id(self.dir), None, []
         self.service = BufferService(self.config, self.dir)
         self.thread = threading.Thread(target=self._loop)

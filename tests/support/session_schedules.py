@@ -278,17 +278,17 @@ class SessionWorld(World):
         need(not twice, f"samples {twice} are written twice at once")
         before = len(gateway.calls_socket.sent)
         gateway.step()
-        for peer, message in gateway.calls_socket.sent:  # type: ignore[attr-defined]
+        for peer, message in gateway.calls_socket.sent:
             for engine in self.engines:
                 if engine.name.encode() == peer:
                     engine.inbox.append(message)
         moved = len(gateway.calls_socket.sent) > before
-        gateway.calls_socket.sent.clear()  # type: ignore[attr-defined]
+        gateway.calls_socket.sent.clear()
         return moved
 
     def post(self) -> bool:
         """The buffer reads what has come, and answers."""
-        sent: Any = self.gateway.socket.sent  # type: ignore[attr-defined]
+        sent: Any = self.gateway.socket.sent
         moved = [self.handle(sent.popleft()) for _ in range(len(sent))]
         self.store.expire(self.now)
         return self.answer_want() or any(moved)
@@ -305,7 +305,7 @@ class SessionWorld(World):
         # an acknowledgement that is lost has the samples come again
         lost = isinstance(reply, m.DeliveryAcks) and self.r.random() < self.late_share / 4
         if reply is not None and not lost:
-            self.gateway.socket.replies.append(reply)  # type: ignore[attr-defined]
+            self.gateway.socket.replies.append(reply)
         self.check()
         return not isinstance(message, m.LeaseRenewal)
 
@@ -352,7 +352,7 @@ class SessionWorld(World):
             return False
         self.announced |= {(each.ticket, each.attempt): each.limit for each in tickets}
         said = m.TicketGrant(want.session, want.sequence, tickets, self.announcement())
-        self.gateway.socket.replies.append(said)  # type: ignore[attr-defined]
+        self.gateway.socket.replies.append(said)
         self.wanted = None
         return True
 
@@ -458,11 +458,10 @@ class SessionWorld(World):
         tokens = np.array(ids, "<i4").tobytes()
         logprobs = (-np.array(numbers, "<f4") / np.float32(STEP)).astype("<f4").tobytes()
         finish = "length" if whole else "stop"
-        said = m.CallResult(each.call.id, tokens, logprobs, spans, finish)  # type: ignore[arg-type]
+        said = m.CallResult(each.call.id, tokens, logprobs, spans, finish)
         self.tell(engine, said)
 
     def tell(self, engine: Engine, message: Any) -> None:
-        # type: ignore[attr-defined]
         self.gateway.calls_socket.replies.append((engine.name.encode(), message))
 
     def serving(self) -> bool:
@@ -485,10 +484,10 @@ class SessionWorld(World):
 
     def kill_gateway(self) -> bool:
         """Its sessions are gone; what generators are about to say reaches the next one."""
-        late = self.gateway.calls_socket.replies  # type: ignore[attr-defined]
+        late = self.gateway.calls_socket.replies
         self.now += 0.5
         self.gateway = self.begin()
-        self.gateway.calls_socket.replies.extend(late)  # type: ignore[attr-defined]
+        self.gateway.calls_socket.replies.extend(late)
         return True
 
     def stall(self) -> bool:
@@ -622,7 +621,7 @@ def drawn_at_once(self: service.Gateway, episode: Episode) -> None:
     assert announced is not None
     for number in [x for x, each in self.calls.items() if each.episode is episode]:
         call = self.deferred_calls.pop(number)
-        self.world.placed[call.id] = episode.session.ticket.attempt  # type: ignore[attr-defined]
+        self.world.placed[call.id] = episode.session.ticket.attempt
         self.router.submit(msgspec.structs.replace(call, min_version=announced.label))
 
 
@@ -718,11 +717,11 @@ def schedule(seed: int, where: Path, off: str = "", **more: Any) -> SessionWorld
     """Run one; raises Broken, or what the store and the gateway raise."""
     clock = SimpleNamespace(now=1000.0)
     with played() as play, switched_off(off):
-        play(clock)  # type: ignore[arg-type]
+        play(clock)
         world = SessionWorld.__new__(SessionWorld)
         world.now = 1000.0
         play(world)
-        world.__init__(seed, where, off, **more)  # type: ignore[misc]
+        world.__init__(seed, where, off, **more)
         world.run()
     return world
 

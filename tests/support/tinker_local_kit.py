@@ -75,9 +75,9 @@ class LocalServer:
         self.sampler = Sampler(self.config, self.results.__setitem__)
         self.server = TinkerServer(self.config, self.folder, KEY)
         self.training = DirectLink(lambda _, asked: self.trainer.handle(asked), self._kill)
-        self.server.trainer = self.training  # type: ignore[assignment]
+        self.server.trainer = self.training
         link = DirectLink(self._sample, lambda: None)
-        self.server.samplers.link = self.server.sampling = link  # type: ignore[assignment]
+        self.server.samplers.link = self.server.sampling = link
         if remembered:
             self.server.ledger.remembered = self.server.samplers.remembered = remembered
         self.web = HttpServer(self.server.starlette(), ListenAddress())

@@ -81,7 +81,7 @@ def startup_variables(env: dict[str, str]) -> dict[str, str]:
 SERVERS: list[subprocess.Popen[str]] = []
 
 
-class WarmPopen(subprocess.Popen):  # type: ignore[type-arg]
+class WarmPopen(subprocess.Popen):
     """Popen, for a command of asyncrl by a fork of the warm process."""
 
     server: socket.socket | None = None  # where this process orders a fork
@@ -98,7 +98,7 @@ class WarmPopen(subprocess.Popen):  # type: ignore[type-arg]
         )
         options = dict(zip(names.split(), rest, strict=True))
         if not is_warm(args, executable, options):
-            super()._execute_child(args, executable, *rest)  # type: ignore[misc]
+            super()._execute_child(args, executable, *rest)
             return
         streams = [options["p2cread"], options["c2pwrite"], options["errwrite"]]
         fds = [own if fd == -1 else fd for own, fd in enumerate(streams)]
@@ -117,7 +117,7 @@ class WarmPopen(subprocess.Popen):  # type: ignore[type-arg]
         with WarmPopen.lock:
             self.pid = request_fork(order, [*fds, *options["pass_fds"]])
         self._child_created = True
-        self._close_pipe_fds(*[options[name] for name in names.split()[8:14]])  # type: ignore[attr-defined]
+        self._close_pipe_fds(*[options[name] for name in names.split()[8:14]])
 
 
 def is_warm(args: Any, executable: Any, options: dict[str, Any]) -> bool:
@@ -220,8 +220,8 @@ def be_process(order: dict[str, Any], fds: list[int], seed: socket.socket) -> No
     if order["session"]:
         os.setsid()
     WarmPopen.server, WarmPopen.cold = place_files(fds, order["numbers"], seed), False
-    subprocess.Popen = WarmPopen  # type: ignore[misc]
-    sys.modules[TORCHRUN].Popen = WarmPopen  # type: ignore[attr-defined]
+    subprocess.Popen = WarmPopen
+    sys.modules[TORCHRUN].Popen = WarmPopen
     os.umask(order["umask"])
     os.chdir(order["cwd"])
     os.environ.clear()
@@ -232,11 +232,9 @@ def be_process(order: dict[str, Any], fds: list[int], seed: socket.socket) -> No
     set_command_line(argv)
     option = argv[1] if argv[1] in OPTIONS else ""
     at_once = option == "-u" or "PYTHONUNBUFFERED" in env
-    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]
-    sys.stdout = sys.__stdout__ = open(1, "w", 1 if at_once else -1, closefd=False)  # type: ignore[misc]
-    sys.stderr = sys.__stderr__ = open(  # type: ignore[misc]
-        2, "w", 1, errors="backslashreplace", closefd=False
-    )
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)
+    sys.stdout = sys.__stdout__ = open(1, "w", 1 if at_once else -1, closefd=False)
+    sys.stderr = sys.__stderr__ = open(2, "w", 1, errors="backslashreplace", closefd=False)
     safe, words = option == "-P", argv[1 + bool(option) :]
     paths = [p for p in env.get("PYTHONPATH", "").split(os.pathsep) if p]
     sys.orig_argv = argv
@@ -273,14 +271,14 @@ def run_main(words: list[str]) -> NoReturn:
             print(code, file=sys.stderr)
             code = 1
     except KeyboardInterrupt:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
         sys.stderr.flush()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
         code = 1
-    threading._shutdown()  # type: ignore[attr-defined]
+    threading._shutdown()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -325,7 +323,7 @@ def install() -> None:
     """From now on this process starts commands of asyncrl by a warm process, unless it is cold."""
     WarmPopen.startup_env = startup_variables(dict(os.environ))
     WarmPopen.owner = os.getpid()
-    subprocess.Popen = WarmPopen  # type: ignore[misc]
+    subprocess.Popen = WarmPopen
 
 
 def start() -> socket.socket:

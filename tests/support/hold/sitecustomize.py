@@ -118,7 +118,7 @@ class Finder(importlib.abc.MetaPathFinder):
             plain(module)
             self.patch(module)
 
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        spec.loader.exec_module = exec_module
         return spec
 
 
