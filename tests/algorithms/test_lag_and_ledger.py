@@ -177,15 +177,13 @@ def test_a_line_sums_tokens_and_answers_by_length() -> None:
     assert one.by_length == {1: 3}  # a length of 0 is in the first bin
 
 
-def test_merged_lines_are_the_line_of_all_and_copies_are_apart() -> None:
+def test_merged_lines_are_the_line_of_all() -> None:
     whole, a, b = LedgerSums(), LedgerSums(), LedgerSums()
     for i in range(1, 12):
         for line in (whole, a if i % 3 else b):
             line.add(i, 1, i, 0.25 * i, 0.5 * (i % 2))
-    kept = a.copy()
+    assert a != whole
     a.merge(b)
-    assert a == whole and kept != whole and kept.by_length is not a.by_length
-    kept.add(1, 1, 1, 1.0, 1.0)
     assert a == whole
 
 
