@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from statistics import mean
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from process_kit import ENV, ROOT, RUN_SEED, Ended
+from process_kit import ROOT, RUN_SEED, Ended, run_command
 from warm_python import FORKED
 
 from actors.rewards import check_reward_process
@@ -44,8 +43,7 @@ AGENT_PATIENT = ("agent.idle_s=3600.0", "agent.deadline_s=7200.0", "wires.lease_
 
 def asyncrl(folder: Path, *words: str) -> Ended:
     argv = [sys.executable, "-m", "asyncrl.cli", *words]
-    done = subprocess.run(argv, cwd=folder, env=ENV, capture_output=True, text=True, timeout=7200)
-    return Ended(done)
+    return run_command(argv, cwd=folder, timeout=7200)
 
 
 @pytest.fixture
@@ -226,15 +224,8 @@ def test_every_command_of_the_pages_runs(tmp_path: Path) -> None:
     (python,) = re.findall(r"(?ms)^```python\n(import asyncrl\n.*?)^```", page)
     short = "', '".join(SHORT.split())
     code = python.replace('"learner.steps=40"', f"'{short}', 'name=own'")
-    done = subprocess.run(
-        [sys.executable, "-c", FORKED + code],
-        cwd=tmp_path,
-        env=ENV,
-        capture_output=True,
-        text=True,
-        timeout=7200,
-    )
-    assert done.stdout.startswith("[0 2] [0."), done.stderr
+    done = run_command([sys.executable, "-c", FORKED + code], cwd=tmp_path, timeout=7200)
+    assert done.out.startswith("[0 2] [0."), done.err
 
 
 def prompts(path: Path, *rows: dict[str, object]) -> FileTask:

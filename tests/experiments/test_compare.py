@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process_kit import ENV, PATIENT, ROOT, RUN_SEED, Ended
+from process_kit import ENV, PATIENT, ROOT, RUN_SEED, Ended, run_command
 
 from asyncrl.config import load
 from asyncrl.experiments import figures
@@ -51,9 +51,7 @@ SEEDS = (RUN_SEED, RUN_SEED + 1)
 def compare(model: Path, out: Path, *words: str, timeout: float = 3600) -> Ended:
     argv = [sys.executable, "-m", "asyncrl.cli", "compare", "configs/demo.toml", "--out", str(out)]
     argv += [x for s in (*SETS, f"model.path={str(model)!r}") for x in ("--set", s)] + list(words)
-    return Ended(
-        subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=timeout)
-    )
+    return run_command(argv, timeout=timeout)
 
 
 def on_a_terminal(model: Path, out: Path, *words: str) -> tuple[int, str]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from process_kit import ENV, ROOT, RUN_SEED, Ended
+from process_kit import ROOT, RUN_SEED, Ended, run_command
 
 from asyncrl.cli.compare import describe_corrections
 from asyncrl.config import load
@@ -43,9 +42,7 @@ def call(model: Path, out: Path, *words: str) -> Ended:
     argv = [sys.executable, "-m", "asyncrl.cli", "sweep", "configs/demo.toml", "--out", str(out)]
     argv += [x for s in (*SMALL, f"model.path={str(model)!r}") for x in ("--set", s)]
     argv += ["--set", f"seed={RUN_SEED}", *words]
-    return Ended(
-        subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=600)
-    )
+    return run_command(argv, timeout=600)
 
 
 def test_a_sweep_from_start_to_suggestion_and_again(model: Path, tmp_path: Path) -> None:

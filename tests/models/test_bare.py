@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 import transformers
 from bare_kit import edit
 from models_kit import FAMILIES, sample_batch
-from process_kit import ENV, ROOT
+from process_kit import run_command
 
 from asyncrl.contract.messages import Prompt
 from asyncrl.models import layout, policy, without_transformers
@@ -211,18 +210,12 @@ def test_a_chat_template_is_rendered_without_torch(small_model: Path, tmp_path: 
         "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
         "{% if add_generation_prompt %}1{% endif %}"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", QWEN, str(path), "932"],
-        cwd=ROOT,
-        env=ENV,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = run_command([sys.executable, "-c", QWEN, str(path), "932"])
+    assert done.code == 0, done.err[-3000:]
     theirs = transformers.AutoTokenizer.from_pretrained(path)
     ids = theirs.encode("12 low<|im_end|>", add_special_tokens=False)
     turns = theirs.encode(f"932{theirs.eos_token}1", add_special_tokens=False)
-    assert json.loads(done.stdout) == ["PlainTokenizer", ids, theirs.eos_token_id, False, turns]
+    assert json.loads(done.out) == ["PlainTokenizer", ids, theirs.eos_token_id, False, turns]
 
 
 def test_a_qwen_models_tokenizer_is_the_one_that_transformers_chooses_and_imports_no_torch(
@@ -241,14 +234,8 @@ def test_a_qwen_models_tokenizer_is_the_one_that_transformers_chooses_and_import
         "{% if add_generation_prompt %}1{% endif %}"
     )
     made.save_pretrained(path)
-    done = subprocess.run(
-        [sys.executable, "-c", QWEN, str(path), "low"],
-        cwd=ROOT,
-        env=ENV,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = run_command([sys.executable, "-c", QWEN, str(path), "low"])
+    assert done.code == 0, done.err[-3000:]
     theirs = transformers.AutoTokenizer.from_pretrained(path)
     ids = theirs.encode("12 low<|im_end|>", add_special_tokens=False)
     turns = theirs.apply_chat_template(
@@ -257,13 +244,7 @@ def test_a_qwen_models_tokenizer_is_the_one_that_transformers_chooses_and_import
         tokenize=True,
         return_dict=False,
     )
-    assert json.loads(done.stdout) == [
-        type(theirs).__name__,
-        ids,
-        theirs.eos_token_id,
-        False,
-        turns,
-    ]
+    assert json.loads(done.out) == ["Qwen2Tokenizer", ids, theirs.eos_token_id, False, turns]
     assert type(theirs).__name__ == "Qwen2Tokenizer"
     assert 7 in ids and turns[-1] == 3
 
@@ -369,7 +350,6 @@ SHOW = (
 def test_no_process_of_a_run_imports_what_it_does_not_need(
     code: str, imported: list[str], small_model: Path, tmp_path: Path
 ) -> None:
-    argv = [sys.executable, "-c", code + SHOW, str(small_model), str(tmp_path)]
-    done = subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.strip().splitlines()[-1] == str(imported)
+    done = run_command([sys.executable, "-c", code + SHOW, str(small_model), str(tmp_path)])
+    assert done.code == 0, done.err[-3000:]
+    assert done.out.strip().splitlines()[-1] == str(imported)

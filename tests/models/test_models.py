@@ -4,7 +4,6 @@ with transformers."""
 from __future__ import annotations
 
 import math
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from models_kit import FAMILIES, sample_batch
-from process_kit import ENV, ROOT
+from process_kit import run_command
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
@@ -175,6 +174,5 @@ def test_a_model_is_written_without_deepspeed(tmp_path: Path) -> None:
         "assert 'deepspeed' not in sys.modules; import transformers.modeling_utils as t; "
         "assert t.unwrap_model.__name__ == 'unwrap_model'"
     )
-    argv = [sys.executable, "-c", code, str(tmp_path / "m")]
-    done = subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0 and not done.stdout, done.stdout + done.stderr[-2000:]
+    done = run_command([sys.executable, "-c", code, str(tmp_path / "m")])
+    assert done.code == 0 and not done.out, done.out + done.err[-2000:]

@@ -4,12 +4,11 @@ a real run."""
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from process_kit import ENV, ROOT
+from process_kit import ENV, ROOT, run_command
 
 sys.path.append(str(ROOT / "benchmarks"))  # last: benchmarks/learner.py must not hide the package
 from lib.useful_time import History, Kill, by_victim, followed, measure, windows
@@ -106,16 +105,10 @@ def test_what_follows_from_one_kill_for_a_rate() -> None:
 def test_two_kills_of_a_real_run(sort_model: Path) -> None:
     """The supervisor's, whose run is resumed, then the learner's in a step."""
     words = ["--quick", "--json", "--seed", "1", "--model", str(sort_model)]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "effective.py"), *words],
-        cwd=ROOT,
-        env={**ENV, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=7200,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    argv = [sys.executable, str(ROOT / "benchmarks" / "effective.py"), *words]
+    done = run_command(argv, env={**ENV, "PYTHONPATH": str(ROOT)}, timeout=7200)
+    assert done.code == 0, done.out[-2000:] + done.err[-3000:]
+    found = json.loads(done.out.splitlines()[-1])
     (run,) = found["runs"]
     assert [row["victim"] for row in run["each_kill"]] == ["supervisor", "learner"]
     assert all(row["back_s"] >= row["start_s"] > 0.0 for row in run["each_kill"])

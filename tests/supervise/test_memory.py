@@ -6,12 +6,11 @@ from __future__ import annotations
 import importlib
 import platform
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from process_kit import ENV, ROOT
+from process_kit import ENV, ROOT, run_command
 
 from asyncrl.config import load
 from asyncrl.models import memory
@@ -42,15 +41,9 @@ print(rss[-1] - rss[1], rss)
 
 
 def test_the_learners_memory_stays_flat_over_many_small_batches(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LEARNER + MEASURE, str(tmp_path / "m")],
-        env=ENV,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert float(done.stdout.split()[0]) < MOST_MB, done.stdout
+    done = run_command([sys.executable, "-c", LEARNER + MEASURE, str(tmp_path / "m")], timeout=600)
+    assert done.code == 0, done.err[-2000:]
+    assert float(done.out.split()[0]) < MOST_MB, done.out
 
 
 CONFIG = """
@@ -83,15 +76,10 @@ PAGES = TENSOR // 4096
 
 def faulted(who: str, model: Path, **more: str) -> int:
     """Pages faulted in by twenty tensors, one after the other, in a process that has a `who`."""
-    done = subprocess.run(
-        [sys.executable, "-c", CONFIG + KEEPERS[who] + FAULTS, str(model)],
-        env=ENV | more,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return int(done.stdout.split()[-1])
+    argv = [sys.executable, "-c", CONFIG + KEEPERS[who] + FAULTS, str(model)]
+    done = run_command(argv, env=ENV | more, timeout=600)
+    assert done.code == 0, done.err[-2000:]
+    return int(done.out.split()[-1])
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc is what is set")
@@ -129,15 +117,9 @@ with tempfile.TemporaryFile() as file:
 
 def heaps(**more: str) -> list[str]:
     """Whether anything was set, and how many heaps there are after four threads had memory."""
-    done = subprocess.run(
-        [sys.executable, "-c", HEAPS],
-        env=ENV | more,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout.split()
+    done = run_command([sys.executable, "-c", HEAPS], env=ENV | more, timeout=600)
+    assert done.code == 0, done.err[-2000:]
+    return done.out.split()
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc is what is set")

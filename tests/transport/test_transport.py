@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from process_kit import ENV, ROOT
+from process_kit import ROOT, run_command
 
 from asyncrl.contract import messages as m
 from asyncrl.contract.versions import Label
@@ -120,16 +119,10 @@ def test_the_quick_run_has_every_part_of_ours_and_says_which_rival_is_not_there(
     """By a Python without their libraries: no rival but zmq."""
     nowhere = str(ROOT / "no-such-python")
     without = [f"--{name}-python={nowhere}" for name in ("redis", "ray", "reverb", "straw")]
-    done = subprocess.run(
-        [sys.executable, "benchmarks/transport.py", "--quick", "--json", *without],
-        cwd=ROOT,
-        env=ENV,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout.splitlines()[-1])
+    argv = [sys.executable, "benchmarks/transport.py", "--quick", "--json", *without]
+    done = run_command(argv)
+    assert done.code == 0, done.err[-3000:]
+    result = json.loads(done.out.splitlines()[-1])
     assert set(result["missing"]) == set(bench.RIVALS) - {"raw"}
     assert all(nowhere in why for why in result["missing"].values())
     assert not result["met"]
