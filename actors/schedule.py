@@ -27,12 +27,12 @@ Key = tuple[int, int, int]  # (ticket, sample, attempt)
 
 @dataclass
 class LeasedTicket:
-    """A ticket that this generator holds: samples not yet started, and live rows."""
+    """A held ticket: samples not yet started, and live rows (at a gateway: episodes)."""
 
     ticket: Ticket
     waiting: list[int]
     live: set[int] = field(default_factory=set)
-    tokens: int = 0  # of samples already delivered
+    tokens: int = 0  # of samples delivered; at a gateway, of its sessions that are gone
     prompt: Any = None  # its tokens, int32 [P]; set by the caller of `add_tickets`
     granted_at: float = field(default_factory=lambda: time.monotonic())
 

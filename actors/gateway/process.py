@@ -27,10 +27,16 @@ def main(config: Config, run_dir: Path, index: int) -> bool:
 
     Returns True when the run is finished, False when SIGTERM ended the process.
     """
+    over_http = any(agent.http for agent in config.agents.values())
+    if over_http:  # before `warm_up` freezes the heap
+        from actors.gateway import http_gateway
     gateway = Gateway(config, run_dir, index, source=make_source)
-    gateway.warm_up()
-    if not any(agent.http for agent in config.agents.values()):
-        return gateway.run_until_signal(gateway.loop)
-    from actors.gateway import http_gateway
 
-    return gateway.run_until_signal(lambda: asyncio.run(http_gateway.serve(gateway)))
+    def play() -> None:
+        gateway.warm_up()
+        if over_http:
+            asyncio.run(http_gateway.serve(gateway))
+        else:
+            gateway.loop()
+
+    return gateway.run_until_signal(play)

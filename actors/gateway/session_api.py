@@ -46,7 +46,7 @@ AGENTS = {
 class SessionApi(SessionSource):
     """Sessions over HTTP: the service of a `web.WebApp`, in the thread of the gateway's turns."""
 
-    def __init__(self, gateway: Gateway, part: str = "") -> None:
+    def __init__(self, gateway: Gateway) -> None:
         agent = gateway.config.agent
         self.gateway = gateway
         # a harness leases the sessions of these parts; agents of the gateway play the others
@@ -233,7 +233,7 @@ class SessionApi(SessionSource):
         session = episode.session
         self.episodes.pop(session.name, None)
         opened = self.opened[session.name]
-        if session.key in self.gateway.outbox.list_unacked_keys():
+        if opened.file.is_kept and session.key in self.gateway.outbox.list_unacked_keys():
             self.unacked[session.key] = opened
         else:
             opened.file.remove()

@@ -145,6 +145,8 @@ def load_run(path: str | Path) -> LoadedRun:
         )
     view = RunView(directory.name, directory)
     view.refresh()
+    if view.problem:
+        raise ConfigError(f"{view.path}: {view.problem}")
     summary = summaries.read(view.config, directory)
     return LoadedRun(
         path=directory,

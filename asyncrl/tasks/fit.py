@@ -113,7 +113,7 @@ class ModelFitter:
         self.model.hf.eval()
         micro_batches = split_examples(examples, self.training.micro_batch_tokens)
         return sum(float(self._sum_loss(micro_batch)) for micro_batch in micro_batches) / sum(
-            len(example.answer) for example in examples
+            len(example.answer) - example.given for example in examples
         )
 
     def _sum_loss(self, examples: Sequence[FitExample]) -> torch.Tensor:

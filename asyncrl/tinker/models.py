@@ -72,6 +72,7 @@ from asyncrl.tinker.sequences import (
 from asyncrl.tinker.settings import TinkerConfig, build_run_config
 
 DECODED = 4  # pending calls that are in memory
+DECODED_BYTES = 8 << 20  # a larger body is read from the disk; clients send at most 5 MB
 FARTHEST = 10_000  # most calls that a call may be ahead of the next one
 LARGEST = float(np.finfo(np.float32).max)
 CHANGING = ("create_model", "load_weights", "forward_backward", "optim_step")
@@ -233,7 +234,7 @@ class ServedModel:
             raise self.shares.refuse(self.record.session, "training calls")
         self.log.write_call(call)
         self.digests[number] = xxhash.xxh3_128_digest(call.body)
-        if len(self.decoded) < DECODED:
+        if len(self.decoded) < DECODED and len(call.body) <= DECODED_BYTES:
             self.decoded[number] = call, message
         self._open_promise(call)
         self.arrived.set()

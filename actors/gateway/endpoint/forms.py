@@ -23,8 +23,14 @@ from asyncrl.contract.messages import MOST_GRAMMAR
 # a format of the answer, in chat completions, responses and Anthropic's messages
 FORMATS = ("response_format", "text.format", "output_format", "output_config.format")
 STRUCTURED = "structured_outputs"  # as vLLM's server takes it
-# bounded, so that a model cannot continue with white space for ever
-WHITE_SPACE = {"whitespace_pattern": r"[ \t\n]{0,8}"}
+# bounded, so that a model cannot continue with white space for ever; llguidance repeats a
+# `whitespace_pattern`, whatever it is
+BLANKS = r"[ \t\n]{0,8}"
+WHITE_SPACE = {
+    "whitespace_flexible": False,
+    "item_separator": f",{BLANKS}",
+    "key_separator": f":{BLANKS}",
+}
 HEAD = "%llguidance {}\n"
 CALL_END = json.dumps("}\n</tool_call>")
 PARALLEL = "parallel_tool_calls"

@@ -162,6 +162,8 @@ class SessionFile:
 
     def append_answer(self, session: Session, request: HarnessRequest) -> None:
         """Record an answered call with its answer's bytes."""
+        if not self.is_kept:
+            return
         assert request.call is not None and request.answer is not None
         node = request.call.node
         call = CallRecord(

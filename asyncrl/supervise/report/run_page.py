@@ -110,6 +110,8 @@ def write(run_dir: Path) -> Path:
     rundir.require_run(run_dir)
     view = RunView(run_dir.name, run_dir)
     view.refresh()
+    if view.problem:
+        raise ConfigError(f"{view.path}: {view.problem}")
     summary = summaries.read(view.config, run_dir)
     if not view.series.rows:
         raise ConfigError(

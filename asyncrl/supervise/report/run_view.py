@@ -34,6 +34,9 @@ TASKS = ("task", "share", "reward", "lag", "ESS", "removed groups", "held-out")
 MOVES = 8  # number of newest changes of the limit that are described; the plot has all
 LOG_BYTES = 64 * 1024
 COMPOSE_S = 5.0  # a summary of a run in progress is composed at most this often
+# keys that the blocks read
+SUMMARY_KEYS = {"heldout_start", "heldout_end", "ood_end", "wall_s", "steps", "lag", "speed"}
+SUMMARY_KEYS |= {"ledger", "ledger_lines"}
 COMPOSE_SHARE = 0.005  # share of a core that composing it costs at most
 
 
@@ -92,9 +95,11 @@ class RunView:
     def read_summary(self) -> dict[str, Any]:
         """Return the run's summary object; {} until it exists.
 
-        A thread composes that of a run in progress, at most every COMPOSE_S seconds.
+        A thread composes that of a run in progress, at most every COMPOSE_S seconds, and one that
+        lacks keys.
         """
-        if summary := jsonl.read_object(self.path / "summary.json"):
+        summary = jsonl.read_object(self.path / "summary.json")
+        if summary.keys() >= SUMMARY_KEYS:
             return summary
         if time.monotonic() >= self._next_summary:
             self._next_summary = math.inf

@@ -141,7 +141,7 @@ class SampleStore:
             head["weight"] = max(weights, default=0.0)
             head["text"] = "\x00".join(s["prompt"] + "".join(s["pieces"]) for s in row["sequences"])
             _ = head["batch"], head["reward"], head["lag_mean"], head["rules"]
-        except (msgspec.DecodeError, KeyError, TypeError, ValueError):
+        except (msgspec.DecodeError, KeyError, TypeError, ValueError, RecursionError):
             self.damaged += 1
             return
         self.offsets.append((offset, len(line)))

@@ -75,7 +75,7 @@ def accepts(form: str, text: str) -> bool:
     return bool(begun.compute_allowed(size)[compiler().stops[0]])
 
 
-SPACED = '{\n  "a" : 7\n}'
+SPACED = '{"a":\n  7}'
 FORMS: list[tuple[Kind, dict[str, Any], list[str], list[str]]] = [
     ("chat", {"response_format": OBJECT}, ['{"b": [1, "x"]}', "{}"], ["[]", "3", " {}"]),
     ("chat", {"response_format": BY_SCHEMA}, ['{"a":3}', SPACED], ['{"a":12}', "{}", ADD]),
@@ -152,8 +152,10 @@ def test_a_demand_becomes_a_grammar(
     assert [text for text in bad if accepts(form, text)] == []
 
 
-def test_the_grammar_of_a_schema_has_a_pattern_of_white_space() -> None:
-    assert r'"whitespace_pattern": "[ \\t\\n]{0,8}"' in grammar("chat", response_format=OBJECT)
+def test_white_space_of_json_is_bounded() -> None:
+    form = grammar("chat", response_format=OBJECT)
+    assert accepts(form, '{"a": 1,\n  "b": [1,2]}')
+    assert not accepts(form, '{"a":' + " " * 9 + "1}") and not accepts(form, "{ }")
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def test_the_mixture_of_the_page_loads_and_each_part_is_tried_alone(
     model: Path, tmp_path: Path
 ) -> None:
     page = (ROOT / "docs" / "prompts.md").read_text().partition("# Environments and agents")[2]
-    (block,) = re.findall(r"(?ms)^```toml\n(.*?)^```", page.partition("\n## ")[0])
+    (block,) = re.findall(r"(?ms)^```toml\n(.*?)^```", page.partition("\n##")[0])
     file = tmp_path / "mixed.toml"
     file.write_text(f"model.path = {str(model)!r}\n{block}")
     assert list(load.load(file).agents) == ["", "calculator", "guessing"]
