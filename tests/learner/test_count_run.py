@@ -92,7 +92,7 @@ def test_the_shipped_config_trains_on_its_pictures(
     assert prompt.startswith("<image>") and prompt.count("<image>") == 1
     text = token_samples.format_terminal(store.read_row(0), "lag", False)
     assert f"  image     18 x 18 pixels, {shown['digest']}" in text
-    page = json.dumps(run_page.select_samples(tmp_path).rows)
+    page = json.dumps(run_page.select_samples(store).rows)
     assert shown["thumbnail"] in page
 
 

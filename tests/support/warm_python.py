@@ -333,7 +333,9 @@ def start() -> socket.socket:
     server = subprocess.Popen(
         [sys.executable, __file__, str(theirs.fileno()), room],
         cwd=ROOT,
-        env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(ROOT)},
+        env={"OMP_NUM_THREADS": "1"}
+        | os.environ
+        | {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(ROOT)},
         stdin=subprocess.DEVNULL,
         pass_fds=[theirs.fileno()],
         start_new_session=True,
