@@ -59,10 +59,10 @@ wanted weighed which who whole why written wrong
 """
 BARE_NAMES = frozenset(BARE_WORDS.split())
 LIMITS = {
-    "code tokens": 487_050,
-    "lines": 80_606,
-    "modules with one importer": 77,
-    "one-call helpers": 369,
+    "code tokens": 470_930,
+    "lines": 77_424,
+    "modules with one importer": 71,
+    "one-call helpers": 246,
     "lines of tests, % of the product": 107,
 }
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
