@@ -208,7 +208,7 @@ class SamplerService:
 
         Raises ConfigError for a request that never fits, and HTTPException 429, after which clients
         repeat the request."""
-        if 2 * size > REQUEST_BYTES:
+        if 2 * size > self.shares.total:
             raise ConfigError(
                 f"the result may take {size >> 20} MiB: lower num_samples or max_tokens"
             )

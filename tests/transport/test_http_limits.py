@@ -206,7 +206,7 @@ def test_requests_of_one_client_leave_room_for_another(
 
     monkeypatch.setattr(link, "call", held)
     monkeypatch.setattr(local.server.samplers, "_make_room", noted)
-    monkeypatch.setattr(samplers, "REQUEST_BYTES", 60_000)
+    monkeypatch.setattr(local.server.samplers.shares, "total", 60_000)
     params = types.SamplingParams(max_tokens=8, seed=3)
     slow = types.SamplingParams(max_tokens=8, seed=7)
     headers = {"X-API-Key": KEY}
@@ -244,7 +244,7 @@ def test_requests_of_one_client_leave_room_for_another(
         replies = [ask(number) for number in range(8)]
         late = next(reply for reply in replies if reply.status_code != 200)
         assert (late.status_code, late.headers["retry-after"]) == (429, "1")
-        assert "requests of s-" in late.json()["error"]
+        assert "too many requests to sample of s-" in late.json()["error"]
         assert ask(0).json() == replies[0].json(), "an accepted request may be repeated"
         monkeypatch.setattr(samplers, "UNCLAIMED_S", 0.0)
         accepted = replies.index(late)
@@ -258,4 +258,4 @@ def test_requests_of_one_client_leave_room_for_another(
         assert gone.status_code == 410
         error = ask(99, 999).json()["error"]
         assert re.fullmatch(r"the result may take 0 MiB: lower num_samples or max_tokens", error)
-        assert local.server.samplers.used.total() <= 60_000
+        assert local.server.samplers.shares.used.total() <= 60_000
