@@ -46,7 +46,7 @@ AGENTS = {
 class SessionApi(SessionSource):
     """Sessions over HTTP: the service of a `web.WebApp`, in the thread of the gateway's turns."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, part: str = "") -> None:
         agent = gateway.config.agent
         self.gateway = gateway
         # a harness leases the sessions of these parts; agents of the gateway play the others
