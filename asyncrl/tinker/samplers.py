@@ -44,8 +44,7 @@ class SessionShares:
 
     def refuse(self, session: str, what: str) -> HTTPException:
         """Build the error after which a client repeats its request."""
-        wait = {"retry-after": "1"}
-        return HTTPException(429, f"too many {what} of {session} wait", wait)
+        return HTTPException(429, f"too many {what} of {session} wait", {"retry-after": "1"})
 
 
 class SamplerRecord(msgspec.Struct, frozen=True):

@@ -25,11 +25,10 @@ FORMATS = ("response_format", "text.format", "output_format", "output_config.for
 STRUCTURED = "structured_outputs"  # as vLLM's server takes it
 # bounded, so that a model cannot continue with white space for ever; llguidance repeats a
 # `whitespace_pattern`, whatever it is
-BLANKS = r"[ \t\n]{0,8}"
 WHITE_SPACE = {
     "whitespace_flexible": False,
-    "item_separator": f",{BLANKS}",
-    "key_separator": f":{BLANKS}",
+    "item_separator": r",[ \t\n]{0,8}",
+    "key_separator": r":[ \t\n]{0,8}",
 }
 HEAD = "%llguidance {}\n"
 CALL_END = json.dumps("}\n</tool_call>")
