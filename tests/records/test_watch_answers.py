@@ -50,6 +50,12 @@ def append(path: Path, *rows: dict[str, Any]) -> None:
         file.write("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def write_summary(run_dir: Path, **given: Any) -> dict[str, Any]:
+    summary = {key: None for key in run_view.SUMMARY_KEYS} | given
+    (run_dir / "summary.json").write_text(json.dumps(summary))
+    return summary
+
+
 def wait_for_summary(run: RunView) -> dict[str, Any]:
     """A summary of a run in progress is composed beside the answers."""
     until = time.monotonic() + 300
@@ -176,8 +182,14 @@ def test_a_summary_is_composed_beside_the_answers(
 
 
 def test_what_a_run_wrote_at_its_end_is_its_summary(run_dir: Path) -> None:
+    written = write_summary(run_dir, heldout_end=0.5)
+    assert RunView("first", run_dir).read_summary() == written
+
+
+def test_a_summary_that_lacks_keys_is_composed_anew(run_dir: Path) -> None:
     (run_dir / "summary.json").write_text('{"heldout_end": 0.5}')
-    assert RunView("first", run_dir).read_summary() == {"heldout_end": 0.5}
+    found = wait_for_summary(RunView("first", run_dir))
+    assert found["wall_s"] == 14.5 and found["heldout_end"] is None
 
 
 def test_a_run_that_cannot_be_summed_up_has_no_summary(run_dir: Path) -> None:
@@ -240,7 +252,7 @@ def test_the_overview_has_the_figures_of_the_summary(client: TestClient, run_dir
         },
         "signs": [sign],
     }
-    (run_dir / "summary.json").write_text(json.dumps(summary))
+    write_summary(run_dir, **summary)
     answer(client, "runs")
     seen = answer(client, "overview")["first"]
     for text in ("0.250", "0.500", "1.25", "2 / 4", "1,000 tok/s", "900 tok/s", "10% / 20%"):
@@ -266,7 +278,7 @@ def test_the_ledger_is_that_of_the_summary(client: TestClient, run_dir: Path) ->
     assert run.list_ledger(run.read_summary()) == []
     line = {"tokens": 9, "samples": 2, "mean_length": 4.5, "mean_reward": 0.5, "upto_8": 9}
     lines = {"ledger": {"generated": 12, "trained": 9}, "ledger_lines": {"trained": line}}
-    (run_dir / "summary.json").write_text(json.dumps(lines | {"failures": {"reward": 2}}))
+    write_summary(run_dir, **lines, failures={"reward": 2})
     tables = {block.id: block.rows for block in run.list_ledger(run.read_summary())}
     assert tables == {
         "ledger": [
