@@ -503,6 +503,16 @@ def test_a_learner_takes_no_word_by_which_it_would_lose_its_checkpoints() -> Non
         Learner.check(learner, batch(samples=[answer(0), answer(1, tokens=b"\5" + b"\0" * 7)]))
 
 
+def test_a_decoded_message_keeps_nothing_of_the_frame_it_came_in() -> None:
+    """msgspec makes a field of type memoryview or Raw a window on the frame."""
+    messages: list[Any] = [m.Delivery("generator-0", 1, 1, [answer(0), answer(1)]), batch(), CALL]
+    for message in messages:
+        frame = bytearray(msgspec.msgpack.encode(message))
+        decoded = msgspec.msgpack.decode(frame, type=type(message))
+        frame[:] = bytes(len(frame))
+        assert decoded == message, type(message).__name__
+
+
 def test_a_damaged_chunk_does_not_shift_those_of_the_next_fetch() -> None:
     """Those that were on their way behind it are of the connection that ends with it."""
     data = np.random.default_rng(0).bytes(3 * chunks.CHUNK_BYTES)
