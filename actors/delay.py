@@ -15,7 +15,7 @@ def compute_delay_steps(config: Config, ticket: Ticket, sample: int, tokens: int
 
     The delay is a factor per token, as if each token had taken that much longer; 0 for evaluation.
     """
-    if ticket.kind != "train":
+    if ticket.kind != "train" or not config.staleness.delay:
         return 0.0
     scope = (ticket.ticket, sample) if config.staleness.delay_of == "answer" else (ticket.ticket,)
     return tokens * admission.sample_delay(config.staleness.delay, ticket.seed, *scope)

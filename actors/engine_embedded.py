@@ -158,7 +158,7 @@ class EmbeddedEngine:
         self.top_k = torch.zeros(rows, dtype=torch.long, device=self.device)
         self.cuts = False  # some live row has top-p or top-k
         self.vocabulary = 0  # tokens that a truncated row was sampled from
-        self.plain = True  # every live row has temperature 1 and no cut
+        self.plain = True  # every live row has temperature 1, no cut and no grammar
         self.stop = torch.full((rows, 1), -1, dtype=torch.long, device=self.device)
         self.uniform = torch.zeros(rows, max_new_tokens, device=self.device)
         self.out_token = torch.zeros(rows, max_new_tokens, dtype=torch.long, device=self.device)
@@ -395,7 +395,7 @@ class EmbeddedEngine:
         )
         self.live += len(requests)
         live = [row.request for _, row in self.live_rows]
-        self.plain = all(request.temperature == 1 and not request.truncates for request in live)
+        self.plain = all(request.temperature == 1 and not request.has_support for request in live)
         self.cuts = any(request.truncates for request in live)
 
     def _fill(self, index: torch.Tensor, requests: list[CompletionRequest]) -> None:
@@ -891,6 +891,8 @@ class EmbeddedEngine:
 
     def _compute_allowed(self) -> torch.Tensor | None:
         """Return bool [n, V]: the tokens that grammars leave to each row; None: all."""
+        if self.plain:
+            return None
         return constraints.compute_allowed_tokens(
             self._list_constraints(), self.weights.vocabulary, self.device
         )

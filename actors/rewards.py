@@ -529,21 +529,17 @@ class RewardRunner:
             **(read_totals(self.account, self.judge) if self.account is not None else {}),
         }
 
-    def submit(self, key: Key, prompt: Prompt, text: str, tokens: Any) -> None:
+    def submit(self, key: Key, prompt: Prompt, text: str, tokens: list[int]) -> None:
         """Submit `text` with its token ids `tokens`, including the stop token.
 
         Processes receive it at the next `poll`.
         """
         self.waiting += 1
         if self.pool is not None:
-            self.fresh.append(
-                _RewardJob(
-                    key, RewardCall(prompt, text, [int(x) for x in tokens]), time.monotonic()
-                )
-            )
+            self.fresh.append(_RewardJob(key, RewardCall(prompt, text, tokens), time.monotonic()))
             return
         try:
-            result = call(self.task.reward, prompt, text, [int(x) for x in tokens])
+            result = call(self.task.reward, prompt, text, tokens)
             self.done.append(RewardResult(key, *result, ""))
         except Exception as error:
             failure = RewardFailure("data", f"the reward {describe_exception(error)}")
@@ -608,7 +604,7 @@ class RewardRunnerOfParts(RewardRunner):
     def is_working(self) -> bool:
         return super().is_working and all(runner.is_working for runner in self.runners.values())
 
-    def submit(self, key: Key, prompt: Prompt, text: str, tokens: Any) -> None:
+    def submit(self, key: Key, prompt: Prompt, text: str, tokens: list[int]) -> None:
         name = prompt.split if prompt.split in self.reward_configs else prompt.task
         if name not in self.reward_configs:
             super().submit(key, prompt, text, tokens)

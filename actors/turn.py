@@ -148,8 +148,9 @@ class GeneratorTurn:
         if leased is None:
             return None
         self.schedule.finish_sample(completion.key, len(completion.tokens))
-        visible = [int(token) for token in completion.tokens if int(token) not in self.stops]
-        text = self.tokenizer.decode(visible)
+        text = self.tokenizer.decode(
+            [token for token in completion.tokens.tolist() if token not in self.stops]
+        )
         self.unscored[completion.key] = ScoredResponse(leased.ticket, completion, text)
         return self.unscored[completion.key]
 
@@ -170,9 +171,8 @@ class GeneratorTurn:
     def submit(self, response: ScoredResponse) -> None:
         """Submit a response for its reward."""
         completion = response.completion
-        self.rewards.submit(
-            completion.key, response.ticket.prompt, response.text, completion.tokens
-        )
+        tokens = completion.tokens.tolist()
+        self.rewards.submit(completion.key, response.ticket.prompt, response.text, tokens)
 
     def poll_results(self) -> list[tuple[ScoredResponse, RewardResult]]:
         """Return the finished rewards, each with its response."""

@@ -311,7 +311,8 @@ class Learner(BufferPeer):
     def step(self, batch: m.Batch) -> None:
         """Train on one batch, publish the new weights and commit the batch."""
         began = time.monotonic()
-        with self.tracer.time_span("train", sum(s.length for s in batch.samples)):
+        tokens = sum(s.length for s in batch.samples)
+        with self.tracer.time_span("train", tokens):
             metrics = self.core.train(batch)
         if self.step_log is not None:
             self.step_log.add(self.core.updates)
@@ -319,7 +320,6 @@ class Learner(BufferPeer):
         with self.tracer.time_span("publish"):
             self.digest = self.publisher.publish(self.number)
         now = time.monotonic()
-        tokens = sum(s.length for s in batch.samples)
         step_s = now - self.mark
         metrics |= {
             "time/train": trained - began,

@@ -494,7 +494,8 @@ class Gateway(TicketHolder):
         if key in self.judged:
             return
         self.judged[key] = episode
-        self.rewards.submit(key, session.ticket.prompt, self.chat.decode_visible(ids), ids)
+        text = self.chat.decode_visible(ids)
+        self.rewards.submit(key, session.ticket.prompt, text, ids.tolist())
 
     # ---- results ---------------------------------------------------------------------------------
 

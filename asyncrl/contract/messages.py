@@ -278,7 +278,7 @@ class Trajectory(msgspec.Struct, array_like=True, gc=False):
     @property
     def all_images(self) -> set[str]:
         """The digests of the images of all sequences."""
-        return set(self.images).union(*(row.images for row in self.rows))
+        return set(self.images) | {name for row in self.rows for name in row.images}
 
     @property
     def length(self) -> int:
