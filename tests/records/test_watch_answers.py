@@ -51,7 +51,7 @@ def append(path: Path, *rows: dict[str, Any]) -> None:
 
 
 def write_summary(run_dir: Path, **given: Any) -> dict[str, Any]:
-    summary = {key: None for key in run_view.SUMMARY_KEYS} | given
+    summary = dict.fromkeys(run_view.SUMMARY_KEYS) | given
     (run_dir / "summary.json").write_text(json.dumps(summary))
     return summary
 
