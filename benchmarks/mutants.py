@@ -53,6 +53,7 @@ import sys
 import tempfile
 import time
 import tomllib
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -400,6 +401,8 @@ def collected(
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         plugins = [Chosen(None), CollectedSession(inside)]
         pytest_main(tests, work / "collected", plugins, "--continue-on-collection-errors")
+    except BaseException:
+        traceback.print_exc()  # nothing else says why it ends
     finally:
         os._exit(0)
 
