@@ -32,10 +32,6 @@ pytest.register_assert_rewrite(*(SUPPORT - {"process_kit"}))
 # collected, and with it all tests after that
 zmq.Context.__del__ = lambda self: None  # type: ignore[method-assign]
 
-# rewriting and compiling the tests takes each worker half a minute: collecting keeps what it made
-# even where Python is told to write no bytecode
-WRITES_NO_BYTECODE, sys.dont_write_bytecode = sys.dont_write_bytecode, False
-
 # commands of asyncrl begin with everything imported, but in tests that are marked `cold`
 warm_python.install()
 
@@ -69,7 +65,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Exempt modules and collected tests from garbage collection, which searched them for most of a
     second each time."""
     gc.freeze()
-    sys.dont_write_bytecode = WRITES_NO_BYTECODE
     # no test is about the accuracy after a warm start, whose 512 prompts take two seconds
     if starting := sys.modules.get("asyncrl.tasks.warm_start"):
         starting.measure_accuracy = functools.partial(starting.measure_accuracy, count=16)

@@ -3,7 +3,6 @@ against the endpoint over an engine that answers what a test says."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,11 +53,7 @@ def write_program(page: str, folder: Path) -> Path:
 
 
 def python_of(environment: str) -> str:
-    """The interpreter of an environment beside ours.
-
-    Its large packages are compiled once, also where Python is told to write no bytecode: an import
-    of verifiers would take several times as long."""
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    """The interpreter of an environment beside ours."""
     path = Path(sys.prefix) / environment / "bin" / "python"
     assert path.exists(), f"{path} is not there: run `make env`"
     return str(path)

@@ -16,6 +16,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
+# processes keep what they compile, also where Python is told to write no bytecode
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # also for the reward processes of commands called in this process
 os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests' / 'support'}"
 

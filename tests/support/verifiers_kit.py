@@ -8,7 +8,6 @@ from typing import Any
 
 from clients_kit import python_of
 from gateway_kit import Served
-from process_kit import ENV
 from pushed_kit import Commands
 
 from actors.gateway.agents.session_messages import SessionAccess, SessionOrders, SessionResult
@@ -20,7 +19,6 @@ from asyncrl.config.tree import Config, ModelConfig, TaskConfig
 from asyncrl.contract.messages import Prompt
 from asyncrl.tasks import get_task
 
-COMPILED = ENV | {"PYTHONDONTWRITEBYTECODE": ""}  # see python_of
 KINDS = Path(__file__).parent  # the folder of the environments
 
 

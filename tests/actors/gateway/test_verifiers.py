@@ -14,7 +14,8 @@ import msgspec
 import pytest
 import verifiers_kit
 from clients_kit import MULTIPLY, python_of
-from verifiers_kit import COMPILED, KINDS, Bench
+from process_kit import ENV
+from verifiers_kit import KINDS, Bench
 
 from actors.gateway.hubs.prompt_files import FOLDER, write_prompt_files
 from asyncrl.config import rules
@@ -92,7 +93,7 @@ def test_an_environment_that_cannot_be_played_is_refused_in_one_line(tmp_path: P
     """All in one process, as each import of verifiers takes seconds."""
     cases = json.dumps([(env, args) for env, args, _ in REFUSED])
     argv = [*importing.make_command("verifiers_refused", python=python_of("clients")), cases]
-    out = subprocess.run(argv, cwd=KINDS, env=COMPILED, capture_output=True, text=True, check=True)
+    out = subprocess.run(argv, cwd=KINDS, env=ENV, capture_output=True, text=True, check=True)
     for (env, _, said), answer in zip(REFUSED, json.loads(out.stdout), strict=True):
         assert answer["error"].startswith(f"agent.env = {env}: "), answer
         assert said in answer["error"] and "\n" not in answer["error"], answer

@@ -67,8 +67,7 @@ def test_an_environment_of_verifiers_is_trained_on_by_its_name(
     )
     argv = [sys.executable, "-m", "asyncrl.cli", "run", "sums.toml", "--json"]
     argv += [word for item in sets for word in ("--set", item)]
-    env = ENV | {"PYTHONDONTWRITEBYTECODE": ""}  # see python_of
-    ended = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    ended = subprocess.run(argv, cwd=tmp_path, env=ENV, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr[-4000:]
     run = tmp_path / "runs" / "sums"
     summary = json.loads((run / "summary.json").read_text())

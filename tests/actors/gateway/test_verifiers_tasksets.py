@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 from clients_kit import python_of, tool_call
-from verifiers_kit import COMPILED, KINDS, Bench, config
+from process_kit import ENV
+from verifiers_kit import KINDS, Bench, config
 
 from asyncrl.contract import importing
 from asyncrl.supervise import preflight
@@ -130,7 +131,7 @@ def test_an_environment_that_cannot_be_played_is_refused_in_one_line() -> None:
     cases = [(env, args) for env, args, _ in REFUSED] + [accepted]
     argv = [*importing.make_command("verifiers_refused", python=python_of("verifiers"))]
     ended = subprocess.run(
-        [*argv, json.dumps(cases)], cwd=KINDS, env=COMPILED, capture_output=True, check=True
+        [*argv, json.dumps(cases)], cwd=KINDS, env=ENV, capture_output=True, check=True
     )
     *refused, found = json.loads(ended.stdout)
     for (env, _, why), answer in zip(REFUSED, refused, strict=True):
