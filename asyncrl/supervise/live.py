@@ -17,7 +17,7 @@ from asyncrl.records.health_checks import HELD_UP, is_explained_by_calls
 from asyncrl.transport.sockets import PeerSocket
 
 PLAIN_S = 10.0
-LIVE_S = 0.25
+LIVE_S = 0.5
 UNUSED = 0.01  # smallest share of unused tokens in trained batches that is shown
 SLOW_ACK_S = 1.0  # from a delivery to its acknowledgment; a near buffer needs milliseconds
 PACE_BATCHES = 20
@@ -479,7 +479,7 @@ def follow(
     tick: Callable[[], bool],
     observe: Callable[[RunStatus], None] = lambda _: None,
 ) -> None:
-    """Show the run until `tick`, which is called about 20 times per second, returns True."""
+    """Show the run until `tick`, which is called about 10 times per second, returns True."""
     socket = PeerSocket(address, curve_dir)
     fancy = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
     live: Any = None
@@ -498,7 +498,7 @@ def follow(
             if now - requested_at > LIVE_S:
                 requested_at = now
                 socket.send(StatusRequest())
-            reply = receive_reply(socket, 0.05)
+            reply = receive_reply(socket, 0.1)
             if isinstance(reply, RunStatus):
                 status = reply
                 lines.pace.observe(reply.committed, now)
