@@ -2,27 +2,69 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from asyncrl.algorithms import settings
 from asyncrl.config import presets
 from asyncrl.config.agents import RANDOM, SELF, VERIFIERS, AgentConfig, AgentSource
-from asyncrl.config.engines import BACKEND_ABILITIES, ENGINES, list_engines
+from asyncrl.config.engines import ENGINES, list_engines
 from asyncrl.config.scorers import JudgeConfig
 from asyncrl.config.tree import (
     Config,
     EvaluationSetConfig,
-    LearnerConfig,
     MixedTaskConfig,
     TaskSource,
     interpolate_weight,
 )
 
-DEFAULT_ZERO_STAGE = LearnerConfig().zero_stage
+
+class Rule(msgspec.Struct, frozen=True, kw_only=True):
+    """A rule of rules.toml, which explains its fields."""
+
+    text: str
+    when: dict[str, Any] = {}
+    some: dict[str, Any] = {}
+    unless: dict[str, Any] = {}
+    title: str = ""
+    sets: tuple[str, ...] = ()
+
+
+TABLES = msgspec.toml.decode(
+    Path(__file__).with_suffix(".toml").read_bytes(), type=dict[str, list[Rule]]
+)
+
+
+def _read(config: Config, key: str) -> Any:
+    return functools.reduce(lambda value, name: getattr(value, name, None), key.split("."), config)
+
+
+def _has_value(config: Config, key: str, wanted: Any) -> bool:
+    value = _read(config, key)
+    if isinstance(wanted, bool):
+        return bool(value) == wanted
+    choices = wanted if isinstance(wanted, list) else [wanted]
+    return any(
+        value == (_read(config, x[1:]) if isinstance(x, str) and x.startswith("=") else x)
+        for x in choices
+    )
+
+
+def apply_table(table: str, config: Config) -> Iterator[str]:
+    """Yield the text of each rule of a table that applies."""
+    for rule in TABLES[table]:
+        when, some, unless = (
+            [_has_value(config, key, wanted) for key, wanted in conditions.items()]
+            for conditions in (rule.when, rule.some, rule.unless)
+        )
+        if all(when) and (any(some) or not some) and not any(unless):
+            yield rule.text.format(**msgspec.structs.asdict(config))
 
 
 def check(config: Config) -> list[str]:
@@ -36,24 +78,20 @@ def check(config: Config) -> list[str]:
         _check_device,
         _check_staleness,
         _check_sizes,
-        _find_needless,
         _check_backend,
-        _check_lora,
-        _check_low_precision,
-        _check_limit,
         _check_correction,
         _check_surrogate,
-        _check_kl,
-        _check_reshape,
-        _check_stop,
         _check_advantage,
-        _check_value,
         _check_engine,
         _check_reward,
         _check_mixture,
         _check_evaluation,
     )
-    return [problem for rule in rules for problem in rule(config)]
+    return [
+        *(problem for rule in rules for problem in rule(config)),
+        *apply_table("errors", config),
+        *apply_table("backends", config),
+    ]
 
 
 def _check_name(config: Config) -> Iterator[str]:
@@ -84,11 +122,6 @@ def _check_staleness(config: Config) -> Iterator[str]:
         yield (
             "staleness.max_lag: an adaptive limit needs staleness.on_exceed = pace and no injected "
             "lag, because each ticket is granted under the limit of its time"
-        )
-    if config.staleness.wait not in ("auto", 0) and not config.staleness.allows_window:
-        yield (
-            "staleness.wait: needs staleness.on_exceed = pace, no injected lag and a max_lag from "
-            "1 on that is not inf; set it to 0 or auto"
         )
     if math.isnan(lag) or (not math.isinf(lag) and lag != int(lag)):
         yield f"staleness.max_lag: {lag:g} must be a whole number or inf"
@@ -128,59 +161,9 @@ def _check_sizes(config: Config) -> Iterator[str]:
         )
 
 
-def _find_needless(config: Config) -> Iterator[str]:
-    """Find settings of the update that have no effect."""
-    if config.correction.proximal == "behavior" and config.correction.preset not in ("", "none"):
-        yield (
-            "correction.proximal: behavior makes every weight 1, so the preset "
-            f"{config.correction.preset} has no effect; use recompute"
-        )
-    if config.stop.kl_max > 0 and config.learner.epochs * config.learner.minibatches == 1:
-        yield (
-            "stop.kl_max: with one optimizer step a batch there is nothing to stop; raise "
-            "learner.epochs or learner.minibatches"
-        )
-    elif config.stop.every == "epoch" and config.learner.epochs == 1:
-        yield (
-            "stop.every: epoch checks before the second pass over a batch, and learner.epochs is "
-            "1; raise it, or use every = step"
-        )
-
-
 def _check_backend(config: Config) -> Iterator[str]:
     """Check settings against the abilities of the learner's backend and of the wires."""
-    learner = config.learner
-    for ability in BACKEND_ABILITIES:
-        if ability.applies(config) and learner.backend not in ability.backends:
-            supported = " or ".join(ability.backends)
-            yield (
-                f"{ability.problem} learner.backend = {supported}, not {learner.backend}"
-                f"{ability.advice}"
-            )
-    if learner.offload and learner.backend == "deepspeed" and learner.zero_stage == 0:
-        yield (
-            "learner.offload: needs learner.zero_stage = 1 or higher; at 0 nothing moves to the CPU"
-        )
-    if learner.backend == "fsdp2" and learner.zero_stage != DEFAULT_ZERO_STAGE:
-        yield (
-            f"learner.zero_stage: {learner.zero_stage} is a stage of DeepSpeed; fsdp2 always "
-            "divides parameters, gradients and optimizer state, so remove it"
-        )
-    if (
-        config.learner.backend == "deepspeed"
-        and config.learner.zero_stage == 0
-        and config.model.dtype == "bfloat16"
-    ):
-        yield (
-            "learner.zero_stage: 0 with model.dtype = bfloat16 keeps no fp32 copy of the weights "
-            "and drifts from stages 1 to 3; use 1 or higher"
-        )
     yield from _check_routing(config)
-    if config.weights.transport == "tcp" and not config.wires.weights_address:
-        yield (
-            "wires.weights_address: weights.transport = tcp needs an address, for instance "
-            "tcp://127.0.0.1:0"
-        )
 
 
 def _check_routing(config: Config) -> Iterator[str]:
@@ -195,72 +178,6 @@ def _check_routing(config: Config) -> Iterator[str]:
         yield (
             f"learner.replay_routing: needs generator.engine = {list_engines('records_routing')}; "
             f"{ENGINES[engine].title} does not record the experts of a token"
-        )
-    if learner.replay_routing and learner.gradient_checkpointing and learner.zero_stage == 3:
-        yield (
-            "learner.replay_routing: with learner.zero_stage = 3 the backward pass of "
-            "learner.gradient_checkpointing would choose other experts; set one of them otherwise"
-        )
-
-
-def _check_lora(config: Config) -> list[str]:
-    """Refuse settings that adapters do not support, or were never tested with."""
-    lora = config.lora
-    if not lora.rank:
-        return []
-    dtypes = ("same", config.model.dtype)
-    refused = (
-        (
-            config.learner.backend == "deepspeed" and config.learner.zero_stage == 3,
-            "learner.zero_stage: 3 partitions whole models; adapters need no more than 2",
-        ),
-        (
-            config.generator.dtype not in dtypes,
-            "generator.dtype: the engine must merge the adapter with the same base; use same",
-        ),
-        (
-            config.weights.transport in ("nccl", "gloo"),
-            f"weights.transport: {config.weights.transport} sends whole weights only; use auto",
-        ),
-        (
-            bool(config.exact),
-            "exact: the learner adds the adapter to the base, and the engine merges the two",
-        ),
-        (config.record.stream, "record.stream: replay trains whole weights only"),
-        (config.advantage.name == "gae", "advantage.name: gae was never tested with adapters"),
-    )
-    return [f"{problem} (lora.rank = {lora.rank})" for applies, problem in refused if applies]
-
-
-def _check_low_precision(config: Config) -> Iterator[str]:
-    """Refuse rounding that would act twice, and shared rounding that is not supported."""
-    if config.generator.quantize != "none" and config.generator.mantissa_bits:
-        yield (
-            f"generator.mantissa_bits: {config.generator.mantissa_bits} would round the weights "
-            f"that generator.quantize = {config.generator.quantize} rounds; set one of them"
-        )
-    if not config.learner.shared_rounding:
-        return
-    if config.learner.backend != "torch":
-        yield (
-            "learner.shared_rounding: needs learner.backend = torch, which has whole rows; "
-            f"{config.learner.backend} partitions them"
-        )
-    if config.lora.rank:
-        yield (
-            "learner.shared_rounding: the engine rounds the sum of base and adapter, which the "
-            f"learner never forms (lora.rank = {config.lora.rank}); set it to false"
-        )
-
-
-def _check_limit(config: Config) -> Iterator[str]:
-    """Refuse a treatment of samples above the limit in a run without a limit."""
-    if config.staleness.on_exceed in ("drop", "mask", "downweight") and math.isinf(
-        config.staleness.limit
-    ):
-        yield (
-            f"staleness.on_exceed: {config.staleness.on_exceed} never acts without a limit "
-            "(staleness.max_lag = inf)"
         )
 
 
@@ -303,19 +220,6 @@ def _check_order(config: Config) -> list[str]:
 
 def _check_exact(config: Config) -> Iterator[str]:
     """Refuse settings that rule out bitwise equal logprobs."""
-    generator = config.generator
-    if config.model.dtype != "float32" or generator.dtype not in ("same", "float32"):
-        yield "exact: needs model.dtype = float32 and generator.dtype = same"
-    if generator.mantissa_bits:
-        yield (
-            "exact: generator.mantissa_bits rounds the generator's weights and not the learner's; "
-            "set it to 0"
-        )
-    if generator.quantize != "none":
-        yield (
-            "exact: generator.quantize rounds weights, which exact mode does not cover; set it to "
-            "none"
-        )
     if not ENGINES[config.generator.engine].exact:
         yield (
             f"exact: needs generator.engine = {list_engines('exact')}, not "
@@ -353,15 +257,6 @@ def _check_correction(config: Config) -> Iterator[str]:
         )
     if correction.function and ":" not in correction.function:
         yield f"correction.function: {correction.function} is not module:name"
-    if (
-        correction.denominator == "after"
-        and correction.reject == "none"
-        and correction.veto == "none"
-    ):
-        yield (
-            "correction.denominator: after counts the tokens that rejection leaves, and nothing is "
-            "rejected; set correction.reject or veto"
-        )
 
 
 def _check_rejection(config: Config) -> Iterator[str]:
@@ -376,41 +271,15 @@ def _check_rejection(config: Config) -> Iterator[str]:
             yield (
                 f"correction.{key}_hi: {name} is never negative, so {hi:g} would reject everything"
             )
-    if correction.reject != "none" and correction.reject_at == "target":
-        if correction.denominator == "after":
-            yield (
-                "correction.denominator: after is not known before the step with reject_at = "
-                "target; use before"
-            )
-        if correction.self_normalize:
-            yield (
-                "correction.self_normalize: divides by the mean of what is kept, which is not "
-                "known before the step with reject_at = target; remove one of them"
-            )
 
 
 def _check_surrogate(config: Config) -> Iterator[str]:
     surrogate = config.loss.surrogate
     correction = config.correction
-    if config.loss.coefficient == 0 and not (config.kl.loss.coefficient or config.loss.entropy):
-        yield (
-            "loss.coefficient: 0 leaves nothing to learn from; set kl.loss.coefficient (kl.preset "
-            "= distill), or remove it"
-        )
     if surrogate in settings.ON_BEHAVIOR and correction.proximal != "behavior":
         yield (
             f"loss.surrogate: {surrogate} takes its ratio against the behavior policy; set "
             "correction.proximal = behavior"
-        )
-    if surrogate == "reinforce" and correction.level == "none" and not correction.function:
-        yield (
-            "loss.surrogate: reinforce uses the importance weights of correction.level, which is "
-            "none; set correction.proximal = recompute, and level = token, sequence or geometric"
-        )
-    if surrogate == "reinforce" and correction.denominator == "after":
-        yield (
-            "correction.denominator: after is not known before the step for loss.surrogate = "
-            "reinforce; use before"
         )
     loss = config.loss
     if isinstance(loss, settings.PpoFamilyLoss) and loss.dual_clip and not loss.dual_clip > 1:
@@ -429,53 +298,6 @@ def _check_surrogate(config: Config) -> Iterator[str]:
         yield f"loss.band_lo: {loss.band_lo:g} is not below loss.band_hi = {loss.band_hi:g}"
     if isinstance(loss, settings.ClipCovLoss) and loss.cov_lo >= loss.cov_hi:
         yield f"loss.cov_lo: {loss.cov_lo:g} is not below loss.cov_hi = {loss.cov_hi:g}"
-
-
-def _check_kl(config: Config) -> Iterator[str]:
-    in_loss = config.kl.loss
-    in_reward = config.kl.reward
-    no_advantage = "loss.surrogate = sft takes no advantage"
-    if config.loss.coefficient == 0:
-        no_advantage = "loss.coefficient = 0 leaves out the advantage"
-    if in_reward.coefficient > 0 and (
-        config.loss.surrogate == "sft" or config.loss.coefficient == 0
-    ):
-        yield (
-            f"kl.reward.coefficient: {no_advantage}, so KL in the reward would do nothing; use "
-            "kl.loss.coefficient"
-        )
-    if in_loss.off_policy == "prefix" and in_loss.estimator != "k3":
-        yield f"kl.loss.estimator: off_policy = prefix is built on k3, not {in_loss.estimator}"
-    if in_reward.controller == "adaptive" and not in_reward.target > 0:
-        yield "kl.reward.target: the adaptive controller needs a target above 0"
-
-
-def _check_reshape(config: Config) -> Iterator[str]:
-    reshape = config.reshape
-    if config.loss.surrogate == "reshape":
-        if reshape.budget == "tokens" and config.stop.action == "slow":
-            yield (
-                "reshape.budget: tokens and stop.action = slow would spend the same KL budget "
-                "twice; use one of them"
-            )
-        if reshape.budget == "global" and reshape.form == "box_cox":
-            yield (
-                "reshape.budget: global lowers gamma, and in the box_cox form gamma = 0 still has "
-                "a gradient; use budget = tokens or form = power"
-            )
-        if reshape.budget != "none" and config.learner.epochs * config.learner.minibatches == 1:
-            yield (
-                "reshape.budget: with one optimizer step a batch there is nothing to budget; raise "
-                "learner.epochs or minibatches"
-            )
-
-
-def _check_stop(config: Config) -> Iterator[str]:
-    if config.stop.ess_min > 0 and config.learner.epochs * config.learner.minibatches == 1:
-        yield (
-            "stop.ess_min: with one optimizer step a batch there is nothing to stop; raise "
-            "learner.epochs or learner.minibatches"
-        )
 
 
 def _find_unread_advantage(config: Config) -> Iterator[str]:
@@ -513,26 +335,6 @@ def _check_advantage(config: Config) -> Iterator[str]:
             f"learner.group_size: {config.learner.group_size} sample a prompt leaves {estimator} "
             "nothing to compare with; use 2 or more"
         )
-    if advantage.no_spread == "filter" and config.learner.group_size < 2:
-        yield (
-            "learner.group_size: with 1 sample a prompt all rewards of a group are equal, so "
-            "advantage.no_spread = filter would leave nothing to train on; use 2 or more"
-        )
-    if advantage.truncated in ("penalty", "fixed", "soft") and not advantage.truncation_penalty > 0:
-        hint = "; or advantage.truncated = zero" if advantage.truncated == "fixed" else ""
-        yield (
-            f"advantage.truncation_penalty: with 0, advantage.truncated = {advantage.truncated} "
-            f"has no effect; set it above 0{hint}"
-        )
-    if (
-        isinstance(advantage, settings.ReinforceAdvantage)
-        and advantage.baseline == "ema"
-        and advantage.rewards == "whiten"
-    ):
-        yield (
-            "advantage.baseline: ema follows the mean reward from batch to batch, and "
-            "advantage.rewards = whiten makes it 0 in each batch; use none or batch"
-        )
     if (
         advantage.truncated == "soft"
         and not 0 < advantage.truncation_ramp <= config.generator.max_new_tokens
@@ -540,11 +342,6 @@ def _check_advantage(config: Config) -> Iterator[str]:
         yield (
             f"advantage.truncation_ramp: {advantage.truncation_ramp} tokens; soft needs 1 to "
             f"generator.max_new_tokens = {config.generator.max_new_tokens}"
-        )
-    if advantage.name == "remax" and config.learner.group_size < 2:
-        yield (
-            f"learner.group_size: {config.learner.group_size}; the first sample of a group is "
-            "remax's greedy baseline, so use 2 or more"
         )
     if isinstance(advantage, settings.PassAtKAdvantage) and not 2 <= (advantage.k or size) <= size:
         yield (
@@ -575,37 +372,10 @@ def _check_unshaped_rewards(config: Config) -> list[str]:
     ]
 
 
-def _check_value(config: Config) -> Iterator[str]:
-    value = config.value
-    if config.advantage.name != "gae":
-        return
-    if value.trunk == "shared" and value.init in ("reward_model", "random"):
-        yield (
-            f"value.init: {value.init} brings its own trunk; with value.trunk = shared choose "
-            "policy or zeros"
-        )
-    if value.init == "reward_model" and not value.path:
-        yield "value.path: value.init = reward_model needs the directory of the reward model"
-    if value.trunk == "shared" and value.coefficient == 0:
-        yield "value.coefficient: 0 leaves the value head untrained; set it above 0"
-
-
 def _check_reward(config: Config) -> Iterator[str]:
     """Check the sources of prompts and rewards."""
     reward = config.reward
-    if reward.model.path and (reward.function or reward.judge.url):
-        yield (
-            "reward.model.path: the model is the only scorer; remove reward.function and "
-            "reward.judge"
-        )
     yield from (f"reward.{problem}" for problem in _check_judge(reward.judge))
-    if reward.functions and (
-        reward.function or reward.judge.url or reward.model.path or reward.share
-    ):
-        yield (
-            "reward.functions: they are the only source of rewards and are not shared; remove "
-            "reward.function, reward.judge, reward.model and reward.share"
-        )
     if reward.weights and len(reward.weights) != len(reward.functions):
         yield (
             f"reward.weights: {len(reward.weights)} weights for {len(reward.functions)} "
@@ -622,8 +392,6 @@ def _check_reward(config: Config) -> Iterator[str]:
         )
     if config.task.options and not config.task.name.startswith("reasoning_gym:"):
         yield f"task.options: {config.task.name} has no options; only reasoning_gym:GENERATOR has"
-    if config.task.columns and config.task.name != "file":
-        yield f"task.columns: {config.task.name} reads no file; only task.name = file does"
 
 
 def _check_judge(judge: JudgeConfig) -> Iterator[str]:
@@ -682,20 +450,11 @@ def _check_sessions(config: Config) -> Iterator[str]:
             "agent.forced: constrain needs an engine that records the tokens that each answer was "
             f"sampled from; set generator.engine = {list_engines('records_support')}"
         )
-    refused = (
-        (config.staleness.inject is not None, "staleness.inject: supports single completions only"),
-        (config.staleness.delay > 0, "staleness.delay: supports single completions only"),
-        (config.advantage.name == "remax", "advantage.name: remax has no greedy session"),
-        (
-            config.advantage.truncated == "soft",
-            "advantage.truncated: soft needs the length limit of a single completion",
-        ),
-    )
-    yield from [
-        f"{problem}, but with [agent] samples are sessions"
-        for applies, problem in refused
-        if applies
-    ]
+    if config.staleness.inject is not None:
+        yield (
+            "staleness.inject: supports single completions only, but with [agent] samples are "
+            "sessions"
+        )
     if agent.fork == "row":
         yield from [
             f"{setting}: needs the order of a session's tokens, which several training sequences "
@@ -768,8 +527,6 @@ def _check_mixture(config: Config) -> Iterator[str]:
             f"task.name: {task.name} with {len(task.mixture)} parts in task.mixture; a mixture "
             "needs both task.name = mixture and tables [[task.mixture]]"
         )
-    if task.mixture and (task.prompts or task.heldout or task.ood):
-        yield "task.prompts: a mixture reads no files itself; give them to its parts"
     names = {"heldout", "ood", *(eval_set.name for eval_set in config.evaluation.sets)}
     for part in task.mixture:
         for problem in _check_part(config, part):
@@ -845,11 +602,6 @@ def _check_evaluation(config: Config) -> Iterator[str]:
         yield (
             f"evaluation.generators: {reserved} of generators = {config.generators} leave none for "
             "training; raise generators or lower it"
-        )
-    if reserved and config.uses_sessions:
-        yield (
-            "evaluation.generators: the gateway sends the calls of sessions to any generator; set "
-            "it to 0"
         )
     names: set[str] = set()
     for eval_set in config.evaluation.sets:
@@ -937,19 +689,8 @@ def _check_engine(config: Config) -> Iterator[str]:
             f"learner.gpus: {config.learner.ranks} ranks would share model.device = "
             f"{config.model.device}; give one number each"
         )
-    if (transport := config.weights.transport) in ("nccl", "gloo") and config.wires.weights_address:
-        yield (
-            f"wires.weights_address: weights.transport = {transport} takes a free port of this "
-            "machine and has no keys; remove it, or use tcp"
-        )
-    if transport == "nccl" and not (config.learner.gpus and config.generator.gpus):
-        yield (
-            "weights.transport: nccl connects two GPUs; set learner.gpus and generator.gpus, or "
-            "use auto"
-        )
-    elif transport == "nccl" and (
-        shared := sorted(set(config.learner.gpus) & set(config.generator.gpus))
-    ):
+    shared = sorted(set(config.learner.gpus) & set(config.generator.gpus))
+    if config.weights.transport == "nccl" and shared:
         yield (
             f"weights.transport: nccl cannot connect GPU {shared[0]} with itself (learner.gpus, "
             "generator.gpus); use auto"
@@ -966,13 +707,11 @@ def _check_engine(config: Config) -> Iterator[str]:
 
 def find_warnings(config: Config) -> list[str]:
     """Return the warnings that a run prints once at its start."""
-    function = config.reward.function if config.reward.share else ""
-    warning = f"reward.share: machines that join this run receive the file of {function} and run it"
     return [
         *_find_rate_warnings(config),
         *_find_kl_warnings(config),
-        *_find_other_warnings(config),
-        *([warning] if function else []),
+        *_find_truncation_warnings(config),
+        *apply_table("warnings", config),
     ]
 
 
@@ -991,7 +730,6 @@ def _find_kl_warnings(config: Config) -> Iterator[str]:
     """Warn about KL penalties whose gradient is not that of the KL."""
     in_loss = config.kl.loss
     has_loss_term = config.kl.loss.coefficient > 0
-    in_reward = config.kl.reward
     stale = config.staleness.limit > 0 or config.learner.epochs * config.learner.minibatches > 1
     if has_loss_term and in_loss.estimator == "k1" and in_loss.off_policy == "none":
         advice = (
@@ -1001,27 +739,6 @@ def _find_kl_warnings(config: Config) -> Iterator[str]:
             else ""
         )
         yield ("kl: k1 in the loss has no expected gradient on policy" + advice)
-    estimator = in_reward.estimator
-    if in_reward.coefficient > 0 and estimator != "k1":
-        known = (
-            " and is known to collapse"
-            if estimator.removesuffix("+") in ("k3", "low_var_kl")
-            else ""
-        )
-        yield (
-            "kl: a + changes nothing in the reward, which has no gradient; use k1"
-            if estimator == "k1+"
-            else f"kl: {estimator} in the reward has a strongly biased gradient{known}; use k1"
-        )
-    if in_reward.coefficient > 0 and in_reward.at == "behavior" and config.staleness.limit > 0:
-        yield (
-            "kl: kl.reward.at = behavior takes the KL of the policy that sampled the tokens, whose "
-            "gradient is more than half wrong off policy; use start"
-        )
-    if has_loss_term and in_loss.off_policy == "ratio":
-        yield (
-            "kl: off_policy = ratio is right only on the behavior policy's states; prefix is exact"
-        )
     if has_loss_term and in_loss.off_policy in ("prefix", "prefix_full"):
         cut = "staleness.on_exceed = mask" if config.staleness.on_exceed == "mask" else ""
         if cut := cut or (
@@ -1035,40 +752,8 @@ def _find_kl_warnings(config: Config) -> Iterator[str]:
             )
 
 
-# surrogates that bound the update of a token whose ratio has left 1
-BOUND_BY_RATIO = ("ppo", "decoupled_ppo", "gspo", "cispo", "dppo", "sapo", "clip_cov", "gmpo")
-
-
-def _find_inert_clip(config: Config) -> list[str]:
-    """Warn about decoupled PPO with one step per batch, where pi_theta is the proximal policy."""
-    steps = config.learner.epochs * config.learner.minibatches
-    surrogate = config.loss.surrogate
-    if (
-        steps > 1
-        or config.staleness.limit == 0
-        or config.correction.proximal != "recompute"
-        or surrogate not in BOUND_BY_RATIO
-    ):
-        return []
-    return [
-        f"correction: with proximal = recompute and one optimizer step a batch the ratio of "
-        f"{surrogate} is always 1, so nothing bounds the update on stale samples; set "
-        "correction.proximal = behavior, or learner.minibatches above 1"
-    ]
-
-
-def _find_other_warnings(config: Config) -> Iterator[str]:
-    """Warn about doubtful corrections, samples and surrogates."""
-    yield from _find_inert_clip(config)
-    if (
-        config.correction.level in ("sequence", "geometric")
-        and not config.correction.self_normalize
-        and config.correction.proximal != "behavior"
-    ):
-        yield (
-            f"correction: at {config.correction.level} level without self_normalize the mean "
-            "weight, an effective learning rate, drifts; set self_normalize = true"
-        )
+def _find_truncation_warnings(config: Config) -> Iterator[str]:
+    """Warn about top-p and top-k of an engine that does not record what they keep."""
     truncates = config.generator.top_p < 1 or config.generator.top_k > 0
     if truncates and not ENGINES[config.generator.engine].records_support:
         yield (
@@ -1076,33 +761,4 @@ def _find_other_warnings(config: Config) -> Iterator[str]:
             f"{ENGINES[config.generator.engine].title} does not record the tokens that they keep, "
             "so the ratios are biased and nothing corrects them; set top_p = 1 and top_k = 0, or "
             f"generator.engine = {list_engines('records_support')}"
-        )
-    if (
-        config.loss.surrogate == "reshape"
-        and config.reshape.form == "power"
-        and config.reshape.mode == "constant"
-        and config.reshape.gamma == 0
-    ):
-        yield (
-            "reshape: gamma = 0 in the power form has no gradient; use form = box_cox, which is "
-            "weighted log-likelihood there"
-        )
-    if (
-        config.loss.surrogate == "reshape"
-        and config.reshape.budget != "tokens"
-        and not (config.stop.kl_max or config.reshape.clip or config.reshape.kl_penalty)
-    ):
-        yield (
-            "reshape: controls variance and not drift, so the KL grows without bound; set a repair "
-            "(clip, kl_penalty, budget = tokens or stop.kl_max)"
-        )
-    if config.advantage.name == "dr_grpo" and config.loss.reduction != "seq-mean-token-sum-norm":
-        yield (
-            "advantage: dr_grpo needs loss.reduction = seq-mean-token-sum-norm; any other "
-            "reduction brings back the length bias"
-        )
-    if config.loss.surrogate == "gspo" and config.loss.reduction != "seq-mean-token-mean":
-        yield (
-            "loss: gspo as published averages each completion over its tokens (loss.reduction = "
-            "seq-mean-token-mean)"
         )

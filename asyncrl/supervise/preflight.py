@@ -21,9 +21,8 @@ from typing import Any, Literal
 import msgspec
 
 from actors.gateway.hubs import prompt_files
-from asyncrl.config import presets
+from asyncrl.config import presets, rules
 from asyncrl.config.agents import AgentConfig
-from asyncrl.config.engines import IMAGE_REFUSALS
 from asyncrl.config.tree import Config
 from asyncrl.contract import importing, toml_writer
 from asyncrl.contract.errors import ConfigError
@@ -380,9 +379,8 @@ def check_images(subject: Subject) -> str:
     shape = subject.tokenizer.image_shape
     if shape is None:
         return "the model reads text"
-    for refusal in IMAGE_REFUSALS:
-        if refusal.applies(config):
-            raise ConfigError(refusal.problem)
+    for problem in rules.apply_table("images", config):
+        raise ConfigError(problem)
     for agent in config.agents.values() if config.uses_sessions else ():
         if not agent.http:
             source = agent.source_name if agent.uses_sessions else "task.mixture"

@@ -13,8 +13,7 @@ from run_kit import survive_kills
 from vision_kit import llava, picture, seeing_model  # noqa: F401
 
 from actors.engine_embedded import make_engine
-from asyncrl.config import load
-from asyncrl.config.engines import IMAGE_REFUSALS
+from asyncrl.config import load, rules
 from asyncrl.contract.blobs import images
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Batch
@@ -104,14 +103,14 @@ def test_a_baseline_by_prompt_tells_pictures_apart(llava: Path) -> None:
     assert len(run.core.state.prompts) == 8
 
 
-@pytest.mark.parametrize("row", IMAGE_REFUSALS, ids=[row.sets[0] for row in IMAGE_REFUSALS])
+@pytest.mark.parametrize("row", rules.TABLES["images"], ids=lambda row: row.sets[0])
 def test_what_images_do_not_support_is_refused_in_one_line(llava: Path, row: Any) -> None:
     more = ("model.dtype='bfloat16'",) if "deepspeed" in row.sets[0] else ()
     words = [
         f"{k}={v!r}" if not v[0].isdigit() and v not in ("true",) else f"{k}={v}"
         for k, _, v in (x.partition("=") for x in row.sets)
     ]
-    with pytest.raises(ConfigError, match=r"^" + row.problem[:40]) as refused:
+    with pytest.raises(ConfigError, match=r"^" + row.text[:40]) as refused:
         preflight.check_images(subject_of(llava, *words, *more))
     assert "\n" not in str(refused.value)
 

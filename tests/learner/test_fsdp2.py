@@ -13,8 +13,7 @@ import pytest
 from process_kit import ROOT
 from ranks_kit import trained
 
-from asyncrl.config import load
-from asyncrl.config.engines import BACKEND_ABILITIES
+from asyncrl.config import load, rules
 from asyncrl.contract.errors import ConfigError
 from asyncrl.models.policy import build_character_tokenizer, build_model
 
@@ -174,7 +173,7 @@ def test_the_table_of_backends_is_what_the_rules_refuse() -> None:
     is needed."""
     page = (ROOT / "docs" / "engines.md").read_text()
     backends = ("torch", "deepspeed", "fsdp2")
-    for ability in BACKEND_ABILITIES:
+    for ability in rules.TABLES["backends"]:
         (cells,) = re.findall(rf"^\| {re.escape(ability.title)} \|(.*)\|$", page, re.MULTILINE)
         documented = dict(zip(backends, [cell.strip() for cell in cells.split("|")], strict=True))
         for backend, cell in documented.items():
@@ -185,10 +184,11 @@ def test_the_table_of_backends_is_what_the_rules_refuse() -> None:
             assert cell == "no"
             with pytest.raises(ConfigError) as refused:
                 load.load(ROOT / "configs" / "demo.toml", sets)
-            assert f"learner.backend = {' or '.join(ability.backends)}, not {backend}" in str(
-                refused.value
+            assert (
+                f"learner.backend = {' or '.join(ability.unless['learner.backend'])}, not {backend}"
+                in str(refused.value)
             )
-    assert page.count("| yes |") > len(BACKEND_ABILITIES)
+    assert page.count("| yes |") > len(rules.TABLES["backends"])
 
 
 def test_the_shipped_config_is_two_ranks_of_fsdp2() -> None:
