@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from collections.abc import Iterator
@@ -42,7 +41,10 @@ TABLES = msgspec.toml.decode(
 
 
 def _read(config: Config, key: str) -> Any:
-    return functools.reduce(lambda value, name: getattr(value, name, None), key.split("."), config)
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name, None)
+    return value
 
 
 def _has_value(config: Config, key: str, wanted: Any) -> bool:

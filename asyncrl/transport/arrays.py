@@ -83,10 +83,12 @@ def check_numbers(
     All samples are checked together: for a single short sample, most of the time would be the start
     of numpy's loops.
     """
-    if not _are_valid([row for sample in samples for row in list_sequences(sample)], vocabulary):
+    try:
+        _check_arrays([row for sample in samples for row in list_sequences(sample)], "", vocabulary)
+    except BadMessage:
         for sample in samples:
             for row in list_sequences(sample):
-                _check_arrays(row, cite(sample), vocabulary)
+                _check_arrays([row], cite(sample), vocabulary)
     for sample in samples:
         for row in list_sequences(sample):
             _check_columns(row, cite(sample), vocabulary, routing)
@@ -105,7 +107,7 @@ def check_sequence_numbers(
 
     name: of the sequence, for the error message. The other arguments are those of `check_numbers`.
     """
-    _check_arrays(row, name, vocabulary)
+    _check_arrays([row], name, vocabulary)
     _check_columns(row, name, vocabulary, routing)
     if images is not None or row.images:
         check_image_tokens(row, name, images)
@@ -182,40 +184,29 @@ def check_support(row: Trajectory | TrainingSequence, name: str, vocabulary: int
         )
 
 
-def _are_valid(samples: Sequence[Trajectory | TrainingSequence], vocabulary: int) -> bool:
-    """Whether the numbers in all arrays of these samples are valid."""
-    if masks := b"".join([sample.mask for sample in samples]):
-        joined = b"".join([sample.behavior_logprobs for sample in samples])
-        logprobs = np.frombuffer(joined, "<f4")
-        # both comparisons are false if a logprob is NaN
-        is_in_range = logprobs.max() <= LOGPROB_ABOVE_0 and logprobs.min() >= LEAST_LOGPROB
-        if not is_in_range or np.frombuffer(masks, np.uint8).max() > 1:
-            return False
-    end = vocabulary or 1 << 31  # a negative id, read as unsigned, is above it
-    for ids in (
-        b"".join([sample.tokens for sample in samples]),
-        b"".join([sample.prompt_tokens for sample in samples]),
-    ):
-        if ids and np.frombuffer(ids, "<u4").max() >= end:
-            return False
-    token_rewards = np.frombuffer(b"".join([sample.token_rewards for sample in samples]), "<f4")
-    return not (np.abs(token_rewards) > REWARD).any()
+def _check_arrays(
+    rows: Sequence[Trajectory | TrainingSequence], name: str, vocabulary: int
+) -> None:
+    """Raise BadMessage for the first invalid kind of array of these sequences, if any."""
 
+    def join(field: str, dtype: str) -> np.ndarray:
+        return np.frombuffer(b"".join([getattr(row, field) for row in rows]), dtype)
 
-def _check_arrays(sample: Trajectory | TrainingSequence, name: str, vocabulary: int) -> None:
-    """Raise BadMessage for the first invalid array of a sequence, if any."""
-    if sample.mask.strip(b"\0\1"):
+    if join("mask", "u1").max(initial=0) > 1:
         raise BadMessage(f"{name}: its mask has other bytes than 0 and 1", "shape")
-    logprobs = np.frombuffer(sample.behavior_logprobs, "<f4")
-    if not ((logprobs <= LOGPROB_ABOVE_0) & (logprobs >= LEAST_LOGPROB)).all():
+    logprobs = join("behavior_logprobs", "<f4")
+    # a comparison with NaN is false
+    if not LEAST_LOGPROB <= logprobs.min(initial=0) <= logprobs.max(initial=0) <= LOGPROB_ABOVE_0:
         raise BadMessage(f"{name}: a behavior_logprob is above 0 or not finite", "number")
-    for field, raw in (("prompt_tokens", sample.prompt_tokens), ("tokens", sample.tokens)):
-        ids = np.frombuffer(raw, "<i4")
-        if len(ids) and (ids.min() < 0 or (vocabulary and ids.max() >= vocabulary)):
+    for field in ("prompt_tokens", "tokens"):
+        ids = join(field, "<u4")
+        # a negative id, read as unsigned, is above the end
+        if ids.max(initial=0) >= (vocabulary or 1 << 31):
+            ids = ids.view("<i4")
             raise BadMessage(
                 f"{name}: {field} from {ids.min()} to {ids.max()}, of a model with "
                 f"{vocabulary} tokens",
                 "token",
             )
-    if (np.abs(np.frombuffer(sample.token_rewards, "<f4")) > REWARD).any():
+    if (np.abs(join("token_rewards", "<f4")) > REWARD).any():
         raise BadMessage(f"{name}: a token reward is not finite (NaN: none was given)", "number")
