@@ -133,7 +133,16 @@ def make_batch_rows(batch: Batch, positions: Iterable[int] | None = None) -> lis
             **_describe_sequence(sample),
         }
         | ({"images": sample.images} if sample.images else {})
-        | (_make_session_fields(sample) if sample.calls else {})
+        | (
+            {
+                "calls": sample.calls,
+                "aside": sample.aside,
+                "mask": list(sample.mask),
+                "rows": [_describe_sequence(row) | {"mask": list(row.mask)} for row in sample.rows],
+            }
+            if sample.calls
+            else {}
+        )
         for position in positions
         for sample, lag in [(batch.samples[position], batch.lags[position])]
     ]
@@ -146,16 +155,6 @@ def _describe_sequence(row: Trajectory | TrainingSequence) -> dict[str, Any]:
         "prompt_tokens": memoryview(row.prompt_tokens).cast("i").tolist(),
         "tokens": memoryview(row.tokens).cast("i").tolist(),
         "logprobs": memoryview(row.behavior_logprobs).cast("f").tolist(),
-    }
-
-
-def _make_session_fields(sample: Trajectory) -> dict[str, Any]:
-    """Make the fields that only a session has: calls, excluded tokens, mask, further sequences."""
-    return {
-        "calls": sample.calls,
-        "aside": sample.aside,
-        "mask": list(sample.mask),
-        "rows": [_describe_sequence(row) | {"mask": list(row.mask)} for row in sample.rows],
     }
 
 

@@ -216,12 +216,6 @@ class Store(StoreRules):
             )
         return None
 
-    def make_prompt(self, group: Group) -> Prompt:
-        """Make the prompt of a group."""
-        if group.task:
-            return self.mixer.prompt(group.task, group.index)
-        return self.prompt(group.ticket)
-
     def _lease(
         self, group: Group, position: int, producer: str, session: int, now: float
     ) -> Ticket | None:
@@ -248,7 +242,9 @@ class Store(StoreRules):
         group.lease = Lease(self.attempts, producer, session, expires, set(missing), self.policy)
         self.leases.add(producer, session, self.attempts, group.ticket)
         group.attempts[self.attempts] = [0, 0, 0]
-        prompt = self.make_prompt(group)
+        prompt = (
+            self.mixer.prompt(group.task, group.index) if group.task else self.prompt(group.ticket)
+        )
         self.stored_bytes += group.add_images(index_by_digest(prompt.images))
         limit = self.current_limit()
         group.grants[self.attempts] = Grant(

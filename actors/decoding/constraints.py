@@ -97,13 +97,13 @@ class GrammarCompiler:
             if matcher.is_error():
                 raise ValueError(" ".join(matcher.get_error().split()))
             compiled = CompiledGrammar(matcher)
-        while len(self.compiled) >= REMEMBERED or self._count_bytes() > REMEMBERED_BYTES:
+        while (
+            len(self.compiled) >= REMEMBERED
+            or sum(other.bytes for other in self.compiled.values()) > REMEMBERED_BYTES
+        ):
             self.compiled.popitem(last=False)
         self.compiled[grammar] = compiled
         return TokenConstraint(compiled, self.stops)
-
-    def _count_bytes(self) -> int:
-        return sum(compiled.bytes for compiled in self.compiled.values())
 
 
 class TokenBytes:

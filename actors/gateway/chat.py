@@ -238,7 +238,10 @@ class ChatFormat:
         """
         start = node.text_length
         if not self._begins_with_prompt(node, turn):
-            start = count_common(self.write(messages[:-1], node.tools), turn)
+            earlier = self.write(messages[:-1], node.tools)
+            pairs = enumerate(zip(earlier, turn, strict=False))
+            end = min(len(earlier), len(turn))
+            start = next((position for position, (x, y) in pairs if x != y), end)
         tail = turn[start:]
         ends = [(pos, end) for end in self.ends.values() if end and (pos := tail.rfind(end)) >= 0]
         if ends:
@@ -323,14 +326,6 @@ class ChatFormat:
     def decode_text(self, ids: Sequence[int]) -> str:
         """Decode ids, special tokens included."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
-
-
-def count_common(first: str, second: str) -> int:
-    """Count the characters of the common beginning of two texts."""
-    for position, (character, other) in enumerate(zip(first, second, strict=False)):
-        if character != other:
-            return position
-    return min(len(first), len(second))
 
 
 def make_call_id(name: str, index: int) -> str:

@@ -21,7 +21,6 @@ from actors.gateway.recovery.session_journal import (
     OpenedSession,
     SessionJournal,
     SessionOpening,
-    find_last_ticket,
     restore,
 )
 from actors.gateway.refusals import CallRefused
@@ -167,7 +166,8 @@ class SessionApi(SessionSource):
         """
         gateway = self.gateway
         for file, opening, records in self.journal.read() if self.journal is not None else ():
-            ticket, now = find_last_ticket(records), self.current_time()
+            ticket = [record.ticket for record in records if record.ticket is not None][-1]
+            now = self.current_time()
             when = datetime.fromisoformat(opening.date)
             opened_at = min(opening.opened, now)  # the clock begins anew when the machine restarts
             session = gateway.make_session(ticket, opening.sample, when, opened_at)

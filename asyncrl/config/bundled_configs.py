@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.contract import importing
+from asyncrl.contract.toml_writer import flatten
 
 FOLDER = importing.HOME / "configs"
 HERE = "{here}"
@@ -58,15 +59,6 @@ def substitute_here(value: Any, folder: Path) -> Any:
 def load_systems() -> dict[str, Any]:
     """Return name -> title, seen, intro, concepts and keys of each other system."""
     return tomllib.loads(Path(__file__).with_name("coming_from.toml").read_text(encoding="utf-8"))
-
-
-def flatten(raw: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the dotted key of each value in the tables of `raw`."""
-    leaves: dict[str, Any] = {}
-    for name, value in raw.items():
-        is_table = isinstance(value, dict)
-        leaves |= flatten(value, f"{prefix}{name}.") if is_table else {f"{prefix}{name}": value}
-    return leaves
 
 
 def explain_other_system(text: str, own_keys: Collection[str]) -> str:

@@ -96,6 +96,8 @@ def _explain_key(key: str) -> KeyExplanation:
     else:
         meaning = methods.DESCRIPTION if key == "method" else TAGS[key]
         values = f"one of {', '.join(load.list_choices(key))}"
+    names = key.split(".")
+    prefixes = (".".join(names[:count]) for count in range(len(names), -1, -1))
     return KeyExplanation(
         key=key,
         meaning=meaning,
@@ -105,7 +107,7 @@ def _explain_key(key: str) -> KeyExplanation:
         reason=REASONS.get(key, ""),
         read=_describe_conditions(key, places),
         methods=set_by,
-        page=f"docs/{find_page(key)}",
+        page=f"docs/{next(PAGES[prefix] for prefix in prefixes if prefix in PAGES)}",
     )
 
 
@@ -186,13 +188,6 @@ def find_places(key: str) -> list[KeyPlace]:
         for struct, conditions in options
         if (field := layers.map_fields(struct).get(name))
     ]
-
-
-def find_page(key: str) -> str:
-    """Return the page in docs/ that describes a key."""
-    names = key.split(".")
-    prefixes = (".".join(names[:count]) for count in range(len(names), -1, -1))
-    return next(PAGES[prefix] for prefix in prefixes if prefix in PAGES)
 
 
 def find_unit(key: str) -> str:

@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import bundled_configs, layers, methods, presets, rules
-from asyncrl.config.bundled_configs import flatten
 from asyncrl.config.tree import Config
 from asyncrl.contract import toml_writer
 from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.toml_writer import flatten
 
 # earlier and foreign names of keys, with their replacements
 RENAMED, SPLIT, REMOVED, REMOVED_PRESETS = tomllib.loads(
@@ -163,7 +163,11 @@ def _apply_layers(
         for unread_key in unread_keys:
             item_number = item_numbers.get(unread_key.key, -1)
             is_overridden = any(
-                number > item_number and _is_set_by(other, unread_key.chooser)
+                number > item_number
+                and (
+                    other in (unread_key.chooser, "method")
+                    or (other.endswith(".preset") and unread_key.chooser.startswith(other[:-6]))
+                )
                 for other, number in item_numbers.items()
             )
             if unread_key.key not in origin_of:
@@ -214,12 +218,6 @@ def _drop_removed(raw: dict[str, Any], source: _ConfigSource) -> None:
 # Only a config written by a run has all these sections.  Earlier versions also wrote unread keys,
 # which are therefore dropped instead of refused.
 _WHOLE = {"runs", "wires", "watchdog", "record", "durability", "weights", "evaluation"}
-
-
-def _is_set_by(key: str, chooser: str) -> bool:
-    """Return whether `key` sets `chooser`: directly, by a preset or by a method."""
-    section, _, name = key.rpartition(".")
-    return key in (chooser, "method") or (name == "preset" and chooser.startswith(section + "."))
 
 
 def _convert(tree: ConfigSchema[Struct], raw: dict[str, Any], source: _ConfigSource) -> Struct:

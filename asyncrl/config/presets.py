@@ -28,8 +28,9 @@ def fill(raw: dict[str, Any]) -> None:
         if not isinstance(table, dict):
             continue
         preset = table.get("preset")
-        if isinstance(preset, str) and preset in values_by_preset:
-            raw[section] = _fill(table, values_by_preset[preset])
+        if isinstance(preset, str):
+            for key, value in values_by_preset.get(preset, {}).items():
+                layers.put(raw, f"{section}.{key}", value)
 
 
 def forget(raw: dict[str, Any], sets: Sequence[str]) -> None:
@@ -38,29 +39,9 @@ def forget(raw: dict[str, Any], sets: Sequence[str]) -> None:
     A resolved file has all of them, so that the preset would otherwise change nothing."""
     set_keys = {item.partition("=")[0].strip() for item in sets}
     for section, table in PRESET_TABLES.items():
-        for key in (
-            {key for keys in table.values() for key in keys}
-            if f"{section}.preset" in set_keys
-            else ()
-        ):
-            *path, name = f"{section}.{key}".split(".")
-            parent: Any = raw
-            for ancestor in path:
-                parent = parent.get(ancestor) if isinstance(parent, dict) else None
-            if isinstance(parent, dict) and f"{section}.{key}" not in set_keys:
-                parent.pop(name, None)
-
-
-def _fill(table: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Return the table with missing keys from `values`, whose keys may be dotted."""
-    filled = {k: dict(v) if isinstance(v, dict) else v for k, v in table.items()}
-    for key, value in values.items():
-        *path, name = key.split(".")
-        parent = filled
-        for section in path:
-            parent = parent.setdefault(section, {})
-        parent.setdefault(name, value)
-    return filled
+        if f"{section}.preset" in set_keys:
+            for key in {f"{section}.{key}" for keys in table.values() for key in keys} - set_keys:
+                layers.remove(raw, key)
 
 
 def read_headers(path: Path) -> Iterator[tuple[Path, int, dict[str, Any]]]:

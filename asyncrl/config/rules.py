@@ -76,8 +76,7 @@ def check(config: Config) -> list[str]:
     rules = (
         *((_check_sessions,) if config.uses_sessions else ()),
         *((_check_exact,) if config.exact else ()),
-        _check_name,
-        _check_device,
+        check_name_and_device,
         _check_staleness,
         _check_sizes,
         _check_backend,
@@ -96,24 +95,20 @@ def check(config: Config) -> list[str]:
     ]
 
 
-def _check_name(config: Config) -> Iterator[str]:
-    """Check the name of the run directory."""
+def check_name_and_device(config: Any) -> list[str]:
+    """Check the name of the run directory and the device, in the config of any command."""
+    problems = []
     if config.name in (".", "..") or set(config.name) & {"/", "\\", "\0"}:
-        yield (
+        problems.append(
             f"name: {config.name!r} must be the name of one directory, without a path; `runs` "
             "sets the folder of all runs"
         )
-
-
-def check_device(device: str) -> list[str]:
-    """Return the problems of a value of `model.device`."""
-    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
-        return []
-    return [f"model.device: {device!r} is not a device; choose one of auto, cpu, cuda, cuda:N"]
-
-
-def _check_device(config: Config) -> list[str]:
-    return check_device(config.model.device)
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", config.model.device):
+        problems.append(
+            f"model.device: {config.model.device!r} is not a device; choose one of auto, cpu, "
+            "cuda, cuda:N"
+        )
+    return problems
 
 
 def _check_staleness(config: Config) -> Iterator[str]:

@@ -81,19 +81,9 @@ class SftConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     training: SftTraining = SftTraining()
 
 
-def check(config: SftConfig) -> list[str]:
-    """Return the violations of rules that a key's type does not express."""
-    if config.name in (".", "..") or set(config.name) & {"/", "\\", "\0"}:
-        return [
-            f"name: {config.name!r} must be the name of one directory, without a path; `runs` "
-            "sets the folder of all runs"
-        ]
-    return rules.check_device(config.model.device)
-
-
 def read(path: str, sets: tuple[str, ...] = ()) -> SftConfig:
     """Load the config in `path` with `sets` applied.  Raises ConfigError like `load.load`."""
-    return load.load_as(load.ConfigSchema(SftConfig, check), path, sets)
+    return load.load_as(load.ConfigSchema(SftConfig, rules.check_name_and_device), path, sets)
 
 
 def build_schema() -> dict[str, Any]:

@@ -126,12 +126,7 @@ class TinkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 def check(config: TinkerConfig) -> list[str]:
     """Return the violations of rules that a key's type does not express."""
-    problems = rules.check_device(config.model.device)
-    if config.name in (".", "..") or set(config.name) & {"/", "\\", "\0"}:
-        problems.append(
-            f"name: {config.name!r} must be the name of one directory, without a path; `runs` "
-            "sets the folder of all runs"
-        )
+    problems = rules.check_name_and_device(config)
     limit = config.staleness.max_lag
     if limit != float("inf") and limit != int(limit):
         problems.append(f"staleness.max_lag: {limit:g} must be a whole number or inf")

@@ -172,8 +172,3 @@ class KeyAuthenticator:
     def stop(self) -> None:
         """Stop the thread that authenticates."""
         self.authenticator.stop()
-
-
-def make_authenticator(socket: Any, curve_dir: str) -> KeyAuthenticator | None:
-    """Make a server's authenticator; None without keys: peers may send anything."""
-    return KeyAuthenticator(socket, curve_dir) if curve_dir else None

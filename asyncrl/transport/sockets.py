@@ -204,7 +204,7 @@ class ListeningSocket:
             (zmq.ROUTER_HANDOVER, 1),
         ):
             self.socket.setsockopt(option, value)
-        self._guard = keys.make_authenticator(self.socket, curve_dir)
+        self._guard = keys.KeyAuthenticator(self.socket, curve_dir) if curve_dir else None
         try:
             with keys.private_umask():  # connecting to an ipc socket needs write permission
                 self.socket.bind(address)

@@ -184,10 +184,8 @@ def test_the_table_of_backends_is_what_the_rules_refuse() -> None:
             assert cell == "no"
             with pytest.raises(ConfigError) as refused:
                 load.load(ROOT / "configs" / "demo.toml", sets)
-            assert (
-                f"learner.backend = {' or '.join(ability.unless['learner.backend'])}, not {backend}"
-                in str(refused.value)
-            )
+            needed = " or ".join(ability.unless["learner.backend"])
+            assert f"learner.backend = {needed}, not {backend}" in str(refused.value)
     assert page.count("| yes |") > len(rules.TABLES["backends"])
 
 

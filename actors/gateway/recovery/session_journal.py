@@ -249,11 +249,6 @@ def read_records(path: Path) -> list[SessionRecord]:
     return records
 
 
-def find_last_ticket(records: list[SessionRecord]) -> Ticket:
-    """Find the newest ticket of a session. Raises IndexError if no record has one."""
-    return [record.ticket for record in records if record.ticket is not None][-1]
-
-
 def restore(session: Session, records: list[SessionRecord], now: float) -> SessionCall | None:
     """Restore a new session from its records; return its last trained call.
 
