@@ -181,12 +181,12 @@ def test_a_stray_attempt_of_a_gone_group_is_lost_once_and_found_again() -> None:
     assert store.deliver(sample(a, 0), 32.0) == "duplicate"
     line = store.sum_ledger()["duplicate"]
     assert store.sum_ledger()["lost_with_process"]["tokens"] == 1
-    assert (
-        line["tokens"],
-        line["samples"],
-        line["mean_length"],
-        line["mean_reward"],
-    ) == (4, 1, 4, 1)
+    assert (line["tokens"], line["samples"], line["mean_length"], line["mean_reward"]) == (
+        4,
+        1,
+        4,
+        1,
+    )
     assert store.deliver(sample(a, 0), 33.0) == "duplicate"
     assert store.sum_ledger()["duplicate"]["tokens"] == 4
     # a late copy hears what became of the sample

@@ -44,9 +44,7 @@ def written(asyncrl: Call, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, dict[
         "record.samples_every=1 record.samples=0 generator.slots=48 generator.temperature=0.9 "
         "learner.lr=1e-3 evaluation.every=0 name='v'"
     )
-    done = asyncrl(
-        *text.split(),
-    )
+    done = asyncrl(*text.split())
     assert done.code == 0, done.err[-3000:]
     return Path(done.json["run_dir"]), done.json
 
@@ -141,10 +139,7 @@ def test_injected_lag_is_exact_whatever_the_speed(
         "staleness.inject=3 evaluation.every=0 record.samples_every=1 record.samples=0 "
         "name='inject'"
     )
-    done = asyncrl(
-        *text.split(),
-        *words,
-    )
+    done = asyncrl(*text.split(), *words)
     assert done.code == 0, (speed, done.err[-3000:])
     for r in recorded(Path(done.json["run_dir"])):
         assert [number(v[0]) for v in r["versions"]] == [max(0, r["batch"] - 3)]

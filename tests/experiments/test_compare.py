@@ -159,13 +159,7 @@ def test_a_comparison_from_start_to_verdict(sort_model: Path, tmp_path: Path) ->
     # lags; synchronously, the same weights, bitwise.
     assert all(a["warm"] for a in found["arms"].values())
     plain_words = "--seeds 1 --real --jobs 2 --json"
-    real = compare(
-        sort_model,
-        tmp_path / "real",
-        *arms[:2],
-        *arms[4:6],
-        *plain_words.split(),
-    ).json
+    real = compare(sort_model, tmp_path / "real", *arms[:2], *arms[4:6], *plain_words.split()).json
     assert not any(a["warm"] for a in real["arms"].values())
     assert real["arms"]["sync"]["weights_digests"] == found["arms"]["sync"]["weights_digests"][:1]
     assert real["arms"]["sync"]["ood_each"] == found["arms"]["sync"]["ood_each"][:1]
@@ -341,10 +335,7 @@ def test_a_method_before_the_colon_is_that_method() -> None:
     assert configs["tis16"].correction.level == "token" and configs["tis16"].staleness.limit == 16
     differs = arms_made.compare_with_first(configs)["tis16"]
     assert differs["staleness.max_lag"] == (0, 16)
-    assert differs["loss.surrogate"] == (
-        "ppo",
-        "decoupled_ppo",
-    )
+    assert differs["loss.surrogate"] == ("ppo", "decoupled_ppo")
     assert "learner.lr" not in differs
     assert "staleness.max_lag = 16 (0)" in arms_made.format_differences(differs)
 
@@ -353,11 +344,7 @@ def test_one_seed_runs_and_says_that_no_verdict_is_possible(
     sort_model: Path, tmp_path: Path
 ) -> None:
     text = "--arm sync:staleness.max_lag=0 --arm async: --seeds 1 --set learner.steps=3"
-    done = compare(
-        sort_model,
-        tmp_path / "c",
-        *text.split(),
-    )
+    done = compare(sort_model, tmp_path / "c", *text.split())
     assert done.code == 0, done.err[-3000:]
     assert (tmp_path / "c" / "runs" / f"sync-seed{RUN_SEED}" / "summary.json").exists(), (
         "its speed is compared with a real run's"

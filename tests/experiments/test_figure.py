@@ -113,23 +113,13 @@ def test_an_svg_has_caption_names_axes_and_colors(compared: Path, tmp_path: Path
     main.main(argv, standalone_mode=False)
     svg = (tmp_path / "f.svg").read_text()
     lines = make_lines(figures.read_points([compared], "eval/heldout", STEP))
-    for text in (
-        figures.make_caption(lines, STEP),
-        "held-out reward",
-        "step (versions)",
-        "a",
-    ):
+    for text in (figures.make_caption(lines, STEP), "held-out reward", "step (versions)", "a"):
         assert f">{text}</text>" in svg, text
     for color in figures.OKABE_ITO[:2]:
         assert color.lower() in svg
     rows = list(csv.DictReader((tmp_path / "f.csv").open(newline="")))
     assert len(rows) == 8
-    assert rows[4] == {
-        "series": "a",
-        "seed": "1",
-        "step": "5.0",
-        "eval/heldout": "0.5",
-    }
+    assert rows[4] == {"series": "a", "seed": "1", "step": "5.0", "eval/heldout": "0.5"}
 
 
 def test_more_series_than_colors(tmp_path: Path) -> None:

@@ -115,18 +115,12 @@ def test_bias_truncation_and_discount_trade(measured: dict) -> None:
 
 def test_bias_as_json_and_a_page(tmp_path: Path) -> None:
     text = "lab bias --vocabulary 2 --length 3 --seeds 2 --draws 60 --json --out"
-    args = [
-        *text.split(),
-        str(tmp_path),
-    ]
+    args = [*text.split(), str(tmp_path)]
     done = CliRunner().invoke(main, args)
     assert done.exit_code == 0, done.stderr.splitlines()[-1]
     found = json.loads(done.stdout.splitlines()[-1])
     assert set(found["estimators"]) == {"on_policy", "off_policy"}
-    assert {
-        "relative_bias",
-        "variance",
-    } <= set(found["estimators"]["off_policy"]["prefix_full"])
+    assert {"relative_bias", "variance"} <= set(found["estimators"]["off_policy"]["prefix_full"])
     assert all(c["holds"] is not False for c in found["verdict"])
     assert json.loads((tmp_path / "bias.json").read_text()) == found
     page = (tmp_path / "bias.html").read_text()
@@ -188,13 +182,7 @@ def test_the_endless_batch_is_the_limit_of_sampled_ones() -> None:
 
 def test_corrections_as_json(tmp_path: Path) -> None:
     text = "lab corrections --vocabulary 2 --length 4 --seeds 2 --json --out"
-    done = CliRunner().invoke(
-        main,
-        [
-            *text.split(),
-            str(tmp_path),
-        ],
-    )
+    done = CliRunner().invoke(main, [*text.split(), str(tmp_path)])
     assert done.exit_code == 0, done.stderr.splitlines()[-1]
     found = json.loads(done.stdout.splitlines()[-1])
     assert list(found["estimators"]) == ["2", "4"]
@@ -255,9 +243,7 @@ def test_reshape_v31_drifts_past_clip_and_a_budget_on_the_rate_holds_it(
 def test_reshape_a_claim_that_does_not_hold_is_said_and_ends_with_1(tmp_path: Path) -> None:
     """Two epochs are too few for any drift."""
     text = "--vocabulary 2 --length 2 --seeds 1 --epochs 2 --samples 64 --lr-adam 0.001"
-    sizes = [
-        *text.split(),
-    ]
+    sizes = [*text.split()]
     done = CliRunner().invoke(main, ["lab", "reshape", *sizes, "--json", "--out", str(tmp_path)])
     assert done.exit_code == 1 and "do not hold: " in done.stderr.splitlines()[-1]
     # what was measured; what is wrong with it is on stderr

@@ -106,11 +106,7 @@ def test_bypass_is_recompute_at_lag_0_in_exact_mode(sort_model: Path) -> None:
         "learner.steps=2 learner.groups=4 learner.group_size=4 staleness.max_lag=0 "
         "evaluation.every=0 evaluation.final_prompts=1 evaluation.ood_prompts=0 learner.lr=0.01"
     )
-    small = [
-        *text.split(),
-        f"model.path='{sort_model}'",
-        "exact=true",
-    ]
+    small = [*text.split(), f"model.path='{sort_model}'", "exact=true"]
     recompute = [
         "correction.proximal=recompute",
         "correction.preset=tis",

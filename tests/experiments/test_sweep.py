@@ -193,11 +193,7 @@ def test_every_correction_is_a_valid_config_at_every_limit() -> None:
     filtering = "dapo"  # an injected lag needs all groups
     names = [n for n in CORRECTIONS if n not in ("configured", filtering)]
     p = grid.make_plan(
-        "configs/rle.toml",
-        (),
-        [(n, CORRECTIONS[n][1]) for n in names],
-        [0.0, 4.0],
-        injected=True,
+        "configs/rle.toml", (), [(n, CORRECTIONS[n][1]) for n in names], [0.0, 4.0], injected=True
     )
     assert len({load.dump(c) for c in p.arms.values()}) == len(p.arms) == 2 * len(names), (
         "sync is ppo at limit 0"
@@ -213,10 +209,7 @@ def test_a_collapsed_run_is_given_up_and_keeps_its_last_accuracy(sort_model: Pat
         "learner.steps=30 learner.groups=8 learner.group_size=4 learner.lr=0.3 evaluation.every=1 "
         "evaluation.prompts=64 evaluation.final_prompts=64 evaluation.ood_prompts=0"
     )
-    sets = [
-        f"model.path={str(sort_model)!r}",
-        *text.split(),
-    ]
+    sets = [f"model.path={str(sort_model)!r}", *text.split()]
     record = serial.run_serial(
         load.load("configs/demo.toml", sets),
         RUN_SEED,

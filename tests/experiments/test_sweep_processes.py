@@ -26,12 +26,7 @@ SETS_TEXT = (
     "evaluation.final_prompts=2 evaluation.ood_prompts=2 agent.step_s=3600.0 "
     "wires.connect_s=3600.0 wires.lease_s=3600.0 watchdog.floor_s=3600.0 watchdog.startup_s=3600.0"
 )
-SETS = (
-    f"seed={RUN_SEED}",
-    "model.path=m",
-    f"learner.steps={STEPS}",
-    *SETS_TEXT.split(),
-)
+SETS = (f"seed={RUN_SEED}", "model.path=m", f"learner.steps={STEPS}", *SETS_TEXT.split())
 
 
 def test_a_cell_with_sessions_is_a_run_of_processes(

@@ -170,10 +170,7 @@ def test_the_tokenizer_alone_does_what_transformers_class_does(
     assert isinstance(ours, PlainTokenizer)
     assert (
         (ours.eos_token_id, ours.pad_token_id)
-        == (
-            theirs.eos_token_id,
-            theirs.pad_token_id,
-        )
+        == (theirs.eos_token_id, theirs.pad_token_id)
         == (1, 0)
     )
     for text in TEXTS:

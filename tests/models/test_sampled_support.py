@@ -164,11 +164,7 @@ def sequences(vocabulary: int) -> tuple[Any, ...]:
         responses,
         torch.tensor([1.0, 0.7, 1.3]),
         [0, 0, 1],
-        [
-            supports[0],
-            None,
-            supports[2],
-        ],
+        [supports[0], None, supports[2]],
     )
 
 

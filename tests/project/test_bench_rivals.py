@@ -66,10 +66,7 @@ def test_generate_is_measured_in_the_way_that_is_fastest(monkeypatch: pytest.Mon
     monkeypatch.setattr(bench.time, "process_time", lambda: clock[0])
     models: Any = {"sdpa": "sdpa", "eager": "eager"}
     found = bench.rivals(models, [64, 256], torch.zeros(100, 3), np.ones(100), 40)
-    assert list(found) == [
-        "generate, eager, static cache, 256 rows",
-        "plain loop, sdpa, 64 rows",
-    ]
+    assert list(found) == ["generate, eager, static cache, 256 rows", "plain loop, sdpa, 64 rows"]
     assert len(ran) == len(set(ran)) == 8 + 4 and {n for *_, n in ran} == {40}
     ran.clear()
     for run in found.values():

@@ -158,10 +158,7 @@ def run(command: str, where: Path) -> subprocess.CompletedProcess[str]:
     `where`; `> FILE` is left out.
     """
     program, *words = shlex.split(command.split(" > ")[0])
-    argv = {
-        "asyncrl": [sys.executable, "-m", "asyncrl.cli"],
-        "python": [sys.executable],
-    }[program]
+    argv = {"asyncrl": [sys.executable, "-m", "asyncrl.cli"], "python": [sys.executable]}[program]
     env = {k: v for k, v in ENV.items() if not k.startswith("PYTEST_")}
     return subprocess.run(
         [*argv, *words],

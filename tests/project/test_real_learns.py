@@ -53,10 +53,7 @@ def test_wilsons_interval(bench: Any) -> None:
 
 
 def test_the_program_runs_a_config_and_keeps_its_report(
-    bench: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The run itself, in short, of a tiny model of the same family."""
     model = program("real_equal", monkeypatch).tiny(tmp_path)

@@ -45,10 +45,7 @@ def test_what_they_have_to_show(
 
 
 def test_both_are_run(
-    bench: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In short, of a tiny model of the same family, which is far from any answer: a teacher that
     has seen solved problems puts them nearer.

@@ -112,9 +112,7 @@ SETS_TEXT = (
     "generator.max_new_tokens=12 generator.slots=8 evaluation.every=0 evaluation.final_prompts=4 "
     "evaluation.ood_prompts=0"
 )
-SETS = [
-    *SETS_TEXT.split(),
-]
+SETS = [*SETS_TEXT.split()]
 
 
 def test_a_run_is_submitted_followed_and_stopped(

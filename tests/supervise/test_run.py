@@ -12,15 +12,7 @@ from pathlib import Path
 
 import pytest
 from process_kit import ENV, ROOT, Ended, demo_command
-from run_kit import (
-    check_summary,
-    children,
-    finish,
-    let_go,
-    start,
-    steps_done,
-    wait_until,
-)
+from run_kit import check_summary, children, finish, let_go, start, steps_done, wait_until
 
 from asyncrl.records import jsonl, metrics
 

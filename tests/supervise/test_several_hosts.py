@@ -26,9 +26,7 @@ SMALL_TEXT = (
     "evaluation.final_prompts=4 evaluation.ood_prompts=0 learner.checkpoint_every=100 "
     "weights.transport='tcp' wires.connect_s=600"
 )
-SMALL = [
-    *SMALL_TEXT.split(),
-]
+SMALL = [*SMALL_TEXT.split()]
 
 
 def test_a_generator_with_a_directory_of_its_own_joins_over_tcp_with_keys(

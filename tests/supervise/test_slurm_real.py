@@ -154,9 +154,7 @@ SETS_TEXT = (
     "generator.max_new_tokens=12 generator.slots=8 evaluation.every=0 evaluation.final_prompts=4 "
     "evaluation.ood_prompts=0 placement.generator.count=2"
 )
-SETS = [
-    *SETS_TEXT.split(),
-]
+SETS = [*SETS_TEXT.split()]
 
 
 def test_the_script_runs_in_slurm_and_ends_with_a_checkpoint(

@@ -114,12 +114,7 @@ ROUND = st.builds(
     ANSWER,
 )
 CHATS = st.builds(
-    lambda system, rounds, user, end: [
-        *system,
-        *itertools.chain(*rounds),
-        *user,
-        *end,
-    ],
+    lambda system, rounds, user, end: [*system, *itertools.chain(*rounds), *user, *end],
     st.just([]) | st.just([{"role": "system", "content": "be brief"}]),
     st.lists(ROUND, max_size=2),
     USER,
@@ -172,7 +167,7 @@ def test_fields_of_a_chat_reach_the_template_from_json_and_parquet(tmp_path: Pat
                 user,
                 {"role": "assistant", "content": None, "tool_calls": [call]},
                 {"role": "tool", "content": "2"},
-            ],
+            ]
         },
     ]
     jsonl = read(rows, tmp_path)

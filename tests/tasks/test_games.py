@@ -185,12 +185,7 @@ def test_random_moves_are_the_sessions_own_luck() -> None:
             "a",
             "the opponent them returned NoneType, not the text of a move",
         ),
-        (
-            choose_random_move,
-            "mute",
-            "a",
-            "raised ValueError: the game lists no legal moves",
-        ),
+        (choose_random_move, "mute", "a", "raised ValueError: the game lists no legal moves"),
     ],
 )
 def test_an_opponent_that_fails_says_so(

@@ -178,10 +178,7 @@ def test_a_cache_has_a_folder_for_each_set_of_files(tmp_path: Path) -> None:
     rows = "".join(sorted(f"{each.digest} {each.name}\n" for each in (one, two)))
     assert where == cache / f"model-{sha(rows.encode())[:32]}"
     assert file_server.name_folder([two, one]) == where.name, "in any order"
-    assert lines == [
-        "fetching model: a.json, 0.0 MiB",
-        "fetching model: b.json, 0.0 MiB",
-    ]
+    assert lines == ["fetching model: a.json, 0.0 MiB", "fetching model: b.json, 0.0 MiB"]
     assert sorted(path.name for path in cache.iterdir()) == [where.name, f"{where.name}.lock"]
     assert file_server.fetch_files(source, [one, two], cache, lines.append) == where
     assert lines[2:] == [f"model: from the cache, {where}"] and len(source.asked) == 2

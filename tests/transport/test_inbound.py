@@ -163,10 +163,7 @@ REFUSED: list[tuple[Any, str]] = [
     ),
     (tickets(sampling=sampled(top_p=0.0)), "Expected `float` > 0.0 - at `$.tickets[1][5][1]`"),
     (tickets(sampling=sampled(top_k=-1)), "Expected `int` >= 0 - at `$.tickets[1][5][2]`"),
-    (
-        tickets(sampling=sampled(max_new_tokens=0)),
-        "Expected `int` >= 1 - at `$.tickets[1][5][3]`",
-    ),
+    (tickets(sampling=sampled(max_new_tokens=0)), "Expected `int` >= 1 - at `$.tickets[1][5][3]`"),
     (
         tickets(sampling=sampled(max_new_tokens=1 << 31)),
         "Expected `int` <= 2147483647 - at `$.tickets[1][5][3]`",

@@ -22,17 +22,7 @@ from asyncrl.transport.sockets import BufferSocket, PeerSocket
 
 WAIT_S = 600.0
 LEARNER_HELLO = m.LearnerHello(
-    m.PROTOCOL,
-    "run",
-    1,
-    Label(1, 0),
-    None,
-    "d",
-    0,
-    0,
-    1.0,
-    m.WeightsSource(1, "here", "", ""),
-    [],
+    m.PROTOCOL, "run", 1, Label(1, 0), None, "d", 0, 0, 1.0, m.WeightsSource(1, "here", "", ""), []
 )
 OF_THE_LEARNER: list[Any] = [
     LEARNER_HELLO,

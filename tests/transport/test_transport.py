@@ -113,9 +113,7 @@ def test_a_rival_that_loses_doubles_or_cuts_a_message_is_none(bench: Any, tmp_pa
         rival.check()
 
 
-def test_the_quick_run_has_every_part_of_ours_and_says_which_rival_is_not_there(
-    bench: Any,
-) -> None:
+def test_the_quick_run_has_every_part_of_ours_and_says_which_rival_is_not_there(bench: Any) -> None:
     """By a Python without their libraries: no rival but zmq."""
     nowhere = str(ROOT / "no-such-python")
     without = [f"--{name}-python={nowhere}" for name in ("redis", "ray", "reverb", "straw")]
