@@ -40,14 +40,14 @@ TABLES = msgspec.toml.decode(
 )
 
 
-def _read(config: Config, key: str) -> Any:
+def _read(config: msgspec.Struct, key: str) -> Any:
     value: Any = config
     for name in key.split("."):
         value = getattr(value, name, None)
     return value
 
 
-def _has_value(config: Config, key: str, wanted: Any) -> bool:
+def _has_value(config: msgspec.Struct, key: str, wanted: Any) -> bool:
     value = _read(config, key)
     if isinstance(wanted, bool):
         return bool(value) == wanted
@@ -58,8 +58,8 @@ def _has_value(config: Config, key: str, wanted: Any) -> bool:
     )
 
 
-def apply_table(table: str, config: Config) -> Iterator[str]:
-    """Yield the text of each rule of a table that applies."""
+def apply_table(table: str, config: msgspec.Struct) -> Iterator[str]:
+    """Yield the text of each rule of a table that applies to a config, or to a part of one."""
     for rule in TABLES[table]:
         when, some, unless = (
             [_has_value(config, key, wanted) for key, wanted in conditions.items()]
@@ -429,7 +429,11 @@ def _check_sessions(config: Config) -> Iterator[str]:
     """Refuse settings that sessions do not support, or were never tested with."""
     for title, agent in config.agents.items():
         prefix = f"task.mixture: {title}: " if title else ""
-        for problem in (*_check_source(agent), *_check_opponents(agent)):
+        for problem in (
+            *apply_table("agents", agent),
+            *_check_source(agent),
+            *_check_opponents(agent),
+        ):
             yield prefix + problem
         if agent.max_tokens < config.generator.max_new_tokens:
             yield (
@@ -462,10 +466,6 @@ def _check_sessions(config: Config) -> Iterator[str]:
 
 def _check_source(agent: AgentConfig) -> Iterator[str]:
     """Check the source of an agent's sessions."""
-    if agent.env and agent.tools:
-        yield "agent.env: an environment has its own tools; remove agent.tools"
-    if agent.serve and (agent.env or agent.tools):
-        yield "agent.serve: the harness has its own environment; remove env and tools"
     for key in ("command", "function"):
         others = [name for name in SOURCE_KEYS if name != key and getattr(agent, name)]
         if getattr(agent, key) and others:
@@ -473,21 +473,13 @@ def _check_source(agent: AgentConfig) -> Iterator[str]:
             yield f"agent.{key}: it is the agent itself; remove {keys}"
     if agent.command and not all(agent.command):
         yield ('agent.command: a word is empty; write a list like ["python", "agent.py"]')
-    if agent.env_pass and not agent.command:
-        yield "agent.env_pass: acts only with agent.command; set that, or remove this key"
     if invalid := [name for name in agent.env_pass if not name or "=" in name]:
         yield (
             f"agent.env_pass: {invalid[0]!r} is not a variable's name; give only the name, the "
             "value is inherited"
         )
-    if agent.args and not (agent.env or agent.tools):
-        yield "agent.args: belong to an environment or a class of tools; set agent.env"
     if agent.args and agent.env.startswith("textarena:"):
         yield f"agent.args: {agent.env} takes none; remove them"
-    if agent.python and not (agent.env or agent.tools or agent.function):
-        yield "agent.python: runs agent.env, tools or function; set one of them"
-    if agent.opponent and agent.hub:
-        yield f"agent.opponent: {agent.env} has one player; remove it"
     if agent.hub and not agent.env.partition(":")[2]:
         yield f"agent.env: {agent.env} names no environment; write {agent.hub}:NAME"
     module, colon, name = agent.function.rpartition(":")
@@ -505,15 +497,6 @@ def _check_opponents(agent: AgentConfig) -> Iterator[str]:
                 f"agent.{key}: {value}; choose random or self, or write module:function or "
                 "file.py:function"
             )
-    if agent.opponent and not agent.env:
-        yield "agent.opponent: plays the other side of an environment; set agent.env"
-    if agent.eval_opponent and not agent.opponent:
-        yield "agent.eval_opponent: is for a two-player game; set agent.opponent, too"
-    if agent.opponent == SELF and not agent.eval_opponent:
-        yield (
-            "agent.eval_opponent: against itself, a policy always wins half of its games; set "
-            "random or module:function"
-        )
 
 
 def _check_mixture(config: Config) -> Iterator[str]:
@@ -548,22 +531,13 @@ def _check_mixture(config: Config) -> Iterator[str]:
 
 def _check_part(config: Config, part: MixedTaskConfig) -> Iterator[str]:
     """Check a part of a mixture; the problems do not contain its name."""
-    if part.name == "mixture":
-        yield "name = mixture cannot be a part; list its parts here"
+    yield from apply_table("parts", part)
     agent = part.agent if part.agent.uses_sessions else config.agent
     yield from _check_prompts(part, agent)
     if part.agent != AgentSource() and not part.agent.uses_sessions:
         yield "agent: has no source; set env, tools, command, function or serve"
-    if not part.title:
-        yield "needs a label, as its name has no letters or digits for one"
-    if part.prompts and part.name not in ("file", "env"):
-        yield f"prompts: {part.name} reads no file; set name = file"
-    if part.columns and part.name != "file":
-        yield f"columns: {part.name} reads no file; only name = file does"
     if part.options and not part.name.startswith("reasoning_gym:"):
         yield f"options: {part.name} has no options; only reasoning_gym:GENERATOR has"
-    if part.passes and part.name != "file":
-        yield f"passes: {part.name} generates prompts without end; only name = file has passes"
     if isinstance(part.weight, list):
         batches = [batch for batch, _ in part.weight]
         if batches != sorted(set(batches)):
@@ -585,8 +559,6 @@ def _check_part(config: Config, part: MixedTaskConfig) -> Iterator[str]:
         yield (
             "the environment (agent.env) gives the rewards; remove reward, judge and reward_model"
         )
-    if part.reward_model.path and (part.reward or part.judge.url):
-        yield "reward_model.path: the model is the only scorer; remove reward and judge"
     yield from _check_judge(part.judge)
     if config.model.warm_start and part.name.startswith(WITHOUT_ANSWERS):
         yield "model.warm_start: it has no answers to learn from; set model.path to your own model"
@@ -610,25 +582,9 @@ def _check_evaluation(config: Config) -> Iterator[str]:
 
 
 def _check_evaluation_set(config: Config, eval_set: EvaluationSetConfig) -> Iterator[str]:
-    if eval_set.name in ("heldout", "ood"):
-        yield "that name belongs to the run's own prompts; choose another"
-    if eval_set.file and eval_set.task:
-        yield "has both file and task; prompts come from one of them: remove the other"
-    if eval_set.file and eval_set.split != "heldout":
-        yield (
-            f"split = {eval_set.split} selects prompts of a task, and file has no splits; remove it"
-        )
-    if eval_set.task == "file":
-        yield "task = file names no prompts; give the file's path in file"
+    yield from apply_table("evaluation_sets", eval_set)
     if eval_set.options and not eval_set.task.startswith("reasoning_gym:"):
         yield "options are for task = reasoning_gym:GENERATOR; remove them"
-    if eval_set.temperature == 0 and eval_set.samples > 1:
-        yield (
-            f"temperature = 0 makes all {eval_set.samples} samples of a prompt equal; set samples "
-            "= 1, or greedy = true beside a temperature above 0"
-        )
-    if eval_set.temperature == 0 and eval_set.greedy:
-        yield "temperature = 0 is greedy already; remove greedy"
     if large := [count for count in eval_set.pass_at if count > eval_set.samples]:
         yield f"pass_at = {large[0]} needs at least as many samples, not {eval_set.samples}"
     least = ENGINES[config.generator.engine].least_temperature
