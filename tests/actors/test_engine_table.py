@@ -90,10 +90,8 @@ def test_what_a_row_pins_and_brings_is_looked_for(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(ENGINES, "other", there)
     assert installed.explain_missing("other") == ""
     monkeypatch.setitem(ENGINES, "other", msgspec.structs.replace(there, pinned="0.0.1"))
-    assert (
-        "and its internals differ between versions; asyncrl needs 0.0.1"
-        in installed.explain_missing("other")
-    )
+    missing = installed.explain_missing("other")
+    assert "and its internals differ between versions; asyncrl needs 0.0.1" in missing
 
 
 def test_untested_versions_are_warned_about_and_not_refused(

@@ -145,17 +145,11 @@ def test_progress_counts_the_tokens_of_finished_and_of_live_samples() -> None:
 
 def test_as_many_samples_are_asked_for_as_rows_are_free() -> None:
     made = schedule(ticket(1, 1, 1, 3))
-    assert (
-        count_samples_to_request(made, 10, 4, False)
-        == count_samples_to_request(made, 10, 4, True)
-        == 3
-    )
+    assert count_samples_to_request(made, 10, 4, False) == 3
+    assert count_samples_to_request(made, 10, 4, True) == 3
     empty = schedule(lockstep=True)
     assert count_samples_to_request(empty, 10, 0, False) == EVERYTHING
-    assert (
-        count_samples_to_request(empty, 10, 1, False)
-        == count_samples_to_request(empty, 10, 0, True)
-        == 0
-    )
+    assert count_samples_to_request(empty, 10, 1, False) == 0
+    assert count_samples_to_request(empty, 10, 0, True) == 0
     made.lockstep = True
     assert count_samples_to_request(made, 10, 0, False) == 0

@@ -23,20 +23,13 @@ from buffer.ledger import Ledger, LedgerSums, read_bins, sum_tokens
 
 
 def test_room_is_one_batch_more_than_the_limit_or_what_the_bytes_allow() -> None:
-    assert [admission.limit_groups(k, 4) for k in (0, 1, 5)] == [4, 8, 24]
-    assert (
-        admission.limit_groups(math.inf, 4)
-        == math.inf
-        == admission.limit_groups(math.inf, 4, 9, 10)
-    )
-    assert (
-        admission.limit_groups(math.inf, 4, 10, 10)
-        == 0
-        == admission.limit_groups(math.inf, 4, 11, 10)
-    )
-    assert admission.limit_groups(2, 4, 10**12, 1) == 12  # with a limit the bytes do not matter
-    assert admission.limit_groups(math.inf, 4, (1 << 30) - 1) == math.inf
-    assert admission.limit_groups(math.inf, 4, 1 << 30) == 0
+    limit = admission.limit_groups
+    assert [limit(k, 4) for k in (0, 1, 5)] == [4, 8, 24]
+    assert limit(math.inf, 4) == limit(math.inf, 4, 9, 10) == math.inf
+    assert limit(math.inf, 4, 10, 10) == limit(math.inf, 4, 11, 10) == 0
+    assert limit(2, 4, 10**12, 1) == 12  # with a limit the bytes do not matter
+    assert limit(math.inf, 4, (1 << 30) - 1) == math.inf
+    assert limit(math.inf, 4, 1 << 30) == 0
 
 
 def test_a_group_trains_as_many_batches_on_as_full_ones_stand_before_it() -> None:
@@ -52,9 +45,8 @@ def test_injected_lags_are_drawn_with_their_probabilities() -> None:
     counts = Counter(each)
     assert set(counts) == {0, 2, 3}
     for lag, share in ((0, 0.25), (2, 0.125), (3, 0.625)):
-        assert counts[lag] / 4000 == pytest.approx(
-            share, abs=5 * math.sqrt(share * (1 - share) / 4000)
-        )
+        deviation = math.sqrt(share * (1 - share) / 4000)
+        assert counts[lag] / 4000 == pytest.approx(share, abs=5 * deviation)
     assert {admission.choose_injected_lag([0.0, 1.0], 0, t) for t in range(50)} == {1}
     assert {admission.choose_injected_lag([1.0], 0, t) for t in range(50)} == {0}
 

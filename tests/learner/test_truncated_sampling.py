@@ -114,11 +114,8 @@ def test_only_an_engine_that_records_no_support_is_warned_about(
         load.load("calc_form", ["generator.engine='vllm'"])
     for engine_name, warned in (("embedded", 0), ("vllm", 1)):
         sets = [*TRUNCATED, f"generator.engine={engine_name}"]
-        said = [
-            line
-            for line in rules.find_warnings(load.load("configs/demo.toml", sets))
-            if "top_p and top_k restrict" in line
-        ]
+        warnings = rules.find_warnings(load.load("configs/demo.toml", sets))
+        said = [line for line in warnings if "top_p and top_k restrict" in line]
         assert len(said) == warned and all("vLLM does not record" in line for line in said)
     config = load.load("configs/demo.toml", [*TRUNCATED, "exact=true", "staleness.max_lag=0"])
     assert config.exact is True and config.generator.top_k == 20

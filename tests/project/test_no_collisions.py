@@ -166,10 +166,8 @@ def ended(code: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_module_has_one_name() -> None:
     done = ended("import asyncrl, learner; print(learner.__file__); import asyncrl.learner")
-    assert (
-        done.stdout.strip() == str(ROOT / "learner" / "__init__.py")
-        and "asyncrl.learner is imported as learner" in done.stderr
-    )
+    assert done.stdout.strip() == str(ROOT / "learner" / "__init__.py")
+    assert "asyncrl.learner is imported as learner" in done.stderr
 
 
 def test_another_module_of_our_name_is_named(tmp_path: Path) -> None:

@@ -239,11 +239,8 @@ def test_collapse_under_k3_in_the_reward() -> None:
     (drifts,) = apply_rules(rows(kl__target_ref_k3=LOST), config(*K3_REWARD))
     assert drifts.name == "kl_collapse" and "rises from 0.19 to 0.33 nats a token" in drifts.said
     half = [*evals("heldout", 128, (0, 0.4), (20, 0.2)), *rows(20)]
-    assert (
-        fired(half, *K3_REWARD)
-        == []
-        == fired(evals("heldout", 128, (0, 0.4)) + rows(20), *K3_REWARD)
-    )
+    assert fired(half, *K3_REWARD) == []
+    assert fired(evals("heldout", 128, (0, 0.4)) + rows(20), *K3_REWARD) == []
     back = [*evals("heldout", 128, (30, 0.6), (20, 0.02), (0, 0.4)), *rows(30)]
     assert fired(back, *K3_REWARD) == [], "in the order of steps"
     for other in (
@@ -339,11 +336,8 @@ def test_a_coefficient_without_effect() -> None:
         "kl.reward.coefficient = 0.2" in sign.try_this and "(kl/reward_gradient_share)" in sign.said
     ), "each term by its own share"
     assert fired(mixed, *K3_LOSS) == []
-    assert (
-        fired(rows(kl__target_ref_k3=moved), *K3_LOSS)
-        == []
-        == fired(rows(kl__gradient_share=none), *K3_LOSS)
-    )
+    assert fired(rows(kl__target_ref_k3=moved), *K3_LOSS) == []
+    assert fired(rows(kl__gradient_share=none), *K3_LOSS) == []
 
 
 def test_a_watcher_knows_the_settings(tmp_path: Path) -> None:
