@@ -1,4 +1,4 @@
-"""Write TOML by tomli_w, or in a plainer form on a machine that lacks it.
+"""Write TOML by tomli_w, or in a plainer form on a machine that lacks it; read tables.
 
 The plainer form lets `make gpu-check` start a run beside a machine's own torch, with few packages.
 Both forms read back equal."""
@@ -8,7 +8,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+import msgspec
 
 BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -22,6 +25,11 @@ def dumps(table: Mapping[str, Any]) -> str:
     except ImportError:
         return "\n".join(_write_lines(table)) + "\n"
     return tomli_w.dumps(table)
+
+
+def read_table(module: str, kind: Any = dict[str, Any]) -> Any:
+    """Read NAME.toml beside NAME.py as a `kind`.  module: the `__file__` of NAME.py."""
+    return msgspec.toml.decode(Path(module).with_suffix(".toml").read_bytes(), type=kind)
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from asyncrl.config.tree import Config
+from asyncrl.contract.toml_writer import read_table
 from asyncrl.experiments.compare import verdict
 from asyncrl.experiments.compare.analysis import KL_BATCHES, format_findings
 from asyncrl.experiments.compare.grid import CellResult
@@ -35,44 +36,12 @@ from asyncrl.supervise.report.run_view import build_length_ledger
 Summary = dict[str, Any]  # of `analysis`: an arm, or a correction at a limit, over its seeds
 Columns = dict[str, tuple[str, str]]  # heading -> key of a summary, format of its number
 
-ARM_COLUMNS: Columns = {
-    "arm": ("arm", ""),
-    "start": ("heldout_start", ".3f"),
-    "end": ("heldout_end", ".3f"),
-    "each seed": ("each", ""),
-    "OOD start": ("ood_start", ".3f"),
-    "OOD end": ("ood_end", ".3f"),
-    "KL to ref": ("kl_ref", ".3g"),
-    "area": ("area", ".3f"),
-    "seconds of RL": ("wall_s", ".1f"),
-    "seconds to target": ("seconds_to_target", ".1f"),
-    "tokens trained": ("tokens", ",.0f"),
-    "trained tok/s": ("tokens_per_s", ",.0f"),
-    "mean lag": ("lag", ".2f"),
-    "max lag": ("lag_max", ""),
-    "ESS": ("ess", ".3f"),
-    "unstable": ("unstable", ""),
-    "processes": ("processes", ""),
-}
-CELL_COLUMNS: Columns = {
-    "correction": ("correction", ""),
-    "limit": ("limit", ""),
-    "seeds": ("seeds", ""),
-    "end": ("final", ".3f"),
-    "each seed": ("each", ""),
-    "vs sync": ("mean", "+.3f"),
-    "interval": ("interval", ""),
-    "p": ("p", ".3f"),
-    "OOD end": ("ood_end", ".3f"),
-    "KL to ref": ("kl_ref", ".3g"),
-    "area": ("area", ".3f"),
-    "ESS": ("ess", ".2f"),
-    "KL max": ("kl", ".3f"),
-    "mean lag": ("lag", ".2f"),
-    "lost": ("lost", ".1%"),
-    "unstable": ("unstable", ""),
-    "speed": ("speed", ".2f"),
-}
+ARM_COLUMNS: Columns
+CELL_COLUMNS: Columns
+ARM_COLUMNS, CELL_COLUMNS, CURVES = read_table(
+    __file__, dict[str, dict[str, tuple[str, str]]]
+).values()
+NOT_ON_BOARD = {"optim/grad_norm", "answer/length"}
 TIMES = ("seconds of RL", "seconds to target", "trained tok/s")
 HEAD = tuple(ARM_COLUMNS)
 SWEEP_HEAD = tuple(CELL_COLUMNS)
@@ -168,23 +137,6 @@ def name_cell(cell: Summary) -> str:
 
 # ---- curves --------------------------------------------------------------------------------------
 
-# (metric, title, unit)
-METRIC_CURVES = (
-    ("reward/mean", "Reward of the training batch", "mean"),
-    ("lag/mean", "Lag of trained tokens", "versions, mean"),
-    ("is/target_ess", "Effective sample size of the raw ratios", "share"),
-    ("kl/behavior_target_k3", "KL from behavior to target", "nats a token (k3)"),
-    ("kl/target_ref_k3", "KL from target to reference", "nats a token (k3)"),
-    ("policy/entropy", "Entropy", "nats a token"),
-    ("optim/grad_norm", "Gradient norm", "before clipping"),
-    ("answer/length", "Completion length", "tokens"),
-)
-CURVES = (
-    ("eval/heldout", "Held-out reward", "mean reward"),
-    ("eval/ood", "Out-of-distribution reward", "mean reward"),
-    *METRIC_CURVES,
-)
-
 
 def list_points(cell: CellResult, name: str) -> list[tuple[float, float]]:
     """Return (step, value) of a metric, in the order of the run."""
@@ -195,10 +147,9 @@ def list_points(cell: CellResult, name: str) -> list[tuple[float, float]]:
     return [(float(row["step"]), float(row[name])) for row in cell.rows if name in row]
 
 
-def plot_curves(
-    name: str, title: str, unit: str, arms: Sequence[str], cells: Sequence[CellResult]
-) -> PagePlot:
+def plot_curves(name: str, arms: Sequence[str], cells: Sequence[CellResult]) -> PagePlot:
     """Plot the mean over seeds of each arm, in a band from the lowest to the highest."""
+    title, unit = CURVES[name]
     plot = PagePlot(title, unit, [], "version")
     several = len({cell.seed for cell in cells}) > 1
     for arm in arms:
@@ -271,7 +222,7 @@ def list_blocks(
         list_signs(arms.items()),
         ListBlock([*problems, *causes], heading="Unstable runs", style="bad"),
         TextBlock(describe_bands(result, config), heading="Curves", id="bands", style="soft"),
-        PlotBlock([plot_curves(*curve, list(arms), cells) for curve in CURVES]),
+        PlotBlock([plot_curves(name, list(arms), cells) for name in CURVES]),
         TextBlock(
             "Verdicts are paired by seed (t intervals, Holm's correction over the arms) and hold "
             "for other seeds; the JSON has the interval for other prompts alone. Warm runs take "
@@ -527,18 +478,6 @@ def _write(
     return directory / "report.html"
 
 
-BOARD = (
-    "eval/heldout",
-    "eval/ood",
-    "lag/mean",
-    "is/target_ess",
-    "kl/behavior_target_k3",
-    "kl/target_ref_k3",
-    "policy/entropy",
-    "reward/mean",
-)
-
-
 def write_tensorboard(
     directory: Path, cells: Sequence[CellResult], settings: Mapping[str, str]
 ) -> None:
@@ -550,7 +489,7 @@ def write_tensorboard(
     shutil.rmtree(directory, ignore_errors=True)
     for cell in cells:
         with SummaryWriter(str(directory / f"{cell.arm}-seed{cell.seed}")) as writer:
-            for name in BOARD:
+            for name in [name for name in CURVES if name not in NOT_ON_BOARD]:
                 for step, value in list_points(cell, name):
                     writer.add_scalar(name, value, int(step))
             writer.add_hparams(

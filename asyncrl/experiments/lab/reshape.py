@@ -18,6 +18,7 @@ from asyncrl.algorithms import loss as step_loss
 from asyncrl.algorithms import ratios
 from asyncrl.config import load
 from asyncrl.config.tree import Config
+from asyncrl.contract.toml_writer import read_table
 from asyncrl.experiments.lab.corrections import draw_rewards
 from asyncrl.experiments.lab.page import LabFindings, make_table
 from asyncrl.experiments.lab.policy import ResponseSpace, compute_cosine
@@ -38,42 +39,7 @@ MAIN = (  # arms of the plot
     "D global",
     "gamma 0.001",
 )
-RESHAPE: dict[str, Any] = {"loss": {"surrogate": "reshape"}}
-STOP = {"stop": {"kl_max": BUDGET, "against": "behavior"}}
-SLOW = {"stop": {"kl_max": BUDGET, "against": "behavior", "action": "slow"}}
-
-
-def _merge_reshape(**reshape: Any) -> dict[str, Any]:
-    return RESHAPE | {"reshape": reshape}
-
-
-ARMS: dict[str, dict[str, Any]] = {
-    "vanilla": {"loss": {"surrogate": "vanilla"}},
-    "clip": {"loss": {"surrogate": "ppo"}},
-    "v3.1": RESHAPE,
-    "v3.1 box-cox": _merge_reshape(form="box_cox"),
-    "gamma base": _merge_reshape(mode="base"),
-    "gamma 0.001": _merge_reshape(mode="constant", gamma=0.001),
-    "gamma 0.5": _merge_reshape(mode="constant", gamma=0.5),
-    "gamma 0 box-cox": _merge_reshape(mode="constant", gamma=0.0, form="box_cox"),
-    "A": RESHAPE | STOP,
-    "B": _merge_reshape(clip=0.2),
-    "C": _merge_reshape(kl_penalty=1.0),
-    "D coefficient": _merge_reshape(budget="tokens", kl_budget=BUDGET),
-    "D global": _merge_reshape(budget="global", kl_budget=BUDGET),
-    "D learning rate": RESHAPE | SLOW,
-    "A+B": _merge_reshape(clip=0.2) | STOP,
-    "A+D coefficient": _merge_reshape(budget="tokens", kl_budget=BUDGET) | STOP,
-    "B+C": _merge_reshape(clip=0.2, kl_penalty=1.0),
-    "B+D learning rate": _merge_reshape(clip=0.2) | SLOW,
-    "A+B+C+D coefficient": _merge_reshape(
-        clip=0.2, kl_penalty=1.0, budget="tokens", kl_budget=BUDGET
-    )
-    | STOP,
-    "vanilla+A": {"loss": {"surrogate": "vanilla"}} | STOP,
-    "vanilla+D learning rate": {"loss": {"surrogate": "vanilla"}} | SLOW,
-    "clip+D learning rate": {"loss": {"surrogate": "ppo"}} | SLOW,
-}
+ARMS: dict[str, dict[str, Any]] = read_table(__file__)
 
 
 def make_config(arm: str, epochs: int, minibatches: int) -> Config:

@@ -15,7 +15,7 @@ from typing import Any
 from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.compare.arms import find_config_differences
 from asyncrl.experiments.compare.grid import CellResult
-from asyncrl.experiments.compare.page import METRIC_CURVES, plot_curves
+from asyncrl.experiments.compare.page import CURVES, plot_curves
 from asyncrl.records import atomic_write, metrics, page_kit, rundir
 from asyncrl.records.page_kit import PlotBlock, TextBlock
 
@@ -39,7 +39,6 @@ MACHINE = (
 )
 METRICS_SHOWN = 6  # of those that differ
 NAMES = ("name", "runs")  # settings that only locate a run
-CURVES = (("eval/heldout", "Held-out reward", "mean reward"), *METRIC_CURVES)
 
 
 def read(run_dir: Path) -> tuple[dict[str, Any], dict[int, dict[str, float]], str | None]:
@@ -195,9 +194,9 @@ def write_page(
         for n, rows in runs.items()
     ]
     plots = [
-        plot_curves(*curve, tuple(runs), cells)
-        for curve in CURVES
-        if any(curve[0] in row for cell in cells for row in cell.rows)
+        plot_curves(name, tuple(runs), cells)
+        for name in CURVES
+        if name != "eval/ood" and any(name in row for cell in cells for row in cell.rows)
     ]
     blocks = [TextBlock(text, style="pre"), PlotBlock(plots)]
     atomic_write.write(path, page_kit.render(heading, "", blocks, {blob: result}))

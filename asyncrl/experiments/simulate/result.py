@@ -13,6 +13,7 @@ import msgspec
 from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.toml_writer import read_table
 from asyncrl.experiments.simulate import times, what_if
 from asyncrl.experiments.simulate.fit import fit
 from asyncrl.experiments.simulate.times import TimeModel
@@ -22,42 +23,7 @@ from asyncrl.records.page_kit import ListBlock, PagePlot, PlotBlock, PlotLine, T
 
 LIMITS = (0, 1, 2, 4, 8, 16)  # of --plot
 MOST_GENERATORS = 10_000
-# heads of the tables, with the format of an outcome below each
-OUTCOME_COLUMNS = {
-    "generators": "{generators:,}",
-    "limit": "{max_lag}",
-    "tokens/s": "{tokens_per_s:,.0f}",
-    "s a step": "{step_s:.3g}",
-    "generators idle": "{idle_generator:.1%}",
-    "learner idle": "{idle_learner:.1%}",
-    "mean lag": "{lag_mean:.2f}",
-    "max lag": "{lag_max}",
-    "tickets in flight": "{tickets_mean:.1f}",
-    "tokens lost": "{lost:.1%}",
-}
-TREATMENT_COLUMNS = {
-    "treatment": "{label}",
-    "tokens/s": "{tokens_per_s:,.0f}",
-    "learner idle": "{learner_idle:.1%}",
-    "dropped": "{dropped:.1%}",
-    "masked": "{masked:.1%}",
-    "downweighted": "{downweighted:.1%}",
-    "cut": "{cut:.1%}",
-    "lag": "{lag_mean:.2f}",
-    "p95": "{lag_p95:g}",
-    "max": "{lag_max}",
-}
-# each plot: title, unit, and its lines as (key, label, number of the dash pattern)
-PLOTS = (
-    ("Throughput against limit", "trained tokens/s", (("tokens_per_s", "", 0),)),
-    (
-        "Idle share against limit",
-        "share",
-        (("idle_generator", "generators", 0), ("idle_learner", "learner", 2)),
-    ),
-    ("Lag against limit", "versions", (("lag_mean", "mean", 0), ("lag_max", "largest", 2))),
-    ("Tickets in flight", "groups", (("tickets_mean", "mean", 0), ("tickets_max", "most", 2))),
-)
+OUTCOME_COLUMNS, TREATMENT_COLUMNS, PLOTS = read_table(__file__).values()
 
 
 def parse_counts(text: str) -> list[int]:
@@ -244,7 +210,7 @@ def write_page(
     counts = sorted({point["generators"] for point in points})
     limits = list(dict.fromkeys(f"{point['max_lag']}" for point in points))
     plots = []
-    for title, unit, lines in PLOTS:
+    for title, (unit, lines) in PLOTS.items():
         plot = PagePlot(title, unit, [], "staleness.max_lag", x_names=limits)
         plots.append(plot)
         for color, count in enumerate(counts):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 import numpy as np
 
-from asyncrl.contract.messages import DISPOSITIONS
-from asyncrl.records.metrics import BUCKETS, METRICS
+from asyncrl.contract.toml_writer import read_table
+from asyncrl.records.metrics import METRICS
 from asyncrl.records.page_kit import PagePlot, PlotLine
 from asyncrl.supervise.live import label_set
 from asyncrl.supervise.report.series import POINTS, Axis, Series, downsample
@@ -16,285 +17,42 @@ from asyncrl.supervise.report.series import POINTS, Axis, Series, downsample
 AXIS_NAMES = {"step": "step", "time": "seconds of RL", "tokens": "trained tokens"}
 
 
-class MetricPlot(NamedTuple):
-    """A plot of metrics over the run."""
+class MetricPlot(msgspec.Struct, frozen=True, eq=False):
+    """A plot of metrics over the run, as plots.toml has it.
+
+    series: metric -> label of its line.  moving: omit it when all values are equal."""
 
     title: str
-    unit: str
-    series: tuple[tuple[str, str], ...]  # (metric, label) of each line
-    moving: bool = False  # omit the plot when all values are equal: the feature is off
+    series: dict[str, str]
+    unit: str = ""
+    moving: bool = False
     stacked: bool = False
 
 
-ACCURACY = MetricPlot(
-    "Held-out reward",
-    "mean reward",
-    (
-        ("eval/heldout", "held-out"),
-        ("reward/mean", "training batch"),
-        ("eval/ood", "out of distribution"),
-    ),
-)
-PAGES: dict[str, tuple[MetricPlot, ...]] = {
-    "overview": (
-        ACCURACY,
-        MetricPlot(
-            "Reward",
-            "",
-            (("reward/mean", "batch mean"), ("reward/std", "standard deviation")),
-        ),
-        MetricPlot(
-            "Completion length",
-            "tokens",
-            (
-                ("answer/length", "training"),
-                ("eval/heldout_length", "held-out"),
-            ),
-        ),
-        MetricPlot(
-            "Throughput",
-            "tokens a second",
-            (
-                ("throughput/generator_tokens_per_s", "generators"),
-                ("throughput/learner_tokens_per_s", "learner"),
-            ),
-        ),
-        MetricPlot(
-            "Idle share",
-            "of each side's time",
-            (
-                ("time/generator_idle_share", "generators"),
-                ("time/reward_wait_share", "generators, for rewards"),
-                ("time/learner_idle_share", "learner"),
-            ),
-        ),
-        MetricPlot(
-            "Seconds a batch",
-            "",
-            (
-                ("time/step", "whole step"),
-                ("time/train", "training"),
-                ("time/publish", "publication"),
-            ),
-        ),
-        MetricPlot(
-            "Samples without a learning signal",
-            "share",
-            (
-                ("reward/no_spread_share", "in zero-variance groups"),
-                ("answer/truncated_share", "truncated"),
-                ("answer/masked_share", "masked"),
-                ("is/rejected_share", "rejected"),
-                ("is/zero_share", "weight 0"),
-            ),
-        ),
-        MetricPlot(
-            "Rewards in progress",
-            "completions",
-            (("reward/queue", "waiting for a reward"),),
-        ),
-        MetricPlot(
-            "Judge, so far",
-            "count",
-            (
-                ("judge/requests", "requests"),
-                ("judge/replies", "replies"),
-                ("judge/retries", "sent again"),
-                ("judge/throttled", "throttled (429)"),
-                ("judge/cached", "from the cache"),
-            ),
-        ),
-    ),
-    "staleness": (
-        MetricPlot(
-            "Lag over time",
-            "versions",
-            (
-                ("lag/mean", "mean"),
-                ("lag/max", "max"),
-                ("lag/in_flight", "in flight"),
-                ("lag/in_queue", "in queue"),
-                ("limit/now", "limit of new tickets"),
-                ("window/now", "window of new tickets"),
-            ),
-        ),
-        MetricPlot(
-            "KL: behavior policy, learner's start, target policy",
-            "nats a token (k3)",
-            (
-                ("kl/behavior_start_k3", "behavior to start"),
-                ("kl/behavior_target_k3", "behavior to target"),
-                ("kl/moved", "update of one batch"),
-                ("mismatch/k3_one_version", "mismatch at equal weights"),
-                ("mismatch/k3_at_lag_0", "mismatch at lag 0"),
-                ("kl/target_ref_k3", "target to reference"),
-            ),
-        ),
-        MetricPlot(
-            "Log ratio to the behavior policy, in three parts",
-            "nats a token (k3)",
-            (
-                ("split/mismatch_k3", "engine mismatch"),
-                ("split/staleness_k3", "staleness"),
-                ("split/update_k3", "update"),
-            ),
-        ),
-        MetricPlot(
-            "Effective sample size",
-            "share",
-            (
-                ("is/ess", "at the learner's start"),
-                ("is/weight_ess", "of the loss's weights"),
-                ("is/target_ess", "under the target policy"),
-                ("is/mean_weight", "mean weight"),
-                ("clip/share", "clipped"),
-            ),
-        ),
-        MetricPlot(
-            "Effective sample size by lag",
-            "share, at the learner's start",
-            tuple((f"by_lag/ess_{bucket}", f"lag {bucket}") for bucket in BUCKETS),
-        ),
-        MetricPlot(
-            "KL of the behavior policy to the learner's start by lag",
-            "nats a token (k3)",
-            tuple((f"by_lag/k3_{bucket}", f"lag {bucket}") for bucket in BUCKETS),
-        ),
-    ),
-    "learner": (
-        MetricPlot(
-            "Loss parts",
-            "",
-            (
-                ("loss/policy", "policy"),
-                ("loss/kl", "KL term, before its coefficient"),
-                ("loss/value", "value"),
-                ("loss/entropy", "entropy"),
-            ),
-        ),
-        MetricPlot(
-            "Gradient norm",
-            "before clipping",
-            (("optim/grad_norm", "gradient norm"),),
-        ),
-        MetricPlot(
-            "Entropy",
-            "nats a token",
-            (
-                ("policy/entropy", "target policy"),
-                ("policy/behavior_nll", "behavior policy's NLL of its samples"),
-            ),
-        ),
-        MetricPlot(
-            "Clipped tokens",
-            "share",
-            (("clip/low", "lower bound"), ("clip/high", "upper bound"), ("clip/dual", "dual clip")),
-        ),
-        MetricPlot(
-            "Learning-rate scale",
-            "share of learner.lr",
-            (("optim/lr_scale", "of the batch's last step"),),
-            moving=True,
-        ),
-        MetricPlot(
-            "Early stops",
-            "batches so far",
-            (("optim/early_stops", "stopped early"),),
-            moving=True,
-        ),
-        MetricPlot(
-            "Last KL that early stopping measured in a batch",
-            "nats a token",
-            (("optim/stop_kl", "KL"),),
-            moving=True,
-        ),
-        MetricPlot(
-            "Reshape",
-            "gamma; nats^2",
-            (
-                ("reshape/gamma", "mean gamma"),
-                ("reshape/gamma_base", "gamma_base"),
-                ("reshape/sigma2", "sigma2, variance of log w"),
-            ),
-        ),
-        MetricPlot("Memory of the learner", "MiB", (("memory/learner_mb", "resident"),)),
-    ),
-    "ledger": (
-        MetricPlot(
-            "Where generated tokens ended, so far",
-            "tokens",
-            tuple((f"ledger/{line}", line) for line in DISPOSITIONS),
-            stacked=True,
-        ),
-    ),
-}
-
-# of optimizer_steps.jsonl
-STEP_PLOTS = (
-    MetricPlot(
-        "Each optimizer step: KL before it",
-        "nats a token (k3)",
-        (
-            ("kl/behavior_target_k3", "behavior to target"),
-            ("kl/start_target_k3", "batch's start to target"),
-        ),
-    ),
-    MetricPlot(
-        "Each optimizer step: ratio to the behavior policy",
-        "target / behavior",
-        (("is/target_ratio", "mean"), ("is/target_ratio_max", "largest")),
-    ),
-    MetricPlot(
-        "Each optimizer step: gradient norm",
-        "before clipping",
-        (("optim/grad_norm", "gradient norm"),),
-    ),
-    MetricPlot(
-        "Each optimizer step: reshape",
-        "gamma; nats^2",
-        (
-            ("reshape/gamma", "mean gamma"),
-            ("reshape/gamma_base", "gamma_base"),
-            ("reshape/sigma2", "sigma2, variance of log w"),
-        ),
-    ),
-    MetricPlot(
-        "Each optimizer step: C = A log w and its gate",
-        "nats; share",
-        (("reshape/c", "mean C"), ("reshape/p_correct", "mean P_correct")),
-    ),
-)
+PAGES: dict[str, list[MetricPlot]] = read_table(__file__, dict[str, list[MetricPlot]])
+STEP_PLOTS = PAGES.pop("optimizer_steps")
+TASK_PLOTS = PAGES.pop("tasks")
 
 
 def build_set_plot(names: Iterable[str]) -> MetricPlot:
     """Build the plot of evaluation sets: mean reward, greedy reward and pass@k of each."""
-    labels = sorted((name, label_set(name)[1]) for name in set(names))
-    series = tuple((name, label) for name, label in labels if label)
-    return MetricPlot("Evaluation sets", "reward, share", series)
+    labels = {name: label for name in sorted(set(names)) if (label := label_set(name)[1])}
+    return MetricPlot("Evaluation sets", labels, "reward, share")
 
 
-def build_task_plots(names: Iterable[str]) -> tuple[MetricPlot, ...]:
-    """Build the plots of a mixture's tasks, with one line per task; () without a mixture."""
+def build_task_plots(names: Iterable[str]) -> list[MetricPlot]:
+    """Build the plots of a mixture's tasks, with one line per task; [] without a mixture."""
     task_metrics = [name for name in dict.fromkeys(names) if name.startswith("task/")]
-    kinds = (
-        ("Tasks: share of the batch", "samples", "_share"),
-        ("Tasks: reward", "mean reward", "_reward"),
-        ("Tasks: lag", "versions", "_lag"),
-        ("Tasks: effective sample size", "share", "_ess"),
-    )
-    plots = (
-        MetricPlot(
-            title,
-            unit,
-            tuple(
-                (name, name.removeprefix("task/").removesuffix(ending))
-                for name in task_metrics
-                if name.endswith(ending)
-            ),
-        )
-        for title, unit, ending in kinds
-    )
-    return tuple(plot for plot in plots if plot.series)
+    plots = []
+    for plot in TASK_PLOTS:
+        (ending,) = plot.series
+        lines = {
+            name: name.removeprefix("task/").removesuffix(ending)
+            for name in task_metrics
+            if name.endswith(ending)
+        }
+        plots += [msgspec.structs.replace(plot, series=lines)] if lines else []
+    return plots
 
 
 def build_plots(
@@ -312,7 +70,7 @@ def build_plots(
     if page == "overview":
         set_plot = build_set_plot(name for series in runs.values() for name in series.columns)
         task_plots = build_task_plots(name for series in runs.values() for name in series.columns)
-        shown_plots = (*shown_plots[:1], set_plot, *task_plots, *shown_plots[1:])
+        shown_plots = [*shown_plots[:1], set_plot, *task_plots, *shown_plots[1:]]
     for plot in shown_plots:
         lines = []
         for run, series in runs.items():
@@ -320,7 +78,7 @@ def build_plots(
                 _fill_line(
                     PlotLine(label, (), (), run=run, metric=name), series, axis, smooth, points
                 )
-                for name, label in plot.series
+                for name, label in plot.series.items()
             ]
             if plot.stacked and (areas := _align_lines([line for line in plot_lines if line.xs])):
                 title = f"{plot.title}: {run}" if len(runs) > 1 else plot.title
@@ -330,9 +88,9 @@ def build_plots(
             continue
         if plot.moving and all(len(set(line.ys)) < 2 for line in lines):
             continue
-        meanings = {name: METRICS[name].meaning for name, _ in plot.series if name in METRICS}
+        meanings = {name: METRICS[name].meaning for name in plot.series if name in METRICS}
         figures.append(PagePlot(plot.title, plot.unit, lines, AXIS_NAMES[axis], metrics=meanings))
-        if plot is ACCURACY and all(
+        if plot is PAGES["overview"][0] and all(
             series.find_reward_range() == (0, 1) for series in runs.values()
         ):
             figures[-1].top = 1.02
@@ -425,11 +183,11 @@ def build_step_plots(runs: Mapping[str, Series], points: int = POINTS) -> list[P
         lines = [
             PlotLine(label, *_trace_line(series, name, points), run=run, metric=name)
             for run, series in several.items()
-            for name, label in plot.series
+            for name, label in plot.series.items()
             if name in series.columns
         ]
         if lines:
-            meanings = {name: METRICS[name].meaning for name, _ in plot.series}
+            meanings = {name: METRICS[name].meaning for name in plot.series}
             figures.append(PagePlot(plot.title, plot.unit, lines, "batch", metrics=meanings))
     return figures
 
