@@ -40,6 +40,8 @@ Z_EACH = 3.0  # of an interval that is tested after every evaluation: 1 in 700 o
 ALARM = 0.001  # probability that one test of a series of independent noise calls it growing
 PARTS = 18  # a series is reduced to the medians of at most this many stretches
 GROWN = 2.0  # late over early from which growth is reported
+# nats a token: the largest healthy k3 between engine and learner at equal weights
+HEALTHY_MISMATCH = 1e-3
 HARMLESS = 1e-5  # nats a token: a smaller mismatch changes the weight of no completion
 MOVED = 0.02  # nats a token to the reference: a policy that moved less needs no KL penalty
 # nats a token: KL terms that work held it below this (docs/log), runs without end at 0.2 to 0.4
@@ -87,8 +89,7 @@ class RunFacts(NamedTuple):
     """Facts about a run, besides its rows, that a rule may need."""
 
     config: Config
-    # nats a token: the largest healthy k3 between engine and learner at equal weights
-    mismatch: float = 1e-3
+    mismatch: float = HEALTHY_MISMATCH
 
 
 def select_recent_rows(rows: Rows, least: int = LEAST, window: int = WINDOW) -> Rows:

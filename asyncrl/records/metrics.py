@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import re
 import sys
-import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from asyncrl.contract.errors import REFUSALS, AsyncrlError
 from asyncrl.contract.messages import DISPOSITIONS
+from asyncrl.contract.toml_writer import read_table
 from asyncrl.records import health_checks, jsonl
 from asyncrl.records.event_file import EventFile
 
@@ -22,36 +24,17 @@ class MetricInfo(NamedTuple):
     meaning: str
 
 
-METRICS: dict[str, MetricInfo] = {
-    name: MetricInfo(*entry)
-    for name, entry in tomllib.loads(
-        Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
-    ).items()
-}
+Table = dict[str, MetricInfo]
+METRICS: Table
+METRICS, BY_LAG, PATTERNS, SECTIONS, FIRST_LOOK = msgspec.convert(
+    [*read_table(__file__).values()], tuple[Table, Table, Table, dict[str, list[str]], Table]
+)
 METRICS |= {
     f"ledger/{_line}": MetricInfo("tokens", f"tokens that have ended in the ledger line {_line}")
     for _line in DISPOSITIONS
 } | {
     f"refused/{_reason}": MetricInfo("count", f"refused so far: {_meaning}")
     for _reason, _meaning in REFUSALS.items()
-}
-# kind of a metric by lag -> unit, meaning
-BY_LAG = {
-    "k3": ("nats/token", "`kl/behavior_start_k3`"),
-    "weight": ("-", "mean importance weight"),
-    "tokens": ("tokens", "trained tokens, summed over optimizer steps,"),
-    **{
-        f"{part}{k}": ("nats/token", f"`split/{part}{k}`")
-        for part in ("mismatch", "staleness")
-        for k in ("", "_k3")
-    },
-    "k1": ("nats/token", "`kl/behavior_start_k1`"),
-    "update": ("nats/token", "`kl/start_target_k1`"),
-    "target_k3": ("nats/token", "`kl/behavior_target_k3`"),
-    "ess": ("share", "`is/ess`"),
-    "clip": ("share", "`clip/share`"),
-    "zero": ("share", "`is/zero_share`"),
-    "entropy": ("nats/token", "`policy/entropy`"),
 }
 BUCKETS = ("0", "1", "2", "3to4", "5to8", "9plus")
 for _b in BUCKETS:
@@ -62,56 +45,12 @@ for _b in BUCKETS:
         f"`split/mismatch_k3` of tokens whose oldest keys and values are {_b} versions older than "
         "the weights that sampled them",
     )
-PATTERNS = {
-    re.compile(r"reward_part/.+"): MetricInfo("reward", "mean of a named part of the reward"),
-    **{
-        re.compile(rf"task/[a-z][a-z0-9-]*_{ending}"): MetricInfo(unit, meaning)
-        for ending, unit, meaning in (
-            ("share", "share", "the batch's samples that are of the task"),
-            ("weight", "share", "its planned share of the groups granted from this step on"),
-            ("reward", "reward", "mean reward of its samples"),
-            ("length", "tokens", "mean length of its completions"),
-            ("lag", "versions", "mean lag over its tokens"),
-            ("ess", "share", "is/ess of its tokens"),
-            ("removed", "groups", "its groups so far that were removed before training"),
-            ("dry", "-", "1: it has no prompts left, or gives no group that can be trained"),
-        )
-    },
-    **{
-        re.compile(rf"eval/[a-z][a-z0-9-]*{ending}"): MetricInfo(
-            unit, f"`evaluation.sets`: {meaning}"
-        )
-        for ending, unit, meaning in (
-            ("", "reward", "mean reward of a set's samples"),
-            ("_n", "samples", "prompts of the set with a scored sample"),
-            ("_length", "tokens", "mean length of its samples"),
-            ("_greedy", "reward", "mean reward of its greedy completions"),
-            (r"_pass_at_\d+", "share", "pass@K: probability that one of K samples passes"),
-            (r"_pass_at_\d+_(low|high)", "share", "bounds of its 95 % interval over prompts"),
-        )
-    },
-}
 
 
 def is_known_metric(name: str) -> bool:
-    return name in METRICS or any(p.fullmatch(name) for p in PATTERNS)
+    return name in METRICS or any(re.fullmatch(pattern, name) for pattern in PATTERNS)
 
 
-# section of docs/metrics.md -> families in it, each the part of a name before its slash
-SECTIONS = {
-    "Rewards and completions": "reward reward_part advantage answer judge",
-    "Evaluation": "eval",
-    "Tasks of a mixture": "task",
-    "Lag": "lag limit window",
-    "Importance ratios": "is clip",
-    "Distance between policies": "kl policy perplexity perplexity_by_answer",
-    "Engine mismatch": "mismatch split",
-    "Optimization": "loss optim value reshape",
-    "Speed and waiting": "time throughput link prefix draft",
-    "Buffer": "buffer ledger refused",
-    "Memory": "memory weights",
-    "By lag": "by_lag by_age",
-}
 PAGE_HEAD = """# Metrics
 
 Generated from `asyncrl/records/metrics.toml` by `asyncrl config metrics`.
@@ -124,45 +63,6 @@ They come from small models, so use them as a first guess. If a metric is not he
 [Troubleshooting](troubleshooting.md).
 
 """
-
-
-def list_first_look() -> dict[str, tuple[str, str]]:
-    """Return metric -> (healthy range, meaning of other values), by the bounds of the checks."""
-    nearly_all = f"{health_checks.NEARLY_ALL:.0%}"
-    mismatch = health_checks.RunFacts._field_defaults["mismatch"]
-    return {
-        "eval/heldout": ("rises by more than chance", "the policy does not learn the task"),
-        "reward/mean": ("rises", "if held-out reward falls meanwhile: the reward can be fooled"),
-        "reward/no_spread_share": (f"below {nearly_all}", "no group gives a learning signal"),
-        "answer/truncated_share": (f"below {nearly_all}", "completions are too long or never end"),
-        "is/ess": ("0.5 and above", "the staleness limit is too high for this learning rate"),
-        "lag/max": ("at most staleness.max_lag", "never above it with pace"),
-        "kl/moved": (
-            f"below 0.02, in no batch {health_checks.RUNAWAY:g} or more",
-            "the learning rate is too high, or a batch has too many updates",
-        ),
-        "kl/target_ref_k3": (
-            f"below {health_checks.DRIFT:g} with a KL penalty",
-            "the policy drifts away from the reference",
-        ),
-        health_checks.MISMATCH: (f"at most {mismatch:g}", "engine and learner compute differently"),
-        "is/rejected_share": (
-            f"with the other excluded shares below {health_checks.REJECTED:g}",
-            "the bounds of the correction are too narrow",
-        ),
-        "is/chi2": (
-            f"not below -{health_checks.CUT:g}",
-            "completions are sampled from a part of the distribution",
-        ),
-        "time/reward_wait_share": (
-            f"below {health_checks.HELD_UP:g}",
-            "rewards hold up generators",
-        ),
-        "time/learner_idle_share": (
-            "a few percent, if the learner is the slower side",
-            "more generators or a higher limit would help",
-        ),
-    }
 
 
 def _format_table(head: str, rows: list[str]) -> str:
@@ -181,7 +81,7 @@ def _list_families() -> dict[str, list[tuple[str, str, str]]]:
     ]
     rows.append(("by_age/mismatch_k3_B", "nats/token", older + lags))
     for pattern, entry in PATTERNS.items():
-        name = re.sub(r"\[a-z\]\[a-z0-9-\]\*|\.\+", "NAME", pattern.pattern)
+        name = re.sub(r"\[a-z\]\[a-z0-9-\]\*|\.\+", "NAME", pattern)
         name = name.replace(r"\d+", "K").replace("(low|high)", "low, high")
         rows.append((name, entry.unit, entry.meaning))
     families: dict[str, list[tuple[str, str, str]]] = {}
@@ -192,14 +92,15 @@ def _list_families() -> dict[str, list[tuple[str, str, str]]]:
 
 def format_markdown() -> str:
     """Format docs/metrics.md.  Raises KeyError if a family has no section."""
+    bounds = vars(health_checks)
     first = [
-        f"| `{name}` | {healthy} | {otherwise} |"
-        for name, (healthy, otherwise) in list_first_look().items()
+        f"| `{name}` | {healthy.format_map(bounds)} | {otherwise} |"
+        for name, (healthy, otherwise) in FIRST_LOOK.items()
     ]
     page = PAGE_HEAD + _format_table("| metric | healthy | otherwise |", first)
     families = _list_families()
     for section, names in SECTIONS.items():
-        rows = [row for name in names.split() for row in families.pop(name)]
+        rows = [row for name in names for row in families.pop(name)]
         lines = [
             f"| `{name}` | {unit} | {meaning} |"
             for name, unit, meaning in ((n, u, m.replace("|", r"\|")) for n, u, m in rows)

@@ -16,11 +16,7 @@ PARTIAL = (
     "the buffer could not write its summary: the numbers come from metrics.jsonl and "
     "trained.jsonl, and the ledger has only the trained tokens"
 )
-
-
-# largest usual k3 between engine and learner at equal weights, of dense models and of mixtures of
-# experts without a replay of their routing
-HEALTHY = 1e-3
+# as health_checks.HEALTHY_MISMATCH, of mixtures of experts without a replay of their routing
 HEALTHY_EXPERTS = 0.1
 
 
@@ -29,7 +25,8 @@ def collect_facts(config: Config) -> health_checks.RunFacts:
     keys = jsonl.read_object(Path(config.model.path) / "config.json")
     experts = {"num_experts", "num_local_experts", "n_routed_experts"} & set(keys)
     diverges = experts and not config.learner.replay_routing
-    return health_checks.RunFacts(config, HEALTHY_EXPERTS if diverges else HEALTHY)
+    facts = health_checks.RunFacts(config)
+    return facts._replace(mismatch=HEALTHY_EXPERTS) if diverges else facts
 
 
 def find_task_signs(config: Config) -> list[health_checks.Finding]:
