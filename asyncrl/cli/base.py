@@ -28,19 +28,6 @@ PATH = click.Path(path_type=Path)
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
-def restart_in_utf8() -> None:
-    """Restart in Python's UTF-8 mode if Python cannot encode every path.
-
-    With LC_ALL=C and PYTHONUTF8=0 Python encodes paths as ASCII, so a run directory, a config, a
-    prompt file or a reward with another character in its name cannot be opened.  Printed text
-    keeps the encoding of the terminal."""
-    if sys.getfilesystemencoding() == "utf-8" or os.environ.get("PYTHONUTF8") == "1":
-        return
-    os.environ["PYTHONUTF8"] = "1"
-    os.environ.setdefault("PYTHONIOENCODING", f"{sys.stdout.encoding}:backslashreplace")
-    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-
-
 class ExampleCommand(click.Command):
     """A command whose `--help` ends with examples to copy, one per line."""
 
@@ -116,8 +103,15 @@ class CommandGroup(ExampleGroup):
         return super().get_command(ctx, cmd_name)
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        if not args and "args" not in kwargs:  # not called by another program
-            restart_in_utf8()
+        # With LC_ALL=C and PYTHONUTF8=0 Python encodes paths as ASCII, so a file with another
+        # character in its name cannot be opened.  Printed text keeps the terminal's encoding.
+        called = bool(args) or "args" in kwargs  # by another program
+        if not (
+            called or sys.getfilesystemencoding() == "utf-8" or os.environ.get("PYTHONUTF8") == "1"
+        ):
+            os.environ["PYTHONUTF8"] = "1"
+            os.environ.setdefault("PYTHONIOENCODING", f"{sys.stdout.encoding}:backslashreplace")
+            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
         append_working_directory()
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):  # an ASCII terminal shows escapes

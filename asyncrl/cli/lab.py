@@ -21,10 +21,11 @@ from asyncrl.cli.base import (
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 
 
-def report_findings(findings: Any, out: Path, as_json: bool) -> None:
-    """Print and write the findings.  Raises AsyncrlError if a claim does not hold."""
+def run_experiment(experiment: Any, out: Path, as_json: bool, **settings: Any) -> None:
+    """Measure, print and write the findings.  Raises AsyncrlError if a claim does not hold."""
     from asyncrl.experiments.lab import page
 
+    findings = experiment.present_findings(experiment.measure(**settings, say=print_progress))
     print(findings.as_text(), file=sys.stderr if as_json else sys.stdout)
     html, data = page.write(out, findings)
     print_progress(f"page: {html}   numbers: {data}")
@@ -80,49 +81,22 @@ def lab() -> None:
 @number_option("--distance", 0.05, "KL(mu || theta) of the off-policy table, in nats per token")
 @number_option("--ref-kl", 0.1, "KL(ref || theta), in nats per token", 1e-4)
 @count_option("--draws", 200, "batches for the sampled errors", least=10)
-def bias(
-    vocabulary: int,
-    length: int,
-    seeds: int,
-    out: Path,
-    as_json: bool,
-    distance: float,
-    ref_kl: float,
-    draws: int,
-) -> None:
+def bias(**settings: Any) -> None:
     """Measure bias and variance of every KL configuration."""
     from asyncrl.experiments.lab import bias as experiment
 
-    report_findings(
-        experiment.present_findings(
-            experiment.measure(
-                vocabulary,
-                length,
-                seeds,
-                distance=distance,
-                ref_kl=ref_kl,
-                draws=draws,
-                say=print_progress,
-            )
-        ),
-        out,
-        as_json,
-    )
+    run_experiment(experiment, **settings)
 
 
 @experiment_command("corrections", 3, 8, 5)
-def corrections(vocabulary: int, length: int, seeds: int, out: Path, as_json: bool) -> None:
+def corrections(**settings: Any) -> None:
     """Measure bias and variance of every correction.
 
     It estimates the policy gradient by distance and completion length, up to --length.
     """
     from asyncrl.experiments.lab import corrections as experiment
 
-    report_findings(
-        experiment.present_findings(experiment.measure(vocabulary, length, seeds, print_progress)),
-        out,
-        as_json,
-    )
+    run_experiment(experiment, **settings)
 
 
 @experiment_command("reshape", 3, 4, 3)
@@ -132,19 +106,7 @@ def corrections(vocabulary: int, length: int, seeds: int, out: Path, as_json: bo
 @count_option("--samples", 256, "completions in a batch, in groups of 8", least=16)
 @number_option("--lr-sgd", 5.0, "learning rate of SGD on the table", above=True)
 @number_option("--lr-adam", 0.1, "learning rate of Adam", above=True)
-def reshape(
-    vocabulary: int,
-    length: int,
-    seeds: int,
-    out: Path,
-    as_json: bool,
-    epochs: int,
-    batches: int,
-    minibatches: int,
-    samples: int,
-    lr_sgd: float,
-    lr_adam: float,
-) -> None:
+def reshape(samples: int, minibatches: int, lr_sgd: float, lr_adam: float, **settings: Any) -> None:
     """Measure how far IS-reshape drifts over many updates.
 
     Shows the repairs that bound the drift, and compares it with vanilla and clip.
@@ -157,20 +119,4 @@ def reshape(
             "completions, with at least one group in a minibatch"
         )
     rates = {"sgd": lr_sgd, "adam": lr_adam}
-    report_findings(
-        experiment.present_findings(
-            experiment.measure(
-                vocabulary,
-                length,
-                seeds,
-                epochs=epochs,
-                batches=batches,
-                minibatches=minibatches,
-                samples=samples,
-                rates=rates,
-                say=print_progress,
-            )
-        ),
-        out,
-        as_json,
-    )
+    run_experiment(experiment, samples=samples, minibatches=minibatches, rates=rates, **settings)

@@ -141,11 +141,12 @@ def _split_gpus(source: str, sets: tuple[str, ...], count: int) -> tuple[str, ..
 
 def shorten_summary(summary: dict[str, Any]) -> dict[str, Any]:
     """Shorten a run's summary for a reader; summary.json is complete."""
+    from asyncrl.records.page_kit import format_number
     from asyncrl.supervise.run import format_interval
 
     def format_pair(split: str) -> str:
         pair = (summary[f"{split}_start"], summary[f"{split}_end"])
-        return " -> ".join(_format_value(value, ".3f") for value in pair)
+        return " -> ".join(format_number(value, ".3f") for value in pair)
 
     lag = summary["lag"]
     speed = summary["speed"]
@@ -250,7 +251,7 @@ def ls(directory: Path, as_json: bool) -> None:
 
     Shows state, steps, newest mean reward on held-out prompts and mean lag.
     """
-    from asyncrl.records.page_kit import TableBlock
+    from asyncrl.records.page_kit import TableBlock, format_number
     from asyncrl.supervise.report import run_view
 
     runs = run_view.list_runs(directory)
@@ -261,15 +262,11 @@ def ls(directory: Path, as_json: bool) -> None:
         [
             run["run"],
             run["state"],
-            f"{_format_value(run['steps'], 'd')}/{_format_value(run['of'], 'd')}",
-            _format_value(run["accuracy"], ".3f"),
-            _format_value(run["lag"], ".2f"),
+            f"{format_number(run['steps'], 'd')}/{format_number(run['of'], 'd')}",
+            format_number(run["accuracy"], ".3f"),
+            format_number(run["lag"], ".2f"),
         ]
         for run in runs
     ]
     head = ("run", "state", "steps", "held-out", "lag")
     print(TableBlock(head, rows, text_columns=2).as_text())
-
-
-def _format_value(value: Any, spec: str) -> str:
-    return "-" if value is None else format(value, spec)

@@ -66,15 +66,6 @@ def is_sparse(layer: Any) -> bool:
     return hasattr(layer.mlp, "experts")
 
 
-def get_weights(mlp: Any) -> ExpertWeights:
-    """Return views of the weights of transformers' sparse layer."""
-    return ExpertWeights(
-        mlp.gate.weight.T,
-        mlp.experts.gate_up_proj.transpose(1, 2),
-        mlp.experts.down_proj.transpose(1, 2),
-    )
-
-
 def route(
     logits: torch.Tensor, settings: ExpertSettings, replayed: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:

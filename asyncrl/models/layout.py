@@ -89,16 +89,6 @@ def list_shapes(raw: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def list_linears(raw: dict[str, Any]) -> list[str]:
-    """Return the names of the linear layers, without the head."""
-    excluded = ("model.embed_tokens.weight", "lm_head.weight")
-    return [
-        name.removesuffix(".weight")
-        for name, shape in list_shapes(raw).items()
-        if len(shape) == 2 and name not in excluded
-    ]
-
-
 def select_targets(names: Sequence[str], target_modules: Sequence[str]) -> list[str]:
     """Select the names that end with one of `target_modules`; all names if it is empty.
 

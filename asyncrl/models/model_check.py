@@ -109,7 +109,13 @@ def check(
         if importlib.util.find_spec("peft") is None:
             raise ConfigError("lora.rank: needs peft: pip install 'asyncrl[lora]'")
         if layout.is_plain_config(raw):  # for any other model the learner checks it
-            layout.select_targets(layout.list_linears(raw), config.lora.target_modules)
+            outside = ("model.embed_tokens.weight", "lm_head.weight")
+            linears = [
+                name.removesuffix(".weight")
+                for name, shape in layout.list_shapes(raw).items()
+                if len(shape) == 2 and name not in outside
+            ]
+            layout.select_targets(linears, config.lora.target_modules)
     vocabulary = language.get("vocab_size")
     for key, reference in list_references(config):
         reference_config = read_settings(reference, key)

@@ -706,7 +706,12 @@ def apply_block(
     x = x + att.o_proj(attended)
     h = apply_rms_norm(x, layer.post_attention_layernorm.weight, lay.eps)
     if lay.experts is not None and expert_layers.is_sparse(layer):
-        return x + expert_layers.apply(h, expert_layers.get_weights(mlp), lay.experts, replayed)
+        weights = expert_layers.ExpertWeights(
+            mlp.gate.weight.T,
+            mlp.experts.gate_up_proj.transpose(1, 2),
+            mlp.experts.down_proj.transpose(1, 2),
+        )
+        return x + expert_layers.apply(h, weights, lay.experts, replayed)
     mlp_output: torch.Tensor = mlp.down_proj(F.silu(mlp.gate_proj(h)) * mlp.up_proj(h))
     return x + mlp_output
 

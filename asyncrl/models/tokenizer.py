@@ -264,12 +264,6 @@ def collect_model_stops(tokenizer: Any, path: str | Path) -> tuple[int, ...]:
     return tuple(dict.fromkeys(stops))
 
 
-def has_character(tokenizer: Any, character: str) -> bool:
-    """Return whether the vocabulary has a character: neither the unknown token nor dropped."""
-    ids = tokenizer.encode(character, add_special_tokens=False)
-    return bool(ids) and tokenizer.unk_token_id not in ids
-
-
 def encode_prompt(tokenizer: Any, prompt: Prompt) -> np.ndarray:
     """Encode a prompt into token ids, int32 [P]; chat turns use the chat template.
 

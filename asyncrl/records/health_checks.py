@@ -81,9 +81,6 @@ class Finding(NamedTuple):
     def as_line(self) -> str:
         return f"{self.said}; {self.try_this}"
 
-    def as_advice(self) -> str:
-        return f"{self.said}. To try: {self.try_this}" if self.try_this else self.said
-
 
 class RunFacts(NamedTuple):
     """Facts about a run, besides its rows, that a rule may need."""

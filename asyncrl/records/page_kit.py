@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -196,6 +197,11 @@ def render(title: str, subtitle: str, blocks: Sequence[Block], data: Mapping[str
         css=Markup(files["page.css"]),
         script=Markup(script),
     )
+
+
+def format_number(value: float | None, form: str) -> str:
+    """Format a number in a table; "-" if it is missing."""
+    return "-" if value is None or not math.isfinite(value) else format(value, form)
 
 
 def render_blocks(blocks: Sequence[Block]) -> str:

@@ -124,7 +124,7 @@ def examine_run(config: Config, run_dir: Path, status: RunStatus | None) -> dict
     ended = status is None and rundir.is_finished(run_dir, config.learner.steps)
     return {
         "advice": [
-            finding.as_advice()
+            finding.said + (f". To try: {finding.try_this}" if finding.try_this else "")
             for findings in list_advice(config, run_dir, ended=ended)
             for finding in findings
         ],

@@ -447,8 +447,6 @@ def _read_first_prompts(subject: Subject) -> Iterator[Any]:
 
 def check_characters(subject: Subject) -> str:
     """Check that the vocabulary has the prompts' characters; the others become unknown tokens."""
-    from asyncrl.models.tokenizer import has_character
-
     is_known: dict[str, bool] = {}
     affected: dict[str, str] = {}  # missing character -> the first prompt that has it
     for prompt in _read_first_prompts(subject):
@@ -457,7 +455,8 @@ def check_characters(subject: Subject) -> str:
             if character.isspace() or not character.isprintable():
                 continue
             if character not in is_known:
-                is_known[character] = has_character(subject.tokenizer, character)
+                ids = subject.tokenizer.encode(character, add_special_tokens=False)
+                is_known[character] = bool(ids) and subject.tokenizer.unk_token_id not in ids
             if not is_known[character]:
                 affected.setdefault(character, f"{prompt.split} prompt {prompt.id}")
     if not affected:

@@ -18,6 +18,23 @@ PARTIAL = (
 )
 # as health_checks.HEALTHY_MISMATCH, of mixtures of experts without a replay of their routing
 HEALTHY_EXPERTS = 0.1
+# what a summary has from that of the buffer
+COPIED = [
+    "wall_s",
+    "steps",
+    "trajectories",
+    "tokens",
+    "heldout_start",
+    "heldout_end",
+    "ood_start",
+    "ood_end",
+    "mismatch_k3_max",
+    "ledger",
+    "ledger_lines",
+    "lag_histogram",
+    "trained_ids",
+    "failures",
+]
 
 
 def collect_facts(config: Config) -> health_checks.RunFacts:
@@ -74,10 +91,6 @@ def build_partial_summary(run_dir: Path) -> dict[str, Any]:
     tokens = sum(lags.values())
     samples = sum(b.samples for b in batches.values())
 
-    def find_evaluation(split: str, *, start: bool) -> float | None:
-        evals = [r for r in rows if f"eval/{split}" in r and (not start or not r["step"])]
-        return float(evals[0 if start else -1][f"eval/{split}"]) if evals else None
-
     trained_line = {
         "tokens": tokens,
         "samples": samples,
@@ -96,10 +109,11 @@ def build_partial_summary(run_dir: Path) -> dict[str, Any]:
         "steps": max(batches, default=-1) + 1,
         "trajectories": samples,
         "tokens": tokens,
-        "heldout_start": find_evaluation("heldout", start=True),
-        "heldout_end": find_evaluation("heldout", start=False),
-        "ood_start": find_evaluation("ood", start=True),
-        "ood_end": find_evaluation("ood", start=False),
+        **{
+            f"{split}_{end}": find_evaluation(rows, split, end)
+            for split in ("heldout", "ood")
+            for end in ("start", "end")
+        },
         "lag": {
             "mean": training_log.mean(lags),
             "p95": training_log.quantile(lags, 0.95),
@@ -113,6 +127,15 @@ def build_partial_summary(run_dir: Path) -> dict[str, Any]:
         "lag_histogram": {str(k): v for k, v in sorted(lags.items())},
         "finished": False,
     }
+
+
+def find_evaluation(rows: Sequence[Mapping[str, Any]], split: str, end: str) -> float | None:
+    """Return the reward of the initial model (`end` = start) or of the last evaluation."""
+    name = f"eval/{split}"
+    rewards = [
+        float(row[name]) for row in rows if name in row and (end == "end" or not row["step"])
+    ]
+    return rewards[0 if end == "start" else -1] if rewards else None
 
 
 def _format_limit(limit: float) -> int | str:
@@ -133,26 +156,12 @@ def compose(config: Config, run_dir: Path) -> dict[str, Any]:
     digest = run_dir / "weights_digest"
     current_limit = config.staleness.limit
     limit = max([current_limit, *rundir.read_limits(run_dir)])  # the bound for all its tokens
-    first_evaluations = {
-        split: next(
-            (r[f"eval/{split}"] for r in all_rows if f"eval/{split}" in r and not r["step"]), None
-        )
-        for split in ("heldout", "ood")
-    }
+    for split in ("heldout", "ood"):
+        if totals[f"{split}_start"] is None:
+            totals[f"{split}_start"] = find_evaluation(all_rows, split, "start")
     return {
         "run_dir": str(run_dir),
-        "wall_s": totals["wall_s"],
-        "steps": totals["steps"],
-        "trajectories": totals["trajectories"],
-        "tokens": totals["tokens"],
-        "heldout_start": totals["heldout_start"]
-        if totals["heldout_start"] is not None
-        else first_evaluations["heldout"],
-        "heldout_end": totals["heldout_end"],
-        "ood_start": totals["ood_start"]
-        if totals["ood_start"] is not None
-        else first_evaluations["ood"],
-        "ood_end": totals["ood_end"],
+        **{name: totals[name] for name in COPIED},
         "lag": totals["lag"]
         | {"limit": _format_limit(limit)}
         | ({"limit_now": _format_limit(current_limit)} if current_limit != limit else {}),
@@ -162,13 +171,7 @@ def compose(config: Config, run_dir: Path) -> dict[str, Any]:
             "idle_share": metrics.compute_idle_shares(lines),
         },
         "weights_digest": digest.read_text(encoding="utf-8") if digest.exists() else None,
-        "mismatch_k3_max": totals["mismatch_k3_max"],
-        "ledger": totals["ledger"],
-        "ledger_lines": totals["ledger_lines"],
         "ledger_by_task": totals.get("ledger_by_task", {}),
-        "lag_histogram": totals["lag_histogram"],
-        "trained_ids": totals["trained_ids"],
-        "failures": totals["failures"],
         "seed": config.seed,
         "certainty": {
             split: {"n": n, "half": half}

@@ -12,7 +12,7 @@ from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
 from asyncrl.records import health_checks, jsonl, metrics, process_log
 from asyncrl.records.health_checks import Finding
-from asyncrl.records.page_kit import Block, CardBlock, ListBlock, TableBlock
+from asyncrl.records.page_kit import Block, CardBlock, ListBlock, TableBlock, format_number
 from asyncrl.supervise.doctor import describe_process
 from asyncrl.supervise.report.run_view import RunView, format_item, read_settings
 
@@ -177,12 +177,6 @@ def format_lines(state: dict[str, Any]) -> list[str]:
 # ---- a model on the pages of `asyncrl watch` -----------------------------------------------------
 
 
-def _format_figure(value: str | float | None) -> str:
-    if value is None or isinstance(value, str):
-        return value or "-"
-    return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
-
-
 class TinkerModelView(RunView):
     """The directory of a model, below that of its server.
 
@@ -214,21 +208,23 @@ class TinkerModelView(RunView):
         ledger = read_ledger(self.path)
         limit = read_settings(self.home / CONFIG)["staleness.max_lag"]
         largest = self.series.get_values("lag/max")
-        figures: dict[str, str | float | None] = {
-            "version": state["step"],
+        figures = {
+            "version": f"{state['step']:,}",
             "server": state["state"],
-            "sequences sampled": ledger.get("sampled"),
-            "never trained": ledger.get("never_trained"),
-            "mean lag of the newest step": state["lag"],
-            "largest lag": float(largest.max()) if len(largest) else None,
+            "sequences sampled": format_number(ledger.get("sampled"), ","),
+            "never trained": format_number(ledger.get("never_trained"), ","),
+            "mean lag of the newest step": format_number(state["lag"], ".3g"),
+            "largest lag": f"{largest.max():.3g}" if len(largest) else "-",
             "lag limit": f"{limit:g}",
-            "share of unknown lag in the newest step": self.series.get_latest("lag/unknown_share"),
+            "share of unknown lag in the newest step": format_number(
+                self.series.get_latest("lag/unknown_share"), ".3g"
+            ),
         }
         ended = [row["said"] for row in describe_processes(self.home) if not row["alive"]]
         return [
             ListBlock(ended if state["state"] == "running" else [], id="advice"),
             ListBlock(map(format_item, self.list_health_checks()), id="signs", style="warn"),
-            CardBlock([(name, _format_figure(figure), "", "") for name, figure in figures.items()]),
+            CardBlock([(name, figure, "", "") for name, figure in figures.items()]),
         ]
 
     def list_health_checks(self) -> list[Finding]:

@@ -36,6 +36,7 @@ from asyncrl.experiments.compare.arms import (
     parse_arm,
 )
 from asyncrl.experiments.one_process import needs_own_process
+from asyncrl.models import devices
 from asyncrl.records import health_checks, metrics
 from buffer import training_log
 
@@ -562,15 +563,17 @@ class Comparison(Grid):
                     real.append((arm, seed))
                 else:
                     self.cells.add(self.name_run(arm, seed), self.configs[arm], seed)
-        cores = 1 if uses_gpu(self.configs[arms[0]]) else len(os.sched_getaffinity(0))
+        uses_gpu = self.configs[arms[0]].model.device != "cpu" and devices.has_cuda()
+        cores = 1 if uses_gpu else len(os.sched_getaffinity(0))
         self.cells.run(max(jobs, cores), on_event, abandon=False)
         with ThreadPoolExecutor(jobs) as team:
-            for name in team.map(lambda cell: self.run_cell(*cell), real):
+            for name in team.map(self.run_cell, real):
                 on_event(name, {"done": True})
         return [self.read(arm, seed) for arm in arms for seed in self.seeds]
 
-    def run_cell(self, arm: str, seed: int) -> str:
+    def run_cell(self, cell: tuple[str, int]) -> str:
         """Make one run, or continue it from its last checkpoint, and return its name."""
+        arm, seed = cell
         run_dir = self.get_run_dir(self.name_run(arm, seed))
         sets = [*self.sets, *self.arms[arm].sets, f"seed={seed}"]
         log = self.directory / "logs" / f"{run_dir.name}.log"
@@ -581,15 +584,6 @@ class Comparison(Grid):
         """Return the progress table: the head of its columns; row -> the runs of each column."""
         rows = {arm: [[self.name_run(arm, seed)] for seed in self.seeds] for arm in self.configs}
         return ["arm", *(f"seed {seed}" for seed in self.seeds)], rows
-
-
-def uses_gpu(config: Config) -> bool:
-    """Return whether `model.device` is a GPU on this machine."""
-    if config.model.device == "auto":
-        import torch
-
-        return torch.cuda.is_available()
-    return config.model.device != "cpu"
 
 
 class Sweep(Grid):

@@ -30,6 +30,7 @@ from asyncrl.records.page_kit import (
     TableBlock,
     TableCell,
     TextBlock,
+    format_number,
 )
 from asyncrl.supervise.report.run_view import build_length_ledger
 
@@ -65,11 +66,6 @@ def clean(value: Any) -> Any:
 
 
 # ---- tables and lists ----------------------------------------------------------------------------
-
-
-def format_number(value: float | None, form: str) -> str:
-    """Format a number in a table; "-" if it is missing."""
-    return "-" if value is None or not math.isfinite(value) else format(value, form)
 
 
 def format_interval(interval: Sequence[float], form: str) -> str:

@@ -80,14 +80,6 @@ class EstimatorCase:
         self.all = torch.ones_like(s.seq, dtype=torch.bool)
         self.exact = compute_exact_gradient(lambda t: s.compute_kl(t, self.ref), self.theta)
 
-    def compute_clamped_share(self) -> float:
-        """Return the share of responses whose log-ratio is clamped, by mu.
-
-        Their log-ratio to theta leaves [-20, 20], where the formulas clamp it and are not exact.
-        """
-        x = ratios.sum_by_sample(self.lp - self.lm, self.space.seq, self.space.n)
-        return float(self.probability[x.abs() > ratios.CLAMP].sum())
-
     def sum_over_response(self, k: torch.Tensor) -> torch.Tensor:
         """Sum k [N] over each token's whole response: [N]."""
         return ratios.sum_by_sample(k, self.space.seq, self.space.n)[self.space.seq]
@@ -444,7 +436,15 @@ def _measure_case(
             "on_policy": {n: on_policy.judge(p) for n, p in make_estimators(on_policy).items()},
             "off_policy": measure_all(off_policy),
         },
-        "clamped": {d: case.compute_clamped_share() for d, case in cases.items()},
+        # share of responses, by mu, whose log-ratio the formulas clamp, so that they are not exact
+        "clamped": {
+            d: float(
+                case.probability[
+                    ratios.sum_by_sample(case.lp - case.lm, space.seq, space.n).abs() > ratios.CLAMP
+                ].sum()
+            )
+            for d, case in cases.items()
+        },
         "identities": check_identities(on_policy),
         "parts": split_gradient(on_policy),
         "distances": by_distance,

@@ -146,20 +146,18 @@ class StaleSamples:
         }
 
 
-def measure(
-    vocabulary: int, longest: int, seeds: int, say: Callable[[str], None]
-) -> dict[str, Any]:
+def measure(vocabulary: int, length: int, seeds: int, say: Callable[[str], None]) -> dict[str, Any]:
     """Return estimators[length][distance][name].
 
     Values are means over `seeds` random policies, directions of mu, and rewards.
     """
     corrections = list_candidates()
     results = {}
-    for length in sorted({n for n in (2, 4, 8, 16) if n < longest} | {longest}):
-        space = ResponseSpace(vocabulary, length)
+    for tokens in sorted({n for n in (2, 4, 8, 16) if n < length} | {length}):
+        space = ResponseSpace(vocabulary, tokens)
         by_seed = []
         for seed in range(seeds):
-            say(f"length {length}, seed {seed + 1} of {seeds}")
+            say(f"length {tokens}, seed {seed + 1} of {seeds}")
             theta = space.draw_table(1000 * seed)
             right = draw_rewards(space, 1000 * seed + 1)
             cases = {
@@ -174,8 +172,8 @@ def measure(
                     for d, case in cases.items()
                 }
             )
-        results[str(length)] = average(by_seed)
-    return {"vocabulary": vocabulary, "length": longest, "seeds": seeds, "estimators": results}
+        results[str(tokens)] = average(by_seed)
+    return {"vocabulary": vocabulary, "length": length, "seeds": seeds, "estimators": results}
 
 
 # ---- the presentation ----------------------------------------------------------------------------
@@ -222,7 +220,20 @@ def present_findings(r: dict[str, Any]) -> LabFindings:
             "Correction with the least squared error, by distance",
             {
                 f"{length} tokens, {size} responses": {
-                    d: find_best_correction(x[d], size) for d in x if d != "0"
+                    # the shortest name among equals
+                    d: min(
+                        by_name,
+                        key=lambda name: (
+                            round(
+                                by_name[name]["relative_bias"] ** 2
+                                + by_name[name]["relative_variance"] / size,
+                                9,
+                            ),
+                            len(name),
+                        ),
+                    )
+                    for d, by_name in x.items()
+                    if d != "0"
                 }
                 for size in SIZES
                 for length, x in by_length.items()
@@ -230,20 +241,6 @@ def present_findings(r: dict[str, Any]) -> LabFindings:
         ),
     ]
     return LabFindings("corrections", setting, r, _check_claims(by_length), tables)
-
-
-def find_best_correction(by_name: dict[str, Any], size: int) -> str:
-    """Return the correction with the least squared error of the mean over `size` responses.
-
-    Among equals it is the one with the shortest name.
-    """
-
-    def rank(name: str) -> tuple[float, int]:
-        judged = by_name[name]
-        error = judged["relative_bias"] ** 2 + judged["relative_variance"] / size
-        return round(error, 9), len(name)
-
-    return min(by_name, key=rank)
 
 
 def _check_claims(e: dict[str, Any]) -> list[tuple[str, bool]]:

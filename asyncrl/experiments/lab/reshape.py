@@ -168,7 +168,8 @@ class TabularTrainer:
             or (
                 self.c.stop.kl_max
                 and self.c.stop.action == "skip"
-                and self._is_over_budget(prep, part, lp.detach())
+                and (kl := step_loss.sum_update_kl(prep, part, lp.detach()))
+                and float(kl[0] / kl[1]) > self.c.stop.kl_max
             )
         ):
             return {}
@@ -190,12 +191,6 @@ class TabularTrainer:
             group["lr"] = self.rate * step.lr_scale
         self.optimizer.step()
         return row
-
-    def _is_over_budget(
-        self, prep: step_loss.PreparedBatch, part: torch.Tensor, lp: torch.Tensor
-    ) -> bool:
-        a, b = step_loss.sum_update_kl(prep, part, lp)
-        return float(a / b) > self.c.stop.kl_max
 
 
 QUANTITIES = (

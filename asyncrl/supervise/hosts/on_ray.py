@@ -204,13 +204,6 @@ class RayProcess:
                 self.refusal = AsyncrlError(state.refusal[1])
                 self.refusal.exit_code = state.refusal[0]
 
-    def mark_lost(self, reason: str) -> None:
-        """Record that the process was lost with its host."""
-        if self.code is None:
-            with self.spec.log.open("a", encoding="utf-8") as log:
-                log.write(f"the host of {self.spec.name} was lost: {reason}\n")
-            self.code = -signal.SIGKILL
-
 
 @dataclass
 class RayHostHandle:
@@ -260,7 +253,10 @@ class RayHostHandle:
             with contextlib.suppress(Exception):
                 ray.kill(self.actor)
         for process in self.processes.values():
-            process.mark_lost(reason)
+            if process.code is None:
+                with process.spec.log.open("a", encoding="utf-8") as log:
+                    log.write(f"the host of {process.spec.name} was lost: {reason}\n")
+                process.code = -signal.SIGKILL
 
 
 def list_bundles(config: Config) -> list[dict[str, float]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +140,14 @@ def write(run_dir: Path) -> Path:
         *view.list_ledger(summary),
         TableBlock(
             ("prompt and completion", "batch", "reward", "lag", "versions"),
-            [_format_sample(sample) for sample in [*samples[:4], *samples[-8:]]],
+            [
+                (
+                    f"{sample['prompt']}{sample['text']}",
+                    *(str(sample.get(key, "")) for key in ("batch", "reward", "lag")),
+                    " ".join(f"{v[0]} [{v[1]}, {v[2]})" for v in sample.get("versions", [])),
+                )
+                for sample in [*samples[:4], *samples[-8:]]
+            ],
             heading="Some samples",
             style="code",
         ),
@@ -183,13 +189,4 @@ def select_samples(store: token_samples.SampleStore) -> SamplesBlock:
         token_samples.SHADES,
         heading="Tokens of some samples",
         id="token-samples",
-    )
-
-
-def _format_sample(sample: Mapping[str, Any]) -> tuple[str, ...]:
-    versions = " ".join(f"{v[0]} [{v[1]}, {v[2]})" for v in sample.get("versions", []))
-    return (
-        f"{sample['prompt']}{sample['text']}",
-        *(str(sample.get(key, "")) for key in ("batch", "reward", "lag")),
-        versions,
     )

@@ -22,7 +22,14 @@ from asyncrl.contract.printable import escape_line
 from asyncrl.contract.toml_writer import flatten
 from asyncrl.records import jsonl, metrics, process_log, rundir
 from asyncrl.records.health_checks import Finding
-from asyncrl.records.page_kit import Block, CardBlock, ListBlock, ListItem, TableBlock
+from asyncrl.records.page_kit import (
+    Block,
+    CardBlock,
+    ListBlock,
+    ListItem,
+    TableBlock,
+    format_number,
+)
 from asyncrl.supervise import doctor, live
 from asyncrl.supervise import summary as summaries
 from asyncrl.supervise.report import advice
@@ -334,9 +341,6 @@ def build_cards(series: Series, summary: dict[str, Any]) -> list[tuple[str, str,
         for split in ("heldout", "ood")
     }
 
-    def format_share(value: float | None) -> str:
-        return "-" if value is None else f"{value:.3f}"
-
     lag, speed = summary["lag"], summary["speed"]
     idle = speed["idle_share"]
     window = live.describe_window(latest)
@@ -346,23 +350,23 @@ def build_cards(series: Series, summary: dict[str, Any]) -> list[tuple[str, str,
     cards = [
         (
             "held-out at the start",
-            format_share(summary["heldout_start"]),
+            format_number(summary["heldout_start"], ".3f"),
             "heldout-start",
             evals["heldout"][0],
         ),
         (
             "held-out at the end",
-            format_share(summary["heldout_end"]),
+            format_number(summary["heldout_end"], ".3f"),
             "heldout-end",
             evals["heldout"][-1],
         ),
         (
             "out of distribution: start / end",
-            f"{format_share(summary.get('ood_start'))} / {format_share(summary['ood_end'])}",
+            " / ".join(format_number(summary.get(f"ood_{end}"), ".3f") for end in ("start", "end")),
             "ood-end",
             evals["ood"][-1],
         ),
-        ("newest batch reward", format_share(latest.get("reward/mean")), "reward", ""),
+        ("newest batch reward", format_number(latest.get("reward/mean"), ".3f"), "reward", ""),
         ("RL took", f"{summary['wall_s']:.0f} s", "wall", ""),
         ("steps", str(summary["steps"]), "steps", ""),
         (
