@@ -232,7 +232,7 @@ def test_a_warm_run_has_answer_lengths(small_model: Path) -> None:
         ],
     )
     cell = warm(c, "late", 0)
-    figure = compare_page.plot_curves("answer/length", "Answer length", "tokens", ["late"], [cell])
+    figure = compare_page.plot_curves("answer/length", ["late"], [cell])
     (line,) = figure.lines
     assert len(line.ys) == 6 and all(1 <= y <= 12 for y in line.ys)
 
