@@ -220,18 +220,20 @@ def _list_extremes(rows: Rows) -> list[float]:
     return [float(r[k]) for r in rows for k in ("reward/min", "reward/max") if k in r]
 
 
+def sort_evaluations(rows: Rows, split: str) -> list[Mapping[str, Any]]:
+    """Return the rows with an evaluation of a split, in order of their steps."""
+    return sorted((r for r in rows if r.get(f"eval/{split}_n")), key=lambda r: r["step"])
+
+
 def check_unmoved_reward(rows: Rows) -> Finding | None:
     """Find a held-out reward whose end is within chance of its start."""
-    evals = sorted((r for r in rows if r.get("eval/heldout_n")), key=lambda r: r["step"])
+    evals = sort_evaluations(rows, "heldout")
     batches = select_recent_rows(rows, least=1, window=len(rows))
     if len(evals) < 2 or not batches or evals[0]["step"] == evals[-1]["step"]:
         return None
-    first = evals[0]
-    last = evals[-1]
-    reward_before = float(first["eval/heldout"])
-    reward_after = float(last["eval/heldout"])
+    reward_before, reward_after = (float(evals[i]["eval/heldout"]) for i in (0, -1))
     lo, hi = find_reward_range([*_list_extremes(batches), reward_before, reward_after])
-    sizes = [float(r["eval/heldout_n"]) for r in (first, last)]
+    sizes = [float(evals[i]["eval/heldout_n"]) for i in (0, -1)]
     half = math.hypot(
         compute_half_interval(reward_before, sizes[0], lo, hi),
         compute_half_interval(reward_after, sizes[1], lo, hi),
@@ -270,8 +272,7 @@ def report_missing_answers(path: str, without: int, prompts: int) -> Finding:
 
 def check_generalization(rows: Rows) -> Finding | None:
     """Find training that improves one reward and lowers another, both by more than chance."""
-    ood = sorted((r for r in rows if r.get("eval/ood_n")), key=lambda r: r["step"])
-    heldout = sorted((r for r in rows if r.get("eval/heldout_n")), key=lambda r: r["step"])
+    ood, heldout = (sort_evaluations(rows, split) for split in ("ood", "heldout"))
     batches = select_recent_rows(rows, window=len(rows))
     if len(ood) < 2 or len(heldout) < 2 or not batches:
         return None
@@ -595,6 +596,13 @@ def find_drift(rows: Rows, facts: RunFacts) -> tuple[float, float] | None:
     return (middle, late) if late >= DRIFT and late >= RISING * middle else None
 
 
+def describe_drift(kls: tuple[float, float]) -> str:
+    return (
+        f"KL to the reference rises from {kls[0]:.2f} to {kls[1]:.2f} nats a token "
+        "(kl/target_ref_k3)"
+    )
+
+
 def has_gained(rows: Rows) -> bool:
     """Decide whether the training reward is visibly higher in the last third than in the middle."""
     rewards = list_values(rows, "reward/mean")
@@ -617,20 +625,17 @@ def check_kl_drift(rows: Rows, facts: RunFacts) -> Finding | None:
     kls = find_drift(rows, facts) if free or without_gradient else None
     if kls is None or (free and has_gained(rows)):
         return None
-    observation = (
-        f"KL to the reference rises from {kls[0]:.2f} to {kls[1]:.2f} nats a token "
-        "(kl/target_ref_k3) "
-    )
+    observation = describe_drift(kls)
     if free:
         return Finding(
             "kl_drift",
-            f"{observation}without a KL penalty, and the reward does not rise with it",
+            f"{observation} without a KL penalty, and the reward does not rise with it",
             "end the run or lower learner.lr; to hold the policy, set kl.loss.coefficient = 0.01 "
             'or more (kl.loss.estimator = "k3"), or k1 in the reward (kl.reward.coefficient)',
         )
     return Finding(
         "kl_drift",
-        f"{observation}under a KL penalty with k1 in the loss, which has no expected gradient on "
+        f"{observation} under a KL penalty with k1 in the loss, which has no expected gradient on "
         "policy",
         'set kl.loss.estimator = "k3" or "k2", or use k1 in the reward (kl.reward.coefficient)',
     )
@@ -647,9 +652,8 @@ def check_stale_kl_reward(rows: Rows, facts: RunFacts) -> Finding | None:
         return None
     return Finding(
         "stale_kl_reward",
-        f"KL to the reference rises from {kls[0]:.2f} to {kls[1]:.2f} nats a token "
-        f"(kl/target_ref_k3) under k1 in the reward, which {median(updates):.0f} updates a batch "
-        "share; it is measured only before the first of them",
+        f"{describe_drift(kls)} under k1 in the reward, which {median(updates):.0f} updates a "
+        "batch share; it is measured only before the first of them",
         "make fewer updates a batch (learner.epochs, learner.minibatches), set stop.kl_max, or use "
         "k3 in the loss (kl.loss.coefficient), which every update sees",
     )
@@ -721,7 +725,7 @@ def check_length_jump(rows: Rows) -> Finding | None:
 
 def check_oscillating_reward(rows: Rows) -> Finding | None:
     """Find a held-out reward that repeatedly rises and falls by more than chance."""
-    evals = sorted((r for r in rows if r.get("eval/heldout_n")), key=lambda r: r["step"])
+    evals = sort_evaluations(rows, "heldout")
     points = [(float(r["eval/heldout"]), float(r["eval/heldout_n"])) for r in evals]
     if len(points) < SWINGS + 2:
         return None
@@ -772,10 +776,7 @@ def check_kl_collapse(rows: Rows, facts: RunFacts) -> Finding | None:
     if len(rewards) > 1 and rewards[-1] < max(rewards) / 2:
         observation = f"held-out reward fell to {rewards[-1]:.3f} from {max(rewards):.3f}"
     elif kls is not None:
-        observation = (
-            f"KL to the reference rises from {kls[0]:.2f} to {kls[1]:.2f} nats a token "
-            "(kl/target_ref_k3)"
-        )
+        observation = describe_drift(kls)
     else:
         return None
     return Finding(

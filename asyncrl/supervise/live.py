@@ -13,6 +13,7 @@ from typing import Any
 from asyncrl.contract.errors import PeerUnreachable
 from asyncrl.contract.messages import RunStatus, StatusRequest
 from asyncrl.contract.printable import LONGEST_LINE, escape_line
+from asyncrl.contract.toml_writer import read_table
 from asyncrl.records.health_checks import HELD_UP, is_explained_by_calls
 from asyncrl.transport.sockets import PeerSocket
 
@@ -21,6 +22,7 @@ LIVE_S = 0.5
 UNUSED = 0.01  # smallest share of unused tokens in trained batches that is shown
 SLOW_ACK_S = 1.0  # from a delivery to its acknowledgment; a near buffer needs milliseconds
 PACE_BATCHES = 20
+ROWS: dict[str, dict[str, tuple[str, str]]] = read_table(__file__)
 
 
 def receive_reply(socket: PeerSocket, timeout: float) -> object:
@@ -403,58 +405,17 @@ def build_table(status: RunStatus, seconds_left: float | None = None) -> Any:
     grid.add_column(overflow="fold")
     grid.add_row("step", _build_progress(status, seconds_left))
 
-    def add_row(title: str, *entries: tuple[str, str, str]) -> None:
-        grid.add_row(
-            title,
-            "   ".join(
+    for title, entries in ROWS.items():
+        if title != "rewards" or "reward/queue" in metrics:
+            cells = (
                 f"{label} {format(metrics[name], form) if name in metrics else '-'}"
-                for label, name, form in entries
-            ),
-        )
-
-    add_row(
-        "accuracy",
-        ("held-out", "eval/heldout", ".3f"),
-        ("out of distribution", "eval/ood", ".3f"),
-        ("reward", "reward/mean", ".3f"),
-    )
-    if text := format_sets(metrics):
-        grid.add_row("sets", Text(text))
-    if build_task_rows(metrics):
-        grid.add_row("tasks", TaskTable(metrics))
-    add_row(
-        "learner",
-        ("tok/s", "throughput/learner_tokens_per_s", ",.0f"),
-        ("idle", "time/learner_idle_share", ".0%"),
-        ("step s", "time/step", ".2f"),
-    )
-    add_row(
-        "generators",
-        ("tok/s", "throughput/generator_tokens_per_s", ",.0f"),
-        ("idle", "time/generator_idle_share", ".0%"),
-    )
-    if "reward/queue" in metrics:
-        add_row(
-            "rewards",
-            ("waiting", "reward/queue", ".0f"),
-            ("s until judged", "reward/wait_s", ".2g"),
-            ("s a call", "reward/call_s", ".2g"),
-            ("processes", "reward/workers", ".0f"),
-            ("generators idle for them", "time/reward_wait_share", ".0%"),
-        )
-    add_row(
-        "lag",
-        ("mean", "lag/mean", ".2f"),
-        ("max", "lag/max", ".0f"),
-        ("ESS", "is/ess", ".3f"),
-        ("KL mu-start", "kl/behavior_start_k3", ".2e"),
-    )
-    add_row(
-        "policy",
-        ("entropy", "policy/entropy", ".3f"),
-        ("length", "answer/length", ".1f"),
-        ("grad norm", "optim/grad_norm", ".3f"),
-    )
+                for name, (label, form) in entries.items()
+            )
+            grid.add_row(title, "   ".join(cells))
+        if title == "accuracy" and (text := format_sets(metrics)):
+            grid.add_row("sets", Text(text))
+        if title == "accuracy" and build_task_rows(metrics):
+            grid.add_row("tasks", TaskTable(metrics))
     if text := describe_limit(metrics):
         grid.add_row("limit", text)
     if text := describe_window(metrics):
