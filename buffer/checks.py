@@ -279,7 +279,7 @@ def _check_shape(sample: Trajectory, settings: StoreSettings) -> None:
             f"{MOST_ROWS} sequences",
             "length",
         )
-    for number, row in enumerate(arrays.list_sequences(sample)):
+    for number, row in enumerate(sample.list_rows()):
         row_name = f"{name}, training sequence {number}" if is_session else name
         arrays.check_row(row, row_name)
         size, prompt = len(row.mask), len(row.prompt_tokens) // 4

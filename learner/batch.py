@@ -155,12 +155,11 @@ def pack(batch: Batch, *, greedy: bool = False) -> PackedBatch:
     lag = np.zeros(int(lengths.sum()), np.int64)
     age = np.zeros(int(lengths.sum()), np.int64)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    for row, runs in enumerate(batch.token_lags[k] for k in places):
-        for start, end, value in runs:
-            lag[offsets[row] + start : offsets[row] + end] = value
-    for row, sample in enumerate(samples):
-        for span in sample.list_spans():
-            age[offsets[row] + span.start : offsets[row] + span.end] = max(
+    for offset, place in zip(offsets.tolist(), places, strict=False):
+        for start, end, value in batch.token_lags[place]:
+            lag[offset + start : offset + end] = value
+        for span in batch.samples[place].list_spans():
+            age[offset + span.start : offset + span.end] = max(
                 0, span.label.number - span.kv.number
             )
     behavior = np.concatenate(

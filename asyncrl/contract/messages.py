@@ -229,7 +229,7 @@ class Trajectory(msgspec.Struct, array_like=True, gc=False):
     """One sample, made by a generator or a gateway, stored by the buffer, read by the learner.
 
     P prompt tokens, T response tokens.  A single completion is one training sequence, in the fields
-    here. A session's further sequences are in `rows`; `all_rows` returns all of them. A position
+    here. A session's further sequences are in `rows`; `list_rows` returns all of them. A position
     "in the sample" counts their T tokens in that order."""
 
     ticket: int
@@ -293,11 +293,9 @@ class Trajectory(msgspec.Struct, array_like=True, gc=False):
         """The number of tokens T of all sequences, sampled or not."""
         return (len(self.tokens) + sum(len(row.tokens) for row in self.rows)) // 4
 
-    def list_rows(self) -> list[TrainingSequence]:
-        """List all training sequences, the first one made from the fields here."""
-        names = TrainingSequence.__struct_fields__
-        first = TrainingSequence(**{name: getattr(self, name) for name in names})
-        return [first, *self.rows]
+    def list_rows(self) -> list[Trajectory | TrainingSequence]:
+        """List the structs with arrays: this one and a session's further sequences."""
+        return [self, *self.rows]
 
     def list_spans(self) -> list[VersionSpan]:
         """List the spans of all sequences, with positions in the sample."""

@@ -26,11 +26,6 @@ def cite(sample: Trajectory) -> str:
     return f"ticket {sample.ticket}, sample {sample.sample}"
 
 
-def list_sequences(sample: Trajectory) -> Sequence[Trajectory | TrainingSequence]:
-    """List the structs with arrays: the sample and a session's further sequences."""
-    return [sample, *sample.rows]
-
-
 def check_scalars(sample: Trajectory) -> None:
     """Check that reward, its parts, temperature and time are finite and in range."""
     if not -REWARD <= sample.reward <= REWARD:  # false for NaN too
@@ -84,13 +79,13 @@ def check_numbers(
     of numpy's loops.
     """
     try:
-        _check_arrays([row for sample in samples for row in list_sequences(sample)], "", vocabulary)
+        _check_arrays([row for sample in samples for row in sample.list_rows()], "", vocabulary)
     except BadMessage:
         for sample in samples:
-            for row in list_sequences(sample):
+            for row in sample.list_rows():
                 _check_arrays([row], cite(sample), vocabulary)
     for sample in samples:
-        for row in list_sequences(sample):
+        for row in sample.list_rows():
             _check_columns(row, cite(sample), vocabulary, routing)
             if (images is not None or (row.images and vocabulary)) and not sample.failed:
                 check_image_tokens(row, cite(sample), images)

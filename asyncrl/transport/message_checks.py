@@ -205,7 +205,7 @@ def _check_batch(
             0 <= in_flight <= lag < 1 << 60,
             f"{sample_name}: a lag of {lag}, {in_flight} of it in flight",
         )
-        for row in arrays.list_sequences(sample):
+        for row in sample.list_rows():
             arrays.check_row(row, sample_name)
         arrays.check_scalars(sample)
         token_count = sample.token_count
