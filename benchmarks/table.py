@@ -92,6 +92,7 @@ PROGRAMS = {
     "environment_cost": Program("environment_cost.py", ("environment_cost",), 3),
     "tinker_cost": Program("tinker_cost.py", ("tinker_cost",), 5),
     "mixing_cost": Program("mixing_cost.py", ("mixing_cost",), 3),
+    "cpu_by_process": Program("cpu_by_process.py", ("cpu_by_process",), 10),
 }
 # Results before this day are against weaker rivals, and do not count any more.
 SINCE = {"engine": "2026-11-22", "learner": "2026-11-22", "loop_speed": "2026-11-22"}
