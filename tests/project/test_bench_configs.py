@@ -1,6 +1,5 @@
 """Every config that a program in benchmarks/ builds of its arms loads: none names a key that
-nothing reads.
-"""
+nothing reads."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """The rivals of benchmarks/learner.py and engine.py: the plain steps do what the learner does, and
-generate gets its best way.
-"""
+generate gets its best way."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Every program in benchmarks/ calls the product as it is today.
 
-They run for minutes to hours, so no test runs them all; the type checker reads every call.
-"""
+They run for minutes to hours, so no test runs them all; the type checker reads every call."""
 
 from __future__ import annotations
 

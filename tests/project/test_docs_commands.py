@@ -155,8 +155,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> Path:
 
 def run(command: str, where: Path) -> subprocess.CompletedProcess[str]:
     """`asyncrl` in the directory `where`, `python` in the clone unless it is given a file of
-    `where`; `> FILE` is left out.
-    """
+    `where`; `> FILE` is left out."""
     program, *words = shlex.split(command.split(" > ")[0])
     argv = {"asyncrl": [sys.executable, "-m", "asyncrl.cli"], "python": [sys.executable]}[program]
     env = {k: v for k, v in ENV.items() if not k.startswith("PYTEST_")}

@@ -1,6 +1,5 @@
 """The wheel in a clean environment and in another directory: nothing of the checkout is in reach,
-and configs, schema, page templates and types have come with it.
-"""
+and configs, schema, page templates and types have come with it."""
 
 from __future__ import annotations
 
@@ -209,8 +208,7 @@ def test_here_is_the_configs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_reward_file_by_its_path(tmp_path: Path) -> None:
     """Its folder is looked in for what it imports, after everything else; a known name is not
-    taken from another module.
-    """
+    taken from another module."""
     (tmp_path / "json.py").write_text(
         "from dataclasses import dataclass\nimport queue, helper_of_json\n"
         "@dataclass\nclass Judged:\n    value: 'float'\n"

@@ -1,6 +1,5 @@
 """What the field calls things is found where a user looks, and the keys that it leads to are
-there.
-"""
+there."""
 
 from __future__ import annotations
 

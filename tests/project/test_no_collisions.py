@@ -1,6 +1,5 @@
 """Names cannot collide: whatever files lie in a user's folder, ours and the standard library's are
-what is imported.
-"""
+what is imported."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ def reward(prompt, text):
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A user's folder with files of unlucky names, each of which says so when it is imported, and a
-    reward module.
-    """
+    reward module."""
     path = tmp_path / "work"
     path.mkdir()
     for name in TAKEN:
@@ -99,8 +97,7 @@ def test_modules_on_a_pythonpath_of_the_users_own_are_found_and_hide_nothing(
     folder: Path, tmp_path: Path, small_model: Path
 ) -> None:
     """There the standard library comes later, as the user asked for; our names still win, as they
-    do in the folder.
-    """
+    do in the folder."""
     mine = tmp_path / "mine"
     mine.mkdir()
     (folder / "my_reward.py").rename(mine / "my_reward.py")
@@ -182,8 +179,7 @@ def test_another_module_of_our_name_is_named(tmp_path: Path) -> None:
 
 def test_a_checkout_that_is_not_installed_runs_by_name(tmp_path: Path) -> None:
     """`python -m asyncrl.cli` in it: processes that it starts find it too, which `-P` alone would
-    keep from them.
-    """
+    keep from them."""
     code = (
         "import os, asyncrl.contract.importing as i; i.INSIDE = i.Path(os.getcwd()) / 'asyncrl'; "
         "i.export_checkout_path(); print(os.environ['PYTHONPATH'])"

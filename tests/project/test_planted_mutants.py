@@ -1,6 +1,5 @@
 """The short form of the mutation test: promises of the configuration, broken one by one in memory,
-are each noticed by their test.
-"""
+are each noticed by their test."""
 
 from __future__ import annotations
 

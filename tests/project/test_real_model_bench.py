@@ -1,6 +1,5 @@
 """benchmarks/real_model.py on a tiny model, and benchmarks/lib/memory_arithmetic.py: programs for
-the numbers of a real one.
-"""
+the numbers of a real one."""
 
 from __future__ import annotations
 

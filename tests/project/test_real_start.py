@@ -48,8 +48,7 @@ def test_both_are_run(
     bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In short, of a tiny model of the same family, which is far from any answer: a teacher that
-    has seen solved problems puts them nearer.
-    """
+    has seen solved problems puts them nearer."""
     model = program("real_equal", monkeypatch).tiny(tmp_path)
     bench.main([str(model), "--quick", "--json", "--set", "generator.context=320"])
     found = json.loads(capsys.readouterr().out)

@@ -27,8 +27,7 @@ def write_lines(path: Path, rows: list[Any]) -> None:
 def run_dir(tmp_path: Path) -> Path:
     """Batch n begins at second n, three of its samples end at n + 0.3, and it trains at n + 1.
 
-    One sample is evaluated at the start, and one at the end.
-    """
+    One sample is evaluated at the start, and one at the end."""
     generator: list[Any] = [["prefill", -1.0, -0.9, 1], ["decode", -0.9, -0.5, 1, 8]]
     for n in range(BATCHES):
         generator += [

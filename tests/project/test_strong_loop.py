@@ -1,6 +1,5 @@
 """benchmarks/lib/strong_loop.py trains by the mathematics of plain_loop.py, transformers' own: a
-rival that is fast because it leaves something out would prove nothing.
-"""
+rival that is fast because it leaves something out would prove nothing."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ def as_the_plain_loop(
     answers: strong_loop.Answers,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """ids [B, P+T], places [B, P+T], mask [B, T] as plain_loop has them: prompts padded on the
-    left.
-    """
+    left."""
     width = answers.prompts.shape[1]
     ids, place = [], []
     for prompt, n, tokens in zip(answers.prompts, answers.prompt, answers.tokens, strict=True):

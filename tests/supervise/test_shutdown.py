@@ -1,6 +1,5 @@
 """Whatever ends a run, nothing of it survives: no process, no socket, no shared memory.  And a run
-that stands still is ended by rule.
-"""
+that stands still is ended by rule."""
 
 from __future__ import annotations
 
@@ -80,8 +79,7 @@ def test_nothing_survives_the_end(how: str, code: int, tmp_path: Path, sort_mode
 
 def test_doctor_says_who_waits_for_whom_and_until_when(tmp_path: Path, sort_model: Path) -> None:
     """A generator stands still: the learner waits for it by name; the deadline is a multiple of the
-    run's own median.
-    """
+    run's own median."""
     process, run_dir = under_way(
         tmp_path, sort_model, "watchdog.floor_s=3600.0", "wires.lease_s=3600.0"
     )

@@ -1,6 +1,5 @@
 """What an agent of another's making does: it asks where OPENAI_BASE_URL says, and pays for the
-answer's length.
-"""
+answer's length."""
 
 import json
 import os

@@ -1,7 +1,6 @@
 """An agent of two calls that says, by a file of its process's number, that a call of its own is
 under way: from after it was sent until its answer is read.  Before its first one it waits for a
-gate, once a file is there (AGENT_AFTER).
-"""
+gate, once a file is there (AGENT_AFTER)."""
 
 import http.client
 import json

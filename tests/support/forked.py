@@ -32,8 +32,7 @@ DEADLINE_S = 3600.0  # of what hangs: no bound on speed
 
 def part(name: str, run_dir: Path, die: int, slow: float, stop: int) -> None:
     """One part's life.  die: SIGKILL itself at this engine step or batch (0: never); stop: of the
-    recording (0: never).
-    """
+    recording (0: never)."""
     from asyncrl.config import load as config_load
     from asyncrl.contract.errors import NothingToDo
 
@@ -63,8 +62,7 @@ def part(name: str, run_dir: Path, die: int, slow: float, stop: int) -> None:
 
 def dying(call: Callable[..., Any], die: int, slow: float) -> Callable[..., Any]:
     """`call`, `slow` seconds slower, and SIGKILL after its `die`-th time: what it computed is
-    lost.
-    """
+    lost."""
     made = [0]
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -118,8 +116,7 @@ def recorded(run_dir: Path) -> int:
 
 def run(order: dict[str, Any]) -> dict[str, Any]:
     """One run to its end: {"deaths", "digest", "ledger", "attempts"}; raises for a part that
-    fails.
-    """
+    fails."""
     from asyncrl.config import load as config_load
     from asyncrl.records import rundir
 
@@ -175,8 +172,7 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
 
 def warm(model: str) -> None:
     """Import what the parts import, so that forks start at once.  No backward pass here: autograd's
-    threads do not survive a fork.
-    """
+    threads do not survive a fork."""
     import torch
 
     from asyncrl.models.policy import load_policy

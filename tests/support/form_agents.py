@@ -1,6 +1,5 @@
 """Agents that demand a form of their answers, for runs under agent.forced = "constrain"; imported
-by the clients' environment, which has no asyncrl.
-"""
+by the clients' environment, which has no asyncrl."""
 
 from __future__ import annotations
 

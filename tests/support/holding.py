@@ -17,8 +17,7 @@ def held(
 ) -> dict[str, str]:
     """The environment of such a run: its generator waits in mid-answer for the next version; its
     learner trains the batches below the number in a file; the clock of its environments jumps when
-    a file is there; late imports are written to a file; it has a pretended GPU.
-    """
+    a file is there; late imports are written to a file; it has a pretended GPU."""
     words = {
         "HOLD_ANSWERS": "yes" if answers else "",
         "HOLD_BATCHES": str(batches or ""),

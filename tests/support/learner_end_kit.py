@@ -10,8 +10,7 @@ from asyncrl.contract import messages as m
 
 class Buffer:
     """Welcomes, and says Finished to a goodbye; `seen`: which of the run's files were there when
-    each message came.
-    """
+    each message came."""
 
     address = "ipc:///nowhere"
 

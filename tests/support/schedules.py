@@ -58,8 +58,7 @@ def plain(settings: StoreSettings) -> Store:
 @dataclass
 class Row:
     """One sample of a held ticket: its (label, tokens) runs so far; slow ones are worked on when
-    there is nothing else, mostly.
-    """
+    there is nothing else, mostly."""
 
     ticket: Ticket
     sample: int
@@ -92,8 +91,7 @@ class Learner:
 
 class World:
     """One schedule.  `run` ends when every batch is trained; raises Broken, or what the store
-    raises.
-    """
+    raises."""
 
     def __init__(
         self,
@@ -287,8 +285,7 @@ class World:
 
     def kill_learner(self) -> bool:
         """It starts again from its newest checkpoint, or from the one before, with another limit
-        perhaps.
-        """
+        perhaps."""
         if len(self.checkpoints) > 1 and self.r.random() < 0.5:
             self.checkpoints.pop()
         history, label = self.checkpoints[-1]
@@ -343,8 +340,7 @@ class World:
 
     def may_write(self, g: Generator, x: Row) -> bool:
         """Only with weights of the ticket's epoch, and a first token only at or above its minimum
-        version.
-        """
+        version."""
         least = x.ticket.exact_version or x.ticket.min_version
         enough = bool(x.runs) or "min_version" in self.off
         return (
@@ -445,8 +441,7 @@ class World:
 
     def run(self, most: int = 40_000) -> int:
         """Random actions to the end; returns how many.  Faults come out of a budget, so that the
-        end must be reached.
-        """
+        end must be reached."""
         calm: list[Callable[[], bool]] = [
             self.want,
             self.pick_up,

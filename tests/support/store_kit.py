@@ -85,8 +85,7 @@ def sample(
     digest: str = "",
 ) -> Trajectory:
     """An answer to ticket t; `versions` are (label, tokens) runs, by default all tokens by the
-    ticket's minimum version.
-    """
+    ticket's minimum version."""
     spans, at = [], 0
     for label, n in versions or ((t.exact_version or t.min_version, length),):
         spans.append(VersionSpan(label, digest, at, at + n, label))
@@ -125,8 +124,7 @@ def total(store: Store) -> int:
 
 def stale(on_exceed: str, k: float = 0, **more: Any) -> tuple[Store, list[Ticket]]:
     """A store at version 2 whose tickets 0 and 1 were granted at version 0 and are still out; k is
-    the limit now.
-    """
+    the limit now."""
     store = make(9, 1, 1, 9, on_exceed=on_exceed, **more)
     tickets = store.grant("g", 1, 4, 0.0)
     for n in (2, 3):

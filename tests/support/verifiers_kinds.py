@@ -1,6 +1,5 @@
 """Environments of verifiers, one of each kind, for test_verifiers.py; `python` imports it in the
-environment of the clients.
-"""
+environment of the clients."""
 
 from __future__ import annotations
 

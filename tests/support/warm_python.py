@@ -374,8 +374,7 @@ def main() -> None:
 
 def use_large_pages() -> None:
     """Move what is in memory to large pages, where the kernel has them: a fork copies the table of
-    all pages, and most of what a fork costs is this.
-    """
+    all pages, and most of what a fork costs is this."""
     madvise = ctypes.CDLL(None).madvise
     for line in Path("/proc/self/maps").read_text().splitlines():
         addresses, access, _, _, inode, *_ = line.split()

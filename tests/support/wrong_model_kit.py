@@ -32,8 +32,7 @@ TEMPLATE = (
 
 def chat_model(path: Path, **shape: int) -> policy.PolicyModel:
     """A chat model: `<eos>` ends a turn of the template, and generation_config.json names two more
-    tokens that end an answer.
-    """
+    tokens that end an answer."""
     model = policy.build_model(path, SYMBOLS, family="llama", **shape)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     tokenizer.chat_template = TEMPLATE
@@ -44,8 +43,7 @@ def chat_model(path: Path, **shape: int) -> policy.PolicyModel:
 
 def check_ends(answers: dict[Any, Any], stops: tuple[int, ...], most: int) -> None:
     """Every answer goes to its first stop token, which is in it, and no further; each of the tokens
-    ended some.
-    """
+    ended some."""
     last = [int(a.tokens[-1]) for a in answers.values() if a.finish == "stop"]
     assert set(last) == set(stops)
     for a in answers.values():
