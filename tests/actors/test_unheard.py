@@ -50,10 +50,8 @@ def test_what_a_session_neither_has_nor_will_take_is_due_again() -> None:
     leases = [group.lease for group in store.alive.values()]
     assert [lease.attempt for lease in leases if lease] == [held[t] for t in sorted(held)]
     assert write(store, again[1]) == ["accepted"] and write(store, second) == ["duplicate"]
-    assert (
-        store.find_unheld_attempts("h", 1, again[1].attempt, {others.attempt, again[0].attempt})
-        == []
-    )
+    found = store.find_unheld_attempts("h", 1, again[1].attempt, {others.attempt, again[0].attempt})
+    assert found == []
 
 
 def test_what_was_freed_is_free_in_the_buffers_next_life(tmp_path: Path) -> None:

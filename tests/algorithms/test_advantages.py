@@ -293,10 +293,8 @@ def test_rewards_before_the_first_trained_token_are_nobodys() -> None:
     b = answers([3, 1], [1.0, 2.0], token_rewards=vec(5, 1, 2, 3))
     b.mask = torch.tensor([False, True, True, False])
     assert gae(b) == [0, 3, 2, 0]
-    assert (
-        prepared(b, advantage={"name": "gae", "lam": 1.0}).metrics["reward/used_mean"]
-        == (8 + 3) / 2
-    )
+    found = prepared(b, advantage={"name": "gae", "lam": 1.0}).metrics["reward/used_mean"]
+    assert found == (8 + 3) / 2
 
 
 def test_rewards_on_skipped_tokens_are_owed_to_the_trained_one_before() -> None:

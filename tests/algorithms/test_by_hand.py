@@ -180,9 +180,8 @@ def test_a_generator_may_leave_and_all_may_be_stopped(hand: Hand) -> None:
     assert {p["name"]: p["code"] for p in dead.json["processes"]} == dict.fromkeys(
         ("buffer", "learner", "generator-0", "generator-1"), 130
     )
-    assert (
-        f"Not finished: {summary['steps']} of 4000 steps" in (hand.dir / "report.html").read_text()
-    )
+    expected = f"Not finished: {summary['steps']} of 4000 steps"
+    assert expected in (hand.dir / "report.html").read_text()
     assert left(hand.dir) == []
 
 

@@ -632,10 +632,8 @@ def test_two_generators_of_one_name(begin: Any, monkeypatch: pytest.MonkeyPatch)
     # what it had finished is taken
     assert ask(first, late, m.DeliveryAcks).acks
     assert run.service.sessions.get_holder("generator-0") == 3
-    assert (
-        "taken over the name"
-        in ask(first, m.TicketRequest("generator-0", 50, 2, 9, None), m.Refusal).reason
-    )
+    expected = "taken over the name"
+    assert expected in ask(first, m.TicketRequest("generator-0", 50, 2, 9, None), m.Refusal).reason
 
 
 def handed_out(

@@ -389,9 +389,8 @@ def test_a_buffer_that_is_over_takes_nothing_in_and_says_nothing(service: Buffer
 
 def test_without_another_its_end_is_told_and_a_summary_written(service: BufferService) -> None:
     assert service.close() == "" and (service.run_dir / "buffer_summary.json").exists()
-    assert (
-        buffer_leadership.read(buffer_leadership.list_term_files(service.run_dir)[0])[1] == "ended"
-    )
+    found = buffer_leadership.read(buffer_leadership.list_term_files(service.run_dir)[0])[1]
+    assert found == "ended"
 
 
 def test_a_buffer_that_cannot_listen_takes_nothing_over(service: BufferService) -> None:

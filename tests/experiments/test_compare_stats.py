@@ -168,10 +168,8 @@ def test_stability_by_rule() -> None:
         "KL"
         in cs.list_instabilities([0.4], [*flat, flat[0] | {"kl/behavior_target_k3": math.nan}])[0]
     )
-    assert (
-        "in 3 batches, up to 50"
-        in cs.list_instabilities([0.4], [*flat, steep, *flat, steep, steep])[0]
-    )
+    expected = "in 3 batches, up to 50"
+    assert expected in cs.list_instabilities([0.4], [*flat, steep, *flat, steep, steep])[0]
     assert cs.list_instabilities([0.4], [*flat, steep, steep]) == []
     assert "entropy" in cs.list_instabilities([0.4], [*flat, flat[0] | {"policy/entropy": 0.01}])[0]
     assert "oscillation" in cs.list_instabilities([0.4, 0.7, 0.4, 0.7, 0.4], flat)[0]

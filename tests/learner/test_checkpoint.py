@@ -207,10 +207,8 @@ def test_a_new_life_links_its_origins_checkpoints_and_claims_once(
     unwelcome, origin, abandoned = checkpoint.start_epoch(tmp_path)
     second, origin2, mine = checkpoint.start_epoch(tmp_path)
     assert (first, unwelcome, second) == (1, 2, 3) and origin == origin2 == 1
-    assert (
-        os.stat(mine / "number_4" / "state.pt").st_ino
-        == os.stat(directory / "number_4" / "state.pt").st_ino
-    )
+    found = os.stat(mine / "number_4" / "state.pt").st_ino
+    assert found == os.stat(directory / "number_4" / "state.pt").st_ino
     assert checkpoint.list_epochs(tmp_path, claimed=True) == [1], (
         "nothing counts before the buffer's welcome"
     )

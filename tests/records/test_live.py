@@ -126,10 +126,8 @@ def test_rewards_are_named_when_they_hold_the_run_up() -> None:
     slow, fine, none = status(30), status(30), status(30)
     slow.metrics.update(now)
     fine.metrics.update(now | {"time/reward_wait_share": 0.01})
-    assert (
-        "rewards hold the generators up: idle 42% of the time for them, 120 answers wait"
-        in live.format_status(slow)
-    )
+    expected = "rewards hold the generators up: idle 42% of the time for them, 120 answers wait"
+    assert expected in live.format_status(slow)
     assert "rewards hold" not in live.format_status(fine)
     assert "rewards hold" not in live.format_status(none)
     slow.metrics.update({"reward/call_s": 2e-5})  # the wait is for a core then

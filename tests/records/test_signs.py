@@ -56,10 +56,8 @@ def test_constant_rewards_are_said_from_the_fifth_batch_on() -> None:
 def test_rewards_without_spread_in_most_groups() -> None:
     """95 % is the limit, over the last 20 batches only; groups may differ among each other."""
     (sign,) = apply_rules(rows(8, reward_no_spread_share=0.95))
-    assert (
-        "in 95% of the groups of the last 8 batches all completions have the same reward"
-        in sign.said
-    )
+    expected = "in 95% of the groups of the last 8 batches all completions have the same reward"
+    assert expected in sign.said
     assert apply_rules(rows(8, reward_no_spread_share=0.94)) == []
     got = names(apply_rules(rows(30) + rows(20, reward_no_spread_share=0.96)))
     assert got == ["constant_rewards"]
@@ -107,10 +105,10 @@ def test_accuracy_that_moves_less_than_its_interval() -> None:
     (sign,) = apply_rules(evaluated(0.5, 0.6, 100), ended=True)
     half = math.sqrt(1.96**2 * (0.25 + 0.24) / 100)
     assert sign.name == "unmoved_accuracy"
-    assert (
+    expected = (
         f"from 0.500 to 0.600 in 30 batches, which is within chance (+-{half:.3f} at n = 100)"
-        in sign.said
     )
+    assert expected in sign.said
     assert apply_rules(evaluated(0.5, 0.6, 100)) == [], "a run that goes on is not judged by it"
     assert apply_rules(evaluated(0.5, 0.65, 100), ended=True) == []
     assert apply_rules(evaluated(0.5, 0.35, 100), ended=True) == []

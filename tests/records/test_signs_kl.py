@@ -263,10 +263,10 @@ def test_good_in_distribution_and_poor_out_of_distribution() -> None:
     (sign,) = apply_rules([*near, *far, *rows()])
     assert sign.name == "out_of_distribution"
     assert "held-out reward rose from 0.380 to 0.880" in sign.said
-    assert (
+    expected = (
         f"out-of-distribution reward fell from 0.350 to 0.070, more than chance (+-{half:.3f})"
-        in sign.said
     )
+    assert expected in sign.said
     assert "kl.reward.coefficient" in sign.try_this
     assert apply_rules([*near, *evals("ood", 256, (0, 0.35), (60, 0.35 - 0.11)), *rows()]) == [], (
         "half = 0.116 there"

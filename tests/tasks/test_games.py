@@ -507,10 +507,8 @@ def test_the_command_shows_the_other_side() -> None:
     from asyncrl.cli.config import _format_turn
     from asyncrl.experiments.play import PlayEvent
 
-    assert (
-        _format_turn(PlayEvent("asked", 2, "312:", other=True))
-        == "--- turn 2, the other side\n312:"
-    )
+    found = _format_turn(PlayEvent("asked", 2, "312:", other=True))
+    assert found == "--- turn 2, the other side\n312:"
     named = PlayEvent("asked", 2, "312:", tokens=9, other=True)
     assert _format_turn(named) == "--- turn 2, the other side (9 tokens)\n312:"
     assert "a new training sequence" in _format_turn(PlayEvent("asked", 2, "x", row=True))

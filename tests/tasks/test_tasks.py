@@ -225,10 +225,8 @@ def test_parquet_reads_like_jsonl(tmp_path: Path) -> None:
     ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "p.parquet")
     heldout = write(tmp_path / "h.jsonl", {"prompt": "x"})
-    assert (
-        FileTask(str(tmp_path / "p.parquet"), heldout).sets
-        == FileTask(write(tmp_path / "p.jsonl", *rows), heldout).sets
-    )
+    found = FileTask(str(tmp_path / "p.parquet"), heldout).sets
+    assert found == FileTask(write(tmp_path / "p.jsonl", *rows), heldout).sets
     pq.write_table(pa.Table.from_pylist([{"question": "1"}]), tmp_path / "bad.parquet")
     with pytest.raises(ConfigError, match="row 1: needs"):
         FileTask(str(tmp_path / "bad.parquet"))

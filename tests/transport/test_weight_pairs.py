@@ -154,9 +154,8 @@ def test_each_generator_has_a_pair_of_its_own_and_none_holds_up_the_others(
             assert still.answer() == "asked"
         for g in [good, late] if n > 2 else [good]:
             g.order("fetch", source, n, digests[-1] if n % 2 else "")
-            assert (
-                g.answer() == f"{digests[n]} {xxhash.xxh3_64_hexdigest(bytes([n]) * SIZE)} probe{n}"
-            )
+            found = g.answer()
+            assert found == f"{digests[n]} {xxhash.xxh3_64_hexdigest(bytes([n]) * SIZE)} probe{n}"
     good.order("fetch", source, 0, digests[0])
     assert good.answer() == "none"  # two slots: it has gone
     left(1, 3, 4)  # all that, while the third one's transfer stood still

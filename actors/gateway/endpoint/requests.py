@@ -10,8 +10,10 @@ The run determines the distribution of an answer:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -74,69 +76,20 @@ class ParsedRequest:
     images: Mapping[str, bytes] = field(default_factory=dict)
 
 
-def _is_empty(value: Any) -> bool:
-    return not value
+REFUSED, FORCED = tomllib.loads(
+    Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+).values()
 
 
-def _is_one_of(*values: Any) -> Callable[[Any], bool]:
-    return lambda value: any(value == accepted and type(value) is not bool for accepted in values)
+def _has_no_effect(value: Any, neutral: list[Any]) -> bool:
+    """Whether a value is one of `neutral`; of an empty list, whether it is empty."""
+    if not neutral:
+        return not value
+    return any(
+        value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral
+    )
 
 
-def _is_false(value: Any) -> bool:
-    return value is False
-
-
-# options that the policy cannot follow: key -> (test for values without effect, reason)
-ONE = "a call has one answer: repeat the request, each one is sampled independently"
-OTHER = "the answers would come from another distribution than the one that is trained"
-REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "n": (_is_one_of(1), ONE),
-    "best_of": (_is_one_of(0, 1), ONE),
-    "use_beam_search": (_is_false, ONE),
-    "logit_bias": (_is_empty, OTHER),
-    "frequency_penalty": (_is_one_of(0), OTHER),
-    "presence_penalty": (_is_one_of(0), OTHER),
-    "repetition_penalty": (_is_one_of(1), OTHER),
-    "length_penalty": (_is_one_of(1), OTHER),
-    "min_p": (_is_one_of(0), OTHER),
-    "min_tokens": (_is_one_of(0), OTHER),
-    "ignore_eos": (_is_false, OTHER),
-    "bad_words": (_is_empty, OTHER),
-    "allowed_token_ids": (_is_empty, OTHER),
-    "logits_processors": (_is_empty, OTHER),
-    "thinking_token_budget": (_is_empty, OTHER),
-    "functions": (_is_empty, "give `tools`"),
-    "function_call": (_is_one_of("auto", "none"), "give `tool_choice`"),
-    "echo": (_is_false, "the prompt is not repeated"),
-    "suffix": (_is_empty, "text is only continued at its end"),
-    "top_logprobs": (_is_one_of(0), "only the sampled token's log-probability is kept"),
-    "prompt_logprobs": (_is_one_of(0), "a prompt is not scored"),
-    "logprob_token_ids": (_is_empty, "only the sampled token's log-probability is kept"),
-    "include_stop_str_in_output": (_is_false, "the text ends before the stop string"),
-    "truncate_prompt_tokens": (_is_empty, "shorten the history yourself"),
-    "continue_final_message": (
-        _is_false,
-        "an answer begins a turn; use /v1/completions to continue a text",
-    ),
-    "add_generation_prompt": (lambda value: value is True, "an answer begins a turn"),
-    "chat_template": (_is_empty, "the template is the run's"),
-    "chat_template_kwargs": (_is_empty, "the template is the run's"),
-    "documents": (_is_empty, "put them into a message"),
-    "audio": (_is_empty, "only text is supported"),
-    "content_parts": (_is_empty, "only text is supported"),
-    "features": (_is_empty, "only text is supported"),
-    "modalities": (lambda value: value == ["text"], "only text is supported"),
-    "web_search_options": (_is_empty, "give the search as a tool"),
-}
-# a format or tool that the answer must have -> test for values without effect
-FORCED: dict[str, Callable[[Any], bool]] = {
-    "response_format": lambda value: value == {"type": "text"},
-    "structured_outputs": _is_empty,
-    "text.format": lambda value: value == {"type": "text"},
-    "output_format": _is_empty,
-    "output_config.format": _is_empty,
-    "tool_choice": _is_one_of("auto", "none"),
-}
 GUIDED = "guided_"
 # a client's sampling options: ignored and named, or refused
 SAMPLING = ("temperature", "top_p", "top_k", "seed")
@@ -227,8 +180,8 @@ def _check_options(
         if value is None or name in QUIET:
             continue
         if name in REFUSED:
-            has_no_effect, reason = REFUSED[name]
-            if not has_no_effect(value):
+            neutral, reason = REFUSED[name]
+            if not _has_no_effect(value, neutral):
                 raise build_refusal(
                     name, f"{value!r:.80} is not served: {reason}", "unsupported_parameter"
                 )
@@ -252,7 +205,7 @@ def _check_options(
 
 def _forces(name: str, value: Any, policy: RequestPolicy) -> bool:
     """Whether a value forces the answer's form, without effect.  Raises CallRefused."""
-    if FORCED.get(name, _is_empty)(value):
+    if _has_no_effect(value, FORCED.get(name, [])):
         return False
     if (
         name in FORCED

@@ -64,6 +64,7 @@ def test_a_refused_request_is_told_what_is_wrong(line: dict[str, Any]) -> None:
 ONE = "a call has one answer: repeat the request, each one is sampled independently"
 OTHER = "the answers would come from another distribution than the one that is trained"
 TEXT = "only text is supported"
+TURN = "an answer begins a turn; use /v1/completions to continue a text"
 KEPT = "only the sampled token's log-probability is kept"
 # every option that the policy cannot follow: values without an effect, others, and why not
 OPTIONS_REFUSED: dict[str, tuple[list[Any], list[Any], str]] = {
@@ -91,11 +92,7 @@ OPTIONS_REFUSED: dict[str, tuple[list[Any], list[Any], str]] = {
     "logprob_token_ids": ([[]], [[1]], KEPT),
     "include_stop_str_in_output": ([False], [True], "the text ends before the stop string"),
     "truncate_prompt_tokens": ([0], [1], "shorten the history yourself"),
-    "continue_final_message": (
-        [False],
-        [True],
-        "an answer begins a turn; use /v1/completions to continue a text",
-    ),
+    "continue_final_message": ([False], [True], TURN),
     "add_generation_prompt": ([True], [False, 1], "an answer begins a turn"),
     "chat_template": ([""], ["x"], "the template is the run's"),
     "chat_template_kwargs": ([{}], [{"a": 1}], "the template is the run's"),

@@ -130,9 +130,8 @@ def test_results_errors_and_coroutines_of_tools() -> None:
     }
     assert called(loop, "long", {})["content"].startswith("error: TypeError")
     assert called(loop, "wrong", None)["content"] == "error: KeyError: 'one\\ntwo'"
-    assert (
-        called(loop, "none", {})["content"] == "error: no tool 'none'; there are long, later, wrong"
-    )
+    found = called(loop, "none", {})["content"]
+    assert found == "error: no tool 'none'; there are long, later, wrong"
     assert loop.run_calls({"tool_calls": None}) == [] == loop.run_calls({})
     turns = [{"role": "user", "content": "hi"}]
     assert loop.reset(Prompt(0, "a", messages=turns)) == turns
