@@ -54,6 +54,8 @@ class Publisher:
         private.create_directory(self.directory.parent)
         layout = core.layout
         slots = config.weights.slots + self.depth
+        if config.correction.proximal == "version":  # a resumed learner needs them too
+            self.depth = max(self.depth, int(config.staleness.limit))
         self.ring = WeightRing(
             self.directory, policy.count_flat_bytes(layout), slots, layout, epoch, most=slots + 4
         )

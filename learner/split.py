@@ -8,7 +8,7 @@ learner's start.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from asyncrl.algorithms import kl, ratios, split
 from asyncrl.algorithms.loss import PreparedBatch
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError
-from asyncrl.contract.messages import Batch, Trajectory
+from asyncrl.contract.messages import Batch
 from asyncrl.contract.versions import Label
 from asyncrl.models import adapters
 from asyncrl.models.policy import Manifest, PolicyModel, load_weights, read_flat
@@ -26,7 +26,7 @@ from learner.batch import PackedBatch
 
 Forward = Callable[[PolicyModel, PackedBatch, list[int]], torch.Tensor]  # [N], 0 elsewhere
 # flat weights of a version by its label and digest, empty where they are no longer held
-WeightReader = Callable[[Label, str], bytes]
+WeightReader = Callable[[Label, str], bytes | bytearray]
 
 
 class SplitMeter:
@@ -45,9 +45,6 @@ class SplitMeter:
         # the learner's own model needs every rank for a forward pass, and this is rank 0 alone
         self.distributed = config.learner.backend != "torch"
         self.read_weights: WeightReader | None = None
-        # [N] of the last batch: log-probabilities under the learner's weights of the version that
-        # sampled each token, nan where unknown; None: not measured
-        self.version: torch.Tensor | None = None
         self.shadow: PolicyModel | None = None  # the model of one earlier version at a time
         self.reference: PolicyModel | None = None
 
@@ -83,10 +80,7 @@ class SplitMeter:
             if not self.config.record.kl_moved:  # else it is measured on whole batches
                 metrics["kl/moved"] = measure_move(*(x[part] for x in columns))
             if self.read_weights is not None:
-                samples = [batch.samples[i] for i in packed.places]
-                metrics |= self.measure_split(
-                    packed, prep, updated, split_on, samples, batch.number
-                )
+                metrics |= self.measure_split(batch, packed, prep, updated, split_on)
         if self.is_due(batch.number)[1] and packed.reference is None and refer_on:
             metrics |= self.measure_reference_kl(packed, prep, refer_on)
         return metrics
@@ -115,23 +109,49 @@ class SplitMeter:
 
     def measure_split(
         self,
+        batch: Batch,
         packed: PackedBatch,
         prep: PreparedBatch,
         updated: torch.Tensor,
         answers: list[int],
-        samples: list[Trajectory],
-        number: int,
     ) -> dict[str, float]:
         """Return the split over valid tokens of `answers` whose version's weights are held."""
+        version = packed.version
+        if version is None:
+            version = self.compute_version_logprobs(batch, packed, answers)
         # sampled by the policy that the batch starts from
-        version = torch.where(packed.token_lag == 0, prep.start, torch.nan)
+        version = packed.version = torch.where(packed.token_lag == 0, prep.start, version)
+        part = packed.find_token_positions(answers)
+        usable = part[prep.valid[part] & version[part].isfinite()]
+        assert packed.age is not None
+        updated = updated.to(prep.start.dtype)
+        columns = (packed.behavior, version, prep.start, updated, packed.token_lag, packed.age)
+        metrics = split.compute_metrics(split.LogRatioSplit(*(x[usable] for x in columns)))
+        metrics["split/coverage"] = len(usable) / max(int(prep.valid[part].sum()), 1)
+        if self.config.exact is True and metrics.get("mismatch/max_one_version", 0.0) != 0:
+            raise AsyncrlError(
+                f"exact: engine and learner differ by {metrics['mismatch/max_one_version']:.1e} "
+                f"nats under the same weights in batch {batch.number}; "
+                'see `asyncrl doctor --exact`, or exact = "try"'
+            )
+        return metrics
+
+    def compute_version_logprobs(
+        self, batch: Batch, packed: PackedBatch, answers: Sequence[int]
+    ) -> torch.Tensor:
+        """Return log pi_v [N] of `answers`, under the version v that sampled each token.
+
+        nan: of lag 0, or of a version whose weights are no longer held.
+        """
+        version = torch.full_like(packed.behavior, torch.nan)
+        token_lag = packed.token_lag.cpu()
         spans: dict[tuple[Label, str], list[tuple[int, int, int]]] = {}
         for answer in answers:
-            for span in samples[answer].list_spans():
+            for span in batch.samples[packed.places[answer]].list_spans():
                 begin, stop = (
                     int(packed.offsets[answer]) + position for position in (span.start, span.end)
                 )
-                if stop > begin and bool((packed.token_lag[begin:stop] > 0).any()):
+                if stop > begin and bool((token_lag[begin:stop] > 0).any()):
                     version_key = (Label(*span.label), span.digest)
                     spans.setdefault(version_key, []).append((answer, begin, stop))
         for version_key, places in sorted(spans.items()):
@@ -141,21 +161,7 @@ class SplitMeter:
             ) is not None:
                 for _, begin, stop in places:
                     version[begin:stop] = logprobs[begin:stop].to(version.dtype)
-        part = packed.find_token_positions(answers)
-        usable = part[prep.valid[part] & version[part].isfinite()]
-        assert packed.age is not None
-        updated = updated.to(prep.start.dtype)
-        columns = (packed.behavior, version, prep.start, updated, packed.token_lag, packed.age)
-        self.version = version
-        metrics = split.compute_metrics(split.LogRatioSplit(*(x[usable] for x in columns)))
-        metrics["split/coverage"] = len(usable) / max(int(prep.valid[part].sum()), 1)
-        if self.config.exact is True and metrics.get("mismatch/max_one_version", 0.0) != 0:
-            raise AsyncrlError(
-                f"exact: engine and learner differ by {metrics['mismatch/max_one_version']:.1e} "
-                f"nats under the same weights in batch {number}; "
-                'see `asyncrl doctor --exact`, or exact = "try"'
-            )
-        return metrics
+        return version
 
     def compute_logprobs_under(
         self, version: tuple[Label, str], packed: PackedBatch, answers: list[int]
@@ -164,8 +170,7 @@ class SplitMeter:
 
         Returns None when its weights are no longer held.
         """
-        assert self.read_weights is not None
-        data = self.read_weights(*version)
+        data = self.read_weights(*version) if self.read_weights else b""
         if not data:
             return None
         if self.model.adapter is not None and not self.distributed:
@@ -176,7 +181,6 @@ class SplitMeter:
             self.shadow = load_learner_policy(self.config.model.path, self.config)
             if self.model.adapter is not None:
                 adapters.attach(self.shadow, self.config.lora, self.config.seed)
-            freeze(self.shadow)
             self.shadow.exact = self.model.exact
             self.shadow.exact_length = self.model.exact_length
         load_weights(self.shadow, read_flat(memoryview(bytearray(data)), self.layout))
@@ -198,7 +202,7 @@ class SplitMeter:
             if self.model.adapter is not None and is_base and not self.distributed:
                 self.reference = adapters.build_base_policy(self.model)
             else:
-                self.reference = freeze(load_learner_policy(path, self.config))
+                self.reference = load_learner_policy(path, self.config)
         part = packed.find_token_positions(answers)
         part = part[prep.valid[part]]
         log_ratios = ratios.compute_log_ratio(
@@ -236,11 +240,6 @@ def measure_move(
         ratios.average_masked(kl_estimates * weight, valid)
         / ratios.average_masked(weight, valid).clamp(min=1e-12)
     )
-
-
-def freeze(model: PolicyModel) -> PolicyModel:
-    model.hf.requires_grad_(False)
-    return model
 
 
 def average(values: torch.Tensor) -> float:

@@ -195,7 +195,6 @@ class LearnerCore:
         self.backend.broadcast("train", batch)
         config = self.config
         packed = self._pack_batch(batch)
-        all_samples = range(packed.count)
         self.critic_norms: list[float] = []
         self.cosines: list[float] = []
         advantage = config.advantage
@@ -213,7 +212,7 @@ class LearnerCore:
         self.lr_share = compute_learning_rate_share(config.learner, self.state.number)
         self.rate = config.learner.lr * self.lr_share
         measures_move = config.record.kl_moved and batch.number % config.record.kl_moved == 0
-        logprobs = self._forward(self.model, packed, all_samples) if measures_move else None
+        logprobs = self._forward(self.model, packed) if measures_move else None
         steps = self._run_epochs(prep, packed)
         self.unused = self._count_unused_tokens(prep, packed, len(batch.samples))
         batch_metrics, *step_metrics = step_loss.finish_each(
@@ -226,12 +225,9 @@ class LearnerCore:
             metrics = {k: x for k, x in metrics.items() if not k.startswith(OF_LATER_PASSES)}
         if batch.tasks:
             metrics |= self._compute_ess_by_task(batch, packed, prep)
-        self.measure.version = None
         metrics |= self._measure_samples(batch, packed, prep)
         if self.sample_log is not None and self.sample_log.is_due(batch.number):
-            self.sample_log.add(
-                self.sample_log.build_rows(batch, packed, prep, self.measure.version)
-            )
+            self.sample_log.add(self.sample_log.build_rows(batch, packed, prep))
         self.updates = [
             update.as_row(batch.number, i, values)
             for i, (update, values) in enumerate(zip(steps.updates, step_metrics, strict=True))
@@ -247,7 +243,7 @@ class LearnerCore:
             metrics["optim/gradient_cosine"] = sum(self.cosines) / len(self.cosines)
             metrics["optim/gradient_cosine_max"] = max(self.cosines)
         if logprobs is not None:
-            columns = logprobs, self._forward(self.model, packed, all_samples), packed.behavior
+            columns = logprobs, self._forward(self.model, packed), packed.behavior
             metrics["kl/moved"] = measure_move(*columns, prep.valid)
         self.backend.release_gathered()
         used_beta = self.state.beta
@@ -309,7 +305,6 @@ class LearnerCore:
         """Pack the batch and add proximal and reference log-probabilities and values."""
         config = self.config
         packed = pack(batch, greedy=config.advantage.name == "remax").to_device(self.loss_device)
-        all_samples = range(packed.count)
         if len(packed.responses) > packed.count and (
             keys := settings.list_ordered_settings(config)
         ):
@@ -326,15 +321,15 @@ class LearnerCore:
             if remark not in self.reported and self.backend.rank == 0:
                 print(f"learner: {remark}", file=sys.stderr, flush=True)
             self.reported.add(remark)
-        self._set_proximal(packed, all_samples)
+        self._set_proximal(batch, packed)
         self._add_gradient_norms(packed)
         if self.reference is not None:
-            packed.reference = self._forward(self.reference, packed, all_samples)
+            packed.reference = self._forward(self.reference, packed)
         if self.reward_reference is not None and self.reward_reference is not self.reference:
-            packed.reward_reference = self._forward(self.reward_reference, packed, all_samples)
+            packed.reward_reference = self._forward(self.reward_reference, packed)
         if self.critic is not None:
             with self.backend.guard():
-                passes = self._select_own_micro_batches(packed, all_samples)
+                passes = self._select_own_micro_batches(packed, range(packed.count))
                 start_values = self.critic.compute_start_values(packed, passes)
             packed.values, packed.bootstrap = (
                 self.backend.sum_over_ranks(x).to(self.loss_device) for x in start_values
@@ -390,20 +385,20 @@ class LearnerCore:
         total: dict[str, torch.Tensor] = {}
         updates: list[Update] = []
         stop_kl = 0.0
+        stop = self.config.stop
         self.trained_samples = set()
-        by_step = self.config.stop.kl_max > 0 and self.config.stop.every == "step"
+        by_step = stop.kl_max > 0 and stop.every == "step"
         for epoch in range(self.config.learner.epochs):
-            if epoch and self.config.stop.every == "epoch":
-                lp = self._forward(self.model, packed, range(packed.count))
-                everything = torch.arange(len(lp), device=self.loss_device)
-                stop_kl = self._compute_stop_kl(*step_loss.sum_update_kl(prep, everything, lp))
-                if stop_kl > self.config.stop.kl_max:
+            if epoch and stop.every == "epoch":
+                lp = self._forward(self.model, packed)
+                stop_kl = self._compute_stop_kl(*step_loss.sum_update_kl(prep, slice(None), lp))
+                if stop_kl > stop.kl_max:
                     self.state.early_stops += 1
                     break
             for samples in self._choose_minibatches(packed, epoch):
                 decides_before = self.backend.stops_first and by_step and bool(updates)
                 current = (
-                    self._forward(self.model, packed, range(packed.count))
+                    self._forward(self.model, packed)
                     if decides_before or step_loss.needs_current(prep)
                     else None
                 )
@@ -418,19 +413,13 @@ class LearnerCore:
                     stop_kl = self._compute_stop_kl(
                         *step_loss.sum_update_kl(prep, part, current[part])
                     )
-                    stopped = (
-                        self.config.stop.action == "skip" and stop_kl > self.config.stop.kl_max
-                    )
+                    stopped = stop.action == "skip" and stop_kl > stop.kl_max
                 sums: dict[str, torch.Tensor] = {}
                 if not stopped:
                     sums, step_kl = self._accumulate_gradient(prep, step, packed, samples)
-                    if self.config.stop.every == "step":
+                    if stop.every == "step":
                         stop_kl = step_kl
-                    exceeds_kl = (
-                        by_step
-                        and self.config.stop.action == "skip"
-                        and stop_kl > self.config.stop.kl_max
-                    )
+                    exceeds_kl = by_step and stop.action == "skip" and stop_kl > stop.kl_max
                     stopped = exceeds_kl and bool(updates)
                 if stopped:
                     # sums for the metrics, of a batch whose first step was stopped
@@ -702,12 +691,13 @@ class LearnerCore:
 
     @torch.no_grad()
     def _forward(
-        self, model: PolicyModel, packed: PackedBatch, samples: Sequence[int]
+        self, model: PolicyModel, packed: PackedBatch, samples: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """Return log-probabilities [N] under `model`, without gradient.
+        """Return log-probabilities [N] of `samples` (None: all) under `model`, without gradient.
 
         It uses the micro-batches of training.
         """
+        samples = range(packed.count) if samples is None else samples
         logprobs = torch.zeros(int(packed.offsets[-1]), device=self.loss_device)
         passes = (
             self._select_own_micro_batches(packed, samples)
@@ -721,7 +711,7 @@ class LearnerCore:
                 logprobs[part] = output.logprobs.float().to(self.loss_device)
         return self.backend.sum_over_ranks(logprobs) if model is self.model else logprobs
 
-    def _set_proximal(self, packed: PackedBatch, samples: Sequence[int]) -> None:
+    def _set_proximal(self, batch: Batch, packed: PackedBatch) -> None:
         """Set the proximal policy, and the learner's start where a forward computes it.
 
         Nothing is set where the first optimizer step's own forward provides it.
@@ -730,8 +720,21 @@ class LearnerCore:
         kind = config.correction.proximal
         recompute = kind == "recompute" and step_loss.needs_proximal_first(config)
         if recompute or kind == "interpolate" or step_loss.needs_start_first(config):
-            packed.start = self._forward(self.model, packed, samples)
-        packed.proximal = step_loss.choose_proximal(packed, config)
+            packed.start = self._forward(self.model, packed)
+        start = packed.start
+        if kind == "version":
+            version = torch.zeros_like(packed.behavior)
+            if not self.backend.rank:
+                version = self.measure.compute_version_logprobs(batch, packed, range(packed.count))
+            version = self.backend.sum_over_ranks(version)
+            unknown = packed.seq[version.isnan() & packed.mask].unique().tolist()
+            if start is None:
+                start = torch.zeros_like(version)
+                if unknown:
+                    start = self._forward(self.model, packed, unknown)
+            is_current = version.isnan() & (packed.token_lag == 0)
+            packed.version = torch.where(is_current, start, version)
+        packed.proximal = step_loss.choose_proximal(packed, config, start)
 
     def _carry(self, packed: PackedBatch, metrics: dict[str, float]) -> None:
         """Update the running mean of the rewards and the adaptive KL coefficient."""

@@ -33,7 +33,8 @@ class LossBatch:
     Optional:
         start: [N], the learner's policy at the start of the batch, the origin of all measurements.
         proximal: [N], pi_prox, the denominator of the loss: the start (correction.proximal =
-            recompute), mu (behavior) or between the two (interpolate).
+            recompute), mu (behavior), between the two (interpolate) or `version`.
+        version: [N], the learner's weights of the version that sampled each token; nan: unknown.
         reference: [N], the reference policy of the loss and the metrics.
         reward_reference: [N], the reference of KL in the reward where it differs.
         token_rewards: [N]; a sample without any has its reward on its last token.
@@ -75,6 +76,7 @@ class LossBatch:
     age: torch.Tensor | None = None
     squared_norms: torch.Tensor | None = None
     energy: torch.Tensor | None = None
+    version: torch.Tensor | None = None
     baselines: torch.Tensor | None = None
     parts: torch.Tensor | None = None
     part_names: tuple[str, ...] = ()
@@ -243,9 +245,22 @@ def _compute_penalized(
         return (batch.rewards > 0).to(batch.rewards.dtype)[batch.seq], None
     by_token = rewards.tokens is not None or a.name not in advantages.BY_ANSWER
     if by_token and a.name in advantages.BY_TOKEN:
-        return advantages.BY_TOKEN[a.name](
-            _build_token_rewards(batch, valid, rewards, kl_penalty), a
+        bootstrap = batch.bootstrap
+        token_rewards = advantages.TokenRewards(
+            answers=rewards.answers,
+            mask=valid,
+            seq=batch.seq,
+            groups=batch.groups,
+            kl_penalty=kl_penalty,
+            unshaped=batch.token_rewards,
+            tokens=rewards.tokens,
+            totals=rewards.totals,
+            steps=batch.steps,
+            values=batch.values,
+            bootstrap=None if bootstrap is None else torch.where(batch.truncated, bootstrap, 0.0),
+            energy=batch.energy,
         )
+        return advantages.BY_TOKEN[a.name](token_rewards, a)
     by_name = ratios.choose_function("advantage.name", advantages.BY_ANSWER, a.name)
     net = rewards.answers
     if kl_penalty is not None:
@@ -268,26 +283,6 @@ def _compute_sample_ratios(batch: LossBatch) -> torch.Tensor:
     log_w = torch.where(batch.mask, ratios.subtract(batch.start, batch.behavior), 0.0)
     log_ratios = ratios.sum_by_sample(log_w, batch.seq, batch.count)
     return log_ratios.clamp(-ratios.CLAMP, ratios.CLAMP).exp()
-
-
-def _build_token_rewards(
-    batch: LossBatch, valid: torch.Tensor, rewards: ShapedRewards, kl_penalty: torch.Tensor | None
-) -> advantages.TokenRewards:
-    bootstrap = batch.bootstrap
-    return advantages.TokenRewards(
-        answers=rewards.answers,
-        mask=valid,
-        seq=batch.seq,
-        groups=batch.groups,
-        kl_penalty=kl_penalty,
-        unshaped=batch.token_rewards,
-        tokens=rewards.tokens,
-        totals=rewards.totals,
-        steps=batch.steps,
-        values=batch.values,
-        bootstrap=None if bootstrap is None else torch.where(batch.truncated, bootstrap, 0.0),
-        energy=batch.energy,
-    )
 
 
 def _compute_std(x: torch.Tensor) -> torch.Tensor:

@@ -135,19 +135,28 @@ def needs_start_first(config: Settings) -> bool:
     return bool(in_advantage or in_reward or (config.stop.kl_max > 0 and in_parts))
 
 
-def choose_proximal(batch: LossBatch, config: Settings) -> torch.Tensor | None:
+def choose_proximal(
+    batch: LossBatch, config: Settings, start: torch.Tensor | None
+) -> torch.Tensor | None:
     """Return the log-probabilities [N] of the proximal policy.
 
     interpolate: a lp_behavior + (1 - a) lp_theta with a = 1 / (lag + 1), frozen at the batch's
     first pass (A-3PO; AReaL).
+    version: log pi_v; the start where the weights of v are no longer held.
+
+    Args:
+        start: [N], the learner's policy at the start of the batch; None: not computed.
     """
-    if config.correction.proximal == "recompute":
-        return batch.start
-    if config.correction.proximal == "behavior":
+    kind = config.correction.proximal
+    if kind == "recompute":
+        return start
+    if kind == "behavior":
         return batch.behavior
-    assert batch.start is not None
+    assert start is not None
+    if batch.version is not None:
+        return torch.where(batch.version.isnan(), start, batch.version)
     share = 1.0 / (batch.token_lag.float() + 1.0)
-    return share * batch.behavior + (1 - share) * batch.start
+    return share * batch.behavior + (1 - share) * start
 
 
 def needs_current(prep: PreparedBatch) -> bool:
@@ -213,8 +222,7 @@ def prepare(
     adv = adv if advantages is None else advantages
     corrected = None
     if batch.proximal is not None and config.loss.surrogate != "reinforce":
-        all_tokens = torch.arange(len(batch.seq), device=batch.seq.device)
-        corrected = _correct(batch, all_tokens, batch.proximal, valid, config, adv=adv)
+        corrected = _correct(batch, slice(None), batch.proximal, valid, config, adv=adv)
     valid_advantages = adv[valid]
     scalars |= {
         "advantage/mean": valid_advantages.mean() if len(valid_advantages) else adv.new_zeros(()),
@@ -225,6 +233,8 @@ def prepare(
     }
     stop = config.stop
     budget = stopping.KLBudget(stop.kl_max) if stop.action == "slow" and stop.kl_max > 0 else None
+    if batch.version is not None:
+        scalars["is/fallback_share"] = ratios.average_masked(batch.version.isnan(), valid)
     metrics = {name: x[0] for name, x in diagnostics.copy_to_host(scalars).items()}
     has_start = batch.start is not None
     start = batch.start.clone() if batch.start is not None else torch.zeros_like(batch.behavior)
@@ -271,7 +281,7 @@ def compute_learning_rate_share(
 
 def _correct(
     batch: LossBatch,
-    part: torch.Tensor,
+    part: torch.Tensor | slice,
     proximal: torch.Tensor,
     valid: torch.Tensor,
     config: Settings,
@@ -282,7 +292,7 @@ def _correct(
     """Compute the importance weights of the tokens `part`.
 
     Args:
-        part: int64 [n], positions among the batch's N tokens.
+        part: int64 [n], positions among the batch's N tokens, or a slice of them.
         proximal: [n], log pi_prox (log pi_theta for surrogate = reinforce).
         valid: bool [n], the mask.
         adv: [n], the advantage.
@@ -367,20 +377,21 @@ def _fill_statistics(prep: PreparedBatch, step: StepPlan, current: torch.Tensor 
     stop = c.stop
     name = c.loss.surrogate
     if name == "reinforce" and current is not None and correction.needs_statistics(c.correction):
-        all_tokens = torch.arange(len(batch.seq), device=batch.seq.device)
-        _correct(batch, all_tokens, current, prep.valid, c, adv=prep.advantage, stats=step.stats)
+        _correct(batch, slice(None), current, prep.valid, c, adv=prep.advantage, stats=step.stats)
     if name in surrogates.COVARIANCE_CHOICES and current is not None:
         cov = surrogates.compute_covariance(current, prep.advantage, prep.valid)
         seed = ((c.seed * 1_000_003 + prep.number) * 1009 + prep.steps) % 2**63
         step.chosen = surrogates.COVARIANCE_CHOICES[name](cov, prep.valid, c.loss, seed)
-    if current is None or not (name == "reshape" or stop.action == "slow" or stop.ess_min > 0):
+    stops = stop.action == "slow" or stop.ess_min > 0
+    if current is None or not (name == "reshape" or stops):
         return
     log_w = ratios.compute_log_ratio(current, batch.behavior)
     device_values: dict[str, torch.Tensor] = {}
-    stops = stop.action == "slow" or stop.ess_min > 0
     if stops:
+        # of the updates so far, over the whole batch
+        total, weight = sum_update_kl(prep, slice(None), current)
         device_values |= {
-            "stop": _compute_stop_kl(prep, current),
+            "stop": (total / weight.clamp(min=1e-12)).clamp(min=0),
             "ess": correction.compute_effective_sample_size(log_w.exp(), prep.valid),
         }
     if name == "reshape":
@@ -412,35 +423,7 @@ def _fill_statistics(prep: PreparedBatch, step: StepPlan, current: torch.Tensor 
         }
 
 
-def _compute_stop_kl(prep: PreparedBatch, current: torch.Tensor) -> torch.Tensor:
-    """Return the KL of the updates so far over the whole batch, as `sum_update_kl` measures it."""
-    total, weight = sum_update_kl(
-        prep, torch.arange(len(prep.valid), device=prep.valid.device), current
-    )
-    return (total / weight.clamp(min=1e-12)).clamp(min=0)
-
-
 # ---- per micro-batch -----------------------------------------------------------------------------
-
-
-def _build_tokens(
-    prep: PreparedBatch, step: StepPlan, part: torch.Tensor, target: torch.Tensor
-) -> SurrogateTokens:
-    """Build the surrogate's inputs for the tokens `part`; now [n] is log pi_theta."""
-    b = prep.batch
-    return SurrogateTokens(
-        raw=ratios.subtract(target, target if b.proximal is None else b.proximal[part]),
-        adv=prep.advantage[part],
-        lp=target,
-        behavior=b.behavior[part],
-        mask=prep.valid[part],
-        seq=b.seq[part],
-        n=b.count,
-        chosen=None if step.chosen is None else step.chosen[part],
-        stats=step.reshape,
-        reshape=prep.config.reshape,
-        prepass={name: x[part] if x.dim() else x for name, x in step.prepass.items()},
-    )
 
 
 def _correct_at_target(
@@ -514,7 +497,19 @@ def compute_micro_loss(
             weights.weight[part], weights.kept[part], weights.vetoed[part]
         )
     weights = _correct_at_target(prep, step, part, target, weights)
-    tokens = _build_tokens(prep, step, part, target)
+    tokens = SurrogateTokens(
+        raw=ratios.subtract(target, target if b.proximal is None else b.proximal[part]),
+        adv=prep.advantage[part],
+        lp=target,
+        behavior=b.behavior[part],
+        mask=valid,
+        seq=b.seq[part],
+        n=b.count,
+        chosen=None if step.chosen is None else step.chosen[part],
+        stats=step.reshape,
+        reshape=c.reshape,
+        prepass={name: x[part] if x.dim() else x for name, x in step.prepass.items()},
+    )
     surrogate = ratios.choose_function("loss.surrogate", surrogates.SURROGATES, c.loss.surrogate)
     trust = surrogate(tokens, c.loss)
     live = valid & weights.kept
@@ -593,7 +588,18 @@ def _compute_extra_terms(
         total = total - c.loss.entropy * sums["loss/entropy"]
     k = c.kl.loss
     if b.reference is not None and k.coefficient > 0:
-        sums["loss/kl"] = _compute_loss_kl(prep, part, live, lp, factor, step_kl)
+        # a prefix form is a product over the live tokens only
+        chosen = live if k.off_policy in kl.PREFIX_FORMS else slice(None)
+        term = kl.compute_term(
+            *(zero_others(x)[chosen] for x in (lp, b.reference[part], b.behavior[part])),
+            b.seq[part][chosen],
+            estimator=k.estimator,
+            off_policy=k.off_policy,
+            discount=k.discount,
+            truncate=k.truncate,
+            step_kl=None if step_kl is None else step_kl[chosen],
+        )
+        sums["loss/kl"] = (torch.where(live[chosen], term, 0.0) * factor[chosen]).sum()
         total = total + k.coefficient * sums["loss/kl"]
         # the full KL's gradient goes to all logits, past the logprobs of the sampled tokens
         if lp.requires_grad and step_kl is None:
@@ -615,44 +621,6 @@ def _compute_extra_terms(
         )
         total = total + c.value.coefficient * sums["loss/value"]
     return total, {name: x.detach() for name, x in sums.items()}
-
-
-def _compute_loss_kl(
-    prep: PreparedBatch,
-    part: torch.Tensor,
-    live: torch.Tensor,
-    lp: torch.Tensor,
-    factor: torch.Tensor,
-    step_kl: torch.Tensor | None,
-) -> torch.Tensor:
-    """Return the reduced KL to the reference over the tokens `live` of `part`, with gradient."""
-    b = prep.batch
-    k = prep.config.kl.loss
-    assert b.reference is not None
-    behavior, reference, seq = (x[part] for x in (b.behavior, b.reference, b.seq))
-
-    def zero_others(x: torch.Tensor) -> torch.Tensor:
-        return torch.where(live, x, 0.0)
-
-    if k.off_policy in kl.PREFIX_FORMS:  # a product over the live tokens only
-        lp, reference, behavior, seq = lp[live], reference[live], behavior[live], seq[live]
-        step_kl = None if step_kl is None else step_kl[live]
-    else:
-        lp, reference, behavior = zero_others(lp), zero_others(reference), zero_others(behavior)
-    term = kl.compute_term(
-        lp,
-        reference,
-        behavior,
-        seq,
-        estimator=k.estimator,
-        off_policy=k.off_policy,
-        discount=k.discount,
-        truncate=k.truncate,
-        step_kl=step_kl,
-    )
-    if k.off_policy in kl.PREFIX_FORMS:
-        return (term * factor[live]).sum()
-    return (zero_others(term) * factor).sum()
 
 
 def compute_value_loss(
@@ -680,7 +648,7 @@ def compute_value_loss(
 
 @torch.no_grad()
 def sum_update_kl(
-    prep: PreparedBatch, part: torch.Tensor, lp: torch.Tensor
+    prep: PreparedBatch, part: torch.Tensor | slice, lp: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (weighted sum, weight) of the KL that the updates of this batch alone have added.
 

@@ -415,6 +415,11 @@ class InterpolatedCorrection(WeightedCorrection, frozen=True, kw_only=True, tag=
     """Between the two, nearer to the learner's policy the older a token is."""
 
 
+class VersionCorrection(WeightedCorrection, frozen=True, kw_only=True, tag="version"):
+    """The weights that sampled the token, in the learner: weights correct the engine's mismatch
+    alone."""
+
+
 class Loss(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="surrogate"
 ):

@@ -252,6 +252,13 @@ def _check_correction(config: Config) -> Iterator[str]:
             f"correction.{acting[0]}: acts on pi_prox / mu, which correction.proximal = behavior "
             "makes 1; use recompute"
         )
+    versions = config.staleness.limit + 2
+    if correction.proximal == "version" and config.weights.slots < versions:
+        yield (
+            f"weights.slots: {config.weights.slots}; correction.proximal = version needs the "
+            f"weights of max_lag + 2 = {versions:g} versions; raise weights.slots, lower "
+            "staleness.max_lag, or use recompute"
+        )
     if correction.function and ":" not in correction.function:
         yield f"correction.function: {correction.function} is not module:name"
 

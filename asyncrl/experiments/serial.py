@@ -35,7 +35,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
-import torch
 
 from actors.engine import Engine, build_engine
 from actors.turn import GeneratorTurn, build_trajectory
@@ -47,7 +46,7 @@ from asyncrl.contract.messages import LearnerHello, WeightsSource
 from asyncrl.contract.versions import Label
 from asyncrl.experiments.one_process import needs_own_process
 from asyncrl.experiments.serial_record import RunRecord, SerialRecord
-from asyncrl.models.policy import compute_weights_digest, list_named_weights
+from asyncrl.models import policy
 from buffer.groups import make_store_settings
 from buffer.mixer import make_mixer
 from buffer.numbers import compute_limit_metrics, compute_window_metrics
@@ -73,7 +72,7 @@ class PendingUpdate(NamedTuple):
 class PublishedWeights(NamedTuple):
     """One published version."""
 
-    tensors: dict[str, torch.Tensor]
+    flat: bytearray
     digest: str
 
 
@@ -103,6 +102,8 @@ class SerialRun:
             make_mixer(config, task),
         )
         self.ring: dict[Label, PublishedWeights] = {}
+        if config.correction.proximal == "version":
+            self.core.measure.read_weights = self.read_weights
         self.loaded: Label | None = None  # the version in the engine
         self.clock = 0  # decode steps
         self.ended = 0  # decode step at which the last update ended
@@ -193,7 +194,8 @@ class SerialRun:
         goal = self.turn.schedule.next_version(self.loaded)
         if goal is not None:
             weights = self.ring[goal]
-            self.turn.engine.load(weights.tensors, goal, weights.digest)
+            tensors = policy.read_flat(memoryview(weights.flat), self.core.layout)
+            self.turn.engine.load(tensors, goal, weights.digest)
             self.loaded = goal
 
     def start(self) -> None:
@@ -259,10 +261,14 @@ class SerialRun:
     def publish(self) -> tuple[Label, str]:
         """Publish the learner's weights as a new version."""
         label = Label(EPOCH, self.core.state.number)
-        digest = compute_weights_digest(self.core.model)
-        tensors = {name: w.detach().clone() for name, w in list_named_weights(self.core.model)}
-        self.ring[label] = PublishedWeights(tensors, digest)
+        flat = policy.copy_flat_bytes(self.core.model)
+        digest = policy.compute_digest(flat)
+        self.ring[label] = PublishedWeights(flat, digest)
         return label, digest
+
+    def read_weights(self, label: Label, _digest: str) -> bytearray:
+        """Return the flat weights of version `label`; empty when they are no longer held."""
+        return self.ring[label].flat if label in self.ring else bytearray()
 
     def commit(self) -> bool:
         """Commit a finished update: its version counts, and the limit admits new tickets."""
@@ -290,11 +296,13 @@ class SerialRun:
         self.numbers.curve[-1].update(moves, clock=self.ended)
         self.store.retire_batches(number + 1)
         needed = {*self.store.list_pinned_versions(), label, self.loaded}
+        if self.core.measure.read_weights is not None:
+            needed |= {Label(EPOCH, label.number - lag) for lag in range(self.config.weights.slots)}
         self.ring = {name: weights for name, weights in self.ring.items() if name in needed}
         return True
 
     def make_record(self, wall_s: float) -> RunRecord:
-        digest = compute_weights_digest(self.core.model)
+        digest = policy.compute_weights_digest(self.core.model)
         return self.numbers.make_run_record(
             self.config.seed, self.store, digest, self.clock, wall_s
         )

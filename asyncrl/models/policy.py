@@ -576,8 +576,13 @@ def compute_digest(buffer: memoryview | bytes | bytearray) -> str:
     return xxhash.xxh3_64_hexdigest(buffer)
 
 
-def compute_weights_digest(model: PolicyModel) -> str:
-    """Return the digest of the model's weights in their flat layout, with gaps of zeros."""
+def copy_flat_bytes(model: PolicyModel) -> bytearray:
+    """Return the model's weights in their flat layout, with gaps of zeros."""
     buffer = bytearray(count_flat_bytes(build_manifest(model)))
     write_flat(model, memoryview(buffer))
-    return compute_digest(buffer)
+    return buffer
+
+
+def compute_weights_digest(model: PolicyModel) -> str:
+    """Return the digest of the model's flat weights."""
+    return compute_digest(copy_flat_bytes(model))

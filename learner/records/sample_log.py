@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from asyncrl.algorithms import ratios
 from asyncrl.algorithms.loss import PreparedBatch
@@ -55,13 +54,8 @@ class SampleLog(BatchLog):
         batch: Batch,
         packed: PackedBatch,
         prep: PreparedBatch,
-        sampler: torch.Tensor | None,
     ) -> list[dict[str, Any]]:
-        """Build the rows of the batch's chosen samples, after its update.
-
-        sampler: [N], log-probabilities under the learner's weights of the version that sampled each
-        token, nan where they were not measured; None: not measured in this batch.
-        """
+        """Build the rows of the batch's chosen samples, after its update."""
         columns = {
             "behavior": packed.behavior,
             "start": prep.start,
@@ -73,8 +67,8 @@ class SampleLog(BatchLog):
             "mask": packed.mask.int(),
             "used": prep.used.int(),
         }
-        if sampler is not None:
-            columns["sampler"] = sampler
+        if packed.version is not None:
+            columns["sampler"] = packed.version
         values = {name: x.detach().cpu().numpy() for name, x in columns.items()}
         rewards: dict[int, list[float]] = {}
         for group, reward in zip(packed.group_of, packed.rewards.tolist(), strict=True):

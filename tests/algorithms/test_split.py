@@ -13,6 +13,7 @@ import pytest
 import torch
 from signs_kl_kit import split_share
 
+from asyncrl.algorithms import loss
 from asyncrl.config import load
 from asyncrl.config.tree import StalenessConfig
 from asyncrl.contract.errors import AsyncrlError
@@ -390,3 +391,115 @@ def test_a_split_costs_the_forward_passes_that_it_is_reckoned_with(
     assert sum(passes) > own
     config = msgspec.structs.replace(c.config, staleness=StalenessConfig(max_lag=2))
     assert (sum(passes) - own) / own <= split_share(config) == 1 / 3
+
+
+VERSION: dict[str, Any] = {
+    "correction": {"proximal": "version", "bound": "none"},
+    "loss": {"surrogate": "decoupled_ppo"},
+}
+
+
+def test_the_version_of_each_token_is_its_proximal_policy(model_dir: Path) -> None:
+    """Two versions wrote each answer: the weight is the mismatch alone, at every lag."""
+    ring = Ring(model_dir)
+    b = batch(ring)
+    c = core(model_dir, ring, **VERSION)
+    passes = []
+    forward = c._forward
+    c._forward = c.measure.forward = lambda model, packed, answers: (  # type: ignore[method-assign]
+        passes.append((model is c.model, list(answers))) or forward(model, packed, answers)
+    )
+    packed = c._pack_batch(b)
+    _, version, _ = by_hand(ring, b)
+    assert packed.proximal is not None and torch.allclose(packed.proximal, version, atol=1e-5)
+    odd, everyone = list(range(1, GROUPS * SIZE, 2)), list(range(GROUPS * SIZE))
+    assert passes == [(False, everyone), (False, everyone[::2]), (True, odd)], (
+        "each answer is run once under each version that wrote it"
+    )
+    m = c.train(b)
+    assert m["is/mean_weight"] == pytest.approx(math.exp(-NOISE), abs=1e-5)
+    assert m["is/weight_ess"] == pytest.approx(1, abs=1e-6) and m["is/ess"] < 0.99
+    assert m["is/fallback_share"] == 0
+    assert ring.asked == [Label(1, 0), Label(1, 1)] * 2, "the split needs no pass of its own"
+    assert m["split/mismatch"] == pytest.approx(NOISE, abs=1e-5) and m["split/coverage"] == 1
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_a_version_that_left_the_ring_falls_back_to_the_start(
+    model_dir: Path, minibatches: int
+) -> None:
+    ring = Ring(model_dir)
+    b = batch(ring)
+    mu, version, start = by_hand(ring, b)
+    del ring.held[Label(1, 0)]
+    c = core(model_dir, ring, **VERSION, learner={"minibatches": minibatches})
+    by_version_0 = torch.arange(len(mu)) % LENGTH < 4
+    expected = torch.where(by_version_0, start, version)
+    packed = c._pack_batch(b)
+    assert packed.proximal is not None and torch.allclose(packed.proximal, expected, atol=1e-5)
+    m = c.train(b)
+    assert m["is/fallback_share"] == 0.5
+    ratios = (expected - mu).double().exp()
+    if minibatches == 1:
+        assert m["is/mean_weight"] == pytest.approx(float(ratios.mean()), abs=1e-5)
+
+
+def test_excluded_tokens_need_no_version(model_dir: Path) -> None:
+    """The start is needed for no token in the loss: no pass for the excluded ones of lag 0."""
+    ring = Ring(model_dir)
+    b = batch(ring)
+    for sample in b.samples[1::2]:
+        sample.mask = bytes([1] * 4 + [0] * 4)
+    c = core(model_dir, ring, **VERSION)
+    packed = c._pack_batch(b)
+    assert packed.proximal is not None and packed.proximal.isfinite().all()
+    assert c.train(b)["is/mean_weight"] == pytest.approx(math.exp(-NOISE), abs=1e-5)
+
+
+def test_the_loss_with_versions_by_hand() -> None:
+    """float64: weights pi_v / mu, and the clip of pi_theta / pi_v; the last token's version is
+    unknown."""
+    config = load.build(
+        {
+            "model": {"path": "m"},
+            "task": {"name": "sort"},
+            "advantage": {"name": "reinforce"},
+            **VERSION,
+        }
+    )
+    mu, version, start, theta = (
+        torch.tensor(x, dtype=torch.float64)
+        for x in (
+            [-1.0, -1.5, -2.0, -0.7, -1.1],
+            [-1.1, -1.3, -2.2, -0.7, math.nan],
+            [-1.4, -1.0, -2.0, -0.9, -1.3],
+            [-1.3, -0.9, -2.1, -0.8, -1.2],
+        )
+    )
+    adv = torch.tensor([1.0, 1.0, 1.0, -0.5, -0.5], dtype=torch.float64)
+    proximal_by_hand = [-1.1, -1.3, -2.2, -0.7, -1.3]
+    b = loss.LossBatch(
+        seq=torch.tensor([0, 0, 0, 1, 1]),
+        behavior=mu,
+        mask=torch.ones(5, dtype=torch.bool),
+        token_lag=torch.tensor([2, 2, 1, 0, 3]),
+        rewards=torch.tensor([1.0, 0.0], dtype=torch.float64),
+        groups=torch.tensor([0, 0]),
+        truncated=torch.zeros(2, dtype=torch.bool),
+        version=version,
+    )
+    b.proximal = loss.choose_proximal(b, config, start)
+    assert b.proximal is not None and b.proximal.tolist() == proximal_by_hand
+    prep = loss.prepare(b, config, advantages=adv)
+    assert prep.metrics["is/fallback_share"] == pytest.approx(0.2)
+    step = loss.begin_step(prep, torch.arange(2))
+    lp = theta.clone().requires_grad_()
+    total, _ = loss.compute_micro_loss(prep, step, torch.arange(5), lp)
+    total.backward()
+    gradient = []
+    for m, p, t, a in zip(mu.tolist(), proximal_by_hand, theta.tolist(), adv.tolist(), strict=True):
+        r = math.exp(t - p)
+        cut = (a > 0 and r > 1.2) or (a < 0 and r < 0.8)
+        gradient.append(0.0 if cut else -math.exp(p - m) * r * a / 5)
+    assert gradient[1] == 0, "the clip sees the lag"
+    assert lp.grad is not None and lp.grad.tolist() == pytest.approx(gradient, abs=1e-14)

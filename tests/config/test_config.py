@@ -57,6 +57,11 @@ MISTAKES = [
     ),
     ("[learner]\ngroups = 2\nminibatches = 3\n", "3 minibatches of 2 groups"),
     ("[learner]\ngroup_size = 1\n", "leaves rloo nothing to compare with"),
+    (
+        "[staleness]\nmax_lag = 3\n[correction]\nproximal = 'version'\n",
+        "weights.slots: 4; correction.proximal = version needs the weights of max_lag + 2 = 5 "
+        "versions; raise weights.slots",
+    ),
     ("[generator]\nmax_new_tokens = 64\ncontext = 64\n", "leave no room for a prompt"),
     ("[stop]\nkl_max = 0.1\n", "there is nothing to stop"),
     (

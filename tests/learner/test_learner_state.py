@@ -146,9 +146,10 @@ def test_the_interpolated_anchor_leans_on_the_behaviour_policy_the_fresher_a_tok
 ) -> None:
     """1 / (lag + 1) of mu's log-probability, the rest the learner's own: mu itself at lag 0."""
     c = core(model_dir, correction={"proximal": "interpolate"})
-    packed = pack(batch())
-    c._set_proximal(packed, range(len(packed.responses)))
-    loss, own = packed, c._forward(c.model, packed, range(len(packed.responses)))
+    data = batch()
+    packed = pack(data)
+    c._set_proximal(data, packed)
+    loss, own = packed, c._forward(c.model, packed)
     assert loss.proximal is not None and set(loss.token_lag.tolist()) == {0, 1, 2, 3}
     share = torch.tensor([1, 1 / 2, 1 / 3, 1 / 4])[loss.token_lag]
     assert torch.allclose(loss.proximal, share * loss.behavior + (1 - share) * own)

@@ -121,6 +121,11 @@ def resolve_method(options: Options) -> Config:
             )
         tree.setdefault(section, {})[name] = value
     config = load.build(tree, "loss_fn_config")
+    if config.correction.proximal == "version":
+        raise ConfigError(
+            "loss_fn_config.correction.proximal: version needs weights that a call does not name; "
+            "use recompute"
+        )
     defaults = load.build({"model": {"path": "client"}, "task": {"name": "client"}})
     for key in MORE_THAN_A_LOSS:
         if attrgetter(key)(config) != attrgetter(key)(defaults):

@@ -331,7 +331,7 @@ def prepare_method_step(
         truncated=zeros.bool(),
         start=current,
     )
-    batch.proximal = step_loss.choose_proximal(batch, config)
+    batch.proximal = step_loss.choose_proximal(batch, config, current)
     prep = step_loss.prepare(batch, config, advantages=packed.adv)
     all_datums = torch.arange(len(data), device=current.device)
     step = step_loss.begin_step(prep, all_datums, current)
