@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,31 +47,3 @@ def test_an_unknown_place_is_named_with_those_there_are(bench: Any) -> None:
     assert bench.places_of("late,k1 in loss") == [*bench.LATE, "k1 in loss"]
     with pytest.raises(ConfigError, match="k4 in loss: unknown; choose of all, late, k1 in reward"):
         bench.places_of("k1 in loss,k4 in loss")
-
-
-def test_the_program_compares_late_places_with_what_they_stand_beside(
-    bench: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two runs an arm put there; the program reads them and tells the two differences."""
-    words = ["--out", str(tmp_path / "k"), "--lag", "4", "--seeds", "2", "--table", "--json"]
-    places = "k1 in reward,k3 in loss,late"
-    study = bench.plan(options(tmp_path / "k", lag=4, places=places))
-    ends = {"no KL": 0.1, "k1 in reward, 0.1": 0.5, "k3 in loss, 0.1": 0.4}
-    ends |= {"k1 at mu in reward, 0.1": 0.3, "k3 prefix in loss, 0.1": 0.45}
-    assert list(study.arms) == list(ends)
-    for arm, names in study.arms.items():
-        for seed, name in names.items():
-            end = ends[arm] + 0.01 * seed * (arm == "no KL")
-            record = {"accuracy": [[0, 3], [0.2, end]], "curve": [], "weights_digest": ""}
-            path = study.cells.get_path(name)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(record | {"evals": {"ood": {"3": [end / 2]}}}))
-    monkeypatch.setattr(bench.studies.results_file, "write", lambda name, result: tmp_path / name)
-    (tmp_path / "kl_placement_rlehack_lag4").write_text("[\n 1]")
-    monkeypatch.setattr(sys, "argv", ["x", *words, "--places", places, "--betas", "0.1"])
-    bench.main()
-    arms = json.loads(capsys.readouterr().out)["arms"]
-    late, prefix = arms["k1 at mu in reward, 0.1"], arms["k3 prefix in loss, 0.1"]
-    assert late["pairs"]["k1 in reward, 0.1"]["end"]["difference"] == pytest.approx(-0.2)
-    assert prefix["pairs"]["k3 in loss, 0.1"]["ood"]["difference"] == pytest.approx(0.025)
-    assert arms["no KL"]["end"] == pytest.approx(0.105)

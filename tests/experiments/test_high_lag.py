@@ -128,46 +128,6 @@ def test_the_rate_is_the_best_of_all_factors_and_unknown_until_all_are_there(
     assert plan.screen("rle-5e-4", 1, 64) == [program.Cell("rle-5e-4", "dis", 1, 64, 0.5)]
 
 
-def test_several_seeds_choose_a_rate_by_their_mean_and_none_is_left_out(
-    program: Any, tmp_path: Path
-) -> None:
-    plan = program.Plan(options(program, tmp_path, tune_seeds=2))
-    one, half = plan.tuning("rle-5e-4", "dis", 1)
-    first, second = plan.tuning_seeds
-    assert (first, second) == (program.TUNING_SEED, program.TUNING_SEED + 1)
-    for seed, high, low in ((first, 0.5, 0.4), (second, 0.1, 0.3)):
-        assert plan.factor("rle-5e-4", "dis", 1) is None
-        put(plan, one, seed, [high, high])
-        put(plan, half, seed, [low, low])
-    assert plan.factor("rle-5e-4", "dis", 1) == 0.5
-    plan.add(plan.tuning("rle-5e-4", "dis", 1), second)
-    assert [name.endswith(f"seed{second}") for name in plan.cells.configs] == [True, True]
-
-
-def test_methods_stand_at_equal_movement_on_the_line_between_their_rates(
-    program: Any, tmp_path: Path
-) -> None:
-    plan = program.Plan(options(program, tmp_path))
-    one, half = plan.tuning("rle-5e-4", "dis", 1)
-    put(plan, one, program.TUNING_SEED, [0.2, 0.2], moved=0.1)
-    put(plan, half, program.TUNING_SEED, [0.6, 0.6], moved=0.001)
-    found = program.rates(plan, "rle-5e-4", 1)
-    assert found["dis"]["height_at_equal_kl"] == pytest.approx(0.4)  # 0.01: half way in logarithms
-    assert found["dis"]["tried"] == [
-        {"factor": 1.0, "height": 0.2, "final": 0.2, "kl_moved": 0.1},
-        {"factor": 0.5, "height": 0.6, "final": 0.6, "kl_moved": 0.001},
-    ]
-    assert found["ppo"]["tried"] == [] and math.isnan(found["ppo"]["height_at_equal_kl"])
-    assert math.isnan(program.at_movement(found["dis"]["tried"], 0.2)), "beyond what was tried"
-    assert program.rates(program.Plan(options(program, tmp_path, rates=[1.0])), "x", 1) == {}
-
-
-def test_out_of_time_nothing_is_started(program: Any, tmp_path: Path) -> None:
-    plan = program.Plan(options(program, tmp_path, budget_minutes=0.0, rates=[1.0]))
-    program.make(plan)
-    assert len(plan.cells.list_missing()) == 8 and not (tmp_path / "cells").exists()
-
-
 def test_a_pool_starts_no_run_once_the_time_is_over(
     program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,18 +178,3 @@ def test_the_verdict_is_paired_after_holm_and_says_what_it_could_not_see(
         about.get("against", {})["seeds"] = 1
     assert "one seed: no verdict is possible" in program.judged(row)
     assert "|`vespo`|1|0.51 (n=4)" in "\n".join(program.table(found))
-
-
-def test_the_noise_is_between_methods_of_the_same_mathematics_alone(
-    program: Any, tmp_path: Path
-) -> None:
-    names = ["ppo", "dis", "gmpo", "gac"]
-    plan = program.Plan(options(program, tmp_path, rates=[1.0], methods=names))
-    assert program.same(plan, "rle-5e-4") == [["ppo", "dis"]]  # gmpo averages otherwise
-    for n, method in enumerate(names):
-        for seed in range(2):
-            cell = program.Cell("rle-5e-4", method, 1, 0, 1.0)
-            put(plan, cell, seed, [0.2, 0.5 + 0.01 * n * (seed + 1)])
-    about = program.analyse(plan)["rle-5e-4"]["1"]["noise"]
-    assert about["pairs"] == 2
-    assert (about["mean"], about["largest"]) == (pytest.approx(0.015), pytest.approx(0.02))

@@ -62,11 +62,6 @@ def test_the_rival_is_the_fastest_of_the_strong_loops() -> None:
     assert found["step, synchronous / strong loop"]["value"] == 1.2
 
 
-def test_trl_is_a_figure_where_it_took_part() -> None:
-    found = figures([a_round(TRL=400.0)], trl={"name": "256 rows"})
-    assert found["step, asynchronous / TRL's GRPO"]["value"] == 0.25
-
-
 def test_the_share_does_not_depend_on_the_synchronous_run() -> None:
     """A slow synchronous run would flatter a share of an ideal one."""
     shares = [loop.share_of_limit(a_round(sync=s)) for s in (150.0, 300.0, 900.0)]
@@ -101,22 +96,10 @@ def test_side_by_side_counts_in_the_limit() -> None:
     assert found["token"] == pytest.approx(3.3) and found["k_Tg"] == pytest.approx(1.25)
 
 
-def test_the_fastest_by_a_short_run_is_chosen() -> None:
-    tried = {"a": lambda: {"step": 0.3}, "b": lambda: {"step": 0.2}, "c": lambda: {"step": 0.25}}
-    assert loop.fastest("x", tried) == {"name": "b", "step_ms": {"a": 300, "b": 200, "c": 250}}
-
-
 def test_the_first_steps_of_a_loop_do_not_count() -> None:
     slow, steady = [9.0] * (contenders.SKIP + 1), [0.2, 0.4]
     out = contenders.summary({"step_seconds": slow + steady, "tokens": [1.0] * 9 + [1000, 2000]})
     assert out["step"] == pytest.approx(0.3) and out["token"] == pytest.approx(0.6 / 3000)
-
-
-def test_all_contenders_wait_alike_and_keep_their_memory() -> None:
-    for threads in (1, 2):
-        said = contenders.env(threads, "ACTIVE")
-        assert said["OMP_WAIT_POLICY"] == "ACTIVE" and said["OMP_NUM_THREADS"] == str(threads)
-        assert int(said["MALLOC_TRIM_THRESHOLD_"]) > 2**20 < int(said["MALLOC_MMAP_THRESHOLD_"])
 
 
 def test_the_file_holds_the_task(tmp_path: Path) -> None:
@@ -126,13 +109,6 @@ def test_the_file_holds_the_task(tmp_path: Path) -> None:
     prompt = SimpleNamespace(**rows[0])
     # type: ignore[arg-type]
     assert get_task(TaskConfig(name="sort")).reward(prompt, prompt.answer) == 1.0
-
-
-def test_trl_is_left_out_where_it_is_not_installed(tmp_path: Path) -> None:
-    fake = tmp_path / "python"
-    fake.write_text("#!/bin/sh\nexit 1\n")
-    fake.chmod(0o755)
-    assert not contenders.has_trl(str(fake))
 
 
 def test_the_strong_loop_as_a_program(small_model: Path) -> None:

