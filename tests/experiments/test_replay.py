@@ -14,9 +14,10 @@ import pytest
 
 from asyncrl.cli import main
 from asyncrl.config import load
+from asyncrl.contract.versions import Label
 from asyncrl.experiments import offline_eval
 from asyncrl.experiments.replay import replay as replaying
-from asyncrl.models.policy import compute_weights_digest, load_policy
+from asyncrl.models.policy import compute_weights_digest, count_flat_bytes, load_policy
 from asyncrl.records import metrics, stream
 from asyncrl.records.stream import RecordedStep, RecordingHeader, RecordingWriter
 from asyncrl.tasks.evaluation_sets import build_task
@@ -57,6 +58,24 @@ def cut(forked: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train_rows(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     return {r["step"]: r for r in rows if "loss/policy" in r}
+
+
+def test_by_sampling_version_a_replay_knows_the_weights_that_it_computed_itself(
+    recorded: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sets = ["correction.proximal=version", "loss.surrogate=decoupled_ppo", "weights.slots=4"]
+    done = Typed(capsys, recorded["run_dir"], "--json", *(x for s in sets for x in ("--set", s)))
+    rows = train_rows(metrics.read(Path(done.json["replay_dir"])))
+    # a token of the second batch was sampled by version 0 or by the weights that train it
+    assert [rows[n]["is/fallback_share"] for n in (0, 1)] == [0, 0]
+    replayed = replaying.Replay(Path(recorded["run_dir"]), sets)
+    core = replayed.make_core(replayed.config)
+    digests = []
+    for _ in range(5):
+        digests.append(replayed.keep_weights(core))
+        next(core.model.hf.parameters()).data.add_(1.0)
+    held = [len(core.measure.read_weights(Label(1, 0), digest)) for digest in digests]
+    assert held == [0, *[count_flat_bytes(core.layout)] * 4]
 
 
 def test_nothing_changed_gives_the_same_bits(

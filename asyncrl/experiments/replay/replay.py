@@ -31,7 +31,7 @@ from asyncrl.experiments.compare.page import clean
 from asyncrl.experiments.compare.verdict import list_instabilities
 from asyncrl.experiments.offline_eval import OfflineEvaluator
 from asyncrl.experiments.replay import diff
-from asyncrl.models.policy import compute_weights_digest, export
+from asyncrl.models import policy
 from asyncrl.records import atomic_write, metrics, stream
 from learner import checkpoint
 from learner.step import LearnerCore
@@ -52,6 +52,7 @@ MAY_CHANGE = (
     "staleness.max_lag",
     "staleness.half_life",
     "exact",
+    "weights.slots",
 )
 DECIDES_DATA = {
     "learner.groups": "the batches were composed",
@@ -187,6 +188,7 @@ class Replay:
         )
         self.recorded = resolve(recording.find_header(self.end - 1).config, (), str(run_dir))
         self.config = self.resolve_batch_config(self.start)
+        self.flat: dict[str, bytearray] = {}  # digest -> weights of the newest versions
         last_config = self.resolve_batch_config(self.end - 1)
         if (last_config.advantage.name == "remax") != (self.recorded.advantage.name == "remax"):
             raise ConfigError(
@@ -217,7 +219,20 @@ class Replay:
         )
 
     def make_core(self, config: Config) -> LearnerCore:
-        return LearnerCore(make_single_process_config(config, self.initial), self.weights / "model")
+        core = LearnerCore(make_single_process_config(config, self.initial), self.weights / "model")
+        if config.correction.proximal == "version":
+            core.measure.read_weights = lambda _, digest: self.flat.get(digest, bytearray())
+        return core
+
+    def keep_weights(self, core: LearnerCore) -> str:
+        """Hold the weights for tokens that they sampled; return their digest."""
+        flat = policy.copy_flat_bytes(core.model)
+        digest = policy.compute_digest(flat)
+        if core.measure.read_weights is not None:
+            self.flat[digest] = flat
+            for old in list(self.flat)[: -core.config.weights.slots]:
+                del self.flat[old]
+        return digest
 
     def run(
         self, directory: Path, log: Callable[[str], None], *, evaluate: bool = True
@@ -234,7 +249,7 @@ class Replay:
             self.config,
             self.start,
             self.end,
-            digests={self.start: compute_weights_digest(core.model)},
+            digests={self.start: self.keep_weights(core)},
         )
         evaluator = OfflineEvaluator(core.config) if evaluate else None
         writer = metrics.MetricsWriter(directory)
@@ -251,7 +266,7 @@ class Replay:
                 self.measure(evaluator, core, number, write)
                 core = self.follow(core, number)
                 write(number, core.train(step.batch))
-                result.digests[number + 1] = compute_weights_digest(core.model)
+                result.digests[number + 1] = self.keep_weights(core)
                 if time.monotonic() - reported > REPORT_S or number + 1 == self.end:
                     reported = time.monotonic()
                     log(f"replayed {number + 1 - self.start} of {self.end - self.start} batches")
@@ -263,9 +278,9 @@ class Replay:
             writer.close()
             if evaluator is not None:
                 evaluator.close()
-        export(core.model, directory / "model")
+        policy.export(core.model, directory / "model")
         (directory / "weights_digest").write_text(
-            compute_weights_digest(core.model), encoding="utf-8"
+            policy.compute_weights_digest(core.model), encoding="utf-8"
         )
         return result
 
