@@ -727,7 +727,7 @@ class LearnerCore:
             if not self.backend.rank:
                 version = self.measure.compute_version_logprobs(batch, packed, range(packed.count))
             version = self.backend.sum_over_ranks(version)
-            unknown = packed.seq[version.isnan() & packed.mask].unique().tolist()
+            unknown = sorted(set(packed.seq[version.isnan() & packed.mask].tolist()))
             if start is None:
                 start = torch.zeros_like(version)
                 if unknown:

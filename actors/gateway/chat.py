@@ -243,10 +243,12 @@ class ChatFormat:
             end = min(len(earlier), len(turn))
             start = next((position for position, (x, y) in pairs if x != y), end)
         tail = turn[start:]
-        ends = [(pos, end) for end in self.ends.values() if end and (pos := tail.rfind(end)) >= 0]
+        ends = [
+            (pos, mark) for mark in self.ends.values() if mark and (pos := tail.rfind(mark)) >= 0
+        ]
         if ends:
-            position, end = max(ends)
-            return tail[position + len(end) :] if self._ended_by_token(node) else tail[position:]
+            position, mark = max(ends)
+            return tail[position + len(mark) :] if self._ended_by_token(node) else tail[position:]
         # without an end token, the closing follows the text, which a template may have stripped
         content = join_text(messages[-1].get("content"))
         for text in (content, content.strip()):

@@ -591,7 +591,9 @@ def _compute_extra_terms(
         # a prefix form is a product over the live tokens only
         chosen = live if k.off_policy in kl.PREFIX_FORMS else slice(None)
         term = kl.compute_term(
-            *(zero_others(x)[chosen] for x in (lp, b.reference[part], b.behavior[part])),
+            zero_others(lp)[chosen],
+            zero_others(b.reference[part])[chosen],
+            zero_others(b.behavior[part])[chosen],
             b.seq[part][chosen],
             estimator=k.estimator,
             off_policy=k.off_policy,
