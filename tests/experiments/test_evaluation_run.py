@@ -77,7 +77,7 @@ def test_the_sets_are_shown(run: dict[str, Any]) -> None:
     assert f"hard {values['eval/hard']:.3f}" in shown and "again" in shown
     assert f"pass@2 {values['eval/hard_pass_at_2']:.3f}" in shown and "_low" not in shown
     assert live.format_sets({"eval/heldout": 0.5, "eval/ood": 0.2}) == ""
-    lines = plots.build_set_plot(name for row in run["rows"] for name in row).series
+    lines = plots.build_set_plot(name for row in run["rows"] for name in row).series.items()
     assert ("eval/hard", "hard") in lines and ("eval/hard_pass_at_2", "hard pass@2") in lines
     assert not any(name.startswith(("eval/heldout", "eval/ood")) for name, _ in lines)
     assert "Evaluation sets" in run_page.write(run["run_dir"]).read_text()
