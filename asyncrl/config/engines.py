@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 
-class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+class EngineInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Facts about an engine that are known without importing it."""
 
     maker: str  # module with `make_engine(config)`, imported when a generator starts

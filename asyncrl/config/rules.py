@@ -24,7 +24,7 @@ from asyncrl.config.tree import (
 )
 
 
-class Rule(msgspec.Struct, frozen=True, kw_only=True):
+class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A rule of rules.toml, which explains its fields."""
 
     text: str

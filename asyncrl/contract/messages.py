@@ -294,7 +294,9 @@ class Trajectory(msgspec.Struct, array_like=True, gc=False):
         return (len(self.tokens) + sum(len(row.tokens) for row in self.rows)) // 4
 
     def list_rows(self) -> list[Trajectory | TrainingSequence]:
-        """List the structs with arrays: this one and a session's further sequences."""
+        """List the structs with arrays: this one and a session's further sequences.
+
+        The first one's methods and properties count all of them; use its fields alone."""
         return [self, *self.rows]
 
     def list_spans(self) -> list[VersionSpan]:
