@@ -71,6 +71,8 @@ class Learner(BufferPeer):
             else None
         )
         self.publisher = Publisher(config, run_dir, self.epoch, self.core)
+        first = self.number - self.publisher.depth  # the settings may ask for fewer than before
+        earlier_versions = {n: data for n, data in earlier_versions.items() if n >= first}
         for version, data in sorted(earlier_versions.items()):
             self.publisher.publish_bytes(version, data)
         self.digest = self.publisher.publish(self.number)

@@ -54,8 +54,11 @@ class Publisher:
         private.create_directory(self.directory.parent)
         layout = core.layout
         slots = config.weights.slots + self.depth
-        if config.correction.proximal == "version":  # a resumed learner needs them too
-            self.depth = max(self.depth, int(config.staleness.limit))
+        self.window = 0  # earlier versions that no evaluation may displace
+        if config.correction.proximal == "version":
+            self.window = int(config.staleness.limit)
+            # a resumed learner needs all that the ring held
+            self.depth = max(self.depth, config.weights.slots - 1)
         self.ring = WeightRing(
             self.directory, policy.count_flat_bytes(layout), slots, layout, epoch, most=slots + 4
         )
@@ -112,7 +115,8 @@ class Publisher:
                     "nothing of them was published or kept: resume with a smaller one"
                 )
 
-        return self._write(Label(self.epoch, number), fill, self.keep, probe)
+        window = [Label(self.epoch, number - lag) for lag in range(1, self.window + 1)]
+        return self._write(Label(self.epoch, number), fill, [*self.keep, *window], probe)
 
     def _write(
         self,

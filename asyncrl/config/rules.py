@@ -253,7 +253,9 @@ def _check_correction(config: Config) -> Iterator[str]:
             "makes 1; use recompute"
         )
     versions = config.staleness.limit + 2
-    if correction.proximal == "version" and config.weights.slots < versions:
+    if correction.proximal == "version" and math.isinf(versions):
+        yield "correction.proximal: version needs a finite staleness.max_lag"
+    elif correction.proximal == "version" and config.weights.slots < versions:
         yield (
             f"weights.slots: {config.weights.slots}; correction.proximal = version needs the "
             f"weights of max_lag + 2 = {versions:g} versions; raise weights.slots, lower "
