@@ -321,9 +321,9 @@ reshape.budget=global
     in the box_cox form gamma = 0 still has a gradient
 stop.ess_min=0.5
     nothing to stop
-generator.mantissa_bits=3 exact=true
+generator.mantissa_bits=3 exact=true weights.in_flight=recompute_kv
     rounds the generator's weights
-generator.quantize=fp8 exact=true
+generator.quantize=fp8 exact=true weights.in_flight=recompute_kv
     exact: generator.quantize rounds weights
 generator.quantize=fp8 generator.mantissa_bits=3
     generator.mantissa_bits: 3 would round the weights that generator.quantize = fp8 rounds
