@@ -81,8 +81,8 @@ class AgentPool(WorkerPool[_AgentProcess, SessionResult]):
         agent = self.agent = sessions.gateway.agents[part]
         if agent.command and shutil.which(agent.command[0]) is None:
             raise ConfigError(
-                f"agent.command: there is no program {agent.command[0]!r}: give its path, or put "
-                "its directory on PATH"
+                f"agent.command: there is no program {agent.command[0]!r}; give its path, or add "
+                "its directory to PATH"
             )
         missing = [
             name for name in agent.env_pass if not GLOB & set(name) and name not in os.environ

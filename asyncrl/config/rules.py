@@ -41,9 +41,11 @@ TABLES = msgspec.toml.decode(
 
 
 def _read(config: msgspec.Struct, key: str) -> Any:
+    """Return a setting; None where the chosen method lacks it. Another unknown key is an error."""
     value: Any = config
     for name in key.split("."):
-        value = getattr(value, name, None)
+        has_kinds = value.__struct_config__.tag
+        value = getattr(value, name, None) if has_kinds else getattr(value, name)
     return value
 
 
@@ -253,9 +255,7 @@ def _check_correction(config: Config) -> Iterator[str]:
             "makes 1; use recompute"
         )
     versions = config.staleness.limit + 2
-    if correction.proximal == "version" and math.isinf(versions):
-        yield "correction.proximal: version needs a finite staleness.max_lag"
-    elif correction.proximal == "version" and config.weights.slots < versions:
+    if correction.proximal == "version" and config.weights.slots < versions < math.inf:
         yield (
             f"weights.slots: {config.weights.slots}; correction.proximal = version needs the "
             f"weights of max_lag + 2 = {versions:g} versions; raise weights.slots, lower "
