@@ -18,7 +18,7 @@ from asyncrl.records.health_checks import HELD_UP, is_explained_by_calls
 from asyncrl.transport.sockets import PeerSocket
 
 PLAIN_S = 10.0
-LIVE_S = 0.5
+LIVE_S = 0.25
 UNUSED = 0.01  # smallest share of unused tokens in trained batches that is shown
 SLOW_ACK_S = 1.0  # from a delivery to its acknowledgment; a near buffer needs milliseconds
 PACE_BATCHES = 20
