@@ -18,13 +18,7 @@ import torch
 
 from asyncrl.algorithms import advantages, correction, kl, ratios, surrogates
 from asyncrl.experiments.lab.page import LabFindings, make_table
-from asyncrl.experiments.lab.policy import (
-    ResponseSpace,
-    compute_cosine,
-    compute_exact_gradient,
-    compute_relative_error,
-    differentiate,
-)
+from asyncrl.experiments.lab.policy import ResponseSpace, compute_relative_error, differentiate
 
 DISTANCES = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3)
 UPDATES = (0, 1, 2, 4, 8, 16)
@@ -53,8 +47,8 @@ SHOWN = (
     "prefix_full_cut_2",
 )
 
-# coefficients [N] of grad lp, and of grad KL_k or None
-Parts = tuple[torch.Tensor, torch.Tensor | None]
+# coefficients [N] of grad lp, and of grad KL_k if it has any
+Parts = Sequence[torch.Tensor]
 
 
 @dataclass
@@ -68,103 +62,57 @@ class EstimatorCase:
 
     def __post_init__(self) -> None:
         s = self.space
-        self.lp, self.lr, self.lm = (
-            s.compute_logprobs(self.theta),
-            s.compute_logprobs(self.ref),
-            s.compute_logprobs(self.mu),
-        )
-        self.step_kl, self.probability = (
-            s.compute_step_kl(self.theta, self.ref),
-            s.compute_probability(self.mu),
-        )
-        self.all = torch.ones_like(s.seq, dtype=torch.bool)
-        self.exact = compute_exact_gradient(lambda t: s.compute_kl(t, self.ref), self.theta)
+        self.lp, self.lr, self.lm = map(s.compute_logprobs, (self.theta, self.ref, self.mu))
+        self.step_kl = s.compute_step_kl(self.theta, self.ref)
+        self.probability = s.compute_probability(self.mu)
+        self.exact = differentiate(lambda t: s.compute_kl(t, self.ref), self.theta)[0]
 
     def sum_over_response(self, k: torch.Tensor) -> torch.Tensor:
         """Sum k [N] over each token's whole response: [N]."""
         return ratios.sum_by_sample(k, self.space.seq, self.space.n)[self.space.seq]
 
+    def sum_from_token(self, k: torch.Tensor) -> torch.Tensor:
+        """Sum k [N] over each token's response from the token on: [N]."""
+        return ratios.sum_discounted_suffix(k, self.space.seq, 1.0)
+
     def compute_weight(self, level: str) -> torch.Tensor:
         """Return pi_theta / mu at a level of `correction.level`: [N]."""
+        s = self.space
+        every = torch.ones_like(s.seq, dtype=torch.bool)
         return correction.compute_weights(
-            ratios.subtract(self.lp, self.lm), self.all, self.space.seq, self.space.n, level
+            ratios.subtract(self.lp, self.lm), every, s.seq, s.n, level
+        )
+
+    def make_loss(
+        self, estimator: str = "k3", weight: torch.Tensor | float = 1.0, **settings: Any
+    ) -> Parts:
+        """Return an estimator as a loss term, with its gradient by autograd.
+
+        weight: [N], detached.
+        settings: other keys of [kl.loss].
+        """
+        return differentiate(
+            lambda lp, step: (
+                weight
+                * kl.compute_term(
+                    lp,
+                    self.lr,
+                    self.lm,
+                    self.space.seq,
+                    estimator=estimator,
+                    step_kl=step,
+                    **settings,
+                )
+            ),
+            self.lp,
+            self.step_kl,
         )
 
     def compute_gradient_rows(self, parts: Parts) -> torch.Tensor:
-        return self.space.compute_gradient_rows(self.theta, parts[0], parts[1], self.ref)
+        return self.space.compute_gradient_rows(self.theta, *parts, ref=self.ref)
 
     def judge(self, parts: Parts) -> dict[str, float]:
-        """Return bias and variance of an estimator.
-
-        - relative_bias: |E g - exact| / |exact|
-        - cosine: of E g and exact
-        - variance: trace of the covariance of one response's gradient
-        - relative_variance: the same over |exact|^2
-        """
-        mean, variance = self.space.compute_moments(
-            self.compute_gradient_rows(parts), self.probability
-        )
-        size = float(self.exact.square().sum())
-        return {
-            "relative_bias": compute_relative_error(mean, self.exact),
-            "cosine": compute_cosine(mean, self.exact),
-            "variance": variance,
-            "relative_variance": variance / size,
-        }
-
-
-def make_loss_estimator(
-    case: EstimatorCase, name: str, weight: torch.Tensor | None = None
-) -> Parts:
-    """Return the estimator as a loss term, with its gradient by autograd.
-
-    weight: [N], detached.
-    """
-    w = torch.ones_like(case.lp) if weight is None else weight
-    return differentiate(
-        lambda lp: w * kl.compute_term(lp, case.lr, case.lm, case.space.seq, estimator=name),
-        case.lp,
-    )[0], None
-
-
-def make_reward_estimator(
-    case: EstimatorCase,
-    name: str,
-    weight: torch.Tensor | None = None,
-    x: torch.Tensor | None = None,
-) -> Parts:
-    """Return the estimator's value, summed over the whole response, times grad lp."""
-    penalty = case.sum_over_response(
-        kl.estimate(name, ratios.compute_log_ratio(case.lp, case.lr) if x is None else x)
-    )
-    return penalty if weight is None else weight * penalty, None
-
-
-def make_off_policy_estimator(
-    case: EstimatorCase,
-    name: str,
-    *,
-    estimator: str = "k3",
-    discount: float = 1.0,
-    truncate: float = math.inf,
-) -> Parts:
-    """Return the estimator of kl.loss.off_policy = ratio, prefix or prefix_full."""
-    lp, step = differentiate(
-        lambda lp, step: kl.compute_term(
-            lp,
-            case.lr,
-            case.lm,
-            case.space.seq,
-            estimator=estimator,
-            off_policy=name,
-            discount=discount,
-            truncate=truncate,
-            step_kl=step,
-        ),
-        case.lp,
-        case.step_kl,
-    )
-    return lp, step if name == "prefix_full" else None
+        return self.space.judge(self.compute_gradient_rows(parts), self.probability, self.exact)
 
 
 def make_estimators(case: EstimatorCase) -> dict[str, Parts]:
@@ -172,121 +120,97 @@ def make_estimators(case: EstimatorCase) -> dict[str, Parts]:
 
     They are biased on stale samples.
     """
-    by_name: dict[str, Parts] = {}
-    for name in kl.ESTIMATORS:
-        by_name[f"{name}_in_reward"] = make_reward_estimator(case, name)
-    for name in (*kl.ESTIMATORS, "k1+", "k3+", "abs+"):
-        by_name[f"{name}_in_loss"] = make_loss_estimator(case, name)
     x = ratios.compute_log_ratio(case.lp, case.lr)
-    seq = case.space.seq
-    by_name["k1_in_reward_to_go"] = ratios.sum_discounted_suffix(kl.estimate_k1(x), seq, 1.0), None
-    mean = (case.probability * ratios.sum_by_sample(kl.estimate_k1(x), seq, case.space.n)).sum()
-    by_name["k1_in_reward_baseline"] = case.sum_over_response(kl.estimate_k1(x)) - mean, None
-    # on policy their weights are 1
-    return by_name | {
-        name: make_off_policy_estimator(case, name) for name in ("prefix", "prefix_full")
+    penalty = {n: case.sum_over_response(kl.estimate(n, x)) for n in kl.ESTIMATORS}
+    baseline = (case.probability * penalty["k1"][:: case.space.length]).sum()
+    return {
+        **{f"{n}_in_reward": (k,) for n, k in penalty.items()},
+        **{f"{n}_in_loss": case.make_loss(n) for n in (*kl.ESTIMATORS, "k1+", "k3+", "abs+")},
+        "k1_in_reward_to_go": (case.sum_from_token(x),),
+        "k1_in_reward_baseline": (penalty["k1"] - baseline,),
+        # on policy their weights are 1
+        **{n: case.make_loss(off_policy=n) for n in kl.PREFIX_FORMS},
     }
 
 
 def make_stale_estimators(case: EstimatorCase) -> dict[str, Parts]:
     """Return the estimators that use pi_theta / mu."""
-    token = case.compute_weight("token")
-    sequence = case.compute_weight("sequence")
+    token, sequence = map(case.compute_weight, ("token", "sequence"))
     x = ratios.compute_log_ratio(case.lp, case.lr)
-    seq = case.space.seq
-    w = kl.compute_prefix_weights(case.lp, case.lm, seq)
-    frozen = make_reward_estimator(
-        case,
-        "k1",
-        surrogates.compute_vanilla(
-            ratios.compute_log_ratio(case.lp, case.lm), torch.ones_like(x)
-        ).coefficient,
-        ratios.compute_log_ratio(case.lm, case.lr),
-    )
+    penalty = case.sum_over_response(x)
+    prefix = kl.compute_prefix_weights(case.lp, case.lm, case.space.seq)
+    frozen = case.sum_over_response(ratios.compute_log_ratio(case.lm, case.lr))
     return {
-        "k1_in_reward_token": make_reward_estimator(case, "k1", token),
-        "k1_in_reward_sequence": make_reward_estimator(case, "k1", sequence),
-        "k1_in_reward_per_decision": (
-            ratios.sum_discounted_suffix(w * kl.estimate_k1(x), seq, 1.0),
-            None,
-        ),
-        "k1_in_reward_frozen": frozen,
-        "k2_in_loss_token": make_loss_estimator(case, "k2", token),
-        "k3_in_loss_token": make_loss_estimator(case, "k3", token),
-        "k3+_in_loss_token": make_loss_estimator(case, "k3+", token),
-        "ratio": make_off_policy_estimator(case, "ratio"),
-        "ratio_k1": make_off_policy_estimator(case, "ratio", estimator="k1"),
-        "prefix_cut_2": make_off_policy_estimator(case, "prefix", truncate=2.0),
-        "prefix_full_cut_2": make_off_policy_estimator(case, "prefix_full", truncate=2.0),
-        "prefix_token": make_off_policy_estimator(case, "prefix", discount=0.0),
-        "prefix_full_token": make_off_policy_estimator(case, "prefix_full", discount=0.0),
+        "k1_in_reward_token": (token * penalty,),
+        "k1_in_reward_sequence": (sequence * penalty,),
+        "k1_in_reward_per_decision": (case.sum_from_token(prefix * x),),
+        # the penalty of the sampling policy, with the weight of the vanilla surrogate
+        "k1_in_reward_frozen": (token * frozen,),
+        **{f"{n}_in_loss_token": case.make_loss(n, token) for n in ("k2", "k3", "k3+")},
+        "ratio": case.make_loss(off_policy="ratio"),
+        "ratio_k1": case.make_loss("k1", off_policy="ratio"),
+        **{f"{n}_cut_2": case.make_loss(off_policy=n, truncate=2.0) for n in kl.PREFIX_FORMS},
+        **{f"{n}_token": case.make_loss(off_policy=n, discount=0.0) for n in kl.PREFIX_FORMS},
     }
 
 
-def check_identities(case: EstimatorCase) -> dict[str, float]:
+def judge_all(case: EstimatorCase) -> dict[str, dict[str, float]]:
+    estimators = make_estimators(case) | make_stale_estimators(case)
+    return {n: case.judge(parts) for n, parts in estimators.items()}
+
+
+def check_identities(case: EstimatorCase, gradients: dict[str, torch.Tensor]) -> dict[str, float]:
     """Return relative errors of identities that hold exactly on policy.
 
     case.mu must be case.theta.
+    gradients: expected, of `make_estimators`.
     """
     s = case.space
-    theta = case.theta
     p = case.probability
-    a = torch.log_softmax(theta, -1)
+    visits = torch.zeros(s.prefixes, dtype=p.dtype).index_add_(0, s.place, p[s.seq])
     b = torch.log_softmax(case.ref, -1)
-    gradients = {
-        name: s.average(case.compute_gradient_rows(parts), p)
-        for name, parts in make_estimators(case).items()
-    }
-    visits = torch.zeros(s.prefixes, dtype=theta.dtype).index_add_(0, s.place, p[s.seq])
-    reverse = compute_exact_gradient(
-        lambda t: (
-            visits * (torch.log_softmax(t, -1).exp() * (torch.log_softmax(t, -1) - b)).sum(-1)
-        ).sum(),
-        theta,
-    )
-    forward = compute_exact_gradient(
-        lambda t: -(visits * (b.exp() * torch.log_softmax(t, -1)).sum(-1)).sum(), theta
-    )
-    value = float((visits * (a.exp() * (a - b)).sum(-1)).sum() / s.compute_kl(theta, case.ref) - 1)
+
+    def compute_reverse(t: torch.Tensor) -> torch.Tensor:
+        gap = torch.log_softmax(t, -1) - b
+        return (visits * (torch.log_softmax(t, -1).exp() * gap).sum(-1)).sum()
+
+    reverse = differentiate(compute_reverse, case.theta)[0]
+    forward = differentiate(
+        lambda t: -(visits * (b.exp() * torch.log_softmax(t, -1)).sum(-1)).sum(), case.theta
+    )[0]
+    value = compute_reverse(case.theta) / s.compute_kl(case.theta, case.ref)
+    k2, k3 = gradients["k2_in_loss"], gradients["k3_in_loss"]
     return {
-        "chain rule: steps' KL sum to the answers'": abs(value),
+        "chain rule: steps' KL sum to the answers'": abs(float(value - 1)),
         "k1_in_reward = exact": compute_relative_error(gradients["k1_in_reward"], case.exact),
         "k1_in_loss = 0": float(gradients["k1_in_loss"].norm() / case.exact.norm()),
-        "k2_in_loss = token-level reverse KL": compute_relative_error(
-            gradients["k2_in_loss"], reverse
-        ),
-        "k3_in_loss = token-level forward KL": compute_relative_error(
-            gradients["k3_in_loss"], forward
-        ),
+        "k2_in_loss = token-level reverse KL": compute_relative_error(k2, reverse),
+        "k3_in_loss = token-level forward KL": compute_relative_error(k3, forward),
         "k3_in_reward = exact - k3_in_loss": compute_relative_error(
-            gradients["k3_in_reward"], case.exact - gradients["k3_in_loss"]
+            gradients["k3_in_reward"], case.exact - k3
         ),
         "k1+ = k3+ = abs+ = k2 in loss": max(
-            compute_relative_error(gradients[f"{n}_in_loss"], gradients["k2_in_loss"])
-            for n in ("k1+", "k3+", "abs+")
+            compute_relative_error(gradients[f"{n}_in_loss"], k2) for n in ("k1+", "k3+", "abs+")
         ),
     }
 
 
-def split_gradient(case: EstimatorCase) -> dict[str, dict[str, float]]:
+def split_gradient(
+    exact: torch.Tensor, gradients: dict[str, torch.Tensor]
+) -> dict[str, dict[str, float]]:
     """Return the parts of the gradient of E[k] against the exact gradient.
 
     The score-function part is the term in the reward, the path-wise part the term in the loss.
     """
     parts = {}
     for name in kl.ESTIMATORS:
-        score = case.space.average(
-            case.compute_gradient_rows(make_reward_estimator(case, name)), case.probability
-        )
-        path = case.space.average(
-            case.compute_gradient_rows(make_loss_estimator(case, name)), case.probability
-        )
+        score, path = gradients[f"{name}_in_reward"], gradients[f"{name}_in_loss"]
         parts[name] = {
-            "score": compute_relative_error(score, case.exact),
-            "path": compute_relative_error(path, case.exact),
-            "sum": compute_relative_error(score + path, case.exact),
-            "score_size": float(score.norm() / case.exact.norm()),
-            "path_size": float(path.norm() / case.exact.norm()),
+            "score": compute_relative_error(score, exact),
+            "path": compute_relative_error(path, exact),
+            "sum": compute_relative_error(score + path, exact),
+            "score_size": float(score.norm() / exact.norm()),
+            "path_size": float(path.norm() / exact.norm()),
         }
     return parts
 
@@ -319,26 +243,22 @@ def update_policy(space: ResponseSpace, mu: torch.Tensor, count: int, seed: int)
 
 
 def sample_error(
-    case: EstimatorCase, parts_: Parts, size: int, draws: int, seed: int, rloo: bool = False
+    case: EstimatorCase, parts: Parts, size: int, draws: int, seed: int, rloo: bool = False
 ) -> float:
     """Return the mean squared error of a mean over `size` samples, over |exact|^2.
 
     rloo: subtract the mean penalty of the other responses in the group of 8.
     """
     s = case.space
-    rows = case.compute_gradient_rows(parts_)
-    batches = s.sample(case.mu, size * draws, seed).reshape(draws, size)
-    unit = case.compute_gradient_rows((torch.ones_like(case.lp), None)) if rloo else None
-    penalty = parts_[0].reshape(s.n, -1)[:, 0]
+    penalty = parts[0][:: s.length]
+    rows = case.compute_gradient_rows([torch.ones_like(case.lp)] if rloo else parts)
+    factor = torch.ones(size, dtype=rows.dtype)
     total = 0.0
-    for row in batches:
-        if unit is None:
-            count = torch.bincount(row, minlength=s.n).to(rows.dtype) / size
-            g = s.average(rows, count)
-        else:
-            adv = advantages.compute_rloo(penalty[row], torch.arange(size) // GROUP)
-            g = s.average(unit, torch.zeros(s.n, dtype=rows.dtype).index_add_(0, row, adv) / size)
-        total += float((g - case.exact).square().sum())
+    for sampled in s.sample(case.mu, size * draws, seed).reshape(draws, size):
+        if rloo:
+            factor = advantages.compute_rloo(penalty[sampled], torch.arange(size) // GROUP)
+        weight = torch.zeros(s.n, dtype=rows.dtype).index_add_(0, sampled, factor)
+        total += float((s.average(rows, weight / size) - case.exact).square().sum())
     return total / draws / float(case.exact.square().sum())
 
 
@@ -379,7 +299,6 @@ def measure(
         theta = space.draw_table(1000 * seed)
         ref = space.find_policy(theta, ref_kl, 1000 * seed + 1)
         results.append(_measure_case(space, theta, ref, distance, draws, 1000 * seed + 2))
-    result = average(results)
     return {
         "vocabulary": vocabulary,
         "length": length,
@@ -387,7 +306,7 @@ def measure(
         "distance": distance,
         "ref_kl": ref_kl,
         "answers": space.n,
-    } | result
+    } | average(results)
 
 
 def _measure_case(
@@ -398,44 +317,29 @@ def _measure_case(
     draws: int,
     seed: int,
 ) -> dict[str, Any]:
-    on_policy = EstimatorCase(space, theta, ref, theta)
-    off_policy = EstimatorCase(space, theta, ref, space.find_policy(theta, distance, seed))
-
-    def measure_all(case: EstimatorCase) -> dict[str, Any]:
-        return {
-            name: case.judge(p)
-            for name, p in (make_estimators(case) | make_stale_estimators(case)).items()
-        }
-
-    cases = {
-        f"{d:g}": EstimatorCase(space, theta, ref, space.find_policy(theta, d, seed))
-        for d in DISTANCES
-    }
-    by_distance = {d: measure_all(case) for d, case in cases.items()}
+    on_policy, off_policy, *cases = (
+        EstimatorCase(space, theta, ref, space.find_policy(theta, d, seed))
+        for d in (0.0, distance, *DISTANCES)
+    )
+    by_distance = {f"{d:g}": case for d, case in zip(DISTANCES, cases, strict=True)}
     by_updates = {}
     for m in UPDATES:
         updated = update_policy(space, theta, m, seed)
         by_updates[str(m)] = {
             "kl": float(space.compute_kl(theta, updated)) / space.length,
-            "estimators": measure_all(EstimatorCase(space, updated, ref, theta)),
+            "estimators": judge_all(EstimatorCase(space, updated, ref, theta)),
         }
-    curve = {
-        which: {
-            f"{d:g}": {
-                f"{c:g}": off_policy.judge(
-                    make_off_policy_estimator(off_policy, which, discount=d, truncate=c)
-                )
-                for c in CUTS
-            }
-            for d in DISCOUNTS
-        }
-        for which in ("prefix", "prefix_full")
+    estimators = make_estimators(on_policy)
+    gradients = {
+        n: space.average(on_policy.compute_gradient_rows(parts), on_policy.probability)
+        for n, parts in estimators.items()
+    }
+    judged = {
+        "on_policy": {n: on_policy.judge(parts) for n, parts in estimators.items()},
+        "off_policy": judge_all(off_policy),
     }
     return {
-        "estimators": {
-            "on_policy": {n: on_policy.judge(p) for n, p in make_estimators(on_policy).items()},
-            "off_policy": measure_all(off_policy),
-        },
+        "estimators": judged,
         # share of responses, by mu, whose log-ratio the formulas clamp, so that they are not exact
         "clamped": {
             d: float(
@@ -443,54 +347,60 @@ def _measure_case(
                     ratios.sum_by_sample(case.lp - case.lm, space.seq, space.n).abs() > ratios.CLAMP
                 ].sum()
             )
-            for d, case in cases.items()
+            for d, case in by_distance.items()
         },
-        "identities": check_identities(on_policy),
-        "parts": split_gradient(on_policy),
-        "distances": by_distance,
+        "identities": check_identities(on_policy, gradients),
+        "parts": split_gradient(on_policy.exact, gradients),
+        "distances": {d: judge_all(case) for d, case in by_distance.items()},
         "updates": by_updates,
-        "curve": curve,
-        "mse": _compute_errors(on_policy, off_policy, draws, seed),
+        "curve": {
+            form: {
+                f"{d:g}": {
+                    f"{c:g}": off_policy.judge(
+                        off_policy.make_loss(off_policy=form, discount=d, truncate=c)
+                    )
+                    for c in CUTS
+                }
+                for d in DISCOUNTS
+            }
+            for form in kl.PREFIX_FORMS
+        },
+        "mse": _compute_errors(on_policy, off_policy, judged, draws, seed),
     }
 
 
 def _compute_errors(
-    on_policy: EstimatorCase, off_policy: EstimatorCase, draws: int, seed: int
+    on_policy: EstimatorCase,
+    off_policy: EstimatorCase,
+    judged: dict[str, dict[str, dict[str, float]]],
+    draws: int,
+    seed: int,
 ) -> dict[str, Any]:
     """Return relative_bias^2 + relative_variance / n for each batch size n.
 
     Some values are sampled instead, to check the formula or where no formula exists.
     """
-
-    def compute_curve(case: EstimatorCase, parts_: Parts) -> dict[str, float]:
-        j = case.judge(parts_)
-        return {str(n): j["relative_bias"] ** 2 + j["relative_variance"] / n for n in SIZES}
-
     errors: dict[str, Any] = {
-        "on_policy": {
-            n: compute_curve(on_policy, p) for n, p in make_estimators(on_policy).items()
-        },
-        "off_policy": {
-            n: compute_curve(off_policy, p)
-            for n, p in (make_estimators(off_policy) | make_stale_estimators(off_policy)).items()
-        },
+        policy: {
+            name: {str(n): j["relative_bias"] ** 2 + j["relative_variance"] / n for n in SIZES}
+            for name, j in by_name.items()
+        }
+        for policy, by_name in judged.items()
     }
-    penalty = make_reward_estimator(on_policy, "k1")
+    penalty = make_estimators(on_policy)["k1_in_reward"]
+    checked = {
+        ("on_policy", "k1_in_reward"): (on_policy, penalty),
+        ("on_policy", "k3_in_loss"): (on_policy, on_policy.make_loss()),
+        ("off_policy", "prefix_full"): (off_policy, off_policy.make_loss(off_policy="prefix_full")),
+    }
+    errors["sampled over formula, n = 128"] = {
+        f"{policy} {name}": sample_error(case, parts, 128, draws, seed + 4)
+        / errors[policy][name]["128"]
+        for (policy, name), (case, parts) in checked.items()
+    }
     errors["on_policy"]["k1_in_reward_rloo"] = {
         str(n): sample_error(on_policy, penalty, n, max(20, draws * 32 // n), seed + 3, rloo=True)
         for n in SIZES[:4]
-    }
-    checked = {
-        "on_policy k1_in_reward": (on_policy, penalty),
-        "on_policy k3_in_loss": (on_policy, make_loss_estimator(on_policy, "k3")),
-        "off_policy prefix_full": (
-            off_policy,
-            make_off_policy_estimator(off_policy, "prefix_full"),
-        ),
-    }
-    errors["sampled over formula, n = 128"] = {
-        n: sample_error(c, p, 128, draws, seed + 4) / compute_curve(c, p)["128"]
-        for n, (c, p) in checked.items()
     }
     return errors
 

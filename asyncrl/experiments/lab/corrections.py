@@ -22,12 +22,7 @@ from asyncrl.algorithms.settings import Correction, RecomputedCorrection
 from asyncrl.config.presets import PRESETS
 from asyncrl.experiments.lab.bias import EXACT, average
 from asyncrl.experiments.lab.page import LabFindings, make_table
-from asyncrl.experiments.lab.policy import (
-    ResponseSpace,
-    compute_cosine,
-    compute_exact_gradient,
-    compute_relative_error,
-)
+from asyncrl.experiments.lab.policy import ResponseSpace, differentiate
 
 DISTANCES = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1)
 SIZES = (64, 256, 1024, 4096, 16384)
@@ -89,9 +84,7 @@ class StaleSamples:
         self.lp = space.compute_logprobs(theta)
         self.log_rho = ratios.subtract(self.lp, space.compute_logprobs(mu))
         self.adv = (right - (self.p * right).sum())[space.seq]
-        self.exact = compute_exact_gradient(
-            lambda t: (space.compute_probability(t) * right).sum(), theta
-        )
+        self.exact = differentiate(lambda t: space.compute_probability(t) * right, theta)[0]
 
     def correct(self, c: Correction) -> correction.ImportanceWeights:
         """Return weights of all responses, with the statistics of an infinite batch."""
@@ -121,25 +114,20 @@ class StaleSamples:
     def judge(self, c: Correction) -> dict[str, float]:
         """Return bias, variance and weight statistics of a correction.
 
-        - relative_bias: |E g - exact| / |exact|
-        - cosine: of E g and exact
-        - relative_variance: variance over |exact|^2
+        - relative_bias, cosine, relative_variance: of `ResponseSpace.judge`
         - mean_weight: mean weight of a token
         - ess: effective sample size of the tokens
         - left: share of tokens with a weight above 0
         """
         s = self.space
         w = self.correct(c).weight
-        gradient, variance = s.compute_moments(
-            s.compute_gradient_rows(self.theta, w * self.adv), self.p
-        )
+        rows = s.compute_gradient_rows(self.theta, w * self.adv)
+        judged = s.judge(rows, self.p, self.exact)
+        del judged["variance"]
         chance = self.p[s.seq] / s.length
         mean_weight = float((chance * w).sum())
         mean_square = float((chance * w.square()).sum())
-        return {
-            "relative_bias": compute_relative_error(gradient, self.exact),
-            "cosine": compute_cosine(gradient, self.exact),
-            "relative_variance": variance / float(self.exact.square().sum()),
+        return judged | {
             "mean_weight": mean_weight,
             "ess": mean_weight**2 / max(mean_square, 1e-300),
             "left": float((chance * (w > 0)).sum()),

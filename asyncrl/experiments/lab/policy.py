@@ -10,7 +10,6 @@ squared norm of a response's gradient is the sum over its tokens.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 
 import torch
@@ -38,18 +37,16 @@ class ResponseSpace:
             )
         self.vocabulary = vocabulary
         self.length = length
-        self.answers = torch.tensor(list(itertools.product(range(vocabulary), repeat=length)))
-        self.n = len(self.answers)
-        self.prefixes = (vocabulary**length - 1) // (vocabulary - 1)
-        place = []
-        row = torch.zeros(self.n, dtype=torch.long)
-        offset = 0
+        self.n: int = vocabulary**length
+        self.prefixes = (self.n - 1) // (vocabulary - 1)
+        number = torch.arange(self.n)  # a response, whose symbols are its digits in base V
+        sizes = [vocabulary**t for t in range(length + 1)]
+        self.answers = torch.stack(
+            [number // size % vocabulary for size in reversed(sizes[:-1])], 1
+        )
         # prefixes of one length are ordered as base-V numbers, after all shorter ones
-        for t in range(length):
-            place.append(offset + row)
-            row = row * vocabulary + self.answers[:, t]
-            offset = offset + vocabulary**t
-        self.place, self.symbol = torch.stack(place, 1).reshape(-1), self.answers.reshape(-1)
+        rows = [(size - 1) // (vocabulary - 1) + number // (self.n // size) for size in sizes[:-1]]
+        self.place, self.symbol = torch.stack(rows, 1).reshape(-1), self.answers.reshape(-1)
         self.seq = torch.arange(self.n).repeat_interleave(length)
 
     # ---- policies --------------------------------------------------------------------------------
@@ -69,7 +66,10 @@ class ResponseSpace:
 
     def compute_probability(self, theta: torch.Tensor) -> torch.Tensor:
         """Return the probability of every response: [S]."""
-        return self.compute_logprobs(theta).reshape(self.n, -1).sum(1).exp()
+        return self._sum_logprobs(theta).exp()
+
+    def _sum_logprobs(self, theta: torch.Tensor) -> torch.Tensor:
+        return self.compute_logprobs(theta).reshape(self.n, -1).sum(1)
 
     def compute_step_kl(self, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         """Return exact KL(p || q) over the next symbol at each token's state.
@@ -85,13 +85,12 @@ class ResponseSpace:
 
         The result is a scalar with gradient.
         """
-        lp = self.compute_logprobs(p).reshape(self.n, -1).sum(1)
-        lq = self.compute_logprobs(q).reshape(self.n, -1).sum(1)
-        return (lp.exp() * (lp - lq)).sum()
+        lp = self._sum_logprobs(p)
+        return (lp.exp() * (lp - self._sum_logprobs(q))).sum()
 
     def compute_entropy(self, p: torch.Tensor) -> float:
         """Return the entropy in nats a token."""
-        lp = self.compute_logprobs(p).reshape(self.n, -1).sum(1)
+        lp = self._sum_logprobs(p)
         return float(-(lp.exp() * lp).sum() / self.length)
 
     def find_policy(self, theta: torch.Tensor, kl: float, seed: int) -> torch.Tensor:
@@ -136,6 +135,7 @@ class ResponseSpace:
         theta: torch.Tensor,
         coefficient: torch.Tensor,
         step: torch.Tensor | None = None,
+        *,
         ref: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return each token's part of its response's gradient, on its row of the table.
@@ -173,28 +173,35 @@ class ResponseSpace:
         square = float((probability[self.seq] * rows.square().sum(1)).sum())
         return mean, max(0.0, square - float(mean.square().sum()))
 
+    def judge(
+        self, rows: torch.Tensor, probability: torch.Tensor, exact: torch.Tensor
+    ) -> dict[str, float]:
+        """Return bias and variance of an estimator of the gradient `exact`.
+
+        - relative_bias: |E g - exact| / |exact|
+        - cosine: of E g and exact
+        - variance: trace of the covariance of one response's gradient
+        - relative_variance: the same over |exact|^2
+        """
+        mean, variance = self.compute_moments(rows, probability)
+        return {
+            "relative_bias": compute_relative_error(mean, exact),
+            "cosine": compute_cosine(mean, exact),
+            "variance": variance,
+            "relative_variance": variance / float(exact.square().sum()),
+        }
+
 
 def differentiate(term: Callable[..., torch.Tensor], *leaves: torch.Tensor) -> list[torch.Tensor]:
-    """Return d sum(term) / d leaf for each leaf [N]; zeros if no gradient flows.
+    """Return d sum(term) / d leaf for each leaf; zeros if no gradient flows.
 
-    These are a loss term's coefficients of grad lp and of grad KL_k.
+    For leaves lp and KL_k [N] these are a loss term's coefficients of grad lp and of grad KL_k.
     """
     copies = [x.detach().clone().requires_grad_(True) for x in leaves]
     total = term(*copies).sum()
     if not total.requires_grad:
         return [torch.zeros_like(x) for x in copies]
-    return [
-        torch.zeros_like(x) if g is None else g
-        for g, x in zip(torch.autograd.grad(total, copies, allow_unused=True), copies, strict=True)
-    ]
-
-
-def compute_exact_gradient(
-    f: Callable[[torch.Tensor], torch.Tensor], theta: torch.Tensor
-) -> torch.Tensor:
-    """Return the gradient [K, V] of a scalar function of the table."""
-    leaf = theta.detach().clone().requires_grad_(True)
-    return torch.autograd.grad(f(leaf), leaf)[0]
+    return list(torch.autograd.grad(total, copies, materialize_grads=True))
 
 
 def compute_relative_error(estimate: torch.Tensor, exact: torch.Tensor) -> float:
