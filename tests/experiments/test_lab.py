@@ -205,7 +205,7 @@ def test_reshape_its_first_step_is_the_policy_gradient_of_the_batch() -> None:
     """SGD at rate 2: theta moves by 2/N sum_i A_i grad lp_i, with grpo's advantages worked out
     here."""
     t = trainer("vanilla", "sgd", 2.0)
-    drawn, b = reshape.sample_batch(t.space, t.start, t.right, 32, 5)
+    drawn, b = t.sample_batch(32, 5)
     r = b.rewards.reshape(4, 8)
     adv = ((r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-4)).reshape(-1)
     each = torch.zeros(t.space.n, dtype=torch.float64).index_add_(0, drawn, adv)

@@ -8,6 +8,7 @@ all responses.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -56,29 +57,7 @@ def make_config(arm: str, epochs: int, minibatches: int) -> Config:
             "groups": 32,
         },
     }
-    return load.convert(base | {k: dict(v) for k, v in ARMS[arm].items()}, f"lab reshape, {arm}")
-
-
-def sample_batch(
-    space: ResponseSpace, theta: torch.Tensor, right: torch.Tensor, samples: int, seed: int
-) -> tuple[torch.Tensor, step_loss.LossBatch]:
-    """Sample responses from theta and build their batch for the loss.
-
-    Returns the responses, int64 [B], and the batch in groups of 8.
-    """
-    sampled = space.sample(theta, samples, seed)
-    n = samples * space.length
-    lp = space.compute_logprobs(theta).reshape(space.n, -1)[sampled].reshape(-1)
-    return sampled, step_loss.LossBatch(
-        seq=torch.arange(samples).repeat_interleave(space.length),
-        behavior=lp,
-        proximal=lp,
-        mask=torch.ones(n, dtype=torch.bool),
-        token_lag=torch.zeros(n, dtype=torch.long),
-        rewards=right[sampled],
-        groups=torch.arange(samples) // GROUP,
-        truncated=torch.zeros(samples, dtype=torch.bool),
-    )
+    return load.convert(base | ARMS[arm], f"lab reshape, {arm}")
 
 
 class TabularTrainer:
@@ -111,26 +90,44 @@ class TabularTrainer:
             self.space.compute_logprobs(self.theta).reshape(self.space.n, -1)[sampled].reshape(-1)
         )
 
+    def sample_batch(self, samples: int, seed: int) -> tuple[torch.Tensor, step_loss.LossBatch]:
+        """Sample responses from theta and build their batch for the loss.
+
+        Returns the responses, int64 [B], and the batch in groups of 8.
+        """
+        s = self.space
+        sampled = s.sample(self.theta.detach(), samples, seed)
+        lp = self.compute_logprobs(sampled).detach()
+        return sampled, step_loss.LossBatch(
+            seq=torch.arange(samples).repeat_interleave(s.length),
+            behavior=lp,
+            proximal=lp,
+            mask=torch.ones_like(lp, dtype=torch.bool),
+            token_lag=torch.zeros_like(lp, dtype=torch.long),
+            rewards=self.right[sampled],
+            groups=torch.arange(samples) // GROUP,
+            truncated=torch.zeros(samples, dtype=torch.bool),
+        )
+
     def train(self, samples: int, seed: int) -> list[dict[str, float]]:
         """Train all epochs of one batch; return a row for every optimizer step.
 
         The state is the one after the step. Skipped steps have no gradient values.
         """
         mu = self.theta.detach().clone()
-        sampled, b = sample_batch(self.space, mu, self.right, samples, seed)
-        prep = step_loss.prepare(b, self.c)
+        sampled, batch = self.sample_batch(samples, seed)
+        prep = step_loss.prepare(batch, self.c)
         rows = []
         stopped = False
         parts = self.c.learner.minibatches
         order = torch.Generator().manual_seed(seed)
+        groups = torch.arange(samples).reshape(-1, GROUP)
         for _ in range(self.c.learner.epochs):
-            deal = torch.randperm(samples // GROUP, generator=order)
+            deal = torch.randperm(len(groups), generator=order)
             for m in range(parts):
-                minibatch = torch.cat(
-                    [torch.arange(GROUP) + GROUP * int(g) for g in deal[m::parts].sort().values]
-                )
+                minibatch = groups[deal[m::parts].sort().values].reshape(-1)
                 row = {} if stopped else self._make_step(prep, sampled, minibatch)
-                stopped = stopped or not row
+                stopped = not row
                 rows.append(row | self._measure_state(mu, prep, sampled))
         return rows
 
@@ -158,9 +155,7 @@ class TabularTrainer:
         logprobs = self.compute_logprobs(sampled)
         has_stepped = prep.steps > 0
         step = step_loss.begin_step(prep, minibatch, logprobs.detach())
-        part = (minibatch[:, None] * self.space.length + torch.arange(self.space.length)).reshape(
-            -1
-        )
+        part = torch.arange(len(logprobs)).reshape(-1, self.space.length)[minibatch].reshape(-1)
         lp = logprobs[part]
         loss, sums = step_loss.compute_micro_loss(prep, step, part, lp)
         if has_stepped and (
@@ -175,37 +170,18 @@ class TabularTrainer:
             return {}
         slope = torch.autograd.grad(loss, lp, retain_graph=True)[0]
         g = torch.autograd.grad(lp, self.theta, slope)[0]
-        coefficient = -slope * len(part)
         row = {
             "grad_norm": float(g.norm()),
             "cosine": math.nan if self.last is None else compute_cosine(g, self.last),
-            "lr_scale": step.lr_scale,
-            "coefficient_var": float(coefficient.var()),
+            "gamma": step_loss.finish(sums).get("reshape/gamma", math.nan),
             "share": step.reshape.share if step.reshape else math.nan,
+            "lr_scale": step.lr_scale,
+            "coefficient_var": float((-slope * len(part)).var()),
         }
-        metrics = step_loss.finish(sums) if self.c.loss.surrogate == "reshape" else {}
-        row["gamma"] = metrics.get("reshape/gamma", math.nan)
-        self.last = g
-        self.theta.grad = g
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.rate * step.lr_scale
+        self.last = self.theta.grad = g
+        self.optimizer.param_groups[0]["lr"] = self.rate * step.lr_scale
         self.optimizer.step()
         return row
-
-
-QUANTITIES = (
-    "kl",
-    "kl_batch",
-    "kl_start",
-    "reward",
-    "entropy",
-    "grad_norm",
-    "cosine",
-    "gamma",
-    "share",
-    "lr_scale",
-    "coefficient_var",
-)
 
 
 def _find_extremes(rows: list[list[dict[str, float]]], a_batch: int) -> dict[str, list[float]]:
@@ -240,17 +216,10 @@ def measure(
     - highest[optimizer][arm]: each seed's largest KL of any batch
     """
     space = ResponseSpace(vocabulary, length)
-    start = _average(
-        [
-            float(
-                (
-                    space.compute_probability(space.draw_table(1000 * n))
-                    * draw_rewards(space, 1000 * n + 1)
-                ).sum()
-            )
-            for n in range(seeds)
-        ]
-    )
+    cases = [
+        (space.draw_table(1000 * seed), draw_rewards(space, 1000 * seed + 1))
+        for seed in range(seeds)
+    ]
     runs: dict[str, Any] = {}
     highest: dict[str, Any] = {}
     for optimizer, rate in rates.items():
@@ -259,25 +228,16 @@ def measure(
             say(f"{optimizer}: {arm}")
             c = make_config(arm, epochs, minibatches)
             rows = []
-            for seed in range(seeds):
-                trainer = TabularTrainer(
-                    space,
-                    space.draw_table(1000 * seed),
-                    draw_rewards(space, 1000 * seed + 1),
-                    c,
-                    optimizer,
-                    rate,
-                )
-                rows.append(
-                    [
-                        r
-                        for n in range(batches)
-                        for r in trainer.train(samples, 1000 * seed + 10 + n)
-                    ]
-                )
+            for seed, (theta, right) in enumerate(cases):
+                trainer = TabularTrainer(space, theta, right, c, optimizer, rate)
+                by_batch = [trainer.train(samples, 1000 * seed + 10 + n) for n in range(batches)]
+                rows.append(list(itertools.chain(*by_batch)))
             runs[optimizer][arm] = {
-                n: [_average([r[t].get(n, math.nan) for r in rows]) for t in range(len(rows[0]))]
-                for n in QUANTITIES
+                n: [
+                    _average([row.get(n, math.nan) for row in step])
+                    for step in zip(*rows, strict=True)
+                ]
+                for n in rows[0][0]
             }
             highest[optimizer][arm] = _find_extremes(rows, epochs * minibatches)
     return {
@@ -290,7 +250,9 @@ def measure(
         "samples": samples,
         "rates": rates,
         "budget": BUDGET,
-        "start_reward": start,
+        "start_reward": _average(
+            [float((space.compute_probability(theta) * right).sum()) for theta, right in cases]
+        ),
         "highest": highest,
         "runs": runs,
     }
