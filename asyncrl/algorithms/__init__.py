@@ -4,8 +4,8 @@
 
     settings     the config sections that the algorithms read, and the names of the registries
     loss         the loss of a batch: per batch, per optimizer step, per micro-batch
-    batch        tokens in the loss, shaped rewards, KL in the reward
-    advantages   rewards to advantages
+    batch        the packed batch that the loss takes
+    advantages   rewards to advantages: shaping, KL in the reward, estimators
     correction   importance weights proximal / behavior: level, bound, rejection, veto
     surrogates   trust regions on the ratio target / proximal
     reshape      gamma of IS-reshape and its repairs

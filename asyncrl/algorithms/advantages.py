@@ -1,24 +1,24 @@
-"""Advantages from rewards.
+"""Advantages from rewards: their shaping, KL in the reward, and the estimators.
 
 Args of most functions: rewards float [B] and groups int64 [B], where the samples of one prompt
 share a number. They return [B]. The token-level functions (reinforce_pp, gae, k_step, process_grpo,
 otb) take and return packed tensors [N].
 
 BY_ANSWER and BY_TOKEN, at the end, map config names to functions. To add an advantage, write a
-function of (ResponseRewards, its struct of `settings`) or (TokenRewards, its struct) and add its
-line there.
+function of (RewardedBatch, its struct of `settings`) and add its line there.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
-from asyncrl.algorithms import settings
+from asyncrl.algorithms import diagnostics, kl, ratios, settings
+from asyncrl.algorithms.batch import LossBatch
 from asyncrl.algorithms.ratios import (
     PaddedRows,
     choose_function,
@@ -27,6 +27,7 @@ from asyncrl.algorithms.ratios import (
     sum_by_sample,
     sum_discounted_suffix,
 )
+from asyncrl.algorithms.settings import Settings
 from asyncrl.contract.errors import ConfigError
 
 # advantages that compare the samples of one prompt, and need at least two
@@ -627,63 +628,27 @@ def compute_overlong_penalty(lengths: torch.Tensor, limit: int, ramp: int) -> to
 # ---- by name -------------------------------------------------------------------------------------
 
 
-@dataclass
-class ResponseRewards:
-    """Inputs of an advantage of whole samples.
+@dataclass(kw_only=True)
+class RewardedBatch(LossBatch):
+    """Inputs of an advantage: the batch, its mask without tokens that the config excludes.
 
-    rewards: [B], after truncation, scaling and KL.
-    groups: int64 [B].
-    lengths: [B], in tokens of the loss.
-    greedy: [B], reward of a greedy completion of the same prompt, shaped like the rewards.
-    ema: mean of the rewards over past batches, a float.
+    rewards: [B], after truncation and scaling; of whole samples, after KL too.
+    greedy: [B], shaped like the rewards.
+    bootstrap: [B], V after the last token of a truncated sample, else 0.
+    lengths: int64 [B], in tokens.
+    ema: mean of the rewards over past batches.
     weights: [B], start / mu of the whole samples, where the advantage needs them.
-    squared_norms: [B], of their gradients, where the advantage needs them.
-    baselines: [B], running means of the prompts' rewards, nan where there is none.
-    parts: [B, P], the named parts of the rewards, unshaped; `part_names` are their names.
+    kl_penalty: [N], the KL penalty in the reward.
+    tokens: [N], the token rewards on trained tokens, after truncation and scaling.
+    totals: [B], the sums of `tokens`; `rewards - totals` on the last token completes `rewards`.
     """
 
-    rewards: torch.Tensor
-    groups: torch.Tensor
     lengths: torch.Tensor
-    greedy: torch.Tensor | None
     ema: float
     weights: torch.Tensor | None = None
-    squared_norms: torch.Tensor | None = None
-    baselines: torch.Tensor | None = None
-    parts: torch.Tensor | None = None
-    part_names: tuple[str, ...] = ()
-
-
-@dataclass
-class TokenRewards:
-    """Inputs of an advantage of tokens.
-
-    answers: [B], rewards after truncation and scaling.
-    mask: bool [N].
-    seq: int64 [N].
-    groups: int64 [B].
-    kl_penalty: [N], the KL penalty in the reward.
-    unshaped: [N], the reward function's token rewards, unshaped; None: it gave none.
-    tokens: [N], the same on trained tokens, after truncation and scaling.
-    totals: [B], the sums of `tokens`.
-    steps: bool [N], ends of process-supervision steps given by the reward function.
-    values: [N], V of the tokens.
-    bootstrap: [B], V after the last token of a truncated sample, else 0.
-    energy: [N].
-    """
-
-    answers: torch.Tensor
-    mask: torch.Tensor
-    seq: torch.Tensor
-    groups: torch.Tensor
     kl_penalty: torch.Tensor | None = None
-    unshaped: torch.Tensor | None = None
     tokens: torch.Tensor | None = None
     totals: torch.Tensor | None = None
-    steps: torch.Tensor | None = None
-    values: torch.Tensor | None = None
-    bootstrap: torch.Tensor | None = None
-    energy: torch.Tensor | None = None
 
     def compute_rewards(self, totals: torch.Tensor) -> torch.Tensor:
         """Return what each token earns, minus its KL penalty, [N]; answers [B] are the totals."""
@@ -701,14 +666,14 @@ class TokenRewards:
 
         A KL penalty never makes a step.
         """
-        assert self.unshaped is not None
+        assert self.token_rewards is not None
         if self.steps is None:
-            token_rewards = credit_trained_tokens(self.unshaped, self.mask, self.seq)
-            return find_step_ends(token_rewards, self.mask, self.seq, len(self.answers))
-        return credit_trained_tokens(self.steps.to(self.answers.dtype), self.mask, self.seq) > 0
+            token_rewards = credit_trained_tokens(self.token_rewards, self.mask, self.seq)
+            return find_step_ends(token_rewards, self.mask, self.seq, self.count)
+        return credit_trained_tokens(self.steps.to(self.rewards.dtype), self.mask, self.seq) > 0
 
 
-def _subtract_prompt_mean(a: ResponseRewards) -> torch.Tensor:
+def _subtract_prompt_mean(a: RewardedBatch) -> torch.Tensor:
     if a.baselines is None:
         raise ConfigError(
             "advantage.baseline = prompt needs the prompts' running means (LossBatch.baselines)"
@@ -719,7 +684,7 @@ def _subtract_prompt_mean(a: ResponseRewards) -> torch.Tensor:
 
 
 # advantage.baseline, of reinforce -> [B]
-BASELINES: dict[str, Callable[[ResponseRewards], torch.Tensor]] = {
+BASELINES: dict[str, Callable[[RewardedBatch], torch.Tensor]] = {
     "none": lambda a: compute_reinforce(a.rewards, 0.0),
     "batch": lambda a: center_by_group(a.rewards, torch.zeros_like(a.groups)),
     "ema": lambda a: compute_reinforce(a.rewards, a.ema),
@@ -727,16 +692,16 @@ BASELINES: dict[str, Callable[[ResponseRewards], torch.Tensor]] = {
 }
 
 
-def _apply_reinforce(a: ResponseRewards, c: settings.ReinforceAdvantage) -> torch.Tensor:
+def _apply_reinforce(a: RewardedBatch, c: settings.ReinforceAdvantage) -> torch.Tensor:
     return choose_function("advantage.baseline", BASELINES, c.baseline)(a)
 
 
-def _apply_grpo(a: ResponseRewards, c: settings.GrpoAdvantage) -> torch.Tensor:
+def _apply_grpo(a: RewardedBatch, c: settings.GrpoAdvantage) -> torch.Tensor:
     compute = compute_grpo if c.std == "group" else compute_batch_grpo
     return compute(a.rewards, a.groups, ddof=c.ddof, eps=c.eps)
 
 
-def _apply_opob(a: ResponseRewards, c: settings.Advantage) -> torch.Tensor:
+def _apply_opob(a: RewardedBatch, c: settings.Advantage) -> torch.Tensor:
     if a.weights is None or a.squared_norms is None:
         raise ConfigError(
             "advantage.name = opob needs the learner's start and the norms of the samples' "
@@ -745,7 +710,7 @@ def _apply_opob(a: ResponseRewards, c: settings.Advantage) -> torch.Tensor:
     return compute_opob(a.rewards, a.groups, a.weights, a.squared_norms)
 
 
-def _apply_gdpo(a: ResponseRewards, c: settings.GdpoAdvantage) -> torch.Tensor:
+def _apply_gdpo(a: RewardedBatch, c: settings.GdpoAdvantage) -> torch.Tensor:
     if a.parts is None:
         raise ConfigError(
             "advantage.name = gdpo needs the same named parts of the reward in every sample; the "
@@ -760,7 +725,7 @@ def _apply_gdpo(a: ResponseRewards, c: settings.GdpoAdvantage) -> torch.Tensor:
     return compute_gdpo(a.parts, a.groups, weights.to(a.parts), ddof=c.ddof, eps=c.eps)
 
 
-def _apply_remax(a: ResponseRewards, c: settings.Advantage) -> torch.Tensor:
+def _apply_remax(a: RewardedBatch, c: settings.Advantage) -> torch.Tensor:
     if a.greedy is None:
         raise ConfigError(
             "advantage.name = remax needs the reward of a greedy completion of each prompt "
@@ -770,32 +735,32 @@ def _apply_remax(a: ResponseRewards, c: settings.Advantage) -> torch.Tensor:
 
 
 def _apply_reinforce_pp(
-    t: TokenRewards, c: settings.ReinforcePpAdvantage
+    t: RewardedBatch, c: settings.ReinforcePpAdvantage
 ) -> tuple[torch.Tensor, None]:
-    answers = compute_dr_grpo(t.answers, t.groups) if c.group_baseline else t.answers
+    answers = compute_dr_grpo(t.rewards, t.groups) if c.group_baseline else t.rewards
     return compute_reinforce_pp(t.compute_rewards(answers), t.mask, t.seq, gamma=c.gamma), None
 
 
-def _apply_process_grpo(t: TokenRewards, c: settings.GrpoAdvantage) -> tuple[torch.Tensor, None]:
+def _apply_process_grpo(t: RewardedBatch, c: settings.GrpoAdvantage) -> tuple[torch.Tensor, None]:
     ends = t.find_step_ends()
-    step_rewards = sum_by_step(t.compute_rewards(t.answers), ends, t.seq)
+    step_rewards = sum_by_step(t.compute_rewards(t.rewards), ends, t.seq)
     return compute_process_grpo(
         step_rewards, ends, t.mask, t.seq, t.groups, ddof=c.ddof, eps=c.eps
     ), None
 
 
-def _apply_otb(t: TokenRewards, c: settings.Advantage) -> tuple[torch.Tensor, None]:
+def _apply_otb(t: RewardedBatch, c: settings.Advantage) -> tuple[torch.Tensor, None]:
     if t.energy is None:
         raise ConfigError("advantage.name = otb needs each token's energy (LossBatch.energy)")
-    returns = _sum_masked_suffix(t.compute_rewards(t.answers), t.mask, t.seq, 1.0)
+    returns = _sum_masked_suffix(t.compute_rewards(t.rewards), t.mask, t.seq, 1.0)
     return compute_otb(returns, t.energy, t.mask, t.seq, t.groups), None
 
 
-def _apply_gae(t: TokenRewards, c: settings.GaeAdvantage) -> tuple[torch.Tensor, torch.Tensor]:
+def _apply_gae(t: RewardedBatch, c: settings.GaeAdvantage) -> tuple[torch.Tensor, torch.Tensor]:
     if t.values is None:
         raise ConfigError("advantage.name = gae needs values (LossBatch.values): a value head")
-    token_rewards = t.compute_rewards(t.answers)
-    bootstrap = torch.zeros_like(t.answers) if t.bootstrap is None else t.bootstrap
+    token_rewards = t.compute_rewards(t.rewards)
+    bootstrap = torch.zeros_like(t.rewards) if t.bootstrap is None else t.bootstrap
     adv, returns = compute_gae(
         token_rewards, t.values, t.mask, t.seq, bootstrap, gamma=c.gamma, lam=c.lam
     )
@@ -808,7 +773,7 @@ def _apply_gae(t: TokenRewards, c: settings.GaeAdvantage) -> tuple[torch.Tensor,
 
 # advantage.name, the tag of its struct in `settings` -> [B], broadcast to the sample's tokens. The
 # KL penalty in the reward is subtracted from the sample's reward
-BY_ANSWER: dict[str, Callable[[ResponseRewards, Any], torch.Tensor]] = {
+BY_ANSWER: dict[str, Callable[[RewardedBatch, Any], torch.Tensor]] = {
     "reinforce": _apply_reinforce,
     "rloo": lambda a, c: compute_rloo(a.rewards, a.groups),
     "grpo": _apply_grpo,
@@ -826,9 +791,172 @@ BY_ANSWER: dict[str, Callable[[ResponseRewards, Any], torch.Tensor]] = {
 # advantage.name -> (advantage [N], returns [N] or None). The KL penalty in the reward is subtracted
 # token by token. A name of both dicts is read here where the reward function returns token rewards,
 # otherwise in BY_ANSWER
-BY_TOKEN: dict[str, Callable[[TokenRewards, Any], tuple[torch.Tensor, torch.Tensor | None]]] = {
+BY_TOKEN: dict[str, Callable[[RewardedBatch, Any], tuple[torch.Tensor, torch.Tensor | None]]] = {
     "reinforce_pp": _apply_reinforce_pp,
     "gae": _apply_gae,
     "grpo": _apply_process_grpo,
     "otb": _apply_otb,
 }
+
+
+# ---- of a whole batch ----------------------------------------------------------------------------
+
+
+def _shape_truncated(
+    rewards: torch.Tensor, truncated: torch.Tensor, lengths: torch.Tensor, config: Settings
+) -> torch.Tensor:
+    """Apply `advantage.truncated`: rewards [B], truncated bool [B], lengths int64 [B] in tokens."""
+    a = config.advantage
+    penalty = float(a.truncation_penalty)
+    if a.truncated == "penalty":
+        return rewards - penalty * truncated
+    if a.truncated == "soft":
+        return rewards - penalty * compute_overlong_penalty(
+            lengths, config.generator.max_new_tokens, a.truncation_ramp
+        )
+    if a.truncated in ("zero", "fixed"):
+        return torch.where(truncated, -penalty if a.truncated == "fixed" else 0.0, rewards)
+    return rewards
+
+
+# advantage.rewards -> rewards scaled by those of the batch, `over`
+SCALES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "raw": lambda rewards, batch_rewards: rewards,
+    "unit": scale_to_unit,
+    "whiten": lambda rewards, batch_rewards: whiten(rewards, reference=batch_rewards),
+}
+
+
+def shape_rewards(
+    batch: LossBatch, valid: torch.Tensor, config: Settings, baseline: float
+) -> RewardedBatch:
+    """Apply `advantage.truncated` and `advantage.rewards` to the rewards and greedy baselines."""
+    a = config.advantage
+    n = batch.count
+    token_rewards = batch.token_rewards if a.name in BY_TOKEN else None
+    earned = batch.rewards if token_rewards is None else sum_by_sample(token_rewards, batch.seq, n)
+    lengths = sum_by_sample(batch.mask.long(), batch.seq, n)
+    rewards = _shape_truncated(earned, batch.truncated, lengths, config)
+    greedy = None
+    if batch.greedy is not None:
+        assert batch.greedy_truncated is not None and batch.greedy_lengths is not None
+        greedy = _shape_truncated(
+            batch.greedy, batch.greedy_truncated, batch.greedy_lengths, config
+        )
+    batch_rewards = rewards if greedy is None else torch.cat([rewards, greedy])
+    scale = choose_function("advantage.rewards", SCALES, a.rewards)
+    columns = {field.name: getattr(batch, field.name) for field in fields(LossBatch)}
+    shaped = RewardedBatch(**columns, lengths=lengths, ema=baseline)
+    shaped.rewards, shaped.mask = scale(rewards, batch_rewards), valid
+    shaped.greedy = None if greedy is None else scale(greedy, batch_rewards)
+    if batch.bootstrap is not None:
+        shaped.bootstrap = torch.where(batch.truncated, batch.bootstrap, 0.0)
+    if a.name == "opob" and batch.start is not None:
+        shaped.weights = _compute_sample_ratios(batch)
+    if token_rewards is not None:
+        ends = torch.tensor([1.0, 0.0], dtype=rewards.dtype, device=rewards.device)
+        scaled_one, scaled_zero = scale(ends, batch_rewards)
+        factor = (scaled_one - scaled_zero).expand(n)
+        if a.truncated in ("zero", "fixed"):  # replaces all token rewards of a truncated sample
+            factor = torch.where(batch.truncated, 0.0, factor)
+        shaped.tokens = credit_trained_tokens(factor[batch.seq] * token_rewards, valid, batch.seq)
+        shaped.totals = factor * earned
+    return shaped
+
+
+def _compute_reference_ratio(batch: LossBatch, config: Settings) -> torch.Tensor:
+    """Return log pi / pi_ref [N] for KL in the reward.
+
+    pi is the learner's start, or mu where kl.reward.at = behavior.
+    """
+    policy = batch.behavior if config.kl.reward.at == "behavior" else batch.start
+    ref = batch.reference if batch.reward_reference is None else batch.reward_reference
+    if policy is None or ref is None:
+        raise ConfigError(
+            "kl.reward.coefficient: the batch has no log-probabilities of the learner's start or "
+            "of the reference"
+        )
+    return ratios.subtract(policy, ref)
+
+
+def compute_advantage(
+    batch: LossBatch, valid: torch.Tensor, config: Settings, baseline: float, beta: float
+) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
+    """Return (advantage [N], returns [N] or None, scalars for the metrics)."""
+    shaped = shape_rewards(batch, valid, config, baseline)
+    kl_penalty = None
+    if beta > 0:
+        reference_ratio = torch.where(valid, _compute_reference_ratio(batch, config), 0.0)
+        estimate = kl.estimate(config.kl.reward.estimator, reference_ratio)
+        kl_penalty = beta * torch.where(valid, estimate, 0.0)
+        # the k1 estimate of KL(start || reference) in nats per sample: the mean over samples with
+        # a token in the loss of the sum over their tokens
+        has_tokens = sum_by_sample(valid.to(estimate.dtype), batch.seq, batch.count) > 0
+        sample_kl = reference_ratio.sum() / has_tokens.sum().clamp(min=1)
+    if config.loss.surrogate == "sft":
+        adv, returns = (batch.rewards > 0).to(batch.rewards.dtype)[batch.seq], None
+    else:
+        adv, returns = _compute_penalized(shaped, kl_penalty, config)
+    net_rewards = (
+        shaped.rewards
+        if kl_penalty is None
+        else shaped.rewards - sum_by_sample(kl_penalty, batch.seq, batch.count)
+    )
+    scalars = {
+        "reward/mean": batch.rewards.mean(),
+        "reward/std": _compute_std(batch.rewards),
+        "reward/min": batch.rewards.amin(),
+        "reward/max": batch.rewards.amax(),
+        "reward/used_mean": net_rewards.mean(),
+        "advantage/std": _compute_std(
+            ratios.average_by_sample(adv, batch.mask, batch.seq, batch.count)
+        ),
+        "reward/no_spread_share": find_zero_variance(batch.rewards, batch.groups).float().mean(),
+        "answer/truncated_share": batch.truncated.float().mean(),
+    }
+    if kl_penalty is not None and config.loss.surrogate != "sft":
+        unpenalized = _compute_penalized(shaped, None, config)[0]
+        norm, penalty_norm = (
+            torch.where(valid, x, 0.0).norm() for x in (unpenalized, adv - unpenalized)
+        )
+        scalars["kl/reward_gradient_share"] = penalty_norm / norm.clamp(min=1e-15)
+    if kl_penalty is not None:
+        scalars["kl/answer"] = sample_kl
+    if batch.greedy is not None:
+        scalars["reward/greedy"] = batch.greedy.mean()
+    if returns is not None and batch.values is not None:
+        scalars["value/explained_variance"] = diagnostics.compute_explained_variance(
+            batch.values, returns, valid
+        )
+        scalars["value/mean"] = ratios.average_masked(batch.values, valid)
+    return torch.where(valid, adv, 0.0), returns, scalars
+
+
+def _compute_penalized(
+    shaped: RewardedBatch, kl_penalty: torch.Tensor | None, config: Settings
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return (advantage [N], returns [N] or None) of the rewards minus the KL penalty [N]."""
+    a = config.advantage
+    by_token = shaped.tokens is not None or a.name not in BY_ANSWER
+    if by_token and a.name in BY_TOKEN:
+        return BY_TOKEN[a.name](replace(shaped, kl_penalty=kl_penalty), a)
+    by_name = choose_function("advantage.name", BY_ANSWER, a.name)
+    if kl_penalty is not None:
+        net = shaped.rewards - sum_by_sample(kl_penalty, shaped.seq, shaped.count)
+        shaped = replace(shaped, rewards=net)
+    adv = by_name(shaped, a)
+    if isinstance(a, settings.AnswerAdvantage) and a.whiten:
+        adv = whiten(adv)
+    return adv[shaped.seq], None
+
+
+def _compute_sample_ratios(batch: LossBatch) -> torch.Tensor:
+    """Return start / mu of each whole sample [B], not truncated."""
+    assert batch.start is not None
+    log_w = torch.where(batch.mask, ratios.subtract(batch.start, batch.behavior), 0.0)
+    log_ratios = sum_by_sample(log_w, batch.seq, batch.count)
+    return log_ratios.clamp(-ratios.CLAMP, ratios.CLAMP).exp()
+
+
+def _compute_std(x: torch.Tensor) -> torch.Tensor:
+    return x.std() if len(x) > 1 else x.new_zeros(())

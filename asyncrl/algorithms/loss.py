@@ -35,7 +35,8 @@ from asyncrl.algorithms import (
     stopping,
     surrogates,
 )
-from asyncrl.algorithms.batch import LossBatch, compute_advantage
+from asyncrl.algorithms.advantages import compute_advantage
+from asyncrl.algorithms.batch import LossBatch
 from asyncrl.algorithms.settings import Settings
 from asyncrl.algorithms.surrogates import StepBatch, SurrogateTokens
 from asyncrl.contract.errors import ConfigError

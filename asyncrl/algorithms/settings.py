@@ -74,7 +74,7 @@ if TYPE_CHECKING:  # a type checker has no names to read
     OffPolicy = str
 else:
     Baseline = Literal[read_names("advantages", "BASELINES")]
-    Scale = Literal[read_names("batch", "SCALES")]
+    Scale = Literal[read_names("advantages", "SCALES")]
     Level = Literal[read_names("correction", "LEVELS")]
     Bound = Literal[read_names("correction", "BOUNDS")]
     Reject = Literal[read_names("correction", "STATISTICS")]

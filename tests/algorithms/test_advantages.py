@@ -14,8 +14,8 @@ from algorithms_catalogue_kit import vec
 from algorithms_kit import D, config
 
 from asyncrl.algorithms import advantages as adv
-from asyncrl.algorithms import batch as whole_batch
 from asyncrl.algorithms import loss as sl
+from asyncrl.algorithms.advantages import compute_advantage
 from asyncrl.algorithms.batch import LossBatch
 from asyncrl.algorithms.settings import RlooAdvantage
 from asyncrl.contract.errors import AsyncrlError
@@ -427,4 +427,4 @@ def test_a_section_of_its_own_needs_no_penalty_key() -> None:
         **{k: getattr(c, k) for k in ("staleness", "loss", "kl", "generator")}, advantage=bare
     )
     b = answers([1, 1], [1.0, 0.0])
-    assert whole_batch.compute_advantage(b, b.mask, plain, 0.0, 0.0)[0].tolist() == [1, -1]
+    assert compute_advantage(b, b.mask, plain, 0.0, 0.0)[0].tolist() == [1, -1]

@@ -23,7 +23,8 @@ from algorithms_kit import (
 
 from asyncrl.algorithms import advantages, surrogates
 from asyncrl.algorithms import loss as sl
-from asyncrl.algorithms.batch import LossBatch, compute_advantage
+from asyncrl.algorithms.advantages import compute_advantage
+from asyncrl.algorithms.batch import LossBatch
 from asyncrl.config import presets, rules
 from asyncrl.contract.errors import ConfigError
 

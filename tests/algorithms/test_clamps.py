@@ -13,7 +13,8 @@ from algorithms_kit import D, batch, config, gradient, theta
 
 from asyncrl.algorithms import correction, kl, ratios, reshape, surrogates
 from asyncrl.algorithms import loss as sl
-from asyncrl.algorithms.batch import LossBatch, _compute_sample_ratios
+from asyncrl.algorithms.advantages import _compute_sample_ratios
+from asyncrl.algorithms.batch import LossBatch
 
 INF = math.inf
 

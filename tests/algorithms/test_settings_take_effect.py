@@ -12,7 +12,6 @@ from algorithms_catalogue_kit import repaired, vec
 from algorithms_kit import D, batch, config, gradient, theta
 
 from asyncrl.algorithms import advantages, kl, reshape, surrogates
-from asyncrl.algorithms import batch as whole_batch
 from asyncrl.algorithms import loss as sl
 from asyncrl.algorithms.batch import LossBatch
 
@@ -184,7 +183,7 @@ def two_groups(name: str, **keys: Any) -> torch.Tensor:
         values=keys.pop("values", None),
         bootstrap=vec(0, 0, 0, 0),
     )
-    return whole_batch.compute_advantage(
+    return advantages.compute_advantage(
         b, b.mask, config(advantage={"name": name, **keys}), 0.0, 0.0
     )[0]
 

@@ -12,7 +12,7 @@ import torch
 from algorithms_catalogue_kit import vec, yes
 from algorithms_kit import convert
 
-from asyncrl.algorithms import advantages, batch, kl, reductions, reshape, surrogates
+from asyncrl.algorithms import advantages, kl, reductions, reshape, surrogates
 from asyncrl.algorithms import correction as weights
 from asyncrl.algorithms import settings as cf
 from asyncrl.contract.errors import ConfigError
@@ -48,7 +48,7 @@ NAMED = [
     (kl.OFF_POLICY, cf.KLLoss, "off_policy"),
     ({**advantages.BY_ANSWER, **advantages.BY_TOKEN}, cf.Advantage, "name"),
     (advantages.BASELINES, cf.ReinforceAdvantage, "baseline"),
-    (batch.SCALES, cf.Advantage, "rewards"),
+    (advantages.SCALES, cf.Advantage, "rewards"),
     *[
         ([x for n in kl.ESTIMATORS for x in (n, n + "+")], part, key)
         for part, key in (

@@ -9,7 +9,24 @@ import pytest
 import torch
 from algorithms_catalogue_kit import vec, yes
 
-from asyncrl.algorithms import diagnostics, loss, ratios, reductions, surrogates
+from asyncrl.algorithms import diagnostics, loss, ratios, reductions
+from asyncrl.algorithms.surrogates import (
+    DUAL,
+    HIGH,
+    LOW,
+    choose_highest,
+    compute_cispo,
+    compute_clip_cov,
+    compute_covariance,
+    compute_dppo,
+    compute_dro,
+    compute_gspo,
+    compute_kl_cov,
+    compute_ppo,
+    compute_sapo,
+    compute_topr,
+    sample_by_covariance,
+)
 
 D = torch.float64
 
@@ -98,9 +115,9 @@ def test_reductions_of_nothing_and_of_answers_that_have_nothing() -> None:
 
 def test_ppo_marks_the_side_that_cut_and_is_open_at_its_edges() -> None:
     r = vec(0.7, 0.8, 1.0, 1.25, 1.3)
-    for sign, marks in ((1, [0, 0, 0, 0, surrogates.HIGH]), (-1, [surrogates.LOW, 0, 0, 0, 0])):
+    for sign, marks in ((1, [0, 0, 0, 0, HIGH]), (-1, [LOW, 0, 0, 0, 0])):
         adv = torch.full((5,), float(sign), dtype=D)
-        t = surrogates.compute_ppo(
+        t = compute_ppo(
             r.log(), adv, low=1 - math.exp(math.log(0.8)), high=math.exp(math.log(1.25)) - 1
         )
         assert t.clipped.tolist() == marks and t.clipped.dtype == torch.int8
@@ -108,14 +125,11 @@ def test_ppo_marks_the_side_that_cut_and_is_open_at_its_edges() -> None:
         assert torch.allclose(t.coefficient, torch.where(open_, sign * r, 0.0))
         bound = r.clamp(0.8, 1.25)
         assert torch.allclose(t.objective, torch.minimum(sign * r, sign * bound))
-    zero = surrogates.compute_ppo(vec(2, 0.1).log(), vec(0, 0))
+    zero = compute_ppo(vec(2, 0.1).log(), vec(0, 0))
     assert zero.clipped.tolist() == [0, 0]  # without an advantage nothing is cut
     # 0.2 by default
-    assert surrogates.compute_ppo(vec(1.21, 0.79).log(), vec(1, -1)).clipped.tolist() == [
-        surrogates.HIGH,
-        surrogates.LOW,
-    ]
-    assert surrogates.compute_ppo(vec(1.19, 0.81).log(), vec(1, -1)).clipped.tolist() == [0, 0]
+    assert compute_ppo(vec(1.21, 0.79).log(), vec(1, -1)).clipped.tolist() == [HIGH, LOW]
+    assert compute_ppo(vec(1.19, 0.81).log(), vec(1, -1)).clipped.tolist() == [0, 0]
 
 
 def test_gspo_clips_the_mean_ratio_of_an_answer_by_its_own_range() -> None:
@@ -123,17 +137,17 @@ def test_gspo_clips_the_mean_ratio_of_an_answer_by_its_own_range() -> None:
     is 3e-4 below and 4e-4 above."""
     seq, m, x = torch.tensor([0, 0, 0, 1]), yes(1, 1, 0, 1), vec(0.3, -0.1, 9, -0.1)
     up, down = math.exp(0.1), math.exp(-0.1)
-    t = surrogates.compute_gspo(x, vec(1, 1, 1, 1), m, seq, 2)
-    assert t.clipped.tolist() == [surrogates.HIGH] * 3 + [0]
+    t = compute_gspo(x, vec(1, 1, 1, 1), m, seq, 2)
+    assert t.clipped.tolist() == [HIGH] * 3 + [0]
     assert t.coefficient.tolist() == pytest.approx([0, 0, 0, down])
     assert t.objective.tolist() == pytest.approx([1 + 4e-4] * 3 + [down])
-    t = surrogates.compute_gspo(x, vec(-1, -1, -1, -1), m, seq, 2)
-    assert t.clipped.tolist() == [0, 0, 0, surrogates.LOW]
+    t = compute_gspo(x, vec(-1, -1, -1, -1), m, seq, 2)
+    assert t.clipped.tolist() == [0, 0, 0, LOW]
     assert t.objective.tolist() == pytest.approx([-up] * 3 + [-(1 - 3e-4)])
-    wide = surrogates.compute_gspo(x, vec(1, 1, 1, -1), m, seq, 2, low=0.05, high=0.11)
-    assert wide.clipped.tolist() == [0, 0, 0, surrogates.LOW]
+    wide = compute_gspo(x, vec(1, 1, 1, -1), m, seq, 2, low=0.05, high=0.11)
+    assert wide.clipped.tolist() == [0, 0, 0, LOW]
     assert wide.coefficient.tolist() == pytest.approx([up, up, up, 0])
-    far = surrogates.compute_gspo(vec(30, 30), vec(-1, -1), yes(1, 1), torch.tensor([0, 0]), 1)
+    far = compute_gspo(vec(30, 30), vec(-1, -1), yes(1, 1), torch.tensor([0, 0]), 1)
     assert far.objective.tolist() == pytest.approx([-math.exp(20)] * 2)
 
 
@@ -141,31 +155,27 @@ def test_the_dual_clip_bounds_only_what_is_pushed_down() -> None:
     """c A for A < 0 where r A would be below it (r > c); between the upper bound and c it is r A
     still."""
     x = vec(1.1, 2.0, 2.9, 4.0, 4.0).log()
-    t = surrogates.compute_ppo(x, vec(-1, -1, -1, -1, 1), dual=3.0)
-    assert t.clipped.tolist() == [0, 0, 0, surrogates.DUAL, surrogates.HIGH]
+    t = compute_ppo(x, vec(-1, -1, -1, -1, 1), dual=3.0)
+    assert t.clipped.tolist() == [0, 0, 0, DUAL, HIGH]
     assert t.objective.tolist() == pytest.approx([-1.1, -2, -2.9, -3, 1.2])
     assert t.coefficient.tolist() == pytest.approx([-1.1, -2, -2.9, 0, 0])
-    assert surrogates.compute_ppo(x, vec(-1, -1, -1, -1, 1)).objective.tolist() == pytest.approx(
+    assert compute_ppo(x, vec(-1, -1, -1, -1, 1)).objective.tolist() == pytest.approx(
         [-1.1, -2, -2.9, -4, 1.2]
     )
     # at the bound itself it is open
-    assert surrogates.compute_ppo(vec(0), vec(-1), dual=1.0).clipped.tolist() == [0]
-    assert surrogates.compute_ppo(vec(2).log(), vec(-1), dual=1.5).clipped.tolist() == [
-        surrogates.DUAL
-    ]
-    assert surrogates.compute_ppo(vec(2).log(), vec(-1), dual=0.5).clipped.tolist() == [
-        surrogates.DUAL
-    ]
+    assert compute_ppo(vec(0), vec(-1), dual=1.0).clipped.tolist() == [0]
+    assert compute_ppo(vec(2).log(), vec(-1), dual=1.5).clipped.tolist() == [DUAL]
+    assert compute_ppo(vec(2).log(), vec(-1), dual=0.5).clipped.tolist() == [DUAL]
 
 
 def test_cispo_keeps_the_gradient_and_marks_its_bounds() -> None:
     r, adv, lp = vec(0.3, 0.5, 1.0, 1.2, 2.0), vec(1, 1, -1, 1, 2), vec(-1, -2, -3, -4, -5)
-    t = surrogates.compute_cispo(r.log(), adv, lp)
+    t = compute_cispo(r.log(), adv, lp)
     assert t.coefficient.tolist() == pytest.approx([0.3, 0.5, -1, 1.2, 2.4])
     assert t.objective.tolist() == pytest.approx([-0.3, -1.0, 3, -4.8, -12])
-    assert t.clipped.tolist()[:3] == [0, 0, 0] and t.clipped.tolist()[4] == surrogates.HIGH
-    low = surrogates.compute_cispo(r.log(), adv, lp, lo=0.5001, hi=9)
-    assert low.clipped.tolist() == [surrogates.LOW, surrogates.LOW, 0, 0, 0]
+    assert t.clipped.tolist()[:3] == [0, 0, 0] and t.clipped.tolist()[4] == HIGH
+    low = compute_cispo(r.log(), adv, lp, lo=0.5001, hi=9)
+    assert low.clipped.tolist() == [LOW, LOW, 0, 0, 0]
     assert float(low.coefficient[0]) == pytest.approx(0.5001)
 
 
@@ -174,84 +184,78 @@ def test_dppo_is_open_while_the_probability_stays_near() -> None:
     decides."""
     prob, old, adv = vec(0.75, 0.75, 0.25, 0.25), vec(0.5, 0.5, 0.5, 0.5), vec(1, -1, 1, -1)
     x = (prob / old).log()
-    t = surrogates.compute_dppo(x, adv, prob, threshold=0.2)
-    assert t.clipped.tolist() == [surrogates.HIGH, 0, 0, surrogates.LOW]
+    t = compute_dppo(x, adv, prob, threshold=0.2)
+    assert t.clipped.tolist() == [HIGH, 0, 0, LOW]
     assert t.coefficient.tolist() == pytest.approx([0, -1.5, 0.5, 0])
     assert t.objective.tolist() == pytest.approx([0, -1.5, 0.5, 0])
-    assert surrogates.compute_dppo(x, adv, prob, threshold=0.3).clipped.tolist() == [0] * 4
-    assert (
-        surrogates.compute_dppo(x, adv, prob).clipped.tolist() == t.clipped.tolist()
-    )  # 0.2 by default
-    assert surrogates.compute_dppo(x, adv * 0, prob).clipped.tolist() == [0] * 4
+    assert compute_dppo(x, adv, prob, threshold=0.3).clipped.tolist() == [0] * 4
+    assert compute_dppo(x, adv, prob).clipped.tolist() == t.clipped.tolist()  # 0.2 by default
+    assert compute_dppo(x, adv * 0, prob).clipped.tolist() == [0] * 4
 
 
 def test_sapo_topr_and_dro_by_hand() -> None:
     s = 1 / (1 + math.exp(-1.0))
-    t = surrogates.compute_sapo(vec(2).log(), vec(3))
+    t = compute_sapo(vec(2).log(), vec(3))
     assert t.coefficient.tolist() == pytest.approx([4 * s * (1 - s) * 2 * 3])
     assert t.objective.tolist() == pytest.approx([4 * s * 3])
     z = 1 / (1 + math.exp(-1.05))
-    t = surrogates.compute_sapo(vec(2).log(), vec(-1))
+    t = compute_sapo(vec(2).log(), vec(-1))
     assert t.coefficient.tolist() == pytest.approx([-4 * z * (1 - z) * 2])
     assert t.objective.tolist() == pytest.approx([-4 / 1.05 * z], rel=1e-12)
-    assert surrogates.compute_sapo(
-        vec(2).log(), vec(0), tau_pos=1.0, tau_neg=2.0
-    ).objective.tolist() == [0]
+    assert compute_sapo(vec(2).log(), vec(0), tau_pos=1.0, tau_neg=2.0).objective.tolist() == [0]
     # topr: answers 0.5 x 0.8 (masked 9) and 2 x 3; only A < 0 is weighted, by at most 1
     seq, m = torch.tensor([0, 0, 0, 1, 1]), yes(1, 1, 0, 1, 1)
     x, lp = vec(0.5, 0.8, 9, 2, 3).log(), vec(-1, -2, -3, -4, -5)
-    t = surrogates.compute_topr(x, vec(-1, -1, -1, -1, -1), lp, m, seq, 2)
+    t = compute_topr(x, vec(-1, -1, -1, -1, -1), lp, m, seq, 2)
     assert t.coefficient.tolist() == pytest.approx([-0.4, -0.4, -0.4, -1, -1])
     assert t.objective.tolist() == pytest.approx([0.4, 0.8, 1.2, 4, 5])
-    assert surrogates.compute_topr(x, vec(2, 2, 2, 0, 0), lp, m, seq, 2).coefficient.tolist() == [
+    assert compute_topr(x, vec(2, 2, 2, 0, 0), lp, m, seq, 2).coefficient.tolist() == [
         2,
         2,
         2,
         0,
         0,
     ]
-    far = surrogates.compute_topr(vec(0, 0, 0, -30, -30), vec(-1, -1, -1, -1, -1), lp, m, seq, 2)
+    far = compute_topr(vec(0, 0, 0, -30, -30), vec(-1, -1, -1, -1, -1), lp, m, seq, 2)
     assert far.coefficient.tolist()[3:] == pytest.approx([-math.exp(-20)] * 2)
-    t = surrogates.compute_dro(vec(0.4), vec(2), vec(-3))
+    t = compute_dro(vec(0.4), vec(2), vec(-3))
     assert t.coefficient.tolist() == pytest.approx([2 - 0.05 * 0.4])
     assert t.objective.tolist() == pytest.approx([-6 - 0.025 * 0.16])
-    assert surrogates.compute_dro(
-        vec(0.4), vec(2), vec(-3), beta=1.0
-    ).coefficient.tolist() == pytest.approx([1.6])
+    assert compute_dro(vec(0.4), vec(2), vec(-3), beta=1.0).coefficient.tolist() == pytest.approx(
+        [1.6]
+    )
 
 
 def test_covariances_and_who_is_chosen_by_them() -> None:
     lp, adv, m = vec(-1, -3, 7, -5), vec(2, 0, 50, 1), yes(1, 1, 0, 1)  # means -3 and 1
-    cov = surrogates.compute_covariance(lp, adv, m)
+    cov = compute_covariance(lp, adv, m)
     assert cov.tolist() == pytest.approx([2, 0, 0, 0])
-    assert surrogates.compute_covariance(lp, adv, m & False).tolist() == [0, 0, 0, 0]
+    assert compute_covariance(lp, adv, m & False).tolist() == [0, 0, 0, 0]
     c = vec(5, 1, 9, 3, 2)
     m = yes(1, 1, 0, 1, 1)
-    got = surrogates.choose_highest(c, m, 0.5)
+    got = choose_highest(c, m, 0.5)
     assert got.tolist() == [True, False, False, True, False]  # 2 of 4
     # at least one
-    assert surrogates.choose_highest(c, m, 0.0).tolist() == [True, False, False, False, False]
-    assert surrogates.choose_highest(c, m, 1.0).tolist() == m.tolist()
-    assert not surrogates.choose_highest(c, m & False, 0.5).any()
+    assert choose_highest(c, m, 0.0).tolist() == [True, False, False, False, False]
+    assert choose_highest(c, m, 1.0).tolist() == m.tolist()
+    assert not choose_highest(c, m & False, 0.5).any()
     for seed in range(20):
-        one = surrogates.sample_by_covariance(c, m, 0.0, 1.0, 5.0, seed)
+        one = sample_by_covariance(c, m, 0.0, 1.0, 5.0, seed)
         # the bounds themselves are outside
         assert int(one.sum()) == 1 and not bool(one[[0, 1, 2]].any())
-        assert surrogates.sample_by_covariance(c, m, 0.5, 0.0, 9.0, seed).sum() == 2
+        assert sample_by_covariance(c, m, 0.5, 0.0, 9.0, seed).sum() == 2
     assert {
-        int(surrogates.sample_by_covariance(c, m, 0.0, 1.0, 5.0, s).int().argmax())
-        for s in range(20)
+        int(sample_by_covariance(c, m, 0.0, 1.0, 5.0, s).int().argmax()) for s in range(20)
     } == {3, 4}
-    assert not surrogates.sample_by_covariance(c, m, 1.0, 6.0, 7.0, 0).any()
+    assert not sample_by_covariance(c, m, 1.0, 6.0, 7.0, 0).any()
     assert torch.equal(
-        surrogates.sample_by_covariance(c, m, 0.5, 0.0, 9.0, 4),
-        surrogates.sample_by_covariance(c, m, 0.5, 0.0, 9.0, 4),
+        sample_by_covariance(c, m, 0.5, 0.0, 9.0, 4), sample_by_covariance(c, m, 0.5, 0.0, 9.0, 4)
     )
 
 
 def test_kl_cov_and_clip_cov_touch_the_chosen_tokens_alone() -> None:
     x, adv, chosen = vec(0.3, -0.3, 0.5), vec(1, 1, 1), yes(1, 1, 0)
-    t = surrogates.compute_kl_cov(x, adv, chosen, coefficient=0.5)
+    t = compute_kl_cov(x, adv, chosen, coefficient=0.5)
     r = x.exp()
     assert t.coefficient.tolist() == pytest.approx(
         [float(r[0]) - 0.5, float(r[1]) + 0.5, float(r[2])]
@@ -259,22 +263,16 @@ def test_kl_cov_and_clip_cov_touch_the_chosen_tokens_alone() -> None:
     assert t.objective.tolist() == pytest.approx(
         [float(r[0]) - 0.15, float(r[1]) - 0.15, float(r[2])]
     )
-    assert surrogates.compute_kl_cov(x, adv, chosen).coefficient.tolist() == pytest.approx(
+    assert compute_kl_cov(x, adv, chosen).coefficient.tolist() == pytest.approx(
         [float(r[0]) - 1, float(r[1]) + 1, float(r[2])]
     )
-    held = surrogates.compute_clip_cov(x, adv, yes(0, 1, 0))
+    held = compute_clip_cov(x, adv, yes(0, 1, 0))
     # 1.35 and 1.65 by the clip, the second as chosen
-    assert held.clipped.tolist() == [surrogates.HIGH, surrogates.HIGH, surrogates.HIGH]
-    assert surrogates.compute_clip_cov(
-        x, adv, yes(0, 1, 0), low=0.5, high=0.5
-    ).clipped.tolist() == [0, surrogates.HIGH, surrogates.HIGH]
-    assert surrogates.compute_clip_cov(-x, -adv, yes(1, 0, 0)).clipped.tolist() == [
-        surrogates.LOW,
+    assert held.clipped.tolist() == [HIGH, HIGH, HIGH]
+    assert compute_clip_cov(x, adv, yes(0, 1, 0), low=0.5, high=0.5).clipped.tolist() == [
         0,
-        surrogates.LOW,
+        HIGH,
+        HIGH,
     ]
-    assert surrogates.compute_clip_cov(-x, -adv, yes(0, 0, 0), low=0.9).clipped.tolist() == [
-        0,
-        0,
-        0,
-    ]
+    assert compute_clip_cov(-x, -adv, yes(1, 0, 0)).clipped.tolist() == [LOW, 0, LOW]
+    assert compute_clip_cov(-x, -adv, yes(0, 0, 0), low=0.9).clipped.tolist() == [0, 0, 0]
