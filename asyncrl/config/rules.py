@@ -642,6 +642,12 @@ def _check_engine(config: Config) -> Iterator[str]:
             f"learner.gpus: {config.learner.gpus} for {config.learner.ranks} rank(s) "
             "(learner.ranks); each needs its own GPU"
         )
+    mesh, ranks = config.learner.mesh, config.learner.ranks
+    if mesh.replicate * (mesh.shard or max(1, ranks // mesh.replicate)) != ranks:
+        yield (
+            f"learner.mesh: {mesh.replicate} copies of {mesh.shard or 'equally many'} ranks are "
+            f"not the {ranks} of learner.ranks; set learner.ranks to shard x replicate"
+        )
     if (
         config.learner.ranks > 1
         and not config.learner.gpus

@@ -301,12 +301,22 @@ class GeneratorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """GPU numbers, assigned to the generators in turn. Empty: model.device."""
 
 
+class MeshConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    replicate: Positive = 1
+    """FSDP2: copies of the model among the ranks. Each is divided among ranks that follow each
+    other, and the copies add up their gradients. Links between machines then carry gradients alone,
+    once a backward pass."""
+    shard: Count = 0
+    """FSDP2: ranks that divide one copy. 0: learner.ranks / learner.mesh.replicate."""
+
+
 class LearnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     backend: Literal["torch", "deepspeed", "fsdp2"] = "torch"
     """Training backend. deepspeed and fsdp2 divide the training among several processes; fsdp2 is
     part of PyTorch."""
     ranks: Positive = 1
     """DeepSpeed, FSDP2: number of learner processes that share the training."""
+    mesh: MeshConfig = msgspec.field(default_factory=MeshConfig)
     zero_stage: Annotated[int, Meta(ge=0, le=3)] = 2
     """DeepSpeed: what the ranks partition. 0: nothing; 1: optimizer state; 2: also gradients; 3:
     also parameters. Higher stages save memory."""

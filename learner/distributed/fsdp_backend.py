@@ -3,8 +3,9 @@
 Each rank keeps a part of every parameter, gradient and moment, divided along its first axis. A
 layer's parameters are gathered for its forward and its backward pass, and its gradient is added up
 and divided again at once, so no rank holds a whole model or a whole gradient (Zhao et al. 2023,
-arXiv 2304.11277). Ranks add gradients up without averaging them. In bfloat16 the parts are float32:
-layers are gathered, multiplied and published in bfloat16.
+arXiv 2304.11277). With `learner.mesh.replicate` only the ranks of a replica divide the model, and
+the replicas add up their gradients. Ranks add gradients up without averaging them. In bfloat16 the
+parts are float32: layers are gathered, multiplied and published in bfloat16.
 """
 
 from __future__ import annotations
@@ -48,7 +49,12 @@ class FsdpBackend(DistributedBackend):
 
     def __init__(self, config: Config, model: PolicyModel) -> None:
         super().__init__(config, model)
-        self.mesh = init_device_mesh(self.device.type, (self.ranks,))
+        self.replicas = config.learner.mesh.replicate
+        self.shards = self.ranks // self.replicas
+        # the ranks of a replica follow each other
+        sizes = (self.replicas, self.shards) if self.replicas > 1 else (self.ranks,)
+        names = ("replicate", "shard")[-len(sizes) :]
+        self.mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
         self.roots: list[FSDPModule] = []
         # of each part of a checkpoint: its parameters and their optimizer
         self.parts: dict[str, tuple[dict[str, torch.nn.Parameter], torch.optim.Optimizer]] = {}
@@ -142,7 +148,7 @@ class FsdpBackend(DistributedBackend):
 
     def clip(self, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
         gradients = self.collect_gradients(parameters)
-        norm = self.sum_over_ranks(sum_squares(gradients).cpu()).sqrt()
+        norm = self._sum_over_parts(sum_squares(gradients).cpu()).sqrt()
         if self.clip_norm:
             torch._foreach_mul_(gradients, float((self.clip_norm / (norm + 1e-6)).clamp(max=1.0)))
         return norm
@@ -152,7 +158,11 @@ class FsdpBackend(DistributedBackend):
         self.accumulate(value / self.ranks)
         square = sum_squares(self.collect_gradients(self.parameters)).cpu()
         self.drop_gradient()
-        return self.sum_over_ranks(square)
+        return self._sum_over_parts(square)
+
+    def _sum_over_parts(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the sum of `value` over the parts of one replica; all replicas have the same."""
+        return self.sum_over_ranks(value / self.replicas)
 
     # ---- weights and state -----------------------------------------------------------------------
 
@@ -163,15 +173,15 @@ class FsdpBackend(DistributedBackend):
         for name, parameter in list_named_weights(self.model):
             assert isinstance(parameter, DTensor)
             part = get_local_part(parameter).to(self.device, dtypes[name])
-            if self.ranks == 1:
-                yield name, parameter, part.cpu()
+            if self.shards == 1 or self.rank >= self.shards:
+                yield name, parameter, part.cpu() if self.rank == 0 else None
                 continue
-            rows, row_shape = -(-parameter.shape[0] // self.ranks), list(parameter.shape[1:])
+            rows, row_shape = -(-parameter.shape[0] // self.shards), list(parameter.shape[1:])
             padded = part.new_zeros(rows, *row_shape)
             padded[: len(part)] = part
-            tensors = [torch.empty_like(padded) for _ in range(self.ranks if not self.rank else 0)]
+            tensors = [torch.empty_like(padded) for _ in range(self.shards if not self.rank else 0)]
             with self.guard():
-                dist.gather(padded, tensors or None, dst=0)
+                dist.gather(padded, tensors or None, dst=0, group=self.mesh.get_group("shard"))
             full = torch.cat(tensors)[: parameter.shape[0]].cpu() if tensors else None
             yield name, parameter, full
 

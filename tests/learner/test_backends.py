@@ -38,6 +38,13 @@ def zero(stage: int, **learner: Any) -> dict[str, Any]:
 
 
 FSDP2 = {"backend": "fsdp2", "ranks": 2}
+COPIES = FSDP2 | {"mesh": {"replicate": 2}}
+
+
+def shards(learner: dict[str, Any]) -> int:
+    """Ranks that divide one copy of the model."""
+    count: int = learner["ranks"] // learner.get("mesh", {"replicate": 1})["replicate"]
+    return count
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +75,7 @@ def whole(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
         name = json.dumps(learner)
         if name not in made:
             saved = tmp_path_factory.mktemp("whole")
-            save = {"save": [STEPS, str(saved)]} if learner in (zero(3), FSDP2) else {}
+            save = {"save": [STEPS, str(saved)]} if learner in (zero(3), FSDP2, COPIES) else {}
             done = trained(model_dir, learner, STEPS, **TRAINED, **save, launcher=launcher)
             made[name] = *done, saved / f"number_{STEPS}"
         return made[name]
@@ -90,6 +97,8 @@ TRAINED: dict[str, Any] = {"bad": BAD, "lost": LOST, "sessions": ["split", "shar
         (FSDP2 | {"ranks": 1}, FORKED),
         (FSDP2, FORKED),
         (FSDP2 | {"ranks": 4, "offload": True}, FORKED),
+        (COPIES, TORCHRUN),
+        (COPIES | {"ranks": 4}, FORKED),
     ],
 )
 def test_every_backend_is_the_torch_learner(
@@ -108,10 +117,10 @@ def test_every_backend_is_the_torch_learner(
     for a, b in zip(mine["numbers"], plain["numbers"], strict=True):
         assert a == pytest.approx(b, abs=1e-5, nan_ok=True)
     parameters = plain["parameters"]
-    part = parameters if stage == 0 or ranks == 1 else parameters / ranks
+    part = parameters if stage == 0 or ranks == 1 else parameters / shards(learner)
     # the stage is really on: what each rank holds of Adam's moments, and of the parameters, of
     # which ZeRO-3 holds none between passes
-    kept = {"deepspeed": 0, "fsdp2": parameters / ranks}[learner["backend"]]
+    kept = {"deepspeed": 0, "fsdp2": parameters / shards(learner)}[learner["backend"]]
     for r in (mine, *others.values()):
         assert abs(r["held"] - part) <= 64
         assert abs(r["parameters"] - (kept if stage == 3 else parameters)) <= 64
@@ -199,15 +208,21 @@ def test_an_early_stopped_step_leaves_weights_and_moments_untouched(
 
 
 @pytest.mark.parametrize(
-    ("two", "counts", "other", "said"),
+    ("two", "elsewhere", "other", "said"),
     [
-        (zero(3), [1], zero(1), "is of 2 ranks at ZeRO stage 3"),
-        (FSDP2, [1, 3], {"backend": "torch"}, "the optimizer of learner.backend = fsdp2"),
+        (zero(3), [zero(3, ranks=1)], zero(1), "is of 2 ranks at ZeRO stage 3"),
+        (
+            FSDP2,
+            [FSDP2 | {"ranks": 3}, COPIES | {"ranks": 4}],
+            {"backend": "torch"},
+            "the optimizer of learner.backend = fsdp2",
+        ),
+        (COPIES, [FSDP2], {"backend": "torch"}, "the optimizer of learner.backend = fsdp2"),
     ],
 )
 def test_a_resumed_learner_goes_on_as_if_nothing_had_happened(
     two: dict[str, Any],
-    counts: list[int],
+    elsewhere: list[dict[str, Any]],
     other: dict[str, Any],
     said: str,
     whole: Whole,
@@ -222,12 +237,14 @@ def test_a_resumed_learner_goes_on_as_if_nothing_had_happened(
     assert again["losses"] == pytest.approx(made["losses"][STEPS:], abs=1e-7)
     assert len(again["losses"]) == 3 and again["again"] >= 4
     assert again["digest"] == made["digest"]
-    # at another number of ranks, with the same moments
-    for ranks in counts:
-        elsewhere, _ = trained(model_dir, two | {"ranks": ranks}, STEPS, **restore)
-        assert elsewhere["losses"] == pytest.approx(made["losses"][STEPS:], abs=1e-5)
-        assert elsewhere["weights"] == pytest.approx(made["weights"], abs=1e-5)
-        assert elsewhere["held"] * ranks == pytest.approx(made["held"] * 2, rel=0.05)
+    # at another number of ranks or in another mesh, with the same moments
+    for learner in elsewhere:
+        found, _ = trained(model_dir, learner, STEPS, **restore)
+        assert found["losses"] == pytest.approx(made["losses"][STEPS:], abs=1e-5)
+        assert found["weights"] == pytest.approx(made["weights"], abs=1e-5)
+        assert found["held"] * shards(learner) == pytest.approx(
+            made["held"] * shards(two), rel=0.05
+        )
     assert [x.name for x in saved.parent.iterdir()] == [saved.name]
     # DeepSpeed loads nothing from a path that is not there, and says nothing
     assert checkpoint.verify(saved) == ""
@@ -405,6 +422,9 @@ def test_a_rank_that_has_followed_to_the_end_leaves_without_the_interpreters_own
     [
         ({"ranks": 2}, {}, "several ranks need learner.backend = deepspeed or fsdp2, not torch"),
         ({"backend": "fsdp2", "zero_stage": 3}, {}, "3 is a stage of DeepSpeed"),
+        (zero(2, mesh={"replicate": 2}), {}, r"mesh\.replicate: needs learner\.backend = fsdp2"),
+        (COPIES | {"ranks": 3}, {}, "2 copies of equally many ranks are not the 3 of"),
+        ({"backend": "fsdp2", "mesh": {"shard": 2}}, {}, "1 copies of 2 ranks are not the 1 of"),
         ({"backend": "deepspeed", "zero_stage": 0}, {"dtype": "bfloat16"}, "use 1 or higher"),
         (
             {"backend": "deepspeed", "zero_stage": 0, "offload": True},
