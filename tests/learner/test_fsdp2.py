@@ -79,23 +79,34 @@ def test_methods_that_deepspeed_refuses_are_those_of_torch(
         assert one["weights"] == pytest.approx(plain["weights"], abs=1e-5)
 
 
-def test_rank_0_measures_adapters_without_the_others(model_dir: Path) -> None:
-    """The split by the weights of earlier versions, here those of the start, and the KL to the
-    base, on samples of rank 0."""
+@pytest.mark.parametrize("rank", [0, 4], ids=["whole", "adapters"])
+def test_rank_0_runs_the_versions_of_tokens_without_the_others(rank: int, model_dir: Path) -> None:
+    """As proximal policies: pi_v / mu is 1, and the clip sees the lag; for the split; and the KL to
+    the base."""
+    sections = {
+        "lora": {"rank": rank},
+        "correction": {"proximal": "version"},
+        "loss": {"surrogate": "decoupled_ppo", "eps_low": 0.01, "eps_high": 0.01},
+        "weights": {"slots": 8},
+        "record": {"split_every": 1, "reference_kl_every": 1},
+    }
     plain, *others = (
-        trained(model_dir, backend, batches=1, held=True, sections={"lora": {"rank": 4}})[0]
+        trained(model_dir, backend, batches=2, held=True, sections=sections)[0]
         for backend in (
             {"backend": "torch"},
             TWO,
             {"backend": "deepspeed", "ranks": 2, "zero_stage": 2},
         )
     )
-    measured = {name for name in plain["metrics"] if name.startswith(("split/", "kl/target_ref"))}
-    assert len(measured) > 6
+    assert plain["metrics"]["clip/share"] > 0.05
     for made in (plain, *others):
-        assert measured <= made["metrics"].keys()
-        assert made["metrics"]["split/coverage"] > 0.5
-        assert abs(made["metrics"]["split/staleness"]) < 1e-6 < abs(made["metrics"]["split/update"])
+        metrics = made["metrics"]
+        assert metrics["is/mean_weight"] == pytest.approx(1, abs=1e-6)
+        assert metrics["is/fallback_share"] == 0 and metrics["split/coverage"] == 1
+        assert abs(metrics["split/mismatch"]) < 1e-6 < abs(metrics["split/staleness"])
+        assert {"kl/target_ref_k3", "split/update_k3"} <= metrics.keys()
+        assert made["norms"] == pytest.approx(plain["norms"], rel=1e-4)
+        assert made["weights"] == pytest.approx(plain["weights"], abs=1e-5)
 
 
 @pytest.mark.parametrize("family", ["Qwen3Moe", "Qwen2Moe"])

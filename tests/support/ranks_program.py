@@ -4,11 +4,11 @@ fixed stream of batches.
 JSON: model, config (sections), batches, and optionally sessions (how those of the batches after
 these are cut into rows), dtype, bad (a batch in which one sample's reward is not finite), lost (an
 optimizer step whose loss is NaN on the last rank, although its gradient is finite), frozen (a
-weight without gradients), held (the weights of the start count as those of every earlier version,
-so that the split is measured), save (after which batch, directory), stand (behind that checkpoint
-rank 0 touches FILE.there, waits for FILE, and has so many seconds of patience from then on),
-restore (directory). Rank 0 prints one JSON object: losses, norms, weights' digest, what each rank
-holds of the optimizer's state."""
+weight without gradients), held (the weights of the start have sampled every token, without
+rounding), save (after which batch, directory), stand (behind that checkpoint rank 0 touches
+FILE.there, waits for FILE, and has so many seconds of patience from then on), restore (directory).
+Rank 0 prints one JSON object: losses, norms, weights' digest, what each rank holds of the
+optimizer's state."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ from rows_kit import sessions
 from torch.distributed.tensor import DTensor
 
 from asyncrl.config import load
+from asyncrl.contract.messages import Batch, VersionSpan
+from asyncrl.contract.versions import Label
 from asyncrl.models.policy import (
+    PolicyModel,
     compute_digest,
     compute_probe_logprobs,
     count_flat_bytes,
@@ -76,6 +79,18 @@ def lose(backend: TorchBackend, lost: int) -> None:
     """The loss of that step, counted from 0, is NaN on this rank."""
     apply, made = backend.apply, itertools.count()
     backend.apply = lambda rate, loss: apply(rate, loss if next(made) != lost else loss * math.nan)
+
+
+def sampled_by(model: PolicyModel, data: Batch) -> Batch:
+    """That batch by this model as version 0; older by a version with each batch."""
+    for sample in data.samples:
+        columns = [[np.frombuffer(x, "<i4")] for x in (sample.prompt_tokens, sample.tokens)]
+        with torch.no_grad():
+            mu = model.logprobs(*columns, torch.ones(1)).logprobs
+        sample.behavior_logprobs = mu.numpy().astype("<f4").tobytes()
+        sample.spans = [VersionSpan(Label(1, 0), "", 0, sample.length, Label(1, 0))]
+    lags = [[(a, b, lag + data.number) for a, b, lag in row] for row in data.token_lags]
+    return msgspec.structs.replace(data, token_lags=lags)
 
 
 def main() -> None:
@@ -134,6 +149,8 @@ def main() -> None:
     for n in range(core.state.number, job["batches"] + len(cuts)):
         if n < job["batches"]:
             data = batch(n, seed=n)
+            if job.get("held"):
+                data = sampled_by(load_policy(job["model"], device="cpu"), data)
             if n == job.get("bad"):
                 data.samples[0] = msgspec.structs.replace(data.samples[0], reward=math.nan)
         else:
