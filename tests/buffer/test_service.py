@@ -627,10 +627,15 @@ def test_two_generators_of_one_name(begin: Any, monkeypatch: pytest.MonkeyPatch)
     # the leases were given back
     assert {(t.ticket, t.kind) for t in again} == {(t.ticket, t.kind) for t in held}
     late = m.Delivery(
-        "generator-0", 50, 1, answers(next(t for t in held if t.kind == "train")).samples
+        "generator-0", 50, 1, answers(next(t for t in held if t.kind == "train")).samples, drawn=7
     )
-    # what it had finished is taken
+    # what it had finished is taken, and its tokens count
     assert ask(first, late, m.DeliveryAcks).acks
+    drawn = run.service.store.drawn
+    assert drawn["generator-0", 50] == 7
+    first.send(m.LeaseRenewal("generator-0", 50, [], {}, None, drawn=9))
+    ask(first, m.StatusRequest(), m.RunStatus)
+    assert drawn["generator-0", 50] == 9
     assert run.service.sessions.get_holder("generator-0") == 3
     expected = "taken over the name"
     assert expected in ask(first, m.TicketRequest("generator-0", 50, 2, 9, None), m.Refusal).reason
