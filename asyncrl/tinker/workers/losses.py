@@ -123,8 +123,8 @@ def resolve_method(options: Options) -> Config:
     config = load.build(tree, "loss_fn_config")
     if config.correction.proximal == "version":
         raise ConfigError(
-            "loss_fn_config.correction.proximal: version needs weights that a call does not name; "
-            "use recompute"
+            "loss_fn_config.correction.proximal: version is more than a loss, as it needs earlier "
+            "weights; use recompute"
         )
     defaults = load.build({"model": {"path": "client"}, "task": {"name": "client"}})
     for key in MORE_THAN_A_LOSS:
