@@ -98,10 +98,10 @@ def simulate(
     config = load.load_to_train(source, sets)  # before the imports of torch below
     if from_run is not None:
         rundir.require_run(from_run)
-    from asyncrl.experiments.simulate import result
+    from asyncrl.experiments.simulate import what_if
 
-    time_model, origin = result.collect_times(from_run, file, single_times)
-    outcome = result.simulate(
+    time_model, origin = what_if.collect_times(from_run, file, single_times)
+    outcome = what_if.simulate(
         config,
         time_model,
         origin,
@@ -109,4 +109,4 @@ def simulate(
         evaluate=not no_evaluation,
         **questions,
     )
-    print(json.dumps(outcome) if as_json else result.format_result(outcome))
+    print(json.dumps(outcome) if as_json else what_if.format_result(outcome))

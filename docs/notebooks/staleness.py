@@ -69,8 +69,8 @@ def _(PagePlot, PlotLine, TimeModel, load, show, what_if):
         )[0]
         for limit in limits
     ]
-    speed = [outcome.tokens_per_s for outcome in outcomes]
-    lag = [outcome.lag_mean for outcome in outcomes]
+    speed = [outcome["tokens_per_s"] for outcome in outcomes]
+    lag = [outcome["lag_mean"] for outcome in outcomes]
     show(
         PagePlot("Speed", "trained tokens a second", [PlotLine("", limits, speed)], "max_lag"),
         PagePlot("Lag", "versions, mean", [PlotLine("", limits, lag)], "max_lag"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -35,7 +36,6 @@ from asyncrl.contract.freshness.window import (
 from asyncrl.contract.versions import Label
 from asyncrl.experiments import serial
 from asyncrl.experiments.simulate import times
-from asyncrl.experiments.simulate.simulation import SimulationOutcome
 from asyncrl.models.policy import build_model
 from asyncrl.supervise import live
 from buffer.durable_store import RecordedStore
@@ -303,7 +303,7 @@ def test_the_service_moves_it_and_tells_busy_generators_of_new_versions(tmp_path
         run.end()
 
 
-def simulated(known: times.TimeModel, *sets: str) -> SimulationOutcome:
+def simulated(known: times.TimeModel, *sets: str) -> Any:
     return simulate(config("learner.steps=80", *sets), known)
 
 

@@ -20,7 +20,7 @@ from asyncrl.config import load
 from asyncrl.experiments.compare import page as compare_page
 from asyncrl.experiments.compare.analysis import analyze
 from asyncrl.experiments.compare.grid import make_warm_cell
-from asyncrl.experiments.simulate import result
+from asyncrl.experiments.simulate import what_if
 from asyncrl.records import page_kit
 
 pytestmark = pytest.mark.slow
@@ -99,7 +99,8 @@ def test_the_page_of_two_runs_runs_none(run: Path, tmp_path: Path) -> None:
 
 def test_the_pages_of_a_simulation_and_of_a_comparison_run_none(tmp_path: Path) -> None:
     simulated = tmp_path / "simulate.html"
-    result.write_page(simulated, ALL, ALL, [], [ALL], f"# {ALL}")
+    empty = {"times": ALL, "limited_by": ALL, "sweep": [], "answers": [{"sentence": ALL}]}
+    what_if.write_page(simulated, ALL, empty, f"# {ALL}")
     curve = [{"version": n + 1, "t": 1.0, "reward/mean": 0.5} for n in range(4)]
     record: dict[str, Any] = {
         "accuracy": [[0.0, 4.0], [0.4, 0.9]],

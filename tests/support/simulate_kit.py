@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from asyncrl.config.load import load
 from asyncrl.config.tree import Config
-from asyncrl.experiments.simulate.simulation import Simulation, SimulationOutcome
+from asyncrl.experiments.simulate.simulation import Simulation
 from asyncrl.experiments.simulate.times import TimeModel, change
 from asyncrl.experiments.simulate.what_if import SimulateSeeds, simulate_seeds
 
@@ -35,13 +37,11 @@ def config(*sets: str) -> Config:
     return load(ROOT / "configs" / "demo.toml", [*small.split(), *BATCH, *sets])
 
 
-def simulate(
-    config: Config, known: TimeModel, seed: int = 0, *, evaluate: bool = False
-) -> SimulationOutcome:
-    return Simulation(config, known, seed, evaluate=evaluate).run()
+def simulate(config: Config, known: TimeModel, seed: int = 0, *, evaluate: bool = False) -> Any:
+    return SimpleNamespace(**Simulation(config, known, seed, evaluate=evaluate).run())
 
 
-def run(known: TimeModel, *sets: str, seed: int = 0) -> SimulationOutcome:
+def run(known: TimeModel, *sets: str, seed: int = 0) -> Any:
     return simulate(config(*sets), known, seed)
 
 

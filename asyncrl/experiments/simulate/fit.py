@@ -162,13 +162,9 @@ def _fit_decode(calls: Sequence[EngineCall], trains: Sequence[TraceSpan]) -> dic
         [[call.steps or 0, (call.steps or 0) * call.rows, call.admitted] for call in timed], float
     )
 
-    def slow_down(factor: float) -> Numbers:
-        """Return the slowdown of each call: `factor` on its share beside training."""
-        slowdown: Numbers = 1 + (factor - 1) * shares
-        return slowdown
-
     def solve_beside(factor: float) -> tuple[Numbers, float]:
-        return solve(columns * slow_down(factor)[:, None], seconds)
+        """Solve with the slowdown `factor` on each call's share beside training."""
+        return solve(columns * (1 + (factor - 1) * shares)[:, None], seconds)
 
     beside = 1.0
     if sum(shares < 0.1) >= FEWEST and sum(shares > 0.9) >= FEWEST:
@@ -178,29 +174,20 @@ def _fit_decode(calls: Sequence[EngineCall], trains: Sequence[TraceSpan]) -> dic
         beside = float(found.x)
     coefficients = solve_beside(beside)[0]
     step, row, admit = map(float, coefficients)
-    expected = np.maximum(1e-9, columns @ coefficients) * slow_down(beside)
+    expected = np.maximum(1e-9, columns @ coefficients) * (1 + (beside - 1) * shares)
     noise = {"sequence": [round(float(x), 4) for x in seconds / expected]}
     fitted = {"step": step, "row": row, "admit": admit, "beside": beside, "noise": noise}
-    pauses = [(x.finished, x.admitted, x.pause) for x in calls if x.pause is not None]
+    pauses = [max(0.0, call.pause) for call in calls if call.pause is not None]
     if len(pauses) < FEWEST:  # the engine runs empty after nearly every call
         return fitted
-    look, finish, new = _fit_pauses(pauses)
-    return fitted | {"admit": admit + new, "look": look, "finish": finish}
-
-
-def _fit_pauses(pauses: Sequence[tuple[int, int, float]]) -> tuple[float, float, float]:
-    """Fit look, finish and the time of an admitted row to (finished, admitted, seconds) of pauses.
-
-    A few pauses are many times as long as the others, because the process waits for a core. The
-    columns do not explain them, and the weights of `solve` leave them out, although the generator
-    is busy in them. The solution is therefore scaled to the sum of all pauses.
-    """
-    columns = np.array([[1, finished, admitted] for finished, admitted, _ in pauses], float)
-    seconds = [max(0.0, pause) for *_, pause in pauses]
-    solution = solve(columns, seconds)[0]
+    columns = np.array([[1, x.finished, x.admitted] for x in calls if x.pause is not None], float)
+    solution = solve(columns, pauses)[0]
+    # A few pauses are many times as long as the others, because the process waits for a core. The
+    # columns do not explain them, and the weights of `solve` leave them out, although the generator
+    # is busy in them. The solution is therefore scaled to the sum of all pauses.
     explained = float((columns @ solution).sum())
-    look, finish, new = solution * (sum(seconds) / explained if explained > 0 else 1.0)
-    return float(look), float(finish), float(new)
+    look, finish, new = map(float, solution * (sum(pauses) / explained if explained > 0 else 1.0))
+    return fitted | {"admit": admit + new, "look": look, "finish": finish}
 
 
 def _fit_train(

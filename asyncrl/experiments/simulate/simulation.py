@@ -8,7 +8,6 @@ generator that yields the time at which it continues, or None if a message wakes
 
 from __future__ import annotations
 
-import functools
 import gc
 import heapq
 import itertools
@@ -18,11 +17,9 @@ import random
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 from typing import Any
-
-import msgspec
 
 from actors.delivery import LINGER_S, estimate_size
 from actors.schedule import Key, TicketSchedule
@@ -62,48 +59,11 @@ from buffer.training_log import count_trained_lags, mean, quantile
 EPOCH = 1
 NO_PROMPT = Prompt(0, "")
 PARTS = 8  # of an update, each of which is slowed down by what runs at its start
+Handler = Callable[..., object]
 Loop = Generator[float | None, None, None]
+Outcome = dict[str, Any]  # of one simulated run (`make_outcome`), or averaged over seeds
 
 _TOKENS: dict[int, bytes] = {}
-
-
-class SimulationOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The results of one simulated run.
-
-    Times are simulated seconds, lags are versions, shares lie in [0, 1].
-    """
-
-    max_lag: float
-    limit_mean: float  # admission window, over the commits: max_lag if it is always filled
-    generators: int
-    steps: int
-    seconds: float  # first ticket to last commit
-    step_s: float
-    tokens: int  # trained
-    tokens_per_s: float  # trained, per second
-    samples_per_s: float
-    idle_generator: float
-    idle_learner: float
-    idle_buffer: float
-    waited_share: float  # the same as idle_learner
-    lag_mean: float
-    lag_p95: int
-    lag_max: int
-    # closed form of the mean lag: samples that wait for their training, over those of a batch
-    lag_closed_form: float
-    lag_in_flight: float  # mean over samples: until delivery
-    lag_in_queue: float  # and from there to training
-    lag_histogram: dict[int, float]  # lag -> share of the trained tokens
-    tickets_mean: float  # groups that generators hold, over time
-    tickets_max: int
-    alive_mean: float  # groups outstanding, stored or leased
-    faded_share: float  # of the trained tokens: removed by the staleness weight
-    sample_p90_s: float  # seconds from a sample's start to its last token: a tenth take longer
-    cut_share: float  # of the samples: ended by agent.deadline_s
-    losses: dict[str, int]  # reason -> tokens, without those trained and those left at the end
-    generated: int
-    left_over: int
-    took_s: float  # real seconds of the simulation
 
 
 class Simulation:
@@ -112,6 +72,23 @@ class Simulation:
     scale: factors of the times by name.
     Raises ConfigError for settings that are not simulated.
     """
+
+    now = 0.0
+    stopped = False
+    # the buffer
+    free_at = worked = 0.0  # time at which it is free; seconds of work so far
+    unready: object = None  # state at the last ask without a batch
+    announced_at = handled_at = 0.0
+    # the learner
+    number = 0  # of the batch in training
+    training = goodbye = False
+    trained_s = 0.0
+    # results
+    first_ticket: float | None = None
+    last_commit = 0.0
+    alive_seconds = ticket_seconds = 0.0  # groups outstanding or leased, over time
+    most_tickets = 0
+    cut = 0  # samples that agent.deadline_s ended
 
     def __init__(
         self,
@@ -133,51 +110,40 @@ class Simulation:
                 "part with its [agent] alone"
             )
         self.config, self.times, self.scale = config, times, scale or {}
-        self.now = 0.0
-        self.stopped = False
-        self.events: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
+        self.events: list[tuple[float, int, Handler, Any]] = []
         self.count = itertools.count()
         self.rng = random.Random(seed)
+
+        def get_stage() -> float:
+            """Return the completed share of the run."""
+            return self.number / config.learner.steps
+
         self.samplers = {
-            name: make_sampler(getattr(times, name), self.rng, name, self.get_stage)
+            name: make_sampler(getattr(times, name), self.rng, name, get_stage)
             for name in DISTRIBUTIONS
         }
         self.sample_length = _make_length_sampler(times, config, self.rng)
-        # the buffer
         settings = make_store_settings(config)
         settings.lease_s = inf  # leases are not renewed; only a lost generator ends them
-        evaluations = make_evaluations(config, build_task(config)) if evaluate else Evaluations()
-        if evaluations.prompt is not None:
+        evaluations = Evaluations()
+        if evaluate:
+            evaluations = make_evaluations(config, build_task(config))
             evaluations.prompt = lambda split, index: NO_PROMPT
         self.store = Store(settings, lambda index: NO_PROMPT, evaluations)
-        self.free_at = self.worked = 0.0  # time at which it is free; seconds of work so far
         # requests: the generator, and the number of its request
-        self.requests: TicketQueue[tuple[SimulatedGenerator, int]] = TicketQueue(
-            settings.evaluators
-        )
+        self.requests = TicketQueue[tuple[SimulatedGenerator, int]](settings.evaluators)
         self.awake: dict[str, SimulatedGenerator] = {}
         self.asks: deque[int] = deque()
-        self.unready: tuple[int, int, int] | None = None  # state at the last ask without a batch
-        self.announced_at = self.handled_at = 0.0
         self.meter = BatchMeter()
-        # the learner
-        self.number = 0  # of the batch in training
-        self.batches: dict[int, int] = {}  # number -> tokens
-        self.training = self.goodbye = False
-        self.trained_s = 0.0
-        # results
-        self.first_ticket: float | None = None
-        self.last_commit = 0.0
+        self.batches: dict[int, int] = {}  # number -> tokens, of batches at the learner
+        # the generators' busy and idle seconds: at the first ticket, the last commit
         self.generator_times: list[tuple[float, float]] = []
-        self.alive_seconds = self.ticket_seconds = 0.0  # groups outstanding or leased, over time
-        self.most_tickets = 0
         self.lags: dict[int, dict[int, int]] = {}  # batch -> trained tokens by lag
         # of each batch: mean lag of its samples in flight, in queue
         self.splits: list[tuple[float, float]] = []
         # after each commit: the limit of new tickets, groups outstanding
         self.limits: list[tuple[float, int]] = []
         self.sample_seconds: list[float] = []  # from each sample's start to its end
-        self.cut = 0  # samples that agent.deadline_s ended
         self.generators = [
             SimulatedGenerator(self, f"generator-{index}") for index in range(config.generators)
         ]
@@ -190,7 +156,7 @@ class Simulation:
 
     # ---- the clock -------------------------------------------------------------------------------
 
-    def schedule(self, when: float, handler: Callable[..., object], *args: Any) -> None:
+    def schedule(self, when: float, handler: Handler, *args: Any) -> None:
         """Call `handler` at the time `when`; simultaneous calls keep their order."""
         heapq.heappush(self.events, (when, next(self.count), handler, args))
 
@@ -198,10 +164,6 @@ class Simulation:
         """Continue a loop."""
         if (when := next(loop, None)) is not None:
             self.schedule(when, self.resume, loop)
-
-    def get_stage(self) -> float:
-        """Return the completed share of the run."""
-        return self.number / self.config.learner.steps
 
     def sample_time(self, name: str) -> float:
         """Sample the time `name` of the time model."""
@@ -216,25 +178,27 @@ class Simulation:
 
     # ---- the buffer ------------------------------------------------------------------------------
 
-    def send(self, handler: Callable[..., object], *args: Any, work: float = 0.0) -> None:
+    def send(self, handler: Handler, *args: Any, work: float = 0.0) -> None:
         """Send the buffer a message, handled after the wire time and earlier messages."""
         self.free_at = max(self.now + self.times.wire, self.free_at) + work
         self.worked += work
         self.schedule(self.free_at, self.handle, handler, *args)
 
-    def handle(self, handler: Callable[..., object] = lambda: None, *args: Any) -> None:
+    def handle(self, handler: Handler = lambda: None, *args: Any) -> None:
         """Handle a message, then reply as far as the store allows."""
-        if self.store.committed < self.config.learner.steps:
+        store = self.store
+        if store.committed < self.config.learner.steps:
             elapsed = self.now - self.handled_at
-            self.alive_seconds += len(self.store.alive) * elapsed
-            self.ticket_seconds += self.store.leases.count() * elapsed
+            self.alive_seconds += len(store.alive) * elapsed
+            self.ticket_seconds += store.leases.count() * elapsed
         self.handled_at = self.now
         handler(*args)
         while self.asks and self.lease(self.asks[0]):
             self.asks.popleft()
-        self.grant()
-        self.most_tickets = max(self.most_tickets, self.store.leases.count())
-        self.stopped = self.goodbye and not self.store.evaluations.is_pending
+        self.requests.serve(self.divided_batch, self.grant)
+        self.meter.on_free(self.requests.free, self.capacity, self.now)
+        self.most_tickets = max(self.most_tickets, store.leases.count())
+        self.stopped = self.goodbye and not store.evaluations.is_pending
 
     def on_delivery(self, generator: SimulatedGenerator, samples: list[Trajectory]) -> None:
         tickets = {sample.ticket for sample in samples} & self.store.alive.keys()
@@ -296,32 +260,28 @@ class Simulation:
         batch = store.make_batch(groups, EPOCH, number)
         limit = store.max_lag if store.settings.on_exceed == "mask" else inf
         self.lags[number] = count_trained_lags(batch, limit)
-        flight = sum(batch.in_flight) / max(len(batch.samples), 1)
-        self.splits.append((flight, sum(batch.lags) / max(len(batch.samples), 1) - flight))
+        samples = max(len(batch.samples), 1)
+        flight = sum(batch.in_flight) / samples
+        self.splits.append((flight, sum(batch.lags) / samples - flight))
         tokens = sum(sample.length for sample in batch.samples)
         self.schedule(self.now + self.sample_time("batch"), self.on_batch, number, tokens)
         return True
 
-    def grant(self) -> None:
-        """Grant tickets to waiting generators; see `BufferService.grant`."""
-
-        def grant(name: str, samples: int, request: tuple[SimulatedGenerator, int]) -> bool:
-            generator, sequence = request
-            tickets = self.store.grant(name, generator.session, samples, self.now)
-            if not tickets:
-                return False
-            training = [ticket.ticket for ticket in tickets if ticket.kind == "train"]
-            self.meter.on_grant(training, self.now)
-            if self.first_ticket is None and training:
-                self.first_ticket = self.now
-                self.record_generator_times()
-            generator.announced = self.store.policy
-            arrival, announcement = self.now + self.times.wire, self.store.make_announcement()
-            generator.call(arrival, generator.on_grant, sequence, tickets, announcement)
-            return True
-
-        self.requests.serve(self.divided_batch, grant)
-        self.meter.on_free(self.requests.free, self.capacity, self.now)
+    def grant(self, name: str, samples: int, request: tuple[SimulatedGenerator, int]) -> bool:
+        """Grant tickets to a waiting generator; see `BufferService.grant`."""
+        generator, sequence = request
+        tickets = self.store.grant(name, generator.session, samples, self.now)
+        if not tickets:
+            return False
+        training = [ticket.ticket for ticket in tickets if ticket.kind == "train"]
+        self.meter.on_grant(training, self.now)
+        if self.first_ticket is None and training:
+            self.first_ticket = self.now
+            self.record_generator_times()
+        generator.announced = self.store.policy
+        arrival, announcement = self.now + self.times.wire, self.store.make_announcement()
+        generator.call(arrival, generator.on_grant, sequence, tickets, announcement)
+        return True
 
     # ---- the learner -----------------------------------------------------------------------------
 
@@ -332,7 +292,7 @@ class Simulation:
 
     def learn(self) -> Loop:
         """Ask, train, publish, commit, and checkpoint when due."""
-        settings = self.config.learner
+        settings, times = self.config.learner, self.times
         began, saved = 0.0, deque([0], settings.keep_checkpoints)
         while self.number < settings.steps:
             if not self.number or not settings.prefetch:
@@ -347,7 +307,7 @@ class Simulation:
             start, tokens = self.now, self.batches.pop(self.number)
             if settings.prefetch and self.number + 1 < settings.steps:
                 self.send(self.asks.append, self.number + 1)
-            scale = tokens / self.times.train_tokens if self.times.train_tokens else 1.0
+            scale = tokens / times.train_tokens if times.train_tokens else 1.0
             part = self.sample_time("train") * scale / PARTS
             for _ in range(PARTS):
                 yield self.now + part * self.compute_slowdown()
@@ -370,14 +330,13 @@ class Simulation:
 
     # ---- the results -----------------------------------------------------------------------------
 
-    def run(self) -> SimulationOutcome:
+    def run(self) -> Outcome:
         """Run to the end.
 
         Raises AsyncrlError past a failure budget, or if no part can make progress, which would
         break the store's rules.
         """
         start = time.perf_counter()
-        limit = self.config.staleness.limit
         hello = LearnerHello(
             protocol=1,
             run="",
@@ -387,7 +346,7 @@ class Simulation:
             digest="0",
             next_ticket=0,
             origin=0,
-            max_lag=limit,
+            max_lag=self.config.staleness.limit,
             source=WeightsSource(EPOCH, "", "", ""),
             ring=[],
         )
@@ -413,19 +372,17 @@ class Simulation:
         return self.make_outcome(time.perf_counter() - start)
 
     def record_generator_times(self) -> None:
-        """Record the generators' busy and idle seconds: at the first ticket, the last commit."""
+        generators = self.generators
         asleep = sum(
             self.now - generator.idle_since
-            for generator in self.generators
+            for generator in generators
             if generator.sleeping and not generator.lost
         )
-        busy, idle = (
-            sum(getattr(generator, name) for generator in self.generators)
-            for name in ("busy", "idle")
-        )
-        self.generator_times.append((busy, idle + asleep))
+        idle = sum(generator.idle for generator in generators) + asleep
+        self.generator_times.append((sum(generator.busy for generator in generators), idle))
 
-    def make_outcome(self, took_s: float) -> SimulationOutcome:
+    def make_outcome(self, took_s: float) -> Outcome:
+        """Return the results: simulated seconds, lags in versions, shares in [0, 1]."""
         learner, staleness = self.config.learner, self.config.staleness
         counts: Counter[int] = Counter()
         for row in self.lags.values():
@@ -442,41 +399,46 @@ class Simulation:
         faded = 0.0
         if staleness.on_exceed == "downweight":
             for lag, count in counts.items():
-                faded += count * (
-                    1.0 - 0.5 ** (max(0.0, lag - staleness.limit) / staleness.half_life)
-                )
-        return SimulationOutcome(
-            max_lag=staleness.limit,
-            limit_mean=average([limit for limit, _ in self.limits]),
-            generators=self.config.generators,
-            steps=steps,
-            seconds=seconds,
-            step_s=seconds / max(steps, 1),
-            tokens=tokens,
-            tokens_per_s=tokens / seconds,
-            samples_per_s=steps * learner.groups * learner.group_size / seconds,
-            idle_generator=idle / max(busy + idle, 1e-9),
-            idle_learner=idle_learner,
-            idle_buffer=max(0.0, 1 - self.worked / max(self.now, 1e-9)),
-            waited_share=idle_learner,
-            lag_mean=mean(counts),
-            lag_p95=quantile(counts, 0.95),
-            lag_max=max(counts, default=0),
-            lag_closed_form=waiting / learner.groups,
-            lag_in_flight=average([flight for flight, _ in self.splits]),
-            lag_in_queue=average([queue for _, queue in self.splits]),
-            lag_histogram={lag: count / max(tokens, 1) for lag, count in sorted(counts.items())},
-            tickets_mean=self.ticket_seconds / seconds,
-            tickets_max=self.most_tickets,
-            alive_mean=average([alive for _, alive in self.limits]),
-            faded_share=faded / max(tokens, 1),
-            sample_p90_s=durations[int(0.9 * len(durations))] if durations else 0.0,
-            cut_share=self.cut / max(len(durations), 1),
-            losses={k: int(ledger[k]["tokens"]) for k in LOST if ledger[k]["tokens"]},
-            generated=sum_tokens(ledger),
-            left_over=int(ledger["left_over"]["tokens"]),
-            took_s=took_s,
-        )
+                halvings = max(0.0, lag - staleness.limit) / staleness.half_life
+                faded += count * (1.0 - 0.5**halvings)
+        return {
+            "max_lag": staleness.limit,
+            # admission window, over the commits: max_lag if it is always filled
+            "limit_mean": average([limit for limit, _ in self.limits]),
+            "generators": self.config.generators,
+            "steps": steps,
+            "seconds": seconds,  # first ticket to last commit
+            "step_s": seconds / max(steps, 1),
+            "tokens": tokens,  # trained
+            "tokens_per_s": tokens / seconds,  # trained, per second
+            "samples_per_s": steps * learner.groups * learner.group_size / seconds,
+            "idle_generator": idle / max(busy + idle, 1e-9),
+            "idle_learner": idle_learner,
+            "idle_buffer": max(0.0, 1 - self.worked / max(self.now, 1e-9)),
+            "waited_share": idle_learner,
+            "lag_mean": mean(counts),
+            "lag_p95": quantile(counts, 0.95),
+            "lag_max": max(counts, default=0),
+            # mean lag by Little's law: samples that wait for their training, over those of a batch
+            "lag_closed_form": waiting / learner.groups,
+            "lag_in_flight": average([flight for flight, _ in self.splits]),  # until delivery
+            "lag_in_queue": average([queue for _, queue in self.splits]),  # from there to training
+            # lag -> share of the trained tokens
+            "lag_histogram": {lag: count / max(tokens, 1) for lag, count in sorted(counts.items())},
+            "tickets_mean": self.ticket_seconds / seconds,  # groups that generators hold, over time
+            "tickets_max": self.most_tickets,
+            "alive_mean": average([alive for _, alive in self.limits]),  # groups outstanding
+            # of the trained tokens: removed by the staleness weight
+            "faded_share": faded / max(tokens, 1),
+            # seconds from a sample's start to its last token: a tenth take longer
+            "sample_p90_s": durations[int(0.9 * len(durations))] if durations else 0.0,
+            "cut_share": self.cut / max(len(durations), 1),  # of the samples
+            # reason -> tokens, without those trained and those left at the end
+            "losses": {k: int(ledger[k]["tokens"]) for k in LOST if ledger[k]["tokens"]},
+            "generated": sum_tokens(ledger),
+            "left_over": int(ledger["left_over"]["tokens"]),
+            "took_s": took_s,  # real seconds of the simulation
+        }
 
 
 def average(values: Sequence[float]) -> float:
@@ -485,8 +447,8 @@ def average(values: Sequence[float]) -> float:
 
 def _make_length_sampler(
     times: TimeModel, config: Config, rng: random.Random
-) -> Callable[[Ticket, int], int]:
-    """Return a function that samples the tokens of a call.
+) -> Callable[[int, int], int]:
+    """Return a function that samples the tokens of a call of (ticket, sample).
 
     Recorded groups are sampled as groups, because completions of one prompt have similar lengths.
     They are sampled along the run, because lengths change.
@@ -497,19 +459,19 @@ def _make_length_sampler(
         sample_length = make_sampler(spec, rng, "lengths")
         return lambda ticket, sample: max(1, min(limit, round(sample_length())))
     tickets = config.learner.steps * config.learner.groups
-    newest = 0
-    sample_group = make_sequence_sampler(times.group_lengths, rng, lambda: newest / tickets)
+    groups: dict[int, list[int]] = {}  # of training tickets; the newest gives the stage
+    sample_group = make_sequence_sampler(
+        times.group_lengths, rng, lambda: next(reversed(groups), 0) / tickets
+    )
 
-    @functools.lru_cache(100_000)
-    def get_group(ticket: int) -> list[int]:
-        nonlocal newest
-        newest = ticket
-        return sample_group()
-
-    def sample_group_length(ticket: Ticket, sample: int) -> int:
-        trains = ticket.ticket < EVAL_BASE
-        group = get_group(ticket.ticket) if trains else sample_group()
-        return min(limit, group[sample] if trains and sample < len(group) else rng.choice(group))
+    def sample_group_length(ticket: int, sample: int) -> int:
+        if ticket >= EVAL_BASE:
+            return min(limit, rng.choice(sample_group()))
+        if ticket not in groups:
+            groups[ticket] = []
+            groups[ticket] = sample_group()
+        group = groups[ticket]
+        return min(limit, group[sample] if sample < len(group) else rng.choice(group))
 
     return sample_group_length
 
@@ -524,43 +486,31 @@ class SimulatedSample:
     spans: of its tokens up to the last call's end or load of weights.
     """
 
-    ticket: Ticket
-    sample: int
+    key: Key
     began: float
     calls: int
+    spans: list[VersionSpan]
     born: int = 0
     length: int = 0
-    spans: list[VersionSpan] = field(default_factory=list)
 
-    @property
-    def sample_key(self) -> Key:
-        return self.ticket.ticket, self.sample, self.ticket.attempt
-
-    def extend(self, step: int, label: Label) -> None:
+    def extend(self, step: int, label: Label | None) -> None:
         """Add the tokens up to engine step `step`, sampled by `label`."""
         start, end = self.spans[-1].end if self.spans else 0, min(self.length, step - self.born)
         if end > start:
+            assert label is not None
             self.spans.append(VersionSpan(label, "", start, end, label))
-
-
-def count_reward_processes(config: Config) -> int:
-    """Return the reward processes of a generator.
-
-    "auto" with a custom function means one for each core of this machine.
-    """
-    workers = config.reward.workers
-    uses_processes = config.reward.uses_reward_processes
-    if workers == "auto":
-        return len(os.sched_getaffinity(0)) if uses_processes else 0
-    return workers or int(uses_processes)
 
 
 class SimulatedGenerator:
     """One generator. `sleeping`: its engine is empty and it waits for a message."""
 
+    session = 1
+    busy = idle = renewed = idle_since = 0.0
+    sequence = called = 0
+    scored = (0.0, 0.0, 0.0)  # samples, seconds until the result, seconds of calls
+
     def __init__(self, run: Simulation, name: str) -> None:
         self.run, self.name, self.times, self.config = run, name, run.times, run.config
-        self.session = 1
         self.slots = self.most_open = self.config.generator.slots  # samples open at once
         self.session_s = self.session_tokens = self.session_calls = inf
         agent = self.config.agent
@@ -570,10 +520,12 @@ class SimulatedGenerator:
             self.session_calls = agent.max_calls or inf
         single = self.config.generators == 1 and not agent.uses_sessions
         self.lockstep = self.config.staleness.limit == 0 and single
-        self.workers = count_reward_processes(self.config)
-        self.busy = self.idle = self.renewed = self.idle_since = 0.0
-        self.sequence = self.called = 0
-        self.scored = (0.0, 0.0, 0.0)  # samples, seconds until the result, seconds of calls
+        reward = self.config.reward
+        uses_processes = reward.uses_reward_processes
+        if reward.workers == "auto":  # one for each core of this machine
+            self.workers = len(os.sched_getaffinity(0)) * uses_processes
+        else:
+            self.workers = reward.workers or int(uses_processes)
         self.start()
         if self.times.lost_every:
             run.schedule(run.rng.expovariate(1 / self.times.lost_every), self.crash)
@@ -597,7 +549,7 @@ class SimulatedGenerator:
         self.loop = self.work()
         self.run.resume(self.loop)
 
-    def call(self, when: float, handler: Callable[..., object], *args: Any) -> None:
+    def call(self, when: float, handler: Handler, *args: Any) -> None:
         """Schedule a call that the loss of this process cancels."""
         loop = self.loop
         self.run.schedule(when, lambda: loop is self.loop and not self.lost and handler(*args))
@@ -616,13 +568,12 @@ class SimulatedGenerator:
 
     def catch_up(self) -> None:
         """Load the newest version if there was time to load it while this generator slept."""
-        policy = self.run.store.policy
+        policy, run = self.run.store.policy, self.run
         if (
             self.sleeping
             and policy is not None
             and (self.loaded is None or policy > self.loaded)
-            and self.run.announced_at + self.times.wire + self.run.sample_time("swap")
-            < self.run.now
+            and run.announced_at + self.times.wire + run.sample_time("swap") < run.now
         ):
             self.loaded = self.announced = policy
 
@@ -634,13 +585,13 @@ class SimulatedGenerator:
 
     def work(self) -> Loop:
         """Swap, start samples, decode, collect, deliver and request, or sleep."""
-        run, times = self.run, self.times
+        run, times, schedule = self.run, self.times, self.schedule
         while True:
-            waiting = self.schedule.sort_waiting() if len(self.open) < self.most_open else []
+            waiting = schedule.sort_waiting() if len(self.open) < self.most_open else []
             if not (
                 self.live
                 or self.returned
-                or self.schedule.next_version(self.loaded) is not None
+                or schedule.next_version(self.loaded) is not None
                 or any(leased.is_ready(self.loaded) for leased in waiting)
             ):
                 self.sleeping = True
@@ -657,8 +608,15 @@ class SimulatedGenerator:
                 self.idle_since += slept
                 self.sleeping = False
                 run.awake[self.name] = self
-            end = run.now + self.swap()
-            admitted = self.admit()
+            end = run.now
+            if (goal := schedule.next_version(self.loaded)) is not None:
+                for sample in itertools.chain(*self.engine.values()):
+                    sample.extend(self.engine_clock, self.loaded)
+                self.loaded = goal
+                end += run.sample_time("swap")
+            live_before = self.live
+            if self.loaded is not None:
+                self.admit()
             rows, first_step = self.live, self.engine_clock
             finished: list[SimulatedSample] = []
             while self.engine_clock < first_step + DECODE_STEPS and len(finished) < rows:
@@ -667,7 +625,7 @@ class SimulatedGenerator:
             self.live -= len(finished)
             if rows:
                 seconds = (self.engine_clock - first_step) * (times.step + times.row * rows)
-                seconds += times.admit * admitted
+                seconds += times.admit * (rows - live_before)
                 seconds *= run.compute_slowdown() * run.sample_time("noise")
                 end = end + seconds + times.look + times.finish * len(finished)
             yield end
@@ -683,42 +641,28 @@ class SimulatedGenerator:
                 self.fresh.append(scored)
                 count, total_s, calls_s = self.scored
                 self.scored = count + 1, total_s + queued + called_s, calls_s + called_s
-            self.deliver()
+            if self.fresh:
+                self.deliver()
             self.request_tickets()
             if end - self.renewed >= RENEW_S:
                 self.renewed = end
                 if self.workers:
                     run.meter.on_rewards(self.name, self.scored, self.workers, end)
 
-    def swap(self) -> float:
-        """Load the version that the schedule requires; return the seconds."""
-        goal = self.schedule.next_version(self.loaded)
-        if goal is None:
-            return 0.0
-        for sample in itertools.chain(*self.engine.values()):
-            assert self.loaded is not None
-            sample.extend(self.engine_clock, self.loaded)
-        self.loaded = goal
-        return self.run.sample_time("swap")
-
-    def admit(self) -> int:
-        """Start calls while there is room; return their number."""
-        live_before = self.live
-        if self.loaded is None:
-            return 0
+    def admit(self) -> None:
+        """Start calls while there is room."""
         while self.returned and self.live < self.slots:
             self.start_call(self.returned.popleft())
         room = min(self.slots - self.live, self.most_open - len(self.open))
         for leased, index in self.schedule.admit(self.loaded, room) if room > 0 else ():
             calls = round(min(self.session_calls, max(1.0, self.run.sample_time("calls"))))
-            sample = SimulatedSample(leased.ticket, index, self.run.now, calls)
-            self.open[sample.sample_key] = sample
-            self.start_call(sample)
-        return self.live - live_before
+            key = leased.ticket.ticket, index, leased.ticket.attempt
+            self.open[key] = SimulatedSample(key, self.run.now, calls, [])
+            self.start_call(self.open[key])
 
     def start_call(self, sample: SimulatedSample) -> None:
         """Give a call of the sample a row of the engine."""
-        tokens = sample.length + self.run.sample_length(sample.ticket, sample.sample)
+        tokens = sample.length + self.run.sample_length(*sample.key[:2])
         sample.born = self.engine_clock - sample.length
         sample.length = int(min(self.session_tokens, tokens))
         self.engine.setdefault(sample.born + sample.length, []).append(sample)
@@ -729,7 +673,6 @@ class SimulatedGenerator:
 
         At its deadline a session ends with its finished calls; a running call may finish.
         """
-        assert self.loaded is not None
         sample.extend(self.engine_clock, self.loaded)
         sample.calls -= 1
         now = self.run.now
@@ -750,21 +693,21 @@ class SimulatedGenerator:
 
     def finish(self, sample: SimulatedSample, *, cut: bool) -> None:
         """End the sample, and score it in the first idle reward process."""
-        run, length = self.run, sample.length
-        del self.open[sample.sample_key]
+        run, length, key = self.run, sample.length, sample.key
+        del self.open[key]
         run.sample_seconds.append(run.now - sample.began)
         run.cut += cut
-        self.schedule.finish_sample(sample.sample_key, length)
+        self.schedule.finish_sample(key, length)
         failed = self.times.failed and run.rng.random() < self.times.failed
-        equal = sample.ticket.ticket % 1000 < 1000 * self.times.no_spread
+        equal = key[0] % 1000 < 1000 * self.times.no_spread
         trajectory = Trajectory(
-            *sample.sample_key,
+            *key,
             prompt_tokens=b"",
             tokens=_TOKENS.get(length) or _TOKENS.setdefault(length, bytes(4 * length)),
             behavior_logprobs=b"",
             mask=b"",
             spans=sample.spans,
-            reward=0.0 if equal else float(sample.sample % 2),
+            reward=0.0 if equal else float(key[1] % 2),
             reward_parts={},
             finish="stop",
             temperature=1.0,
@@ -784,8 +727,6 @@ class SimulatedGenerator:
         heapq.heappush(self.calls, call)
 
     def deliver(self) -> None:
-        if not self.fresh:
-            return
         now = self.run.now
         self.fresh_since = self.fresh_since or now
         full = sum(map(estimate_size, self.fresh)) >= self.config.wires.frame_bytes
@@ -798,7 +739,7 @@ class SimulatedGenerator:
     def request_tickets(self) -> None:
         unfinished = bool(self.calls or self.fresh)
         free = count_samples_to_request(self.schedule, self.most_open, len(self.open), unfinished)
-        if free > 0 and free > self.asked:
+        if free > max(0, self.asked):
             self.sequence += 1
             self.asked = free
             self.run.send(self.run.requests.add, self.name, free, (self, self.sequence))

@@ -1,4 +1,4 @@
-"""Questions about a simulated run, all answered with the seeds of the base.
+"""Questions about a simulated run, all answered with the seeds of the base, as text and a page.
 
 They ask for the effect of another limit, more generators, a faster weight sync or another treatment
 of late samples.
@@ -6,6 +6,7 @@ of late samples.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -18,10 +19,13 @@ import msgspec
 from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
-from asyncrl.experiments.simulate import fit
-from asyncrl.experiments.simulate.simulation import Simulation, SimulationOutcome
+from asyncrl.contract.toml_writer import read_table
+from asyncrl.experiments.simulate import times
+from asyncrl.experiments.simulate.fit import fit
+from asyncrl.experiments.simulate.simulation import Outcome, Simulation
 from asyncrl.experiments.simulate.times import TimeModel
-from asyncrl.records import rundir
+from asyncrl.records import atomic_write, page_kit, rundir
+from asyncrl.records.page_kit import ListBlock, PagePlot, PlotBlock, PlotLine, TableBlock, TextBlock
 from asyncrl.supervise.report import advice
 
 replace = msgspec.structs.replace
@@ -30,10 +34,12 @@ BUSY = 0.1  # a side limits the run if it is idle for less than this and half th
 BUFFER_BUSY = 0.2  # the same for the buffer, whose work comes in bursts
 WIDE = 0.2  # a smaller range of the mean lag is not reported
 DRIFT = 0.05  # assumed error of the learner's speed
+LIMITS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0)  # of --plot
+MOST_GENERATORS = 10_000
+OUTCOME_COLUMNS, TREATMENT_COLUMNS, PLOTS = read_table(__file__).values()
 
-Outcome = dict[str, Any]  # SimulationOutcome averaged over seeds
 # simulates a config once per seed: `simulate_seeds` with its times, seeds and evaluation given
-SimulateSeeds = Callable[..., list[SimulationOutcome]]
+SimulateSeeds = Callable[..., list[Outcome]]
 TREATMENTS: dict[str, Literal["pace", "drop", "mask", "downweight"]] = {
     "wait": "pace",
     "mask": "mask",
@@ -43,22 +49,78 @@ TREATMENTS: dict[str, Literal["pace", "drop", "mask", "downweight"]] = {
 }
 
 
-class WhatIfAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to one question.
+def collect_times(
+    from_run: Path | None, file: Path | None, single_times: Sequence[str]
+) -> tuple[TimeModel, str]:
+    """Return the times and a description of their source.
 
-    ratio, least, largest: throughput over the base, paired by seed.
-    lag_range: of questions about the limit, the mean lag if the learner is DRIFT faster or slower.
-    If neither side waits, the lag accumulates the difference of their speeds, so a small error
-    changes it.
+    Later sources win: defaults, a run, a file, single times.
     """
+    time_model = TimeModel()
+    source = "defaults, those of configs/demo.toml on one 2.5 GHz core a process"
+    if from_run is not None:
+        time_model, source = fit(from_run)[0], f"fitted to {from_run}"
+    if file is not None:
+        time_model = times.load(file, time_model)
+        source = f"{file}" + (f" on those of {from_run}" if from_run else "")
+    if single_times:
+        time_model = times.parse(time_model, single_times)
+        source = f"{source}; {', '.join(single_times)}"
+    return time_model, source
 
-    question: str
-    ratio: float
-    least: float
-    largest: float
-    sentence: str
-    outcome: Outcome
-    lag_range: tuple[float, float] | None = None
+
+def simulate_seeds(
+    config: Config,
+    times: TimeModel,
+    seeds: int,
+    *,
+    evaluate: bool = True,
+    scale: Mapping[str, float] | None = None,
+) -> list[Outcome]:
+    """Simulate `config` with its seed and the next ones. scale: factors of the times by name."""
+    return [
+        Simulation(config, times, seed, evaluate=evaluate, scale=scale).run()
+        for seed in range(config.seed, config.seed + seeds)
+    ]
+
+
+def average_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
+    """Average each number over the seeds; take the largest lag_max and tickets_max."""
+    averages: Outcome = {}
+    for name, first in outcomes[0].items():
+        values = [outcome[name] for outcome in outcomes]
+        if name in ("lag_max", "tickets_max"):
+            averages[name] = max(values)
+        elif isinstance(first, dict):
+            keys = sorted({key for value in values for key in value})
+            sums = {str(key): sum(value.get(key, 0) for value in values) for key in keys}
+            averages[name] = {key: total / len(values) for key, total in sums.items()}
+        elif name in ("max_lag", "generators", "steps"):
+            averages[name] = "inf" if first == math.inf else int(first)
+        else:
+            averages[name] = sum(values) / len(values)
+    return averages
+
+
+def describe_limiting_side(outcome: Outcome) -> str:
+    """Describe the side that limits the run."""
+    idle, learner = outcome["idle_generator"], outcome["idle_learner"]
+    both = f"(generators idle {idle:.0%}, learner {learner:.0%})"
+    if max(idle, learner) < BUSY:
+        return f"both sides are busy {both}"
+    if learner < BUSY and learner < idle / 2:
+        return f"the learner limits it (idle {learner:.0%}; the generators {idle:.0%})"
+    if idle < BUSY and idle < learner / 2:
+        return f"the generators limit it (idle {idle:.0%}; the learner {learner:.0%})"
+    if outcome["idle_buffer"] < BUFFER_BUSY:
+        return (
+            f"the buffer limits it (idle {outcome['idle_buffer']:.0%}; the generators {idle:.0%}, "
+            f"the learner {learner:.0%})"
+        )
+    return f"both sides wait for each other {both}"
+
+
+# ---- questions -----------------------------------------------------------------------------------
 
 
 def change_limit(config: Config, limit: float) -> Config:
@@ -79,73 +141,21 @@ def change_limit(config: Config, limit: float) -> Config:
     return replace(config, staleness=replace(config.staleness, max_lag=float(limit)))
 
 
-def simulate_seeds(
-    config: Config,
-    times: TimeModel,
-    seeds: int,
-    *,
-    evaluate: bool = True,
-    scale: Mapping[str, float] | None = None,
-) -> list[SimulationOutcome]:
-    """Simulate `config` with its seed and the next ones. scale: factors of the times by name."""
-    return [
-        Simulation(config, times, seed, evaluate=evaluate, scale=scale).run()
-        for seed in range(config.seed, config.seed + seeds)
-    ]
-
-
-def average_outcomes(outcomes: Sequence[SimulationOutcome]) -> Outcome:
-    """Average each number over the seeds; take the largest lag_max and tickets_max."""
-    count = len(outcomes)
-    averages: Outcome = {}
-    for name in SimulationOutcome.__struct_fields__:
-        values = [getattr(outcome, name) for outcome in outcomes]
-        if name in ("lag_max", "tickets_max"):
-            averages[name] = max(values)
-        elif name in ("lag_histogram", "losses"):
-            keys = sorted({key for value in values for key in value})
-            averages[name] = {str(k): sum(v.get(k, 0) for v in values) / count for k in keys}
-        elif name in ("max_lag", "generators", "steps"):
-            averages[name] = "inf" if values[0] == math.inf else int(values[0])
-        else:
-            averages[name] = sum(values) / count
-    return averages
-
-
-def describe_limiting_side(outcome: Outcome) -> str:
-    """Describe the side that limits the run."""
-    idle = outcome["idle_generator"]
-    learner = outcome["idle_learner"]
-    both = f"(generators idle {idle:.0%}, learner {learner:.0%})"
-    if max(idle, learner) < BUSY:
-        return f"both sides are busy {both}"
-    if learner < BUSY and learner < idle / 2:
-        return f"the learner limits it (idle {learner:.0%}; the generators {idle:.0%})"
-    if idle < BUSY and idle < learner / 2:
-        return f"the generators limit it (idle {idle:.0%}; the learner {learner:.0%})"
-    if outcome["idle_buffer"] < BUFFER_BUSY:
-        return (
-            f"the buffer limits it (idle {outcome['idle_buffer']:.0%}; the generators {idle:.0%}, "
-            f"the learner {learner:.0%})"
-        )
-    return f"both sides wait for each other {both}"
-
-
 def answer(
     question: str,
     instead: str,
-    base: Sequence[SimulationOutcome],
-    changed: Sequence[SimulationOutcome],
-    drifted: Sequence[SimulationOutcome] = (),
-) -> WhatIfAnswer:
+    base: Sequence[Outcome],
+    changed: Sequence[Outcome],
+    drifted: Sequence[Outcome] = (),
+) -> dict[str, Any]:
     """Compare `changed` with `base`, paired by seed.
 
     instead: the setting of the base.
-    drifted: `changed` with a faster and a slower learner.
+    drifted: `changed` with a learner that is DRIFT faster and slower. If neither side waits, the
+        lag accumulates the difference of their speeds, so a small error changes it (`lag_range`).
     """
-    ratios = [
-        o.tokens_per_s / max(b.tokens_per_s, 1e-9) for b, o in zip(base, changed, strict=True)
-    ]
+    speeds = [[outcome["tokens_per_s"] for outcome in outcomes] for outcomes in (base, changed)]
+    ratios = [after / max(before, 1e-9) for before, after in zip(*speeds, strict=True)]
     ratio, least, largest = sum(ratios) / len(ratios), min(ratios), max(ratios)
     before, after = average_outcomes(base), average_outcomes(changed)
     spread = f" (seeds {least:.2f} to {largest:.2f})" if len(ratios) > 1 else ""
@@ -156,30 +166,30 @@ def answer(
             f"{ratio:.2f} times the throughput{spread}, {after['tokens_per_s']:,.0f} tokens/s "
             f"instead of {before['tokens_per_s']:,.0f}"
         )
-    lags = [after["lag_mean"], *(outcome.lag_mean for outcome in drifted)]
+    lags = [after["lag_mean"], *(outcome["lag_mean"] for outcome in drifted)]
     low, high = min(lags), max(lags)
     uncertainty = f" ({low:.2f} to {high:.2f} if the learner's speed is {DRIFT:.0%} off)"
-    return WhatIfAnswer(
-        question=question,
-        ratio=ratio,
-        least=least,
-        largest=largest,
-        sentence=f"{question[0].upper()}{question[1:]} instead of {instead}: {gain}; mean lag "
+    return {
+        "question": question,
+        "ratio": ratio,
+        "least": least,
+        "largest": largest,
+        "sentence": f"{question[0].upper()}{question[1:]} instead of {instead}: {gain}; mean lag "
         f"{after['lag_mean']:.2f}{uncertainty if high - low > WIDE else ''} instead of "
         f"{before['lag_mean']:.2f}; then {describe_limiting_side(after)}.",
-        outcome=after,
-        lag_range=(low, high) if drifted else None,
-    )
+        "outcome": after,
+        "lag_range": (low, high) if drifted else None,
+    }
 
 
 def answer_questions(
     config: Config,
     run: SimulateSeeds,
-    base: Sequence[SimulationOutcome],
+    base: Sequence[Outcome],
     limits: Sequence[float],
     added_generators: Sequence[int],
     syncs: Sequence[float],
-) -> list[WhatIfAnswer]:
+) -> list[dict[str, Any]]:
     """Answer each question. base: the outcomes of `config`."""
     answers = []
     for limit in limits:
@@ -210,37 +220,18 @@ def predict(run_dir: Path) -> dict[str, str]:
     config = load.load(run_dir / "config.toml")
     is_finished = rundir.is_finished(run_dir, config.learner.steps)
     findings, _ = advice.list_advice(config, run_dir, ended=is_finished)
-    rules = {finding.name for finding in findings}
-    limits: dict[str, list[float]] = {
-        "learner_waits": [],
-        "both_wait": [config.staleness.limit + 1],
+    questions: dict[str, tuple[list[float], list[int]]] = {
+        "learner_waits": ([], [1]),
+        "both_wait": ([config.staleness.limit + 1], []),
     }
     predictions = {}
-    for rule in rules & limits.keys():
-        try:
-            times, config = fit.fit(run_dir)
-            run = functools.partial(simulate_seeds, times=times, seeds=1, evaluate=False)
-            more = [] if limits[rule] else [1]
-            (prediction,) = answer_questions(config, run, run(config), limits[rule], more, [])
-        except ConfigError:
-            continue
-        predictions[rule] = prediction.sentence.rstrip(".")
+    for rule in questions.keys() & {finding.name for finding in findings}:
+        with contextlib.suppress(ConfigError):
+            time_model, _ = fit(run_dir)
+            run = functools.partial(simulate_seeds, times=time_model, seeds=1, evaluate=False)
+            (prediction,) = answer_questions(config, run, run(config), *questions[rule], [])
+            predictions[rule] = prediction["sentence"].rstrip(".")
     return predictions
-
-
-def sweep(
-    config: Config,
-    run: SimulateSeeds,
-    limits: Sequence[float],
-    generators: Sequence[int],
-    known_outcomes: Mapping[tuple[int, float], Outcome],
-) -> list[Outcome]:
-    """Simulate every limit with every number of generators; reuse the known outcomes."""
-    return [
-        known_outcomes.get((count, limit))
-        or average_outcomes(run(change_limit(replace(config, generators=count), limit)))
-        for count, limit in itertools.product(generators, limits)
-    ]
 
 
 # ---- treatments of late samples ------------------------------------------------------------------
@@ -269,19 +260,18 @@ def compare_treatments(
     """Simulate every treatment of late samples, and for sessions `wait` with a deadline.
 
     deadline_s: by default the time that a tenth of the sessions exceed under `wait`.
-    Raises ConfigError.
     """
-    check_treatments(config, deadline_s)
     rows: list[Outcome] = []
+    agent = config.agent
     for name, on_exceed in TREATMENTS.items():
         if name == "deadline":
-            if not config.agent.uses_sessions:
+            if not agent.uses_sessions:
                 break
             limit = rows[0]["sample_p90_s"] if deadline_s is None else deadline_s
-            config = replace(config, agent=replace(config.agent, deadline_s=limit))
+            agent = replace(agent, deadline_s=limit)
         staleness = replace(config.staleness, on_exceed=on_exceed, wait=0.0)
-        outcome = average_outcomes(simulate(replace(config, staleness=staleness)))
-        deadline = config.agent.deadline_s if config.agent.uses_sessions else None
+        outcome = average_outcomes(simulate(replace(config, agent=agent, staleness=staleness)))
+        deadline = agent.deadline_s if agent.uses_sessions else None
         rows.append({"name": name, "deadline_s": deadline} | summarize_treatment(outcome))
     return rows
 
@@ -304,3 +294,179 @@ def summarize_treatment(outcome: Outcome) -> Outcome:
         "downweighted": outcome["faded_share"],
         "cut": outcome["cut_share"],
     }
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def parse_counts(text: str) -> list[int]:
+    """Parse numbers of generators such as `1,10,100`. Raises ConfigError."""
+    try:
+        counts = [int(word) for word in text.split(",")]
+    except ValueError:
+        counts = []
+    if not counts or not all(1 <= count <= MOST_GENERATORS for count in counts):
+        raise ConfigError(
+            f"--generators {text}: give whole numbers from 1 to {MOST_GENERATORS}, separated by "
+            "commas"
+        )
+    return counts
+
+
+def simulate(
+    config: Config,
+    time_model: TimeModel,
+    source: str,
+    *,
+    name: str,
+    limits: Sequence[float] = (),
+    added_generators: Sequence[int] = (),
+    syncs: Sequence[float] = (),
+    generators: str = "",
+    treatments: bool = False,
+    deadline: float | None = None,
+    seeds: int,
+    steps: int | None = None,
+    evaluate: bool,
+    plot: Path | None = None,
+) -> dict[str, Any]:
+    """Return the result of the command, as the object of `--json`. source: of the times."""
+    if steps is not None:
+        config = replace(config, learner=replace(config.learner, steps=steps))
+    counts = parse_counts(generators) if generators else [config.generators]
+    limit, inject = config.staleness.limit, config.staleness.inject
+    if config.staleness.delay:
+        raise ConfigError(
+            "staleness.delay: is not simulated; leave it out, and give the tail with --time "
+            "reward=pareto(LEAST,EXPONENT,MOST)"
+        )
+    for factor in syncs:
+        if not (factor > 0 and math.isfinite(factor)):
+            raise ConfigError(f"--sync {factor:g}: is a factor of speed; give a number above 0")
+    for extra in added_generators:
+        if not 1 <= config.generators + extra <= MOST_GENERATORS:
+            raise ConfigError(
+                f"--more {extra}: {config.generators + extra} generators; give a number that "
+                f"leaves 1 to {MOST_GENERATORS}"
+            )
+    if plot is not None and not plot.parent.is_dir():
+        raise ConfigError(f"--plot {plot}: the directory {plot.parent} does not exist")
+    if treatments:
+        check_treatments(config, deadline)
+    elif deadline is not None:
+        raise ConfigError("--deadline: belongs to --treatments")
+    run = functools.partial(simulate_seeds, times=time_model, seeds=seeds, evaluate=evaluate)
+    base = run(config)
+    if not (limits or added_generators or syncs or treatments):
+        limits = [] if inject is not None or limit == math.inf else [2 * limit or 1]
+        added_generators, syncs = [1], [2.0]
+    answers = answer_questions(config, run, base, limits, added_generators, syncs)
+    average = average_outcomes(base)
+    result: dict[str, Any] = {
+        "tokens_per_s": average["tokens_per_s"],
+        "idle_share": {side: average[f"idle_{side}"] for side in ("generator", "learner")},
+        "lag": {key: average[f"lag_{key}"] for key in ("mean", "p95", "max", "closed_form")},
+        "base": average,
+        "seeds": seeds,
+        "times": source,
+        "limited_by": describe_limiting_side(average),
+        "answers": answers,
+    }
+    if treatments:
+        result["treatments"] = compare_treatments(config, run, deadline)
+    if generators or plot is not None:
+        axis = [limit]
+        if plot is not None and inject is None:
+            axis = sorted({*LIMITS, *limits, limit})
+        outcomes = {(config.generators, limit): average}
+        for asked_limit, asked in zip(limits, answers, strict=False):
+            outcomes[config.generators, asked_limit] = asked["outcome"]
+        result["sweep"] = [
+            outcomes.get((count, at))
+            or average_outcomes(run(change_limit(replace(config, generators=count), at)))
+            for count, at in itertools.product(counts, axis)
+        ]
+    if plot is not None:
+        write_page(plot, name, result, load.dump(config))
+        result["page"] = str(plot)
+    return result
+
+
+def make_table(
+    columns: Mapping[str, str], outcomes: Sequence[Outcome], heading: str = ""
+) -> TableBlock:
+    """Make a table of outcomes or treatments. columns: head -> format of an outcome."""
+    rows = []
+    for outcome in outcomes:
+        row = dict(outcome)
+        if "name" in row:
+            row["label"] = row["name"]
+            if row["name"] == "deadline":
+                row["label"] += f" {row['deadline_s']:.3g} s"
+        else:
+            row["lost"] = sum(row["losses"].values()) / max(row["generated"], 1)
+        rows.append([column.format(**row) for column in columns.values()])
+    return TableBlock(tuple(columns), rows, heading=heading, text_columns=0)
+
+
+def format_result(result: dict[str, Any]) -> str:
+    """Format the result for a reader."""
+    base = result["base"]
+    limit, mean, sampled = base["max_lag"], base["limit_mean"], max(base["generated"], 1)
+    if limit not in ("inf", mean):  # an automatic one
+        limit = f"{mean:.2f} on average, at most {limit}"
+    histogram = [f"{lag}: {share:.1%}" for lag, share in base["lag_histogram"].items()]
+    losses = [f"{reason} {tokens / sampled:.2%}" for reason, tokens in base["losses"].items()]
+    values = base | {
+        "limit": limit,
+        "limited_by": result["limited_by"],
+        "histogram": ", ".join(histogram),
+        "lost": ", ".join(losses) or "none",
+    }
+    summary = (
+        "{steps} steps, {generators:,} generator(s), limit {limit}: {step_s:.3g} s a step, "
+        "{tokens_per_s:,.0f} tokens/s trained\n"
+        "idle: generators {idle_generator:.1%}, learner {idle_learner:.1%}; {limited_by}\n"
+        "lag: mean {lag_mean:.2f} ({lag_in_flight:.2f} in flight, {lag_in_queue:.2f} in queue; "
+        "closed form, samples in flight / batch: {lag_closed_form:.2f}), p95 {lag_p95:g}, max "
+        "{lag_max}: {histogram}\n"
+        "tickets in flight: mean {tickets_mean:.1f}, most {tickets_max}; groups alive at a commit: "
+        "{alive_mean:.1f}\n"
+        "tokens lost: {lost}"
+    )
+    lines = [f"times: {result['times']}", summary.format(**values)]
+    lines += [answer["sentence"] for answer in result["answers"]]
+    for name, columns in (("sweep", OUTCOME_COLUMNS), ("treatments", TREATMENT_COLUMNS)):
+        if name in result:
+            lines.append(make_table(columns, result[name]).as_text())
+    page = f"; page: {result['page']}" if "page" in result else ""
+    lines.append(f"simulated with {result['seeds']} seed(s), {base['took_s']:.1f} s each{page}")
+    return "\n".join(lines)
+
+
+def write_page(path: Path, name: str, result: dict[str, Any], config: str) -> None:
+    """Write the page of a result atomically. config: as TOML."""
+    points = result["sweep"]
+    counts = sorted({point["generators"] for point in points})
+    limits = list(dict.fromkeys(f"{point['max_lag']}" for point in points))
+    plots = []
+    for title, (unit, lines) in PLOTS.items():
+        plot = PagePlot(title, unit, [], "staleness.max_lag", x_names=limits)
+        plots.append(plot)
+        for color, count in enumerate(counts):
+            selected = [point for point in points if point["generators"] == count]
+            suffix = f"{count:,} generator{'s' * (count > 1)}" if len(counts) > 1 else ""
+            xs = [limits.index(f"{point['max_lag']}") for point in selected]
+            for key, label, dash in lines:
+                label = ", ".join(filter(None, (label, suffix))) or unit
+                ys = [point[key] for point in selected]
+                plot.lines.append(PlotLine(label, xs, ys, color=color, dash=dash))
+    sentences = [answer["sentence"] for answer in result["answers"]]
+    blocks = [
+        ListBlock([f"As configured, {result['limited_by']}.", *sentences]),
+        PlotBlock(plots),
+        make_table(OUTCOME_COLUMNS, points, "Numbers"),
+        TextBlock(config, heading="Configuration", style="pre"),
+    ]
+    subtitle = f"simulated, no model; times: {result['times']}"
+    atomic_write.write(path, page_kit.render(name, subtitle, blocks, {"simulation": points}))
