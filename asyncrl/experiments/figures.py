@@ -124,18 +124,15 @@ def _read_run_directory(path: Path, series: str, seed: int, metric: str) -> Meas
 
 
 def _read_comparison(path: Path, metric: str) -> list[MeasuredRun]:
+    finished = {summary.parent.name: summary.parent for summary in path.glob("runs/*/summary.json")}
+    finished |= {cell.stem: cell for cell in path.glob("cells/*.json")}
     runs: list[MeasuredRun] = []
     for arm in json.loads((path / "compare.json").read_bytes())["arms"]:
-        cells = {file.stem: file for file in (path / "cells").glob("*.json")}
-        finished = {run.parent.name: run.parent for run in path.glob("runs/*/summary.json")}
-        for name in sorted(cells.keys() | finished.keys()):
+        for name, run in sorted(finished.items()):
             number = name.removeprefix(f"{arm}-seed")
-            if number == name or not number.isdigit():  # of another arm
-                continue
-            if name in cells:
-                runs.append(_read_cell(cells[name], arm, int(number), metric))
-            else:
-                runs.append(_read_run_directory(finished[name], arm, int(number), metric))
+            if number != name and number.isdigit():  # otherwise of another arm
+                read = _read_cell if run.is_file() else _read_run_directory
+                runs.append(read(run, arm, int(number), metric))
     return runs
 
 
@@ -192,22 +189,20 @@ def make_lines(points: Sequence[FigurePoint]) -> list[FigureLine]:
         for point in points:
             if point.series == name:
                 places.setdefault(point.place, []).append(point)
-        groups = sorted(places.values(), key=lambda group: _average([p.position for p in group]))
+        at = {place: sum(p.position for p in group) / len(group) for place, group in places.items()}
+        ordered = sorted(places, key=at.__getitem__)
+        values = [[point.value for point in places[place]] for place in ordered]
         lines.append(
             FigureLine(
                 name,
-                [len(group) for group in groups],
-                [_average([p.position for p in group]) for group in groups],
-                [_average([p.value for p in group]) for group in groups],
-                [min(p.value for p in group) for group in groups],
-                [max(p.value for p in group) for group in groups],
+                [len(group) for group in values],
+                [at[place] for place in ordered],
+                [sum(group) / len(group) for group in values],
+                [min(group) for group in values],
+                [max(group) for group in values],
             )
         )
     return lines
-
-
-def _average(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def make_caption(lines: Sequence[FigureLine], across: str) -> str:

@@ -61,22 +61,23 @@ class EvaluationProgress:
             self.say(line)
 
 
-def load_config(model: str, source: str, sets: Sequence[str]) -> Config:
-    """Read a config for a model directory.  Raises ConfigError."""
-    replaced = [f"model.path={json.dumps(model)}", "model.warm_start=false"]
-    config = load.load(source, [*sets, *replaced])
-    return msgspec.structs.replace(config, lora=LoraConfig())  # MODEL is merged already
-
-
 def evaluate(
-    config: Config, names: Sequence[str], prompts: int | None, progress: EvaluationProgress
+    model: str,
+    source: str,
+    sets: Sequence[str],
+    names: Sequence[str],
+    prompts: int | None,
+    progress: EvaluationProgress,
 ) -> dict[str, Any]:
-    """Evaluate the model of `config` and return {model, sets: {name: metrics}}.
+    """Evaluate a model directory by the config `source`: return {model, sets: {name: metrics}}.
 
     names: the sets; empty means all. prompts: of each set; None means as many as at the end of a
     run. Sessions need a gateway, so a run without steps evaluates them. Raises ConfigError for an
     unknown set, and if all completions of a set lack a reward.
     """
+    replaced = [f"model.path={json.dumps(model)}", "model.warm_start=false"]
+    config = load.load(source, [*sets, *replaced])
+    config = msgspec.structs.replace(config, lora=LoraConfig())  # MODEL is merged already
     all_names = ["heldout", "ood", *(one.name for one in config.evaluation.sets)]
     if unknown := [name for name in names if name not in all_names]:
         raise ConfigError(f"--only {unknown[0]}: choose from {', '.join(all_names)}")

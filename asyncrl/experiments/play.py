@@ -92,37 +92,33 @@ class ModelPlayer:
 
     def __init__(self, config: Config, ticket: Ticket) -> None:
         from actors.engine import build_engine, load_model
+        from asyncrl.models import tokenizer as tokenizers
         from asyncrl.models.policy import load_policy
-        from asyncrl.models.tokenizer import collect_stop_tokens as stops_of
-        from asyncrl.models.tokenizer import encode_prompt, has_template, load_tokenizer
 
         self.ticket = ticket
         self.engine = build_engine(config)
         model = load_policy(Path(config.model.path), config.model.dtype, config.model.device)
         load_model(self.engine, model, LOADED)
-        tokenizer = load_tokenizer(config.model.path)
-        self.stops = stops_of(tokenizer, config)
+        tokenizer = tokenizers.load_tokenizer(config.model.path)
+        self.stops = tokenizers.collect_stop_tokens(tokenizer, config)
         parser, history = find_parser(config.agent.parser), config.agent.history
         self.chat = ChatFormat(tokenizer, self.stops, parser=parser, history=history)
-        self.templated = has_template(config.model.path)
-        if config.agent.tools and not self.templated:
+        templated = tokenizers.has_template(config.model.path)
+        if config.agent.tools and not templated:
             raise ConfigError(
                 f"agent.tools: the tokenizer in {config.model.path} has no chat template, which "
                 "defines how a model calls tools"
             )
-        own_prompt = encode_prompt(tokenizer, ticket.prompt)
-        chat = self.chat.with_date(datetime.now())
-        opened = time.monotonic()
         self.session = Session(
             ticket,
             0,
             1,
             build_limits(config, config.agent),
-            chat,
-            own_prompt=own_prompt,
-            opened=opened,
+            self.chat.with_date(datetime.now()),
+            own_prompt=tokenizers.encode_prompt(tokenizer, ticket.prompt),
+            opened=time.monotonic(),
         )
-        self.sides = SessionPlayers(self.templated)
+        self.sides = SessionPlayers(templated)
         self.call: SessionCall | None = None
 
     def receive_event(
@@ -187,14 +183,9 @@ def format_observation(obs: Observation) -> str:
 
 def make_ticket(config: Config, index: int) -> Ticket:
     """Make a run's ticket for one sample of a training prompt."""
-    settings = config.generator
+    own = config.generator
     prompt: Prompt = get_task(config.task).prompt("train", index, config.seed)
-    sampling = SamplingSettings(
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        top_k=settings.top_k,
-        max_new_tokens=settings.max_new_tokens,
-    )
+    sampling = SamplingSettings(own.temperature, own.top_p, own.top_k, own.max_new_tokens)
     return Ticket(
         ticket=index,
         attempt=1,
@@ -214,14 +205,18 @@ def play(config: Config, ticket: Ticket, player: Player) -> Iterator[PlayEvent]:
     The last one is "ended" with the session's reward; its text describes the end of the session.
     Raises AsyncrlError if the environment fails.
     """
-    judged = config.reward.uses_reward_processes
-    pool = EnvironmentPool(msgspec.structs.replace(config.agent, workers=1), judged=judged)
+    pool = EnvironmentPool(
+        msgspec.structs.replace(config.agent, workers=1), judged=config.reward.uses_reward_processes
+    )
     try:
-        seed = compute_env_seed(config, ticket)
-        opponent = config.agent.choose_opponent(ticket.kind)
-        pool.reset(
-            EnvironmentOperation(1, "reset", prompt=ticket.prompt, seed=seed, opponent=opponent)
+        start = EnvironmentOperation(
+            1,
+            "reset",
+            prompt=ticket.prompt,
+            seed=compute_env_seed(config, ticket),
+            opponent=config.agent.choose_opponent(ticket.kind),
         )
+        pool.reset(start)
         event = _wait(pool)
         tools, pays = event.tools, event.pays
         total_reward = 0.0
@@ -245,10 +240,15 @@ def play(config: Config, ticket: Ticket, player: Player) -> Iterator[PlayEvent]:
                     total_reward, score_parts = _score_answer(config, ticket, last_answer)
                 yield PlayEvent("ended", turn, f"cut: {error}", total_reward, parts | score_parts)
                 return
-            text = format_observation(event.obs)
-            reward, score_parts = event.reward, event.parts
             yield PlayEvent(
-                "asked", turn, text, reward, score_parts, tokens=tokens, row=row, other=other_side
+                "asked",
+                turn,
+                format_observation(event.obs),
+                event.reward,
+                event.parts,
+                tokens=tokens,
+                row=row,
+                other=other_side,
             )
             last_answer = player.answer()
             if last_answer is None:

@@ -50,9 +50,8 @@ def eval(  # the name of the command
     from asyncrl.models import fetch
 
     path = str(fetch.download_model(model)) if model.startswith(fetch.HUB) else model
-    config = model_evaluation.load_config(path, source, sets)
     progress = model_evaluation.EvaluationProgress(print_progress)
-    evaluation = model_evaluation.evaluate(config, only, prompts, progress)
+    evaluation = model_evaluation.evaluate(path, source, sets, only, prompts, progress)
     if as_json:
         result.print_result(evaluation)
     else:

@@ -74,30 +74,14 @@ def find_first_difference(
     for step in sorted(rows_a.keys() & rows_b.keys()):
         differences = []
         for name in sorted(rows_a[step].keys() & rows_b[step].keys()):
-            value_a = rows_a[step][name]
-            value_b = rows_b[step][name]
-            if (
-                not name.startswith(MACHINE)
-                and value_a != value_b
-                and not (math.isnan(value_a) and math.isnan(value_b))
-            ):
-                differences.append(
-                    (
-                        abs(value_a - value_b) / max(abs(value_a), abs(value_b), 1e-12),
-                        name,
-                        value_a,
-                        value_b,
-                    )
-                )
+            pair = value_a, value_b = rows_a[step][name], rows_b[step][name]
+            if name.startswith(MACHINE) or value_a == value_b or all(map(math.isnan, pair)):
+                continue
+            relative = abs(value_a - value_b) / max(*map(abs, pair), 1e-12)
+            differences.append({"name": name, "a": value_a, "b": value_b, "relative": relative})
         if differences:
-            differences.sort(reverse=True)
-            return {
-                "step": step,
-                "metrics": [
-                    {"name": n, "a": value_a, "b": value_b, "relative": r}
-                    for r, n, value_a, value_b in differences
-                ],
-            }
+            differences.sort(key=lambda found: (found["relative"], found["name"]), reverse=True)
+            return {"step": step, "metrics": differences}
     return None
 
 
@@ -136,11 +120,8 @@ def format_diff(comparison: dict[str, Any]) -> str:
         digests = comparison["weights_digests"]
         weights = "at least one run has not ended"
         if all(digests):
-            weights = (
-                "the final weights differ"
-                if digests[0] != digests[1]
-                else "the final weights are equal"
-            )
+            equal = digests[0] == digests[1]
+            weights = f"the final weights {'are equal' if equal else 'differ'}"
         lines.append(
             f"no metric differs in the common steps (up to {comparison['steps'][0]} and "
             f"{comparison['steps'][1]}); {weights}"

@@ -81,11 +81,8 @@ WATCHED = (
 
 @dataclass
 class ReplayResult:
-    """The result of a replay. rows: metrics by step; digests: version -> weights."""
+    """The result of a replay. digests: version -> weights."""
 
-    config: Config
-    start: int
-    end: int
     rows: dict[int, dict[str, float]] = field(default_factory=dict)
     digests: dict[int, str] = field(default_factory=dict)
     failed: str = ""
@@ -98,9 +95,8 @@ def check_sets(sets: Sequence[str]) -> None:
         key = item.partition("=")[0].strip()
         if reason := DECIDES_DATA.get(key):
             raise ConfigError(f"--set {item}: a replay cannot change {key}: {reason}")
-        if key not in keys:
-            continue  # the config reports an unknown key, with the nearest one
-        if not any(key == k or key.startswith(k + ".") for k in MAY_CHANGE):
+        # the config reports an unknown key, with the nearest one
+        if key in keys and not f"{key}.".startswith(tuple(f"{k}." for k in MAY_CHANGE)):
             raise ConfigError(
                 f"--set {item}: {key} changes what is sampled, and a replay trains on recorded "
                 f"samples; start a new run (a replay may change {', '.join(MAY_CHANGE)})"
@@ -113,14 +109,12 @@ def resolve(text: str, sets: Sequence[str], source: str) -> Config:
     A preset given now also replaces the values that an earlier preset filled in.
     """
     raw = tomllib.loads(text)
-    changed_keys = {item.partition("=")[0].strip() for item in sets}
-    if any(k.startswith("staleness.") for k in changed_keys):
+    changes_staleness = any(item.strip().startswith("staleness.") for item in sets)
+    if changes_staleness:
         # inject requires on_exceed = pace, and the stream has the lags already
         raw.get("staleness", {}).pop("inject", None)
     changed = load.convert(raw, source, text, sets)
-    if any(
-        k.startswith("staleness.") for k in changed_keys
-    ) and changed.staleness.on_exceed not in ("mask", "downweight"):
+    if changes_staleness and changed.staleness.on_exceed not in ("mask", "downweight"):
         raise ConfigError(
             f"--set staleness: on_exceed = {changed.staleness.on_exceed} changes what is sampled; "
             "a replay can mask or downweight stale tokens"
@@ -245,32 +239,33 @@ class Replay:
         # version 0 has no moments, and the config gives its state
         if self.start and self.recorded.learner.backend == "torch":
             checkpoint.restore(core, self.weights)
-        result = ReplayResult(
-            self.config,
-            self.start,
-            self.end,
-            digests={self.start: self.keep_weights(core)},
-        )
+        result = ReplayResult(digests={self.start: self.keep_weights(core)})
         evaluator = OfflineEvaluator(core.config) if evaluate else None
         writer = metrics.MetricsWriter(directory)
-        start = time.monotonic()
-        reported = time.monotonic()
+        start = reported = time.monotonic()
 
         def write(step: int, values: dict[str, float]) -> None:
             result.rows.setdefault(step, {}).update(values)
             writer.write(step, values, time.monotonic() - start)
 
+        def measure(number: int) -> None:
+            """Measure the held-out reward at the versions and on the prompts of the run."""
+            last = number == self.recorded.learner.steps
+            if evaluator and (values := evaluator.evaluate(core.model, number, last=last)):
+                write(number, values)
+                torch.set_num_threads(core.config.learner.threads)  # the engine has changed it
+
         try:
             for step in self.recording.read_steps(self.start, self.end):
                 number = step.batch.number
-                self.measure(evaluator, core, number, write)
+                measure(number)
                 core = self.follow(core, number)
                 write(number, core.train(step.batch))
                 result.digests[number + 1] = self.keep_weights(core)
                 if time.monotonic() - reported > REPORT_S or number + 1 == self.end:
                     reported = time.monotonic()
                     log(f"replayed {number + 1 - self.start} of {self.end - self.start} batches")
-            self.measure(evaluator, core, self.end, write)
+            measure(self.end)
         except NotFiniteError as error:
             result.failed = str(error)
             log(f"ended: {error}")
@@ -284,28 +279,11 @@ class Replay:
         )
         return result
 
-    def measure(
-        self,
-        evaluator: OfflineEvaluator | None,
-        core: LearnerCore,
-        number: int,
-        write: Callable[[int, dict[str, float]], None],
-    ) -> None:
-        """Measure the held-out reward at the versions and on the prompts of the run."""
-        if evaluator is not None and (
-            values := evaluator.evaluate(
-                core.model, number, last=number == self.recorded.learner.steps
-            )
-        ):
-            write(number, values)
-            torch.set_num_threads(core.config.learner.threads)  # the engine has changed it
-
     def follow(self, core: LearnerCore, number: int) -> LearnerCore:
         """Switch to the settings of a resumed run at the batch from which it was resumed."""
-        header = self.recording.find_header(number)
         if number == self.start or all(begin != number for begin, _ in self.recording.lives):
             return core
-        config = resolve(header.config, self.sets, str(self.run_dir / "recording"))
+        config = self.resolve_batch_config(number)
         if make_single_process_config(config, self.initial) == core.config:
             return core
         new = self.make_core(config)
@@ -362,44 +340,57 @@ def replay(
         load.dump(source.resolve_batch_config(source.end - 1)), encoding="utf-8"
     )
     result = source.run(directory, log, evaluate=evaluate)
-    comparison = judge(source, result)
+    recorded, digests = read_recorded(source)
+    comparison = judge(source, result, recorded, digests)
     comparison["replay_dir"] = str(directory)
-    write(directory, source, result, comparison)
+    atomic_write.write(directory / "replay.json", json.dumps(clean(comparison), indent=1))
+    diff.write_page(
+        "A replay",
+        format_replay(comparison),
+        {"recorded": recorded, "replayed": result.rows},
+        clean(comparison),
+        directory / "report.html",
+        "replay",
+    )
     return comparison
 
 
 # ---- the difference ------------------------------------------------------------------------------
 
 
-def read_recorded_metrics(source: Replay) -> dict[int, dict[str, float]]:
-    """Return the recorded metrics by step, with the evaluations of metrics.jsonl."""
-    rows = {
-        s.batch.number: dict(s.metrics)
-        for s in source.recording.read_steps(source.start, source.end)
-    }
+def read_recorded(source: Replay) -> tuple[dict[int, dict[str, float]], dict[int, str]]:
+    """Return the recorded metrics by step and the digests of weights by version.
+
+    The evaluations are those of metrics.jsonl.
+    """
+    rows: dict[int, dict[str, float]] = {}
+    digests = {}
+    for step in source.recording.read_steps(source.start, source.end):
+        rows[step.batch.number] = dict(step.metrics)
+        digests[step.batch.number + 1] = step.digest
     for row in metrics.read(source.run_dir):
-        if any(k.startswith("eval/") for k in row) and source.start <= row["step"] <= source.end:
-            rows.setdefault(int(row["step"]), {}).update(
-                {k: v for k, v in row.items() if k.startswith("eval/")}
-            )
-    return rows
+        values = {k: v for k, v in row.items() if k.startswith("eval/")}
+        if values and source.start <= row["step"] <= source.end:
+            rows.setdefault(int(row["step"]), {}).update(values)
+    return rows, digests
 
 
-def judge(source: Replay, result: ReplayResult) -> dict[str, Any]:
-    """Compare the replay with the recorded run.
+def judge(
+    source: Replay,
+    result: ReplayResult,
+    recorded: dict[int, dict[str, float]],
+    digests: dict[int, str],
+) -> dict[str, Any]:
+    """Compare the replay with the recorded run: its metrics and digests.
 
     The result has the first difference, final values, stability by rule, and the distance from the
     data.
     """
-    recorded = read_recorded_metrics(source)
     trained = {
         n: {k: v for k, v in row.items() if not k.startswith("eval/")}
         for n, row in result.rows.items()
     }
     difference = diff.find_first_difference(recorded, trained)
-    digests = {
-        s.batch.number + 1: s.digest for s in source.recording.read_steps(source.start, source.end)
-    }
     first_weights = next(
         (n for n, d in sorted(result.digests.items()) if n in digests and d != digests[n]), None
     )
@@ -414,8 +405,8 @@ def judge(source: Replay, result: ReplayResult) -> dict[str, Any]:
     ]
     comparison: dict[str, Any] = {
         "run_dir": str(source.run_dir),
-        "from": result.start,
-        "to": result.end,
+        "from": source.start,
+        "to": source.end,
         "changed": [x.replace(", now ", " | ") for x in source.changed],
         "cut": source.cut,
         "equal": equal,
@@ -428,11 +419,10 @@ def judge(source: Replay, result: ReplayResult) -> dict[str, Any]:
         "recorded": summarize_ends(recorded, evaluated),
         "replayed": summarize_ends(result.rows, evaluated),
     }
-    comparison["verdict"], comparison["warning"] = (
-        state_verdict(comparison),
-        state_warning(comparison),
-    )
-    return comparison
+    return comparison | {
+        "verdict": state_verdict(comparison),
+        "warning": state_warning(comparison),
+    }
 
 
 def summarize_ends(rows: dict[int, dict[str, float]], evaluated: Sequence[int]) -> dict[str, Any]:
@@ -558,19 +548,4 @@ def format_replay(comparison: dict[str, Any]) -> str:
         )
     return "\n".join(
         [*lines, comparison["verdict"], *([comparison["warning"]] if comparison["warning"] else [])]
-    )
-
-
-def write(
-    directory: Path, source: Replay, result: ReplayResult, comparison: dict[str, Any]
-) -> None:
-    """Write OUT/replay.json and OUT/report.html with both curves and the text."""
-    atomic_write.write(directory / "replay.json", json.dumps(clean(comparison), indent=1))
-    diff.write_page(
-        "A replay",
-        format_replay(comparison),
-        {"recorded": read_recorded_metrics(source), "replayed": result.rows},
-        clean(comparison),
-        directory / "report.html",
-        "replay",
     )
