@@ -35,6 +35,9 @@ zmq.Context.__del__ = lambda self: None  # type: ignore[method-assign]
 # commands of asyncrl begin with everything imported, but in tests that are marked `cold`
 warm_python.install()
 
+# importing thousands of modules makes no garbage; collected again once everything is imported
+gc.disable()
+
 # no test hangs on speed
 settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any speed")
@@ -65,6 +68,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Exempt modules and collected tests from garbage collection, which searched them for most of a
     second each time."""
     gc.freeze()
+    gc.enable()
     # no test is about the accuracy after a warm start, whose 512 prompts take two seconds
     if starting := sys.modules.get("asyncrl.tasks.warm_start"):
         starting.measure_accuracy = functools.partial(starting.measure_accuracy, count=16)

@@ -347,6 +347,7 @@ def start() -> socket.socket:
 
 
 def main() -> None:
+    gc.disable()
     orders = socket.socket(fileno=int(sys.argv[1]))
     sys.path.remove(str(Path(__file__).parent))
     before = dict(os.environ)
@@ -368,6 +369,7 @@ def main() -> None:
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread does not survive a fork"
     gc.collect()
     gc.freeze()
+    gc.enable()
     use_large_pages()
     serve_forks(orders)
 
