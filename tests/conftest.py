@@ -46,8 +46,9 @@ settings.load_profile("any speed")
 # The most expensive files, which begin first, so that no worker ends long after the others.  Each
 # worker gets the next one of them, and so many other tests that all have as many.
 LONG = (
-    *("test_tasks_train", "test_backends", "test_vllm", "test_run", "test_both_engines"),
-    *("test_real_model", "test_new", "test_vllm_calls", "test_docs_commands", "test_compare"),
+    *("test_tasks_train", "test_backends", "test_shutdown", "test_vllm", "test_run"),
+    *("test_both_engines", "test_real_model", "test_new", "test_vllm_calls"),
+    *("test_docs_commands", "test_compare"),
 )
 
 

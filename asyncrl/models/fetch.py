@@ -7,6 +7,7 @@ renamed when it is complete.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -29,7 +30,6 @@ DATA_SETS = "hf://datasets/"
 OWN_OFFLINE_VALUE = "YES"
 MAGIC = b"GGUF"  # the first four bytes of a GGUF file
 GENERATION_CONFIG = "generation_config.json"
-LAST_LINES = 1  # lines of a program's error output that are shown
 # weights, configs and tokenizers; no weights in another format, no code
 HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 DATA_FILES = ("*.parquet", "*.jsonl", "*.csv", "*.arrow", "*dataset_dict.json", "*state.json")
@@ -77,7 +77,7 @@ KNOWN = {
 def get_last_line(text: str) -> str:
     """Return the last line of a program's error output."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return " ".join(lines[-LAST_LINES:]) or "it gave no message"
+    return lines[-1] if lines else "it gave no message"
 
 
 @contextlib.contextmanager
@@ -210,9 +210,13 @@ def convert(file: Path, target: Path, dtype: str) -> None:
 
     Runs in a separate process that finds the packages of `install_readers`.
     """
+    import gguf
     import torch
     import transformers
 
+    # transformers reads the whole file three times and asks for the names once for each module
+    for function in ("GGUFReader", "get_tensor_name_map"):
+        setattr(gguf, function, functools.cache(getattr(gguf, function)))
     options: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
     folder = str(file.parent)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)

@@ -126,7 +126,7 @@ def test_a_process_that_stands_still_is_ended_and_started_again(
         "learner.steps=24",
         "learner.checkpoint_every=5",
         "watchdog.floor_s=4.0",
-        "watchdog.startup_s=300.0",
+        "watchdog.startup_s=60.0",
         "watchdog.multiple=5.0",
         # of a machine that stands still itself, others may be ended before: that costs time alone
         "watchdog.restarts=1000",
