@@ -6,6 +6,9 @@ or None.  It belongs in RULES, in END_RULES if only a finished run can be judged
 KNOWN_RULES if it also needs the run's settings (`RunFacts`).  Every rule judges measurements:
 settings that are known to fail are not a finding until they do.
 
+health_checks.toml has the advice of findings, and the rules that only compare values with bounds
+(`match_rules`), also those of the advice on speed and of the live view.
+
 >>> one = {"reward/mean": 0.0, "reward/no_spread_share": 1.0, "reward/min": 0.0, "reward/max": 0.0}
 >>> stuck = [{"step": n} | one for n in range(8)]
 >>> [s.name for s in apply_rules(stuck)]
@@ -22,11 +25,15 @@ from functools import cache
 from statistics import fmean, median, median_low, pvariance
 from typing import Any, NamedTuple
 
+import msgspec
+
 from asyncrl.config.engines import ENGINES
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import REFUSALS
+from asyncrl.contract.toml_writer import read_table
 
 Rows = Sequence[Mapping[str, Any]]
+Points = Sequence[tuple[float, float]]  # (mean reward, prompts) of evaluations
 
 # batches that a rule looks at: at least, at most
 LEAST = 5
@@ -64,9 +71,7 @@ JUMP = 2.0  # factor of the completions' length
 RUNAWAY = 0.05  # nats a token in one batch: healthy runs move 1e-4 to 0.02 (docs/log)
 MANY_UPDATES = 4
 SWINGS = 3  # turns of the held-out reward, each larger than chance
-ASIDE = "buffer/set_aside"
 REWARDS = ("reward/min", "reward/max", "eval/heldout", "eval/ood")
-FAILED_BATCHES = "reward/failed_batch_share"
 SOLVED = 0.0005  # share of the range of rewards: closer to its ends, none or all are solved
 SILENT = 0.01  # share of the gradient below which a KL penalty has no effect
 
@@ -80,6 +85,43 @@ class Finding(NamedTuple):
 
     def as_line(self) -> str:
         return f"{self.said}; {self.try_this}"
+
+    @property
+    def remedy(self) -> str:
+        """The advice as a sentence that follows the observation; "" without one."""
+        return f". To try: {self.try_this}" if self.try_this else ""
+
+
+class BoundRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A rule of health_checks.toml, which explains its fields."""
+
+    said: str
+    name: str = ""
+    try_this: str = ""
+    at_least: dict[str, float] = {}
+    below: dict[str, float] = {}
+
+
+TABLES: dict[str, Any] = read_table(__file__)
+TRY_THIS: dict[str, str] = TABLES.pop("try_this")
+BOUND_RULES = msgspec.convert(TABLES, dict[str, list[BoundRule]])
+
+
+def match_rules(table: str, values: Mapping[str, Any]) -> list[Finding]:
+    """Return the findings of a table's rules whose bounds the values meet, in order."""
+    return [
+        Finding(rule.name, rule.said.format_map(values), rule.try_this.format_map(values))
+        for rule in BOUND_RULES[table]
+        if all(values.get(name, math.nan) >= bound for name, bound in rule.at_least.items())
+        and all(values.get(name, math.nan) < bound for name, bound in rule.below.items())
+    ]
+
+
+def make_finding(name: str, said: str, advice: str = "") -> Finding:
+    """Make a finding with its advice of health_checks.toml.
+
+    advice: the key of the advice, by default the name."""
+    return Finding(name, said, TRY_THIS[advice or name])
 
 
 class RunFacts(NamedTuple):
@@ -163,7 +205,7 @@ def check_constant_rewards(rows: Rows, least: int = LEAST) -> Finding | None:
     share = average(batches, "reward/no_spread_share")
     if share is None or share < NEARLY_ALL:
         return None
-    values = set(_list_extremes(batches))
+    values = set(_list_rewards(batches))
     window = "newest batch" if least == 1 else f"last {len(batches)} batches"
     if len(values) == 1:
         observation = (
@@ -177,12 +219,7 @@ def check_constant_rewards(rows: Rows, least: int = LEAST) -> Finding | None:
         )
     else:
         return None
-    return Finding(
-        "constant_rewards",
-        observation,
-        "look at rewards with `asyncrl task try CONFIG`; use prompts of another difficulty, or a "
-        "reward with more levels",
-    )
+    return make_finding("constant_rewards", observation)
 
 
 def check_truncation(rows: Rows) -> Finding | None:
@@ -191,14 +228,10 @@ def check_truncation(rows: Rows) -> Finding | None:
     share = average(batches, "answer/truncated_share")
     if share is None or share < NEARLY_ALL:
         return None
-    observation = (
-        f"{share:.0%} of the completions of the last {len(batches)} batches were cut at "
-        "generator.max_new_tokens"
-    )
-    return Finding(
+    return make_finding(
         "all_truncated",
-        observation,
-        "raise it, or check that the model ends its completions (its end-of-sequence token)",
+        f"{share:.0%} of the completions of the last {len(batches)} batches were cut at "
+        "generator.max_new_tokens",
     )
 
 
@@ -215,100 +248,87 @@ def find_reward_range(values: Iterable[float]) -> tuple[float, float]:
     return min([0.0, *values]), max([1.0, *values])
 
 
-def _list_extremes(rows: Rows) -> list[float]:
-    """List the least and the largest reward of each batch."""
-    return [float(r[k]) for r in rows for k in ("reward/min", "reward/max") if k in r]
+def _list_rewards(rows: Rows, points: Points = ()) -> list[float]:
+    """List the least and the largest reward of each batch, and the means of evaluations."""
+    extremes = [float(r[k]) for r in rows for k in ("reward/min", "reward/max") if k in r]
+    return [*extremes, *(mean for mean, _ in points)]
 
 
-def sort_evaluations(rows: Rows, split: str) -> list[Mapping[str, Any]]:
-    """Return the rows with an evaluation of a split, in order of their steps."""
-    return sorted((r for r in rows if r.get(f"eval/{split}_n")), key=lambda r: r["step"])
+def list_evaluations(rows: Rows, split: str) -> Points:
+    """Return (mean reward, prompts) of a split's evaluation at each step, in order."""
+    points = {
+        r["step"]: (float(r[f"eval/{split}"]), float(r[f"eval/{split}_n"]))
+        for r in rows
+        if r.get(f"eval/{split}_n")
+    }
+    return [points[step] for step in sorted(points)]
+
+
+def compute_margin(points: Points, lo: float, hi: float, z_value: float = Z_EACH) -> float:
+    """Return the margin of chance of the difference of two (mean reward, prompts) in [lo, hi]."""
+    return math.hypot(*(compute_half_interval(p, n, lo, hi) for p, n in points)) * z_value / Z_95
 
 
 def check_unmoved_reward(rows: Rows) -> Finding | None:
     """Find a held-out reward whose end is within chance of its start."""
-    evals = sort_evaluations(rows, "heldout")
+    points = list_evaluations(rows, "heldout")
     batches = select_recent_rows(rows, least=1, window=len(rows))
-    if len(evals) < 2 or not batches or evals[0]["step"] == evals[-1]["step"]:
+    if len(points) < 2 or not batches:
         return None
-    reward_before, reward_after = (float(evals[i]["eval/heldout"]) for i in (0, -1))
-    lo, hi = find_reward_range([*_list_extremes(batches), reward_before, reward_after])
-    sizes = [float(evals[i]["eval/heldout_n"]) for i in (0, -1)]
-    half = math.hypot(
-        compute_half_interval(reward_before, sizes[0], lo, hi),
-        compute_half_interval(reward_after, sizes[1], lo, hi),
-    )
-    if abs(reward_after - reward_before) > half:
+    ends = points[0], points[-1]
+    lo, hi = find_reward_range(_list_rewards(batches, ends))
+    half = compute_margin(ends, lo, hi, Z_95)
+    (before, first_prompts), (after, last_prompts) = ends
+    if abs(after - before) > half:
         return None
-    counts = " and ".join(f"{x:g}" for x in dict.fromkeys(sizes))
-    observation = (
-        f"held-out reward went from {reward_before:.3f} to {reward_after:.3f} in {len(batches)} "
-        f"batches, which is within chance (+-{half:.3f} at n = {counts})"
+    counts = " and ".join(f"{x:g}" for x in dict.fromkeys((first_prompts, last_prompts)))
+    advice, margin = "", SOLVED * (hi - lo)
+    if min(before, after) > hi - margin:
+        advice = "all_solved"
+    elif max(before, after) < lo + margin:
+        advice = "none_solved"
+    return make_finding(
+        "unmoved_accuracy",
+        f"held-out reward went from {before:.3f} to {after:.3f} in {len(batches)} batches, which "
+        f"is within chance (+-{half:.3f} at n = {counts})",
+        advice,
     )
-    margin = SOLVED * (hi - lo)
-    advice = (
-        "train more steps or raise learner.lr; raise evaluation.final_prompts to see smaller gains"
-    )
-    if min(reward_before, reward_after) > hi - margin:
-        advice = "the model solves every prompt already: use harder prompts, or end training here"
-    elif max(reward_before, reward_after) < lo + margin:
-        advice = (
-            "the model solves no prompt, so more steps show it no success: look at rewards with "
-            "`asyncrl task try CONFIG`; use easier prompts, or begin with a model that solves some"
-        )
-    return Finding("unmoved_accuracy", observation, advice)
 
 
 def report_missing_answers(path: str, without: int, prompts: int) -> Finding:
-    """Build the finding for `without` of `of` prompts that the built-in reward cannot judge."""
-    observation = (
+    """Build the finding for `without` of `prompts` that the built-in reward cannot judge."""
+    return make_finding(
+        "answers_missing",
         f"{path}: {without} of {prompts} prompts have no `answer` for the task's own reward to "
-        "compare with, so their reward is 0"
-    )
-    return Finding(
-        "answers_missing", observation, "add answers to the file, or give reward.function"
+        "compare with, so their reward is 0",
     )
 
 
 def check_generalization(rows: Rows) -> Finding | None:
     """Find training that improves one reward and lowers another, both by more than chance."""
-    ood, heldout = (sort_evaluations(rows, split) for split in ("ood", "heldout"))
+    ood, heldout = (list_evaluations(rows, split) for split in ("ood", "heldout"))
     batches = select_recent_rows(rows, window=len(rows))
     if len(ood) < 2 or len(heldout) < 2 or not batches:
         return None
-
-    def change(
-        first: Mapping[str, Any], last: Mapping[str, Any], split: str
-    ) -> tuple[float, float, float]:
-        """Return the values before and after, and the margin of chance of their difference."""
-        ends = [(float(r[f"eval/{split}"]), float(r[f"eval/{split}_n"])) for r in (first, last)]
-        lo, hi = find_reward_range([*_list_extremes(batches), *(p for p, _ in ends)])
-        half = math.hypot(*(compute_half_interval(p, n, lo, hi) for p, n in ends)) * Z_EACH / Z_95
-        return ends[0][0], ends[1][0], half
-
-    ood_before, ood_after, chance = change(ood[0], ood[-1], "ood")
-    if not ood_after < ood_before - chance:
-        return None
-    rising = "held-out reward"
-    heldout_before, heldout_after, margin = change(heldout[0], heldout[-1], "heldout")
-    if not heldout_after > heldout_before + margin:  # a checker can be fooled
-        width = max(1, len(batches) // 5)
-        rewards = [average(x, "reward/mean") or 0.0 for x in (batches[:width], batches[-width:])]
-        rising = "the training reward"
-        heldout_before = rewards[0]
-        heldout_after = rewards[1]
-        if not heldout_after > heldout_before + chance:
-            return None
-    observation = (
-        f"{rising} rose from {heldout_before:.3f} to {heldout_after:.3f} while out-of-distribution "
-        f"reward fell from {ood_before:.3f} to {ood_after:.3f}, "
-        f"more than chance (+-{chance:.3f})"
+    chance, margin = (
+        compute_margin(ends, *find_reward_range(_list_rewards(batches, ends)))
+        for ends in ((ood[0], ood[-1]), (heldout[0], heldout[-1]))
     )
-    return Finding(
+    if not ood[-1][0] < ood[0][0] - chance:
+        return None
+    rising, before, after = "held-out reward", heldout[0][0], heldout[-1][0]
+    if not after > before + margin:  # a checker can be fooled
+        width = max(1, len(batches) // 5)
+        rising = "the training reward"
+        before, after = (
+            average(x, "reward/mean") or 0.0 for x in (batches[:width], batches[-width:])
+        )
+        if not after > before + chance:
+            return None
+    return make_finding(
         "out_of_distribution",
-        observation,
-        "end the run earlier, add a KL penalty (kl.reward.coefficient), or also train on prompts "
-        "of that kind",
+        f"{rising} rose from {before:.3f} to {after:.3f} while out-of-distribution reward fell "
+        f"from {ood[0][0]:.3f} to {ood[-1][0]:.3f}, more than chance (+-{chance:.3f})",
     )
 
 
@@ -342,15 +362,10 @@ def check_growing_mismatch(rows: Rows, facts: RunFacts | None = None) -> Finding
         chance = ALARM if facts is None else choose_alarm(count_possible_values(facts.config, name))
         medians = find_growth(list_values(rows, name), chance)
         if medians is not None and medians[1] >= HARMLESS:
-            observation = (
-                f"the mismatch of engine and learner at equal weights grows: {name} from "
-                f"{medians[0]:.1e} to {medians[1]:.1e} nats a token"
-            )
-            return Finding(
+            return make_finding(
                 "growing_mismatch",
-                observation,
-                "keep the current checkpoint; lower learner.lr, or make the engine compute like "
-                "the learner (generator.dtype, exact)",
+                f"the mismatch of engine and learner at equal weights grows: {name} from "
+                f"{medians[0]:.1e} to {medians[1]:.1e} nats a token",
             )
     return None
 
@@ -383,26 +398,11 @@ def check_waits_for_rewards(rows: Rows) -> Finding | None:
     call = average(batches, "reward/call_s")  # None: no call has ended yet
     if call is None or not is_explained_by_calls(queue, wait, call, workers):
         return None
-    return Finding(
+    return make_finding(
         "rewards_hold_up",
         f"in the last {len(batches)} batches the generators were idle {share:.0%} of their time "
         f"because of rewards: {queue:.0f} completions waited, {wait:.2g} s each, and calls took "
         f"{call:.2g} s in {workers:.0f} process{'es' * (workers > 1)}",
-        "if the function waits for something, make it `async def` (reward.concurrency); if each "
-        "call has much to set up, let it take lists (`batched = True`, reward.batch); "
-        "reward.workers adds processes",
-    )
-
-
-def check_failed_batches(rows: Rows) -> Finding | None:
-    """Find a reward function that takes lists, and fails whenever it gets more than one."""
-    if (list_values(rows, FAILED_BATCHES) or [0.0])[-1] < 1.0:
-        return None
-    return Finding(
-        "reward_batches_fail",
-        "every call of the reward function with more than one completion failed since the last "
-        "batch, so that each completion was scored alone",
-        "RUN/reward.log has the reasons; mend the function, or set reward.batch = 1",
     )
 
 
@@ -427,25 +427,10 @@ def check_refused_messages(rows: Rows) -> Finding | None:
     if not refused:
         return None
     total = sum(refused.values())
-    return Finding(
+    return make_finding(
         "refused_messages",
         f"the buffer has refused {total} message{'s' * (total > 1)}: "
         + "; ".join(f"{count} {REFUSALS[reason]}" for reason, count in refused.items()),
-        "a refused process of the run was ended; the buffer's log has the first messages "
-        "(logs/attempt_*/buffer.log)",
-    )
-
-
-def check_excluded_batches(rows: Rows) -> Finding | None:
-    """Find batches that were excluded because the learner repeatedly exited on them."""
-    count = int((list_values(rows, ASIDE) or [0])[-1])
-    if not count:
-        return None
-    return Finding(
-        "batches_set_aside",
-        f"{count} batch{'es were' if count > 1 else ' was'} excluded because the learner "
-        f"repeatedly exited on {'them' if count > 1 else 'it'}",
-        "look at RUN/set_aside and the ends of logs/attempt_*/learner.log",
     )
 
 
@@ -460,12 +445,10 @@ def check_dry_tasks(rows: Rows) -> Finding | None:
     if not dry:
         return None
     removed = ", ".join(f"{name} {row.get(f'task/{name}_removed', 0):.0f}" for name in dry)
-    return Finding(
+    return make_finding(
         "dry_tasks",
         f"the mixture gets no more groups to train from {', '.join(dry)} (removed so far: "
         f"{removed}); the other tasks have its share",
-        "if its groups have equal rewards, it is too easy or too hard: change its prompts, weight "
-        "or curriculum; if its prompts ran out, raise passes",
     )
 
 
@@ -489,36 +472,24 @@ def check_engine_mismatch(rows: Rows, facts: RunFacts) -> Finding | None:
             observation += (
                 f", but by {median_low(one_version):.1e} where no older keys and values are read"
             )
-            return Finding(
-                "engine_mismatch",
-                f"{observation} ({OWN})",
-                "the difference comes from completions continued across weights: set "
-                'weights.in_flight = "recompute_kv" or "between_groups"',
+            return make_finding(
+                "engine_mismatch", f"{observation} ({OWN})", "continued_completions"
             )
         if evidence := find_truncation_evidence(rows):
-            cuts = _name_cuts(facts)
-            return Finding(
-                "truncated_sampling" if cuts else "engine_mismatch",
-                f"{observation}; {evidence}",
-                _advise_on_truncation(cuts),
+            return report_truncation(f"{observation}; {evidence}", facts, "engine_mismatch")
+        generator = facts.config.generator
+        cause = "check generator.dtype and weights.in_flight"
+        if generator.quantize != "none" and not facts.config.learner.shared_rounding:
+            cause = (
+                f"generator.quantize = {generator.quantize} causes it: set "
+                "learner.shared_rounding = true"
             )
         return Finding(
             "engine_mismatch",
             observation,
-            f"{_find_mismatch_cause(facts)}, or correct for it: `asyncrl run --resume RUN --set "
-            "correction.preset=mis`",
+            f"{cause}, or correct for it: `asyncrl run --resume RUN --set correction.preset=mis`",
         )
     return None
-
-
-def _find_mismatch_cause(facts: RunFacts) -> str:
-    generator = facts.config.generator
-    if generator.quantize != "none" and not facts.config.learner.shared_rounding:
-        return (
-            f"generator.quantize = {generator.quantize} causes it: set learner.shared_rounding = "
-            "true"
-        )
-    return "check generator.dtype and weights.in_flight"
 
 
 def find_truncation_evidence(rows: Rows) -> str:
@@ -549,28 +520,23 @@ def find_truncation_evidence(rows: Rows) -> str:
     )
 
 
-def _name_cuts(facts: RunFacts) -> str:
-    """Name the run's settings that restrict the sampled distribution unknown to the learner."""
+def report_truncation(said: str, facts: RunFacts, unknown: str = "truncated_sampling") -> Finding:
+    """Build the finding for a part of the distribution that was not sampled from.
+
+    unknown: its name if no setting of the run restricts the distribution unknown to the learner."""
     generator = facts.config.generator
-    if ENGINES[generator.engine].records_support:
-        return ""
-    return " and ".join(
+    cuts = " and ".join(
         f"generator.{name} = {value:g}"
         for name, value, unrestricted in (
             ("top_p", generator.top_p, 1),
             ("top_k", generator.top_k, 0),
         )
-        if value != unrestricted
+        if value != unrestricted and not ENGINES[generator.engine].records_support
     )
-
-
-def _advise_on_truncation(cuts: str) -> str:
-    if cuts:
-        return f"the cause is {cuts}, not the dtype; sample from the whole distribution"
-    return (
-        "look for top_p, top_k or min_p where completions are sampled (a client's own settings, "
-        "the engine's defaults) before you look at the dtype"
-    )
+    if not cuts:
+        return make_finding(unknown, said, "restricted_by_client")
+    advice = f"the cause is {cuts}, not the dtype; sample from the whole distribution"
+    return Finding("truncated_sampling", said, advice)
 
 
 def check_truncated_sampling(rows: Rows, facts: RunFacts) -> Finding | None:
@@ -578,7 +544,7 @@ def check_truncated_sampling(rows: Rows, facts: RunFacts) -> Finding | None:
     evidence = find_truncation_evidence(rows)
     if not evidence or check_engine_mismatch(rows, facts) is not None:
         return None
-    return Finding("truncated_sampling", evidence, _advise_on_truncation(_name_cuts(facts)))
+    return report_truncation(evidence, facts)
 
 
 def find_drift(rows: Rows, facts: RunFacts) -> tuple[float, float] | None:
@@ -627,17 +593,15 @@ def check_kl_drift(rows: Rows, facts: RunFacts) -> Finding | None:
         return None
     observation = describe_drift(kls)
     if free:
-        return Finding(
+        return make_finding(
             "kl_drift",
             f"{observation} without a KL penalty, and the reward does not rise with it",
-            "end the run or lower learner.lr; to hold the policy, set kl.loss.coefficient = 0.01 "
-            'or more (kl.loss.estimator = "k3"), or k1 in the reward (kl.reward.coefficient)',
         )
-    return Finding(
+    return make_finding(
         "kl_drift",
         f"{observation} under a KL penalty with k1 in the loss, which has no expected gradient on "
         "policy",
-        'set kl.loss.estimator = "k3" or "k2", or use k1 in the reward (kl.reward.coefficient)',
+        "k1_in_loss",
     )
 
 
@@ -650,12 +614,10 @@ def check_stale_kl_reward(rows: Rows, facts: RunFacts) -> Finding | None:
     kls = find_drift(rows, facts)
     if kls is None or median(updates) < MANY_UPDATES:
         return None
-    return Finding(
+    return make_finding(
         "stale_kl_reward",
         f"{describe_drift(kls)} under k1 in the reward, which {median(updates):.0f} updates a "
         "batch share; it is measured only before the first of them",
-        "make fewer updates a batch (learner.epochs, learner.minibatches), set stop.kl_max, or use "
-        "k3 in the loss (kl.loss.coefficient), which every update sees",
     )
 
 
@@ -665,16 +627,11 @@ def check_kl_runaway(rows: Rows) -> Finding | None:
         moves = list_values(rows, name)[-LEAST:]
         if len(moves) >= FEWEST and (move := median(moves)) >= RUNAWAY:
             updates = median(list_values(select_recent_rows(rows, least=1), "optim/steps") or [1])
-            return Finding(
+            return make_finding(
                 "kl_runaway",
                 f"in one batch the policy moves by {move:.2f} nats a token ({name}), in "
                 f"{updates:.0f} update{'s' * (updates > 1)}; healthy runs stay below 0.02",
-                "lower learner.lr"
-                + (
-                    ", make fewer updates a batch (learner.epochs), or end them with stop.kl_max"
-                    if updates > 1
-                    else " or learner.clip_norm"
-                ),
+                "several_updates" if updates > 1 else "",
             )
     return None
 
@@ -690,13 +647,10 @@ def check_rejected_share(rows: Rows) -> Finding | None:
     if excluded < REJECTED:
         return None
     parts = ", ".join(f"{x:.0%} {treatment}" for treatment, x in shares.items() if x)
-    return Finding(
+    return make_finding(
         "batch_rejected",
         f"{excluded:.0%} of the tokens of the last {len(batches)} batches are excluded from the "
         f"loss ({parts})",
-        "the bounds of [correction] are too narrow for this lag and engine: widen them "
-        "(correction.reject_hi, veto_below, hi), lower staleness.max_lag, or look at is/ess and "
-        "mismatch/k3_one_version",
     )
 
 
@@ -712,24 +666,20 @@ def check_length_jump(rows: Rows) -> Finding | None:
             and not 1 / JUMP < length_after / length_before < JUMP
         ):
             step = batches[end - LEAST]["step"]
-            return Finding(
+            return make_finding(
                 "length_jump",
                 f"from batch {step} on completions are {length_after:.0f} tokens long, "
                 f"{length_before:.0f} in the {2 * LEAST} batches before",
-                "look in samples.jsonl for completions that do not end, or for a reward that pays "
-                "for length; go back to an earlier checkpoint, lower learner.lr, or change the "
-                "reward",
             )
     return None
 
 
 def check_oscillating_reward(rows: Rows) -> Finding | None:
     """Find a held-out reward that repeatedly rises and falls by more than chance."""
-    evals = sort_evaluations(rows, "heldout")
-    points = [(float(r["eval/heldout"]), float(r["eval/heldout_n"])) for r in evals]
+    points = list_evaluations(rows, "heldout")
     if len(points) < SWINGS + 2:
         return None
-    lo, hi = find_reward_range([*_list_extremes(rows), *(p for p, _ in points)])
+    lo, hi = find_reward_range(_list_rewards(rows, points))
     turns: list[float] = []  # the reward at each
     direction = 0  # 1: up, -1: down, since `extreme`
     extreme = points[0]
@@ -746,11 +696,9 @@ def check_oscillating_reward(rows: Rows) -> Finding | None:
     if len(turns) < SWINGS:
         return None
     rewards = ", ".join(f"{x:.2f}" for x in turns[-4:])
-    return Finding(
+    return make_finding(
         "oscillating_accuracy",
         f"held-out reward has turned {len(turns)} times, by more than chance each time: {rewards}",
-        "lower learner.lr or use larger batches (learner.groups); lower staleness.max_lag if "
-        "is/ess is below 0.9",
     )
 
 
@@ -758,12 +706,7 @@ def exceeds_chance(
     larger: tuple[float, float], smaller: tuple[float, float], lo: float, hi: float
 ) -> bool:
     """Decide whether one (mean, prompts) of rewards in [lo, hi] exceeds another beyond chance."""
-    half = (
-        math.hypot(*(compute_half_interval(p, n, lo, hi) for p, n in (larger, smaller)))
-        * Z_EACH
-        / Z_95
-    )
-    return larger[0] - smaller[0] > half
+    return larger[0] - smaller[0] > compute_margin((larger, smaller), lo, hi)
 
 
 def check_kl_collapse(rows: Rows, facts: RunFacts) -> Finding | None:
@@ -779,11 +722,9 @@ def check_kl_collapse(rows: Rows, facts: RunFacts) -> Finding | None:
         observation = describe_drift(kls)
     else:
         return None
-    return Finding(
+    return make_finding(
         "kl_collapse",
         f"{observation} under a KL penalty with k3 in the reward, which is known to collapse",
-        'set kl.reward.estimator = "k1", or use k3 in the loss (kl.loss.coefficient), and go back '
-        "to an earlier checkpoint",
     )
 
 
@@ -791,30 +732,17 @@ def check_kl_effect(rows: Rows, facts: RunFacts) -> Finding | None:
     """Find a KL penalty whose gradient is too small to hold the policy at the reference."""
     batches = select_recent_rows(rows, least=WINDOW)
     kls = list_values(batches, "kl/target_ref_k3")
-    terms = (
-        ("kl.loss", facts.config.kl.loss, "kl/gradient_share"),
-        ("kl.reward", facts.config.kl.reward, "kl/reward_gradient_share"),
-    )
-    for key, term, metric in terms:
+    for name, metric in (("loss", "kl/gradient_share"), ("reward", "kl/reward_gradient_share")):
+        coefficient = getattr(facts.config.kl, name).coefficient
         share = list_values(batches, metric)
-        if (
-            not term.coefficient > 0
-            or not share
-            or not kls
-            or median(share) >= SILENT
-            or median(kls) < MOVED
-        ):
-            continue
-        observation = (
-            f"the KL penalty's gradient is {median(share):.1%} of the policy term's ({metric}) at "
-            f"a KL of {median(kls):.2f} nats a token to the reference, so it has no effect"
-        )
-        return Finding(
-            "kl_without_effect",
-            observation,
-            f"raise {key}.coefficient = {term.coefficient:g} tenfold or more, or remove the "
-            "penalty",
-        )
+        if coefficient > 0 and share and kls and median(share) < SILENT and median(kls) >= MOVED:
+            return Finding(
+                "kl_without_effect",
+                f"the KL penalty's gradient is {median(share):.1%} of the policy term's ({metric}) "
+                f"at a KL of {median(kls):.2f} nats a token to the reference, so it has no effect",
+                f"raise kl.{name}.coefficient = {coefficient:g} tenfold or more, or remove the "
+                "penalty",
+            )
     return None
 
 
@@ -822,14 +750,12 @@ RULES: tuple[Callable[[Rows], Finding | None], ...] = (
     check_constant_rewards,
     check_truncation,
     check_waits_for_rewards,
-    check_failed_batches,
     check_generalization,
     check_kl_runaway,
     check_rejected_share,
     check_length_jump,
     check_oscillating_reward,
     check_refused_messages,
-    check_excluded_batches,
     check_dry_tasks,
 )
 END_RULES: tuple[Callable[[Rows], Finding | None], ...] = (check_unmoved_reward,)
@@ -848,7 +774,8 @@ def apply_rules(rows: Rows, facts: RunFacts | None = None, *, ended: bool = Fals
     """Apply the rules to a run's rows so far.
 
     about: the run's settings.  ended: also apply the rules for finished runs."""
+    newest = {name: value for row in rows for name, value in row.items()}
     findings = [rule(rows) for rule in (*RULES, *(END_RULES if ended else ()))]
     findings.append(check_growing_mismatch(rows, facts))
     findings += [rule(rows, facts) for rule in KNOWN_RULES] if facts is not None else []
-    return [s for s in findings if s is not None]
+    return [*match_rules("latest", newest), *(s for s in findings if s is not None)]

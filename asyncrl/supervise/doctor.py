@@ -124,7 +124,7 @@ def examine_run(config: Config, run_dir: Path, status: RunStatus | None) -> dict
     ended = status is None and rundir.is_finished(run_dir, config.learner.steps)
     return {
         "advice": [
-            finding.said + (f". To try: {finding.try_this}" if finding.try_this else "")
+            finding.said + finding.remedy
             for findings in list_advice(config, run_dir, ended=ended)
             for finding in findings
         ],
@@ -137,12 +137,13 @@ def examine_run(config: Config, run_dir: Path, status: RunStatus | None) -> dict
         "waits": [wait._asdict() for wait in status.waits] if status is not None else [],
         "held_up": msgspec.to_builtins(status.held_up) if status is not None else None,
         "rewards": live.describe_reward_wait(status.metrics) if status is not None else "",
-        "link": live.describe_slow_link(
+        "link": live.describe(
+            "link",
             status.metrics
             if status is not None
             else next(  # not every step measures links
                 (row for row in reversed(rows) if any(name.startswith("link/") for name in row)), {}
-            )
+            ),
         ),
         "refused": health_checks.count_refusals(
             status.metrics if status is not None else rows[-1] if rows else {}

@@ -14,13 +14,12 @@ from asyncrl.contract.errors import PeerUnreachable
 from asyncrl.contract.messages import RunStatus, StatusRequest
 from asyncrl.contract.printable import LONGEST_LINE, escape_line
 from asyncrl.contract.toml_writer import read_table
-from asyncrl.records.health_checks import HELD_UP, is_explained_by_calls
+from asyncrl.records.health_checks import HELD_UP, is_explained_by_calls, match_rules
 from asyncrl.transport.sockets import PeerSocket
 
 PLAIN_S = 10.0
 LIVE_S = 0.25
 UNUSED = 0.01  # smallest share of unused tokens in trained batches that is shown
-SLOW_ACK_S = 1.0  # from a delivery to its acknowledgment; a near buffer needs milliseconds
 PACE_BATCHES = 20
 ROWS: dict[str, dict[str, tuple[str, str]]] = read_table(__file__)
 
@@ -215,41 +214,36 @@ def describe_reward_wait(metrics: Mapping[str, float]) -> str:
       120 answers wait,
       0.2 s a call (processes: 1)
     """
-    if metrics.get("time/reward_wait_share", 0.0) < HELD_UP:
-        return ""
+    share = metrics.get("time/reward_wait_share", 0.0)
     queue, call, workers = (
         metrics.get(f"reward/{x}", math.nan) for x in ("queue", "call_s", "workers")
     )
     wait = metrics.get("reward/wait_s", 0.0)
-    if math.isnan(call) or (wait and not is_explained_by_calls(queue, wait, call, workers)):
+    if share < HELD_UP or not is_explained_by_calls(queue, wait, call, workers):
         return ""
     return (
-        f"rewards hold the generators up: idle {metrics['time/reward_wait_share']:.0%} of the time "
+        f"rewards hold the generators up: idle {share:.0%} of the time "
         f"for them, {queue:.0f} answers wait, "
         f"{call:.2g} s a call (processes: {workers:.0f})"
     )
 
 
-def describe_slow_link(metrics: Mapping[str, float]) -> str:
-    """Describe how the generators' links hold up the run at its last step; "" if they do not.
+def describe(table: str, metrics: Mapping[str, float]) -> str:
+    """Describe what a table of health_checks.toml finds in the last step; "" for nothing.
 
-    >>> describe_slow_link({"link/fetch_share": 0.42, "link/fetch_mb_per_s": 11.9}).split(": ")
+    `link`: links that hold the run up.  `limit`: the adaptive lag limit.  `window`: the admission
+    window, its waiting and its price in lag.
+
+    >>> describe("link", {"link/fetch_share": 0.42, "link/fetch_mb_per_s": 11.9}).split(": ")
     ['the link holds generators up', 'fetching weights takes 42% of their time, 11.9 MB/s each']
-    >>> describe_slow_link({"link/fetch_share": 0.01, "link/ack_s": 3.2})
-    'the link holds deliveries up: acknowledged after 3.2 s'
-    >>> describe_slow_link({"link/ack_s": 0.03})
-    ''
+    >>> change = {"limit/before": 2.0, "limit/ess": 0.91, "limit/idle": 0.2}
+    >>> describe("limit", {"limit/now": 3.0} | change)
+    'limit 3 (was 2: ESS 0.91, learner idle 20%)'
+    >>> describe("window", {"window/now": 2.0, "window/wait": 0.24, "window/lower": 0.0})
+    'window 2.0 batches (learner waits 24.0%)'
     """
-    share, ack = metrics.get("link/fetch_share", 0.0), metrics.get("link/ack_s", 0.0)
-    slow = []
-    if share >= HELD_UP:
-        rate = metrics.get("link/fetch_mb_per_s", math.nan)
-        slow.append(
-            f"generators up: fetching weights takes {share:.0%} of their time, {rate:.3g} MB/s each"
-        )
-    if ack >= SLOW_ACK_S:
-        slow.append(f"deliveries up: acknowledged after {ack:.2g} s")
-    return "the link holds " + "; the link holds ".join(slow) if slow else ""
+    values = {"link/fetch_mb_per_s": math.nan, **metrics}
+    return ("; " if table == "link" else "").join(x.said for x in match_rules(table, values))
 
 
 def describe_unused_tokens(ledger: Mapping[str, Mapping[str, float]]) -> str:
@@ -270,47 +264,6 @@ def describe_unused_tokens(ledger: Mapping[str, Mapping[str, float]]) -> str:
         if tokens[name] / total >= UNUSED
     ]
     return f"of the tokens of its batches {', '.join(shares)}" if shares else ""
-
-
-def describe_limit(metrics: Mapping[str, float]) -> str:
-    """Describe the adaptive lag limit and the reason of its last change; "" if it is constant.
-
-    >>> change = {"limit/before": 2.0, "limit/ess": 0.91, "limit/idle": 0.2}
-    >>> describe_limit({"limit/now": 3.0} | change)
-    'limit 3 (was 2: ESS 0.91, learner idle 20%)'
-    >>> describe_limit({"limit/now": 1.0})
-    'limit 1'
-    """
-    if "limit/now" not in metrics:
-        return ""
-    text = f"limit {metrics['limit/now']:.0f}"
-    return f"{text} ({describe_limit_change(metrics)})" if "limit/before" in metrics else text
-
-
-def describe_window(metrics: Mapping[str, float]) -> str:
-    """Describe the admission window, its waiting and its price in lag; "" without a window.
-
-    >>> describe_window({"window/now": 1.375, "window/wait": 0.018, "window/lower": 0.25})
-    'window 1.4 batches (learner waits 1.8%, half of that would cost 0.2 lag)'
-    >>> describe_window({"window/now": 2.0, "window/wait": 0.24, "window/lower": 0.0})
-    'window 2.0 batches (learner waits 24.0%)'
-    """
-    if "window/now" not in metrics:
-        return ""
-    price = f"{metrics['window/lower']:.1f}"
-    half = f", half of that would cost {price} lag" if price != "0.0" else ""
-    return (
-        f"window {metrics['window/now']:.1f} batches "
-        f"(learner waits {metrics['window/wait']:.1%}{half})"
-    )
-
-
-def describe_limit_change(metrics: Mapping[str, float]) -> str:
-    """Describe the reason for a change of the limit at a step that has `limit/before`."""
-    return (
-        f"was {metrics['limit/before']:.0f}: ESS {metrics['limit/ess']:.2f}, learner idle "
-        f"{metrics['limit/idle']:.0%}"
-    )
 
 
 def format_status(status: RunStatus, seconds_left: float | None = None) -> str:
@@ -335,7 +288,7 @@ def format_status(status: RunStatus, seconds_left: float | None = None) -> str:
     )
     slow = (
         describe_reward_wait(metrics),
-        describe_slow_link(metrics),
+        describe("link", metrics),
         describe_unused_tokens(status.ledger),
     )
     problems = "; ".join(filter(None, (*slow, *blocking, *waits)))
@@ -350,8 +303,8 @@ def format_status(status: RunStatus, seconds_left: float | None = None) -> str:
             for text in (
                 format_tasks(metrics),
                 format_sets(metrics),
-                describe_limit(metrics),
-                describe_window(metrics),
+                describe("limit", metrics),
+                describe("window", metrics),
             )
             if text
         )
@@ -416,10 +369,9 @@ def build_table(status: RunStatus, seconds_left: float | None = None) -> Any:
             grid.add_row("sets", Text(text))
         if title == "accuracy" and build_task_rows(metrics):
             grid.add_row("tasks", TaskTable(metrics))
-    if text := describe_limit(metrics):
-        grid.add_row("limit", text)
-    if text := describe_window(metrics):
-        grid.add_row("window", text)
+    for title in ("limit", "window"):
+        if text := describe(title, metrics):
+            grid.add_row(title, text)
     if text := describe_unused_tokens(status.ledger):
         grid.add_row("not used", text)
     if status.held_up is not None:

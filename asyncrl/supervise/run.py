@@ -78,13 +78,10 @@ class HealthWatcher:
 
         latest: the newest value of each metric, from any batch; it shows a mismatch between engine
         and learner from the first batch on."""
-        for rule in (
-            health_checks.check_refused_messages,
-            health_checks.check_excluded_batches,
-            health_checks.check_failed_batches,
-        ):
-            if finding := rule([latest]):
-                self.report([finding], committed)
+        findings = health_checks.match_rules("latest", latest)
+        if refused := health_checks.check_refused_messages([latest]):
+            findings.append(refused)
+        self.report(findings, committed)
         if not self.has_batch and "reward/mean" in latest:
             self.has_batch = True
             if finding := health_checks.check_constant_rewards([latest], least=1):

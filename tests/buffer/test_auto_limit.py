@@ -215,7 +215,7 @@ def test_a_commit_moves_it_and_the_metrics_say_why(tmp_path: Path) -> None:
             ask(learner, commit, m.CommitReply)
             status = ask(generator, m.StatusRequest(), m.RunStatus)
             rows.append(
-                (batch.limit, status.metrics["limit/now"], live.describe_limit(status.metrics))
+                (batch.limit, status.metrics["limit/now"], live.describe("limit", status.metrics))
             )
         # it rests for one batch after the hello, then three decide
         assert [now for _, now, _ in rows] == [1, 1, 1, 2, 2, 2]

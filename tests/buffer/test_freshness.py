@@ -298,7 +298,7 @@ def test_the_service_moves_it_and_tells_busy_generators_of_new_versions(tmp_path
         window = run.service.store.window
         assert values["window/now"] == min(window.size, 4.0) and len(window.timings) == 2
         assert values["window/wait"] == pytest.approx(window.wait)
-        assert live.describe_window(values).startswith("window ")
+        assert live.describe("window", values).startswith("window ")
     finally:
         run.end()
 

@@ -120,6 +120,7 @@ def test_every_finding_and_metric_in_a_sentence_exists() -> None:
         known = metrics.is_known_metric(metric) or metric.endswith("_B")
         assert known or (ROOT / metric).exists(), metric
     rules = Path(health_checks.__file__).read_text()
+    rules += Path(health_checks.__file__).with_suffix(".toml").read_text()
     for finding in re.findall(
         r"findings? ((?:`[a-z_]+`(?:, | or )?)+)", " ".join(TROUBLESHOOTING.split())
     ):

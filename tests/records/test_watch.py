@@ -25,7 +25,7 @@ from watch_kit import (
 from asyncrl.cli import main
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
-from asyncrl.records.health_checks import Finding
+from asyncrl.records.health_checks import BOUND_RULES, Finding
 from asyncrl.supervise import doctor
 from asyncrl.supervise.report import advice, plots, run_page
 from asyncrl.supervise.report.series import Series, downsample, smooth_values
@@ -410,8 +410,9 @@ def test_advice_names_its_window_and_weights_shares_by_their_time(tmp_path: Path
     ]
     series = read_series(tmp_path / "m", rows)
     facts = advice.Facts(series, 4, 2)
-    assert advice.average_recent(facts, WAITS[0]) == pytest.approx(0.81)
-    assert advice.average_recent(facts, WAITS[1]) == 0.25, "two reports in the window suffice"
+    values = advice.collect_values(facts)
+    assert values["learner"] == pytest.approx(0.81)
+    assert values["generator"] == 0.25, "two reports in the window suffice"
     (line,) = advice.apply_rules(facts)
     assert line.name == "both_wait" and line.said.endswith(" (steps 10 to 29)")
 
@@ -497,7 +498,8 @@ def test_accuracy_that_fell_is_told_from_noise(tmp_path: Path) -> None:
 
 def test_every_rule_is_in_the_docs() -> None:
     page = (Path(__file__).parents[2] / "docs" / "watch.md").read_text()
-    rules = re.findall(r'Finding\(\s*"(\w+)"', Path(advice.__file__).read_text())
+    rules = {rule.name for table in ("speed", "staleness") for rule in BOUND_RULES[table]}
+    rules |= set(re.findall(r'inding\(\s*"(\w+)"', Path(advice.__file__).read_text()))
     assert len(rules) == 10
     for rule in rules:
         assert f"`{rule}`" in page, rule

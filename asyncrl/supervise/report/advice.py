@@ -6,6 +6,7 @@ docs/watch.md lists what the rules find.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ import numpy as np
 
 from asyncrl.config.tree import Config
 from asyncrl.records import jsonl, process_log, trackers
-from asyncrl.records.health_checks import Finding, exceeds_chance
+from asyncrl.records.health_checks import Finding, exceeds_chance, make_finding, match_rules
 from asyncrl.supervise.report.series import Series
 
 PREDICTION = "what_if.json"  # predictions of `asyncrl simulate`, written by `asyncrl report`
@@ -22,15 +23,16 @@ CHECKS = "health.jsonl"  # health checks with the step at which each first fired
 
 WINDOW = 20  # number of newest batches that a rule uses
 LEAST = 8  # number of batches that a rule needs
-TIMES = {  # share of time -> the time that it is of
-    "time/learner_idle_share": "time/step",
-    "time/generator_idle_share": "time/generators",
-    "time/reward_wait_share": "time/generators",
+# value in the rules of health_checks.toml -> its metric, and the time that a share is of
+AVERAGES = {
+    "learner": ("time/learner_idle_share", "time/step"),
+    "generator": ("time/generator_idle_share", "time/generators"),
+    "rewards": ("time/reward_wait_share", "time/generators"),
+    "ess": ("is/ess", ""),
+    "lag": ("lag/mean", ""),
+    "stale": ("split/staleness_k3", ""),
+    "engine": ("split/mismatch_k3", ""),
 }
-IDLE = 0.15  # idle share from which a side counts as waiting
-LOW_ESS = 0.5
-HIGH_ESS = 0.9
-STALENESS_SHARE = 2.0  # smallest ratio of the staleness part to the mismatch
 
 
 class Facts(NamedTuple):
@@ -60,150 +62,56 @@ def select_batches(facts: Facts) -> np.ndarray:
     return rows[-WINDOW:] if len(rows) >= LEAST else rows[:0]
 
 
-def average_recent(facts: Facts, name: str) -> float | None:
+def average_recent(facts: Facts, name: str, time_name: str = "") -> float | None:
     """Return a metric's mean over the newest batches that have it, or None without any.
 
-    Shares of time are weighted by the time: idle time over all time."""
-    columns, batches = facts.series.columns, select_batches(facts)
-    if name not in columns:
+    A share of `time_name` is weighted by that time: idle time over all time."""
+    batches = select_batches(facts)
+    values = facts.series.align(name)[batches]
+    weights = np.ones(len(batches))
+    if time_name in facts.series.columns:
+        weights = facts.series.align(time_name, 0.0)[batches]
+    known = np.isfinite(values)
+    if not known.any():
         return None
-    recent = np.isin(columns[name].rows, batches)
-    if not recent.any():
-        return None
-    whole = columns.get(TIMES.get(name, ""))
-    if whole is None:
-        return float(columns[name].values[recent].mean())
-    known = dict(zip(whole.rows.tolist(), whole.values.tolist(), strict=True))
-    weights = [known.get(row, 0.0) for row in columns[name].rows[recent].tolist()]
-    return float(columns[name].values[recent] @ weights / max(sum(weights), 1e-9))
+    return float(values[known] @ weights[known] / max(weights[known].sum(), 1e-9))
 
 
-def _describe_prediction(facts: Facts, rule: str, option: str, question: str) -> str:
-    """Return the prediction of a simulation for a rule's proposal, or how to get one."""
-    if prediction := facts.predicted.get(rule):
-        return f". Simulated with the times of this run: {prediction}"
-    return f"; `asyncrl simulate CONFIG --from RUN {option}` predicts {question}"
-
-
-def _propose_generator(facts: Facts) -> str:
-    """Return the proposal of one more generator, with the cores that it would have to share."""
-    proposal = f"add a generator (generators = {facts.generators + 1})"
-    learner, generator = facts.threads
-    threads = learner + (facts.generators + 1) * generator
-    if facts.cores is None or threads <= facts.cores:
-        return proposal
-    return (
-        f"{proposal} on a machine with more cores (here {threads} threads would share "
-        f"{facts.cores} cores)"
-    )
-
-
-def check_speed(facts: Facts) -> list[Finding]:
-    """Find what limits the speed: rewards, one side, or both sides in turn."""
-    learner, generator, rewards = (average_recent(facts, name) for name in TIMES)
-    if rewards is not None and rewards >= IDLE:
-        return [
-            Finding(
-                "rewards_wait",
-                f"rewards limit the speed: generators wait for them {rewards:.0%} of the time",
-                "add reward processes (reward.workers), or raise staleness.max_lag so that more "
-                "samples are in flight",
-            )
-        ]
-    if learner is None or generator is None:
-        return []
-    if min(learner, generator) >= IDLE:
-        limit = facts.max_lag
-        remedy = (
-            f"raise staleness.max_lag (now {limit})"
-            + _describe_prediction(
-                facts, "both_wait", f"--limit {limit + 1}", "what that would give"
-            )
-            if limit is not None and limit < 2
-            else "look for what delays both: swaps of weights (time/swap), publication "
-            "(time/publish)"
-        )
-        said = (
-            f"learner and generators wait for each other: {learner:.0%} and {generator:.0%} of "
-            "their time"
-        )
-        return [Finding("both_wait", said, remedy)]
-    if learner >= IDLE:
-        return [
-            Finding(
-                "learner_waits",
-                f"generation limits the speed: the learner waits {learner:.0%} of its time, the "
-                f"generators {generator:.0%}",
-                f"{_propose_generator(facts)}, or shorten what is generated "
-                "(generator.max_new_tokens)"
-                + _describe_prediction(
-                    facts, "learner_waits", "--more 1", "what one more would give"
-                ),
-            )
-        ]
-    if generator < IDLE:
-        said = (
-            f"both sides are busy: the learner waits {learner:.0%}, the generators {generator:.0%}"
-        )
-        return [Finding("balanced", said)]
-    if rewards is not None and rewards > generator / 2:
-        return []
-    return [
-        Finding(
-            "generators_wait",
-            f"training limits the speed: the generators wait {generator:.0%} of their time, the "
-            f"learner {learner:.0%}",
-            "a higher limit would not help: it would only make samples older. Give the learner "
-            "more cores or devices (learner.threads, learner.ranks), or use fewer generators",
-        )
-    ]
-
-
-def check_staleness(facts: Facts) -> list[Finding]:
-    """Find whether lag hurts, by the effective sample size, and whether it is the larger part."""
-    ess, lag, stale, engine = (
-        average_recent(facts, name)
-        for name in ("is/ess", "lag/mean", "split/staleness_k3", "split/mismatch_k3")
-    )
-    mismatch, comparison, is_staleness = [], "", True
-    if stale is not None and engine is not None:
-        comparison = (
+def collect_values(facts: Facts) -> dict[str, Any]:
+    """Collect what the rules on speed and staleness compare, and the texts that they name."""
+    averages = {key: average_recent(facts, *names) for key, names in AVERAGES.items()}
+    values: dict[str, Any] = {key: x for key, x in averages.items() if x is not None}
+    limit = facts.max_lag
+    if limit is not None:
+        values["limit"] = limit
+    values["lower"] = f"staleness.max_lag (now {limit})" if limit else "the learning rate"
+    values["other_waits"] = values.get("generator", 0.0) / 2 - values.get("rewards", 0.0)
+    values["loss"] = 1 - values.get("ess", 1.0)
+    values |= {"comparison": "", "dominance": math.inf}
+    if values.keys() >= {"stale", "engine"}:
+        stale, engine = values["stale"], values["engine"]
+        values["excess"] = engine - stale
+        values["dominance"] = stale / engine if engine else math.inf
+        values["comparison"] = (
             f"; staleness is {stale:.1e} nats a token of the log ratio, engine mismatch "
             f"{engine:.1e}"
         )
-        is_staleness = stale >= STALENESS_SHARE * engine
-        if engine >= max(1e-4, stale):
-            said = (
-                f"engine mismatch ({engine:.1e} nats a token) is larger than staleness "
-                f"({stale:.1e})"
-            )
-            remedy = (
-                "use the same dtype in engine and learner, or exact mode; a lower limit would not "
-                "help"
-            )
-            mismatch = [Finding("mismatch_dominates", said, remedy)]
-    if ess is None or lag is None or lag < 0.5:
-        return mismatch
-    if ess <= LOW_ESS and is_staleness:
-        limit = facts.max_lag
-        lower = f"lower staleness.max_lag (now {limit})" if limit else "lower the learning rate"
-        return [
-            Finding(
-                "staleness_hurts",
-                f"staleness costs much: at a mean lag of {lag:.2f} the effective sample size is "
-                f"{ess:.0%} of the batch{comparison}",
-                f"{lower}, lower learner.lr, or compare with a method made for lag: "
-                "`asyncrl compare CONFIG --arm gmpo --arm vespo`",
-            ),
-            *mismatch,
-        ]
-    if ess < HIGH_ESS:
-        return mismatch
-    said = (
-        f"staleness costs little: samples are {lag:.2f} versions old on average, and importance "
-        f"ratios leave {ess:.0%} of the batch as effective sample size"
-    )
-    return [*mismatch, Finding("staleness_harmless", said)]
+    more = facts.generators + 1
+    values["proposal"] = f"add a generator (generators = {more})"
+    threads = facts.threads[0] + more * facts.threads[1]
+    if facts.cores is not None and threads > facts.cores:
+        values["proposal"] += (
+            f" on a machine with more cores (here {threads} threads would share {facts.cores} "
+            "cores)"
+        )
+    for rule, option, question in (
+        ("learner_waits", "--more 1", "what one more would give"),
+        ("both_wait", f"--limit {(limit or 0) + 1}", "what that would give"),
+    ):
+        values[rule] = f"; `asyncrl simulate CONFIG --from RUN {option}` predicts {question}"
+        if prediction := facts.predicted.get(rule):
+            values[rule] = f". Simulated with the times of this run: {prediction}"
+    return values
 
 
 def check_learning(facts: Facts) -> list[Finding]:
@@ -218,20 +126,15 @@ def check_learning(facts: Facts) -> list[Finding]:
     has_fallen = exceeds_chance((values[best], count), (values[-1], count), lo, hi)
     accuracies = f"held-out reward {values[0]:.3f} at the start, {values[-1]:.3f} now"
     if best < len(values) - 1 and drop > 0.02 * (hi - lo) and has_fallen:
-        return [
-            Finding(
-                "accuracy_fell",
-                f"{accuracies}; it was {values[best]:.3f} at evaluation {best + 1} of "
-                f"{len(values)}",
-                "take the checkpoint of that time; lower learner.lr, or add a KL term (kl.loss)",
-            )
-        ]
+        said = f"{accuracies}; it was {values[best]:.3f} at evaluation {best + 1} of {len(values)}"
+        return [make_finding("accuracy_fell", said)]
     return [Finding("accuracy", accuracies)]
 
 
 def apply_rules(facts: Facts) -> list[Finding]:
     """Return what the rules find: learning, speed, staleness."""
-    recent = [*check_speed(facts), *check_staleness(facts)]
+    values = collect_values(facts)
+    recent = [*match_rules("speed", values)[:1], *match_rules("staleness", values)]
     steps = facts.series.axes["step"].values[select_batches(facts)]
     return [
         *check_learning(facts),

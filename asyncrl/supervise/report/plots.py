@@ -196,9 +196,7 @@ def _trace_line(series: Series, name: str, points: int) -> tuple[list[float], li
     """Return (x, y) of a metric; the steps of batch n lie evenly in [n, n + 1)."""
     batch = series.axes["step"].values
     _, batch_index, counts = np.unique(batch, return_inverse=True, return_counts=True)
-    update = np.zeros(len(batch))
-    update[series.columns["update"].rows] = series.get_values("update")
     column = series.columns[name]
-    across = (batch + update / counts[batch_index])[column.rows]
+    across = (batch + series.align("update", 0.0) / counts[batch_index])[column.rows]
     kept_x, kept_y = downsample(across, column.values, points)
     return kept_x.tolist(), kept_y.tolist()

@@ -21,7 +21,7 @@ from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.contract.printable import escape_line
 from asyncrl.contract.toml_writer import flatten
 from asyncrl.records import jsonl, metrics, process_log, rundir
-from asyncrl.records.health_checks import Finding
+from asyncrl.records.health_checks import Finding, match_rules
 from asyncrl.records.page_kit import (
     Block,
     CardBlock,
@@ -168,7 +168,7 @@ class RunView:
         """Return advice, waits, the health checks that fired, and the main figures."""
         advice, fired = self.list_advice(summary.get("signs", []))
         latest = self.series.read_latest()
-        waits = (live.describe_reward_wait(latest), live.describe_slow_link(latest))
+        waits = (live.describe_reward_wait(latest), live.describe("link", latest))
         return [
             ListBlock([*map(format_item, advice), *filter(None, waits)], id="advice"),
             ListBlock(map(format_item, fired), id="signs", style="warn"),
@@ -308,8 +308,7 @@ def list_differences(runs: list[RunView]) -> list[dict[str, Any]]:
 
 
 def format_item(finding: Finding) -> ListItem:
-    remedy = f". To try: {finding.try_this}" if finding.try_this else ""
-    return ListItem(remedy, bold=finding.said)
+    return ListItem(finding.remedy, bold=finding.said)
 
 
 def list_early_stops(rows: Sequence[Mapping[str, Any]]) -> list[float]:
@@ -343,7 +342,7 @@ def build_cards(series: Series, summary: dict[str, Any]) -> list[tuple[str, str,
 
     lag, speed = summary["lag"], summary["speed"]
     idle = speed["idle_share"]
-    window = live.describe_window(latest)
+    window = live.describe("window", latest)
     has_stops = latest.get("optim/early_stops")
     stops = list_early_stops(series.select_rows("optim/early_stops") if has_stops else [])
     stopped = f"at a median KL of {statistics.median(stops):.2g}" if stops else ""
@@ -401,11 +400,7 @@ def describe_limit_moves(rows: Sequence[Mapping[str, Any]]) -> str:
     >>> describe_limit_moves([{"step": 8}, row | {"limit/idle": 0.25}])
     'limit from step 9 on 2 (was 1: ESS 0.90, learner idle 25%)'
     """
-    moves = [
-        f"from step {row['step']:.0f} on {row['limit/now']:.0f} ({live.describe_limit_change(row)})"
-        for row in rows
-        if "limit/before" in row
-    ]
+    moves = [finding.said for row in rows for finding in match_rules("limit_move", row)]
     earlier = f"{len(moves) - MOVES} earlier moves, then " if len(moves) > MOVES else ""
     return f"limit {earlier}{'; '.join(moves[-MOVES:])}" if moves else ""
 

@@ -151,6 +151,11 @@ class Series:
         column = self.columns.get(name)
         return np.zeros(0) if column is None else column.values
 
+    def align(self, name: str, missing: float = math.nan) -> np.ndarray:
+        """Return a metric's value in each row, float64 [rows]; `missing` in rows without it."""
+        column = self.columns.get(name, Column())
+        return _fill_dense((column.rows, column.values), self.rows, missing)
+
     def read_latest(self) -> dict[str, float]:
         """Return the newest value of each metric."""
         return {name: float(column.values[-1]) for name, column in self.columns.items()}
@@ -238,9 +243,11 @@ def _build_matrix(names: tuple[str, ...], rows: list[dict[str, Any]]) -> np.ndar
     return matrix
 
 
-def _fill_dense(column: tuple[np.ndarray, np.ndarray] | None, length: int) -> np.ndarray:
-    """Return values at their positions, float64 [length]; 0 elsewhere."""
-    dense = np.zeros(length)
+def _fill_dense(
+    column: tuple[np.ndarray, np.ndarray] | None, length: int, missing: float = 0.0
+) -> np.ndarray:
+    """Return values at their positions, float64 [length]; `missing` elsewhere."""
+    dense = np.full(length, missing)
     if column is not None:
         dense[column[0]] = column[1]
     return dense
