@@ -295,15 +295,6 @@ def check_unmoved_reward(rows: Rows) -> Finding | None:
     )
 
 
-def report_missing_answers(path: str, without: int, prompts: int) -> Finding:
-    """Build the finding for `without` of `prompts` that the built-in reward cannot judge."""
-    return make_finding(
-        "answers_missing",
-        f"{path}: {without} of {prompts} prompts have no `answer` for the task's own reward to "
-        "compare with, so their reward is 0",
-    )
-
-
 def check_generalization(rows: Rows) -> Finding | None:
     """Find training that improves one reward and lowers another, both by more than chance."""
     ood, heldout = (list_evaluations(rows, split) for split in ("ood", "heldout"))

@@ -59,11 +59,12 @@ def find_task_signs(config: Config) -> list[health_checks.Finding]:
         return []
     if not isinstance(task, FileTask) or config.reward.uses_reward_processes or not task.unanswered:
         return []
-    return [
-        health_checks.report_missing_answers(
-            config.task.prompts, task.unanswered, len(task.sets["train"])
-        )
-    ]
+    without, prompts = task.unanswered, len(task.sets["train"])
+    said = (
+        f"{config.task.prompts}: {without} of {prompts} prompts have no `answer` for the task's "
+        "own reward to compare with, so their reward is 0"
+    )
+    return [health_checks.make_finding("answers_missing", said)]
 
 
 def read(config: Config, run_dir: Path) -> dict[str, Any]:
@@ -159,6 +160,9 @@ def compose(config: Config, run_dir: Path) -> dict[str, Any]:
     for split in ("heldout", "ood"):
         if totals[f"{split}_start"] is None:
             totals[f"{split}_start"] = find_evaluation(all_rows, split, "start")
+    bounds = health_checks.find_reward_range(
+        row[name] for row in all_rows for name in health_checks.REWARDS if name in row
+    )
     return {
         "run_dir": str(run_dir),
         **{name: totals[name] for name in COPIED},
@@ -174,9 +178,9 @@ def compose(config: Config, run_dir: Path) -> dict[str, Any]:
         "ledger_by_task": totals.get("ledger_by_task", {}),
         "seed": config.seed,
         "certainty": {
-            split: {"n": n, "half": half}
+            split: {"n": int(n), "half": compute_half_interval(reward, n, *bounds)}
             for split in ("heldout", "ood")
-            for n, half in measure_certainty(all_rows, split)[-1:]
+            for reward, n in health_checks.list_evaluations(all_rows, split)[-1:]
         },
         "signs": [
             s._asdict()
@@ -195,20 +199,6 @@ def compose(config: Config, run_dir: Path) -> dict[str, Any]:
         )
         if value
     }
-
-
-def measure_certainty(rows: Sequence[Mapping[str, Any]], split: str) -> list[tuple[int, float]]:
-    """Return (n, half the 95 % interval over prompts) of each evaluation of `split`."""
-    rewards = (row[name] for row in rows for name in health_checks.REWARDS if name in row)
-    lo, hi = health_checks.find_reward_range(rewards)
-    return [
-        (
-            int(r[f"eval/{split}_n"]),
-            compute_half_interval(float(r[f"eval/{split}"]), r[f"eval/{split}_n"], lo, hi),
-        )
-        for r in rows
-        if f"eval/{split}" in r
-    ]
 
 
 def find_judge_totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -19,7 +19,7 @@ from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.contract.printable import escape_line
-from asyncrl.contract.toml_writer import flatten
+from asyncrl.contract.toml_writer import flatten, read_table
 from asyncrl.records import jsonl, metrics, process_log, rundir
 from asyncrl.records.health_checks import Finding, match_rules
 from asyncrl.records.page_kit import (
@@ -36,6 +36,8 @@ from asyncrl.supervise.report import advice
 from asyncrl.supervise.report.series import Series
 from asyncrl.supervise.report.token_samples import FILE, SampleStore
 
+CARDS: dict[str, tuple[str, str]] = read_table(__file__)["cards"]
+ENDS = ("start", "end")
 LEDGER = ("line", "tokens", "share", "samples", "mean length", "mean reward")
 TASKS = ("task", "share", "reward", "lag", "ESS", "removed groups", "held-out")
 MOVES = 8  # number of newest changes of the limit that are described; the plot has all
@@ -190,25 +192,27 @@ class RunView:
         if not summary:
             return []
         latest = self.series.read_latest()
-        tables: list[tuple[Sequence[str], Sequence[tuple[str, ...]], str, str]] = [
-            (LEDGER, _build_ledger(summary), "", "ledger"),
-            (TASKS, live.build_task_rows(latest), "Tasks, at the last step", "tasks"),
-            (*_split_head(build_task_ledger(summary)), "Ledger by task", "ledger-by-task"),
+        tables: list[tuple[list[tuple[str, ...]], str, str]] = [
+            ([LEDGER, *_build_ledger(summary)], "", "ledger"),
+            ([TASKS, *live.build_task_rows(latest)], "Tasks, at the last step", "tasks"),
+            (build_task_ledger(summary), "Ledger by task", "ledger-by-task"),
             (
-                *_split_head(build_length_ledger(summary)),
+                build_length_ledger(summary),
                 "By completion length: what the staleness rule took",
                 "by-length",
             ),
             (
-                ("failure", "samples"),
-                [(name, f"{count:,}") for name, count in summary.get("failures", {}).items()],
+                [
+                    ("failure", "samples"),
+                    *((name, f"{count:,}") for name, count in summary.get("failures", {}).items()),
+                ],
                 "Failed samples",
                 "failures",
             ),
         ]
         return [
             TableBlock(head, rows, heading=heading, id=id_)
-            for head, rows, heading, id_ in tables
+            for (head, *rows), heading, id_ in tables
             if rows
         ]
 
@@ -340,57 +344,27 @@ def build_cards(series: Series, summary: dict[str, Any]) -> list[tuple[str, str,
         for split in ("heldout", "ood")
     }
 
-    lag, speed = summary["lag"], summary["speed"]
-    idle = speed["idle_share"]
     window = live.describe("window", latest)
-    has_stops = latest.get("optim/early_stops")
-    stops = list_early_stops(series.select_rows("optim/early_stops") if has_stops else [])
-    stopped = f"at a median KL of {statistics.median(stops):.2g}" if stops else ""
-    cards = [
-        (
-            "held-out at the start",
-            format_number(summary["heldout_start"], ".3f"),
-            "heldout-start",
-            evals["heldout"][0],
-        ),
-        (
-            "held-out at the end",
-            format_number(summary["heldout_end"], ".3f"),
-            "heldout-end",
-            evals["heldout"][-1],
-        ),
-        (
-            "out of distribution: start / end",
-            " / ".join(format_number(summary.get(f"ood_{end}"), ".3f") for end in ("start", "end")),
-            "ood-end",
-            evals["ood"][-1],
-        ),
-        ("newest batch reward", format_number(latest.get("reward/mean"), ".3f"), "reward", ""),
-        ("RL took", f"{summary['wall_s']:.0f} s", "wall", ""),
-        ("steps", str(summary["steps"]), "steps", ""),
-        (
-            "mean lag of the run",
-            f"{lag['mean']:.2f}",
-            "lag-mean",
-            f"at the end: {window}" if window else "",
-        ),
-        (
-            "largest lag / limit",
-            f"{lag['max']} / {lag['limit']}",
-            "lag-max",
-            describe_limit_moves(series.select_rows("limit/before")),
-        ),
-        ("generated", f"{speed['generator_tokens_per_s']:,.0f} tok/s", "gen", ""),
-        ("trained", f"{speed['learner_tokens_per_s']:,.0f} tok/s", "learn", ""),
-        (
-            "idle in the run: generators / learner",
-            f"{idle['generator']:.0%} / {idle['learner']:.0%}",
-            "idle",
-            "",
-        ),
-        ("batches stopped early", f"{len(stops)} of {summary['steps']}", "early-stops", stopped),
+    stops = list_early_stops(
+        series.select_rows("optim/early_stops") if latest.get("optim/early_stops") else []
+    )
+    notes = {
+        "heldout-start": evals["heldout"][0],
+        "heldout-end": evals["heldout"][-1],
+        "ood-end": evals["ood"][-1],
+        "lag-mean": f"at the end: {window}" if window else "",
+        "lag-max": describe_limit_moves(series.select_rows("limit/before")),
+        "early-stops": f"at a median KL of {statistics.median(stops):.2g}" if stops else "",
+    }
+    rewards = {f"{split}_{end}": summary.get(f"{split}_{end}") for split in evals for end in ENDS}
+    rewards["reward"] = latest.get("reward/mean")
+    values = summary | {name: format_number(x, ".3f") for name, x in rewards.items()}
+    values["stops"] = len(stops)
+    return [
+        (label, form.format_map(values), id_, notes.get(id_, ""))
+        for id_, (label, form) in CARDS.items()
+        if stops or id_ != "early-stops"
     ]
-    return cards if stops else cards[:-1]
 
 
 def describe_limit_moves(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -403,10 +377,6 @@ def describe_limit_moves(rows: Sequence[Mapping[str, Any]]) -> str:
     moves = [finding.said for row in rows for finding in match_rules("limit_move", row)]
     earlier = f"{len(moves) - MOVES} earlier moves, then " if len(moves) > MOVES else ""
     return f"limit {earlier}{'; '.join(moves[-MOVES:])}" if moves else ""
-
-
-def _split_head(rows: list[tuple[str, ...]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    return rows[0], rows[1:]
 
 
 def _build_ledger(summary: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -452,16 +422,12 @@ def build_length_ledger(summary: dict[str, Any]) -> list[tuple[str, ...]]:
     `faded` is the loss of trained tokens to `downweight`: tokens times (1 - weight)."""
     lines: dict[str, dict[int, float]] = {}
     for name, line in summary["ledger_lines"].items():
-        lines[name] = {
-            int(k.removeprefix("upto_")): v for k, v in line.items() if k.startswith("upto_")
-        }
-        lines["faded"] = lines.get("faded", {}) | {
-            int(k.removeprefix("faded_upto_")): v
-            for k, v in line.items()
-            if k.startswith("faded_upto_")
-        }
+        for key, tokens in line.items():
+            prefix, found, bound = key.rpartition("upto_")
+            if found:
+                lines.setdefault("faded" if prefix else name, {})[int(bound)] = tokens
     faded = lines.pop("faded", {})
-    columns = {n: line for n, line in lines.items() if line} | ({"faded": faded} if faded else {})
+    columns = lines | ({"faded": faded} if faded else {})
     rows: list[tuple[str, ...]] = [("completion length", "tokens", *columns)]
     for bound in sorted({k for line in lines.values() for k in line}):
         total = sum(line.get(bound, 0) for line in lines.values())
@@ -494,15 +460,15 @@ def list_runs(directory: Path) -> list[dict[str, Any]]:
             if is_run
             else f"{directory} contains no run directory"
         )
-    return [describe_run(path.parent) for path in sorted(configs, key=_sort_key)]
+
+    def begun_at(config: Path) -> tuple[float, str]:
+        return (config.parent / "run_id").stat().st_mtime, config.parent.name
+
+    return [describe_run(path.parent) for path in sorted(configs, key=begun_at)]
 
 
 def _is_run(run_dir: Path) -> bool:
     return (run_dir / "run_id").is_file()
-
-
-def _sort_key(config: Path) -> tuple[float, str]:
-    return (config.parent / "run_id").stat().st_mtime, config.parent.name
 
 
 def describe_run(run_dir: Path) -> dict[str, Any]:

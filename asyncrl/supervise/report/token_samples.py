@@ -21,7 +21,7 @@ from asyncrl.records import jsonl
 
 FILE = "token_samples.jsonl"
 RULES = ("group", "best", "worst", "off_policy", "longest", "random")
-ORDERS = ("batch", "reward", "lag", "length", "kl", "weight")
+ORDERS = ("batch", "reward", "lag", "length", "kl", "weight")  # by a value of the rows
 # value that a token's color can show -> its meaning
 SHADES = {
     "version": "version of the policy that sampled the token",
@@ -59,17 +59,14 @@ class SampleFilter:
 
     def matches(self, row: dict[str, Any]) -> bool:
         """Return whether a row passes every filter but that of its text."""
-        if not (
+        return (
             _is_inside(row["batch"], self.step)
             and _is_inside(row["reward"], self.reward)
             and _is_inside(row["lag_mean"], self.lag)
-        ):
-            return False
-        if self.ticket is not None and row["ticket"] != self.ticket:
-            return False
-        if self.group_key is not None and row["group_key"] != self.group_key:
-            return False
-        return self.rule is None or self.rule in row["rules"]
+            and self.ticket in (None, row["ticket"])
+            and self.group_key in (None, row["group_key"])
+            and (self.rule is None or self.rule in row["rules"])
+        )
 
 
 def parse_range(text: str, key: str) -> tuple[float | None, float | None]:
@@ -161,19 +158,12 @@ class SampleStore:
             for i, head in enumerate(self.heads)
             if query.matches(head) and (pattern is None or pattern.search(head["text"]))
         ]
-        keys = {
-            "batch": lambda i: self.heads[i]["batch"],
-            "reward": lambda i: self.heads[i]["reward"] or 0.0,
-            "lag": lambda i: self.heads[i]["lag_mean"],
-            "length": lambda i: self.heads[i]["length"],
-            "kl": lambda i: self.heads[i]["kl"],
-            "weight": lambda i: self.heads[i]["weight"],
-        }
         if query.rule is not None and query.rule not in RULES:
             raise ConfigError(f"--rule {query.rule}: choose one of {', '.join(RULES)}")
-        if query.sort not in keys:
+        if query.sort not in ORDERS:
             raise ConfigError(f"--sort {query.sort}: choose one of {', '.join(ORDERS)}")
-        matches.sort(key=keys[query.sort], reverse=True)
+        value = "lag_mean" if query.sort == "lag" else query.sort
+        matches.sort(key=lambda number: self.heads[number][value] or 0.0, reverse=True)
         return matches[: query.limit]
 
     def get_head(self, number: int) -> dict[str, Any]:
