@@ -24,7 +24,7 @@ from typing import IO, Any, Literal
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.printable import escape_line
-from asyncrl.records import machine_memory, rundir
+from asyncrl.records import jsonl, machine_memory, rundir
 
 # exit codes: asked to stop, nothing left to do, replaced by another process
 INTERRUPTED = 130
@@ -61,20 +61,9 @@ def append_event(run_dir: Path, name: str, pid: int, event: str, **details: Any)
 
 
 def read_events(run_dir: Path) -> list[dict[str, Any]]:
-    """Read all rows, oldest first; incomplete lines are left out."""
-    rows = []
-    for line in (
-        get_path(run_dir).read_text(errors="replace", encoding="utf-8").splitlines()
-        if get_path(run_dir).exists()
-        else ()
-    ):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and {"at", "name", "pid", "event"} <= row.keys():
-            rows.append(row)
-    return rows
+    """Read all rows, oldest first; incomplete rows are left out."""
+    rows = jsonl.read(get_path(run_dir))
+    return [row for row in rows if {"at", "name", "pid", "event"} <= row.keys()]
 
 
 def read_latest_events(run_dir: Path) -> dict[str, dict[str, Any]]:

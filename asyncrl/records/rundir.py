@@ -107,18 +107,6 @@ def remove_empty(*directories: Path) -> None:
             directory.rmdir()
 
 
-def note_limit(run_dir: Path, limit: float) -> None:
-    """Record the staleness limit that a run had before it was resumed with another one."""
-    with (run_dir / "limits").open("a", encoding="utf-8") as file:
-        file.write(f"{limit:g}\n")
-
-
-def read_limits(run_dir: Path) -> list[float]:
-    """Return the different staleness limits that the run had before resumes."""
-    path = run_dir / "limits"
-    return [float(x) for x in path.read_text(encoding="utf-8").split()] if path.exists() else []
-
-
 def read_run_id(run_dir: Path) -> str:
     return (run_dir / "run_id").read_text(encoding="utf-8").strip()
 

@@ -6,7 +6,9 @@ order: learner, gateway, generators, buffer.  Each writes RUN/logs/attempt_N/PRO
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
 import signal
 import time
 from collections.abc import Callable
@@ -19,7 +21,7 @@ from asyncrl.contract.errors import NothingToDo, ProcessLost
 from asyncrl.contract.messages import RunStatus
 from asyncrl.contract.printable import describe_exit
 from asyncrl.contract.waits import ProgressWatchdog, find_blocking_process
-from asyncrl.records import process_log, rundir
+from asyncrl.records import atomic_write, process_log, rundir
 from asyncrl.supervise import scaling
 from asyncrl.supervise.hosts import (
     ProcessHandle,
@@ -186,7 +188,9 @@ class Supervisor:
         self.scale_id = request.id
         error = self.resize(request.generators)
         self.say(f"scale: {error or f'{request.generators} generator(s)'}")
-        scaling.write_answer(self.run_dir, request, request.generators, error)
+        reply = {"id": request.id, "generators": request.generators, "error": error}
+        with contextlib.suppress(OSError):  # `asyncrl scale` then times out
+            atomic_write.write(self.run_dir / "scale.done", json.dumps(reply))
 
     def resize(self, generators: int) -> str:
         """Start or end generators until `generators` run; the highest numbers end first.

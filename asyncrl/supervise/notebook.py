@@ -26,11 +26,11 @@ from asyncrl.config.tree import Config
 from asyncrl.contract import errors, importing, toml_writer
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.records import jsonl, metrics
+from asyncrl.records.page_kit import format_number
 from asyncrl.records.trackers.feed import read_new_rows
 from asyncrl.supervise import doctor
 from asyncrl.supervise import summary as summaries
 from asyncrl.supervise.report.run_view import RunView
-from asyncrl.supervise.report.series import Series
 from asyncrl.tasks.data import row_objects
 
 if TYPE_CHECKING:
@@ -83,8 +83,8 @@ class LoadedRun(msgspec.Struct, frozen=True, eq=False):
 
     def facts(self) -> dict[str, str]:
         """Return the run's identity and progress, as a notebook shows them."""
-        start, end = (self.summary[key] for key in ("heldout_start", "heldout_end"))
-        accuracy = " -> ".join("-" if value is None else f"{value:.3f}" for value in (start, end))
+        ends = (self.summary[key] for key in ("heldout_start", "heldout_end"))
+        accuracy = " -> ".join(format_number(value, ".3f") for value in ends)
         return {
             "path": str(self.path),
             "task": self.config.task.name,
@@ -148,26 +148,21 @@ def load_run(path: str | Path) -> LoadedRun:
     if view.problem:
         raise ConfigError(f"{view.path}: {view.problem}")
     summary = summaries.read(view.config, directory)
+    steps, seconds = (view.series.axes[axis].values for axis in ("step", "time"))
     return LoadedRun(
         path=directory,
         config=view.config,
-        metrics=collect_series(view.series),
+        metrics={
+            name: MetricSeries(
+                steps[column.rows].astype(np.int64), seconds[column.rows], column.values.copy()
+            )
+            for name, column in view.series.columns.items()
+        },
         samples=jsonl.read(directory / "samples.jsonl"),
         optimizer_steps=jsonl.read(directory / metrics.OPTIMIZER_STEPS),
         ledger=summary["ledger"],
         summary=summary,
     )
-
-
-def collect_series(series: Series) -> dict[str, MetricSeries]:
-    """Collect a run's metrics by name."""
-    steps, seconds = (series.axes[axis].values for axis in ("step", "time"))
-    return {
-        name: MetricSeries(
-            steps[column.rows].astype(np.int64), seconds[column.rows], column.values.copy()
-        )
-        for name, column in series.columns.items()
-    }
 
 
 class RunFollower:

@@ -49,6 +49,15 @@ CHAT_CALL = re.compile(
 TEXT_CALL = re.compile(
     r"(?<!chat)\.completions\.create$|(?<!chat)/completions$|^from langchain_openai\.OpenAI$"
 )
+# keys whose values `localize` may replace by paths
+LOCAL_PATHS = (
+    "model.path",
+    "task.prompts",
+    "task.heldout",
+    "task.ood",
+    "task.mixture",
+    "evaluation.sets",
+)
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -154,19 +163,12 @@ def localize(config: Config, report: Callable[[str], None] = say) -> Config:
 def localize_sets(config: Config, sets: Sequence[str]) -> Sequence[str]:
     """Extend `sets` by the paths of `localize` for runs started from the command line."""
     local = localize(config)
-    paths = {
-        "model.path": (config.model.path, local.model.path),
-        "task.prompts": (config.task.prompts, local.task.prompts),
-        "task.heldout": (config.task.heldout, local.task.heldout),
-        "task.ood": (config.task.ood, local.task.ood),
-        "task.mixture": (config.task.mixture, local.task.mixture),
-        "evaluation.sets": (config.evaluation.sets, local.evaluation.sets),
-    }
-    added = [
-        f"{key}={toml_writer.format_value(msgspec.to_builtins(located))}"
-        for key, (configured, located) in paths.items()
-        if located != configured
-    ]
+    added = []
+    for key in LOCAL_PATHS:
+        section, _, name = key.partition(".")
+        configured, located = (getattr(getattr(c, section), name) for c in (config, local))
+        if located != configured:
+            added.append(f"{key}={toml_writer.format_value(msgspec.to_builtins(located))}")
     return [*sets, *added] if added else sets
 
 
@@ -591,7 +593,11 @@ def check_disk(subject: Subject) -> str:
     folder = next(path for path in (runs, *runs.parents) if path.exists())
     weights = subject.parameters * WIDTHS[config.model.dtype]
     required = weights * (3 * config.learner.keep_checkpoints + 1)
-    required += _sum_log_limits_mib(config) << 20
+    record = config.record  # its bounded logs, and the recording
+    log_limit = record.optimizer_steps_mib + (record.stream_mib if record.stream else 0)
+    if record.samples_every and record.token_samples:
+        log_limit += record.token_samples_mib
+    required += log_limit << 20
     free = shutil.disk_usage(folder).free
     space = (
         f"{_format_size(required)} for checkpoints, model, logs and recording; "
@@ -600,17 +606,6 @@ def check_disk(subject: Subject) -> str:
     if required > free:
         raise ConfigError(f"runs: {space}")
     return space
-
-
-def _sum_log_limits_mib(config: Config) -> int:
-    """Return the MiB that the bounded logs of a run and its recording may take."""
-    record = config.record
-    has_token_log = record.samples_every and record.token_samples
-    return (
-        record.optimizer_steps_mib
-        + (record.token_samples_mib if has_token_log else 0)
-        + (record.stream_mib if record.stream else 0)
-    )
 
 
 def check_memory(subject: Subject) -> str:

@@ -25,6 +25,7 @@ from asyncrl.records import (
     stream,
     trace,
 )
+from asyncrl.records.page_kit import format_number
 from asyncrl.supervise import doctor, live
 from asyncrl.supervise.hosts import ProcessLauncher
 from asyncrl.supervise.hosts.local import LocalLauncher
@@ -135,7 +136,8 @@ def resolve_resume(run_dir: Path, sets: Sequence[str]) -> Config:
         )
     check_prompt_files(config, run_dir)
     if config.staleness.limit != stored.staleness.limit:
-        rundir.note_limit(run_dir, stored.staleness.limit)
+        with (run_dir / "limits").open("a", encoding="utf-8") as file:
+            file.write(f"{stored.staleness.limit:g}\n")
     if change := explain_changed_steps(config.learner, stored.learner.steps, steps_made):
         say(f"note: learner.{change}")
     if config != stored:
@@ -293,8 +295,8 @@ def conclude(
     page = f"report: {run_page.write(run_dir)}"
     total = "" if started_at is None else f" ({time.monotonic() - started_at:.0f} s in all)"
     say(
-        f"{run_dir}: held-out {_format_accuracy(summary['heldout_start'])} -> "
-        f"{_format_accuracy(summary['heldout_end'])}{format_interval(summary)} in "
+        f"{run_dir}: held-out {format_number(summary['heldout_start'], '.3f')} -> "
+        f"{format_number(summary['heldout_end'], '.3f')}{format_interval(summary)} in "
         f"{summary['wall_s']:.0f} s of RL{total}, mean lag {summary['lag']['mean']:.2f}"
     )
     if config.record.stream:
@@ -347,7 +349,3 @@ def conclude_unsupervised(incarnation: process_log.ProcessIncarnation) -> None:
         )
     finally:
         lock.close()
-
-
-def _format_accuracy(accuracy: float | None) -> str:
-    return "-" if accuracy is None else f"{accuracy:.3f}"

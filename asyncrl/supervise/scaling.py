@@ -10,44 +10,32 @@ reply with its own id."""
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
 
 from asyncrl.contract.errors import AsyncrlError, ConfigError, PeerUnreachable
-from asyncrl.records import atomic_write, process_log, rundir
+from asyncrl.records import atomic_write, jsonl, process_log, rundir
 
 POLL_S = 0.1
 MOST = 4096  # most generators that a buffer accepts by name (buffer/sessions.py)
 
 
-class ScaleRequest(NamedTuple):
+class ScaleRequest(msgspec.Struct):
     id: str
-    generators: int
+    generators: Annotated[int, Meta(ge=1, le=MOST)]
 
 
 def read_request(run_dir: Path) -> ScaleRequest | None:
     """Read the newest request; None if it is missing or damaged."""
     try:
-        values = json.loads((run_dir / "scale.asked").read_text(encoding="utf-8"))
-        request = ScaleRequest(str(values["id"]), int(values["generators"]))
-    except (OSError, ValueError, KeyError, TypeError):
+        return msgspec.json.decode((run_dir / "scale.asked").read_bytes(), type=ScaleRequest)
+    except (OSError, msgspec.MsgspecError):
         return None
-    return request if 1 <= request.generators <= MOST else None
-
-
-def write_answer(run_dir: Path, request: ScaleRequest, generators: int, error: str = "") -> None:
-    """Write the reply to `request`.
-
-    Errors are ignored: without write access to the directory, `asyncrl scale` times out.
-    """
-    reply = {"id": request.id, "generators": generators, "error": error}
-    try:
-        atomic_write.write(run_dir / "scale.done", json.dumps(reply))
-    except OSError:
-        pass
 
 
 def forget(run_dir: Path) -> None:
@@ -77,11 +65,8 @@ def request_scale(run_dir: Path, generators: int, patience_s: float) -> int:
         if not path.exists():  # not written yet, or removed by a supervisor that just started
             temporary = run_dir / f"scale.{request.id}.part"
             with atomic_write.replace(path, part=temporary):
-                temporary.write_text(json.dumps(request._asdict()), encoding="utf-8")
-        try:
-            reply = json.loads((run_dir / "scale.done").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            reply = {}
+                temporary.write_bytes(msgspec.json.encode(request))
+        reply = jsonl.read_object(run_dir / "scale.done")
         if reply.get("id") == request.id:
             if reply["error"]:
                 raise AsyncrlError(f"{run_dir}: {reply['error']}")

@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
-from asyncrl.records import atomic_write, health_checks, jsonl, metrics, rundir
+from asyncrl.records import atomic_write, health_checks, jsonl, metrics
 from asyncrl.records.health_checks import compute_half_interval
 
 PARTIAL = (
@@ -156,7 +156,9 @@ def compose(config: Config, run_dir: Path) -> dict[str, Any]:
     generated = sum(n for name, n in last_batch.items() if name.startswith("ledger/"))
     digest = run_dir / "weights_digest"
     current_limit = config.staleness.limit
-    limit = max([current_limit, *rundir.read_limits(run_dir)])  # the bound for all its tokens
+    limits = run_dir / "limits"  # before it was resumed with another one
+    earlier = limits.read_text(encoding="utf-8").split() if limits.exists() else []
+    limit = max([current_limit, *map(float, earlier)])  # the bound for all its tokens
     for split in ("heldout", "ood"):
         if totals[f"{split}_start"] is None:
             totals[f"{split}_start"] = find_evaluation(all_rows, split, "start")

@@ -79,11 +79,6 @@ def read_model_record(model: Path) -> dict[str, Any]:
         raise ConfigError(f"{model / MODEL}: {error}") from None
 
 
-def read_ledger(model: Path) -> dict[str, int]:
-    """Read how often a model's sequences were trained; {} before the first sequence."""
-    return jsonl.read_object(model / LEDGER)
-
-
 def describe_processes(server: Path) -> list[dict[str, Any]]:
     """Describe the processes of a server like `doctor.describe_processes`."""
     server_runs = is_running(server)
@@ -122,7 +117,7 @@ def examine(path: Path) -> dict[str, Any]:
 def _describe_model(folder: Path) -> dict[str, Any]:
     record = read_model_record(folder)
     totals = sum_lags(folder)
-    ledger = read_ledger(folder)
+    ledger = jsonl.read_object(folder / LEDGER)
     return {
         "model": record["model"],
         "version": totals.steps or record.get("version", 0),
@@ -205,7 +200,7 @@ class TinkerModelView(RunView):
     def list_overview(self, summary: dict[str, Any]) -> list[Block]:
         """Return ended processes, the health checks that fired, and the main figures."""
         state = self.describe_state()
-        ledger = read_ledger(self.path)
+        ledger = jsonl.read_object(self.path / LEDGER)
         limit = read_settings(self.home / CONFIG)["staleness.max_lag"]
         largest = self.series.get_values("lag/max")
         figures = {
@@ -239,7 +234,7 @@ class TinkerModelView(RunView):
 
     def list_ledger(self, summary: dict[str, Any]) -> list[Block]:
         """Return two tables: sequences by their number of trainings, trained tokens by lag."""
-        counts = read_ledger(self.path)
+        counts = jsonl.read_object(self.path / LEDGER)
         totals = sum_lags(self.path)
         others = {
             "unknown lag": totals.unknown,

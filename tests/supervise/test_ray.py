@@ -280,7 +280,6 @@ def test_results_are_not_left_in_the_copy_that_a_job_runs_in(tmp_path: Path) -> 
         on_ray.place_on_cluster(config, copy / "runs" / "r", "ray", print),
     ):
         raise AssertionError("nothing is asked of a cluster")
-    on_ray.require_kept_directory(tmp_path / "runs" / "r")
 
 
 def test_the_cluster_of_a_job_is_the_one_that_ray_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,12 +293,6 @@ def test_the_cluster_of_a_job_is_the_one_that_ray_names(monkeypatch: pytest.Monk
     monkeypatch.delenv("RAY_ADDRESS")
     on_ray.connect("ray")
     assert asked == ["10.0.0.7:6379", "10.0.0.8:6379", "auto"]
-
-
-def test_addresses_of_the_life_before_are_known(tmp_path: Path) -> None:
-    assert on_ray.read_previous_addresses(tmp_path) == []
-    (tmp_path / "hosts.json").write_text(json.dumps({"wires": ["tcp://a:1", "tcp://a:2"]}))
-    assert on_ray.read_previous_addresses(tmp_path) == ["tcp://a:1", "tcp://a:2"]
 
 
 def test_a_host_tells_log_end_and_refusal_of_what_it_started(

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from asyncrl.contract.toml_writer import flatten
-from asyncrl.records import atomic_write, rundir
+from asyncrl.records import atomic_write, jsonl, rundir
 
 RUN_TAG = "asyncrl.run_id"  # in mlflow
 
@@ -166,7 +166,7 @@ def main(run_dir: Path, name: str) -> None:
     state_file.parent.mkdir(exist_ok=True)
     with (state_file.parent / f".{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the feed of an earlier buffer may still send rows
-        state = json.loads(state_file.read_bytes()) if state_file.exists() else {}
+        state = jsonl.read_object(state_file)
 
         def note(**changes: Any) -> None:
             state.update(changes)

@@ -36,7 +36,7 @@ from asyncrl.config import load
 from asyncrl.config.tree import Config, WiresConfig
 from asyncrl.contract import importing
 from asyncrl.contract.errors import AsyncrlError, ConfigError, PeerUnreachable
-from asyncrl.records import atomic_write, private, rundir
+from asyncrl.records import atomic_write, jsonl, private, rundir
 from asyncrl.supervise import join
 from asyncrl.supervise.hosts import ProcessSpec, read_last_lines
 from asyncrl.supervise.hosts.local import LocalLauncher, LocalProcess
@@ -261,33 +261,19 @@ class RayHostHandle:
 
 def list_bundles(config: Config) -> list[dict[str, float]]:
     """Return the resources of each bundle: the learner's, then one per generator."""
-
-    def to_resources(host_placement: Any) -> dict[str, float]:
-        return {"CPU": host_placement.cpus} | (
-            {"GPU": host_placement.gpus} if host_placement.gpus else {}
-        )
-
     placement = config.placement
-    return [to_resources(placement.learner)] + [
-        to_resources(placement.generator)
-    ] * config.generators
+    hosts = [placement.learner, *[placement.generator] * config.generators]
+    return [{"CPU": host.cpus} | ({"GPU": host.gpus} if host.gpus else {}) for host in hosts]
 
 
-def describe_resources(
-    requested_bundles: list[dict[str, float]], hosts: list[dict[str, float]]
-) -> str:
-    """Describe requested and available resources, for an error message.
+def format_resources(resources: dict[str, float], missing: str = "") -> str:
+    """Format the CPUs and GPUs among resources.
 
-    >>> describe_resources([{"CPU": 1}, {"CPU": 2, "GPU": 1}], [{"CPU": 1.0, "memory": 5.0}])
-    'wanted: 1 CPU; 2 CPU 1 GPU; hosts: 1 CPU'
+    >>> format_resources({"CPU": 1.0, "memory": 5.0, "GPU": 2}), format_resources({}, "no CPU")
+    ('1 CPU 2 GPU', 'no CPU')
     """
-
-    def format_resources(resources: dict[str, float]) -> str:
-        return " ".join(f"{n:g} {name}" for name, n in resources.items() if name in ("CPU", "GPU"))
-
-    present = [format_resources(host) or "no CPU" for host in hosts]
-    requested = "; ".join(map(format_resources, requested_bundles))
-    return f"wanted: {requested}; hosts: {'; '.join(present) or 'none'}"
+    names = (f"{n:g} {name}" for name, n in resources.items() if name in ("CPU", "GPU"))
+    return " ".join(names) or missing
 
 
 class RayLauncher:
@@ -395,14 +381,6 @@ def list_addresses(wires: WiresConfig) -> list[str]:
     return [wires.address, wires.weights_address, *gateway]
 
 
-def read_previous_addresses(run_dir: Path) -> list[str]:
-    """Return the addresses of the run's last start, or [] for its first start."""
-    try:
-        return list(json.loads((run_dir / "hosts.json").read_bytes())["wires"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-
-
 @contextlib.contextmanager
 def place_on_cluster(
     config: Config, run_dir: Path, on: str, say: Callable[[str], None]
@@ -410,7 +388,11 @@ def place_on_cluster(
     """Place bundles on the cluster that `on` names and free them at the end."""
     if importlib.util.find_spec("ray") is None:
         raise ConfigError(f"--on {on}: Ray is not installed: pip install 'asyncrl[ray]'")
-    require_kept_directory(run_dir)
+    if "working_dir_files" in run_dir.parts:
+        raise ConfigError(
+            f"runs: {run_dir} is in a copy of the working directory that Ray removes after this "
+            "job: put the run on a path that all hosts share, with --set runs=DIR"
+        )
     import ray
 
     connect(on)
@@ -422,15 +404,6 @@ def place_on_cluster(
             launcher.close()
     finally:
         ray.shutdown()
-
-
-def require_kept_directory(run_dir: Path) -> None:
-    """Raise ConfigError for a run in a directory that Ray removes after the job."""
-    if "working_dir_files" in run_dir.parts:
-        raise ConfigError(
-            f"runs: {run_dir} is in a copy of the working directory that Ray removes after this "
-            "job: put the run on a path that all hosts share, with --set runs=DIR"
-        )
 
 
 def connect(on: str) -> None:
@@ -463,13 +436,14 @@ def place_bundles(
     say(f"ray: {len(group.bundle_specs)} bundles, {config.placement.strategy}")
     if not group.wait(config.placement.deadline_s):
         hosts = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        free = {k: n for k, n in ray.available_resources().items() if k in ("CPU", "GPU")}
+        free = format_resources(ray.available_resources(), "nothing")
         ray.util.remove_placement_group(group)
         raise PeerUnreachable(
             f"--on {on}: not placed within {config.placement.deadline_s:g} s "
             f"(placement.deadline_s), {config.placement.strategy}; "
-            f"{describe_resources(list_bundles(config), hosts)}; free in all: "
-            f"{' '.join(f'{n:g} {name}' for name, n in free.items()) or 'nothing'}"
+            f"wanted: {'; '.join(map(format_resources, list_bundles(config)))}; hosts: "
+            f"{'; '.join(format_resources(host, 'no CPU') for host in hosts) or 'none'}; "
+            f"free in all: {free}"
         )
     launcher = RayLauncher(config, run_dir, group)
     learner_host = launcher.ensure_host(0)
@@ -484,7 +458,7 @@ def place_bundles(
         )
     wires = config.wires
     # replace addresses of an earlier start, but keep those that the user set
-    if read_previous_addresses(run_dir) == list_addresses(wires):
+    if jsonl.read_object(run_dir / "hosts.json").get("wires") == list_addresses(wires):
         wires = msgspec.structs.replace(wires, address="", weights_address="", gateway_address="")
     buffer, weights, gateway = (
         f"tcp://{description['ip']}:{port}" for port in description["ports"]
