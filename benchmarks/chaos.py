@@ -83,7 +83,7 @@ def warm(model: Path, topology: str = "tickets") -> None:
 
     from asyncrl.models import policy
     from asyncrl.models.tokenizer import load_tokenizer
-    from asyncrl.records import event_file
+    from asyncrl.records import metrics
 
     for name in (
         "actors.engine_embedded",
@@ -102,7 +102,7 @@ def warm(model: Path, topology: str = "tickets") -> None:
     policy.build_model(model, symbols(topology), hidden=16, kv_heads=2, seed=1)
     policy.load_policy(model)
     load_tokenizer(model)
-    event_file.import_protocol()
+    metrics.import_protocol()
 
 
 class Run:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,23 @@ class GrowingFile:
         data = data[: data.rfind(b"\n") + 1]
         self.offset += len(data)
         return data
+
+
+def read_new_rows(path: Path, offset: int) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield each whole row from `offset` on, with the offset behind it."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        file.seek(offset)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            offset += len(line)
+            try:
+                row = json.loads(line)
+                yield {"step": int(row["step"]), **row}, offset
+            except (ValueError, KeyError, TypeError):
+                continue  # a damaged row
 
 
 def encode(rows: Iterable[dict[str, Any]]) -> bytes:

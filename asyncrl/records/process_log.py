@@ -168,13 +168,16 @@ def describe_end(row: dict[str, Any]) -> str:
     return f"{process} ended with {ending}{': ' + reason if reason else ''} at {when}"
 
 
+def get_lock(run_dir: Path, name: str) -> Path:
+    return run_dir / (".run.lock" if name == "supervisor" else f".{name}.alive")
+
+
 def is_alive(run_dir: Path, name: str) -> bool:
     """Decide whether a process of this name runs in this directory on this machine.
 
     name: `supervisor`, or the name of a process of the run."""
-    lock = run_dir / (".run.lock" if name == "supervisor" else f".{name}.alive")
     try:
-        with lock.open("r", encoding="utf-8") as file:
+        with get_lock(run_dir, name).open("r", encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False

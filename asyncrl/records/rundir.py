@@ -280,11 +280,3 @@ def note_longest_prompt(run_dir: Path, name: str, tokens: int) -> None:
     """Record the length of a process's longest prompt, to explain a kill for lack of memory."""
     with contextlib.suppress(OSError):
         (run_dir / f".{name}.longest").write_text(str(tokens), encoding="utf-8")
-
-
-def read_longest_prompt(run_dir: Path, name: str) -> int:
-    """Return the recorded length of the longest prompt, or 0."""
-    try:
-        return int((run_dir / f".{name}.longest").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return 0

@@ -83,8 +83,7 @@ def describe_processes(
     for name in names:
         event, pid = events.get(name), None
         if process_log.is_alive(run_dir, name):
-            lock = ".run.lock" if name == "supervisor" else f".{name}.alive"
-            pid = (run_dir / lock).read_text(encoding="utf-8").strip()
+            pid = process_log.get_lock(run_dir, name).read_text(encoding="utf-8").strip()
         own_log = logs and (event is None or event.get("supervised") is not False)
         process = describe_process(name, event, pid, logs[-1] / f"{name}.log" if own_log else None)
         described.append(process | {"connected": event is None and name in peers})
@@ -168,7 +167,7 @@ def list_missing(state: dict[str, Any]) -> list[str]:
     return [] if "supervisor" in running or state["ended"] else stopped
 
 
-def advise(config: Config, run_dir: Path, state: dict[str, Any]) -> str:
+def advise(run_dir: Path, state: dict[str, Any]) -> str:
     """Recommend the next step in one line."""
     running = {p["name"] for p in state["processes"] if p["alive"]}
     config_path = run_dir / "config.toml"
@@ -212,7 +211,7 @@ def describe_refusals(state: dict[str, Any]) -> list[str]:
     ] + [f"excluded, as the learner repeatedly failed on it: {path}" for path in state["set_aside"]]
 
 
-def format_lines(config: Config, run_dir: Path, state: dict[str, Any]) -> list[str]:
+def format_lines(run_dir: Path, state: dict[str, Any]) -> list[str]:
     """Describe a run whose buffer does not reply, as lines of text."""
     lines = [
         *state["advice"],
@@ -232,4 +231,4 @@ def format_lines(config: Config, run_dir: Path, state: dict[str, Any]) -> list[s
             f"{state['checkpoint']['path']}"
         )
     link = [state["link"]] if state["link"] else []
-    return [*lines, *link, *describe_refusals(state), advise(config, run_dir, state)]
+    return [*lines, *link, *describe_refusals(state), advise(run_dir, state)]

@@ -21,7 +21,7 @@ from asyncrl.contract.errors import NothingToDo, ProcessLost
 from asyncrl.contract.messages import RunStatus
 from asyncrl.contract.printable import describe_exit
 from asyncrl.contract.waits import ProgressWatchdog, find_blocking_process
-from asyncrl.records import atomic_write, process_log, rundir
+from asyncrl.records import atomic_write, process_log
 from asyncrl.supervise import scaling
 from asyncrl.supervise.hosts import (
     ProcessHandle,
@@ -363,7 +363,9 @@ class Supervisor:
         reason = "out of memory"
         if not kills_before or not kills_now:
             reason = "perhaps out of memory; this machine does not report it"
-        if tokens := rundir.read_longest_prompt(self.run_dir, child.name):
+        longest = self.run_dir / f".{child.name}.longest"
+        with contextlib.suppress(OSError, ValueError):
+            tokens = int(longest.read_text(encoding="utf-8"))
             reason += (
                 f"; its longest prompt had {tokens} tokens: set generator.context or "
                 "generator.slots lower"
@@ -379,31 +381,29 @@ class Supervisor:
         it has as much time as for any step."""
         for prefix in ("learner", "gateway", "generator", "buffer"):
             children = [
-                child
+                (child, child.process)
                 for child in self.children
                 if child.name.startswith(prefix)
                 and child.process is not None
                 and child.process.poll() is None
             ]
-            for child in children:
-                assert child.process is not None
-                child.process.signal(signal.SIGTERM if gently else signal.SIGKILL)
+            for _, process in children:
+                process.signal(signal.SIGTERM if gently else signal.SIGKILL)
             patience = (
                 max(self.end_s, self.watchdog.deadline) if prefix == "learner" else self.end_s
             )
             deadline = time.monotonic() + patience
-            for child in children:
-                assert child.process is not None
-                while (code := child.process.poll()) is None:
+            for child, process in children:
+                while (code := process.poll()) is None:
                     if self.interrupts > 1 or time.monotonic() > deadline:
-                        child.process.kill()
+                        process.kill()
                     time.sleep(0.02)
                 child.code = code
                 if code < 0:
                     process_log.append_event(
                         self.run_dir,
                         child.name,
-                        child.process.pid,
+                        process.pid,
                         "died",
                         code=code,
                         why="by its supervisor, which ends the run",

@@ -15,6 +15,7 @@ from asyncrl.contract.messages import RunStatus, StatusRequest
 from asyncrl.contract.printable import LONGEST_LINE, escape_line
 from asyncrl.contract.toml_writer import read_table
 from asyncrl.records.health_checks import HELD_UP, is_explained_by_calls, match_rules
+from asyncrl.records.page_kit import TableBlock
 from asyncrl.transport.sockets import PeerSocket
 
 PLAIN_S = 10.0
@@ -145,23 +146,15 @@ class TaskTable:
     """The tasks of a mixture in columns, or one below the other on a narrow terminal."""
 
     def __init__(self, metrics: Mapping[str, float]) -> None:
-        self.rows = [
-            (title, share, reward, heldout, lag, ess, removed)
-            for title, share, reward, lag, ess, removed, heldout in build_task_rows(metrics)
-        ]
+        self.rows = [(*row[:3], row[-1], *row[3:-1]) for row in build_task_rows(metrics)]
 
     def __rich_console__(self, console: Any, options: Any) -> Any:
-        from rich.table import Table
         from rich.text import Text
 
         columns = ("task", "share", "reward", "held-out", "lag", "ESS", "removed")
-        grid = Table.grid(padding=(0, 2))
-        for column in columns:
-            grid.add_column(no_wrap=True, justify="left" if column == "task" else "right")
-        for row in (columns, *self.rows):
-            grid.add_row(*(Text(cell) for cell in row))
-        if console.measure(grid, options=options.update(width=500)).maximum <= options.max_width:
-            yield grid
+        table = TableBlock(columns, self.rows).as_text()
+        if max(map(len, table.splitlines())) <= options.max_width:
+            yield Text(table)
             return
         for title, *cells in self.rows:
             lines = [title]

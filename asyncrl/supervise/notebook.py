@@ -27,7 +27,6 @@ from asyncrl.contract import errors, importing, toml_writer
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.records import jsonl, metrics
 from asyncrl.records.page_kit import format_number
-from asyncrl.records.trackers.feed import read_new_rows
 from asyncrl.supervise import doctor
 from asyncrl.supervise import summary as summaries
 from asyncrl.supervise.report.run_view import RunView
@@ -143,10 +142,7 @@ def load_run(path: str | Path) -> LoadedRun:
             f"{directory} is not a run directory (it lacks config.toml or run_id); give the one "
             "that `asyncrl run` printed, such as runs/NAME"
         )
-    view = RunView(directory.name, directory)
-    view.refresh()
-    if view.problem:
-        raise ConfigError(f"{view.path}: {view.problem}")
+    view = RunView.open(directory)
     summary = summaries.read(view.config, directory)
     steps, seconds = (view.series.axes[axis].values for axis in ("step", "time"))
     return LoadedRun(
@@ -188,7 +184,7 @@ class RunFollower:
         """Call the callbacks for every new row of metrics.jsonl and for a new checkpoint."""
         if self.run_dir is None or self.stopped:
             return
-        for row, offset in read_new_rows(self.run_dir / "metrics.jsonl", self._offset):
+        for row, offset in jsonl.read_new_rows(self.run_dir / "metrics.jsonl", self._offset):
             self._offset = offset
             evaluated = metrics.name_evaluation(row)
             self._pass_on(self.on_evaluation if evaluated else self.on_step, row)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -85,10 +86,9 @@ def build_partial_summary(run_dir: Path) -> dict[str, Any]:
 
     batches = training_log.read(run_dir / "trained.jsonl")
     rows = metrics.read(run_dir)
-    lags = dict[int, int]()
+    lags: Counter[int] = Counter()
     for batch in batches.values():
-        for lag, count in batch.lags.items():
-            lags[lag] = lags.get(lag, 0) + count
+        lags.update(batch.lags)
     tokens = sum(lags.values())
     samples = sum(b.samples for b in batches.values())
 

@@ -225,15 +225,6 @@ class WatchApp:
 
         return respond
 
-    def _is_own_host(self, header: str) -> bool:
-        """Whether a request names this machine as the page's address does.
-
-        Otherwise a web page could read this one through a name that its owner lets point here."""
-        if not self.host:
-            return True
-        name = header.rpartition(":")[0] if header.rpartition(":")[2].isdigit() else header
-        return name.strip("[]").lower() in {"localhost", "127.0.0.1", "::1", self.host}
-
     async def serve_page(self, request: Request) -> Response:
         """Send the page."""
         return FileResponse(STATIC / "index.html")
@@ -254,7 +245,11 @@ class WatchApp:
         A token in the address would stay in the browser's history and be sent as a referrer.
         """
         try:
-            if not self._is_own_host(request.headers.get("host", "")):
+            # otherwise a page could read this one through a name that its owner lets point here
+            host = request.headers.get("host", "")
+            name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+            names = {"localhost", "127.0.0.1", "::1", self.host}
+            if self.host and name.strip("[]").lower() not in names:
                 raise HTTPException(
                     421,
                     "asyncrl watch: open it by the address that it printed, not by another name "

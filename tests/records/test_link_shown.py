@@ -84,7 +84,7 @@ def test_doctor_names_the_link_of_a_run_that_is_going_on_and_of_one_that_stopped
     # its buffer answers no more: by the last row that tells of links
     commit(made, 1)
     seen = doctor.examine_run(made.config, run_dir, None)
-    assert seen["link"] == LINE and LINE in doctor.format_lines(made.config, run_dir, seen)
+    assert seen["link"] == LINE and LINE in doctor.format_lines(run_dir, seen)
 
 
 @pytest.mark.parametrize(

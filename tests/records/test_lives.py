@@ -154,9 +154,7 @@ def test_a_directory_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None
 
 
 def said(run_dir: Path) -> str:
-    return "\n".join(
-        doctor.format_lines(config(), run_dir, doctor.examine_run(config(), run_dir, None))
-    )
+    return "\n".join(doctor.format_lines(run_dir, doctor.examine_run(config(), run_dir, None)))
 
 
 def train(run_dir: Path, batches: int) -> None:

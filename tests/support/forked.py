@@ -177,14 +177,14 @@ def warm(model: str) -> None:
 
     from asyncrl.models.policy import load_policy
     from asyncrl.models.tokenizer import load_tokenizer
-    from asyncrl.records import event_file
+    from asyncrl.records import metrics
 
     for name in ("actors.generator", "buffer.service", "learner.loop"):
         importlib.import_module(name)
     torch.set_num_threads(1)
     load_policy(model)
     load_tokenizer(model)
-    event_file.import_protocol()
+    metrics.import_protocol()
 
 
 def main() -> None:

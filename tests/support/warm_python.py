@@ -351,8 +351,8 @@ def main() -> None:
     orders = socket.socket(fileno=int(sys.argv[1]))
     sys.path.remove(str(Path(__file__).parent))
     before = dict(os.environ)
-    event_file = importlib.import_module("asyncrl.records.event_file")
-    event_file.import_protocol()  # without torch, as in a buffer
+    metrics = importlib.import_module("asyncrl.records.metrics")
+    metrics.import_protocol()  # without torch, as in a buffer
     from asyncrl.cli import FAMILIES
 
     for name in (*LOADED.split(), *(f"asyncrl.cli.{family}" for family in FAMILIES)):

@@ -60,7 +60,7 @@ def doctor(run_dir: Path | None, exact: bool, as_json: bool) -> None:
     if as_json:
         print(json.dumps(examination))
     elif status is None:
-        print("\n".join(doctors.format_lines(config, run_dir, examination)))
+        print("\n".join(doctors.format_lines(run_dir, examination)))
     else:
         print_running(config, run_dir, status, examination)
     if not examination["running"] and not examination["ended"]:
@@ -93,7 +93,7 @@ def print_running(config: Any, run_dir: Path, status: Any, examination: dict[str
         if not process["alive"] and not process["connected"]:
             print(process["said"])
     if missing:
-        print(doctors.advise(config, run_dir, examination))
+        print(doctors.advise(run_dir, examination))
     watchdog = config.watchdog
     print(
         f"a step is overdue after {examination['deadline_s']:.1f} s without a commit "

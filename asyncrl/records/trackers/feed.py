@@ -17,139 +17,100 @@ import signal
 import sys
 import tomllib
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from asyncrl.contract.toml_writer import flatten
 from asyncrl.records import atomic_write, jsonl, rundir
 
+Settings = dict[str, Any]
 RUN_TAG = "asyncrl.run_id"  # in mlflow
 
 
-class Tracker(Protocol):
-    """One run of a tracker, made from the run directory, its settings and two ids.
+class Tracker(NamedTuple):
+    """One run of a tracker.
 
-    run_id: of the run, which decides which curve it continues.
-    known: the tracker's id of this run, if an earlier process has recorded it, or "".
+    id: the tracker's id of the run.
+    log: sends the values of a step.
     """
 
     id: str
-
-    def log(self, step: int, values: Mapping[str, float]) -> None: ...
-
-    def finish(self) -> None: ...
+    log: Callable[[int, dict[str, float]], Any]
+    finish: Callable[[], Any]
 
 
-class WandbTracker:
-    """Weights & Biases; offline with WANDB_MODE=offline."""
+def start_wandb(run_dir: Path, settings: Settings, run_id: str, known: str) -> Tracker:
+    """Start Weights & Biases; offline with WANDB_MODE=offline."""
+    import wandb
 
-    def __init__(self, run_dir: Path, settings: Mapping[str, Any], run_id: str, known: str) -> None:
-        import wandb
+    run = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", "asyncrl"),
+        name=run_dir.name,
+        id=known or run_id,
+        resume="allow",
+        dir=str(run_dir / "trackers"),
+        config=settings,
+    )
+    # rows of an evaluation come after those of later batches, and wandb's own step never falls
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    return Tracker(
+        str(run.id), lambda step, values: run.log({"step": step, **values}), lambda: run.finish()
+    )
 
-        folder = run_dir / "trackers"
-        self.run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "asyncrl"),
-            name=run_dir.name,
-            id=known or run_id,
-            resume="allow",
-            dir=str(folder),
-            config=dict(settings),
+
+def start_trackio(run_dir: Path, settings: Settings, run_id: str, known: str) -> Tracker:
+    """Start trackio, which keeps its runs on this machine (TRACKIO_DIR)."""
+    import trackio
+
+    # trackio continues a run of the same name, of whatever directory
+    name = known or f"{run_dir.name}-{run_id}"
+    run = trackio.init(
+        project=os.environ.get("TRACKIO_PROJECT", "asyncrl"),
+        name=name,
+        config=settings,
+        resume="allow",
+    )
+    return Tracker(name, lambda step, values: run.log(values, step=step), lambda: run.finish())
+
+
+def start_mlflow(run_dir: Path, settings: Settings, run_id: str, known: str) -> Tracker:
+    """Start MLflow; without MLFLOW_TRACKING_URI it writes files beside the run, in RUNS/mlruns."""
+    if "MLFLOW_TRACKING_URI" not in os.environ:
+        os.environ["MLFLOW_TRACKING_URI"] = (run_dir.parent / "mlruns").as_uri()
+        # mlflow asks for this since it prefers a database
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+    import mlflow
+
+    mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "asyncrl"))
+    if not known:  # mlflow chooses the id itself
+        rows = mlflow.search_runs(
+            filter_string=f"tags.`{RUN_TAG}` = '{run_id}'", max_results=1, output_format="list"
         )
-        self.id = str(self.run.id)
-        # rows of an evaluation come after those of later batches, and wandb's own step never falls
-        self.run.define_metric("step")
-        self.run.define_metric("*", step_metric="step")
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self.run.log({"step": step, **values})
-
-    def finish(self) -> None:
-        self.run.finish()
-
-
-class TrackioTracker:
-    """trackio, which keeps its runs on this machine (TRACKIO_DIR)."""
-
-    def __init__(self, run_dir: Path, settings: Mapping[str, Any], run_id: str, known: str) -> None:
-        import trackio
-
-        # trackio continues a run of the same name, of whatever directory
-        self.id = known or f"{run_dir.name}-{run_id}"
-        self.run = trackio.init(
-            project=os.environ.get("TRACKIO_PROJECT", "asyncrl"),
-            name=self.id,
-            config=dict(settings),
-            resume="allow",
-        )
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self.run.log(dict(values), step=step)
-
-    def finish(self) -> None:
-        self.run.finish()
+        known = str(rows[0].info.run_id) if rows else ""
+    named = {} if known else {"run_name": run_dir.name, "tags": {RUN_TAG: run_id}}
+    run = mlflow.start_run(known or None, **named)
+    if not known:
+        mlflow.log_params(settings)
+    return Tracker(
+        str(run.info.run_id),
+        lambda step, values: mlflow.log_metrics(values, step=step),
+        lambda: mlflow.end_run(),
+    )
 
 
-class MlflowTracker:
-    """MLflow; without MLFLOW_TRACKING_URI it writes files beside the run, in RUNS/mlruns."""
-
-    def __init__(self, run_dir: Path, settings: Mapping[str, Any], run_id: str, known: str) -> None:
-        if "MLFLOW_TRACKING_URI" not in os.environ:
-            os.environ["MLFLOW_TRACKING_URI"] = (run_dir.parent / "mlruns").as_uri()
-            # mlflow asks for this since it prefers a database
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-        import mlflow
-
-        self.mlflow = mlflow
-        mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "asyncrl"))
-        if not known:  # mlflow chooses the id itself
-            rows = mlflow.search_runs(
-                filter_string=f"tags.`{RUN_TAG}` = '{run_id}'", max_results=1, output_format="list"
-            )
-            known = str(rows[0].info.run_id) if rows else ""
-        named = {} if known else {"run_name": run_dir.name, "tags": {RUN_TAG: run_id}}
-        run = mlflow.start_run(known or None, **named)
-        self.id = str(run.info.run_id)
-        if not known:
-            mlflow.log_params(settings)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self.mlflow.log_metrics(dict(values), step=step)
-
-    def finish(self) -> None:
-        self.mlflow.end_run()
-
-
-TRACKERS: dict[str, Callable[[Path, Mapping[str, Any], str, str], Tracker]] = {
-    "wandb": WandbTracker,
-    "trackio": TrackioTracker,
-    "mlflow": MlflowTracker,
-}
+# each starts a run with its directory, its settings, its id, and the tracker's id of it if an
+# earlier process has recorded one, or ""
+TRACKERS = {"wandb": start_wandb, "trackio": start_trackio, "mlflow": start_mlflow}
 
 POLL_S = 1.0
 END_S = 60  # for the remaining rows and the end of the tracker
 
 
-def read_new_rows(path: Path, offset: int) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield each whole row from `offset` on, with the offset behind it."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        file.seek(offset)
-        for line in file:
-            if not line.endswith(b"\n"):
-                return
-            offset += len(line)
-            try:
-                row = json.loads(line)
-                yield {"step": int(row["step"]), **row}, offset
-            except (ValueError, KeyError, TypeError):
-                continue  # a damaged row
-
-
 def send(tracker: Tracker, path: Path, offset: int) -> int:
     """Send the rows from `offset` on; returns the offset behind them."""
-    for row, behind in read_new_rows(path, offset):
+    for row, behind in jsonl.read_new_rows(path, offset):
         numbers = {
             name: float(value)
             for name, value in row.items()

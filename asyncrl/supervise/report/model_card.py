@@ -12,7 +12,8 @@ import msgspec
 import asyncrl
 from asyncrl.config import load
 from asyncrl.config.tree import Config, TaskSource
-from asyncrl.records import metrics
+from asyncrl.records import health_checks, metrics
+from asyncrl.records.page_kit import format_number
 from asyncrl.supervise import summary as summaries
 
 # a path in the cache of the hub's client
@@ -49,9 +50,7 @@ def render(config: Config, run_dir: Path) -> str:
         f"`{base}` after {summary['steps']:,} steps of reinforcement learning, with asyncrl "
         f"{asyncrl.__version__}.",
         "## Results",
-        _format_table(
-            ("held-out set", "before", "after", "n"), list_results(config, run_dir, summary)
-        ),
+        _format_table(("held-out set", "before", "after", "n"), list_results(run_dir, summary)),
         "Mean reward with the half of a 95 % interval over prompts. Before and after are the first "
         "and the last evaluation of the run.",
         "## Data",
@@ -112,7 +111,7 @@ def list_tasks(config: Config) -> list[tuple[str, ...]]:
     ]
 
 
-def list_results(config: Config, run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, ...]]:
+def list_results(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, ...]]:
     """Return a row for each held-out set: name, first and last reward, number of prompts."""
     rows = metrics.read(run_dir)
     names = dict.fromkeys(
@@ -123,15 +122,15 @@ def list_results(config: Config, run_dir: Path, summary: dict[str, Any]) -> list
     )
     results: list[tuple[str, ...]] = []
     for name in names:
-        evaluated = [row for row in rows if f"eval/{name}" in row]
-        first, last = evaluated[0], evaluated[-1]
+        start = summaries.find_evaluation(rows, name, "start")
+        reward, prompts = health_checks.list_evaluations(rows, name)[-1]
         half = summary["certainty"].get(name, {}).get("half")
         results.append(
             (
                 name,
-                f"{first[f'eval/{name}']:.3f}" if not first["step"] else "-",
-                f"{last[f'eval/{name}']:.3f}" + ("" if half is None else f" +-{half:.3f}"),
-                f"{last[f'eval/{name}_n']:,.0f}",
+                format_number(start, ".3f"),
+                f"{reward:.3f}" + ("" if half is None else f" +-{half:.3f}"),
+                f"{prompts:,.0f}",
             )
         )
     return results

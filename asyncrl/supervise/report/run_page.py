@@ -107,10 +107,7 @@ def write(run_dir: Path) -> Path:
 
     Raises ConfigError if the directory is not a run, or the run has not trained a batch."""
     rundir.require_run(run_dir)
-    view = RunView(run_dir.name, run_dir)
-    view.refresh()
-    if view.problem:
-        raise ConfigError(f"{view.path}: {view.problem}")
+    view = RunView.open(run_dir)
     summary = summaries.read(view.config, run_dir)
     if not view.series.rows:
         raise ConfigError(

@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from asyncrl.config import load
 from asyncrl.config.tree import Config
@@ -76,6 +76,15 @@ class RunView:
         self.series = Series(self.path / "metrics.jsonl")
         self.samples = SampleStore(self.path / FILE)
         self.steps = Series(self.path / metrics.OPTIMIZER_STEPS)
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Read a run directory.  Raises ConfigError if its files cannot be read."""
+        view = cls(path.name, path)
+        view.refresh()
+        if view.problem:
+            raise ConfigError(f"{path}: {view.problem}")
+        return view
 
     def refresh(self) -> None:
         """Read what the run has written since the last call; `problem` says why it could not."""

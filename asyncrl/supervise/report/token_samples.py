@@ -17,25 +17,13 @@ import msgspec
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.printable import escape_line
+from asyncrl.contract.toml_writer import read_table
 from asyncrl.records import jsonl
 
 FILE = "token_samples.jsonl"
 RULES = ("group", "best", "worst", "off_policy", "longest", "random")
 ORDERS = ("batch", "reward", "lag", "length", "kl", "weight")  # by a value of the rows
-# value that a token's color can show -> its meaning
-SHADES = {
-    "version": "version of the policy that sampled the token",
-    "lag": "versions between that policy and the learner",
-    "log_ratio": "log start - log behavior: how far the learner had moved, mismatch included",
-    "mismatch": "log sampler - log behavior: learner against engine under the same weights",
-    "staleness": "log start - log sampler: what the updates in between changed",
-    "update": "log target - log start: what this batch's own updates changed",
-    "weight": "importance weight in the loss",
-    "advantage": "advantage of the token",
-    "clip": "1: cut at the lower bound, 2: at the upper, 3: at the dual clip",
-    "used": "1: the token was in the loss of a completed optimizer step",
-    "logprob": "log-probability under the policy that sampled the token",
-}
+SHADES: dict[str, str] = read_table(__file__)
 _decoder = msgspec.json.Decoder(dict[str, Any])
 
 
