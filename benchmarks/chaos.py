@@ -179,7 +179,7 @@ class Run:
     def spawn(self) -> None:
         """The supervisor, as `asyncrl run` and `asyncrl run --resume` start it."""
         from asyncrl.supervise import run as supervised
-        from asyncrl.supervise.hosts.local import LocalLauncher
+        from asyncrl.supervise.hosts import ProcessLauncher
 
         tied = end_with_parent()
 
@@ -195,7 +195,7 @@ class Run:
             os.environ["NO_COLOR"] = "1"
             try:
                 watcher = supervised.HealthWatcher(self.dir, supervised.say)
-                return supervised.supervise(self.config, self.dir, watcher, LocalLauncher())
+                return supervised.supervise(self.config, self.dir, watcher, ProcessLauncher())
             except AsyncrlError as error:
                 print(f"ended with {error.exit_code}: {error}", file=sys.stderr, flush=True)
                 return error.exit_code

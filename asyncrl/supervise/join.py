@@ -154,13 +154,6 @@ def localize_config(
         for i, section in enumerate(mixture)
     }
     table["model"]["path"] = str(folders["model"])
-    models = {"reward_model": table["reward"].get("model")}
-    models |= {
-        f"{prefix}reward_model": section.get("reward_model") for prefix, section in sections.items()
-    }
-    for name, model in models.items():
-        if name in folders:
-            model["path"] = str(folders[name])
 
     def point_to_file(part: str, section: dict[str, Any], key: str) -> None:
         """Set a key to the path of the fetched file of a part."""
@@ -169,14 +162,19 @@ def localize_config(
             attribute = section[key].rpartition(":")[2] if part.endswith("reward") else ""
             section[key] = f"{fetched}:{attribute}" if attribute else str(fetched)
 
-    for prefix, task in {"": table["task"], **sections}.items():
+    reward = table["reward"]
+    places = [("", table["task"], reward, "function", reward.get("model"))]
+    places += [
+        (prefix, section, section, "reward", section.get("reward_model"))
+        for prefix, section in sections.items()
+    ]
+    for prefix, task, section, function, model in places:
         for key in file_server.PROMPTS:
             point_to_file(f"{prefix}{key}", task, key)
-    for prefix, section in sections.items():
-        point_to_file(f"{prefix}reward", section, "reward")
+        point_to_file(f"{prefix}reward", section, function)
         point_to_file(f"{prefix}template", section.get("judge"), "template")
-    point_to_file("template", table["reward"].get("judge"), "template")
-    point_to_file("reward", table["reward"], "function")
+        if f"{prefix}reward_model" in folders:
+            model["path"] = str(folders[f"{prefix}reward_model"])
     table["wires"]["address"] = address
     table["wires"]["curve_dir"] = curve_dir
     # at least two, because a single generator leases all tickets

@@ -29,7 +29,6 @@ from asyncrl.supervise.hosts import (
     ProcessSpec,
     find_last_words,
 )
-from asyncrl.supervise.hosts.local import LocalLauncher
 
 # if the run is overdue, a process that has sent nothing for this long is the cause
 SILENT_S = 5.0
@@ -68,7 +67,7 @@ class Supervisor:
     config: Config
     run_dir: Path
     say: Callable[[str], None]
-    launcher: ProcessLauncher = field(default_factory=LocalLauncher)
+    launcher: ProcessLauncher = field(default_factory=ProcessLauncher)
     children: list[SupervisedProcess] = field(default_factory=list)
     interrupts: int = 0
     alone_since: float = 0.0

@@ -92,6 +92,7 @@ class Subject:
         self.config = config
         self.compares = compares  # see `model_check.check`; and answers with an empty completion
         self.notes: list[str] = []  # on the model
+        self.doubts: list[str] = []  # on the rewards
 
     @property
     def path(self) -> Path:
@@ -272,12 +273,19 @@ def explain_missing_model(config: Config) -> str:
     return f"model.path: {path} is not a model directory (it has no config.json); {remedy}"
 
 
+def has_model(subject: Subject) -> bool:
+    """Return whether `model.path` has a model.  Raises ConfigError if the run cannot build it."""
+    if (subject.path / "config.json").is_file():
+        return True
+    if not subject.config.model.warm_start or not is_own_models_folder(subject.config):
+        raise ConfigError(explain_missing_model(subject.config))
+    return False
+
+
 def check_model(subject: Subject) -> str:
     """Check the model at `model.path`.  Raises NotYet where a warm start will build it."""
     config = subject.config
-    if not (subject.path / "config.json").is_file():
-        if not config.model.warm_start or not is_own_models_folder(config):
-            raise ConfigError(explain_missing_model(config))
+    if not has_model(subject):
         raise ModelNotBuilt(
             f"{subject.path} does not exist yet: the run builds a tiny model (model.warm_start)"
         )
@@ -290,10 +298,8 @@ def check_model(subject: Subject) -> str:
 def build_model(subject: Subject) -> None:
     """Build the tiny model of a warm start unless `model.path` has a model."""
     config = subject.config
-    if (subject.path / "config.json").is_file():
+    if has_model(subject):
         return
-    if not config.model.warm_start or not is_own_models_folder(config):
-        raise ConfigError(explain_missing_model(config))
     from asyncrl.tasks.warm_start import warm_start
 
     say(f"building and warm-starting a tiny model for `{config.task.name}` in {subject.path}")
@@ -490,21 +496,18 @@ def call_reward(subject: Subject) -> str:
     parts = resolve_reward_configs(config)
     sets = {chosen.name for chosen in config.evaluation.sets}
     agents = config.agents
-    doubts: list[str] | None = [] if subject.compares else None
     for name, part in parts.items():
         if name in sets:
             prompts = _generate_prompts(subject.task, name, config.seed)
         else:
             of_part = _generate_prompts(get_task(part.task), "train", config.seed)
             prompts = (msgspec.structs.replace(prompt, task=name) for prompt in of_part)
-        in_sessions = agents.get(name, config.agent).uses_sessions
-        _call_on_prompts(part, subject.task, prompts, doubts, in_sessions=in_sessions)
+        _call_on_prompts(subject, part, prompts, agents.get(name, config.agent).uses_sessions)
     training_prompts = _generate_prompts(subject.task, "train", config.seed)
     others = (prompt for prompt in training_prompts if prompt.task not in parts)
-    in_sessions = config.uses_sessions
-    called = _call_on_prompts(config, subject.task, others, doubts, in_sessions=in_sessions)
-    if doubts:
-        raise DoubtfulCheck(doubts[0])
+    called = _call_on_prompts(subject, config, others, config.uses_sessions)
+    if subject.doubts:
+        raise DoubtfulCheck(subject.doubts[0])
     if config.agent.uses_sessions:
         return f"{config.agent.source_name} gives the reward"
     if config.uses_sessions:
@@ -521,16 +524,12 @@ def _generate_prompts(task: Any, split: str, seed: int) -> Iterator[Any]:
 
 
 def _call_on_prompts(
-    config: Config,
-    task: Any,
-    prompts: Iterator[Any],
-    doubts: list[str] | None,
-    *,
-    in_sessions: bool,
+    subject: Subject, config: Config, prompts: Iterator[Any], in_sessions: bool
 ) -> str:
     """Call the reward function of `config` on the reference answers of the first of `prompts`.
 
-    doubts: None, or receives what is doubtful in the rewards of more answers and an empty one.
+    If the subject compares, more answers and an empty one, and doubts about their rewards are
+    added to the subject's.
     """
     from actors.rewards import check_reward_process, describe_reward_source, judge_all
 
@@ -539,14 +538,14 @@ def _call_on_prompts(
         if in_process:
             check_reward_process(config)
         return f"{describe_reward_source(config.reward)}: not called, as a request may cost money"
-    count = 2 if doubts is None else SCORED
+    count = SCORED if subject.compares else 2
     responses = [(prompt, prompt.answer, [0]) for prompt in islice(prompts, count)]
-    empty = [] if doubts is None else [(prompt, "", [0]) for prompt, _, _ in responses[:1]]
+    empty = [(prompt, "", [0]) for prompt, _, _ in responses[:1]] if subject.compares else []
     name = describe_reward_source(config.reward) if in_process else "the task's own"
     if in_process:
         results = check_reward_process(config, responses + empty)
     else:
-        results = judge_all(config, task, responses + empty)
+        results = judge_all(config, subject.task, responses + empty)
     if failure := next((x.failed for x in results[: len(responses)] if x.failed), ""):
         raise ConfigError(f"{name}: {failure}")
     if not responses:
@@ -555,11 +554,13 @@ def _call_on_prompts(
     completion = f"the answer {prompt.answer!r}" if prompt.answer else "an empty answer"
     shown = f"{result.reward:g} for {completion} to {prompt.text[:40]!r}"
     answered = [x.reward for x, (_, answer, _) in zip(results, responses, strict=False) if answer]
-    if doubts is None or not answered:
+    if not subject.compares or not answered:
         return f"{name}: {shown}"
     nothing = results[-1]
     if nothing.failed:
-        doubts.append(f"{name}: an empty completion, which a run may sample: {nothing.failed}")
+        subject.doubts.append(
+            f"{name}: an empty completion, which a run may sample: {nothing.failed}"
+        )
     elif max(answered) <= nothing.reward:
         problem = (
             f"{name}: {nothing.reward:g} for an empty completion, and no more for any of "
@@ -568,7 +569,9 @@ def _call_on_prompts(
         )
         if not in_process:
             raise ConfigError(problem)
-        doubts.append(f"{problem}, or whether the function expects a format that they do not have")
+        subject.doubts.append(
+            f"{problem}, or whether the function expects a format that they do not have"
+        )
     return f"{name}: {shown}; {nothing.reward:g} for an empty one"
 
 

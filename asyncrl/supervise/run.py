@@ -28,7 +28,6 @@ from asyncrl.records import (
 from asyncrl.records.page_kit import format_number
 from asyncrl.supervise import doctor, live
 from asyncrl.supervise.hosts import ProcessLauncher
-from asyncrl.supervise.hosts.local import LocalLauncher
 from asyncrl.supervise.launch import Supervisor
 from asyncrl.supervise.preflight import localize, preflight, say
 from asyncrl.supervise.report import run_page
@@ -222,7 +221,7 @@ def run(
 
     on: the hosts of the processes: `local` (this machine) or `ray[://ADDRESS]`."""
     if on == "local":
-        return run_with_launcher(config, run_dir, LocalLauncher(), resume=resume)
+        return run_with_launcher(config, run_dir, ProcessLauncher(), resume=resume)
     from asyncrl.supervise.hosts import on_ray
 
     run_dir = run_dir.resolve()

@@ -1,7 +1,7 @@
 """Run the processes of a run on the hosts of a Ray cluster.
 
 Ray only places, starts and watches processes: there is one placement group, one actor per bundle,
-and a `LocalLauncher` in each actor.  Trajectories and weights do not pass through Ray; sockets,
+and local processes in each actor.  Trajectories and weights do not pass through Ray; sockets,
 buffer and weight transport are those of any run.
 
 ```
@@ -38,8 +38,7 @@ from asyncrl.contract import importing
 from asyncrl.contract.errors import AsyncrlError, ConfigError, PeerUnreachable
 from asyncrl.records import atomic_write, jsonl, private, rundir
 from asyncrl.supervise import join
-from asyncrl.supervise.hosts import ProcessSpec, read_last_lines
-from asyncrl.supervise.hosts.local import LocalLauncher, LocalProcess
+from asyncrl.supervise.hosts import LocalProcess, ProcessHandle, ProcessLauncher, ProcessSpec
 from asyncrl.transport import keys
 
 POLL_S = 0.2  # between two polls of a host
@@ -64,7 +63,6 @@ class RayHost:
     def __init__(self, directory: str) -> None:
         if os.path.isdir(directory):
             os.chdir(directory)
-        self.local = LocalLauncher()
         self.folder = Path(tempfile.mkdtemp(prefix="asyncrl-host-"))
         self.running: dict[int, tuple[LocalProcess, ProcessSpec]] = {}
         self.sent: dict[int, int] = {}  # bytes of a log on its own disk that were sent
@@ -105,7 +103,7 @@ class RayHost:
             log = self.folder / f"{spec.name}-{incarnation}.log"
             spec = spec._replace(argv=importing.make_command("asyncrl.cli", *command), log=log)
             self.sent[incarnation] = 0
-        self.running[incarnation] = (self.local.start(spec), spec)
+        self.running[incarnation] = (LocalProcess(spec), spec)
 
     def poll_processes(self) -> list[ProcessState]:
         return [
@@ -148,7 +146,7 @@ class RayHost:
 
 
 @dataclass
-class RayProcess:
+class RayProcess(ProcessHandle):
     """The supervisor's handle of a process, with the last state that its host reported."""
 
     host: RayHostHandle
@@ -186,12 +184,6 @@ class RayProcess:
 
     def read_refusal(self) -> AsyncrlError | None:
         return self.refusal
-
-    def tail(self, lines: int) -> list[str]:
-        return read_last_lines(self.spec.log, lines)
-
-    def close(self) -> None:
-        """Do nothing: this handle holds no resources."""
 
     def update_state(self, state: ProcessState) -> None:
         self.pid = state.pid
@@ -276,7 +268,7 @@ def format_resources(resources: dict[str, float], missing: str = "") -> str:
     return " ".join(names) or missing
 
 
-class RayLauncher:
+class RayLauncher(ProcessLauncher):
     """The launcher for a Ray cluster, built by `place_bundles`."""
 
     def __init__(self, config: Config, run_dir: Path, group: Any) -> None:

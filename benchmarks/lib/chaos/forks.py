@@ -162,9 +162,8 @@ def install(board: Board, notes: Path, config: Any, hook: Callable[[str], None])
     from actors.gateway import environment_worker
     from asyncrl.cli import main
     from asyncrl.config import load
-    from asyncrl.supervise import cleanup
+    from asyncrl.supervise import cleanup, hosts
     from asyncrl.supervise import run as supervised
-    from asyncrl.supervise.hosts import local
     from asyncrl.transport import worker_pool
 
     load.load = lambda *_: config
@@ -196,5 +195,5 @@ def install(board: Board, notes: Path, config: Any, hook: Callable[[str], None])
             Notes(notes / "ended.jsonl").add({"role": role, "pid": os.getpid()})
         return code
 
-    for module in (local, supervised, worker_pool):
+    for module in (hosts, supervised, worker_pool):
         module.subprocess = instead(make)  # type: ignore[attr-defined]
