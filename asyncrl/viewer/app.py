@@ -24,7 +24,7 @@ from asyncrl.records.page_kit import Block
 from asyncrl.supervise.report import plots
 from asyncrl.supervise.report.run_view import RunView, list_differences
 from asyncrl.supervise.report.series import AXES
-from asyncrl.supervise.report.token_samples import SHADES, SampleFilter, parse_range
+from asyncrl.supervise.report.token_samples import SHADES, SampleFilter
 from asyncrl.transport.http_server import authorize, open_body
 from asyncrl.viewer import run_search
 
@@ -147,9 +147,9 @@ class WatchApp:
         run = self.select_run(query)
         ticket = query.get("ticket")
         selection = SampleFilter(
-            step=parse_range(query.get("step", ".."), "step"),
-            reward=parse_range(query.get("reward", ".."), "reward"),
-            lag=parse_range(query.get("lag", ".."), "lag"),
+            step=query.get("step", ".."),
+            reward=query.get("reward", ".."),
+            lag=query.get("lag", ".."),
             ticket=int(ticket[:20]) if ticket and ticket.isdecimal() else None,
             group_key=query.get("group_key"),
             rule=query.get("rule") or None,

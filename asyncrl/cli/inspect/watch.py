@@ -92,7 +92,6 @@ def samples(
         SampleFilter,
         SampleStore,
         format_terminal,
-        parse_range,
     )
 
     if tinker_status.is_server(run_dir):
@@ -108,9 +107,9 @@ def samples(
             "batch (record.token_samples)"
         )
     selection = SampleFilter(
-        step=parse_range(step, "step"),
-        reward=parse_range(reward, "reward"),
-        lag=parse_range(lag, "lag"),
+        step=step,
+        reward=reward,
+        lag=lag,
         ticket=ticket,
         rule=rule,
         text=text,

@@ -185,6 +185,9 @@ class RayProcess(ProcessHandle):
     def read_refusal(self) -> AsyncrlError | None:
         return self.refusal
 
+    def close(self) -> None:
+        """Do nothing: this handle holds no resources."""
+
     def update_state(self, state: ProcessState) -> None:
         self.pid = state.pid
         if state.log:

@@ -68,9 +68,9 @@ def build_plots(
     figures = []
     shown_plots = PAGES[page]
     if page == "overview":
-        set_plot = build_set_plot(name for series in runs.values() for name in series.columns)
-        task_plots = build_task_plots(name for series in runs.values() for name in series.columns)
-        shown_plots = [*shown_plots[:1], set_plot, *task_plots, *shown_plots[1:]]
+        names = [name for series in runs.values() for name in series.columns]
+        added_plots = build_set_plot(names), *build_task_plots(names)
+        shown_plots = [*shown_plots[:1], *added_plots, *shown_plots[1:]]
     for plot in shown_plots:
         lines = []
         for run, series in runs.items():
@@ -110,15 +110,13 @@ def _fill_line(line: PlotLine, series: Series, axis: Axis, smooth: float, points
     """Fill in the values of a line; an evaluation is not smoothed and has a band."""
     evaluated = line.metric.startswith("eval/")
     line.xs, line.ys = series.sample_line(line.metric, axis, 0.0 if evaluated else smooth, points)
-    intervals = series.list_intervals(line.metric)
-    if evaluated and len(line.xs) == len(intervals):
-        line.low = [y - half for y, (_, half) in zip(line.ys, intervals, strict=True)]
-        line.high = [y + half for y, (_, half) in zip(line.ys, intervals, strict=True)]
-    elif evaluated and f"{line.metric}_low" in series.columns:
-        bounds = (series.get_values(f"{line.metric}_{end}") for end in ("low", "high"))
-        low_bounds, high_bounds = (bound.tolist() for bound in bounds)
-        if len(low_bounds) == len(line.xs):
-            line.low, line.high = low_bounds, high_bounds
+    halves = [half for _, half in series.list_intervals(line.metric)]
+    bounds = [series.get_values(f"{line.metric}_{end}").tolist() for end in ("low", "high")]
+    if len(halves) == len(line.ys):
+        pairs = list(zip(line.ys, halves, strict=True))
+        bounds = [[y - half for y, half in pairs], [y + half for y, half in pairs]]
+    if evaluated and all(len(bound) == len(line.ys) for bound in bounds):
+        line.low, line.high = bounds
     return line
 
 

@@ -31,30 +31,19 @@ _decoder = msgspec.json.Decoder(dict[str, Any])
 class SampleFilter:
     """The choice of samples to show, and their order.
 
-    Ranges are (lowest, highest), None for an open end. text: a regular expression searched in
+    step, reward, lag: ranges as `parse_range` reads them. text: a regular expression searched in
     prompt and response.
     """
 
-    step: tuple[float | None, float | None] = (None, None)
-    reward: tuple[float | None, float | None] = (None, None)
-    lag: tuple[float | None, float | None] = (None, None)
+    step: str = ".."
+    reward: str = ".."
+    lag: str = ".."
     ticket: int | None = None
     group_key: str | None = None
     rule: str | None = None
     text: str = ""
     sort: str = "batch"
     limit: int = 50
-
-    def matches(self, row: dict[str, Any]) -> bool:
-        """Return whether a row passes every filter but that of its text."""
-        return (
-            _is_inside(row["batch"], self.step)
-            and _is_inside(row["reward"], self.reward)
-            and _is_inside(row["lag_mean"], self.lag)
-            and self.ticket in (None, row["ticket"])
-            and self.group_key in (None, row["group_key"])
-            and (self.rule is None or self.rule in row["rules"])
-        )
 
 
 def parse_range(text: str, key: str) -> tuple[float | None, float | None]:
@@ -141,10 +130,19 @@ class SampleStore:
             pattern = re.compile(query.text) if query.text else None
         except re.error as error:
             raise ConfigError(f"--text {query.text}: not a regular expression: {error}") from None
+        bounds = {
+            "batch": parse_range(query.step, "step"),
+            "reward": parse_range(query.reward, "reward"),
+            "lag_mean": parse_range(query.lag, "lag"),
+        }
         matches = [
-            i
-            for i, head in enumerate(self.heads)
-            if query.matches(head) and (pattern is None or pattern.search(head["text"]))
+            number
+            for number, head in enumerate(self.heads)
+            if all(_is_inside(head[value], bound) for value, bound in bounds.items())
+            and query.ticket in (None, head.get("ticket"))
+            and query.group_key in (None, head.get("group_key"))
+            and (query.rule is None or query.rule in head["rules"])
+            and (pattern is None or pattern.search(head["text"]))
         ]
         if query.rule is not None and query.rule not in RULES:
             raise ConfigError(f"--rule {query.rule}: choose one of {', '.join(RULES)}")
