@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -20,34 +18,6 @@ from asyncrl.cli.base import (
     options,
     out_option,
     print_progress,
-)
-
-if TYPE_CHECKING:
-    from asyncrl.config.tree import Config
-    from asyncrl.experiments.compare.grid import SweepPlan
-    from asyncrl.experiments.compare.page import Setting
-
-# column of the page's table -> its heading in a terminal, which has less room
-COMPARED = {
-    "arm": "arm",
-    "end": "end",
-    "area": "area",
-    "seconds of RL": "seconds",
-    "trained tok/s": "tok/s",
-    "mean lag": "lag",
-    "ESS": "ESS",
-    "unstable": "unstable",
-    "processes": "",
-}
-SWEPT = (
-    "correction",
-    "limit",
-    "end",
-    "vs sync",
-    "interval",
-    "ESS",
-    "unstable",
-    "speed",
 )
 
 
@@ -85,7 +55,6 @@ def compare(
     from asyncrl.config import load
     from asyncrl.experiments.compare import analysis, grid, page
     from asyncrl.experiments.compare import arms as arming
-    from asyncrl.experiments.compare.progress import GridProgress
     from asyncrl.supervise.preflight import localize_sets, preflight
 
     base = load.load_to_train(source, sets)
@@ -93,7 +62,13 @@ def compare(
     chosen_arms = [arming.parse_arm(text) for text in arms] or grid.make_default_arms(base)
     if dry_run:
         configs = grid.resolve(source, sets, chosen_arms)
-        print_arms(base, configs, set() if real else grid.find_warm_arms(configs))
+        warm = set() if real else grid.find_warm_arms(configs)
+        for name, config in configs.items():
+            differs = arming.compare_with_first({"": base, name: config})[name]
+            print(
+                f"{name}: {arming.format_differences(differs) if differs else 'as configured'} "
+                f"({'a warm process' if name in warm else 'real processes'})"
+            )
         print(f"would start {len(chosen_arms) * seeds} runs", file=sys.stderr)
         return
     directory = out or Path(base.runs) / f"compare-{base.name or Path(source).stem}"
@@ -102,55 +77,16 @@ def compare(
     )
     for config in comparison.configs.values():
         preflight(config)
-    with GridProgress(comparison) as progress:
+    with grid.GridProgress(comparison) as progress:
         cells = comparison.run(jobs, progress.on_event)
     found = analysis.analyze(cells, comparison.configs)
-    differs = arming.compare_with_first(comparison.configs)
-    settings = [
-        page.Setting(
-            arm.name,
-            f"the same as {arm.same_as}" if arm.same_as else arm.title,
-            arming.format_differences(differs[arm.name]) if arm.name in differs else "",
-        )
-        for arm in comparison.arms.values()
-    ]
+    settings = comparison.describe()
     html = page.write(directory, directory.name, cells, found, settings, base)
     if as_json:
         result.print_result(page.clean(found))
         return
-    print_comparison(found, f"{directory.name}: {seeds} seed(s)", settings)
+    page.print_comparison(found, f"{directory.name}: {seeds} seed(s)", settings)
     print_progress(f"report: {html}")
-
-
-def print_arms(base: Config, configs: Mapping[str, Config], warm: set[str]) -> None:
-    """Print for --dry-run the changes of each arm and whether it needs real processes."""
-    from asyncrl.experiments.compare.arms import compare_with_first, format_differences
-
-    for name, config in configs.items():
-        differs = compare_with_first({"": base, name: config})[name]
-        print(
-            f"{name}: {format_differences(differs) if differs else 'as configured'} "
-            f"({'a warm process' if name in warm else 'real processes'})"
-        )
-
-
-def print_comparison(analysis: dict[str, Any], title: str, settings: Sequence[Setting]) -> None:
-    """Print the table, the differences, the verdicts and the losses of faster arms."""
-    from asyncrl.experiments.compare import page
-    from asyncrl.experiments.compare.progress import print_other_measures, print_table
-
-    start = next(iter(analysis["arms"].values()))["heldout_start"]
-    rows = page.format_arms(analysis)
-    print_table(page.HEAD, rows, COMPARED, f"{title}, held-out reward from {start:.3f}")
-    print_other_measures(page.HEAD, rows, ("arm",), ("OOD start", "OOD end", "KL to ref"))
-    first, *others = settings
-    print(f"{first.arm}: {first.title}")
-    for setting in others:
-        print(f"{setting.arm}, compared with {first.arm}: {setting.differs}")
-    for verdict in analysis["verdicts"]:
-        print(verdict["text"])
-    for sentence in analysis["trade"]:
-        print(sentence)
 
 
 @command(
@@ -209,7 +145,6 @@ def sweep(
     """
     from asyncrl.config import load
     from asyncrl.experiments.compare import analysis, grid, page
-    from asyncrl.experiments.compare.progress import GridProgress
     from asyncrl.supervise.preflight import localize_sets, preflight
 
     if not dry_run:
@@ -224,9 +159,17 @@ def sweep(
         grid.parse_limits(limits, inject),
         injected=inject,
     )
-    descriptions = describe_corrections(plan, {arm.name: arm.title for arm in corrections})
+    descriptions = plan.describe({arm.name: arm.title for arm in corrections})
     if dry_run:
-        print_cells(plan, descriptions, seeds)
+        for name, title, differs in descriptions:
+            print(f"{name}: {title} (differs from the config by {differs})")
+        for (name, limit), arm in plan.cell.items():
+            print(f"{name}, limit {grid.format_limit(limit)}: {arm}")
+        print(
+            f"would start {len(plan.arms) * seeds} runs, and {len(plan.probes)} short ones to "
+            "measure the speed of each limit",
+            file=sys.stderr,
+        )
         return
     base = load.load_to_train(source, sets)
     directory = out or Path(base.runs) / f"sweep-{base.name or Path(source).stem}"
@@ -235,7 +178,7 @@ def sweep(
     for arm in dict.fromkeys([grid.SYNC, *highest]):
         preflight(plan.arms[arm])
     print_progress(grid.describe_power(len(plan.arms), seeds))
-    with GridProgress(runs) as progress:
+    with grid.GridProgress(runs) as progress:
         runs.run(workers, progress.on_event, abandon=not no_abandon)
     found = analysis.analyze_sweep(runs, margin)
     shape = f"{base.learner.steps} steps of {base.learner.groups} x {base.learner.group_size}"
@@ -244,50 +187,8 @@ def sweep(
     if as_json:
         result.print_result(page.clean(found))
         return
-    print_sweep(found, f"{directory.name}: {seeds} seed(s)")
+    page.print_sweep(found, f"{directory.name}: {seeds} seed(s)")
     print_progress(f"report: {html}")
-
-
-def describe_corrections(plan: SweepPlan, titles: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """Return name, title and differences from the plain config of each correction."""
-    from asyncrl.experiments.compare.arms import compare_with_first, format_differences
-    from asyncrl.experiments.compare.grid import SWEPT_KEYS, SYNC
-
-    descriptions = []
-    for name, title in titles.items():
-        config = plan.arms[plan.cell[name, plan.limits[-1]]]
-        differs = compare_with_first({"": plan.arms[SYNC], name: config})[name]
-        shown = {key: pair for key, pair in differs.items() if key not in SWEPT_KEYS}
-        descriptions.append((name, title, format_differences(shown)))
-    return descriptions
-
-
-def print_cells(plan: SweepPlan, descriptions: Sequence[tuple[str, str, str]], seeds: int) -> None:
-    """Print for --dry-run each correction, the arm of every cell and the number of runs."""
-    from asyncrl.experiments.compare.grid import format_limit
-
-    for name, title, differs in descriptions:
-        print(f"{name}: {title} (differs from the config by {differs})")
-    for (name, limit), arm in plan.cell.items():
-        print(f"{name}, limit {format_limit(limit)}: {arm}")
-    print(
-        f"would start {len(plan.arms) * seeds} runs, and {len(plan.probes)} short ones to measure "
-        "the speed of each limit",
-        file=sys.stderr,
-    )
-
-
-def print_sweep(analysis: dict[str, Any], title: str) -> None:
-    """Print the table and the suggested limit."""
-    from asyncrl.experiments.compare import page
-    from asyncrl.experiments.compare.progress import print_other_measures, print_table
-
-    rows = page.format_cells(analysis)
-    print_table(page.SWEEP_HEAD, rows, {heading: heading for heading in SWEPT}, title)
-    print_other_measures(page.SWEEP_HEAD, rows, ("correction", "limit"), ("OOD end", "KL to ref"))
-    print(analysis["suggestion"]["reason"])
-    if analysis["suggestion"]["set"]:
-        print(analysis["suggestion"]["set"])
 
 
 @command(

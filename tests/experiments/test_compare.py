@@ -20,7 +20,7 @@ from process_kit import ENV, PATIENT, ROOT, RUN_SEED, Ended, run_command
 from asyncrl.config import load
 from asyncrl.experiments import figures
 from asyncrl.experiments.compare import arms as arms_made
-from asyncrl.experiments.compare import grid, page, progress
+from asyncrl.experiments.compare import grid, page
 from asyncrl.experiments.compare.analysis import (
     analyze,
     average_reference_kl,
@@ -215,7 +215,13 @@ def cell(
         "weights_digest": arm,
     }
     return CellResult(
-        arm, 0, summary, list(steps), list(accuracy), rows, batches=[(str(b), b) for b in batches]
+        arm,
+        0,
+        summary,
+        list(steps),
+        list(accuracy),
+        rows,
+        batches=[{"ids": str(b), "tickets": b} for b in batches],
     )
 
 
@@ -412,7 +418,7 @@ def test_signs_of_warm_runs(tmp_path: Path) -> None:
     assert arms["arms"]["a"]["signs"] == {k: x[:1] for k, x in found.items()}
     assert arms["arms"]["b"]["signs"] == {}
     html = page.write(
-        tmp_path, "n", cells, arms, [page.Setting("a", "k1", ""), page.Setting("b", "k3", "kl")], k1
+        tmp_path, "n", cells, arms, [("a", "k1", ""), ("b", "k3", "kl")], k1
     ).read_text()
     listed = html[html.index('<ul id="signs">') :].split("</ul>")[0]
     assert listed.count("<li>") == 2 and "a: kl_drift in 1 of 1 runs: KL to the reference" in listed
@@ -428,13 +434,11 @@ def test_what_is_beside_the_accuracy_has_a_table_of_its_own(
         [{"arm": "sync", "OOD end": "0.213", "end": "0.9"}.get(h, "-") for h in page.HEAD],
         ["-"] * len(page.HEAD),
     ]
-    progress.print_other_measures(page.HEAD, rows, ("arm",), ("OOD start", "OOD end", "KL to ref"))
+    page.print_other_measures(page.HEAD, rows, ("arm",), ("OOD start", "OOD end", "KL to ref"))
     said = capsys.readouterr().out
     assert re.search(r"arm +OOD end", said)
     assert re.search(r"sync +0\.213", said)
     assert "OOD start" not in said
     assert "0.9" not in said
-    progress.print_other_measures(
-        page.HEAD, rows[1:], ("arm",), ("OOD start", "OOD end", "KL to ref")
-    )
+    page.print_other_measures(page.HEAD, rows[1:], ("arm",), ("OOD start", "OOD end", "KL to ref"))
     assert capsys.readouterr().out == ""

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from process_kit import ROOT, RUN_SEED, Ended, run_command
 
-from asyncrl.cli.compare import describe_corrections
 from asyncrl.config import load
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.experiments import figures, serial
@@ -182,7 +181,7 @@ def test_what_a_correction_is_comes_from_its_configs() -> None:
         1e-4,
     )
     assert made.arms["far-limit2"].correction.hi == 4.0
-    tis, far, ppo = describe_corrections(made, {arm.name: arm.title for arm in arms})
+    tis, far, ppo = made.describe({arm.name: arm.title for arm in arms})
     assert tis[:2] == ("tis", f"{CORRECTIONS['tis'][0]}; with learner.lr=1e-4")
     assert "learner.lr = 0.0001 (0.0002)" in tis[2] and "correction.hi = 2 (none)" in tis[2]
     assert "correction.hi = 4 (none)" in far[2] and "learner.lr" not in far[2]
@@ -213,7 +212,7 @@ def test_a_collapsed_run_is_given_up_and_keeps_its_last_accuracy(sort_model: Pat
     record = serial.run_serial(
         load.load("configs/demo.toml", sets),
         RUN_SEED,
-        lambda _, rewards: verdict.find_collapse(rewards, verdict.StabilityBounds()),
+        lambda _, rewards: verdict.find_collapse(rewards),
     )
     assert record["abandoned"].startswith("collapse: held-out reward below half its best")
     assert record["steps"] < 10

@@ -116,7 +116,7 @@ def test_the_pages_of_a_simulation_and_of_a_comparison_run_none(tmp_path: Path) 
     arms = [f"a {IMAGE}", f"b {IMAGE}"]  # a label is a directory's name too
     cells = [make_warm_cell(arm, 0, record, config) for arm in arms]
     found = analyze(cells, dict.fromkeys(arms, config))
-    settings = [compare_page.Setting(arm, ALL, ALL) for arm in arms]
+    settings = [(arm, ALL, ALL) for arm in arms]
     compared = compare_page.write(tmp_path, ALL, cells, found, settings, config)
     for page in (simulated, compared):
         document = dom(page, tmp_path / "profile")

@@ -67,8 +67,8 @@ def list_tickets(cell: CellResult) -> set[int]:
     """Return every ticket that a run trained."""
     return {
         ticket
-        for _, runs in cell.batches
-        for first, last in runs
+        for batch in cell.batches
+        for first, last in batch["tickets"]
         for ticket in range(first, last + 1)
     }
 
@@ -82,7 +82,7 @@ def describe_data_difference(arm: CellResult, base: CellResult) -> str:
         return ""
     pairs = zip(arm.batches, base.batches, strict=False)
     first_batch = next(
-        (number for number, (mine, theirs) in enumerate(pairs) if mine[0] != theirs[0]),
+        (number for number, (mine, theirs) in enumerate(pairs) if mine["ids"] != theirs["ids"]),
         min(len(arm.batches), len(base.batches)),
     )
     arm_tickets = list_tickets(arm)

@@ -25,6 +25,8 @@ CORRECTIONS: dict[str, tuple[str, list[str]]] = {
 METHOD = "method"  # in an arm, stands for all keys of a method
 # key -> (value in the base, value in the compared arm)
 Differences = dict[str, tuple[Any, Any]]
+# an arm, what it is, its config's differences from the base
+ArmDescription = tuple[str, str, str]
 
 
 @dataclass

@@ -16,11 +16,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from asyncrl.config import load
 from asyncrl.config.tree import Config
@@ -30,12 +33,16 @@ from asyncrl.experiments.compare import verdict, warm_pool
 from asyncrl.experiments.compare.arms import (
     CORRECTIONS,
     Arm,
+    ArmDescription,
+    compare_with_first,
     convert_configs,
     find_config_differences,
     format_changes,
+    format_differences,
     parse_arm,
 )
 from asyncrl.experiments.one_process import needs_own_process
+from asyncrl.experiments.serial_record import BatchRecord
 from asyncrl.models import devices
 from asyncrl.records import health_checks, metrics
 from buffer import training_log
@@ -75,8 +82,7 @@ class CellResult:
     accuracy: list[float] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
     trouble: list[str] = field(default_factory=list)
-    # trained: digest of the samples' ids, runs of tickets
-    batches: list[tuple[str, list[list[int]]]] = field(default_factory=list)
+    batches: Sequence[BatchRecord] = ()
     warm: bool = False
     # step -> mean reward on out-of-distribution prompts
     ood: dict[float, float] = field(default_factory=dict)
@@ -105,65 +111,62 @@ class CellResult:
         return verdict.compute_area(self.steps, self.accuracy)
 
 
-def check_warm_run(cell: CellResult, config: Config) -> list[health_checks.Finding]:
-    """Return the health findings of a warm run, as `asyncrl run` reports them.
+def make_warm_cell(arm: str, seed: int, record: Mapping[str, Any], config: Config) -> CellResult:
+    """Convert a record of `serial.run_serial` to a run's summary, metrics and health findings.
 
-    They cover only the metrics in its record.
+    The findings are those that `asyncrl run` reports, as far as the record has their metrics.
     """
+    steps, accuracy = record["accuracy"]
+    # a record of an older version has none
+    ood = dict(zip(*record.get("ood", ([], [])), strict=True))
+    lags = {int(lag): count for lag, count in record["lag_histogram"].items()}
+    rows = [{"step": row["version"] - 1} | row for row in record["curve"]]
     evaluation = config.evaluation
-    ends = (cell.steps[0], cell.steps[-1])
-    middle_ood = min(evaluation.prompts, evaluation.ood_prompts)
-    curves = (("heldout", zip(cell.steps, cell.accuracy, strict=True)), ("ood", cell.ood.items()))
-    sizes = {
-        "heldout": (evaluation.final_prompts, evaluation.prompts),
-        "ood": (evaluation.ood_prompts, middle_ood),
-    }
-    rows = [
-        {"step": step, f"eval/{split}": reward, f"eval/{split}_n": sizes[split][step not in ends]}
-        for split, curve in curves
+    held_out = zip(steps, accuracy, strict=True)
+    fewer_ood = min(evaluation.prompts, evaluation.ood_prompts)
+    splits = (
+        (
+            "heldout",
+            held_out,
+            evaluation.final_prompts,
+            evaluation.prompts,
+        ),
+        ("ood", ood.items(), evaluation.ood_prompts, fewer_ood),
+    )
+    evaluated = [
+        {
+            "step": step,
+            f"eval/{split}": reward,
+            f"eval/{split}_n": at_ends if step in (steps[0], steps[-1]) else between,
+        }
+        for split, curve, at_ends, between in splits
         for step, reward in curve
     ]
-    return health_checks.apply_rules(
-        [*rows, *cell.rows],
-        health_checks.RunFacts(config),
-        ended=cell.steps[-1] >= config.learner.steps,
-    )
-
-
-def make_warm_cell(arm: str, seed: int, record: Mapping[str, Any], config: Config) -> CellResult:
-    """Convert a record of `serial.run_serial` to a run's summary and metrics."""
-    steps, accuracy = record["accuracy"]
-    lags = {int(lag): count for lag, count in record["lag_histogram"].items()}
-    tokens = sum(lags.values())
-    cell = CellResult(
+    return CellResult(
         arm,
         seed,
         {
             **record,
             "heldout_start": accuracy[0],
-            "tokens": tokens,
+            "tokens": sum(lags.values()),
             "ledger": {
                 "generated": sum(line["tokens"] for line in record["ledger_lines"].values())
             },
-            "lag": {
-                "mean": training_log.mean(lags),
-                "max": max(lags, default=0),
-            },
+            "lag": {"mean": training_log.mean(lags), "max": max(lags, default=0)},
         },
-        steps=steps,
-        accuracy=accuracy,
-        rows=[
-            {"step": row["version"] - 1} | {name: x for name, x in row.items() if name != "version"}
-            for row in record["curve"]
-        ],
+        steps,
+        accuracy,
+        rows,
         trouble=list_instabilities(record),
-        batches=[(str(batch["ids"]), batch["tickets"]) for batch in record.get("batches", ())],
+        batches=record.get("batches", ()),
         warm=True,
-        # a record of an older version has none
-        ood=dict(zip(*record.get("ood", ([], [])), strict=True)),
+        ood=ood,
+        signs=health_checks.apply_rules(
+            [*evaluated, *rows],
+            health_checks.RunFacts(config),
+            ended=steps[-1] >= config.learner.steps,
+        ),
     )
-    cell.signs = check_warm_run(cell, config)
-    return cell
 
 
 def list_instabilities(record: Mapping[str, Any]) -> list[str]:
@@ -347,6 +350,16 @@ class SweepPlan:
     # limit -> a short run at natural lag that measures its speed
     probes: dict[float, Config] = field(default_factory=dict)
 
+    def describe(self, titles: Mapping[str, str]) -> list[ArmDescription]:
+        """Describe each correction by its title and its differences from the plain config."""
+        descriptions = []
+        for name, title in titles.items():
+            config = self.arms[self.cell[name, self.limits[-1]]]
+            differs = compare_with_first({"": self.arms[SYNC], name: config})[name]
+            shown = {key: pair for key, pair in differs.items() if key not in SWEPT_KEYS}
+            descriptions.append((name, title, format_differences(shown)))
+        return descriptions
+
 
 def list_limit_sets(limit: float, injected: bool) -> list[str]:
     return [f"staleness.max_lag={format_limit(limit)}"] + (
@@ -501,6 +514,10 @@ class Grid:
         cell.signs = [health_checks.Finding(**sign) for sign in cell.summary.get("signs", [])]
         return cell
 
+    def make_table(self) -> tuple[list[str], dict[str, list[list[str]]]]:
+        """Return the progress table: the head of its columns; row -> the runs of each column."""
+        raise NotImplementedError
+
     def describe_running(self, name: str) -> str:
         """Describe the state of a run of processes, from its metrics; empty if it has none."""
         arm = name.rpartition("-seed")[0]
@@ -540,6 +557,18 @@ class Comparison(Grid):
         self.arms = {arm.name: arm for arm in arms}
         self.source = source
         self.sets = list(sets)
+
+    def describe(self) -> list[ArmDescription]:
+        """Describe each arm by its title and its differences from the first arm."""
+        differs = compare_with_first(self.configs)
+        return [
+            (
+                name,
+                f"the same as {arm.same_as}" if arm.same_as else arm.title,
+                format_differences(differs[name]) if name in differs else "",
+            )
+            for name, arm in self.arms.items()
+        ]
 
     def run(
         self, jobs: int, on_event: warm_pool.EventCallback = lambda name, event: None
@@ -643,3 +672,115 @@ class Sweep(Grid):
             for name, by_limit in (arms | {SYNC: [SYNC]}).items()
         }
         return ["correction", *(f"{axis} {format_limit(x)}" for x in self.plan.limits)], rows
+
+
+# ---- its progress --------------------------------------------------------------------------------
+
+
+class GridProgress:
+    """Progress of the runs of a grid, as a context manager.
+
+    `on_event` is the callback of the runs and may be called from several threads.
+    """
+
+    def __init__(self, grid: Grid) -> None:
+        self.lock = threading.Lock()
+        self.started_at = time.monotonic()
+        self.grid = grid
+        self.finished_before = 0  # by an earlier command
+        self.finished_now = 0  # by this command
+        self.running: dict[str, str] = {}  # run -> its state
+        self.ends: dict[str, CellResult] = {}  # finished runs
+        self.live: Any = None
+        for name in filter(grid.is_finished, grid.names):
+            self.finished_before += 1
+            self._read_end(name)
+
+    def __enter__(self) -> Self:
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.live import Live
+
+            self.live = Live(
+                get_renderable=self.make_table, console=Console(stderr=True), refresh_per_second=2
+            )
+            self.live.start(refresh=True)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self.live is not None:
+            self.live.stop()
+        if kind is KeyboardInterrupt:
+            print(
+                f"interrupted with {self.finished_before + self.finished_now} of "
+                f"{len(self.grid.names)} runs finished; the same command continues from here",
+                file=sys.stderr,
+            )
+
+    def _read_end(self, name: str) -> CellResult | None:
+        """Read a finished run; None for a speed probe."""
+        arm, _, seed = name.rpartition("-seed")
+        if arm:
+            self.ends[name] = self.grid.read(arm, int(seed))
+        return self.ends.get(name)
+
+    def on_event(self, name: str, event: dict[str, Any]) -> None:
+        """Record a run's event.
+
+        name: the run.
+        event: {"step", "accuracy"} while it runs, {"done": True} at its end.
+        """
+        with self.lock:
+            if "done" not in event:
+                self.running[name] = f"step {event['step']}: {event['accuracy']:.3f}"
+                return
+            self.running.pop(name, None)
+            self.finished_now += 1
+            cell = self._read_end(name)
+            outcome = "speed probe"
+            if cell is not None:
+                outcome = f"reward {cell.final:.3f} in {cell.summary['wall_s']:.0f} s"
+                if cell.stopped:
+                    outcome += f", stopped early at step {cell.summary['steps']}: {cell.stopped}"
+                else:
+                    outcome += "".join(f", {problem}" for problem in cell.trouble)
+            if self.live is None:
+                print(f"{name}: {outcome} ({self.describe_state()})", file=sys.stderr, flush=True)
+
+    def describe_state(self) -> str:
+        total = len(self.grid.names)
+        remaining = total - self.finished_before - self.finished_now
+        seconds = (time.monotonic() - self.started_at) / max(self.finished_now, 1) * remaining
+        time_left = (
+            f", about {seconds / 60:.0f} min to go" if self.finished_now and remaining else ""
+        )
+        return f"{total - remaining} of {total}{time_left}"
+
+    def make_table(self) -> Any:
+        """Return the table for the terminal."""
+        from rich.table import Table
+
+        with self.lock:
+            head, rows = self.grid.make_table()
+            title = f"{self.grid.directory.name}: {self.describe_state()}"
+            table = Table(*head, title=title, caption="held-out reward; ! unstable")
+            for name, columns in rows.items():
+                table.add_row(name, *map(self.format_cell, columns))
+            return table
+
+    def format_cell(self, names: Sequence[str]) -> str:
+        """Format the finished runs of a cell by their means, then the state of the others."""
+        ends = [self.ends[name] for name in names if name in self.ends]
+        texts = [
+            self.running.get(name) or self.grid.describe_running(name)
+            for name in names
+            if name not in self.ends
+        ]
+        if ends:
+            unstable = sum(bool(cell.trouble) for cell in ends)
+            count = f" ({len(ends)})" if len(names) > 1 else ""
+            mark = f" !{unstable if count else ''}" if unstable else ""
+            seconds = verdict.average([cell.summary["wall_s"] for cell in ends])
+            reward = verdict.average([cell.final for cell in ends])
+            texts.insert(0, f"{reward:.3f}{count}{mark}, {seconds:.0f} s")
+        return " ".join(filter(None, texts)) or "-"

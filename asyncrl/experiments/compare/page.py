@@ -11,12 +11,13 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from asyncrl.config.tree import Config
 from asyncrl.contract.toml_writer import read_table
 from asyncrl.experiments.compare import verdict
 from asyncrl.experiments.compare.analysis import KL_BATCHES, format_findings
+from asyncrl.experiments.compare.arms import ArmDescription
 from asyncrl.experiments.compare.grid import CellResult
 from asyncrl.experiments.compare.verdict import average
 from asyncrl.records import atomic_write, page_kit
@@ -46,14 +47,28 @@ NOT_ON_BOARD = {"optim/grad_norm", "answer/length"}
 TIMES = ("seconds of RL", "seconds to target", "trained tok/s")
 HEAD = tuple(ARM_COLUMNS)
 SWEEP_HEAD = tuple(CELL_COLUMNS)
-
-
-class Setting(NamedTuple):
-    """An arm, its requested settings, and its config's differences from the first arm."""
-
-    arm: str
-    title: str
-    differs: str
+# column of the page's table -> its heading in a terminal, which has less room
+COMPARED = {
+    "arm": "arm",
+    "end": "end",
+    "area": "area",
+    "seconds of RL": "seconds",
+    "trained tok/s": "tok/s",
+    "mean lag": "lag",
+    "ESS": "ESS",
+    "unstable": "unstable",
+    "processes": "",
+}
+SWEPT = (
+    "correction",
+    "limit",
+    "end",
+    "vs sync",
+    "interval",
+    "ESS",
+    "unstable",
+    "speed",
+)
 
 
 def clean(value: Any) -> Any:
@@ -199,7 +214,10 @@ def describe_samples(result: dict[str, Any]) -> str:
 
 
 def list_blocks(
-    cells: Sequence[CellResult], result: dict[str, Any], settings: Sequence[Setting], config: Config
+    cells: Sequence[CellResult],
+    result: dict[str, Any],
+    settings: Sequence[ArmDescription],
+    config: Config,
 ) -> list[Block]:
     """Return the parts of a comparison's page, in their order."""
     arms = result["arms"]
@@ -207,7 +225,7 @@ def list_blocks(
         f"{cell.arm}, seed {cell.seed}: {problem}" for cell in cells for problem in cell.trouble
     ]
     causes = [f"{name}: likely cause: {arm['cause']}" for name, arm in arms.items() if arm["cause"]]
-    against = f"compared with {settings[0].arm}"
+    against = f"compared with {settings[0][0]}"
     return [
         TableBlock(
             ("arm", "is", against), settings, heading="Differences", id="settings", text_columns=3
@@ -228,7 +246,7 @@ def list_blocks(
             "without the first of a run, which precedes any update. The target is nine tenths of "
             "the first arm's final reward; its time is the mean over the runs that reach "
             "it. A run counts as unstable by these rules: "
-            f"{verdict.StabilityBounds()}. Arms on the same data: {describe_samples(result)}.",
+            f"{verdict.STABILITY}. Arms on the same data: {describe_samples(result)}.",
             heading="How to read this",
         ),
     ]
@@ -365,9 +383,7 @@ def format_headline(suggestion: dict[str, Any]) -> str:
     )
 
 
-def list_sweep_blocks(
-    result: dict[str, Any], corrections: Sequence[tuple[str, str, str]]
-) -> list[Block]:
+def list_sweep_blocks(result: dict[str, Any], corrections: Sequence[ArmDescription]) -> list[Block]:
     """Return the parts of a sweep's page, in their order."""
     suggestion, sync = result["suggestion"], result["sync"]
     suggested = [suggestion["reason"] + ".", suggestion.get("set"), f"rule: {suggestion['rule']}"]
@@ -417,7 +433,7 @@ def list_sweep_blocks(
             f"{KL_BATCHES} batches, without its first, which precedes any update (the synchronous "
             f"run: {format_number(sync['kl_ref'], '.3g')}). "
             "KL max: behavior to target. Unstable by these rules: "
-            f"{verdict.StabilityBounds()}. Collapsed runs are stopped early. p: paired t "
+            f"{verdict.STABILITY}. Collapsed runs are stopped early. p: paired t "
             "over seeds, Holm's correction over all cells.",
             style="soft",
         ),
@@ -432,7 +448,7 @@ def write(
     name: str,
     cells: Sequence[CellResult],
     result: dict[str, Any],
-    settings: Sequence[Setting],
+    settings: Sequence[ArmDescription],
     config: Config,
 ) -> Path:
     """Write DIR/report.html, comparison.json and the TensorBoard view of all arms."""
@@ -440,7 +456,7 @@ def write(
     subtitle = (
         f"{len(result['seeds'])} seed(s), {steps}; the others are compared with the first arm"
     )
-    settings_by_arm = {setting.arm: f"{setting.title}; {setting.differs}" for setting in settings}
+    settings_by_arm = {arm: f"{title}; {differs}" for arm, title, differs in settings}
     write_tensorboard(directory / "tensorboard", cells, settings_by_arm)
     blocks = list_blocks(cells, result, settings, config)
     return _write(directory, "comparison", "comparison.json", (name, subtitle), blocks, result)
@@ -450,7 +466,7 @@ def write_sweep(
     directory: Path,
     name: str,
     result: dict[str, Any],
-    corrections: Sequence[tuple[str, str, str]],
+    corrections: Sequence[ArmDescription],
     subtitle: str,
 ) -> Path:
     """Write DIR/report.html and DIR/result.json and return the page's path."""
@@ -493,3 +509,61 @@ def write_tensorboard(
                 {"final/heldout": cell.final},
                 name=".",
             )
+
+
+# ---- the terminal --------------------------------------------------------------------------------
+
+
+def print_table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], names: dict[str, str], title: str
+) -> None:
+    """Print the columns of a page's table that fit a terminal.
+
+    names: name in `head` -> name in the terminal.
+    """
+    chosen = [[row[head.index(name)] for name in names] for row in rows]
+    print(TableBlock([*names.values()], chosen, heading=f"{title}\n").as_text() + "\n")
+
+
+def print_other_measures(
+    head: Sequence[str], rows: Sequence[Sequence[str]], names: Sequence[str], extra: Sequence[str]
+) -> None:
+    """Print a second table with measures other than the held-out reward.
+
+    Its columns are `names`, and those of `extra` that any row has.
+    """
+    measured = [h for h in extra if any(row[head.index(h)] != "-" for row in rows)]
+    if measured:
+        title = (
+            "OOD: out-of-distribution reward; KL to ref: target to reference, k3, nats a "
+            "token, at the end"
+        )
+        print_table(head, rows, {h: h for h in (*names, *measured)}, title)
+
+
+def print_comparison(
+    analysis: dict[str, Any], title: str, settings: Sequence[ArmDescription]
+) -> None:
+    """Print the table, the differences, the verdicts and the losses of faster arms."""
+    start = next(iter(analysis["arms"].values()))["heldout_start"]
+    rows = format_arms(analysis)
+    print_table(HEAD, rows, COMPARED, f"{title}, held-out reward from {start:.3f}")
+    print_other_measures(HEAD, rows, ("arm",), ("OOD start", "OOD end", "KL to ref"))
+    first, *others = settings
+    print(f"{first[0]}: {first[1]}")
+    for name, _, differs in others:
+        print(f"{name}, compared with {first[0]}: {differs}")
+    for judged in analysis["verdicts"]:
+        print(judged["text"])
+    for sentence in analysis["trade"]:
+        print(sentence)
+
+
+def print_sweep(analysis: dict[str, Any], title: str) -> None:
+    """Print the table and the suggested limit."""
+    rows = format_cells(analysis)
+    print_table(SWEEP_HEAD, rows, {heading: heading for heading in SWEPT}, title)
+    print_other_measures(SWEEP_HEAD, rows, ("correction", "limit"), ("OOD end", "KL to ref"))
+    print(analysis["suggestion"]["reason"])
+    if analysis["suggestion"]["set"]:
+        print(analysis["suggestion"]["set"])

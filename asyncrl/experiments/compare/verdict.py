@@ -246,26 +246,20 @@ def state_verdict(name: str, base: str, difference: PairedDifference, measure: s
 # ---- stability of one run ------------------------------------------------------------------------
 
 
-@dataclass
-class StabilityBounds:
-    """The bounds beyond which a run counts as unstable; every report lists them."""
-
-    evaluations: int = 2  # in a row
-    batches: int = 3  # past one of the next two bounds; clipping absorbs a single spike
-    kl: float = 0.5  # nats a token, behavior to target policy
-    gradient: float = 20.0  # times the median of the first tenth
-    entropy: float = 0.05  # share of its value at the start
-    swing: float = 0.15  # change of the held-out reward between neighboring evaluations
-    truncated: float = 0.5  # share of completions cut at the limit
-
-    def __str__(self) -> str:
-        return (
-            f"held-out reward below half its best for {self.evaluations} evaluations; KL above "
-            f"{self.kl:g} nats a token or gradient norm above {self.gradient:g} times its start in "
-            f"{self.batches} batches; entropy below {self.entropy:.0%} of its start; three swings "
-            f"above {self.swing:g}; more than {self.truncated:.0%} of completions cut; loss not "
-            "finite"
-        )
+# the bounds beyond which a run counts as unstable; every report lists them
+EVALUATIONS = 2  # in a row
+BATCHES = 3  # past one of the next two bounds; clipping absorbs a single spike
+KL_LIMIT = 0.5  # nats a token, behavior to target policy
+GRADIENT_LIMIT = 20.0  # times the median of the first tenth
+ENTROPY_LIMIT = 0.05  # share of its value at the start
+SWING = 0.15  # change of the held-out reward between neighboring evaluations
+TRUNCATED = 0.5  # share of completions cut at the limit
+STABILITY = (
+    f"held-out reward below half its best for {EVALUATIONS} evaluations; KL above {KL_LIMIT:g} "
+    f"nats a token or gradient norm above {GRADIENT_LIMIT:g} times its start in {BATCHES} batches; "
+    f"entropy below {ENTROPY_LIMIT:.0%} of its start; three swings above {SWING:g}; more than "
+    f"{TRUNCATED:.0%} of completions cut; loss not finite"
+)
 
 
 def list_values(rows: Sequence[Mapping[str, float]], name: str) -> list[float]:
@@ -279,73 +273,70 @@ def list_instabilities(rewards: Sequence[float], rows: Sequence[Mapping[str, flo
     rewards: held-out, by evaluation.
     rows: metrics by step.
     """
-    bounds = StabilityBounds()
     entropy, cut = (
         list_values(rows, name) for name in ("policy/entropy", "answer/truncated_share")
     )
     problems = [
-        find_collapse(rewards, bounds),
-        find_kl_divergence(list_values(rows, "kl/behavior_target_k3"), bounds),
-        find_gradient_explosion(list_values(rows, "optim/grad_norm"), bounds),
+        find_collapse(rewards),
+        find_kl_divergence(list_values(rows, "kl/behavior_target_k3")),
+        find_gradient_explosion(list_values(rows, "optim/grad_norm")),
         f"entropy collapse: {entropy[-1]:.3f} of {entropy[0]:.3f} nats a token"
-        if entropy and min(entropy[-5:]) < bounds.entropy * entropy[0]
+        if entropy and min(entropy[-5:]) < ENTROPY_LIMIT * entropy[0]
         else "",
-        find_oscillation(rewards, bounds),
+        find_oscillation(rewards),
         f"length explosion: {cut[-1]:.0%} of the completions are cut at max_new_tokens"
-        if len(cut) > 2 and min(cut[-3:]) > bounds.truncated
+        if len(cut) > 2 and min(cut[-3:]) > TRUNCATED
         else "",
     ]
     return [problem for problem in problems if problem]
 
 
-def find_collapse(rewards: Sequence[float], bounds: StabilityBounds) -> str:
+def find_collapse(rewards: Sequence[float]) -> str:
     best = 0.0
     below = 0
     for value in rewards:
         best = max(best, value)
         below = below + 1 if value < best / 2 else 0
-        if below == bounds.evaluations:
+        if below == EVALUATIONS:
             return (
                 f"collapse: held-out reward below half its best ({best:.2f}) for "
-                f"{bounds.evaluations} evaluations"
+                f"{EVALUATIONS} evaluations"
             )
     return ""
 
 
-def find_kl_divergence(kls: Sequence[float], bounds: StabilityBounds) -> str:
-    over = sum(kl > bounds.kl for kl in kls)
-    if over < bounds.batches and all(map(math.isfinite, kls)):
+def find_kl_divergence(kls: Sequence[float]) -> str:
+    over = sum(kl > KL_LIMIT for kl in kls)
+    if over < BATCHES and all(map(math.isfinite, kls)):
         return ""
     return (
-        f"divergence: KL(behavior, target) above {bounds.kl:g} nats a token in "
-        f"{sum(not kl <= bounds.kl for kl in kls)} batches, up to {max(kls):.2f}"
+        f"divergence: KL(behavior, target) above {KL_LIMIT:g} nats a token in "
+        f"{sum(not kl <= KL_LIMIT for kl in kls)} batches, up to {max(kls):.2f}"
     )
 
 
-def find_gradient_explosion(norms: Sequence[float], bounds: StabilityBounds) -> str:
+def find_gradient_explosion(norms: Sequence[float]) -> str:
     if len(norms) < 10:
         return ""
     start = sorted(norms[: max(5, len(norms) // 10)])
     middle = start[len(start) // 2]
-    over = sum(norm > bounds.gradient * max(middle, 1e-12) for norm in norms)
-    if over < bounds.batches:
+    over = sum(norm > GRADIENT_LIMIT * max(middle, 1e-12) for norm in norms)
+    if over < BATCHES:
         return ""
     return (
-        f"divergence: gradient norm more than {bounds.gradient:g} times its start "
+        f"divergence: gradient norm more than {GRADIENT_LIMIT:g} times its start "
         f"({middle:.2g}) in {over} batches, up to {max(norms):.2g}"
     )
 
 
-def find_oscillation(rewards: Sequence[float], bounds: StabilityBounds) -> str:
-    wide = sum(
-        abs(reward - previous) > bounds.swing for previous, reward in itertools.pairwise(rewards)
-    )
+def find_oscillation(rewards: Sequence[float]) -> str:
+    wide = sum(abs(reward - previous) > SWING for previous, reward in itertools.pairwise(rewards))
     turns = sum(
         (y - x) * (z - y) < 0 for x, y, z in zip(rewards, rewards[1:], rewards[2:], strict=False)
     )
     if wide < 3 or turns < 3:
         return ""
-    return f"oscillation: {wide} swings of more than {bounds.swing:g}"
+    return f"oscillation: {wide} swings of more than {SWING:g}"
 
 
 def compute_area(steps: Sequence[float], values: Sequence[float]) -> float:

@@ -4,8 +4,8 @@ DIR/cells/NAME.toml is a cell's complete config, which `asyncrl run` accepts too
 DIR/cells/NAME.json is its record, written when the cell finishes, so an interrupted grid continues
 cell by cell.
 
-A worker is `python -m asyncrl.experiments.compare.warm_worker DIR`. It reads names from stdin, one
-a line, and writes events to stdout, one JSON object a line.
+A worker is `python -m asyncrl.experiments.compare.warm_pool DIR [--abandon]`. It reads names from
+stdin, one a line, and writes events to stdout, one JSON object a line.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -28,6 +29,9 @@ from asyncrl.contract import importing
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.contract.parent import end_with_parent
 from asyncrl.contract.printable import describe_exit
+from asyncrl.experiments import process_run
+from asyncrl.experiments.compare.verdict import find_collapse
+from asyncrl.experiments.one_process import needs_own_process
 from asyncrl.records import atomic_write
 
 # (cell, {"step", "accuracy"} while it runs or {"done": True})
@@ -126,7 +130,7 @@ class WarmWorker:
         self.log = directory / "logs" / f"worker_{number}.log"
         self.log.parent.mkdir(exist_ok=True)
         argv = importing.make_command(
-            "asyncrl.experiments.compare.warm_worker",
+            "asyncrl.experiments.compare.warm_pool",
             str(directory),
             *(["--abandon"] if abandon else []),
         )
@@ -176,3 +180,42 @@ class WarmWorker:
             self.queue.clear()
         self.process.stdin.close()
         self.process.wait()
+
+
+def run_cells(directory: Path, abandon: bool) -> None:
+    """Run cells by name until stdin ends, in this process or as processes of a run."""
+    with importing.pause_collection():
+        from asyncrl.experiments import serial
+
+    events = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # libraries and reward functions print to the log
+
+    def send_event(**event: Any) -> None:
+        events.write(json.dumps(event) + "\n")
+        events.flush()
+
+    for line in sys.stdin:
+        path = directory / "cells" / f"{line.strip()}.toml"
+        config = load.load(path)
+
+        def watch(steps: list[float], rewards: list[float]) -> str:
+            send_event(step=int(steps[-1]), accuracy=rewards[-1])
+            return find_collapse(rewards) if abandon else ""
+
+        try:
+            if needs_own_process(config):
+                run_dir = directory / "runs" / path.stem
+                log = directory / "logs" / f"{path.stem}.log"
+                process_run.complete(run_dir, str(path), [], config.learner.steps, log)
+                record = process_run.read_record(run_dir, config)
+            else:
+                record = serial.run_serial(config, config.seed, watch)
+        except AsyncrlError as error:
+            send_event(error=str(error))
+            continue
+        atomic_write.write(path.with_suffix(".json"), json.dumps(record))
+        send_event(done=True)
+
+
+if __name__ == "__main__":
+    run_cells(Path(sys.argv[1]), "--abandon" in sys.argv[2:])
