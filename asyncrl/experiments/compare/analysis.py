@@ -7,6 +7,7 @@ and tradeoffs of speed and reward, of a sweep the suggested limit with its reaso
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -63,16 +64,6 @@ def format_findings(arm: str, findings: Mapping[str, Sequence[str]], runs: int) 
     ]
 
 
-def list_tickets(cell: CellResult) -> set[int]:
-    """Return every ticket that a run trained."""
-    return {
-        ticket
-        for batch in cell.batches
-        for first, last in batch["tickets"]
-        for ticket in range(first, last + 1)
-    }
-
-
 def describe_data_difference(arm: CellResult, base: CellResult) -> str:
     """Describe how far the trained samples of two runs differ.
 
@@ -85,8 +76,15 @@ def describe_data_difference(arm: CellResult, base: CellResult) -> str:
         (number for number, (mine, theirs) in enumerate(pairs) if mine["ids"] != theirs["ids"]),
         min(len(arm.batches), len(base.batches)),
     )
-    arm_tickets = list_tickets(arm)
-    base_tickets = list_tickets(base)
+    arm_tickets, base_tickets = (
+        {
+            ticket
+            for batch in cell.batches
+            for first, last in batch["tickets"]
+            for ticket in range(first, last + 1)
+        }
+        for cell in (arm, base)
+    )
     if not arm_tickets or not base_tickets:
         return "other samples"
     share = len(arm_tickets & base_tickets) / max(len(arm_tickets), len(base_tickets))
@@ -110,12 +108,12 @@ def average_reference_kl(rows: Sequence[Mapping[str, Any]]) -> float:
 
 def find_first_reached(cell: CellResult, target: float) -> tuple[float, float]:
     """Return batch and seconds of the first evaluation at `target` or above, or nan."""
-    points = zip(cell.steps, cell.accuracy, strict=True)
-    step = next((step for step, accuracy in points if accuracy >= target), math.nan)
-    if math.isnan(step):
-        return math.nan, math.nan
-    row = min(step, cell.rows[-1]["step"])
-    return step, next((float(later["t"]) for later in cell.rows if later["step"] >= row), math.nan)
+    for step, accuracy in zip(cell.steps, cell.accuracy, strict=True):
+        if accuracy >= target:
+            row = min(step, cell.rows[-1]["step"])
+            times = (float(later["t"]) for later in cell.rows if later["step"] >= row)
+            return step, next(times, math.nan)
+    return math.nan, math.nan
 
 
 def complete_curve(record: Mapping[str, Any], last_step: int) -> tuple[list[float], list[float]]:
@@ -124,11 +122,9 @@ def complete_curve(record: Mapping[str, Any], last_step: int) -> tuple[list[floa
     A run that failed or stopped early keeps its last reward up to step `last_step`.
     """
     steps, accuracy = record["accuracy"]
-    return (
-        (steps, accuracy)
-        if not steps or steps[-1] >= last_step
-        else ([*steps, float(last_step)], [*accuracy, accuracy[-1]])
-    )
+    if steps and steps[-1] < last_step:
+        return [*steps, float(last_step)], [*accuracy, accuracy[-1]]
+    return steps, accuracy
 
 
 def find_lowest_ess(rows: Sequence[Mapping[str, float]]) -> float:
@@ -142,8 +138,8 @@ def find_lowest_ess(rows: Sequence[Mapping[str, float]]) -> float:
 def compute_lost_share(record: Mapping[str, Any]) -> float:
     """Return the share of generated tokens neither trained nor left over at the run's end."""
     lines = {name: line["tokens"] for name, line in record["ledger_lines"].items()}
-    total = sum(lines.values())
-    return 1 - (lines.get("trained", 0) + lines.get("left_over", 0)) / total if total else 0.0
+    kept = lines.get("trained", 0) + lines.get("left_over", 0)
+    return 1 - kept / total if (total := sum(lines.values())) else 0.0
 
 
 def sum_ledgers(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
@@ -220,8 +216,8 @@ def summarize_arm(cells: Sequence[CellResult], config: Config, target: float) ->
     def average_summary(name: str) -> float:
         return average([float(cell.summary[name]) for cell in cells])
 
-    reached = [find_first_reached(cell, target) for cell in cells]
-    reached = [time for time in reached if not math.isnan(time[0])]
+    times = [find_first_reached(cell, target) for cell in cells]
+    reached = [step for step, _ in times if not math.isnan(step)]
     result = summarize(cells, config)
     return result | {
         "heldout_start": average_summary("heldout_start"),
@@ -236,9 +232,9 @@ def summarize_arm(cells: Sequence[CellResult], config: Config, target: float) ->
         "ess": average([x for cell in cells for x in verdict.list_values(cell.rows, ESS)]),
         "target": target,
         "reached": len(reached),  # runs, over which the next two are means
-        "steps_to_target": average([step for step, _ in reached]),
-        "seconds_to_target": average([seconds for _, seconds in reached]),
-        "weights_digests": [cell.summary["weights_digest"] for cell in cells],
+        "steps_to_target": average(reached),
+        "seconds_to_target": average([x for step, x in times if not math.isnan(step)]),
+        "weights_digests": list_digests(cells),
         # in warm processes, whose times differ from a real run's
         "warm": all(cell.warm for cell in cells),
     }
@@ -252,10 +248,9 @@ def summarize_cell(cells: Sequence[CellResult], config: Config) -> dict[str, Any
     for cell in cells:
         cell.steps, cell.accuracy = complete_curve(cell.summary, config.learner.steps)
     records = [cell.summary for cell in cells]
-    lags: dict[int, int] = {}  # trained tokens of all seeds
+    lags: Counter[int] = Counter()  # trained tokens of all seeds
     for record in records:
-        for lag, tokens in record["lag_histogram"].items():
-            lags[int(lag)] = lags.get(int(lag), 0) + tokens
+        lags.update({int(lag): tokens for lag, tokens in record["lag_histogram"].items()})
     kl = [x for cell in cells for x in verdict.list_values(cell.rows, "kl/behavior_target_k3")]
     result = summarize(cells, config)
     return result | {
@@ -267,7 +262,7 @@ def summarize_cell(cells: Sequence[CellResult], config: Config) -> dict[str, Any
         "ledger_lines": sum_ledgers(records),
         "lost": average([compute_lost_share(record) for record in records]),
         "curves": [[list(cell.steps), list(cell.accuracy)] for cell in cells],
-        "digests": [record["weights_digest"] for record in records],
+        "digests": list_digests(cells),
         "trained_ids": [record["trained_ids"] for record in records],
     }
 
@@ -292,11 +287,7 @@ def judge_arms(runs: Runs, configs: Mapping[str, Config]) -> list[dict[str, Any]
             continue
         size = getattr(configs[base].evaluation, prompts) if prompts else 0
         for arm, difference in verdict.compare_arms(values, base, size).items():
-            digests = [
-                [cell.summary["weights_digest"] for cell in runs[name]] for name in (arm, base)
-            ]
-            same = digests[0] == digests[1]
-            text = verdict.state_verdict(arm, base, difference, description)
+            same = list_digests(runs[arm]) == list_digests(runs[base])
             verdicts.append(
                 difference.as_json()
                 | {
@@ -306,10 +297,16 @@ def judge_arms(runs: Runs, configs: Mapping[str, Config]) -> list[dict[str, Any]
                     "difference": difference.mean,
                     "verdict": "equal" if same else difference.choose_word(),
                     "differs": differs.get(arm, {}),
-                    "text": f"{arm} is bitwise equal to {base}" if same else text,
+                    "text": f"{arm} is bitwise equal to {base}"
+                    if same
+                    else verdict.state_verdict(arm, base, difference, description),
                 }
             )
     return verdicts
+
+
+def list_digests(cells: Sequence[CellResult]) -> list[str]:
+    return [cell.summary["weights_digest"] for cell in cells]
 
 
 def describe_tradeoff(
@@ -381,10 +378,10 @@ def analyze_sweep(sweep: Sweep, margin: float = MARGIN) -> dict[str, Any]:
         for arm in plan.arms
     }
     missing = len(sweep.names) - len(plan.probes) - sum(map(len, runs.values()))
-    sync = summarize_cell(runs[SYNC], plan.arms[SYNC])
     paired = {cell.seed for cell in runs[SYNC]}
     runs = {arm: [cell for cell in cells if cell.seed in paired] for arm, cells in runs.items()}
-    summaries = {arm: summarize_cell(cells, plan.arms[arm]) for arm, cells in runs.items() if cells}
+    summaries = {arm: summarize_cell(cells, plan.arms[arm]) for arm, cells in runs.items()}
+    sync = summaries[SYNC]
     ends = {arm: {cell.seed: cell.final for cell in cells} for arm, cells in runs.items()}
     prompts = plan.arms[SYNC].evaluation.final_prompts
     differences = verdict.compare_arms(ends, SYNC, prompts)
@@ -393,11 +390,7 @@ def analyze_sweep(sweep: Sweep, margin: float = MARGIN) -> dict[str, Any]:
         for limit in plan.probes
         if sweep.is_finished(name := sweep.name_probe(limit))
     }
-    speed = (
-        {limit: clocks["0"] / max(clock, 1) for limit, clock in clocks.items()}
-        if "0" in clocks
-        else {}
-    )
+    speed = {limit: clocks["0"] / max(clock, 1) for limit, clock in clocks.items() if "0" in clocks}
     result = {
         "corrections": list(plan.corrections),
         "limits": [format_limit(limit) for limit in plan.limits],
@@ -419,7 +412,7 @@ def analyze_sweep(sweep: Sweep, margin: float = MARGIN) -> dict[str, Any]:
                 "speed": speed.get(format_limit(limit), math.nan),
             }
             for (correction, limit), arm in plan.cell.items()
-            if arm in summaries
+            if runs[arm]
         ],
     }
     return result | {"suggestion": suggest(result, plan, margin)}

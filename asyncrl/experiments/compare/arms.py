@@ -84,41 +84,32 @@ def parse_arm(text: str, option: str = "--arm") -> Arm:
                 "name that is not a method"
             )
         return Arm(name, [], items[0].removeprefix("same-as="))
-    return _build_arm(name, items, f"{option} {text}")
-
-
-def _build_arm(name: str, items: Sequence[str], context: str) -> Arm:
-    """Build an arm from its items; `method=` is replaced by that method's keys."""
-    chosen = [value for key, value in map(_split, items) if key == METHOD]
-    others = [item for item in items if _split(item)[0] != METHOD]
-    if name in CORRECTIONS:
-        if chosen:
-            raise ConfigError(
-                f"{context}: {name} is a method; give an arm with {METHOD}={chosen[0]} another name"
-            )
-        chosen = [name]
-    if not chosen:
-        return Arm(name, others)
+    key_of = {item: item.partition("=")[0].strip() for item in items}
+    extra_sets = [item for item in items if key_of[item] != METHOD]
+    chosen = [
+        item.partition("=")[2].strip().strip("'\"") for item in items if key_of[item] == METHOD
+    ]
+    if is_method and chosen:
+        raise ConfigError(
+            f"{option} {text}: {name} is a method; give an arm with {METHOD}={chosen[0]} another "
+            "name"
+        )
+    if not (chosen or is_method):
+        return Arm(name, extra_sets)
     if len(chosen) > 1:
-        raise ConfigError(f"{context}: {METHOD} is given twice")
-    method = chosen[0]
+        raise ConfigError(f"{option} {text}: {METHOD} is given twice")
+    method = chosen[0] if chosen else name
     if method not in CORRECTIONS:
         raise ConfigError(
-            f"{context}: {METHOD}={method}: no such method{methods.suggest_method(method)}; choose "
-            f"from {', '.join(CORRECTIONS)}"
+            f"{option} {text}: {METHOD}={method}: no such method{methods.suggest_method(method)}; "
+            f"choose from {', '.join(CORRECTIONS)}"
         )
-    if method != "configured" and any(_split(item)[0] == "correction.preset" for item in others):
+    if method != "configured" and "correction.preset" in key_of.values():
         raise ConfigError(
-            f"{context}: a method has all keys of the correction, so correction.preset has no "
-            "effect; leave out one of the two"
+            f"{option} {text}: a method has all keys of the correction, so correction.preset has "
+            "no effect; leave out one of the two"
         )
-    return Arm(name, [*CORRECTIONS[method][1], *others], method=method, extra_sets=others)
-
-
-def _split(item: str) -> tuple[str, str]:
-    """Split `key = "value"` into key and value."""
-    key, _, value = item.partition("=")
-    return key.strip(), value.strip().strip("'\"")
+    return Arm(name, [*CORRECTIONS[method][1], *extra_sets], "", method, extra_sets)
 
 
 # ---- what differs --------------------------------------------------------------------------------

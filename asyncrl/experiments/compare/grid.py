@@ -439,11 +439,14 @@ class Grid:
     configs: arm -> config; the first arm is the base, and its seed the first of all.
     real: arms that run as processes of `asyncrl run`; the others run in warm processes.
     names: of all runs.
+    head, rows: the progress table: the head of its columns; row -> the runs of each column.
     """
 
     kind: ClassVar[str]
     file: ClassVar[str]  # holds the configs
     extends: ClassVar[bool]  # whether a directory may get more arms
+    head: list[str]
+    rows: dict[str, list[list[str]]]
 
     def __init__(
         self,
@@ -514,10 +517,6 @@ class Grid:
         cell.signs = [health_checks.Finding(**sign) for sign in cell.summary.get("signs", [])]
         return cell
 
-    def make_table(self) -> tuple[list[str], dict[str, list[list[str]]]]:
-        """Return the progress table: the head of its columns; row -> the runs of each column."""
-        raise NotImplementedError
-
     def describe_running(self, name: str) -> str:
         """Describe the state of a run of processes, from its metrics; empty if it has none."""
         arm = name.rpartition("-seed")[0]
@@ -557,6 +556,8 @@ class Comparison(Grid):
         self.arms = {arm.name: arm for arm in arms}
         self.source = source
         self.sets = list(sets)
+        self.head = ["arm", *(f"seed {seed}" for seed in self.seeds)]
+        self.rows = {arm: [[self.name_run(arm, seed)] for seed in self.seeds] for arm in configs}
 
     def describe(self) -> list[ArmDescription]:
         """Describe each arm by its title and its differences from the first arm."""
@@ -609,11 +610,6 @@ class Comparison(Grid):
         process_run.complete(run_dir, self.source, sets, self.configs[arm].learner.steps, log)
         return run_dir.name
 
-    def make_table(self) -> tuple[list[str], dict[str, list[list[str]]]]:
-        """Return the progress table: the head of its columns; row -> the runs of each column."""
-        rows = {arm: [[self.name_run(arm, seed)] for seed in self.seeds] for arm in self.configs}
-        return ["arm", *(f"seed {seed}" for seed in self.seeds)], rows
-
 
 class Sweep(Grid):
     """A sweep in its directory, to which a later sweep may add arms.
@@ -631,6 +627,16 @@ class Sweep(Grid):
         super().__init__(directory, sweep_plan.arms, seeds, log)
         self.plan = sweep_plan
         self.names = [*map(self.name_probe, sweep_plan.probes), *self.names]
+        axis = "lag" if sweep_plan.injected else "limit"
+        self.head = ["correction", *(f"{axis} {format_limit(x)}" for x in sweep_plan.limits)]
+        arms = {
+            name: [sweep_plan.cell[name, limit] for limit in sweep_plan.limits]
+            for name in sweep_plan.corrections
+        }
+        self.rows = {
+            name: [[self.name_run(arm, seed) for seed in self.seeds] for arm in by_limit]
+            for name, by_limit in (arms | {SYNC: [SYNC]}).items()
+        }
 
     @staticmethod
     def name_probe(limit: float) -> str:
@@ -659,19 +665,6 @@ class Sweep(Grid):
                     self.cells.add(self.name_run(arm, seed), self.configs[arm], seed)
         self.log_finished()
         self.cells.run(workers, on_event, abandon=abandon)
-
-    def make_table(self) -> tuple[list[str], dict[str, list[list[str]]]]:
-        """Return the progress table: the head of its columns; row -> the runs of each column."""
-        arms = {
-            name: [self.plan.cell[name, limit] for limit in self.plan.limits]
-            for name in self.plan.corrections
-        }
-        axis = "lag" if self.plan.injected else "limit"
-        rows = {
-            name: [[self.name_run(arm, seed) for seed in self.seeds] for arm in by_limit]
-            for name, by_limit in (arms | {SYNC: [SYNC]}).items()
-        }
-        return ["correction", *(f"{axis} {format_limit(x)}" for x in self.plan.limits)], rows
 
 
 # ---- its progress --------------------------------------------------------------------------------
@@ -761,10 +754,9 @@ class GridProgress:
         from rich.table import Table
 
         with self.lock:
-            head, rows = self.grid.make_table()
             title = f"{self.grid.directory.name}: {self.describe_state()}"
-            table = Table(*head, title=title, caption="held-out reward; ! unstable")
-            for name, columns in rows.items():
+            table = Table(*self.grid.head, title=title, caption="held-out reward; ! unstable")
+            for name, columns in self.grid.rows.items():
                 table.add_row(name, *map(self.format_cell, columns))
             return table
 

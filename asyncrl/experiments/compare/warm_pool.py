@@ -14,9 +14,10 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,100 +87,77 @@ class CellStore:
             if not self.get_path(name).with_suffix(".toml").exists():
                 atomic_write.write(self.get_path(name).with_suffix(".toml"), load.dump(config))
         queue = deque(self.list_missing())
-        team = [
-            WarmWorker(self.directory, n, queue, on_event, abandon, may_start=may_start)
-            for n in range(min(workers, len(queue)))
-        ]
-        try:
-            for worker in team:
-                worker.thread.start()
-            for worker in team:
-                while worker.thread.is_alive():
-                    worker.thread.join(
-                        0.2
-                    )  # only a wait with a timeout can be interrupted by Ctrl-C
-        except BaseException:
-            queue.clear()
-            for worker in team:
-                worker.process.kill()
-            raise
-        if failed := [worker.failed for worker in team if worker.failed]:
-            raise AsyncrlError(f"{failed[0]}; the same command continues from here")
 
+        def feed(process: subprocess.Popen[str], log: Path) -> None:
+            """Give one worker a cell after the other, until the queue is empty."""
+            with process:
+                while queue and may_start():
+                    try:
+                        name = queue.popleft()
+                    except IndexError:
+                        return
+                    if failed := self._run_cell(name, process, log, on_event):
+                        queue.clear()
+                        raise AsyncrlError(
+                            f"run {name}: {failed}; the same command continues from here"
+                        )
 
-class WarmWorker:
-    """One worker process and the thread that feeds it.
+        # forked by this thread: their end is tied to its own
+        started = [self._start_worker(n, abandon) for n in range(min(workers, len(queue)))]
+        with ThreadPoolExecutor(workers) as team:
+            feeds = [team.submit(feed, *worker) for worker in started]
+            try:
+                wait(feeds)
+            except BaseException:
+                queue.clear()
+                for process, _ in started:
+                    process.kill()
+                raise
+        for done in feeds:
+            done.result()
 
-    The process exits with this one.
-    """
-
-    def __init__(
-        self,
-        directory: Path,
-        number: int,
-        queue: deque[str],
-        on_event: EventCallback,
-        abandon: bool,
-        *,
-        may_start: Callable[[], bool],
-    ) -> None:
-        self.queue = queue
-        self.may_start = may_start
-        self.on_event = on_event
-        self.failed = ""
-        self.log = directory / "logs" / f"worker_{number}.log"
-        self.log.parent.mkdir(exist_ok=True)
+    def _start_worker(self, number: int, abandon: bool) -> tuple[subprocess.Popen[str], Path]:
+        """Start a worker process, which exits with this one; return it and its log."""
+        log = self.directory / "logs" / f"worker_{number}.log"
+        log.parent.mkdir(exist_ok=True)
         argv = importing.make_command(
             "asyncrl.experiments.compare.warm_pool",
-            str(directory),
+            str(self.directory),
             *(["--abandon"] if abandon else []),
         )
-        with self.log.open("w", encoding="utf-8") as log:
-            self.process = subprocess.Popen(
+        with log.open("w", encoding="utf-8") as log_file:
+            return subprocess.Popen(
                 argv,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=log,
+                stderr=log_file,
                 text=True,
                 start_new_session=True,
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
                 preexec_fn=end_with_parent(),
-            )
-        self.thread = threading.Thread(target=self._feed, daemon=True)
+            ), log
 
-    def _feed(self) -> None:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        while self.queue and not self.failed and self.may_start():
-            try:
-                name = self.queue.popleft()
-            except IndexError:
-                break
-            try:
-                self.process.stdin.write(name + "\n")
-                self.process.stdin.flush()
-            except BrokenPipeError:
-                pass  # the worker has exited; its stdout ends below
-            is_done = False
-            while not is_done and not self.failed:
-                line = self.process.stdout.readline()
-                if not line:
-                    last_lines = [
-                        x for x in self.log.read_text(encoding="utf-8").splitlines() if x.strip()
-                    ][-1:]
-                    self.failed = (
-                        f"run {name}: its process ended ({describe_exit(self.process.wait())}) "
-                        f"{' '.join(last_lines)} (log: {self.log})"
-                    )
-                    break
-                event = json.loads(line)
-                self.failed = f"run {name}: {event['error']}" if "error" in event else ""
-                is_done = "done" in event
-                if not self.failed:
-                    self.on_event(name, event)
-        if self.failed:
-            self.queue.clear()
-        self.process.stdin.close()
-        self.process.wait()
+    @staticmethod
+    def _run_cell(
+        name: str, process: subprocess.Popen[str], log: Path, on_event: EventCallback
+    ) -> str:
+        """Run a cell in a worker and return its error; empty if it is done."""
+        assert process.stdin is not None and process.stdout is not None
+        # a worker that has exited reads nothing; its stdout ends below
+        with suppress(BrokenPipeError):
+            os.write(process.stdin.fileno(), f"{name}\n".encode())
+        for line in process.stdout:
+            event = json.loads(line)
+            if "error" in event:
+                return str(event["error"])
+            on_event(name, event)
+            if "done" in event:
+                return ""
+        lines = [x for x in log.read_text(encoding="utf-8").splitlines() if x.strip()]
+        return (
+            f"its process ended ({describe_exit(process.wait())}) {' '.join(lines[-1:])} "
+            f"(log: {log})"
+        )
 
 
 def run_cells(directory: Path, abandon: bool) -> None:
