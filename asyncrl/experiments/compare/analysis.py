@@ -43,6 +43,7 @@ MEASURES = (
 )
 
 Runs = Mapping[str, Sequence[CellResult]]  # arm -> its runs, by seed
+Summary = dict[str, Any]  # JSON of an arm, a cell of a sweep, or of all of them
 
 
 def average_known(values: Iterable[float]) -> float:
@@ -91,7 +92,7 @@ def describe_data_difference(arm: CellResult, base: CellResult) -> str:
     return f"{share:.0%} of the groups in common, in other batches from number {first_batch} on"
 
 
-def average_reference_kl(rows: Sequence[Mapping[str, Any]]) -> float:
+def average_reference_kl(rows: Sequence[Summary]) -> float:
     """Return KL(target || reference) at a run's end: k3, nats a token.
 
     The mean is over the last KL_BATCHES batches. Without a KL term the metric exists only every
@@ -116,7 +117,7 @@ def find_first_reached(cell: CellResult, target: float) -> tuple[float, float]:
     return math.nan, math.nan
 
 
-def complete_curve(record: Mapping[str, Any], last_step: int) -> tuple[list[float], list[float]]:
+def complete_curve(record: Summary, last_step: int) -> tuple[list[float], list[float]]:
     """Return steps and held-out rewards of a run.
 
     A run that failed or stopped early keeps its last reward up to step `last_step`.
@@ -135,14 +136,14 @@ def find_lowest_ess(rows: Sequence[Mapping[str, float]]) -> float:
     return min((average(shares[i : i + width]) for i in starts), default=math.nan)
 
 
-def compute_lost_share(record: Mapping[str, Any]) -> float:
+def compute_lost_share(record: Summary) -> float:
     """Return the share of generated tokens neither trained nor left over at the run's end."""
     lines = {name: line["tokens"] for name, line in record["ledger_lines"].items()}
     kept = lines.get("trained", 0) + lines.get("left_over", 0)
     return 1 - kept / total if (total := sum(lines.values())) else 0.0
 
 
-def sum_ledgers(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+def sum_ledgers(records: Sequence[Summary]) -> dict[str, dict[str, float]]:
     """Sum the ledger's lines over all seeds: tokens, and tokens by length."""
     totals: dict[str, dict[str, float]] = {}
     for record in records:
@@ -179,7 +180,7 @@ def find_likely_cause(config: Config, trouble: Sequence[str]) -> str:
     return "lower learner.lr, or set stop.kl_max with more than one optimizer step a batch"
 
 
-def summarize(cells: Sequence[CellResult], config: Config) -> dict[str, Any]:
+def summarize(cells: Sequence[CellResult], config: Config) -> Summary:
     """Return what the JSON of a comparison and of a sweep has of an arm.
 
     Values are means over its runs unless noted; nan if no run measured it.
@@ -207,7 +208,7 @@ def summarize(cells: Sequence[CellResult], config: Config) -> dict[str, Any]:
     }
 
 
-def summarize_arm(cells: Sequence[CellResult], config: Config, target: float) -> dict[str, Any]:
+def summarize_arm(cells: Sequence[CellResult], config: Config, target: float) -> Summary:
     """Return what comparison.json has of an arm, in addition to `summarize`.
 
     target: the reward whose time is measured, over the runs that reach it.
@@ -240,7 +241,7 @@ def summarize_arm(cells: Sequence[CellResult], config: Config, target: float) ->
     }
 
 
-def summarize_cell(cells: Sequence[CellResult], config: Config) -> dict[str, Any]:
+def summarize_cell(cells: Sequence[CellResult], config: Config) -> Summary:
     """Return what result.json has of an arm of a sweep, in addition to `summarize`.
 
     A run that stopped early keeps its last reward up to the last step, and has no OOD reward there.
@@ -270,7 +271,7 @@ def summarize_cell(cells: Sequence[CellResult], config: Config) -> dict[str, Any
 # ---- the arms of a comparison against the first one ----------------------------------------------
 
 
-def judge_arms(runs: Runs, configs: Mapping[str, Config]) -> list[dict[str, Any]]:
+def judge_arms(runs: Runs, configs: Mapping[str, Config]) -> list[Summary]:
     """Judge every arm against the first by each measure, with Holm's correction over the arms.
 
     The out-of-distribution reward is judged if every run measured it.
@@ -309,9 +310,7 @@ def list_digests(cells: Sequence[CellResult]) -> list[str]:
     return [cell.summary["weights_digest"] for cell in cells]
 
 
-def describe_tradeoff(
-    name: str, arm: Mapping[str, Any], base_name: str, base: Mapping[str, Any]
-) -> str:
+def describe_tradeoff(name: str, arm: Summary, base_name: str, base: Summary) -> str:
     """Describe an arm's speed, reward and time to the target reward relative to the base."""
     comparable = not arm["warm"] and not base["warm"]
     speed_text = (
@@ -331,7 +330,7 @@ def describe_tradeoff(
     return text + (f", never in {missed} of {arm['seeds']} runs" if missed else "")
 
 
-def analyze(cells: Sequence[CellResult], configs: dict[str, Config]) -> dict[str, Any]:
+def analyze(cells: Sequence[CellResult], configs: dict[str, Config]) -> Summary:
     """Return the content of a comparison's report and of `--json`.
 
     The other arms are compared with the first.
@@ -363,7 +362,7 @@ def analyze(cells: Sequence[CellResult], configs: dict[str, Config]) -> dict[str
 # ---- the cells of a sweep, and the suggested limit -----------------------------------------------
 
 
-def analyze_sweep(sweep: Sweep, margin: float = MARGIN) -> dict[str, Any]:
+def analyze_sweep(sweep: Sweep, margin: float = MARGIN) -> Summary:
     """Return the content of a sweep's page and of `--json`, from the finished cells.
 
     margin: held-out reward that a suggested limit may cost.
@@ -418,43 +417,44 @@ def analyze_sweep(sweep: Sweep, margin: float = MARGIN) -> dict[str, Any]:
     return result | {"suggestion": suggest(result, plan, margin)}
 
 
-def format_difference(cell: Mapping[str, Any]) -> str:
+def format_difference(cell: Summary) -> str:
     """Format a cell's difference from the synchronous run, with its interval."""
     low, high = cell["difference"]["interval"]
     return f"{cell['difference']['mean']:+.3f} [{low:+.3f}, {high:+.3f}]"
 
 
-def find_objection(cell: Mapping[str, Any], margin: float) -> tuple[str, bool]:
+def find_objection(cell: Summary, margin: float) -> tuple[str, bool]:
     """Return the reason why a cell cannot be suggested, and whether more seeds could remove it.
 
     The reason is empty if the cell can be suggested.
     """
+    at = f"at limit {cell['limit']}: "
     against = cell["difference"]
     low, high = against["interval"]
     if cell["seeds"] < 2:
-        return "one seed gives no interval", False
+        return f"{at}one seed gives no interval", False
     if cell["unstable"]:
         kinds = ", ".join(cell["trouble"])
-        return f"{cell['unstable']} of {cell['seeds']} runs unstable ({kinds})", False
+        return f"{at}{cell['unstable']} of {cell['seeds']} runs unstable ({kinds})", False
     if not cell["ess"] > ESS_LEAST:
-        return f"ESS falls to {cell['ess']:.2f}", False
+        return f"{at}ESS falls to {cell['ess']:.2f}", False
     if low > -margin:
         return "", False
     if high < 0:
-        return f"reward {format_difference(cell)} against sync", False
+        return f"{at}reward {format_difference(cell)} against sync", False
     if against["mean"] <= -margin:
         return (
-            f"reward {against['mean']:+.3f} against sync, {margin:g} below or more, though the "
+            f"{at}reward {against['mean']:+.3f} against sync, {margin:g} below or more, though the "
             f"interval [{low:+.3f}, {high:+.3f}] includes zero"
         ), False
     needed = verdict.count_needed_seeds(against["mean"] + margin, against["sd"])
     return (
-        f"reward {format_difference(cell)} at {cell['seeds']} seeds is undecided; "
+        f"{at}reward {format_difference(cell)} at {cell['seeds']} seeds is undecided; "
         f"{f'about {needed}' if needed else 'no practical number of'} seeds would decide"
     ), True
 
 
-def suggest(analysis: dict[str, Any], plan: SweepPlan, margin: float = MARGIN) -> dict[str, Any]:
+def suggest(analysis: Summary, plan: SweepPlan, margin: float = MARGIN) -> Summary:
     """Choose the limit and correction by the rule; ties go to the higher mean reward.
 
     `set` has the options to paste. limit is None if there are too few seeds for a suggestion.
@@ -470,7 +470,7 @@ def suggest(analysis: dict[str, Any], plan: SweepPlan, margin: float = MARGIN) -
             "reason": "one seed: no interval, so no limit can be suggested; use --seeds 3 or more",
             "by_correction": dict.fromkeys(plan.corrections),
         }
-    passing: list[tuple[str, list[dict[str, Any]]]] = []  # correction, its cells by limit
+    passing: list[tuple[str, list[Summary]]] = []  # correction, its cells by limit
     unclear: list[str] = []
     by_correction: dict[str, dict[str, Any]] = {}
     for name in plan.corrections:
@@ -479,58 +479,47 @@ def suggest(analysis: dict[str, Any], plan: SweepPlan, margin: float = MARGIN) -
             key=lambda cell: float(cell["limit"]),
         )
         objections = [find_objection(cell, margin) for cell in cells]
-        reasons = [
-            f"at limit {cell['limit']}: {text}"
-            for cell, (text, _) in zip(cells, objections, strict=True)
-        ]
         good = [i for i, (text, _) in enumerate(objections) if not text]
-        undecided = [reasons[i] for i, (_, may_pass) in enumerate(objections) if may_pass]
-        limit: str | None = "0"
+        undecided = [text for text, may_pass in objections if may_pass]
+        limit: str | None = None if undecided else "0"
         if good:
             passing.append((name, [cells[i] for i in good]))
             limit = cells[good[-1]]["limit"]
         elif undecided:
             unclear.append(f"{name}, {undecided[0]}")
-            limit = None
-        following = good[-1] + 1 if good else 0
-        by_correction[name] = {
-            "limit": limit,
-            "why_not_more": "".join(reasons[following : following + 1]),
-        }
-    result = rule | {"by_correction": by_correction}
+        following = objections[good[-1] + 1 if good else 0 :]
+        why_not_more = following[0][0] if following else ""
+        by_correction[name] = {"limit": limit, "why_not_more": why_not_more}
+    limit, correction, sets = None, None, ""
     if passing:
-        name, cells = max(
+        correction, cells = max(
             passing, key=lambda pair: (float(pair[1][-1]["limit"]), pair[1][-1]["final"])
         )
-        best = cells[-1]
-        return result | {
-            "limit": best["limit"],
-            "correction": name,
-            "set": format_set_arguments(plan, name, float(best["limit"])),
-            "reason": explain_choice(name, cells, by_correction[name]["why_not_more"]),
-        }
-    if unclear:
-        return result | {
-            "limit": None,
-            "correction": None,
-            "set": "",
-            "reason": f"no limit is suggested: none has an interval above -{margin:g} "
-            f"({'; '.join(unclear)})",
-        }
-    why = "; ".join(
-        f"{name}: {choice['why_not_more']}"
-        for name, choice in by_correction.items()
-        if choice["why_not_more"]
-    )
-    return result | {
-        "limit": "0",
-        "correction": None,
-        "set": "--set staleness.max_lag=0",
-        "reason": f"no limit above 0 passes ({why}): stay synchronous",
+        limit = cells[-1]["limit"]
+        sets = format_set_arguments(plan, correction, float(limit))
+        reason = explain_choice(correction, cells, by_correction[correction]["why_not_more"])
+    elif unclear:
+        reason = (
+            f"no limit is suggested: none has an interval above -{margin:g} ({'; '.join(unclear)})"
+        )
+    else:
+        limit, sets = "0", "--set staleness.max_lag=0"
+        objected = "; ".join(
+            f"{name}: {choice['why_not_more']}"
+            for name, choice in by_correction.items()
+            if choice["why_not_more"]
+        )
+        reason = f"no limit above 0 passes ({objected}): stay synchronous"
+    return rule | {
+        "by_correction": by_correction,
+        "limit": limit,
+        "correction": correction,
+        "set": sets,
+        "reason": reason,
     }
 
 
-def explain_choice(name: str, cells: Sequence[Mapping[str, Any]], why_not_more: str) -> str:
+def explain_choice(name: str, cells: Sequence[Summary], why_not_more: str) -> str:
     """Explain the choice: its reward and speed, and the objection to a higher limit.
 
     cells: those of the correction that pass, by limit; the last one is chosen.

@@ -16,7 +16,7 @@ from typing import Any
 from asyncrl.config.tree import Config
 from asyncrl.contract.toml_writer import read_table
 from asyncrl.experiments.compare import verdict
-from asyncrl.experiments.compare.analysis import KL_BATCHES, format_findings
+from asyncrl.experiments.compare.analysis import KL_BATCHES, Summary, format_findings
 from asyncrl.experiments.compare.arms import ArmDescription
 from asyncrl.experiments.compare.grid import CellResult
 from asyncrl.experiments.compare.verdict import average
@@ -35,7 +35,6 @@ from asyncrl.records.page_kit import (
 )
 from asyncrl.supervise.report.run_view import build_length_ledger
 
-Summary = dict[str, Any]  # of `analysis`: an arm, or a correction at a limit, over its seeds
 Columns = dict[str, tuple[str, str]]  # heading -> key of a summary, format of its number
 
 ARM_COLUMNS: Columns
@@ -100,7 +99,7 @@ def format_row(columns: Columns, summary: Summary) -> list[str]:
     ]
 
 
-def format_arms(result: dict[str, Any]) -> list[list[str]]:
+def format_arms(result: Summary) -> list[list[str]]:
     """Return the table of a comparison's arms as text.
 
     A warm run's times are in brackets, because they differ from a real run's.
@@ -118,7 +117,7 @@ def format_arms(result: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def format_cells(result: dict[str, Any]) -> list[list[str]]:
+def format_cells(result: Summary) -> list[list[str]]:
     """Return the table of a sweep's cells as text."""
     rows = []
     for cell in result["cells"]:
@@ -177,7 +176,7 @@ def plot_curves(name: str, arms: Sequence[str], cells: Sequence[CellResult]) -> 
     return plot
 
 
-def describe_bands(result: dict[str, Any], config: Config) -> str:
+def describe_bands(result: Summary, config: Config) -> str:
     """Describe the lines and bands of the curves, and the interval of one held-out reward."""
     seeds = len(result["seeds"])
     lines = (
@@ -185,22 +184,21 @@ def describe_bands(result: dict[str, Any], config: Config) -> str:
         if seeds > 1
         else "Lines: one seed."
     )
-
-    def format_interval(size: int) -> str:
-        half = compute_half_interval(0.5, size, 0.0, 1.0)
-        return f"+-{half:.3f} at most (n = {size:,} held-out prompts)"
-
+    at_ends, between = (
+        f"+-{compute_half_interval(0.5, size, 0.0, 1.0):.3f} at most (n = {size:,} held-out "
+        "prompts)"
+        for size in (config.evaluation.final_prompts, config.evaluation.prompts)
+    )
     return (
-        f"{lines} 95 % interval of one seed's held-out reward in [0, 1], over prompts: "
-        f"{format_interval(config.evaluation.final_prompts)} at both ends, "
-        f"{format_interval(config.evaluation.prompts)} between."
+        f"{lines} 95 % interval of one seed's held-out reward in [0, 1], over prompts: {at_ends} "
+        f"at both ends, {between} between."
     )
 
 
 # ---- the page of a comparison --------------------------------------------------------------------
 
 
-def describe_samples(result: dict[str, Any]) -> str:
+def describe_samples(result: Summary) -> str:
     """Name the arms that trained the first arm's samples, and describe the others' differences."""
     same = "; ".join(
         f"{name} {sum(runs)} of {len(runs)} seeds" for name, runs in result["same_data"].items()
@@ -215,7 +213,7 @@ def describe_samples(result: dict[str, Any]) -> str:
 
 def list_blocks(
     cells: Sequence[CellResult],
-    result: dict[str, Any],
+    result: Summary,
     settings: Sequence[ArmDescription],
     config: Config,
 ) -> list[Block]:
@@ -256,7 +254,7 @@ def list_blocks(
 
 
 def make_heat_map(
-    result: dict[str, Any],
+    result: Summary,
     key: str,
     below: Callable[[Summary], str],
     high: float,
@@ -276,18 +274,17 @@ def make_heat_map(
     for cell in result["cells"]:
         value = float(cell[key])
         column = 1 + result["limits"].index(cell["limit"])
-        color = "#f3f4f6"
-        if math.isfinite(value):
-            color = f"hsl({120 * min(1.0, max(0.0, value / max(high, 1e-9))):.0f} 65% 72%)"
+        hue = 120 * min(1.0, max(0.0, value / max(high, 1e-9)))
+        color = f"hsl({hue:.0f} 65% 72%)" if math.isfinite(value) else "#f3f4f6"
         rows[cell["correction"]][column] = TableCell(f"{value:.2f}", below(cell), color)
     return TableBlock(head, list(rows.values()), heading=heading, style="map", note=note)
 
 
-def name_axis(result: dict[str, Any]) -> str:
+def name_axis(result: Summary) -> str:
     return "injected lag" if result["injected"] else "limit"
 
 
-def list_maps(result: dict[str, Any]) -> list[Block]:
+def list_maps(result: Summary) -> list[Block]:
     """Build the maps of final reward, and of the lowest ESS."""
 
     def describe_cell(cell: Summary) -> str:
@@ -320,7 +317,7 @@ def list_maps(result: dict[str, Any]) -> list[Block]:
     ]
 
 
-def plot_frontier(result: dict[str, Any]) -> PlotBlock:
+def plot_frontier(result: Summary) -> PlotBlock:
     """Plot final reward against speed, with the best of each limit labeled.
 
     The block is empty if no speed was measured.
@@ -334,14 +331,10 @@ def plot_frontier(result: dict[str, Any]) -> PlotBlock:
         )
         for correction in result["corrections"]
     ]
-    top = {
-        limit: max((cell["final"] for cell in timed if cell["limit"] == limit), default=None)
-        for limit in result["limits"]
-    }
     notes = [
-        (result["speed"][limit], accuracy, f"{name_axis(result)} {limit}")
-        for limit, accuracy in top.items()
-        if accuracy is not None
+        (result["speed"][limit], max(ends), f"{name_axis(result)} {limit}")
+        for limit in result["limits"]
+        if (ends := [cell["final"] for cell in timed if cell["limit"] == limit])
     ]
     plot = PagePlot("", "final reward", lines, "speed against limit 0", "points", notes=notes)
     return PlotBlock(
@@ -354,7 +347,7 @@ def plot_frontier(result: dict[str, Any]) -> PlotBlock:
     )
 
 
-def plot_limits(result: dict[str, Any]) -> list[PagePlot]:
+def plot_limits(result: Summary) -> list[PagePlot]:
     """Plot the reward over training: one plot a limit, one line a correction.
 
     A line is the mean over seeds. A seed that stopped early keeps its last reward.
@@ -375,7 +368,7 @@ def plot_limits(result: dict[str, Any]) -> list[PagePlot]:
     return list(plots.values())
 
 
-def format_headline(suggestion: dict[str, Any]) -> str:
+def format_headline(suggestion: Summary) -> str:
     if suggestion["limit"] is None:
         return "No suggestion"
     return f"Suggested: staleness.max_lag = {suggestion['limit']}" + (
@@ -383,7 +376,7 @@ def format_headline(suggestion: dict[str, Any]) -> str:
     )
 
 
-def list_sweep_blocks(result: dict[str, Any], corrections: Sequence[ArmDescription]) -> list[Block]:
+def list_sweep_blocks(result: Summary, corrections: Sequence[ArmDescription]) -> list[Block]:
     """Return the parts of a sweep's page, in their order."""
     suggestion, sync = result["suggestion"], result["sync"]
     suggested = [suggestion["reason"] + ".", suggestion.get("set"), f"rule: {suggestion['rule']}"]
@@ -447,7 +440,7 @@ def write(
     directory: Path,
     name: str,
     cells: Sequence[CellResult],
-    result: dict[str, Any],
+    result: Summary,
     settings: Sequence[ArmDescription],
     config: Config,
 ) -> Path:
@@ -465,7 +458,7 @@ def write(
 def write_sweep(
     directory: Path,
     name: str,
-    result: dict[str, Any],
+    result: Summary,
     corrections: Sequence[ArmDescription],
     subtitle: str,
 ) -> Path:
@@ -480,7 +473,7 @@ def _write(
     file: str,
     title: tuple[str, str],
     blocks: Sequence[Block],
-    result: dict[str, Any],
+    result: Summary,
 ) -> Path:
     """Write the page, which has the JSON in its element `kind`, and the JSON as `file`."""
     blob = json.dumps(clean(result))
@@ -541,9 +534,7 @@ def print_other_measures(
         print_table(head, rows, {h: h for h in (*names, *measured)}, title)
 
 
-def print_comparison(
-    analysis: dict[str, Any], title: str, settings: Sequence[ArmDescription]
-) -> None:
+def print_comparison(analysis: Summary, title: str, settings: Sequence[ArmDescription]) -> None:
     """Print the table, the differences, the verdicts and the losses of faster arms."""
     start = next(iter(analysis["arms"].values()))["heldout_start"]
     rows = format_arms(analysis)
@@ -559,7 +550,7 @@ def print_comparison(
         print(sentence)
 
 
-def print_sweep(analysis: dict[str, Any], title: str) -> None:
+def print_sweep(analysis: Summary, title: str) -> None:
     """Print the table and the suggested limit."""
     rows = format_cells(analysis)
     print_table(SWEEP_HEAD, rows, {heading: heading for heading in SWEPT}, title)

@@ -44,9 +44,9 @@ class PairedDifference:
     mean: float
     sd: float
     seeds: int
-    p: float
-    low: float
-    high: float
+    p: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
     prompt_low: float = math.nan
     prompt_high: float = math.nan
     adjusted: float = math.nan
@@ -87,9 +87,9 @@ def compare_arms(
     """
     differences = {}
     for arm, by_seed in values.items():
-        seeds = [seed for seed in by_seed if seed in values[base]]
-        if arm != base and len(seeds) >= least:
-            mine, theirs = ([values[name][seed] for seed in seeds] for name in (arm, base))
+        pairs = [(x, values[base][seed]) for seed, x in by_seed.items() if seed in values[base]]
+        if arm != base and len(pairs) >= least:
+            mine, theirs = zip(*pairs, strict=True)
             differences[arm] = compare_pairs(mine, theirs, prompts)
     adjust_by_holm(differences)
     return differences
@@ -119,27 +119,23 @@ def compare_pairs(
         if seeds > 1
         else math.nan
     )
-    result = PairedDifference(mean, sd, seeds, p=math.nan, low=math.nan, high=math.nan)
+    result = PairedDifference(mean, sd, seeds)
     if seeds > 1 and mean and prompts:
         result.sd = max(sd, 1 / prompts)
-    if seeds > 1 and result.sd < EQUAL:
-        if abs(mean) > EQUAL:
-            result.p = 2.0 ** (1 - seeds)
-        else:
-            result.p = 1.0
-            result.low = result.high = mean
-    elif seeds > 1:
+    if result.sd >= EQUAL:
         error = result.sd / math.sqrt(seeds)
         half = float(stats.t.ppf(1 - LEVEL / 2, seeds - 1)) * error
         result.p = float(2 * stats.t.sf(abs(mean) / error, seeds - 1))
-        result.low = mean - half
-        result.high = mean + half
+        result.low, result.high = mean - half, mean + half
+    elif seeds > 1 and abs(mean) > EQUAL:
+        result.p = 2.0 ** (1 - seeds)
+    elif seeds > 1:
+        result.p, result.low, result.high = 1.0, mean, mean
     if prompts:
         # Conservative: both arms have the same prompts, whose positive covariance is left out.
         variances = sum(a * (1 - a) + b * (1 - b) for a, b in zip(arm, base, strict=True))
         half = float(stats.norm.ppf(1 - LEVEL / 2)) * (math.sqrt(variances / prompts) / seeds)
-        result.prompt_low = mean - half
-        result.prompt_high = mean + half
+        result.prompt_low, result.prompt_high = mean - half, mean + half
     return result
 
 
