@@ -169,7 +169,7 @@ def test_the_endless_batch_is_the_limit_of_sampled_ones() -> None:
     mu = s.find_policy(theta, 0.1, 1)
     case = corrections.StaleSamples(s, theta, mu, corrections.draw_rewards(s, 2))
     c = RecomputedCorrection(level="sequence", bound="mask", self_normalize=True)
-    exact = case.correct(c).weight.reshape(s.n, -1)[:, 0]
+    exact = case.compute_weights(c).reshape(s.n, -1)[:, 0]
     drawn = s.sample(mu, 40_000, 3)
     log_rho = case.log_rho.reshape(s.n, -1)[drawn].reshape(-1)
     seq = torch.arange(40_000).repeat_interleave(3)

@@ -33,26 +33,32 @@ def list_candidates() -> dict[str, Correction]:
 
     Levels with bounds are listed plain and self-normalized.
     """
-    corrections: dict[str, Correction] = {"none": RecomputedCorrection(level="none")}
-    for level in ("token", "sequence", "geometric"):
-        for bound in ("none", "truncate", "clip", "mask"):
-            corrections[f"{level} {bound}"] = RecomputedCorrection(level=level, bound=bound)
-            corrections[f"{level} {bound} normalised"] = RecomputedCorrection(
-                level=level, bound=bound, self_normalize=True
+    return {
+        "none": RecomputedCorrection(level="none"),
+        **{
+            f"{level} {bound}{' normalised' if normalized else ''}": RecomputedCorrection(
+                level=level, bound=bound, self_normalize=normalized
             )
-    for over in ("token", "sum", "mean", "max"):
-        corrections[f"reject ratio {over}"] = RecomputedCorrection(
-            level="none", reject="ratio", reject_over=over
-        )
-    corrections["reject k3 max"] = RecomputedCorrection(
-        level="none", reject="k3", reject_over="max", reject_hi=0.1
-    )
-    return corrections | {
-        f"preset {name}": RecomputedCorrection(
-            **{key: value for key, value in fields.items() if key != "proximal"}
-        )
-        for name, fields in PRESETS.items()
-        if name != "none"
+            for level in ("token", "sequence", "geometric")
+            for bound in ("none", "truncate", "clip", "mask")
+            for normalized in (False, True)
+        },
+        **{
+            f"reject ratio {over}": RecomputedCorrection(
+                level="none", reject="ratio", reject_over=over
+            )
+            for over in ("token", "sum", "mean", "max")
+        },
+        "reject k3 max": RecomputedCorrection(
+            level="none", reject="k3", reject_over="max", reject_hi=0.1
+        ),
+        **{
+            f"preset {name}": RecomputedCorrection(
+                **{key: value for key, value in fields.items() if key != "proximal"}
+            )
+            for name, fields in PRESETS.items()
+            if name != "none"
+        },
     }
 
 
@@ -86,30 +92,21 @@ class StaleSamples:
         self.adv = (right - (self.p * right).sum())[space.seq]
         self.exact = differentiate(lambda t: space.compute_probability(t) * right, theta)[0]
 
-    def correct(self, c: Correction) -> correction.ImportanceWeights:
-        """Return weights of all responses, with the statistics of an infinite batch."""
+    def compute_weights(self, c: Correction) -> torch.Tensor:
+        """Return the weight of every token, with the statistics of an infinite batch: [N]."""
         s = self.space
-        stats = correction.WeightStatistics()
-        if c.self_normalize:
-            stats.mean = torch.ones((), dtype=torch.float64)
-            w = self._compute_weights(c, stats)
-            if c.level == "token":
-                chance = self.p[s.seq] * w.kept
-                stats.mean = (chance * w.weight).sum() / chance.sum()
-            else:  # one weight a response
-                chance = self.p * (ratios.sum_by_sample(w.kept.double(), s.seq, s.n) > 0)
-                stats.mean = (
-                    chance * ratios.average_by_sample(w.weight, w.kept, s.seq, s.n)
-                ).sum() / chance.sum()
-            # if everything is rejected, the weights are 0, as in the learner
-            stats.mean = torch.where(stats.mean > 0, stats.mean, 1.0)
-        return self._compute_weights(c, stats)
-
-    def _compute_weights(
-        self, c: Correction, stats: correction.WeightStatistics
-    ) -> correction.ImportanceWeights:
-        s = self.space
-        return correction.correct(self.log_rho, self.lp, self.mask, s.seq, n=s.n, c=c, stats=stats)
+        stats = correction.WeightStatistics(torch.ones((), dtype=torch.float64))
+        w = correction.correct(self.log_rho, self.lp, self.mask, s.seq, n=s.n, c=c, stats=stats)
+        if not c.self_normalize:
+            return w.weight
+        if c.level == "token":
+            weight, chance = w.weight, self.p[s.seq] * w.kept
+        else:  # one weight a response
+            weight = ratios.average_by_sample(w.weight, w.kept, s.seq, s.n)
+            chance = self.p * (ratios.sum_by_sample(w.kept.double(), s.seq, s.n) > 0)
+        mean = (chance * weight).sum() / chance.sum()
+        # if everything is rejected, the weights are 0, as in the learner
+        return w.weight / torch.where(mean > 0, mean, 1.0)
 
     def judge(self, c: Correction) -> dict[str, float]:
         """Return bias, variance and weight statistics of a correction.
@@ -120,7 +117,7 @@ class StaleSamples:
         - left: share of tokens with a weight above 0
         """
         s = self.space
-        w = self.correct(c).weight
+        w = self.compute_weights(c)
         rows = s.compute_gradient_rows(self.theta, w * self.adv)
         judged = s.judge(rows, self.p, self.exact)
         del judged["variance"]
