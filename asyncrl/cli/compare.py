@@ -145,12 +145,14 @@ def sweep(
     """
     from asyncrl.config import load
     from asyncrl.experiments.compare import analysis, grid, page
+    from asyncrl.experiments.compare import arms as arming
     from asyncrl.supervise.preflight import localize_sets, preflight
 
     if not dry_run:
         sets = tuple(localize_sets(load.load(source, sets), sets))
     corrections = [
-        grid.parse_correction(text) for text in correction_texts or ("configured", "none")
+        arming.parse_arm(text, "--correction")
+        for text in correction_texts or ("configured", "none")
     ]
     plan = grid.make_plan(
         source,
@@ -187,7 +189,14 @@ def sweep(
     if as_json:
         result.print_result(page.clean(found))
         return
-    page.print_sweep(found, f"{directory.name}: {seeds} seed(s)")
+    rows = page.format_cells(found)
+    page.print_table(page.SWEEP_HEAD, rows, page.SWEPT, f"{directory.name}: {seeds} seed(s)")
+    page.print_other_measures(
+        page.SWEEP_HEAD, rows, ("correction", "limit"), ("OOD end", "KL to ref")
+    )
+    print(found["suggestion"]["reason"])
+    if found["suggestion"]["set"]:
+        print(found["suggestion"]["set"])
     print_progress(f"report: {html}")
 
 

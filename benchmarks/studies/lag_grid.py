@@ -33,7 +33,6 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # for lib
 
 from lib import results_file
 
-from asyncrl.cli.compare import describe_corrections
 from asyncrl.experiments.compare import grid
 from asyncrl.experiments.compare.analysis import analyze_sweep
 from asyncrl.experiments.compare.arms import CORRECTIONS
@@ -212,7 +211,7 @@ def write(made: dict[str, grid.Sweep], args: argparse.Namespace) -> None:
             f"{task}: injected lag, {args.steps} steps of 32 x 8, {len(s.seeds)} seeds, "
             "one warm start; evaluations of 128 prompts, at the ends of 512"
         )
-        told = describe_corrections(s.plan, titles(made_by))
+        told = s.plan.describe(titles(made_by))
         page = write_sweep(s.directory, f"Injected lag, {task}", found, told, subtitle)
         if (checked := s.directory / "checked.json").exists():
             all_found[task]["checked_against_real_processes"] = json.loads(checked.read_text())

@@ -22,7 +22,6 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # for lib
 
 from lib import results_file, rounds
 
-from asyncrl.cli.compare import describe_corrections
 from asyncrl.experiments.compare import grid, verdict
 from asyncrl.experiments.compare.analysis import analyze_sweep, sum_ledgers
 from asyncrl.experiments.compare.page import clean, write_sweep
@@ -205,7 +204,7 @@ def main() -> None:
         s.directory,
         "Orders of service",
         found,
-        describe_corrections(s.plan, {n: what for n, (what, _) in ARMS.items()}),
+        s.plan.describe({n: what for n, (what, _) in ARMS.items()}),
         subtitle,
     )
     arms = analyse(s, found)

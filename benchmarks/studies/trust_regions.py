@@ -27,7 +27,6 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # for lib
 
 from lib import results_file, rounds
 
-from asyncrl.cli.compare import describe_corrections
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.compare import grid, verdict
@@ -334,7 +333,7 @@ def main() -> None:
         f"{args.task}: {args.minibatches} optimizer steps a batch, each arm at the rate "
         f"that moves {target:.3g} nats a token a batch; {args.steps} steps"
     )
-    told = describe_corrections(what, titles)
+    told = what.describe(titles)
     page = write_sweep(s.directory, "Trust regions at equal KL moved", found, told, subtitle)
     by_lag = analyse(s, found)
     print("\n".join(lines(by_lag)), file=sys.stderr if args.json else sys.stdout)

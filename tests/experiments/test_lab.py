@@ -62,13 +62,11 @@ def test_moments_by_hand() -> None:
     """One symbol of two, p = (1/2, 1/2), coefficients 1 and 3: g = (1/2, -1/2) and 3 (-1/2, 1/2);
     mean (-1/2, 1/2), E|g|^2 = (0.5 + 4.5)/2."""
     s = ResponseSpace(2, 1)
-    mean, variance = s.compute_moments(
-        s.compute_gradient_rows(
-            torch.zeros(1, 2, dtype=torch.float64), torch.tensor([1.0, 3.0], dtype=torch.float64)
-        ),
-        torch.full((2,), 0.5).double(),
-    )
-    assert mean.tolist() == [[-0.5, 0.5]] and variance == pytest.approx(2.5 - 0.5)
+    theta = torch.zeros(1, 2, dtype=torch.float64)
+    rows = s.compute_gradient_rows(theta, torch.tensor([1.0, 3.0], dtype=torch.float64))
+    mean = torch.tensor([[-0.5, 0.5]], dtype=torch.float64)
+    found = s.judge(rows, torch.full((2,), 0.5).double(), mean)
+    assert found["relative_bias"] == 0 and found["variance"] == pytest.approx(2.5 - 0.5)
 
 
 def test_a_policy_at_a_given_distance(space: ResponseSpace) -> None:

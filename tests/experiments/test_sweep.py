@@ -16,7 +16,7 @@ from asyncrl.config import load
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.experiments import figures, serial
 from asyncrl.experiments.compare import analysis, grid, page, verdict, warm_pool
-from asyncrl.experiments.compare.arms import CORRECTIONS
+from asyncrl.experiments.compare.arms import CORRECTIONS, parse_arm
 from asyncrl.models.policy import build_model
 
 pytestmark = pytest.mark.slow
@@ -119,58 +119,33 @@ def test_a_sweep_from_start_to_suggestion_and_again(model: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("corrections", "limits", "sets", "said"),
     [
-        (
-            ("pppo",),
-            "1",
-            (),
-            "--correction pppo: no such method (did you mean ppo?); choose from none, ppo",
-        ),
-        (("none",), "1,x", (), "--limits 1,x: give whole numbers"),
-        (("none",), "1.5", (), "1.5 is neither a whole number"),
-        (("none",), "inf", (), "a lag of inf cannot be injected"),
-        (("none",), "2,2", (), "given twice"),
-        (
-            ("configured", "ppo"),
-            "2",
-            (),
-            "--correction ppo: with limit 2 it is the same as configured-limit2",
-        ),
-        (
-            ("tis", "tis:learner.lr=1"),
-            "2",
-            (),
-            "given twice; give the second another name, such as NAME:method=tis",
-        ),
-        (("a:same-as=b",), "2", (), "same-as belongs to compare"),
-        (("a:seed=3",), "2", (), "--correction a: seed must be the same in all cells"),
-        (
-            ("a:staleness.max_lag=3",),
-            "2",
-            (),
-            "--correction a: staleness.max_lag must be the same in all cells",
-        ),
-        (("a:los.surrogate=ppo",), "2", (), "--correction a, limit 2: "),
-        (("none",), "2", ("staleness.inject=1",), "staleness.inject: the sweep sets it"),
+        ("pppo", "1", "", "--correction pppo: no such method (did you mean ppo?)"),
+        ("none", "1,x", "", "--limits 1,x: give whole numbers"),
+        ("none", "1.5", "", "1.5 is neither a whole number"),
+        ("none", "inf", "", "a lag of inf cannot be injected"),
+        ("none", "2,2", "", "given twice"),
+        ("configured ppo", "2", "", "ppo: with limit 2 it is the same as configured-limit2"),
+        ("tis tis:learner.lr=1", "2", "", "give the second another name, such as NAME:method=tis"),
+        ("a:same-as=b", "2", "", "same-as belongs to compare"),
+        ("a:seed=3", "2", "", "--correction a: seed must be the same in all cells"),
+        ("a:staleness.max_lag=3", "2", "", "a: staleness.max_lag must be the same in all cells"),
+        ("a:los.surrogate=ppo", "2", "", "--correction a, limit 2: "),
+        ("none", "2", "staleness.inject=1", "staleness.inject: the sweep sets it"),
     ],
 )
-def test_what_it_refuses(
-    corrections: tuple[str, ...], limits: str, sets: tuple[str, ...], said: str
-) -> None:
+def test_what_it_refuses(corrections: str, limits: str, sets: str, said: str) -> None:
     with pytest.raises(ConfigError) as e:
-        grid.make_plan(
-            "configs/demo.toml",
-            sets,
-            [(arm.name, arm.sets) for arm in map(grid.parse_correction, corrections)],
-            grid.parse_limits(limits, True),
-            injected=True,
-        )
+        arms = [parse_arm(text, "--correction") for text in corrections.split()]
+        named = [(arm.name, arm.sets) for arm in arms]
+        injected = grid.parse_limits(limits, True)
+        grid.make_plan("configs/demo.toml", sets.split(), named, injected, injected=True)
     assert said in str(e.value) and "\n" not in str(e.value)
 
 
 def test_what_a_correction_is_comes_from_its_configs() -> None:
     """A method with keys of its own is that method, and the page says what its config has."""
     asked = ("tis:learner.lr=1e-4", "far:method=tis,correction.hi=4.0", "ppo")
-    arms = [grid.parse_correction(text) for text in asked]
+    arms = [parse_arm(text, "--correction") for text in asked]
     made = grid.make_plan(
         "configs/rle.toml", (), [(arm.name, arm.sets) for arm in arms], [2.0], injected=True
     )

@@ -107,16 +107,6 @@ def average_reference_kl(rows: Sequence[Summary]) -> float:
     return average(last_values or verdict.list_values(updated, name)[-1:])
 
 
-def find_first_reached(cell: CellResult, target: float) -> tuple[float, float]:
-    """Return batch and seconds of the first evaluation at `target` or above, or nan."""
-    for step, accuracy in zip(cell.steps, cell.accuracy, strict=True):
-        if accuracy >= target:
-            row = min(step, cell.rows[-1]["step"])
-            times = (float(later["t"]) for later in cell.rows if later["step"] >= row)
-            return step, next(times, math.nan)
-    return math.nan, math.nan
-
-
 def complete_curve(record: Summary, last_step: int) -> tuple[list[float], list[float]]:
     """Return steps and held-out rewards of a run.
 
@@ -217,8 +207,16 @@ def summarize_arm(cells: Sequence[CellResult], config: Config, target: float) ->
     def average_summary(name: str) -> float:
         return average([float(cell.summary[name]) for cell in cells])
 
-    times = [find_first_reached(cell, target) for cell in cells]
-    reached = [step for step, _ in times if not math.isnan(step)]
+    reached: list[float] = []  # batch of the first evaluation at `target` or above
+    seconds: list[float] = []
+    for cell in cells:
+        points = zip(cell.steps, cell.accuracy, strict=True)
+        step = next((step for step, accuracy in points if accuracy >= target), None)
+        if step is not None:
+            row = min(step, cell.rows[-1]["step"])
+            times = (float(later["t"]) for later in cell.rows if later["step"] >= row)
+            reached.append(step)
+            seconds.append(next(times, math.nan))
     result = summarize(cells, config)
     return result | {
         "heldout_start": average_summary("heldout_start"),
@@ -234,7 +232,7 @@ def summarize_arm(cells: Sequence[CellResult], config: Config, target: float) ->
         "target": target,
         "reached": len(reached),  # runs, over which the next two are means
         "steps_to_target": average(reached),
-        "seconds_to_target": average([x for step, x in times if not math.isnan(step)]),
+        "seconds_to_target": average(seconds),
         "weights_digests": list_digests(cells),
         # in warm processes, whose times differ from a real run's
         "warm": all(cell.warm for cell in cells),

@@ -83,6 +83,10 @@ def parse_arm(text: str, option: str = "--arm") -> Arm:
                 f"{option} {text}: {name} is a method; give an arm that repeats another a "
                 "name that is not a method"
             )
+        if option == "--correction":
+            raise ConfigError(
+                f"{option} {text}: same-as belongs to compare; a sweep does not repeat a correction"
+            )
         return Arm(name, [], items[0].removeprefix("same-as="))
     key_of = {item: item.partition("=")[0].strip() for item in items}
     extra_sets = [item for item in items if key_of[item] != METHOD]

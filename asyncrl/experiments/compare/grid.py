@@ -39,7 +39,6 @@ from asyncrl.experiments.compare.arms import (
     find_config_differences,
     format_changes,
     format_differences,
-    parse_arm,
 )
 from asyncrl.experiments.one_process import needs_own_process
 from asyncrl.experiments.serial_record import BatchRecord
@@ -297,16 +296,6 @@ def describe_power(arms: int, seeds: int) -> str:
 # ---- the arms of a sweep -------------------------------------------------------------------------
 
 
-def parse_correction(text: str) -> Arm:
-    """Parse `NAME` or `NAME:key=value,...` as an arm. Raises ConfigError."""
-    arm = parse_arm(text, "--correction")
-    if arm.same_as:
-        raise ConfigError(
-            f"--correction {text}: same-as belongs to compare; a sweep does not repeat a correction"
-        )
-    return arm
-
-
 def parse_limits(text: str, injected: bool) -> list[float]:
     """Parse `0,1,2,4` or `1,inf` into sorted limits. Raises ConfigError."""
     try:
@@ -516,13 +505,6 @@ class Grid:
         cell.summary |= json.loads((run_dir / "summary.json").read_bytes())
         cell.signs = [health_checks.Finding(**sign) for sign in cell.summary.get("signs", [])]
         return cell
-
-    def describe_running(self, name: str) -> str:
-        """Describe the state of a run of processes, from its metrics; empty if it has none."""
-        arm = name.rpartition("-seed")[0]
-        rows = metrics.read(self.get_run_dir(name)) if arm in self.real else []
-        rewards = [f": {row['eval/heldout']:.3f}" for row in rows if "eval/heldout" in row]
-        return "".join([f"step {max(row['step'] for row in rows)}", *rewards[-1:]]) if rows else ""
 
     def log_finished(self) -> list[str]:
         """Log how many runs are finished, and return the names of the others."""
@@ -763,11 +745,16 @@ class GridProgress:
     def format_cell(self, names: Sequence[str]) -> str:
         """Format the finished runs of a cell by their means, then the state of the others."""
         ends = [self.ends[name] for name in names if name in self.ends]
-        texts = [
-            self.running.get(name) or self.grid.describe_running(name)
-            for name in names
-            if name not in self.ends
-        ]
+        texts = []
+        for name in (name for name in names if name not in self.ends):
+            is_real = name.rpartition("-seed")[0] in self.grid.real
+            rows = metrics.read(self.grid.get_run_dir(name)) if is_real else []
+            rewards = [f": {row['eval/heldout']:.3f}" for row in rows if "eval/heldout" in row]
+            if name in self.running:
+                texts.append(self.running[name])
+            elif rows:
+                step = max(row["step"] for row in rows)
+                texts.append("".join([f"step {step}", *rewards[-1:]]))
         if ends:
             unstable = sum(bool(cell.trouble) for cell in ends)
             count = f" ({len(ends)})" if len(names) > 1 else ""
@@ -775,4 +762,4 @@ class GridProgress:
             seconds = verdict.average([cell.summary["wall_s"] for cell in ends])
             reward = verdict.average([cell.final for cell in ends])
             texts.insert(0, f"{reward:.3f}{count}{mark}, {seconds:.0f} s")
-        return " ".join(filter(None, texts)) or "-"
+        return " ".join(texts) or "-"

@@ -58,16 +58,10 @@ COMPARED = {
     "unstable": "unstable",
     "processes": "",
 }
-SWEPT = (
-    "correction",
-    "limit",
-    "end",
-    "vs sync",
-    "interval",
-    "ESS",
-    "unstable",
-    "speed",
-)
+SWEPT = {
+    name: name
+    for name in ("correction", "limit", "end", "vs sync", "interval", "ESS", "unstable", "speed")
+}
 
 
 def clean(value: Any) -> Any:
@@ -548,13 +542,3 @@ def print_comparison(analysis: Summary, title: str, settings: Sequence[ArmDescri
         print(judged["text"])
     for sentence in analysis["trade"]:
         print(sentence)
-
-
-def print_sweep(analysis: Summary, title: str) -> None:
-    """Print the table and the suggested limit."""
-    rows = format_cells(analysis)
-    print_table(SWEEP_HEAD, rows, {heading: heading for heading in SWEPT}, title)
-    print_other_measures(SWEEP_HEAD, rows, ("correction", "limit"), ("OOD end", "KL to ref"))
-    print(analysis["suggestion"]["reason"])
-    if analysis["suggestion"]["set"]:
-        print(analysis["suggestion"]["set"])

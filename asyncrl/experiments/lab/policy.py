@@ -160,19 +160,6 @@ class ResponseSpace:
             0, self.place, weight[self.seq, None] * rows
         )
 
-    def compute_moments(
-        self, rows: torch.Tensor, probability: torch.Tensor
-    ) -> tuple[torch.Tensor, float]:
-        """Return the expected gradient [K, V] and the trace of its covariance.
-
-        The covariance is that of one response's gradient.
-
-        probability: of the responses, [S].
-        """
-        mean = self.average(rows, probability)
-        square = float((probability[self.seq] * rows.square().sum(1)).sum())
-        return mean, max(0.0, square - float(mean.square().sum()))
-
     def judge(
         self, rows: torch.Tensor, probability: torch.Tensor, exact: torch.Tensor
     ) -> dict[str, float]:
@@ -182,8 +169,12 @@ class ResponseSpace:
         - cosine: of E g and exact
         - variance: trace of the covariance of one response's gradient
         - relative_variance: the same over |exact|^2
+
+        probability: of the responses, [S].
         """
-        mean, variance = self.compute_moments(rows, probability)
+        mean = self.average(rows, probability)
+        square = float((probability[self.seq] * rows.square().sum(1)).sum())
+        variance = max(0.0, square - float(mean.square().sum()))
         return {
             "relative_bias": compute_relative_error(mean, exact),
             "cosine": compute_cosine(mean, exact),
