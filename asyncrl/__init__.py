@@ -57,6 +57,7 @@ packages form layers, and each imports only from the layers below it:
 - `transport`: sockets, the transport of weights, the HTTP server.
 - `models`: the policy, its packed forward, its adapters, its tokenizer.
 - `records`: the files that a run writes, and their readers.
+- `losses`: the losses of a run as functions, for other trainers.
 - `config`: from TOML to one frozen tree.
 - `algorithms`: the mathematics, which only needs torch.
 - `contract`: messages, versions, admission, errors.

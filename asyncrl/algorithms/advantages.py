@@ -692,10 +692,6 @@ BASELINES: dict[str, Callable[[RewardedBatch], torch.Tensor]] = {
 }
 
 
-def _apply_reinforce(a: RewardedBatch, c: settings.ReinforceAdvantage) -> torch.Tensor:
-    return choose_function("advantage.baseline", BASELINES, c.baseline)(a)
-
-
 def _apply_grpo(a: RewardedBatch, c: settings.GrpoAdvantage) -> torch.Tensor:
     compute = compute_grpo if c.std == "group" else compute_batch_grpo
     return compute(a.rewards, a.groups, ddof=c.ddof, eps=c.eps)
@@ -774,7 +770,7 @@ def _apply_gae(t: RewardedBatch, c: settings.GaeAdvantage) -> tuple[torch.Tensor
 # advantage.name, the tag of its struct in `settings` -> [B], broadcast to the sample's tokens. The
 # KL penalty in the reward is subtracted from the sample's reward
 BY_ANSWER: dict[str, Callable[[RewardedBatch, Any], torch.Tensor]] = {
-    "reinforce": _apply_reinforce,
+    "reinforce": lambda a, c: choose_function("advantage.baseline", BASELINES, c.baseline)(a),
     "rloo": lambda a, c: compute_rloo(a.rewards, a.groups),
     "grpo": _apply_grpo,
     "dr_grpo": lambda a, c: compute_dr_grpo(a.rewards, a.groups),

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from asyncrl.algorithms.kl import estimate_k3
 from asyncrl.algorithms.ratios import (
     CLAMP,
     average_by_sample,
@@ -40,26 +41,18 @@ REJECT_BAND = {"token": (0.5, 2.0), "sum": (0.5, 2.0), "mean": (0.99, 1.01), "ma
 VETO = {"none": 0.0, "probability": 1e-6, "ratio": 1e-4}
 
 
-def _weigh_by_sequence(
-    log_rho: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int
-) -> torch.Tensor:
-    """Return exp(sum log rho): per-trajectory importance sampling."""
-    return sum_by_sample(log_rho, seq, n).clamp(-CLAMP, CLAMP).exp()[seq]
-
-
-def _weigh_by_geometric_mean(
-    log_rho: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int
-) -> torch.Tensor:
-    """Return exp(mean log rho): GSPO's ratio (arXiv 2507.18071) on proximal / behavior."""
-    return average_by_sample(log_rho, mask, seq, n).clamp(-CLAMP, CLAMP).exp()[seq]
-
-
 # correction.level -> unbounded weights [N] of log rho [N] (0 outside the mask), mask, seq, n
 LEVELS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]] = {
     "none": lambda log_rho, mask, seq, n: torch.ones_like(log_rho),
     "token": lambda log_rho, mask, seq, n: log_rho.clamp(-CLAMP, CLAMP).exp(),
-    "sequence": _weigh_by_sequence,
-    "geometric": _weigh_by_geometric_mean,
+    # exp(sum log rho): per-trajectory importance sampling
+    "sequence": lambda log_rho, mask, seq, n: (
+        sum_by_sample(log_rho, seq, n).clamp(-CLAMP, CLAMP).exp()[seq]
+    ),
+    # exp(mean log rho): GSPO's ratio (arXiv 2507.18071) on proximal / behavior
+    "geometric": lambda log_rho, mask, seq, n: (
+        average_by_sample(log_rho, mask, seq, n).clamp(-CLAMP, CLAMP).exp()[seq]
+    ),
 }
 
 
@@ -112,20 +105,6 @@ def compute_mean_weight(
     return torch.where(mean > 0, mean, 1.0)
 
 
-def _estimate_k3(raw: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
-    x = raw.clamp(-CLAMP, CLAMP)
-    return torch.expm1(x) - x
-
-
-def _compute_largest_binary_kl(raw: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
-    """Return the larger of the binary KL(pi || mu) and KL(mu || pi) (KPop).
-
-    A rare token may move by orders of magnitude, a probable one may not.
-    """
-    pi = log_mu + raw
-    return torch.maximum(compute_binary_kl(pi, log_mu), compute_binary_kl(log_mu, pi))
-
-
 # correction.reject -> statistic [N] of log rho [N] and log mu [N] per token; the ratio stays a
 # logarithm until the sum over the sample
 STATISTICS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -133,12 +112,16 @@ STATISTICS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "ratio": lambda raw, log_mu: raw,
     "k1": lambda raw, log_mu: -raw.clamp(-CLAMP, CLAMP),
     "k2": lambda raw, log_mu: raw.clamp(-CLAMP, CLAMP).square() / 2,
-    "k3": _estimate_k3,
+    "k3": lambda raw, log_mu: estimate_k3(-raw.clamp(-CLAMP, CLAMP)),
     # rho^2 - 1, whose mean over a sample estimates chi^2(pi || mu)
     "chi2": lambda raw, log_mu: torch.expm1(2 * raw.clamp(-CLAMP, CLAMP)),
     # |pi - mu| of the sampled token: total variation with all other tokens as one
     "tv": lambda raw, log_mu: ((log_mu + raw).exp() - log_mu.exp()).abs(),
-    "kb": _compute_largest_binary_kl,
+    # the larger of the binary KL(pi || mu) and KL(mu || pi) (KPop): a rare token may move by orders
+    # of magnitude, a probable one may not
+    "kb": lambda raw, log_mu: torch.maximum(
+        compute_binary_kl(log_mu + raw, log_mu), compute_binary_kl(log_mu, log_mu + raw)
+    ),
     # the binary KL(mu || pi) (FlashREINFORCE)
     "kb_mu": lambda raw, log_mu: compute_binary_kl(log_mu, log_mu + raw),
 }

@@ -226,14 +226,9 @@ def compute_term(
     return choose_function("kl.loss.off_policy", OFF_POLICY, off_policy)(inputs)
 
 
-def adapt_beta(beta: float, kl: float, target: float, samples: int, horizon: int) -> float:
-    """Return the next beta (Ziegler et al. 2019, arXiv 1909.08593)."""
-    return beta * (1 + min(max(kl / target - 1, -0.2), 0.2) * samples / horizon)
-
-
 @dataclass
 class KLController:
-    """beta over a run: `fixed`, or `adapt_beta` towards kl = target.
+    """beta over a run: fixed, or adapted to kl = target (Ziegler et al. 2019, arXiv 1909.08593).
 
     kl and target are in nats per sample (as published), horizon in samples.
     """
@@ -251,5 +246,6 @@ class KLController:
         if self.kind not in ("fixed", "adaptive"):
             raise build_name_error("kl.reward.controller", self.kind, ("fixed", "adaptive"))
         if self.kind == "adaptive" and abs(kl) < torch.inf:
-            self.beta = adapt_beta(self.beta, kl, self.target, samples, self.horizon)
+            error = min(max(kl / self.target - 1, -0.2), 0.2)
+            self.beta *= 1 + error * samples / self.horizon
         return self.beta

@@ -219,8 +219,11 @@ def prepare(
             (batch.token_lag - config.staleness.limit).clamp(min=0).to(staleness_weight.dtype)
             / config.staleness.half_life,
         )
-    adv, returns, scalars = compute_advantage(batch, valid, config, baseline, beta)
-    adv = adv if advantages is None else advantages
+    adv, returns, scalars = (
+        compute_advantage(batch, valid, config, baseline, beta)
+        if advantages is None
+        else (advantages, None, {})
+    )
     corrected = None
     if batch.proximal is not None and config.loss.surrogate != "reinforce":
         corrected = _correct(batch, slice(None), batch.proximal, valid, config, adv=adv)

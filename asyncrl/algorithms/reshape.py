@@ -85,35 +85,25 @@ class GammaInputs:
     c: Reshape
 
 
-def _apply_v31(x: GammaInputs) -> torch.Tensor:
-    g = compute_gamma_v31(x.log_w, x.adv, x.stats.base, tau=x.c.tau, temperature=x.c.temperature)
-    return g.clamp(min=x.c.gamma_min)
-
-
-def _reduce_for_tokens(g: torch.Tensor, x: GammaInputs) -> torch.Tensor:
-    """Reduce gamma of tokens that push away; box_cox reduces the coefficient instead."""
-    if x.c.form == "box_cox":
-        return g
-    return torch.where(x.adv * x.log_w > 0, g * x.stats.share, g)
-
-
-def _reduce_for_batch(g: torch.Tensor, x: GammaInputs) -> torch.Tensor:
-    """Repair D as the report words it: gamma_kl for the whole batch."""
-    target = (x.c.kl_budget / x.stats.kl.clamp(min=1e-30)).sqrt().clamp(max=1.0)
-    return torch.minimum(x.stats.base, target).expand_as(x.log_w)
-
-
 # reshape.mode -> gamma [N]
 MODES: dict[str, Callable[[GammaInputs], torch.Tensor]] = {
-    "v3.1": _apply_v31,
+    "v3.1": lambda x: compute_gamma_v31(
+        x.log_w, x.adv, x.stats.base, tau=x.c.tau, temperature=x.c.temperature
+    ).clamp(min=x.c.gamma_min),
     "base": lambda x: x.stats.base.expand_as(x.log_w).clamp(min=x.c.gamma_min),
     "constant": lambda x: torch.full_like(x.log_w, x.c.gamma),
 }
 # reshape.budget -> gamma [N] after repair D
 BUDGETS: dict[str, Callable[[torch.Tensor, GammaInputs], torch.Tensor]] = {
     "none": lambda g, x: g,
-    "tokens": _reduce_for_tokens,
-    "global": _reduce_for_batch,
+    # of tokens that push away; box_cox reduces the coefficient instead
+    "tokens": lambda g, x: (
+        g if x.c.form == "box_cox" else torch.where(x.adv * x.log_w > 0, g * x.stats.share, g)
+    ),
+    # as the report words it: gamma_kl for the whole batch
+    "global": lambda g, x: torch.minimum(
+        x.stats.base, (x.c.kl_budget / x.stats.kl.clamp(min=1e-30)).sqrt().clamp(max=1.0)
+    ).expand_as(x.log_w),
 }
 
 

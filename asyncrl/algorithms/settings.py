@@ -116,17 +116,6 @@ def list_variants(kind: Any) -> tuple[Any, ...]:
     return tuple(structs)
 
 
-def build_variant(kind: Any, tag: str, **keys: Any) -> Any:
-    """Build the struct below `kind` with this tag.
-
-    For example `build_variant(Loss, "dppo", dppo_threshold=0.1)`. Raises KeyError for an unknown
-    tag.
-    """
-    return {subclass.__struct_config__.tag: subclass for subclass in list_variants(kind)}[tag](
-        **keys
-    )
-
-
 Ddof = Annotated[
     Literal[0, 1],
     Meta(description="Degrees of freedom subtracted for the standard deviation. 1: unbiased."),
@@ -197,7 +186,7 @@ class ReinforceAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="reinfo
     """Share of the running mean that each update keeps. Closer to 1: smoother and slower."""
 
 
-class RlooAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="rloo"):
+class RlooAdvantage(AnswerAdvantage, frozen=True, tag="rloo"):
     pass
 
 
@@ -209,19 +198,19 @@ class GrpoAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="grpo"):
     eps: Eps = 1e-4
 
 
-class DrGrpoAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="dr_grpo"):
+class DrGrpoAdvantage(AnswerAdvantage, frozen=True, tag="dr_grpo"):
     pass
 
 
-class OpoAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="opo"):
+class OpoAdvantage(AnswerAdvantage, frozen=True, tag="opo"):
     pass
 
 
-class GpgAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="gpg"):
+class GpgAdvantage(AnswerAdvantage, frozen=True, tag="gpg"):
     pass
 
 
-class RemaxAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="remax"):
+class RemaxAdvantage(AnswerAdvantage, frozen=True, tag="remax"):
     """Samples the first sample of each group greedily, as a baseline that is not trained on."""
 
 
@@ -235,11 +224,11 @@ class AsymreAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="asymre"):
     """Added to the group's mean to form the baseline. Below 0 it raises every advantage."""
 
 
-class OpobAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="opob"):
+class OpobAdvantage(AnswerAdvantage, frozen=True, tag="opob"):
     pass
 
 
-class MaxrlAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="maxrl"):
+class MaxrlAdvantage(AnswerAdvantage, frozen=True, tag="maxrl"):
     pass
 
 
@@ -273,7 +262,7 @@ class GaeAdvantage(AnswerAdvantage, frozen=True, kw_only=True, tag="gae"):
     """Cut the sum of residuals after this many tokens. 0: never."""
 
 
-class OtbAdvantage(Advantage, frozen=True, kw_only=True, tag="otb"):
+class OtbAdvantage(Advantage, frozen=True, tag="otb"):
     pass
 
 
@@ -377,7 +366,7 @@ class Correction(
         return ""
 
 
-class BehaviorCorrection(Correction, frozen=True, kw_only=True, tag="behavior"):
+class BehaviorCorrection(Correction, frozen=True, tag="behavior"):
     """The policy that sampled the tokens: the surrogate's own clip bounds the update."""
 
 
@@ -407,15 +396,15 @@ class WeightedCorrection(Correction, frozen=True, kw_only=True):
     [N]."""
 
 
-class RecomputedCorrection(WeightedCorrection, frozen=True, kw_only=True, tag="recompute"):
+class RecomputedCorrection(WeightedCorrection, frozen=True, tag="recompute"):
     """The learner's policy at the start of the batch (decoupled PPO)."""
 
 
-class InterpolatedCorrection(WeightedCorrection, frozen=True, kw_only=True, tag="interpolate"):
+class InterpolatedCorrection(WeightedCorrection, frozen=True, tag="interpolate"):
     """Between the two, nearer to the learner's policy the older a token is."""
 
 
-class VersionCorrection(WeightedCorrection, frozen=True, kw_only=True, tag="version"):
+class VersionCorrection(WeightedCorrection, frozen=True, tag="version"):
     """The weights that sampled the token, in the learner: weights correct the engine's mismatch
     alone."""
 
@@ -453,6 +442,16 @@ class ClippedLoss(Loss, frozen=True, kw_only=True):
     eps_high: NonNegative | None = None
     """Clip above 1 + eps_high. Absent: the surrogate's default (0.2; gspo 4e-4; gmpo 0.4 nats;
     minpro 0.28)."""
+    DEFAULT_CLIP: ClassVar[tuple[float, float]] = (0.2, 0.2)
+
+    @property
+    def clip(self) -> dict[str, float]:
+        """`low` and `high`, as given or by default."""
+        low, high = self.DEFAULT_CLIP
+        return {
+            "low": low if self.eps_low is None else self.eps_low,
+            "high": high if self.eps_high is None else self.eps_high,
+        }
 
 
 Ratio = Annotated[
@@ -470,27 +469,29 @@ class PpoFamilyLoss(ClippedLoss, frozen=True, kw_only=True):
     ratio: Ratio = "token"
 
 
-class PpoLoss(PpoFamilyLoss, frozen=True, kw_only=True, tag="ppo"):
+class PpoLoss(PpoFamilyLoss, frozen=True, tag="ppo"):
     pass
 
 
-class DecoupledPpoLoss(PpoFamilyLoss, frozen=True, kw_only=True, tag="decoupled_ppo"):
+class DecoupledPpoLoss(PpoFamilyLoss, frozen=True, tag="decoupled_ppo"):
     pass
 
 
-class VanillaLoss(Loss, frozen=True, kw_only=True, tag="vanilla"):
+class VanillaLoss(Loss, frozen=True, tag="vanilla"):
     pass
 
 
-class ReinforceLoss(Loss, frozen=True, kw_only=True, tag="reinforce"):
+class ReinforceLoss(Loss, frozen=True, tag="reinforce"):
     pass
 
 
-class GspoLoss(ClippedLoss, frozen=True, kw_only=True, tag="gspo"):
-    pass
+class GspoLoss(ClippedLoss, frozen=True, tag="gspo"):
+    # its ratio is a mean
+    DEFAULT_CLIP = (3e-4, 4e-4)
 
 
 class CispoLoss(ClippedLoss, frozen=True, kw_only=True, tag="cispo"):
+    DEFAULT_CLIP = (1.0, 0.2)  # no lower bound, as published
     cispo_absolute: bool = False
     """Use eps_high itself, which must be given, as the upper bound, not 1 + eps_high."""
 
@@ -520,7 +521,7 @@ class SapoLoss(Loss, frozen=True, kw_only=True, tag="sapo"):
     ratio: Ratio = "token"
 
 
-class ToprLoss(Loss, frozen=True, kw_only=True, tag="topr"):
+class ToprLoss(Loss, frozen=True, tag="topr"):
     pass
 
 
@@ -543,15 +544,15 @@ class ClipCovLoss(ClippedLoss, frozen=True, kw_only=True, tag="clip_cov"):
     """Largest covariance of tokens to choose from."""
 
 
-class GpgLoss(Loss, frozen=True, kw_only=True, tag="gpg"):
+class GpgLoss(Loss, frozen=True, tag="gpg"):
     pass
 
 
-class SftLoss(Loss, frozen=True, kw_only=True, tag="sft"):
+class SftLoss(Loss, frozen=True, tag="sft"):
     pass
 
 
-class ReshapeLoss(Loss, frozen=True, kw_only=True, tag="reshape"):
+class ReshapeLoss(Loss, frozen=True, tag="reshape"):
     """IS-reshape, whose keys are those of [reshape]."""
 
 
@@ -580,7 +581,7 @@ class BandLoss(Loss, frozen=True, kw_only=True, tag="band"):
     pull: Pull = 0.0
 
 
-class GepoLoss(Loss, frozen=True, kw_only=True, tag="gepo"):
+class GepoLoss(Loss, frozen=True, tag="gepo"):
     pass
 
 
@@ -590,12 +591,13 @@ class BapoLoss(Loss, frozen=True, kw_only=True, tag="bapo"):
     they have it."""
 
 
-class MinproLoss(ClippedLoss, frozen=True, kw_only=True, tag="minpro"):
-    pass
+class MinproLoss(ClippedLoss, frozen=True, tag="minpro"):
+    DEFAULT_CLIP = (0.2, 0.28)
 
 
-class GmpoLoss(ClippedLoss, frozen=True, kw_only=True, tag="gmpo"):
-    pass
+class GmpoLoss(ClippedLoss, frozen=True, tag="gmpo"):
+    # in nats of a token's log-ratio
+    DEFAULT_CLIP = (0.4, 0.4)
 
 
 class Reshape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -45,8 +45,7 @@ ON_BEHAVIOR = (
 )
 # their effect on a token depends on the whole batch under the current policy
 NEED_CURRENT = ("reshape", "kl_cov", "clip_cov", "bapo")
-GSPO_CLIP = (3e-4, 4e-4)  # its ratio is a mean: a clip range that is not 0.2
-GMPO_CLIP = 0.4  # in nats of a token's log-ratio
+GSPO_CLIP = settings.GspoLoss.DEFAULT_CLIP
 # bounds of BAPO's ratio: first, step, last
 BAPO_LOW = (0.6, 0.02, 0.9)
 BAPO_HIGH = (1.2, 0.05, 3.0)
@@ -402,25 +401,15 @@ def compute_reshape(
     return SurrogateTerm(torch.where(cut == OPEN, coefficient, 0.0), value, cut)
 
 
-def _apply_power_form(
-    log_w: torch.Tensor, adv: torch.Tensor, g: torch.Tensor, w: torch.Tensor, slow: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return g * w * adv, w * adv
-
-
-def _apply_box_cox_form(
-    log_w: torch.Tensor, adv: torch.Tensor, g: torch.Tensor, w: torch.Tensor, slow: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    # (w^gamma - 1) / gamma, whose limit at 0 is log w
-    value = adv * torch.where(g > 1e-6, torch.expm1(g * log_w) / g.clamp(min=1e-6), log_w)
-    return slow * w * adv, slow * value
-
-
 # reshape.form -> (coefficient [N], objective [N]) of log w, A, gamma, the bounded w^gamma, and the
 # share left to tokens that push away
 FORMS: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor]]] = {
-    "power": _apply_power_form,
-    "box_cox": _apply_box_cox_form,
+    "power": lambda log_w, adv, g, w, slow: (g * w * adv, w * adv),
+    # (w^gamma - 1) / gamma, whose limit at 0 is log w
+    "box_cox": lambda log_w, adv, g, w, slow: (
+        slow * w * adv,
+        slow * (adv * torch.where(g > 1e-6, torch.expm1(g * log_w) / g.clamp(min=1e-6), log_w)),
+    ),
 }
 
 
@@ -459,60 +448,34 @@ def _apply_vespo(t: SurrogateTokens, c: settings.VespoLoss) -> SurrogateTerm:
     return build_unclipped(coefficient, coefficient * t.lp)
 
 
-def compute_oapl(log_w: torch.Tensor, adv: torch.Tensor, beta: float) -> torch.Tensor:
+def _apply_oapl(t: SurrogateTokens, c: settings.OaplLoss) -> SurrogateTerm:
     """2 beta (A* - beta X): the coefficient of OAPL (arXiv 2602.19362).
 
-    The loss is the mean over samples of (beta X - A*)^2, with gradient through X; A* is
-    `advantages.compute_oapl`.
-
-    Args:
-        log_w: [N], X of each token's sample. It is not clamped: nothing is exponentiated, and the
-            pull back would end at a clamp.
-        adv: [N].
+    The loss is the mean over samples of (beta X - A*)^2, with gradient through X, the sample's log
+    ratio; A* is `advantages.compute_oapl`. X is not clamped: nothing is exponentiated, and the pull
+    back would end at a clamp.
     """
-    return 2 * beta * (adv - beta * log_w)
-
-
-def _apply_oapl(t: SurrogateTokens, c: settings.OaplLoss) -> SurrogateTerm:
-    token_mask = t.mask.to(t.raw.dtype)
     sample_log_ratio = sum_by_sample(torch.where(t.mask, t.raw, 0.0), t.seq, t.n)[t.seq]
     residual = c.oapl_beta * sample_log_ratio - t.adv
-    length = sum_by_sample(token_mask, t.seq, t.n)[t.seq].clamp(min=1)
-    return build_unclipped(
-        compute_oapl(sample_log_ratio, t.adv, c.oapl_beta), -residual.square() / length
-    )
+    length = sum_by_sample(t.mask.to(t.raw.dtype), t.seq, t.n)[t.seq].clamp(min=1)
+    return build_unclipped(-2 * c.oapl_beta * residual, -residual.square() / length)
 
 
-def compute_gmpo(
-    log_r: torch.Tensor,
-    adv: torch.Tensor,
-    mask: torch.Tensor,
-    seq: torch.Tensor,
-    n: int,
-    *,
-    low: float = GMPO_CLIP,
-    high: float = GMPO_CLIP,
-) -> SurrogateTerm:
+def _apply_gmpo(t: SurrogateTokens, c: settings.GmpoLoss) -> SurrogateTerm:
     """s A with s = exp(mean x'), no gradient on tokens that are cut (GMPO, arXiv 2507.20673).
 
     x' is the token's log-ratio cut at `high` for A > 0 and at -low for A < 0. With
     seq-mean-token-mean this is the gradient of the geometric mean. Without a cut it equals `gspo`
     without a cut.
     """
-    above = (adv > 0) & (log_r > high)
-    below = (adv < 0) & (log_r < -low)
-    clamped = torch.where(above, high, torch.where(below, -low, log_r))
-    sample_ratio = average_by_sample(clamped, mask, seq, n).clamp(-CLAMP, CLAMP).exp()[seq]
+    low, high = c.clip.values()
+    above = (t.adv > 0) & (t.raw > high)
+    below = (t.adv < 0) & (t.raw < -low)
+    clamped = torch.where(above, high, torch.where(below, -low, t.raw))
+    mean = average_by_sample(clamped, t.mask, t.seq, t.n).clamp(-CLAMP, CLAMP)
+    value = mean.exp()[t.seq] * t.adv
     clipped = mark_sides(below, above)
-    return SurrogateTerm(
-        torch.where(clipped == 0, sample_ratio * adv, 0.0), sample_ratio * adv, clipped
-    )
-
-
-def _apply_gmpo(t: SurrogateTokens, c: settings.GmpoLoss) -> SurrogateTerm:
-    low = GMPO_CLIP if c.eps_low is None else c.eps_low
-    high = GMPO_CLIP if c.eps_high is None else c.eps_high
-    return compute_gmpo(t.raw, t.adv, t.mask, t.seq, t.n, low=low, high=high)
+    return SurrogateTerm(torch.where(clipped == 0, value, 0.0), value, clipped)
 
 
 def compute_group_probability(
@@ -542,114 +505,67 @@ def compute_group_probability(
     return log_mean.to(behavior.dtype)[seq]
 
 
-def compute_gepo(log_p: torch.Tensor, log_q: torch.Tensor, adv: torch.Tensor) -> torch.Tensor:
+def _apply_gepo(t: SurrogateTokens, c: settings.GepoLoss) -> SurrogateTerm:
     """(p / E_q) A: the coefficient with seq-mean-token-mean (GEPO, arXiv 2508.17850).
 
     p = exp(mean log pi_theta) of each token's sample. It is not centered: at pi_theta = mu the
     weight is q / E_q, which is not 1.
     """
-    return (log_p - log_q).clamp(-CLAMP, CLAMP).exp() * adv
-
-
-def _apply_gepo(t: SurrogateTokens, c: settings.GepoLoss) -> SurrogateTerm:
     log_p = average_by_sample(t.lp, t.mask, t.seq, t.n)[t.seq]
-    coefficient = compute_gepo(log_p, t.prepass["group_q"], t.adv)
+    coefficient = (log_p - t.prepass["group_q"]).clamp(-CLAMP, CLAMP).exp() * t.adv
     return build_unclipped(coefficient, coefficient)
 
 
 # ---- on the ratio of tokens and of prefixes ------------------------------------------------------
 
 
-def compute_band(
-    log_w: torch.Tensor, adv: torch.Tensor, lp: torch.Tensor, *, lo: float, hi: float, pull: float
-) -> SurrogateTerm:
+def _apply_band(t: SurrogateTokens, c: settings.BandLoss) -> SurrogateTerm:
     """w A where lo < w < hi for either sign of A, else 0; minus 2 pull log w everywhere.
 
     Double-sided importance sampling of GLM-5 (arXiv 2602.15763) and SAO (arXiv 2607.07508), whose
     weight is detached. With a pull (tau) it is the loss of Kimi K2.5 (arXiv 2602.02276). That the
     pull acts outside the band too, where it is the only way back, is our reading.
     """
-    w = log_w.exp()
-    below, above = w <= lo, w >= hi
-    weighted = torch.where(below | above, 0.0, w * adv)
-    coefficient = weighted - 2 * pull * log_w
+    w = t.log_r.exp()
+    below, above = w <= c.band_lo, w >= c.band_hi
+    weighted = torch.where(below | above, 0.0, w * t.adv)
+    coefficient = weighted - 2 * c.pull * t.log_r
     return SurrogateTerm(
-        coefficient, weighted * lp - pull * log_w.square(), mark_sides(below, above)
-    )
-
-
-def compute_ipo(
-    log_w: torch.Tensor,
-    adv: torch.Tensor,
-    prob: torch.Tensor,
-    *,
-    low: float = 0.2,
-    high: float = 0.2,
-    pull: float = 0.0,
-) -> SurrogateTerm:
-    """w A where pi_theta - mu lies within [-low, high], else 0; minus 2 pull log w everywhere.
-
-    It acts for either sign of A. prime-rl's IPO: the total variation of `dppo` on both sides and
-    the pull of Kimi K2.5, read in a port.
-
-    Args:
-        log_w: [N].
-        adv: [N].
-        prob: [N], pi_theta.
-    """
-    w = log_w.exp()
-    moved = prob - prob / w
-    below, above = moved < -low, moved > high
-    weighted = torch.where(below | above, 0.0, w * adv)
-    return SurrogateTerm(
-        weighted - 2 * pull * log_w, weighted - pull * log_w.square(), mark_sides(below, above)
+        coefficient, weighted * t.lp - c.pull * t.log_r.square(), mark_sides(below, above)
     )
 
 
 def _apply_ipo(t: SurrogateTokens, c: settings.IpoLoss) -> SurrogateTerm:
-    low, high = c.dppo_threshold, c.dppo_high
-    return compute_ipo(
-        t.log_r,
-        t.adv,
-        t.lp.exp(),
-        low=low,
-        high=low if high is None else high,
-        pull=c.pull,
+    """w A where pi_theta - mu lies within [-low, high], else 0; minus 2 pull log w everywhere.
+
+    It acts for either sign of A. prime-rl's IPO: the total variation of `dppo` on both sides and
+    the pull of Kimi K2.5, read in a port.
+    """
+    w = t.log_r.exp()
+    moved = t.lp.exp() - t.lp.exp() / w
+    high = c.dppo_threshold if c.dppo_high is None else c.dppo_high
+    below, above = moved < -c.dppo_threshold, moved > high
+    weighted = torch.where(below | above, 0.0, w * t.adv)
+    return SurrogateTerm(
+        weighted - 2 * c.pull * t.log_r,
+        weighted - c.pull * t.log_r.square(),
+        mark_sides(below, above),
     )
-
-
-def compute_prefix_minimum(
-    log_w: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor
-) -> torch.Tensor:
-    """Return log u [N]: u_t = w_t times the smallest w before it in its sample.
-
-    The first token's u is its w (our reading). Tokens outside the mask are skipped.
-    """
-    minimum = compute_running_min(torch.where(mask, log_w, FAR), seq)
-    starts = torch.ones_like(mask)
-    starts[1:] = seq[1:] != seq[:-1]
-    previous_min = torch.where(starts, FAR, minimum.roll(1))
-    return log_w + torch.where(previous_min >= FAR, 0.0, previous_min)
-
-
-def compute_minpro(
-    log_u: torch.Tensor, adv: torch.Tensor, lp: torch.Tensor, *, low: float, high: float
-) -> SurrogateTerm:
-    """sg[clip(u, 1 - low, 1 + high)] A lp: the gradient is never 0 (MinPRO, arXiv 2601.22718).
-
-    On samples of one token it is `cispo`.
-    """
-    u = log_u.exp()
-    w = u.clamp(1 - low, 1 + high)
-    return SurrogateTerm(w * adv, w * adv * lp, mark_sides(u < 1 - low, u > 1 + high))
 
 
 def _apply_minpro(t: SurrogateTokens, c: settings.MinproLoss) -> SurrogateTerm:
-    low = 0.2 if c.eps_low is None else c.eps_low
-    high = 0.28 if c.eps_high is None else c.eps_high
-    return compute_minpro(
-        compute_prefix_minimum(t.log_r, t.mask, t.seq), t.adv, t.lp, low=low, high=high
-    )
+    """sg[clip(u, 1 - low, 1 + high)] A lp: the gradient is never 0 (MinPRO, arXiv 2601.22718).
+
+    u_t is w_t times the smallest w before it in its sample; the first token's u is its w (our
+    reading). Tokens outside the mask are skipped. On samples of one token it is `cispo`.
+    """
+    low, high = c.clip.values()
+    minimum = compute_running_min(torch.where(t.mask, t.log_r, FAR), t.seq)
+    starts = torch.ones_like(t.mask)
+    starts[1:] = t.seq[1:] != t.seq[:-1]
+    previous_min = torch.where(starts, FAR, minimum.roll(1))
+    log_u = t.log_r + torch.where(previous_min >= FAR, 0.0, previous_min)
+    return compute_cispo(log_u, t.adv, t.lp, lo=1 - low, hi=1 + high)
 
 
 def find_bapo_bounds(
@@ -669,7 +585,10 @@ def find_bapo_bounds(
     w = torch.where(mask, compute_log_ratio(current, behavior), 0.0).double().exp()
     mass = torch.where(mask, behavior, -torch.inf).double().exp() * adv.double().abs()
     positive_mass, negative_mass = (torch.where(side, mass, 0.0) for side in (adv > 0, adv < 0))
-    lows, highs = _list_bounds(BAPO_LOW), _list_bounds(BAPO_HIGH)
+    lows, highs = (
+        [lowest + step * i for i in range(round((highest - lowest) / step) + 1)]
+        for lowest, step, highest in (BAPO_LOW, BAPO_HIGH)
+    )
     candidates = [(lows[0], hi) for hi in highs] + [(lo, highs[-1]) for lo in lows[1:]]
     positive = {hi: (positive_mass * w.clamp(max=hi)).sum() for hi in highs}
     negative = {lo: (negative_mass * w.clamp(min=lo)).sum() for lo in lows}
@@ -686,26 +605,15 @@ def find_bapo_bounds(
     return {"lo": bounds[0], "hi": bounds[1]}
 
 
-def _list_bounds(bounds: tuple[float, float, float]) -> list[float]:
-    lowest, step, highest = bounds
-    return [lowest + step * i for i in range(round((highest - lowest) / step) + 1)]
-
-
-def compute_bapo(
-    log_w: torch.Tensor, adv: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor
-) -> SurrogateTerm:
+def _apply_bapo(t: SurrogateTokens, c: settings.BapoLoss) -> SurrogateTerm:
     """min(w A, clip(w, lo, hi) A), with the scalar bounds of `find_bapo_bounds`."""
-    w = log_w.exp()
-    value = torch.minimum(w * adv, torch.minimum(torch.maximum(w, lo), hi) * adv)
-    clipped = mark_sides((adv < 0) & (w < lo), (adv > 0) & (w > hi))
-    return SurrogateTerm(torch.where(clipped == 0, w * adv, 0.0), value, clipped)
+    w, lo, hi = t.log_r.exp(), t.prepass["lo"], t.prepass["hi"]
+    value = torch.minimum(w * t.adv, torch.minimum(torch.maximum(w, lo), hi) * t.adv)
+    clipped = mark_sides((t.adv < 0) & (w < lo), (t.adv > 0) & (w > hi))
+    return SurrogateTerm(torch.where(clipped == 0, w * t.adv, 0.0), value, clipped)
 
 
 # ---- by name -------------------------------------------------------------------------------------
-
-
-def _use_default(value: float | None, default: float) -> float:
-    return default if value is None else value
 
 
 def _compute_loss_ratio(
@@ -720,19 +628,13 @@ def _compute_loss_ratio(
 
 
 def _apply_ppo(t: SurrogateTokens, c: settings.PpoFamilyLoss) -> SurrogateTerm:
-    low, high = _use_default(c.eps_low, 0.2), _use_default(c.eps_high, 0.2)
-    return compute_ppo(_compute_loss_ratio(t, c), t.adv, low=low, high=high, dual=c.dual_clip)
-
-
-def _apply_gspo(t: SurrogateTokens, c: settings.GspoLoss) -> SurrogateTerm:
-    low, high = _use_default(c.eps_low, GSPO_CLIP[0]), _use_default(c.eps_high, GSPO_CLIP[1])
-    return compute_gspo(t.raw, t.adv, t.mask, t.seq, t.n, low=low, high=high)
+    return compute_ppo(_compute_loss_ratio(t, c), t.adv, **c.clip, dual=c.dual_clip)
 
 
 def _apply_cispo(t: SurrogateTokens, c: settings.CispoLoss) -> SurrogateTerm:
-    high = _use_default(c.eps_high, 0.2)
-    low = 0.0 if c.eps_low is None else 1 - c.eps_low
-    return compute_cispo(t.log_r, t.adv, t.lp, lo=low, hi=high if c.cispo_absolute else 1 + high)
+    low, high = c.clip.values()
+    hi = high if c.cispo_absolute else 1 + high
+    return compute_cispo(t.log_r, t.adv, t.lp, lo=1 - low, hi=hi)
 
 
 def _apply_kl_cov(t: SurrogateTokens, c: settings.KlCovLoss) -> SurrogateTerm:
@@ -742,8 +644,7 @@ def _apply_kl_cov(t: SurrogateTokens, c: settings.KlCovLoss) -> SurrogateTerm:
 
 def _apply_clip_cov(t: SurrogateTokens, c: settings.ClipCovLoss) -> SurrogateTerm:
     assert t.chosen is not None
-    low, high = _use_default(c.eps_low, 0.2), _use_default(c.eps_high, 0.2)
-    return compute_clip_cov(t.log_r, t.adv, t.chosen, low=low, high=high)
+    return compute_clip_cov(t.log_r, t.adv, t.chosen, **c.clip)
 
 
 def _apply_reshape(t: SurrogateTokens, c: settings.ReshapeLoss) -> SurrogateTerm:
@@ -778,7 +679,7 @@ SURROGATES: dict[str, Callable[[SurrogateTokens, Any], SurrogateTerm]] = {
     "reinforce": lambda t, c: compute_log_probability_term(t.lp, t.adv),
     "ppo": _apply_ppo,
     "decoupled_ppo": _apply_ppo,
-    "gspo": _apply_gspo,
+    "gspo": lambda t, c: compute_gspo(t.raw, t.adv, t.mask, t.seq, t.n, **c.clip),
     "cispo": _apply_cispo,
     "dppo": lambda t, c: compute_dppo(
         t.log_r,
@@ -800,11 +701,9 @@ SURROGATES: dict[str, Callable[[SurrogateTokens, Any], SurrogateTerm]] = {
     "reshape": _apply_reshape,
     "vespo": _apply_vespo,
     "oapl": _apply_oapl,
-    "band": lambda t, c: compute_band(
-        t.log_r, t.adv, t.lp, lo=c.band_lo, hi=c.band_hi, pull=c.pull
-    ),
+    "band": _apply_band,
     "gepo": _apply_gepo,
-    "bapo": lambda t, c: compute_bapo(t.log_r, t.adv, t.prepass["lo"], t.prepass["hi"]),
+    "bapo": _apply_bapo,
     "minpro": _apply_minpro,
     "gmpo": _apply_gmpo,
     "ipo": _apply_ipo,

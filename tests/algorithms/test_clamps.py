@@ -11,7 +11,7 @@ import torch
 from algorithms_catalogue_kit import repaired, vec
 from algorithms_kit import D, batch, config, gradient, theta
 
-from asyncrl.algorithms import correction, kl, ratios, reshape, surrogates
+from asyncrl.algorithms import correction, kl, ratios, reshape, settings, surrogates
 from asyncrl.algorithms import loss as sl
 from asyncrl.algorithms.advantages import _compute_sample_ratios
 from asyncrl.algorithms.batch import LossBatch
@@ -247,13 +247,14 @@ def test_a_token_at_its_bound_or_without_an_advantage_is_not_cut() -> None:
     far = torch.tensor([-3.0, 3.0])
     none = torch.zeros(2)
     every, first = torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.long)
-    lo, hi = torch.tensor(0.5), torch.tensor(2.0)
+    tokens = surrogates.SurrogateTokens(far, none, far, far, every, first, 1)
+    tokens.prepass = {"lo": torch.tensor(0.5), "hi": torch.tensor(2.0)}
     for term in (
         surrogates.compute_ppo(far, none, dual=3.0),
         surrogates.compute_dppo(far, none, torch.full((2,), 0.5), threshold=0.01),
         surrogates.compute_dppo(far, none, torch.full((2,), 0.5), threshold=0.01, divergence="kl"),
-        surrogates.compute_gmpo(far, none, every, first, 1),
-        surrogates.compute_bapo(far, none, lo, hi),
+        surrogates.SURROGATES["gmpo"](tokens, settings.GmpoLoss()),
+        surrogates.SURROGATES["bapo"](tokens, settings.BapoLoss()),
     ):
         assert term.clipped.tolist() == [0, 0]
 

@@ -120,10 +120,9 @@ def test_errors_of_forms() -> None:
 def test_the_controller_of_the_paper() -> None:
     """beta (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon), with a target of 6 and a horizon of
     10000."""
-    assert kl.adapt_beta(2.0, 6.6, 6.0, 100, 1000) == pytest.approx(2 * (1 + 0.1 * 0.1))
-    assert kl.adapt_beta(2.0, 99, 6.0, 100, 1000) == pytest.approx(2 * 1.02)
-    assert kl.adapt_beta(2.0, 5.4, 6.0, 100, 1000) == pytest.approx(2 * 0.99)
-    assert kl.adapt_beta(2.0, -9, 6.0, 100, 1000) == pytest.approx(2 * 0.98)
+    for measured, error in ((6.6, 0.1), (99, 0.2), (5.4, -0.1), (-9, -0.2)):
+        controller = kl.KLController(2.0, "adaptive", 6.0, 1000)
+        assert controller.update(measured, 100) == pytest.approx(2 * (1 + error * 0.1))
     c = kl.KLController(1.0, "adaptive")
     assert c.update(6.6, 1000) == pytest.approx(1.01) == c.beta
     for unknown in (math.nan, math.inf, -math.inf):

@@ -32,6 +32,17 @@ def trust(name: str, adv: torch.Tensor, **keys: Any) -> surrogates.SurrogateTerm
     )
 
 
+def apply(
+    name: str, log_w: torch.Tensor, adv: torch.Tensor, lp: torch.Tensor, **keys: Any
+) -> surrogates.SurrogateTerm:
+    """A surrogate on samples of a token each, or of two where there are four."""
+    c = config(loss={"surrogate": name, **keys}, correction={"proximal": "behavior"})
+    seq = torch.arange(len(log_w)) // (len(log_w) // 2)
+    tokens = surrogates.SurrogateTokens(log_w, adv, lp, lp - log_w, log_w == log_w, seq, 2)
+    tokens.prepass = {"lo": vec(0.5)[0], "hi": vec(2)[0], "group_q": log_w * 0}
+    return surrogates.SURROGATES[name](tokens, c.loss)
+
+
 LINEAR: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in ("ppo", "gspo", "dppo", "sapo", "vespo", "band", "gepo")),
     *((name, {}) for name in ("bapo", "minpro", "gmpo", "ipo")),
@@ -60,23 +71,22 @@ def test_a_bound_that_is_met_exactly() -> None:
     """band is open; the others cut beyond their bounds only."""
     assert HALF_AND_TWO.exp().tolist() == [0.5, 2, 0.5, 2]
     lp = vec(0.25, 1, 0.25, 1).log()
-    found = surrogates.compute_band(HALF_AND_TWO, BOTH, lp, lo=0.5, hi=2.0, pull=0.0)
+    found = apply("band", HALF_AND_TWO, BOTH, lp, band_lo=0.5, band_hi=2.0)
     assert found.coefficient.tolist() == [0] * 4
     assert found.clipped.tolist() == [surrogates.LOW, surrogates.HIGH] * 2
     whole = vec(0.5, 2, -0.5, -2)
     # pi - mu is -0.25, 0.25
-    prob = vec(0.25, 0.5, 0.25, 0.5)
+    prob = vec(0.25, 0.5, 0.25, 0.5).log()
     for kept in (
-        surrogates.compute_ipo(HALF_AND_TWO, BOTH, prob, low=0.25, high=0.25),
-        surrogates.compute_dppo(HALF_AND_TWO, BOTH, prob, threshold=0.25),
-        surrogates.compute_ppo(HALF_AND_TWO, BOTH, low=0.5, high=1.0),
-        surrogates.compute_minpro(HALF_AND_TWO, BOTH, lp, low=0.5, high=1.0),
-        surrogates.compute_bapo(HALF_AND_TWO, BOTH, vec(0.5)[0], vec(2)[0]),
+        apply("ipo", HALF_AND_TWO, BOTH, prob, dppo_threshold=0.25),
+        apply("dppo", HALF_AND_TWO, BOTH, prob, dppo_threshold=0.25),
+        apply("ppo", HALF_AND_TWO, BOTH, lp, eps_low=0.5, eps_high=1.0),
+        apply("cispo", HALF_AND_TWO, BOTH, lp, eps_low=0.5, eps_high=1.0),
+        apply("bapo", HALF_AND_TWO, BOTH, lp),
     ):
         assert kept.coefficient.tolist() == whole.tolist()
         assert kept.clipped.tolist() == [surrogates.OPEN] * 4
-    seq, every = torch.tensor([0, 0, 1, 1]), torch.ones(4, dtype=torch.bool)
-    found = surrogates.compute_gmpo(vec(0.25, 0, 0, -0.5), BOTH, every, seq, 2, low=0.5, high=0.25)
+    found = apply("gmpo", vec(0.25, 0, 0, -0.5), BOTH, lp, eps_low=0.5, eps_high=0.25)
     assert found.clipped.tolist() == [surrogates.OPEN] * 4
     for s, found_s in ((math.exp(0.125), 0), (math.exp(-0.25), 2)):
         assert abs(float(found.coefficient[found_s])) == pytest.approx(s)
@@ -121,11 +131,10 @@ def test_far_ratios_count_as_the_clamp() -> None:
         )
     whole = surrogates.compute_vespo(far, vec(1, 1), positive=(1, 0))
     assert torch.allclose(whole, edge.exp())
-    assert torch.allclose(surrogates.compute_gepo(far, vec(0, 0), vec(1, 1)), edge.exp())
-    found = surrogates.compute_gmpo(far, vec(-1, 1), every, seq, 2, low=9e9, high=9e9)
-    assert torch.allclose(found.coefficient, edge.exp() * vec(-1, 1))
-    found = surrogates.compute_gspo(far, vec(-1, 1), every, seq, 2, low=9e9, high=9e9)
-    assert torch.allclose(found.coefficient, edge.exp() * vec(-1, 1))
+    assert torch.allclose(apply("gepo", far, vec(1, 1), far).coefficient, edge.exp())
+    for name in ("gmpo", "gspo"):
+        found = apply(name, far, vec(-1, 1), far, eps_low=9e9, eps_high=9e9)
+        assert torch.allclose(found.coefficient, edge.exp() * vec(-1, 1))
     for level in ("sequence", "geometric"):
         c = config(loss={"surrogate": "ppo", "ratio": level, "eps_low": 1e9, "eps_high": 1e9})
         given = surrogates.SurrogateTokens(far, vec(-1, 1), far, far, every, seq, 2)

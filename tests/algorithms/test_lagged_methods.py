@@ -14,7 +14,7 @@ import torch
 from algorithms_kit import D, batch, config, convert, gradient, parse_refusals, theta
 from lagged_methods_kit import ANSWER, EVERY, GROUP, LP, MU, SEQ, SIGN, W, X, example, vcpo, vec
 
-from asyncrl.algorithms import advantages, correction, ratios, stopping, surrogates
+from asyncrl.algorithms import advantages, correction, ratios, settings, stopping, surrogates
 from asyncrl.algorithms import loss as sl
 from asyncrl.algorithms.batch import LossBatch
 from asyncrl.config import bundled_configs, load
@@ -177,7 +177,10 @@ def test_minpro_on_answers_of_one_token_is_cispo() -> None:
 def test_the_prefix_minimum_starts_anew_with_each_answer_and_skips_what_is_masked() -> None:
     x, seq = vec(0.3, -1, 2, 0.5, -3, 0.1), torch.tensor([7, 7, 7, 7, 2, 2])
     mask = torch.tensor([True, False, True, True, True, True])
-    got = surrogates.compute_prefix_minimum(x, mask, seq)[mask].tolist()
+    ones = torch.ones_like(x)
+    given = surrogates.SurrogateTokens(x, ones, x, x, mask, seq, 8)
+    wide = settings.MinproLoss(eps_low=1.0, eps_high=99.0)
+    got = surrogates.SURROGATES["minpro"](given, wide).coefficient.log()[mask].tolist()
     assert got == pytest.approx([0.3, 2.3, 0.8, -3, -2.9])
     long = torch.randn(5000, generator=torch.Generator().manual_seed(0), dtype=D)
     rows = torch.arange(5000) // 50

@@ -18,11 +18,14 @@ from asyncrl.algorithms.batch import LossBatch
 def bare(advantage: dict[str, Any], **more: Any) -> Any:
     """The sections by themselves, each with no more keys than are given."""
     keys = {key: value for key, value in advantage.items() if key != "name"}
+    kinds = {
+        kind.__struct_config__.tag: kind for kind in settings.list_variants(settings.Advantage)
+    }
     sections = {
         "seed": 0,
         "staleness": SimpleNamespace(on_exceed="pace"),
         "correction": settings.RecomputedCorrection(),
-        "advantage": settings.build_variant(settings.Advantage, advantage["name"], **keys),
+        "advantage": kinds[advantage["name"]](**keys),
         "learner": SimpleNamespace(epochs=1, minibatches=1, backend="torch"),
         "loss": settings.PpoLoss(),
         "kl": settings.KL(),

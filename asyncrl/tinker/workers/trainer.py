@@ -20,6 +20,7 @@ from asyncrl.algorithms.surrogates import SurrogateTokens
 from asyncrl.config.sft import SftTraining
 from asyncrl.config.tree import LoraConfig
 from asyncrl.contract.errors import ConfigError
+from asyncrl.losses import prepare_step
 from asyncrl.models import adapters, memory
 from asyncrl.models.policy import PolicyModel, export, list_named_weights, load_policy, load_weights
 from asyncrl.models.trainer import Trainer, split_micro_batches
@@ -331,10 +332,7 @@ def prepare_method_step(
         truncated=zeros.bool(),
         start=current,
     )
-    batch.proximal = step_loss.choose_proximal(batch, config, current)
-    prep = step_loss.prepare(batch, config, advantages=packed.adv)
-    all_datums = torch.arange(len(data), device=current.device)
-    step = step_loss.begin_step(prep, all_datums, current)
+    prep, step = prepare_step(batch, config, packed.adv, current)
     step.factor = step.factor * prep.valid.sum()
     return prep, step
 
@@ -360,7 +358,7 @@ def compute_policy_loss(
         packed.seq,
         n=len(data),
     )
-    term = losses.POLICY_LOSSES[request.loss].term(tokens, request.config)
+    term = losses.compute_term(request.loss, tokens, request.config)
     scale = packed.mask * packed.read_field("weights", 1.0)
     coefficient = torch.where(inside, term.coefficient * scale, 0.0)
     loss = -(coefficient * torch.where(inside, lp, 0.0)).sum()

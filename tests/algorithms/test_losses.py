@@ -1,0 +1,191 @@
+"""`asyncrl.losses` against the learner itself, by bits, and what it refuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from learner_step_kit import GROUPS, SIZE, batch
+
+from asyncrl import losses
+from asyncrl.algorithms import kl
+from asyncrl.algorithms import loss as step_loss
+from asyncrl.config import load, methods
+from asyncrl.contract.errors import ConfigError
+from asyncrl.models.policy import build_model
+from learner.step import LearnerCore
+
+BEYOND = {"reshape-stop": "learner.minibatches", "gac": "gradient_cosine", "vcpo": "lr_by_ess"}
+SERVED = [name for name in methods.METHODS if name not in BEYOND]
+LENGTH = {"norm_length": 20}  # of dr_grpo
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    made = [tmp_path_factory.mktemp("losses") / name for name in ("policy", "reference")]
+    for seed, path in enumerate(made):
+        build_model(path, "abcdefgh", hidden=16, layers=1, seed=seed)
+    return made
+
+
+class Recorded:
+    """The only micro-batch of a step of the learner, by a method, and its padded tensors."""
+
+    def __init__(self, models: list[Path], method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        compute = step_loss.compute_micro_loss
+
+        def record(prep: Any, step: Any, part: Any, lp: Any, **more: Any) -> Any:
+            leaf = lp.detach().clone().requires_grad_(True)
+            self.loss, sums = compute(prep, step, part, leaf, **more)
+            self.metrics = step.metrics | step_loss.finish(sums)
+            self.gradient = torch.autograd.grad(self.loss, leaf)[0]
+            assert torch.equal(part, torch.arange(len(leaf)))
+            self.prep, self.lp = prep, leaf.detach()
+            return compute(prep, step, part, lp, **more)
+
+        raw = {
+            "method": method,
+            "model": {"path": str(models[0]), "reference": str(models[1]), "device": "cpu"},
+            "task": {"name": "sort"},
+            "generator": {"max_new_tokens": 20},
+            "learner": {"steps": 9, "groups": GROUPS, "group_size": SIZE},
+            "record": {"split_every": 0, "reference_kl_every": 0},
+        }
+        with monkeypatch.context() as patch:
+            patch.setattr(step_loss, "compute_micro_loss", record)
+            in_order = lambda core, model, packed, samples: [list(samples)]  # noqa: E731
+            patch.setattr(LearnerCore, "_split_micro_batches", in_order)
+            LearnerCore(load.convert(raw, "test"), models[0]).train(batch())
+        b = self.prep.batch
+        position = torch.cat([torch.arange(int(n)) for n in b.seq.bincount(minlength=b.count)])
+        self.at = (b.seq, position)
+        self.mask = self.pad(torch.ones_like(b.mask), False)
+
+    def pad(self, x: torch.Tensor | None, elsewhere: float = torch.nan) -> torch.Tensor | None:
+        """[N] as [rows, tokens]."""
+        if x is None:
+            return None
+        shape = self.prep.batch.count, int(self.at[1].max()) + 1
+        return x.new_full(shape, elsewhere).index_put(self.at, x)
+
+
+@pytest.mark.parametrize("method", SERVED)
+def test_loss_gradient_metrics_and_advantages_are_the_learners(
+    method: str, models: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = Recorded(models, method, monkeypatch)
+    b = learner.prep.batch
+    logprobs = learner.pad(learner.lp).requires_grad_(True)
+    keys = LENGTH if method == "dr_grpo" else {}
+    tensors = {name: learner.pad(getattr(b, name)) for name in ("start", "reference")}
+    tensors["reference"] = learner.pad(b.reward_reference or b.reference)
+    result = losses.loss(
+        logprobs,
+        learner.pad(b.behavior),
+        learner.pad(learner.prep.advantage),
+        learner.mask,
+        7 - learner.pad(b.token_lag, 0),
+        method,
+        current_version=7,
+        groups=b.groups + 5,
+        **keys,
+        **{name: x for name, x in tensors.items() if x is not None},
+    )
+    assert torch.equal(result.loss, learner.loss)
+    got = torch.autograd.grad(result.loss, logprobs)[0]
+    assert torch.equal(got, learner.pad(learner.gradient, 0.0))
+    assert float(got.abs().max()) > 0
+    shown = {name: x for name, x in learner.metrics.items() if name in result.metrics}
+    assert result.metrics == shown and {"is/ess", "by_lag/k1_0"} <= {*shown}
+    columns = {
+        "start": tensors["start"] if tensors["start"] is not None else logprobs.detach(),
+        **{name: getattr(b, name) for name in ("greedy", "greedy_truncated", "greedy_lengths")},
+        "reference": tensors["reference"],
+        "truncated": b.truncated,
+    }
+    adv = losses.advantages(
+        b.rewards,
+        b.groups + 5,
+        learner.mask,
+        method,
+        max_new_tokens=20,
+        **{name: x for name, x in columns.items() if x is not None},
+    )
+    assert torch.equal(adv[learner.mask], learner.prep.advantage)
+    assert not adv[~learner.mask].any()
+
+
+MASK = torch.tensor([[1, 1, 0], [0, 1, 1]])
+LP = torch.tensor([[-1.0, -2.0, torch.nan], [torch.nan, -0.5, -3.0]])
+GIVEN: dict[str, Any] = {
+    "logprobs": LP,
+    "behavior_logprobs": LP.double() + 0.5,
+    "advantages": torch.tensor([1.0, -1.0]),
+    "mask": MASK,
+}
+
+
+def test_without_versions_no_metric_is_by_lag_and_a_mask_may_be_empty() -> None:
+    lp = LP.clone().requires_grad_(True)
+    result = losses.loss(**GIVEN | {"logprobs": lp, "method": "vespo", "vespo_k_pos": 2.5})
+    assert result.loss.dtype == torch.float32 and not any("lag" in x for x in result.metrics)
+    later = losses.loss(**GIVEN, method="tis", start=LP - 0.5, **{"loss.eps_high": 0.1})
+    assert later.metrics["clip/high"] == 0.5 and later.metrics["is/mean_weight"] == pytest.approx(
+        float(torch.tensor(-1.0).exp())
+    )
+    none = losses.loss(**GIVEN | {"logprobs": lp, "mask": MASK * 0})
+    none.loss.backward()
+    assert none.loss == 0 and not lp.grad[MASK > 0].any()
+
+
+def test_advantages_of_rows_and_kl_estimators() -> None:
+    rewards, groups = torch.tensor([1.0, 0.0, 0.5, 0.5]), torch.tensor([7, 7, 3, 3])
+    assert losses.advantages(rewards, groups, name="dr_grpo").tolist() == [0.5, -0.5, 0, 0]
+    parts = {"parts": torch.eye(4)[:, :2], "part_names": ("a", "b")}
+    assert losses.advantages(rewards, groups, name="gdpo", **parts).shape == rewards.shape
+    assert losses.advantages(rewards, groups, method="reinforce", baseline=0.5)[1] == -0.5
+    for name in kl.ESTIMATORS:
+        x = torch.tensor([[0.3, -0.2]], requires_grad=True)
+        given = losses.estimate_kl(x - 1, x.detach() * 0 - 1, name)
+        assert torch.equal(given, kl.estimate(name, (x - 1) + 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logprobs": LP[:1]}, r"logprobs: its shape is \[1, 3\], that of the mask \[2, 3\]"),
+        ({"logprobs": LP.bfloat16()}, "logprobs: torch.bfloat16 is too coarse"),
+        ({"mask": MASK * 0 + 1}, "logprobs: it is nan at row 0, token 2, in the mask"),
+        ({"mask": MASK * 2}, r"mask: give \[rows, tokens\] of bool"),
+        ({"mask": MASK[0]}, r"mask: give \[rows, tokens\] of bool"),
+        ({"versions": torch.tensor([4, 5]), "current_version": 4}, "current_version = 4 is below"),
+        ({"method": "vepso"}, "method: 'vepso' is unknown"),
+        ({"eps_hi": 0.3}, r"loss.eps_hi: unknown key; did you mean loss.eps_high\?"),
+        ({"learner.lr": 1.0}, "learner.lr: has no effect here; keys of loss, correction, reshape"),
+        ({"eps_low": "x"}, "loss.eps_low: Expected `float | null`"),
+        ({"method": "dr_grpo"}, "method dr_grpo with these settings needs norm_length="),
+        ({"method": "grpo"}, "needs reference="),
+        ({"method": "gepo"}, "needs groups="),
+        ({"entropy": 0.1}, "needs entropy="),
+        ({"method": "tis", "proximal": "interpolate"}, "needs versions="),
+        ({"method": "tis", "proximal": "version"}, "needs version="),
+        *(({"method": name}, f"it sets .*{key}, which is more") for name, key in BEYOND.items()),
+    ],
+)
+def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^asyncrl.losses.*{message}"):
+        losses.loss(**GIVEN | change)
+
+
+@pytest.mark.cold
+def test_it_needs_torch_alone() -> None:
+    code = (
+        "import sys, asyncrl.losses\n"
+        "print(*{'transformers', 'vllm', 'zmq', 'tokenizers', 'scipy'} & sys.modules.keys())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
