@@ -621,6 +621,23 @@ class LearnerHello(msgspec.Struct, frozen=True, tag="learner_hello"):
     mixture: MixturePosition | None = None  # position in a mixture at the checkpoint
     images: ImageShape | None = None  # how the model reads images; None: it reads only text
 
+    @classmethod
+    def make_first(cls, label: Label, digest: str, max_lag: float) -> LearnerHello:
+        """Make the hello of a learner that begins a run in the same process as the store."""
+        return cls(
+            protocol=PROTOCOL,
+            run="",
+            epoch=label.epoch,
+            label=label,
+            parent=None,
+            digest=digest,
+            next_ticket=0,
+            origin=0,
+            max_lag=max_lag,
+            source=WeightsSource(label.epoch, "", "", ""),
+            ring=[],
+        )
+
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     """The buffer follows the learner of this epoch."""

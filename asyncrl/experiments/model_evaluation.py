@@ -82,8 +82,13 @@ def evaluate(
     if unknown := [name for name in names if name not in all_names]:
         raise ConfigError(f"--only {unknown[0]}: choose from {', '.join(all_names)}")
     model_check.check(config)
+
+    def count(name: str, planned: int) -> int:
+        chosen = planned if prompts is None else min(planned, prompts)
+        return chosen if not names or name in names else 0
+
     if config.uses_sessions:
-        return _evaluate_sessions(config, names, prompts, progress)
+        return _evaluate_sessions(config, names, count, progress)
     progress.say(f"loading {config.model.path}")
     engine = build_engine(config)
     evaluator = OfflineEvaluator(config, engine, progress.report)
@@ -91,11 +96,10 @@ def evaluate(
         evaluator.load(load_policy(config.model.path, config.model.dtype, config.model.device), 0)
         results: dict[str, Any] = {}
         for name, planned in evaluator.plan.list_due(0, 0):
-            count = planned if prompts is None else min(planned, prompts)
-            if (names and name not in names) or not count:
-                continue
             start = time.monotonic()
-            values = evaluator.measure(evaluator.plan.find_set(name), count)
+            values = evaluator.measure(evaluator.plan.find_set(name), count(name, planned))
+            if not values:
+                continue
             if not values[f"eval/{name}_n"]:
                 raise ConfigError(f"{name}: no completion has a reward: {evaluator.failures[0]}")
             results[name] = _strip_set(name, values) | {
@@ -131,16 +135,17 @@ def follow_sessions(
 
 
 def _evaluate_sessions(
-    config: Config, names: Sequence[str], prompts: int | None, progress: EvaluationProgress
+    config: Config,
+    names: Sequence[str],
+    count: Callable[[str, int], int],
+    progress: EvaluationProgress,
 ) -> dict[str, Any]:
-    """Evaluate by a run without steps in its own directory, which remains if the run fails."""
+    """Evaluate by a run without steps in its own directory, which remains if the run fails.
+
+    count: the prompts of a set, of those planned.
+    """
     replace = msgspec.structs.replace
     settings = config.evaluation
-
-    def count(name: str, planned: int) -> int:
-        chosen = planned if prompts is None else min(planned, prompts)
-        return chosen if not names or name in names else 0
-
     own_sets = [replace(one, prompts=count(one.name, one.prompts)) for one in settings.sets]
     evaluation = replace(
         settings,

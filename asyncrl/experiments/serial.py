@@ -42,7 +42,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract import admission
 from asyncrl.contract.errors import AsyncrlError, ConfigError, NotFiniteError
 from asyncrl.contract.freshness.meter import BatchMeter
-from asyncrl.contract.messages import LearnerHello, WeightsSource
+from asyncrl.contract.messages import LearnerHello
 from asyncrl.contract.versions import Label
 from asyncrl.experiments.one_process import needs_own_process
 from asyncrl.experiments.serial_record import RunRecord, SerialRecord
@@ -67,13 +67,6 @@ class PendingUpdate(NamedTuple):
     digest: str
     ends: int  # in decode steps
     metrics: dict[str, float]
-
-
-class PublishedWeights(NamedTuple):
-    """One published version."""
-
-    flat: bytearray
-    digest: str
 
 
 class SerialRun:
@@ -101,7 +94,7 @@ class SerialRun:
             make_evaluations(config, task),
             make_mixer(config, task),
         )
-        self.ring: dict[Label, PublishedWeights] = {}
+        self.ring: dict[Label, tuple[bytearray, str]] = {}  # flat weights and their digest
         if config.correction.proximal == "version":
             self.core.measure.read_weights = self.read_weights
         self.loaded: Label | None = None  # the version in the engine
@@ -123,21 +116,8 @@ class SerialRun:
         self.numbers.began = time.monotonic()
         label, digest = self.publish()
         # register the learner and its initial weights with the store (learner/loop.py)
-        self.store.follow_learner(
-            LearnerHello(
-                protocol=1,
-                run="",
-                epoch=EPOCH,
-                label=label,
-                parent=None,
-                digest=digest,
-                next_ticket=0,
-                origin=0,
-                max_lag=self.config.staleness.limit,
-                source=WeightsSource(EPOCH, "", "", ""),
-                ring=[],
-            )
-        )
+        limit = self.config.staleness.limit
+        self.store.follow_learner(LearnerHello.make_first(label, digest, limit))
         try:
             while (
                 self.store.committed < self.config.learner.steps
@@ -193,9 +173,9 @@ class SerialRun:
         """Load the version that the schedule requires, between two decode steps."""
         goal = self.turn.schedule.next_version(self.loaded)
         if goal is not None:
-            weights = self.ring[goal]
-            tensors = policy.read_flat(memoryview(weights.flat), self.core.layout)
-            self.turn.engine.load(tensors, goal, weights.digest)
+            flat, digest = self.ring[goal]
+            tensors = policy.read_flat(memoryview(flat), self.core.layout)
+            self.turn.engine.load(tensors, goal, digest)
             self.loaded = goal
 
     def start(self) -> None:
@@ -263,12 +243,12 @@ class SerialRun:
         label = Label(EPOCH, self.core.state.number)
         flat = policy.copy_flat_bytes(self.core.model)
         digest = policy.compute_digest(flat)
-        self.ring[label] = PublishedWeights(flat, digest)
+        self.ring[label] = flat, digest
         return label, digest
 
     def read_weights(self, label: Label, _digest: str) -> bytearray:
         """Return the flat weights of version `label`; empty when they are no longer held."""
-        return self.ring[label].flat if label in self.ring else bytearray()
+        return self.ring[label][0] if label in self.ring else bytearray()
 
     def commit(self) -> bool:
         """Commit a finished update: its version counts, and the limit admits new tickets."""

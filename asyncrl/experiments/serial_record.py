@@ -10,7 +10,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NotRequired, TypedDict
+from typing import Any
 
 import xxhash
 
@@ -48,41 +48,7 @@ KEPT = (
     "reshape/gamma",
     "kl/moved",
 )
-
-
-class BatchRecord(TypedDict):
-    """One trained batch: a hash of its samples, its tickets as runs (first, last)."""
-
-    ids: str
-    tickets: list[list[int]]
-
-
-class RunRecord(TypedDict):
-    """The results of one run.
-
-    Steps count versions, times are seconds, `clock` counts decode steps.
-    """
-
-    seed: int
-    steps: int
-    tokens: int  # generated
-    wall_s: float  # 0: the run failed
-    decode_s: float
-    learn_s: float
-    clock: int
-    weights_digest: str
-    batches: list[BatchRecord]
-    trained_ids: str
-    lag_histogram: dict[str, int]  # lag -> trained tokens
-    curve: list[dict[str, float]]  # one row a batch
-    optimizer_steps: list[dict[str, float]]  # as in a run's optimizer_steps.jsonl
-    evals: dict[str, dict[str, list[float]]]  # split -> version -> reward of each prompt
-    evaluation_metrics: dict[str, dict[str, float]]  # eval/... -> version -> value
-    accuracy: list[list[float]]  # steps, mean rewards on held-out prompts
-    ood: list[list[float]]
-    abandoned: str  # reason for which `watch` stopped the run; "" if it did not
-    ledger_lines: dict[str, dict[str, float]]
-    failed: NotRequired[str]
+RunRecord = dict[str, Any]  # the results of one run (`make_run_record`)
 
 
 class SerialRecord:
@@ -96,7 +62,7 @@ class SerialRecord:
         self.abandoned = ""
         self.curve: list[dict[str, float]] = []
         self.optimizer_steps: list[dict[str, float]] = []
-        self.batches: list[BatchRecord] = []
+        self.batches: list[dict[str, Any]] = []
         self.lags: Counter[int] = Counter()
         self.batch_lags: dict[int, int] = {}  # of the batch in training
         self.evals: dict[tuple[str, int], dict[int, float]] = {}  # (split, version) -> rewards
@@ -119,7 +85,17 @@ class SerialRecord:
         """
         tickets = training_log.find_runs(sample.ticket for sample in batch.samples)
         self.batches.append({"ids": training_log.digest(batch.samples), "tickets": tickets})
-        audit(batch.number, batch.samples, training_log.count_trained_lags(batch, math.inf))
+        counted = training_log.count_trained_lags(batch, math.inf)
+        recounted: dict[int, int] = {}
+        for sample in batch.samples:
+            for span in sample.spans:
+                lag = batch.number - span.label.number
+                recounted[lag] = recounted.get(lag, 0) + span.end - span.start
+        if recounted != counted:
+            raise AsyncrlError(
+                f"batch {batch.number}: the buffer counted tokens by lag {counted}, but its spans "
+                f"give {recounted}; this is a bug in asyncrl, please report it"
+            )
         # tokens past the limit are not trained
         limit = staleness.limit if staleness.on_exceed == "mask" else math.inf
         self.batch_lags = training_log.count_trained_lags(batch, limit)
@@ -149,21 +125,25 @@ class SerialRecord:
     def make_run_record(
         self, seed: int, store: Store, weights_digest: str, clock: int, wall_s: float
     ) -> RunRecord:
-        ids = "".join(batch["ids"] for batch in self.batches)
+        """Return the results: steps count versions, times are seconds."""
         return {
             "seed": seed,
             "steps": store.committed,
-            "tokens": self.tokens,
-            "wall_s": wall_s,
+            "tokens": self.tokens,  # generated
+            "wall_s": wall_s,  # 0: the run failed
             "decode_s": self.decode_s,
             "learn_s": self.learn_s,
-            "clock": clock,
+            "clock": clock,  # decode steps
             "weights_digest": weights_digest,
-            "batches": self.batches,
-            "trained_ids": xxhash.xxh3_64_hexdigest(ids.encode()),
+            "batches": self.batches,  # hash of the samples' ids, tickets as runs (first, last)
+            "trained_ids": xxhash.xxh3_64_hexdigest(
+                "".join(batch["ids"] for batch in self.batches).encode()
+            ),
+            # lag -> trained tokens
             "lag_histogram": {str(lag): tokens for lag, tokens in sorted(self.lags.items())},
-            "curve": self.curve,
-            "optimizer_steps": self.optimizer_steps,
+            "curve": self.curve,  # one row a batch
+            "optimizer_steps": self.optimizer_steps,  # as in a run's optimizer_steps.jsonl
+            # split -> version -> reward of each prompt
             "evals": {
                 split: {
                     str(number): [rewards[index] for index in sorted(rewards)]
@@ -172,29 +152,14 @@ class SerialRecord:
                 }
                 for split in ("heldout", "ood")
             },
+            # eval/... -> version -> value
             "evaluation_metrics": {
                 name: {str(number): x for number, x in sorted(by_version.items())}
                 for name, by_version in sorted(self.finished.items())
             },
+            # steps, mean rewards on held-out prompts
             "accuracy": list(self.list_mean_rewards("heldout")),
             "ood": list(self.list_mean_rewards("ood")),
-            "abandoned": self.abandoned,
+            "abandoned": self.abandoned,  # reason for which `watch` stopped the run; "" otherwise
             "ledger_lines": store.sum_ledger(),
         }
-
-
-def audit(number: int, samples: Sequence[Trajectory], counted: dict[int, int]) -> None:
-    """Recount the lags of batch `number` from the versions in the samples' spans.
-
-    Raises AsyncrlError if the buffer's count differs.
-    """
-    recounted: dict[int, int] = {}
-    for sample in samples:
-        for span in sample.spans:
-            lag = number - span.label.number
-            recounted[lag] = recounted.get(lag, 0) + span.end - span.start
-    if recounted != counted:
-        raise AsyncrlError(
-            f"batch {number}: the buffer counted tokens by lag {counted}, but its spans give "
-            f"{recounted}; this is a bug in asyncrl, please report it"
-        )

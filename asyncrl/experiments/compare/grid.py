@@ -41,7 +41,6 @@ from asyncrl.experiments.compare.arms import (
     format_differences,
 )
 from asyncrl.experiments.one_process import needs_own_process
-from asyncrl.experiments.serial_record import BatchRecord
 from asyncrl.models import devices
 from asyncrl.records import health_checks, metrics
 from buffer import training_log
@@ -81,7 +80,7 @@ class CellResult:
     accuracy: list[float] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
     trouble: list[str] = field(default_factory=list)
-    batches: Sequence[BatchRecord] = ()
+    batches: Sequence[dict[str, Any]] = ()
     warm: bool = False
     # step -> mean reward on out-of-distribution prompts
     ood: dict[float, float] = field(default_factory=dict)

@@ -39,7 +39,6 @@ from asyncrl.contract.messages import (
     Ticket,
     Trajectory,
     VersionSpan,
-    WeightsSource,
 )
 from asyncrl.contract.versions import Label
 from asyncrl.experiments.simulate.times import (
@@ -337,19 +336,7 @@ class Simulation:
         break the store's rules.
         """
         start = time.perf_counter()
-        hello = LearnerHello(
-            protocol=1,
-            run="",
-            epoch=EPOCH,
-            label=Label(EPOCH, 0),
-            parent=None,
-            digest="0",
-            next_ticket=0,
-            origin=0,
-            max_lag=self.config.staleness.limit,
-            source=WeightsSource(EPOCH, "", "", ""),
-            ring=[],
-        )
+        hello = LearnerHello.make_first(Label(EPOCH, 0), "0", self.config.staleness.limit)
         self.send(self.store.follow_learner, hello)
         self.resume(self.learner)
         for generator in self.generators:
@@ -506,7 +493,7 @@ class SimulatedGenerator:
 
     session = 1
     busy = idle = renewed = idle_since = 0.0
-    sequence = called = 0
+    sequence = 0
     scored = (0.0, 0.0, 0.0)  # samples, seconds until the result, seconds of calls
 
     def __init__(self, run: Simulation, name: str) -> None:
@@ -720,10 +707,9 @@ class SimulatedGenerator:
         if seconds > self.config.reward.deadline_s:
             seconds = self.config.reward.deadline_s
             trajectory.failed = RewardFailure("data", "the reward hung")
-        self.called += 1
         start = max(run.now, self.free[0])
         heapq.heapreplace(self.free, start + seconds)
-        call = (start + seconds, self.called, trajectory, start - run.now, seconds)
+        call = (start + seconds, next(run.count), trajectory, start - run.now, seconds)
         heapq.heappush(self.calls, call)
 
     def deliver(self) -> None:
