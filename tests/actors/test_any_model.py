@@ -17,7 +17,7 @@ from bare_kit import edit
 from engine_kit import request, run
 from holding import held
 from learner_step_kit import batch, core
-from process_kit import Ended
+from process_kit import FEW, Ended
 from wrong_model_kit import SYMBOLS, TEMPLATE, config
 
 from actors.engine_embedded import make_engine
@@ -151,14 +151,8 @@ def test_a_whole_run_of_another_architecture(asyncrl: Callable[..., Ended], tmp_
         "run",
         f"model.path={str(path)!r}",
         "model.warm_start=false",
+        *FEW,
         "learner.steps=3",
-        "learner.groups=4",
-        "learner.group_size=4",
-        "generator.slots=16",
-        "generator.max_new_tokens=8",
-        "evaluation.prompts=8",
-        "evaluation.final_prompts=8",
-        "evaluation.ood_prompts=0",
         "name='other'",
     )
     assert done.code == 0, done.err[-3000:]
@@ -193,13 +187,8 @@ def test_nothing_of_transformers_is_imported_once_tickets_come(
         "model.warm_start=false",
         "task.name='file'",
         f"task.prompts={str(prompts)!r}",
+        *FEW,
         "learner.steps=1",
-        "learner.groups=2",
-        "learner.group_size=2",
-        "generator.max_new_tokens=8",
-        "evaluation.prompts=2",
-        "evaluation.final_prompts=2",
-        "evaluation.ood_prompts=0",
         "name='late'",
         **held(imports=late),
     )
@@ -212,14 +201,10 @@ def test_ones_own_prompts_and_reward(asyncrl: Callable[..., Ended]) -> None:
     """The example of docs/rewards.md: configs/examples, its parts of the reward in the metrics."""
     done = asyncrl(
         "run",
+        *FEW,
         "learner.steps=3",
-        "learner.groups=8",
-        "learner.group_size=4",
         "task.name='file'",
         "task.prompts='configs/examples/prompts.jsonl'",
-        "evaluation.final_prompts=20",
-        "evaluation.prompts=20",
-        "evaluation.ood_prompts=0",
         "reward.function='configs.examples.my_reward:reward'",
         "reward.workers=1",
         "reward.deadline_s=600.0",

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from bad_input_kit import refused
-from process_kit import ENV, ROOT, Ended, demo_command, run_command
+from process_kit import ENV, FEW, ROOT, Ended, demo_command, run_command
 from run_kit import finish, start, steps_done, wait_until
 
 from asyncrl.cli import main
@@ -29,14 +29,7 @@ from learner import checkpoint
 pytestmark = pytest.mark.slow
 
 Call = Callable[..., Ended]
-SMALL = (
-    "learner.groups=4",
-    "learner.group_size=4",
-    "evaluation.prompts=8",
-    "evaluation.final_prompts=8",
-    "evaluation.ood_prompts=0",
-    "evaluation.every=0",
-)
+SMALL = (*FEW, "evaluation.every=0")
 
 
 def model_without(path: Path, model: Path, names: tuple[str, ...] = (), cut: str = "") -> Path:

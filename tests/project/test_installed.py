@@ -4,16 +4,14 @@ and configs, schema, page templates and types have come with it."""
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 import sys
-import sysconfig
 import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
-from process_kit import ENV, ROOT, SMALL, Ended, shared
+from installed_kit import called, installed  # noqa: F401
+from process_kit import ROOT
 
 from asyncrl.config import bundled_configs, load
 from asyncrl.contract import importing
@@ -22,60 +20,6 @@ from asyncrl.tasks.warm_start import warm_start
 from asyncrl.tinker import settings
 
 pytestmark = pytest.mark.slow
-
-PLAIN_ENV = {k: v for k, v in ENV.items() if k != "PYTHONPATH"}
-PACKED = (
-    "asyncrl",
-    "actors",
-    "buffer",
-    "learner",
-    "configs",
-    "pyproject.toml",
-    "README.md",
-    "Makefile",
-)
-
-
-def called(argv: list[str], folder: Path, timeout: float = 3600.0) -> Ended:
-    done = subprocess.run(
-        argv, cwd=folder, env=PLAIN_ENV, capture_output=True, text=True, timeout=timeout
-    )
-    return Ended(done)
-
-
-def _install(path: Path) -> None:
-    """Build the wheel of a copy of the tree, and install it into a new environment: path/env."""
-    tree = path / "tree"
-    tree.mkdir()
-    for name in PACKED:
-        if (ROOT / name).is_dir():
-            ignore = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(ROOT / name, tree / name, ignore=ignore)
-        else:
-            shutil.copy(ROOT / name, tree)
-    # with this environment's setuptools, and without installing what `make demo` would
-    make = ["make", "wheel", f"VENV={sys.prefix}", "-o", f"{sys.prefix}/.demo"]
-    done = called(["env", "PIP_NO_BUILD_ISOLATION=0", *make], tree)
-    assert done.code == 0, done.err[-3000:]
-    (built,) = (tree / "dist").glob("asyncrl-*.whl")
-    shutil.move(built, path)
-    shutil.rmtree(tree)
-    done = called([sys.executable, "-m", "venv", "--without-pip", str(path / "env")], path)
-    assert done.code == 0, done.err
-    (wheel,) = path.glob("asyncrl-*.whl")
-    pip = [sys.executable, "-m", "pip", "--python", str(path / "env" / "bin" / "python")]
-    done = called([*pip, "install", "--no-index", "--no-deps", str(wheel)], path)
-    assert done.code == 0, done.err[-3000:]
-    # what asyncrl needs is found where these tests have it; of the path, not of its .pth files,
-    # which would bring the checkout
-    (site,) = (path / "env").glob("lib/python*/site-packages")
-    (site / "needs.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-
-
-@pytest.fixture(scope="session")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the wheel is (asyncrl-*.whl), and env/, which it is installed in."""
-    return shared(tmp_path_factory, "installed", _install)
 
 
 def test_what_is_no_module_is_in_the_wheel(installed: Path) -> None:
@@ -90,20 +34,6 @@ def test_what_is_no_module_is_in_the_wheel(installed: Path) -> None:
     assert wanted | {"asyncrl/py.typed"} <= names
     some = ("configs/schema.json", "records/page/page.html", "cli/templates/new/reward.py")
     assert {f"asyncrl/{name}" for name in some} <= wanted
-
-
-def test_a_shipped_config_runs_by_its_name(
-    installed: Path, tmp_path: Path, small_model: Path
-) -> None:
-    sets = [f"model.path={str(small_model)!r}", *SMALL[:-1], "learner.steps=3", "name='r'"]
-    argv = [str(installed / "env" / "bin" / "asyncrl"), "run", "demo", "--json"]
-    done = called([*argv, *[x for s in sets for x in ("--set", s)]], tmp_path)
-    assert done.code == 0, done.err[-3000:]
-    assert done.json["steps"] == 3 and done.json["run_dir"] == "runs/r"
-    assert (tmp_path / "runs" / "r" / "report.html").exists(), "its template was found"
-    look = "import asyncrl, learner; print(asyncrl.__file__, learner.__file__)"
-    where = called([str(installed / "env" / "bin" / "python"), "-c", look], tmp_path).out
-    assert all(str(installed / "env") in x for x in where.split()), where
 
 
 def test_a_shipped_example_finds_its_prompts_and_its_reward_anywhere(

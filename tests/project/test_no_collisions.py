@@ -12,11 +12,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from process_kit import ENV, ROOT, SMALL, Ended
+from installed_kit import PLAIN_ENV, installed  # noqa: F401
+from process_kit import ROOT, SMALL, Ended
 
 pytestmark = [pytest.mark.slow, pytest.mark.cold]
 
-PLAIN_ENV = {k: v for k, v in ENV.items() if k != "PYTHONPATH"}
 TAKEN = (
     "learner",
     "buffer",
@@ -110,24 +110,11 @@ def test_modules_on_a_pythonpath_of_the_users_own_are_found_and_hide_nothing(
 
 
 def test_the_wheel_brings_one_name_and_runs(
-    folder: Path, tmp_path: Path, small_model: Path
+    installed: Path, folder: Path, small_model: Path
 ) -> None:
-    tree, out = tmp_path / "tree", tmp_path / "site"
-    for name in ("asyncrl", "actors", "buffer", "learner", "configs"):
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", tree)
-    build = "import sys, setuptools.build_meta as b; b.build_wheel(sys.argv[1])"
-    subprocess.run(
-        [sys.executable, "-c", build, str(tmp_path)],
-        cwd=tree,
-        env=PLAIN_ENV,
-        check=True,
-        capture_output=True,
-    )
-    (wheel,) = tmp_path.glob("asyncrl-*.whl")
+    (wheel,) = installed.glob("asyncrl-*.whl")
     with zipfile.ZipFile(wheel) as z:
         names = z.namelist()
-        z.extractall(out)
     assert {n.split("/")[0] for n in names if ".dist-info" not in n} == {"asyncrl"}
     ours = {
         p.relative_to(ROOT)
@@ -141,13 +128,13 @@ def test_the_wheel_brings_one_name_and_runs(
     }
     assert inside == ours, "every module is in it, each once"
 
-    done = small_run(
-        folder, small_model, [sys.executable, "-P", "-m", "asyncrl.cli"], PYTHONPATH=str(out)
-    )
+    (folder / "demo.toml").unlink()  # the one of the wheel is found by its name
+    done = small_run(folder, small_model, [str(installed / "env" / "bin" / "asyncrl")])
     seen = check_small_run(done, folder, folder)
-    assert seen["actors"] == str(out / "asyncrl" / "actors" / "__init__.py") and seen[
-        "asyncrl"
-    ] == str(out / "asyncrl" / "__init__.py")
+    (site,) = (installed / "env").glob("lib/python*/site-packages")
+    assert seen["actors"] == str(site / "asyncrl" / "actors" / "__init__.py")
+    assert seen["asyncrl"] == str(site / "asyncrl" / "__init__.py")
+    assert (folder / "runs" / "r" / "report.html").exists(), "its template was found"
 
 
 def ended(code: str, **env: str) -> subprocess.CompletedProcess[str]:
