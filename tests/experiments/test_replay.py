@@ -83,28 +83,19 @@ def test_nothing_changed_gives_the_same_bits(
 ) -> None:
     done = Typed(capsys, recorded["run_dir"], "--json")
     found = done.json
-    assert done.code == 0
-    assert found["reproduced"]
-    assert found["equal"]
-    assert found["cut"] == ""
-    assert found["warning"] == ""
+    assert done.code == 0 and found["reproduced"] and found["equal"]
+    assert found["cut"] == found["warning"] == ""
     assert recorded["deaths"] == ["learner"] and len(stream.read(recorded["run_dir"]).lives) == 2
     assert found["weights_digest"] == recorded["digest"] and found["to"] == 6
     was, now = train_rows(recorded["rows"]), train_rows(metrics.read(Path(found["replay_dir"])))
     assert was.keys() == now.keys() == set(range(6))
     for n, row in now.items():
         assert {k: row[k] for k in row if k != "t"} == {k: was[n][k] for k in row if k != "t"}
-    assert [r["step"] for r in metrics.read(Path(found["replay_dir"])) if "eval/heldout" in r] == [
-        0,
-        3,
-        6,
-    ]
+    rows = metrics.read(Path(found["replay_dir"]))
+    assert [row["step"] for row in rows if "eval/heldout" in row] == [0, 3, 6]
     # five answers each; the batches differ
-    assert (
-        0
-        < found["replayed"]["heldout_end"]
-        == pytest.approx(found["recorded"]["heldout_end"], abs=0.2)
-    )
+    replayed, expected = (found[side]["heldout_end"] for side in ("replayed", "recorded"))
+    assert 0 < replayed == pytest.approx(expected, abs=0.2)
 
 
 def test_a_shorter_replay_compares_the_same_version_on_the_same_prompts(
@@ -116,8 +107,8 @@ def test_a_shorter_replay_compares_the_same_version_on_the_same_prompts(
         found = Typed(capsys, recorded["run_dir"], "--json", "--until", until).json
         assert found["reproduced"] and found["heldout_version"] == 3
         for side in ("recorded", "replayed"):
-            assert found[side]["heldout_end"] == heldout[3]
-            assert found[side]["heldout_start"] == (heldout[0])
+            ends = found[side]["heldout_start"], found[side]["heldout_end"]
+            assert ends == (heldout[0], heldout[3])
         text = replaying.format_replay(found)
         assert "heldout_end (version 3)" in text
         assert ("no version from 4 to" in text) == (until > 3)
@@ -163,15 +154,12 @@ def test_a_change_is_shown_on_the_same_data(
         "kl.loss.coefficient=0.5",
     )
     done = Typed(capsys, recorded["run_dir"], "--no-eval", *(x for s in sets for x in ("--set", s)))
-    assert done.code == 0
-    assert "loss.surrogate: ppo | vanilla" in done.out
+    assert done.code == 0 and "loss.surrogate: ppo | vanilla" in done.out
     assert "data would have changed too" in done.out
     where = Path(done.err.split("report: ")[1].strip()).parent
     found = json.loads((where / "replay.json").read_text())
-    assert found["reproduced"] is None
-    assert not found["equal"]
-    assert found["first_difference"]["step"] == 0
-    assert found["first_other_weights"] == 1
+    assert found["reproduced"] is None and not found["equal"]
+    assert found["first_difference"]["step"] == 0 and found["first_other_weights"] == 1
     was, now = train_rows(recorded["rows"]), train_rows(metrics.read(where))
     assert [now[n]["reward/mean"] for n in range(6)] == [was[n]["reward/mean"] for n in range(6)], (
         "not the recorded data"
@@ -181,27 +169,15 @@ def test_a_change_is_shown_on_the_same_data(
     )
     assert now[0]["kl/loss_beta"] == 0.5 and now[5]["loss/kl"] > 0 and was[0]["kl/loss_beta"] == 0
     page = (where / "report.html").read_text()
-    assert "Gradient norm" in page
-    assert "Effective sample size" in page
-    assert "KL from behavior to target" in page
-    assert 'id="replay"' in page
+    titles = ("Gradient norm", "Effective sample size", "KL from behavior to target")
+    assert all(title in page for title in (*titles, 'id="replay"'))
 
 
 def test_a_rate_of_zero_moves_nothing(
     recorded: dict[str, Any], small_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = Typed(
-        capsys,
-        recorded["run_dir"],
-        "--json",
-        "--no-eval",
-        "--set",
-        "learner.lr=0.0",
-        "--out",
-        tmp_path / "still",
-        "--until",
-        4,
-    ).json
+    words = ["--json", "--no-eval", "--set", "learner.lr=0.0", "--until", 4]
+    found = Typed(capsys, recorded["run_dir"], *words, "--out", tmp_path / "still").json
     assert found["weights_digest"] == compute_weights_digest(load_policy(small_model, device="cpu"))
     assert found["to"] == 4
     was, now = train_rows(recorded["rows"]), train_rows(metrics.read(tmp_path / "still"))
@@ -213,8 +189,7 @@ def test_from_weights_in_the_middle(
     recorded: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = Typed(capsys, recorded["run_dir"], "--json", "--no-eval", "--from", 4).json
-    assert found["reproduced"]
-    assert (found["from"], found["to"]) == (4, 6)
+    assert found["reproduced"] and (found["from"], found["to"]) == (4, 6)
     assert found["weights_digest"] == recorded["digest"]
     wrong = Typed(capsys, recorded["run_dir"], "--from", 3)
     assert wrong.code == 2
@@ -227,8 +202,7 @@ def test_a_recording_cut_short_replays_up_to_the_cut(
     end = stream.read(cut).end
     assert 3 <= end < 6
     whole = Typed(capsys, cut, "--no-eval", "--json")
-    assert whole.json["reproduced"]
-    assert whole.json["to"] == end
+    assert whole.json["reproduced"] and whole.json["to"] == end
     assert f"has {end} of 6 batches: the run ended there" in whole.json["cut"]
     assert whole.json["cut"] in whole.err
     shutil.copytree(cut, tmp_path / "torn")
@@ -236,8 +210,7 @@ def test_a_recording_cut_short_replays_up_to_the_cut(
     data = log.read_bytes()
     log.write_bytes(data[:-7])
     torn = Typed(capsys, tmp_path / "torn", "--no-eval", "--json").json
-    assert torn["reproduced"]
-    assert torn["to"] == end - 1
+    assert torn["reproduced"] and torn["to"] == end - 1
     assert "ended while it wrote the next record" in torn["cut"]
     log.write_bytes(data[:300] + bytes([data[300] ^ 1]) + data[301:])
     damaged = Typed(capsys, tmp_path / "torn")
@@ -251,11 +224,8 @@ def test_a_run_that_went_on_with_other_settings(
     shutil.copytree(cut, run_dir)
     (run_dir / "run_id").write_text("0123456789ab")
     config = run_dir / "config.toml"
-    config.write_text(
-        load.dump(
-            load.load(config, ["learner.lr=1e-2", "kl.loss.coefficient=0.05", "kl.preset=grpo"])
-        )
-    )
+    sets = ["learner.lr=1e-2", "kl.loss.coefficient=0.05", "kl.preset=grpo"]
+    config.write_text(load.dump(load.load(config, sets)))
     done = forked(run_dir, *STREAM)
     found = Typed(capsys, run_dir, "--json", "--no-eval").json
     first, second = (life for _, life in stream.read(run_dir).lives)
@@ -283,9 +253,7 @@ def test_what_a_replay_cannot_change(
     words: tuple[str, ...], says: str, recorded: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     done = Typed(capsys, recorded["run_dir"], *words)
-    assert done.code == 2
-    assert says in done.err
-    assert "Traceback" not in done.err
+    assert done.code == 2 and says in done.err and "Traceback" not in done.err
     assert len(done.err.strip().splitlines()) == 1
 
 
@@ -300,20 +268,10 @@ def test_no_recording_names_the_option_that_makes_one(
 
 def test_a_preset_replaces_what_the_resolved_config_had_filled_in(recorded: dict[str, Any]) -> None:
     text = (recorded["run_dir"] / "config.toml").read_text()
-    before = replaying.resolve(
-        text, ["correction.preset=tis", "correction.proximal=recompute"], "c"
-    ).correction
-    text = load.dump(
-        replaying.resolve(text, ["correction.preset=tis", "correction.proximal=recompute"], "c")
-    )
-    after = replaying.resolve(text, ["correction.preset=icepop"], "c").correction
-    assert (before.bound, before.hi, after.bound, after.lo, after.hi) == (
-        "truncate",
-        2.0,
-        "mask",
-        0.5,
-        5.0,
-    )
+    first = replaying.resolve(text, ["correction.preset=tis", "correction.proximal=recompute"], "c")
+    assert (first.correction.bound, first.correction.hi) == ("truncate", 2.0)
+    after = replaying.resolve(load.dump(first), ["correction.preset=icepop"], "c").correction
+    assert (after.bound, after.lo, after.hi) == ("mask", 0.5, 5.0)
 
 
 def test_the_bound_on_the_size_holds(recorded: dict[str, Any], tmp_path: Path) -> None:
@@ -325,18 +283,15 @@ def test_the_bound_on_the_size_holds(recorded: dict[str, Any], tmp_path: Path) -
     assert kept[0] and not kept[-1] and sorted(kept, reverse=True) == kept
     assert stream.measure_size(tmp_path) <= 8000
     read = stream.read(tmp_path)
-    assert read.full
-    assert read.end == sum(kept)
+    assert read.full and read.end == sum(kept)
     assert "record.stream_mib" in read.explain_missing_part(6)
     # a resumed run with a larger bound: its batches cannot be reached
     later = RecordingWriter(tmp_path, RecordingHeader(stream.FORMAT, 2, 5, "", ""), 0, 10**9)
     assert later.add(5, steps[5])
     later.close()
     read = stream.read(tmp_path)
-    assert read.end == sum(kept)
-    assert len(read.lives) == 1
+    assert read.end == sum(kept) and len(read.lives) == 1
     assert f"batch {read.end} was not recorded" in read.explain_missing_part(6)
     again = read.read_step(0)
-    assert isinstance(again, RecordedStep)
-    assert again == steps[0]
+    assert isinstance(again, RecordedStep) and again == steps[0]
     assert all(s.text == "" for s in again.batch.samples)

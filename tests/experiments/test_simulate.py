@@ -20,13 +20,11 @@ from asyncrl import cli
 from asyncrl.cli import main
 from asyncrl.contract import admission
 from asyncrl.contract.errors import ConfigError
-from asyncrl.contract.freshness.meter import BatchMeter
 from asyncrl.experiments.simulate import fit, times, what_if
 from asyncrl.experiments.simulate.simulation import Simulation
 from asyncrl.experiments.simulate.times import TimeModel, change
 from asyncrl.records import process_log
 from asyncrl.records.trace import TraceSpan
-from buffer.store import Store
 
 GENERATE = 0.64  # seconds of a batch, when all its answers are written at once
 
@@ -53,35 +51,23 @@ def test_a_generator_for_evaluations_neither_gets_nor_takes_a_share(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What it requests is granted, and what the window gets as free slots are those that wait."""
-    grant, requests = Store.grant, set()
-
-    def record(store: Store, producer: str, session: int, samples: int, now: float) -> Any:
-        requests.add((producer, samples))
-        return grant(store, producer, session, samples, now)
-
-    on_free, free = BatchMeter.on_free, []
-
-    def measure(meter: BatchMeter, slots: float, capacity: float, now: float) -> None:
-        made = next(one for one in simulations if one.meter is meter)
-        free.append((slots, sum(samples for _, samples, _ in made.requests)))
-        on_free(meter, slots, capacity, now)
-
-    simulations: list[Simulation] = []
-    begin = Simulation.__init__
-
-    def keep(made: Simulation, *args: Any, **more: Any) -> None:
-        begin(made, *args, **more)
-        simulations.append(made)
-
-    monkeypatch.setattr(Store, "grant", record)
-    monkeypatch.setattr(Simulation, "__init__", keep)
     sets = ("generators=3", "evaluation.generators=1", "evaluation.every=5", "staleness.max_lag=0")
-    known = change(BARE, step=0.1, train=4.0)
-    with monkeypatch.context() as patch:
-        patch.setattr(BatchMeter, "on_free", measure)
-        o = simulate(config(*sets), known, 0, evaluate=True)
-    assert o.step_s == pytest.approx(10.4)
-    (evaluator,) = simulations[0].store.settings.evaluators
+    made = Simulation(config(*sets), change(BARE, step=0.1, train=4.0))
+    grant, on_free = made.store.grant, made.meter.on_free
+    requests, free = set(), []
+
+    def record(producer: str, session: int, samples: int, now: float) -> Any:
+        requests.add((producer, samples))
+        return grant(producer, session, samples, now)
+
+    def measure(slots: float, capacity: float, now: float) -> None:
+        free.append((slots, sum(samples for _, samples, _ in made.requests)))
+        on_free(slots, capacity, now)
+
+    monkeypatch.setattr(made.store, "grant", record)
+    monkeypatch.setattr(made.meter, "on_free", measure)
+    assert made.run()["step_s"] == pytest.approx(10.4)
+    (evaluator,) = made.store.settings.evaluators
     slots = config(*sets).generator.slots
     assert {samples for producer, samples in requests if producer == evaluator} == {slots}
     assert free and all(told == waiting for told, waiting in free)
