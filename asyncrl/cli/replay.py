@@ -76,6 +76,6 @@ def diff(run_a: Path, run_b: Path, html: Path | None, as_json: bool) -> None:
 
     comparison = differ.diff(run_a, run_b)
     if html is not None:
-        differ.write(run_a, run_b, html)
+        differ.write(comparison, html)
     print(json.dumps(comparison) if as_json else differ.format_diff(comparison))
     sys.exit(0 if comparison["equal"] else 1)

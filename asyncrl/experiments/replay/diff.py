@@ -143,17 +143,10 @@ def format_first_difference(difference: dict[str, Any], unit: str, shown: int) -
     ]
 
 
-def write(run_a: Path, run_b: Path, path: Path) -> None:
-    """Write a page with the curves of both runs overlaid."""
-    comparison = diff(run_a, run_b)
-    write_page(
-        "Two runs",
-        format_diff(comparison),
-        {n: read(d)[1] for n, d in (("A", run_a), ("B", run_b))},
-        comparison,
-        path,
-        "diff",
-    )
+def write(comparison: dict[str, Any], path: Path) -> None:
+    """Write a page with the curves of both runs overlaid. comparison: the result of `diff`."""
+    runs = {name: read(Path(comparison[name.lower()]))[1] for name in "AB"}
+    write_page("Two runs", format_diff(comparison), runs, comparison, path, "diff")
 
 
 def write_page(
