@@ -24,8 +24,8 @@ Glossary: code, configs, metrics and docs use one word for each thing.
   after temperature, top-p and top-k.
 - start policy (pi_start): the learner's policy at the beginning of a batch. Staleness and mismatch
   are measured from it.
-- proximal policy (pi_prox): the denominator of the trust region's ratio: pi_start, mu, a mixture or
-  the version that sampled the token (`correction.proximal`).
+- proximal policy (pi_prox): the denominator of the trust region's ratio: pi_start, mu, a mixture,
+  the version that sampled the token or an average of versions (`correction.proximal`).
 - target policy (pi_theta): the learner's current policy. Reference policy (pi_ref): frozen.
 - version, label: (epoch, number). The number counts committed batches; the epoch counts starts of
   the learner.

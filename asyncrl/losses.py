@@ -78,7 +78,8 @@ def loss(
         keys: settings of [loss], [correction], [reshape], [kl.loss] and [staleness], or tensors:
             start: [rows, tokens], log pi before the batch's first step; absent: this is that step.
             reference: [rows, tokens], log pi of the reference policy, for KL in the loss.
-            version: [rows, tokens], the trainer's log pi under the weights that sampled the token.
+            version: [rows, tokens], the trainer's log pi under the weights that sampled the token,
+                or with the proximal policy ema under the average of its weights.
             entropy: [rows, tokens] with gradient, in nats, for the setting `loss.entropy`.
             groups: int [rows], the prompt of each row, for gepo.
 
@@ -92,7 +93,7 @@ def loss(
     proximal, reduction = config.correction.proximal, config.loss.reduction
     needs = {
         "versions": proximal == "interpolate" or config.staleness.on_exceed != "pace",
-        "version": proximal == "version",
+        "version": proximal in ("version", "ema"),
         "reference": config.kl.loss.coefficient > 0,
         "entropy": config.loss.entropy != 0,
         "groups": config.loss.surrogate == "gepo",

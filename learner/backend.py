@@ -34,6 +34,8 @@ class TorchBackend(Trainer):
 
     rank = 0
     ranks = 1
+    # every rank takes part in each forward pass, and the parameters on a rank are parts
+    sharded = False
     # early stopping may use the gradient's own forward pass: an unused gradient is dropped
     stops_first = False
     # cosine of the last step's gradient with the previous one, where it is measured
@@ -139,6 +141,10 @@ class TorchBackend(Trainer):
     def gather_full_parameters(self) -> Iterator[None]:
         """Hold every parameter in full in rank 0's model inside the context."""
         yield
+
+    def list_parts(self) -> list[torch.Tensor]:
+        """Return this rank's parts of the trained parameters, sharing their memory."""
+        return [p.detach() for p in self.parameters]
 
     def write_flat(self, buffer: memoryview | None) -> torch.Tensor | None:
         """Write the weights into `buffer` on rank 0; the other ranks contribute their parts.

@@ -7,6 +7,7 @@ checkpoints/epoch_E/       the same, renamed when the buffer welcomed it; the hi
     number_N/model/        a Hugging Face directory; with LoRA only the adapter
     number_N/state.pt      optimizer, learner state, cursor, ledger totals
     number_N/older_M.bin   flat weights of version M < N (lag injection)
+    number_N/average_R.pt  average weights of rank R (correction.proximal = ema)
     number_N/manifest      size and xxh3-64 of every file; written last, before the directory gets
                            its name
 ```
@@ -155,7 +156,7 @@ def save(
 
     def fill(part: Path) -> None:
         core.backend.broadcast("save", str(part))
-        optimizer = core.backend.save(part)
+        optimizer = core.save(part)
         with core.backend.gather_full_parameters():
             export(core.model, part / "model")
         own_critic = core.critic is not None and not core.backend.writes_parts
@@ -277,6 +278,8 @@ def load_checkpoint(core: LearnerCore, path: Path) -> dict[str, Any]:
     elif core.model.adapter is not None:
         adapters.restore(core.model, path / "model")
     core.backend.load(data["optimizer"], path)
+    if core.average is not None:
+        core.average.load(path)
     if core.critic is not None and not core.backend.writes_parts:
         core.critic.load_state(data.get("critic"), path)
     core.state = LearnerState(**data["state"])

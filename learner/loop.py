@@ -410,7 +410,7 @@ def follow(core: LearnerCore) -> None:
             backend.write_flat(None)
         elif command in ("save", "export"):
             if command == "save":
-                backend.save(Path(payload))
+                core.save(Path(payload))
             with backend.gather_full_parameters():
                 pass
         elif command == "restore":

@@ -20,7 +20,7 @@ from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import Batch
 from asyncrl.contract.versions import Label
 from asyncrl.models import adapters
-from asyncrl.models.policy import Manifest, PolicyModel, load_weights, read_flat
+from asyncrl.models.policy import Manifest, PolicyModel, list_named_weights, load_weights, read_flat
 from asyncrl.models.weight_rounding import load_learner_policy
 from learner.batch import PackedBatch
 
@@ -175,7 +175,8 @@ class SplitMeter:
             return None
         if self.model.adapter is not None and not self.distributed:
             flat = read_flat(memoryview(bytearray(data)), self.layout)
-            with adapters.replace_adapters(self.model, flat):
+            own = [tensor for _, tensor in list_named_weights(self.model)]
+            with adapters.replace_values(own, list(flat.values())):
                 return self.forward(self.model, packed, answers)
         if self.shadow is None:
             self.shadow = load_learner_policy(self.config.model.path, self.config)

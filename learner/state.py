@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
+from asyncrl.contract.errors import DamagedDataError
 from asyncrl.contract.messages import MixturePosition
+from asyncrl.models.adapters import replace_values
+from learner.backend import TorchBackend
 
 
 @dataclass
@@ -56,3 +63,46 @@ class BatchCursor(msgspec.Struct, frozen=True):
     def read(fields: dict[str, Any]) -> BatchCursor:
         """Read a checkpoint's cursor; names that an earlier version did not write get defaults."""
         return msgspec.convert(fields, BatchCursor)
+
+
+class WeightAverage:
+    """Exponential average of the trained weights over versions, in float32 (arXiv 2110.00641).
+
+    Version k of n has the weight 0.5 ** ((n - k) / half_life) over the sum of all. Each rank keeps
+    its parts of the parameters.
+    """
+
+    def __init__(self, backend: TorchBackend, half_life: float) -> None:
+        self.backend = backend
+        self.decay = 0.5 ** (1 / half_life)
+        self.values = [part.float().clone() for part in backend.list_parts()]
+
+    def add(self, number: int) -> None:
+        """Add the weights of version `number`."""
+        share = (1 - self.decay) / (1 - self.decay ** (number + 1))
+        parts = [part.float() for part in self.backend.list_parts()]
+        torch._foreach_lerp_(self.values, parts, share)
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        """Give the model the average weights inside the block."""
+        self.backend.release_gathered()
+        with replace_values(self.backend.list_parts(), self.values):
+            yield
+            self.backend.release_gathered()
+
+    def locate(self, directory: Path) -> Path:
+        """Return the file of this rank's values in a checkpoint; whole ones are equal."""
+        return directory / f"average_{self.backend.rank if self.backend.sharded else 0}.pt"
+
+    def load(self, directory: Path) -> None:
+        """Load from a checkpoint.  Raises DamagedDataError where it has no such parts."""
+        file = self.locate(directory)
+        values = torch.load(file, map_location="cpu") if file.exists() else []
+        if [x.shape for x in values] != [x.shape for x in self.values]:
+            raise DamagedDataError(
+                f"checkpoint {directory} has no average of these weights (correction.proximal = "
+                "ema): continue with the correction.proximal, learner.backend and learner.ranks "
+                "it was made with, or replay from version 0"
+            )
+        torch._foreach_copy_(self.values, values)

@@ -30,7 +30,7 @@ from learner.batch import PackedBatch, pack, split_micro_batches, split_minibatc
 from learner.critic import Critic
 from learner.records.sample_log import SampleLog
 from learner.split import SplitMeter, measure_move
-from learner.state import LearnerState
+from learner.state import LearnerState, WeightAverage
 
 BAD_IN_A_ROW = 3
 
@@ -149,6 +149,12 @@ class LearnerCore:
         )
         self.measure = SplitMeter(config, self.model, self.layout, self._forward)
         self.state = LearnerState(beta=config.kl.reward.coefficient)
+        correction = config.correction
+        self.average = (
+            WeightAverage(self.backend, correction.ema_half_life)
+            if isinstance(correction, settings.AveragedCorrection)
+            else None
+        )
         self.reported: set[str] = set()
         self.trained_samples: set[int] = set()  # of the batch, by any optimizer step
         self.sample_log: SampleLog | None = None  # set by the owner of a run directory
@@ -252,6 +258,8 @@ class LearnerCore:
             self._remember_prompts(digests, packed.rewards.tolist())
         self.state.number = batch.number + 1
         self.state.steps = config.learner.steps
+        if self.average is not None:
+            self.average.add(self.state.number)
         return metrics | {
             "optim/lr": self.rate,
             "optim/steps": len(steps.updates),
@@ -262,6 +270,12 @@ class LearnerCore:
             "kl/beta": used_beta,
             "kl/loss_beta": config.kl.loss.coefficient,
         }
+
+    def save(self, directory: Path) -> dict[str, Any]:
+        """Write this rank's files of a checkpoint; return the optimizer's state."""
+        if self.average is not None and (self.backend.sharded or not self.backend.rank):
+            torch.save(self.average.values, self.average.locate(directory))
+        return self.backend.save(directory)
 
     def _compute_ess_by_task(
         self, batch: Batch, packed: PackedBatch, prep: step_loss.PreparedBatch
@@ -734,6 +748,9 @@ class LearnerCore:
                     start = self._forward(self.model, packed, unknown)
             is_current = version.isnan() & (packed.token_lag == 0)
             packed.version = torch.where(is_current, start, version)
+        if self.average is not None:
+            with self.average.use():
+                start = self._forward(self.model, packed)
         packed.proximal = step_loss.choose_proximal(packed, config, start)
 
     def _carry(self, packed: PackedBatch, metrics: dict[str, float]) -> None:

@@ -146,7 +146,8 @@ def choose_proximal(
     version: log pi_v; the start where the weights of v are no longer held.
 
     Args:
-        start: [N], the learner's policy at the start of the batch; None: not computed.
+        start: [N], the learner's policy at the start of the batch (ema: under its average weights);
+            None: not computed.
     """
     kind = config.correction.proximal
     if kind == "recompute":
@@ -156,6 +157,8 @@ def choose_proximal(
     assert start is not None
     if batch.version is not None:
         return torch.where(batch.version.isnan(), start, batch.version)
+    if kind == "ema":
+        return start
     share = 1.0 / (batch.token_lag.float() + 1.0)
     return share * batch.behavior + (1 - share) * start
 

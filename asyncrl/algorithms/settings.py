@@ -409,6 +409,13 @@ class VersionCorrection(WeightedCorrection, frozen=True, tag="version"):
     alone."""
 
 
+class AveragedCorrection(WeightedCorrection, frozen=True, kw_only=True, tag="ema"):
+    """An exponential average of the learner's weights over its versions (PPO-EWMA)."""
+
+    ema_half_life: Annotated[float, Meta(gt=0, le=1e6)] = 2.0
+    """Number of versions after which a version counts half in the average."""
+
+
 class Loss(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="surrogate"
 ):

@@ -110,18 +110,15 @@ def build_base_policy(model: PolicyModel) -> BasePolicyModel:
 
 
 @contextmanager
-def replace_adapters(model: PolicyModel, replacement: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Load the adapters of another version inside the block."""
-    own_weights = list_adapter_weights(model.hf)
-    copies = [tensor.clone() for _, tensor in own_weights]
+def replace_values(tensors: list[torch.Tensor], replacement: list[torch.Tensor]) -> Iterator[None]:
+    """Put other values into tensors inside the block; their own come back to the bit."""
+    copies = [tensor.clone() for tensor in tensors]
     with torch.no_grad():
-        for name, tensor in own_weights:
-            tensor.copy_(replacement[name])
+        torch._foreach_copy_(tensors, replacement)
         try:
             yield
         finally:
-            for (_, tensor), copy in zip(own_weights, copies, strict=True):
-                tensor.copy_(copy)
+            torch._foreach_copy_(tensors, copies)
 
 
 # ---- base and adapter together -------------------------------------------------------------------

@@ -175,6 +175,10 @@ class DeepSpeedBackend(DistributedBackend):
             yield
             self.guarded_since = time.monotonic() if guarded_since else 0.0
 
+    def list_parts(self) -> list[torch.Tensor]:
+        parts: list[Any] = self.parameters
+        return [p.ds_tensor.detach() if self.sharded else p.detach() for p in parts]
+
     def write_flat(self, buffer: memoryview | None) -> None:
         """Write one parameter at a time: no second full copy, also under ZeRO-3."""
         self.release_gathered()

@@ -210,6 +210,9 @@ class FsdpBackend(DistributedBackend):
             for module, name, parameter in owners:
                 module._parameters[name] = parameter
 
+    def list_parts(self) -> list[torch.Tensor]:
+        return [get_local_part(p).detach() for p in self.parameters]
+
     def write_flat(self, buffer: memoryview | None) -> None:
         """Write one parameter at a time: only rank 0 ever holds a whole one."""
         views = read_flat(buffer, self.layout) if buffer is not None else {}

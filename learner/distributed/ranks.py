@@ -90,9 +90,6 @@ class DistributedBackend(TorchBackend):
     A subclass prepares model and optimizer after this class has connected the ranks.
     """
 
-    # every rank takes part in each forward pass, and the parameters on a rank are parts
-    sharded = False
-
     def __init__(self, config: Config, model: PolicyModel) -> None:
         learner = config.learner
         self.owner = self

@@ -83,6 +83,7 @@ def test_loss_gradient_metrics_and_advantages_are_the_learners(
     keys = LENGTH if method == "dr_grpo" else {}
     tensors = {name: learner.pad(getattr(b, name)) for name in ("start", "reference")}
     tensors["reference"] = learner.pad(b.reward_reference or b.reference)
+    tensors["version"] = learner.pad(b.proximal) if method in ("tis-version", "ppo-ewma") else None
     result = losses.loss(
         logprobs,
         learner.pad(b.behavior),
@@ -173,6 +174,7 @@ def test_advantages_of_rows_and_kl_estimators() -> None:
         ({"entropy": 0.1}, "needs entropy="),
         ({"method": "tis", "proximal": "interpolate"}, "needs versions="),
         ({"method": "tis", "proximal": "version"}, "needs version="),
+        ({"method": "ppo-ewma"}, "needs version="),
         *(({"method": name}, f"it sets .*{key}, which is more") for name, key in BEYOND.items()),
     ],
 )

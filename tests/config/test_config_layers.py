@@ -38,7 +38,7 @@ def written(tmp_path: Path, text: str, name: str = "c.toml") -> Path:
             '[loss]\nsurrogate = "bapo"\ncov_share = 0.1\n',
             r"did you mean loss.bapo_share\? \(bapo reads coefficient, reduction",
         ),
-        ("[correction]\nlevel = 'token'\n", "or interpolate or version, not to behavior"),
+        ("[correction]\nlevel = 'token'\n", "or interpolate or version or ema, not to behavior"),
         ("[advantage]\nlam = 0.9\n", "belongs to advantage.name = gae, not to rloo"),
         ("[advantage]\nname = 'reinforce'\nema_decay = 0.5\n", "baseline = ema or prompt"),
         *(

@@ -150,17 +150,18 @@ def test_an_evaluation_does_not_hang_on_the_order_of_arrival() -> None:
     assert means == {1.3 / 6}
 
 
-def test_versions_as_proximal_policies_repeat_and_leave_no_weight(run: Run) -> None:
-    """The engine's bits are the learner's under the same weights: pi_v / mu is 1 at every lag."""
+@pytest.mark.parametrize("proximal", ["version", "ema"])
+def test_earlier_weights_as_proximal_policies_repeat(proximal: str, run: Run) -> None:
+    """The engine's bits are the learner's under the same weights: pi_v / mu is 1 at every lag. An
+    average of the learner's weights continues from its checkpoint."""
     words = ("staleness.max_lag=2", "staleness.inject=2", "weights.in_flight='recompute_kv'")
-    words += ("correction.proximal='version'", "loss.surrogate='decoupled_ppo'")
-    one = run("version1", *words)
+    words += (f"correction.proximal={proximal!r}", "loss.surrogate='decoupled_ppo'")
+    one = run(f"{proximal}1", *words)
     rows = [r for r in one["rows"] if "reward/mean" in r]
     assert max(r["lag/max"] for r in rows) == 2 and min(r["is/ess"] for r in rows) < 1
-    assert {(r["is/mean_weight"], r["is/weight_ess"], r["is/fallback_share"]) for r in rows} == {
-        (1.0, 1.0, 0.0)
-    }
-    killed = run("version2", *words, die={"learner": 4})
+    weights = {(r["is/mean_weight"], r["is/weight_ess"], r.get("is/fallback_share")) for r in rows}
+    assert (weights == {(1.0, 1.0, 0.0)}) == (proximal == "version")
+    killed = run(f"{proximal}2", *words, die={"learner": 4})
     assert killed["deaths"] and killed["digest"] == one["digest"]
     for a, b in zip(numbers(one["rows"]), numbers(killed["rows"]), strict=True):
         assert a == b

@@ -78,6 +78,16 @@ def test_by_sampling_version_a_replay_knows_the_weights_that_it_computed_itself(
     assert held == [0, *[count_flat_bytes(core.layout)] * 4]
 
 
+def test_an_average_of_versions_needs_all_of_them(
+    recorded: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sets = ("--set", "correction.proximal=ema", "--set", "loss.surrogate=decoupled_ppo")
+    done = Typed(capsys, recorded["run_dir"], "--until", 2, "--json", *sets)
+    assert not done.json["reproduced"] and done.json["to"] == 2
+    refused = Typed(capsys, recorded["run_dir"], "--from", 2, *sets)
+    assert refused.code and "or replay from version 0" in refused.err
+
+
 def test_nothing_changed_gives_the_same_bits(
     recorded: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from process_kit import ROOT
-from ranks_kit import trained
+from ranks_kit import LEARNER, forked, trained
 
 from asyncrl.config import load, rules
 from asyncrl.contract.errors import ConfigError
@@ -107,6 +107,28 @@ def test_rank_0_runs_the_versions_of_tokens_without_the_others(rank: int, model_
         assert {"kl/target_ref_k3", "split/update_k3"} <= metrics.keys()
         assert made["norms"] == pytest.approx(plain["norms"], rel=1e-4)
         assert made["weights"] == pytest.approx(plain["weights"], abs=1e-5)
+
+
+@pytest.mark.parametrize("two", [TWO, {"backend": "deepspeed", "ranks": 2, "zero_stage": 3}])
+def test_each_rank_averages_its_part_of_the_versions(
+    two: dict[str, Any], model_dir: Path, tmp_path: Path
+) -> None:
+    """As torch does; a resumed learner of the same ranks has the same bits."""
+    sections = {
+        "correction": {"proximal": "ema"},
+        "loss": {"surrogate": "decoupled_ppo", "eps_low": 0.01, "eps_high": 0.01},
+    }
+    plain = trained(model_dir, {"backend": "torch"}, batches=3, sections=sections)[0]
+    made = trained(model_dir, two, batches=3, sections=sections, save=[2, str(tmp_path)])[0]
+    assert made["norms"] == pytest.approx(plain["norms"], rel=1e-4)
+    assert made["weights"] == pytest.approx(plain["weights"], abs=1e-5)
+    assert plain["metrics"]["clip/share"] > 0.05
+    saved = str(tmp_path / "number_2")
+    again = trained(model_dir, two, batches=3, sections=sections, restore=saved)[0]
+    assert again["digest"] == made["digest"]
+    job = {"batches": 3, "config": {"learner": LEARNER | two | {"ranks": 1}, **sections}}
+    code, _, err = forked(job | {"model": str(model_dir), "restore": saved})
+    assert code != 0 and "has no average of these weights" in err
 
 
 @pytest.mark.parametrize("family", ["Qwen3Moe", "Qwen2Moe"])

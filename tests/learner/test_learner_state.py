@@ -14,10 +14,10 @@ from transformers import get_scheduler
 
 from asyncrl.config.sft import SftTraining
 from asyncrl.config.tree import LearnerConfig, compute_learning_rate_share
-from asyncrl.contract.errors import AsyncrlError, ConfigError
-from asyncrl.models.policy import build_model
+from asyncrl.contract.errors import AsyncrlError, ConfigError, DamagedDataError
+from asyncrl.models.policy import build_model, copy_flat_bytes, load_weights, read_flat
 from asyncrl.models.weight_rounding import load_learner_policy
-from learner import step
+from learner import checkpoint, step
 from learner.batch import pack
 
 __all__ = ["model_dir"]
@@ -155,6 +155,36 @@ def test_the_interpolated_anchor_leans_on_the_behaviour_policy_the_fresher_a_tok
     assert torch.allclose(loss.proximal, share * loss.behavior + (1 - share) * own)
     assert not torch.allclose(own, loss.behavior)
     assert torch.equal(loss.proximal[loss.token_lag == 0], loss.behavior[loss.token_lag == 0])
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_an_average_of_the_versions_is_the_proximal_policy(
+    rank: int, model_dir: Path, tmp_path: Path
+) -> None:
+    """By hand; a checkpoint continues it, of adapters too, and one without it is refused."""
+    correction = {"proximal": "ema", "ema_half_life": 0.5}
+    c, again, by_hand = (core(model_dir, correction=correction, lora={"rank": rank}) for _ in "123")
+    versions = [copy_flat_bytes(c.model)]
+    for n in range(2):
+        c.train(batch(n, seed=n))
+        versions.append(copy_flat_bytes(c.model))
+    rows = [read_flat(memoryview(flat), c.layout) for flat in versions]
+    mean = {name: sum(x[name] * 4.0**k for k, x in enumerate(rows)) / 21 for name in rows[0]}
+    load_weights(by_hand.model, mean)
+    packed = pack(batch())
+    c._set_proximal(batch(), packed)
+    expected = by_hand._forward(by_hand.model, packed)
+    assert packed.proximal is not None and torch.allclose(packed.proximal, expected, atol=1e-6)
+    assert copy_flat_bytes(c.model) == versions[-1]
+    assert not torch.allclose(c._forward(c.model, packed), expected, atol=1e-4)
+    checkpoint.save(tmp_path, c, {}, 1)
+    checkpoint.restore(again, tmp_path / "number_2")
+    assert again.train(batch(2)) == c.train(batch(2))
+    assert again.average is not None and c.average is not None
+    assert all(map(torch.equal, again.average.values, c.average.values))
+    (tmp_path / "number_2" / "average_0.pt").unlink()
+    with pytest.raises(DamagedDataError, match="has no average of these weights"):
+        checkpoint.restore(again, tmp_path / "number_2")
 
 
 def transformers_rates(name: str, warmup: int, steps: int, **keys: float) -> list[float]:

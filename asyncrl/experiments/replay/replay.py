@@ -292,6 +292,8 @@ class Replay:
         if core.critic is not None and new.critic is not None:
             new.critic.load_state(core.critic.get_state(), self.run_dir)
         new.state = core.state
+        if core.average is not None and new.average is not None:
+            new.average.values = core.average.values
         if config.kl.reward.controller == "fixed":
             new.state.beta = config.kl.reward.coefficient
         return new

@@ -80,9 +80,9 @@ def resolve_method(options: Options) -> Config:
         "loss_fn_config",
         (*BEYOND, "kl.loss.coefficient", "kl.reward.coefficient"),
     )
-    if config.correction.proximal == "version":
+    if config.correction.proximal in ("version", "ema"):
         raise ConfigError(
-            "loss_fn_config.correction.proximal: version is more than a loss, as it needs earlier "
-            "weights; use recompute"
+            f"loss_fn_config.correction.proximal: {config.correction.proximal} is more than a "
+            "loss, as it needs earlier weights; use recompute"
         )
     return config
