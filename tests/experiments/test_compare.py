@@ -11,6 +11,7 @@ import pty
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,17 +49,20 @@ SETS = (
 SEEDS = (RUN_SEED, RUN_SEED + 1)
 
 
-def compare(model: Path, out: Path, *words: str, timeout: float = 3600) -> Ended:
+def command(model: Path, out: Path, words: Sequence[str]) -> list[str]:
+    sets = [word for item in (*SETS, f"model.path={str(model)!r}") for word in ("--set", item)]
     argv = [sys.executable, "-m", "asyncrl.cli", "compare", "configs/demo.toml", "--out", str(out)]
-    argv += [x for s in (*SETS, f"model.path={str(model)!r}") for x in ("--set", s)] + list(words)
-    return run_command(argv, timeout=timeout)
+    return [*argv, *sets, *words]
+
+
+def compare(model: Path, out: Path, *words: str) -> Ended:
+    return run_command(command(model, out, words), timeout=3600)
 
 
 def on_a_terminal(model: Path, out: Path, *words: str) -> tuple[int, str]:
     """The exit code, and what came to a terminal on stderr."""
     ours, theirs = pty.openpty()
-    argv = [sys.executable, "-m", "asyncrl.cli", "compare", "configs/demo.toml", "--out", str(out)]
-    argv += [x for s in (*SETS, f"model.path={str(model)!r}") for x in ("--set", s)] + list(words)
+    argv = command(model, out, words)
     env = ENV | {"TERM": "xterm", "COLUMNS": "110", "LINES": "40", "NO_COLOR": "1"}
     process = subprocess.Popen(argv, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=theirs)
     os.close(theirs)
@@ -97,10 +101,9 @@ def test_a_comparison_from_start_to_verdict(sort_model: Path, tmp_path: Path) ->
     curves = [
         json.loads((out / "cells" / f"sync-seed{n}.json").read_text())["accuracy"][1] for n in SEEDS
     ]
-    assert found["arms"]["sync"]["target"] == pytest.approx(
-        0.9 * found["arms"]["sync"]["heldout_end"]
-    )
-    assert found["arms"]["sync"]["reached"] == sum(map(reached, curves))
+    sync = found["arms"]["sync"]
+    assert sync["target"] == pytest.approx(0.9 * sync["heldout_end"])
+    assert sync["reached"] == sum(map(reached, curves))
     # the mean of the ends is above nine tenths of itself
     assert found["arms"]["sync"]["reached"] >= 1
     assert all(f"reward {found['arms']['sync']['target']:.3f}" in t for t in found["trade"])
@@ -112,22 +115,11 @@ def test_a_comparison_from_start_to_verdict(sort_model: Path, tmp_path: Path) ->
         for x in (a["ood_start"], a["ood_end"], *a["ood_each"])
     )
     assert words["twin", "area"]["differs"] == {}
-    assert words["late", "area"]["differs"] == {
-        "staleness.inject": [None, 2],
-        "staleness.max_lag": [0, 2],
-    }
+    lagged = {"staleness.inject": [None, 2], "staleness.max_lag": [0, 2]}
+    assert words["late", "area"]["differs"] == lagged
     assert "found with 80 % power" in done.err
-    assert (
-        len(
-            re.findall(
-                rf"^(sync|twin|late)-seed({SEEDS[0]}|{SEEDS[1]}): "
-                r"reward [\d.]+ in \d+ s \([1-6] of 6",
-                done.err,
-                re.M,
-            )
-        )
-        == 6
-    ), done.err
+    ended = rf"^(sync|twin|late)-seed({SEEDS[0]}|{SEEDS[1]}): reward [\d.]+ in \d+ s \([1-6] of 6"
+    assert len(re.findall(ended, done.err, re.M)) == 6, done.err
     html = (out / "report.html").read_text()
     assert "late against sync" in html or "late is" in html
     assert ">OOD end</th>" in html
@@ -167,15 +159,10 @@ def test_a_comparison_from_start_to_verdict(sort_model: Path, tmp_path: Path) ->
     assert real["arms"]["sync"]["each"] == found["arms"]["sync"]["each"][:1]
     assert real["arms"]["late"]["lag_max"] == 2
     assert real["same_data"]["late"] == [True]
-    warm, apart = (
-        json.loads((out / "cells" / f"late-seed{RUN_SEED}.json").read_text())["batches"],
-        training_log.read(tmp_path / "real" / "runs" / f"late-seed{RUN_SEED}" / "trained.jsonl"),
-    )
-    assert (
-        [b["tickets"] for b in warm]
-        == [apart[n].tickets for n in range(5)]
-        == [[[8 * n, 8 * n + 7]] for n in range(5)]
-    )
+    warm = json.loads((out / "cells" / f"late-seed{RUN_SEED}.json").read_text())["batches"]
+    apart = training_log.read(tmp_path / f"real/runs/late-seed{RUN_SEED}/trained.jsonl")
+    in_order = [[[8 * n, 8 * n + 7]] for n in range(5)]
+    assert [b["tickets"] for b in warm] == [apart[n].tickets for n in range(5)] == in_order
 
     # A figure's points are the same from either directory; both hold seed 0 of these arms.
     for across in (figures.STEP, figures.LAG):
@@ -295,32 +282,30 @@ def test_out_of_distribution_accuracy_and_kl_to_the_reference_of_every_arm() -> 
     ("arms", "said"),
     [
         (
-            ("a:staleness.max_lagg=0", "b:"),
+            "a:staleness.max_lagg=0|b:",
             "--arm a: --set staleness.max_lagg=0: staleness.max_lagg: unknown key; did you mean "
             "staleness.max_lag?",
         ),
-        (
-            ("a:", "b:"),
-            "--arm b: resolves to the same config as a; leave one out, or write b:same-as=a",
-        ),
-        (("a:",), "a comparison needs two arms or more"),
-        (("a:", "a:staleness.max_lag=0"), "the name a is given twice"),
-        (("nonsense", "b:"), "write NAME:key=value"),
-        (("x y:", "b:"), "a name may have letters, digits and . + - _"),
-        (("tiis", "b:"), "--arm tiis: no such method (did you mean tis?); choose from none, ppo"),
-        (("TIS:learner.lr=1", "b:"), "the name TIS reads like the method tis; write tis:..."),
-        (("a:method=tiis", "b:"), "method=tiis: no such method (did you mean tis?)"),
-        (("a:method=tis,method=ppo", "b:"), "method is given twice"),
-        (("tis:method=ppo", "b:"), "tis is a method; give an arm with method=ppo another name"),
-        (("b:", "tis:same-as=b"), "tis is a method; give an arm that repeats another a name"),
-        (("tis:correction.preset=mis", "b:"), "so correction.preset has no effect"),
-        (("tis", "tis:learner.lr=1"), "given twice; write the second as NAME:method=tis,..."),
-        (("a:", "b:seed=4"), "seed must be the same in all arms"),
-        (("a:", "b:same-as=z"), "no earlier arm has that name"),
+        ("a:|b:", "--arm b: resolves to the same config as a; leave one out, or write b:same-as=a"),
+        ("a:", "a comparison needs two arms or more"),
+        ("a:|a:staleness.max_lag=0", "the name a is given twice"),
+        ("nonsense|b:", "write NAME:key=value"),
+        ("x y:|b:", "a name may have letters, digits and . + - _"),
+        ("tiis|b:", "--arm tiis: no such method (did you mean tis?); choose from none, ppo"),
+        ("TIS:learner.lr=1|b:", "the name TIS reads like the method tis; write tis:..."),
+        ("a:method=tiis|b:", "method=tiis: no such method (did you mean tis?)"),
+        ("a:method=tis,method=ppo|b:", "method is given twice"),
+        ("tis:method=ppo|b:", "tis is a method; give an arm with method=ppo another name"),
+        ("b:|tis:same-as=b", "tis is a method; give an arm that repeats another a name"),
+        ("tis:correction.preset=mis|b:", "so correction.preset has no effect"),
+        ("tis|tis:learner.lr=1", "given twice; write the second as NAME:method=tis,..."),
+        ("a:|b:seed=4", "seed must be the same in all arms"),
+        ("a:|b:same-as=z", "no earlier arm has that name"),
     ],
 )
-def test_what_it_refuses(arms: tuple[str, ...], said: str, tmp_path: Path) -> None:
-    done = compare(tmp_path / "m", tmp_path / "c", *[x for a in arms for x in ("--arm", a)])
+def test_what_it_refuses(arms: str, said: str, tmp_path: Path) -> None:
+    given = [word for arm in arms.split("|") for word in ("--arm", arm)]
+    done = compare(tmp_path / "m", tmp_path / "c", *given)
     assert done.code == 2 and said in done.err and len(done.err.strip().splitlines()) == 1, done.err
     assert not (tmp_path / "c").exists()
 

@@ -37,6 +37,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def plan_rle(names: str, *limits: float) -> grid.SweepPlan:
+    """A sweep of these methods at injected lags."""
+    corrections = [(name, CORRECTIONS[name][1]) for name in names.split()]
+    return grid.make_plan("configs/rle.toml", (), corrections, limits, injected=True)
+
+
 def call(model: Path, out: Path, *words: str) -> Ended:
     argv = [sys.executable, "-m", "asyncrl.cli", "sweep", "configs/demo.toml", "--out", str(out)]
     argv += [x for s in (*SMALL, f"model.path={str(model)!r}") for x in ("--set", s)]
@@ -90,10 +96,8 @@ def test_a_sweep_from_start_to_suggestion_and_again(model: Path, tmp_path: Path)
         assert line.positions[0] == 0 < line.positions[1] <= 2 and line.counts == [2, 2]
 
     # Interrupted: only what is missing is made, and it comes out the same.
-    gone, kept = (
-        out / "cells" / f"other-limit2-seed{RUN_SEED + 1}.json",
-        out / "cells" / f"sync-seed{RUN_SEED}.json",
-    )
+    gone = out / "cells" / f"other-limit2-seed{RUN_SEED + 1}.json"
+    kept = out / "cells" / f"sync-seed{RUN_SEED}.json"
     before, stamp = json.loads(gone.read_text())["weights_digest"], kept.stat().st_mtime_ns
     gone.unlink()
     again = call(model, out, *words)
@@ -150,11 +154,8 @@ def test_what_a_correction_is_comes_from_its_configs() -> None:
         "configs/rle.toml", (), [(arm.name, arm.sets) for arm in arms], [2.0], injected=True
     )
     config = made.arms["tis-limit2"]
-    assert (config.correction.level, config.correction.hi, config.learner.lr) == (
-        "token",
-        2.0,
-        1e-4,
-    )
+    correction = config.correction
+    assert (correction.level, correction.hi, config.learner.lr) == ("token", 2.0, 1e-4)
     assert made.arms["far-limit2"].correction.hi == 4.0
     tis, far, ppo = made.describe({arm.name: arm.title for arm in arms})
     assert tis[:2] == ("tis", f"{CORRECTIONS['tis'][0]}; with learner.lr=1e-4")
@@ -166,9 +167,7 @@ def test_what_a_correction_is_comes_from_its_configs() -> None:
 def test_every_correction_is_a_valid_config_at_every_limit() -> None:
     filtering = "dapo"  # an injected lag needs all groups
     names = [n for n in CORRECTIONS if n not in ("configured", filtering)]
-    p = grid.make_plan(
-        "configs/rle.toml", (), [(n, CORRECTIONS[n][1]) for n in names], [0.0, 4.0], injected=True
-    )
+    p = plan_rle(" ".join(names), 0.0, 4.0)
     assert len({load.dump(c) for c in p.arms.values()}) == len(p.arms) == 2 * len(names), (
         "sync is ppo at limit 0"
     )
@@ -199,53 +198,40 @@ def test_a_collapsed_run_is_given_up_and_keeps_its_last_accuracy(sort_model: Pat
 def test_a_run_that_fails_is_named_and_the_others_are_kept(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "broken_reward.py").write_text(
-        "def reward(prompt, text):\n    raise ValueError('no')\n"
-    )
+    broken = "def reward(prompt, text):\n    raise ValueError('no')\n"
+    (tmp_path / "broken_reward.py").write_text(broken)
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
     monkeypatch.syspath_prepend(str(tmp_path))
     cells, told = warm_pool.CellStore(tmp_path / "s"), []
-    good = load.load("configs/demo.toml", [f"model.path={str(model)!r}", *SMALL, "learner.steps=1"])
+    sets = [f"model.path={str(model)!r}", *SMALL]
+    good = load.load("configs/demo.toml", [*sets, "learner.steps=1"])
     cells.add("good", good, 0)
-    cells.add(
-        "bad",
-        load.load(
-            "configs/demo.toml",
-            [f"model.path={str(model)!r}", *SMALL, "reward.function=broken_reward:reward"],
-        ),
-        0,
-    )
+    bad = ["learner.steps=4", "reward.function=broken_reward:reward"]
+    cells.add("bad", load.load("configs/demo.toml", [*sets, *bad]), 0)
     cells.add("late", good, 1)
-    with pytest.raises(
-        AsyncrlError,
-        match=r"run bad: the reward function failed on ticket \d+: .*no.*continues from here",
-    ):
+    failure = r"run bad: the reward function failed on ticket \d+: .*no.*continues from here"
+    with pytest.raises(AsyncrlError, match=failure):
         cells.run(1, lambda name, event: told.append((name, "done" in event)))
     assert cells.list_missing() == ["bad", "late"] and ("good", True) in told
 
 
-def cell(
-    correction: str,
-    limit: str,
-    low: float,
-    high: float,
-    *,
-    ess: float = 0.9,
-    unstable: int = 0,
-    final: float = 0.7,
-) -> dict[str, Any]:
-    d = {"mean": (low + high) / 2, "sd": (high - low) / 4.97, "interval": [low, high]}  # 3 seeds
+def cell(correction: str, limit: str, low: float, high: float, **more: Any) -> dict[str, Any]:
+    """A cell of three seeds, stable unless `more` says otherwise."""
     return {
         "correction": correction,
         "limit": limit,
-        "difference": d,
-        "ess": ess,
-        "unstable": unstable,
+        "difference": {
+            "mean": (low + high) / 2,
+            "sd": (high - low) / 4.97,
+            "interval": [low, high],
+        },
+        "ess": 0.9,
+        "unstable": 0,
         "seeds": 3,
         "trouble": ["collapse"],
-        "final": final,
+        "final": 0.7,
         "speed": {"1": 1.5, "2": 1.9, "4": 1.91, "8": 1.91}[limit],
-    }
+    } | more
 
 
 def test_out_of_distribution_accuracy_and_kl_to_the_reference_of_a_cell() -> None:
@@ -283,55 +269,24 @@ def test_out_of_distribution_accuracy_and_kl_to_the_reference_of_a_cell() -> Non
 @pytest.mark.parametrize(
     ("cells", "limit", "words"),
     [
-        (
-            [cell("ppo", "4", -0.02, 0.01), cell("ppo", "8", -0.09, -0.01)],
-            "4",
-            "at limit 8: reward -0.050 [-0.090, -0.010] against sync",
-        ),
-        (
-            [cell("ppo", "4", -0.02, 0.01), cell("ppo", "8", -0.02, 0.01, ess=0.4)],
-            "4",
-            "at limit 8: ESS falls to 0.40",
-        ),
-        (
-            [cell("ppo", "2", 0.01, 0.03), cell("ppo", "4", -0.9, 0.1, unstable=1)],
-            "2",
-            "at limit 4: 1 of 3 runs unstable (collapse)",
-        ),
-        (
-            [cell("ppo", "2", -0.04, 0.1), cell("ppo", "8", -0.04, 0.1)],
-            "8",
-            "limit 2 is as fast there",
-        ),
-        (
-            [cell("ppo", "4", -0.02, 0.1, final=0.6), cell("none", "4", -0.02, 0.1, final=0.7)],
-            "4",
-            "limit 4 with none",
-        ),
-        ([cell("ppo", "1", -0.1, -0.05)], "0", "stay synchronous"),
-        (
-            [cell("ppo", "1", -0.04, 0.1), cell("ppo", "8", -1.2, 0.6)],
-            "1",
-            "0.05 below or more, though the interval",
-        ),
-        (
-            [cell("ppo", "1", -0.04, -0.01), cell("ppo", "4", -0.07, 0.05)],
-            "1",
-            "at limit 4: reward -0.010 [-0.070, +0.050] at 3 seeds is undecided; about 6",
-        ),
+        ("ppo 4 -0.02 0.01|ppo 8 -0.09 -0.01", "4", "at limit 8: reward -0.050 [-0.090, -0.010]"),
+        ("ppo 4 -0.02 0.01|ppo 8 -0.02 0.01 ess=0.4", "4", "at limit 8: ESS falls to 0.40"),
+        ("ppo 2 0.01 0.03|ppo 4 -0.9 0.1 unstable=1", "2", "4: 1 of 3 runs unstable (collapse)"),
+        ("ppo 2 -0.04 0.1|ppo 8 -0.04 0.1", "8", "limit 2 is as fast there"),
+        ("ppo 4 -0.02 0.1 final=0.6|none 4 -0.02 0.1 final=0.7", "4", "limit 4 with none"),
+        ("ppo 1 -0.1 -0.05", "0", "stay synchronous"),
+        ("ppo 1 -0.04 0.1|ppo 8 -1.2 0.6", "1", "0.05 below or more, though the interval"),
+        ("ppo 1 -0.04 -0.01|ppo 4 -0.07 0.05", "1", "at 3 seeds is undecided; about 6"),
     ],
 )
-def test_the_suggested_limit_and_its_reason(
-    cells: list[dict[str, Any]], limit: str, words: str
-) -> None:
-    p = grid.make_plan(
-        "configs/rle.toml",
-        (),
-        [(n, CORRECTIONS[n][1]) for n in ("ppo", "none")],
-        [1.0, 2.0, 4.0, 8.0],
-        injected=True,
-    )
-    found = analysis.suggest({"cells": cells, "seeds": [0, 1, 2]}, p)
+def test_the_suggested_limit_and_its_reason(cells: str, limit: str, words: str) -> None:
+    listed = []
+    for text in cells.split("|"):
+        name, at, low, high, *more = text.split()
+        values = {key: json.loads(value) for key, value in (x.split("=") for x in more)}
+        listed.append(cell(name, at, float(low), float(high), **values))
+    plan = plan_rle("ppo none", 1.0, 2.0, 4.0, 8.0)
+    found = analysis.suggest({"cells": listed, "seeds": [0, 1, 2]}, plan)
     assert found["limit"] == limit and words in found["reason"]
     assert f"--set staleness.max_lag={limit}" in found["set"]
     assert "staleness.inject" not in found["set"]
@@ -344,16 +299,10 @@ def test_the_suggested_limit_and_its_reason(
 
 def test_an_interval_that_reaches_below_the_margin_suggests_nothing() -> None:
     """The lower bound decides: here of -0.016 [-0.214, +0.183], which says nothing of a limit."""
-    plan = grid.make_plan(
-        "configs/rle.toml", (), [("ppo", CORRECTIONS["ppo"][1])], [1.0, 2.0], injected=True
-    )
+    plan = plan_rle("ppo", 1.0, 2.0)
     wide = cell("ppo", "1", -0.214, 0.183)
     found = analysis.suggest({"cells": [wide], "seeds": [0, 1, 2]}, plan)
-    assert (found["limit"], found["set"], found["by_correction"]["ppo"]["limit"]) == (
-        None,
-        "",
-        None,
-    )
+    assert found["limit"] is found["by_correction"]["ppo"]["limit"] is None and found["set"] == ""
     need = verdict.count_needed_seeds(-0.0155 + 0.05, wide["difference"]["sd"])
     assert (
         "no limit is suggested: none has an interval above -0.05 (ppo, at limit 1: reward -0.015 "
@@ -368,8 +317,6 @@ def test_an_interval_that_reaches_below_the_margin_suggests_nothing() -> None:
 
 
 def test_one_seed_suggests_nothing() -> None:
-    p = grid.make_plan(
-        "configs/rle.toml", (), [("ppo", CORRECTIONS["ppo"][1])], [1.0], injected=True
-    )
-    found = analysis.suggest({"cells": [cell("ppo", "1", -0.1, 0.1)], "seeds": [0]}, p)
+    one_seed = {"cells": [cell("ppo", "1", -0.1, 0.1)], "seeds": [0]}
+    found = analysis.suggest(one_seed, plan_rle("ppo", 1.0))
     assert found["limit"] is None and "one seed" in found["reason"] and found["set"] == ""
