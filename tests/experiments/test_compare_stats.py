@@ -25,10 +25,8 @@ def arms(r: random.Random, seeds: int, effect: float, sd: float) -> tuple[list[f
 def test_equal_arms_are_called_different_in_at_most_a_tenth(seeds: int) -> None:
     r, called = random.Random(seeds), 0
     for _ in range(REPEATS):
-        found = {}
-        base = arms(r, seeds, 0.0, 0.02)
-        for name in ("a", "b", "c"):
-            found[name] = cs.compare_pairs(arms(r, seeds, 0.0, 0.02)[0], base[1])
+        _, base = arms(r, seeds, 0.0, 0.02)
+        found = {n: cs.compare_pairs(arms(r, seeds, 0.0, 0.02)[0], base) for n in "abc"}
         cs.adjust_by_holm(found)
         called += any(d.is_different for d in found.values())
     assert called <= REPEATS / 10
@@ -88,10 +86,8 @@ def test_differences_that_are_all_the_same_are_no_certainty() -> None:
 
 
 def test_holm_by_hand() -> None:
-    found = {
-        n: cs.PairedDifference(0.1, 0.1, 3, p, 0, 0)
-        for n, p in (("a", 0.01), ("b", 0.04), ("c", 0.03))
-    }
+    values = {"a": 0.01, "b": 0.04, "c": 0.03}
+    found = {n: cs.PairedDifference(0.1, 0.1, 3, p, 0, 0) for n, p in values.items()}
     cs.adjust_by_holm(found)
     assert [round(found[n].adjusted, 3) for n in "abc"] == [0.03, 0.06, 0.06]
 
@@ -120,9 +116,8 @@ def test_power_and_what_it_is_for() -> None:
     need = cs.count_needed_seeds(0.02, 0.02)
     assert need is not None
     assert cs.compute_power(0.02, 0.02, need) >= 0.8 > cs.compute_power(0.02, 0.02, need - 1)
-    assert "no verdict is possible" in cs.state_verdict(
-        "a", "b", cs.compare_pairs([0.5], [0.4]), "accuracy"
-    )
+    one_seed = cs.compare_pairs([0.5], [0.4])
+    assert "no verdict is possible" in cs.state_verdict("a", "b", one_seed, "accuracy")
 
 
 def test_the_power_of_two_seeds_is_that_of_simulated_ones() -> None:
@@ -150,35 +145,26 @@ def test_a_design_that_finds_nothing_says_so() -> None:
 
 
 def test_stability_by_rule() -> None:
-    flat = [
-        {
-            "kl/behavior_target_k3": 0.01,
-            "optim/grad_norm": 1.0,
-            "policy/entropy": 0.5,
-            "answer/truncated_share": 0.0,
-        }
-    ] * 30
+    kl, norm, entropy, cut = (
+        *("kl/behavior_target_k3", "optim/grad_norm"),
+        *("policy/entropy", "answer/truncated_share"),
+    )
+    row = {kl: 0.01, norm: 1.0, entropy: 0.5, cut: 0.0}
+    flat = [row] * 30
+    wide, steep = row | {kl: 2.0}, row | {norm: 50.0}
+
+    def find(*rows: dict[str, float]) -> list[str]:
+        return cs.list_instabilities([0.4], rows)
+
     assert cs.list_instabilities([0.4, 0.6, 0.8], flat) == []
     assert "collapse" in cs.list_instabilities([0.4, 0.8, 0.3, 0.2], flat)[0]
     assert cs.list_instabilities([0.4, 0.8, 0.3, 0.7], flat) == []
-    wide, steep = flat[0] | {"kl/behavior_target_k3": 2.0}, flat[0] | {"optim/grad_norm": 50.0}
-    assert "KL" in cs.list_instabilities([0.4], [*flat, wide, wide, wide])[0]
-    assert cs.list_instabilities([0.4], [*flat, wide, wide]) == []
-    assert (
-        "KL"
-        in cs.list_instabilities([0.4], [*flat, flat[0] | {"kl/behavior_target_k3": math.nan}])[0]
-    )
-    expected = "in 3 batches, up to 50"
-    assert expected in cs.list_instabilities([0.4], [*flat, steep, *flat, steep, steep])[0]
-    assert cs.list_instabilities([0.4], [*flat, steep, steep]) == []
-    assert "entropy" in cs.list_instabilities([0.4], [*flat, flat[0] | {"policy/entropy": 0.01}])[0]
     assert "oscillation" in cs.list_instabilities([0.4, 0.7, 0.4, 0.7, 0.4], flat)[0]
-    assert (
-        "length"
-        in cs.list_instabilities([0.4], [*flat, *[flat[0] | {"answer/truncated_share": 0.9}] * 3])[
-            0
-        ]
-    )
+    assert find(*flat, wide, wide) == find(*flat, steep, steep) == []
+    assert "KL" in find(*flat, wide, wide, wide)[0] and "KL" in find(*flat, row | {kl: math.nan})[0]
+    assert "in 3 batches, up to 50" in find(*flat, steep, *flat, steep, steep)[0]
+    assert "entropy" in find(*flat, row | {entropy: 0.01})[0]
+    assert "length" in find(*flat, *[row | {cut: 0.9}] * 3)[0]
     assert cs.compute_area([0, 10, 20], [0.0, 1.0, 1.0]) == pytest.approx(0.75)
 
 

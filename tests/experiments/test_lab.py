@@ -4,6 +4,7 @@ and the command line."""
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -32,10 +33,8 @@ def test_every_answer_is_there_once_and_probabilities_sum_to_one(space: Response
     assert len({tuple(a) for a in space.answers.tolist()}) == 27 and space.prefixes == 1 + 3 + 9
     assert float(space.compute_probability(space.draw_table(0)).sum()) == pytest.approx(1)
     rows = {}
-    for answer, places in zip(
-        space.answers.tolist(), space.place.reshape(27, 3).tolist(), strict=True
-    ):
-        for t, place in enumerate(places):
+    for answer, places in zip(space.answers.tolist(), space.place.reshape(27, 3), strict=True):
+        for t, place in enumerate(places.tolist()):
             assert rows.setdefault(place, answer[:t]) == answer[:t], "one row, one prefix"
     assert len(rows) == space.prefixes
 
@@ -43,19 +42,14 @@ def test_every_answer_is_there_once_and_probabilities_sum_to_one(space: Response
 def test_rows_are_the_gradients_that_autograd_finds(space: ResponseSpace) -> None:
     """A loss of one answer's tokens with coefficients c and step KLs with coefficients d."""
     theta, ref = space.draw_table(0), space.draw_table(1)
-    c, d = (
-        torch.randn(len(space.seq), dtype=torch.float64),
-        torch.randn(len(space.seq), dtype=torch.float64),
-    )
+    c, d = torch.randn(2, len(space.seq), dtype=torch.float64)
     own = space.seq == 7
     exact = differentiate(
         lambda t: (c * space.compute_logprobs(t) + d * space.compute_step_kl(t, ref))[own], theta
     )[0]
-    one = torch.zeros(space.n, dtype=torch.float64)
-    one[7] = 1
-    assert torch.allclose(
-        space.average(space.compute_gradient_rows(theta, c, d, ref=ref), one), exact, atol=1e-12
-    )
+    one = (torch.arange(space.n) == 7).double()
+    found = space.average(space.compute_gradient_rows(theta, c, d, ref=ref), one)
+    assert torch.allclose(found, exact, atol=1e-12)
 
 
 def test_moments_by_hand() -> None:
@@ -86,12 +80,9 @@ def test_bias_keeps_the_published_order_and_its_identities(measured: dict) -> No
     assert max(measured["identities"].values()) < 1e-9
     assert on["k1_in_reward"]["relative_bias_max"] < 1e-9
     assert on["k1_in_loss"]["relative_bias"] == pytest.approx(1, abs=1e-9)
-    assert (
-        on["k1_in_reward"]["relative_bias"]
-        < on["k2_in_loss"]["relative_bias"]
-        < on["k3_in_loss"]["relative_bias"]
-        < on["k3_in_reward"]["relative_bias"]
-    )
+    published = ("k1_in_reward", "k2_in_loss", "k3_in_loss", "k3_in_reward")
+    ordered = [on[name]["relative_bias"] for name in published]
+    assert all(one < other for one, other in pairwise(ordered))
     for name in bias.UNBIASED:
         assert off[name]["relative_bias_max"] < 1e-9
     assert off["prefix_full"]["variance"] == min(off[n]["variance"] for n in bias.UNBIASED)
@@ -189,14 +180,8 @@ def test_corrections_as_json(tmp_path: Path) -> None:
 
 def trainer(arm: str, optimizer: str, rate: float) -> reshape.TabularTrainer:
     s = ResponseSpace(3, 3)
-    return reshape.TabularTrainer(
-        s,
-        s.draw_table(0),
-        corrections.draw_rewards(s, 1),
-        reshape.make_config(arm, 16, 1),
-        optimizer,
-        rate,
-    )
+    right, config = corrections.draw_rewards(s, 1), reshape.make_config(arm, 16, 1)
+    return reshape.TabularTrainer(s, s.draw_table(0), right, config, optimizer, rate)
 
 
 def test_reshape_its_first_step_is_the_policy_gradient_of_the_batch() -> None:
@@ -207,10 +192,8 @@ def test_reshape_its_first_step_is_the_policy_gradient_of_the_batch() -> None:
     r = b.rewards.reshape(4, 8)
     adv = ((r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-4)).reshape(-1)
     each = torch.zeros(t.space.n, dtype=torch.float64).index_add_(0, drawn, adv)
-    g = t.space.average(
-        t.space.compute_gradient_rows(t.start, torch.ones_like(t.space.seq, dtype=torch.float64)),
-        each,
-    ) / len(b.seq)
+    rows = t.space.compute_gradient_rows(t.start, torch.ones(len(t.space.seq)).double())
+    g = t.space.average(rows, each) / len(b.seq)
     t.c = reshape.make_config("vanilla", 2, 1)
     t._make_step(loss.prepare(b, t.c), drawn, torch.arange(32))
     assert torch.allclose(t.theta.detach(), t.start + 2 * g, atol=1e-12) and float(g.norm()) > 0.01
@@ -220,10 +203,8 @@ def test_reshape_its_first_step_is_the_policy_gradient_of_the_batch() -> None:
 def test_reshape_v31_drifts_past_clip_and_a_budget_on_the_rate_holds_it(
     optimizer: str, rate: float
 ) -> None:
-    rows = {
-        arm: trainer(arm, optimizer, rate).train(128, 7)
-        for arm in ("clip", "v3.1", "A", "D learning rate")
-    }
+    arms = ("clip", "v3.1", "A", "D learning rate")
+    rows = {arm: trainer(arm, optimizer, rate).train(128, 7) for arm in arms}
     top = {arm: max(r["kl"] for r in x) for arm, x in rows.items()}
     assert top["v3.1"] > 2 * top["clip"]
     assert min(r["cosine"] for r in rows["v3.1"][1:]) > 0.9, "small steps in one direction add up"
