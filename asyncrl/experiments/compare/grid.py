@@ -661,14 +661,11 @@ class GridProgress:
         self.lock = threading.Lock()
         self.started_at = time.monotonic()
         self.grid = grid
-        self.finished_before = 0  # by an earlier command
-        self.finished_now = 0  # by this command
         self.running: dict[str, str] = {}  # run -> its state
-        self.ends: dict[str, CellResult] = {}  # finished runs
+        # finished run -> its result; None: a speed probe
+        self.ends = {name: self._read_end(name) for name in filter(grid.is_finished, grid.names)}
+        self.finished_before = len(self.ends)  # by an earlier command
         self.live: Any = None
-        for name in filter(grid.is_finished, grid.names):
-            self.finished_before += 1
-            self._read_end(name)
 
     def __enter__(self) -> Self:
         if sys.stderr.isatty():
@@ -686,7 +683,7 @@ class GridProgress:
             self.live.stop()
         if kind is KeyboardInterrupt:
             print(
-                f"interrupted with {self.finished_before + self.finished_now} of "
+                f"interrupted with {len(self.ends)} of "
                 f"{len(self.grid.names)} runs finished; the same command continues from here",
                 file=sys.stderr,
             )
@@ -694,9 +691,7 @@ class GridProgress:
     def _read_end(self, name: str) -> CellResult | None:
         """Read a finished run; None for a speed probe."""
         arm, _, seed = name.rpartition("-seed")
-        if arm:
-            self.ends[name] = self.grid.read(arm, int(seed))
-        return self.ends.get(name)
+        return self.grid.read(arm, int(seed)) if arm else None
 
     def on_event(self, name: str, event: dict[str, Any]) -> None:
         """Record a run's event.
@@ -709,8 +704,7 @@ class GridProgress:
                 self.running[name] = f"step {event['step']}: {event['accuracy']:.3f}"
                 return
             self.running.pop(name, None)
-            self.finished_now += 1
-            cell = self._read_end(name)
+            cell = self.ends[name] = self._read_end(name)
             outcome = "speed probe"
             if cell is not None:
                 outcome = f"reward {cell.final:.3f} in {cell.summary['wall_s']:.0f} s"
@@ -723,12 +717,12 @@ class GridProgress:
 
     def describe_state(self) -> str:
         total = len(self.grid.names)
-        remaining = total - self.finished_before - self.finished_now
-        seconds = (time.monotonic() - self.started_at) / max(self.finished_now, 1) * remaining
-        time_left = (
-            f", about {seconds / 60:.0f} min to go" if self.finished_now and remaining else ""
-        )
-        return f"{total - remaining} of {total}{time_left}"
+        remaining = total - len(self.ends)
+        if not remaining or len(self.ends) == self.finished_before:
+            return f"{len(self.ends)} of {total}"
+        seconds = (time.monotonic() - self.started_at) / (len(self.ends) - self.finished_before)
+        minutes = seconds * remaining / 60
+        return f"{len(self.ends)} of {total}, about {minutes:.0f} min to go"
 
     def make_table(self) -> Any:
         """Return the table for the terminal."""
@@ -743,7 +737,7 @@ class GridProgress:
 
     def format_cell(self, names: Sequence[str]) -> str:
         """Format the finished runs of a cell by their means, then the state of the others."""
-        ends = [self.ends[name] for name in names if name in self.ends]
+        ends = [cell for name in names if (cell := self.ends.get(name))]
         texts = []
         for name in (name for name in names if name not in self.ends):
             is_real = name.rpartition("-seed")[0] in self.grid.real
