@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def plan_rle(names: str, *limits: float) -> grid.SweepPlan:
+def plan_rle(names: str, *limits: float, sets: Sequence[str] = ()) -> grid.SweepPlan:
     """A sweep of these methods at injected lags."""
     corrections = [(name, CORRECTIONS[name][1]) for name in names.split()]
-    return grid.make_plan("configs/rle.toml", (), corrections, limits, injected=True)
+    return grid.make_plan("configs/rle.toml", sets, corrections, limits, injected=True)
 
 
 def call(model: Path, out: Path, *words: str) -> Ended:
@@ -167,7 +168,8 @@ def test_what_a_correction_is_comes_from_its_configs() -> None:
 def test_every_correction_is_a_valid_config_at_every_limit() -> None:
     filtering = "dapo"  # an injected lag needs all groups
     names = [n for n in CORRECTIONS if n not in ("configured", filtering)]
-    p = plan_rle(" ".join(names), 0.0, 4.0)
+    # some correct by the weights of every version that the lag spans
+    p = plan_rle(" ".join(names), 0.0, 4.0, sets=["weights.slots=6"])
     assert len({load.dump(c) for c in p.arms.values()}) == len(p.arms) == 2 * len(names), (
         "sync is ppo at limit 0"
     )
