@@ -12,7 +12,12 @@ of the time in the loss's own functions is also measured inside the complete ste
 
 This measures instead, without a goal, the step of every method for old samples (METHODS), and of
 the advantages and metrics that need extra passes, relative to PPO with mu as proximal policy, all
-by turns, at [256, 256]."""
+by turns, at [256, 256].
+
+    OMP_NUM_THREADS=1 python benchmarks/losses.py --proximal [--quick] [--json]
+
+The same of the proximal policies over behavior, with the demo's config and two optimizer steps a
+batch, at [256, 24]: completions of one version, and of two versions each."""
 
 from __future__ import annotations
 
@@ -37,8 +42,9 @@ from lib import rounds
 from asyncrl.algorithms import loss
 from asyncrl.config import load, methods
 from asyncrl.config.tree import Config
-from asyncrl.contract.messages import Batch, Trajectory
-from asyncrl.models.policy import build_model
+from asyncrl.contract.messages import Batch, Trajectory, VersionSpan
+from asyncrl.contract.versions import Label
+from asyncrl.models.policy import build_model, copy_flat_bytes
 from learner.batch import pack
 from learner.step import LearnerCore
 
@@ -88,12 +94,51 @@ def config(path: Path) -> Config:
     return load.build(raw)
 
 
+# proximal policy -> a method with it
+PROXIMAL = {"recompute": "tis", "version": "tis-version", "ema": "ppo-ewma"}
 # beside METHODS: what costs a pass or a copy of its own
 MORE = {
     "otb": ["advantage.name=otb"],
     "gradient cosine": ["learner.gradient_cosine=log"],
     "rate by ESS": ["stop.lr_by_ess=sqrt"],
 }
+
+
+def of_proximal(
+    path: Path, b: Batch, many: int, spans: int
+) -> tuple[list[dict[str, Any]], rounds.Times]:
+    """The step with each proximal policy over behavior's: (lines of the table, times).
+
+    spans: versions in a completion, of lags 1 and 2."""
+    half = b.samples[0].length // 2
+    for i, sample in enumerate(b.samples):
+        labels = [Label(1, 8 - i % 2), Label(1, 7 + (i + spans) % 2)]
+        ends = (half, sample.length)
+        sample.spans = [
+            VersionSpan(label, "", end - half, end, label)
+            for label, end in zip(labels, ends, strict=True)
+        ]
+    lags = [[(s.start, s.end, 9 - s.label.number) for s in x.spans] for x in b.samples]
+    b = msgspec.structs.replace(b, number=9, token_lags=lags)
+    learners = {}
+    for name, method in {"behavior": "ppo", **PROXIMAL}.items():
+        common = [f"model.path={str(path)!r}", "model.warm_start=false", "model.device=cpu"]
+        sets = [f"method={method}", *common, "learner.lr=0.0", "learner.minibatches=2"]
+        learners[name] = LearnerCore(load.load("configs/demo.toml", sets), path)
+        flat = bytes(copy_flat_bytes(learners[name].model))
+        learners[name].measure.read_weights = lambda *_, flat=flat: bytearray(flat)
+    times = rounds.interleave(
+        {name: functools.partial(learner.train, b) for name, learner in learners.items()}, many
+    )
+    return [
+        rounds.figure(
+            f"{name}, {spans} version(s) a completion: CPU of a step over behavior's",
+            [1 / x for x in rounds.speedups(times, name, "behavior", 1)],
+            math.inf,
+            at_least=False,
+        )
+        for name in PROXIMAL
+    ], times
 
 
 def of_methods(path: Path, b: Batch, many: int) -> tuple[list[dict[str, Any]], rounds.Times]:
@@ -181,10 +226,23 @@ def main() -> None:
     p = rounds.parser(__doc__)
     p.add_argument("--rounds", type=int, default=7)
     p.add_argument("--methods", action="store_true", help="the methods' steps instead, by turns")
+    p.add_argument("--proximal", action="store_true", help="the proximal policies' steps instead")
     args = p.parse_args()
     rounds.one_core()
     torch.set_num_threads(1)
     samples, length = (64, 256) if args.quick else (256, 256 if args.methods else 1024)
+    if args.proximal:
+        table, times = [], {}
+        many = 1 if args.quick else args.rounds
+        with tempfile.TemporaryDirectory() as work:
+            path = Path(work) / "m"
+            build_model(path, "0123456789abcdefghij", hidden=64, layers=2, heads=4)
+            for spans in (1, 2):
+                lines, times[f"{spans} version(s)"] = of_proximal(path, batch(256, 24), many, spans)
+                table += lines
+        what = {"what": "learner steps [256, 24] by proximal policy, one core", "times": times}
+        rounds.report("losses_proximal", table, what, args)
+        return
     b = batch(samples, length)
     if args.methods:
         with tempfile.TemporaryDirectory() as work:
