@@ -175,7 +175,8 @@ def estimate_kl(logprobs: Tensor, reference: Tensor, estimator: str = "k3") -> T
     """Estimate KL(policy || reference) at each token, of the arguments' shape, with gradient.
 
     Args:
-        logprobs, reference: log-probabilities of the same tokens, which the policy sampled.
+        logprobs: with gradient, log pi of tokens that the policy sampled.
+        reference: log pi of the reference policy, of the same tokens.
         estimator: k1, k2, k3, abs or low_var_kl; with a + it has the gradient of k2.
     """
     return kl.estimate(estimator, ratios.subtract(logprobs, reference))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from learner_step_kit import GROUPS, SIZE, batch
+from process_kit import ROOT
 
 from asyncrl import losses
 from asyncrl.algorithms import kl
@@ -191,3 +194,55 @@ def test_it_needs_torch_alone() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
+
+
+def read_adapter(name: str) -> str:
+    """A block of docs/python-api.md that begins with `# name`."""
+    blocks = (ROOT / "docs" / "python-api.md").read_text().split("```python\n")
+    return next(block for block in blocks if block.startswith(f"# {name}")).partition("```")[0]
+
+
+def run_adapter(name: str, monkeypatch: pytest.MonkeyPatch, **modules: Any) -> dict[str, Any]:
+    for module, content in modules.items():
+        monkeypatch.setitem(sys.modules, module.replace("__", "."), SimpleNamespace(**content))
+    made: dict[str, Any] = {}
+    exec(read_adapter(name), made)
+    assert len([line for line in read_adapter(name).splitlines() if line]) <= 21
+    return made
+
+
+def test_the_adapters_take_what_each_framework_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    lp, behavior = (torch.nan_to_num(x.float()) for x in (LP, LP + 0.5))
+    adv, expected = torch.tensor([1.0, -1.0]), {}
+    for method in ("vespo", "ipo"):
+        expected[method] = losses.loss(lp, behavior, adv, MASK, method=method).loss
+    trl = run_adapter("TRL", monkeypatch, trl={"GRPOTrainer": object})["MethodTrainer"]()
+    trl._metrics = {"train": defaultdict(list)}
+    trl.current_gradient_accumulation_steps = 2
+    trl._get_per_token_logps_and_entropies = lambda model, ids, mask, length: (lp, None, None)
+    inputs = dict.fromkeys(("prompt_ids", "completion_ids", "prompt_mask"), MASK)
+    inputs |= {"completion_mask": MASK, "advantages": adv, "sampling_per_token_logps": behavior}
+    assert trl._compute_loss(None, inputs) == expected["vespo"] / 2
+    assert trl._metrics["train"]["is/ess"]
+    register = {"register_policy_loss": lambda name: lambda function: function}
+    verl = run_adapter("verl", monkeypatch, verl__trainer__ppo__core_algos=register)
+    wide = adv[:, None].expand(2, 3)
+    total, metrics = verl["method_loss"](
+        behavior, lp, wide, MASK, "token-mean", config=None, rollout_is_weights=None
+    )
+    assert total == expected["vespo"] and metrics["is/ess"] > 0
+    outputs = {"LossOutputs": SimpleNamespace}
+    prime = run_adapter("prime-rl", monkeypatch, prime_rl__trainer__rl__loss=outputs)
+    parts = [
+        prime["method_loss"](
+            SimpleNamespace(
+                trainer_logprobs=lp[row],
+                inference_logprobs=behavior[row],
+                advantages=wide[row],
+                loss_mask=MASK[row].bool(),
+            ),
+            method="ipo",
+        ).loss
+        for row in range(2)
+    ]
+    assert float(sum(parts) / MASK.sum()) == pytest.approx(float(expected["ipo"]))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import tinker
-import torch
+from process_kit import ROOT
 from tinker import types
 from tinker_kit import (
     PROMPT,
@@ -71,23 +72,15 @@ def test_a_custom_loss_has_the_gradient_of_the_servers_own(trained: tinker.Train
     trained.optim_step(types.AdamParams(learning_rate=3e-2)).result()
     before = trained.save_state("before").result().path
 
-    def clipped(
-        data: list[types.Datum], logprobs: list[torch.Tensor]
-    ) -> tuple[torch.Tensor, dict[str, float]]:
-        total = torch.zeros(())
-        for datum, lp in zip(data, logprobs, strict=True):
-            behavior, adv = (
-                torch.tensor(datum.loss_fn_inputs[name].data) for name in ("logprobs", "advantages")
-            )
-            ratio = torch.where(adv != 0, lp - behavior, 0.0).exp()
-            total = total - torch.minimum(ratio * adv, ratio.clamp(0.7, 1.1) * adv).sum()
-        return total, {"custom_loss": float(total.detach())}
-
+    page = (ROOT / "docs" / "python-api.md").read_text()
+    adapter: dict[str, Any] = {}
+    exec("#" + page.partition("```python\n# Tinker")[2].partition("```")[0], adapter)
     norms, after = [], []
     for custom in (True, False):
         trained.load_state(before).result()
         if custom:
-            assert trained.forward_backward_custom(data, clipped).result().metrics["custom_loss"]
+            done = trained.forward_backward_custom(data, adapter["method_loss"]).result()
+            assert done.metrics["is/ess"] > 0
         else:
             bounds = {"clip_low_threshold": 0.7, "clip_high_threshold": 1.1}
             trained.forward_backward(data, "ppo", bounds).result()
