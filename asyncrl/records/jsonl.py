@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -104,6 +105,12 @@ def read_new_rows(path: Path, offset: int) -> Iterator[tuple[dict[str, Any], int
 def encode(rows: Iterable[dict[str, Any]]) -> bytes:
     """Encode rows as lines."""
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def note(path: Path, row: dict[str, Any]) -> None:
+    """Append a row that is only informative: a file that cannot be written is ignored."""
+    with contextlib.suppress(OSError), path.open("ab") as file:
+        file.write(encode([row]))
 
 
 class JsonlAppender(AppendLog):

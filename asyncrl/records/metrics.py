@@ -117,32 +117,22 @@ def format_markdown() -> str:
 # ---- the event file of TensorBoard ---------------------------------------------------------------
 
 
-class _TensorboardModules(NamedTuple):
-    """The classes of tensorboardX in use."""
+def import_protocol() -> tuple[Any, Any, Any]:
+    """Import tensorboardX's writer of records, its events and its summaries.
 
-    RecordWriter: Any
-    Event: Any
-    SessionLog: Any
-    HistogramProto: Any
-    Summary: Any
-
-
-def import_protocol() -> _TensorboardModules:
-    """Import tensorboardX's messages and records, without torch unless torch is loaded already.
-
-    torch would cost the buffer 200 MB and seconds."""
+    Does not import torch unless it is loaded already: that would cost the buffer 200 MB and
+    seconds."""
     absent = "torch" not in sys.modules
     if absent:
         # `import torch` raises ImportError, which tensorboardX expects
         sys.modules["torch"] = None  # type: ignore[assignment]
     try:
         from tensorboardX import RecordWriter
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
-        from tensorboardX.proto.summary_pb2 import HistogramProto, Summary
+        from tensorboardX.proto import event_pb2, summary_pb2
     finally:
         if absent:
             del sys.modules["torch"]
-    return _TensorboardModules(RecordWriter, Event, SessionLog, HistogramProto, Summary)
+    return RecordWriter, event_pb2, summary_pb2
 
 
 class EventFile:
@@ -161,7 +151,7 @@ class EventFile:
         self.failed = False
         self.records: Any = None
         try:
-            self.modules = import_protocol()
+            record_writer, self.events, self.summaries = import_protocol()
         except ImportError as error:
             self._give_up(error)
             return
@@ -170,8 +160,8 @@ class EventFile:
         name = f"events.out.tfevents.{now:.6f}.{host}.{os.getpid()}"
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            self.records = self.modules.RecordWriter(str(directory / name))
-            self._write(self.modules.Event(wall_time=now, file_version="brain.Event:2"))
+            self.records = record_writer(str(directory / name))
+            self._write(self.events.Event(wall_time=now, file_version="brain.Event:2"))
         except OSError as error:
             raise make_disk_full_error(directory, error) from error
 
@@ -181,20 +171,20 @@ class EventFile:
         """Add one event: a number per name, and histograms as counts of whole numbers."""
         if self.failed:
             return
-        Value = self.modules.Summary.Value
+        Value = self.summaries.Summary.Value
         rows = [Value(tag=name, simple_value=value) for name, value in values.items()]
         rows += [Value(tag=name, histo=self._build_histogram(c)) for name, c in counts.items() if c]
-        self._add_event(step, summary=self.modules.Summary(value=rows))
+        self._add_event(step, summary=self.summaries.Summary(value=rows))
 
     def start_session(self, step: int) -> None:
         """Add the start of a session: TensorBoard drops all earlier events from `step` on."""
         if not self.failed:
-            start = self.modules.SessionLog(status=self.modules.SessionLog.START)
+            start = self.events.SessionLog(status=self.events.SessionLog.START)
             self._add_event(step, session_log=start)
 
     def _add_event(self, step: int, **content: Any) -> None:
         try:
-            self._write(self.modules.Event(wall_time=time.time(), step=step, **content))
+            self._write(self.events.Event(wall_time=time.time(), step=step, **content))
         except OSError as error:
             self._give_up(error)
 
@@ -209,7 +199,7 @@ class EventFile:
         buckets = [0.0] * (most - least + 2)
         for value, times in count.items():
             buckets[int(value // 1) - least + 1] += times
-        return self.modules.HistogramProto(
+        return self.summaries.HistogramProto(
             min=min(count),
             max=max(count),
             num=sum(count.values()),

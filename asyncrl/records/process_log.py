@@ -13,8 +13,8 @@ RUN/.parts.lock        shared by all running processes; a process that gets it e
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
-import json
 import os
 import signal
 import socket
@@ -52,12 +52,9 @@ def append_event(run_dir: Path, name: str, pid: int, event: str, **details: Any)
         "host": socket.gethostname(),
         "event": event,
     } | details
-    try:
+    with contextlib.suppress(OSError):
         get_path(run_dir).parent.mkdir(exist_ok=True)
-        with get_path(run_dir).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-    except OSError:
-        pass
+    jsonl.note(get_path(run_dir), row)
 
 
 def read_events(run_dir: Path) -> list[dict[str, Any]]:

@@ -82,21 +82,16 @@ def read_sized_spans(run_dir: Path) -> dict[str, list[TraceSpan]]:
     return spans
 
 
-def read(run_dir: Path) -> dict[str, list[tuple[str, float, float]]]:
-    """Return process -> spans without sizes: (name, start, end)."""
-    return {process: [s[:3] for s in spans] for process, spans in read_sized_spans(run_dir).items()}
-
-
 def merge(run_dir: Path) -> Path:
     """Write RUN/trace.json in Chrome's format from the spans of all processes.
 
     On a full disk there is no such file."""
     events: list[dict[str, object]] = []
-    for pid, (process, spans) in enumerate(read(run_dir).items()):
+    for pid, (process, spans) in enumerate(read_sized_spans(run_dir).items()):
         events.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": process}})
         events += [
             {"name": n, "ph": "X", "pid": pid, "tid": 0, "ts": a * 1e6, "dur": (b - a) * 1e6}
-            for n, a, b in spans
+            for n, a, b, *_ in spans
         ]
     path = run_dir / "trace.json"
     try:

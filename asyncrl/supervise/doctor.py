@@ -52,9 +52,7 @@ def describe_process(
         "code": None if pid is not None or event is None else event.get("code"),
         "log": str(log) if has_log else "",
         # the last one that it wrote about itself
-        "last_line": escape_line(find_last_words(read_last_lines(log, 100)))
-        if log is not None and has_log
-        else "",
+        "last_line": escape_line(find_last_words(read_last_lines(log, 100))) if log else "",
     }
 
 

@@ -34,10 +34,6 @@ class ExactCheckRow:
     differ: int  # number of values that differ
     largest: float  # largest absolute difference
 
-    @property
-    def is_equal(self) -> bool:
-        return self.differ == 0
-
 
 def _compare(name: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> ExactCheckRow:
     differ = 0
@@ -312,7 +308,7 @@ def check(config: Config) -> list[ExactCheckRow]:
 
 def describe_failure(rows: Sequence[ExactCheckRow]) -> str:
     """Describe the rows that differ, or return "" if all agree."""
-    bad = [r for r in rows if not r.is_equal]
+    bad = [r for r in rows if r.differ]
     return ", ".join(
         f"{r.operator} ({r.differ} of {r.values} values differ, by up to {r.largest:.1e})"
         for r in bad
@@ -324,7 +320,7 @@ def format_table(rows: Sequence[ExactCheckRow]) -> str:
     cells = [
         [
             *(row.operator, f"{row.cases}", f"{row.values}", f"{row.differ}"),
-            "bitwise equal" if row.is_equal else f"{row.largest:.1e}",
+            f"{row.largest:.1e}" if row.differ else "bitwise equal",
         ]
         for row in rows
     ]

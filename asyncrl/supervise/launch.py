@@ -54,11 +54,6 @@ class SupervisedProcess:
     memory_kills: list[str | int] = field(default_factory=list)  # on its machine, at its start
     leaving: float = 0.0  # when `asyncrl scale` ended it; 0: not ended
 
-    @property
-    def number(self) -> int:
-        """The number of a generator."""
-        return int(self.name.rpartition("-")[2])
-
 
 @dataclass
 class Supervisor:
@@ -218,7 +213,9 @@ class Supervisor:
         for child in added:
             self.children.append(child)
             self.spawn(child)
-        for child in sorted(generators_running, key=lambda c: c.number)[generators:]:
+        for child in sorted(generators_running, key=lambda c: int(c.name.rpartition("-")[2]))[
+            generators:
+        ]:
             child.leaving = time.monotonic()
             if child.process is not None:
                 child.process.signal(signal.SIGTERM)

@@ -281,8 +281,9 @@ def _run_command(
         start_new_session=True,
     )
     assert process.stderr is not None
+    stderr: IO[str] = process.stderr
     lines: SimpleQueue[str] = SimpleQueue()
-    reader = threading.Thread(target=_read_lines, args=(process.stderr, lines), daemon=True)
+    reader = threading.Thread(target=lambda: [*map(lines.put, stderr)], daemon=True)
     reader.start()
     last_line, callback_error, interrupted = "", None, False
     while True:
@@ -311,8 +312,3 @@ def _run_command(
     if callback_error is not None:
         raise callback_error
     return code, last_line
-
-
-def _read_lines(stream: IO[str], lines: SimpleQueue[str]) -> None:
-    for line in stream:
-        lines.put(line)

@@ -31,7 +31,7 @@ from asyncrl.supervise.hosts import ProcessLauncher
 from asyncrl.supervise.launch import Supervisor
 from asyncrl.supervise.preflight import localize, preflight, say
 from asyncrl.supervise.report import run_page
-from asyncrl.supervise.report.advice import record_check
+from asyncrl.supervise.report.advice import CHECKS
 from asyncrl.supervise.summary import collect_facts, find_task_signs
 from asyncrl.supervise.summary import write as write_summary
 from asyncrl.tasks.evaluation_sets import check_prompt_files
@@ -71,7 +71,7 @@ class HealthWatcher:
             if sign.name not in self.reported:
                 self.reported.add(sign.name)
                 self.say(f"note: {sign.as_line()}")
-                record_check(self.run_dir, sign, step)
+                jsonl.note(self.run_dir / CHECKS, {"step": step, **sign._asdict()})
 
     def check(self, committed: int, latest: Mapping[str, float] = {}) -> None:
         """Apply the rules after `committed` batches.

@@ -165,7 +165,7 @@ def compose(config: Config, run_dir: Path) -> dict[str, Any]:
     bounds = health_checks.find_reward_range(
         row[name] for row in all_rows for name in health_checks.REWARDS if name in row
     )
-    return {
+    summary = {
         "run_dir": str(run_dir),
         **{name: totals[name] for name in COPIED},
         "lag": totals["lag"]
@@ -193,14 +193,12 @@ def compose(config: Config, run_dir: Path) -> dict[str, Any]:
                 ),
             )
         ],
-    } | {
-        name: value
-        for name, value in (
-            ("judge", find_judge_totals(all_rows)),
-            ("partial", PARTIAL if totals.get("partial") else ""),
-        )
-        if value
     }
+    optional = {
+        "judge": find_judge_totals(all_rows),
+        "partial": PARTIAL if totals.get("partial") else "",
+    }
+    return summary | {name: value for name, value in optional.items() if value}
 
 
 def find_judge_totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:

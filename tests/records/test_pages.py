@@ -18,6 +18,7 @@ from asyncrl.experiments.compare import page as compare_page
 from asyncrl.experiments.compare.grid import CellResult
 from asyncrl.experiments.serial import run_serial
 from asyncrl.records.page_kit import PagePlot
+from asyncrl.records.trace import TraceSpan
 from asyncrl.supervise import summary as summaries
 from asyncrl.supervise.report import run_page, run_view
 from asyncrl.supervise.report.series import Series
@@ -171,7 +172,7 @@ def test_a_kind_of_work_has_one_colour() -> None:
 
     def colors(*lanes: tuple[str, list[str]]) -> dict[str, int]:
         spans = {
-            process: [(name, 0.1 * i, 0.1 * i + 0.05) for i, name in enumerate(names)]
+            process: [TraceSpan(name, 0.1 * i, 0.1 * i + 0.05) for i, name in enumerate(names)]
             for process, names in lanes
         }
         plot, _ = run_page.plot_timeline(spans)
@@ -199,7 +200,7 @@ def test_what_a_run_does_not_measure_has_no_empty_plot(tmp_path: Path) -> None:
 
 def test_the_timeline_shows_several_steps_however_long_they_are() -> None:
     def shown(step_s: float) -> float:
-        steps = [("train", step_s * i, step_s * (i + 0.9)) for i in range(20)]
+        steps = [TraceSpan("train", step_s * i, step_s * (i + 0.9)) for i in range(20)]
         plot, seconds = run_page.plot_timeline({"learner": steps, "generator-0": []})
         (train,) = plot.lines
         assert plot.y_names == ["learner", "generator-0"] and set(train.ys) == {0}

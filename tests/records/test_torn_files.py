@@ -290,7 +290,7 @@ def test_tensorboard_without_room_drops_its_events_and_ends_nothing(
     writer = metrics.MetricsWriter(tmp_path)
     writer.write(0, {"reward/mean": 0.5})
     writer.board.records.close()
-    writer.board.records = writer.board.modules.RecordWriter("/dev/full")
+    writer.board.records = metrics.import_protocol()[0]("/dev/full")
     for n in range(1, 100):
         writer.write(n, {"reward/mean": 0.5})
     writer.close()

@@ -25,6 +25,7 @@ from watch_kit import (
 from asyncrl.cli import main
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
+from asyncrl.records import jsonl
 from asyncrl.records.health_checks import BOUND_RULES, Finding
 from asyncrl.supervise import doctor
 from asyncrl.supervise.report import advice, plots, run_page
@@ -430,7 +431,8 @@ def test_watch_report_and_doctor_begin_with_the_same_lines(
 ) -> None:
     values = {"is/ess": 0.3, "lag/mean": 3.0, WAITS[0]: 0.4, WAITS[1]: 0.05}
     write_lines(run_dir / "metrics.jsonl", [metric_row(step, **values) for step in range(20)])
-    advice.record_check(run_dir, Finding("odd", "it was odd", "nothing"), 7)
+    odd = Finding("odd", "it was odd", "nothing")
+    jsonl.note(run_dir / advice.CHECKS, {"step": 7, **odd._asdict()})
     expected = [
         "generation limits the speed",
         "staleness costs much",

@@ -5,7 +5,6 @@ docs/watch.md lists what the rules find.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -143,15 +142,6 @@ def apply_rules(facts: Facts) -> list[Finding]:
             for finding in recent
         ),
     ]
-
-
-def record_check(run_dir: Path, finding: Finding, step: int) -> None:
-    """Record when a health check fired; ignore a directory that cannot be written."""
-    try:
-        with (run_dir / CHECKS).open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **finding._asdict()}) + "\n")
-    except OSError:
-        pass
 
 
 def list_fired_checks(run_dir: Path, signs: Sequence[Mapping[str, Any]]) -> list[Finding]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,25 +65,25 @@ def build_plots(series: Series, steps: Series, summary: dict[str, Any]) -> list[
     return [*overview, lags, *staleness, *learner, *of_steps]
 
 
-def plot_timeline(spans: dict[str, list[tuple[str, float, float]]]) -> tuple[PagePlot, float]:
+def plot_timeline(spans: Mapping[str, Sequence[trace.TraceSpan]]) -> tuple[PagePlot, float]:
     """Plot a few seconds from the middle of the run, one lane per process; return its length."""
     plot = PagePlot("", "", [], "seconds", "spans", y_names=list(spans))
     all_spans = [span for lane in spans.values() for span in lane]
     if not all_spans:
         return plot, 0.0
-    trains = [x for x in spans.get("learner", []) if x[0] == "train"]
+    trains = [x for x in spans.get("learner", []) if x.name == "train"]
     shown_s = TIMELINE_S
     if trains:
-        shown_s = max(shown_s, STEPS_SHOWN * statistics.median(e - s for _, s, e in trains))
-    starts = sorted(s for _, s, _ in trains or all_spans)
+        shown_s = max(shown_s, STEPS_SHOWN * statistics.median(x.end - x.start for x in trains))
+    starts = sorted(x.start for x in trains or all_spans)
     start = starts[len(starts) // 2]
-    kinds = {kind for kind, _, _ in all_spans}
+    kinds = {x.name for x in all_spans}
     for name in [*(kind for kind in KINDS if kind in kinds), *sorted(kinds - set(KINDS))]:
         visible = [
-            (max(begin - start, 0.0), number, min(end - start, shown_s))
+            (max(x.start - start, 0.0), number, min(x.end - start, shown_s))
             for number, lane in enumerate(spans.values())
-            for kind, begin, end in lane
-            if kind == name and end > start and begin < start + shown_s
+            for x in lane
+            if x.name == name and x.end > start and x.start < start + shown_s
         ]
         if visible:
             begin, lanes, end = (list(column) for column in zip(*visible, strict=True))
@@ -114,7 +115,7 @@ def write(run_dir: Path) -> Path:
             f"{run_dir}: nothing to report yet, no batch has been trained; `asyncrl doctor "
             f"{run_dir}` shows its state"
         )
-    lanes, seconds = plot_timeline(trace.read(run_dir))
+    lanes, seconds = plot_timeline(trace.read_sized_spans(run_dir))
     samples = jsonl.read(run_dir / "samples.jsonl")
     commit, command = (
         path.read_text(errors="replace", encoding="utf-8").strip() if path.is_file() else "unknown"
