@@ -82,7 +82,7 @@ def test_the_sets_are_shown(run: dict[str, Any]) -> None:
     assert not any(name.startswith(("eval/heldout", "eval/ood")) for name, _ in lines)
     assert "Evaluation sets" in run_page.write(run["run_dir"]).read_text()
     series = Series(run["run_dir"] / "metrics.jsonl")
-    assert series.refresh()
+    series.refresh()
     (figure,) = [f for f in plots.build_plots("overview", {"r": series}) if "sets" in f.title]
     drawn = {line.metric: line for line in figure.lines}
     assert len(drawn["eval/hard"].ys) == 3

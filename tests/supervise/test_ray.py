@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import json
 import os
+import pickle
 import re
 import secrets
 import signal
@@ -318,7 +319,8 @@ def test_a_host_tells_log_end_and_refusal_of_what_it_started(
         time.sleep(0.01)
     text = b"".join(each.log for each in said).decode()
     assert text == "x" * 24 + f"\n['--keys', '{host.folder / 'generator-0'}'] secret\n"
-    assert said[-1][2:4] == (2, (2, "no"))
+    refused = pickle.loads(pickle.dumps(said[-1].refusal))  # as Ray sends it
+    assert (said[-1].code, refused.exit_code, str(refused)) == (2, 2, "no")
     assert said[0].incarnation == 7
     assert host.poll_processes() == []
     assert (host.folder / "generator-0" / "client.key_secret").stat().st_mode & 0o777 == 0o600

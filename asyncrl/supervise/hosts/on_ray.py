@@ -53,7 +53,7 @@ class ProcessState(NamedTuple):
     incarnation: int
     pid: int
     code: int | None
-    refusal: tuple[int, str] | None  # exit code and message
+    refusal: AsyncrlError | None
     log: bytes  # new output since the last poll, if the log is on the host's own disk
 
 
@@ -64,7 +64,7 @@ class RayHost:
         if os.path.isdir(directory):
             os.chdir(directory)
         self.folder = Path(tempfile.mkdtemp(prefix="asyncrl-host-"))
-        self.running: dict[int, tuple[LocalProcess, ProcessSpec]] = {}
+        self.running: dict[int, LocalProcess] = {}
         self.sent: dict[int, int] = {}  # bytes of a log on its own disk that were sent
 
     def describe_host(self, ports: int) -> dict[str, Any]:
@@ -103,21 +103,19 @@ class RayHost:
             log = self.folder / f"{spec.name}-{incarnation}.log"
             spec = spec._replace(argv=importing.make_command("asyncrl.cli", *command), log=log)
             self.sent[incarnation] = 0
-        self.running[incarnation] = (LocalProcess(spec), spec)
+        self.running[incarnation] = LocalProcess(spec)
 
     def poll_processes(self) -> list[ProcessState]:
         return [
-            self._poll_process(incarnation, *entry)
-            for incarnation, entry in list(self.running.items())
+            self._poll_process(incarnation, process)
+            for incarnation, process in list(self.running.items())
         ]
 
-    def _poll_process(
-        self, incarnation: int, process: LocalProcess, spec: ProcessSpec
-    ) -> ProcessState:
+    def _poll_process(self, incarnation: int, process: LocalProcess) -> ProcessState:
         code = process.poll()
         log = b""
         if incarnation in self.sent:
-            with spec.log.open("rb") as file:
+            with process.spec.log.open("rb") as file:
                 file.seek(self.sent[incarnation])
                 log = file.read(LOG_BYTES)
             self.sent[incarnation] += len(log)
@@ -125,19 +123,18 @@ class RayHost:
             code = None  # reported together with the end of the log
         refusal = None
         if code is not None:
-            error = process.read_refusal()
-            refusal = None if error is None else (error.exit_code, str(error))
+            refusal = process.read_refusal()
             process.close()
             del self.running[incarnation]
         return ProcessState(incarnation, process.pid, code, refusal, log)
 
     def signal(self, incarnation: int, number: int) -> None:
         if incarnation in self.running:
-            self.running[incarnation][0].signal(number)
+            self.running[incarnation].signal(number)
 
     def clean(self, run_dir: str) -> None:
         """Kill all processes and remove everything of the run from this host."""
-        for process, _ in self.running.values():
+        for process in self.running.values():
             process.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
         if Path(run_dir).is_dir():
@@ -193,11 +190,8 @@ class RayProcess(ProcessHandle):
         if state.log:
             with self.spec.log.open("ab") as log:
                 log.write(state.log)
-        if state.code is not None:
-            self.code = state.code
-            if state.refusal is not None:
-                self.refusal = AsyncrlError(state.refusal[1])
-                self.refusal.exit_code = state.refusal[0]
+        self.code = self.code if state.code is None else state.code
+        self.refusal = state.refusal or self.refusal
 
 
 @dataclass

@@ -68,10 +68,11 @@ class Series:
     def __post_init__(self) -> None:
         self.file = jsonl.GrowingFile(self.path)
 
-    def refresh(self) -> bool:
-        """Read new rows; return whether there were any. A missing file counts as empty."""
+    def refresh(self) -> None:
+        """Read new rows. A missing file counts as empty."""
         data = self.file.read_new()
-        changed = self._forget() if self.file.begins else False
+        if self.file.begins:
+            self._forget()
         rows = self._decode_lines(data)
         trained = [self._newest, *(row["step"] for row in rows if TRAINED in row)]
         if any(next_step <= step for step, next_step in itertools.pairwise(trained)):
@@ -79,19 +80,16 @@ class Series:
             rows = metrics.select_valid_rows(jsonl.read(self.path))
         self._newest = max(trained)
         self._add(rows)
-        return changed or bool(data)
 
     @property
     def rows(self) -> int:
         """The number of rows read so far."""
         return self.axes["step"].count
 
-    def _forget(self) -> bool:
-        had_rows = self.rows > 0
+    def _forget(self) -> None:
         self.columns.clear()
         self.axes = {axis: Column() for axis in AXES}
         self.damaged, self._newest = 0, -1
-        return had_rows
 
     def _decode_lines(self, data: bytes) -> list[dict[str, Any]]:
         """Return the rows of complete lines; damaged lines are skipped and counted."""
@@ -101,19 +99,15 @@ class Series:
                 return rows
         except (msgspec.DecodeError, KeyError):
             pass
-        return [row for line in data.splitlines() if (row := self._decode(line))]
-
-    def _decode(self, line: bytes) -> dict[str, Any]:
-        """Return a row, or {} for an empty or damaged line; damaged lines are counted."""
-        if not line.strip():
-            return {}
-        try:
-            row = _decoder.decode(line)
-            row["step"], row["t"] = int(row["step"]), float(row.get("t", 0.0))
-        except (msgspec.DecodeError, KeyError, TypeError, ValueError):
-            self.damaged += 1
-            return {}
-        return row
+        rows = []
+        for line in filter(bytes.strip, data.splitlines()):
+            try:
+                row = _decoder.decode(line)
+                row["step"], row["t"] = int(row["step"]), float(row.get("t", 0.0))
+                rows.append(row)
+            except (msgspec.DecodeError, KeyError, TypeError, ValueError):
+                self.damaged += 1
+        return rows
 
     def _add(self, rows: list[dict[str, Any]]) -> None:
         """Append rows column by column."""
@@ -135,11 +129,6 @@ class Series:
             positions, values = columns[recorded_name]
             name = metrics.OLD_NAMES.get(recorded_name, recorded_name)
             self.columns.setdefault(name, Column()).extend(first + positions, values)
-
-    @property
-    def names(self) -> list[str]:
-        """The sorted names of all metrics that were read."""
-        return sorted(self.columns)
 
     def get_latest(self, name: str) -> float | None:
         """Return the newest value of a metric, or None."""

@@ -92,10 +92,9 @@ class SampleStore:
     def __post_init__(self) -> None:
         self.file = jsonl.GrowingFile(self.path)
 
-    def refresh(self) -> bool:
-        """Read new rows; return whether there were any. A missing file is an empty one."""
+    def refresh(self) -> None:
+        """Read new rows. A missing file is an empty one."""
         data = self.file.read_new()
-        had_rows = bool(self.heads)
         if self.file.begins:
             self.offsets.clear()
             self.heads.clear()
@@ -104,7 +103,6 @@ class SampleStore:
         for line in data.split(b"\n")[:-1]:
             self._add(line, offset)
             offset += len(line) + 1
-        return bool(data) or (self.file.begins and had_rows)
 
     def _add(self, line: bytes, offset: int) -> None:
         try:
