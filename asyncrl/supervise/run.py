@@ -92,12 +92,9 @@ class HealthWatcher:
         if self.about is not None and changed:
             ratios = {n: latest[n] for n in ("is/chi2", "is/ratio_max") if n in latest}
             self.measured = [*self.measured[-health_checks.WINDOW :], changed | ratios]
-            for check in (
-                health_checks.check_engine_mismatch,
-                health_checks.check_truncated_sampling,
-            ):
-                if finding := check(self.measured, self.about):
-                    self.report([finding], committed)
+            checks = health_checks.check_engine_mismatch, health_checks.check_truncated_sampling
+            results = [check(self.measured, self.about) for check in checks]
+            self.report([finding for finding in results if finding], committed)
         if committed >= self.next:
             self.next = max(committed + 1, committed * 5 // 4)
             self.report(

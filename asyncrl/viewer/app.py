@@ -145,7 +145,7 @@ class WatchApp:
 
     def find_samples(self, query: Query) -> Any:
         run = self.select_run(query)
-        ticket = query.get("ticket")
+        ticket, heads = query.get("ticket"), run.samples.heads
         selection = SampleFilter(
             step=query.get("step", ".."),
             reward=query.get("reward", ".."),
@@ -158,8 +158,12 @@ class WatchApp:
             limit=int(_parse_number(query, "limit", 60)),
         )
         return {
-            "rows": [run.samples.get_head(number) for number in run.samples.find(selection)],
-            "all": len(run.samples.heads),
+            "rows": [
+                {k: v for k, v in heads[number].items() if k != "text"}
+                | {"number": number, "preview": heads[number]["text"][:400]}
+                for number in run.samples.find(selection)
+            ],
+            "all": len(heads),
             "shades": SHADES,
             "none": run.no_samples,
         }

@@ -163,24 +163,6 @@ def test_a_run_in_progress_is_summed_up_beside_the_answers(
         time.sleep(0.01)
 
 
-def test_a_summary_is_composed_beside_the_answers(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[dict[str, Any]] = []
-
-    class Thread:
-        def __init__(self, **how: Any) -> None:
-            self.how = how
-
-        def start(self) -> None:
-            started.append(self.how)
-
-    monkeypatch.setattr(run_view.threading, "Thread", Thread)
-    run = RunView("first", run_dir)
-    assert run.read_summary() == {} == run.read_summary()
-    assert started == [{"target": run._compose, "name": "summary", "daemon": True}]
-
-
 def test_what_a_run_wrote_at_its_end_is_its_summary(run_dir: Path) -> None:
     written = write_summary(run_dir, heldout_end=0.5)
     assert RunView("first", run_dir).read_summary() == written

@@ -170,31 +170,28 @@ def plot_lag_over_time(rows: Sequence[Mapping[str, Any]], buckets: int = 120) ->
 def build_step_plots(runs: Mapping[str, Series], points: int = POINTS) -> list[PagePlot]:
     """Build the plots of optimizer steps, or [] if no batch had two.
 
-    With one step per batch, the plots of metrics.jsonl show the same.
+    With one step per batch, the plots of metrics.jsonl show the same.  The steps of batch n lie
+    evenly in [n, n + 1).
 
     Args:
         runs: name -> the run's optimizer_steps.jsonl.
     """
     several = {run: series for run, series in runs.items() if series.get_values("update").any()}
+    times: dict[str, np.ndarray] = {}
+    for run, series in several.items():
+        batch = series.axes["step"].values
+        _, batch_index, counts = np.unique(batch, return_inverse=True, return_counts=True)
+        times[run] = batch + series.align("update", 0.0) / counts[batch_index]
     figures = []
     for plot in STEP_PLOTS:
-        lines = [
-            PlotLine(label, *_trace_line(series, name, points), run=run, metric=name)
-            for run, series in several.items()
-            for name, label in plot.series.items()
-            if name in series.columns
-        ]
+        lines = []
+        for run, series in several.items():
+            for name, label in plot.series.items():
+                if column := series.columns.get(name):
+                    points_kept = downsample(times[run][column.rows], column.values, points)
+                    across, values = (kept.tolist() for kept in points_kept)
+                    lines.append(PlotLine(label, across, values, run=run, metric=name))
         if lines:
             meanings = {name: METRICS[name].meaning for name in plot.series}
             figures.append(PagePlot(plot.title, plot.unit, lines, "batch", metrics=meanings))
     return figures
-
-
-def _trace_line(series: Series, name: str, points: int) -> tuple[list[float], list[float]]:
-    """Return (x, y) of a metric; the steps of batch n lie evenly in [n, n + 1)."""
-    batch = series.axes["step"].values
-    _, batch_index, counts = np.unique(batch, return_inverse=True, return_counts=True)
-    column = series.columns[name]
-    across = (batch + series.align("update", 0.0) / counts[batch_index])[column.rows]
-    kept_x, kept_y = downsample(across, column.values, points)
-    return kept_x.tolist(), kept_y.tolist()

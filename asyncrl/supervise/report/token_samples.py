@@ -150,13 +150,6 @@ class SampleStore:
         matches.sort(key=lambda number: self.heads[number][value] or 0.0, reverse=True)
         return matches[: query.limit]
 
-    def get_head(self, number: int) -> dict[str, Any]:
-        """Return a row without its tokens."""
-        return {k: v for k, v in self.heads[number].items() if k != "text"} | {
-            "number": number,
-            "preview": self.heads[number]["text"][:400],
-        }
-
     def read_row(self, number: int) -> dict[str, Any]:
         """Read a complete row with the shades of each token."""
         offset, length = self.offsets[number]
