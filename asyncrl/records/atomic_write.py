@@ -14,10 +14,7 @@ def write(path: Path, content: str | bytes, *, sync: bool = False) -> None:
 
     Raises OSError, and then leaves the earlier file unchanged."""
     with replace(path, sync=sync) as part:
-        if isinstance(content, bytes):
-            part.write_bytes(content)
-        else:
-            part.write_text(content, encoding="utf-8")
+        part.write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
 @contextlib.contextmanager

@@ -25,16 +25,15 @@ def read_free_bytes() -> int:
 
     It is the smaller of the machine's free memory and the remainders of its control groups'
     limits. File caches count as free."""
-    lines = (line.split() for line in MEMINFO.read_text(encoding="utf-8").splitlines())
+    lines = (line.split() for line in MEMINFO.read_bytes().splitlines())
     # the kernel's estimate of the memory that can be allocated without swapping
-    free = [next(int(line[1]) for line in lines if line[0] == "MemAvailable:") << 10]
+    free = [next(int(line[1]) for line in lines if line[0] == b"MemAvailable:") << 10]
     for folder in _list_group_folders():
         cache = _read_numbers(folder / "memory.stat").get("inactive_file", 0)
         for limit_name, used_name in LIMITS:
             try:
                 limit, used = (
-                    int((folder / name).read_text(encoding="utf-8"))
-                    for name in (limit_name, used_name)
+                    int((folder / name).read_bytes()) for name in (limit_name, used_name)
                 )
             except (OSError, ValueError):  # no such file; or "max": no limit
                 continue
@@ -44,7 +43,7 @@ def read_free_bytes() -> int:
 
 def read_resident_bytes() -> int:
     """Return the bytes of main memory that this process occupies."""
-    pages = int(STATM.read_text(encoding="utf-8").split()[1])
+    pages = int(STATM.read_bytes().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 

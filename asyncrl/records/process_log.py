@@ -128,10 +128,8 @@ def find_previous_end(run_dir: Path, name: str, pid: int) -> PreviousEnd:
     if code in FROM_OUTSIDE and code != -signal.SIGKILL:
         return "outside"
     starts = [row for row in past if row["event"] == "began" and row["pid"] == newest["pid"]]
-    kills_before, kills_now = (
-        starts[-1].get("memory_kills") if starts else None,
-        read_memory_kills(),
-    )
+    kills_before = starts[-1].get("memory_kills") if starts else None
+    kills_now = read_memory_kills()
     if (
         not kills_before
         or not kills_now

@@ -348,12 +348,10 @@ def _list_calls(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, "." + ast.unparse(node)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.lineno, node.value
-        elif isinstance(node, ast.Import):
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
             for name in node.names:
-                yield node.lineno, f"from {name.name}"
-        elif isinstance(node, ast.ImportFrom):
-            for name in node.names:
-                yield node.lineno, f"from {node.module}.{name.name}"
+                yield node.lineno, f"from {module}{name.name}"
 
 
 def check_template(subject: Subject) -> str:
