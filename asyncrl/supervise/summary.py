@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -139,10 +140,6 @@ def find_evaluation(rows: Sequence[Mapping[str, Any]], split: str, end: str) -> 
     return rewards[0 if end == "start" else -1] if rewards else None
 
 
-def _format_limit(limit: float) -> int | str:
-    return int(limit) if limit != float("inf") else "inf"
-
-
 def compose(config: Config, run_dir: Path) -> dict[str, Any]:
     """Build the summary from the files of buffer and learner.
 
@@ -169,8 +166,11 @@ def compose(config: Config, run_dir: Path) -> dict[str, Any]:
         "run_dir": str(run_dir),
         **{name: totals[name] for name in COPIED},
         "lag": totals["lag"]
-        | {"limit": _format_limit(limit)}
-        | ({"limit_now": _format_limit(current_limit)} if current_limit != limit else {}),
+        | {
+            name: "inf" if value == math.inf else int(value)
+            for name, value in (("limit", limit), ("limit_now", current_limit))
+            if name == "limit" or value != limit
+        },
         "speed": {
             "generator_tokens_per_s": (generated or totals["ledger"]["generated"]) / wall_s,
             "learner_tokens_per_s": totals["tokens"] / wall_s,

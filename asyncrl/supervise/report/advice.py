@@ -183,10 +183,10 @@ def list_advice(
         series.refresh()
     if signs is None:
         signs = jsonl.read_object(run_dir / "summary.json").get("signs", [])
-    limit = config.staleness.limit if config else float("inf")
+    limit = config.staleness.limit if config else math.inf
     facts = Facts(
         series,
-        int(limit) if limit != float("inf") else None,
+        int(limit) if limit < math.inf else None,
         config.generators if config else 1,
         ended,
         jsonl.read_object(run_dir / PREDICTION),

@@ -492,7 +492,7 @@ def describe_run(run_dir: Path) -> dict[str, Any]:
         config = tomllib.loads((run_dir / "config.toml").read_text(encoding="utf-8"))
         planned = int(config["learner"]["steps"])
         buffer_summary = summaries.read_buffer_summary(run_dir)
-        accuracy = [r["eval/heldout"] for r in metrics.read(run_dir) if "eval/heldout" in r]
+        accuracy = summaries.find_evaluation(metrics.read(run_dir), "heldout", "end")
         steps, lag = buffer_summary["steps"], buffer_summary["lag"]["mean"]
     except (OSError, ValueError, KeyError, TypeError):
         return row
@@ -500,6 +500,6 @@ def describe_run(run_dir: Path) -> dict[str, Any]:
         "state": describe_state(run_dir, planned),
         "steps": steps,
         "of": planned,
-        "accuracy": accuracy[-1] if accuracy else None,
+        "accuracy": accuracy,
         "lag": lag if steps else None,
     }
