@@ -16,7 +16,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     return program("natural_lag", monkeypatch)
 
 
-@pytest.mark.parametrize("part", ["limits", "groups", "swaps", "methods"])
+@pytest.mark.parametrize("part", ["limits", "methods"])
 def test_the_program_runs_its_arms(
     bench: Any,
     part: str,
@@ -25,7 +25,7 @@ def test_the_program_runs_its_arms(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Every other one, which leaves each kind: the configs of all are loaded above."""
+    """Every other one; test_bench_configs.py loads the configs of all, those of other parts too."""
     monkeypatch.setitem(bench.PARTS, part, dict(list(bench.PARTS[part].items())[::2]))
     models = tmp_path / "n-quick" / "models"
     models.mkdir(parents=True)
@@ -39,5 +39,4 @@ def test_the_program_runs_its_arms(
     for arm, about in arms.items():
         assert about["seeds"] == [0, 1] and about["batches"] >= 1, arm
         assert ("limit" in about) == arm.startswith("auto"), arm
-        if "no wait" not in arm:
-            assert about["lost"] == 0 or about["lag_largest"] <= 16
+        assert about["lost"] == 0 or about["lag_largest"] <= 16, arm

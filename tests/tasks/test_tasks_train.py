@@ -46,7 +46,7 @@ def small_batches() -> Iterator[None]:
 @pytest.mark.parametrize("name", TASK_NAMES)
 def test_task_begins(name: str, tmp_path: Path) -> None:
     """The start of its warm start learns the form of its answers; its config trains on them."""
-    sets = [*short(tmp_path, 3), "learner.groups=8"]
+    sets = [*short(tmp_path, 3), "learner.groups=4"]
     config = load.load(ROOT / "configs" / f"{name}.toml", sets)
     began = warm_start.warm_start(config, tmp_path / "model", steps=40, threads=1)
     random_letters = math.log(len(TASKS[name].symbols))
@@ -96,7 +96,7 @@ def test_sessions_train(tmp_path: Path) -> None:
     sets = short(tmp_path, 3)
     config = load.load(ROOT / "configs" / "calc.toml", sets)
     warm_start.warm_start(config, tmp_path / "model", steps=120, threads=1)
-    sets += ["name='calc'", f"seed={RUN_SEED}", "learner.groups=8", "record.samples=0"]
+    sets += ["name='calc'", f"seed={RUN_SEED}", "learner.groups=4", "record.samples=0"]
     argv = [sys.executable, "-m", "asyncrl.cli", "run", "configs/calc.toml", "--json"]
     argv += [part for item in sets for part in ("--set", item)]
     done = subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=1800)
