@@ -175,6 +175,13 @@ def test_corrections_as_json(tmp_path: Path) -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     assert list(found["estimators"]) == ["2", "4"]
     assert "preset mis" in found["estimators"]["4"]["0.01"]
+    by_lag = found["proximal"]
+    assert list(by_lag) == ["0", "1", "2", "3", "4"]
+    assert by_lag["0"]["version"] == by_lag["0"]["recompute"], "there it is the learner's start"
+    for lag, policies in by_lag.items():
+        # the mismatch alone is in the weights: of behavior nothing, of version the same at all lags
+        assert policies["behavior"]["ess"] == 1 > policies["version"]["ess"] > 0.98
+        assert lag == "0" or policies["recompute"]["ess"] < policies["version"]["ess"]
     assert (tmp_path / "corrections.html").exists()
 
 

@@ -7,6 +7,9 @@ The setting is one update on stale responses: pi_prox = theta, so a token's coef
 weight times the advantage. Rewards are 1 for the third of the responses that score highest in a
 random sum over their tokens. The baseline is mu's mean reward. The mean weight of a batch is that
 of an infinite batch. The bias that a finite batch adds through it is not included.
+
+Proximal policies are compared by decoupled PPO with its clip and weights of at most 2, where
+versions are a random walk to theta, and mu is a small distance away from the version that sampled.
 """
 
 from __future__ import annotations
@@ -17,14 +20,18 @@ from typing import Any
 
 import torch
 
-from asyncrl.algorithms import correction, ratios
-from asyncrl.algorithms.settings import Correction, RecomputedCorrection
+from asyncrl.algorithms import correction, ratios, surrogates
+from asyncrl.algorithms.settings import AveragedCorrection, Correction, RecomputedCorrection
 from asyncrl.config.presets import PRESETS
 from asyncrl.experiments.lab.bias import EXACT, average
 from asyncrl.experiments.lab.page import LabFindings, make_table
 from asyncrl.experiments.lab.policy import ResponseSpace, differentiate
 
 DISTANCES = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1)
+LAGS = range(5)
+HISTORY = 16  # versions before the samples', for ema
+# KL between neighboring versions, and of mu to its version, in nats a token
+STEP, ROUNDING = 0.01, 0.001
 SIZES = (64, 256, 1024, 4096, 16384)
 
 
@@ -78,18 +85,28 @@ def draw_rewards(space: ResponseSpace, seed: int) -> torch.Tensor:
 
 
 class StaleSamples:
-    """Samples of mu, the policy theta, and rewards [S]."""
+    """Samples of mu, the policy theta, and rewards [S].
+
+    proximal: its table; None: theta.
+    """
 
     def __init__(
-        self, space: ResponseSpace, theta: torch.Tensor, mu: torch.Tensor, right: torch.Tensor
+        self,
+        space: ResponseSpace,
+        theta: torch.Tensor,
+        mu: torch.Tensor,
+        right: torch.Tensor,
+        proximal: torch.Tensor | None = None,
     ) -> None:
         self.space = space
         self.theta = theta
         self.p = space.compute_probability(mu)
         self.mask = torch.ones_like(space.seq, dtype=torch.bool)
-        self.lp = space.compute_logprobs(theta)
+        self.lp = space.compute_logprobs(theta if proximal is None else proximal)
         self.log_rho = ratios.subtract(self.lp, space.compute_logprobs(mu))
-        self.adv = (right - (self.p * right).sum())[space.seq]
+        log_r = ratios.subtract(space.compute_logprobs(theta), self.lp)
+        adv = (right - (self.p * right).sum())[space.seq]
+        self.coefficient = surrogates.compute_ppo(log_r, adv).coefficient
         self.exact = differentiate(lambda t: space.compute_probability(t) * right, theta)[0]
 
     def compute_weights(self, c: Correction) -> torch.Tensor:
@@ -118,7 +135,7 @@ class StaleSamples:
         """
         s = self.space
         w = self.compute_weights(c)
-        rows = s.compute_gradient_rows(self.theta, w * self.adv)
+        rows = s.compute_gradient_rows(self.theta, w * self.coefficient)
         judged = s.judge(rows, self.p, self.exact)
         del judged["variance"]
         chance = self.p[s.seq] / s.length
@@ -131,6 +148,32 @@ class StaleSamples:
         }
 
 
+def judge_proximal(
+    space: ResponseSpace, theta: torch.Tensor, right: torch.Tensor, seed: int
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Return [lag][proximal policy] for a random walk of versions that ends at theta."""
+    versions = [theta]  # newest first
+    for age in range(LAGS[-1] + HISTORY):
+        versions.append(space.find_policy(versions[-1], STEP, seed + age))
+    decay = 0.5 ** (1 / AveragedCorrection().ema_half_life)
+    shares = torch.tensor([decay**age for age in range(len(versions))], dtype=theta.dtype)
+    average_weights = torch.tensordot(shares / shares.sum(), torch.stack(versions), 1)
+    by_lag = {}
+    for lag in LAGS:
+        mu = space.find_policy(versions[lag], ROUNDING, seed + 100)
+        policies = {
+            "behavior": mu,
+            "recompute": theta,
+            "version": versions[lag],
+            "ema": average_weights,
+        }
+        by_lag[str(lag)] = {
+            name: StaleSamples(space, theta, mu, right, table).judge(RecomputedCorrection())
+            for name, table in policies.items()
+        }
+    return by_lag
+
+
 def measure(vocabulary: int, length: int, seeds: int, say: Callable[[str], None]) -> dict[str, Any]:
     """Return estimators[length][distance][name].
 
@@ -138,6 +181,7 @@ def measure(vocabulary: int, length: int, seeds: int, say: Callable[[str], None]
     """
     corrections = list_candidates()
     results = {}
+    proximal = []
     for tokens in sorted({n for n in (2, 4, 8, 16) if n < length} | {length}):
         space = ResponseSpace(vocabulary, tokens)
         by_seed = []
@@ -151,6 +195,8 @@ def measure(vocabulary: int, length: int, seeds: int, say: Callable[[str], None]
                 )
                 for d in DISTANCES
             }
+            if tokens == length:
+                proximal.append(judge_proximal(space, theta, right, 1000 * seed + 3))
             by_seed.append(
                 {
                     d: {name: case.judge(c) for name, c in corrections.items()}
@@ -158,7 +204,8 @@ def measure(vocabulary: int, length: int, seeds: int, say: Callable[[str], None]
                 }
             )
         results[str(tokens)] = average(by_seed)
-    return {"vocabulary": vocabulary, "length": length, "seeds": seeds, "estimators": results}
+    sizes = {"vocabulary": vocabulary, "length": length, "seeds": seeds}
+    return sizes | {"estimators": results, "proximal": average(proximal)}
 
 
 # ---- the presentation ----------------------------------------------------------------------------
@@ -189,6 +236,16 @@ def present_findings(r: dict[str, Any]) -> LabFindings:
                 {n: {d: form.format(**x[n]) for d, x in by_distance.items()} for n in names},
             )
             for heading, form in forms.items()
+        ),
+        make_table(
+            f"{longest} tokens: bias / variance of decoupled PPO, by proximal policy and lag",
+            {
+                name: {
+                    f"lag {lag}": "{relative_bias:.2f} / {relative_variance:.0f}".format(**x[name])
+                    for lag, x in r["proximal"].items()
+                }
+                for name in r["proximal"]["0"]
+            },
         ),
         make_table(
             "Distance 0.01: bias and variance by length",
