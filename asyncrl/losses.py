@@ -86,7 +86,7 @@ def loss(
     Raises ConfigError for a tensor that does not fit, an unknown method or key, and a method that
     needs more than it is given.
     """
-    given = {name: keys.pop(name) for name in OF_LOSS if isinstance(keys.get(name), Tensor)}
+    given = {name: keys.pop(name) for name in OF_LOSS if name in keys}
     given |= {} if versions is None else {"versions": versions}
     sections = ("loss", "correction", "reshape", "kl.loss", "staleness")
     config = resolve(method, keys, sections, beyond=BEYOND)
@@ -122,7 +122,7 @@ def loss(
     columns = {"start": lp.detach()} | columns
     columns["groups"] = rewards.long().index_put((columns["seq"],), groups)
     batch = LossBatch(token_lag=lag, rewards=rewards, truncated=rewards.bool(), **columns)
-    prep, step = prepare_step(batch, config, adv, lp.detach())
+    prep, step = prepare_step(batch, config, adv.to(lp.dtype), lp.detach())
     part = torch.arange(len(lp), device=lp.device)
     total, sums = step_loss.compute_micro_loss(prep, step, part, lp, entropy)
     metrics = step.metrics | step_loss.finish(sums)
@@ -235,23 +235,32 @@ def _pack(mask: Tensor, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
     Floats take the type of the first tensor. Raises ConfigError for what does not fit.
     """
-    if mask.dim() != 2 or bool(((mask != 0) & (mask != 1)).any()):
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or bool(((mask != 0) & (mask != 1)).any()):
         raise ConfigError("asyncrl.losses: mask: give [rows, tokens] of bool, or of 0 and 1")
     inside = mask != 0
     packed = {"seq": inside.nonzero()[:, 0], "mask": inside[inside]}
-    kind = next(iter(tensors.values())).dtype
+    kind = None
     for name, column in tensors.items():
+        if not isinstance(column, Tensor) or column.device != mask.device:
+            raise ConfigError(
+                f"asyncrl.losses: {name}: give a tensor on {mask.device}, as the mask"
+            )
         by_row = column.shape == inside.shape[:1]
         full = column[:, None].expand_as(inside) if by_row else column
         problem = ""
         if full.shape != inside.shape:
             problem = f"its shape is {[*column.shape]}, that of the mask {[*mask.shape]}"
-        elif column.dtype in (torch.float16, torch.bfloat16):
-            problem = f"{column.dtype} is too coarse for ratios; take the log-softmax in float32"
+        elif column.dtype not in (torch.float32, torch.float64) and (
+            kind is None or column.is_floating_point()
+        ):
+            problem = f"it is of {column.dtype}; give float32, from a log-softmax in float32"
         elif not bool(full[inside].isfinite().all()):
             row, token = (inside & ~full.isfinite()).nonzero()[0].tolist()
             problem = f"it is {float(full[row, token])} at row {row}, token {token}, in the mask"
+        elif name in ("logprobs", "behavior") and bool(full[inside].sum() > 0):
+            problem = "its mean is above 0; give log-probabilities, not losses or probabilities"
         if problem:
             raise ConfigError(f"asyncrl.losses: {name}: {problem}")
+        kind = kind or column.dtype
         packed[name] = full[inside].to(kind if column.is_floating_point() else column.dtype)
     return packed

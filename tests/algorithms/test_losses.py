@@ -128,7 +128,7 @@ LP = torch.tensor([[-1.0, -2.0, torch.nan], [torch.nan, -0.5, -3.0]])
 GIVEN: dict[str, Any] = {
     "logprobs": LP,
     "behavior_logprobs": LP.double() + 0.5,
-    "advantages": torch.tensor([1.0, -1.0]),
+    "advantages": torch.tensor([1, -1]),
     "mask": MASK,
 }
 
@@ -162,7 +162,10 @@ def test_advantages_of_rows_and_kl_estimators() -> None:
     ("change", "message"),
     [
         ({"logprobs": LP[:1]}, r"logprobs: its shape is \[1, 3\], that of the mask \[2, 3\]"),
-        ({"logprobs": LP.bfloat16()}, "logprobs: torch.bfloat16 is too coarse"),
+        ({"logprobs": LP.bfloat16()}, "logprobs: it is of torch.bfloat16; give float32"),
+        ({"logprobs": MASK}, "logprobs: it is of torch.int64; give float32"),
+        ({"logprobs": -LP}, "logprobs: its mean is above 0; give log-probabilities"),
+        ({"groups": [0, 0]}, "groups: give a tensor on cpu, as the mask"),
         ({"mask": MASK * 0 + 1}, "logprobs: it is nan at row 0, token 2, in the mask"),
         ({"mask": MASK * 2}, r"mask: give \[rows, tokens\] of bool"),
         ({"mask": MASK[0]}, r"mask: give \[rows, tokens\] of bool"),
@@ -174,7 +177,7 @@ def test_advantages_of_rows_and_kl_estimators() -> None:
         ({"method": "dr_grpo"}, "method dr_grpo with these settings needs norm_length="),
         ({"method": "grpo"}, "needs reference="),
         ({"method": "gepo"}, "needs groups="),
-        ({"entropy": 0.1}, "needs entropy="),
+        ({"loss.entropy": 0.1}, "needs entropy="),
         ({"method": "tis", "proximal": "interpolate"}, "needs versions="),
         ({"method": "tis", "proximal": "version"}, "needs version="),
         ({"method": "ppo-ewma"}, "needs version="),
