@@ -105,9 +105,10 @@ def loss(
                 f"asyncrl.losses: method {method} with these settings needs {name}=; "
                 "help(asyncrl.losses.loss) describes it"
             )
-    required = {"logprobs": logprobs, "behavior": behavior_logprobs, "advantages": advantages}
-    columns = _pack(mask, required | given)
+    required = {"logprobs": logprobs, "behavior_logprobs": behavior_logprobs}
+    columns = _pack(mask, required | {"advantages": advantages} | given)
     lp, adv = columns.pop("logprobs"), columns.pop("advantages")
+    columns["behavior"] = columns.pop("behavior_logprobs")
     entropy, sampled_by = columns.pop("entropy", None), columns.pop("versions", None)
     lag = torch.zeros_like(columns["seq"])
     if sampled_by is not None:
@@ -161,9 +162,10 @@ def advantages(
     config = resolve(method, keys, ("advantage", "kl.reward", "generator"))
     single = torch.ones_like(rewards)[:, None]
     inside = single if mask is None else mask
-    tokens = _pack(inside, {"behavior": rewards * 0} | by_token)
     rows = {"rewards": rewards, "groups": groups, "truncated": rewards * 0} | by_row
-    columns = others | _pack(single, rows) | tokens
+    columns = others | _pack(single, rows)
+    tokens = _pack(inside, {"behavior": rewards * 0} | by_token)
+    columns |= tokens
     columns |= {"groups": _number(columns["groups"]), "truncated": columns["truncated"] != 0}
     batch = LossBatch(token_lag=torch.zeros_like(tokens["seq"]), **columns)
     adv = compute_advantage(batch, batch.mask, config, baseline, config.kl.reward.coefficient)[0]
@@ -257,7 +259,7 @@ def _pack(mask: Tensor, tensors: dict[str, Tensor]) -> dict[str, Any]:
         elif not bool(full[inside].isfinite().all()):
             row, token = (inside & ~full.isfinite()).nonzero()[0].tolist()
             problem = f"it is {float(full[row, token])} at row {row}, token {token}, in the mask"
-        elif name in ("logprobs", "behavior") and bool(full[inside].sum() > 0):
+        elif name.endswith("logprobs") and bool(full[inside].sum() > 0):
             problem = "its mean is above 0; give log-probabilities, not losses or probabilities"
         if problem:
             raise ConfigError(f"asyncrl.losses: {name}: {problem}")
