@@ -104,8 +104,8 @@ PLANTED = [
     Planted(
         "group_baseline is off",
         ALGORITHMS + "advantages.py",
-        "dr_grpo(t.answers, t.groups) if c.group_baseline else t.answers",
-        "t.answers",
+        "dr_grpo(t.rewards, t.groups) if c.group_baseline else t.rewards",
+        "t.rewards",
         SETTINGS + "a_group_baseline_leaves_only_what_a_group_did_not_share",
     ),
     Planted(
