@@ -28,6 +28,7 @@ KEPT = (
     "is/target_ess",
     "is/mean_weight",
     "is/weight_ess",
+    "is/fallback_share",
     "kl/behavior_start_k3",
     "kl/behavior_target_k3",
     "optim/grad_norm",
