@@ -1,11 +1,9 @@
-"""Engine and learner that differ at equal weights: said once, at once; what
-benchmarks/lib/studies.py computes from runs."""
+"""Engine and learner that differ at equal weights: said once, at once."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,48 +53,6 @@ def test_an_unhealthy_mismatch_is_said_once(
         1, {"mismatch/k3_at_lag_0": 0.7}
     )
     assert len(first) == 1, "in the first batch already"
-
-
-def run(end: float, ood: float, norm: float = 1.0) -> dict[str, object]:
-    """What a warm process records of a run, as far as a study reads it."""
-    curve = [
-        {
-            "version": n + 1,
-            "optim/grad_norm": norm,
-            "reward/mean": 0.5,
-            "kl/behavior_target_k3": 0.01 * n,
-        }
-        for n in range(12)
-    ]
-    return {
-        "curve": curve,
-        "accuracy": [[0.0, 10.0], [0.4, end]],
-        "evals": {"ood": {"0": [0.9], "10": [ood, ood]}},
-        "weights_digest": "d",
-    }
-
-
-def test_a_study_pairs_runs_by_seed_and_counts_what_broke(monkeypatch: pytest.MonkeyPatch) -> None:
-    # last: benchmarks/learner.py must not hide the package
-    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
-    from lib import studies
-
-    broken = studies.facts(run(0.1, 0.2))
-    assert broken["collapsed"]
-    assert broken["swing"] == pytest.approx(0.3)
-    assert broken["kl_mu_max"] == pytest.approx(0.11)
-    assert broken["reward_end"] == 0.5
-    assert "kl_ref_last" not in broken
-    assert broken["ood"] == pytest.approx(0.2)
-    cut = studies.facts(run(0.1, 0.2) | {"evals": {"ood": {"0": [0.9]}}})
-    assert cut["ood"] is None, "of a run that did not come to its end"
-    good = {seed: studies.facts(run(0.6 + 0.01 * seed, 0.3)) for seed in range(3)}
-    less = {seed: studies.facts(run(0.5 + 0.01 * seed, 0.2 - 0.1 * seed)) for seed in range(1, 4)}
-    found = studies.compare({"a": good, "b": less, "c": {5: broken}}, "b", "end")
-    # seeds 1 and 2; c shares none
-    assert set(found) == {"a"} and found["a"].seeds == 2 and found["a"].mean == pytest.approx(0.1)
-    ood = studies.compare({"a": good, "b": less}, "b", "ood")["a"]
-    assert ood.mean == pytest.approx(0.3 - (0.1 + 0.0) / 2) and ood.low < ood.mean < ood.high
 
 
 def test_bypass_is_recompute_at_lag_0_in_exact_mode(sort_model: Path) -> None:
@@ -190,52 +146,3 @@ def plan_of(study: Any, out: Path, **more: Any) -> Any:
     known = {"out": out, "quick": False, "steps": 40, "groups": 16, "seeds": 2, "lr": "5e-4"}
     known |= {"engines": "b2,bf16:none+mis", "look": False, "lag": 0, "table": False}
     return study.plan(argparse.Namespace(**known | more))
-
-
-def test_under_lag_every_arm_is_run_with_and_without_mismatch(study: Any, tmp_path: Path) -> None:
-    still, late = (plan_of(study, tmp_path / str(lag), lag=lag) for lag in (0, 16))
-    assert "b2, bypass" in still.arms and "bf16, bypass" not in still.arms
-    assert set(late.arms) == {f"{e}, {a}" for e in ("fp32", "b2", "bf16") for a in study.UNDER_LAG}
-    for plan, limit in ((still, 0), (late, 16)):
-        for config in plan.cells.configs.values():
-            assert config.staleness.limit == limit
-            assert config.staleness.inject == (limit or None)
-    assert not set(still.cells.configs) & set(late.cells.configs)
-    assert ("b2, tis", "b2, none") in study.pairs(still)
-    assert not [pair for pair in study.pairs(still) if pair[1].startswith("fp32")]
-    both = study.pairs(late)
-    assert ("b2, tis", "b2, bypass") in both and ("b2, tis", "fp32, tis") in both
-    assert ("b2, bypass", "fp32, bypass") in both and ("b2, bypass", "b2, bypass") not in both
-
-
-def test_parts_are_means_over_batches_that_have_the_whole_lag(
-    study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[list[str]] = []
-
-    def command(argv: list[str]) -> dict[str, Any]:
-        asked.append(argv)
-        return {}
-
-    def read(run: Path) -> list[dict[str, float]]:
-        lag = int(run.name.rpartition("lag")[2])
-        before = [{"step": lag, "split/mismatch_k3": 9.0, "split/coverage": 0.0}]
-        parts = {"mismatch": 0.1, "staleness": 0.01 * lag, "update": 0.3}
-        row = {f"split/{name}_k3": value for name, value in parts.items()}
-        after = [{"step": lag + 1, "split/coverage": 1.0} | row, {"step": lag + 2}]
-        return before + after
-
-    monkeypatch.setattr(study, "command", command)
-    monkeypatch.setattr(study.metrics, "read", read)
-    plan = plan_of(study, tmp_path, engines="b2")
-    plan.out.mkdir(exist_ok=True)
-    rows = study.split(plan.args, plan)
-    assert [(row["engine"], row["lag"]) for row in rows] == [
-        (engine, lag) for lag in (0, 4, 16) for engine in ("fp32", "b2")
-    ]
-    last = rows[-1]
-    assert last["batches"] == 2 and last["coverage"] == 1.0
-    assert [last[f"{part}_k3"] for part in study.PARTS] == pytest.approx([0.1, 0.16, 0.3])
-    assert "generator.mantissa_bits=2" in asked[-1] and "staleness.inject=16" in asked[-1]
-    assert "learner.steps=56" in asked[-1] and "staleness.inject=0" not in asked[0]
-    assert study.split(plan.args, plan) == rows and len(asked) == len(rows)  # kept

@@ -3,7 +3,6 @@ purpose (`staleness.delay`)."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -192,19 +191,6 @@ def test_a_late_run_repeats_bitwise(late_runs: dict[str, dict[str, Any]]) -> Non
     assert a["weights_digest"] == b["weights_digest"]
     assert a["ledger_lines"] == b["ledger_lines"]
     assert a["clock"] == b["clock"]
-
-
-def test_what_a_rule_took_is_a_share_of_what_it_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks" / "studies")])
-    import orders
-
-    lines = {
-        "trained": {"tokens": 90, "upto_8": 60, "upto_16": 30, "faded_upto_16": 6.0},
-        "dropped_stale": {"tokens": 30, "upto_16": 20, "upto_32": 10},
-    }
-    by = orders.by_length(lines)
-    assert by["8"] == {"tokens": 60, "taken": 0.0} and by["32"] == {"tokens": 10, "taken": 1.0}
-    assert by["16"] == {"tokens": 50, "taken": pytest.approx((20 + 6) / 50)}
 
 
 def test_every_evaluation_along_the_way_is_in_the_record(sort_model: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from process_kit import ENV, ROOT, run_command
 
 sys.path.append(str(ROOT / "benchmarks"))  # last: benchmarks/learner.py must not hide the package
-from lib.useful_time import History, Kill, by_victim, followed, measure, windows
+from lib.useful_time import History, Kill, measure
 
 pytestmark = pytest.mark.slow
 
@@ -53,53 +53,11 @@ def test_what_is_trained_again_and_the_time_of_the_restart_are_lost() -> None:
     assert found["tokens_per_s_undisturbed"] == 10.0
 
 
-def test_costs_and_useful_time_are_the_same_account() -> None:
-    history = steady(5)
-    history.add({"from": 2}, 60.0)
-    for batch in range(2, 40):
-        history.add(row(batch), 60.0 + 10.0 * (batch - 1))
-    kills = [
-        Kill("learner", "step", 42.0, 61.0, 3.0),
-        Kill("buffer", "any", 205.0, 208.0, 1.0),
-        Kill("generator", "any", 207.0, 233.0, 2.0),
-    ]
-    until = 60.0 + 10.0 * 38
-    found = measure(history, kills, -30.0, until)
-    lost = sum(one["cost_s"] for one in found["each_kill"])
-    assert found["effective"] == pytest.approx(1 - lost / until, abs=1e-3)
-    assert 0.0 < lost < 100.0 and found["kills"] == 3
-    # two kills before the run was back are one window, its cost halved
-    assert [len(one.kills) for one in windows(history, kills, until)] == [1, 2]
-    assert found["each_kill"][1]["cost_s"] == found["each_kill"][2]["cost_s"]
-
-
-def test_a_generator_that_is_not_missed_costs_nothing() -> None:
-    found = measure(steady(21), [Kill("generator", "any", 50.0, 58.0, 8.0)], 0.0, 200.0)
-    assert found["effective"] == 1.0 and found["each_kill"][0]["cost_s"] == 0.0
-
-
-def test_a_window_that_never_ends_ends_with_the_run() -> None:
-    (window,) = windows(steady(5), [Kill("learner", "step", 35.0, 100.0, 1.0)], 90.0)
-    assert (window.begin, window.end) == (30.0, 90.0)
-
-
 def test_a_run_with_nothing_to_compare_with_is_refused() -> None:
     with pytest.raises(ValueError, match="fewer than two batches"):
         measure(steady(1), [], 0.0, 10.0)
     with pytest.raises(ValueError, match="nothing was trained undisturbed"):
         measure(steady(3), [Kill("buffer", "any", 0.0, 15.0, 1.0)], 0.0, 20.0)
-
-
-def test_what_follows_from_one_kill_for_a_rate() -> None:
-    costs = [
-        {"victim": "learner", "state": "step", "cost_s": 30.0, "start_s": 10.0},
-        {"victim": "learner", "state": "checkpoint", "cost_s": 10.0, "start_s": 10.0},
-        {"victim": "buffer", "state": "any", "cost_s": 4.0, "start_s": 9.0},
-    ]
-    # learner 20 s, buffer 4 s: 12 s a kill; 10 s and 4 s of it start-up
-    assert followed(costs, 60.0) == {"effective": 0.8, "effective_starts_apart": 0.9167}
-    assert followed(costs, 0.0)["effective"] == 1.0
-    assert by_victim(costs)["learner: step"] == {"kills": 1, "cost_s": 30.0, "start_s": 10.0}
 
 
 def test_two_kills_of_a_real_run(sort_model: Path) -> None:

@@ -77,15 +77,6 @@ def test_the_relay_hands_on_everything_and_cuts_the_connection_that_carried_so_m
     asyncio.run(both())
 
 
-def test_the_arithmetic(bench: Any) -> None:
-    size = 10 * (1 << 20)  # ten chunks, four under way: an answer, and two more waits
-    assert bench.fetch_s(Shape(delay_s=0.5), size) == 1.0 + 2 * 1.0
-    assert bench.fetch_s(Shape(delay_s=0.5, rate=size / 8), size) == 1.0 + 8.0
-    # zmq's wait, five round trips, one chunk of ten again; a cut with every fourth version
-    assert bench.cut_s(Shape(0.5, size / 8, 4 * size), size) == (0.05 + 5 * 1.0 + 0.8) / 4
-    assert bench.cut_s(Shape(delay_s=0.5), size) == 0.0
-
-
 @pytest.mark.parametrize(
     ("broken", "word"),
     [

@@ -9,12 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from process_kit import ROOT, run_command
-
-from asyncrl.contract import messages as m
-from asyncrl.contract.versions import Label
 
 ANSWERS = {64: 100, 1024: 100, 16384: 100}
 
@@ -63,25 +59,6 @@ def test_a_ratio_is_of_one_round_and_ray_is_held_against_its_own_rounds(bench: A
     slower = [turns(memory=9.0, ray=9.0)]
     passes = {1024: [together, slower]}
     assert bench.medians(passes, ANSWERS)["1024"]["memory"]["answers_per_s"] == 100
-
-
-def test_what_came_otherwise_is_noticed(bench: Any) -> None:
-    from lib import answers
-
-    ticket = m.Ticket(
-        7, 1, "train", m.Prompt(0, "p"), [0, 1], m.SamplingSettings(), Label(1, 0), None, 0
-    )
-    sent = [answers.answer(ticket, sample, Label(1, 0), Label(1, 1), 64) for sample in (0, 1)]
-    assert answers.disagreement(sent, 2, 64) == ""
-    assert "of 3" in answers.disagreement(sent, 3, 64)
-    assert "1 different" in answers.disagreement([sent[0], sent[0]], 2, 64)
-    for field in ("tokens", "behavior_logprobs", "mask"):
-        value = getattr(sent[1], field)
-        flipped = value[:-1] + bytes([value[-1] ^ 1])
-        other = msgspec.structs.replace(sent[1], **{field: flipped})
-        assert "other bytes" in answers.disagreement([sent[0], other], 2, 64)
-    other = msgspec.structs.replace(sent[1], prompt_tokens=b"")
-    assert "prompt" in answers.disagreement([sent[0], other], 2, 64)
 
 
 def test_a_rival_that_loses_doubles_or_cuts_a_message_is_none(bench: Any, tmp_path: Path) -> None:

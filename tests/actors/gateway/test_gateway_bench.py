@@ -122,19 +122,6 @@ def test_servers_end_with_who_started_them(tmp_path: Path) -> None:
     endpoint.wait(timeout=600)
 
 
-def test_milliseconds_a_call(bench: Any) -> None:
-    """100 calls of 1 to 100 ms."""
-    said = {"calls": 100, "tokens": 3200, "wall_s": 4.0, "cpu_s": 0.05}
-    said["latencies"] = [n / 1e3 for n in range(1, 101)]
-    out = bench.found(said, {"endpoint": 0.2, "buffer": 0.1}, 100)
-    assert (out["calls_per_s"], out["p50_ms"], out["p99_ms"]) == pytest.approx((25.0, 51.0, 100.0))
-    assert out["cpu_ms"] == pytest.approx({"endpoint": 2.0, "buffer": 1.0})
-    assert out["client_cpu_ms"] == pytest.approx(0.5)
-    for wrong in ({"calls": 99}, {"tokens": 3199}):
-        with pytest.raises(ValueError, match="for 100"):
-            bench.found(said | wrong, {}, 100)
-
-
 def test_ratios_are_taken_within_a_round(bench: Any) -> None:
     """A machine half as fast in the second round changes none."""
     rates = {"embedded": 200.0, "vLLM inside": 110.0, "vllm serve": 100.0, bench.WITH: 80.0}
@@ -152,40 +139,6 @@ def test_ratios_are_taken_within_a_round(bench: Any) -> None:
     ]
     assert [g["over_log_probabilities"] for g in goals] == [1.375, 2.5]
     assert bench.judged_engines([{"embedded": a_round(1.0)["embedded"]}]) == []
-
-
-def test_each_number_of_sessions_has_its_three_goals(bench: Any) -> None:
-    row = {}
-    for many, cpu, p99 in ((1, 0.9, 9.0), (8, 0.8, 31.0), (64, 1.1, 29.0)):
-        row[f"{many} paused"] = {"p50_ms": 2.0, "p99_ms": p99}
-        row[f"{many} at once"] = {"cpu_ms": {"endpoint": cpu}, "calls_per_s": 500.0}
-    met = {g["figure"]: g["met"] for g in bench.judged_beyond([row])}
-    assert len(met) == 9
-    assert [name for name, good in met.items() if not good] == [
-        "8 sessions: p99 ms beyond the engine",
-        "64 sessions: CPU ms a call",
-    ]
-
-
-def test_a_step_through_http_over_one_by_environment(bench: Any) -> None:
-    skip = bench.contenders.SKIP
-    # evaluations have no reward/mean; the first steps fill the pipeline
-    rows = [{"t": 0.0}] + [
-        {"t": 10.0 * n if n <= skip else 10.0 * skip + 2.0 * (n - skip), "reward/mean": 0.5}
-        | {"answer/length": 30.0}
-        for n in range(skip + 4)
-    ]
-    assert bench.a_step(rows) == {"step": 2.0, "length": 30.0, "reward": 0.5}
-    made = {"calc": {"step": 2.0, "length": 30.0}, "calc_http": {"step": 2.2, "length": 33.0}}
-    (goal,) = bench.judged_step([made | {bench.PLAIN: {"step": 2.1, "length": 30.0}}])
-    assert goal["plain_client"] == 1.05
-    assert (goal["value"], goal["met"], goal["calc_ms"], goal["length"]) == (1.1, True, 2000, 1.1)
-    assert goal["goal"] == "<= 2.5"
-    (goal,) = bench.judged_larger([made])
-    assert (goal["value"], goal["met"], goal["calc_http_ms"], goal["length"]) == (
-        *(1.1, True, 2200, 1.1),
-    )
-    assert goal["goal"] == "<= 1.2"
 
 
 def test_a_step_without_a_warm_start_is_not_measured(
