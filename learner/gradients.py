@@ -75,24 +75,6 @@ def sum_squares(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack([gradient.double().square().sum() for gradient in gradients]).sum()
 
 
-def compute_squared_norms(
-    packed: PackedBatch, run: Run, compute_squared_gradient: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
-    """Return |grad log pi_theta(y)|^2 of each sample over all parameters: [B].
-
-    log pi_theta(y) is the sum over the sample's tokens in the mask. It takes a forward and a
-    backward pass per sample.
-
-    compute_squared_gradient: see `TorchBackend.compute_squared_gradient`.
-    """
-    norms = []
-    for sample in range(packed.count):
-        part = packed.find_token_positions([sample])
-        lp = run([sample], False).logprobs.to(packed.mask.device)
-        norms.append(compute_squared_gradient(torch.where(packed.mask[part], lp, 0.0).sum()))
-    return torch.stack(norms).to(packed.behavior)
-
-
 @torch.no_grad()
 def compute_energies(
     packed: PackedBatch, model: PolicyModel, run: Run, passes: Sequence[tuple[list[int], bool]]

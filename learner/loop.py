@@ -15,6 +15,8 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
+
 from asyncrl.config.tree import Config, explain_changed_steps
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import LearnerFenced
@@ -135,7 +137,13 @@ class Learner(BufferPeer):
         wait = self.current_wait(now)
         if now - self.sent.get("progress", 0.0) > PROGRESS_S and self.welcomed:
             self.sent["progress"] = now
-            self.publisher.recreate_ring()
+            if self.publisher.ring.recreate():  # new generators look for it
+                print(
+                    f"learner: {self.publisher.directory} was removed; it is recreated with all "
+                    "its versions",
+                    file=sys.stderr,
+                    flush=True,
+                )
             self.socket.send(m.LearnerProgress("learner", wait, {}, os.getpid(), self.epoch))
         self.log_wait(wait)
 
@@ -230,7 +238,7 @@ class Learner(BufferPeer):
             limit=self.cursor.limit,
             window=self.cursor.window,
             mixture=self.cursor.mixture,
-            before=process_log.find_previous_end(self.run_dir, "learner", os.getpid()),
+            before=process_log.find_previous_end(self.run_dir, os.getpid()),
         )
         self.set_wait("the buffer's welcome")
         while not self.welcomed and not self.stopping:
@@ -375,7 +383,7 @@ class Learner(BufferPeer):
             self.checkpointed = checkpoint.save(
                 self.directory,
                 self.core,
-                self.cursor.as_checkpoint(),
+                msgspec.to_builtins(self.cursor),
                 self.config.learner.keep_checkpoints,
                 self.publisher.read_earlier_versions(self.number) if self.publisher.depth else {},
             )

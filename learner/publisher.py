@@ -9,7 +9,6 @@ import math
 import re
 import shutil
 import socket
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -85,15 +84,6 @@ class Publisher:
                 match.group(1)
             ) < self.epoch:
                 shutil.rmtree(directory, ignore_errors=True)
-
-    def recreate_ring(self) -> None:
-        """Recreate the ring's directory if it was removed, so that new generators find it."""
-        if self.ring.recreate():
-            print(
-                f"learner: {self.directory} was removed; it is recreated with all its versions",
-                file=sys.stderr,
-                flush=True,
-            )
 
     def publish(self, number: int) -> str:
         """Write the model's weights as version `number`; return their digest.

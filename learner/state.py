@@ -54,11 +54,6 @@ class BatchCursor(msgspec.Struct, frozen=True):
     window: float = 0.0
     mixture: MixturePosition | None = None
 
-    def as_checkpoint(self) -> dict[str, Any]:
-        """Return the form that a checkpoint keeps and `read` reads."""
-        fields: dict[str, Any] = msgspec.to_builtins(self)
-        return fields
-
     @staticmethod
     def read(fields: dict[str, Any]) -> BatchCursor:
         """Read a checkpoint's cursor; names that an earlier version did not write get defaults."""

@@ -358,9 +358,15 @@ class LearnerCore:
             return self._run(self.model, packed, samples, entropy=False, hidden=hidden)
 
         if advantage.name == "opob":
-            packed.squared_norms = gradients.compute_squared_norms(
-                packed, run, self.backend.compute_squared_gradient
-            )
+            # |grad log pi_theta(y)|^2 of each sample over all parameters: a forward and a backward
+            # pass per sample, whose log pi_theta(y) sums over its tokens in the mask
+            norms = []
+            for sample in range(packed.count):
+                part = packed.find_token_positions([sample])
+                lp = run([sample], False).logprobs.to(packed.mask.device)
+                logprob = torch.where(packed.mask[part], lp, 0.0).sum()
+                norms.append(self.backend.compute_squared_gradient(logprob))
+            packed.squared_norms = torch.stack(norms).to(packed.behavior)
         if advantage.name == "otb":
             passes = self._select_own_micro_batches(packed, range(packed.count))
             energy = gradients.compute_energies(packed, self.model, run, passes)

@@ -45,7 +45,7 @@ def number_option(
     return click.option(name, type=kind, default=default, show_default=True, help=help_text)
 
 
-def experiment_command(name: str, vocabulary: int, length: int, seeds: int) -> Callable[[Any], Any]:
+def experiment_command(name: str, length: int, seeds: int) -> Callable[[Any], Any]:
     """Make the command of an experiment, with the options common to all experiments."""
 
     def add(function: Any) -> Any:
@@ -60,7 +60,7 @@ def experiment_command(name: str, vocabulary: int, length: int, seeds: int) -> C
             ),
             count_option("--seeds", seeds, "random policies"),
             count_option("--length", length, "tokens in a completion"),
-            count_option("--vocabulary", vocabulary, "symbols", least=2),
+            count_option("--vocabulary", 3, "symbols", least=2),
         ):
             function = option(function)
         examples = (f"asyncrl lab {name}", f"asyncrl lab {name} --seeds 2 --out /tmp/lab")
@@ -77,7 +77,7 @@ def lab() -> None:
     """
 
 
-@experiment_command("bias", 3, 4, 5)
+@experiment_command("bias", 4, 5)
 @number_option("--distance", 0.05, "KL(mu || theta) of the off-policy table, in nats per token")
 @number_option("--ref-kl", 0.1, "KL(ref || theta), in nats per token", 1e-4)
 @count_option("--draws", 200, "batches for the sampled errors", least=10)
@@ -88,7 +88,7 @@ def bias(**settings: Any) -> None:
     run_experiment(experiment, **settings)
 
 
-@experiment_command("corrections", 3, 8, 5)
+@experiment_command("corrections", 8, 5)
 def corrections(**settings: Any) -> None:
     """Measure bias and variance of every correction.
 
@@ -99,7 +99,7 @@ def corrections(**settings: Any) -> None:
     run_experiment(experiment, **settings)
 
 
-@experiment_command("reshape", 3, 4, 3)
+@experiment_command("reshape", 4, 3)
 @count_option("--epochs", 16, "passes over a batch", least=2)
 @count_option("--batches", 1, "successive batches, each sampled from the current policy")
 @count_option("--minibatches", 1, "optimizer steps in an epoch")

@@ -105,8 +105,8 @@ def read_memory_kills() -> list[str | int]:
     return [] if kills is None else [boot, kills]
 
 
-def find_previous_end(run_dir: Path, name: str, pid: int) -> PreviousEnd:
-    """Return how the incarnation of `name` before process `pid` ended; "" if there was none.
+def find_previous_end(run_dir: Path, pid: int) -> PreviousEnd:
+    """Return how the incarnation of the learner before process `pid` ended; "" if there was none.
 
     ended: normally, or as asked.
     crashed: by its own error.
@@ -114,7 +114,7 @@ def find_previous_end(run_dir: Path, name: str, pid: int) -> PreviousEnd:
     machine.
     killed: the same, but its supervisor ended it for holding up the run, the kernel has killed a
     process for lack of memory since it began, or the number of such kills is unknown."""
-    past = [row for row in read_events(run_dir) if row["name"] == name and row["pid"] != pid]
+    past = [row for row in read_events(run_dir) if row["name"] == "learner" and row["pid"] != pid]
     if not past:
         return ""
     newest = past[-1]

@@ -148,15 +148,15 @@ class Subject:
         return int(generator.slots * generator.context * row)
 
 
-def localize(config: Config, report: Callable[[str], None] = say) -> Config:
+def localize(config: Config) -> Config:
     """Download the model and data sets of the hub, and write the environment's prompts to files.
 
     Their names in the config are replaced by paths.  The hub's cache is used if it has them.
     Raises ConfigError."""
-    config = fetch_data_sets(prompt_files.write_prompt_files(config), report)
+    config = fetch_data_sets(prompt_files.write_prompt_files(config), say)
     if not config.model.path.startswith(fetch.HUB):
         return config
-    report(f"fetching {config.model.path}")
+    say(f"fetching {config.model.path}")
     path = str(fetch.download_model(config.model.path))
     return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=path))
 

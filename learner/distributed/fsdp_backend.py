@@ -101,7 +101,13 @@ class FsdpBackend(DistributedBackend):
             policy = MixedPrecisionPolicy(
                 param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
             )
-        self._shard(model.hf, list_layers(model), policy)
+        if model.fast is not None:
+            layers = list(model.hf.model.layers)
+        else:
+            from transformers.modeling_layers import GradientCheckpointingLayer
+
+            layers = [m for m in model.hf.modules() if isinstance(m, GradientCheckpointingLayer)]
+        self._shard(model.hf, layers, policy)
 
     def _shard(
         self,
@@ -292,15 +298,6 @@ class FsdpBackend(DistributedBackend):
                 )
         with self.guard():
             state_dict_loader.load(tensors, storage_reader=reader)
-
-
-def list_layers(model: PolicyModel) -> list[torch.nn.Module]:
-    """Return the layers of a model, each of which is gathered at a time."""
-    if model.fast is not None:
-        return list(model.hf.model.layers)
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    return [m for m in model.hf.modules() if isinstance(m, GradientCheckpointingLayer)]
 
 
 def get_local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -143,17 +143,17 @@ def _are_equal(line: PlotLine, other: PlotLine) -> bool:
     return np.allclose(points, other_points, rtol=1e-6, atol=1e-12)
 
 
-def plot_lag_over_time(rows: Sequence[Mapping[str, Any]], buckets: int = 120) -> PagePlot:
+def plot_lag_over_time(rows: Sequence[Mapping[str, Any]]) -> PagePlot:
     """Plot the lag histogram over time from trained.jsonl as stacked shares of tokens.
 
-    Batches are averaged over at most `buckets` bins.
+    Batches are averaged over at most 120 bins.
     """
     plot = PagePlot("Lag of trained tokens", "share of tokens", [], "batch", "areas")
     usable = [row for row in rows if isinstance(row.get("lags"), dict)]
     if not usable:
         return plot
     lags = sorted({int(lag) for row in usable for lag in row["lags"]})
-    size = -(-len(usable) // buckets)
+    size = -(-len(usable) // 120)
     batches, share = [], []
     for first in range(0, len(usable), size):
         bucket = usable[first : first + size]

@@ -150,7 +150,7 @@ def test_how_the_life_before_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(process_log, "read_memory_kills", lambda: machine)
 
     def before() -> str:
-        return process_log.find_previous_end(tmp_path, "learner", 99)
+        return process_log.find_previous_end(tmp_path, 99)
 
     assert before() == ""
     process_log.append_event(tmp_path, "learner", 99, "began")
@@ -180,7 +180,7 @@ def test_a_kill_from_outside_is_told_from_one_for_want_of_memory(
     assert row["memory_kills"] == machine
 
     def before() -> str:
-        return process_log.find_previous_end(tmp_path, "learner", 0)
+        return process_log.find_previous_end(tmp_path, 0)
 
     assert before() == "outside", "its supervisor died with it, and left no word"
     process_log.append_event(tmp_path, "learner", row["pid"], "died", code=-9)
