@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import Meta
 
 from actors.gateway.chat import normalize_messages
-from actors.gateway.endpoint.requests import parse_ids, parse_stops
+from actors.gateway.endpoint.requests import decode_body, parse_ids, parse_stops
 from actors.gateway.refusals import TOO_LONG, CallRefused, build_refusal
 from asyncrl.contract.messages import Prompt
 
@@ -165,12 +165,7 @@ def read_body(body: bytes) -> CompletionBody:
 
     Raises CallRefused for JSON of another form, and for an option that is not served.
     """
-    try:
-        raw = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise CallRefused(400, "invalid_json", f"the body is not JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise CallRefused(400, "invalid_json", "the body is not a JSON object")
+    raw = decode_body(body)
     field_names = {field.encode_name for field in msgspec.structs.fields(CompletionBody)}
     for key, value in list(raw.items()):
         if key in field_names:

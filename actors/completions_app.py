@@ -183,15 +183,12 @@ class CompletionsApp:
                 Route("/v1/chat/completions", partial(self._answer, chat=True), methods=["POST"]),
                 Route("/v1/models", self._list_models),
                 Route("/v1/models/{model:path}", self._list_models),
-                Route("/health", self._report_health),
+                Route("/health", Response(), methods=["GET"]),
             ],
             exception_handlers=HANDLERS,
         )
 
     # ---- routes ----------------------------------------------------------------------------------
-
-    async def _report_health(self, request: Request) -> Response:
-        return Response()
 
     async def _list_models(self, request: Request) -> Response:
         self._authorize(request)

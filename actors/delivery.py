@@ -136,10 +136,6 @@ class Outbox:
     def is_empty(self) -> bool:
         return not self.fresh and not self.sent
 
-    def list_tickets(self) -> set[tuple[int, int]]:
-        """Return the (ticket, attempt) pairs of unacknowledged samples."""
-        return {(ticket, attempt) for ticket, _, attempt in self.list_unacked_keys()}
-
     def list_unacked_keys(self) -> set[Key]:
         """Return the (ticket, sample, attempt) keys of unacknowledged samples."""
         return {sample.key for sample in self.fresh} | self.sent.keys()

@@ -42,7 +42,7 @@ class CompletionRequest:
     top_p: float
     top_k: int  # 0: all
     stop: tuple[int, ...]
-    seed: int  # of the run, see `draw_uniforms`
+    seed: int  # of the run, see `draw_uniform_rows`
     beside: int = 0  # selects another stream for a further call of the same sample
     drawn_for: tuple[int, int] | None = None  # (ticket, sample) of the stream, if not the key's
     # the grammar that it is decoded under, which the engine advances; None: any tokens
@@ -61,7 +61,7 @@ class CompletionRequest:
 
     @property
     def stream(self) -> tuple[int, int, int]:
-        """The (seed, ticket, sample) that `draw_uniforms` derives the random stream from."""
+        """The (seed, ticket, sample) that `draw_uniform_rows` derives the random stream from."""
         ticket, sample = self.drawn_for or self.key[:2]
         return self.seed, ticket, sample ^ self.beside
 
@@ -210,19 +210,10 @@ def load_model(engine: Engine, model: PolicyModel, label: Label) -> None:
     engine.load(dict(list_named_weights(model)), label, compute_weights_digest(model))
 
 
-def draw_uniforms(seed: int, ticket: int, sample: int, count: int) -> np.ndarray:
-    """Return float32 [count] in (0, 1), a counter-based random stream.
-
-    It depends on (seed, ticket, sample, position) alone.
-    """
-    row: np.ndarray = draw_uniform_rows([(seed, ticket, sample)], count)[0]
-    return row
-
-
 def draw_uniform_rows(keys: Sequence[tuple[int, int, int]], count: int) -> np.ndarray:
-    """Return float32 [len(keys), count]: `draw_uniforms` of every key.
+    """Return float32 [len(keys), count] in (0, 1), a counter-based random stream of every key.
 
-    keys: (seed, ticket, sample) each.
+    keys: (seed, ticket, sample) each; a number depends on its key and its position alone.
 
     The finalizer is SplitMix64 (Steele, Lea, Flood 2014), applied to a key that is itself mixed per
     component.

@@ -261,28 +261,20 @@ class EmbeddedEngine:
             # a state for every token but the last, whose successor is unknown
             counts = np.array([len(prompt) - 1 for prompt in rows])
             row, column = np.nonzero(np.arange(ids.shape[1])[None] < counts[:, None])
-            picked, top_ids, top_logprobs = (
-                values.cpu().numpy() for values in self._score(ids, row, column, most_likely)
+            targets = torch.from_numpy(ids[row, np.minimum(column + 1, ids.shape[1] - 1)])
+            states = decoder.compute_final_states(self.weights, self._pad_columns(ids))
+            scored = decoder.score_states(
+                states[torch.from_numpy(row), torch.from_numpy(column)],
+                targets.to(self.device),
+                most_likely,
+                self.weights.compute_logits,
+                self.weights.vocabulary,
             )
             ends = np.cumsum(counts)[:-1]
-            by_prompt = (np.split(values, ends) for values in (picked, top_ids, top_logprobs))
+            by_prompt = (np.split(values.cpu().numpy(), ends) for values in scored)
             for index, logprobs, likely, likely_logprobs in zip(batch, *by_prompt, strict=True):
                 scores[index] = PromptScores(logprobs, likely.astype(np.int32), likely_logprobs)
         return [scores[index] for index in range(len(prompts))]
-
-    def _score(
-        self, ids: np.ndarray, row: np.ndarray, column: np.ndarray, most_likely: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Score the tokens after the positions (row, column) of padded rows ids [B, L]."""
-        targets = torch.from_numpy(ids[row, np.minimum(column + 1, ids.shape[1] - 1)])
-        states = decoder.compute_final_states(self.weights, self._pad_columns(ids))
-        return decoder.score_states(
-            states[torch.from_numpy(row), torch.from_numpy(column)],
-            targets.to(self.device),
-            most_likely,
-            self.weights.compute_logits,
-            self.weights.vocabulary,
-        )
 
     def abort(self, keys: Iterable[Key]) -> dict[Key, int]:
         aborted_keys = set(keys)

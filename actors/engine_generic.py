@@ -24,7 +24,7 @@ from actors.engine import (
     PromptScores,
     VersionMark,
     build_spans,
-    draw_uniforms,
+    draw_uniform_rows,
     find_finish,
     mark_version,
     require_context,
@@ -123,7 +123,7 @@ class GenericEngine:
                         [],
                         [],
                         [(0, self.label, self.digest)],
-                        draw_uniforms(*request.stream, request.max_new_tokens),
+                        draw_uniform_rows([request.stream], request.max_new_tokens)[0],
                         images=[images.digest(blob) for blob in request.images],
                     )
                 )

@@ -303,9 +303,10 @@ class Generator(TicketHolder):
 
         One request at a time, repeated when unanswered.
         """
+        holding = self.loaded.label if self.loaded else None
         if self.calls is not None:  # only announcements and the run's end: the gateway has samples
             if time.monotonic() - self.want_sent > self.config.wires.retry_s:
-                self.send_ticket_request(0, self.loaded.label if self.loaded else None)
+                self.send_ticket_request(0, holding)
             is_idle = not self.engine.active and not self.schedule.count_waiting()
             if is_idle and not self.lacks_weights:
                 self.set_wait(m.CALL_WAITED_FOR)
@@ -313,7 +314,7 @@ class Generator(TicketHolder):
         sample_count = self.turn.count_samples_to_request(unsent=bool(self.outbox.fresh))
         if not self.has_credit():
             return
-        self.request_tickets(sample_count, self.loaded.label if self.loaded else None)
+        self.request_tickets(sample_count, holding)
         if (
             not self.engine.active
             and not self.unscored

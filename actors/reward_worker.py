@@ -316,20 +316,13 @@ def call_function(function: Callable[..., Any], calls: list[RewardCall]) -> Any:
 
     Lists where it takes lists, and `tokens` where it has such a parameter.
     """
-    prompts = [c.prompt for c in calls]
-    texts = [c.text for c in calls]
-    tokens = [c.tokens for c in calls]
-    if takes_lists(function):
-        return (
-            function(prompts, texts, tokens=tokens)
-            if takes_tokens(function)
-            else function(prompts, texts)
-        )
-    return (
-        function(prompts[0], texts[0], tokens=tokens[0])
-        if takes_tokens(function)
-        else function(prompts[0], texts[0])
-    )
+    prompts: Any = [c.prompt for c in calls]
+    texts: Any = [c.text for c in calls]
+    tokens: Any = [c.tokens for c in calls]
+    if not takes_lists(function):
+        prompts, texts, tokens = prompts[0], texts[0], tokens[0]
+    named = {"tokens": tokens} if takes_tokens(function) else {}
+    return function(prompts, texts, **named)
 
 
 def check_results(

@@ -32,7 +32,7 @@ import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -222,15 +222,8 @@ class _RewardPool(WorkerPool[_RewardProcess, RewardReply]):
         self.ours.setblocking(False)
         self.wake.setblocking(False)
 
-    # ---- the generator's side --------------------------------------------------------------------
-
-    def submit(self, jobs: Iterable[_RewardJob]) -> None:
-        """Queue responses, from another thread."""
-        self.inbox.extend(jobs)
-        self.wake_up()
-
     def wake_up(self) -> None:
-        """Wake the feeding thread."""
+        """Wake the feeding thread, from another one."""
         try:
             self.wake.send(b"x")
         except OSError:  # the buffer is full, so the thread wakes up anyway
@@ -555,7 +548,8 @@ class RewardRunner:
                     f"the thread that feeds the reward processes {describe_exception(pool.error)}"
                 ) from pool.error
             if self.fresh:
-                pool.submit(self.fresh)
+                pool.inbox.extend(self.fresh)
+                pool.wake_up()
                 self.fresh = []
             while pool.spans:
                 began, ended, responses = pool.spans.popleft()

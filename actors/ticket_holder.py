@@ -112,7 +112,7 @@ class TicketHolder(BufferPeer):
 
     def list_unacknowledged(self) -> set[tuple[int, int]]:
         """List the (ticket, attempt) pairs with sampled and unacknowledged samples."""
-        return self.outbox.list_tickets()
+        return {(ticket, attempt) for ticket, _, attempt in self.outbox.list_unacked_keys()}
 
     def make_renewal(self, wait: ProcessWait | None) -> m.LeaseRenewal:
         """Make the message that renews the leases and reports progress."""

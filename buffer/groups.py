@@ -260,11 +260,6 @@ class Group:
         """List the stored samples by their numbers."""
         return [stored for stored in self.samples if stored is not None]
 
-    @property
-    def has_partly_trained(self) -> bool:
-        """Whether a sample has tokens that were not trained with full weight."""
-        return any(stored.is_partly_trained for stored in self.list_stored_samples())
-
     def fold(self, ledger: Ledger, *, trained: bool, rest: LedgerLine = "left_over") -> None:
         """Add this group's lines to `ledger`.
 
@@ -273,7 +268,9 @@ class Group:
         for ledger_line, tokens, reward in self.other:
             ledger.add(ledger_line, tokens, 1, tokens, reward)
         line = ledger.lines["trained" if trained else rest]
-        if self.is_complete and not (trained and self.has_partly_trained):
+        if self.is_complete and not (
+            trained and any(stored.is_partly_trained for stored in self.list_stored_samples())
+        ):
             if self.complete_sums is None:
                 self.complete_sums = LedgerSums()
                 for stored in self.list_stored_samples():

@@ -323,10 +323,6 @@ class Journal:
         """Whether a new segment is due, which would be smaller than this one."""
         return self.next is None and self.size > max(self.segment_bytes, 2 * self.first)
 
-    def _begin_next(self, snapshot: bytes) -> NextSegment:
-        path = make_segment_path(self.directory, self.term, self.number + 1)
-        return NextSegment(path, snapshot, sync=self.sync)
-
     def rotate(self, snapshot: bytes, *, wait: bool = True) -> None:
         """Start a new segment with a snapshot of everything appended so far.
 
@@ -342,11 +338,11 @@ class Journal:
             self.next = None
         if not wait:
             self.write()  # the snapshot contains these records: keep them out of the tail
-            self.next = self._begin_next(snapshot)
-            return
         self.waiting = []
-        self.next = self._begin_next(snapshot)
-        self._switch()
+        path = make_segment_path(self.directory, self.term, self.number + 1)
+        self.next = NextSegment(path, snapshot, sync=self.sync)
+        if wait:
+            self._switch()
 
     def _switch(self) -> None:
         """Switch to the next segment."""

@@ -4,11 +4,12 @@ Also compact tables of the samples and attempts of removed groups, for late copi
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from struct import Struct
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
@@ -221,7 +222,23 @@ class SampleRun(NamedTuple):
             yield self.ticket, sample, self.attempt
 
 
-class SampleFates:
+class KeyedRows(ABC):
+    """A table with keys and values, equal to one with the same items in the same order."""
+
+    @abstractmethod
+    def items(self) -> Iterator[tuple[Any, Any]]:
+        """Iterate over (key, value), the oldest first."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, type(self)) and list(self.items()) == list(other.items())
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (key for key, _ in self.items())
+
+
+class SampleFates(KeyedRows):
     """(ticket, sample, attempt) -> disposition, of the last `limit` samples.
 
     >>> gone = SampleFates(3)
@@ -246,16 +263,6 @@ class SampleFates:
             finals[sample, attempt] = disposition
             previous = key
         self.add_all(previous[0], finals)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, SampleFates):
-            return NotImplemented
-        return list(self.items()) == list(other.items())
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __iter__(self) -> Iterator[Key]:
-        return (key for key, _ in self.items())
 
     def items(self) -> Iterator[tuple[Key, Disposition]]:
         """Iterate over ((ticket, sample, attempt), disposition), the oldest first."""
@@ -321,7 +328,7 @@ class StrayAttempt(NamedTuple):
     delivered: int
 
 
-class StrayAttempts:
+class StrayAttempts(KeyedRows):
     """(ticket, attempt) -> StrayAttempt, of the last `limit` attempts.
 
     >>> strays = StrayAttempts(2)
@@ -337,16 +344,6 @@ class StrayAttempts:
         self.rows = RowTable("=qqq")
         for key, counts in items:
             self.add(StrayAttempt(*key, *counts))
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, StrayAttempts):
-            return NotImplemented
-        return list(self.items()) == list(other.items())
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        return (key for key, _ in self.items())
 
     def items(self) -> Iterator[tuple[tuple[int, int], list[int]]]:
         """Iterate over ((ticket, attempt), [reported, delivered]), the oldest first."""

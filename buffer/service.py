@@ -281,7 +281,8 @@ class BufferService:
             if now - ticked > TICK_S:
                 ticked = now
                 self.store.expire(now)
-                self.forget(now)
+                for name in self.sessions.forget(now):
+                    self.remove_generator(name)
                 lines = self.wait_log.make_lines(self.list_waits())
                 if any(line.startswith("learner ") for line in lines):
                     blocking = self.find_blocker()
@@ -408,11 +409,6 @@ class BufferService:
         """Describe the process that holds a name, for an error message; "" if it is unknown."""
         known = self.generators.get(name, PeerState())
         return f" (process {known.pid} on {known.host})" if known.pid else ""
-
-    def forget(self, now: float) -> None:
-        """Forget names that have been unused for very long."""
-        for name in self.sessions.forget(now):
-            self.remove_generator(name)
 
     def refuse_foreign_peer(self, peer: bytes, protocol: int, run: str) -> bool:
         """Refuse a peer of another protocol or run; return whether it was refused."""
@@ -584,12 +580,11 @@ class BufferService:
             workers = stats.get("reward/workers", 0.0)
             self.meter.on_rewards(message.producer, (judged, waited_s, called_s), workers, now)
             self.reported.add(message.producer)
-            announcement = self.make_announcement()
             self.send(
                 peer,
                 m.HeartbeatReply(
                     self.store.epoch,
-                    announcement,
+                    self.make_announcement(),
                     attempts=self.store.attempts,
                     cause=self.find_wait_cause(message.waiting)[0],
                 ),

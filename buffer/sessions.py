@@ -111,7 +111,11 @@ class PeerSessions:
             self.names[name] = NameHolder(token, now)
             return "new"
         if token == holder.token:
-            self._record_proof(holder, now)
+            holder.active_at = now
+            for claim in holder.claims.values():
+                if now - claim.proved_at >= MARGIN_S:
+                    claim.proved_at = now
+                    claim.proofs += 1
             return "holds"
         if token in holder.ended:
             return "over"
@@ -144,14 +148,6 @@ class PeerSessions:
         if holder.token is not None:
             holder.ended.append(holder.token)
         holder.token = None
-
-    @staticmethod
-    def _record_proof(holder: NameHolder, now: float) -> None:
-        holder.active_at = now
-        for claim in holder.claims.values():
-            if now - claim.proved_at >= MARGIN_S:
-                claim.proved_at = now
-                claim.proofs += 1
 
     def get_holder(self, name: str) -> int | None:
         """Return the session that holds `name`, or None."""

@@ -324,7 +324,7 @@ class Store(StoreRules):
                 elif tokens == 0 and group.lease is not None and group.lease.attempt == attempt:
                     queued_leases.append(group.lease)
             elif (stray := self.strays.get(ticket, attempt)) is not None:
-                self._correct_stray(ticket, attempt, max(tokens, stray.reported), 0)
+                self._correct_stray(stray, tokens, 0)
         if has_progress:
             for lease in queued_leases:
                 lease.expires = expires
@@ -349,19 +349,17 @@ class Store(StoreRules):
             sum_tokens(self.carried.compute_totals()) + self.drawn_before + sum(self.drawn.values())
         )
 
-    def _correct_stray(self, ticket: int, attempt: int, reported: int, delivered: int) -> None:
+    def _correct_stray(self, stray: StrayAttempt, reported: int, delivered: int) -> None:
         """Correct the ledger for an attempt of a removed group that reports or delivers late.
 
         Its tokens were counted as lost.
 
         reported, delivered: its reported tokens in all, and the newly delivered ones."""
-        stray = self.strays.get(ticket, attempt)
-        if stray is not None:
-            lost = max(0, stray.reported - stray.delivered)
-            delivered += stray.delivered
-            reported = max(delivered, reported)
-            self.strays.update(StrayAttempt(ticket, attempt, reported, delivered))
-            self.past.add("lost_with_process", reported - delivered - lost)
+        lost = max(0, stray.reported - stray.delivered)
+        delivered += stray.delivered
+        reported = max(delivered, reported, stray.reported)
+        self.strays.update(stray._replace(reported=reported, delivered=delivered))
+        self.past.add("lost_with_process", reported - delivered - lost)
 
     def expire(self, now: float) -> int:
         """End the expired leases; return their number."""
@@ -472,7 +470,7 @@ class Store(StoreRules):
             for attempt, tokens in sample.tokens_by_attempt:
                 stray = self.strays.get(sample.ticket, attempt)
                 if stray is not None:
-                    self._correct_stray(sample.ticket, attempt, stray.reported, tokens)
+                    self._correct_stray(stray, 0, tokens)
             self.gone.add(key, "duplicate")
             return "duplicate"
         if (earlier := self.find_disposition(group, sample)) is not None:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
-from actors.engine import draw_uniforms
+from actors.engine import draw_uniform_rows
 from asyncrl.contract.messages import Prompt
 from asyncrl.models.policy import PolicyModel, load_policy
 
@@ -47,7 +47,7 @@ def write(
 ) -> list[np.ndarray]:
     """One answer [T] a prompt, by inverse CDF at temperature 1; keys: (ticket, sample), which name
     the random stream."""
-    streams = [draw_uniforms(seed, ticket, sample, most) for ticket, sample in keys]
+    streams = draw_uniform_rows([(seed, ticket, sample) for ticket, sample in keys], most)
     answers: list[list[int]] = [[] for _ in prompts]
     live = list(range(len(prompts)))
     for t in range(most):

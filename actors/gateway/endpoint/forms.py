@@ -122,17 +122,18 @@ def _build_structured(value: Any) -> str:
         from llguidance import regex_to_lark
 
         return _require_valid(STRUCTURED, f"/{regex_to_lark(form)}/")
-    if kind == "choice" and isinstance(form, list) and form and all(map(_is_text, form)):
+    if (
+        kind == "choice"
+        and isinstance(form, list)
+        and form
+        and all(isinstance(text, str) and text for text in form)
+    ):
         return _require_valid(STRUCTURED, " | ".join(map(_quote, form)))
     if kind in kinds:
         raise build_refusal(STRUCTURED, f"{kind}: {form!r:.80}: give a text or, for choice, texts")
     raise build_refusal(
         STRUCTURED, f"{kind} is not served: give json, regex or choice", "unsupported_parameter"
     )
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value)
 
 
 def _quote(text: str) -> str:

@@ -52,6 +52,9 @@ def build_answer(
     else:
         body = _build_text_choice(parsed, node, decode)
         kind = "text_completion"
+    if parsed.token_ids:
+        body["token_ids"] = node.ids.tolist()
+        body["prompt_token_ids"] = node.build_prompt().tolist()
     head = {"id": name, "object": kind, "created": created, "model": parsed.model}
     usage = _count_usage(node)
     if not parsed.stream:
@@ -73,13 +76,11 @@ def _build_translated(
         sampled = decode([int(token) for token in node.ids])
         stop = next((stop for stop in parsed.stop if stop in sampled), "")
         body = anthropic.build_response(*completion, head, stop)
-        return (
-            anthropic.encode_events(anthropic.split_events(body))
-            if parsed.stream
-            else _encode(body)
-        )
-    body = responses.build_response(*completion, head)
-    return anthropic.encode_events(responses.split_events(body)) if parsed.stream else _encode(body)
+        split = anthropic.split_events
+    else:
+        body = responses.build_response(*completion, head)
+        split = responses.split_events
+    return anthropic.encode_events(split(body)) if parsed.stream else _encode(body)
 
 
 def _count_usage(node: CallNode) -> dict[str, int]:
@@ -129,7 +130,7 @@ def _build_chat_choice(parsed: ParsedRequest, node: CallNode, decode: Text) -> d
             ],
             "refusal": None,
         }
-    return {**choice, **_build_id_fields(parsed, node)}
+    return choice
 
 
 def _build_text_choice(parsed: ParsedRequest, node: CallNode, decode: Text) -> dict[str, Any]:
@@ -148,13 +149,7 @@ def _build_text_choice(parsed: ParsedRequest, node: CallNode, decode: Text) -> d
             "top_logprobs": None,
             "text_offset": [sum(map(len, tokens[:index])) for index in range(len(tokens))],
         }
-    return {**choice, **_build_id_fields(parsed, node)}
-
-
-def _build_id_fields(parsed: ParsedRequest, node: CallNode) -> dict[str, Any]:
-    if not parsed.token_ids:
-        return {}
-    return {"token_ids": node.ids.tolist(), "prompt_token_ids": node.build_prompt().tolist()}
+    return choice
 
 
 def _build_tokens_body(parsed: ParsedRequest, node: CallNode, name: str) -> dict[str, Any]:

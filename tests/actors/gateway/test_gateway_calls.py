@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from gateway_calls_kit import AT, call
 
-from actors.engine import CompletionRequest, draw_uniforms
+from actors.engine import CompletionRequest, draw_uniform_rows
 from actors.gateway import call_router
 from actors.gateway.call_router import REMEMBERED, CallRouter
 from asyncrl.contract import messages as m
@@ -189,14 +189,10 @@ def request(stream: int, sample: int = 1) -> CompletionRequest:
 
 
 def test_a_calls_stream_is_the_plain_answers_or_one_beside_it() -> None:
-    plain = draw_uniforms(*request(0).stream, 8)
-    assert (plain == draw_uniforms(5, 7, 1, 8)).all()
-    beside = [
-        draw_uniforms(*request(stream, sample).stream, 8)
-        for stream in (12, 13)
-        for sample in (1, 2)
-    ]
-    seen = {tuple(x) for x in (plain, *beside)}
+    (plain,) = draw_uniform_rows([request(0).stream], 8)
+    assert (plain == draw_uniform_rows([(5, 7, 1)], 8)).all()
+    beside = [request(stream, sample).stream for stream in (12, 13) for sample in (1, 2)]
+    seen = {tuple(x) for x in (plain, *draw_uniform_rows(beside, 8))}
     assert len(seen) == 5
     assert CompletionRequest((7, 1, 5), np.array([1]), 0, 8, 1.0, 1.0, 0, (), 5).stream == (5, 7, 1)
 
