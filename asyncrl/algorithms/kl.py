@@ -106,50 +106,6 @@ def compute_prefix_weights(
     return compute_running_sum(log_w, seq).clamp(-CLAMP, CLAMP).exp().clamp(max=truncate)
 
 
-def compute_prefix_kl(
-    lp: torch.Tensor,
-    ref: torch.Tensor,
-    behavior: torch.Tensor,
-    seq: torch.Tensor,
-    *,
-    discount: float = 1.0,
-    truncate: float = torch.inf,
-) -> torch.Tensor:
-    """W_{1:k} k3_k per token [N]: the exact sequence-level gradient of the reverse KL.
-
-    It sums to L = sum_k W_{1:k} k3_k with nothing detached, for any mu with support. Its gradient
-    is sum_t grad lp_t [W_{1:t} k1_t + sum_{k>t} discount^(k-t) W_{1:k} k3_k], written here as a
-    straight-through. (discount, truncate) = (1, inf) is exact, discount 0 the token level. Compare
-    Tang and Munos 2025, arXiv 2506.09477.
-    """
-    x = subtract(lp.detach(), ref)
-    w = compute_prefix_weights(lp, behavior, seq, truncate)
-    value = w * estimate_k3(x)
-    later_terms = sum_discounted_suffix(value, seq, discount) - value
-    return _attach_gradient(w * estimate_k1(x) + later_terms, lp, value)
-
-
-def compute_full_prefix_kl(
-    step_kl: torch.Tensor,
-    lp: torch.Tensor,
-    behavior: torch.Tensor,
-    seq: torch.Tensor,
-    *,
-    discount: float = 1.0,
-    truncate: float = torch.inf,
-) -> torch.Tensor:
-    """W_{1:k-1} KL_k per token [N]: exact like `compute_prefix_kl`, with less variance.
-
-    Tang and Munos 2025, arXiv 2506.09477. step_kl [N] is the exact KL(theta || ref) over the
-    vocabulary at each state, with gradient.
-    """
-    log_w = subtract(lp.detach(), behavior)
-    w = (compute_running_sum(log_w, seq) - log_w).clamp(-CLAMP, CLAMP).exp().clamp(max=truncate)
-    value = w * step_kl.detach()
-    later_terms = sum_discounted_suffix(value, seq, discount) - value
-    return w * (step_kl - step_kl.detach()) + _attach_gradient(later_terms, lp, value)
-
-
 @dataclass(frozen=True)
 class KLInputs:
     """Inputs of the KL term of the loss.
@@ -159,7 +115,8 @@ class KLInputs:
     behavior: [N], log mu.
     seq: int64 [N].
     estimator, discount, truncate: the keys of [kl.loss].
-    step_kl: [N], the exact KL(theta || ref) of each step, where a model gives it.
+    step_kl: [N], the exact KL(theta || ref) over the vocabulary at each state, with gradient, where
+        a model gives it.
     """
 
     lp: torch.Tensor
@@ -181,16 +138,37 @@ class KLInputs:
         return subtract(self.lp, self.ref)
 
 
+def _apply_prefix(p: KLInputs) -> torch.Tensor:
+    """W_{1:k} k3_k per token [N]: the exact sequence-level gradient of the reverse KL.
+
+    It sums to L = sum_k W_{1:k} k3_k with nothing detached, for any mu with support. Its gradient
+    is sum_t grad lp_t [W_{1:t} k1_t + sum_{k>t} discount^(k-t) W_{1:k} k3_k], written here as a
+    straight-through. (discount, truncate) = (1, inf) is exact, discount 0 the token level. Compare
+    Tang and Munos 2025, arXiv 2506.09477.
+    """
+    x = p.x.detach()
+    w = compute_prefix_weights(p.lp, p.behavior, p.seq, p.truncate)
+    value = w * estimate_k3(x)
+    later_terms = sum_discounted_suffix(value, p.seq, p.discount) - value
+    return _attach_gradient(w * x + later_terms, p.lp, value)
+
+
 def _apply_full_prefix(p: KLInputs) -> torch.Tensor:
+    """W_{1:k-1} KL_k per token [N]: exact like `_apply_prefix`, with less variance.
+
+    Tang and Munos 2025, arXiv 2506.09477.
+    """
     if p.step_kl is None:
         raise build_name_error(
             "kl.loss.off_policy",
             "prefix_full (needs the exact KL of each step over the vocabulary)",
             [name for name in OFF_POLICY if name != "prefix_full"],
         )
-    return compute_full_prefix_kl(
-        p.step_kl, p.lp, p.behavior, p.seq, discount=p.discount, truncate=p.truncate
-    )
+    log_w = subtract(p.lp.detach(), p.behavior)
+    w = (compute_running_sum(log_w, p.seq) - log_w).clamp(-CLAMP, CLAMP).exp().clamp(max=p.truncate)
+    value = w * p.step_kl.detach()
+    later_terms = sum_discounted_suffix(value, p.seq, p.discount) - value
+    return w * (p.step_kl - p.step_kl.detach()) + _attach_gradient(later_terms, p.lp, value)
 
 
 # kl.loss.off_policy -> the term per token [N], with gradient
@@ -200,9 +178,7 @@ OFF_POLICY: dict[str, Callable[[KLInputs], torch.Tensor]] = {
     # arXiv 2512.02556). It is exact only on the states of the behavior policy: the distribution of
     # states is not corrected
     "ratio": lambda p: compute_log_ratio(p.lp, p.behavior).exp() * estimate(p.estimator, p.x),
-    "prefix": lambda p: compute_prefix_kl(
-        p.lp, p.ref, p.behavior, p.seq, discount=p.discount, truncate=p.truncate
-    ),
+    "prefix": _apply_prefix,
     "prefix_full": _apply_full_prefix,
 }
 # forms whose loss has a product over a sample's tokens

@@ -113,6 +113,11 @@ class SurrogateTokens:
     def log_r(self) -> torch.Tensor:
         return self.raw.clamp(-CLAMP, CLAMP)
 
+    @property
+    def sample_log_ratio(self) -> torch.Tensor:
+        """The sum of `raw` over each token's sample [n], not clamped."""
+        return sum_by_sample(torch.where(self.mask, self.raw, 0.0), self.seq, self.n)[self.seq]
+
 
 @dataclass
 class StepBatch:
@@ -438,9 +443,8 @@ def compute_vespo(
 
 
 def _apply_vespo(t: SurrogateTokens, c: settings.VespoLoss) -> SurrogateTerm:
-    sample_log_ratio = sum_by_sample(torch.where(t.mask, t.raw, 0.0), t.seq, t.n)[t.seq]
     coefficient = compute_vespo(
-        sample_log_ratio,
+        t.sample_log_ratio,
         t.adv,
         positive=(c.vespo_k_pos, c.vespo_l_pos),
         negative=(c.vespo_k_neg, c.vespo_l_neg),
@@ -455,8 +459,7 @@ def _apply_oapl(t: SurrogateTokens, c: settings.OaplLoss) -> SurrogateTerm:
     ratio; A* is `advantages.compute_oapl`. X is not clamped: nothing is exponentiated, and the pull
     back would end at a clamp.
     """
-    sample_log_ratio = sum_by_sample(torch.where(t.mask, t.raw, 0.0), t.seq, t.n)[t.seq]
-    residual = c.oapl_beta * sample_log_ratio - t.adv
+    residual = c.oapl_beta * t.sample_log_ratio - t.adv
     length = sum_by_sample(t.mask.to(t.raw.dtype), t.seq, t.n)[t.seq].clamp(min=1)
     return build_unclipped(-2 * c.oapl_beta * residual, -residual.square() / length)
 
@@ -624,7 +627,7 @@ def _compute_loss_ratio(
         return t.log_r
     if c.ratio == "geometric":
         return average_by_sample(t.raw, t.mask, t.seq, t.n).clamp(-CLAMP, CLAMP)[t.seq]
-    return sum_by_sample(torch.where(t.mask, t.raw, 0.0), t.seq, t.n).clamp(-CLAMP, CLAMP)[t.seq]
+    return t.sample_log_ratio.clamp(-CLAMP, CLAMP)
 
 
 def _apply_ppo(t: SurrogateTokens, c: settings.PpoFamilyLoss) -> SurrogateTerm:

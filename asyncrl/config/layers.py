@@ -218,13 +218,14 @@ def walk(
             continue
         field = fields.get(name)
         conditions = outer
+        struct = None
         if field is not None:
-            conditions = (
-                *outer,
-                *list_conditions(field, prefix),
-                *_list_own_conditions(root, name),
-            )
-        struct = choose_struct(field, value) if field is not None else None
+            struct = choose_struct(field, value)
+            conditions += tuple(list_conditions(field, prefix))
+            # a key that only this variant of its section has
+            base = next((kind for kind in root.__mro__ if "OWN_KEYS_READ_WITH" in vars(kind)), None)
+            if base is not None and name not in map_fields(base):
+                conditions += ((base.OWN_KEYS_READ_WITH, ()),)
         if struct is not None and isinstance(value, dict):
             yield from walk(value, struct, f"{prefix}{name}.", conditions)
         else:
@@ -256,13 +257,6 @@ def list_conditions(field: msgspec.structs.FieldInfo, section: str) -> Iterator[
         if meta.extra and "read_with" in meta.extra:
             key, values = meta.extra["read_with"]
             yield (key if "." in key else section + key), values
-
-
-def _list_own_conditions(struct: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the condition of a key that only this variant of its section has."""
-    base = next((kind for kind in struct.__mro__ if "OWN_KEYS_READ_WITH" in vars(kind)), None)
-    if base is not None and name not in map_fields(base):
-        yield base.OWN_KEYS_READ_WITH, ()
 
 
 def find_unread(raw: dict[str, Any], root: Any) -> list[UnreadKey]:

@@ -152,8 +152,8 @@ def _apply_layers(
     origin_of: dict[str, str] = {}  # filled key -> the preset or method that filled it
     for fill, origin in (
         (presets.fill, _format_preset),
-        (methods.fill, _format_method),
-        (presets.fill_learning_rate, presets.explain_learning_rate),
+        (methods.fill, lambda raw, _key: f'method = "{raw["method"]}"'),
+        (presets.fill_learning_rate, lambda raw, _key: presets.choose_rate(raw)[1]),
     ):
         keys_before = flatten(raw).keys()
         fill(raw)
@@ -188,10 +188,6 @@ def _apply_layers(
 def _format_preset(raw: dict[str, Any], key: str) -> str:
     section = key.partition(".")[0]
     return f'{section}.preset = "{raw[section]["preset"]}"'
-
-
-def _format_method(raw: dict[str, Any], key: str) -> str:
-    return f'method = "{raw["method"]}"'
 
 
 def _drop_removed(raw: dict[str, Any], source: _ConfigSource) -> None:
@@ -411,7 +407,7 @@ def list_choices(key: str) -> list[str]:
     return [str(value) for literal in literals for value in typing.get_args(literal)]
 
 
-def _list_allowed_values(key: str, root: Any = Config) -> str:
+def _list_allowed_values(key: str, root: Any) -> str:
     """Return the end of a message with the values that a key allows, or ""."""
     kind = _find_type(key, root)
     if kind is None:

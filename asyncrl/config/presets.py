@@ -80,17 +80,13 @@ def choose_learning_rate(path: str, *, lora: bool) -> tuple[float | None, str]:
 
 def fill_learning_rate(raw: dict[str, Any]) -> None:
     """Set `learner.lr` by the model's size if it is absent."""
-    rate, _ = _choose_rate(raw)
+    rate, _ = choose_rate(raw)
     if rate is not None and isinstance(raw.get("learner", {}), dict):
         layers.put(raw, "learner.lr", rate)
 
 
-def explain_learning_rate(raw: dict[str, Any], key: str) -> str:
-    """Return the reason of a rate that `fill_learning_rate` has set."""
-    return _choose_rate(raw)[1]
-
-
-def _choose_rate(raw: dict[str, Any]) -> tuple[float | None, str]:
+def choose_rate(raw: dict[str, Any]) -> tuple[float | None, str]:
+    """Return the learning rate for the model of `raw`, or None, and the reason."""
     tables = {name: raw.get(name) for name in ("model", "learner", "lora")}
     model, learner, lora = (x if isinstance(x, dict) else {} for x in tables.values())
     path = model.get("path")

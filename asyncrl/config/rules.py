@@ -81,7 +81,7 @@ def check(config: Config) -> list[str]:
         check_name_and_device,
         _check_staleness,
         _check_sizes,
-        _check_backend,
+        _check_routing,
         _check_correction,
         _check_surrogate,
         _check_advantage,
@@ -158,11 +158,6 @@ def _check_sizes(config: Config) -> Iterator[str]:
             f"generator.context: {config.generator.context} tokens leave no room for a prompt "
             f"beside {config.generator.max_new_tokens} new tokens"
         )
-
-
-def _check_backend(config: Config) -> Iterator[str]:
-    """Check settings against the abilities of the learner's backend and of the wires."""
-    yield from _check_routing(config)
 
 
 def _check_routing(config: Config) -> Iterator[str]:

@@ -190,15 +190,6 @@ class PolicyTree:
         self._child.append(-1)
         self._sister.append(sister)
 
-    def _find_child(self, parent: int, number: int, digest: str) -> int:
-        """Find the child of `parent` with these weights, or -1."""
-        if parent < 0:
-            return self._root.get((number, digest), -1)
-        policy = self._child[parent]
-        while policy >= 0 and self._digest[policy] != digest:
-            policy = self._sister[policy]
-        return policy
-
     def register(self, label: Label, parent: Label | None, digest: str) -> None:
         """Register a policy under a label; repeating it is harmless.
 
@@ -213,7 +204,12 @@ class PolicyTree:
                 )
             return
         parent_policy = self._find_policy(parent) if parent is not None and parent in self else -1
-        policy = self._find_child(parent_policy, label.number, digest)
+        if parent_policy < 0:
+            policy = self._root.get((label.number, digest), -1)
+        else:
+            policy = self._child[parent_policy]
+            while policy >= 0 and self._digest[policy] != digest:
+                policy = self._sister[policy]
         if policy < 0:
             policy = len(self._parent)
             self._parent.append(parent_policy)

@@ -36,13 +36,13 @@ TINY = 8  # for heads of up to so many columns a library may choose another kern
 
 
 def round_up(n: int, multiple: int) -> int:
-    """Round n up to a multiple of `to`, at least `to`."""
+    """Round n up to a multiple of `multiple`, at least `multiple`."""
     return max(multiple, -(-n // multiple) * multiple)
 
 
-def pad_rows(x: torch.Tensor, multiple: int = ROWS) -> torch.Tensor:
-    """Append rows of zeros to x [n, ...], up to a multiple of `to`."""
-    padding = round_up(len(x), multiple) - len(x)
+def pad_rows(x: torch.Tensor) -> torch.Tensor:
+    """Append rows of zeros to x [n, ...], up to a multiple of ROWS."""
+    padding = round_up(len(x), ROWS) - len(x)
     return x if not padding else torch.cat([x, x.new_zeros(padding, *x.shape[1:])])
 
 

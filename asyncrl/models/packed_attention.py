@@ -266,21 +266,15 @@ def _attend_side(
     multiply = exact_operators.sum_weighted_values if scale is None else torch.bmm
     parts = []
     for cut in side.cuts:
-        shares = _compute_shares(side, cut, queries, keys)
+        # attention probabilities [B * h_kv, queries, keys] of a block
+        block = _select_block_queries(queries, side, cut)
+        scores = torch.bmm(block, keys[:, : cut.columns].transpose(1, 2)).float()
+        bias = side.bias[:, :, cut.first : cut.end, : cut.columns]
+        scores.view(len(bias), -1, *bias.shape[2:]).add_(bias)
+        shares = torch.softmax(scores, -1).to(queries.dtype)
         parts.append(multiply(shares, values[:, : cut.columns]))
         saved.append(shares)
     return _join_blocks(parts, side).index_select(0, side.back), saved
-
-
-def _compute_shares(
-    side: AttentionSide, cut: QueryBlock, queries: torch.Tensor, keys: torch.Tensor
-) -> torch.Tensor:
-    """Attention probabilities [B * h_kv, queries, keys] of a block."""
-    block = _select_block_queries(queries, side, cut)
-    scores = torch.bmm(block, keys[:, : cut.columns].transpose(1, 2)).float()
-    bias = side.bias[:, :, cut.first : cut.end, : cut.columns]
-    scores.view(len(bias), -1, *bias.shape[2:]).add_(bias)
-    return torch.softmax(scores, -1).to(queries.dtype)
 
 
 def _select_block_queries(x: torch.Tensor, side: AttentionSide, cut: QueryBlock) -> torch.Tensor:

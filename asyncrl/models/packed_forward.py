@@ -8,6 +8,7 @@ values and gradients with the plain path.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -502,7 +503,7 @@ def compute_squared_probabilities(
 
 
 def _index_rows(
-    lengths: np.ndarray, start: int, multiple: int = 1
+    lengths: np.ndarray, start: int, multiple: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Index consecutive segments of `lengths` [B], the first of which begins at `start`.
 
@@ -724,7 +725,9 @@ def compute_logprobs(
     fixed: use the operators of exact mode. recompute: recompute each layer in the backward pass
     (Chen et al. 2016, arXiv:1604.06174), which changes no bit.
     """
-    run_layer = _run_checkpointed if recompute and torch.is_grad_enabled() else _run_layer
+    run_layer: Callable[..., Any] = operator.call
+    if recompute and torch.is_grad_enabled():  # keeps only a layer's arguments
+        run_layer = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     if fixed:
         return _compute_fixed_logprobs(lay, rows, run_layer)
     lp, ent, hidden = call_as_forward(lay.hf, _compute_packed_logprobs, lay, rows, run_layer)
@@ -790,20 +793,6 @@ def _list_replayed(
         return [None] * len(layers)
     by_layer = iter(table)
     return [next(by_layer) if expert_layers.is_sparse(layer) else None for layer in layers]
-
-
-def _run_layer(layer: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-    return layer(*args, **kwargs)
-
-
-def _run_checkpointed(
-    layer: Callable[..., torch.Tensor], *args: Any, **kwargs: Any
-) -> torch.Tensor:
-    """Run `layer` so that only its arguments are kept for the backward pass."""
-    output: torch.Tensor = checkpoint(
-        layer, *args, use_reentrant=False, preserve_rng_state=False, **kwargs
-    )
-    return output
 
 
 def _compute_fixed_logprobs(

@@ -20,8 +20,6 @@ def build_llava(
     patch: int,
     hidden: int = 64,
     layers: int = 2,
-    heads: int = 4,
-    vision_layers: int = 1,
     max_positions: int = 256,
     seed: int = 0,
 ) -> PolicyModel:
@@ -32,6 +30,7 @@ def build_llava(
     """
     import transformers
 
+    heads = 4
     tokenizer = build_character_tokenizer([*symbols, MARKER])
     text = transformers.Qwen3Config(
         vocab_size=len(tokenizer),
@@ -51,7 +50,7 @@ def build_llava(
         hidden_size=hidden,
         intermediate_size=2 * hidden,
         projection_dim=hidden,
-        num_hidden_layers=vision_layers,
+        num_hidden_layers=1,
         num_attention_heads=heads,
         image_size=side,
         patch_size=patch,

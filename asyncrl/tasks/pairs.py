@@ -102,9 +102,15 @@ def read(path: str, tokenizer: Any, data: SftData, limit: int, model: str | Path
     skipped = 0
     for where, sample in data_rows.read_rows(source):
         for pair in parse_pairs(where, sample):
-            example = FitExample(
-                _encode_prompt(tokenizer, pair), _encode_answer(tokenizer, pair, stops)
-            )
+            try:
+                prompt_ids = encode_prompt(tokenizer, pair.prompt)
+            except ConfigError as error:
+                # drop the name of a task's prompt from the template's error
+                problem = str(error).removeprefix(
+                    f"task: {pair.prompt.split} prompt {pair.prompt.id}"
+                )
+                raise ConfigError(f"{where}: {problem.lstrip(': ')}") from error
+            example = FitExample(prompt_ids, _encode_answer(tokenizer, pair, stops))
             if not len(example.prompt):
                 raise ConfigError(f"{where}: the prompt has no token")
             if example.size <= longest:
@@ -135,11 +141,3 @@ def _encode_answer(tokenizer: Any, pair: PromptResponse, stops: tuple[int, ...])
             f"{pair.where}: the chat template fails on the answer: {type(error).__name__}: "
             f"{' '.join(str(error).split())}"
         ) from error
-
-
-def _encode_prompt(tokenizer: Any, pair: PromptResponse) -> np.ndarray:
-    try:
-        return encode_prompt(tokenizer, pair.prompt)
-    except ConfigError as error:  # drop the name of a task's prompt from the template's error
-        problem = str(error).removeprefix(f"task: {pair.prompt.split} prompt {pair.prompt.id}")
-        raise ConfigError(f"{pair.where}: {problem.lstrip(': ')}") from error

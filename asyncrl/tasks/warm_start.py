@@ -68,7 +68,7 @@ def warm_start(
     try:
         with atomic_write.replace(Path(path), part=temporary) as folder:
             model = _build_random_model(config, task, folder)
-            loss = fit_answers(model, demonstrations, count, images, say=say)
+            loss = fit_answers(model, demonstrations, count, images, say)
             models.export(model, folder)
             say("warm start: measuring the accuracy before RL")
             note = {
@@ -110,8 +110,8 @@ def fit_answers(
     model: Any,
     pairs: list[tuple[str, str]],
     steps: int,
-    images: list[list[bytes]] | None = None,
-    say: Callable[[str], None] = lambda _: None,
+    images: list[list[bytes]] | None,
+    say: Callable[[str], None],
 ) -> float:
     """Train once on each answer, in order, and return the last loss.
 

@@ -66,8 +66,8 @@ def check_row(row: Trajectory | TrainingSequence, name: str) -> None:
 def check_numbers(
     samples: Sequence[Trajectory],
     vocabulary: int,
-    routing: RoutingShape | None = None,
-    images: ImageShape | None = None,
+    routing: RoutingShape | None,
+    images: ImageShape | None,
 ) -> None:
     """Check the numbers in all arrays of these samples, whose lengths agree.
 

@@ -273,9 +273,9 @@ def read_frame(stream: Any) -> bytes | None:
 class BoundedOutput(io.TextIOBase):
     """The worker's log of the output of user code, up to a number of characters."""
 
-    def __init__(self, stream: TextIO, most: int = PRINTED_CHARACTERS) -> None:
+    def __init__(self, stream: TextIO) -> None:
         self.stream = stream
-        self.remaining = most  # characters
+        self.remaining = PRINTED_CHARACTERS
         self.buffer = stream.buffer
 
     @property

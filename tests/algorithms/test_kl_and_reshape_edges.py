@@ -99,9 +99,9 @@ def test_the_sum_before_a_token_is_cut_and_not_its_parts() -> None:
     # sums 30 and -15
     far = kl.compute_prefix_weights(vec(0, 0), vec(-30, 45), torch.tensor([0, 0]))
     assert far.tolist() == pytest.approx([math.exp(20), math.exp(-15)])
-    assert kl.compute_full_prefix_kl(
-        vec(1, 1, 1), vec(0, 0, 0), vec(-30, 5, 0), torch.tensor([0, 0, 0])
-    ).tolist() == pytest.approx([1, math.exp(20), math.exp(20)])
+    zeros = vec(0, 0, 0)
+    p = kl.KLInputs(zeros, zeros, vec(-30, 5, 0), zeros.long(), step_kl=vec(1, 1, 1))
+    assert kl.OFF_POLICY["prefix_full"](p).tolist() == pytest.approx([1, *[math.exp(20)] * 2])
 
 
 def test_errors_of_forms() -> None:

@@ -266,7 +266,7 @@ def test_the_kl_of_the_loss_is_of_what_is_kept_and_prefix_fulls_value_is_its_own
     by_hand = sum((math.log(w) + 0.1) ** 2 / 2 / 6 for w in (1.2, 1.5, 0.8))
     assert float(sums["loss/kl"]) == pytest.approx(by_hand)
     exact = vec(0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
-    found = kl.compute_full_prefix_kl(exact, LP, MU.log(), SEQ)
+    found = kl.compute_term(LP, LP, MU.log(), SEQ, off_policy="prefix_full", step_kl=exact)
     before = vec(1, 1.2, 0.6, 1, 0.8, 1.6)
     assert torch.allclose(found, before * exact)
 
