@@ -144,18 +144,12 @@ def has_cuda() -> bool:
 
 def describe_placement(config: Config) -> list[str]:
     """Return one line per learner rank and generator with its device."""
-    default = config.model.device
-    ranks = [
-        f"learner rank {r}: "
-        f"{f'GPU {g}' if (g := _select_gpu(config.learner.gpus, r)) is not None else default}"
-        for r in range(config.learner.ranks)
-    ]
-    return ranks + [
-        f"generator {i}: "
-        f"{f'GPU {g}' if (g := _select_gpu(config.generator.gpus, i)) is not None else default}"
-        for i in range(config.generators)
-    ]
-
-
-def _select_gpu(gpus: Sequence[int], index: int) -> int | None:
-    return gpus[index % len(gpus)] if gpus else None
+    lines = []
+    for name, gpus, count in (
+        ("learner rank", config.learner.gpus, config.learner.ranks),
+        ("generator", config.generator.gpus, config.generators),
+    ):
+        for index in range(count):
+            device = f"GPU {gpus[index % len(gpus)]}" if gpus else config.model.device
+            lines.append(f"{name} {index}: {device}")
+    return lines

@@ -107,6 +107,7 @@ class ChunkServer(ListeningSocket, WeightsServer):
         self.manifest = manifest
         self.read = read
         self.files = files
+        self.bytes_sent = 0
         self.answered = self.refused = 0
         self.buffer: Callable[[], str] = lambda: ""  # the buffer's address, if it has moved
         self._end = False
@@ -128,6 +129,7 @@ class ChunkServer(ListeningSocket, WeightsServer):
             if (reply := self._make_reply(frames)) is None:
                 self.refused += 1
                 continue
+            self.bytes_sent += len(reply.data)
             try:
                 self.socket.send_multipart([peer.bytes, _encoder.encode(reply)], zmq.NOBLOCK)
             except zmq.ZMQError:
