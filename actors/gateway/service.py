@@ -453,8 +453,8 @@ class Gateway(TicketHolder):
         grant.live.discard(episode.number)
         grant.tokens += session.current_attempt_tokens
 
-    def ask(self, episode: Episode, call: SessionCall) -> int:
-        """Ask the generators to sample a call; return the call's number."""
+    def ask(self, episode: Episode, call: SessionCall) -> None:
+        """Ask the generators to sample a call."""
         session = episode.session
         self.numbers += 1
         ticket = session.ticket
@@ -478,7 +478,6 @@ class Gateway(TicketHolder):
             self.deferred_calls[generation_call.id] = generation_call
         else:
             self.submit_call(generation_call, ticket)
-        return generation_call.id
 
     def submit(self, episode: Episode) -> None:
         """Submit the last answer of a "judging" session to the reward runner, once."""
