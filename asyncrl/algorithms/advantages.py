@@ -87,7 +87,7 @@ def center_by_group(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor
     )
 
 
-def _subtract_baseline(rewards: torch.Tensor, baseline: torch.Tensor) -> torch.Tensor:
+def subtract_baseline(rewards: torch.Tensor, baseline: torch.Tensor) -> torch.Tensor:
     """Return r - b, exactly 0 where the two are equal (to EQUAL)."""
     return torch.where((rewards - baseline).abs() <= EQUAL * rewards.abs(), 0.0, rewards - baseline)
 
@@ -202,7 +202,7 @@ def compute_dr_grpo(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor
 
 def compute_reinforce(rewards: torch.Tensor, baseline: float) -> torch.Tensor:
     """r - b (Williams 1992)."""
-    return _subtract_baseline(rewards, torch.full_like(rewards, baseline))
+    return subtract_baseline(rewards, torch.full_like(rewards, baseline))
 
 
 def compute_opo(rewards: torch.Tensor, groups: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -313,18 +313,6 @@ def compute_otb(
     baseline = total / share.clamp(min=1e-8)
     deviation = masked_returns - baseline
     return torch.where(mask & (deviation.abs() > EQUAL * masked_returns.abs()), deviation, 0.0)
-
-
-def compute_remax(rewards: torch.Tensor, greedy: torch.Tensor) -> torch.Tensor:
-    """r_i minus the reward of a greedy completion of the same prompt.
-
-    Li et al. 2023, arXiv 2310.10505.
-
-    Args:
-        rewards: [B].
-        greedy: [B].
-    """
-    return _subtract_baseline(rewards, greedy)
 
 
 def compute_gpg(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
@@ -678,7 +666,7 @@ def _subtract_prompt_mean(a: RewardedBatch) -> torch.Tensor:
         raise ConfigError(
             "advantage.baseline = prompt needs the prompts' running means (LossBatch.baselines)"
         )
-    return _subtract_baseline(
+    return subtract_baseline(
         a.rewards, torch.where(a.baselines.isnan(), a.rewards.mean(), a.baselines)
     )
 
@@ -722,12 +710,16 @@ def _apply_gdpo(a: RewardedBatch, c: settings.GdpoAdvantage) -> torch.Tensor:
 
 
 def _apply_remax(a: RewardedBatch, c: settings.Advantage) -> torch.Tensor:
+    """r_i minus the reward of a greedy completion of the same prompt.
+
+    Li et al. 2023, arXiv 2310.10505.
+    """
     if a.greedy is None:
         raise ConfigError(
             "advantage.name = remax needs the reward of a greedy completion of each prompt "
             "(LossBatch.greedy)"
         )
-    return compute_remax(a.rewards, a.greedy)
+    return subtract_baseline(a.rewards, a.greedy)
 
 
 def _apply_reinforce_pp(

@@ -79,7 +79,7 @@ def test_rewards_that_are_equal_to_rounding_teach_exactly_nothing(value: float, 
         adv.compute_opo(r, groups, lengths),
         adv.whiten(r),
         adv.scale_to_unit(r),
-        adv.compute_remax(r, torch.full_like(r, value)),
+        adv.subtract_baseline(r, torch.full_like(r, value)),
         adv.compute_reinforce(r, value),
     ):
         assert torch.equal(a, zero), a
@@ -130,7 +130,7 @@ def test_a_spread_of_more_than_a_millionth_is_one() -> None:
     assert adv.whiten(vec(3.0)).tolist() == [0]
     assert adv.compute_reinforce(vec(1, 1), 1 - 1.1e-6).tolist() == pytest.approx([1.1e-6] * 2)
     assert adv.compute_reinforce(vec(1, 1), 1 - 0.9e-6).tolist() == [0, 0]
-    assert adv.compute_remax(vec(1e-6, -2), vec(1, -2)).tolist() == pytest.approx([-1 + 1e-6, 0])
+    assert adv.subtract_baseline(vec(1e-6, -2), vec(1, -2)).tolist() == pytest.approx([1e-6 - 1, 0])
 
 
 def test_not_a_number_stays_one_and_is_seen() -> None:

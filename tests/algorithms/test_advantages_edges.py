@@ -51,7 +51,7 @@ def test_baselines_that_weigh_or_come_from_elsewhere() -> None:
     assert got.tolist() == pytest.approx([1 - 3.75, 2 - 3.75, 6 - 3.75, 4 - 5, 8 - 5])
     # answers without a token: a baseline of 0
     assert adv.compute_opo(vec(1, 3), torch.tensor([0, 0]), torch.tensor([0, 0])).tolist() == [1, 3]
-    assert adv.compute_remax(vec(3, 4), vec(1, 6)).tolist() == [2, -2]
+    assert adv.subtract_baseline(vec(3, 4), vec(1, 6)).tolist() == [2, -2]
     assert adv.compute_reinforce(vec(3, 4), 1.5).tolist() == [1.5, 2.5]
     flat = vec(1, 2, 6, 5, 5)
     # three of five are in groups with a spread
