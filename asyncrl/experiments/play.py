@@ -266,11 +266,11 @@ def play(config: Config, ticket: Ticket, player: Player) -> Iterator[PlayEvent]:
             total_reward += event.reward
             for name, value in event.parts.items():
                 parts[name] = parts.get(name, 0.0) + value
+        ending = "cut by the environment" if event.truncated else "ended by the environment"
         if event.judge:
             total_reward, score_parts = _score_answer(config, ticket, last_answer)
             parts |= score_parts
-        ending = "cut by the environment" if event.truncated else "ended by the environment"
-        ending = "judged by the config's reward" if event.judge else ending
+            ending = "judged by the config's reward"
         yield PlayEvent("ended", turn, ending, total_reward, parts)
     finally:
         pool.close()

@@ -538,26 +538,22 @@ def check_truncated_sampling(rows: Rows, facts: RunFacts) -> Finding | None:
     return report_truncation(evidence, facts)
 
 
-def find_drift(rows: Rows, facts: RunFacts) -> tuple[float, float] | None:
-    """Return the KL to the reference in the middle and last third, if it is large and rises.
-
-    k3 estimates, in nats a token."""
+def find_drift(rows: Rows, facts: RunFacts) -> str:
+    """Describe the KL to the reference in the middle and last third; "" unless large and rising."""
     kls = list_values(rows, "kl/target_ref_k3")
     third = len(kls) // 3
     if third < max(
         FEWEST, min(LEAST, count_possible_values(facts.config, "kl/target_ref_k3") // 3)
     ):
-        return None
+        return ""
     middle = median(kls[third : 2 * third])
     late = median(kls[-third:])
-    return (middle, late) if late >= DRIFT and late >= RISING * middle else None
-
-
-def describe_drift(kls: tuple[float, float]) -> str:
-    return (
-        f"KL to the reference rises from {kls[0]:.2f} to {kls[1]:.2f} nats a token "
-        "(kl/target_ref_k3)"
-    )
+    if late >= DRIFT and late >= RISING * middle:
+        return (
+            f"KL to the reference rises from {middle:.2f} to {late:.2f} nats a token "
+            "(kl/target_ref_k3)"
+        )
+    return ""
 
 
 def has_gained(rows: Rows) -> bool:
@@ -579,19 +575,16 @@ def check_kl_drift(rows: Rows, facts: RunFacts) -> Finding | None:
     term = facts.config.kl.loss
     free = not term.coefficient > 0 and not facts.config.kl.reward.coefficient > 0
     without_gradient = term.coefficient > 0 and term.estimator == "k1" and term.off_policy == "none"
-    kls = find_drift(rows, facts) if free or without_gradient else None
-    if kls is None or (free and has_gained(rows)):
+    drift = find_drift(rows, facts) if free or without_gradient else ""
+    if not drift or (free and has_gained(rows)):
         return None
-    observation = describe_drift(kls)
     if free:
         return make_finding(
-            "kl_drift",
-            f"{observation} without a KL penalty, and the reward does not rise with it",
+            "kl_drift", f"{drift} without a KL penalty, and the reward does not rise with it"
         )
     return make_finding(
         "kl_drift",
-        f"{observation} under a KL penalty with k1 in the loss, which has no expected gradient on "
-        "policy",
+        f"{drift} under a KL penalty with k1 in the loss, which has no expected gradient on policy",
         "k1_in_loss",
     )
 
@@ -602,12 +595,12 @@ def check_stale_kl_reward(rows: Rows, facts: RunFacts) -> Finding | None:
     updates = list_values(select_recent_rows(rows), "optim/steps")
     if not (term.coefficient > 0 and term.estimator in ("k1", "k1+")) or not updates:
         return None
-    kls = find_drift(rows, facts)
-    if kls is None or median(updates) < MANY_UPDATES:
+    drift = find_drift(rows, facts)
+    if not drift or median(updates) < MANY_UPDATES:
         return None
     return make_finding(
         "stale_kl_reward",
-        f"{describe_drift(kls)} under k1 in the reward, which {median(updates):.0f} updates a "
+        f"{drift} under k1 in the reward, which {median(updates):.0f} updates a "
         "batch share; it is measured only before the first of them",
     )
 
@@ -706,12 +699,10 @@ def check_kl_collapse(rows: Rows, facts: RunFacts) -> Finding | None:
     if not (term.coefficient > 0 and term.estimator in ("k3", "k3+", "low_var_kl", "low_var_kl+")):
         return None
     rewards = list_values(sorted(rows, key=lambda r: r.get("step", 0)), "eval/heldout")
-    kls = find_drift(rows, facts)
+    observation = find_drift(rows, facts)
     if len(rewards) > 1 and rewards[-1] < max(rewards) / 2:
         observation = f"held-out reward fell to {rewards[-1]:.3f} from {max(rewards):.3f}"
-    elif kls is not None:
-        observation = describe_drift(kls)
-    else:
+    elif not observation:
         return None
     return make_finding(
         "kl_collapse",

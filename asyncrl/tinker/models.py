@@ -386,7 +386,7 @@ class ServedModel:
                     DropGradient(self.record.model) if outcome.error else self._parse_step(message)
                 )
             elif not outcome.error and call.route == "forward_backward":
-                decoded = self._decode_loss(message)
+                decoded = wire.parse_loss_call(message, self.config.losses.stable_reinforce)
                 lags = np.frombuffer(outcome.token_lags, "<i4")
                 splits = np.cumsum([datum.length for datum in decoded.data])[:-1]
                 data = [
@@ -412,15 +412,12 @@ class ServedModel:
 
     # ---- forward_backward ------------------------------------------------------------------------
 
-    def _decode_loss(self, message: pb.ForwardBackwardRequest) -> wire.LossCall:
-        return wire.parse_loss_call(message, self.config.losses.stable_reinforce)
-
     async def _compute_loss(self, message: pb.ForwardBackwardRequest) -> TrainingOutcome:
         """Compute a loss after measuring the lags of its tokens.
 
         Raises RequestRefused for tokens above the limit, and ConfigError for requests that are not
         served."""
-        decoded = self._decode_loss(message)
+        decoded = wire.parse_loss_call(message, self.config.losses.stable_reinforce)
         staleness = self.config.staleness
         lags: Counter[int] = Counter()
         sequences: list[str] = []

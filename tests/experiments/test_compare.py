@@ -26,7 +26,6 @@ from asyncrl.experiments.compare.analysis import (
     analyze,
     average_reference_kl,
     describe_data_difference,
-    format_findings,
     summarize,
 )
 from asyncrl.experiments.compare.grid import CellResult, make_warm_cell
@@ -393,7 +392,7 @@ def test_signs_of_warm_runs(tmp_path: Path) -> None:
     found = summarize(late, k1)["signs"]
     assert list(found) == ["out_of_distribution", "kl_drift"]
     assert [len(x) for x in found.values()] == [2, 2]
-    first, second = format_findings("late", found, 3)
+    first, second = page.list_signs([("late", {"signs": found, "seeds": 3})]).items
     assert first.startswith(
         "late: out_of_distribution in 2 of 3 runs: held-out reward rose from 0.400 to 0.900"
     )

@@ -54,17 +54,6 @@ def average_known(values: Iterable[float]) -> float:
 # ---- one run, or two -----------------------------------------------------------------------------
 
 
-def format_findings(arm: str, findings: Mapping[str, Sequence[str]], runs: int) -> list[str]:
-    """Format each health finding of an arm as a line.
-
-    The line has the number of affected runs and one of their messages.
-    """
-    return [
-        f"{arm}: {name} in {len(messages)} of {runs} runs: {messages[0]}"
-        for name, messages in findings.items()
-    ]
-
-
 def describe_data_difference(arm: CellResult, base: CellResult) -> str:
     """Describe how far the trained samples of two runs differ.
 

@@ -16,7 +16,7 @@ from typing import Any
 from asyncrl.config.tree import Config
 from asyncrl.contract.toml_writer import read_table
 from asyncrl.experiments.compare import verdict
-from asyncrl.experiments.compare.analysis import KL_BATCHES, Summary, format_findings
+from asyncrl.experiments.compare.analysis import KL_BATCHES, Summary
 from asyncrl.experiments.compare.arms import ArmDescription
 from asyncrl.experiments.compare.grid import CellResult
 from asyncrl.experiments.compare.verdict import average
@@ -126,11 +126,11 @@ def format_cells(result: Summary) -> list[list[str]]:
 
 
 def list_signs(summaries: Iterable[tuple[str, Summary]]) -> ListBlock:
-    """Return the health findings of every arm or cell."""
+    """Return a line for each health finding of an arm or cell, with one of its messages."""
     signs = [
-        line
+        f"{name}: {sign} in {len(messages)} of {summary['seeds']} runs: {messages[0]}"
         for name, summary in summaries
-        for line in format_findings(name, summary["signs"], summary["seeds"])
+        for sign, messages in summary["signs"].items()
     ]
     return ListBlock(signs, heading="Signs", id="signs")
 
