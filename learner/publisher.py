@@ -9,7 +9,7 @@ import math
 import re
 import shutil
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -173,13 +173,12 @@ class Publisher:
             else b""
         )
 
-    def list_held_versions(self, numbers: Iterable[int]) -> list[tuple[Label, str]]:
+    def list_held_versions(self, numbers: Container[int]) -> list[tuple[Label, str]]:
         """Return (label, digest) of the `numbers` that the ring holds."""
-        selected = set(numbers)
         return sorted(
             (label, digest)
             for label, digest in self.ring.list_labels().items()
-            if label.number in selected
+            if label.number in numbers
         )
 
     def close(self) -> None:

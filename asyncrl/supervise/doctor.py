@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,6 @@ from asyncrl.supervise.hosts import find_last_words, read_last_lines
 from asyncrl.supervise.report.advice import list_advice
 
 SHOWN = ("reward/mean", "eval/heldout", "lag/mean", "optim/grad_norm")
-
-
-def compute_deadline(config: Config, rows: Iterable[Mapping[str, Any]]) -> float:
-    """Return the seconds without a commit after which the run's next step is overdue.
-
-    rows: of its batches."""
-    settings = config.watchdog
-    watchdog = ProgressWatchdog(settings.multiple, settings.floor_s, settings.startup_s)
-    for count, row in enumerate(rows, 1):
-        watchdog.observe(count, count, row["t"])
-    return watchdog.deadline
 
 
 def describe_process(
@@ -117,6 +106,10 @@ def examine_run(config: Config, run_dir: Path, status: RunStatus | None) -> dict
         if status is not None and "learner" in status.peers
         else max((int(r["step"]) for r in rows), default=-1) + 1
     )
+    settings = config.watchdog
+    watchdog = ProgressWatchdog(settings.multiple, settings.floor_s, settings.startup_s)
+    for count, row in enumerate(rows, 1):
+        watchdog.observe(count, count, row["t"])
     path = run_dir / "metrics.jsonl"
     ended = status is None and rundir.is_finished(run_dir, config.learner.steps)
     return {
@@ -129,7 +122,7 @@ def examine_run(config: Config, run_dir: Path, status: RunStatus | None) -> dict
         "ended": ended,
         "committed": committed,
         "steps": config.learner.steps,
-        "deadline_s": compute_deadline(config, rows),
+        "deadline_s": watchdog.deadline,
         "processes": process_states,
         "waits": [wait._asdict() for wait in status.waits] if status is not None else [],
         "held_up": msgspec.to_builtins(status.held_up) if status is not None else None,

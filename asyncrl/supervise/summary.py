@@ -208,14 +208,14 @@ def find_judge_totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     >>> find_judge_totals(rows)
     {'requests': 3.0}
     """
-    last_row: Mapping[str, Any] = next(
-        (row for row in reversed(rows) if "judge/requests" in row), {}
-    )
-    return {
-        name.removeprefix("judge/"): float(value)
-        for name, value in last_row.items()
-        if name.startswith("judge/")
-    }
+    for row in reversed(rows):
+        if "judge/requests" in row:
+            return {
+                name.removeprefix("judge/"): float(value)
+                for name, value in row.items()
+                if name.startswith("judge/")
+            }
+    return {}
 
 
 def write(config: Config, run_dir: Path) -> dict[str, Any]:

@@ -91,9 +91,7 @@ class SamplePromise:
 
 
 class SamplerService:
-    """The samplers of a server and their requests.
-
-    remembered: number of samplers that stay usable; up to twice as many are stored."""
+    """The samplers of a server and their requests."""
 
     def __init__(
         self,
@@ -102,7 +100,6 @@ class SamplerService:
         link: WorkerLink,
         ledger: SequenceLedger,
         stop_tokens: Sequence[int],
-        remembered: int = REMEMBERED,
     ) -> None:
         """stop_tokens: the model's own stop tokens."""
         self.config = config
@@ -110,7 +107,7 @@ class SamplerService:
         self.ledger = ledger
         self.stop_tokens = stop_tokens
         self.vocabulary = read_vocabulary_size(config.model.path) or 1 << 31
-        self.remembered = remembered
+        self.remembered = REMEMBERED  # samplers that stay usable; up to twice as many are stored
         self.path = folder / "samplers.jsonl"
         records = [msgspec.convert(record, SamplerRecord) for record in jsonl.read(self.path)]
         self.samplers = {record.id: record for record in records}  # the one used last comes last

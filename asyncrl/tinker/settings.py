@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from asyncrl.algorithms.settings import Count, Positive, Seed
-from asyncrl.config import layers, load, rules
+from asyncrl.config import load, rules
 from asyncrl.config.tree import Config, LoraConfig
 
 
@@ -136,11 +136,6 @@ def check(config: TinkerConfig) -> list[str]:
 def read(path: str, sets: tuple[str, ...] = ()) -> TinkerConfig:
     """Load the config in `path` with `sets` applied.  Raises ConfigError as `load.load` does."""
     return load.load_as(load.ConfigSchema(TinkerConfig, check), path, sets)
-
-
-def build_schema() -> dict[str, Any]:
-    """Return the JSON schema of the config for editors."""
-    return layers.build_schema(TinkerConfig)
 
 
 def build_run_config(config: TinkerConfig, rank: int) -> Config:

@@ -112,7 +112,7 @@ class Recorder:
             return
         self.size_reported = True
         config = self.config
-        steps = self.config.learner.steps
+        steps = config.learner.steps
         batch_bytes = self.log.written / 3
         weight_count = (
             steps // config.record.weights_every if config.record.weights_every else 0

@@ -44,6 +44,12 @@ def render(config: Config, run_dir: Path) -> str:
         tags=["asyncrl", "reinforcement-learning", config.loss.surrogate],
     )
     lag = summary["lag"]
+    generated = max(summary["ledger"]["generated"], 1)
+    ledger = [
+        (name, f"{tokens:,.0f}", f"{tokens / generated:.2%}")
+        for name, tokens in summary["ledger"].items()
+        if tokens
+    ]
     blocks = [
         f"---\n{card.to_yaml()}\n---",
         f"# {run_dir.name}",
@@ -63,7 +69,7 @@ def render(config: Config, run_dir: Path) -> str:
         "percentile.",
         "## Ledger",
         "Where every generated token ended:",
-        _format_table(("line", "tokens", "share"), list_ledger(summary)),
+        _format_table(("line", "tokens", "share"), ledger),
         "## Config",
         f"```toml\n{(run_dir / 'config.toml').read_text(encoding='utf-8').strip()}\n```",
     ]
@@ -164,16 +170,6 @@ def list_settings(config: Config) -> list[tuple[str, str]]:
         "seed": str(config.seed),
     }
     return [(f"`{key}`", value) for key, value in values.items() if value]
-
-
-def list_ledger(summary: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Return a row for each line of the ledger that has tokens."""
-    total = max(summary["ledger"]["generated"], 1)
-    return [
-        (name, f"{tokens:,.0f}", f"{tokens / total:.2%}")
-        for name, tokens in summary["ledger"].items()
-        if tokens
-    ]
 
 
 def _format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
