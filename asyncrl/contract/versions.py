@@ -178,7 +178,7 @@ class PolicyTree:
             self._append_policy(policy, parent, is_direct=is_direct)
 
     def _append_policy(self, policy: int, parent: int, *, is_direct: bool = True) -> None:
-        """Index the newest policy for `_find_child`.
+        """Index the newest policy for `register`.
 
         is_direct: no policies between it and its parent were pruned."""
         sister = -1
