@@ -15,7 +15,7 @@ import msgspec
 
 from actors.gateway.chat import ChatFormat, find_parser
 from actors.gateway.environment_pool import EnvironmentPool
-from actors.gateway.environment_worker import EnvironmentEvent, EnvironmentOperation, Observation
+from actors.gateway.environment_worker import EnvironmentEvent, EnvironmentOperation
 from actors.gateway.refusals import CallRefused
 from actors.gateway.service import build_limits, compute_env_seed
 from actors.gateway.sessions import Session, SessionCall, SessionPlayers
@@ -174,13 +174,6 @@ class ModelPlayer:
 Player = HumanPlayer | ModelPlayer
 
 
-def format_observation(obs: Observation) -> str:
-    """Return an observation as text for a reader; messages with their roles."""
-    if isinstance(obs, str):
-        return obs
-    return "\n".join(f"[{message['role']}] {message.get('content') or ''}" for message in obs)
-
-
 def make_ticket(config: Config, index: int) -> Ticket:
     """Make a run's ticket for one sample of a training prompt."""
     own = config.generator
@@ -240,10 +233,13 @@ def play(config: Config, ticket: Ticket, player: Player) -> Iterator[PlayEvent]:
                     total_reward, score_parts = _score_answer(config, ticket, last_answer)
                 yield PlayEvent("ended", turn, f"cut: {error}", total_reward, parts | score_parts)
                 return
+            text = event.obs
+            if not isinstance(text, str):
+                text = "\n".join(f"[{m['role']}] {m.get('content') or ''}" for m in text)
             yield PlayEvent(
                 "asked",
                 turn,
-                format_observation(event.obs),
+                text,
                 event.reward,
                 event.parts,
                 tokens=tokens,

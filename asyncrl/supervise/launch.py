@@ -140,8 +140,13 @@ class Supervisor:
             if child.process is None or child.code is not None:
                 continue
             code = child.process.poll()
-            if child.leaving:
-                self.finish_scale_down(child, code)
+            if child.leaving and code is not None:
+                child.process.close()
+                self.children.remove(child)
+                self.say(f"{child.name} has left")
+            elif child.leaving:
+                if time.monotonic() - child.leaving > self.end_s:
+                    child.process.kill()
             elif code is not None:
                 child.code, child.ended_at = code, time.monotonic()
                 if code != 0 and not self.interrupts:
@@ -220,16 +225,6 @@ class Supervisor:
             if child.process is not None:
                 child.process.signal(signal.SIGTERM)
         return ""
-
-    def finish_scale_down(self, child: SupervisedProcess, code: int | None) -> None:
-        """Remove a generator that has left, and kill it if that takes longer than `end_s`."""
-        assert child.process is not None
-        if code is not None:
-            child.process.close()
-            self.children.remove(child)
-            self.say(f"{child.name} has left")
-        elif time.monotonic() - child.leaving > self.end_s:
-            child.process.kill()
 
     @property
     def is_ended(self) -> bool:

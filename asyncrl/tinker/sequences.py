@@ -81,15 +81,6 @@ def compute_fingerprint(tokens: bytes, logprobs: bytes) -> str:
     return xxhash.xxh3_64_hexdigest(tokens + logprobs)
 
 
-def find_uncertain_run(tokens: bytes, logprobs: bytes) -> tuple[str, int] | None:
-    """Return `SampledSequence.uncertain`."""
-    runs = find_runs(np.frombuffer(logprobs, "<f4") != 0)
-    if not runs or 4 * (runs[0][1] - runs[0][0]) == len(tokens):
-        return None
-    piece = slice(4 * runs[0][0], 4 * runs[0][1])
-    return compute_fingerprint(tokens[piece], logprobs[piece]), runs[0][0]
-
-
 @dataclass
 class ModelAncestry:
     """A branch of a model, and the branches it descends from, with their versions at that time.
@@ -161,9 +152,14 @@ class SequenceLedger:
 
     def record(self, id: str, model: str, version: int, tokens: bytes, logprobs: bytes) -> None:
         """Record a sampled sequence before its client receives it."""
+        uncertain = None
+        runs = find_runs(np.frombuffer(logprobs, "<f4") != 0)
+        if runs and 4 * (runs[0][1] - runs[0][0]) != len(tokens):
+            piece = slice(4 * runs[0][0], 4 * runs[0][1])
+            uncertain = compute_fingerprint(tokens[piece], logprobs[piece]), runs[0][0]
         sequence = SampledSequence(
             *(id, model, version, len(tokens) // 4, compute_fingerprint(tokens, logprobs)),
-            find_uncertain_run(tokens, logprobs),
+            uncertain,
             content=tokens + logprobs,
         )
         self.file.write(_build_row(sequence))
