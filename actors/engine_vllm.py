@@ -333,7 +333,102 @@ class ReferenceWeights:
             parameter.data = torch.empty(0, dtype=parameter.dtype)
 
 
-class VllmEngine:
+class ProbedEngine:
+    """The common part of vLLM's engines: versions by name, salted prompts, a probe of each version.
+
+    See `VllmEngine` for the arguments.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        slots: int,
+        context: int,
+        in_flight: str,
+        dtype: str,
+        published: str,
+        lora: LoraConfig | None,
+        kept_tokens: int | None,
+    ) -> None:
+        self.slots = slots
+        self.steps_made = 0
+        self.context = context
+        self.in_flight = in_flight
+        self.kept_tokens = kept_tokens
+        self.dtype = getattr(torch, dtype)
+        self.path = path
+        self.published = published or dtype
+        self.reference: ReferenceWeights | None = None  # built on first use
+        self.base = AdapterBase(load_policy(path, dtype, "cpu"), lora) if lora is not None else None
+        with pause_collection():
+            self.shape = load_text_config(path)
+        self.ids = list_probe_ids(self.shape)
+        self.layers = int(self.shape.num_hidden_layers)
+        self.label = Label(0, 0)
+        self.digest = ""
+        self.loads = 0
+        self.probes = 0
+
+    @property
+    def version(self) -> str:
+        """The name of the loaded version at vLLM."""
+        return f"{self.label.epoch}.{self.label.number}.{self.digest}"
+
+    def merge(
+        self, weights: Mapping[str, Any], probe: bytes
+    ) -> tuple[Mapping[str, Any], np.ndarray]:
+        """Return whole weights, and the log-probabilities that their probe must have."""
+        if self.base is not None:
+            merged = self.base.merge(weights, probe)
+            weights = {name: merged[name] for name in merged}
+            probe = b""  # an adapter's probe identifies its base, so logprobs are computed here
+        if probe:
+            return weights, np.frombuffer(probe, "<f4")
+        if self.reference is None:
+            self.reference = ReferenceWeights(self.path, self.published)
+        return weights, self.reference.compute_logprobs(weights)
+
+    def salt(self, group: Hashable, loads: int) -> str:
+        """Return the salt of a prompt's keys, which only requests of the same load share.
+
+        Where calls keep no keys, sharing is further limited to the request's group.
+        """
+        return str(loads) if self.kept_tokens != 0 else f"{loads}-{hash(group)}"
+
+    def check_probe(self, expected: np.ndarray, logprobs: Sequence[float]) -> None:
+        """Compare a probe.
+
+        Raises ProtocolError, which stops the run, when the engine computes with other weights.
+        """
+        measured = np.array(logprobs, np.float32)
+        limits = compute_probe_limits(expected, self.dtype, self.layers)
+        difference = np.abs(measured - expected)
+        worst = int(np.nan_to_num(difference / limits, nan=np.inf).argmax())
+        distance, limit = float(difference[worst]), float(limits[worst])
+        if not distance <= limit:  # also when it is not a number
+            raise ProtocolError(
+                f"vLLM does not compute with the weights it was given: after loading {self.label} "
+                f"(digest {self.digest}) the log-probabilities of the probe are {distance:.2g} "
+                f"nats off those that the learner published (limit {limit:.2g}); its swap does not "
+                "work for this model: use generator.engine = embedded"
+            )
+        self.probes = self.probes + 1
+
+    def build_spans(self, spans: Iterable[Any], born: Label) -> list[VersionSpan]:
+        """Build the version spans of an answer from vLLM's; born: the version it began under."""
+        built = []
+        for span in spans:
+            if span.end <= span.start:
+                continue
+            epoch, number, digest = span.version.split(".")
+            label = Label(int(epoch), int(number))
+            keys = label if self.in_flight == "recompute_kv" else born
+            built.append(VersionSpan(label, digest, span.start, span.end, keys))
+        return built
+
+
+class VllmEngine(ProbedEngine):
     """See `actors.engine.Engine`. Raises ConfigError when vLLM refuses the model.
 
     path: a Hugging Face directory. kv_bytes: memory for keys and values; 0: as much as slots x
@@ -365,24 +460,20 @@ class VllmEngine:
     ) -> None:
         if reason := explain_missing("vllm"):
             raise ConfigError(f"generator.engine = vllm: {reason}")
-        self.slots = slots
-        self.steps_made = 0
-        self.context = context
-        self.in_flight = in_flight
-        self.kept_tokens = kept_tokens
+        super().__init__(
+            path,
+            slots=slots,
+            context=context,
+            in_flight=in_flight,
+            dtype=dtype,
+            published=published,
+            lora=lora,
+            kept_tokens=kept_tokens,
+        )
         self.hits = self.reused = self.encoded = 0  # prompts with kept keys; tokens
-        self.dtype = getattr(torch, dtype)
-        self.path = path
-        self.published = published or dtype
-        self.reference: ReferenceWeights | None = None  # built on first use
-        self.base = AdapterBase(load_policy(path, dtype, "cpu"), lora) if lora is not None else None
-        with pause_collection():
-            shape = load_text_config(path)
-        self.ids = list_probe_ids(shape)
-        self.layers = int(shape.num_hidden_layers)
         self.llm = start(
             path,
-            shape,
+            self.shape,
             slots=slots,
             context=context,
             dtype=dtype,
@@ -397,10 +488,6 @@ class VllmEngine:
         self.requests: dict[str, tuple[CompletionRequest, Label]] = {}
         self.expected: np.ndarray | None = None  # logprobs of the running probe
         self.unprobed: deque[Completion] = deque()  # completions that wait for the probe
-        self.label = Label(0, 0)
-        self.digest = ""
-        self.loads = 0
-        self.probes = 0
 
     # ---- the protocol ----------------------------------------------------------------------------
 
@@ -411,17 +498,7 @@ class VllmEngine:
     def load(
         self, weights: Mapping[str, Any], label: Label, digest: str, probe: bytes = b""
     ) -> None:
-        if self.base is not None:
-            merged = self.base.merge(weights, probe)
-            weights = {name: merged[name] for name in merged}
-            probe = b""  # an adapter's probe identifies its base, so logprobs are computed here
-        if not probe and self.reference is None:
-            self.reference = ReferenceWeights(self.path, self.published)
-        expected = (
-            np.frombuffer(probe, "<f4")
-            if probe or self.reference is None
-            else self.reference.compute_logprobs(weights)
-        )
+        weights, expected = self.merge(weights, probe)
         reasons = self.llm.collective_rpc("asyncrl_load", args=(weights,))
         if reasons and reasons[0] and not self.loads:
             print(
@@ -436,7 +513,7 @@ class VllmEngine:
         self.label = label
         self.digest = digest
         self.loads = self.loads + 1
-        self.llm.set_weight_version(f"{label.epoch}.{label.number}.{digest}")
+        self.llm.set_weight_version(self.version)
         self.expected = expected
         settings = make_sampling_params(max_tokens=1, temperature=0.0, prompt_logprobs=0)
         self.llm.add_request(
@@ -477,7 +554,12 @@ class VllmEngine:
                 if not output.finished:
                     continue
                 if output.request_id.startswith(PROBE):
-                    self._check_probe(output)
+                    assert self.expected is not None
+                    positions = output.prompt_logprobs[1:]
+                    self.check_probe(
+                        self.expected, [next(iter(x.values())).logprob for x in positions]
+                    )
+                    self.expected = None
                 elif output.request_id in self.requests:
                     self.unprobed.append(self._build_completion(output))
             if self.expected is None:
@@ -542,39 +624,10 @@ class VllmEngine:
         return "-".join(map(str, parts))
 
     def _build_prompt(self, ids: list[int], group: Hashable) -> dict[str, Any]:
-        """Build a prompt whose keys are shared only between requests of the same load.
-
-        Where calls keep no keys, sharing is further limited to the request's group.
-        """
-        salt = str(self.loads) if self.kept_tokens != 0 else self._join_id(self.loads, hash(group))
-        return {"prompt_token_ids": ids, "cache_salt": salt}
+        return {"prompt_token_ids": ids, "cache_salt": self.salt(group, self.loads)}
 
     def _drop(self, names: list[str]) -> None:
         self.llm.abort_request(names)
-
-    def _check_probe(self, output: Any) -> None:
-        """Compare a finished probe.
-
-        Raises ProtocolError, which stops the run, when the engine computes with other weights.
-        """
-        assert self.expected is not None
-        measured = np.array(
-            [next(iter(position.values())).logprob for position in output.prompt_logprobs[1:]],
-            np.float32,
-        )
-        limits = compute_probe_limits(self.expected, self.dtype, self.layers)
-        difference = np.abs(measured - self.expected)
-        worst = int(np.nan_to_num(difference / limits, nan=np.inf).argmax())
-        distance, limit = float(difference[worst]), float(limits[worst])
-        if not distance <= limit:  # also when it is not a number
-            raise ProtocolError(
-                f"vLLM does not compute with the weights it was given: after loading {self.label} "
-                f"(digest {self.digest}) the log-probabilities of the probe are {distance:.2g} "
-                f"nats off those that the learner published (limit {limit:.2g}); its swap does not "
-                "work for this model: use generator.engine = embedded"
-            )
-        self.expected = None
-        self.probes = self.probes + 1
 
     def _build_completion(self, output: Any) -> Completion:
         request, born = self.requests.pop(output.request_id)
@@ -582,20 +635,12 @@ class VllmEngine:
         self.hits += output.num_cached_tokens > 0
         self.reused += output.num_cached_tokens
         self.encoded += len(request.prompt) - output.num_cached_tokens
-        spans = []
-        for span in response.weight_versions:
-            if span.end <= span.start:
-                continue
-            epoch, number, digest = span.version.split(".")
-            label = Label(int(epoch), int(number))
-            keys = label if self.in_flight == "recompute_kv" else born
-            spans.append(VersionSpan(label, digest, span.start, span.end, keys))
         return Completion(
             request.key,
             request.prompt,
             np.array(response.token_ids, np.int32),
             np.array(response.logprobs.logprobs, np.float32),
-            spans,
+            self.build_spans(response.weight_versions, born),
             find_finish(request, response.token_ids[-1]),
             support=self.recorder.end(output.request_id, len(response.token_ids)),
         )
@@ -635,6 +680,24 @@ class PlaceholderModule(ModuleType):
         return getattr(importlib.import_module(self.NAME), name)
 
 
+def get_head_size(shape: Any) -> int:
+    """Return the dimensions of a head."""
+    size: int = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    return size
+
+
+def count_token_bytes(shape: Any, dtype: str) -> int:
+    """Return the bytes of a token's keys and values."""
+    heads: int = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+    numbers: int = 2 * shape.num_hidden_layers * heads * get_head_size(shape)
+    return numbers * (4 if dtype == "float32" else 2)
+
+
+def count_blocks(slots: int, context: int, kept_tokens: int) -> int:
+    """Return the blocks of keys and values that so many samples, and a probe, need."""
+    return (slots + 1) * -(-context // BLOCK) + -(-kept_tokens // BLOCK) + 16
+
+
 def start(
     path: str,
     shape: Any,
@@ -657,9 +720,7 @@ def start(
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
-    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
-    head = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-    token = 2 * shape.num_hidden_layers * heads * head * (4 if dtype == "float32" else 2)
+    head = get_head_size(shape)
     if cpu:
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
@@ -668,7 +729,7 @@ def start(
                 f"model.path: {path} has {head} dimensions a head; vLLM on a CPU has kernels for "
                 f"{', '.join(map(str, sizes))}: use generator.engine = embedded"
             )
-    blocks = (slots + 1) * -(-context // BLOCK) + -(-kept_tokens // BLOCK) + 16
+    blocks = count_blocks(slots, context, kept_tokens)
     args = EngineArgs(
         model=str(path),
         tokenizer=str(path),
@@ -679,7 +740,7 @@ def start(
         max_num_seqs=slots + 1,
         max_num_batched_tokens=max(2048, context),
         block_size=BLOCK,
-        kv_cache_memory_bytes=kv_bytes or blocks * BLOCK * token,
+        kv_cache_memory_bytes=kv_bytes or blocks * BLOCK * count_token_bytes(shape, dtype),
         # only a check at the start, because the cache has a fixed size: the learner may share the
         # GPU
         gpu_memory_utilization=0.05,

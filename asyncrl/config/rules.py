@@ -659,7 +659,7 @@ def _check_engine(config: Config) -> Iterator[str]:
             "generator.gpus); use auto"
         )
     for key in sorted({key for info in ENGINES.values() for key in info.settings}):
-        is_on = getattr(config.generator, key) not in (0, "none")
+        is_on = getattr(config.generator, key) not in (0, "none", "", [])
         if is_on and key not in engine.settings:
             owners = " or ".join(name for name, info in ENGINES.items() if key in info.settings)
             yield (

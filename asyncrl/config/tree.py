@@ -295,6 +295,16 @@ class GeneratorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     kv_cache_mib: Count = 0
     """vLLM: memory for keys and values, in MiB. 0: as much as slots x context and, with sessions,
     prefix_cache_tokens need."""
+    servers: list[Annotated[str, Meta(pattern="^https?://")]] = []
+    """vLLM's server: addresses of running servers, such as "http://10.0.0.7:8000". Empty: the
+    generator starts its own on this machine."""
+    own_servers: Count = 0
+    """vLLM's server: how many the generator starts. 0: one, or none beside `servers`."""
+    tensor_parallel: Count = 0
+    """vLLM's server: GPUs that divide each of the generator's own servers. 0: one."""
+    weights_dir: str = ""
+    """vLLM's server: directory for the file by which servers get new weights; each must be able to
+    read it. Empty: this machine's shared memory, which servers elsewhere cannot read."""
     threads: Positive = 1
     """OpenMP threads of each generator process."""
     gpus: list[Count] = []

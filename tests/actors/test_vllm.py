@@ -12,7 +12,6 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -470,11 +469,9 @@ def test_how_far_a_probe_may_be_off_by_type_depth_and_likelihood() -> None:
 
     def check(off: np.ndarray, dtype: torch.dtype, layers: int) -> int:
         engine = VllmEngine.__new__(VllmEngine)
-        engine.dtype, engine.layers, engine.expected = dtype, layers, published
+        engine.dtype, engine.layers = dtype, layers
         engine.label, engine.digest, engine.probes = Label(1, 2), "d", 0
-        found = [{0: SimpleNamespace(logprob=x)} for x in published + off]
-        engine._check_probe(SimpleNamespace(prompt_logprobs=[None, *found]))
-        assert engine.expected is None
+        engine.check_probe(published, (published + off).tolist())
         return engine.probes
 
     assert check(rounded, torch.bfloat16, 30) == 1
@@ -641,7 +638,7 @@ def test_engines_command() -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     rows = {r["name"]: r for r in json.loads(done.stdout.strip().splitlines()[-1])["engines"]}
-    assert rows.keys() == {"embedded", "vllm", "torch", "deepspeed"}
+    assert rows.keys() == {"embedded", "vllm", "vllm-serve", "torch", "deepspeed"}
     assert all(r["works"] and not r["why"] for r in rows.values())
     assert rows["vllm"]["version"] == ENGINES["vllm"].pinned
     assert rows["vllm"]["setting"] == 'generator.engine = "vllm"'

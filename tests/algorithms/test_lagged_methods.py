@@ -316,8 +316,9 @@ def test_a_method_is_an_arm_by_its_name(name: str) -> None:
     arm = arms.parse_arm(name)
     assert arm.sets == arms.CORRECTIONS[name][1]
     other, plain = arms.Arm("other", ["learner.lr=0.1"]), arms.Arm("plain", [])
-    found = grid.resolve("configs/rle.toml", [], [other, arm])
-    same = grid.resolve("configs/rle.toml", [], [other, plain])["plain"]
+    sets = ["weights.slots=8"]  # max_lag + 2 is what the sampling version needs
+    found = grid.resolve("configs/rle.toml", sets, [other, arm])
+    same = grid.resolve("configs/rle.toml", sets, [other, plain])["plain"]
     assert (found[name] == same) == (name in ("configured", "ppo"))
 
 

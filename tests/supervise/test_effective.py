@@ -53,13 +53,6 @@ def test_what_is_trained_again_and_the_time_of_the_restart_are_lost() -> None:
     assert found["tokens_per_s_undisturbed"] == 10.0
 
 
-def test_a_run_with_nothing_to_compare_with_is_refused() -> None:
-    with pytest.raises(ValueError, match="fewer than two batches"):
-        measure(steady(1), [], 0.0, 10.0)
-    with pytest.raises(ValueError, match="nothing was trained undisturbed"):
-        measure(steady(3), [Kill("buffer", "any", 0.0, 15.0, 1.0)], 0.0, 20.0)
-
-
 def test_two_kills_of_a_real_run(sort_model: Path) -> None:
     """The supervisor's, whose run is resumed, then the learner's in a step."""
     words = ["--quick", "--json", "--seed", "1", "--model", str(sort_model)]

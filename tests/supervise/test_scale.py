@@ -13,7 +13,7 @@ import pytest
 from process_kit import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))  # last: benchmarks/learner.py must not hide the package
-from lib import crowd_of_peers, rounds
+from lib import crowd_of_peers
 from lib.crowd_of_peers import GROUPS, SIZE, Crowd
 
 BATCH = GROUPS * SIZE
@@ -74,29 +74,3 @@ def test_a_crowd_delivers_as_many_tokens_as_it_is_told(tmp_path: Path) -> None:
         crowd.end()
     tokens = [sum(row["lags"].values()) for row in map(json.loads, rows) if "lags" in row]
     assert tokens and set(tokens) == {24 * BATCH}
-
-
-def test_the_share_of_the_buffer(
-    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A real engine, which samples every token; the buffer's time is given."""
-    asked = []
-
-    def stand_in(
-        work: Path, many: int, lag: int, batches: int, pace: float, tokens: int
-    ) -> tuple[crowd_of_peers.Measured, int]:
-        asked.append((many, lag, batches, pace, tokens))
-        return crowd_of_peers.Measured(1e3, 7.0 * many, []), 0
-
-    monkeypatch.setattr(bench, "LONG", 12)
-    monkeypatch.setattr(bench, "over_sockets", stand_in)
-    monkeypatch.setattr(rounds, "quiet", lambda n, one: [one(number) for number in range(n)])
-    goals, details = bench.share(tmp_path, 2, 3, (10, 100), 4)
-    assert asked == [(10, bench.LAG, 3, 0.0, 12), (100, bench.LAG, 3, 0.0, 12)] * 2
-    engines = [row["engine"] for row in details["us_a_long_trajectory"]]
-    assert len(engines) == 2 and min(engines) > 0
-    for goal, us in zip(goals, (70.0, 700.0), strict=True):
-        mean = sum(100 * us / engine for engine in engines) / 2
-        assert goal["value"] == pytest.approx(mean, rel=1e-3, abs=1e-4)
-        assert goal["goal"] == "<= 1" and goal["met"] == (goal["value"] <= 1)
-        assert "12 tokens" in goal["figure"]

@@ -77,31 +77,6 @@ def test_the_relay_hands_on_everything_and_cuts_the_connection_that_carried_so_m
     asyncio.run(both())
 
 
-@pytest.mark.parametrize(
-    ("broken", "word"),
-    [
-        ({}, ""),
-        ({"lags": {"3": 1}}, "lag 3"),
-        ({"batch": 0}, "trained batches"),
-        ({"trajectories": 31}, "31 trajectories"),
-        ({"ledger": {"generated": 9, "trained": 8}}, "does not sum"),
-        ({"ledger": {"generated": 0}}, "does not sum"),
-    ],
-)
-def test_a_run_that_is_wrong_is_found(
-    bench: Any, tmp_path: Path, broken: dict[str, Any], word: str
-) -> None:
-    rows = [{"batch": 0, "lags": {"0": 1}}, {"batch": 1, "lags": {"2": 1}}]
-    rows[1] |= {name: broken[name] for name in ("batch", "lags") if name in broken}
-    summary = {"trajectories": 32, "ledger": {"generated": 9, "trained": 7, "orphaned": 2}}
-    summary |= {name: broken[name] for name in summary if name in broken}
-    run = bench.Run(None, tmp_path, Shape(), [])
-    run.run_dir.mkdir()
-    (run.run_dir / "trained.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (run.run_dir / "buffer_summary.json").write_text(json.dumps(summary))
-    assert len(found := run.wrong(2)) == bool(word) and all(word in each for each in found)
-
-
 def test_where_no_namespaces_can_be_made_it_says_so(
     bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

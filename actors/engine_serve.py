@@ -1,0 +1,543 @@
+"""vLLM's own servers behind the engine interface: requests over HTTP, weights by a file.
+
+The generator process stays thin: tickets, rewards and delivery.  Each completion is one streamed
+request for tokens at the server with the fewest.  A new version pauses every server between two of
+its steps, is read from a safetensors file (actors/vllm_transfer.py), named, and probed as the
+engine inside this process is (`ProbedEngine`).  vLLM names the version of every token.  A server
+that ends, hangs or answers with another version gets no requests until it has the current weights
+again; its unfinished requests go to the others, and their lost tokens count as sampled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import msgspec
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from actors.engine import (
+    Completion,
+    CompletionRequest,
+    Key,
+    PromptScores,
+    find_finish,
+    require_room,
+)
+from actors.engine_vllm import (
+    BLOCK,
+    CPU_SETTINGS,
+    ProbedEngine,
+    count_blocks,
+    count_token_bytes,
+    derive_seeds,
+)
+from asyncrl.config.engines import ENGINES
+from asyncrl.config.tree import Config
+from asyncrl.contract.errors import AsyncrlError, ConfigError, PeerUnreachable
+from asyncrl.contract.versions import Label
+from asyncrl.models.installed import explain_missing
+from asyncrl.models.policy import load_text_config
+
+SILENT_S = 300.0  # without a byte: longer than the longest update, during which answers wait
+START_S = 900.0  # until a server of our own answers
+CONNECT_S = 60.0  # until another's does
+RETRY_S = 2.0  # between two attempts to reach a lost server
+RESTARTS = 3  # of a server of our own
+STEP_S = 0.05  # the longest wait of a step
+STREAMED = 8  # tokens in a message
+EXTENSION = "actors.vllm_transfer.FileTransferExtension"
+SETTINGS = {
+    "VLLM_SERVER_DEV_MODE": "1",  # opens the routes for weights
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",
+}
+# vLLM's processes outlive one that is killed: all end with this process, and with the server
+TOGETHER = """exec 3<&0
+(cat <&3 >/dev/null; kill -KILL 0) &
+"$@" </dev/null
+echo "exit code $?" >&2
+kill -KILL 0"""
+
+
+class Span(msgspec.Struct, frozen=True):
+    """The tokens start..end-1 of an answer, and the version that sampled them."""
+
+    version: str
+    start: int
+    end: int
+
+
+class ServerLost(Exception):
+    """A server ended, hangs, or does not do what was asked of it."""
+
+
+class LiveRequest:
+    """A request between `add` and its completion."""
+
+    def __init__(self, request: CompletionRequest, seed: int) -> None:
+        self.request = request
+        self.seed = seed
+        self.lost = 0  # tokens of attempts whose server was lost
+        self.born = Label(0, 0)  # the version under which its prompt was sent
+        self.clear()
+        self.task: asyncio.Task[None] | None = None
+
+    def cancel(self) -> None:
+        """Close its connection, so that the server aborts it."""
+        if self.task is not None:
+            self.task.cancel()
+
+    def clear(self) -> None:
+        """Begin a new attempt."""
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.spans: list[Span] = []
+
+
+class Server:
+    """A vLLM server; command: of one that this process starts."""
+
+    def __init__(self, url: str, command: Sequence[str] = (), gpus: Sequence[int] = ()) -> None:
+        self.url = url
+        self.command = command
+        self.settings = CPU_SETTINGS | SETTINGS
+        if gpus:
+            self.settings["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        self.process: subprocess.Popen[bytes] | None = None
+        self.starts = 0
+        self.log = tempfile.TemporaryFile() if command else None
+        self.live = 0
+        self.version = ""  # of its weights, as it was probed; "": it gets no requests
+        self.label = Label(0, 0)
+        self.loads = 0  # of the engine, when it got them
+        self.given: set[str] = set()  # all versions that it got
+        self.is_lost = False
+        self.lock = asyncio.Lock()  # of an update
+
+    def start(self) -> None:
+        """Start a server of our own, unless it runs or has ended too often."""
+        if self.command and (self.process is None or self.process.poll() is not None):
+            if self.starts > RESTARTS:
+                raise PeerUnreachable(self.explain_end())
+            self.starts += 1
+            self.process = subprocess.Popen(
+                ["sh", "-c", TOGETHER, "sh", *self.command],
+                stdin=subprocess.PIPE,
+                stdout=self.log,
+                stderr=self.log,
+                env=os.environ | self.settings,
+                start_new_session=True,
+            )
+
+    def explain_end(self) -> str:
+        """Say how a server of our own has ended; "": it has not."""
+        if self.process is None or self.process.poll() is None or self.log is None:
+            return ""
+        size = self.log.seek(0, os.SEEK_END)
+        self.log.seek(max(0, size - 4000))
+        lines = self.log.read().decode("utf-8", "replace").strip().splitlines()
+        return (
+            f"the vLLM server at {self.url} ended: "
+            f"{' | '.join(line.strip() for line in lines[-2:]) or 'it said nothing'}"
+        )
+
+
+class ServeEngine(ProbedEngine):
+    """See `actors.engine.Engine`. Raises ConfigError for a server that cannot be used."""
+
+    def __init__(self, config: Config) -> None:
+        settings = config.generator
+        super().__init__(
+            config.model.path,
+            slots=settings.slots,
+            context=settings.context,
+            in_flight=config.weights.in_flight,
+            dtype=config.model.dtype if settings.dtype == "same" else settings.dtype,
+            published=config.model.dtype,
+            lora=config.lora if config.lora.rank else None,
+            kept_tokens=settings.prefix_cache_tokens if config.uses_sessions else None,
+        )
+        self.servers = (
+            [Server(url.rstrip("/")) for url in settings.servers]
+            if settings.servers
+            else [make_own_server(config, index) for index in range(settings.own_servers or 1)]
+        )
+        names = " ".join(f"{name}={value}" for name, value in SETTINGS.items())
+        self.hint = f"{names} {shlex.join(build_command(config, 8000))}"
+        shared = Path("/dev/shm")
+        folder = settings.weights_dir or (str(shared) if shared.is_dir() else None)
+        self.folder = tempfile.TemporaryDirectory(prefix="asyncrl-weights-", dir=folder)
+        self.file: Path | None = None  # the loaded weights
+        self.expected = np.zeros(0, np.float32)  # log-probabilities of their probe
+        self.revivals: set[asyncio.Task[None]] = set()
+        self.readied = asyncio.Event()  # a server has become ready
+        self.requests: dict[Key, LiveRequest] = {}
+        self.finished: queue.SimpleQueue[LiveRequest | Exception] = queue.SimpleQueue()
+        self.client = httpx2.AsyncClient(
+            headers={"content-type": "application/json"},
+            timeout=httpx2.Timeout(SILENT_S, connect=30.0, pool=None),
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=settings.slots),
+        )
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, name="vllm-servers", daemon=True).start()
+        self._for_each(self._connect)
+
+    def _for_each(self, act: Callable[[Server], Awaitable[None]]) -> None:
+        """Do something with all servers that are not lost, at once."""
+
+        async def act_on_all() -> None:
+            await asyncio.gather(*(act(server) for server in self.servers if not server.is_lost))
+
+        asyncio.run_coroutine_threadsafe(act_on_all(), self.loop).result()
+
+    # ---- the protocol ----------------------------------------------------------------------------
+
+    @property
+    def active(self) -> int:
+        return len(self.requests)
+
+    def load(
+        self, weights: Mapping[str, Any], label: Label, digest: str, probe: bytes = b""
+    ) -> None:
+        weights, self.expected = self.merge(weights, probe)
+        old = self.file
+        self.label, self.digest, self.loads = label, digest, self.loads + 1
+        self.file = Path(self.folder.name) / f"{self.version}.safetensors"
+        save_file({name: tensor.cpu().contiguous() for name, tensor in weights.items()}, self.file)
+        self._for_each(self._update)
+        if old is not None and old != self.file:
+            old.unlink()
+
+    def add(self, requests: Iterable[CompletionRequest]) -> None:
+        requests = list(requests)
+        for request, seed in zip(requests, derive_seeds(requests), strict=True):
+            require_room(request, self.context)
+            live = self.requests[request.key] = LiveRequest(request, seed)
+            self.loop.call_soon_threadsafe(self._begin, live)
+
+    def step(self, steps: int = 8) -> list[Completion]:
+        """Wait a moment for answers, and return the completions that have ended."""
+        completions = []
+        timeout = STEP_S
+        while self.requests:
+            try:
+                ended = self.finished.get(timeout=timeout)
+            except queue.Empty:
+                break
+            timeout = 0.0
+            if isinstance(ended, Exception):
+                raise ended
+            if self.requests.get(ended.request.key) is ended:
+                completions.append(self._build_completion(ended))
+        self.steps_made += 1
+        return completions
+
+    def score(self, prompts: Sequence[np.ndarray], most_likely: int = 1) -> list[PromptScores]:
+        raise ConfigError(
+            "generator.engine = vllm-serve does not score prompts; set generator.engine = embedded"
+        )
+
+    def abort(self, keys: Iterable[Key]) -> dict[Key, int]:
+        counts = self.count_tokens()
+        aborted = [self.requests.pop(key) for key in set(keys) & self.requests.keys()]
+        for live in aborted:
+            self.loop.call_soon_threadsafe(live.cancel)
+        return {live.request.key: counts[live.request.key] for live in aborted}
+
+    def count_tokens(self) -> dict[Key, int]:
+        return {key: live.lost + len(live.tokens) for key, live in self.requests.items()}
+
+    def collect_metrics(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        """End the servers of our own, and forget the weights."""
+        for server in self.servers:
+            if server.process is not None and server.process.stdin is not None:
+                server.process.stdin.close()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.folder.cleanup()
+
+    # ---- requests --------------------------------------------------------------------------------
+
+    def _begin(self, live: LiveRequest) -> None:
+        live.task = self.loop.create_task(self._complete(live))
+
+    async def _complete(self, live: LiveRequest) -> None:
+        """Ask servers until one has answered whole."""
+        try:
+            while True:
+                while not (ready := [server for server in self.servers if server.version]):
+                    self.readied.clear()
+                    await self.readied.wait()
+                server = min(ready, key=lambda server: server.live)
+                server.live += 1
+                try:
+                    await self._stream(server, live)
+                    break
+                except (ServerLost, httpx2.TransportError, msgspec.DecodeError) as error:
+                    live.lost += len(live.tokens)
+                    live.clear()
+                    self._lose(server, error)
+                finally:
+                    server.live -= 1
+            self.finished.put(live)
+        except Exception as error:
+            self.finished.put(error)
+
+    async def _stream(self, server: Server, live: LiveRequest) -> None:
+        request = live.request
+        live.born = server.label
+        body = {
+            "token_ids": request.prompt.tolist(),
+            "cache_salt": self.salt(request.group, server.loads),
+            "stream": True,
+            "sampling_params": {
+                "max_tokens": request.max_new_tokens,
+                "temperature": request.temperature,
+                "top_p": request.top_p,
+                "top_k": request.top_k,
+                "stop_token_ids": list(request.stop),
+                "logprobs": 0,
+                "seed": live.seed,
+                "ignore_eos": True,
+                "detokenize": False,
+            },
+        }
+        url = f"{server.url}/inference/v1/generate"
+        async with self.client.stream("POST", url, content=msgspec.json.encode(body)) as response:
+            if response.status_code != 200:
+                await response.aread()
+                raise_for_answer(server, response)
+            async for line in response.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                for choice in msgspec.json.decode(line[6:])["choices"]:
+                    live.tokens += choice.get("token_ids") or ()
+                    logprobs = choice.get("logprobs") or {"content": ()}
+                    live.logprobs += [token["logprob"] for token in logprobs["content"]]
+                    if spans := choice.get("weight_versions"):
+                        live.spans = msgspec.convert(spans, list[Span])
+        covered = [end for span in live.spans for end in (span.start, span.end)]
+        is_whole = (
+            live.tokens
+            and len(live.logprobs) == len(live.tokens)
+            and [0, *covered[1::2]] == [*covered[::2], len(live.tokens)]
+        )
+        if not is_whole:
+            raise ServerLost(f"an answer of {len(live.tokens)} tokens was cut off")
+        if any(span.version not in server.given for span in live.spans):
+            versions = ", ".join(sorted({span.version for span in live.spans}))
+            raise ServerLost(f"it sampled with weights that it was not given: {versions}")
+
+    def _build_completion(self, live: LiveRequest) -> Completion:
+        request = self.requests.pop(live.request.key).request
+        return Completion(
+            request.key,
+            request.prompt,
+            np.array(live.tokens, np.int32),
+            np.array(live.logprobs, np.float32),
+            self.build_spans(live.spans, live.born),
+            find_finish(request, live.tokens[-1]),
+        )
+
+    # ---- servers ---------------------------------------------------------------------------------
+
+    async def _call(self, server: Server, path: str, body: Any = None) -> Any:
+        """Call a route of a server, GET without a body, else POST, and return its answer."""
+        data = None if body is None else msgspec.json.encode(body)
+        method = "GET" if body is None else "POST"
+        response = await self.client.request(method, server.url + path, content=data)
+        raise_for_answer(server, response)
+        return msgspec.json.decode(response.content or b"null")
+
+    async def _generate(self, server: Server, tokens: list[int], **sampling: Any) -> Any:
+        """Sample one token behind `tokens`."""
+        sampling = {"max_tokens": 1, "logprobs": 0, "detokenize": False} | sampling
+        body = {"token_ids": tokens, "sampling_params": sampling}
+        return await self._call(server, "/inference/v1/generate", body)
+
+    async def _connect(self, server: Server) -> None:
+        """Wait for a server, and check that it can do what is needed."""
+        server.start()
+        deadline = time.monotonic() + (START_S if server.command else CONNECT_S)
+        while True:
+            try:
+                await self._call(server, "/health")
+                break
+            except (httpx2.TransportError, ServerLost) as error:
+                if ended := server.explain_end():
+                    raise (ServerLost if server.given else PeerUnreachable)(ended) from error
+                if time.monotonic() > deadline:
+                    raise PeerUnreachable(
+                        f"generator.servers: no vLLM server answers at {server.url} "
+                        f"({type(error).__name__} {error}); start it with: {self.hint}"
+                    ) from error
+                await asyncio.sleep(0.5)
+        try:
+            version = (await self._call(server, "/version"))["version"]
+            needed = ENGINES["vllm"].pinned
+            if not version.startswith(needed):
+                raise ConfigError(
+                    f"generator.servers: {server.url} is vLLM {version}; asyncrl needs {needed}"
+                )
+            answer = await self._generate(server, self.ids[:1], temperature=1.0, top_k=1)
+            if answer["choices"][0]["logprobs"]["content"][0]["logprob"] != 0.0:
+                raise ConfigError(
+                    f"generator.servers: {server.url} gives log-probabilities of before the "
+                    "temperature; start it with --logprobs-mode processed_logprobs"
+                )
+            await self._call(server, "/init_weight_transfer_engine", {"init_info": {}})
+        except (ServerLost, msgspec.DecodeError, KeyError, TypeError) as error:
+            if server.given:  # it was right before
+                raise ServerLost(str(error)) from error
+            raise ConfigError(
+                f"generator.servers: {server.url} is no vLLM server that takes weights: {error}; "
+                f"start it with: {self.hint}"
+            ) from error
+
+    async def _update(self, server: Server) -> None:
+        """Give a server the loaded weights, if it lacks them, and probe it."""
+        async with server.lock:
+            while server.version != self.version:
+                server.version = ""  # requests for it wait
+                version, label, loads = self.version, self.label, self.loads
+                expected, path = self.expected, str(self.file)
+                # without its cache, a server reads the tokens of running requests again
+                clear = "false" if self.in_flight == "keep_kv" else "true"
+                try:
+                    await self._call(server, f"/pause?mode=keep&clear_cache={clear}", {})
+                    await self._call(server, "/start_weight_update", {})
+                    await self._call(server, "/update_weights", {"update_info": {"path": path}})
+                    server.given.add(version)
+                    await self._call(server, "/finish_weight_update", {"weight_version": version})
+                    await self._call(server, "/resume", {})
+                    answer = await self._generate(
+                        server, self.ids, temperature=0.0, prompt_logprobs=0
+                    )
+                    positions = filter(None, answer["prompt_logprobs"])
+                    scores = [next(iter(x.values()))["logprob"] for x in positions]
+                except (ServerLost, httpx2.TransportError, msgspec.DecodeError) as error:
+                    if not server.given and not isinstance(error, httpx2.TransportError):
+                        raise ConfigError(
+                            f"generator.servers: {server.url} cannot take the weights of "
+                            f"model.path = {self.path}: {error}"
+                        ) from error
+                    if server.is_lost:
+                        raise
+                    self._lose(server, error)
+                    return
+                self.check_probe(expected, scores)
+                server.version, server.label, server.loads = version, label, loads
+                self.readied.set()
+
+    def _lose(self, server: Server, error: Exception) -> None:
+        """Give a server no requests until it has the loaded weights again."""
+        server.version = ""
+        if not server.is_lost:
+            server.is_lost = True
+            why = server.explain_end() or f"{type(error).__name__}: {error}"
+            print(
+                f"generator: the vLLM server at {server.url} is lost, its requests wait for "
+                f"another or for its return: {why}",
+                file=sys.stderr,
+                flush=True,
+            )
+            self.revivals.add(self.loop.create_task(self._revive(server)))
+
+    async def _revive(self, server: Server) -> None:
+        """Bring a lost server back."""
+        try:
+            while server.is_lost:
+                await asyncio.sleep(RETRY_S)
+                try:
+                    await self._connect(server)
+                    await self._update(server)
+                    server.is_lost = False
+                except (ServerLost, httpx2.TransportError, msgspec.DecodeError):
+                    continue
+                except PeerUnreachable:
+                    if server.command:
+                        raise
+            print(f"generator: the vLLM server at {server.url} is back", file=sys.stderr)
+            await self._update(server)  # a version loaded meanwhile
+        except Exception as error:
+            self.finished.put(error)
+
+
+def raise_for_answer(server: Server, response: httpx2.Response) -> None:
+    """Raise ServerLost for an answer that is an error, AsyncrlError if it is our request's."""
+    if response.status_code == 200:
+        return
+    said = response.text.strip().replace("\n", " ")[:300]
+    path = response.request.url.path
+    error = f"{path} answered {response.status_code}: {said}"
+    if response.status_code in (400, 422) and path.startswith("/inference"):
+        raise AsyncrlError(f"the vLLM server at {server.url} refuses a request: {error}")
+    raise ServerLost(error)
+
+
+def build_command(config: Config, port: int) -> list[str]:
+    """Return the command of a server for this config."""
+    settings = config.generator
+    shape = load_text_config(config.model.path)
+    count = settings.own_servers or 1
+    slots = -(-settings.slots // count)
+    kept = settings.prefix_cache_tokens if config.uses_sessions else 0
+    dtype = config.model.dtype if settings.dtype == "same" else settings.dtype
+    blocks = count_blocks(slots, settings.context, kept)
+    size = settings.kv_cache_mib << 20 or blocks * BLOCK * count_token_bytes(shape, dtype)
+    options = {
+        "model": str(Path(config.model.path).resolve()),
+        "host": "127.0.0.1",
+        "port": port,
+        "dtype": dtype,
+        "seed": config.seed,
+        "tensor-parallel-size": settings.tensor_parallel or 1,
+        "max-model-len": settings.context,
+        "max-num-seqs": slots + 1,
+        "block-size": BLOCK,
+        "kv-cache-memory-bytes": size,
+        "logprobs-mode": "processed_logprobs",
+        "max-logprobs": 1,
+        "stream-interval": STREAMED,
+        "generation-config": "vllm",
+        "weight-transfer-config": '{"backend": "asyncrl"}',
+        "worker-extension-cls": EXTENSION,
+    }
+    words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+    flags = ["--skip-tokenizer-init", "--enable-scale-out", "--disable-log-stats"]
+    if config.model.device == "cpu" or not torch.cuda.is_available():
+        flags.append("--enforce-eager")
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words, *flags]
+
+
+def make_own_server(config: Config, index: int) -> Server:
+    """Prepare a server that this process starts and ends, at a free port of this machine."""
+    if reason := explain_missing("vllm"):
+        raise ConfigError(f"generator.own_servers: {reason}")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    width = config.generator.tensor_parallel or 1
+    gpus = config.generator.gpus[index * width : (index + 1) * width]
+    return Server(f"http://127.0.0.1:{port}", build_command(config, port), gpus)
+
+
+make_engine = ServeEngine
