@@ -59,10 +59,10 @@ wanted weighed which who whole why written wrong
 """
 BARE_NAMES = frozenset(BARE_WORDS.split())
 LIMITS = {
-    "code tokens": 465_100,
-    "lines": 76_160,
-    "modules with one importer": 71,
-    "one-call helpers": 224,
+    "code tokens": 464_750,
+    "lines": 75_740,
+    "modules with one importer": 68,
+    "one-call helpers": 197,
     "lines of tests, % of the product": 107,
 }
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
