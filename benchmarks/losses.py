@@ -232,15 +232,17 @@ def main() -> None:
     torch.set_num_threads(1)
     samples, length = (64, 256) if args.quick else (256, 256 if args.methods else 1024)
     if args.proximal:
-        table, times = [], {}
+        table, by_spans = list[dict[str, Any]](), {}
         many = 1 if args.quick else args.rounds
         with tempfile.TemporaryDirectory() as work:
             path = Path(work) / "m"
             build_model(path, "0123456789abcdefghij", hidden=64, layers=2, heads=4)
             for spans in (1, 2):
-                lines, times[f"{spans} version(s)"] = of_proximal(path, batch(256, 24), many, spans)
+                lines, by_spans[f"{spans} version(s)"] = of_proximal(
+                    path, batch(256, 24), many, spans
+                )
                 table += lines
-        what = {"what": "learner steps [256, 24] by proximal policy, one core", "times": times}
+        what = {"what": "learner steps [256, 24] by proximal policy, one core", "times": by_spans}
         rounds.report("losses_proximal", table, what, args)
         return
     b = batch(samples, length)
