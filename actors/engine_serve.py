@@ -11,6 +11,8 @@ again; its unfinished requests go to the others, and their lost tokens count as 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import os
 import queue
 import shlex
@@ -21,6 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ import httpx2
 import msgspec
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from actors.engine import (
@@ -52,14 +56,14 @@ from asyncrl.contract.errors import AsyncrlError, ConfigError, PeerUnreachable
 from asyncrl.contract.versions import Label
 from asyncrl.models.installed import explain_missing
 from asyncrl.models.policy import load_text_config
+from asyncrl.records import rundir
 
 SILENT_S = 300.0  # without a byte: longer than the longest update, during which answers wait
-START_S = 900.0  # until a server of our own answers
+CALL_S = 60.0  # of any call beside updates and answers
 CONNECT_S = 60.0  # until another's does
 RETRY_S = 2.0  # between two attempts to reach a lost server
 RESTARTS = 3  # of a server of our own
 STEP_S = 0.05  # the longest wait of a step
-STREAMED = 8  # tokens in a message
 EXTENSION = "actors.vllm_transfer.FileTransferExtension"
 SETTINGS = {
     "VLLM_SERVER_DEV_MODE": "1",  # opens the routes for weights
@@ -87,6 +91,9 @@ class ServerLost(Exception):
     """A server ended, hangs, or does not do what was asked of it."""
 
 
+LOST = (ServerLost, httpx2.TransportError, msgspec.DecodeError)
+
+
 class LiveRequest:
     """A request between `add` and its completion."""
 
@@ -96,12 +103,7 @@ class LiveRequest:
         self.lost = 0  # tokens of attempts whose server was lost
         self.born = Label(0, 0)  # the version under which its prompt was sent
         self.clear()
-        self.task: asyncio.Task[None] | None = None
-
-    def cancel(self) -> None:
-        """Close its connection, so that the server aborts it."""
-        if self.task is not None:
-            self.task.cancel()
+        self.answer: Future[None] = Future()
 
     def clear(self) -> None:
         """Begin a new attempt."""
@@ -116,12 +118,12 @@ class Server:
     def __init__(self, url: str, command: Sequence[str] = (), gpus: Sequence[int] = ()) -> None:
         self.url = url
         self.command = command
-        self.settings = CPU_SETTINGS | SETTINGS
+        self.settings = (CPU_SETTINGS if "--enforce-eager" in command else {}) | SETTINGS
         if gpus:
             self.settings["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
         self.process: subprocess.Popen[bytes] | None = None
         self.starts = 0
-        self.log = tempfile.TemporaryFile() if command else None
+        self.log = tempfile.TemporaryFile()
         self.live = 0
         self.version = ""  # of its weights, as it was probed; "": it gets no requests
         self.label = Label(0, 0)
@@ -145,9 +147,14 @@ class Server:
                 start_new_session=True,
             )
 
+    def stop(self) -> None:
+        """End a server of our own, with all its processes."""
+        if self.process is not None and self.process.stdin is not None:
+            self.process.stdin.close()
+
     def explain_end(self) -> str:
         """Say how a server of our own has ended; "": it has not."""
-        if self.process is None or self.process.poll() is None or self.log is None:
+        if self.process is None or self.process.poll() is None:
             return ""
         size = self.log.seek(0, os.SEEK_END)
         self.log.seek(max(0, size - 4000))
@@ -178,11 +185,18 @@ class ServeEngine(ProbedEngine):
             if settings.servers
             else [make_own_server(config, index) for index in range(settings.own_servers or 1)]
         )
-        names = " ".join(f"{name}={value}" for name, value in SETTINGS.items())
-        self.hint = f"{names} {shlex.join(build_command(config, 8000))}"
+        command = shlex.join(build_command(config, "0.0.0.0", 8000))
+        self.hint = f"VLLM_SERVER_DEV_MODE=1 {command}"
         shared = Path("/dev/shm")
         folder = settings.weights_dir or (str(shared) if shared.is_dir() else None)
-        self.folder = tempfile.TemporaryDirectory(prefix="asyncrl-weights-", dir=folder)
+        prefix = f"asyncrl-{os.getuid()}-weights-"
+        self.folder = tempfile.TemporaryDirectory(prefix=prefix, dir=folder)
+        # held, so that a later run sweeps what a killed process left in memory
+        self.held = (Path(self.folder.name) / rundir.HELD).open("a")
+        fcntl.flock(self.held, fcntl.LOCK_SH)
+        if settings.weights_dir:  # servers may run as other users
+            Path(self.folder.name).chmod(0o755)
+        self.startup_s = config.watchdog.startup_s
         self.file: Path | None = None  # the loaded weights
         self.expected = np.zeros(0, np.float32)  # log-probabilities of their probe
         self.revivals: set[asyncio.Task[None]] = set()
@@ -192,7 +206,8 @@ class ServeEngine(ProbedEngine):
         self.client = httpx2.AsyncClient(
             headers={"content-type": "application/json"},
             timeout=httpx2.Timeout(SILENT_S, connect=30.0, pool=None),
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=settings.slots),
+            # a server closes a connection that was idle for 5 s
+            limits=httpx2.Limits(max_connections=None, keepalive_expiry=2.0),
         )
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="vllm-servers", daemon=True).start()
@@ -215,13 +230,20 @@ class ServeEngine(ProbedEngine):
     def load(
         self, weights: Mapping[str, Any], label: Label, digest: str, probe: bytes = b""
     ) -> None:
-        weights, self.expected = self.merge(weights, probe)
-        old = self.file
-        self.label, self.digest, self.loads = label, digest, self.loads + 1
-        self.file = Path(self.folder.name) / f"{self.version}.safetensors"
-        save_file({name: tensor.cpu().contiguous() for name, tensor in weights.items()}, self.file)
-        self._for_each(self._update)
-        if old is not None and old != self.file:
+        weights, expected = self.merge(weights, probe)
+        old, path = self.file, Path(self.folder.name) / f"{label.epoch}.{label.number}.{digest}"
+        try:
+            save_file({name: tensor.cpu().contiguous() for name, tensor in weights.items()}, path)
+        except (OSError, SafetensorError) as error:
+            raise AsyncrlError(f"generator.weights_dir: cannot write {path}: {error}") from error
+
+        async def take() -> None:
+            self.label, self.digest, self.loads = label, digest, self.loads + 1
+            self.file, self.expected = path, expected
+
+        asyncio.run_coroutine_threadsafe(take(), self.loop).result()  # at once for all its tasks
+        self._for_each(self._update_or_lose)
+        if old is not None and old != path:
             old.unlink()
 
     def add(self, requests: Iterable[CompletionRequest]) -> None:
@@ -229,7 +251,7 @@ class ServeEngine(ProbedEngine):
         for request, seed in zip(requests, derive_seeds(requests), strict=True):
             require_room(request, self.context)
             live = self.requests[request.key] = LiveRequest(request, seed)
-            self.loop.call_soon_threadsafe(self._begin, live)
+            live.answer = asyncio.run_coroutine_threadsafe(self._complete(live), self.loop)
 
     def step(self, steps: int = 8) -> list[Completion]:
         """Wait a moment for answers, and return the completions that have ended."""
@@ -257,11 +279,15 @@ class ServeEngine(ProbedEngine):
         counts = self.count_tokens()
         aborted = [self.requests.pop(key) for key in set(keys) & self.requests.keys()]
         for live in aborted:
-            self.loop.call_soon_threadsafe(live.cancel)
+            live.answer.cancel()  # closes the connection, and the server aborts it
         return {live.request.key: counts[live.request.key] for live in aborted}
 
     def count_tokens(self) -> dict[Key, int]:
-        return {key: live.lost + len(live.tokens) for key, live in self.requests.items()}
+        return {
+            # the buffer takes no more of a sample
+            key: min(live.lost + len(live.tokens), live.request.max_new_tokens)
+            for key, live in self.requests.items()
+        }
 
     def collect_metrics(self) -> dict[str, float]:
         return {}
@@ -269,15 +295,11 @@ class ServeEngine(ProbedEngine):
     def close(self) -> None:
         """End the servers of our own, and forget the weights."""
         for server in self.servers:
-            if server.process is not None and server.process.stdin is not None:
-                server.process.stdin.close()
+            server.stop()
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.folder.cleanup()
 
     # ---- requests --------------------------------------------------------------------------------
-
-    def _begin(self, live: LiveRequest) -> None:
-        live.task = self.loop.create_task(self._complete(live))
 
     async def _complete(self, live: LiveRequest) -> None:
         """Ask servers until one has answered whole."""
@@ -291,7 +313,7 @@ class ServeEngine(ProbedEngine):
                 try:
                     await self._stream(server, live)
                     break
-                except (ServerLost, httpx2.TransportError, msgspec.DecodeError) as error:
+                except LOST as error:
                     live.lost += len(live.tokens)
                     live.clear()
                     self._lose(server, error)
@@ -306,7 +328,7 @@ class ServeEngine(ProbedEngine):
         live.born = server.label
         body = {
             "token_ids": request.prompt.tolist(),
-            "cache_salt": self.salt(request.group, server.loads),
+            "cache_salt": self.salt(request.group, f"{self.folder.name}-{server.loads}"),
             "stream": True,
             "sampling_params": {
                 "max_tokens": request.max_new_tokens,
@@ -328,7 +350,10 @@ class ServeEngine(ProbedEngine):
             async for line in response.aiter_lines():
                 if not line.startswith("data: {"):
                     continue
-                for choice in msgspec.json.decode(line[6:])["choices"]:
+                part = msgspec.json.decode(line[6:])
+                for choice in part.get("choices", [{"finish_reason": f"{part}"[:300]}]):
+                    if choice.get("finish_reason") not in (None, "stop", "length"):
+                        raise ServerLost(f"an answer was ended: {choice['finish_reason']}")
                     live.tokens += choice.get("token_ids") or ()
                     logprobs = choice.get("logprobs") or {"content": ()}
                     live.logprobs += [token["logprob"] for token in logprobs["content"]]
@@ -363,7 +388,10 @@ class ServeEngine(ProbedEngine):
         """Call a route of a server, GET without a body, else POST, and return its answer."""
         data = None if body is None else msgspec.json.encode(body)
         method = "GET" if body is None else "POST"
-        response = await self.client.request(method, server.url + path, content=data)
+        seconds = SILENT_S if path == "/update_weights" else CALL_S
+        response = await self.client.request(
+            method, server.url + path, content=data, timeout=seconds
+        )
         raise_for_answer(server, response)
         return msgspec.json.decode(response.content or b"null")
 
@@ -376,7 +404,7 @@ class ServeEngine(ProbedEngine):
     async def _connect(self, server: Server) -> None:
         """Wait for a server, and check that it can do what is needed."""
         server.start()
-        deadline = time.monotonic() + (START_S if server.command else CONNECT_S)
+        deadline = time.monotonic() + (self.startup_s if server.command else CONNECT_S)
         while True:
             try:
                 await self._call(server, "/health")
@@ -385,6 +413,9 @@ class ServeEngine(ProbedEngine):
                 if ended := server.explain_end():
                     raise (ServerLost if server.given else PeerUnreachable)(ended) from error
                 if time.monotonic() > deadline:
+                    if server.given:
+                        server.stop()
+                        raise ServerLost(f"{error}") from error
                     raise PeerUnreachable(
                         f"generator.servers: no vLLM server answers at {server.url} "
                         f"({type(error).__name__} {error}); start it with: {self.hint}"
@@ -397,6 +428,10 @@ class ServeEngine(ProbedEngine):
                 raise ConfigError(
                     f"generator.servers: {server.url} is vLLM {version}; asyncrl needs {needed}"
                 )
+            if (await self._call(server, "/is_paused"))["is_paused"]:  # an update was cut off
+                with contextlib.suppress(ServerLost):  # before it began or after it ended
+                    await self._call(server, "/finish_weight_update", {})
+                await self._call(server, "/resume", {})
             answer = await self._generate(server, self.ids[:1], temperature=1.0, top_k=1)
             if answer["choices"][0]["logprobs"]["content"][0]["logprob"] != 0.0:
                 raise ConfigError(
@@ -404,7 +439,7 @@ class ServeEngine(ProbedEngine):
                     "temperature; start it with --logprobs-mode processed_logprobs"
                 )
             await self._call(server, "/init_weight_transfer_engine", {"init_info": {}})
-        except (ServerLost, msgspec.DecodeError, KeyError, TypeError) as error:
+        except (*LOST, KeyError, TypeError) as error:
             if server.given:  # it was right before
                 raise ServerLost(str(error)) from error
             raise ConfigError(
@@ -433,19 +468,22 @@ class ServeEngine(ProbedEngine):
                     )
                     positions = filter(None, answer["prompt_logprobs"])
                     scores = [next(iter(x.values()))["logprob"] for x in positions]
-                except (ServerLost, httpx2.TransportError, msgspec.DecodeError) as error:
+                except LOST as error:
                     if not server.given and not isinstance(error, httpx2.TransportError):
                         raise ConfigError(
                             f"generator.servers: {server.url} cannot take the weights of "
                             f"model.path = {self.path}: {error}"
                         ) from error
-                    if server.is_lost:
-                        raise
-                    self._lose(server, error)
-                    return
+                    raise
                 self.check_probe(expected, scores)
                 server.version, server.label, server.loads = version, label, loads
                 self.readied.set()
+
+    async def _update_or_lose(self, server: Server) -> None:
+        try:
+            await self._update(server)
+        except LOST as error:
+            self._lose(server, error)
 
     def _lose(self, server: Server, error: Exception) -> None:
         """Give a server no requests until it has the loaded weights again."""
@@ -470,13 +508,10 @@ class ServeEngine(ProbedEngine):
                     await self._connect(server)
                     await self._update(server)
                     server.is_lost = False
-                except (ServerLost, httpx2.TransportError, msgspec.DecodeError):
+                except LOST:
                     continue
-                except PeerUnreachable:
-                    if server.command:
-                        raise
             print(f"generator: the vLLM server at {server.url} is back", file=sys.stderr)
-            await self._update(server)  # a version loaded meanwhile
+            await self._update_or_lose(server)  # a version loaded meanwhile
         except Exception as error:
             self.finished.put(error)
 
@@ -493,7 +528,7 @@ def raise_for_answer(server: Server, response: httpx2.Response) -> None:
     raise ServerLost(error)
 
 
-def build_command(config: Config, port: int) -> list[str]:
+def build_command(config: Config, host: str, port: int) -> list[str]:
     """Return the command of a server for this config."""
     settings = config.generator
     shape = load_text_config(config.model.path)
@@ -505,7 +540,7 @@ def build_command(config: Config, port: int) -> list[str]:
     size = settings.kv_cache_mib << 20 or blocks * BLOCK * count_token_bytes(shape, dtype)
     options = {
         "model": str(Path(config.model.path).resolve()),
-        "host": "127.0.0.1",
+        "host": host,
         "port": port,
         "dtype": dtype,
         "seed": config.seed,
@@ -514,9 +549,10 @@ def build_command(config: Config, port: int) -> list[str]:
         "max-num-seqs": slots + 1,
         "block-size": BLOCK,
         "kv-cache-memory-bytes": size,
+        "gpu-memory-utilization": 0.05,  # only a check at the start
         "logprobs-mode": "processed_logprobs",
         "max-logprobs": 1,
-        "stream-interval": STREAMED,
+        "stream-interval": 8,  # tokens in a message
         "generation-config": "vllm",
         "weight-transfer-config": '{"backend": "asyncrl"}',
         "worker-extension-cls": EXTENSION,
@@ -537,7 +573,12 @@ def make_own_server(config: Config, index: int) -> Server:
         port = free.getsockname()[1]
     width = config.generator.tensor_parallel or 1
     gpus = config.generator.gpus[index * width : (index + 1) * width]
-    return Server(f"http://127.0.0.1:{port}", build_command(config, port), gpus)
+    if config.generator.gpus and len(gpus) < width:
+        raise ConfigError(
+            f"generator.gpus: server {index} of {config.generator.own_servers or 1} has no {width} "
+            "GPU(s) (generator.tensor_parallel) of its own; list more, or start fewer servers"
+        )
+    return Server(f"http://127.0.0.1:{port}", build_command(config, "127.0.0.1", port), gpus)
 
 
 make_engine = ServeEngine

@@ -389,7 +389,7 @@ class ProbedEngine:
             self.reference = ReferenceWeights(self.path, self.published)
         return weights, self.reference.compute_logprobs(weights)
 
-    def salt(self, group: Hashable, loads: int) -> str:
+    def salt(self, group: Hashable, loads: int | str) -> str:
         """Return the salt of a prompt's keys, which only requests of the same load share.
 
         Where calls keep no keys, sharing is further limited to the request's group.

@@ -16,6 +16,7 @@ Settings are keywords: a key of the config by its name (`eps_high=0.28`), or wit
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ BEYOND = (
     "stop.lr_by_ess",
 )
 OF_LOSS = ("start", "reference", "version", "entropy", "groups")
-OF_TOKENS = ("start", "reference", "token_rewards", "steps", "values", "energy")
+OF_TOKENS = ("behavior", "start", "reference", "token_rewards", "steps", "values", "energy")
 OF_ROWS = ("truncated", "bootstrap", "greedy", "greedy_truncated", "greedy_lengths", "baselines")
 OTHERS = ("parts", "part_names", "squared_norms")
 
@@ -105,6 +106,8 @@ def loss(
                 f"asyncrl.losses: method {method} with these settings needs {name}=; "
                 "help(asyncrl.losses.loss) describes it"
             )
+    if not needs["version"]:
+        given.pop("version", None)
     required = {"logprobs": logprobs, "behavior_logprobs": behavior_logprobs}
     columns = _pack(mask, required | {"advantages": advantages} | given)
     lp, adv = columns.pop("logprobs"), columns.pop("advantages")
@@ -150,8 +153,8 @@ def advantages(
         baseline: the mean reward of past batches, for reinforce with baseline = ema.
         keys: settings of [advantage], [kl.reward] and [generator], or tensors that the advantage
             reads. `LossBatch` (asyncrl/algorithms/batch.py) has their meaning. [rows, tokens]:
-            start, reference, token_rewards, steps, values, energy. [rows]: truncated, bootstrap,
-            greedy, baselines. [rows, parts]: parts, with part_names.
+            behavior, start, reference, token_rewards, steps, values, energy. [rows]: truncated,
+            bootstrap, greedy, baselines. [rows, parts]: parts, with part_names.
 
     Raises ConfigError like `loss`.
     """
@@ -160,13 +163,24 @@ def advantages(
         for names in (OF_ROWS, OF_TOKENS, OTHERS)
     )
     config = resolve(method, keys, ("advantage", "kl.reward", "generator"))
+    penalty = config.kl.reward
+    penalizes = penalty.coefficient > 0 and penalty.at == "behavior"
+    if (penalizes or config.advantage.name == "opob") and "behavior" not in by_token:
+        raise ConfigError(
+            "asyncrl.losses: these settings need behavior=, log mu of the sampled tokens"
+        )
     single = torch.ones_like(rewards)[:, None]
     inside = single if mask is None else mask
+    if "greedy" in by_row:
+        by_row = {"greedy_truncated": rewards * 0, "greedy_lengths": groups * 0} | by_row
     rows = {"rewards": rewards, "groups": groups, "truncated": rewards * 0} | by_row
     columns = others | _pack(single, rows)
     tokens = _pack(inside, {"behavior": rewards * 0} | by_token)
     columns |= tokens
-    columns |= {"groups": _number(columns["groups"]), "truncated": columns["truncated"] != 0}
+    columns |= {
+        name: columns[name] != 0 for name in ("truncated", "greedy_truncated") if name in columns
+    }
+    columns["groups"] = _number(columns["groups"])
     batch = LossBatch(token_lag=torch.zeros_like(tokens["seq"]), **columns)
     adv = compute_advantage(batch, batch.mask, config, baseline, config.kl.reward.coefficient)[0]
     padded = adv.new_zeros(inside.shape).masked_scatter(inside != 0, adv)
@@ -190,10 +204,12 @@ def resolve(
     sections: tuple[str, ...],
     source: str = "asyncrl.losses",
     beyond: tuple[str, ...] = (),
+    convert: Callable[[dict[str, Any], str], Config] = load.convert,
 ) -> Config:
     """Return the config of a method with settings; a bare key is looked up in the sections.
 
-    Raises ConfigError, which begins with `source`, also if it sets a key of `beyond`.
+    convert: `load.build` does without the rules that span several keys. Raises ConfigError, which
+    begins with `source`, also if it sets a key of `beyond`.
     """
     raw: dict[str, Any] = {"model": {"path": "none"}, "task": {"name": "sort"}}
     defaults, known = load.build(raw), layers.list_keys(Config)
@@ -205,7 +221,7 @@ def resolve(
                 f"{source}.{key}: has no effect here; keys of {', '.join(sections)} are read"
             )
         layers.put(raw, name, value)
-    config = load.convert(raw | {"method": method}, source)
+    config = convert(raw | {"method": method}, source)
     for key in beyond:
         if attrgetter(key)(config) != attrgetter(key)(defaults):
             raise ConfigError(
@@ -255,7 +271,8 @@ def _pack(mask: Tensor, tensors: dict[str, Tensor]) -> dict[str, Any]:
         elif column.dtype not in (torch.float32, torch.float64) and (
             kind is None or column.is_floating_point()
         ):
-            problem = f"it is of {column.dtype}; give float32, from a log-softmax in float32"
+            hint = ", from a log-softmax in float32" if name.endswith("logprobs") else ""
+            problem = f"it is of {column.dtype}; give float32{hint}"
         elif not bool(full[inside].isfinite().all()):
             row, token = (inside & ~full.isfinite()).nonzero()[0].tolist()
             problem = f"it is {float(full[row, token])} at row {row}, token {token}, in the mask"

@@ -59,8 +59,8 @@ wanted weighed which who whole why written wrong
 """
 BARE_NAMES = frozenset(BARE_WORDS.split())
 LIMITS = {
-    "code tokens": 464_750,
-    "lines": 75_740,
+    "code tokens": 465_098,
+    "lines": 75_790,
     "modules with one importer": 68,
     "one-call helpers": 197,
     "lines of tests, % of the product": 107,

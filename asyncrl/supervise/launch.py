@@ -199,6 +199,8 @@ class Supervisor:
             return "the run is ending"
         if (slots := self.launcher.count_slots()) is not None and generators > slots:
             return f"the cluster has room for {slots} generators (placement.generator.count)"
+        if self.config.generator.engine == "vllm-serve" and generators > 1:
+            return "one generator serves all servers of generator.engine = vllm-serve"
         generators_running = [
             c for c in self.children if c.name.startswith("generator-") and not c.leaving
         ]

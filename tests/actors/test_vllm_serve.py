@@ -47,14 +47,16 @@ class Played:
         self.label = ""  # the version that it claims for tokens, if not its own
         self.cut = 0  # answers to break off in the middle
         self.raw = 0.0  # log-probability of a certain token
-        self.paused = asyncio.Event()
+        self.is_paused = False
+        self.finish = "stop"  # why its answers end
+        self.error: dict[str, str] = {}  # amid an answer
         self.gate = asyncio.Event()  # answers wait for it in the middle
         self.gate.set()
         self.asked: list[str] = []
         self.left = 0  # clients that went away
         paths = (
-            "/health /version /inference/v1/generate /init_weight_transfer_engine /pause "
-            "/start_weight_update /update_weights /finish_weight_update /resume"
+            "/health /version /is_paused /inference/v1/generate /init_weight_transfer_engine "
+            "/pause /start_weight_update /update_weights /finish_weight_update /resume"
         )
         app = Starlette(
             routes=[Route(path, self.answer, methods=["GET", "POST"]) for path in paths.split()]
@@ -74,6 +76,10 @@ class Played:
             return JSONResponse({"error": {"message": f"no {path}"}}, status)
         if path == "/version":
             return JSONResponse({"version": self.vllm})
+        if path == "/is_paused":
+            return JSONResponse({"is_paused": self.is_paused})
+        if path in ("/pause", "/resume"):
+            self.is_paused = path == "/pause"
         if path == "/finish_weight_update":
             self.version = body["weight_version"]
         if path == "/update_weights":
@@ -98,11 +104,15 @@ class Played:
             }
             if part[-1] == 1:
                 version = self.label or self.version
+                choice["finish_reason"] = self.finish
                 choice["weight_versions"] = [
                     {"version": started_with, "start": 0, "end": middle},
                     {"version": version, "start": middle, "end": len(tokens)},
                 ]
             yield f"data: {json.dumps({'choices': [choice]})}\n\n"
+            if self.error:
+                yield f"data: {json.dumps({'error': self.error})}\n\n"
+                return
             if self.cut:
                 self.cut -= 1
                 return
@@ -186,22 +196,30 @@ def test_requests_of_a_broken_server_go_to_another_until_it_is_back(
     e = engine(path, one, two)
     try:
         give(e, policy_model, 0)
-        for plant in ("cut", "status", "label"):
-            value = {"cut": 1, "status": {"/inference/v1/generate": 500}, "label": "1.9.other"}
-            setattr(one, plant, value[plant])
+        for plant, value, tokens in (
+            ("cut", 1, 4),
+            ("error", {"message": "the engine core is dead"}, 4),
+            ("status", {"/inference/v1/generate": 500}, 2),
+            ("label", "1.9.other", 6),
+            ("finish", "abort", 4),
+        ):
+            usual = getattr(one, plant)
+            setattr(one, plant, value)
             two.gate.clear()
             e.add([request(t, 0, [4 + t, 5, 6]) for t in range(2)])
             while not capfd.readouterr().err.count("is lost, its requests wait for another"):
                 e.step()
+            while max(e.count_tokens().values()) < tokens:
+                e.step()
             lost = e.count_tokens()
-            setattr(one, plant, type(value[plant])())
+            setattr(one, plant, usual)
             two.gate.set()
             answers = finish(e)
             assert sorted(a.tokens.tolist() for a in answers) == [[4, 5, 6, 1], [5, 5, 6, 1]]
             for a in answers:
                 assert a.logprobs.tolist() == [-float(token) for token in a.tokens]
                 assert [s.label for s in a.spans] == [Label(1, 0)] * 2
-            assert max(lost.values()) == {"cut": 4, "status": 2, "label": 6}[plant]
+            assert max(lost.values()) == tokens
             while "is back" not in capfd.readouterr().err:
                 time.sleep(0.01)
             assert one.version == "1.0.d0"

@@ -15,6 +15,7 @@ from tinker_kit import SYMBOLS
 
 from asyncrl.algorithms import loss as step_loss
 from asyncrl.algorithms.batch import LossBatch
+from asyncrl.algorithms.surrogates import SurrogateTokens
 from asyncrl.config import load
 from asyncrl.config.sft import SftTraining
 from asyncrl.contract.errors import ConfigError
@@ -34,6 +35,7 @@ from asyncrl.tinker.sequences import (
     measure_lags,
 )
 from asyncrl.tinker.settings import TinkerConfig, TinkerModel
+from asyncrl.tinker.workers import losses
 from asyncrl.tinker.workers.trainer import PackedDatums, ServedModels
 
 CPU = torch.device("cpu")
@@ -640,3 +642,24 @@ def test_the_ledger_remembers_the_newest_sequences_and_the_totals_of_all(
     again.mark_trained(ids[3:4], "m", 4)
     assert again.find_ledger("m").to_dict() == totals | {"never_trained": 2}
     assert (again.sampled_total, list(again.sequences)) == (5, ids[3:])
+
+
+@pytest.mark.parametrize(
+    ("log_ratio", "adv", "clipped"),
+    [(3.9e-4, 1.0, False), (4.1e-4, 1.0, True), (-2.9e-4, -1.0, False), (-3.1e-4, -1.0, True)],
+)
+def test_gspo_clips_near_one_by_default(log_ratio: float, adv: float, clipped: bool) -> None:
+    behavior = torch.tensor([-1.0, -2.0], dtype=torch.float64)
+    raw = torch.tensor([2 * log_ratio, 0.0])
+    seq, inside = torch.zeros(2, dtype=torch.int64), torch.ones(2, dtype=torch.bool)
+    advantages = torch.full((2,), adv, dtype=torch.float64)
+    tokens = SurrogateTokens(raw, advantages, behavior + raw, behavior, inside, seq, n=1)
+    assert (losses.compute_term("gspo", tokens, {}).coefficient == 0).tolist() == [clipped] * 2
+
+
+def test_methods_meet_no_rule_of_runs() -> None:
+    """A server repeats the calls that an earlier version took."""
+    for name in ("dapo", "gspo", "icepop", "m2po-published", "reshape", "gepo"):
+        losses.resolve_method({"method": name})
+    found = losses.resolve_method({"method": "dapo", "loss.surrogate": "sft"})
+    assert found.loss.surrogate == "sft"

@@ -122,7 +122,7 @@ def compare_pairs(
     result = PairedDifference(mean, sd, seeds)
     if seeds > 1 and mean and prompts:
         result.sd = max(sd, 1 / prompts)
-    if result.sd >= EQUAL:
+    if seeds > 1 and not result.sd < EQUAL:
         error = result.sd / math.sqrt(seeds)
         half = float(stats.t.ppf(1 - LEVEL / 2, seeds - 1)) * error
         result.p = float(2 * stats.t.sf(abs(mean) / error, seeds - 1))

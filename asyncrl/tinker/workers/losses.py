@@ -14,6 +14,7 @@ import torch
 
 from asyncrl.algorithms import settings
 from asyncrl.algorithms.surrogates import SURROGATES, SurrogateTerm, SurrogateTokens
+from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.losses import BEYOND, resolve
@@ -79,6 +80,7 @@ def resolve_method(options: Options) -> Config:
         ("loss", "correction", "reshape"),
         "loss_fn_config",
         (*BEYOND, "kl.loss.coefficient", "kl.reward.coefficient"),
+        load.build,  # a server repeats the calls that an earlier version took
     )
     if config.correction.proximal in ("version", "ema"):
         raise ConfigError(
