@@ -59,7 +59,7 @@ wanted weighed which who whole why written wrong
 """
 BARE_NAMES = frozenset(BARE_WORDS.split())
 LIMITS = {
-    "code tokens": 465_098,
+    "code tokens": 465_100,
     "lines": 75_790,
     "modules with one importer": 68,
     "one-call helpers": 197,

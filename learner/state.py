@@ -93,7 +93,7 @@ class WeightAverage:
     def load(self, directory: Path) -> None:
         """Load from a checkpoint.  Raises DamagedDataError where it has no such parts."""
         file = self.locate(directory)
-        values = torch.load(file, map_location="cpu") if file.exists() else []
+        values = torch.load(file, "cpu", weights_only=True) if file.exists() else []
         if [x.shape for x in values] != [x.shape for x in self.values]:
             raise DamagedDataError(
                 f"checkpoint {directory} has no average of these weights (correction.proximal = "
