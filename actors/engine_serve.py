@@ -328,7 +328,7 @@ class ServeEngine(ProbedEngine):
         live.born = server.label
         body = {
             "token_ids": request.prompt.tolist(),
-            "cache_salt": self.salt(request.group, f"{self.folder.name}-{server.loads}"),
+            "cache_salt": self.salt(request.group, f"{self.folder.name[-8:]}-{server.loads}"),
             "stream": True,
             "sampling_params": {
                 "max_tokens": request.max_new_tokens,

@@ -153,11 +153,11 @@ def test_smoothing_keeps_a_constant_and_calms_the_rest() -> None:
 
 
 def test_the_lag_histogram_over_time_is_of_shares() -> None:
-    rows = [{"batch": n, "lags": {"0": 3, "2": 1}} for n in range(10)]
-    seen = plots.plot_lag_over_time([{"batch": -1}, *rows], buckets=5)
+    rows = [{"batch": n, "lags": {"0": 3, "2": 1}} for n in range(240)]
+    seen = plots.plot_lag_over_time([{"batch": -1}, *rows])
     assert [line.label for line in seen.lines] == ["lag 0", "lag 2"] and seen.kind == "areas"
-    assert [line.xs for line in seen.lines] == [[0, 2, 4, 6, 8]] * 2
-    assert [list(line.ys) for line in seen.lines] == [[0.75] * 5, [0.25] * 5]
+    assert [line.xs for line in seen.lines] == [[*range(0, 240, 2)]] * 2
+    assert [list(line.ys) for line in seen.lines] == [[0.75] * 120, [0.25] * 120]
     assert plots.plot_lag_over_time([]).lines == []
 
 

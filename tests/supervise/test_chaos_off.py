@@ -159,7 +159,9 @@ class Play:
         epoch = before.epoch + 1 if before else 1
         kept = before.checkpoints[-1] if before else Learner(1, 0)
         life = Learner(epoch, kept.number, kept.history, list(kept.witness))
-        life.cursor = copy.deepcopy(kept.cursor) if before else BatchCursor()
+        life.cursor = (
+            BatchCursor.read(msgspec.to_builtins(kept.cursor)) if before else BatchCursor()
+        )
         life.checkpoints = [*before.checkpoints] if before else [copy.deepcopy(life)]
         origin = before.epoch if before else 0
         self.learners.append(life)

@@ -258,8 +258,7 @@ def test_the_threads_on_the_learners_machine_follow_who_is_there(waiting: Any) -
     other = replace(honest_hello(made.run), epoch=2, label=Label(2, 0), source=source)
     made.handle(b"l", other)
     assert made.count_local_threads() == 2
-    made.sessions.forget = lambda now: ["generator-2"]
-    made.forget(0.0)
+    made.remove_generator("generator-2")
     assert made.count_local_threads() == 1
 
 
