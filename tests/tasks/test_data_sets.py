@@ -98,9 +98,10 @@ def test_the_hubs_client_fetches_it_once(tmp_path: Path, monkeypatch: pytest.Mon
     config = load.load("configs/demo.toml", sets)
     mixed = load.load("configs/demo.toml", ["task.name='mixture'", f"task.mixture=[{part}]"])
     said: list[str] = []
+    monkeypatch.setattr(preflight, "say", said.append)
     with serving(repository(tmp_path / "repository"), "datasets") as address:
         monkeypatch.setenv("HF_ENDPOINT", address)
-        local = preflight.localize(config, said.append)
+        local = preflight.localize(config)
         assert texts(local.task.prompts) == ["a", "b", "c", "d", "i"]
         assert texts(local.task.heldout) == ["g,h"]
         assert texts(local.evaluation.sets[0].file) == ["e", "f"]
@@ -115,7 +116,7 @@ def test_the_hubs_client_fetches_it_once(tmp_path: Path, monkeypatch: pytest.Mon
     shutil.rmtree(tmp_path / "repository")
     (mine,) = load.load("configs/demo.toml", ["task.name='mixture'", *words]).task.mixture
     assert texts(mine.prompts) == ["e", "f"] and mine.label == "mine"
-    assert preflight.localize(config, said.append) == local
+    assert preflight.localize(config) == local
     for name in ("hf://datasets/org", "hf://datasets/org/name/none.csv"):
         with pytest.raises(ConfigError, match=f"{name}: "):
             preflight.localize(load.load("configs/demo.toml", [*sets, f"task.prompts='{name}'"]))
