@@ -190,7 +190,10 @@ class ServeEngine(ProbedEngine):
         shared = Path("/dev/shm")
         folder = settings.weights_dir or (str(shared) if shared.is_dir() else None)
         prefix = f"asyncrl-{os.getuid()}-weights-"
-        self.folder = tempfile.TemporaryDirectory(prefix=prefix, dir=folder)
+        try:
+            self.folder = tempfile.TemporaryDirectory(prefix=prefix, dir=folder)
+        except OSError as error:
+            raise ConfigError(f"generator.weights_dir: cannot write there: {error}") from error
         # held, so that a later run sweeps what a killed process left in memory
         self.held = (Path(self.folder.name) / rundir.HELD).open("a")
         fcntl.flock(self.held, fcntl.LOCK_SH)
@@ -368,8 +371,7 @@ class ServeEngine(ProbedEngine):
         if not is_whole:
             raise ServerLost(f"an answer of {len(live.tokens)} tokens was cut off")
         if any(span.version not in server.given for span in live.spans):
-            versions = ", ".join(sorted({span.version for span in live.spans}))
-            raise ServerLost(f"it sampled with weights that it was not given: {versions}")
+            raise ServerLost(f"it sampled with weights that it was not given: {live.spans}")
 
     def _build_completion(self, live: LiveRequest) -> Completion:
         request = self.requests.pop(live.request.key).request
