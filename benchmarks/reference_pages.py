@@ -17,7 +17,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from asyncrl.config import load  # noqa: E402
 from asyncrl.config.bundled_configs import load_systems  # noqa: E402
 from asyncrl.contract.errors import EXIT_CODES  # noqa: E402
 
@@ -26,26 +25,27 @@ COMING_FROM = """# Coming from another system
 
 Generated from `asyncrl/config/coming_from.toml` by `python benchmarks/reference_pages.py`.
 
-Each section maps concepts and settings of one system to those of asyncrl. Commas join keys that
-belong together. "or" separates alternatives. A name without dots in the first column has the prefix
-of the name before it. Settings whose last name is the same here, such as `temperature`, are left
-out. `asyncrl config explain KEY` describes a key and its default. In asyncrl, lag is a number of
-versions. The learner publishes one version after every batch, with any number of optimizer steps.
+Find the name of your setting here, without dots: its prefix may be that of the name before it.
+`key=value` is as after `--set`: in TOML, put quotes around a text. Commas join keys that belong
+together. "or" separates alternatives, in the order of the values there. Settings whose last name is
+the same here, such as `temperature`, are left out. `asyncrl config explain KEY` describes a key.
+`asyncrl run` also recognizes a config of these systems and names our keys.
 
-| here | is |
+| elsewhere | here |
 |---|---|
-| `learner.groups`, `learner.steps` | prompts of a batch; batches |
-| `learner.minibatches` | the number of optimizer steps on a batch, not their size |
-| `learner.micro_batch_tokens` | tokens of a forward pass; the result does not depend on it |
-| `generator.slots`, `generator.context` | completions of one generator; prompt and completion |
-| `generator.top_k`, `generator.stop` | 0: all tokens; texts of a single token each |
-| `loss.eps_low`, `loss.eps_high` | unset: 0.2 for `ppo`, the published values for others |
-| `loss.dual_clip`, `kl.loss.coefficient`, `kl.reward.coefficient` | 0: off |
-| `kl.reward.target` | nats per completion |
-| `kl.preset = "distill"` | the KL over the whole vocabulary, not of the sampled token |
-| `advantage.name = "gdpo"` | needs a reward function that returns named parts |
-| `learner.backend` | `deepspeed` or `fsdp2` for several ranks |
-| `task.prompts` | a JSONL, CSV, parquet or Arrow file, a directory, or `hf://datasets/ORG/NAME` |
+| a script, YAML or flags | `asyncrl run CONFIG`, a TOML file, `--set key=value` |
+| defaults for language models | [some are for tiny ones](algorithms.md#the-defaults-and-why) |
+| generation and training share GPUs | always separate processes |
+| Ray | processes; Ray or Slurm optionally: [Machines](machines.md) |
+| queues, replay buffers, collectors | the buffer, bounded by the limit |
+| old samples are discarded | `staleness.max_lag` prevents them; `staleness.on_exceed=drop` |
+| weights every few steps | a version after every batch, `learner.minibatches` steps |
+| batches in completions | `learner.groups` prompts of `learner.group_size` samples |
+| a limit of engine requests | `generator.slots`, completions of one generator |
+| micro-batches | `learner.micro_batch_tokens`; the result does not depend on it |
+| several GPUs | `learner.backend=fsdp2` or `deepspeed` |
+| None | 0 for `loss.dual_clip`, `kl.*.coefficient`, `generator.top_k` |
+| resume | `asyncrl run --resume RUN` |
 
 """
 
@@ -55,23 +55,16 @@ def alternatives(ours: str) -> list[list[str]]:
     return [option.split(" + ") for option in ours.split(" or ")] if ours else []
 
 
-def format_setting(setting: str) -> str:
-    """Format a setting as code, with quotes around a text."""
-    key, equals, value = setting.partition(" = ")
-    if not equals:
-        return f"`{key}`"
-    try:
-        parsed = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        parsed = value
-    return f"`{key} = {load.format_value(parsed)}`"
-
-
 def format_settings(ours: str) -> str:
-    """Format the alternatives of a row."""
-    return " or ".join(
-        ", ".join(format_setting(setting) for setting in option) for option in alternatives(ours)
-    )
+    """Format the alternatives of a row: settings as after `--set`, a repeated key once."""
+    shown, key = [], ""
+    for option in alternatives(ours):
+        only, equals, value = option[0].partition(" = ")
+        repeated = len(option) == 1 and equals and only == key
+        settings = [value] if repeated else [setting.replace(" = ", "=") for setting in option]
+        shown.append(", ".join(f"`{setting}`" for setting in settings))
+        key = only if len(option) == 1 else ""
+    return " or ".join(shown)
 
 
 def _row(*cells: str) -> str:
@@ -84,15 +77,14 @@ def _wrap(text: str) -> str:
 
 def system_section(system: dict[str, Any]) -> str:
     """Return the section of one system: concepts, settings, and settings without a counterpart."""
-    parts = [f"## {system['title']}\n\n{_wrap(system['intro'])}\n"]
-    parts += [_row("there", "here"), "|---|---|\n", *(_row(*row) for row in system["concepts"])]
-    parts += ["\n", _row("setting there", "here"), "|---|---|\n"]
+    parts = [f"## {system['title']}\n\n{_wrap(system['intro'])}\n", _row("there", "here")]
+    parts += ["|---|---|\n", *(_row(*row) for row in system["concepts"])]
     missing = []
     for theirs, _, ours, remark in system["keys"]:
-        names = ", ".join(f"`{name}`" for name in theirs.split(", "))
+        names = ", ".join(f"`{name.replace(' = ', '=')}`" for name in theirs.split(", "))
         if not ours and remark == "Not here.":
             missing.append(names)
-        elif remark or theirs.rpartition(".")[2] != ours.rpartition(".")[2]:
+        elif remark or (ours and theirs.rpartition(".")[2] != ours.rpartition(".")[2]):
             here = ". ".join(part for part in (format_settings(ours), remark) if part)
             parts.append(_row(names, here))
     if missing:
@@ -113,8 +105,8 @@ Generated from `docs/papers.toml` by `python benchmarks/reference_pages.py`.
 This page lists the settings that reproduce each paper. Settings that are joined by commas belong
 together. "or" separates alternatives. `method` sets all keys of a [published method](methods.md);
 `asyncrl methods` names what was read of its source. Each number is that of a preprint on arXiv.
-Write a row into a config, or set it on the command line: `asyncrl run CONFIG --set method=vespo`. A
-test trains two batches with every row.
+Each setting is as after `--set`: `asyncrl run CONFIG --set method=vespo`. A test trains two batches
+with every row.
 
 """
 # exit code -> what to do
