@@ -71,6 +71,6 @@ def test_an_answer_that_cannot_be_parsed_costs_reward_and_fails_nothing(
 
 def test_every_agent_is_run_and_is_on_the_page() -> None:
     assert set(AGENTS) == {*RIGHT, *more_clients.SCRIPTS}
-    page = (ROOT / "docs" / "clients.md").read_text()
+    page = (ROOT / "docs" / "http.md").read_text()
     for path in AGENTS.values():
         assert f"(clients/{path.name})" in page

@@ -1,4 +1,4 @@
-"""Runs on the environments of docs/hubs.md, each in a Python with its version of verifiers."""
+"""Runs on the environments of docs/agents.md, each in a Python with its version of verifiers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asyncrl.models.policy import build_model
 
 pytestmark = pytest.mark.slow
 
-PAGE = ROOT / "docs" / "hubs.md"
+PAGE = ROOT / "docs" / "agents.md"
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
