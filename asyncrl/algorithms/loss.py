@@ -106,7 +106,6 @@ class StepPlan:
     factor: torch.Tensor
     stats: correction.WeightStatistics
     reshape: reshape.ReshapeStatistics | None = None
-    chosen: torch.Tensor | None = None  # bool [N], for kl_cov and clip_cov
     # share of the learning rate; 0 skips the remaining steps of the batch
     lr_scale: float = 1.0
     metrics: dict[str, float] = field(default_factory=dict)
@@ -369,7 +368,14 @@ def begin_step(
         )
     if c.loss.surrogate in surrogates.PREPASS:
         step_batch = StepBatch(
-            batch.behavior, prep.advantage, step_tokens, batch.seq, batch.groups, current=current
+            batch.behavior,
+            prep.advantage,
+            step_tokens,
+            batch.seq,
+            batch.groups,
+            current=current,
+            valid=prep.valid,
+            seed=((c.seed * 1_000_003 + prep.number) * 1009 + prep.steps) % 2**63,
         )
         step.prepass = surrogates.PREPASS[c.loss.surrogate](step_batch, c.loss)
     prep.live = torch.zeros_like(prep.live)
@@ -385,10 +391,6 @@ def _fill_statistics(prep: PreparedBatch, step: StepPlan, current: torch.Tensor 
     name = c.loss.surrogate
     if name == "reinforce" and current is not None and correction.needs_statistics(c.correction):
         _correct(batch, slice(None), current, prep.valid, c, adv=prep.advantage, stats=step.stats)
-    if name in surrogates.COVARIANCE_CHOICES and current is not None:
-        cov = surrogates.compute_covariance(current, prep.advantage, prep.valid)
-        seed = ((c.seed * 1_000_003 + prep.number) * 1009 + prep.steps) % 2**63
-        step.chosen = surrogates.COVARIANCE_CHOICES[name](cov, prep.valid, c.loss, seed)
     stops = stop.action == "slow" or stop.ess_min > 0
     if current is None or not (name == "reshape" or stops):
         return
@@ -512,7 +514,6 @@ def compute_micro_loss(
         mask=valid,
         seq=b.seq[part],
         n=b.count,
-        chosen=None if step.chosen is None else step.chosen[part],
         stats=step.reshape,
         reshape=c.reshape,
         prepass={name: x[part] if x.dim() else x for name, x in step.prepass.items()},

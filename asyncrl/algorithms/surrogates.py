@@ -45,7 +45,6 @@ ON_BEHAVIOR = (
 )
 # their effect on a token depends on the whole batch under the current policy
 NEED_CURRENT = ("reshape", "kl_cov", "clip_cov", "bapo")
-GSPO_CLIP = settings.GspoLoss.DEFAULT_CLIP
 # bounds of BAPO's ratio: first, step, last
 BAPO_LOW = (0.6, 0.02, 0.9)
 BAPO_HIGH = (1.2, 0.05, 3.0)
@@ -89,7 +88,6 @@ class SurrogateTokens:
     behavior: [n], log mu.
     mask: bool [n], in the loss.
     seq: int64 [n], the sample of each token, of `n` samples.
-    chosen: bool [n], tokens chosen by COVARIANCE_CHOICES from the whole batch before the step.
     stats: statistics of IS-reshape from the whole batch before the step.
     reshape: the config section of IS-reshape.
     sums: the surrogate adds sums for its own metrics here.
@@ -103,7 +101,6 @@ class SurrogateTokens:
     mask: torch.Tensor
     seq: torch.Tensor
     n: int
-    chosen: torch.Tensor | None = None
     stats: ReshapeStatistics | None = None
     reshape: Reshape | None = None
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -118,6 +115,12 @@ class SurrogateTokens:
         """The sum of `raw` over each token's sample [n], not clamped."""
         return sum_by_sample(torch.where(self.mask, self.raw, 0.0), self.seq, self.n)[self.seq]
 
+    @property
+    def mean_log_ratio(self) -> torch.Tensor:
+        """The mean of `raw` over each token's sample [n]; the mean is clamped, not each token."""
+        means = average_by_sample(self.raw, self.mask, self.seq, self.n).clamp(-CLAMP, CLAMP)
+        return means[self.seq]
+
 
 @dataclass
 class StepBatch:
@@ -129,6 +132,8 @@ class StepBatch:
     seq: int64 [N].
     groups: int64 [B].
     current: [N], log pi_theta, where the surrogate needs it.
+    valid: bool [N], in the loss of the batch.
+    seed: of random choices.
     """
 
     behavior: torch.Tensor
@@ -137,21 +142,33 @@ class StepBatch:
     seq: torch.Tensor
     groups: torch.Tensor
     current: torch.Tensor | None
+    valid: torch.Tensor
+    seed: int
+
+    def compute_covariance(self) -> torch.Tensor:
+        """(lp - mean lp)(A - mean A) [N], means over `valid`; 0 elsewhere.
+
+        Cui et al. 2025, arXiv 2505.22617.
+        """
+        assert self.current is not None
+        count = self.valid.sum().clamp(min=1)
+        x, a = (torch.where(self.valid, x, 0.0) for x in (self.current, self.adv))
+        return torch.where(self.valid, (x - x.sum() / count) * (a - a.sum() / count), 0.0)
 
 
-def compute_vanilla(log_r: torch.Tensor, adv: torch.Tensor) -> SurrogateTerm:
+def _apply_vanilla(t: SurrogateTokens, c: settings.Loss) -> SurrogateTerm:
     """r A: no trust region (Kakade and Langford 2002)."""
-    r = log_r.exp()
-    return build_unclipped(r * adv, r * adv)
+    value = t.log_r.exp() * t.adv
+    return build_unclipped(value, value)
 
 
-def compute_log_probability_term(lp: torch.Tensor, adv: torch.Tensor) -> SurrogateTerm:
+def _apply_log_probability(t: SurrogateTokens, c: settings.Loss) -> SurrogateTerm:
     """lp A: `reinforce` (Williams 1992), `gpg` (arXiv 2504.02546) and `sft`.
 
     For `reinforce` the bounded weight pi_theta / mu belongs to the correction. For `sft` A is 1
     where the sample was rewarded and 0 elsewhere.
     """
-    return build_unclipped(adv.clone(), lp * adv)
+    return build_unclipped(t.adv.clone(), t.lp * t.adv)
 
 
 def compute_ppo(
@@ -182,139 +199,68 @@ def compute_ppo(
 
 
 def compute_cispo(
-    log_r: torch.Tensor, adv: torch.Tensor, lp: torch.Tensor, *, lo: float = 0.0, hi: float = 1.2
+    log_r: torch.Tensor, t: SurrogateTokens, *, lo: float, hi: float
 ) -> SurrogateTerm:
     """sg[clamp(r, lo, hi)] A lp (MiniMax-M1, arXiv 2506.13585): the gradient never vanishes.
 
-    Args:
-        log_r: [N].
-        adv: [N].
-        lp: [N].
-        lo: absolute lower bound; 0: none, as published. The caller computes 1 - e.
-        hi: absolute upper bound. The caller computes 1 + e.
+    lo = 0: no lower bound, as published.
     """
     r = log_r.exp()
-    w = r.clamp(lo, hi)
-    return SurrogateTerm(w * adv, w * adv * lp, mark_sides(r < lo, r > hi))
+    weighted = r.clamp(lo, hi) * t.adv
+    return SurrogateTerm(weighted, weighted * t.lp, mark_sides(r < lo, r > hi))
 
 
-def compute_gspo(
-    log_r: torch.Tensor,
-    adv: torch.Tensor,
-    mask: torch.Tensor,
-    seq: torch.Tensor,
-    n: int,
-    *,
-    low: float = GSPO_CLIP[0],
-    high: float = GSPO_CLIP[1],
-) -> SurrogateTerm:
-    """Clip on the sequence ratio s = exp(mean log r) (Qwen, arXiv 2507.18071).
+def _apply_sapo(t: SurrogateTokens, c: settings.SapoLoss) -> SurrogateTerm:
+    """4/tau sigma(tau (r - 1)) A: a soft gate (SAPO, arXiv 2511.20347).
 
-    With seq-mean-token-mean the reduced coefficient of a token is s A / |sample|, the published
-    gradient.
-
-    Args:
-        log_r: [N], not clamped: the mean is clamped, not each token.
-        adv: [N].
-        mask: bool [N].
-        seq: int64 [N].
-        n: number of samples.
+    Its derivative in r is 4 sigma (1 - sigma) A.
     """
-    return compute_ppo(
-        average_by_sample(log_r, mask, seq, n).clamp(-CLAMP, CLAMP)[seq], adv, low=low, high=high
+    r = _compute_loss_ratio(t, c).exp()
+    tau = torch.where(t.adv > 0, torch.full_like(t.adv, c.sapo_tau_pos), c.sapo_tau_neg)
+    s = torch.sigmoid(tau * (r - 1))
+    return build_unclipped(4 * s * (1 - s) * r * t.adv, 4 / tau * s * t.adv)
+
+
+def _find_moved(c: settings.MovedLoss, moved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return bool [N] each: tokens whose probability moved too far down, and too far up."""
+    return moved < -c.dppo_threshold, moved > (
+        c.dppo_threshold if c.dppo_high is None else c.dppo_high
     )
 
 
-def compute_sapo(
-    log_r: torch.Tensor, adv: torch.Tensor, *, tau_pos: float = 1.0, tau_neg: float = 1.05
-) -> SurrogateTerm:
-    """4/tau sigma(tau (r - 1)) A: a soft gate (SAPO, arXiv 2511.20347).
-
-    Its derivative in r is 4 sigma (1 - sigma) A. tau is tau_pos where A > 0, else tau_neg.
-    """
-    r = log_r.exp()
-    tau = torch.where(adv > 0, torch.full_like(adv, tau_pos), tau_neg)
-    s = torch.sigmoid(tau * (r - 1))
-    return build_unclipped(4 * s * (1 - s) * r * adv, 4 / tau * s * adv)
-
-
-def compute_dppo(
-    log_r: torch.Tensor,
-    adv: torch.Tensor,
-    prob: torch.Tensor,
-    *,
-    threshold: float = 0.2,
-    high: float | None = None,
-    divergence: str = "tv",
-) -> SurrogateTerm:
-    """r A, 0 where pi_theta - pi_prox moved more than `threshold` in the direction of A.
+def _apply_dppo(t: SurrogateTokens, c: settings.DppoLoss) -> SurrogateTerm:
+    """r A, 0 where pi_theta - pi_prox moved too far in the direction of A.
 
     Divergence PPO, total-variation form (Qi et al. 2026, arXiv 2602.04879). With divergence = kl it
     uses the binary KL(pi_prox || pi_theta). As published the proximal policy is mu.
-
-    Args:
-        log_r: [N].
-        adv: [N].
-        prob: [N], exp(lp).
-        high: threshold for A > 0; None: `threshold`.
     """
-    r = log_r.exp()
-    upper = threshold if high is None else high
-    if divergence == "kl":
-        moved = compute_binary_kl(prob.log() - log_r, prob.log()) * log_r.sign()
+    r, prob = t.log_r.exp(), t.lp.exp()
+    if c.dppo_divergence == "kl":
+        moved = compute_binary_kl(prob.log() - t.log_r, prob.log()) * t.log_r.sign()
     else:
         moved = prob - prob / r
-    clipped = mark_sides((adv < 0) & (moved < -threshold), (adv > 0) & (moved > upper))
-    open_value = torch.where(clipped == OPEN, r * adv, 0.0)
+    below, above = _find_moved(c, moved)
+    clipped = mark_sides((t.adv < 0) & below, (t.adv > 0) & above)
+    open_value = torch.where(clipped == OPEN, r * t.adv, 0.0)
     return SurrogateTerm(open_value, open_value.clone(), clipped)
 
 
-def compute_topr(
-    log_r: torch.Tensor,
-    adv: torch.Tensor,
-    lp: torch.Tensor,
-    mask: torch.Tensor,
-    seq: torch.Tensor,
-    n: int,
-) -> SurrogateTerm:
+def _apply_topr(t: SurrogateTokens, c: settings.ToprLoss) -> SurrogateTerm:
     """lp A for A > 0, min(pi_theta / mu, 1) lp A for A < 0 (TOPR, arXiv 2503.14286).
 
-    The ratio is that of the whole sample, detached.
-
-    Args:
-        log_r: [N], not clamped: the sum over the sample is clamped, not each token.
-        adv: [N].
-        lp: [N].
-        mask: bool [N].
-        seq: int64 [N].
-        n: number of samples.
+    The ratio is that of the whole sample, detached. Its sum is clamped, not each token.
     """
-    sample_ratio = (
-        sum_by_sample(torch.where(mask, log_r, 0.0), seq, n).clamp(-CLAMP, 0.0).exp()[seq]
-    )
-    w = torch.where(adv < 0, sample_ratio, 1.0)
-    return build_unclipped(w * adv, w * adv * lp)
+    w = torch.where(t.adv < 0, t.sample_log_ratio.clamp(-CLAMP, 0.0).exp(), 1.0)
+    return build_unclipped(w * t.adv, w * t.adv * t.lp)
 
 
-def compute_dro(
-    log_r: torch.Tensor, adv: torch.Tensor, lp: torch.Tensor, *, beta: float = 0.05
-) -> SurrogateTerm:
+def _apply_dro(t: SurrogateTokens, c: settings.DroLoss) -> SurrogateTerm:
     """lp A - beta/2 (log pi_theta / mu)^2: token form of direct reward optimization.
 
     Richemond et al. 2024, arXiv 2405.19107.
     """
-    return build_unclipped(adv - beta * log_r, lp * adv - beta / 2 * log_r.square())
-
-
-def compute_covariance(lp: torch.Tensor, adv: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """(lp - mean lp)(A - mean A) [N], means over the mask; 0 elsewhere.
-
-    Cui et al. 2025, arXiv 2505.22617.
-    """
-    count = mask.sum().clamp(min=1)
-    x = torch.where(mask, lp, 0.0)
-    a = torch.where(mask, adv, 0.0)
-    return torch.where(mask, (x - x.sum() / count) * (a - a.sum() / count), 0.0)
+    beta = c.dro_beta
+    return build_unclipped(t.adv - beta * t.log_r, t.lp * t.adv - beta / 2 * t.log_r.square())
 
 
 def choose_highest(cov: torch.Tensor, mask: torch.Tensor, share: float) -> torch.Tensor:
@@ -340,35 +286,26 @@ def sample_by_covariance(
     return chosen & candidates
 
 
-def compute_kl_cov(
-    log_r: torch.Tensor, adv: torch.Tensor, chosen: torch.Tensor, *, coefficient: float = 1.0
-) -> SurrogateTerm:
-    """r A, minus coefficient |log r| on the tokens `chosen` by `choose_highest`.
+def _apply_kl_cov(t: SurrogateTokens, c: settings.KlCovLoss) -> SurrogateTerm:
+    """r A, minus coefficient |log r| on the tokens chosen by `choose_highest`.
 
     Cui et al. 2025, arXiv 2505.22617.
     """
-    r = log_r.exp()
-    pull = torch.where(chosen, coefficient, 0.0)
-    return build_unclipped(r * adv - pull * log_r.sign(), r * adv - pull * log_r.abs())
+    value, log_r = t.log_r.exp() * t.adv, t.log_r
+    pull = torch.where(t.prepass["chosen"], c.cov_coefficient, 0.0)
+    return build_unclipped(value - pull * log_r.sign(), value - pull * log_r.abs())
 
 
-def compute_clip_cov(
-    log_r: torch.Tensor,
-    adv: torch.Tensor,
-    chosen: torch.Tensor,
-    *,
-    low: float = 0.2,
-    high: float = 0.2,
-) -> SurrogateTerm:
-    """`compute_ppo` without gradient on the tokens `chosen` by `sample_by_covariance`.
+def _apply_clip_cov(t: SurrogateTokens, c: settings.ClipCovLoss) -> SurrogateTerm:
+    """`compute_ppo` without gradient on the tokens chosen by `sample_by_covariance`.
 
     arXiv 2505.22617.
     """
-    t = compute_ppo(log_r, adv, low=low, high=high)
+    term, chosen = compute_ppo(t.log_r, t.adv, **c.clip), t.prepass["chosen"]
     return SurrogateTerm(
-        torch.where(chosen, 0.0, t.coefficient),
-        torch.where(chosen, 0.0, t.objective),
-        torch.where(chosen & (t.clipped == OPEN), HIGH, t.clipped).to(torch.int8),
+        torch.where(chosen, 0.0, term.coefficient),
+        torch.where(chosen, 0.0, term.objective),
+        torch.where(chosen & (term.clipped == OPEN), HIGH, term.clipped).to(torch.int8),
     )
 
 
@@ -421,34 +358,15 @@ FORMS: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor]]] = {
 # ---- on the ratio of whole samples: every token has the coefficient of its sample ---------------
 
 
-def compute_vespo(
-    log_w: torch.Tensor,
-    adv: torch.Tensor,
-    *,
-    positive: tuple[float, float] = (2.0, 3.0),
-    negative: tuple[float, float] = (3.0, 2.0),
-) -> torch.Tensor:
+def _apply_vespo(t: SurrogateTokens, c: settings.VespoLoss) -> SurrogateTerm:
     """phi(W) A with phi = W^k e^(l (1 - W)): the coefficient (VESPO, arXiv 2602.10693).
 
     (k, l) is chosen by the sign of A. phi(1) = 1, and the maximum is at W = k / l.
-
-    Args:
-        log_w: [N], X of each token's sample, not clamped.
-        adv: [N].
     """
-    k = torch.where(adv < 0, negative[0], positive[0])
-    m = torch.where(adv < 0, negative[1], positive[1])
-    x = log_w.clamp(-CLAMP, CLAMP)
-    return (k * x + m - m * x.exp()).exp() * adv
-
-
-def _apply_vespo(t: SurrogateTokens, c: settings.VespoLoss) -> SurrogateTerm:
-    coefficient = compute_vespo(
-        t.sample_log_ratio,
-        t.adv,
-        positive=(c.vespo_k_pos, c.vespo_l_pos),
-        negative=(c.vespo_k_neg, c.vespo_l_neg),
-    )
+    k = torch.where(t.adv < 0, c.vespo_k_neg, c.vespo_k_pos)
+    m = torch.where(t.adv < 0, c.vespo_l_neg, c.vespo_l_pos)
+    x = t.sample_log_ratio.clamp(-CLAMP, CLAMP)
+    coefficient = (k * x + m - m * x.exp()).exp() * t.adv
     return build_unclipped(coefficient, coefficient * t.lp)
 
 
@@ -481,31 +399,18 @@ def _apply_gmpo(t: SurrogateTokens, c: settings.GmpoLoss) -> SurrogateTerm:
     return SurrogateTerm(torch.where(clipped == 0, value, 0.0), value, clipped)
 
 
-def compute_group_probability(
-    behavior: torch.Tensor,
-    mask: torch.Tensor,
-    seq: torch.Tensor,
-    groups: torch.Tensor,
-) -> torch.Tensor:
+def _compute_group_probability(w: StepBatch, c: settings.GepoLoss) -> dict[str, torch.Tensor]:
     """Return log E_q [N] of each token's group: GEPO's denominator.
 
     E_q = sum q^2 / sum q over the group's samples with a token in the mask, q = exp(mean log mu) of
     a sample. It covers the whole group, so it must be known before any micro-batch.
-
-    Args:
-        behavior: [N], log mu.
-        mask: bool [N].
-        seq: int64 [N].
-        groups: int64 [B].
     """
-    n = len(groups)
-    q = average_by_sample(behavior, mask, seq, n).clamp(-CLAMP, CLAMP).double().exp()
-    q = torch.where(sum_by_sample(mask.to(q.dtype), seq, n) > 0, q, 0.0)
-    total, total_square = (
-        torch.zeros_like(q).index_add_(0, groups, x)[groups] for x in (q, q.square())
-    )
+    n = len(w.groups)
+    q = average_by_sample(w.behavior, w.mask, w.seq, n).clamp(-CLAMP, CLAMP).double().exp()
+    q = torch.where(sum_by_sample(w.mask.to(q.dtype), w.seq, n) > 0, q, 0.0)
+    total, total_square = (sum_by_sample(x, w.groups, n)[w.groups] for x in (q, q.square()))
     log_mean = (total_square / total.clamp(min=1e-30)).clamp(min=1e-30).log()
-    return log_mean.to(behavior.dtype)[seq]
+    return {"group_q": log_mean.to(w.behavior.dtype)[w.seq]}
 
 
 def _apply_gepo(t: SurrogateTokens, c: settings.GepoLoss) -> SurrogateTerm:
@@ -522,6 +427,13 @@ def _apply_gepo(t: SurrogateTokens, c: settings.GepoLoss) -> SurrogateTerm:
 # ---- on the ratio of tokens and of prefixes ------------------------------------------------------
 
 
+def _build_pulled(
+    t: SurrogateTokens, weighted: torch.Tensor, value: torch.Tensor, pull: float, cut: torch.Tensor
+) -> SurrogateTerm:
+    """Build the term of `value` with the coefficient `weighted`, minus pull (log r)^2."""
+    return SurrogateTerm(weighted - 2 * pull * t.log_r, value - pull * t.log_r.square(), cut)
+
+
 def _apply_band(t: SurrogateTokens, c: settings.BandLoss) -> SurrogateTerm:
     """w A where lo < w < hi for either sign of A, else 0; minus 2 pull log w everywhere.
 
@@ -532,10 +444,7 @@ def _apply_band(t: SurrogateTokens, c: settings.BandLoss) -> SurrogateTerm:
     w = t.log_r.exp()
     below, above = w <= c.band_lo, w >= c.band_hi
     weighted = torch.where(below | above, 0.0, w * t.adv)
-    coefficient = weighted - 2 * c.pull * t.log_r
-    return SurrogateTerm(
-        coefficient, weighted * t.lp - c.pull * t.log_r.square(), mark_sides(below, above)
-    )
+    return _build_pulled(t, weighted, weighted * t.lp, c.pull, mark_sides(below, above))
 
 
 def _apply_ipo(t: SurrogateTokens, c: settings.IpoLoss) -> SurrogateTerm:
@@ -545,15 +454,9 @@ def _apply_ipo(t: SurrogateTokens, c: settings.IpoLoss) -> SurrogateTerm:
     the pull of Kimi K2.5, read in a port.
     """
     w = t.log_r.exp()
-    moved = t.lp.exp() - t.lp.exp() / w
-    high = c.dppo_threshold if c.dppo_high is None else c.dppo_high
-    below, above = moved < -c.dppo_threshold, moved > high
+    below, above = _find_moved(c, t.lp.exp() - t.lp.exp() / w)
     weighted = torch.where(below | above, 0.0, w * t.adv)
-    return SurrogateTerm(
-        weighted - 2 * c.pull * t.log_r,
-        weighted - c.pull * t.log_r.square(),
-        mark_sides(below, above),
-    )
+    return _build_pulled(t, weighted, weighted, c.pull, mark_sides(below, above))
 
 
 def _apply_minpro(t: SurrogateTokens, c: settings.MinproLoss) -> SurrogateTerm:
@@ -568,26 +471,21 @@ def _apply_minpro(t: SurrogateTokens, c: settings.MinproLoss) -> SurrogateTerm:
     starts[1:] = t.seq[1:] != t.seq[:-1]
     previous_min = torch.where(starts, FAR, minimum.roll(1))
     log_u = t.log_r + torch.where(previous_min >= FAR, 0.0, previous_min)
-    return compute_cispo(log_u, t.adv, t.lp, lo=1 - low, hi=1 + high)
+    return compute_cispo(log_u, t, lo=1 - low, hi=1 + high)
 
 
-def find_bapo_bounds(
-    current: torch.Tensor,
-    behavior: torch.Tensor,
-    adv: torch.Tensor,
-    mask: torch.Tensor,
-    share: float,
-) -> dict[str, torch.Tensor]:
-    """Return the bounds `lo` and `hi` of the ratio, scalars, from a whole batch [N].
+def _find_bapo_bounds(b: StepBatch, c: settings.BapoLoss) -> dict[str, torch.Tensor]:
+    """Return the bounds `lo` and `hi` of the ratio, scalars, from a whole batch.
 
     Starting at the first of BAPO_LOW and BAPO_HIGH, hi rises to its last value and then lo, until
-    the tokens with A > 0 have `share` of sum |mu min(w A, clip(w, lo, hi) A)|. For A > 0 the sum
-    depends on hi alone, for A < 0 on lo alone. BAPO, arXiv 2510.18927, equation 8 as we read it:
-    its code has another order and no mu.
+    the tokens with A > 0 have `c.bapo_share` of sum |mu min(w A, clip(w, lo, hi) A)|. For A > 0 the
+    sum depends on hi alone, for A < 0 on lo alone. BAPO, arXiv 2510.18927, equation 8 as we read
+    it: its code has another order and no mu.
     """
-    w = torch.where(mask, compute_log_ratio(current, behavior), 0.0).double().exp()
-    mass = torch.where(mask, behavior, -torch.inf).double().exp() * adv.double().abs()
-    positive_mass, negative_mass = (torch.where(side, mass, 0.0) for side in (adv > 0, adv < 0))
+    assert b.current is not None
+    w = torch.where(b.mask, compute_log_ratio(b.current, b.behavior), 0.0).double().exp()
+    mass = torch.where(b.mask, b.behavior, -torch.inf).double().exp() * b.adv.double().abs()
+    positive_mass, negative_mass = (torch.where(side, mass, 0.0) for side in (b.adv > 0, b.adv < 0))
     lows, highs = (
         [lowest + step * i for i in range(round((highest - lowest) / step) + 1)]
         for lowest, step, highest in (BAPO_LOW, BAPO_HIGH)
@@ -602,14 +500,14 @@ def find_bapo_bounds(
             (negative, [lo for lo, _ in candidates]),
         )
     )
-    insufficient = p < share * (p + q)  # a batch without any mass is satisfied
+    insufficient = p < c.bapo_share * (p + q)  # a batch without any mass is satisfied
     chosen = torch.where(insufficient.all(), len(candidates) - 1, (~insufficient).int().argmax())
-    bounds = torch.tensor(candidates, dtype=current.dtype, device=current.device)[chosen]
+    bounds = b.current.new_tensor(candidates)[chosen]
     return {"lo": bounds[0], "hi": bounds[1]}
 
 
 def _apply_bapo(t: SurrogateTokens, c: settings.BapoLoss) -> SurrogateTerm:
-    """min(w A, clip(w, lo, hi) A), with the scalar bounds of `find_bapo_bounds`."""
+    """min(w A, clip(w, lo, hi) A), with the scalar bounds of `_find_bapo_bounds`."""
     w, lo, hi = t.log_r.exp(), t.prepass["lo"], t.prepass["hi"]
     value = torch.minimum(w * t.adv, torch.minimum(torch.maximum(w, lo), hi) * t.adv)
     clipped = mark_sides((t.adv < 0) & (w < lo), (t.adv > 0) & (w > hi))
@@ -626,7 +524,7 @@ def _compute_loss_ratio(
     if c.ratio == "token":
         return t.log_r
     if c.ratio == "geometric":
-        return average_by_sample(t.raw, t.mask, t.seq, t.n).clamp(-CLAMP, CLAMP)[t.seq]
+        return t.mean_log_ratio
     return t.sample_log_ratio.clamp(-CLAMP, CLAMP)
 
 
@@ -637,17 +535,7 @@ def _apply_ppo(t: SurrogateTokens, c: settings.PpoFamilyLoss) -> SurrogateTerm:
 def _apply_cispo(t: SurrogateTokens, c: settings.CispoLoss) -> SurrogateTerm:
     low, high = c.clip.values()
     hi = high if c.cispo_absolute else 1 + high
-    return compute_cispo(t.log_r, t.adv, t.lp, lo=1 - low, hi=hi)
-
-
-def _apply_kl_cov(t: SurrogateTokens, c: settings.KlCovLoss) -> SurrogateTerm:
-    assert t.chosen is not None
-    return compute_kl_cov(t.log_r, t.adv, t.chosen, coefficient=c.cov_coefficient)
-
-
-def _apply_clip_cov(t: SurrogateTokens, c: settings.ClipCovLoss) -> SurrogateTerm:
-    assert t.chosen is not None
-    return compute_clip_cov(t.log_r, t.adv, t.chosen, **c.clip)
+    return compute_cispo(t.log_r, t, lo=1 - low, hi=hi)
 
 
 def _apply_reshape(t: SurrogateTokens, c: settings.ReshapeLoss) -> SurrogateTerm:
@@ -678,29 +566,23 @@ def _apply_reshape(t: SurrogateTokens, c: settings.ReshapeLoss) -> SurrogateTerm
 
 # loss.surrogate, the tag of its struct in `settings` -> SurrogateTerm of the tokens
 SURROGATES: dict[str, Callable[[SurrogateTokens, Any], SurrogateTerm]] = {
-    "vanilla": lambda t, c: compute_vanilla(t.log_r, t.adv),
-    "reinforce": lambda t, c: compute_log_probability_term(t.lp, t.adv),
+    "vanilla": _apply_vanilla,
+    "reinforce": _apply_log_probability,
     "ppo": _apply_ppo,
     "decoupled_ppo": _apply_ppo,
-    "gspo": lambda t, c: compute_gspo(t.raw, t.adv, t.mask, t.seq, t.n, **c.clip),
+    # clips the ratio of samples, s = exp(mean log r) (Qwen, arXiv 2507.18071). With
+    # seq-mean-token-mean the reduced coefficient of a token is s A / |sample|, the published
+    # gradient
+    "gspo": lambda t, c: compute_ppo(t.mean_log_ratio, t.adv, **c.clip),
     "cispo": _apply_cispo,
-    "dppo": lambda t, c: compute_dppo(
-        t.log_r,
-        t.adv,
-        t.lp.exp(),
-        threshold=c.dppo_threshold,
-        high=c.dppo_high,
-        divergence=c.dppo_divergence,
-    ),
-    "sapo": lambda t, c: compute_sapo(
-        _compute_loss_ratio(t, c), t.adv, tau_pos=c.sapo_tau_pos, tau_neg=c.sapo_tau_neg
-    ),
-    "topr": lambda t, c: compute_topr(t.raw, t.adv, t.lp, t.mask, t.seq, t.n),
-    "dro": lambda t, c: compute_dro(t.log_r, t.adv, t.lp, beta=c.dro_beta),
+    "dppo": _apply_dppo,
+    "sapo": _apply_sapo,
+    "topr": _apply_topr,
+    "dro": _apply_dro,
     "kl_cov": _apply_kl_cov,
     "clip_cov": _apply_clip_cov,
-    "gpg": lambda t, c: compute_log_probability_term(t.lp, t.adv),
-    "sft": lambda t, c: compute_log_probability_term(t.lp, t.adv),
+    "gpg": _apply_log_probability,
+    "sft": _apply_log_probability,
     "reshape": _apply_reshape,
     "vespo": _apply_vespo,
     "oapl": _apply_oapl,
@@ -711,25 +593,15 @@ SURROGATES: dict[str, Callable[[SurrogateTokens, Any], SurrogateTerm]] = {
     "gmpo": _apply_gmpo,
     "ipo": _apply_ipo,
 }
-# loss.surrogate -> bool [N]: tokens chosen by their covariance before a step
-COVARIANCE_CHOICES: dict[str, Callable[[torch.Tensor, torch.Tensor, Any, int], torch.Tensor]] = {
-    "kl_cov": lambda cov, mask, c, seed: choose_highest(cov, mask, c.cov_share),
-    "clip_cov": lambda cov, mask, c, seed: sample_by_covariance(
-        cov, mask, c.cov_share, c.cov_lo, c.cov_hi, seed
-    ),
-}
-
-
-def _compute_bapo_prepass(w: StepBatch, c: settings.BapoLoss) -> dict[str, torch.Tensor]:
-    assert w.current is not None
-    return find_bapo_bounds(w.current, w.behavior, w.adv, w.mask, c.bapo_share)
-
-
 # loss.surrogate -> its inputs from all tokens of an optimizer step: tensors [N] and scalars, for
 # `SurrogateTokens.prepass`; one that reads `current` stands in NEED_CURRENT too
 PREPASS: dict[str, Callable[[StepBatch, Any], dict[str, torch.Tensor]]] = {
-    "gepo": lambda w, c: {
-        "group_q": compute_group_probability(w.behavior, w.mask, w.seq, w.groups)
+    "gepo": _compute_group_probability,
+    "bapo": _find_bapo_bounds,
+    "kl_cov": lambda w, c: {"chosen": choose_highest(w.compute_covariance(), w.valid, c.cov_share)},
+    "clip_cov": lambda w, c: {
+        "chosen": sample_by_covariance(
+            w.compute_covariance(), w.valid, c.cov_share, c.cov_lo, c.cov_hi, w.seed
+        )
     },
-    "bapo": _compute_bapo_prepass,
 }

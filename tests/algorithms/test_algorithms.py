@@ -19,8 +19,9 @@ from algorithms_kit import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from surrogate_kit import term
 
-from asyncrl.algorithms import advantages, correction, reductions, surrogates
+from asyncrl.algorithms import advantages, correction, reductions
 from asyncrl.algorithms import loss as sl
 from asyncrl.algorithms.batch import LossBatch
 from asyncrl.config.tree import Config
@@ -57,14 +58,7 @@ def test_textbook_forms_have_the_gradient_of_their_coefficient_form(name: str) -
     adv = torch.randn(200, generator=g, dtype=D)
     exact = torch.autograd.grad(TEXTBOOK[name](log_r.exp(), adv).sum(), log_r)[0]
     x = log_r.detach()
-    forms = {
-        "ppo": lambda: surrogates.compute_ppo(x, adv),
-        "vanilla": lambda: surrogates.compute_vanilla(x, adv),
-        "sapo": lambda: surrogates.compute_sapo(x, adv),
-        "cispo": lambda: surrogates.compute_cispo(x, adv, x),
-        "dro": lambda: surrogates.compute_dro(x, adv, x),
-    }
-    assert torch.allclose(forms[name]().coefficient, exact)
+    assert torch.allclose(term(name, x, adv).coefficient, exact)
 
 
 def test_reshape_with_gamma_one_is_vanilla_on_behaviour() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from algorithms_catalogue_kit import repaired, vec
 from algorithms_kit import D, batch, config, gradient, theta
+from surrogate_kit import term
 
 from asyncrl.algorithms import correction, kl, ratios, reshape, settings, surrogates
 from asyncrl.algorithms import loss as sl
@@ -110,10 +111,10 @@ def test_a_whole_answers_ratio_is_clamped_after_its_sum() -> None:
 
 def test_topr_and_gspo_see_the_answers_own_sum() -> None:
     minus, lp = vec(-1, -1, -1), vec(-1, -1, -1)
-    assert surrogates.compute_topr(
-        FAR, minus, lp, EVERY, SEQ, 2
-    ).coefficient.tolist() == pytest.approx([-math.exp(-5)] * 2 + [-1])
-    got = surrogates.compute_gspo(FAR, minus, EVERY, SEQ, 2, low=0.99, high=1.0).coefficient
+    assert term("topr", FAR, minus, lp, EVERY, SEQ).coefficient.tolist() == pytest.approx(
+        [-math.exp(-5)] * 2 + [-1]
+    )
+    got = term("gspo", FAR, minus, lp, EVERY, SEQ, eps_low=0.99, eps_high=1.0).coefficient
     assert got.tolist() == pytest.approx([-math.exp(-2.5)] * 2 + [-math.exp(20)])
 
 
@@ -231,8 +232,7 @@ def drawn(seed: int, number: int, steps: int) -> list[bool]:
     prep = sl.prepare(b, c, number=number)
     for _ in range(steps):
         step = sl.begin_step(prep, torch.arange(len(b.rewards)), b.proximal)
-    assert step.chosen is not None
-    return step.chosen.tolist()
+    return step.prepass["chosen"].tolist()
 
 
 def test_clip_cov_draws_anew_for_every_seed_batch_and_step() -> None:
@@ -245,18 +245,18 @@ def test_clip_cov_draws_anew_for_every_seed_batch_and_step() -> None:
 def test_a_token_at_its_bound_or_without_an_advantage_is_not_cut() -> None:
     """Clip shares count the tokens whose gradient a bound has stopped, and no others."""
     far = torch.tensor([-3.0, 3.0])
-    none = torch.zeros(2)
+    none, half = torch.zeros(2), torch.tensor([0.5, 0.5]).log()
     every, first = torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.long)
     tokens = surrogates.SurrogateTokens(far, none, far, far, every, first, 1)
     tokens.prepass = {"lo": torch.tensor(0.5), "hi": torch.tensor(2.0)}
-    for term in (
+    for found in (
         surrogates.compute_ppo(far, none, dual=3.0),
-        surrogates.compute_dppo(far, none, torch.full((2,), 0.5), threshold=0.01),
-        surrogates.compute_dppo(far, none, torch.full((2,), 0.5), threshold=0.01, divergence="kl"),
+        term("dppo", far, none, half, dppo_threshold=0.01),
+        term("dppo", far, none, half, dppo_threshold=0.01, dppo_divergence="kl"),
         surrogates.SURROGATES["gmpo"](tokens, settings.GmpoLoss()),
         surrogates.SURROGATES["bapo"](tokens, settings.BapoLoss()),
     ):
-        assert term.clipped.tolist() == [0, 0]
+        assert found.clipped.tolist() == [0, 0]
 
 
 def test_masked_tokens_are_no_part_of_the_baselines_weights() -> None:

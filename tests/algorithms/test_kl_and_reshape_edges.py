@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from algorithms_catalogue_kit import k3, repaired, vec
+from surrogate_kit import term
 
 from asyncrl.algorithms import kl, reshape, stopping, surrogates
 from asyncrl.contract.errors import ConfigError
@@ -217,7 +218,7 @@ def test_repair_b_has_the_objective_of_the_bound(form: str, clip_on: str) -> Non
 
 def test_clip_cov_has_no_objective_where_it_has_no_gradient() -> None:
     chosen = torch.tensor([True, False])
-    t = surrogates.compute_clip_cov(vec(0.1, 0.1), vec(1, 1), chosen)
+    t = term("clip_cov", vec(0.1, 0.1), vec(1, 1), chosen=chosen)
     assert t.objective.tolist() == pytest.approx([0, math.exp(0.1)])
     assert t.coefficient.tolist() == pytest.approx([0, math.exp(0.1)])
     assert t.clipped.tolist() == [surrogates.HIGH, surrogates.OPEN]

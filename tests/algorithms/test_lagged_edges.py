@@ -12,6 +12,7 @@ import pytest
 import torch
 from algorithms_kit import D, batch, config, gradient, theta
 from lagged_methods_kit import EVERY, GROUP, LP, MU, SEQ, SIGN, X, example, vcpo, vec
+from surrogate_kit import step_batch, term
 
 from asyncrl.algorithms import advantages, correction, kl, ratios, settings, stopping, surrogates
 from asyncrl.algorithms import loss as sl
@@ -25,7 +26,7 @@ FULL = "seq-mean-token-mean"
 def trust(name: str, adv: torch.Tensor, **keys: Any) -> surrogates.SurrogateTerm:
     """A surrogate on the example's tokens with these advantages [N]."""
     c = config(loss={"surrogate": name, **keys}, correction={"proximal": "behavior"})
-    whole = surrogates.StepBatch(MU.log(), adv, EVERY, SEQ, GROUP, LP)
+    whole = step_batch(MU.log(), adv, EVERY, SEQ, GROUP, LP)
     prepass = surrogates.PREPASS.get(name, lambda *_: {})(whole, c.loss)
     return surrogates.SURROGATES[name](
         surrogates.SurrogateTokens(X, adv, LP, MU.log(), EVERY, SEQ, 2, prepass=prepass), c.loss
@@ -129,8 +130,8 @@ def test_far_ratios_count_as_the_clamp() -> None:
         assert torch.allclose(
             correction.compute_statistic(name, "token", far, every, seq, 2), of_edge
         )
-    whole = surrogates.compute_vespo(far, vec(1, 1), positive=(1, 0))
-    assert torch.allclose(whole, edge.exp())
+    whole = term("vespo", far, vec(1, 1), vespo_k_pos=1.0, vespo_l_pos=0.0)
+    assert torch.allclose(whole.coefficient, edge.exp())
     assert torch.allclose(apply("gepo", far, vec(1, 1), far).coefficient, edge.exp())
     for name in ("gmpo", "gspo"):
         found = apply(name, far, vec(-1, 1), far, eps_low=9e9, eps_high=9e9)
@@ -161,7 +162,7 @@ def test_tokens_outside_the_mask_change_no_answers_ratio() -> None:
     assert value.objective.tolist() == pytest.approx(mean)
     one = surrogates.SURROGATES["vespo"](given, settings.VespoLoss()).coefficient[mask].tolist()
     w = torch.tensor([first, second], dtype=D).log()[SEQ[mask]]
-    assert one == pytest.approx(surrogates.compute_vespo(w, SIGN[mask]).tolist())
+    assert one == pytest.approx(term("vespo", w, SIGN[mask]).coefficient.tolist())
     c = config(loss={"surrogate": "ppo", "ratio": "sequence", "eps_low": 9.0, "eps_high": 9.0})
     got = surrogates.SURROGATES["ppo"](given, c.loss).coefficient
     assert got.tolist() == pytest.approx([first] * 3 + [-second] * 3)

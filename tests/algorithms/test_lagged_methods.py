@@ -13,6 +13,7 @@ import pytest
 import torch
 from algorithms_kit import D, batch, config, convert, gradient, parse_refusals, theta
 from lagged_methods_kit import ANSWER, EVERY, GROUP, LP, MU, SEQ, SIGN, W, X, example, vcpo, vec
+from surrogate_kit import step_batch, term
 
 from asyncrl.algorithms import advantages, correction, ratios, settings, stopping, surrogates
 from asyncrl.algorithms import loss as sl
@@ -29,7 +30,7 @@ def given(**more: Any) -> surrogates.SurrogateTokens:
 
 def coefficient(name: str, **loss: Any) -> list[float]:
     c = config(loss={"surrogate": name, **loss}, correction={"proximal": "behavior"})
-    whole = surrogates.StepBatch(MU.log(), SIGN, EVERY, SEQ, GROUP, LP)
+    whole = step_batch(MU.log(), SIGN, EVERY, SEQ, GROUP, LP)
     prepass = surrogates.PREPASS.get(name, lambda *_: {})(whole, c.loss)
     return surrogates.SURROGATES[name](given(prepass=prepass), c.loss).coefficient.tolist()
 
@@ -79,7 +80,7 @@ def test_oapl_by_hand() -> None:
     exact = (0.5 * total - adv).square().mean()
     assert torch.allclose(torch.autograd.grad(exact, lp)[0], got)
     assert float(sums["loss/policy"]) == pytest.approx(float(exact.detach()))
-    each = surrogates.compute_dro(LP - MU.log(), adv[SEQ], LP, beta=0.5).coefficient
+    each = term("dro", LP - MU.log(), adv[SEQ], LP, dro_beta=0.5).coefficient
     assert each.tolist() == pytest.approx(
         [0.288725, 0.726459, 0.177153, -0.508543, -0.966688, 0.073033], abs=1e-6
     )
@@ -145,16 +146,20 @@ def test_the_limits_of_vespo() -> None:
     """(k, l) = (1, 0) is the answer's importance weight, (0, 0) none."""
     x = torch.linspace(-3, 3, 25, dtype=D)
     adv = torch.where(torch.arange(25) % 2 == 0, 1.5, -0.5).to(D)
-    one = surrogates.compute_vespo(x, adv, positive=(1, 0), negative=(1, 0))
-    assert torch.allclose(one, x.exp() * adv)
-    assert torch.allclose(surrogates.compute_vespo(x, adv, positive=(0, 0), negative=(0, 0)), adv)
+
+    def vespo(x: torch.Tensor, adv: torch.Tensor, *keys: float) -> torch.Tensor:
+        names = ("vespo_k_pos", "vespo_l_pos", "vespo_k_neg", "vespo_l_neg")
+        return term("vespo", x, adv, **dict(zip(names, keys, strict=False))).coefficient
+
+    assert torch.allclose(vespo(x, adv, 1, 0, 1, 0), x.exp() * adv)
+    assert torch.allclose(vespo(x, adv, 0, 0, 0, 0), adv)
     for k, m, most in ((2.0, 3.0, 1.208), (3.0, 2.0, 1.242)):
         grid = torch.linspace(-4, 4, 8001, dtype=D)
-        phi = surrogates.compute_vespo(grid, torch.ones(8001, dtype=D), positive=(k, m))
+        phi = vespo(grid, torch.ones(8001, dtype=D), k, m)
         assert float(phi.max()) == pytest.approx(most, abs=1e-3)
         assert float(grid[phi.argmax()].exp()) == pytest.approx(k / m, rel=1e-3)
     # far away: nothing, and finite
-    assert surrogates.compute_vespo(vec(900, -900), vec(1, -1)).abs().max() < 1e-20
+    assert vespo(vec(900, -900), vec(1, -1)).abs().max() < 1e-20
 
 
 def test_minpro_on_answers_of_one_token_is_cispo() -> None:
@@ -206,7 +211,9 @@ def test_bapos_bounds_move_until_positive_tokens_have_their_share() -> None:
     adv, mu = SIGN, MU.log()
 
     def bounds(share: float, mask: torch.Tensor = EVERY) -> list[float]:
-        found = surrogates.find_bapo_bounds(LP, mu, adv, mask, share)
+        found = surrogates.PREPASS["bapo"](
+            step_batch(mu, adv, mask, SEQ, GROUP, LP), settings.BapoLoss(bapo_share=share)
+        )
         return [round(float(found[x]), 6) for x in ("lo", "hi")]
 
     def share(lo: float, hi: float) -> float:
@@ -715,7 +722,7 @@ CUTS: list[tuple[str, dict[str, Any], list[int]]] = [
 @pytest.mark.parametrize(("name", "keys", "expected"), CUTS)
 def test_which_bound_cut_is_told(name: str, keys: dict[str, Any], expected: list[int]) -> None:
     c = config(loss={"surrogate": name, **keys}, correction={"proximal": "behavior"})
-    whole = surrogates.StepBatch(MU.log(), SIGN, EVERY, SEQ, GROUP, LP)
+    whole = step_batch(MU.log(), SIGN, EVERY, SEQ, GROUP, LP)
     prepass = surrogates.PREPASS.get(name, lambda *_: {})(whole, c.loss)
     found = surrogates.SURROGATES[name](given(prepass=prepass), c.loss)
     assert found.clipped.tolist() == expected and found.clipped.dtype == torch.int8
@@ -723,7 +730,7 @@ def test_which_bound_cut_is_told(name: str, keys: dict[str, Any], expected: list
 
 def objective(name: str, **keys: Any) -> torch.Tensor:
     c = config(loss={"surrogate": name, **keys}, correction={"proximal": "behavior"})
-    whole = surrogates.StepBatch(MU.log(), SIGN, EVERY, SEQ, GROUP, LP)
+    whole = step_batch(MU.log(), SIGN, EVERY, SEQ, GROUP, LP)
     prepass = surrogates.PREPASS.get(name, lambda *_: {})(whole, c.loss)
     return surrogates.SURROGATES[name](given(prepass=prepass), c.loss).objective
 
@@ -748,11 +755,16 @@ def test_the_objectives_value() -> None:
 
 def test_an_answer_without_a_token_in_the_loss_is_not_of_its_group() -> None:
     mask = torch.tensor([True, True, True, False, False, False])
-    log_q = surrogates.compute_group_probability(MU.log(), mask, SEQ, GROUP)
+
+    def group_q(mask: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+        whole = step_batch(MU.log(), SIGN, mask, SEQ, groups)
+        return surrogates.PREPASS["gepo"](whole, settings.GepoLoss())["group_q"]
+
+    log_q = group_q(mask, GROUP)
     assert log_q.exp()[:3].tolist() == pytest.approx([0.542884] * 3, abs=1e-6)
-    both = surrogates.compute_group_probability(MU.log(), EVERY, SEQ, GROUP)
+    both = group_q(EVERY, GROUP)
     assert both.exp().tolist() == pytest.approx([0.493326] * 6, abs=1e-6)
-    apart = surrogates.compute_group_probability(MU.log(), EVERY, SEQ, torch.tensor([0, 1]))
+    apart = group_q(EVERY, torch.tensor([0, 1]))
     assert apart.exp().tolist() == pytest.approx([0.542884] * 3 + [0.430887] * 3, abs=1e-6)
 
 

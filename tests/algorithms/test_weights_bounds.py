@@ -73,9 +73,7 @@ def test_the_settings_read_words_from_the_source_as_python_does() -> None:
     """Dicts and tuples of texts, without importing the module; what is none is no table."""
     assert cf.read_names("surrogates", "SURROGATES") == tuple(surrogates.SURROGATES)
     assert cf.ON_BEHAVIOR == surrogates.ON_BEHAVIOR and cf.BY_GROUP == advantages.BY_GROUP
-    assert set(surrogates.NEED_CURRENT) | set(surrogates.COVARIANCE_CHOICES) <= set(
-        surrogates.SURROGATES
-    )
+    assert set(surrogates.NEED_CURRENT) | set(surrogates.PREPASS) <= set(surrogates.SURROGATES)
     assert set(kl.PREFIX_FORMS) <= set(kl.OFF_POLICY)
     for module, table in (("surrogates", "NOTHING"), ("ratios", "CLAMP"), ("surrogates", "OPEN")):
         with pytest.raises(KeyError, match=table):

@@ -103,7 +103,7 @@ def test_a_whole_step_with_bare_sections_is_that_of_the_defaults() -> None:
                 sl.finish(sums),
                 step.metrics,
                 step.lr_scale,
-                step.chosen,
+                step.prepass["chosen"],
             )
         )
     assert torch.equal(found[0][0], found[1][0]) and found[0][1:] == found[1][1:]
@@ -153,6 +153,8 @@ def test_draws_of_bare_sections_are_those_of_the_configuration() -> None:
     chosen = []
     for c in (bare({"name": "rloo", "whiten": False}, loss=loss), whole):
         prep = sl.prepare(batch(3), c, number=2)
-        chosen.append(sl.begin_step(prep, torch.arange(12), theta(batch(3)).detach()).chosen)
+        chosen.append(
+            sl.begin_step(prep, torch.arange(12), theta(batch(3)).detach()).prepass["chosen"]
+        )
     # type: ignore[arg-type]
     assert chosen[0] is not None and torch.equal(chosen[0], chosen[1]) and chosen[0].any()

@@ -14,6 +14,7 @@ from algorithms_catalogue_kit import vec
 from algorithms_kit import D, batch, config, gradient, theta
 from learner_step_kit import GROUPS, SIZE, core, model_dir
 from learner_step_kit import batch as learner_batch
+from surrogate_kit import covariance
 
 from asyncrl.algorithms import correction, ratios, reshape, surrogates
 from asyncrl.algorithms import loss as sl
@@ -178,23 +179,23 @@ def test_covariances_choose_their_tokens_of_the_whole_batch() -> None:
     b = batch(7)
     now = theta(b).detach()
     prep, step = begun(b, config(loss={"surrogate": "kl_cov", "cov_share": 0.2}), now)
-    cov = surrogates.compute_covariance(now, prep.advantage, prep.valid)
-    assert step.chosen is not None
-    assert torch.equal(step.chosen, surrogates.choose_highest(cov, prep.valid, 0.2))
-    assert step.chosen.any()
+    cov, chosen = covariance(now, prep.advantage, prep.valid), step.prepass["chosen"]
+    assert torch.equal(chosen, surrogates.choose_highest(cov, prep.valid, 0.2)) and chosen.any()
     how = {"surrogate": "clip_cov", "cov_share": 0.2, "cov_lo": -1.0, "cov_hi": 1.0}
     prep, step = begun(b, config(loss=how, seed=5), now)
     seed = 5 * 1_000_003 * 1009
-    assert step.chosen is not None and torch.equal(
-        step.chosen, surrogates.sample_by_covariance(cov, prep.valid, 0.2, -1.0, 1.0, seed)
+    assert torch.equal(
+        step.prepass["chosen"],
+        surrogates.sample_by_covariance(cov, prep.valid, 0.2, -1.0, 1.0, seed),
     )
     later = sl.begin_step(prep, torch.arange(12), now)
-    assert later.chosen is not None and torch.equal(
-        later.chosen, surrogates.sample_by_covariance(cov, prep.valid, 0.2, -1.0, 1.0, seed + 1)
+    assert torch.equal(
+        later.prepass["chosen"],
+        surrogates.sample_by_covariance(cov, prep.valid, 0.2, -1.0, 1.0, seed + 1),
     )
     other = sl.begin_step(sl.prepare(b, config(loss=how, seed=5), number=3), torch.arange(12), now)
-    assert other.chosen is not None and torch.equal(
-        other.chosen,
+    assert torch.equal(
+        other.prepass["chosen"],
         surrogates.sample_by_covariance(
             cov, prep.valid, 0.2, -1.0, 1.0, (5 * 1_000_003 + 3) * 1009
         ),

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from algorithms_catalogue_kit import vec, yes
+from surrogate_kit import covariance, term
 
 from asyncrl.algorithms import diagnostics, loss, ratios, reductions
 from asyncrl.algorithms.surrogates import (
@@ -15,16 +16,6 @@ from asyncrl.algorithms.surrogates import (
     HIGH,
     LOW,
     choose_highest,
-    compute_cispo,
-    compute_clip_cov,
-    compute_covariance,
-    compute_dppo,
-    compute_dro,
-    compute_gspo,
-    compute_kl_cov,
-    compute_ppo,
-    compute_sapo,
-    compute_topr,
     sample_by_covariance,
 )
 
@@ -117,19 +108,23 @@ def test_ppo_marks_the_side_that_cut_and_is_open_at_its_edges() -> None:
     r = vec(0.7, 0.8, 1.0, 1.25, 1.3)
     for sign, marks in ((1, [0, 0, 0, 0, HIGH]), (-1, [LOW, 0, 0, 0, 0])):
         adv = torch.full((5,), float(sign), dtype=D)
-        t = compute_ppo(
-            r.log(), adv, low=1 - math.exp(math.log(0.8)), high=math.exp(math.log(1.25)) - 1
+        t = term(
+            "ppo",
+            r.log(),
+            adv,
+            eps_low=1 - math.exp(math.log(0.8)),
+            eps_high=math.exp(math.log(1.25)) - 1,
         )
         assert t.clipped.tolist() == marks and t.clipped.dtype == torch.int8
         open_ = torch.tensor([k == 0 for k in marks])
         assert torch.allclose(t.coefficient, torch.where(open_, sign * r, 0.0))
         bound = r.clamp(0.8, 1.25)
         assert torch.allclose(t.objective, torch.minimum(sign * r, sign * bound))
-    zero = compute_ppo(vec(2, 0.1).log(), vec(0, 0))
+    zero = term("ppo", vec(2, 0.1).log(), vec(0, 0))
     assert zero.clipped.tolist() == [0, 0]  # without an advantage nothing is cut
     # 0.2 by default
-    assert compute_ppo(vec(1.21, 0.79).log(), vec(1, -1)).clipped.tolist() == [HIGH, LOW]
-    assert compute_ppo(vec(1.19, 0.81).log(), vec(1, -1)).clipped.tolist() == [0, 0]
+    assert term("ppo", vec(1.21, 0.79).log(), vec(1, -1)).clipped.tolist() == [HIGH, LOW]
+    assert term("ppo", vec(1.19, 0.81).log(), vec(1, -1)).clipped.tolist() == [0, 0]
 
 
 def test_gspo_clips_the_mean_ratio_of_an_answer_by_its_own_range() -> None:
@@ -137,17 +132,17 @@ def test_gspo_clips_the_mean_ratio_of_an_answer_by_its_own_range() -> None:
     is 3e-4 below and 4e-4 above."""
     seq, m, x = torch.tensor([0, 0, 0, 1]), yes(1, 1, 0, 1), vec(0.3, -0.1, 9, -0.1)
     up, down = math.exp(0.1), math.exp(-0.1)
-    t = compute_gspo(x, vec(1, 1, 1, 1), m, seq, 2)
+    t = term("gspo", x, vec(1, 1, 1, 1), None, m, seq)
     assert t.clipped.tolist() == [HIGH] * 3 + [0]
     assert t.coefficient.tolist() == pytest.approx([0, 0, 0, down])
     assert t.objective.tolist() == pytest.approx([1 + 4e-4] * 3 + [down])
-    t = compute_gspo(x, vec(-1, -1, -1, -1), m, seq, 2)
+    t = term("gspo", x, vec(-1, -1, -1, -1), None, m, seq)
     assert t.clipped.tolist() == [0, 0, 0, LOW]
     assert t.objective.tolist() == pytest.approx([-up] * 3 + [-(1 - 3e-4)])
-    wide = compute_gspo(x, vec(1, 1, 1, -1), m, seq, 2, low=0.05, high=0.11)
+    wide = term("gspo", x, vec(1, 1, 1, -1), None, m, seq, eps_low=0.05, eps_high=0.11)
     assert wide.clipped.tolist() == [0, 0, 0, LOW]
     assert wide.coefficient.tolist() == pytest.approx([up, up, up, 0])
-    far = compute_gspo(vec(30, 30), vec(-1, -1), yes(1, 1), torch.tensor([0, 0]), 1)
+    far = term("gspo", vec(30, 30), vec(-1, -1), None, yes(1, 1), torch.tensor([0, 0]))
     assert far.objective.tolist() == pytest.approx([-math.exp(20)] * 2)
 
 
@@ -155,26 +150,26 @@ def test_the_dual_clip_bounds_only_what_is_pushed_down() -> None:
     """c A for A < 0 where r A would be below it (r > c); between the upper bound and c it is r A
     still."""
     x = vec(1.1, 2.0, 2.9, 4.0, 4.0).log()
-    t = compute_ppo(x, vec(-1, -1, -1, -1, 1), dual=3.0)
+    t = term("ppo", x, vec(-1, -1, -1, -1, 1), dual_clip=3.0)
     assert t.clipped.tolist() == [0, 0, 0, DUAL, HIGH]
     assert t.objective.tolist() == pytest.approx([-1.1, -2, -2.9, -3, 1.2])
     assert t.coefficient.tolist() == pytest.approx([-1.1, -2, -2.9, 0, 0])
-    assert compute_ppo(x, vec(-1, -1, -1, -1, 1)).objective.tolist() == pytest.approx(
+    assert term("ppo", x, vec(-1, -1, -1, -1, 1)).objective.tolist() == pytest.approx(
         [-1.1, -2, -2.9, -4, 1.2]
     )
     # at the bound itself it is open
-    assert compute_ppo(vec(0), vec(-1), dual=1.0).clipped.tolist() == [0]
-    assert compute_ppo(vec(2).log(), vec(-1), dual=1.5).clipped.tolist() == [DUAL]
-    assert compute_ppo(vec(2).log(), vec(-1), dual=0.5).clipped.tolist() == [DUAL]
+    assert term("ppo", vec(0), vec(-1), dual_clip=1.0).clipped.tolist() == [0]
+    assert term("ppo", vec(2).log(), vec(-1), dual_clip=1.5).clipped.tolist() == [DUAL]
+    assert term("ppo", vec(2).log(), vec(-1), dual_clip=0.5).clipped.tolist() == [DUAL]
 
 
 def test_cispo_keeps_the_gradient_and_marks_its_bounds() -> None:
     r, adv, lp = vec(0.3, 0.5, 1.0, 1.2, 2.0), vec(1, 1, -1, 1, 2), vec(-1, -2, -3, -4, -5)
-    t = compute_cispo(r.log(), adv, lp)
+    t = term("cispo", r.log(), adv, lp)
     assert t.coefficient.tolist() == pytest.approx([0.3, 0.5, -1, 1.2, 2.4])
     assert t.objective.tolist() == pytest.approx([-0.3, -1.0, 3, -4.8, -12])
     assert t.clipped.tolist()[:3] == [0, 0, 0] and t.clipped.tolist()[4] == HIGH
-    low = compute_cispo(r.log(), adv, lp, lo=0.5001, hi=9)
+    low = term("cispo", r.log(), adv, lp, eps_low=0.4999, eps_high=8.0)
     assert low.clipped.tolist() == [LOW, LOW, 0, 0, 0]
     assert float(low.coefficient[0]) == pytest.approx(0.5001)
 
@@ -184,53 +179,53 @@ def test_dppo_is_open_while_the_probability_stays_near() -> None:
     decides."""
     prob, old, adv = vec(0.75, 0.75, 0.25, 0.25), vec(0.5, 0.5, 0.5, 0.5), vec(1, -1, 1, -1)
     x = (prob / old).log()
-    t = compute_dppo(x, adv, prob, threshold=0.2)
+    t = term("dppo", x, adv, prob.log(), dppo_threshold=0.2)
     assert t.clipped.tolist() == [HIGH, 0, 0, LOW]
     assert t.coefficient.tolist() == pytest.approx([0, -1.5, 0.5, 0])
     assert t.objective.tolist() == pytest.approx([0, -1.5, 0.5, 0])
-    assert compute_dppo(x, adv, prob, threshold=0.3).clipped.tolist() == [0] * 4
-    assert compute_dppo(x, adv, prob).clipped.tolist() == t.clipped.tolist()  # 0.2 by default
-    assert compute_dppo(x, adv * 0, prob).clipped.tolist() == [0] * 4
+    assert term("dppo", x, adv, prob.log(), dppo_threshold=0.3).clipped.tolist() == [0] * 4
+    assert term("dppo", x, adv, prob.log()).clipped.tolist() == t.clipped.tolist()  # 0.2 by default
+    assert term("dppo", x, adv * 0, prob.log()).clipped.tolist() == [0] * 4
 
 
 def test_sapo_topr_and_dro_by_hand() -> None:
     s = 1 / (1 + math.exp(-1.0))
-    t = compute_sapo(vec(2).log(), vec(3))
+    t = term("sapo", vec(2).log(), vec(3))
     assert t.coefficient.tolist() == pytest.approx([4 * s * (1 - s) * 2 * 3])
     assert t.objective.tolist() == pytest.approx([4 * s * 3])
     z = 1 / (1 + math.exp(-1.05))
-    t = compute_sapo(vec(2).log(), vec(-1))
+    t = term("sapo", vec(2).log(), vec(-1))
     assert t.coefficient.tolist() == pytest.approx([-4 * z * (1 - z) * 2])
     assert t.objective.tolist() == pytest.approx([-4 / 1.05 * z], rel=1e-12)
-    assert compute_sapo(vec(2).log(), vec(0), tau_pos=1.0, tau_neg=2.0).objective.tolist() == [0]
+    assert term("sapo", vec(2).log(), vec(0), sapo_tau_neg=2.0).objective.tolist() == [0]
     # topr: answers 0.5 x 0.8 (masked 9) and 2 x 3; only A < 0 is weighted, by at most 1
     seq, m = torch.tensor([0, 0, 0, 1, 1]), yes(1, 1, 0, 1, 1)
     x, lp = vec(0.5, 0.8, 9, 2, 3).log(), vec(-1, -2, -3, -4, -5)
-    t = compute_topr(x, vec(-1, -1, -1, -1, -1), lp, m, seq, 2)
+    t = term("topr", x, vec(-1, -1, -1, -1, -1), lp, m, seq)
     assert t.coefficient.tolist() == pytest.approx([-0.4, -0.4, -0.4, -1, -1])
     assert t.objective.tolist() == pytest.approx([0.4, 0.8, 1.2, 4, 5])
-    assert compute_topr(x, vec(2, 2, 2, 0, 0), lp, m, seq, 2).coefficient.tolist() == [
+    assert term("topr", x, vec(2, 2, 2, 0, 0), lp, m, seq).coefficient.tolist() == [
         2,
         2,
         2,
         0,
         0,
     ]
-    far = compute_topr(vec(0, 0, 0, -30, -30), vec(-1, -1, -1, -1, -1), lp, m, seq, 2)
+    far = term("topr", vec(0, 0, 0, -30, -30), vec(-1, -1, -1, -1, -1), lp, m, seq)
     assert far.coefficient.tolist()[3:] == pytest.approx([-math.exp(-20)] * 2)
-    t = compute_dro(vec(0.4), vec(2), vec(-3))
+    t = term("dro", vec(0.4), vec(2), vec(-3))
     assert t.coefficient.tolist() == pytest.approx([2 - 0.05 * 0.4])
     assert t.objective.tolist() == pytest.approx([-6 - 0.025 * 0.16])
-    assert compute_dro(vec(0.4), vec(2), vec(-3), beta=1.0).coefficient.tolist() == pytest.approx(
-        [1.6]
-    )
+    assert term(
+        "dro", vec(0.4), vec(2), vec(-3), dro_beta=1.0
+    ).coefficient.tolist() == pytest.approx([1.6])
 
 
 def test_covariances_and_who_is_chosen_by_them() -> None:
     lp, adv, m = vec(-1, -3, 7, -5), vec(2, 0, 50, 1), yes(1, 1, 0, 1)  # means -3 and 1
-    cov = compute_covariance(lp, adv, m)
+    cov = covariance(lp, adv, m)
     assert cov.tolist() == pytest.approx([2, 0, 0, 0])
-    assert compute_covariance(lp, adv, m & False).tolist() == [0, 0, 0, 0]
+    assert covariance(lp, adv, m & False).tolist() == [0, 0, 0, 0]
     c = vec(5, 1, 9, 3, 2)
     m = yes(1, 1, 0, 1, 1)
     got = choose_highest(c, m, 0.5)
@@ -255,7 +250,7 @@ def test_covariances_and_who_is_chosen_by_them() -> None:
 
 def test_kl_cov_and_clip_cov_touch_the_chosen_tokens_alone() -> None:
     x, adv, chosen = vec(0.3, -0.3, 0.5), vec(1, 1, 1), yes(1, 1, 0)
-    t = compute_kl_cov(x, adv, chosen, coefficient=0.5)
+    t = term("kl_cov", x, adv, chosen=chosen, cov_coefficient=0.5)
     r = x.exp()
     assert t.coefficient.tolist() == pytest.approx(
         [float(r[0]) - 0.5, float(r[1]) + 0.5, float(r[2])]
@@ -263,16 +258,22 @@ def test_kl_cov_and_clip_cov_touch_the_chosen_tokens_alone() -> None:
     assert t.objective.tolist() == pytest.approx(
         [float(r[0]) - 0.15, float(r[1]) - 0.15, float(r[2])]
     )
-    assert compute_kl_cov(x, adv, chosen).coefficient.tolist() == pytest.approx(
+    assert term("kl_cov", x, adv, chosen=chosen).coefficient.tolist() == pytest.approx(
         [float(r[0]) - 1, float(r[1]) + 1, float(r[2])]
     )
-    held = compute_clip_cov(x, adv, yes(0, 1, 0))
+    held = term("clip_cov", x, adv, chosen=yes(0, 1, 0))
     # 1.35 and 1.65 by the clip, the second as chosen
     assert held.clipped.tolist() == [HIGH, HIGH, HIGH]
-    assert compute_clip_cov(x, adv, yes(0, 1, 0), low=0.5, high=0.5).clipped.tolist() == [
+    assert term(
+        "clip_cov", x, adv, chosen=yes(0, 1, 0), eps_low=0.5, eps_high=0.5
+    ).clipped.tolist() == [
         0,
         HIGH,
         HIGH,
     ]
-    assert compute_clip_cov(-x, -adv, yes(1, 0, 0)).clipped.tolist() == [LOW, 0, LOW]
-    assert compute_clip_cov(-x, -adv, yes(0, 0, 0), low=0.9).clipped.tolist() == [0, 0, 0]
+    assert term("clip_cov", -x, -adv, chosen=yes(1, 0, 0)).clipped.tolist() == [LOW, 0, LOW]
+    assert term("clip_cov", -x, -adv, chosen=yes(0, 0, 0), eps_low=0.9).clipped.tolist() == [
+        0,
+        0,
+        0,
+    ]

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from asyncrl.algorithms import advantages, correction, kl, ratios, surrogates
+from asyncrl.algorithms import advantages, correction, kl, ratios
 from asyncrl.experiments.lab.page import LabFindings, make_table
 from asyncrl.experiments.lab.policy import ResponseSpace, compute_relative_error, differentiate
 
@@ -232,11 +232,9 @@ def update_policy(space: ResponseSpace, mu: torch.Tensor, count: int, seed: int)
         response_weight = torch.zeros(space.n, dtype=mu.dtype).index_add_(
             0, sampled[minibatch], adv[minibatch]
         ) / len(minibatch)
-        trust = surrogates.compute_vanilla(
-            ratios.compute_log_ratio(space.compute_logprobs(theta), lm), response_weight[space.seq]
-        )
+        log_r = ratios.compute_log_ratio(space.compute_logprobs(theta), lm)
         theta = theta + RATE * space.average(
-            space.compute_gradient_rows(theta, trust.coefficient),
+            space.compute_gradient_rows(theta, log_r.exp() * response_weight[space.seq]),
             torch.ones(space.n, dtype=mu.dtype),
         )
     return theta
