@@ -1,4 +1,4 @@
-"""Write what in docs/ comes from tables: coming-from, papers, and the table of exit codes.
+"""Write what in docs/ comes from tables: coming-from, the tables of papers and of exit codes.
 
     python benchmarks/reference_pages.py
 
@@ -98,17 +98,6 @@ def coming_from_page() -> str:
     return COMING_FROM + "\n".join(map(system_section, load_systems().values()))
 
 
-PAPERS_HEAD = """# Papers
-
-Generated from `docs/papers.toml` by `python benchmarks/reference_pages.py`.
-
-This page lists the settings that reproduce each paper. Settings that are joined by commas belong
-together. "or" separates alternatives. `method` sets all keys of a [published method](methods.md);
-`asyncrl methods` names what was read of its source. Each number is that of a preprint on arXiv.
-Each setting is as after `--set`: `asyncrl run CONFIG --set method=vespo`. A test trains two batches
-with every row.
-
-"""
 # exit code -> what to do
 ACTIONS = {
     0: "nothing",
@@ -128,14 +117,14 @@ def papers() -> list[list[str]]:
     return [list(row) for row in tomllib.loads((DOCS / "papers.toml").read_text())["papers"]]
 
 
-def papers_page() -> str:
-    """Return the index of papers."""
+def papers_table() -> str:
+    """Return the index of papers, without those that are a method with nothing to add."""
     rows = []
     for source, name, settings, remark in papers():
-        here = format_settings(settings)
-        rows.append(_row(source, name, here, remark))
+        if remark or not all(option.startswith("method = ") for option in settings.split(" or ")):
+            rows.append(_row(source, name, format_settings(settings), remark))
     table = _row("source", "name", "settings", "what differs")
-    return PAPERS_HEAD + table + "|---|---|---|---|\n" + "".join(rows)
+    return table + "|---|---|---|---|\n" + "".join(rows)
 
 
 def exit_codes_table() -> str:
@@ -144,19 +133,19 @@ def exit_codes_table() -> str:
     return _row("code", "meaning", "what to do") + "|---|---|---|\n" + "".join(rows)
 
 
-def troubleshooting_page() -> str:
-    """Return the page with its table of exit codes, which is its end."""
-    head, row, _ = (DOCS / "troubleshooting.md").read_text().partition("| code | meaning |")
-    assert row, "docs/troubleshooting.md has no table of exit codes"
-    return head + exit_codes_table()
+def replace_last_table(page: str, table: str) -> str:
+    """Return a page of docs/ with `table` in place of the one with the same head, its end."""
+    head, row, _ = (DOCS / page).read_text().partition(table.partition("\n")[0])
+    assert row, f"docs/{page} has no table {table.partition(chr(10))[0]}"
+    return head + table
 
 
 def pages() -> dict[Path, str]:
     """Return every page that this program writes -> its text."""
     return {
         DOCS / "coming-from.md": coming_from_page(),
-        DOCS / "papers.md": papers_page(),
-        DOCS / "troubleshooting.md": troubleshooting_page(),
+        DOCS / "methods.md": replace_last_table("methods.md", papers_table()),
+        DOCS / "troubleshooting.md": replace_last_table("troubleshooting.md", exit_codes_table()),
     }
 
 

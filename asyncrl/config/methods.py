@@ -81,7 +81,7 @@ def explain_unknown_method(name: Any) -> str:
         return f"method: {name} was removed; write {instead}"
     return (
         f"method: {name!r} is unknown{suggest_method(str(name))}; choose one of "
-        f"{', '.join(METHODS)}, or build it of advantage, loss, correction and kl: docs/papers.md"
+        f"{', '.join(METHODS)}, or build it of advantage, loss, correction and kl: docs/methods.md"
     )
 
 

@@ -1,4 +1,4 @@
-"""The settings of every paper in docs/papers.md train two batches through the learner's step."""
+"""The settings of every paper in docs/papers.toml train two batches through the learner's step."""
 
 from __future__ import annotations
 

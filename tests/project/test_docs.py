@@ -37,7 +37,7 @@ PAGES = [
         if not page.name.startswith("extending-notes-")
     ),
 ]
-TYPESET = ("algorithms", "four-policies", "methods", "reshape", "staleness")
+TYPESET = ("algorithms", "methods", "staleness")
 RESULT = re.compile(r"benchmarks/results/[\w.-]+")
 RESULT_NAME = re.compile(r"\d{4}-\d\d-\d\d_([0-9a-f]+)_\d+core_[\w-]+\.(?:json|html)")
 NAMED = re.compile(
@@ -391,7 +391,7 @@ def test_the_readme_s_figures_are_those_of_their_files() -> None:
     worse = next(
         v for v in found["verdicts"] if (v["arm"], v["metric"]) == ("async", "heldout_end")
     )
-    study = (ROOT / "docs" / "staleness-study.md").read_text()
+    study = (ROOT / "docs" / "findings.md").read_text()
     areas = [map(mean_accuracy, rows_of(seeds, arm, "curve")) for arm in ("seeds", "synchronous")]
     walls = [sum(rows_of(seeds, arm, "wall_s")) for arm in ("synchronous", "seeds")]
     cells = [
