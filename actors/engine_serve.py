@@ -497,7 +497,6 @@ class ServeEngine(ProbedEngine):
                 f"generator: the vLLM server at {server.url} is lost, its requests wait for "
                 f"another or for its return: {why}",
                 file=sys.stderr,
-                flush=True,
             )
             self.revivals.add(self.loop.create_task(self._revive(server)))
 

@@ -159,7 +159,7 @@ def compute_max_message_bytes(config: Config) -> int:
 def log(line: str) -> None:
     """Write one line to the log; a full disk is ignored."""
     with contextlib.suppress(OSError):
-        print(escape_line(line, LONGEST_LINE), file=sys.stderr, flush=True)
+        print(escape_line(line, LONGEST_LINE), file=sys.stderr)
 
 
 def has_process_ended(pid: int, host: str) -> bool:

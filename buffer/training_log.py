@@ -58,7 +58,6 @@ def read(path: Path) -> dict[int, TrainedBatch]:
             print(
                 f"note: {path}: left out a row that does not describe a batch: {str(row)[:80]}",
                 file=sys.stderr,
-                flush=True,
             )
     return rows
 

@@ -142,7 +142,6 @@ class Learner(BufferPeer):
                     f"learner: {self.publisher.directory} was removed; it is recreated with all "
                     "its versions",
                     file=sys.stderr,
-                    flush=True,
                 )
             self.socket.send(m.LearnerProgress("learner", wait, {}, os.getpid(), self.epoch))
         self.log_wait(wait)

@@ -333,7 +333,7 @@ class LearnerCore:
                 f"{', '.join(advantages.BY_TOKEN)} use them"
             )
             if remark not in self.reported and self.backend.rank == 0:
-                print(f"learner: {remark}", file=sys.stderr, flush=True)
+                print(f"learner: {remark}", file=sys.stderr)
             self.reported.add(remark)
         self._set_proximal(batch, packed)
         self._add_gradient_norms(packed)

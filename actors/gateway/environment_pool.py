@@ -156,7 +156,6 @@ class EnvironmentPool(WorkerPool[_EnvironmentProcess, EnvironmentEvent]):
             print(
                 f"{self.named}: a process was lost in {activity}: {escape_line(reason)}",
                 file=sys.stderr,
-                flush=True,
             )
         if kind and kind not in self.done and count >= HOPELESS * len(self.workers):
             raise ConfigError(

@@ -160,7 +160,7 @@ def fail(reason: str, code: int, as_json: bool) -> NoReturn:
 
     After a printed result it prints no JSON, so that the result stays the last line."""
     with suppress(OSError):  # stderr may be a file on the disk that is full
-        print(f"error: {escape_line(reason, LONGEST_LINE)}", file=sys.stderr, flush=True)
+        print(f"error: {escape_line(reason, LONGEST_LINE)}", file=sys.stderr)
     if as_json:
         result.put_error(reason, code)
     sys.exit(code)
@@ -274,4 +274,4 @@ def emit(values: dict[str, Any], as_json: bool) -> None:
 
 def print_progress(text: str) -> None:
     """Print a line of progress to stderr, unbuffered."""
-    print(text, file=sys.stderr, flush=True)
+    print(text, file=sys.stderr)

@@ -129,7 +129,7 @@ def run_process(name: str, config: Any, run_dir: Path, index: int, *, moved: boo
         if not os.environ.get("ASYNCRL_SUPERVISED"):
             from asyncrl.supervise.live import StatusLines
 
-            print(f"buffer: serves {run_dir} to its other processes", file=sys.stderr, flush=True)
+            print(f"buffer: serves {run_dir} to its other processes", file=sys.stderr)
             show = StatusLines().show
         return start_buffer(config, run_dir, moved=moved, show=show)
     if name == "learner":

@@ -102,7 +102,7 @@ def run(
         from asyncrl.supervise import preflight
 
         for outcome in preflight.run_checks(preflight.localize(config)):
-            print(outcome.as_line(), file=sys.stderr, flush=True)
+            print(outcome.as_line(), file=sys.stderr)
         return
     if on == "slurm":
         from asyncrl.supervise.hosts import slurm

@@ -49,7 +49,6 @@ def read(path: Path) -> list[dict[str, Any]]:
             f"note: {path}: line {damaged[0]}{others} is damaged and left out (a cause is a power "
             "cut or a full disk)",
             file=sys.stderr,
-            flush=True,
         )
     return rows
 

@@ -215,7 +215,6 @@ class EventFile:
         print(
             f"note: {self.directory} can no longer be written: {reason or error}",
             file=sys.stderr,
-            flush=True,
         )
 
     def close(self) -> None:
@@ -268,7 +267,6 @@ class MetricsWriter:
                     f"step {step}: not finite, left out of the metrics: "
                     f"{', '.join(sorted(not_finite - self.not_finite))}",
                     file=sys.stderr,
-                    flush=True,
                 )
                 self.not_finite |= not_finite
         row: dict[str, Any] = {"step": step, "t": round(seconds, 4)} | values

@@ -318,7 +318,7 @@ class StatusLines:
         if now - self.printed_at > PLAIN_S:
             self.printed_at = now
             line = format_status(status, self.pace.estimate_seconds(status.steps, now))
-            print(line, file=sys.stderr, flush=True)
+            print(line, file=sys.stderr)
 
 
 def _build_progress(status: RunStatus, seconds_left: float | None) -> Any:
@@ -417,7 +417,7 @@ def follow(
             elif live is None:
                 lines.show(status, now)
         if status is not None and live is None:
-            print(format_status(status), file=sys.stderr, flush=True)
+            print(format_status(status), file=sys.stderr)
     finally:
         if live is not None:
             live.stop()

@@ -63,7 +63,7 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 def say(text: str) -> None:
     """Print a line for the user on stderr."""
-    print(text, file=sys.stderr, flush=True)
+    print(text, file=sys.stderr)
 
 
 class CheckOutcome(msgspec.Struct, frozen=True):

@@ -54,7 +54,7 @@ def prepare_directory(config: TinkerConfig, source: str) -> Path:
 
 def log_progress(text: str) -> None:
     """Print a line about the start of the server."""
-    print(text, file=sys.stderr, flush=True)
+    print(text, file=sys.stderr)
 
 
 async def log_waiting(began: float) -> None:

@@ -121,7 +121,7 @@ class ChunkServer(ListeningSocket, WeightsServer):
                 # also true while the address is still unbound
                 is_closing = self.connections.close_excess(self.address)
             except AsyncrlError as error:
-                print(escape_line(str(error)), file=sys.stderr, flush=True)
+                print(escape_line(str(error)), file=sys.stderr)
                 continue
             if is_closing or not self.socket.poll(100):
                 continue

@@ -79,7 +79,6 @@ class ConnectionGuard:
                 print(
                     f"too many connections at {address}: closed all; real peers reconnect",
                     file=sys.stderr,
-                    flush=True,
                 )
             self.socket.unbind(address)
         self.is_unbound = True

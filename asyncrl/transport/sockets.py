@@ -411,14 +411,12 @@ class PeerSocket:
             print(
                 f"ignored the buffer's new address: {escape_line(str(error))}",
                 file=sys.stderr,
-                flush=True,
             )
             return False
         print(
             f"{self.address} has been silent for {silent:.0f} s, and the run's buffer is now at "
             f"{address}: connecting to it",
             file=sys.stderr,
-            flush=True,
         )
         self.address = address
         self.socket.close(linger=0)  # its unsent messages are repeated
@@ -453,7 +451,6 @@ class PeerSocket:
                 print(
                     f"{self.address} sent an invalid message, reconnecting: {reason}",
                     file=sys.stderr,
-                    flush=True,
                 )
             self.socket.close(linger=0)
             self.socket = self._connect()
@@ -567,14 +564,14 @@ class BufferPeer(ABC):
 
     def log_change(self, text: str) -> None:
         """Write a change of this process's state to stderr."""
-        print(f"{self.name}: {text}", file=sys.stderr, flush=True)
+        print(f"{self.name}: {text}", file=sys.stderr)
 
     def log_wait(self, wait: ProcessWait | None) -> None:
         """Write a long wait to stderr, with the buffer's address."""
         if wait is not None and wait.on == BUFFER:
             wait = wait._replace(on=f"the buffer at {self.socket.address}")
         for line in self.wait_log.make_lines([wait] if wait is not None else []):
-            print(line, file=sys.stderr, flush=True)
+            print(line, file=sys.stderr)
 
 
 def wait(

@@ -187,7 +187,6 @@ class DistributedBackend(TorchBackend):
                     f"error: RankLost: {problem}: rank {self.rank} has waited {limit:g} s for it "
                     f"(learner.rank_timeout_s = {limit:g})",
                     file=sys.stderr,
-                    flush=True,
                 )
                 for process in self.others:
                     process.kill()

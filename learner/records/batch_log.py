@@ -50,7 +50,6 @@ class BatchLog:
                     f"learner: {self.path} has reached {self.limit_name} = {self.limit_mib}: later "
                     "rows are not logged",
                     file=sys.stderr,
-                    flush=True,
                 )
             if self.full:
                 return

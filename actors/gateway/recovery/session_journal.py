@@ -200,7 +200,7 @@ class SessionFile:
 
     def fail(self, reason: object) -> None:
         """Log the reason and remove the file."""
-        print(f"{self.path}: {reason}: a restart ends this session", file=sys.stderr, flush=True)
+        print(f"{self.path}: {reason}: a restart ends this session", file=sys.stderr)
         self.remove()
 
     def remove(self) -> None:

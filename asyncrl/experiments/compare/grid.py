@@ -713,7 +713,7 @@ class GridProgress:
                 else:
                     outcome += "".join(f", {problem}" for problem in cell.trouble)
             if self.live is None:
-                print(f"{name}: {outcome} ({self.describe_state()})", file=sys.stderr, flush=True)
+                print(f"{name}: {outcome} ({self.describe_state()})", file=sys.stderr)
 
     def describe_state(self) -> str:
         total = len(self.grid.names)
